@@ -1,0 +1,228 @@
+"""What the four programs share: refusals, flags from a dataclass, and folders of files that are never half-written.
+
+None of this is about diffusion: read mdlm.py first. A checkpoint is a folder out/step-N/ with a manifest of sizes
+and sha256. It is written under a temporary name, synced and renamed, so it is complete or not there; `out/latest`
+names the last one; the last two are kept. Weights are safetensors and the rest is JSON: nothing is ever unpickled.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+
+class Refusal(ValueError):
+    """A user's mistake, in one sentence: what was given, what is accepted, what to do. Programs exit with code 2."""
+
+
+def run(main, argv):
+    """Run a program's main(argv) and return its exit code; a Refusal becomes one sentence on stderr and code 2."""
+    try:
+        return main(argv)
+    except Refusal as e:
+        print(f"{Path(sys.argv[0]).name}: {e}", file=sys.stderr)
+        return 2
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+def opt(default, meaning, *choices):
+    """A dataclass field that becomes a flag with this default, line of help and accepted values."""
+    return dataclasses.field(default=default, metadata={"help": meaning, "choices": choices})
+
+
+def parse_bool(text):
+    if text.lower() in ("true", "1", "yes", "on", "false", "0", "no", "off"):
+        return text.lower() in ("true", "1", "yes", "on")
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        unknown = re.search(r"unrecognized arguments: (\S+)", message)
+        if unknown:
+            flag = unknown[1].split("=")[0]
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.0)[0]
+            message = f"there is no flag {flag}; the nearest is {near} (--help lists all)"
+        raise Refusal(message)
+
+
+def parse_flags(fields_of, argv, description, epilog=""):
+    """The flags that were given, as a dict; every one is a field of the dataclass `fields_of`."""
+    parser = Parser(description=description, allow_abbrev=False, epilog=epilog, argument_default=argparse.SUPPRESS,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    for f in dataclasses.fields(fields_of):
+        if f.type is bool:
+            kind = dict(type=parse_bool, nargs="?", const=True, metavar="BOOL")
+        else:
+            kind = dict(type=f.type, choices=f.metadata["choices"] or None)
+        text = f"{f.metadata['help']} (default: {f.default!r})".replace("%", "%%")
+        parser.add_argument(f"--{f.name}", help=text, **kind)
+    return vars(parser.parse_args(argv))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def write_atomically(path, content):
+    """Write bytes under a temporary name, sync, rename: the name never holds half a file."""
+    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix="tmp-")
+    try:
+        with os.fdopen(fd, "wb") as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.chmod(tmp, 0o644)  # mkstemp gives 0600
+        os.replace(tmp, path)
+    except BaseException:
+        os.unlink(tmp)
+        raise
+
+
+def download(url, sha256, path, timeout=15.0, limit=1 << 22):
+    """Fetch url to path unless the right file is there already. Raises OSError if that cannot be done in time."""
+    if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
+        return
+    deadline, content = time.monotonic() + timeout, b""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as response:
+            while chunk := response.read1(1 << 16):
+                content += chunk
+                if time.monotonic() > deadline or len(content) > limit:
+                    raise OSError(f"not finished after {timeout:.0f} s or {limit} bytes")
+    except ValueError as e:  # a malformed header
+        raise OSError(str(e)) from e
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise OSError("what arrived has the wrong checksum")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, content)
+
+
+def sha256_of(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync_folder(folder):
+    if os.name == "posix":
+        fd = os.open(folder, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+CHECKPOINT_FILES = ("config.json", "tokenizer.json", "model.safetensors", "state.json", "state.safetensors")
+
+
+def checkpoints(out_dir):
+    """The checkpoint folders of a run: first the one that `latest` names, then by falling step."""
+    found = [p for p in Path(out_dir).glob("step-*") if re.fullmatch(r"step-\d{1,12}", p.name)]
+    found.sort(key=lambda p: -int(p.name[5:]))
+    with contextlib.suppress(OSError, ValueError):
+        latest = (Path(out_dir) / "latest").read_text()
+        found.sort(key=lambda p: p.name != latest.strip())
+    return found
+
+
+def write_checkpoint(out_dir, name, contents):
+    """Write the files `contents` (name -> bytes) as out_dir/name, point `latest` to it, keep the last two. The folder."""
+    out_dir = Path(out_dir)
+    for stale in out_dir.glob("tmp-*"):  # of a run that was killed
+        shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+    tmp, final = Path(tempfile.mkdtemp(dir=out_dir, prefix="tmp-")), out_dir / name
+    files = {n: dict(size=len(data), sha256=hashlib.sha256(data).hexdigest()) for n, data in contents.items()}
+    manifest = json.dumps(dict(format="mdlm", version=1, files=files), indent=1).encode()
+    try:
+        os.chmod(tmp, 0o755)  # mkdtemp gives 0700
+        for n, data in (contents | {"manifest.json": manifest}).items():
+            with open(tmp / n, "wb") as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+        sync_folder(tmp)
+        if final.exists():  # the same step once more, or a damaged one
+            shutil.rmtree(final)
+        os.rename(tmp, final)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+    sync_folder(out_dir)
+    write_atomically(out_dir / "latest", name.encode())
+    for old in [p for p in checkpoints(out_dir) if p != final][1:]:
+        shutil.rmtree(old)
+    return final
+
+
+def verify(folder):
+    """Raise Refusal unless every file of a checkpoint has the size and the sha256 that its manifest names."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        if (manifest["format"], manifest["version"]) != ("mdlm", 1):
+            raise ValueError(f"it has version {manifest['version']!r}, this program reads version 1")
+        for name in CHECKPOINT_FILES:
+            wanted, size = manifest["files"][name], (folder / name).stat().st_size
+            if size != wanted["size"]:
+                raise ValueError(f"{name} has {size} bytes instead of {wanted['size']}")
+            if sha256_of(folder / name) != wanted["sha256"]:
+                raise ValueError(f"{name} does not have the checksum of the manifest")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        raise Refusal(f"the checkpoint {folder} is damaged or incomplete: {e}") from e
+
+
+def find_checkpoint(path):
+    """A run folder or a checkpoint -> an intact checkpoint; a damaged one is named and the one before it is used."""
+    path = Path(path)
+    if (path / "manifest.json").exists():
+        verify(path)
+        return path
+    for folder in checkpoints(path):
+        try:
+            verify(folder)
+            return folder
+        except Refusal as e:
+            print(f"{e}; trying the one before it", file=sys.stderr)
+    raise Refusal(f"{path} holds no intact checkpoint; train one with: python mdlm.py --out_dir={path}")
+
+
+def read_json(path, what):
+    """The JSON object in a file, or a Refusal that names it."""
+    try:
+        d = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(d, dict):
+            raise ValueError("not an object")
+        return d
+    except (OSError, ValueError, RecursionError) as e:
+        raise Refusal(f"{path} is no {what} of this program: {e}") from e
+
+
+def read_tensors(path, expected=None):
+    """A safetensors file as a dict. With `expected`, a dict of tensors, names, shapes and dtypes must be the same."""
+    from safetensors import SafetensorError, safe_open
+    try:
+        with safe_open(path, "pt") as f:
+            if expected is not None:  # compared before any of it is read
+                shapes = {name: f.get_slice(name).get_shape() for name in f.keys()}  # noqa: SIM118 (not a dict)
+                wanted = {name: list(t.shape) for name, t in expected.items()}
+                wrong = sorted(n for n in shapes | wanted if shapes.get(n) != wanted.get(n))
+                if wrong:
+                    raise Refusal(f"{path} does not fit its config: {wrong[0]} is missing, unexpected or misshapen")
+            return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, KeyError, OverflowError, MemoryError) as e:
+        raise Refusal(f"{path} is no safetensors file: {e}") from e

@@ -1,0 +1,1113 @@
+"""mdlm: train a masked diffusion language model. Config, data, model, objective, evaluation and loop, top to bottom.
+
+    python mdlm.py                                   # tiny Shakespeare, sized for this machine
+    python mdlm.py --data=my.txt --time_limit=300    # any text, five minutes
+    torchrun --standalone --nproc_per_node=8 mdlm.py --preset=gpt2 --data=FOLDER     # train.bin and val.bin
+
+The model sees a text in which some tokens are replaced by [MASK], at any rate from 0 to 1, and predicts those
+(Sahoo et al., 2406.07524; Shi et al., 2406.04329; Ou et al., 2406.03736). Then: python sample.py, python eval.py.
+"""
+
+import time
+
+PROCESS_START = time.monotonic()  # --time_limit and the log's seconds include the imports below
+
+import codecs
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+import common
+import kernels
+from common import Refusal, opt
+
+# ---------------------------------------------------------------------------------------------------------------
+# Config: one flat dataclass; the command line, --help and config.json all come from it
+
+
+@dataclass
+class Config:
+    # the run
+    data: str = opt("shakespeare", "text file, folder with train.bin and val.bin, shakespeare, patterns or pydoc")
+    out_dir: str = opt("out", "folder for checkpoints, log.jsonl and pictures")
+    resume: bool = opt(False, "go on from the last checkpoint in out_dir")
+    overwrite: bool = opt(False, "replace the run in out_dir")
+    init_from: str = opt("", "start from the weights of this run or checkpoint (fine-tuning)")
+    preset: str = opt("auto", "defaults, listed below; auto: gpu with CUDA, else cpu", "auto", "cpu", "gpu", "gpt2")
+    seed: int = opt(0, "of weights, data order and masks")
+    device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the best there is")
+    dtype: str = opt("auto", "of products; auto: bfloat16 if in hardware", "auto", "float32", "bfloat16")
+    kernels: str = opt("auto", "auto: Triton on CUDA, elsewhere PyTorch", "auto", "triton", "torch")
+    compile: str = opt("auto", "torch.compile the model; auto: where it pays", "auto", "on", "off")
+    # data
+    tokenizer: str = opt("char", "how text becomes tokens", "char", "byte", "word", "bpe")
+    vocab_size: int = opt(0, "for word and bpe: at most so many tokens (0: 16384); for a folder of ids: V")
+    separator: str = opt("", "text between documents (\\n and \\t are understood); [END] is learned after each")
+    # the model
+    n_layer: int = opt(6, "blocks")
+    n_head: int = opt(6, "attention heads")
+    n_embd: int = opt(384, "width")
+    block_size: int = opt(256, "context length T, in tokens")
+    dropout: float = opt(0.2, "dropout rate in the blocks")
+    pos: str = opt("rope", "positions", "rope", "learned", "sinusoidal")
+    tie: bool = opt(False, "head and embedding share their weights")
+    time_conditioning: bool = opt(False, "tell the network its mask rate (adaLN); the optimum does not need it")
+    # the objective
+    objective: str = opt("mdlm", "masked diffusion, or the autoregressive baseline", "mdlm", "ar")
+    masking: str = opt("exact", "so many positions a sequence, or the textbook process", "exact", "bernoulli")
+    mask_schedule: str = opt("linear", "distribution of the mask rate; the bound stays", "linear", "cosine")
+    loss_weight: str = opt("bound", "uniform: every masked token counts the same; no bound", "bound", "uniform")
+    min_rate: float = opt(0.0, "smallest mask rate in training; above 0 the loss is no bound")
+    max_rate: float = opt(1.0, "largest mask rate in training; below 1 the loss is no bound")
+    # the optimizer
+    batch_size: int = opt(64, "sequences in one optimizer step, over all ranks and accumulation steps")
+    gradient_accumulation_steps: int = opt(1, "parts in which each rank computes its share of the batch")
+    max_steps: int = opt(5000, "optimizer steps")
+    time_limit: float = opt(0.0, "seconds for everything, start and last save included (0: none)")
+    optimizer: str = opt("muon", "Muon for the matrices and AdamW for the rest, or AdamW alone", "muon", "adamw")
+    muon_lr: float = opt(0.02, "learning rate of Muon")
+    learning_rate: float = opt(3e-3, "learning rate of AdamW")
+    weight_decay: float = opt(0.01, "decoupled decay of the matrices")
+    beta1: float = opt(0.9, "of AdamW")
+    beta2: float = opt(0.95, "of AdamW")
+    momentum: float = opt(0.95, "of Muon")
+    grad_clip: float = opt(1.0, "largest gradient norm (0: no clipping)")
+    lr_schedule: str = opt("cosine", "learning rate after the warm-up", "cosine", "linear", "constant")
+    warmup_steps: int = opt(100, "of linear warm-up")
+    ema: float = opt(0.999, "decay of the averaged weights, which are evaluated and saved (0: none)")
+    # what you see of it
+    eval_interval: int = opt(500, "steps between evaluations; each one saves a checkpoint")
+    eval_passes: int = opt(1, "masks drawn for each validation window (four times as many at the end)")
+    eval_windows: int = opt(4096, "at most so many validation windows, evenly spread (0: all)")
+    log_interval: int = opt(20, "steps between lines of the log")
+    wandb: str = opt("", "log to this Weights & Biases project")
+    tensorboard: bool = opt(False, "write TensorBoard events to out_dir")
+
+
+# What a preset changes (cpu: measured in results/cpu.md). An explicit flag always wins.
+PRESETS = {
+    "cpu": dict(n_layer=4, n_head=3, n_embd=192, block_size=128, dropout=0.0, batch_size=32, warmup_steps=50, ema=0.99),
+    "gpu": dict(),
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, dropout=0.0, tokenizer="bpe", vocab_size=50257,
+                 batch_size=512, gradient_accumulation_steps=8, max_steps=20000, warmup_steps=500, tie=True,
+                 eval_interval=1000, eval_windows=1024),
+}
+# Only these may change on --resume.
+RESUMABLE = {"out_dir", "resume", "device", "kernels", "compile", "max_steps", "time_limit", "gradient_accumulation_steps",
+             "eval_interval", "eval_passes", "eval_windows", "log_interval", "wandb", "tensorboard"}
+
+
+def parse_args(argv):
+    """The flags that were given, as a dict of Config fields."""
+    lines = [f"  {name}: " + (" ".join(f"{k}={v}" for k, v in values.items()) or "the defaults above")
+             for name, values in PRESETS.items()]
+    return common.parse_flags(Config, argv, __doc__.split("\n")[0], "presets:\n" + "\n".join(lines))
+
+
+def check(config, world=1):
+    """Refuse a config that cannot work on `world` ranks."""
+    bounds = dict(n_layer=(1, 1024), n_head=(1, 1024), n_embd=(2, 65536), block_size=(1, kernels.MAX_T), batch_size=(2, 1 << 24),
+                  gradient_accumulation_steps=(1, 1 << 20), max_steps=(1, 1 << 31), eval_interval=(1, 1 << 31),
+                  log_interval=(1, 1 << 31), eval_passes=(1, 4096), eval_windows=(0, 1 << 31), vocab_size=(0, 1 << 31),
+                  seed=(0, (1 << 32) - 1), warmup_steps=(0, 1 << 31), time_limit=(0, 1e9), learning_rate=(0, 1e3),
+                  muon_lr=(0, 1e3), weight_decay=(0, 1e3), grad_clip=(0, 1e9), dropout=(0, 0.99), ema=(0, 1 - 1e-9),
+                  momentum=(0, 0.9999), beta1=(0, 0.9999), beta2=(0, 0.999999), min_rate=(0, 1), max_rate=(1e-6, 1))
+    for name, (low, high) in bounds.items():
+        if not low <= getattr(config, name) <= high:
+            raise Refusal(f"--{name}={getattr(config, name)} is not accepted; give a number from {low} to {high}")
+    if config.n_embd % config.n_head or config.n_embd // config.n_head % 2:
+        raise Refusal(f"--n_embd={config.n_embd} over --n_head={config.n_head} is no even head size; "
+                      "choose n_embd = n_head x 32, 64 or 128")
+    parts = 2 * world * config.gradient_accumulation_steps
+    if config.batch_size % parts:
+        raise Refusal(f"--batch_size={config.batch_size} must be a multiple of {parts}: sequences come in mirrored pairs, "
+                      f"on {world} rank(s) with {config.gradient_accumulation_steps} accumulation step(s)")
+    if config.min_rate > config.max_rate:
+        raise Refusal(f"--min_rate={config.min_rate} is above --max_rate={config.max_rate}; swap them")
+    if config.data == "patterns" and config.block_size != 64:
+        raise Refusal(f"--block_size={config.block_size} does not fit --data=patterns, whose sequences have 64 symbols")
+
+
+def config_from_json(path):
+    """The Config in a config.json; anything that is not one, field by field, is refused."""
+    d, fields = common.read_json(path, "config"), {f.name: f for f in dataclasses.fields(Config)}
+    if (d.get("format"), d.get("version")) != ("mdlm", 1) or not isinstance(d.get("config"), dict):
+        raise Refusal(f"{path} is of format {d.get('format')!r}, version {d.get('version')!r}; this program reads mdlm, version 1")
+    for name in sorted(fields.keys() ^ d["config"].keys()):
+        raise Refusal(f"{path} is no config of this version: the setting {name} is unknown or missing")
+    for name, value in d["config"].items():
+        kind, choices = fields[name].type, fields[name].metadata["choices"]
+        if type(value) not in ((int, float) if kind is float else (kind,)) or choices and value not in choices:
+            raise Refusal(f"{path} has {name}={str(value)[:40]!r}, which is not accepted")
+    config = Config(**d["config"])
+    check(config)
+    return config
+
+
+def pick_device(name):
+    """'auto' or a device's name -> torch.device, checked to exist."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    with contextlib.suppress(RuntimeError):
+        device = torch.device(name)
+        if device.type == "cpu" or device.type == "mps" and torch.backends.mps.is_available() or \
+                device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
+            return device
+    raise Refusal(f"--device={name} is not on this machine; use cpu, cuda, cuda:N or mps, or leave it to auto")
+
+
+def pick_dtype(name, device):
+    """'auto' -> bfloat16 where the hardware multiplies it (CUDA from Ampere on, CPUs with AMX), else float32."""
+    if name != "auto":
+        return getattr(torch, name)
+    amx = device.type == "cpu" and getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)
+    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
+    return torch.bfloat16 if amx or ampere else torch.float32
+
+
+def generator(*key):
+    """A random generator for a key such as ("levels", seed, step): the same on every rank, exact on resume."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+class Tokenizer:
+    """Text <-> ids below `vocab_size` (V, without [MASK]).
+
+    kind   char, byte, word (lossless: an unseen word is spelled in its bytes), bpe, or id: numbers without a text
+    vocab  the characters; the words, whose ids follow 256 bytes; BPE as JSON; for id how many there are
+    end    the last id is [END], which follows each document and decodes to nothing
+    """
+
+    WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character belongs to exactly one match
+
+    def __init__(self, kind, vocab=None, end=False):
+        self.kind, self.vocab = kind, vocab
+        if kind == "char":
+            self.table = np.full(max(map(ord, vocab)) + 2, -1, np.int32)  # the last entry serves all higher codes
+            self.table[[ord(c) for c in vocab]] = np.arange(len(vocab))
+        elif kind == "word":
+            self.index = {w: 256 + i for i, w in enumerate(vocab)}
+        elif kind == "bpe":
+            from tokenizers import Tokenizer as BPE
+            self.bpe = BPE.from_str(vocab)
+        size = {"char": lambda: len(vocab), "byte": lambda: 256, "word": lambda: 256 + len(vocab),
+                "bpe": lambda: self.bpe.get_vocab_size(), "id": lambda: vocab}[kind]()
+        self.end_id = size if end else None
+        self.vocab_size = size + end
+
+    def encode_array(self, text):
+        """Text -> (n,) integer array. Raises Refusal naming the first unknown character and its position."""
+        if self.kind == "char":
+            codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+            ids = self.table[np.minimum(codes, len(self.table) - 1)]
+            if (ids < 0).any():
+                i = int((ids < 0).argmax())
+                raise Refusal(f"the character {text[i]!r} at position {i} is none of the {len(self.vocab)} that the model knows")
+            return ids
+        if self.kind == "byte":
+            return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+        if self.kind == "word":
+            words = self.WORD.findall(text)
+            return np.array([i for w in words for i in ([self.index[w]] if w in self.index else w.encode())], np.int64)
+        if self.kind == "bpe":  # in parts: the memory that BPE takes grows with the length of a text
+            parts = re.findall(r"(?s).{1,65536}", text)
+            return np.array([i for e in self.bpe.encode_batch_fast(parts) for i in e.ids], np.int64)
+        if not re.fullmatch(r"[\d\s]*", text):
+            raise Refusal("this model knows ids and no text: give numbers separated by spaces")
+        return np.array(text.split(), np.int64)
+
+    def encode(self, text):
+        return self.encode_array(text).tolist()
+
+    def decode(self, ids):
+        ids = [int(i) for i in ids if i != self.end_id]
+        if self.kind == "char":
+            return "".join(self.vocab[i] for i in ids)
+        if self.kind == "bpe":
+            return self.bpe.decode(ids)
+        if self.kind == "id":
+            return " ".join(map(str, ids))
+        return b"".join(bytes([i]) if i < 256 else self.vocab[i - 256].encode() for i in ids).decode("utf-8", "replace")
+
+    def to_json(self):
+        return json.dumps(dict(format="mdlm-tokenizer", version=1, kind=self.kind, vocab=self.vocab, end=self.end_id is not None))
+
+
+def tokenizer_from_json(path):
+    """The Tokenizer that to_json wrote to a file; anything else is refused."""
+    d = common.read_json(path, "tokenizer")
+    kind, vocab, end = d.get("kind"), d.get("vocab"), d.get("end")
+    strings = isinstance(vocab, list) and all(isinstance(v, str) for v in vocab) and len(set(vocab)) == len(vocab)
+    fits = dict(char=strings and vocab and all(len(v) == 1 for v in vocab), word=strings, bpe=isinstance(vocab, str),
+                byte=vocab is None, id=type(vocab) is int and 0 < vocab < 1 << 31)
+    if (d.get("format"), d.get("version")) == ("mdlm-tokenizer", 1) and type(end) is bool and fits.get(kind):
+        try:
+            return Tokenizer(kind, vocab, end)
+        except ImportError:
+            raise Refusal("this model's tokenizer is BPE, which needs: pip install tokenizers") from None
+        except Exception as e:  # what the tokenizers library raises for JSON of another kind is a bare Exception
+            raise Refusal(f"{path} holds no BPE that can be read: {e}") from e
+    raise Refusal(f"{path} is no tokenizer of this program, version 1; take the one that mdlm.py wrote")
+
+
+def build_tokenizer(config, pieces, train_characters):
+    """A Tokenizer for pieces(), a stream of (text, ends a document); words and BPE learn from the training part."""
+    kind, size, end = config.tokenizer, config.vocab_size or 16384, bool(config.separator)
+    if kind == "byte":
+        return Tokenizer("byte", None, end)
+    if kind == "char":
+        seen = np.zeros(0x110000, bool)
+        for text, _ in pieces():
+            seen[np.frombuffer(text.encode("utf-32-le"), np.uint32)] = True
+        return Tokenizer("char", [chr(c) for c in seen.nonzero()[0]], end)
+    if size <= 256:
+        raise Refusal(f"--vocab_size={size} is too small for --tokenizer={kind}, where 256 ids are the bytes; give more")
+
+    def training_text():
+        left = min(train_characters, 100 << 20)
+        for text, _ in pieces():
+            if left > 0:
+                yield text[:left]
+            left -= len(text)
+
+    if kind == "word":
+        counts = Counter()
+        for text in training_text():
+            counts.update(Tokenizer.WORD.findall(text))
+        return Tokenizer("word", [w for w, n in counts.most_common(size - 256) if n > 1], end)
+    try:
+        import tokenizers
+    except ImportError:
+        raise Refusal("--tokenizer=bpe needs the package tokenizers: pip install tokenizers") from None
+    bpe, alphabet = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=alphabet)
+    bpe.train_from_iterator(training_text(), trainer)
+    return Tokenizer("bpe", bpe.to_str(), end)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Data: any source becomes a folder with train.bin, val.bin, tokenizer.json and meta.json; training reads the folder
+
+SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+def read_text(path, size=1 << 24):
+    """Stream a UTF-8 file as texts of about `size` characters, cut behind a line's end where there is one."""
+    decoder, rest, offset = codecs.getincrementaldecoder("utf-8")(), "", 0
+    with open(path, "rb") as f:
+        if f.read(3) != codecs.BOM_UTF8:
+            f.seek(0)
+        raw = True
+        while raw:
+            raw = f.read(size)
+            try:
+                rest += decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as e:
+                raise Refusal(f"--data={path} is not UTF-8 text (byte {offset + e.start}); convert it with iconv, "
+                              "or give a folder with train.bin and val.bin") from None
+            offset += len(raw)
+            cut = rest.rfind("\n") + 1 or len(rest)
+            yield rest[:cut]
+            rest = rest[cut:]
+    if rest:
+        yield rest
+
+
+def split_documents(texts, separator):
+    """Stream (piece, ends a document) of a stream of texts; empty documents vanish."""
+    rest = ""
+    for text in texts:
+        if not separator:
+            yield text, False
+            continue
+        *documents, rest = (rest + text).split(separator)
+        yield from ((d, True) for d in documents if d)
+    if rest:
+        yield rest, True
+
+
+def make_patterns(n, seed):
+    """(n, 64) uint8: each row a random pattern of 2 to 4 of the 15 symbols, repeated."""
+    rng = np.random.default_rng(seed)
+    length, symbols = rng.integers(2, 5, (n, 1)), rng.integers(0, 15, (n, 4), dtype=np.uint8)
+    return np.take_along_axis(symbols, np.arange(64)[None] % length, 1)
+
+
+def patterns_entropy():
+    """Exact entropy of make_patterns in nats per token; sequences that two patterns make ('ab', 'abab') are merged."""
+    code, p = [], []
+    for length in (2, 3, 4):
+        symbols = np.indices((15,) * length).reshape(length, -1).astype(np.int64)
+        code.append(sum(symbols[i % length] * 15**i for i in range(12)))  # 12 symbols tell all sequences apart
+        p.append(np.full(15**length, 1 / 3 / 15**length))
+    _, which = np.unique(np.concatenate(code), return_inverse=True)
+    p = np.bincount(which, np.concatenate(p))
+    return float(-(p * np.log(p)).sum() / 64)
+
+
+def find_text(config):
+    """config.data -> a function that streams its texts, or None for patterns."""
+    name = config.data
+    if name == "shakespeare":
+        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mdlm" / "tinyshakespeare.txt"
+        try:
+            common.download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, path)
+            return lambda: read_text(path)
+        except OSError as e:
+            name = "pydoc"
+            print(f"Shakespeare cannot be downloaded ({e}); training on pydoc, Python's own reference", file=sys.stderr)
+    if name == "pydoc":
+        try:
+            from pydoc_data.topics import topics
+            return lambda: ["\n\n".join(topics[key] for key in sorted(topics))]
+        except ImportError:
+            name = "patterns"
+            print("this Python has no pydoc_data; training on synthetic patterns", file=sys.stderr)
+    if name != "patterns" and not Path(name).is_file():
+        raise Refusal(f"--data={name} does not exist; give a text file, a folder with train.bin and val.bin, "
+                      "shakespeare, patterns or pydoc")
+    return None if name == "patterns" else lambda: read_text(name)
+
+
+def prepare(config, folder):
+    """Tokenize config.data into `folder`: int(0.9 n) characters train, the rest validates. Memory stays bounded."""
+    texts, meta = find_text(config), dict(source=config.data, dtype="uint8", characters=None, entropy=None)
+    if texts is None:
+        meta.update(entropy=patterns_entropy(), characters=[90_000 * 64, 10_000 * 64])
+        sequences = make_patterns(100_000, seed=0)
+        sequences[:90_000].tofile(folder / "train.bin")
+        sequences[90_000:].tofile(folder / "val.bin")
+        tokenizer = Tokenizer("char", list("abcdefghijklmno"))
+    else:
+        separator = config.separator.replace("\\n", "\n").replace("\\t", "\t")
+        pieces = lambda: split_documents(texts(), separator)
+        n, at = sum(len(piece) for piece, _ in pieces()), 0
+        if n == 0:
+            raise Refusal(f"--data={config.data} is empty; give a file with text in it")
+        cut = int(0.9 * n)
+        tokenizer = build_tokenizer(config, pieces, cut)
+        dtype = next(d for d in (np.uint8, np.uint16, np.int32) if tokenizer.vocab_size - 1 <= np.iinfo(d).max)
+        meta.update(dtype=np.dtype(dtype).name, characters=[cut, n - cut])
+        with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
+            for piece, ends in pieces():
+                k = min(max(cut - at, 0), len(piece))
+                at += len(piece)
+                for f, part in ((train, piece[:k]), (val, piece[k:])):
+                    if part:
+                        f.write(np.append(tokenizer.encode_array(part), [tokenizer.end_id] * ends).astype(dtype).tobytes())
+    (folder / "tokenizer.json").write_text(tokenizer.to_json())
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+class Corpus:
+    """Windows of T tokens from a folder: one of ours, or one in nanoGPT's format (uint16, no tokenizer).
+
+    An epoch cuts the training text at a random offset into windows and shuffles them: every token is seen once, and
+    not twice at the same place. With documents (an [END] in the vocabulary) a window starts at a document, or T
+    tokens further in a long one, and is filled up with [END].
+    """
+
+    def __init__(self, folder, config, device):
+        folder, self.T, self.seed, self.device, self.cached = Path(folder), config.block_size, config.seed, device, {}
+        meta = common.read_json(folder / "meta.json", "data") if (folder / "meta.json").exists() else {}
+        self.entropy, characters, dtype = meta.get("entropy"), meta.get("characters"), np.dtype(meta.get("dtype", "uint16"))
+        arrays = []
+        for file in (folder / "train.bin", folder / "val.bin"):
+            size = file.stat().st_size if file.is_file() else -1
+            if size < 0 or size % dtype.itemsize:
+                raise Refusal(f"{file} is missing" if size < 0 else f"{file} was cut off: {size} bytes are no {dtype} ids")
+            if size < self.T * dtype.itemsize:
+                raise Refusal(f"--block_size={self.T} is longer than {file.name}, which has {size // dtype.itemsize} tokens; "
+                              "give more text or a smaller block")
+            arrays.append(np.memmap(file, dtype, mode="c"))  # copy on write: torch wants arrays that are writable
+        largest = max(int(a[i:i + (1 << 24)].max()) for a in arrays for i in range(0, len(a), 1 << 24))
+        known = folder / "tokenizer.json"
+        self.tokenizer = tokenizer_from_json(known) if known.exists() else Tokenizer("id", config.vocab_size or largest + 1)
+        if largest >= self.tokenizer.vocab_size:
+            raise Refusal(f"{folder} has the id {largest}, but V is {self.tokenizer.vocab_size}; check tokenizer.json or --vocab_size")
+        self.documents = self.tokenizer.end_id is not None
+        n, T = len(arrays[0]), self.T
+        if self.documents:
+            self.train_starts, self.val_starts = (self.document_starts(a) for a in arrays)
+        else:  # one window less than fit leaves room for the epoch's offset; patterns stay where they are
+            self.train_starts, self.val_starts = (torch.arange(w) * T for w in (
+                n // T if self.entropy else max(1, n // T - 1), len(arrays[1]) // T))
+        self.room = 0 if self.documents or self.entropy else min(T, n - len(self.train_starts) * T + 1)
+        scored = len(self.val_starts) * T if self.documents else len(arrays[1])
+        self.chars_per_token = characters[1] / scored if characters else None
+        fits = device.type != "cuda" or sum(a.nbytes for a in arrays) < 0.3 * torch.cuda.mem_get_info(device)[0]
+        self.train, self.val = (torch.from_numpy(a).to(device if fits else "cpu") for a in arrays)
+
+    def document_starts(self, ids):
+        """Where windows of documents begin, (n,) int64: at a document, and every T tokens in a longer one."""
+        ends = [i + (ids[i:i + (1 << 24)] == self.tokenizer.end_id).nonzero()[0] for i in range(0, len(ids), 1 << 24)]
+        edges = np.unique(np.concatenate([[0], *(e + 1 for e in ends), [len(ids)]]))
+        windows = -(-np.diff(edges) // self.T)  # a document, rounded up
+        nth = np.arange(windows.sum()) - np.repeat(windows.cumsum() - windows, windows)
+        return torch.from_numpy(np.repeat(edges[:-1], windows) + nth * self.T)
+
+    def gather(self, ids, starts):
+        """(B,) starts -> (B, T) int64 windows on the device; behind a document's [END] everything is [END]."""
+        at = starts.to(ids.device)[:, None] + torch.arange(self.T, device=ids.device)
+        x = ids[at.clamp(max=len(ids) - 1)].to(self.device, torch.int64)
+        if self.documents:
+            over = ((x == self.tokenizer.end_id).cumsum(1) > 0) | (at >= len(ids)).to(self.device)
+            x = torch.where(over, self.tokenizer.end_id, x)
+        return x
+
+    def epoch(self, e):
+        """The shuffled window starts of epoch e, a function of the seed alone; the last two are kept."""
+        if e not in self.cached:
+            g = generator("epoch", self.seed, e)
+            offset = torch.randint(self.room, (1,), generator=g) if self.room else 0
+            starts = self.train_starts[torch.randperm(len(self.train_starts), generator=g)] + offset
+            self.cached = {k: v for k, v in self.cached.items() if k == e - 1} | {e: starts}
+        return self.cached[e]
+
+    def batch(self, samples):
+        """Training windows (B, T) of sample numbers (B,), counted from the beginning of the run."""
+        epoch, starts = samples // len(self.train_starts), torch.empty_like(samples)
+        for e in epoch.unique().tolist():
+            starts[epoch == e] = self.epoch(e)[samples[epoch == e] % len(self.train_starts)]
+        return self.gather(self.train, starts)
+
+    def windows(self, most=0):
+        """Validation windows (W, T), non-overlapping, at most `most` of them (0: all), evenly spread."""
+        starts, W = self.val_starts, len(self.val_starts)
+        return self.gather(self.val, starts if not most or W <= most else starts[torch.arange(most) * W // most])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Model: a pre-norm bidirectional transformer
+
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.n_head, self.dropout, self.causal = c.n_head, c.dropout, c.objective == "ar"
+        self.qkv = nn.Linear(c.n_embd, 3 * c.n_embd, bias=False)
+        self.proj = nn.Linear(c.n_embd, c.n_embd, bias=False)
+        self.up = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False)
+        self.down = nn.Linear(4 * c.n_embd, c.n_embd, bias=False)
+        self.adaln = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False) if c.time_conditioning else None
+
+    def forward(self, x, cos, sin, rate, ops):
+        B, T, C = x.shape
+        a, b, c, d = (0, 0, 0, 0) if self.adaln is None else self.adaln(rate)[:, None].chunk(4, -1)
+        h = F.rms_norm(x, (C,)) * (1 + a) + b
+        y = ops.attention(self.qkv(h).view(B, T, 3, self.n_head, -1), cos, sin, qk_norm=True, causal=self.causal)
+        x = x + F.dropout(self.proj(y.reshape(B, T, C)), self.dropout, self.training)
+        h = F.rms_norm(x, (C,)) * (1 + c) + d
+        return x + F.dropout(self.down(F.relu(self.up(h)).square()), self.dropout, self.training)
+
+
+class Model(nn.Module):
+    """Tokens and [MASK] in, logits for the V tokens out: [MASK] is the last row of the embedding and has no logit."""
+
+    def __init__(self, config, vocab_size, ops):
+        super().__init__()
+        c, self.config, self.vocab_size, self.mask_id, self.ops = config, config, vocab_size, vocab_size, ops
+        self.embed = nn.Embedding(vocab_size + 1, c.n_embd)
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
+        self.head = None if c.tie else nn.Linear(c.n_embd, vocab_size, bias=False)
+        self.positions = nn.Parameter(torch.randn(c.block_size, c.n_embd) / 10) if c.pos == "learned" else None
+        self.rate = nn.Linear(c.n_embd, c.n_embd, bias=False) if c.time_conditioning else None
+        D = c.n_embd // c.n_head if c.pos == "rope" else c.n_embd
+        angles = torch.arange(c.block_size)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
+        self.register_buffer("cos", angles.cos(), persistent=False)  # (T, D/2)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        # What writes into the residual stream starts at zero: every block begins as the identity, the loss at ln V.
+        for name, p in self.named_parameters():
+            if name.endswith(("proj.weight", "down.weight", "head.weight", "adaln.weight")):
+                nn.init.zeros_(p)
+        if c.tie:
+            nn.init.normal_(self.embed.weight, std=0.02)
+
+    def head_weight(self):
+        return self.head.weight if self.head is not None else self.embed.weight[:-1]  # (V, C)
+
+    def features(self, xt):
+        """(B, T) ids -> (B, T, C), which the head reads."""
+        T, C, pos = xt.shape[1], self.config.n_embd, self.config.pos
+        x, cos, sin, rate = F.rms_norm(self.embed(xt), (C,)), self.cos[:T], self.sin[:T], None
+        if pos != "rope":
+            x = x + (self.positions[:T] if pos == "learned" else torch.cat((sin, cos), -1))
+            cos = sin = None
+        if self.rate is not None:  # l / L, a function of xt
+            share = (xt == self.mask_id).float().mean(1, keepdim=True)
+            rate = F.silu(self.rate(torch.cos(share * math.pi * torch.arange(C, device=xt.device))))
+        if torch.is_autocast_enabled(x.device.type):  # the residual stream too: it is memory traffic that costs
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        for block in self.blocks:
+            x = block(x, cos, sin, rate, self.ops)
+        return F.rms_norm(x, (C,))
+
+    def forward(self, xt, targets=None, rows=None, weight=None):
+        """(B, T) ids -> (B, T, V) float logits; with flattened targets, rows and weight: the loss on those rows alone."""
+        h = self.features(xt)
+        if targets is None:
+            return F.linear(h, self.head_weight()).float()
+        return self.ops.linear_cross_entropy(h.flatten(0, 1), self.head_weight(), targets, rows, weight)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Objective
+#
+# NELBO per token = the mean, over l uniform on {1..L} and random sets of l masked positions, of the mean CE there
+# (Hoogeboom et al., 2110.02037, eq. 7; Ou et al., 2406.03736). Where counts come with another probability
+# P(l) > 0, a sequence weighs 1 / (L P(l)): the expectation is the same.
+
+
+def rates(u, config):
+    """Uniform u in [0, 1) -> mask rates."""
+    rate = torch.cos(math.pi / 2 * (1 - u)) if config.mask_schedule == "cosine" else u
+    return config.min_rate + (config.max_rate - config.min_rate) * rate
+
+
+def is_bound(config):
+    return config.loss_weight == "bound" and config.min_rate == 0 and config.max_rate == 1
+
+
+def has_static_rows(config):
+    """Whether every pair of sequences has exactly L + 1 masked positions, so that all shapes are known beforehand."""
+    c = config
+    return c.objective == "ar" or c.masking == "exact" and c.mask_schedule == "linear" and (c.min_rate, c.max_rate) == (0, 1)
+
+
+def sequence_weights(config):
+    """(L+1,) float32, tabulated in float64: the weight of the mean CE of a sequence with l masked positions."""
+    c, L = config, config.block_size
+    l = torch.arange(L + 1, dtype=torch.float64)
+    if c.masking == "exact" and c.mask_schedule == "linear":
+        P = torch.full_like(l, 1 / L)
+    elif c.masking == "exact":  # l = 1 + floor(rate L), and rate < x iff u < 1 - arccos(x) 2 / pi
+        P = torch.diff(1 - torch.arccos(l / L) * 2 / math.pi, prepend=l[:1])
+    elif c.mask_schedule == "linear":  # then 1 / (L P(l)) is the Rao-Blackwell weight: E[1/t | l] = (L+1)/l
+        P = torch.full_like(l, 1 / (L + 1))
+    else:  # the binomial's probabilities, averaged over the rates
+        t = rates((torch.arange(1 << 14, dtype=torch.float64) + 0.5) / (1 << 14), c)
+        choose = math.lgamma(L + 1) - torch.lgamma(l + 1) - torch.lgamma(L - l + 1)
+        P = torch.stack([(choose[k] + k * t.log() + (L - k) * (-t).log1p()).exp().mean() for k in range(L + 1)])
+    if c.loss_weight == "uniform":  # sum of CE over its expected number of terms, a constant
+        weight = l / (l * P)[1:].sum()
+    else:  # a clipped range has no P(l) > 0 everywhere, and no bound: the plain mean
+        weight = 1 / (L * P) if is_bound(c) else torch.ones_like(l)
+    weight[0] = 0  # nothing is masked, nothing to predict
+    return weight.float()
+
+
+def draw_levels(config, step):
+    """(N,) mask levels of a step's global batch, stratified and mirrored: counts, or rates if masking is bernoulli.
+
+    Each of the N/2 pairs draws u from a stratum of its own; its two sequences, neighbours, get u and 1 - u. As exact
+    counts of the linear schedule these are l and L + 1 - l.
+    """
+    half, L, g = config.batch_size // 2, config.block_size, generator("levels", config.seed, step)
+    u = (torch.randperm(half, generator=g) + torch.rand(half, generator=g, dtype=torch.float64)) / half
+    t = rates(torch.stack((u, 1 - u), 1), config)  # (N/2, 2)
+    if config.masking == "bernoulli":
+        return t.flatten()
+    l = (1 + (t * L).long()).clamp(max=L)
+    if has_static_rows(config):
+        l[:, 1] = L + 1 - l[:, 0]
+    return l.flatten()
+
+
+def shift_right(x0, mask_id):
+    """The autoregressive input: [MASK] as the beginning, then x[0..T-2]; position i predicts token i."""
+    return torch.cat((torch.full_like(x0[:, :1], mask_id), x0[:, :-1]), 1)
+
+
+def make_batch(model, corpus, weights, step, samples):
+    """What model.forward takes to give the loss of samples (B,) of the step's global batch: xt, targets, rows, weight."""
+    config = model.config
+    # 1. windows of text
+    x0 = corpus.batch(step * config.batch_size + samples)  # (B, T)
+    B, T = x0.shape
+    if config.objective == "ar":
+        every = torch.arange(B * T, device=x0.device)
+        return shift_right(x0, model.mask_id), x0.flatten(), every, torch.full_like(every, 1 / (B * T), dtype=torch.float32)
+    # 2. how much of each to mask, and where
+    levels, samples = draw_levels(config, step)[samples].to(x0.device), samples.to(x0.device)
+    xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, model.mask_id, config.seed, step, samples)
+    # 3. only masked rows reach the head: cut the padding off where that needs no message from a GPU
+    if has_static_rows(config):
+        rows = rows[:B * (T + 1) // 2]
+    elif x0.device.type == "cpu":
+        rows = rows[:int(n_rows)]
+    # 4. weigh: the mean CE over a sequence's masked positions, times 1 / (L P(l)), averaged over sequences
+    weight = weights[count] / (count.clamp(min=1) * B)  # (B,)
+    return xt, x0.flatten(), rows, weight[:, None].expand(B, T).flatten()
+    # 5. the model sums weight * CE over the rows
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+@torch.no_grad()
+def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1):
+    """Likelihood of validation windows (W, T), in nats per token. Deterministic; ranks share the work.
+
+    Masked diffusion: a window gets `passes` exact counts, one from each of so many strata of {1..T}, permuted against
+    the order of the windows. `nelbo`: the mean over all of the mean CE over masked positions, an upper bound of the
+    negative log-likelihood. `se`: its standard error, over windows, of CE minus the mean CE in its 32nd of the counts.
+    Autoregressive: `nll` over all T tokens, its `se`, and `ar_shifted`, which leaves a window's first token out.
+    `ce` and top-1 `accuracy` are lists, by tenths of the mask rate (one entry if autoregressive).
+    """
+    (W, T), ar, device, was_training = windows.shape, model.config.objective == "ar", windows.device, model.training
+    model.eval()
+    passes = 1 if ar else passes
+    ce, hit, first = torch.zeros(3, passes, W, dtype=torch.float64)
+    count = torch.full((passes, W), T)
+    for k in range(passes):
+        g = generator("evaluate", seed, k)
+        u = (k + (torch.randperm(W, generator=g) + torch.rand(W, generator=g, dtype=torch.float64)) / W) / passes
+        count[k] = T if ar else (1 + (u * T).long()).clamp(max=T)
+        for i in range(rank * batch_size, W, world * batch_size):
+            at = torch.arange(i, min(i + batch_size, W))
+            x0, l = windows[at.to(device)], count[k, at].to(device)
+            if ar:
+                xt, rows = shift_right(x0, model.mask_id), torch.arange(x0.numel(), device=device)
+            else:
+                xt, _, rows, n = model.ops.mask_tokens(x0, l, model.mask_id, seed ^ 0x5EED, k, at.to(device))
+                rows = rows[:int(n)]
+            logits = F.linear(model.features(xt).flatten(0, 1)[rows], model.head_weight()).float()
+            y, row = x0.flatten()[rows], rows // T
+            each = F.cross_entropy(logits, y, reduction="none")
+            zero = torch.zeros(len(at), device=device)
+            ce[k, at] = (zero.index_add(0, row, each) / l).double().cpu()
+            hit[k, at] = (zero.index_add(0, row, (logits.argmax(-1) == y).float()) / l).double().cpu()
+            first[k, at] = each.view(len(at), T)[:, 0].double().cpu() if ar else 0
+    ce, hit, first = all_reduce(torch.stack((ce, hit, first)))
+    model.train(was_training)
+    if ar:
+        shifted = (ce * T - first) / max(T - 1, 1)
+        return dict(nll=ce.mean().item(), se=ce.std().item() / W**0.5, ar_shifted=shifted.mean().item(),
+                    windows=W, ce=[ce.mean().item()], accuracy=[hit.mean().item()])
+
+    def by_bin(values, bins):  # the mean of the values whose count falls into each bin, and each value's bin
+        b = ((count - 1) * bins // T).flatten()
+        return values.new_zeros(bins).index_add(0, b, values.flatten()) / b.bincount(minlength=bins), b
+
+    mean, b = by_bin(ce, 32)
+    residual = (ce - mean[b].view_as(ce)).mean(0)  # (W,)
+    return dict(nelbo=ce.mean().item(), se=residual.std().item() / W**0.5, windows=W, passes=passes,
+                ce=by_bin(ce, 10)[0].tolist(), accuracy=by_bin(hit, 10)[0].tolist())
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Checkpoints (how they are kept safe on disk: common.py)
+
+
+def load(path="out", device="cpu", kernel="auto"):
+    """(model, tokenizer, config) of a run folder (its latest checkpoint) or of a checkpoint folder, ready to predict.
+
+    The weights are float32: the averaged ones where the run kept an average. kernel: auto, triton or torch.
+    Raises Refusal, a ValueError, for anything but an intact checkpoint. Nothing is ever unpickled.
+    """
+    folder = common.find_checkpoint(path)
+    config, tokenizer = config_from_json(folder / "config.json"), tokenizer_from_json(folder / "tokenizer.json")
+    with torch.device("meta"):  # shapes are compared before any memory is taken
+        expected = Model(config, tokenizer.vocab_size, None).state_dict()
+    weights = common.read_tensors(folder / "model.safetensors", expected)
+    model = Model(config, tokenizer.vocab_size, kernels.select(kernel, device))
+    model.load_state_dict(weights)
+    return model.to(device).eval(), tokenizer, config
+
+
+def save(config, tokenizer, weights, optimizers, raw, state):
+    """Write out_dir/step-N, N = state["step"]: `weights` to use, and what resuming needs: optimizers, raw weights, state."""
+    from safetensors.torch import save as to_bytes
+    tensors = {f"raw.{name}": p for name, p in raw.items()}
+    for i, optimizer in enumerate(optimizers):
+        for j, slots in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer{i}.{j}.{name}": t for name, t in slots.items()}
+    weights, tensors = ({n: t.detach().cpu().contiguous() for n, t in d.items()} for d in (weights, tensors))
+    return common.write_checkpoint(config.out_dir, f"step-{state['step']}", {
+        "config.json": json.dumps(dict(format="mdlm", version=1, config=dataclasses.asdict(config)), indent=1).encode(),
+        "tokenizer.json": tokenizer.to_json().encode(), "state.json": json.dumps(state).encode(),
+        "model.safetensors": to_bytes(weights), "state.safetensors": to_bytes(tensors)})
+
+
+def restore(folder, model, ema, optimizers):
+    """Load what `save` wrote into the model, the averaged weights and the optimizers; returns the state."""
+    averaged = common.read_tensors(folder / "model.safetensors", model.state_dict())
+    tensors = common.read_tensors(folder / "state.safetensors")
+    for e, (name, p) in zip(ema or [None] * len(averaged), model.named_parameters(), strict=True):
+        p.data.copy_(tensors[f"raw.{name}"] if ema else averaged[name])
+        if ema:
+            e.copy_(averaged[name])
+    for i, optimizer in enumerate(optimizers):
+        slots = {}
+        for name, t in tensors.items():
+            if name.startswith(f"optimizer{i}."):
+                slots.setdefault(int(name.split(".")[1]), {})[name.split(".")[2]] = t
+        optimizer.load_state_dict(dict(state=slots, param_groups=optimizer.state_dict()["param_groups"]))
+    return common.read_json(folder / "state.json", "training state")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Training
+
+CONTROL = None  # the gloo group of several ranks: messages of control travel there and never wait for a GPU
+
+
+def all_reduce(values):
+    """The sum over ranks of a CPU tensor."""
+    if dist.is_initialized():
+        dist.all_reduce(values, group=CONTROL)
+    return values
+
+
+def make_optimizers(model, c, device):
+    """Muon for the matrices of the blocks (Jordan et al., 2024) and AdamW for the rest, or AdamW alone."""
+    muon = [p for n, p in model.named_parameters() if c.optimizer == "muon" and n.startswith("blocks.") and "adaln" not in n]
+    rest = [p for p in model.parameters() if not any(p is q for q in muon)]
+    adamw = torch.optim.AdamW(rest, c.learning_rate, (c.beta1, c.beta2), fused=device.type in ("cuda", "cpu"),
+                              weight_decay=c.weight_decay if c.optimizer == "adamw" else 0.0)
+    return [torch.optim.Muon(muon, c.muon_lr, c.weight_decay, c.momentum), adamw] if muon else [adamw]
+
+
+def lr_scale(config, step, progress):
+    """Warm-up by steps, then down by progress in [0, 1]: that of the steps or of the time, whichever is further."""
+    down = dict(cosine=0.5 + 0.5 * math.cos(math.pi * progress), linear=1 - progress, constant=1.0)[config.lr_schedule]
+    return min(1.0, (step + 1) / (config.warmup_steps + 1)) * down
+
+
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40": 181, "4090": 165}  # dense bf16, makers' sheets
+
+
+def peak_flops(device, dtype):
+    """FLOP/s that MFU is a share of: the maker's figure of a known GPU, else what a large product reaches here."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == torch.bfloat16 else ""
+    for key, tflops in PEAK_TFLOPS.items():
+        if key in name:
+            return tflops * 1e12
+    a, times = torch.randn(1024, 1024, device=device, dtype=dtype), []
+    for _ in range(8):
+        t = time.perf_counter()
+        (a @ a)[0, 0].item()
+        times.append(time.perf_counter() - t)
+    return 2 * 1024**3 / min(times)
+
+
+def flops_per_token(model):
+    """Of forward and backward: 6 a weight, where the head sees the masked half only, and 12 L C T for attention."""
+    c, body = model.config, sum(p.numel() for p in model.blocks.parameters())
+    head = c.n_embd * model.vocab_size * (1 if c.objective == "ar" else 0.5)
+    return 6 * (body + head) + 12 * c.n_layer * c.n_embd * c.block_size
+
+
+class Interrupt:
+    """Ctrl-C and SIGTERM ask for a stop at the next step boundary; a second Ctrl-C leaves at once."""
+
+    def __init__(self):
+        self.signal = 0
+        signal.signal(signal.SIGINT, self.ask)
+        signal.signal(signal.SIGTERM, self.ask)
+
+    def ask(self, number, frame):
+        if self.signal and number == signal.SIGINT:
+            os._exit(130)
+        self.signal = number
+
+
+class Log:
+    """log.jsonl, the terminal, and wandb and TensorBoard on request. Only the first rank has one that speaks."""
+
+    def __init__(self, config, step, silent):
+        self.silent, self.path, self.bar, self.wandb, self.board = silent, Path(config.out_dir) / "log.jsonl", None, None, None
+        if silent:
+            return
+        try:
+            if config.wandb:
+                import wandb
+                self.wandb = wandb.init(project=config.wandb, config=dataclasses.asdict(config))
+            if config.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+                self.board = SummaryWriter(config.out_dir)
+        except ImportError as e:
+            raise Refusal(f"{e}; install it with pip, or leave --wandb and --tensorboard out") from None
+        # Lines behind the checkpoint that the run resumes from, or cut off by a crash, are dropped.
+        lines = self.path.read_text().splitlines(keepends=True) if config.resume and self.path.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        common.write_atomically(self.path, "".join(kept).encode())
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+            self.bar = tqdm(total=config.max_steps, initial=step, unit="step", dynamic_ncols=True)
+
+    def record(self, **values):
+        if self.silent:
+            return
+        with open(self.path, "a") as f:
+            f.write(json.dumps(values) + "\n")
+        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
+        if self.wandb:
+            self.wandb.log(numbers, step=values["step"])
+        for k, v in numbers.items() if self.board else ():
+            self.board.add_scalar(k, v, values["step"])
+
+    def say(self, text):
+        if self.bar:
+            self.bar.write(text)
+        elif not self.silent:
+            print(text, flush=True)
+
+    def progress(self, step, text):
+        if self.bar:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update(step - self.bar.n)
+        elif not self.silent:
+            print(f"step {step}: {text}", file=sys.stderr, flush=True)
+
+
+def open_run(given, rank, world):
+    """The Config of the flags that were given, checked, and the checkpoint to resume from (None for a new run)."""
+    out = Path(given.get("out_dir", Config.out_dir))
+    if given.get("resume"):
+        if given.get("overwrite"):
+            raise Refusal("--resume and --overwrite contradict each other; give one of them")
+        folder = common.find_checkpoint(out)
+        saved = config_from_json(folder / "config.json")
+        for name, value in given.items():
+            if name not in RESUMABLE and value != getattr(saved, name):
+                raise Refusal(f"--{name}={value} contradicts the run in {out}, which has {getattr(saved, name)}; "
+                              "leave the flag out, or start anew with --overwrite")
+        config = dataclasses.replace(saved, overwrite=False, **{k: v for k, v in given.items() if k in RESUMABLE})
+        check(config, world)
+        return config, folder
+    preset = given.get("preset", "auto")
+    if preset == "auto":
+        preset = "gpu" if pick_device(given.get("device", "auto")).type == "cuda" else "cpu"
+    patterns = dict(block_size=64) if given.get("data") == "patterns" else {}
+    config = Config(**PRESETS[preset] | patterns | given | dict(preset=preset))
+    check(config, world)
+    if common.checkpoints(out) and not config.overwrite:
+        raise Refusal(f"--out_dir={out} already holds a run; give --resume to go on with it, --overwrite to replace it, "
+                      "or another --out_dir")
+    if rank == 0:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=out).close()
+        except OSError as e:
+            raise Refusal(f"--out_dir={out} cannot be written ({e.strerror}); choose another folder") from None
+    return config, None
+
+
+def open_corpus(config, device, rank):
+    """The corpus of config.data: a folder as it is; anything else is tokenized by the first rank into out_dir/data."""
+    folder = Path(config.data)
+    if not folder.is_dir():
+        folder = Path(config.out_dir) / "data"
+        if rank == 0:
+            tmp = Path(tempfile.mkdtemp(dir=config.out_dir, prefix="tmp-"))
+            try:
+                prepare(config, tmp)
+                Corpus(tmp, config, torch.device("cpu"))  # refuses what is too short before anything is replaced
+                shutil.rmtree(folder, ignore_errors=True)
+                os.rename(tmp, folder)
+            finally:
+                shutil.rmtree(tmp, ignore_errors=True)
+    all_reduce(torch.zeros(1))  # the other ranks wait for it
+    return Corpus(folder, config, device)
+
+
+def train(given, start):
+    """Train with the flags that were given, a dict of Config fields. Returns the exit code."""
+    # 1. ranks, config, device, data
+    global CONTROL
+    rank, world, local = (int(os.environ.get(k, v)) for k, v in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    config, folder = open_run(given, rank, world)
+    device = pick_device(config.device)
+    if world > 1:
+        if device.type == "cuda":
+            device = torch.device("cuda", local)
+            torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        CONTROL = dist.new_group(backend="gloo")
+    dtype = pick_dtype(config.dtype, device)
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32 on a GPU
+    corpus = open_corpus(config, device, rank)
+    tokenizer, val = corpus.tokenizer, corpus.windows(config.eval_windows)
+
+    # 2. model, averaged weights, optimizers
+    torch.manual_seed(config.seed)
+    model = Model(config, tokenizer.vocab_size, kernels.select(config.kernels, device))
+    if config.init_from and not folder:
+        source, known, _ = load(config.init_from)
+        shapes, wanted = ({n: t.shape for n, t in m.state_dict().items()} for m in (source, model))
+        if known.to_json() != tokenizer.to_json() or shapes != wanted:
+            raise Refusal(f"--init_from={config.init_from} has another vocabulary or shape than this run; use the same kind of "
+                          "text, n_layer, n_embd and block_size")
+        model.load_state_dict(source.state_dict())
+    params = list(model.to(device).parameters())
+    ema = [p.detach().clone() for p in params] if config.ema else None
+    optimizers = make_optimizers(model, config, device)
+    state = restore(folder, model, ema, optimizers) if folder else dict(step=0, seconds=0.0, eval_seconds=0.0)
+    step, eval_seconds = state["step"], state["eval_seconds"]
+    elapsed = lambda: time.monotonic() - start + state["seconds"]
+    if config.overwrite and rank == 0:
+        for old in common.checkpoints(config.out_dir):
+            shutil.rmtree(old)
+    log = Log(config, step, silent=rank > 0)
+
+    # 3. compile where it pays: on a CPU it takes half a minute and a C++ compiler, and wins a third
+    N, accumulate, T = config.batch_size, config.gradient_accumulation_steps, config.block_size
+    B, flops, peak = N // world // accumulate, flops_per_token(model), peak_flops(device, dtype) * world
+    seconds = min(config.time_limit or math.inf, 2 * flops * N * T * config.max_steps / peak)  # a guess of the run's length
+    pays = device.type == "cuda" or device.type == "cpu" and seconds >= 120 and any(map(shutil.which, ("c++", "g++", "clang++")))
+    compiled = config.compile == "on" or config.compile == "auto" and pays
+    fast = torch.compile(model, dynamic=None if has_static_rows(config) else True) if compiled else model
+    if world > 1:
+        fast = nn.parallel.DistributedDataParallel(fast, device_ids=[local] if device.type == "cuda" else None)
+    log.say(f"preset {config.preset}: {sum(p.numel() for p in params) / 1e6:.2f} M parameters, {config.n_layer} layers x "
+            f"{config.n_embd}, context {T}, batch {N}\n{device}, {str(dtype)[6:]}, {'compiled' if compiled else 'eager'}, "
+            f"{world} rank(s), {model.ops.name} kernels, peak {peak / 1e12:.2f} TFLOP/s\n"
+            f"{config.data}: {len(corpus.train):,} training tokens, {len(val)} validation windows, V = {tokenizer.vocab_size}")
+    if corpus.entropy:
+        log.say(f"exact entropy of the patterns: {corpus.entropy:.4f} nats per token")
+    if config.objective == "mdlm" and not is_bound(config):
+        log.say("the training loss is no likelihood bound with these rates or weights; the evaluation is one")
+
+    @contextlib.contextmanager
+    def averaged():
+        """Within, the model has the averaged weights."""
+        for _ in range(2):
+            for p, e in zip(params, ema or [], strict=False):
+                p.data, e.data = e.data, p.data
+            if _ == 0:
+                yield
+
+    def report(passes):
+        """Evaluate, log, and show samples."""
+        nonlocal eval_seconds
+        began, key = time.monotonic(), "nll" if config.objective == "ar" else "nelbo"
+        with autocast:
+            raw = evaluate(model, val, batch_size=B, rank=rank, world=world)[key] if ema and step else None
+            with averaged():
+                r = evaluate(model, val, passes, batch_size=B, rank=rank, world=world)
+                bpc = r[key] / math.log(2) / corpus.chars_per_token if corpus.chars_per_token else None
+                more = dict(ce_by_rate=r["ce"]) if key == "nelbo" else dict(val_ar_shifted=r["ar_shifted"])
+                log.record(step=step, tokens=step * N * T, seconds=round(elapsed(), 3), **{
+                    f"val_{key}": r[key], f"val_{key}_se": r["se"], f"val_{key}_raw": r[key] if raw is None else raw, "val_bpc": bpc}, **more)
+                log.say(f"step {step}: {key.upper()} {r[key]:.4f} +- {r['se']:.4f} nats per token"
+                        + (f", {bpc:.3f} bits per character" if bpc else "")
+                        + (f", entropy {corpus.entropy:.4f}" if corpus.entropy else "")
+                        + (f", shifted {r['ar_shifted']:.4f}" if key == "nll" else
+                           "; CE by mask rate 0 to 1: " + " ".join(f"{ce:.2f}" for ce in r["ce"])))
+                if rank == 0 and step:
+                    import sample
+                    for text in sample.preview(model, tokenizer, val, generator("preview", config.seed, step)):
+                        log.say("  | " + text.replace("\n", "\n  | "))
+        eval_seconds = time.monotonic() - began
+
+    def checkpoint():
+        if rank == 0:
+            with averaged():
+                weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+            save(config, tokenizer, weights, optimizers, dict(model.named_parameters()) if ema else {},
+                 dict(step=step, tokens=step * N * T, seconds=elapsed(), eval_seconds=eval_seconds))
+
+    # 4. the loop
+    if not folder:
+        report(passes=1)
+    weights, interrupt, progress, saved = sequence_weights(config).to(device), Interrupt(), 0.0, step if folder else None
+    logged, logged_at = step, time.monotonic()
+    while True:
+        if config.time_limit:  # less what the end needs: four passes and a save
+            progress = max(progress, elapsed() / max(config.time_limit - 3 * eval_seconds * config.eval_passes - 2, 0.01))
+        progress, stop = max(progress, step / config.max_steps), interrupt.signal
+        if world > 1:  # all ranks go by the same clock and stop at the same step
+            agreed = torch.tensor([progress, stop])
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=CONTROL)
+            progress, stop = agreed[0].item(), int(agreed[1])
+        if stop or progress >= 1:
+            break
+        scale = lr_scale(config, step, progress)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = scale * (config.muon_lr if isinstance(optimizer, torch.optim.Muon) else config.learning_rate)
+        loss = 0
+        for part in range(accumulate):
+            samples = torch.arange(B) + (rank * accumulate + part) * B  # of the global batch
+            batch = make_batch(model, corpus, weights, step, samples)
+            torch.manual_seed(generator("dropout", config.seed, step, rank, part).initial_seed())
+            last = world == 1 or part == accumulate - 1  # gradients travel once a step
+            with contextlib.nullcontext() if last else fast.no_sync():
+                with autocast:
+                    part_loss = fast(*batch) / accumulate
+                part_loss.backward()
+            loss = loss + part_loss.detach()
+        norm = nn.utils.clip_grad_norm_(params, config.grad_clip or math.inf)
+        # The mean over ranks carries a NaN or inf of any of them to all: such a step changes nothing on any.
+        loss, norm = (all_reduce(torch.stack((loss, norm)).double().cpu()) / world).tolist()
+        if not math.isfinite(loss + norm):
+            kept = common.checkpoints(config.out_dir)
+            raise Refusal(f"loss {loss} and gradient norm {norm} at step {step}: the step was not applied. The last good checkpoint "
+                          f"is {kept[0] if kept else 'none yet'}; lower --learning_rate and --muon_lr, or try --dtype=float32")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if ema:
+            torch._foreach_lerp_(ema, [p.detach() for p in params], 1 - min(config.ema, (1 + step) / (10 + step)))
+        step += 1
+        if step % config.log_interval == 0:
+            speed = (step - logged) * N * T / (time.monotonic() - logged_at)
+            log.record(step=step, tokens=step * N * T, seconds=round(elapsed(), 3), loss=loss, grad_norm=norm, lr_scale=scale,
+                       tokens_per_second=round(speed), mfu=speed * flops / peak)
+            log.progress(step, f"loss {loss:.4f}, {speed:,.0f} tokens/s, MFU {100 * speed * flops / peak:.1f} %")
+            logged, logged_at = step, time.monotonic()
+        if step % config.eval_interval == 0 and step < config.max_steps:
+            report(config.eval_passes)
+            checkpoint()
+            saved, logged, logged_at = step, step, time.monotonic()
+
+    # 5. the end: an evaluation and a save of the same step
+    if stop:
+        if saved != step:
+            checkpoint()
+        log.say(f"stopped at step {step} and saved; to go on: python mdlm.py --out_dir={config.out_dir} --resume")
+    elif folder and saved == step == state["step"]:
+        log.say(f"this run ended at step {step}; to go on, raise --max_steps or --time_limit")
+    else:
+        report(4 * config.eval_passes)
+        checkpoint()
+        if rank == 0:
+            import eval
+            eval.plot_losses([config.out_dir], Path(config.out_dir) / "loss.png")
+        infill = ' --infill "To be███"' if config.objective == "mdlm" and tokenizer.kind != "id" else ""
+        log.say(f"done in {elapsed():.0f} s. Now type: python sample.py --out_dir={config.out_dir}{infill}")
+    if world > 1:
+        dist.destroy_process_group()
+    return 128 + stop if stop else 0
+
+
+if __name__ == "__main__":
+    sys.exit(common.run(lambda argv: train(parse_args(argv), PROCESS_START), sys.argv[1:]))

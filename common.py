@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -38,9 +39,30 @@ def run(main, argv):
 # Flags
 
 
-def opt(default, meaning, *choices):
-    """A dataclass field that becomes a flag with this default, line of help and accepted values."""
-    return dataclasses.field(default=default, metadata={"help": meaning, "choices": choices})
+def opt(default, meaning, *choices, bounds=None):
+    """A dataclass field that becomes a flag with this default, line of help, and choices or (low, high) bounds."""
+    return dataclasses.field(default=default, metadata={"help": meaning, "choices": choices, "bounds": bounds})
+
+
+def check_fields(config):
+    """Refuse a dataclass of such fields with a value of a wrong type, no choice, or out of bounds."""
+    for f in dataclasses.fields(config):
+        value, choices, bounds = getattr(config, f.name), f.metadata["choices"], f.metadata["bounds"]
+        if type(value) not in ((int, float) if f.type is float else (f.type,)) or (choices and value not in choices):
+            raise Refusal(f"--{f.name}={str(value)[:40]!r} is not accepted; give {', '.join(choices) or f.type.__name__}")
+        if bounds and not bounds[0] <= value <= bounds[1]:
+            raise Refusal(f"--{f.name}={value} is not accepted; give a number from {bounds[0]} to {bounds[1]}")
+
+
+def read_fields(cls, path):
+    """The dataclass in a config.json; a missing, unknown or unacceptable setting is refused."""
+    d = read_json(path, "config")
+    if (d.get("format"), d.get("version")) != ("mdlm", 1) or not isinstance(d.get("config"), dict):
+        raise Refusal(f"{path} has version {d.get('version')!r} of format {d.get('format')!r}; "
+                      "this program reads version 1 of mdlm")
+    for name in sorted({f.name for f in dataclasses.fields(cls)} ^ d["config"].keys()):
+        raise Refusal(f"{path} is no config of this version: the setting {name} is unknown or missing")
+    return cls(**d["config"])
 
 
 def parse_bool(text):
@@ -226,3 +248,87 @@ def read_tensors(path, expected=None):
             return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, KeyError, OverflowError, MemoryError) as e:
         raise Refusal(f"{path} is no safetensors file: {e}") from e
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A run as one sees and steers it
+
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40": 181, "4090": 165}  # dense bf16, makers' sheets
+
+
+def peak_flops(device, dtype):
+    """FLOP/s that MFU is a share of: the maker's figure of a known GPU, else what a large product reaches here."""
+    import torch
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == torch.bfloat16 else ""
+    for key, tflops in PEAK_TFLOPS.items():
+        if key in name:
+            return tflops * 1e12
+    a, times = torch.randn(1024, 1024, device=device, dtype=dtype), []
+    for _ in range(8):
+        t = time.perf_counter()
+        (a @ a)[0, 0].item()
+        times.append(time.perf_counter() - t)
+    return 2 * 1024**3 / min(times)
+
+
+class Interrupt:
+    """Ctrl-C and SIGTERM ask for a stop at the next step boundary; a second Ctrl-C leaves at once."""
+
+    def __init__(self):
+        self.signal = 0
+        signal.signal(signal.SIGINT, self.ask)
+        signal.signal(signal.SIGTERM, self.ask)
+
+    def ask(self, number, frame):
+        if self.signal and number == signal.SIGINT:
+            os._exit(130)
+        self.signal = number
+
+
+class Log:
+    """log.jsonl, the terminal, and wandb and TensorBoard on request. Only the first rank has one that speaks."""
+
+    def __init__(self, config, step, silent):
+        self.silent, self.path, self.bar, self.wandb, self.board = silent, Path(config.out_dir) / "log.jsonl", None, None, None
+        if silent:
+            return
+        try:
+            if config.wandb:
+                import wandb
+                self.wandb = wandb.init(project=config.wandb, config=dataclasses.asdict(config))
+            if config.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+                self.board = SummaryWriter(config.out_dir)
+        except ImportError as e:
+            raise Refusal(f"{e}; install it with pip, or leave --wandb and --tensorboard out") from None
+        # Lines behind the checkpoint that the run resumes from, or cut off by a crash, are dropped.
+        lines = self.path.read_text().splitlines(keepends=True) if config.resume and self.path.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        write_atomically(self.path, "".join(kept).encode())
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+            self.bar = tqdm(total=config.max_steps, initial=step, unit="step", dynamic_ncols=True)
+
+    def record(self, **values):
+        if self.silent:
+            return
+        with open(self.path, "a") as f:
+            f.write(json.dumps(values) + "\n")
+        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
+        if self.wandb:
+            self.wandb.log(numbers, step=values["step"])
+        for k, v in numbers.items() if self.board else ():
+            self.board.add_scalar(k, v, values["step"])
+
+    def say(self, text):
+        if self.bar:
+            self.bar.write(text)
+        elif not self.silent:
+            print(text, flush=True)
+
+    def progress(self, step, text):
+        if self.bar:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update(step - self.bar.n)
+        elif not self.silent:
+            print(f"step {step}: {text}", file=sys.stderr, flush=True)

@@ -12,19 +12,15 @@ import time
 
 PROCESS_START = time.monotonic()  # --time_limit and the log's seconds include the imports below
 
-import codecs
 import contextlib
 import dataclasses
 import hashlib
 import json
 import math
 import os
-import re
 import shutil
-import signal
 import sys
 import tempfile
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +32,7 @@ import torch.nn.functional as F
 
 import common
 import kernels
+import text
 from common import Refusal, opt
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -51,21 +48,22 @@ class Config:
     overwrite: bool = opt(False, "replace the run in out_dir")
     init_from: str = opt("", "start from the weights of this run or checkpoint (fine-tuning)")
     preset: str = opt("auto", "defaults, listed below; auto: gpu with CUDA, else cpu", "auto", "cpu", "gpu", "gpt2")
-    seed: int = opt(0, "of weights, data order and masks")
+    seed: int = opt(0, "of weights, data order and masks", bounds=(0, (1 << 32) - 1))
     device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the best there is")
     dtype: str = opt("auto", "of products; auto: bfloat16 if in hardware", "auto", "float32", "bfloat16")
     kernels: str = opt("auto", "auto: Triton on CUDA, elsewhere PyTorch", "auto", "triton", "torch")
     compile: str = opt("auto", "torch.compile the model; auto: where it pays", "auto", "on", "off")
     # data
     tokenizer: str = opt("char", "how text becomes tokens", "char", "byte", "word", "bpe")
-    vocab_size: int = opt(0, "for word and bpe: at most so many tokens (0: 16384); for a folder of ids: V")
+    vocab_size: int = opt(0, "for word and bpe: at most so many tokens (0: 16384); for a folder of ids: V", bounds=(0, 1 << 31))
     separator: str = opt("", "text between documents (\\n and \\t are understood); [END] is learned after each")
     # the model
-    n_layer: int = opt(6, "blocks")
-    n_head: int = opt(6, "attention heads")
-    n_embd: int = opt(384, "width")
-    block_size: int = opt(256, "context length T, in tokens")
-    dropout: float = opt(0.2, "dropout rate in the blocks")
+    n_layer: int = opt(6, "blocks", bounds=(1, 1024))
+    n_head: int = opt(6, "attention heads", bounds=(1, 1024))
+    n_embd: int = opt(384, "width", bounds=(2, 1 << 16))
+    block_size: int = opt(256, "context length T, in tokens", bounds=(1, 8192))
+    dropout: float = opt(0.2, "dropout rate in the blocks", bounds=(0, 0.99))
+    conv: int = opt(5, "window of the local mixing before attention, odd (0: none)", bounds=(0, 63))
     pos: str = opt("rope", "positions", "rope", "learned", "sinusoidal")
     tie: bool = opt(False, "head and embedding share their weights")
     time_conditioning: bool = opt(False, "tell the network its mask rate (adaLN); the optimum does not need it")
@@ -74,29 +72,29 @@ class Config:
     masking: str = opt("exact", "so many positions a sequence, or the textbook process", "exact", "bernoulli")
     mask_schedule: str = opt("linear", "distribution of the mask rate; the bound stays", "linear", "cosine")
     loss_weight: str = opt("bound", "uniform: every masked token counts the same; no bound", "bound", "uniform")
-    min_rate: float = opt(0.0, "smallest mask rate in training; above 0 the loss is no bound")
-    max_rate: float = opt(1.0, "largest mask rate in training; below 1 the loss is no bound")
+    min_rate: float = opt(0.0, "smallest mask rate in training; above 0 the loss is no bound", bounds=(0, 1))
+    max_rate: float = opt(1.0, "largest mask rate in training; below 1 the loss is no bound", bounds=(1e-6, 1))
     # the optimizer
-    batch_size: int = opt(64, "sequences in one optimizer step, over all ranks and accumulation steps")
-    gradient_accumulation_steps: int = opt(1, "parts in which each rank computes its share of the batch")
-    max_steps: int = opt(5000, "optimizer steps")
-    time_limit: float = opt(0.0, "seconds for everything, start and last save included (0: none)")
+    batch_size: int = opt(64, "sequences in one optimizer step, over all ranks and accumulation steps", bounds=(2, 1 << 24))
+    gradient_accumulation_steps: int = opt(1, "parts in which each rank computes its share of the batch", bounds=(1, 1 << 20))
+    max_steps: int = opt(5000, "optimizer steps", bounds=(1, 1 << 31))
+    time_limit: float = opt(0.0, "seconds for everything, start and last save included (0: none)", bounds=(0, 1e9))
     optimizer: str = opt("muon", "Muon for the matrices and AdamW for the rest, or AdamW alone", "muon", "adamw")
-    muon_lr: float = opt(0.02, "learning rate of Muon")
-    learning_rate: float = opt(3e-3, "learning rate of AdamW")
-    weight_decay: float = opt(0.01, "decoupled decay of the matrices")
-    beta1: float = opt(0.9, "of AdamW")
-    beta2: float = opt(0.95, "of AdamW")
-    momentum: float = opt(0.95, "of Muon")
-    grad_clip: float = opt(1.0, "largest gradient norm (0: no clipping)")
+    muon_lr: float = opt(0.02, "learning rate of Muon", bounds=(0, 1e3))
+    learning_rate: float = opt(3e-3, "learning rate of AdamW", bounds=(0, 1e3))
+    weight_decay: float = opt(0.01, "decoupled decay of the matrices", bounds=(0, 1e3))
+    beta1: float = opt(0.9, "of AdamW", bounds=(0, 0.9999))
+    beta2: float = opt(0.95, "of AdamW", bounds=(0, 0.999999))
+    momentum: float = opt(0.95, "of Muon", bounds=(0, 0.9999))
+    grad_clip: float = opt(1.0, "largest gradient norm (0: no clipping)", bounds=(0, 1e9))
     lr_schedule: str = opt("cosine", "learning rate after the warm-up", "cosine", "linear", "constant")
-    warmup_steps: int = opt(100, "of linear warm-up")
-    ema: float = opt(0.999, "decay of the averaged weights, which are evaluated and saved (0: none)")
+    warmup_steps: int = opt(100, "of linear warm-up", bounds=(0, 1 << 31))
+    ema: float = opt(0.999, "decay of the averaged weights, which are evaluated and saved (0: none)", bounds=(0, 0.999999))
     # what you see of it
-    eval_interval: int = opt(500, "steps between evaluations; each one saves a checkpoint")
-    eval_passes: int = opt(1, "masks drawn for each validation window (four times as many at the end)")
-    eval_windows: int = opt(4096, "at most so many validation windows, evenly spread (0: all)")
-    log_interval: int = opt(20, "steps between lines of the log")
+    eval_interval: int = opt(500, "steps between evaluations; each one saves a checkpoint", bounds=(1, 1 << 31))
+    eval_passes: int = opt(1, "masks drawn for each validation window (four times as many at the end)", bounds=(1, 4096))
+    eval_windows: int = opt(4096, "at most so many validation windows, evenly spread (0: all)", bounds=(0, 1 << 31))
+    log_interval: int = opt(20, "steps between lines of the log", bounds=(1, 1 << 31))
     wandb: str = opt("", "log to this Weights & Biases project")
     tensorboard: bool = opt(False, "write TensorBoard events to out_dir")
 
@@ -123,15 +121,7 @@ def parse_args(argv):
 
 def check(config, world=1):
     """Refuse a config that cannot work on `world` ranks."""
-    bounds = dict(n_layer=(1, 1024), n_head=(1, 1024), n_embd=(2, 65536), block_size=(1, kernels.MAX_T), batch_size=(2, 1 << 24),
-                  gradient_accumulation_steps=(1, 1 << 20), max_steps=(1, 1 << 31), eval_interval=(1, 1 << 31),
-                  log_interval=(1, 1 << 31), eval_passes=(1, 4096), eval_windows=(0, 1 << 31), vocab_size=(0, 1 << 31),
-                  seed=(0, (1 << 32) - 1), warmup_steps=(0, 1 << 31), time_limit=(0, 1e9), learning_rate=(0, 1e3),
-                  muon_lr=(0, 1e3), weight_decay=(0, 1e3), grad_clip=(0, 1e9), dropout=(0, 0.99), ema=(0, 1 - 1e-9),
-                  momentum=(0, 0.9999), beta1=(0, 0.9999), beta2=(0, 0.999999), min_rate=(0, 1), max_rate=(1e-6, 1))
-    for name, (low, high) in bounds.items():
-        if not low <= getattr(config, name) <= high:
-            raise Refusal(f"--{name}={getattr(config, name)} is not accepted; give a number from {low} to {high}")
+    common.check_fields(config)
     if config.n_embd % config.n_head or config.n_embd // config.n_head % 2:
         raise Refusal(f"--n_embd={config.n_embd} over --n_head={config.n_head} is no even head size; "
                       "choose n_embd = n_head x 32, 64 or 128")
@@ -145,18 +135,8 @@ def check(config, world=1):
         raise Refusal(f"--block_size={config.block_size} does not fit --data=patterns, whose sequences have 64 symbols")
 
 
-def config_from_json(path):
-    """The Config in a config.json; anything that is not one, field by field, is refused."""
-    d, fields = common.read_json(path, "config"), {f.name: f for f in dataclasses.fields(Config)}
-    if (d.get("format"), d.get("version")) != ("mdlm", 1) or not isinstance(d.get("config"), dict):
-        raise Refusal(f"{path} is of format {d.get('format')!r}, version {d.get('version')!r}; this program reads mdlm, version 1")
-    for name in sorted(fields.keys() ^ d["config"].keys()):
-        raise Refusal(f"{path} is no config of this version: the setting {name} is unknown or missing")
-    for name, value in d["config"].items():
-        kind, choices = fields[name].type, fields[name].metadata["choices"]
-        if type(value) not in ((int, float) if kind is float else (kind,)) or choices and value not in choices:
-            raise Refusal(f"{path} has {name}={str(value)[:40]!r}, which is not accepted")
-    config = Config(**d["config"])
+def read_config(path):
+    config = common.read_fields(Config, path)
     check(config)
     return config
 
@@ -189,228 +169,25 @@ def generator(*key):
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Tokenizers
-
-
-class Tokenizer:
-    """Text <-> ids below `vocab_size` (V, without [MASK]).
-
-    kind   char, byte, word (lossless: an unseen word is spelled in its bytes), bpe, or id: numbers without a text
-    vocab  the characters; the words, whose ids follow 256 bytes; BPE as JSON; for id how many there are
-    end    the last id is [END], which follows each document and decodes to nothing
-    """
-
-    WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character belongs to exactly one match
-
-    def __init__(self, kind, vocab=None, end=False):
-        self.kind, self.vocab = kind, vocab
-        if kind == "char":
-            self.table = np.full(max(map(ord, vocab)) + 2, -1, np.int32)  # the last entry serves all higher codes
-            self.table[[ord(c) for c in vocab]] = np.arange(len(vocab))
-        elif kind == "word":
-            self.index = {w: 256 + i for i, w in enumerate(vocab)}
-        elif kind == "bpe":
-            from tokenizers import Tokenizer as BPE
-            self.bpe = BPE.from_str(vocab)
-        size = {"char": lambda: len(vocab), "byte": lambda: 256, "word": lambda: 256 + len(vocab),
-                "bpe": lambda: self.bpe.get_vocab_size(), "id": lambda: vocab}[kind]()
-        self.end_id = size if end else None
-        self.vocab_size = size + end
-
-    def encode_array(self, text):
-        """Text -> (n,) integer array. Raises Refusal naming the first unknown character and its position."""
-        if self.kind == "char":
-            codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-            ids = self.table[np.minimum(codes, len(self.table) - 1)]
-            if (ids < 0).any():
-                i = int((ids < 0).argmax())
-                raise Refusal(f"the character {text[i]!r} at position {i} is none of the {len(self.vocab)} that the model knows")
-            return ids
-        if self.kind == "byte":
-            return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
-        if self.kind == "word":
-            words = self.WORD.findall(text)
-            return np.array([i for w in words for i in ([self.index[w]] if w in self.index else w.encode())], np.int64)
-        if self.kind == "bpe":  # in parts: the memory that BPE takes grows with the length of a text
-            parts = re.findall(r"(?s).{1,65536}", text)
-            return np.array([i for e in self.bpe.encode_batch_fast(parts) for i in e.ids], np.int64)
-        if not re.fullmatch(r"[\d\s]*", text):
-            raise Refusal("this model knows ids and no text: give numbers separated by spaces")
-        return np.array(text.split(), np.int64)
-
-    def encode(self, text):
-        return self.encode_array(text).tolist()
-
-    def decode(self, ids):
-        ids = [int(i) for i in ids if i != self.end_id]
-        if self.kind == "char":
-            return "".join(self.vocab[i] for i in ids)
-        if self.kind == "bpe":
-            return self.bpe.decode(ids)
-        if self.kind == "id":
-            return " ".join(map(str, ids))
-        return b"".join(bytes([i]) if i < 256 else self.vocab[i - 256].encode() for i in ids).decode("utf-8", "replace")
-
-    def to_json(self):
-        return json.dumps(dict(format="mdlm-tokenizer", version=1, kind=self.kind, vocab=self.vocab, end=self.end_id is not None))
-
-
-def tokenizer_from_json(path):
-    """The Tokenizer that to_json wrote to a file; anything else is refused."""
-    d = common.read_json(path, "tokenizer")
-    kind, vocab, end = d.get("kind"), d.get("vocab"), d.get("end")
-    strings = isinstance(vocab, list) and all(isinstance(v, str) for v in vocab) and len(set(vocab)) == len(vocab)
-    fits = dict(char=strings and vocab and all(len(v) == 1 for v in vocab), word=strings, bpe=isinstance(vocab, str),
-                byte=vocab is None, id=type(vocab) is int and 0 < vocab < 1 << 31)
-    if (d.get("format"), d.get("version")) == ("mdlm-tokenizer", 1) and type(end) is bool and fits.get(kind):
-        try:
-            return Tokenizer(kind, vocab, end)
-        except ImportError:
-            raise Refusal("this model's tokenizer is BPE, which needs: pip install tokenizers") from None
-        except Exception as e:  # what the tokenizers library raises for JSON of another kind is a bare Exception
-            raise Refusal(f"{path} holds no BPE that can be read: {e}") from e
-    raise Refusal(f"{path} is no tokenizer of this program, version 1; take the one that mdlm.py wrote")
-
-
-def build_tokenizer(config, pieces, train_characters):
-    """A Tokenizer for pieces(), a stream of (text, ends a document); words and BPE learn from the training part."""
-    kind, size, end = config.tokenizer, config.vocab_size or 16384, bool(config.separator)
-    if kind == "byte":
-        return Tokenizer("byte", None, end)
-    if kind == "char":
-        seen = np.zeros(0x110000, bool)
-        for text, _ in pieces():
-            seen[np.frombuffer(text.encode("utf-32-le"), np.uint32)] = True
-        return Tokenizer("char", [chr(c) for c in seen.nonzero()[0]], end)
-    if size <= 256:
-        raise Refusal(f"--vocab_size={size} is too small for --tokenizer={kind}, where 256 ids are the bytes; give more")
-
-    def training_text():
-        left = min(train_characters, 100 << 20)
-        for text, _ in pieces():
-            if left > 0:
-                yield text[:left]
-            left -= len(text)
-
-    if kind == "word":
-        counts = Counter()
-        for text in training_text():
-            counts.update(Tokenizer.WORD.findall(text))
-        return Tokenizer("word", [w for w, n in counts.most_common(size - 256) if n > 1], end)
-    try:
-        import tokenizers
-    except ImportError:
-        raise Refusal("--tokenizer=bpe needs the package tokenizers: pip install tokenizers") from None
-    bpe, alphabet = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=alphabet)
-    bpe.train_from_iterator(training_text(), trainer)
-    return Tokenizer("bpe", bpe.to_str(), end)
-
-
-# ---------------------------------------------------------------------------------------------------------------
 # Data: any source becomes a folder with train.bin, val.bin, tokenizer.json and meta.json; training reads the folder
-
-SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-
-
-def read_text(path, size=1 << 24):
-    """Stream a UTF-8 file as texts of about `size` characters, cut behind a line's end where there is one."""
-    decoder, rest, offset = codecs.getincrementaldecoder("utf-8")(), "", 0
-    with open(path, "rb") as f:
-        if f.read(3) != codecs.BOM_UTF8:
-            f.seek(0)
-        raw = True
-        while raw:
-            raw = f.read(size)
-            try:
-                rest += decoder.decode(raw, final=not raw)
-            except UnicodeDecodeError as e:
-                raise Refusal(f"--data={path} is not UTF-8 text (byte {offset + e.start}); convert it with iconv, "
-                              "or give a folder with train.bin and val.bin") from None
-            offset += len(raw)
-            cut = rest.rfind("\n") + 1 or len(rest)
-            yield rest[:cut]
-            rest = rest[cut:]
-    if rest:
-        yield rest
-
-
-def split_documents(texts, separator):
-    """Stream (piece, ends a document) of a stream of texts; empty documents vanish."""
-    rest = ""
-    for text in texts:
-        if not separator:
-            yield text, False
-            continue
-        *documents, rest = (rest + text).split(separator)
-        yield from ((d, True) for d in documents if d)
-    if rest:
-        yield rest, True
-
-
-def make_patterns(n, seed):
-    """(n, 64) uint8: each row a random pattern of 2 to 4 of the 15 symbols, repeated."""
-    rng = np.random.default_rng(seed)
-    length, symbols = rng.integers(2, 5, (n, 1)), rng.integers(0, 15, (n, 4), dtype=np.uint8)
-    return np.take_along_axis(symbols, np.arange(64)[None] % length, 1)
-
-
-def patterns_entropy():
-    """Exact entropy of make_patterns in nats per token; sequences that two patterns make ('ab', 'abab') are merged."""
-    code, p = [], []
-    for length in (2, 3, 4):
-        symbols = np.indices((15,) * length).reshape(length, -1).astype(np.int64)
-        code.append(sum(symbols[i % length] * 15**i for i in range(12)))  # 12 symbols tell all sequences apart
-        p.append(np.full(15**length, 1 / 3 / 15**length))
-    _, which = np.unique(np.concatenate(code), return_inverse=True)
-    p = np.bincount(which, np.concatenate(p))
-    return float(-(p * np.log(p)).sum() / 64)
-
-
-def find_text(config):
-    """config.data -> a function that streams its texts, or None for patterns."""
-    name = config.data
-    if name == "shakespeare":
-        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mdlm" / "tinyshakespeare.txt"
-        try:
-            common.download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, path)
-            return lambda: read_text(path)
-        except OSError as e:
-            name = "pydoc"
-            print(f"Shakespeare cannot be downloaded ({e}); training on pydoc, Python's own reference", file=sys.stderr)
-    if name == "pydoc":
-        try:
-            from pydoc_data.topics import topics
-            return lambda: ["\n\n".join(topics[key] for key in sorted(topics))]
-        except ImportError:
-            name = "patterns"
-            print("this Python has no pydoc_data; training on synthetic patterns", file=sys.stderr)
-    if name != "patterns" and not Path(name).is_file():
-        raise Refusal(f"--data={name} does not exist; give a text file, a folder with train.bin and val.bin, "
-                      "shakespeare, patterns or pydoc")
-    return None if name == "patterns" else lambda: read_text(name)
-
 
 def prepare(config, folder):
     """Tokenize config.data into `folder`: int(0.9 n) characters train, the rest validates. Memory stays bounded."""
-    texts, meta = find_text(config), dict(source=config.data, dtype="uint8", characters=None, entropy=None)
+    texts, meta = text.find_text(config.data), dict(source=config.data, dtype="uint8", characters=None, entropy=None)
     if texts is None:
-        meta.update(entropy=patterns_entropy(), characters=[90_000 * 64, 10_000 * 64])
-        sequences = make_patterns(100_000, seed=0)
+        meta.update(entropy=text.patterns_entropy(), characters=[90_000 * 64, 10_000 * 64])
+        sequences = text.make_patterns(100_000, seed=0)
         sequences[:90_000].tofile(folder / "train.bin")
         sequences[90_000:].tofile(folder / "val.bin")
-        tokenizer = Tokenizer("char", list("abcdefghijklmno"))
+        tokenizer = text.Tokenizer("char", list("abcdefghijklmno"))
     else:
         separator = config.separator.replace("\\n", "\n").replace("\\t", "\t")
-        pieces = lambda: split_documents(texts(), separator)
+        pieces = lambda: text.split_documents(texts(), separator)
         n, at = sum(len(piece) for piece, _ in pieces()), 0
         if n == 0:
             raise Refusal(f"--data={config.data} is empty; give a file with text in it")
         cut = int(0.9 * n)
-        tokenizer = build_tokenizer(config, pieces, cut)
+        tokenizer = text.build_tokenizer(config.tokenizer, config.vocab_size or 16384, bool(separator), pieces, cut)
         dtype = next(d for d in (np.uint8, np.uint16, np.int32) if tokenizer.vocab_size - 1 <= np.iinfo(d).max)
         meta.update(dtype=np.dtype(dtype).name, characters=[cut, n - cut])
         with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
@@ -447,7 +224,7 @@ class Corpus:
             arrays.append(np.memmap(file, dtype, mode="c"))  # copy on write: torch wants arrays that are writable
         largest = max(int(a[i:i + (1 << 24)].max()) for a in arrays for i in range(0, len(a), 1 << 24))
         known = folder / "tokenizer.json"
-        self.tokenizer = tokenizer_from_json(known) if known.exists() else Tokenizer("id", config.vocab_size or largest + 1)
+        self.tokenizer = text.tokenizer_from_json(known) if known.exists() else text.Tokenizer("id", config.vocab_size or largest + 1)
         if largest >= self.tokenizer.vocab_size:
             raise Refusal(f"{folder} has the id {largest}, but V is {self.tokenizer.vocab_size}; check tokenizer.json or --vocab_size")
         self.documents = self.tokenizer.end_id is not None
@@ -499,7 +276,7 @@ class Corpus:
     def windows(self, most=0):
         """Validation windows (W, T), non-overlapping, at most `most` of them (0: all), evenly spread."""
         starts, W = self.val_starts, len(self.val_starts)
-        return self.gather(self.val, starts if not most or W <= most else starts[torch.arange(most) * W // most])
+        return self.gather(self.val, starts if not most or most >= W else starts[torch.arange(most) * W // most])
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -514,12 +291,17 @@ class Block(nn.Module):
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=False)
         self.up = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False)
         self.down = nn.Linear(4 * c.n_embd, c.n_embd, bias=False)
+        self.mix = nn.Parameter(torch.zeros(c.conv, c.n_embd)) if c.conv else None
         self.adaln = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False) if c.time_conditioning else None
 
     def forward(self, x, cos, sin, rate, ops):
         B, T, C = x.shape
         a, b, c, d = (0, 0, 0, 0) if self.adaln is None else self.adaln(rate)[:, None].chunk(4, -1)
-        h = F.rms_norm(x, (C,)) * (1 + a) + b
+        h = F.rms_norm(x, (C,)) * (1 + a) + b  # (B, T, C)
+        if self.mix is not None:  # a depthwise convolution: neighbours are what a character needs most
+            k = len(self.mix)
+            near = F.pad(h, (0, 0, k - 1, 0) if self.causal else (0, 0, k // 2, k // 2))
+            h = h + sum(near[:, i:i + T] * w.to(h.dtype) for i, w in enumerate(self.mix))
         y = ops.attention(self.qkv(h).view(B, T, 3, self.n_head, -1), cos, sin, qk_norm=True, causal=self.causal)
         x = x + F.dropout(self.proj(y.reshape(B, T, C)), self.dropout, self.training)
         h = F.rms_norm(x, (C,)) * (1 + c) + d
@@ -596,7 +378,7 @@ def is_bound(config):
 def has_static_rows(config):
     """Whether every pair of sequences has exactly L + 1 masked positions, so that all shapes are known beforehand."""
     c = config
-    return c.objective == "ar" or c.masking == "exact" and c.mask_schedule == "linear" and (c.min_rate, c.max_rate) == (0, 1)
+    return c.objective == "ar" or c.masking == "exact" and c.mask_schedule == "linear" and c.min_rate == 0 and c.max_rate == 1
 
 
 def sequence_weights(config):
@@ -732,7 +514,7 @@ def load(path="out", device="cpu", kernel="auto"):
     Raises Refusal, a ValueError, for anything but an intact checkpoint. Nothing is ever unpickled.
     """
     folder = common.find_checkpoint(path)
-    config, tokenizer = config_from_json(folder / "config.json"), tokenizer_from_json(folder / "tokenizer.json")
+    config, tokenizer = read_config(folder / "config.json"), text.tokenizer_from_json(folder / "tokenizer.json")
     with torch.device("meta"):  # shapes are compared before any memory is taken
         expected = Model(config, tokenizer.vocab_size, None).state_dict()
     weights = common.read_tensors(folder / "model.safetensors", expected)
@@ -787,7 +569,7 @@ def all_reduce(values):
 
 def make_optimizers(model, c, device):
     """Muon for the matrices of the blocks (Jordan et al., 2024) and AdamW for the rest, or AdamW alone."""
-    muon = [p for n, p in model.named_parameters() if c.optimizer == "muon" and n.startswith("blocks.") and "adaln" not in n]
+    muon = [p for n, p in model.named_parameters() if c.optimizer == "muon" and n.startswith("blocks.") and "adaln" not in n and "mix" not in n]
     rest = [p for p in model.parameters() if not any(p is q for q in muon)]
     adamw = torch.optim.AdamW(rest, c.learning_rate, (c.beta1, c.beta2), fused=device.type in ("cuda", "cpu"),
                               weight_decay=c.weight_decay if c.optimizer == "adamw" else 0.0)
@@ -800,91 +582,11 @@ def lr_scale(config, step, progress):
     return min(1.0, (step + 1) / (config.warmup_steps + 1)) * down
 
 
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40": 181, "4090": 165}  # dense bf16, makers' sheets
-
-
-def peak_flops(device, dtype):
-    """FLOP/s that MFU is a share of: the maker's figure of a known GPU, else what a large product reaches here."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == torch.bfloat16 else ""
-    for key, tflops in PEAK_TFLOPS.items():
-        if key in name:
-            return tflops * 1e12
-    a, times = torch.randn(1024, 1024, device=device, dtype=dtype), []
-    for _ in range(8):
-        t = time.perf_counter()
-        (a @ a)[0, 0].item()
-        times.append(time.perf_counter() - t)
-    return 2 * 1024**3 / min(times)
-
-
 def flops_per_token(model):
     """Of forward and backward: 6 a weight, where the head sees the masked half only, and 12 L C T for attention."""
     c, body = model.config, sum(p.numel() for p in model.blocks.parameters())
     head = c.n_embd * model.vocab_size * (1 if c.objective == "ar" else 0.5)
     return 6 * (body + head) + 12 * c.n_layer * c.n_embd * c.block_size
-
-
-class Interrupt:
-    """Ctrl-C and SIGTERM ask for a stop at the next step boundary; a second Ctrl-C leaves at once."""
-
-    def __init__(self):
-        self.signal = 0
-        signal.signal(signal.SIGINT, self.ask)
-        signal.signal(signal.SIGTERM, self.ask)
-
-    def ask(self, number, frame):
-        if self.signal and number == signal.SIGINT:
-            os._exit(130)
-        self.signal = number
-
-
-class Log:
-    """log.jsonl, the terminal, and wandb and TensorBoard on request. Only the first rank has one that speaks."""
-
-    def __init__(self, config, step, silent):
-        self.silent, self.path, self.bar, self.wandb, self.board = silent, Path(config.out_dir) / "log.jsonl", None, None, None
-        if silent:
-            return
-        try:
-            if config.wandb:
-                import wandb
-                self.wandb = wandb.init(project=config.wandb, config=dataclasses.asdict(config))
-            if config.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-                self.board = SummaryWriter(config.out_dir)
-        except ImportError as e:
-            raise Refusal(f"{e}; install it with pip, or leave --wandb and --tensorboard out") from None
-        # Lines behind the checkpoint that the run resumes from, or cut off by a crash, are dropped.
-        lines = self.path.read_text().splitlines(keepends=True) if config.resume and self.path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        common.write_atomically(self.path, "".join(kept).encode())
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-            self.bar = tqdm(total=config.max_steps, initial=step, unit="step", dynamic_ncols=True)
-
-    def record(self, **values):
-        if self.silent:
-            return
-        with open(self.path, "a") as f:
-            f.write(json.dumps(values) + "\n")
-        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
-        if self.wandb:
-            self.wandb.log(numbers, step=values["step"])
-        for k, v in numbers.items() if self.board else ():
-            self.board.add_scalar(k, v, values["step"])
-
-    def say(self, text):
-        if self.bar:
-            self.bar.write(text)
-        elif not self.silent:
-            print(text, flush=True)
-
-    def progress(self, step, text):
-        if self.bar:
-            self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update(step - self.bar.n)
-        elif not self.silent:
-            print(f"step {step}: {text}", file=sys.stderr, flush=True)
 
 
 def open_run(given, rank, world):
@@ -894,7 +596,7 @@ def open_run(given, rank, world):
         if given.get("overwrite"):
             raise Refusal("--resume and --overwrite contradict each other; give one of them")
         folder = common.find_checkpoint(out)
-        saved = config_from_json(folder / "config.json")
+        saved = read_config(folder / "config.json")
         for name, value in given.items():
             if name not in RESUMABLE and value != getattr(saved, name):
                 raise Refusal(f"--{name}={value} contradicts the run in {out}, which has {getattr(saved, name)}; "
@@ -976,11 +678,11 @@ def train(given, start):
     if config.overwrite and rank == 0:
         for old in common.checkpoints(config.out_dir):
             shutil.rmtree(old)
-    log = Log(config, step, silent=rank > 0)
+    log = common.Log(config, step, silent=rank > 0)
 
     # 3. compile where it pays: on a CPU it takes half a minute and a C++ compiler, and wins a third
     N, accumulate, T = config.batch_size, config.gradient_accumulation_steps, config.block_size
-    B, flops, peak = N // world // accumulate, flops_per_token(model), peak_flops(device, dtype) * world
+    B, flops, peak = N // world // accumulate, flops_per_token(model), common.peak_flops(device, dtype) * world
     seconds = min(config.time_limit or math.inf, 2 * flops * N * T * config.max_steps / peak)  # a guess of the run's length
     pays = device.type == "cuda" or device.type == "cpu" and seconds >= 120 and any(map(shutil.which, ("c++", "g++", "clang++")))
     compiled = config.compile == "on" or config.compile == "auto" and pays
@@ -1024,8 +726,8 @@ def train(given, start):
                            "; CE by mask rate 0 to 1: " + " ".join(f"{ce:.2f}" for ce in r["ce"])))
                 if rank == 0 and step:
                     import sample
-                    for text in sample.preview(model, tokenizer, val, generator("preview", config.seed, step)):
-                        log.say("  | " + text.replace("\n", "\n  | "))
+                    for shown in sample.preview(model, tokenizer, val, generator("preview", config.seed, step)):
+                        log.say("  | " + shown.replace("\n", "\n  | "))
         eval_seconds = time.monotonic() - began
 
     def checkpoint():
@@ -1038,7 +740,7 @@ def train(given, start):
     # 4. the loop
     if not folder:
         report(passes=1)
-    weights, interrupt, progress, saved = sequence_weights(config).to(device), Interrupt(), 0.0, step if folder else None
+    weights, interrupt, progress, saved = sequence_weights(config).to(device), common.Interrupt(), 0.0, step if folder else None
     logged, logged_at = step, time.monotonic()
     while True:
         if config.time_limit:  # less what the end needs: four passes and a save

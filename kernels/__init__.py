@@ -3,7 +3,12 @@
 from types import SimpleNamespace
 
 from kernels.attention import attention, attention_ref
-from kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_ref, masked_cross_entropy, masked_cross_entropy_ref
+from kernels.cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_ref,
+    masked_cross_entropy,
+    masked_cross_entropy_ref,
+)
 from kernels.masking import MAX_T, mask_tokens, mask_tokens_ref
 
 __all__ = ["MAX_T", "attention", "attention_ref", "linear_cross_entropy", "linear_cross_entropy_ref",

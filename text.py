@@ -1,0 +1,213 @@
+"""From any text to token ids: sources of text, and tokenizers. Nothing here is about diffusion; see mdlm.py."""
+
+import codecs
+import json
+import os
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from common import Refusal, download, read_json
+
+SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+def read_text(path, size=1 << 24):
+    """Stream a UTF-8 file as texts of about `size` characters, cut behind a line's end where there is one."""
+    decoder, rest, offset = codecs.getincrementaldecoder("utf-8")(), "", 0
+    with open(path, "rb") as f:
+        if f.read(3) != codecs.BOM_UTF8:
+            f.seek(0)
+        raw = True
+        while raw:
+            raw = f.read(size)
+            try:
+                rest += decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as e:
+                raise Refusal(f"--data={path} is not UTF-8 text (byte {offset + e.start}); convert it with iconv, "
+                              "or give a folder with train.bin and val.bin") from None
+            offset += len(raw)
+            cut = rest.rfind("\n") + 1 or len(rest)
+            yield rest[:cut]
+            rest = rest[cut:]
+    if rest:
+        yield rest
+
+
+def make_patterns(n, seed):
+    """(n, 64) uint8: each row a random pattern of 2 to 4 of the 15 symbols, repeated."""
+    rng = np.random.default_rng(seed)
+    length, symbols = rng.integers(2, 5, (n, 1)), rng.integers(0, 15, (n, 4), dtype=np.uint8)
+    return np.take_along_axis(symbols, np.arange(64)[None] % length, 1)
+
+
+def patterns_entropy():
+    """Exact entropy of make_patterns in nats per token; sequences that two patterns make ('ab', 'abab') are merged."""
+    code, p = [], []
+    for length in (2, 3, 4):
+        symbols = np.indices((15,) * length).reshape(length, -1).astype(np.int64)
+        code.append(sum(symbols[i % length] * 15**i for i in range(12)))  # 12 symbols tell all sequences apart
+        p.append(np.full(15**length, 1 / 3 / 15**length))
+    _, which = np.unique(np.concatenate(code), return_inverse=True)
+    p = np.bincount(which, np.concatenate(p))
+    return float(-(p * np.log(p)).sum() / 64)
+
+
+def find_text(name):
+    """The value of --data -> a function that streams its texts, or None for patterns."""
+    if name == "shakespeare":
+        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mdlm" / "tinyshakespeare.txt"
+        try:
+            download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, path)
+            return lambda: read_text(path)
+        except OSError as e:
+            name = "pydoc"
+            print(f"Shakespeare cannot be downloaded ({e}); training on pydoc, Python's own reference", file=sys.stderr)
+    if name == "pydoc":
+        try:
+            from pydoc_data.topics import topics
+            return lambda: ["\n\n".join(topics[key] for key in sorted(topics))]
+        except ImportError:
+            name = "patterns"
+            print("this Python has no pydoc_data; training on synthetic patterns", file=sys.stderr)
+    if name != "patterns" and not Path(name).is_file():
+        raise Refusal(f"--data={name} does not exist; give a text file, a folder with train.bin and val.bin, "
+                      "shakespeare, patterns or pydoc")
+    return None if name == "patterns" else lambda: read_text(name)
+
+
+def split_documents(texts, separator):
+    """Stream (piece, ends a document) of a stream of texts; empty documents vanish."""
+    rest = ""
+    for text in texts:
+        if not separator:
+            yield text, False
+            continue
+        *documents, rest = (rest + text).split(separator)
+        yield from ((d, True) for d in documents if d)
+    if rest:
+        yield rest, True
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+class Tokenizer:
+    """Text <-> ids below `vocab_size` (V, without [MASK]).
+
+    kind   char, byte, word (lossless: an unseen word is spelled in its bytes), bpe, or id: numbers without a text
+    vocab  the characters; the words, whose ids follow 256 bytes; BPE as JSON; for id how many there are
+    end    the last id is [END], which follows each document and decodes to nothing
+    """
+
+    WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character belongs to exactly one match
+
+    def __init__(self, kind, vocab=None, end=False):
+        self.kind, self.vocab = kind, vocab
+        if kind == "char":
+            self.table = np.full(max(map(ord, vocab)) + 2, -1, np.int32)  # the last entry serves all higher codes
+            self.table[[ord(c) for c in vocab]] = np.arange(len(vocab))
+        elif kind == "word":
+            self.index = {w: 256 + i for i, w in enumerate(vocab)}
+        elif kind == "bpe":
+            from tokenizers import Tokenizer as BPE
+            self.bpe = BPE.from_str(vocab)
+        size = {"char": lambda: len(vocab), "byte": lambda: 256, "word": lambda: 256 + len(vocab),
+                "bpe": lambda: self.bpe.get_vocab_size(), "id": lambda: vocab}[kind]()
+        self.end_id = size if end else None
+        self.vocab_size = size + end
+
+    def encode_array(self, text):
+        """Text -> (n,) integer array. Raises Refusal naming the first unknown character and its position."""
+        if self.kind == "char":
+            codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+            ids = self.table[np.minimum(codes, len(self.table) - 1)]
+            if (ids < 0).any():
+                i = int((ids < 0).argmax())
+                raise Refusal(f"the character {text[i]!r} at position {i} is none of the {len(self.vocab)} that the model knows")
+            return ids
+        if self.kind == "byte":
+            return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+        if self.kind == "word":
+            words = self.WORD.findall(text)
+            return np.array([i for w in words for i in ([self.index[w]] if w in self.index else w.encode())], np.int64)
+        if self.kind == "bpe":  # in parts: the memory that BPE takes grows with the length of a text
+            parts = re.findall(r"(?s).{1,65536}", text)
+            return np.array([i for e in self.bpe.encode_batch_fast(parts) for i in e.ids], np.int64)
+        if not re.fullmatch(r"[\d\s]*", text):
+            raise Refusal("this model knows ids and no text: give numbers separated by spaces")
+        return np.array(text.split(), np.int64)
+
+    def encode(self, text):
+        return self.encode_array(text).tolist()
+
+    def decode(self, ids):
+        ids = [int(i) for i in ids if i != self.end_id]
+        if self.kind == "char":
+            return "".join(self.vocab[i] for i in ids)
+        if self.kind == "bpe":
+            return self.bpe.decode(ids)
+        if self.kind == "id":
+            return " ".join(map(str, ids))
+        return b"".join(bytes([i]) if i < 256 else self.vocab[i - 256].encode() for i in ids).decode("utf-8", "replace")
+
+    def to_json(self):
+        return json.dumps(dict(format="mdlm-tokenizer", version=1, kind=self.kind, vocab=self.vocab, end=self.end_id is not None))
+
+
+def tokenizer_from_json(path):
+    """The Tokenizer that to_json wrote to a file; anything else is refused."""
+    d = read_json(path, "tokenizer")
+    kind, vocab, end = d.get("kind"), d.get("vocab"), d.get("end")
+    strings = isinstance(vocab, list) and all(isinstance(v, str) for v in vocab) and len(set(vocab)) == len(vocab)
+    fits = dict(char=strings and vocab and all(len(v) == 1 for v in vocab), word=strings, bpe=isinstance(vocab, str),
+                byte=vocab is None, id=type(vocab) is int and 0 < vocab < 1 << 31)
+    if (d.get("format"), d.get("version")) == ("mdlm-tokenizer", 1) and type(end) is bool and fits.get(kind):
+        try:
+            return Tokenizer(kind, vocab, end)
+        except ImportError:
+            raise Refusal("this model's tokenizer is BPE, which needs: pip install tokenizers") from None
+        except Exception as e:  # what the tokenizers library raises for JSON of another kind is a bare Exception
+            raise Refusal(f"{path} holds no BPE that can be read: {e}") from e
+    raise Refusal(f"{path} is no tokenizer of this program, version 1; take the one that mdlm.py wrote")
+
+
+def build_tokenizer(kind, size, end, pieces, train_characters):
+    """A Tokenizer for pieces(), a stream of (text, ends a document); words and BPE learn from the training part."""
+    if kind == "byte":
+        return Tokenizer("byte", None, end)
+    if kind == "char":
+        seen = np.zeros(0x110000, bool)
+        for text, _ in pieces():
+            seen[np.frombuffer(text.encode("utf-32-le"), np.uint32)] = True
+        return Tokenizer("char", [chr(c) for c in seen.nonzero()[0]], end)
+    if size <= 256:
+        raise Refusal(f"--vocab_size={size} is too small for --tokenizer={kind}, where 256 ids are the bytes; give more")
+
+    def training_text():
+        left = min(train_characters, 100 << 20)
+        for text, _ in pieces():
+            if left > 0:
+                yield text[:left]
+            left -= len(text)
+
+    if kind == "word":
+        counts = Counter()
+        for text in training_text():
+            counts.update(Tokenizer.WORD.findall(text))
+        return Tokenizer("word", [w for w, n in counts.most_common(size - 256) if n > 1], end)
+    try:
+        import tokenizers
+    except ImportError:
+        raise Refusal("--tokenizer=bpe needs the package tokenizers: pip install tokenizers") from None
+    bpe, alphabet = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=alphabet)
+    bpe.train_from_iterator(training_text(), trainer)
+    return Tokenizer("bpe", bpe.to_str(), end)

@@ -1,8 +1,9 @@
-"""What the four programs share: refusals, flags from a dataclass, and folders of files that are never half-written.
+"""What the four programs share: refusals, flags from a dataclass, and folders of files never half-written.
 
-None of this is about diffusion: read mdlm.py first. A checkpoint is a folder out/step-N/ with a manifest of sizes
-and sha256. It is written under a temporary name, synced and renamed, so it is complete or not there; `out/latest`
-names the last one; the last two are kept. Weights are safetensors and the rest is JSON: nothing is ever unpickled.
+None of this is about diffusion: read mdlm.py first. A checkpoint is a folder out/step-N/ with a manifest of
+sizes and sha256. It is written under a temporary name, synced and renamed, so it is complete or not there;
+`out/latest` names the last one; the last two are kept. Weights are safetensors and the rest is JSON: nothing
+is ever unpickled.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -23,11 +25,11 @@ from pathlib import Path
 
 
 class Refusal(ValueError):
-    """A user's mistake, in one sentence: what was given, what is accepted, what to do. Programs exit with code 2."""
+    """A user's mistake, in one sentence: what was given, what is accepted, what to do. The exit code is 2."""
 
 
 def run(main, argv):
-    """Run a program's main(argv) and return its exit code; a Refusal becomes one sentence on stderr and code 2."""
+    """Run a program's main(argv), return its exit code; a Refusal is one sentence on stderr and code 2."""
     try:
         return main(argv)
     except Refusal as e:
@@ -35,23 +37,27 @@ def run(main, argv):
         return 2
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Flags
 
 
 def opt(default, meaning, *choices, bounds=None):
-    """A dataclass field that becomes a flag with this default, line of help, and choices or (low, high) bounds."""
-    return dataclasses.field(default=default, metadata={"help": meaning, "choices": choices, "bounds": bounds})
+    """A dataclass field and flag with this default, line of help, and choices or (low, high) bounds."""
+    return dataclasses.field(default=default,
+                             metadata={"help": meaning, "choices": choices, "bounds": bounds})
 
 
 def check_fields(config):
     """Refuse a dataclass of such fields with a value of a wrong type, no choice, or out of bounds."""
     for f in dataclasses.fields(config):
         value, choices, bounds = getattr(config, f.name), f.metadata["choices"], f.metadata["bounds"]
-        if type(value) not in ((int, float) if f.type is float else (f.type,)) or (choices and value not in choices):
-            raise Refusal(f"--{f.name}={str(value)[:40]!r} is not accepted; give {', '.join(choices) or f.type.__name__}")
+        if (type(value) not in ((int, float) if f.type is float else (f.type,))
+                or (choices and value not in choices)):
+            raise Refusal(f"--{f.name}={str(value)[:40]!r} is not accepted; "
+                          f"give {', '.join(choices) or f.type.__name__}")
         if bounds and not bounds[0] <= value <= bounds[1]:
-            raise Refusal(f"--{f.name}={value} is not accepted; give a number from {bounds[0]} to {bounds[1]}")
+            raise Refusal(f"--{f.name}={value} is not accepted; "
+                          f"give a number from {bounds[0]} to {bounds[1]}")
 
 
 def read_fields(cls, path):
@@ -83,8 +89,8 @@ class Parser(argparse.ArgumentParser):
 
 def parse_flags(fields_of, argv, description, epilog=""):
     """The flags that were given, as a dict; every one is a field of the dataclass `fields_of`."""
-    parser = Parser(description=description, allow_abbrev=False, epilog=epilog, argument_default=argparse.SUPPRESS,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=description, allow_abbrev=False, epilog=epilog,
+                    argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in dataclasses.fields(fields_of):
         if f.type is bool:
             kind = dict(type=parse_bool, nargs="?", const=True, metavar="BOOL")
@@ -95,7 +101,7 @@ def parse_flags(fields_of, argv, description, epilog=""):
     return vars(parser.parse_args(argv))
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Files
 
 
@@ -115,7 +121,7 @@ def write_atomically(path, content):
 
 
 def download(url, sha256, path, timeout=15.0, limit=1 << 22):
-    """Fetch url to path unless the right file is there already. Raises OSError if that cannot be done in time."""
+    """Fetch url to path unless the right file is there. Raises OSError if that cannot be done in time."""
     if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
         return
     deadline, content = time.monotonic() + timeout, b""
@@ -148,7 +154,7 @@ def sync_folder(folder):
         os.close(fd)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Checkpoints
 
 CHECKPOINT_FILES = ("config.json", "tokenizer.json", "model.safetensors", "state.json", "state.safetensors")
@@ -165,7 +171,7 @@ def checkpoints(out_dir):
 
 
 def write_checkpoint(out_dir, name, contents):
-    """Write the files `contents` (name -> bytes) as out_dir/name, point `latest` to it, keep the last two. The folder."""
+    """Write `contents` (name -> bytes) as out_dir/name, point `latest` to it, keep the last two; its path."""
     out_dir = Path(out_dir)
     for stale in out_dir.glob("tmp-*"):  # of a run that was killed
         shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
@@ -209,7 +215,7 @@ def verify(folder):
 
 
 def find_checkpoint(path):
-    """A run folder or a checkpoint -> an intact checkpoint; a damaged one is named and the one before it is used."""
+    """A run or a checkpoint -> an intact checkpoint; a damaged one is named and the one before it is used."""
     path = Path(path)
     if (path / "manifest.json").exists():
         verify(path)
@@ -235,29 +241,31 @@ def read_json(path, what):
 
 
 def read_tensors(path, expected=None):
-    """A safetensors file as a dict. With `expected`, a dict of tensors, names, shapes and dtypes must be the same."""
+    """A safetensors file as a dict; names, shapes and dtypes must be those of `expected`, if it is given."""
     from safetensors import SafetensorError, safe_open
     try:
         with safe_open(path, "pt") as f:
             if expected is not None:  # compared before any of it is read
-                shapes = {name: f.get_slice(name).get_shape() for name in f.keys()}  # noqa: SIM118 (not a dict)
+                shapes = {name: f.get_slice(name).get_shape() for name in f.keys()}  # noqa: SIM118 (no dict)
                 wanted = {name: list(t.shape) for name, t in expected.items()}
                 wrong = sorted(n for n in shapes | wanted if shapes.get(n) != wanted.get(n))
                 if wrong:
-                    raise Refusal(f"{path} does not fit its config: {wrong[0]} is missing, unexpected or misshapen")
+                    raise Refusal(f"{path} does not fit its config: "
+                                  f"{wrong[0]} is missing, unexpected or misshapen")
             return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, KeyError, OverflowError, MemoryError) as e:
         raise Refusal(f"{path} is no safetensors file: {e}") from e
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # A run as one sees and steers it
 
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40": 181, "4090": 165}  # dense bf16, makers' sheets
+# dense bf16, makers' sheets
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40": 181, "4090": 165}
 
 
 def peak_flops(device, dtype):
-    """FLOP/s that MFU is a share of: the maker's figure of a known GPU, else what a large product reaches here."""
+    """FLOP/s that MFU is a share of: the maker's figure of a known GPU, else what a large product reaches."""
     import torch
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == torch.bfloat16 else ""
     for key, tflops in PEAK_TFLOPS.items():
@@ -286,10 +294,11 @@ class Interrupt:
 
 
 class Log:
-    """log.jsonl, the terminal, and wandb and TensorBoard on request. Only the first rank has one that speaks."""
+    """log.jsonl, the terminal, and wandb and TensorBoard on request. Only the first rank's speaks."""
 
     def __init__(self, config, step, silent):
-        self.silent, self.path, self.bar, self.wandb, self.board = silent, Path(config.out_dir) / "log.jsonl", None, None, None
+        self.silent, self.path, self.bar, self.wandb, self.board = (
+            silent, Path(config.out_dir) / "log.jsonl", None, None, None)
         if silent:
             return
         try:
@@ -302,7 +311,8 @@ class Log:
         except ImportError as e:
             raise Refusal(f"{e}; install it with pip, or leave --wandb and --tensorboard out") from None
         # Lines behind the checkpoint that the run resumes from, or cut off by a crash, are dropped.
-        lines = self.path.read_text().splitlines(keepends=True) if config.resume and self.path.exists() else []
+        lines = (self.path.read_text().splitlines(keepends=True)
+                 if config.resume and self.path.exists() else [])
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
         write_atomically(self.path, "".join(kept).encode())
         if sys.stderr.isatty():
@@ -312,6 +322,7 @@ class Log:
     def record(self, **values):
         if self.silent:
             return
+        values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         with open(self.path, "a") as f:
             f.write(json.dumps(values) + "\n")
         numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}

@@ -1,11 +1,11 @@
-"""mdlm: train a masked diffusion language model. Config, data, model, objective, evaluation and loop, top to bottom.
+"""Train a masked diffusion language model. Config, data, model, objective, evaluation, loop, top to bottom.
 
     python mdlm.py                                   # tiny Shakespeare, sized for this machine
     python mdlm.py --data=my.txt --time_limit=300    # any text, five minutes
     torchrun --standalone --nproc_per_node=8 mdlm.py --preset=gpt2 --data=FOLDER     # train.bin and val.bin
 
 The model sees a text in which some tokens are replaced by [MASK], at any rate from 0 to 1, and predicts those
-(Sahoo et al., 2406.07524; Shi et al., 2406.04329; Ou et al., 2406.03736). Then: python sample.py, python eval.py.
+(Sahoo et al., 2406.07524; Shi et al., 2406.04329; Ou et al., 2406.03736). Then run sample.py and eval.py.
 """
 
 import time
@@ -35,19 +35,19 @@ import kernels
 import text
 from common import Refusal, opt
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Config: one flat dataclass; the command line, --help and config.json all come from it
 
 
 @dataclass
 class Config:
     # the run
-    data: str = opt("shakespeare", "text file, folder with train.bin and val.bin, shakespeare, patterns or pydoc")
+    data: str = opt("shakespeare", "text file, folder of train.bin and val.bin, shakespeare, patterns, pydoc")
     out_dir: str = opt("out", "folder for checkpoints, log.jsonl and pictures")
     resume: bool = opt(False, "go on from the last checkpoint in out_dir")
     overwrite: bool = opt(False, "replace the run in out_dir")
     init_from: str = opt("", "start from the weights of this run or checkpoint (fine-tuning)")
-    preset: str = opt("auto", "defaults, listed below; auto: gpu with CUDA, else cpu", "auto", "cpu", "gpu", "gpt2")
+    preset: str = opt("auto", "defaults (below); auto: gpu with CUDA, else cpu", "auto", "cpu", "gpu", "gpt2")
     seed: int = opt(0, "of weights, data order and masks", bounds=(0, (1 << 32) - 1))
     device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the best there is")
     dtype: str = opt("auto", "of products; auto: bfloat16 if in hardware", "auto", "float32", "bfloat16")
@@ -55,31 +55,34 @@ class Config:
     compile: str = opt("auto", "torch.compile the model; auto: where it pays", "auto", "on", "off")
     # data
     tokenizer: str = opt("char", "how text becomes tokens", "char", "byte", "word", "bpe")
-    vocab_size: int = opt(0, "for word and bpe: at most so many tokens (0: 16384); for a folder of ids: V", bounds=(0, 1 << 31))
-    separator: str = opt("", "text between documents (\\n and \\t are understood); [END] is learned after each")
+    vocab_size: int = opt(0, "for word and bpe: at most so many tokens (0: 16384); for a folder of ids: V",
+                          bounds=(0, 1 << 31))
+    separator: str = opt("", "text between documents (\\n and \\t work); [END] is learned after each")
     # the model
     n_layer: int = opt(6, "blocks", bounds=(1, 1024))
     n_head: int = opt(6, "attention heads", bounds=(1, 1024))
     n_embd: int = opt(384, "width", bounds=(2, 1 << 16))
     block_size: int = opt(256, "context length T, in tokens", bounds=(1, 8192))
     dropout: float = opt(0.2, "dropout rate in the blocks", bounds=(0, 0.99))
-    conv: int = opt(5, "window of the local mixing before attention, odd (0: none)", bounds=(0, 63))
+    conv: int = opt(5, "window of the local mixing before attention (0: none)", bounds=(0, 63))
     pos: str = opt("rope", "positions", "rope", "learned", "sinusoidal")
     tie: bool = opt(False, "head and embedding share their weights")
-    time_conditioning: bool = opt(False, "tell the network its mask rate (adaLN); the optimum does not need it")
+    time_conditioning: bool = opt(False, "tell the model its mask rate (adaLN); the optimum does not need it")
     # the objective
     objective: str = opt("mdlm", "masked diffusion, or the autoregressive baseline", "mdlm", "ar")
     masking: str = opt("exact", "so many positions a sequence, or the textbook process", "exact", "bernoulli")
     mask_schedule: str = opt("linear", "distribution of the mask rate; the bound stays", "linear", "cosine")
-    loss_weight: str = opt("bound", "uniform: every masked token counts the same; no bound", "bound", "uniform")
-    min_rate: float = opt(0.0, "smallest mask rate in training; above 0 the loss is no bound", bounds=(0, 1))
-    max_rate: float = opt(1.0, "largest mask rate in training; below 1 the loss is no bound", bounds=(1e-6, 1))
+    loss_weight: str = opt("bound", "uniform: all masked tokens count the same; no bound", "bound", "uniform")
+    min_rate: float = opt(0.0, "smallest training mask rate; above 0 the loss is no bound", bounds=(0, 1))
+    max_rate: float = opt(1.0, "largest training mask rate; below 1 the loss is no bound", bounds=(1e-6, 1))
     # the optimizer
-    batch_size: int = opt(64, "sequences in one optimizer step, over all ranks and accumulation steps", bounds=(2, 1 << 24))
-    gradient_accumulation_steps: int = opt(1, "parts in which each rank computes its share of the batch", bounds=(1, 1 << 20))
+    batch_size: int = opt(64, "sequences in one optimizer step, over all ranks and accumulation steps",
+                          bounds=(2, 1 << 24))
+    gradient_accumulation_steps: int = opt(1, "parts in which each rank computes its share of the batch",
+                                           bounds=(1, 1 << 20))
     max_steps: int = opt(5000, "optimizer steps", bounds=(1, 1 << 31))
-    time_limit: float = opt(0.0, "seconds for everything, start and last save included (0: none)", bounds=(0, 1e9))
-    optimizer: str = opt("muon", "Muon for the matrices and AdamW for the rest, or AdamW alone", "muon", "adamw")
+    time_limit: float = opt(0.0, "seconds for all, start and last save included (0: none)", bounds=(0, 1e9))
+    optimizer: str = opt("muon", "Muon for matrices and AdamW for the rest, or AdamW alone", "muon", "adamw")
     muon_lr: float = opt(0.02, "learning rate of Muon", bounds=(0, 1e3))
     learning_rate: float = opt(3e-3, "learning rate of AdamW", bounds=(0, 1e3))
     weight_decay: float = opt(0.01, "decoupled decay of the matrices", bounds=(0, 1e3))
@@ -89,11 +92,12 @@ class Config:
     grad_clip: float = opt(1.0, "largest gradient norm (0: no clipping)", bounds=(0, 1e9))
     lr_schedule: str = opt("cosine", "learning rate after the warm-up", "cosine", "linear", "constant")
     warmup_steps: int = opt(100, "of linear warm-up", bounds=(0, 1 << 31))
-    ema: float = opt(0.999, "decay of the averaged weights, which are evaluated and saved (0: none)", bounds=(0, 0.999999))
+    ema: float = opt(0.999, "decay of the averaged weights, which are evaluated and saved (0: none)",
+                     bounds=(0, 0.999999))
     # what you see of it
-    eval_interval: int = opt(500, "steps between evaluations; each one saves a checkpoint", bounds=(1, 1 << 31))
-    eval_passes: int = opt(1, "masks drawn for each validation window (four times as many at the end)", bounds=(1, 4096))
-    eval_windows: int = opt(4096, "at most so many validation windows, evenly spread (0: all)", bounds=(0, 1 << 31))
+    eval_interval: int = opt(500, "steps between evaluations; each saves a checkpoint", bounds=(1, 1 << 31))
+    eval_passes: int = opt(1, "masks per validation window (four times as many at the end)", bounds=(1, 4096))
+    eval_windows: int = opt(4096, "validation windows at most, evenly spread (0: all)", bounds=(0, 1 << 31))
     log_interval: int = opt(20, "steps between lines of the log", bounds=(1, 1 << 31))
     wandb: str = opt("", "log to this Weights & Biases project")
     tensorboard: bool = opt(False, "write TensorBoard events to out_dir")
@@ -101,15 +105,17 @@ class Config:
 
 # What a preset changes (cpu: measured in results/cpu.md). An explicit flag always wins.
 PRESETS = {
-    "cpu": dict(n_layer=4, n_head=3, n_embd=192, block_size=128, dropout=0.0, batch_size=32, warmup_steps=50, ema=0.99),
+    "cpu": dict(n_layer=4, n_head=3, n_embd=192, block_size=128, dropout=0.0, batch_size=32, warmup_steps=50,
+                ema=0.99),
     "gpu": dict(),
-    "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, dropout=0.0, tokenizer="bpe", vocab_size=50257,
-                 batch_size=512, gradient_accumulation_steps=8, max_steps=20000, warmup_steps=500, tie=True,
-                 eval_interval=1000, eval_windows=1024),
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, dropout=0.0, tokenizer="bpe",
+                 vocab_size=50257, batch_size=512, gradient_accumulation_steps=8, max_steps=20000,
+                 warmup_steps=500, tie=True, eval_interval=1000, eval_windows=1024),
 }
 # Only these may change on --resume.
-RESUMABLE = {"out_dir", "resume", "device", "kernels", "compile", "max_steps", "time_limit", "gradient_accumulation_steps",
-             "eval_interval", "eval_passes", "eval_windows", "log_interval", "wandb", "tensorboard"}
+RESUMABLE = {"out_dir", "resume", "device", "kernels", "compile", "max_steps", "time_limit",
+             "gradient_accumulation_steps", "eval_interval", "eval_passes", "eval_windows", "log_interval",
+             "wandb", "tensorboard"}
 
 
 def parse_args(argv):
@@ -127,12 +133,14 @@ def check(config, world=1):
                       "choose n_embd = n_head x 32, 64 or 128")
     parts = 2 * world * config.gradient_accumulation_steps
     if config.batch_size % parts:
-        raise Refusal(f"--batch_size={config.batch_size} must be a multiple of {parts}: sequences come in mirrored pairs, "
-                      f"on {world} rank(s) with {config.gradient_accumulation_steps} accumulation step(s)")
+        raise Refusal(f"--batch_size={config.batch_size} must be a multiple of {parts}: sequences come in "
+                      f"mirrored pairs, on {world} rank(s) with {config.gradient_accumulation_steps} "
+                      "accumulation step(s)")
     if config.min_rate > config.max_rate:
         raise Refusal(f"--min_rate={config.min_rate} is above --max_rate={config.max_rate}; swap them")
     if config.data == "patterns" and config.block_size != 64:
-        raise Refusal(f"--block_size={config.block_size} does not fit --data=patterns, whose sequences have 64 symbols")
+        raise Refusal(f"--block_size={config.block_size} does not fit --data=patterns, "
+                      "whose sequences have 64 symbols")
 
 
 def read_config(path):
@@ -150,11 +158,11 @@ def pick_device(name):
         if device.type == "cpu" or device.type == "mps" and torch.backends.mps.is_available() or \
                 device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
             return device
-    raise Refusal(f"--device={name} is not on this machine; use cpu, cuda, cuda:N or mps, or leave it to auto")
+    raise Refusal(f"--device={name} is not on this machine; use cpu, cuda, cuda:N, mps or auto")
 
 
 def pick_dtype(name, device):
-    """'auto' -> bfloat16 where the hardware multiplies it (CUDA from Ampere on, CPUs with AMX), else float32."""
+    """'auto' -> bfloat16 if the hardware multiplies it (CUDA from Ampere on, CPUs with AMX), else float32."""
     if name != "auto":
         return getattr(torch, name)
     amx = device.type == "cpu" and getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)
@@ -163,17 +171,18 @@ def pick_dtype(name, device):
 
 
 def generator(*key):
-    """A random generator for a key such as ("levels", seed, step): the same on every rank, exact on resume."""
+    """A generator for a key such as ("levels", seed, step): the same on every rank, exact on resume."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Data: any source becomes a folder with train.bin, val.bin, tokenizer.json and meta.json; training reads the folder
+# ------------------------------------------------------------------------------------------------------------
+# Data: any source becomes a folder with train.bin, val.bin, tokenizer.json and meta.json; training reads it
 
 def prepare(config, folder):
-    """Tokenize config.data into `folder`: int(0.9 n) characters train, the rest validates. Memory stays bounded."""
-    texts, meta = text.find_text(config.data), dict(source=config.data, dtype="uint8", characters=None, entropy=None)
+    """Tokenize config.data into `folder`: int(0.9 n) characters train, the rest validates; bounded memory."""
+    texts, meta = (text.find_text(config.data),
+                   dict(source=config.data, dtype="uint8", characters=None, entropy=None))
     if texts is None:
         meta.update(entropy=text.patterns_entropy(), characters=[90_000 * 64, 10_000 * 64])
         sequences = text.make_patterns(100_000, seed=0)
@@ -187,8 +196,10 @@ def prepare(config, folder):
         if n == 0:
             raise Refusal(f"--data={config.data} is empty; give a file with text in it")
         cut = int(0.9 * n)
-        tokenizer = text.build_tokenizer(config.tokenizer, config.vocab_size or 16384, bool(separator), pieces, cut)
-        dtype = next(d for d in (np.uint8, np.uint16, np.int32) if tokenizer.vocab_size - 1 <= np.iinfo(d).max)
+        tokenizer = text.build_tokenizer(config.tokenizer, config.vocab_size or 16384, bool(separator),
+                                         pieces, cut)
+        dtype = next(d for d in (np.uint8, np.uint16, np.int32)
+                     if tokenizer.vocab_size - 1 <= np.iinfo(d).max)
         meta.update(dtype=np.dtype(dtype).name, characters=[cut, n - cut])
         with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
             for piece, ends in pieces():
@@ -196,7 +207,8 @@ def prepare(config, folder):
                 at += len(piece)
                 for f, part in ((train, piece[:k]), (val, piece[k:])):
                     if part:
-                        f.write(np.append(tokenizer.encode_array(part), [tokenizer.end_id] * ends).astype(dtype).tobytes())
+                        f.write(np.append(tokenizer.encode_array(part), [tokenizer.end_id] * ends)
+                                .astype(dtype).tobytes())
     (folder / "tokenizer.json").write_text(tokenizer.to_json())
     (folder / "meta.json").write_text(json.dumps(meta))
 
@@ -204,29 +216,34 @@ def prepare(config, folder):
 class Corpus:
     """Windows of T tokens from a folder: one of ours, or one in nanoGPT's format (uint16, no tokenizer).
 
-    An epoch cuts the training text at a random offset into windows and shuffles them: every token is seen once, and
-    not twice at the same place. With documents (an [END] in the vocabulary) a window starts at a document, or T
-    tokens further in a long one, and is filled up with [END].
+    An epoch cuts the training text at a random offset into windows and shuffles them: every token is seen
+    once, and not twice at the same place. With documents (an [END] in the vocabulary) a window starts at a
+    document, or T tokens further in a long one, and is filled up with [END].
     """
 
     def __init__(self, folder, config, device):
-        folder, self.T, self.seed, self.device, self.cached = Path(folder), config.block_size, config.seed, device, {}
+        folder, self.T, self.seed, self.device, self.cached = (
+            Path(folder), config.block_size, config.seed, device, {})
         meta = common.read_json(folder / "meta.json", "data") if (folder / "meta.json").exists() else {}
-        self.entropy, characters, dtype = meta.get("entropy"), meta.get("characters"), np.dtype(meta.get("dtype", "uint16"))
+        self.entropy, characters, dtype = (
+            meta.get("entropy"), meta.get("characters"), np.dtype(meta.get("dtype", "uint16")))
         arrays = []
         for file in (folder / "train.bin", folder / "val.bin"):
             size = file.stat().st_size if file.is_file() else -1
             if size < 0 or size % dtype.itemsize:
-                raise Refusal(f"{file} is missing" if size < 0 else f"{file} was cut off: {size} bytes are no {dtype} ids")
+                raise Refusal(f"{file} is missing" if size < 0 else
+                              f"{file} was cut off: {size} bytes are no {dtype} ids")
             if size < self.T * dtype.itemsize:
-                raise Refusal(f"--block_size={self.T} is longer than {file.name}, which has {size // dtype.itemsize} tokens; "
-                              "give more text or a smaller block")
-            arrays.append(np.memmap(file, dtype, mode="c"))  # copy on write: torch wants arrays that are writable
+                raise Refusal(f"--block_size={self.T} is longer than {file.name}, which has "
+                              f"{size // dtype.itemsize} tokens; give more text or a smaller block")
+            arrays.append(np.memmap(file, dtype, mode="c"))  # copy on write: torch wants writable arrays
         largest = max(int(a[i:i + (1 << 24)].max()) for a in arrays for i in range(0, len(a), 1 << 24))
         known = folder / "tokenizer.json"
-        self.tokenizer = text.tokenizer_from_json(known) if known.exists() else text.Tokenizer("id", config.vocab_size or largest + 1)
+        self.tokenizer = (text.tokenizer_from_json(known) if known.exists() else
+                          text.Tokenizer("id", config.vocab_size or largest + 1))
         if largest >= self.tokenizer.vocab_size:
-            raise Refusal(f"{folder} has the id {largest}, but V is {self.tokenizer.vocab_size}; check tokenizer.json or --vocab_size")
+            raise Refusal(f"{folder} has the id {largest}, but V is {self.tokenizer.vocab_size}; "
+                          "check tokenizer.json or --vocab_size")
         self.documents = self.tokenizer.end_id is not None
         n, T = len(arrays[0]), self.T
         if self.documents:
@@ -237,19 +254,21 @@ class Corpus:
         self.room = 0 if self.documents or self.entropy else min(T, n - len(self.train_starts) * T + 1)
         scored = len(self.val_starts) * T if self.documents else len(arrays[1])
         self.chars_per_token = characters[1] / scored if characters else None
-        fits = device.type != "cuda" or sum(a.nbytes for a in arrays) < 0.3 * torch.cuda.mem_get_info(device)[0]
+        fits = (device.type != "cuda"
+                or sum(a.nbytes for a in arrays) < 0.3 * torch.cuda.mem_get_info(device)[0])
         self.train, self.val = (torch.from_numpy(a).to(device if fits else "cpu") for a in arrays)
 
     def document_starts(self, ids):
         """Where windows of documents begin, (n,) int64: at a document, and every T tokens in a longer one."""
-        ends = [i + (ids[i:i + (1 << 24)] == self.tokenizer.end_id).nonzero()[0] for i in range(0, len(ids), 1 << 24)]
+        ends = [i + (ids[i:i + (1 << 24)] == self.tokenizer.end_id).nonzero()[0]
+                for i in range(0, len(ids), 1 << 24)]
         edges = np.unique(np.concatenate([[0], *(e + 1 for e in ends), [len(ids)]]))
         windows = -(-np.diff(edges) // self.T)  # a document, rounded up
         nth = np.arange(windows.sum()) - np.repeat(windows.cumsum() - windows, windows)
         return torch.from_numpy(np.repeat(edges[:-1], windows) + nth * self.T)
 
     def gather(self, ids, starts):
-        """(B,) starts -> (B, T) int64 windows on the device; behind a document's [END] everything is [END]."""
+        """(B,) starts -> (B, T) int64 windows on the device; behind a document's [END] all is [END]."""
         at = starts.to(ids.device)[:, None] + torch.arange(self.T, device=ids.device)
         x = ids[at.clamp(max=len(ids) - 1)].to(self.device, torch.int64)
         if self.documents:
@@ -276,10 +295,11 @@ class Corpus:
     def windows(self, most=0):
         """Validation windows (W, T), non-overlapping, at most `most` of them (0: all), evenly spread."""
         starts, W = self.val_starts, len(self.val_starts)
-        return self.gather(self.val, starts if not most or most >= W else starts[torch.arange(most) * W // most])
+        return self.gather(self.val, starts if not most or most >= W else
+                           starts[torch.arange(most) * W // most])
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Model: a pre-norm bidirectional transformer
 
 
@@ -302,14 +322,15 @@ class Block(nn.Module):
             k = len(self.mix)
             near = F.pad(h, (0, 0, k - 1, 0) if self.causal else (0, 0, k // 2, k // 2))
             h = h + sum(near[:, i:i + T] * w.to(h.dtype) for i, w in enumerate(self.mix))
-        y = ops.attention(self.qkv(h).view(B, T, 3, self.n_head, -1), cos, sin, qk_norm=True, causal=self.causal)
+        y = ops.attention(self.qkv(h).view(B, T, 3, self.n_head, -1), cos, sin, qk_norm=True,
+                          causal=self.causal)
         x = x + F.dropout(self.proj(y.reshape(B, T, C)), self.dropout, self.training)
         h = F.rms_norm(x, (C,)) * (1 + c) + d
         return x + F.dropout(self.down(F.relu(self.up(h)).square()), self.dropout, self.training)
 
 
 class Model(nn.Module):
-    """Tokens and [MASK] in, logits for the V tokens out: [MASK] is the last row of the embedding and has no logit."""
+    """Tokens and [MASK] in, logits for V tokens out: [MASK] is the embedding's last row and has no logit."""
 
     def __init__(self, config, vocab_size, ops):
         super().__init__()
@@ -317,13 +338,14 @@ class Model(nn.Module):
         self.embed = nn.Embedding(vocab_size + 1, c.n_embd)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.head = None if c.tie else nn.Linear(c.n_embd, vocab_size, bias=False)
-        self.positions = nn.Parameter(torch.randn(c.block_size, c.n_embd) / 10) if c.pos == "learned" else None
+        self.positions = (nn.Parameter(torch.randn(c.block_size, c.n_embd) / 10)
+                          if c.pos == "learned" else None)
         self.rate = nn.Linear(c.n_embd, c.n_embd, bias=False) if c.time_conditioning else None
         D = c.n_embd // c.n_head if c.pos == "rope" else c.n_embd
         angles = torch.arange(c.block_size)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
         self.register_buffer("cos", angles.cos(), persistent=False)  # (T, D/2)
         self.register_buffer("sin", angles.sin(), persistent=False)
-        # What writes into the residual stream starts at zero: every block begins as the identity, the loss at ln V.
+        # What writes into the residual stream starts at zero: blocks begin as the identity, the loss at ln V.
         for name, p in self.named_parameters():
             if name.endswith(("proj.weight", "down.weight", "head.weight", "adaln.weight")):
                 nn.init.zeros_(p)
@@ -343,26 +365,26 @@ class Model(nn.Module):
         if self.rate is not None:  # l / L, a function of xt
             share = (xt == self.mask_id).float().mean(1, keepdim=True)
             rate = F.silu(self.rate(torch.cos(share * math.pi * torch.arange(C, device=xt.device))))
-        if torch.is_autocast_enabled(x.device.type):  # the residual stream too: it is memory traffic that costs
+        if torch.is_autocast_enabled(x.device.type):  # the residual stream too: memory traffic is what costs
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks:
             x = block(x, cos, sin, rate, self.ops)
         return F.rms_norm(x, (C,))
 
     def forward(self, xt, targets=None, rows=None, weight=None):
-        """(B, T) ids -> (B, T, V) float logits; with flattened targets, rows and weight: the loss on those rows alone."""
+        """(B, T) ids -> (B, T, V) float logits; with flat targets, rows, weight: the loss on those rows."""
         h = self.features(xt)
         if targets is None:
             return F.linear(h, self.head_weight()).float()
         return self.ops.linear_cross_entropy(h.flatten(0, 1), self.head_weight(), targets, rows, weight)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Objective
 #
-# NELBO per token = the mean, over l uniform on {1..L} and random sets of l masked positions, of the mean CE there
-# (Hoogeboom et al., 2110.02037, eq. 7; Ou et al., 2406.03736). Where counts come with another probability
-# P(l) > 0, a sequence weighs 1 / (L P(l)): the expectation is the same.
+# NELBO per token = the mean, over l uniform on {1..L} and random sets of l masked positions, of the mean CE
+# there (Hoogeboom et al., 2110.02037, eq. 7; Ou et al., 2406.03736). Where counts come with another
+# probability P(l) > 0, a sequence weighs 1 / (L P(l)): the expectation is the same.
 
 
 def rates(u, config):
@@ -376,13 +398,14 @@ def is_bound(config):
 
 
 def has_static_rows(config):
-    """Whether every pair of sequences has exactly L + 1 masked positions, so that all shapes are known beforehand."""
+    """Whether every pair of sequences has exactly L + 1 masked positions, so that all shapes are static."""
     c = config
-    return c.objective == "ar" or c.masking == "exact" and c.mask_schedule == "linear" and c.min_rate == 0 and c.max_rate == 1
+    return c.objective == "ar" or (c.masking == "exact" and c.mask_schedule == "linear"
+                                   and c.min_rate == 0 and c.max_rate == 1)
 
 
 def sequence_weights(config):
-    """(L+1,) float32, tabulated in float64: the weight of the mean CE of a sequence with l masked positions."""
+    """(L+1,) float32, made in float64: the weight of the mean CE of a sequence with l masked positions."""
     c, L = config, config.block_size
     l = torch.arange(L + 1, dtype=torch.float64)
     if c.masking == "exact" and c.mask_schedule == "linear":
@@ -394,7 +417,8 @@ def sequence_weights(config):
     else:  # the binomial's probabilities, averaged over the rates
         t = rates((torch.arange(1 << 14, dtype=torch.float64) + 0.5) / (1 << 14), c)
         choose = math.lgamma(L + 1) - torch.lgamma(l + 1) - torch.lgamma(L - l + 1)
-        P = torch.stack([(choose[k] + k * t.log() + (L - k) * (-t).log1p()).exp().mean() for k in range(L + 1)])
+        P = torch.stack([(choose[k] + k * t.log() + (L - k) * (-t).log1p()).exp().mean()
+                         for k in range(L + 1)])
     if c.loss_weight == "uniform":  # sum of CE over its expected number of terms, a constant
         weight = l / (l * P)[1:].sum()
     else:  # a clipped range has no P(l) > 0 everywhere, and no bound: the plain mean
@@ -404,10 +428,10 @@ def sequence_weights(config):
 
 
 def draw_levels(config, step):
-    """(N,) mask levels of a step's global batch, stratified and mirrored: counts, or rates if masking is bernoulli.
+    """(N,) mask levels of a step's global batch, stratified and mirrored: counts, or rates if bernoulli.
 
-    Each of the N/2 pairs draws u from a stratum of its own; its two sequences, neighbours, get u and 1 - u. As exact
-    counts of the linear schedule these are l and L + 1 - l.
+    Each of the N/2 pairs draws u from a stratum of its own; its two sequences, neighbours, get u and 1 - u.
+    As exact counts of the linear schedule these are l and L + 1 - l.
     """
     half, L, g = config.batch_size // 2, config.block_size, generator("levels", config.seed, step)
     u = (torch.randperm(half, generator=g) + torch.rand(half, generator=g, dtype=torch.float64)) / half
@@ -426,14 +450,15 @@ def shift_right(x0, mask_id):
 
 
 def make_batch(model, corpus, weights, step, samples):
-    """What model.forward takes to give the loss of samples (B,) of the step's global batch: xt, targets, rows, weight."""
+    """What model.forward takes for the loss of samples (B,) of a global batch: xt, targets, rows, weight."""
     config = model.config
     # 1. windows of text
     x0 = corpus.batch(step * config.batch_size + samples)  # (B, T)
     B, T = x0.shape
     if config.objective == "ar":
         every = torch.arange(B * T, device=x0.device)
-        return shift_right(x0, model.mask_id), x0.flatten(), every, torch.full_like(every, 1 / (B * T), dtype=torch.float32)
+        return (shift_right(x0, model.mask_id), x0.flatten(), every,
+                torch.full_like(every, 1 / (B * T), dtype=torch.float32))
     # 2. how much of each to mask, and where
     levels, samples = draw_levels(config, step)[samples].to(x0.device), samples.to(x0.device)
     xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, model.mask_id, config.seed, step, samples)
@@ -448,7 +473,7 @@ def make_batch(model, corpus, weights, step, samples):
     # 5. the model sums weight * CE over the rows
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Evaluation
 
 
@@ -456,20 +481,22 @@ def make_batch(model, corpus, weights, step, samples):
 def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1):
     """Likelihood of validation windows (W, T), in nats per token. Deterministic; ranks share the work.
 
-    Masked diffusion: a window gets `passes` exact counts, one from each of so many strata of {1..T}, permuted against
-    the order of the windows. `nelbo`: the mean over all of the mean CE over masked positions, an upper bound of the
-    negative log-likelihood. `se`: its standard error, over windows, of CE minus the mean CE in its 32nd of the counts.
-    Autoregressive: `nll` over all T tokens, its `se`, and `ar_shifted`, which leaves a window's first token out.
+    Masked diffusion: a window gets `passes` exact counts, one from each of so many strata of {1..T}, permuted
+    against the windows' order. `nelbo`: the mean over all of the mean CE over masked positions, an upper
+    bound of NLL. `se`: its standard error, over windows, of CE minus the mean CE in its 32nd of the counts.
+    Autoregressive: `nll` over all T tokens, its `se`, and `ar_shifted`, without a window's first token.
     `ce` and top-1 `accuracy` are lists, by tenths of the mask rate (one entry if autoregressive).
     """
-    (W, T), ar, device, was_training = windows.shape, model.config.objective == "ar", windows.device, model.training
+    (W, T), ar, device, was_training = (
+        windows.shape, model.config.objective == "ar", windows.device, model.training)
     model.eval()
     passes = 1 if ar else passes
     ce, hit, first = torch.zeros(3, passes, W, dtype=torch.float64)
     count = torch.full((passes, W), T)
     for k in range(passes):
         g = generator("evaluate", seed, k)
-        u = (k + (torch.randperm(W, generator=g) + torch.rand(W, generator=g, dtype=torch.float64)) / W) / passes
+        u = (k + (torch.randperm(W, generator=g)
+                  + torch.rand(W, generator=g, dtype=torch.float64)) / W) / passes
         count[k] = T if ar else (1 + (u * T).long()).clamp(max=T)
         for i in range(rank * batch_size, W, world * batch_size):
             at = torch.arange(i, min(i + batch_size, W))
@@ -488,9 +515,10 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1):
             first[k, at] = each.view(len(at), T)[:, 0].double().cpu() if ar else 0
     ce, hit, first = all_reduce(torch.stack((ce, hit, first)))
     model.train(was_training)
+    se = lambda x: x.std().item() / W**0.5 if W > 1 else math.inf
     if ar:
         shifted = (ce * T - first) / max(T - 1, 1)
-        return dict(nll=ce.mean().item(), se=ce.std().item() / W**0.5, ar_shifted=shifted.mean().item(),
+        return dict(nll=ce.mean().item(), se=se(ce[0]), ar_shifted=shifted.mean().item(),
                     windows=W, ce=[ce.mean().item()], accuracy=[hit.mean().item()])
 
     def by_bin(values, bins):  # the mean of the values whose count falls into each bin, and each value's bin
@@ -499,22 +527,24 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1):
 
     mean, b = by_bin(ce, 32)
     residual = (ce - mean[b].view_as(ce)).mean(0)  # (W,)
-    return dict(nelbo=ce.mean().item(), se=residual.std().item() / W**0.5, windows=W, passes=passes,
-                ce=by_bin(ce, 10)[0].tolist(), accuracy=by_bin(hit, 10)[0].tolist())
+    tenths = {name: [None if math.isnan(v) else v for v in by_bin(values, 10)[0].tolist()]  # no count fell there
+              for name, values in (("ce", ce), ("accuracy", hit))}
+    return dict(nelbo=ce.mean().item(), se=se(residual), windows=W, passes=passes, **tenths)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Checkpoints (how they are kept safe on disk: common.py)
 
 
 def load(path="out", device="cpu", kernel="auto"):
-    """(model, tokenizer, config) of a run folder (its latest checkpoint) or of a checkpoint folder, ready to predict.
+    """(model, tokenizer, config) of a run (its latest checkpoint) or a checkpoint folder, ready to predict.
 
     The weights are float32: the averaged ones where the run kept an average. kernel: auto, triton or torch.
     Raises Refusal, a ValueError, for anything but an intact checkpoint. Nothing is ever unpickled.
     """
     folder = common.find_checkpoint(path)
-    config, tokenizer = read_config(folder / "config.json"), text.tokenizer_from_json(folder / "tokenizer.json")
+    config, tokenizer = (read_config(folder / "config.json"),
+                         text.tokenizer_from_json(folder / "tokenizer.json"))
     with torch.device("meta"):  # shapes are compared before any memory is taken
         expected = Model(config, tokenizer.vocab_size, None).state_dict()
     weights = common.read_tensors(folder / "model.safetensors", expected)
@@ -524,7 +554,7 @@ def load(path="out", device="cpu", kernel="auto"):
 
 
 def save(config, tokenizer, weights, optimizers, raw, state):
-    """Write out_dir/step-N, N = state["step"]: `weights` to use, and what resuming needs: optimizers, raw weights, state."""
+    """Write out_dir/step-N, N = state["step"]: `weights` to use; optimizers, raw weights, state to resume."""
     from safetensors.torch import save as to_bytes
     tensors = {f"raw.{name}": p for name, p in raw.items()}
     for i, optimizer in enumerate(optimizers):
@@ -532,7 +562,8 @@ def save(config, tokenizer, weights, optimizers, raw, state):
             tensors |= {f"optimizer{i}.{j}.{name}": t for name, t in slots.items()}
     weights, tensors = ({n: t.detach().cpu().contiguous() for n, t in d.items()} for d in (weights, tensors))
     return common.write_checkpoint(config.out_dir, f"step-{state['step']}", {
-        "config.json": json.dumps(dict(format="mdlm", version=1, config=dataclasses.asdict(config)), indent=1).encode(),
+        "config.json": json.dumps(
+            dict(format="mdlm", version=1, config=dataclasses.asdict(config)), indent=1).encode(),
         "tokenizer.json": tokenizer.to_json().encode(), "state.json": json.dumps(state).encode(),
         "model.safetensors": to_bytes(weights), "state.safetensors": to_bytes(tensors)})
 
@@ -554,7 +585,7 @@ def restore(folder, model, ema, optimizers):
     return common.read_json(folder / "state.json", "training state")
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Training
 
 CONTROL = None  # the gloo group of several ranks: messages of control travel there and never wait for a GPU
@@ -569,7 +600,8 @@ def all_reduce(values):
 
 def make_optimizers(model, c, device):
     """Muon for the matrices of the blocks (Jordan et al., 2024) and AdamW for the rest, or AdamW alone."""
-    muon = [p for n, p in model.named_parameters() if c.optimizer == "muon" and n.startswith("blocks.") and "adaln" not in n and "mix" not in n]
+    muon = [p for n, p in model.named_parameters() if c.optimizer == "muon" and n.startswith("blocks.")
+            and "adaln" not in n and "mix" not in n]
     rest = [p for p in model.parameters() if not any(p is q for q in muon)]
     adamw = torch.optim.AdamW(rest, c.learning_rate, (c.beta1, c.beta2), fused=device.type in ("cuda", "cpu"),
                               weight_decay=c.weight_decay if c.optimizer == "adamw" else 0.0)
@@ -577,20 +609,21 @@ def make_optimizers(model, c, device):
 
 
 def lr_scale(config, step, progress):
-    """Warm-up by steps, then down by progress in [0, 1]: that of the steps or of the time, whichever is further."""
-    down = dict(cosine=0.5 + 0.5 * math.cos(math.pi * progress), linear=1 - progress, constant=1.0)[config.lr_schedule]
+    """Warm-up by steps, then down by progress in [0, 1]: that of steps or of time, whichever is further."""
+    down = dict(cosine=0.5 + 0.5 * math.cos(math.pi * progress), linear=1 - progress,
+                constant=1.0)[config.lr_schedule]
     return min(1.0, (step + 1) / (config.warmup_steps + 1)) * down
 
 
 def flops_per_token(model):
-    """Of forward and backward: 6 a weight, where the head sees the masked half only, and 12 L C T for attention."""
+    """Forward and backward: 6 a weight, where the head sees the masked half, and 12 L C T for attention."""
     c, body = model.config, sum(p.numel() for p in model.blocks.parameters())
     head = c.n_embd * model.vocab_size * (1 if c.objective == "ar" else 0.5)
     return 6 * (body + head) + 12 * c.n_layer * c.n_embd * c.block_size
 
 
 def open_run(given, rank, world):
-    """The Config of the flags that were given, checked, and the checkpoint to resume from (None for a new run)."""
+    """The Config of the flags given, checked, and the checkpoint to resume from (None for a new run)."""
     out = Path(given.get("out_dir", Config.out_dir))
     if given.get("resume"):
         if given.get("overwrite"):
@@ -599,9 +632,10 @@ def open_run(given, rank, world):
         saved = read_config(folder / "config.json")
         for name, value in given.items():
             if name not in RESUMABLE and value != getattr(saved, name):
-                raise Refusal(f"--{name}={value} contradicts the run in {out}, which has {getattr(saved, name)}; "
-                              "leave the flag out, or start anew with --overwrite")
-        config = dataclasses.replace(saved, overwrite=False, **{k: v for k, v in given.items() if k in RESUMABLE})
+                raise Refusal(f"--{name}={value} contradicts the run in {out}, which has "
+                              f"{getattr(saved, name)}; leave the flag out, or start anew with --overwrite")
+        config = dataclasses.replace(saved, overwrite=False,
+                                     **{k: v for k, v in given.items() if k in RESUMABLE})
         check(config, world)
         return config, folder
     preset = given.get("preset", "auto")
@@ -611,19 +645,19 @@ def open_run(given, rank, world):
     config = Config(**PRESETS[preset] | patterns | given | dict(preset=preset))
     check(config, world)
     if common.checkpoints(out) and not config.overwrite:
-        raise Refusal(f"--out_dir={out} already holds a run; give --resume to go on with it, --overwrite to replace it, "
-                      "or another --out_dir")
+        raise Refusal(f"--out_dir={out} already holds a run; give --resume to go on with it, "
+                      "--overwrite to replace it, or another --out_dir")
     if rank == 0:
         try:
             out.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=out).close()
         except OSError as e:
-            raise Refusal(f"--out_dir={out} cannot be written ({e.strerror}); choose another folder") from None
+            raise Refusal(f"--out_dir={out} cannot be written ({e.strerror}); use another folder") from None
     return config, None
 
 
 def open_corpus(config, device, rank):
-    """The corpus of config.data: a folder as it is; anything else is tokenized by the first rank into out_dir/data."""
+    """The corpus of config.data: a folder as it is; all else is tokenized by rank 0 into out_dir/data."""
     folder = Path(config.data)
     if not folder.is_dir():
         folder = Path(config.out_dir) / "data"
@@ -631,7 +665,7 @@ def open_corpus(config, device, rank):
             tmp = Path(tempfile.mkdtemp(dir=config.out_dir, prefix="tmp-"))
             try:
                 prepare(config, tmp)
-                Corpus(tmp, config, torch.device("cpu"))  # refuses what is too short before anything is replaced
+                Corpus(tmp, config, torch.device("cpu"))  # refuses what is too short before old data is lost
                 shutil.rmtree(folder, ignore_errors=True)
                 os.rename(tmp, folder)
             finally:
@@ -644,7 +678,8 @@ def train(given, start):
     """Train with the flags that were given, a dict of Config fields. Returns the exit code."""
     # 1. ranks, config, device, data
     global CONTROL
-    rank, world, local = (int(os.environ.get(k, v)) for k, v in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    rank, world, local = (int(os.environ.get(k, v))
+                          for k, v in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     config, folder = open_run(given, rank, world)
     device = pick_device(config.device)
     if world > 1:
@@ -666,8 +701,8 @@ def train(given, start):
         source, known, _ = load(config.init_from)
         shapes, wanted = ({n: t.shape for n, t in m.state_dict().items()} for m in (source, model))
         if known.to_json() != tokenizer.to_json() or shapes != wanted:
-            raise Refusal(f"--init_from={config.init_from} has another vocabulary or shape than this run; use the same kind of "
-                          "text, n_layer, n_embd and block_size")
+            raise Refusal(f"--init_from={config.init_from} has another vocabulary or shape than this run; "
+                          "use the same kind of text, n_layer, n_embd and block_size")
         model.load_state_dict(source.state_dict())
     params = list(model.to(device).parameters())
     ema = [p.detach().clone() for p in params] if config.ema else None
@@ -682,17 +717,23 @@ def train(given, start):
 
     # 3. compile where it pays: on a CPU it takes half a minute and a C++ compiler, and wins a third
     N, accumulate, T = config.batch_size, config.gradient_accumulation_steps, config.block_size
-    B, flops, peak = N // world // accumulate, flops_per_token(model), common.peak_flops(device, dtype) * world
-    seconds = min(config.time_limit or math.inf, 2 * flops * N * T * config.max_steps / peak)  # a guess of the run's length
-    pays = device.type == "cuda" or device.type == "cpu" and seconds >= 120 and any(map(shutil.which, ("c++", "g++", "clang++")))
+    B, flops, peak = (N // world // accumulate, flops_per_token(model),
+                      common.peak_flops(device, dtype) * world)
+    seconds = min(config.time_limit or math.inf,  # a guess of the run's length
+                  2 * flops * N * T * config.max_steps / peak)
+    pays = device.type == "cuda" or (device.type == "cpu" and seconds >= 120
+                                     and any(map(shutil.which, ("c++", "g++", "clang++"))))
     compiled = config.compile == "on" or config.compile == "auto" and pays
     fast = torch.compile(model, dynamic=None if has_static_rows(config) else True) if compiled else model
     if world > 1:
-        fast = nn.parallel.DistributedDataParallel(fast, device_ids=[local] if device.type == "cuda" else None)
-    log.say(f"preset {config.preset}: {sum(p.numel() for p in params) / 1e6:.2f} M parameters, {config.n_layer} layers x "
-            f"{config.n_embd}, context {T}, batch {N}\n{device}, {str(dtype)[6:]}, {'compiled' if compiled else 'eager'}, "
-            f"{world} rank(s), {model.ops.name} kernels, peak {peak / 1e12:.2f} TFLOP/s\n"
-            f"{config.data}: {len(corpus.train):,} training tokens, {len(val)} validation windows, V = {tokenizer.vocab_size}")
+        fast = nn.parallel.DistributedDataParallel(
+            fast, device_ids=[local] if device.type == "cuda" else None)
+    log.say(f"preset {config.preset}: {sum(p.numel() for p in params) / 1e6:.2f} M parameters, "
+            f"{config.n_layer} layers x {config.n_embd}, context {T}, batch {N}\n"
+            f"{device}, {str(dtype)[6:]}, {'compiled' if compiled else 'eager'}, {world} rank(s), "
+            f"{model.ops.name} kernels, peak {peak / 1e12:.2f} TFLOP/s\n"
+            f"{config.data}: {len(corpus.train):,} training tokens, {len(val)} validation windows, "
+            f"V = {tokenizer.vocab_size}")
     if corpus.entropy:
         log.say(f"exact entropy of the patterns: {corpus.entropy:.4f} nats per token")
     if config.objective == "mdlm" and not is_bound(config):
@@ -718,15 +759,17 @@ def train(given, start):
                 bpc = r[key] / math.log(2) / corpus.chars_per_token if corpus.chars_per_token else None
                 more = dict(ce_by_rate=r["ce"]) if key == "nelbo" else dict(val_ar_shifted=r["ar_shifted"])
                 log.record(step=step, tokens=step * N * T, seconds=round(elapsed(), 3), **{
-                    f"val_{key}": r[key], f"val_{key}_se": r["se"], f"val_{key}_raw": r[key] if raw is None else raw, "val_bpc": bpc}, **more)
+                    f"val_{key}": r[key], f"val_{key}_se": r["se"],
+                    f"val_{key}_raw": r[key] if raw is None else raw, "val_bpc": bpc}, **more)
                 log.say(f"step {step}: {key.upper()} {r[key]:.4f} +- {r['se']:.4f} nats per token"
                         + (f", {bpc:.3f} bits per character" if bpc else "")
                         + (f", entropy {corpus.entropy:.4f}" if corpus.entropy else "")
                         + (f", shifted {r['ar_shifted']:.4f}" if key == "nll" else
-                           "; CE by mask rate 0 to 1: " + " ".join(f"{ce:.2f}" for ce in r["ce"])))
+                           "; CE by mask rate 0 to 1: " + " ".join("-" if ce is None else f"{ce:.2f}" for ce in r["ce"])))
                 if rank == 0 and step:
                     import sample
-                    for shown in sample.preview(model, tokenizer, val, generator("preview", config.seed, step)):
+                    for shown in sample.preview(model, tokenizer, val,
+                                                generator("preview", config.seed, step)):
                         log.say("  | " + shown.replace("\n", "\n  | "))
         eval_seconds = time.monotonic() - began
 
@@ -740,11 +783,13 @@ def train(given, start):
     # 4. the loop
     if not folder:
         report(passes=1)
-    weights, interrupt, progress, saved = sequence_weights(config).to(device), common.Interrupt(), 0.0, step if folder else None
+    weights, interrupt, progress, saved = (
+        sequence_weights(config).to(device), common.Interrupt(), 0.0, step if folder else None)
     logged, logged_at = step, time.monotonic()
     while True:
         if config.time_limit:  # less what the end needs: four passes and a save
-            progress = max(progress, elapsed() / max(config.time_limit - 3 * eval_seconds * config.eval_passes - 2, 0.01))
+            progress = max(progress, elapsed() / max(
+                config.time_limit - 3 * eval_seconds * config.eval_passes - 2, 0.01))
         progress, stop = max(progress, step / config.max_steps), interrupt.signal
         if world > 1:  # all ranks go by the same clock and stop at the same step
             agreed = torch.tensor([progress, stop])
@@ -755,7 +800,8 @@ def train(given, start):
         scale = lr_scale(config, step, progress)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = scale * (config.muon_lr if isinstance(optimizer, torch.optim.Muon) else config.learning_rate)
+                group["lr"] = scale * (config.muon_lr if isinstance(optimizer, torch.optim.Muon)
+                                       else config.learning_rate)
         loss = 0
         for part in range(accumulate):
             samples = torch.arange(B) + (rank * accumulate + part) * B  # of the global batch
@@ -772,19 +818,22 @@ def train(given, start):
         loss, norm = (all_reduce(torch.stack((loss, norm)).double().cpu()) / world).tolist()
         if not math.isfinite(loss + norm):
             kept = common.checkpoints(config.out_dir)
-            raise Refusal(f"loss {loss} and gradient norm {norm} at step {step}: the step was not applied. The last good checkpoint "
-                          f"is {kept[0] if kept else 'none yet'}; lower --learning_rate and --muon_lr, or try --dtype=float32")
+            raise Refusal(f"loss {loss} and gradient norm {norm} at step {step}: the step was not applied. "
+                          f"The last good checkpoint is {kept[0] if kept else 'none yet'}; "
+                          "lower --learning_rate and --muon_lr, or try --dtype=float32")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         if ema:
-            torch._foreach_lerp_(ema, [p.detach() for p in params], 1 - min(config.ema, (1 + step) / (10 + step)))
+            torch._foreach_lerp_(ema, [p.detach() for p in params],
+                                 1 - min(config.ema, (1 + step) / (10 + step)))
         step += 1
         if step % config.log_interval == 0:
             speed = (step - logged) * N * T / (time.monotonic() - logged_at)
-            log.record(step=step, tokens=step * N * T, seconds=round(elapsed(), 3), loss=loss, grad_norm=norm, lr_scale=scale,
-                       tokens_per_second=round(speed), mfu=speed * flops / peak)
-            log.progress(step, f"loss {loss:.4f}, {speed:,.0f} tokens/s, MFU {100 * speed * flops / peak:.1f} %")
+            log.record(step=step, tokens=step * N * T, seconds=round(elapsed(), 3), loss=loss, grad_norm=norm,
+                       lr_scale=scale, tokens_per_second=round(speed), mfu=speed * flops / peak)
+            log.progress(step, f"loss {loss:.4f}, {speed:,.0f} tokens/s, "
+                               f"MFU {100 * speed * flops / peak:.1f} %")
             logged, logged_at = step, time.monotonic()
         if step % config.eval_interval == 0 and step < config.max_steps:
             report(config.eval_passes)
@@ -795,7 +844,8 @@ def train(given, start):
     if stop:
         if saved != step:
             checkpoint()
-        log.say(f"stopped at step {step} and saved; to go on: python mdlm.py --out_dir={config.out_dir} --resume")
+        log.say(f"stopped at step {step} and saved; "
+                f"to go on: python mdlm.py --out_dir={config.out_dir} --resume")
     elif folder and saved == step == state["step"]:
         log.say(f"this run ended at step {step}; to go on, raise --max_steps or --time_limit")
     else:

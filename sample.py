@@ -25,7 +25,7 @@ def generate(model, x, steps=64, order="ancestral", temperature=1.0, generator=N
 
 
 def preview(model, tokenizer, windows, generator):
-    """Two generated texts and one window of validation text with a gap filled, for the log of a training run."""
+    """Two generated texts and one validation window with a gap filled, for the log of a training run."""
     T = model.config.block_size
     x = torch.full((3, T), model.mask_id, device=windows.device)
     gap = slice(T // 2, T // 2 + max(1, T // 10))
@@ -35,4 +35,5 @@ def preview(model, tokenizer, windows, generator):
         x = x[:2]
     out = generate(model, x, steps=min(T, 64), generator=generator).tolist()
     texts = [tokenizer.decode(ids) for ids in out[:2]]
-    return texts + [f"{tokenizer.decode(ids[:gap.start])}[{tokenizer.decode(ids[gap])}]{tokenizer.decode(ids[gap.stop:])}" for ids in out[2:]]
+    return texts + [f"{tokenizer.decode(ids[:gap.start])}[{tokenizer.decode(ids[gap])}]"
+                    f"{tokenizer.decode(ids[gap.stop:])}" for ids in out[2:]]

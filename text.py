@@ -1,4 +1,4 @@
-"""From any text to token ids: sources of text, and tokenizers. Nothing here is about diffusion; see mdlm.py."""
+"""From text to token ids: sources of text, and tokenizers. Nothing here is about diffusion; see mdlm.py."""
 
 import codecs
 import json
@@ -18,19 +18,18 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 
 def read_text(path, size=1 << 24):
     """Stream a UTF-8 file as texts of about `size` characters, cut behind a line's end where there is one."""
-    decoder, rest, offset = codecs.getincrementaldecoder("utf-8")(), "", 0
+    decoder, rest, raw = codecs.getincrementaldecoder("utf-8")(), "", True
     with open(path, "rb") as f:
         if f.read(3) != codecs.BOM_UTF8:
             f.seek(0)
-        raw = True
         while raw:
+            at = f.tell() - len(decoder.getstate()[0])  # it may hold the first bytes of a character
             raw = f.read(size)
             try:
                 rest += decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as e:
-                raise Refusal(f"--data={path} is not UTF-8 text (byte {offset + e.start}); convert it with iconv, "
-                              "or give a folder with train.bin and val.bin") from None
-            offset += len(raw)
+                raise Refusal(f"--data={path} is not UTF-8 text (byte {at + e.start}); "
+                              "convert it with iconv, or give a folder with train.bin and val.bin") from None
             cut = rest.rfind("\n") + 1 or len(rest)
             yield rest[:cut]
             rest = rest[cut:]
@@ -46,11 +45,11 @@ def make_patterns(n, seed):
 
 
 def patterns_entropy():
-    """Exact entropy of make_patterns in nats per token; sequences that two patterns make ('ab', 'abab') are merged."""
+    """Exact entropy of make_patterns, nats per token; sequences of two patterns ('ab', 'abab') are merged."""
     code, p = [], []
     for length in (2, 3, 4):
         symbols = np.indices((15,) * length).reshape(length, -1).astype(np.int64)
-        code.append(sum(symbols[i % length] * 15**i for i in range(12)))  # 12 symbols tell all sequences apart
+        code.append(sum(symbols[i % length] * 15**i for i in range(12)))  # 12 symbols tell sequences apart
         p.append(np.full(15**length, 1 / 3 / 15**length))
     _, which = np.unique(np.concatenate(code), return_inverse=True)
     p = np.bincount(which, np.concatenate(p))
@@ -60,13 +59,15 @@ def patterns_entropy():
 def find_text(name):
     """The value of --data -> a function that streams its texts, or None for patterns."""
     if name == "shakespeare":
-        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mdlm" / "tinyshakespeare.txt"
+        path = (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+                / "mdlm" / "tinyshakespeare.txt")
         try:
             download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, path)
             return lambda: read_text(path)
         except OSError as e:
             name = "pydoc"
-            print(f"Shakespeare cannot be downloaded ({e}); training on pydoc, Python's own reference", file=sys.stderr)
+            print(f"Shakespeare cannot be downloaded ({e}); training on pydoc, Python's own reference",
+                  file=sys.stderr)
     if name == "pydoc":
         try:
             from pydoc_data.topics import topics
@@ -93,14 +94,14 @@ def split_documents(texts, separator):
         yield rest, True
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Tokenizers
 
 
 class Tokenizer:
     """Text <-> ids below `vocab_size` (V, without [MASK]).
 
-    kind   char, byte, word (lossless: an unseen word is spelled in its bytes), bpe, or id: numbers without a text
+    kind   char, byte, word (lossless: an unseen word is spelled in bytes), bpe, or id: numbers without a text
     vocab  the characters; the words, whose ids follow 256 bytes; BPE as JSON; for id how many there are
     end    the last id is [END], which follows each document and decodes to nothing
     """
@@ -110,7 +111,7 @@ class Tokenizer:
     def __init__(self, kind, vocab=None, end=False):
         self.kind, self.vocab = kind, vocab
         if kind == "char":
-            self.table = np.full(max(map(ord, vocab)) + 2, -1, np.int32)  # the last entry serves all higher codes
+            self.table = np.full(max(map(ord, vocab)) + 2, -1, np.int32)  # the last serves all higher codes
             self.table[[ord(c) for c in vocab]] = np.arange(len(vocab))
         elif kind == "word":
             self.index = {w: 256 + i for i, w in enumerate(vocab)}
@@ -129,13 +130,15 @@ class Tokenizer:
             ids = self.table[np.minimum(codes, len(self.table) - 1)]
             if (ids < 0).any():
                 i = int((ids < 0).argmax())
-                raise Refusal(f"the character {text[i]!r} at position {i} is none of the {len(self.vocab)} that the model knows")
+                raise Refusal(f"the character {text[i]!r} at position {i} is none of the {len(self.vocab)} "
+                              "that the model knows")
             return ids
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
         if self.kind == "word":
             words = self.WORD.findall(text)
-            return np.array([i for w in words for i in ([self.index[w]] if w in self.index else w.encode())], np.int64)
+            return np.array([i for w in words
+                             for i in ([self.index[w]] if w in self.index else w.encode())], np.int64)
         if self.kind == "bpe":  # in parts: the memory that BPE takes grows with the length of a text
             parts = re.findall(r"(?s).{1,65536}", text)
             return np.array([i for e in self.bpe.encode_batch_fast(parts) for i in e.ids], np.int64)
@@ -154,31 +157,34 @@ class Tokenizer:
             return self.bpe.decode(ids)
         if self.kind == "id":
             return " ".join(map(str, ids))
-        return b"".join(bytes([i]) if i < 256 else self.vocab[i - 256].encode() for i in ids).decode("utf-8", "replace")
+        return b"".join(bytes([i]) if i < 256 else self.vocab[i - 256].encode()
+                        for i in ids).decode("utf-8", "replace")
 
     def to_json(self):
-        return json.dumps(dict(format="mdlm-tokenizer", version=1, kind=self.kind, vocab=self.vocab, end=self.end_id is not None))
+        return json.dumps(dict(format="mdlm-tokenizer", version=1, kind=self.kind, vocab=self.vocab,
+                               end=self.end_id is not None))
 
 
 def tokenizer_from_json(path):
     """The Tokenizer that to_json wrote to a file; anything else is refused."""
     d = read_json(path, "tokenizer")
     kind, vocab, end = d.get("kind"), d.get("vocab"), d.get("end")
-    strings = isinstance(vocab, list) and all(isinstance(v, str) for v in vocab) and len(set(vocab)) == len(vocab)
-    fits = dict(char=strings and vocab and all(len(v) == 1 for v in vocab), word=strings, bpe=isinstance(vocab, str),
-                byte=vocab is None, id=type(vocab) is int and 0 < vocab < 1 << 31)
+    strings = (isinstance(vocab, list) and all(isinstance(v, str) for v in vocab)
+               and len(set(vocab)) == len(vocab))
+    fits = dict(char=strings and vocab and all(len(v) == 1 for v in vocab), word=strings,
+                bpe=isinstance(vocab, str), byte=vocab is None, id=type(vocab) is int and 0 < vocab < 1 << 31)
     if (d.get("format"), d.get("version")) == ("mdlm-tokenizer", 1) and type(end) is bool and fits.get(kind):
         try:
             return Tokenizer(kind, vocab, end)
         except ImportError:
             raise Refusal("this model's tokenizer is BPE, which needs: pip install tokenizers") from None
-        except Exception as e:  # what the tokenizers library raises for JSON of another kind is a bare Exception
+        except Exception as e:  # for JSON of another kind the tokenizers library raises a bare Exception
             raise Refusal(f"{path} holds no BPE that can be read: {e}") from e
     raise Refusal(f"{path} is no tokenizer of this program, version 1; take the one that mdlm.py wrote")
 
 
 def build_tokenizer(kind, size, end, pieces, train_characters):
-    """A Tokenizer for pieces(), a stream of (text, ends a document); words and BPE learn from the training part."""
+    """A Tokenizer for pieces() of (text, ends a document); words and BPE learn from the training part."""
     if kind == "byte":
         return Tokenizer("byte", None, end)
     if kind == "char":
@@ -187,7 +193,8 @@ def build_tokenizer(kind, size, end, pieces, train_characters):
             seen[np.frombuffer(text.encode("utf-32-le"), np.uint32)] = True
         return Tokenizer("char", [chr(c) for c in seen.nonzero()[0]], end)
     if size <= 256:
-        raise Refusal(f"--vocab_size={size} is too small for --tokenizer={kind}, where 256 ids are the bytes; give more")
+        raise Refusal(f"--vocab_size={size} is too small for --tokenizer={kind}, "
+                      "where 256 ids are the bytes; give more")
 
     def training_text():
         left = min(train_characters, 100 << 20)
@@ -205,7 +212,8 @@ def build_tokenizer(kind, size, end, pieces, train_characters):
         import tokenizers
     except ImportError:
         raise Refusal("--tokenizer=bpe needs the package tokenizers: pip install tokenizers") from None
-    bpe, alphabet = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    bpe, alphabet = (tokenizers.Tokenizer(tokenizers.models.BPE()),
+                     tokenizers.pre_tokenizers.ByteLevel.alphabet())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=alphabet)

@@ -1,4 +1,4 @@
-"""The three operations that are special to masked diffusion. Every public function has a plain-PyTorch twin, `*_ref`."""
+"""The three operations special to masked diffusion. Every public function has a PyTorch twin, `*_ref`."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,9 @@ __all__ = ["MAX_T", "attention", "attention_ref", "linear_cross_entropy", "linea
 
 
 def select(name="auto", device="cpu"):
-    """The ops for --kernels on a device: a namespace with mask_tokens, linear_cross_entropy, attention and its name."""
+    """The ops for --kernels on a device, a namespace: mask_tokens, linear_cross_entropy, attention, name."""
     if name == "torch":
-        return SimpleNamespace(name=name, mask_tokens=mask_tokens_ref, linear_cross_entropy=linear_cross_entropy_ref, attention=attention_ref)
-    return SimpleNamespace(name="torch", mask_tokens=mask_tokens, linear_cross_entropy=linear_cross_entropy, attention=attention)
+        return SimpleNamespace(name=name, mask_tokens=mask_tokens_ref,
+                               linear_cross_entropy=linear_cross_entropy_ref, attention=attention_ref)
+    return SimpleNamespace(name="torch", mask_tokens=mask_tokens,
+                           linear_cross_entropy=linear_cross_entropy, attention=attention)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 def masked_cross_entropy_ref(logits, targets, weight):
     """sum_i weight_i * CE(logits_i, targets_i), a float32 scalar; rows of weight 0 are not read.
 
-    logits (N, V) floating; targets (N,) integer, only those of weight != 0 need be in [0, V); weight (N,) float32.
+    logits (N, V) floating; targets (N,) integer, in [0, V) where weight != 0; weight (N,) float32.
     """
     rows = weight.nonzero().squeeze(1)
     ce = F.cross_entropy(logits[rows].float(), targets[rows].long(), reduction="none")
@@ -21,7 +21,7 @@ def masked_cross_entropy_ref(logits, targets, weight):
 
 
 def linear_cross_entropy_ref(h, W, targets, rows, weight):
-    """LM head and cross-entropy on the chosen rows only: sum over r in rows of weight_r * CE(W h_r, targets_r).
+    """LM head and cross-entropy on chosen rows only: sum over r in rows of weight_r * CE(W h_r, targets_r).
 
     h        (N, C) features           W       (V, C) head
     targets  (N,) integer              weight  (N,) float32

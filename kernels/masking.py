@@ -1,8 +1,8 @@
 """Random masking: the forward process of a masked diffusion model.
 
-A position is masked iff its 32-bit random word is small. The word of (seed, step, sample, position) comes from
-Philox-4x32-10 (Salmon et al., SC'11), a counter-based generator, so a mask depends on nothing else: not on the
-batch, the rank, the device or the kernel that draws it.
+A position is masked iff its 32-bit random word is small. The word of (seed, step, sample, position) comes
+from Philox-4x32-10 (Salmon et al., SC'11), a counter-based generator, so a mask depends on nothing else: not
+on the batch, the rank, the device or the kernel that draws it.
 
     key     = seed_lo | step << 32
     counter = (sample, position // 4, 0, 0)          -> four words, the position's is number position % 4
@@ -19,7 +19,7 @@ MAX_T = 8192  # positions share a 64-bit sort key with their word: 32 bits of wo
 
 
 def philox_words(seed, step, sample_ids, T):
-    """Random words, (B, T) int64 in [0, 2^32), of samples `sample_ids` (B,) at `step`; seed and step: int or 0-dim tensor."""
+    """Random words (B, T), int64 in [0, 2^32), of samples (B,) at a step; seed, step: int or 0-dim tensor."""
     low = 0xFFFFFFFF
     c0 = (sample_ids.long() & low)[:, None]
     c1 = torch.arange((T + 3) // 4, device=sample_ids.device)[None, :]
@@ -43,9 +43,9 @@ def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids):
     seed, step  int or 0-dim int64 tensor: the key of the generator (their low 32 bits)
     sample_ids  (B,) integer, the samples' numbers in the global batch: the counter of the generator
 
-    Returns xt (B, T), x0 with [MASK] at the masked positions; count (B,) int64, masked positions a row; rows (B*T,)
-    int64, the ascending indices of the masked positions in the flattened batch, padded with -1; n_rows, 0-dim int64,
-    how many of them. Raises ValueError for T > 8192. Nothing synchronises with the host.
+    Returns xt (B, T), x0 with [MASK] at the masked positions; count (B,) int64, masked positions a row; rows
+    (B*T,) int64, the ascending indices of the masked positions in the flattened batch, padded with -1;
+    n_rows, 0-dim int64, how many of them. Raises ValueError for T > 8192. Nothing synchronises with the host.
     """
     B, T = x0.shape
     if T > MAX_T:
@@ -60,7 +60,7 @@ def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids):
         masked = (key <= bound) & (wanted > 0)
     xt = torch.where(masked, mask_id, x0)
     flat = masked.flatten()
-    place = flat.cumsum(0)  # the k-th masked position goes to rows[k - 1], the others to a slot that is cut off
+    place = flat.cumsum(0)  # the k-th masked position goes to rows[k - 1], others to a slot that is cut off
     rows = torch.full((B * T + 1,), -1, dtype=torch.int64, device=x0.device)
     rows.scatter_(0, torch.where(flat, place - 1, B * T), torch.arange(B * T, device=x0.device))
     return xt, masked.sum(1), rows[:-1], place[-1]

@@ -527,7 +527,7 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1):
 
     mean, b = by_bin(ce, 32)
     residual = (ce - mean[b].view_as(ce)).mean(0)  # (W,)
-    tenths = {name: [None if math.isnan(v) else v for v in by_bin(values, 10)[0].tolist()]  # no count fell there
+    tenths = {name: [None if math.isnan(v) else v for v in by_bin(values, 10)[0].tolist()]  # None: no count
               for name, values in (("ce", ce), ("accuracy", hit))}
     return dict(nelbo=ce.mean().item(), se=se(residual), windows=W, passes=passes, **tenths)
 
@@ -765,7 +765,7 @@ def train(given, start):
                         + (f", {bpc:.3f} bits per character" if bpc else "")
                         + (f", entropy {corpus.entropy:.4f}" if corpus.entropy else "")
                         + (f", shifted {r['ar_shifted']:.4f}" if key == "nll" else
-                           "; CE by mask rate 0 to 1: " + " ".join("-" if ce is None else f"{ce:.2f}" for ce in r["ce"])))
+                           "; CE by mask rate: " + " ".join("-" if x is None else f"{x:.2f}" for x in r["ce"])))
                 if rank == 0 and step:
                     import sample
                     for shown in sample.preview(model, tokenizer, val,

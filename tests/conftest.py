@@ -1,4 +1,4 @@
-"""Shared by the tests: real text that ships with Python, tiny runs in this process, toy models with known likelihood."""
+"""Shared by the tests: real text that ships with Python, tiny runs, toy models of known likelihood."""
 
 import itertools
 import json
@@ -17,14 +17,28 @@ import kernels
 import mdlm
 
 ROOT = Path(__file__).parent.parent
-TINY = ["--device=cpu", "--compile=off", "--dtype=float32", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32",
-        "--batch_size=8", "--log_interval=1", "--eval_windows=32", "--eval_interval=1000", "--warmup_steps=2", "--dropout=0"]
+TINY = [
+    "--device=cpu",
+    "--compile=off",
+    "--dtype=float32",
+    "--n_layer=2",
+    "--n_head=2",
+    "--n_embd=32",
+    "--block_size=32",
+    "--batch_size=8",
+    "--log_interval=1",
+    "--eval_windows=32",
+    "--eval_interval=1000",
+    "--warmup_steps=2",
+    "--dropout=0",
+]
 
 
 @pytest.fixture(scope="session")
 def pydoc():
     """60,000 characters of the Python reference, real text that needs no network."""
     from pydoc_data.topics import topics
+
     return "\n\n".join(topics[k] for k in sorted(topics))[:60_000]
 
 
@@ -37,7 +51,9 @@ def text_file(pydoc, tmp_path_factory):
 
 def run_mdlm(*args):
     """The exit code of mdlm.py with these flags, run in this process."""
-    return common.run(lambda argv: mdlm.train(mdlm.parse_args(argv), time.monotonic()), [str(a) for a in args])
+    return common.run(
+        lambda argv: mdlm.train(mdlm.parse_args(argv), time.monotonic()), [str(a) for a in args]
+    )
 
 
 def read_log(out_dir):
@@ -49,7 +65,7 @@ def losses(out_dir):
 
 
 class Toy:
-    """A model given by a function from (B, T) ids to (B, T, V) logits, with the interface that mdlm.evaluate needs."""
+    """A model given by a function from (B, T) ids to (B, T, V) logits, as mdlm.evaluate needs it."""
 
     def __init__(self, logits, V, T, **config):
         self.features, self.mask_id, self.vocab_size, self.training = logits, V, V, False
@@ -62,9 +78,9 @@ class Toy:
 
 @pytest.fixture(scope="session")
 def world():
-    """A random distribution p over {0,1,2}^4, with the model that is its exact posterior, and one that is none.
+    """A random distribution p over {0,1,2}^4, its exact posterior as a model, and a random model.
 
-    exact(xt)[b, i, v] = log p(x_i = v | the unmasked tokens of xt[b]); random(xt): a fixed random table of logits.
+    exact(xt)[b, i, v] = log p(x_i = v | the unmasked tokens of xt[b]); random(xt): a fixed table of logits.
     """
     V, T = 3, 4
     g = torch.Generator().manual_seed(7)
@@ -84,7 +100,7 @@ def world():
 
 
 def exhaustive_nelbo(logits, x0, V):
-    """(B,) NELBO per token of rows x0 (B, T): the mean over l and over all sets of l positions of the mean CE."""
+    """(B,) NELBO per token of rows x0 (B, T): the mean CE, over all sets of l positions, over all l."""
     B, T = x0.shape
     total = torch.zeros(B, dtype=torch.float64)
     for l in range(1, T + 1):
@@ -101,6 +117,6 @@ def chain_rule(logits, x0, V, order):
     """(B,) -log likelihood per token of rows x0, one token after another in this order."""
     xt, total = torch.full_like(x0, V), torch.zeros(len(x0), dtype=torch.float64)
     for i in order:
-        total -= torch.log_softmax(logits(xt), -1)[:, i].gather(-1, x0[:, i:i + 1])[:, 0]
+        total -= torch.log_softmax(logits(xt), -1)[:, i].gather(-1, x0[:, i : i + 1])[:, 0]
         xt[:, i] = x0[:, i]
     return total / x0.shape[1]

@@ -34,7 +34,10 @@ def test_the_text_is_split_at_nine_tenths_of_its_characters(pydoc, text_file, tm
         assert corpus.tokenizer.decode(corpus.val.tolist()) == pydoc[cut:]
         assert corpus.chars_per_token == pytest.approx((len(pydoc) - cut) / len(corpus.val))
         windows = corpus.windows()
-        assert torch.equal(windows.flatten(), corpus.val[:windows.numel()].long()) and len(corpus.val) - windows.numel() < 32
+        assert (
+            torch.equal(windows.flatten(), corpus.val[: windows.numel()].long())
+            and len(corpus.val) - windows.numel() < 32
+        )
 
 
 def test_a_file_read_in_small_pieces_gives_the_same_text(tmp_path):
@@ -75,7 +78,10 @@ def test_a_tokenizer_survives_its_file(pydoc, tmp_path):
             a = text.build_tokenizer(kind, 300, end, lambda: [(pydoc, False)], 10_000)
             (tmp_path / "tokenizer.json").write_text(a.to_json())
             b = text.tokenizer_from_json(tmp_path / "tokenizer.json")
-            assert b.encode(pydoc[:500]) == a.encode(pydoc[:500]) and (a.vocab_size, a.end_id) == (b.vocab_size, b.end_id)
+            assert b.encode(pydoc[:500]) == a.encode(pydoc[:500]) and (a.vocab_size, a.end_id) == (
+                b.vocab_size,
+                b.end_id,
+            )
             assert not end or a.decode([a.end_id]) == ""
 
 
@@ -95,7 +101,7 @@ def test_an_epoch_sees_every_token_once_and_each_epoch_differently(text_file, tm
     x = corpus.batch(torch.tensor([n - 1, n, 3 * n + 7]))  # across epochs
     for row, (e, i) in zip(x, ((0, n - 1), (1, 0), (3, 7)), strict=True):
         start = int(corpus.epoch(e)[i])
-        assert torch.equal(row, corpus.train[start:start + 32].long())
+        assert torch.equal(row, corpus.train[start : start + 32].long())
 
 
 def test_documents_start_their_windows_and_are_filled_with_end(tmp_path):
@@ -107,7 +113,7 @@ def test_documents_start_their_windows_and_are_filled_with_end(tmp_path):
     shown = [corpus.tokenizer.decode(row.tolist()) for row in x]
     assert shown[:5] == ["ab", "c" * 32, "c" * 32, "c" * 6, "\n\ndef"[2:]]
     for row in x.tolist():
-        assert end not in row or set(row[row.index(end):]) == {end}
+        assert end not in row or set(row[row.index(end) :]) == {end}
 
 
 def test_a_folder_in_nanogpts_format_is_read_as_it_is(tmp_path):
@@ -115,9 +121,15 @@ def test_a_folder_in_nanogpts_format_is_read_as_it_is(tmp_path):
     ids.tofile(tmp_path / "train.bin")
     ids[:300].tofile(tmp_path / "val.bin")
     corpus = mdlm.Corpus(tmp_path, mdlm.Config(block_size=32), CPU)
-    assert corpus.tokenizer.kind == "id" and corpus.tokenizer.vocab_size == 700 and corpus.chars_per_token is None
+    assert (
+        corpus.tokenizer.kind == "id"
+        and corpus.tokenizer.vocab_size == 700
+        and corpus.chars_per_token is None
+    )
     assert torch.equal(corpus.windows()[1], torch.arange(32, 64))
-    assert mdlm.Corpus(tmp_path, mdlm.Config(block_size=32, vocab_size=50257), CPU).tokenizer.vocab_size == 50257
+    assert (
+        mdlm.Corpus(tmp_path, mdlm.Config(block_size=32, vocab_size=50257), CPU).tokenizer.vocab_size == 50257
+    )
     with pytest.raises(Refusal, match="699"):
         mdlm.Corpus(tmp_path, mdlm.Config(block_size=32, vocab_size=600), CPU)
 
@@ -145,10 +157,26 @@ def test_a_file_of_1_gb_trains_in_less_than_3_gb(pydoc, tmp_path):
     with open(path, "w", encoding="utf-8") as f:
         while f.tell() < 10**9:
             f.write(pydoc)
-    program = ("import resource, subprocess, sys; r = subprocess.run([sys.executable] + sys.argv[1:]);"
-               "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(r.returncode)")
-    r = subprocess.run([sys.executable, "-c", program, str(ROOT / "mdlm.py"), f"--data={path}", f"--out_dir={tmp_path / 'out'}",
-                        "--max_steps=20", "--compile=off", "--device=cpu", "--eval_windows=64"], capture_output=True, text=True)
+    program = (
+        "import resource, subprocess, sys; r = subprocess.run([sys.executable] + sys.argv[1:]);"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(r.returncode)"
+    )
+    r = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            program,
+            str(ROOT / "mdlm.py"),
+            f"--data={path}",
+            f"--out_dir={tmp_path / 'out'}",
+            "--max_steps=20",
+            "--compile=off",
+            "--device=cpu",
+            "--eval_windows=64",
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert r.returncode == 0, r.stderr
     peak = int(r.stdout.split()[-1]) / 1e6  # kB -> GB
     print(f"peak resident memory {peak:.2f} GB")

@@ -26,13 +26,19 @@ def test_exact_counts_are_exact_and_rows_list_them(T, dtype):
     assert xt.dtype == dtype and torch.equal(masked.sum(1), count) and torch.equal(n.long(), count)
     assert torch.equal(xt[~masked], x0[~masked])
     found = masked.flatten().nonzero().squeeze(1)
-    assert int(n_rows) == len(found) and torch.equal(rows[:len(found)].long(), found) and (rows[len(found):] == -1).all()
+    assert (
+        int(n_rows) == len(found)
+        and torch.equal(rows[: len(found)].long(), found)
+        and (rows[len(found) :] == -1).all()
+    )
 
 
 @pytest.mark.parametrize("t", [0.0, 1e-3, 0.15, 0.5, 0.9, 1.0])
 def test_bernoulli_masks_at_the_given_rate(t):
     B, T = 200, 250
-    xt, n, _, _ = mask_tokens(torch.zeros(B, T, dtype=torch.int64), torch.full((B,), t), 1, 0, 0, torch.arange(B))
+    xt, n, _, _ = mask_tokens(
+        torch.zeros(B, T, dtype=torch.int64), torch.full((B,), t), 1, 0, 0, torch.arange(B)
+    )
     total, expected = int(n.sum()), t * B * T
     assert total == int((xt == 1).sum())
     assert abs(total - expected) <= 4 * math.sqrt(B * T * t * (1 - t))
@@ -40,8 +46,15 @@ def test_bernoulli_masks_at_the_given_rate(t):
 
 def test_masks_are_uncorrelated_across_positions_steps_samples_and_seeds():
     B, T = 256, 256
-    draw = lambda seed, step: (mask_tokens(torch.zeros(B, T, dtype=torch.int64), torch.full((B,), T // 2), 1, seed, step,
-                                           torch.arange(B))[0].double() - 0.5) * 2
+    draw = lambda seed, step: (
+        (
+            mask_tokens(
+                torch.zeros(B, T, dtype=torch.int64), torch.full((B,), T // 2), 1, seed, step, torch.arange(B)
+            )[0].double()
+            - 0.5
+        )
+        * 2
+    )
     m = draw(0, 0)
     limit = 4.5 / (B * T) ** 0.5 + 1 / T  # an exact count ties the positions of a row by -1/(T-1)
     for lag in (1, 2, 3, 4, 5, 64):
@@ -55,7 +68,9 @@ def test_a_mask_depends_on_seed_step_and_global_sample_alone():
     x0 = torch.randint(9, (8, 33))
     count = torch.arange(8) * 4 + 1
     together = mask_tokens(x0, count, 9, 1, 2, torch.arange(8))[0]
-    parts = [mask_tokens(x0[i::2], count[i::2], 9, 1, 2, torch.arange(8)[i::2])[0] for i in (0, 1)]  # as two ranks would
+    parts = [
+        mask_tokens(x0[i::2], count[i::2], 9, 1, 2, torch.arange(8)[i::2])[0] for i in (0, 1)
+    ]  # as two ranks would
     assert torch.equal(together[0::2], parts[0]) and torch.equal(together[1::2], parts[1])
     tensors = mask_tokens(x0, count, 9, torch.tensor(1), torch.tensor(2), torch.arange(8))[0]
     assert torch.equal(together, tensors)

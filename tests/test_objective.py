@@ -14,7 +14,9 @@ import mdlm
 
 
 def untrained(V=65, **more):
-    config = mdlm.Config(**dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8, dropout=0.0) | more)
+    config = mdlm.Config(
+        **dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8, dropout=0.0) | more
+    )
     return mdlm.Model(config, V, kernels.select("torch"))
 
 
@@ -28,11 +30,22 @@ def batch_loss(model, corpus, weights, step):
 def test_a_uniform_model_evaluates_to_ln_v():
     windows = torch.randint(65, (40, 16))
     for objective, key in (("mdlm", "nelbo"), ("ar", "nll")):
-        assert mdlm.evaluate(untrained(objective=objective), windows)[key] == pytest.approx(math.log(65), abs=1e-5)
+        assert mdlm.evaluate(untrained(objective=objective), windows)[key] == pytest.approx(
+            math.log(65), abs=1e-5
+        )
 
 
-@pytest.mark.parametrize("more", [dict(), dict(mask_schedule="cosine"), dict(masking="bernoulli"), dict(objective="ar"),
-                                  dict(masking="bernoulli", mask_schedule="cosine"), dict(loss_weight="uniform")])
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(),
+        dict(mask_schedule="cosine"),
+        dict(masking="bernoulli"),
+        dict(objective="ar"),
+        dict(masking="bernoulli", mask_schedule="cosine"),
+        dict(loss_weight="uniform"),
+    ],
+)
 def test_the_training_loss_of_a_uniform_model_is_ln_v_in_expectation(more):
     model = untrained(**more)
     corpus = SimpleNamespace(batch=lambda samples: torch.randint(65, (len(samples), 16)))
@@ -61,14 +74,18 @@ def test_the_mean_over_all_24_orders_is_the_nelbo_of_any_model(world):
 @pytest.mark.parametrize("which", ["exact", "random"])
 def test_evaluate_estimates_the_nelbo_within_its_standard_error(world, which):
     logits = getattr(world, which)
-    windows = world.x[torch.multinomial(world.p, 3000, replacement=True, generator=torch.Generator().manual_seed(0))]
+    windows = world.x[
+        torch.multinomial(world.p, 3000, replacement=True, generator=torch.Generator().manual_seed(0))
+    ]
     truth = exhaustive_nelbo(logits, windows, world.V).mean().item()
     for passes in (1, 3):
         r = mdlm.evaluate(Toy(logits, world.V, world.T), windows, passes=passes)
-        # The windows are given, only masks are random: the standard error, which covers both, is an upper bound.
+        # The windows are given and only masks are random: the standard error, of both, is an upper bound.
         assert abs(r["nelbo"] - truth) < 4 * r["se"]
         assert 0.001 < r["se"] < 0.05
-    assert r == mdlm.evaluate(Toy(logits, world.V, world.T), windows, passes=passes), "evaluation is deterministic"
+    assert r == mdlm.evaluate(Toy(logits, world.V, world.T), windows, passes=passes), (
+        "evaluation is deterministic"
+    )
 
 
 def test_the_standard_error_is_that_of_the_data_and_the_masks(world):
@@ -92,13 +109,15 @@ def test_the_training_loss_is_unbiased(world, masking, schedule):
     corpus = SimpleNamespace(batch=lambda samples: windows)
     weights = mdlm.sequence_weights(toy.config)
     truth = exhaustive_nelbo(world.random, windows, world.V).mean().item()
-    values = torch.tensor([batch_loss(toy, corpus, weights, step) for step in range(1500)], dtype=torch.float64)
+    values = torch.tensor(
+        [batch_loss(toy, corpus, weights, step) for step in range(1500)], dtype=torch.float64
+    )
     z = (values.mean().item() - truth) / (values.std().item() / len(values) ** 0.5)
     assert abs(z) < 4, f"mean {values.mean():.5f}, truth {truth:.5f}"
 
 
 def test_the_loss_varies_less_than_stratified_one_over_t():
-    """On a profile of CE by mask rate with noise of tokens: L = 256, batches of 64, 20,000 of each, fixed seed."""
+    """A profile of CE by mask rate with noise of tokens: L = 256, batches of 64, 20,000 of each."""
     L, N, steps = 256, 64, 20_000
     g = torch.Generator().manual_seed(0)
     profile = lambda l: 0.4 + 2.9 * (l / L) ** 0.7 + torch.randn(l.shape, generator=g) / l.clamp(min=1) ** 0.5
@@ -168,7 +187,9 @@ def test_both_objectives_score_the_same_tokens():
     corpus = SimpleNamespace(batch=lambda samples: x0[samples % 8])
     for objective in ("mdlm", "ar"):
         model = untrained(objective=objective)
-        xt, targets, rows, weight = mdlm.make_batch(model, corpus, mdlm.sequence_weights(model.config), 0, torch.arange(8))
+        xt, targets, rows, weight = mdlm.make_batch(
+            model, corpus, mdlm.sequence_weights(model.config), 0, torch.arange(8)
+        )
         assert torch.equal(targets, x0.flatten()) and xt.shape == x0.shape
         assert weight[rows].sum() == pytest.approx(1, abs=1e-5)
         if objective == "mdlm":
@@ -179,9 +200,15 @@ def test_only_masked_rows_reach_the_head(monkeypatch):
     seen = []
     model = untrained()
     x0 = torch.randint(65, (8, 16))
-    batch = mdlm.make_batch(model, SimpleNamespace(batch=lambda s: x0), mdlm.sequence_weights(model.config), 0, torch.arange(8))
+    batch = mdlm.make_batch(
+        model, SimpleNamespace(batch=lambda s: x0), mdlm.sequence_weights(model.config), 0, torch.arange(8)
+    )
     linear = F.linear
-    monkeypatch.setattr(F, "linear", lambda x, w, b=None: (seen.append(tuple(x.shape)) if w.shape[0] == 65 else None) or linear(x, w, b))
+    monkeypatch.setattr(
+        F,
+        "linear",
+        lambda x, w, b=None: (seen.append(tuple(x.shape)) if w.shape[0] == 65 else None) or linear(x, w, b),
+    )
     model(*batch)
     assert seen == [(8 * 17 // 2, 32)]
 

@@ -1,4 +1,4 @@
-"""Runs of mdlm.py from end to end: they learn, they stop, they resume, they refuse, on one process and on two."""
+"""Runs of mdlm.py from end to end: they learn, stop, resume and refuse, on one process and on two."""
 
 import json
 import math
@@ -21,8 +21,13 @@ import mdlm
 def start(*args, ranks=0):
     """mdlm.py in a process of its own, or in `ranks` of them under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    return subprocess.Popen([sys.executable, *launcher, str(ROOT / "mdlm.py"), *map(str, args)], text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(ROOT / "mdlm.py"), *map(str, args)],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
 
 
 class StopAt:
@@ -41,7 +46,10 @@ def final(out_dir):
     """All tensors of the last checkpoint, and its state without the clock."""
     folder = common.find_checkpoint(out_dir)
     state = json.loads((folder / "state.json").read_text())
-    return load_file(folder / "model.safetensors") | load_file(folder / "state.safetensors"), (state["step"], state["tokens"])
+    return load_file(folder / "model.safetensors") | load_file(folder / "state.safetensors"), (
+        state["step"],
+        state["tokens"],
+    )
 
 
 def snapshot(folder):
@@ -50,29 +58,57 @@ def snapshot(folder):
 
 def test_a_run_learns_and_leaves_everything_it_promises(text_file, tmp_path, capsys):
     out = tmp_path / "out"
-    assert run_mdlm(f"--data={text_file}", f"--out_dir={out}", *TINY, "--max_steps=150", "--eval_interval=60", "--n_embd=64") == 0
+    assert (
+        run_mdlm(
+            f"--data={text_file}",
+            f"--out_dir={out}",
+            *TINY,
+            "--max_steps=150",
+            "--eval_interval=60",
+            "--n_embd=64",
+        )
+        == 0
+    )
     names = {p.name for p in out.iterdir()}
-    assert names == {"data", "latest", "log.jsonl", "loss.png", "step-120", "step-150"}, "the last two are kept, nothing is left over"
+    assert names == {"data", "latest", "log.jsonl", "loss.png", "step-120", "step-150"}, (
+        "the last two are kept, nothing is left over"
+    )
     assert (out / "latest").read_text() == "step-150"
     assert {p.name for p in (out / "step-150").iterdir()} == set(common.CHECKPOINT_FILES) | {"manifest.json"}
     evaluations = [r for r in read_log(out) if "val_nelbo" in r]
     assert [r["step"] for r in evaluations] == [0, 60, 120, 150]
-    assert {"step", "tokens", "seconds", "val_nelbo", "val_nelbo_se", "val_nelbo_raw", "val_bpc"} <= evaluations[-1].keys()
+    assert {
+        "step",
+        "tokens",
+        "seconds",
+        "val_nelbo",
+        "val_nelbo_se",
+        "val_nelbo_raw",
+        "val_bpc",
+    } <= evaluations[-1].keys()
     model, tokenizer, config = mdlm.load(out)
     assert evaluations[0]["val_nelbo"] == pytest.approx(math.log(tokenizer.vocab_size), abs=1e-3)
     assert evaluations[-1]["val_nelbo"] < evaluations[0]["val_nelbo"] - 1.0
     assert evaluations[-1]["tokens"] == 150 * 8 * 32
     windows = mdlm.Corpus(out / "data", config, torch.device("cpu")).windows(32)
-    assert mdlm.evaluate(model, windows, passes=4)["nelbo"] == pytest.approx(evaluations[-1]["val_nelbo"], abs=1e-5), \
-        "the logged value is that of exactly the weights in model.safetensors"
+    assert mdlm.evaluate(model, windows, passes=4)["nelbo"] == pytest.approx(
+        evaluations[-1]["val_nelbo"], abs=1e-5
+    ), "the logged value is that of exactly the weights in model.safetensors"
     shown = capsys.readouterr().out
     assert "python sample.py" in shown.splitlines()[-1]
     xt = torch.full((2, 32), model.mask_id)
     assert model(xt).shape == (2, 32, tokenizer.vocab_size) and model.mask_id == tokenizer.vocab_size
 
 
-@pytest.mark.parametrize("more", [[], ["--objective=ar"], ["--gradient_accumulation_steps=2", "--dropout=0.1"],
-                                  ["--optimizer=adamw", "--ema=0", "--masking=bernoulli"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--objective=ar"],
+        ["--gradient_accumulation_steps=2", "--dropout=0.1"],
+        ["--optimizer=adamw", "--ema=0", "--masking=bernoulli"],
+    ],
+)
 def test_resuming_continues_to_the_bit_as_if_nothing_had_happened(text_file, tmp_path, monkeypatch, more):
     # 60,000 characters have 1,687 windows of 32: with batches of 128, step 13 crosses an epoch.
     args = [f"--data={text_file}", *TINY, "--batch_size=128", "--block_size=32", "--max_steps=20", *more]
@@ -100,7 +136,10 @@ def test_one_and_two_ranks_give_the_same_losses(text_file, tmp_path, optimizer, 
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert len(one) == len(two) == 20
     assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < tolerance
-    evaluations = [next(r for r in reversed(read_log(tmp_path / d)) if "val_nelbo" in r)["val_nelbo"] for d in ("one", "two")]
+    evaluations = [
+        next(r for r in reversed(read_log(tmp_path / d)) if "val_nelbo" in r)["val_nelbo"]
+        for d in ("one", "two")
+    ]
     assert abs(evaluations[0] - evaluations[1]) < 10 * tolerance
 
 
@@ -121,25 +160,44 @@ def test_a_signal_saves_at_the_step_boundary(text_file, tmp_path, number, code):
 
 def test_a_time_limit_covers_everything(text_file, tmp_path):
     began = time.monotonic()
-    process = start(f"--data={text_file}", *TINY, "--max_steps=1000000", "--time_limit=12", f"--out_dir={tmp_path / 'out'}")
+    process = start(
+        f"--data={text_file}",
+        *TINY,
+        "--max_steps=1000000",
+        "--time_limit=12",
+        f"--out_dir={tmp_path / 'out'}",
+    )
     process.communicate(timeout=60)
     assert process.returncode == 0
     assert 6 < time.monotonic() - began < 15
     log = read_log(tmp_path / "out")
     assert "val_nelbo" in log[-1] and log[-1]["seconds"] < 12
-    assert [r["lr_scale"] for r in log if "lr_scale" in r][-1] < 0.1, "the learning rate has come down by the end"
+    assert [r["lr_scale"] for r in log if "lr_scale" in r][-1] < 0.1, (
+        "the learning rate has come down by the end"
+    )
 
 
 def test_fine_tuning_starts_from_given_weights(text_file, tmp_path):
     args = [f"--data={text_file}", *TINY]
     assert run_mdlm(*args, "--max_steps=30", f"--out_dir={tmp_path / 'a'}") == 0
-    assert run_mdlm(*args, "--max_steps=1", f"--init_from={tmp_path / 'a'}", f"--out_dir={tmp_path / 'b'}") == 0
+    assert (
+        run_mdlm(*args, "--max_steps=1", f"--init_from={tmp_path / 'a'}", f"--out_dir={tmp_path / 'b'}") == 0
+    )
     assert read_log(tmp_path / "b")[0]["val_nelbo"] == pytest.approx(
-        mdlm.evaluate(mdlm.load(tmp_path / "a")[0], mdlm.Corpus(tmp_path / "a" / "data", mdlm.load(tmp_path / "a")[2], torch.device("cpu")).windows(32))["nelbo"], abs=1e-4)
+        mdlm.evaluate(
+            mdlm.load(tmp_path / "a")[0],
+            mdlm.Corpus(tmp_path / "a" / "data", mdlm.load(tmp_path / "a")[2], torch.device("cpu")).windows(
+                32
+            ),
+        )["nelbo"],
+        abs=1e-4,
+    )
     assert run_mdlm(*args, "--n_layer=3", f"--init_from={tmp_path / 'a'}", f"--out_dir={tmp_path / 'c'}") == 2
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_overwrites_nothing(text_file, tmp_path, monkeypatch, capsys):
+def test_a_loss_that_is_not_finite_stops_the_run_and_overwrites_nothing(
+    text_file, tmp_path, monkeypatch, capsys
+):
     forward, calls = mdlm.Model.forward, []
 
     def broken(self, xt, *rest):
@@ -167,31 +225,34 @@ def test_the_default_run_without_a_network_trains_on_pydoc(tmp_path, monkeypatch
     assert (tmp_path / "out" / "data" / "train.bin").stat().st_size > 300_000
 
 
-@pytest.mark.parametrize("args, words", [
-    (["--data=missing.txt"], ["missing.txt", "does not exist"]),
-    (["--batchsize=4"], ["--batchsize", "--batch_size"]),
-    (["--batch_size=7"], ["multiple of 2"]),
-    (["--batch_size=many"], ["many"]),
-    (["--n_embd=50", "--n_head=4"], ["--n_embd=50", "head"]),
-    (["--block_size=100000"], ["8192"]),
-    (["--block_size=8192"], ["longer than", "val.bin"]),
-    (["--preset=huge"], ["huge", "cpu"]),
-    (["--device=cuda:9"], ["cuda:9", "cpu"]),
-    (["--device=toaster"], ["toaster", "cpu"]),
-    (["--tokenizer=letters"], ["letters", "char"]),
-    (["--resume", "--overwrite"], ["contradict"]),
-    (["--resume"], ["no intact checkpoint"]),
-    (["--min_rate=0.5", "--max_rate=0.2"], ["swap"]),
-    (["--dropout=1.5"], ["dropout"]),
-    (["--max_steps=0"], ["max_steps"]),
-    (["--time_limit=-1"], ["time_limit"]),
-    (["--learning_rate=nan"], ["learning_rate"]),
-    (["--data=patterns", "--block_size=32"], ["64"]),
-    (["--tokenizer=bpe", "--vocab_size=100"], ["vocab_size=100"]),
-    (["--init_from=nowhere"], ["nowhere"]),
-    (["--compile=maybe"], ["maybe"]),
-    (["surplus"], ["surplus"]),
-])
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--data=missing.txt"], ["missing.txt", "does not exist"]),
+        (["--batchsize=4"], ["--batchsize", "--batch_size"]),
+        (["--batch_size=7"], ["multiple of 2"]),
+        (["--batch_size=many"], ["many"]),
+        (["--n_embd=50", "--n_head=4"], ["--n_embd=50", "head"]),
+        (["--block_size=100000"], ["8192"]),
+        (["--block_size=8192"], ["longer than", "val.bin"]),
+        (["--preset=huge"], ["huge", "cpu"]),
+        (["--device=cuda:9"], ["cuda:9", "cpu"]),
+        (["--device=toaster"], ["toaster", "cpu"]),
+        (["--tokenizer=letters"], ["letters", "char"]),
+        (["--resume", "--overwrite"], ["contradict"]),
+        (["--resume"], ["no intact checkpoint"]),
+        (["--min_rate=0.5", "--max_rate=0.2"], ["swap"]),
+        (["--dropout=1.5"], ["dropout"]),
+        (["--max_steps=0"], ["max_steps"]),
+        (["--time_limit=-1"], ["time_limit"]),
+        (["--learning_rate=nan"], ["learning_rate"]),
+        (["--data=patterns", "--block_size=32"], ["64"]),
+        (["--tokenizer=bpe", "--vocab_size=100"], ["vocab_size=100"]),
+        (["--init_from=nowhere"], ["nowhere"]),
+        (["--compile=maybe"], ["maybe"]),
+        (["surplus"], ["surplus"]),
+    ],
+)
 def test_a_mistake_gets_one_sentence_and_exit_code_2(text_file, tmp_path, capsys, args, words):
     out = tmp_path / "out"
     given = [a for a in TINY if a.split("=")[0] not in {b.split("=")[0] for b in args}]
@@ -202,7 +263,9 @@ def test_a_mistake_gets_one_sentence_and_exit_code_2(text_file, tmp_path, capsys
     assert not common.checkpoints(out) and not list(out.glob("tmp-*"))
 
 
-@pytest.mark.parametrize("content, words", [(b"", ["empty"]), (b"\xff\xfe\x00\x01" * 100, ["UTF-8"]), (b"short", ["block_size"])])
+@pytest.mark.parametrize(
+    "content, words", [(b"", ["empty"]), (b"\xff\xfe\x00\x01" * 100, ["UTF-8"]), (b"short", ["block_size"])]
+)
 def test_a_file_that_is_no_text_gets_one_sentence(tmp_path, capsys, content, words):
     (tmp_path / "t").write_bytes(content)
     assert run_mdlm(f"--data={tmp_path / 't'}", *TINY, f"--out_dir={tmp_path / 'out'}") == 2
@@ -216,8 +279,13 @@ def test_a_folder_with_a_run_is_only_touched_on_request(text_file, tmp_path, cap
     assert run_mdlm(*args, "--max_steps=3") == 0
     before = snapshot(out)
     assert run_mdlm(*args, "--max_steps=4") == 2 and "--resume" in capsys.readouterr().err
-    assert run_mdlm("--resume", f"--out_dir={out}", "--n_embd=64") == 2 and "--n_embd=64 contradicts" in capsys.readouterr().err
-    assert run_mdlm(*args, "--overwrite", "--data=missing") == 2, "--overwrite removes nothing before the new run can start"
+    assert (
+        run_mdlm("--resume", f"--out_dir={out}", "--n_embd=64") == 2
+        and "--n_embd=64 contradicts" in capsys.readouterr().err
+    )
+    assert run_mdlm(*args, "--overwrite", "--data=missing") == 2, (
+        "--overwrite removes nothing before the new run can start"
+    )
     assert snapshot(out) == before
     assert run_mdlm("--resume", f"--out_dir={out}") == 0
     assert "raise --max_steps" in capsys.readouterr().out
@@ -231,15 +299,33 @@ def test_an_out_dir_that_cannot_be_written_is_refused(text_file, tmp_path, capsy
     assert "cannot be written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("harm, words", [
-    (lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-5]), ["bytes instead of"]),
-    (lambda d: (d / "config.json").write_bytes((d / "config.json").read_bytes().replace(b"mdlm", b"mdlx", 1)), ["checksum"]),
-    (lambda d: (d / "manifest.json").write_text(json.dumps(json.loads((d / "manifest.json").read_text()) | {"version": 2})), ["version"]),
-    (lambda d: (d / "tokenizer.json").unlink(), ["tokenizer.json"]),
-])
+@pytest.mark.parametrize(
+    "harm, words",
+    [
+        (
+            lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-5]),
+            ["bytes instead of"],
+        ),
+        (
+            lambda d: (d / "config.json").write_bytes(
+                (d / "config.json").read_bytes().replace(b"mdlm", b"mdlx", 1)
+            ),
+            ["checksum"],
+        ),
+        (
+            lambda d: (d / "manifest.json").write_text(
+                json.dumps(json.loads((d / "manifest.json").read_text()) | {"version": 2})
+            ),
+            ["version"],
+        ),
+        (lambda d: (d / "tokenizer.json").unlink(), ["tokenizer.json"]),
+    ],
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(text_file, tmp_path, capsys, harm, words):
     out = tmp_path / "out"
-    assert run_mdlm(f"--data={text_file}", *TINY, f"--out_dir={out}", "--max_steps=4", "--eval_interval=2") == 0
+    assert (
+        run_mdlm(f"--data={text_file}", *TINY, f"--out_dir={out}", "--max_steps=4", "--eval_interval=2") == 0
+    )
     harm(out / "step-4")
     capsys.readouterr()
     mdlm.load(out)
@@ -264,11 +350,20 @@ def test_help_lists_every_setting_once(capsys):
 
 
 def test_flags_take_both_spellings():
-    assert mdlm.parse_args(["--n_layer=3", "--tie"]) == mdlm.parse_args(["--n_layer", "3", "--tie=true"]) == {"n_layer": 3, "tie": True}
+    assert (
+        mdlm.parse_args(["--n_layer=3", "--tie"])
+        == mdlm.parse_args(["--n_layer", "3", "--tie=true"])
+        == {"n_layer": 3, "tie": True}
+    )
 
 
 def test_importing_has_no_side_effects_and_needs_no_triton(tmp_path):
-    program = ("import sys; sys.modules['triton'] = None; sys.path.insert(0, sys.argv[1]); import mdlm, sample, eval, kernels;"
-               "assert 'matplotlib' not in sys.modules and 'torch._dynamo' not in sys.modules and 'tokenizers' not in sys.modules")
-    r = subprocess.run([sys.executable, "-c", program, str(ROOT)], capture_output=True, text=True, cwd=tmp_path)
+    program = (
+        "import sys; sys.modules['triton'] = None; sys.path.insert(0, sys.argv[1])\n"
+        "import mdlm, sample, eval, kernels\n"
+        "assert not {'matplotlib', 'torch._dynamo', 'tokenizers'} & sys.modules.keys()"
+    )
+    r = subprocess.run(
+        [sys.executable, "-c", program, str(ROOT)], capture_output=True, text=True, cwd=tmp_path
+    )
     assert (r.returncode, r.stdout, r.stderr) == (0, "", "") and not list(tmp_path.iterdir())

@@ -317,7 +317,8 @@ class Log:
         write_atomically(self.path, "".join(kept).encode())
         if sys.stderr.isatty():
             from tqdm import tqdm
-            self.bar = tqdm(total=config.max_steps, initial=step, unit="step", dynamic_ncols=True)
+            total = config.max_steps if config.max_steps < 1 << 31 else None
+            self.bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
 
     def record(self, **values):
         if self.silent:

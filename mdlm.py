@@ -20,6 +20,7 @@ import math
 import os
 import shutil
 import sys
+import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ class Config:
                           bounds=(2, 1 << 24))
     gradient_accumulation_steps: int = opt(1, "parts in which each rank computes its share of the batch",
                                            bounds=(1, 1 << 20))
-    max_steps: int = opt(5000, "optimizer steps", bounds=(1, 1 << 31))
+    max_steps: int = opt(5000, "optimizer steps (unbounded by default with --time_limit)", bounds=(1, 1 << 31))
     time_limit: float = opt(0.0, "seconds for all, start and last save included (0: none)", bounds=(0, 1e9))
     optimizer: str = opt("muon", "Muon for matrices and AdamW for the rest, or AdamW alone", "muon", "adamw")
     muon_lr: float = opt(0.02, "learning rate of Muon", bounds=(0, 1e3))
@@ -510,9 +511,9 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1):
             y, row = x0.flatten()[rows], rows // T
             each = F.cross_entropy(logits, y, reduction="none")
             zero = torch.zeros(len(at), device=device)
-            ce[k, at] = (zero.index_add(0, row, each) / l).double().cpu()
-            hit[k, at] = (zero.index_add(0, row, (logits.argmax(-1) == y).float()) / l).double().cpu()
-            first[k, at] = each.view(len(at), T)[:, 0].double().cpu() if ar else 0
+            ce[k, at] = (zero.index_add(0, row, each) / l).cpu()
+            hit[k, at] = (zero.index_add(0, row, (logits.argmax(-1) == y).float()) / l).cpu()
+            first[k, at] = each.view(len(at), T)[:, 0].cpu() if ar else 0
     ce, hit, first = all_reduce(torch.stack((ce, hit, first)))
     model.train(was_training)
     se = lambda x: x.std().item() / W**0.5 if W > 1 else math.inf
@@ -641,8 +642,10 @@ def open_run(given, rank, world):
     preset = given.get("preset", "auto")
     if preset == "auto":
         preset = "gpu" if pick_device(given.get("device", "auto")).type == "cuda" else "cpu"
-    patterns = dict(block_size=64) if given.get("data") == "patterns" else {}
-    config = Config(**PRESETS[preset] | patterns | given | dict(preset=preset))
+    implied = dict(block_size=64) if given.get("data") == "patterns" else {}
+    if given.get("time_limit"):
+        implied["max_steps"] = 1 << 31
+    config = Config(**PRESETS[preset] | implied | given | dict(preset=preset))
     check(config, world)
     if common.checkpoints(out) and not config.overwrite:
         raise Refusal(f"--out_dir={out} already holds a run; give --resume to go on with it, "
@@ -715,14 +718,15 @@ def train(given, start):
             shutil.rmtree(old)
     log = common.Log(config, step, silent=rank > 0)
 
-    # 3. compile where it pays: on a CPU it takes half a minute and a C++ compiler, and wins a third
+    # 3. compile where it pays: on a CPU it takes 20 s, a C++ compiler and Python's headers, and wins a third
     N, accumulate, T = config.batch_size, config.gradient_accumulation_steps, config.block_size
     B, flops, peak = (N // world // accumulate, flops_per_token(model),
                       common.peak_flops(device, dtype) * world)
     seconds = min(config.time_limit or math.inf,  # a guess of the run's length
                   2 * flops * N * T * config.max_steps / peak)
     pays = device.type == "cuda" or (device.type == "cpu" and seconds >= 120
-                                     and any(map(shutil.which, ("c++", "g++", "clang++"))))
+                                     and any(map(shutil.which, ("c++", "g++", "clang++")))
+                                     and Path(sysconfig.get_path("include"), "Python.h").exists())
     compiled = config.compile == "on" or config.compile == "auto" and pays
     fast = torch.compile(model, dynamic=None if has_static_rows(config) else True) if compiled else model
     if world > 1:
@@ -739,14 +743,16 @@ def train(given, start):
     if config.objective == "mdlm" and not is_bound(config):
         log.say("the training loss is no likelihood bound with these rates or weights; the evaluation is one")
 
+    def swap():
+        for p, e in zip(params, ema or [], strict=False):
+            p.data, e.data = e.data, p.data
+
     @contextlib.contextmanager
     def averaged():
         """Within, the model has the averaged weights."""
-        for _ in range(2):
-            for p, e in zip(params, ema or [], strict=False):
-                p.data, e.data = e.data, p.data
-            if _ == 0:
-                yield
+        swap()
+        yield
+        swap()
 
     def report(passes):
         """Evaluate, log, and show samples."""
@@ -765,7 +771,7 @@ def train(given, start):
                         + (f", {bpc:.3f} bits per character" if bpc else "")
                         + (f", entropy {corpus.entropy:.4f}" if corpus.entropy else "")
                         + (f", shifted {r['ar_shifted']:.4f}" if key == "nll" else
-                           "; CE by mask rate: " + " ".join("-" if x is None else f"{x:.2f}" for x in r["ce"])))
+                           "; CE by rate: " + " ".join("-" if x is None else f"{x:.2f}" for x in r["ce"])))
                 if rank == 0 and step:
                     import sample
                     for shown in sample.preview(model, tokenizer, val,
@@ -815,7 +821,7 @@ def train(given, start):
             loss = loss + part_loss.detach()
         norm = nn.utils.clip_grad_norm_(params, config.grad_clip or math.inf)
         # The mean over ranks carries a NaN or inf of any of them to all: such a step changes nothing on any.
-        loss, norm = (all_reduce(torch.stack((loss, norm)).double().cpu()) / world).tolist()
+        loss, norm = (all_reduce(torch.stack((loss, norm)).cpu().double()) / world).tolist()
         if not math.isfinite(loss + norm):
             kept = common.checkpoints(config.out_dir)
             raise Refusal(f"loss {loss} and gradient norm {norm} at step {step}: the step was not applied. "

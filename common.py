@@ -271,12 +271,12 @@ def peak_flops(device, dtype):
     for key, tflops in PEAK_TFLOPS.items():
         if key in name:
             return tflops * 1e12
-    a, times = torch.randn(1024, 1024, device=device, dtype=dtype), []
+    a, times = torch.randn(2048, 2048, device=device, dtype=dtype), []
     for _ in range(8):
         t = time.perf_counter()
         (a @ a)[0, 0].item()
         times.append(time.perf_counter() - t)
-    return 2 * 1024**3 / min(times)
+    return 2 * 2048**3 / min(times)
 
 
 class Interrupt:

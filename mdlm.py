@@ -81,7 +81,7 @@ class Config:
                           bounds=(2, 1 << 24))
     gradient_accumulation_steps: int = opt(1, "parts in which each rank computes its share of the batch",
                                            bounds=(1, 1 << 20))
-    max_steps: int = opt(5000, "optimizer steps (unbounded by default with --time_limit)", bounds=(1, 1 << 31))
+    max_steps: int = opt(5000, "optimizer steps (no limit if only --time_limit is set)", bounds=(1, 1 << 31))
     time_limit: float = opt(0.0, "seconds for all, start and last save included (0: none)", bounds=(0, 1e9))
     optimizer: str = opt("muon", "Muon for matrices and AdamW for the rest, or AdamW alone", "muon", "adamw")
     muon_lr: float = opt(0.02, "learning rate of Muon", bounds=(0, 1e3))
@@ -511,9 +511,9 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1):
             y, row = x0.flatten()[rows], rows // T
             each = F.cross_entropy(logits, y, reduction="none")
             zero = torch.zeros(len(at), device=device)
-            ce[k, at] = (zero.index_add(0, row, each) / l).cpu()
-            hit[k, at] = (zero.index_add(0, row, (logits.argmax(-1) == y).float()) / l).cpu()
-            first[k, at] = each.view(len(at), T)[:, 0].cpu() if ar else 0
+            ce[k, at] = (zero.index_add(0, row, each) / l).cpu().double()
+            hit[k, at] = (zero.index_add(0, row, (logits.argmax(-1) == y).float()) / l).cpu().double()
+            first[k, at] = each.view(len(at), T)[:, 0].cpu().double() if ar else 0
     ce, hit, first = all_reduce(torch.stack((ce, hit, first)))
     model.train(was_training)
     se = lambda x: x.std().item() / W**0.5 if W > 1 else math.inf

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import hashlib
+import http.client
 import json
 import math
 import os
@@ -30,10 +31,14 @@ class Refusal(ValueError):
 
 def run(main, argv):
     """Run a program's main(argv), return its exit code; a Refusal is one sentence on stderr and code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # where the terminal has no "█" it shows "?"
+            stream.reconfigure(errors="replace")
     try:
         return main(argv)
     except Refusal as e:
-        print(f"{Path(sys.argv[0]).name}: {e}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # several ranks refuse the same thing: say it once
+            print(f"{Path(sys.argv[0]).name}: {e}", file=sys.stderr)
         return 2
 
 
@@ -104,10 +109,12 @@ def parse_flags(fields_of, argv, description, epilog=""):
 # ------------------------------------------------------------------------------------------------------------
 # Files
 
+TMP = ".mdlm-tmp-"  # begins the name of whatever is not complete yet
+
 
 def write_atomically(path, content):
     """Write bytes under a temporary name, sync, rename: the name never holds half a file."""
-    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix="tmp-")
+    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=TMP)
     try:
         with os.fdopen(fd, "wb") as f:
             f.write(content)
@@ -131,8 +138,8 @@ def download(url, sha256, path, timeout=15.0, limit=1 << 22):
                 content += chunk
                 if time.monotonic() > deadline or len(content) > limit:
                     raise OSError(f"not finished after {timeout:.0f} s or {limit} bytes")
-    except ValueError as e:  # a malformed header
-        raise OSError(str(e)) from e
+    except (ValueError, http.client.HTTPException) as e:  # a malformed answer
+        raise OSError(f"malformed answer: {e!r}") from e
     if hashlib.sha256(content).hexdigest() != sha256:
         raise OSError("what arrived has the wrong checksum")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,9 +180,9 @@ def checkpoints(out_dir):
 def write_checkpoint(out_dir, name, contents):
     """Write `contents` (name -> bytes) as out_dir/name, point `latest` to it, keep the last two; its path."""
     out_dir = Path(out_dir)
-    for stale in out_dir.glob("tmp-*"):  # of a run that was killed
+    for stale in out_dir.glob(f"{TMP}*"):  # of a run that was killed
         shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-    tmp, final = Path(tempfile.mkdtemp(dir=out_dir, prefix="tmp-")), out_dir / name
+    tmp, final = Path(tempfile.mkdtemp(dir=out_dir, prefix=TMP)), out_dir / name
     files = {n: dict(size=len(data), sha256=hashlib.sha256(data).hexdigest()) for n, data in contents.items()}
     manifest = json.dumps(dict(format="mdlm", version=1, files=files), indent=1).encode()
     try:
@@ -193,8 +200,11 @@ def write_checkpoint(out_dir, name, contents):
         shutil.rmtree(tmp, ignore_errors=True)
     sync_folder(out_dir)
     write_atomically(out_dir / "latest", name.encode())
-    for old in [p for p in checkpoints(out_dir) if p != final][1:]:
-        shutil.rmtree(old)
+    number = lambda p: int(p.name[5:])
+    earlier = sorted((p for p in checkpoints(out_dir) if number(p) < number(final)), key=number)
+    for old in checkpoints(out_dir):  # those behind it, if there are, belong to a future that did not happen
+        if old not in (final, *earlier[-1:]):
+            shutil.rmtree(old)
     return final
 
 
@@ -296,7 +306,7 @@ class Interrupt:
 class Log:
     """log.jsonl, the terminal, and wandb and TensorBoard on request. Only the first rank's speaks."""
 
-    def __init__(self, config, step, silent):
+    def __init__(self, config, silent):
         self.silent, self.path, self.bar, self.wandb, self.board = (
             silent, Path(config.out_dir) / "log.jsonl", None, None, None)
         if silent:
@@ -310,14 +320,18 @@ class Log:
                 self.board = SummaryWriter(config.out_dir)
         except ImportError as e:
             raise Refusal(f"{e}; install it with pip, or leave --wandb and --tensorboard out") from None
-        # Lines behind the checkpoint that the run resumes from, or cut off by a crash, are dropped.
-        lines = (self.path.read_text().splitlines(keepends=True)
-                 if config.resume and self.path.exists() else [])
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+
+    def begin(self, step, total):
+        """Keep the lines up to the step that a run resumes from, start the progress bar."""
+        if self.silent:
+            return
+        kept = []
+        for line in self.path.read_text().splitlines(keepends=True) if step and self.path.exists() else ():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a crash cut off
+                kept += [line] * (json.loads(line)["step"] <= step and line.endswith("\n"))
         write_atomically(self.path, "".join(kept).encode())
         if sys.stderr.isatty():
             from tqdm import tqdm
-            total = config.max_steps if config.max_steps < 1 << 31 else None
             self.bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
 
     def record(self, **values):
@@ -344,3 +358,10 @@ class Log:
             self.bar.update(step - self.bar.n)
         elif not self.silent:
             print(f"step {step}: {text}", file=sys.stderr, flush=True)
+
+    def close(self):
+        for one in (self.bar, self.board):
+            if one:
+                one.close()
+        if self.wandb:
+            self.wandb.finish()

@@ -15,6 +15,7 @@ PROCESS_START = time.monotonic()  # --time_limit and the log's seconds include t
 import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -113,6 +114,8 @@ PRESETS = {
                  vocab_size=50257, batch_size=512, gradient_accumulation_steps=8, max_steps=20000,
                  warmup_steps=500, tie=True, eval_interval=1000, eval_windows=1024),
 }
+# What --data=patterns implies: its sequences have 64 symbols, and 1000 of them show the NELBO to 2 %.
+PATTERNS = dict(block_size=64, eval_windows=1000)
 # Only these may change on --resume.
 RESUMABLE = {"out_dir", "resume", "device", "kernels", "compile", "max_steps", "time_limit",
              "gradient_accumulation_steps", "eval_interval", "eval_passes", "eval_windows", "log_interval",
@@ -183,9 +186,9 @@ def generator(*key):
 def prepare(config, folder):
     """Tokenize config.data into `folder`: int(0.9 n) characters train, the rest validates; bounded memory."""
     texts, meta = (text.find_text(config.data),
-                   dict(source=config.data, dtype="uint8", characters=None, entropy=None))
+                   dict(source=config.data, dtype="uint8", characters=None, entropy=None, aligned=False))
     if texts is None:
-        meta.update(entropy=text.patterns_entropy(), characters=[90_000 * 64, 10_000 * 64])
+        meta.update(aligned=True, entropy=text.patterns_entropy(), characters=[90_000 * 64, 10_000 * 64])
         sequences = text.make_patterns(100_000, seed=0)
         sequences[:90_000].tofile(folder / "train.bin")
         sequences[90_000:].tofile(folder / "val.bin")
@@ -217,8 +220,8 @@ def prepare(config, folder):
 class Corpus:
     """Windows of T tokens from a folder: one of ours, or one in nanoGPT's format (uint16, no tokenizer).
 
-    An epoch cuts the training text at a random offset into windows and shuffles them: every token is seen
-    once, and not twice at the same place. With documents (an [END] in the vocabulary) a window starts at a
+    An epoch cuts the training text at a random offset into windows and shuffles them: every token (but for
+    the margins) is seen once, and not twice at the same place. With documents (an [END] in the vocabulary) a window starts at a
     document, or T tokens further in a long one, and is filled up with [END].
     """
 
@@ -226,24 +229,26 @@ class Corpus:
         folder, self.T, self.seed, self.device, self.cached = (
             Path(folder), config.block_size, config.seed, device, {})
         meta = common.read_json(folder / "meta.json", "data") if (folder / "meta.json").exists() else {}
-        self.entropy, characters, dtype = (
-            meta.get("entropy"), meta.get("characters"), np.dtype(meta.get("dtype", "uint16")))
-        arrays = []
+        self.entropy, self.aligned, characters = (meta.get(k) for k in ("entropy", "aligned", "characters"))
+        if meta.get("dtype", "uint16") not in ("uint8", "uint16", "int32"):
+            raise Refusal(f"{folder / 'meta.json'} names the dtype {meta['dtype']!r}; uint8, uint16 or int32 are known")
+        dtype, arrays = np.dtype(meta.get("dtype", "uint16")), []
         for file in (folder / "train.bin", folder / "val.bin"):
             size = file.stat().st_size if file.is_file() else -1
             if size < 0 or size % dtype.itemsize:
-                raise Refusal(f"{file} is missing" if size < 0 else
-                              f"{file} was cut off: {size} bytes are no {dtype} ids")
+                raise Refusal((f"{file} is missing" if size < 0 else f"{file} has {size} bytes, cut off within an id")
+                              + f"; a folder of data holds train.bin and val.bin, {dtype} ids")
             if size < self.T * dtype.itemsize:
                 raise Refusal(f"--block_size={self.T} is longer than {file.name}, which has "
                               f"{size // dtype.itemsize} tokens; give more text or a smaller block")
             arrays.append(np.memmap(file, dtype, mode="c"))  # copy on write: torch wants writable arrays
-        largest = max(int(a[i:i + (1 << 24)].max()) for a in arrays for i in range(0, len(a), 1 << 24))
+        parts = [a[i:i + (1 << 24)] for a in arrays for i in range(0, len(a), 1 << 24)]
+        smallest, largest = min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)
         known = folder / "tokenizer.json"
         self.tokenizer = (text.tokenizer_from_json(known) if known.exists() else
                           text.Tokenizer("id", config.vocab_size or largest + 1))
-        if largest >= self.tokenizer.vocab_size:
-            raise Refusal(f"{folder} has the id {largest}, but V is {self.tokenizer.vocab_size}; "
+        if smallest < 0 or largest >= self.tokenizer.vocab_size:
+            raise Refusal(f"{folder} has ids from {smallest} to {largest}, but V is {self.tokenizer.vocab_size}; "
                           "check tokenizer.json or --vocab_size")
         self.documents = self.tokenizer.end_id is not None
         n, T = len(arrays[0]), self.T
@@ -251,8 +256,8 @@ class Corpus:
             self.train_starts, self.val_starts = (self.document_starts(a) for a in arrays)
         else:  # one window less than fit leaves room for the epoch's offset; patterns stay where they are
             self.train_starts, self.val_starts = (torch.arange(w) * T for w in (
-                n // T if self.entropy else max(1, n // T - 1), len(arrays[1]) // T))
-        self.room = 0 if self.documents or self.entropy else min(T, n - len(self.train_starts) * T + 1)
+                n // T if self.aligned else max(1, n // T - 1), len(arrays[1]) // T))
+        self.room = 0 if self.documents or self.aligned else min(T, n - len(self.train_starts) * T + 1)
         scored = len(self.val_starts) * T if self.documents else len(arrays[1])
         self.chars_per_token = characters[1] / scored if characters else None
         fits = (device.type != "cuda"
@@ -317,8 +322,9 @@ class Block(nn.Module):
 
     def forward(self, x, cos, sin, rate, ops):
         B, T, C = x.shape
-        a, b, c, d = (0, 0, 0, 0) if self.adaln is None else self.adaln(rate)[:, None].chunk(4, -1)
-        h = F.rms_norm(x, (C,)) * (1 + a) + b  # (B, T, C)
+        scale1, shift1, scale2, shift2 = (
+            (0, 0, 0, 0) if self.adaln is None else self.adaln(rate)[:, None].chunk(4, -1))
+        h = F.rms_norm(x, (C,)) * (1 + scale1) + shift1  # (B, T, C)
         if self.mix is not None:  # a depthwise convolution: neighbours are what a character needs most
             k = len(self.mix)
             near = F.pad(h, (0, 0, k - 1, 0) if self.causal else (0, 0, k // 2, k // 2))
@@ -326,7 +332,7 @@ class Block(nn.Module):
         y = ops.attention(self.qkv(h).view(B, T, 3, self.n_head, -1), cos, sin, qk_norm=True,
                           causal=self.causal)
         x = x + F.dropout(self.proj(y.reshape(B, T, C)), self.dropout, self.training)
-        h = F.rms_norm(x, (C,)) * (1 + c) + d
+        h = F.rms_norm(x, (C,)) * (1 + scale2) + shift2
         return x + F.dropout(self.down(F.relu(self.up(h)).square()), self.dropout, self.training)
 
 
@@ -409,6 +415,7 @@ def sequence_weights(config):
     """(L+1,) float32, made in float64: the weight of the mean CE of a sequence with l masked positions."""
     c, L = config, config.block_size
     l = torch.arange(L + 1, dtype=torch.float64)
+    t = rates((torch.arange(1 << 14, dtype=torch.float64) + 0.5) / (1 << 14), c)  # for averages over rates
     if c.masking == "exact" and c.mask_schedule == "linear":
         P = torch.full_like(l, 1 / L)
     elif c.masking == "exact":  # l = 1 + floor(rate L), and rate < x iff u < 1 - arccos(x) 2 / pi
@@ -416,12 +423,12 @@ def sequence_weights(config):
     elif c.mask_schedule == "linear":  # then 1 / (L P(l)) is the Rao-Blackwell weight: E[1/t | l] = (L+1)/l
         P = torch.full_like(l, 1 / (L + 1))
     else:  # the binomial's probabilities, averaged over the rates
-        t = rates((torch.arange(1 << 14, dtype=torch.float64) + 0.5) / (1 << 14), c)
         choose = math.lgamma(L + 1) - torch.lgamma(l + 1) - torch.lgamma(L - l + 1)
         P = torch.stack([(choose[k] + k * t.log() + (L - k) * (-t).log1p()).exp().mean()
                          for k in range(L + 1)])
     if c.loss_weight == "uniform":  # sum of CE over its expected number of terms, a constant
-        weight = l / (l * P)[1:].sum()
+        mean = (t * L if c.masking == "bernoulli" else (1 + (t * L).floor()).clamp(max=L)).mean()
+        weight = l / mean
     else:  # a clipped range has no P(l) > 0 everywhere, and no bound: the plain mean
         weight = 1 / (L * P) if is_bound(c) else torch.ones_like(l)
     weight[0] = 0  # nothing is masked, nothing to predict
@@ -450,10 +457,10 @@ def shift_right(x0, mask_id):
     return torch.cat((torch.full_like(x0[:, :1], mask_id), x0[:, :-1]), 1)
 
 
-def make_batch(model, corpus, weights, step, samples):
-    """What model.forward takes for the loss of samples (B,) of a global batch: xt, targets, rows, weight."""
+def make_batch(model, corpus, weight_of_count, step, samples):
+    """What model.forward takes to give the loss of samples (B,), numbers in the global batch of N of this step."""
     config = model.config
-    # 1. windows of text
+    # 1. windows of text; the step's samples are numbers step * N, step * N + 1 ... of the run
     x0 = corpus.batch(step * config.batch_size + samples)  # (B, T)
     B, T = x0.shape
     if config.objective == "ar":
@@ -469,9 +476,9 @@ def make_batch(model, corpus, weights, step, samples):
     elif x0.device.type == "cpu":
         rows = rows[:int(n_rows)]
     # 4. weigh: the mean CE over a sequence's masked positions, times 1 / (L P(l)), averaged over sequences
-    weight = weights[count] / (count.clamp(min=1) * B)  # (B,)
-    return xt, x0.flatten(), rows, weight[:, None].expand(B, T).flatten()
+    weight = weight_of_count[count] / (count.clamp(min=1) * B)  # (B,)
     # 5. the model sums weight * CE over the rows
+    return xt, x0.flatten(), rows, weight[:, None].expand(B, T).flatten()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -484,7 +491,7 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1):
 
     Masked diffusion: a window gets `passes` exact counts, one from each of so many strata of {1..T}, permuted
     against the windows' order. `nelbo`: the mean over all of the mean CE over masked positions, an upper
-    bound of NLL. `se`: its standard error, over windows, of CE minus the mean CE in its 32nd of the counts.
+    bound of NLL. `se`: its standard error, over windows, of CE minus the mean CE of its bin of counts.
     Autoregressive: `nll` over all T tokens, its `se`, and `ar_shifted`, without a window's first token.
     `ce` and top-1 `accuracy` are lists, by tenths of the mask rate (one entry if autoregressive).
     """
@@ -526,8 +533,9 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1):
         b = ((count - 1) * bins // T).flatten()
         return values.new_zeros(bins).index_add(0, b, values.flatten()) / b.bincount(minlength=bins), b
 
-    mean, b = by_bin(ce, 32)
-    residual = (ce - mean[b].view_as(ce)).mean(0)  # (W,)
+    bins = max(1, min(32, W * passes // 8))  # few values a bin would explain themselves
+    mean, b = by_bin(ce, bins)
+    residual = (ce - mean[b].view_as(ce)).mean(0) * (W * passes / max(W * passes - bins, 1)) ** 0.5  # (W,)
     tenths = {name: [None if math.isnan(v) else v for v in by_bin(values, 10)[0].tolist()]  # None: no count
               for name, values in (("ce", ce), ("accuracy", hit))}
     return dict(nelbo=ce.mean().item(), se=se(residual), windows=W, passes=passes, **tenths)
@@ -625,29 +633,28 @@ def flops_per_token(model):
 
 def open_run(given, rank, world):
     """The Config of the flags given, checked, and the checkpoint to resume from (None for a new run)."""
-    out = Path(given.get("out_dir", Config.out_dir))
+    out, folder = Path(given.get("out_dir", Config.out_dir)), None
     if given.get("resume"):
         if given.get("overwrite"):
             raise Refusal("--resume and --overwrite contradict each other; give one of them")
         folder = common.find_checkpoint(out)
         saved = read_config(folder / "config.json")
         for name, value in given.items():
-            if name not in RESUMABLE and value != getattr(saved, name):
+            if name not in RESUMABLE and value not in (getattr(saved, name), "auto"):
                 raise Refusal(f"--{name}={value} contradicts the run in {out}, which has "
                               f"{getattr(saved, name)}; leave the flag out, or start anew with --overwrite")
-        config = dataclasses.replace(saved, overwrite=False,
-                                     **{k: v for k, v in given.items() if k in RESUMABLE})
-        check(config, world)
-        return config, folder
-    preset = given.get("preset", "auto")
-    if preset == "auto":
-        preset = "gpu" if pick_device(given.get("device", "auto")).type == "cuda" else "cpu"
-    implied = dict(block_size=64) if given.get("data") == "patterns" else {}
-    if given.get("time_limit"):
-        implied["max_steps"] = 1 << 31
-    config = Config(**PRESETS[preset] | implied | given | dict(preset=preset))
+        config = dataclasses.replace(saved, **{k: v for k, v in given.items() if k in RESUMABLE})
+        config.out_dir, config.overwrite = str(out), False
+    else:
+        preset = given.get("preset", "auto")
+        if preset == "auto":
+            preset = "gpu" if pick_device(given.get("device", "auto")).type == "cuda" else "cpu"
+        implied = PATTERNS if given.get("data") == "patterns" else {}
+        if given.get("time_limit"):
+            implied = implied | dict(max_steps=1 << 31)
+        config = Config(**PRESETS[preset] | implied | given | dict(preset=preset))
     check(config, world)
-    if common.checkpoints(out) and not config.overwrite:
+    if common.checkpoints(out) and not (config.resume or config.overwrite):
         raise Refusal(f"--out_dir={out} already holds a run; give --resume to go on with it, "
                       "--overwrite to replace it, or another --out_dir")
     if rank == 0:
@@ -656,24 +663,36 @@ def open_run(given, rank, world):
             tempfile.TemporaryFile(dir=out).close()
         except OSError as e:
             raise Refusal(f"--out_dir={out} cannot be written ({e.strerror}); use another folder") from None
-    return config, None
+    return config, folder
 
 
-def open_corpus(config, device, rank):
-    """The corpus of config.data: a folder as it is; all else is tokenized by rank 0 into out_dir/data."""
-    folder = Path(config.data)
-    if not folder.is_dir():
+def open_corpus(config, device, rank, checkpoint):
+    """The corpus of config.data: a folder as it is; all else is tokenized by rank 0 into out_dir/data.
+
+    A run that resumes finds it there. Before anything there is replaced, the new data has proved usable.
+    """
+    folder, tmp, refusal = Path(config.data), None, None
+    if not folder.is_dir() or config.data in ("shakespeare", "patterns", "pydoc"):
         folder = Path(config.out_dir) / "data"
-        if rank == 0:
-            tmp = Path(tempfile.mkdtemp(dir=config.out_dir, prefix="tmp-"))
+        if rank == 0 and not (checkpoint and (folder / "meta.json").exists()):
             try:
+                if folder.exists() and not (folder / "meta.json").exists():
+                    raise Refusal(f"{folder} exists and is not mdlm's; give another --out_dir")
+                tmp = Path(tempfile.mkdtemp(dir=config.out_dir, prefix=common.TMP))
                 prepare(config, tmp)
-                Corpus(tmp, config, torch.device("cpu"))  # refuses what is too short before old data is lost
+                new = Corpus(tmp, config, torch.device("cpu"))
+                if checkpoint and new.tokenizer.to_json() != (checkpoint / "tokenizer.json").read_text():
+                    raise Refusal(f"--data={config.data} is another text than the one that {checkpoint} learned; "
+                                  "restore it, or start anew with --overwrite")
                 shutil.rmtree(folder, ignore_errors=True)
+                os.chmod(tmp, 0o755)  # mkdtemp gives 0700
                 os.rename(tmp, folder)
+            except Refusal as e:
+                refusal = e
             finally:
-                shutil.rmtree(tmp, ignore_errors=True)
-    all_reduce(torch.zeros(1))  # the other ranks wait for it
+                shutil.rmtree(tmp or "", ignore_errors=True)
+    if all_reduce(torch.tensor(float(refusal is not None))):  # the other ranks wait here, and leave with the first
+        raise refusal or Refusal("the first rank refused the data")
     return Corpus(folder, config, device)
 
 
@@ -681,42 +700,41 @@ def train(given, start):
     """Train with the flags that were given, a dict of Config fields. Returns the exit code."""
     # 1. ranks, config, device, data
     global CONTROL
+    interrupt = common.Interrupt()
     rank, world, local = (int(os.environ.get(k, v))
                           for k, v in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     config, folder = open_run(given, rank, world)
     device = pick_device(config.device)
     if world > 1:
         if device.type == "cuda":
-            device = torch.device("cuda", local)
+            device = pick_device(f"cuda:{local}")
             torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         CONTROL = dist.new_group(backend="gloo")
     dtype = pick_dtype(config.dtype, device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32 on a GPU
-    corpus = open_corpus(config, device, rank)
+    source = load(config.init_from) if config.init_from and not folder else None
+    log = common.Log(config, silent=rank > 0)
+    corpus = open_corpus(config, device, rank, folder)
     tokenizer, val = corpus.tokenizer, corpus.windows(config.eval_windows)
 
     # 2. model, averaged weights, optimizers
     torch.manual_seed(config.seed)
     model = Model(config, tokenizer.vocab_size, kernels.select(config.kernels, device))
-    if config.init_from and not folder:
-        source, known, _ = load(config.init_from)
-        shapes, wanted = ({n: t.shape for n, t in m.state_dict().items()} for m in (source, model))
-        if known.to_json() != tokenizer.to_json() or shapes != wanted:
+    if source:
+        shapes, wanted = ({n: t.shape for n, t in m.state_dict().items()} for m in (source[0], model))
+        if source[1].to_json() != tokenizer.to_json() or shapes != wanted:
             raise Refusal(f"--init_from={config.init_from} has another vocabulary or shape than this run; "
                           "use the same kind of text, n_layer, n_embd and block_size")
-        model.load_state_dict(source.state_dict())
+        model.load_state_dict(source[0].state_dict())
     params = list(model.to(device).parameters())
     ema = [p.detach().clone() for p in params] if config.ema else None
     optimizers = make_optimizers(model, config, device)
-    state = restore(folder, model, ema, optimizers) if folder else dict(step=0, seconds=0.0, eval_seconds=0.0)
-    step, eval_seconds = state["step"], state["eval_seconds"]
+    state = (restore(folder, model, ema, optimizers) if folder else
+             dict(step=0, seconds=0.0, ending=0.0, finished=False))
+    step, ending = state["step"], state["ending"]  # steps done; seconds that the end of the run will take
     elapsed = lambda: time.monotonic() - start + state["seconds"]
-    if config.overwrite and rank == 0:
-        for old in common.checkpoints(config.out_dir):
-            shutil.rmtree(old)
-    log = common.Log(config, step, silent=rank > 0)
 
     # 3. compile where it pays: on a CPU it takes 20 s, a C++ compiler and Python's headers, and wins a third
     N, accumulate, T = config.batch_size, config.gradient_accumulation_steps, config.block_size
@@ -724,10 +742,13 @@ def train(given, start):
                       common.peak_flops(device, dtype) * world)
     seconds = min(config.time_limit or math.inf,  # a guess of the run's length
                   2 * flops * N * T * config.max_steps / peak)
-    pays = device.type == "cuda" or (device.type == "cpu" and seconds >= 120
-                                     and any(map(shutil.which, ("c++", "g++", "clang++")))
-                                     and Path(sysconfig.get_path("include"), "Python.h").exists())
-    compiled = config.compile == "on" or config.compile == "auto" and pays
+    pays = (sys.platform == "linux" and any(map(shutil.which, ("cc", "gcc", "clang")))
+            and Path(sysconfig.get_path("include"), "Python.h").exists()
+            and (importlib.util.find_spec("triton") and torch.cuda.get_device_capability(device) >= (7, 0)
+                 if device.type == "cuda" else
+                 device.type == "cpu" and seconds >= 120 and any(map(shutil.which, ("c++", "g++", "clang++")))))
+    compiled = config.compile == "on" or (config.compile == "auto" and bool(pays))
+    config.compile, config.dtype = "on" if compiled else "off", str(dtype)[6:]
     fast = torch.compile(model, dynamic=None if has_static_rows(config) else True) if compiled else model
     if world > 1:
         fast = nn.parallel.DistributedDataParallel(
@@ -756,46 +777,61 @@ def train(given, start):
 
     def report(passes):
         """Evaluate, log, and show samples."""
-        nonlocal eval_seconds
+        nonlocal ending
         began, key = time.monotonic(), "nll" if config.objective == "ar" else "nelbo"
-        with autocast:
+        with autocast:  # one context for each set of weights: within one, autocast keeps their bfloat16 copies
             raw = evaluate(model, val, batch_size=B, rank=rank, world=world)[key] if ema and step else None
-            with averaged():
-                r = evaluate(model, val, passes, batch_size=B, rank=rank, world=world)
-                bpc = r[key] / math.log(2) / corpus.chars_per_token if corpus.chars_per_token else None
-                more = dict(ce_by_rate=r["ce"]) if key == "nelbo" else dict(val_ar_shifted=r["ar_shifted"])
-                log.record(step=step, tokens=step * N * T, seconds=round(elapsed(), 3), **{
-                    f"val_{key}": r[key], f"val_{key}_se": r["se"],
-                    f"val_{key}_raw": r[key] if raw is None else raw, "val_bpc": bpc}, **more)
-                log.say(f"step {step}: {key.upper()} {r[key]:.4f} +- {r['se']:.4f} nats per token"
-                        + (f", {bpc:.3f} bits per character" if bpc else "")
-                        + (f", entropy {corpus.entropy:.4f}" if corpus.entropy else "")
-                        + (f", shifted {r['ar_shifted']:.4f}" if key == "nll" else
-                           "; CE by rate: " + " ".join("-" if x is None else f"{x:.2f}" for x in r["ce"])))
-                if rank == 0 and step:
-                    import sample
-                    for shown in sample.preview(model, tokenizer, val,
-                                                generator("preview", config.seed, step)):
-                        log.say("  | " + shown.replace("\n", "\n  | "))
-        eval_seconds = time.monotonic() - began
+        with averaged(), autocast:
+            one = time.monotonic()
+            r = evaluate(model, val, passes, batch_size=B, rank=rank, world=world)
+            a_pass = (time.monotonic() - one) / passes
+            if not math.isfinite(r[key]):
+                raise Refusal(f"the validation {key.upper()} at step {step} is {r[key]}; nothing was saved. {advice()}")
+            bpc = r[key] / math.log(2) / corpus.chars_per_token if corpus.chars_per_token else None
+            more = dict(ce_by_rate=r["ce"]) if key == "nelbo" else dict(val_ar_shifted=r["ar_shifted"])
+            log.record(step=step, tokens=step * N * T, seconds=round(elapsed(), 3), **{
+                f"val_{key}": r[key], f"val_{key}_se": r["se"],
+                f"val_{key}_raw": r[key] if raw is None else raw, "val_bpc": bpc}, **more)
+            log.say(f"step {step}: {key.upper()} {r[key]:.4f} +- {r['se']:.4f} nats per token"
+                    + (f", {bpc:.3f} bits per character" if bpc else "")
+                    + (f", entropy {corpus.entropy:.4f}" if corpus.entropy else "")
+                    + (f", shifted {r['ar_shifted']:.4f}" if key == "nll" else
+                       "; CE by rate: " + " ".join("-" if x is None else f"{x:.2f}" for x in r["ce"])))
+            if rank == 0 and step:
+                import sample
+                model.eval()
+                for shown in sample.preview(model, tokenizer, val, generator("preview", config.seed, step)):
+                    log.say("  | " + shown.replace("\n", "\n  | "))
+                model.train()
+        # The end is four passes over the averaged weights, one over the raw ones, samples, a save and a picture.
+        ending = (4 * config.eval_passes + 1 - passes) * a_pass + time.monotonic() - began + 2
 
-    def checkpoint():
+    def advice():
+        kept = common.checkpoints(config.out_dir)
+        return (f"The last good checkpoint is {kept[0] if kept else 'none yet'}; lower --learning_rate and "
+                "--muon_lr, or try --dtype=float32")
+
+    def checkpoint(finished=False):
         if rank == 0:
             with averaged():
                 weights = {n: p.detach().clone() for n, p in model.named_parameters()}
             save(config, tokenizer, weights, optimizers, dict(model.named_parameters()) if ema else {},
-                 dict(step=step, tokens=step * N * T, seconds=elapsed(), eval_seconds=eval_seconds))
+                 dict(step=step, tokens=step * N * T, seconds=elapsed(), ending=ending, finished=finished))
 
     # 4. the loop
+    all_reduce(torch.zeros(1))  # every rank is ready: now a run that is replaced may go
+    if config.overwrite and rank == 0:
+        for old in common.checkpoints(config.out_dir):
+            shutil.rmtree(old)
+    log.begin(step, config.max_steps if config.max_steps < 1 << 31 else None)
     if not folder:
         report(passes=1)
-    weights, interrupt, progress, saved = (
-        sequence_weights(config).to(device), common.Interrupt(), 0.0, step if folder else None)
+    weight_of_count, progress = sequence_weights(config).to(device), 0.0
+    saved = step if folder else None
     logged, logged_at = step, time.monotonic()
     while True:
-        if config.time_limit:  # less what the end needs: four passes and a save
-            progress = max(progress, elapsed() / max(
-                config.time_limit - 3 * eval_seconds * config.eval_passes - 2, 0.01))
+        if config.time_limit:
+            progress = max(progress, elapsed() / max(config.time_limit - ending, 0.01))
         progress, stop = max(progress, step / config.max_steps), interrupt.signal
         if world > 1:  # all ranks go by the same clock and stop at the same step
             agreed = torch.tensor([progress, stop])
@@ -811,7 +847,7 @@ def train(given, start):
         loss = 0
         for part in range(accumulate):
             samples = torch.arange(B) + (rank * accumulate + part) * B  # of the global batch
-            batch = make_batch(model, corpus, weights, step, samples)
+            batch = make_batch(model, corpus, weight_of_count, step, samples)
             torch.manual_seed(generator("dropout", config.seed, step, rank, part).initial_seed())
             last = world == 1 or part == accumulate - 1  # gradients travel once a step
             with contextlib.nullcontext() if last else fast.no_sync():
@@ -823,10 +859,7 @@ def train(given, start):
         # The mean over ranks carries a NaN or inf of any of them to all: such a step changes nothing on any.
         loss, norm = (all_reduce(torch.stack((loss, norm)).cpu().double()) / world).tolist()
         if not math.isfinite(loss + norm):
-            kept = common.checkpoints(config.out_dir)
-            raise Refusal(f"loss {loss} and gradient norm {norm} at step {step}: the step was not applied. "
-                          f"The last good checkpoint is {kept[0] if kept else 'none yet'}; "
-                          "lower --learning_rate and --muon_lr, or try --dtype=float32")
+            raise Refusal(f"loss {loss} and gradient norm {norm} at step {step}: it was not applied. {advice()}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -852,16 +885,18 @@ def train(given, start):
             checkpoint()
         log.say(f"stopped at step {step} and saved; "
                 f"to go on: python mdlm.py --out_dir={config.out_dir} --resume")
-    elif folder and saved == step == state["step"]:
+    elif saved == step and state["finished"]:
         log.say(f"this run ended at step {step}; to go on, raise --max_steps or --time_limit")
     else:
         report(4 * config.eval_passes)
-        checkpoint()
+        checkpoint(finished=True)
         if rank == 0:
             import eval
             eval.plot_losses([config.out_dir], Path(config.out_dir) / "loss.png")
         infill = ' --infill "To be███"' if config.objective == "mdlm" and tokenizer.kind != "id" else ""
         log.say(f"done in {elapsed():.0f} s. Now type: python sample.py --out_dir={config.out_dir}{infill}")
+    log.close()
+    all_reduce(torch.zeros(1))  # nobody leaves before the save
     if world > 1:
         dist.destroy_process_group()
     return 128 + stop if stop else 0

@@ -10,17 +10,17 @@ def generate(model, x, steps=64, order="ancestral", temperature=1.0, generator=N
     if model.config.objective == "ar":
         for i in range(x.shape[1]):
             inp = torch.cat((torch.full_like(x[:, :1], mask), x[:, :-1]), 1)
-            p = torch.softmax(model(inp)[:, i].double() / temperature, -1)
-            x[:, i] = torch.multinomial(p.cpu(), 1, generator=generator)[:, 0].to(x.device)
+            p = torch.softmax(model(inp)[:, i].cpu().double() / temperature, -1)
+            x[:, i] = torch.multinomial(p, 1, generator=generator)[:, 0].to(x.device)
         return x
     for s in range(steps):
         masked = x == mask
         if not masked.any():
             break
         reveal = masked & (torch.rand(x.shape, generator=generator).to(x.device) < 1 / (steps - s))
-        p = torch.softmax(model(x)[reveal].double() / temperature, -1)
+        p = torch.softmax(model(x)[reveal].cpu().double() / temperature, -1)
         if len(p):
-            x[reveal] = torch.multinomial(p.cpu(), 1, generator=generator)[:, 0].to(x.device)
+            x[reveal] = torch.multinomial(p, 1, generator=generator)[:, 0].to(x.device)
     return x
 
 

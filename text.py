@@ -19,7 +19,11 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 def read_text(path, size=1 << 24):
     """Stream a UTF-8 file as texts of about `size` characters, cut behind a line's end where there is one."""
     decoder, rest, raw = codecs.getincrementaldecoder("utf-8")(), "", True
-    with open(path, "rb") as f:
+    try:
+        f = open(path, "rb")
+    except OSError as e:
+        raise Refusal(f"--data={path} cannot be read ({e.strerror}); give a text file") from None
+    with f:
         if f.read(3) != codecs.BOM_UTF8:
             f.seek(0)
         while raw:
@@ -59,12 +63,12 @@ def patterns_entropy():
 def find_text(name):
     """The value of --data -> a function that streams its texts, or None for patterns."""
     if name == "shakespeare":
-        path = (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-                / "mdlm" / "tinyshakespeare.txt")
         try:
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            path = cache / "mdlm" / "tinyshakespeare.txt"
             download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, path)
             return lambda: read_text(path)
-        except OSError as e:
+        except (OSError, RuntimeError) as e:  # no network, no room, no home
             name = "pydoc"
             print(f"Shakespeare cannot be downloaded ({e}); training on pydoc, Python's own reference",
                   file=sys.stderr)
@@ -199,8 +203,8 @@ def build_tokenizer(kind, size, end, pieces, train_characters):
     def training_text():
         left = min(train_characters, 100 << 20)
         for text, _ in pieces():
-            if left > 0:
-                yield text[:left]
+            for i in range(0, max(0, min(left, len(text))), 1 << 16):  # in small parts, as in encode_array
+                yield text[i:min(i + (1 << 16), left)]
             left -= len(text)
 
     if kind == "word":

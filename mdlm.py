@@ -108,14 +108,14 @@ class Config:
 # What a preset changes (cpu: measured in results/cpu.md). An explicit flag always wins.
 PRESETS = {
     "cpu": dict(n_layer=4, n_head=3, n_embd=192, block_size=128, dropout=0.0, batch_size=32, warmup_steps=50,
-                ema=0.99),
+                ema=0.99, max_steps=2000),
     "gpu": dict(),
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, dropout=0.0, tokenizer="bpe",
                  vocab_size=50257, batch_size=512, gradient_accumulation_steps=8, max_steps=20000,
                  warmup_steps=500, tie=True, eval_interval=1000, eval_windows=1024),
 }
-# What --data=patterns implies: its sequences have 64 symbols, and 1000 of them show the NELBO to 2 %.
-PATTERNS = dict(block_size=64, eval_windows=1000)
+# What --data=patterns implies. Nearly all its entropy is in the first few symbols: cosine trains there more.
+PATTERNS = dict(block_size=64, mask_schedule="cosine", eval_windows=1000)
 # Only these may change on --resume.
 RESUMABLE = {"out_dir", "resume", "device", "kernels", "compile", "max_steps", "time_limit",
              "gradient_accumulation_steps", "eval_interval", "eval_passes", "eval_windows", "log_interval",
@@ -220,24 +220,24 @@ def prepare(config, folder):
 class Corpus:
     """Windows of T tokens from a folder: one of ours, or one in nanoGPT's format (uint16, no tokenizer).
 
-    An epoch cuts the training text at a random offset into windows and shuffles them: every token (but for
-    the margins) is seen once, and not twice at the same place. With documents (an [END] in the vocabulary) a window starts at a
-    document, or T tokens further in a long one, and is filled up with [END].
+    An epoch cuts the training text at a random offset into windows and shuffles them: every token but for the
+    margins is seen once, and not twice at the same place. With documents (an [END] in the vocabulary) a
+    window starts at a document, or T tokens further in a long one, and is filled up with [END].
     """
 
     def __init__(self, folder, config, device):
         folder, self.T, self.seed, self.device, self.cached = (
             Path(folder), config.block_size, config.seed, device, {})
         meta = common.read_json(folder / "meta.json", "data") if (folder / "meta.json").exists() else {}
-        self.entropy, self.aligned, characters = (meta.get(k) for k in ("entropy", "aligned", "characters"))
+        self.entropy, aligned, characters = (meta.get(k) for k in ("entropy", "aligned", "characters"))
         if meta.get("dtype", "uint16") not in ("uint8", "uint16", "int32"):
-            raise Refusal(f"{folder / 'meta.json'} names the dtype {meta['dtype']!r}; uint8, uint16 or int32 are known")
+            raise Refusal(f"{folder}/meta.json names the dtype {meta['dtype']!r}, not uint8, uint16 or int32")
         dtype, arrays = np.dtype(meta.get("dtype", "uint16")), []
         for file in (folder / "train.bin", folder / "val.bin"):
             size = file.stat().st_size if file.is_file() else -1
             if size < 0 or size % dtype.itemsize:
-                raise Refusal((f"{file} is missing" if size < 0 else f"{file} has {size} bytes, cut off within an id")
-                              + f"; a folder of data holds train.bin and val.bin, {dtype} ids")
+                raise Refusal(f"{file} is {'missing' if size < 0 else 'cut off within an id'}; "
+                              f"a folder of data holds train.bin and val.bin, {dtype} ids")
             if size < self.T * dtype.itemsize:
                 raise Refusal(f"--block_size={self.T} is longer than {file.name}, which has "
                               f"{size // dtype.itemsize} tokens; give more text or a smaller block")
@@ -248,7 +248,7 @@ class Corpus:
         self.tokenizer = (text.tokenizer_from_json(known) if known.exists() else
                           text.Tokenizer("id", config.vocab_size or largest + 1))
         if smallest < 0 or largest >= self.tokenizer.vocab_size:
-            raise Refusal(f"{folder} has ids from {smallest} to {largest}, but V is {self.tokenizer.vocab_size}; "
+            raise Refusal(f"{folder} has ids {smallest} to {largest}, but V is {self.tokenizer.vocab_size}; "
                           "check tokenizer.json or --vocab_size")
         self.documents = self.tokenizer.end_id is not None
         n, T = len(arrays[0]), self.T
@@ -256,8 +256,8 @@ class Corpus:
             self.train_starts, self.val_starts = (self.document_starts(a) for a in arrays)
         else:  # one window less than fit leaves room for the epoch's offset; patterns stay where they are
             self.train_starts, self.val_starts = (torch.arange(w) * T for w in (
-                n // T if self.aligned else max(1, n // T - 1), len(arrays[1]) // T))
-        self.room = 0 if self.documents or self.aligned else min(T, n - len(self.train_starts) * T + 1)
+                n // T if aligned else max(1, n // T - 1), len(arrays[1]) // T))
+        self.room = 0 if self.documents or aligned else min(T, n - len(self.train_starts) * T + 1)
         scored = len(self.val_starts) * T if self.documents else len(arrays[1])
         self.chars_per_token = characters[1] / scored if characters else None
         fits = (device.type != "cuda"
@@ -458,7 +458,7 @@ def shift_right(x0, mask_id):
 
 
 def make_batch(model, corpus, weight_of_count, step, samples):
-    """What model.forward takes to give the loss of samples (B,), numbers in the global batch of N of this step."""
+    """What model.forward takes to give the loss of samples (B,), numbers in this step's global batch."""
     config = model.config
     # 1. windows of text; the step's samples are numbers step * N, step * N + 1 ... of the run
     x0 = corpus.batch(step * config.batch_size + samples)  # (B, T)
@@ -682,7 +682,7 @@ def open_corpus(config, device, rank, checkpoint):
                 prepare(config, tmp)
                 new = Corpus(tmp, config, torch.device("cpu"))
                 if checkpoint and new.tokenizer.to_json() != (checkpoint / "tokenizer.json").read_text():
-                    raise Refusal(f"--data={config.data} is another text than the one that {checkpoint} learned; "
+                    raise Refusal(f"--data={config.data} is not the text that {checkpoint} learned; "
                                   "restore it, or start anew with --overwrite")
                 shutil.rmtree(folder, ignore_errors=True)
                 os.chmod(tmp, 0o755)  # mkdtemp gives 0700
@@ -691,7 +691,7 @@ def open_corpus(config, device, rank, checkpoint):
                 refusal = e
             finally:
                 shutil.rmtree(tmp or "", ignore_errors=True)
-    if all_reduce(torch.tensor(float(refusal is not None))):  # the other ranks wait here, and leave with the first
+    if all_reduce(torch.tensor(float(refusal is not None))):  # the other ranks wait here
         raise refusal or Refusal("the first rank refused the data")
     return Corpus(folder, config, device)
 
@@ -738,18 +738,15 @@ def train(given, start):
 
     # 3. compile where it pays: on a CPU it takes 20 s, a C++ compiler and Python's headers, and wins a third
     N, accumulate, T = config.batch_size, config.gradient_accumulation_steps, config.block_size
-    B, flops, peak = (N // world // accumulate, flops_per_token(model),
-                      common.peak_flops(device, dtype) * world)
-    seconds = min(config.time_limit or math.inf,  # a guess of the run's length
-                  2 * flops * N * T * config.max_steps / peak)
-    pays = (sys.platform == "linux" and any(map(shutil.which, ("cc", "gcc", "clang")))
-            and Path(sysconfig.get_path("include"), "Python.h").exists()
-            and (importlib.util.find_spec("triton") and torch.cuda.get_device_capability(device) >= (7, 0)
-                 if device.type == "cuda" else
-                 device.type == "cpu" and seconds >= 120 and any(map(shutil.which, ("c++", "g++", "clang++")))))
+    B, flops = N // world // accumulate, flops_per_token(model)
+    peak = common.peak_flops(device, dtype) * world
+    seconds = min(config.time_limit or math.inf, 2 * flops * N * T * config.max_steps / peak)  # a guess
+    can = (sys.platform == "linux" and shutil.which("g++") and importlib.util.find_spec("triton")
+           and Path(sysconfig.get_path("include"), "Python.h").exists())
+    pays = can and (device.type == "cuda" or (device.type == "cpu" and seconds >= 120))
     compiled = config.compile == "on" or (config.compile == "auto" and bool(pays))
     config.compile, config.dtype = "on" if compiled else "off", str(dtype)[6:]
-    fast = torch.compile(model, dynamic=None if has_static_rows(config) else True) if compiled else model
+    fast = torch.compile(model) if compiled else model
     if world > 1:
         fast = nn.parallel.DistributedDataParallel(
             fast, device_ids=[local] if device.type == "cuda" else None)
@@ -779,14 +776,14 @@ def train(given, start):
         """Evaluate, log, and show samples."""
         nonlocal ending
         began, key = time.monotonic(), "nll" if config.objective == "ar" else "nelbo"
-        with autocast:  # one context for each set of weights: within one, autocast keeps their bfloat16 copies
+        with autocast:  # one context for each set of weights: it keeps their bfloat16 copies until it ends
             raw = evaluate(model, val, batch_size=B, rank=rank, world=world)[key] if ema and step else None
         with averaged(), autocast:
             one = time.monotonic()
             r = evaluate(model, val, passes, batch_size=B, rank=rank, world=world)
             a_pass = (time.monotonic() - one) / passes
             if not math.isfinite(r[key]):
-                raise Refusal(f"the validation {key.upper()} at step {step} is {r[key]}; nothing was saved. {advice()}")
+                raise Refusal(f"validation {key.upper()} {r[key]} at step {step}: not saved. {advice()}")
             bpc = r[key] / math.log(2) / corpus.chars_per_token if corpus.chars_per_token else None
             more = dict(ce_by_rate=r["ce"]) if key == "nelbo" else dict(val_ar_shifted=r["ar_shifted"])
             log.record(step=step, tokens=step * N * T, seconds=round(elapsed(), 3), **{
@@ -803,7 +800,7 @@ def train(given, start):
                 for shown in sample.preview(model, tokenizer, val, generator("preview", config.seed, step)):
                     log.say("  | " + shown.replace("\n", "\n  | "))
                 model.train()
-        # The end is four passes over the averaged weights, one over the raw ones, samples, a save and a picture.
+        # The end: four passes with the averaged weights, one with the raw ones, samples, a save, a picture.
         ending = (4 * config.eval_passes + 1 - passes) * a_pass + time.monotonic() - began + 2
 
     def advice():
@@ -848,6 +845,8 @@ def train(given, start):
         for part in range(accumulate):
             samples = torch.arange(B) + (rank * accumulate + part) * B  # of the global batch
             batch = make_batch(model, corpus, weight_of_count, step, samples)
+            if compiled and not has_static_rows(config):  # one compilation for any number of rows
+                torch._dynamo.mark_dynamic(batch[2], 0)
             torch.manual_seed(generator("dropout", config.seed, step, rank, part).initial_seed())
             last = world == 1 or part == accumulate - 1  # gradients travel once a step
             with contextlib.nullcontext() if last else fast.no_sync():
@@ -859,7 +858,7 @@ def train(given, start):
         # The mean over ranks carries a NaN or inf of any of them to all: such a step changes nothing on any.
         loss, norm = (all_reduce(torch.stack((loss, norm)).cpu().double()) / world).tolist()
         if not math.isfinite(loss + norm):
-            raise Refusal(f"loss {loss} and gradient norm {norm} at step {step}: it was not applied. {advice()}")
+            raise Refusal(f"loss {loss}, gradient norm {norm} at step {step}: not applied. {advice()}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

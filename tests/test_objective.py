@@ -219,3 +219,31 @@ def test_clipped_rates_and_uniform_weights_are_no_bound():
     assert not mdlm.is_bound(mdlm.Config(loss_weight="uniform"))
     levels = mdlm.draw_levels(mdlm.Config(min_rate=0.15, max_rate=0.15, block_size=100), 0)
     assert (levels == 16).all()  # 1 + floor(0.15 * 100)
+
+
+@pytest.mark.parametrize("masking", ["exact", "bernoulli"])
+def test_bert_masking_with_uniform_weights_is_the_mean_over_masked_tokens(masking):
+    config = mdlm.Config(min_rate=0.15, max_rate=0.15, block_size=100, loss_weight="uniform", masking=masking)
+    weight = mdlm.sequence_weights(config)
+    masked = 16 if masking == "exact" else 15  # 1 + floor(15), and the expected number
+    assert weight[masked] == pytest.approx(1, abs=1e-5) and weight[30] == pytest.approx(30 / masked, abs=1e-4)
+
+
+@pytest.mark.parametrize("W, passes", [(15, 1), (32, 1), (32, 4)])
+def test_the_standard_error_is_honest_with_few_windows(W, passes):
+    T, V = 128, 5
+    slope = torch.linspace(0.2, 2.0, T)  # a model whose CE depends on the window and on the mask rate
+
+    def logits(xt):
+        sharp = slope[(xt == V).sum(1) - 1][:, None, None]
+        return torch.nn.functional.one_hot((xt * 0 + 1), V) * sharp
+
+    g, estimates, errors = torch.Generator().manual_seed(0), [], []
+    for seed in range(80):
+        share = torch.rand(W, 1, generator=g)
+        windows = (torch.rand(W, T, generator=g) > share).long()
+        r = mdlm.evaluate(Toy(logits, V, T), windows, passes=passes, seed=seed)
+        estimates.append(r["nelbo"])
+        errors.append(r["se"])
+    ratio = torch.tensor(errors).square().mean().sqrt() / torch.tensor(estimates).std()
+    assert 0.75 < ratio < 1.6, ratio

@@ -367,3 +367,133 @@ def test_importing_has_no_side_effects_and_needs_no_triton(tmp_path):
         [sys.executable, "-c", program, str(ROOT)], capture_output=True, text=True, cwd=tmp_path
     )
     assert (r.returncode, r.stdout, r.stderr) == (0, "", "") and not list(tmp_path.iterdir())
+
+
+def test_in_bfloat16_the_logged_value_is_that_of_the_averaged_weights(text_file, tmp_path):
+    # autocast keeps bfloat16 copies of weights: exchanging them within one context would evaluate the raw ones
+    args = [a for a in TINY if not a.startswith("--dtype")] + ["--dtype=bfloat16", "--ema=0.99"]
+    assert (
+        run_mdlm(
+            f"--data={text_file}",
+            *args,
+            "--max_steps=60",
+            "--lr_schedule=constant",
+            f"--out_dir={tmp_path}/o",
+        )
+        == 0
+    )
+    logged = read_log(tmp_path / "o")[-1]
+    model, _, config = mdlm.load(tmp_path / "o")
+    windows = mdlm.Corpus(tmp_path / "o" / "data", config, torch.device("cpu")).windows(32)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = mdlm.evaluate(model, windows, passes=4)["nelbo"]
+    assert again == pytest.approx(logged["val_nelbo"], abs=1e-4)
+    assert abs(logged["val_nelbo"] - logged["val_nelbo_raw"]) > 2e-3, "raw and averaged weights differ here"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--data=patterns", "--block_size=64"],
+        ["--separator=\\n\\n"],
+        ["--tie", "--pos=learned"],
+        ["--time_conditioning", "--pos=sinusoidal"],
+        ["--tokenizer=bpe", "--vocab_size=400"],
+    ],
+)
+def test_every_kind_of_run_learns(text_file, tmp_path, more):
+    args = [a for a in TINY if a.split("=")[0] not in {b.split("=")[0] for b in more}]
+    data = [] if "--data=patterns" in more else [f"--data={text_file}"]
+    assert run_mdlm(*data, *args, *more, "--max_steps=40", f"--out_dir={tmp_path}/o") == 0
+    first, last = (read_log(tmp_path / "o")[i]["val_nelbo"] for i in (0, -1))
+    assert last < first - (0.01 if "--data=patterns" in more else 0.3)
+    mdlm.load(tmp_path / "o")
+
+
+@pytest.mark.parametrize("masking", ["exact", "bernoulli"])
+def test_a_compiled_run_gives_the_losses_of_an_eager_one(text_file, tmp_path, masking):
+    args = [f"--data={text_file}", *TINY, "--max_steps=4", f"--masking={masking}"]
+    assert run_mdlm(*args, f"--out_dir={tmp_path}/eager") == 0
+    assert run_mdlm(*args, "--compile=on", f"--out_dir={tmp_path}/compiled") == 0
+    assert losses(tmp_path / "eager") == pytest.approx(losses(tmp_path / "compiled"), abs=1e-4)
+
+
+def test_accumulation_changes_no_loss(text_file, tmp_path):
+    args = [f"--data={text_file}", *TINY, "--max_steps=6", "--optimizer=adamw"]
+    for parts in (1, 4):
+        assert run_mdlm(*args, f"--gradient_accumulation_steps={parts}", f"--out_dir={tmp_path}/{parts}") == 0
+    assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "4"), abs=1e-5)
+
+
+def test_two_ranks_resume_what_one_began_and_stop_together(text_file, tmp_path):
+    args = [f"--data={text_file}", *TINY, "--optimizer=adamw"]
+    assert run_mdlm(*args, "--max_steps=5", "--lr_schedule=constant", f"--out_dir={tmp_path}/o") == 0
+    assert run_mdlm(*args, "--max_steps=8", "--lr_schedule=constant", f"--out_dir={tmp_path}/whole") == 0
+    process = start("--resume", "--max_steps=1000000", f"--out_dir={tmp_path}/o", ranks=2)
+    for line in process.stderr:
+        if line.startswith("step 9:"):
+            break
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode not in (0, None)
+    step = final(tmp_path / "o")[1][0]
+    assert step >= 9 and f"stopped at step {step} and saved" in out, (out, err)
+    assert losses(tmp_path / "o")[:8] == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
+
+
+def test_a_run_resumes_from_its_own_data_whatever_became_of_the_source(pydoc, tmp_path, capsys):
+    source = tmp_path / "text.txt"
+    source.write_text(pydoc)
+    assert run_mdlm(f"--data={source}", *TINY, "--max_steps=3", f"--out_dir={tmp_path}/o") == 0
+    source.unlink()
+    assert run_mdlm("--resume", "--max_steps=4", f"--out_dir={tmp_path}/o") == 0
+    shutil.rmtree(tmp_path / "o" / "data")
+    source.write_text(pydoc[:20_000] + "\u2603")
+    assert run_mdlm("--resume", "--max_steps=5", f"--out_dir={tmp_path}/o") == 2
+    assert "is not the text" in capsys.readouterr().err
+    source.write_text(pydoc)
+    os.rename(tmp_path / "o", tmp_path / "moved")
+    assert run_mdlm("--resume", "--max_steps=5", f"--out_dir={tmp_path}/moved") == 0
+    assert not (tmp_path / "o").exists() and final(tmp_path / "moved")[1][0] == 5
+
+
+def test_a_run_stopped_at_its_very_end_is_still_evaluated(text_file, tmp_path, monkeypatch):
+    args = [f"--data={text_file}", *TINY, "--max_steps=3", f"--out_dir={tmp_path}/o"]
+    monkeypatch.setattr(common, "Interrupt", lambda: StopAt(3))
+    assert run_mdlm(*args) == 130
+    monkeypatch.undo()
+    assert run_mdlm("--resume", f"--out_dir={tmp_path}/o") == 0
+    assert read_log(tmp_path / "o")[-1]["step"] == 3 and "val_nelbo" in read_log(tmp_path / "o")[-1]
+
+
+def test_a_folder_named_data_that_is_not_ours_stays(text_file, tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "precious").write_text("mine")
+    assert run_mdlm(f"--data={text_file}", *TINY, f"--out_dir={tmp_path}") == 2
+    assert (tmp_path / "data" / "precious").exists() and "not mdlm's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "file, old, new, words",
+    [
+        ("config.json", b'"n_layer": 2', b'"n_layer": "2"', ["n_layer"]),
+        ("config.json", b'"n_layer": 2', b'"n_layer": 3', ["does not fit"]),
+        ("config.json", b'"version": 1', b'"version": 2', ["version 2"]),
+        ("config.json", b'"n_layer": 2', b'"n_layers": 2', ["unknown or missing"]),
+        ("tokenizer.json", b'"kind": "char"', b'"kind": "wild"', ["no tokenizer"]),
+    ],
+)
+def test_a_checkpoint_of_another_version_or_config_is_refused(text_file, tmp_path, file, old, new, words):
+    assert run_mdlm(f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={tmp_path}/o") == 0
+    folder = tmp_path / "o" / "step-1"
+    content = (folder / file).read_bytes()
+    assert old in content
+    (folder / file).write_bytes(content.replace(old, new, 1))
+    manifest = json.loads((folder / "manifest.json").read_text())  # as whoever made such a folder would
+    manifest["files"][file] = dict(
+        size=(folder / file).stat().st_size, sha256=common.sha256_of(folder / file)
+    )
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(common.Refusal) as refusal:
+        mdlm.load(tmp_path / "o")
+    assert all(word in str(refusal.value) for word in words), refusal.value

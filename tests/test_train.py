@@ -370,7 +370,7 @@ def test_importing_has_no_side_effects_and_needs_no_triton(tmp_path):
 
 
 def test_in_bfloat16_the_logged_value_is_that_of_the_averaged_weights(text_file, tmp_path):
-    # autocast keeps bfloat16 copies of weights: exchanging them within one context would evaluate the raw ones
+    # autocast keeps bfloat16 copies of weights: in one context both would be evaluated with the same ones
     args = [a for a in TINY if not a.startswith("--dtype")] + ["--dtype=bfloat16", "--ema=0.99"]
     assert (
         run_mdlm(

@@ -108,14 +108,14 @@ class Config:
 # What a preset changes (cpu: measured in results/cpu.md). An explicit flag always wins.
 PRESETS = {
     "cpu": dict(n_layer=4, n_head=3, n_embd=192, block_size=128, dropout=0.0, batch_size=32, warmup_steps=50,
-                ema=0.99, max_steps=2000),
+                ema=0.99, learning_rate=0.01, max_steps=2000),
     "gpu": dict(),
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, dropout=0.0, tokenizer="bpe",
                  vocab_size=50257, batch_size=512, gradient_accumulation_steps=8, max_steps=20000,
                  warmup_steps=500, tie=True, eval_interval=1000, eval_windows=1024),
 }
 # What --data=patterns implies. Nearly all its entropy is in the first few symbols: cosine trains there more.
-PATTERNS = dict(block_size=64, mask_schedule="cosine", eval_windows=1000)
+PATTERNS = dict(block_size=64, mask_schedule="cosine", learning_rate=0.03, eval_windows=1000)
 # Only these may change on --resume.
 RESUMABLE = {"out_dir", "resume", "device", "kernels", "compile", "max_steps", "time_limit",
              "gradient_accumulation_steps", "eval_interval", "eval_passes", "eval_windows", "log_interval",

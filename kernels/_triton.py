@@ -1,7 +1,7 @@
-"""Triton where there is something to run it on; elsewhere importing the kernels costs nothing and needs nothing.
+"""Triton where there is something to run it on; elsewhere importing the kernels costs and needs nothing.
 
-Triton is imported if there is a CUDA device, if its interpreter is asked for (TRITON_INTERPRET=1), or to compile the
-kernels without a GPU (MDLM_TRITON=1, the ahead-of-time tests).
+Triton is imported if there is a CUDA device, if its interpreter is asked for (TRITON_INTERPRET=1), or to
+compile the kernels without a GPU (MDLM_TRITON=1, the ahead-of-time tests).
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ else:
     triton = tl = None
     jit = lambda function: function  # kept as it is, never called
 
-LAUNCHES = {}  # kernel name -> how often it was launched, so that tests can tell the kernel from the reference
+LAUNCHES = {}  # kernel name -> launches, so that tests can tell the kernel from the reference
 
 
 def launch(kernel, grid, *args, **kwargs):

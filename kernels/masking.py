@@ -13,7 +13,11 @@ on the batch, the rank, the device or the kernel that draws it.
 Only integers are compared, so every implementation gives the same bits.
 """
 
+from __future__ import annotations
+
 import torch
+
+from kernels._triton import ENABLED, jit, launch, runs_on, tl
 
 MAX_T = 8192  # positions share a 64-bit sort key with their word: 32 bits of word, 13 of position
 
@@ -66,4 +70,148 @@ def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids):
     return xt, masked.sum(1), rows[:-1], place[-1]
 
 
-mask_tokens = mask_tokens_ref
+# ------------------------------------------------------------------------------------------------------------
+# Triton
+
+
+@jit
+def _mask_of_row(row, level_ptr, sample_ptr, seed_ptr, step_ptr, T,
+                 EXACT: tl.constexpr, BLOCK: tl.constexpr, LOG: tl.constexpr, BITS: tl.constexpr):
+    """Which positions of a row are masked, (BLOCK,) int1, where BLOCK = 2^LOG >= T."""
+    quad = tl.arange(0, BLOCK // 4)
+    zero = quad * 0
+    key = (tl.load(seed_ptr).to(tl.int64) & 0xFFFFFFFF) | (tl.load(step_ptr).to(tl.int64) << 32)
+    sample = zero + tl.load(sample_ptr + row).to(tl.int32)
+    w0, w1, w2, w3 = tl.philox(key, sample, quad, zero, zero)
+    # join puts its arguments side by side in a new last axis: these three interleave w0, w1, w2, w3.
+    word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,)).to(tl.int64) & 0xFFFFFFFF
+    position = tl.arange(0, BLOCK)
+    inside = position < T
+    level = tl.load(level_ptr + row).to(tl.int64)
+    if EXACT:
+        # The level-th smallest of the numbers (word, position), all different, found digit by digit from the
+        # top: a digit is the number of candidates with fewer than `level` numbers below them. No sort.
+        number = tl.where(inside, (word << LOG) | position, 1 << (32 + LOG))
+        candidate = tl.arange(1, (1 << BITS) + 1).to(tl.int64)
+        level = tl.minimum(level, T)
+        found = level * 0
+        for i in tl.static_range((32 + LOG + BITS - 1) // BITS):
+            shift = ((32 + LOG + BITS - 1) // BITS - 1 - i) * BITS
+            if BITS == 1:  # long rows: one candidate, and no second axis that would take registers
+                below = tl.sum((number < found + (1 << shift)).to(tl.int32), 0)
+                found += (below < level).to(tl.int64) << shift
+            else:
+                bound = found + (candidate << shift)
+                below = tl.sum((number[:, None] < bound[None, :]).to(tl.int32), 0)
+                found += tl.sum((below < level).to(tl.int64), 0) << shift
+        masked = inside & (number <= found) & (level > 0)
+    else:
+        masked = inside & (word < level)
+    return masked
+
+
+@jit
+def mask_kernel(x0_ptr, xt_ptr, count_ptr, rows_ptr, n_rows_ptr, level_ptr, sample_ptr, seed_ptr, step_ptr,
+                mask_id, B, T, stride,
+                EXACT: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
+                BLOCK: tl.constexpr, LOG: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr):
+    """One program a sequence. MASK: write xt and count. ROWS: list its masked positions.
+
+    ROWS needs the counts of all sequences, to know where its own list begins. Exact counts are given, so one
+    launch does both; Bernoulli counts are known after a first launch.
+    """
+    row = tl.program_id(0)
+    position = tl.arange(0, BLOCK)
+    masked = _mask_of_row(row, level_ptr, sample_ptr, seed_ptr, step_ptr, T, EXACT, BLOCK, LOG, BITS)
+    inside = position < T
+    base = row.to(tl.int64) * T
+    if MASK:
+        x0 = tl.load(x0_ptr + row.to(tl.int64) * stride + position, mask=inside, other=0)
+        tl.store(xt_ptr + base + position, tl.where(masked, mask_id, x0), mask=inside)
+        tl.store(count_ptr + row, tl.sum(masked.to(tl.int64), 0))
+    if ROWS:
+        before = base * 0
+        total = base * 0
+        for start in range(0, B, CHUNK):
+            other = start + tl.arange(0, CHUNK)
+            if EXACT:
+                n = tl.load(level_ptr + other, mask=other < B, other=0).to(tl.int64)
+                n = tl.minimum(tl.maximum(n, 0), T)
+            else:
+                n = tl.load(count_ptr + other, mask=other < B, other=0)
+            total += tl.sum(n, 0)
+            before += tl.sum(tl.where(other < row, n, 0), 0)
+        rank = tl.cumsum(masked.to(tl.int32), 0).to(tl.int64)  # masked ones up to here
+        # Unmasked positions fill the tail behind all lists with -1, each a place of its own.
+        place = tl.where(masked, before + rank - 1, total + (base - before) + position - rank)
+        tl.store(rows_ptr + place, tl.where(masked, base + position, -1), mask=inside)
+        if row == 0:
+            tl.store(n_rows_ptr, total)
+
+
+def _config(T):
+    """Block, warps and bits of a digit for rows of T positions: 32 comparisons a thread do not spill."""
+    log = max(4, (T - 1).bit_length())
+    warps = 1 if log <= 6 else 4 if log <= 9 else 8
+    bits = max(1, min(4, 10 + warps.bit_length() - 1 - log))
+    return dict(BLOCK=1 << log, LOG=log, BITS=bits, CHUNK=256, num_warps=warps)
+
+
+if ENABLED:
+    def _launch(x0, level, mask_id, seed, step, sample_ids):
+        B, T = x0.shape
+        if x0.stride(1) != 1:
+            x0 = x0.contiguous()
+        xt = torch.empty((B, T), dtype=x0.dtype, device=x0.device)
+        count = torch.empty(B, dtype=torch.int64, device=x0.device)
+        rows = torch.empty(B * T, dtype=torch.int64, device=x0.device)
+        n_rows = torch.empty((), dtype=torch.int64, device=x0.device)
+        exact = not level.is_floating_point()
+        if not exact:
+            level = (level.double() * 2**32).long()
+        args = (x0, xt, count, rows, n_rows, level, sample_ids, seed, step, mask_id, B, T, x0.stride(0))
+        for stage in ((dict(MASK=True, ROWS=True),) if exact else
+                      (dict(MASK=True, ROWS=False), dict(MASK=False, ROWS=True))):
+            launch(mask_kernel, (B,), *args, EXACT=exact, **stage, **_config(T))
+        return xt, count, rows, n_rows
+
+    @torch.library.custom_op("mdlm::mask_tokens", mutates_args=(), device_types=("cuda", "cpu"))
+    def _mask_tokens(x0: torch.Tensor, level: torch.Tensor, mask_id: int, seed: torch.Tensor,
+                     step: torch.Tensor, sample_ids: torch.Tensor
+                     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return _launch(x0, level, mask_id, seed, step, sample_ids)
+
+    @_mask_tokens.register_fake
+    def _(x0, level, mask_id, seed, step, sample_ids):
+        B, T = x0.shape
+        long = dict(dtype=torch.int64)
+        return (x0.new_empty((B, T)), x0.new_empty(B, **long), x0.new_empty(B * T, **long),
+                x0.new_empty((), **long))
+
+
+def mask_tokens(x0, t_or_count, mask_id, seed, step, sample_ids):
+    if not runs_on(x0):
+        return mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids)
+    if x0.shape[1] > MAX_T:
+        raise ValueError(f"mask_tokens takes at most {MAX_T} positions a row, got {x0.shape[1]}")
+    seed, step = (torch.as_tensor(s, dtype=torch.int64, device=x0.device) for s in (seed, step))
+    return _mask_tokens(x0, t_or_count, mask_id, seed, step, sample_ids)
+
+
+mask_tokens.__doc__ = mask_tokens_ref.__doc__
+
+
+def aot_configs():
+    """(name, kernel, signature, constexprs, options) of what is in use, to compile without a GPU."""
+    for T, dtypes in ((64, ("i32", "i64")), (256, ("i64",)), (1024, ("i64",)), (8192, ("i64",))):
+        for dtype in dtypes:
+            for exact, stage in ((True, (True, True)), (False, (True, False)), (False, (False, True))):
+                config = _config(T)
+                options = dict(num_warps=config.pop("num_warps"))
+                pointers = dict.fromkeys(("count_ptr", "rows_ptr", "n_rows_ptr", "level_ptr", "sample_ptr",
+                                          "seed_ptr", "step_ptr"), "*i64")
+                signature = (dict(x0_ptr=f"*{dtype}", xt_ptr=f"*{dtype}") | pointers
+                             | dict.fromkeys(("mask_id", "B", "T", "stride"), "i32"))
+                constants = dict(EXACT=exact, MASK=stage[0], ROWS=stage[1]) | config
+                kind = "exact" if exact else "bernoulli" + (" rows" if stage[1] else " mask")
+                yield f"masking {kind} T={T} {dtype}", mask_kernel, signature, constants, options

@@ -98,8 +98,9 @@ def _mask_of_row(row, level_ptr, sample_ptr, seed_ptr, step_ptr, T,
         for i in tl.static_range((32 + LOG + BITS - 1) // BITS):
             shift = ((32 + LOG + BITS - 1) // BITS - 1 - i) * BITS
             if BITS == 1:  # long rows: one candidate, and no second axis that would take registers
-                below = tl.sum((number < found + (1 << shift)).to(tl.int32), 0)
-                found += (below < level).to(tl.int64) << shift
+                next = found + (tl.full((), 1, tl.int64) << shift)
+                below = tl.sum((number < next).to(tl.int32), 0)
+                found = tl.where(below < level, next, found)
             else:
                 bound = found + (candidate << shift)
                 below = tl.sum((number[:, None] < bound[None, :]).to(tl.int32), 0)

@@ -16,6 +16,7 @@ import common
 import kernels
 import mdlm
 
+torch.set_num_threads(1)  # these models are tiny, and threads that wait for a busy core spin
 ROOT = Path(__file__).parent.parent
 TINY = [
     "--device=cpu",

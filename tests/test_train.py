@@ -164,14 +164,14 @@ def test_a_time_limit_covers_everything(text_file, tmp_path):
         f"--data={text_file}",
         *TINY,
         "--max_steps=1000000",
-        "--time_limit=12",
+        "--time_limit=20",
         f"--out_dir={tmp_path / 'out'}",
     )
     process.communicate(timeout=60)
     assert process.returncode == 0
-    assert 6 < time.monotonic() - began < 15
+    assert 8 < time.monotonic() - began < 22  # a little more than 20: Python's own start and end are outside
     log = read_log(tmp_path / "out")
-    assert "val_nelbo" in log[-1] and log[-1]["seconds"] < 12
+    assert "val_nelbo" in log[-1] and log[-1]["seconds"] < 20
     assert [r["lr_scale"] for r in log if "lr_scale" in r][-1] < 0.1, (
         "the learning rate has come down by the end"
     )

@@ -65,15 +65,17 @@ def check_fields(config):
                           f"give a number from {bounds[0]} to {bounds[1]}")
 
 
-def read_fields(cls, path):
-    """The dataclass in a config.json; a missing, unknown or unacceptable setting is refused."""
+def read_fields(cls, path, check):
+    """The dataclass in a config.json; a missing, unknown or unacceptable (by check) setting is refused."""
     d = read_json(path, "config")
     if (d.get("format"), d.get("version")) != ("mdlm", 1) or not isinstance(d.get("config"), dict):
         raise Refusal(f"{path} has version {d.get('version')!r} of format {d.get('format')!r}; "
                       "this program reads version 1 of mdlm")
     for name in sorted({f.name for f in dataclasses.fields(cls)} ^ d["config"].keys()):
         raise Refusal(f"{path} is no config of this version: the setting {name} is unknown or missing")
-    return cls(**d["config"])
+    config = cls(**d["config"])
+    check(config)
+    return config
 
 
 def parse_bool(text):

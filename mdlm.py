@@ -147,12 +147,6 @@ def check(config, world=1):
                       "whose sequences have 64 symbols")
 
 
-def read_config(path):
-    config = common.read_fields(Config, path)
-    check(config)
-    return config
-
-
 def pick_device(name):
     """'auto' or a device's name -> torch.device, checked to exist."""
     if name == "auto":
@@ -552,7 +546,7 @@ def load(path="out", device="cpu", kernel="auto"):
     Raises Refusal, a ValueError, for anything but an intact checkpoint. Nothing is ever unpickled.
     """
     folder = common.find_checkpoint(path)
-    config, tokenizer = (read_config(folder / "config.json"),
+    config, tokenizer = (common.read_fields(Config, folder / "config.json", check),
                          text.tokenizer_from_json(folder / "tokenizer.json"))
     with torch.device("meta"):  # shapes are compared before any memory is taken
         expected = Model(config, tokenizer.vocab_size, None).state_dict()
@@ -638,7 +632,7 @@ def open_run(given, rank, world):
         if given.get("overwrite"):
             raise Refusal("--resume and --overwrite contradict each other; give one of them")
         folder = common.find_checkpoint(out)
-        saved = read_config(folder / "config.json")
+        saved = common.read_fields(Config, folder / "config.json", check)
         for name, value in given.items():
             if name not in RESUMABLE and value not in (getattr(saved, name), "auto"):
                 raise Refusal(f"--{name}={value} contradicts the run in {out}, which has "
@@ -748,8 +742,7 @@ def train(given, start):
     config.compile, config.dtype = "on" if compiled else "off", str(dtype)[6:]
     fast = torch.compile(model) if compiled else model
     if world > 1:
-        fast = nn.parallel.DistributedDataParallel(
-            fast, device_ids=[local] if device.type == "cuda" else None)
+        fast = nn.parallel.DistributedDataParallel(fast)
     log.say(f"preset {config.preset}: {sum(p.numel() for p in params) / 1e6:.2f} M parameters, "
             f"{config.n_layer} layers x {config.n_embd}, context {T}, batch {N}\n"
             f"{device}, {str(dtype)[6:]}, {'compiled' if compiled else 'eager'}, {world} rank(s), "

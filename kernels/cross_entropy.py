@@ -4,16 +4,40 @@
     dz_i = weight_i * (softmax(z_i) - onehot(target_i)),          dh_i = W^T dz_i,   dW = sum_i dz_i h_i^T
 
 An unmasked position has weight 0: neither its row of logits nor its product with the head is needed.
+
+On logits, a program takes a row: one pass for its log-sum-exp (the online form of Milakov and Gimelshein,
+1805.02867), a second for the gradient. Fused with the head the logits never exist whole, and the gradients
+are computed together with the loss, while a tile of logits is at hand (as in Liger, 2410.10989, and Wijmans
+et al., 2411.09009); backward only multiplies them by the incoming scalar.
+
+    V <= 256    one kernel: a program keeps the logits of a block of rows in registers and adds its share of
+                dW to a slice of its own; the slices are summed afterwards, so the result is deterministic
+    V > 256     chunks of 4096 rows: cuBLAS multiplies, a kernel turns logits into dz in place. The padding
+                of `rows` is multiplied too, as zeros: no host knows where it begins. Cut it off where its
+                length is known (exact counts); the small kernel stops at the first -1 by itself.
+
+Half precision: weights are about 1 / (batch * length), too small for float16. dz is therefore kept in units
+of the largest weight, and backward multiplies that in again, in float32. First derivatives only.
 """
+
+from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
+from kernels._triton import ENABLED, INTERPRET, jit, launch, runs_on, tl, triton
+
+SMALL_V = 256  # up to here a whole row of logits fits into a program's registers
+CHUNK = 4096  # rows of logits at a time: 0.4 GB at V = 50,304 in 16 bits, products large enough for cuBLAS
+WORKSPACE = 1 << 24  # float32 elements at most in the partial sums of dW, 64 MiB
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def masked_cross_entropy_ref(logits, targets, weight):
     """sum_i weight_i * CE(logits_i, targets_i), a float32 scalar; rows of weight 0 are not read.
 
     logits (N, V) floating; targets (N,) integer, in [0, V) where weight != 0; weight (N,) float32.
+    The gradient flows to the logits.
     """
     rows = weight.nonzero().squeeze(1)
     ce = F.cross_entropy(logits[rows].float(), targets[rows].long(), reduction="none")
@@ -25,7 +49,8 @@ def linear_cross_entropy_ref(h, W, targets, rows, weight):
 
     h        (N, C) features           W       (V, C) head
     targets  (N,) integer              weight  (N,) float32
-    rows     (M,) integer, indices into N, padded with -1 (padding costs time but adds nothing)
+    rows     (M,) integer, indices into N, none of them twice, padded at the end with -1 (padding may cost
+             time but adds nothing)
 
     Returns a float32 scalar; gradients flow to h and W.
     """
@@ -34,5 +59,426 @@ def linear_cross_entropy_ref(h, W, targets, rows, weight):
     return (ce * torch.where(rows >= 0, weight[safe], 0)).sum()
 
 
-masked_cross_entropy = masked_cross_entropy_ref
-linear_cross_entropy = linear_cross_entropy_ref
+# ------------------------------------------------------------------------------------------------------------
+# Triton: one row of logits a program
+
+
+@jit
+def _logsumexp(z_ptr, V, limit, BLOCK: tl.constexpr):
+    """log sum exp of a row; columns from V up to limit are read, but count for nothing: _launch_large."""
+    col = tl.arange(0, BLOCK)
+    top = tl.full((), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)  # summed at the end: one reduction a block (the maximum), not two
+    for start in range(0, limit, BLOCK):
+        at = start + col
+        z = tl.load(z_ptr + at, mask=at < limit, other=0, eviction_policy="evict_last")
+        z = tl.where(at < V, z.to(tl.float32), -float("inf"))
+        new = tl.maximum(top, tl.max(z, 0))
+        shift = tl.where(new == -float("inf"), 0.0, new)  # -inf - -inf is no number
+        total = total * tl.exp(top - shift) + tl.exp(z - shift)
+        top = new
+    return top + tl.log(tl.sum(total, 0))
+
+
+@jit
+def _target_logit(z_ptr, target, V):
+    """z[target]; a target outside of [0, V) makes the loss NaN instead of reading foreign memory."""
+    return tl.load(z_ptr + target, mask=(target >= 0) & (target < V), other=float("nan")).to(tl.float32)
+
+
+@jit
+def ce_forward_kernel(z_ptr, target_ptr, weight_ptr, loss_ptr, lse_ptr, V, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weight_ptr + row)
+    loss = 0.0
+    lse = 0.0
+    if weight != 0:
+        z_ptr += row * stride
+        lse = _logsumexp(z_ptr, V, V, BLOCK)
+        loss = weight * (lse - _target_logit(z_ptr, tl.load(target_ptr + row).to(tl.int64), V))
+    tl.store(loss_ptr + row, loss)
+    tl.store(lse_ptr + row, lse)
+
+
+@jit
+def ce_backward_kernel(z_ptr, target_ptr, weight_ptr, lse_ptr, grad_ptr, dz_ptr, V, stride,
+                       BLOCK: tl.constexpr):
+    """dz, contiguous and zero before; only rows of a weight other than 0 are written."""
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weight_ptr + row)
+    if weight != 0:
+        factor = weight * tl.load(grad_ptr)
+        lse = tl.load(lse_ptr + row)
+        target = tl.load(target_ptr + row).to(tl.int64)
+        col = tl.arange(0, BLOCK)
+        for start in range(0, V, BLOCK):
+            at = start + col
+            z = tl.load(z_ptr + row * stride + at, mask=at < V, other=0).to(tl.float32)
+            dz = factor * (tl.exp(z - lse) - (at == target).to(tl.float32))
+            tl.store(dz_ptr + row * V + at, dz.to(dz_ptr.dtype.element_ty), mask=at < V)
+
+
+@jit
+def ce_chunk_kernel(z_ptr, rows_ptr, target_ptr, weight_ptr, unit_ptr, loss_ptr, V, limit, stride,
+                    GRAD: tl.constexpr, BLOCK: tl.constexpr):
+    """Logits of a chunk become dz in place, in units of the largest weight. loss: of each row."""
+    i = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + i).to(tl.int64)
+    weight = tl.load(weight_ptr + row, mask=row >= 0, other=0)
+    z_ptr += i * stride
+    col = tl.arange(0, BLOCK)
+    if weight != 0:
+        target = tl.load(target_ptr + row).to(tl.int64)
+        z_target = _target_logit(z_ptr, target, V)
+        lse = _logsumexp(z_ptr, V, limit, BLOCK)
+        tl.store(loss_ptr + i, weight * (lse - z_target))
+        if GRAD:
+            factor = weight / tl.load(unit_ptr)
+            for start in range(0, limit, BLOCK):  # the row comes from the L2 cache this time
+                at = start + col
+                z = tl.load(z_ptr + at, mask=at < limit, other=0, eviction_policy="evict_first")
+                dz = factor * (tl.exp(z.to(tl.float32) - lse) - (at == target).to(tl.float32))
+                tl.store(z_ptr + at, dz.to(z_ptr.dtype.element_ty), mask=at < limit)
+    else:
+        tl.store(loss_ptr + i, 0.0)
+        if GRAD:
+            zero = tl.zeros((BLOCK,), z_ptr.dtype.element_ty)
+            for start in range(0, limit, BLOCK):
+                tl.store(z_ptr + start + col, zero, mask=start + col < limit)
+
+
+@jit
+def gather_kernel(h_ptr, rows_ptr, weight_ptr, out_ptr, C, stride, BLOCK: tl.constexpr):
+    """out[i] = h[rows[i]]; 0 for padding and weight 0, so that nothing in an unused row gets anywhere."""
+    i = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + i).to(tl.int64)
+    weight = tl.load(weight_ptr + row, mask=row >= 0, other=0)
+    col = tl.arange(0, BLOCK)
+    width = tl.where(weight != 0, C, 0)  # (the interpreter cannot combine the masks of a scalar and a block)
+    h = tl.load(h_ptr + row * stride + col, mask=col < width, other=0)
+    tl.store(out_ptr + i * C + col, h.to(out_ptr.dtype.element_ty), mask=col < C)
+
+
+@jit
+def scatter_kernel(x_ptr, rows_ptr, out_ptr, C, BLOCK: tl.constexpr):
+    """out[rows[i]] = x[i]."""
+    i = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + i).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i * C + col, mask=col < C, other=0)
+    tl.store(out_ptr + row * C + col, x, mask=col < tl.where(row >= 0, C, 0))
+
+
+@jit
+def scale_kernel(x_ptr, unit_ptr, grad_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """out = x * (unit * grad). The factor stays in float32: rounded, it would bias every gradient alike."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n, other=0).to(tl.float32)
+    factor = tl.load(unit_ptr) * tl.load(grad_ptr)
+    tl.store(out_ptr + at, (x * factor).to(out_ptr.dtype.element_ty), mask=at < n)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Triton: head, loss and gradients in one kernel, for a small vocabulary
+
+
+@jit
+def small_head_kernel(h_ptr, w_ptr, target_ptr, rows_ptr, weight_ptr, unit_ptr, loss_ptr, dh_ptr, dw_ptr,
+                      M, V: tl.constexpr, C: tl.constexpr, stride_h: tl.constexpr, stride_w: tl.constexpr,
+                      DTYPE: tl.constexpr, GRAD: tl.constexpr,
+                      BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Program p takes the blocks p, p + P, p + 2 P ... of BLOCK_M rows, and the slice dw[p] (V, C) of dW.
+
+    loss (P,). dh (N, C), zero before; it and dw are in units of the largest weight. DTYPE: of the products.
+    Sizes are constants of a model; as tl.constexpr they turn most addresses into immediate offsets, and leave
+    their registers to the tiles.
+    """
+    pid = tl.program_id(0)
+    m = tl.arange(0, BLOCK_M)
+    v = tl.arange(0, BLOCK_V)
+    c = tl.arange(0, BLOCK_C)
+    dw_ptr += pid.to(tl.int64) * V * C
+    loss = tl.zeros((BLOCK_M,), tl.float32)
+    if GRAD:
+        first = tl.load(rows_ptr + pid * BLOCK_M, mask=pid * BLOCK_M < M, other=-1)
+        if first < 0:  # no rows at all, but the slice takes part in the sum
+            for start in range(0, C, BLOCK_C):
+                at = start + c
+                tl.store(dw_ptr + v[:, None] * C + at[None, :], tl.zeros((BLOCK_V, BLOCK_C), tl.float32),
+                         mask=(v < V)[:, None] & (at < C)[None, :])
+    for block in range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        begin = block * BLOCK_M
+        if tl.load(rows_ptr + begin) >= 0:  # padding is at the end: such a block is nothing else
+            row = tl.load(rows_ptr + begin + m, mask=begin + m < M, other=-1).to(tl.int64)
+            weight = tl.load(weight_ptr + row, mask=row >= 0, other=0)
+            active = weight != 0
+            target = tl.load(target_ptr + row, mask=active, other=0).to(tl.int32)
+            z = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+            for start in range(0, C, BLOCK_C):
+                at = start + c
+                h = tl.load(h_ptr + row[:, None] * stride_h + at[None, :],
+                            mask=active[:, None] & (at < C)[None, :], other=0).to(DTYPE)
+                w = tl.load(w_ptr + v[:, None] * stride_w + at[None, :],
+                            mask=(v < V)[:, None] & (at < C)[None, :], other=0).to(DTYPE)
+                z = tl.dot(h, tl.trans(w), z, input_precision="ieee")
+            z = tl.where((v < V)[None, :], z, -float("inf"))
+            hit = v[None, :] == target[:, None]
+            z_target = tl.sum(tl.where(hit, z, 0.0), 1)
+            z_target = tl.where((target >= 0) & (target < V), z_target, float("nan"))
+            top = tl.max(z, 1)
+            z = tl.exp(z - top[:, None])
+            total = tl.sum(z, 1)
+            loss += tl.where(active, weight * (top + tl.log(total) - z_target), 0.0)
+            if GRAD:
+                share = weight / tl.load(unit_ptr)
+                dz = (z * (share / total)[:, None] - tl.where(hit, share[:, None], 0.0)).to(DTYPE)
+                for start in range(0, C, BLOCK_C):
+                    at = start + c
+                    w = tl.load(w_ptr + v[:, None] * stride_w + at[None, :],
+                                mask=(v < V)[:, None] & (at < C)[None, :], other=0).to(DTYPE)
+                    dh = tl.dot(dz, w, input_precision="ieee")
+                    tl.store(dh_ptr + row[:, None] * C + at[None, :], dh.to(DTYPE),
+                             mask=active[:, None] & (at < C)[None, :])
+                    h = tl.load(h_ptr + row[:, None] * stride_h + at[None, :],
+                                mask=active[:, None] & (at < C)[None, :], other=0).to(DTYPE)
+                    slot = dw_ptr + v[:, None] * C + at[None, :]
+                    there = tl.where(pid != block, V, 0)  # a program's first block finds no sum yet
+                    dw = tl.load(slot, mask=(v < there)[:, None] & (at < C)[None, :], other=0)
+                    dw = tl.dot(tl.trans(dz), h, dw, input_precision="ieee")
+                    tl.store(slot, dw, mask=(v < V)[:, None] & (at < C)[None, :])
+    tl.store(loss_ptr + pid, tl.sum(loss, 0))
+
+
+def _row_config(V):
+    """Blocks of a row, 16 elements a thread.
+
+    Long rows get large programs, so that the rows in flight on all multiprocessors together stay in the L2
+    cache for the second pass: 2 programs of 16 warps on each of 132, at 100 KB a row, are 26 MB of 60.
+    """
+    block = min(max(triton.next_power_of_2(V), 128), 8192 if V > 16384 else 4096)
+    return dict(BLOCK=block, num_warps=max(block // 512, 1))
+
+
+def _small_config(V, dtype, source, grad):
+    """Tiles that stay in registers, as the ahead-of-time tests check: 64 rows with their logits on 8 warps.
+
+    source: the dtype of h. float32 products run on no tensor cores (they are exact here): smaller tiles.
+    """
+    block_v = max(triton.next_power_of_2(V), 16)
+    if dtype == torch.float32:
+        return dict(BLOCK_M=16, BLOCK_V=block_v, BLOCK_C=16, num_warps=4 if block_v < 256 else 8,
+                    num_stages=1)
+    return dict(BLOCK_M=64, BLOCK_V=block_v, BLOCK_C=32 if grad and source == dtype else 16,
+                num_warps=8, num_stages=2 if block_v < 256 or source == dtype else 1)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Ops
+
+
+def _tl_dtype(dtype):
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def _unit_columns(x):
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _launch_small(h, W, targets, rows, weight, unit, dtype, grad, dh):
+    C, V, M = h.shape[1], len(W), len(rows)
+    config, W = _small_config(V, dtype, h.dtype, grad), W.to(dtype)
+    most = 2 if INTERPRET else torch.cuda.get_device_properties(h.device).multi_processor_count
+    P = max(1, min(triton.cdiv(M, config["BLOCK_M"]), most, WORKSPACE // (V * C)))
+    loss = torch.empty(P, dtype=torch.float32, device=h.device)
+    share = torch.empty((P, V, C) if grad else 0, dtype=torch.float32, device=h.device)
+    launch(small_head_kernel, (P,), h, W, targets, rows, weight, unit, loss, dh, share, M, V, C,
+           h.stride(0), W.stride(0), DTYPE=_tl_dtype(dtype), GRAD=grad, **config)
+    return loss.sum(), share.sum(0) if grad else share
+
+
+def _add_product(total, a, b, first):
+    """total (+)= a @ b, accumulated in float32; a and b may be of 16 bits."""
+    beta = 0 if first else 1
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, beta=beta, out=total)
+    else:
+        total.addmm_(a.float(), b.float(), beta=beta)
+
+
+def _launch_large(h, W, targets, rows, weight, unit, dtype, grad, dh):
+    C, V, M, device = h.shape[1], len(W), len(rows), h.device
+    W = W.to(dtype)
+    size = min(CHUNK, M)
+    limit = triton.cdiv(V, 64) * 64  # rows begin at multiples of 128 bytes: wide loads, and what cuBLAS likes
+    buffer = torch.empty((size, limit), dtype=dtype, device=device)
+    picked = torch.empty((size, C), dtype=dtype, device=device)
+    loss = torch.empty(M, dtype=torch.float32, device=device)
+    dW = (torch.empty if M else torch.zeros)((V, C) if grad else 0, dtype=torch.float32, device=device)
+    width = dict(BLOCK=triton.next_power_of_2(C), num_warps=4)
+    for start in range(0, M, CHUNK):
+        at = rows[start:start + CHUNK]
+        m = len(at)
+        z, x = buffer[:m, :V], picked[:m]
+        launch(gather_kernel, (m,), h, at, weight, x, C, h.stride(0), **width)
+        torch.mm(x, W.t(), out=z)
+        launch(ce_chunk_kernel, (m,), z, at, targets, weight, unit, loss[start:start + CHUNK],
+               V, limit, limit, GRAD=grad, **_row_config(V))
+        if grad:
+            _add_product(dW, z.t(), x, first=start == 0)
+            launch(scatter_kernel, (m,), torch.mm(z, W, out=x), at, dh, C, **width)  # x has served its turn
+    return loss.sum(), dW
+
+
+if ENABLED:
+    kind = dict(mutates_args=(), device_types=("cuda", "cpu"))
+    Tensor, Pair = torch.Tensor, tuple[torch.Tensor, torch.Tensor]
+
+    @torch.library.custom_op("mdlm::masked_cross_entropy", **kind)
+    def _masked(logits: Tensor, targets: Tensor, weight: Tensor) -> Pair:
+        (N, V), logits = logits.shape, _unit_columns(logits)
+        loss, lse = (torch.empty(N, dtype=torch.float32, device=logits.device) for _ in range(2))
+        if N:
+            launch(ce_forward_kernel, (N,), logits, targets.contiguous(), weight.contiguous(), loss, lse, V,
+                   logits.stride(0), **_row_config(V))
+        return loss.sum(), lse
+
+    @_masked.register_fake
+    def _(logits, targets, weight):
+        return logits.new_empty((), dtype=torch.float32), logits.new_empty(len(logits), dtype=torch.float32)
+
+    @torch.library.custom_op("mdlm::masked_cross_entropy_backward", **kind)
+    def _masked_backward(grad: Tensor, logits: Tensor, targets: Tensor, weight: Tensor,
+                         lse: Tensor) -> Tensor:
+        (N, V), logits = logits.shape, _unit_columns(logits)
+        dz = torch.zeros((N, V), dtype=logits.dtype, device=logits.device)
+        if N:
+            launch(ce_backward_kernel, (N,), logits, targets.contiguous(), weight.contiguous(), lse, grad, dz,
+                   V, logits.stride(0), **_row_config(V))
+        return dz
+
+    @_masked_backward.register_fake
+    def _(grad, logits, targets, weight, lse):
+        return logits.new_empty(logits.shape)
+
+    def _masked_setup(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, output[1])
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    def _masked_grad(ctx, grad, _):
+        return None if grad is None else _masked_backward(grad, *ctx.saved_tensors), None, None
+
+    _masked.register_autograd(_masked_grad, setup_context=_masked_setup)
+
+    @torch.library.custom_op("mdlm::linear_cross_entropy", **kind)
+    def _linear(h: Tensor, W: Tensor, targets: Tensor, rows: Tensor, weight: Tensor,
+                dtype: torch.dtype, grad: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """loss; dh in dtype and dW in float32, both in units of `unit` (empty without grad); unit."""
+        unit = torch.linalg.vector_norm(weight, float("inf")).clamp_(min=1e-30)
+        dh = torch.zeros(h.shape if grad else 0, dtype=dtype, device=h.device)
+        go = _launch_small if len(W) <= SMALL_V else _launch_large
+        with torch.autocast(h.device.type, enabled=False):  # dtype says what to multiply in
+            loss, dW = go(_unit_columns(h), _unit_columns(W), targets.contiguous(), rows.contiguous(),
+                          weight.contiguous(), unit, dtype, grad, dh)
+        return loss, dh, dW, unit
+
+    @_linear.register_fake
+    def _(h, W, targets, rows, weight, dtype, grad):
+        scalar = dict(size=(), dtype=torch.float32)
+        return (h.new_empty(**scalar), h.new_empty(h.shape if grad else 0, dtype=dtype),
+                h.new_empty(W.shape if grad else 0, dtype=torch.float32), h.new_empty(**scalar))
+
+    @torch.library.custom_op("mdlm::linear_cross_entropy_backward", **kind)
+    def _linear_backward(grad: Tensor, unit: Tensor, dh: Tensor, dW: Tensor,
+                         h_dtype: torch.dtype, W_dtype: torch.dtype) -> Pair:
+        out = []
+        for x, dtype in ((dh, h_dtype), (dW, W_dtype)):
+            out.append(torch.empty_like(x, dtype=dtype))
+            launch(scale_kernel, (triton.cdiv(x.numel(), 1024),), x, unit, grad, out[-1], x.numel(),
+                   BLOCK=1024, num_warps=4)
+        return tuple(out)
+
+    @_linear_backward.register_fake
+    def _(grad, unit, dh, dW, h_dtype, W_dtype):
+        return torch.empty_like(dh, dtype=h_dtype), torch.empty_like(dW, dtype=W_dtype)
+
+    def _linear_setup(ctx, inputs, output):
+        h, W = inputs[:2]
+        ctx.save_for_backward(*output[1:])
+        ctx.dtypes, ctx.grad = (h.dtype, W.dtype), inputs[6]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    def _linear_grad(ctx, grad, *_):
+        if grad is None:
+            return (None,) * 7
+        dh, dW, unit = ctx.saved_tensors
+        return (*_linear_backward(grad, unit, dh, dW, *ctx.dtypes), *(None,) * 5)
+
+    _linear.register_autograd(_linear_grad, setup_context=_linear_setup)
+
+
+def _check(name, *tensors):
+    for x in tensors:
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} on a GPU takes float32, float16 or bfloat16, got {x.dtype}: "
+                             f"convert it, or use {name}_ref")
+
+
+def masked_cross_entropy(logits, targets, weight):
+    if not runs_on(logits):
+        return masked_cross_entropy_ref(logits, targets, weight)
+    _check("masked_cross_entropy", logits)
+    return _masked(logits, targets, weight)[0]
+
+
+def linear_cross_entropy(h, W, targets, rows, weight):
+    if not runs_on(h):
+        return linear_cross_entropy_ref(h, W, targets, rows, weight)
+    _check("linear_cross_entropy", h, W)
+    kind = h.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
+    grad = torch.is_grad_enabled() and (h.requires_grad or W.requires_grad)
+    return _linear(h, W, targets, rows, weight, dtype, grad)[0]
+
+
+masked_cross_entropy.__doc__ = masked_cross_entropy_ref.__doc__
+linear_cross_entropy.__doc__ = linear_cross_entropy_ref.__doc__
+
+
+def aot_configs():
+    """(name, kernel, signature, constexprs, options) of every configuration in use, to compile anywhere."""
+
+    def entry(name, kernel, config, integers, constants, **pointers):
+        options = {key: value for key, value in config.items() if key in ("num_warps", "num_stages")}
+        constants = constants | {key: value for key, value in config.items() if key not in options}
+        signature = {f"{key}_ptr": f"*{value}" for key, value in pointers.items()}
+        return name, kernel, signature | dict.fromkeys(integers.split(), "i32"), constants, options
+
+    index = dict(target="i64", weight="fp32")
+    width = dict(BLOCK=1024, num_warps=4)
+    for dtype, kind in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        for V in (65, 1000, 50304):
+            config = _row_config(V)
+            yield entry(f"ce forward V={V} {dtype}", ce_forward_kernel, config, "V stride", {},
+                        z=dtype, **index, loss="fp32", lse="fp32")
+            yield entry(f"ce backward V={V} {dtype}", ce_backward_kernel, config, "V stride", {},
+                        z=dtype, **index, lse="fp32", grad="fp32", dz=dtype)
+            for grad in (True, False) if V > SMALL_V else ():
+                yield entry(f"ce chunk V={V} {dtype}" + " loss only" * (not grad), ce_chunk_kernel, config,
+                            "V limit stride", dict(GRAD=grad),
+                            z=dtype, rows="i64", **index, unit="fp32", loss="fp32")
+        yield entry(f"gather fp32 {dtype}", gather_kernel, width, "C stride", {},
+                    h="fp32", rows="i64", weight="fp32", out=dtype)
+        yield entry(f"scatter {dtype}", scatter_kernel, width, "C", {}, x=dtype, rows="i64", out=dtype)
+        yield entry(f"scale {dtype} fp32", scale_kernel, width, "n", {},
+                    x=dtype, unit="fp32", grad="fp32", out="fp32")
+        for V in (2, 65, 256):
+            sizes = dict(V=V, C=384, stride_h=384, stride_w=384, DTYPE=_tl_dtype(kind))
+            for source, of_h in {dtype: kind, "fp32": torch.float32}.items():  # h under autocast
+                for grad in (True, False):
+                    yield entry(f"small head V={V} {source} {dtype}" + " loss only" * (not grad),
+                                small_head_kernel, _small_config(V, kind, of_h, grad), "M",
+                                sizes | dict(GRAD=grad),
+                                h=source, w=dtype, target="i64", rows="i64", weight="fp32", unit="fp32",
+                                loss="fp32", dh=dtype, dw="fp32")

@@ -250,6 +250,7 @@ def test_the_default_run_without_a_network_trains_on_pydoc(tmp_path, monkeypatch
         (["--tokenizer=bpe", "--vocab_size=100"], ["vocab_size=100"]),
         (["--init_from=nowhere"], ["nowhere"]),
         (["--compile=maybe"], ["maybe"]),
+        (["--kernels=triton"], ["--kernels=triton", "CUDA"]),
         (["surplus"], ["surplus"]),
     ],
 )

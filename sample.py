@@ -58,7 +58,7 @@ def generate(model, x, steps=64, order="ancestral", temperature=1.0, generator=N
 
 
 def preview(model, tokenizer, windows, generator):
-    """Two generated texts and one window of validation text with a gap filled, for the log of a training run."""
+    """Two generated texts and a window of validation text with a gap filled, for the log of a run."""
     T = model.config.block_size
     x = torch.full((3, T), model.mask_id, device=windows.device)
     gap = slice(T // 2, T // 2 + max(1, T // 10))
@@ -87,13 +87,13 @@ def main(argv):
     for i, piece in enumerate(options.infill.split("█") if options.infill else [options.prompt]):
         ids += [model.mask_id] * (i > 0) + tokenizer.encode(piece)
     if len(ids) > config.block_size:
-        raise Refusal(f"the text has {len(ids)} tokens, the context only {config.block_size}; shorten it")
+        raise Refusal(f"{len(ids)} tokens are more than the context of {config.block_size}; shorten them")
     x = torch.full((options.num_samples, config.block_size), model.mask_id, device=device)
     x[:, :len(ids)] = torch.tensor(ids, dtype=torch.int64, device=device)
     draws = torch.Generator().manual_seed(options.seed)
     out = generate(model, x, options.steps, temperature=options.temperature, generator=draws).tolist()
     for row in out:
-        print(tokenizer.decode(row[:len(ids)] if options.infill else row) + ("\n" if not options.infill else ""))
+        print(tokenizer.decode(row[:len(ids)] if options.infill else row), end="\n" if options.infill else "\n\n")
     return 0
 
 

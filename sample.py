@@ -93,7 +93,7 @@ def main(argv):
     draws = torch.Generator().manual_seed(options.seed)
     out = generate(model, x, options.steps, temperature=options.temperature, generator=draws).tolist()
     for row in out:
-        print(tokenizer.decode(row[:len(ids)] if options.infill else row), end="\n" if options.infill else "\n\n")
+        print(tokenizer.decode(row[:len(ids)] if options.infill else row))
     return 0
 
 

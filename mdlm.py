@@ -160,12 +160,12 @@ def pick_device(name):
 
 
 def pick_dtype(name, device):
-    """'auto' -> bfloat16 if the hardware multiplies it (CUDA from Ampere on, CPUs with AMX), else float32."""
+    """'auto' -> bfloat16 if the hardware multiplies it (CUDA from Ampere on, some CPUs), else float32."""
     if name != "auto":
         return getattr(torch, name)
-    amx = device.type == "cpu" and getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)
+    cpu = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
     ampere = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
-    return torch.bfloat16 if amx or ampere else torch.float32
+    return torch.bfloat16 if cpu.get("amx_bf16") or cpu.get("avx512_bf16") or ampere else torch.float32
 
 
 def generator(*key):

@@ -1,60 +1,292 @@
-"""Sample from a trained model: generate text, continue a prompt, fill gaps.
+"""Sample from a trained model: generate text, continue a prompt, fill gaps, watch it happen.
 
-    python sample.py                          # texts from nothing
-    python sample.py --prompt "ROMEO:"        # a beginning that stays as it is
-    python sample.py --infill "To be███"      # every █ is one token to fill
+    python sample.py                                         # a text from nothing
+    python sample.py --prompt "ROMEO:" --length=600          # a beginning that stays as it is
+    python sample.py --infill "To be███" --candidates=5      # every █ is one token to fill; fills ranked
+    python sample.py --infill "To [___], or not to be"       # a gap of unknown length
+    python sample.py --watch --html=page.html                # see it in the terminal, and in a page to keep
 
-The reverse process of masked diffusion: start from [MASK], reveal a random share of it in each step.
+The reverse process of masked diffusion: start from [MASK], reveal some positions in each step, until none is
+left (Sahoo et al., 2406.07524). Without --out_dir, and where there is no run in out/, the small Shakespeare
+model in weights/ answers.
 """
 
+import json
+import math
+import os
+import re
 import sys
+import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 import common
 import mdlm
+import viewer
 from common import Refusal, opt
+from kernels.masking import philox_words
+
+SHIPPED = Path(__file__).parent / "weights" / "shakespeare"
 
 
 @dataclass
 class Options:
-    out_dir: str = opt("out", "run folder or checkpoint folder")
-    infill: str = opt("", "template; every █ is one token to fill")
+    out_dir: str = opt("", "run folder or checkpoint folder (default: out, else the model in weights/)")
+    # what to write
     prompt: str = opt("", "beginning of the text")
-    num_samples: int = opt(1, "texts to draw", bounds=(1, 4096))
-    steps: int = opt(64, "network calls at most", bounds=(1, 1 << 20))
-    temperature: float = opt(1.0, "below 1: likelier tokens; above: more varied ones", bounds=(1e-3, 100))
+    infill: str = opt("", "template: █ is a token to fill, [___] a gap of unknown length (-: standard input)")
+    batch: str = opt("", "file with a template a line; writes a JSON object a line")
+    length: int = opt(0, "tokens of the text, prompt included (0: the context)", bounds=(0, 1 << 20))
+    num_samples: int = opt(1, "texts to draw", bounds=(1, 1 << 20))
+    candidates: int = opt(0, "show so many different fills, ranked by their likelihood", bounds=(0, 1024))
+    max_gap: int = opt(16, "longest fill of [___], in tokens", bounds=(1, 8192))
+    top: int = opt(0, "fill nothing: show so many likeliest tokens of every gap", bounds=(0, 1 << 20))
+    # how: `unmask` says what these mean
+    steps: int = opt(64, "steps, network calls at most", bounds=(1, 1 << 20))
+    order: str = opt("auto", "which positions come first; auto: ancestral, left_to_right if autoregressive",
+                     "auto", "ancestral", "random", "confidence", "margin", "entropy", "left_to_right",
+                     "one_shot")
+    schedule: str = opt("linear", "how many in each step: equally many, or few at first", "linear", "cosine")
+    threshold: float = opt(0.0, "reveal all that the model gives this probability (0: off)", bounds=(0, 1))
+    block: int = opt(0, "finish so many tokens before the next ones (0: all at once; half the context where "
+                        "the text is longer than it)", bounds=(0, 8192))
+    remask: float = opt(0.0, "mask a revealed token again, with up to this probability a step", bounds=(0, 1))
+    temperature: float = opt(1.0, "below 1: likelier tokens, 0: the likeliest; above: more varied",
+                             bounds=(0, 100))
+    temperature_end: float = opt(-1.0, "temperature of the last step, reached linearly (-1: the same)",
+                                 bounds=(-1, 100))
+    top_k: int = opt(0, "draw from the so many likeliest tokens only (0: all)", bounds=(0, 1 << 31))
+    top_p: float = opt(1.0, "draw from the likeliest tokens that have this share together", bounds=(1e-9, 1))
+    cfg: float = opt(0.0, "strength of guidance by the given text; doubles the calls", bounds=(0, 100))
     seed: int = opt(0, "of the random draws", bounds=(0, (1 << 32) - 1))
     device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the best there is")
+    # how to show it
+    watch: bool = opt(False, "show the unmasking in the terminal")
+    html: str = opt("", "write a page that plays the unmasking to this file")
+    json: str = opt("", "write a JSON object for each text to this file (-: standard output)")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The loop: choose positions, then draw tokens at those positions
+
+
+# Which positions come first: (b, t, V) log-probabilities, (b, t) noise -> (b, t) scores, the highest first.
+# Ancestral sampling and one_shot take random positions too; they differ in how many.
+ORDERS = dict(
+    ancestral=lambda logp, noise: -noise,
+    random=lambda logp, noise: -noise,
+    one_shot=lambda logp, noise: -noise,
+    left_to_right=lambda logp, noise: -torch.arange(noise.shape[1], device=noise.device).expand_as(noise),
+    confidence=lambda logp, noise: logp.amax(-1),
+    margin=lambda logp, noise: logp.exp().topk(min(2, logp.shape[-1])).values @ logp.new_tensor([1, -1]),
+    entropy=lambda logp, noise: -torch.special.entr(logp.exp()).sum(-1),
+)
+PREDICTIVE = ("confidence", "margin", "entropy")  # these need the network before they can choose
+
+
+class Step(NamedTuple):
+    """What a step of `unmask` did to a batch."""
+    number: int  # of the step, 1 for the first
+    x: torch.Tensor  # (B, T) ids afterwards
+    revealed: torch.Tensor  # (B, T) bool: filled in this step
+    remasked: torch.Tensor  # (B, T) bool: masked again in this step
+    logp: torch.Tensor  # (n, V) log-probabilities of the revealed positions, row by row, at temperature 1
+    calls: torch.Tensor  # (B,) network calls so far
+
+
+def left_after(s, steps, schedule):
+    """Share of the masks that is left after s steps, from 1 to 0 (cosine: Chang et al., 2202.04200)."""
+    return 0.0 if s >= steps else math.cos(math.pi / 2 * s / steps) if schedule == "cosine" else 1 - s / steps
+
+
+def uniform(seed, step, samples, T, purpose):
+    """(B, T) float64 in [0, 1), functions of seed, step, sample and position alone; 53 bits for a token."""
+    word = lambda i: philox_words(seed, 4 * step + i, samples, T)
+    if purpose == "token":
+        return ((word(0) << 21) | (word(1) >> 11)).double() / 2**53
+    return word(dict(reveal=2, remask=3)[purpose]).double() / 2**32
+
+
+def draw(logits, u, temperature, top_k, top_p):
+    """Tokens (n,) from logits (n, V) by inverting the distribution function at u (n,), in float64.
+
+    (Gumbel noise in float32 lowers the temperature: Zheng et al., 2409.02908.)
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    p = torch.softmax((logits - logits.amax(-1, keepdim=True)).double() / temperature, -1)
+    if top_k or top_p < 1:
+        sorted_p, token = p.sort(dim=-1, descending=True, stable=True)
+        sorted_p = torch.where(sorted_p.cumsum(-1) - sorted_p < top_p, sorted_p, 0)
+        sorted_p[:, top_k or p.shape[1]:] = 0
+        p = torch.zeros_like(p).scatter(-1, token, sorted_p)
+    cdf = p.cumsum(-1)
+    # The first token whose cdf is above u: its p is not 0, and u * total is below total, also when rounded.
+    return torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
+
+
+def predict(model, device, x, fill, rows, a, b, cfg=0.0):
+    """(n, b - a, V) float logits of positions a..b of some rows of x (B, T), on the device of x.
+
+    The model sees a window of its whole context, since training never showed it less: where T is shorter the
+    rest is [MASK], and not scored; where T is longer the window ends at b. fill (B, T): what is not given.
+    """
+    L, mask, ar = model.config.block_size, model.mask_id, model.config.objective == "ar"
+    left = max(0, b - L)
+    pad = lambda part, value: F.pad(part[rows, left:left + L], (0, max(0, L - x.shape[1])), value=value)
+    seen, given = pad(x, mask), pad(~fill, False)
+
+    def call(xt):
+        xt = mdlm.shift_right(xt, mask) if ar else xt
+        return model(xt.to(device))[:, a - left:b - left].float().to(x.device)
+
+    logits = call(seen)
+    if cfg:
+        without = call(seen.masked_fill(given, mask))
+        logits = without + (1 + cfg) * (logits - without)
+    return logits
+
+
+def highest(score, among, k):
+    """(B, t) bool: in each row the k (B,) positions with the highest score among `among` (B, t) bool."""
+    rank = score.double().masked_fill(~among, -math.inf).argsort(dim=1, descending=True, stable=True)
+    first = torch.arange(score.shape[1], device=score.device) < k[:, None]
+    return torch.zeros_like(among).scatter(1, rank, first)
 
 
 @torch.no_grad()
-def generate(model, x, steps=64, order="ancestral", temperature=1.0, generator=None):
-    """Fill the [MASK] positions of x (B, T); given tokens stay. Autoregressive models go left to right.
+def unmask(model, x, steps=64, order="ancestral", schedule="linear", threshold=0.0, block=0, remask=0.0,
+           temperature=1.0, temperature_end=None, top_k=0, top_p=1.0, cfg=0.0, fill=None, forbid=(),
+           end_id=None, seed=0, samples=None):
+    """Fill [MASK] positions of x (B, T) step by step; yields a Step after each one that changed something.
 
-    order  ancestral: each masked position is revealed in step s with probability 1 / (steps - s), the exact
-           reverse process of the linear schedule (Sahoo et al., 2406.07524)
+    order            ancestral: each masked position is revealed with the probability of the exact reverse
+                     process; random: so many as the schedule says, anywhere; confidence, margin, entropy: so
+                     many, where the model is surest by that measure; left_to_right; one_shot: all in one step
+    threshold        above 0: also reveal what the model gives that probability, and one position at least
+    block            finish so many positions before the next ones. T may exceed the context then: the model
+                     sees the last `context` positions up to the block's end
+    remask           mask revealed tokens again, with probability min(remask, masked share after the step /
+                     revealed share before it) (ReMDM-cap: Wang et al., 2503.00307)
+    temperature_end  temperature of the last step, if it is to change linearly
+    cfg              logits = without + (1 + cfg) * (with - without the given tokens) (Nie et al., 2410.18514)
+    fill             (B, T) bool: fill only these; other [MASK] positions stay, unseen text
+    forbid           ids that are never drawn
+    end_id           the id of [END], if there is one: all behind a drawn [END] is [END]
+    seed, samples    the random numbers are functions of seed, samples (B,) (0 .. B-1), step and position
+
+    An autoregressive model goes left to right, a token a call, whatever `steps`. Raises ValueError for an
+    order or block that cannot be.
     """
-    if order != "ancestral":
-        raise ValueError(f"order={order!r} is not known; use 'ancestral'")
-    x, mask = x.clone(), model.mask_id
+    (B, T), L, mask, ar = x.shape, model.config.block_size, model.mask_id, model.config.objective == "ar"
+    if order not in ORDERS or ar and order not in ("ancestral", "left_to_right") or steps < 1:
+        raise ValueError(f"order={order!r} with steps={steps} cannot be; "
+                         f"order is one of {', '.join(ORDERS)} (autoregressive models: left_to_right)")
+    block = block or (T if T <= L else max(1, L // 2))
+    if block > L:
+        raise ValueError(f"block={block} is more than the context of {L}")
+    order = "left_to_right" if ar else order
+    device, home = x.device, "cpu" if x.device.type == "mps" else x.device  # MPS lacks float64
+    x, fill = x.to(home, copy=True), (x == mask if fill is None else fill & (x == mask)).to(home)
+    samples = torch.arange(B, device=home) if samples is None else samples.to(home)
+    calls, number = torch.zeros(B, dtype=torch.int64, device=home), 0
+    temperature_end = temperature if temperature_end is None else temperature_end
+    blocks = [(a, min(a + block, T)) for a in range(0, T, block) if fill[:, a:a + block].any()]
+    for i, (a, b) in enumerate(blocks):
+        n = (b - a if ar else 1 if order == "one_shot" else
+             max(1, steps * (i + 1) // len(blocks) - steps * i // len(blocks)))
+        to_fill, begin, number = fill[:, a:b], number, number + n
+        total = to_fill.sum(1) - (to_fill & (x[:, a:b] != mask)).sum(1)  # [END] may have filled some already
+        for s in range(n):
+            masked = to_fill & (x[:, a:b] == mask)  # (B, b - a)
+            if not (masked.any() or remask):
+                break
+            # 1. how many positions to reveal in each row, and which tokens to mask again
+            random = lambda purpose, at=begin + s: uniform(seed, at, samples, T, purpose)[:, a:b]  # noqa: B023
+            before, after = left_after(s, n, schedule), left_after(s + 1, n, schedule)
+            noise, sigma, again = random("reveal"), 0.0, torch.zeros_like(masked)
+            if remask and before < 1:
+                sigma = min(remask, after / (1 - before))
+                again = to_fill & ~masked & (x[:, a:b] != end_id) & (random("remask") < sigma)
+            if ar:
+                k = masked.any(1).long()
+            elif order == "ancestral":  # a binomial number of random positions: each one on its own
+                k = (masked & (noise < ((1 - after) - (1 - sigma) * (1 - before)) / before)).sum(1)
+            else:
+                k = masked.sum(1) + again.sum(1) - (total * after + 1e-9).long()
+            k = k.clamp(min=1 if threshold else 0).minimum(masked.sum(1))
+            # 2. which ones; the network is called only for rows in which something happens
+            rows, chosen = k.nonzero()[:, 0], torch.zeros_like(masked)
+            logp = torch.zeros(0, model.vocab_size, device=home)
+            if len(rows):
+                logits = predict(model, device, x, fill, rows, a, b, cfg)
+                logits[..., list(forbid)] = -math.inf
+                calls[rows] += 2 if cfg else 1
+                every = logits.log_softmax(-1) if order in PREDICTIVE or threshold else None
+                chosen[rows] = highest(ORDERS[order](every, noise[rows]), masked[rows], k[rows])
+                if threshold:
+                    chosen[rows] |= masked[rows] & (every.amax(-1) >= math.log(threshold))
+                # 3. tokens, there only
+                logits = logits[chosen[rows]]
+                heat = temperature + (temperature_end - temperature) * s / max(n - 1, 1)
+                x[:, a:b][chosen] = draw(logits, random("token")[chosen], heat, top_k, top_p)
+                logp = logits.log_softmax(-1)
+            x[:, a:b][again] = mask
+            if end_id is not None:
+                x[(((x == end_id) & fill).cumsum(1) > 0) & fill] = end_id
+            if len(rows) or again.any():
+                whole = [F.pad(part, (a, T - b)) for part in (chosen, again)]
+                yield Step(begin + s + 1, x.clone(), *whole, logp, calls.clone())
 
-    def draw(logits):  # (n, V) -> (n,), on the CPU in float64: exact, and the same draws on any device
-        p = torch.softmax(logits.cpu().double() / temperature, -1)
-        return torch.multinomial(p, 1, generator=generator)[:, 0]
 
-    if model.config.objective == "ar":
-        for i in (x == mask).any(0).nonzero()[:, 0].tolist():
-            drawn = draw(model(mdlm.shift_right(x, mask))[:, i]).to(x.device)
-            x[:, i] = torch.where(x[:, i] == mask, drawn, x[:, i])
-        return x
-    for s in range(steps):
-        chosen = torch.rand(x.shape, generator=generator) < 1 / (steps - s)
-        reveal = (x == mask) & chosen.to(x.device)
-        if reveal.any():  # positions first, then tokens at those positions
-            x[reveal] = draw(model(x)[reveal]).to(x.device)
-    return x
+def groups(model, B):
+    """Slices of a batch of B that bound the memory: 2^15 tokens, 2^27 logits at a time."""
+    L = model.config.block_size
+    n = max(1, min((1 << 15) // L, (1 << 27) // (L * model.vocab_size)))
+    return [slice(i, min(i + n, B)) for i in range(0, B, n)]
+
+
+def generate(model, x, steps=64, order="ancestral", generator=None, samples=None, fill=None, **how):
+    """Fill the [MASK] positions of x (B, T) and return the ids (B, T); given tokens stay as they are.
+
+    generator   torch.Generator from which one number is drawn, the seed (None: torch's own)
+    samples     (B,) the rows' numbers: with the same seed a row does not depend on the batch that it is in
+    fill, how   as in `unmask`, which does the work and says what they mean
+    """
+    where = generator.device if generator is not None else "cpu"
+    seed = int(torch.randint(1 << 32, (), generator=generator, device=where))
+    samples, out = torch.arange(len(x)) if samples is None else samples, x.clone()
+    for part in groups(model, len(x)):
+        for step in unmask(model, x[part], steps, order, seed=seed, samples=samples[part],
+                           fill=None if fill is None else fill[part], **how):
+            out[part] = step.x
+    return out
+
+
+@torch.no_grad()
+def log_likelihood(model, x, start, stop):
+    """(B,) float64: log p(x[:, start:stop] | x[:, :start]) by the left-to-right chain rule, temperature 1.
+
+    x (B, T) ids, complete below `stop`, T at most the context; start, stop (B,). Each position is predicted
+    from those on its left with all others masked, a network call each (autoregressive: one in all): the exact
+    likelihood of the left-to-right sampler.
+    """
+    (B, T), L, mask = x.shape, model.config.block_size, model.mask_id
+    x = F.pad(x, (0, L - T), value=mask)
+    ar, position = model.config.objective == "ar", torch.arange(L, device=x.device)
+    scored = (position >= start[:, None]) & (position < stop[:, None])  # (B, L)
+    row, at = scored.nonzero().T
+    out = torch.zeros(B, dtype=torch.float64)
+    for part in groups(model, len(row)):
+        r, i = row[part], at[part]
+        xt = mdlm.shift_right(x[r], mask) if ar else x[r].masked_fill(position >= i[:, None], mask)
+        each = model(xt)[torch.arange(len(r)), i].float().log_softmax(-1).gather(1, x[r, i][:, None])[:, 0]
+        out.index_add_(0, r.cpu(), each.double().cpu())
+    return out
 
 
 def preview(model, tokenizer, windows, generator):
@@ -72,28 +304,276 @@ def preview(model, tokenizer, windows, generator):
                     f"{tokenizer.decode(ids[gap.stop:])}" for ids in out[2:]]
 
 
-def main(argv):
-    options = Options(**common.parse_flags(Options, argv, __doc__.split("\n")[0]))
+# ------------------------------------------------------------------------------------------------------------
+# Templates: lists of parts, each a literal string, a number of tokens to fill (███), or None: any number
+
+
+def parse(template, tokenizer, context):
+    """The parts of a template; refused if it is empty, unknown to the tokenizer, complete or too long."""
+    if not template:
+        raise Refusal("the template is empty; write a text in which █ marks each missing token")
+    marks = re.compile(r"(█+|\[___\])")
+    any_known = tokenizer.vocab[0] if tokenizer.kind == "char" else "0"
+    tokenizer.encode(marks.sub(lambda m: any_known * len(m[0]), template))  # names an unknown one's position
+    parts = [len(p) if p[0] == "█" else None if p == "[___]" else p for p in marks.split(template) if p]
+    if all(isinstance(p, str) for p in parts):
+        raise Refusal(f"{template[:40]!r} has nothing to fill; mark each missing token with █, or a gap of "
+                      "unknown length with [___]")
+    n = len(to_ids(parts, tokenizer, 0))
+    if n > context:
+        raise Refusal(f"the template has {n} tokens, the context only {context}; shorten it")
+    return parts
+
+
+def to_ids(parts, tokenizer, mask):
+    """The ids of parts, `mask` in gaps; a gap of unknown length counts as one token."""
+    return [i for p in parts for i in (tokenizer.encode(p) if isinstance(p, str) else [mask] * (p or 1))]
+
+
+def to_texts(parts, ids, tokenizer):
+    """(text, filled?) of each part of a filled template. Literals are the template's own characters."""
+    shown, at = [], 0
+    for part in parts:
+        n = len(to_ids([part], tokenizer, 0))
+        shown.append((part, False) if isinstance(part, str) else (tokenizer.decode(ids[at:at + n]), True))
+        at += n
+    return shown
+
+
+class Fill(NamedTuple):
+    parts: list  # those of the template, every length known
+    ids: list  # all filled
+    logp: float  # log p(all from the first gap on | what precedes it), nats
+
+
+def hypotheses(model, tokenizer, parts, keep, draws, max_gap, device, generator, **how):
+    """The `keep` likeliest among many distinct fills of a template, the likeliest first: a list of Fill.
+
+    A gap of unknown length is tried with 1 .. max_gap tokens, `draws` times each. All compete by
+    log p(from the first gap on | prefix), left to right, not normalised: sums over the gap alone would favour
+    short gaps, means easy ones. Several unknown gaps are settled one after the other, `keep` at a time.
+    """
+    L, mask, unknown = model.config.block_size, model.mask_id, [i for i, p in enumerate(parts) if p is None]
+    first = next(i for i, p in enumerate(parts) if not isinstance(p, str))
+    start = len(to_ids(parts[:first], tokenizer, mask))
+    beams = [Fill([], [], 0.0)]
+    for begin, end in zip([0, *unknown[1:]], [*unknown[1:], len(parts)], strict=True):
+        room = L - len(to_ids(parts[end:], tokenizer, mask))
+        tried = [(b.parts + known, b.ids + to_ids(known, tokenizer, mask)) for b in beams
+                 for known in ([n if p is None else p for p in parts[begin:end]]
+                               for n in (range(1, max_gap + 1) if None in parts[begin:end] else (0,)))]
+        tried = [(known, ids) for known, ids in tried if len(ids) <= room for _ in range(draws)]
+        x = torch.tensor([ids + [mask] * (L - len(ids)) for _, ids in tried], device=device)
+        fill = torch.arange(L, device=device) < torch.tensor([[len(ids)] for _, ids in tried], device=device)
+        filled = generate(model, x, generator=generator, fill=fill, **how).tolist()
+        distinct = {}  # ids -> parts
+        for (known, ids), row in zip(tried, filled, strict=True):
+            distinct.setdefault(tuple(row[:len(ids)]), known)
+        stop = torch.tensor([len(ids) for ids in distinct], device=device)
+        x = torch.tensor([[*ids, *[mask] * (L - len(ids))] for ids in distinct], device=device)
+        logp = log_likelihood(model, x, torch.full_like(stop, start), stop).tolist()
+        found = [Fill(known, list(ids), p) for (ids, known), p in zip(distinct.items(), logp, strict=True)]
+        beams = sorted(found, key=lambda f: -f.logp)[:keep]
+    return beams
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The program
+
+
+def check(options, given):
+    """Refuse options that contradict each other; `given` are those of the command line."""
+    def clash(one, *others, why):
+        for other in others:
+            if one in given and other in given:
+                raise Refusal(f"--{one} and --{other} contradict each other; {why}")
+
     common.check_fields(options)
-    if options.infill and options.prompt:
-        raise Refusal("--infill and --prompt contradict each other; write the prompt into the template")
-    if options.infill and "█" not in options.infill:
-        raise Refusal(f"--infill={options.infill!r} has nothing to fill; mark missing tokens with █")
-    device = mdlm.pick_device(options.device)
-    model, tokenizer, config = mdlm.load(options.out_dir, device)
-    if options.infill and config.objective == "ar":
-        raise Refusal("an autoregressive model reads only to the left and cannot infill; use --prompt")
-    ids = []
-    for i, piece in enumerate(options.infill.split("█") if options.infill else [options.prompt]):
-        ids += [model.mask_id] * (i > 0) + tokenizer.encode(piece)
-    if len(ids) > config.block_size:
-        raise Refusal(f"{len(ids)} tokens are more than the context of {config.block_size}; shorten them")
-    x = torch.full((options.num_samples, config.block_size), model.mask_id, device=device)
-    x[:, :len(ids)] = torch.tensor(ids, dtype=torch.int64, device=device)
-    draws = torch.Generator().manual_seed(options.seed)
-    out = generate(model, x, options.steps, temperature=options.temperature, generator=draws).tolist()
-    for row in out:
-        print(tokenizer.decode(row[:len(ids)] if options.infill else row))
+    clash("infill", "prompt", "batch", "length", why="a template says by itself what to write")
+    clash("batch", "prompt", "length", "watch", "html", "num_samples", "top", why="leave one of them out")
+    clash("candidates", "num_samples", "watch", "html", "top", why="candidates are a ranked list of fills")
+    clash("top", "num_samples", "watch", "html", "json", why="--top fills nothing")
+    clash("watch", "json", why="watch one text, or write many for a program")
+    if options.order == "one_shot":
+        clash("order", "steps", why="one_shot is one step")
+    if not (options.infill or options.batch):
+        for name in {"candidates", "max_gap", "top"} & given.keys():
+            raise Refusal(f"--{name} needs a template; give --infill or --batch")
+        if options.cfg and not options.prompt:
+            raise Refusal("--cfg guides by the given text, and there is none; give --prompt or --infill")
+
+
+def find_model(options):
+    """(model, tokenizer, config, device) of --out_dir, or of out/, or of the weights that come with mdlm."""
+    device, path = mdlm.pick_device(options.device), options.out_dir
+    if not path:
+        path = "out"
+        if not common.checkpoints("out") and SHIPPED.is_dir():
+            path = str(SHIPPED)
+            print("no run in out/: the small Shakespeare model of weights/ answers", file=sys.stderr)
+    return *mdlm.load(path, device), device
+
+
+def settings(options, given, config, tokenizer):
+    """The keywords for `unmask`; an option that the model cannot follow is refused."""
+    how = {name: getattr(options, name) for name in (
+        "steps", "order", "schedule", "threshold", "block", "remask", "temperature", "top_k", "top_p", "cfg")}
+    how["temperature_end"] = None if options.temperature_end < 0 else options.temperature_end
+    how["end_id"] = tokenizer.end_id
+    if options.block > config.block_size:
+        raise Refusal(f"--block={options.block} is more than the context of {config.block_size}; lower it")
+    if config.objective == "ar":
+        if options.infill or options.batch:
+            raise Refusal("an autoregressive model reads only to the left and cannot infill; use --prompt")
+        for name in {"steps", "schedule", "threshold", "remask", "cfg"} & given.keys():
+            raise Refusal(f"--{name} means nothing to an autoregressive model, which makes a call a token; "
+                          "leave it out")
+        if options.order not in ("auto", "left_to_right"):
+            raise Refusal(f"--order={options.order} is not for an autoregressive model; use left_to_right")
+    how["order"] = "left_to_right" if config.objective == "ar" else options.order.replace("auto", "ancestral")
+    how["steps"] = 1 if how["order"] == "one_shot" else how["steps"]
+    if options.infill or options.batch:  # a template's text does not end in a gap
+        how |= dict(end_id=None, forbid=() if tokenizer.end_id is None else (tokenizer.end_id,))
+    return how
+
+
+def top_tokens(model, tokenizer, parts, device, n):
+    """Print the n likeliest tokens of each gap, nothing filled in."""
+    if None in parts:
+        raise Refusal("--top shows gaps of known length; write █ for each token instead of [___]")
+    ids = to_ids(parts, tokenizer, model.mask_id)
+    x = torch.tensor([ids + [model.mask_id] * (model.config.block_size - len(ids))], device=device)
+    with torch.no_grad():
+        p = model(x)[0].softmax(-1)
+    for i, token in enumerate(ids):
+        if token == model.mask_id:
+            best = p[i].topk(min(n, len(p[i])))
+            print(f"token {i + 1:>4}   " + "   ".join(
+                f"{tokenizer.decode([v])!r} {100 * q:.1f} %"
+                for q, v in zip(best.values.tolist(), best.indices.tolist(), strict=True)))
+
+
+def sampled(model, tokenizer, parts, options, how, device, pages):
+    """Draw --num_samples fills of parts whose lengths are known: yields (texts, facts), adds to pages."""
+    ids, mask = to_ids(parts, tokenizer, model.mask_id), model.mask_id
+    n = options.num_samples
+    for part in [slice(i, i + 1) for i in range(n)] if options.watch else groups(model, n):
+        began, samples = time.monotonic(), torch.arange(part.start, part.stop)
+        x = torch.tensor(ids, device=device).repeat(len(samples), 1)
+        logp = torch.zeros(x.shape, dtype=torch.float64)
+        watch = viewer.Watch(tokenizer, x[0], mask, how["steps"]) if options.watch else None
+        films = [viewer.Film(row, mask) for row in x] if options.html else []
+        for step in unmask(model, x, seed=options.seed, samples=samples, **how):
+            step = Step(step.number, *(part.cpu() for part in step[1:]))
+            logp[step.revealed] = step.logp.gather(1, step.x[step.revealed][:, None])[:, 0].double()
+            logp[step.remasked] = 0
+            if watch:
+                watch.show(step.number, step.x[0], step.revealed[0])
+            for film, *of_row in zip(films, step.x, step.revealed, step.remasked,
+                                     step.logp.split(step.revealed.sum(1).tolist())):
+                film.add(*of_row)
+        seconds = (time.monotonic() - began) / len(samples)
+        for row, total, calls in zip(step.x.tolist(), logp.sum(1).tolist(), step.calls.tolist()):
+            facts, texts = (dict(steps=how["steps"], calls=calls, seconds=seconds, logprob=total),
+                            to_texts(parts, row, tokenizer))
+            if films:
+                pages.append(films.pop(0).page(tokenizer, row, calls=calls, seconds=seconds,
+                                               text="".join(t for t, _ in texts)))
+            yield texts, facts
+
+
+def ranked(model, tokenizer, parts, options, how, device):
+    """--candidates fills (one at least), the likeliest first: a list of (Fill, texts, facts)."""
+    keep, began, calls = max(1, options.candidates), time.monotonic(), []
+    counter = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    fills = hypotheses(model, tokenizer, parts, keep, max(2, keep) if None in parts else 8 * keep,
+                       options.max_gap, device, mdlm.generator("fill", options.seed), **how)
+    counter.remove()
+    share = torch.softmax(torch.tensor([f.logp for f in fills], dtype=torch.float64), 0).tolist()
+    return [(f, to_texts(f.parts, f.ids, tokenizer), dict(
+        steps=how["steps"], calls=len(calls), seconds=time.monotonic() - began, logprob=f.logp, share=s))
+        for f, s in zip(fills, share, strict=True)]
+
+
+def read_batch(path, tokenizer, context):
+    """(template, parts) of each line of a file, all checked before any work begins."""
+    try:
+        lines = (sys.stdin if path == "-" else open(path, encoding="utf-8")).read().splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise Refusal(f"--batch={path} cannot be read ({e}); give a UTF-8 file, a template a line") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append((line, parse(line, tokenizer, context)))
+        except Refusal as e:
+            raise Refusal(f"line {number} of {path}: {e}") from None
+    return found
+
+
+def jobs(options, given, tokenizer, context):
+    """What to write: a list of (template or None, parts)."""
+    if options.batch:
+        return read_batch(options.batch, tokenizer, context)
+    if "infill" in given:
+        template = sys.stdin.read().removesuffix("\n") if options.infill == "-" else options.infill
+        return [(template, parse(template, tokenizer, context))]
+    n, length = len(tokenizer.encode(options.prompt)), options.length or context
+    if n >= length:
+        raise Refusal(f"the prompt has {n} tokens, which leaves nothing to write of {length}; raise --length")
+    return [(None, [p for p in (options.prompt, length - n) if p])]
+
+
+def main(argv):
+    given = common.parse_flags(Options, argv, __doc__.split("\n")[0])
+    options = Options(**given)
+    check(options, given)
+    model, tokenizer, config, device = find_model(options)
+    how, pages = settings(options, given, config, tokenizer), []
+    todo = jobs(options, given, tokenizer, config.block_size)
+    to_stdout = options.json == "-" or (options.batch and not options.json)
+    quiet = to_stdout or options.batch  # standard output is for a program, or for nobody
+    for path in {options.json, options.html} - {"", "-"}:
+        if Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK):
+            raise Refusal(f"{path} cannot be written; name a file in a folder that can be")
+    lines = sys.stdout if to_stdout else open(options.json, "w", encoding="utf-8") if options.json else None
+
+    def show(texts, head=""):
+        if not quiet:
+            print(head + viewer.highlighted(texts), flush=True)
+
+    def record(template, texts, facts, **more):
+        if lines:
+            text, fills = ("".join(t for t, _ in texts), [t for t, filled in texts if filled])
+            of_template = dict(template=template, fills=fills) if template else {}
+            lines.write(json.dumps(dict(text=text) | of_template | facts | more, ensure_ascii=False) + "\n")
+            lines.flush()
+
+    if options.batch and sys.stderr.isatty():
+        from tqdm import tqdm
+        todo = tqdm(todo, unit="template", dynamic_ncols=True)
+    for template, parts in todo:
+        if options.top:
+            top_tokens(model, tokenizer, parts, device, options.top)
+            continue
+        if options.candidates or None in parts:
+            found = ranked(model, tokenizer, parts, options, how, device)
+            if not (options.watch or options.html):
+                for _, texts, facts in found:
+                    show(texts, f"{100 * facts['share']:5.1f} %  log p {facts['logprob']:.2f}  "
+                         if options.candidates else "")
+                record(template, *found[0][1:], **dict(candidates=[
+                    dict(text="".join(t for t, _ in texts), logprob=facts["logprob"], share=facts["share"])
+                    for _, texts, facts in found]) if options.candidates else {})
+                continue
+            parts = found[0][0].parts  # to watch: fill the likeliest lengths once more
+        for texts, facts in sampled(model, tokenizer, parts, options, how, device, pages):
+            show(texts)
+            record(template, texts, facts)
+    if options.html:
+        n = sum(p.numel() for p in model.parameters())
+        viewer.write_page(options.html, pages, dict(
+            model=f"{n / 1e6:.1f} M parameters, context {config.block_size}", order=how["order"],
+            steps=how["steps"], temperature=how["temperature"], seed=options.seed))
     return 0
 
 

@@ -1,78 +1,425 @@
-"""Sampling keeps what it was given, fills the rest, and answers mistakes in one sentence."""
+"""Sampling draws from the model's distribution, keeps what it was given, names mistakes in one sentence."""
 
+import itertools
+import json
+import os
+import pty
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_mdlm
+from conftest import ROOT, TINY, Toy, chain_rule, run_mdlm
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import common
 import sample
+import text
+
+V, T = 3, 4
+FIXED = torch.Generator
 
 
-@pytest.fixture(scope="module", params=["mdlm", "ar"])
-def run(request, text_file, tmp_path_factory):
-    out = tmp_path_factory.mktemp(request.param)
-    assert (
-        run_mdlm(
-            f"--data={text_file}", *TINY, "--max_steps=5", f"--objective={request.param}", f"--out_dir={out}"
-        )
-        == 0
-    )
-    return request.param, out
+def draws(model, n, seed=0, **how):
+    """(n, T) samples from nothing but [MASK]."""
+    return sample.generate(model, torch.full((n, T), V), generator=FIXED().manual_seed(seed), **how)
 
 
-def test_given_text_stays_and_nothing_is_left_masked(run, capsys):
-    kind, out = run
-    for steps in (1, 3, 64):
-        flags = [f"--out_dir={out}", "--num_samples=3", f"--steps={steps}"]
-        assert common.run(sample.main, [*flags, "--prompt=The "]) == 0
-        shown = capsys.readouterr().out
-        assert shown.count("The ") >= 3
-        if kind == "mdlm":
-            assert common.run(sample.main, [*flags, "--infill=To b██ or ██t"]) == 0
-            lines = capsys.readouterr().out
-            assert lines.count("To b") == 3 and " or " in lines and "█" not in lines
+def chi_square(x, p):
+    """The chi-square statistic of samples (n, T) against p over all 81 outcomes, in standard deviations."""
+    index = (x * V ** torch.arange(T - 1, -1, -1)).sum(1)
+    seen, expected = index.bincount(minlength=V**T).double(), p * len(x)
+    big = expected >= 5  # the rest are one class
+    pool = lambda c: torch.cat((c[big], c[~big].sum()[None]))
+    terms = (pool(seen) - pool(expected)) ** 2 / pool(expected).clamp(min=1e-9)
+    df = len(terms) - 1
+    return (terms.sum().item() - df) / (2 * df) ** 0.5
 
 
-def test_the_same_seed_gives_the_same_text(run, capsys):
-    shown = []
-    for seed in (1, 1, 2):
-        assert common.run(sample.main, [f"--out_dir={run[1]}", f"--seed={seed}"]) == 0
-        shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1] != shown[2]
-
-
-def test_generate_fills_exactly_the_masked_positions(run):
-    model, _, _ = sample.mdlm.load(run[1])
-    x = torch.randint(model.vocab_size + 1, (4, 32), generator=torch.Generator().manual_seed(0))
-    x[0] = model.mask_id
-    out = sample.generate(model, x, steps=7, generator=torch.Generator().manual_seed(0))
-    given = x != model.mask_id
-    assert torch.equal(out[given], x[given]) and out.max() < model.vocab_size
+# ------------------------------------------------------------------------------------------------------------
+# Exactness, on a world whose posterior is known
 
 
 @pytest.mark.parametrize(
-    "args, words",
+    "how",
     [
-        (["--infill=nothing"], ["nothing to fill"]),
-        (["--infill=a█", "--prompt=b"], ["contradict"]),
-        (["--prompt=\u2603"], ["\u2603", "position 0"]),
-        (["--prompt=" + "a" * 40], ["40 tokens", "32"]),
-        (["--out_dir=nowhere"], ["nowhere", "mdlm.py"]),
-        (["--promt=a"], ["--promt", "--prompt"]),
-        (["--steps=0"], ["steps"]),
+        dict(order="ancestral", steps=200),
+        dict(order="ancestral", steps=200, schedule="cosine"),
+        dict(order="ancestral", steps=200, remask=0.02),
+        dict(order="random", steps=T),
+        dict(order="random", steps=50),
+        dict(order="left_to_right", steps=T),
+        dict(order="confidence", steps=T),
+        dict(order="margin", steps=T),
+        dict(order="entropy", steps=T),
+        dict(order="confidence", steps=T, block=2),
     ],
+    ids=str,
 )
-def test_a_mistake_gets_one_sentence_and_exit_code_2(run, capsys, args, words):
-    given = [] if args[0].startswith("--out_dir") else [f"--out_dir={run[1]}"]
-    assert common.run(sample.main, given + args) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and all(word in said for word in words), said
+def test_one_token_at_a_time_in_any_order_is_exact(world, how):
+    """The posterior is exact, so whatever chooses the positions by what is visible gives the distribution."""
+    assert abs(chi_square(draws(Toy(world.exact, V, T), 10_000, **how), world.p)) < 4.5
 
 
-def test_the_command_line_works(run):
-    command = [sys.executable, str(ROOT / "sample.py"), f"--out_dir={run[1]}", "--steps=4"]
-    r = subprocess.run(command, capture_output=True, text=True)
-    assert r.returncode == 0 and len(r.stdout) >= 32, r.stderr
+def test_few_steps_are_biased_and_one_step_is_the_product_of_marginals(world):
+    onehot = torch.nn.functional.one_hot(world.x, V).double()  # (81, T, V)
+    marginals = torch.einsum("n,niv->iv", world.p, onehot)
+    product = (onehot * marginals).sum(-1).prod(1)
+    x = draws(Toy(world.exact, V, T), 20_000, order="one_shot")
+    assert abs(chi_square(x, product)) < 4.5
+    distance = [
+        chi_square(draws(Toy(world.exact, V, T), 20_000, order="random", steps=steps), world.p)
+        for steps in (1, 2, 4)
+    ]
+    assert distance[0] > distance[1] > 10 > abs(distance[2])
+
+
+def test_an_autoregressive_model_is_sampled_exactly(world):
+    """Its logits at i are those of token i, given the tokens before it: model(shift_right(x))."""
+
+    def causal(xt):
+        out = torch.zeros(*xt.shape, V, dtype=torch.float64)
+        for i in range(T):
+            seen = torch.full_like(xt, V)
+            seen[:, :i] = xt[:, 1 : i + 1]
+            out[:, i] = world.exact(seen)[:, i]
+        return out
+
+    assert abs(chi_square(draws(Toy(causal, V, T, objective="ar"), 20_000), world.p)) < 4.5
+
+
+def test_temperature_1_and_top_p_1_change_nothing_and_top_k_1_is_the_likeliest(world):
+    toy = Toy(world.random, V, T)
+    plain = draws(toy, 500, order="random", steps=3)
+    same = dict(temperature=1.0, temperature_end=1.0, top_p=1.0, top_k=V)
+    assert torch.equal(plain, draws(toy, 500, order="random", steps=3, **same))
+    greedy = draws(toy, 500, order="random", steps=3, temperature=0)
+    assert torch.equal(greedy, draws(toy, 500, order="random", steps=3, top_k=1))
+    assert not torch.equal(greedy, plain)
+
+
+def test_filters_keep_exactly_the_tokens_that_they_name():
+    logits = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log().expand(4000, -1)
+    u = (torch.arange(4000) + 0.5).double() / 4000
+    share = lambda **how: (
+        sample.draw(logits, u, **(dict(temperature=1, top_k=0, top_p=1.0) | how))
+        .bincount(minlength=4)
+        .div(4000)
+        .tolist()
+    )
+    assert share() == pytest.approx([0.1, 0.4, 0.3, 0.2], abs=1e-3)
+    assert share(top_k=2) == pytest.approx([0, 4 / 7, 3 / 7, 0], abs=1e-3)
+    assert share(top_p=0.75) == pytest.approx([0, 4 / 9, 3 / 9, 2 / 9], abs=1e-3)
+    assert share(top_p=0.7 - 1e-6) == pytest.approx([0, 4 / 7, 3 / 7, 0], abs=1e-3)
+    assert share(temperature=0.5) == pytest.approx([x / 30 for x in (1, 16, 9, 4)], abs=1e-3)
+
+
+def test_draws_over_50000_classes_match_in_the_tail():
+    n, rows = 50_000, 2000
+    p = 1 / torch.arange(1, n + 1).double()
+    logits = (p / p.sum()).log().float()
+    u = sample.uniform(3, 1, torch.arange(rows), 1, "token")[:, 0]
+    token = torch.cat([sample.draw(logits.expand(250, -1), part, 1.0, 0, 1.0) for part in u.split(250)])
+    edges = torch.tensor([0, 1, 10, 100, 1000, 5000, 10_000, 20_000, 35_000, n])
+    expected = torch.stack(
+        [(p / p.sum())[a:b].sum() for a, b in itertools.pairwise(edges.tolist())]
+    )  # the last class holds 3 %
+    seen = torch.histogram(token.double(), edges.double()).hist
+    chi2 = ((seen - rows * expected) ** 2 / (rows * expected)).sum().item()
+    assert chi2 < 8 + 4.5 * 4, chi2
+    # Inverting the distribution function at an even grid leaves no error but rounding.
+    even = (torch.arange(250) + 0.5).double() / 250
+    grid = sample.draw(logits.expand(250, -1), even, 1.0, 0, 1.0)
+    assert torch.equal(grid, torch.searchsorted(torch.softmax(logits.double(), 0).cumsum(0), even))
+
+
+def test_uniform_numbers_depend_on_seed_sample_step_and_position_alone():
+    a = sample.uniform(5, 7, torch.arange(6), 40, "reveal")
+    assert torch.equal(a[3:5, :11], sample.uniform(5, 7, torch.tensor([3, 4]), 11, "reveal"))
+    others = [(6, 7, "reveal"), (5, 8, "reveal"), (5, 7, "remask"), (5, 7, "token")]
+    for seed, step, purpose in others:
+        b = sample.uniform(seed, step, torch.arange(6), 40, purpose)
+        assert not (a == b).any() and b.min() >= 0 and b.max() < 1
+
+
+def test_guidance_is_the_published_formula(world):
+    x, w = torch.tensor([[1, V, V, 2]]), 1.5
+    model = Toy(world.exact, V, T)
+    got = sample.predict(model, "cpu", x, x == V, torch.tensor([0]), 0, T, w)
+    with_, without = world.exact(x).float(), world.exact(torch.full_like(x, V)).float()
+    assert torch.allclose(got, without + (1 + w) * (with_ - without))
+
+
+def test_the_score_of_a_text_is_the_left_to_right_chain_rule(world):
+    model, x = Toy(world.random, V, T), world.x
+    whole = sample.log_likelihood(model, x, torch.zeros(81).long(), torch.full((81,), T))
+    assert torch.allclose(whole, -T * chain_rule(world.random, x, V, range(T)), atol=1e-5)
+    head = sample.log_likelihood(model, x, torch.zeros(81).long(), torch.full((81,), 2))
+    tail = sample.log_likelihood(model, x, torch.full((81,), 2), torch.full((81,), T))
+    assert torch.allclose(head + tail, whole)
+
+
+@pytest.mark.parametrize("template", ["a[___]c", "██b", "[___]b[___]", "a█[___]"])
+def test_candidates_are_the_likeliest_fills_of_all_lengths(world, template):
+    tokenizer, model = text.Tokenizer("char", list("abc")), Toy(world.random, V, T)
+    parts = sample.parse(template, tokenizer, T)
+    found = sample.hypotheses(
+        model, tokenizer, parts, 100, 300, 2, "cpu", FIXED().manual_seed(0), order="random", temperature=2.0
+    )
+    gaps = [range(1, 3) if p is None else (p,) if isinstance(p, int) else (None,) for p in parts]
+    texts = set()
+    for lengths in itertools.product(*gaps):
+        pieces = [
+            [p] if n is None else ["".join(c) for c in itertools.product("abc", repeat=n)]
+            for p, n in zip(parts, lengths, strict=True)
+        ]
+        texts |= {"".join(t) for t in itertools.product(*pieces) if len("".join(t)) <= T}
+    start = 0 if not isinstance(parts[0], str) else 1
+
+    def score(t):
+        ids = torch.tensor([tokenizer.encode(t) + [V] * (T - len(t))])
+        return sample.log_likelihood(model, ids, torch.tensor([start]), torch.tensor([len(t)])).item()
+
+    best = sorted(texts, key=score, reverse=True)
+    assert [tokenizer.decode(f.ids) for f in found] == best[: len(found)]
+    assert len(found) == min(len(best), 100) and found[0].logp == pytest.approx(score(best[0]), abs=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Whatever the options
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    x=st.lists(st.lists(st.integers(0, V), min_size=1, max_size=11), min_size=1, max_size=4),
+    order=st.sampled_from(sorted(sample.ORDERS)),
+    steps=st.integers(1, 12),
+    schedule=st.sampled_from(["linear", "cosine"]),
+    threshold=st.sampled_from([0.0, 0.4, 0.9]),
+    block=st.integers(0, T),
+    remask=st.sampled_from([0.0, 0.3, 1.0]),
+    temperature=st.sampled_from([0.0, 1e-3, 1.0, 100.0]),
+    top_k=st.integers(0, 4),
+    top_p=st.sampled_from([1e-9, 0.5, 1.0]),
+    cfg=st.sampled_from([0.0, 2.0]),
+    end_id=st.sampled_from([None, 2]),
+    ar=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_given_tokens_stay_nothing_is_left_masked_and_a_row_does_not_depend_on_its_batch(
+    world, x, ar, seed, **how
+):
+    width = len(x[0])
+    x = torch.tensor([(row * width)[:width] for row in x])
+    model = Toy(lambda xt: world.random(xt), V, T, objective="ar" if ar else "mdlm")
+    if ar:
+        how["order"] = "left_to_right"
+    run = lambda rows: sample.generate(
+        model, x[rows], generator=FIXED().manual_seed(seed), samples=rows, fill=fill[rows], **how
+    )
+    fill = x == V
+    out = run(torch.arange(len(x)))
+    assert out.shape == x.shape and out.max() < V and out.min() >= 0
+    assert torch.equal(out[~fill], x[~fill])
+    assert torch.equal(out, run(torch.arange(len(x))))
+    if how["block"] == 0 and width <= T:  # with blocks: among rows with the same gaps
+        last = torch.tensor([len(x) - 1])
+        assert torch.equal(out[last], run(last))
+
+
+def test_the_network_is_called_at_most_once_a_step_and_not_when_nothing_is_revealed(world):
+    batches = []
+    model = Toy(lambda xt: batches.append(len(xt)) or world.random(xt), V, T)
+    for order, steps in itertools.product(sample.ORDERS, (1, 3, 50)):
+        batches.clear()
+        *_, last = sample.unmask(model, torch.full((6, T), V), steps=steps, order=order)
+        assert len(batches) <= (1 if order == "one_shot" else steps)
+        assert last.calls.max() <= T and last.calls.sum() == sum(batches)
+    calls = []
+    for threshold in (0.0, 0.35):
+        *_, last = sample.unmask(model, torch.full((50, T), V), order="confidence", threshold=threshold)
+        calls.append(last.calls.double().mean())
+    assert calls[1] < calls[0] == T
+
+
+def test_steps_that_are_watched_add_up_to_the_text(world):
+    model, x = Toy(world.random, V, T), torch.full((30, T), V)
+    before, remasked = x.clone(), 0
+    for step in sample.unmask(model, x, steps=9, order="random", remask=0.5):
+        changed = before != step.x
+        assert torch.equal(changed | (step.remasked & step.revealed), step.revealed | step.remasked)
+        assert len(step.logp) == step.revealed.sum() and (step.x[step.remasked] == V).all()
+        before, remasked = step.x, remasked + step.remasked.sum()
+    assert remasked > 0 and before.max() < V
+
+
+def test_behind_a_drawn_end_there_is_nothing(world):
+    x = torch.full((200, T), V)
+    out = sample.generate(Toy(world.random, V, T), x, generator=FIXED().manual_seed(0), end_id=2)
+    ended = (out == 2).cumsum(1) > 0
+    assert ended.any() and (out[ended] == 2).all()
+    x[:, 3] = 0
+    out = sample.generate(Toy(world.random, V, T), x, generator=FIXED().manual_seed(0), forbid=(2,))
+    assert not (out == 2).any()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The program
+
+
+@pytest.fixture(scope="module", params=["char", "byte", "word", "bpe", "documents", "ar"])
+def run(request, text_file, tmp_path_factory):
+    out = tmp_path_factory.mktemp(request.param)
+    flags = {
+        "documents": ["--separator=\\n\\n"],
+        "ar": ["--objective=ar"],
+        "bpe": ["--tokenizer=bpe", "--vocab_size=400"],
+    }.get(request.param, [f"--tokenizer={request.param}"])
+    flags += [*TINY, "--max_steps=3", "--eval_windows=8"]
+    assert run_mdlm(f"--data={text_file}", *flags, f"--out_dir={out}") == 0
+    return SimpleNamespace(kind=request.param, out=out)
+
+
+@pytest.fixture
+def say(capsys):
+    """Run sample.py in this process: (exit code, standard output, standard error)."""
+
+    def call(run, *args):
+        capsys.readouterr()
+        code = common.run(sample.main, [f"--out_dir={run.out}", "--device=cpu", *args])
+        return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
+
+    return call
+
+
+def test_every_tokenizer_keeps_prompts_and_templates(run, say):
+    r = say(run, "--prompt=The ", "--num_samples=3", "--json=-", "--steps=5")
+    assert r.code == 0, r.err
+    lines = [json.loads(line) for line in r.out.splitlines()]
+    assert len(lines) == 3 and all(d["text"].startswith("The ") for d in lines)
+    assert {"text", "steps", "calls", "seconds", "logprob"} <= lines[0].keys() and lines[0]["logprob"] < 0
+    assert lines[0]["calls"] <= 32
+    longer = say(run, "--prompt=The ", "--length=100", "--json=-")
+    assert longer.code == 0
+    if run.kind in ("char", "ar"):
+        assert len(json.loads(longer.out)["text"]) == 100
+    if run.kind == "ar":
+        return
+    for template in ("To b██ or ██t", "a\nb█\n\nc"):
+        d = json.loads(say(run, f"--infill={template}", "--json=-").out)
+        pieces, at = [p for p in template.split("█") if p], 0
+        for piece in pieces:
+            at = d["text"].index(piece, at) + len(piece)
+        assert d["template"] == template and "█" not in d["text"] and d["text"].endswith(pieces[-1])
+
+
+@pytest.mark.parametrize("run", ["char"], indirect=True)
+class TestCharacters:
+    def test_unknown_gaps_and_candidates(self, run, say):
+        d = json.loads(say(run, "--infill=The [___] of", "--max_gap=3", "--json=-").out)
+        assert d["text"].startswith("The ") and d["text"].endswith(" of") and 1 <= len(d["fills"][0]) <= 3
+        r = say(run, "--infill=The ██ of", "--candidates=4")
+        assert r.code == 0 and len(r.out.splitlines()) == 4 and r.out.count("log p") == 4
+        d = json.loads(say(run, "--infill=The ██ of", "--candidates=4", "--json=-").out)
+        shares, texts = ([c[key] for c in d["candidates"]] for key in ("share", "text"))
+        assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
+        assert len(set(texts)) == 4 and d["text"] == texts[0]
+
+    def test_batch_answers_line_by_line(self, run, say, tmp_path):
+        file = tmp_path / "templates"
+        file.write_text("The ██ of\na [___] b\n█\n", encoding="utf-8")
+        r = say(run, f"--batch={file}", "--max_gap=2")
+        lines = [json.loads(line) for line in r.out.splitlines()]
+        assert [d["template"] for d in lines] == ["The ██ of", "a [___] b", "█"]
+        assert say(run, f"--batch={file}", "--max_gap=2", f"--json={tmp_path}/x").out == ""
+        again = [json.loads(line) for line in (tmp_path / "x").read_text().splitlines()]
+        assert [d["text"] for d in again] == [d["text"] for d in lines]
+        file.write_text("The ██\nThe \u2603 █\n", encoding="utf-8")
+        r = say(run, f"--batch={file}")
+        assert (r.code, r.out) == (2, "") and "line 2" in r.err and "position 4" in r.err
+
+    def test_top_shows_probabilities_and_fills_nothing(self, run, say):
+        r = say(run, "--infill=Th██", "--top=3")
+        assert r.code == 0 and len(r.out.splitlines()) == 2 and r.out.count("%") == 6
+        assert r.out.splitlines()[0].startswith("token    3")
+
+    def test_watch_is_plain_lines_in_a_pipe_and_colour_in_a_terminal(self, run, say):
+        r = say(run, "--infill=Th██ is", "--watch", "--steps=4")
+        assert r.code == 0 and "\x1b" not in r.out + r.err
+        assert r.err.splitlines()[0] == "step 0 of 4: 5 of 7 tokens" and "7 of 7 tokens" in r.err
+        command = [sys.executable, "sample.py", f"--out_dir={run.out}", "--watch", "--steps=4", "--length=30"]
+        main, side = pty.openpty()
+        environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"TERM": "xterm"}
+        p = subprocess.Popen(command, cwd=ROOT, stdout=side, stderr=side, env=environment)
+        os.close(side)
+        shown = b""
+        while True:
+            try:
+                part = os.read(main, 65536)
+            except OSError:  # the other side is closed
+                break
+            if not part:
+                break
+            shown += part
+        assert p.wait(60) == 0 and b"\x1b[" in shown and "░".encode() in shown and b"step 4 of 4" in shown
+
+    def test_templates_come_from_standard_input(self, run):
+        command = [sys.executable, "sample.py", f"--out_dir={run.out}", "--infill=-", "--json=-"]
+        r = subprocess.run(command, cwd=ROOT, input="one\ntw█\n", capture_output=True, text=True)
+        assert r.returncode == 0 and json.loads(r.stdout)["text"].startswith("one\ntw"), r.stderr
+
+    def test_the_page_holds_every_sample(self, run, say, tmp_path):
+        page = tmp_path / "page.html"
+        r = say(run, "--num_samples=2", "--length=20", f"--html={page}", f"--json={tmp_path}/texts")
+        assert r.code == 0, r.err
+        texts = [json.loads(line)["text"] for line in (tmp_path / "texts").read_text().splitlines()]
+        data = page.read_text(encoding="utf-8")
+        assert len(texts) == 2 and all(json.dumps(t[:5])[1:-1] in data for t in texts)
+
+    def test_the_same_seed_gives_the_same_text(self, run, say):
+        shown = [say(run, f"--seed={seed}", "--num_samples=2", "--json=-").out for seed in (1, 1, 2)]
+        texts = [[json.loads(line)["text"] for line in s.splitlines()] for s in shown]
+        assert texts[0] == texts[1] != texts[2] and texts[0][0] != texts[0][1]
+        assert json.loads(say(run, "--seed=1", "--json=-").out)["text"] == texts[0][0]
+
+    @pytest.mark.parametrize(
+        "args, words",
+        [
+            (["--infill=nothing"], ["nothing to fill"]),
+            (["--infill="], ["empty"]),
+            (["--infill=a█", "--prompt=b"], ["contradict"]),
+            (["--infill=ab█\u2603"], ["\u2603", "position 3"]),
+            (["--prompt=\u2603"], ["\u2603", "position 0"]),
+            (["--infill=█" + "a" * 40], ["41 tokens", "32"]),
+            (["--prompt=" + "a" * 40], ["40 tokens", "32", "--length"]),
+            (["--out_dir=nowhere"], ["nowhere", "mdlm.py"]),
+            (["--promt=a"], ["--promt", "--prompt"]),
+            (["--steps=0"], ["steps"]),
+            (["--order=best"], ["best", "ancestral"]),
+            (["--order=one_shot", "--steps=5"], ["one_shot", "steps"]),
+            (["--block=33"], ["33", "32"]),
+            (["--candidates=3"], ["--candidates", "--infill"]),
+            (["--infill=a█", "--candidates=3", "--num_samples=2"], ["contradict"]),
+            (["--infill=a█", "--length=9"], ["contradict"]),
+            (["--cfg=1"], ["--cfg", "--prompt"]),
+            (["--infill=[___]", "--top=2"], ["known length"]),
+            (["--batch=nowhere"], ["nowhere", "cannot be read"]),
+            (["--html=nowhere/x.html"], ["nowhere", "cannot be written"]),
+            (["--json=-", "--watch"], ["contradict"]),
+        ],
+        ids=lambda a: a[0] if a[0].startswith("--") else "",
+    )
+    def test_a_mistake_gets_one_sentence_and_exit_code_2(self, run, say, args, words):
+        r = say(run, *args)
+        assert r.code == 2 and r.out == ""
+        assert r.err.count("\n") == 1 and all(word in r.err for word in words), r.err
+
+
+@pytest.mark.parametrize("run", ["ar"], indirect=True)
+@pytest.mark.parametrize("flag", ["--infill=a█", "--order=random", "--steps=3", "--remask=0.1"])
+def test_an_autoregressive_model_refuses_what_it_cannot(run, say, flag):
+    r = say(run, flag)
+    assert r.code == 2 and "autoregressive" in r.err and r.err.count("\n") == 1
+    assert say(run, "--order=left_to_right", "--length=20").code == 0

@@ -1,8 +1,8 @@
 """The page of `sample.py --html=FILE`: one self-contained file that replays how the text appeared.
 
 The page itself is viewer.html, written by hand; the samples go into it as one JSON object. Whatever a model
-writes stays text there: no "<" of it reaches the HTML parser, the page's script builds the DOM from text nodes
-alone, and a Content-Security-Policy forbids every load.
+writes stays text there: no "<" of it reaches the HTML parser, the page's script builds the DOM from text
+nodes alone, and a Content-Security-Policy forbids every load.
 """
 
 import json
@@ -26,7 +26,8 @@ def write_page(path, samples, settings):
                       token None: masked again; alternatives: up to 5 [token, probability]
     """
     path = Path(path)
-    data = json.dumps(dict(samples=samples, settings=settings), separators=(",", ":"), allow_nan=False)
+    shown = {name: str(value) for name, value in settings.items()}
+    data = json.dumps(dict(samples=samples, settings=shown), separators=(",", ":"), allow_nan=False)
     page = TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", data.translate(ESCAPES))
     try:
         if path.exists() and not path.is_file():  # a folder, or a device, which a rename would replace

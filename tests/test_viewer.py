@@ -1,0 +1,391 @@
+"""The page of --html replays every step as it happened, and whatever a model writes stays text."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT  # noqa: F401 (puts the root on the path)
+
+import common
+import viewer
+
+ATTACK = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> &lt; __DATA__ \u2028'\""
+SETTINGS = {"model": "1.8 M parameters", "temperature": 1.0, "<b>order</b>": ATTACK}
+
+
+def make_sample(title, text, given=(), remask=()):
+    """Positions appear in a scattered order, two a step; those in `remask` also come first, as "?"."""
+    n = len(text)
+    order = sorted((i for i in range(n) if i not in given), key=lambda i: (i * 7919) % 101)
+    frames = [
+        [[i, text[i], 0.5 + i / (3 * n), [[text[i], 0.6], ["\n", 0.3], [" ", 0.1]]] for i in order[k : k + 2]]
+        for k in range(0, len(order), 2)
+    ]
+    frames.insert(0, [[i, "?", 0.125, [["?", 0.125]]] for i in remask])
+    frames.insert(3, [[i, None, 0.0, []] for i in remask])
+    frames.insert(5, [])  # a step that revealed nothing
+    for i in remask:  # last of all, so that it stays masked for many steps
+        frames = [[change for change in f if change[:2] != [i, text[i]]] for f in frames]
+        frames.append([[i, text[i], 1.0, [[text[i], 1.0]]]])
+    return dict(
+        text=text, title=title, given=[i in given for i in range(n)], calls=len(frames), seconds=0.25,
+        tokens=list(text), frames=frames,
+    )  # fmt: skip
+
+
+PIECES = [
+    [[2, "", 0.9, [["", 0.9]]], [3, ",\n", 0.8, []]],
+    [[0, "To", 0.7, []], [1, " was\n", 0.2, []]],
+    [[1, None, 0.1, []], [4, "or", 0.6, []]],
+    [[5, "\n\n", 0.9, []], [1, " be", 1.0, []]],
+]
+SAMPLES = [
+    make_sample("ROMEO:", "ROMEO:\nBut, soft! what light\n\nthrough  yonder ", range(7), remask=(9, 20)),
+    make_sample("hostile " + ATTACK, ATTACK + "\t<b>é, 語, 🙂</b>&amp;"),
+    dict(
+        make_sample("pieces", "abcdef"),
+        tokens=["To", " be", "", ",\n", "or", "\n\n"],
+        text="To be,\nor\n\n",
+        frames=PIECES,
+    ),
+    dict(make_sample("nothing to fill", "given", range(5)), frames=[]),
+    dict(make_sample("empty", ""), frames=[]),
+]
+
+
+def replay(sample):
+    """What is visible before the first step and after each one."""
+    shown = [t if g else "█" for t, g in zip(sample["tokens"], sample["given"], strict=True)]
+    texts = ["".join(shown)]
+    for frame in sample["frames"]:
+        for position, token, *_ in frame:
+            shown[position] = "█" if token is None else token
+        texts.append("".join(shown))
+    return texts
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The file
+
+
+class Scripts(HTMLParser):
+    """The scripts of a page, and its policy, as an HTML parser sees them."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found, self.tags, self.policy = [], [], ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag == "script":
+            self.found.append("")
+        if dict(attrs).get("http-equiv") == "Content-Security-Policy":
+            self.policy = dict(attrs)["content"]
+
+    def handle_data(self, data):
+        if self.tags and self.tags[-1] == "script":
+            self.found[-1] += data
+
+
+def test_the_page_holds_exactly_the_samples_whatever_they_contain(tmp_path):
+    hostile = [*SAMPLES, dict(SAMPLES[3], text="\udc80\x00\ud83d", title="half a character")]
+    viewer.write_page(tmp_path / "page.html", hostile, SETTINGS)
+    page = Scripts((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert len(page.found) == page.tags.count("script") == 2 and "img" not in page.tags
+    data = json.loads(page.found[0])
+    assert data["samples"] == hostile
+    assert data["settings"] == {**SETTINGS, "temperature": "1.0"}
+
+
+def test_the_page_loads_nothing(tmp_path):
+    viewer.write_page(str(tmp_path / "page.html"), SAMPLES[:1], {})
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert not re.search(r"\w+://|@import|url\((?!#)|<link|\bsrc=|\bfetch\(|innerHTML|XMLHttpRequest", text)
+    policy = Scripts(text).policy
+    assert "default-src 'none'" in policy and "http" not in policy
+    assert len(text) < 40_000  # the page itself is small; the rest is the samples
+
+
+def test_a_file_that_cannot_be_written_is_refused_in_one_sentence(tmp_path, capsys):
+    os.mkdir(tmp_path / "folder")
+    places = [tmp_path / "missing" / "page.html", tmp_path / "folder", ""]
+    if hasattr(os, "mkfifo"):  # a rename would replace it
+        os.mkfifo(tmp_path / "pipe")
+        places.append(tmp_path / "pipe")
+    for path in places:
+        assert common.run(lambda argv: viewer.write_page(*argv), [path, SAMPLES, {}]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "cannot be written" in said and "give a file" in said
+    assert not list(tmp_path.glob("**/.mdlm*")) and not (tmp_path / "pipe").is_file()
+
+
+def test_a_page_replaces_the_one_before_it(tmp_path):
+    for title in ("first", "second"):
+        viewer.write_page(tmp_path / "page.html", [dict(SAMPLES[0], title=title)], {})
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "second" in text and '"title":"first"' not in text and len(list(tmp_path.iterdir())) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The page in a browser, by the WebDriver protocol (w3.org/TR/webdriver2)
+
+CHROME = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+KEYS = dict(left="\ue012", up="\ue013", right="\ue014", down="\ue015", end="\ue010", home="\ue011",
+            escape="\ue00c", shift="\ue008", tab="\ue004", space=" ")  # fmt: skip
+
+
+class Browser:
+    """A headless Chromium; every command is one HTTP request to chromedriver."""
+
+    def __init__(self, driver):
+        self.http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self.process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True)
+        lines = iter(self.process.stdout.readline, "")
+        port = next(m[1] for line in lines if (m := re.search(r"successfully on port (\d+)", line)))
+        self.url = f"http://127.0.0.1:{port}/session"
+        options = dict(binary=CHROME, args=["--headless=new", "--no-sandbox", "--disable-gpu"])
+        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        session = self.call("", capabilities=dict(alwaysMatch=wanted))
+        self.url += "/" + session["sessionId"]
+
+    def call(self, command, method="POST", **body):
+        request = urllib.request.Request(self.url + command, method=method)
+        if method == "POST":
+            request.data = json.dumps(body).encode()
+        with self.http.open(request, timeout=60) as answer:
+            return json.load(answer)["value"]
+
+    def js(self, code):
+        return self.call("/execute/sync", script=f"return {code}", args=[])
+
+    def emulate(self, **features):
+        features = [dict(name=k.replace("_", "-"), value=v) for k, v in features.items()]
+        self.call("/goog/cdp/execute", cmd="Emulation.setEmulatedMedia", params=dict(features=features))
+
+    def size(self, width, height):
+        metrics = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call("/goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=metrics)
+
+    def press(self, *names, hold=None):
+        strokes = [dict(type=t, value=KEYS[name]) for name in names for t in ("keyDown", "keyUp")]
+        if hold:
+            strokes = [dict(type="keyDown", value=KEYS[hold]), *strokes, dict(type="keyUp", value=KEYS[hold])]
+        self.call("/actions", actions=[dict(type="key", id="keyboard", actions=strokes)])
+
+    def mouse(self, selector, dx=0, click=False):
+        """Move the mouse to the middle of an element, and dx pixels to the right of it."""
+        box = self.js(f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()")
+        x, y = round(box["x"] + box["width"] / 2 + dx), round(box["y"] + box["height"] / 2)
+        moves = [dict(type="pointerMove", duration=0, x=x, y=y)]
+        if click:
+            moves += [dict(type="pointerDown", button=0), dict(type="pointerUp", button=0)]
+        pointer = dict(type="pointer", id="mouse", parameters=dict(pointerType="mouse"), actions=moves)
+        self.call("/actions", actions=[pointer])
+
+    def close(self):
+        with contextlib.suppress(OSError):
+            self.call("", method="DELETE")
+        self.process.terminate()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    driver = shutil.which("chromedriver")
+    if not (driver and CHROME):
+        pytest.skip("no chromium and chromedriver here; Debian: apt install chromium chromium-driver")
+    b = Browser(driver)
+    yield b
+    b.close()
+
+
+@pytest.fixture
+def page(browser, tmp_path):
+    """The page of SAMPLES, freshly opened; afterwards: no error, no dialog, no request."""
+    viewer.write_page(tmp_path / "page.html", SAMPLES, SETTINGS)
+    browser.size(1200, 750)
+    browser.emulate(prefers_color_scheme="light", prefers_reduced_motion="no-preference")
+    browser.call("/url", url=(tmp_path / "page.html").as_uri())
+    yield browser
+    with pytest.raises(urllib.error.HTTPError, match="404"):  # "no such alert"
+        browser.call("/alert/text", method="GET")
+    assert browser.call("/se/log", type="browser") == []
+    assert browser.js("performance.getEntriesByType('resource').length") == 0
+
+
+def texts(page, order):
+    return page.js(f"{json.dumps(order)}.map(s => {{ mdlm.go(s); return mdlm.text(); }})")
+
+
+def state(page):
+    slider = "Number(document.querySelector('#slider').value)"
+    return SimpleNamespace(
+        **page.js(f"({{step: mdlm.step, text: mdlm.text(), playing: mdlm.playing, slider: {slider}}})")
+    )
+
+
+def wait(page, condition):
+    script = (
+        f"const timer = setInterval(() => {{ if ({condition}) {{ clearInterval(timer); done(); }} }}, 10)"
+    )
+    page.call("/execute/async", script=f"const done = arguments[arguments.length - 1]; {script}", args=[])
+
+
+def test_every_frame_is_the_replay_however_it_is_reached(page):
+    for i, sample in enumerate(SAMPLES):
+        want = replay(sample)
+        assert want[-1] == sample["text"]
+        page.js(f"mdlm.sample({i})")
+        assert page.js("mdlm.steps") == len(sample["frames"])
+        steps = list(range(len(want)))
+        assert texts(page, steps) == want
+        assert texts(page, steps[::-1]) == want[::-1]
+        scattered = sorted(steps, key=lambda s: (s * 7919) % 31)
+        assert texts(page, scattered) == [want[s] for s in scattered]
+        assert texts(page, [-1, 10**6]) == [want[0], want[-1]]
+    assert "█" in replay(SAMPLES[0])[10] and "?" in replay(SAMPLES[0])[1]  # something was masked again
+
+
+def test_what_is_shown_is_in_the_document_and_attacks_stay_text(page):
+    page.js("mdlm.sample(1)")
+    page.js("mdlm.go(1e6)")
+    assert page.js("document.querySelector('#text').textContent") == SAMPLES[1]["text"]
+    assert page.js("document.scripts.length") == 2
+    assert page.js("document.querySelectorAll('img, #text b, #facts b, nav b').length") == 0
+    assert page.js("[...document.querySelectorAll('#facts dd')].map(d => d.textContent)") == [
+        "1.8 M parameters", "1.0", ATTACK]  # fmt: skip
+    page.js("mdlm.sample(0)")
+    page.js("mdlm.go(0)")
+    assert page.js("document.querySelectorAll('.mask').length") == replay(SAMPLES[0])[0].count("█")
+    assert page.js("document.querySelector('#text').textContent") == "ROMEO:\n"  # a mask hides no text
+
+
+def test_the_slider_moves_by_mouse_and_the_text_follows(page):
+    n, want = len(SAMPLES[0]["frames"]), replay(SAMPLES[0])
+    assert state(page).__dict__ == dict(step=0, text=want[0], playing=False, slider=0)
+    page.mouse("#slider", click=True)
+    now = state(page)
+    assert abs(now.step - n / 2) <= 1 and now.slider == now.step and now.text == want[now.step]
+
+
+def test_the_keyboard_steps_plays_and_changes_the_sample(page):
+    want = replay(SAMPLES[0])
+    page.press("right", "right", "right")
+    assert (state(page).step, state(page).text) == (3, want[3])
+    page.press("left")
+    assert (state(page).step, state(page).slider, state(page).text) == (2, 2, want[2])
+    page.press("end")
+    assert state(page).text == want[-1]
+    page.press("space")  # at the end: from the beginning
+    assert state(page).playing and state(page).step < len(want) - 1
+    page.press("space")
+    assert not state(page).playing
+    page.press("home", "down")
+    assert state(page).text == replay(SAMPLES[1])[0]
+    page.press("up", "up", "right")
+    assert state(page).text == ""  # from the first to the last, which is empty, and nothing breaks
+    page.press("right", "space", "space", "tab", "escape")
+    page.press("right", hold="shift")
+
+
+def test_play_runs_to_the_last_step_and_stops(page):
+    page.js("mdlm.sample(2)")
+    page.mouse("#play", click=True)
+    assert state(page).playing
+    wait(page, "!mdlm.playing")
+    assert state(page).step == len(SAMPLES[2]["frames"])
+    page.press("space", "space")  # the mouse left the keyboard free: the button is not pressed once more
+    assert not state(page).playing
+
+
+def test_nothing_moves_while_it_plays(page):
+    places = "[...document.querySelectorAll('.t')].map(t => [t.getBoundingClientRect().x, t.offsetTop])"
+    for i in (0, 1):
+        page.js(f"mdlm.sample({i})")
+        page.js("mdlm.go(0)")
+        first = page.js(places)
+        page.js("mdlm.go(1e6)")
+        last = page.js(places)
+        assert first == [[pytest.approx(x, abs=0.1), y] for x, y in last]
+    page.js("mdlm.sample(0)")
+    lines = len({y for _, y in page.js(places)})
+    assert lines == SAMPLES[0]["text"].count("\n") + 1  # each newline breaks the line, an empty line too
+
+
+def test_the_tooltip_tells_confidence_and_alternatives(page):
+    tip = "(document.querySelector('#tip').hidden ? null : document.querySelector('#tip').innerText)"
+    page.js("mdlm.go(1)")
+    assert page.js(tip) is None
+    page.mouse("[data-p='9']")
+    assert re.sub(r"\s+", " ", page.js(tip)) == "? step 1, confidence 13 % ? 13 %"
+    page.press("right", "right", "right")  # it stays open and follows: masked again
+    assert page.js(tip) == "masked again in step 4"
+    page.mouse("[data-p='2']")
+    assert re.sub(r"\s+", " ", page.js(tip)) == "M given"
+    page.press("escape")
+    assert page.js(tip) is None
+    page.js("mdlm.go(1e6)")
+    page.press("right", "right", hold="shift")
+    assert page.js("document.querySelector('.cursor').dataset.p") == "1"
+    page.mouse("[data-p='10']", click=True)
+    assert re.sub(r"\s+", " ", page.js(tip)).endswith("60 % ↵ 30 % ␣ 10 %")
+    page.mouse("#where")
+    assert page.js(tip) is None
+
+
+CONTRAST = """(() => {
+  mdlm.sample(0); mdlm.go(1e6);
+  document.querySelectorAll(".t").forEach(t => t.classList.remove("fresh"));
+  const pen = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
+  const luminance = colour => {
+    pen.fillStyle = colour;
+    pen.fillRect(0, 0, 1, 1);
+    const [r, g, b] = [...pen.getImageData(0, 0, 1, 1).data].map(
+      v => v / 255 <= .04045 ? v / 255 / 12.92 : ((v / 255 + .055) / 1.055) ** 2.4);
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const paper = luminance(getComputedStyle(document.body).backgroundColor);
+  return [...document.querySelectorAll(".t, dt, #notes")].map(t => luminance(getComputedStyle(t).color)).map(
+    y => (Math.max(y, paper) + .05) / (Math.min(y, paper) + .05));
+})()"""
+
+
+def test_both_themes_are_legible_at_every_step(page):
+    page.emulate(prefers_reduced_motion="reduce", prefers_color_scheme="light")  # at once the final colours
+    light = page.js(CONTRAST)
+    page.emulate(prefers_reduced_motion="reduce", prefers_color_scheme="dark")
+    wait(page, "document.documentElement.dataset.theme === 'dark'")
+    dark = page.js(CONTRAST)
+    assert min(light) >= 4.5 and min(dark) >= 4.5  # AA of WCAG 2.2
+    assert len(set(light)) > 15 and light != dark
+    background = "getComputedStyle(document.body).backgroundColor"
+    before = page.js(background)
+    page.mouse("#theme", click=True)
+    assert page.js(background) != before
+
+
+def test_motion_stops_where_the_reader_asks_for_it_and_a_phone_needs_no_scrolling_sideways(page):
+    moving = "getComputedStyle(document.querySelector('.t')).transitionDuration"
+    assert "0.45s" in page.js(moving)
+    page.emulate(prefers_reduced_motion="reduce")
+    assert "0.45s" not in page.js(moving)
+    for width in (320, 390):
+        page.size(width, 800)
+        for i in range(len(SAMPLES)):
+            page.js(f"mdlm.sample({i})")
+            assert page.js("document.documentElement.scrollWidth") <= width
+
+
+if __name__ == "__main__":  # a page to look at
+    viewer.write_page(sys.argv[1], SAMPLES, SETTINGS)

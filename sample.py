@@ -456,12 +456,12 @@ def top_tokens(model, tokenizer, parts, device, n):
 def sampled(model, tokenizer, parts, options, how, device, pages):
     """Draw --num_samples fills of parts whose lengths are known: yields (texts, facts), adds to pages."""
     ids, mask = to_ids(parts, tokenizer, model.mask_id), model.mask_id
-    n = options.num_samples
+    n, steps = options.num_samples, ids.count(mask) if model.config.objective == "ar" else how["steps"]
     for part in [slice(i, i + 1) for i in range(n)] if options.watch else groups(model, n):
         began, samples = time.monotonic(), torch.arange(part.start, part.stop)
         x = torch.tensor(ids, device=device).repeat(len(samples), 1)
         logp = torch.zeros(x.shape, dtype=torch.float64)
-        watch = viewer.Watch(tokenizer, x[0], mask, how["steps"]) if options.watch else None
+        watch = viewer.Watch(tokenizer, x[0], mask, steps) if options.watch else None
         films = [viewer.Film(row, mask) for row in x] if options.html else []
         for step in unmask(model, x, seed=options.seed, samples=samples, **how):
             step = Step(step.number, *(part.cpu() for part in step[1:]))
@@ -474,11 +474,12 @@ def sampled(model, tokenizer, parts, options, how, device, pages):
                 film.add(*of_row)
         seconds = (time.monotonic() - began) / len(samples)
         for row, total, calls in zip(step.x.tolist(), logp.sum(1).tolist(), step.calls.tolist()):
-            facts, texts = (dict(steps=how["steps"], calls=calls, seconds=seconds, logprob=total),
+            facts, texts = (dict(steps=steps, calls=calls, seconds=seconds, logprob=total),
                             to_texts(parts, row, tokenizer))
             if films:
-                pages.append(films.pop(0).page(tokenizer, row, calls=calls, seconds=seconds,
-                                               text="".join(t for t, _ in texts)))
+                pages.append(films.pop(0).page(
+                    tokenizer, row, text="".join(t for t, _ in texts), title=f"sample {len(pages) + 1}",
+                    calls=calls, seconds=round(seconds, 2)))
             yield texts, facts
 
 

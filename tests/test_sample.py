@@ -295,12 +295,13 @@ def say(capsys):
 
 
 def test_every_tokenizer_keeps_prompts_and_templates(run, say):
-    r = say(run, "--prompt=The ", "--num_samples=3", "--json=-", "--steps=5")
+    steps = [] if run.kind == "ar" else ["--steps=5"]
+    r = say(run, "--prompt=The ", "--num_samples=3", "--json=-", *steps)
     assert r.code == 0, r.err
     lines = [json.loads(line) for line in r.out.splitlines()]
     assert len(lines) == 3 and all(d["text"].startswith("The ") for d in lines)
     assert {"text", "steps", "calls", "seconds", "logprob"} <= lines[0].keys() and lines[0]["logprob"] < 0
-    assert lines[0]["calls"] <= 32
+    assert lines[0]["calls"] <= lines[0]["steps"] <= 32
     longer = say(run, "--prompt=The ", "--length=100", "--json=-")
     assert longer.code == 0
     if run.kind in ("char", "ar"):

@@ -548,11 +548,11 @@ def load(path="out", device="cpu", kernel="auto"):
     folder = common.find_checkpoint(path)
     config, tokenizer = (common.read_fields(Config, folder / "config.json", check),
                          text.tokenizer_from_json(folder / "tokenizer.json"))
-    with torch.device("meta"):  # shapes are compared before any memory is taken
-        expected = Model(config, tokenizer.vocab_size, None).state_dict()
-    weights = common.read_tensors(folder / "model.safetensors", expected)
+    size = 4 * config.n_embd * (12 * config.n_layer * config.n_embd + tokenizer.vocab_size)
+    if size > (folder / "model.safetensors").stat().st_size:  # before memory is taken for it
+        raise Refusal(f"{folder}/model.safetensors does not fit its config: it is too small; train anew")
     model = Model(config, tokenizer.vocab_size, kernels.select(kernel, device))
-    model.load_state_dict(weights)
+    model.load_state_dict(common.read_tensors(folder / "model.safetensors", model.state_dict()))
     return model.to(device).eval(), tokenizer, config
 
 

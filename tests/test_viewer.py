@@ -155,8 +155,11 @@ class Browser:
         self.url = f"http://127.0.0.1:{port}/session"
         options = dict(binary=CHROME, args=["--headless=new", "--no-sandbox", "--disable-gpu"])
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        session = self.call("", capabilities=dict(alwaysMatch=wanted))
-        self.url += "/" + session["sessionId"]
+        try:
+            self.url += "/" + self.call("", capabilities=dict(alwaysMatch=wanted))["sessionId"]
+        except OSError:
+            self.process.terminate()
+            raise
 
     def call(self, command, method="POST", **body):
         request = urllib.request.Request(self.url + command, method=method)

@@ -57,7 +57,7 @@ SAMPLES = [
         text="To be,\nor\n\n",
         frames=PIECES,
     ),
-    dict(make_sample("nothing to fill", "given", range(5)), frames=[]),
+    dict(make_sample("nothing to fill", "given" * 20, range(100)), frames=[]),
     dict(make_sample("empty", ""), frames=[]),
 ]
 
@@ -155,8 +155,11 @@ class Browser:
         self.url = f"http://127.0.0.1:{port}/session"
         options = dict(binary=CHROME, args=["--headless=new", "--no-sandbox", "--disable-gpu"])
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        session = self.call("", capabilities=dict(alwaysMatch=wanted))
-        self.url += "/" + session["sessionId"]
+        try:
+            self.url += "/" + self.call("", capabilities=dict(alwaysMatch=wanted))["sessionId"]
+        except OSError:
+            self.process.terminate()
+            raise
 
     def call(self, command, method="POST", **body):
         request = urllib.request.Request(self.url + command, method=method)
@@ -305,8 +308,9 @@ def test_play_runs_to_the_last_step_and_stops(page):
     assert state(page).playing
     wait(page, "!mdlm.playing")
     assert state(page).step == len(SAMPLES[2]["frames"])
-    page.press("space", "space")  # the mouse left the keyboard free: the button is not pressed once more
-    assert not state(page).playing
+    page.mouse("nav button", click=True)
+    page.press("home", "space")  # the mouse left the keyboard free: space does not press that button again
+    assert state(page).playing
 
 
 def test_nothing_moves_while_it_plays(page):
@@ -327,13 +331,18 @@ def test_the_tooltip_tells_confidence_and_alternatives(page):
     tip = "(document.querySelector('#tip').hidden ? null : document.querySelector('#tip').innerText)"
     page.js("mdlm.go(1)")
     assert page.js(tip) is None
-    page.mouse("[data-p='9']")
+    page.mouse("#where")
+    page.press(*["right"] * 10, hold="shift")
     assert re.sub(r"\s+", " ", page.js(tip)) == "? step 1, confidence 13 % ? 13 %"
     page.press("right", "right", "right")  # it stays open and follows: masked again
     assert page.js(tip) == "masked again in step 4"
     page.mouse("[data-p='2']")
     assert re.sub(r"\s+", " ", page.js(tip)) == "M given"
     page.press("escape")
+    assert page.js(tip) is None
+    page.press("tab", "tab", "tab", "tab", "tab", "tab", "tab")  # the theme, five samples, the text
+    assert page.js("document.activeElement.id") == "text" and "given" in page.js(tip)
+    page.press("tab")
     assert page.js(tip) is None
     page.js("mdlm.go(1e6)")
     page.press("right", "right", hold="shift")
@@ -369,6 +378,8 @@ def test_both_themes_are_legible_at_every_step(page):
     dark = page.js(CONTRAST)
     assert min(light) >= 4.5 and min(dark) >= 4.5  # AA of WCAG 2.2
     assert len(set(light)) > 15 and light != dark
+    page.call("/refresh")
+    assert page.js("document.documentElement.dataset.theme") == "dark"
     background = "getComputedStyle(document.body).backgroundColor"
     before = page.js(background)
     page.mouse("#theme", click=True)

@@ -101,7 +101,7 @@ class Film:
         frames = [[[i, None if t is None else tokens[i] if t == ids[i] else name(t), round(p, 4),
                     [[name(v), round(q, 4)] for v, q in others]] for i, t, p, others in frame if i < n]
                   for frame in self.frames]
-        return facts | dict(tokens=tokens, given=self.given[:n], frames=[f for f in frames if f])
+        return facts | dict(tokens=tokens, given=self.given[:n], frames=frames)
 
 
 TEMPLATE = Path(__file__).with_name("viewer.html")

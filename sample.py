@@ -118,6 +118,10 @@ def draw(logits, u, temperature, top_k, top_p):
     """
     if temperature == 0:
         return logits.argmax(-1)
+    if logits.numel() > 1 << 24:  # in float64 this is 128 MiB, a few times over
+        few = max(1, (1 << 24) // logits.shape[1])
+        parts = zip(logits.split(few), u.split(few))
+        return torch.cat([draw(*part, temperature, top_k, top_p) for part in parts])
     p = torch.softmax((logits - logits.amax(-1, keepdim=True)).double() / temperature, -1)
     if top_k or top_p < 1:
         sorted_p, token = p.sort(dim=-1, descending=True, stable=True)
@@ -244,9 +248,9 @@ def unmask(model, x, steps=64, order="ancestral", schedule="linear", threshold=0
 
 
 def groups(model, B):
-    """Slices of a batch of B that bound the memory: 2^15 tokens, 2^27 logits at a time."""
+    """Slices of a batch of B that bound the memory: 2^15 tokens, 2^26 logits at a time."""
     L = model.config.block_size
-    n = max(1, min((1 << 15) // L, (1 << 27) // (L * model.vocab_size)))
+    n = max(1, min((1 << 15) // L, (1 << 26) // (L * model.vocab_size)))
     return [slice(i, min(i + n, B)) for i in range(0, B, n)]
 
 

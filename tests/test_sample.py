@@ -418,6 +418,46 @@ class TestCharacters:
         assert r.err.count("\n") == 1 and all(word in r.err for word in words), r.err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("vocabulary", [65, 50_257])
+def test_memory_is_bounded_for_256_samples_of_1024_tokens(vocabulary, tmp_path):
+    """Peak memory of the whole program, at the widest: all positions in one step, and by confidence."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(a, b) for a in letters for b in letters][: vocabulary - 256] if vocabulary > 256 else []
+    vocab = {token: i for i, token in enumerate([*letters, *(a + b for a, b in merges)])}
+    bpe = Tokenizer(models.BPE(vocab, merges))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = text.Tokenizer("bpe", bpe.to_str()) if merges else text.Tokenizer("char", letters[:65])
+    assert tokenizer.vocab_size == vocabulary
+    config = sample.mdlm.Config(
+        n_layer=1, n_head=2, n_embd=64, block_size=1024, dropout=0.0, preset="cpu", out_dir=str(tmp_path)
+    )
+    model = sample.mdlm.Model(config, vocabulary, None)
+    sample.mdlm.save(config, tokenizer, model.state_dict(), [], {}, dict(step=1))
+    program = (
+        "import resource, sys; sys.argv[0] = 'sample.py'; import common, sample\n"
+        "code = common.run(sample.main, sys.argv[1:])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, file=sys.stderr); sys.exit(code)"
+    )
+    for how in (["--order=one_shot"], ["--order=confidence", "--steps=2"]):
+        command = [
+            sys.executable,
+            "-c",
+            program,
+            f"--out_dir={tmp_path}",
+            "--num_samples=256",
+            "--json=-",
+            *how,
+        ]
+        r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert r.returncode == 0 and len(r.stdout.splitlines()) == 256, r.stderr
+        peak = float(r.stderr.split()[-1])
+        print(f"vocabulary {vocabulary}, {how[0]}: peak {peak:.2f} GiB")
+        assert peak < 3
+
+
 @pytest.mark.parametrize("run", ["ar"], indirect=True)
 @pytest.mark.parametrize("flag", ["--infill=a█", "--order=random", "--steps=3", "--remask=0.1"])
 def test_an_autoregressive_model_refuses_what_it_cannot(run, say, flag):

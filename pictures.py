@@ -1,5 +1,6 @@
 """What eval.py shows: single texts, and PNGs readable in print. matplotlib is imported only to draw."""
 
+import contextlib
 import json
 import math
 import sys
@@ -26,9 +27,9 @@ def pieces(tokenizer, ids):
 
 def forward_process(model, tokenizer, windows):
     """A line of text at t = 0, 0.2 ... 1: its pieces, t (6,), which tokens are masked (6, n)."""
-    lines = (s for w in windows[:64].tolist() for s in tokenizer.decode(w).split("\n")[1:-1])
-    line = next((s for s in lines if 32 <= len(s) <= 56), None)  # that fits on the page; ids have no lines
-    ids = torch.tensor(tokenizer.encode(line) if line else windows[0, :24].tolist(), device=windows.device)
+    lines = (s for w in windows[:16].tolist() for s in tokenizer.decode(w).split("\n")[1:-1])
+    line = max((s for s in lines if len(s) <= 56), key=len, default="")  # that fits on the page
+    ids = torch.tensor(tokenizer.encode(line) or windows[0, :24].tolist(), device=windows.device)
     t = torch.arange(6, device=windows.device) / 5
     return pieces(tokenizer, ids.tolist()), t, mask(model, ids.expand(6, -1), t) == model.mask_id
 
@@ -53,16 +54,24 @@ def predict(model, tokenizer, x0):
 # ------------------------------------------------------------------------------------------------------------
 # Pictures
 
+
 # Colours that the colour-blind tell apart (Okabe and Ito, 2008).
 BLUE, RED, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666"
 
 
-def figure(width, height, *grid, **options):
-    """A matplotlib figure and its axes, or a Refusal if matplotlib is missing."""
+def can_draw():
+    """Whether matplotlib is there; where it is not, a sentence says so."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise Refusal("no pictures without matplotlib: pip install matplotlib, or --pictures=none") from None
+        print("no pictures: they need matplotlib; pip install matplotlib", file=sys.stderr)
+        return False
+    return True
+
+
+def figure(width, height, *grid, **options):
+    """A matplotlib figure of inches, and its axes."""
+    from matplotlib.figure import Figure
     fig = Figure((width, height), dpi=150, layout="constrained")
     axes = fig.subplots(*grid, **options)
     for ax in fig.axes:
@@ -72,12 +81,14 @@ def figure(width, height, *grid, **options):
 
 
 def read_log(out_dir):
-    """The records of a run's log.jsonl."""
-    try:
-        lines = (Path(out_dir) / "log.jsonl").read_text(encoding="utf-8").splitlines()
-        return [r for r in map(json.loads, lines) if isinstance(r, dict) and "step" in r]
-    except (OSError, ValueError) as e:
-        raise Refusal(f"{out_dir} has no log.jsonl that can be read ({e}); name a run of mdlm.py") from None
+    """The records of a run's log.jsonl, a list of dicts."""
+    records, path = [], Path(out_dir) / "log.jsonl"
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):  # a line that a crash cut off
+            records.append(json.loads(line))
+    if not all(isinstance(r, dict) and "step" in r for r in records) or not records:
+        raise Refusal(f"{path} is no log of a run; name the folder of one that mdlm.py trained")
+    return records
 
 
 def validations(log):
@@ -93,12 +104,10 @@ def plot_losses(out_dirs, path):
     sentence says so and nothing is drawn. Raises Refusal for a run without a log.
     """
     logs, several = [read_log(out_dir) for out_dir in out_dirs], len(out_dirs) > 1
-    try:
-        fig, grid = figure(*(9.5, 5.2, 2, 2) if several else (7, 4.2, 1, 1), squeeze=False, sharex="col",
-                           sharey="row", height_ratios=[4, 1] if several else [1])
-    except Refusal as e:
-        print(e, file=sys.stderr)
+    if not can_draw():
         return
+    fig, grid = figure(*(9.5, 5.2, 2, 2) if several else (7, 4.2, 1, 1), squeeze=False, sharex="col",
+                       sharey="row", height_ratios=[4, 1] if several else [1])
     for column, x in enumerate(("step", "seconds") if several else ("step",)):
         for i, (out_dir, log) in enumerate(zip(out_dirs, logs)):
             style, ax = dict(color=(BLUE, RED, GREEN, PURPLE, GREY)[i % 5]), grid[0, column]
@@ -143,7 +152,7 @@ def plot_confidence(r, path):
     """Mean confidence and accuracy by position; accuracy by confidence."""
     fig, (left, right) = figure(8.5, 3.4, 1, 2, width_ratios=[1.5, 1])
     for name, color, style in (("confidence", BLUE, "-"), ("accuracy", RED, "--")):
-        left.plot([math.nan if v is None else v for v in r["by_position"][name]], style, color=color, lw=1.2,
+        left.plot([math.nan if v is None else v for v in r["by_position"][name]], style, color=color, lw=1,
                   label=name)
     left.set(xlabel="position in the window", ylabel="mean over masked tokens", ylim=(0, None))
     left.legend(frameon=False, fontsize=9, loc="lower right")
@@ -163,7 +172,7 @@ INCH, LINE = 0.09, 0.2  # the width of a character and the height of a line
 
 
 def page(columns, lines, more=()):
-    """A figure whose first axes are a grid of monospaced characters; `more` axes of these widths beside it."""
+    """A figure whose first axes are a grid of monospaced characters; beside it axes of the widths `more`."""
     fig, axes = figure(columns * INCH + sum(more), lines * LINE, 1, 1 + len(more), squeeze=False,
                        width_ratios=[columns * INCH, *more])
     axes[0, 0].set(xlim=(0, columns), ylim=(lines - 0.5, -0.5))

@@ -253,7 +253,7 @@ def tour(r, forward, cells, log, out_dir):
     right = sum(guess == s for guess, s in hidden)
     shown = [s if not hidden else paint(guess, "1;34" if guess == s else "1;31") if colours else
              guess if guess == s else f"[{guess}/{s}]" for s, hidden, guess, _ in cells]
-    shown = [words + "\n" * (cell[0] == "↵") for words, cell in zip(shown, cells)]
+    shown = [words + "\n" * cell[0].endswith("↵") for words, cell in zip(shown, cells)]
     yield ("Back in one step",
            "The model sees half of this text and predicts all the rest at once; "
            + ("right is blue, wrong is red." if colours else "[predicted/true] where it is wrong."),
@@ -265,8 +265,7 @@ def tour(r, forward, cells, log, out_dir):
     yield ("Confidence",
            "At the edges of a window a token has neighbours on one side only; and a model that is calibrated "
            "is right as often as it is confident.",
-           f"first position {sure[0]:.3f}, middle half {sure[len(sure) // 4:-(len(sure) // 4)].mean():.3f}, "
-           f"last position {sure[-1]:.3f}\n" + calibration_line(r))
+           f"first position {sure[0]:.3f}, last position {sure[-1]:.3f}\n" + calibration_line(r))
     yield ("One number",
            "The cross-entropy averaged over all mask rates is a bound on the likelihood: the NELBO.",
            likelihood(r))

@@ -9,14 +9,18 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+import kernels
 import mdlm
 from common import Refusal
 
 
-def mask(model, x0, level):
-    """x0 (B, T) masked by level (B,): counts, or rates if it is floating. Where rows are the same text, a
-    higher level masks what a lower one does, too: they are moments of one forward process."""
-    return model.ops.mask_tokens(x0, level, model.mask_id, 0x7EA7, 0, torch.zeros_like(level).long())[0]
+def mask(x0, level, mask_id):
+    """x0 (B, T) masked by level (B,): counts, or rates if it is floating; on the CPU.
+
+    All rows have the same random words. Where they are the same text, a higher level masks what a lower one
+    does, and more: they are moments of one forward process.
+    """
+    return kernels.mask_tokens_ref(x0.cpu(), level, mask_id, 0x7EA7, 0, torch.zeros_like(level).long())[0]
 
 
 def pieces(tokenizer, ids):
@@ -29,9 +33,9 @@ def forward_process(model, tokenizer, windows):
     """A line of text at t = 0, 0.2 ... 1: its pieces, t (6,), which tokens are masked (6, n)."""
     lines = (s for w in windows[:16].tolist() for s in tokenizer.decode(w).split("\n")[1:-1])
     line = max((s for s in lines if len(s) <= 56), key=len, default="")  # that fits on the page
-    ids = torch.tensor(tokenizer.encode(line) or windows[0, :24].tolist(), device=windows.device)
-    t = torch.arange(6, device=windows.device) / 5
-    return pieces(tokenizer, ids.tolist()), t, mask(model, ids.expand(6, -1), t) == model.mask_id
+    ids = torch.tensor(tokenizer.encode(line) or windows[0, :24].tolist())
+    t = torch.arange(6) / 5
+    return pieces(tokenizer, ids.tolist()), t, mask(ids.expand(6, -1), t, model.mask_id) == model.mask_id
 
 
 @torch.no_grad()
@@ -42,7 +46,7 @@ def predict(model, tokenizer, x0):
     """
     ar, x0 = model.config.objective == "ar", x0[None]
     xt = (mdlm.shift_right(x0, model.mask_id) if ar else
-          mask(model, x0, torch.tensor([max(1, x0.shape[1] // 2)], device=x0.device)))
+          mask(x0, torch.tensor([max(1, x0.shape[1] // 2)]), model.mask_id).to(x0.device))
     p, guess = F.linear(model.features(xt), model.head_weight()).float().softmax(-1).max(-1)
     masked = torch.ones_like(x0, dtype=torch.bool) if ar else xt == model.mask_id
     cells = list(zip(pieces(tokenizer, x0[0].tolist()), masked[0].tolist(),
@@ -221,7 +225,7 @@ def plot_predictions(cells, path):
             x, y = 0, y + 2
         places.append((x, y, width))
         x += width
-        if text == "↵" and i + 1 < len(cells) and cells[i + 1][0] != "↵":  # empty lines would waste the page
+        if text.endswith("↵") and cells[min(i + 1, len(cells) - 1)][0] != "↵":  # empty lines would waste the page
             x, y = 0, y + 2
     fig, (ax,) = page(max(66, *(x + width for x, _, width in places)), y + 4)
     for (x, at, _), (text, masked, guess, p) in zip(places, cells):

@@ -225,7 +225,7 @@ def plot_predictions(cells, path):
             x, y = 0, y + 2
         places.append((x, y, width))
         x += width
-        if text.endswith("↵") and cells[min(i + 1, len(cells) - 1)][0] != "↵":  # empty lines would waste the page
+        if text.endswith("↵") and cells[min(i + 1, len(cells) - 1)][0] != "↵":  # no empty lines
             x, y = 0, y + 2
     fig, (ax,) = page(max(66, *(x + width for x, _, width in places)), y + 4)
     for (x, at, _), (text, masked, guess, p) in zip(places, cells):

@@ -289,7 +289,7 @@ def test_tokens_of_any_tokenizer_are_shown_character_by_character(tmp_path):
 
 
 def test_the_logits_of_masked_positions_are_the_models(world):
-    """What is shown of a text is what the model predicts there: half is masked, and the likeliest token wins."""
+    """What is shown of a text: half is masked, and there is what the model finds likeliest."""
     model = lively(V=5, T=20)
     tokenizer = SimpleNamespace(kind="char", end_id=None, decode=lambda ids: "abcde"[ids[0]])
     x0 = torch.randint(5, (20,), generator=torch.Generator().manual_seed(2))

@@ -42,7 +42,7 @@ class Options:
     json: str = opt("", "write the results to this file as one JSON object; -: to standard output")
     pictures: str = opt("", "folder for the pictures (default: the run's); none: draw nothing")
     device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the best there is")
-    dtype: str = opt("float32", "of products; bfloat16 is faster on a GPU and costs the third decimal",
+    dtype: str = opt("float32", "of products; bfloat16 is faster on a GPU and moves the fourth decimal",
                      "float32", "bfloat16")
 
 
@@ -251,8 +251,9 @@ def tour(r, forward, cells, log, out_dir):
                      for i, line in enumerate(lines)))
     hidden = [(guess, s) for s, hidden, guess, _ in cells if hidden]
     right = sum(guess == s for guess, s in hidden)
-    shown = [s if not hidden else paint(guess, "1;34" if guess == s else "1;31") if colours else
-             guess if guess == s else f"[{guess}/{s}]" for s, hidden, guess, _ in cells]
+    wrong = lambda guess, s: paint(guess.replace(" ", "␣"), "1;31") if colours else f"[{guess}/{s}]"
+    shown = [s if not hidden else paint(guess, "1;34") if guess == s else wrong(guess, s)
+             for s, hidden, guess, _ in cells]
     shown = [words + "\n" * cell[0].endswith("↵") for words, cell in zip(shown, cells)]
     yield ("Back in one step",
            "The model sees half of this text and predicts all the rest at once; "

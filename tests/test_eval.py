@@ -230,6 +230,15 @@ def test_the_tour_goes_through_the_ideas_in_order_without_colours_in_a_pipe(runs
     assert "t = 0.4" in r.stdout and "ECE" in r.stdout and "python sample.py" in r.stdout[at[-1] :]
 
 
+def test_colours_are_for_terminals_that_want_them(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert eval.paint("word", 1) == "word"
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    assert eval.paint("word", 1) == "\033[1mword\033[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert eval.paint("word", 1) == "word"
+
+
 def test_without_matplotlib_the_numbers_come_and_one_sentence(runs, capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert common.run(eval.main, [f"--out_dir={runs}/mdlm", "--windows=2", f"--pictures={tmp_path}/p"]) == 0

@@ -153,9 +153,9 @@ def runs(pydoc, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text(pydoc[:20_000], encoding="utf-8")
     for objective in ("mdlm", "ar"):
-        flags = [*TINY, "--max_steps=20", "--ema=0.9", f"--objective={objective}", "--eval_windows=16"]
+        flags = [*TINY, "--max_steps=10", "--ema=0.9", f"--objective={objective}", "--eval_windows=16"]
         assert run_mdlm(f"--data={folder}/text.txt", *flags, f"--out_dir={folder}/{objective}") == 0
-    shutil.copytree(folder / "mdlm" / "step-20", folder / "shipped")  # a checkpoint without its run
+    shutil.copytree(folder / "mdlm" / "step-10", folder / "shipped")  # a checkpoint without its run
     (folder / "text.txt").rename(folder / "elsewhere.txt")
     return folder
 
@@ -185,6 +185,8 @@ def test_a_shipped_model_scores_a_text_that_is_split_as_in_training(runs, capsys
     same = own.keys() - {"checkpoint", "data"}
     assert {k: own[k] for k in same} == {k: other[k] for k in same}
     assert own["exact"]["windows"] == own["windows"] == 16
+    (runs / "few.txt").write_text("the cat sat on the mat. " * 200)  # its own alphabet would be smaller
+    assert results(capsys, f"--out_dir={runs}/shipped", f"--data={runs}/few.txt")["windows"] == 15
 
 
 def test_json_goes_to_a_file_too_and_one_window_has_no_error(runs, capsys, tmp_path):
@@ -216,7 +218,7 @@ def test_runs_are_compared_by_what_they_logged(runs, tmp_path, capsys):
     assert [row["objective"] for row in rows] == ["mdlm", "ar"]
     for row, key in zip(rows, ("val_nelbo", "val_nll")):
         last = read_log(row["run"])[-1]
-        assert (row["value"], row["se"], row["step"]) == (last[key], last[f"{key}_se"], 20)
+        assert (row["value"], row["se"], row["step"]) == (last[key], last[f"{key}_se"], 10)
         assert f"{row['value']:.4f}" in said
     assert (tmp_path / "compare.png").stat().st_size > 10_000
 

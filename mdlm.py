@@ -177,7 +177,7 @@ def generator(*key):
 # ------------------------------------------------------------------------------------------------------------
 # Data: any source becomes a folder with train.bin, val.bin, tokenizer.json and meta.json; training reads it
 
-def prepare(config, folder):
+def prepare(config, folder, tokenizer=None):
     """Tokenize config.data into `folder`: int(0.9 n) characters train, the rest validates; bounded memory."""
     texts, meta = (text.find_text(config.data),
                    dict(source=config.data, dtype="uint8", characters=None, entropy=None, aligned=False))
@@ -194,8 +194,8 @@ def prepare(config, folder):
         if n == 0:
             raise Refusal(f"--data={config.data} is empty; give a file with text in it")
         cut = int(0.9 * n)
-        tokenizer = text.build_tokenizer(config.tokenizer, config.vocab_size or 16384, bool(separator),
-                                         pieces, cut)
+        tokenizer = tokenizer or text.build_tokenizer(config.tokenizer, config.vocab_size or 16384,
+                                                      bool(separator), pieces, cut)
         dtype = next(d for d in (np.uint8, np.uint16, np.int32)
                      if tokenizer.vocab_size - 1 <= np.iinfo(d).max)
         meta.update(dtype=np.dtype(dtype).name, characters=[cut, n - cut])
@@ -480,7 +480,7 @@ def make_batch(model, corpus, weight_of_count, step, samples):
 
 
 @torch.no_grad()
-def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1):
+def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1, observe=lambda *_: None):
     """Likelihood of validation windows (W, T), in nats per token. Deterministic; ranks share the work.
 
     Masked diffusion: a window gets `passes` exact counts, one from each of so many strata of {1..T}, permuted
@@ -488,6 +488,7 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1):
     bound of NLL. `se`: its standard error, over windows, of CE minus the mean CE of its bin of counts.
     Autoregressive: `nll` over all T tokens, its `se`, and `ar_shifted`, without a window's first token.
     `ce` and top-1 `accuracy` are lists, by tenths of the mask rate (one entry if autoregressive).
+    observe(rows, y, logits) sees each batch: scored rows (n,) of the flat batch, their tokens, (n, V).
     """
     (W, T), ar, device, was_training = (
         windows.shape, model.config.objective == "ar", windows.device, model.training)
@@ -511,6 +512,7 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1):
             logits = F.linear(model.features(xt).flatten(0, 1)[rows], model.head_weight()).float()
             y, row = x0.flatten()[rows], rows // T
             each = F.cross_entropy(logits, y, reduction="none")
+            observe(rows, y, logits)
             zero = torch.zeros(len(at), device=device)
             ce[k, at] = (zero.index_add(0, row, each) / l).cpu().double()
             hit[k, at] = (zero.index_add(0, row, (logits.argmax(-1) == y).float()) / l).cpu().double()

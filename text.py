@@ -60,15 +60,21 @@ def patterns_entropy():
     return float(-(p * np.log(p)).sum() / 64)
 
 
+def shakespeare():
+    """The path of tiny Shakespeare, downloaded once. Raises OSError or RuntimeError."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "mdlm" / "tinyshakespeare.txt"
+    download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, path)
+    return path
+
+
 def find_text(name):
     """The value of --data -> a function that streams its texts, or None for patterns."""
     if name == "shakespeare":
         try:
-            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            path = cache / "mdlm" / "tinyshakespeare.txt"
-            download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, path)
+            path = shakespeare()
             return lambda: read_text(path)
-        except (OSError, RuntimeError) as e:  # no network, no room, no home
+        except (OSError, RuntimeError) as e:
             name = "pydoc"
             print(f"Shakespeare cannot be downloaded ({e}); training on pydoc, Python's own reference",
                   file=sys.stderr)

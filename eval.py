@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 import common
 import mdlm
 import pictures
+import sample
 import text
 from common import Refusal, opt
 from pictures import plot_losses, read_log, validations
@@ -136,27 +136,6 @@ def measure(model, windows, passes=4, batch_size=None):
                 calibration=dict(mean(bins), share=share.tolist(), ece=ece.item()))
 
 
-@torch.no_grad()
-def chain_rule(model, windows, batch_size=None):
-    """-log p(token i | the tokens to its left) of windows (W, T), with all from i on masked: (W, T) float64.
-
-    The sum over i is the exact negative log-likelihood of the sampler that fills from left to right, for any
-    model. It takes T network calls a window; of each only one position reaches the head.
-    """
-    (W, T), device = windows.shape, windows.device
-    B, nll = batch_size or rows_at_once(model, windows), torch.empty(W * T, dtype=torch.float64)
-    with progress("exact likelihood", W * T) as bar:
-        for j in torch.arange(W * T).split(B):  # pairs of a window and a position, as one list
-            w, i = (j // T).to(device), (j % T).to(device)
-            x0 = windows[w]  # (B, T)
-            xt = torch.where(torch.arange(T, device=device) < i[:, None], x0, model.mask_id)
-            each = torch.arange(len(j), device=device)
-            logits = F.linear(model.features(xt)[each, i], model.head_weight()).float()  # (B, V)
-            nll[j] = F.cross_entropy(logits, x0[each, i], reduction="none").cpu().double()
-            bar.update(len(j))
-    return nll.view(W, T)
-
-
 def per_character(nats, corpus):
     return nats / math.log(2) / corpus.chars_per_token if corpus.chars_per_token else None
 
@@ -182,7 +161,9 @@ def evaluate(model, corpus, windows, passes=4, exact=False):
 
 def exact_likelihood(model, corpus, windows):
     """The chain rule's mean over windows (W, T), with the standard error over windows."""
-    nll = chain_rule(model, windows).mean(1)  # (W,)
+    with progress("exact likelihood", windows.numel()) as bar:
+        logp = sample.chain_rule(model, windows, batch_size=rows_at_once(model, windows), update=bar.update)
+    nll = -logp.mean(1)  # (W,)
     mean, se = nll.mean().item(), nll.std().item() / len(nll) ** 0.5 if len(nll) > 1 else math.inf
     return dict(nll=mean, se=se, bpc=per_character(mean, corpus), windows=len(windows))
 

@@ -247,10 +247,10 @@ def unmask(model, x, steps=64, order="ancestral", schedule="linear", threshold=0
                 yield Step(begin + s + 1, x.clone(), *whole, logp, calls.clone())
 
 
-def groups(model, B):
-    """Slices of a batch of B that bound the memory: 2^15 tokens, 2^26 logits at a time."""
+def groups(model, B, n=None):
+    """Slices of a batch of B that bound the memory: 2^15 tokens, 2^26 logits at a time (or n rows)."""
     L = model.config.block_size
-    n = max(1, min((1 << 15) // L, (1 << 26) // (L * model.vocab_size)))
+    n = n or max(1, min((1 << 15) // L, (1 << 26) // (L * model.vocab_size)))
     return [slice(i, min(i + n, B)) for i in range(0, B, n)]
 
 
@@ -272,24 +272,27 @@ def generate(model, x, steps=64, order="ancestral", generator=None, samples=None
 
 
 @torch.no_grad()
-def log_likelihood(model, x, start, stop):
-    """(B,) float64: log p(x[:, start:stop] | x[:, :start]) by the left-to-right chain rule, temperature 1.
+def chain_rule(model, x, start=None, stop=None, batch_size=None, update=lambda n: None):
+    """(B, L) float64: log p(x_i | x_j, j < i) in nats, for i from start (B,) up to stop (B,); elsewhere 0.
 
-    x (B, T) ids, complete below `stop`, T at most the context; start, stop (B,). Each position is predicted
-    from those on its left with all others masked, a network call each (autoregressive: one in all): the exact
-    likelihood of the left-to-right sampler.
+    x (B, T) ids, T at most the context L. Each position is predicted from those on its left, with all others
+    masked: the sum is the exact log-likelihood of the sampler that fills from left to right. That takes a
+    network call a position, of which only one row reaches the head. batch_size: positions in a call;
+    update(n): told of progress.
     """
     (B, T), L, mask = x.shape, model.config.block_size, model.mask_id
-    x = F.pad(x, (0, L - T), value=mask)
-    ar, position = model.config.objective == "ar", torch.arange(L, device=x.device)
-    scored = (position >= start[:, None]) & (position < stop[:, None])  # (B, L)
-    row, at = scored.nonzero().T
-    out = torch.zeros(B, dtype=torch.float64)
-    for part in groups(model, len(row)):
-        r, i = row[part], at[part]
-        xt = mdlm.shift_right(x[r], mask) if ar else x[r].masked_fill(position >= i[:, None], mask)
-        each = model(xt)[torch.arange(len(r)), i].float().log_softmax(-1).gather(1, x[r, i][:, None])[:, 0]
-        out.index_add_(0, r.cpu(), each.double().cpu())
+    x, position = F.pad(x, (0, L - T), value=mask), torch.arange(L, device=x.device)
+    start = torch.full((B,), 0, device=x.device) if start is None else start
+    stop = torch.full((B,), T, device=x.device) if stop is None else stop
+    row, at = ((position >= start[:, None]) & (position < stop[:, None])).nonzero().T
+    out = torch.zeros(B, L, dtype=torch.float64)
+    for part in groups(model, len(row), batch_size):
+        r, i, each = row[part], at[part], torch.arange(len(row[part]), device=x.device)
+        xt = mdlm.shift_right(x[r], mask) if model.config.objective == "ar" else (
+            x[r].masked_fill(position >= i[:, None], mask))
+        logits = F.linear(model.features(xt)[each, i], model.head_weight()).float()  # (n, V)
+        out[r.cpu(), i.cpu()] = -F.cross_entropy(logits, x[r, i], reduction="none").cpu().double()
+        update(len(r))
     return out
 
 
@@ -347,7 +350,7 @@ def to_texts(parts, ids, tokenizer):
 class Fill(NamedTuple):
     parts: list  # those of the template, every length known
     ids: list  # all filled
-    logp: float  # log p(all from the first gap on | what precedes it), nats
+    logp: float  # log p(all from the first gap on | what precedes it), the chain rule's sum, nats
 
 
 def hypotheses(model, tokenizer, parts, keep, draws, max_gap, device, generator, **how):
@@ -375,7 +378,7 @@ def hypotheses(model, tokenizer, parts, keep, draws, max_gap, device, generator,
             distinct.setdefault(tuple(row[:len(ids)]), known)
         stop = torch.tensor([len(ids) for ids in distinct], device=device)
         x = torch.tensor([[*ids, *[mask] * (L - len(ids))] for ids in distinct], device=device)
-        logp = log_likelihood(model, x, torch.full_like(stop, start), stop).tolist()
+        logp = chain_rule(model, x, torch.full_like(stop, start), stop).sum(1).tolist()
         found = [Fill(known, list(ids), p) for (ids, known), p in zip(distinct.items(), logp, strict=True)]
         beams = sorted(found, key=lambda f: -f.logp)[:keep]
     return beams

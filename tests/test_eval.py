@@ -17,6 +17,7 @@ import eval
 import kernels
 import mdlm
 import pictures
+import sample
 
 CORPUS = SimpleNamespace(chars_per_token=2.0, entropy=None)
 
@@ -55,12 +56,12 @@ def test_the_estimators_agree_where_the_likelihood_is_known(world, drawn):
 
 
 def test_the_chain_rule_is_minus_log_p_window_by_window(world):
-    nll = eval.chain_rule(Toy(world.exact, world.V, world.T), world.x)
+    nll = -sample.chain_rule(Toy(world.exact, world.V, world.T), world.x)
     assert torch.allclose(nll.sum(1), -world.p.log(), atol=1e-5)
 
 
 def test_exact_equals_a_straightforward_loop(world):
-    fast = eval.chain_rule(Toy(world.random, world.V, world.T), world.x).mean(1)
+    fast = -sample.chain_rule(Toy(world.random, world.V, world.T), world.x).mean(1)
     assert torch.allclose(fast, chain_rule(world.random, world.x, world.V, range(world.T)), atol=1e-6)
 
     model, windows = lively(), torch.randint(11, (3, 16), generator=torch.Generator().manual_seed(1))
@@ -71,7 +72,7 @@ def test_exact_equals_a_straightforward_loop(world):
                 xt = windows[w].clone()
                 xt[i:] = model.mask_id
                 slow[w, i] = -model(xt[None])[0, i].double().log_softmax(-1)[windows[w, i]]
-    assert torch.allclose(eval.chain_rule(model, windows), slow, atol=1e-5)
+    assert torch.allclose(-sample.chain_rule(model, windows), slow, atol=1e-5)
     assert slow.std() > 0.1, "the positions differ, so that a mix-up would show"
 
 
@@ -105,7 +106,7 @@ def test_evaluation_is_deterministic_and_does_not_depend_on_the_batch_size(objec
             assert (key in r) == (key in first) and r.get(key) == pytest.approx(first.get(key), abs=1e-5)
         assert r["by_position"]["confidence"] == pytest.approx(first["by_position"]["confidence"], abs=1e-5)
         assert r["calibration"]["ece"] == pytest.approx(first["calibration"]["ece"], abs=1e-3)
-    fast, slow = (eval.chain_rule(model, windows[:4], batch_size=B) for B in (64, 5))
+    fast, slow = (-sample.chain_rule(model, windows[:4], batch_size=B) for B in (64, 5))
     assert torch.allclose(fast, slow, atol=1e-5)
 
 

@@ -154,10 +154,10 @@ def test_guidance_is_the_published_formula(world):
 
 def test_the_score_of_a_text_is_the_left_to_right_chain_rule(world):
     model, x = Toy(world.random, V, T), world.x
-    whole = sample.log_likelihood(model, x, torch.zeros(81).long(), torch.full((81,), T))
+    whole = sample.chain_rule(model, x).sum(1)
     assert torch.allclose(whole, -T * chain_rule(world.random, x, V, range(T)), atol=1e-5)
-    head = sample.log_likelihood(model, x, torch.zeros(81).long(), torch.full((81,), 2))
-    tail = sample.log_likelihood(model, x, torch.full((81,), 2), torch.full((81,), T))
+    head = sample.chain_rule(model, x[:, :2]).sum(1)
+    tail = sample.chain_rule(model, x, torch.full((81,), 2), torch.full((81,), T)).sum(1)
     assert torch.allclose(head + tail, whole)
 
 
@@ -180,7 +180,7 @@ def test_candidates_are_the_likeliest_fills_of_all_lengths(world, template):
 
     def score(t):
         ids = torch.tensor([tokenizer.encode(t) + [V] * (T - len(t))])
-        return sample.log_likelihood(model, ids, torch.tensor([start]), torch.tensor([len(t)])).item()
+        return sample.chain_rule(model, ids, torch.tensor([start]), torch.tensor([len(t)])).sum().item()
 
     best = sorted(texts, key=score, reverse=True)
     assert [tokenizer.decode(f.ids) for f in found] == best[: len(found)]

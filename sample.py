@@ -491,16 +491,16 @@ def sampled(model, tokenizer, parts, options, how, device, pages):
 
 
 def ranked(model, tokenizer, parts, options, how, device):
-    """--candidates fills (one at least), the likeliest first: a list of (Fill, texts, facts)."""
+    """--candidates fills (one at least), the likeliest first: a list of (Fill, texts, share), and facts."""
     keep, began, calls = max(1, options.candidates), time.monotonic(), []
-    counter = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    counter = model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
     fills = hypotheses(model, tokenizer, parts, keep, max(2, keep) if None in parts else 8 * keep,
                        options.max_gap, device, mdlm.generator("fill", options.seed), **how)
     counter.remove()
     share = torch.softmax(torch.tensor([f.logp for f in fills], dtype=torch.float64), 0).tolist()
-    return [(f, to_texts(f.parts, f.ids, tokenizer), dict(
-        steps=how["steps"], calls=len(calls), seconds=time.monotonic() - began, logprob=f.logp, share=s))
-        for f, s in zip(fills, share, strict=True)]
+    found = [(f, to_texts(f.parts, f.ids, tokenizer), s) for f, s in zip(fills, share, strict=True)]
+    return found, dict(steps=how["steps"], calls=len(calls), seconds=time.monotonic() - began,
+                       logprob=fills[0].logp)
 
 
 def read_batch(path, tokenizer, context):
@@ -545,15 +545,17 @@ def main(argv):
             raise Refusal(f"{path} cannot be written; name a file in a folder that can be")
     lines = sys.stdout if to_stdout else open(options.json, "w", encoding="utf-8") if options.json else None
 
+    joined = lambda texts: "".join(t for t, _ in texts)
+
     def show(texts, head=""):
         if not quiet:
             print(head + viewer.highlighted(texts), flush=True)
 
     def record(template, texts, facts, **more):
         if lines:
-            text, fills = ("".join(t for t, _ in texts), [t for t, filled in texts if filled])
-            of_template = dict(template=template, fills=fills) if template else {}
-            lines.write(json.dumps(dict(text=text) | of_template | facts | more, ensure_ascii=False) + "\n")
+            of_template = dict(template=template, fills=[t for t, filled in texts if filled])
+            line = dict(text=joined(texts)) | (of_template if template else {}) | facts | more
+            lines.write(json.dumps(line, ensure_ascii=False) + "\n")
             lines.flush()
 
     if options.batch and sys.stderr.isatty():
@@ -564,19 +566,21 @@ def main(argv):
             top_tokens(model, tokenizer, parts, device, options.top)
             continue
         if options.candidates or None in parts:
-            found = ranked(model, tokenizer, parts, options, how, device)
-            if not (options.watch or options.html):
-                for _, texts, facts in found:
-                    show(texts, f"{100 * facts['share']:5.1f} %  log p {facts['logprob']:.2f}  "
-                         if options.candidates else "")
-                record(template, *found[0][1:], **dict(candidates=[
-                    dict(text="".join(t for t, _ in texts), logprob=facts["logprob"], share=facts["share"])
-                    for _, texts, facts in found]) if options.candidates else {})
-                continue
-            parts = found[0][0].parts  # to watch: fill the likeliest lengths once more
-        for texts, facts in sampled(model, tokenizer, parts, options, how, device, pages):
-            show(texts)
-            record(template, texts, facts)
+            found, facts = ranked(model, tokenizer, parts, options, how, device)
+            parts = found[0][0].parts  # of known lengths now
+        if options.candidates:
+            for fill, texts, share in found:
+                show(texts, f"{100 * share:5.1f} %  log p {fill.logp:.2f}  ")
+            record(template, found[0][1], facts, candidates=[
+                dict(text=joined(texts), logprob=f.logp, share=share) for f, texts, share in found])
+        elif template and "[___]" in template and not (options.watch or options.html):
+            show(found[0][1])
+            record(template, found[0][1], facts)
+        else:
+            for texts, facts in sampled(model, tokenizer, parts, options, how, device, pages):
+                if not (options.watch and viewer.colours(sys.stdout)):  # there it stands already
+                    show(texts)
+                record(template, texts, facts)
     if options.html:
         n = sum(p.numel() for p in model.parameters())
         viewer.write_page(options.html, pages, dict(

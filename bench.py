@@ -27,12 +27,12 @@ import torch
 import torch.nn as nn
 
 import common
+import frontier
 import kernels
 import mdlm
 from common import Refusal, opt
 from kernels import contestants
 
-COLUMNS = ("operation", "shape", "pass", "contestant", "ms", "+-", "rate", "share", "peak MB", "speed-up")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of a whole tensor; bfloat16 has 8 bits
 
 
@@ -45,6 +45,9 @@ class Options:
     seconds: float = opt(0.5, "timing of one contestant", bounds=(0, 1e4))
     preset: str = opt("all", "train: of mdlm.py; all: cpu, and on a GPU also gpu and gpt2",
                       "all", *mdlm.PRESETS)
+    out_dir: str = opt("out", "sample: run folder of a diffusion model; the pictures go there")
+    ar_dir: str = opt("", "sample: run folder of an autoregressive model, to compare with")
+    num_samples: int = opt(32, "sample: texts to draw for each line", bounds=(1, 1 << 16))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -154,22 +157,23 @@ class Book:
 
     def add(self, row, cells):
         if not self.content["rows"]:
-            self.say("\n| " + " | ".join(COLUMNS) + " |\n" + "| --- " * len(COLUMNS) + "|")
-        self.say("| " + " | ".join(cells) + " |")
+            self.say("\n| " + " | ".join(cells) + " |\n" + "| --- " * len(cells) + "|")
+        self.say("| " + " | ".join(cells.values()) + " |")
         self.content["rows"].append(row)
         self.write()  # now: a run that is cut off keeps what it measured
 
     def result(self, where, contestant, seconds, spread, rate, share, peak_mb, speed_up):
         self.add(where | dict(contestant=contestant, ms=seconds * 1e3, spread=spread * 1e3, rate=rate,
                               share=share, peak_mb=peak_mb, speed_up=speed_up),
-                 [*where.values(), contestant, f"{seconds * 1e3:.4g}", f"{spread * 1e3:.2g}", rate,
-                  f"{share:.1%}", f"{peak_mb:,.0f}" if peak_mb is not None else "",
-                  f"{speed_up:.2f}" if speed_up else ""])
+                 where | {"contestant": contestant, "ms": f"{seconds * 1e3:.4g}", "+-": f"{spread * 1e3:.2g}",
+                          "rate": rate, "share": f"{share:.1%}",
+                          "peak MB": f"{peak_mb:,.0f}" if peak_mb is not None else "",
+                          "speed-up": f"{speed_up:.2f}" if speed_up else ""})
 
     def trouble(self, where, contestant, text, fatal):
         """A contestant without a time: the table says why. fatal: so do stderr and the exit code."""
         self.add(where | dict(contestant=contestant, trouble=text),
-                 [*where.values(), contestant, text, *[""] * 5])
+                 where | {"contestant": contestant, "ms": text} | dict.fromkeys("ABCDE", ""))
         if fatal:
             self.failed = True
             print(f"bench.py: {', '.join(where.values())}, {contestant}: {text}", file=sys.stderr)
@@ -384,7 +388,7 @@ def bench_training(options, device, book):
             race_steps(config, folder, device, book, options, start)
 
 
-MODES = dict(kernels=bench_kernels, train=bench_training)
+MODES = dict(kernels=bench_kernels, train=bench_training, sample=frontier.bench_sampling)
 
 
 def main(argv):

@@ -112,10 +112,10 @@ def peak_memory(call):
 def measure_limits(device, dtypes):
     """{"bandwidth": bytes/s of a large copy, read and written; dtype: FLOP/s of a large matrix product}."""
     cuda = device.type == "cuda"
-    a = torch.randint(255, (1 << (31 if cuda else 28),), dtype=torch.uint8, device=device)
+    a = torch.randint(255, (1 << (31 if cuda else 27),), dtype=torch.uint8, device=device)
     b = torch.empty_like(a)
     limits = dict(bandwidth=2 * a.numel() / min(clock(lambda: b.copy_(a), 3, device) for _ in range(5)))
-    n = 8192 if cuda else 1536
+    n = 8192 if cuda else 1024
     for dtype in dtypes:
         x = torch.randn(n, n, device=device).to(dtype)
         limits[dtype] = 2 * n**3 / min(clock(lambda x=x: x @ x, 3, device) for _ in range(5))
@@ -305,6 +305,8 @@ def bench_kernels(options, device, book):
             book.trouble(where, "all", "not measured: the time is up", fatal=False)
         else:
             measure(case, book, limits, device, options.seconds)
+        if cuda:
+            torch.cuda.empty_cache()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -377,6 +379,7 @@ def race_steps(config, folder, device, book, options, start):
 def bench_training(options, device, book):
     """Whole steps of the presets, on random tokens."""
     start, presets = time.monotonic(), ("gpu", "gpt2", "cpu") if device.type == "cuda" else ("cpu",)
+    torch.set_float32_matmul_precision("high")  # as mdlm.py
     book.note("share: MFU, of the maker's peak of a known GPU, else of a large matrix product")
     for preset in presets if options.preset == "all" else (options.preset,):
         V = 50257 if preset == "gpt2" else 65

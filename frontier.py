@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 import mdlm
 import sample
@@ -83,13 +84,14 @@ def bench_sampling(options, device, book):
     words, pairs = set(re.findall(r"\w+", training)), Counter(itertools.pairwise(validation))
     T = models[0][2].block_size
     real = quality([training[i * T:(i + 1) * T] for i in range(n)], words, pairs)
-    book.note(f"{n} texts of {T} tokens a line, on {device}. As much training text: words {real['words']:.1%}, "
-              f"JS {real['divergence']:.4f}, entropy {real['entropy']:.3f}")
+    book.note(f"{n} texts of {T} tokens a line, on {device}. As much training text: "
+              f"words {real['words']:.1%}, JS {real['divergence']:.4f}, entropy {real['entropy']:.3f}")
     for model, tokenizer, config in reversed(models):  # first the autoregressive model: it has few lines
         prefix = "AR " if config.objective == "ar" else ""
         for order, steps, temperature in grid(config):
             if options.time_limit and time.monotonic() - start > options.time_limit:
-                book.note(f"the time is up; not measured: {prefix}{order} from {steps} steps at {temperature} on")
+                book.note("the time is up: nothing measured from "
+                          f"{prefix}{order}, {steps} steps, temperature {temperature} on")
                 break
             texts, calls, seconds, when = draw_texts(model, tokenizer, n, 0, device, steps=steps, order=order,
                                                      temperature=temperature)
@@ -135,8 +137,8 @@ def plot_sampling(points, films, folder):
     for ax, (order, (text, when)) in zip(axes[0], films.items()):
         width = 32
         rows = -(-len(when) // width)
-        grid = torch.nn.functional.pad(when.double(), (0, rows * width - len(when)), value=math.nan)
-        image = ax.imshow(grid.view(rows, width), cmap="viridis", aspect="auto", vmin=1)
+        grid = F.pad(when.double(), (0, rows * width - len(when)), value=math.nan)
+        image = ax.imshow(grid.view(rows, width).numpy(), cmap="viridis", aspect="auto", vmin=1)
         for i, c in enumerate(text if len(text) == len(when) else ""):
             ax.text(i % width, i // width, c if c.isprintable() else "", ha="center", va="center",
                     color="white" if when[i] < 0.7 * when.max() else "black")

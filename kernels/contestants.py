@@ -277,8 +277,8 @@ def cases(device):
             for T in (128, 512):
                 yield lambda dtype=dtype, T=T: attention(device, dtype, 4096 // T, T, 3, 64)
         return
-    at = lambda T, D, block=False: lambda: attention(  # 32,768 tokens, 768 wide
-        device, bf16, 32768 // T, T, 768 // D, D, block)
+    at = lambda T, D, block=False: lambda: attention(  # 768 wide, 32,768 tokens, half as many if T is long
+        device, bf16, (32768 if T <= 1024 else 16384) // T, T, 768 // D, D, block)
     yield lambda: head(device, bf16, 65536, 768, 50304)
     for T in (256, 512, 1024):
         yield lambda T=T: masking(device, 64, T)

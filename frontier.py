@@ -121,14 +121,16 @@ def plot_sampling(points, films, folder):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     fig, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for ax in axes:
+        ax.set_xscale("log", base=2)
     for i, order in enumerate(dict.fromkeys(p["order"] for p in points)):
         for t, style in zip(TEMPERATURES, ("-", "--", ":")):
             some = [p for p in points if p["order"] == order and p["temperature"] == str(t)]
             for ax, key in zip(axes, ("divergence", "words")):
                 ax.plot([p["calls"] for p in some], [p[key] for p in some], style, marker="o", ms=3,
                         color=f"C{i}", label=order if t == 1 and key == "words" else None)
-    axes[0].set(xscale="log", yscale="log", xlabel="network calls a text", ylabel="JS divergence, nats")
-    axes[1].set(xscale="log", xlabel="network calls a text", ylabel="share of words that the text has")
+    axes[0].set(yscale="log", xlabel="network calls a text", ylabel="JS divergence, nats")
+    axes[1].set(xlabel="network calls a text", ylabel="share of words that the text has")
     axes[1].legend(frameon=False, fontsize=8)
     fig.suptitle(f"temperatures {TEMPERATURES}: solid, dashed, dotted")
     fig.savefig(folder / "frontier.png", dpi=150)

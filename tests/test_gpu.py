@@ -1,0 +1,53 @@
+"""On a GPU: training with the Triton kernels gives what training in plain PyTorch gives.
+
+Run by results/gpu.sh, which may name a text file in MDLM_GPU_TEXT; without one the text is pydoc.
+"""
+
+import os
+
+import pytest
+import torch
+from conftest import losses, read_log, run_mdlm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+FLAGS = [
+    "--device=cuda",
+    "--preset=gpu",
+    "--compile=off",
+    "--dropout=0",  # it draws other numbers where other kernels run
+    f"--data={os.environ.get('MDLM_GPU_TEXT') or 'pydoc'}",
+    "--eval_interval=100000",
+    "--log_interval=1",
+    "--warmup_steps=10",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(losses of all steps, NELBO, its standard error) of a run."""
+
+    def train(kernels, steps, seed):
+        out = tmp_path_factory.mktemp(kernels)
+        flags = [f"--kernels={kernels}", f"--max_steps={steps}", f"--seed={seed}", f"--out_dir={out}"]
+        assert run_mdlm(*FLAGS, *flags) == 0
+        last = [r for r in read_log(out) if "val_nelbo" in r][-1]
+        return losses(out), last["val_nelbo"], last["val_nelbo_se"]
+
+    return train
+
+
+def test_the_first_50_losses_agree_within_two_hundredths(run):
+    triton, torch_only = (run(kernels, 50, seed=0)[0] for kernels in ("triton", "torch"))
+    apart = [abs(a - b) for a, b in zip(triton, torch_only, strict=True)]
+    print(f"\n50 steps: losses at most {max(apart):.5f} apart, mean {sum(apart) / 50:.5f}")
+    assert len(apart) == 50 and max(apart) <= 0.02
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_final_nelbo_agrees_within_two_standard_errors(run, seed):
+    (_, a, a_se), (_, b, b_se) = (run(kernels, 200, seed) for kernels in ("triton", "torch"))
+    print(f"\nseed {seed}, 200 steps: NELBO triton {a:.4f} +- {a_se:.4f}, torch {b:.4f} +- {b_se:.4f}")
+    assert abs(a - b) <= 2 * (a_se**2 + b_se**2) ** 0.5

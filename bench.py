@@ -162,9 +162,9 @@ class Book:
         self.content["rows"].append(row)
         self.write()  # now: a run that is cut off keeps what it measured
 
-    def result(self, where, contestant, seconds, spread, rate, share, peak_mb, speed_up):
+    def result(self, where, contestant, seconds, spread, rate, share, peak_mb, speed_up, **more):
         self.add(where | dict(contestant=contestant, ms=seconds * 1e3, spread=spread * 1e3, rate=rate,
-                              share=share, peak_mb=peak_mb, speed_up=speed_up),
+                              share=share, peak_mb=peak_mb, speed_up=speed_up) | more,
                  where | {"contestant": contestant, "ms": f"{seconds * 1e3:.4g}", "+-": f"{spread * 1e3:.2g}",
                           "rate": rate, "share": f"{share:.1%}",
                           "peak MB": f"{peak_mb:,.0f}" if peak_mb is not None else "",
@@ -285,7 +285,8 @@ def measure(case, book, limits, device, seconds):
                 speed += f" (backward {rate(cost[0] - case.cost(False)[0], t - forward[name], 'FLOP')})"
             forward[name] = t
             book.result(where, name, t, spread, speed, least_seconds(cost, limits, case.dtype) / t,
-                        peaks[name], times[first][0] / times[name][0] if first in times else None)
+                        peaks[name], times[first][0] / times[name][0] if first in times else None,
+                        flops=cost[0], bytes=cost[1])
 
 
 def bench_kernels(options, device, book):
@@ -373,7 +374,7 @@ def race_steps(config, folder, device, book, options, start):
     times = race(steps, device, options.seconds)
     for name, (t, spread) in times.items():
         book.result(where, name, t, spread, f"{N / t:,.0f} tokens/s", N / t * flops / peak, peaks.get(name),
-                    next(iter(times.values()))[0] / t)
+                    next(iter(times.values()))[0] / t, tokens_per_second=N / t)
 
 
 def bench_training(options, device, book):

@@ -166,7 +166,8 @@ def sync_folder(folder):
 # ------------------------------------------------------------------------------------------------------------
 # Checkpoints
 
-CHECKPOINT_FILES = ("config.json", "tokenizer.json", "model.safetensors", "state.json", "state.safetensors")
+MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")
+CHECKPOINT_FILES = (*MODEL_FILES, "state.json", "state.safetensors")  # the state to resume from may be left out
 
 
 def checkpoints(out_dir):
@@ -216,7 +217,7 @@ def verify(folder):
         manifest = json.loads((folder / "manifest.json").read_text())
         if (manifest["format"], manifest["version"]) != ("mdlm", 1):
             raise ValueError(f"it has version {manifest['version']!r}, this program reads version 1")
-        for name in CHECKPOINT_FILES:
+        for name in MODEL_FILES if manifest["files"].keys() == set(MODEL_FILES) else CHECKPOINT_FILES:
             wanted, size = manifest["files"][name], (folder / name).stat().st_size
             if size != wanted["size"]:
                 raise ValueError(f"{name} has {size} bytes instead of {wanted['size']}")

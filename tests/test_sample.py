@@ -464,3 +464,12 @@ def test_an_autoregressive_model_refuses_what_it_cannot(run, say, flag):
     r = say(run, flag)
     assert r.code == 2 and "autoregressive" in r.err and r.err.count("\n") == 1
     assert say(run, "--order=left_to_right", "--length=20").code == 0
+
+
+def test_the_shipped_weights_answer_where_there_is_no_run(tmp_path):
+    command = [sys.executable, str(ROOT / "sample.py"), "--infill=The k██g is d███."]
+    r = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert r.returncode == 0 and r.stdout.startswith("The king is d"), r.stdout + r.stderr
+    assert "weights/" in r.stderr and r.stderr.count("\n") == 1
+    size = sum(f.stat().st_size for f in (ROOT / "weights").rglob("*"))
+    assert size <= 24 << 20

@@ -167,7 +167,7 @@ def sync_folder(folder):
 # Checkpoints
 
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")
-CHECKPOINT_FILES = (*MODEL_FILES, "state.json", "state.safetensors")  # the state to resume from may be left out
+CHECKPOINT_FILES = (*MODEL_FILES, "state.json", "state.safetensors")  # the last two: to resume
 
 
 def checkpoints(out_dir):

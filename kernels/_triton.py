@@ -25,8 +25,10 @@ LAUNCHES = {}  # kernel name -> launches, so that tests can tell the kernel from
 
 
 def launch(kernel, grid, *args, **kwargs):
+    """Run a kernel on the device of its first argument, a tensor, whatever the current device is."""
     LAUNCHES[kernel.fn.__name__] = LAUNCHES.get(kernel.fn.__name__, 0) + 1
-    return kernel[grid](*args, **kwargs)
+    with torch.cuda.device_of(args[0]):  # does nothing on a CPU
+        return kernel[grid](*args, **kwargs)
 
 
 def runs_on(tensor):

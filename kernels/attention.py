@@ -243,9 +243,9 @@ def fused(dtype, D, T):
     return dtype != torch.float32 and D <= 64 and T <= 512
 
 
-def hopper():
+def hopper(device):
     """Whether this is sm_90 or later (the interpreter: as if): products there read shared memory."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def row_limit(dtype, D, new):
@@ -284,7 +284,7 @@ def config(kind, dtype, D, T, fuse, new):
 def start(kernel, kind, qkv, tensors, cos, sin, qk_norm):
     """Launch a kernel on a packed qkv: one program for a block of rows of one head of one sample."""
     B, T, _, H, D = qkv.shape
-    c = config(kind, qkv.dtype, D, T, cos is not None or qk_norm, hopper())
+    c = config(kind, qkv.dtype, D, T, cos is not None or qk_norm, hopper(qkv.device))
     if kind == "row":
         del c["BLOCK_N"]
     block = c["BLOCK_N"] if kind == "dkdv" else c["BLOCK_M"]
@@ -315,7 +315,7 @@ def backward(grad, qkv, out, lse, cos, sin, qk_norm):
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     if not dqkv.numel():
         return dqkv
-    if row_limit(qkv.dtype, qkv.shape[4], hopper()) >= T:
+    if row_limit(qkv.dtype, qkv.shape[4], hopper(qkv.device)) >= T:
         start(_attention_row, "row", qkv, (grad, out, lse, dqkv), cos, sin, qk_norm)
     else:
         delta = torch.empty_like(lse)

@@ -12,9 +12,10 @@ et al., 2411.09009); backward only multiplies them by the incoming scalar.
 
     V <= 256    one kernel: a program keeps the logits of a block of rows in registers and adds its share of
                 dW to a slice of its own; the slices are summed afterwards, so the result is deterministic
-    V > 256     chunks of 4096 rows: cuBLAS multiplies, a kernel turns logits into dz in place. The padding
-                of `rows` is multiplied too, as zeros: no host knows where it begins. Cut it off where its
-                length is known (exact counts); the small kernel stops at the first -1 by itself.
+    V > 256     chunks of 3072 rows: a product, a kernel that turns logits into dz in place, two products.
+                Where the caller knows how many rows there are (exact counts) and has cut `rows` to that,
+                cuBLAS multiplies. Where rows has all N places (Bernoulli masks) only the device knows: then
+                a Triton product reads the number there, and leaves out what lies behind the last row.
 
 Half precision: weights are about 1 / (batch * length), too small for float16. dz is therefore kept in units
 of the largest weight, and backward multiplies that in again, in float32. First derivatives only.
@@ -28,7 +29,7 @@ import torch.nn.functional as F
 from kernels._triton import ENABLED, INTERPRET, jit, launch, runs_on, tl, triton
 
 SMALL_V = 256  # up to here a whole row of logits fits into a program's registers
-CHUNK = 4096  # rows of logits at a time: 0.4 GB at V = 50,304 in 16 bits, products large enough for cuBLAS
+CHUNK = 3072  # rows of logits at a time: 0.3 GB at V = 50,304 in 16 bits, products large enough for cuBLAS
 WORKSPACE = 1 << 24  # float32 elements at most in the partial sums of dW, 64 MiB
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -49,14 +50,16 @@ def linear_cross_entropy_ref(h, W, targets, rows, weight):
 
     h        (N, C) features           W       (V, C) head
     targets  (N,) integer              weight  (N,) float32
-    rows     (M,) integer, indices into N, none of them twice, padded at the end with -1 (padding may cost
-             time but adds nothing)
+    rows     (M,) integer, indices into N, none of them twice, padded at the end with -1; None: all N.
+             Cut it to the number of rows where that is known: large vocabularies are faster so.
 
-    Returns a float32 scalar; gradients flow to h and W.
+    Returns a float32 scalar; gradients flow to h and W, zero in rows that are not listed.
     """
-    safe = rows.clamp(min=0)
-    ce = F.cross_entropy(F.linear(h[safe], W).float(), targets[safe].long(), reduction="none")
-    return (ce * torch.where(rows >= 0, weight[safe], 0)).sum()
+    if rows is not None:
+        safe = rows.clamp(min=0)
+        h, targets, weight = h[safe], targets[safe], torch.where(rows >= 0, weight[safe], 0)
+    ce = F.cross_entropy(F.linear(h, W).float(), targets.long(), reduction="none")
+    return (ce * weight).sum()
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -65,7 +68,7 @@ def linear_cross_entropy_ref(h, W, targets, rows, weight):
 
 @jit
 def _logsumexp(z_ptr, V, limit, BLOCK: tl.constexpr):
-    """log sum exp of a row; columns from V up to limit are read, but count for nothing: _launch_large."""
+    """log sum exp of a row; columns from V up to limit are read, but count for nothing."""
     col = tl.arange(0, BLOCK)
     top = tl.full((), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)  # summed at the end: one reduction a block (the maximum), not two
@@ -119,13 +122,16 @@ def ce_backward_kernel(z_ptr, target_ptr, weight_ptr, lse_ptr, grad_ptr, dz_ptr,
 
 
 @jit
-def ce_chunk_kernel(z_ptr, rows_ptr, target_ptr, weight_ptr, unit_ptr, loss_ptr, V, limit, stride,
-                    GRAD: tl.constexpr, BLOCK: tl.constexpr):
-    """Logits of a chunk become dz in place, in units of the largest weight. loss: of each row."""
+def ce_chunk_kernel(z_ptr, rows_ptr, target_ptr, weight_ptr, unit_ptr, loss_ptr, V, limit,
+                    GRAD: tl.constexpr, FILL: tl.constexpr, BLOCK: tl.constexpr):
+    """Logits (m, limit) of a chunk become dz in place, in units of the largest weight; loss (m,) of each row.
+
+    Columns from V on become 0, and so do rows of weight 0. Rows of padding are left alone, or 0 if FILL.
+    """
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + i).to(tl.int64)
     weight = tl.load(weight_ptr + row, mask=row >= 0, other=0)
-    z_ptr += i * stride
+    z_ptr += i * limit
     col = tl.arange(0, BLOCK)
     if weight != 0:
         target = tl.load(target_ptr + row).to(tl.int64)
@@ -138,10 +144,11 @@ def ce_chunk_kernel(z_ptr, rows_ptr, target_ptr, weight_ptr, unit_ptr, loss_ptr,
                 at = start + col
                 z = tl.load(z_ptr + at, mask=at < limit, other=0, eviction_policy="evict_first")
                 dz = factor * (tl.exp(z.to(tl.float32) - lse) - (at == target).to(tl.float32))
+                dz = tl.where(at < V, dz, 0.0)
                 tl.store(z_ptr + at, dz.to(z_ptr.dtype.element_ty), mask=at < limit)
     else:
         tl.store(loss_ptr + i, 0.0)
-        if GRAD:
+        if GRAD and (FILL or row >= 0):
             zero = tl.zeros((BLOCK,), z_ptr.dtype.element_ty)
             for start in range(0, limit, BLOCK):
                 tl.store(z_ptr + start + col, zero, mask=start + col < limit)
@@ -165,8 +172,46 @@ def scatter_kernel(x_ptr, rows_ptr, out_ptr, C, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + i).to(tl.int64)
     col = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i * C + col, mask=col < C, other=0)
-    tl.store(out_ptr + row * C + col, x, mask=col < tl.where(row >= 0, C, 0))
+    width = tl.where(row >= 0, C, 0)
+    tl.store(out_ptr + row * C + col, tl.load(x_ptr + i * C + col, mask=col < width), mask=col < width)
+
+
+@jit
+def product_kernel(a_ptr, b_ptr, c_ptr, n_ptr, start, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
+                   stride_c, SUM: tl.constexpr, ADD: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """c (+)= a b with float32 accumulation; a (M, K), b (K, N), any strides; c (M, N); +=: ADD.
+
+    Only the first n - start rows of this chunk count, n on the device: rows of a and c or, if SUM, those that
+    are summed over. The others are neither read nor written. A tile belongs to one program: deterministic.
+    """
+    tiles_m, tiles_n, pid = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), tl.program_id(0)
+    if tiles_m < tiles_n:  # neighbours share the larger factor's tile in L2; the smaller stays there whole
+        i, j = pid % tiles_m, pid // tiles_m
+    else:
+        i, j = pid // tiles_n, pid % tiles_n
+    count = tl.maximum(tl.load(n_ptr) - start, 0).to(tl.int32)
+    if SUM:
+        K = tl.minimum(count, K)
+    else:
+        M = tl.minimum(count, M)
+    if i * BLOCK_M < M and (not ADD or K > 0):
+        m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        i, j = (i * BLOCK_M).to(tl.int64), (j * BLOCK_N).to(tl.int64)
+        a_at = a_ptr + i * stride_am + (m[:, None] * stride_am + k[None, :] * stride_ak)
+        b_at = b_ptr + j * stride_bn + (k[:, None] * stride_bk + n[None, :] * stride_bn)
+        c = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for done in range(0, K, BLOCK_K):
+            a = tl.load(a_at, mask=(i + m < M)[:, None] & (k < K - done)[None, :], other=0)
+            b = tl.load(b_at, mask=(k < K - done)[:, None] & (j + n < N)[None, :], other=0)
+            c = tl.dot(a, b, c, input_precision="ieee")
+            a_at += BLOCK_K * stride_ak
+            b_at += BLOCK_K * stride_bk
+        c_at = c_ptr + i * stride_c + j + (m[:, None] * stride_c + n[None, :])
+        inside = (i + m < M)[:, None] & (j + n < N)[None, :]
+        if ADD:
+            c += tl.load(c_at, mask=inside, other=0)
+        tl.store(c_at, c.to(c_ptr.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -272,6 +317,12 @@ def _small_config(V, dtype, source, grad):
                 num_warps=8, num_stages=2 if block_v < 256 or source == dtype else 1)
 
 
+def _product_config(dtype):
+    if dtype == torch.float32:
+        return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=16, num_warps=8, num_stages=2)
+    return dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=3)
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Ops
 
@@ -284,7 +335,12 @@ def _unit_columns(x):
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+def _listed(rows, h):
+    return torch.arange(len(h), device=h.device) if rows is None else rows.contiguous()
+
+
 def _launch_small(h, W, targets, rows, weight, unit, dtype, grad, dh):
+    rows = _listed(rows, h)
     C, V, M = h.shape[1], len(W), len(rows)
     config, W = _small_config(V, dtype, h.dtype, grad), W.to(dtype)
     most = 2 if INTERPRET else torch.cuda.get_device_properties(h.device).multi_processor_count
@@ -296,37 +352,52 @@ def _launch_small(h, W, targets, rows, weight, unit, dtype, grad, dh):
     return loss.sum(), share.sum(0) if grad else share
 
 
-def _add_product(total, a, b, first):
-    """total (+)= a @ b, accumulated in float32; a and b may be of 16 bits."""
-    beta = 0 if first else 1
-    if a.is_cuda and a.dtype != torch.float32:
-        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, beta=beta, out=total)
+def _product(c, a, b, n=None, start=0, summed=False, add=False):
+    """c (+)= a @ b, by cuBLAS; given n, a 0-dim integer tensor, by the kernel that stops at the n-th row.
+
+    summed: the rows that n counts are summed over (c is float32 then), else they are those of a and c.
+    """
+    (M, K), N = a.shape, b.shape[1]
+    if n is not None:
+        c_ = _product_config(a.dtype)
+        grid = triton.cdiv(M, c_["BLOCK_M"]) * triton.cdiv(N, c_["BLOCK_N"])
+        launch(product_kernel, (grid,), a, b, c, n, start, M, N, K, *a.stride(), *b.stride(), c.stride(0),
+               SUM=summed, ADD=add, **c_)
+    elif not summed:
+        torch.mm(a, b, out=c)
+    elif a.is_cuda and a.dtype != torch.float32:  # factors of 16 bits, their sum in float32
+        torch.ops.aten.addmm.dtype_out(c, a, b, torch.float32, beta=int(add), out=c)
     else:
-        total.addmm_(a.float(), b.float(), beta=beta)
+        c.addmm_(a.float(), b.float(), beta=int(add))
 
 
 def _launch_large(h, W, targets, rows, weight, unit, dtype, grad, dh):
+    # Rows that were not cut: how many of them count, only the device knows.
+    n = None if rows is None or len(rows) < len(h) else (rows >= 0).sum()
+    rows = _listed(rows, h)
     C, V, M, device = h.shape[1], len(W), len(rows), h.device
-    W = W.to(dtype)
+    # Multiples of 64 columns of logits: rows of 128 bytes, read and written wide whatever V is.
+    limit = triton.cdiv(V, 64) * 64
+    W = F.pad(W.to(dtype), (0, 0, 0, limit - V)) if limit > V else W.to(dtype)
     size = min(CHUNK, M)
-    limit = triton.cdiv(V, 64) * 64  # rows begin at multiples of 128 bytes: wide loads, and what cuBLAS likes
     buffer = torch.empty((size, limit), dtype=dtype, device=device)
     picked = torch.empty((size, C), dtype=dtype, device=device)
     loss = torch.empty(M, dtype=torch.float32, device=device)
-    dW = (torch.empty if M else torch.zeros)((V, C) if grad else 0, dtype=torch.float32, device=device)
+    dW = (torch.empty if M else torch.zeros)((limit, C) if grad else 0, dtype=torch.float32, device=device)
     width = dict(BLOCK=triton.next_power_of_2(C), num_warps=4)
     for start in range(0, M, CHUNK):
         at = rows[start:start + CHUNK]
         m = len(at)
-        z, x = buffer[:m, :V], picked[:m]
+        z, x = buffer[:m], picked[:m]
         launch(gather_kernel, (m,), h, at, weight, x, C, h.stride(0), **width)
-        torch.mm(x, W.t(), out=z)
+        _product(z, x, W.t(), n, start)
         launch(ce_chunk_kernel, (m,), z, at, targets, weight, unit, loss[start:start + CHUNK],
-               V, limit, limit, GRAD=grad, **_row_config(V))
+               V, limit, GRAD=grad, FILL=n is None, **_row_config(V))
         if grad:
-            _add_product(dW, z.t(), x, first=start == 0)
-            launch(scatter_kernel, (m,), torch.mm(z, W, out=x), at, dh, C, **width)  # x has served its turn
-    return loss.sum(), dW
+            _product(dW, z.t(), x, n, start, summed=True, add=start > 0)
+            _product(x, z, W, n, start)  # x has served its turn
+            launch(scatter_kernel, (m,), x, at, dh, C, **width)
+    return loss.sum(), dW[:V]
 
 
 if ENABLED:
@@ -371,14 +442,14 @@ if ENABLED:
     _masked.register_autograd(_masked_grad, setup_context=_masked_setup)
 
     @torch.library.custom_op("mdlm::linear_cross_entropy", **kind)
-    def _linear(h: Tensor, W: Tensor, targets: Tensor, rows: Tensor, weight: Tensor,
+    def _linear(h: Tensor, W: Tensor, targets: Tensor, rows: Tensor | None, weight: Tensor,
                 dtype: torch.dtype, grad: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """loss; dh in dtype and dW in float32, both in units of `unit` (empty without grad); unit."""
         unit = torch.linalg.vector_norm(weight, float("inf")).clamp_(min=1e-30)
         dh = torch.zeros(h.shape if grad else 0, dtype=dtype, device=h.device)
         go = _launch_small if len(W) <= SMALL_V else _launch_large
         with torch.autocast(h.device.type, enabled=False):  # dtype says what to multiply in
-            loss, dW = go(_unit_columns(h), _unit_columns(W), targets.contiguous(), rows.contiguous(),
+            loss, dW = go(_unit_columns(h), _unit_columns(W), targets.contiguous(), rows,
                           weight.contiguous(), unit, dtype, grad, dh)
         return loss, dh, dW, unit
 
@@ -466,7 +537,7 @@ def aot_configs():
                         z=dtype, **index, lse="fp32", grad="fp32", dz=dtype)
             for grad in (True, False) if V > SMALL_V else ():
                 yield entry(f"ce chunk V={V} {dtype}" + " loss only" * (not grad), ce_chunk_kernel, config,
-                            "V limit stride", dict(GRAD=grad),
+                            "V limit", dict(GRAD=grad, FILL=False),
                             z=dtype, rows="i64", **index, unit="fp32", loss="fp32")
         yield entry(f"gather fp32 {dtype}", gather_kernel, width, "C stride", {},
                     h="fp32", rows="i64", weight="fp32", out=dtype)

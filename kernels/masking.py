@@ -44,7 +44,8 @@ def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids):
     x0          (B, T) int32 or int64, T <= 8192
     t_or_count  (B,) floating: Bernoulli masking at these rates; (B,) integer: exactly so many positions
     mask_id     the id of [MASK]
-    seed, step  int or 0-dim int64 tensor: the key of the generator (their low 32 bits)
+    seed, step  int or 0-dim int64 tensor: the key of the generator (their low 32 bits). A CUDA graph keeps
+                ints as they were at its capture: give tensors there, and change what they hold
     sample_ids  (B,) integer, the samples' numbers in the global batch: the counter of the generator
 
     Returns xt (B, T), x0 with [MASK] at the masked positions; count (B,) int64, masked positions a row; rows
@@ -170,6 +171,7 @@ if ENABLED:
         exact = not level.is_floating_point()
         if not exact:
             level = (level.double() * 2**32).long()
+        level, sample_ids = level.contiguous(), sample_ids.contiguous()
         args = (x0, xt, count, rows, n_rows, level, sample_ids, seed, step, mask_id, B, T, x0.stride(0))
         for stage in ((dict(MASK=True, ROWS=True),) if exact else
                       (dict(MASK=True, ROWS=False), dict(MASK=False, ROWS=True))):
@@ -195,7 +197,9 @@ def mask_tokens(x0, t_or_count, mask_id, seed, step, sample_ids):
         return mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids)
     if x0.shape[1] > MAX_T:
         raise ValueError(f"mask_tokens takes at most {MAX_T} positions a row, got {x0.shape[1]}")
-    seed, step = (torch.as_tensor(s, dtype=torch.int64, device=x0.device) for s in (seed, step))
+    long = dict(dtype=torch.int64, device=x0.device)  # a number is filled in there: no copy to wait for
+    seed, step = (torch.as_tensor(s, **long) if torch.is_tensor(s) else torch.full((), s, **long)
+                  for s in (seed, step))
     return _mask_tokens(x0, t_or_count, mask_id, seed, step, sample_ids)
 
 

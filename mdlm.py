@@ -53,7 +53,8 @@ class Config:
     seed: int = opt(0, "of weights, data order and masks", bounds=(0, (1 << 32) - 1))
     device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the best there is")
     dtype: str = opt("auto", "of products; auto: bfloat16 if in hardware", "auto", "float32", "bfloat16")
-    kernels: str = opt("auto", "auto: Triton on CUDA, elsewhere PyTorch", "auto", "triton", "torch")
+    kernels: str = opt("auto", "auto: Triton on CUDA, PyTorch elsewhere and for causal attention",
+                       "auto", "triton", "torch")
     compile: str = opt("auto", "torch.compile the model; auto: where it pays", "auto", "on", "off")
     # data
     tokenizer: str = opt("char", "how text becomes tokens", "char", "byte", "word", "bpe")
@@ -458,9 +459,8 @@ def make_batch(model, corpus, weight_of_count, step, samples):
     x0 = corpus.batch(step * config.batch_size + samples)  # (B, T)
     B, T = x0.shape
     if config.objective == "ar":
-        every = torch.arange(B * T, device=x0.device)
-        return (shift_right(x0, model.mask_id), x0.flatten(), every,
-                torch.full_like(every, 1 / (B * T), dtype=torch.float32))
+        return (shift_right(x0, model.mask_id), x0.flatten(), None,  # None: all rows
+                torch.full((B * T,), 1 / (B * T), device=x0.device))
     # 2. how much of each to mask, and where
     levels, samples = draw_levels(config, step)[samples].to(x0.device), samples.to(x0.device)
     xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, model.mask_id, config.seed, step, samples)
@@ -550,10 +550,11 @@ def load(path="out", device="cpu", kernel="auto"):
     folder = common.find_checkpoint(path)
     config, tokenizer = (common.read_fields(Config, folder / "config.json", check),
                          text.tokenizer_from_json(folder / "tokenizer.json"))
+    ops = kernels.select(kernel, device, config.n_embd // config.n_head)
     size = 4 * config.n_embd * (12 * config.n_layer * config.n_embd + tokenizer.vocab_size)
     if size > (folder / "model.safetensors").stat().st_size:  # before memory is taken for it
         raise Refusal(f"{folder}/model.safetensors does not fit its config: it is too small; train anew")
-    model = Model(config, tokenizer.vocab_size, kernels.select(kernel, device))
+    model = Model(config, tokenizer.vocab_size, ops)
     model.load_state_dict(common.read_tensors(folder / "model.safetensors", model.state_dict()))
     return model.to(device).eval(), tokenizer, config
 
@@ -709,6 +710,7 @@ def train(given, start):
         CONTROL = dist.new_group(backend="gloo")
     dtype = pick_dtype(config.dtype, device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    ops = kernels.select(config.kernels, device, config.n_embd // config.n_head, dtype)
     torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32 on a GPU
     source = load(config.init_from) if config.init_from and not folder else None
     log = common.Log(config, silent=rank > 0)
@@ -717,7 +719,7 @@ def train(given, start):
 
     # 2. model, averaged weights, optimizers
     torch.manual_seed(config.seed)
-    model = Model(config, tokenizer.vocab_size, kernels.select(config.kernels, device))
+    model = Model(config, tokenizer.vocab_size, ops)
     if source:
         shapes, wanted = ({n: t.shape for n, t in m.state_dict().items()} for m in (source[0], model))
         if source[1].to_json() != tokenizer.to_json() or shapes != wanted:

@@ -7,7 +7,7 @@ import torch
 
 from common import Refusal
 from kernels._triton import ENABLED, INTERPRET
-from kernels.attention import attention, attention_ref
+from kernels.attention import HEAD_DIMS, attention, attention_ref
 from kernels.cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_ref,
@@ -20,18 +20,29 @@ __all__ = ["MAX_T", "attention", "attention_ref", "linear_cross_entropy", "linea
            "mask_tokens", "mask_tokens_ref", "masked_cross_entropy", "masked_cross_entropy_ref", "select"]
 
 
-def select(name="auto", device="cpu"):
+def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32):
     """The ops for --kernels on a device: a namespace with mask_tokens, linear_cross_entropy, attention, name.
 
-    auto: Triton on CUDA, plain PyTorch elsewhere; triton: that or a Refusal; torch: plain PyTorch anywhere.
+    auto: Triton on CUDA, plain PyTorch elsewhere; triton: that or a Refusal, also for a model whose head_dim
+    or whose dtype of products the kernels do not take; torch: plain PyTorch anywhere. Causal attention
+    (--objective=ar) is PyTorch's in all of them.
     """
-    cuda = torch.device(device).type == "cuda"
-    runs = ENABLED and (cuda or INTERPRET)
+    device = torch.device(device)
+    cuda = device.type == "cuda"
+    old = cuda and torch.cuda.get_device_capability(device) < (8, 0)  # the kernels are made for sm_80 and on
+    runs = ENABLED and (cuda and not old or INTERPRET and device.type == "cpu")
     if name == "triton" and not runs:
-        raise Refusal("--kernels=triton needs Triton and a CUDA device (or TRITON_INTERPRET=1 on a CPU); "
-                      "use --kernels=auto")
+        raise Refusal("--kernels=triton needs Triton and a CUDA device of compute capability 8.0 or later "
+                      f"(or TRITON_INTERPRET=1 on a CPU), not {device} as it is here; use --kernels=auto")
+    if name == "triton" and head_dim not in (None, *HEAD_DIMS):
+        raise Refusal(f"--kernels=triton takes heads of 32, 64 or 128, not {head_dim}; "
+                      "change n_embd / n_head, or use --kernels=auto")
+    if name == "triton" and INTERPRET and dtype == torch.bfloat16:
+        raise Refusal("--kernels=triton in Triton's interpreter multiplies bfloat16 wrongly; "
+                      "use --dtype=float32")
     if name == "auto" and cuda and not runs:
-        print("Triton is missing: training goes on in plain PyTorch; pip install triton", file=sys.stderr)
+        why = "This GPU is too old for Triton here" if old else "Triton is missing (pip install triton)"
+        print(f"{why}: training goes on in plain PyTorch", file=sys.stderr)
     if name == "torch" or not runs:
         return SimpleNamespace(name="torch", mask_tokens=mask_tokens_ref, attention=attention_ref,
                                linear_cross_entropy=linear_cross_entropy_ref)

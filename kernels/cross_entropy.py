@@ -197,21 +197,21 @@ def product_kernel(a_ptr, b_ptr, c_ptr, n_ptr, start, M, N, K, stride_am, stride
         M = tl.minimum(count, M)
     if i * BLOCK_M < M and (not ADD or K > 0):
         m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-        i, j = (i * BLOCK_M).to(tl.int64), (j * BLOCK_N).to(tl.int64)
-        a_at = a_ptr + i * stride_am + (m[:, None] * stride_am + k[None, :] * stride_ak)
-        b_at = b_ptr + j * stride_bn + (k[:, None] * stride_bk + n[None, :] * stride_bn)
+        row, col = (i * BLOCK_M).to(tl.int64), (j * BLOCK_N).to(tl.int64)
+        a_at = a_ptr + row * stride_am + (m[:, None] * stride_am + k[None, :] * stride_ak)
+        b_at = b_ptr + col * stride_bn + (k[:, None] * stride_bk + n[None, :] * stride_bn)
+        inside_m, inside_n = (m < M - i * BLOCK_M)[:, None], (n < N - j * BLOCK_N)[None, :]
         c = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for done in range(0, K, BLOCK_K):
-            a = tl.load(a_at, mask=(i + m < M)[:, None] & (k < K - done)[None, :], other=0)
-            b = tl.load(b_at, mask=(k < K - done)[:, None] & (j + n < N)[None, :], other=0)
+            a = tl.load(a_at, mask=inside_m & (k < K - done)[None, :], other=0)
+            b = tl.load(b_at, mask=(k < K - done)[:, None] & inside_n, other=0)
             c = tl.dot(a, b, c, input_precision="ieee")
             a_at += BLOCK_K * stride_ak
             b_at += BLOCK_K * stride_bk
-        c_at = c_ptr + i * stride_c + j + (m[:, None] * stride_c + n[None, :])
-        inside = (i + m < M)[:, None] & (j + n < N)[None, :]
+        c_at = c_ptr + row * stride_c + col + (m[:, None] * stride_c + n[None, :])
         if ADD:
-            c += tl.load(c_at, mask=inside, other=0)
-        tl.store(c_at, c.to(c_ptr.dtype.element_ty), mask=inside)
+            c += tl.load(c_at, mask=inside_m & inside_n, other=0)
+        tl.store(c_at, c.to(c_ptr.dtype.element_ty), mask=inside_m & inside_n)
 
 
 @jit
@@ -221,6 +221,7 @@ def scale_kernel(x_ptr, unit_ptr, grad_ptr, out_ptr, n, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + at, mask=at < n, other=0).to(tl.float32)
     factor = tl.load(unit_ptr) * tl.load(grad_ptr)
     tl.store(out_ptr + at, (x * factor).to(out_ptr.dtype.element_ty), mask=at < n)
+
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -539,16 +540,24 @@ def aot_configs():
                 yield entry(f"ce chunk V={V} {dtype}" + " loss only" * (not grad), ce_chunk_kernel, config,
                             "V limit", dict(GRAD=grad, FILL=False),
                             z=dtype, rows="i64", **index, unit="fp32", loss="fp32")
-        yield entry(f"gather fp32 {dtype}", gather_kernel, width, "C stride", {},
+        yield entry(f"gather fp32 to {dtype}", gather_kernel, width, "C stride", {},
                     h="fp32", rows="i64", weight="fp32", out=dtype)
         yield entry(f"scatter {dtype}", scatter_kernel, width, "C", {}, x=dtype, rows="i64", out=dtype)
-        yield entry(f"scale {dtype} fp32", scale_kernel, width, "n", {},
+        yield entry(f"scale {dtype} to fp32", scale_kernel, width, "n", {},
                     x=dtype, unit="fp32", grad="fp32", out="fp32")
+        # z = x W^T, dx = dz W, dW += dz^T x: whose strides are 1
+        for use, ones, summed in (("logits", "ak bk", False), ("features", "ak bn", False),
+                                  ("head", "am bn", True), ("head first", "am bn", True)):
+            ones = {f"stride_{i}": 1 for i in ones.split()}
+            strides = [f"stride_{i}" for i in ("am", "ak", "bk", "bn", "c") if f"stride_{i}" not in ones]
+            yield entry(f"product {use} {dtype}", product_kernel, _product_config(kind),
+                        "start M N K " + " ".join(strides), ones | dict(SUM=summed, ADD=use == "head"),
+                        a=dtype, b=dtype, c="fp32" if summed else dtype, n="i64")
         for V in (2, 65, 256):
             sizes = dict(V=V, C=384, stride_h=384, stride_w=384, DTYPE=_tl_dtype(kind))
             for source, of_h in {dtype: kind, "fp32": torch.float32}.items():  # h under autocast
                 for grad in (True, False):
-                    yield entry(f"small head V={V} {source} {dtype}" + " loss only" * (not grad),
+                    yield entry(f"small head V={V} {source} in {dtype}" + " loss only" * (not grad),
                                 small_head_kernel, _small_config(V, kind, of_h, grad), "M",
                                 sizes | dict(GRAD=grad),
                                 h=source, w=dtype, target="i64", rows="i64", weight="fp32", unit="fp32",

@@ -1,6 +1,6 @@
 """Compile every kernel in every configuration that is used for sm_80, sm_90 and sm_100, without a GPU.
 
-MDLM_TRITON=1 python tests/aot.py            # a Markdown table, as in results/aot.md
+MDLM_TRITON=1 python tests/aot.py [--few]    # a Markdown table, as in results/aot.md
 MDLM_TRITON=1 python tests/aot.py --json     # one JSON object a line
 """
 
@@ -16,11 +16,38 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 ARCHITECTURES = (80, 90, 100)
+USUAL = {"sb", "st", "s3", "sh", "C", "N", "K"}  # numbers that usually divide by 16
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes a program may have
 
 
+def variants(config):
+    """A configuration with what Triton learns at launch: (name, ..., arguments divisible by 16, equal to 1).
+
+    First what is usual, then numbers that happen to divide by 16, memory that does not, and sizes of 1.
+    """
+    name, _, signature, constants, _ = config
+    pointers = {k for k, kind in signature.items() if kind.startswith("*")}
+    integers = {k for k, kind in signature.items() if kind == "i32" and k not in constants}
+    even, summed = constants.get("EVEN"), constants.get("SUM")
+    # The factors of dW are buffers of ours.
+    always = (
+        {"limit", "start"} | ({"T"} if even else set()) | (pointers | {"M", "stride_ak"} if summed else set())
+    )
+    usual = always | USUAL | {k for k in integers if k.startswith("stride_")}
+    ones = set() if even else integers & {"B", "T", "H", "M"} - always
+    yield name, *config[1:], pointers | integers & usual, set()
+    yield name + ", aligned", *config[1:], pointers | integers - ({"T"} if even is False else set()), set()
+    yield name + ", unaligned", *config[1:], (pointers | integers) & always, set()
+    if ones:
+        yield name + ", ones", *config[1:], pointers | integers & usual - ones, ones
+
+
 def configurations(arch, few):
-    """The configurations in use on sm_<arch>; with `few`, without fp16 and fp32 and with fewer shapes."""
+    """The configurations in use on sm_<arch>, as variants gives them.
+
+    fp16 and fp32 as is usual; integers and bf16 in all variants. `few`: no fp16 and fp32, nothing unusual,
+    and fewer shapes, on sm_80 and sm_100 of heads only the usual size.
+    """
     masking, cross_entropy, attention = (
         importlib.import_module(f"kernels.{name}") for name in ("masking", "cross_entropy", "attention")
     )
@@ -29,11 +56,11 @@ def configurations(arch, few):
         *cross_entropy.aot_configs(),
         *attention.aot_configs(arch, every=not few),
     ]
-    if few:
-        found = [c for c in found if "fp" not in c[0] and "V=1000" not in c[0] and "V=256" not in c[0]]
-    if few and arch != 90:  # what differs most between generations: the usual head size
-        found = [c for c in found if not c[0].startswith("attention") or "D64" in c[0]]
-    return found
+    usual = lambda name: "bf16" in name or name.startswith("masking")
+    if not few:
+        return [v for c in found for v in (variants(c) if usual(c[0]) else [next(variants(c))])]
+    drop = ["V=1000", "V=256", "T=1024", "T=64 i64"] + ["D32", "D128", "T=64"] * (arch != 90)
+    return [next(variants(c)) for c in found if usual(c[0]) and not any(d in c[0] for d in drop)]
 
 
 def compile_one(index, arch, few):
@@ -41,21 +68,15 @@ def compile_one(index, arch, few):
     import triton
     from triton.backends.compiler import GPUTarget
 
-    name, kernel, signature, constants, options = configurations(arch, few)[index]
+    name, kernel, signature, constants, options, divisible, ones = configurations(arch, few)[index]
+    constants = constants | dict.fromkeys(ones, 1)
     signature = signature | dict.fromkeys(constants, "constexpr")
     order = {k: signature[k] for k in kernel.arg_names}
-    # At run time Triton knows that torch's memory is aligned; attention needs that to read wide.
-    aligned = [
-        k
-        for k, kind in order.items()
-        if name.startswith("attention")
-        and (kind.startswith("*") or k in ("sb", "st", "s3", "sh") or (k == "T" and constants["EVEN"]))
-    ]
     source = triton.compiler.ASTSource(
         kernel,
         order,
         constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()},
-        attrs={(kernel.arg_names.index(k),): [["tt.divisibility", 16]] for k in aligned},
+        attrs={(kernel.arg_names.index(k),): [["tt.divisibility", 16]] for k in divisible},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -4,6 +4,7 @@ Each file of kernels_cases runs in a process of its own, since Triton decides at
 natively where there is a GPU, else in the interpreter on the CPU.
 """
 
+import concurrent.futures
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from aot import SHARED
+from conftest import TINY, losses, run_mdlm
 
 HERE = Path(__file__).parent
 ENVIRONMENT = os.environ | (
@@ -21,26 +23,76 @@ ENVIRONMENT = os.environ | (
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in (HERE / "kernels_cases").glob("*_cases.py")))
-def test_the_kernels_agree_with_their_references(name):
-    r = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            str(HERE / "kernels_cases" / f"{name}.py"),
-            "-p",
-            "no:cacheprovider",
-        ],
-        env=ENVIRONMENT,
+CASES = sorted(p.stem for p in (HERE / "kernels_cases").glob("*_cases.py"))
+
+
+def run(*command, **more):
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        env=ENVIRONMENT | more,
         cwd=HERE.parent,
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+@pytest.fixture(scope="module")
+def cases():
+    """name -> the run of its file; two at a time, for this takes long."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        yield {
+            name: pool.submit(
+                run, "-m", "pytest", HERE / "kernels_cases" / f"{name}.py", "-p", "no:cacheprovider"
+            )
+            for name in CASES
+        }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_agree_with_their_references(cases, name):
+    r = cases[name].result()
     print(r.stdout[-4000:])
     assert r.returncode == 0, r.stdout[-4000:] + r.stderr[-2000:]
     assert " passed" in r.stdout or "100%" in r.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks need two GPUs")
+def test_two_ranks_with_the_kernels_give_the_losses_of_one_without(text_file, tmp_path):
+    args = [f"--data={text_file}", *TINY, "--n_head=1", "--block_size=16", "--eval_windows=1"]
+    args += ["--optimizer=adamw", "--max_steps=3", "--batch_size=4"]
+    assert run_mdlm(*args, f"--out_dir={tmp_path / 'one'}") == 0
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    r = run(*launcher, HERE.parent / "mdlm.py", *args, "--kernels=triton", f"--out_dir={tmp_path / 'two'}")
+    assert r.returncode == 0, r.stderr[-3000:]
+    assert "2 rank(s), triton kernels" in r.stdout
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(two) == 3 and max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about what is refused without a GPU")
+@pytest.mark.parametrize(
+    ("args", "interpreter", "words"),
+    [
+        (["--n_head=2"], "1", ["32, 64 or 128", "not 16", "n_embd / n_head"]),
+        (["--n_head=1", "--dtype=bfloat16"], "1", ["bfloat16", "--dtype=float32"]),
+        (["--n_head=1"], "0", ["CUDA", "not cpu", "--kernels=auto"]),
+    ],
+)
+def test_kernels_that_cannot_run_are_refused_in_one_sentence(text_file, tmp_path, args, interpreter, words):
+    r = run(
+        *(
+            "mdlm.py",
+            f"--data={text_file}",
+            *TINY,
+            *args,
+            "--kernels=triton",
+            f"--out_dir={tmp_path / 'out'}",
+        ),
+        TRITON_INTERPRET=interpreter,
+    )
+    assert r.returncode == 2 and r.stderr.count("\n") == 1, r.stderr
+    assert all(word in r.stderr for word in ["--kernels=triton", *words])
 
 
 @pytest.fixture(scope="module", params=["--few", pytest.param("--all", marks=pytest.mark.slow)])

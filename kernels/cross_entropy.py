@@ -318,10 +318,11 @@ def _small_config(V, dtype, source, grad):
                 num_warps=8, num_stages=2 if block_v < 256 or source == dtype else 1)
 
 
-def _product_config(dtype):
+def _product_config(dtype, N):
+    """Tiles without spills; rows that are no multiples of 32 bytes are read by elements: more registers."""
     if dtype == torch.float32:
         return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=16, num_warps=8, num_stages=2)
-    return dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=3)
+    return dict(BLOCK_M=128, BLOCK_N=64 if N % 16 else 128, BLOCK_K=64, num_warps=8, num_stages=3)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -360,10 +361,10 @@ def _product(c, a, b, n=None, start=0, summed=False, add=False):
     """
     (M, K), N = a.shape, b.shape[1]
     if n is not None:
-        c_ = _product_config(a.dtype)
-        grid = triton.cdiv(M, c_["BLOCK_M"]) * triton.cdiv(N, c_["BLOCK_N"])
+        tile = _product_config(a.dtype, N)
+        grid = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
         launch(product_kernel, (grid,), a, b, c, n, start, M, N, K, *a.stride(), *b.stride(), c.stride(0),
-               SUM=summed, ADD=add, **c_)
+               SUM=summed, ADD=add, **tile)
     elif not summed:
         torch.mm(a, b, out=c)
     elif a.is_cuda and a.dtype != torch.float32:  # factors of 16 bits, their sum in float32
@@ -546,12 +547,14 @@ def aot_configs():
         yield entry(f"scale {dtype} to fp32", scale_kernel, width, "n", {},
                     x=dtype, unit="fp32", grad="fp32", out="fp32")
         # z = x W^T, dx = dz W, dW += dz^T x: whose strides are 1
-        for use, ones, summed in (("logits", "ak bk", False), ("features", "ak bn", False),
-                                  ("head", "am bn", True), ("head first", "am bn", True)):
-            ones = {f"stride_{i}": 1 for i in ones.split()}
+        for use, ones, N in (("logits", "ak bk", 50304), ("features", "ak bn", 768), ("head", "am bn", 768),
+                             ("head first", "am bn", 768), ("features of odd width", "ak bn", 100),
+                             ("head of odd width", "am bn", 100)):
+            ones, summed = {f"stride_{i}": 1 for i in ones.split()}, use.startswith("head")
             strides = [f"stride_{i}" for i in ("am", "ak", "bk", "bn", "c") if f"stride_{i}" not in ones]
-            yield entry(f"product {use} {dtype}", product_kernel, _product_config(kind),
-                        "start M N K " + " ".join(strides), ones | dict(SUM=summed, ADD=use == "head"),
+            yield entry(f"product {use} {dtype}", product_kernel, _product_config(kind, N),
+                        "start M N K " + " ".join(strides),
+                        ones | dict(SUM=summed, ADD=summed and use != "head first"),
                         a=dtype, b=dtype, c="fp32" if summed else dtype, n="i64")
         for V in (2, 65, 256):
             sizes = dict(V=V, C=384, stride_h=384, stride_w=384, DTYPE=_tl_dtype(kind))

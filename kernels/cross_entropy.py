@@ -537,9 +537,11 @@ def aot_configs():
                         z=dtype, **index, loss="fp32", lse="fp32")
             yield entry(f"ce backward V={V} {dtype}", ce_backward_kernel, config, "V stride", {},
                         z=dtype, **index, lse="fp32", grad="fp32", dz=dtype)
-            for grad in (True, False) if V > SMALL_V else ():
-                yield entry(f"ce chunk V={V} {dtype}" + " loss only" * (not grad), ce_chunk_kernel, config,
-                            "V limit", dict(GRAD=grad, FILL=False),
+            for use, *flags in (("", True, False), (" filled", True, True), (" loss only", False, True)):
+                if V <= SMALL_V:
+                    continue
+                yield entry(f"ce chunk V={V} {dtype}{use}", ce_chunk_kernel, config, "V limit",
+                            dict(zip(("GRAD", "FILL"), flags)),
                             z=dtype, rows="i64", **index, unit="fp32", loss="fp32")
         yield entry(f"gather fp32 to {dtype}", gather_kernel, width, "C stride", {},
                     h="fp32", rows="i64", weight="fp32", out=dtype)

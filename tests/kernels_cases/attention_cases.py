@@ -190,6 +190,7 @@ def test_autocast():
     exact = attention_ref(qkv.detach().double(), cos.double(), sin.double(), True)
     assert (y - exact).abs().max() < 2e-3
     y.float().square().mean().backward()
+    assert layer.weight.grad.dtype == torch.float32
     assert layer.weight.grad.isfinite().all() and layer.weight.grad.abs().sum() > 0
 
 

@@ -41,6 +41,14 @@ def test_both_integer_types_and_strided_input(dtype):
     assert same(got, wanted) and got[0].dtype == dtype
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_levels_and_samples_of_any_stride(exact):
+    x0, ids = torch.zeros(4, 40, dtype=torch.int64, device=DEVICE), torch.arange(9, device=DEVICE)[1::2]
+    level = torch.tensor([17 if exact else 0.4], device=DEVICE).expand(4)
+    got, wanted = both(x0, level, 1, 3, 4, ids)
+    assert same(got, wanted) and len({tuple(row) for row in got[0].tolist()}) == 4
+
+
 def test_seed_and_step_may_be_tensors_and_large():
     x0, ids = (
         torch.zeros(2, 40, dtype=torch.int64, device=DEVICE),

@@ -39,8 +39,7 @@ part() {  # name, seconds, command: run it, keep its output, show its end
     [ $code = 0 ] || failed=1
 }
 
-part tests 100 "$python" -m pytest -p no:cacheprovider tests/kernels_cases/masking_cases.py \
-    tests/kernels_cases/cross_entropy_cases.py tests/kernels_cases/attention_cases.py
+part tests 100 "$python" -m pytest -p no:cacheprovider tests/kernels_cases/*_cases.py
 part alike 80 "$python" -m pytest -p no:cacheprovider -s tests/test_gpu.py
 part kernels 120 "$python" bench.py kernels --time_limit=100 --seconds=0.1 --json="$out/gpu_kernels.json"
 part train 165 "$python" bench.py train --time_limit=110 --seconds=1.5 --json="$out/gpu_train.json"

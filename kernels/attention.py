@@ -268,7 +268,8 @@ def config(kind, dtype, D, T, fuse, new):
         return dict(BLOCK_M=M, BLOCK_N=N, num_warps=warps, num_stages=stages)
     if kind in ("forward", "row") and row_limit(dtype, D, new) >= T:
         size = 128 if T > 64 else 64
-        return dict(BLOCK_M=size, BLOCK_N=size, num_warps=size // 16, num_stages=1)
+        warps = 8 if kind == "forward" and D == 32 and not new else size // 16
+        return dict(BLOCK_M=size, BLOCK_N=size, num_warps=warps, num_stages=1)
     small = D == 128 or fuse
     if kind == "dkdv":
         M = 32 if D == 128 or (fuse and not new) else 64
@@ -293,10 +294,18 @@ def start(kernel, kind, qkv, tensors, cos, sin, qk_norm):
            D**-0.5, D=D, EVEN=even, ROPE=cos is not None, NORM=qk_norm, **c)
 
 
+def packed(x):
+    """x without gaps, at an address from which 16 bytes can be read at a time."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 def readable(qkv):
-    """qkv if the kernels can walk over it: unit stride in a head, offsets in a sample below 2^31."""
+    """qkv if the kernels can walk over it (unit stride in a head, 16 bytes at a time, offsets in a sample
+    below 2^31), else a copy: reading it number by number takes longer, and more registers than there are."""
     reach = sum((n - 1) * abs(s) for n, s in zip(qkv.shape[1:], qkv.stride()[1:]))
-    return qkv if qkv.stride(-1) == 1 and reach < 2**31 else qkv.contiguous()
+    wide = qkv.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in qkv.stride()[:4])
+    return qkv if wide and qkv.stride(-1) == 1 and reach < 2**31 else packed(qkv)
 
 
 def forward(qkv, cos, sin, qk_norm):
@@ -311,7 +320,7 @@ def forward(qkv, cos, sin, qk_norm):
 
 def backward(grad, qkv, out, lse, cos, sin, qk_norm):
     T = qkv.shape[1]
-    qkv, grad = readable(qkv), grad.contiguous()
+    qkv, grad = readable(qkv), packed(grad)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     if not dqkv.numel():
         return dqkv

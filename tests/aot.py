@@ -40,7 +40,7 @@ def variants(config):
         return
     yield name, *config[1:], pointers | integers & usual, set()
     yield name + ", aligned", *config[1:], pointers | integers - ({"T"} if even is False else set()), set()
-    if not summed:
+    if not summed and even is None:  # attention copies what it cannot read wide
         yield name + ", unaligned", *config[1:], (pointers | integers) & always, set()
     if ones:
         yield name + ", ones", *config[1:], pointers | integers & usual - ones, ones

@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 import pytest
 
 from kernels import _triton, attention, attention_ref
-from kernels.attention import attention_op, check_supported
+from kernels.attention import attention_op, check_supported, readable
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -120,6 +120,16 @@ def test_any_strides():
         check(strided[:, ::2], grad[:, ::2])
     wide = torch.cat((qkv, qkv), -1)[..., :32]  # a slice of wider heads
     check(wide, grad.transpose(0, 1).contiguous().transpose(0, 1))
+
+
+def test_memory_that_is_not_aligned_is_copied():
+    qkv, grad, cos, sin = draw(1, 19, 1, 32, torch.float16)
+    shifted = [
+        torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view_as(x).copy_(x) for x in (qkv, grad)
+    ]
+    assert all(x.data_ptr() % 16 for x in shifted) and readable(qkv) is qkv
+    assert readable(shifted[0]).data_ptr() % 16 == 0
+    check(*shifted, cos, sin, True)
 
 
 def test_the_gradient_reaches_a_projection():

@@ -37,9 +37,9 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32):
     if name == "triton" and head_dim not in (None, *HEAD_DIMS):
         raise Refusal(f"--kernels=triton takes heads of 32, 64 or 128, not {head_dim}; "
                       "change n_embd / n_head, or use --kernels=auto")
-    if name == "triton" and INTERPRET and dtype == torch.bfloat16:
-        raise Refusal("--kernels=triton in Triton's interpreter multiplies bfloat16 wrongly; "
-                      "use --dtype=float32")
+    if name != "torch" and runs and INTERPRET and dtype == torch.bfloat16:
+        raise Refusal(f"--kernels={name} in Triton's interpreter (TRITON_INTERPRET=1) multiplies bfloat16 "
+                      "wrongly; use --dtype=float32")
     if name == "auto" and cuda and not runs:
         why = "This GPU is too old for Triton here" if old else "Triton is missing (pip install triton)"
         print(f"{why}: training goes on in plain PyTorch", file=sys.stderr)

@@ -275,7 +275,8 @@ def config(kind, dtype, D, T, fuse, new):
         M = 32 if D == 128 or (fuse and not new) else 64
         N = 128 if new or (fuse and D < 128) else 64
     elif kind == "dq":
-        M, N = 128 if new or D < 128 else 64, 64 if small or not new else 128
+        M = 128 if new or D < 128 else 64
+        N = 32 if fuse and not new else 64 if small or not new else 128
     else:
         M, N = 128, 64 if fuse or not new else 128
     stages = 3 if new and kind == "forward" and not small else 2

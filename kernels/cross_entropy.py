@@ -314,8 +314,9 @@ def _small_config(V, dtype, source, grad):
     if dtype == torch.float32:
         return dict(BLOCK_M=16, BLOCK_V=block_v, BLOCK_C=16, num_warps=4 if block_v < 256 else 8,
                     num_stages=1)
-    return dict(BLOCK_M=64, BLOCK_V=block_v, BLOCK_C=32 if grad and source == dtype else 16,
-                num_warps=8, num_stages=2 if 16 < block_v < 256 or source == dtype else 1)
+    wide = grad and (source == dtype or block_v == 16)
+    return dict(BLOCK_M=64, BLOCK_V=block_v, BLOCK_C=32 if wide else 16,
+                num_warps=8, num_stages=2 if block_v < 256 or source == dtype else 1)
 
 
 def _product_config(dtype, N):

@@ -1,9 +1,9 @@
 """What the four programs share: refusals, flags from a dataclass, and folders of files never half-written.
 
 None of this is about diffusion: read mdlm.py first. A checkpoint is a folder out/step-N/ with a manifest of
-sizes and sha256. It is written under a temporary name, synced and renamed, so it is complete or not there;
-`out/latest` names the last one; the last two are kept. Weights are safetensors and the rest is JSON: nothing
-is ever unpickled.
+sizes and sha256. It is written under a temporary name, synced and renamed, so it is complete or not there,
+and renamed again before it is removed; `out/latest` names the last one; the last two are kept. Weights are
+safetensors and the rest is JSON: nothing is ever unpickled.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -37,9 +38,13 @@ def run(main, argv):
     try:
         return main(argv)
     except Refusal as e:
-        if os.environ.get("RANK", "0") == "0":  # several ranks refuse the same thing: say it once
-            print(f"{Path(sys.argv[0]).name}: {e}", file=sys.stderr)
+        warn(f"{Path(sys.argv[0]).name}: {e}")
         return 2
+
+
+def warn(message):
+    if os.environ.get("RANK", "0") == "0":  # several ranks say the same thing: once is enough
+        print(message, file=sys.stderr)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -114,6 +119,16 @@ def parse_flags(fields_of, argv, description, epilog=""):
 TMP = ".mdlm-tmp-"  # begins the name of whatever is not complete yet
 
 
+@contextlib.contextmanager
+def writing(path):
+    """Within, the system's refusal to write is a Refusal that names path."""
+    try:
+        yield
+    except OSError as e:
+        raise Refusal(f"{path} cannot be written ({e.strerror or e}); make room or use another --out_dir. "
+                      "Complete checkpoints stay as they are, and --resume goes on from the last one") from e
+
+
 def write_atomically(path, content):
     """Write bytes under a temporary name, sync, rename: the name never holds half a file."""
     fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=TMP)
@@ -124,28 +139,69 @@ def write_atomically(path, content):
             os.fsync(f.fileno())
         os.chmod(tmp, 0o644)  # mkstemp gives 0600
         os.replace(tmp, path)
-    except BaseException:
-        os.unlink(tmp)
-        raise
+    finally:
+        Path(tmp).unlink(missing_ok=True)
+
+
+def remove(path):
+    """Remove a file, a link or a folder. A folder is renamed first: no final name ever holds half of it."""
+    if path.is_dir() and not path.is_symlink():
+        if not path.name.startswith(TMP):
+            remove(path.with_name(TMP + path.name))
+            path = path.rename(path.with_name(TMP + path.name))
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def clean(out_dir):
+    """Remove what a killed run left incomplete."""
+    for stale in Path(out_dir).glob(f"{TMP}*"):
+        remove(stale)
+
+
+def fetch(url, timeout, limit):
+    """The bytes behind a url. Raises OSError if they are not there within timeout seconds or limit bytes."""
+    def work():
+        try:
+            with urllib.request.urlopen(url, timeout=timeout) as response:
+                while (chunk := response.read1(1 << 16)) and sum(map(len, chunks)) <= limit:
+                    chunks.append(chunk)
+            done.append(None)
+        except (OSError, ValueError, http.client.HTTPException) as e:
+            done.append(e)
+
+    # In a thread: a name server that is silent, or a header that comes a byte at a time, has no time-out.
+    chunks, done, worker = [], [], threading.Thread(target=work, daemon=True)
+    worker.start()
+    worker.join(timeout)
+    if not done or sum(map(len, chunks)) > limit:
+        raise OSError(f"not finished after {timeout:.0f} s or {limit} bytes")
+    if done[0]:
+        raise OSError(f"{done[0]!r}") from done[0]
+    return b"".join(chunks)
 
 
 def download(url, sha256, path, timeout=15.0, limit=1 << 22):
     """Fetch url to path unless the right file is there. Raises OSError if that cannot be done in time."""
-    if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
+    if path.exists() and sha256_of(path) == sha256:
         return
-    deadline, content = time.monotonic() + timeout, b""
-    try:
-        with urllib.request.urlopen(url, timeout=timeout) as response:
-            while chunk := response.read1(1 << 16):
-                content += chunk
-                if time.monotonic() > deadline or len(content) > limit:
-                    raise OSError(f"not finished after {timeout:.0f} s or {limit} bytes")
-    except (ValueError, http.client.HTTPException) as e:  # a malformed answer
-        raise OSError(f"malformed answer: {e!r}") from e
+    content = fetch(url, timeout, limit)
     if hashlib.sha256(content).hexdigest() != sha256:
         raise OSError("what arrived has the wrong checksum")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, content)
+
+
+def read_small(path, limit=1 << 26):
+    """The text of a UTF-8 file of at most `limit` bytes. Raises OSError or ValueError for any other."""
+    if not Path(path).is_file():
+        raise FileNotFoundError("it is missing or no file")
+    with open(path, "rb") as f:
+        content = f.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it has more than {limit} bytes")
+    return content.decode()
 
 
 def sha256_of(path):
@@ -171,50 +227,59 @@ CHECKPOINT_FILES = (*MODEL_FILES, "state.json", "state.safetensors")  # the last
 
 
 def checkpoints(out_dir):
-    """The checkpoint folders of a run: first the one that `latest` names, then by falling step."""
-    found = [p for p in Path(out_dir).glob("step-*") if re.fullmatch(r"step-\d{1,12}", p.name)]
-    found.sort(key=lambda p: -int(p.name[5:]))
+    """The checkpoint folders of a run: first the one that `latest` names, then by falling step.
+
+    step-N.old is a step-N that was about to be replaced when its run was killed.
+    """
+    found = [p for p in Path(out_dir).glob("step-*") if re.fullmatch(r"step-\d{1,12}(\.old)?", p.name)]
     with contextlib.suppress(OSError, ValueError):
-        latest = (Path(out_dir) / "latest").read_text()
-        found.sort(key=lambda p: p.name != latest.strip())
-    return found
+        latest = read_small(Path(out_dir) / "latest").strip()
+        return sorted(found, key=lambda p: (p.name != latest, -number(p), p.name))
+    return sorted(found, key=lambda p: (-number(p), p.name))
+
+
+def number(checkpoint):
+    return int(re.search(r"\d+", checkpoint.name)[0])
 
 
 def write_checkpoint(out_dir, name, contents):
-    """Write `contents` (name -> bytes) as out_dir/name, point `latest` to it, keep the last two; its path."""
-    out_dir = Path(out_dir)
-    for stale in out_dir.glob(f"{TMP}*"):  # of a run that was killed
-        shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-    tmp, final = Path(tempfile.mkdtemp(dir=out_dir, prefix=TMP)), out_dir / name
+    """Write `contents` (name -> bytes) as out_dir/name, point `latest` to it, keep the last two; its path.
+
+    Whenever the process is killed, the checkpoint that was last complete is there under a name of its own.
+    """
+    final, old = Path(out_dir) / name, Path(out_dir) / f"{name}.old"
     files = {n: dict(size=len(data), sha256=hashlib.sha256(data).hexdigest()) for n, data in contents.items()}
     manifest = json.dumps(dict(format="mdlm", version=1, files=files), indent=1).encode()
-    try:
-        os.chmod(tmp, 0o755)  # mkdtemp gives 0700
-        for n, data in (contents | {"manifest.json": manifest}).items():
-            with open(tmp / n, "wb") as f:
-                f.write(data)
-                f.flush()
-                os.fsync(f.fileno())
-        sync_folder(tmp)
-        if final.exists():  # the same step once more, or a damaged one
-            shutil.rmtree(final)
-        os.rename(tmp, final)
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-    sync_folder(out_dir)
-    write_atomically(out_dir / "latest", name.encode())
-    number = lambda p: int(p.name[5:])
-    earlier = sorted((p for p in checkpoints(out_dir) if number(p) < number(final)), key=number)
-    for old in checkpoints(out_dir):  # those behind it, if there are, belong to a future that did not happen
-        if old not in (final, *earlier[-1:]):
-            shutil.rmtree(old)
+    with writing(final):
+        tmp = Path(tempfile.mkdtemp(dir=out_dir, prefix=TMP))
+        try:
+            os.chmod(tmp, 0o755)  # mkdtemp gives 0700
+            for n, data in (contents | {"manifest.json": manifest}).items():
+                with open(tmp / n, "wb") as f:
+                    f.write(data)
+                    f.flush()
+                    os.fsync(f.fileno())
+            sync_folder(tmp)
+            if final.exists():  # the same step once more, or a damaged one
+                remove(old)
+                os.rename(final, old)
+            os.rename(tmp, final)
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)
+        sync_folder(out_dir)
+        write_atomically(final.parent / "latest", name.encode())
+        sync_folder(out_dir)
+        earlier = sorted((p for p in checkpoints(out_dir) if number(p) < number(final)), key=number)
+        for other in checkpoints(out_dir):  # those behind it belong to a future that did not happen
+            if other not in (final, *earlier[-1:]):
+                remove(other)
     return final
 
 
 def verify(folder):
     """Raise Refusal unless every file of a checkpoint has the size and the sha256 that its manifest names."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = json.loads(read_small(folder / "manifest.json"))
         if (manifest["format"], manifest["version"]) != ("mdlm", 1):
             raise ValueError(f"it has version {manifest['version']!r}, this program reads version 1")
         for name in MODEL_FILES if manifest["files"].keys() == set(MODEL_FILES) else CHECKPOINT_FILES:
@@ -238,14 +303,14 @@ def find_checkpoint(path):
             verify(folder)
             return folder
         except Refusal as e:
-            print(f"{e}; trying the one before it", file=sys.stderr)
+            warn(f"{e}; trying the one before it")
     raise Refusal(f"{path} holds no intact checkpoint; train one with: python mdlm.py --out_dir={path}")
 
 
 def read_json(path, what):
     """The JSON object in a file, or a Refusal that names it."""
     try:
-        d = json.loads(Path(path).read_text(encoding="utf-8"))
+        d = json.loads(read_small(path))
         if not isinstance(d, dict):
             raise ValueError("not an object")
         return d
@@ -253,25 +318,102 @@ def read_json(path, what):
         raise Refusal(f"{path} is no {what} of this program: {e}") from e
 
 
-def read_tensors(path, expected=None):
-    """A safetensors file as a dict; names, shapes and dtypes must be those of `expected`, if it is given."""
+def read_tensors(path, expected):
+    """A safetensors file of float32 as a dict; its names and shapes must be those of `expected`."""
     from safetensors import SafetensorError, safe_open
     try:
-        with safe_open(path, "pt") as f:
-            if expected is not None:  # compared before any of it is read
-                shapes = {name: f.get_slice(name).get_shape() for name in f.keys()}  # noqa: SIM118 (no dict)
-                wanted = {name: list(t.shape) for name, t in expected.items()}
-                wrong = sorted(n for n in shapes | wanted if shapes.get(n) != wanted.get(n))
-                if wrong:
-                    raise Refusal(f"{path} does not fit its config: "
-                                  f"{wrong[0]} is missing, unexpected or misshapen")
-            return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+        with safe_open(path, "pt") as f:  # compared before any of it is read
+            slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (f is no dict)
+            found = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
+            wanted = {name: ("F32", list(t.shape)) for name, t in expected.items()}
+            wrong = sorted(n for n in found | wanted if found.get(n) != wanted.get(n))
+            if wrong:
+                raise Refusal(f"{path} does not fit its config: "
+                              f"{wrong[0]} is missing, unexpected or misshapen")
+            return {name: f.get_tensor(name) for name in found}
     except (SafetensorError, OSError, KeyError, OverflowError, MemoryError) as e:
         raise Refusal(f"{path} is no safetensors file: {e}") from e
 
 
 # ------------------------------------------------------------------------------------------------------------
+# Several ranks
+
+CONTROL = None  # their gloo group: messages of control travel there and never wait for a GPU
+
+
+def join_ranks():
+    """(rank, number of ranks, rank on this machine) of this process; under torchrun it meets the others."""
+    global CONTROL
+    rank, world, local = (int(os.environ.get(k, v))
+                          for k, v in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if world > 1:
+        import torch
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        CONTROL = torch.distributed.new_group(backend="gloo")
+    return rank, world, local
+
+
+def leave_ranks():
+    """Wait until all ranks are here, then part."""
+    if CONTROL:
+        import torch
+        torch.distributed.barrier(CONTROL)
+        torch.distributed.destroy_process_group()
+
+
+def all_reduce(values, how="SUM"):
+    """The sum, or MAX, over ranks of a CPU tensor."""
+    if CONTROL:
+        import torch
+        torch.distributed.all_reduce(values, getattr(torch.distributed.ReduceOp, how), CONTROL)
+    return values
+
+
+def on_first_rank(do):
+    """Call do() on the first rank while the others wait. What it refuses all refuse: nobody hangs."""
+    import torch
+    refusal = None
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            do()
+        except Refusal as e:
+            refusal = e
+    if all_reduce(torch.tensor(float(refusal is not None))):
+        raise refusal or Refusal("the first rank refused")
+
+
+def launch():
+    """What names this torchrun in all its attempts, and no other one; "" without torchrun."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE", "").rpartition("attempt_")[0]
+
+
+def was_restarted(out_dir):
+    """Whether torchrun restarts a run that has saved since this launch: then it resumes by itself."""
+    import torch
+    ours = 0.0
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and os.environ["RANK"] == "0" and launch():
+        with contextlib.suppress(Refusal):
+            state = read_json(find_checkpoint(out_dir) / "state.json", "training state")
+            ours = float(state.get("launch") == launch())
+    return all_reduce(torch.tensor(ours)).item() > 0
+
+
+# ------------------------------------------------------------------------------------------------------------
 # A run as one sees and steers it
+
+
+def pick_device(name):
+    """'auto' or a device's name -> torch.device, checked to exist."""
+    import torch
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    with contextlib.suppress(RuntimeError):
+        device = torch.device(name)
+        if device.type == "cpu" or device.type == "mps" and torch.backends.mps.is_available() or \
+                device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
+            return device
+    raise Refusal(f"--device={name} is not on this machine; use cpu, cuda, cuda:N, mps or auto")
+
 
 # dense bf16, makers' sheets
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40": 181, "4090": 165}
@@ -325,23 +467,24 @@ class Log:
             raise Refusal(f"{e}; install it with pip, or leave --wandb and --tensorboard out") from None
 
     def begin(self, step, total):
-        """Keep the lines up to the step that a run resumes from, start the progress bar."""
+        """Keep the lines up to the step that a run resumes from (-1: none), start the progress bar."""
         if self.silent:
             return
         kept = []
-        for line in self.path.read_text().splitlines(keepends=True) if step and self.path.exists() else ():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a crash cut off
-                kept += [line] * (json.loads(line)["step"] <= step and line.endswith("\n"))
-        write_atomically(self.path, "".join(kept).encode())
+        for line in self.path.read_bytes().splitlines(True) if step >= 0 and self.path.exists() else ():
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # what a crash cut off
+                kept += [line] * (json.loads(line)["step"] <= step and line.endswith(b"\n"))
+        with writing(self.path):
+            write_atomically(self.path, b"".join(kept))
         if sys.stderr.isatty():
             from tqdm import tqdm
-            self.bar = tqdm(total=total, initial=step, unit="step", dynamic_ncols=True)
+            self.bar = tqdm(total=total, initial=max(step, 0), unit="step", dynamic_ncols=True)
 
     def record(self, **values):
         if self.silent:
             return
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        with open(self.path, "a") as f:
+        with writing(self.path), open(self.path, "a") as f:
             f.write(json.dumps(values) + "\n")
         numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
         if self.wandb:

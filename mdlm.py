@@ -23,19 +23,19 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
 import common
 import kernels
 import text
-from common import Refusal, opt
+from common import Refusal, all_reduce, on_first_rank, opt, pick_device
 
 # ------------------------------------------------------------------------------------------------------------
 # Config: one flat dataclass; the command line, --help and config.json all come from it
@@ -148,18 +148,6 @@ def check(config, world=1):
                       "whose sequences have 64 symbols")
 
 
-def pick_device(name):
-    """'auto' or a device's name -> torch.device, checked to exist."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    with contextlib.suppress(RuntimeError):
-        device = torch.device(name)
-        if device.type == "cpu" or device.type == "mps" and torch.backends.mps.is_available() or \
-                device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
-            return device
-    raise Refusal(f"--device={name} is not on this machine; use cpu, cuda, cuda:N, mps or auto")
-
-
 def pick_dtype(name, device):
     """'auto' -> bfloat16 if the hardware multiplies it (CUDA from Ampere on, some CPUs), else float32."""
     if name != "auto":
@@ -225,8 +213,10 @@ class Corpus:
             Path(folder), config.block_size, config.seed, device, {})
         meta = common.read_json(folder / "meta.json", "data") if (folder / "meta.json").exists() else {}
         self.entropy, aligned, characters = (meta.get(k) for k in ("entropy", "aligned", "characters"))
-        if meta.get("dtype", "uint16") not in ("uint8", "uint16", "int32"):
-            raise Refusal(f"{folder}/meta.json names the dtype {meta['dtype']!r}, not uint8, uint16 or int32")
+        if (meta.get("dtype", "uint16") not in ("uint8", "uint16", "int32")
+                or type(self.entropy) not in (float, type(None))
+                or characters and [type(n) for n in characters] != [int, int]):
+            raise Refusal(f"{folder}/meta.json is not one of ours (dtype, characters or entropy); remove it")
         dtype, arrays = np.dtype(meta.get("dtype", "uint16")), []
         for file in (folder / "train.bin", folder / "val.bin"):
             size = file.stat().st_size if file.is_file() else -1
@@ -245,6 +235,9 @@ class Corpus:
         if smallest < 0 or largest >= self.tokenizer.vocab_size:
             raise Refusal(f"{folder} has ids {smallest} to {largest}, but V is {self.tokenizer.vocab_size}; "
                           "check tokenizer.json or --vocab_size")
+        self.checksum = zlib.crc32(self.tokenizer.to_json().encode())  # a run resumes on exactly its data
+        for part in parts:
+            self.checksum = zlib.crc32(part, self.checksum)
         self.documents = self.tokenizer.end_id is not None
         n, T = len(arrays[0]), self.T
         if self.documents:
@@ -559,14 +552,22 @@ def load(path="out", device="cpu", kernel="auto"):
     return model.to(device).eval(), tokenizer, config
 
 
-def save(config, tokenizer, weights, optimizers, raw, state):
-    """Write out_dir/step-N, N = state["step"]: `weights` to use; optimizers, raw weights, state to resume."""
-    from safetensors.torch import save as to_bytes
-    tensors = {f"raw.{name}": p for name, p in raw.items()}
+def to_resume(model, ema, optimizers):
+    """Name -> tensor: the optimizers' state, and the raw weights where averaged ones are kept beside them."""
+    tensors = {f"raw.{name}": p.detach() for name, p in model.named_parameters() if ema}
     for i, optimizer in enumerate(optimizers):
         for j, slots in optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer{i}.{j}.{name}": t for name, t in slots.items()}
+    return tensors
+
+
+def save(config, tokenizer, weights, tensors, state):
+    """Write out_dir/step-N, N = state["step"]: `weights` to use, and `tensors` and `state` to resume."""
+    from safetensors.torch import save as to_bytes
     weights, tensors = ({n: t.detach().cpu().contiguous() for n, t in d.items()} for d in (weights, tensors))
+    if not all(t.isfinite().all() for t in (*weights.values(), *tensors.values())):
+        raise Refusal(f"the weights of step {state['step']} are not finite: not saved; use --resume to go on "
+                      "from the checkpoint before, or start anew with a lower --learning_rate")
     return common.write_checkpoint(config.out_dir, f"step-{state['step']}", {
         "config.json": json.dumps(
             dict(format="mdlm", version=1, config=dataclasses.asdict(config)), indent=1).encode(),
@@ -574,34 +575,31 @@ def save(config, tokenizer, weights, optimizers, raw, state):
         "model.safetensors": to_bytes(weights), "state.safetensors": to_bytes(tensors)})
 
 
+@torch.no_grad()
 def restore(folder, model, ema, optimizers):
     """Load what `save` wrote into the model, the averaged weights and the optimizers; returns the state."""
+    state = common.read_json(folder / "state.json", "training state")
+    for name, kind in dict(step=int, seconds=float, ending=float, finished=bool).items():
+        if type(state.get(name)) is not kind or not 0 <= state[name] < 1 << 31:
+            raise Refusal(f"{folder}/state.json is damaged: {name} is {str(state.get(name))[:40]!r}")
+    if state["step"]:  # the first step makes the optimizers' tensors; all it changes is overwritten below
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    into = to_resume(model, ema, optimizers)
+    tensors = common.read_tensors(folder / "state.safetensors", into)
     averaged = common.read_tensors(folder / "model.safetensors", model.state_dict())
-    tensors = common.read_tensors(folder / "state.safetensors")
-    for e, (name, p) in zip(ema or [None] * len(averaged), model.named_parameters(), strict=True):
-        p.data.copy_(tensors[f"raw.{name}"] if ema else averaged[name])
-        if ema:
-            e.copy_(averaged[name])
-    for i, optimizer in enumerate(optimizers):
-        slots = {}
-        for name, t in tensors.items():
-            if name.startswith(f"optimizer{i}."):
-                slots.setdefault(int(name.split(".")[1]), {})[name.split(".")[2]] = t
-        optimizer.load_state_dict(dict(state=slots, param_groups=optimizer.state_dict()["param_groups"]))
-    return common.read_json(folder / "state.json", "training state")
+    for name, t in into.items():
+        t.copy_(tensors[name])
+    for (name, _), t in zip(model.named_parameters(), ema or model.parameters(), strict=True):
+        t.copy_(averaged[name])
+    return state
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Training
-
-CONTROL = None  # the gloo group of several ranks: messages of control travel there and never wait for a GPU
-
-
-def all_reduce(values):
-    """The sum over ranks of a CPU tensor."""
-    if dist.is_initialized():
-        dist.all_reduce(values, group=CONTROL)
-    return values
 
 
 def make_optimizers(model, c, device):
@@ -628,9 +626,11 @@ def flops_per_token(model):
     return 6 * (body + head) + 12 * c.n_layer * c.n_embd * c.block_size
 
 
-def open_run(given, rank, world):
+def open_run(given, world):
     """The Config of the flags given, checked, and the checkpoint to resume from (None for a new run)."""
     out, folder = Path(given.get("out_dir", Config.out_dir)), None
+    if common.was_restarted(out):
+        given = {k: v for k, v in given.items() if k != "overwrite"} | dict(resume=True)
     if given.get("resume"):
         if given.get("overwrite"):
             raise Refusal("--resume and --overwrite contradict each other; give one of them")
@@ -654,67 +654,71 @@ def open_run(given, rank, world):
     if common.checkpoints(out) and not (config.resume or config.overwrite):
         raise Refusal(f"--out_dir={out} already holds a run; give --resume to go on with it, "
                       "--overwrite to replace it, or another --out_dir")
-    if rank == 0:
-        try:
+
+    def prepare_folder():
+        with common.writing(out):
             out.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=out).close()
-        except OSError as e:
-            raise Refusal(f"--out_dir={out} cannot be written ({e.strerror}); use another folder") from None
+            common.clean(out)
+
+    on_first_rank(prepare_folder)
     return config, folder
 
 
-def open_corpus(config, device, rank, checkpoint):
+def open_corpus(config, device, checkpoint):
     """The corpus of config.data: a folder as it is; all else is tokenized by rank 0 into out_dir/data.
 
     A run that resumes finds it there. Before anything there is replaced, the new data has proved usable.
     """
-    folder, tmp, refusal = Path(config.data), None, None
-    if not folder.is_dir() or config.data in ("shakespeare", "patterns", "pydoc"):
-        folder = Path(config.out_dir) / "data"
-        if rank == 0 and not (checkpoint and (folder / "meta.json").exists()):
+    folder, saved = Path(config.data), checkpoint and checkpoint / "state.json"
+    learned = common.read_json(saved, "training state").get("data") if saved else None
+
+    def opened(folder, device):
+        corpus = Corpus(folder, config, device)
+        if learned not in (None, corpus.checksum):
+            raise Refusal(f"--data={config.data} in {folder} is not the text that {checkpoint} learned; "
+                          "restore it, or start anew with --overwrite")
+        return corpus
+
+    def make():
+        if checkpoint and (folder / "meta.json").exists():
+            return
+        if folder.exists() and not (folder / "meta.json").exists():
+            raise Refusal(f"{folder} exists and is not mdlm's; give another --out_dir")
+        with common.writing(folder):
+            tmp = Path(tempfile.mkdtemp(dir=config.out_dir, prefix=common.TMP))
             try:
-                if folder.exists() and not (folder / "meta.json").exists():
-                    raise Refusal(f"{folder} exists and is not mdlm's; give another --out_dir")
-                tmp = Path(tempfile.mkdtemp(dir=config.out_dir, prefix=common.TMP))
                 prepare(config, tmp)
-                new = Corpus(tmp, config, torch.device("cpu"))
-                if checkpoint and new.tokenizer.to_json() != (checkpoint / "tokenizer.json").read_text():
-                    raise Refusal(f"--data={config.data} is not the text that {checkpoint} learned; "
-                                  "restore it, or start anew with --overwrite")
-                shutil.rmtree(folder, ignore_errors=True)
+                opened(tmp, torch.device("cpu"))
+                common.remove(folder)
                 os.chmod(tmp, 0o755)  # mkdtemp gives 0700
                 os.rename(tmp, folder)
-            except Refusal as e:
-                refusal = e
             finally:
-                shutil.rmtree(tmp or "", ignore_errors=True)
-    if all_reduce(torch.tensor(float(refusal is not None))):  # the other ranks wait here
-        raise refusal or Refusal("the first rank refused the data")
-    return Corpus(folder, config, device)
+                shutil.rmtree(tmp, ignore_errors=True)
+
+    if not folder.is_dir() or config.data in ("shakespeare", "patterns", "pydoc"):
+        folder = Path(config.out_dir) / "data"
+        on_first_rank(make)
+    return opened(folder, device)
 
 
 def train(given, start):
     """Train with the flags that were given, a dict of Config fields. Returns the exit code."""
     # 1. ranks, config, device, data
-    global CONTROL
     interrupt = common.Interrupt()
-    rank, world, local = (int(os.environ.get(k, v))
-                          for k, v in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    config, folder = open_run(given, rank, world)
+    rank, world, local = common.join_ranks()
+    config, folder = open_run(given, world)
     device = pick_device(config.device)
-    if world > 1:
-        if device.type == "cuda":
-            device = pick_device(f"cuda:{local}")
-            torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        CONTROL = dist.new_group(backend="gloo")
+    if world > 1 and device.type == "cuda":
+        device = pick_device(f"cuda:{local}")
+        torch.cuda.set_device(device)
     dtype = pick_dtype(config.dtype, device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     ops = kernels.select(config.kernels, device, config.n_embd // config.n_head, dtype)
     torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32 on a GPU
     source = load(config.init_from) if config.init_from and not folder else None
     log = common.Log(config, silent=rank > 0)
-    corpus = open_corpus(config, device, rank, folder)
+    corpus = open_corpus(config, device, folder)
     tokenizer, val = corpus.tokenizer, corpus.windows(config.eval_windows)
 
     # 2. model, averaged weights, optimizers
@@ -806,18 +810,20 @@ def train(given, start):
                 "--muon_lr, or try --dtype=float32")
 
     def checkpoint(finished=False):
-        if rank == 0:
-            with averaged():
-                weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-            save(config, tokenizer, weights, optimizers, dict(model.named_parameters()) if ema else {},
-                 dict(step=step, tokens=step * N * T, seconds=elapsed(), ending=ending, finished=finished))
+        with averaged():
+            weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+        on_first_rank(lambda: save(
+            config, tokenizer, weights, to_resume(model, ema, optimizers),
+            dict(step=step, tokens=step * N * T, seconds=elapsed(), ending=ending, finished=finished,
+                 data=corpus.checksum, launch=common.launch())))
 
     # 4. the loop
-    all_reduce(torch.zeros(1))  # every rank is ready: now a run that is replaced may go
+    if all_reduce(torch.tensor(float(step))) != step * world:  # all are ready: a run to replace may go now
+        raise Refusal("the ranks see different checkpoints; give an --out_dir that all of them share")
     if config.overwrite and rank == 0:
         for old in common.checkpoints(config.out_dir):
-            shutil.rmtree(old)
-    log.begin(step, config.max_steps if config.max_steps < 1 << 31 else None)
+            common.remove(old)
+    log.begin(step if folder else -1, config.max_steps if config.max_steps < 1 << 31 else None)
     if not folder:
         report(passes=1)
     weight_of_count, progress = sequence_weights(config).to(device), 0.0
@@ -827,10 +833,8 @@ def train(given, start):
         if config.time_limit:
             progress = max(progress, elapsed() / max(config.time_limit - ending, 0.01))
         progress, stop = max(progress, step / config.max_steps), interrupt.signal
-        if world > 1:  # all ranks go by the same clock and stop at the same step
-            agreed = torch.tensor([progress, stop])
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=CONTROL)
-            progress, stop = agreed[0].item(), int(agreed[1])
+        # all ranks go by the same clock and stop at the same step
+        progress, stop = all_reduce(torch.tensor([progress, stop], dtype=torch.float64), "MAX").tolist()
         if stop or progress >= 1:
             break
         scale = lr_scale(config, step, progress)
@@ -892,10 +896,8 @@ def train(given, start):
         infill = ' --infill "To be███"' if config.objective == "mdlm" and tokenizer.kind != "id" else ""
         log.say(f"done in {elapsed():.0f} s. Now type: python sample.py --out_dir={config.out_dir}{infill}")
     log.close()
-    all_reduce(torch.zeros(1))  # nobody leaves before the save
-    if world > 1:
-        dist.destroy_process_group()
-    return 128 + stop if stop else 0
+    common.leave_ranks()
+    return 128 + int(stop) if stop else 0
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ def run(main, argv):
     except Refusal as e:
         warn(f"{Path(sys.argv[0]).name}: {e}")
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def warn(message):
@@ -348,8 +350,14 @@ def join_ranks():
                           for k, v in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     if world > 1:
         import torch
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        CONTROL = torch.distributed.new_group(backend="gloo")
+        from torch import distributed as dist
+        # torchrun keeps one store for all its attempts: without a prefix, ranks of a second one may find the
+        # addresses of the first one's, who are dead, and hang.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+                                 next(dist.rendezvous("env://"))[0])
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                                store=store, rank=rank, world_size=world)
+        CONTROL = dist.new_group(backend="gloo")
     return rank, world, local
 
 
@@ -437,6 +445,8 @@ def peak_flops(device, dtype):
 class Interrupt:
     """Ctrl-C and SIGTERM ask for a stop at the next step boundary; a second Ctrl-C leaves at once."""
 
+    SAYS = b"\nstopping after this step; a second Ctrl-C leaves at once, without saving\n"
+
     def __init__(self):
         self.signal = 0
         signal.signal(signal.SIGINT, self.ask)
@@ -446,6 +456,8 @@ class Interrupt:
         if self.signal and number == signal.SIGINT:
             os._exit(130)
         self.signal = number
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, self.SAYS)  # print may be what was interrupted
 
 
 class Log:

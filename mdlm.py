@@ -705,7 +705,6 @@ def open_corpus(config, device, checkpoint):
 def train(given, start):
     """Train with the flags that were given, a dict of Config fields. Returns the exit code."""
     # 1. ranks, config, device, data
-    interrupt = common.Interrupt()
     rank, world, local = common.join_ranks()
     config, folder = open_run(given, world)
     device = pick_device(config.device)
@@ -756,7 +755,7 @@ def train(given, start):
             f"{device}, {str(dtype)[6:]}, {'compiled' if compiled else 'eager'}, {world} rank(s), "
             f"{model.ops.name} kernels, peak {peak / 1e12:.2f} TFLOP/s\n"
             f"{config.data}: {len(corpus.train):,} training tokens, {len(val)} validation windows, "
-            f"V = {tokenizer.vocab_size}")
+            f"V = {tokenizer.vocab_size}" + (f"\nresuming from {folder}" if folder else ""))
     if corpus.entropy:
         log.say(f"exact entropy of the patterns: {corpus.entropy:.4f} nats per token")
     if config.objective == "mdlm" and not is_bound(config):
@@ -829,6 +828,7 @@ def train(given, start):
     weight_of_count, progress = sequence_weights(config).to(device), 0.0
     saved = step if folder else None
     logged, logged_at = step, time.monotonic()
+    interrupt = common.Interrupt()  # only now: until here nothing would be lost by leaving at once
     while True:
         if config.time_limit:
             progress = max(progress, elapsed() / max(config.time_limit - ending, 0.01))

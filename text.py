@@ -128,6 +128,8 @@ class Tokenizer:
         elif kind == "bpe":
             from tokenizers import Tokenizer as BPE
             self.bpe = BPE.from_str(vocab)
+            if sorted(self.bpe.get_vocab().values()) != list(range(self.bpe.get_vocab_size())):
+                raise ValueError("its ids have holes")
         size = {"char": lambda: len(vocab), "byte": lambda: 256, "word": lambda: 256 + len(vocab),
                 "bpe": lambda: self.bpe.get_vocab_size(), "id": lambda: vocab}[kind]()
         self.end_id = size if end else None
@@ -180,12 +182,16 @@ def tokenizer_from_json(path):
     d = read_json(path, "tokenizer")
     kind, vocab, end = d.get("kind"), d.get("vocab"), d.get("end")
     strings = (isinstance(vocab, list) and all(isinstance(v, str) for v in vocab)
-               and len(set(vocab)) == len(vocab))
+               and len(set(vocab)) == len(vocab) and not re.search("[\ud800-\udfff]", "".join(vocab)))
     fits = dict(char=strings and vocab and all(len(v) == 1 for v in vocab), word=strings,
                 bpe=isinstance(vocab, str), byte=vocab is None, id=type(vocab) is int and 0 < vocab < 1 << 31)
     if (d.get("format"), d.get("version")) == ("mdlm-tokenizer", 1) and type(end) is bool and fits.get(kind):
+        probe = "".join(map(chr, range(256)))
         try:
-            return Tokenizer(kind, vocab, end)
+            tokenizer = Tokenizer(kind, vocab, end)
+            if kind == "bpe" and tokenizer.decode(tokenizer.encode(probe)) != probe:
+                raise ValueError("it does not give text back as it was")
+            return tokenizer
         except ImportError:
             raise Refusal("this model's tokenizer is BPE, which needs: pip install tokenizers") from None
         except Exception as e:  # for JSON of another kind the tokenizers library raises a bare Exception

@@ -91,6 +91,16 @@ def nursery():
     nursery.process.wait(10)
 
 
+@pytest.fixture
+def tmp_path(tmp_path):
+    """In memory where there is /dev/shm: these tests sync thousands of files."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(scope="module")
 def short_text(pydoc, tmp_path_factory):
     """6,000 characters: 167 windows of 32, so that 20 batches of 16 cross an epoch."""
@@ -246,7 +256,7 @@ def resume_after_8_of_20(run, tmp_path, *flags):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--gradient_accumulation_steps=2"], ["--objective=ar"], ["--ema=0", "--masking=bernoulli"]]
+    "flags", [["--gradient_accumulation_steps=2"], ["--objective=ar", "--ema=0"]]
 )
 def test_a_fresh_process_resumes_to_the_bit_across_an_epoch(run, tmp_path, flags):
     resume_after_8_of_20(run, tmp_path, *flags)
@@ -304,7 +314,7 @@ def small_disk(folder, size):
 
 
 def test_a_full_disk_stops_the_run_with_a_sentence(run, tmp_path):
-    with small_disk(tmp_path / "disk", "900k") as disk:  # a checkpoint takes about 480 kB
+    with small_disk(tmp_path / "disk", "700k") as disk:  # a checkpoint takes about 400 kB
         one = run(disk / "o", "--max_steps=12", "--eval_interval=4")
         assert_refused_and_intact(one, disk / "o", "cannot be written", "No space left", "--resume")
         subprocess.run(["mount", "-o", "remount,size=10m", disk], check=True)
@@ -314,23 +324,14 @@ def test_a_full_disk_stops_the_run_with_a_sentence(run, tmp_path):
         assert other.wait() == 2 and "cannot be written (No space left" in other.err
 
 
-def test_a_folder_that_becomes_read_only_stops_the_run_with_a_sentence(run):
-    with tempfile.TemporaryDirectory() as folder:  # pytest's folders are closed to nobody
-        out = Path(folder) / "o"
-        out.mkdir()
-        for path, mode in ((folder, 0o755), (out, 0o777)):
-            os.chmod(path, mode)
-        if os.getuid() == 0:
-            os.chown(out, 65534, 65534)
-        text = Path(folder) / "t.txt"
-        text.write_text("all that is written here is short. " * 100)
-        flags = [f"--data={text}", "--max_steps=12", "--eval_interval=4"]
-        one = run(out, *flags, fault=f"read_only:6:{out}")
-        assert_refused_and_intact(one, out, "step-8 cannot be written", "Permission denied")
-        os.chmod(out, 0o555)
-        two = run(out, "--resume", fault=f"read_only:99:{out}")
-        assert_refused_and_intact(two, out, f"{out} cannot be written", "Permission denied")
-        os.chmod(out, 0o777)
+def test_a_folder_that_becomes_read_only_stops_the_run_with_a_sentence(run, tmp_path):
+    out = tmp_path / "o"
+    one = run(out, "--max_steps=12", "--eval_interval=4", fault=f"read_only:6:{out}")
+    assert_refused_and_intact(one, out, "step-8 cannot be written", "Permission denied")
+    two = run(out, "--resume", fault=f"read_only:99:{out}")
+    assert_refused_and_intact(two, out, f"{out} cannot be written", "Permission denied")
+    os.chmod(out, 0o755)
+    assert run(out, "--resume").wait() == 0 and everything(out)[1][0] == 12
 
 
 def test_an_out_dir_that_vanishes_stops_the_run_with_a_sentence(run, tmp_path):

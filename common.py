@@ -195,15 +195,16 @@ def download(url, sha256, path, timeout=15.0, limit=1 << 22):
     write_atomically(path, content)
 
 
-def read_small(path, limit=1 << 26):
-    """The text of a UTF-8 file of at most `limit` bytes. Raises OSError or ValueError for any other."""
+SMALL = 1 << 26  # bytes of JSON that anybody needs
+
+
+def read_small(path):
+    """The text of a UTF-8 file of at most SMALL bytes. Raises OSError or ValueError for any other."""
     if not Path(path).is_file():
         raise FileNotFoundError("it is missing or no file")
-    with open(path, "rb") as f:
-        content = f.read(limit + 1)
-    if len(content) > limit:
-        raise ValueError(f"it has more than {limit} bytes")
-    return content.decode()
+    if Path(path).stat().st_size > SMALL:
+        raise ValueError(f"it has more than {SMALL} bytes")
+    return Path(path).read_text(encoding="utf-8")
 
 
 def sha256_of(path):
@@ -286,8 +287,8 @@ def verify(folder):
             raise ValueError(f"it has version {manifest['version']!r}, this program reads version 1")
         for name in MODEL_FILES if manifest["files"].keys() == set(MODEL_FILES) else CHECKPOINT_FILES:
             wanted, size = manifest["files"][name], (folder / name).stat().st_size
-            if size != wanted["size"]:
-                raise ValueError(f"{name} has {size} bytes instead of {wanted['size']}")
+            if size != wanted["size"] or (name.endswith(".json") and size > SMALL):
+                raise ValueError(f"{name} has {size} bytes instead of {wanted['size']}, or too many")
             if sha256_of(folder / name) != wanted["sha256"]:
                 raise ValueError(f"{name} does not have the checksum of the manifest")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:

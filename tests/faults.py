@@ -179,7 +179,9 @@ def child(request):
 
 def nursery():
     mdlm.torch.set_num_threads(1)
-    import matplotlib.pyplot  # noqa: F401 (a run's last picture)
+    # what a run imports when it needs it: the optimizers' compiler, the previews, the last picture
+    import matplotlib.pyplot  # noqa: F401
+    import torch._dynamo
 
     import eval
     import sample  # noqa: F401

@@ -287,12 +287,15 @@ def verify(folder):
             raise ValueError(f"it has version {manifest['version']!r}, this program reads version 1")
         for name in MODEL_FILES if manifest["files"].keys() == set(MODEL_FILES) else CHECKPOINT_FILES:
             wanted, size = manifest["files"][name], (folder / name).stat().st_size
-            if size != wanted["size"] or (name.endswith(".json") and size > SMALL):
-                raise ValueError(f"{name} has {size} bytes instead of {wanted['size']}, or too many")
+            if size != wanted["size"]:
+                raise ValueError(f"{name} has {size} bytes instead of {str(wanted['size'])[:20]}")
+            if name.endswith(".json") and size > SMALL:
+                raise ValueError(f"{name} has {size} bytes, more than {SMALL}")
             if sha256_of(folder / name) != wanted["sha256"]:
                 raise ValueError(f"{name} does not have the checksum of the manifest")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        raise Refusal(f"the checkpoint {folder} is damaged or incomplete: {e}") from e
+        why = f"manifest.json lacks {e}" if isinstance(e, KeyError) else e
+        raise Refusal(f"the checkpoint {folder} is damaged or incomplete: {why}") from e
 
 
 def find_checkpoint(path):

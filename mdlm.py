@@ -215,7 +215,8 @@ class Corpus:
         self.entropy, aligned, characters = (meta.get(k) for k in ("entropy", "aligned", "characters"))
         if (meta.get("dtype", "uint16") not in ("uint8", "uint16", "int32")
                 or type(self.entropy) not in (float, type(None))
-                or characters and [type(n) for n in characters] != [int, int]):
+                or characters is not None and (type(characters) is not list or
+                                               [type(n) for n in characters] != [int, int])):
             raise Refusal(f"{folder}/meta.json is not one of ours (dtype, characters or entropy); remove it")
         dtype, arrays = np.dtype(meta.get("dtype", "uint16")), []
         for file in (folder / "train.bin", folder / "val.bin"):

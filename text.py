@@ -180,7 +180,7 @@ class Tokenizer:
 def tokenizer_from_json(path):
     """The Tokenizer that to_json wrote to a file; anything else is refused."""
     d = read_json(path, "tokenizer")
-    kind, vocab, end = d.get("kind"), d.get("vocab"), d.get("end")
+    kind, vocab, end = str(d.get("kind")), d.get("vocab"), d.get("end")
     strings = (isinstance(vocab, list) and all(isinstance(v, str) for v in vocab)
                and len(set(vocab)) == len(vocab) and not re.search("[\ud800-\udfff]", "".join(vocab)))
     fits = dict(char=strings and vocab and all(len(v) == 1 for v in vocab), word=strings,

@@ -179,7 +179,6 @@ def fuzz_data(original, folder, cases):
             corpus = mdlm.Corpus(folder / "case", config, CPU)
             for x in (corpus.windows(8), corpus.batch(torch.arange(8))):
                 assert 0 <= x.min() and x.max() < corpus.tokenizer.vocab_size and x.shape[1] == 32
-            assert corpus.chars_per_token is None or corpus.chars_per_token > 0
             count["read"] += 1
         except Refusal:
             count["refused"] += 1

@@ -131,6 +131,17 @@ def writing(path):
                       "Complete checkpoints stay as they are, and --resume goes on from the last one") from e
 
 
+@contextlib.contextmanager
+def new_folder(parent):
+    """Yield a temporary folder in `parent`, to be filled and renamed; if that fails it vanishes."""
+    tmp = Path(tempfile.mkdtemp(dir=parent, prefix=TMP))
+    try:
+        os.chmod(tmp, 0o755)  # mkdtemp gives 0700
+        yield tmp
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
 def write_atomically(path, content):
     """Write bytes under a temporary name, sync, rename: the name never holds half a file."""
     fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=TMP)
@@ -254,9 +265,7 @@ def write_checkpoint(out_dir, name, contents):
     files = {n: dict(size=len(data), sha256=hashlib.sha256(data).hexdigest()) for n, data in contents.items()}
     manifest = json.dumps(dict(format="mdlm", version=1, files=files), indent=1).encode()
     with writing(final):
-        tmp = Path(tempfile.mkdtemp(dir=out_dir, prefix=TMP))
-        try:
-            os.chmod(tmp, 0o755)  # mkdtemp gives 0700
+        with new_folder(out_dir) as tmp:
             for n, data in (contents | {"manifest.json": manifest}).items():
                 with open(tmp / n, "wb") as f:
                     f.write(data)
@@ -267,8 +276,6 @@ def write_checkpoint(out_dir, name, contents):
                 remove(old)
                 os.rename(final, old)
             os.rename(tmp, final)
-        finally:
-            shutil.rmtree(tmp, ignore_errors=True)
         sync_folder(out_dir)
         write_atomically(final.parent / "latest", name.encode())
         sync_folder(out_dir)

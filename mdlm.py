@@ -22,7 +22,6 @@ import os
 import shutil
 import sys
 import sysconfig
-import tempfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -659,8 +658,9 @@ def open_run(given, world):
     def prepare_folder():
         with common.writing(out):
             out.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=out).close()
             common.clean(out)
+            with common.new_folder(out):
+                pass  # it can be written
 
     on_first_rank(prepare_folder)
     return config, folder
@@ -671,12 +671,12 @@ def open_corpus(config, device, checkpoint):
 
     A run that resumes finds it there. Before anything there is replaced, the new data has proved usable.
     """
-    folder, saved = Path(config.data), checkpoint and checkpoint / "state.json"
-    learned = common.read_json(saved, "training state").get("data") if saved else None
+    folder = Path(config.data)
+    learned = common.read_json(checkpoint / "state.json", "training state") if checkpoint else {}
 
     def opened(folder, device):
         corpus = Corpus(folder, config, device)
-        if learned not in (None, corpus.checksum):
+        if learned.get("data", corpus.checksum) != corpus.checksum:
             raise Refusal(f"--data={config.data} in {folder} is not the text that {checkpoint} learned; "
                           "restore it, or start anew with --overwrite")
         return corpus
@@ -686,16 +686,11 @@ def open_corpus(config, device, checkpoint):
             return
         if folder.exists() and not (folder / "meta.json").exists():
             raise Refusal(f"{folder} exists and is not mdlm's; give another --out_dir")
-        with common.writing(folder):
-            tmp = Path(tempfile.mkdtemp(dir=config.out_dir, prefix=common.TMP))
-            try:
-                prepare(config, tmp)
-                opened(tmp, torch.device("cpu"))
-                common.remove(folder)
-                os.chmod(tmp, 0o755)  # mkdtemp gives 0700
-                os.rename(tmp, folder)
-            finally:
-                shutil.rmtree(tmp, ignore_errors=True)
+        with common.writing(folder), common.new_folder(config.out_dir) as tmp:
+            prepare(config, tmp)
+            opened(tmp, torch.device("cpu"))
+            common.remove(folder)
+            os.rename(tmp, folder)
 
     if not folder.is_dir() or config.data in ("shakespeare", "patterns", "pydoc"):
         folder = Path(config.out_dir) / "data"

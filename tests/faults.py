@@ -131,7 +131,7 @@ def not_finite(at, what, report):
     return write
 
 
-FAULTS = {f.__name__: f for f in (interrupt, sleep, die_once, slow_disk, no_space, read_only, deleted, not_finite)}
+FAULTS = (interrupt, sleep, die_once, slow_disk, no_space, read_only, deleted, not_finite)
 
 
 def train(argv, fault=""):
@@ -139,7 +139,7 @@ def train(argv, fault=""):
     sys.argv[0] = "mdlm.py"
     common.peak_flops = lambda device, dtype: 1e11  # measuring it takes longer than such a run
     name, *rest = fault.split(":")
-    afterwards = FAULTS[name](*rest) if name else None
+    afterwards = {f.__name__: f for f in FAULTS}[name](*rest) if name else None
     code = common.run(lambda argv: mdlm.train(mdlm.parse_args(argv), time.monotonic()), argv)
     if afterwards:
         afterwards()
@@ -181,9 +181,9 @@ def nursery():
     mdlm.torch.set_num_threads(1)
     # what a run imports when it needs it: the optimizers' compiler, the previews, the last picture
     import matplotlib.pyplot  # noqa: F401
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401
 
-    import eval
+    import eval  # noqa: F401
     import sample  # noqa: F401
 
     print("ready", flush=True)

@@ -331,14 +331,14 @@ def read_json(path, what):
         raise Refusal(f"{path} is no {what} of this program: {e}") from e
 
 
-def read_tensors(path, expected):
-    """A safetensors file of float32 as a dict; its names and shapes must be those of `expected`."""
+def read_tensors(path, expected=None):
+    """A safetensors file of float32 as a dict; names and shapes must be those of `expected`, if given."""
     from safetensors import SafetensorError, safe_open
     try:
         with safe_open(path, "pt") as f:  # compared before any of it is read
             slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (f is no dict)
             found = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
-            wanted = {name: ("F32", list(t.shape)) for name, t in expected.items()}
+            wanted = found if expected is None else {n: ("F32", list(t.shape)) for n, t in expected.items()}
             wrong = sorted(n for n in found | wanted if found.get(n) != wanted.get(n))
             if wrong:
                 raise Refusal(f"{path} does not fit its config: "

@@ -435,7 +435,7 @@ def test_memory_is_bounded_for_256_samples_of_1024_tokens(vocabulary, tmp_path):
         n_layer=1, n_head=2, n_embd=64, block_size=1024, dropout=0.0, preset="cpu", out_dir=str(tmp_path)
     )
     model = sample.mdlm.Model(config, vocabulary, None)
-    sample.mdlm.save(config, tokenizer, model.state_dict(), [], {}, dict(step=1))
+    sample.mdlm.save(config, tokenizer, model.state_dict(), {}, dict(step=1))
     program = (
         "import resource, sys; sys.argv[0] = 'sample.py'; import common, sample\n"
         "code = common.run(sample.main, sys.argv[1:])\n"

@@ -48,6 +48,12 @@ def sleep(at, seconds):
     before_step(at, lambda: time.sleep(float(seconds)))
 
 
+def slow_start(seconds):
+    """The run sleeps when its data are nearly complete."""
+    prepare = mdlm.prepare
+    mdlm.prepare = lambda *args: (prepare(*args), time.sleep(float(seconds)))
+
+
 def die_once(at, rank, marker):
     """The power of one rank fails, once."""
 
@@ -131,7 +137,7 @@ def not_finite(at, what, report):
     return write
 
 
-FAULTS = (interrupt, sleep, die_once, slow_disk, no_space, read_only, deleted, not_finite)
+FAULTS = (interrupt, sleep, slow_start, die_once, slow_disk, no_space, read_only, deleted, not_finite)
 
 
 def train(argv, fault=""):

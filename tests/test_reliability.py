@@ -31,6 +31,7 @@ class Nursery:
     """The process that forks the runs; see faults.py."""
 
     def __init__(self):
+        self.folder = tempfile.TemporaryDirectory()
         env = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "tests" / "faults.py")],
@@ -52,7 +53,7 @@ class Run:
 
     def __init__(self, nursery, call, *args, **env):
         self.nursery, self.code = nursery, None
-        self.files = [Path(tempfile.mkstemp(prefix=f"mdlm-test-{n}-")[1]) for n in ("out", "err")]
+        self.files = [Path(tempfile.mkstemp(dir=nursery.folder.name)[1]) for _ in range(2)]
         out, err = map(str, self.files)
         self.pid = nursery.ask(call=call, args=args, env=env, out=out, err=err)
 
@@ -89,6 +90,7 @@ def nursery():
     yield nursery
     nursery.process.stdin.close()
     nursery.process.wait(10)
+    nursery.folder.cleanup()
 
 
 @pytest.fixture
@@ -253,7 +255,7 @@ def resume_after_8_of_20(run, tmp_path, *flags):
         [line for line in r.splitlines() if line.startswith("  | ")]
         for r in (whole.out, first.out + second.out)
     ]
-    assert samples[0] == samples[1] and len(samples[0]) >= 12, "the printed samples are the same"
+    assert samples[0] == samples[1] and len(samples[0]) >= 8, "the printed samples are the same"
 
 
 @pytest.mark.parametrize("flags", [["--gradient_accumulation_steps=2"], ["--objective=ar", "--ema=0"]])
@@ -364,6 +366,14 @@ def test_a_second_ctrl_c_leaves_at_once(run, tmp_path):
     assert one.wait(2) == 130
     assert everything(out)[1][0] == 4
     assert run(out, "--resume").wait() == 0 and everything(out)[1][0] == 12
+
+
+def test_ctrl_c_before_the_first_step_leaves_at_once_and_leaves_nothing(run, tmp_path):
+    one = run(tmp_path / "o", "--max_steps=12", fault="slow_start:60")
+    one.until(lambda: list((tmp_path / "o").glob(f"{common.TMP}*/train.bin")))
+    one.kill(signal.SIGINT)
+    assert one.wait(5) == 130 and "Traceback" not in one.err
+    assert not list((tmp_path / "o").iterdir())
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -279,9 +279,10 @@ def write_checkpoint(out_dir, name, contents):
         sync_folder(out_dir)
         write_atomically(final.parent / "latest", name.encode())
         sync_folder(out_dir)
-        earlier = sorted((p for p in checkpoints(out_dir) if number(p) < number(final)), key=number)
+        earlier = (p for p in checkpoints(out_dir) if number(p) < number(final))
+        before = max(earlier, key=lambda p: (number(p), p.suffix != ".old"), default=final)
         for other in checkpoints(out_dir):  # those behind it belong to a future that did not happen
-            if other not in (final, *earlier[-1:]):
+            if other not in (final, before):
                 remove(other)
     return final
 

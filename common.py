@@ -435,6 +435,16 @@ def pick_device(name):
     raise Refusal(f"--device={name} is not on this machine; use cpu, cuda, cuda:N, mps or auto")
 
 
+def pick_dtype(name, device):
+    """'auto' -> bfloat16 if the hardware multiplies it (CUDA from Ampere on, some CPUs), else float32."""
+    import torch
+    if name != "auto":
+        return getattr(torch, name)
+    cpu = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
+    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
+    return torch.bfloat16 if cpu.get("amx_bf16") or cpu.get("avx512_bf16") or ampere else torch.float32
+
+
 # dense bf16, makers' sheets
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40": 181, "4090": 165}
 

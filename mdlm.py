@@ -34,7 +34,7 @@ import torch.nn.functional as F
 import common
 import kernels
 import text
-from common import Refusal, all_reduce, on_first_rank, opt, pick_device
+from common import Refusal, all_reduce, on_first_rank, opt, pick_device, pick_dtype
 
 # ------------------------------------------------------------------------------------------------------------
 # Config: one flat dataclass; the command line, --help and config.json all come from it
@@ -145,15 +145,6 @@ def check(config, world=1):
     if config.data == "patterns" and config.block_size != 64:
         raise Refusal(f"--block_size={config.block_size} does not fit --data=patterns, "
                       "whose sequences have 64 symbols")
-
-
-def pick_dtype(name, device):
-    """'auto' -> bfloat16 if the hardware multiplies it (CUDA from Ampere on, some CPUs), else float32."""
-    if name != "auto":
-        return getattr(torch, name)
-    cpu = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
-    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
-    return torch.bfloat16 if cpu.get("amx_bf16") or cpu.get("avx512_bf16") or ampere else torch.float32
 
 
 def generator(*key):
@@ -609,7 +600,7 @@ def make_optimizers(model, c, device):
     rest = [p for p in model.parameters() if not any(p is q for q in muon)]
     adamw = torch.optim.AdamW(rest, c.learning_rate, (c.beta1, c.beta2), fused=device.type in ("cuda", "cpu"),
                               weight_decay=c.weight_decay if c.optimizer == "adamw" else 0.0)
-    return [torch.optim.Muon(muon, c.muon_lr, c.weight_decay, c.momentum), adamw] if muon else [adamw]
+    return [kernels.Muon(muon, c.muon_lr, c.weight_decay, c.momentum), adamw] if muon else [adamw]
 
 
 def lr_scale(config, step, progress):

@@ -15,8 +15,9 @@ from kernels.cross_entropy import (
     masked_cross_entropy_ref,
 )
 from kernels.masking import MAX_T, mask_tokens, mask_tokens_ref
+from kernels.muon import Muon
 
-__all__ = ["MAX_T", "attention", "attention_ref", "linear_cross_entropy", "linear_cross_entropy_ref",
+__all__ = ["MAX_T", "Muon", "attention", "attention_ref", "linear_cross_entropy", "linear_cross_entropy_ref",
            "mask_tokens", "mask_tokens_ref", "masked_cross_entropy", "masked_cross_entropy_ref", "select"]
 
 

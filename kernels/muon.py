@@ -8,6 +8,8 @@ rounding; the state is the same, and so are checkpoints.
 
 import torch
 
+from common import pick_dtype
+
 COEFFICIENTS, ITERATIONS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # those of torch.optim.Muon
 
 
@@ -23,11 +25,11 @@ def orthogonalize(x, dtype):
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon with its Newton-Schulz iteration batched. dtype: of that iteration's products."""
+    """torch.optim.Muon with its Newton-Schulz iteration batched, in bfloat16 where the hardware has it."""
 
-    def __init__(self, params, lr, weight_decay, momentum, dtype=torch.bfloat16):
+    def __init__(self, params, lr, weight_decay, momentum):
         super().__init__(params, lr, weight_decay, momentum)
-        self.dtype = dtype
+        self.dtype = pick_dtype("auto", self.param_groups[0]["params"][0].device)
 
     @torch.no_grad()
     def step(self):

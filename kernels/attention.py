@@ -29,7 +29,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 
-from kernels._triton import ENABLED, INTERPRET, jit, launch, runs_on, tl, triton
+from kernels._triton import ENABLED, INTERPRET, jit, launch, processors, runs_on, tl, triton
 
 HEAD_DIMS, DTYPES, MAX_T = (32, 64, 128), (torch.float32, torch.float16, torch.bfloat16), 8192
 constant = tl.constexpr if ENABLED else float
@@ -253,46 +253,71 @@ def row_limit(dtype, D, new):
     return 0 if dtype == torch.float32 else 128 if new and D < 128 else 64
 
 
-def config(kind, dtype, D, T, fuse, new):
-    """Blocks, warps and pipeline stages of a kernel: forward, row, dq or dkdv; new: sm_90 or later.
+def configs(kind, dtype, D, T, fuse, new):
+    """Configurations of a kernel (forward, row, dq or dkdv), the first of which is used unmeasured.
 
-    Chosen so that none spills on sm_80, sm_90 and sm_100 (the ahead-of-time tests); not yet tuned on a GPU.
-    T only decides whether a row fits one block.
+    new: sm_90 or later. None spills registers on sm_80, sm_90 or sm_100 (the ahead-of-time tests); no GPU
+    has compared them yet. float32 is there to be exact: its products run on no tensor cores, tiles are small,
+    and there is nothing to tune.
     """
-    if dtype == torch.float32:  # products without tensor cores: small tiles keep them in registers
-        M, N, warps, stages = 32, 32, 8, 1
+    if dtype == torch.float32:
+        tiles = [(32, 32, 8, 1)]
         if kind == "dq" and D == 128:
-            M, N = 16, 16
+            tiles = [(16, 16, 8, 1)]
         elif kind == "dkdv" and D < 128:
-            M, warps = 16 if D == 64 else 32, 4
-        return dict(BLOCK_M=M, BLOCK_N=N, num_warps=warps, num_stages=stages)
-    if kind in ("forward", "row") and row_limit(dtype, D, new) >= T:
-        size = 128 if T > 64 else 64
-        warps = 8 if kind == "forward" and D == 32 and not new else size // 16
-        return dict(BLOCK_M=size, BLOCK_N=size, num_warps=warps, num_stages=1)
-    small = D == 128 or fuse
-    if kind == "dkdv":
-        M = 32 if D == 128 or (fuse and not new) else 64
-        N = 128 if new or (fuse and D < 128) else 64
-    elif kind == "dq":
-        M = 128 if new or D < 128 else 64
-        N = 32 if fuse and not new else 64 if small or not new else 128
+            tiles = [(16 if D == 64 else 32, 32, 4, 1)]
+    elif kind in ("forward", "row") and row_limit(dtype, D, new) >= T:
+        tiles = short_tiles(kind, D, T, new)
     else:
-        M, N = 128, 64 if fuse or not new else 128
-    stages = 3 if new and kind == "forward" and not small else 2
-    return dict(BLOCK_M=M, BLOCK_N=N, num_warps=8, num_stages=stages)
+        tiles = long_tiles(kind, D, fuse, new)
+    made = [dict(BLOCK_M=M, BLOCK_N=N, EVEN=T % max(M, N) == 0, num_warps=warps, num_stages=stages)
+            for M, N, warps, stages in tiles]
+    return [{k: v for k, v in c.items() if kind != "row" or k != "BLOCK_N"} for c in made]
+
+
+def short_tiles(kind, D, T, new):
+    """(BLOCK_M, BLOCK_N, warps, stages) for rows that one program's backward holds, in 16 bits."""
+    if T > 64:  # the backward needs all registers of its 8 warps
+        half = [(64, 64, 4, 2),  # twice the programs, which hide each other's waits
+                (64, 128, 4, 1)]  # as before, but still one block of keys: no running maximum to correct
+        return [(128, 128, 8, 1)] + half * (kind == "forward")
+    first = (64, 64, 8 if kind == "forward" and D == 32 and not new else 4, 1)
+    return [first,
+            (64, 64, 12 - first[2], 1),  # 8 warps finish a program sooner, 4 leave room for more programs
+            *[(64, 32, 4, 2)] * (kind == "forward")]  # loads the second half of the keys meanwhile
+
+
+def long_tiles(kind, D, fuse, new):
+    """(BLOCK_M, BLOCK_N, warps, stages) for rows of several blocks, in 16 bits."""
+    if kind == "forward":
+        N = 64 if fuse or not new else 128
+        return [(128, N, 8, 3 if N == 128 and D < 128 else 2),
+                (64, 64, 4, 2),  # twice the programs: for few heads, or a T that leaves half a block empty
+                (128, 64, 8, 3 if N == 64 else 2)]  # another block of keys on its way; or less shared memory
+    if kind == "dq":
+        if D == 128 and not new:
+            return [(64, 64, 8, 2), (64, 128, 8, 2)]  # half as many turns of the loop
+        N = 128 if new and D < 128 and not fuse else 64
+        return [(128, N, 8, 2),
+                (64, 64 if new or not fuse else 32, 4, 2),  # twice the programs, as above
+                *[(128, 64, 8, 2)] * (N == 128)]  # half the shared memory: two programs a multiprocessor
+    M = 32 if D == 128 or (fuse and not new) else 64
+    N = 128 if new or (fuse and D < 128) else 64
+    return [(M, N, 8, 2),
+            (32, 64, 4, 2),  # programs of half the size, or of half the warps
+            *[(32, 128, 8, 2)] * (M == 64)]  # fewer scores at a time: registers for a second program
 
 
 def start(kernel, kind, qkv, tensors, cos, sin, qk_norm):
     """Launch a kernel on a packed qkv: one program for a block of rows of one head of one sample."""
     B, T, _, H, D = qkv.shape
-    c = config(kind, qkv.dtype, D, T, cos is not None or qk_norm, hopper(qkv.device))
-    if kind == "row":
-        del c["BLOCK_N"]
-    block = c["BLOCK_N"] if kind == "dkdv" else c["BLOCK_M"]
-    even = T % max(c["BLOCK_M"], c.get("BLOCK_N", 1)) == 0
-    launch(kernel, (triton.cdiv(T, block) * B * H,), qkv, *tensors, cos, sin, *qkv.stride()[:4], T, H,
-           D**-0.5, D=D, EVEN=even, ROPE=cos is not None, NORM=qk_norm, **c)
+    choices = configs(kind, qkv.dtype, D, T, cos is not None or qk_norm, hopper(qkv.device))
+    block = "BLOCK_N" if kind == "dkdv" else "BLOCK_M"
+    programs = lambda c: triton.cdiv(T, c[block]) * B * H
+    if programs(choices[0]) < processors(qkv.device):
+        choices = choices[:1]
+    launch(kernel, lambda c: (programs(c),), qkv, *tensors, cos, sin, *qkv.stride()[:4], T, H, D**-0.5,
+           D=D, ROPE=cos is not None, NORM=qk_norm, choices=choices, key=("T", "D", "ROPE", "NORM"))
 
 
 def packed(x):
@@ -466,16 +491,14 @@ def aot_configs(capability=90, every=True):
             continue
         if kind == "row" and row_limit(dtype, D, new) < T:
             continue
-        c = config(kind, dtype, D, T, fuse, new)
-        options = dict(num_warps=c.pop("num_warps"), num_stages=c.pop("num_stages"))
-        if kind == "row":
-            del c["BLOCK_N"]
-        c |= dict(D=D, EVEN=even, ROPE=fuse, NORM=fuse)
-        if not fuse:
-            c |= dict(cos=None, sin=None)
         types = dict.fromkeys(("lse", "delta", "cos", "sin"), "*fp32") | dict(scale="fp32")
         types |= dict.fromkeys(("qkv", "grad", "out", "dqkv"), "*" + t)
         kernel = kernels[kind]
-        signature = {n: "constexpr" if n in c else types.get(n, "i32") for n in kernel.arg_names}
         name = f"attention_{kind}_{t}_D{D}_T{T}_{'even' if even else 'odd'}{'_fused' if fuse else ''}"
-        yield name, kernel, signature, c, options
+        for i, c in enumerate(configs(kind, dtype, D, T, fuse, new), 1):
+            options = dict(num_warps=c.pop("num_warps"), num_stages=c.pop("num_stages"))
+            c |= dict(D=D, EVEN=even, ROPE=fuse, NORM=fuse)
+            if not fuse:
+                c |= dict(cos=None, sin=None)
+            signature = {n: "constexpr" if n in c else types.get(n, "i32") for n in kernel.arg_names}
+            yield name + f", choice {i}" * (i > 1), kernel, signature, c, options

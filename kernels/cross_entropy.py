@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kernels._triton import ENABLED, INTERPRET, jit, launch, runs_on, tl, triton
+from kernels._triton import ENABLED, jit, launch, processors, runs_on, tl, triton
 
 SMALL_V = 256  # up to here a whole row of logits fits into a program's registers
 CHUNK = 3072  # rows of logits at a time: 0.3 GB at V = 50,304 in 16 bits, products large enough for cuBLAS
@@ -305,25 +305,37 @@ def _row_config(V):
     return dict(BLOCK=block, num_warps=max(block // 512, 1))
 
 
-def _small_config(V, dtype, source, grad):
-    """Tiles that stay in registers, as the ahead-of-time tests check: 64 rows with their logits on 8 warps.
+def _small_configs(V, dtype, source, grad):
+    """Tiles that stay in registers, as the ahead-of-time tests check; the first is used unmeasured.
 
-    source: the dtype of h. float32 products run on no tensor cores (they are exact here): smaller tiles.
+    source: the dtype of h. float32 is there to be exact: its products run on no tensor cores, the tile is
+    small, and there is nothing to tune.
     """
     block_v = max(triton.next_power_of_2(V), 16)
     if dtype == torch.float32:
-        return dict(BLOCK_M=16, BLOCK_V=block_v, BLOCK_C=16, num_warps=4 if block_v < 256 else 8,
-                    num_stages=1)
-    wide = grad and (source == dtype or block_v == 16)
-    return dict(BLOCK_M=64, BLOCK_V=block_v, BLOCK_C=32 if wide else 16,
-                num_warps=8, num_stages=2 if block_v < 256 or source == dtype else 1)
+        tiles = [(16, 16, 4 if block_v < 256 else 8, 1)]
+    else:
+        same = source == dtype
+        tiles = [(64, 32 if grad and same else 16, 8, 2 if block_v < 256 or same else 1),
+                 (32, 32, 4, 2)]  # half the rows on half the warps: two programs hide each other's waits
+    return [dict(BLOCK_M=m, BLOCK_V=block_v, BLOCK_C=c, num_warps=warps, num_stages=stages)
+            for m, c, warps, stages in tiles]
 
 
-def _product_config(dtype, N):
+def _product_configs(dtype, N, summed):
     """Tiles without spills; rows that are no multiples of 32 bytes are read by elements: more registers."""
     if dtype == torch.float32:
-        return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=16, num_warps=8, num_stages=2)
-    return dict(BLOCK_M=128, BLOCK_N=64 if N % 16 else 128, BLOCK_K=64, num_warps=8, num_stages=3)
+        tiles = [(64, 64, 16, 8, 2)]
+    elif N % 16:
+        tiles = [(128, 64, 64, 8, 3),
+                 (64, 64, 64, 4, 3)]  # smaller programs, of which several share a multiprocessor
+    else:
+        tiles = [(128, 128, 64, 8, 3),
+                 (128, 64, 64, 4, 3),  # smaller programs: one stores while another multiplies
+                 (128, 128, 32, 8, 4),  # shorter steps, more of them on their way
+                 *[(128, 256, 64, 8, 3)] * (not summed)]  # Hopper's widest product; no registers left to add
+    return [dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=warps, num_stages=stages)
+            for m, n, k, warps, stages in tiles]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -345,13 +357,14 @@ def _listed(rows, h):
 def _launch_small(h, W, targets, rows, weight, unit, dtype, grad, dh):
     rows = _listed(rows, h)
     C, V, M = h.shape[1], len(W), len(rows)
-    config, W = _small_config(V, dtype, h.dtype, grad), W.to(dtype)
-    most = 2 if INTERPRET else torch.cuda.get_device_properties(h.device).multi_processor_count
-    P = max(1, min(triton.cdiv(M, config["BLOCK_M"]), most, WORKSPACE // (V * C)))
+    choices, W = _small_configs(V, dtype, h.dtype, grad), W.to(dtype)
+    most = min(processors(h.device), max(1, WORKSPACE // (V * C)))
+    P = max(1, min(triton.cdiv(M, choices[0]["BLOCK_M"]), most))
     loss = torch.empty(P, dtype=torch.float32, device=h.device)
     share = torch.empty((P, V, C) if grad else 0, dtype=torch.float32, device=h.device)
     launch(small_head_kernel, (P,), h, W, targets, rows, weight, unit, loss, dh, share, M, V, C,
-           h.stride(0), W.stride(0), DTYPE=_tl_dtype(dtype), GRAD=grad, **config)
+           h.stride(0), W.stride(0), DTYPE=_tl_dtype(dtype), GRAD=grad,
+           choices=choices if most == P else choices[:1], key=("V", "C", "GRAD"))
     return loss.sum(), share.sum(0) if grad else share
 
 
@@ -362,10 +375,12 @@ def _product(c, a, b, n=None, start=0, summed=False, add=False):
     """
     (M, K), N = a.shape, b.shape[1]
     if n is not None:
-        tile = _product_config(a.dtype, N)
-        grid = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
-        launch(product_kernel, (grid,), a, b, c, n, start, M, N, K, *a.stride(), *b.stride(), c.stride(0),
-               SUM=summed, ADD=add, **tile)
+        choices = _product_configs(a.dtype, N, summed)
+        whole = start > 0 or (K if summed else M) == CHUNK  # what is measured: not the only, short chunk
+        launch(product_kernel, lambda c: (triton.cdiv(M, c["BLOCK_M"]) * triton.cdiv(N, c["BLOCK_N"]),),
+               a, b, c, n, start, M, N, K, *a.stride(), *b.stride(), c.stride(0), SUM=summed, ADD=add,
+               choices=choices if whole else choices[:1], key=("N", "stride_am", "stride_ak"),
+               repeatable=not add)
     elif not summed:
         torch.mm(a, b, out=c)
     elif a.is_cuda and a.dtype != torch.float32:  # factors of 16 bits, their sum in float32
@@ -529,6 +544,10 @@ def aot_configs():
         signature = {f"{key}_ptr": f"*{value}" for key, value in pointers.items()}
         return name, kernel, signature | dict.fromkeys(integers.split(), "i32"), constants, options
 
+    def entries(name, kernel, choices, *args, **pointers):
+        for i, config in enumerate(choices, 1):
+            yield entry(name + f", choice {i}" * (i > 1), kernel, config, *args, **pointers)
+
     index = dict(target="i64", weight="fp32")
     width = dict(BLOCK=1024, num_warps=4)
     for dtype, kind in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
@@ -555,16 +574,16 @@ def aot_configs():
                              ("head of odd width", "am bn", 100)):
             ones, summed = {f"stride_{i}": 1 for i in ones.split()}, use.startswith("head")
             strides = [f"stride_{i}" for i in ("am", "ak", "bk", "bn", "c") if f"stride_{i}" not in ones]
-            yield entry(f"product {use} {dtype}", product_kernel, _product_config(kind, N),
-                        "start M N K " + " ".join(strides),
-                        ones | dict(SUM=summed, ADD=summed and use != "head first"),
-                        a=dtype, b=dtype, c="fp32" if summed else dtype, n="i64")
+            yield from entries(f"product {use} {dtype}", product_kernel, _product_configs(kind, N, summed),
+                               "start M N K " + " ".join(strides),
+                               ones | dict(SUM=summed, ADD=summed and use != "head first"),
+                               a=dtype, b=dtype, c="fp32" if summed else dtype, n="i64")
         for V in (2, 65, 256):
             sizes = dict(V=V, C=384, stride_h=384, stride_w=384, DTYPE=_tl_dtype(kind))
             for source, of_h in {dtype: kind, "fp32": torch.float32}.items():  # h under autocast
                 for grad in (True, False):
-                    yield entry(f"small head V={V} {source} in {dtype}" + " loss only" * (not grad),
-                                small_head_kernel, _small_config(V, kind, of_h, grad), "M",
-                                sizes | dict(GRAD=grad),
-                                h=source, w=dtype, target="i64", rows="i64", weight="fp32", unit="fp32",
-                                loss="fp32", dh=dtype, dw="fp32")
+                    yield from entries(f"small head V={V} {source} in {dtype}" + " loss only" * (not grad),
+                                       small_head_kernel, _small_configs(V, kind, of_h, grad), "M",
+                                       sizes | dict(GRAD=grad),
+                                       h=source, w=dtype, target="i64", rows="i64", weight="fp32",
+                                       unit="fp32", loss="fp32", dh=dtype, dw="fp32")

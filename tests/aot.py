@@ -50,7 +50,8 @@ def configurations(arch, few):
     """The configurations in use on sm_<arch>, as variants gives them.
 
     fp16 and fp32 as is usual; integers and bf16 in all variants. `few`: no fp16 and fp32, nothing unusual,
-    and fewer shapes, on sm_80 and sm_100 of heads only the usual size.
+    and fewer shapes, on sm_80 and sm_100 of heads only the usual size; of what autotuning chooses from, the
+    first, on sm_90 all for that size.
     """
     masking, cross_entropy, attention = (
         importlib.import_module(f"kernels.{name}") for name in ("masking", "cross_entropy", "attention")
@@ -63,8 +64,12 @@ def configurations(arch, few):
     usual = lambda name: "bf16" in name or name.startswith("masking")
     if not few:
         return [v for c in found for v in (variants(c) if usual(c[0]) else [next(variants(c))])]
-    drop = ["V=1000", "V=256", "odd width", "T=1024", "T=64 i64"] + ["D32", "D128", "T=64"] * (arch != 90)
-    return [next(variants(c)) for c in found if usual(c[0]) and not any(d in c[0] for d in drop)]
+    drop = ["V=1000", "V=256", "odd width", "T=1024", "T=64 i64"]
+    drop += ["D32", "D128", "T=64", "T=256", "V=2 ", "loss only", "filled"] * (arch != 90)
+    first = lambda name: "choice" not in name or (arch == 90 and ("D64" in name or "product" in name))
+    return [
+        next(variants(c)) for c in found if usual(c[0]) and first(c[0]) and not any(d in c[0] for d in drop)
+    ]
 
 
 def compile_one(index, arch, few):
@@ -96,6 +101,8 @@ def compile_one(index, arch, few):
     return dict(
         name=name,
         arch=arch,
+        blocks="x".join(str(v) for k, v in constants.items() if k.startswith("BLOCK")),
+        stages=compiled.metadata.num_stages,
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         stack=int(re.search(r"STACK:(\d+)", usage)[1]),
         shared=compiled.metadata.shared,

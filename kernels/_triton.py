@@ -66,7 +66,8 @@ def fastest(kernel, grid, args, constants, choices, key, repeatable):
 
 
 def measure(call, quantiles):
-    """Milliseconds of a kernel: 12 ms of launches, against Triton's 125, so that a run starts quickly."""
+    """Milliseconds of a kernel. Launches for 12 ms, against Triton's 125, so that a run starts quickly; each
+    finds the L2 cache empty, as a training step leaves it (256 MiB that are written before it)."""
     return triton.testing.do_bench(call, warmup=2, rep=10, quantiles=quantiles)
 
 

@@ -278,13 +278,11 @@ def configs(kind, dtype, D, T, fuse, new):
 def short_tiles(kind, D, T, new):
     """(BLOCK_M, BLOCK_N, warps, stages) for rows that one program's backward holds, in 16 bits."""
     if T > 64:  # the backward needs all registers of its 8 warps
-        half = [(64, 64, 4, 2),  # twice the programs, which hide each other's waits
-                (64, 128, 4, 1)]  # as before, but still one block of keys: no running maximum to correct
+        half = [(64, 64, 8 if D == 32 else 4, 2),  # twice the programs, which hide each other's waits
+                (64, 128, 4, 1)]  # the same with all keys in one block: no running maximum to correct
         return [(128, 128, 8, 1)] + half * (kind == "forward")
-    first = (64, 64, 8 if kind == "forward" and D == 32 and not new else 4, 1)
-    return [first,
-            (64, 64, 12 - first[2], 1),  # 8 warps finish a program sooner, 4 leave room for more programs
-            *[(64, 32, 4, 2)] * (kind == "forward")]  # loads the second half of the keys meanwhile
+    warps = (8, 4) if kind == "forward" and D == 32 and not new else (4, 8)
+    return [(64, 64, n, 1) for n in warps]  # 8 finish a program sooner, 4 leave room for more programs
 
 
 def long_tiles(kind, D, fuse, new):
@@ -292,7 +290,7 @@ def long_tiles(kind, D, fuse, new):
     if kind == "forward":
         N = 64 if fuse or not new else 128
         return [(128, N, 8, 3 if N == 128 and D < 128 else 2),
-                (64, 64, 4, 2),  # twice the programs: for few heads, or a T that leaves half a block empty
+                (64, 64, 8 if D == 32 else 4, 2),  # twice the programs, which hide each other's waits
                 (128, 64, 8, 3 if N == 64 else 2)]  # another block of keys on its way; or less shared memory
     if kind == "dq":
         if D == 128 and not new:

@@ -281,8 +281,10 @@ def short_tiles(kind, D, T, new):
         half = [(64, 64, 8 if D == 32 else 4, 2),  # twice the programs, which hide each other's waits
                 (64, 128, 4, 1)]  # the same with all keys in one block: no running maximum to correct
         return [(128, 128, 8, 1)] + half * (kind == "forward")
-    warps = (8, 4) if kind == "forward" and D == 32 and not new else (4, 8)
-    return [(64, 64, n, 1) for n in warps]  # 8 finish a program sooner, 4 leave room for more programs
+    warps = (4, 8)  # 8 finish a program sooner, 4 leave room for more programs; some of either spill
+    if kind == "forward" and D != 64:
+        warps = (4,) if D == 128 else (4, 8) if new else (8,)
+    return [(64, 64, n, 1) for n in warps]
 
 
 def long_tiles(kind, D, fuse, new):
@@ -295,15 +297,15 @@ def long_tiles(kind, D, fuse, new):
     if kind == "dq":
         if D == 128 and not new:
             return [(64, 64, 8, 2), (64, 128, 8, 2)]  # half as many turns of the loop
-        N = 128 if new and D < 128 and not fuse else 64
+        N = 32 if fuse and not new else 128 if new and D < 128 and not fuse else 64
         return [(128, N, 8, 2),
-                (64, 64 if new or not fuse else 32, 4, 2),  # twice the programs, as above
+                (64, min(N, 64), 4, 2),  # twice the programs, as above
                 *[(128, 64, 8, 2)] * (N == 128)]  # half the shared memory: two programs a multiprocessor
     M = 32 if D == 128 or (fuse and not new) else 64
     N = 128 if new or (fuse and D < 128) else 64
     return [(M, N, 8, 2),
             (32, 64, 4, 2),  # programs of half the size, or of half the warps
-            *[(32, 128, 8, 2)] * (M == 64)]  # fewer scores at a time: registers for a second program
+            *[(32, 128, 8, 2)] * (M == 64 and new)]  # fewer scores at a time: registers for a second program
 
 
 def start(kernel, kind, qkv, tensors, cos, sin, qk_norm):

@@ -315,8 +315,8 @@ def _small_configs(V, dtype, source, grad):
     if dtype == torch.float32:
         tiles = [(16, 16, 4 if block_v < 256 else 8, 1)]
     else:
-        same = source == dtype
-        tiles = [(64, 32 if grad and same else 16, 8, 2 if block_v < 256 or same else 1),
+        wide = grad and (source == dtype or block_v == 16)
+        tiles = [(64, 32 if wide else 16, 8, 2 if block_v < 256 or source == dtype else 1),
                  (32, 32, 4, 2)]  # half the rows on half the warps: two programs hide each other's waits
     return [dict(BLOCK_M=m, BLOCK_V=block_v, BLOCK_C=c, num_warps=warps, num_stages=stages)
             for m, c, warps, stages in tiles]

@@ -29,16 +29,17 @@ TUNED = {}  # (kernel, device, key and dtypes of a launch) -> the configuration 
 def launch(kernel, grid, *args, choices=({},), key=(), repeatable=True, **constants):
     """Run a kernel on the device of its first argument, a tensor, whatever the current device is.
 
-    choices     configurations (block sizes, num_warps, num_stages), the one that is used unmeasured first
+    choices     configurations (block sizes, num_warps, num_stages), first the one that is used unmeasured
+                and where memory is not aligned (read by elements it takes more registers, which the others
+                may not have)
     key         names of the arguments on which it depends which one is fastest, besides the dtypes
     repeatable  whether a launch may be repeated: False for one that adds to what it finds
     """
     LAUNCHES[kernel.fn.__name__] = LAUNCHES.get(kernel.fn.__name__, 0) + 1
     with torch.cuda.device_of(args[0]):  # does nothing on a CPU
-        if TUNES and len(choices) > 1:
+        chosen = choices[0]
+        if TUNES and len(choices) > 1 and all(x.data_ptr() % 16 == 0 for x in args if torch.is_tensor(x)):
             chosen = fastest(kernel, grid, args, constants, choices, key, repeatable)
-        else:
-            chosen = choices[0]
         return kernel[grid](*args, **constants, **chosen)
 
 
@@ -52,7 +53,7 @@ def fastest(kernel, grid, args, constants, choices, key, repeatable):
     """
     named = dict(zip(kernel.arg_names, args)) | constants
     case = (kernel.fn, args[0].device, *(named[k] for k in key),
-            *(x.dtype for x in args if isinstance(x, torch.Tensor)))
+            *(x.dtype for x in args if torch.is_tensor(x)))
     if case not in TUNED:
         if not repeatable or torch.cuda.is_current_stream_capturing():
             return choices[0]

@@ -376,10 +376,11 @@ def _product(c, a, b, n=None, start=0, summed=False, add=False):
     (M, K), N = a.shape, b.shape[1]
     if n is not None:
         choices = _product_configs(a.dtype, N, summed)
-        whole = start > 0 or (K if summed else M) == CHUNK  # what is measured: not the only, short chunk
+        # Measured are whole chunks, of rows that are read 16 bytes at a time.
+        typical = (start > 0 or (K if summed else M) == CHUNK) and K % 16 == 0
         launch(product_kernel, lambda c: (triton.cdiv(M, c["BLOCK_M"]) * triton.cdiv(N, c["BLOCK_N"]),),
                a, b, c, n, start, M, N, K, *a.stride(), *b.stride(), c.stride(0), SUM=summed, ADD=add,
-               choices=choices if whole else choices[:1], key=("N", "stride_am", "stride_ak"),
+               choices=choices if typical else choices[:1], key=("N", "stride_am", "stride_ak"),
                repeatable=not add)
     elif not summed:
         torch.mm(a, b, out=c)

@@ -40,7 +40,8 @@ def variants(config):
         return
     yield name, *config[1:], pointers | integers & usual, set()
     yield name + ", aligned", *config[1:], pointers | integers - ({"T"} if even is False else set()), set()
-    if not summed and even is None:  # attention copies what it cannot read wide
+    # Attention copies what it cannot read wide; of what autotuning chooses from, only the first is used there.
+    if not summed and even is None and "choice" not in name:
         yield name + ", unaligned", *config[1:], (pointers | integers) & always, set()
     if ones:
         yield name + ", ones", *config[1:], pointers | integers & usual - ones, ones
@@ -50,8 +51,8 @@ def configurations(arch, few):
     """The configurations in use on sm_<arch>, as variants gives them.
 
     fp16 and fp32 as is usual; integers and bf16 in all variants. `few`: no fp16 and fp32, nothing unusual,
-    and fewer shapes, on sm_80 and sm_100 of heads only the usual size; of what autotuning chooses from, the
-    first, on sm_90 all for that size.
+    and fewer shapes, on sm_80 and sm_100 of heads only the usual size, and of what autotuning chooses from
+    only the first.
     """
     masking, cross_entropy, attention = (
         importlib.import_module(f"kernels.{name}") for name in ("masking", "cross_entropy", "attention")
@@ -64,11 +65,11 @@ def configurations(arch, few):
     usual = lambda name: "bf16" in name or name.startswith("masking")
     if not few:
         return [v for c in found for v in (variants(c) if usual(c[0]) else [next(variants(c))])]
-    drop = ["V=1000", "V=256", "odd width", "T=1024", "T=64 i64"]
-    drop += ["D32", "D128", "T=64", "T=256", "V=2 ", "loss only", "filled"] * (arch != 90)
-    first = lambda name: "choice" not in name or (arch == 90 and ("D64" in name or "product" in name))
+    drop = ["V=1000", "V=256", "V=2 ", "filled", "odd width", "T=1024", "T=64 i64"]
+    drop += ["D32", "D128", "T=64", "T=256", "loss only", "choice"] if arch != 90 else ["D32_T64", "D128_T64"]
+    choice = lambda name: "choice" not in name or any(k in name for k in ("D64_T512", "V=65 bf16", "product"))
     return [
-        next(variants(c)) for c in found if usual(c[0]) and first(c[0]) and not any(d in c[0] for d in drop)
+        next(variants(c)) for c in found if usual(c[0]) and choice(c[0]) and not any(d in c[0] for d in drop)
     ]
 
 

@@ -40,7 +40,7 @@ def variants(config):
         return
     yield name, *config[1:], pointers | integers & usual, set()
     yield name + ", aligned", *config[1:], pointers | integers - ({"T"} if even is False else set()), set()
-    # Attention copies what it cannot read wide; of what autotuning chooses from, only the first is used there.
+    # Attention copies what it cannot read wide; elsewhere the first choice is taken for that.
     if not summed and even is None and "choice" not in name:
         yield name + ", unaligned", *config[1:], (pointers | integers) & always, set()
     if ones:

@@ -46,4 +46,5 @@ class Muon(torch.optim.Muon):
                 wide = lambda x: x.mT if len(x) > x.shape[1] else x
                 done = orthogonalize(torch.stack([wide(u) for _, u in pairs]), self.dtype)
                 for (p, _), u in zip(pairs, done):
-                    wide(p).add_(u, alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
+                    u = u if u.shape == p.shape else u.mT.contiguous()  # faster than adding across strides
+                    p.add_(u, alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)

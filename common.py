@@ -32,16 +32,28 @@ class Refusal(ValueError):
 
 def run(main, argv):
     """Run a program's main(argv), return its exit code; a Refusal is one sentence on stderr and code 2."""
-    for stream in (sys.stdout, sys.stderr):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, mode))
         with contextlib.suppress(AttributeError):  # where the terminal has no "█" it shows "?"
-            stream.reconfigure(errors="replace")
+            getattr(sys, name).reconfigure(errors="replace" if mode == "w" else None)
     try:
-        return main(argv)
+        code = main(argv)
+        sys.stdout.flush()  # here, where a full disk is caught
+        return code
     except Refusal as e:
         warn(f"{Path(sys.argv[0]).name}: {e}")
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read standard output has seen enough (| head)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains again when it ends
+        return 141
+    except OSError as e:
+        warn(f"{Path(sys.argv[0]).name}: {e.strerror or e}: {e.filename or 'standard output'}; "
+             "check that path, and the room there")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 2
 
 
 def warn(message):

@@ -42,12 +42,14 @@ class Options:
     batch: str = opt("", "file with a template a line; writes a JSON object a line")
     length: int = opt(0, "tokens of the text, prompt included (0: the context)", bounds=(0, 1 << 20))
     num_samples: int = opt(1, "texts to draw", bounds=(1, 1 << 20))
-    candidates: int = opt(0, "show so many different fills, ranked by their likelihood", bounds=(0, 1024))
+    candidates: int = opt(0, "show the N likeliest of many different fills, ranked", bounds=(0, 1024))
     max_gap: int = opt(16, "longest fill of [___], in tokens", bounds=(1, 8192))
-    top: int = opt(0, "fill nothing: show so many likeliest tokens of every gap", bounds=(0, 1 << 20))
-    # how: `unmask` says what these mean
-    steps: int = opt(64, "steps, network calls at most", bounds=(1, 1 << 20))
-    order: str = opt("auto", "which positions come first; auto: ancestral, left_to_right if autoregressive",
+    top: int = opt(0, "fill nothing: show the N likeliest tokens of every gap", bounds=(0, 1 << 20))
+    # how
+    steps: int = opt(64, "network calls at most for a context of text; each --block takes one at least",
+                     bounds=(1, 1 << 20))
+    order: str = opt("auto", "revealed first: anything (ancestral, random), what is surest (confidence, "
+                     "margin, entropy), the left, all; auto: ancestral, left_to_right if autoregressive",
                      "auto", "ancestral", "random", "confidence", "margin", "entropy", "left_to_right",
                      "one_shot")
     schedule: str = opt("linear", "how many in each step: equally many, or few at first", "linear", "cosine")
@@ -59,7 +61,7 @@ class Options:
                              bounds=(0, 100))
     temperature_end: float = opt(-1.0, "temperature of the last step, reached linearly (-1: the same)",
                                  bounds=(-1, 100))
-    top_k: int = opt(0, "draw from the so many likeliest tokens only (0: all)", bounds=(0, 1 << 31))
+    top_k: int = opt(0, "draw from the k likeliest tokens only (0: all)", bounds=(0, 1 << 31))
     top_p: float = opt(1.0, "draw from the likeliest tokens that have this share together", bounds=(1e-9, 1))
     cfg: float = opt(0.0, "strength of guidance by the given text; doubles the calls", bounds=(0, 100))
     seed: int = opt(0, "of the random draws", bounds=(0, (1 << 32) - 1))
@@ -82,7 +84,7 @@ ORDERS = dict(
     one_shot=lambda logp, noise: -noise,
     left_to_right=lambda logp, noise: -torch.arange(noise.shape[1], device=noise.device).expand_as(noise),
     confidence=lambda logp, noise: logp.amax(-1),
-    margin=lambda logp, noise: logp.exp().topk(min(2, logp.shape[-1])).values @ logp.new_tensor([1, -1]),
+    margin=lambda logp, noise: -logp.exp().topk(min(2, logp.shape[-1])).values.diff(dim=-1).sum(-1),
     entropy=lambda logp, noise: -torch.special.entr(logp.exp()).sum(-1),
 )
 PREDICTIVE = ("confidence", "margin", "entropy")  # these need the network before they can choose
@@ -162,18 +164,30 @@ def highest(score, among, k):
     return torch.zeros_like(among).scatter(1, rank, first)
 
 
+def plan(config, T, steps, order, block):
+    """The blocks of a text of T tokens: (begin, end, its share of `steps` for each context, one at least)."""
+    L = config.block_size
+    block = block or (T if T <= L else max(1, L // 2))
+    if block > L:
+        raise ValueError(f"block={block} is more than the context of {L}")
+    each = lambda a, b: (b - a if config.objective == "ar" else 1 if order == "one_shot" else
+                         max(1, steps * b // min(T, L) - steps * a // min(T, L)))
+    return [(a, min(a + block, T), each(a, min(a + block, T))) for a in range(0, T, block)]
+
+
 @torch.no_grad()
 def unmask(model, x, steps=64, order="ancestral", schedule="linear", threshold=0.0, block=0, remask=0.0,
            temperature=1.0, temperature_end=None, top_k=0, top_p=1.0, cfg=0.0, fill=None, forbid=(),
            end_id=None, seed=0, samples=None):
     """Fill [MASK] positions of x (B, T) step by step; yields a Step after each one that changed something.
 
+    steps            for each context of text, shared among its blocks, of which each has one at least
     order            ancestral: each masked position is revealed with the probability of the exact reverse
                      process; random: so many as the schedule says, anywhere; confidence, margin, entropy: so
                      many, where the model is surest by that measure; left_to_right; one_shot: all in one step
     threshold        above 0: also reveal what the model gives that probability, and one position at least
     block            finish so many positions before the next ones. T may exceed the context then: the model
-                     sees the last `context` positions up to the block's end
+                     sees the last `context` positions up to the block's end; half the context by default
     remask           mask revealed tokens again, with probability min(remask, masked share after the step /
                      revealed share before it) (ReMDM-cap: Wang et al., 2503.00307)
     temperature_end  temperature of the last step, if it is to change linearly
@@ -186,24 +200,19 @@ def unmask(model, x, steps=64, order="ancestral", schedule="linear", threshold=0
     An autoregressive model goes left to right, a token a call, whatever `steps`. Raises ValueError for an
     order or block that cannot be.
     """
-    (B, T), L, mask, ar = x.shape, model.config.block_size, model.mask_id, model.config.objective == "ar"
+    (B, T), mask, ar = x.shape, model.mask_id, model.config.objective == "ar"
     if order not in ORDERS or ar and order not in ("ancestral", "left_to_right") or steps < 1:
         raise ValueError(f"order={order!r} with steps={steps} cannot be; "
                          f"order is one of {', '.join(ORDERS)} (autoregressive models: left_to_right)")
-    block = block or (T if T <= L else max(1, L // 2))
-    if block > L:
-        raise ValueError(f"block={block} is more than the context of {L}")
-    order = "left_to_right" if ar else order
+    order, blocks = "left_to_right" if ar else order, plan(model.config, T, steps, order, block)
     device, home = x.device, "cpu" if x.device.type == "mps" else x.device  # MPS lacks float64
     x, fill = x.to(home, copy=True), (x == mask if fill is None else fill & (x == mask)).to(home)
     samples = torch.arange(B, device=home) if samples is None else samples.to(home)
     calls, number = torch.zeros(B, dtype=torch.int64, device=home), 0
     temperature_end = temperature if temperature_end is None else temperature_end
-    blocks = [(a, min(a + block, T)) for a in range(0, T, block) if fill[:, a:a + block].any()]
-    for i, (a, b) in enumerate(blocks):
-        n = (b - a if ar else 1 if order == "one_shot" else
-             max(1, steps * (i + 1) // len(blocks) - steps * i // len(blocks)))
-        to_fill, begin, number = fill[:, a:b], number, number + n
+    last = int(fill.sum(1).max()) if ar else sum(n for *_, n in blocks)  # the last step's number
+    for a, b, n in blocks:
+        to_fill, begin, number = fill[:, a:b], number, number + (int(fill[:, a:b].sum(1).max()) if ar else n)
         total = to_fill.sum(1) - (to_fill & (x[:, a:b] != mask)).sum(1)  # [END] may have filled some already
         for s in range(n):
             masked = to_fill & (x[:, a:b] == mask)  # (B, b - a)
@@ -236,7 +245,7 @@ def unmask(model, x, steps=64, order="ancestral", schedule="linear", threshold=0
                     chosen[rows] |= masked[rows] & (every.amax(-1) >= math.log(threshold))
                 # 3. tokens, there only
                 logits = logits[chosen[rows]]
-                heat = temperature + (temperature_end - temperature) * s / max(n - 1, 1)
+                heat = temperature + (temperature_end - temperature) * (begin + s) / max(last - 1, 1)
                 x[:, a:b][chosen] = draw(logits, random("token")[chosen], heat, top_k, top_p)
                 logp = logits.log_softmax(-1)
             x[:, a:b][again] = mask
@@ -326,6 +335,9 @@ def parse(template, tokenizer, context):
     if all(isinstance(p, str) for p in parts):
         raise Refusal(f"{template[:40]!r} has nothing to fill; mark each missing token with █, or a gap of "
                       "unknown length with [___]")
+    if any(a is None and not isinstance(b, str) for a, b in zip(parts, [*parts[1:], None])):
+        raise Refusal("behind a gap of unknown length must come text, by which its lengths can compete; "
+                      "write █ for each token, or continue a text with --prompt")
     n = len(to_ids(parts, tokenizer, 0))
     if n > context:
         raise Refusal(f"the template has {n} tokens, the context only {context}; shorten it")
@@ -353,35 +365,36 @@ class Fill(NamedTuple):
     logp: float  # log p(all from the first gap on | what precedes it), the chain rule's sum, nats
 
 
-def hypotheses(model, tokenizer, parts, keep, draws, max_gap, device, generator, **how):
+def hypotheses(model, tokenizer, parts, keep, draws, max_gap, device, generator, beam=8, **how):
     """The `keep` likeliest among many distinct fills of a template, the likeliest first: a list of Fill.
 
     A gap of unknown length is tried with 1 .. max_gap tokens, `draws` times each. All compete by
     log p(from the first gap on | prefix), left to right, not normalised: sums over the gap alone would favour
-    short gaps, means easy ones. Several unknown gaps are settled one after the other, `keep` at a time.
+    short gaps, means easy ones. Several unknown gaps are settled one after the other; `beam` fills (`keep`,
+    if that is more) of the text up to the next one go on. Fills are distinct as texts.
     """
     L, mask, unknown = model.config.block_size, model.mask_id, [i for i, p in enumerate(parts) if p is None]
     first = next(i for i, p in enumerate(parts) if not isinstance(p, str))
     start = len(to_ids(parts[:first], tokenizer, mask))
-    beams = [Fill([], [], 0.0)]
+    fills = [Fill([], [], 0.0)]
     for begin, end in zip([0, *unknown[1:]], [*unknown[1:], len(parts)], strict=True):
-        room = L - len(to_ids(parts[end:], tokenizer, mask))
-        tried = [(b.parts + known, b.ids + to_ids(known, tokenizer, mask)) for b in beams
-                 for known in ([n if p is None else p for p in parts[begin:end]]
-                               for n in (range(1, max_gap + 1) if None in parts[begin:end] else (0,)))]
-        tried = [(known, ids) for known, ids in tried if len(ids) <= room for _ in range(draws)]
-        x = torch.tensor([ids + [mask] * (L - len(ids)) for _, ids in tried], device=device)
-        fill = torch.arange(L, device=device) < torch.tensor([[len(ids)] for _, ids in tried], device=device)
-        filled = generate(model, x, generator=generator, fill=fill, **how).tolist()
-        distinct = {}  # ids -> parts
-        for (known, ids), row in zip(tried, filled, strict=True):
-            distinct.setdefault(tuple(row[:len(ids)]), known)
-        stop = torch.tensor([len(ids) for ids in distinct], device=device)
-        x = torch.tensor([[*ids, *[mask] * (L - len(ids))] for ids in distinct], device=device)
-        logp = chain_rule(model, x, torch.full_like(stop, start), stop).sum(1).tolist()
-        found = [Fill(known, list(ids), p) for (ids, known), p in zip(distinct.items(), logp, strict=True)]
-        beams = sorted(found, key=lambda f: -f.logp)[:keep]
-    return beams
+        stage, room = parts[begin:end], L - len(to_ids(parts[end:], tokenizer, mask))
+        lengths = range(1, max_gap + 1) if None in stage else (0,)
+        tried = [(f, known, f.ids + to_ids(known, tokenizer, mask)) for f in fills for known in (
+            [n if p is None else p for p in stage] for n in lengths)]
+        tried = [t for t in tried if len(t[2]) <= room for _ in range(-(-draws // len(fills)))]
+        x = torch.tensor([ids + [mask] * (L - len(ids)) for *_, ids in tried], device=device)
+        stop = torch.tensor([len(ids) for *_, ids in tried], device=device)
+        fill = torch.arange(L, device=device) < stop[:, None]
+        x = generate(model, x, generator=generator, fill=fill, **how)
+        texts = [tokenizer.decode(row[:n]) for row, n in zip(x.tolist(), stop.tolist())]
+        i = torch.tensor(list({text: i for i, text in enumerate(texts)}.values()), device=device)
+        since = torch.tensor([len(f.ids) or start for f, *_ in tried], device=device)  # scored before: f.logp
+        logp = chain_rule(model, x[i], since[i], stop[i]).sum(1).tolist()
+        fills = [Fill(tried[j][0].parts + tried[j][1], x[j, :stop[j]].tolist(), tried[j][0].logp + p)
+                 for j, p in zip(i.tolist(), logp)]
+        fills = sorted(fills, key=lambda f: -f.logp)[:max(keep, beam)]
+    return fills[:keep]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -401,13 +414,16 @@ def check(options, given):
     clash("candidates", "num_samples", "watch", "html", "top", why="candidates are a ranked list of fills")
     clash("top", "num_samples", "watch", "html", "json", why="--top fills nothing")
     clash("watch", "json", why="watch one text, or write many for a program")
+    for name in {"batch", "html", "json"} & given.keys():
+        if getattr(options, name) in ("", "-" * (name == "html")):
+            raise Refusal(f"--{name}={getattr(options, name)} names no file; give one or leave the flag out")
+    if -1 < options.temperature_end < 0:
+        raise Refusal(f"--temperature_end={options.temperature_end} is below 0; give 0 or more, or nothing")
     if options.order == "one_shot":
         clash("order", "steps", why="one_shot is one step")
     if not (options.infill or options.batch):
         for name in {"candidates", "max_gap", "top"} & given.keys():
             raise Refusal(f"--{name} needs a template; give --infill or --batch")
-        if options.cfg and not options.prompt:
-            raise Refusal("--cfg guides by the given text, and there is none; give --prompt or --infill")
 
 
 def find_model(options):
@@ -463,7 +479,9 @@ def top_tokens(model, tokenizer, parts, device, n):
 def sampled(model, tokenizer, parts, options, how, device, pages):
     """Draw --num_samples fills of parts whose lengths are known: yields (texts, facts), adds to pages."""
     ids, mask = to_ids(parts, tokenizer, model.mask_id), model.mask_id
-    n, steps = options.num_samples, ids.count(mask) if model.config.objective == "ar" else how["steps"]
+    n, end, blocks = options.num_samples, how["end_id"], plan(
+        model.config, len(ids), how["steps"], how["order"], how["block"])
+    steps = ids.count(mask) if model.config.objective == "ar" else sum(steps for *_, steps in blocks)
     for part in [slice(i, i + 1) for i in range(n)] if options.watch else groups(model, n):
         began, samples = time.monotonic(), torch.arange(part.start, part.stop)
         x = torch.tensor(ids, device=device).repeat(len(samples), 1)
@@ -479,6 +497,10 @@ def sampled(model, tokenizer, parts, options, how, device, pages):
             for film, *of_row in zip(films, step.x, step.revealed, step.remasked,
                                      step.logp.split(step.revealed.sum(1).tolist())):
                 film.add(*of_row)
+        if end is not None:  # behind the first [END] nothing counts
+            logp[((step.x == end) & (x.cpu() == mask)).cumsum(1).cumsum(1) > 1] = 0
+        if watch:
+            watch.clear()
         seconds = (time.monotonic() - began) / len(samples)
         for row, total, calls in zip(step.x.tolist(), logp.sum(1).tolist(), step.calls.tolist()):
             facts, texts = (dict(steps=steps, calls=calls, seconds=seconds, logprob=total),
@@ -493,24 +515,24 @@ def sampled(model, tokenizer, parts, options, how, device, pages):
 def ranked(model, tokenizer, parts, options, how, device):
     """--candidates fills (one at least), the likeliest first: a list of (Fill, texts, share), and facts."""
     keep, began, calls = max(1, options.candidates), time.monotonic(), []
-    counter = model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    counter = model.blocks[0].register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
     fills = hypotheses(model, tokenizer, parts, keep, max(2, keep) if None in parts else 8 * keep,
                        options.max_gap, device, mdlm.generator("fill", options.seed), **how)
     counter.remove()
     share = torch.softmax(torch.tensor([f.logp for f in fills], dtype=torch.float64), 0).tolist()
     found = [(f, to_texts(f.parts, f.ids, tokenizer), s) for f, s in zip(fills, share, strict=True)]
-    return found, dict(steps=how["steps"], calls=len(calls), seconds=time.monotonic() - began,
-                       logprob=fills[0].logp)
+    return found, dict(steps=how["steps"], calls=sum(calls), seconds=time.monotonic() - began,
+                       score=fills[0].logp)
 
 
 def read_batch(path, tokenizer, context):
     """(template, parts) of each line of a file, all checked before any work begins."""
     try:
-        lines = (sys.stdin if path == "-" else open(path, encoding="utf-8")).read().splitlines()
+        text = (sys.stdin if path == "-" else open(path, encoding="utf-8")).read()
     except (OSError, UnicodeDecodeError) as e:
         raise Refusal(f"--batch={path} cannot be read ({e}); give a UTF-8 file, a template a line") from None
     found = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
         try:
             found.append((line, parse(line, tokenizer, context)))
         except Refusal as e:
@@ -562,24 +584,31 @@ def main(argv):
         from tqdm import tqdm
         todo = tqdm(todo, unit="template", dynamic_ncols=True)
     for template, parts in todo:
+        if options.cfg and not any(isinstance(p, str) for p in parts):
+            raise Refusal("--cfg guides by the given text, and there is none; give --prompt or a template")
+        if None in parts and "num_samples" in given:
+            raise Refusal("a gap of unknown length has one best answer; give --candidates, not --num_samples")
         if options.top:
             top_tokens(model, tokenizer, parts, device, options.top)
             continue
         if options.candidates or None in parts:
             found, facts = ranked(model, tokenizer, parts, options, how, device)
+            if None in parts and (options.watch or options.html):
+                n = [p for p, old in zip(found[0][0].parts, parts) if old is None]
+                print(f"the likeliest length is {', '.join(map(str, n))}: filled once more to be seen",
+                      file=sys.stderr)
             parts = found[0][0].parts  # of known lengths now
         if options.candidates:
             for fill, texts, share in found:
                 show(texts, f"{100 * share:5.1f} %  log p {fill.logp:.2f}  ")
             record(template, found[0][1], facts, candidates=[
-                dict(text=joined(texts), logprob=f.logp, share=share) for f, texts, share in found])
+                dict(text=joined(texts), score=f.logp, share=share) for f, texts, share in found])
         elif template and "[___]" in template and not (options.watch or options.html):
             show(found[0][1])
             record(template, found[0][1], facts)
         else:
             for texts, facts in sampled(model, tokenizer, parts, options, how, device, pages):
-                if not (options.watch and viewer.colours(sys.stdout)):  # there it stands already
-                    show(texts)
+                show(texts)
                 record(template, texts, facts)
     if options.html:
         n = sum(p.numel() for p in model.parameters())

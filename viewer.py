@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import time
+import unicodedata
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ FILLED, NEW, FAINT, PLAIN = "\x1b[1;36m", "\x1b[1;7;36m", "\x1b[2m", "\x1b[0m"
 
 
 def colours(stream):
-    return stream.isatty() and "NO_COLOR" not in os.environ
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def highlighted(texts):
@@ -50,16 +51,23 @@ class Watch:
         for i, given, fresh in zip(x.tolist(), self.given, new.tolist(), strict=True):
             style = FAINT if i == self.mask else "" if given else NEW if fresh else FILLED
             for c in "░" if i == self.mask else self.tokenizer.decode([i]):
-                if c == "\n" or column == width:
+                columns = 1 + (unicodedata.east_asian_width(c) in "WF")
+                if c == "\n" or column + columns > width:
                     lines, column = [*lines, ""], 0
-                if c != "\n":
-                    lines[-1] += f"{style}{c if c.isprintable() else '·'}{PLAIN}"
-                    column += 1
-        lines = [*lines[:shutil.get_terminal_size().lines - 2], f"{FAINT}{status[:width]}{PLAIN}"]
-        up = f"\x1b[{self.height}A" if self.height else ""
-        print(up + "\r\x1b[J" + "\n".join(lines), flush=True)
+                if c != "\n":  # part of a character of several tokens: a dot until the text is complete
+                    lines[-1] += f"{style}{c if c.isprintable() and c != chr(0xFFFD) else '·'}{PLAIN}"
+                    column += columns
+        self.clear()
+        lines = [*lines[2 - shutil.get_terminal_size().lines:], f"{FAINT}{status[:width]}{PLAIN}"]
+        print("\n".join(lines), flush=True)
         self.height = len(lines)
         time.sleep(0.05)  # or the eye cannot follow
+
+    def clear(self):
+        """Take the last picture away: of a text that is done, the text itself is shown."""
+        if self.height:
+            print(f"\x1b[{self.height}A\r\x1b[J", end="", flush=True)
+        self.height = 0
 
 
 # ------------------------------------------------------------------------------------------------------------

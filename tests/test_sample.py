@@ -4,8 +4,10 @@ import itertools
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -161,12 +163,11 @@ def test_the_score_of_a_text_is_the_left_to_right_chain_rule(world):
     assert torch.allclose(head + tail, whole)
 
 
-@pytest.mark.parametrize("template", ["a[___]c", "██b", "[___]b[___]", "a█[___]"])
-def test_candidates_are_the_likeliest_fills_of_all_lengths(world, template):
+@pytest.mark.parametrize("parts", [["a", None, "c"], [2, "b"], [None, "b", None], ["a", 1, None]], ids=str)
+def test_candidates_are_the_likeliest_fills_of_all_lengths(world, parts):
     tokenizer, model = text.Tokenizer("char", list("abc")), Toy(world.random, V, T)
-    parts = sample.parse(template, tokenizer, T)
     found = sample.hypotheses(
-        model, tokenizer, parts, 100, 300, 2, "cpu", FIXED().manual_seed(0), order="random", temperature=2.0
+        model, tokenizer, parts, 100, 600, 2, "cpu", FIXED().manual_seed(0), order="random", temperature=3.0
     )
     gaps = [range(1, 3) if p is None else (p,) if isinstance(p, int) else (None,) for p in parts]
     texts = set()
@@ -265,6 +266,56 @@ def test_behind_a_drawn_end_there_is_nothing(world):
     assert not (out == 2).any()
 
 
+def test_the_cosine_schedule_and_the_annealed_temperature_are_what_they_say(world, monkeypatch):
+    assert sample.left_after(1, 2, "cosine") == pytest.approx(2**-0.5)
+    model, T = Toy(lambda xt: torch.zeros(*xt.shape, V), V, 32), 32
+    counts = [
+        step.revealed.sum().item()
+        for step in sample.unmask(model, torch.full((1, T), V), steps=8, order="random", schedule="cosine")
+    ]
+    left = [int(T * sample.left_after(s, 8, "cosine") + 1e-9) for s in range(9)]
+    assert counts == [a - b for a, b in itertools.pairwise(left) if a > b] and counts[0] < counts[-1]
+    heats, draw = [], sample.draw
+    monkeypatch.setattr(
+        sample, "draw", lambda logits, u, heat, *rest: heats.append(heat) or draw(logits, u, heat, *rest)
+    )
+    for how in (dict(), dict(block=8)):  # blocks do not begin anew
+        heats.clear()
+        how |= dict(steps=8, order="random", temperature=1.0, temperature_end=0.3)
+        list(sample.unmask(model, torch.full((1, T), V), **how))
+        assert heats == pytest.approx([1 - 0.1 * s for s in range(8)])
+
+
+def test_a_long_text_takes_its_steps_by_the_context_and_sees_what_came_before():
+    L, V, seen = 8, 5, []
+    model = Toy(lambda xt: seen.append(xt.clone()) or torch.zeros(*xt.shape, V), V, L)
+    x = torch.full((1, 20), V)
+    x[0, :6] = torch.arange(6) % V
+    *_, last = sample.unmask(model, x, steps=4, order="left_to_right")  # blocks of 4, two steps each
+    assert last.calls.item() == len(seen) == 1 + 3 * 2 + 1 and (last.x < V).all()
+    for xt, end in zip(seen, (8, 8, 12, 12, 16, 16, 20, 20), strict=True):
+        known = xt[0] < V
+        assert torch.equal(xt[0][known], last.x[0, end - L : end][known])
+        assert known[: L - 4].all()  # all that was there before the block
+    assert [n for *_, n in sample.plan(model.config, 20, 1, "random", 0)] == [1] * 5
+
+
+def test_the_log_probability_is_that_of_the_tokens_that_count(world):
+    """By hand, from the steps; behind an [END] nothing counts."""
+    tokenizer, model = text.Tokenizer("char", list("ab"), end=True), Toy(world.random, V, T)
+    options = SimpleNamespace(num_samples=40, watch=False, html="", seed=3)
+    how = dict(steps=4, order="random", block=0, end_id=2)
+    found = [facts for _, facts in sample.sampled(model, tokenizer, [T], options, how, "cpu", [])]
+    logp, x = torch.zeros(40, T, dtype=torch.float64), torch.full((40, T), V)
+    for step in sample.unmask(model, x, seed=3, **how):
+        for (row, i), p in zip(step.revealed.nonzero().tolist(), step.logp, strict=True):
+            logp[row, i] = p[step.x[row, i]].double()
+    for row, ids in enumerate(step.x.tolist()):
+        n = ids.index(2) + 1 if 2 in ids else T
+        assert found[row]["logprob"] == pytest.approx(logp[row, :n].sum().item(), abs=1e-6)
+    assert 0 < (step.x == 2).any(1).sum() < 40
+
+
 # ------------------------------------------------------------------------------------------------------------
 # The program
 
@@ -280,6 +331,24 @@ def run(request, text_file, tmp_path_factory):
     flags += [*TINY, "--max_steps=3", "--eval_windows=8"]
     assert run_mdlm(f"--data={text_file}", *flags, f"--out_dir={out}") == 0
     return SimpleNamespace(kind=request.param, out=out)
+
+
+def page_samples(page):
+    """What viewer.write_page wrote into a page."""
+    found = re.search(
+        r"<script[^>]*application/json[^>]*>(.*?)</script>", page.read_text(encoding="utf-8"), re.S
+    )
+    return json.loads(found[1])["samples"]
+
+
+def replay(sample):
+    """The text that the frames of a page end with; every step reveals or masks, with a confidence."""
+    shown = [t if given else None for t, given in zip(sample["tokens"], sample["given"], strict=True)]
+    for frame in sample["frames"]:
+        for i, token, sure, others in frame:
+            assert not sample["given"][i] and (token is None or 0 < sure <= 1 and others)
+            shown[i] = token
+    return "".join(shown)
 
 
 @pytest.fixture
@@ -302,6 +371,11 @@ def test_every_tokenizer_keeps_prompts_and_templates(run, say):
     assert len(lines) == 3 and all(d["text"].startswith("The ") for d in lines)
     assert {"text", "steps", "calls", "seconds", "logprob"} <= lines[0].keys() and lines[0]["logprob"] < 0
     assert lines[0]["calls"] <= lines[0]["steps"] <= 32
+    page = run.out / "page.html"
+    shown = say(
+        run, "--prompt=The ", f"--html={page}", "--json=-", *([] if steps == [] else ["--remask=0.3"])
+    )
+    assert replay(page_samples(page)[0]) == json.loads(shown.out)["text"]
     longer = say(run, "--prompt=The ", "--length=100", "--json=-")
     assert longer.code == 0
     if run.kind in ("char", "ar"):
@@ -324,6 +398,7 @@ class TestCharacters:
         r = say(run, "--infill=The ██ of", "--candidates=4")
         assert r.code == 0 and len(r.out.splitlines()) == 4 and r.out.count("log p") == 4
         d = json.loads(say(run, "--infill=The ██ of", "--candidates=4", "--json=-").out)
+        assert d["score"] == d["candidates"][0]["score"] < 0 and d["calls"] > 0
         shares, texts = ([c[key] for c in d["candidates"]] for key in ("share", "text"))
         assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
         assert len(set(texts)) == 4 and d["text"] == texts[0]
@@ -376,8 +451,15 @@ class TestCharacters:
         r = say(run, "--num_samples=2", "--length=20", f"--html={page}", f"--json={tmp_path}/texts")
         assert r.code == 0, r.err
         texts = [json.loads(line)["text"] for line in (tmp_path / "texts").read_text().splitlines()]
-        data = page.read_text(encoding="utf-8")
-        assert len(texts) == 2 and all(json.dumps(t[:5])[1:-1] in data for t in texts)
+        assert [replay(s) for s in page_samples(page)] == texts and len(texts) == 2
+
+    def test_a_reader_that_leaves_and_a_full_disk_get_no_traceback(self, run):
+        command = f"{sys.executable} sample.py --out_dir={run.out} --num_samples=300 --steps=1 --length=9"
+        full = ("> /dev/full", "--json=/dev/full") if Path("/dev/full").is_char_device() else ()
+        for end in ("| head -n 1 > /dev/null", ">&-", *full):
+            r = subprocess.run(f"{command} {end}", shell=True, cwd=ROOT, capture_output=True, text=True)
+            assert "Traceback" not in r.stderr and r.stderr.count("\n") <= 1, r.stderr
+            assert ("full" in end) == (r.returncode == 2 and "No space" in r.stderr), (end, r)
 
     def test_the_same_seed_gives_the_same_text(self, run, say):
         shown = [say(run, f"--seed={seed}", "--num_samples=2", "--json=-").out for seed in (1, 1, 2)]
@@ -405,7 +487,15 @@ class TestCharacters:
             (["--infill=a█", "--candidates=3", "--num_samples=2"], ["contradict"]),
             (["--infill=a█", "--length=9"], ["contradict"]),
             (["--cfg=1"], ["--cfg", "--prompt"]),
-            (["--infill=[___]", "--top=2"], ["known length"]),
+            (["--infill=[___] a", "--top=2"], ["known length"]),
+            (["--infill=a [___]"], ["behind a gap", "--prompt"]),
+            (["--infill=a[___][___]b"], ["behind a gap"]),
+            (["--infill=a [___] b", "--num_samples=3"], ["--candidates"]),
+            (["--batch="], ["--batch", "no file"]),
+            (["--html=-"], ["--html", "no file"]),
+            (["--infill=██", "--cfg=1"], ["--cfg"]),
+            (["--temperature_end=-0.5"], ["temperature_end"]),
+            (["--json=" + "a" * 300], ["name too long"]),
             (["--batch=nowhere"], ["nowhere", "cannot be read"]),
             (["--html=nowhere/x.html"], ["nowhere", "cannot be written"]),
             (["--json=-", "--watch"], ["contradict"]),

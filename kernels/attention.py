@@ -244,8 +244,9 @@ def fused(dtype, D, T):
 
 
 def hopper(device):
-    """Whether this is sm_90 or later (the interpreter: as if): products there read shared memory."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether this is sm_90 to sm_110 (the interpreter: as if): products there read shared memory. Those of
+    sm_120 read registers as on sm_80, and with these configurations they spill."""
+    return device.type != "cuda" or (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
 
 
 def row_limit(dtype, D, new):
@@ -409,13 +410,6 @@ def unsupported(qkv):
     return None
 
 
-def check_supported(qkv):
-    """Raise ValueError, one sentence, if --kernels=triton cannot be honoured for this qkv."""
-    reason = unsupported(qkv)
-    if reason:
-        raise ValueError(reason)
-
-
 def rotate(x, cos, sin):
     """Rotary positions: x (B, T, H, D); cos, sin (T, D/2)."""
     x1, x2 = x.chunk(2, -1)
@@ -441,7 +435,7 @@ def attention(qkv, cos=None, sin=None, qk_norm=False, causal=False):
     qk_norm   RMS-normalise q and k over D
 
     Returns (B, T, H, D) in the dtype of qkv. Two runs give equal bits. What the kernels do not take (causal,
-    other head dims, float64) goes to the reference; check_supported tells.
+    other head dims, float64) goes to the reference; `unsupported` tells.
     """
     if causal or not runs_on(qkv) or unsupported(qkv) is not None:
         return attention_ref(qkv, cos, sin, qk_norm, causal)

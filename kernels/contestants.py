@@ -7,6 +7,7 @@ F.scaled_dot_product_attention under each backend and F.linear_cross_entropy.
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,7 +33,8 @@ class Case:
     backward: bool = True  # whether there is one
     launches: tuple = ("",)  # "graph": replayed as a CUDA graph, where no time of the host counts
     differs: Callable = None  # (name, results, exact) -> whether wrong; None: by the relative error
-    waits: tuple = ("liger-kernel", "rand and argsort")  # these wait for the GPU: no graph can hold them
+    waits: tuple = ("liger-kernel", "cut-cross-entropy", "cut-cross-entropy, exact", "rand and argsort")
+    # ... these wait for the GPU: no graph can hold them
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -138,7 +140,9 @@ def peers_of_head():
             h, W, y, options=nn.LinearCrossEntropyOptions())
     with contextlib.suppress(ImportError):
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-        peers["liger-kernel"] = liger_fused_linear_cross_entropy
+        exact = dict(accum_dtype=torch.float32) if "accum_dtype" in inspect.signature(
+            liger_fused_linear_cross_entropy).parameters else {}  # it adds chunks of dW in bfloat16 otherwise
+        peers["liger-kernel"] = lambda h, W, y: liger_fused_linear_cross_entropy(h, W, y, **exact)
     with contextlib.suppress(ImportError):
         from cut_cross_entropy import linear_cross_entropy
         peers["cut-cross-entropy"] = linear_cross_entropy  # leaves out gradients below a threshold

@@ -172,6 +172,26 @@ def test_a_peer_that_fails_has_a_line_that_says_why(tiny, monkeypatch):
     assert lines == ["RuntimeError: no such kernel"] * 2
 
 
+def test_a_wrong_peer_loses_its_time_and_a_wrong_yardstick_is_told(tiny, monkeypatch, capsys):
+    spoiled, original = ["a peer"], contestants.head
+
+    def with_peer(*args):
+        case = original(*args)
+        case.contestants["a peer"] = case.contestants["mdlm"]
+        right = case.contestants[spoiled[0]]
+        case.contestants[spoiled[0]] = lambda *args: tuple(1.1 * r for r in right(*args))
+        return case
+
+    monkeypatch.setattr(contestants, "head", with_peer)
+    code, results = tiny()
+    assert code == 0 and not capsys.readouterr().err
+    wrong = [row for row in results["rows"] if "trouble" in row]
+    assert [row["contestant"] for row in wrong] == ["a peer"] * 2
+    assert all(row["trouble"].startswith("WRONG RESULT") and "ms" not in row for row in wrong)
+    spoiled[0] = "PyTorch, all rows"
+    assert tiny()[0] == 1 and "PyTorch, all rows: WRONG RESULT" in capsys.readouterr().err
+
+
 def test_on_a_cpu_it_says_what_it_cannot_do_and_lists_what_it_did_not(tmp_path):
     command = [sys.executable, ROOT / "bench.py", "--device=cpu", "--seconds=0", "--time_limit=1", "--json=-"]
     r = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -215,7 +235,7 @@ def test_training_is_timed_eager_and_compiled(small_preset, monkeypatch, tmp_pat
     monkeypatch.setattr(torch, "compile", lambda model: model)  # the real one takes 20 s
     path = tmp_path / "train.json"
     assert common.run(bench.main, ["train", "--device=cpu", "--seconds=0", f"--json={path}"]) == 0
-    eager, compiled = json.loads(path.read_text())["rows"]
+    compiled, eager = json.loads(path.read_text())["rows"]  # the figure that counts comes first
     assert eager["contestant"].endswith("eager") and compiled["contestant"].endswith("compiled")
     for row in (eager, compiled):
         assert row["tokens_per_second"] == pytest.approx(64 / row["ms"] * 1e3)  # 4 x 16 tokens

@@ -54,7 +54,7 @@ def test_the_kernels_agree_with_their_references(cases, name):
     r = cases[name].result()
     print(r.stdout[-4000:])
     assert r.returncode == 0, r.stdout[-4000:] + r.stderr[-2000:]
-    assert " passed" in r.stdout or "100%" in r.stdout
+    assert " passed" in r.stdout  # not that all was skipped
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks need two GPUs")

@@ -246,7 +246,8 @@ def test_product_stops_at_the_row_that_the_device_names(n, dtype):
     a, b, c = draw(M, K), draw(N, K).t(), torch.full((M, N), 7.0, dtype=dtype, device=DEVICE)
     a[live:] = float("nan")
     ce._product(c, a, b, count, start)
-    torch.testing.assert_close(c[:live], a[:live] @ b, rtol=4e-3, atol=ABSOLUTE[dtype])
+    rtol = 1.6e-2 if dtype == torch.bfloat16 else 4e-3  # both are rounded to bf16: two steps of 2^-7
+    torch.testing.assert_close(c[:live], a[:live] @ b, rtol=rtol, atol=ABSOLUTE[dtype])
     assert (c[live:] == 7).all()
     x, total = draw(M, N), torch.full((K, N), 7.0, device=DEVICE)
     x[live:] = float("nan")

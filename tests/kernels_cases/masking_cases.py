@@ -1,11 +1,21 @@
-"""The masking kernel against its reference, bit for bit. Started by test_kernels.py."""
+"""The masking kernel against its reference, bit for bit: on a GPU or (TRITON_INTERPRET=1) interpreted."""
+
+import importlib
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from kernels import mask_tokens, mask_tokens_ref
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from kernels import _triton, mask_tokens, mask_tokens_ref
 from kernels._triton import LAUNCHES
 
+pytestmark = pytest.mark.skipif(
+    not _triton.ENABLED or not (torch.cuda.is_available() or _triton.INTERPRET),
+    reason="needs a GPU or TRITON_INTERPRET=1",
+)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -21,7 +31,7 @@ def same(got, wanted):
     return all(torch.equal(g, w.to(g.dtype)) and g.shape == w.shape for g, w in zip(got, wanted, strict=True))
 
 
-@pytest.mark.parametrize("T", [1, 2, 17, 63, 256, 257, 600, 1111])
+@pytest.mark.parametrize("T", [1, 2, 63, 256, 257, 1111])
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_same_bits_as_the_reference(T, exact):
     B, g = 5, torch.Generator().manual_seed(T)
@@ -61,8 +71,12 @@ def test_seed_and_step_may_be_tensors_and_large():
     assert same(mask_tokens(x0, level, 1, 2**32 - 1, 2**31 + 5, ids), wanted)
 
 
-def test_many_rows_are_listed_in_order():
-    B, T = 260, 3  # more rows than one chunk of counts
+def test_many_rows_are_listed_in_order(monkeypatch):
+    B, T = 260, 3  # more rows than one chunk of 256 counts
+    if DEVICE == "cpu":  # where a row takes 50 ms: as many chunks, of 16
+        masking = importlib.import_module("kernels.masking")
+        B, configured = 20, masking._config
+        monkeypatch.setattr(masking, "_config", lambda T: configured(T) | dict(CHUNK=16))
     level = torch.randint(0, 4, (B,), device=DEVICE)
     got, wanted = both(
         torch.zeros(B, T, dtype=torch.int64, device=DEVICE), level, 1, 0, 0, torch.arange(B, device=DEVICE)

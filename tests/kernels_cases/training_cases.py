@@ -1,13 +1,22 @@
-"""Training with the kernels and with plain PyTorch: the same losses. Started by test_kernels.py."""
+"""Training with the kernels and with plain PyTorch: the same losses; on a GPU or with TRITON_INTERPRET=1."""
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import kernels
 import mdlm
-from kernels._triton import LAUNCHES, launch
+from kernels._triton import ENABLED, INTERPRET, LAUNCHES, launch
 
+pytestmark = pytest.mark.skipif(
+    not ENABLED or not (torch.cuda.is_available() or INTERPRET),
+    reason="needs a GPU or TRITON_INTERPRET=1",
+)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

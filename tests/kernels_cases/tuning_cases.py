@@ -5,6 +5,7 @@ that only says so, and a kernel that notes its configuration instead of running.
 cache on disk are the real ones.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -130,7 +131,8 @@ def test_the_interpreter_takes_the_first_choice(monkeypatch):
         raise AssertionError("measured in the interpreter")
 
     monkeypatch.setattr(_triton, "measure", refuse)
-    monkeypatch.setattr(_triton, "processors", lambda device: 1)
+    module = importlib.import_module("kernels.attention")  # where it is used; the package has the function
+    monkeypatch.setattr(module, "processors", lambda device: 1)
     attention(torch.randn(2, 70, 3, 2, 32, dtype=torch.float16))
     assert not _triton.TUNED
 
@@ -168,12 +170,19 @@ def test_a_training_shape_is_tuned_once_whatever_the_batch(monkeypatch, tmp_path
 def test_every_choice_gives_the_same_numbers(monkeypatch):
     from kernels.attention import attention_ref, configs
 
-    qkv = fields(B=8)
+    qkv, asked = fields(B=32), []  # 32 * 6 heads * 2 blocks: programs for every multiprocessor
     exact = attention_ref(qkv.double())
     (exact_grad,) = torch.autograd.grad(exact.square().sum(), qkv)
     for i in range(max(len(configs(k, qkv.dtype, 64, 256, False, True)) for k in ("forward", "dq", "dkdv"))):
-        monkeypatch.setattr(_triton, "fastest", lambda *args, i=i: args[4][min(i, len(args[4]) - 1)])
+
+        def choose(*args, i=i):
+            asked.append(args[0].fn.__name__)
+            return args[4][min(i, len(args[4]) - 1)]
+
+        monkeypatch.setattr(_triton, "fastest", choose)
         out, grad = attend(qkv)
+        assert set(asked) == {"_attention_forward", "_attention_dq", "_attention_dkdv"}
+        asked.clear()
         assert (out - exact).abs().max() < 2e-2
         assert (grad - exact_grad).abs().max() < 2e-2 * exact_grad.abs().max()
 

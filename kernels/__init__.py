@@ -7,7 +7,7 @@ import torch
 
 from common import Refusal
 from kernels._triton import ENABLED, INTERPRET
-from kernels.attention import HEAD_DIMS, attention, attention_ref
+from kernels.attention import HEAD_DIMS, attention, attention_auto, attention_ref
 from kernels.cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_ref,
@@ -47,5 +47,6 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32):
     if name == "torch" or not runs:
         return SimpleNamespace(name="torch", mask_tokens=mask_tokens_ref, attention=attention_ref,
                                linear_cross_entropy=linear_cross_entropy_ref)
-    return SimpleNamespace(name="triton", mask_tokens=mask_tokens, attention=attention,
+    return SimpleNamespace(name="triton", mask_tokens=mask_tokens,
+                           attention=attention if name == "triton" else attention_auto,
                            linear_cross_entropy=linear_cross_entropy)

@@ -8,6 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import kernels
 from kernels import _triton, attention, attention_ref
 from kernels.attention import readable, unsupported
 
@@ -247,3 +248,11 @@ def test_rotary_tables_of_another_length_are_refused():
     qkv, _, cos, sin = draw(1, 9, 1, 32, torch.float32)
     with pytest.raises(ValueError, match=r"\(T, D/2\) = \(9, 16\)"):
         attention(qkv, cos[:8], sin[:8])
+
+
+def test_auto_leaves_long_rows_of_wide_heads_to_pytorch():
+    for T, D, ours in ((40, 128, True), (513, 128, False), (513, 32, True)):
+        qkv = draw(1, T, 1, D, torch.float16)[0]
+        out, launched = launches(lambda qkv=qkv: kernels.select("auto", DEVICE).attention(qkv))
+        assert bool(launched) == ours
+        torch.testing.assert_close(out, attention_ref(qkv), atol=5e-3, rtol=0)

@@ -305,7 +305,7 @@ def verify(folder):
         manifest = json.loads(read_small(folder / "manifest.json"))
         if (manifest["format"], manifest["version"]) != ("mdlm", 1):
             raise ValueError(f"it has version {manifest['version']!r}, this program reads version 1")
-        for name in MODEL_FILES if manifest["files"].keys() == set(MODEL_FILES) else CHECKPOINT_FILES:
+        for name in MODEL_FILES if set(manifest["files"]) == set(MODEL_FILES) else CHECKPOINT_FILES:
             wanted, size = manifest["files"][name], (folder / name).stat().st_size
             if size != wanted["size"]:
                 raise ValueError(f"{name} has {size} bytes instead of {str(wanted['size'])[:20]}")

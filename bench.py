@@ -11,6 +11,7 @@ time; if it is mdlm or the plain PyTorch beside it, the exit code is 1.
 """
 
 import contextlib
+import gc
 import importlib.metadata
 import itertools
 import json
@@ -379,6 +380,8 @@ def race_steps(config, folder, device, book, options, start):
             if late():
                 book.trouble(where, name, "not measured: the time is up", fatal=False)
                 continue
+            step = model = None
+            gc.collect()  # what the last pair and the yardstick took is given back before memory is counted
             before = torch.cuda.memory_allocated() if cuda else 0
             try:
                 step, model, loss = warmed_up(config, folder, device, dtype, kernel, compiled)

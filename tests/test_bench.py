@@ -194,6 +194,35 @@ def test_a_wrong_peer_loses_its_time_and_a_wrong_yardstick_is_told(tiny, monkeyp
     assert tiny()[0] == 1 and "PyTorch, all rows: WRONG RESULT" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_contestants_of_a_gpu_compute_what_they_should(monkeypatch, backward):
+    """As far as a CPU takes them; those that it lacks are named."""
+    monkeypatch.setattr(contestants, "on_gpu", lambda device: True)
+    monkeypatch.setattr(contestants, "compiled", lambda f: f)  # the real one takes its time
+    gpu_only = {
+        "SDPA CUDNN",
+        "SDPA EFFICIENT",
+        "liger-kernel",
+        "cut-cross-entropy",
+        "cut-cross-entropy, exact",
+    }
+    f32, checked = torch.float32, set()
+    for case in (
+        contestants.masking(CPU, 4, 16),
+        contestants.head(CPU, f32, 64, 8, 11),
+        contestants.cross_entropy(CPU, f32, 16, 11),
+        contestants.attention(CPU, f32, 2, 16, 2, 32),
+        contestants.attention(CPU, f32, 2, 16, 2, 32, block=True),
+    ):
+        exact = case.exact(*case.inputs(0))
+        for name in case.contestants.keys() - gpu_only if case.backward or not backward else ():
+            with torch.set_grad_enabled(backward):
+                assert bench.check(case, backward, name, exact) == "", (case.name, name)
+            checked.add((case.name, name))
+    assert {("attention", "SDPA MATH"), ("head + loss", "PyTorch eager, all rows")} <= checked
+    assert {case for case, name in checked if name == "mdlm"} >= {"attention block", "cross-entropy"}
+
+
 def test_on_a_cpu_it_says_what_it_cannot_do_and_lists_what_it_did_not(tmp_path):
     command = [sys.executable, ROOT / "bench.py", "--device=cpu", "--seconds=0", "--time_limit=1", "--json=-"]
     r = subprocess.run(command, capture_output=True, text=True, timeout=100)

@@ -11,6 +11,7 @@ time; if it is mdlm or the plain PyTorch beside it, the exit code is 1.
 """
 
 import contextlib
+import gc
 import importlib.metadata
 import itertools
 import json
@@ -46,8 +47,11 @@ class Options:
     seconds: float = opt(0.5, "timing of one contestant", bounds=(0, 1e4))
     preset: str = opt("all", "train: of mdlm.py; all: cpu, and on a GPU also gpu and gpt2",
                       "all", *mdlm.PRESETS)
-    out_dir: str = opt("out", "sample: run folder of a diffusion model; the pictures go there")
+    out_dir: str = opt("out", "sample: run folder or checkpoint folder of a diffusion model")
     ar_dir: str = opt("", "sample: run folder of an autoregressive model, to compare with")
+    data: str = opt("", "sample: compare with this text, or a folder of tokens (default: the run's)")
+    pictures: str = opt("", "sample: folder for the pictures; none: draw nothing (default: the run's; none "
+                        "where --out_dir is a checkpoint without the log of its run)")
     num_samples: int = opt(32, "sample: texts to draw for each line", bounds=(1, 1 << 16))
 
 
@@ -376,6 +380,8 @@ def race_steps(config, folder, device, book, options, start):
             if late():
                 book.trouble(where, name, "not measured: the time is up", fatal=False)
                 continue
+            step = model = None
+            gc.collect()  # what the last pair and the yardstick took is given back before memory is counted
             before = torch.cuda.memory_allocated() if cuda else 0
             try:
                 step, model, loss = warmed_up(config, folder, device, dtype, kernel, compiled)
@@ -427,9 +433,15 @@ def main(argv):
     mode, flags = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("kernels", argv)
     if mode not in MODES:
         raise Refusal(f"{mode!r} is nothing that bench.py measures; give {', '.join(MODES)} or nothing")
+    late = [a for a in flags if a in MODES and flags is argv]
+    if late:
+        raise Refusal(f"{late[0]!r} comes first: python bench.py {late[0]} "
+                      + " ".join(a for a in flags if a != late[0]))
     options = Options(**common.parse_flags(Options, flags, __doc__))
     common.check_fields(options)
     device = mdlm.pick_device(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # where streams, events and memory are counted
     torch.manual_seed(0)
     book = Book(mode, options.json, device)
     MODES[mode](options, device, book)

@@ -9,6 +9,7 @@ Everything is measured on the run's validation text, in one way: windows and mas
 and on a CPU the same command gives the same numbers to the last bit.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -40,7 +41,8 @@ class Options:
     tour: bool = opt(False, "for learners: what the model does, step by step")
     compare: str = opt("", "RUN,RUN,...: compare what these runs logged; evaluates nothing")
     json: str = opt("", "write the results to this file as one JSON object; -: to standard output")
-    pictures: str = opt("", "folder for the pictures (default: the run's); none: draw nothing")
+    pictures: str = opt("", "folder for the pictures; none: draw nothing (default: the run's; none where "
+                        "--out_dir is a checkpoint without the log of its run)")
     device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the best there is")
     dtype: str = opt("float32", "of products; bfloat16 is faster on a GPU and moves the fourth decimal",
                      "float32", "bfloat16")
@@ -55,6 +57,9 @@ def load_raw(model, folder, config):
     if not config.ema:
         raise Refusal(f"--raw: {folder} was trained without an average (--ema=0), so its weights are the raw "
                       "ones already; leave --raw out")
+    if not (folder / "state.safetensors").exists():
+        raise Refusal(f"--raw: {folder} came without the state of its training (state.safetensors), which "
+                      "alone holds the raw weights; leave --raw out, or name the run that trained it")
     raw = {name[4:]: t for name, t in common.read_tensors(folder / "state.safetensors").items()
            if name.startswith("raw.")}
     if {n: t.shape for n, t in raw.items()} != {n: p.shape for n, p in model.state_dict().items()}:
@@ -62,8 +67,9 @@ def load_raw(model, folder, config):
     model.load_state_dict(raw)
 
 
-def open_data(data, folder, tokenizer, config, most, device):
-    """(mdlm.Corpus, its validation windows (W, T), its name): `data`, the run's own, or what config names.
+@contextlib.contextmanager
+def open_data(data, folder, tokenizer, config, device):
+    """Within, (mdlm.Corpus, its name) of a checkpoint folder: `data`, the run's own, or what config names.
 
     Text is tokenized by the model's own tokenizer and split where training splits it.
     """
@@ -86,7 +92,7 @@ def open_data(data, folder, tokenizer, config, most, device):
         if corpus.tokenizer.to_json() != tokenizer.to_json():
             raise Refusal(f"the data in {source} has another vocabulary than {folder}; "
                           "give the model's own text with --data=FILE")
-        return corpus, corpus.windows(most), source
+        yield corpus, source
 
 
 def rows_at_once(model, windows):
@@ -288,22 +294,8 @@ def check(given):
     path = Path(options.json)
     if options.json not in ("", "-") and (path.is_dir() or not os.access(path.parent, os.W_OK)):
         raise Refusal(f"--json={path} cannot be written; give a file in a folder that exists, or -")
+    pictures.check_folder(options.pictures)
     return options
-
-
-def save_pictures(draw, folder, say):
-    """Draw {name: function of a path} into a folder."""
-    if not pictures.can_draw():
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, plot in draw.items():
-            plot(folder / name)
-    except OSError as e:
-        raise Refusal(f"no pictures: {folder} cannot be written ({e.strerror}); "
-                      "give --pictures=FOLDER or none") from None
-    if say:
-        print("pictures:", ", ".join(str(folder / name) for name in draw))
 
 
 def compare(options):
@@ -332,7 +324,7 @@ def compare(options):
 
 
 def evaluation(options):
-    """(results, words, folder for pictures, pictures) of a run."""
+    """(results, words, folder for pictures or None, pictures) of a run."""
     device = mdlm.pick_device(options.device)
     folder = common.find_checkpoint(options.out_dir)
     model, tokenizer, config = mdlm.load(folder, device)
@@ -340,9 +332,10 @@ def evaluation(options):
         load_raw(model, folder, config)
     if options.tour and config.objective == "ar":
         raise Refusal(f"--tour shows masked diffusion, and {folder} is autoregressive; leave --tour out")
-    corpus, windows, source = open_data(options.data, folder, tokenizer, config, options.windows, device)
-    run = folder.parent if (folder.parent / "log.jsonl").exists() else folder
-    log = read_log(run) if run != folder else []
+    with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
+        windows = corpus.windows(options.windows)
+    run = pictures.run_of(folder)
+    log = read_log(run) if run else []
     with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
         r = dict(checkpoint=str(folder), weights="raw" if options.raw else "ema" if config.ema else "only",
                  data=source, objective=config.objective, block_size=config.block_size,
@@ -374,8 +367,7 @@ def main(argv):
         print(words)
     if options.json not in ("", "-"):
         common.write_atomically(Path(options.json), json.dumps(finite(result), allow_nan=False).encode())
-    if options.pictures != "none":
-        save_pictures(draw, Path(options.pictures) if options.pictures else folder, options.json != "-")
+    pictures.save(draw, options.pictures or folder, options.json != "-")
     return 0
 
 

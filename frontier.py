@@ -8,16 +8,16 @@ that repeat themselves, so the entropy of the characters stands beside them: rea
 import itertools
 import math
 import re
-import sys
-import tempfile
 import time
 from collections import Counter
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+import common
+import eval
 import mdlm
+import pictures
 import sample
 from common import Refusal
 
@@ -25,17 +25,10 @@ ORDERS = ("ancestral", "random", "confidence", "margin", "entropy", "left_to_rig
 STEPS, TEMPERATURES = (4, 8, 16, 32, 64, 128), (1.0, 0.8, 0.6)
 
 
-def texts_of(path, config):
-    """(training, validation) text of a run, the first 2 million tokens of each, tokenized anew if need be."""
-    with tempfile.TemporaryDirectory() as tmp:
-        run = Path(path).parent if (Path(path) / "manifest.json").exists() else Path(path)  # a checkpoint
-        folder = run / "data"
-        if not (folder / "meta.json").exists():
-            folder = Path(config.data)
-            if not folder.is_dir():
-                folder = Path(tmp)
-                mdlm.prepare(config, folder)
-        corpus = mdlm.Corpus(folder, config, torch.device("cpu"))
+def texts_of(data, folder, tokenizer, config):
+    """(training, validation) text of a checkpoint folder, the first 2 million tokens of each: of the file or
+    folder `data`, else of what it was trained on."""
+    with eval.open_data(data, folder, tokenizer, config, torch.device("cpu")) as (corpus, _):
         return [corpus.tokenizer.decode(ids[:2_000_000].tolist()) for ids in (corpus.train, corpus.val)]
 
 
@@ -45,6 +38,9 @@ def quality(texts, words, bigrams):
     entropy: of the characters, nats."""
     found = [word for t in texts for word in re.findall(r"\w+", t)[1:-1]]
     p, chars = Counter(pair for t in texts for pair in itertools.pairwise(t)), Counter("".join(texts))
+    if not (p and bigrams):
+        raise Refusal("texts of less than two characters have no pairs to compare; take a longer text, or a "
+                      "model with a larger --block_size")
     entropy = lambda counts: -sum(n / counts.total() * math.log(n / counts.total()) for n in counts.values())
     mixed = Counter({k: (p[k] / p.total() + bigrams[k] / bigrams.total()) / 2 for k in p | bigrams})
     divergence = -sum(n * math.log(n) for n in mixed.values()) - (entropy(p) + entropy(bigrams)) / 2
@@ -76,11 +72,13 @@ def grid(config):
 def bench_sampling(options, device, book):
     """Every order, number of steps and a few temperatures; the autoregressive run beside it."""
     start, n, points, films = time.monotonic(), options.num_samples, [], {}
+    pictures.check_folder(options.pictures)
     models = [mdlm.load(path, device) for path in (options.out_dir, options.ar_dir) if path]
+    folder = common.find_checkpoint(options.out_dir)
     for (_, _, config), flag, kind in zip(models, ("out_dir", "ar_dir"), ("mdlm", "ar")):
         if config.objective != kind:
             raise Refusal(f"--{flag} is a run with --objective={config.objective}; give one with {kind}")
-    training, validation = texts_of(options.out_dir, models[0][2])
+    training, validation = texts_of(options.data, folder, *models[0][1:])
     words, pairs = set(re.findall(r"\w+", training)), Counter(itertools.pairwise(validation))
     T = models[0][2].block_size
     real = quality([training[i * T:(i + 1) * T] for i in range(n)], words, pairs)
@@ -108,19 +106,14 @@ def bench_sampling(options, device, book):
     book.note("\nfewest calls for each JS: " + "; ".join(
         f"{p['divergence']:.4f} in {p['calls']:.0f} ({p['order']}, {p['steps']} steps, at {p['temperature']})"
         for p in sorted(best, key=lambda p: p["calls"])))
-    plot_sampling(points, films, Path(options.out_dir))
+    draw = {"frontier.png": lambda path: plot_frontier(points, path),
+            "trajectories.png": lambda path: plot_trajectories(films, path)}
+    pictures.save(draw, options.pictures or pictures.run_of(folder), options.json != "-")
 
 
-def plot_sampling(points, films, folder):
-    """frontier.png and trajectories.png in the folder of the run."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no pictures: pip install matplotlib", file=sys.stderr)
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+def plot_frontier(points, path):
+    """JS divergence and share of words against network calls, a line for each order and temperature."""
+    fig, axes = pictures.figure(10, 4, 1, 2)
     for ax in axes:
         ax.set_xscale("log", base=2)
     for i, order in enumerate(dict.fromkeys(p["order"] for p in points)):
@@ -133,9 +126,12 @@ def plot_sampling(points, films, folder):
     axes[1].set(xlabel="network calls a text", ylabel="share of words that the text has")
     axes[1].legend(frameon=False, fontsize=8)
     fig.suptitle(f"temperatures {TEMPERATURES}: solid, dashed, dotted")
-    fig.savefig(folder / "frontier.png", dpi=150)
-    plt.close(fig)
-    fig, axes = plt.subplots(1, max(len(films), 1), figsize=(12, 5), layout="constrained", squeeze=False)
+    fig.savefig(path)
+
+
+def plot_trajectories(films, path):
+    """Texts, 32 characters a row, coloured by the step in which each position was revealed."""
+    fig, axes = pictures.figure(12, 5, 1, max(len(films), 1), squeeze=False)
     for ax, (order, (text, when)) in zip(axes[0], films.items()):
         width = 32
         rows = -(-len(when) // width)
@@ -146,5 +142,4 @@ def plot_sampling(points, films, folder):
                     color="white" if when[i] < 0.7 * when.max() else "black")
         ax.set(title=order, xticks=[], yticks=[])
         fig.colorbar(image, ax=ax, label="step in which it was revealed")
-    fig.savefig(folder / "trajectories.png", dpi=150)
-    plt.close(fig)
+    fig.savefig(path)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -71,6 +72,36 @@ def can_draw():
         print("no pictures: they need matplotlib; pip install matplotlib", file=sys.stderr)
         return False
     return True
+
+
+def run_of(checkpoint):
+    """The folder of the run whose checkpoint this is; None for one that came without the log of its run."""
+    run = Path(checkpoint).parent
+    return run if (run / "log.jsonl").exists() else None
+
+
+def check_folder(folder):
+    """Refuse a folder for pictures that cannot be made or written ("" and "none": there is none)."""
+    path = Path(folder)
+    there = next((p for p in (path, *path.parents) if os.path.exists(p)), path)
+    if folder not in ("", "none") and not (there.is_dir() and os.access(there, os.W_OK)):
+        raise Refusal(f"--pictures={folder} cannot be written; give a folder, or none")
+
+
+def save(draw, folder, say):
+    """Draw {name: function of a path} into a folder, which is made; nothing if it is None or "none"."""
+    if folder in (None, "none") or not can_draw():
+        return
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, plot in draw.items():
+            plot(folder / name)
+    except OSError as e:
+        raise Refusal(f"no pictures: {folder} cannot be written ({e.strerror}); "
+                      "give --pictures=FOLDER or none") from None
+    if say:
+        print("pictures:", ", ".join(str(folder / name) for name in draw))
 
 
 def figure(width, height, *grid, **options):

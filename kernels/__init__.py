@@ -44,6 +44,9 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32):
     if name == "auto" and cuda and not runs:
         why = "This GPU is too old for Triton here" if old else "Triton is missing (pip install triton)"
         print(f"{why}: training goes on in plain PyTorch", file=sys.stderr)
+    if name == "auto" and runs and head_dim not in (None, *HEAD_DIMS):
+        print(f"attention runs in plain PyTorch: the kernels take heads of 32, 64 or 128, not {head_dim} "
+              "(n_embd / n_head)", file=sys.stderr)
     if name == "torch" or not runs:
         return SimpleNamespace(name="torch", mask_tokens=mask_tokens_ref, attention=attention_ref,
                                linear_cross_entropy=linear_cross_entropy_ref)

@@ -71,13 +71,18 @@ def outcome(out, leaves, backward, grad=None):
     return (out, *torch.autograd.grad(out, leaves, grad)) if backward else (out,)
 
 
+def on_gpu(device):
+    """Whether the contestants are those of a GPU; a test takes them on a CPU too."""
+    return device.type == "cuda"
+
+
 def compiled(f):
     return torch.compile(f, dynamic=False)
 
 
 def attention(device, dtype, B, T, H, D, block=False):
     """block: with rotary positions and QK-norm, from the packed projections, as the model has it."""
-    cuda = device.type == "cuda"
+    cuda = on_gpu(device)
     angles = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
     more = dict(cos=angles.cos().to(device), sin=angles.sin().to(device), qk_norm=True) if block else {}
 
@@ -152,7 +157,7 @@ def peers_of_head():
 
 def head(device, dtype, N, C, V):
     """LM head and loss: half of N rows are masked; the loss is the mean over those."""
-    M, cuda = N // 2, device.type == "cuda"
+    M, cuda = N // 2, on_gpu(device)
 
     def inputs(seed):
         g = torch.Generator(device).manual_seed(seed)
@@ -233,7 +238,7 @@ def cross_entropy(device, dtype, N, V):
 
 def masking(device, B, T, V=65):
     """Exact counts, mirrored as in training; tokens, counts and ascending row indices."""
-    cuda = device.type == "cuda"
+    cuda = on_gpu(device)
 
     def inputs(seed):
         g = torch.Generator(device).manual_seed(seed)
@@ -273,7 +278,7 @@ def masking(device, B, T, V=65):
 def cases(device):
     """The cases, as functions, the most important first. On a GPU: sizes of the presets, and small ones."""
     bf16 = torch.bfloat16
-    if device.type != "cuda":
+    if not on_gpu(device):
         yield lambda: masking(device, 32, 128)
         for dtype in (torch.float32, bf16):
             for V in (65, 4096):

@@ -1,7 +1,9 @@
 """bench.py counts right, times nothing that is wrong, and says what it could not measure."""
 
+import dataclasses
 import json
 import math
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -192,6 +194,35 @@ def test_a_wrong_peer_loses_its_time_and_a_wrong_yardstick_is_told(tiny, monkeyp
     assert tiny()[0] == 1 and "PyTorch, all rows: WRONG RESULT" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_contestants_of_a_gpu_compute_what_they_should(monkeypatch, backward):
+    """As far as a CPU takes them; those that it lacks are named."""
+    monkeypatch.setattr(contestants, "on_gpu", lambda device: True)
+    monkeypatch.setattr(contestants, "compiled", lambda f: f)  # the real one takes its time
+    gpu_only = {
+        "SDPA CUDNN",
+        "SDPA EFFICIENT",
+        "liger-kernel",
+        "cut-cross-entropy",
+        "cut-cross-entropy, exact",
+    }
+    f32, checked = torch.float32, set()
+    for case in (
+        contestants.masking(CPU, 4, 16),
+        contestants.head(CPU, f32, 64, 8, 11),
+        contestants.cross_entropy(CPU, f32, 16, 11),
+        contestants.attention(CPU, f32, 2, 16, 2, 32),
+        contestants.attention(CPU, f32, 2, 16, 2, 32, block=True),
+    ):
+        exact = case.exact(*case.inputs(0))
+        for name in case.contestants.keys() - gpu_only if case.backward or not backward else ():
+            with torch.set_grad_enabled(backward):
+                assert bench.check(case, backward, name, exact) == "", (case.name, name)
+            checked.add((case.name, name))
+    assert {("attention", "SDPA MATH"), ("head + loss", "PyTorch eager, all rows")} <= checked
+    assert {case for case, name in checked if name == "mdlm"} >= {"attention block", "cross-entropy"}
+
+
 def test_on_a_cpu_it_says_what_it_cannot_do_and_lists_what_it_did_not(tmp_path):
     command = [sys.executable, ROOT / "bench.py", "--device=cpu", "--seconds=0", "--time_limit=1", "--json=-"]
     r = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -269,6 +300,8 @@ def test_quality_of_the_text_itself_and_of_foreign_text():
     assert same["entropy"] == pytest.approx(-sum(x * math.log(x) for x in p))
     foreign = frontier.quality(["xx yy zz"], words, pairs)
     assert foreign["words"] == 0 and foreign["divergence"] == pytest.approx(math.log(2))
+    with pytest.raises(common.Refusal, match=r"two characters.*--block_size"):
+        frontier.quality(["t", "o"], words, pairs)
 
 
 @pytest.fixture(scope="module")
@@ -299,6 +332,28 @@ def test_the_frontier_has_every_order_its_calls_and_pictures(runs, tmp_path, mon
         assert (runs.mdlm / picture).read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_checkpoint_alone_needs_its_text_and_stays_as_it_is(runs, monkeypatch, tmp_path, capsys):
+    """Nothing is downloaded and no other text takes its place; pictures only where they are asked for."""
+    monkeypatch.setattr(frontier, "grid", lambda config: [("confidence", 2, 1.0)])
+    alone, text = tmp_path / "alone", tmp_path / "text.txt"
+    shutil.copytree(runs.mdlm / "step-3", alone)
+    monkeypatch.setattr(mdlm, "load", lambda path, device, load=mdlm.load: moved(load(path, device)))
+    flags = ["sample", "--device=cpu", f"--out_dir={alone}", "--num_samples=2"]
+    assert common.run(bench.main, flags) == 2 and "--data=FILE" in capsys.readouterr().err
+    text.write_text("the cat sat on the mat. " * 200)
+    before = sorted(alone.iterdir())
+    assert common.run(bench.main, [*flags, f"--data={text}"]) == 0
+    assert sorted(alone.iterdir()) == before
+    assert common.run(bench.main, [*flags, f"--data={text}", f"--pictures={tmp_path}/p"]) == 0
+    assert {p.name for p in (tmp_path / "p").iterdir()} == {"frontier.png", "trajectories.png"}
+
+
+def moved(loaded):
+    """A model whose text is no longer where it was."""
+    model, tokenizer, config = loaded
+    return model, tokenizer, dataclasses.replace(config, data="/nowhere/text.txt")
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Mistakes
 
@@ -313,11 +368,15 @@ def test_the_frontier_has_every_order_its_calls_and_pictures(runs, tmp_path, mon
         (["--json=nowhere/at/all.json"], ["nowhere/at/all.json"]),
         (["sample", "--out_dir=nowhere"], ["nowhere"]),
         (["--seconds=-1"], ["seconds"]),
+        (["--preset=gpu", "train"], ["first", "bench.py train --preset=gpu"]),
+        (["sample", "--out_dir={runs.mdlm}", "--data=missing.txt"], ["missing.txt", "text file"]),
+        (["sample", "--out_dir={runs.mdlm}", "--pictures={runs.mdlm}/log.jsonl/p"], ["--pictures", "none"]),
     ],
 )
-def test_a_mistake_gets_one_sentence_and_exit_code_2(args, words, capsys, monkeypatch, tmp_path):
+def test_a_mistake_gets_one_sentence_and_exit_code_2(args, words, runs, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert common.run(bench.main, args) == 2
+    capsys.readouterr()
+    assert common.run(bench.main, [a.format(runs=runs) for a in args]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and all(word in said for word in words), said
 

@@ -212,6 +212,15 @@ def test_the_pictures_are_drawn(runs, tmp_path, capsys):
         assert str(folder / "loss.png") in capsys.readouterr().out
 
 
+def test_a_checkpoint_without_its_run_gets_no_pictures_unless_they_are_asked_for(runs, tmp_path):
+    flags = [f"--out_dir={runs}/shipped", f"--data={runs}/elsewhere.txt", "--windows=2"]
+    before = sorted((runs / "shipped").iterdir())
+    assert common.run(eval.main, flags) == 0
+    assert sorted((runs / "shipped").iterdir()) == before
+    assert common.run(eval.main, [*flags, f"--pictures={tmp_path}/p"]) == 0
+    assert (tmp_path / "p" / "rates.png").exists()
+
+
 def test_runs_are_compared_by_what_they_logged(runs, tmp_path, capsys):
     both = f"--compare={runs}/mdlm,{runs}/ar"
     assert common.run(eval.main, [both, f"--json={tmp_path}/r.json", f"--pictures={tmp_path}"]) == 0
@@ -283,6 +292,8 @@ def test_raw_weights_that_are_not_there_are_refused(runs, capsys):
     with pytest.raises(common.Refusal, match="--ema=0"):
         eval.load_raw(model, runs, mdlm.dataclasses.replace(config, ema=0.0))
     other = mdlm.Model(mdlm.dataclasses.replace(config, n_embd=64), model.vocab_size, model.ops)
+    with pytest.raises(common.Refusal, match=r"came without .*leave --raw out"):
+        eval.load_raw(model, runs, config)  # a folder without a state
     with pytest.raises(common.Refusal, match="raw weights"):
         eval.load_raw(other, runs / "shipped", config)
 

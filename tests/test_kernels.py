@@ -16,6 +16,8 @@ import torch
 from aot import SHARED
 from conftest import TINY, losses, run_mdlm
 
+import kernels
+
 HERE = Path(__file__).parent
 ENVIRONMENT = os.environ | (
     {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -93,6 +95,15 @@ def test_kernels_that_cannot_run_are_refused_in_one_sentence(text_file, tmp_path
     )
     assert r.returncode == 2 and r.stderr.count("\n") == 1, r.stderr
     assert all(word in r.stderr for word in ["--kernels=triton", *words])
+
+
+@pytest.mark.parametrize("head_dim, sentences", [(48, 1), (64, 0), (None, 0)])
+def test_auto_says_where_attention_stays_with_pytorch(monkeypatch, capsys, head_dim, sentences):
+    monkeypatch.setattr(kernels, "ENABLED", True)
+    monkeypatch.setattr(kernels, "INTERPRET", True)  # as on a GPU: the kernels run
+    assert kernels.select("auto", "cpu", head_dim).name == "triton"
+    said = capsys.readouterr().err
+    assert said.count("\n") == sentences and ("48" in said and "attention" in said) == bool(sentences)
 
 
 @pytest.fixture(scope="module", params=["--few", pytest.param("--all", marks=pytest.mark.slow)])

@@ -30,6 +30,7 @@ import viewer
 from common import Refusal, opt
 from kernels.masking import philox_words
 
+BREAKS = {c: f"\\u{c:04x}" for c in (0x85, 0x2028, 0x2029)}  # some programs would break a line of JSON there
 SHIPPED = Path(__file__).parent / "weights" / "shakespeare"
 
 
@@ -577,7 +578,7 @@ def main(argv):
         if lines:
             of_template = dict(template=template, fills=[t for t, filled in texts if filled])
             line = dict(text=joined(texts)) | (of_template if template else {}) | facts | more
-            lines.write(json.dumps(line, ensure_ascii=False) + "\n")
+            lines.write(json.dumps(line, ensure_ascii=False).translate(BREAKS) + "\n")
             lines.flush()
 
     if options.batch and sys.stderr.isatty():

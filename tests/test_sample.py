@@ -416,6 +416,12 @@ class TestCharacters:
         r = say(run, f"--batch={file}")
         assert (r.code, r.out) == (2, "") and "line 2" in r.err and "position 4" in r.err
 
+    def test_a_line_of_json_is_one_line_to_every_reader(self, run, say, monkeypatch):
+        text = "a\x85b\u2028c\u2029d\ne"
+        monkeypatch.setattr(sample, "to_texts", lambda *_: [(text, True)])
+        lines = say(run, "--num_samples=2", "--json=-").out.splitlines()
+        assert [json.loads(line)["text"] for line in lines] == [text] * 2
+
     def test_top_shows_probabilities_and_fills_nothing(self, run, say):
         r = say(run, "--infill=Th██", "--top=3")
         assert r.code == 0 and len(r.out.splitlines()) == 2 and r.out.count("%") == 6

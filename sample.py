@@ -198,14 +198,16 @@ def unmask(model, x, steps=64, order="ancestral", schedule="linear", threshold=0
     end_id           the id of [END], if there is one: all behind a drawn [END] is [END]
     seed, samples    the random numbers are functions of seed, samples (B,) (0 .. B-1), step and position
 
-    An autoregressive model goes left to right, a token a call, whatever `steps`. Raises ValueError for an
-    order or block that cannot be.
+    An autoregressive model goes left to right, a token a call, whatever steps, threshold and remask. Raises
+    ValueError for an order or block that cannot be.
     """
     (B, T), mask, ar = x.shape, model.mask_id, model.config.objective == "ar"
     if order not in ORDERS or ar and order not in ("ancestral", "left_to_right") or steps < 1:
         raise ValueError(f"order={order!r} with steps={steps} cannot be; "
                          f"order is one of {', '.join(ORDERS)} (autoregressive models: left_to_right)")
-    order, blocks = "left_to_right" if ar else order, plan(model.config, T, steps, order, block)
+    blocks = plan(model.config, T, steps, order, block)
+    if ar:
+        order, threshold, remask = "left_to_right", 0.0, 0.0
     device, home = x.device, "cpu" if x.device.type == "mps" else x.device  # MPS lacks float64
     x, fill = x.to(home, copy=True), (x == mask if fill is None else fill & (x == mask)).to(home)
     samples = torch.arange(B, device=home) if samples is None else samples.to(home)

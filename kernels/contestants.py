@@ -213,7 +213,7 @@ def cross_entropy(device, dtype, N, V):
     def in_place(backward, z, y, every, one):  # as in the fused head: the gradient takes the logits' place
         loss = torch.empty_like(one)
         ce.launch(ce.ce_chunk_kernel, (N,), z, every, y, one, one[:1], loss, V, V, GRAD=backward, FILL=True,
-                  **ce._row_config(V))
+                  **ce._row_config(V, z.dtype))
         return (loss.sum(), z) if backward else (loss.sum(),)
 
     def exact(z, y, *_):  # of the first gradients only: all would take four times the memory of the logits

@@ -295,13 +295,14 @@ def small_head_kernel(h_ptr, w_ptr, target_ptr, rows_ptr, weight_ptr, unit_ptr, 
     tl.store(loss_ptr + pid, tl.sum(loss, 0))
 
 
-def _row_config(V):
+def _row_config(V, dtype):
     """Blocks of a row, 16 elements a thread.
 
     Long rows get large programs, so that the rows in flight on all multiprocessors together stay in the L2
-    cache for the second pass: 2 programs of 16 warps on each of 132, at 100 KB a row, are 26 MB of 60.
+    cache for the second pass: 2 programs of 16 warps on each of 132, at 100 KB a row, are 26 MB of 60. (In
+    float32 such programs have no registers to spare: 2 instructions spilled on sm_100.)
     """
-    block = min(max(triton.next_power_of_2(V), 128), 8192 if V > 16384 else 4096)
+    block = min(max(triton.next_power_of_2(V), 128), 8192 if V > 16384 and dtype != torch.float32 else 4096)
     return dict(BLOCK=block, num_warps=max(block // 512, 1))
 
 
@@ -411,7 +412,7 @@ def _launch_large(h, W, targets, rows, weight, unit, dtype, grad, dh):
         launch(gather_kernel, (m,), h, at, weight, x, C, h.stride(0), **width)
         _product(z, x, W.t(), n, start)
         launch(ce_chunk_kernel, (m,), z, at, targets, weight, unit, loss[start:start + CHUNK],
-               V, limit, GRAD=grad, FILL=n is None, **_row_config(V))
+               V, limit, GRAD=grad, FILL=n is None, **_row_config(V, dtype))
         if grad:
             _product(dW, z.t(), x, n, start, summed=True, add=start > 0)
             _product(x, z, W, n, start)  # x has served its turn
@@ -429,7 +430,7 @@ if ENABLED:
         loss, lse = (torch.empty(N, dtype=torch.float32, device=logits.device) for _ in range(2))
         if N:
             launch(ce_forward_kernel, (N,), logits, targets.contiguous(), weight.contiguous(), loss, lse, V,
-                   logits.stride(0), **_row_config(V))
+                   logits.stride(0), **_row_config(V, logits.dtype))
         return loss.sum(), lse
 
     @_masked.register_fake
@@ -443,7 +444,7 @@ if ENABLED:
         dz = torch.zeros((N, V), dtype=logits.dtype, device=logits.device)
         if N:
             launch(ce_backward_kernel, (N,), logits, targets.contiguous(), weight.contiguous(), lse, grad, dz,
-                   V, logits.stride(0), **_row_config(V))
+                   V, logits.stride(0), **_row_config(V, logits.dtype))
         return dz
 
     @_masked_backward.register_fake
@@ -553,7 +554,7 @@ def aot_configs():
     width = dict(BLOCK=1024, num_warps=4)
     for dtype, kind in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
         for V in (65, 1000, 50304):
-            config = _row_config(V)
+            config = _row_config(V, kind)
             yield entry(f"ce forward V={V} {dtype}", ce_forward_kernel, config, "V stride", {},
                         z=dtype, **index, loss="fp32", lse="fp32")
             yield entry(f"ce backward V={V} {dtype}", ce_backward_kernel, config, "V stride", {},

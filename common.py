@@ -365,11 +365,12 @@ def read_tensors(path, expected=None):
 # Several ranks
 
 CONTROL = None  # their gloo group: messages of control travel there and never wait for a GPU
+STORE = None  # where they found each other
 
 
 def join_ranks():
     """(rank, number of ranks, rank on this machine) of this process; under torchrun it meets the others."""
-    global CONTROL
+    global CONTROL, STORE
     rank, world, local = (int(os.environ.get(k, v))
                           for k, v in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     if world > 1:
@@ -377,20 +378,26 @@ def join_ranks():
         from torch import distributed as dist
         # torchrun keeps one store for all its attempts: without a prefix, ranks of a second one may find the
         # addresses of the first one's, who are dead, and hang.
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        STORE = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
                                  next(dist.rendezvous("env://"))[0])
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                                store=store, rank=rank, world_size=world)
+                                store=STORE, rank=rank, world_size=world)
         CONTROL = dist.new_group(backend="gloo")
     return rank, world, local
 
 
 def leave_ranks():
-    """Wait until all ranks are here, then part."""
+    """Wait until all ranks are here, then part.
+
+    They meet in the store: gloo closes its connections with a reset, and a rank that is slow to read the last
+    message would be aborted by one that has left already.
+    """
     if CONTROL:
-        import torch
-        all_reduce(torch.zeros(1))
-        torch.distributed.destroy_process_group()
+        from torch import distributed as dist
+        STORE.set(f"left {dist.get_rank()}", "")
+        with contextlib.suppress(RuntimeError):  # gone, with the rank that kept it and had seen all of us
+            STORE.wait([f"left {rank}" for rank in range(dist.get_world_size())])
+        dist.destroy_process_group()
 
 
 def all_reduce(values, how="SUM"):

@@ -26,7 +26,7 @@ def start(*args, ranks=0):
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},  # says where it died
     )
 
 
@@ -132,7 +132,7 @@ def test_one_and_two_ranks_give_the_same_losses(text_file, tmp_path, optimizer, 
     assert run_mdlm(*args, f"--out_dir={tmp_path / 'one'}") == 0
     process = start(*args, f"--out_dir={tmp_path / 'two'}", ranks=2)
     output = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    assert process.returncode == 0, "\n".join(output)
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert len(one) == len(two) == 20
     assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < tolerance

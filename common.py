@@ -389,8 +389,8 @@ def join_ranks():
 def leave_ranks():
     """Wait until all ranks are here, then part.
 
-    They meet in the store: gloo closes its connections with a reset, and a rank that is slow to read the last
-    message would be aborted by one that has left already.
+    They meet in the store, not in a collective: whoever is through with its last message closes its
+    connections, and a rank that is slow to read may find them reset.
     """
     if CONTROL:
         from torch import distributed as dist

@@ -454,6 +454,11 @@ def pick_device(name):
     raise Refusal(f"--device={name} is not on this machine; use cpu, cuda, cuda:N, mps or auto")
 
 
+def to_device(x, device):
+    """A CPU tensor on `device`; a GPU fetches it when its turn comes, and nobody waits for that."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def pick_dtype(name, device):
     """'auto' -> bfloat16 if the hardware multiplies it (CUDA from Ampere on, some CPUs), else float32."""
     import torch

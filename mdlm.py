@@ -34,7 +34,7 @@ import torch.nn.functional as F
 import common
 import kernels
 import text
-from common import Refusal, all_reduce, on_first_rank, opt, pick_device, pick_dtype
+from common import Refusal, all_reduce, on_first_rank, opt, pick_device, pick_dtype, to_device
 
 # ------------------------------------------------------------------------------------------------------------
 # Config: one flat dataclass; the command line, --help and config.json all come from it
@@ -254,7 +254,7 @@ class Corpus:
 
     def gather(self, ids, starts):
         """(B,) starts -> (B, T) int64 windows on the device; behind a document's [END] all is [END]."""
-        at = starts.to(ids.device)[:, None] + torch.arange(self.T, device=ids.device)
+        at = to_device(starts, ids.device)[:, None] + torch.arange(self.T, device=ids.device)
         x = ids[at.clamp(max=len(ids) - 1)].to(self.device, torch.int64)
         if self.documents:
             over = ((x == self.tokenizer.end_id).cumsum(1) > 0) | (at >= len(ids)).to(self.device)
@@ -446,7 +446,7 @@ def make_batch(model, corpus, weight_of_count, step, samples):
         return (shift_right(x0, model.mask_id), x0.flatten(), None,  # None: all rows
                 torch.full((B * T,), 1 / (B * T), device=x0.device))
     # 2. how much of each to mask, and where
-    levels, samples = draw_levels(config, step)[samples].to(x0.device), samples.to(x0.device)
+    levels, samples = (to_device(x, x0.device) for x in (draw_levels(config, step)[samples], samples))
     xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, model.mask_id, config.seed, step, samples)
     # 3. only masked rows reach the head: cut the padding off where that needs no message from a GPU
     if has_static_rows(config):
@@ -722,6 +722,7 @@ def train(given, start):
     state = (restore(folder, model, ema, optimizers) if folder else
              dict(step=0, seconds=0.0, ending=0.0, finished=False))
     step, ending = state["step"], state["ending"]  # steps done; seconds that the end of the run will take
+    pending = {}  # step -> loss and gradient norm that nobody has looked at yet
     elapsed = lambda: time.monotonic() - start + state["seconds"]
 
     # 3. compile where it pays: on a CPU it takes 20 s, a C++ compiler and Python's headers, and wins a third
@@ -742,9 +743,8 @@ def train(given, start):
             f"{device}, {str(dtype)[6:]}, {'compiled' if compiled else 'eager'}, {world} rank(s), "
             f"{model.ops.name} kernels, peak {peak / 1e12:.2f} TFLOP/s\n"
             f"{config.data}: {len(corpus.train):,} training tokens, {len(val)} validation windows, "
-            f"V = {tokenizer.vocab_size}" + (f"\nresuming from {folder}" if folder else ""))
-    if corpus.entropy:
-        log.say(f"exact entropy of the patterns: {corpus.entropy:.4f} nats per token")
+            f"V = {tokenizer.vocab_size}" + (f"\nresuming from {folder}" if folder else "")
+            + (f"\nexact entropy: {corpus.entropy:.4f} nats per token" if corpus.entropy else ""))
     if config.objective == "mdlm" and not is_bound(config):
         log.say("the training loss is no likelihood bound with these rates or weights; the evaluation is one")
 
@@ -759,9 +759,20 @@ def train(given, start):
         yield
         swap()
 
+    def settle():
+        """The last step's loss and gradient norm, averaged over the ranks: a NaN of one is a NaN of all."""
+        if pending:
+            values = (all_reduce(torch.stack([*pending.values()]).cpu().double()) / world).tolist()
+            for at, (loss, norm) in zip(pending, values, strict=True):
+                if not math.isfinite(loss + norm):
+                    raise Refusal(f"loss {loss}, gradient norm {norm} at step {at}: not kept. {advice()}")
+            pending.clear()
+            return loss, norm
+
     def report(passes):
         """Evaluate, log, and show samples."""
         nonlocal ending
+        settle()
         began, key = time.monotonic(), "nll" if config.objective == "ar" else "nelbo"
         with autocast:  # one context for each set of weights: it keeps their bfloat16 copies until it ends
             raw = evaluate(model, val, batch_size=B, rank=rank, world=world)[key] if ema and step else None
@@ -796,6 +807,7 @@ def train(given, start):
                 "--muon_lr, or try --dtype=float32")
 
     def checkpoint(finished=False):
+        settle()
         with averaged():
             weights = {n: p.detach().clone() for n, p in model.named_parameters()}
         on_first_rank(lambda: save(
@@ -827,8 +839,7 @@ def train(given, start):
         scale = lr_scale(config, step, progress)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = scale * (config.muon_lr if isinstance(optimizer, torch.optim.Muon)
-                                       else config.learning_rate)
+                group["lr"] = scale * optimizer.defaults["lr"]
         loss = 0
         for part in range(accumulate):
             samples = torch.arange(B) + (rank * accumulate + part) * B  # of the global batch
@@ -843,10 +854,9 @@ def train(given, start):
                 part_loss.backward()
             loss = loss + part_loss.detach()
         norm = nn.utils.clip_grad_norm_(params, config.grad_clip or math.inf)
-        # The mean over ranks carries a NaN or inf of any of them to all: such a step changes nothing on any.
-        loss, norm = (all_reduce(torch.stack((loss, norm)).cpu().double()) / world).tolist()
-        if not math.isfinite(loss + norm):
-            raise Refusal(f"loss {loss}, gradient norm {norm} at step {step}: not applied. {advice()}")
+        pending[step] = torch.stack((loss, norm))
+        if device.type != "cuda" or (step + 1) % config.log_interval == 0:  # a GPU does not wait for Python
+            loss, norm = settle()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -858,8 +868,7 @@ def train(given, start):
             speed = (step - logged) * N * T / (time.monotonic() - logged_at)
             log.record(step=step, tokens=step * N * T, seconds=round(elapsed(), 3), loss=loss, grad_norm=norm,
                        lr_scale=scale, tokens_per_second=round(speed), mfu=speed * flops / peak)
-            log.progress(step, f"loss {loss:.4f}, {speed:,.0f} tokens/s, "
-                               f"MFU {100 * speed * flops / peak:.1f} %")
+            log.progress(step, f"loss {loss:.4f}, {speed:,.0f} tokens/s, MFU {speed * flops / peak:.1%}")
             logged, logged_at = step, time.monotonic()
         if step % config.eval_interval == 0 and step < config.max_steps:
             report(config.eval_passes)

@@ -253,7 +253,7 @@ def test_the_step_that_is_timed_is_the_step_of_training(ids, tmp_path):
     assert run_mdlm(*flags) == 0
     config = mdlm.load(tmp_path / "out")[2]
     step, _ = bench.training_step(config, ids, CPU, torch.float32, "torch", compiled=False)
-    assert [step() for _ in range(6)] == pytest.approx(losses(tmp_path / "out"), abs=1e-6)
+    assert [step().item() for _ in range(6)] == pytest.approx(losses(tmp_path / "out"), abs=1e-6)
 
 
 @pytest.fixture

@@ -411,7 +411,7 @@ def test_a_number_that_is_not_finite_on_one_rank_changes_nothing_on_any(run, tmp
         digests = json.loads(Path(f"{report}.{rank}").read_text())
         assert len(digests) == 8 and len(set(digests[:7])) == 7, "seven updates were due, six changed all"
         assert digests[6] == digests[7], "the seventh changed no weight, average or moment"
-    assert "at step 6: not applied" in ranks[0].err and "step-4" in ranks[0].err
+    assert "at step 6: not kept" in ranks[0].err and "step-4" in ranks[0].err
     assert "--learning_rate" in ranks[0].err and "Traceback" not in ranks[0].err + ranks[1].err
     assert everything(out)[1][0] == 4 and [p.name for p in common.checkpoints(out)] == ["step-4"]
     assert run(out, "--resume").wait() == 0, "without the fault the run goes on"

@@ -411,20 +411,20 @@ def unsupported(qkv):
 
 
 def rotate(x, cos, sin):
-    """Rotary positions: x (B, T, H, D); cos, sin (T, D/2)."""
+    """Rotary positions: x (B, T, n, H, D); cos, sin (T, D/2)."""
     x1, x2 = x.chunk(2, -1)
-    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    cos, sin = (table[:, None, None].to(x.dtype) for table in (cos, sin))
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
 
 
 def prepare(qkv, cos, sin, qk_norm):
     """q, k, v, each (B, T, H, D) in the dtype of qkv; q and k normalised and rotated."""
-    q, k, v = qkv.unbind(2)
+    qk, v = qkv[:, :, :2], qkv[:, :, 2]  # q and k together: their backward is one kernel on a CPU
     if qk_norm:
-        q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+        qk = F.rms_norm(qk, qk.shape[-1:])
     if cos is not None:
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    return q.to(qkv.dtype), k.to(qkv.dtype), v
+        qk = rotate(qk, cos, sin)
+    return *qk.to(qkv.dtype).unbind(2), v
 
 
 def attention(qkv, cos=None, sin=None, qk_norm=False, causal=False):

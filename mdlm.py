@@ -22,7 +22,6 @@ import os
 import shutil
 import sys
 import sysconfig
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -199,36 +198,9 @@ class Corpus:
     """
 
     def __init__(self, folder, config, device):
-        folder, self.T, self.seed, self.device, self.cached = (
-            Path(folder), config.block_size, config.seed, device, {})
-        meta = common.read_json(folder / "meta.json", "data") if (folder / "meta.json").exists() else {}
+        self.T, self.seed, self.device, self.cached = config.block_size, config.seed, device, {}
+        meta, arrays, self.tokenizer, self.checksum = text.open_ids(folder, self.T, config.vocab_size)
         self.entropy, aligned, characters = (meta.get(k) for k in ("entropy", "aligned", "characters"))
-        if (meta.get("dtype", "uint16") not in ("uint8", "uint16", "int32")
-                or type(self.entropy) not in (float, type(None))
-                or characters is not None and (type(characters) is not list or
-                                               [type(n) for n in characters] != [int, int])):
-            raise Refusal(f"{folder}/meta.json is not one of ours (dtype, characters or entropy); remove it")
-        dtype, arrays = np.dtype(meta.get("dtype", "uint16")), []
-        for file in (folder / "train.bin", folder / "val.bin"):
-            size = file.stat().st_size if file.is_file() else -1
-            if size < 0 or size % dtype.itemsize:
-                raise Refusal(f"{file} is {'missing' if size < 0 else 'cut off within an id'}; "
-                              f"a folder of data holds train.bin and val.bin, {dtype} ids")
-            if size < self.T * dtype.itemsize:
-                raise Refusal(f"--block_size={self.T} is longer than {file.name}, which has "
-                              f"{size // dtype.itemsize} tokens; give more text or a smaller block")
-            arrays.append(np.memmap(file, dtype, mode="c"))  # copy on write: torch wants writable arrays
-        parts = [a[i:i + (1 << 24)] for a in arrays for i in range(0, len(a), 1 << 24)]
-        smallest, largest = min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)
-        known = folder / "tokenizer.json"
-        self.tokenizer = (text.tokenizer_from_json(known) if known.exists() else
-                          text.Tokenizer("id", config.vocab_size or largest + 1))
-        if smallest < 0 or largest >= self.tokenizer.vocab_size:
-            raise Refusal(f"{folder} has ids {smallest} to {largest}, but V is {self.tokenizer.vocab_size}; "
-                          "check tokenizer.json or --vocab_size")
-        self.checksum = zlib.crc32(self.tokenizer.to_json().encode())  # a run resumes on exactly its data
-        for part in parts:
-            self.checksum = zlib.crc32(part, self.checksum)
         self.documents = self.tokenizer.end_id is not None
         n, T = len(arrays[0]), self.T
         if self.documents:
@@ -299,7 +271,7 @@ class Block(nn.Module):
         self.mix = nn.Parameter(torch.zeros(c.conv, c.n_embd)) if c.conv else None
         self.adaln = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False) if c.time_conditioning else None
 
-    def forward(self, x, cos, sin, rate, ops):
+    def forward(self, x, cos, sin, rate, ops, rows=None):
         B, T, C = x.shape
         scale1, shift1, scale2, shift2 = (
             (0, 0, 0, 0) if self.adaln is None else self.adaln(rate)[:, None].chunk(4, -1))
@@ -309,8 +281,12 @@ class Block(nn.Module):
             near = F.pad(h, (0, 0, k - 1, 0) if self.causal else (0, 0, k // 2, k // 2))
             h = h + sum(near[:, i:i + T] * w.to(h.dtype) for i, w in enumerate(self.mix))
         y = ops.attention(self.qkv(h).view(B, T, 3, self.n_head, -1), cos, sin, qk_norm=True,
-                          causal=self.causal)
-        x = x + F.dropout(self.proj(y.reshape(B, T, C)), self.dropout, self.training)
+                          causal=self.causal).reshape(B, T, C)
+        if rows is not None:  # of the last block nobody reads the other positions
+            x, y = (z.flatten(0, 1).index_select(0, rows.clamp(min=0)) for z in (x, y))  # (n, C)
+            if self.adaln is not None:
+                scale2, shift2 = (z[rows // T, 0] for z in (scale2, shift2))
+        x = x + F.dropout(self.proj(y), self.dropout, self.training)
         h = F.rms_norm(x, (C,)) * (1 + scale2) + shift2
         return x + F.dropout(self.down(F.relu(self.up(h)).square()), self.dropout, self.training)
 
@@ -341,8 +317,8 @@ class Model(nn.Module):
     def head_weight(self):
         return self.head.weight if self.head is not None else self.embed.weight[:-1]  # (V, C)
 
-    def features(self, xt):
-        """(B, T) ids -> (B, T, C), which the head reads."""
+    def features(self, xt, rows=None):
+        """(B, T) ids -> (B, T, C), which the head reads; rows (n,) of the flat batch: only those, (n, C)."""
         T, C, pos = xt.shape[1], self.config.n_embd, self.config.pos
         x, cos, sin, rate = F.rms_norm(self.embed(xt), (C,)), self.cos[:T], self.sin[:T], None
         if pos != "rope":
@@ -353,16 +329,21 @@ class Model(nn.Module):
             rate = F.silu(self.rate(torch.cos(share * math.pi * torch.arange(C, device=xt.device))))
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too: memory traffic is what costs
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        for block in self.blocks:
+        for block in self.blocks[:-1]:
             x = block(x, cos, sin, rate, self.ops)
+        x = self.blocks[-1](x, cos, sin, rate, self.ops, rows)
         return F.rms_norm(x, (C,))
 
     def forward(self, xt, targets=None, rows=None, weight=None):
-        """(B, T) ids -> (B, T, V) float logits; with flat targets, rows, weight: the loss on those rows."""
-        h = self.features(xt)
+        """(B, T) ids -> (B, T, V) float logits; with rows of the flat batch (n,), or None for all, and their
+        targets and weights (n,): the loss on them."""
+        h = self.features(xt, rows)  # (B, T, C), or (n, C)
         if targets is None:
             return F.linear(h, self.head_weight()).float()
-        return self.ops.linear_cross_entropy(h.flatten(0, 1), self.head_weight(), targets, rows, weight)
+        used = None  # all that there are
+        if rows is not None and not has_static_rows(self.config):  # or none that is padding
+            used = torch.where(rows < 0, rows, torch.arange(len(rows), device=rows.device))
+        return self.ops.linear_cross_entropy(h.flatten(0, -2), self.head_weight(), targets, used, weight)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -455,8 +436,8 @@ def make_batch(model, corpus, weight_of_count, step, samples):
         rows = rows[:int(n_rows)]
     # 4. weigh: the mean CE over a sequence's masked positions, times 1 / (L P(l)), averaged over sequences
     weight = weight_of_count[count] / (count.clamp(min=1) * B)  # (B,)
-    # 5. the model sums weight * CE over the rows
-    return xt, x0.flatten(), rows, weight[:, None].expand(B, T).flatten()
+    # 5. the model sums weight * CE over the rows; what pads them (-1) has none
+    return xt, x0.flatten()[rows], rows, torch.where(rows < 0, 0, weight[rows // T])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -493,7 +474,7 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1, o
             else:
                 xt, _, rows, n = model.ops.mask_tokens(x0, l, model.mask_id, seed ^ 0x5EED, k, at.to(device))
                 rows = rows[:int(n)]
-            logits = F.linear(model.features(xt).flatten(0, 1)[rows], model.head_weight()).float()
+            logits = F.linear(model.features(xt, rows), model.head_weight()).float()
             y, row = x0.flatten()[rows], rows // T
             each = F.cross_entropy(logits, y, reduction="none")
             observe(rows, y, logits)

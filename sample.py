@@ -302,7 +302,7 @@ def chain_rule(model, x, start=None, stop=None, batch_size=None, update=lambda n
         r, i, each = row[part], at[part], torch.arange(len(row[part]), device=x.device)
         xt = mdlm.shift_right(x[r], mask) if model.config.objective == "ar" else (
             x[r].masked_fill(position >= i[:, None], mask))
-        logits = F.linear(model.features(xt)[each, i], model.head_weight()).float()  # (n, V)
+        logits = F.linear(model.features(xt, each * L + i), model.head_weight()).float()  # (n, V)
         out[r.cpu(), i.cpu()] = -F.cross_entropy(logits, x[r, i], reduction="none").cpu().double()
         update(len(r))
     return out

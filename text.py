@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -235,3 +236,44 @@ def build_tokenizer(kind, size, end, pieces, train_characters):
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=alphabet)
     bpe.train_from_iterator(training_text(), trainer)
     return Tokenizer("bpe", bpe.to_str(), end)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Folders of ids
+
+
+def open_ids(folder, T, V):
+    """What is in a folder of ids: (meta.json as a dict, [train, val] memory-mapped, tokenizer, checksum).
+
+    One in nanoGPT's format has no meta.json, {}, and maybe no tokenizer.json: then ids are shown, below V or,
+    if that is 0, up to the largest. Raises Refusal for foreign ids and for files missing, damaged or shorter
+    than T tokens.
+    """
+    folder, arrays = Path(folder), []
+    meta = read_json(folder / "meta.json", "data") if (folder / "meta.json").exists() else {}
+    dtype, entropy, characters = meta.get("dtype", "uint16"), meta.get("entropy"), meta.get("characters")
+    if (dtype not in ("uint8", "uint16", "int32") or type(entropy) not in (float, type(None))
+            or characters is not None and (type(characters) is not list or
+                                           [type(n) for n in characters] != [int, int])):
+        raise Refusal(f"{folder}/meta.json is not one of ours (dtype, characters or entropy); remove it")
+    dtype = np.dtype(dtype)
+    for file in (folder / "train.bin", folder / "val.bin"):
+        size = file.stat().st_size if file.is_file() else -1
+        if size < 0 or size % dtype.itemsize:
+            raise Refusal(f"{file} is {'missing' if size < 0 else 'cut off within an id'}; "
+                          f"a folder of data holds train.bin and val.bin, {dtype} ids")
+        if size < T * dtype.itemsize:
+            raise Refusal(f"--block_size={T} is longer than {file.name}, which has "
+                          f"{size // dtype.itemsize} tokens; give more text or a smaller block")
+        arrays.append(np.memmap(file, dtype, mode="c"))  # copy on write: torch wants writable arrays
+    parts = [a[i:i + (1 << 24)] for a in arrays for i in range(0, len(a), 1 << 24)]
+    smallest, largest = min(int(p.min()) for p in parts), max(int(p.max()) for p in parts)
+    known = folder / "tokenizer.json"
+    tokenizer = tokenizer_from_json(known) if known.exists() else Tokenizer("id", V or largest + 1)
+    if smallest < 0 or largest >= tokenizer.vocab_size:
+        raise Refusal(f"{folder} has ids {smallest} to {largest}, but V is {tokenizer.vocab_size}; "
+                      "check tokenizer.json or --vocab_size")
+    checksum = zlib.crc32(tokenizer.to_json().encode())  # a run resumes on exactly its data
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return meta, arrays, tokenizer, checksum

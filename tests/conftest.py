@@ -69,7 +69,8 @@ class Toy:
     """A model given by a function from (B, T) ids to (B, T, V) logits, as mdlm.evaluate needs it."""
 
     def __init__(self, logits, V, T, **config):
-        self.features, self.mask_id, self.vocab_size, self.training = logits, V, V, False
+        self.features = lambda xt, rows=None: logits(xt) if rows is None else logits(xt).flatten(0, 1)[rows]
+        self.mask_id, self.vocab_size, self.training = V, V, False
         self.config = mdlm.Config(block_size=T, **config)
         self.ops = kernels.select("torch")
         self.head_weight = lambda: torch.eye(V, dtype=logits(torch.full((1, T), V)).dtype)

@@ -23,8 +23,8 @@ def untrained(V=65, **more):
 def batch_loss(model, corpus, weights, step):
     samples = torch.arange(model.config.batch_size)
     xt, targets, rows, weight = mdlm.make_batch(model, corpus, weights, step, samples)
-    h = model.features(xt).flatten(0, 1)
-    return model.ops.linear_cross_entropy(h, model.head_weight(), targets, rows, weight).item()
+    h = model.features(xt, rows).flatten(0, -2)
+    return model.ops.linear_cross_entropy(h, model.head_weight(), targets, None, weight).item()
 
 
 def test_a_uniform_model_evaluates_to_ln_v():
@@ -190,10 +190,30 @@ def test_both_objectives_score_the_same_tokens():
         xt, targets, rows, weight = mdlm.make_batch(
             model, corpus, mdlm.sequence_weights(model.config), 0, torch.arange(8)
         )
-        assert torch.equal(targets, x0.flatten()) and xt.shape == x0.shape
-        assert weight[rows].sum() == pytest.approx(1, abs=1e-5)
+        assert torch.equal(targets, x0.flatten() if rows is None else x0.flatten()[rows])
+        assert xt.shape == x0.shape and weight.sum() == pytest.approx(1, abs=1e-5)
         if objective == "mdlm":
             assert (xt.flatten()[rows] == 65).all() and (xt == 65).sum() == len(rows) == 8 * 17 // 2
+
+
+@pytest.mark.parametrize("more", [dict(), dict(masking="bernoulli"), dict(time_conditioning=True)])
+def test_computing_only_what_is_scored_changes_neither_loss_nor_gradient(more):
+    model = untrained(n_layer=2, **more)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    x0 = torch.randint(65, (8, 16))
+    xt, targets, rows, weight = mdlm.make_batch(
+        model, SimpleNamespace(batch=lambda s: x0), mdlm.sequence_weights(model.config), 0, torch.arange(8)
+    )
+    if more:  # as on a GPU, where rows that are not there are padding of weight 0
+        rows, targets, weight = F.pad(rows, (0, 9), value=-1), F.pad(targets, (0, 9)), F.pad(weight, (0, 9))
+    some = model(xt, targets, rows, weight)
+    some_gradients = torch.autograd.grad(some, list(model.parameters()))
+    ce = F.cross_entropy(model(xt).flatten(0, 1)[rows], targets, reduction="none")
+    everything = (ce * weight).sum()
+    torch.testing.assert_close(some, everything)
+    for a, b in zip(some_gradients, torch.autograd.grad(everything, list(model.parameters())), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 def test_only_masked_rows_reach_the_head(monkeypatch):

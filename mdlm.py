@@ -65,7 +65,7 @@ class Config:
     n_embd: int = opt(384, "width", bounds=(2, 1 << 16))
     block_size: int = opt(256, "context length T, in tokens", bounds=(1, 8192))
     dropout: float = opt(0.2, "dropout rate in the blocks", bounds=(0, 0.99))
-    conv: int = opt(5, "window of the local mixing before attention (0: none)", bounds=(0, 63))
+    conv: int = opt(5, "window of the local mixing before attention and MLP (0: none)", bounds=(0, 63))
     pos: str = opt("rope", "positions", "rope", "learned", "sinusoidal")
     tie: bool = opt(False, "head and embedding share their weights")
     time_conditioning: bool = opt(False, "tell the model its mask rate (adaLN); the optimum does not need it")
@@ -268,26 +268,28 @@ class Block(nn.Module):
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=False)
         self.up = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False)
         self.down = nn.Linear(4 * c.n_embd, c.n_embd, bias=False)
-        self.mix = nn.Parameter(torch.zeros(c.conv, c.n_embd)) if c.conv else None
+        self.mix = nn.Parameter(torch.zeros(2, c.conv, c.n_embd)) if c.conv else None
         self.adaln = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False) if c.time_conditioning else None
+
+    def norm(self, x, part, scale, shift):
+        """RMSNorm, then a depthwise convolution: neighbours are what a character needs most."""
+        h, T = F.rms_norm(x, x.shape[-1:]) * (1 + scale) + shift, x.shape[1]  # (B, T, C)
+        if self.mix is None:
+            return h
+        mix, k = self.mix[part].to(h.dtype), self.mix.shape[1]
+        near = F.pad(h, (0, 0, k - 1, 0) if self.causal else (0, 0, k // 2, k // 2))
+        return h + sum(near[:, i:i + T] * w for i, w in enumerate(mix))
 
     def forward(self, x, cos, sin, rate, ops, rows=None):
         B, T, C = x.shape
         scale1, shift1, scale2, shift2 = (
             (0, 0, 0, 0) if self.adaln is None else self.adaln(rate)[:, None].chunk(4, -1))
-        h = F.rms_norm(x, (C,)) * (1 + scale1) + shift1  # (B, T, C)
-        if self.mix is not None:  # a depthwise convolution: neighbours are what a character needs most
-            k = len(self.mix)
-            near = F.pad(h, (0, 0, k - 1, 0) if self.causal else (0, 0, k // 2, k // 2))
-            h = h + sum(near[:, i:i + T] * w.to(h.dtype) for i, w in enumerate(self.mix))
-        y = ops.attention(self.qkv(h).view(B, T, 3, self.n_head, -1), cos, sin, qk_norm=True,
-                          causal=self.causal).reshape(B, T, C)
-        if rows is not None:  # of the last block nobody reads the other positions
-            x, y = (z.flatten(0, 1).index_select(0, rows.clamp(min=0)) for z in (x, y))  # (n, C)
-            if self.adaln is not None:
-                scale2, shift2 = (z[rows // T, 0] for z in (scale2, shift2))
+        qkv = self.qkv(self.norm(x, 0, scale1, shift1)).view(B, T, 3, self.n_head, -1)
+        y = ops.attention(qkv, cos, sin, qk_norm=True, causal=self.causal).reshape(B, T, C)
         x = x + F.dropout(self.proj(y), self.dropout, self.training)
-        h = F.rms_norm(x, (C,)) * (1 + scale2) + shift2
+        h = self.norm(x, 1, scale2, shift2)
+        if rows is not None:  # behind the last block nobody reads the other positions
+            x, h = (z.flatten(0, 1).index_select(0, rows.clamp(min=0)) for z in (x, h))  # (n, C)
         return x + F.dropout(self.down(F.relu(self.up(h)).square()), self.dropout, self.training)
 
 

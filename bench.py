@@ -334,8 +334,8 @@ def training_step(config, folder, device, dtype, kernel, compiled):
     model = mdlm.Model(config, corpus.tokenizer.vocab_size, kernels.select(kernel, device)).to(device)
     optimizers, params = mdlm.make_optimizers(model, config, device), list(model.parameters())
     ema, weight = [p.detach().clone() for p in params], mdlm.sequence_weights(config).to(device)
-    fast, parts, steps = torch.compile(model) if compiled else model, config.gradient_accumulation_steps, \
-        itertools.count()
+    fast = mdlm.compile_model(model, device) if compiled else model
+    parts, steps = config.gradient_accumulation_steps, itertools.count()
     B = config.batch_size // parts
 
     def step():

@@ -65,7 +65,7 @@ class Config:
     n_embd: int = opt(384, "width", bounds=(2, 1 << 16))
     block_size: int = opt(256, "context length T, in tokens", bounds=(1, 8192))
     dropout: float = opt(0.2, "dropout rate in the blocks", bounds=(0, 0.99))
-    conv: int = opt(5, "window of the local mixing before attention and MLP (0: none)", bounds=(0, 63))
+    conv: int = opt(5, "window of the convolution before the MLP (0: none)", bounds=(0, 63))
     pos: str = opt("rope", "positions", "rope", "learned", "sinusoidal")
     tie: bool = opt(False, "head and embedding share their weights")
     time_conditioning: bool = opt(False, "tell the model its mask rate (adaLN); the optimum does not need it")
@@ -268,26 +268,22 @@ class Block(nn.Module):
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=False)
         self.up = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False)
         self.down = nn.Linear(4 * c.n_embd, c.n_embd, bias=False)
-        self.mix = nn.Parameter(torch.zeros(2, c.conv, c.n_embd)) if c.conv else None
+        self.conv = nn.Parameter(torch.zeros(c.conv, c.n_embd)) if c.conv else None
         self.adaln = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False) if c.time_conditioning else None
-
-    def norm(self, x, part, scale, shift):
-        """RMSNorm, then a depthwise convolution: neighbours are what a character needs most."""
-        h, T = F.rms_norm(x, x.shape[-1:]) * (1 + scale) + shift, x.shape[1]  # (B, T, C)
-        if self.mix is None:
-            return h
-        mix, k = self.mix[part].to(h.dtype), self.mix.shape[1]
-        near = F.pad(h, (0, 0, k - 1, 0) if self.causal else (0, 0, k // 2, k // 2))
-        return h + sum(near[:, i:i + T] * w for i, w in enumerate(mix))
 
     def forward(self, x, cos, sin, rate, ops, rows=None):
         B, T, C = x.shape
         scale1, shift1, scale2, shift2 = (
             (0, 0, 0, 0) if self.adaln is None else self.adaln(rate)[:, None].chunk(4, -1))
-        qkv = self.qkv(self.norm(x, 0, scale1, shift1)).view(B, T, 3, self.n_head, -1)
-        y = ops.attention(qkv, cos, sin, qk_norm=True, causal=self.causal).reshape(B, T, C)
-        x = x + F.dropout(self.proj(y), self.dropout, self.training)
-        h = self.norm(x, 1, scale2, shift2)
+        h = F.rms_norm(x, (C,)) * (1 + scale1) + shift1  # (B, T, C)
+        y = ops.attention(self.qkv(h).view(B, T, 3, self.n_head, -1), cos, sin, qk_norm=True,
+                          causal=self.causal)
+        x = x + F.dropout(self.proj(y.reshape(B, T, C)), self.dropout, self.training)
+        h = F.rms_norm(x, (C,)) * (1 + scale2) + shift2
+        if self.conv is not None:  # depthwise: a character needs its neighbours most (results/cpu.md)
+            k = len(self.conv)
+            near = F.pad(h, (0, 0, k - 1, 0) if self.causal else (0, 0, k // 2, k // 2))
+            h = h + sum(near[:, i:i + T] * w.to(h.dtype) for i, w in enumerate(self.conv))
         if rows is not None:  # behind the last block nobody reads the other positions
             x, h = (z.flatten(0, 1).index_select(0, rows.clamp(min=0)) for z in (x, h))  # (n, C)
         return x + F.dropout(self.down(F.relu(self.up(h)).square()), self.dropout, self.training)
@@ -579,11 +575,16 @@ def restore(folder, model, ema, optimizers):
 def make_optimizers(model, c, device):
     """Muon for the matrices of the blocks (Jordan et al., 2024) and AdamW for the rest, or AdamW alone."""
     muon = [p for n, p in model.named_parameters() if c.optimizer == "muon" and n.startswith("blocks.")
-            and "adaln" not in n and "mix" not in n]
+            and "adaln" not in n and "conv" not in n]
     rest = [p for p in model.parameters() if not any(p is q for q in muon)]
     adamw = torch.optim.AdamW(rest, c.learning_rate, (c.beta1, c.beta2), fused=device.type in ("cuda", "cpu"),
                               weight_decay=c.weight_decay if c.optimizer == "adamw" else 0.0)
     return [kernels.Muon(muon, c.muon_lr, c.weight_decay, c.momentum), adamw] if muon else [adamw]
+
+
+def compile_model(model, device):
+    """On a CPU dropout draws from PyTorch's generator: with inductor's own a step took a fifth longer."""
+    return torch.compile(model, options=dict(fallback_random=device.type == "cpu"))
 
 
 def lr_scale(config, step, progress):
@@ -718,7 +719,7 @@ def train(given, start):
     pays = can and (device.type == "cuda" or (device.type == "cpu" and seconds >= 120))
     compiled = config.compile == "on" or (config.compile == "auto" and bool(pays))
     config.compile, config.dtype = "on" if compiled else "off", str(dtype)[6:]
-    fast = torch.compile(model) if compiled else model
+    fast = compile_model(model, device) if compiled else model
     if world > 1:
         fast = nn.parallel.DistributedDataParallel(fast)
     log.say(f"preset {config.preset}: {sum(p.numel() for p in params) / 1e6:.2f} M parameters, "

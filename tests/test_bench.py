@@ -275,7 +275,7 @@ def test_training_is_timed_eager_and_compiled(small_preset, monkeypatch, tmp_pat
 
 def test_a_step_that_computes_something_else_gets_no_time(small_preset, monkeypatch, capsys):
     class Wrong(torch.nn.Module):
-        def __init__(self, model):
+        def __init__(self, model, options):
             super().__init__()
             self.model = model
 

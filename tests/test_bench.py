@@ -263,7 +263,7 @@ def small_preset(monkeypatch):
 
 
 def test_training_is_timed_eager_and_compiled(small_preset, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch, "compile", lambda model: model)  # the real one takes 20 s
+    monkeypatch.setattr(torch, "compile", lambda model, options: model)  # the real one takes 20 s
     path = tmp_path / "train.json"
     assert common.run(bench.main, ["train", "--device=cpu", "--seconds=0", f"--json={path}"]) == 0
     compiled, eager = json.loads(path.read_text())["rows"]  # the figure that counts comes first

@@ -454,9 +454,16 @@ def pick_device(name):
     raise Refusal(f"--device={name} is not on this machine; use cpu, cuda, cuda:N, mps or auto")
 
 
+def is_async(device):
+    """Whether Python runs ahead of the device, and waits for it when it reads a number."""
+    return device.type == "cuda"
+
+
 def to_device(x, device):
-    """A CPU tensor on `device`; a GPU fetches it when its turn comes, and nobody waits for that."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    """x on `device`; a GPU fetches it from the CPU when its turn comes, and nobody waits for that."""
+    if is_async(device) and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 def pick_dtype(name, device):

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 import common
 import kernels
 import text
-from common import Refusal, all_reduce, on_first_rank, opt, pick_device, pick_dtype, to_device
+from common import Refusal, all_reduce, is_async, on_first_rank, opt, pick_device, pick_dtype, to_device
 
 # ------------------------------------------------------------------------------------------------------------
 # Config: one flat dataclass; the command line, --help and config.json all come from it
@@ -227,9 +227,9 @@ class Corpus:
     def gather(self, ids, starts):
         """(B,) starts -> (B, T) int64 windows on the device; behind a document's [END] all is [END]."""
         at = to_device(starts, ids.device)[:, None] + torch.arange(self.T, device=ids.device)
-        x = ids[at.clamp(max=len(ids) - 1)].to(self.device, torch.int64)
+        x = to_device(ids[at.clamp(max=len(ids) - 1)], self.device).long()
         if self.documents:
-            over = ((x == self.tokenizer.end_id).cumsum(1) > 0) | (at >= len(ids)).to(self.device)
+            over = ((x == self.tokenizer.end_id).cumsum(1) > 0) | to_device(at >= len(ids), self.device)
             x = torch.where(over, self.tokenizer.end_id, x)
         return x
 
@@ -285,7 +285,7 @@ class Block(nn.Module):
             near = F.pad(h, (0, 0, k - 1, 0) if self.causal else (0, 0, k // 2, k // 2))
             h = h + sum(near[:, i:i + T] * w.to(h.dtype) for i, w in enumerate(self.conv))
         if rows is not None:  # behind the last block nobody reads the other positions
-            x, h = (z.flatten(0, 1).index_select(0, rows.clamp(min=0)) for z in (x, h))  # (n, C)
+            x, h = (z.flatten(0, 1).index_select(0, rows) for z in (x, h))  # (n, C)
         return x + F.dropout(self.down(F.relu(self.up(h)).square()), self.dropout, self.training)
 
 
@@ -335,12 +335,13 @@ class Model(nn.Module):
     def forward(self, xt, targets=None, rows=None, weight=None):
         """(B, T) ids -> (B, T, V) float logits; with rows of the flat batch (n,), or None for all, and their
         targets and weights (n,): the loss on them."""
+        used = None  # all that the head gets, unless rows end in padding: any position, marked by -1
+        if rows is not None and not has_static_rows(self.config):
+            place = torch.arange(len(rows), device=rows.device)
+            used, rows = torch.where(rows < 0, rows, place), torch.where(rows < 0, place, rows)
         h = self.features(xt, rows)  # (B, T, C), or (n, C)
         if targets is None:
             return F.linear(h, self.head_weight()).float()
-        used = None  # all that there are
-        if rows is not None and not has_static_rows(self.config):  # or none that is padding
-            used = torch.where(rows < 0, rows, torch.arange(len(rows), device=rows.device))
         return self.ops.linear_cross_entropy(h.flatten(0, -2), self.head_weight(), targets, used, weight)
 
 
@@ -595,10 +596,12 @@ def lr_scale(config, step, progress):
 
 
 def flops_per_token(model):
-    """Forward and backward: 6 a weight, where the head sees the masked half, and 12 L C T for attention."""
+    """Forward and backward: 6 a weight, and 12 L C T for attention; the end sees only the masked half."""
     c, body = model.config, sum(p.numel() for p in model.blocks.parameters())
-    head = c.n_embd * model.vocab_size * (1 if c.objective == "ar" else 0.5)
-    return 6 * (body + head) + 12 * c.n_layer * c.n_embd * c.block_size
+    end = c.n_embd * model.vocab_size  # the head and the last block's MLP
+    if c.objective == "mdlm":
+        end = end / 2 - 8 * c.n_embd**2 / 2
+    return 6 * (body + end) + 12 * c.n_layer * c.n_embd * c.block_size
 
 
 def open_run(given, world):
@@ -744,7 +747,10 @@ def train(given, start):
         swap()
 
     def settle():
-        """The last step's loss and gradient norm, averaged over the ranks: a NaN of one is a NaN of all."""
+        """The last step's loss and gradient norm, averaged over the ranks: a NaN of one is a NaN of all.
+
+        Refuses what is not finite in any step since the last call; None if there was none.
+        """
         if pending:
             values = (all_reduce(torch.stack([*pending.values()]).cpu().double()) / world).tolist()
             for at, (loss, norm) in zip(pending, values, strict=True):
@@ -829,7 +835,8 @@ def train(given, start):
             samples = torch.arange(B) + (rank * accumulate + part) * B  # of the global batch
             batch = make_batch(model, corpus, weight_of_count, step, samples)
             if compiled and not has_static_rows(config):  # one compilation for any number of rows
-                torch._dynamo.mark_dynamic(batch[2], 0)
+                for x in batch[1:]:
+                    torch._dynamo.mark_dynamic(x, 0)
             torch.manual_seed(generator("dropout", config.seed, step, rank, part).initial_seed())
             last = world == 1 or part == accumulate - 1  # gradients travel once a step
             with contextlib.nullcontext() if last else fast.no_sync():
@@ -839,7 +846,7 @@ def train(given, start):
             loss = loss + part_loss.detach()
         norm = nn.utils.clip_grad_norm_(params, config.grad_clip or math.inf)
         pending[step] = torch.stack((loss, norm))
-        if device.type != "cuda" or (step + 1) % config.log_interval == 0:  # a GPU does not wait for Python
+        if not is_async(device) or (step + 1) % config.log_interval == 0:  # a GPU does not wait for Python
             loss, norm = settle()
         for optimizer in optimizers:
             optimizer.step()

@@ -9,66 +9,79 @@ always in bfloat16, which processors without bfloat16 products emulate, slowly. 
   Frobenius norm: no singular value is above 1 either way (Grishina et al., 2506.10935, section 3.4).
 - Each polynomial is the closest to 1 on the interval where the last one has left the singular values (Amsel
   et al., 2505.16932), from [0.003, 1.02] on; 1 % is added to each upper end, for rounding.
-- Two polynomials at a time are multiplied as (A, A) matrices, and X by their product alone (Zhang et al.,
-  2026, dao-lab.ai/blog/2026/gram-newton-schulz). Over more than two, bfloat16 may diverge.
 
-results/muon.md has what each of these gains.
+After that every row of an update (what flows into one neuron) is divided by the running root mean square of
+such rows, and the whole keeps its norm (NorMuon: Li et al., 2510.05491).
+
+Multiplying two polynomials before they meet X saves products (Zhang et al., 2026, tridao.me/blog/2026/
+gram-newton-schulz), but in bfloat16 it left the interval for small matrices: results/muon.md, with what the
+rest gains.
 """
 
 import torch
 
 from common import pick_dtype
 
-COEFFICIENTS = (((8.2218, -23.3469, 16.6338), (4.0097, -2.9279, 0.5427)),
-                ((3.4951, -2.5693, 0.5032), (2.5040, -1.8181, 0.4223)))
-EPS = 1e-14  # of G's norm: momenta below 1e-7 are taken for zero, as in torch.optim.Muon
+COEFFICIENTS = ((8.2218, -23.3469, 16.6338), (4.0097, -2.9279, 0.5427),
+                (3.4951, -2.5693, 0.5032), (2.5040, -1.8181, 0.4223))
+EPS = 1e-14  # of G's norm: a gradient of zero gives zero
+BETA2 = 0.95  # of the running mean squares
 
 
 def orthogonalize(x, dtype):
     """(n, A, B) to about U V^T of the singular value decomposition of each, in `dtype`.
 
-    Singular values above 0.003 of the Schatten 4-norm come out between 0.78 and 1.22, smaller ones 289 times
-    as large as they were (of the norm).
+    Singular values above 0.003 of the Schatten 4-norm come out between 0.78 and 1.22; far smaller ones are
+    multiplied by 289, as noise that stays small.
     """
-    x, scaled, wide = x.to(dtype), False, x.shape[1] <= x.shape[2]
-    for (a, b, c), (d, e, f) in COEFFICIENTS:
+    x, wide = x.to(dtype), x.shape[1] <= x.shape[2]
+    for i, (a, b, c) in enumerate(COEFFICIENTS):
         gram = x @ x.mT if wide else x.mT @ x  # G, of the smaller side
-        if not scaled:
+        if i == 0:
             norm = gram.flatten(1).norm(dim=1).clamp(min=EPS)[:, None, None]
-            gram, x, scaled = gram / norm, x / norm.sqrt(), True
-        first = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        first.diagonal(dim1=1, dim2=2).add_(a)  # a + b G + c G^2
-        gram = first @ gram @ first  # that of X multiplied by it
-        second = torch.baddbmm(gram, gram, gram, beta=e, alpha=f)
-        both = torch.baddbmm(first, second, first, beta=d)
-        x = both @ x if wide else x @ both
+            gram, x = gram / norm, x / norm.sqrt()
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b G + c G^2
+        x = torch.baddbmm(x, factor, x, beta=a) if wide else torch.baddbmm(x, x, factor, beta=a)
     return x
 
 
-class Muon(torch.optim.Muon):
-    """torch.optim.Muon with the orthogonalisation above, in bfloat16 where the hardware has it.
+def level_rows(x, running, scale):
+    """x (n, A, B), in place: each row over the root of its running square (n, A, 1), which is updated too,
+    and each matrix with `scale` times the norm it had."""
+    squares = torch.linalg.vector_norm(x, dim=2, keepdim=True).square()  # (n, A, 1)
+    running.lerp_(squares, 1 - BETA2)
+    factor = running.clamp(min=1e-30).rsqrt()
+    after = (squares * factor.square()).sum(1, keepdim=True).clamp(min=1e-30)
+    return x.mul_(factor * (squares.sum(1, keepdim=True) / after).sqrt() * scale)
 
-    The state is the same, but momenta of matrices of a shape lie side by side: `momentum_buffer` is a view.
+
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon with what is above, its products in bfloat16 where the hardware has them.
+
+    The state of a matrix (A, B) is its `momentum_buffer` (A, B), as there, and `row_squares` (A, 1): views of
+    tensors in which those of all matrices of a shape lie side by side.
     """
 
     def __init__(self, params, lr, weight_decay, momentum):
         super().__init__(params, lr, weight_decay, momentum)
         self.dtype = pick_dtype("auto", self.param_groups[0]["params"][0].device)
-        self.stacks = {}  # shape (A, B) -> the matrices, and their momenta (n, A, B)
+        self.stacks = {}  # shape (A, B) -> the matrices, their momenta (n, A, B) and row squares (n, A, 1)
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
         self.stacks = {}
 
-    def momenta(self, shape, params):
-        """(n, A, B): made from the state where there is none yet of exactly these matrices."""
-        known, stack = self.stacks.get(shape, ((), None))
+    def stacked(self, shape, params):
+        """Momenta (n, A, B) and row squares (n, A, 1): made if there are none yet of just these matrices."""
+        known = self.stacks.get(shape, ((),))[0]
         if len(known) != len(params) or any(p is not q for p, q in zip(known, params)):
-            stack = torch.stack([self.state[p].get("momentum_buffer", torch.zeros_like(p)) for p in params])
-            for p, x in zip(params, stack):
-                self.state[p]["momentum_buffer"] = x
-            self.stacks[shape] = params, stack
-        return stack
+            new = dict(momentum_buffer=torch.zeros_like, row_squares=lambda p: torch.zeros_like(p[:, :1]))
+            stacks = [torch.stack([self.state[p].get(name, zeros(p)) for p in params])
+                      for name, zeros in new.items()]
+            for p, *views in zip(params, *stacks):
+                self.state[p].update(zip(new, views))
+            self.stacks[shape] = params, *stacks
+        return self.stacks[shape][1:]
 
     @torch.no_grad()
     def step(self):
@@ -78,9 +91,10 @@ class Muon(torch.optim.Muon):
                 if p.grad is not None:
                     shapes.setdefault(p.shape, []).append(p)
             for (A, B), params in shapes.items():
-                gradient, momentum = torch.stack([p.grad for p in params]), self.momenta((A, B), params)
+                momentum, running = self.stacked((A, B), params)
+                gradient = torch.stack([p.grad for p in params])  # (n, A, B)
                 momentum.lerp_(gradient, 1 - group["momentum"])
                 x = orthogonalize(gradient.lerp_(momentum, group["momentum"]), self.dtype)  # Nesterov
-                x = x.to(gradient.dtype) * max(1, A / B) ** 0.5
+                x = level_rows(x.to(gradient.dtype), running, max(1, A / B) ** 0.5)
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(params, list(x), alpha=-group["lr"])

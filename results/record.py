@@ -126,7 +126,7 @@ def final(options, runs, text):
     path = runs.folder / "best.json"
     if not path.exists():
         raise Refusal(f"{path} is not there yet; let the sweep end first")
-    flags = json.loads(path.read_text())
+    flags, outs = json.loads(path.read_text()), []
     for more in (dict(seed=0), dict(seed=1), dict(seed=2), dict(seed=0, objective="ar")):
         result = runs.run(text, **flags, **more, **(dict(eval_interval=max(1, flags["max_steps"] // 40))))
         if result is None:
@@ -137,20 +137,38 @@ def final(options, runs, text):
                             f"--windows={options.windows}", "--pictures=none", f"--json={exact}"], check=True)
         e = json.loads(exact.read_text())["exact"]
         print(f"        exact {e['nll']:.4f} +- {e['se']:.4f} on {e['windows']} windows", flush=True)
+        outs.append(result["out"])
+    subprocess.run([sys.executable, ROOT / "eval.py", f"--compare={outs[0]},{outs[-1]}",
+                    f"--pictures={runs.folder}"], check=True)
     return True
+
+
+def seen(r):
+    """(best value of the run, seconds since its start until NELBO 1.65) from its log; None: never there."""
+    log = [json.loads(line) for line in (Path(r["out"]) / "log.jsonl").read_text().splitlines()]
+    values = [(v.get("val_nelbo", v.get("val_nll")), v["seconds"]) for v in log if "val_bpc" in v]
+    return min(values)[0], next((s for v, s in values if v <= 1.65 and "val_nelbo" in r), None)
 
 
 def table(runs):
     """record.md: every run, best first; those on the whole text apart."""
     results = [json.loads(p.read_text()) for p in runs.folder.glob("*/result.json")]
     value = lambda r: r.get("val_nelbo", r.get("val_nll"))
-    lines = ["| nats per token | +- | kind | held out | seed | steps | seconds | flags |", "| --- " * 8 + "|"]
+    head = "last, +-, kind, exact, best seen, s to 1.65, held out, seed, steps, seconds, flags"
+    lines = ["| " + head.replace(",", " |") + " |", "| --- " * 11 + "|"]
     for r in sorted(results, key=lambda r: (Path(r["out"]).name.startswith("train-"), value(r))):
-        inner = Path(r["out"]).name.startswith("train-")
+        inner, path = Path(r["out"]).name.startswith("train-"), Path(r["out"]) / "exact.json"
         kind, se = ("NELBO", r.get("val_nelbo_se")) if "val_nelbo" in r else ("NLL", r.get("val_nll_se"))
-        held_out = "last tenth of the training text" if inner else "validation text"
-        lines.append(f"| {value(r):.4f} | {se or float('nan'):.4f} | {kind} | {held_out} | "
+        exact = json.loads(path.read_text())["exact"] if path.exists() else {}
+        best, until = seen(r)
+        held_out = "end of the training text" if inner else "validation text"
+        lines.append(f"| {value(r):.4f} | {se or float('nan'):.4f} | {kind} | "
+                     + ("{nll:.4f} +- {se:.4f} ({windows} windows)".format(**exact) if exact else "")
+                     + f" | {best:.4f} | {f'{until:.0f}' if until else ''} | {held_out} | "
                      f"{r.get('seed', 0)} | {r['step']} | {r['wall']:.0f} | `{r['command']}` |")
+    lines += ["", "last: of the last step, averaged weights. best seen: the lowest of all evaluations,"]
+    lines += ["a choice made on the held-out text."]
+    lines += ["s to 1.65: since the process began; the first run compiles, later ones find that on disk."]
     common.write_atomically(runs.folder / "record.md", ("\n".join(lines) + "\n").encode())
     print(f"{runs.folder}/record.md: {len(results)} runs")
 

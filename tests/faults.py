@@ -88,8 +88,10 @@ def deleted(at, folder):
     before_step(at, lambda: shutil.rmtree(folder))
 
 
-def not_finite(at, what, report):
+def not_finite(at, what, report, late=""):
     """On rank 1 the loss (what=nan) or only the gradient (what=inf) of a step is not finite.
+
+    late: losses are read as from a GPU, which Python does not wait for.
 
     Every rank writes to report.RANK the digests of its weights, averages and moments: before each update, and
     when the run is over.
@@ -131,6 +133,9 @@ def not_finite(at, what, report):
     def write():
         Path(f"{report}.{RANK()}").write_text(json.dumps([*digests, digest()]))
 
+    if late:
+        mdlm.is_async = lambda device: True
+        mdlm.to_device = lambda x, device: x  # there is none to copy to
     mdlm.Model.forward, mdlm.nn.utils.clip_grad_norm_ = broken_forward, watched_clip
     mdlm.make_optimizers, mdlm.torch._foreach_lerp_ = watched_optimizers, watched_lerp
     before_step(at, lambda: armed.append(1))

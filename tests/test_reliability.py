@@ -417,6 +417,17 @@ def test_a_number_that_is_not_finite_on_one_rank_changes_nothing_on_any(run, tmp
     assert run(out, "--resume").wait() == 0, "without the fault the run goes on"
 
 
+def test_a_number_that_is_read_late_as_on_a_gpu_is_never_saved_either(run, tmp_path):
+    out, report = tmp_path / "o", tmp_path / "digests"
+    flags = ["--max_steps=12", "--eval_interval=4", "--log_interval=100"]
+    ranks = begin_two(run, out, *flags, fault=f"not_finite:6:nan:{report}:late")
+    assert [r.wait() for r in ranks] == [2, 2], (ranks[0].err, ranks[1].err)
+    updates = len(json.loads(Path(f"{report}.0").read_text())) - 1
+    assert updates == 8, "two more steps were computed, up to the evaluation"
+    assert "at step 6: not kept" in ranks[0].err and "step-4" in ranks[0].err
+    assert everything(out)[1][0] == 4 and [p.name for p in common.checkpoints(out)] == ["step-4"]
+
+
 def test_weights_that_are_not_finite_are_never_saved(run, tmp_path):
     config = mdlm.Config(out_dir=str(tmp_path))
     bad = {"w": torch.tensor([1.0, float("nan")])}

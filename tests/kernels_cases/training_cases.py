@@ -33,7 +33,12 @@ def train(name, config, folder, steps):
             model, corpus, weights, step, torch.arange(config.batch_size)
         )
         if config.masking == "bernoulli":  # with their padding, as a GPU gets them
-            rows = F.pad(rows, (0, len(targets) - len(rows)), value=-1)
+            k = xt.numel() - len(rows)
+            rows, targets, weight = (
+                F.pad(rows, (0, k), value=-1),
+                F.pad(targets, (0, k)),
+                F.pad(weight, (0, k)),
+            )
         loss = model(xt, targets, rows, weight)
         optimizer.zero_grad()
         loss.backward()

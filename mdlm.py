@@ -91,7 +91,8 @@ class Config:
     beta2: float = opt(0.95, "of AdamW", bounds=(0, 0.999999))
     momentum: float = opt(0.95, "of Muon", bounds=(0, 0.9999))
     grad_clip: float = opt(1.0, "largest gradient norm (0: no clipping)", bounds=(0, 1e9))
-    lr_schedule: str = opt("cosine", "learning rate after the warm-up", "cosine", "linear", "constant")
+    lr_schedule: str = opt("trapezoid", "learning rate after the warm-up (trapezoid: its last half linear to 0)",
+                           "trapezoid", "cosine", "linear", "constant")
     warmup_steps: int = opt(100, "of linear warm-up", bounds=(0, 1 << 31))
     ema: float = opt(0.999, "decay of the averaged weights, which are evaluated and saved (0: none)",
                      bounds=(0, 0.999999))
@@ -590,8 +591,8 @@ def compile_model(model, device):
 
 def lr_scale(config, step, progress):
     """Warm-up by steps, then down by progress in [0, 1]: that of steps or of time, whichever is further."""
-    down = dict(cosine=0.5 + 0.5 * math.cos(math.pi * progress), linear=1 - progress,
-                constant=1.0)[config.lr_schedule]
+    down = dict(trapezoid=min(1.0, 2 * (1 - progress)), linear=1 - progress, constant=1.0,
+                cosine=0.5 + 0.5 * math.cos(math.pi * progress))[config.lr_schedule]
     return min(1.0, (step + 1) / (config.warmup_steps + 1)) * down
 
 

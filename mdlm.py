@@ -91,7 +91,7 @@ class Config:
     beta2: float = opt(0.95, "of AdamW", bounds=(0, 0.999999))
     momentum: float = opt(0.95, "of Muon", bounds=(0, 0.9999))
     grad_clip: float = opt(1.0, "largest gradient norm (0: no clipping)", bounds=(0, 1e9))
-    lr_schedule: str = opt("trapezoid", "learning rate after the warm-up (trapezoid: its last half linear to 0)",
+    lr_schedule: str = opt("trapezoid", "learning rate after the warm-up; trapezoid: falls in the last half",
                            "trapezoid", "cosine", "linear", "constant")
     warmup_steps: int = opt(100, "of linear warm-up", bounds=(0, 1 << 31))
     ema: float = opt(0.999, "decay of the averaged weights, which are evaluated and saved (0: none)",

@@ -1,4 +1,4 @@
-"""From text to token ids: sources of text, and tokenizers. Nothing here is about diffusion; see mdlm.py."""
+"""From text to ids on disk: sources, tokenizers, folders. Nothing here is about diffusion; see mdlm.py."""
 
 import codecs
 import json

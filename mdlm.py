@@ -65,7 +65,7 @@ class Config:
     n_embd: int = opt(384, "width", bounds=(2, 1 << 16))
     block_size: int = opt(256, "context length T, in tokens", bounds=(1, 8192))
     dropout: float = opt(0.2, "dropout rate in the blocks", bounds=(0, 0.99))
-    conv: int = opt(5, "window of the convolution before the MLP (0: none)", bounds=(0, 63))
+    conv: int = opt(5, "window of the convolutions before attention and MLP (0: none)", bounds=(0, 63))
     pos: str = opt("rope", "positions", "rope", "learned", "sinusoidal")
     tie: bool = opt(False, "head and embedding share their weights")
     time_conditioning: bool = opt(False, "tell the model its mask rate (adaLN); the optimum does not need it")
@@ -115,7 +115,8 @@ PRESETS = {
                  warmup_steps=500, tie=True, eval_interval=1000, eval_windows=1024),
 }
 # What --data=patterns implies. Nearly all its entropy is in the first few symbols: cosine trains there more.
-PATTERNS = dict(block_size=64, mask_schedule="cosine", learning_rate=0.03, eval_windows=1000)
+PATTERNS = dict(block_size=64, mask_schedule="cosine", lr_schedule="cosine", learning_rate=0.03,
+                eval_windows=1000)
 # Only these may change on --resume.
 RESUMABLE = {"out_dir", "resume", "device", "kernels", "compile", "max_steps", "time_limit",
              "gradient_accumulation_steps", "eval_interval", "eval_passes", "eval_windows", "log_interval",
@@ -269,22 +270,26 @@ class Block(nn.Module):
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=False)
         self.up = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False)
         self.down = nn.Linear(4 * c.n_embd, c.n_embd, bias=False)
-        self.conv = nn.Parameter(torch.zeros(c.conv, c.n_embd)) if c.conv else None
+        self.conv = nn.Parameter(torch.zeros(2, c.conv, c.n_embd)) if c.conv else None
         self.adaln = nn.Linear(c.n_embd, 4 * c.n_embd, bias=False) if c.time_conditioning else None
+
+    def norm(self, x, part, scale, shift):
+        """RMSNorm, then a depthwise convolution: neighbours are what a character needs (results/cpu.md)."""
+        h, T = F.rms_norm(x, x.shape[-1:]) * (1 + scale) + shift, x.shape[1]  # (B, T, C)
+        if self.conv is None:
+            return h
+        conv, k = self.conv[part].to(h.dtype), self.conv.shape[1]
+        near = F.pad(h, (0, 0, k - 1, 0) if self.causal else (0, 0, k // 2, k // 2))
+        return h + sum(near[:, i:i + T] * w for i, w in enumerate(conv))
 
     def forward(self, x, cos, sin, rate, ops, rows=None):
         B, T, C = x.shape
         scale1, shift1, scale2, shift2 = (
             (0, 0, 0, 0) if self.adaln is None else self.adaln(rate)[:, None].chunk(4, -1))
-        h = F.rms_norm(x, (C,)) * (1 + scale1) + shift1  # (B, T, C)
-        y = ops.attention(self.qkv(h).view(B, T, 3, self.n_head, -1), cos, sin, qk_norm=True,
-                          causal=self.causal)
-        x = x + F.dropout(self.proj(y.reshape(B, T, C)), self.dropout, self.training)
-        h = F.rms_norm(x, (C,)) * (1 + scale2) + shift2
-        if self.conv is not None:  # depthwise: a character needs its neighbours most (results/cpu.md)
-            k = len(self.conv)
-            near = F.pad(h, (0, 0, k - 1, 0) if self.causal else (0, 0, k // 2, k // 2))
-            h = h + sum(near[:, i:i + T] * w.to(h.dtype) for i, w in enumerate(self.conv))
+        qkv = self.qkv(self.norm(x, 0, scale1, shift1)).view(B, T, 3, self.n_head, -1)
+        y = ops.attention(qkv, cos, sin, qk_norm=True, causal=self.causal).reshape(B, T, C)
+        x = x + F.dropout(self.proj(y), self.dropout, self.training)
+        h = self.norm(x, 1, scale2, shift2)
         if rows is not None:  # behind the last block nobody reads the other positions
             x, h = (z.flatten(0, 1).index_select(0, rows) for z in (x, h))  # (n, C)
         return x + F.dropout(self.down(F.relu(self.up(h)).square()), self.dropout, self.training)

@@ -405,9 +405,10 @@ def test_in_bfloat16_the_logged_value_is_that_of_the_averaged_weights(text_file,
 def test_every_kind_of_run_learns(text_file, tmp_path, more):
     args = [a for a in TINY if a.split("=")[0] not in {b.split("=")[0] for b in more}]
     data = [] if "--data=patterns" in more else [f"--data={text_file}"]
-    assert run_mdlm(*data, *args, *more, "--max_steps=40", f"--out_dir={tmp_path}/o") == 0
+    steps = 150 if "--data=patterns" in more else 40  # there is no simple statistic to learn first
+    assert run_mdlm(*data, *args, *more, f"--max_steps={steps}", f"--out_dir={tmp_path}/o") == 0
     first, last = (read_log(tmp_path / "o")[i]["val_nelbo"] for i in (0, -1))
-    assert last < first - (0.01 if "--data=patterns" in more else 0.3)
+    assert last < first - 0.3
     mdlm.load(tmp_path / "o")
 
 

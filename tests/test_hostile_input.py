@@ -129,6 +129,10 @@ def spoil_json(content, r):
 def spoil(path, r):
     content = path.read_bytes()
     deep = path.suffix == ".json" and r.random() < 0.6
+    try:
+        json.loads(content if deep else b"?")
+    except ValueError:  # also a file that was spoiled before, and is JSON no more
+        deep = False
     path.write_bytes((spoil_json if deep else spoil_bytes)(content, r))
 
 

@@ -1,4 +1,4 @@
-"""Muon for matrices of few shapes: all of a shape are orthogonalised in one batch, in fewer products.
+"""Muon for many matrices: those with the same smaller side are orthogonalised together, in fewer products.
 
 Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by the nearest
 matrix with all singular values about 1, by Newton-Schulz iterations: X <- (a + b G + c G^2) X with G = X X^T,
@@ -9,13 +9,12 @@ always in bfloat16, which processors without bfloat16 products emulate, slowly. 
   Frobenius norm: no singular value is above 1 either way (Grishina et al., 2506.10935, section 3.4).
 - Each polynomial is the closest to 1 on the interval where the last one has left the singular values (Amsel
   et al., 2505.16932), from [0.003, 1.02] on; 1 % is added to each upper end, for rounding.
+- The last two are multiplied before they meet X (Zhang et al., 2026, tridao.me/blog/2026/gram-newton-schulz):
+  with P = a + b G + c G^2 the next G is P G P. Not the steeper first two: in bfloat16 the singular values of
+  small matrices then left their interval (results/muon.md, with what the rest gains).
 
 After that every row of an update (what flows into one neuron) is divided by the running root mean square of
 such rows, and the whole keeps its norm (NorMuon: Li et al., 2510.05491).
-
-Multiplying two polynomials before they meet X saves products (Zhang et al., 2026, tridao.me/blog/2026/
-gram-newton-schulz), but in bfloat16 it left the interval for small matrices: results/muon.md, with what the
-rest gains.
 """
 
 import torch
@@ -28,21 +27,36 @@ EPS = 1e-14  # of G's norm: a gradient of zero gives zero
 BETA2 = 0.95  # of the running mean squares
 
 
-def orthogonalize(x, dtype):
-    """(n, A, B) to about U V^T of the singular value decomposition of each, in `dtype`.
+def orthogonalize(stacks, dtype):
+    """Stacks (n, A, B) of one smaller side K -> each matrix about U V^T of its singular value decomposition.
 
-    Singular values above 0.003 of the Schatten 4-norm come out between 0.78 and 1.22; far smaller ones are
-    multiplied by 289, as noise that stays small.
+    Computed in `dtype`. Singular values above 0.003 of the Schatten 4-norm come out between 0.78 and 1.22
+    (bfloat16: 1.27); far smaller ones are multiplied by 289, as noise that stays small.
     """
-    x, wide = x.to(dtype), x.shape[1] <= x.shape[2]
-    for i, (a, b, c) in enumerate(COEFFICIENTS):
-        gram = x @ x.mT if wide else x.mT @ x  # G, of the smaller side
-        if i == 0:
-            norm = gram.flatten(1).norm(dim=1).clamp(min=EPS)[:, None, None]
-            gram, x = gram / norm, x / norm.sqrt()
-        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b G + c G^2
-        x = torch.baddbmm(x, factor, x, beta=a) if wide else torch.baddbmm(x, x, factor, beta=a)
-    return x
+    xs, sizes, K = [x.to(dtype) for x in stacks], [len(x) for x in stacks], min(stacks[0].shape[1:])
+    wide = [x.shape[1] == K for x in xs]
+
+    def gram():
+        """(sum of n, K, K): X X^T of all, or X^T X where that is the smaller."""
+        G = xs[0].new_empty(sum(sizes), K, K)
+        for x, w, out in zip(xs, wide, G.split(sizes)):
+            torch.bmm(*((x, x.mT) if w else (x.mT, x)), out=out)
+        return G
+
+    *steep, (a3, b3, c3), (a4, b4, c4) = COEFFICIENTS
+    G = gram()
+    norm = G.flatten(1).norm(dim=1).clamp(min=EPS)[:, None, None]
+    G, xs = G / norm, [x / root for x, root in zip(xs, norm.sqrt().split(sizes))]
+    for a, b, c in steep:
+        P = torch.baddbmm(G, G, G, beta=b, alpha=c).split(sizes)  # b G + c G^2
+        xs = [torch.baddbmm(x, p, x, beta=a) if w else torch.baddbmm(x, x, p, beta=a)
+              for x, p, w in zip(xs, P, wide)]
+        G = gram()
+    P = torch.baddbmm(G, G, G, beta=b3, alpha=c3)
+    P.diagonal(dim1=1, dim2=2).add_(a3)
+    G = P @ (G @ P)
+    P = torch.baddbmm(P, torch.baddbmm(G, G, G, beta=b4, alpha=c4), P, beta=a4).split(sizes)
+    return [p @ x if w else x @ p for x, p, w in zip(xs, P, wide)]
 
 
 def level_rows(x, running, scale):
@@ -90,11 +104,16 @@ class Muon(torch.optim.Muon):
             for p in group["params"]:
                 if p.grad is not None:
                     shapes.setdefault(p.shape, []).append(p)
+            sides = {}  # smaller side K -> [(matrices of a shape, their updates (n, A, B), row squares)]
             for (A, B), params in shapes.items():
                 momentum, running = self.stacked((A, B), params)
-                gradient = torch.stack([p.grad for p in params])  # (n, A, B)
-                momentum.lerp_(gradient, 1 - group["momentum"])
-                x = orthogonalize(gradient.lerp_(momentum, group["momentum"]), self.dtype)  # Nesterov
-                x = level_rows(x.to(gradient.dtype), running, max(1, A / B) ** 0.5)
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(params, list(x), alpha=-group["lr"])
+                update = torch.stack([p.grad for p in params])  # (n, A, B)
+                momentum.lerp_(update, 1 - group["momentum"])
+                update.lerp_(momentum, group["momentum"])  # Nesterov
+                sides.setdefault(min(A, B), []).append((params, update, running))
+            for stacks in sides.values():
+                updates = orthogonalize([update for _, update, _ in stacks], self.dtype)
+                for (params, _, running), x in zip(stacks, updates):
+                    x = level_rows(x.to(running.dtype), running, max(1, x.shape[1] / x.shape[2]) ** 0.5)
+                    torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+                    torch._foreach_add_(params, list(x), alpha=-group["lr"])

@@ -34,7 +34,7 @@ def test_a_step_is_that_of_the_formulas_matrix_by_matrix():
         wanted = []
         for p, m, v in zip(params, momenta, running, strict=True):
             m.lerp_(p.grad.double(), 0.05)
-            x = orthogonalize((0.95 * m + 0.05 * p.grad.double())[None], torch.float64)[0]
+            x = orthogonalize([(0.95 * m + 0.05 * p.grad.double())[None]], torch.float64)[0][0]
             v.lerp_(x.square().sum(1, keepdim=True), 1 - BETA2)
             row = x / v.sqrt()
             row *= x.norm() / row.norm() * max(1, p.shape[0] / p.shape[1]) ** 0.5
@@ -71,7 +71,7 @@ def test_rows_that_are_often_small_grow_and_the_norm_stays():
         optimizer.step()
     rows = p.detach().norm(dim=1)
     weak, strong = rows[:16].mean(), rows[-16:].mean()
-    plain = orthogonalize(p.grad[None], torch.float32)[0]
+    plain = orthogonalize([p.grad[None]], torch.float32)[0][0]
     assert plain.norm(dim=1)[:16].mean() < 0.5 * plain.norm(dim=1)[-16:].mean()
     assert 0.8 < weak / strong < 1.25
     assert p.detach().norm() == pytest.approx(plain.norm().item() * 2, rel=0.02)  # the factor of 64 x 16
@@ -96,12 +96,12 @@ def test_state_that_is_written_to_in_place_is_what_counts():
 @pytest.mark.parametrize("dtype, slack", [(torch.float64, 0), (torch.float32, 0.001), (torch.bfloat16, 0.05)])
 def test_singular_values_from_0_003_to_1_of_the_norm_come_out_near_one(dtype, slack):
     x = matrices(32, 128, torch.logspace(0, -2, 32, dtype=torch.float64))  # the last: 0.008 of the norm
-    values = torch.linalg.svdvals(orthogonalize(1e-3 * x, dtype).double())
+    values = torch.linalg.svdvals(orthogonalize([1e-3 * x], dtype)[0].double())
     assert 0.787 - slack < values.min() and values.max() < 1.213 + slack
     if dtype == torch.bfloat16:  # its rounding of the matrix itself is larger than what follows
         return
     tiny = matrices(32, 128, torch.tensor([1.0] + [1e-4] * 31, dtype=torch.float64))
-    values = torch.linalg.svdvals(orthogonalize(tiny, dtype).double())
+    values = torch.linalg.svdvals(orthogonalize([tiny], dtype)[0].double())
     assert (values[:, 1:] - 288.5e-4).abs().max() < 0.0005 + slack  # in proportion: noise stays noise
 
 
@@ -109,13 +109,15 @@ def test_singular_values_from_0_003_to_1_of_the_norm_come_out_near_one(dtype, sl
     "A, B, n", [(8, 8, 300), (16, 32, 300), (32, 32, 200), (128, 32, 100), (64, 256, 20)]
 )
 def test_in_bfloat16_no_singular_value_escapes_whatever_the_spectrum(A, B, n):
-    """Beyond its interval a polynomial explodes. Rank one: the largest singular value is the norm itself."""
+    """Beyond its interval a polynomial explodes. Rank one: the largest singular value is the norm itself.
+
+    1.21 without rounding; bfloat16 has 8 bits and adds 0.05 at most, an escape a factor."""
     g, i = torch.Generator().manual_seed(0), torch.arange(1, min(A, B) + 1)
     u, _, v = torch.linalg.svd(torch.randn(n, A, B, generator=g), full_matrices=False)
     spectra = [i**-p for p in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)] + [(i <= 1).float(), 0.03 + (i <= 2)]
     for x in (torch.randn(n, A, B, generator=g), *(u * s @ v for s in spectra)):
         for scale in (1e-6, 1e3):
-            assert torch.linalg.svdvals(orthogonalize(scale * x, torch.bfloat16).float()).max() < 1.25
+            assert torch.linalg.svdvals(orthogonalize([scale * x], torch.bfloat16)[0].float()).max() < 1.28
 
 
 def test_a_matrix_without_gradient_stays_and_zero_gives_no_nan():

@@ -47,6 +47,7 @@ class Options:
     seconds: float = opt(0.5, "timing of one contestant", bounds=(0, 1e4))
     preset: str = opt("all", "train: of mdlm.py; all: cpu, and on a GPU also gpu and gpt2",
                       "all", *mdlm.PRESETS)
+    cuda_graphs: bool = opt(False, "train: also compiled steps whose kernels are replayed as CUDA graphs")
     out_dir: str = opt("out", "sample: run folder or checkpoint folder of a diffusion model")
     ar_dir: str = opt("", "sample: run folder of an autoregressive model, to compare with")
     data: str = opt("", "sample: compare with this text, or a folder of tokens (default: the run's)")
@@ -327,14 +328,14 @@ def bench_kernels(options, device, book):
 # Training: the step of mdlm.train, without what only a run needs
 
 
-def training_step(config, folder, device, dtype, kernel, compiled):
+def training_step(config, folder, device, dtype, kernel, compiled, graphs=False):
     """A fresh model on the data in `folder`: (step, which returns the loss as a tensor; the model)."""
     corpus = mdlm.Corpus(folder, config, device)
     torch.manual_seed(config.seed)
     model = mdlm.Model(config, corpus.tokenizer.vocab_size, kernels.select(kernel, device)).to(device)
     optimizers, params = mdlm.make_optimizers(model, config, device), list(model.parameters())
     ema, weight = [p.detach().clone() for p in params], mdlm.sequence_weights(config).to(device)
-    fast = mdlm.compile_model(model, device) if compiled else model
+    fast = mdlm.compile_model(model, device, graphs) if compiled else model
     parts, steps = config.gradient_accumulation_steps, itertools.count()
     B = config.batch_size // parts
 
@@ -374,8 +375,10 @@ def race_steps(config, folder, device, book, options, start):
     exact = None if late() else third_loss(config, folder, device, dtype, book)
     for compiled in (True, False):
         steps, peaks, flops = {}, {}, 0
-        for kernel in ("torch", "triton") if cuda else ("torch",):
-            name = f"--kernels={kernel}, {'compiled' if compiled else 'eager'}"
+        replayed = (False, True) if compiled and options.cuda_graphs else (False,)
+        for kernel, graphs in itertools.product(("torch", "triton") if cuda else ("torch",), replayed):
+            how = ("compiled" if compiled else "eager") + ", CUDA graphs" * graphs
+            name = f"--kernels={kernel}, {how}"
             if late():
                 book.trouble(where, name, "not measured: the time is up", fatal=False)
                 continue
@@ -383,7 +386,7 @@ def race_steps(config, folder, device, book, options, start):
             gc.collect()  # what the last pair and the yardstick took is given back before memory is counted
             before = torch.cuda.memory_allocated() if cuda else 0
             try:
-                step, model, loss = warmed_up(config, folder, device, dtype, kernel, compiled)
+                step, model, loss = warmed_up(config, folder, device, dtype, kernel, compiled, graphs)
             except Exception as e:  # no compiler, no memory, no Triton: the line says what
                 book.trouble(where, name, describe(e), fatal=kernel == "triton")
                 continue
@@ -412,6 +415,8 @@ def third_loss(config, folder, device, dtype, book):
 
 def bench_training(options, device, book):
     """Whole steps of the presets, on random tokens."""
+    if options.cuda_graphs and device.type != "cuda":
+        raise Refusal(f"--cuda_graphs needs a CUDA device, and this is {device}; leave the flag out")
     start, presets = time.monotonic(), ("gpu", "gpt2", "cpu") if device.type == "cuda" else ("cpu",)
     torch.set_float32_matmul_precision("high")  # as mdlm.py
     book.note("share: MFU, of the maker's peak of a known GPU, else of a large matrix product")

@@ -589,9 +589,10 @@ def make_optimizers(model, c, device):
     return [kernels.Muon(muon, c.muon_lr, c.weight_decay, c.momentum), adamw] if muon else [adamw]
 
 
-def compile_model(model, device):
+def compile_model(model, device, cuda_graphs=False):
     """On a CPU dropout draws from PyTorch's generator: with inductor's own a step took a fifth longer."""
-    return torch.compile(model, options=dict(fallback_random=device.type == "cpu"))
+    return torch.compile(model, options={"fallback_random": device.type == "cpu",
+                                         "triton.cudagraphs": cuda_graphs})
 
 
 def lr_scale(config, step, progress):

@@ -89,4 +89,9 @@ if [ "$(within 30)" = 30 ]; then
 else
     echo "== seeds: the other two were not trained: the time is up"
 fi
+if [ "$(within 60)" = 60 ]; then  # a variant that mdlm.py does not use: does it pay?
+    limit=$(within 100)
+    part graphs "$limit" "$python" bench.py train --preset=gpu --cuda_graphs --time_limit="$((limit - 45))" \
+        --seconds=1.5 --json="$out/gpu_graphs.json"
+fi
 exit $failed

@@ -364,6 +364,7 @@ def moved(loaded):
         (["kernel"], ["'kernel'", "kernels", "train", "sample"]),
         (["--secnds=1"], ["--secnds", "--seconds"]),
         (["train", "--preset=huge"], ["huge", "gpt2"]),
+        (["train", "--device=cpu", "--cuda_graphs"], ["CUDA", "cpu"]),
         (["--device=cuda:77"], ["cuda:77"]),
         (["--json=nowhere/at/all.json"], ["nowhere/at/all.json"]),
         (["sample", "--out_dir=nowhere"], ["nowhere"]),

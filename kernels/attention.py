@@ -468,9 +468,12 @@ def attention_ref(qkv, cos=None, sin=None, qk_norm=False, causal=False):
     """
     T, D = qkv.shape[1], qkv.shape[4]
     q, k, v = (z.transpose(1, 2) for z in prepare(qkv, cos, sin, qk_norm))  # (B, H, T, D)
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= 512 and not causal:
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= 512:
         # There the backward of SDPA is 2 to 9 times slower than two plain products (results/cpu.md).
-        return (torch.softmax((q @ k.transpose(-1, -2)) * D**-0.5, -1) @ v).transpose(1, 2)
+        scores = (q @ k.transpose(-1, -2)) * D**-0.5  # (B, H, T, T)
+        if causal:
+            scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
+        return (torch.softmax(scores, -1) @ v).transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 

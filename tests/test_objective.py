@@ -182,6 +182,26 @@ def test_the_autoregressive_model_reads_only_to_the_left():
         assert (before - after)[:, 9].abs().max() > 1e-6
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_in_bfloat16_on_a_cpu_errs_no_more_than_twice_pytorchs(causal):
+    g = torch.Generator().manual_seed(0)
+    qkv, grad = torch.randn(2, 70, 3, 2, 32, generator=g), torch.randn(2, 70, 2, 32, generator=g)
+
+    def run(attention, dtype):
+        x = qkv.to(dtype).requires_grad_()
+        y = attention(x)
+        return y.detach().double(), *torch.autograd.grad(y, x, grad.to(dtype))[0].double().unbind(2)
+
+    def sdpa(x):
+        q, k, v = x.transpose(1, 3).unbind(2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+    exact = run(sdpa, torch.float64)
+    ours = run(lambda x: kernels.attention_ref(x, causal=causal), torch.bfloat16)
+    for name, e, a, b in zip(("y", "dq", "dk", "dv"), exact, ours, run(sdpa, torch.bfloat16), strict=True):
+        assert (a - e).abs().max() <= 2 * (b - e).abs().max() + 2e-3, name
+
+
 def test_both_objectives_score_the_same_tokens():
     x0 = torch.randint(65, (8, 16))
     corpus = SimpleNamespace(batch=lambda samples: x0[samples % 8])

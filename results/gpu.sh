@@ -3,12 +3,14 @@
 #
 #   bash results/gpu.sh                  # tables, JSON and logs go to results/
 #   OUT=/tmp/out TEXT=my.txt bash results/gpu.sh      # to another folder; training on a text of one's own
+#   NANOGPT=../nanoGPT TEXT=my.txt bash results/gpu.sh      # and steps of nanoGPT, in turn with ours
 #
 # Tests of the kernels, whether Triton and PyTorch train alike, bench.py kernels and bench.py train. Each part
 # has a time limit, and one that fails does not stop the others; the exit code says whether all passed.
 set -u
 out=$(realpath -m -- "${OUT:-$(dirname "$0")}")
 text=${TEXT:+$(realpath -m -- "$TEXT")}
+nanogpt=${NANOGPT:+$(realpath -m -- "$NANOGPT")}
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python3}
 failed=0
@@ -81,6 +83,10 @@ part alike "$(within 80)" "$python" -m pytest -p no:cacheprovider -s tests/test_
 limit=$(within 110)
 part kernels "$limit" "$python" bench.py kernels --time_limit="$limit" --seconds=0.1 \
     --json="$out/gpu_kernels.json"
+if [ -n "$nanogpt" ]; then
+    part nanogpt "$(within 100)" "$python" results/bench_nanogpt.py --nanogpt="$nanogpt" --data="$text" \
+        --seconds=3 --json="$out/gpu_nanogpt.json"
+fi
 limit=$(within 165)
 part train "$limit" "$python" bench.py train --time_limit="$((limit > 45 ? limit - 45 : 1))" --seconds=1.5 \
     --json="$out/gpu_train.json"

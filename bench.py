@@ -25,7 +25,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn as nn
 
 import common
 import frontier
@@ -343,12 +342,13 @@ def training_step(config, folder, device, dtype, kernel, compiled, graphs=False)
         k, loss = next(steps), 0
         for part in range(parts):
             batch = mdlm.make_batch(model, corpus, weight, k, torch.arange(B) + part * B)
-            torch.manual_seed(k * parts + part)  # of dropout
+            if config.dropout:
+                torch.manual_seed(k * parts + part)
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                 part_loss = fast(*batch) / parts
             part_loss.backward()
             loss = loss + part_loss.detach()
-        nn.utils.clip_grad_norm_(params, config.grad_clip or math.inf)
+        common.clip_gradients(params, config.grad_clip)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -466,6 +466,18 @@ def to_device(x, device):
     return x.to(device)
 
 
+def clip_gradients(params, most):
+    """Scale the gradients down to a total norm of `most` (0: leave them); returns the norm that they had.
+
+    Where a number may be read at no cost, gradients that are small enough, the usual case, stay untouched.
+    """
+    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+    norm = get_total_norm([p.grad for p in params if p.grad is not None])
+    if most and (is_async(norm.device) or norm > most):
+        clip_grads_with_norm_(params, most, norm)
+    return norm
+
+
 def pick_dtype(name, device):
     """'auto' -> bfloat16 if the hardware multiplies it (CUDA from Ampere on, some CPUs), else float32."""
     import torch

@@ -844,14 +844,15 @@ def train(given, start):
             if compiled and not has_static_rows(config):  # one compilation for any number of rows
                 for x in batch[1:]:
                     torch._dynamo.mark_dynamic(x, 0)
-            torch.manual_seed(generator("dropout", config.seed, step, rank, part).initial_seed())
+            if config.dropout:
+                torch.manual_seed(generator("dropout", config.seed, step, rank, part).initial_seed())
             last = world == 1 or part == accumulate - 1  # gradients travel once a step
             with contextlib.nullcontext() if last else fast.no_sync():
                 with autocast:
                     part_loss = fast(*batch) / accumulate
                 part_loss.backward()
             loss = loss + part_loss.detach()
-        norm = nn.utils.clip_grad_norm_(params, config.grad_clip or math.inf)
+        norm = common.clip_gradients(params, config.grad_clip)
         pending[step] = torch.stack((loss, norm))
         if not is_async(device) or (step + 1) % config.log_interval == 0:  # a GPU does not wait for Python
             loss, norm = settle()

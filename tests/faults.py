@@ -96,7 +96,7 @@ def not_finite(at, what, report, late=""):
     Every rank writes to report.RANK the digests of its weights, averages and moments: before each update, and
     when the run is over.
     """
-    forward, clip = mdlm.Model.forward, mdlm.nn.utils.clip_grad_norm_
+    forward, clip = mdlm.Model.forward, mdlm.common.clip_gradients
     make_optimizers, lerp = mdlm.make_optimizers, mdlm.torch._foreach_lerp_
     armed, digests, seen = [], [], {}
 
@@ -136,7 +136,7 @@ def not_finite(at, what, report, late=""):
     if late:
         mdlm.is_async = lambda device: True
         mdlm.to_device = lambda x, device: x  # there is none to copy to
-    mdlm.Model.forward, mdlm.nn.utils.clip_grad_norm_ = broken_forward, watched_clip
+    mdlm.Model.forward, mdlm.common.clip_gradients = broken_forward, watched_clip
     mdlm.make_optimizers, mdlm.torch._foreach_lerp_ = watched_optimizers, watched_lerp
     before_step(at, lambda: armed.append(1))
     return write

@@ -385,10 +385,11 @@ def race_steps(config, folder, device, book, options, start):
             step = model = None
             gc.collect()  # what the last pair and the yardstick took is given back before memory is counted
             before = torch.cuda.memory_allocated() if cuda else 0
+            skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
             try:
                 step, model, loss = warmed_up(config, folder, device, dtype, kernel, compiled, graphs)
             except Exception as e:  # no compiler, no memory, no Triton: the line says what
-                book.trouble(where, name, describe(e), fatal=kernel == "triton")
+                book.trouble(where, name, describe(e), fatal=kernel == "triton" and not graphs)
                 continue
             exact = loss if exact is None else exact
             if not abs(loss - exact) <= 0.02:
@@ -396,7 +397,10 @@ def race_steps(config, folder, device, book, options, start):
                 book.trouble(where, name, text, fatal=True)
                 continue
             steps[name], flops = step, mdlm.flops_per_token(model)
-            if cuda:
+            skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+            if graphs and skips > skipped:
+                book.note(f"{name}: torch.compile left CUDA graphs out, {skips - skipped} time(s)")
+            if cuda and not graphs:  # a graph's own memory is not the allocator's
                 peaks[name] = (torch.cuda.memory_allocated() - before) / 1e6 + peak_memory(step)
         for name, (t, spread) in race(steps, device, options.seconds).items():
             base = base or t

@@ -13,8 +13,10 @@ step is bench.training_step, which the tests hold to the losses of mdlm.py.
 import contextlib
 import io
 import itertools
+import math
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +37,7 @@ class Options:
     data: str = opt("", "text file: tiny Shakespeare")
     device: str = opt("auto", "cpu, cuda, cuda:1; auto: the best there is")
     seconds: float = opt(12.0, "timing of one contestant", bounds=(0, 1e4))
+    time_limit: float = opt(0.0, "seconds after which no other is compiled (0: none)", bounds=(0, 1e6))
     json: str = opt("", "write the results to this file; -: to standard output, and nothing else there")
 
 
@@ -71,7 +74,7 @@ def nanogpt_step(GPT, GPTConfig, folder, size, device, compiled, log_interval):
     return step
 
 
-def race(options, book, device, GPT, GPTConfig, folder, size):
+def race(options, book, device, GPT, GPTConfig, folder, size, start):
     """All contestants at one size: their times, and the ratio of tokens a second to nanoGPT's."""
     cuda, N = device.type == "cuda", size["batch_size"] * size["block_size"]
     dtype = mdlm.pick_dtype("auto", device)
@@ -79,29 +82,48 @@ def race(options, book, device, GPT, GPTConfig, folder, size):
 
     def ours(kernel, dtype, **more):
         config = mdlm.Config(**mdlm.PRESETS["gpu" if cuda else "cpu"] | size | more)
-        return bench.training_step(config, folder, device, dtype, kernel, compiled=True)[0]
+        step, calls = bench.training_step(config, folder, device, dtype, kernel, True)[0], itertools.count()
+
+        def looked_at():  # as often as mdlm.py does
+            loss = step()
+            return loss.item() if not cuda or next(calls) % config.log_interval == 0 else None
+
+        return looked_at
 
     theirs = lambda compiled: nanogpt_step(GPT, GPTConfig, folder, size, device, compiled, 10 if cuda else 1)
     name = str(dtype)[6:]
-    steps = {"nanoGPT, compiled": theirs(True), "nanoGPT, eager": theirs(False)}
+    builders = {"nanoGPT, compiled": lambda: theirs(True)}
     for kernel in ("triton", "torch") if cuda else ("torch",):
-        steps |= {f"mdlm, {kernel} kernels, {name}, compiled": ours(kernel, dtype),
-                  f"mdlm, {kernel} kernels, {name}, compiled, AdamW": ours(kernel, dtype, optimizer="adamw")}
+        for more in (dict(), dict(optimizer="adamw")):
+            who = f"mdlm, {kernel} kernels, {name}, compiled" + ", AdamW" * bool(more)
+            builders[who] = lambda kernel=kernel, more=more: ours(kernel, dtype, **more)
+    builders["nanoGPT, eager"] = lambda: theirs(False)
     if not cuda and dtype != torch.float32:
-        steps["mdlm, float32, compiled"] = ours("torch", torch.float32)
-    for step in steps.values():
-        for _ in range(30):  # compiles, and fills the optimizers' state
-            step()
+        builders["mdlm, float32, compiled"] = lambda: ours("torch", torch.float32)
+    steps = {}
+    for who, build in builders.items():
+        if options.time_limit and time.monotonic() - start > options.time_limit:
+            book.note(f"{who}: not measured: the time is up")
+            continue
+        try:
+            step = build()
+            for _ in range(30):  # compiles, and fills the optimizers' state
+                step()
+            steps[who] = step
+        except Exception as e:  # the others are still worth their time
+            book.note(f"{who}: {bench.describe(e)}")
+            book.failed = True
     times = bench.race(steps, device, options.seconds, shortest=0.2)
-    first = times["nanoGPT, compiled"][0]
+    compiled, eager = (times.get(f"nanoGPT, {how}", (math.nan,))[0] for how in ("compiled", "eager"))
     for who, (t, spread) in times.items():
         cells = {"batch": f"{size['batch_size']} x {size['block_size']}", "step": who, "ms": f"{t * 1e3:.1f}",
-                 "+-": f"{spread * 1e3:.1f}", "tokens/s": f"{N / t:,.0f}", "of compiled": f"{first / t:.2f}",
-                 "of eager": f"{times['nanoGPT, eager'][0] / t:.2f}"}
-        book.add(dict(size, who=who, ms=t * 1e3, spread=spread * 1e3, ratio=first / t), cells)
+                 "+-": f"{spread * 1e3:.1f}", "tokens/s": f"{N / t:,.0f}",
+                 "of compiled": f"{compiled / t:.2f}", "of eager": f"{eager / t:.2f}"}
+        book.add(dict(size, who=who, ms=t * 1e3, spread=spread * 1e3, ratio=compiled / t), cells)
 
 
 def main(argv):
+    start = time.monotonic()
     options = Options(**common.parse_flags(Options, argv, __doc__.split("\n")[0]))
     common.check_fields(options)
     nanogpt, data = Path(options.nanogpt), Path(options.data)
@@ -129,7 +151,7 @@ def main(argv):
         tokens[:cut].tofile(Path(folder, "train.bin"))
         tokens[cut:].tofile(Path(folder, "val.bin"))
         for size in sizes:
-            race(options, book, device, GPT, GPTConfig, Path(folder), size | dict(vocab_size=len(ids)))
+            race(options, book, device, GPT, GPTConfig, Path(folder), size | dict(vocab_size=len(ids)), start)
     return book.close()
 
 

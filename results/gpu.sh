@@ -5,14 +5,20 @@
 #   OUT=/tmp/out TEXT=my.txt bash results/gpu.sh      # to another folder; training on a text of one's own
 #   NANOGPT=../nanoGPT TEXT=my.txt bash results/gpu.sh      # and steps of nanoGPT, in turn with ours
 #
-# Tests of the kernels, whether Triton and PyTorch train alike, bench.py kernels and bench.py train. Each part
-# has a time limit, and one that fails does not stop the others; the exit code says whether all passed.
+# Tests of the kernels, whether Triton and PyTorch train alike, bench.py kernels and bench.py train; then, while
+# there is time, other seeds, nanoGPT and CUDA graphs. Each part has a time limit, and one that fails does not
+# stop the others; the exit code says whether all passed. PARTS="nanogpt graphs" does only those, in a call of
+# their own: tests alike kernels train seeds nanogpt graphs.
 set -u
 out=$(realpath -m -- "${OUT:-$(dirname "$0")}")
 text=${TEXT:+$(realpath -m -- "$TEXT")}
 nanogpt=${NANOGPT:+$(realpath -m -- "$NANOGPT")}
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python3}
+if [ -n "$nanogpt" ] && [ -z "$text" ]; then
+    echo "NANOGPT needs a text to train on: give TEXT=my.txt too" >&2
+    exit 2
+fi
 failed=0
 mkdir -p "$out" || exit 1
 export PYTHONUNBUFFERED=1 MDLM_GPU_TEXT=$text
@@ -76,27 +82,42 @@ tests() {  # seconds: every file of tests in a process of its own, side by side:
     rm -r "$logs"
 }
 
-tests "$(within 200)"
+wanted() {  # part: whether it is to be done at all
+    [[ -z "${PARTS:-}" || " $PARTS " == *" $1 "* ]]
+}
+
+late() {  # seconds, part: what there was no time for is said, and is no failure
+    [ "$(within "$1")" = "$1" ] || { echo "== $2: not begun: the time is up"; return 0; }
+    return 1
+}
+
 alike=tests/test_gpu.py::test_the_final_nelbo_agrees_within_two_standard_errors
-part alike "$(within 80)" "$python" -m pytest -p no:cacheprovider -s tests/test_gpu.py \
-    --deselect="$alike[1]" --deselect="$alike[2]"
-limit=$(within 110)
-part kernels "$limit" "$python" bench.py kernels --time_limit="$limit" --seconds=0.1 \
-    --json="$out/gpu_kernels.json"
-if [ -n "$nanogpt" ]; then
-    part nanogpt "$(within 100)" "$python" results/bench_nanogpt.py --nanogpt="$nanogpt" --data="$text" \
-        --seconds=3 --json="$out/gpu_nanogpt.json"
+wanted tests && tests "$(within 200)"
+if wanted alike; then
+    part alike "$(within 80)" "$python" -m pytest -p no:cacheprovider -s tests/test_gpu.py \
+        --deselect="$alike[1]" --deselect="$alike[2]"
 fi
-limit=$(within 165)
-part train "$limit" "$python" bench.py train --time_limit="$((limit > 45 ? limit - 45 : 1))" --seconds=1.5 \
-    --json="$out/gpu_train.json"
-if [ "$(within 30)" = 30 ]; then
+if wanted kernels; then
+    limit=$(within 110)
+    part kernels "$limit" "$python" bench.py kernels --time_limit="$limit" --seconds=0.1 \
+        --json="$out/gpu_kernels.json"
+fi
+if wanted train; then
+    limit=$(within 165)
+    part train "$limit" "$python" bench.py train --time_limit="$((limit > 45 ? limit - 45 : 1))" --seconds=1.5 \
+        --json="$out/gpu_train.json"
+fi
+if wanted seeds && ! late 30 seeds; then
     part seeds "$(within 80)" "$python" -m pytest -p no:cacheprovider -s "$alike[1]" "$alike[2]"
-else
-    echo "== seeds: the other two were not trained: the time is up"
 fi
-if [ "$(within 60)" = 60 ]; then  # a variant that mdlm.py does not use: does it pay?
-    limit=$(within 100)
+if wanted nanogpt && [ -n "$nanogpt" ] && ! late 90 nanogpt; then
+    limit=$(within 200)
+    part nanogpt "$limit" "$python" results/bench_nanogpt.py --nanogpt="$nanogpt" \
+        --data="$text" --seconds=3 --time_limit="$((limit - 40))" \
+        --json="$out/gpu_nanogpt.json"
+fi
+if wanted graphs && ! late 90 graphs; then  # a variant that mdlm.py does not use: does it pay?
+    limit=$(within 150)
     part graphs "$limit" "$python" bench.py train --preset=gpu --cuda_graphs --time_limit="$((limit - 45))" \
         --seconds=1.5 --json="$out/gpu_graphs.json"
 fi

@@ -736,7 +736,7 @@ def train(given, start):
             f"{config.n_layer} layers x {config.n_embd}, context {T}, batch {N}\n"
             f"{device}, {str(dtype)[6:]}, {'compiled' if compiled else 'eager'}, {world} rank(s), "
             f"{model.ops.name} kernels, peak {peak / 1e12:.2f} TFLOP/s\n"
-            f"{config.data}: {len(corpus.train):,} training tokens, {len(val)} validation windows, "
+            f"data: {len(corpus.train):,} training tokens, {len(val)} validation windows, "
             f"V = {tokenizer.vocab_size}" + (f"\nresuming from {folder}" if folder else "")
             + (f"\nexact entropy: {corpus.entropy:.4f} nats per token" if corpus.entropy else ""))
     if config.objective == "mdlm" and not is_bound(config):

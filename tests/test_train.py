@@ -499,3 +499,20 @@ def test_a_checkpoint_of_another_version_or_config_is_refused(text_file, tmp_pat
     with pytest.raises(common.Refusal) as refusal:
         mdlm.load(tmp_path / "o")
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_gradients_are_scaled_down_to_the_limit_and_small_ones_stay_to_the_bit():
+    g = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.zeros(n, 8)) for n in (3, 40, 5)]
+    for size, limit in ((100.0, 1.0), (1e-3, 1.0), (100.0, 0.0)):
+        before = [size * torch.randn(p.shape, generator=g) for p in params[:2]]  # the third has none
+        for p, x in zip(params, before, strict=False):
+            p.grad = x.clone()
+        norm = common.clip_gradients(params, limit).item()
+        wanted = torch.cat([x.flatten() for x in before]).norm().item()
+        assert norm == pytest.approx(wanted, rel=1e-5)
+        after = torch.cat([p.grad.flatten() for p in params[:2]]).norm().item()
+        if limit and wanted > limit:
+            assert after == pytest.approx(limit, rel=1e-4)
+        else:
+            assert all(torch.equal(p.grad, x) for p, x in zip(params, before, strict=False))

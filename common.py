@@ -185,6 +185,36 @@ def clean(out_dir):
         remove(stale)
 
 
+HELD = []  # the folder of the run in this process, locked: the system unlocks it, however the process ends
+
+
+def take(out_dir):
+    """Make the folder of a run, writable and clean, and refuse one in which another process is training."""
+    release()
+    with writing(out_dir):
+        out_dir.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(ImportError):  # Windows cannot lock a folder
+            import fcntl
+            HELD.append(os.open(out_dir, os.O_RDONLY))
+            try:
+                fcntl.flock(HELD[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                release()
+                raise Refusal(f"--out_dir={out_dir} is in use: another run is training there; "
+                              "stop it, or give another --out_dir") from None
+            except OSError:  # some network file systems have no locks
+                release()
+        clean(out_dir)
+        with new_folder(out_dir):
+            pass  # it can be written
+
+
+def release():
+    """Another process may train in our folder now."""
+    while HELD:
+        os.close(HELD.pop())
+
+
 def fetch(url, timeout, limit):
     """The bytes behind a url. Raises OSError if they are not there within timeout seconds or limit bytes."""
     def work():
@@ -588,3 +618,4 @@ class Log:
                 one.close()
         if self.wandb:
             self.wandb.finish()
+        release()

@@ -639,15 +639,7 @@ def open_run(given, world):
     if common.checkpoints(out) and not (config.resume or config.overwrite):
         raise Refusal(f"--out_dir={out} already holds a run; give --resume to go on with it, "
                       "--overwrite to replace it, or another --out_dir")
-
-    def prepare_folder():
-        with common.writing(out):
-            out.mkdir(parents=True, exist_ok=True)
-            common.clean(out)
-            with common.new_folder(out):
-                pass  # it can be written
-
-    on_first_rank(prepare_folder)
+    on_first_rank(lambda: common.take(out))
     return config, folder
 
 

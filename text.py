@@ -144,7 +144,7 @@ class Tokenizer:
             if (ids < 0).any():
                 i = int((ids < 0).argmax())
                 raise Refusal(f"the character {text[i]!r} at position {i} is none of the {len(self.vocab)} "
-                              "that the model knows")
+                              "that the model knows; leave it out, or train on a text that has it")
             return ids
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)

@@ -358,6 +358,24 @@ def test_two_ranks_stop_together_when_the_disk_is_full(run, tmp_path):
     assert everything(out)[1][0] == 4
 
 
+def test_two_runs_never_train_in_one_folder(run, tmp_path):
+    out = tmp_path / "o"
+    one = run(out, "--max_steps=12", "--eval_interval=4", fault="sleep:6:60")
+    one.until(lambda: "step 6:" in one.err)
+    before = everything(out)[1]
+    for flag in ("--resume", "--overwrite"):
+        two = run(out, flag, *["--max_steps=12"] * (flag == "--overwrite"))
+        assert_refused_and_intact(two, out, f"{out} is in use", "another --out_dir")
+    early = run(tmp_path / "p", "--max_steps=12", fault="slow_start:60")  # nothing is saved there yet
+    early.until(lambda: any((tmp_path / "p").glob(f"{common.TMP}*/train.bin")))
+    late = run(tmp_path / "p", "--max_steps=12")
+    assert late.wait() == 2 and "is in use" in late.err and any((tmp_path / "p").glob(f"{common.TMP}*"))
+    one.kill(), early.kill()  # whoever dies holds nothing
+    assert (one.wait(), early.wait()) == (-9, -9) and everything(out)[1] == before
+    assert run(out, "--resume").wait() == 0 and everything(out)[1][0] == 12
+    assert run(tmp_path / "p", "--max_steps=2").wait() == 0
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Signals
 

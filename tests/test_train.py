@@ -169,7 +169,7 @@ def test_a_time_limit_covers_everything(text_file, tmp_path):
     )
     process.communicate(timeout=60)
     assert process.returncode == 0
-    assert 8 < time.monotonic() - began < 22  # a little more than 20: Python's own start and end are outside
+    assert 8 < time.monotonic() - began < 24  # more than 20: Python's own start and end are outside
     log = read_log(tmp_path / "out")
     assert "val_nelbo" in log[-1] and log[-1]["seconds"] < 20
     assert [r["lr_scale"] for r in log if "lr_scale" in r][-1] < 0.1, (

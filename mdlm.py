@@ -89,7 +89,7 @@ class Config:
     weight_decay: float = opt(0.01, "decoupled decay of the matrices", bounds=(0, 1e3))
     beta1: float = opt(0.9, "of AdamW", bounds=(0, 0.9999))
     beta2: float = opt(0.95, "of AdamW", bounds=(0, 0.999999))
-    momentum: float = opt(0.95, "of Muon", bounds=(0, 0.9999))
+    momentum: float = opt(0.9, "of Muon", bounds=(0, 0.9999))
     grad_clip: float = opt(1.0, "largest gradient norm (0: no clipping)", bounds=(0, 1e9))
     lr_schedule: str = opt("trapezoid", "learning rate after the warm-up; trapezoid: falls in the last half",
                            "trapezoid", "cosine", "linear", "constant")

@@ -31,6 +31,7 @@ PARAMETERS = 10_700_000  # nanoGPT's baby has 10.65 M
 SETTINGS = [
     ("dropout", (0.2, 0.1, 0.3)),
     ("muon_lr", (0.02, 0.01, 0.04)),
+    ("momentum", (0.9, 0.95)),
     ("max_steps", (5000, 10_000, 20_000)),
     ("weight_decay", (0.01, 0.1, 0.3)),
     ("learning_rate", (3e-3, 1e-2, 1e-3)),

@@ -94,8 +94,8 @@ class Config:
     lr_schedule: str = opt("trapezoid", "learning rate after the warm-up; trapezoid: falls in the last half",
                            "trapezoid", "cosine", "linear", "constant")
     warmup_steps: int = opt(100, "of linear warm-up", bounds=(0, 1 << 31))
-    ema: float = opt(0.999, "decay of the averaged weights, which are evaluated and saved (0: none)",
-                     bounds=(0, 0.999999))
+    ema: float = opt(0.999, "decay of the averaged weights, which are evaluated and saved (0: none); less of "
+                     "it while the learning rate falls", bounds=(0, 0.999999))
     # what you see of it
     eval_interval: int = opt(500, "steps between evaluations; each saves a checkpoint", bounds=(1, 1 << 31))
     eval_passes: int = opt(1, "masks per validation window (four times as many at the end)", bounds=(1, 4096))
@@ -108,7 +108,7 @@ class Config:
 # What a preset changes (cpu: measured in results/cpu.md). An explicit flag always wins.
 PRESETS = {
     "cpu": dict(n_layer=4, n_head=3, n_embd=192, block_size=128, dropout=0.0, batch_size=32, warmup_steps=50,
-                ema=0.99, learning_rate=0.01, max_steps=2000),
+                learning_rate=0.01, max_steps=2000),
     "gpu": dict(),
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, dropout=0.0, tokenizer="bpe",
                  vocab_size=50257, batch_size=512, gradient_accumulation_steps=8, max_steps=20000,
@@ -851,9 +851,9 @@ def train(given, start):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if ema:
-            torch._foreach_lerp_(ema, [p.detach() for p in params],
-                                 1 - min(config.ema, (1 + step) / (10 + step)))
+        if ema:  # as steps get smaller the average looks back over fewer: it would lag behind the weights
+            new = (1 - min(config.ema, (1 + step) / (10 + step))) / max(scale, 1e-6)
+            torch._foreach_lerp_(ema, [p.detach() for p in params], min(new, 1))
         step += 1
         if step % config.log_interval == 0:
             speed = (step - logged) * N * T / (time.monotonic() - logged_at)

@@ -154,7 +154,8 @@ def runs(pydoc, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text(pydoc[:20_000], encoding="utf-8")
     for objective in ("mdlm", "ar"):
-        flags = [*TINY, "--max_steps=10", "--ema=0.9", f"--objective={objective}", "--eval_windows=16"]
+        flags = [*TINY, "--max_steps=10", "--ema=0.9", "--warmup_steps=0", "--lr_schedule=constant"]
+        flags += [f"--objective={objective}", "--eval_windows=16"]
         assert run_mdlm(f"--data={folder}/text.txt", *flags, f"--out_dir={folder}/{objective}") == 0
     shutil.copytree(folder / "mdlm" / "step-10", folder / "shipped")  # a checkpoint without its run
     (folder / "text.txt").rename(folder / "elsewhere.txt")

@@ -392,6 +392,22 @@ def test_in_bfloat16_the_logged_value_is_that_of_the_averaged_weights(text_file,
     assert abs(logged["val_nelbo"] - logged["val_nelbo_raw"]) > 1e-3, "raw and averaged weights differ here"
 
 
+def test_the_average_does_not_lag_behind_weights_that_have_settled(text_file, tmp_path):
+    lag = {}
+    for schedule in ("constant", "trapezoid"):
+        flags = [
+            "--max_steps=40",
+            "--warmup_steps=0",
+            f"--lr_schedule={schedule}",
+            f"--out_dir={tmp_path / schedule}",
+        ]
+        assert run_mdlm(f"--data={text_file}", *TINY, *flags) == 0
+        tensors = final(tmp_path / schedule)[0]
+        distance = [(tensors[n] - tensors[f"raw.{n}"]).norm() for n in tensors if f"raw.{n}" in tensors]
+        lag[schedule] = torch.stack(distance).norm()
+    assert lag["trapezoid"] < 0.1 * lag["constant"], lag
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -21,7 +21,11 @@ import pictures
 import sample
 from common import Refusal
 
-ORDERS = ("ancestral", "random", "confidence", "margin", "entropy", "left_to_right", "one_shot")
+ORDERS = {order: dict(order=order) for order in (
+    "ancestral", "random", "confidence", "margin", "entropy", "left_to_right", "one_shot")} | {
+    "ancestral, remask 0.1": dict(order="ancestral", remask=0.1),
+    "ancestral, top_p 0.95": dict(order="ancestral", top_p=0.95),
+    "ancestral, cosine": dict(order="ancestral", schedule="cosine")}  # name -> arguments of sample.unmask
 STEPS, TEMPERATURES = (4, 8, 16, 32, 64, 128), (1.0, 0.8, 0.6)
 
 
@@ -91,8 +95,8 @@ def bench_sampling(options, device, book):
                 book.note("the time is up: nothing measured from "
                           f"{prefix}{order}, {steps} steps, temperature {temperature} on")
                 break
-            texts, calls, seconds, when = draw_texts(model, tokenizer, n, 0, device, steps=steps, order=order,
-                                                     temperature=temperature)
+            texts, calls, seconds, when = draw_texts(model, tokenizer, n, 0, device, steps=steps,
+                                                     temperature=temperature, **ORDERS[order])
             where = dict(order=prefix + order, steps=str(steps), temperature=str(temperature))
             point = where | dict(calls=calls, seconds=seconds / n) | quality(texts, words, pairs)
             points.append(point)
@@ -120,7 +124,7 @@ def plot_frontier(points, path):
         for t, style in zip(TEMPERATURES, ("-", "--", ":")):
             some = [p for p in points if p["order"] == order and p["temperature"] == str(t)]
             for ax, key in zip(axes, ("divergence", "words")):
-                ax.plot([p["calls"] for p in some], [p[key] for p in some], style, marker="o", ms=3,
+                ax.plot([p["calls"] for p in some], [p[key] for p in some], style, marker="os"[i // 10], ms=3,
                         color=f"C{i}", label=order if t == 1 and key == "words" else None)
     axes[0].set(yscale="log", xlabel="network calls a text", ylabel="JS divergence, nats")
     axes[1].set(xlabel="network calls a text", ylabel="share of words that the text has")

@@ -763,7 +763,9 @@ def train(given, start):
         nonlocal ending
         settle()
         began, key = time.monotonic(), "nll" if config.objective == "ar" else "nelbo"
-        with autocast:  # one context for each set of weights: it keeps their bfloat16 copies until it ends
+        # One context for each set of weights: autocast keeps their bfloat16 copies until it ends. The raw
+        # ones get one pass: where the others get four, at the end, the two differ by their masks, too.
+        with autocast:
             raw = evaluate(model, val, batch_size=B, rank=rank, world=world)[key] if ema and step else None
         with averaged(), autocast:
             one = time.monotonic()

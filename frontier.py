@@ -117,18 +117,18 @@ def bench_sampling(options, device, book):
 
 def plot_frontier(points, path):
     """JS divergence and share of words against network calls, a line for each order and temperature."""
-    fig, axes = pictures.figure(10, 4, 1, 2)
+    fig, axes = pictures.figure(11, 4, 1, 2)
     for ax in axes:
         ax.set_xscale("log", base=2)
     for i, order in enumerate(dict.fromkeys(p["order"] for p in points)):
         for t, style in zip(TEMPERATURES, ("-", "--", ":")):
             some = [p for p in points if p["order"] == order and p["temperature"] == str(t)]
             for ax, key in zip(axes, ("divergence", "words")):
-                ax.plot([p["calls"] for p in some], [p[key] for p in some], style, marker="os"[i // 10], ms=3,
-                        color=f"C{i}", label=order if t == 1 and key == "words" else None)
+                ax.plot([p["calls"] for p in some], [p[key] for p in some], style, marker="o", ms=3,
+                        color=f"C{i}" if i < 10 else "k", label=order if t == 1 and key == "words" else None)
     axes[0].set(yscale="log", xlabel="network calls a text", ylabel="JS divergence, nats")
     axes[1].set(xlabel="network calls a text", ylabel="share of words that the text has")
-    axes[1].legend(frameon=False, fontsize=8)
+    fig.legend(loc="outside right center", frameon=False, fontsize=8)
     fig.suptitle(f"temperatures {TEMPERATURES}: solid, dashed, dotted")
     fig.savefig(path)
 

@@ -23,6 +23,8 @@ of the largest weight, and backward multiplies that in again, in float32. First 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -228,7 +230,7 @@ def scale_kernel(x_ptr, unit_ptr, grad_ptr, out_ptr, n, BLOCK: tl.constexpr):
 # Triton: head, loss and gradients in one kernel, for a small vocabulary
 
 
-@jit
+@functools.partial(jit, do_not_specialize=("M",))  # as many rows as come: one compilation, also for one row
 def small_head_kernel(h_ptr, w_ptr, target_ptr, rows_ptr, weight_ptr, unit_ptr, loss_ptr, dh_ptr, dw_ptr,
                       M, V: tl.constexpr, C: tl.constexpr, stride_h: tl.constexpr, stride_w: tl.constexpr,
                       DTYPE: tl.constexpr, GRAD: tl.constexpr,

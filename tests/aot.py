@@ -25,9 +25,10 @@ def variants(config):
 
     First what is usual, then numbers that happen to divide by 16, memory that does not, and sizes of 1.
     """
-    name, _, signature, constants, _ = config
+    name, kernel, signature, constants, _ = config
     pointers = {k for k, kind in signature.items() if kind.startswith("*")}
-    integers = {k for k, kind in signature.items() if kind == "i32" and k not in constants}
+    general = constants.keys() | {p.name for p in kernel.params if p.do_not_specialize}
+    integers = {k for k, kind in signature.items() if kind == "i32" and k not in general}
     even, summed = constants.get("EVEN"), constants.get("SUM")
     # The factors of dW are buffers of ours.
     always = (

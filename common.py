@@ -352,8 +352,11 @@ def find_checkpoint(path):
     """A run or a checkpoint -> an intact checkpoint; a damaged one is named and the one before it is used."""
     path = Path(path)
     if (path / "manifest.json").exists():
-        verify(path)
-        return path
+        try:
+            verify(path)
+            return path
+        except Refusal as e:
+            raise Refusal(f"{e}; restore it from a copy, or give another checkpoint") from e
     for folder in checkpoints(path):
         try:
             verify(folder)

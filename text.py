@@ -92,15 +92,21 @@ def find_text(name):
     return None if name == "patterns" else lambda: read_text(name)
 
 
-def split_documents(texts, separator):
-    """Stream (piece, ends a document) of a stream of texts; empty documents vanish."""
+def split_documents(texts, separator, size=1 << 24):
+    """Stream (piece, ends a document) of a stream of texts; empty documents vanish.
+
+    A document longer than `size` characters comes in several pieces, so that memory is bounded.
+    """
+    if not separator:
+        yield from ((text, False) for text in texts)
+        return
     rest = ""
     for text in texts:
-        if not separator:
-            yield text, False
-            continue
         *documents, rest = (rest + text).split(separator)
         yield from ((d, True) for d in documents if d)
+        if len(rest) > size + len(separator):  # its end may be the beginning of a separator
+            yield rest[:-len(separator)], False
+            rest = rest[-len(separator):]
     if rest:
         yield rest, True
 

@@ -1,6 +1,8 @@
 """Text becomes the tokens that one expects, whatever its size and source."""
 
+import itertools
 import math
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -114,6 +116,28 @@ def test_documents_start_their_windows_and_are_filled_with_end(tmp_path):
     assert shown[:5] == ["ab", "c" * 32, "c" * 32, "c" * 6, "\n\ndef"[2:]]
     for row in x.tolist():
         assert end not in row or set(row[row.index(end) :]) == {end}
+
+
+@pytest.mark.parametrize("separator", ["|", "<||>", "aa"])
+def test_long_documents_come_in_pieces_and_are_the_same_documents(separator):
+    g = random.Random(0)
+    whole = "".join(g.choice(["a", "b", "<", "|", ">", separator]) for _ in range(4000))
+    wanted = [d for d in whole.split(separator) if d]
+    for size in (1, 7, 50):
+        cuts = [0, *sorted(g.sample(range(1, 4000), 90)), len(whole)]
+        pieces = list(
+            text.split_documents((whole[i:j] for i, j in itertools.pairwise(cuts)), separator, size)
+        )
+        found, document = [], ""
+        for piece, ends in pieces:
+            assert piece, "an [END] goes with characters of its document"
+            document += piece
+            if ends:
+                found.append(document)
+                document = ""
+        assert found == wanted and not document
+    pieces = [piece for piece, _ in text.split_documents(["xy"] * 100, separator, size=4)]
+    assert "".join(pieces) == "xy" * 100 and max(map(len, pieces)) <= 4 + 2 + len(separator)
 
 
 def test_a_folder_in_nanogpts_format_is_read_as_it_is(tmp_path):

@@ -338,6 +338,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(text_file, tmp
     shutil.rmtree(out / "step-2")
     harm(out / "step-4")
     assert run_mdlm("--resume", f"--out_dir={out}") == 2
+    with pytest.raises(common.Refusal, match="restore it from a copy"):
+        mdlm.load(out / "step-4")
 
 
 def test_help_lists_every_setting_once(capsys):

@@ -526,18 +526,22 @@ PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40": 181, 
 
 
 def peak_flops(device, dtype):
-    """FLOP/s that MFU is a share of: the maker's figure of a known GPU, else what a large product reaches."""
+    """FLOP/s that MFU is a share of: the maker's figure of a known GPU, else the most that products reach."""
     import torch
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == torch.bfloat16 else ""
     for key, tflops in PEAK_TFLOPS.items():
         if key in name:
             return tflops * 1e12
-    a, times = torch.randn(2048, 2048, device=device, dtype=dtype), []
-    for _ in range(8):
-        t = time.perf_counter()
-        (a @ a)[0, 0].item()
-        times.append(time.perf_counter() - t)
-    return 2 * 2048**3 / min(times)
+    best, seconds, n = 0.0, 0.0, 256
+    while seconds < 0.004 and n < 8192:  # the best of short ones: other programs interrupt the long ones
+        n, seconds = 2 * n, math.inf
+        a = torch.randn(n, n, device=device, dtype=dtype)
+        for _ in range(8):
+            t = time.perf_counter()
+            (a @ a)[0, 0].item()
+            seconds = min(seconds, time.perf_counter() - t)
+        best = max(best, 2 * n**3 / seconds)
+    return best
 
 
 class Interrupt:

@@ -76,6 +76,8 @@ class Config:
     loss_weight: str = opt("bound", "uniform: all masked tokens count the same; no bound", "bound", "uniform")
     min_rate: float = opt(0.0, "smallest training mask rate; above 0 the loss is no bound", bounds=(0, 1))
     max_rate: float = opt(1.0, "largest training mask rate; below 1 the loss is no bound", bounds=(1e-6, 1))
+    rate_margin: float = opt(0.5, "share of the rates left out at either end in the first half of a run; "
+                             "falls to 0, the exact bound, at its end", bounds=(0, 0.5))
     # the optimizer
     batch_size: int = opt(64, "sequences in one optimizer step, over all ranks and accumulation steps",
                           bounds=(2, 1 << 24))
@@ -400,14 +402,18 @@ def sequence_weights(config):
     return weight.float()
 
 
-def draw_levels(config, step):
+def draw_levels(config, step, early=0.0):
     """(N,) mask levels of a step's global batch, stratified and mirrored: counts, or rates if bernoulli.
 
     Each of the N/2 pairs draws u from a stratum of its own; its two sequences, neighbours, get u and 1 - u.
-    As exact counts of the linear schedule these are l and L + 1 - l.
+    As exact counts of the linear schedule these are l and L + 1 - l. early, in [0, 1]: how much of
+    config.rate_margin is left out. Few masked tokens make a noisy mean, few visible ones say little: without
+    both ends the middle is learned sooner, and the ends, when they come, with it (results/cpu.md).
     """
     half, L, g = config.batch_size // 2, config.block_size, generator("levels", config.seed, step)
     u = (torch.randperm(half, generator=g) + torch.rand(half, generator=g, dtype=torch.float64)) / half
+    margin = config.rate_margin * early if is_bound(config) else 0.0  # a clipped range is taken as it is
+    u = margin + (1 - 2 * margin) * u
     t = rates(torch.stack((u, 1 - u), 1), config)  # (N/2, 2)
     if config.masking == "bernoulli":
         return t.flatten()
@@ -422,7 +428,7 @@ def shift_right(x0, mask_id):
     return torch.cat((torch.full_like(x0[:, :1], mask_id), x0[:, :-1]), 1)
 
 
-def make_batch(model, corpus, weight_of_count, step, samples):
+def make_batch(model, corpus, weight_of_count, step, samples, early=0.0):
     """What model.forward takes to give the loss of samples (B,), numbers in this step's global batch."""
     config = model.config
     # 1. windows of text; the step's samples are numbers step * N, step * N + 1 ... of the run
@@ -432,7 +438,7 @@ def make_batch(model, corpus, weight_of_count, step, samples):
         return (shift_right(x0, model.mask_id), x0.flatten(), None,  # None: all rows
                 torch.full((B * T,), 1 / (B * T), device=x0.device))
     # 2. how much of each to mask, and where
-    levels, samples = (to_device(x, x0.device) for x in (draw_levels(config, step)[samples], samples))
+    levels, samples = (to_device(x, x0.device) for x in (draw_levels(config, step, early)[samples], samples))
     xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, model.mask_id, config.seed, step, samples)
     # 3. only masked rows reach the head: cut the padding off where that needs no message from a GPU
     if has_static_rows(config):
@@ -827,14 +833,14 @@ def train(given, start):
         progress, stop = all_reduce(torch.tensor([progress, stop], dtype=torch.float64), "MAX").tolist()
         if stop or progress >= 1:
             break
-        scale = lr_scale(config, step, progress)
+        scale, early = lr_scale(config, step, progress), min(1.0, 2 * (1 - progress))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = scale * optimizer.defaults["lr"]
         loss = 0
         for part in range(accumulate):
             samples = torch.arange(B) + (rank * accumulate + part) * B  # of the global batch
-            batch = make_batch(model, corpus, weight_of_count, step, samples)
+            batch = make_batch(model, corpus, weight_of_count, step, samples, early)
             if compiled and not has_static_rows(config):  # one compilation for any number of rows
                 for x in batch[1:]:
                     torch._dynamo.mark_dynamic(x, 0)

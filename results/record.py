@@ -30,6 +30,7 @@ PARAMETERS = 10_700_000  # nanoGPT's baby has 10.65 M
 # In the order in which they are tried, most promising first; the first value is where the sweep begins.
 SETTINGS = [
     ("dropout", (0.2, 0.1, 0.3)),
+    ("rate_margin", (0.5, 0.25, 0.0)),
     ("muon_lr", (0.02, 0.01, 0.04)),
     ("momentum", (0.9, 0.95)),
     ("max_steps", (5000, 10_000, 20_000)),

@@ -30,11 +30,11 @@ def before_step(at, strike):
     """Call strike() when the run makes the first batch of step number `at` (steps count from 0)."""
     make_batch, done = mdlm.make_batch, []
 
-    def hooked(model, corpus, weight_of_count, step, samples):
+    def hooked(model, corpus, weight_of_count, step, *more):
         if step == int(at) and not done:
             done.append(step)
             strike()
-        return make_batch(model, corpus, weight_of_count, step, samples)
+        return make_batch(model, corpus, weight_of_count, step, *more)
 
     mdlm.make_batch = hooked
 

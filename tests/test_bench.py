@@ -248,7 +248,7 @@ def ids(tmp_path_factory):
 
 
 def test_the_step_that_is_timed_is_the_step_of_training(ids, tmp_path):
-    flags = [*TINY, f"--data={ids}", "--gradient_accumulation_steps=2", "--ema=0.9"]
+    flags = [*TINY, f"--data={ids}", "--gradient_accumulation_steps=2", "--ema=0.9", "--rate_margin=0"]
     flags += ["--warmup_steps=0", "--lr_schedule=constant", "--max_steps=6", f"--out_dir={tmp_path / 'out'}"]
     assert run_mdlm(*flags) == 0
     config = mdlm.load(tmp_path / "out")[2]

@@ -2,12 +2,13 @@
 
 import itertools
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Toy, chain_rule, exhaustive_nelbo
+from conftest import TINY, Toy, chain_rule, exhaustive_nelbo, run_mdlm
 
 import kernels
 import mdlm
@@ -259,6 +260,40 @@ def test_clipped_rates_and_uniform_weights_are_no_bound():
     assert not mdlm.is_bound(mdlm.Config(loss_weight="uniform"))
     levels = mdlm.draw_levels(mdlm.Config(min_rate=0.15, max_rate=0.15, block_size=100), 0)
     assert (levels == 16).all()  # 1 + floor(0.15 * 100)
+
+
+def test_early_in_a_run_both_ends_of_the_rates_are_left_out():
+    config = mdlm.Config(block_size=64, batch_size=16, rate_margin=0.25)
+    for early, low, high in ((1, 17, 48), (0.5, 9, 56), (0, 1, 64)):
+        l = torch.stack([mdlm.draw_levels(config, step, early) for step in range(2000)])
+        assert (l[:, 0::2] + l[:, 1::2] == 65).all(), "shapes stay as they are"
+        assert l.min() == low and l.max() == high
+        expected = l.numel() / (high - low + 1)
+        chi2 = ((l.flatten().bincount(minlength=65)[low : high + 1] - expected) ** 2 / expected).sum()
+        assert chi2 < 63 + 5 * (2 * 63) ** 0.5, "uniform in between"
+    t = mdlm.draw_levels(mdlm.Config(masking="bernoulli", rate_margin=0.5), 0, early=1)
+    assert (t == 0.5).all()
+    for more in (dict(min_rate=0.1), dict(loss_weight="uniform")):  # who asks for such a range gets it
+        config = mdlm.Config(**more)
+        assert torch.equal(mdlm.draw_levels(config, 5, early=1), mdlm.draw_levels(config, 5))
+
+
+@pytest.mark.parametrize("limit", ["--max_steps=12", "--time_limit=8"])
+def test_a_run_ends_on_the_exact_bound(text_file, tmp_path, monkeypatch, limit):
+    make_batch, seen = mdlm.make_batch, []
+
+    def hooked(model, corpus, weight_of_count, step, samples, early):
+        seen.append(early)
+        time.sleep(0.1)
+        return make_batch(model, corpus, weight_of_count, step, samples, early)
+
+    monkeypatch.setattr(mdlm, "make_batch", hooked)
+    assert run_mdlm(f"--data={text_file}", *TINY, f"--out_dir={tmp_path / 'out'}", limit) == 0
+    assert seen == sorted(seen, reverse=True) and seen[0] == 1
+    if "steps" in limit:
+        assert seen[:7] == [1] * 7 and seen[7:] == pytest.approx([10 / 12, 8 / 12, 6 / 12, 4 / 12, 2 / 12])
+    else:
+        assert len(seen) > 9 and seen[-1] < 0.25, seen
 
 
 @pytest.mark.parametrize("masking", ["exact", "bernoulli"])

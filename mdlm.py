@@ -116,9 +116,9 @@ PRESETS = {
                  vocab_size=50257, batch_size=512, gradient_accumulation_steps=8, max_steps=20000,
                  warmup_steps=500, tie=True, eval_interval=1000, eval_windows=1024),
 }
-# What --data=patterns implies. Nearly all its entropy is in the first few symbols: cosine trains there more.
-PATTERNS = dict(block_size=64, mask_schedule="cosine", lr_schedule="cosine", learning_rate=0.03,
-                eval_windows=1000)
+# What --data=patterns implies: nearly all its entropy is in the first few symbols, so at the highest rates.
+PATTERNS = dict(block_size=64, mask_schedule="cosine", rate_margin=0.0, lr_schedule="cosine",
+                learning_rate=0.03, eval_windows=1000)
 # Only these may change on --resume.
 RESUMABLE = {"out_dir", "resume", "device", "kernels", "compile", "max_steps", "time_limit",
              "gradient_accumulation_steps", "eval_interval", "eval_passes", "eval_windows", "log_interval",
@@ -737,8 +737,9 @@ def train(given, start):
             f"data: {len(corpus.train):,} training tokens, {len(val)} validation windows, "
             f"V = {tokenizer.vocab_size}" + (f"\nresuming from {folder}" if folder else "")
             + (f"\nexact entropy: {corpus.entropy:.4f} nats per token" if corpus.entropy else ""))
-    if config.objective == "mdlm" and not is_bound(config):
-        log.say("the training loss is no likelihood bound with these rates or weights; the evaluation is one")
+    if config.objective == "mdlm" and (config.rate_margin or not is_bound(config)):
+        when = "before the end (--rate_margin)" if is_bound(config) else "with these rates or weights"
+        log.say(f"the training loss is no likelihood bound {when}; the evaluation is one")
 
     def swap():
         for p, e in zip(params, ema or [], strict=False):
@@ -821,8 +822,7 @@ def train(given, start):
     log.begin(step if folder else -1, config.max_steps if config.max_steps < 1 << 31 else None)
     if not folder:
         report(passes=1)
-    weight_of_count, progress = sequence_weights(config).to(device), 0.0
-    saved = step if folder else None
+    weight_of_count, progress, saved = sequence_weights(config).to(device), 0.0, step if folder else None
     logged, logged_at = step, time.monotonic()
     interrupt = common.Interrupt()  # only now: until here nothing would be lost by leaving at once
     while True:

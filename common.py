@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import hashlib
 import http.client
+import importlib.util
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import re
 import shutil
 import signal
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -519,6 +521,19 @@ def pick_dtype(name, device):
     cpu = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
     ampere = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
     return torch.bfloat16 if cpu.get("amx_bf16") or cpu.get("avx512_bf16") or ampere else torch.float32
+
+
+def can_build(*compilers):
+    """Whether one of these compilers is there, and Python's headers: what Triton and inductor build with."""
+    headers = sysconfig.get_config_var("INCLUDEPY")
+    return any(map(shutil.which, compilers)) and Path(headers or "", "Python.h").exists()
+
+
+def can_compile(device):
+    """Whether torch.compile can work for a device: Linux, Triton (for inductor's own sake), a compiler."""
+    compilers = {"cpu": ["g++"], "cuda": [os.environ.get("CC") or "gcc", "clang"]}.get(device.type, [])
+    return (sys.platform == "linux" and importlib.util.find_spec("triton") is not None
+            and can_build(*compilers))
 
 
 # dense bf16, makers' sheets

@@ -15,13 +15,10 @@ PROCESS_START = time.monotonic()  # --time_limit and the log's seconds include t
 import contextlib
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import math
 import os
-import shutil
 import sys
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -231,7 +228,9 @@ class Corpus:
     def gather(self, ids, starts):
         """(B,) starts -> (B, T) int64 windows on the device; behind a document's [END] all is [END]."""
         at = to_device(starts, ids.device)[:, None] + torch.arange(self.T, device=ids.device)
-        x = to_device(ids[at.clamp(max=len(ids) - 1)], self.device).long()
+        short = ids.dtype == torch.uint16  # which CUDA does not index: the same bits as int16, and back
+        x = to_device((ids.view(torch.int16) if short else ids)[at.clamp(max=len(ids) - 1)], self.device)
+        x = x.long() & 0xFFFF if short else x.long()
         if self.documents:
             over = ((x == self.tokenizer.end_id).cumsum(1) > 0) | to_device(at >= len(ids), self.device)
             x = torch.where(over, self.tokenizer.end_id, x)
@@ -277,7 +276,8 @@ class Block(nn.Module):
 
     def norm(self, x, part, scale, shift):
         """RMSNorm, then a depthwise convolution: neighbours are what a character needs (results/cpu.md)."""
-        h, T = F.rms_norm(x, x.shape[-1:]) * (1 + scale) + shift, x.shape[1]  # (B, T, C)
+        h = F.rms_norm(x, x.shape[-1:]).to(x.dtype)  # (B, T, C); autocast on CUDA makes it float32
+        h, T = h * (1 + scale) + shift, x.shape[1]
         if self.conv is None:
             return h
         conv, k = self.conv[part].to(h.dtype), self.conv.shape[1]
@@ -338,7 +338,7 @@ class Model(nn.Module):
         for block in self.blocks[:-1]:
             x = block(x, cos, sin, rate, self.ops)
         x = self.blocks[-1](x, cos, sin, rate, self.ops, rows)
-        return F.rms_norm(x, (C,))
+        return F.rms_norm(x, (C,)).to(x.dtype)
 
     def forward(self, xt, targets=None, rows=None, weight=None):
         """(B, T) ids -> (B, T, V) float logits; with rows of the flat batch (n,), or None for all, and their
@@ -687,9 +687,9 @@ def train(given, start):
     rank, world, local = common.join_ranks()
     config, folder = open_run(given, world)
     device = pick_device(config.device)
-    if world > 1 and device.type == "cuda":
-        device = pick_device(f"cuda:{local}")
-        torch.cuda.set_device(device)
+    if device.type == "cuda":
+        device = pick_device(f"cuda:{local}") if world > 1 else device
+        torch.cuda.set_device(device.index or 0)
     dtype = pick_dtype(config.dtype, device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     ops = kernels.select(config.kernels, device, config.n_embd // config.n_head, dtype)
@@ -722,10 +722,8 @@ def train(given, start):
     B, flops = N // world // accumulate, flops_per_token(model)
     peak = common.peak_flops(device, dtype) * world
     seconds = min(config.time_limit or math.inf, 2 * flops * N * T * config.max_steps / peak)  # a guess
-    can = (sys.platform == "linux" and shutil.which("g++") and importlib.util.find_spec("triton")
-           and Path(sysconfig.get_path("include"), "Python.h").exists())
-    pays = can and (device.type == "cuda" or (device.type == "cpu" and seconds >= 120))
-    compiled = config.compile == "on" or (config.compile == "auto" and bool(pays))
+    pays = common.can_compile(device) and (device.type == "cuda" or seconds >= 120)
+    compiled = config.compile == "on" or (config.compile == "auto" and pays)
     config.compile, config.dtype = "on" if compiled else "off", str(dtype)[6:]
     fast = compile_model(model, device) if compiled else model
     if world > 1:

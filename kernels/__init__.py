@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from common import Refusal
+from common import Refusal, can_compile
 from kernels._triton import ENABLED, INTERPRET
 from kernels.attention import HEAD_DIMS, attention, attention_auto, attention_ref
 from kernels.cross_entropy import (
@@ -31,10 +31,12 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32):
     device = torch.device(device)
     cuda = device.type == "cuda"
     old = cuda and torch.cuda.get_device_capability(device) < (8, 0)  # the kernels are made for sm_80 and on
-    runs = ENABLED and (cuda and not old or INTERPRET and device.type == "cpu")
+    builds = not cuda or can_compile(device)
+    runs = ENABLED and (cuda and not old and builds or INTERPRET and device.type == "cpu")
     if name == "triton" and not runs:
-        raise Refusal("--kernels=triton needs Triton and a CUDA device of compute capability 8.0 or later "
-                      f"(or TRITON_INTERPRET=1 on a CPU), not {device} as it is here; use --kernels=auto")
+        raise Refusal("--kernels=triton needs Triton, a C compiler, Python's headers and a CUDA device of "
+                      "compute capability 8.0 or later (or TRITON_INTERPRET=1 on a CPU); not all of that is "
+                      f"here for {device}; use --kernels=auto")
     if name == "triton" and head_dim not in (None, *HEAD_DIMS):
         raise Refusal(f"--kernels=triton takes heads of 32, 64 or 128, not {head_dim}; "
                       "change n_embd / n_head, or use --kernels=auto")
@@ -42,7 +44,8 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32):
         raise Refusal(f"--kernels={name} in Triton's interpreter (TRITON_INTERPRET=1) multiplies bfloat16 "
                       "wrongly; use --dtype=float32")
     if name == "auto" and cuda and not runs:
-        why = "This GPU is too old for Triton here" if old else "Triton is missing (pip install triton)"
+        why = ("This GPU is too old for Triton here" if old else "Triton is missing (pip install triton)"
+               if not ENABLED else "Triton finds no C compiler or no Python.h (apt install gcc python3-dev)")
         print(f"{why}: training goes on in plain PyTorch", file=sys.stderr)
     if name == "auto" and runs and head_dim not in (None, *HEAD_DIMS):
         print(f"attention runs in plain PyTorch: the kernels take heads of 32, 64 or 128, not {head_dim} "

@@ -294,6 +294,7 @@ def small_head_kernel(h_ptr, w_ptr, target_ptr, rows_ptr, weight_ptr, unit_ptr, 
                     dw = tl.load(slot, mask=(v < there)[:, None] & (at < C)[None, :], other=0)
                     dw = tl.dot(tl.trans(dz), h, dw, input_precision="ieee")
                     tl.store(slot, dw, mask=(v < V)[:, None] & (at < C)[None, :])
+                tl.debug_barrier()  # the next block's slots may be read by other threads than wrote them
     tl.store(loss_ptr + pid, tl.sum(loss, 0))
 
 

@@ -8,8 +8,10 @@
 # Tests of the kernels, whether Triton and PyTorch train alike, bench.py kernels and bench.py train; then, while
 # there is time, other seeds, nanoGPT and CUDA graphs. Each part has a time limit, and one that fails does not
 # stop the others; the exit code says whether all passed. PARTS="nanogpt graphs" does only those, in a call of
-# their own: tests alike kernels train seeds nanogpt graphs.
+# their own, each with as much time as there is: tests alike kernels train seeds nanogpt graphs. LIMIT=580:
+# seconds for all.
 set -u
+PARTS=${PARTS:-}
 out=$(realpath -m -- "${OUT:-$(dirname "$0")}")
 text=${TEXT:+$(realpath -m -- "$TEXT")}
 nanogpt=${NANOGPT:+$(realpath -m -- "$NANOGPT")}
@@ -40,9 +42,15 @@ if not torch.cuda.is_available():
 print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
 EOF
 
-within() {  # seconds: as many, or what is left of 480 in all
-    local left=$((480 - SECONDS))
-    echo $((left < 1 ? 1 : left < $1 ? left : $1))
+left() {  # seconds, at least 1
+    local left=$((${LIMIT:-480} - SECONDS))
+    echo $((left < 1 ? 1 : left))
+}
+
+within() {  # seconds: as many, or what is left; all that is left where PARTS were chosen
+    local left
+    left=$(left)
+    echo $((left < $1 || ${#PARTS} ? left : $1))
 }
 
 limited() {  # seconds, command: interrupted at its limit, so that it can still sum up
@@ -83,11 +91,11 @@ tests() {  # seconds: every file of tests in a process of its own, side by side:
 }
 
 wanted() {  # part: whether it is to be done at all
-    [[ -z "${PARTS:-}" || " $PARTS " == *" $1 "* ]]
+    [[ -z "$PARTS" || " $PARTS " == *" $1 "* ]]
 }
 
 late() {  # seconds, part: what there was no time for is said, and is no failure
-    [ "$(within "$1")" = "$1" ] || { echo "== $2: not begun: the time is up"; return 0; }
+    [ "$(left)" -ge "$1" ] || { echo "== $2: not begun: the time is up"; return 0; }
     return 1
 }
 

@@ -47,7 +47,7 @@ SETTINGS = [
 @dataclass
 class Options:
     data: str = opt("", "the text: tiny Shakespeare as a file")
-    out_dir: str = opt("record", "folder of the runs")
+    out_dir: str = opt("out-record", "folder of the runs")
     seconds: float = opt(540.0, "no run begins later", bounds=(1, 1e6))
     scale: float = opt(1.0, "of all max_steps, to try the script", bounds=(1e-4, 10))
     preset: str = opt("gpu", "of mdlm.py", "gpu", "cpu")

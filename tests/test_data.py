@@ -1,6 +1,7 @@
 """Text becomes the tokens that one expects, whatever its size and source."""
 
 import itertools
+import json
 import math
 import random
 import subprocess
@@ -13,6 +14,7 @@ import torch
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 import mdlm
 import text
@@ -116,6 +118,28 @@ def test_documents_start_their_windows_and_are_filled_with_end(tmp_path):
     assert shown[:5] == ["ab", "c" * 32, "c" * 32, "c" * 6, "\n\ndef"[2:]]
     for row in x.tolist():
         assert end not in row or set(row[row.index(end) :]) == {end}
+
+
+class AsOnCuda(TorchFunctionMode):
+    """CUDA has no indexing of unsigned integers but those of 8 bits (torch 2.11's index_kernel)."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__getitem__ and args[0].dtype == torch.uint16:
+            raise NotImplementedError("\"index_cuda\" not implemented for 'UInt16'")
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dtype, most", [("uint8", 255), ("uint16", 65535), ("int32", 70000)])
+def test_ids_of_any_width_come_back_as_they_were_on_cuda_too(tmp_path, dtype, most):
+    ids = np.linspace(0, most, 640).astype(dtype)
+    for name in ("train.bin", "val.bin"):
+        ids.tofile(tmp_path / name)
+    (tmp_path / "meta.json").write_text(json.dumps(dict(dtype=dtype, entropy=None, characters=None)))
+    corpus = mdlm.Corpus(tmp_path, mdlm.Config(block_size=32), CPU)
+    with AsOnCuda():
+        x = corpus.windows()
+        corpus.batch(torch.arange(4))
+    assert x.dtype == torch.int64 and x.flatten().tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize("separator", ["|", "<||>", "aa"])

@@ -7,6 +7,7 @@ natively where there is a GPU, else in the interpreter on the CPU.
 import concurrent.futures
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from aot import SHARED
 from conftest import TINY, losses, run_mdlm
 
 import kernels
+from common import Refusal
 
 HERE = Path(__file__).parent
 ENVIRONMENT = os.environ | (
@@ -104,6 +106,21 @@ def test_auto_says_where_attention_stays_with_pytorch(monkeypatch, capsys, head_
     assert kernels.select("auto", "cpu", head_dim).name == "triton"
     said = capsys.readouterr().err
     assert said.count("\n") == sentences and ("48" in said and "attention" in said) == bool(sentences)
+
+
+def test_a_gpu_without_a_compiler_trains_in_pytorch_and_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernels, "ENABLED", True)
+    monkeypatch.setattr(kernels, "INTERPRET", False)
+    with monkeypatch.context() as all_is_there:
+        all_is_there.setattr(kernels, "can_compile", lambda device: True)
+        assert kernels.select("auto", "cuda", 64).name == "triton"
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert kernels.select("auto", "cuda", 64).name == "torch"
+    assert "C compiler" in capsys.readouterr().err
+    with pytest.raises(Refusal, match="C compiler"):
+        kernels.select("triton", "cuda", 64)
 
 
 @pytest.fixture(scope="module", params=["--few", pytest.param("--all", marks=pytest.mark.slow)])

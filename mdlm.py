@@ -407,8 +407,8 @@ def draw_levels(config, step, early=0.0):
 
     Each of the N/2 pairs draws u from a stratum of its own; its two sequences, neighbours, get u and 1 - u.
     As exact counts of the linear schedule these are l and L + 1 - l. early, in [0, 1]: how much of
-    config.rate_margin is left out. Few masked tokens make a noisy mean, few visible ones say little: without
-    both ends the middle is learned sooner, and the ends, when they come, with it (results/cpu.md).
+    config.rate_margin is left out at both ends: the mean over few masked tokens is noise (2503.09573), and
+    few visible ones teach frequencies. The ends, when they come, are learned already (results/cpu.md).
     """
     half, L, g = config.batch_size // 2, config.block_size, generator("levels", config.seed, step)
     u = (torch.randperm(half, generator=g) + torch.rand(half, generator=g, dtype=torch.float64)) / half

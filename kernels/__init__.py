@@ -35,8 +35,8 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32):
     runs = ENABLED and (cuda and not old and builds or INTERPRET and device.type == "cpu")
     if name == "triton" and not runs:
         raise Refusal("--kernels=triton needs Triton, a C compiler, Python's headers and a CUDA device of "
-                      "compute capability 8.0 or later (or TRITON_INTERPRET=1 on a CPU); not all of that is "
-                      f"here for {device}; use --kernels=auto")
+                      "compute capability 8.0 or later (or TRITON_INTERPRET=1 on a CPU), "
+                      f"not {device} as it is here; use --kernels=auto")
     if name == "triton" and head_dim not in (None, *HEAD_DIMS):
         raise Refusal(f"--kernels=triton takes heads of 32, 64 or 128, not {head_dim}; "
                       "change n_embd / n_head, or use --kernels=auto")

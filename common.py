@@ -93,7 +93,8 @@ def read_fields(cls, path, check):
         raise Refusal(f"{path} has version {d.get('version')!r} of format {d.get('format')!r}; "
                       "this program reads version 1 of mdlm")
     for name in sorted({f.name for f in dataclasses.fields(cls)} ^ d["config"].keys()):
-        raise Refusal(f"{path} is no config of this version: the setting {name} is unknown or missing")
+        raise Refusal(f"{path} is no config of this version: the setting {name} is unknown or missing; "
+                      "use the version that wrote it, or train anew")
     config = cls(**d["config"])
     check(config)
     return config
@@ -525,13 +526,17 @@ def pick_dtype(name, device):
 
 def can_build(*compilers):
     """Whether one of these compilers is there, and Python's headers: what Triton and inductor build with."""
-    headers = sysconfig.get_config_var("INCLUDEPY")
-    return any(map(shutil.which, compilers)) and Path(headers or "", "Python.h").exists()
+    headers = (sysconfig.get_config_var("INCLUDEPY") or "", sysconfig.get_path("include"))
+    return any(map(shutil.which, compilers)) and any(Path(d, "Python.h").exists() for d in headers)
+
+
+def c_compilers():
+    return (os.environ["CC"],) if os.environ.get("CC") else ("gcc", "clang")
 
 
 def can_compile(device):
     """Whether torch.compile can work for a device: Linux, Triton (for inductor's own sake), a compiler."""
-    compilers = {"cpu": ["g++"], "cuda": [os.environ.get("CC") or "gcc", "clang"]}.get(device.type, [])
+    compilers = {"cpu": ("g++",), "cuda": c_compilers()}.get(device.type, ())
     return (sys.platform == "linux" and importlib.util.find_spec("triton") is not None
             and can_build(*compilers))
 

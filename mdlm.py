@@ -73,8 +73,8 @@ class Config:
     loss_weight: str = opt("bound", "uniform: all masked tokens count the same; no bound", "bound", "uniform")
     min_rate: float = opt(0.0, "smallest training mask rate; above 0 the loss is no bound", bounds=(0, 1))
     max_rate: float = opt(1.0, "largest training mask rate; below 1 the loss is no bound", bounds=(1e-6, 1))
-    rate_margin: float = opt(0.5, "share of the rates left out at either end in the first half of a run; "
-                             "falls to 0, the exact bound, at its end", bounds=(0, 0.5))
+    rate_margin: float = opt(0.5, "in the first half of a run mask rates lie between this and 1 - this, then "
+                             "widen to all of them, the exact bound (linear schedule only)", bounds=(0, 0.5))
     # the optimizer
     batch_size: int = opt(64, "sequences in one optimizer step, over all ranks and accumulation steps",
                           bounds=(2, 1 << 24))
@@ -113,9 +113,9 @@ PRESETS = {
                  vocab_size=50257, batch_size=512, gradient_accumulation_steps=8, max_steps=20000,
                  warmup_steps=500, tie=True, eval_interval=1000, eval_windows=1024),
 }
-# What --data=patterns implies: nearly all its entropy is in the first few symbols, so at the highest rates.
-PATTERNS = dict(block_size=64, mask_schedule="cosine", rate_margin=0.0, lr_schedule="cosine",
-                learning_rate=0.03, eval_windows=1000)
+# What --data=patterns implies. Nearly all its entropy is in the first few symbols: cosine trains there more.
+PATTERNS = dict(block_size=64, mask_schedule="cosine", lr_schedule="cosine", learning_rate=0.03,
+                eval_windows=1000)
 # Only these may change on --resume.
 RESUMABLE = {"out_dir", "resume", "device", "kernels", "compile", "max_steps", "time_limit",
              "gradient_accumulation_steps", "eval_interval", "eval_passes", "eval_windows", "log_interval",
@@ -229,8 +229,8 @@ class Corpus:
         """(B,) starts -> (B, T) int64 windows on the device; behind a document's [END] all is [END]."""
         at = to_device(starts, ids.device)[:, None] + torch.arange(self.T, device=ids.device)
         short = ids.dtype == torch.uint16  # which CUDA does not index: the same bits as int16, and back
-        x = to_device((ids.view(torch.int16) if short else ids)[at.clamp(max=len(ids) - 1)], self.device)
-        x = x.long() & 0xFFFF if short else x.long()
+        x = (ids.view(torch.int16) if short else ids)[at.clamp(max=len(ids) - 1)]
+        x = to_device(x, self.device).long() & (0xFFFF if short else -1)
         if self.documents:
             over = ((x == self.tokenizer.end_id).cumsum(1) > 0) | to_device(at >= len(ids), self.device)
             x = torch.where(over, self.tokenizer.end_id, x)
@@ -276,8 +276,7 @@ class Block(nn.Module):
 
     def norm(self, x, part, scale, shift):
         """RMSNorm, then a depthwise convolution: neighbours are what a character needs (results/cpu.md)."""
-        h = F.rms_norm(x, x.shape[-1:]).to(x.dtype)  # (B, T, C); autocast on CUDA makes it float32
-        h, T = h * (1 + scale) + shift, x.shape[1]
+        h, T = F.rms_norm(x, x.shape[-1:]).to(x.dtype) * (1 + scale) + shift, x.shape[1]  # (B, T, C)
         if self.conv is None:
             return h
         conv, k = self.conv[part].to(h.dtype), self.conv.shape[1]
@@ -371,6 +370,12 @@ def is_bound(config):
     return config.loss_weight == "bound" and config.min_rate == 0 and config.max_rate == 1
 
 
+def first_margin(config):
+    """--rate_margin, or 0 where it has no place: it would change chosen rates, or those a model is told."""
+    c = config
+    return c.rate_margin * (is_bound(c) and c.mask_schedule == "linear" and not c.time_conditioning)
+
+
 def has_static_rows(config):
     """Whether every pair of sequences has exactly L + 1 masked positions, so that all shapes are static."""
     c = config
@@ -406,15 +411,14 @@ def draw_levels(config, step, early=0.0):
     """(N,) mask levels of a step's global batch, stratified and mirrored: counts, or rates if bernoulli.
 
     Each of the N/2 pairs draws u from a stratum of its own; its two sequences, neighbours, get u and 1 - u.
-    As exact counts of the linear schedule these are l and L + 1 - l. early, in [0, 1]: how much of
-    config.rate_margin is left out at both ends: the mean over few masked tokens is noise (2503.09573), and
-    few visible ones teach frequencies. The ends, when they come, are learned already (results/cpu.md).
+    As exact counts of the linear schedule these are l and L + 1 - l. early is 1 in the first half of a run,
+    then falls to 0; times the margin it is the share of rates left out at both ends, where the mean over few
+    tokens is noise (2503.09573), or few are visible: the middle teaches more (results/cpu.md).
     """
     half, L, g = config.batch_size // 2, config.block_size, generator("levels", config.seed, step)
     u = (torch.randperm(half, generator=g) + torch.rand(half, generator=g, dtype=torch.float64)) / half
-    margin = config.rate_margin * early if is_bound(config) else 0.0  # a clipped range is taken as it is
-    u = margin + (1 - 2 * margin) * u
-    t = rates(torch.stack((u, 1 - u), 1), config)  # (N/2, 2)
+    margin = first_margin(config) * early
+    t = rates(margin + (1 - 2 * margin) * torch.stack((u, 1 - u), 1), config)  # (N/2, 2)
     if config.masking == "bernoulli":
         return t.flatten()
     l = (1 + (t * L).long()).clamp(max=L)
@@ -726,8 +730,7 @@ def train(given, start):
     compiled = config.compile == "on" or (config.compile == "auto" and pays)
     config.compile, config.dtype = "on" if compiled else "off", str(dtype)[6:]
     fast = compile_model(model, device) if compiled else model
-    if world > 1:
-        fast = nn.parallel.DistributedDataParallel(fast)
+    fast = nn.parallel.DistributedDataParallel(fast) if world > 1 else fast
     log.say(f"preset {config.preset}: {sum(p.numel() for p in params) / 1e6:.2f} M parameters, "
             f"{config.n_layer} layers x {config.n_embd}, context {T}, batch {N}\n"
             f"{device}, {str(dtype)[6:]}, {'compiled' if compiled else 'eager'}, {world} rank(s), "
@@ -735,7 +738,7 @@ def train(given, start):
             f"data: {len(corpus.train):,} training tokens, {len(val)} validation windows, "
             f"V = {tokenizer.vocab_size}" + (f"\nresuming from {folder}" if folder else "")
             + (f"\nexact entropy: {corpus.entropy:.4f} nats per token" if corpus.entropy else ""))
-    if config.objective == "mdlm" and (config.rate_margin or not is_bound(config)):
+    if config.objective == "mdlm" and (first_margin(config) or not is_bound(config)):
         when = "before the end (--rate_margin)" if is_bound(config) else "with these rates or weights"
         log.say(f"the training loss is no likelihood bound {when}; the evaluation is one")
 
@@ -768,8 +771,7 @@ def train(given, start):
         nonlocal ending
         settle()
         began, key = time.monotonic(), "nll" if config.objective == "ar" else "nelbo"
-        # One context for each set of weights: autocast keeps their bfloat16 copies until it ends. The raw
-        # ones get one pass: where the others get four, at the end, the two differ by their masks, too.
+        # one context for each set of weights: autocast keeps their bfloat16 copies until it ends
         with autocast:
             raw = evaluate(model, val, batch_size=B, rank=rank, world=world)[key] if ema and step else None
         with averaged(), autocast:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from common import Refusal, can_compile
+from common import Refusal, c_compilers, can_build
 from kernels._triton import ENABLED, INTERPRET
 from kernels.attention import HEAD_DIMS, attention, attention_auto, attention_ref
 from kernels.cross_entropy import (
@@ -31,7 +31,7 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32):
     device = torch.device(device)
     cuda = device.type == "cuda"
     old = cuda and torch.cuda.get_device_capability(device) < (8, 0)  # the kernels are made for sm_80 and on
-    builds = not cuda or can_compile(device)
+    builds = can_build(*c_compilers())  # its launchers
     runs = ENABLED and (cuda and not old and builds or INTERPRET and device.type == "cpu")
     if name == "triton" and not runs:
         raise Refusal("--kernels=triton needs Triton, a C compiler, Python's headers and a CUDA device of "

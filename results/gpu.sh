@@ -8,8 +8,8 @@
 # Tests of the kernels, whether Triton and PyTorch train alike, bench.py kernels and bench.py train; then, while
 # there is time, other seeds, nanoGPT and CUDA graphs. Each part has a time limit, and one that fails does not
 # stop the others; the exit code says whether all passed. PARTS="nanogpt graphs" does only those, in a call of
-# their own, each with as much time as there is: tests alike kernels train seeds nanogpt graphs. LIMIT=580:
-# seconds for all.
+# their own, a single one with all the time: tests alike kernels train seeds nanogpt graphs. LIMIT=580: seconds
+# for all.
 set -u
 PARTS=${PARTS:-}
 out=$(realpath -m -- "${OUT:-$(dirname "$0")}")
@@ -47,10 +47,10 @@ left() {  # seconds, at least 1
     echo $((left < 1 ? 1 : left))
 }
 
-within() {  # seconds: as many, or what is left; all that is left where PARTS were chosen
+within() {  # seconds: as many, or what is left; all that is left for a single part
     local left
     left=$(left)
-    echo $((left < $1 || ${#PARTS} ? left : $1))
+    [[ "$PARTS" =~ ^[a-z]+$ ]] && echo "$left" || echo $((left < $1 ? left : $1))
 }
 
 limited() {  # seconds, command: interrupted at its limit, so that it can still sum up

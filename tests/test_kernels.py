@@ -113,12 +113,13 @@ def test_a_gpu_without_a_compiler_trains_in_pytorch_and_says_so(monkeypatch, cap
     monkeypatch.setattr(kernels, "ENABLED", True)
     monkeypatch.setattr(kernels, "INTERPRET", False)
     with monkeypatch.context() as all_is_there:
-        all_is_there.setattr(kernels, "can_compile", lambda device: True)
+        all_is_there.setattr(kernels, "can_build", lambda *compilers: True)
         assert kernels.select("auto", "cuda", 64).name == "triton"
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert kernels.select("auto", "cuda", 64).name == "torch"
-    assert "C compiler" in capsys.readouterr().err
+    for compiler, there in (("", ()), ("absent", ("gcc", "clang"))):  # none; or CC names what is not there
+        monkeypatch.setenv("CC", compiler)
+        monkeypatch.setattr(shutil, "which", lambda name, there=there: name if name in there else None)
+        assert kernels.select("auto", "cuda", 64).name == "torch"
+        assert "C compiler" in capsys.readouterr().err
     with pytest.raises(Refusal, match="C compiler"):
         kernels.select("triton", "cuda", 64)
 

@@ -552,15 +552,15 @@ def peak_flops(device, dtype):
     for key, tflops in PEAK_TFLOPS.items():
         if key in name:
             return tflops * 1e12
-    best, seconds, n = 0.0, 0.0, 256
-    while seconds < 0.004 and n < 8192:  # the best of short ones: other programs interrupt the long ones
-        n, seconds = 2 * n, math.inf
+    best, times, n = 0.0, [0.0], 256
+    while min(times) < 0.004 and n < 8192:  # the best of short ones: other programs interrupt the long ones
+        n, times = 2 * n, []
         a = torch.randn(n, n, device=device, dtype=dtype)
-        for _ in range(8):
+        while len(times) < 8 or sum(times) < 0.05:
             t = time.perf_counter()
             (a @ a)[0, 0].item()
-            seconds = min(seconds, time.perf_counter() - t)
-        best = max(best, 2 * n**3 / seconds)
+            times.append(time.perf_counter() - t)
+        best = max(best, 2 * n**3 / min(times))
     return best
 
 

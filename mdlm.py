@@ -337,7 +337,7 @@ class Model(nn.Module):
         for block in self.blocks[:-1]:
             x = block(x, cos, sin, rate, self.ops)
         x = self.blocks[-1](x, cos, sin, rate, self.ops, rows)
-        return F.rms_norm(x, (C,)).to(x.dtype)
+        return F.rms_norm(x, (C,)).to(x.dtype)  # CUDA's autocast would leave float32
 
     def forward(self, xt, targets=None, rows=None, weight=None):
         """(B, T) ids -> (B, T, V) float logits; with rows of the flat batch (n,), or None for all, and their

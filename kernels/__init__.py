@@ -31,7 +31,7 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32):
     device = torch.device(device)
     cuda = device.type == "cuda"
     old = cuda and torch.cuda.get_device_capability(device) < (8, 0)  # the kernels are made for sm_80 and on
-    builds = can_build(*c_compilers())  # its launchers
+    builds = not cuda or can_build(*c_compilers())  # Triton its launchers
     runs = ENABLED and (cuda and not old and builds or INTERPRET and device.type == "cpu")
     if name == "triton" and not runs:
         raise Refusal("--kernels=triton needs Triton, a C compiler, Python's headers and a CUDA device of "

@@ -45,6 +45,9 @@ def run(main, argv):
         return code
     except Refusal as e:
         warn(f"{Path(sys.argv[0]).name}: {e}")
+        for folder in MADE:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # if nothing came into it
         return 2
     except KeyboardInterrupt:
         return 130
@@ -189,12 +192,15 @@ def clean(out_dir):
 
 
 HELD = []  # the folder of the run in this process, locked: the system unlocks it, however the process ends
+MADE = []  # what was not there before: a run that is refused at its start leaves nothing
 
 
 def take(out_dir):
     """Make the folder of a run, writable and clean, and refuse one in which another process is training."""
     release()
     with writing(out_dir):
+        if not out_dir.exists():
+            MADE.append(out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(ImportError):  # Windows cannot lock a folder
             import fcntl
@@ -553,7 +559,7 @@ def peak_flops(device, dtype):
         if key in name:
             return tflops * 1e12
     best, times, n = 0.0, [0.0], 256
-    while min(times) < 0.004 and n < 8192:  # the best of short ones: other programs interrupt the long ones
+    while n < 1024 or (min(times) < 0.004 and n < 8192):  # the best of short ones: others interrupt the long
         n, times = 2 * n, []
         a = torch.randn(n, n, device=device, dtype=dtype)
         while len(times) < 8 or sum(times) < 0.05:

@@ -852,8 +852,7 @@ def train(given, start):
                     part_loss = fast(*batch) / accumulate
                 part_loss.backward()
             loss = loss + part_loss.detach()
-        norm = common.clip_gradients(params, config.grad_clip)
-        pending[step] = torch.stack((loss, norm))
+        pending[step] = torch.stack((loss, common.clip_gradients(params, config.grad_clip)))
         if not is_async(device) or (step + 1) % config.log_interval == 0:  # a GPU does not wait for Python
             loss, norm = settle()
         for optimizer in optimizers:
@@ -865,6 +864,7 @@ def train(given, start):
         step += 1
         if step % config.log_interval == 0:
             speed = (step - logged) * N * T / (time.monotonic() - logged_at)
+            peak = max(peak, speed * flops)  # other programs may have run when it was measured
             log.record(step=step, tokens=step * N * T, seconds=round(elapsed(), 3), loss=loss, grad_norm=norm,
                        lr_scale=scale, tokens_per_second=round(speed), mfu=speed * flops / peak)
             log.progress(step, f"loss {loss:.4f}, {speed:,.0f} tokens/s, MFU {speed * flops / peak:.1%}")

@@ -267,11 +267,12 @@ def test_a_mistake_gets_one_sentence_and_exit_code_2(text_file, tmp_path, capsys
 @pytest.mark.parametrize(
     "content, words", [(b"", ["empty"]), (b"\xff\xfe\x00\x01" * 100, ["UTF-8"]), (b"short", ["block_size"])]
 )
-def test_a_file_that_is_no_text_gets_one_sentence(tmp_path, capsys, content, words):
+def test_a_file_that_is_no_text_gets_one_sentence_and_leaves_nothing(tmp_path, capsys, content, words):
     (tmp_path / "t").write_bytes(content)
     assert run_mdlm(f"--data={tmp_path / 't'}", *TINY, f"--out_dir={tmp_path / 'out'}") == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and all(word in said for word in words), said
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_with_a_run_is_only_touched_on_request(text_file, tmp_path, capsys):

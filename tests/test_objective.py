@@ -1,14 +1,17 @@
 """The training loss and the evaluation are what the mathematics says."""
 
 import itertools
+import json
 import math
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, Toy, chain_rule, exhaustive_nelbo, run_mdlm
+from conftest import ROOT, TINY, Toy, chain_rule, exhaustive_nelbo, run_mdlm
+from safetensors.numpy import load_file
 
 import kernels
 import mdlm
@@ -328,3 +331,45 @@ def test_the_standard_error_is_honest_with_few_windows(W, passes):
         errors.append(r["se"])
     ratio = torch.tensor(errors).square().mean().sqrt() / torch.tensor(estimates).std()
     assert 0.75 < ratio < 1.6, ratio
+
+
+def test_the_shipped_weights_mean_what_a_second_implementation_in_float64_makes_of_their_file():
+    folder, tokenizer = ROOT / "weights" / "shakespeare", mdlm.load(ROOT / "weights" / "shakespeare")[1]
+    w = {name: t.astype(np.float64) for name, t in load_file(folder / "model.safetensors").items()}
+    c = json.loads((folder / "config.json").read_text())["config"]
+    T, C, H = 100, c["n_embd"], c["n_head"]
+    angle = np.arange(T)[:, None, None] * 10000.0 ** (-np.arange(0, C // H, 2) / (C // H))
+
+    def norm(x):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + np.finfo(np.float32).eps)
+
+    def softmax(x):
+        e = np.exp(x - x.max(-1, keepdims=True))
+        return e / e.sum(-1, keepdims=True)
+
+    def near(h, kernel):
+        padded = np.pad(h, ((len(kernel) // 2,) * 2, (0, 0)))
+        return h + sum(padded[i : i + T] * kernel[i] for i in range(len(kernel)))
+
+    def turn(x):
+        a, b = np.split(norm(x), 2, -1)
+        cos, sin = np.cos(angle), np.sin(angle)
+        return np.concatenate((a * cos - b * sin, b * cos + a * sin), -1)
+
+    xt = np.arange(T) * 7 % (tokenizer.vocab_size + 1)  # all characters and [MASK]
+    x = norm(w["embed.weight"][xt])
+    for i in range(c["n_layer"]):
+        conv, qkv, proj, up, down = (
+            w[f"blocks.{i}.{name}"]
+            for name in ("conv", "qkv.weight", "proj.weight", "up.weight", "down.weight")
+        )
+        q, k, v = np.moveaxis((near(norm(x), conv[0]) @ qkv.T).reshape(T, 3, H, -1), 1, 0)
+        p = softmax(np.einsum("qhd,khd->hqk", turn(q), turn(k)) / (C // H) ** 0.5)
+        x = x + np.einsum("hqk,khd->qhd", p, v).reshape(T, C) @ proj.T
+        x = x + np.maximum(near(norm(x), conv[1]) @ up.T, 0) ** 2 @ down.T
+    model = mdlm.load(folder)[0]
+    np.testing.assert_allclose(
+        model(torch.from_numpy(xt)[None])[0].softmax(-1).detach().numpy(),
+        softmax(norm(x) @ w["head.weight"].T),
+        atol=1e-4,
+    )

@@ -547,6 +547,15 @@ def can_compile(device):
             and can_build(*compilers))
 
 
+def should_compile(asked, device, long):
+    """Whether to torch.compile: as --compile says; if auto, for a GPU or a long run. Says so if it cannot."""
+    able = can_compile(device)
+    if asked == "on" and not able and sys.platform == "linux":
+        warn("--compile=on needs Triton, a C++ compiler and Python's headers; going on without it")
+        return False
+    return asked == "on" or (asked == "auto" and able and (long or device.type == "cuda"))
+
+
 # dense bf16, makers' sheets
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40": 181, "4090": 165}
 

@@ -267,7 +267,8 @@ def tour(r, forward, cells, log, out_dir):
     yield ("What next",
            "Watch it write, score all of the text exactly, or train a model of your own and compare.",
            f"python sample.py --out_dir={out_dir}\npython eval.py --out_dir={out_dir} --exact\n"
-           f"python mdlm.py --data=my.txt --out_dir=out-my\npython eval.py --compare={out_dir},out-my")
+           "python mdlm.py --data=my.txt --out_dir=out-my"
+           + (f"\npython eval.py --compare={out_dir},out-my" if log else ""))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -318,7 +319,7 @@ def compare(options):
     lines += [f"{x['run']:{width}}  {x['objective']:9}  {x['step']:>8}  {x['seconds']:>7.0f}  "
               f"{plus_minus(x['value'], x['se'] or math.inf):17}  {x['bpc'] or math.nan:>10.3f}  "
               f"{x['best']:.4f} ({x['best_step']})" for x in rows]
-    lines.append("mdlm: NELBO, an upper bound; ar: exact NLL; both score the same tokens of the same windows")
+    lines.append("mdlm: NELBO, an upper bound; ar: exact NLL; compare only with the same text and tokenizer")
     draw = {"compare.png": lambda path: plot_losses(runs, path)}
     return dict(runs=rows), "\n".join(lines), Path(runs[0]), draw
 

@@ -35,7 +35,6 @@ from common import Refusal, all_reduce, is_async, on_first_rank, opt, pick_devic
 # ------------------------------------------------------------------------------------------------------------
 # Config: one flat dataclass; the command line, --help and config.json all come from it
 
-
 @dataclass
 class Config:
     # the run
@@ -43,7 +42,7 @@ class Config:
     out_dir: str = opt("out", "folder for checkpoints, log.jsonl and pictures")
     resume: bool = opt(False, "go on from the last checkpoint in out_dir")
     overwrite: bool = opt(False, "replace the run in out_dir")
-    init_from: str = opt("", "start from the weights of this run or checkpoint (fine-tuning)")
+    init_from: str = opt("", "start from the weights and tokenizer of this run or checkpoint (fine-tuning)")
     preset: str = opt("auto", "defaults (below); auto: gpu with CUDA, else cpu", "auto", "cpu", "gpu", "gpt2")
     seed: int = opt(0, "of weights, data order and masks", bounds=(0, (1 << 32) - 1))
     device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the best there is")
@@ -74,7 +73,8 @@ class Config:
     min_rate: float = opt(0.0, "smallest training mask rate; above 0 the loss is no bound", bounds=(0, 1))
     max_rate: float = opt(1.0, "largest training mask rate; below 1 the loss is no bound", bounds=(1e-6, 1))
     rate_margin: float = opt(0.5, "in the first half of a run mask rates lie between this and 1 - this, then "
-                             "widen to all of them, the exact bound (linear schedule only)", bounds=(0, 0.5))
+                             "widen to all, the exact bound (no margin where the loss is no bound, with "
+                             "mask_schedule=cosine or time_conditioning)", bounds=(0, 0.5))
     # the optimizer
     batch_size: int = opt(64, "sequences in one optimizer step, over all ranks and accumulation steps",
                           bounds=(2, 1 << 24))
@@ -85,7 +85,7 @@ class Config:
     optimizer: str = opt("muon", "Muon for matrices and AdamW for the rest, or AdamW alone", "muon", "adamw")
     muon_lr: float = opt(0.02, "learning rate of Muon", bounds=(0, 1e3))
     learning_rate: float = opt(3e-3, "learning rate of AdamW", bounds=(0, 1e3))
-    weight_decay: float = opt(0.01, "decoupled decay of the matrices", bounds=(0, 1e3))
+    weight_decay: float = opt(0.01, "decoupled; with Muon only of its matrices, else of all", bounds=(0, 1e3))
     beta1: float = opt(0.9, "of AdamW", bounds=(0, 0.9999))
     beta2: float = opt(0.95, "of AdamW", bounds=(0, 0.999999))
     momentum: float = opt(0.9, "of Muon", bounds=(0, 0.9999))
@@ -126,6 +126,7 @@ def parse_args(argv):
     """The flags that were given, as a dict of Config fields."""
     lines = [f"  {name}: " + (" ".join(f"{k}={v}" for k, v in values.items()) or "the defaults above")
              for name, values in PRESETS.items()]
+    lines.append("--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items()))
     return common.parse_flags(Config, argv, __doc__.split("\n")[0], "presets:\n" + "\n".join(lines))
 
 
@@ -142,9 +143,11 @@ def check(config, world=1):
                       "accumulation step(s)")
     if config.min_rate > config.max_rate:
         raise Refusal(f"--min_rate={config.min_rate} is above --max_rate={config.max_rate}; swap them")
-    if config.data == "patterns" and config.block_size != 64:
-        raise Refusal(f"--block_size={config.block_size} does not fit --data=patterns, "
-                      "whose sequences have 64 symbols")
+    if config.data == "patterns" and (config.block_size, config.tokenizer + config.separator) != (64, "char"):
+        raise Refusal("--data=patterns has aligned sequences of 64 characters; leave --block_size, "
+                      "--tokenizer and --separator out")
+    if config.objective == "ar" and config.time_conditioning:
+        raise Refusal("--objective=ar has no mask rate to be told; leave --time_conditioning out")
 
 
 def generator(*key):
@@ -262,7 +265,6 @@ class Corpus:
 # ------------------------------------------------------------------------------------------------------------
 # Model: a pre-norm bidirectional transformer
 
-
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
@@ -359,7 +361,6 @@ class Model(nn.Module):
 # there (Hoogeboom et al., 2110.02037, eq. 7; Ou et al., 2406.03736). Where counts come with another
 # probability P(l) > 0, a sequence weighs 1 / (L P(l)): the expectation is the same.
 
-
 def rates(u, config):
     """Uniform u in [0, 1) -> mask rates."""
     rate = torch.cos(math.pi / 2 * (1 - u)) if config.mask_schedule == "cosine" else u
@@ -370,15 +371,13 @@ def is_bound(config):
     return config.loss_weight == "bound" and config.min_rate == 0 and config.max_rate == 1
 
 
-def first_margin(config):
+def first_margin(c):
     """--rate_margin, or 0 where it has no place: it would change chosen rates, or those a model is told."""
-    c = config
     return c.rate_margin * (is_bound(c) and c.mask_schedule == "linear" and not c.time_conditioning)
 
 
-def has_static_rows(config):
+def has_static_rows(c):
     """Whether every pair of sequences has exactly L + 1 masked positions, so that all shapes are static."""
-    c = config
     return c.objective == "ar" or (c.masking == "exact" and c.mask_schedule == "linear"
                                    and c.min_rate == 0 and c.max_rate == 1)
 
@@ -458,7 +457,6 @@ def make_batch(model, corpus, weight_of_count, step, samples, early=0.0):
 # ------------------------------------------------------------------------------------------------------------
 # Evaluation
 
-
 @torch.no_grad()
 def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1, observe=lambda *_: None):
     """Likelihood of validation windows (W, T), in nats per token. Deterministic; ranks share the work.
@@ -519,7 +517,6 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1, o
 
 # ------------------------------------------------------------------------------------------------------------
 # Checkpoints (how they are kept safe on disk: common.py)
-
 
 def load(path="out", device="cpu", kernel="auto"):
     """(model, tokenizer, config) of a run (its latest checkpoint) or a checkpoint folder, ready to predict.
@@ -588,7 +585,6 @@ def restore(folder, model, ema, optimizers):
 # ------------------------------------------------------------------------------------------------------------
 # Training
 
-
 def make_optimizers(model, c, device):
     """Muon for the matrices of the blocks (Jordan et al., 2024) and AdamW for the rest, or AdamW alone."""
     muon = [p for n, p in model.named_parameters() if c.optimizer == "muon" and n.startswith("blocks.")
@@ -653,10 +649,11 @@ def open_run(given, world):
     return config, folder
 
 
-def open_corpus(config, device, checkpoint):
+def open_corpus(config, device, checkpoint, tokenizer=None):
     """The corpus of config.data: a folder as it is; all else is tokenized by rank 0 into out_dir/data.
 
-    A run that resumes finds it there. Before anything there is replaced, the new data has proved usable.
+    With the given tokenizer, or one of its own. A run that resumes finds it there. Before anything there is
+    replaced, the new data has proved usable.
     """
     folder = Path(config.data)
     learned = common.read_json(checkpoint / "state.json", "training state") if checkpoint else {}
@@ -674,7 +671,7 @@ def open_corpus(config, device, checkpoint):
         if folder.exists() and not (folder / "meta.json").exists():
             raise Refusal(f"{folder} exists and is not mdlm's; give another --out_dir")
         with common.writing(folder), common.new_folder(config.out_dir) as tmp:
-            prepare(config, tmp)
+            prepare(config, tmp, tokenizer)
             opened(tmp, torch.device("cpu"))
             common.remove(folder)
             os.rename(tmp, folder)
@@ -700,17 +697,19 @@ def train(given, start):
     torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32 on a GPU
     source = load(config.init_from) if config.init_from and not folder else None
     log = common.Log(config, silent=rank > 0)
-    corpus = open_corpus(config, device, folder)
+    corpus = open_corpus(config, device, folder, source and source[1])
     tokenizer, val = corpus.tokenizer, corpus.windows(config.eval_windows)
 
     # 2. model, averaged weights, optimizers
     torch.manual_seed(config.seed)
     model = Model(config, tokenizer.vocab_size, ops)
     if source:
-        shapes, wanted = ({n: t.shape for n, t in m.state_dict().items()} for m in (source[0], model))
-        if source[1].to_json() != tokenizer.to_json() or shapes != wanted:
-            raise Refusal(f"--init_from={config.init_from} has another vocabulary or shape than this run; "
-                          "use the same kind of text, n_layer, n_embd and block_size")
+        same = ["n_layer", "n_head", "n_embd", "conv", "pos", "tie", "time_conditioning", "separator"]
+        differ = [f"{k}={getattr(source[2], k)!r}" for k in same + ["block_size"] * (config.pos == "learned")
+                  if getattr(source[2], k) != getattr(config, k)]
+        if differ or source[1].to_json() != tokenizer.to_json():
+            raise Refusal(f"--init_from={config.init_from} has {' and '.join(differ or ['other tokens'])}, "
+                          "unlike this run; give the same")
         model.load_state_dict(source[0].state_dict())
     params = list(model.to(device).parameters())
     ema = [p.detach().clone() for p in params] if config.ema else None
@@ -726,8 +725,7 @@ def train(given, start):
     B, flops = N // world // accumulate, flops_per_token(model)
     peak = common.peak_flops(device, dtype) * world
     seconds = min(config.time_limit or math.inf, 2 * flops * N * T * config.max_steps / peak)  # a guess
-    pays = common.can_compile(device) and (device.type == "cuda" or seconds >= 120)
-    compiled = config.compile == "on" or (config.compile == "auto" and pays)
+    compiled = common.should_compile(config.compile, device, seconds >= 120)
     config.compile, config.dtype = "on" if compiled else "off", str(dtype)[6:]
     fast = compile_model(model, device) if compiled else model
     fast = nn.parallel.DistributedDataParallel(fast) if world > 1 else fast
@@ -888,7 +886,7 @@ def train(given, start):
         if rank == 0:
             import eval
             eval.plot_losses([config.out_dir], Path(config.out_dir) / "loss.png")
-        infill = ' --infill "To be███"' if config.objective == "mdlm" and tokenizer.kind != "id" else ""
+        infill = ' --infill "To be███"' if config.objective == "mdlm" and tokenizer.knows("To be") else ""
         log.say(f"done in {elapsed():.0f} s. Now type: python sample.py --out_dir={config.out_dir}{infill}")
     log.close()
     common.leave_ranks()

@@ -259,10 +259,14 @@ def unmask(model, x, steps=64, order="ancestral", schedule="linear", threshold=0
                 yield Step(begin + s + 1, x.clone(), *whole, logp, calls.clone())
 
 
-def groups(model, B, n=None):
-    """Slices of a batch of B that bound the memory: 2^15 tokens, 2^26 logits at a time (or n rows)."""
-    L = model.config.block_size
-    n = n or max(1, min((1 << 15) // L, (1 << 26) // (L * model.vocab_size)))
+def groups(model, B, device, n=None):
+    """Slices of a batch of B that bound the memory: 2^15 tokens, 2^26 logits at a time (or n rows).
+
+    On a CPU 2^11 tokens: tensors of 32 MB and more get new pages each time, which took as long as
+    the products.
+    """
+    L, tokens = model.config.block_size, 1 << (11 if torch.device(device).type == "cpu" else 15)
+    n = n or max(1, min(tokens // L, (1 << 26) // (L * model.vocab_size)))
     return [slice(i, min(i + n, B)) for i in range(0, B, n)]
 
 
@@ -276,7 +280,7 @@ def generate(model, x, steps=64, order="ancestral", generator=None, samples=None
     where = generator.device if generator is not None else "cpu"
     seed = int(torch.randint(1 << 32, (), generator=generator, device=where))
     samples, out = torch.arange(len(x)) if samples is None else samples, x.clone()
-    for part in groups(model, len(x)):
+    for part in groups(model, len(x), x.device):
         for step in unmask(model, x[part], steps, order, seed=seed, samples=samples[part],
                            fill=None if fill is None else fill[part], **how):
             out[part] = step.x
@@ -298,7 +302,7 @@ def chain_rule(model, x, start=None, stop=None, batch_size=None, update=lambda n
     stop = torch.full((B,), T, device=x.device) if stop is None else stop
     row, at = ((position >= start[:, None]) & (position < stop[:, None])).nonzero().T
     out = torch.zeros(B, L, dtype=torch.float64)
-    for part in groups(model, len(row), batch_size):
+    for part in groups(model, len(row), x.device, batch_size):
         r, i, each = row[part], at[part], torch.arange(len(row[part]), device=x.device)
         xt = mdlm.shift_right(x[r], mask) if model.config.objective == "ar" else (
             x[r].masked_fill(position >= i[:, None], mask))
@@ -327,12 +331,20 @@ def preview(model, tokenizer, windows, generator):
 # Templates: lists of parts, each a literal string, a number of tokens to fill (███), or None: any number
 
 
+def need_utf8(text):
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise Refusal(f"the text is not UTF-8 from position {e.start} on; convert it") from None
+
+
 def parse(template, tokenizer, context):
     """The parts of a template; refused if it is empty, unknown to the tokenizer, complete or too long."""
     if not template:
         raise Refusal("the template is empty; write a text in which █ marks each missing token")
+    need_utf8(template)
     marks = re.compile(r"(█+|\[___\])")
-    any_known = tokenizer.vocab[0] if tokenizer.kind == "char" else "0"
+    any_known = tokenizer.vocab[0] if tokenizer.kind == "char" else " " if tokenizer.kind == "id" else "0"
     tokenizer.encode(marks.sub(lambda m: any_known * len(m[0]), template))  # names an unknown one's position
     parts = [len(p) if p[0] == "█" else None if p == "[___]" else p for p in marks.split(template) if p]
     if all(isinstance(p, str) for p in parts):
@@ -357,7 +369,10 @@ def to_texts(parts, ids, tokenizer):
     shown, at = [], 0
     for part in parts:
         n = len(to_ids([part], tokenizer, 0))
-        shown.append((part, False) if isinstance(part, str) else (tokenizer.decode(ids[at:at + n]), True))
+        text = part if isinstance(part, str) else tokenizer.decode(ids[at:at + n])
+        if tokenizer.kind == "id":  # numbers need a space between them
+            text = " " * bool(shown) + text.strip()
+        shown.append((text, not isinstance(part, str)))
         at += n
     return shown
 
@@ -485,7 +500,7 @@ def sampled(model, tokenizer, parts, options, how, device, pages):
     n, end, blocks = options.num_samples, how["end_id"], plan(
         model.config, len(ids), how["steps"], how["order"], how["block"])
     steps = ids.count(mask) if model.config.objective == "ar" else sum(steps for *_, steps in blocks)
-    for part in [slice(i, i + 1) for i in range(n)] if options.watch else groups(model, n):
+    for part in [slice(i, i + 1) for i in range(n)] if options.watch else groups(model, n, device):
         began, samples = time.monotonic(), torch.arange(part.start, part.stop)
         x = torch.tensor(ids, device=device).repeat(len(samples), 1)
         logp = torch.zeros(x.shape, dtype=torch.float64)
@@ -517,11 +532,18 @@ def sampled(model, tokenizer, parts, options, how, device, pages):
 
 def ranked(model, tokenizer, parts, options, how, device):
     """--candidates fills (one at least), the likeliest first: a list of (Fill, texts, share), and facts."""
+    from tqdm import tqdm
     keep, began, calls = max(1, options.candidates), time.monotonic(), []
-    counter = model.blocks[0].register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
-    fills = hypotheses(model, tokenizer, parts, keep, max(2, keep) if None in parts else 8 * keep,
-                       options.max_gap, device, mdlm.generator("fill", options.seed), **how)
-    counter.remove()
+    with tqdm(desc="trying fills", unit=" calls", leave=False, disable=None, dynamic_ncols=True) as bar:
+
+        def count(_, args):
+            calls.append(len(args[0]))
+            bar.update(calls[-1])
+
+        counter = model.blocks[0].register_forward_pre_hook(count)
+        fills = hypotheses(model, tokenizer, parts, keep, max(2, keep) if None in parts else 8 * keep,
+                           options.max_gap, device, mdlm.generator("fill", options.seed), **how)
+        counter.remove()
     share = torch.softmax(torch.tensor([f.logp for f in fills], dtype=torch.float64), 0).tolist()
     found = [(f, to_texts(f.parts, f.ids, tokenizer), s) for f, s in zip(fills, share, strict=True)]
     return found, dict(steps=how["steps"], calls=sum(calls), seconds=time.monotonic() - began,
@@ -548,8 +570,12 @@ def jobs(options, given, tokenizer, context):
     if options.batch:
         return read_batch(options.batch, tokenizer, context)
     if "infill" in given:
-        template = sys.stdin.read().removesuffix("\n") if options.infill == "-" else options.infill
+        try:
+            template = sys.stdin.read().removesuffix("\n") if options.infill == "-" else options.infill
+        except UnicodeDecodeError as e:
+            raise Refusal(f"standard input is not UTF-8 ({e}); convert it") from None
         return [(template, parse(template, tokenizer, context))]
+    need_utf8(options.prompt)
     n, length = len(tokenizer.encode(options.prompt)), options.length or context
     if n >= length:
         raise Refusal(f"the prompt has {n} tokens, which leaves nothing to write of {length}; raise --length")
@@ -563,6 +589,10 @@ def main(argv):
     model, tokenizer, config, device = find_model(options)
     how, pages = settings(options, given, config, tokenizer), []
     todo = jobs(options, given, tokenizer, config.block_size)
+    for number, (_, parts) in enumerate(todo, 1):
+        if options.cfg and not any(isinstance(p, str) for p in parts):
+            raise Refusal((f"line {number}: " if options.batch else "") + "--cfg guides by the given text, "
+                          "and there is none; give --prompt, or a template with text")
     to_stdout = options.json == "-" or (options.batch and not options.json)
     quiet = to_stdout or options.batch  # standard output is for a program, or for nobody
     for path in {options.json, options.html} - {"", "-"}:
@@ -587,8 +617,6 @@ def main(argv):
         from tqdm import tqdm
         todo = tqdm(todo, unit="template", dynamic_ncols=True)
     for template, parts in todo:
-        if options.cfg and not any(isinstance(p, str) for p in parts):
-            raise Refusal("--cfg guides by the given text, and there is none; give --prompt or a template")
         if None in parts and "num_samples" in given:
             raise Refusal("a gap of unknown length has one best answer; give --candidates, not --num_samples")
         if options.top:
@@ -610,9 +638,10 @@ def main(argv):
             show(found[0][1])
             record(template, found[0][1], facts)
         else:
+            spent = facts["calls"] if template and "[___]" in template else 0  # to find the length
             for texts, facts in sampled(model, tokenizer, parts, options, how, device, pages):
                 show(texts)
-                record(template, texts, facts)
+                record(template, texts, facts | dict(calls=facts["calls"] + spent))
     if options.html:
         n = sum(p.numel() for p in model.parameters())
         viewer.write_page(options.html, pages, dict(

@@ -161,12 +161,20 @@ class Tokenizer:
         if self.kind == "bpe":  # in parts: the memory that BPE takes grows with the length of a text
             parts = re.findall(r"(?s).{1,65536}", text)
             return np.array([i for e in self.bpe.encode_batch_fast(parts) for i in e.ids], np.int64)
-        if not re.fullmatch(r"[\d\s]*", text):
-            raise Refusal("this model knows ids and no text: give numbers separated by spaces")
+        wrong = [i for i in text.split() if not re.fullmatch("[0-9]{1,10}", i) or int(i) >= self.vocab]
+        if wrong:
+            raise Refusal(f"{wrong[0][:20]!r} is none of this model's ids; give numbers below {self.vocab}, "
+                          "separated by spaces")
         return np.array(text.split(), np.int64)
 
     def encode(self, text):
         return self.encode_array(text).tolist()
+
+    def knows(self, text):
+        try:
+            return bool(self.encode(text))
+        except Refusal:
+            return False
 
     def decode(self, ids):
         ids = [int(i) for i in ids if i != self.end_id]

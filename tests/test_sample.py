@@ -513,6 +513,36 @@ class TestCharacters:
         assert r.code == 2 and r.out == ""
         assert r.err.count("\n") == 1 and all(word in r.err for word in words), r.err
 
+    def test_a_text_that_is_not_utf_8_gets_one_sentence(self, run, say):
+        for flag in ("--prompt=a\udcff", "--infill=a\udcff█"):
+            r = say(run, flag, "--json=-")
+            assert (
+                (r.code, r.out) == (2, "") and r.err.count("\n") == 1 and "not UTF-8 from position 1" in r.err
+            )
+        command = [sys.executable, "sample.py", f"--out_dir={run.out}", "--infill=-"]
+        strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+        r = subprocess.run(command, cwd=ROOT, input=b"a\xff", capture_output=True, env=strict)
+        assert r.returncode == 2 and r.stderr.count(b"\n") == 1 and b"not UTF-8" in r.stderr, r.stderr
+
+    def test_a_batch_is_checked_whole_before_its_first_line_is_answered(self, run, say, tmp_path):
+        (tmp_path / "b").write_text("a█\n██\n", encoding="utf-8")
+        r = say(run, f"--batch={tmp_path / 'b'}", "--cfg=1")
+        assert (r.code, r.out) == (2, "") and "line 2" in r.err and "--cfg" in r.err
+
+
+def test_ids_are_shown_apart_and_only_known_ones_are_taken(tmp_path, say):
+    config = sample.mdlm.Config(n_layer=1, n_head=1, n_embd=32, block_size=16, out_dir=str(tmp_path))
+    model = sample.mdlm.Model(config, 50, None)
+    sample.mdlm.save(config, text.Tokenizer("id", 50), model.state_dict(), {}, dict(step=1))
+    run = SimpleNamespace(out=tmp_path)
+    ids = [int(i) for i in say(run, "--prompt=1 2 3", "--length=10").out.split()]
+    assert len(ids) == 10 and ids[:3] == [1, 2, 3] and max(ids) < 50
+    ids = [int(i) for i in say(run, "--infill=1 2██3").out.split()]
+    assert len(ids) == 5 and (ids[:2], ids[4]) == ([1, 2], 3)
+    for wrong in ("50", "99", "1" * 30, "a", "-1"):
+        r = say(run, f"--prompt=1 {wrong}")
+        assert (r.code, r.out) == (2, "") and wrong[:20] in r.err and "below 50" in r.err, r.err
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [65, 50_257])

@@ -195,6 +195,47 @@ def test_fine_tuning_starts_from_given_weights(text_file, tmp_path):
     assert run_mdlm(*args, "--n_layer=3", f"--init_from={tmp_path / 'a'}", f"--out_dir={tmp_path / 'c'}") == 2
 
 
+def test_fine_tuning_keeps_the_tokenizer_and_refuses_another_network(text_file, tmp_path, capsys):
+    other = tmp_path / "other.txt"  # with fewer characters, so that its own tokenizer would be another
+    other.write_text("the other text has few characters\n" * 40)
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert run_mdlm(f"--data={text_file}", *TINY, "--max_steps=2", f"--out_dir={a}") == 0
+    args = [f"--data={other}", *TINY, "--max_steps=1", f"--init_from={a}"]
+    assert run_mdlm(*args, f"--out_dir={b}") == 0
+    assert mdlm.load(a)[1].to_json() == mdlm.load(b)[1].to_json()
+    capsys.readouterr()
+    for flag, word in (
+        ("--n_head=1", "n_head=2"),
+        ("--pos=sinusoidal", "pos='rope'"),
+        ("--conv=3", "conv=5"),
+    ):
+        assert run_mdlm(*args, flag, f"--out_dir={tmp_path / 'c'}") == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and word in said and "give the same" in said, said
+    other.write_text("what it never saw: \u2603\n" * 200)
+    assert run_mdlm(*args, f"--out_dir={tmp_path / 'c'}") == 2 and "\u2603" in capsys.readouterr().err
+
+
+def test_the_command_that_a_run_ends_with_works(text_file, tmp_path, capsys):
+    (tmp_path / "digits.txt").write_text("3.14159 26535\n" * 200)
+    for data, has in ((text_file, True), (tmp_path / "digits.txt", False)):
+        assert (
+            run_mdlm(f"--data={data}", *TINY, "--max_steps=1", f"--out_dir={tmp_path / 'out'}", "--overwrite")
+            == 0
+        )
+        assert ("--infill" in capsys.readouterr().out.splitlines()[-1]) == has
+
+
+def test_without_a_compiler_a_run_that_asks_for_one_goes_on_and_says_so(
+    text_file, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(common, "can_compile", lambda device: False)
+    args = [f"--data={text_file}", *TINY, "--max_steps=1", "--compile=on"]
+    assert run_mdlm(*args, f"--out_dir={tmp_path / 'out'}") == 0
+    said = capsys.readouterr()
+    assert "eager" in said.out and said.err.count("going on without") == 1
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_overwrites_nothing(
     text_file, tmp_path, monkeypatch, capsys
 ):
@@ -247,6 +288,8 @@ def test_the_default_run_without_a_network_trains_on_pydoc(tmp_path, monkeypatch
         (["--time_limit=-1"], ["time_limit"]),
         (["--learning_rate=nan"], ["learning_rate"]),
         (["--data=patterns", "--block_size=32"], ["64"]),
+        (["--data=patterns", "--block_size=64", "--tokenizer=byte"], ["--tokenizer"]),
+        (["--objective=ar", "--time_conditioning"], ["mask rate"]),
         (["--tokenizer=bpe", "--vocab_size=100"], ["vocab_size=100"]),
         (["--init_from=nowhere"], ["nowhere"]),
         (["--compile=maybe"], ["maybe"]),

@@ -696,6 +696,11 @@ def train(given, start):
     ops = kernels.select(config.kernels, device, config.n_embd // config.n_head, dtype)
     torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32 on a GPU
     source = load(config.init_from) if config.init_from and not folder else None
+    same = ["n_layer", "n_head", "n_embd", "conv", "pos", "tie", "time_conditioning", "separator"]
+    differ = [f"{k}={getattr(source[2], k)!r}" for k in same + ["block_size"] * (config.pos == "learned")
+              if source and getattr(source[2], k) != getattr(config, k)]
+    if differ:
+        raise Refusal(f"--init_from={config.init_from} has {' and '.join(differ)}; give the same here")
     log = common.Log(config, silent=rank > 0)
     corpus = open_corpus(config, device, folder, source and source[1])
     tokenizer, val = corpus.tokenizer, corpus.windows(config.eval_windows)
@@ -704,12 +709,8 @@ def train(given, start):
     torch.manual_seed(config.seed)
     model = Model(config, tokenizer.vocab_size, ops)
     if source:
-        same = ["n_layer", "n_head", "n_embd", "conv", "pos", "tie", "time_conditioning", "separator"]
-        differ = [f"{k}={getattr(source[2], k)!r}" for k in same + ["block_size"] * (config.pos == "learned")
-                  if getattr(source[2], k) != getattr(config, k)]
-        if differ or source[1].to_json() != tokenizer.to_json():
-            raise Refusal(f"--init_from={config.init_from} has {' and '.join(differ or ['other tokens'])}, "
-                          "unlike this run; give the same")
+        if source[1].to_json() != tokenizer.to_json():
+            raise Refusal(f"--init_from={config.init_from} has other tokens than {config.data}; give text")
         model.load_state_dict(source[0].state_dict())
     params = list(model.to(device).parameters())
     ema = [p.detach().clone() for p in params] if config.ema else None

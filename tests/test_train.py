@@ -212,6 +212,7 @@ def test_fine_tuning_keeps_the_tokenizer_and_refuses_another_network(text_file, 
         assert run_mdlm(*args, flag, f"--out_dir={tmp_path / 'c'}") == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and word in said and "give the same" in said, said
+        assert not (tmp_path / "c").exists()
     other.write_text("what it never saw: \u2603\n" * 200)
     assert run_mdlm(*args, f"--out_dir={tmp_path / 'c'}") == 2 and "\u2603" in capsys.readouterr().err
 

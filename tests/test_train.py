@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 import common
 import mdlm
+import sample
 
 
 def start(*args, ranks=0):
@@ -224,7 +226,9 @@ def test_the_command_that_a_run_ends_with_works(text_file, tmp_path, capsys):
             run_mdlm(f"--data={data}", *TINY, "--max_steps=1", f"--out_dir={tmp_path / 'out'}", "--overwrite")
             == 0
         )
-        assert ("--infill" in capsys.readouterr().out.splitlines()[-1]) == has
+        said = capsys.readouterr().out.splitlines()[-1]
+        assert ("--infill" in said) == has
+        assert common.run(sample.main, shlex.split(said)[shlex.split(said).index("sample.py") + 1 :]) == 0
 
 
 def test_without_a_compiler_a_run_that_asks_for_one_goes_on_and_says_so(

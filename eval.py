@@ -27,6 +27,7 @@ from support import numerics, plots, sources
 from support.checkpoint import checkpoints, find_checkpoint, read_tensors
 from support.cli import UserError, check_fields, opt, parse_flags, run, warn
 from support.files import write_atomically
+from support.likelihood import chain_rule
 from support.runtime import pick_device
 
 
@@ -135,7 +136,7 @@ def exact_likelihood(model, corpus, windows):
     """The chain rule's mean over windows (W, T), with its standard error over windows."""
     B = rows_at_once(model, windows)
     with tqdm(desc="exact likelihood", total=windows.numel(), leave=False, disable=None) as bar:
-        nll = -sample.chain_rule(model, windows, batch_size=B, update=bar.update).mean(1)  # (W,)
+        nll = -chain_rule(model, windows, batch_size=B, update=bar.update).mean(1)  # (W,)
     mean = nll.mean().item()
     se = numerics.standard_error(nll)
     return dict(nll=mean, se=se, bpc=per_character(mean, corpus), windows=len(windows))

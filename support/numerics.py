@@ -1,4 +1,4 @@
-"""Small numerical tools: standard errors of stratified means, inverse functions, mixtures."""
+"""Small numerical tools: errors of stratified means, inverse functions, mixtures, draws."""
 
 import math
 
@@ -72,3 +72,44 @@ def binomial_mixture(L, function):
     choose = math.lgamma(L + 1) - torch.lgamma(k + 1) - torch.lgamma(L - k + 1)
     logs = (choose[i] + i * t.log() + (L - i) * (-t).log1p() for i in range(L + 1))
     return torch.stack([(log.exp() * mass).sum() for log in logs])
+
+
+def draw(logits, u, temperature, top_k, top_p):
+    """Tokens (n,) from logits (n, V) by inverting the distribution function at u (n,), in float64.
+
+    (Gumbel noise in float32 lowers the temperature: Zheng et al., 2409.02908.) temperature (n,)
+    """
+    if logits.numel() > 1 << 24:  # 128 MiB in float64, and several copies are needed
+        few = max(1, (1 << 24) // logits.shape[1])
+        parts = zip(logits.split(few), u.split(few), temperature.split(few))
+        return torch.cat([draw(*part, top_k, top_p) for part in parts])
+    below = (logits - logits.amax(-1, keepdim=True)).double()
+    p = torch.softmax(below / temperature[:, None].clamp(min=1e-30), -1)  # at 0 only the likeliest
+    if top_k or top_p < 1:
+        sorted_p, token = p.sort(dim=-1, descending=True, stable=True)
+        sorted_p = torch.where(sorted_p.cumsum(-1) - sorted_p < top_p, sorted_p, 0)
+        sorted_p[:, top_k or p.shape[1] :] = 0
+        p = torch.zeros_like(p).scatter(-1, token, sorted_p)
+    cdf = p.cumsum(-1)
+    # The first token whose cdf is above u: its p is not 0, and u * total < total even if rounded.
+    return torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
+
+
+def highest(score, noise, masked, k):
+    """(B, T) bool: the k (B,) masked positions of the highest score, equal ones by their noise."""
+    by_noise = noise.argsort(dim=1, stable=True)
+    score = score.double().masked_fill(~masked, -math.inf).gather(1, by_noise)
+    rank = by_noise.gather(1, score.argsort(dim=1, descending=True, stable=True))
+    first = torch.arange(rank.shape[1], device=rank.device) < k[:, None]
+    return torch.zeros_like(masked).scatter(1, rank, first) & masked
+
+
+def reversed_bits(i):
+    """Integers below 2^16 with their bits reversed (van der Corput): every stretch of this order
+    is evenly spread."""
+    return sum((i >> bit & 1) << 15 - bit for bit in range(16))
+
+
+def lead(p):
+    """By how much the largest of p (n, V) exceeds the second largest."""
+    return -p.topk(min(2, p.shape[1]))[0].diff().sum(1)

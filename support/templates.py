@@ -29,12 +29,28 @@ def read_templates(infill, batch):
     return text.split("\n") if batch else [text]
 
 
+def parse_all(infill, batch, to_parts):
+    """All (template or None, parts), before any work begins; errors name the line of the batch."""
+    found = []
+    for number, template in enumerate(read_templates(infill, batch), 1):
+        try:
+            found.append((template, to_parts(template)))
+        except UserError as e:
+            where = f"line {number} of {batch}: " if batch else ""
+            raise UserError(f"{where}{e}") from None
+    return found
+
+
 def of_prompt(prompt, tokenizer, length):
     """The parts of a text of `length` tokens that begins with a prompt, which may be empty."""
     n = len(tokenizer.encode(prompt))
     if n >= length:
         raise UserError(f"the prompt has {n} tokens, all of the {length} to write; raise --length")
     return [part for part in (prompt, length - n) if part]
+
+
+def is_template(text):
+    return bool(GAP.search(text))
 
 
 def parse(template, tokenizer, context):
@@ -48,10 +64,10 @@ def parse(template, tokenizer, context):
     if all(isinstance(part, str) for part in parts):
         use = "mark each missing token with █, or a gap of unknown length with [___]"
         raise UserError(f"{template[:40]!r} has nothing to fill; {use}")
-    for part, after in itertools.pairwise([*parts, None]):
+    for part, after in itertools.pairwise(parts):
         if part is None and not isinstance(after, str):
-            use = "write █ for each token, or continue a text with --prompt"
-            raise UserError(f"text must follow [___], to tell which length fits best; {use}")
+            use = "write █ for each token"
+            raise UserError(f"a gap must not follow [___], or its length cannot be told; {use}")
     n = len(to_ids(parts, tokenizer))
     if n > context:
         raise UserError(f"the template has {n} tokens, the context only {context}; shorten it")

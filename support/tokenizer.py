@@ -1,5 +1,6 @@
 """Tokenizers: characters, bytes, words and BPE, one JSON file each."""
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -86,8 +87,13 @@ class Tokenizer:
             return False
 
     def decode(self, ids):
-        """Ids (without [MASK]) -> text."""
+        """Ids -> text; [MASK], the id after the last token, is shown as █."""
         ids = [int(i) for i in ids if i != self.end_id]
+        runs = itertools.groupby(ids, key=lambda i: i == self.vocab_size)
+        texts = ["█" * len(list(run)) if masked else self.spell(list(run)) for masked, run in runs]
+        return (" " if self.kind == "id" else "").join(texts)
+
+    def spell(self, ids):
         if self.kind == "char":
             return "".join(self.vocab[i] for i in ids)
         if self.kind == "bpe":

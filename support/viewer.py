@@ -39,10 +39,13 @@ def has_colours(stream):
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def highlighted(texts):
+def highlighted(texts, dimmed=False):
     """(text, filled?) pairs as one string, in a terminal with the filled ones in colour."""
-    style = f"{FILLED}{{}}{PLAIN}" if has_colours(sys.stdout) else "{}"
-    return "".join(style.format(text) if filled else text for text, filled in texts)
+    if not has_colours(sys.stdout):
+        return joined(texts)
+    if dimmed:
+        return f"{FAINT}{joined(texts)}{PLAIN}"
+    return "".join(f"{FILLED}{text}{PLAIN}" if filled else text for text, filled in texts)
 
 
 class Watch:
@@ -58,7 +61,7 @@ class Watch:
 
     def add(self, step, row):
         """Show a row of a sample.Step."""
-        self.show(step.number, step.x[row], step.revealed[row])
+        self.show(step.number, step.x[row], step.drawn[row])
 
     def show(self, number, x, new):
         left = int((x == self.mask).sum())
@@ -127,13 +130,12 @@ class Film:
 
     def add(self, step, row):
         """Keep what a sample.Step did to a row of its batch."""
-        of_row = step.revealed.nonzero()[:, 0] == row
+        of_row = step.drawn.nonzero()[:, 0] == row
         frame = []
-        for i, p in zip(step.revealed[row].nonzero()[:, 0].tolist(), step.logp[of_row].exp()):
+        for i, p in zip(step.drawn[row].nonzero()[:, 0].tolist(), step.logp[of_row].exp()):
             token = int(step.x[row, i])
             others = [[text, round(q, 4)] for text, q in likeliest(self.tokenizer, p, 5)]
             frame.append([i, token, round(float(p[token]), 4), others])
-        frame += [[i, None, 0.0, []] for i in step.remasked[row].nonzero()[:, 0].tolist()]
         self.frames.append(frame)
 
     def page(self, ids):

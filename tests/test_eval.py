@@ -15,7 +15,7 @@ import eval
 import kernels
 import mdlm
 import sample
-from support import cli, plots, sources
+from support import cli, likelihood, plots, sources
 from support.tokenizer import Tokenizer
 
 CORPUS = SimpleNamespace(chars_per_token=2.0, entropy=None)
@@ -55,9 +55,9 @@ def test_estimates_agree_with_known_likelihood(world, drawn):
 
 
 def test_exact_likelihood_is_the_chain_rule(world):
-    nll = -sample.chain_rule(Toy(world.exact, world.V, world.T), world.x)
+    nll = -likelihood.chain_rule(Toy(world.exact, world.V, world.T), world.x)
     assert torch.allclose(nll.sum(1), -world.p.log(), atol=1e-5)  # window by window
-    fast = -sample.chain_rule(Toy(world.random, world.V, world.T), world.x).mean(1)
+    fast = -likelihood.chain_rule(Toy(world.random, world.V, world.T), world.x).mean(1)
     slow = chain_rule(world.random, world.x, world.V, range(world.T))
     assert torch.allclose(fast, slow, atol=1e-6)
 
@@ -72,7 +72,7 @@ def test_exact_likelihood_of_a_network(world):
             xt[:, i:] = model.mask_id
             logp = model(xt)[:, i].double().log_softmax(-1)
             slow[:, i] = -logp.gather(1, windows[:, i : i + 1])[:, 0]
-    assert torch.allclose(-sample.chain_rule(model, windows), slow, atol=1e-5)
+    assert torch.allclose(-likelihood.chain_rule(model, windows), slow, atol=1e-5)
     assert slow.std() > 0.1, "the positions differ, so a mix-up would show"
 
 
@@ -111,7 +111,7 @@ def test_results_repeat_at_any_batch_size(objective):
         confidence = first["by_position"]["confidence"]
         assert r["by_position"]["confidence"] == pytest.approx(confidence, abs=1e-5)
         assert r["calibration"]["ece"] == pytest.approx(first["calibration"]["ece"], abs=1e-3)
-    fast, slow = (sample.chain_rule(model, windows[:4], batch_size=B) for B in (64, 5))
+    fast, slow = (likelihood.chain_rule(model, windows[:4], batch_size=B) for B in (64, 5))
     assert torch.allclose(fast, slow, atol=1e-5)
 
 

@@ -1,0 +1,161 @@
+"""Exact likelihoods by the chain rule, and fills of a template ranked by them.
+
+log p(x) = sum_i log p(x_i | x_1 .. x_{i-1}), the others masked: the exact log-likelihood of the
+sampler that goes from left to right. It costs one sequence in a network call for each token.
+"""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from support.templates import to_ids
+
+
+def group_size(model, device):
+    """How many sequences to compute at once: at most 2^26 logits."""
+    L = model.config.block_size
+    # On a CPU larger tensors get new pages every time, which costs as much as the products.
+    tokens = 1 << (11 if torch.device(device).type == "cpu" else 15)
+    return max(1, min(tokens // L, (1 << 26) // (L * model.vocab_size)))
+
+
+def groups(model, n, device, size=None):
+    """Slices of a batch of n, of `size` or group_size rows."""
+    size = size or group_size(model, device)
+    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
+
+
+def logits_at(model, xt, row, at):
+    """(n, V) float logits of xt (B, L) at positions `at` (n,) of rows `row` (n,).
+
+    Equal rows are computed once; the last MLP and the head see nothing but these positions.
+    """
+    xt, same = xt.unique(dim=0, return_inverse=True)
+    h = model.features(xt, same[row] * xt.shape[1] + at)
+    return F.linear(h, model.head_weight()).float()
+
+
+def next_logp(model, x, row, at):
+    """(n,) float64 on the CPU: log p(x_i | x_j, j < i) for i = at (n,) in rows of x (B, L)."""
+    xt = x[row]
+    if model.config.objective != "ar":  # which sees nothing else anyway
+        later = torch.arange(x.shape[1], device=x.device) >= at[:, None]
+        xt = xt.masked_fill(later, model.mask_id)
+    logits = logits_at(model, xt, torch.arange(len(row), device=x.device), at)
+    return -F.cross_entropy(logits, x[row, at], reduction="none").cpu().double()
+
+
+def to_context(model, x):
+    """x (B, T) with [MASK] after it up to the context, which the model always saw in training."""
+    return F.pad(x, (0, model.config.block_size - x.shape[1]), value=model.mask_id)
+
+
+@torch.no_grad()
+def chain_rule(model, x, batch_size=None, update=lambda n: None):
+    """(B, L) float64: log p(x_i | x_j, j < i) in nats, 0 after T.
+
+    x (B, T) ids, T at most the context L.
+    batch_size: positions per network call; update(n) is called after n more of them.
+    """
+    B, T = x.shape
+    x = to_context(model, x)
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    row, at = torch.ones(B, T).nonzero().to(x.device).T
+    for part in groups(model, B * T, x.device, batch_size):
+        out[row[part].cpu(), at[part].cpu()] = next_logp(model, x, row[part], at[part])
+        update(len(row[part]))
+    return out
+
+
+@torch.no_grad()
+def likeliest(model, x, start, stop, known, n):
+    """The n rows of x (B, T) with the highest known + log p(x[start:stop] | x[:start]), exactly.
+
+    start, stop (B,) int64, known (B,) float64, all on the CPU. Returns rows (n,) and values (n,),
+    the highest first. A row is followed from left to right while it may still be one of the n:
+    its value never rises.
+    """
+    x = to_context(model, x)
+    value = known.clone()
+    at = start.clone()
+    size = group_size(model, x.device)
+    while True:
+        done = at >= stop
+        least = value[done].topk(n)[0][-1] if done.sum() >= n else -math.inf
+        rows = (~done & (value > least)).nonzero()[:, 0]
+        if len(rows) == 0:
+            rows = done.nonzero()[:, 0]
+            rows = rows[value[rows].argsort(descending=True, stable=True)[:n]]
+            return rows, value[rows]
+        rows = rows[value[rows].argsort(descending=True, stable=True)[:size]]
+        ahead = at[rows, None] + torch.arange(max(1, size // len(rows)))  # the next few of each
+        which, k = (ahead < stop[rows, None]).nonzero().T
+        row = rows[which]
+        found = next_logp(model, x, row.to(x.device), ahead[which, k].to(x.device))
+        value.index_add_(0, row, found)
+        at[rows] = ahead[:, -1] + 1
+
+
+class Fill(NamedTuple):  # of a template, or of its beginning
+    parts: list  # every length known
+    ids: list
+    logp: float  # log p(ids from the first gap on | what precedes it) by the chain rule, in nats
+    scored: int  # tokens up to which logp counts
+
+
+def until_break(tokenizer, ids):
+    """How many of these ids, at least 1, precede [END] or a line break (all if there is none)."""
+    for i in range(1, len(ids)):
+        if ids[i] == tokenizer.end_id or "\n" in tokenizer.decode(ids[i : i + 1]):
+            return i
+    return len(ids)
+
+
+def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
+    """The n likeliest of many fills of a template, distinct as texts: Fills, the likeliest first.
+
+    draw(x, fill, may_end, quick) fills positions (B, L) of x (B, L), for each stretch of the
+    template up to the next gap of unknown length. Such a gap is tried with 1 .. max_gap tokens,
+    quickly, and the best 8 (or n) go on. All compete by logp: a gap's sum favours short ones, its
+    mean easy ones. A gap at the end has max_gap tokens, of which those before [END] or a line break
+    are kept; that counts in logp.
+    """
+    L = model.config.block_size
+    unknown = [i for i, part in enumerate(parts) if part is None]
+    cuts = {0, *unknown[1:], len(parts)} | ({len(parts) - 1} if parts[-1] is None else set())
+    fills = [Fill([], [], 0.0, len(to_ids(parts[:1], tokenizer)) * isinstance(parts[0], str))]
+    for begin, end in itertools.pairwise(sorted(cuts)):
+        room = L - len(to_ids(parts[end:], tokenizer))
+        at_end = parts[begin] is None and end == len(parts)
+        several = None in parts[begin:end] and not at_end
+        tried = []
+        for fill, length in itertools.product(fills, range(1, max_gap + 1) if several else [0]):
+            length = length or min(max_gap, room - len(fill.ids))
+            known = [length if part is None else part for part in parts[begin:end]]
+            ids = fill.ids + to_ids(known, tokenizer, model.mask_id)
+            if len(ids) <= room:
+                one = Fill(fill.parts + known, ids, fill.logp, fill.scored)
+                tried += [one] * math.ceil((max(2, n // 2) if several else draws) / len(fills))
+        x = torch.tensor([f.ids + [model.mask_id] * (L - len(f.ids)) for f in tried], device=device)
+        inside = torch.arange(L) < torch.tensor([len(f.ids) for f in tried])[:, None]
+        x = draw(x, inside.to(device), may_end=at_end, quick=several)
+        found = {}
+        for i, (fill, row) in enumerate(zip(tried, x.tolist())):
+            ids = row[: len(fill.ids)]
+            if at_end:
+                kept = until_break(tokenizer, ids[-fill.parts[-1] :])
+                ids = ids[: len(ids) - fill.parts[-1] + kept]
+                fill = fill._replace(parts=[*fill.parts[:-1], kept])
+            stop = min(len(ids) + at_end, len(fill.ids))
+            found[tokenizer.decode(ids)] = (i, stop, fill._replace(ids=ids))
+        rows, stop, fills = zip(*found.values())
+        start = torch.tensor([fill.scored for fill in fills])
+        known = torch.tensor([fill.logp for fill in fills], dtype=torch.float64)
+        most = min(max(n, 8), len(fills)) if end < len(parts) else min(n, len(fills))
+        best, logp = likeliest(model, x[list(rows)], start, torch.tensor(stop), known, most)
+        pairs = zip(best.tolist(), logp.tolist())
+        fills = [fills[i]._replace(logp=value, scored=stop[i]) for i, value in pairs]
+    return fills

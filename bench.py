@@ -2,7 +2,7 @@
 
     python bench.py                      # the three operations, each checked before it is timed
     python bench.py train --preset=gpu   # training steps: Triton and PyTorch, compiled and eager
-    python bench.py sample --out_dir=out # quality and cost of samples by order, steps, temperature
+    python bench.py sample --out_dir=out # how well samplers write, by network calls
 
 A time is the median over rounds in which the contestants take turns; spread is half its
 interquartile range. `share` of a kernel is the least time that a large copy and matrix product show
@@ -50,7 +50,11 @@ class Options:
     out_dir: str = opt("out", "run or checkpoint folder of a diffusion model")
     ar_dir: str = opt("", "run folder of an autoregressive model, to compare with")
     data: str = opt("", "compare with this text or folder of tokens (default: the run's)")
-    num_samples: int = opt(32, "texts for each line", bounds=(1, 1 << 16))
+    num_samples: int = opt(64, "texts for each line and seed", bounds=(1, 1 << 16))
+    seed: int = opt(1000, "the first seed", bounds=(0, 1 << 31))
+    seeds: int = opt(2, "how many seeds", bounds=(1, 1000))
+    dtype: str = opt("float32", "of the model's products", "float32", "bfloat16")
+    picture: str = opt("", "draw words, variety and likelihood over calls to this PNG file")
 
 
 class Untimed(Exception):
@@ -59,7 +63,8 @@ class Untimed(Exception):
 
 # How the table shows the numbers of a row; those without a format are in the JSON alone.
 FORMATS = dict(ms=".4g", spread=".2g", share=".1%", peak_mb=",.0f", speed_up=".2f")
-FORMATS |= dict(calls=".1f", seconds=".3f", words=".1%", divergence=".4f", entropy=".3f")
+FORMATS |= dict(calls=".1f", seconds=".2f", words=".1%", words_se=".1%", grams=".3f")
+FORMATS |= dict(grams_se=".3f", twin=".3f", twin_se=".3f", distinct=".3f", entropy=".3f")
 FORMATS |= dict(of_compiled=".2f", of_eager=".2f")
 
 

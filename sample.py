@@ -87,7 +87,7 @@ class Options:
     steps: int = opt(32, "most network calls for a context of text", bounds=(1, 1 << 20))
     correct: str = opt("auto", "how many of them draw tokens again, after all were drawn")
     redraw: str = opt("doubtful", "what to draw again: the least sure, or all in turn", *REDRAWS)
-    distance: int = opt(4, "between tokens drawn again in one call", bounds=(1, 8192))
+    distance: int = opt(3, "between tokens drawn again in one call", bounds=(1, 8192))
     order: str = opt("auto", "what to reveal first: " + MEANINGS, "auto", *ORDERS)
     schedule: str = opt("linear", "as many in each call, few or many first", *SCHEDULES)
     threshold: float = opt(0.0, "also reveal what has this probability (0: off)", bounds=(0, 1))
@@ -170,7 +170,7 @@ def resolve(how, config):
 class Block:  # a stretch of a text, which is filled and corrected before the next one begins
     end: int  # its first position after it
     first: int  # number of its first step
-    steps: int
+    steps: int  # of the row that needs most
     gaps: torch.Tensor  # (B, T) bool: positions to fill
     reveals: torch.Tensor  # (B,) steps that reveal; after them
     corrections: torch.Tensor  # (B,) steps that correct
@@ -207,7 +207,8 @@ def plan(config, fill, samples, how):
         index = gaps.cumsum(1) - 1
         u = uniform(how.seed, first, samples, 1 + steps, "row")
         doubt = torch.zeros(fill.shape, dtype=torch.float64, device=fill.device)
-        yield Block(end, first, steps, gaps, reveals, corrections, index, u, doubt)
+        needed = int((reveals + corrections).max())
+        yield Block(end, first, needed, gaps, reveals, corrections, index, u, doubt)
         first += steps
 
 
@@ -541,9 +542,8 @@ def main(argv):
             print(viewer.json_line(template, found[0], facts), file=lines, flush=True)
     if options.html:
         n = sum(p.numel() for p in model.parameters()) / 1e6
-        names = ("order", "steps", "correct", "temperature", "seed")
         about = dict(model=f"{n:.1f} M parameters, context {model.config.block_size}")
-        about |= {name: getattr(options, name) for name in names}
+        about |= {name: getattr(options, name) for name in ("order", "temperature", "seed")}
         viewer.write_page(options.html, pages, about)
     return 0
 

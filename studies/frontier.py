@@ -1,109 +1,210 @@
-"""Quality of samples against network calls (python bench.py sample).
+"""How well samplers write, by their network calls (python bench.py sample).
 
-Words that the training text has, and pairs of characters against validation; beside them entropy.
+No number says it alone (Pynadath et al., 2604.02718): a low negative log-likelihood under other
+models may be bought with dull texts. So beside it stand the variety of words and characters, the
+same for real text, and for texts that the autoregressive model wrote itself.
 """
 
-import itertools
 import math
 import re
 import time
-from collections import Counter, deque
+from collections import Counter
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 import eval
 import mdlm
 import sample
+from support import likelihood, plots
 from support.checkpoint import find_checkpoint
 from support.cli import UserError
 
-NAMES = ("ancestral", "random", "confidence", "margin", "entropy", "left_to_right", "one_shot")
-ORDERS = {name: dict(order=name) for name in NAMES}  # name -> arguments of sample.unmask
-ORDERS["ancestral, remask 0.1"] = dict(remask=0.1)
-ORDERS["ancestral, top_p 0.95"] = dict(top_p=0.95)
-ORDERS["ancestral, cosine"] = dict(schedule="cosine")
-STEPS = (4, 8, 16, 32, 64, 128)
-TEMPERATURES = (1.0, 0.8, 0.6)
+# name -> settings of sample.unmask; the first is the default
+SAMPLERS = {
+    "default": dict(),
+    "sweep": dict(redraw="sweep"),
+    "random order": dict(order="random", correct=0),
+    "confidence": dict(order="confidence", correct=0),
+}
+ALSO = {  # at fewer numbers of calls
+    "spread, no correction": dict(correct=0),
+    "ancestral": dict(order="ancestral", correct=0),
+    "max_prob": dict(order="max_prob", correct=0),
+    "default, T = 0.9": dict(temperature=0.9),
+    "default, T = 0.8": dict(temperature=0.8),
+    "default, top_p = 0.95": dict(top_p=0.95),
+    "random order, T = 0.8": dict(order="random", correct=0, temperature=0.8),
+}
+CALLS = (4, 8, 16, 32, 64, 128)
+GROUP = 16  # texts whose words are compared: the share of distinct ones depends on their number
 
 
-def entropy(counts):
-    total = counts.total()
-    return -sum(n / total * math.log(n / total) for n in counts.values())
+class NGrams:
+    """Interpolated n-gram model of characters (Witten and Bell, 1991), n at most 6."""
+
+    def __init__(self, text, order=6):
+        self.order = order
+        self.next = [{} for _ in range(order)]  # by length of the context: context -> Counter
+        for k, table in enumerate(self.next):
+            for i in range(k, len(text)):
+                table.setdefault(text[i - k : i], Counter())[text[i]] += 1
+        self.totals = [{c: n.total() for c, n in table.items()} for table in self.next]
+        self.uniform = 1 / len(self.next[0][""])
+
+    def nll(self, text):
+        """Nats per character."""
+        return -sum(math.log(self.probability(text, i)) for i in range(len(text))) / len(text)
+
+    def probability(self, text, i):
+        p = self.uniform
+        for k in range(min(self.order, i + 1)):
+            context = text[i - k : i]
+            seen = self.next[k].get(context)
+            if seen is None:
+                break
+            p = (seen[text[i]] + len(seen) * p) / (self.totals[k][context] + len(seen))
+        return p
 
 
-def quality(texts, words, bigrams):
-    """words: the share of words that are in `words`, without those cut by the ends of a text;
-    divergence: Jensen-Shannon, of pairs of characters from `bigrams`, in nats (0: the same, ln 2:
-    nothing in common); entropy: of the characters, in nats."""
-    found = [word for text in texts for word in re.findall(r"\w+", text)[1:-1]]
-    pairs = Counter(pair for text in texts for pair in itertools.pairwise(text))
-    if not (pairs and bigrams):
-        short = "texts of less than two characters have no pairs to compare"
-        raise UserError(f"{short}; take a longer text, or a model with a larger --block_size")
-    n = pairs.total()
-    m = bigrams.total()
-    mixed = Counter({key: pairs[key] * m + bigrams[key] * n for key in pairs | bigrams})
-    known = sum(word in words for word in found) / max(len(found), 1)
-    divergence = entropy(mixed) - (entropy(pairs) + entropy(bigrams)) / 2
-    return dict(words=known, divergence=divergence, entropy=entropy(Counter("".join(texts))))
+def words_of(text):
+    """The words of a text, without those that its ends may cut."""
+    return re.findall(r"\w+", text)[1:-1]
 
 
-def grid(config):
-    """The (order, steps, temperature) to try with a model."""
-    T = config.block_size
-    if config.objective == "ar":
-        return [("left_to_right", T, temperature) for temperature in TEMPERATURES]
-    steps = dict.fromkeys(ORDERS, sorted({min(s, T) for s in STEPS})) | dict(one_shot=[1])
-    return [(order, s, t) for t in TEMPERATURES for order in ORDERS for s in steps[order]]
+def entropy(texts):
+    """Of the characters, in nats."""
+    counts = Counter("".join(texts))
+    return -sum(n / counts.total() * math.log(n / counts.total()) for n in counts.values())
+
+
+def distinct(texts):
+    """Distinct words per word, the mean over groups of 16 texts."""
+    groups = [texts[i : i + GROUP] for i in range(0, max(1, len(texts) - GROUP + 1), GROUP)]
+    found = [[word for text in group for word in words_of(text)] for group in groups]
+    return sum(len(set(words)) / max(1, len(words)) for words in found) / len(found)
+
+
+def standard_error(values):
+    values = torch.tensor(values, dtype=torch.float64)
+    return (values.std() / len(values) ** 0.5).item() if len(values) > 1 else 0.0
+
+
+class Judge:
+    """Judges texts by the training text: its words, its 6-grams, a model that was trained on it."""
+
+    def __init__(self, training, twin=None, tokenizer=None):
+        self.words = set(re.findall(r"\w+", training))
+        self.grams = NGrams(training)
+        self.twin = twin
+        self.tokenizer = tokenizer
+
+    def twin_nll(self, texts):
+        """Nats per token of each text under the autoregressive model."""
+        x = torch.tensor([self.tokenizer.encode(text) for text in texts])
+        x = x.to(next(self.twin.parameters()).device)
+        with torch.no_grad():
+            parts = [self.twin(x[i : i + 8]).transpose(1, 2) for i in range(0, len(x), 8)]
+        return F.cross_entropy(torch.cat(parts), x, reduction="none").mean(1).tolist()
+
+    def __call__(self, texts):
+        """Means over texts, and the standard errors of those that are means of a number a text."""
+        counts = [(sum(w in self.words for w in words_of(t)), len(words_of(t))) for t in texts]
+        known, total = map(sum, zip(*counts))
+        share = known / max(1, total)
+        spread = sum((k - share * n) ** 2 for k, n in counts) ** 0.5 / max(1, total)
+        grams = [self.grams.nll(text) for text in texts]
+        found = dict(words=share, words_se=spread, grams=sum(grams) / len(grams))
+        found |= dict(grams_se=standard_error(grams))
+        if self.twin:
+            nll = self.twin_nll(texts)
+            found |= dict(twin=sum(nll) / len(nll), twin_se=standard_error(nll))
+        return found | dict(distinct=distinct(texts), entropy=entropy(texts))
+
+
+def load(path, flag, objective, device):
+    found = mdlm.load(path, device)
+    if found[2].objective != objective:
+        raise UserError(f"--{flag}={path} is no run of --objective={objective}; give one")
+    return found
+
+
+def grid(steps_limit):
+    """(task, sampler, its settings, calls) to measure; tasks: what is given of a text."""
+    every = SAMPLERS | ALSO
+    for name, how in every.items():
+        for calls in CALLS if name in SAMPLERS else (16, 64):
+            yield "nothing", name, how, min(calls, steps_limit)
+    for task in ("the first quarter", "all but a quarter"):
+        for name in ("default", "sweep", "random order"):
+            for calls in (16, 32):
+                yield task, name, every[name], min(calls, steps_limit)
+
+
+def start(task, windows, mask):
+    """(n, T) ids to fill, made from real windows (n, T)."""
+    T = windows.shape[1]
+    x = windows.clone()
+    if task == "nothing":
+        x[:] = mask
+    elif task == "the first quarter":
+        x[:, T // 4 :] = mask
+    else:
+        x[:, 3 * T // 8 : 5 * T // 8] = mask
+    return x
+
+
+def measure(model, tokenizer, judge, x, seeds, how):
+    """What `judge` says of texts filled with several seeds, and of each seed's alone."""
+    texts = []
+    calls = 0.0
+    began = time.monotonic()
+    for seed in seeds:
+        for part in likelihood.groups(model, len(x), x.device):
+            samples = torch.arange(part.start, part.stop)
+            for step in sample.unmask(model, x[part], samples=samples, seed=seed, **how):
+                last = step
+            texts += [tokenizer.decode(ids) for ids in last.x.tolist()]
+            calls += last.calls.sum().item()
+    seconds = (time.monotonic() - began) / len(texts)
+    n = len(x)
+    by_seed = [judge(texts[i : i + n]) for i in range(0, len(texts), n)]
+    return dict(calls=calls / len(texts), seconds=seconds) | judge(texts) | dict(by_seed=by_seed)
 
 
 def bench_sampling(options, device, book):
-    """Every order and number of steps at a few temperatures; the autoregressive run beside them."""
+    """Every sampler over numbers of calls; real text and the autoregressive twin beside them."""
     until = time.monotonic() + (options.time_limit or math.inf)
-    models = []  # (model, tokenizer, config) of --ar_dir, if it is given, then of --out_dir
-    for flag, objective in (("ar_dir", "ar"), ("out_dir", "mdlm")):
-        path = getattr(options, flag)
-        if path or flag == "out_dir":
-            models.append(mdlm.load(path, device))
-            if models[-1][2].objective != objective:
-                raise UserError(f"--{flag}={path} is no run of --objective={objective}; give one")
+    model, tokenizer, config = load(options.out_dir, "out_dir", "mdlm", device)
+    twin = None
+    if options.ar_dir:
+        twin, twin_tokenizer, _ = load(options.ar_dir, "ar_dir", "ar", device)
+        if twin_tokenizer.to_json() != tokenizer.to_json():
+            raise UserError(f"--ar_dir={options.ar_dir} has another vocabulary; give one like it")
     folder = find_checkpoint(options.out_dir)
-    _, tokenizer, config = models[-1]
     with eval.open_data(options.data, folder, tokenizer, config, device) as (corpus, _):
-        parts = [ids[:2_000_000].tolist() for ids in (corpus.train, corpus.val)]
-    training, validation = map(tokenizer.decode, parts)
-    words = set(re.findall(r"\w+", training))
-    bigrams = Counter(itertools.pairwise(validation))
-    n = options.num_samples
-    T = config.block_size
-    real = quality([training[i * T : (i + 1) * T] for i in range(n)], words, bigrams)
-    shown = "words {words:.1%}, divergence {divergence:.4f}, entropy {entropy:.3f}".format(**real)
-    book.note(f"{n} texts of {T} tokens a line, on {device}. As much training text: {shown}")
-    points = []
-    for model, tokenizer, config in models:
-        prefix = "AR " if config.objective == "ar" else ""
-        for order, steps, temperature in grid(config):
-            where = dict(order=prefix + order, steps=str(steps), temperature=str(temperature))
-            if time.monotonic() > until:
-                book.note(f"the time is up: nothing measured from {', '.join(where.values())} on")
-                break
-            how = dict(steps=steps, temperature=temperature) | ORDERS[order]
-            began = time.monotonic()
-            x = torch.full((n, config.block_size), model.mask_id, device=device)
-            last = deque(sample.unmask(model, x, seed=0, **how), maxlen=1).pop()
-            texts = [tokenizer.decode(ids) for ids in last.x.tolist()]  # waits for a GPU
-            seconds = (time.monotonic() - began) / n
-            point = where | dict(calls=last.calls.double().mean().item(), seconds=seconds)
-            points.append(point | quality(texts, words, bigrams))
-            book.add(points[-1])
-    book.note("\nfewest calls for each divergence: " + "; ".join(describe_frontier(points)))
-
-
-def describe_frontier(points):
-    """The points that no other beats with as few calls."""
-    best = math.inf
-    for p in sorted(points, key=lambda p: (p["calls"], p["divergence"])):
-        if p["divergence"] < best:
-            best = p["divergence"]
-            how = f"{p['order']}, {p['steps']} steps, at {p['temperature']}"
-            yield f"{best:.4f} in {p['calls']:.0f} ({how})"
+        training = tokenizer.decode(corpus.train[:2_000_000].tolist())
+        windows = corpus.windows().long()
+    judge = Judge(training, twin, tokenizer)
+    seeds = range(options.seed, options.seed + options.seeds)
+    n = min(options.num_samples, len(windows))
+    book.note(f"{n} texts of {config.block_size} tokens for each of the seeds {list(seeds)}")
+    empty = dict(given="", calls=None, seconds=None)
+    book.add(dict(sampler="real text") | empty | judge([tokenizer.decode(w) for w in windows]))
+    autocast = partial(torch.autocast, device.type, enabled=options.dtype == "bfloat16")
+    if twin:
+        x = start("nothing", windows[:n], twin.mask_id)
+        with autocast(dtype=torch.bfloat16):
+            found = measure(twin, tokenizer, judge, x, seeds, {})
+        book.add(dict(sampler="AR twin", given="nothing") | found)
+    for task, name, how, steps in grid(config.block_size):
+        if time.monotonic() > until:
+            book.note(f"the time is up: nothing measured from {name}, {steps} calls on")
+            break
+        x = start(task, windows[:n], model.mask_id)
+        with autocast(dtype=torch.bfloat16):
+            found = measure(model, tokenizer, judge, x, seeds, how | dict(steps=steps))
+        book.add(dict(sampler=name, given=task) | found)
+    if options.picture:
+        plots.plot_frontier(book.content["rows"], list(SAMPLERS), options.picture)

@@ -243,3 +243,37 @@ def plot_predictions(lines, path):
     legend = [("given   ", False, "", 0), ("right", True, "right", 0.7), ("   ", False, "", 0)]
     legend += [("truth", True, "wrong", 0.7), ("   darker: more confident", False, "", 0)]
     draw_lines([*lines, [], *predicted_lines(legend)], path)
+
+
+# ---- What bench.py sample measured
+def plot_frontier(rows, names, path):
+    """Known words, distinct words and likelihood over network calls, of the samplers `names`.
+
+    rows: dicts of bench.py sample; bars from the lowest to the highest seed.
+    """
+    if not can_draw():
+        return
+    twin = all("twin" in row for row in rows)
+    last = (
+        ("twin", "nats per token (AR twin)") if twin else ("grams", "nats per character (6-gram)")
+    )
+    panels = [("words", "words of the training text"), ("distinct", "distinct words"), last]
+    fig, axes = figure(11, 3.8, 1, 3)
+    for ax, (key, label) in zip(axes, panels):
+        for name, color in zip(names, COLORS):
+            found = [r for r in rows if r["sampler"] == name and r["given"] == "nothing"]
+            low = [max(0, r[key] - min(seed[key] for seed in r["by_seed"])) for r in found]
+            high = [max(0, max(seed[key] for seed in r["by_seed"]) - r[key]) for r in found]
+            xs = [r["calls"] for r in found]
+            style = dict(marker="o", ms=4, lw=1.6, capsize=2, color=color, label=name)
+            ax.errorbar(xs, [r[key] for r in found], [low, high], **style)
+        for name, dashes in (("real text", "--"), ("AR twin", ":")):
+            for row in rows:
+                if row["sampler"] == name:
+                    ax.axhline(row[key], color=GREY, lw=1.2, ls=dashes, label=name)
+        ax.set(xscale="log", xlabel="network calls", ylabel=label)
+        calls = sorted({round(r["calls"]) for r in rows if r["sampler"] == names[0]})
+        ax.set_xticks(calls, map(str, calls))
+        ax.minorticks_off()
+    axes[0].legend(frameon=False, fontsize=8)
+    fig.savefig(path)

@@ -21,6 +21,7 @@ from support.templates import joined
 
 FILLED = "\x1b[1;36m"
 NEW = "\x1b[1;7;36m"
+CHANGED = "\x1b[1;7;31m"
 FAINT = "\x1b[2m"
 PLAIN = "\x1b[0m"
 BREAKS = {c: f"\\u{c:04x}" for c in (0x85, 0x2028, 0x2029)}  # end a line for some readers of JSON
@@ -56,33 +57,41 @@ class Watch:
         self.mask = mask
         self.steps = steps
         self.given = (x != mask).tolist()
+        self.before = x
+        self.changes = 0
         self.height = 0  # lines on the screen
-        self.show(0, x, torch.zeros_like(x, dtype=torch.bool))
+        self.show(0, x)
 
     def add(self, step, row):
         """Show a row of a sample.Step."""
-        self.show(step.number, step.x[row], step.drawn[row])
+        self.show(step.number, step.x[row])
 
-    def show(self, number, x, new):
+    def show(self, number, x):
+        new = x != self.before
+        changed = new & (self.before != self.mask)
+        self.before = x
+        self.changes += int(changed.sum())
         left = int((x == self.mask).sum())
         status = f"step {number} of {self.steps}: {len(x) - left} of {len(x)} tokens"
+        status += f", {self.changes} changes" * (self.changes > 0)
         if not has_colours(sys.stdout):
             print(status, file=sys.stderr, flush=True)
             return
         width, height = shutil.get_terminal_size()
-        lines = self.lines(x.tolist(), new.tolist(), width)[2 - height :]
+        lines = self.lines(x.tolist(), new.tolist(), changed.tolist(), width)[2 - height :]
         self.clear()
         print(*lines, f"{FAINT}{status[:width]}{PLAIN}", sep="\n", flush=True)
         self.height = len(lines) + 1
         time.sleep(0.05)  # or the eye cannot follow
 
-    def lines(self, x, new, width):
+    def lines(self, x, new, changed, width):
         """The text in lines of the terminal's width; a dot is a part of an incomplete character."""
         lines = [""]
         column = 0
-        for token, given, fresh in zip(x, self.given, new, strict=True):
+        for token, given, fresh, other in zip(x, self.given, new, changed, strict=True):
             masked = token == self.mask
-            style = FAINT if masked else (NEW if fresh else FILLED) * (not given)
+            style = CHANGED if other else NEW if fresh else FILLED
+            style = FAINT if masked else style * (not given)
             for c in "░" if masked else self.tokenizer.decode([token]):
                 columns = 1 + (unicodedata.east_asian_width(c) in "WF")
                 if c == "\n" or column + columns > width:
@@ -136,7 +145,8 @@ class Film:
             token = int(step.x[row, i])
             others = [[text, round(q, 4)] for text, q in likeliest(self.tokenizer, p, 5)]
             frame.append([i, token, round(float(p[token]), 4), others])
-        self.frames.append(frame)
+        if frame:
+            self.frames.append(frame)
 
     def page(self, ids):
         """tokens, given and frames as `write_page` takes them, up to [END]."""
@@ -146,8 +156,7 @@ class Film:
         frames = [[change for change in frame if change[0] < n] for frame in self.frames]
         for change in itertools.chain(*frames):
             i, token = change[:2]
-            if token is not None:
-                change[1] = tokens[i] if token == ids[i] else self.tokenizer.decode([token])
+            change[1] = tokens[i] if token == ids[i] else self.tokenizer.decode([token])
         return dict(tokens=tokens, given=self.given[:n], frames=frames)
 
 
@@ -158,8 +167,8 @@ def write_page(path, samples, settings):
     samples   list of dicts, each of a text of n positions: text, title, calls, seconds,
               given   n booleans: part of the template
               tokens  n strings: the final token, "" if another position shows its character
-              frames  for each step the changes [position, token or None: masked again,
-                      confidence, up to 5 alternatives [token, probability]]
+              frames  for each step what it drew: [position, token, confidence,
+                      up to 5 alternatives [token, probability]]
     """
     path = Path(path)
     data = dict(samples=samples, settings={name: str(value) for name, value in settings.items()})

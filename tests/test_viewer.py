@@ -22,8 +22,8 @@ ATTACK = (
 SETTINGS = {"model": "1.8 M parameters", "temperature": 1.0, "<b>order</b>": ATTACK}
 
 
-def make_sample(title, text, given=(), remask=()):
-    """Positions appear in a scattered order, two a step; those in `remask` also first, as "?"."""
+def make_sample(title, text, given=(), wrong=()):
+    """Positions appear in a scattered order, two a step; those in `wrong` first as "?", twice."""
     n = len(text)
     order = sorted((i for i in range(n) if i not in given), key=lambda i: (i * 7919) % 101)
     frames = [
@@ -33,10 +33,10 @@ def make_sample(title, text, given=(), remask=()):
         ]
         for k in range(0, len(order), 2)
     ]
-    frames.insert(0, [[i, "?", 0.125, [["?", 0.125]]] for i in remask])
-    frames.insert(3, [[i, None, 0.0, []] for i in remask])
-    frames.insert(5, [])  # a step that revealed nothing
-    for i in remask:  # last of all, so that it stays masked for many steps
+    frames.insert(0, [[i, "?", 0.125, [["?", 0.125]]] for i in wrong])
+    frames.insert(3, [[i, "?", 0.25, [["?", 0.25]]] for i in wrong])
+    frames.insert(5, [])  # a step that drew nothing
+    for i in wrong:  # corrected last of all
         frames = [[change for change in f if change[:2] != [i, text[i]]] for f in frames]
         frames.append([[i, text[i], 1.0, [[text[i], 1.0]]]])
     made = dict(given=[i in given for i in range(n)], tokens=list(text), frames=frames)
@@ -46,12 +46,12 @@ def make_sample(title, text, given=(), remask=()):
 PIECES = [
     [[2, "", 0.9, [["", 0.9]]], [3, ",\n", 0.8, []]],
     [[0, "To", 0.7, []], [1, " was\n", 0.2, []]],
-    [[1, None, 0.1, []], [4, "or", 0.6, []]],
+    [[1, " is\n", 0.1, []], [4, "or", 0.6, []]],
     [[5, "\n\n", 0.9, []], [1, " be", 1.0, []]],
 ]
 SAMPLES = [
     make_sample(
-        "ROMEO:", "ROMEO:\nBut, soft! what light\n\nthrough  yonder ", range(7), remask=(9, 20)
+        "ROMEO:", "ROMEO:\nBut, soft! what light\n\nthrough  yonder ", range(7), wrong=(9, 20)
     ),
     make_sample("hostile " + ATTACK, ATTACK + "\t<b>é, 語, 🙂</b>&amp;"),
     dict(
@@ -71,7 +71,7 @@ def replay(sample):
     texts = ["".join(shown)]
     for frame in sample["frames"]:
         for position, token, *_ in frame:
-            shown[position] = "█" if token is None else token
+            shown[position] = token
         texts.append("".join(shown))
     return texts
 
@@ -282,9 +282,27 @@ def test_frames_are_the_replay_in_any_order(page):
         scattered = sorted(steps, key=lambda s: (s * 7919) % 31)
         assert texts(page, scattered) == [want[s] for s in scattered]
         assert texts(page, [-1, 10**6]) == [want[0], want[-1]]
-    assert (
-        "█" in replay(SAMPLES[0])[10] and "?" in replay(SAMPLES[0])[1]
-    )  # something was masked again
+
+
+def test_corrections_flash_and_are_counted(page):
+    """Red where a token changed, a line under one that was drawn again; old and new on hover."""
+    n = len(SAMPLES[0]["frames"])
+    first = len(SAMPLES[0]["frames"][0])
+    shown = "document.querySelector('[data-p=\"20\"]').className.split(/ +/)"
+    counted = "document.querySelector('#revealed').textContent"
+    for step, classes, words in (
+        (1, ["t", "fresh"], f"{first} of"),
+        (4, ["t", "again"], "0 changes"),
+        (6, ["t"], "0 changes"),
+        (n, ["t", "fresh", "changed"], "2 changes"),
+    ):
+        page.js(f"mdlm.go({step})")
+        assert [c for c in page.js(shown) if c] == classes and words in page.js(counted)
+    page.mouse("[data-p='20']")
+    assert f"step {n}, before: ?, confidence" in page.js("document.querySelector('#tip').innerText")
+    red = page.js("getComputedStyle(document.querySelector('.changed')).backgroundColor")
+    page.js("mdlm.go(2)")
+    assert red != page.js("getComputedStyle(document.querySelector('.fresh')).backgroundColor")
 
 
 def test_attacks_stay_text(page):
@@ -371,8 +389,8 @@ def test_tooltip_tells_confidence_and_alternatives(page):
     page.mouse("#where")
     page.press(*["right"] * 10, hold="shift")
     assert re.sub(r"\s+", " ", page.js(tip)) == "? step 1, confidence 13 % ? 13 %"
-    page.press("right", "right", "right")  # it stays open and follows: masked again
-    assert page.js(tip) == "masked again in step 4"
+    page.press("right", "right", "right")  # it stays open and follows: drawn again
+    assert re.sub(r"\s+", " ", page.js(tip)) == "? step 1, confidence 25 % ? 25 %"
     page.mouse("[data-p='2']")
     assert re.sub(r"\s+", " ", page.js(tip)) == "M given"
     page.press("escape")

@@ -158,8 +158,8 @@ def resolve(how, config):
         how = replace(how, order="spread")
     if how.order == "one_shot":
         how = replace(how, steps=1)
-    if how.correct == "auto":  # half of the calls, all but 16 of many (results/sampling.md)
-        return replace(how, correct=max(how.steps // 2, how.steps - 16))
+    if how.correct == "auto":  # half of the calls reveal, but 4 to 16 (results/sampling.md)
+        return replace(how, correct=max(0, how.steps - min(max(how.steps // 2, 4), 16)))
     if not how.correct.isdecimal() or int(how.correct) >= how.steps > 0:
         accepted = f"auto, or a number below the {how.steps} steps"
         raise UserError(f"correct={how.correct} is not accepted; give {accepted}")
@@ -175,7 +175,7 @@ class Block:  # a stretch of a text, which is filled and corrected before the ne
     reveals: torch.Tensor  # (B,) steps that reveal; after them
     corrections: torch.Tensor  # (B,) steps that correct
     index: torch.Tensor  # (B, T) the number of each gap in its row
-    u: torch.Tensor  # (B, 1 + steps) random numbers of the row: for its order, for each sweep
+    u: torch.Tensor  # (B, 2 + steps) random numbers of the row: for its order, for each sweep
     doubt: torch.Tensor  # (B, T) of each token that was drawn: its surprise, growing with age
 
     def temperature(self, how, s):
@@ -205,7 +205,7 @@ def plan(config, fill, samples, how):
         if how.order != "ancestral":  # which may reveal nothing in a step
             reveals = reveals.minimum(n).clamp(min=1)
         index = gaps.cumsum(1) - 1
-        u = uniform(how.seed, first, samples, 1 + steps, "row")
+        u = uniform(how.seed, first, samples, 2 + steps, "row")
         doubt = torch.zeros(fill.shape, dtype=torch.float64, device=fill.device)
         needed = int((reveals + corrections).max())
         yield Block(end, first, needed, gaps, reveals, corrections, index, u, doubt)
@@ -367,7 +367,7 @@ def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16
     return [joined(to_texts(parts, ids, tokenizer)) for ids in found]
 
 
-def fill_gaps(model, tokenizer, how, x, fill, may_end=False, quick=False):
+def fill_gaps(model, tokenizer, how, x, fill, may_end, quick):
     """Fill gaps of a template. may_end: at the end of the text, where [END] may be drawn."""
     ends = dict(end_id=tokenizer.end_id) if may_end else dict(forbid=[tokenizer.end_id])
     if quick:  # to compare lengths

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from support.templates import to_ids
+from support.templates import joined, to_ids, to_texts
 
 
 def group_size(model, device):
@@ -101,9 +101,8 @@ def likeliest(model, x, start, stop, known, n):
 
 class Fill(NamedTuple):  # of a template, or of its beginning
     parts: list  # every length known
-    ids: list
+    ids: list  # up to what ended a gap at the end of the text
     logp: float  # log p(ids from the first gap on | what precedes it) by the chain rule, in nats
-    scored: int  # tokens up to which logp counts
 
 
 def until_break(tokenizer, ids):
@@ -125,37 +124,45 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
     """
     L = model.config.block_size
     unknown = [i for i, part in enumerate(parts) if part is None]
-    cuts = {0, *unknown[1:], len(parts)} | ({len(parts) - 1} if parts[-1] is None else set())
-    fills = [Fill([], [], 0.0, len(to_ids(parts[:1], tokenizer)) * isinstance(parts[0], str))]
+    cuts = {0, *unknown[1:], len(parts)}
+    if parts[-1] is None:
+        cuts.add(len(parts) - 1)
+    fills = [Fill([], [], 0.0)]
+    start = [len(to_ids(parts[:1], tokenizer)) if isinstance(parts[0], str) else 0]
     for begin, end in itertools.pairwise(sorted(cuts)):
+        stretch = parts[begin:end]
         room = L - len(to_ids(parts[end:], tokenizer))
-        at_end = parts[begin] is None and end == len(parts)
-        several = None in parts[begin:end] and not at_end
+        at_end = stretch == [None] and end == len(parts)
+        several = None in stretch and not at_end
+        each = math.ceil((max(2, n // 2) if several else draws) / len(fills))
+        # 1. Draw: every length after every fill of what precedes.
         tried = []
-        for fill, length in itertools.product(fills, range(1, max_gap + 1) if several else [0]):
-            length = length or min(max_gap, room - len(fill.ids))
-            known = [length if part is None else part for part in parts[begin:end]]
-            ids = fill.ids + to_ids(known, tokenizer, model.mask_id)
+        for i, length in itertools.product(range(len(fills)), range(max_gap) if several else [0]):
+            before = fills[i]
+            length = min(max_gap, room - len(before.ids)) if at_end else length + 1
+            known = [length if part is None else part for part in stretch]
+            ids = before.ids + to_ids(known, tokenizer, model.mask_id)
             if len(ids) <= room:
-                one = Fill(fill.parts + known, ids, fill.logp, fill.scored)
-                tried += [one] * math.ceil((max(2, n // 2) if several else draws) / len(fills))
-        x = torch.tensor([f.ids + [model.mask_id] * (L - len(f.ids)) for f in tried], device=device)
-        inside = torch.arange(L) < torch.tensor([len(f.ids) for f in tried])[:, None]
-        x = draw(x, inside.to(device), may_end=at_end, quick=several)
+                tried += [(start[i], Fill(before.parts + known, ids, before.logp))] * each
+        rows = [fill.ids + [model.mask_id] * (L - len(fill.ids)) for _, fill in tried]
+        inside = torch.arange(L) < torch.tensor([len(fill.ids) for _, fill in tried])[:, None]
+        x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several)
+        # 2. Keep what differs.
         found = {}
-        for i, (fill, row) in enumerate(zip(tried, x.tolist())):
+        for i, (row, (begun, fill)) in enumerate(zip(x.tolist(), tried)):
             ids = row[: len(fill.ids)]
             if at_end:
-                kept = until_break(tokenizer, ids[-fill.parts[-1] :])
-                ids = ids[: len(ids) - fill.parts[-1] + kept]
+                gap = fill.parts[-1]
+                kept = until_break(tokenizer, ids[-gap:])
+                ids = ids[: len(ids) - gap + kept + 1]
                 fill = fill._replace(parts=[*fill.parts[:-1], kept])
-            stop = min(len(ids) + at_end, len(fill.ids))
-            found[tokenizer.decode(ids)] = (i, stop, fill._replace(ids=ids))
-        rows, stop, fills = zip(*found.values())
-        start = torch.tensor([fill.scored for fill in fills])
+            found[joined(to_texts(fill.parts, ids, tokenizer))] = (i, begun, fill._replace(ids=ids))
+        rows, start, fills = zip(*found.values())
+        # 3. Rank.
+        stop = torch.tensor([len(fill.ids) for fill in fills])
         known = torch.tensor([fill.logp for fill in fills], dtype=torch.float64)
-        most = min(max(n, 8), len(fills)) if end < len(parts) else min(n, len(fills))
-        best, logp = likeliest(model, x[list(rows)], start, torch.tensor(stop), known, most)
-        pairs = zip(best.tolist(), logp.tolist())
-        fills = [fills[i]._replace(logp=value, scored=stop[i]) for i, value in pairs]
+        most = min(len(fills), n if end == len(parts) else max(n, 8))
+        best, logp = likeliest(model, x[list(rows)], torch.tensor(start), stop, known, most)
+        fills = [fills[i]._replace(logp=p) for i, p in zip(best.tolist(), logp.tolist())]
+        start = [len(fill.ids) for fill in fills]
     return fills

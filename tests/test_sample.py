@@ -256,6 +256,8 @@ def test_given_tokens_stay_and_rows_are_independent(world, x, ar, seed, **how):
     x = torch.tensor([(row * width)[:width] for row in x])
     if how["correct"] == 3:
         how["steps"] += 3
+    if how["order"] == "one_shot":
+        how["correct"] = 0
     model = Toy(world.random, V, T, objective="ar" if ar else "mdlm")
     if ar:
         how["order"] = "left_to_right"
@@ -372,7 +374,8 @@ def test_films_keep_confidences_up_to_the_end(world):
     for row, (ids, film) in enumerate(zip(steps[-1].x.tolist(), films, strict=True)):
         page = film.page(ids)
         assert page["tokens"] == [tokenizer.decode([i]) for i in ids if i != 2]
-        for step, frame in zip(steps, page["frames"], strict=True):
+        drawn = [step for step in steps if step.drawn[row].any()]
+        for step, frame in zip(drawn, page["frames"], strict=True):
             p = torch.zeros(20, T, V, dtype=torch.float64)
             p[step.drawn] = step.logp.double().exp()
             shown = step.drawn[row].nonzero()[:, 0].tolist()
@@ -550,7 +553,7 @@ class TestCharacters:
     def test_watch_is_plain_lines_in_a_pipe(self, run, say):
         r = say(run, "--infill=Th██ is", "--watch", "--steps=4")
         assert r.code == 0 and "\x1b" not in r.out + r.err
-        assert r.err.splitlines()[0] == "step 0 of 4: 5 of 7 tokens" and "7 of 7 tokens" in r.err
+        assert r.err.splitlines()[0] == "step 0 of 2: 5 of 7 tokens" and "7 of 7 tokens" in r.err
 
     def test_templates_come_from_standard_input(self, run, say, monkeypatch):
         for content, flag in (

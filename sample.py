@@ -58,9 +58,8 @@ ORDERS = {
     "margin": Order("a best token far ahead of the second", lambda p, token: lead(p.exp()), True),
     "entropy": Order("low entropy", lambda p, token: -torch.special.entr(p.exp()).sum(1), True),
 }
-# --redraw: which of the tokens that were drawn to draw again
-REDRAWS = ("doubtful", "sweep")
 MEANINGS = "; ".join(f"{name}: {order.meaning}" for name, order in ORDERS.items())
+REDRAWS = ("doubtful", "sweep")  # see `to_correct`
 # --schedule -> the share of masks left after a share f of the calls that reveal
 SCHEDULES = {
     "linear": lambda f: 1 - f,
@@ -77,9 +76,7 @@ class Options:
     infill: str = opt("", "template: █ is a token to fill, [___] a gap of any length (-: stdin)")
     batch: str = opt("", "file with one template per line; prints one JSON object per line")
     length: int = opt(0, "tokens of the text with its prompt (0: context)", bounds=(0, 1 << 20))
-    num_samples: int = opt(
-        0, "texts to draw (0: one; of a template the best of 16)", bounds=(0, 1 << 20)
-    )
+    num_samples: int = opt(0, "texts (0: one; of a template the best of 16)", bounds=(0, 1 << 20))
     candidates: int = opt(3, "show the N likeliest of many different fills", bounds=(1, 1024))
     max_gap: int = opt(16, "longest fill of [___], in tokens", bounds=(1, 8192))
     top: int = opt(0, "fill nothing: show each gap's N likeliest tokens", bounds=(0, 1 << 20))

@@ -9,7 +9,6 @@ import math
 import re
 import time
 from collections import Counter
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,7 @@ import sample
 from support import likelihood, plots
 from support.checkpoint import find_checkpoint
 from support.cli import UserError
+from support.numerics import standard_error
 
 # name -> settings of sample.unmask; the first is the default
 SAMPLERS = {
@@ -86,11 +86,6 @@ def distinct(texts):
     return sum(len(set(words)) / max(1, len(words)) for words in found) / len(found)
 
 
-def standard_error(values):
-    values = torch.tensor(values, dtype=torch.float64)
-    return (values.std() / len(values) ** 0.5).item() if len(values) > 1 else 0.0
-
-
 class Judge:
     """Judges texts by the training text: its words, its 6-grams, a model that was trained on it."""
 
@@ -100,13 +95,17 @@ class Judge:
         self.twin = twin
         self.tokenizer = tokenizer
 
+    def grams_nll(self, texts):
+        """(n,) nats per character of each text."""
+        return torch.tensor([self.grams.nll(text) for text in texts], dtype=torch.float64)
+
     def twin_nll(self, texts):
-        """Nats per token of each text under the autoregressive model."""
+        """(n,) nats per token of each text under the autoregressive model."""
         x = torch.tensor([self.tokenizer.encode(text) for text in texts])
         x = x.to(next(self.twin.parameters()).device)
         with torch.no_grad():
             parts = [self.twin(x[i : i + 8]).transpose(1, 2) for i in range(0, len(x), 8)]
-        return F.cross_entropy(torch.cat(parts), x, reduction="none").mean(1).tolist()
+        return F.cross_entropy(torch.cat(parts), x, reduction="none").mean(1)
 
     def __call__(self, texts):
         """Means over texts, and the standard errors of those that are means of a number a text."""
@@ -114,20 +113,12 @@ class Judge:
         known, total = map(sum, zip(*counts))
         share = known / max(1, total)
         spread = sum((k - share * n) ** 2 for k, n in counts) ** 0.5 / max(1, total)
-        grams = [self.grams.nll(text) for text in texts]
-        found = dict(words=share, words_se=spread, grams=sum(grams) / len(grams))
-        found |= dict(grams_se=standard_error(grams))
-        if self.twin:
-            nll = self.twin_nll(texts)
-            found |= dict(twin=sum(nll) / len(nll), twin_se=standard_error(nll))
+        found = dict(words=share, words_se=spread)
+        for name, nll in (("grams", self.grams_nll), ("twin", self.twin_nll)):
+            if name == "grams" or self.twin:
+                each = nll(texts)
+                found |= {name: each.mean().item(), f"{name}_se": standard_error(each)}
         return found | dict(distinct=distinct(texts), entropy=entropy(texts))
-
-
-def load(path, flag, objective, device):
-    found = mdlm.load(path, device)
-    if found[2].objective != objective:
-        raise UserError(f"--{flag}={path} is no run of --objective={objective}; give one")
-    return found
 
 
 def grid(steps_limit):
@@ -154,33 +145,34 @@ def start(task, windows, mask):
     return x
 
 
-def measure(model, tokenizer, judge, x, seeds, how):
-    """What `judge` says of texts filled with several seeds, and of each seed's alone."""
+def write(model, tokenizer, x, seeds, dtype, how):
+    """(texts filled from x (n, T) with each seed, facts)"""
     texts = []
     calls = 0.0
     began = time.monotonic()
     for seed in seeds:
         for part in likelihood.groups(model, len(x), x.device):
             samples = torch.arange(part.start, part.stop)
-            for step in sample.unmask(model, x[part], samples=samples, seed=seed, **how):
-                last = step
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+                for step in sample.unmask(model, x[part], samples=samples, seed=seed, **how):
+                    last = step
             texts += [tokenizer.decode(ids) for ids in last.x.tolist()]
             calls += last.calls.sum().item()
     seconds = (time.monotonic() - began) / len(texts)
-    n = len(x)
-    by_seed = [judge(texts[i : i + n]) for i in range(0, len(texts), n)]
-    return dict(calls=calls / len(texts), seconds=seconds) | judge(texts) | dict(by_seed=by_seed)
+    return texts, dict(calls=calls / len(texts), seconds=seconds)
 
 
 def bench_sampling(options, device, book):
     """Every sampler over numbers of calls; real text and the autoregressive twin beside them."""
     until = time.monotonic() + (options.time_limit or math.inf)
-    model, tokenizer, config = load(options.out_dir, "out_dir", "mdlm", device)
-    twin = None
-    if options.ar_dir:
-        twin, twin_tokenizer, _ = load(options.ar_dir, "ar_dir", "ar", device)
-        if twin_tokenizer.to_json() != tokenizer.to_json():
-            raise UserError(f"--ar_dir={options.ar_dir} has another vocabulary; give one like it")
+    models = {}
+    for flag, objective in (("out_dir", "mdlm"), ("ar_dir", "ar")):
+        path = getattr(options, flag)
+        models[objective] = mdlm.load(path, device) if path else (None, None, None)
+        if path and models[objective][2].objective != objective:
+            raise UserError(f"--{flag}={path} is no run of --objective={objective}; give one")
+    model, tokenizer, config = models["mdlm"]
+    twin = models["ar"][0]
     folder = find_checkpoint(options.out_dir)
     with eval.open_data(options.data, folder, tokenizer, config, device) as (corpus, _):
         training = tokenizer.decode(corpus.train[:2_000_000].tolist())
@@ -191,19 +183,17 @@ def bench_sampling(options, device, book):
     book.note(f"{n} texts of {config.block_size} tokens for each of the seeds {list(seeds)}")
     empty = dict(given="", calls=None, seconds=None)
     book.add(dict(sampler="real text") | empty | judge([tokenizer.decode(w) for w in windows]))
-    autocast = partial(torch.autocast, device.type, enabled=options.dtype == "bfloat16")
+    cases = [(model, *case) for case in grid(config.block_size)]
     if twin:
-        x = start("nothing", windows[:n], twin.mask_id)
-        with autocast(dtype=torch.bfloat16):
-            found = measure(twin, tokenizer, judge, x, seeds, {})
-        book.add(dict(sampler="AR twin", given="nothing") | found)
-    for task, name, how, steps in grid(config.block_size):
+        cases.insert(0, (twin, "nothing", "AR twin", {}, config.block_size))
+    for writer, given, name, how, steps in cases:
         if time.monotonic() > until:
             book.note(f"the time is up: nothing measured from {name}, {steps} calls on")
             break
-        x = start(task, windows[:n], model.mask_id)
-        with autocast(dtype=torch.bfloat16):
-            found = measure(model, tokenizer, judge, x, seeds, how | dict(steps=steps))
-        book.add(dict(sampler=name, given=task) | found)
+        x = start(given, windows[:n], writer.mask_id)
+        how = how | dict(steps=steps)
+        texts, facts = write(writer, tokenizer, x, seeds, options.dtype, how)
+        by_seed = [judge(texts[i : i + n]) for i in range(0, len(texts), n)]
+        book.add(dict(sampler=name, given=given) | facts | judge(texts) | dict(by_seed=by_seed))
     if options.picture:
         plots.plot_frontier(book.content["rows"], list(SAMPLERS), options.picture)

@@ -253,27 +253,24 @@ def plot_frontier(rows, names, path):
     """
     if not can_draw():
         return
-    twin = all("twin" in row for row in rows)
-    last = (
-        ("twin", "nats per token (AR twin)") if twin else ("grams", "nats per character (6-gram)")
-    )
-    panels = [("words", "words of the training text"), ("distinct", "distinct words"), last]
+    panels = dict(words="words of the training text", distinct="distinct words")
+    panels["twin" if "twin" in rows[0] else "grams"] = "nats per character, another model"
     fig, axes = figure(11, 3.8, 1, 3)
-    for ax, (key, label) in zip(axes, panels):
+    for ax, (key, label) in zip(axes, panels.items()):
         for name, color in zip(names, COLORS):
-            found = [r for r in rows if r["sampler"] == name and r["given"] == "nothing"]
-            low = [max(0, r[key] - min(seed[key] for seed in r["by_seed"])) for r in found]
-            high = [max(0, max(seed[key] for seed in r["by_seed"]) - r[key]) for r in found]
-            xs = [r["calls"] for r in found]
+            found = [r for r in rows if (r["sampler"], r["given"]) == (name, "nothing")]
+            seeds = [[seed[key] for seed in r["by_seed"]] for r in found]
+            middle = [(max(values) + min(values)) / 2 for values in seeds]
+            error = [(max(values) - min(values)) / 2 for values in seeds]
+            calls = [r["calls"] for r in found]
             style = dict(marker="o", ms=4, lw=1.6, capsize=2, color=color, label=name)
-            ax.errorbar(xs, [r[key] for r in found], [low, high], **style)
-        for name, dashes in (("real text", "--"), ("AR twin", ":")):
-            for row in rows:
-                if row["sampler"] == name:
-                    ax.axhline(row[key], color=GREY, lw=1.2, ls=dashes, label=name)
+            ax.errorbar(calls, middle, error, **style)
+        for row in rows:
+            if row["sampler"] in ("real text", "AR twin"):
+                style = "--" if row["sampler"] == "real text" else ":"
+                ax.axhline(row[key], color=GREY, lw=1.2, ls=style, label=row["sampler"])
         ax.set(xscale="log", xlabel="network calls", ylabel=label)
-        calls = sorted({round(r["calls"]) for r in rows if r["sampler"] == names[0]})
-        ax.set_xticks(calls, map(str, calls))
+        ax.set_xticks(calls, [f"{n:.0f}" for n in calls])
         ax.minorticks_off()
     axes[0].legend(frameon=False, fontsize=8)
     fig.savefig(path)

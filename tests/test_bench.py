@@ -336,19 +336,30 @@ def test_wrong_step_has_no_time(small_preset, monkeypatch, capsys, wrong):
 # ---- Sampling
 
 
-def test_quality_of_the_text_itself():
-    words = {"to", "be", "or"}
-    pairs = frontier.Counter(zip("to be or", "o be or"))
-    same = frontier.quality(["to be or"], words, pairs)
-    assert same["words"] == 1
-    assert same["divergence"] == pytest.approx(0, abs=1e-12)
-    p = [2 / 8, 2 / 8, 1 / 8, 1 / 8, 1 / 8, 1 / 8]  # spaces, o, t b e r
-    assert same["entropy"] == pytest.approx(-sum(x * math.log(x) for x in p))
-    foreign = frontier.quality(["xx yy zz"], words, pairs)
-    assert foreign["words"] == 0
-    assert foreign["divergence"] == pytest.approx(math.log(2))
-    with pytest.raises(cli.UserError, match=r"two characters.*--block_size"):
-        frontier.quality(["t", "o"], words, pairs)
+def test_judge_counts_words_and_characters():
+    judge = frontier.Judge("to be or not to be")
+    found = judge(["x to be or x", "x to be no x"])
+    assert found["words"] == 5 / 6 and found["distinct"] == 4 / 6
+    assert found["words_se"] == pytest.approx((0.5**2 + 0.5**2) ** 0.5 / 6)
+    assert frontier.entropy(["abab"]) == pytest.approx(math.log(2))
+    many = ["x one two x"] * frontier.GROUP + ["x one one x"] * frontier.GROUP
+    assert frontier.distinct(many) == (2 / 32 + 1 / 32) / 2  # the mean over groups
+
+
+def test_grams_are_a_distribution():
+    """Witten and Bell's interpolation by hand, and probabilities that sum to 1."""
+    grams = frontier.NGrams("abracadabra")
+    for context in ("", "a", "br", "xab", "zzz"):
+        total = sum(grams.probability(context + c, len(context)) for c in "abcdr")
+        assert total == pytest.approx(1)
+    after_b = (2 + 1 * (2 + 5 / 5) / 16) / 3  # "r" twice after "b"; 2 of 11 letters are "r"
+    assert grams.probability("br", 1) == pytest.approx(after_b)
+    texts = ["abra", "cadabra"]
+    expected = [
+        -sum(math.log(grams.probability(t, i)) for i in range(len(t))) / len(t) for t in texts
+    ]
+    assert [grams.nll(t) for t in texts] == pytest.approx(expected)
+    assert grams.nll("abracadabra") < grams.nll("arbacadarba")
 
 
 @pytest.fixture(scope="module")
@@ -360,25 +371,28 @@ def runs(short_run, tmp_path_factory):
     return SimpleNamespace(mdlm=shutil.copytree(short_run, ar / "mdlm"), ar=ar)
 
 
-def test_frontier_has_every_order(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(frontier, "TEMPERATURES", (1.0, 0.6))
-    monkeypatch.setattr(frontier, "STEPS", (8, 32))
+def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(frontier, "CALLS", (8, 16))
     path = tmp_path / "sample.json"
     flags = [f"--out_dir={runs.mdlm}", f"--ar_dir={runs.ar}", "--num_samples=2", f"--json={path}"]
+    flags.append(f"--picture={tmp_path / 'sample.png'}")
     assert cli.run(bench.main, ["sample", "--device=cpu", *flags]) == 0
     rows = json.loads(path.read_text())["rows"]
-    assert {row["order"] for row in rows} == {*frontier.ORDERS, "AR left_to_right"}
-    calls = {(row["order"], row["steps"], row["temperature"]): row["calls"] for row in rows}
-    assert calls["one_shot", "1", "1.0"] == 1
-    assert calls["AR left_to_right", "32", "1.0"] == 32
-    assert calls["confidence", "8", "0.6"] == 8
-    assert calls["ancestral", "32", "1.0"] < 32  # some steps reveal nothing
-    assert all(0 <= row["divergence"] <= math.log(2) and row["seconds"] > 0 for row in rows)
+    names = {*frontier.SAMPLERS, *frontier.ALSO, "AR twin", "real text"}
+    assert {row["sampler"] for row in rows} == names
+    calls = {(row["sampler"], row["given"]): row["calls"] for row in rows}
+    assert calls["AR twin", "nothing"] == 32 and calls["confidence", "nothing"] == 16
+    assert calls["ancestral", "nothing"] < 32  # some steps reveal nothing
+    assert calls["default", "all but a quarter"] == 8 + 16  # of 8 gaps, one in each call
+    for row in rows[1:]:
+        assert len(row["by_seed"]) == 2 and row["seconds"] > 0
+        assert row["twin"] == pytest.approx(sum(seed["twin"] for seed in row["by_seed"]) / 2)
+    assert (tmp_path / "sample.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_lone_checkpoint_needs_its_text(runs, monkeypatch, tmp_path, capsys):
     """Nothing is downloaded, no other text takes its place, nothing is written."""
-    monkeypatch.setattr(frontier, "grid", lambda config: [("confidence", 2, 1.0)])
+    monkeypatch.setattr(frontier, "grid", lambda most: [("nothing", "confidence", {}, 2)])
     load = mdlm.load
 
     def load_moved(path, device):  # its text is no longer where it was

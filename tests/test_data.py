@@ -82,6 +82,8 @@ def test_tokenizer_survives_its_file(pydoc, tmp_path, kind, end):
     if end:
         assert a.end_id == a.vocab_size - 1
         assert a.decode([a.end_id]) == ""
+    masked = [a.vocab_size, *a.encode("To"), a.vocab_size, a.vocab_size]
+    assert b.decode(masked) == "█To██"
 
 
 @pytest.mark.parametrize("unknown", ["A", "é", chr(100 + ord("a")), "😀"])
@@ -93,7 +95,7 @@ def test_unknown_character_is_named_with_position(unknown):
 def test_ids_without_text_are_checked():
     ids = tokenizer.Tokenizer("id", 700)
     assert ids.encode("0 699\n3") == [0, 699, 3]
-    assert ids.decode([0, 699]) == "0 699"
+    assert ids.decode([0, 699]) == "0 699" and ids.decode([700, 700, 1]) == "██ 1"
     assert not ids.knows("700")
     assert not ids.knows("-1")
     assert not ids.knows("To be")

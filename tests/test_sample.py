@@ -519,6 +519,26 @@ class TestCharacters:
         assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
         assert len(set(texts)) == 4 and d["text"] == texts[0]
 
+    def test_template_gets_the_best_of_many(self, run, say, monkeypatch):
+        """In few calls, with two dimmed runners-up; --num_samples gives plain draws."""
+        d = json.loads(say(run, "--infill=The ███", "--json=-").out)
+        assert d["candidates"][0]["text"] == d["text"] and d["calls"] <= 60
+        monkeypatch.setattr(viewer, "has_colours", lambda stream: True)
+        best, second, third = say(run, "--infill=The ███").out.splitlines()
+        assert best.startswith(f"The {viewer.FILLED}") and viewer.FAINT not in best
+        assert second.startswith(viewer.FAINT) and third.startswith(viewer.FAINT)
+        plain = [
+            json.loads(say(run, "--infill=The ███", *flags, "--json=-").out)
+            for flags in (["--num_samples=1"], ["--num_samples=1", "--seed=1"], ["--num_samples=1"])
+        ]
+        assert plain[0]["text"] == plain[2]["text"] != plain[1]["text"]
+        assert "candidates" not in plain[0]
+
+    def test_gap_at_the_end_stops_at_a_break(self, run, say):
+        d = json.loads(say(run, "--infill=The [___]", "--max_gap=12", "--json=-").out)
+        assert d["text"].startswith("The ") and 1 <= len(d["fills"][0]) <= 12
+        assert "\n" not in d["fills"][0][1:]
+
     def test_batch_answers_line_by_line(self, run, say, tmp_path):
         file = tmp_path / "templates"
         file.write_text("The ██ of\na [___] b\n█\n", encoding="utf-8")
@@ -690,6 +710,15 @@ def test_shipped_weights_answer_in_a_terminal(tmp_path):
     assert last.startswith("The k") and "weights/" in shown.splitlines()[0]
     size = sum(f.stat().st_size for f in (ROOT / "weights").rglob("*"))
     assert size <= 24 << 20
+
+
+@pytest.mark.slow
+def test_shipped_weights_fill_in_sixty_calls(say):
+    run = SimpleNamespace(out=ROOT / "weights" / "shakespeare")
+    d = json.loads(say(run, "--infill=To be███", "--json=-").out)
+    assert d["text"].startswith("To be") and d["calls"] <= 60 and len(d["candidates"]) == 3
+    d = json.loads(say(run, "--infill=To be, or ███ to be", "--json=-").out)
+    assert d["text"] == "To be, or not to be"
 
 
 @pytest.mark.slow

@@ -134,7 +134,6 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
         room = L - len(to_ids(parts[end:], tokenizer))
         at_end = stretch == [None] and end == len(parts)
         several = None in stretch and not at_end
-        each = math.ceil((max(2, n // 2) if several else draws) / len(fills))
         # 1. Draw: every length after every fill of what precedes.
         tried = []
         for i, length in itertools.product(range(len(fills)), range(max_gap) if several else [0]):
@@ -143,6 +142,8 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
             known = [length if part is None else part for part in stretch]
             ids = before.ids + to_ids(known, tokenizer, model.mask_id)
             if len(ids) <= room:
+                # Short gaps are cheap, and have most of the likely fills.
+                each = max(2, draws // length if several else draws // len(fills))
                 tried += [(start[i], Fill(before.parts + known, ids, before.logp))] * each
         rows = [fill.ids + [model.mask_id] * (L - len(fill.ids)) for _, fill in tried]
         inside = torch.arange(L) < torch.tensor([len(fill.ids) for _, fill in tried])[:, None]

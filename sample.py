@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -42,16 +42,17 @@ class Order(NamedTuple):
     """What to reveal first: the masks with the highest score, equal ones by a random number."""
 
     meaning: str
-    score: Callable  # (i (B, T): which mask of the text it is, u (B, 1) in [0, 1)) -> (B, T)
+    # (i (B, T): which mask of the text it is, u (B, 1) in [0, 1)) -> (B, T)
+    score: Callable = lambda i, u: 0 * i
     network_first: bool = False  # then (log p (n, V), tokens (n,) drawn from it) -> (n,)
 
 
 ORDERS = {
     "spread": Order("far apart", lambda i, u: -reversed_bits((i + (u * 2**16).long()) % 2**16)),
-    "ancestral": Order("each alike, the exact reverse process", lambda i, u: 0 * i),
-    "random": Order("any, a fixed number", lambda i, u: 0 * i),
+    "ancestral": Order("each alike, the exact reverse process"),
+    "random": Order("any, a fixed number"),
     "left_to_right": Order("the leftmost", lambda i, u: -i),
-    "one_shot": Order("all in one step", lambda i, u: 0 * i),
+    "one_shot": Order("all in one step"),
     # Draw at every mask, keep the likeliest draws (MaskGIT, 2202.04200; LLaDA, 2502.09992).
     "confidence": Order("likely draws", lambda p, token: p.gather(1, token[:, None])[:, 0], True),
     "max_prob": Order("a likely best token", lambda p, token: p.amax(1), True),
@@ -59,7 +60,7 @@ ORDERS = {
     "entropy": Order("low entropy", lambda p, token: -torch.special.entr(p.exp()).sum(1), True),
 }
 MEANINGS = "; ".join(f"{name}: {order.meaning}" for name, order in ORDERS.items())
-REDRAWS = ("doubtful", "sweep")  # see `to_correct`
+REDRAWS = ("doubtful", "sweep")
 # --schedule -> the share of masks left after a share f of the calls that reveal
 SCHEDULES = {
     "linear": lambda f: 1 - f,
@@ -77,17 +78,17 @@ class Options:
     batch: str = opt("", "file with one template per line; prints one JSON object per line")
     length: int = opt(0, "tokens of the text with its prompt (0: context)", bounds=(0, 1 << 20))
     num_samples: int = opt(0, "texts (0: one; of a template the best of 16)", bounds=(0, 1 << 20))
-    candidates: int = opt(3, "show the N likeliest of many different fills", bounds=(1, 1024))
+    candidates: int = opt(0, "show the N likeliest of many fills (0: 3)", bounds=(0, 1024))
     max_gap: int = opt(16, "longest fill of [___], in tokens", bounds=(1, 8192))
     top: int = opt(0, "fill nothing: show each gap's N likeliest tokens", bounds=(0, 1 << 20))
     # How to write it
     steps: int = opt(32, "most network calls for a context of text", bounds=(1, 1 << 20))
-    correct: str = opt("auto", "how many of them draw tokens again, after all were drawn")
+    correct: str = opt("auto", "how many of these calls draw tokens again, when all are drawn")
     redraw: str = opt("doubtful", "what to draw again: the least sure, or all in turn", *REDRAWS)
-    distance: int = opt(3, "between tokens drawn again in one call", bounds=(1, 8192))
+    distance: int = opt(3, "least distance of tokens that a call draws again", bounds=(1, 8192))
     order: str = opt("auto", "what to reveal first: " + MEANINGS, "auto", *ORDERS)
     schedule: str = opt("linear", "as many in each call, few or many first", *SCHEDULES)
-    threshold: float = opt(0.0, "also reveal what has this probability (0: off)", bounds=(0, 1))
+    threshold: float = opt(0.0, "also reveal where a token has this probability", bounds=(0, 1))
     block: int = opt(0, "finish this many tokens before the next (0: auto)", bounds=(0, 8192))
     temperature: float = opt(1.0, "below 1: likelier tokens, 0: the likeliest", bounds=(0, 100))
     temperature_end: float = opt(-1.0, "temperature of the last step (-1: same)", bounds=(-1, 100))
@@ -100,6 +101,10 @@ class Options:
     watch: bool = opt(False, "show the unmasking in the terminal")
     html: str = opt("", "write a page that plays the unmasking to this file")
     json: str = opt("", "write a JSON object per text to this file (-: standard output)")
+
+
+NAMES = [field.name for field in fields(Options)]
+SETTINGS = NAMES[NAMES.index("steps") : NAMES.index("device")]  # of the sampler
 
 
 class Step(NamedTuple):  # what a step of `unmask` did to a batch
@@ -129,12 +134,12 @@ def predict(model, device, x, given, where, end, cfg=0.0):
     rows = where.any(1)
     window = slice(max(0, end - L), max(L, end))
     pad = (0, max(0, L - x.shape[1]))
-    row, at = where[rows, window].nonzero().T.to(device)
+    row, at = where[rows, window].nonzero().T
     seen = F.pad(x[rows, window], pad, value=model.mask_id)
-    logits = logits_at(model, seen.to(device), row, at).to(x.device)
+    logits = logits_at(model, seen, row, at, device)
     if cfg:
         seen = seen.masked_fill(F.pad(given[rows, window], pad), model.mask_id)
-        without = logits_at(model, seen.to(device), row, at).to(x.device)
+        without = logits_at(model, seen, row, at, device)
         logits = without + (1 + cfg) * (logits - without)
     return logits
 
@@ -150,14 +155,17 @@ def resolve(how, config):
     if config.objective == "ar":
         if how.order not in ("auto", "ancestral", "left_to_right"):
             raise UserError(f"order={how.order}: an autoregressive model needs left_to_right")
-        how = replace(how, order="left_to_right", correct="0", threshold=0.0)
+        for name in ("redraw", "schedule", "threshold", "cfg"):
+            if getattr(how, name) != getattr(Options, name):
+                raise UserError(f"{name} is not for an autoregressive model; leave it out")
+        how = replace(how, order="left_to_right", correct="0")
     elif how.order == "auto":
         how = replace(how, order="spread")
     if how.order == "one_shot":
         how = replace(how, steps=1)
     if how.correct == "auto":  # half of the calls reveal, but 4 to 16 (results/sampling.md)
         return replace(how, correct=max(0, how.steps - min(max(how.steps // 2, 4), 16)))
-    if not how.correct.isdecimal() or int(how.correct) >= how.steps > 0:
+    if not how.correct.isdecimal() or int(how.correct) >= how.steps:
         accepted = f"auto, or a number below the {how.steps} steps"
         raise UserError(f"correct={how.correct} is not accepted; give {accepted}")
     return replace(how, correct=int(how.correct))
@@ -186,7 +194,7 @@ def plan(config, fill, samples, how):
     """Yields the Blocks of a text; fill (B, T): positions to fill."""
     L = config.block_size
     T = fill.shape[1]
-    size = how.block or (T if T <= L else max(1, L // 2))
+    size = how.block or max(1, T if T <= L else L // 2)
     first = 0
     for begin in range(0, T, size):
         end = min(begin + size, T)
@@ -195,7 +203,7 @@ def plan(config, fill, samples, how):
         n = gaps.sum(1)
         steps = max(1, how.steps * end // min(T, L) - how.steps * begin // min(T, L))
         if config.objective == "ar":  # a position a step
-            steps = int(n.max())
+            steps = end - begin
         # A single token would be drawn from the same distribution again.
         corrections = (n > 1) * (3 * n).clamp(max=steps * how.correct // how.steps)
         reveals = steps - corrections
@@ -260,7 +268,7 @@ def to_correct(how, block, s, filled, noise):
 
 @torch.no_grad()
 def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
-    """Fill [MASK] positions of x (B, T); yields a Step after each one that changed something.
+    """Fill [MASK] positions of x (B, T); yields a Step after each network call.
 
     fill     (B, T) bool: fill only these; other [MASK] positions stay, as unseen text
     samples  (B,) the rows' numbers (0 .. B-1); draws depend on seed, number, step and position
@@ -271,6 +279,9 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
     T may exceed the context: the model then sees the last positions up to the end of a block, which
     is half a context by default. Autoregressive models go left to right, one token a call.
     """
+    unknown = how.keys() - SETTINGS
+    if unknown:
+        raise UserError(f"{min(unknown)} is no setting; give {', '.join(SETTINGS)}")
     how = resolve(Options(**how), model.config)
     mask = model.mask_id
     device = x.device
@@ -317,19 +328,15 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
             yield Step(block.first + s + 1, x.clone(), drawn, logp, calls.clone())
 
 
-def draw_seed(generator=None):
-    where = generator.device if generator is not None else "cpu"
-    return int(torch.randint(1 << 32, (), generator=generator, device=where))
-
-
 def generate(model, x, generator=None, samples=None, fill=None, **how):
     """Fill the [MASK] positions of x (B, T) as `unmask` does and return the ids (B, T).
 
-    seed: the key of the random numbers; without it a torch.Generator gives one (None: torch's own).
+    seed is the key of the random numbers; without it a generator gives one (None: torch's own).
     A row depends on the seed and its number in `samples`, not on its batch.
     """
     if "seed" not in how:
-        how["seed"] = draw_seed(generator)
+        where = generator.device if generator is not None else "cpu"
+        how["seed"] = int(torch.randint(1 << 32, (), generator=generator, device=where))
     samples = torch.arange(len(x)) if samples is None else samples
     out = x.clone()
     for part in groups(model, len(x), x.device):
@@ -339,37 +346,41 @@ def generate(model, x, generator=None, samples=None, fill=None, **how):
     return out
 
 
+def ends(tokenizer, is_template):
+    """[END] ends a text; it is never drawn within a template."""
+    return dict(forbid=[tokenizer.end_id]) if is_template else dict(end_id=tokenizer.end_id)
+
+
+def fill_gaps(model, tokenizer, how, x, fill, may_end, quick):
+    """Fill gaps of a template. may_end: at the end of the text; quick: to compare lengths."""
+    if quick:
+        how = how | dict(steps=min(how.get("steps", 8), 8), correct=0)
+    return generate(model, x, fill=fill, **ends(tokenizer, not may_end), **how)
+
+
 def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16, **how):
     """Write n texts: a list of str. how: as in `generate`.
 
     text    None: a text from nothing; "To be███" or "To [___] be": fill it; else its beginning
     length  tokens of a text that is no template (0: the context)
     """
-    context = model.config.block_size
+    cli.check_fields(Options(num_samples=n, length=length, max_gap=max_gap))
+    config = model.config
     device = next(model.parameters()).device
-    if "seed" not in how:
-        how["seed"] = draw_seed(generator)
-    how = dict(steps=Options.steps) | how
-    if text and is_template(text):
-        parts = parse(text, tokenizer, context)
-        ends = dict(forbid=[tokenizer.end_id])
+    template = is_template(text or "")
+    if template and (length or config.objective == "ar"):
+        raise UserError("a template has its own length, and is not for an autoregressive model")
+    if template:
+        parts = parse(text, tokenizer, config.block_size)
     else:
-        parts = of_prompt(text or "", tokenizer, length or context)
-        ends = dict(end_id=tokenizer.end_id)
+        parts = of_prompt(text or "", tokenizer, length or config.block_size)
+    how["generator"] = generator
     if None in parts:  # the likeliest lengths
         fill = partial(fill_gaps, model, tokenizer, how)
         parts = hypotheses(model, tokenizer, parts, 1, fill, device, max_gap)[0].parts
     x = torch.tensor(to_ids(parts, tokenizer, model.mask_id), device=device).repeat(n, 1)
-    found = generate(model, x, **ends, **how).tolist()
+    found = generate(model, x, **ends(tokenizer, template), **how).tolist()
     return [joined(to_texts(parts, ids, tokenizer)) for ids in found]
-
-
-def fill_gaps(model, tokenizer, how, x, fill, may_end, quick):
-    """Fill gaps of a template. may_end: at the end of the text, where [END] may be drawn."""
-    ends = dict(end_id=tokenizer.end_id) if may_end else dict(forbid=[tokenizer.end_id])
-    if quick:  # to compare lengths
-        how = how | dict(steps=min(how["steps"], 8), correct=0)
-    return generate(model, x, fill=fill, **ends, **how)
 
 
 CLASHES = [
@@ -412,38 +423,26 @@ def load(options, given):
         cli.warn("no run in out/: using the small Shakespeare model in weights/")
     model, tokenizer, config = mdlm.load(path, device)
     if config.objective == "ar":
-        refused = "infill batch steps correct redraw distance schedule threshold cfg"
-        for name in refused.split():
+        for name in ("infill", "batch", "steps", "correct", "distance"):
             if name in given:
                 raise UserError(f"--{name} is not for an autoregressive model; leave it out")
     return model, tokenizer, replace(resolve(options, config), device=str(device))
 
 
-def top_tokens(model, tokenizer, parts, options):
-    """Print the N likeliest tokens of each gap."""
-    ids = to_ids(parts, tokenizer, model.mask_id)
-    rest = [model.mask_id] * (model.config.block_size - len(ids))
-    with torch.no_grad():
-        p = model(torch.tensor([ids + rest], device=options.device))[0].softmax(-1)
-    for i, token in enumerate(ids):
-        if token == model.mask_id:
-            best = viewer.likeliest(tokenizer, p[i], options.top)
-            print(f"token {i + 1:>4}", *[f"{t!r} {100 * q:.1f} %" for t, q in best], sep="   ")
-
-
-def sampled(model, tokenizer, parts, options, ends, pages):
+def sampled(model, tokenizer, parts, options, template, pages):
     """Fill parts of known lengths --num_samples times: yields (texts, facts), adds to pages."""
     mask = model.mask_id
-    ids = torch.tensor(to_ids(parts, tokenizer, mask), device=options.device)
-    number = max(1, options.num_samples)
-    for part in groups(model, number, ids.device, 1 if options.watch else None):
+    ids = torch.tensor(to_ids(parts, tokenizer, mask))
+    how = {name: getattr(options, name) for name in SETTINGS} | ends(tokenizer, template)
+    one_by_one = 1 if options.watch else None
+    for part in groups(model, max(1, options.num_samples), options.device, one_by_one):
         began = time.monotonic()
         samples = torch.arange(part.start, part.stop)
         x = ids.repeat(len(samples), 1)
         steps = sum(block.steps for block in plan(model.config, x == mask, samples, options))
         films = [viewer.Film(tokenizer, ids, mask) for _ in samples if options.html]
         watches = [viewer.Watch(tokenizer, ids, mask, steps) for _ in samples if options.watch]
-        for step in unmask(model, x, samples=samples, **ends, **vars(options)):
+        for step in unmask(model, x.to(options.device), samples=samples, **how):
             step = Step(step.number, *(tensor.cpu() for tensor in step[1:]))
             for row, show in [*enumerate(films), *enumerate(watches)]:
                 show.add(step, row)
@@ -460,27 +459,26 @@ def sampled(model, tokenizer, parts, options, ends, pages):
 
 
 def ranked(model, tokenizer, parts, options):
-    """The likeliest --candidates of many fills: yields (share, Fill, texts) and, last, facts."""
+    """(parts of the likeliest fill, the texts of the --candidates likeliest, facts)"""
     began = time.monotonic()
-    seen = []
     every = 0.1 if sys.stderr.isatty() else 10  # seconds between two signs of life
     with tqdm(desc="trying fills", unit=" calls", leave=False, delay=1, mininterval=every) as bar:
 
         def count(*_):
-            seen.append(1)
             bar.update()
 
         hook = model.blocks[0].register_forward_pre_hook(count)
-        fill = partial(fill_gaps, model, tokenizer, vars(options))
-        how = dict(max_gap=options.max_gap, draws=max(16, 4 * options.candidates))
-        n = options.candidates
-        fills = hypotheses(model, tokenizer, parts, n, fill, options.device, **how)
+        how = {name: getattr(options, name) for name in SETTINGS}
+        fill = partial(fill_gaps, model, tokenizer, how)
+        limits = dict(max_gap=options.max_gap, draws=max(16, 8 * options.candidates))
+        search = partial(hypotheses, model, tokenizer, parts, draw=fill, device=options.device)
+        fills = search(options.candidates or 3, **limits)
         hook.remove()
     seconds = time.monotonic() - began
     texts = [to_texts(fill.parts, fill.ids, tokenizer) for fill in fills]
     share = torch.tensor([fill.logp for fill in fills], dtype=torch.float64).softmax(0).tolist()
     rows = [dict(text=joined(t), score=f.logp, share=p) for f, t, p in zip(fills, texts, share)]
-    facts = dict(steps=options.steps, calls=len(seen), seconds=seconds, score=fills[0].logp)
+    facts = dict(steps=options.steps, calls=bar.n, seconds=seconds, score=fills[0].logp)
     return fills[0].parts, texts, facts | dict(candidates=rows)
 
 
@@ -493,14 +491,15 @@ def answers(model, tokenizer, template, parts, options, pages):
             yield texts, facts
             return
         cli.warn("[___] has its likeliest length now, and is filled again")
-    ends = dict(forbid=[tokenizer.end_id]) if template else dict(end_id=tokenizer.end_id)
-    for texts, facts in sampled(model, tokenizer, parts, options, ends, pages):
+    for texts, facts in sampled(model, tokenizer, parts, options, template is not None, pages):
         yield [texts], facts
 
 
 def show(found, facts, with_scores):
-    """Print the texts found: the best, and the others dimmed."""
-    for i, texts in enumerate(found):
+    """Print the texts found: the best, and in a terminal the others, dimmed."""
+    for i, texts in enumerate(
+        found if with_scores or viewer.has_colours(sys.stdout) else found[:1]
+    ):
         heading = ""
         if with_scores:
             heading = "{share:6.1%}  log p {score:.2f}  ".format(**facts["candidates"][i])
@@ -531,7 +530,8 @@ def main(argv):
     pages = []
     for template, parts in tqdm(todo, unit="template", disable=None if options.batch else True):
         if options.top:
-            top_tokens(model, tokenizer, parts, options)
+            ids = to_ids(parts, tokenizer, model.mask_id)
+            viewer.top_tokens(model, tokenizer, ids, options.top, options.device)
             continue
         for found, facts in answers(model, tokenizer, template, parts, options, pages):
             if not (to_stdout or options.batch):

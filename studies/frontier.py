@@ -24,7 +24,7 @@ from support.numerics import standard_error
 # name -> settings of sample.unmask; the first is the default
 SAMPLERS = {
     "default": dict(),
-    "sweep": dict(redraw="sweep"),
+    "sweep": dict(redraw="sweep", distance=8),
     "random order": dict(order="random", correct=0),
     "confidence": dict(order="confidence", correct=0),
 }

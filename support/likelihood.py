@@ -28,14 +28,15 @@ def groups(model, n, device, size=None):
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
-def logits_at(model, xt, row, at):
+def logits_at(model, xt, row, at, device):
     """(n, V) float logits of xt (B, L) at positions `at` (n,) of rows `row` (n,).
 
     Equal rows are computed once; the last MLP and the head see nothing but these positions.
+    device: the model's.
     """
     xt, same = xt.unique(dim=0, return_inverse=True)
-    h = model.features(xt, same[row] * xt.shape[1] + at)
-    return F.linear(h, model.head_weight()).float()
+    h = model.features(xt.to(device), (same[row] * xt.shape[1] + at).to(device))
+    return F.linear(h, model.head_weight()).float().to(xt.device)
 
 
 def next_logp(model, x, row, at):
@@ -44,7 +45,7 @@ def next_logp(model, x, row, at):
     if model.config.objective != "ar":  # which sees nothing else anyway
         later = torch.arange(x.shape[1], device=x.device) >= at[:, None]
         xt = xt.masked_fill(later, model.mask_id)
-    logits = logits_at(model, xt, torch.arange(len(row), device=x.device), at)
+    logits = logits_at(model, xt, torch.arange(len(row), device=x.device), at, x.device)
     return -F.cross_entropy(logits, x[row, at], reduction="none").cpu().double()
 
 
@@ -143,7 +144,7 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
             ids = before.ids + to_ids(known, tokenizer, model.mask_id)
             if len(ids) <= room:
                 # Short gaps are cheap, and have most of the likely fills.
-                each = max(2, draws // length if several else draws // len(fills))
+                each = max(2, draws // (2 * length if several else 1) // len(fills))
                 tried += [(start[i], Fill(before.parts + known, ids, before.logp))] * each
         rows = [fill.ids + [model.mask_id] * (L - len(fill.ids)) for _, fill in tried]
         inside = torch.arange(L) < torch.tensor([len(fill.ids) for _, fill in tried])[:, None]

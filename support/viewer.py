@@ -58,21 +58,23 @@ class Watch:
         self.steps = steps
         self.given = (x != mask).tolist()
         self.before = x
+        self.number = 0  # of steps shown
         self.changes = 0
         self.height = 0  # lines on the screen
-        self.show(0, x)
+        self.show(x)
 
     def add(self, step, row):
         """Show a row of a sample.Step."""
-        self.show(step.number, step.x[row])
+        self.number += 1
+        self.show(step.x[row])
 
-    def show(self, number, x):
+    def show(self, x):
         new = x != self.before
         changed = new & (self.before != self.mask)
         self.before = x
         self.changes += int(changed.sum())
         left = int((x == self.mask).sum())
-        status = f"step {number} of {self.steps}: {len(x) - left} of {len(x)} tokens"
+        status = f"step {self.number} of {self.steps}: {len(x) - left} of {len(x)} tokens"
         status += f", {self.changes} changes" * (self.changes > 0)
         if not has_colours(sys.stdout):
             print(status, file=sys.stderr, flush=True)
@@ -127,6 +129,17 @@ def likeliest(tokenizer, p, n):
     """The n likeliest tokens by probabilities p (V,): pairs of text and probability."""
     best = p.topk(min(n, len(p)))
     return [(tokenizer.decode([v]), q) for q, v in zip(*map(torch.Tensor.tolist, best))]
+
+
+@torch.no_grad()
+def top_tokens(model, tokenizer, ids, n, device):
+    """Print the n likeliest tokens of each [MASK] in a list of ids."""
+    rest = [model.mask_id] * (model.config.block_size - len(ids))
+    p = model(torch.tensor([ids + rest], device=device))[0].softmax(-1)
+    for i, token in enumerate(ids):
+        if token == model.mask_id:
+            best = [f"{text!r} {100 * q:.1f} %" for text, q in likeliest(tokenizer, p[i], n)]
+            print(f"token {i + 1:>4}", *best, sep="   ")
 
 
 class Film:

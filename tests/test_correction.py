@@ -140,16 +140,16 @@ class LongChain:
 
 
 def test_few_calls_are_closer_with_correction():
-    """Trigrams of 16 calls: spread and swept against as many calls of random order."""
+    """Trigrams of random order in 16 calls, all revealing or half of them sweeping."""
     chain = LongChain()
     model = Toy(chain.logits, chain.V, chain.L)
     want = chain.trigrams(chain.texts(20_000))
     x = torch.full((800, chain.L), chain.V)
     bias = []
-    for how in (dict(order="random", correct=0), dict(redraw="sweep")):
-        found = sample.generate(model, x, seed=3, steps=16, **how)
+    for how in (dict(correct=0), dict(redraw="sweep")):
+        found = sample.generate(model, x, seed=3, steps=16, order="random", **how)
         bias.append(variation(chain.trigrams(found), want))
-    assert bias[1] < 0.5 * bias[0], bias
+    assert bias[1] < 0.8 * bias[0], bias
 
 
 def test_short_gaps_are_drawn_and_redrawn():
@@ -186,9 +186,8 @@ def test_another_program_draws_the_same_text():
     table = 3 * torch.randn(L, L, 3, 4, generator=g, dtype=torch.float64)
 
     def logits(xt):  # each visible token moves the logits of each position
-        seen = torch.nn.functional.one_hot(xt, 4)[..., :3].double()  # (B, L, 3)
         near = torch.nn.functional.one_hot(xt, 4).double()
-        return torch.einsum("bju,ijvu->biv", near, table) / 3 + seen * 0
+        return torch.einsum("bju,ijvu->biv", near, table) / 3
 
     for steps, row in ((6, 0), (16, 3)):
         x = torch.full((1, L), 3)

@@ -260,7 +260,8 @@ def test_given_tokens_stay_and_rows_are_independent(world, x, ar, seed, **how):
         how["correct"] = 0
     model = Toy(world.random, V, T, objective="ar" if ar else "mdlm")
     if ar:
-        how["order"] = "left_to_right"
+        names = ("steps", "block", "temperature", "top_k", "top_p", "end_id")
+        how = {name: how[name] for name in names}
     fill = x == V
 
     def run(rows):
@@ -271,9 +272,8 @@ def test_given_tokens_stay_and_rows_are_independent(world, x, ar, seed, **how):
     assert out.shape == x.shape and out.max() < V and out.min() >= 0
     assert torch.equal(out[~fill], x[~fill])
     assert torch.equal(out, run(torch.arange(len(x))))
-    if not ar:  # whose steps are the largest number of gaps in the batch
-        last = torch.tensor([len(x) - 1])
-        assert torch.equal(out[last], run(last))
+    last = torch.tensor([len(x) - 1])
+    assert torch.equal(out[last], run(last))
 
 
 def test_network_is_called_at_most_once_a_step(world):
@@ -590,7 +590,9 @@ class TestCharacters:
         r = say(run, "--num_samples=2", "--length=20", f"--html={page}", f"--json={tmp_path}/texts")
         assert r.code == 0, r.err
         texts = [json.loads(line)["text"] for line in (tmp_path / "texts").read_text().splitlines()]
-        assert [replay(s) for s in page_samples(page)] == texts and len(texts) == 2
+        made = page_samples(page)
+        assert [replay(s) for s in made] == texts and len(texts) == 2
+        assert [s["calls"] for s in made] == [len(s["frames"]) for s in made] == [32, 32]
 
     def test_same_seed_gives_the_same_text(self, run, say):
         shown = [say(run, f"--seed={i}", "--num_samples=2", "--json=-").out for i in (1, 1, 2)]
@@ -682,6 +684,19 @@ def test_write_returns_filled_texts(run):
     assert same[0] == same[1]
     (text,) = sample.write(model, tokenizer, "To [___] not", max_gap=2, steps=1)
     assert re.fullmatch("To ..? not", text, re.S)
+    for wrong, words in (
+        (dict(remask=0.1), "remask is no setting; give steps"),
+        (dict(block=-3), "block=-3"),
+        (dict(top_p=0.0), "top_p=0.0"),
+        (dict(schedule="foo"), "schedule='foo'"),
+        (dict(correct=8, steps=8), "below the 8 steps"),
+        (dict(n=-1), "num_samples=-1"),
+        (dict(max_gap=0), "max_gap=0"),
+        (dict(length=3), "its own length"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sample.write(model, tokenizer, "To [___] be", **wrong)
+    assert sample.write(model, tokenizer, n=0) == []
     for text, length in (("To be", 12), (None, 12), ("To be", 0)):
         (found,) = sample.write(model, tokenizer, text, length=length, steps=2)
         assert found.startswith(text or "") and len(found) <= 2 * (length or 32)
@@ -689,7 +704,7 @@ def test_write_returns_filled_texts(run):
 
 def test_shipped_weights_answer_in_a_terminal(tmp_path):
     """Without a run; --watch in colour."""
-    flags = ["--infill=The k██g is d███.", "--watch", "--steps=4"]
+    flags = ["--infill=The k██g is d███.", "--watch", "--steps=12"]
     main, side = pty.openpty()
     environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"TERM": "xterm"}
     command = [sys.executable, str(ROOT / "sample.py"), *flags]
@@ -705,7 +720,7 @@ def test_shipped_weights_answer_in_a_terminal(tmp_path):
             break
         shown += part
     shown = shown.decode()
-    assert p.wait(60) == 0 and "\x1b[" in shown and "░" in shown and "step 4 of 4" in shown
+    assert p.wait(60) == 0 and "\x1b[" in shown and "░" in shown and "step 11 of 11" in shown
     last = re.sub(r"\x1b\[[0-9;]*[a-zA-Z]", "", shown).splitlines()[-1]
     assert last.startswith("The k") and "weights/" in shown.splitlines()[0]
     size = sum(f.stat().st_size for f in (ROOT / "weights").rglob("*"))

@@ -12,9 +12,11 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT  # noqa: F401 (puts the root on the path)
 
 from support import cli, viewer
+from support.tokenizer import Tokenizer
 
 ATTACK = (
     "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> &lt; __DATA__ \u2028'\""
@@ -132,6 +134,20 @@ def test_unwritable_files_get_one_sentence(tmp_path, capsys):
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "cannot be written" in said and "give a file" in said
     assert not list(tmp_path.glob("**/.mdlm*")) and not (tmp_path / "pipe").is_file()
+
+
+def test_watch_shows_what_changed(capsys, monkeypatch):
+    """In another colour, and counted; a token that is drawn again and stays is none."""
+    monkeypatch.setattr(viewer, "has_colours", lambda stream: True)
+    monkeypatch.setattr(viewer.time, "sleep", lambda seconds: None)
+    mask = 2
+    watch = viewer.Watch(Tokenizer("char", ["a", "b"]), torch.tensor([0, mask, mask]), mask, 3)
+    for ids in ([0, 1, mask], [0, 1, 0], [0, 0, 0]):
+        capsys.readouterr()
+        watch.add(SimpleNamespace(x=torch.tensor([ids])), 0)
+        shown = capsys.readouterr().out
+        assert (viewer.CHANGED in shown) == ("changes" in shown) == (ids == [0, 0, 0])
+    assert f"{viewer.CHANGED}a" in shown and "step 3 of 3: 3 of 3 tokens, 1 changes" in shown
 
 
 def test_a_page_replaces_the_last_one(tmp_path):

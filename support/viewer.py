@@ -92,7 +92,9 @@ class Watch:
         column = 0
         for token, given, fresh, other in zip(x, self.given, new, changed, strict=True):
             masked = token == self.mask
-            style = CHANGED if other else NEW if fresh else FILLED
+            style = NEW if fresh else FILLED
+            if other:
+                style = CHANGED
             style = FAINT if masked else style * (not given)
             for c in "░" if masked else self.tokenizer.decode([token]):
                 columns = 1 + (unicodedata.east_asian_width(c) in "WF")

@@ -177,12 +177,17 @@ def test_guidance_is_the_published_formula(world):
     assert torch.allclose(got, without + (1 + w) * (conditional - without))
 
 
-def test_chain_rule_is_the_left_to_right_score(world):
+def test_chain_rule_is_the_left_to_right_score(world, monkeypatch):
     model = Toy(world.random, V, T)
     x = world.x
     whole = likelihood.chain_rule(model, x).sum(1)
     assert torch.allclose(whole, -T * chain_rule(world.random, x, V, range(T)), atol=1e-5)
     zero = torch.zeros(81, dtype=torch.int64)
+    head = likelihood.chain_rule(model, x[:, :2])  # what follows is unseen
+    assert (
+        torch.equal(head[:, :2], likelihood.chain_rule(model, x)[:, :2]) and not head[:, 2:].any()
+    )
+    monkeypatch.setattr(likelihood, "group_size", lambda *_: 5)  # not all rows side by side
     for start, stop in ((zero, zero + T), (zero + 2, zero + T), (zero + 1, zero + 3)):
         known = torch.linspace(-1, 0, 81, dtype=torch.float64)
         each = likelihood.chain_rule(model, x)
@@ -193,7 +198,22 @@ def test_chain_rule_is_the_left_to_right_score(world):
             assert torch.equal(rows, row[:n]) and torch.allclose(found, value[:n])
 
 
-def test_unlikely_fills_are_not_followed_to_the_end(world):
+def test_gaps_at_the_end_stop_there():
+    tokenizer = Tokenizer("char", list("ab\n"), end=True)
+    for ids, n in (([0, 1, 3, 1], 2), ([0, 2, 1], 1), ([2, 0, 1], 3), ([3, 1, 3], 2), ([1], 1)):
+        assert likelihood.until_break(tokenizer, ids) == n
+
+
+def test_confidence_is_that_of_the_drawn_token(world):
+    """What is revealed was drawn with at least the probability of what was not."""
+    logp = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.4, 0.1]]).log()
+    score = sample.ORDERS["confidence"].score(logp, torch.tensor([1, 1]))
+    assert score.exp().tolist() == pytest.approx([0.3, 0.4])
+    assert sample.ORDERS["max_prob"].score(logp, torch.tensor([1, 1])).argmax() == 0
+
+
+def test_unlikely_fills_are_not_followed_to_the_end(world, monkeypatch):
+    monkeypatch.setattr(likelihood, "group_size", lambda *_: 5)
     seen = []
     model = Toy(lambda xt: seen.append(len(xt)) or world.exact(xt), V, T)
     zero = torch.zeros(81, dtype=torch.int64)
@@ -309,6 +329,10 @@ def test_nothing_follows_a_drawn_end(world):
     out = sample.generate(model, x, generator=seeded(), end_id=2)
     ended = (out == 2).cumsum(1) > 0
     assert ended.any() and (out[ended] == 2).all()
+    before = x
+    for step in sample.unmask(model, x, end_id=2, steps=12):  # nor is anything drawn there
+        assert not (step.drawn & ((before == 2).cumsum(1) > 1)).any()
+        before = step.x
     assert not (sample.generate(model, x, generator=seeded(), forbid=[2]) == 2).any()
 
 

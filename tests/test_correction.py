@@ -9,6 +9,7 @@ from conftest import Toy
 
 import sample
 from kernels.reference import philox_words
+from support import numerics
 
 V = 2
 T = 8
@@ -152,6 +153,15 @@ def test_few_calls_are_closer_with_correction():
     assert bias[1] < 0.8 * bias[0], bias
 
 
+def test_spread_begins_evenly():
+    """Any first k of 2^n positions are as far apart as k allows."""
+    place = numerics.reversed_bits(torch.arange(1 << 16))
+    assert torch.equal(place.sort()[0], torch.arange(1 << 16)) and place[1 << 15] == 1
+    order = numerics.reversed_bits(torch.arange(64)).argsort()
+    for k in (2, 4, 8, 16):
+        assert (order[:k].sort()[0].diff() == 64 // k).all()
+
+
 def test_short_gaps_are_drawn_and_redrawn():
     table = torch.randn(3**5, 5, 2, generator=torch.Generator().manual_seed(0))
     model = Toy(lambda xt: table[(xt * 3 ** torch.arange(5)).sum(1)], V, 5)
@@ -189,7 +199,7 @@ def test_another_program_draws_the_same_text():
         near = torch.nn.functional.one_hot(xt, 4).double()
         return torch.einsum("bju,ijvu->biv", near, table) / 3
 
-    for steps, row in ((6, 0), (16, 3)):
+    for steps, row in ((6, 0), (16, 3), (40, 1)):
         x = torch.full((1, L), 3)
         x[0, 5] = 1
         model = Toy(logits, 3, L)

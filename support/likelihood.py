@@ -144,7 +144,7 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
             ids = before.ids + to_ids(known, tokenizer, model.mask_id)
             if len(ids) <= room:
                 # Short gaps are cheap, and have most of the likely fills.
-                each = max(2, draws // (2 * length if several else 1) // len(fills))
+                each = max(1, draws // (2 * length if several else 1) // len(fills))
                 tried += [(start[i], Fill(before.parts + known, ids, before.logp))] * each
         rows = [fill.ids + [model.mask_id] * (L - len(fill.ids)) for _, fill in tried]
         inside = torch.arange(L) < torch.tensor([len(fill.ids) for _, fill in tried])[:, None]

@@ -18,6 +18,7 @@ import copy
 import dataclasses
 import math
 import sys
+from functools import partial
 
 import numpy as np
 import torch
@@ -194,6 +195,8 @@ def prepare(config, folder, tokenizer=None):
                     if ends_document:
                         ids = np.append(ids, tokenizer.end_id)
                     file.write(ids.astype(dtype).tobytes())
+    if done != n:
+        raise UserError(f"--data={config.data} changed while it was read; try again")
     meta = dict(source=config.data, dtype=np.dtype(dtype).name, characters=[cut, n - cut])
     sources.write_meta(folder, tokenizer, meta)
 
@@ -227,6 +230,7 @@ class Corpus:
             scored = len(self.val_starts) * T if self.documents else len(ids[1])
             self.chars_per_token = meta["characters"][1] / scored
         self.epochs = {}
+        self.ids = ids
         self.train, self.val = runtime.to_tensors(ids, device)
 
     def gather(self, ids, starts):
@@ -251,6 +255,7 @@ class Corpus:
 
     def batch(self, samples):
         """Training windows (B, T) of sample numbers (B,), counted from the start of the run."""
+        sources.check_whole(self.ids[0])
         epoch = samples // len(self.train_starts)
         starts = torch.empty_like(samples)
         for number in epoch.unique().tolist():
@@ -507,25 +512,27 @@ def generate(model, x, steps=64, generator=None):
 
 # ---- Evaluation
 @torch.no_grad()
-def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1, observe=None):
+def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, deadline=math.inf):
     """Likelihood of validation windows (W, T), nats per token. Deterministic; ranks share the work.
 
     Masked diffusion: `nelbo`, the mean over windows and passes of the mean CE over masked tokens
     (an upper bound of the NLL), and its standard error `se`. Autoregressive: `nll` over all T
     tokens, its `se`, and `ar_shifted`, without the first token of a window. `ce` and `accuracy`
     (top-1) are lists by tenths of the mask rate. observe(rows, targets, logits) sees each batch:
-    the scored rows (n,) of the flat batch, their tokens (n,) and logits (n, V).
+    the scored rows (n,) of the flat batch, their tokens (n,) and logits (n, V). No batch but the
+    first begins after the deadline (time.monotonic()); each is spread over the windows.
     """
     W, T = windows.shape
     device = windows.device
     causal = model.config.objective == "ar"
     count = torch.full((1, W), T) if causal else numerics.stratified_counts(W, T, passes, seed)
-    ce, hit, first = torch.zeros(3, len(count), W, dtype=torch.float64)
+    ce, hit, first, done = sums = torch.zeros(4, len(count), W, dtype=torch.float64)
+    batches = math.ceil(W / batch_size)
     was_training = model.training
     model.eval()
-    for k in range(len(count)):
-        for i in range(rank * batch_size, W, world * batch_size):
-            at = torch.arange(i, min(i + batch_size, W))
+    for i in runtime.share(range(batches)):
+        at = torch.arange(i, W, batches)
+        for k in range(len(count)):
             xt = x0 = windows[at.to(device)]
             masked = count[k, at].to(device)  # (B,) how many tokens to score
             rows = torch.arange(x0.numel(), device=device)
@@ -544,17 +551,24 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, rank=0, world=1, o
             hit[k, at] = (zero.index_add(0, rows // T, right) / masked).cpu().double()
             if causal:
                 first[k, at] = each.view(len(at), T)[:, 0].cpu().double()
+        done[:, at] = 1
+        if time.monotonic() >= deadline:
+            break
     model.train(was_training)
-    ce, hit, first = all_reduce(torch.stack((ce, hit, first)))
+    all_reduce(sums)
+    seen = done[0] > 0  # (W,) all of them, if there was time
+    ce, hit, first = sums[:3, :, seen]
     mean = ce.mean().item()
+    r = dict(windows=ce.shape[1], passes=len(count))
     if causal:
         se = numerics.standard_error(ce[0])
         shifted = ((ce * T - first) / max(T - 1, 1)).mean().item()
-        result = dict(nll=mean, se=se, ar_shifted=shifted, windows=W)
-        return result | dict(ce=[mean], accuracy=[hit.mean().item()])
-    se = numerics.stratified_error(ce, count, T)
-    tenths = [numerics.by_tenths(values, count, T) for values in (ce, hit)]
-    return dict(nelbo=mean, se=se, windows=W, passes=passes, ce=tenths[0], accuracy=tenths[1])
+        r |= dict(nll=mean, se=se, ar_shifted=shifted)
+        return r | dict(ce=[mean], accuracy=[hit.mean().item()])
+    count = count[:, seen]
+    r |= dict(nelbo=mean, se=numerics.stratified_error(ce, count, T))
+    ce, hit = (numerics.by_tenths(values, count, T) for values in (ce, hit))
+    return r | dict(ce=ce, accuracy=hit)
 
 
 # ---- Load (support/runs.py saves; support/checkpoint.py keeps checkpoints intact)
@@ -651,26 +665,25 @@ def train_step(run, step, progress):
             torch._foreach_lerp_(list(run.averaged.parameters()), weights, min(new, 1))
 
 
-def report(run, passes=1):
+def report(run, is_last=False):
     """Evaluate the averaged weights, log the result and show samples."""
     runs.check_finite(run)
     key = "nll" if run.config.objective == "ar" else "nelbo"
-    shards = dict(batch_size=run.rows, rank=run.rank, world=run.world)
+    limits = dict(batch_size=run.rows, deadline=runs.deadline(run, is_last))
     began = time.monotonic()
-    with run.autocast():
-        r = evaluate(run.averaged, run.windows, passes, **shards)
-        a_pass = (time.monotonic() - began) / passes
-        raw = r[key]
-        if run.averaged is not run.model and run.step:
-            raw = evaluate(run.model, run.windows, **shards)[key]
+    passes = 4 if is_last and began < limits["deadline"] else 1
+    with run.log.busy("evaluating"), run.autocast():
+        r = raw = evaluate(run.averaged, run.windows, passes, **limits)
+        if run.averaged is not run.model:
+            raw = evaluate(run.model, run.windows, **limits)
+    scored = passes * r["windows"] + (raw is not r) * raw["windows"]
+    samples = runs.expect_end(run, (time.monotonic() - began) / scored)  # seconds
     if not math.isfinite(r[key]):
         what = f"validation {key} {r[key]} at step {run.step}: not saved."
         raise UserError(f"{what} {runs.advice(run)}")
-    run.log.evaluation(run, key, r, raw)
-    if run.rank == 0 and run.step:
+    run.log.evaluation(run, key, r, raw[key])
+    if run.rank == 0 and run.step and time.monotonic() + samples < limits["deadline"]:
         run.log.samples(run, generate)
-    # The end takes four passes with the averaged weights, one with the raw ones, samples, a save.
-    run.ending = (5 - passes) * a_pass + time.monotonic() - began + 2
     run.log.restart_clock(run.tokens)
 
 
@@ -681,17 +694,20 @@ def setup(given, start):
     device = runtime.use_device(config.device, local_rank, world)
     dtype = runtime.pick_dtype(config.dtype, device)
     ops = select_kernels(config.kernels, device, config, dtype)
-    log = Log(config, silent=rank > 0)
+    log = Log(config, start, silent=rank > 0)
     source = load(config.init_from) if config.init_from and not folder else None
-    corpus = runs.open_data(config, folder, device, prepare, Corpus, source)
+    with log.busy("preparing the data"):
+        corpus = runs.open_data(config, folder, device, prepare, Corpus, source)
     run = make_run(config, corpus, device, dtype, ops, rank, world)
     run.log = log
     run.start = start
     run.windows = corpus.windows(config.eval_windows)
     if source:
         runs.fine_tune(run, source)
-    compiled = runs.should_compile(run, can_compile(device), lambda: compute_gradients(run, 0, 0.0))
-    runs.compile_network(run, compiled)
+    runs.warn_of_memory(run)
+    gradients = partial(compute_gradients, run, 0, 0.0)
+    compiled = runs.should_compile(run, can_compile(device), gradients)
+    runs.compile_network(run, compiled, gradients)
     runs.begin(run, folder)
     log.describe(run, folder, is_bound(config), is_variant(config))
     if not folder:
@@ -734,7 +750,8 @@ def finish(run, stop):
     elif run.finished and run.saved == run.step:
         run.log.say(f"this run ended at step {run.step}; raise --max_steps or --time_limit")
     else:
-        report(run, passes=4)
+        runs.check_steps(run)
+        report(run, is_last=True)
         runs.save(run, finished=True)
         if run.rank == 0:
             plots.plot_losses([run.config.out_dir], run.log.path.with_name("loss.png"))
@@ -747,4 +764,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:], checkpoint.release))
+    sys.exit(cli.run(main, sys.argv[1:], checkpoint.release, runs.sizes))

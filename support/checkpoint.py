@@ -155,9 +155,14 @@ def read_tensors(path, expected=None):
                 if found.get(name) != wanted.get(name):
                     why = f"{name} is missing, unexpected or misshapen"
                     raise UserError(f"{path} does not fit its config: {why}")
-            return {name: f.get_tensor(name) for name in found}
+            tensors = {name: f.get_tensor(name) for name in found}
     except (SafetensorError, OSError, KeyError, OverflowError, MemoryError) as e:
         raise UserError(f"{path} is no safetensors file: {e}") from e
+    for name, t in tensors.items():
+        if t.is_floating_point() and not t.isfinite().all():
+            fix = "take an earlier checkpoint, or train again"
+            raise UserError(f"{path}: {name} has numbers that are not finite; {fix}")
+    return tensors
 
 
 def training_tensors(model, averaged, optimizers):

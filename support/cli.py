@@ -7,16 +7,34 @@ import difflib
 import inspect
 import os
 import re
+import signal
 import sys
+import threading
 from pathlib import Path
+
+# What could command a terminal or reorder its text: control characters except line ends and tabs,
+# and the marks that turn the direction of writing.
+UNSAFE = re.compile("\r(?!\n)|[\0-\b\v\f\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+TOO_LARGE = re.compile(r"allocate ([\d.]+) ?([KMGT]i?B|bytes)")  # as torch and numpy say it
 
 
 class UserError(ValueError):
     """A user's mistake in one sentence: what was given, what is accepted, what to do."""
 
 
-def run(main, argv, cleanup=None):
-    """Run main(argv), then cleanup(); returns the exit code. A UserError is printed and gives 2."""
+def start():
+    """For a program, before its slow imports: Ctrl-C ends them without a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def run(main, argv, cleanup=None, sizes=None):
+    """Run main(argv), then cleanup(); returns the exit code. A UserError is printed and gives 2.
+
+    sizes() says, where memory runs out, what takes it and what to lower.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     make_streams_usable()
     program = Path(sys.argv[0]).name
     try:
@@ -25,6 +43,14 @@ def run(main, argv, cleanup=None):
         return code
     except UserError as e:
         warn(f"{program}: {e}")
+        return 2
+    except (MemoryError, RuntimeError) as e:
+        if not is_out_of_memory(e):
+            raise
+        found = TOO_LARGE.search(str(e))
+        asked = f", {found[1]} {found[2]} more were asked for" if found else ""
+        lower = sizes() if sizes else "give it less to do at a time"
+        warn(f"{program}: out of memory{asked}; {lower}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -55,10 +81,68 @@ def silence_stdout():
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
+def is_out_of_memory(error):
+    """Whether an exception says so: of Python, numpy, or one of PyTorch's allocators."""
+    words = ("out of memory", "can't allocate memory", "bad_alloc", "not enough memory")
+    return isinstance(error, MemoryError) or any(w in str(error) for w in words)
+
+
+def is_first_rank():
+    """Whether this process speaks for all: unless it is another rank of several."""
+    ranks = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
+    return not all(map(str.isdecimal, ranks)) or not 0 < int(ranks[0]) < int(ranks[1])
+
+
 def warn(message):
     """Print to stderr, once however many ranks there are."""
-    if os.environ.get("RANK", "0") == "0":
-        print(message, file=sys.stderr)
+    if is_first_rank():
+        with contextlib.suppress(OSError):  # a terminal that was closed
+            print(escaped(message), file=sys.stderr, flush=True)
+
+
+def escaped(text):
+    """Text for a terminal: what could command it is shown as \\x1b, \\u202e and the like."""
+    return UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+@contextlib.contextmanager
+def alive(what, say=warn, every=10):
+    """Within, say every ten seconds that `what` goes on; say=None: a bar shows it."""
+    over = threading.Event()
+
+    def beat():
+        seconds = every
+        while not over.wait(every):
+            say(f"{what}, {seconds} s so far")
+            seconds += every
+
+    if say:
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def identity(path):
+    """What two names of one regular file have in common; None for "", "-" and devices."""
+    file = Path(os.path.realpath(path))
+    if path in ("", "-") or (file.exists() and not file.is_file()):
+        return None
+    return file.stat()[1:3] if file.exists() else file  # inode and device: links too
+
+
+def check_files(read, written):
+    """Raise UserError if a file that is written is read too, or written twice.
+
+    Both are dicts of flag -> path.
+    """
+    seen = {identity(path): flag for flag, path in read.items()}
+    for flag, path in written.items():
+        other = seen.setdefault(identity(path), flag)
+        if identity(path) and other != flag:
+            raise UserError(f"--{other} and --{flag} name the same file, {path}; give two files")
 
 
 def opt(default, meaning, *choices, bounds=None):
@@ -103,13 +187,17 @@ def parse_bool(text):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        unknown = re.search(r"unrecognized arguments: (\S+)", message)
-        if unknown:
-            flag = unknown[1].split("=")[0]
-            known = self._option_string_actions
-            near = difflib.get_close_matches(flag, known, n=1, cutoff=0.0)[0]
-            message = f"there is no flag {flag}; the nearest is {near} (--help lists all)"
         raise UserError(message)
+
+
+def refuse(argument, flags):
+    """Raise UserError for an argument that is none of the flags: name the one that was meant."""
+    text = next((flag for flag in ("--infill", "--data") if flag in flags), None)
+    if text and not argument.startswith("-"):
+        raise UserError(f"{argument!r} needs a flag before it; did you mean {text}={argument}?")
+    flag = argument.split("=")[0]
+    near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.0)[0]
+    raise UserError(f"there is no flag {flag}; the nearest is {near} (--help lists all)")
 
 
 def parse_flags(cls, argv, description, epilog="", presets=None, preset=None):
@@ -145,4 +233,7 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None):
             meaning += f" (default: {default})"
         group = groups[heading[field.name]]
         group.add_argument(f"--{field.name}", help=meaning.replace("%", "%%"), **kind)
-    return vars(parser.parse_args(argv))
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        refuse(unknown[0], [f"--{field.name}" for field in dataclasses.fields(cls)])
+    return vars(given)

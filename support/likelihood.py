@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from support.cli import UserError
 from support.templates import joined, to_ids, to_texts
 
 
@@ -36,7 +37,10 @@ def logits_at(model, xt, row, at, device):
     """
     xt, same = xt.unique(dim=0, return_inverse=True)
     h = model.features(xt.to(device), (same[row] * xt.shape[1] + at).to(device))
-    return F.linear(h, model.head_weight()).float().to(xt.device)
+    logits = F.linear(h, model.head_weight()).float().to(xt.device)
+    if logits.isnan().any():
+        raise UserError("the model predicts NaN: its weights are useless; train it again")
+    return logits
 
 
 def next_logp(model, x, row, at):

@@ -4,13 +4,15 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
+import shlex
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-from support.cli import UserError
+from support.cli import UserError, alive, escaped, silence_stdout, warn
 from support.files import write_atomically, writing
 from support.runtime import generator, peak_flops
 
@@ -18,11 +20,13 @@ from support.runtime import generator, peak_flops
 class Log:
     """Only the first rank's log speaks; `silent` is True on the others."""
 
-    def __init__(self, config, silent):
+    def __init__(self, config, start, silent):
         self.silent = silent
         self.path = Path(config.out_dir) / "log.jsonl"
         self.bar = None
         self.wandb = None
+        self.lost = False  # whether there is nobody left to speak to: a closed pipe or terminal
+        self.took = {"starting Python": time.monotonic() - start}  # seconds before the first step
         self.last = (0, 0.0)  # tokens and time of the last line on training
         if config.wandb and not silent:
             try:
@@ -94,7 +98,7 @@ class Log:
     def training(self, run, lr_scale, flops_per_token):
         """A line on training: loss, gradient norm, tokens/s, and MFU if the GPU's peak is known."""
         tokens, began = self.last
-        speed = (run.tokens - tokens) / (time.monotonic() - began)
+        speed = (run.tokens - tokens) / max(time.monotonic() - began, 1e-3)  # clocks are coarse
         values = dict(loss=run.loss, grad_norm=run.grad_norm, lr_scale=lr_scale)
         values |= dict(tokens_per_second=round(speed))
         text = f"loss {run.loss:.4f}, {speed:,.0f} tokens/s"
@@ -104,10 +108,11 @@ class Log:
             text += f", MFU {values['mfu']:.1%}"
         self.record(run, values)
         if self.bar:
-            self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update(run.step - self.bar.n)
-        elif not self.silent:
-            print(f"step {run.step}: {text}", file=sys.stderr, flush=True)
+            with self.output():
+                self.bar.set_postfix_str(text, refresh=False)
+                self.bar.update(run.step - self.bar.n)
+        else:
+            self.say(f"step {run.step}: {text}", sys.stderr)
         self.restart_clock(run.tokens)
 
     def evaluation(self, run, key, r, raw):
@@ -115,6 +120,9 @@ class Log:
         values = {f"val_{key}": r[key], f"val_{key}_se": r["se"], f"val_{key}_raw": raw}
         values["val_bpc"] = None
         text = f"step {run.step}: {key.upper()} {r[key]:.4f} +- {r['se']:.4f} nats per token"
+        if r["windows"] < len(run.windows):
+            values["windows"] = r["windows"]
+            text += f" of {r['windows']} windows"
         if run.corpus.chars_per_token:
             values["val_bpc"] = r[key] / math.log(2) / run.corpus.chars_per_token
             text += f", {values['val_bpc']:.3f} bits per character"
@@ -159,19 +167,53 @@ class Log:
 
     def done(self, run):
         """The last line: what to type next."""
-        command = f"python sample.py --out_dir={run.config.out_dir}"
-        if run.config.objective == "mdlm" and run.corpus.tokenizer.knows("To be"):
-            command += ' --infill "To be███"'
+        command = f"python sample.py --out_dir={shlex.quote(run.config.out_dir)}"
+        template = self.template(run)
+        if template:
+            command += f" --infill {template}"
         self.say(f"done in {run.elapsed():.0f} s. Now type: {command}")
 
-    def say(self, text):
-        if self.bar:
-            self.bar.write(text)
-        elif not self.silent:
-            print(text, flush=True)
+    def template(self, run):
+        """The beginning of a line of validation text and a gap, for a shell; "" if none is fit."""
+        tokenizer = run.corpus.tokenizer
+        if run.config.objective == "ar" or tokenizer.kind == "id":
+            return ""
+        text = "\n".join(tokenizer.decode(ids) for ids in run.windows[:16].tolist())
+        found = re.findall(r"^\w[\w ,;:]{4,11}(?=\w{3})", text, re.MULTILINE)
+        return f'"{found[0]}███"' if found and tokenizer.knows(found[0]) else ""
+
+    @contextlib.contextmanager
+    def busy(self, what):
+        """Within, `what` is done: say so every ten seconds, and keep how long it took."""
+        began = time.monotonic()
+        with alive(what, self.say):
+            yield
+        self.took[what] = time.monotonic() - began
+
+    def say(self, text, stream=None):
+        """Show a line on standard output (or stderr), without what could command a terminal."""
+        if self.silent or self.lost:
+            return
+        with self.output():
+            if self.bar:
+                self.bar.write(escaped(text))
+            else:
+                print(escaped(text), file=stream, flush=True)
+
+    @contextlib.contextmanager
+    def output(self):
+        """Within, output may fail, as its reader may go: then the run stops and saves."""
+        try:
+            yield
+        except OSError as e:
+            self.lost = True
+            self.bar = None
+            silence_stdout()
+            warn(f"standard output cannot be written ({e.strerror}): stopping after this step")
 
     def close(self):
         if self.bar:
-            self.bar.close()
+            with self.output():
+                self.bar.close()
         if self.wandb:
             self.wandb.finish()

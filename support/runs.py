@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save as to_safetensors
 
-from support import checkpoint, files, runtime
+from support import checkpoint, files, runtime, sources
 from support.cli import UserError, warn
 from support.log import Log
 
 NO_LIMIT = 1 << 31  # of --max_steps
+SIGPIPE = 13  # everywhere that it exists
+OPENED = []  # (the Config of the run, its rows), for sizes()
 
 
 @dataclasses.dataclass
@@ -37,7 +39,8 @@ class Run:
     step: int = 0  # steps done
     progress: float = 0.0  # from 0 to 1, by steps or by time
     seconds: float = 0.0  # of the processes that this one resumes
-    ending: float = 0.0  # seconds that the last evaluation and save will take
+    ending: float = 0.0  # seconds that the last evaluation and its samples will take
+    saving: float = 0.0  # seconds that the last save took
     saved: int = -1  # step of the last checkpoint
     finished: bool = False  # whether that checkpoint is the end of a run
     pending: dict = dataclasses.field(default_factory=dict)  # step -> (loss, norm), not yet read
@@ -80,11 +83,37 @@ def open_run(given, cls, new_config, check, world, resumable, retired):
     else:
         config = new_config(given)
     check(config, world)
+    OPENED.append((config, config.batch_size // world // config.gradient_accumulation_steps))
     if checkpoint.checkpoints(out) and not (config.resume or config.overwrite):
         fix = "give --resume to continue it, --overwrite to replace it, or another --out_dir"
         raise UserError(f"--out_dir={out} already holds a run; {fix}")
     runtime.on_first_rank(lambda: checkpoint.take(out))
     return config, folder
+
+
+def sizes():
+    """What takes memory, and what to lower: for the sentence that says that it is not enough."""
+    fix = "lower --batch_size or raise --gradient_accumulation_steps, or take a smaller model"
+    if not OPENED:
+        return fix
+    config, rows = OPENED[-1]
+    model = f"{config.n_layer} layers x {config.n_embd}"
+    return f"{model}, {rows} sequences of {config.block_size} tokens at a time; {fix}"
+
+
+def warn_of_memory(run):
+    """Say so if training will hardly fit into memory: an estimate, made before the first step."""
+    config = run.config
+    weights = sum(p.numel() for p in run.model.parameters())
+    tokens = run.rows * config.block_size
+    # Weights, gradients and, at most, two moments. Of a layer, backward keeps 24 to 45 values for
+    # each token and unit of width (measured on a CPU). PyTorch's loss keeps half of the logits.
+    need = 16 * weights + 32 * tokens * config.n_layer * config.n_embd * run.dtype.itemsize
+    if run.model.ops.name == "torch":
+        need += 4 * tokens * run.model.vocab_size
+    free = runtime.free_memory(run.device)
+    if free is not None and need > free:
+        warn(f"training takes about {need / 1e9:.2g} GB, {free / 1e9:.2g} GB are free: {sizes()}")
 
 
 def open_data(config, folder, device, prepare, corpus_of, source):
@@ -116,6 +145,10 @@ def open_data(config, folder, device, prepare, corpus_of, source):
     if not data.is_dir() or config.data in ("shakespeare", "patterns", "pydoc"):
         data = Path(config.out_dir) / "data"
         runtime.on_first_rank(make)
+        if folder and sources.has_changed(config.data, data):
+            warn(
+                f"--data={config.data} has changed; the run goes on with what it learned, in {data}"
+            )
     return opened(data, device)
 
 
@@ -142,7 +175,7 @@ def fine_tune(run, source):
     run.averaged.load_state_dict(model.state_dict())
 
 
-def should_compile(run, able, gradients_of_a_step):
+def should_compile(run, able, gradients):
     """Whether to compile: as --compile says; auto on a GPU, or if the run takes 120 s or more."""
     asked = run.config.compile
     able = runtime.all_reduce(torch.tensor(float(able)), "MIN").item() > 0  # on all ranks
@@ -156,16 +189,16 @@ def should_compile(run, able, gradients_of_a_step):
     seconds = run.config.time_limit or math.inf
     if run.config.max_steps < NO_LIMIT and seconds >= 120:
         began = time.monotonic()
-        gradients_of_a_step()
+        gradients()
         if time.monotonic() - began < 10:  # the first is slow
             began = time.monotonic()
-            gradients_of_a_step()
+            gradients()
         run.model.zero_grad()
         seconds = min(seconds, run.config.max_steps * (time.monotonic() - began))
     return runtime.all_reduce(torch.tensor(seconds), "MAX").item() >= 120
 
 
-def compile_network(run, compiled):
+def compile_network(run, compiled, gradients=None):
     """Set run.network: the model, compiled, and in DDP with several ranks."""
     run.config.compile = "on" if compiled else "off"
     run.config.dtype = str(run.dtype).removeprefix("torch.")
@@ -174,6 +207,10 @@ def compile_network(run, compiled):
         run.network = torch.compile(run.model, options=options)
     if run.world > 1:
         run.network = torch.nn.parallel.DistributedDataParallel(run.network)
+    if compiled and gradients:
+        with run.log.busy("compiling"):
+            gradients()
+        run.model.zero_grad()
 
 
 def begin(run, folder):
@@ -196,12 +233,51 @@ def begin(run, folder):
 def poll(run, interrupt):
     """Update run.progress; returns the signal to stop for, or 0. The same on all ranks."""
     progress = run.step / run.config.max_steps
-    if run.config.time_limit:
-        available = max(run.config.time_limit - run.ending, 0.01)
-        progress = max(progress, run.elapsed() / available)
-    values = torch.tensor([max(progress, run.progress), interrupt.signal], dtype=torch.float64)
+    limit = run.config.time_limit
+    if limit:
+        progress = max(progress, run.elapsed() / (limit - reserve(run)))
+    stop = interrupt.signal or SIGPIPE * run.log.lost
+    values = torch.tensor([max(progress, run.progress), stop], dtype=torch.float64)
     run.progress, stop = runtime.all_reduce(values, "MAX").tolist()
     return int(stop)
+
+
+def expect_end(run, window):
+    """Set run.ending, given the seconds that a window takes; returns those that samples take."""
+    calls = run.config.block_size
+    if run.config.objective == "mdlm":
+        calls = min(calls, 64)
+    samples = 3 * calls * window
+    # Four passes with the averaged weights, one with the raw ones, samples.
+    run.ending = 5 * len(run.windows) * window + samples + 2
+    return samples
+
+
+def reserve(run):
+    """Seconds of --time_limit kept for the end: at most a fifth, then fewer windows are scored."""
+    return min(run.ending + run.saving, run.config.time_limit / 5)
+
+
+def deadline(run, is_last):
+    """When the evaluation that begins now must end, on the clock of time.monotonic()."""
+    if not run.step and not run.config.init_from:
+        return -math.inf  # one batch: a network that has learned nothing predicts all alike
+    limit = run.config.time_limit
+    if not limit:
+        return math.inf
+    end = run.start - run.seconds + limit
+    if is_last:
+        return end - 2 - run.saving
+    return min(end - reserve(run), time.monotonic() + limit / 10)
+
+
+def check_steps(run):
+    """Raise UserError for a run that has no time left for a single step."""
+    if run.step == 0:
+        what, seconds = max(run.log.took.items(), key=lambda item: item[1])
+        why = f"{what} took {seconds:.0f} of {run.elapsed():.0f} s"
+        given = f"--time_limit={run.config.time_limit:g} is over before the first step"
+        raise UserError(f"{given} ({why}): nothing is trained; give more time")
 
 
 def check_finite(run):
@@ -226,11 +302,13 @@ def advice(run):
 def save(run, finished=False):
     """Write out_dir/step-N: the averaged weights, and everything that --resume needs."""
     check_finite(run)
+    began = time.monotonic()
     state = dict(step=run.step, tokens=run.tokens, seconds=run.elapsed(), ending=run.ending)
     state |= dict(finished=finished, data=run.corpus.checksum, launch=runtime.launch_id())
     runtime.on_first_rank(lambda: write(run, state))
     run.saved = run.step
     run.finished = finished
+    run.saving = time.monotonic() - began
     run.log.restart_clock(run.tokens)
 
 

@@ -3,14 +3,16 @@
 import contextlib
 import hashlib
 import os
+import re
 import signal
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import distributed
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from support.cli import UserError
+from support.cli import UserError, is_first_rank
 
 
 def generator(*key):
@@ -81,6 +83,26 @@ def flops_per_token(model):
     return 6 * (body + end) + 12 * config.n_layer * config.n_embd * config.block_size
 
 
+def free_memory(device):
+    """Bytes that this process can still take on a device; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    found = []
+    with contextlib.suppress(OSError, ValueError, TypeError, ImportError):  # Linux only
+        import resource
+
+        total = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
+        found.append(int(total[1]) * 1024)
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit != resource.RLIM_INFINITY:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            found.append(limit - pages * resource.getpagesize())
+        group = Path("/sys/fs/cgroup")  # of a container
+        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+        found.append(int(limit) - int(used))
+    return min(found, default=None)
+
+
 def to_tensors(arrays, device):
     """numpy arrays as tensors on the device; on the CPU if they would fill much of a GPU."""
     if device.type == "cuda":
@@ -116,16 +138,34 @@ CONTROL = None  # gloo group for control messages, which never wait for a GPU
 STORE = None  # where the ranks found each other
 
 
+def read_ranks():
+    """(rank, number of ranks, rank on this machine) of the environment; UserError for nonsense."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    values = [found.get(name, "01"[name == "WORLD_SIZE"]) for name in names[:3]]
+    if all(re.fullmatch("[0-9]{1,9}", value) for value in values):
+        rank, world, local_rank = map(int, values)
+        if rank < world and (world == 1 or found.keys() >= set(names)):
+            return rank, world, local_rank
+    shown = " ".join(f"{name}={value}" for name, value in found.items())
+    fix = "start with torchrun, which sets all five, or unset them"
+    raise UserError(f"the environment says {shown}, of {', '.join(names)}; {fix}")
+
+
 def join_ranks():
     """(rank, number of ranks, rank on this machine); under torchrun the ranks meet here."""
     global CONTROL, STORE
-    defaults = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0)
-    rank, world, local_rank = (int(os.environ.get(name, n)) for name, n in defaults.items())
+    rank, world, local_rank = read_ranks()
     if world > 1:
         # torchrun keeps one store for all attempts. Without a prefix the ranks of a second attempt
         # may read the addresses of the first one's, which are dead, and hang.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = next(distributed.rendezvous("env://"))[0]
+        try:
+            store = next(distributed.rendezvous("env://"))[0]
+        except (RuntimeError, ValueError) as e:
+            where = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+            fix = "check that address, and that all ranks run"
+            raise UserError(f"the ranks do not meet at {where} ({e}); {fix}") from None
         STORE = distributed.PrefixStore(attempt, store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, store=STORE, rank=rank, world_size=world)
@@ -142,6 +182,11 @@ def leave_ranks():
         distributed.destroy_process_group()
 
 
+def share(items):
+    """Every n-th of the items, for the n ranks."""
+    return items[distributed.get_rank() :: distributed.get_world_size()] if CONTROL else items
+
+
 def all_reduce(values, how="SUM"):
     """The sum (or MAX) over ranks of a CPU tensor."""
     if CONTROL:
@@ -152,7 +197,7 @@ def all_reduce(values, how="SUM"):
 def on_first_rank(do):
     """Call do() on the first rank while the others wait; its UserError is raised on all of them."""
     error = None
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         try:
             do()
         except UserError as e:
@@ -167,18 +212,24 @@ def launch_id():
 
 
 class Interrupt:
-    """Ctrl-C and SIGTERM ask for a stop after the step; a second Ctrl-C exits at once."""
+    """Ctrl-C, SIGTERM and the end of the terminal (SIGHUP) ask for a stop after the step.
+
+    A second Ctrl-C exits at once. A signal that is ignored (nohup) stays so.
+    """
 
     MESSAGE = b"\nstopping after this step; a second Ctrl-C exits at once, without saving\n"
 
     def __init__(self):
         self.signal = 0
-        signal.signal(signal.SIGINT, self.ask)
-        signal.signal(signal.SIGTERM, self.ask)
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number and signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.ask)
 
     def ask(self, number, frame):
         if self.signal and number == signal.SIGINT:
             os._exit(130)
         self.signal = number
-        if os.environ.get("RANK", "0") == "0":
-            os.write(2, self.MESSAGE)  # print may be what was interrupted
+        if is_first_rank():
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, self.MESSAGE)  # print may be what was interrupted

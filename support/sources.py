@@ -2,6 +2,7 @@
 
 import json
 import math
+import mmap
 import os
 import zlib
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from support import files
 from support.cli import UserError, warn
 from support.files import read_json
 from support.tokenizer import Tokenizer, tokenizer_from_json
@@ -38,7 +40,10 @@ def find_text(name):
         return None
     if not Path(name).is_file():
         accepted = "a text file, a folder of train.bin and val.bin, shakespeare, patterns or pydoc"
-        raise UserError(f"--data={name} does not exist; give {accepted}")
+        what = "does not exist"
+        if Path(name).exists():  # a pipe, a device: a text is read more than once
+            what = "is no regular file"
+        raise UserError(f"--data={name} {what}; give {accepted}")
     return lambda: read_text(name)
 
 
@@ -128,8 +133,16 @@ def write_patterns(folder):
 
 def write_meta(folder, tokenizer, meta):
     """Write what open_ids must know about the ids in a folder: tokenizer.json and meta.json."""
+    if Path(meta["source"]).is_file():
+        meta = meta | dict(sha256=files.sha256_of(meta["source"]))
     (folder / "tokenizer.json").write_text(tokenizer.to_json())
     (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def has_changed(source, folder):
+    """Whether a text file is not any more what write_meta saw when `folder` was made from it."""
+    known = read_meta(Path(folder) / "meta.json").get("sha256")
+    return bool(known) and Path(source).is_file() and files.sha256_of(source) != known
 
 
 def open_ids(folder, T, V):
@@ -177,7 +190,17 @@ def map_ids(path, dtype, T):
     if size < T * dtype.itemsize:
         found = f"{path.name} has {size // dtype.itemsize} tokens, fewer than --block_size={T}"
         raise UserError(f"{found}; give more text or a smaller block")
-    return np.memmap(path, dtype, mode="c")
+    with open(path, "rb") as f:
+        mapped = mmap.mmap(f.fileno(), size, access=mmap.ACCESS_COPY)
+    return np.ndarray(size // dtype.itemsize, dtype, mapped)
+
+
+def check_whole(ids):
+    """Raise UserError if the file of memory-mapped ids became shorter: reading on would kill us."""
+    size = ids.base.size()
+    if size < ids.nbytes:
+        found = f"train.bin or val.bin has only {size} of its {ids.nbytes} bytes left"
+        raise UserError(f"{found}; restore it, then --resume goes on from the last checkpoint")
 
 
 def document_starts(ids, end_id, T):

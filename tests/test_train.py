@@ -134,12 +134,17 @@ def test_every_kind_of_run_learns(text_file, tmp_path, more):
 
 
 def test_last_line_is_a_command_that_works(text_file, tmp_path, capsys):
-    (tmp_path / "digits.txt").write_text("3.14159 26535\n" * 200)
-    for data, infills in ((text_file, True), (tmp_path / "digits.txt", False)):
-        flags = [*TINY, "--max_steps=1", f"--out_dir={tmp_path / 'out'}", "--overwrite"]
+    # It asks to complete a line of the run's own validation text, if it has one that is fit.
+    (tmp_path / "stars.txt").write_text("* ** ***\n" * 200)
+    for data, infills in ((text_file, True), (tmp_path / "stars.txt", False)):
+        out = tmp_path / "my run"
+        flags = [*TINY, "--max_steps=1", f"--out_dir={out}", "--overwrite"]
         assert run_mdlm(f"--data={data}", *flags) == 0
         command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+        assert f"--out_dir={out}" in command
         assert ("--infill" in command) == infills
+        if infills:
+            assert command[-1].removesuffix("███") in data.read_text()[54_000:]
         assert cli.run(sample.main, command[command.index("sample.py") + 1 :]) == 0
 
 
@@ -252,34 +257,107 @@ def test_large_gradients_are_clipped_small_ones_untouched():
 # Time and compilation
 
 
-def test_time_limit_covers_everything(text_file, tmp_path, monkeypatch, clock):
+@pytest.fixture
+def slow(monkeypatch, clock):
+    """slow(data=..., call=..., first=...): seconds on the clock for preparing the data, for each
+    network call, and more for the first one."""
+
+    def begin(data=0.0, call=0.0, first=0.0):
+        prepare = mdlm.prepare
+        features = mdlm.Model.features
+        extra = [first]
+
+        def slow_prepare(*args):
+            clock.now += data
+            prepare(*args)
+
+        def slow_features(*args):
+            clock.now += call + (extra.pop() if extra else 0)
+            return features(*args)
+
+        monkeypatch.setattr(mdlm, "prepare", slow_prepare)
+        monkeypatch.setattr(mdlm.Model, "features", slow_features)
+
+    return begin
+
+
+def run_for_100_seconds(text_file, out, *more):
+    """The exit code and log of a tiny run with --time_limit=100: batches of 8, 32 windows."""
+    code = run_mdlm(f"--data={text_file}", *TINY, "--time_limit=100", f"--out_dir={out}", *more)
+    return code, read_log(out)
+
+
+def test_time_limit_covers_everything(text_file, tmp_path, clock, slow):
+    slow(call=0.25)
+    code, log = run_for_100_seconds(text_file, tmp_path / "out", "--eval_interval=100")
+    assert code == 0
+    assert 90 < log[-1]["seconds"] <= clock.now <= 100
+    assert [r["val_nelbo"] for r in log if "val_nelbo" in r][1:], "evaluated on the way too"
+    assert not any("windows" in r for r in log[1:]), "all of them, always"
+    assert [r["lr_scale"] for r in log if "lr_scale" in r][-1] < 0.1
+
+
+def test_time_limit_opens_the_rates(text_file, tmp_path, monkeypatch, slow):
+    slow(call=0.5)
     make_batch = mdlm.make_batch
-    evaluate = mdlm.evaluate
     masked = []
 
-    def slow_batch(model, *more):
-        clock.now += 1
+    def watched(model, *more):
         batch = make_batch(model, *more)
         masked.append((batch[0] == model.mask_id).sum(1))
         return batch
 
-    def slow_evaluate(model, windows, passes=1, **more):
-        clock.now += 5 * passes
-        return evaluate(model, windows, passes, **more)
-
-    monkeypatch.setattr(mdlm, "make_batch", slow_batch)
-    monkeypatch.setattr(mdlm, "evaluate", slow_evaluate)
-    out = tmp_path / "out"
-    flags = ["--max_steps=1000000", "--time_limit=100", f"--out_dir={out}"]
-    assert run_mdlm(f"--data={text_file}", *TINY, *flags) == 0
-    log = read_log(out)
-    assert "val_nelbo" in log[-1]
-    assert 90 < log[-1]["seconds"] <= 100
-    assert clock.now <= 100
-    assert [r["lr_scale"] for r in log if "lr_scale" in r][-1] < 0.1
+    monkeypatch.setattr(mdlm, "make_batch", watched)
+    assert run_for_100_seconds(text_file, tmp_path / "out")[0] == 0
     spread = [int(n.max() - n.min()) for n in masked]  # of 32 tokens
     assert spread[0] == 1, "half of the tokens in the first half"
     assert spread[-1] >= 16, "any number at the end"
+
+
+@pytest.mark.parametrize("call, interval, steps", [(2, 1000, 30), (2, 10, 20), (7, 1000, 9)])
+def test_slow_evaluation_never_breaks_the_limit(
+    text_file, tmp_path, clock, slow, call, interval, steps
+):
+    # Four masks for each of 32 windows and one with the raw weights would take 20 calls.
+    slow(call=call)
+    out = tmp_path / "out"
+    code, log = run_for_100_seconds(text_file, out, f"--eval_interval={interval}")
+    assert code == 0
+    assert clock.now <= 100 + call + 4 * call + 2, "a step, a batch with its four masks, 2 s"
+    assert log[-1]["step"] >= steps, "most of the time is for training"
+    assert log[-1]["windows"] in (8, 16, 24)
+    assert math.isfinite(log[-1]["val_nelbo"])
+
+
+@pytest.mark.parametrize(
+    "seconds, words",
+    [
+        (dict(data=150), ["preparing the data took 150 of 150 s"]),
+        (dict(data=70, call=5), ["preparing the data took 70 of 80 s"]),
+        (dict(first=130, call=1), ["evaluating took 132 of 132 s"]),
+        (dict(call=60), ["evaluating took 120 of 120 s"]),
+    ],
+)
+def test_run_without_a_step_is_no_success(text_file, tmp_path, capsys, slow, seconds, words):
+    slow(**seconds)
+    code, log = run_for_100_seconds(text_file, tmp_path / "out")
+    assert code == 2
+    assert len(log) == 1 and log[0]["step"] == 0
+    assert not checkpoint.checkpoints(tmp_path / "out")
+    err = capsys.readouterr().err
+    assert all(word in err for word in ["--time_limit=100 is over before the first step", *words])
+
+
+def test_compilation_that_takes_all_time_is_named(
+    text_file, tmp_path, capsys, monkeypatch, clock, slow
+):
+    def compiled(model, **options):
+        slow(first=200)
+        return model
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    assert run_for_100_seconds(text_file, tmp_path / "out", "--compile=on")[0] == 2
+    assert "compiling took 200 of 200 s" in capsys.readouterr().err
 
 
 def test_clock_starts_before_the_slow_imports(monkeypatch):

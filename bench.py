@@ -9,6 +9,10 @@ interquartile range. `share` of a kernel is the least time that a large copy and
 possible over the time taken; of a training step it is MFU. A wrong result gets no time.
 """
 
+from support import cli
+
+cli.start(__name__)
+
 import contextlib
 import gc
 import importlib.metadata
@@ -29,7 +33,7 @@ import torch
 
 import mdlm
 from studies import frontier, peers
-from support import cli, runs, runtime
+from support import runs, runtime
 from support.cli import UserError, opt
 from support.files import write_atomically
 

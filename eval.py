@@ -7,6 +7,10 @@
 Pictures of a run go into its folder. On a CPU the same command gives the same bits.
 """
 
+from support import cli
+
+cli.start(__name__)
+
 import contextlib
 import dataclasses
 import json
@@ -18,17 +22,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 import mdlm
-import sample
 from kernels.reference import mask_tokens_ref
 from support import numerics, plots, sources
-from support.checkpoint import checkpoints, find_checkpoint, read_tensors
-from support.cli import UserError, check_fields, opt, parse_flags, run, warn
+from support.checkpoint import SHIPPED, default_run, find_checkpoint, read_tensors
+from support.cli import UserError, opt
 from support.files import write_atomically
 from support.likelihood import chain_rule
 from support.runtime import pick_device
+
+EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on without a network
 
 
 @dataclasses.dataclass
@@ -70,10 +74,17 @@ def open_data(data, folder, tokenizer, config, device):
         try:
             path = sources.shakespeare()
         except OSError as e:  # training would take another text, which is no substitute here
-            raise UserError(f"Shakespeare cannot be downloaded ({e}); give --data=FILE") from None
+            if folder != SHIPPED:
+                fix = "give --data=FILE"
+                raise UserError(f"Shakespeare cannot be downloaded ({e}); {fix}") from None
+            cli.warn(f"Shakespeare cannot be downloaded ({e}): scoring {EXCERPT}, an imitation")
+            source = str(EXCERPT)
     elif not data and source not in ("patterns", "pydoc") and not path.exists():
         raise UserError(f"{source}, the data of {folder}, is not here; give --data=FILE")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
+        if source == str(EXCERPT):  # all of it, where other texts are scored on their last tenth
+            path = Path(tmp) / "text"
+            path.write_text(10 * EXCERPT.read_text(encoding="utf-8"), encoding="utf-8")
         if not path.is_dir():
             mdlm.prepare(dataclasses.replace(config, data=str(path)), Path(tmp), tokenizer)
             path = Path(tmp)
@@ -110,7 +121,7 @@ def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
         bins.index_add_(1, (facts[1] * 10).long().clamp(max=9), facts)
         bar.update()
 
-    with tqdm(desc="masked", total=math.ceil(W / B) * passes, leave=False, disable=None) as bar:
+    with cli.progress("masked", " batches", total=math.ceil(W / B) * passes) as bar:
         r = mdlm.evaluate(model, windows, passes, batch_size=B, observe=observe)
     for name, sums in (("by_position", positions), ("calibration", bins)):
         confidence, accuracy = (sums[1:] / sums[0]).tolist()
@@ -118,6 +129,8 @@ def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
     ece = (bins[1] - bins[2]).abs().sum() / bins[0].sum()
     r["calibration"] |= dict(share=(bins[0] / bins[0].sum()).tolist(), ece=ece.item())
     nats = r.get("nll", r.get("nelbo"))
+    if not math.isfinite(nats):
+        raise UserError(f"the likelihood is {nats}: these weights are useless; train again")
     r |= dict(perplexity=math.exp(min(nats, 700)), bpc=per_character(nats, corpus))
     r |= dict(bpc_se=per_character(r["se"], corpus), entropy=corpus.entropy)
     r["uniform"] = math.log(model.vocab_size)
@@ -135,7 +148,7 @@ def per_character(nats, corpus):
 def exact_likelihood(model, corpus, windows):
     """The chain rule's mean over windows (W, T), with its standard error over windows."""
     B = rows_at_once(model, windows)
-    with tqdm(desc="exact likelihood", total=windows.numel(), leave=False, disable=None) as bar:
+    with cli.progress("exact likelihood", " tokens", total=windows.numel()) as bar:
         nll = -chain_rule(model, windows, batch_size=B, update=bar.update).mean(1)  # (W,)
     mean = nll.mean().item()
     se = numerics.standard_error(nll)
@@ -205,7 +218,8 @@ def report(r):
 def check(given):
     """The Options of the flags that were given; raises UserError where they are wrong."""
     options = Options(**given)
-    check_fields(options)
+    cli.check_fields(options)
+    cli.check_files(dict(data=options.data), dict(json=options.json))
     clash = sorted({"out_dir", "data", "raw", "windows", "passes", "exact"} & given.keys())
     if options.compare and clash:
         raise UserError(f"--compare and --{clash[0]} contradict each other; give one of them")
@@ -239,11 +253,7 @@ def compare(options):
 def evaluation(options):
     """(results, words, folder for pictures or None, pictures) of one model."""
     device = pick_device(options.device)
-    out_dir = options.out_dir or "out"
-    if not options.out_dir and not checkpoints("out"):
-        out_dir = sample.SHIPPED
-        warn("no run in out/: using the small Shakespeare model in weights/")
-    folder = find_checkpoint(out_dir)
+    folder = find_checkpoint(default_run(options.out_dir))
     model, tokenizer, config = mdlm.load(folder, device)
     weights = "ema" if config.ema else "only"
     if options.raw:
@@ -269,9 +279,11 @@ def evaluation(options):
 
 
 def main(argv):
-    options = check(parse_flags(Options, argv, __doc__.split("\n")[0]))
+    options = check(cli.parse_flags(Options, argv, __doc__.split("\n")[0]))
     results, words, folder, draw = (compare if options.compare else evaluation)(options)
     content = json.dumps(json.loads(json.dumps(results), parse_constant=lambda _: None))  # no NaN
+    if sys.stdout.isatty():
+        words = cli.escaped(words)
     print(content if options.json == "-" else words)
     if options.json not in ("", "-"):
         write_atomically(Path(options.json), content.encode())
@@ -280,4 +292,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, sys.argv[1:]))
+    sys.exit(cli.run(main, sys.argv[1:]))

@@ -13,6 +13,10 @@ import time
 
 PROCESS_START = time.monotonic()  # --time_limit and the log's seconds include the imports below
 
+from support import cli
+
+cli.start(__name__)
+
 import contextlib
 import copy
 import dataclasses
@@ -27,7 +31,7 @@ import torch.nn.functional as F
 
 import kernels
 from kernels.launch import can_compile
-from support import checkpoint, cli, numerics, plots, runs, runtime, sources
+from support import checkpoint, numerics, plots, runs, runtime, sources
 from support.cli import UserError, opt
 from support.log import Log
 from support.muon import make_optimizers
@@ -754,7 +758,7 @@ def finish(run, stop):
         report(run, is_last=True)
         runs.save(run, finished=True)
         if run.rank == 0:
-            plots.plot_losses([run.config.out_dir], run.log.path.with_name("loss.png"))
+            plots.try_to_draw(plots.plot_run, run.log.path.with_name("loss.png"))
         run.log.done(run)
     run.log.close()
 

@@ -11,6 +11,10 @@ were drawn, and draw them again beside all the others. What is drawn in one call
 tokens hardly depend on each other. Without --out_dir and a run in out/, it uses weights/.
 """
 
+from support import cli
+
+cli.start(__name__)
+
 import math
 import os
 import sys
@@ -27,8 +31,8 @@ from tqdm import tqdm
 
 import mdlm
 from kernels.reference import philox_words
-from support import cli, templates, viewer
-from support.checkpoint import checkpoints
+from support import templates, viewer
+from support.checkpoint import default_run
 from support.cli import UserError, opt
 from support.likelihood import groups, hypotheses, logits_at
 from support.numerics import draw, highest, lead, reversed_bits
@@ -390,7 +394,6 @@ CLASHES = [
     ("top", "num_samples watch html json", "--top fills nothing"),
     ("watch", "json", "watch one text, or write many for a program"),
 ]
-SHIPPED = Path(__file__).parent / "weights" / "shakespeare"
 
 
 def check(options, given):
@@ -407,6 +410,7 @@ def check(options, given):
     for name in ("infill", "batch", "html", "json"):
         if given.get(name) == "" or (name, options.html) == ("html", "-"):
             raise UserError(f"--{name}={given[name]} is no file or text; give one or leave it out")
+    cli.check_files(dict(batch=options.batch), dict(html=options.html, json=options.json))
     page = Path(options.html)
     if any("\ud7ff" < c < "\ue000" for c in options.prompt + options.infill):
         raise UserError("the text is not UTF-8; convert it")
@@ -417,11 +421,7 @@ def check(options, given):
 def load(options, given):
     """(model, tokenizer, options) of --out_dir, of out/ or of weights/; options without "auto"."""
     device = pick_device(options.device)
-    path = options.out_dir or "out"
-    if not options.out_dir and not checkpoints("out") and SHIPPED.is_dir():
-        path = str(SHIPPED)
-        cli.warn("no run in out/: using the small Shakespeare model in weights/")
-    model, tokenizer, config = mdlm.load(path, device)
+    model, tokenizer, config = mdlm.load(default_run(options.out_dir), device)
     if config.objective == "ar":
         for name in ("infill", "batch", "steps", "correct", "distance"):
             if name in given:
@@ -442,10 +442,11 @@ def sampled(model, tokenizer, parts, options, template, pages):
         steps = sum(block.steps for block in plan(model.config, x == mask, samples, options))
         films = [viewer.Film(tokenizer, ids, mask) for _ in samples if options.html]
         watches = [viewer.Watch(tokenizer, ids, mask, steps) for _ in samples if options.watch]
-        for step in unmask(model, x.to(options.device), samples=samples, **how):
-            step = Step(step.number, *(tensor.cpu() for tensor in step[1:]))
-            for row, show in [*enumerate(films), *enumerate(watches)]:
-                show.add(step, row)
+        with cli.alive("writing", None if options.watch else cli.warn):
+            for step in unmask(model, x.to(options.device), samples=samples, **how):
+                step = Step(step.number, *(tensor.cpu() for tensor in step[1:]))
+                for row, show in [*enumerate(films), *enumerate(watches)]:
+                    show.add(step, row)
         for watch in watches:
             watch.clear()
         seconds = (time.monotonic() - began) / len(samples)
@@ -461,8 +462,7 @@ def sampled(model, tokenizer, parts, options, template, pages):
 def ranked(model, tokenizer, parts, options):
     """(parts of the likeliest fill, the texts of the --candidates likeliest, facts)"""
     began = time.monotonic()
-    every = 0.1 if sys.stderr.isatty() else 10  # seconds between two signs of life
-    with tqdm(desc="trying fills", unit=" calls", leave=False, delay=1, mininterval=every) as bar:
+    with cli.progress("trying fills", " calls") as bar:
 
         def count(*_):
             bar.update()
@@ -474,6 +474,8 @@ def ranked(model, tokenizer, parts, options):
         search = partial(hypotheses, model, tokenizer, parts, draw=fill, device=options.device)
         fills = search(options.candidates or 3, **limits)
         hook.remove()
+    if len(fills) < options.candidates:
+        cli.warn(f"{len(fills)} different fills were found, not {options.candidates}")
     seconds = time.monotonic() - began
     texts = [to_texts(fill.parts, fill.ids, tokenizer) for fill in fills]
     share = torch.tensor([fill.logp for fill in fills], dtype=torch.float64).softmax(0).tolist()
@@ -497,9 +499,9 @@ def answers(model, tokenizer, template, parts, options, pages):
 
 def show(found, facts, with_scores):
     """Print the texts found: the best, and in a terminal the others, dimmed."""
-    for i, texts in enumerate(
-        found if with_scores or viewer.has_colours(sys.stdout) else found[:1]
-    ):
+    if not (with_scores or viewer.has_colours(sys.stdout)):
+        found = found[:1]
+    for i, texts in enumerate(found):
         heading = ""
         if with_scores:
             heading = "{share:6.1%}  log p {score:.2f}  ".format(**facts["candidates"][i])
@@ -533,15 +535,15 @@ def main(argv):
             ids = to_ids(parts, tokenizer, model.mask_id)
             viewer.top_tokens(model, tokenizer, ids, options.top, options.device)
             continue
+        rule = ""  # between texts
         for found, facts in answers(model, tokenizer, template, parts, options, pages):
             if not (to_stdout or options.batch):
+                print(rule, end="")
                 show(found, facts, "candidates" in given)
-            print(viewer.json_line(template, found[0], facts), file=lines, flush=True)
+                rule = "-" * 40 + "\n" if template is None else ""
+            viewer.write_line(lines, viewer.json_line(template, found[0], facts))
     if options.html:
-        n = sum(p.numel() for p in model.parameters()) / 1e6
-        about = dict(model=f"{n:.1f} M parameters, context {model.config.block_size}")
-        about |= {name: getattr(options, name) for name in ("order", "temperature", "seed")}
-        viewer.write_page(options.html, pages, about)
+        viewer.write_page(options.html, pages, viewer.settings(model, options))
     return 0
 
 

@@ -111,6 +111,17 @@ def find_checkpoint(path):
     raise UserError(f"{path} holds no intact checkpoint; {fix}")
 
 
+SHIPPED = Path(__file__).parent.parent / "weights" / "shakespeare"
+
+
+def default_run(out_dir):
+    """out_dir if it is given, else out/ if a run is there, else the model that is shipped."""
+    if out_dir or checkpoints("out") or not SHIPPED.is_dir():
+        return Path(out_dir or "out")
+    warn("no run in out/: using the small Shakespeare model in weights/")
+    return SHIPPED
+
+
 def read_config(cls, path, check, retired):
     """The dataclass `cls` in a config.json, checked by check(config).
 

@@ -22,9 +22,9 @@ class UserError(ValueError):
     """A user's mistake in one sentence: what was given, what is accepted, what to do."""
 
 
-def start():
-    """For a program, before its slow imports: Ctrl-C ends them without a traceback."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+def start(name):
+    """Of a program, not of a module: while it imports, Ctrl-C ends it without a traceback."""
+    if name == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -123,6 +123,21 @@ def alive(what, say=warn, every=10):
         yield
     finally:
         over.set()
+
+
+@contextlib.contextmanager
+def progress(what, unit, total=None):
+    """Yield a tqdm bar: shown on a terminal, elsewhere as a line every ten seconds."""
+    from tqdm import tqdm
+
+    if sys.stderr.isatty():
+        with tqdm(desc=what, unit=unit, total=total, leave=False, delay=1) as bar:
+            yield bar
+        return
+    with open(os.devnull, "w") as nowhere:
+        bar = tqdm(desc=what, unit=unit, total=total, file=nowhere)
+        with bar, alive(what, lambda text: warn(str(bar))):
+            yield bar
 
 
 def identity(path):

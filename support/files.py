@@ -46,6 +46,9 @@ def write_synced(path, content):
 
 def write_atomically(path, content):
     """Write bytes under a temporary name, sync, rename: `path` never holds half a file."""
+    if path.exists() and not path.is_file():  # a pipe or a device, which a rename would replace
+        path.write_bytes(content)
+        return
     fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=TMP)
     os.close(fd)
     try:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from support.cli import UserError, warn
+from support.files import read_small
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito, 2008).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666")
@@ -17,10 +18,20 @@ def can_draw():
     """Whether matplotlib is installed; if not, say so on stderr."""
     try:
         import matplotlib.figure  # noqa: F401
-    except ImportError:
-        warn("no pictures: they need matplotlib; pip install matplotlib")
+    except ImportError as e:
+        warn(f"no pictures: they need matplotlib ({e}); pip install matplotlib")
         return False
     return True
+
+
+def try_to_draw(plot, path):
+    """Call plot(path); returns whether that worked. If not it says why: it is only a picture."""
+    try:
+        plot(path)
+        return True
+    except Exception as e:
+        warn(f"{path} is not drawn ({type(e).__name__}: {e})")
+        return False
 
 
 def run_of(checkpoint):
@@ -42,13 +53,14 @@ def save(draw, folder, verbose):
     if folder in (None, "none") or not can_draw():
         return
     paths = [Path(folder) / name for name in draw]
+    fix = "give --pictures=FOLDER or none"
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        for path, plot in zip(paths, draw.values()):
-            plot(path)
     except OSError as e:
-        fix = "give --pictures=FOLDER or none"
         raise UserError(f"pictures: {folder} cannot be written ({e.strerror}); {fix}") from None
+    drawn = [try_to_draw(plot, path) for path, plot in zip(paths, draw.values())]
+    if not all(drawn):
+        raise UserError(f"{drawn.count(False)} of {len(drawn)} pictures are missing; {fix}")
     if verbose:
         print("pictures:", ", ".join(map(str, paths)))
 
@@ -69,20 +81,41 @@ def figure(width, height, *grid, **options):
 def read_log(out_dir):
     """The records of a run's log.jsonl, a list of dicts; raises UserError if there is no log."""
     path = Path(out_dir) / "log.jsonl"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     records = []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):  # a line that a crash cut off
-            records.append(json.loads(line))
-    if not records or not all(isinstance(r, dict) and "step" in r for r in records):
+    with contextlib.suppress(OSError, ValueError):
+        for line in read_small(path).splitlines():
+            with contextlib.suppress(ValueError, RecursionError):  # a line that a crash cut off
+                records.append(json.loads(line))
+    if not records or not all(map(is_record, records)):
         raise UserError(f"{path} is no log of a run; name the folder of one that mdlm.py trained")
     return records
+
+
+def is_record(r):
+    """Whether r is a line of log.jsonl: numbers or null, and all that its kind of line has."""
+    if not isinstance(r, dict):
+        return False
+    needed = {"step", "tokens", "seconds"}
+    for name, others in (
+        ("loss", ["lr_scale"]),
+        ("val_nelbo", ["val_nelbo_se", "val_bpc"]),
+        ("val_nll", ["val_nll_se", "val_bpc"]),
+    ):
+        needed |= set(others) if name in r else set()
+    numbers = {k: v for k, v in r.items() if k != "ce_by_rate" and v is not None}
+    fine = all(type(v) in (int, float) and abs(v) < 1e15 for v in numbers.values())
+    return fine and r.keys() >= needed and numbers.keys() >= {"step", "tokens", "seconds"}
 
 
 def validations(log):
     """("val_nelbo" or "val_nll", the records of a log that are evaluations)."""
     key = "val_nll" if any("val_nll" in r for r in log) else "val_nelbo"
     return key, [r for r in log if r.get(key) is not None]
+
+
+def plot_run(path):
+    """Draw the losses of the run in whose folder `path` is."""
+    plot_losses([path.parent], path)
 
 
 def plot_losses(out_dirs, path):
@@ -96,6 +129,7 @@ def plot_losses(out_dirs, path):
     names = [Path(out_dir).resolve().name for out_dir in out_dirs]
     if len(set(names)) < len(names):
         names = out_dirs
+    names = [str(name).replace("$", r"\$") for name in names]  # not the beginning of a formula
     several = len(logs) > 1
     grid = dict(squeeze=False, sharex="col", sharey="row")
     if several:

@@ -82,6 +82,7 @@ def open_run(given, cls, new_config, check, world, resumable, retired):
         config = dataclasses.replace(config, **changes | dict(out_dir=str(out), overwrite=False))
     else:
         config = new_config(given)
+        check_idle(given, config)
     check(config, world)
     OPENED.append((config, config.batch_size // world // config.gradient_accumulation_steps))
     if checkpoint.checkpoints(out) and not (config.resume or config.overwrite):
@@ -114,6 +115,26 @@ def warn_of_memory(run):
     free = runtime.free_memory(run.device)
     if free is not None and need > free:
         warn(f"training takes about {need / 1e9:.2g} GB, {free / 1e9:.2g} GB are free: {sizes()}")
+
+
+# A flag with which others say nothing, or with which they contradict it.
+MASKS = ("masking", "mask_schedule", "loss_weight", "min_rate", "max_rate", "rate_margin")
+
+
+def check_idle(given, config):
+    """Raise UserError for flags of the command line that would do nothing."""
+    is_text = not Path(config.data).is_dir()
+    fixed = is_text and not config.init_from and config.tokenizer in ("char", "byte")
+    for reason, holds, idle in (
+        ("--objective=ar masks nothing", config.objective == "ar", MASKS),
+        (f"{config.data} is a folder of ids", not is_text, ("tokenizer", "separator")),
+        ("--init_from brings its tokenizer", config.init_from, ("tokenizer", "vocab_size")),
+        ("characters and bytes make their own vocabulary", fixed, ("vocab_size",)),
+        ("--optimizer=adamw has no matrices apart", config.optimizer == "adamw", ("muon_lr",)),
+    ):
+        for name in idle:
+            if holds and name in given and given[name] != getattr(type(config), name):
+                raise UserError(f"--{name}={given[name]} has no effect: {reason}; leave it out")
 
 
 def open_data(config, folder, device, prepare, corpus_of, source):

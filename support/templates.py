@@ -19,10 +19,10 @@ def read_templates(infill, batch):
         return [infill or None]
     try:
         if "-" in (infill, batch):
-            sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+            sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")
             text = sys.stdin.read()
         else:
-            text = Path(batch).read_text(encoding="utf-8")
+            text = Path(batch).read_text(encoding="utf-8-sig")  # without a byte order mark
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"the templates cannot be read ({e}); give UTF-8 text") from None
     text = text.removesuffix("\n")

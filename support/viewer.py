@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from support.cli import UserError
+from support.cli import UNSAFE, UserError, escaped
 from support.files import write_atomically
 from support.templates import joined
 
@@ -24,7 +24,8 @@ NEW = "\x1b[1;7;36m"
 CHANGED = "\x1b[1;7;31m"
 FAINT = "\x1b[2m"
 PLAIN = "\x1b[0m"
-BREAKS = {c: f"\\u{c:04x}" for c in (0x85, 0x2028, 0x2029)}  # end a line for some readers of JSON
+# Characters that json leaves as they are, though they end lines or command terminals.
+BREAKS = {c: f"\\u{c:04x}" for c in range(0x7F, 0x2070) if UNSAFE.match(chr(c))}
 TAGS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}  # in JSON these occur in strings only
 
 
@@ -36,12 +37,24 @@ def json_line(template, texts, facts):
     return json.dumps(line | facts, ensure_ascii=False).translate(BREAKS)
 
 
+def write_line(file, line):
+    """Print a line to an open file; an OSError names it."""
+    try:
+        print(line, file=file, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, file.name) from None
+
+
 def has_colours(stream):
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def highlighted(texts, dimmed=False):
-    """(text, filled?) pairs as one string, in a terminal with the filled ones in colour."""
+    """(text, filled?) pairs as one string; for a terminal escaped, the filled ones in colour."""
+    if sys.stdout.isatty():
+        texts = [(escaped(text), filled) for text, filled in texts]
     if not has_colours(sys.stdout):
         return joined(texts)
     if dimmed:
@@ -175,6 +188,13 @@ class Film:
         return dict(tokens=tokens, given=self.given[:n], frames=frames)
 
 
+def settings(model, options):
+    """What a page says about its texts: name -> value."""
+    n = sum(p.numel() for p in model.parameters()) / 1e6
+    about = dict(model=f"{n:.1f} M parameters, context {model.config.block_size}")
+    return about | {name: getattr(options, name) for name in ("order", "temperature", "seed")}
+
+
 def write_page(path, samples, settings):
     """Write a page that replays `samples`; UserError if the file cannot be written.
 
@@ -190,8 +210,6 @@ def write_page(path, samples, settings):
     data = json.dumps(data, separators=(",", ":"), allow_nan=False).translate(TAGS)
     page = Path(__file__).with_name("viewer.html").read_text(encoding="utf-8")
     try:
-        if path.exists() and not path.is_file():  # a rename would replace a folder or a device
-            raise OSError(None, "it is not a regular file")
         write_atomically(path, page.replace("__DATA__", data).encode())
     except OSError as e:
         use = "give a file in a folder that exists and is yours"

@@ -9,19 +9,16 @@ predicts them (Sahoo et al., 2406.07524; Shi et al., 2406.04329; Ou et al., 2406
 file from top to bottom; what is not about diffusion is in support/. sample.py samples well.
 """
 
-import time
-
-PROCESS_START = time.monotonic()  # --time_limit and the log's seconds include the imports below
-
 from support import cli
 
-cli.start(__name__)
+PROCESS_START = cli.start(__name__)  # --time_limit and the log's seconds include the imports below
 
 import contextlib
 import copy
 import dataclasses
 import math
 import sys
+import time
 from functools import partial
 
 import numpy as np
@@ -523,8 +520,8 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
     (an upper bound of the NLL), and its standard error `se`. Autoregressive: `nll` over all T
     tokens, its `se`, and `ar_shifted`, without the first token of a window. `ce` and `accuracy`
     (top-1) are lists by tenths of the mask rate. observe(rows, targets, logits) sees each batch:
-    the scored rows (n,) of the flat batch, their tokens (n,) and logits (n, V). No batch but the
-    first begins after the deadline (time.monotonic()); each is spread over the windows.
+    the scored rows (n,) of the flat batch, their tokens (n,) and logits (n, V). After the deadline
+    (time.monotonic()) no batch begins but the first; each is spread over the windows.
     """
     W, T = windows.shape
     device = windows.device
@@ -595,8 +592,7 @@ def load(path="out", device="cpu", kernel="auto"):
     config = checkpoint.read_config(Config, folder / "config.json", check, RETIRED)
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")
     ops = select_kernels(kernel, device, config)
-    least = config.n_embd * (12 * config.n_layer * config.n_embd + tokenizer.vocab_size)
-    checkpoint.check_size(folder, 4 * least)  # before memory is taken for it
+    checkpoint.check_size(folder, config, tokenizer.vocab_size)  # before memory is taken for it
     model = Model(config, tokenizer.vocab_size, ops)
     model.load_state_dict(checkpoint.read_tensors(folder / "model.safetensors", model.state_dict()))
     return model.to(device).eval(), tokenizer, config
@@ -631,10 +627,7 @@ def compute_gradients(run, step, early):
     for part in range(parts):
         samples = torch.arange(run.rows) + (run.rank * parts + part) * run.rows
         batch = make_batch(run.model, run.corpus, step, samples, early)
-        rows_vary = config.objective == "mdlm" and is_variant(config) and run.device.type == "cpu"
-        if config.compile == "on" and rows_vary:
-            for x in batch[1:]:  # compile once for any number of rows
-                torch._dynamo.mark_dynamic(x, 0)
+        runs.let_rows_vary(run, batch, is_variant(config))
         if config.dropout:
             g = generator("dropout", config.seed, step, run.rank, part)
             torch.manual_seed(g.initial_seed())
@@ -672,21 +665,9 @@ def train_step(run, step, progress):
 def report(run, is_last=False):
     """Evaluate the averaged weights, log the result and show samples."""
     runs.check_finite(run)
-    key = "nll" if run.config.objective == "ar" else "nelbo"
-    limits = dict(batch_size=run.rows, deadline=runs.deadline(run, is_last))
-    began = time.monotonic()
-    passes = 4 if is_last and began < limits["deadline"] else 1
-    with run.log.busy("evaluating"), run.autocast():
-        r = raw = evaluate(run.averaged, run.windows, passes, **limits)
-        if run.averaged is not run.model:
-            raw = evaluate(run.model, run.windows, **limits)
-    scored = passes * r["windows"] + (raw is not r) * raw["windows"]
-    samples = runs.expect_end(run, (time.monotonic() - began) / scored)  # seconds
-    if not math.isfinite(r[key]):
-        what = f"validation {key} {r[key]} at step {run.step}: not saved."
-        raise UserError(f"{what} {runs.advice(run)}")
-    run.log.evaluation(run, key, r, raw[key])
-    if run.rank == 0 and run.step and time.monotonic() + samples < limits["deadline"]:
+    r, raw, has_time = runs.score(run, evaluate, is_last)
+    run.log.evaluation(run, r, raw)
+    if run.rank == 0 and run.step and has_time:
         run.log.samples(run, generate)
     run.log.restart_clock(run.tokens)
 
@@ -704,10 +685,8 @@ def setup(given, start):
         corpus = runs.open_data(config, folder, device, prepare, Corpus, source)
     run = make_run(config, corpus, device, dtype, ops, rank, world)
     run.log = log
-    run.start = start
     run.windows = corpus.windows(config.eval_windows)
-    if source:
-        runs.fine_tune(run, source)
+    runs.fine_tune(run, source)
     runs.warn_of_memory(run)
     gradients = partial(compute_gradients, run, 0, 0.0)
     compiled = runs.should_compile(run, can_compile(device), gradients)

@@ -14,7 +14,6 @@ tokens hardly depend on each other. Without --out_dir and a run in out/, it uses
 from support import cli
 
 cli.start(__name__)
-
 import math
 import os
 import sys

@@ -146,10 +146,11 @@ def read_config(cls, path, check, retired):
     return config
 
 
-def check_size(folder, least):
-    """Raise UserError if model.safetensors has fewer than `least` bytes."""
+def check_size(folder, config, vocab_size):
+    """Raise UserError if model.safetensors is too small for its config: forged, or damaged."""
     path = folder / "model.safetensors"
-    if path.stat().st_size < least:
+    least = config.n_embd * (12 * config.n_layer * config.n_embd + vocab_size)
+    if path.stat().st_size < 4 * least:
         raise UserError(f"{path} does not fit its config: it is too small; train again")
 
 

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 # What could command a terminal or reorder its text: control characters except line ends and tabs,
@@ -23,9 +24,10 @@ class UserError(ValueError):
 
 
 def start(name):
-    """Of a program, not of a module: while it imports, Ctrl-C ends it without a traceback."""
+    """The time.monotonic() before the slow imports; in a program Ctrl-C ends these quietly."""
     if name == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return time.monotonic()
 
 
 def run(main, argv, cleanup=None, sizes=None):

@@ -21,6 +21,7 @@ class Log:
     """Only the first rank's log speaks; `silent` is True on the others."""
 
     def __init__(self, config, start, silent):
+        self.start = start  # time.monotonic() when the process began
         self.silent = silent
         self.path = Path(config.out_dir) / "log.jsonl"
         self.bar = None
@@ -115,8 +116,10 @@ class Log:
             self.say(f"step {run.step}: {text}", sys.stderr)
         self.restart_clock(run.tokens)
 
-    def evaluation(self, run, key, r, raw):
-        """A line on an evaluation r: `key` is nelbo or nll, `raw` its value without averaging."""
+    def evaluation(self, run, r, raw):
+        """A line on the evaluation r of the averaged weights, and that of the raw ones."""
+        key = "nll" if "nll" in r else "nelbo"
+        raw = raw[key]
         values = {f"val_{key}": r[key], f"val_{key}_se": r["se"], f"val_{key}_raw": raw}
         values["val_bpc"] = None
         text = f"step {run.step}: {key.upper()} {r[key]:.4f} +- {r['se']:.4f} nats per token"

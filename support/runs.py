@@ -35,7 +35,6 @@ class Run:
     world: int = 1
     windows: torch.Tensor = None  # (W, T) validation text
     log: Log = None
-    start: float = 0.0  # time.monotonic() when the process began
     step: int = 0  # steps done
     progress: float = 0.0  # from 0 to 1, by steps or by time
     seconds: float = 0.0  # of the processes that this one resumes
@@ -56,7 +55,7 @@ class Run:
         return self.config.batch_size // self.world // self.config.gradient_accumulation_steps
 
     def elapsed(self):
-        return time.monotonic() - self.start + self.seconds
+        return time.monotonic() - self.log.start + self.seconds
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -187,7 +186,9 @@ def check_network(config, source):
 
 
 def fine_tune(run, source):
-    """Start from the weights of `source`: the (model, tokenizer, config) of --init_from."""
+    """Start from the weights of `source`: None, or (model, tokenizer, config) of --init_from."""
+    if not source:
+        return
     model, tokenizer, _ = source
     if tokenizer.to_json() != run.corpus.tokenizer.to_json():
         given = f"--init_from={run.config.init_from}"
@@ -234,6 +235,14 @@ def compile_network(run, compiled, gradients=None):
         run.model.zero_grad()
 
 
+def let_rows_vary(run, batch, is_variant):
+    """Compile once for any number of rows, where the number varies: of variants, on a CPU."""
+    masks = run.config.objective == "mdlm" and is_variant
+    if run.config.compile == "on" and masks and run.device.type == "cpu":
+        for x in batch[1:]:
+            torch._dynamo.mark_dynamic(x, 0)
+
+
 def begin(run, folder):
     """Load the checkpoint `folder`, if there is one; else remove what --overwrite replaces."""
     if folder:
@@ -263,15 +272,30 @@ def poll(run, interrupt):
     return int(stop)
 
 
-def expect_end(run, window):
-    """Set run.ending, given the seconds that a window takes; returns those that samples take."""
-    calls = run.config.block_size
-    if run.config.objective == "mdlm":
-        calls = min(calls, 64)
+def score(run, evaluate, is_last):
+    """Evaluate the averaged and the raw weights, as far as --time_limit allows.
+
+    Returns their results, and whether there is time to show samples. Sets run.ending.
+    """
+    config = run.config
+    until = deadline(run, is_last)
+    began = time.monotonic()
+    passes = 4 if is_last and began < until else 1
+    with run.log.busy("evaluating"), run.autocast():
+        r = raw = evaluate(run.averaged, run.windows, passes, batch_size=run.rows, deadline=until)
+        if run.averaged is not run.model:
+            raw = evaluate(run.model, run.windows, batch_size=run.rows, deadline=until)
+    for name in {"nelbo", "nll"} & r.keys():
+        if not math.isfinite(r[name]):
+            what = f"validation {name} {r[name]} at step {run.step}: not saved."
+            raise UserError(f"{what} {advice(run)}")
+    scored = passes * r["windows"] + (raw is not r) * raw["windows"]
+    window = (time.monotonic() - began) / scored  # seconds
+    calls = config.block_size if config.objective == "ar" else min(config.block_size, 64)
     samples = 3 * calls * window
-    # Four passes with the averaged weights, one with the raw ones, samples.
+    # The end: four passes with the averaged weights, one with the raw ones, samples.
     run.ending = 5 * len(run.windows) * window + samples + 2
-    return samples
+    return r, raw, time.monotonic() + samples < until
 
 
 def reserve(run):
@@ -286,7 +310,7 @@ def deadline(run, is_last):
     limit = run.config.time_limit
     if not limit:
         return math.inf
-    end = run.start - run.seconds + limit
+    end = run.log.start - run.seconds + limit
     if is_last:
         return end - 2 - run.saving
     return min(end - reserve(run), time.monotonic() + limit / 10)

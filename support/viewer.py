@@ -210,6 +210,8 @@ def write_page(path, samples, settings):
     data = json.dumps(data, separators=(",", ":"), allow_nan=False).translate(TAGS)
     page = Path(__file__).with_name("viewer.html").read_text(encoding="utf-8")
     try:
+        if path.exists() and not path.is_file():  # a pipe would wait for its reader
+            raise OSError(None, "it is not a regular file")
         write_atomically(path, page.replace("__DATA__", data).encode())
     except OSError as e:
         use = "give a file in a folder that exists and is yours"

@@ -14,8 +14,7 @@ from conftest import TINY, Toy, chain_rule, read_log, run_mdlm
 import eval
 import kernels
 import mdlm
-import sample
-from support import cli, likelihood, plots, sources
+from support import checkpoint, cli, likelihood, plots, sources
 from support.tokenizer import Tokenizer
 
 CORPUS = SimpleNamespace(chars_per_token=2.0, entropy=None)
@@ -226,7 +225,7 @@ def test_shipped_model_splits_text_as_in_training(runs, capsys):
 
 def test_without_a_run_the_shipped_model_answers(runs, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sample, "SHIPPED", runs / "shipped")
+    monkeypatch.setattr(checkpoint, "SHIPPED", runs / "shipped")
     assert results(capsys, f"--data={runs}/elsewhere.txt")["checkpoint"] == f"{runs}/shipped"
 
 

@@ -408,7 +408,6 @@ def main(argv):
     if mode not in MODES or (not has_mode and set(argv) & set(MODES)):
         raise UserError(f"{' '.join(argv)!r}: first give {', '.join(MODES)} or nothing, then flags")
     options = Options(**cli.parse_flags(Options, argv[has_mode:], __doc__))
-    cli.check_fields(options)
     device = runtime.pick_device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)  # where streams and memory are counted

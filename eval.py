@@ -29,7 +29,7 @@ from support import numerics, plots, sources
 from support.checkpoint import SHIPPED, default_run, find_checkpoint, read_tensors
 from support.cli import UserError, opt
 from support.files import write_atomically
-from support.likelihood import chain_rule
+from support.likelihood import chain_rule, checked
 from support.runtime import pick_device
 
 EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on without a network
@@ -114,7 +114,7 @@ def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
     bins = torch.zeros(3, 10, dtype=torch.float64)  # the same by confidence
 
     def observe(rows, y, logits):
-        confidence, guess = logits.softmax(-1).max(-1)  # (n,)
+        confidence, guess = checked(logits).softmax(-1).max(-1)  # (n,)
         facts = torch.stack((torch.ones_like(confidence), confidence, guess == y))
         facts = facts.cpu().double()  # (3, n)
         positions.index_add_(1, rows.cpu() % T, facts)
@@ -129,8 +129,6 @@ def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
     ece = (bins[1] - bins[2]).abs().sum() / bins[0].sum()
     r["calibration"] |= dict(share=(bins[0] / bins[0].sum()).tolist(), ece=ece.item())
     nats = r.get("nll", r.get("nelbo"))
-    if not math.isfinite(nats):
-        raise UserError(f"the likelihood is {nats}: these weights are useless; train again")
     r |= dict(perplexity=math.exp(min(nats, 700)), bpc=per_character(nats, corpus))
     r |= dict(bpc_se=per_character(r["se"], corpus), entropy=corpus.entropy)
     r["uniform"] = math.log(model.vocab_size)
@@ -218,7 +216,6 @@ def report(r):
 def check(given):
     """The Options of the flags that were given; raises UserError where they are wrong."""
     options = Options(**given)
-    cli.check_fields(options)
     cli.check_files(dict(data=options.data), dict(json=options.json))
     clash = sorted({"out_dir", "data", "raw", "windows", "passes", "exact"} & given.keys())
     if options.compare and clash:

@@ -5,6 +5,9 @@ models may be bought with dull texts. So beside it stand the variety of words an
 same for real text, and for texts that the autoregressive model wrote itself.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of bench.py; run: python bench.py sample")
+
 import math
 import re
 import time

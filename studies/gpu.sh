@@ -11,6 +11,10 @@
 # PARTS="train nanogpt" runs only these parts (a single one gets all the time), of: tests alike
 # kernels train seeds nanogpt. LIMIT=580: seconds for all.
 set -u
+if [ $# -gt 0 ]; then
+    echo "gpu.sh takes no arguments, but: PARTS, LIMIT, OUT, TEXT, NANOGPT, PYTHON in the environment" >&2
+    exit 2
+fi
 PARTS=${PARTS:-}
 out=$(realpath -m -- "${OUT:-$(dirname "$0")/../results}")
 text=${TEXT:+$(realpath -m -- "$TEXT")}

@@ -18,6 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parent.parent)  # python studies/nanogpt.py, from anywhere
+
 import bench
 import mdlm
 from support import cli, runtime, sources

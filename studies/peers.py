@@ -5,6 +5,9 @@ and, with backward, gradients, compared with `exact` (float64) before they are t
 github.com/linkedin/Liger-Kernel, github.com/apple/ml-cross-entropy, and PyTorch's own.
 """
 
+if __name__ == "__main__":
+    raise SystemExit("this is a part of bench.py; run: python bench.py")
+
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass

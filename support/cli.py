@@ -253,4 +253,5 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None):
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         refuse(unknown[0], [f"--{field.name}" for field in dataclasses.fields(cls)])
+    check_fields(cls(**vars(given)))
     return vars(given)

@@ -29,6 +29,13 @@ def groups(model, n, device, size=None):
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
+def checked(logits):
+    """logits (n, V); UserError where they give no probabilities."""
+    if not logits.amax(-1).isfinite().all():
+        raise UserError("the model predicts NaN or inf: its weights are useless; train it again")
+    return logits
+
+
 def logits_at(model, xt, row, at, device):
     """(n, V) float logits of xt (B, L) at positions `at` (n,) of rows `row` (n,).
 
@@ -37,10 +44,7 @@ def logits_at(model, xt, row, at, device):
     """
     xt, same = xt.unique(dim=0, return_inverse=True)
     h = model.features(xt.to(device), (same[row] * xt.shape[1] + at).to(device))
-    logits = F.linear(h, model.head_weight()).float().to(xt.device)
-    if logits.isnan().any():
-        raise UserError("the model predicts NaN: its weights are useless; train it again")
-    return logits
+    return checked(F.linear(h, model.head_weight()).float().to(xt.device))
 
 
 def next_logp(model, x, row, at):

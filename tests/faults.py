@@ -49,6 +49,22 @@ def interrupt(at):
     before_step(at, lambda: os.kill(os.getpid(), signal.SIGINT))
 
 
+def hangup(at, ignored=""):
+    """The terminal is closed while step `at` is computed; ignored: the run was begun by nohup."""
+    if ignored:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def strike():
+        if not ignored:  # nohup gave the run a file for its output
+            read, write = os.pipe()
+            os.close(read)
+            os.dup2(write, 1)
+            os.dup2(write, 2)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    before_step(at, strike)
+
+
 def sleep(at, seconds):
     before_step(at, lambda: time.sleep(float(seconds)))
 
@@ -169,7 +185,7 @@ def not_finite(at, what, report, late=""):
 
 
 FAULTS = (
-    *(interrupt, sleep, raises, slow_start, die_once, slow_disk),
+    *(interrupt, hangup, sleep, raises, slow_start, die_once, slow_disk),
     *(no_space, read_only, deleted, not_finite),
 )
 

@@ -502,6 +502,15 @@ def test_signal_to_one_rank_stops_both(run, tmp_path, number, code):
     assert saved(out)[1][0] == step + 2
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="there is no SIGHUP")
+def test_closed_terminal_stops_and_saves(run, tmp_path):
+    out = tmp_path / "o"
+    assert run(out, *TWELVE_STEPS, fault="hangup:5").wait() == 129
+    assert saved(out)[1][0] == 6
+    assert run(out, "--resume", fault="hangup:8:ignored").wait() == 0, "nohup ignores SIGHUP"
+    assert saved(out)[1][0] == 12
+
+
 def test_program_mistake_gives_a_traceback(run, tmp_path):
     out = tmp_path / "o"
     one = run(out, *TWELVE_STEPS, fault="raises:6")

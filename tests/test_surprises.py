@@ -1,0 +1,462 @@
+"""What a new user would stumble over, and what an attacker would try: one sentence, or it works."""
+
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, TINY, read_log, run_mdlm, sign, tiny_flags
+from safetensors.torch import load_file, save_file
+
+import eval
+import mdlm
+import sample
+from support import checkpoint, cli, plots, runs, runtime, sources
+
+HOSTILE = "a\x1b]0;mine\x07b\x1b[2Jc\x9b1md\u202ee\x7f\rf\n"
+OURS = re.compile(r"\x1b\[[0-9;]*[mAJ]|\r(?=\x1b\[J)")  # what viewer.py sends to a terminal
+
+
+def call(main, capsys, *args):
+    """The exit code, standard output and standard error of a program with these flags."""
+    capsys.readouterr()
+    code = cli.run(main, [str(a) for a in args], checkpoint.release)
+    return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
+
+
+def assert_one_sentence(r, *words):
+    assert r.code == 2 and r.out == ""
+    assert r.err.count("\n") == 1 and "Traceback" not in r.err
+    assert all(word in r.err for word in words), r.err
+
+
+def train(capsys, *args):
+    return call(lambda argv: mdlm.train(mdlm.parse_args(argv), time.monotonic()), capsys, *args)
+
+
+# --------------------------------------------------------------------------------------------------
+# Hostile text
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """The run folder and the terminal output of a model of a hostile text."""
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "text.txt").write_bytes((HOSTILE * 300).encode())
+    flags = [f"--data={folder / 'text.txt'}", *TINY, "--max_steps=30", f"--out_dir={folder / 'o'}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "mdlm.py", *flags]
+    r = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=True)
+    return folder / "o", (r.stdout + r.stderr).decode()
+
+
+def test_log_of_a_run_shows_control_characters_escaped(hostile):
+    said = hostile[1]
+    assert not cli.UNSAFE.search(said)
+    assert "  | " in said and "\\x1b" in said
+
+
+@pytest.mark.parametrize("colours", [True, False])
+@pytest.mark.parametrize(
+    "more", [[], ["--watch"], ["--infill=a\x1b█\u202e█f"], ["--prompt=\x1b[2J"]]
+)
+def test_terminal_gets_samples_escaped(hostile, capsys, monkeypatch, colours, more):
+    if colours:
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        monkeypatch.setenv("TERM", "xterm")
+    else:
+        monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sample.viewer.time, "sleep", lambda seconds: None)
+    flags = [f"--out_dir={hostile[0]}", "--steps=3", "--length=12" if not more else "--seed=1"]
+    flags += [] if any("infill" in flag for flag in more) else ["--length=30"]
+    capsys.readouterr()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    code = cli.run(sample.main, [*flags[:1], *flags[1:2], *flags[3:], *more])
+    shown = capsys.readouterr().out
+    assert code == 0 and shown
+    assert not cli.UNSAFE.search(OURS.sub("", shown))
+
+
+def test_json_keeps_the_true_text(hostile, capsys):
+    flags = [f"--out_dir={hostile[0]}", "--infill=a\x1b\x9b\u202e█\x7ff", "--json=-", "--steps=2"]
+    r = call(sample.main, capsys, *flags)
+    assert r.code == 0
+    assert json.loads(r.out)["text"].startswith("a\x1b\x9b\u202e")
+    assert not cli.UNSAFE.search(r.out)
+
+
+def test_sentences_about_mistakes_are_escaped_too(capsys, tmp_path):
+    assert_one_sentence(train(capsys, f"--data=\x1b[2J\u202e{tmp_path}"), "--data=\\x1b[2J\\u202e")
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights, memory, files
+
+
+@pytest.mark.parametrize(
+    "value, words", [(math.nan, "not finite"), (math.inf, "not finite"), (3e38, "NaN")]
+)
+def test_useless_weights_give_no_answer(run, capsys, value, words):
+    folder = checkpoint.find_checkpoint(run)
+    weights = load_file(folder / "model.safetensors")
+    weights["head.weight"][:, :] = value  # 3e38: finite, but its products are not
+    save_file(weights, folder / "model.safetensors")
+    sign(folder)
+    for main, flags in ((sample.main, ["--steps=2"]), (eval.main, ["--pictures=none"])):
+        r = call(main, capsys, f"--out_dir={run}", *flags)
+        assert r.code == 2 and "Traceback" not in r.err
+        assert words in r.err or "likelihood is nan" in r.err
+
+
+MEMORY = """
+import resource, sys, time
+sys.path.insert(0, "{root}")
+import mdlm
+from support import checkpoint, cli, runs
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + (400 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+sys.argv[0] = "mdlm.py"
+main = lambda argv: mdlm.train(mdlm.parse_args(argv), time.monotonic())
+sys.exit(cli.run(main, sys.argv[1:], checkpoint.release, runs.sizes))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="sizes of processes")
+def test_too_little_memory_is_one_sentence(text_file, tmp_path):
+    flags = [f"--data={text_file}", *tiny_flags("--batch_size=16384", "--n_embd=128")]
+    command = [sys.executable, "-c", MEMORY.format(root=ROOT), *flags, f"--out_dir={tmp_path}/o"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    r = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert r.returncode == 2 and "Traceback" not in r.stderr
+    before, after = r.stderr.splitlines()
+    sizes = "2 layers x 128, 16384 sequences of 32 tokens at a time; lower --batch_size"
+    assert "training takes about" in before and "GB are free" in before and sizes in before
+    assert "out of memory" in after and "more were asked for" in after and sizes in after
+
+
+def test_gpu_without_memory_is_one_sentence(capsys, monkeypatch, text_file, tmp_path):
+    def full(*args, **more):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 ...")
+
+    monkeypatch.setattr(mdlm, "compute_gradients", full)
+    flags = [f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={tmp_path}/o"]
+    assert train(capsys, *flags).err.endswith(
+        "out of memory, 3.00 GiB more were asked for; give it less to do at a time\n"
+    )
+
+
+@pytest.mark.parametrize("free, said", [(1e5, 1), (1e12, 0), (None, 0)])
+def test_memory_is_estimated_before_training(short_run, capsys, monkeypatch, free, said):
+    config = mdlm.load(short_run)[2]
+    corpus = mdlm.Corpus(short_run / "data", config, torch.device("cpu"))
+    ops = mdlm.select_kernels("torch", torch.device("cpu"), config)
+    run = mdlm.make_run(config, corpus, torch.device("cpu"), torch.float32, ops)
+    monkeypatch.setattr(runtime, "free_memory", lambda device: free)
+    runs.warn_of_memory(run)
+    assert capsys.readouterr().err.count("GB are free") == said
+
+
+def test_file_that_shrinks_while_mapped_is_named(run):
+    config = mdlm.load(run)[2]
+    corpus = mdlm.Corpus(run / "data", config, torch.device("cpu"))
+    corpus.batch(torch.arange(4))
+    os.truncate(run / "data" / "train.bin", 10)
+    with pytest.raises(ValueError, match="only 10 of its 5400 bytes left"):
+        corpus.batch(torch.arange(4))
+
+
+def test_text_that_changes_while_read_is_refused(tmp_path, monkeypatch):
+    texts = iter([["abc\n" * 99], ["abc\n" * 99], ["abc\n" * 9]])
+    monkeypatch.setattr(sources, "find_text", lambda name: lambda: next(texts))
+    with pytest.raises(ValueError, match="changed while it was read"):
+        mdlm.prepare(mdlm.Config(), tmp_path)
+
+
+def test_changed_text_is_said_on_resume(run, capsys):
+    text = Path(mdlm.load(run)[2].data)
+    before = text.read_bytes()
+    flags = [f"--out_dir={run}", "--resume", "--max_steps=5"]
+    assert "has changed" not in train(capsys, *flags).err
+    try:
+        text.write_bytes(before + b"more")
+        assert "has changed; the run goes on with what it learned" in train(capsys, *flags).err
+    finally:
+        text.write_bytes(before)
+
+
+# --------------------------------------------------------------------------------------------------
+# Pictures and logs
+
+
+def test_names_of_runs_are_no_formulas(run, capsys):
+    strange = run.rename(run.with_name(r"a$\b$ {c} $_^"))
+    assert train(capsys, f"--out_dir={strange}", "--resume", "--max_steps=5").code == 0
+    assert (strange / "loss.png").exists()
+    r = call(eval.main, capsys, f"--compare={strange},{strange}", f"--pictures={strange}")
+    assert r.code == 0 and "not drawn" not in r.err
+
+
+def test_no_picture_ends_a_run(run, capsys, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(plots, "plot_losses", broken)
+    r = train(capsys, f"--out_dir={run}", "--resume", "--max_steps=5")
+    assert r.code == 0 and "loss.png is not drawn (RuntimeError: no fonts)" in r.err
+    r = call(eval.main, capsys, f"--compare={run}", f"--pictures={run}")
+    assert r.code == 2 and "1 of 1 pictures are missing" in r.err and "value" in r.out
+
+
+def test_missing_library_is_named_as_it_is(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not plots.can_draw()
+    assert "matplotlib.figure" in capsys.readouterr().err
+
+
+LINE = dict(step=1, tokens=2, seconds=3.0)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps(LINE | dict(loss=1.0)),  # without its learning rate
+        json.dumps(LINE | dict(val_nelbo=1.0)),  # without an error
+        json.dumps(LINE | dict(val_nelbo="1.0", val_nelbo_se=0, val_bpc=0)),
+        json.dumps(LINE | dict(val_nelbo=[1], val_nelbo_se=0, val_bpc=0)),
+        json.dumps(LINE | dict(loss={}, lr_scale=1)),
+        json.dumps(dict(step=None, tokens=1, seconds=1)),
+        json.dumps(dict(step="1", tokens=1, seconds=1)),
+        json.dumps(LINE | dict(val_nelbo=10**400, val_nelbo_se=0, val_bpc=0)),
+        '{"step": 1, "tokens": 1, "seconds": NaN}',
+        "[1]",
+        "[" * 100_000,
+        "",
+    ],
+    ids=lambda content: content[:40],
+)
+def test_forged_log_is_refused(run, capsys, content):
+    (run / "log.jsonl").write_text(content + "\n")
+    assert_one_sentence(call(eval.main, capsys, f"--compare={run}"), "is no log of a run")
+
+
+# --------------------------------------------------------------------------------------------------
+# Signals and ranks
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="there is no SIGHUP")
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_ignored_signals_stay_ignored(monkeypatch, handler):
+    before = {n: signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGHUP, handler)
+        interrupt = runtime.Interrupt()
+        ignored = handler == signal.SIG_IGN
+        if ignored or signal.getsignal(signal.SIGHUP) == interrupt.ask:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert interrupt.signal == (0 if ignored else signal.SIGHUP)
+        monkeypatch.delattr(signal, "SIGHUP")  # as on Windows
+        runtime.Interrupt()
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_during_imports_is_quiet():
+    command = [sys.executable, "-X", "importtime", "sample.py"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:  # a line for each module that is imported
+        if "torch" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.wait(20) == -signal.SIGINT
+    assert "Traceback" not in rest and "KeyboardInterrupt" not in rest
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        dict(RANK="x"),
+        dict(RANK="3"),
+        dict(WORLD_SIZE="2"),
+        dict(WORLD_SIZE="2", RANK="0"),
+        dict(WORLD_SIZE="2", RANK="2", LOCAL_RANK="0", MASTER_ADDR="a", MASTER_PORT="1"),
+        dict(LOCAL_RANK="-1"),
+    ],
+)
+def test_ranks_of_a_cluster_get_one_sentence(capsys, monkeypatch, env):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert runtime.read_ranks() == (0, 1, 0)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert_one_sentence(train(capsys), *(f"{k}={v}" for k, v in env.items()), "torchrun")
+
+
+# --------------------------------------------------------------------------------------------------
+# Flags
+
+
+def test_no_input_is_overwritten(run, tmp_path, capsys):
+    path = tmp_path / "x"
+    path.write_text("To█\n")
+    os.link(path, tmp_path / "link")
+    for flags in (
+        ["--batch=x", "--json=x"],
+        ["--batch=x", "--json=../" + tmp_path.name + "/x"],
+        ["--batch=x", "--json=link"],
+        ["--infill=a█", "--num_samples=1", "--html=new", "--json=./new"],
+    ):
+        os.chdir(tmp_path)
+        r = call(sample.main, capsys, f"--out_dir={run}", *flags)
+        assert_one_sentence(r, "name the same file")
+    r = call(eval.main, capsys, f"--out_dir={run}", "--data=x", "--json=x")
+    assert_one_sentence(r, "--data and --json name the same file")
+    assert path.read_text() == "To█\n" and not (tmp_path / "new").exists()
+
+
+@pytest.fixture(autouse=True)
+def same_folder():
+    before = os.getcwd()
+    yield
+    os.chdir(before)
+
+
+def test_devices_are_written_not_replaced(tmp_path):
+    checked = checkpoint.files.write_atomically
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    checked(tmp_path / "pipe", b"content")
+    assert os.read(reader, 99) == b"content"
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize(
+    "main, args, words",
+    [
+        (mdlm, ["my.txt"], ["'my.txt' needs a flag", "--data=my.txt"]),
+        (eval, ["my file.txt"], ["--data=my file.txt"]),
+        (sample, ["To be█"], ["--infill=To be█"]),
+        (mdlm, ["--data=/dev/zero"], ["/dev/zero is no regular file"]),
+        (mdlm, ["--objective=ar", "--masking=bernoulli"], ["--masking=bernoulli has no effect"]),
+        (mdlm, ["--objective=ar", "--max_rate=.5"], ["--max_rate=0.5 has no effect"]),
+        (mdlm, ["--vocab_size=999"], ["--vocab_size=999 has no effect"]),
+        (mdlm, ["--optimizer=adamw", "--muon_lr=1"], ["--muon_lr=1.0 has no effect"]),
+        (mdlm, ["--data=tests", "--tokenizer=byte"], ["tests is a folder of ids"]),
+        (mdlm, ["--init_from=x", "--tokenizer=byte"], ["--init_from brings its tokenizer"]),
+        (mdlm, ["--seed=4294967296"], ["--seed=4294967296", "0 to 4294967295"]),
+        (sample, ["--seed=4294967296"], ["--seed=4294967296", "0 to 4294967295"]),
+        (sample, ["--temperature=nan"], ["temperature", "0 to 100"]),
+    ],
+)
+def test_a_likely_mistake_is_explained(capsys, tmp_path, main, args, words):
+    more = [f"--out_dir={tmp_path}/o"] if main is mdlm else []
+    r = train(capsys, *args, *more) if main is mdlm else call(main.main, capsys, *args)
+    assert_one_sentence(r, *words)
+    assert not (tmp_path / "o").exists()
+
+
+def test_extreme_numbers_have_a_defined_result(run):
+    model = mdlm.load(run)[0]
+    x = torch.full((2, 8), model.mask_id)
+    plain = sample.generate(model, x, seed=1, steps=8, temperature=0.0)
+    assert torch.equal(sample.generate(model, x, seed=1, steps=8, temperature=1e-9), plain)
+    many = sample.generate(model, x, seed=1, steps=1 << 20, correct=0)
+    assert (many != model.mask_id).all()
+    assert (sample.generate(model, x, seed=1, steps=8, temperature=100.0) != model.mask_id).all()
+
+
+def test_byte_order_mark_of_a_batch_is_skipped(run, tmp_path, capsys, monkeypatch):
+    (tmp_path / "batch").write_bytes(b"\xef\xbb\xbfthe\xe2\x96\x88\n")
+    flags = [f"--out_dir={run}", "--steps=1"]
+    first = call(sample.main, capsys, *flags, f"--batch={tmp_path}/batch")
+    content = io.BytesIO((tmp_path / "batch").read_bytes())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(content))
+    second = call(sample.main, capsys, *flags, "--batch=-")
+    for r in (first, second):
+        assert r.code == 0, r.err
+        assert json.loads(r.out)["text"].startswith("the")
+
+
+def test_fewer_candidates_than_asked_are_said(run, capsys):
+    r = call(sample.main, capsys, f"--out_dir={run}", "--infill=the█", "--candidates=500")
+    n = r.out.count("log p")
+    assert n < 500 and f"{n} different fills were found, not 500" in r.err
+
+
+@pytest.mark.parametrize("program", ["frontier", "peers"])
+def test_parts_of_bench_say_what_to_run(program):
+    command = [sys.executable, f"studies/{program}.py", "--nonsense"]
+    r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert r.returncode != 0 and r.stderr.count("\n") == 1 and "run: python bench.py" in r.stderr
+
+
+# --------------------------------------------------------------------------------------------------
+# Output
+
+
+def test_several_texts_are_told_apart(run, capsys):
+    r = call(sample.main, capsys, f"--out_dir={run}", "--steps=1", "--num_samples=3", "--length=9")
+    assert [line for line in r.out.splitlines() if set(line) == {"-"}] == ["-" * 40] * 2
+
+
+def test_long_work_gives_signs_of_life():
+    said = []
+    with cli.alive("counting", said.append, every=0.05):
+        while len(said) < 3:
+            time.sleep(0.01)
+    assert said[0].startswith("counting, 0.05 s so far")
+    n = len(said)
+    time.sleep(0.2)
+    assert len(said) <= n + 1, "and no more when it is over"
+
+
+def test_progress_is_told_in_lines_without_a_terminal(capsys, monkeypatch):
+    alive = cli.alive
+    monkeypatch.setattr(cli, "alive", lambda what, say: alive(what, say, every=0.05))
+    with cli.progress("masked", " batches", total=7) as bar:
+        bar.update(3)
+        time.sleep(0.2)
+    err = capsys.readouterr().err
+    assert "\r" not in err and "masked" in err.splitlines()[0] and "3/7" in err
+
+
+def test_shipped_model_is_scored_without_network(capsys, monkeypatch, tmp_path):
+    def offline():
+        raise OSError("no network")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sources, "shakespeare", offline)
+    r = call(eval.main, capsys, "--windows=4", "--passes=1", "--json=-", "--pictures=none")
+    assert r.code == 0 and "no network" in r.err and "imitation" in r.err
+    found = json.loads(r.out)
+    assert found["windows"] == 4 and 1 < found["nelbo"] < 2
+    assert Path(found["data"]).name == "excerpt.txt"
+    assert not shutil.os.listdir(tmp_path)
+
+
+def test_output_that_fails_stops_and_saves(run, capsys, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            if "step 6" in text:
+                raise BrokenPipeError(32, "Broken pipe")
+            return len(text)
+
+    flags = [f"--out_dir={run}", "--resume", "--max_steps=50"]
+    monkeypatch.setattr("support.log.silence_stdout", lambda: None)
+    monkeypatch.setattr(sys, "stderr", Closed())
+    assert run_mdlm(*flags) == 128 + 13
+    assert checkpoint.find_checkpoint(run).name == "step-6"
+    assert read_log(run)[-1]["step"] == 6

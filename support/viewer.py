@@ -17,6 +17,7 @@ import torch
 
 from support.cli import UNSAFE, UserError, escaped
 from support.files import write_atomically
+from support.likelihood import checked
 from support.templates import joined
 
 FILLED = "\x1b[1;36m"
@@ -150,7 +151,7 @@ def likeliest(tokenizer, p, n):
 def top_tokens(model, tokenizer, ids, n, device):
     """Print the n likeliest tokens of each [MASK] in a list of ids."""
     rest = [model.mask_id] * (model.config.block_size - len(ids))
-    p = model(torch.tensor([ids + rest], device=device))[0].softmax(-1)
+    p = checked(model(torch.tensor([ids + rest], device=device))[0]).softmax(-1)
     for i, token in enumerate(ids):
         if token == model.mask_id:
             best = [f"{text!r} {100 * q:.1f} %" for text, q in likeliest(tokenizer, p[i], n)]

@@ -35,7 +35,7 @@ import mdlm
 from studies import frontier, peers
 from support import runs, runtime
 from support.cli import UserError, opt
-from support.files import write_atomically
+from support.files import write_output
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.int64: 0}  # relative, of a tensor
 LATE = "not measured: the time is up"
@@ -129,7 +129,7 @@ class Book:
 
     def write(self):
         if self.path not in ("", "-"):
-            write_atomically(Path(self.path), (json.dumps(self.content, indent=1) + "\n").encode())
+            write_output(Path(self.path), (json.dumps(self.content, indent=1) + "\n").encode())
 
     def close(self):
         """The exit code."""

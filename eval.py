@@ -28,7 +28,7 @@ from kernels.reference import mask_tokens_ref
 from support import numerics, plots, sources
 from support.checkpoint import SHIPPED, default_run, find_checkpoint, read_tensors
 from support.cli import UserError, opt
-from support.files import write_atomically
+from support.files import write_output
 from support.likelihood import chain_rule, checked
 from support.runtime import pick_device
 
@@ -276,14 +276,14 @@ def evaluation(options):
 
 
 def main(argv):
-    options = check(cli.parse_flags(Options, argv, __doc__.split("\n")[0]))
+    options = check(cli.parse_flags(Options, argv, __doc__))
     results, words, folder, draw = (compare if options.compare else evaluation)(options)
     content = json.dumps(json.loads(json.dumps(results), parse_constant=lambda _: None))  # no NaN
     if sys.stdout.isatty():
         words = cli.escaped(words)
     print(content if options.json == "-" else words)
     if options.json not in ("", "-"):
-        write_atomically(Path(options.json), content.encode())
+        write_output(Path(options.json), content.encode())
     plots.save(draw, options.pictures or folder, verbose=options.json != "-")
     return 0
 

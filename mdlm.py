@@ -63,7 +63,7 @@ class Config:
     compile: str = opt("auto", "torch.compile; auto: GPU, or over 120 s", "auto", "on", "off")
     # Data
     tokenizer: str = opt("char", "how text becomes tokens", "char", "byte", "word", "bpe")
-    vocab_size: int = opt(0, "V of word, bpe (0: 16384) or .bin files", bounds=(0, NO_LIMIT))
+    vocab_size: int = opt(0, "V of word, bpe (0: 16384) or .bin files", bounds=(0, 1 << 24))
     separator: str = opt("", "text between documents (\\n, \\t work); [END] is learned after each")
     # Model
     n_layer: int = opt(6, "number of blocks", bounds=(1, 1024))
@@ -130,7 +130,7 @@ def parse_args(argv):
     """The flags that were given, as a dict of Config fields."""
     notes = "--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items())
     machine = runtime.default_preset("auto")
-    return cli.parse_flags(Config, argv, __doc__.split("\n")[0], notes, PRESETS, machine)
+    return cli.parse_flags(Config, argv, __doc__, notes, PRESETS, machine)
 
 
 def new_config(given):
@@ -214,7 +214,7 @@ class Corpus:
         self.T = T = config.block_size
         self.seed = config.seed
         self.device = device
-        meta, ids, self.tokenizer, self.checksum = sources.open_ids(folder, T, config.vocab_size)
+        meta, ids, self.tokenizer, self.source = sources.open_ids(folder, T, config.vocab_size)
         self.entropy = meta.get("entropy")
         self.documents = self.tokenizer.end_id is not None
         self.offsets = 0  # of an epoch's first window: 0 to offsets - 1
@@ -231,7 +231,6 @@ class Corpus:
             scored = len(self.val_starts) * T if self.documents else len(ids[1])
             self.chars_per_token = meta["characters"][1] / scored
         self.epochs = {}
-        self.ids = ids
         self.train, self.val = runtime.to_tensors(ids, device)
 
     def gather(self, ids, starts):
@@ -256,7 +255,7 @@ class Corpus:
 
     def batch(self, samples):
         """Training windows (B, T) of sample numbers (B,), counted from the start of the run."""
-        sources.check_whole(self.ids[0])
+        self.source.check()
         epoch = samples // len(self.train_starts)
         starts = torch.empty_like(samples)
         for number in epoch.unique().tolist():
@@ -588,6 +587,7 @@ def load(path="out", device="cpu", kernel="auto"):
     Weights are float32: the averaged ones, with --ema. kernel: auto, triton or torch. Raises
     UserError, a ValueError, for anything but an intact checkpoint; nothing is unpickled.
     """
+    device = runtime.pick_device(str(device))
     folder = checkpoint.find_checkpoint(path)
     config = checkpoint.read_config(Config, folder / "config.json", check, RETIRED)
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")

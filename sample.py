@@ -16,12 +16,12 @@ from support import cli
 cli.start(__name__)
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from kernels.reference import philox_words
 from support import templates, viewer
 from support.checkpoint import default_run
 from support.cli import UserError, opt
-from support.likelihood import groups, hypotheses, logits_at
+from support.likelihood import check_ids, groups, hypotheses, logits_at
 from support.numerics import draw, highest, lead, reversed_bits
 from support.runtime import pick_device
 from support.templates import is_template, joined, of_prompt, parse, to_ids, to_texts
@@ -148,7 +148,12 @@ def predict(model, device, x, given, where, end, cfg=0.0):
 
 
 def resolve(how, config):
-    """Options without "auto"; UserError for what is out of bounds or not for this model."""
+    """Options (or a dict of SETTINGS) without "auto"; UserError for what cannot be followed."""
+    if isinstance(how, dict):
+        unknown = how.keys() - SETTINGS
+        if unknown:
+            raise UserError(f"{min(unknown)} is no setting; give {', '.join(SETTINGS)}")
+        how = Options(**how)
     how = replace(how, correct=str(how.correct))
     cli.check_fields(how)
     if how.block > config.block_size:
@@ -158,8 +163,8 @@ def resolve(how, config):
     if config.objective == "ar":
         if how.order not in ("auto", "ancestral", "left_to_right"):
             raise UserError(f"order={how.order}: an autoregressive model needs left_to_right")
-        for name in ("redraw", "schedule", "threshold", "cfg"):
-            if getattr(how, name) != getattr(Options, name):
+        for name in ("correct", "redraw", "schedule", "threshold", "cfg"):
+            if getattr(how, name) not in (getattr(Options, name), "0"):
                 raise UserError(f"{name} is not for an autoregressive model; leave it out")
         how = replace(how, order="left_to_right", correct="0")
     elif how.order == "auto":
@@ -168,7 +173,7 @@ def resolve(how, config):
         how = replace(how, steps=1)
     if how.correct == "auto":  # half of the calls reveal, but 4 to 16 (results/sampling.md)
         return replace(how, correct=max(0, how.steps - min(max(how.steps // 2, 4), 16)))
-    if not how.correct.isdecimal() or int(how.correct) >= how.steps:
+    if not re.fullmatch("[0-9]{1,7}", how.correct) or int(how.correct) >= how.steps:
         accepted = f"auto, or a number below the {how.steps} steps"
         raise UserError(f"correct={how.correct} is not accepted; give {accepted}")
     return replace(how, correct=int(how.correct))
@@ -215,7 +220,7 @@ def plan(config, fill, samples, how):
         index = gaps.cumsum(1) - 1
         u = uniform(how.seed, first, samples, 2 + steps, "row")
         doubt = torch.zeros(fill.shape, dtype=torch.float64, device=fill.device)
-        needed = int((reveals + corrections).max())
+        needed = max([0, *(reveals + corrections).tolist()])
         yield Block(end, first, needed, gaps, reveals, corrections, index, u, doubt)
         first += steps
 
@@ -282,10 +287,8 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
     T may exceed the context: the model then sees the last positions up to the end of a block, which
     is half a context by default. Autoregressive models go left to right, one token a call.
     """
-    unknown = how.keys() - SETTINGS
-    if unknown:
-        raise UserError(f"{min(unknown)} is no setting; give {', '.join(SETTINGS)}")
-    how = resolve(Options(**how), model.config)
+    how = resolve(how, model.config)
+    check_ids(model, x, fill, samples, [end_id, *forbid])
     mask = model.mask_id
     device = x.device
     x = x.to("cpu" if device.type == "mps" else device, copy=True)  # MPS lacks float64
@@ -340,6 +343,7 @@ def generate(model, x, generator=None, samples=None, fill=None, **how):
     if "seed" not in how:
         where = generator.device if generator is not None else "cpu"
         how["seed"] = int(torch.randint(1 << 32, (), generator=generator, device=where))
+    check_ids(model, x, fill, samples, [])
     samples = torch.arange(len(x)) if samples is None else samples
     out = x.clone()
     for part in groups(model, len(x), x.device):
@@ -368,15 +372,17 @@ def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16
     length  tokens of a text that is no template (0: the context)
     """
     cli.check_fields(Options(num_samples=n, length=length, max_gap=max_gap))
+    text = templates.check_text(text or "")
+    resolve(how, model.config)  # refuses what it cannot follow, before the work begins
     config = model.config
     device = next(model.parameters()).device
-    template = is_template(text or "")
+    template = is_template(text)
     if template and (length or config.objective == "ar"):
         raise UserError("a template has its own length, and is not for an autoregressive model")
     if template:
         parts = parse(text, tokenizer, config.block_size)
     else:
-        parts = of_prompt(text or "", tokenizer, length or config.block_size)
+        parts = of_prompt(text, tokenizer, length or config.block_size)
     how["generator"] = generator
     if None in parts:  # the likeliest lengths
         fill = partial(fill_gaps, model, tokenizer, how)
@@ -397,10 +403,7 @@ CLASHES = [
 
 def check(options, given):
     """Raise UserError for flags that contradict each other; given: those of the command line."""
-    for one, others, why in CLASHES:
-        for other in others.split():
-            if one in given and other in given:
-                raise UserError(f"--{one} and --{other} contradict each other; {why}")
+    cli.check_clashes(CLASHES, given)
     if options.order == "one_shot" and "steps" in given:
         raise UserError("--order=one_shot and --steps contradict each other; one_shot is one step")
     for name in ("candidates", "max_gap", "top"):
@@ -410,11 +413,8 @@ def check(options, given):
         if given.get(name) == "" or (name, options.html) == ("html", "-"):
             raise UserError(f"--{name}={given[name]} is no file or text; give one or leave it out")
     cli.check_files(dict(batch=options.batch), dict(html=options.html, json=options.json))
-    page = Path(options.html)
-    if any("\ud7ff" < c < "\ue000" for c in options.prompt + options.infill):
-        raise UserError("the text is not UTF-8; convert it")
-    if options.html and (page.is_dir() or not os.access(page.parent, os.W_OK)):
-        raise UserError(f"--html={page} cannot be written; name a file in a folder that can be")
+    templates.check_text(options.prompt + options.infill)
+    viewer.check_page(options.html)
 
 
 def load(options, given):
@@ -508,7 +508,7 @@ def show(found, facts, with_scores):
 
 
 def main(argv):
-    given = cli.parse_flags(Options, argv, __doc__.split("\n")[0])
+    given = cli.parse_flags(Options, argv, __doc__)
     options = Options(**given)
     check(options, given)
     model, tokenizer, options = load(options, given)

@@ -36,6 +36,8 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
     Returns a namespace with name, mask_tokens, attention, linear_cross_entropy. Warns on stderr if
     less than was asked for runs in Triton. Raises ValueError, in one sentence, if name cannot run.
     """
+    if name not in ("auto", "triton", "torch"):
+        raise ValueError(f"kernels={name!r} is not accepted; give auto, triton or torch")
     device = torch.device(device)
     missing = _missing(device)
     if name == "triton" and missing:

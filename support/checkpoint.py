@@ -97,6 +97,8 @@ def verify(folder):
 
 def find_checkpoint(path):
     """The newest intact checkpoint of a run, or `path` itself; warns about damaged ones."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise UserError(f"{path!r} is no path; give the folder of a run or a checkpoint")
     path = Path(path)
     is_run = not (path / "manifest.json").exists()
     for folder in checkpoints(path) if is_run else [path]:
@@ -261,7 +263,7 @@ def was_restarted(out_dir):
     """Whether torchrun restarts a run that has saved since this launch: then it resumes."""
     launch = runtime.launch_id()
     ours = 0.0
-    if launch and os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":
+    if launch and runtime.is_first_rank() and os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":
         with contextlib.suppress(UserError):
             ours = float(read_state(find_checkpoint(out_dir)).get("launch") == launch)
     return runtime.all_reduce(torch.tensor(ours)).item() > 0

@@ -15,7 +15,10 @@ from pathlib import Path
 
 # What could command a terminal or reorder its text: control characters except line ends and tabs,
 # and the marks that turn the direction of writing.
-UNSAFE = re.compile("\r(?!\n)|[\0-\b\v\f\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+UNSAFE = re.compile(
+    "\r(?!\n)|[\0-\b\v\f\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f]"
+)
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 TOO_LARGE = re.compile(r"allocate ([\d.]+) ?([KMGT]i?B|bytes)")  # as torch and numpy say it
 
 
@@ -44,7 +47,10 @@ def run(main, argv, cleanup=None, sizes=None):
         sys.stdout.flush()  # here, where a full disk is caught
         return code
     except UserError as e:
-        warn(f"{program}: {e}")
+        sentence = str(e).replace("\n", "\\n")
+        if len(sentence) > 2000:
+            sentence = f"{sentence[:1000]} ... {sentence[-900:]}"
+        warn(f"{program}: {sentence}")
         return 2
     except (MemoryError, RuntimeError) as e:
         if not is_out_of_memory(e):
@@ -90,9 +96,11 @@ def is_out_of_memory(error):
 
 
 def is_first_rank():
-    """Whether this process speaks for all: unless it is another rank of several."""
-    ranks = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
-    return not all(map(str.isdecimal, ranks)) or not 0 < int(ranks[0]) < int(ranks[1])
+    """Whether this process speaks for all: unless it is another rank of several, as torchrun says
+    (all five variables; one that is left over from elsewhere must not silence a program)."""
+    found = [os.environ.get(name, "") for name in RANKS]
+    numbers = all(map(str.isdecimal, found[:3]))
+    return not (all(found) and numbers and 0 < int(found[0]) < int(found[1]))
 
 
 def warn(message):
@@ -151,7 +159,7 @@ def identity(path):
 
 
 def check_files(read, written):
-    """Raise UserError if a file that is written is read too, or written twice.
+    """Raise UserError for a file that is written but read too, written twice, or of a checkpoint.
 
     Both are dicts of flag -> path.
     """
@@ -160,6 +168,18 @@ def check_files(read, written):
         other = seen.setdefault(identity(path), flag)
         if identity(path) and other != flag:
             raise UserError(f"--{other} and --{flag} name the same file, {path}; give two files")
+        file = Path(os.path.realpath(path))
+        own = (file.parent / "latest").exists() and file.name in ("latest", "log.jsonl")
+        if path and (own or (file.parent / "manifest.json").exists()):
+            raise UserError(f"--{flag}={path} is a part of a run; give another file")
+
+
+def check_clashes(clashes, given):
+    """Raise UserError for flags that contradict each other: of (flag, "flags it excludes", why)."""
+    for one, others, why in clashes:
+        for other in others.split():
+            if one in given and other in given:
+                raise UserError(f"--{one} and --{other} contradict each other; {why}")
 
 
 def opt(default, meaning, *choices, bounds=None):

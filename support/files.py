@@ -46,9 +46,6 @@ def write_synced(path, content):
 
 def write_atomically(path, content):
     """Write bytes under a temporary name, sync, rename: `path` never holds half a file."""
-    if path.exists() and not path.is_file():  # a pipe or a device, which a rename would replace
-        path.write_bytes(content)
-        return
     fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=TMP)
     os.close(fd)
     try:
@@ -57,6 +54,23 @@ def write_atomically(path, content):
         os.replace(tmp, path)
     finally:
         Path(tmp).unlink(missing_ok=True)
+
+
+def is_special(path):
+    """Whether a path names a pipe, a device or a stream such as /dev/stdout: no file of its own."""
+    streams = ("/dev/std", "/dev/fd/", "/proc/")
+    return str(path).startswith(streams) or (path.exists() and not path.is_file())
+
+
+def write_output(path, content):
+    """Write bytes to a file that the user names: atomically, where it is a file; links stay."""
+    try:
+        if is_special(path):
+            path.write_bytes(content)
+        else:
+            write_atomically(Path(os.path.realpath(path)), content)
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(path)) from None
 
 
 def sync_folder(folder):
@@ -78,9 +92,10 @@ def remove(path):
         path.unlink(missing_ok=True)
 
 
-def replace_folder(folder, fill, mark):
-    """Fill a new folder by fill(path) and replace `folder` by it, which must hold a file `mark`."""
-    if folder.exists() and not (folder / mark).exists():
+def replace_folder(folder, fill, names):
+    """Fill a new folder by fill(path) and replace `folder` by it, which may hold `names` alone."""
+    found = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+    if folder.exists() and not (found and found <= names):
         raise UserError(f"{folder} exists and is not mdlm's; give another --out_dir")
     with writing(folder), new_folder(folder.parent) as tmp:
         fill(tmp)

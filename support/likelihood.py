@@ -31,9 +31,33 @@ def groups(model, n, device, size=None):
 
 def checked(logits):
     """logits (n, V); UserError where they give no probabilities."""
-    if not logits.amax(-1).isfinite().all():
+    if not (logits.amax(-1).abs() < 1e30).all():  # nor their sums
         raise UserError("the model predicts NaN or inf: its weights are useless; train it again")
     return logits
+
+
+def check_ids(model, x, fill, samples, special):
+    """Raise UserError for ids that the sampler cannot fill.
+
+    x (B, T) int64 in 0..V, V being [MASK]; fill (B, T) bool or None; samples (B,) int64 or None;
+    special: ids of [END] and of what is never drawn, or None.
+    """
+    V = model.vocab_size
+    if not isinstance(x, torch.Tensor) or x.dtype != torch.int64 or x.dim() != 2:
+        raise UserError(f"x must be a tensor (B, T) of int64 ids; give 0 to {V}, which is [MASK]")
+    low, high = x.aminmax() if x.numel() else (0, 0)
+    if low < 0 or high > V:
+        raise UserError(f"x has ids from {low} to {high}; give 0 to {V}, which is [MASK]")
+    for name, t, dtype, shape in (
+        ("fill", fill, torch.bool, x.shape),
+        ("samples", samples, torch.int64, x.shape[:1]),
+    ):
+        good = isinstance(t, torch.Tensor) and t.dtype == dtype and t.shape == shape
+        if t is not None and not good:
+            raise UserError(f"{name} must be a tensor of {dtype} of shape {tuple(shape)}")
+    ids = {i for i in special if i is not None}
+    if any(type(i) is not int or not 0 <= i < V for i in ids) or len(ids) >= V:
+        raise UserError(f"end_id and forbid take ids below {V}, and not all; given: {special}")
 
 
 def logits_at(model, xt, row, at, device):

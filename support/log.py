@@ -31,10 +31,10 @@ class Log:
         self.last = (0, 0.0)  # tokens and time of the last line on training
         if config.wandb and not silent:
             try:
-                import wandb
+                from wandb import init
             except ImportError as e:
                 raise UserError(f"{e}; pip install wandb, or leave --wandb out") from None
-            self.wandb = wandb.init(project=config.wandb, config=dataclasses.asdict(config))
+            self.wandb = init(project=config.wandb, config=dataclasses.asdict(config))
 
     def begin(self, step, total):
         """Keep the lines up to the step that the run resumes from (-1: none); start the bar."""
@@ -165,7 +165,7 @@ class Log:
             self.say("  | " + text.replace("\n", "\n  | "))
 
     def stopped(self, run):
-        again = f"python mdlm.py --out_dir={run.config.out_dir} --resume"
+        again = f"python mdlm.py --out_dir={shlex.quote(run.config.out_dir)} --resume"
         self.say(f"stopped at step {run.step} and saved; to continue: {again}")
 
     def done(self, run):

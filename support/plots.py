@@ -5,7 +5,7 @@ import json
 import os
 from pathlib import Path
 
-from support.cli import UserError, warn
+from support.cli import UserError, escaped, warn
 from support.files import read_small
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito, 2008).
@@ -18,7 +18,7 @@ def can_draw():
     """Whether matplotlib is installed; if not, say so on stderr."""
     try:
         import matplotlib.figure  # noqa: F401
-    except ImportError as e:
+    except (ImportError, ValueError) as e:  # ValueError: MPLBACKEND names none
         warn(f"no pictures: they need matplotlib ({e}); pip install matplotlib")
         return False
     return True
@@ -62,7 +62,7 @@ def save(draw, folder, verbose):
     if not all(drawn):
         raise UserError(f"{drawn.count(False)} of {len(drawn)} pictures are missing; {fix}")
     if verbose:
-        print("pictures:", ", ".join(map(str, paths)))
+        print("pictures:", escaped(", ".join(map(str, paths))))
 
 
 def figure(width, height, *grid, **options):
@@ -129,7 +129,9 @@ def plot_losses(out_dirs, path):
     names = [Path(out_dir).resolve().name for out_dir in out_dirs]
     if len(set(names)) < len(names):
         names = out_dirs
-    names = [str(name).replace("$", r"\$") for name in names]  # not the beginning of a formula
+    names = [
+        escaped(str(name)).replace("$", r"\$") for name in names
+    ]  # not the beginning of a formula
     several = len(logs) > 1
     grid = dict(squeeze=False, sharex="col", sharey="row")
     if several:

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -84,11 +86,24 @@ def open_run(given, cls, new_config, check, world, resumable, retired):
         check_idle(given, config)
     check(config, world)
     OPENED.append((config, config.batch_size // world // config.gradient_accumulation_steps))
+    check_place(config.data, out)
     if checkpoint.checkpoints(out) and not (config.resume or config.overwrite):
         fix = "give --resume to continue it, --overwrite to replace it, or another --out_dir"
         raise UserError(f"--out_dir={out} already holds a run; {fix}")
     runtime.on_first_rank(lambda: checkpoint.take(out))
     return config, folder
+
+
+def check_place(data, out):
+    """Raise UserError for a text that the run would replace by a file of its own."""
+    path = Path(os.path.realpath(data))
+    real = Path(os.path.realpath(out))
+    if path.is_file() and real in path.parents:
+        first = path.relative_to(real).parts[0]
+        if re.match(
+            rf"(log\.jsonl|loss\.png|latest|data|step-\d+|{re.escape(files.TMP)}.*)$", first
+        ):
+            raise UserError(f"--data={data} would be replaced by the run; give another --out_dir")
 
 
 def sizes():
@@ -145,11 +160,14 @@ def open_data(config, folder, device, prepare, corpus_of, source):
     if source:
         check_network(config, source)
     data = Path(config.data)
-    learned = checkpoint.read_state(folder).get("data") if folder else None
+    state = checkpoint.read_state(folder) if folder else {}
+    learned = state.get("data")
+    dtype = state.get("dtype")
 
     def opened(path, device):
         corpus = corpus_of(path, config, device)
-        if learned not in (None, corpus.checksum):
+        found = corpus.source
+        if learned not in (None, found.checksum) or dtype not in (None, found.dtype):
             fix = "restore it, or start again with --overwrite"
             raise UserError(f"--data={config.data}: {path} is not what {folder} learned; {fix}")
         return corpus
@@ -160,7 +178,7 @@ def open_data(config, folder, device, prepare, corpus_of, source):
 
     def make():
         if not (folder and (data / "meta.json").exists()):
-            files.replace_folder(data, fill, "meta.json")
+            files.replace_folder(data, fill, {*sources.NAMES, "tokenizer.json", "meta.json"})
 
     if not data.is_dir() or config.data in ("shakespeare", "patterns", "pydoc"):
         data = Path(config.out_dir) / "data"
@@ -244,7 +262,7 @@ def let_rows_vary(run, batch, is_variant):
 
 
 def begin(run, folder):
-    """Load the checkpoint `folder`, if there is one; else remove what --overwrite replaces."""
+    """Load the checkpoint `folder`, if there is one, and begin the log."""
     if folder:
         state = checkpoint.restore(folder, run.model, run.averaged, run.optimizers)
         for name in ("step", "seconds", "ending", "finished"):
@@ -252,9 +270,6 @@ def begin(run, folder):
         run.saved = run.step
     if runtime.all_reduce(torch.tensor(float(run.step))) != run.step * run.world:
         raise UserError("the ranks see different checkpoints; give an --out_dir that all share")
-    if run.config.overwrite and run.rank == 0:  # all ranks are ready: it may go now
-        for old in checkpoint.checkpoints(run.config.out_dir):
-            files.remove(old)
     steps = run.config.max_steps
     run.log.begin(run.step if folder else -1, steps if steps < NO_LIMIT else None)
     run.log.restart_clock(run.tokens)
@@ -349,7 +364,8 @@ def save(run, finished=False):
     check_finite(run)
     began = time.monotonic()
     state = dict(step=run.step, tokens=run.tokens, seconds=run.elapsed(), ending=run.ending)
-    state |= dict(finished=finished, data=run.corpus.checksum, launch=runtime.launch_id())
+    state |= dict(finished=finished, data=run.corpus.source.checksum, dtype=run.corpus.source.dtype)
+    state |= dict(launch=runtime.launch_id())
     runtime.on_first_rank(lambda: write(run, state))
     run.saved = run.step
     run.finished = finished
@@ -374,4 +390,8 @@ def write(run, state):
         "model.safetensors": to_safetensors(weights),
         "state.safetensors": to_safetensors(tensors),
     }
-    checkpoint.write_checkpoint(run.config.out_dir, f"step-{run.step}", contents)
+    saved = checkpoint.write_checkpoint(run.config.out_dir, f"step-{run.step}", contents)
+    if run.config.overwrite and run.saved < 0:  # the first one: the old run may go now
+        for old in checkpoint.checkpoints(run.config.out_dir):
+            if old != saved:
+                files.remove(old)

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from support.cli import UserError, is_first_rank
+from support.cli import RANKS, UserError, is_first_rank
 
 
 def generator(*key):
@@ -140,16 +140,15 @@ STORE = None  # where the ranks found each other
 
 def read_ranks():
     """(rank, number of ranks, rank on this machine) of the environment; UserError for nonsense."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    values = [found.get(name, "01"[name == "WORLD_SIZE"]) for name in names[:3]]
+    found = {name: os.environ[name] for name in RANKS if name in os.environ}
+    values = [found.get(name, default) for name, default in zip(RANKS, "010")]
     if all(re.fullmatch("[0-9]{1,9}", value) for value in values):
         rank, world, local_rank = map(int, values)
-        if rank < world and (world == 1 or found.keys() >= set(names)):
+        if rank < world and (world == 1 or found.keys() >= set(RANKS)):
             return rank, world, local_rank
     shown = " ".join(f"{name}={value}" for name, value in found.items())
     fix = "start with torchrun, which sets all five, or unset them"
-    raise UserError(f"the environment says {shown}, of {', '.join(names)}; {fix}")
+    raise UserError(f"the environment says {shown}, of {', '.join(RANKS)}; {fix}")
 
 
 def join_ranks():

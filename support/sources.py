@@ -2,10 +2,10 @@
 
 import json
 import math
-import mmap
 import os
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from support.tokenizer import Tokenizer, tokenizer_from_json
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+NAMES = ("train.bin", "val.bin")
 PART = 1 << 24  # characters or ids that are held at a time, so that memory is bounded
 
 
@@ -77,6 +78,9 @@ def read_text(path, size=PART):
                 cut = rest.rfind("\n") + 1 or len(rest)
                 yield rest[:cut]
                 rest = rest[cut:]
+        except OSError as e:
+            fix = "check the disk"
+            raise UserError(f"--data={path} cannot be read ({e.strerror}); {fix}") from None
         except UnicodeDecodeError as e:
             at = f.buffer.tell() - len(e.object) + e.start  # e.object: the last bytes read
             advice = "convert it with iconv, or give a folder with train.bin and val.bin"
@@ -146,7 +150,7 @@ def has_changed(source, folder):
 
 
 def open_ids(folder, T, V):
-    """A folder of ids -> (meta.json as a dict, [train, val] memory-mapped, tokenizer, checksum).
+    """A folder of ids -> (meta.json as a dict, [train, val] memory-mapped, tokenizer, Source).
 
     nanoGPT's have no JSON files: ids are shown as numbers; V = 0: up to the largest. Raises
     UserError for ids out of range, and files missing, damaged or shorter than T tokens.
@@ -154,7 +158,9 @@ def open_ids(folder, T, V):
     folder = Path(folder)
     meta = read_meta(folder / "meta.json")
     dtype = np.dtype(meta.get("dtype", "uint16"))
-    arrays = [map_ids(folder / name, dtype, T) for name in ("train.bin", "val.bin")]
+    files = [open(folder / name, "rb") for name in NAMES if (folder / name).is_file()]
+    opened = [(file, os.fstat(file.fileno())) for file in files]
+    arrays = [map_ids(folder / name, dtype, T) for name in NAMES]
     parts = [a[i : i + PART] for a in arrays for i in range(0, len(a), PART)]
     smallest = min(int(part.min()) for part in parts)
     largest = max(int(part.max()) for part in parts)
@@ -167,7 +173,7 @@ def open_ids(folder, T, V):
     checksum = zlib.crc32(tokenizer.to_json().encode())  # a run resumes on exactly its data
     for part in parts:
         checksum = zlib.crc32(part, checksum)
-    return meta, arrays, tokenizer, checksum
+    return meta, arrays, tokenizer, Source(checksum, dtype.name, opened)
 
 
 def read_meta(path):
@@ -177,7 +183,13 @@ def read_meta(path):
     entropy = meta.get("entropy") or 0.0
     characters = meta.get("characters") or [0, 0]  # of the text of train.bin and val.bin
     counts = isinstance(characters, list) and [type(n) for n in characters] == [int, int]
-    if not counts or type(entropy) is not float or dtype not in ("uint8", "uint16", "int32"):
+    counts = counts and all(0 <= n < 1 << 60 for n in characters)
+    if (
+        not counts
+        or type(entropy) is not float
+        or not math.isfinite(entropy)
+        or dtype not in ("uint8", "uint16", "int32")
+    ):
         raise UserError(f"{path} has an unusable dtype, characters or entropy; remove it")
     return meta
 
@@ -190,17 +202,24 @@ def map_ids(path, dtype, T):
     if size < T * dtype.itemsize:
         found = f"{path.name} has {size // dtype.itemsize} tokens, fewer than --block_size={T}"
         raise UserError(f"{found}; give more text or a smaller block")
-    with open(path, "rb") as f:
-        mapped = mmap.mmap(f.fileno(), size, access=mmap.ACCESS_COPY)
-    return np.ndarray(size // dtype.itemsize, dtype, mapped)
+    return np.memmap(path, dtype, mode="c")
 
 
-def check_whole(ids):
-    """Raise UserError if the file of memory-mapped ids became shorter: reading on would kill us."""
-    size = ids.base.size()
-    if size < ids.nbytes:
-        found = f"train.bin or val.bin has only {size} of its {ids.nbytes} bytes left"
-        raise UserError(f"{found}; restore it, then --resume goes on from the last checkpoint")
+class Source(NamedTuple):
+    """What a run learns: its identity, and its files, still open."""
+
+    checksum: int
+    dtype: str  # of the ids in the files
+    files: list  # (file, its status when it was opened)
+
+    def check(self):
+        """Raise UserError if a file was changed. Reading on would give wrong ids, or a bus error,
+        if it is shorter now."""
+        for file, before in self.files:
+            now = os.fstat(file.fileno())
+            if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+                found = f"{file.name} was changed: {before.st_size} bytes then, {now.st_size} now"
+                raise UserError(f"{found}; restore it, then --resume goes on from what is saved")
 
 
 def document_starts(ids, end_id, T):

@@ -6,10 +6,10 @@ Programs handle them as a list of parts: a literal string, a number of tokens, o
 import itertools
 import re
 import sys
-from pathlib import Path
 
 from support.cli import UserError
 
+LARGEST = 1 << 26  # characters of all templates, which are read at once
 GAP = re.compile(r"(█+|\[___\])")
 
 
@@ -20,11 +20,14 @@ def read_templates(infill, batch):
     try:
         if "-" in (infill, batch):
             sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")
-            text = sys.stdin.read()
+            text = sys.stdin.read(LARGEST + 1)
         else:
-            text = Path(batch).read_text(encoding="utf-8-sig")  # without a byte order mark
+            with open(batch, encoding="utf-8-sig") as f:  # without a byte order mark
+                text = f.read(LARGEST + 1)
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"the templates cannot be read ({e}); give UTF-8 text") from None
+    if len(text) > LARGEST:
+        raise UserError(f"the templates have more than {LARGEST} characters; give fewer at a time")
     text = text.removesuffix("\n")
     return text.split("\n") if batch else [text]
 
@@ -47,6 +50,13 @@ def of_prompt(prompt, tokenizer, length):
     if n >= length:
         raise UserError(f"the prompt has {n} tokens, all of the {length} to write; raise --length")
     return [part for part in (prompt, length - n) if part]
+
+
+def check_text(text):
+    """The text; UserError unless it is a string that UTF-8 can encode."""
+    if not isinstance(text, str) or any("\ud7ff" < c < "\ue000" for c in text):
+        raise UserError("the text is not UTF-8; convert it, or set a UTF-8 locale")
+    return text
 
 
 def is_template(text):

@@ -43,6 +43,10 @@ class Tokenizer:
         elif kind == "bpe":
             import tokenizers
 
+            parts = json.loads(vocab)
+            extras = ("normalizer", "post_processor", "padding", "truncation", "added_tokens")
+            if any(parts.get(name) for name in extras) or parts["model"].get("dropout"):
+                raise ValueError("it changes the text, or draws at random")
             self.bpe = tokenizers.Tokenizer.from_str(vocab)
             size = self.bpe.get_vocab_size()
             if sorted(self.bpe.get_vocab().values()) != list(range(size)):

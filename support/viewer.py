@@ -4,6 +4,7 @@ The page is viewer.html with one JSON object. Text that a model wrote stays text
 reaches the HTML parser, the DOM is built from text nodes, and a policy forbids every load.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 from support.cli import UNSAFE, UserError, escaped
-from support.files import write_atomically
+from support.files import is_special, write_output
 from support.likelihood import checked
 from support.templates import joined
 
@@ -39,7 +40,10 @@ def json_line(template, texts, facts):
 
 
 def write_line(file, line):
-    """Print a line to an open file; an OSError names it."""
+    """Print a line of JSON to an open file; an OSError names it."""
+    with contextlib.suppress(LookupError):
+        if line.encode(file.encoding, "replace").decode(file.encoding) != line:
+            line = json.dumps(json.loads(line))  # escaped, where the file cannot hold it
     try:
         print(line, file=file, flush=True)
     except BrokenPipeError:
@@ -94,7 +98,7 @@ class Watch:
             print(status, file=sys.stderr, flush=True)
             return
         width, height = shutil.get_terminal_size()
-        lines = self.lines(x.tolist(), new.tolist(), changed.tolist(), width)[2 - height :]
+        lines = self.lines(x.tolist(), new.tolist(), changed.tolist(), width)[-max(1, height - 2) :]
         self.clear()
         print(*lines, f"{FAINT}{status[:width]}{PLAIN}", sep="\n", flush=True)
         self.height = len(lines) + 1
@@ -196,6 +200,15 @@ def settings(model, options):
     return about | {name: getattr(options, name) for name in ("order", "temperature", "seed")}
 
 
+def check_page(path):
+    """Raise UserError if --html=path cannot be written ("": no page)."""
+    folder = Path(path).parent
+    fit = not path.endswith("/") and not is_special(Path(path)) and os.access(folder, os.W_OK)
+    if path and not fit:
+        fix = "give a file in a folder that exists and is yours"
+        raise UserError(f"--html={path} cannot be written: {fix}")
+
+
 def write_page(path, samples, settings):
     """Write a page that replays `samples`; UserError if the file cannot be written.
 
@@ -206,14 +219,12 @@ def write_page(path, samples, settings):
               frames  for each step what it drew: [position, token, confidence,
                       up to 5 alternatives [token, probability]]
     """
-    path = Path(path)
+    check_page(str(path))
     data = dict(samples=samples, settings={name: str(value) for name, value in settings.items()})
     data = json.dumps(data, separators=(",", ":"), allow_nan=False).translate(TAGS)
     page = Path(__file__).with_name("viewer.html").read_text(encoding="utf-8")
     try:
-        if path.exists() and not path.is_file():  # a pipe would wait for its reader
-            raise OSError(None, "it is not a regular file")
-        write_atomically(path, page.replace("__DATA__", data).encode())
+        write_output(Path(path), page.replace("__DATA__", data).encode())
     except OSError as e:
         use = "give a file in a folder that exists and is yours"
         raise UserError(f"--html={path} cannot be written ({e.strerror}); {use}") from None

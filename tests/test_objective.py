@@ -604,3 +604,21 @@ def test_shipped_weights_match_a_second_implementation():
         x = x + np.maximum(near(norm(x), conv[1]) @ up.T, 0) ** 2 @ down.T
     ours = model(torch.from_numpy(xt)[None])[0].softmax(-1).detach().numpy()
     np.testing.assert_allclose(ours, softmax(norm(x) @ w["head.weight"].T), atol=1e-4)
+
+
+def test_batches_of_an_evaluation_are_spread(world):
+    """One that a deadline cuts off has seen windows from everywhere."""
+    V = 32
+    toy = Toy(lambda xt: torch.zeros(*xt.shape, V), V, 4)
+    windows = torch.arange(V)[:, None].expand(V, 4)
+    seen = set()
+    r = mdlm.evaluate(
+        toy,
+        windows,
+        passes=2,
+        batch_size=8,
+        observe=lambda rows, targets, logits: seen.update(targets.tolist()),
+        deadline=-math.inf,
+    )
+    assert r["windows"] == 8 and seen == set(range(0, V, 4))
+    assert r["nelbo"] == pytest.approx(math.log(V))

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import eval
 import mdlm
 import sample
-from support import checkpoint, cli, plots, runs, runtime, sources
+from support import checkpoint, cli, files, plots, runs, runtime, sources, templates
 
 HOSTILE = "a\x1b]0;mine\x07b\x1b[2Jc\x9b1md\u202ee\x7f\rf\n"
 OURS = re.compile(r"\x1b\[[0-9;]*[mAJ]|\r(?=\x1b\[J)")  # what viewer.py sends to a terminal
@@ -172,7 +172,7 @@ def test_file_that_shrinks_while_mapped_is_named(run):
     corpus = mdlm.Corpus(run / "data", config, torch.device("cpu"))
     corpus.batch(torch.arange(4))
     os.truncate(run / "data" / "train.bin", 10)
-    with pytest.raises(ValueError, match="only 10 of its 5400 bytes left"):
+    with pytest.raises(ValueError, match="was changed: 5400 bytes then, 10 now"):
         corpus.batch(torch.arange(4))
 
 
@@ -322,9 +322,145 @@ def test_no_input_is_overwritten(run, tmp_path, capsys):
         os.chdir(tmp_path)
         r = call(sample.main, capsys, f"--out_dir={run}", *flags)
         assert_one_sentence(r, "name the same file")
+    for name in ("latest", "log.jsonl", "step-4/model.safetensors", "step-4/new"):
+        flags = [f"--out_dir={run}", f"--json={run}/{name}"]
+        assert_one_sentence(call(sample.main, capsys, *flags), "is a part of a run")
+        assert_one_sentence(call(eval.main, capsys, *flags), "is a part of a run")
     r = call(eval.main, capsys, f"--out_dir={run}", "--data=x", "--json=x")
     assert_one_sentence(r, "--data and --json name the same file")
     assert path.read_text() == "To█\n" and not (tmp_path / "new").exists()
+
+
+def test_no_text_is_replaced_by_a_run(text_file, tmp_path, capsys):
+    for name in ("log.jsonl", "loss.png", "latest", "data/mine.txt", ".mdlm-tmp-x"):
+        path = tmp_path / "o" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(text_file, path)
+        flags = [f"--data={path}", *TINY, "--max_steps=1", f"--out_dir={tmp_path}/o"]
+        assert_one_sentence(train(capsys, *flags), "would be replaced by the run")
+        assert path.read_bytes() == text_file.read_bytes()
+        path.unlink()
+
+
+def test_data_folder_with_other_files_is_kept(text_file, run, tmp_path, capsys):
+    (run / "data" / "notes").write_text("mine")
+    flags = [f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={run}", "--overwrite"]
+    assert_one_sentence(train(capsys, *flags), "data exists and is not mdlm's")
+    assert (run / "data" / "notes").read_text() == "mine"
+
+
+def test_overwrite_keeps_the_old_run_until_it_saves(text_file, run, capsys):
+    before = {p.name for p in checkpoint.checkpoints(run)}
+    flags = [f"--data={text_file}", *TINY, f"--out_dir={run}", "--overwrite"]
+    assert train(capsys, *flags, "--time_limit=1e-6").code == 2
+    assert {p.name for p in checkpoint.checkpoints(run)} == before
+    assert train(capsys, *flags, "--max_steps=1").code == 0
+    assert [p.name for p in checkpoint.checkpoints(run)] == ["step-1"]
+
+
+def test_ids_of_another_width_are_not_resumed(run, capsys):
+    meta = json.loads((run / "data" / "meta.json").read_text())
+    (run / "data" / "meta.json").write_text(json.dumps(meta | dict(dtype="int32")))
+    r = train(capsys, f"--out_dir={run}", "--resume", "--max_steps=5")
+    assert_one_sentence(r, "data")
+
+
+def test_ids_that_change_while_trained_on_are_named(run):
+    corpus = mdlm.Corpus(run / "data", mdlm.load(run)[2], torch.device("cpu"))
+    with open(run / "data" / "train.bin", "r+b") as f:
+        f.write(b"\0")
+    os.utime(run / "data" / "train.bin", ns=(0, 1))  # clocks of file systems are coarse
+    with pytest.raises(ValueError, match="was changed"):
+        corpus.batch(torch.arange(4))
+
+
+BAD_IDS = {
+    "float": lambda x: x.float(),
+    "one row": lambda x: x[0],
+    "a list": lambda x: x.tolist(),
+    "negative": lambda x: x - 99,
+    "above [MASK]": lambda x: x + 1,
+}
+
+
+@pytest.mark.parametrize("spoil", BAD_IDS.values(), ids=BAD_IDS.keys())
+def test_sampler_refuses_ids_that_are_none(run, spoil):
+    model = mdlm.load(run)[0]
+    x = torch.full((2, 8), model.mask_id)
+    with pytest.raises(cli.UserError, match="give 0 to"):
+        sample.generate(model, spoil(x))
+    assert not list(sample.unmask(model, x[:0])) and sample.generate(model, x[:0]).shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(fill=torch.ones(2, 8)),
+        dict(fill=torch.ones(3, 8, dtype=torch.bool)),
+        dict(samples=torch.arange(3)),
+        dict(samples=[0, 1]),
+        dict(end_id=99_999),
+        dict(forbid=[-1]),
+        dict(forbid=range(1000)),
+        dict(forbid=["a"]),
+    ],
+    ids=str,
+)
+def test_sampler_refuses_what_does_not_fit_the_ids(run, more):
+    model = mdlm.load(run)[0]
+    with pytest.raises(cli.UserError, match=r"must be a tensor|take ids below"):
+        list(sample.unmask(model, torch.full((2, 8), model.mask_id), **more))
+
+
+def test_python_gets_sentences_for_models_and_texts(run):
+    model, tokenizer, _ = mdlm.load(run)
+    for args in ((None,), (run, "nowhere"), (run, "cpu", "fast"), (run, "cuda:99")):
+        with pytest.raises(cli.UserError, match=r"is no path|is not on this machine|fast"):
+            mdlm.load(*args)
+    for text in (5, "\ud800", ["a"]):
+        with pytest.raises(cli.UserError, match="not UTF-8"):
+            sample.write(model, tokenizer, text)
+    with pytest.raises(cli.UserError, match="fill is no setting"):
+        sample.write(model, tokenizer, "the", fill=None)
+
+
+def test_tokenizers_that_change_a_text_are_refused(pydoc, tmp_path):
+    from support.tokenizer import build_tokenizer, tokenizer_from_json
+
+    tokenizer = build_tokenizer("bpe", 300, False, lambda: [(pydoc, False)], len(pydoc))
+    bpe = json.loads(tokenizer.vocab)
+    path = tmp_path / "tokenizer.json"
+    for changes in (
+        dict(normalizer=dict(type="Lowercase")),
+        dict(padding=dict(strategy="BatchLongest")),
+        dict(model=bpe["model"] | dict(dropout=0.5)),
+    ):
+        tokenizer.vocab = json.dumps(bpe | changes)
+        path.write_text(tokenizer.to_json())
+        with pytest.raises(cli.UserError, match="changes the text, or draws at random"):
+            tokenizer_from_json(path)
+
+
+def test_endless_batch_is_refused(run, capsys, monkeypatch):
+    monkeypatch.setattr(templates, "LARGEST", 1000)
+    r = call(sample.main, capsys, f"--out_dir={run}", "--batch=/dev/zero")
+    assert_one_sentence(r, "more than 1000 characters")
+
+
+def test_json_keeps_the_text_in_any_encoding(run):
+    env = os.environ | dict(PYTHONIOENCODING="ascii", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-OO", "sample.py", f"--out_dir={run}", "--json=-", "--steps=1"]
+    r = subprocess.run([*command, "--infill=’█"], cwd=ROOT, env=env, capture_output=True)
+    assert r.returncode == 0, r.stderr
+    assert json.loads(r.stdout)["template"] == "’█"
+
+
+def test_leftover_ranks_silence_nobody(capsys, monkeypatch):
+    for name in cli.RANKS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_one_sentence(train(capsys, "--nope"), "there is no flag --nope")
 
 
 @pytest.fixture(autouse=True)
@@ -335,12 +471,15 @@ def same_folder():
 
 
 def test_devices_are_written_not_replaced(tmp_path):
-    checked = checkpoint.files.write_atomically
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    checked(tmp_path / "pipe", b"content")
+    files.write_output(tmp_path / "pipe", b"content")
     assert os.read(reader, 99) == b"content"
     assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    files.write_output(tmp_path / "link", b"content")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_bytes() == b"content"
+    assert all(files.is_special(Path(name)) for name in ("/dev/stdout", "/proc/self/fd/1"))
 
 
 @pytest.mark.parametrize(

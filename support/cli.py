@@ -27,9 +27,16 @@ class UserError(ValueError):
 
 
 def start(name):
-    """The time.monotonic() before the slow imports; in a program Ctrl-C ends these quietly."""
-    if name == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """The time.monotonic() before the slow imports. In a program, not in a module:
+
+    Ctrl-C ends the imports quietly, and threads that wait spin for microseconds only: two programs
+    on one machine would hinder each other (results/threads.md).
+    """
+    if name == "__main__":
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if "OMP_WAIT_POLICY" not in os.environ:
+            os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     return time.monotonic()
 
 

@@ -213,17 +213,18 @@ def launch_id():
 class Interrupt:
     """Ctrl-C, SIGTERM and the end of the terminal (SIGHUP) ask for a stop after the step.
 
-    A second Ctrl-C exits at once. A signal that is ignored (nohup) stays so.
+    A second Ctrl-C exits at once. Under nohup, which ignores SIGHUP, the run goes on.
     """
 
     MESSAGE = b"\nstopping after this step; a second Ctrl-C exits at once, without saving\n"
 
     def __init__(self):
         self.signal = 0
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows has no SIGHUP
-            if number and signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.ask)
+        signal.signal(signal.SIGINT, self.ask)
+        signal.signal(signal.SIGTERM, self.ask)
+        hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+        if hangup and signal.getsignal(hangup) != signal.SIG_IGN:
+            signal.signal(hangup, self.ask)
 
     def ask(self, number, frame):
         if self.signal and number == signal.SIGINT:

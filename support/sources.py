@@ -158,9 +158,9 @@ def open_ids(folder, T, V):
     folder = Path(folder)
     meta = read_meta(folder / "meta.json")
     dtype = np.dtype(meta.get("dtype", "uint16"))
-    files = [open(folder / name, "rb") for name in NAMES if (folder / name).is_file()]
-    opened = [(file, os.fstat(file.fileno())) for file in files]
     arrays = [map_ids(folder / name, dtype, T) for name in NAMES]
+    handles = [open(folder / name, "rb") for name in NAMES]
+    opened = [(file, os.fstat(file.fileno())) for file in handles]
     parts = [a[i : i + PART] for a in arrays for i in range(0, len(a), PART)]
     smallest = min(int(part.min()) for part in parts)
     largest = max(int(part.max()) for part in parts)
@@ -184,12 +184,8 @@ def read_meta(path):
     characters = meta.get("characters") or [0, 0]  # of the text of train.bin and val.bin
     counts = isinstance(characters, list) and [type(n) for n in characters] == [int, int]
     counts = counts and all(0 <= n < 1 << 60 for n in characters)
-    if (
-        not counts
-        or type(entropy) is not float
-        or not math.isfinite(entropy)
-        or dtype not in ("uint8", "uint16", "int32")
-    ):
+    known = dtype in ("uint8", "uint16", "int32")
+    if not counts or not known or type(entropy) is not float or not math.isfinite(entropy):
         raise UserError(f"{path} has an unusable dtype, characters or entropy; remove it")
     return meta
 
@@ -213,8 +209,7 @@ class Source(NamedTuple):
     files: list  # (file, its status when it was opened)
 
     def check(self):
-        """Raise UserError if a file was changed. Reading on would give wrong ids, or a bus error,
-        if it is shorter now."""
+        """Raise UserError if a file was changed: it would give wrong ids, or a bus error."""
         for file, before in self.files:
             now = os.fstat(file.fileno())
             if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):

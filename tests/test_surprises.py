@@ -256,7 +256,7 @@ def test_forged_log_is_refused(run, capsys, content):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="there is no SIGHUP")
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
-def test_ignored_signals_stay_ignored(monkeypatch, handler):
+def test_ignored_hangup_stays_ignored(monkeypatch, handler):
     before = {n: signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
     try:
         signal.signal(signal.SIGHUP, handler)
@@ -270,6 +270,22 @@ def test_ignored_signals_stay_ignored(monkeypatch, handler):
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+@pytest.mark.parametrize(
+    "name, given, spin",
+    [
+        ("__main__", {}, "1000"),
+        ("mdlm", {}, None),
+        ("__main__", dict(GOMP_SPINCOUNT="7"), "7"),
+        ("__main__", dict(OMP_WAIT_POLICY="active"), None),
+    ],
+)
+def test_threads_of_programs_hardly_spin(monkeypatch, name, given, spin):
+    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    cli.start(name)
+    assert os.environ.get("GOMP_SPINCOUNT") == spin
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")

@@ -295,7 +295,8 @@ def score(run, evaluate, is_last):
     config = run.config
     until = deadline(run, is_last)
     began = time.monotonic()
-    passes = 4 if is_last and began < until else 1
+    in_time = runtime.all_reduce(torch.tensor(float(began < until)), "MIN").item()  # on all ranks
+    passes = 4 if is_last and in_time else 1
     with run.log.busy("evaluating"), run.autocast():
         r = raw = evaluate(run.averaged, run.windows, passes, batch_size=run.rows, deadline=until)
         if run.averaged is not run.model:
@@ -304,7 +305,7 @@ def score(run, evaluate, is_last):
         if not math.isfinite(r[name]):
             what = f"validation {name} {r[name]} at step {run.step}: not saved."
             raise UserError(f"{what} {advice(run)}")
-    scored = passes * r["windows"] + (raw is not r) * raw["windows"]
+    scored = r["passes"] * r["windows"] + (raw is not r) * raw["windows"]
     window = (time.monotonic() - began) / scored  # seconds
     calls = config.block_size if config.objective == "ar" else min(config.block_size, 64)
     samples = 3 * calls * window

@@ -578,6 +578,14 @@ def test_two_ranks_give_the_losses_of_one(run, tmp_path, optimizer, tolerance):
         assert a[-1][name] == pytest.approx(b[-1][name], abs=factor * tolerance)
 
 
+def test_two_ranks_keep_a_time_limit(run, tmp_path):
+    flags = ["--max_steps=1000000", "--time_limit=3", "--eval_interval=50", "--eval_windows=100"]
+    ranks = begin_two(run, tmp_path / "o", *flags)
+    assert [r.wait(20) for r in ranks] == [0, 0], ranks[0].err
+    last = read_log(tmp_path / "o")[-1]
+    assert last["seconds"] < 4 and last["val_nelbo"] and saved(tmp_path / "o")[1][0] == last["step"]
+
+
 def test_two_ranks_resume_what_one_began(run, tmp_path):
     flags = ["--optimizer=adamw", "--rate_margin=0", "--lr_schedule=constant", "--max_steps=8"]
     assert run(tmp_path / "whole", *flags).wait() == 0

@@ -74,7 +74,7 @@ def open_data(data, folder, tokenizer, config, device):
         try:
             path = sources.shakespeare()
         except OSError as e:  # training would take another text, which is no substitute here
-            if folder != SHIPPED:
+            if folder.resolve() != SHIPPED:
                 fix = "give --data=FILE"
                 raise UserError(f"Shakespeare cannot be downloaded ({e}); {fix}") from None
             cli.warn(f"Shakespeare cannot be downloaded ({e}): scoring {EXCERPT}, an imitation")
@@ -289,4 +289,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(cli.run(main, sys.argv[1:], sizes=lambda: "give --device=cpu or --dtype=bfloat16"))

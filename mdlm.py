@@ -519,14 +519,15 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
     (an upper bound of the NLL), and its standard error `se`. Autoregressive: `nll` over all T
     tokens, its `se`, and `ar_shifted`, without the first token of a window. `ce` and `accuracy`
     (top-1) are lists by tenths of the mask rate. observe(rows, targets, logits) sees each batch:
-    the scored rows (n,) of the flat batch, their tokens (n,) and logits (n, V). After the deadline
-    (time.monotonic()) no batch begins but the first; each is spread over the windows.
+    the scored rows (n,) of the flat batch, their tokens (n,) and logits (n, V). Each batch takes
+    windows from everywhere; none but the first begins after the deadline (time.monotonic()).
     """
     W, T = windows.shape
     device = windows.device
     causal = model.config.objective == "ar"
     count = torch.full((1, W), T) if causal else numerics.stratified_counts(W, T, passes, seed)
-    ce, hit, first, done = sums = torch.zeros(4, len(count), W, dtype=torch.float64)
+    sums = torch.zeros(4, len(count), W, dtype=torch.float64)
+    ce, hit, first, done = sums  # views
     batches = math.ceil(W / batch_size)
     was_training = model.training
     model.eval()
@@ -669,7 +670,6 @@ def report(run, is_last=False):
     run.log.evaluation(run, r, raw)
     if run.rank == 0 and run.step and has_time:
         run.log.samples(run, generate)
-    run.log.restart_clock(run.tokens)
 
 
 def setup(given, start):
@@ -686,7 +686,7 @@ def setup(given, start):
     run = make_run(config, corpus, device, dtype, ops, rank, world)
     run.log = log
     run.windows = corpus.windows(config.eval_windows)
-    runs.fine_tune(run, source)
+    runs.load_weights(run, source)
     runs.warn_of_memory(run)
     gradients = partial(compute_gradients, run, 0, 0.0)
     compiled = runs.should_compile(run, can_compile(device), gradients)

@@ -547,4 +547,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(cli.run(main, sys.argv[1:], sizes=lambda: "lower --num_samples or --length"))

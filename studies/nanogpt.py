@@ -117,7 +117,6 @@ def compare(B, shape, vocab_size, folder, book, device, seconds, until):
 
 def main(argv):
     options = Options(**cli.parse_flags(Options, argv, __doc__))
-    cli.check_fields(options)
     if not Path(options.nanogpt, "model.py").is_file():
         raise UserError(f"--nanogpt={options.nanogpt} is no clone of github.com/karpathy/nanoGPT")
     sys.path.append(options.nanogpt)  # at the end: nanoGPT has a bench.py too

@@ -15,7 +15,11 @@ for run in seed0 seed1 seed2 ar; do
     if [ -e "$out/$run/latest" ]; then
         flags=(--resume)
     elif [ "$run" = ar ]; then
-        flags=("$@" --objective=ar)
+        flags=()  # without those of masks
+        for flag in "$@"; do
+            [[ $flag =~ ^--(mask|loss_weight|min_rate|max_rate|rate_margin) ]] || flags+=("$flag")
+        done
+        flags+=(--objective=ar)
     else
         flags=("$@" "--seed=${run#seed}")
     fi

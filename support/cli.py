@@ -26,11 +26,15 @@ class UserError(ValueError):
     """A user's mistake in one sentence: what was given, what is accepted, what to do."""
 
 
-def start(name):
-    """The time.monotonic() before the slow imports. In a program, not in a module:
+class RankError(UserError):
+    """One that may concern this rank alone of several: each says it for itself."""
 
-    Ctrl-C ends the imports quietly, and threads that wait spin for microseconds only: two programs
-    on one machine would hinder each other (results/threads.md).
+
+def start(name):
+    """What a program calls first: returns time.monotonic(), from before the slow imports.
+
+    If `name` is "__main__", Ctrl-C ends the imports without a traceback, and threads that wait
+    spin only briefly, as two programs on one machine would hinder each other (results/threads.md).
     """
     if name == "__main__":
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -57,7 +61,7 @@ def run(main, argv, cleanup=None, sizes=None):
         sentence = str(e).replace("\n", "\\n")
         if len(sentence) > 2000:
             sentence = f"{sentence[:1000]} ... {sentence[-900:]}"
-        warn(f"{program}: {sentence}")
+        warn(f"{program}: {sentence}", on_every_rank=isinstance(e, RankError))
         return 2
     except (MemoryError, RuntimeError) as e:
         if not is_out_of_memory(e):
@@ -65,7 +69,7 @@ def run(main, argv, cleanup=None, sizes=None):
         found = TOO_LARGE.search(str(e))
         asked = f", {found[1]} {found[2]} more were asked for" if found else ""
         lower = sizes() if sizes else "give it less to do at a time"
-        warn(f"{program}: out of memory{asked}; {lower}")
+        warn(f"{program}: out of memory{asked}; {lower}", on_every_rank=True)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -103,16 +107,15 @@ def is_out_of_memory(error):
 
 
 def is_first_rank():
-    """Whether this process speaks for all: unless it is another rank of several, as torchrun says
-    (all five variables; one that is left over from elsewhere must not silence a program)."""
+    """True unless all five variables of torchrun say that this is another rank."""
     found = [os.environ.get(name, "") for name in RANKS]
     numbers = all(map(str.isdecimal, found[:3]))
     return not (all(found) and numbers and 0 < int(found[0]) < int(found[1]))
 
 
-def warn(message):
-    """Print to stderr, once however many ranks there are."""
-    if is_first_rank():
+def warn(message, on_every_rank=False):
+    """Print to stderr, by default once however many ranks there are."""
+    if on_every_rank or is_first_rank():
         with contextlib.suppress(OSError):  # a terminal that was closed
             print(escaped(message), file=sys.stderr, flush=True)
 
@@ -237,6 +240,8 @@ class Parser(argparse.ArgumentParser):
 def refuse(argument, flags):
     """Raise UserError for an argument that is none of the flags: name the one that was meant."""
     text = next((flag for flag in ("--infill", "--data") if flag in flags), None)
+    if os.path.exists(os.path.join(argument, "latest")):
+        text = "--out_dir"
     if text and not argument.startswith("-"):
         raise UserError(f"{argument!r} needs a flag before it; did you mean {text}={argument}?")
     flag = argument.split("=")[0]

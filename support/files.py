@@ -95,6 +95,7 @@ def remove(path):
 def replace_folder(folder, fill, names):
     """Fill a new folder by fill(path) and replace `folder` by it, which may hold `names` alone."""
     found = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+    found = {name for name in found if not name.startswith(".")}  # what file managers leave
     if folder.exists() and not (found and found <= names):
         raise UserError(f"{folder} exists and is not mdlm's; give another --out_dir")
     with writing(folder), new_folder(folder.parent) as tmp:

@@ -31,8 +31,8 @@ def groups(model, n, device, size=None):
 
 def checked(logits):
     """logits (n, V); UserError where they give no probabilities."""
-    if not (logits.amax(-1).abs() < 1e30).all():  # nor their sums
-        raise UserError("the model predicts NaN or inf: its weights are useless; train it again")
+    if not (logits.amax(-1).abs() < 1e30).all():  # larger ones overflow in sums
+        raise UserError("the model predicts NaN or inf: its weights are damaged; train it again")
     return logits
 
 

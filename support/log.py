@@ -119,7 +119,7 @@ class Log:
     def evaluation(self, run, r, raw):
         """A line on the evaluation r of the averaged weights, and that of the raw ones."""
         key = "nll" if "nll" in r else "nelbo"
-        raw = raw[key]
+        raw = raw[key] if raw["windows"] == r["windows"] else None  # as not comparable
         values = {f"val_{key}": r[key], f"val_{key}_se": r["se"], f"val_{key}_raw": raw}
         values["val_bpc"] = None
         text = f"step {run.step}: {key.upper()} {r[key]:.4f} +- {r['se']:.4f} nats per token"
@@ -140,6 +140,7 @@ class Log:
             text += "; CE by rate: " + " ".join(shown)
         self.record(run, values)
         self.say(text)
+        self.restart_clock(run.tokens)
 
     def samples(self, run, generate):
         """Show two generated texts, and validation text with a generated middle, in brackets."""
@@ -163,6 +164,7 @@ class Log:
             if i == 2:
                 text = f"{decode(ids[:begin])}[{decode(ids[begin:end])}]{decode(ids[end:])}"
             self.say("  | " + text.replace("\n", "\n  | "))
+        self.restart_clock(run.tokens)
 
     def stopped(self, run):
         again = f"python mdlm.py --out_dir={shlex.quote(run.config.out_dir)} --resume"
@@ -181,8 +183,8 @@ class Log:
         tokenizer = run.corpus.tokenizer
         if run.config.objective == "ar" or tokenizer.kind == "id":
             return ""
-        text = "\n".join(tokenizer.decode(ids) for ids in run.windows[:16].tolist())
-        found = re.findall(r"^\w[\w ,;:]{4,11}(?=\w{3})", text, re.MULTILINE)
+        text = "\0".join(tokenizer.decode(ids) for ids in run.windows[:16].tolist())
+        found = re.findall(r"(?<=\n)\w[\w ,;:]{4,11}(?=\w{3})", text)
         return f'"{found[0]}███"' if found and tokenizer.knows(found[0]) else ""
 
     @contextlib.contextmanager
@@ -212,7 +214,7 @@ class Log:
             self.lost = True
             self.bar = None
             silence_stdout()
-            warn(f"standard output cannot be written ({e.strerror}): stopping after this step")
+            warn(f"the output cannot be written ({e.strerror}): stopping after this step")
 
     def close(self):
         if self.bar:

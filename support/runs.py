@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -16,8 +15,10 @@ from support import checkpoint, files, runtime, sources
 from support.cli import UserError, warn
 from support.log import Log
 
+BUILT_IN = ("shakespeare", "patterns", "pydoc")  # values of --data that name no file
 NO_LIMIT = 1 << 31  # of --max_steps
 SIGPIPE = 13  # everywhere that it exists
+OURS = ("data", "latest", "log.jsonl", "loss.png")  # in out_dir, beside step-N
 OPENED = []  # (the Config of the run, its rows), for sizes()
 
 
@@ -72,6 +73,9 @@ def open_run(given, cls, new_config, check, world, resumable, retired):
     if given.get("resume"):
         if given.get("overwrite"):
             raise UserError("--resume and --overwrite contradict each other; give one of them")
+        if mark_of(out).exists():
+            fix = f"give --overwrite again, or remove {mark_of(out)} to go on with the run before"
+            raise UserError(f"--overwrite was cut off in {out} before it saved; {fix}")
         folder = checkpoint.find_checkpoint(out)
         config = checkpoint.read_config(cls, folder / "config.json", check, retired)
         for name, value in given.items():
@@ -99,10 +103,8 @@ def check_place(data, out):
     path = Path(os.path.realpath(data))
     real = Path(os.path.realpath(out))
     if path.is_file() and real in path.parents:
-        first = path.relative_to(real).parts[0]
-        if re.match(
-            rf"(log\.jsonl|loss\.png|latest|data|step-\d+|{re.escape(files.TMP)}.*)$", first
-        ):
+        name = path.relative_to(real).parts[0]
+        if name in OURS or name.startswith(("step-", files.TMP)):
             raise UserError(f"--data={data} would be replaced by the run; give another --out_dir")
 
 
@@ -131,13 +133,13 @@ def warn_of_memory(run):
         warn(f"training takes about {need / 1e9:.2g} GB, {free / 1e9:.2g} GB are free: {sizes()}")
 
 
-# A flag with which others say nothing, or with which they contradict it.
+# Flags that have no effect with --objective=ar.
 MASKS = ("masking", "mask_schedule", "loss_weight", "min_rate", "max_rate", "rate_margin")
 
 
 def check_idle(given, config):
     """Raise UserError for flags of the command line that would do nothing."""
-    is_text = not Path(config.data).is_dir()
+    is_text = config.data in BUILT_IN or not Path(config.data).is_dir()
     fixed = is_text and not config.init_from and config.tokenizer in ("char", "byte")
     for reason, holds, idle in (
         ("--objective=ar masks nothing", config.objective == "ar", MASKS),
@@ -177,16 +179,16 @@ def open_data(config, folder, device, prepare, corpus_of, source):
         opened(path, torch.device("cpu"))
 
     def make():
-        if not (folder and (data / "meta.json").exists()):
+        if folder and (data / "meta.json").exists():
+            if sources.has_changed(config.data, data):
+                goes_on = "the run goes on with what it learned"
+                warn(f"--data={config.data} has changed; {goes_on}, in {data}")
+        else:
             files.replace_folder(data, fill, {*sources.NAMES, "tokenizer.json", "meta.json"})
 
-    if not data.is_dir() or config.data in ("shakespeare", "patterns", "pydoc"):
+    if not data.is_dir() or config.data in BUILT_IN:
         data = Path(config.out_dir) / "data"
         runtime.on_first_rank(make)
-        if folder and sources.has_changed(config.data, data):
-            warn(
-                f"--data={config.data} has changed; the run goes on with what it learned, in {data}"
-            )
     return opened(data, device)
 
 
@@ -203,7 +205,7 @@ def check_network(config, source):
         raise UserError(f"--init_from={config.init_from} has {values}; give the same here")
 
 
-def fine_tune(run, source):
+def load_weights(run, source):
     """Start from the weights of `source`: None, or (model, tokenizer, config) of --init_from."""
     if not source:
         return
@@ -267,12 +269,21 @@ def begin(run, folder):
         state = checkpoint.restore(folder, run.model, run.averaged, run.optimizers)
         for name in ("step", "seconds", "ending", "finished"):
             setattr(run, name, state[name])
+        if type(state.get("saving")) is float:  # older states lack it
+            run.saving = state["saving"]
         run.saved = run.step
     if runtime.all_reduce(torch.tensor(float(run.step))) != run.step * run.world:
         raise UserError("the ranks see different checkpoints; give an --out_dir that all share")
+    if run.config.overwrite and run.rank == 0:
+        mark_of(run.config.out_dir).touch()
     steps = run.config.max_steps
     run.log.begin(run.step if folder else -1, steps if steps < NO_LIMIT else None)
     run.log.restart_clock(run.tokens)
+
+
+def mark_of(out_dir):
+    """The file that is in out_dir until --overwrite has saved: the checkpoints are old ones."""
+    return Path(out_dir) / "overwriting"
 
 
 def poll(run, interrupt):
@@ -299,19 +310,21 @@ def score(run, evaluate, is_last):
     passes = 4 if is_last and in_time else 1
     with run.log.busy("evaluating"), run.autocast():
         r = raw = evaluate(run.averaged, run.windows, passes, batch_size=run.rows, deadline=until)
+        scored = r["passes"] * r["windows"]
         if run.averaged is not run.model:
+            began = time.monotonic()  # the first evaluation is slow until all is warm
             raw = evaluate(run.model, run.windows, batch_size=run.rows, deadline=until)
-    for name in {"nelbo", "nll"} & r.keys():
-        if not math.isfinite(r[name]):
-            what = f"validation {name} {r[name]} at step {run.step}: not saved."
-            raise UserError(f"{what} {advice(run)}")
-    scored = r["passes"] * r["windows"] + (raw is not r) * raw["windows"]
-    window = (time.monotonic() - began) / scored  # seconds
-    calls = config.block_size if config.objective == "ar" else min(config.block_size, 64)
-    samples = 3 * calls * window
+            scored = raw["windows"]
+    per_window = (time.monotonic() - began) / scored  # seconds
+    key = "nll" if config.objective == "ar" else "nelbo"
+    if not math.isfinite(r[key]):
+        what = f"validation {key} {r[key]} at step {run.step}: not saved."
+        raise UserError(f"{what} {advice(run)}")
+    calls = config.block_size if key == "nll" else min(config.block_size, 64)
+    sampling = 3 * calls * per_window
     # The end: four passes with the averaged weights, one with the raw ones, samples.
-    run.ending = 5 * len(run.windows) * window + samples + 2
-    return r, raw, time.monotonic() + samples < until
+    run.ending = 5 * len(run.windows) * per_window + sampling + 2
+    return r, raw, time.monotonic() + sampling < until
 
 
 def reserve(run):
@@ -366,7 +379,7 @@ def save(run, finished=False):
     began = time.monotonic()
     state = dict(step=run.step, tokens=run.tokens, seconds=run.elapsed(), ending=run.ending)
     state |= dict(finished=finished, data=run.corpus.source.checksum, dtype=run.corpus.source.dtype)
-    state |= dict(launch=runtime.launch_id())
+    state |= dict(launch=runtime.launch_id(), saving=run.saving)
     runtime.on_first_rank(lambda: write(run, state))
     run.saved = run.step
     run.finished = finished
@@ -393,6 +406,8 @@ def write(run, state):
     }
     saved = checkpoint.write_checkpoint(run.config.out_dir, f"step-{run.step}", contents)
     if run.config.overwrite and run.saved < 0:  # the first one: the old run may go now
-        for old in checkpoint.checkpoints(run.config.out_dir):
-            if old != saved:
-                files.remove(old)
+        with files.writing(saved):
+            for old in checkpoint.checkpoints(run.config.out_dir):
+                if old != saved:
+                    files.remove(old)
+            files.remove(mark_of(run.config.out_dir))

@@ -98,8 +98,8 @@ def free_memory(device):
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             found.append(limit - pages * resource.getpagesize())
         group = Path("/sys/fs/cgroup")  # of a container
-        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
-        found.append(int(limit) - int(used))
+        used = re.search(r"^anon (\d+)", (group / "memory.stat").read_text())  # without caches
+        found.append(int((group / "memory.max").read_text()) - int(used[1]))
     return min(found, default=None)
 
 
@@ -141,7 +141,8 @@ STORE = None  # where the ranks found each other
 def read_ranks():
     """(rank, number of ranks, rank on this machine) of the environment; UserError for nonsense."""
     found = {name: os.environ[name] for name in RANKS if name in os.environ}
-    values = [found.get(name, default) for name, default in zip(RANKS, "010")]
+    defaults = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    values = [found.get(name, default) for name, default in defaults.items()]
     if all(re.fullmatch("[0-9]{1,9}", value) for value in values):
         rank, world, local_rank = map(int, values)
         if rank < world and (world == 1 or found.keys() >= set(RANKS)):

@@ -1,5 +1,6 @@
 """Sources of training data: text files, tiny Shakespeare, synthetic patterns, folders of ids."""
 
+import contextlib
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from support import files
-from support.cli import UserError, warn
+from support.cli import RankError, UserError, warn
 from support.files import read_json
 from support.tokenizer import Tokenizer, tokenizer_from_json
 
@@ -146,7 +147,9 @@ def write_meta(folder, tokenizer, meta):
 def has_changed(source, folder):
     """Whether a text file is not any more what write_meta saw when `folder` was made from it."""
     known = read_meta(Path(folder) / "meta.json").get("sha256")
-    return bool(known) and Path(source).is_file() and files.sha256_of(source) != known
+    with contextlib.suppress(OSError):  # unreadable: the run does not need it
+        return bool(known) and Path(source).is_file() and files.sha256_of(source) != known
+    return False
 
 
 def open_ids(folder, T, V):
@@ -160,20 +163,18 @@ def open_ids(folder, T, V):
     dtype = np.dtype(meta.get("dtype", "uint16"))
     arrays = [map_ids(folder / name, dtype, T) for name in NAMES]
     handles = [open(folder / name, "rb") for name in NAMES]
-    opened = [(file, os.fstat(file.fileno())) for file in handles]
-    parts = [a[i : i + PART] for a in arrays for i in range(0, len(a), PART)]
-    smallest = min(int(part.min()) for part in parts)
-    largest = max(int(part.max()) for part in parts)
+    times = {file: os.fstat(file.fileno()).st_mtime_ns for file in handles}
+    smallest = min(int(part.min()) for part in parts_of(arrays))
+    largest = max(int(part.max()) for part in parts_of(arrays))
     known = folder / "tokenizer.json"
     tokenizer = tokenizer_from_json(known) if known.exists() else Tokenizer("id", V or largest + 1)
     V = tokenizer.vocab_size
     if smallest < 0 or largest >= V:
         advice = "check tokenizer.json or --vocab_size"
         raise UserError(f"{folder} has ids {smallest} to {largest}, but V is {V}; {advice}")
-    checksum = zlib.crc32(tokenizer.to_json().encode())  # a run resumes on exactly its data
-    for part in parts:
-        checksum = zlib.crc32(part, checksum)
-    return meta, arrays, tokenizer, Source(checksum, dtype.name, opened)
+    made = tokenizer.to_json()
+    identity = (checksum_of(made, arrays), dtype.name, made)
+    return meta, arrays, tokenizer, Source(*identity, arrays, handles, times)
 
 
 def read_meta(path):
@@ -206,15 +207,34 @@ class Source(NamedTuple):
 
     checksum: int
     dtype: str  # of the ids in the files
-    files: list  # (file, its status when it was opened)
+    tokenizer: str  # as JSON
+    arrays: list  # (n,) ids of each file, memory-mapped
+    files: list
+    times: dict  # file -> when it was last changed
 
     def check(self):
         """Raise UserError if a file was changed: it would give wrong ids, or a bus error."""
-        for file, before in self.files:
+        for file, ids in zip(self.files, self.arrays):
             now = os.fstat(file.fileno())
-            if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-                found = f"{file.name} was changed: {before.st_size} bytes then, {now.st_size} now"
-                raise UserError(f"{found}; restore it, then --resume goes on from what is saved")
+            same = now.st_size == ids.nbytes
+            if same and now.st_mtime_ns != self.times[file]:  # perhaps it was only touched
+                self.times[file] = now.st_mtime_ns
+                same = checksum_of(self.tokenizer, self.arrays) == self.checksum
+            if not same:
+                found = f"{file.name} was changed: {ids.nbytes} bytes then, {now.st_size} now"
+                raise RankError(f"{found}; restore it, then --resume goes on from what is saved")
+
+
+def checksum_of(tokenizer, arrays):
+    """CRC-32 of a tokenizer's JSON and all ids: a run resumes on exactly its data."""
+    checksum = zlib.crc32(tokenizer.encode())
+    for part in parts_of(arrays):
+        checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+def parts_of(arrays):
+    return (a[i : i + PART] for a in arrays for i in range(0, len(a), PART))
 
 
 def document_starts(ids, end_id, T):

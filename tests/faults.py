@@ -51,8 +51,7 @@ def interrupt(at):
 
 def hangup(at, ignored=""):
     """The terminal is closed while step `at` is computed; ignored: the run was begun by nohup."""
-    if ignored:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
     def strike():
         if not ignored:  # nohup gave the run a file for its output

@@ -370,8 +370,11 @@ def test_overwrite_keeps_the_old_run_until_it_saves(text_file, run, capsys):
     flags = [f"--data={text_file}", *TINY, f"--out_dir={run}", "--overwrite"]
     assert train(capsys, *flags, "--time_limit=1e-6").code == 2
     assert {p.name for p in checkpoint.checkpoints(run)} == before
+    r = train(capsys, f"--out_dir={run}", "--resume")
+    assert_one_sentence(r, "--overwrite was cut off", "to go on with the run before")
     assert train(capsys, *flags, "--max_steps=1").code == 0
     assert [p.name for p in checkpoint.checkpoints(run)] == ["step-1"]
+    assert train(capsys, f"--out_dir={run}", "--resume", "--max_steps=2").code == 0
 
 
 def test_ids_of_another_width_are_not_resumed(run, capsys):
@@ -383,6 +386,8 @@ def test_ids_of_another_width_are_not_resumed(run, capsys):
 
 def test_ids_that_change_while_trained_on_are_named(run):
     corpus = mdlm.Corpus(run / "data", mdlm.load(run)[2], torch.device("cpu"))
+    os.utime(run / "data" / "train.bin", ns=(0, 2))
+    corpus.batch(torch.arange(4))  # only touched
     with open(run / "data" / "train.bin", "r+b") as f:
         f.write(b"\0")
     os.utime(run / "data" / "train.bin", ns=(0, 1))  # clocks of file systems are coarse

@@ -688,7 +688,7 @@ def setup(given, start):
     run.windows = corpus.windows(config.eval_windows)
     runs.load_weights(run, source)
     runs.warn_of_memory(run)
-    gradients = partial(compute_gradients, run, 0, 0.0)
+    gradients = partial(compute_gradients, run, 0, 0.0)  # of a step: to time it, to compile
     compiled = runs.should_compile(run, can_compile(device), gradients)
     runs.compile_network(run, compiled, gradients)
     runs.begin(run, folder)

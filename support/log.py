@@ -179,12 +179,12 @@ class Log:
         self.say(f"done in {run.elapsed():.0f} s. Now type: {command}")
 
     def template(self, run):
-        """The beginning of a line of validation text and a gap, for a shell; "" if none is fit."""
+        """A few words of validation text and a gap, for a shell; "" if no words are fit."""
         tokenizer = run.corpus.tokenizer
         if run.config.objective == "ar" or tokenizer.kind == "id":
             return ""
         text = "\0".join(tokenizer.decode(ids) for ids in run.windows[:16].tolist())
-        found = re.findall(r"(?<=\n)\w[\w ,;:]{4,11}(?=\w{3})", text)
+        found = re.findall(r"(?<=\s)\w[\w ,;:]{4,11}(?=\w{3})", text)
         return f'"{found[0]}███"' if found and tokenizer.knows(found[0]) else ""
 
     @contextlib.contextmanager

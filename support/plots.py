@@ -129,9 +129,8 @@ def plot_losses(out_dirs, path):
     names = [Path(out_dir).resolve().name for out_dir in out_dirs]
     if len(set(names)) < len(names):
         names = out_dirs
-    names = [
-        escaped(str(name)).replace("$", r"\$") for name in names
-    ]  # not the beginning of a formula
+    # A dollar would begin a formula.
+    names = [escaped(str(name)).replace("$", r"\$") for name in names]
     several = len(logs) > 1
     grid = dict(squeeze=False, sharex="col", sharey="row")
     if several:

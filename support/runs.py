@@ -18,7 +18,8 @@ from support.log import Log
 BUILT_IN = ("shakespeare", "patterns", "pydoc")  # values of --data that name no file
 NO_LIMIT = 1 << 31  # of --max_steps
 SIGPIPE = 13  # everywhere that it exists
-OURS = ("data", "latest", "log.jsonl", "loss.png")  # in out_dir, beside step-N
+MARK = "overwriting"  # in out_dir until --overwrite has saved: its checkpoints are older ones
+OURS = ("data", "latest", "log.jsonl", "loss.png", MARK)  # in out_dir, beside step-N
 OPENED = []  # (the Config of the run, its rows), for sizes()
 
 
@@ -73,8 +74,8 @@ def open_run(given, cls, new_config, check, world, resumable, retired):
     if given.get("resume"):
         if given.get("overwrite"):
             raise UserError("--resume and --overwrite contradict each other; give one of them")
-        if mark_of(out).exists():
-            fix = f"give --overwrite again, or remove {mark_of(out)} to go on with the run before"
+        if (out / MARK).exists():
+            fix = f"give --overwrite again, or remove {out / MARK} to go on with the run before"
             raise UserError(f"--overwrite was cut off in {out} before it saved; {fix}")
         folder = checkpoint.find_checkpoint(out)
         config = checkpoint.read_config(cls, folder / "config.json", check, retired)
@@ -277,15 +278,10 @@ def begin(run, folder):
     if runtime.all_reduce(torch.tensor(float(run.step))) != run.step * run.world:
         raise UserError("the ranks see different checkpoints; give an --out_dir that all share")
     if run.config.overwrite and run.rank == 0:
-        mark_of(run.config.out_dir).touch()
+        Path(run.config.out_dir, MARK).touch()
     steps = run.config.max_steps
     run.log.begin(run.step if folder else -1, steps if steps < NO_LIMIT else None)
     run.log.restart_clock(run.tokens)
-
-
-def mark_of(out_dir):
-    """The file that is in out_dir until --overwrite has saved: the checkpoints are old ones."""
-    return Path(out_dir) / "overwriting"
 
 
 def poll(run, interrupt):
@@ -412,4 +408,4 @@ def write(run, state):
             for old in checkpoint.checkpoints(run.config.out_dir):
                 if old != saved:
                     files.remove(old)
-            files.remove(mark_of(run.config.out_dir))
+            files.remove(Path(run.config.out_dir, MARK))

@@ -77,11 +77,12 @@ def test_terminal_gets_samples_escaped(hostile, capsys, monkeypatch, colours, mo
     else:
         monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(sample.viewer.time, "sleep", lambda seconds: None)
-    flags = [f"--out_dir={hostile[0]}", "--steps=3", "--length=12" if not more else "--seed=1"]
-    flags += [] if any("infill" in flag for flag in more) else ["--length=30"]
+    flags = [f"--out_dir={hostile[0]}", "--steps=3", *more]
+    if "infill" not in str(more):
+        flags.append("--length=30")
     capsys.readouterr()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    code = cli.run(sample.main, [*flags[:1], *flags[1:2], *flags[3:], *more])
+    code = cli.run(sample.main, flags)
     shown = capsys.readouterr().out
     assert code == 0 and shown
     assert not cli.UNSAFE.search(OURS.sub("", shown))

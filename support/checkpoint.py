@@ -27,10 +27,25 @@ def checkpoints(out_dir):
     """The checkpoint folders of a run: the one that `latest` names, then by descending step."""
     pattern = r"step-\d{1,12}(\.old)?"  # .old: it was being replaced when its run was killed
     found = [p for p in Path(out_dir).glob("step-*") if re.fullmatch(pattern, p.name)]
-    latest = ""
-    with contextlib.suppress(OSError, ValueError):
-        latest = files.read_small(Path(out_dir) / "latest").strip()
+    latest = read_latest(out_dir)
     return sorted(found, key=lambda p: (p.name != latest, -step_of(p), p.name))
+
+
+def read_latest(out_dir):
+    with contextlib.suppress(OSError, ValueError):
+        return files.read_small(Path(out_dir) / "latest").strip()
+    return ""
+
+
+NONE_YET = "overwriting"  # `latest`, until --overwrite has saved: all checkpoints are older ones
+
+
+def disown(out_dir):
+    """Keep --resume from taking the checkpoints of the run that is being overwritten."""
+    if checkpoints(out_dir):
+        latest = Path(out_dir) / "latest"
+        with files.writing(latest):
+            files.write_atomically(latest, NONE_YET.encode())
 
 
 def step_of(checkpoint):

@@ -18,8 +18,7 @@ from support.log import Log
 BUILT_IN = ("shakespeare", "patterns", "pydoc")  # values of --data that name no file
 NO_LIMIT = 1 << 31  # of --max_steps
 SIGPIPE = 13  # everywhere that it exists
-MARK = "overwriting"  # in out_dir until --overwrite has saved: its checkpoints are older ones
-OURS = ("data", "latest", "log.jsonl", "loss.png", MARK)  # in out_dir, beside step-N
+OURS = ("data", "latest", "log.jsonl", "loss.png")  # in out_dir, beside step-N
 OPENED = []  # (the Config of the run, its rows), for sizes()
 
 
@@ -74,8 +73,8 @@ def open_run(given, cls, new_config, check, world, resumable, retired):
     if given.get("resume"):
         if given.get("overwrite"):
             raise UserError("--resume and --overwrite contradict each other; give one of them")
-        if (out / MARK).exists():
-            fix = f"give --overwrite again, or remove {out / MARK} to go on with the run before"
+        if checkpoint.read_latest(out) == checkpoint.NONE_YET:
+            fix = f"give --overwrite again, or remove {out}/latest to go on with the run before"
             raise UserError(f"--overwrite was cut off in {out} before it saved; {fix}")
         folder = checkpoint.find_checkpoint(out)
         config = checkpoint.read_config(cls, folder / "config.json", check, retired)
@@ -278,7 +277,7 @@ def begin(run, folder):
     if runtime.all_reduce(torch.tensor(float(run.step))) != run.step * run.world:
         raise UserError("the ranks see different checkpoints; give an --out_dir that all share")
     if run.config.overwrite and run.rank == 0:
-        Path(run.config.out_dir, MARK).touch()
+        checkpoint.disown(run.config.out_dir)
     steps = run.config.max_steps
     run.log.begin(run.step if folder else -1, steps if steps < NO_LIMIT else None)
     run.log.restart_clock(run.tokens)
@@ -408,4 +407,3 @@ def write(run, state):
             for old in checkpoint.checkpoints(run.config.out_dir):
                 if old != saved:
                     files.remove(old)
-            files.remove(Path(run.config.out_dir, MARK))

@@ -366,6 +366,23 @@ def test_data_folder_with_other_files_is_kept(text_file, run, tmp_path, capsys):
     assert (run / "data" / "notes").read_text() == "mine"
 
 
+@pytest.mark.parametrize("old", [True, False], ids=["over a run", "in an empty folder"])
+def test_first_save_of_overwrite_is_resumed_wherever_it_is_killed(
+    text_file, run, tmp_path, capsys, monkeypatch, old
+):
+    out = run if old else tmp_path / "new"
+    flags = [f"--data={text_file}", *TINY, f"--out_dir={out}", "--overwrite", "--max_steps=1"]
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "remove_all_but_two", killed)  # `latest` is written
+    assert train(capsys, *flags).code == 130
+    monkeypatch.undo()
+    r = train(capsys, f"--out_dir={out}", "--resume", "--max_steps=2")
+    assert r.code == 0 and "step-1" in r.out
+
+
 def test_overwrite_keeps_the_old_run_until_it_saves(text_file, run, capsys):
     before = {p.name for p in checkpoint.checkpoints(run)}
     flags = [f"--data={text_file}", *TINY, f"--out_dir={run}", "--overwrite"]

@@ -367,7 +367,7 @@ def test_data_folder_with_other_files_is_kept(text_file, run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("old", [True, False], ids=["over a run", "in an empty folder"])
-def test_first_save_of_overwrite_is_resumed_wherever_it_is_killed(
+def test_killed_first_save_of_overwrite_can_be_resumed(
     text_file, run, tmp_path, capsys, monkeypatch, old
 ):
     out = run if old else tmp_path / "new"

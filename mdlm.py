@@ -296,7 +296,7 @@ class Block(nn.Module):
         near = F.pad(h, (0, 0, k - 1, 0) if self.causal else (0, 0, k // 2, k // 2))
         return h + sum(near[:, i : i + T] * w for i, w in enumerate(conv))
 
-    def forward(self, x, cos, sin, rate, ops, rows=None):
+    def attend(self, x, cos, sin, rate, ops):
         B, T, C = x.shape
         scale1 = shift1 = scale2 = shift2 = 0
         if self.adaln is not None:
@@ -304,11 +304,16 @@ class Block(nn.Module):
         qkv = self.qkv(self.norm(x, 0, scale1, shift1)).view(B, T, 3, self.n_head, -1)
         y = ops.attention(qkv, cos, sin, qk_norm=True, causal=self.causal)  # (B, T, H, D)
         x = x + F.dropout(self.proj(y.reshape(B, T, C)), self.dropout, self.training)
-        h = self.norm(x, 1, scale2, shift2)
-        if rows is not None:  # after the last block only these rows are read: (n, C)
-            x = x.flatten(0, 1).index_select(0, rows)
-            h = h.flatten(0, 1).index_select(0, rows)
+        return x, self.norm(x, 1, scale2, shift2)  # the MLP reads this, and adds to x
+
+    def mlp(self, x, h):
         return x + F.dropout(self.down(F.relu(self.up(h)).square()), self.dropout, self.training)
+
+    def forward(self, x, cos, sin, rate, ops, rows=None):
+        x, h = self.attend(x, cos, sin, rate, ops)
+        if rows is not None:  # after the last block only these rows are read: (n, C)
+            x, h = (z.flatten(0, 1).index_select(0, rows) for z in (x, h))
+        return self.mlp(x, h)
 
 
 class Model(nn.Module):
@@ -562,9 +567,8 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
     mean = ce.mean().item()
     r = dict(windows=ce.shape[1], passes=len(count))
     if causal:
-        se = numerics.standard_error(ce[0])
         shifted = ((ce * T - first) / max(T - 1, 1)).mean().item()
-        r |= dict(nll=mean, se=se, ar_shifted=shifted)
+        r |= dict(nll=mean, se=numerics.standard_error(ce[0]), ar_shifted=shifted)
         return r | dict(ce=[mean], accuracy=[hit.mean().item()])
     count = count[:, seen]
     r |= dict(nelbo=mean, se=numerics.stratified_error(ce, count, T))
@@ -628,10 +632,7 @@ def compute_gradients(run, step, early):
     for part in range(parts):
         samples = torch.arange(run.rows) + (run.rank * parts + part) * run.rows
         batch = make_batch(run.model, run.corpus, step, samples, early)
-        runs.let_rows_vary(run, batch, is_variant(config))
-        if config.dropout:
-            g = generator("dropout", config.seed, step, run.rank, part)
-            torch.manual_seed(g.initial_seed())
+        torch.manual_seed(generator("dropout", config.seed, step, run.rank, part).initial_seed())
         wait = part < parts - 1 and isinstance(run.network, nn.parallel.DistributedDataParallel)
         with run.network.no_sync() if wait else contextlib.nullcontext():  # exchange once a step
             with run.autocast():
@@ -709,12 +710,11 @@ def train(given, start):
             break
         train_step(run, run.step, run.progress)
         run.step += 1
-        # Once in a while: a line in the log.
+        # Once in a while: a line in the log; an evaluation and a checkpoint.
         if run.step % config.log_interval == 0:
             runs.check_finite(run)
             scale = lr_scale(config, run.step - 1, run.progress)
             run.log.training(run, scale, runtime.flops_per_token(run.model))
-        # Once in a while: evaluate and save.
         if run.step % config.eval_interval == 0 and run.step < config.max_steps:
             report(run)
             runs.save(run)

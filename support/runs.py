@@ -244,23 +244,23 @@ def compile_network(run, compiled, gradients=None):
     """Set run.network: the model, compiled, and in DDP with several ranks."""
     run.config.compile = "on" if compiled else "off"
     run.config.dtype = str(run.dtype).removeprefix("torch.")
-    if compiled:  # inductor's own random numbers made dropout slow on a CPU
-        options = {"fallback_random": run.device.type == "cpu"}
-        run.network = torch.compile(run.model, options=options)
+    if compiled and run.device.type == "cpu":
+        # C++ takes long to compile: both parts of a block are compiled once, for all blocks, except
+        # the last MLP, which reads masked rows alone: their number may vary. Inductor's own random
+        # numbers made dropout slow; a compiler new enough for torch need not be tried with AVX.
+        options = {"fallback_random": True, "cpp.vec_isa_ok": True}
+        for block in run.model.blocks:
+            block.attend = torch.compile(block.attend, options=options)
+        for block in run.model.blocks[:-1]:
+            block.mlp = torch.compile(block.mlp, options=options)
+    elif compiled:
+        run.network = torch.compile(run.model)
     if run.world > 1:
         run.network = torch.nn.parallel.DistributedDataParallel(run.network)
     if compiled and gradients:
         with run.log.busy("compiling"):
             gradients()
         run.model.zero_grad()
-
-
-def let_rows_vary(run, batch, is_variant):
-    """Compile once for any number of rows, where the number varies: of variants, on a CPU."""
-    masks = run.config.objective == "mdlm" and is_variant
-    if run.config.compile == "on" and masks and run.device.type == "cpu":
-        for x in batch[1:]:
-            torch._dynamo.mark_dynamic(x, 0)
 
 
 def begin(run, folder):
@@ -305,7 +305,8 @@ def score(run, evaluate, is_last):
     began = time.monotonic()
     in_time = runtime.all_reduce(torch.tensor(float(began < until)), "MIN").item()  # on all ranks
     passes = 4 if is_last and in_time else 1
-    with run.log.busy("evaluating"), run.autocast():
+    eager = torch.compiler.set_stance("force_eager")  # compile nothing for evaluation's shapes
+    with run.log.busy("evaluating"), run.autocast(), eager:
         r = raw = evaluate(run.averaged, run.windows, passes, batch_size=run.rows, deadline=until)
         scored = r["passes"] * r["windows"]
         if run.averaged is not run.model:

@@ -6,7 +6,7 @@ checkpoint_e2302bb.tar.xz is a run that commit e2302bb (before this layout) stop
 
 import hashlib
 import json
-import tarfile
+import shutil
 
 import pytest
 import torch
@@ -21,8 +21,7 @@ DATA = ROOT / "tests" / "data"
 
 @pytest.fixture
 def old_run(tmp_path):
-    with tarfile.open(DATA / "checkpoint_e2302bb.tar.xz") as archive:
-        archive.extractall(tmp_path / "old", filter="data")
+    shutil.unpack_archive(DATA / "checkpoint_e2302bb.tar.xz", tmp_path / "old")
     return tmp_path / "old"
 
 

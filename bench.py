@@ -33,7 +33,7 @@ import torch
 
 import mdlm
 from studies import frontier, peers
-from support import runs, runtime
+from support import compiling, runs, runtime
 from support.cli import UserError, opt
 from support.files import write_output
 
@@ -309,7 +309,7 @@ def start_run(config, folder, device, dtype, kernel, compiled):
     corpus = mdlm.Corpus(folder, config, device)
     ops = mdlm.select_kernels(kernel, device, config, dtype)
     run = mdlm.make_run(config, corpus, device, dtype, ops)
-    runs.compile_network(run, compiled)
+    compiling.compile_network(run, compiled)
     return run
 
 

@@ -28,11 +28,11 @@ import torch.nn.functional as F
 
 import kernels
 from kernels.launch import can_compile
-from support import checkpoint, numerics, plots, runs, runtime, sources
-from support.cli import UserError, opt
+from support import checkpoint, compiling, numerics, plots, runs, runtime, sources
+from support.cli import NO_LIMIT, UserError, opt
 from support.log import Log
 from support.muon import make_optimizers
-from support.runs import NO_LIMIT, Run
+from support.runs import Run
 from support.runtime import all_reduce, generator, to_device
 from support.tokenizer import build_tokenizer, tokenizer_from_json
 
@@ -690,8 +690,8 @@ def setup(given, start):
     runs.load_weights(run, source)
     runs.warn_of_memory(run)
     gradients = partial(compute_gradients, run, 0, 0.0)  # of a step: to time it, to compile
-    compiled = runs.should_compile(run, can_compile(device), gradients)
-    runs.compile_network(run, compiled, gradients)
+    compiled = compiling.should_compile(run, can_compile(device), gradients)
+    compiling.compile_network(run, compiled, gradients)
     runs.begin(run, folder)
     log.describe(run, folder, is_bound(config), is_variant(config))
     if not folder:

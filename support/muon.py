@@ -72,12 +72,16 @@ def level_rows(x, running, scale):
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon with the above, its products in bfloat16 where the hardware has them."""
+    """torch.optim.Muon with the above, its products in bfloat16 where the hardware has them.
 
-    def __init__(self, params, lr, weight_decay, momentum=0.9):
+    rows: parameter -> how many of its rows make a matrix of their own (default: all).
+    """
+
+    def __init__(self, params, lr, weight_decay, momentum=0.9, rows=None):
         super().__init__(params, lr, weight_decay, momentum)
         self.dtype = pick_dtype("auto", self.param_groups[0]["params"][0].device)
-        # Shape (A, B) -> the matrices, and tensors of which their states are views: the
+        self.rows = rows or {}
+        # (A, B), rows -> the parameters, and tensors of which their states are views: the
         # momentum_buffer (n, A, B) and row_squares (n, A, 1) of all.
         self.stacks = {}
 
@@ -85,39 +89,42 @@ class Muon(torch.optim.Muon):
         super().load_state_dict(state)
         self.stacks = {}
 
-    def stacked(self, shape, params):
+    def stacked(self, key, params):
         """Momenta (n, A, B) and row squares (n, A, 1), made if `params` have none yet."""
-        known = self.stacks.get(shape, ((),))[0]
+        known = self.stacks.get(key, ((),))[0]
         if len(known) != len(params) or any(p is not q for p, q in zip(known, params)):
             old = [self.state[p] for p in params]
-            zero = torch.zeros(shape, device=params[0].device)
+            zero = torch.zeros_like(params[0])
             momenta = torch.stack([s.get("momentum_buffer", zero) for s in old])
             squares = torch.stack([s.get("row_squares", zero[:, :1]) for s in old])
             for p, momentum, square in zip(params, momenta, squares):
                 self.state[p].update(momentum_buffer=momentum, row_squares=square)
-            self.stacks[shape] = (params, momenta, squares)
-        return self.stacks[shape][1:]
+            self.stacks[key] = (params, momenta, squares)
+        return self.stacks[key][1:]
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            shapes = {}
+            alike = {}
             for p in group["params"]:
                 if p.grad is not None:
-                    shapes.setdefault(p.shape, []).append(p)
-            sides = {}  # smaller side K -> [(matrices, their updates (n, A, B), row squares)]
-            for (A, B), params in shapes.items():
-                momentum, running = self.stacked((A, B), params)
+                    alike.setdefault((p.shape, self.rows.get(p, len(p))), []).append(p)
+            sides = {}  # smaller side K -> [(parameters, their updates (m, a, B), row squares)]
+            for (shape, a), params in alike.items():
+                B = shape[1]
+                momentum, running = self.stacked((shape, a), params)
                 update = torch.stack([p.grad for p in params])  # (n, A, B)
                 momentum.lerp_(update, 1 - group["momentum"])
                 update.lerp_(momentum, group["momentum"])  # Nesterov
-                sides.setdefault(min(A, B), []).append((params, update, running))
+                part = (params, update.view(-1, a, B), running.view(-1, a, 1))
+                sides.setdefault(min(a, B), []).append(part)
             for stacks in sides.values():
                 updates = orthogonalize([update for _, update, _ in stacks], self.dtype)
                 for (params, _, running), x in zip(stacks, updates):
                     scale = max(1, x.shape[1] / x.shape[2]) ** 0.5
                     x = level_rows(x.to(running.dtype), running, scale)
                     torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+                    x = x.view(len(params), *params[0].shape)
                     torch._foreach_add_(params, list(x), alpha=-group["lr"])
 
 
@@ -125,9 +132,12 @@ def make_optimizers(model, config, device):
     """Muon for the matrices of the blocks and AdamW for the rest, or AdamW alone: a list."""
     matrices = []
     rest = []
+    rows = {}
     for name, p in model.named_parameters():
         is_matrix = name.startswith("blocks.") and "adaln" not in name and "conv" not in name
         (matrices if is_matrix and config.optimizer == "muon" else rest).append(p)
+        if name.endswith("qkv.weight"):  # each head's queries, keys and values apart
+            rows[p] = config.n_embd // config.n_head
     adamw = torch.optim.AdamW(
         rest,
         config.learning_rate,
@@ -137,4 +147,4 @@ def make_optimizers(model, config, device):
     )
     if not matrices:
         return [adamw]
-    return [Muon(matrices, config.muon_lr, config.weight_decay), adamw]
+    return [Muon(matrices, config.muon_lr, config.weight_decay, rows=rows), adamw]

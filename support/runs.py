@@ -4,19 +4,17 @@ import dataclasses
 import json
 import math
 import os
-import sys
 import time
 from pathlib import Path
 
 import torch
 from safetensors.torch import save as to_safetensors
 
-from support import checkpoint, files, runtime, sources
-from support.cli import UserError, warn
+from support import checkpoint, compiling, files, runtime, sources
+from support.cli import NO_LIMIT, UserError, warn
 from support.log import Log
 
 BUILT_IN = ("shakespeare", "patterns", "pydoc")  # values of --data that name no file
-NO_LIMIT = 1 << 31  # of --max_steps
 SIGPIPE = 13  # everywhere that it exists
 OURS = ("data", "latest", "log.jsonl", "loss.png")  # in out_dir, beside step-N
 OPENED = []  # (the Config of the run, its rows), for sizes()
@@ -37,6 +35,8 @@ class Run:
     rank: int = 0
     world: int = 1
     windows: torch.Tensor = None  # (W, T) validation text
+    compiler: object = None  # the process that compiles, until it is done
+    threads: int = 0  # to use from then on
     log: Log = None
     step: int = 0  # steps done
     progress: float = 0.0  # from 0 to 1, by steps or by time
@@ -217,52 +217,6 @@ def load_weights(run, source):
     run.averaged.load_state_dict(model.state_dict())
 
 
-def should_compile(run, able, gradients):
-    """Whether to compile: as --compile says; auto on a GPU, or if the run takes 120 s or more."""
-    asked = run.config.compile
-    able = runtime.all_reduce(torch.tensor(float(able)), "MIN").item() > 0  # on all ranks
-    if asked == "on" and not able and sys.platform == "linux":
-        warn("--compile=on needs Triton, a C++ compiler and Python's headers; running without it")
-        return False
-    if asked != "auto" or not able:
-        return asked == "on"
-    if run.device.type == "cuda":
-        return True
-    seconds = run.config.time_limit or math.inf
-    if run.config.max_steps < NO_LIMIT and seconds >= 120:
-        began = time.monotonic()
-        gradients()
-        if time.monotonic() - began < 10:  # the first is slow
-            began = time.monotonic()
-            gradients()
-        run.model.zero_grad()
-        seconds = min(seconds, run.config.max_steps * (time.monotonic() - began))
-    return runtime.all_reduce(torch.tensor(seconds), "MAX").item() >= 120
-
-
-def compile_network(run, compiled, gradients=None):
-    """Set run.network: the model, compiled, and in DDP with several ranks."""
-    run.config.compile = "on" if compiled else "off"
-    run.config.dtype = str(run.dtype).removeprefix("torch.")
-    if compiled and run.device.type == "cpu":
-        # C++ takes long to compile: both parts of a block are compiled once, for all blocks, except
-        # the last MLP, which reads masked rows alone: their number may vary. Inductor's own random
-        # numbers made dropout slow; a compiler new enough for torch need not be tried with AVX.
-        options = {"fallback_random": True, "cpp.vec_isa_ok": True}
-        for block in run.model.blocks:
-            block.attend = torch.compile(block.attend, options=options)
-        for block in run.model.blocks[:-1]:
-            block.mlp = torch.compile(block.mlp, options=options)
-    elif compiled:
-        run.network = torch.compile(run.model)
-    if run.world > 1:
-        run.network = torch.nn.parallel.DistributedDataParallel(run.network)
-    if compiled and gradients:
-        with run.log.busy("compiling"):
-            gradients()
-        run.model.zero_grad()
-
-
 def begin(run, folder):
     """Load the checkpoint `folder`, if there is one, and begin the log."""
     weights = sum(p.numel() for p in run.model.parameters())
@@ -285,6 +239,7 @@ def begin(run, folder):
 
 def poll(run, interrupt):
     """Update run.progress; returns the signal to stop for, or 0. The same on all ranks."""
+    compiling.use_compiled(run)
     progress = run.step / run.config.max_steps
     limit = run.config.time_limit
     if limit:

@@ -41,7 +41,7 @@ def use_device(name, local_rank, world):
         if world > 1:
             device = pick_device(f"cuda:{local_rank}")
         torch.cuda.set_device(device.index or 0)
-    torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32 on a GPU
+        torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
     return device
 
 

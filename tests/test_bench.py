@@ -327,7 +327,7 @@ def test_wrong_step_has_no_time(small_preset, monkeypatch, capsys, wrong):
 
             model.ops = SimpleNamespace(**vars(model.ops) | dict(attention=attention))
 
-    monkeypatch.setattr(bench.runs, "compile_network", spoil)
+    monkeypatch.setattr(bench.compiling, "compile_network", spoil)
     assert cli.run(bench.main, ["train", "--device=cpu", "--seconds=0"]) == 1
     said = capsys.readouterr()
     assert "compiled: WRONG RESULT, relative error of a gradient" in said.err

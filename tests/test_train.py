@@ -28,7 +28,7 @@ from conftest import (
 
 import mdlm
 import sample
-from support import checkpoint, cli, runs, runtime
+from support import checkpoint, cli, compiling, runs, runtime
 
 CPU = torch.device("cpu")
 
@@ -398,7 +398,7 @@ def test_real_time_limit_is_kept(text_file, tmp_path):
     ],
 )
 def test_auto_compiles_runs_of_two_minutes(clock, capsys, config, able, device, wanted):
-    config = mdlm.Config(**dict(max_steps=runs.NO_LIMIT) | config)
+    config = mdlm.Config(**dict(max_steps=cli.NO_LIMIT) | config)
     model = torch.nn.Linear(1, 1)
     seconds = [4, 2]  # the first step is slower than those that follow
 
@@ -407,9 +407,9 @@ def test_auto_compiles_runs_of_two_minutes(clock, capsys, config, able, device, 
         model(torch.ones(1)).backward()
 
     run = SimpleNamespace(config=config, device=torch.device(device), model=model)
-    assert runs.should_compile(run, able, a_step) == wanted
+    assert compiling.should_compile(run, able, a_step) == wanted
     assert model.weight.grad is None
-    matters = config.max_steps < runs.NO_LIMIT and config.time_limit in (0, 1000)
+    matters = config.max_steps < cli.NO_LIMIT and config.time_limit in (0, 1000)
     assert (len(seconds) == 0) == matters, "a step is measured only if that decides"
     warned = config.compile == "on" and not able
     assert capsys.readouterr().err.count("running without it") == warned
@@ -425,7 +425,7 @@ def test_one_slow_step_is_measured_once(clock):
 
     config = mdlm.Config(max_steps=11)
     run = SimpleNamespace(config=config, device=torch.device("cpu"), model=model)
-    assert runs.should_compile(run, True, a_step) and len(calls) == 1
+    assert compiling.should_compile(run, True, a_step) and len(calls) == 1
 
 
 def test_measuring_a_step_changes_no_loss(short_run, tmp_path):

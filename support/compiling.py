@@ -1,0 +1,111 @@
+"""torch.compile: when a run uses it, what is compiled, and how a run learns meanwhile."""
+
+import importlib
+import math
+import multiprocessing
+import signal
+import sys
+import time
+
+import torch
+
+from support import runtime
+from support.cli import NO_LIMIT, warn
+
+# Inductor's own random numbers made dropout slow on a CPU; a compiler that is new enough for torch
+# need not be tried with AVX.
+OPTIONS = {"fallback_random": True, "cpp.vec_isa_ok": True}
+
+
+def should_compile(run, able, gradients):
+    """Whether to compile: as --compile says; auto on a GPU, or if the run takes 120 s or more."""
+    asked = run.config.compile
+    able = runtime.all_reduce(torch.tensor(float(able)), "MIN").item() > 0  # on all ranks
+    if asked == "on" and not able and sys.platform == "linux":
+        warn("--compile=on needs Triton, a C++ compiler and Python's headers; running without it")
+        return False
+    if asked != "auto" or not able:
+        return asked == "on"
+    if run.device.type == "cuda":
+        return True
+    seconds = run.config.time_limit or math.inf
+    if run.config.max_steps < NO_LIMIT and seconds >= 120:
+        began = time.monotonic()
+        gradients()
+        if time.monotonic() - began < 10:  # the first is slow
+            began = time.monotonic()
+            gradients()
+        run.model.zero_grad()
+        seconds = min(seconds, run.config.max_steps * (time.monotonic() - began))
+    return runtime.all_reduce(torch.tensor(seconds), "MAX").item() >= 120
+
+
+def compile_network(run, compiled, gradients=None):
+    """Set run.network: the model, compiled, and in DDP with several ranks.
+
+    gradients() makes those of a step: to compile before the first one. A run on a CPU whose end is
+    a time begins without: it promises no bits, and a second process compiles meanwhile.
+    """
+    config = run.config
+    config.compile = "on" if compiled else "off"
+    config.dtype = str(run.dtype).removeprefix("torch.")
+    is_program = type(run.model).__module__ == "__main__"  # a new process can import it
+    if compiled and run.device.type == "cpu":
+        if gradients and config.time_limit and run.world == 1 and is_program:
+            run.threads = torch.get_num_threads()
+            run.compiler = start_compiler(run)
+            return
+        compile_blocks(run.model.blocks)
+    elif compiled:
+        run.network = torch.compile(run.model)
+    if run.world > 1:
+        run.network = torch.nn.parallel.DistributedDataParallel(run.network)
+    if compiled and gradients:
+        with run.log.busy("compiling"):
+            gradients()
+        run.model.zero_grad()
+
+
+def compile_blocks(blocks):
+    """C++ takes long to compile: both parts of a block are compiled once, for all blocks.
+
+    Not the last MLP, which reads masked rows alone: their number may vary.
+    """
+    for block in blocks:
+        block.attend = torch.compile(block.attend, options=OPTIONS)
+    for block in blocks[:-1]:
+        block.mlp = torch.compile(block.mlp, options=OPTIONS)
+
+
+def start_compiler(run):
+    """A process that fills the compiler's cache for this run, which leaves it a core."""
+    shape = (run.rows, run.config.block_size)
+    args = (run.model, shape, run.dtype, torch.get_num_threads())
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=fill_cache, args=args, daemon=True)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run alone
+    process.start()
+    signal.signal(signal.SIGINT, handler)
+    torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+    importlib.import_module("torch._inductor.compile_fx")  # takes seconds: meanwhile
+    return process
+
+
+def fill_cache(model, shape, dtype, threads):
+    """Compile what training with batches of `shape` (B, T) will need."""
+    # The cache's keys are pickled. Pickle would name some of torch's objects after this module, the
+    # first in which it finds them, and the run would look for other keys.
+    sys.modules.pop("__mp_main__")
+    torch.set_num_threads(threads)
+    compile_blocks(model.blocks)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        model.features(torch.zeros(shape, dtype=torch.long)).sum().backward()
+
+
+def use_compiled(run):
+    """Once the other process is done: compile here too, from its cache."""
+    if run.compiler and not run.compiler.is_alive():
+        run.compiler = None
+        torch.set_num_threads(run.threads)
+        compile_blocks(run.model.blocks)
+        run.log.say(f"compiled from step {run.step + 1} on")

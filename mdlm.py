@@ -29,7 +29,7 @@ import torch.nn.functional as F
 import kernels
 from kernels.launch import can_compile
 from support import checkpoint, compiling, numerics, plots, runs, runtime, sources
-from support.cli import NO_LIMIT, UserError, opt
+from support.cli import COUNT, NO_LIMIT, UserError, opt
 from support.log import Log
 from support.muon import make_optimizers
 from support.runs import Run
@@ -44,7 +44,6 @@ SCHEDULES = {
     "linear": lambda u: u,
     "cosine": lambda u: torch.cos(math.pi / 2 * (1 - u)),
 }
-COUNT = (1, NO_LIMIT)  # bounds of the flags that count something
 
 
 @dataclasses.dataclass
@@ -71,6 +70,7 @@ class Config:
     n_embd: int = opt(384, "width C", bounds=(2, 1 << 16))
     block_size: int = opt(256, "context length T, in tokens", bounds=(1, 8192))
     dropout: float = opt(0.2, "dropout rate", bounds=(0, 0.99))
+    attention_every: int = opt(1, "attention in every k-th block and the last", bounds=(1, 1024))
     conv: int = opt(5, "convolution window before attention and MLP (0: none)", bounds=(0, 63))
     pos: str = opt("rope", "positional encoding", "rope", "learned", "sinusoidal")
     tie: bool = opt(False, "share the weights of embedding and head")
@@ -108,7 +108,7 @@ class Config:
 # What a preset changes (cpu: measured in results/cpu.md). A flag that is given always wins.
 PRESETS = {
     "cpu": dict(n_layer=4, n_head=3, n_embd=192, block_size=128, dropout=0.0, batch_size=32)
-    | dict(warmup_steps=50, learning_rate=0.01, max_steps=2000),
+    | dict(warmup_steps=50, learning_rate=0.01, max_steps=2000, attention_every=2),
     "gpu": dict(),
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, dropout=0.0, batch_size=512)
     | dict(warmup_steps=500, max_steps=20000, gradient_accumulation_steps=8, tie=True)
@@ -122,8 +122,6 @@ RESUMABLE = {
     *("out_dir", "resume", "device", "kernels", "compile", "max_steps", "time_limit", "wandb"),
     *("gradient_accumulation_steps", "eval_interval", "eval_windows", "log_interval"),
 }
-# Settings of earlier versions, and what the program always does now.
-RETIRED = dict(tensorboard=False, beta1=0.9, beta2=0.95, momentum=0.9, eval_passes=1)
 
 
 def parse_args(argv):
@@ -272,17 +270,17 @@ class Corpus:
 
 # ---- Model: a pre-norm bidirectional transformer
 class Block(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, attends=True):
         super().__init__()
         C = config.n_embd
         self.n_head = config.n_head
         self.dropout = config.dropout
         self.causal = config.objective == "ar"
-        self.qkv = nn.Linear(C, 3 * C, bias=False)
-        self.proj = nn.Linear(C, C, bias=False)
+        self.qkv = nn.Linear(C, 3 * C, bias=False) if attends else None
+        self.proj = nn.Linear(C, C, bias=False) if attends else None
         self.up = nn.Linear(C, 4 * C, bias=False)
         self.down = nn.Linear(4 * C, C, bias=False)
-        self.conv = nn.Parameter(torch.zeros(2, config.conv, C)) if config.conv else None
+        self.conv = nn.Parameter(torch.zeros(1 + attends, config.conv, C)) if config.conv else None
         self.adaln = nn.Linear(C, 4 * C, bias=False) if config.time_conditioning else None
 
     def norm(self, x, part, scale, shift):
@@ -301,10 +299,11 @@ class Block(nn.Module):
         scale1 = shift1 = scale2 = shift2 = 0
         if self.adaln is not None:
             scale1, shift1, scale2, shift2 = self.adaln(rate)[:, None].chunk(4, -1)  # (B, 1, C)
-        qkv = self.qkv(self.norm(x, 0, scale1, shift1)).view(B, T, 3, self.n_head, -1)
-        y = ops.attention(qkv, cos, sin, qk_norm=True, causal=self.causal)  # (B, T, H, D)
-        x = x + F.dropout(self.proj(y.reshape(B, T, C)), self.dropout, self.training)
-        return x, self.norm(x, 1, scale2, shift2)  # the MLP reads this, and adds to x
+        if self.qkv is not None:
+            qkv = self.qkv(self.norm(x, 0, scale1, shift1)).view(B, T, 3, self.n_head, -1)
+            y = ops.attention(qkv, cos, sin, qk_norm=True, causal=self.causal)  # (B, T, H, D)
+            x = x + F.dropout(self.proj(y.reshape(B, T, C)), self.dropout, self.training)
+        return x, self.norm(x, -1, scale2, shift2)  # the MLP reads this, and adds to x
 
     def mlp(self, x, h):
         return x + F.dropout(self.down(F.relu(self.up(h)).square()), self.dropout, self.training)
@@ -330,7 +329,8 @@ class Model(nn.Module):
         self.mask_id = vocab_size
         self.ops = ops
         self.embed = nn.Embedding(vocab_size + 1, C)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        attends = [i % config.attention_every == 0 for i in range(config.n_layer)][::-1]
+        self.blocks = nn.ModuleList(Block(config, here) for here in attends)
         self.head = None if config.tie else nn.Linear(C, vocab_size, bias=False)
         self.positions = None
         if config.pos == "learned":
@@ -594,7 +594,7 @@ def load(path="out", device="cpu", kernel="auto"):
     """
     device = runtime.pick_device(str(device))
     folder = checkpoint.find_checkpoint(path)
-    config = checkpoint.read_config(Config, folder / "config.json", check, RETIRED)
+    config = checkpoint.read_config(Config, folder / "config.json", check)
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")
     ops = select_kernels(kernel, device, config)
     checkpoint.check_size(folder, config, tokenizer.vocab_size)  # before memory is taken for it
@@ -676,7 +676,7 @@ def report(run, is_last=False):
 def setup(given, start):
     """Everything before the loop: the Run of the given flags."""
     rank, world, local_rank = runtime.join_ranks()
-    config, folder = runs.open_run(given, Config, new_config, check, world, RESUMABLE, RETIRED)
+    config, folder = runs.open_run(given, Config, new_config, check, world, RESUMABLE)
     device = runtime.use_device(config.device, local_rank, world)
     dtype = runtime.pick_dtype(config.dtype, device)
     ops = select_kernels(config.kernels, device, config, dtype)

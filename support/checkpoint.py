@@ -21,6 +21,8 @@ from support.cli import UserError, warn
 
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")
 CHECKPOINT_FILES = (*MODEL_FILES, "state.json", "state.safetensors")  # the last two: to resume
+# Settings of earlier versions, and what the program always does now.
+RETIRED = dict(tensorboard=False, beta1=0.9, beta2=0.95, momentum=0.9, eval_passes=1)
 
 
 def checkpoints(out_dir):
@@ -139,12 +141,12 @@ def default_run(out_dir):
     return SHIPPED
 
 
-def read_config(cls, path, check, retired):
+def read_config(cls, path, check):
     """The dataclass `cls` in a config.json, checked by check(config).
 
     A setting that the file lacks is newer than the file and takes its default, which must therefore
-    reproduce what the program did before. `retired` maps settings that no longer exist to what the
-    program always does now; another value gets a warning.
+    reproduce what the program did before. One that no longer exists gets a warning unless it has
+    the value of RETIRED.
     """
     content = files.read_json(path, "config")
     kind, version, settings = (content.get(key) for key in ("format", "version", "config"))
@@ -152,12 +154,12 @@ def read_config(cls, path, check, retired):
         given = f"{path} has version {version!r} of format {kind!r}"
         raise UserError(f"{given}; this program reads version 1 of mdlm")
     known = {field.name for field in dataclasses.fields(cls)}
-    for name in sorted(settings.keys() - known - retired.keys()):
+    for name in sorted(settings.keys() - known - RETIRED.keys()):
         fix = "use the version that wrote it, or train again"
         raise UserError(f"{path} has an unknown setting {name[:40]!r}; {fix}")
-    for name in sorted(settings.keys() & retired.keys()):
-        if settings[name] != retired[name]:
-            warn(f"{path}: {name}={str(settings[name])[:40]} is ignored; it is {retired[name]} now")
+    for name in sorted(settings.keys() & RETIRED.keys()):
+        if settings[name] != RETIRED[name]:
+            warn(f"{path}: {name}={str(settings[name])[:40]} is ignored; it is {RETIRED[name]} now")
     config = cls(**{name: value for name, value in settings.items() if name in known})
     check(config)
     return config
@@ -166,7 +168,7 @@ def read_config(cls, path, check, retired):
 def check_size(folder, config, vocab_size):
     """Raise UserError if model.safetensors is too small for its config: forged, or damaged."""
     path = folder / "model.safetensors"
-    least = config.n_embd * (12 * config.n_layer * config.n_embd + vocab_size)
+    least = config.n_embd * (8 * config.n_layer * config.n_embd + vocab_size)
     if path.stat().st_size < 4 * least:
         raise UserError(f"{path} does not fit its config: it is too small; train again")
 

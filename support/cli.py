@@ -19,7 +19,8 @@ from pathlib import Path
 UNSAFE = re.compile(
     "\r(?!\n)|[\0-\b\v\f\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f]"
 )
-NO_LIMIT = 1 << 31  # of a flag that counts something
+NO_LIMIT = 1 << 31
+COUNT = (1, NO_LIMIT)  # bounds of a flag that counts something
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 TOO_LARGE = re.compile(r"allocate ([\d.]+) ?([KMGT]i?B|bytes)")  # as torch and numpy say it
 

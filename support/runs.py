@@ -64,7 +64,7 @@ class Run:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
 
-def open_run(given, cls, new_config, check, world, resumable, retired):
+def open_run(given, cls, new_config, check, world, resumable):
     """The `cls` of the given flags, and the checkpoint to resume from (None: a new run)."""
     out = Path(given.get("out_dir", cls.out_dir))
     folder = None
@@ -77,7 +77,7 @@ def open_run(given, cls, new_config, check, world, resumable, retired):
             fix = f"give --overwrite again, or remove {out}/latest to go on with the run before"
             raise UserError(f"--overwrite was cut off in {out} before it saved; {fix}")
         folder = checkpoint.find_checkpoint(out)
-        config = checkpoint.read_config(cls, folder / "config.json", check, retired)
+        config = checkpoint.read_config(cls, folder / "config.json", check)
         for name, value in given.items():
             old = getattr(config, name)
             if name not in resumable and value not in (old, "auto"):
@@ -193,7 +193,8 @@ def open_data(config, folder, device, prepare, corpus_of, source):
 
 
 # Settings that must be those of the network that --init_from names.
-NETWORK = ("n_layer", "n_head", "n_embd", "conv", "pos", "tie", "time_conditioning", "separator")
+NETWORK = ("n_layer", "n_head", "n_embd", "attention_every", "conv", "pos", "tie")
+NETWORK += ("time_conditioning", "separator")
 
 
 def check_network(config, source):

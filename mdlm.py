@@ -107,8 +107,8 @@ class Config:
 
 # What a preset changes (cpu: measured in results/cpu.md). A flag that is given always wins.
 PRESETS = {
-    "cpu": dict(n_layer=4, n_head=3, n_embd=192, block_size=128, dropout=0.0, batch_size=32)
-    | dict(warmup_steps=50, learning_rate=0.01, max_steps=2000, attention_every=2),
+    "cpu": dict(n_layer=4, n_head=3, n_embd=192, block_size=256, dropout=0.0, batch_size=16)
+    | dict(warmup_steps=50, learning_rate=0.01, max_steps=2000, attention_every=4),
     "gpu": dict(),
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, dropout=0.0, batch_size=512)
     | dict(warmup_steps=500, max_steps=20000, gradient_accumulation_steps=8, tie=True)

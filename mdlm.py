@@ -116,7 +116,7 @@ PRESETS = {
 }
 # What --data=patterns implies. Most of its entropy is in the first symbols: cosine trains these.
 PATTERNS = dict(block_size=64, mask_schedule="cosine", eval_windows=1000)
-PATTERNS |= dict(lr_schedule="cosine", learning_rate=0.03)
+PATTERNS |= dict(lr_schedule="cosine", learning_rate=0.03, batch_size=32, attention_every=1)
 # Flags that may change on --resume.
 RESUMABLE = {
     *("out_dir", "resume", "device", "kernels", "compile", "max_steps", "time_limit", "wandb"),

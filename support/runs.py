@@ -229,6 +229,9 @@ def begin(run, folder):
         if type(state.get("saving")) is float:  # older states lack it
             run.saving = state["saving"]
         run.saved = run.step
+        if run.finished and run.rank == 0:  # killed after its last save, it left older ones
+            with files.writing(folder):
+                checkpoint.remove_all_but_two(folder)
     if runtime.all_reduce(torch.tensor(float(run.step))) != run.step * run.world:
         raise UserError("the ranks see different checkpoints; give an --out_dir that all share")
     if run.config.overwrite and run.rank == 0:

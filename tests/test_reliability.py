@@ -291,6 +291,14 @@ def kill_at_random(run, tmp_path, kills):
     assert during_save >= kills // 4
 
 
+def test_ended_run_keeps_two_checkpoints(run, tmp_path):
+    out = tmp_path / "o"
+    assert run(out, "--max_steps=6", "--eval_interval=2").wait() == 0
+    shutil.copytree(out / "step-4", out / "step-2")  # as if killed before it was removed
+    assert run(out, "--resume").wait() == 0
+    assert [p.name for p in checkpoint.checkpoints(out)] == ["step-6", "step-4"]
+
+
 def test_killed_run_ends_as_if_not_killed(run, tmp_path):
     kill_at_random(run, tmp_path, 4)
 

@@ -274,7 +274,7 @@ class Block(nn.Module):
         super().__init__()
         C = config.n_embd
         self.n_head = config.n_head
-        self.dropout = config.dropout
+        self.dropout = numerics.Dropout(config.dropout)
         self.causal = config.objective == "ar"
         self.qkv = nn.Linear(C, 3 * C, bias=False) if attends else None
         self.proj = nn.Linear(C, C, bias=False) if attends else None
@@ -302,11 +302,11 @@ class Block(nn.Module):
         if self.qkv is not None:
             qkv = self.qkv(self.norm(x, 0, scale1, shift1)).view(B, T, 3, self.n_head, -1)
             y = ops.attention(qkv, cos, sin, qk_norm=True, causal=self.causal)  # (B, T, H, D)
-            x = x + F.dropout(self.proj(y.reshape(B, T, C)), self.dropout, self.training)
+            x = x + self.dropout(self.proj(y.reshape(B, T, C)))
         return x, self.norm(x, -1, scale2, shift2)  # the MLP reads this, and adds to x
 
     def mlp(self, x, h):
-        return x + F.dropout(self.down(F.relu(self.up(h)).square()), self.dropout, self.training)
+        return x + self.dropout(self.down(F.relu(self.up(h)).square()))
 
     def forward(self, x, cos, sin, rate, ops, rows=None):
         x, h = self.attend(x, cos, sin, rate, ops)

@@ -3,6 +3,7 @@
     python eval.py                              # the run in out/, else the model in weights/
     python eval.py --exact --windows=64         # also the exact left-to-right likelihood
     python eval.py --compare=out-mdlm,out-ar    # the logs of several runs: a table, loss curves
+    python eval.py --compare=a.json,b.json      # two files of --json: their paired difference
 
 Pictures of a run go into its folder. On a CPU the same command gives the same bits.
 """
@@ -28,7 +29,7 @@ from kernels.reference import mask_tokens_ref
 from support import numerics, plots, sources
 from support.checkpoint import SHIPPED, default_run, find_checkpoint, read_tensors
 from support.cli import UserError, opt
-from support.files import write_output
+from support.files import read_json, write_output
 from support.likelihood import chain_rule, checked
 from support.runtime import pick_device
 
@@ -41,7 +42,7 @@ class Options:
     out_dir: str = opt("", "run or checkpoint folder; empty: out, else the model in weights/")
     data: str = opt("", "text whose last tenth is scored, or a folder; empty: the run's")
     raw: bool = opt(False, "evaluate the weights as trained, not the averaged ones")
-    compare: str = opt("", "RUN,RUN,...: compare what these runs logged; evaluate nothing")
+    compare: str = opt("", "RUN,RUN,...: their logs; or two files of --json, window by window")
     # How to measure
     windows: int = opt(4096, "at most N validation windows, evenly spread", bounds=(1, 1 << 31))
     passes: int = opt(4, "masks per window", bounds=(1, 4096))
@@ -133,7 +134,7 @@ def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
     r |= dict(bpc_se=per_character(r["se"], corpus), entropy=corpus.entropy)
     r["uniform"] = math.log(model.vocab_size)
     if "nll" in r:
-        r["exact"] = dict(nll=nats, se=r["se"], bpc=r["bpc"], windows=W)
+        r["exact"] = {name: r[name] for name in ("nll", "se", "bpc", "windows", "by_window")}
     elif exact:
         r["exact"] = exact_likelihood(model, corpus, windows)
     return r
@@ -150,7 +151,8 @@ def exact_likelihood(model, corpus, windows):
         nll = -chain_rule(model, windows, batch_size=B, update=bar.update).mean(1)  # (W,)
     mean = nll.mean().item()
     se = numerics.standard_error(nll)
-    return dict(nll=mean, se=se, bpc=per_character(mean, corpus), windows=len(windows))
+    r = dict(nll=mean, se=se, bpc=per_character(mean, corpus), windows=len(windows))
+    return r | dict(by_window=nll.tolist())
 
 
 def mask(x0, level, mask_id):
@@ -227,9 +229,43 @@ def check(given):
     return options
 
 
+def read_windows(path):
+    """A file of --json: {figure: (W,) float64 nats per token}, and what was scored."""
+    r = read_json(path, "result of eval.py --json")
+    try:
+        scored = (r["data"], r["block_size"], r["windows"])
+        parts = {"NELBO or NLL": r} | ({"exact": r["exact"]} if "exact" in r else {})
+        values = {k: torch.tensor(v["by_window"], dtype=torch.float64) for k, v in parts.items()}
+        if any(v.shape != (r["windows"],) for v in values.values()):
+            raise ValueError("another number of windows")
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        raise UserError(f"{path} is not from eval.py --json; evaluate that run again") from None
+    return values, scored
+
+
+def compare_windows(names):
+    """--compare of files of --json: how each differs from the first, on the same windows."""
+    first, scored = read_windows(names[0])
+    rows = []
+    for name in names:
+        values, same = read_windows(name)
+        if same != scored:
+            given = f"{name} scored {same} (data, T, windows), {names[0]} {scored}"
+            raise UserError(f"{given}; evaluate both with the same flags")
+        for figure in sorted(values.keys() & first.keys()):
+            more = values[figure] - first[figure]
+            row = dict(file=name, figure=figure, value=values[figure].mean().item())
+            rows.append(row | dict(more=more.mean().item(), se=numerics.standard_error(more)))
+    words = plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=4)
+    words += f"\nnats per token; more: than {names[0]}; se: its standard error, window by window"
+    return dict(runs=rows), words, None, {}
+
+
 def compare(options):
     """--compare: (results, words, folder for pictures, pictures) of the last logged evaluations."""
     runs = options.compare.strip(",").split(",")
+    if all(name.endswith(".json") for name in runs):
+        return compare_windows(runs)
     rows = []
     for name in runs:
         key, val = plots.validations(plots.read_log(name))

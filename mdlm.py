@@ -522,10 +522,10 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
 
     Masked diffusion: `nelbo`, the mean over windows and passes of the mean CE over masked tokens
     (an upper bound of the NLL), and its standard error `se`. Autoregressive: `nll` over all T
-    tokens, its `se`, and `ar_shifted`, without the first token of a window. `ce` and `accuracy`
-    (top-1) are lists by tenths of the mask rate. observe(rows, targets, logits) sees each batch:
-    the scored rows (n,) of the flat batch, their tokens (n,) and logits (n, V). Each batch takes
-    windows from everywhere; none but the first begins after the deadline (time.monotonic()).
+    tokens, its `se`, and `ar_shifted`, without the first token of a window. `by_window`: one mean
+    each; `ce` and `accuracy` (top-1): by tenths of the mask rate. observe(rows, targets, logits)
+    sees each batch: the scored rows (n,) of the flat batch, their tokens (n,), logits (n, V). Each
+    takes windows from everywhere; none but the first begins after the deadline (time.monotonic()).
     """
     W, T = windows.shape
     device = windows.device
@@ -565,7 +565,7 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
     seen = done[0] > 0  # (W,) all of them, if there was time
     ce, hit, first = sums[:3, :, seen]
     mean = ce.mean().item()
-    r = dict(windows=ce.shape[1], passes=len(count))
+    r = dict(windows=ce.shape[1], passes=len(count), by_window=ce.mean(0).tolist())
     if causal:
         shifted = ((ce * T - first) / max(T - 1, 1)).mean().item()
         r |= dict(nll=mean, se=numerics.standard_error(ce[0]), ar_shifted=shifted)

@@ -284,7 +284,7 @@ class Block(nn.Module):
         self.adaln = nn.Linear(C, 4 * C, bias=False) if config.time_conditioning else None
 
     def norm(self, x, part, scale, shift):
-        """RMSNorm and a depthwise convolution: characters need their neighbours."""
+        """RMSNorm and a depthwise convolution, thanks to which some blocks need no attention."""
         T = x.shape[1]
         h = F.rms_norm(x, x.shape[-1:]).to(x.dtype) * (1 + scale) + shift  # (B, T, C)
         if self.conv is None:

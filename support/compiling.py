@@ -52,7 +52,6 @@ def compile_network(run, compiled, gradients=None):
     is_program = type(run.model).__module__ == "__main__"  # a new process can import it
     if compiled and run.device.type == "cpu":
         if gradients and config.time_limit and run.world == 1 and is_program:
-            run.threads = torch.get_num_threads()
             run.compiler = start_compiler(run)
             return
         compile_blocks(run.model.blocks)
@@ -86,7 +85,8 @@ def start_compiler(run):
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run alone
     process.start()
     signal.signal(signal.SIGINT, handler)
-    torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+    process.threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, process.threads - 1))
     importlib.import_module("torch._inductor.compile_fx")  # takes seconds: meanwhile
     return process
 
@@ -105,7 +105,7 @@ def fill_cache(model, shape, dtype, threads):
 def use_compiled(run):
     """Once the other process is done: compile here too, from its cache."""
     if run.compiler and not run.compiler.is_alive():
+        torch.set_num_threads(run.compiler.threads)
         run.compiler = None
-        torch.set_num_threads(run.threads)
         compile_blocks(run.model.blocks)
         run.log.say(f"compiled from step {run.step + 1} on")

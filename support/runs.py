@@ -36,7 +36,6 @@ class Run:
     world: int = 1
     windows: torch.Tensor = None  # (W, T) validation text
     compiler: object = None  # the process that compiles, until it is done
-    threads: int = 0  # to use from then on
     log: Log = None
     step: int = 0  # steps done
     progress: float = 0.0  # from 0 to 1, by steps or by time

@@ -2,6 +2,7 @@
 
     python bench.py                      # the three operations, each checked before it is timed
     python bench.py train --preset=gpu   # training steps: Triton and PyTorch, compiled and eager
+    python bench.py profile --preset=gpu # what a step consists of: its kernels by time
     python bench.py sample --out_dir=out # how well samplers write, by network calls
 
 A time is the median over rounds in which the contestants take turns; spread is half its
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 
 import mdlm
+from kernels.launch import can_compile
 from studies import frontier, peers
 from support import compiling, runs, runtime
 from support.cli import UserError, opt
@@ -48,7 +50,9 @@ class Options:
     device: str = opt("auto", "cpu, cuda, cuda:1; auto: the best there is")
     time_limit: float = opt(0.0, "no case begins later (kernels on a CPU: 90 s)", bounds=(0, 1e6))
     seconds: float = opt(0.5, "time to measure one contestant", bounds=(0, 1e4))
-    # train
+    # kernels
+    only: str = opt("", "operations whose name contains this")
+    # train, profile
     preset: str = opt("all", "of mdlm.py; all: those of the device", "all", *mdlm.PRESETS)
     # sample
     out_dir: str = opt("out", "run or checkpoint folder of a diffusion model")
@@ -69,7 +73,7 @@ class Untimed(Exception):
 FORMATS = dict(ms=".4g", spread=".2g", share=".1%", peak_mb=",.0f", speed_up=".2f")
 FORMATS |= dict(calls=".1f", seconds=".2f", words=".1%", words_se=".1%", grams=".3f")
 FORMATS |= dict(grams_se=".3f", twin=".3f", twin_se=".3f", distinct=".3f", entropy=".3f")
-FORMATS |= dict(of_compiled=".2f", of_eager=".2f")
+FORMATS |= dict(of_compiled=".2f", of_eager=".2f", launches=".1f", us=",.1f")
 
 
 class Book:
@@ -293,6 +297,8 @@ def bench_kernels(options, device, book):
     for make in peers.cases(device):
         torch._dynamo.reset()  # forget what was compiled for another shape
         case = make()
+        if options.only not in case.name:
+            continue
         if time.monotonic() > until:
             book.trouble(dict(operation=case.name, shape=case.shape, what=""), "all", LATE)
         else:
@@ -360,11 +366,12 @@ def race_steps(config, folder, device, book, seconds, until):
             exact = gradients(config, folder, device, torch.float32, "torch", False)
     except Exception as e:  # most likely no memory: the others may need less
         book.note("eager PyTorch, the yardstick of the gradients, fails: " + describe(e))
-    first = None  # seconds of the first that is timed: speed-ups are relative to it
+    base = None  # seconds of PyTorch, compiled if that works: speed-ups are relative to it
     for compiled in (True, False):
         ready = {}
-        for kernel in ("torch", "triton") if device.type == "cuda" else ("torch",):
-            name = f"--kernels={kernel}, {'compiled' if compiled else 'eager'}"
+        how = "compiled" if compiled else "eager"
+        for kernel in ("triton", "torch") if device.type == "cuda" else ("torch",):
+            name = f"--kernels={kernel}, {how}"
             try:
                 if time.monotonic() > until:
                     raise Untimed(LATE)
@@ -374,19 +381,18 @@ def race_steps(config, folder, device, book, seconds, until):
                 broken = kernel == "triton" and not isinstance(e, Untimed)
                 book.trouble(where, name, text, broken or text.startswith("WRONG"))
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
-        for name, times in race(calls, device, seconds).items():
+        raced = race(calls, device, seconds)
+        base = base or raced.get(f"--kernels=torch, {how}", [None])[0]
+        for name, times in raced.items():
             run, _, peak_mb = ready[name]
-            first = first or times[0]
             speed = config.batch_size * config.block_size / times[0]
             mfu = speed * runtime.flops_per_token(run.model) / peak if peak else None
-            measured = (times, f"{speed:,.0f} tokens/s", mfu, peak_mb, first / times[0])
+            measured = (times, f"{speed:,.0f} tokens/s", mfu, peak_mb, base and base / times[0])
             book.result(where, name, *measured, tokens_per_second=speed)
 
 
-def bench_training(options, device, book):
-    """Whole steps of the presets, on random tokens."""
-    until = time.monotonic() + (options.time_limit or math.inf)
-    torch.set_float32_matmul_precision("high")  # as mdlm.py
+def presets(options, device):
+    """The Config of each preset that is asked for, and a folder of random tokens to train on."""
     presets = ("gpu", "gpt2", "cpu") if device.type == "cuda" else ("cpu",)
     for preset in presets if options.preset == "all" else (options.preset,):
         V = 50257 if preset == "gpt2" else 65
@@ -396,10 +402,39 @@ def bench_training(options, device, book):
             for name, n in (("train.bin", 4 << 20), ("val.bin", 1 << 14)):
                 ids = np.random.default_rng(0).integers(V, size=n, dtype=np.uint16)
                 ids.tofile(Path(folder, name))
-            race_steps(config, folder, device, book, options.seconds, until)
+            yield config, folder
 
 
-MODES = dict(kernels=bench_kernels, train=bench_training, sample=frontier.bench_sampling)
+def bench_training(options, device, book):
+    until = time.monotonic() + (options.time_limit or math.inf)
+    for config, folder in presets(options, device):
+        race_steps(config, folder, device, book, options.seconds, until)
+
+
+def profile(options, device, book):
+    """The parts of a step, compiled where that works, that take longest: a GPU's kernels."""
+    cuda = device.type == "cuda"
+    dtype = runtime.pick_dtype("auto", device)
+    for config, folder in presets(options, device):
+        run = start_run(config, folder, device, dtype, "auto", can_compile(device))
+        step = partial(next, steps_of(run))
+        seconds = race({"step": step}, device, options.seconds)["step"][0]
+        with torch.profiler.profile() as profiler:
+            clock(step, 10, device)
+        kind = torch.profiler.DeviceType.CUDA if cuda else torch.profiler.DeviceType.CPU
+        found = [e for e in profiler.key_averages() if e.device_type == kind]
+        found = [e for e in found if not e.is_user_annotation]
+        us = {e: (e.self_device_time_total if cuda else e.self_cpu_time_total) / 10 for e in found}
+        launches = sum(e.count for e in found) / 10
+        busy = f"{sum(us.values()) / seconds / 1e6:.0%} of {seconds * 1e3:.3g} ms"
+        book.note(f"{config.preset}: {launches:.0f} launches a step, busy {busy}")
+        for e in sorted(found, key=us.get, reverse=True)[:25]:
+            name = e.key[:100].replace("|", "/")
+            book.add(dict(preset=config.preset, kernel=name, launches=e.count / 10, us=us[e]))
+
+
+MODES = dict(kernels=bench_kernels, train=bench_training, profile=profile)
+MODES["sample"] = frontier.bench_sampling
 
 
 def main(argv):
@@ -408,9 +443,7 @@ def main(argv):
     if mode not in MODES or (not has_mode and set(argv) & set(MODES)):
         raise UserError(f"{' '.join(argv)!r}: first give {', '.join(MODES)} or nothing, then flags")
     options = Options(**cli.parse_flags(Options, argv[has_mode:], __doc__))
-    device = runtime.pick_device(options.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)  # where streams and memory are counted
+    device = runtime.use_device(options.device, 0, 1)
     book = Book(mode, options.json, device)
     MODES[mode](options, device, book)
     return book.close()

@@ -83,7 +83,7 @@ def compare(B, shape, vocab_size, folder, book, device, seconds, until):
     theirs = partial(nanogpt_steps, B, shape, vocab_size, folder, device)
 
     def ours(dtype, kernel, **more):
-        more |= shape | dict(batch_size=B)
+        more = dict(attention_every=1) | more | shape | dict(batch_size=B)
         config = mdlm.Config(**mdlm.PRESETS["gpu" if cuda else "cpu"] | more)
         yield from bench.steps_of(bench.start_run(config, folder, device, dtype, kernel, True))
 
@@ -92,6 +92,8 @@ def compare(B, shape, vocab_size, folder, book, device, seconds, until):
         name = f"mdlm, {kernel} kernels, {str(dtype)[6:]}, compiled"
         steps[name] = ours(dtype, kernel)
         steps[f"{name}, AdamW"] = ours(dtype, kernel, optimizer="adamw")
+    if not cuda:
+        steps[f"{name}, attention in the last block alone"] = ours(dtype, kernel, attention_every=4)
     steps["nanoGPT, eager"] = theirs(compiled=False)
     if not cuda and dtype != torch.float32:
         steps["mdlm, float32, compiled"] = ours(torch.float32, "torch")

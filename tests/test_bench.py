@@ -287,6 +287,17 @@ def test_training_is_timed_eager_and_compiled(small_preset, monkeypatch, tmp_pat
         assert row["share"] is None  # the peak of a CPU is not known
 
 
+def test_profile_lists_the_longest_parts(small_preset, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "can_compile", lambda device: False)
+    path = tmp_path / "profile.json"
+    assert cli.run(bench.main, ["profile", "--device=cpu", "--seconds=0", f"--json={path}"]) == 0
+    content = json.loads(path.read_text())
+    times = [row["us"] for row in content["rows"]]
+    assert len(times) == 25 and times == sorted(times, reverse=True) and times[-1] > 0
+    assert all(row["launches"] > 0 for row in content["rows"])
+    assert "launches a step" in content["notes"][0]
+
+
 @pytest.mark.slow
 def test_compiled_gradients_are_within_tolerance(small_preset, ids):
     config = mdlm.Config(**mdlm.PRESETS["cpu"] | dict(vocab_size=20))
@@ -484,6 +495,48 @@ echo done
 
 
 # ---- Mistakes
+
+
+def gpu_script(tmp_path, broken="nothing", **variables):
+    """studies/gpu.sh with a Python that notes its arguments, and fails for those in `broken`."""
+    stub = tmp_path / "python"
+    note = f'echo "$*" >> {tmp_path}/calls; case "$*" in *{broken}*) exit 3; esac'
+    stub.write_text(f'#!/bin/sh\n[ "$1" = - ] && exit 0\n{note}\n')
+    stub.chmod(0o755)
+    (tmp_path / "calls").write_text("")
+    variables |= dict(PYTHON=str(stub), OUT=str(tmp_path / "out"), TEXT=str(tmp_path / "text"))
+    command = ["bash", str(ROOT / "studies" / "gpu.sh")]
+    r = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    return (
+        r.returncode,
+        r.stdout,
+        [c.split() for c in (tmp_path / "calls").read_text().splitlines()],
+    )
+
+
+def test_gpu_script_brings_the_headline_first(tmp_path):
+    code, said, calls = gpu_script(tmp_path, NANOGPT=str(tmp_path))
+    assert code == 0, said
+    modes = [call[1] for call in calls]  # bench.py MODE, -m MODULE
+    assert modes[:4] == ["kernels", "train", "studies.nanogpt", "profile"]
+    assert modes[4:] == ["train", "kernels", "pytest"]
+    for call, mode in zip(calls, modes):
+        if call[0] == "bench.py":
+            flags = cli.parse_flags(bench.Options, call[2:], "")
+            assert 15 <= flags["time_limit"] < 300 and flags["json"].endswith(".json")
+        elif "nanogpt" in mode:
+            cli.parse_flags(nanogpt.Options, call[2:], "")
+    assert (tmp_path / "out" / "gpu.md").read_text().count("exit code 0") == len(calls)
+
+
+def test_gpu_script_goes_on_after_a_failure(tmp_path):
+    code, said, calls = gpu_script(tmp_path, broken="profile")
+    assert code == 1 and len(calls) == 6  # without a clone of nanoGPT
+    assert "== profile: exit code 3" in said and said.count("exit code 0") == 5
+    code, said, calls = gpu_script(tmp_path, PARTS="tests")
+    assert code == 0 and len(calls) == 1 and "tests/kernels_cases/" in " ".join(calls[0])
+    code, said, calls = gpu_script(tmp_path, LIMIT="9")
+    assert code == 0 and calls == [] and said.count("not begun: the time is up") == 6
 
 
 @pytest.mark.parametrize(

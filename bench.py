@@ -294,11 +294,13 @@ def bench_kernels(options, device, book):
     limits = measure_limits(device, dtypes)
     products = ", ".join(f"{str(d)[6:]} {rate(limits[d], 'FLOP/s')}" for d in dtypes)
     book.note(f"limits: copy {rate(limits['bandwidth'], 'B/s')}, matrix product {products}")
-    for make in peers.cases(device):
+    every = [make() for make in peers.cases(device)]
+    cases = [case for case in every if options.only in case.name]
+    if not cases:
+        names = ", ".join(dict.fromkeys(case.name for case in every))
+        raise UserError(f"--only={options.only} is in no name of an operation; give one of {names}")
+    for case in cases:
         torch._dynamo.reset()  # forget what was compiled for another shape
-        case = make()
-        if options.only not in case.name:
-            continue
         if time.monotonic() > until:
             book.trouble(dict(operation=case.name, shape=case.shape, what=""), "all", LATE)
         else:
@@ -393,6 +395,7 @@ def race_steps(config, folder, device, book, seconds, until):
 
 def presets(options, device):
     """The Config of each preset that is asked for, and a folder of random tokens to train on."""
+    torch.set_float32_matmul_precision("high")  # as mdlm.py
     presets = ("gpu", "gpt2", "cpu") if device.type == "cuda" else ("cpu",)
     for preset in presets if options.preset == "all" else (options.preset,):
         V = 50257 if preset == "gpt2" else 65
@@ -415,7 +418,11 @@ def profile(options, device, book):
     """The parts of a step, compiled where that works, that take longest: a GPU's kernels."""
     cuda = device.type == "cuda"
     dtype = runtime.pick_dtype("auto", device)
+    until = time.monotonic() + (options.time_limit or math.inf)
     for config, folder in presets(options, device):
+        if time.monotonic() > until:
+            book.note(f"{config.preset}: {LATE}")
+            break
         run = start_run(config, folder, device, dtype, "auto", can_compile(device))
         step = partial(next, steps_of(run))
         seconds = race({"step": step}, device, options.seconds)["step"][0]
@@ -423,7 +430,7 @@ def profile(options, device, book):
             clock(step, 10, device)
         kind = torch.profiler.DeviceType.CUDA if cuda else torch.profiler.DeviceType.CPU
         found = [e for e in profiler.key_averages() if e.device_type == kind]
-        found = [e for e in found if not e.is_user_annotation]
+        found = [e for e in found if not (cuda and e.is_user_annotation)]  # twice the same time
         us = {e: (e.self_device_time_total if cuda else e.self_cpu_time_total) / 10 for e in found}
         launches = sum(e.count for e in found) / 10
         busy = f"{sum(us.values()) / seconds / 1e6:.0%} of {seconds * 1e3:.3g} ms"
@@ -443,7 +450,9 @@ def main(argv):
     if mode not in MODES or (not has_mode and set(argv) & set(MODES)):
         raise UserError(f"{' '.join(argv)!r}: first give {', '.join(MODES)} or nothing, then flags")
     options = Options(**cli.parse_flags(Options, argv[has_mode:], __doc__))
-    device = runtime.use_device(options.device, 0, 1)
+    device = runtime.pick_device(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # where streams and memory are counted
     book = Book(mode, options.json, device)
     MODES[mode](options, device, book)
     return book.close()

@@ -19,6 +19,7 @@ import math
 import os
 import sys
 import tempfile
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -218,7 +219,8 @@ def report(r):
 def check(given):
     """The Options of the flags that were given; raises UserError where they are wrong."""
     options = Options(**given)
-    cli.check_files(dict(data=options.data), dict(json=options.json))
+    for path in (options.data, *options.compare.split(",")):
+        cli.check_files({"compare" if options.compare else "data": path}, dict(json=options.json))
     clash = sorted({"out_dir", "data", "raw", "windows", "passes", "exact"} & given.keys())
     if options.compare and clash:
         raise UserError(f"--compare and --{clash[0]} contradict each other; give one of them")
@@ -233,14 +235,13 @@ def read_windows(path):
     """A file of --json: {figure: (W,) float64 nats per token}, and what was scored."""
     r = read_json(path, "result of eval.py --json")
     try:
-        scored = (r["data"], r["block_size"], r["windows"])
         parts = {"NELBO or NLL": r} | ({"exact": r["exact"]} if "exact" in r else {})
         values = {k: torch.tensor(v["by_window"], dtype=torch.float64) for k, v in parts.items()}
         if any(v.shape != (r["windows"],) for v in values.values()):
             raise ValueError("another number of windows")
+        return values, (r["crc"], r["windows"])
     except (KeyError, TypeError, ValueError, RuntimeError):
         raise UserError(f"{path} is not from eval.py --json; evaluate that run again") from None
-    return values, scored
 
 
 def compare_windows(names):
@@ -250,8 +251,8 @@ def compare_windows(names):
     for name in names:
         values, same = read_windows(name)
         if same != scored:
-            given = f"{name} scored {same} (data, T, windows), {names[0]} {scored}"
-            raise UserError(f"{given}; evaluate both with the same flags")
+            given = f"{name} and {names[0]} scored other windows"
+            raise UserError(f"{given}; evaluate both on the same text, with the same --windows")
         for figure in sorted(values.keys() & first.keys()):
             more = values[figure] - first[figure]
             row = dict(file=name, figure=figure, value=values[figure].mean().item())
@@ -296,6 +297,7 @@ def evaluation(options):
         windows = corpus.windows(options.windows)
     r = dict(checkpoint=str(folder), weights=weights, data=source)
     r |= dict(objective=config.objective, block_size=config.block_size)
+    r |= dict(crc=zlib.crc32(windows.cpu().numpy()))
     with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
         r |= evaluate(model, corpus, windows, options.passes, options.exact)
         predicted = plots.predicted_lines(predict(model, tokenizer, windows[0]))

@@ -4,9 +4,10 @@
     python mdlm.py --data=my.txt --time_limit=300    # any text, five minutes
     torchrun --standalone --nproc_per_node=8 mdlm.py --preset=gpt2 --data=FOLDER
 
-The model sees a text in which some tokens are replaced by [MASK], at any rate from 0 to 1, and
-predicts them (Sahoo et al., 2406.07524; Shi et al., 2406.04329; Ou et al., 2406.03736). Read this
-file from top to bottom; what is not about diffusion is in support/. sample.py samples well.
+The model sees a text in which some tokens, at any rate from 0 to 1, are replaced by [MASK], and
+predicts them; its mean loss is a bound of -log p(text), the NELBO (Sahoo et al., 2406.07524; Shi et
+al., 2406.04329; Ou et al., 2406.03736). Read this file from top to bottom; what is not about
+diffusion is in support/. sample.py has a better sampler.
 """
 
 from support import cli
@@ -70,7 +71,7 @@ class Config:
     n_embd: int = opt(384, "width C", bounds=(2, 1 << 16))
     block_size: int = opt(256, "context length T, in tokens", bounds=(1, 8192))
     dropout: float = opt(0.2, "dropout rate", bounds=(0, 0.99))
-    attention_every: int = opt(1, "attention in every k-th block and the last", bounds=(1, 1024))
+    attention_every: int = opt(1, "attention in every k-th block, from the last", bounds=(1, 1024))
     conv: int = opt(5, "convolution window before attention and MLP (0: none)", bounds=(0, 63))
     pos: str = opt("rope", "positional encoding", "rope", "learned", "sinusoidal")
     tie: bool = opt(False, "share the weights of embedding and head")
@@ -294,7 +295,7 @@ class Block(nn.Module):
         near = F.pad(h, (0, 0, k - 1, 0) if self.causal else (0, 0, k // 2, k // 2))
         return h + sum(near[:, i : i + T] * w for i, w in enumerate(conv))
 
-    def attend(self, x, cos, sin, rate, ops):
+    def before_mlp(self, x, cos, sin, rate, ops):
         B, T, C = x.shape
         scale1 = shift1 = scale2 = shift2 = 0
         if self.adaln is not None:
@@ -309,7 +310,7 @@ class Block(nn.Module):
         return x + self.dropout(self.down(F.relu(self.up(h)).square()))
 
     def forward(self, x, cos, sin, rate, ops, rows=None):
-        x, h = self.attend(x, cos, sin, rate, ops)
+        x, h = self.before_mlp(x, cos, sin, rate, ops)
         if rows is not None:  # after the last block only these rows are read: (n, C)
             x, h = (z.flatten(0, 1).index_select(0, rows) for z in (x, h))
         return self.mlp(x, h)
@@ -377,8 +378,8 @@ class Model(nn.Module):
         return F.rms_norm(x, (C,)).to(x.dtype)  # CUDA's autocast would leave float32
 
     def forward(self, xt, targets=None, rows=None, share=None):
-        """(B, T) ids -> (B, T, V) float logits. With targets and shares (n,) of some rows (n,) of
-        the flat batch (None: all) -> the loss, the sum of share * cross-entropy over the rows."""
+        """(B, T) ids -> (B, T, V) float logits, or (n, V) at some rows (n,) of the flat batch. With
+        their targets and shares (n,) of make_batch -> the loss, sum of share * cross-entropy."""
         h = self.features(xt, rows)
         W = self.head_weight()
         if targets is None:
@@ -394,23 +395,19 @@ class Model(nn.Module):
 def draw_levels(config, step, early=0.0):
     """(N,) how many tokens to mask in each sequence of a step's global batch (variants: below).
 
-    Neighbours get l and L + 1 - l: each count is uniform on {1..L}, and every batch masks exactly
-    N (L + 1) / 2 tokens: static shapes. `early` is 1 in the first half of a run, then falls to 0.
+    Neighbours get l and T + 1 - l, so every batch masks exactly N (T + 1) / 2 tokens: static
+    shapes. l is T / 2 while `early` is 1, in the first half of a run, and uniform on {1..T} at 0.
     """
-    half = config.batch_size // 2
-    L = config.block_size
-    # u is stratified: one draw from each of N/2 equal parts of [0, 1), in random order.
-    g = generator("levels", config.seed, step)
-    order = torch.randperm(half, generator=g)
-    u = (order + torch.rand(half, generator=g, dtype=torch.float64)) / half
+    T = config.block_size
+    u = numerics.stratified(config.batch_size // 2, "levels", config.seed, step)  # in [0, 1)
     if is_variant(config):
         return variant_levels(config, u)
     # The margin leaves out both ends, where few masked tokens give a noisy mean, few visible ones
     # say little: worth twice the steps (results/cpu.md). It ends at 0: then the loss is the bound.
     # Related: clipped rates (2503.09573), bell-shaped rates (2605.13026).
     margin = 0.0 if config.time_conditioning else config.rate_margin * early
-    count = 1 + ((margin + (1 - 2 * margin) * u) * L).long().clamp(max=L - 1)
-    return torch.stack((count, L + 1 - count), 1).flatten()
+    count = 1 + ((margin + (1 - 2 * margin) * u) * T).long().clamp(max=T - 1)
+    return torch.stack((count, T + 1 - count), 1).flatten()
 
 
 def make_batch(model, corpus, step, samples, early=0.0):
@@ -427,8 +424,8 @@ def make_batch(model, corpus, step, samples, early=0.0):
     xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, model.mask_id, *key)
     if is_variant(config):
         return weigh_variant(model, xt, x0, count, rows, n_rows)
-    # 3. Predict them. The loss is the mean over sequences of the mean cross-entropy over each one's
-    #    masked tokens: a masked token's share of it is 1 / (B l).
+    # 3. Say where the masked tokens are, what they were, and how much each counts: the loss is the
+    #    mean over sequences of the mean cross-entropy over their masked tokens, so 1 / (B l).
     rows = rows[: B * (T + 1) // 2]  # those of the flat batch that are masked
     share = 1 / (count * B)
     return xt, x0.flatten()[rows], rows, share[rows // T]
@@ -543,10 +540,10 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
             masked = count[k, at].to(device)  # (B,) how many tokens to score
             rows = torch.arange(x0.numel(), device=device)
             if not causal:
-                key = (seed ^ 0x5EED, k, at.to(device))
+                key = (seed ^ 0x5EED, k, at.to(device))  # other masks than in training
                 xt, _, rows, n = model.ops.mask_tokens(x0, masked, model.mask_id, *key)
                 rows = rows[: int(n)]
-            logits = F.linear(model.features(xt, rows), model.head_weight()).float()  # (n, V)
+            logits = model(xt, rows=rows)  # (n, V)
             targets = x0.flatten()[rows]
             each = F.cross_entropy(logits, targets, reduction="none")
             right = (logits.argmax(-1) == targets).float()
@@ -630,9 +627,10 @@ def compute_gradients(run, step, early):
     parts = config.gradient_accumulation_steps
     loss = 0
     for part in range(parts):
-        samples = torch.arange(run.rows) + (run.rank * parts + part) * run.rows
+        samples = torch.arange(run.micro_batch) + (run.rank * parts + part) * run.micro_batch
         batch = make_batch(run.model, run.corpus, step, samples, early)
-        torch.manual_seed(generator("dropout", config.seed, step, run.rank, part).initial_seed())
+        if config.dropout:
+            torch.manual_seed(runtime.seed("dropout", config.seed, step, run.rank, part))
         wait = part < parts - 1 and isinstance(run.network, nn.parallel.DistributedDataParallel)
         with run.network.no_sync() if wait else contextlib.nullcontext():  # exchange once a step
             with run.autocast():
@@ -667,10 +665,11 @@ def train_step(run, step, progress):
 def report(run, is_last=False):
     """Evaluate the averaged weights, log the result and show samples."""
     runs.check_finite(run)
-    r, raw, has_time = runs.score(run, evaluate, is_last)
-    run.log.evaluation(run, r, raw)
-    if run.rank == 0 and run.step and has_time:
-        run.log.samples(run, generate)
+    with torch.compiler.set_stance("force_eager"):  # compile nothing for these shapes
+        r, raw, has_time = runs.score(run, evaluate, is_last)
+        run.log.evaluation(run, r, raw)
+        if run.rank == 0 and run.step and has_time:
+            run.log.samples(run, generate)
 
 
 def setup(given, start):
@@ -688,10 +687,10 @@ def setup(given, start):
     run.log = log
     run.windows = corpus.windows(config.eval_windows)
     runs.load_weights(run, source)
-    runs.warn_of_memory(run)
     gradients = partial(compute_gradients, run, 0, 0.0)  # of a step: to time it, to compile
     compiled = compiling.should_compile(run, can_compile(device), gradients)
     compiling.compile_network(run, compiled, gradients)
+    runs.warn_of_memory(run)
     runs.begin(run, folder)
     log.describe(run, folder, is_bound(config), is_variant(config))
     if not folder:
@@ -705,6 +704,7 @@ def train(given, start):
     config = run.config
     interrupt = runtime.Interrupt()  # installed late: before the first step Ctrl-C may simply exit
     while True:
+        compiling.use_compiled(run)
         stop = runs.poll(run, interrupt)
         if stop or run.progress >= 1:
             break
@@ -720,12 +720,12 @@ def train(given, start):
             runs.save(run)
     finish(run, stop)
     runtime.leave_ranks()
-    checkpoint.release()
     return stop and 128 + stop  # as a shell reports the signal
 
 
 def finish(run, stop):
     """The end: an evaluation and a save of the same step; an interrupted run is only saved."""
+    compiling.stop_compiler(run)
     if stop:
         if run.saved != run.step:
             runs.save(run)

@@ -8,25 +8,35 @@
 # PARTS: some of ops train nanogpt profile large attention alike (the first call), tests, record.
 # OUT: folder of the results (results/). LIMIT: seconds for all (580). PYTHON: the interpreter.
 # A part has a time limit of its own, a single part gets all the time, and one that fails does not
-# stop the others; the exit code says whether all passed. What was printed is $OUT/gpu.md.
-set -u
+# stop the others; the exit code says whether all that began passed. What was printed is $OUT/gpu.md.
+set -u -o pipefail
 if [ $# -gt 0 ]; then
     echo "gpu.sh takes no arguments, but: PARTS, LIMIT, OUT, TEXT, NANOGPT, PYTHON in the environment" >&2
     exit 2
 fi
-PARTS=${PARTS:-ops train nanogpt profile large attention alike}
+first="ops train nanogpt profile large attention alike"
+PARTS=${PARTS:-$first}
+for name in $PARTS; do
+    [[ " $first tests record " == *" $name "* ]] && continue
+    echo "there is no part $name; give some of: $first tests record" >&2
+    exit 2
+done
 out=$(realpath -m -- "${OUT:-$(dirname "$0")/../results}")
 text=${TEXT:+$(realpath -m -- "$TEXT")}
 nanogpt=${NANOGPT:+$(realpath -m -- "$NANOGPT")}
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python3}
+if [ -n "$nanogpt" ] && [ -z "$text" ]; then
+    echo "NANOGPT needs a text to train on: give TEXT=my.txt too" >&2
+    exit 2
+fi
 failed=0
 mkdir -p "$out" || exit 1
 export PYTHONUNBUFFERED=1 MDLM_GPU_TEXT=$text
 
-"$python" - <<'EOF' || exit 1
+"$python" - <<'EOF' | tee -a "$out/gpu.md" || exit 1
 import importlib.util, os, shutil, sys
-need = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tqdm", "pytest")
+need = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tqdm", "pytest", "xdist")
 peers = ("matplotlib", "liger_kernel", "cut_cross_entropy")
 missing = lambda names: [n for n in names if importlib.util.find_spec(n) is None]
 if missing(peers):
@@ -49,11 +59,12 @@ part() {  # name, seconds, command: run it within them and what is left of LIMIT
     limit=$((left < limit ? left : limit))
     if [ "$limit" -lt 10 ]; then
         echo "== $name: not begun: the time is up" | tee -a "$out/gpu.md"
-        return 0
+        failed=1
+        return
     fi
-    # No case begins near the end: it would take 30 s to compile. Interrupted at the limit, a
-    # program can still say what it has.
-    set -- "${@//LATEST/$((limit > 60 ? limit - 30 : limit / 2))}"
+    # Interrupted at its limit, a program can still say what it has. No case begins near the end:
+    # it takes half a minute to compile, and those that are compiled are then timed in turn.
+    set -- "${@//=LATEST/=$((limit > 90 ? limit - 45 : limit / 2))}"
     echo "== $name: $*" | tee -a "$out/gpu.md"
     timeout -s INT -k 10 "$limit" "$@" 2>&1 | tee -a "$out/gpu.md"
     code=${PIPESTATUS[0]}
@@ -69,18 +80,20 @@ pytest=("$python" -m pytest -q -m "not slow" -p no:cacheprovider -o addopts=)
 alike=tests/test_gpu.py::test_final_nelbo_agrees
 
 bench ops 75 kernels --seconds=0.1  # those of the preset come first
-bench train 130 train --preset=gpu --seconds=1.5
-if [ -n "$nanogpt" ] && [ -n "$text" ]; then
-    part nanogpt 110 "$python" -m studies.nanogpt --nanogpt="$nanogpt" --data="$text" --seconds=3 \
+bench train 150 train --preset=gpu --seconds=1.5
+if [ -n "$nanogpt" ]; then
+    part nanogpt 150 "$python" -m studies.nanogpt --nanogpt="$nanogpt" --data="$text" --seconds=3 \
         --time_limit=LATEST --json="$out/gpu_nanogpt.json"
+else
+    echo "== nanogpt: skipped: give NANOGPT and TEXT" | tee -a "$out/gpu.md"
 fi
 bench profile 50 profile --preset=gpu
 bench large 100 train --preset=gpt2
 bench attention 100 kernels --only=attention --seconds=0.1
 part alike 100 "${pytest[@]}" -s tests/test_gpu.py --deselect="$alike[1]" --deselect="$alike[2]"
-part tests 0 "${pytest[@]}" -n 8 tests/kernels_cases/*_cases.py
-part record 0 bash studies/record.sh --data="${text:-shakespeare}" --preset=gpu
-if [[ " $PARTS " == *" record "* ]]; then
+part tests 570 "${pytest[@]}" -n 8 tests/kernels_cases/*_cases.py
+part record 570 env OUT=out-record bash studies/record.sh --data="${text:-shakespeare}" --preset=gpu
+if [[ " $PARTS " == *" record "* && "$failed" = 0 ]]; then
     cp out-record/record.txt out-record/compare.png "$out" || failed=1
     for seed in 0 1 2; do
         cp "out-record/seed$seed/log.jsonl" "$out/gpu_seed$seed.jsonl" || failed=1

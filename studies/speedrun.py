@@ -37,19 +37,23 @@ def read_entry(out_dir, folder, config):
     last = evaluations[-1] if evaluations else {}
     if config.objective != "mdlm":
         raise UserError(f"{out_dir} is autoregressive: its NLL is no NELBO; train with masks")
+    if config.init_from:
+        raise UserError(f"{out_dir} began with --init_from={config.init_from}; train from nothing")
     if not state["finished"] or last.get("step") != state["step"]:
         given = f"{out_dir} has weights of step {state['step']} and no last evaluation of them"
         raise UserError(f"{given}; let the run end by itself")
     return last
 
 
-def check_text(out_dir, corpus):
-    """Raise UserError unless the data is tiny Shakespeare, split as nanoGPT does."""
+def characters_per_token(out_dir, corpus):
+    """Of the validation text; UserError unless it is tiny Shakespeare's, split as nanoGPT does."""
     parts = [corpus.tokenizer.decode(ids.tolist()) for ids in (corpus.train, corpus.val)]
     text = "".join(parts)
     is_shakespeare = hashlib.sha256(text.encode()).hexdigest() == sources.SHA256
     if not is_shakespeare or len(parts[0]) != int(0.9 * len(text)):
         raise UserError(f"{out_dir}/data is not tiny Shakespeare; train with --data=shakespeare")
+    scored = len(corpus.val_starts) * corpus.T if corpus.documents else len(corpus.val)
+    return len(parts[1]) / scored
 
 
 def judge(options):
@@ -59,7 +63,7 @@ def judge(options):
     model, _, config = mdlm.load(folder, device)
     last = read_entry(options.out_dir, folder, config)
     corpus = mdlm.Corpus(Path(options.out_dir) / "data", config, device)
-    check_text(options.out_dir, corpus)
+    per_character = 1 / characters_per_token(options.out_dir, corpus)
     windows = corpus.windows()
     scored = last.get("windows", min(config.eval_windows or len(windows), len(windows)))
     if scored < len(windows):
@@ -70,8 +74,8 @@ def judge(options):
     if abs(r["nelbo"] - logged) > TOLERANCE:
         given = f"the log of {options.out_dir} says {logged:.4f}, its weights {r['nelbo']:.4f}"
         raise UserError(f"{given}: they are not of one run; give a folder as training left it")
-    per_character = 1 / corpus.chars_per_token
-    return last["seconds"], logged * per_character, r["nelbo"] * per_character, r["se"]
+    nats = (value * per_character for value in (logged, r["nelbo"], r["se"]))
+    return last["seconds"], *nats
 
 
 def main(argv):

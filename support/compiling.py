@@ -1,5 +1,6 @@
 """torch.compile: when a run uses it, what is compiled, and how a run learns meanwhile."""
 
+import copy
 import importlib
 import math
 import multiprocessing
@@ -12,8 +13,8 @@ import torch
 from support import runtime
 from support.cli import NO_LIMIT, warn
 
-# Inductor's own random numbers made dropout slow on a CPU; a compiler that is new enough for torch
-# need not be tried with AVX.
+# Inductor's own random numbers make dropout slow on a CPU. vec_isa_ok: compile no program only to
+# see whether the compiler knows AVX.
 OPTIONS = {"fallback_random": True, "cpp.vec_isa_ok": True}
 
 
@@ -43,8 +44,8 @@ def should_compile(run, able, gradients):
 def compile_network(run, compiled, gradients=None):
     """Set run.network: the model, compiled, and in DDP with several ranks.
 
-    gradients() makes those of a step: to compile before the first one. A run on a CPU whose end is
-    a time begins without: it promises no bits, and a second process compiles meanwhile.
+    gradients() makes those of a step: to compile before the first one. A run on a CPU that ends
+    by the clock cannot repeat to the bit anyway: it begins while a second process compiles.
     """
     config = run.config
     config.compile = "on" if compiled else "off"
@@ -71,20 +72,23 @@ def compile_blocks(blocks):
     Not the last MLP, which reads masked rows alone: their number may vary.
     """
     for block in blocks:
-        block.attend = torch.compile(block.attend, options=OPTIONS)
+        block.before_mlp = torch.compile(block.before_mlp, options=OPTIONS)
     for block in blocks[:-1]:
         block.mlp = torch.compile(block.mlp, options=OPTIONS)
 
 
 def start_compiler(run):
-    """A process that fills the compiler's cache for this run, which leaves it a core."""
-    shape = (run.rows, run.config.block_size)
-    args = (run.model, shape, run.dtype, torch.get_num_threads())
+    """Start a process that fills the compiler's cache; meanwhile the run uses a thread less."""
+    shape = (run.micro_batch, run.config.block_size)
+    model = copy.deepcopy(run.model).to("meta")  # without numbers: nothing is shared or sent
+    args = (model, shape, run.dtype, torch.get_num_threads())
     spawn = multiprocessing.get_context("spawn")
     process = spawn.Process(target=fill_cache, args=args, daemon=True)
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run alone
-    process.start()
-    signal.signal(signal.SIGINT, handler)
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, handler)
     process.threads = torch.get_num_threads()
     torch.set_num_threads(max(1, process.threads - 1))
     importlib.import_module("torch._inductor.compile_fx")  # takes seconds: meanwhile
@@ -93,19 +97,36 @@ def start_compiler(run):
 
 def fill_cache(model, shape, dtype, threads):
     """Compile what training with batches of `shape` (B, T) will need."""
-    # The cache's keys are pickled. Pickle would name some of torch's objects after this module, the
-    # first in which it finds them, and the run would look for other keys.
+    # The cache's keys are pickled, and pickle names an object after the first module that has it.
+    # Here that would be __mp_main__, a second name of mdlm.py that the run does not have.
     sys.modules.pop("__mp_main__")
     torch.set_num_threads(threads)
+    model = model.to_empty(device="cpu")
     compile_blocks(model.blocks)
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        model.features(torch.zeros(shape, dtype=torch.long)).sum().backward()
+    try:
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            model.features(torch.zeros(shape, dtype=torch.long)).sum().backward()
+    except Exception as e:  # whatever it is, the run goes on without
+        sys.exit(f"torch.compile: {str(e).splitlines()[0]}")
 
 
 def use_compiled(run):
     """Once the other process is done: compile here too, from its cache."""
     if run.compiler and not run.compiler.is_alive():
+        compiler = run.compiler
+        run.compiler = None
+        torch.set_num_threads(compiler.threads)
+        if compiler.exitcode:
+            failed = f"the process that compiles failed (exit code {compiler.exitcode})"
+            warn(f"{failed}: training goes on without torch.compile")
+        else:
+            compile_blocks(run.model.blocks)
+            run.log.say(f"compiled from step {run.step + 1} on")
+
+
+def stop_compiler(run):
+    """At the end of a run that was quicker: its last evaluation gets all threads."""
+    if run.compiler:
+        run.compiler.terminate()
         torch.set_num_threads(run.compiler.threads)
         run.compiler = None
-        compile_blocks(run.model.blocks)
-        run.log.say(f"compiled from step {run.step + 1} on")

@@ -67,8 +67,8 @@ def logits_at(model, xt, row, at, device):
     device: the model's.
     """
     xt, same = xt.unique(dim=0, return_inverse=True)
-    h = model.features(xt.to(device), (same[row] * xt.shape[1] + at).to(device))
-    return checked(F.linear(h, model.head_weight()).float().to(xt.device))
+    rows = (same[row] * xt.shape[1] + at).to(device)
+    return checked(model(xt.to(device), rows=rows).to(xt.device))
 
 
 def next_logp(model, x, row, at):

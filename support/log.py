@@ -77,6 +77,8 @@ class Log:
         millions = sum(p.numel() for p in run.model.parameters()) / 1e6
         size = f"{c.n_layer} layers x {c.n_embd}, context {c.block_size}, batch {c.batch_size}"
         how = "compiled" if c.compile == "on" else "eager"
+        if run.compiler:
+            how = "eager while another process compiles"
         ops = f"{run.model.ops.name} kernels"
         text = f"{len(run.corpus.train):,} training tokens, {len(run.windows)} validation windows"
         self.say(f"preset {c.preset}: {millions:.2f} M parameters, {size}")

@@ -26,13 +26,18 @@ def by_tenths(values, count, T):
     return [None if math.isnan(mean) else mean for mean in means]
 
 
+def stratified(n, *key):
+    """(n,) float64: one draw from each of n equal parts of [0, 1), in random order."""
+    g = generator(*key)
+    order = torch.randperm(n, generator=g)
+    return (order + torch.rand(n, generator=g, dtype=torch.float64)) / n
+
+
 def stratified_counts(W, T, passes, seed):
     """(passes, W) counts in 1..T; pass k draws from the k-th of `passes` equal intervals."""
     counts = []
     for k in range(passes):
-        g = generator("evaluate", seed, k)
-        order = torch.randperm(W, generator=g)
-        u = (k + (order + torch.rand(W, generator=g, dtype=torch.float64)) / W) / passes
+        u = (k + stratified(W, "evaluate", seed, k)) / passes
         counts.append((1 + (u * T).long()).clamp(max=T))
     return torch.stack(counts)
 

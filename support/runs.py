@@ -10,14 +10,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import save as to_safetensors
 
-from support import checkpoint, compiling, files, runtime, sources
+from support import checkpoint, files, runtime, sources
 from support.cli import NO_LIMIT, UserError, warn
 from support.log import Log
 
 BUILT_IN = ("shakespeare", "patterns", "pydoc")  # values of --data that name no file
 SIGPIPE = 13  # everywhere that it exists
 OURS = ("data", "latest", "log.jsonl", "loss.png")  # in out_dir, beside step-N
-OPENED = []  # (the Config of the run, its rows), for sizes()
+OPENED = []  # (the Config of the run, its micro-batch), for sizes()
+
+
+def sequences_at_once(config, world):
+    return config.batch_size // world // config.gradient_accumulation_steps
 
 
 @dataclasses.dataclass
@@ -53,8 +57,8 @@ class Run:
         return self.step * self.config.batch_size * self.config.block_size
 
     @property
-    def rows(self):  # of a micro-batch
-        return self.config.batch_size // self.world // self.config.gradient_accumulation_steps
+    def micro_batch(self):  # sequences of this rank at a time
+        return sequences_at_once(self.config, self.world)
 
     def elapsed(self):
         return time.monotonic() - self.log.start + self.seconds
@@ -88,7 +92,7 @@ def open_run(given, cls, new_config, check, world, resumable):
         config = new_config(given)
         check_idle(given, config)
     check(config, world)
-    OPENED.append((config, config.batch_size // world // config.gradient_accumulation_steps))
+    OPENED.append((config, sequences_at_once(config, world)))
     check_place(config.data, out)
     if checkpoint.checkpoints(out) and not (config.resume or config.overwrite):
         fix = "give --resume to continue it, --overwrite to replace it, or another --out_dir"
@@ -112,21 +116,23 @@ def sizes():
     fix = "lower --batch_size or raise --gradient_accumulation_steps, or take a smaller model"
     if not OPENED:
         return fix
-    config, rows = OPENED[-1]
+    config, sequences = OPENED[-1]
     model = f"{config.n_layer} layers x {config.n_embd}"
-    return f"{model}, {rows} sequences of {config.block_size} tokens at a time; {fix}"
+    return f"{model}, {sequences} sequences of {config.block_size} tokens at a time; {fix}"
 
 
 def warn_of_memory(run):
     """Say so if training will hardly fit into memory: an estimate, made before the first step."""
     config = run.config
     weights = sum(p.numel() for p in run.model.parameters())
-    tokens = run.rows * config.block_size
+    tokens = run.micro_batch * config.block_size
     # Weights, gradients and, at most, two moments. Of a layer, backward keeps 24 to 45 values for
     # each token and unit of width (measured on a CPU). PyTorch's loss keeps half of the logits.
     need = 16 * weights + 32 * tokens * config.n_layer * config.n_embd * run.dtype.itemsize
     if run.model.ops.name == "torch":
         need += 4 * tokens * run.model.vocab_size
+    if run.compiler:  # it takes a step of its own
+        need *= 2
     free = runtime.free_memory(run.device)
     if free is not None and need > free:
         warn(f"training takes about {need / 1e9:.2g} GB, {free / 1e9:.2g} GB are free: {sizes()}")
@@ -242,7 +248,6 @@ def begin(run, folder):
 
 def poll(run, interrupt):
     """Update run.progress; returns the signal to stop for, or 0. The same on all ranks."""
-    compiling.use_compiled(run)
     progress = run.step / run.config.max_steps
     limit = run.config.time_limit
     if limit:
@@ -263,13 +268,13 @@ def score(run, evaluate, is_last):
     began = time.monotonic()
     in_time = runtime.all_reduce(torch.tensor(float(began < until)), "MIN").item()  # on all ranks
     passes = 4 if is_last and in_time else 1
-    eager = torch.compiler.set_stance("force_eager")  # compile nothing for evaluation's shapes
-    with run.log.busy("evaluating"), run.autocast(), eager:
-        r = raw = evaluate(run.averaged, run.windows, passes, batch_size=run.rows, deadline=until)
+    with run.log.busy("evaluating"), run.autocast():
+        how = dict(batch_size=run.micro_batch, deadline=until)
+        r = raw = evaluate(run.averaged, run.windows, passes, **how)
         scored = r["passes"] * r["windows"]
         if run.averaged is not run.model:
             began = time.monotonic()  # the first evaluation is slow until all is warm
-            raw = evaluate(run.model, run.windows, batch_size=run.rows, deadline=until)
+            raw = evaluate(run.model, run.windows, **how)
             scored = raw["windows"]
     per_window = (time.monotonic() - began) / scored  # seconds
     key = "nll" if config.objective == "ar" else "nelbo"

@@ -15,10 +15,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from support.cli import RANKS, UserError, is_first_rank
 
 
-def generator(*key):
-    """A generator for a key such as ("levels", seed, step): the same on all ranks and on resume."""
+def seed(*key):
+    """A number for a key such as ("levels", seed, step): the same on all ranks and on resume."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return int.from_bytes(digest, "little") >> 1
+
+
+def generator(*key):
+    return torch.Generator().manual_seed(seed(*key))
 
 
 def pick_device(name):
@@ -64,7 +68,7 @@ def pick_dtype(name, device):
 
 
 # Dense bfloat16 TFLOP/s by the makers' data sheets.
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40": 181, "4090": 165}
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165}
 
 
 def peak_flops(device):
@@ -189,7 +193,7 @@ def share(items):
 
 
 def all_reduce(values, how="SUM"):
-    """The sum (or MAX) over ranks of a CPU tensor."""
+    """The sum (or MAX, MIN) over ranks of a CPU tensor."""
     if CONTROL:
         distributed.all_reduce(values, getattr(distributed.ReduceOp, how), CONTROL)
     return values

@@ -161,8 +161,8 @@ class Toy:
     def train(self, mode):
         pass
 
-    def __call__(self, xt):
-        return self.features(xt)
+    def __call__(self, xt, rows=None):
+        return self.features(xt, rows).float()
 
 
 @pytest.fixture(scope="session")

@@ -504,7 +504,7 @@ def gpu_script(tmp_path, broken="nothing", **variables):
     stub.write_text(f'#!/bin/sh\n[ "$1" = - ] && exit 0\n{note}\n')
     stub.chmod(0o755)
     (tmp_path / "calls").write_text("")
-    variables |= dict(PYTHON=str(stub), OUT=str(tmp_path / "out"), TEXT=str(tmp_path / "text"))
+    variables = dict(PYTHON=str(stub), OUT=f"{tmp_path}/out", TEXT=f"{tmp_path}/text") | variables
     command = ["bash", str(ROOT / "studies" / "gpu.sh")]
     r = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     return (
@@ -536,7 +536,10 @@ def test_gpu_script_goes_on_after_a_failure(tmp_path):
     code, said, calls = gpu_script(tmp_path, PARTS="tests")
     assert code == 0 and len(calls) == 1 and "tests/kernels_cases/" in " ".join(calls[0])
     code, said, calls = gpu_script(tmp_path, LIMIT="9")
-    assert code == 0 and calls == [] and said.count("not begun: the time is up") == 6
+    assert code == 1 and calls == [] and said.count("not begun: the time is up") == 6
+    for wrong in (dict(PARTS="tests kernel"), dict(NANOGPT="somewhere", TEXT="")):
+        code, said, calls = gpu_script(tmp_path, **wrong)
+        assert code == 2 and calls == []
 
 
 @pytest.mark.parametrize(

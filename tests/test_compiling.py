@@ -81,15 +81,17 @@ def test_ctrl_c_ends_the_compiler_quietly(text_file, tmp_path):
     assert checkpoint.find_checkpoint(tmp_path / "out")
 
 
-def test_blocks_are_compiled_when_process_ends(monkeypatch):
+@pytest.mark.parametrize("exitcode", [0, 1, -9])
+def test_blocks_are_compiled_when_process_ends(monkeypatch, capsys, exitcode):
     alive = [True, True, False]
     compiled = []
     said = []
     monkeypatch.setattr(compiling, "compile_blocks", compiled.append)
     threads = torch.get_num_threads()
     run = SimpleNamespace(
-        compiler=SimpleNamespace(is_alive=lambda: alive.pop(0)),
-        threads=threads + 1,
+        compiler=SimpleNamespace(
+            is_alive=lambda: alive.pop(0), exitcode=exitcode, threads=threads + 1
+        ),
         model=SimpleNamespace(blocks="blocks"),
         log=SimpleNamespace(say=said.append),
         step=7,
@@ -99,7 +101,8 @@ def test_blocks_are_compiled_when_process_ends(monkeypatch):
         assert not compiled
     for _ in range(2):
         compiling.use_compiled(run)
-        assert compiled == ["blocks"], "once"
+        assert compiled == ([] if exitcode else ["blocks"]), "once"
     assert torch.get_num_threads() == threads + 1
-    assert said == ["compiled from step 8 on"]
     torch.set_num_threads(threads)
+    assert said == ([] if exitcode else ["compiled from step 8 on"])
+    assert (f"exit code {exitcode}" in capsys.readouterr().err) == bool(exitcode)

@@ -276,7 +276,7 @@ def test_files_are_compared_window_by_window(runs, tmp_path, capsys):
     for name in ("mdlm", "ar"):
         files.append(tmp_path / f"{name}.json")
         flags = [f"--out_dir={runs}/{name}", "--windows=5", "--exact", "--pictures=none"]
-        assert evaluate(*flags, f"--data={runs}/elsewhere.txt", f"--json={files[-1]}") == 0
+        assert evaluate(*flags, f"--json={files[-1]}") == 0
     a, b = (json.loads(file.read_text()) for file in files)
     assert len(a["by_window"]) == 5
     assert sum(a["by_window"]) / 5 == pytest.approx(a["nelbo"])
@@ -296,8 +296,10 @@ def test_files_are_compared_window_by_window(runs, tmp_path, capsys):
     assert f"{row['more']:.4f}" in capsys.readouterr().out
     files[1].write_text(json.dumps(b | dict(by_window=[1.0, 2.0])))
     assert evaluate(both) == 2 and "ar.json" in capsys.readouterr().err
-    files[1].write_text(json.dumps(b | dict(data="another")))
-    assert evaluate(both) == 2 and "another" in capsys.readouterr().err
+    files[1].write_text(json.dumps(b | dict(crc=1)))
+    assert evaluate(both) == 2 and "scored other windows" in capsys.readouterr().err
+    assert evaluate(both, f"--json={files[0]}") == 2
+    assert "--compare and --json name the same file" in capsys.readouterr().err
 
 
 def test_missing_matplotlib_is_one_sentence(runs, capsys, monkeypatch, tmp_path):

@@ -517,6 +517,14 @@ def test_standard_error_holds_with_few_windows(W, passes):
 # The model
 
 
+@pytest.mark.parametrize(
+    "n_layer, every, wanted", [(5, 3, [1, 4]), (4, 4, [3]), (3, 1, [0, 1, 2]), (2, 9, [1])]
+)
+def test_attention_is_counted_from_the_last_block(n_layer, every, wanted):
+    blocks = untrained(n_layer=n_layer, attention_every=every).blocks
+    assert [i for i, block in enumerate(blocks) if block.qkv is not None] == wanted
+
+
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.99])
 def test_dropout_has_its_rate_and_mean(p):
     torch.manual_seed(0)

@@ -85,6 +85,20 @@ def test_unfinished_run_is_refused(entry, capsys):
     assert "no last evaluation" in capsys.readouterr().err
 
 
+def test_head_start_is_refused(entry, tmp_path, capsys):
+    assert judge(train(tmp_path, f"--init_from={entry}")) == 2
+    assert "train from nothing" in capsys.readouterr().err
+
+
+def test_claimed_characters_change_nothing(entry, capsys):
+    path = entry / "data" / "meta.json"
+    meta = json.loads(path.read_text())
+    meta["characters"] = [10 * n for n in meta["characters"]]
+    path.write_text(json.dumps(meta))
+    assert judge(entry) == 0
+    assert f"NELBO {read_log(entry)[-1]['val_nelbo']:.4f}" in capsys.readouterr().out
+
+
 def test_other_text_is_refused(entry, monkeypatch, capsys):
     monkeypatch.setattr(sources, "SHA256", "0" * 64)
     assert judge(entry) == 2

@@ -482,7 +482,12 @@ def test_fine_tuning_keeps_weights_and_tokenizer(run, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "flag, word",
-    [("--n_layer=3", "n_layer=2"), ("--pos=sinusoidal", "pos='rope'"), ("--conv=3", "conv=5")],
+    [
+        ("--n_layer=3", "n_layer=2"),
+        ("--attention_every=1", "attention_every=4"),
+        ("--pos=sinusoidal", "pos='rope'"),
+        ("--conv=3", "conv=5"),
+    ],
 )
 def test_fine_tuning_another_network_is_refused(short_run, tmp_path, capsys, flag, word):
     text = short_run.parent / "text.txt"

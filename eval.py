@@ -31,7 +31,7 @@ from support import numerics, plots, sources
 from support.checkpoint import SHIPPED, default_run, find_checkpoint, read_tensors
 from support.cli import UserError, opt
 from support.files import read_json, write_output
-from support.likelihood import chain_rule, checked
+from support.likelihood import chain_rule, checked, group_size
 from support.runtime import pick_device
 
 EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on without a network
@@ -96,12 +96,6 @@ def open_data(data, folder, tokenizer, config, device):
         yield corpus, source
 
 
-def rows_at_once(model, windows):
-    """Sequences in a batch: few on a CPU for its cache, and at most 1 GiB of logits."""
-    tokens = 1 << (12 if windows.device.type == "cpu" else 17)
-    return max(1, min(tokens, (1 << 28) // model.vocab_size) // windows.shape[1])
-
-
 def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
     """All figures of a model on windows (W, T) of a corpus, as a dict for JSON.
 
@@ -111,7 +105,7 @@ def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
     confidence| (Guo et al., 1706.04599); `exact`: from left to right. NaN stands for no data.
     """
     W, T = windows.shape
-    B = batch_size or rows_at_once(model, windows)
+    B = batch_size or group_size(model, windows.device)
     positions = torch.zeros(3, T, dtype=torch.float64)  # sums of 1, confidence and hits
     bins = torch.zeros(3, 10, dtype=torch.float64)  # the same by confidence
 
@@ -147,9 +141,8 @@ def per_character(nats, corpus):
 
 def exact_likelihood(model, corpus, windows):
     """The chain rule's mean over windows (W, T), with its standard error over windows."""
-    B = rows_at_once(model, windows)
     with cli.progress("exact likelihood", " tokens", total=windows.numel()) as bar:
-        nll = -chain_rule(model, windows, batch_size=B, update=bar.update).mean(1)  # (W,)
+        nll = -chain_rule(model, windows, update=bar.update).mean(1)  # (W,)
     mean = nll.mean().item()
     se = numerics.standard_error(nll)
     r = dict(nll=mean, se=se, bpc=per_character(mean, corpus), windows=len(windows))

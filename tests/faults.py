@@ -154,8 +154,8 @@ def not_finite(at, what, report, late=""):
     digests = []
     runs = []
 
-    def broken_forward(self, xt, *rest):
-        out = forward(self, xt, *rest)
+    def broken_forward(self, xt, *rest, **more):
+        out = forward(self, xt, *rest, **more)
         if armed and rest and rank() == 1:
             if what == "nan":
                 return out * math.nan

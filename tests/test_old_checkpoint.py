@@ -46,9 +46,8 @@ def test_old_checkpoint_loads_and_samples(old_run, capsys):
 def test_old_checkpoint_resumes_with_its_losses(old_run):
     wanted = json.loads((DATA / "checkpoint_e2302bb.json").read_text())["losses"]
     assert run_mdlm("--resume", f"--out_dir={old_run}") == 0
-    assert losses(old_run)[0] == pytest.approx(wanted[0], rel=1e-5)
-    # Since then Muon treats each head apart, from the same moments.
-    assert losses(old_run)[1:5] == pytest.approx(wanted[1:], rel=1e-3)
+    # Since then dropout draws other numbers, and Muon treats each head apart, from the same moments.
+    assert losses(old_run)[:5] == pytest.approx(wanted, rel=1e-3)
     assert len(losses(old_run)) == 10
 
 

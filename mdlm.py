@@ -128,8 +128,7 @@ RESUMABLE = {
 def parse_args(argv):
     """The flags that were given, as a dict of Config fields."""
     notes = "--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items())
-    machine = runtime.default_preset("auto")
-    return cli.parse_flags(Config, argv, __doc__, notes, PRESETS, machine)
+    return cli.parse_flags(Config, argv, __doc__, notes, PRESETS, runtime.default_preset("auto"))
 
 
 def new_config(given):
@@ -350,9 +349,6 @@ class Model(nn.Module):
         if config.tie:
             nn.init.normal_(self.embed.weight, std=0.02)
 
-    def head_weight(self):  # (V, C)
-        return self.embed.weight[:-1] if self.head is None else self.head.weight
-
     def features(self, xt, rows=None):
         """(B, T) ids -> what the head reads: (B, T, C), or (n, C) at rows of the flat batch."""
         T = xt.shape[1]
@@ -381,7 +377,7 @@ class Model(nn.Module):
         """(B, T) ids -> (B, T, V) float logits, or (n, V) at some rows (n,) of the flat batch. With
         their targets and shares (n,) of make_batch -> the loss, sum of share * cross-entropy."""
         h = self.features(xt, rows)
-        W = self.head_weight()
+        W = self.embed.weight[:-1] if self.head is None else self.head.weight  # (V, C)
         if targets is None:
             return F.linear(h, W).float()
         return self.ops.linear_cross_entropy(h.flatten(0, -2), W, targets, None, share)
@@ -593,9 +589,8 @@ def load(path="out", device="cpu", kernel="auto"):
     folder = checkpoint.find_checkpoint(path)
     config = checkpoint.read_config(Config, folder / "config.json", check)
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")
-    ops = select_kernels(kernel, device, config)
     checkpoint.check_size(folder, config, tokenizer.vocab_size)  # before memory is taken for it
-    model = Model(config, tokenizer.vocab_size, ops)
+    model = Model(config, tokenizer.vocab_size, select_kernels(kernel, device, config))
     model.load_state_dict(checkpoint.read_tensors(folder / "model.safetensors", model.state_dict()))
     return model.to(device).eval(), tokenizer, config
 

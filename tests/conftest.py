@@ -146,23 +146,16 @@ class Toy:
         self.config = mdlm.Config(block_size=T, **config)
         self.ops = kernels.select("torch")
         self.weights = mdlm.sequence_weights(self.config)
-        self.dtype = logits(torch.full((1, T), V)).dtype
 
-    def features(self, xt, rows=None):
+    def __call__(self, xt, rows=None):
         logits = self.logits(xt)
-        return logits if rows is None else logits.flatten(0, 1)[rows]
-
-    def head_weight(self):
-        return torch.eye(self.vocab_size, dtype=self.dtype)
+        return logits if rows is None else logits.flatten(0, 1)[rows].float()
 
     def eval(self):
         pass
 
     def train(self, mode):
         pass
-
-    def __call__(self, xt, rows=None):
-        return self.features(xt, rows).float()
 
 
 @pytest.fixture(scope="session")

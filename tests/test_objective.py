@@ -67,8 +67,8 @@ def make_batch(model, x0, step=0, early=0.0):
 
 def batch_loss(model, x0, step):
     xt, targets, rows, share = make_batch(model, x0, step)
-    h = model.features(xt, rows).flatten(0, -2)
-    return model.ops.linear_cross_entropy(h, model.head_weight(), targets, None, share).item()
+    logits = model(xt, rows=rows).flatten(0, -2)
+    return (F.cross_entropy(logits, targets, reduction="none") * share).sum().item()
 
 
 # --------------------------------------------------------------------------------------------------

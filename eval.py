@@ -43,7 +43,7 @@ class Options:
     out_dir: str = opt("", "run or checkpoint folder; empty: out, else the model in weights/")
     data: str = opt("", "text whose last tenth is scored, or a folder; empty: the run's")
     raw: bool = opt(False, "evaluate the weights as trained, not the averaged ones")
-    compare: str = opt("", "RUN,RUN,...: their logs; or two files of --json, window by window")
+    compare: str = opt("", "RUN,RUN,...: their logs; or files of --json, window by window")
     # How to measure
     windows: int = opt(4096, "at most N validation windows, evenly spread", bounds=(1, 1 << 31))
     passes: int = opt(4, "masks per window", bounds=(1, 4096))

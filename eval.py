@@ -2,6 +2,7 @@
 
     python eval.py                              # the run in out/, else the model in weights/
     python eval.py --exact --windows=64         # also the exact left-to-right likelihood
+    python eval.py --temperature=1.1            # softer: better for an overconfident model
     python eval.py --compare=out-mdlm,out-ar    # the logs of several runs: a table, loss curves
     python eval.py --compare=a.json,b.json      # two files of --json: their paired difference
 
@@ -47,6 +48,9 @@ class Options:
     # How to measure
     windows: int = opt(4096, "at most N validation windows, evenly spread", bounds=(1, 1 << 31))
     passes: int = opt(4, "masks per window", bounds=(1, 4096))
+    temperature: float = opt(
+        1.0, "divide the logits by this; above 1: less sure", bounds=(0.01, 100)
+    )
     exact: bool = opt(False, "also the exact left-to-right likelihood: T network calls a window")
     device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: the fastest that is there")
     dtype: str = opt("float32", "bfloat16 is faster, less exact", "float32", "bfloat16")
@@ -189,7 +193,8 @@ def report(r):
     """The results as lines of text."""
     weights = dict(ema="averaged weights", raw="raw weights", only="weights")[r["weights"]]
     windows = f"{r['windows']} windows of {r['block_size']} tokens, {r['data']}"
-    lines = [f"{r['checkpoint']}, {weights}; {windows}"]
+    warm = f", temperature {r['temperature']}" if r["temperature"] != 1 else ""
+    lines = [f"{r['checkpoint']}, {weights}{warm}; {windows}"]
     perplexity = f"perplexity {r['perplexity']:.2f}"
     if "nll" in r:
         lines.append(f"NLL {likelihood(r)}, shifted {r['ar_shifted']:.4f}, {perplexity}")
@@ -214,7 +219,8 @@ def check(given):
     options = Options(**given)
     for path in (options.data, *options.compare.split(",")):
         cli.check_files({"compare" if options.compare else "data": path}, dict(json=options.json))
-    clash = sorted({"out_dir", "data", "raw", "windows", "passes", "exact"} & given.keys())
+    measured = {"out_dir", "data", "raw", "windows", "passes", "temperature", "exact"}
+    clash = sorted(measured & given.keys())
     if options.compare and clash:
         raise UserError(f"--compare and --{clash[0]} contradict each other; give one of them")
     path = Path(options.json)
@@ -288,7 +294,10 @@ def evaluation(options):
         load_raw(model, folder, config)
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
-    r = dict(checkpoint=str(folder), weights=weights, data=source)
+    if options.temperature != 1:
+        forward = model.forward
+        model.forward = lambda *args, **more: forward(*args, **more) / options.temperature
+    r = dict(checkpoint=str(folder), weights=weights, temperature=options.temperature, data=source)
     r |= dict(objective=config.objective, block_size=config.block_size)
     r |= dict(crc=zlib.crc32(windows.cpu().numpy()))
     with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):

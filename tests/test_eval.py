@@ -6,11 +6,13 @@ import math
 import shutil
 import statistics
 import sys
+from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, Toy, chain_rule, read_log, run_mdlm
+from conftest import TINY, Toy, chain_rule, read_log, run_mdlm, sign
+from safetensors.torch import load_file, save_file
 
 import eval
 import kernels
@@ -211,6 +213,23 @@ def test_evaluation_repeats_what_the_run_logged(runs, capsys, objective, key):
     assert averaged["bpc"] == pytest.approx(logged["val_bpc"], abs=1e-5)
     assert raw[key] == pytest.approx(logged[f"val_{key}_raw"], abs=1e-5)
     assert abs(raw[key] - averaged[key]) > 1e-3
+
+
+@pytest.mark.parametrize("objective, key", [("mdlm", "nelbo"), ("ar", "nll")])
+def test_temperature_divides_the_logits(runs, capsys, tmp_path, objective, key):
+    soft = shutil.copytree(runs / objective / "step-10", tmp_path / "soft")
+    tensors = load_file(soft / "model.safetensors")
+    tensors["head.weight"] /= 2
+    save_file(tensors, soft / "model.safetensors")
+    sign(soft)
+    flags = [f"--data={runs}/elsewhere.txt", "--exact"]
+    wanted = results(capsys, f"--out_dir={soft}", *flags)
+    found = results(capsys, f"--out_dir={runs}/{objective}", "--temperature=2", *flags)
+    plain = results(capsys, f"--out_dir={runs}/{objective}", *flags)
+    assert (found["temperature"], plain["temperature"]) == (2.0, 1.0)
+    for value in (itemgetter(key), lambda r: r["exact"]["nll"], lambda r: r["calibration"]["ece"]):
+        assert value(found) == pytest.approx(value(wanted), abs=1e-6)
+        assert abs(value(found) - value(plain)) > 1e-3
 
 
 def test_shipped_model_splits_text_as_in_training(runs, capsys):

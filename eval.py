@@ -2,7 +2,7 @@
 
     python eval.py                              # the run in out/, else the model in weights/
     python eval.py --exact --windows=64         # also the exact left-to-right likelihood
-    python eval.py --temperature=1.1            # softer: better for an overconfident model
+    python eval.py --temperature=1.1            # for a model that is too sure of itself
     python eval.py --compare=out-mdlm,out-ar    # the logs of several runs: a table, loss curves
     python eval.py --compare=a.json,b.json      # two files of --json: their paired difference
 
@@ -48,9 +48,7 @@ class Options:
     # How to measure
     windows: int = opt(4096, "at most N validation windows, evenly spread", bounds=(1, 1 << 31))
     passes: int = opt(4, "masks per window", bounds=(1, 4096))
-    temperature: float = opt(
-        1.0, "divide the logits by this; above 1: less sure", bounds=(0.01, 100)
-    )
+    temperature: float = opt(1.0, "divides the logits; above 1: less sure", bounds=(0.01, 100))
     exact: bool = opt(False, "also the exact left-to-right likelihood: T network calls a window")
     device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: the fastest that is there")
     dtype: str = opt("float32", "bfloat16 is faster, less exact", "float32", "bfloat16")
@@ -193,8 +191,8 @@ def report(r):
     """The results as lines of text."""
     weights = dict(ema="averaged weights", raw="raw weights", only="weights")[r["weights"]]
     windows = f"{r['windows']} windows of {r['block_size']} tokens, {r['data']}"
-    warm = f", temperature {r['temperature']}" if r["temperature"] != 1 else ""
-    lines = [f"{r['checkpoint']}, {weights}{warm}; {windows}"]
+    temperature = f", temperature {r['temperature']}" if r["temperature"] != 1 else ""
+    lines = [f"{r['checkpoint']}, {weights}{temperature}; {windows}"]
     perplexity = f"perplexity {r['perplexity']:.2f}"
     if "nll" in r:
         lines.append(f"NLL {likelihood(r)}, shifted {r['ar_shifted']:.4f}, {perplexity}")
@@ -295,8 +293,7 @@ def evaluation(options):
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
     if options.temperature != 1:
-        forward = model.forward
-        model.forward = lambda *args, **more: forward(*args, **more) / options.temperature
+        model.register_forward_hook(lambda _, args, logits: logits / options.temperature)
     r = dict(checkpoint=str(folder), weights=weights, temperature=options.temperature, data=source)
     r |= dict(objective=config.objective, block_size=config.block_size)
     r |= dict(crc=zlib.crc32(windows.cpu().numpy()))

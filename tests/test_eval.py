@@ -6,7 +6,6 @@ import math
 import shutil
 import statistics
 import sys
-from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
@@ -227,7 +226,7 @@ def test_temperature_divides_the_logits(runs, capsys, tmp_path, objective, key):
     found = results(capsys, f"--out_dir={runs}/{objective}", "--temperature=2", *flags)
     plain = results(capsys, f"--out_dir={runs}/{objective}", *flags)
     assert (found["temperature"], plain["temperature"]) == (2.0, 1.0)
-    for value in (itemgetter(key), lambda r: r["exact"]["nll"], lambda r: r["calibration"]["ece"]):
+    for value in (lambda r: r[key], lambda r: r["exact"]["nll"], lambda r: r["calibration"]["ece"]):
         assert value(found) == pytest.approx(value(wanted), abs=1e-6)
         assert abs(value(found) - value(plain)) > 1e-3
 

@@ -60,7 +60,7 @@ class Config:
     device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the best available")
     dtype: str = opt("auto", "of matrix products", "auto", "float32", "bfloat16")
     kernels: str = opt("auto", "auto: Triton on CUDA, else PyTorch", "auto", "triton", "torch")
-    compile: str = opt("auto", "torch.compile; auto: GPU, or over 120 s", "auto", "on", "off")
+    compile: str = opt("auto", "torch.compile; auto: GPU, or from 120 s on", "auto", "on", "off")
     # Data
     tokenizer: str = opt("char", "how text becomes tokens", "char", "byte", "word", "bpe")
     vocab_size: int = opt(0, "V of word, bpe (0: 16384) or .bin files", bounds=(0, 1 << 24))

@@ -181,9 +181,10 @@ def join_ranks():
 def leave_ranks():
     """Wait for all ranks, then part: in the store, as leaving a collective resets connections."""
     if CONTROL:
-        STORE.set(f"left {distributed.get_rank()}", "")
-        with contextlib.suppress(RuntimeError):  # if the rank that keeps the store has left
-            STORE.wait([f"left {rank}" for rank in range(distributed.get_world_size())])
+        for word in ("ready", "leaving"):
+            STORE.set(f"{word} {distributed.get_rank()}", "")
+            if word == "ready" or is_first_rank():  # the first rank, which keeps the store, is last
+                STORE.wait([f"{word} {rank}" for rank in range(distributed.get_world_size())])
         distributed.destroy_process_group()
 
 

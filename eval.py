@@ -146,9 +146,8 @@ def exact_likelihood(model, corpus, windows):
     with cli.progress("exact likelihood", " tokens", total=windows.numel()) as bar:
         nll = -chain_rule(model, windows, update=bar.update).mean(1)  # (W,)
     mean = nll.mean().item()
-    se = numerics.standard_error(nll)
-    r = dict(nll=mean, se=se, bpc=per_character(mean, corpus), windows=len(windows))
-    return r | dict(by_window=nll.tolist())
+    r = dict(nll=mean, se=numerics.standard_error(nll), bpc=per_character(mean, corpus))
+    return r | dict(windows=len(windows), by_window=nll.tolist())
 
 
 def mask(x0, level, mask_id):

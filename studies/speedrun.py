@@ -24,7 +24,6 @@ TOLERANCE = 0.005  # of a NELBO: it was logged in bfloat16, perhaps on another m
 
 @dataclass
 class Options:
-    # settings
     out_dir: str = opt("out", "the run to judge")
     target: float = opt(1.75, "the NELBO to reach, nats per character", bounds=(0, 10))
     device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: the best available")

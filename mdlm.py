@@ -20,7 +20,6 @@ import dataclasses
 import math
 import sys
 import time
-from functools import partial
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ import torch.nn.functional as F
 
 import kernels
 from kernels.launch import can_compile
-from support import checkpoint, compiling, numerics, plots, runs, runtime, sources
+from support import checkpoint, compiling, numerics, plots, runs, runtime, sources, variants
 from support.cli import COUNT, NO_LIMIT, UserError, opt
 from support.log import Log
 from support.muon import make_optimizers
@@ -38,13 +37,6 @@ from support.runtime import all_reduce, generator, to_device
 from support.tokenizer import build_tokenizer, tokenizer_from_json
 
 # ---- Config: one flat dataclass; the command line, --help and config.json all come from it
-
-# Mask schedules map u, uniform in [0, 1), to a mask rate. To add one, write its line here: it must
-# rise or fall strictly between 0 and 1. Its weights follow (count_probabilities): the bound stays.
-SCHEDULES = {
-    "linear": lambda u: u,
-    "cosine": lambda u: torch.cos(math.pi / 2 * (1 - u)),
-}
 
 
 @dataclasses.dataclass
@@ -79,7 +71,7 @@ class Config:
     # Objective
     objective: str = opt("mdlm", "masked diffusion, or autoregressive (baseline)", "mdlm", "ar")
     masking: str = opt("exact", "exactly l tokens, or each with rate t", "exact", "bernoulli")
-    mask_schedule: str = opt("linear", "distribution of the mask rate", *SCHEDULES)
+    mask_schedule: str = opt("linear", "distribution of the mask rate", *variants.SCHEDULES)
     loss_weight: str = opt("bound", "uniform: all masked tokens alike", "bound", "uniform")
     min_rate: float = opt(0.0, "smallest mask rate in training (above 0: no bound)", bounds=(0, 1))
     max_rate: float = opt(1.0, "largest mask rate (below 1: no bound)", bounds=(1e-6, 1))
@@ -340,8 +332,8 @@ class Model(nn.Module):
         angles = torch.arange(config.block_size)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
         self.register_buffer("cos", angles.cos(), persistent=False)  # (T, D/2)
         self.register_buffer("sin", angles.sin(), persistent=False)
-        if is_variant(config):
-            self.register_buffer("weights", sequence_weights(config), persistent=False)
+        if variants.is_variant(config):
+            self.register_buffer("weights", variants.sequence_weights(config), persistent=False)
         # What writes into the residual stream starts at zero: blocks as the identity, loss at ln V.
         for name, p in self.named_parameters():
             if name.endswith(("proj.weight", "down.weight", "head.weight", "adaln.weight")):
@@ -389,15 +381,15 @@ class Model(nn.Module):
 # the mean cross-entropy there (Hoogeboom et al., 2110.02037, eq. 7; Ou et al., 2406.03736): an
 # upper bound of -log p(x) / L.
 def draw_levels(config, step, early=0.0):
-    """(N,) how many tokens to mask in each sequence of a step's global batch (variants: below).
+    """(N,) how many tokens to mask in each sequence of a step's batch, over all ranks.
 
     Neighbours get l and T + 1 - l, so every batch masks exactly N (T + 1) / 2 tokens: static
     shapes. l is T / 2 while `early` is 1, in the first half of a run, and uniform on {1..T} at 0.
     """
     T = config.block_size
     u = numerics.stratified(config.batch_size // 2, "levels", config.seed, step)  # in [0, 1)
-    if is_variant(config):
-        return variant_levels(config, u)
+    if variants.is_variant(config):  # to compare with
+        return variants.draw_levels(config, u)
     # The margin leaves out both ends, where few masked tokens give a noisy mean, few visible ones
     # say little: worth twice the steps (results/cpu.md). It ends at 0: then the loss is the bound.
     # Related: clipped rates (2503.09573), bell-shaped rates (2605.13026).
@@ -406,83 +398,30 @@ def draw_levels(config, step, early=0.0):
     return torch.stack((count, T + 1 - count), 1).flatten()
 
 
-def make_batch(model, corpus, step, samples, early=0.0):
-    """The arguments of Model.forward for samples (B,), numbers in the global batch of a step."""
+def draw_batch(config, corpus, step, samples, early=0.0):
+    """For samples (B,), numbers in the global batch of a step: windows (B, T), levels (B,), and the
+    key of their masks. Here Python draws numbers; from make_batch on the device works alone."""
+    x0 = corpus.batch(step * config.batch_size + samples)  # over a run, the samples' numbers go on
+    drawn = (draw_levels(config, step, early)[samples], torch.tensor(step), samples)
+    return x0, *(to_device(x, x0.device) for x in drawn)
+
+
+def make_batch(model, x0, levels, step, samples):
+    """The arguments of Model.forward for what draw_batch drew."""
     config = model.config
-    # 1. Windows of text. Over a run, samples are numbered step * N, step * N + 1, ...
-    x0 = corpus.batch(step * config.batch_size + samples)  # (B, T)
     B, T = x0.shape
     if config.objective == "ar":  # all tokens count alike
         return x0, x0.flatten(), None, torch.full((B * T,), 1 / (B * T), device=x0.device)
-    # 2. Mask exactly l tokens of each.
-    levels = to_device(draw_levels(config, step, early)[samples], x0.device)
-    key = (config.seed, step, to_device(samples, x0.device))
-    xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, model.mask_id, *key)
-    if is_variant(config):
-        return weigh_variant(model, xt, x0, count, rows, n_rows)
-    # 3. Say where the masked tokens are, what they were, and how much each counts: the loss is the
-    #    mean over sequences of the mean cross-entropy over their masked tokens, so 1 / (B l).
+    # Mask exactly l tokens of each.
+    key = (model.mask_id, config.seed, step, samples)
+    xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, *key)
+    if variants.is_variant(config):
+        return variants.weigh(model, xt, x0, count, rows, n_rows)
+    # Say where the masked tokens are, what they were, and how much each counts: the loss is the
+    # mean over sequences of the mean cross-entropy over their masked tokens, so 1 / (B l).
     rows = rows[: B * (T + 1) // 2]  # those of the flat batch that are masked
     share = 1 / (count * B)
     return xt, x0.flatten()[rows], rows, share[rows // T]
-
-
-# Variants, to compare with. The bound stays if a count has probability P(l) > 0 for every l and its
-# sequence weighs 1 / (L P(l)). A clipped range (BERT: 15 %) and uniform weights give no bound.
-def is_bound(config):
-    return config.loss_weight == "bound" and config.min_rate == 0 and config.max_rate == 1
-
-
-def is_variant(config):
-    return (config.masking, config.mask_schedule) != ("exact", "linear") or not is_bound(config)
-
-
-def variant_levels(config, u):
-    """(N/2,) u in [0, 1) -> (N,) mask rates t if bernoulli, else counts 1 + floor(t L)."""
-    L = config.block_size
-    t = SCHEDULES[config.mask_schedule](torch.stack((u, 1 - u), 1).flatten())
-    t = config.min_rate + (config.max_rate - config.min_rate) * t
-    return t if config.masking == "bernoulli" else 1 + (t * L).long().clamp(max=L - 1)
-
-
-def count_probabilities(config):
-    """P(l) of masking l of L tokens, (L+1,) float64, for rates from 0 to 1."""
-    L = config.block_size
-    count = torch.arange(L + 1, dtype=torch.float64)
-    schedule = SCHEDULES[config.mask_schedule]
-    if config.masking == "exact":  # u the inverse of the schedule: P(l) = |u(l/L) - u((l-1)/L)|
-        u = numerics.invert(schedule, count / L)
-        return u.diff(prepend=u[:1]).abs()
-    if config.mask_schedule == "linear":  # then E[1/t | l] = (L + 1) / l, the textbook weight
-        return torch.full_like(count, 1 / (L + 1))
-    return numerics.binomial_mixture(L, schedule)
-
-
-def sequence_weights(config):
-    """(L+1,) float32, made in float64: the weight of a sequence with l masked tokens."""
-    L = config.block_size
-    count = torch.arange(L + 1, dtype=torch.float64)
-    weight = torch.ones_like(count)  # a clipped range: the plain mean
-    if config.loss_weight == "uniform":  # the sum of CE over its expected number of terms
-        grid = (torch.arange(1 << 13, dtype=torch.float64) + 0.5) / (1 << 14)
-        terms = variant_levels(config, grid).double().mean()
-        weight = count / (terms * L if config.masking == "bernoulli" else terms)
-    elif is_bound(config):
-        weight = 1 / (L * count_probabilities(config))
-    weight[0] = 0  # nothing is masked, so there is nothing to predict
-    return weight.float()
-
-
-def weigh_variant(model, xt, x0, count, rows, n_rows):
-    """The arguments of Model.forward; a token's share is its sequence's weight / (B l)."""
-    B, T = x0.shape
-    share = model.weights[count] / (count.clamp(min=1) * B)  # (B,)
-    if x0.device.type == "cpu":
-        rows = rows[: int(n_rows)]
-    # Python does not wait for a GPU to know n_rows: the padding of rows, -1, stays, with share 0.
-    share = torch.where(rows < 0, 0, share[rows // T])
-    rows = torch.where(rows < 0, torch.arange(len(rows), device=rows.device), rows)
-    return xt, x0.flatten()[rows], rows, share
 
 
 # ---- Sampling: the textbook reverse process; sample.py has the good sampler
@@ -616,45 +555,63 @@ def lr_scale(config, step, progress):
     return min(1.0, (step + 1) / (config.warmup_steps + 1)) * decay[config.lr_schedule]
 
 
-def compute_gradients(run, step, early):
-    """Accumulate the gradients of this rank's share of a step's batch; returns its loss."""
-    config = run.config
-    parts = config.gradient_accumulation_steps
-    loss = 0
+def draw_parts(run, step, early):
+    """What Python draws of a step, for each of this rank's micro-batches when its turn comes."""
+    parts = run.config.gradient_accumulation_steps
     for part in range(parts):
         samples = torch.arange(run.micro_batch) + (run.rank * parts + part) * run.micro_batch
-        batch = make_batch(run.model, run.corpus, step, samples, early)
-        if config.dropout:
-            torch.manual_seed(runtime.seed("dropout", config.seed, step, run.rank, part))
+        drawn = draw_batch(run.config, run.corpus, step, samples, early)
+        if run.config.dropout:
+            runtime.seed_device(run.device, "dropout", run.config.seed, step, run.rank, part)
+        yield drawn
+
+
+def compute_gradients(run, drawn):
+    """Accumulate the gradients of the micro-batches of draw_parts; returns their loss."""
+    parts = run.config.gradient_accumulation_steps
+    loss = 0
+    for part, numbers in enumerate(drawn):
         wait = part < parts - 1 and isinstance(run.network, nn.parallel.DistributedDataParallel)
         with run.network.no_sync() if wait else contextlib.nullcontext():  # exchange once a step
             with run.autocast():
-                part_loss = run.network(*batch) / parts
+                part_loss = run.network(*make_batch(run.model, *numbers)) / parts
             part_loss.backward()
         loss = loss + part_loss.detach()
     return loss
 
 
-def train_step(run, step, progress):
-    """One optimizer step; its loss and gradient norm go to run.pending."""
+def set_rates(run, step, progress):
+    """Learning rates and the EMA's share of new weights, as tensors: a CUDA graph reads these."""
     scale = lr_scale(run.config, step, progress)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = scale * optimizer.defaults["lr"]
-    loss = compute_gradients(run, step, early=min(1.0, 2 * (1 - progress)))
-    weights = list(run.model.parameters())
-    norm = runtime.clip_gradients(weights, run.config.grad_clip)
-    run.pending[step] = torch.stack((loss, norm))
-    if not runtime.is_async(run.device):
-        runs.check_finite(run)  # before the update; a GPU's numbers are read before they are saved
+            group["lr"].fill_(scale * optimizer.defaults["lr"])
+    # Shorten the EMA window as the learning rate decays: it would lag behind the weights.
+    new = (1 - min(run.config.ema, (1 + step) / (10 + step))) / max(scale, 1e-6)
+    run.new_share.fill_(min(new, 1))
+
+
+def update(run):
+    """Update the weights and their average by the gradients."""
     for optimizer in run.optimizers:
         optimizer.step()
         optimizer.zero_grad()
     if run.averaged is not run.model:
-        # Shorten the EMA window as the learning rate decays: it would lag behind the weights.
-        new = (1 - min(run.config.ema, (1 + step) / (10 + step))) / max(scale, 1e-6)
+        averaged = list(run.averaged.parameters())
         with torch.no_grad():
-            torch._foreach_lerp_(list(run.averaged.parameters()), weights, min(new, 1))
+            shares = [run.new_share] * len(averaged)
+            torch._foreach_lerp_(averaged, list(run.model.parameters()), shares)
+
+
+def train_step(run, step, progress):
+    """One optimizer step; its loss and gradient norm go to run.pending."""
+    set_rates(run, step, progress)
+    loss = compute_gradients(run, draw_parts(run, step, early=min(1.0, 2 * (1 - progress))))
+    norm = runtime.clip_gradients(list(run.model.parameters()), run.config.grad_clip)
+    run.pending[step] = torch.stack((loss, norm))
+    if not runtime.is_async(run.device):
+        runs.check_finite(run)  # before the update; a GPU's numbers are read before they are saved
+    update(run)
 
 
 def report(run, is_last=False):
@@ -682,12 +639,15 @@ def setup(given, start):
     run.log = log
     run.windows = corpus.windows(config.eval_windows)
     runs.load_weights(run, source)
-    gradients = partial(compute_gradients, run, 0, 0.0)  # of a step: to time it, to compile
+
+    def gradients():  # of a step: to time it, to compile
+        return compute_gradients(run, draw_parts(run, 0, 0.0))
+
     compiled = compiling.should_compile(run, can_compile(device), gradients)
     compiling.compile_network(run, compiled, gradients)
     runs.warn_of_memory(run)
     runs.begin(run, folder)
-    log.describe(run, folder, is_bound(config), is_variant(config))
+    log.describe(run, folder, variants.is_bound(config), variants.is_variant(config))
     if not folder:
         report(run)
     return run

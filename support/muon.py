@@ -121,11 +121,10 @@ class Muon(torch.optim.Muon):
             for stacks in sides.values():
                 updates = orthogonalize([update for _, update, _ in stacks], self.dtype)
                 for (params, _, running), x in zip(stacks, updates):
-                    scale = max(1, x.shape[1] / x.shape[2]) ** 0.5
+                    scale = group["lr"] * max(1, x.shape[1] / x.shape[2]) ** 0.5
                     x = level_rows(x.to(running.dtype), running, scale)
                     torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                    x = x.view(len(params), *params[0].shape)
-                    torch._foreach_add_(params, list(x), alpha=-group["lr"])
+                    torch._foreach_sub_(params, list(x.view(len(params), *params[0].shape)))
 
 
 def make_optimizers(model, config, device):
@@ -144,7 +143,12 @@ def make_optimizers(model, config, device):
         betas=(0.9, 0.95),
         weight_decay=0.0 if matrices else config.weight_decay,
         fused=device.type in ("cuda", "cpu"),
+        capturable=device.type == "cuda",
     )
-    if not matrices:
-        return [adamw]
-    return [Muon(matrices, config.muon_lr, config.weight_decay, rows=rows), adamw]
+    optimizers = [adamw]
+    if matrices:
+        optimizers = [Muon(matrices, config.muon_lr, config.weight_decay, rows=rows), adamw]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:  # a CUDA graph reads the rate from a tensor
+            group["lr"] = torch.tensor(group["lr"], device=device)
+    return optimizers

@@ -3,6 +3,7 @@
     python bench.py                      # the three operations, each checked before it is timed
     python bench.py train --preset=gpu   # training steps: Triton and PyTorch, compiled and eager
     python bench.py profile --preset=gpu # what a step consists of: its kernels by time
+    python bench.py graph --preset=gpu   # a step as one CUDA graph: the same losses? how fast?
     python bench.py sample --out_dir=out # how well samplers write, by network calls
 
 A time is the median over rounds in which the contestants take turns; spread is half its
@@ -440,7 +441,79 @@ def profile(options, device, book):
             book.add(dict(preset=config.preset, kernel=name, launches=e.count / 10, us=us[e]))
 
 
-MODES = dict(kernels=bench_kernels, train=bench_training, profile=profile)
+def captured_steps(run):
+    """steps_of(run), whose device part is one CUDA graph from the fourth step on.
+
+    On a CPU only its inputs are as a graph wants them: in memory that stays the same.
+    """
+    weights = list(run.model.parameters())
+    graph = None
+
+    def device_part():
+        loss = mdlm.compute_gradients(run, [inputs])
+        norm = runtime.clip_gradients(weights, run.config.grad_clip)
+        mdlm.update(run)
+        return torch.stack((loss, norm))
+
+    for step in itertools.count():
+        mdlm.set_rates(run, step, progress=0.75)
+        [drawn] = mdlm.draw_parts(run, step, early=0.5)
+        if step == 0:
+            inputs = [x.clone() for x in drawn]
+        torch._foreach_copy_(inputs, drawn)
+        if run.device.type == "cpu":
+            out = device_part()
+        elif step < 3:  # compiles, and makes the optimizers' state
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                out = device_part()
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            if graph is None:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    out = device_part()
+            graph.replay()
+        run.pending[step] = out.clone()
+        if (step + 1) % run.config.log_interval == 0:
+            runs.check_finite(run)
+        yield
+
+
+def bench_graph(options, device, book):
+    """Steps one operation at a time and as one CUDA graph: the same losses and gradient norms?"""
+    dtype = runtime.pick_dtype("auto", device)
+    until = time.monotonic() + (options.time_limit or math.inf)
+    for config, folder in presets(options, device):
+        config.gradient_accumulation_steps = 1
+        where = dict(operation="training step", shape=config.preset, what=str(dtype)[6:])
+        calls = {}
+        found = {}
+        for name, steps in (("step by step", steps_of), ("one CUDA graph", captured_steps)):
+            try:
+                if time.monotonic() > until:
+                    raise Untimed(LATE)
+                run = start_run(config, folder, device, dtype, "auto", can_compile(device))
+                calls[name] = partial(next, steps(run))
+                for _ in range(10):
+                    calls[name]()
+                    runs.check_finite(run)  # reads the loss and the norm
+                    found.setdefault(name, []).append((run.loss, run.grad_norm))
+                error = relative_error(*(torch.tensor(found[n]).T for n in (name, "step by step")))
+                if not error <= TOLERANCE[dtype]:
+                    raise Untimed(f"WRONG RESULT, relative error of losses or norms {error:.2g}")
+            except Exception as e:  # what cannot be captured, no memory: the line says it
+                calls.pop(name, None)
+                book.trouble(where, name, describe(e), fatal=describe(e) != LATE)
+        raced = race(calls, device, options.seconds)
+        base = raced.get("step by step", [None])[0]
+        for name, times in raced.items():
+            rate = f"{config.batch_size * config.block_size / times[0]:,.0f} tokens/s"
+            book.result(where, name, times, rate, None, None, base and base / times[0])
+
+
+MODES = dict(kernels=bench_kernels, train=bench_training, profile=profile, graph=bench_graph)
 MODES["sample"] = frontier.bench_sampling
 
 

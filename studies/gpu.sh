@@ -5,7 +5,7 @@
 #   PARTS=tests bash studies/gpu.sh                        # 2. every test of the kernels
 #   PARTS=record TEXT=my.txt bash studies/gpu.sh           # 3. the gpu preset, seeds 0, 1, 2
 #
-# PARTS: some of ops train nanogpt profile large attention alike (the first call), tests, record.
+# PARTS: some of ops train nanogpt profile graph large attention alike (the first call), tests, record.
 # OUT: folder of the results (results/). LIMIT: seconds for all (580). PYTHON: the interpreter.
 # A part has a time limit of its own, a single part gets all the time, and one that fails does not
 # stop the others; the exit code says whether all passed. What was printed is $OUT/gpu.md.
@@ -14,7 +14,7 @@ if [ $# -gt 0 ]; then
     echo "gpu.sh takes no arguments, but: PARTS, LIMIT, OUT, TEXT, NANOGPT, PYTHON in the environment" >&2
     exit 2
 fi
-first="ops train nanogpt profile large attention alike"
+first="ops train nanogpt profile graph large attention alike"
 PARTS=${PARTS:-$first}
 for name in $PARTS; do
     [[ " $first tests record " == *" $name "* ]] && continue
@@ -88,6 +88,7 @@ elif [[ " $PARTS " == *" nanogpt "* ]]; then
     echo "== nanogpt: skipped: give NANOGPT and TEXT" | tee -a "$out/gpu.md"
 fi
 bench profile 50 profile --preset=gpu
+bench graph 50 graph --preset=gpu
 bench large 100 train --preset=gpt2
 bench attention 100 kernels --only=attention --seconds=0.1
 part alike 100 "${pytest[@]}" -s tests/test_gpu.py --deselect="$alike[1]" --deselect="$alike[2]"

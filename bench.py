@@ -373,7 +373,7 @@ def race_steps(config, folder, device, book, seconds, until):
     for compiled in (True, False):
         ready = {}
         how = "compiled" if compiled else "eager"
-        for kernel in ("triton", "torch") if device.type == "cuda" else ("torch",):
+        for kernel in ("auto", "torch") if device.type == "cuda" else ("torch",):
             name = f"--kernels={kernel}, {how}"
             try:
                 if time.monotonic() > until:
@@ -381,7 +381,7 @@ def race_steps(config, folder, device, book, seconds, until):
                 ready[name] = start_step(exact, config, folder, device, dtype, kernel, compiled)
             except Exception as e:  # no compiler, no memory, no Triton: the line says what
                 text = describe(e)
-                broken = kernel == "triton" and not isinstance(e, Untimed)
+                broken = kernel == "auto" and not isinstance(e, Untimed)
                 book.trouble(where, name, text, broken or text.startswith("WRONG"))
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
         raced = race(calls, device, seconds)

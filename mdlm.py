@@ -511,9 +511,9 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
 # ---- Load (support/runs.py saves; support/checkpoint.py keeps checkpoints intact)
 def select_kernels(name, device, config, dtype=torch.float32):
     """The ops for --kernels: the one place where a ValueError becomes a UserError."""
-    head_dim = config.n_embd // config.n_head
+    shape = (config.n_embd // config.n_head, dtype, config.objective == "ar", config.block_size)
     try:
-        return kernels.select(name, device, head_dim, dtype, config.objective == "ar")
+        return kernels.select(name, device, *shape)
     except ValueError as e:
         raise UserError(str(e)) from e
 

@@ -24,7 +24,11 @@ TRITON = SimpleNamespace(
 )
 
 
-def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal=False):
+# By estimate, until a GPU has timed both: with longer windows cuDNN's attention is the faster one.
+LONGEST = 256
+
+
+def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal=False, T=0):
     """Choose the operations for --kernels on a device.
 
     name      auto: Triton on CUDA, else PyTorch; triton: Triton, or a ValueError; torch: PyTorch
@@ -32,6 +36,7 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
               PyTorch (SDPA, where cuDNN is strong), with others too, which triton refuses
     dtype     of the products
     causal    whether the model is autoregressive: then attention runs in PyTorch
+    T         tokens of a window: above LONGEST auto leaves attention to PyTorch
 
     Returns a namespace with name, mask_tokens, attention, linear_cross_entropy. Warns on stderr if
     less than was asked for runs in Triton. Raises ValueError, in one sentence, if name cannot run.
@@ -58,7 +63,10 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
     if odd or (name == "triton" and (causal or head_dim == 128)):
         what = "causal attention" if causal else f"n_embd / n_head = {head_dim}: attention"
         warn(f"{what} runs in PyTorch (SDPA): the kernels take heads of 32 and 64, not causal")
-    return SimpleNamespace(**vars(TRITON))
+    ops = SimpleNamespace(**vars(TRITON))
+    if name == "auto" and T > LONGEST:
+        ops.attention = attention_ref
+    return ops
 
 
 def _missing(device):

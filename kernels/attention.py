@@ -271,7 +271,7 @@ def tiles(kernel, dtype, D):
 
 def fused(dtype, T):
     """Whether RoPE and QK-norm go into the kernels: a bound that is reasoned, not measured."""
-    return dtype != torch.float32 and T <= 512
+    return dtype != torch.float32 and T <= 256
 
 
 def _run(kernel, qkv, tensors, cos, sin, qk_norm):

@@ -117,6 +117,17 @@ def test_attention_by_pytorch_is_said_once(as_if, capsys, name, head_dim, causal
     assert all(word in said for word in words)
 
 
+def test_auto_leaves_long_windows_to_pytorch(as_if):
+    as_if(interpreter=True)
+    for name, T, wanted in (
+        ("auto", 256, kernels.attention),
+        ("auto", 257, kernels.attention_ref),
+        ("triton", 1024, kernels.attention),
+    ):
+        ops = kernels.select(name, "cpu", 64, T=T)
+        assert ops.attention is wanted and ops.mask_tokens is kernels.mask_tokens
+
+
 def test_other_ranks_do_not_warn(as_if, capsys, monkeypatch):
     as_if(interpreter=True)
     monkeypatch.setenv("RANK", "1")

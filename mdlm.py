@@ -28,15 +28,23 @@ import torch.nn.functional as F
 
 import kernels
 from kernels.launch import can_compile
-from support import checkpoint, compiling, numerics, plots, runs, runtime, sources, variants
+from support import checkpoint, compiling, numerics, plots, runs, runtime, sources
 from support.cli import COUNT, NO_LIMIT, UserError, opt
 from support.log import Log
-from support.muon import make_optimizers
+from support.optimizers import make_optimizers, set_rates, update
 from support.runs import Run
 from support.runtime import all_reduce, generator, to_device
 from support.tokenizer import build_tokenizer, tokenizer_from_json
 
 # ---- Config: one flat dataclass; the command line, --help and config.json all come from it
+
+
+# Mask schedules map u, uniform in [0, 1), to a mask rate. To add one, write its line here: it must
+# rise or fall strictly between 0 and 1. Its weights follow (count_probabilities): the bound stays.
+SCHEDULES = {
+    "linear": lambda u: u,
+    "cosine": lambda u: torch.cos(math.pi / 2 * (1 - u)),
+}
 
 
 @dataclasses.dataclass
@@ -71,7 +79,7 @@ class Config:
     # Objective
     objective: str = opt("mdlm", "masked diffusion, or autoregressive (baseline)", "mdlm", "ar")
     masking: str = opt("exact", "exactly l tokens, or each with rate t", "exact", "bernoulli")
-    mask_schedule: str = opt("linear", "distribution of the mask rate", *variants.SCHEDULES)
+    mask_schedule: str = opt("linear", "distribution of the mask rate", *SCHEDULES)
     loss_weight: str = opt("bound", "uniform: all masked tokens alike", "bound", "uniform")
     min_rate: float = opt(0.0, "smallest mask rate in training (above 0: no bound)", bounds=(0, 1))
     max_rate: float = opt(1.0, "largest mask rate (below 1: no bound)", bounds=(1e-6, 1))
@@ -332,8 +340,8 @@ class Model(nn.Module):
         angles = torch.arange(config.block_size)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
         self.register_buffer("cos", angles.cos(), persistent=False)  # (T, D/2)
         self.register_buffer("sin", angles.sin(), persistent=False)
-        if variants.is_variant(config):
-            self.register_buffer("weights", variants.sequence_weights(config), persistent=False)
+        if is_variant(config):
+            self.register_buffer("weights", sequence_weights(config), persistent=False)
         # What writes into the residual stream starts at zero: blocks as the identity, loss at ln V.
         for name, p in self.named_parameters():
             if name.endswith(("proj.weight", "down.weight", "head.weight", "adaln.weight")):
@@ -388,8 +396,8 @@ def draw_levels(config, step, early=0.0):
     """
     T = config.block_size
     u = numerics.stratified(config.batch_size // 2, "levels", config.seed, step)  # in [0, 1)
-    if variants.is_variant(config):  # to compare with
-        return variants.draw_levels(config, u)
+    if is_variant(config):
+        return variant_levels(config, u)
     # The margin leaves out both ends, where few masked tokens give a noisy mean, few visible ones
     # say little: worth twice the steps (results/cpu.md). It ends at 0: then the loss is the bound.
     # Related: clipped rates (2503.09573), bell-shaped rates (2605.13026).
@@ -399,9 +407,10 @@ def draw_levels(config, step, early=0.0):
 
 
 def draw_batch(config, corpus, step, samples, early=0.0):
-    """For samples (B,), numbers in the global batch of a step: windows (B, T), levels (B,), and the
-    key of their masks. Here Python draws numbers; from make_batch on the device works alone."""
-    x0 = corpus.batch(step * config.batch_size + samples)  # over a run, the samples' numbers go on
+    """For samples (B,), numbers in a step's global batch: x0 (B, T), levels (B,), step, samples, on
+    the device, which needs nothing else for the rest of the step."""
+    # 1. Windows of text. Over a run, samples are numbered step * N, step * N + 1, ...
+    x0 = corpus.batch(step * config.batch_size + samples)
     drawn = (draw_levels(config, step, early)[samples], torch.tensor(step), samples)
     return x0, *(to_device(x, x0.device) for x in drawn)
 
@@ -412,16 +421,74 @@ def make_batch(model, x0, levels, step, samples):
     B, T = x0.shape
     if config.objective == "ar":  # all tokens count alike
         return x0, x0.flatten(), None, torch.full((B * T,), 1 / (B * T), device=x0.device)
-    # Mask exactly l tokens of each.
+    # 2. Mask exactly l tokens of each.
     key = (model.mask_id, config.seed, step, samples)
     xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, *key)
-    if variants.is_variant(config):
-        return variants.weigh(model, xt, x0, count, rows, n_rows)
-    # Say where the masked tokens are, what they were, and how much each counts: the loss is the
-    # mean over sequences of the mean cross-entropy over their masked tokens, so 1 / (B l).
+    if is_variant(config):
+        return weigh_variant(model, xt, x0, count, rows, n_rows)
+    # 3. Say where the masked tokens are, what they were, and how much each counts: the loss is the
+    #    mean over sequences of the mean cross-entropy over their masked tokens, so 1 / (B l).
     rows = rows[: B * (T + 1) // 2]  # those of the flat batch that are masked
     share = 1 / (count * B)
     return xt, x0.flatten()[rows], rows, share[rows // T]
+
+
+# Variants, to compare with. The bound stays if a count has probability P(l) > 0 for every l and its
+# sequence weighs 1 / (L P(l)). A clipped range (BERT: 15 %) and uniform weights give no bound.
+def is_bound(config):
+    return config.loss_weight == "bound" and config.min_rate == 0 and config.max_rate == 1
+
+
+def is_variant(config):
+    return (config.masking, config.mask_schedule) != ("exact", "linear") or not is_bound(config)
+
+
+def variant_levels(config, u):
+    """(N/2,) u in [0, 1) -> (N,) mask rates t if bernoulli, else counts 1 + floor(t L)."""
+    L = config.block_size
+    t = SCHEDULES[config.mask_schedule](torch.stack((u, 1 - u), 1).flatten())
+    t = config.min_rate + (config.max_rate - config.min_rate) * t
+    return t if config.masking == "bernoulli" else 1 + (t * L).long().clamp(max=L - 1)
+
+
+def count_probabilities(config):
+    """P(l) of masking l of L tokens, (L+1,) float64, for rates from 0 to 1."""
+    L = config.block_size
+    count = torch.arange(L + 1, dtype=torch.float64)
+    schedule = SCHEDULES[config.mask_schedule]
+    if config.masking == "exact":  # u the inverse of the schedule: P(l) = |u(l/L) - u((l-1)/L)|
+        u = numerics.invert(schedule, count / L)
+        return u.diff(prepend=u[:1]).abs()
+    if config.mask_schedule == "linear":  # then E[1/t | l] = (L + 1) / l, the textbook weight
+        return torch.full_like(count, 1 / (L + 1))
+    return numerics.binomial_mixture(L, schedule)
+
+
+def sequence_weights(config):
+    """(L+1,) float32, made in float64: the weight of a sequence with l masked tokens."""
+    L = config.block_size
+    count = torch.arange(L + 1, dtype=torch.float64)
+    weight = torch.ones_like(count)  # a clipped range: the plain mean
+    if config.loss_weight == "uniform":  # the sum of CE over its expected number of terms
+        grid = (torch.arange(1 << 13, dtype=torch.float64) + 0.5) / (1 << 14)
+        terms = variant_levels(config, grid).double().mean()
+        weight = count / (terms * L if config.masking == "bernoulli" else terms)
+    elif is_bound(config):
+        weight = 1 / (L * count_probabilities(config))
+    weight[0] = 0  # nothing is masked, so there is nothing to predict
+    return weight.float()
+
+
+def weigh_variant(model, xt, x0, count, rows, n_rows):
+    """The arguments of Model.forward; a token's share is its sequence's weight / (B l)."""
+    B, T = x0.shape
+    share = model.weights[count] / (count.clamp(min=1) * B)  # (B,)
+    if x0.device.type == "cpu":
+        rows = rows[: int(n_rows)]
+    # Python does not wait for a GPU to know n_rows: the padding of rows, -1, stays, with share 0.
+    share = torch.where(rows < 0, 0, share[rows // T])
+    rows = torch.where(rows < 0, torch.arange(len(rows), device=rows.device), rows)
+    return xt, x0.flatten()[rows], rows, share
 
 
 # ---- Sampling: the textbook reverse process; sample.py has the good sampler
@@ -570,42 +637,19 @@ def compute_gradients(run, drawn):
     """Accumulate the gradients of the micro-batches of draw_parts; returns their loss."""
     parts = run.config.gradient_accumulation_steps
     loss = 0
-    for part, numbers in enumerate(drawn):
+    for part, inputs in enumerate(drawn):
         wait = part < parts - 1 and isinstance(run.network, nn.parallel.DistributedDataParallel)
         with run.network.no_sync() if wait else contextlib.nullcontext():  # exchange once a step
             with run.autocast():
-                part_loss = run.network(*make_batch(run.model, *numbers)) / parts
+                part_loss = run.network(*make_batch(run.model, *inputs)) / parts
             part_loss.backward()
         loss = loss + part_loss.detach()
     return loss
 
 
-def set_rates(run, step, progress):
-    """Learning rates and the EMA's share of new weights, as tensors: a CUDA graph reads these."""
-    scale = lr_scale(run.config, step, progress)
-    for optimizer in run.optimizers:
-        for group in optimizer.param_groups:
-            group["lr"].fill_(scale * optimizer.defaults["lr"])
-    # Shorten the EMA window as the learning rate decays: it would lag behind the weights.
-    new = (1 - min(run.config.ema, (1 + step) / (10 + step))) / max(scale, 1e-6)
-    run.new_share.fill_(min(new, 1))
-
-
-def update(run):
-    """Update the weights and their average by the gradients."""
-    for optimizer in run.optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    if run.averaged is not run.model:
-        averaged = list(run.averaged.parameters())
-        with torch.no_grad():
-            shares = [run.new_share] * len(averaged)
-            torch._foreach_lerp_(averaged, list(run.model.parameters()), shares)
-
-
 def train_step(run, step, progress):
     """One optimizer step; its loss and gradient norm go to run.pending."""
-    set_rates(run, step, progress)
+    set_rates(run, step, lr_scale(run.config, step, progress))
     loss = compute_gradients(run, draw_parts(run, step, early=min(1.0, 2 * (1 - progress))))
     norm = runtime.clip_gradients(list(run.model.parameters()), run.config.grad_clip)
     run.pending[step] = torch.stack((loss, norm))
@@ -647,7 +691,7 @@ def setup(given, start):
     compiling.compile_network(run, compiled, gradients)
     runs.warn_of_memory(run)
     runs.begin(run, folder)
-    log.describe(run, folder, variants.is_bound(config), variants.is_variant(config))
+    log.describe(run, folder, is_bound(config), is_variant(config))
     if not folder:
         report(run)
     return run

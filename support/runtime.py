@@ -26,9 +26,9 @@ def generator(*key):
 
 
 def seed_device(device, *key):
-    """Seed what the device draws by itself, as dropout does; torch.manual_seed takes far longer."""
-    here = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
-    here.manual_seed(seed(*key))
+    """Seed the device's own generator, for dropout; torch.manual_seed seeds all devices."""
+    source = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
+    source.manual_seed(seed(*key))
 
 
 def pick_device(name):

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import kernels
 import mdlm
-from support import checkpoint, cli, files, variants
+from support import checkpoint, cli, files
 
 torch.set_num_threads(1)  # these models are tiny, and threads that wait for a busy core spin
 ROOT = Path(__file__).parent.parent
@@ -145,7 +145,7 @@ class Toy:
         self.training = False
         self.config = mdlm.Config(block_size=T, **config)
         self.ops = kernels.select("torch")
-        self.weights = variants.sequence_weights(self.config)
+        self.weights = mdlm.sequence_weights(self.config)
 
     def __call__(self, xt, rows=None):
         logits = self.logits(xt)

@@ -17,6 +17,7 @@ from aot import SHARED
 from conftest import TINY, losses, run_mdlm
 
 import kernels
+import mdlm
 
 HERE = Path(__file__).parent
 INTERPRETED = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -58,6 +59,7 @@ def test_the_oldest_triton_compiles_and_agrees(tmp_path):
     r = run(HERE / "aot.py", "--json", "--main", MDLM_TRITON="1", **old)
     assert r.returncode == 0, r.stderr[-3000:]
     compiled = [json.loads(line) for line in r.stdout.splitlines()]
+    assert {case["arch"] for case in compiled} == {80, 90, 100}
     assert {case["name"] for case in compiled if case["spills"] and case["arch"] > 80} == set()
     files = sorted((HERE / "kernels_cases").glob("*_cases.py"))
     args = ("-n0", "-m", "not slow", "-p", "no:cacheprovider", *files)
@@ -144,7 +146,8 @@ def test_auto_leaves_long_windows_to_pytorch(as_if):
         ("auto", 257, kernels.attention_ref),
         ("triton", 1024, kernels.attention),
     ):
-        ops = kernels.select(name, "cpu", 64, T=T)
+        config = mdlm.Config(n_head=1, n_embd=64, block_size=T)
+        ops = mdlm.select_kernels(name, torch.device("cpu"), config)
         assert ops.attention is wanted and ops.mask_tokens is kernels.mask_tokens
 
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 import kernels
 import mdlm
 from kernels.reference import attention_ref
-from support import numerics, variants
+from support import numerics
 from support.cli import UserError
 
 VARIANTS = [
@@ -25,7 +25,7 @@ VARIANTS = [
     dict(max_rate=0.9),
     dict(loss_weight="uniform"),
 ]
-# What a newcomer might add to variants.SCHEDULES, and the inverse of each by hand.
+# What a newcomer might add to mdlm.SCHEDULES, and the inverse of each by hand.
 SCHEDULES = {"sqrt": torch.sqrt, "square": torch.square, "falling": lambda u: 1 - u}
 INVERSES = {
     "linear": lambda t: t,
@@ -39,7 +39,7 @@ INVERSES = {
 @pytest.fixture
 def schedules(monkeypatch):
     for name, schedule in SCHEDULES.items():
-        monkeypatch.setitem(variants.SCHEDULES, name, schedule)
+        monkeypatch.setitem(mdlm.SCHEDULES, name, schedule)
 
 
 def untrained(V=65, **more):
@@ -182,8 +182,8 @@ def test_padded_rows_count_for_nothing():
     on_gpu = SimpleNamespace(
         shape=x0.shape, flatten=x0.flatten, device=SimpleNamespace(type="cuda")
     )
-    cut = variants.weigh(model, xt, x0, count, rows, n_rows)
-    padded = variants.weigh(model, xt, on_gpu, count, rows, n_rows)
+    cut = mdlm.weigh_variant(model, xt, x0, count, rows, n_rows)
+    padded = mdlm.weigh_variant(model, xt, on_gpu, count, rows, n_rows)
     assert len(cut[1]) == n_rows < len(padded[1]) == x0.numel()
     assert padded[2].bincount().max() <= 2, "the gradient of no position is added up often"
     torch.testing.assert_close(model(*padded), model(*cut))
@@ -283,12 +283,12 @@ def test_rates_open_in_the_second_half(short_run, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", INVERSES)
 def test_weights_of_any_schedule_keep_the_bound(schedules, name, L):
     config = mdlm.Config(block_size=L, mask_schedule=name)
-    P = variants.count_probabilities(config)
+    P = mdlm.count_probabilities(config)
     edges = INVERSES[name](torch.arange(L + 1, dtype=torch.float64) / L)
     by_hand = edges.diff().abs()
     torch.testing.assert_close(P[1:], by_hand, rtol=1e-6, atol=1e-12)
     assert P.sum().item() == pytest.approx(1)
-    weight = variants.sequence_weights(config)
+    weight = mdlm.sequence_weights(config)
     assert weight[0] == 0
     product = L * by_hand * weight[1:].double()
     torch.testing.assert_close(product, torch.ones(L).double(), rtol=2e-6, atol=0)
@@ -303,8 +303,8 @@ def test_bernoulli_weights_keep_the_bound(schedules, name, L):
     if name == "square":  # the integral of binomial(L, t) dt / (2 sqrt(t)), a beta function
         by_hand = torch.lgamma(n + 0.5) - torch.lgamma(n + 1) - math.lgamma(L + 1.5)
         by_hand = (by_hand + math.lgamma(L + 1)).exp() / 2
-    torch.testing.assert_close(variants.count_probabilities(config), by_hand, rtol=2e-3, atol=0)
-    weight = variants.sequence_weights(config)[1:].double()
+    torch.testing.assert_close(mdlm.count_probabilities(config), by_hand, rtol=2e-3, atol=0)
+    weight = mdlm.sequence_weights(config)[1:].double()
     torch.testing.assert_close(L * by_hand[1:] * weight, torch.ones(L).double(), rtol=2e-3, atol=0)
 
 
@@ -320,7 +320,7 @@ def test_probabilities_are_those_of_the_draws(schedules, name, masking):
         levels = mdlm.draw_levels(config, step)
         xt, *_ = ops.mask_tokens(x0, levels, 1, 0, step, torch.arange(1024))
         found += xt.sum(1).bincount(minlength=9)
-    expected = variants.count_probabilities(config) * found.sum()
+    expected = mdlm.count_probabilities(config) * found.sum()
     if masking == "exact":
         assert found[0] == 0
         found = found[1:]
@@ -340,16 +340,16 @@ def test_probabilities_are_those_of_the_draws(schedules, name, masking):
 )
 @pytest.mark.parametrize("masking", ["exact", "bernoulli"])
 def test_unsuitable_schedule_is_refused(monkeypatch, schedule, masking):
-    monkeypatch.setitem(variants.SCHEDULES, "new", schedule)
+    monkeypatch.setitem(mdlm.SCHEDULES, "new", schedule)
     with pytest.raises(UserError, match="strictly between 0 and 1"):
         untrained(mask_schedule="new", masking=masking)
 
 
 def test_clipped_and_uniform_losses_are_no_bound(capsys, short_run, tmp_path):
-    assert variants.is_bound(mdlm.Config())
-    assert variants.is_bound(mdlm.Config(mask_schedule="cosine", masking="bernoulli"))
+    assert mdlm.is_bound(mdlm.Config())
+    assert mdlm.is_bound(mdlm.Config(mask_schedule="cosine", masking="bernoulli"))
     for more in (dict(min_rate=0.15), dict(max_rate=0.5), dict(loss_weight="uniform")):
-        assert not variants.is_bound(mdlm.Config(**more))
+        assert not mdlm.is_bound(mdlm.Config(**more))
     bert = mdlm.Config(min_rate=0.15, max_rate=0.15, block_size=100)
     assert (mdlm.draw_levels(bert, 0) == 16).all()  # 1 + floor(0.15 * 100)
     text = short_run.parent / "text.txt"
@@ -362,7 +362,7 @@ def test_clipped_and_uniform_losses_are_no_bound(capsys, short_run, tmp_path):
 @pytest.mark.parametrize("masking", ["exact", "bernoulli"])
 def test_bert_loss_is_mean_over_masked_tokens(masking):
     settings = dict(min_rate=0.15, max_rate=0.15, block_size=100, loss_weight="uniform")
-    weight = variants.sequence_weights(mdlm.Config(masking=masking, **settings))
+    weight = mdlm.sequence_weights(mdlm.Config(masking=masking, **settings))
     masked = 16 if masking == "exact" else 15  # 1 + floor(15), and the expected number
     assert weight[masked] == pytest.approx(1, abs=1e-5)
     assert weight[30] == pytest.approx(30 / masked, abs=1e-4)

@@ -212,8 +212,11 @@ class Watched(TorchDispatchMode):
         self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.name() not in ("aten::_local_scalar_dense", "aten::nonzero"), "the host reads"
+        reads = ("aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh")
+        assert func.name() not in reads, "the host reads, or makes a tensor of its number"
         leaves = tree_leaves((args, kwargs or {}))
+        if func.name() == "aten::index.Tensor":
+            assert all(x.dtype != torch.bool for x in leaves[1:]), "the host counts"
         shapes = [x.shape for x in leaves if isinstance(x, torch.Tensor)]
         numbers = [x for x in leaves if isinstance(x, (bool, int, float))]
         self.seen.append((func.name(), shapes, numbers))
@@ -236,14 +239,16 @@ def test_device_does_the_same_in_every_step(trained, monkeypatch, more):
     run = make_run(trained, n_layer=2, warmup_steps=3, lr_schedule="linear", **more)
     seen = []
     for step in range(4):
-        mdlm.set_rates(run, step, progress=step / 5)
+        mdlm.set_rates(run, step, mdlm.lr_scale(run.config, step, step / 5))
         numbers = list(mdlm.draw_parts(run, step, early=1.0 - step / 4))
         with Watched() as watched:
             mdlm.compute_gradients(run, numbers)
             runtime.clip_gradients(list(run.model.parameters()), 1.0)
             mdlm.update(run)
-        seen.append(watched.seen)
-    assert len(seen[2]) > 100
+        states = [s for o in run.optimizers for s in (*o.state.values(), *o.param_groups)]
+        kept = [x.data_ptr() for x in tree_leaves(states) if isinstance(x, torch.Tensor)]
+        seen.append((watched.seen, kept, run.new_share.data_ptr()))
+    assert len(seen[2][0]) > 100
     assert seen[2] == seen[3], "the first step makes the optimizers' state"
 
 

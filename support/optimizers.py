@@ -54,6 +54,5 @@ def update(run):
         optimizer.zero_grad()
     if run.averaged is not run.model:
         averaged = list(run.averaged.parameters())
-        change = torch._foreach_sub(list(run.model.parameters()), averaged)
-        torch._foreach_mul_(change, run.new_share)
-        torch._foreach_add_(averaged, change)
+        shares = [run.new_share] * len(averaged)
+        torch._foreach_lerp_(averaged, list(run.model.parameters()), shares)

@@ -3,6 +3,7 @@
     python bench.py                      # the three operations, each checked before it is timed
     python bench.py train --preset=gpu   # training steps: Triton and PyTorch, compiled and eager
     python bench.py profile --preset=gpu # what a step consists of: its kernels by time
+    python bench.py graph --preset=gpu   # a step as one CUDA graph: the same losses? how fast?
     python bench.py sample --out_dir=out # how well samplers write, by network calls
 
 A time is the median over rounds in which the contestants take turns; spread is half its
@@ -52,7 +53,7 @@ class Options:
     seconds: float = opt(0.5, "time to measure one contestant", bounds=(0, 1e4))
     # kernels
     only: str = opt("", "operations whose name contains this")
-    # train, profile
+    # train, profile, graph
     preset: str = opt("all", "of mdlm.py; all: those of the device", "all", *mdlm.PRESETS)
     # sample
     out_dir: str = opt("out", "run or checkpoint folder of a diffusion model")
@@ -316,6 +317,8 @@ def start_run(config, folder, device, dtype, kernel, compiled):
     """A mdlm.Run on the data in `folder`."""
     corpus = mdlm.Corpus(folder, config, device)
     ops = mdlm.select_kernels(kernel, device, config, dtype)
+    if device.type == "cuda" and kernel == "auto" and ops.name != "triton":
+        raise RuntimeError("Triton cannot run here: --kernels=auto would be PyTorch")
     run = mdlm.make_run(config, corpus, device, dtype, ops)
     compiling.compile_network(run, compiled)
     return run
@@ -337,7 +340,7 @@ def gradients(config, *how):
     for p in run.model.parameters():
         if not p.any():  # no gradient would reach what lies before it
             p.data.copy_(0.02 * torch.randn(p.shape, generator=g))
-    loss = mdlm.compute_gradients(run, step=0, early=0.5)
+    loss = mdlm.compute_gradients(run, mdlm.draw_parts(run, step=0, early=0.5))
     return [loss] + [p.grad for p in run.model.parameters()]
 
 
@@ -372,7 +375,7 @@ def race_steps(config, folder, device, book, seconds, until):
     for compiled in (True, False):
         ready = {}
         how = "compiled" if compiled else "eager"
-        for kernel in ("triton", "torch") if device.type == "cuda" else ("torch",):
+        for kernel in ("auto", "torch") if device.type == "cuda" else ("torch",):
             name = f"--kernels={kernel}, {how}"
             try:
                 if time.monotonic() > until:
@@ -380,7 +383,7 @@ def race_steps(config, folder, device, book, seconds, until):
                 ready[name] = start_step(exact, config, folder, device, dtype, kernel, compiled)
             except Exception as e:  # no compiler, no memory, no Triton: the line says what
                 text = describe(e)
-                broken = kernel == "triton" and not isinstance(e, Untimed)
+                broken = kernel == "auto" and not isinstance(e, Untimed)
                 book.trouble(where, name, text, broken or text.startswith("WRONG"))
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
         raced = race(calls, device, seconds)
@@ -440,7 +443,84 @@ def profile(options, device, book):
             book.add(dict(preset=config.preset, kernel=name, launches=e.count / 10, us=us[e]))
 
 
-MODES = dict(kernels=bench_kernels, train=bench_training, profile=profile)
+def captured_steps(run):
+    """steps_of(run), whose device part is one CUDA graph from the fourth step on.
+
+    On a CPU nothing is captured, but the inputs stay in the same memory.
+    """
+    weights = list(run.model.parameters())
+    out = torch.zeros(2, device=run.device)
+    part = None
+
+    def device_part():
+        loss = mdlm.compute_gradients(run, [inputs])
+        norm = runtime.clip_gradients(weights, run.config.grad_clip)
+        mdlm.update(run)
+        out.copy_(torch.stack((loss, norm)))
+
+    for step in itertools.count():
+        mdlm.set_rates(run, step, mdlm.lr_scale(run.config, step, progress=0.75))
+        [drawn] = mdlm.draw_parts(run, step, early=0.5)
+        if step == 0:
+            inputs = [x.clone() for x in drawn]
+        torch._foreach_copy_(inputs, drawn)
+        if step == 3 and run.device.type == "cuda":
+            gc.collect()  # nothing may be freed while a graph is captured
+            part = captured(device_part, [()])  # its warm-up is this step
+        else:
+            (part or device_part)()
+        run.pending[step] = out.clone()
+        if (step + 1) % run.config.log_interval == 0:
+            runs.check_finite(run)
+        yield
+
+
+def ten_steps(run, step):
+    """What ten steps of a run are compared by: losses, norms, what changed in weights and EMA."""
+    weights = (*run.model.parameters(), *run.averaged.parameters())
+    before = [p.detach().clone() for p in weights]
+    seen = []
+    for _ in range(10):
+        step()
+        runs.check_finite(run)  # reads the loss and the norm
+        seen.append((run.loss, run.grad_norm))
+    changes = torch.cat([(p.detach() - old).flatten() for p, old in zip(weights, before)])
+    return [*torch.tensor(seen).T, *changes.cpu().chunk(2)]
+
+
+def bench_graph(options, device, book):
+    """Steps one operation at a time and as one CUDA graph: do they compute the same?"""
+    dtype = runtime.pick_dtype("auto", device)
+    until = time.monotonic() + (options.time_limit or math.inf)
+    for config, folder in presets(options, device):
+        config.batch_size //= config.gradient_accumulation_steps
+        config.gradient_accumulation_steps = 1
+        where = dict(operation="training step", shape=config.preset, what=str(dtype)[6:])
+        calls = {}
+        exact = None
+        for name, steps in (("step by step", steps_of), ("one CUDA graph", captured_steps)):
+            try:
+                if time.monotonic() > until:
+                    raise Untimed(LATE)
+                run = start_run(config, folder, device, dtype, "auto", can_compile(device))
+                call = partial(next, steps(run))
+                found = ten_steps(run, call)
+                exact = exact or found
+                error = relative_error(found, exact)
+                if not error <= 0.05:  # a frozen rate would be 0.4
+                    raise Untimed(f"WRONG RESULT, relative error {error:.2g}")
+                book.note(f"{name}: relative error of losses, norms, changes {error:.2g}")
+                calls[name] = call
+            except Exception as e:  # what cannot be captured, no memory: the line says it
+                book.trouble(where, name, describe(e), fatal=describe(e) != LATE)
+        raced = race(calls, device, options.seconds)
+        base = raced.get("step by step", [None])[0]
+        for name, times in raced.items():
+            rate = f"{config.batch_size * config.block_size / times[0]:,.0f} tokens/s"
+            book.result(where, name, times, rate, None, None, base and base / times[0])
+
+
+MODES = dict(kernels=bench_kernels, train=bench_training, profile=profile, graph=bench_graph)
 MODES["sample"] = frontier.bench_sampling
 
 

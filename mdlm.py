@@ -20,7 +20,6 @@ import dataclasses
 import math
 import sys
 import time
-from functools import partial
 
 import numpy as np
 import torch
@@ -32,12 +31,13 @@ from kernels.launch import can_compile
 from support import checkpoint, compiling, numerics, plots, runs, runtime, sources
 from support.cli import COUNT, NO_LIMIT, UserError, opt
 from support.log import Log
-from support.muon import make_optimizers
+from support.optimizers import make_optimizers, set_rates, update
 from support.runs import Run
 from support.runtime import all_reduce, generator, to_device
 from support.tokenizer import build_tokenizer, tokenizer_from_json
 
 # ---- Config: one flat dataclass; the command line, --help and config.json all come from it
+
 
 # Mask schedules map u, uniform in [0, 1), to a mask rate. To add one, write its line here: it must
 # rise or fall strictly between 0 and 1. Its weights follow (count_probabilities): the bound stays.
@@ -389,7 +389,7 @@ class Model(nn.Module):
 # the mean cross-entropy there (Hoogeboom et al., 2110.02037, eq. 7; Ou et al., 2406.03736): an
 # upper bound of -log p(x) / L.
 def draw_levels(config, step, early=0.0):
-    """(N,) how many tokens to mask in each sequence of a step's global batch (variants: below).
+    """(N,) how many tokens to mask in each sequence of a step's batch, over all ranks.
 
     Neighbours get l and T + 1 - l, so every batch masks exactly N (T + 1) / 2 tokens: static
     shapes. l is T / 2 while `early` is 1, in the first half of a run, and uniform on {1..T} at 0.
@@ -406,18 +406,24 @@ def draw_levels(config, step, early=0.0):
     return torch.stack((count, T + 1 - count), 1).flatten()
 
 
-def make_batch(model, corpus, step, samples, early=0.0):
-    """The arguments of Model.forward for samples (B,), numbers in the global batch of a step."""
-    config = model.config
+def draw_batch(config, corpus, step, samples, early=0.0):
+    """For samples (B,), numbers in a step's global batch: x0 (B, T), levels (B,), step, samples, on
+    the device, which needs nothing else for the rest of the step."""
     # 1. Windows of text. Over a run, samples are numbered step * N, step * N + 1, ...
-    x0 = corpus.batch(step * config.batch_size + samples)  # (B, T)
+    x0 = corpus.batch(step * config.batch_size + samples)
+    drawn = (draw_levels(config, step, early)[samples], torch.tensor(step), samples)
+    return x0, *(to_device(x, x0.device) for x in drawn)
+
+
+def make_batch(model, x0, levels, step, samples):
+    """The arguments of Model.forward for what draw_batch drew."""
+    config = model.config
     B, T = x0.shape
     if config.objective == "ar":  # all tokens count alike
         return x0, x0.flatten(), None, torch.full((B * T,), 1 / (B * T), device=x0.device)
     # 2. Mask exactly l tokens of each.
-    levels = to_device(draw_levels(config, step, early)[samples], x0.device)
-    key = (config.seed, step, to_device(samples, x0.device))
-    xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, model.mask_id, *key)
+    key = (model.mask_id, config.seed, step, samples)
+    xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, *key)
     if is_variant(config):
         return weigh_variant(model, xt, x0, count, rows, n_rows)
     # 3. Say where the masked tokens are, what they were, and how much each counts: the loss is the
@@ -572,9 +578,9 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
 # ---- Load (support/runs.py saves; support/checkpoint.py keeps checkpoints intact)
 def select_kernels(name, device, config, dtype=torch.float32):
     """The ops for --kernels: the one place where a ValueError becomes a UserError."""
-    head_dim = config.n_embd // config.n_head
+    shape = (config.n_embd // config.n_head, dtype, config.objective == "ar", config.block_size)
     try:
-        return kernels.select(name, device, head_dim, dtype, config.objective == "ar")
+        return kernels.select(name, device, *shape)
     except ValueError as e:
         raise UserError(str(e)) from e
 
@@ -616,20 +622,26 @@ def lr_scale(config, step, progress):
     return min(1.0, (step + 1) / (config.warmup_steps + 1)) * decay[config.lr_schedule]
 
 
-def compute_gradients(run, step, early):
-    """Accumulate the gradients of this rank's share of a step's batch; returns its loss."""
-    config = run.config
-    parts = config.gradient_accumulation_steps
-    loss = 0
+def draw_parts(run, step, early):
+    """What Python draws of a step, for each of this rank's micro-batches when its turn comes."""
+    parts = run.config.gradient_accumulation_steps
     for part in range(parts):
         samples = torch.arange(run.micro_batch) + (run.rank * parts + part) * run.micro_batch
-        batch = make_batch(run.model, run.corpus, step, samples, early)
-        if config.dropout:
-            torch.manual_seed(runtime.seed("dropout", config.seed, step, run.rank, part))
+        drawn = draw_batch(run.config, run.corpus, step, samples, early)
+        if run.config.dropout:
+            runtime.seed_device(run.device, "dropout", run.config.seed, step, run.rank, part)
+        yield drawn
+
+
+def compute_gradients(run, drawn):
+    """Accumulate the gradients of the micro-batches of draw_parts; returns their loss."""
+    parts = run.config.gradient_accumulation_steps
+    loss = 0
+    for part, inputs in enumerate(drawn):
         wait = part < parts - 1 and isinstance(run.network, nn.parallel.DistributedDataParallel)
         with run.network.no_sync() if wait else contextlib.nullcontext():  # exchange once a step
             with run.autocast():
-                part_loss = run.network(*batch) / parts
+                part_loss = run.network(*make_batch(run.model, *inputs)) / parts
             part_loss.backward()
         loss = loss + part_loss.detach()
     return loss
@@ -637,24 +649,13 @@ def compute_gradients(run, step, early):
 
 def train_step(run, step, progress):
     """One optimizer step; its loss and gradient norm go to run.pending."""
-    scale = lr_scale(run.config, step, progress)
-    for optimizer in run.optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = scale * optimizer.defaults["lr"]
-    loss = compute_gradients(run, step, early=min(1.0, 2 * (1 - progress)))
-    weights = list(run.model.parameters())
-    norm = runtime.clip_gradients(weights, run.config.grad_clip)
+    set_rates(run, step, lr_scale(run.config, step, progress))
+    loss = compute_gradients(run, draw_parts(run, step, early=min(1.0, 2 * (1 - progress))))
+    norm = runtime.clip_gradients(list(run.model.parameters()), run.config.grad_clip)
     run.pending[step] = torch.stack((loss, norm))
     if not runtime.is_async(run.device):
         runs.check_finite(run)  # before the update; a GPU's numbers are read before they are saved
-    for optimizer in run.optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    if run.averaged is not run.model:
-        # Shorten the EMA window as the learning rate decays: it would lag behind the weights.
-        new = (1 - min(run.config.ema, (1 + step) / (10 + step))) / max(scale, 1e-6)
-        with torch.no_grad():
-            torch._foreach_lerp_(list(run.averaged.parameters()), weights, min(new, 1))
+    update(run)
 
 
 def report(run, is_last=False):
@@ -682,7 +683,10 @@ def setup(given, start):
     run.log = log
     run.windows = corpus.windows(config.eval_windows)
     runs.load_weights(run, source)
-    gradients = partial(compute_gradients, run, 0, 0.0)  # of a step: to time it, to compile
+
+    def gradients():  # of a step: to time it, to compile
+        return compute_gradients(run, draw_parts(run, 0, 0.0))
+
     compiled = compiling.should_compile(run, can_compile(device), gradients)
     compiling.compile_network(run, compiled, gradients)
     runs.warn_of_memory(run)

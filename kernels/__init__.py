@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from kernels.attention import HEAD_DIMS, attention
+from kernels.attention import HEAD_DIMS, MAX_FUSED, attention
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.launch import ENABLED, INTERPRET, c_compilers, can_build, warn
 from kernels.masking import mask_tokens
@@ -24,7 +24,7 @@ TRITON = SimpleNamespace(
 )
 
 
-def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal=False):
+def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal=False, T=0):
     """Choose the operations for --kernels on a device.
 
     name      auto: Triton on CUDA, else PyTorch; triton: Triton, or a ValueError; torch: PyTorch
@@ -32,6 +32,7 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
               PyTorch (SDPA, where cuDNN is strong), with others too, which triton refuses
     dtype     of the products
     causal    whether the model is autoregressive: then attention runs in PyTorch
+    T         tokens of a window: above MAX_FUSED auto leaves attention to PyTorch
 
     Returns a namespace with name, mask_tokens, attention, linear_cross_entropy. Warns on stderr if
     less than was asked for runs in Triton. Raises ValueError, in one sentence, if name cannot run.
@@ -58,7 +59,10 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
     if odd or (name == "triton" and (causal or head_dim == 128)):
         what = "causal attention" if causal else f"n_embd / n_head = {head_dim}: attention"
         warn(f"{what} runs in PyTorch (SDPA): the kernels take heads of 32 and 64, not causal")
-    return SimpleNamespace(**vars(TRITON))
+    ops = SimpleNamespace(**vars(TRITON))
+    if name == "auto" and T > MAX_FUSED:
+        ops.attention = attention_ref
+    return ops
 
 
 def _missing(device):

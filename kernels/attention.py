@@ -32,6 +32,7 @@ from kernels.launch import ENABLED, jit, launch, register, runs_on, tl, triton
 from kernels.reference import MAX_T, attention_ref, prepare
 
 HEAD_DIMS = (32, 64)
+MAX_FUSED = 256  # longer windows are better off with cuDNN: reasoned, not measured
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 constant = tl.constexpr if ENABLED else float
 LOG2E = constant(1.4426950408889634)  # e^x = 2^(x log2 e)
@@ -270,8 +271,8 @@ def tiles(kernel, dtype, D):
 
 
 def fused(dtype, T):
-    """Whether RoPE and QK-norm go into the kernels: a bound that is reasoned, not measured."""
-    return dtype != torch.float32 and T <= 512
+    """Whether RoPE and QK-norm go into the kernels."""
+    return dtype != torch.float32 and T <= MAX_FUSED
 
 
 def _run(kernel, qkv, tensors, cos, sin, qk_norm):

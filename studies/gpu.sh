@@ -5,7 +5,7 @@
 #   PARTS=tests bash studies/gpu.sh                        # 2. every test of the kernels
 #   PARTS=record TEXT=my.txt bash studies/gpu.sh           # 3. the gpu preset, seeds 0, 1, 2
 #
-# PARTS: some of ops train nanogpt profile large attention alike (the first call), tests, record.
+# PARTS: of the first call ops train nanogpt profile graph large attention alike; tests; record.
 # OUT: folder of the results (results/). LIMIT: seconds for all (580). PYTHON: the interpreter.
 # A part has a time limit of its own, a single part gets all the time, and one that fails does not
 # stop the others; the exit code says whether all passed. What was printed is $OUT/gpu.md.
@@ -14,7 +14,7 @@ if [ $# -gt 0 ]; then
     echo "gpu.sh takes no arguments, but: PARTS, LIMIT, OUT, TEXT, NANOGPT, PYTHON in the environment" >&2
     exit 2
 fi
-first="ops train nanogpt profile large attention alike"
+first="ops train nanogpt profile graph large attention alike"
 PARTS=${PARTS:-$first}
 for name in $PARTS; do
     [[ " $first tests record " == *" $name "* ]] && continue
@@ -79,16 +79,17 @@ bench() {  # name, seconds, arguments of bench.py
 pytest=("$python" -m pytest -q -m "not slow" -p no:cacheprovider -o addopts=)
 alike=tests/test_gpu.py::test_final_nelbo_agrees
 
-bench ops 75 kernels --seconds=0.1  # those of the preset come first
-bench train 150 train --preset=gpu --seconds=1.5
+bench ops 70 kernels --seconds=0.1  # those of the preset come first
+bench train 120 train --preset=gpu --seconds=1.5
 if [ -n "$nanogpt" ]; then
-    part nanogpt 150 "$python" -m studies.nanogpt --nanogpt="$nanogpt" --data="$text" --seconds=3 \
+    part nanogpt 110 "$python" -m studies.nanogpt --nanogpt="$nanogpt" --data="$text" --seconds=3 \
         --time_limit=LATEST --json="$out/gpu_nanogpt.json"
 elif [[ " $PARTS " == *" nanogpt "* ]]; then
     echo "== nanogpt: skipped: give NANOGPT and TEXT" | tee -a "$out/gpu.md"
 fi
-bench profile 50 profile --preset=gpu
-bench large 100 train --preset=gpt2
+bench profile 40 profile --preset=gpu
+bench graph 95 graph --preset=gpu
+bench large 95 train --preset=gpt2
 bench attention 100 kernels --only=attention --seconds=0.1
 part alike 100 "${pytest[@]}" -s tests/test_gpu.py --deselect="$alike[1]" --deselect="$alike[2]"
 part tests 570 "${pytest[@]}" -n 8 tests/kernels_cases/*_cases.py

@@ -105,6 +105,7 @@ class Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
+            kept = 1 - group["lr"] * group["weight_decay"]
             alike = {}
             for p in group["params"]:
                 if p.grad is not None:
@@ -121,30 +122,7 @@ class Muon(torch.optim.Muon):
             for stacks in sides.values():
                 updates = orthogonalize([update for _, update, _ in stacks], self.dtype)
                 for (params, _, running), x in zip(stacks, updates):
-                    scale = max(1, x.shape[1] / x.shape[2]) ** 0.5
+                    scale = group["lr"] * max(1, x.shape[1] / x.shape[2]) ** 0.5
                     x = level_rows(x.to(running.dtype), running, scale)
-                    torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                    x = x.view(len(params), *params[0].shape)
-                    torch._foreach_add_(params, list(x), alpha=-group["lr"])
-
-
-def make_optimizers(model, config, device):
-    """Muon for the matrices of the blocks and AdamW for the rest, or AdamW alone: a list."""
-    matrices = []
-    rest = []
-    rows = {}
-    for name, p in model.named_parameters():
-        is_matrix = name.startswith("blocks.") and "adaln" not in name and "conv" not in name
-        (matrices if is_matrix and config.optimizer == "muon" else rest).append(p)
-        if name.endswith("qkv.weight"):  # each head's queries, keys and values apart
-            rows[p] = config.n_embd // config.n_head
-    adamw = torch.optim.AdamW(
-        rest,
-        config.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=0.0 if matrices else config.weight_decay,
-        fused=device.type in ("cuda", "cpu"),
-    )
-    if not matrices:
-        return [adamw]
-    return [Muon(matrices, config.muon_lr, config.weight_decay, rows=rows), adamw]
+                    torch._foreach_mul_(params, kept)
+                    torch._foreach_sub_(params, list(x.view(len(params), *params[0].shape)))

@@ -52,6 +52,9 @@ class Run:
     loss: float = math.nan  # the last ones that were read
     grad_norm: float = math.nan
 
+    def __post_init__(self):
+        self.new_share = torch.zeros((), device=self.device)  # of new weights, in the EMA
+
     @property
     def tokens(self):
         return self.step * self.config.batch_size * self.config.block_size

@@ -25,6 +25,12 @@ def generator(*key):
     return torch.Generator().manual_seed(seed(*key))
 
 
+def seed_device(device, *key):
+    """Seed the device's own generator, for dropout; torch.manual_seed seeds all devices."""
+    source = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
+    source.manual_seed(seed(*key))
+
+
 def pick_device(name):
     """A device's name or "auto" -> torch.device; UserError if it does not exist."""
     available = {"cuda": torch.cuda.is_available() and torch.cuda.device_count()}

@@ -32,16 +32,16 @@ def rank():
 
 def before_step(at, strike):
     """Call strike() when the run makes the first batch of step number `at` (steps count from 0)."""
-    make_batch = mdlm.make_batch
+    draw_batch = mdlm.draw_batch
     done = []
 
-    def hooked(model, corpus, step, *more):
+    def hooked(config, corpus, step, *more):
         if step == int(at) and not done:
             done.append(step)
             strike()
-        return make_batch(model, corpus, step, *more)
+        return draw_batch(config, corpus, step, *more)
 
-    mdlm.make_batch = hooked
+    mdlm.draw_batch = hooked
 
 
 def interrupt(at):

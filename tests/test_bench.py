@@ -298,6 +298,21 @@ def test_profile_lists_the_longest_parts(small_preset, monkeypatch, tmp_path):
     assert "launches a step" in content["notes"][0]
 
 
+def test_graph_mode_compares_losses_and_times(small_preset, monkeypatch, tmp_path):
+    """On a CPU without a graph, but from inputs in the same memory, as a graph wants them."""
+    monkeypatch.setattr(bench, "can_compile", lambda device: False)
+    path = tmp_path / "graph.json"
+    flags = ["graph", "--device=cpu", "--seconds=0", f"--json={path}"]
+    assert cli.run(bench.main, flags) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["contestant"] for row in rows] == ["step by step", "one CUDA graph"]
+    assert all(row["ms"] > 0 and "tokens/s" in row["rate"] for row in rows)
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda into, numbers: None)  # always the first
+    assert cli.run(bench.main, flags) == 1
+    rows = json.loads(path.read_text())["rows"]
+    assert "WRONG RESULT" in rows[0]["trouble"] and rows[1]["contestant"] == "step by step"
+
+
 @pytest.mark.slow
 def test_compiled_gradients_are_within_tolerance(small_preset, ids):
     config = mdlm.Config(**mdlm.PRESETS["cpu"] | dict(vocab_size=20))
@@ -518,8 +533,8 @@ def test_gpu_script_brings_the_headline_first(tmp_path):
     code, said, calls = gpu_script(tmp_path, NANOGPT=str(tmp_path))
     assert code == 0, said
     modes = [call[1] for call in calls]  # bench.py MODE, -m MODULE
-    assert modes[:4] == ["kernels", "train", "studies.nanogpt", "profile"]
-    assert modes[4:] == ["train", "kernels", "pytest"]
+    assert modes[:5] == ["kernels", "train", "studies.nanogpt", "profile", "graph"]
+    assert modes[5:] == ["train", "kernels", "pytest"]
     for call, mode in zip(calls, modes):
         if call[0] == "bench.py":
             flags = cli.parse_flags(bench.Options, call[2:], "")
@@ -531,12 +546,12 @@ def test_gpu_script_brings_the_headline_first(tmp_path):
 
 def test_gpu_script_goes_on_after_a_failure(tmp_path):
     code, said, calls = gpu_script(tmp_path, broken="profile")
-    assert code == 1 and len(calls) == 6  # without a clone of nanoGPT
-    assert "== profile: exit code 3" in said and said.count("exit code 0") == 5
+    assert code == 1 and len(calls) == 7  # without a clone of nanoGPT
+    assert "== profile: exit code 3" in said and said.count("exit code 0") == 6
     code, said, calls = gpu_script(tmp_path, PARTS="tests")
     assert code == 0 and len(calls) == 1 and "tests/kernels_cases/" in " ".join(calls[0])
     code, said, calls = gpu_script(tmp_path, LIMIT="9")
-    assert code == 1 and calls == [] and said.count("not begun: the time is up") == 6
+    assert code == 1 and calls == [] and said.count("not begun: the time is up") == 7
     for wrong in (dict(PARTS="tests kernel"), dict(NANOGPT="somewhere", TEXT="")):
         code, said, calls = gpu_script(tmp_path, **wrong)
         assert code == 2 and calls == []

@@ -17,6 +17,7 @@ from aot import SHARED
 from conftest import TINY, losses, run_mdlm
 
 import kernels
+import mdlm
 
 HERE = Path(__file__).parent
 INTERPRETED = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -43,6 +44,27 @@ def test_the_kernels_agree_with_their_references(marks):
     print(r.stdout[-4000:])
     assert r.returncode == 0, r.stdout[-4000:] + r.stderr[-2000:]
     assert " passed" in r.stdout  # not that all was skipped
+
+
+@pytest.mark.slow
+def test_the_oldest_triton_compiles_and_agrees(tmp_path):
+    """README promises 3.6. Its interpreter fails with the newest numpy."""
+    wanted = ("triton==3.6.0", "numpy<2.4")
+    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path)
+    if subprocess.run([*pip, *wanted], capture_output=True).returncode:
+        pytest.skip("triton 3.6 cannot be fetched")
+    old = dict(PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
+    said = run("-c", "import triton; print(triton.__version__)", **old).stdout
+    assert said == "3.6.0\n"
+    r = run(HERE / "aot.py", "--json", "--main", MDLM_TRITON="1", **old)
+    assert r.returncode == 0, r.stderr[-3000:]
+    compiled = [json.loads(line) for line in r.stdout.splitlines()]
+    assert {case["arch"] for case in compiled} == {80, 90, 100}
+    assert {case["name"] for case in compiled if case["spills"] and case["arch"] > 80} == set()
+    files = sorted((HERE / "kernels_cases").glob("*_cases.py"))
+    args = ("-n0", "-m", "not slow", "-p", "no:cacheprovider", *files)
+    r = run("-m", "pytest", *args, TRITON_INTERPRET="1", **old)
+    assert r.returncode == 0 and " passed" in r.stdout, r.stdout[-4000:]
 
 
 @pytest.mark.slow
@@ -115,6 +137,18 @@ def test_attention_by_pytorch_is_said_once(as_if, capsys, name, head_dim, causal
     said = capsys.readouterr().err
     assert ops.name == "triton" and said.count("\n") == bool(words)
     assert all(word in said for word in words)
+
+
+def test_auto_leaves_long_windows_to_pytorch(as_if):
+    as_if(interpreter=True)
+    for name, T, wanted in (
+        ("auto", 256, kernels.attention),
+        ("auto", 257, kernels.attention_ref),
+        ("triton", 1024, kernels.attention),
+    ):
+        config = mdlm.Config(n_head=1, n_embd=64, block_size=T)
+        ops = mdlm.select_kernels(name, torch.device("cpu"), config)
+        assert ops.attention is wanted and ops.mask_tokens is kernels.mask_tokens
 
 
 def test_other_ranks_do_not_warn(as_if, capsys, monkeypatch):

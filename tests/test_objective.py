@@ -62,7 +62,9 @@ def corpus_of(x0):
 
 
 def make_batch(model, x0, step=0, early=0.0):
-    return mdlm.make_batch(model, corpus_of(x0), step, torch.arange(len(x0)), early)
+    samples = torch.arange(len(x0))
+    drawn = mdlm.draw_batch(model.config, corpus_of(x0), step, samples, early)
+    return mdlm.make_batch(model, *drawn)
 
 
 def batch_loss(model, x0, step):

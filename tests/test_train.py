@@ -25,6 +25,8 @@ from conftest import (
     sign,
     tiny_flags,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import mdlm
 import sample
@@ -197,9 +199,57 @@ def test_accumulation_changes_no_gradient(trained):
         run = make_run(trained, gradient_accumulation_steps=parts)
         for p in run.model.parameters():
             torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(p.numel()))
-        loss = mdlm.compute_gradients(run, 3, 0.0)
+        loss = mdlm.compute_gradients(run, mdlm.draw_parts(run, 3, 0.0))
         gradients[parts] = [loss, *(p.grad for p in run.model.parameters())]
     torch.testing.assert_close(gradients[1], gradients[4], rtol=1e-4, atol=1e-6)
+
+
+class Watched(TorchDispatchMode):
+    """Writes down every operation with its Python numbers and shapes; one that reads fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        reads = ("aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh")
+        assert func.name() not in reads, "the host reads, or makes a tensor of its number"
+        leaves = tree_leaves((args, kwargs or {}))
+        if func.name() == "aten::index.Tensor":
+            assert all(x.dtype != torch.bool for x in leaves[1:]), "the host counts"
+        shapes = [x.shape for x in leaves if isinstance(x, torch.Tensor)]
+        numbers = [x for x in leaves if isinstance(x, (bool, int, float))]
+        self.seen.append((func.name(), shapes, numbers))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(optimizer="adamw"),
+        dict(dropout=0.5, ema=0.0, attention_every=2),
+        dict(objective="ar", pos="learned", conv=0),
+        dict(time_conditioning=True, tie=True),
+    ],
+)
+def test_device_does_the_same_in_every_step(trained, monkeypatch, more):
+    """Else one CUDA graph could not be all steps: nothing is read, no Python number changes."""
+    monkeypatch.setattr(runtime, "is_async", lambda device: True)  # clipping reads no norm
+    monkeypatch.setattr(mdlm, "to_device", lambda x, device: x)
+    run = make_run(trained, n_layer=2, warmup_steps=3, lr_schedule="linear", **more)
+    seen = []
+    for step in range(4):
+        mdlm.set_rates(run, step, mdlm.lr_scale(run.config, step, step / 5))
+        numbers = list(mdlm.draw_parts(run, step, early=1.0 - step / 4))
+        with Watched() as watched:
+            mdlm.compute_gradients(run, numbers)
+            runtime.clip_gradients(list(run.model.parameters()), 1.0)
+            mdlm.update(run)
+        states = [s for o in run.optimizers for s in (*o.state.values(), *o.param_groups)]
+        kept = [x.data_ptr() for x in tree_leaves(states) if isinstance(x, torch.Tensor)]
+        seen.append((watched.seen, kept, run.new_share.data_ptr()))
+    assert len(seen[2][0]) > 100
+    assert seen[2] == seen[3], "the first step makes the optimizers' state"
 
 
 @pytest.mark.parametrize("where", ["weights", "average", "moment"])
@@ -232,7 +282,7 @@ def test_learning_rate_warms_up_then_decays(trained):
         )
     run = make_run(trained, lr_schedule="linear", learning_rate=0.1, muon_lr=0.4)
     mdlm.train_step(run, 0, 0.75)
-    assert [o.param_groups[0]["lr"] for o in run.optimizers] == pytest.approx([0.1, 0.025])
+    assert [o.param_groups[0]["lr"].item() for o in run.optimizers] == pytest.approx([0.1, 0.025])
 
 
 def test_large_gradients_are_clipped_small_ones_untouched():

@@ -33,7 +33,7 @@ def train(name, config, folder, steps, device):
     samples = torch.arange(config.batch_size)
     losses = []
     for step in range(steps):
-        loss = model(*mdlm.make_batch(model, corpus, step, samples))
+        loss = model(*mdlm.make_batch(model, *mdlm.draw_batch(config, corpus, step, samples)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

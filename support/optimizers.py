@@ -1,0 +1,58 @@
+"""A run's optimizers and the average of its weights.
+
+Their rates are tensors whose values change in place: a CUDA graph that holds an update reads them.
+"""
+
+import torch
+
+from support.muon import Muon
+from support.runtime import is_async
+
+
+def make_optimizers(model, config, device):
+    """Muon for the matrices of the blocks and AdamW for the rest, or AdamW alone: a list."""
+    matrices = []
+    rest = []
+    rows = {}
+    for name, p in model.named_parameters():
+        is_matrix = name.startswith("blocks.") and "adaln" not in name and "conv" not in name
+        (matrices if is_matrix and config.optimizer == "muon" else rest).append(p)
+        if name.endswith("qkv.weight"):  # each head's queries, keys and values apart
+            rows[p] = config.n_embd // config.n_head
+    adamw = torch.optim.AdamW(
+        rest,
+        config.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=0.0 if matrices else config.weight_decay,
+        fused=device.type in ("cuda", "cpu"),
+        capturable=device.type == "cuda",
+    )
+    optimizers = [adamw]
+    if matrices:
+        optimizers = [Muon(matrices, config.muon_lr, config.weight_decay, rows=rows), adamw]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"], device=device if is_async(device) else "cpu")
+    return optimizers
+
+
+def set_rates(run, step, scale):
+    """Fill in the learning rates, `scale` of their peaks, and the EMA's share of new weights."""
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"].fill_(scale * optimizer.defaults["lr"])
+    # Shorten the EMA window as the learning rate decays: it would lag behind the weights.
+    new = (1 - min(run.config.ema, (1 + step) / (10 + step))) / max(scale, 1e-6)
+    run.new_share.fill_(min(new, 1))
+
+
+@torch.no_grad()
+def update(run):
+    """Update the weights by their gradients, and then their average."""
+    for optimizer in run.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    if run.averaged is not run.model:
+        averaged = list(run.averaged.parameters())
+        shares = [run.new_share] * len(averaged)
+        torch._foreach_lerp_(averaged, list(run.model.parameters()), shares)

@@ -58,6 +58,8 @@ def compile_network(run, compiled, gradients=None):
         compile_blocks(run.model.blocks)
     elif compiled:
         run.network = torch.compile(run.model)
+        if config.optimizer == "muon":
+            run.optimizers[0].compile()
     if run.world > 1:
         run.network = torch.nn.parallel.DistributedDataParallel(run.network)
     if compiled and gradients:

@@ -71,6 +71,25 @@ def level_rows(x, running, scale):
     return x.mul_(factor * (squares.sum(1, keepdim=True) / after).sqrt() * scale)
 
 
+def update(parts, lr, momentum, kept, dtype):
+    """Update matrices with one smaller side: parts of (params, grads, momenta, squares, rows).
+
+    momenta (n, A, B) and squares (n, A, 1) are a part's running means; each `rows` rows of a
+    parameter (A, B) are a matrix of their own. kept: what weight decay leaves of the weights.
+    """
+    updates = []
+    for _, grads, momenta, _, rows in parts:
+        x = torch.stack(grads)  # (n, A, B)
+        momenta.lerp_(x, 1 - momentum)
+        x.lerp_(momenta, momentum)  # Nesterov
+        updates.append(x.view(-1, rows, x.shape[2]))
+    for (params, _, momenta, squares, rows), x in zip(parts, orthogonalize(updates, dtype)):
+        scale = lr * max(1, x.shape[1] / x.shape[2]) ** 0.5
+        x = level_rows(x.to(squares.dtype), squares.view(-1, rows, 1), scale)
+        torch._foreach_mul_(params, kept)
+        torch._foreach_sub_(params, list(x.view(momenta.shape)))
+
+
 class Muon(torch.optim.Muon):
     """torch.optim.Muon with the above, its products in bfloat16 where the hardware has them.
 
@@ -81,9 +100,14 @@ class Muon(torch.optim.Muon):
         super().__init__(params, lr, weight_decay, momentum)
         self.dtype = pick_dtype("auto", self.param_groups[0]["params"][0].device)
         self.rows = rows or {}
+        self.update = update
         # (A, B), rows -> the parameters, and tensors of which their states are views: the
         # momentum_buffer (n, A, B) and row_squares (n, A, 1) of all.
         self.stacks = {}
+
+    def compile(self):
+        """Fuse what surrounds the matrix products."""
+        self.update = torch.compile(update)
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
@@ -110,19 +134,10 @@ class Muon(torch.optim.Muon):
             for p in group["params"]:
                 if p.grad is not None:
                     alike.setdefault((p.shape, self.rows.get(p, len(p))), []).append(p)
-            sides = {}  # smaller side K -> [(parameters, their updates (m, a, B), row squares)]
-            for (shape, a), params in alike.items():
-                B = shape[1]
-                momentum, running = self.stacked((shape, a), params)
-                update = torch.stack([p.grad for p in params])  # (n, A, B)
-                momentum.lerp_(update, 1 - group["momentum"])
-                update.lerp_(momentum, group["momentum"])  # Nesterov
-                part = (params, update.view(-1, a, B), running.view(-1, a, 1))
-                sides.setdefault(min(a, B), []).append(part)
-            for stacks in sides.values():
-                updates = orthogonalize([update for _, update, _ in stacks], self.dtype)
-                for (params, _, running), x in zip(stacks, updates):
-                    scale = group["lr"] * max(1, x.shape[1] / x.shape[2]) ** 0.5
-                    x = level_rows(x.to(running.dtype), running, scale)
-                    torch._foreach_mul_(params, kept)
-                    torch._foreach_sub_(params, list(x.view(len(params), *params[0].shape)))
+            sides = {}  # smaller side K -> the parts of update()
+            for (shape, rows), params in alike.items():
+                grads = [p.grad for p in params]
+                part = (params, grads, *self.stacked((shape, rows), params), rows)
+                sides.setdefault(min(rows, shape[1]), []).append(part)
+            for parts in sides.values():
+                self.update(parts, group["lr"], group["momentum"], kept, self.dtype)

@@ -1,7 +1,4 @@
-"""A run's optimizers and the average of its weights.
-
-Their rates are tensors whose values change in place: a CUDA graph that holds an update reads them.
-"""
+"""A run's optimizers and its average; their rates are tensors, for a CUDA graph to read."""
 
 import torch
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from conftest import ROOT  # noqa: F401 (puts the root on the path)
+from torch._inductor.utils import run_and_get_code
 
+from kernels.launch import can_compile
 from support.muon import BETA2, Muon, orthogonalize
 
 SHAPES = ((96, 32), (32, 32), (128, 32), (32, 128), (96, 32), (40, 72))
@@ -153,6 +155,35 @@ def test_bfloat16_keeps_singular_values_bounded(A, B, n):
 )
 def test_bfloat16_bound_over_many_matrices(A, B, n):
     check_bfloat16_bound(A, B, n)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="needs a compiler")
+def test_compiled_update_is_the_same_in_few_kernels():
+    """As on a GPU: one graph for the matrices of each smaller side, its products and a few more."""
+    rates = dict(lr=torch.tensor(0.02), weight_decay=0.1)
+    runs = []
+    for compiled in (False, True):
+        params = parameters()
+        optimizer = Muon(params, 0.02, 0.1)
+        optimizer.dtype = torch.float32
+        optimizer.param_groups[0].update(rates)
+        for step in range(3):
+            g = torch.Generator().manual_seed(step)
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=g)
+            if compiled and step == 1:
+                optimizer.compile()
+            torch._dynamo.utils.counters.clear()
+            _, codes = run_and_get_code(optimizer.step)
+        runs.append(params)
+    for p, q in zip(*runs, strict=True):
+        torch.testing.assert_close(p, q)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert len(codes) == len({min(p.shape) for p in params})
+    products = sum(code.count("extern_kernels.") for code in codes)
+    fused = sum(code.count("async_compile.cpp_pybinding") for code in codes)
+    assert products > 0 and fused <= 12 * len(codes), (products, fused)
 
 
 def test_zero_and_missing_gradients_are_harmless():

@@ -407,8 +407,8 @@ def draw_levels(config, step, early=0.0):
 
 
 def draw_batch(config, corpus, step, samples, early=0.0):
-    """For samples (B,), numbers in a step's global batch: x0 (B, T), levels (B,), step, samples, on
-    the device, which needs nothing else for the rest of the step."""
+    """What Python draws for samples (B,), numbers in a step's global batch: windows (B, T), levels
+    (B,), the step and the samples, on the device. From here on the device works alone."""
     # 1. Windows of text. Over a run, samples are numbered step * N, step * N + 1, ...
     x0 = corpus.batch(step * config.batch_size + samples)
     drawn = (draw_levels(config, step, early)[samples], torch.tensor(step), samples)

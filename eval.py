@@ -144,16 +144,17 @@ def per_character(nats, corpus):
 def exact_likelihood(model, corpus, windows):
     """The chain rule's mean over windows (W, T), with its standard error over windows."""
     with cli.progress("exact likelihood", " tokens", total=windows.numel()) as bar:
-        nll = -chain_rule(model, windows, update=bar.update).mean(1)  # (W,)
+        nll = -chain_rule(model, windows, update=bar.update).sum(1)  # (W,)
+    nll /= model.learned(windows).sum(1).double().mean().cpu()  # nats per token
     mean = nll.mean().item()
     r = dict(nll=mean, se=numerics.standard_error(nll), bpc=per_character(mean, corpus))
     return r | dict(windows=len(windows), by_window=nll.tolist())
 
 
-def mask(x0, level, mask_id):
+def mask(x0, level, mask_id, fixed=None):
     """x0 (B, T) on the CPU, masked by level (B,): counts, or rates; more masks a superset."""
     same = torch.zeros_like(level).long()  # all rows get the same random numbers
-    return mask_tokens_ref(x0.cpu(), level, mask_id, 0x7EA7, 0, same)[0]
+    return mask_tokens_ref(x0.cpu(), level, mask_id, 0x7EA7, 0, same, fixed)[0]
 
 
 def forward_process(model, tokenizer, windows):
@@ -172,7 +173,9 @@ def predict(model, tokenizer, x0):
     xt = x0[None]
     masked = torch.ones_like(xt, dtype=torch.bool)  # autoregressive: all are predicted
     if model.config.objective == "mdlm":
-        xt = mask(xt, torch.tensor([max(1, len(x0) // 2)]), model.mask_id).to(x0.device)
+        learned = model.learned(xt).cpu()
+        half = (learned.sum(1) // 2).clamp(min=1)
+        xt = mask(xt, half, model.mask_id, ~learned).to(x0.device)
         masked = xt == model.mask_id
     confidence, guess = model(xt).softmax(-1).max(-1)
     texts = plots.pieces(tokenizer, x0[:256].tolist())  # a page

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 import kernels
 from kernels.launch import can_compile
+from kernels.reference import document_spans, neighbours
 from support import checkpoint, compiling, numerics, plots, runs, runtime, sources
 from support.cli import COUNT, NO_LIMIT, UserError, opt
 from support.log import Log
@@ -64,7 +65,8 @@ class Config:
     # Data
     tokenizer: str = opt("char", "how text becomes tokens", "char", "byte", "word", "bpe")
     vocab_size: int = opt(0, "V of word, bpe (0: 16384) or .bin files", bounds=(0, 1 << 24))
-    separator: str = opt("", "text between documents (\\n, \\t work); [END] is learned after each")
+    separator: str = opt("", "text between documents (\\n, \\t work); each ends in [END]")
+    lengths: str = opt("known", "of documents: given, or [END] is learned", "known", "learned")
     # Model
     n_layer: int = opt(6, "number of blocks", bounds=(1, 1024))
     n_head: int = opt(6, "attention heads", bounds=(1, 1024))
@@ -142,26 +144,6 @@ def new_config(given):
     return Config(**settings | given | {"preset": preset})
 
 
-def check(config, world=1):
-    """Raise UserError for a config that cannot work on `world` ranks."""
-    cli.check_fields(config)
-    heads = 2 * config.n_head
-    if config.n_embd % heads:
-        raise UserError(f"--n_embd={config.n_embd} must be a multiple of {heads}, twice --n_head")
-    parts = 2 * world * config.gradient_accumulation_steps
-    if config.batch_size % parts:
-        why = f"2 (mirrored pairs) x {world} rank(s) x --gradient_accumulation_steps"
-        raise UserError(f"--batch_size={config.batch_size} must be a multiple of {parts}: {why}")
-    if config.min_rate > config.max_rate:
-        raise UserError(f"--min_rate={config.min_rate} is above --max_rate; swap them")
-    text = (config.block_size, config.tokenizer, config.separator)
-    if config.data == "patterns" and text != (64, "char", ""):
-        why = "leave --block_size, --tokenizer and --separator out"
-        raise UserError(f"--data=patterns has aligned sequences of 64 characters; {why}")
-    if config.objective == "ar" and config.time_conditioning:
-        raise UserError("--objective=ar has no mask rate; leave --time_conditioning out")
-
-
 # ---- Data: every source becomes a folder with train.bin, val.bin, tokenizer.json and meta.json
 def prepare(config, folder, tokenizer=None):
     """Tokenize config.data into `folder`: int(0.9 n) characters to train, the rest to validate."""
@@ -205,7 +187,8 @@ class Corpus:
 
     An epoch cuts the training text into windows from a random offset on and shuffles them: every
     token but a few at the margins is seen once. With documents (an [END] in the vocabulary) windows
-    start at a document, or T tokens further in a long one, and are filled up with [END].
+    start at a document, or T tokens further in a long one, and are filled up with [END]; of these
+    none is learned, or only the first one (objective ar), or all (--lengths=learned).
     """
 
     def __init__(self, folder, config, device):
@@ -215,18 +198,19 @@ class Corpus:
         meta, ids, self.tokenizer, self.source = sources.open_ids(folder, T, config.vocab_size)
         self.entropy = meta.get("entropy")
         self.documents = self.tokenizer.end_id is not None
+        # (2, W): where windows start, and how many of their tokens are learned.
+        cut = sources.document_windows if self.documents else sources.text_windows
+        self.train_windows = cut(ids[0], config, self.tokenizer.end_id)
+        self.val_windows = cut(ids[1], config, self.tokenizer.end_id)
+        self.mean_length = self.train_windows[1].double().mean().item()
         self.offsets = 0  # of an epoch's first window: 0 to offsets - 1
-        if self.documents:
-            starts = [sources.document_starts(part, self.tokenizer.end_id, T) for part in ids]
-        else:
-            starts = [torch.arange(len(part) // T) * T for part in ids]
-            if not meta.get("aligned"):
-                starts[0] = starts[0][: max(1, len(starts[0]) - 1)]  # leave room for the offset
-                self.offsets = min(T, len(ids[0]) - len(starts[0]) * T + 1)
-        self.train_starts, self.val_starts = starts
+        if not self.documents and not meta.get("aligned"):
+            W = max(1, self.train_windows.shape[1] - 1)
+            self.train_windows = self.train_windows[:, :W]  # leave room for the offset
+            self.offsets = min(T, len(ids[0]) - W * T + 1)
         self.chars_per_token = None
         if meta.get("characters"):
-            scored = len(self.val_starts) * T if self.documents else len(ids[1])
+            scored = int(self.val_windows[1].sum()) if self.documents else len(ids[1])
             self.chars_per_token = meta["characters"][1] / scored
         self.epochs = {}
         self.train, self.val = runtime.to_tensors(ids, device)
@@ -242,30 +226,36 @@ class Corpus:
         return x
 
     def epoch(self, number):
-        """The shuffled window starts of an epoch, a function of the seed alone."""
+        """The shuffled (2, W) windows of an epoch, a function of the seed alone."""
         if number not in self.epochs:
             g = generator("epoch", self.seed, number)
             offset = torch.randint(self.offsets, (1,), generator=g) if self.offsets else 0
-            order = torch.randperm(len(self.train_starts), generator=g)
+            order = torch.randperm(self.train_windows.shape[1], generator=g)
             self.epochs.pop(number - 2, None)
-            self.epochs[number] = self.train_starts[order] + offset
+            starts, lengths = self.train_windows[:, order]
+            self.epochs[number] = torch.stack((starts + offset, lengths))
         return self.epochs[number]
 
-    def batch(self, samples):
-        """Training windows (B, T) of sample numbers (B,), counted from the start of the run."""
-        self.source.check()
-        epoch = samples // len(self.train_starts)
-        starts = torch.empty_like(samples)
+    def find(self, samples):
+        """Sample numbers (B,), counted from the start of the run -> their (2, B) windows."""
+        W = self.train_windows.shape[1]
+        epoch = samples // W
+        found = samples.repeat(2, 1)
         for number in epoch.unique().tolist():
             here = epoch == number
-            starts[here] = self.epoch(number)[samples[here] % len(self.train_starts)]
-        return self.gather(self.train, starts)
+            found[:, here] = self.epoch(number)[:, samples[here] % W]
+        return found
+
+    def batch(self, samples):
+        """Training windows (B, T) of sample numbers (B,)."""
+        self.source.check()
+        return self.gather(self.train, self.find(samples)[0])
 
     def windows(self, most=0):
         """Validation windows (W, T), non-overlapping; at most `most` (0: all), evenly spread."""
-        W = len(self.val_starts)
+        W = self.val_windows.shape[1]
         n = min(most or W, W)
-        return self.gather(self.val, self.val_starts[torch.arange(n) * W // n])
+        return self.gather(self.val, self.val_windows[0, torch.arange(n) * W // n])
 
 
 # ---- Model: a pre-norm bidirectional transformer
@@ -283,33 +273,32 @@ class Block(nn.Module):
         self.conv = nn.Parameter(torch.zeros(1 + attends, config.conv, C)) if config.conv else None
         self.adaln = nn.Linear(C, 4 * C, bias=False) if config.time_conditioning else None
 
-    def norm(self, x, part, scale, shift):
+    def norm(self, x, part, scale, shift, spans):
         """RMSNorm and a depthwise convolution, thanks to which some blocks need no attention."""
-        T = x.shape[1]
         h = F.rms_norm(x, x.shape[-1:]).to(x.dtype) * (1 + scale) + shift  # (B, T, C)
         if self.conv is None:
             return h
         conv = self.conv[part].to(h.dtype)  # (k, C)
         k = len(conv)
-        near = F.pad(h, (0, 0, k - 1, 0) if self.causal else (0, 0, k // 2, k // 2))
-        return h + sum(near[:, i : i + T] * w for i, w in enumerate(conv))
+        left = k - 1 if self.causal else k // 2
+        return h + sum(x * w for x, w in zip(neighbours(h, left, k, spans), conv))
 
-    def before_mlp(self, x, cos, sin, rate, ops):
+    def before_mlp(self, x, cos, sin, rate, spans, ops):
         B, T, C = x.shape
         scale1 = shift1 = scale2 = shift2 = 0
         if self.adaln is not None:
             scale1, shift1, scale2, shift2 = self.adaln(rate)[:, None].chunk(4, -1)  # (B, 1, C)
         if self.qkv is not None:
-            qkv = self.qkv(self.norm(x, 0, scale1, shift1)).view(B, T, 3, self.n_head, -1)
-            y = ops.attention(qkv, cos, sin, qk_norm=True, causal=self.causal)  # (B, T, H, D)
+            qkv = self.qkv(self.norm(x, 0, scale1, shift1, spans)).view(B, T, 3, self.n_head, -1)
+            y = ops.attention(qkv, cos, sin, True, self.causal, spans)  # (B, T, H, D)
             x = x + self.dropout(self.proj(y.reshape(B, T, C)))
-        return x, self.norm(x, -1, scale2, shift2)  # the MLP reads this, and adds to x
+        return x, self.norm(x, -1, scale2, shift2, spans)  # the MLP reads this, and adds to x
 
     def mlp(self, x, h):
         return x + self.dropout(self.down(F.relu(self.up(h)).square()))
 
-    def forward(self, x, cos, sin, rate, ops, rows=None):
-        x, h = self.before_mlp(x, cos, sin, rate, ops)
+    def forward(self, x, cos, sin, rate, spans, ops, rows=None):
+        x, h = self.before_mlp(x, cos, sin, rate, spans, ops)
         if rows is not None:  # after the last block only these rows are read: (n, C)
             x, h = (z.flatten(0, 1).index_select(0, rows) for z in (x, h))
         return self.mlp(x, h)
@@ -319,14 +308,23 @@ class Model(nn.Module):
     """Ids of tokens and [MASK] in, logits of V tokens out: [MASK] is the embedding's last row only.
 
     An autoregressive model shifts its input by itself: its output at position i predicts token i.
+    end_id: of the [END] after a document, or -1 if there is none, or if it is a token like others.
+    It is never masked: so it says which tokens are a document, and none sees those of another one.
     """
 
-    def __init__(self, config, vocab_size, ops):
+    def __init__(self, config, vocab_size, ops, end_id=-1):
         super().__init__()
         C = config.n_embd
         self.config = config
         self.vocab_size = vocab_size
         self.mask_id = vocab_size
+        self.end_id = end_id
+        self.pad_id = vocab_size  # what follows a short text: [MASK], as it is not known, or [END]
+        lengths = None  # how many texts of each length there were: sample.py draws from them
+        if end_id >= 0 and config.objective == "mdlm":
+            lengths = torch.zeros(config.block_size + 1)
+            self.pad_id = end_id
+        self.register_buffer("lengths", lengths)
         self.ops = ops
         self.embed = nn.Embedding(vocab_size + 1, C)
         attends = [i % config.attention_every == 0 for i in range(config.n_layer)][::-1]
@@ -349,6 +347,13 @@ class Model(nn.Module):
         if config.tie:
             nn.init.normal_(self.embed.weight, std=0.02)
 
+    def learned(self, x0):
+        """(B, T) bool: the tokens that are learned and scored, without [END] and what fills up."""
+        is_text = x0 != self.end_id
+        if self.config.objective == "ar":  # which learns where a text ends
+            return is_text | F.pad(is_text[:, :-1], (1, 0), value=True)
+        return is_text
+
     def features(self, xt, rows=None):
         """(B, T) ids -> what the head reads: (B, T, C), or (n, C) at rows of the flat batch."""
         T = xt.shape[1]
@@ -362,15 +367,19 @@ class Model(nn.Module):
             x = x + (torch.cat((sin, cos), -1) if self.positions is None else self.positions[:T])
             cos = sin = None
         rate = None
+        spans = None
+        if self.lengths is not None:
+            spans = document_spans(xt == self.end_id)
         if self.rate is not None:  # the share of masked tokens, a function of xt
-            share = (xt == self.mask_id).float().mean(1, keepdim=True)
+            share = (xt == self.mask_id).sum(1, keepdim=True)
+            share = share / (xt != self.end_id).sum(1, keepdim=True)
             waves = torch.cos(share * math.pi * torch.arange(C, device=xt.device))  # (B, C)
             rate = F.silu(self.rate(waves))
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too: it is memory-bound
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks[:-1]:
-            x = block(x, cos, sin, rate, self.ops)
-        x = self.blocks[-1](x, cos, sin, rate, self.ops, rows)
+            x = block(x, cos, sin, rate, spans, self.ops)
+        x = self.blocks[-1](x, cos, sin, rate, spans, self.ops, rows)
         return F.rms_norm(x, (C,)).to(x.dtype)  # CUDA's autocast would leave float32
 
     def forward(self, xt, targets=None, rows=None, share=None):
@@ -388,13 +397,13 @@ class Model(nn.Module):
 # NELBO per token = the mean, over l uniform on {1..L} and random sets of l masked positions, of
 # the mean cross-entropy there (Hoogeboom et al., 2110.02037, eq. 7; Ou et al., 2406.03736): an
 # upper bound of -log p(x) / L.
-def draw_levels(config, step, early=0.0):
+def draw_levels(config, step, early=0.0, lengths=None):
     """(N,) how many tokens to mask in each sequence of a step's batch, over all ranks.
 
     Neighbours get l and T + 1 - l, so every batch masks exactly N (T + 1) / 2 tokens: static
     shapes. l is T / 2 while `early` is 1, in the first half of a run, and uniform on {1..T} at 0.
+    Of shorter documents, with `lengths` (N,) in place of T, it masks fewer.
     """
-    T = config.block_size
     u = numerics.stratified(config.batch_size // 2, "levels", config.seed, step)  # in [0, 1)
     if is_variant(config):
         return variant_levels(config, u)
@@ -402,35 +411,57 @@ def draw_levels(config, step, early=0.0):
     # say little: worth twice the steps (results/cpu.md). It ends at 0: then the loss is the bound.
     # Related: clipped rates (2503.09573), bell-shaped rates (2605.13026).
     margin = 0.0 if config.time_conditioning else config.rate_margin * early
-    count = 1 + ((margin + (1 - 2 * margin) * u) * T).long().clamp(max=T - 1)
-    return torch.stack((count, T + 1 - count), 1).flatten()
+    u = (margin + (1 - 2 * margin) * u).repeat_interleave(2)
+    T = torch.full((len(u),), config.block_size) if lengths is None else lengths
+    count = 1 + (u * T).long().minimum(T - 1)
+    count[1::2] = (T + 1 - count)[1::2]
+    return count
 
 
 def draw_batch(config, corpus, step, samples, early=0.0):
     """What Python draws for samples (B,), numbers in a step's global batch: windows (B, T), levels
-    (B,), the step and the samples, on the device. From here on the device works alone."""
+    and weights (B,), the step and the samples, on the device. From here on it works alone."""
     # 1. Windows of text. Over a run, samples are numbered step * N, step * N + 1, ...
-    x0 = corpus.batch(step * config.batch_size + samples)
-    drawn = (draw_levels(config, step, early)[samples], torch.tensor(step), samples)
+    first = step * config.batch_size
+    x0 = corpus.batch(first + samples)
+    lengths = corpus.find(first + torch.arange(config.batch_size))[1]
+    levels = lengths if config.objective == "ar" else draw_levels(config, step, early, lengths)
+    weights = (lengths / corpus.mean_length).float()  # a sequence counts by its length
+    drawn = (levels[samples], weights[samples], torch.tensor(step), samples)
     return x0, *(to_device(x, x0.device) for x in drawn)
 
 
-def make_batch(model, x0, levels, step, samples):
+def make_batch(model, x0, levels, weights, step, samples):
     """The arguments of Model.forward for what draw_batch drew."""
     config = model.config
     B, T = x0.shape
     if config.objective == "ar":  # all tokens count alike
-        return x0, x0.flatten(), None, torch.full((B * T,), 1 / (B * T), device=x0.device)
+        share = model.learned(x0) * (weights / (levels * B))[:, None]
+        return x0, x0.flatten(), None, share.flatten()
     # 2. Mask exactly l tokens of each.
+    fixed = None if model.lengths is None else x0 == model.end_id
     key = (model.mask_id, config.seed, step, samples)
-    xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, *key)
-    if is_variant(config):
-        return weigh_variant(model, xt, x0, count, rows, n_rows)
+    xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, *key, fixed)
     # 3. Say where the masked tokens are, what they were, and how much each counts: the loss is the
     #    mean over sequences of the mean cross-entropy over their masked tokens, so 1 / (B l).
+    if is_variant(config):
+        share = model.weights[count] / (count.clamp(min=1) * B)  # (B,)
+        return take_rows(xt, x0, share, rows, n_rows)
     rows = rows[: B * (T + 1) // 2]  # those of the flat batch that are masked
-    share = 1 / (count * B)
+    share = weights / (count * B)  # (B,)
+    if fixed is not None:
+        return take_rows(xt, x0, share, rows, n_rows)
     return xt, x0.flatten()[rows], rows, share[rows // T]
+
+
+def take_rows(xt, x0, share, rows, n_rows):
+    """The arguments of Model.forward where the number of masked tokens is not known before."""
+    if x0.device.type == "cpu":
+        rows = rows[: int(n_rows)]
+    # Python does not wait for a GPU to know n_rows: the padding of rows, -1, stays, with share 0.
+    share = torch.where(rows < 0, 0, share[rows // x0.shape[1]])
+    rows = torch.where(rows < 0, torch.arange(len(rows), device=rows.device), rows)
+    return xt, x0.flatten()[rows], rows, share
 
 
 # Variants, to compare with. The bound stays if a count has probability P(l) > 0 for every l and its
@@ -479,18 +510,6 @@ def sequence_weights(config):
     return weight.float()
 
 
-def weigh_variant(model, xt, x0, count, rows, n_rows):
-    """The arguments of Model.forward; a token's share is its sequence's weight / (B l)."""
-    B, T = x0.shape
-    share = model.weights[count] / (count.clamp(min=1) * B)  # (B,)
-    if x0.device.type == "cpu":
-        rows = rows[: int(n_rows)]
-    # Python does not wait for a GPU to know n_rows: the padding of rows, -1, stays, with share 0.
-    share = torch.where(rows < 0, 0, share[rows // T])
-    rows = torch.where(rows < 0, torch.arange(len(rows), device=rows.device), rows)
-    return xt, x0.flatten()[rows], rows, share
-
-
 # ---- Sampling: the textbook reverse process; sample.py has the good sampler
 @torch.no_grad()
 def generate(model, x, steps=64, generator=None):
@@ -529,7 +548,8 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
     W, T = windows.shape
     device = windows.device
     causal = model.config.objective == "ar"
-    count = torch.full((1, W), T) if causal else numerics.stratified_counts(W, T, passes, seed)
+    length = model.learned(windows).sum(1).cpu()  # (W,)
+    count = length[None] if causal else numerics.stratified_counts(length, passes, seed)
     sums = torch.zeros(4, len(count), W, dtype=torch.float64)
     ce, hit, first, done = sums  # views
     batches = math.ceil(W / batch_size)
@@ -540,10 +560,11 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
         for k in range(len(count)):
             xt = x0 = windows[at.to(device)]
             masked = count[k, at].to(device)  # (B,) how many tokens to score
-            rows = torch.arange(x0.numel(), device=device)
+            learned = model.learned(x0)
+            rows = learned.flatten().nonzero()[:, 0]
             if not causal:
                 key = (seed ^ 0x5EED, k, at.to(device))  # other masks than in training
-                xt, _, rows, n = model.ops.mask_tokens(x0, masked, model.mask_id, *key)
+                xt, _, rows, n = model.ops.mask_tokens(x0, masked, model.mask_id, *key, ~learned)
                 rows = rows[: int(n)]
             logits = model(xt, rows=rows)  # (n, V)
             targets = x0.flatten()[rows]
@@ -555,7 +576,7 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
             ce[k, at] = (zero.index_add(0, rows // T, each) / masked).cpu().double()
             hit[k, at] = (zero.index_add(0, rows // T, right) / masked).cpu().double()
             if causal:
-                first[k, at] = each.view(len(at), T)[:, 0].cpu().double()
+                first[k, at] = each[rows % T == 0].cpu().double()
         done[:, at] = 1
         if time.monotonic() >= deadline:
             break
@@ -563,24 +584,27 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
     all_reduce(sums)
     seen = done[0] > 0  # (W,) all of them, if there was time
     ce, hit, first = sums[:3, :, seen]
-    mean = ce.mean().item()
-    r = dict(windows=ce.shape[1], passes=len(count), by_window=ce.mean(0).tolist())
-    if causal:
-        shifted = ((ce * T - first) / max(T - 1, 1)).mean().item()
-        r |= dict(nll=mean, se=numerics.standard_error(ce[0]), ar_shifted=shifted)
-        return r | dict(ce=[mean], accuracy=[hit.mean().item()])
     count = count[:, seen]
-    r |= dict(nelbo=mean, se=numerics.stratified_error(ce, count, T))
-    ce, hit = (numerics.by_tenths(values, count, T) for values in (ce, hit))
+    length = length[seen]
+    nats = ce * (length / length.double().mean())  # (passes, W): a window counts by its length
+    mean = nats.mean().item()
+    r = dict(windows=len(length), passes=len(count), by_window=nats.mean(0).tolist())
+    if causal:
+        shifted = (ce * length - first).sum().item() / max((length - 1).sum().item(), 1)
+        r |= dict(nll=mean, se=numerics.standard_error(nats[0]), ar_shifted=shifted)
+        return r | dict(ce=[mean], accuracy=[hit.mean().item()])
+    r |= dict(nelbo=mean, se=numerics.stratified_error(nats, count, length))
+    ce, hit = (numerics.by_tenths(values, count, length) for values in (ce, hit))
     return r | dict(ce=ce, accuracy=hit)
 
 
 # ---- Load (support/runs.py saves; support/checkpoint.py keeps checkpoints intact)
 def select_kernels(name, device, config, dtype=torch.float32):
     """The ops for --kernels: the one place where a ValueError becomes a UserError."""
-    shape = (config.n_embd // config.n_head, dtype, config.objective == "ar", config.block_size)
+    shape = (config.n_embd // config.n_head, dtype, config.objective == "ar")
+    T = 0 if config.separator else config.block_size  # of documents attention skips what it can
     try:
-        return kernels.select(name, device, *shape)
+        return kernels.select(name, device, *shape, T)
     except ValueError as e:
         raise UserError(str(e)) from e
 
@@ -593,10 +617,13 @@ def load(path="out", device="cpu", kernel="auto"):
     """
     device = runtime.pick_device(str(device))
     folder = checkpoint.find_checkpoint(path)
-    config = checkpoint.read_config(Config, folder / "config.json", check)
+    config = checkpoint.read_config(Config, folder / "config.json", runs.check)
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")
     checkpoint.check_size(folder, config, tokenizer.vocab_size)  # before memory is taken for it
-    model = Model(config, tokenizer.vocab_size, select_kernels(kernel, device, config))
+    ops = select_kernels(kernel, device, config)
+    model = Model(
+        config, tokenizer.vocab_size, ops, sources.given_end(config, tokenizer, is_variant)
+    )
     model.load_state_dict(checkpoint.read_tensors(folder / "model.safetensors", model.state_dict()))
     return model.to(device).eval(), tokenizer, config
 
@@ -605,7 +632,10 @@ def load(path="out", device="cpu", kernel="auto"):
 def make_run(config, corpus, device, dtype, ops, rank=0, world=1):
     """A Run with fresh weights, not compiled."""
     torch.manual_seed(config.seed)
-    model = Model(config, corpus.tokenizer.vocab_size, ops).to(device)
+    end_id = sources.given_end(config, corpus.tokenizer, is_variant)
+    model = Model(config, corpus.tokenizer.vocab_size, ops, end_id).to(device)
+    if model.lengths is not None:
+        model.lengths += corpus.train_windows[1].bincount(minlength=config.block_size + 1)
     averaged = copy.deepcopy(model).eval() if config.ema else model
     optimizers = make_optimizers(model, config, device)
     return Run(config, corpus, model, averaged, optimizers, device, dtype, model, rank, world)
@@ -671,7 +701,7 @@ def report(run, is_last=False):
 def setup(given, start):
     """Everything before the loop: the Run of the given flags."""
     rank, world, local_rank = runtime.join_ranks()
-    config, folder = runs.open_run(given, Config, new_config, check, world, RESUMABLE)
+    config, folder = runs.open_run(given, Config, new_config, world, RESUMABLE)
     device = runtime.use_device(config.device, local_rank, world)
     dtype = runtime.pick_dtype(config.dtype, device)
     ops = select_kernels(config.kernels, device, config, dtype)

@@ -33,7 +33,7 @@ from kernels.reference import philox_words
 from support import templates, viewer
 from support.checkpoint import default_run
 from support.cli import UserError, opt
-from support.likelihood import check_ids, groups, hypotheses, logits_at
+from support.likelihood import check_ids, end_documents, groups, hypotheses, logits_at
 from support.numerics import draw, highest, lead, reversed_bits
 from support.runtime import pick_device
 from support.templates import is_template, joined, of_prompt, parse, to_ids, to_texts
@@ -79,7 +79,7 @@ class Options:
     prompt: str = opt("", "beginning of the text")
     infill: str = opt("", "template: █ is a token to fill, [___] a gap of any length (-: stdin)")
     batch: str = opt("", "file with one template per line; prints one JSON object per line")
-    length: int = opt(0, "tokens of the text with its prompt (0: context)", bounds=(0, 1 << 20))
+    length: int = opt(0, "tokens with the prompt (0: context, or drawn)", bounds=(0, 1 << 20))
     num_samples: int = opt(0, "texts (0: one; of a template the best of 16)", bounds=(0, 1 << 20))
     candidates: int = opt(0, "show the N likeliest of many fills (0: 3)", bounds=(0, 1024))
     max_gap: int = opt(16, "longest fill of [___], in tokens", bounds=(1, 8192))
@@ -130,15 +130,15 @@ def uniform(seed, step, samples, T, purpose):
 def predict(model, device, x, given, where, end, cfg=0.0):
     """(n, V) float logits at the n positions `where` (B, T) of x (B, T), on the device of x.
 
-    The model sees a whole context, as in training: a shorter text is followed by [MASK], of a
-    longer one it sees what ends at `end`. cfg: guidance by the `given` tokens (2410.18514).
+    The model sees a whole context, as in training: a shorter text is followed by [MASK] or [END],
+    of a longer one it sees what ends at `end`. cfg: guidance by the `given` tokens (2410.18514).
     """
     L = model.config.block_size
     rows = where.any(1)
     window = slice(max(0, end - L), max(L, end))
     pad = (0, max(0, L - x.shape[1]))
     row, at = where[rows, window].nonzero().T
-    seen = F.pad(x[rows, window], pad, value=model.mask_id)
+    seen = F.pad(x[rows, window], pad, value=model.pad_id)
     logits = logits_at(model, seen, row, at, device)
     if cfg:
         seen = seen.masked_fill(F.pad(given[rows, window], pad), model.mask_id)
@@ -295,6 +295,7 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
     fill = x == mask if fill is None else fill.to(x.device) & (x == mask)
     samples = (torch.arange(len(x)) if samples is None else samples).to(x.device)
     calls = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    given = ~fill & (x != model.end_id)
     for block in plan(model.config, fill, samples, how):
         for s in range(block.steps):
             masked = block.gaps & (x == mask)
@@ -312,7 +313,7 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
                 continue
             # 2. Draw there: the network sees all of it masked.
             seen = x.masked_fill(drawn, mask)
-            logits = predict(model, device, seen, ~fill, drawn, block.end, how.cfg)
+            logits = predict(model, device, seen, given, drawn, block.end, how.cfg)
             logits[:, [i for i in forbid if i is not None]] = -math.inf
             calls += drawn.any(1) * (2 if how.cfg else 1)
             logp = logits.log_softmax(-1)
@@ -353,23 +354,24 @@ def generate(model, x, generator=None, samples=None, fill=None, **how):
     return out
 
 
-def ends(tokenizer, is_template):
-    """[END] ends a text; it is never drawn within a template."""
-    return dict(forbid=[tokenizer.end_id]) if is_template else dict(end_id=tokenizer.end_id)
+def ends(model, tokenizer, is_template):
+    """[END] ends a text; it is never drawn within a template, nor where lengths are given."""
+    is_drawn = not is_template and model.lengths is None
+    return dict(end_id=tokenizer.end_id) if is_drawn else dict(forbid=[tokenizer.end_id])
 
 
 def fill_gaps(model, tokenizer, how, x, fill, may_end, quick):
     """Fill gaps of a template. may_end: at the end of the text; quick: to compare lengths."""
     if quick:
         how = how | dict(steps=min(how.get("steps", 8), 8), correct=0)
-    return generate(model, x, fill=fill, **ends(tokenizer, not may_end), **how)
+    return generate(model, x, fill=fill, **ends(model, tokenizer, not may_end), **how)
 
 
 def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16, **how):
     """Write n texts: a list of str. how: as in `generate`.
 
     text    None: a text from nothing; "To be███" or "To [___] be": fill it; else its beginning
-    length  tokens of a text that is no template (0: the context)
+    length  tokens of a text that is no template (0: the context, or drawn for documents)
     """
     cli.check_fields(Options(num_samples=n, length=length, max_gap=max_gap))
     text = templates.check_text(text or "")
@@ -388,7 +390,9 @@ def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16
         fill = partial(fill_gaps, model, tokenizer, how)
         parts = hypotheses(model, tokenizer, parts, 1, fill, device, max_gap)[0].parts
     x = torch.tensor(to_ids(parts, tokenizer, model.mask_id), device=device).repeat(n, 1)
-    found = generate(model, x, **ends(tokenizer, template), **how).tolist()
+    if not (template or length) and model.lengths is not None:
+        x = end_documents(model, x, torch.rand(n, generator=generator, dtype=torch.float64))
+    found = generate(model, x, **ends(model, tokenizer, template), **how).tolist()
     return [joined(to_texts(parts, ids, tokenizer)) for ids in found]
 
 
@@ -432,12 +436,14 @@ def sampled(model, tokenizer, parts, options, template, pages):
     """Fill parts of known lengths --num_samples times: yields (texts, facts), adds to pages."""
     mask = model.mask_id
     ids = torch.tensor(to_ids(parts, tokenizer, mask))
-    how = {name: getattr(options, name) for name in SETTINGS} | ends(tokenizer, template)
+    how = {name: getattr(options, name) for name in SETTINGS} | ends(model, tokenizer, template)
     one_by_one = 1 if options.watch else None
     for part in groups(model, max(1, options.num_samples), options.device, one_by_one):
         began = time.monotonic()
         samples = torch.arange(part.start, part.stop)
         x = ids.repeat(len(samples), 1)
+        if not (template or options.length) and model.lengths is not None:
+            x = end_documents(model, x, uniform(options.seed, -1, samples, 1, "row")[:, 0])
         steps = sum(block.steps for block in plan(model.config, x == mask, samples, options))
         films = [viewer.Film(tokenizer, ids, mask) for _ in samples if options.html]
         watches = [viewer.Watch(tokenizer, ids, mask, steps) for _ in samples if options.watch]
@@ -496,17 +502,6 @@ def answers(model, tokenizer, template, parts, options, pages):
         yield [texts], facts
 
 
-def show(found, facts, with_scores):
-    """Print the texts found: the best, and in a terminal the others, dimmed."""
-    if not (with_scores or viewer.has_colours(sys.stdout)):
-        found = found[:1]
-    for i, texts in enumerate(found):
-        heading = ""
-        if with_scores:
-            heading = "{share:6.1%}  log p {score:.2f}  ".format(**facts["candidates"][i])
-        print(heading + viewer.highlighted(texts, dimmed=i > 0), flush=True)
-
-
 def main(argv):
     given = cli.parse_flags(Options, argv, __doc__)
     options = Options(**given)
@@ -538,7 +533,7 @@ def main(argv):
         for found, facts in answers(model, tokenizer, template, parts, options, pages):
             if not (to_stdout or options.batch):
                 print(rule, end="")
-                show(found, facts, "candidates" in given)
+                viewer.show(found, facts, "candidates" in given)
                 rule = "-" * 40 + "\n" if template is None else ""
             viewer.write_line(lines, viewer.json_line(template, found[0], facts))
     if options.html:

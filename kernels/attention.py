@@ -22,6 +22,9 @@ dQ sums over keys, dK and dV over queries: two kernels, each owning what it sums
 added atomically and two runs give equal bits. The second builds S^T = K Q^T, as its products need
 it. Q, K and V are read from the packed (B, T, 3, H, D) in place; their gradients go to one such
 buffer. Heads of 32 and 64: for wider ones PyTorch has cuDNN's strong kernel.
+
+In windows of several documents a program visits only the tiles that the documents of its rows
+touch. Positions of a document see each other: the spans of keys also say which queries see them.
 """
 
 from __future__ import annotations
@@ -122,7 +125,23 @@ def _place(T, H, BLOCK: tl.constexpr):
     return rows, (head // H).to(tl.int64), head % H
 
 
+@jit
+def _load_spans(spans, rows, b, T):
+    """The start and end (M,) of the documents of rows, an empty one beyond the end."""
+    spans += 2 * b * T
+    start = tl.load(spans + rows, mask=rows < T, other=T)
+    end = tl.load(spans + T + rows, mask=rows < T, other=0)
+    return start, end
+
+
+@jit
+def _inside(start, end, at):
+    """(M, N): whether positions `at` (N,) are within each of the documents (M,)."""
+    return (start[:, None] <= at[None, :]) & (at[None, :] < end[:, None])
+
+
 # ---- Kernels. qkv (B, T, 3, H, D), out and grad (B, T, H, D), lse and delta (B, H, T)
+# cos, sin (T, D/2) and spans (B, 2, T) may be None
 
 
 @jit
@@ -132,6 +151,7 @@ def attention_forward_kernel(
     lse,
     cos,
     sin,
+    spans,
     T,
     scale,
     H: tl.constexpr,
@@ -145,14 +165,22 @@ def attention_forward_kernel(
     qkv += 3 * b * T * H * D + h * D
     q = _load_qk(qkv, rows, 3 * H * D, T, cos, sin, D, EVEN, NORM)  # (BLOCK_M, D)
     scale *= LOG2E
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    top = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: a tile may have no key that a row sees
     total = tl.zeros((BLOCK_M,), tl.float32)
     o = tl.zeros((BLOCK_M, D), tl.float32)
-    for start in range(0, T, BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)
+    first = 0
+    last = T
+    if spans is not None:
+        start, end = _load_spans(spans, rows, b, T)
+        first = tl.min(start, 0) // BLOCK_N * BLOCK_N
+        last = tl.max(end, 0)
+    for at in range(first, last, BLOCK_N):
+        cols = at + tl.arange(0, BLOCK_N)
         k = _load_qk(qkv + H * D, cols, 3 * H * D, T, cos, sin, D, EVEN, NORM)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
-        if not EVEN:
+        if spans is not None:
+            s = tl.where(_inside(start, end, cols), s, float("-inf"))
+        elif not EVEN:
             s = tl.where(cols[None, :] < T, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1) * scale)
         p = tl.exp2(s * scale - new[:, None])
@@ -175,6 +203,7 @@ def attention_dq_kernel(
     dqkv,
     cos,
     sin,
+    spans,
     T,
     scale,
     H: tl.constexpr,
@@ -196,13 +225,21 @@ def attention_dq_kernel(
     q = _load_qk(qkv, rows, 3 * H * D, T, cos, sin, D, EVEN, NORM)
     z = _load_row(lse + line, rows, T, 0.0, EVEN) * LOG2E
     dq = tl.zeros((BLOCK_M, D), tl.float32)
-    for start in range(0, T, BLOCK_N):
-        cols = start + tl.arange(0, BLOCK_N)
+    first = 0
+    last = T
+    if spans is not None:
+        start, end = _load_spans(spans, rows, b, T)
+        first = tl.min(start, 0) // BLOCK_N * BLOCK_N
+        last = tl.max(end, 0)
+    for at in range(first, last, BLOCK_N):
+        cols = at + tl.arange(0, BLOCK_N)
         k = _load_qk(qkv + H * D, cols, 3 * H * D, T, cos, sin, D, EVEN, NORM)
         v = _load(qkv + 2 * H * D, cols, 3 * H * D, T, D, EVEN)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
         p = tl.exp2(s * (scale * LOG2E) - z[:, None])
-        if not EVEN:  # where lse is very negative a key beyond the end would give inf * 0
+        if spans is not None:
+            p = tl.where(_inside(start, end, cols), p, 0.0)
+        elif not EVEN:  # where lse is very negative a key beyond the end would give inf * 0
             p = tl.where(cols[None, :] < T, p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         dq = tl.dot((p * (dp - dl[:, None])).to(k.dtype), k, dq, input_precision="ieee")
@@ -219,6 +256,7 @@ def attention_dkdv_kernel(
     dqkv,
     cos,
     sin,
+    spans,
     T,
     scale,
     H: tl.constexpr,
@@ -237,13 +275,21 @@ def attention_dkdv_kernel(
     v = _load(qkv + 2 * H * D, cols, 3 * H * D, T, D, EVEN)
     dk = tl.zeros((BLOCK_N, D), tl.float32)
     dv = tl.zeros((BLOCK_N, D), tl.float32)
-    for start in range(0, T, BLOCK_M):
-        rows = start + tl.arange(0, BLOCK_M)
+    first = 0
+    last = T
+    if spans is not None:
+        start, end = _load_spans(spans, cols, b, T)
+        first = tl.min(start, 0) // BLOCK_M * BLOCK_M
+        last = tl.max(end, 0)
+    for at in range(first, last, BLOCK_M):
+        rows = at + tl.arange(0, BLOCK_M)
         q = _load_qk(qkv, rows, 3 * H * D, T, cos, sin, D, EVEN, NORM)
         # Queries beyond the end: lse = inf makes their p zero.
         z = _load_row(lse + line, rows, T, float("inf"), EVEN) * LOG2E
         s = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
         p = tl.exp2(s * (scale * LOG2E) - z[None, :])
+        if spans is not None:
+            p = tl.where(_inside(start, end, rows), p, 0.0)
         do = _load(grad, rows, H * D, T, D, EVEN)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
         dl = _load_row(delta + line, rows, T, 0.0, EVEN)
@@ -258,12 +304,14 @@ def attention_dkdv_kernel(
 # ---- Launches
 
 
-def tiles(kernel, dtype, D):
+def tiles(kernel, dtype, D, documents=False):
     """(BLOCK_M, BLOCK_N, warps, stages): no spills on sm_80, 90, 100; no GPU has timed them."""
     if dtype == torch.float32:  # to be exact: its products run on no tensor cores
         if kernel is attention_dkdv_kernel:
-            return (16 if D == 64 else 32, 32, 4, 1)
-        return (32, 32, 8, 1)
+            return (16 if D == 64 else 32, 32, 8 if documents else 4, 1)
+        return (32, 16 if documents else 32, 8, 1)
+    if documents and kernel is not attention_forward_kernel:  # their spans take registers
+        return (2048 // D, 64, 8, 2) if kernel is attention_dkdv_kernel else (64, 32, 4, 2)
     # To be timed on sm_90: (128, 128, 8, 3) forward, (128, 128, 8, 2) for dQ, if nothing is fused.
     if kernel is attention_dkdv_kernel:
         return (2048 // D, 128, 8, 2)
@@ -275,13 +323,13 @@ def fused(dtype, T):
     return dtype != torch.float32 and T <= MAX_FUSED
 
 
-def _run(kernel, qkv, tensors, cos, sin, qk_norm):
+def _run(kernel, qkv, tensors, cos, sin, spans, qk_norm):
     """Launch a kernel on a packed qkv: a program for a block of rows of a head of a sample."""
     B, T, _, H, D = qkv.shape
-    M, N, warps, stages = tiles(kernel, qkv.dtype, D)
+    M, N, warps, stages = tiles(kernel, qkv.dtype, D, spans is not None)
     block = N if kernel is attention_dkdv_kernel else M
     constants = dict(H=H, D=D, BLOCK_M=M, BLOCK_N=N, EVEN=T % max(M, N) == 0, NORM=qk_norm)
-    args = (qkv, *tensors, cos, sin, T, D**-0.5)
+    args = (qkv, *tensors, cos, sin, spans, T, D**-0.5)
     grid = (triton.cdiv(T, block) * B * H,)
     launch(kernel, grid, *args, **constants, num_warps=warps, num_stages=stages)
 
@@ -292,47 +340,46 @@ def _packed(x):
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _forward(qkv, cos, sin, qk_norm):
+def _forward(qkv, cos, sin, spans, qk_norm):
     qkv = _packed(qkv)
-    out, lse = _fake(qkv, cos, sin, qk_norm)
+    out, lse = _fake(qkv, cos, sin, spans, qk_norm)
     if out.numel():
-        _run(attention_forward_kernel, qkv, (out, lse), cos, sin, qk_norm)
+        _run(attention_forward_kernel, qkv, (out, lse), cos, sin, spans, qk_norm)
     return out, lse
 
 
-def _fake(qkv, cos, sin, qk_norm):
+def _fake(qkv, cos, sin, spans, qk_norm):
     B, T, _, H, D = qkv.shape
     return qkv.new_empty((B, T, H, D)), qkv.new_empty((B, H, T), dtype=torch.float32)
 
 
-def _backward(grad, qkv, out, lse, cos, sin, qk_norm):
+def _backward(grad, qkv, out, lse, cos, sin, spans, qk_norm):
     qkv = _packed(qkv)
     grad = _packed(grad)
     dqkv = qkv.new_empty(qkv.shape)
     if dqkv.numel():
         delta = torch.empty_like(lse)
-        _run(attention_dq_kernel, qkv, (grad, out, lse, delta, dqkv), cos, sin, qk_norm)
-        _run(attention_dkdv_kernel, qkv, (grad, lse, delta, dqkv), cos, sin, qk_norm)
+        _run(attention_dq_kernel, qkv, (grad, out, lse, delta, dqkv), cos, sin, spans, qk_norm)
+        _run(attention_dkdv_kernel, qkv, (grad, lse, delta, dqkv), cos, sin, spans, qk_norm)
     return dqkv
 
 
-def _fake_backward(grad, qkv, out, lse, cos, sin, qk_norm):
+def _fake_backward(grad, qkv, out, lse, cos, sin, spans, qk_norm):
     return qkv.new_empty(qkv.shape)
 
 
 def _save(ctx, inputs, output):
-    qkv, cos, sin, ctx.qk_norm = inputs
-    ctx.save_for_backward(qkv, *output, cos, sin)
+    qkv, *options, ctx.qk_norm = inputs
+    ctx.save_for_backward(qkv, *output, *options)
 
 
 def _differentiate(ctx, grad, grad_lse):
-    qkv, out, lse, cos, sin = ctx.saved_tensors
-    return _attention_backward(grad, qkv, out, lse, cos, sin, ctx.qk_norm), None, None, None
+    return _attention_backward(grad, *ctx.saved_tensors, ctx.qk_norm), None, None, None, None
 
 
 _attention = register(
     "attention",
-    "(Tensor qkv, Tensor? cos, Tensor? sin, bool qk_norm) -> (Tensor, Tensor)",
+    "(Tensor qkv, Tensor? cos, Tensor? sin, Tensor? spans, bool qk_norm) -> (Tensor, Tensor)",
     _forward,
     _fake,
     _differentiate,
@@ -340,8 +387,8 @@ _attention = register(
 )
 _attention_backward = register(
     "attention_backward",
-    "(Tensor grad, Tensor qkv, Tensor out, Tensor lse, Tensor? cos, Tensor? sin, bool qk_norm)"
-    " -> Tensor",
+    "(Tensor grad, Tensor qkv, Tensor out, Tensor lse, Tensor? cos, Tensor? sin, Tensor? spans,"
+    " bool qk_norm) -> Tensor",
     _backward,
     _fake_backward,
 )
@@ -353,20 +400,22 @@ def supported(qkv):
     return runs_on(qkv) and shape_fits and qkv.dtype in DTYPES
 
 
-def attention(qkv, cos=None, sin=None, qk_norm=False, causal=False):
+def attention(qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=None):
     # What the kernels do not take goes to PyTorch: causal, other head dims, float64.
     if causal or not supported(qkv):
-        return attention_ref(qkv, cos, sin, qk_norm, causal)
+        return attention_ref(qkv, cos, sin, qk_norm, causal, spans)
     T, D = qkv.shape[1], qkv.shape[4]
     if cos is not None:
         if not cos.shape == sin.shape == (T, D // 2):
             shapes = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
             raise ValueError(f"rotary tables must be (T, D/2) = {(T, D // 2)}, got {shapes}")
         cos, sin = (table.detach().float().contiguous() for table in (cos, sin))
+    if spans is not None:
+        spans = spans.contiguous()
     if (cos is not None or qk_norm) and not fused(qkv.dtype, T):
         qkv = torch.stack(prepare(qkv, cos, sin, qk_norm), 2)
-        return _attention(qkv, None, None, False)[0]
-    return _attention(qkv, cos, sin, qk_norm)[0]
+        return _attention(qkv, None, None, spans, False)[0]
+    return _attention(qkv, cos, sin, spans, qk_norm)[0]
 
 
 attention.__doc__ = attention_ref.__doc__

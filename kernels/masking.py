@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from kernels.launch import jit, launch, register, runs_on, tl
-from kernels.reference import MAX_T, mask_tokens_ref
+from kernels.reference import MAX_T, mask_tokens_ref, possible_counts
 
 
 @jit
@@ -48,6 +48,7 @@ def _mask_of_row(
     sample_ptr,
     seed_ptr,
     step_ptr,
+    fixed_ptr,
     T,
     EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -65,6 +66,9 @@ def _mask_of_row(
     word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,)).to(tl.int64) & 0xFFFFFFFF
     position = tl.arange(0, BLOCK)
     inside = position < T
+    if fixed_ptr is not None:
+        fixed = tl.load(fixed_ptr + row.to(tl.int64) * T + position, mask=inside, other=1)
+        inside = inside & (fixed == 0)
     level = tl.load(level_ptr + row).to(tl.int64)
     if EXACT:
         number = tl.where(inside, (word << LOG) | position, 1 << (32 + LOG))
@@ -103,6 +107,7 @@ def mask_kernel(
     sample_ptr,
     seed_ptr,
     step_ptr,
+    fixed_ptr,
     mask_id,
     B,
     T,
@@ -123,7 +128,7 @@ def mask_kernel(
     row = tl.program_id(0)
     position = tl.arange(0, BLOCK)
     masked = _mask_of_row(
-        row, level_ptr, sample_ptr, seed_ptr, step_ptr, T, EXACT, BLOCK, LOG, BITS
+        row, level_ptr, sample_ptr, seed_ptr, step_ptr, fixed_ptr, T, EXACT, BLOCK, LOG, BITS
     )
     inside = position < T
     base = row.to(tl.int64) * T
@@ -141,33 +146,34 @@ def mask_kernel(
             tl.store(n_rows_ptr, total)
 
 
-def config(T):
+def config(T, documents=False):
     """Block, warps, bits of a digit for rows of T: 32 comparisons a thread do not spill."""
     log = max(4, (T - 1).bit_length())
-    warps = 8
+    warps = 16 if documents and log > 12 else 8
     if log <= 9:
         warps = 1 if log <= 6 else 4
-    bits = max(1, min(4, 9 + warps.bit_length() - log))
+    bits = max(1, min(4, 9 + warps.bit_length() - log - documents))
     return dict(BLOCK=1 << log, LOG=log, BITS=bits, CHUNK=256, num_warps=warps)
 
 
-def _forward(x0, level, mask_id, seed, step, sample_ids):
+def _forward(x0, level, mask_id, seed, step, sample_ids, fixed):
     B, T = x0.shape
     if x0.stride(1) != 1:
         x0 = x0.contiguous()
-    xt, count, rows, n_rows = _fake(x0, level, mask_id, seed, step, sample_ids)
+    xt, count, rows, n_rows = _fake(x0, level, mask_id, seed, step, sample_ids, fixed)
     exact = not level.is_floating_point()
-    if not exact:
-        level = (level.double() * 2**32).long()
+    level = possible_counts(level, fixed) if exact else (level.double() * 2**32).long()
+    settings = config(T, fixed is not None)
+    fixed = None if fixed is None else fixed.contiguous()
     args = (x0, xt, count, rows, n_rows, level.contiguous(), sample_ids.contiguous(), seed, step)
-    args = (*args, mask_id, B, T, x0.stride(0))
+    args = (*args, fixed, mask_id, B, T, x0.stride(0))
     stages = ((True, True),) if exact else ((True, False), (False, True))
     for mask, list_rows in stages:
-        launch(mask_kernel, (B,), *args, EXACT=exact, MASK=mask, ROWS=list_rows, **config(T))
+        launch(mask_kernel, (B,), *args, EXACT=exact, MASK=mask, ROWS=list_rows, **settings)
     return xt, count, rows, n_rows
 
 
-def _fake(x0, level, mask_id, seed, step, sample_ids):
+def _fake(x0, level, mask_id, seed, step, sample_ids, fixed):
     """xt, count, rows, n_rows, not filled in."""
     B, T = x0.shape
     xt = x0.new_empty((B, T))
@@ -177,8 +183,8 @@ def _fake(x0, level, mask_id, seed, step, sample_ids):
 
 _mask_tokens = register(
     "mask_tokens",
-    "(Tensor x0, Tensor level, SymInt mask_id, Tensor seed, Tensor step, Tensor sample_ids)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor x0, Tensor level, SymInt mask_id, Tensor seed, Tensor step, Tensor sample_ids,"
+    " Tensor? fixed) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _fake,
 )
@@ -191,14 +197,14 @@ def _scalar(number, device):
     return torch.full((), number, dtype=torch.int64, device=device)
 
 
-def mask_tokens(x0, t_or_count, mask_id, seed, step, sample_ids):
+def mask_tokens(x0, t_or_count, mask_id, seed, step, sample_ids, fixed=None):
     if not runs_on(x0):
-        return mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids)
+        return mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids, fixed)
     if x0.shape[1] > MAX_T:
         raise ValueError(f"mask_tokens takes at most {MAX_T} positions a row, got {x0.shape[1]}")
     seed = _scalar(seed, x0.device)
     step = _scalar(step, x0.device)
-    return _mask_tokens(x0, t_or_count, mask_id, seed, step, sample_ids)
+    return _mask_tokens(x0, t_or_count, mask_id, seed, step, sample_ids, fixed)
 
 
 mask_tokens.__doc__ = mask_tokens_ref.__doc__

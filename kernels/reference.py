@@ -35,7 +35,7 @@ def philox_words(seed, step, sample_ids, T):
     return torch.stack((c0, c1, c2, c3), -1).flatten(1)[:, :T]
 
 
-def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids):
+def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids, fixed=None):
     """Mask random positions of x0.
 
     x0          (B, T) int32 or int64, T <= 8192
@@ -45,6 +45,7 @@ def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids):
     seed, step  int or 0-dim int64 tensor: the key of the generator (their low 32 bits). A CUDA
                 graph keeps ints as they were at its capture: pass tensors, and change their value
     sample_ids  (B,) integer, the samples' numbers in the global batch: the counter of the generator
+    fixed       (B, T) bool, positions that are never masked, or None
 
     Returns xt (B, T), x0 with [MASK] at the masked positions; count (B,) int64, masked positions
     per row; rows (B*T,) int64, the ascending indices of the masked positions in the flattened
@@ -55,11 +56,13 @@ def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids):
     if T > MAX_T:
         raise ValueError(f"mask_tokens takes at most {MAX_T} positions a row, got {T}")
     words = philox_words(seed, step, sample_ids, T)
+    if fixed is not None:
+        words = words.masked_fill(fixed, 1 << 32)  # above all words
     if t_or_count.is_floating_point():
         masked = words < (t_or_count.double() * 2**32).long()[:, None]
     else:
         key = words * MAX_T + torch.arange(T, device=x0.device)  # ties fall to the smaller position
-        wanted = t_or_count.long()[:, None]
+        wanted = possible_counts(t_or_count, fixed).long()[:, None]
         bound = key.sort(dim=1).values.gather(1, (wanted - 1).clamp(0, T - 1))
         masked = (key <= bound) & (wanted > 0)
     xt = torch.where(masked, mask_id, x0)
@@ -69,6 +72,11 @@ def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids):
     slot = torch.where(flat, rank - 1, B * T)
     rows.scatter_(0, slot, torch.arange(B * T, device=x0.device))
     return xt, masked.sum(1), rows[:-1], rank[-1]
+
+
+def possible_counts(count, fixed):
+    """Counts (B,), none above the number of positions that are not fixed."""
+    return count if fixed is None else count.minimum((~fixed).sum(1))
 
 
 def linear_cross_entropy_ref(h, W, targets, rows, weight):
@@ -109,21 +117,58 @@ def prepare(qkv, cos, sin, qk_norm):
     return *qk.to(qkv.dtype).unbind(2), v
 
 
-def attention_ref(qkv, cos=None, sin=None, qk_norm=False, causal=False):
-    """Attention over all positions (or, if causal, over earlier ones and itself).
+def document_spans(ends):
+    """Which positions see each other in windows of several documents: those of the same one.
+
+    ends (B, T) bool, the last position of each document -> (B, 2, T) int32: where the document of
+    each position starts, and where it ends, exclusive.
+    """
+    T = ends.shape[1]
+    after = torch.arange(1, T + 1, device=ends.device)
+    start = F.pad(after * ends, (1, -1)).cummax(1).values
+    end = torch.where(ends, after, T).flip(1).cummin(1).values.flip(1)
+    return torch.stack((start, end), 1).int()
+
+
+def is_visible(spans, at):
+    """Whether positions see those `at`, bool; spans (B, 2, T), `at` broadcast with (B, T, 1)."""
+    start, end = spans[..., None].unbind(1)  # (B, T, 1)
+    return (start <= at) & (at < end)
+
+
+def neighbours(x, left, k, spans):
+    """x (B, T, C) -> k tensors (B, T, C): what is `left` positions before, ..., k - 1 - left after;
+    0 where there is nothing, or another document."""
+    T = x.shape[1]
+    padded = F.pad(x, (0, 0, left, k - 1 - left))
+    found = [padded[:, i : i + T] for i in range(k)]
+    if spans is not None:
+        at = torch.arange(T, device=x.device)[:, None] - left
+        found = [z * is_visible(spans, at + i) for i, z in enumerate(found)]
+    return found
+
+
+def attention_ref(qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=None):
+    """Attention over all positions, those of the same document, or, if causal, the earlier ones.
 
     qkv       (B, T, 3, H, D), the packed projections, any strides
     cos, sin  (T, D/2) rotary tables, or None; with the kernels they get no gradient
     qk_norm   RMS-normalise q and k over D
+    spans     (B, 2, T) int32 of document_spans, or None; not for causal attention
 
     Returns (B, T, H, D) in the dtype of qkv.
     """
     T, D = qkv.shape[1], qkv.shape[4]
     q, k, v = (z.transpose(1, 2) for z in prepare(qkv, cos, sin, qk_norm))  # (B, H, T, D)
+    visible = None
+    if spans is not None:
+        visible = is_visible(spans, torch.arange(T, device=q.device))[:, None]  # (B, 1, T, T)
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= 512:
         # Here the backward of SDPA is 2 to 9 times slower than two products (results/cpu.md).
         scores = (q @ k.transpose(-1, -2)) * D**-0.5  # (B, H, T, T)
         if causal:
             scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
+        if visible is not None:
+            scores = scores.masked_fill(~visible, -torch.inf)
         return (torch.softmax(scores, -1) @ v).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, visible, is_causal=causal).transpose(1, 2)

@@ -23,6 +23,8 @@ MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")
 CHECKPOINT_FILES = (*MODEL_FILES, "state.json", "state.safetensors")  # the last two: to resume
 # Settings of earlier versions, and what the program always does now.
 RETIRED = dict(tensorboard=False, beta1=0.9, beta2=0.95, momentum=0.9, eval_passes=1)
+# What the program did before a setting existed, where that is not its default.
+BEFORE = dict(lengths="learned")
 
 
 def checkpoints(out_dir):
@@ -144,9 +146,9 @@ def default_run(out_dir):
 def read_config(cls, path, check):
     """The dataclass `cls` in a config.json, checked by check(config).
 
-    A setting that the file lacks is newer than the file and takes its default, which must therefore
-    reproduce what the program did before. One that no longer exists gets a warning unless it has
-    the value of RETIRED.
+    A setting that the file lacks is newer than the file and takes the value of BEFORE, or its
+    default, which must then reproduce what the program did before. One that no longer exists gets
+    a warning unless it has the value of RETIRED.
     """
     content = files.read_json(path, "config")
     kind, version, settings = (content.get(key) for key in ("format", "version", "config"))
@@ -160,7 +162,7 @@ def read_config(cls, path, check):
     for name in sorted(settings.keys() & RETIRED.keys()):
         if settings[name] != RETIRED[name]:
             warn(f"{path}: {name}={str(settings[name])[:40]} is ignored; it is {RETIRED[name]} now")
-    config = cls(**{name: value for name, value in settings.items() if name in known})
+    config = cls(**BEFORE | {name: value for name, value in settings.items() if name in known})
     check(config)
     return config
 

@@ -76,28 +76,40 @@ def next_logp(model, x, row, at):
     xt = x[row]
     if model.config.objective != "ar":  # which sees nothing else anyway
         later = torch.arange(x.shape[1], device=x.device) >= at[:, None]
-        xt = xt.masked_fill(later, model.mask_id)
+        xt = xt.masked_fill(later & (xt != model.end_id), model.mask_id)
     logits = logits_at(model, xt, torch.arange(len(row), device=x.device), at, x.device)
     return -F.cross_entropy(logits, x[row, at], reduction="none").cpu().double()
 
 
 def to_context(model, x):
-    """x (B, T) with [MASK] after it up to the context, which the model always saw in training."""
-    return F.pad(x, (0, model.config.block_size - x.shape[1]), value=model.mask_id)
+    """x (B, T) filled up to the context, which the model always saw in training."""
+    return F.pad(x, (0, model.config.block_size - x.shape[1]), value=model.pad_id)
+
+
+def end_documents(model, x, u):
+    """x (B, T), a beginning and [MASK]: after a length, which is drawn, a row gets [END].
+
+    u (B,) in [0, 1) says which of the lengths of training texts that exceed what is given.
+    """
+    weights = model.lengths.double().cpu()
+    weights[: int((x != model.mask_id).sum(1).max()) + 1] = 0
+    cdf = weights.cumsum(0)
+    n = torch.searchsorted(cdf, u.cpu() * cdf[-1], right=True).to(x.device)  # (B,)
+    return torch.where(torch.arange(x.shape[1], device=x.device) < n[:, None], x, model.pad_id)
 
 
 @torch.no_grad()
 def chain_rule(model, x, batch_size=None, update=lambda n: None):
-    """(B, L) float64: log p(x_i | x_j, j < i) in nats, 0 after T.
+    """(B, L) float64: log p(x_i | x_j, j < i) in nats, 0 after T and where no token is learned.
 
     x (B, T) ids, T at most the context L.
     batch_size: positions per network call; update(n) is called after n more of them.
     """
-    B, T = x.shape
+    T = x.shape[1]
     x = to_context(model, x)
     out = torch.zeros(x.shape, dtype=torch.float64)
-    row, at = torch.ones(B, T).nonzero().to(x.device).T
-    for part in groups(model, B * T, x.device, batch_size):
+    row, at = model.learned(x)[:, :T].nonzero().T
+    for part in groups(model, len(row), x.device, batch_size):
         out[row[part].cpu(), at[part].cpu()] = next_logp(model, x, row[part], at[part])
         update(len(row[part]))
     return out
@@ -165,7 +177,8 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
     for begin, end in itertools.pairwise(sorted(cuts)):
         stretch = parts[begin:end]
         room = L - len(to_ids(parts[end:], tokenizer))
-        at_end = stretch == [None] and end == len(parts)
+        is_last = end == len(parts)
+        at_end = stretch == [None] and is_last and model.lengths is None
         several = None in stretch and not at_end
         # 1. Draw: every length after every fill of what precedes.
         tried = []
@@ -178,7 +191,8 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
                 # Short gaps are cheap, and have most of the likely fills.
                 each = max(1, draws // (2 * length if several else 1) // len(fills))
                 tried += [(start[i], Fill(before.parts + known, ids, before.logp))] * each
-        rows = [fill.ids + [model.mask_id] * (L - len(fill.ids)) for _, fill in tried]
+        after = model.pad_id if is_last else model.mask_id
+        rows = [fill.ids + [after] * (L - len(fill.ids)) for _, fill in tried]
         inside = torch.arange(L) < torch.tensor([len(fill.ids) for _, fill in tried])[:, None]
         x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several)
         # 2. Keep what differs.
@@ -195,7 +209,7 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
         # 3. Rank.
         stop = torch.tensor([len(fill.ids) for fill in fills])
         known = torch.tensor([fill.logp for fill in fills], dtype=torch.float64)
-        most = min(len(fills), n if end == len(parts) else max(n, 8))
+        most = min(len(fills), n if is_last else max(n, 8))
         best, logp = likeliest(model, x[list(rows)], torch.tensor(start), stop, known, most)
         fills = [fills[i]._replace(logp=p) for i, p in zip(best.tolist(), logp.tolist())]
         start = [len(fill.ids) for fill in fills]

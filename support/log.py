@@ -86,6 +86,9 @@ class Log:
         self.say(f"data: {text}, V = {run.model.vocab_size}")
         if folder:
             self.say(f"resuming from {folder}")
+        if run.model.lengths is not None:
+            mean = run.corpus.mean_length
+            self.say(f"documents of given lengths (--lengths), {mean:.0f} tokens a window")
         if run.corpus.entropy:
             self.say(f"exact entropy: {run.corpus.entropy:.4f} nats per token")
         margin = c.rate_margin and not (is_variant or c.time_conditioning)
@@ -146,11 +149,13 @@ class Log:
 
     def samples(self, run, generate):
         """Show two generated texts, and validation text with a generated middle, in brackets."""
+        mask = run.model.mask_id
+        learned = run.model.learned(run.windows[[0, 1 % len(run.windows), 0]])
+        x = torch.where(learned, mask, run.model.pad_id)
         window = run.windows[0]
-        T = len(window)
+        T = int(learned[0].sum())
         begin = T // 2
         end = begin + max(1, T // 10)
-        x = torch.full((3, T), run.model.mask_id, device=window.device)
         x[2] = torch.cat((window[:begin], x[2, begin:end], window[end:]))
         if run.config.objective == "ar":  # it cannot see what follows a gap
             x = x[:2]
@@ -158,7 +163,7 @@ class Log:
         was_training = run.averaged.training
         run.averaged.eval()
         with run.autocast():
-            filled = generate(run.averaged, x, min(T, 64), g)
+            filled = generate(run.averaged, x, min(x.shape[1], 64), g)
         run.averaged.train(was_training)
         decode = run.corpus.tokenizer.decode
         for i, ids in enumerate(filled.tolist()):

@@ -14,7 +14,7 @@ def standard_error(values):
 
 
 def mean_by_count(values, count, T, bins):
-    """Means (bins,) of values (passes, W) by their count in 1..T, and the bin of each value."""
+    """Means (bins,) of values (passes, W) by count / T, T (W,), and the bin of each value."""
     bin = ((count - 1) * bins // T).flatten()
     total = values.new_zeros(bins).index_add(0, bin, values.flatten())
     return total / bin.bincount(minlength=bins), bin
@@ -33,12 +33,12 @@ def stratified(n, *key):
     return (order + torch.rand(n, generator=g, dtype=torch.float64)) / n
 
 
-def stratified_counts(W, T, passes, seed):
-    """(passes, W) counts in 1..T; pass k draws from the k-th of `passes` equal intervals."""
+def stratified_counts(T, passes, seed):
+    """(passes, W) counts in 1..T (W,); pass k draws from the k-th of `passes` equal intervals."""
     counts = []
     for k in range(passes):
-        u = (k + stratified(W, "evaluate", seed, k)) / passes
-        counts.append((1 + (u * T).long()).clamp(max=T))
+        u = (k + stratified(len(T), "evaluate", seed, k)) / passes
+        counts.append((1 + (u * T).long()).minimum(T))
     return torch.stack(counts)
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save as to_safetensors
 
 from support import checkpoint, files, runtime, sources
-from support.cli import NO_LIMIT, UserError, warn
+from support.cli import NO_LIMIT, UserError, check_fields, warn
 from support.log import Log
 
 BUILT_IN = ("shakespeare", "patterns", "pydoc")  # values of --data that name no file
@@ -70,7 +70,27 @@ class Run:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
 
-def open_run(given, cls, new_config, check, world, resumable):
+def check(config, world=1):
+    """Raise UserError for a config that cannot work on `world` ranks."""
+    check_fields(config)
+    heads = 2 * config.n_head
+    if config.n_embd % heads:
+        raise UserError(f"--n_embd={config.n_embd} must be a multiple of {heads}, twice --n_head")
+    parts = 2 * world * config.gradient_accumulation_steps
+    if config.batch_size % parts:
+        why = f"2 (mirrored pairs) x {world} rank(s) x --gradient_accumulation_steps"
+        raise UserError(f"--batch_size={config.batch_size} must be a multiple of {parts}: {why}")
+    if config.min_rate > config.max_rate:
+        raise UserError(f"--min_rate={config.min_rate} is above --max_rate; swap them")
+    text = (config.block_size, config.tokenizer, config.separator)
+    if config.data == "patterns" and text != (64, "char", ""):
+        why = "leave --block_size, --tokenizer and --separator out"
+        raise UserError(f"--data=patterns has aligned sequences of 64 characters; {why}")
+    if config.objective == "ar" and config.time_conditioning:
+        raise UserError("--objective=ar has no mask rate; leave --time_conditioning out")
+
+
+def open_run(given, cls, new_config, world, resumable):
     """The `cls` of the given flags, and the checkpoint to resume from (None: a new run)."""
     out = Path(given.get("out_dir", cls.out_dir))
     folder = None
@@ -149,7 +169,9 @@ def check_idle(given, config):
     """Raise UserError for flags of the command line that would do nothing."""
     is_text = config.data in BUILT_IN or not Path(config.data).is_dir()
     fixed = is_text and not config.init_from and config.tokenizer in ("char", "byte")
+    whole = is_text and not config.separator and not config.init_from
     for reason, holds, idle in (
+        ("without --separator there are no documents", whole, ("lengths",)),
         ("--objective=ar masks nothing", config.objective == "ar", MASKS),
         (f"{config.data} is a folder of ids", not is_text, ("tokenizer", "separator")),
         ("--init_from brings its tokenizer", config.init_from, ("tokenizer", "vocab_size")),
@@ -214,6 +236,7 @@ def check_network(config, source):
         raise UserError(f"--init_from={config.init_from} has {values}; give the same here")
 
 
+@torch.no_grad()
 def load_weights(run, source):
     """Start from the weights of `source`: None, or (model, tokenizer, config) of --init_from."""
     if not source:
@@ -222,8 +245,8 @@ def load_weights(run, source):
     if tokenizer.to_json() != run.corpus.tokenizer.to_json():
         given = f"--init_from={run.config.init_from}"
         raise UserError(f"{given} has other tokens than {run.config.data}; give text")
-    run.model.load_state_dict(model.state_dict())
-    run.averaged.load_state_dict(model.state_dict())
+    for into in (run.model, run.averaged):
+        torch._foreach_copy_(list(into.parameters()), list(model.parameters()))
 
 
 def begin(run, folder):

@@ -237,10 +237,39 @@ def parts_of(arrays):
     return (a[i : i + PART] for a in arrays for i in range(0, len(a), PART))
 
 
-def document_starts(ids, end_id, T):
-    """Where windows start, (n,) int64: at each document, and every T tokens in a longer one."""
+def text_windows(ids, config, end_id=None):
+    """(2, W) int64: where windows start, at every T-th token, and how many are learned, T."""
+    T = config.block_size
+    starts = torch.arange(len(ids) // T) * T
+    return torch.stack((starts, torch.full_like(starts, T)))
+
+
+def given_end(config, tokenizer, is_variant):
+    """The id of an [END] that is given, never masked; -1: there is none, or it is learned."""
+    if tokenizer.end_id is None or config.lengths == "learned":
+        return -1
+    if config.objective == "mdlm" and is_variant(config):
+        why = "other masks and weights are not for documents of given lengths"
+        raise UserError(f"{why}; add --lengths=learned")
+    return tokenizer.end_id
+
+
+def document_windows(ids, config, end_id):
+    """(2, W) int64: where windows start, and how many of their tokens are learned.
+
+    They start at each document, and every T tokens in a longer one. Learned is the text; with it
+    the [END] of --objective=ar; of --lengths=learned all T, also the [END] that fill a window up.
+    """
+    T = config.block_size
     ends = [i + (ids[i : i + PART] == end_id).nonzero()[0] for i in range(0, len(ids), PART)]
     edges = np.unique(np.concatenate([[0], *(e + 1 for e in ends), [len(ids)]]))
     windows = -(-np.diff(edges) // T)  # windows in each document, rounded up
     nth = np.arange(windows.sum()) - np.repeat(windows.cumsum() - windows, windows)
-    return torch.from_numpy(np.repeat(edges[:-1], windows) + nth * T)
+    starts = np.repeat(edges[:-1], windows) + nth * T
+    stop = edges[1:] - (config.objective == "mdlm") * (ids[edges[1:] - 1] == end_id)
+    learned = np.minimum(np.repeat(stop, windows) - starts, T)
+    if config.lengths == "learned":
+        learned[:] = T
+    if not learned.any():
+        raise UserError("the text is empty but for the ends of its documents; give some")
+    return torch.from_numpy(np.stack((starts, learned))[:, learned > 0])

@@ -154,7 +154,7 @@ def likeliest(tokenizer, p, n):
 @torch.no_grad()
 def top_tokens(model, tokenizer, ids, n, device):
     """Print the n likeliest tokens of each [MASK] in a list of ids."""
-    rest = [model.mask_id] * (model.config.block_size - len(ids))
+    rest = [model.pad_id] * (model.config.block_size - len(ids))
     p = checked(model(torch.tensor([ids + rest], device=device))[0]).softmax(-1)
     for i, token in enumerate(ids):
         if token == model.mask_id:
@@ -228,3 +228,14 @@ def write_page(path, samples, settings):
     except OSError as e:
         use = "give a file in a folder that exists and is yours"
         raise UserError(f"--html={path} cannot be written ({e.strerror}); {use}") from None
+
+
+def show(found, facts, with_scores):
+    """Print the texts found: the best, and in a terminal the others, dimmed."""
+    if not (with_scores or has_colours(sys.stdout)):
+        found = found[:1]
+    for i, texts in enumerate(found):
+        heading = ""
+        if with_scores:
+            heading = "{share:6.1%}  log p {score:.2f}  ".format(**facts["candidates"][i])
+        print(heading + highlighted(texts, dimmed=i > 0), flush=True)

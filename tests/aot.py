@@ -51,12 +51,16 @@ def masking_cases():
     kinds = {"exact": (True, True, True)}
     kinds |= {"bernoulli mask": (False, True, False), "bernoulli rows": (False, False, True)}
     for T, integer in ((64, "i32"), (64, "i64"), (256, "i64"), (1024, "i64"), (8192, "i64")):
-        for kind, (exact, mask, rows) in kinds.items():
+        for (kind, (exact, mask, rows)), fixed in itertools.product(kinds.items(), (False, True)):
             types = pointers(x0=integer, xt=integer, **dict.fromkeys(names, "i64"))
             types |= dict.fromkeys(("mask_id", "B", "T", "stride"), "i32")
-            config = masking.config(T) | dict(EXACT=exact, MASK=mask, ROWS=rows)
-            main = (90,) if T == 256 else ()
-            name = f"masking {kind} T={T} {integer}"
+            config = masking.config(T, fixed) | dict(EXACT=exact, MASK=mask, ROWS=rows)
+            if fixed:
+                types |= pointers(fixed="i1")
+            else:
+                config |= dict(fixed_ptr=None)
+            main = (90,) if T == 256 and fixed <= exact else ()
+            name = f"masking {kind} T={T} {integer}" + ", documents" * fixed
             yield Case(name, masking.mask_kernel, types, config, main=main)
 
 
@@ -96,23 +100,25 @@ def attention_cases():
     at = import_module("kernels.attention")
     kernels = (at.attention_forward_kernel, at.attention_dq_kernel, at.attention_dkdv_kernel)
     flags = (True, False)
-    for kernel, dtype, D, even, fuse in itertools.product(
-        kernels, ("bf16", "fp32"), at.HEAD_DIMS, flags, flags
+    for kernel, dtype, D, even, fuse, documents in itertools.product(
+        kernels, ("bf16", "fp32"), at.HEAD_DIMS, flags, flags, flags
     ):
-        if fuse and not at.fused(TYPES[dtype], 256):
+        if (fuse and not at.fused(TYPES[dtype], 256)) or (documents and even):
             continue
         types = dict.fromkeys(("qkv", "grad", "out", "dqkv"), f"*{dtype}") | dict(scale="fp32")
-        types |= dict.fromkeys(("lse", "delta", "cos", "sin"), "*fp32")
-        M, N, warps, stages = at.tiles(kernel, TYPES[dtype], D)
+        types |= dict.fromkeys(("lse", "delta", "cos", "sin"), "*fp32") | dict(spans="*i32")
+        M, N, warps, stages = at.tiles(kernel, TYPES[dtype], D, documents)
         config = dict(H=384 // D, D=D, BLOCK_M=M, BLOCK_N=N, EVEN=even, NORM=fuse)
         config |= dict(num_warps=warps, num_stages=stages)
         config |= {} if fuse else dict(cos=None, sin=None)
+        config |= {} if documents else dict(spans=None)
         types = {n: types.get(n, "i32") for n in kernel.arg_names if n not in config}
         main = ()
         if (dtype, D) == ("bf16", 64) and even != fuse:
-            main = ARCHITECTURES if fuse else (90,)
+            main = ARCHITECTURES if fuse and not documents else (90,)
         name = kernel.fn.__name__.removesuffix("_kernel").replace("_", " ")
         name += f" D={D} {dtype} {'even' if even else 'odd'} T{', fused' * fuse}"
+        name += ", documents" * documents
         yield Case(name, kernel, types, config, main=main)
 
 

@@ -141,7 +141,9 @@ class Toy:
 
     def __init__(self, logits, V, T, **config):
         self.logits = logits
-        self.mask_id = self.vocab_size = V
+        self.mask_id = self.pad_id = self.vocab_size = V
+        self.end_id = -1
+        self.lengths = None
         self.training = False
         self.config = mdlm.Config(block_size=T, **config)
         self.ops = kernels.select("torch")
@@ -150,6 +152,9 @@ class Toy:
     def __call__(self, xt, rows=None):
         logits = self.logits(xt)
         return logits if rows is None else logits.flatten(0, 1)[rows].float()
+
+    def learned(self, x0):
+        return mdlm.Model.learned(self, x0)
 
     def eval(self):
         pass

@@ -1,5 +1,6 @@
 """Text becomes the expected tokens and windows, whatever its size and source."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -214,9 +215,20 @@ def test_windows_start_at_documents(ids, T):
             expected.append(i)
         if token == 3:
             start = i + 1
-    found = sources.document_starts(np.array(ids, np.uint8), 3, T)
-    assert found.dtype == torch.int64
-    assert found.tolist() == expected
+    kind = dict(learned=dict(lengths="learned"), ar=dict(objective="ar"), known=dict())
+    found = {}
+    for name, more in kind.items():
+        config = mdlm.Config(block_size=T, **more)
+        with contextlib.suppress(UserError):  # nothing but [END]
+            found[name] = sources.document_windows(np.array(ids, np.uint8), config, 3)
+    assert found["learned"].dtype == torch.int64
+    assert found["learned"].tolist() == [expected, [T] * len(expected)]
+    windows = [(ids[i : i + T], i) for i in expected]
+    windows = [(w[: w.index(3) + 1] if 3 in w else w, i) for w, i in windows]
+    assert found["ar"].T.tolist() == [[i, len(w)] for w, i in windows]
+    texts = [[i, len(w) - (3 in w)] for w, i in windows if w != [3]]
+    assert ("known" in found) == bool(texts)
+    assert not texts or found["known"].T.tolist() == texts
 
 
 def test_documents_are_filled_up_with_end(tmp_path):

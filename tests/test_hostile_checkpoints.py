@@ -18,7 +18,7 @@ import torch
 from conftest import TINY, run_mdlm, sign
 
 import mdlm
-from support import checkpoint
+from support import checkpoint, runs
 from support.cli import UserError
 from support.tokenizer import tokenizer_from_json
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 def resume(folder):
     """What --resume does with a checkpoint: a model, averages and optimizers that load it."""
-    config = checkpoint.read_config(mdlm.Config, folder / "config.json", mdlm.check)
+    config = checkpoint.read_config(mdlm.Config, folder / "config.json", runs.check)
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")
     if (config.n_embd, config.n_layer, tokenizer.vocab_size) > (64, 4, 200):
         return None  # training would take what the config asks for; load() must not

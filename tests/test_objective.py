@@ -58,7 +58,12 @@ def scrambled(V=65, **more):
 
 def corpus_of(x0):
     """A corpus that always gives the windows x0."""
-    return SimpleNamespace(batch=lambda samples: x0[samples % len(x0)])
+    T = x0.shape[1]
+
+    def find(samples):
+        return torch.stack((samples, torch.full_like(samples, T)))
+
+    return SimpleNamespace(batch=lambda samples: x0[samples % len(x0)], find=find, mean_length=T)
 
 
 def make_batch(model, x0, step=0, early=0.0):
@@ -182,8 +187,9 @@ def test_padded_rows_count_for_nothing():
     on_gpu = SimpleNamespace(
         shape=x0.shape, flatten=x0.flatten, device=SimpleNamespace(type="cuda")
     )
-    cut = mdlm.weigh_variant(model, xt, x0, count, rows, n_rows)
-    padded = mdlm.weigh_variant(model, xt, on_gpu, count, rows, n_rows)
+    share = model.weights[count] / (count.clamp(min=1) * 8)
+    cut = mdlm.take_rows(xt, x0, share, rows, n_rows)
+    padded = mdlm.take_rows(xt, on_gpu, share, rows, n_rows)
     assert len(cut[1]) == n_rows < len(padded[1]) == x0.numel()
     assert padded[2].bincount().max() <= 2, "the gradient of no position is added up often"
     torch.testing.assert_close(model(*padded), model(*cut))

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from kernels import attention, attention_ref, launch
 from kernels.attention import _packed
+from kernels.reference import document_spans
 
 pytestmark = pytest.mark.skipif(
     not launch.ENABLED or not (torch.cuda.is_available() or launch.INTERPRET),
@@ -84,6 +85,32 @@ def test_rotary_alone_and_norm_alone(parts):
     check(qkv, grad, *((cos, sin, False) if parts == "rotary" else (None, None, True)))
 
 
+def split(B, T, seed=0):
+    """Spans of rows of documents: long ones, single positions, and a row that is one document."""
+    ends = torch.rand(B, T, generator=torch.Generator().manual_seed(seed)) < 0.03
+    ends[:, T // 3 : T // 3 + 3] = True
+    ends[-1] = False
+    return document_spans(ends.to(DEVICE))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about rows that are never stored
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("T", "D"),
+    [(170, 32), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((256, 64), (257, 32)))],
+)
+def test_documents_see_themselves_alone(T, D, dtype):
+    qkv, grad, cos, sin = draw(2, T, 1, D, dtype)
+    check(qkv, grad, cos, sin, True, False, split(2, T))
+    spans = split(2, T).flip(0)
+    check(qkv, grad, None, None, False, False, spans)
+    other = qkv.clone()
+    first = spans[1, 1, 0]  # where the first document of the second row ends
+    other[1, first:] = 7.0  # the other documents
+    ours, theirs = (attention(x, spans=spans)[1, :first] for x in (qkv, other))
+    assert torch.equal(ours, theirs)
+
+
 @pytest.mark.skipif(not GPU, reason="too large for the interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("D", [32, 64])
@@ -92,6 +119,7 @@ def test_long_rows(T, D, dtype):
     qkv, grad, cos, sin = draw(2, T, 3, D, dtype)
     check(qkv, grad)
     check(qkv, grad, cos, sin, True)
+    check(qkv, grad, cos, sin, True, False, split(2, T))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about rows that are never stored
@@ -148,7 +176,7 @@ def test_lse_is_log_sum_exp():
     qkv, _, _, _ = draw(1, 45, 2, 32, torch.float32)
     q, k, _ = qkv.double().permute(2, 0, 3, 1, 4)
     exact = torch.logsumexp(q @ k.transpose(-1, -2) * 32**-0.5, -1)
-    lse = torch.ops.mdlm.attention(qkv, None, None, False)[1]
+    lse = torch.ops.mdlm.attention(qkv, None, None, None, False)[1]
     torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -156,10 +184,12 @@ UTILS = ["test_schema", "test_autograd_registration", "test_faketensor"]  # quic
 ALL_UTILS = [*UTILS, "test_aot_dispatch_dynamic"]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("utils", [UTILS, pytest.param(ALL_UTILS, marks=pytest.mark.slow)])
 def test_the_operator_is_well_formed(utils):
     qkv, _, cos, sin = draw(1, 18, 1, 32, HALF)
-    args = (qkv.requires_grad_(), cos, sin, True)
+    ends = torch.arange(18, device=DEVICE) % 5 == 4
+    args = (qkv.requires_grad_(), cos, sin, document_spans(ends[None]), True)
     torch.library.opcheck(torch.ops.mdlm.attention, args, test_utils=utils)
 
 

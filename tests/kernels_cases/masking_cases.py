@@ -18,12 +18,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXACT = pytest.mark.parametrize("exact", [True, False])
 
 
-def check(x0, level, mask_id, seed, step, ids):
+def check(x0, level, mask_id, seed, step, ids, fixed=None):
     """The kernel runs, and gives the bits of the reference; returns xt, count, rows, n_rows."""
     launch.LAUNCHES.clear()
-    got = mask_tokens(x0, level, mask_id, seed, step, ids)
+    got = mask_tokens(x0, level, mask_id, seed, step, ids, fixed)
     assert launch.LAUNCHES["mask_kernel"] == (2 if level.is_floating_point() else 1)
-    wanted = mask_tokens_ref(x0, level, mask_id, seed, step, ids)
+    wanted = mask_tokens_ref(x0, level, mask_id, seed, step, ids, fixed)
     for g, w in zip(got, wanted, strict=True):
         assert torch.equal(g, w.to(g.dtype)) and g.shape == w.shape
     return got
@@ -40,6 +40,21 @@ def test_same_bits_as_the_reference(T, exact):
     if exact:
         level = torch.tensor([0, T, 1, T // 2, T + 3])  # more than T means all
     check(x0, level.to(DEVICE), 70, 3, 9, torch.arange(100, 100 + B, device=DEVICE))
+
+
+@EXACT
+@pytest.mark.parametrize("T", [5, 70])
+def test_fixed_positions_are_never_masked(T, exact):
+    x0 = torch.zeros(4, T, dtype=torch.int64, device=DEVICE)
+    fixed = torch.rand(4, 2 * T, generator=torch.Generator().manual_seed(T)).to(DEVICE) < 0.4
+    fixed = fixed[:, ::2]
+    fixed[3] = True
+    level = torch.tensor([T, 2, 1, 3] if exact else [1.0, 0.5, 0.2, 1.0], device=DEVICE)
+    xt, count, *_ = check(x0, level, 1, 0, 1, torch.arange(4, device=DEVICE), fixed)
+    assert not (xt == 1)[fixed].any()
+    assert torch.equal((xt == 1)[0], ~fixed[0]) and count[3] == 0
+    if exact:
+        assert count[1:3].tolist() == [2, 1]
 
 
 @EXACT
@@ -68,7 +83,7 @@ def test_many_rows_are_listed_in_order(monkeypatch):
     if DEVICE == "cpu":  # where a row takes 50 ms: as many chunks, of 4
         B = 6
         config = masking.config
-        monkeypatch.setattr(masking, "config", lambda T: config(T) | dict(CHUNK=4))
+        monkeypatch.setattr(masking, "config", lambda *args: config(*args) | dict(CHUNK=4))
     level = torch.randint(0, 4, (B,), device=DEVICE)
     x0 = torch.zeros(B, 3, dtype=torch.int64, device=DEVICE)
     check(x0, level, 1, 0, 0, torch.arange(B, device=DEVICE))
@@ -86,7 +101,8 @@ def arguments(exact):
     x0 = torch.randint(9, (2, 20), device=DEVICE)
     level = torch.tensor([3, 9] if exact else [0.3, 0.9], device=DEVICE)
     seed, step = (torch.tensor(number, device=DEVICE) for number in (1, 2))
-    return x0, level, 9, seed, step, torch.arange(2, device=DEVICE)
+    fixed = x0 == 3
+    return x0, level, 9, seed, step, torch.arange(2, device=DEVICE), fixed
 
 
 UTILS = ["test_schema", "test_faketensor"]  # quick

@@ -62,10 +62,10 @@ def load_raw(model, folder, config):
     path = folder / "state.safetensors"
     tensors = read_tensors(path) if config.ema and path.exists() else {}
     raw = {name[4:]: t for name, t in tensors.items() if name.startswith("raw.")}
-    expected = {name: p.shape for name, p in model.state_dict().items()}
+    expected = {name: p.shape for name, p in model.named_parameters()}
     if {name: t.shape for name, t in raw.items()} != expected:
         raise UserError(f"--raw: {folder} has no raw weights beside averaged ones; leave --raw out")
-    model.load_state_dict(raw)
+    model.load_state_dict(model.state_dict() | raw)
 
 
 @contextlib.contextmanager
@@ -143,11 +143,13 @@ def per_character(nats, corpus):
 
 def exact_likelihood(model, corpus, windows):
     """The chain rule's mean over windows (W, T), with its standard error over windows."""
-    with cli.progress("exact likelihood", " tokens", total=windows.numel()) as bar:
+    length = model.learned(windows).sum(1).double().cpu()
+    with cli.progress("exact likelihood", " tokens", total=int(length.sum())) as bar:
         nll = -chain_rule(model, windows, update=bar.update).sum(1)  # (W,)
-    nll /= model.learned(windows).sum(1).double().mean().cpu()  # nats per token
+    nll /= length.mean()  # nats per token, and a window counts by its length
     mean = nll.mean().item()
-    r = dict(nll=mean, se=numerics.standard_error(nll), bpc=per_character(mean, corpus))
+    se = numerics.standard_error(nll - mean * length / length.mean())
+    r = dict(nll=mean, se=se, bpc=per_character(mean, corpus))
     return r | dict(windows=len(windows), by_window=nll.tolist())
 
 

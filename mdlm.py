@@ -199,9 +199,8 @@ class Corpus:
         self.entropy = meta.get("entropy")
         self.documents = self.tokenizer.end_id is not None
         # (2, W): where windows start, and how many of their tokens are learned.
-        cut = sources.document_windows if self.documents else sources.text_windows
-        self.train_windows = cut(ids[0], config, self.tokenizer.end_id)
-        self.val_windows = cut(ids[1], config, self.tokenizer.end_id)
+        self.train_windows = sources.cut_windows(ids[0], config, self.tokenizer.end_id)
+        self.val_windows = sources.cut_windows(ids[1], config, self.tokenizer.end_id)
         self.mean_length = self.train_windows[1].double().mean().item()
         self.offsets = 0  # of an epoch's first window: 0 to offsets - 1
         if not self.documents and not meta.get("aligned"):
@@ -404,6 +403,8 @@ def draw_levels(config, step, early=0.0, lengths=None):
     shapes. l is T / 2 while `early` is 1, in the first half of a run, and uniform on {1..T} at 0.
     Of shorter documents, with `lengths` (N,) in place of T, it masks fewer.
     """
+    if config.objective == "ar":  # all are predicted
+        return lengths
     u = numerics.stratified(config.batch_size // 2, "levels", config.seed, step)  # in [0, 1)
     if is_variant(config):
         return variant_levels(config, u)
@@ -412,9 +413,10 @@ def draw_levels(config, step, early=0.0, lengths=None):
     # Related: clipped rates (2503.09573), bell-shaped rates (2605.13026).
     margin = 0.0 if config.time_conditioning else config.rate_margin * early
     u = (margin + (1 - 2 * margin) * u).repeat_interleave(2)
-    T = torch.full((len(u),), config.block_size) if lengths is None else lengths
-    count = 1 + (u * T).long().minimum(T - 1)
-    count[1::2] = (T + 1 - count)[1::2]
+    if lengths is None:
+        lengths = torch.full((config.batch_size,), config.block_size)
+    count = 1 + (u * lengths).long().minimum(lengths - 1)
+    count[1::2] = (lengths + 1 - count)[1::2]
     return count
 
 
@@ -425,7 +427,7 @@ def draw_batch(config, corpus, step, samples, early=0.0):
     first = step * config.batch_size
     x0 = corpus.batch(first + samples)
     lengths = corpus.find(first + torch.arange(config.batch_size))[1]
-    levels = lengths if config.objective == "ar" else draw_levels(config, step, early, lengths)
+    levels = draw_levels(config, step, early, lengths)
     weights = (lengths / corpus.mean_length).float()  # a sequence counts by its length
     drawn = (levels[samples], weights[samples], torch.tensor(step), samples)
     return x0, *(to_device(x, x0.device) for x in drawn)
@@ -439,7 +441,9 @@ def make_batch(model, x0, levels, weights, step, samples):
         share = model.learned(x0) * (weights / (levels * B))[:, None]
         return x0, x0.flatten(), None, share.flatten()
     # 2. Mask exactly l tokens of each.
-    fixed = None if model.lengths is None else x0 == model.end_id
+    fixed = None
+    if model.lengths is not None:
+        fixed = x0 == model.end_id
     key = (model.mask_id, config.seed, step, samples)
     xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, *key, fixed)
     # 3. Say where the masked tokens are, what they were, and how much each counts: the loss is the
@@ -583,26 +587,14 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
     model.train(was_training)
     all_reduce(sums)
     seen = done[0] > 0  # (W,) all of them, if there was time
-    ce, hit, first = sums[:3, :, seen]
-    count = count[:, seen]
-    length = length[seen]
-    nats = ce * (length / length.double().mean())  # (passes, W): a window counts by its length
-    mean = nats.mean().item()
-    r = dict(windows=len(length), passes=len(count), by_window=nats.mean(0).tolist())
-    if causal:
-        shifted = (ce * length - first).sum().item() / max((length - 1).sum().item(), 1)
-        r |= dict(nll=mean, se=numerics.standard_error(nats[0]), ar_shifted=shifted)
-        return r | dict(ce=[mean], accuracy=[hit.mean().item()])
-    r |= dict(nelbo=mean, se=numerics.stratified_error(nats, count, length))
-    ce, hit = (numerics.by_tenths(values, count, length) for values in (ce, hit))
-    return r | dict(ce=ce, accuracy=hit)
+    return numerics.summary(*sums[:3, :, seen], count[:, seen], length[seen], causal)
 
 
 # ---- Load (support/runs.py saves; support/checkpoint.py keeps checkpoints intact)
 def select_kernels(name, device, config, dtype=torch.float32):
     """The ops for --kernels: the one place where a ValueError becomes a UserError."""
     shape = (config.n_embd // config.n_head, dtype, config.objective == "ar")
-    T = 0 if config.separator else config.block_size  # of documents attention skips what it can
+    T = config.block_size * (config.separator == "")  # of documents attention skips what it can
     try:
         return kernels.select(name, device, *shape, T)
     except ValueError as e:

@@ -89,13 +89,12 @@ def to_context(model, x):
 def end_documents(model, x, u):
     """x (B, T), a beginning and [MASK]: after a length, which is drawn, a row gets [END].
 
-    u (B,) in [0, 1) says which of the lengths of training texts that exceed what is given.
+    u (B,) in [0, 1), on the CPU: which of the lengths of training texts that exceed what is given.
     """
-    weights = model.lengths.double().cpu()
-    weights[: int((x != model.mask_id).sum(1).max()) + 1] = 0
-    cdf = weights.cumsum(0)
-    n = torch.searchsorted(cdf, u.cpu() * cdf[-1], right=True).to(x.device)  # (B,)
-    return torch.where(torch.arange(x.shape[1], device=x.device) < n[:, None], x, model.pad_id)
+    known = (x != model.mask_id).sum(1, keepdim=True).cpu()
+    cdf = (model.lengths.double().cpu() * (torch.arange(len(model.lengths)) > known)).cumsum(1)
+    n = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).to(x.device)  # (B, 1)
+    return torch.where(torch.arange(x.shape[1], device=x.device) < n, x, model.pad_id)
 
 
 @torch.no_grad()
@@ -165,7 +164,7 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
     template up to the next gap of unknown length. Such a gap is tried with 1 .. max_gap tokens,
     quickly, and the best 8 (or n) go on. All compete by logp: a gap's sum favours short ones, its
     mean easy ones. A gap at the end has max_gap tokens, of which those before [END] or a line break
-    are kept; that counts in logp.
+    are kept; that counts in logp. Of documents with given lengths, log p(length) counts too.
     """
     L = model.config.block_size
     unknown = [i for i, part in enumerate(parts) if part is None]
@@ -209,6 +208,9 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
         # 3. Rank.
         stop = torch.tensor([len(fill.ids) for fill in fills])
         known = torch.tensor([fill.logp for fill in fills], dtype=torch.float64)
+        if is_last and model.lengths is not None:  # a text's length has a probability too
+            seen = model.lengths.double().cpu() + 1
+            known += (seen / seen.sum()).log()[stop]
         most = min(len(fills), n if is_last else max(n, 8))
         best, logp = likeliest(model, x[list(rows)], torch.tensor(start), stop, known, most)
         fills = [fills[i]._replace(logp=p) for i, p in zip(best.tolist(), logp.tolist())]

@@ -51,6 +51,23 @@ def stratified_error(values, count, T):
     return standard_error(residual * (n / max(n - bins, 1)) ** 0.5)
 
 
+def summary(ce, hit, first, count, T, causal):
+    """The result of mdlm.evaluate: mean CE and accuracy (passes, W) of `count` of T (W,) tokens.
+
+    first (passes, W): CE of the first token of a window. A window counts by its length.
+    """
+    share = T / T.double().mean()
+    mean = (ce * share).mean().item()
+    residual = (ce - mean) * share
+    r = dict(windows=len(T), passes=len(count), by_window=(ce * share).mean(0).tolist())
+    if causal:
+        shifted = (ce * T - first).sum().item() / max((T - 1).sum().item(), 1)
+        r |= dict(nll=mean, se=standard_error(residual[0]), ar_shifted=shifted)
+        return r | dict(ce=[mean], accuracy=[hit.mean().item()])
+    r |= dict(nelbo=mean, se=stratified_error(residual, count, T))
+    return r | dict(ce=by_tenths(ce, count, T), accuracy=by_tenths(hit, count, T))
+
+
 def invert(function, values):
     """x (n,) in [0, 1] with function(x) = values (n,) in float64, for a mask schedule."""
     grid = function(torch.linspace(0, 1, 4097, dtype=torch.float64))

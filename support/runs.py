@@ -375,7 +375,7 @@ def save(run, finished=False):
 
 
 def write(run, state):
-    weights = dict(run.averaged.named_parameters())
+    weights = run.averaged.state_dict()
     tensors = checkpoint.training_tensors(run.model, run.averaged, run.optimizers)
     for part in (weights, tensors):
         for name, t in part.items():

@@ -237,13 +237,6 @@ def parts_of(arrays):
     return (a[i : i + PART] for a in arrays for i in range(0, len(a), PART))
 
 
-def text_windows(ids, config, end_id=None):
-    """(2, W) int64: where windows start, at every T-th token, and how many are learned, T."""
-    T = config.block_size
-    starts = torch.arange(len(ids) // T) * T
-    return torch.stack((starts, torch.full_like(starts, T)))
-
-
 def given_end(config, tokenizer, is_variant):
     """The id of an [END] that is given, never masked; -1: there is none, or it is learned."""
     if tokenizer.end_id is None or config.lengths == "learned":
@@ -254,13 +247,16 @@ def given_end(config, tokenizer, is_variant):
     return tokenizer.end_id
 
 
-def document_windows(ids, config, end_id):
+def cut_windows(ids, config, end_id):
     """(2, W) int64: where windows start, and how many of their tokens are learned.
 
-    They start at each document, and every T tokens in a longer one. Learned is the text; with it
-    the [END] of --objective=ar; of --lengths=learned all T, also the [END] that fill a window up.
+    Without an end_id they follow each other. Else they start at each document, and every T tokens
+    in a longer one. Learned is the text; with --objective=ar its [END]; with --lengths=learned all.
     """
     T = config.block_size
+    if end_id is None:
+        starts = torch.arange(len(ids) // T) * T
+        return torch.stack((starts, torch.full_like(starts, T)))
     ends = [i + (ids[i : i + PART] == end_id).nonzero()[0] for i in range(0, len(ids), PART)]
     edges = np.unique(np.concatenate([[0], *(e + 1 for e in ends), [len(ids)]]))
     windows = -(-np.diff(edges) // T)  # windows in each document, rounded up

@@ -220,7 +220,7 @@ def test_windows_start_at_documents(ids, T):
     for name, more in kind.items():
         config = mdlm.Config(block_size=T, **more)
         with contextlib.suppress(UserError):  # nothing but [END]
-            found[name] = sources.document_windows(np.array(ids, np.uint8), config, 3)
+            found[name] = sources.cut_windows(np.array(ids, np.uint8), config, 3)
     assert found["learned"].dtype == torch.int64
     assert found["learned"].tolist() == [expected, [T] * len(expected)]
     windows = [(ids[i : i + T], i) for i in expected]

@@ -23,7 +23,7 @@ from safetensors.torch import save as to_safetensors
 import kernels
 import mdlm
 import sample
-from support import checkpoint, cli, likelihood, numerics, viewer
+from support import checkpoint, cli, likelihood, numerics, sources, viewer
 from support.tokenizer import Tokenizer, build_tokenizer
 
 V = 3
@@ -442,8 +442,11 @@ def save_model(out, tokenizer, **settings):
     size = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, dropout=0.0, preset="cpu")
     config = mdlm.Config(**(size | settings))
     torch.manual_seed(0)
-    model = mdlm.Model(config, tokenizer.vocab_size, kernels.select("torch"))
+    end_id = sources.given_end(config, tokenizer, mdlm.is_variant)
+    model = mdlm.Model(config, tokenizer.vocab_size, kernels.select("torch"), end_id)
     weights = {name: p + torch.randn_like(p) / 4 for name, p in model.named_parameters()}
+    if model.lengths is not None:
+        weights["lengths"] = torch.arange(33.0)
     config = dict(format="mdlm", version=1, config=dataclasses.asdict(config))
     contents = {
         "config.json": json.dumps(config).encode(),
@@ -455,14 +458,17 @@ def save_model(out, tokenizer, **settings):
     return out
 
 
-@pytest.fixture(scope="module", params=["char", "byte", "word", "bpe", "documents", "ar"])
+@pytest.fixture(
+    scope="module", params=["char", "byte", "word", "bpe", "documents", "learned", "ar"]
+)
 def run(request, pydoc, tmp_path_factory):
     """A model that was not trained, with each kind of tokenizer."""
     kind = request.param if request.param in ("byte", "word", "bpe") else "char"
-    end = request.param == "documents"
+    end = request.param in ("documents", "learned")
     tokenizer = build_tokenizer(kind, 400, end, lambda: [(pydoc, end)], len(pydoc))
-    objective = "ar" if request.param == "ar" else "mdlm"
-    out = save_model(tmp_path_factory.mktemp(request.param), tokenizer, objective=objective)
+    settings = dict(ar=dict(objective="ar"), learned=dict(lengths="learned"))
+    settings = settings.get(request.param, {})
+    out = save_model(tmp_path_factory.mktemp(request.param), tokenizer, **settings)
     return SimpleNamespace(kind=request.param, out=out)
 
 

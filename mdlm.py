@@ -388,7 +388,7 @@ class Model(nn.Module):
         W = self.embed.weight[:-1] if self.head is None else self.head.weight  # (V, C)
         if targets is None:
             return F.linear(h, W).float()
-        return self.ops.linear_cross_entropy(h.flatten(0, -2), W, targets, None, share)
+        return self.ops.linear_cross_entropy(h.flatten(0, -2), W, targets, share)
 
 
 # ---- Masking and loss

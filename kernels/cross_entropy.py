@@ -1,22 +1,18 @@
-"""The head and the cross-entropy, computed where it counts: at the masked positions.
+"""The head and the cross-entropy: the model gives it the masked positions alone.
 
     loss = sum_i weight_i * (logsumexp(z_i) - z_i[target_i]),     z_i = W h_i
     dz_i = weight_i * (softmax(z_i) - onehot(target_i))
     dh_i = W^T dz_i,   dW = sum_i dz_i h_i^T
 
-An unmasked position has weight 0: neither its row of logits nor its product with the head is
-needed. The logits never exist whole, and the gradients are computed together with the loss, while a
-tile of logits is at hand (as in Liger, 2410.10989, and Wijmans et al., 2411.09009); backward only
+The logits never exist whole, and the gradients are computed together with the loss, while a tile
+of logits is at hand (as in Liger, 2410.10989, and Wijmans et al., 2411.09009); backward only
 multiplies them by the incoming scalar.
 
     V <= 256    one kernel: a program keeps the logits of a block of rows in registers and adds its
                 share of dW to a slice of its own; the slices are summed afterwards, so the result
                 is deterministic
-    V > 256     chunks of 3072 rows: a product by cuBLAS, a kernel that turns logits into dz in
-                place, two more products. Padding and rows of weight 0 are rows of zeros there, and
-                are multiplied like the others. With exact counts the caller cuts `rows` to those
-                that count; with Bernoulli masks only the device knows how many they are, and about
-                half of the products are wasted.
+    V > 256     chunks of rows: a product by cuBLAS, a kernel that turns logits into dz in place,
+                two more products
 
 Half precision: weights are about 1 / (batch * length), too small for float16. dz is therefore kept
 in units of the largest weight, and backward multiplies that in again, in float32. First derivatives
@@ -32,7 +28,9 @@ from kernels.launch import jit, launch, processors, register, runs_on, tl, trito
 from kernels.reference import linear_cross_entropy_ref
 
 SMALL_V = 256  # up to here a whole row of logits fits into a program's registers
-CHUNK = 3072  # rows of logits at a time: 0.3 GB at V = 50,304 in 16 bits; cuBLAS has enough to do
+# Logits at a time: 5,336 rows at V = 50,304, 0.5 GB in 16 bits. Not by the memory that is free:
+# then a run that is resumed would add in another order.
+CHUNK = 1 << 28
 WORKSPACE = 1 << 24  # float32 elements at most in the partial sums of dW, 64 MiB
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -60,7 +58,6 @@ def _logsumexp(z_ptr, V, limit, BLOCK: tl.constexpr):
 @jit
 def ce_chunk_kernel(
     z_ptr,
-    rows_ptr,
     target_ptr,
     weight_ptr,
     unit_ptr,
@@ -70,14 +67,13 @@ def ce_chunk_kernel(
     GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Logits (m, limit) become dz in place, in units of the largest weight; unused rows are 0."""
+    """Logits (m, limit) become dz in place, in units of the largest weight."""
     i = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows_ptr + i).to(tl.int64)
-    weight = tl.load(weight_ptr + row, mask=row >= 0, other=0)
+    weight = tl.load(weight_ptr + i)
     z_ptr += i * limit
     col = tl.arange(0, BLOCK)
     if weight != 0:
-        target = tl.load(target_ptr + row).to(tl.int64)
+        target = tl.load(target_ptr + i).to(tl.int64)
         # A target outside of [0, V) makes the loss NaN instead of reading foreign memory.
         known = (target >= 0) & (target < V)
         z_target = tl.load(z_ptr + target, mask=known, other=float("nan")).to(tl.float32)
@@ -91,31 +87,12 @@ def ce_chunk_kernel(
                 dz = factor * (tl.exp(z.to(tl.float32) - lse) - (at == target).to(tl.float32))
                 dz = tl.where(at < V, dz, 0.0)
                 tl.store(z_ptr + at, dz.to(z_ptr.dtype.element_ty), mask=at < limit)
-    else:
+    else:  # padding
         tl.store(loss_ptr + i, 0.0)
-
-
-@jit
-def gather_kernel(h_ptr, rows_ptr, weight_ptr, out_ptr, C, stride, BLOCK: tl.constexpr):
-    """out[i] = h[rows[i]]; 0 for padding and weight 0: a NaN in an unused row gets nowhere."""
-    i = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows_ptr + i).to(tl.int64)
-    weight = tl.load(weight_ptr + row, mask=row >= 0, other=0)
-    col = tl.arange(0, BLOCK)
-    width = tl.where(weight != 0, C, 0)  # (a scalar mask: not in the interpreter)
-    h = tl.load(h_ptr + row * stride + col, mask=col < width, other=0)
-    tl.store(out_ptr + i * C + col, h.to(out_ptr.dtype.element_ty), mask=col < C)
-
-
-@jit
-def scatter_kernel(x_ptr, rows_ptr, out_ptr, C, BLOCK: tl.constexpr):
-    """out[rows[i]] = x[i]."""
-    i = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows_ptr + i).to(tl.int64)
-    col = tl.arange(0, BLOCK)
-    width = tl.where(row >= 0, C, 0)
-    x = tl.load(x_ptr + i * C + col, mask=col < width)
-    tl.store(out_ptr + row * C + col, x, mask=col < width)
+        if GRAD:
+            for start in range(0, limit, BLOCK):
+                at = start + col
+                tl.store(z_ptr + at, tl.zeros((BLOCK,), z_ptr.dtype.element_ty), mask=at < limit)
 
 
 @jit
@@ -156,7 +133,6 @@ def small_head_kernel(
     h_ptr,
     w_ptr,
     target_ptr,
-    rows_ptr,
     weight_ptr,
     unit_ptr,
     loss_ptr,
@@ -175,7 +151,7 @@ def small_head_kernel(
 ):
     """Program p takes the blocks p, p + P, p + 2 P ... of BLOCK_M rows, and adds to dw[p] (V, C).
 
-    loss (P,). dh (N, C) and dw are zero before, and in units of the largest weight. DTYPE: of the
+    loss (P,). dh (M, C) and dw are zero before, and in units of the largest weight. DTYPE: of the
     products. Sizes are constants of a model: as tl.constexpr they become immediate offsets, and
     leave registers free.
     """
@@ -186,11 +162,11 @@ def small_head_kernel(
     loss = tl.zeros((BLOCK_M,), tl.float32)
     for block in range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
         at = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        row = tl.load(rows_ptr + at, mask=at < M, other=-1).to(tl.int64)
-        weight = tl.load(weight_ptr + row, mask=row >= 0, other=0)
+        weight = tl.load(weight_ptr + at, mask=at < M, other=0)
         active = weight != 0
         if tl.max(active.to(tl.int32), 0) > 0:  # else all is padding
-            target = tl.load(target_ptr + row, mask=active, other=0).to(tl.int32)
+            target = tl.load(target_ptr + at, mask=active, other=0).to(tl.int32)
+            row = at.to(tl.int64)
             h = h_ptr + row[:, None] * stride_h
             z = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
             for start in range(0, C, BLOCK_C):
@@ -239,17 +215,19 @@ def small_config(V, dtype):
 # ---- The operator
 
 
-def _small(h, W, targets, rows, weight, unit, dtype, grad, dh):
+def _small(h, W, targets, weight, unit, dtype, grad, dh):
     """Loss and dW; dh is filled in. For a vocabulary of at most SMALL_V."""
-    M, C, V = len(rows), h.shape[1], len(W)
-    W = W.to(dtype)
+    M, C = h.shape
+    V = len(W)
+    h = _unit_columns(h)
+    W = _unit_columns(W.to(dtype))
     config = small_config(V, dtype)
     blocks = triton.cdiv(M, config["BLOCK_M"])
     P = max(1, min(blocks, processors(h.device), WORKSPACE // (V * C)))
     loss = torch.empty(P, dtype=torch.float32, device=h.device)
     share = torch.zeros((P, V, C) if grad else 0, dtype=torch.float32, device=h.device)
     config |= dict(DTYPE=getattr(tl, str(dtype).removeprefix("torch.")), GRAD=grad)
-    tensors = (h, W, targets, rows, weight, unit, loss, dh, share)
+    tensors = (h, W, targets, weight, unit, loss, dh, share)
     launch(small_head_kernel, (P,), *tensors, M, V, C, h.stride(0), W.stride(0), **config)
     return loss.sum(), share.sum(0) if grad else share
 
@@ -262,30 +240,27 @@ def _add_product(c, a, b):
         c.addmm_(a.float(), b.float())
 
 
-def _large(h, W, targets, rows, weight, unit, dtype, grad, dh):
+def _large(h, W, targets, weight, unit, dtype, grad, dh):
     """Loss and dW; dh is filled in. For any vocabulary."""
-    M, C, V = len(rows), h.shape[1], len(W)
+    M, C = h.shape
+    V = len(W)
     # Multiples of 64 columns of logits: rows of 128 bytes, read and written wide whatever V is.
     limit = triton.cdiv(V, 64) * 64
     W = F.pad(W.to(dtype), (0, 0, 0, limit - V)) if limit > V else W.to(dtype)
-    logits = torch.empty((min(CHUNK, M), limit), dtype=dtype, device=h.device)
-    features = torch.empty((min(CHUNK, M), C), dtype=dtype, device=h.device)
+    rows = max(1, min(M, CHUNK // limit))
+    logits = torch.empty((rows, limit), dtype=dtype, device=h.device)
     loss = torch.empty(M, dtype=torch.float32, device=h.device)
     dW = torch.zeros((limit, C) if grad else 0, dtype=torch.float32, device=h.device)
-    width = dict(BLOCK=triton.next_power_of_2(C), num_warps=4)
-    for start in range(0, M, CHUNK):
-        at = rows[start : start + CHUNK]
-        m = len(at)
-        z = logits[:m]
-        x = features[:m]
-        launch(gather_kernel, (m,), h, at, weight, x, C, h.stride(0), **width)
+    for start in range(0, M, rows):
+        at = slice(start, start + rows)
+        x = h[at].to(dtype)
+        z = logits[: len(x)]
         torch.mm(x, W.t(), out=z)
-        tensors = (z, at, targets, weight, unit, loss[start : start + CHUNK])
-        launch(ce_chunk_kernel, (m,), *tensors, V, limit, GRAD=grad, **row_config(V, dtype))
+        tensors = (z, targets[at], weight[at], unit, loss[at])
+        launch(ce_chunk_kernel, (len(x),), *tensors, V, limit, GRAD=grad, **row_config(V, dtype))
         if grad:
             _add_product(dW, z.t(), x)
-            torch.mm(z, W, out=x)  # the features are no longer needed: x becomes their gradient
-            launch(scatter_kernel, (m,), x, at, dh, C, **width)
+            torch.mm(z, W, out=dh[at])
     return loss.sum(), dW[:V]
 
 
@@ -293,21 +268,19 @@ def _unit_columns(x):
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _forward(h, W, targets, rows, weight, dtype, grad):
+def _forward(h, W, targets, weight, dtype, grad):
     """loss; dh in dtype and dW in float32, both in units of `unit` (empty without grad); unit."""
-    rows = torch.arange(len(h), device=h.device) if rows is None else rows.contiguous()
+    targets = targets.contiguous()
     weight = weight.contiguous()
-    unit = torch.linalg.vector_norm(weight, float("inf")).clamp_(min=1e-30)
+    unit = torch.linalg.vector_norm(F.pad(weight, (0, 1), value=1e-30), float("inf"))
     dh = torch.zeros(h.shape if grad else 0, dtype=dtype, device=h.device)
     compute = _small if len(W) <= SMALL_V else _large
     with torch.autocast(h.device.type, enabled=False):  # dtype says what to multiply in
-        h = _unit_columns(h)
-        W = _unit_columns(W)
-        loss, dW = compute(h, W, targets.contiguous(), rows, weight, unit, dtype, grad, dh)
+        loss, dW = compute(h, W, targets, weight, unit, dtype, grad, dh)
     return loss, dh, dW, unit
 
 
-def _fake(h, W, targets, rows, weight, dtype, grad):
+def _fake(h, W, targets, weight, dtype, grad):
     loss, unit = (h.new_empty((), dtype=torch.float32) for _ in range(2))
     dh = h.new_empty(h.shape if grad else 0, dtype=dtype)
     dW = h.new_empty(W.shape if grad else 0, dtype=torch.float32)
@@ -337,14 +310,14 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grad, *_):
     if grad is None:
-        return (None,) * 7
+        return (None,) * 6
     dh, dW, unit = ctx.saved_tensors
-    return (*_linear_backward(grad, unit, dh, dW, *ctx.dtypes), *(None,) * 5)
+    return (*_linear_backward(grad, unit, dh, dW, *ctx.dtypes), *(None,) * 4)
 
 
 _linear = register(
     "linear_cross_entropy",
-    "(Tensor h, Tensor W, Tensor targets, Tensor? rows, Tensor weight, ScalarType dtype, bool grad)"
+    "(Tensor h, Tensor W, Tensor targets, Tensor weight, ScalarType dtype, bool grad)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _fake,
@@ -360,16 +333,16 @@ _linear_backward = register(
 )
 
 
-def linear_cross_entropy(h, W, targets, rows, weight):
+def linear_cross_entropy(h, W, targets, weight):
     if not runs_on(h):
-        return linear_cross_entropy_ref(h, W, targets, rows, weight)
+        return linear_cross_entropy_ref(h, W, targets, weight)
     for x in (h, W):
         if x.dtype not in DTYPES:
             raise ValueError(f"linear_cross_entropy takes {DTYPES} on a GPU, got {x.dtype}")
     kind = h.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
     grad = torch.is_grad_enabled() and (h.requires_grad or W.requires_grad)
-    return _linear(h, W, targets, rows, weight, dtype, grad)[0]
+    return _linear(h, W, targets, weight, dtype, grad)[0]
 
 
 linear_cross_entropy.__doc__ = linear_cross_entropy_ref.__doc__

@@ -79,22 +79,14 @@ def possible_counts(count, fixed):
     return count if fixed is None else count.minimum((~fixed).sum(1))
 
 
-def linear_cross_entropy_ref(h, W, targets, rows, weight):
-    """Head and cross-entropy: the sum over r in rows of weight_r * CE(W h_r, targets_r).
+def linear_cross_entropy_ref(h, W, targets, weight):
+    """Head and cross-entropy: the sum over rows i of weight_i * CE(W h_i, targets_i).
 
-    h        (N, C) features           W       (V, C) head
-    targets  (N,) integer              weight  (N,) float32
-    rows     (M,) integer, different indices into N, padded at the end with -1; None: all N rows
+    h        (M, C) features           W       (V, C) head
+    targets  (M,) integer              weight  (M,) float32
 
-    Returns a float32 scalar; gradients flow to h and W, zero in rows that are not listed. For V >
-    256 padding is multiplied too, as rows of zeros: cut `rows` where their number is known (with
-    exact counts; Bernoulli masks cost about twice the products).
+    Returns a float32 scalar; gradients flow to h and W. A row of weight 0 counts for nothing.
     """
-    if rows is not None:
-        safe = rows.clamp(min=0)
-        h = h[safe]
-        targets = targets[safe]
-        weight = torch.where(rows >= 0, weight[safe], 0)
     ce = F.cross_entropy(F.linear(h, W).float(), targets.long(), reduction="none")
     return (ce * weight).sum()
 

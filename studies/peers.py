@@ -112,11 +112,6 @@ def attention(device, dtype, B, T, H, D, block=False):
     return Case(name, shape, dtype, cost, inputs, exact, contestants, launches, adapt)
 
 
-def all_rows(h, W, targets, rows, weight):
-    losses = F.cross_entropy(F.linear(h, W).float(), targets, reduction="none")
-    return (losses * weight).sum()
-
-
 def head_peers():
     """Names and f(h, W, targets), the mean cross-entropy over all rows of h."""
     if hasattr(nn, "LinearCrossEntropyOptions"):
@@ -135,14 +130,22 @@ def head_peers():
         yield "cut-cross-entropy, exact", partial(cut, filter_eps=None)
 
 
+def on_all(f):
+    """A contestant from f(h, W, targets, weight), which is 0 where nothing is masked."""
+
+    def run(backward, h, W, targets, rows, weight):
+        return outcome(f(h, W, targets, weight), (h, W), backward)
+
+    return run
+
+
 def on_rows(f):
-    """A contestant from f(h, W, targets, rows, weight)."""
-    return lambda backward, h, W, *rest: outcome(f(h, W, *rest), (h, W), backward)
+    """A contestant from f(h, W, targets, weight) of the masked rows alone."""
 
+    def run(backward, h, W, targets, rows, weight):
+        return outcome(f(h[rows], W, targets[rows], weight[rows]), (h, W), backward)
 
-def gathered(f):
-    """A contestant from f(h, W, targets) of the masked rows alone."""
-    return on_rows(lambda h, W, targets, rows, weight: f(h[rows], W, targets[rows]))
+    return run
 
 
 def exact_head(h, W, targets, rows, weight):
@@ -168,11 +171,13 @@ def head(device, dtype, N, C, V):
         weight = torch.zeros(N, device=device).index_fill_(0, rows, 1 / M)
         return h.requires_grad_(), W.requires_grad_(), targets, rows, weight
 
-    contestants = {"PyTorch, all rows": on_rows(all_rows)}
+    reference = kernels.linear_cross_entropy_ref
+    contestants = {"PyTorch, all rows": on_all(reference)}
     if on_gpu(device):
-        contestants = yardsticks(on_rows, kernels.linear_cross_entropy_ref)
-        contestants["PyTorch eager, all rows"] = on_rows(all_rows)
-        contestants |= {name: gathered(f) for name, f in head_peers()}
+        contestants = yardsticks(on_rows, reference)
+        contestants["PyTorch eager, all rows"] = on_all(reference)
+        for name, f in head_peers():
+            contestants[name] = on_rows(lambda h, W, targets, _, f=f: f(h, W, targets))
     contestants["mdlm"] = on_rows(kernels.linear_cross_entropy)
     shape = f"N={N} C={C} V={V} {str(dtype)[6:]}"
     product = 2 * M * C * V  # FLOPs

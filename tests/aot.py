@@ -66,7 +66,7 @@ def masking_cases():
 
 def head_cases():
     ce = import_module("kernels.cross_entropy")
-    index = dict(rows="i64", target="i64", weight="fp32", unit="fp32", loss="fp32")
+    index = dict(target="i64", weight="fp32", unit="fp32", loss="fp32")
     width = dict(BLOCK=1024, num_warps=4)
     for dtype, grad in itertools.product(TYPES, (True, False)):
         for V in (1000, 50304):
@@ -85,12 +85,6 @@ def head_cases():
             yield Case(name, ce.small_head_kernel, types, config, main=main)
     for dtype in TYPES:
         main = (90,) if dtype == "bf16" else ()
-        types = pointers(h="fp32", rows="i64", weight="fp32", out=dtype) | dict(
-            C="i32", stride="i32"
-        )
-        yield Case(f"gather fp32 to {dtype}", ce.gather_kernel, types, width, main=main)
-        types = pointers(x=dtype, rows="i64", out=dtype) | dict(C="i32")
-        yield Case(f"scatter {dtype}", ce.scatter_kernel, types, width, main=main)
         types = pointers(x=dtype, unit="fp32", grad="fp32", out="fp32") | dict(n="i32")
         yield Case(f"scale {dtype} to fp32", ce.scale_kernel, types, width, main=main)
 

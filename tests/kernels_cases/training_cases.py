@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = {"small_head_kernel"}
-LARGE = {"gather_kernel", "ce_chunk_kernel", "scatter_kernel"}
+LARGE = {"ce_chunk_kernel"}
 ATTENTION = {"attention_forward_kernel", "attention_dq_kernel", "attention_dkdv_kernel"}
 
 
@@ -125,7 +125,10 @@ def test_a_cuda_graph_reads_seed_and_step(masking, V):
         if masking == "exact":
             rows = rows[: B * (T + 1) // 2 + 1]  # 402 are masked: one of padding
         h = h + kernels.attention((h @ a / 16).view(B, T, 3, H, D), *tables, True).flatten(2)
-        loss = kernels.linear_cross_entropy(h.flatten(0, 1), W, x0.flatten(), rows, weight)
+        listed = rows >= 0
+        at = torch.where(listed, rows, 0)
+        share = torch.where(listed, weight[: len(rows)], 0)
+        loss = kernels.linear_cross_entropy(h.flatten(0, 1)[at], W, x0.flatten()[at], share)
         return xt, loss.detach(), *torch.autograd.grad(loss, (x, a, W))
 
     torch.cuda.synchronize()

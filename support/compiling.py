@@ -12,6 +12,7 @@ import torch
 
 from support import runtime
 from support.cli import NO_LIMIT, warn
+from support.optimizers import average
 
 # Inductor's own random numbers make dropout slow on a CPU. vec_isa_ok: compile no program only to
 # see whether the compiler knows AVX.
@@ -58,6 +59,7 @@ def compile_network(run, compiled, gradients=None):
         compile_blocks(run.model.blocks)
     elif compiled:
         run.network = torch.compile(run.model)
+        run.average = torch.compile(average)  # eager it takes a kernel for each parameter
         if config.optimizer == "muon":
             run.optimizers[0].compile()
     if run.world > 1:

@@ -43,6 +43,11 @@ def set_rates(run, step, scale):
     run.new_share.fill_(min(new, 1))
 
 
+def average(averaged, weights, share):
+    """Move averaged weights towards the new ones, by a share of the way, a 0-dim tensor."""
+    torch._foreach_lerp_(averaged, weights, [share] * len(weights))
+
+
 @torch.no_grad()
 def update(run):
     """Update the weights by their gradients, and then their average."""
@@ -50,6 +55,5 @@ def update(run):
         optimizer.step()
         optimizer.zero_grad()
     if run.averaged is not run.model:
-        averaged = list(run.averaged.parameters())
-        shares = [run.new_share] * len(averaged)
-        torch._foreach_lerp_(averaged, list(run.model.parameters()), shares)
+        both = (list(model.parameters()) for model in (run.averaged, run.model))
+        run.average(*both, run.new_share)

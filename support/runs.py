@@ -5,6 +5,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import save as to_safetensors
 from support import checkpoint, files, runtime, sources
 from support.cli import NO_LIMIT, UserError, check_fields, warn
 from support.log import Log
+from support.optimizers import average
 
 BUILT_IN = ("shakespeare", "patterns", "pydoc")  # values of --data that name no file
 SIGPIPE = 13  # everywhere that it exists
@@ -38,6 +40,7 @@ class Run:
     network: torch.nn.Module  # the model as it is trained: compiled, in DDP
     rank: int = 0
     world: int = 1
+    average: Callable = average  # updates `averaged`
     windows: torch.Tensor = None  # (W, T) validation text
     compiler: object = None  # the process that compiles, until it is done
     log: Log = None

@@ -7,6 +7,7 @@ from torch._inductor.utils import run_and_get_code
 
 from kernels.launch import can_compile
 from support.muon import BETA2, Muon, orthogonalize
+from support.optimizers import average
 
 SHAPES = ((96, 32), (32, 32), (128, 32), (32, 128), (96, 32), (40, 72))
 
@@ -184,6 +185,19 @@ def test_compiled_update_is_the_same_in_few_kernels():
     products = sum(code.count("extern_kernels.") for code in codes)
     fused = sum(code.count("async_compile.cpp_pybinding") for code in codes)
     assert products > 0 and fused <= 12 * len(codes), (products, fused)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="needs a compiler")
+def test_compiled_average_reads_its_share_anew():
+    averaged = [torch.zeros(4, 3), torch.zeros(5)]
+    weights = [torch.ones(4, 3), torch.ones(5)]
+    share = torch.tensor(0.5)
+    compiled = torch.compile(average)
+    for value, wanted in ((0.5, 0.5), (0.2, 0.6)):
+        share.fill_(value)
+        compiled(averaged, weights, share)
+        assert all(torch.allclose(x, torch.tensor(wanted)) for x in averaged)
 
 
 def test_zero_and_missing_gradients_are_harmless():

@@ -252,6 +252,25 @@ def test_device_does_the_same_in_every_step(trained, monkeypatch, more):
     assert seen[2] == seen[3], "the first step makes the optimizers' state"
 
 
+def test_few_operations_surround_the_network(trained, monkeypatch):
+    """On a GPU each is a launch: batch, clipping, rates, AdamW, average; Muon is compiled apart."""
+    run = make_run(trained, optimizer="adamw")
+    mdlm.train_step(run, 0, 0.0)  # makes the optimizer's state
+    [drawn] = mdlm.draw_parts(run, 1, early=0.0)
+    monkeypatch.setattr(runtime, "is_async", lambda device: True)  # clipping reads no norm
+    masked = run.model.ops.mask_tokens(drawn[0], drawn[1], run.model.mask_id, 0, 0, drawn[-1])
+    run.model.ops.mask_tokens = lambda *args: masked  # one or two launches of the Triton kernel
+    run.model(*mdlm.make_batch(run.model, *drawn)).backward()
+    with Watched() as watched:
+        mdlm.set_rates(run, 1, 1.0)
+        mdlm.make_batch(run.model, *drawn)
+        runtime.clip_gradients(list(run.model.parameters()), 1.0)
+        mdlm.update(run)
+    views = ("view", "unsqueeze", "slice", "expand", "alias", "select", "detach", "profiler")
+    launched = [name for name, *_ in watched.seen if not any(view in name for view in views)]
+    assert len(launched) <= 25, launched
+
+
 @pytest.mark.parametrize("where", ["weights", "average", "moment"])
 def test_weights_not_finite_are_not_saved(trained, tmp_path, where):
     run = make_run(trained, out_dir=str(tmp_path))

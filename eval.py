@@ -89,7 +89,7 @@ def open_data(data, folder, tokenizer, config, device):
         if source == str(EXCERPT):  # all of it, where other texts are scored on their last tenth
             path = Path(tmp) / "text"
             path.write_text(10 * EXCERPT.read_text(encoding="utf-8"), encoding="utf-8")
-        if not path.is_dir():
+        if not sources.is_ids(path):
             mdlm.prepare(dataclasses.replace(config, data=str(path)), Path(tmp), tokenizer)
             path = Path(tmp)
         corpus = mdlm.Corpus(path, config, device)

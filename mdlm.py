@@ -51,7 +51,7 @@ SCHEDULES = {
 @dataclasses.dataclass
 class Config:
     # The run
-    data: str = opt("shakespeare", "text file, folder of .bin files, shakespeare, patterns, pydoc")
+    data: str = opt("shakespeare", "text, .jsonl, .parquet, a folder, shakespeare, patterns, pydoc")
     out_dir: str = opt("out", "folder for checkpoints, log.jsonl and loss.png")
     resume: bool = opt(False, "continue from the last checkpoint in out_dir")
     overwrite: bool = opt(False, "replace the run in out_dir")
@@ -65,6 +65,7 @@ class Config:
     # Data
     tokenizer: str = opt("char", "how text becomes tokens", "char", "byte", "word", "bpe")
     vocab_size: int = opt(0, "V of word, bpe (0: 16384) or .bin files", bounds=(0, 1 << 24))
+    text_column: str = opt("text", "column of .jsonl and .parquet files; a record is a document")
     separator: str = opt("", "text between documents (\\n, \\t work); each ends in [END]")
     lengths: str = opt("known", "of documents: given, or [END] is learned", "known", "learned")
     # Model
@@ -147,38 +148,37 @@ def new_config(given):
 # ---- Data: every source becomes a folder with train.bin, val.bin, tokenizer.json and meta.json
 def prepare(config, folder, tokenizer=None):
     """Tokenize config.data into `folder`: int(0.9 n) characters to train, the rest to validate."""
-    texts = sources.find_text(config.data)
-    if texts is None:
+    pieces = sources.find_pieces(config)
+    if pieces is None:
         sources.write_patterns(folder)
         return
-    separator = config.separator.replace("\\n", "\n").replace("\\t", "\t")
-
-    def pieces():
-        return sources.split_documents(texts(), separator)
-
     n = sum(len(piece) for piece, _ in pieces())
     if n == 0:
         raise UserError(f"--data={config.data} is empty; give a file with text in it")
     cut = int(0.9 * n)
     if tokenizer is None:
         size = config.vocab_size or 16384
-        tokenizer = build_tokenizer(config.tokenizer, size, bool(separator), pieces, cut)
+        with_end = sources.has_documents(config)
+        tokenizer = build_tokenizer(config.tokenizer, size, with_end, pieces, cut)
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
-    done = 0
+    done = in_train = 0
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         for piece, ends_document in pieces():
             k = min(max(cut - done, 0), len(piece))
+            if k and sources.is_records(config.data):
+                k = len(piece)  # the split falls between records
+            in_train += k
             done += len(piece)
             for file, part in ((train, piece[:k]), (val, piece[k:])):
                 if part:
                     ids = tokenizer.encode_array(part)
-                    if ends_document:
+                    if ends_document and tokenizer.end_id is not None:
                         ids = np.append(ids, tokenizer.end_id)
                     file.write(ids.astype(dtype).tobytes())
     if done != n:
         raise UserError(f"--data={config.data} changed while it was read; try again")
-    meta = dict(source=config.data, dtype=np.dtype(dtype).name, characters=[cut, n - cut])
+    meta = dict(source=config.data, dtype=np.dtype(dtype).name, characters=[in_train, n - in_train])
     sources.write_meta(folder, tokenizer, meta)
 
 
@@ -594,7 +594,7 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
 def select_kernels(name, device, config, dtype=torch.float32):
     """The ops for --kernels: the one place where a ValueError becomes a UserError."""
     shape = (config.n_embd // config.n_head, dtype, config.objective == "ar")
-    T = config.block_size * (config.separator == "")  # of documents attention skips what it can
+    T = config.block_size * (not sources.has_documents(config))  # attention skips other documents
     try:
         return kernels.select(name, device, *shape, T)
     except ValueError as e:

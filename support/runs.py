@@ -16,7 +16,6 @@ from support.cli import NO_LIMIT, UserError, check_fields, warn
 from support.log import Log
 from support.optimizers import average
 
-BUILT_IN = ("shakespeare", "patterns", "pydoc")  # values of --data that name no file
 SIGPIPE = 13  # everywhere that it exists
 OURS = ("data", "latest", "log.jsonl", "loss.png")  # in out_dir, beside step-N
 OPENED = []  # (the Config of the run, its micro-batch), for sizes()
@@ -170,11 +169,14 @@ MASKS = ("masking", "mask_schedule", "loss_weight", "min_rate", "max_rate", "rat
 
 def check_idle(given, config):
     """Raise UserError for flags of the command line that would do nothing."""
-    is_text = config.data in BUILT_IN or not Path(config.data).is_dir()
+    is_text = not sources.is_ids(config.data)
+    is_records = sources.is_records(config.data)
     fixed = is_text and not config.init_from and config.tokenizer in ("char", "byte")
-    whole = is_text and not config.separator and not config.init_from
+    whole = is_text and not sources.has_documents(config)
     for reason, holds, idle in (
         ("without --separator there are no documents", whole, ("lengths",)),
+        ("records are documents", is_records, ("separator",)),
+        (f"{config.data} has no columns", not is_records, ("text_column",)),
         ("--objective=ar masks nothing", config.objective == "ar", MASKS),
         (f"{config.data} is a folder of ids", not is_text, ("tokenizer", "separator")),
         ("--init_from brings its tokenizer", config.init_from, ("tokenizer", "vocab_size")),
@@ -219,7 +221,7 @@ def open_data(config, folder, device, prepare, corpus_of, source):
         else:
             files.replace_folder(data, fill, {*sources.NAMES, "tokenizer.json", "meta.json"})
 
-    if not data.is_dir() or config.data in BUILT_IN:
+    if not sources.is_ids(config.data):
         data = Path(config.out_dir) / "data"
         runtime.on_first_rank(make)
     return opened(data, device)
@@ -227,7 +229,7 @@ def open_data(config, folder, device, prepare, corpus_of, source):
 
 # Settings that must be those of the network that --init_from names.
 NETWORK = ("n_layer", "n_head", "n_embd", "attention_every", "conv", "pos", "tie")
-NETWORK += ("time_conditioning", "separator")
+NETWORK += ("time_conditioning",)
 
 
 def check_network(config, source):
@@ -237,6 +239,10 @@ def check_network(config, source):
     if different:
         values = " and ".join(f"{name}={getattr(source[2], name)!r}" for name in different)
         raise UserError(f"--init_from={config.init_from} has {values}; give the same here")
+    with_end = source[1].end_id is not None
+    if not sources.is_ids(config.data) and with_end != sources.has_documents(config):
+        what = "documents; give records or --separator" if with_end else "no documents; give a text"
+        raise UserError(f"--init_from={config.init_from} was trained on {what}")
 
 
 @torch.no_grad()

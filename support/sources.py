@@ -1,6 +1,7 @@
 """Sources of training data: text files, tiny Shakespeare, synthetic patterns, folders of ids."""
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from support import files
+from support import files, records
 from support.cli import RankError, UserError, warn
 from support.files import read_json
 from support.tokenizer import Tokenizer, tokenizer_from_json
@@ -20,6 +21,36 @@ URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshake
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 NAMES = ("train.bin", "val.bin")
 PART = 1 << 24  # characters or ids that are held at a time, so that memory is bounded
+
+
+BUILT_IN = ("shakespeare", "patterns", "pydoc")  # values of --data that name no file
+
+
+def is_ids(name):
+    """Whether --data is a folder of ids, ours or nanoGPT's."""
+    return name not in BUILT_IN and any((Path(name) / file).exists() for file in NAMES)
+
+
+def is_records(name):
+    """Whether --data is a data set of documents."""
+    suffixes = tuple(suffix for suffix in records.READERS if suffix != ".txt")
+    is_folder = Path(name).is_dir() and not is_ids(name)
+    return name not in BUILT_IN and (is_folder or str(name).endswith(suffixes))
+
+
+def has_documents(config):
+    """Whether the texts of --data end in [END]; for a folder of ids its tokenizer says so."""
+    return bool(config.separator) or is_records(config.data)
+
+
+def find_pieces(config):
+    """A function that streams --data as (text, whether it ends a document); None for patterns."""
+    if is_records(config.data):
+        check_file(config.data)
+        return lambda: ((text, True) for text in records.read(config.data, config.text_column))
+    texts = find_text(config.data)
+    separator = config.separator.replace("\\n", "\n").replace("\\t", "\t")
+    return texts and (lambda: split_documents(texts(), separator))
 
 
 def find_text(name):
@@ -40,13 +71,17 @@ def find_text(name):
             name = "patterns"
     if name == "patterns":
         return None
-    if not Path(name).is_file():
-        accepted = "a text file, a folder of train.bin and val.bin, shakespeare, patterns or pydoc"
+    check_file(name)
+    return lambda: read_text(name)
+
+
+def check_file(name):
+    if not (Path(name).is_file() or Path(name).is_dir()):
+        accepted = "a text file, .jsonl, .parquet, a folder, shakespeare, patterns or pydoc"
         what = "does not exist"
         if Path(name).exists():  # a pipe, a device: a text is read more than once
             what = "is no regular file"
         raise UserError(f"--data={name} {what}; give {accepted}")
-    return lambda: read_text(name)
 
 
 def shakespeare():
@@ -138,17 +173,25 @@ def write_patterns(folder):
 
 def write_meta(folder, tokenizer, meta):
     """Write what open_ids must know about the ids in a folder: tokenizer.json and meta.json."""
-    if Path(meta["source"]).is_file():
-        meta = meta | dict(sha256=files.sha256_of(meta["source"]))
+    if meta["source"] not in BUILT_IN:
+        meta = meta | dict(sha256=sha256_of_data(meta["source"]))
     (folder / "tokenizer.json").write_text(tokenizer.to_json())
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
+def sha256_of_data(source):
+    """Of a file; of a folder that of its files' names and hashes."""
+    found = {path.name: files.sha256_of(path) for path in records.find_files(source)}
+    if Path(source).is_file():
+        return found[Path(source).name]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
 def has_changed(source, folder):
-    """Whether a text file is not any more what write_meta saw when `folder` was made from it."""
+    """Whether --data is not any more what write_meta saw when `folder` was made from it."""
     known = read_meta(Path(folder) / "meta.json").get("sha256")
-    with contextlib.suppress(OSError):  # unreadable: the run does not need it
-        return bool(known) and Path(source).is_file() and files.sha256_of(source) != known
+    with contextlib.suppress(OSError, UserError):  # unreadable: the run does not need it
+        return bool(known) and Path(source).exists() and sha256_of_data(source) != known
     return False
 
 

@@ -532,7 +532,7 @@ def test_devices_are_written_not_replaced(tmp_path):
         (mdlm, ["--objective=ar", "--max_rate=.5"], ["--max_rate=0.5 has no effect"]),
         (mdlm, ["--vocab_size=999"], ["--vocab_size=999 has no effect"]),
         (mdlm, ["--optimizer=adamw", "--muon_lr=1"], ["--muon_lr=1.0 has no effect"]),
-        (mdlm, ["--data=tests", "--tokenizer=byte"], ["tests is a folder of ids"]),
+        (mdlm, ["--data=tests"], ["tests is a folder without files to train on", ".jsonl"]),
         (mdlm, ["--init_from=x", "--tokenizer=byte"], ["--init_from brings its tokenizer"]),
         (mdlm, ["--seed=4294967296"], ["--seed=4294967296", "0 to 4294967295"]),
         (sample, ["--seed=4294967296"], ["--seed=4294967296", "0 to 4294967295"]),

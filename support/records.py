@@ -1,0 +1,111 @@
+"""Data sets of documents: .jsonl, .jsonl.gz, .parquet, and folders of these and of .txt."""
+
+import gzip
+import json
+import zlib
+from pathlib import Path
+
+from support.cli import UserError
+
+LARGEST = 1 << 26  # bytes of a record, which is held in memory
+
+
+def find_files(path):
+    """The files of a data set: itself, or those in a folder, sorted by name."""
+    path = Path(path)
+    if not path.is_dir():
+        return [path]
+    found = sorted(p for p in path.iterdir() if p.name.endswith(tuple(READERS)))
+    if not found:
+        accepted = f"{', '.join(READERS)}, or train.bin and val.bin"
+        raise UserError(f"--data={path} is a folder without files to train on; give {accepted}")
+    return found
+
+
+def read(path, column):
+    """Stream the texts of a data set, its records' `column`; UserError says where one is wrong."""
+    for file in find_files(path):
+        reader = next(READERS[suffix] for suffix in READERS if file.name.endswith(suffix))
+        try:
+            for place, text in reader(file, column):
+                yield check_text(text, f"{file}, {place}: {column}")
+        except (OSError, EOFError, zlib.error) as e:  # gzip raises all three
+            why = getattr(e, "strerror", None) or e
+            raise UserError(f"--data={file} cannot be read ({why}); restore it") from None
+
+
+def check_text(text, where):
+    if not isinstance(text, str):
+        raise UserError(f"{where} is {str(text)[:40]!r}, not a text; mend or remove the record")
+    if not text:
+        raise UserError(f"{where} is empty; remove such records")
+    if len(text) > LARGEST:
+        raise UserError(f"{where} has {len(text)} characters, more than {LARGEST}; split it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise UserError(f"{where} has half of a surrogate pair at {e.start}; mend it") from None
+    return text
+
+
+def read_txt(path, column):
+    """A text file is one document."""
+    if path.stat().st_size > LARGEST:
+        fix = "split it, or give it alone by --data"
+        raise UserError(f"{path} has more than {LARGEST} bytes for one document; {fix}")
+    try:
+        yield "whole", path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is not UTF-8 text (byte {e.start}); convert it") from None
+
+
+def read_jsonl(path, column):
+    """One JSON object a line; blank lines are skipped."""
+    with gzip.open(path) if path.name.endswith(".gz") else open(path, "rb") as f:
+        number = 0
+        while line := f.readline(LARGEST + 1):
+            number += 1
+            where = f"{path}, line {number}"
+            if len(line) > LARGEST:
+                raise UserError(f"{where} has more than {LARGEST} bytes; split it")
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as e:
+                raise UserError(f"{where} is no JSON ({e}); mend or remove it") from None
+            if not isinstance(record, dict):
+                raise UserError(f"{where} is no JSON object; mend or remove it")
+            if column not in record:
+                found = ", ".join(map(str, record))[:200]
+                raise UserError(f"{where} has no {column!r}, but {found}; give --text_column")
+            yield f"line {number}", record[column]
+
+
+def read_parquet(path, column):
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise UserError(f"--data={path} needs a library; pip install pyarrow") from None
+    try:
+        with ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if column not in names:
+                found = ", ".join(names)[:200]
+                raise UserError(f"{path} has no {column!r}, but {found}; give --text_column")
+            number = 0
+            for batch in file.iter_batches(batch_size=256, columns=[column]):
+                for text in batch.column(0).to_pylist():
+                    number += 1
+                    yield f"row {number}", text
+    except pyarrow.ArrowException as e:
+        raise UserError(f"--data={path} is no intact parquet file ({e}); restore it") from None
+
+
+READERS = {
+    ".jsonl": read_jsonl,
+    ".jsonl.gz": read_jsonl,
+    ".parquet": read_parquet,
+    ".txt": read_txt,  # in a folder
+}

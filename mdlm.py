@@ -63,10 +63,12 @@ class Config:
     kernels: str = opt("auto", "auto: Triton on CUDA, else PyTorch", "auto", "triton", "torch")
     compile: str = opt("auto", "torch.compile; auto: GPU, or from 120 s on", "auto", "on", "off")
     # Data
-    tokenizer: str = opt("char", "how text becomes tokens", "char", "byte", "word", "bpe")
+    tokenizer: str = opt("char", "char, byte, word, bpe, or a tokenizer.json (of Hugging Face)")
     vocab_size: int = opt(0, "V of word, bpe (0: 16384) or .bin files", bounds=(0, 1 << 24))
     text_column: str = opt("text", "column of .jsonl and .parquet files; a record is a document")
     separator: str = opt("", "text between documents (\\n, \\t work); each ends in [END]")
+    end_token: str = opt("", "[END] in a tokenizer.json (default: its end of text)")
+    end_id: int = opt(-1, "[END] in a folder of .bin files (-1: none)", bounds=(-1, 1 << 24))
     lengths: str = opt("known", "of documents: given, or [END] is learned", "known", "learned")
     # Model
     n_layer: int = opt(6, "number of blocks", bounds=(1, 1024))
@@ -159,7 +161,8 @@ def prepare(config, folder, tokenizer=None):
     if tokenizer is None:
         size = config.vocab_size or 16384
         with_end = sources.has_documents(config)
-        tokenizer = build_tokenizer(config.tokenizer, size, with_end, pieces, cut)
+        kind = (config.tokenizer, size, with_end, pieces, cut, config.end_token)
+        tokenizer = build_tokenizer(*kind)
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
     done = in_train = 0
@@ -195,7 +198,8 @@ class Corpus:
         self.T = T = config.block_size
         self.seed = config.seed
         self.device = device
-        meta, ids, self.tokenizer, self.source = sources.open_ids(folder, T, config.vocab_size)
+        V = config.vocab_size
+        meta, ids, self.tokenizer, self.source = sources.open_ids(folder, T, V, config.end_id)
         self.entropy = meta.get("entropy")
         self.documents = self.tokenizer.end_id is not None
         # (2, W): where windows start, and how many of their tokens are learned.

@@ -15,6 +15,7 @@ from support import checkpoint, files, runtime, sources
 from support.cli import NO_LIMIT, UserError, check_fields, warn
 from support.log import Log
 from support.optimizers import average
+from support.tokenizer import KINDS
 
 SIGPIPE = 13  # everywhere that it exists
 OURS = ("data", "latest", "log.jsonl", "loss.png")  # in out_dir, beside step-N
@@ -84,6 +85,9 @@ def check(config, world=1):
         raise UserError(f"--batch_size={config.batch_size} must be a multiple of {parts}: {why}")
     if config.min_rate > config.max_rate:
         raise UserError(f"--min_rate={config.min_rate} is above --max_rate; swap them")
+    if config.tokenizer not in KINDS and not config.tokenizer.endswith(".json"):
+        accepted = f"{', '.join(KINDS)} or a tokenizer.json"
+        raise UserError(f"--tokenizer={config.tokenizer} is not accepted; give {accepted}")
     text = (config.block_size, config.tokenizer, config.separator)
     if config.data == "patterns" and text != (64, "char", ""):
         why = "leave --block_size, --tokenizer and --separator out"
@@ -171,16 +175,20 @@ def check_idle(given, config):
     """Raise UserError for flags of the command line that would do nothing."""
     is_text = not sources.is_ids(config.data)
     is_records = sources.is_records(config.data)
-    fixed = is_text and not config.init_from and config.tokenizer in ("char", "byte")
+    learns = config.tokenizer in ("word", "bpe")
+    fixed = is_text and not config.init_from and not learns
     whole = is_text and not sources.has_documents(config)
+    is_file = config.tokenizer.endswith(".json") and sources.has_documents(config)
     for reason, holds, idle in (
         ("without --separator there are no documents", whole, ("lengths",)),
         ("records are documents", is_records, ("separator",)),
         (f"{config.data} has no columns", not is_records, ("text_column",)),
         ("--objective=ar masks nothing", config.objective == "ar", MASKS),
         (f"{config.data} is a folder of ids", not is_text, ("tokenizer", "separator")),
+        (f"{config.data} is no folder of ids", is_text, ("end_id",)),
         ("--init_from brings its tokenizer", config.init_from, ("tokenizer", "vocab_size")),
-        ("characters and bytes make their own vocabulary", fixed, ("vocab_size",)),
+        (f"--tokenizer={config.tokenizer} has its own vocabulary", fixed, ("vocab_size",)),
+        ("only records with a tokenizer.json have one", not is_file, ("end_token",)),
         ("--optimizer=adamw has no matrices apart", config.optimizer == "adamw", ("muon_lr",)),
     ):
         for name in idle:

@@ -15,11 +15,13 @@ import torch
 from support import files, records
 from support.cli import RankError, UserError, warn
 from support.files import read_json
-from support.tokenizer import Tokenizer, tokenizer_from_json
+from support.tokenizer import Tokenizer, open_tokenizer, tokenizer_from_json
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 NAMES = ("train.bin", "val.bin")
+HEADER = 1024  # bytes
+MAGIC = {20240520: "uint16", 20240801: "int32"}  # of headers: the width of the ids
 PART = 1 << 24  # characters or ids that are held at a time, so that memory is bounded
 
 
@@ -195,11 +197,12 @@ def has_changed(source, folder):
     return False
 
 
-def open_ids(folder, T, V):
+def open_ids(folder, T, V, end_id=-1):
     """A folder of ids -> (meta.json as a dict, [train, val] memory-mapped, tokenizer, Source).
 
-    nanoGPT's have no JSON files: ids are shown as numbers; V = 0: up to the largest. Raises
-    UserError for ids out of range, and files missing, damaged or shorter than T tokens.
+    nanoGPT's have no JSON files: ids are shown as numbers; V = 0: up to the largest; a document
+    ends with end_id (-1: there are none). A tokenizer.json of the tokenizers library shows text.
+    Raises UserError for ids out of range, and files missing, damaged or shorter than T tokens.
     """
     folder = Path(folder)
     meta = read_meta(folder / "meta.json")
@@ -209,8 +212,7 @@ def open_ids(folder, T, V):
     times = {file: os.fstat(file.fileno()).st_mtime_ns for file in handles}
     smallest = min(int(part.min()) for part in parts_of(arrays))
     largest = max(int(part.max()) for part in parts_of(arrays))
-    known = folder / "tokenizer.json"
-    tokenizer = tokenizer_from_json(known) if known.exists() else Tokenizer("id", V or largest + 1)
+    tokenizer = tokenizer_of_ids(folder / "tokenizer.json", V or largest + 1, end_id)
     V = tokenizer.vocab_size
     if smallest < 0 or largest >= V:
         advice = "check tokenizer.json or --vocab_size"
@@ -218,6 +220,21 @@ def open_ids(folder, T, V):
     made = tokenizer.to_json()
     identity = (checksum_of(made, arrays), dtype.name, made)
     return meta, arrays, tokenizer, Source(*identity, arrays, handles, times)
+
+
+def tokenizer_of_ids(path, V, end_id):
+    """Ours in a tokenizer.json, or one of the tokenizers library, or one that shows V numbers."""
+    if path.exists() and "format" in read_json(path, "tokenizer"):
+        return tokenizer_from_json(path)
+    end = False if end_id < 0 else end_id
+    if path.exists():
+        tokenizer = open_tokenizer(path, end=False)
+        tokenizer = Tokenizer("file", tokenizer.vocab, end)
+    else:
+        tokenizer = Tokenizer("id", V, end)
+    if end_id >= tokenizer.vocab_size:
+        raise UserError(f"--end_id={end_id} must be below V = {tokenizer.vocab_size}")
+    return tokenizer
 
 
 def read_meta(path):
@@ -239,10 +256,19 @@ def map_ids(path, dtype, T):
     size = path.stat().st_size if path.is_file() else -1
     if size % dtype.itemsize or size < 0:
         raise UserError(f"{path} is missing or not a whole number of {dtype} ids")
-    if size < T * dtype.itemsize:
-        found = f"{path.name} has {size // dtype.itemsize} tokens, fewer than --block_size={T}"
+    header = np.fromfile(path, np.int32, 256) if size >= HEADER else [0]
+    offset = 0
+    if header[0] in MAGIC:  # of llm.c and modded-nanogpt: magic number, version, number of tokens
+        dtype = np.dtype(MAGIC[header[0]])
+        offset = HEADER
+        if header[2] * dtype.itemsize != size - offset:
+            found = f"{path} has a header of llm.c for {header[2]} tokens, and {size} bytes"
+            raise UserError(f"{found}; it is cut off: restore it")
+    n = (size - offset) // dtype.itemsize
+    if n < T:
+        found = f"{path.name} has {n} tokens, fewer than --block_size={T}"
         raise UserError(f"{found}; give more text or a smaller block")
-    return np.memmap(path, dtype, mode="c")
+    return np.memmap(path, dtype, mode="c", offset=offset)
 
 
 class Source(NamedTuple):
@@ -259,12 +285,13 @@ class Source(NamedTuple):
         """Raise UserError if a file was changed: it would give wrong ids, or a bus error."""
         for file, ids in zip(self.files, self.arrays):
             now = os.fstat(file.fileno())
-            same = now.st_size == ids.nbytes
+            same = now.st_size == ids.offset + ids.nbytes
             if same and now.st_mtime_ns != self.times[file]:  # perhaps it was only touched
                 self.times[file] = now.st_mtime_ns
                 same = checksum_of(self.tokenizer, self.arrays) == self.checksum
             if not same:
-                found = f"{file.name} was changed: {ids.nbytes} bytes then, {now.st_size} now"
+                then = ids.offset + ids.nbytes
+                found = f"{file.name} was changed: {then} bytes then, {now.st_size} now"
                 raise RankError(f"{found}; restore it, then --resume goes on from what is saved")
 
 

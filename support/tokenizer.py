@@ -1,4 +1,4 @@
-"""Tokenizers: characters, bytes, words and BPE, one JSON file each."""
+"""Tokenizers: characters, bytes, words, BPE, or a file of the tokenizers library."""
 
 import itertools
 import json
@@ -7,12 +7,15 @@ from collections import Counter
 
 import numpy as np
 
-from support.cli import UserError
-from support.files import read_json
+from support.cli import UserError, warn
+from support.files import read_json, read_small
 
+KINDS = ("char", "byte", "word", "bpe")
 WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character is part of exactly one match
 BPE_PART = 1 << 16  # characters; the memory that BPE takes grows with the length of a text
 SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
+# What follows a document in files of the tokenizers library, if --end_token does not say it.
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 class Tokenizer:
@@ -22,15 +25,18 @@ class Tokenizer:
     char   list of characters
     byte   None
     word   list of words, whose ids follow the 256 bytes; other words are spelled in bytes
-    bpe    JSON of the tokenizers library
+    bpe    JSON of the tokenizers library, learned here: it gives any text back
+    file   the same, made elsewhere: some change a text
     id     V itself: ids are shown as numbers, as their text is not known
 
-    With `end` the last id is [END], which follows each document and decodes to nothing.
+    end: the id of [END], which follows each document and decodes to nothing; True: one after all
+    others; False: there is none.
     """
 
     def __init__(self, kind, vocab=None, end=False):
         self.kind = kind
         self.vocab = vocab
+        self.end = end
         if kind == "char":
             size = len(vocab)
             self.table = np.full(max(map(ord, vocab)) + 2, -1, np.int32)  # code point -> id
@@ -51,10 +57,20 @@ class Tokenizer:
             size = self.bpe.get_vocab_size()
             if sorted(self.bpe.get_vocab().values()) != list(range(size)):
                 raise ValueError("some ids below its largest are unused")
+        elif kind == "file":
+            import tokenizers
+
+            self.bpe = tokenizers.Tokenizer.from_str(vocab)
+            self.bpe.no_padding()
+            self.bpe.no_truncation()
+            self.bpe.encode_special_tokens = True  # a text that spells one is a text
+            size = max(self.bpe.get_vocab().values()) + 1
         else:
             size = vocab
-        self.end_id = size if end else None
-        self.vocab_size = size + end
+        self.end_id = size if end is True else end
+        if end is False:
+            self.end_id = None
+        self.vocab_size = size + (end is True)
 
     def encode_array(self, text):
         """Text -> (n,) integers. Raises UserError naming the first unknown character or id."""
@@ -72,8 +88,9 @@ class Tokenizer:
             ids = []
             for word in WORD.findall(text):
                 ids += [self.index[word]] if word in self.index else word.encode()
-        elif self.kind == "bpe":
-            ids = [i for part in self.bpe.encode_batch_fast(parts_of(text)) for i in part.ids]
+        elif self.kind in ("bpe", "file"):
+            parts = self.bpe.encode_batch_fast(parts_of(text), add_special_tokens=False)
+            ids = [i for part in parts for i in part.ids]
         else:
             ids = text.split()
             for i in ids:
@@ -100,15 +117,15 @@ class Tokenizer:
     def spell(self, ids):
         if self.kind == "char":
             return "".join(self.vocab[i] for i in ids)
-        if self.kind == "bpe":
-            return self.bpe.decode(ids)
+        if self.kind in ("bpe", "file"):
+            return self.bpe.decode(ids, skip_special_tokens=False)
         if self.kind == "id":
             return " ".join(map(str, ids))
         spelled = [bytes([i]) if i < 256 else self.vocab[i - 256].encode() for i in ids]
         return b"".join(spelled).decode("utf-8", "replace")
 
     def to_json(self):
-        learned = dict(kind=self.kind, vocab=self.vocab, end=self.end_id is not None)
+        learned = dict(kind=self.kind, vocab=self.vocab, end=self.end)
         return json.dumps(dict(format="mdlm-tokenizer", version=1, **learned))
 
 
@@ -121,17 +138,19 @@ def tokenizer_from_json(path):
     content = read_json(path, "tokenizer")
     ours = (content.get("format"), content.get("version")) == ("mdlm-tokenizer", 1)
     kind, vocab, end = (content.get(key) for key in ("kind", "vocab", "end"))
-    if not ours or type(end) is not bool or not is_vocab(kind, vocab):
+    if not ours or type(end) not in (bool, int) or not is_vocab(kind, vocab):
         raise UserError(f"{path} is not a tokenizer that mdlm.py wrote (format version 1)")
     try:
         tokenizer = Tokenizer(kind, vocab, end)
+        if type(end) is int and not 0 <= end < tokenizer.vocab_size:
+            raise ValueError(f"[END] is {end}, which is no id")
         every_byte = "".join(map(chr, range(256)))
         if kind == "bpe" and tokenizer.decode(tokenizer.encode(every_byte)) != every_byte:
             raise ValueError("decoding does not restore the text")
     except ImportError as e:
         raise UserError(f"{path} needs a library ({e}); pip install tokenizers") from e
     except Exception as e:  # the tokenizers library raises bare Exceptions
-        raise UserError(f"{path} has a BPE that cannot be used: {e}") from e
+        raise UserError(f"{path} has a tokenizer that cannot be used: {e}") from e
     return tokenizer
 
 
@@ -143,15 +162,39 @@ def is_vocab(kind, vocab):
         if len(set(vocab)) < len(vocab) or re.search("[\ud800-\udfff]", "".join(vocab)):
             return False
         return kind == "word" or {len(v) for v in vocab} == {1}
-    if kind == "bpe":
+    if kind in ("bpe", "file"):
         return isinstance(vocab, str)
     if kind == "id":
         return type(vocab) is int and 0 < vocab < 1 << 31
     return kind == "byte" and vocab is None
 
 
-def build_tokenizer(kind, size, end, pieces, train_characters):
+def open_tokenizer(path, end, end_token=""):
+    """The Tokenizer of a file of the tokenizers library; end: with the id of [END]."""
+    try:
+        content = read_small(path)
+        tokenizer = Tokenizer("file", content)
+        vocab = tokenizer.bpe.get_vocab()
+    except ImportError as e:
+        raise UserError(f"{path} needs a library ({e}); pip install tokenizers") from e
+    except Exception as e:  # the tokenizers library raises bare Exceptions
+        raise UserError(f"{path} is no file of the tokenizers library: {str(e)[:200]}") from None
+    found = [token for token in ((end_token,) if end_token else END_TOKENS) if token in vocab]
+    if end_token and not found:
+        raise UserError(f"--end_token={end_token} is no token of {path}; give one")
+    if end and not found:
+        raise UserError(f"{path} has none of {', '.join(END_TOKENS)}; name its --end_token")
+    return Tokenizer("file", content, vocab[found[0]]) if end else tokenizer
+
+
+def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
     """A Tokenizer for the text of pieces(): pairs (text, whether a document ends)."""
+    if kind.endswith(".json"):
+        tokenizer = open_tokenizer(kind, end, end_token)
+        text = next(iter(pieces()))[0][:BPE_PART]
+        if tokenizer.decode(tokenizer.encode(text)) != text:
+            warn(f"--tokenizer={kind} changes the text: its likelihood is that of what is left")
+        return tokenizer
     if kind == "byte":
         return Tokenizer("byte", None, end)
     if kind == "char":

@@ -69,6 +69,7 @@ class Config:
     separator: str = opt("", "text between documents (\\n, \\t work); each ends in [END]")
     end_token: str = opt("", "[END] in a tokenizer.json (default: its end of text)")
     end_id: int = opt(-1, "[END] in a folder of .bin files (-1: none)", bounds=(-1, 1 << 24))
+    pack: bool = opt(False, "several documents in a window, where they fit")
     lengths: str = opt("known", "of documents: given, or [END] is learned", "known", "learned")
     # Model
     n_layer: int = opt(6, "number of blocks", bounds=(1, 1024))
@@ -191,7 +192,8 @@ class Corpus:
     An epoch cuts the training text into windows from a random offset on and shuffles them: every
     token but a few at the margins is seen once. With documents (an [END] in the vocabulary) windows
     start at a document, or T tokens further in a long one, and are filled up with [END]; of these
-    none is learned, or only the first one (objective ar), or all (--lengths=learned).
+    none is learned, or only the first one (objective ar), or all (--lengths=learned). --pack puts
+    as many of these windows into one of training as there is room for.
     """
 
     def __init__(self, folder, config, device):
@@ -202,63 +204,68 @@ class Corpus:
         meta, ids, self.tokenizer, self.source = sources.open_ids(folder, T, V, config.end_id)
         self.entropy = meta.get("entropy")
         self.documents = self.tokenizer.end_id is not None
-        # (2, W): where windows start, and how many of their tokens are learned.
+        # (W,) where windows start, how many tokens they take, how many of these are learned
         self.train_windows = sources.cut_windows(ids[0], config, self.tokenizer.end_id)
         self.val_windows = sources.cut_windows(ids[1], config, self.tokenizer.end_id)
-        self.mean_length = self.train_windows[1].double().mean().item()
+        self.lengths = self.train_windows[2].bincount(minlength=T + 1)  # how many of each there are
+        if config.pack:
+            self.train_windows = sources.pack_windows(*self.train_windows, T)
+        self.mean_length = self.train_windows[2].double().mean().item()
         self.offsets = 0  # of an epoch's first window: 0 to offsets - 1
         if not self.documents and not meta.get("aligned"):
-            W = max(1, self.train_windows.shape[1] - 1)
-            self.train_windows = self.train_windows[:, :W]  # leave room for the offset
+            W = max(1, len(self.train_windows[0]) - 1)
+            self.train_windows = [part[:W] for part in self.train_windows]  # room for the offset
             self.offsets = min(T, len(ids[0]) - W * T + 1)
         self.chars_per_token = None
         if meta.get("characters"):
-            scored = int(self.val_windows[1].sum()) if self.documents else len(ids[1])
+            scored = int(self.val_windows[2].sum()) if self.documents else len(ids[1])
             self.chars_per_token = meta["characters"][1] / scored
         self.epochs = {}
         self.train, self.val = runtime.to_tensors(ids, device)
 
-    def gather(self, ids, starts):
-        """(B,) starts -> (B, T) int64 windows on the device; after an [END] all is [END]."""
-        at = to_device(starts, ids.device)[:, None] + torch.arange(self.T, device=ids.device)
-        x = to_device(ids[at.clamp(max=len(ids) - 1)].long(), self.device)
+    def gather(self, ids, windows):
+        """(3, B) windows -> (B, T) int64 on the device, filled up with [END]."""
+        starts, sizes, _ = to_device(windows, ids.device)[:, :, None]  # (B, 1)
+        at = torch.arange(self.T, device=ids.device)
+        x = ids[(starts + at).clamp(max=len(ids) - 1)].long()
         if self.documents:
-            end = self.tokenizer.end_id
-            over = ((x == end).cumsum(1) > 0) | to_device(at >= len(ids), self.device)
-            x = x.masked_fill(over, end)
-        return x
+            x = torch.where(at < sizes, x, self.tokenizer.end_id)
+        return to_device(x, self.device)
 
     def epoch(self, number):
-        """The shuffled (2, W) windows of an epoch, a function of the seed alone."""
+        """The order (W,) of an epoch's windows, and their offset: functions of the seed alone."""
         if number not in self.epochs:
             g = generator("epoch", self.seed, number)
             offset = torch.randint(self.offsets, (1,), generator=g) if self.offsets else 0
-            order = torch.randperm(self.train_windows.shape[1], generator=g)
+            order = torch.randperm(len(self.train_windows[0]), generator=g)
             self.epochs.pop(number - 2, None)
-            starts, lengths = self.train_windows[:, order]
-            self.epochs[number] = torch.stack((starts + offset, lengths))
+            self.epochs[number] = (order, offset)
         return self.epochs[number]
 
     def find(self, samples):
-        """Sample numbers (B,), counted from the start of the run -> their (2, B) windows."""
-        W = self.train_windows.shape[1]
+        """Sample numbers (B,), counted from the start of the run -> their (3, B) windows."""
+        W = len(self.train_windows[0])
         epoch = samples // W
-        found = samples.repeat(2, 1)
+        found = samples.repeat(3, 1)
         for number in epoch.unique().tolist():
             here = epoch == number
-            found[:, here] = self.epoch(number)[:, samples[here] % W]
+            order, offset = self.epoch(number)
+            at = order[samples[here] % W]
+            found[:, here] = torch.stack([part[at] for part in self.train_windows])
+            found[0, here] += offset
         return found
 
     def batch(self, samples):
         """Training windows (B, T) of sample numbers (B,)."""
         self.source.check()
-        return self.gather(self.train, self.find(samples)[0])
+        return self.gather(self.train, self.find(samples))
 
     def windows(self, most=0):
         """Validation windows (W, T), non-overlapping; at most `most` (0: all), evenly spread."""
-        W = self.val_windows.shape[1]
+        W = len(self.val_windows[0])
         n = min(most or W, W)
-        return self.gather(self.val, self.val_windows[0, torch.arange(n) * W // n])
+        at = torch.arange(n) * W // n
+        return self.gather(self.val, torch.stack([part[at] for part in self.val_windows]))
 
 
 # ---- Model: a pre-norm bidirectional transformer
@@ -430,7 +437,7 @@ def draw_batch(config, corpus, step, samples, early=0.0):
     # 1. Windows of text. Over a run, samples are numbered step * N, step * N + 1, ...
     first = step * config.batch_size
     x0 = corpus.batch(first + samples)
-    lengths = corpus.find(first + torch.arange(config.batch_size))[1]
+    lengths = corpus.find(first + torch.arange(config.batch_size))[2]
     levels = draw_levels(config, step, early, lengths)
     weights = (lengths / corpus.mean_length).float()  # a sequence counts by its length
     drawn = (levels[samples], weights[samples], torch.tensor(step), samples)
@@ -631,7 +638,7 @@ def make_run(config, corpus, device, dtype, ops, rank=0, world=1):
     end_id = sources.given_end(config, corpus.tokenizer, is_variant)
     model = Model(config, corpus.tokenizer.vocab_size, ops, end_id).to(device)
     if model.lengths is not None:
-        model.lengths += corpus.train_windows[1].bincount(minlength=config.block_size + 1)
+        model.lengths += corpus.lengths
     averaged = copy.deepcopy(model).eval() if config.ema else model
     optimizers = make_optimizers(model, config, device)
     return Run(config, corpus, model, averaged, optimizers, device, dtype, model, rank, world)

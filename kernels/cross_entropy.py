@@ -166,8 +166,8 @@ def small_head_kernel(
         active = weight != 0
         if tl.max(active.to(tl.int32), 0) > 0:  # else all is padding
             target = tl.load(target_ptr + at, mask=active, other=0).to(tl.int32)
-            row = at.to(tl.int64)
-            h = h_ptr + row[:, None] * stride_h
+            first = block.to(tl.int64) * BLOCK_M
+            h = h_ptr + first * stride_h + tl.arange(0, BLOCK_M)[:, None] * stride_h
             z = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
             for start in range(0, C, BLOCK_C):
                 w_tile = _tile(w, v < V, start, C, BLOCK_C, DTYPE)
@@ -184,7 +184,7 @@ def small_head_kernel(
             if GRAD:
                 share = weight / tl.load(unit_ptr)
                 dz = z * (share / total)[:, None] - tl.where(hit, share[:, None], 0.0)
-                dh = dh_ptr + row[:, None] * C
+                dh = dh_ptr + first * C + tl.arange(0, BLOCK_M)[:, None] * C
                 _small_gradients(dz.to(DTYPE), h, w, dh, dw, active, v < V, C, BLOCK_C)
     tl.store(loss_ptr + program, tl.sum(loss, 0))
 
@@ -209,7 +209,8 @@ def small_config(V, dtype):
     block_v = max(triton.next_power_of_2(V), 16)
     if dtype == torch.float32:
         return dict(BLOCK_M=16, BLOCK_V=block_v, BLOCK_C=16, num_warps=8, num_stages=1)
-    return dict(BLOCK_M=64, BLOCK_V=block_v, BLOCK_C=32, num_warps=8, num_stages=2)
+    block_c = 32 if block_v < 256 else 16
+    return dict(BLOCK_M=64, BLOCK_V=block_v, BLOCK_C=block_c, num_warps=8, num_stages=2)
 
 
 # ---- The operator

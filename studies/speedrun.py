@@ -51,7 +51,7 @@ def characters_per_token(out_dir, corpus):
     is_shakespeare = hashlib.sha256(text.encode()).hexdigest() == sources.SHA256
     if not is_shakespeare or len(parts[0]) != int(0.9 * len(text)):
         raise UserError(f"{out_dir}/data is not tiny Shakespeare; train with --data=shakespeare")
-    scored = corpus.val_windows[1].sum().item() if corpus.documents else len(corpus.val)
+    scored = corpus.val_windows[2].sum().item() if corpus.documents else len(corpus.val)
     return len(parts[1]) / scored
 
 

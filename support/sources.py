@@ -318,7 +318,7 @@ def given_end(config, tokenizer, is_variant):
 
 
 def cut_windows(ids, config, end_id):
-    """(2, W) int64: where windows start, and how many of their tokens are learned.
+    """(W,) int64: where windows start, how many tokens they take, how many of these are learned.
 
     Without an end_id they follow each other. Else they start at each document, and every T tokens
     in a longer one. Learned is the text; with --objective=ar its [END]; with --lengths=learned all.
@@ -326,16 +326,32 @@ def cut_windows(ids, config, end_id):
     T = config.block_size
     if end_id is None:
         starts = torch.arange(len(ids) // T) * T
-        return torch.stack((starts, torch.full_like(starts, T)))
+        return starts, *torch.tensor(T).expand(2, len(starts))
     ends = [i + (ids[i : i + PART] == end_id).nonzero()[0] for i in range(0, len(ids), PART)]
     edges = np.unique(np.concatenate([[0], *(e + 1 for e in ends), [len(ids)]]))
     windows = -(-np.diff(edges) // T)  # windows in each document, rounded up
     nth = np.arange(windows.sum()) - np.repeat(windows.cumsum() - windows, windows)
     starts = np.repeat(edges[:-1], windows) + nth * T
+    ends = np.repeat(edges[1:], windows)
     stop = edges[1:] - (config.objective == "mdlm") * (ids[edges[1:] - 1] == end_id)
     learned = np.minimum(np.repeat(stop, windows) - starts, T)
     if config.lengths == "learned":
         learned[:] = T
     if not learned.any():
         raise UserError("the text is empty but for the ends of its documents; give some")
-    return torch.from_numpy(np.stack((starts, learned))[:, learned > 0])
+    sizes = np.minimum(ends - starts, T)
+    return [torch.from_numpy(part[learned > 0]) for part in (starts, sizes, learned)]
+
+
+def pack_windows(starts, sizes, learned, T):
+    """The windows of documents, as many neighbours in one as fit into T tokens."""
+    starts, sizes, learned = (part.numpy() for part in (starts, sizes, learned))
+    stops = starts + sizes
+    last = np.searchsorted(stops, starts + T, side="right").tolist()  # of each, the first too many
+    first = [0]
+    while last[first[-1]] < len(last):
+        first.append(last[first[-1]])
+    end = [*first[1:], len(last)]
+    total = np.concatenate([[0], learned.cumsum()])
+    sizes = stops[np.array(end) - 1] - starts[first]
+    return [torch.from_numpy(part) for part in (starts[first], sizes, total[end] - total[first])]

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, Toy, losses, read_log, run_mdlm, sign
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kernels
 import mdlm
@@ -57,7 +59,7 @@ def corpus_of(x0):
     lengths = (x0 != END).sum(1)
 
     def find(samples):
-        return torch.stack((samples, lengths[samples % len(x0)]))
+        return torch.stack((samples, samples, lengths[samples % len(x0)]))
 
     mean = lengths.double().mean().item()
     return SimpleNamespace(batch=lambda s: x0[s % len(x0)], find=find, mean_length=mean)
@@ -222,6 +224,54 @@ def test_run_of_documents_resumes_samples_and_scores(speeches, tmp_path, capsys)
     finer = [f"--init_from={tmp_path / 'a'}", *speeches, *TINY, "--max_steps=1", "--block_size=24"]
     assert run_mdlm(*finer, f"--out_dir={tmp_path / 'd'}") == 0
     assert len(mdlm.load(tmp_path / "d")[0].lengths) == 25
+
+
+def packed_by_hand(sizes, T):
+    found = [[]]
+    for size in sizes:
+        if sum(found[-1]) + size > T:
+            found.append([])
+        found[-1].append(size)
+    return [sum(window) for window in found]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=60))
+def test_packed_windows_hold_all_that_fits(sizes):
+    ids = [i for size in sizes for i in (*[1] * (size - 1), 9)]
+    config = mdlm.Config(block_size=12, lengths="learned")  # no document is empty here
+    starts, taken, _ = windows = sources.cut_windows(torch.tensor(ids).numpy(), config, 9)
+    learned = taken - 1
+    found = [part.tolist() for part in sources.pack_windows(starts, taken, learned, 12)]
+    assert found[1] == packed_by_hand(sizes, 12)
+    assert found[0] == [0, *torch.tensor(found[1]).cumsum(0).tolist()[:-1]]
+    assert sum(found[2]) == int(learned.sum()) and len(windows[0]) == len(sizes)
+
+
+def test_packed_documents_have_the_same_bound(speeches, tmp_path, capsys):
+    text = speeches[0].removeprefix("--data=")
+    shape = dict(data=text, separator="\\n\\n", block_size=64, batch_size=8, n_embd=32)
+    configs = [mdlm.Config(**shape, n_head=2, n_layer=2, pack=pack) for pack in (False, True)]
+    mdlm.prepare(configs[0], tmp_path)
+    loose, packed = (mdlm.Corpus(tmp_path, config, torch.device("cpu")) for config in configs)
+    assert packed.mean_length > 1.1 * loose.mean_length
+    assert torch.equal(loose.lengths, packed.lengths)
+    tokenizer = loose.tokenizer
+    end_id = tokenizer.end_id
+    model = mdlm.Model(configs[0], tokenizer.vocab_size, kernels.select("torch"), end_id)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2, generator=torch.Generator().manual_seed(p.numel()))
+    results = []
+    for corpus in (loose, packed):
+        windows = corpus.gather(corpus.train, torch.stack(list(corpus.train_windows)))
+        results.append(mdlm.evaluate(model, windows, passes=8))
+    nelbo, se = ([r[key] for r in results] for key in ("nelbo", "se"))
+    assert abs(nelbo[0] - nelbo[1]) < 4 * (se[0] ** 2 + se[1] ** 2) ** 0.5
+    assert se[0] < 0.02 * nelbo[0]
+    flags = [*TINY, *speeches, "--pack", "--max_steps=3", f"--out_dir={tmp_path / 'out'}"]
+    assert run_mdlm(*flags) == 0
+    assert run_mdlm(*flags, "--overwrite", "--lengths=learned") == 2
+    assert "--pack needs known lengths" in capsys.readouterr().err
 
 
 def test_older_runs_go_on_learning_the_end(speeches, tmp_path):

@@ -61,7 +61,7 @@ def corpus_of(x0):
     T = x0.shape[1]
 
     def find(samples):
-        return torch.stack((samples, torch.full_like(samples, T)))
+        return torch.stack((samples, *torch.full((2, len(samples)), T)))
 
     return SimpleNamespace(batch=lambda samples: x0[samples % len(x0)], find=find, mean_length=T)
 

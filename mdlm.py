@@ -69,7 +69,7 @@ class Config:
     separator: str = opt("", "text between documents (\\n, \\t work); each ends in [END]")
     end_token: str = opt("", "[END] in a tokenizer.json (default: its end of text)")
     end_id: int = opt(-1, "[END] in a folder of .bin files (-1: none)", bounds=(-1, 1 << 24))
-    pack: bool = opt(False, "several documents in a window, where they fit")
+    pack: bool = opt(True, "several documents of known lengths in a window, where they fit")
     lengths: str = opt("known", "of documents: given, or [END] is learned", "known", "learned")
     # Model
     n_layer: int = opt(6, "number of blocks", bounds=(1, 1024))
@@ -192,8 +192,8 @@ class Corpus:
     An epoch cuts the training text into windows from a random offset on and shuffles them: every
     token but a few at the margins is seen once. With documents (an [END] in the vocabulary) windows
     start at a document, or T tokens further in a long one, and are filled up with [END]; of these
-    none is learned, or only the first one (objective ar), or all (--lengths=learned). --pack puts
-    as many of these windows into one of training as there is room for.
+    none is learned, or only the first one (objective ar), or all (--lengths=learned). With --pack
+    a window of training holds as many of these as there is room for.
     """
 
     def __init__(self, folder, config, device):
@@ -208,7 +208,8 @@ class Corpus:
         self.train_windows = sources.cut_windows(ids[0], config, self.tokenizer.end_id)
         self.val_windows = sources.cut_windows(ids[1], config, self.tokenizer.end_id)
         self.lengths = self.train_windows[2].bincount(minlength=T + 1)  # how many of each there are
-        if config.pack:
+        known = (config.lengths, config.objective) == ("known", "mdlm")
+        if self.documents and known and config.pack:
             self.train_windows = sources.pack_windows(*self.train_windows, T)
         self.mean_length = self.train_windows[2].double().mean().item()
         self.offsets = 0  # of an epoch's first window: 0 to offsets - 1

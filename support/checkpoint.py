@@ -24,7 +24,7 @@ CHECKPOINT_FILES = (*MODEL_FILES, "state.json", "state.safetensors")  # the last
 # Settings of earlier versions, and what the program always does now.
 RETIRED = dict(tensorboard=False, beta1=0.9, beta2=0.95, momentum=0.9, eval_passes=1)
 # What the program did before a setting existed, where that is not its default.
-BEFORE = dict(lengths="learned")
+BEFORE = dict(lengths="learned", pack=False)
 
 
 def checkpoints(out_dir):

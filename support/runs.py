@@ -92,8 +92,6 @@ def check(config, world=1):
     if config.data == "patterns" and text != (64, "char", ""):
         why = "leave --block_size, --tokenizer and --separator out"
         raise UserError(f"--data=patterns has aligned sequences of 64 characters; {why}")
-    if config.pack and (config.objective == "ar" or config.lengths == "learned"):
-        raise UserError("--pack needs known lengths; leave it out, or --objective and --lengths")
     if config.objective == "ar" and config.time_conditioning:
         raise UserError("--objective=ar has no mask rate; leave --time_conditioning out")
 
@@ -181,8 +179,10 @@ def check_idle(given, config):
     fixed = is_text and not config.init_from and not learns
     whole = is_text and not sources.has_documents(config)
     is_file = config.tokenizer.endswith(".json") and sources.has_documents(config)
+    packs = (config.lengths, config.objective) == ("known", "mdlm")
     for reason, holds, idle in (
         ("without --separator there are no documents", whole, ("lengths", "pack")),
+        ("only documents of known lengths are packed", not packs, ("pack",)),
         ("records are documents", is_records, ("separator",)),
         (f"{config.data} has no columns", not is_records, ("text_column",)),
         ("--objective=ar masks nothing", config.objective == "ar", MASKS),

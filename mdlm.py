@@ -252,7 +252,7 @@ class Corpus:
             here = epoch == number
             order, offset = self.epoch(number)
             at = order[samples[here] % W]
-            found[:, here] = torch.stack([part[at] for part in self.train_windows])
+            found[:, here] = torch.stack([part[at].long() for part in self.train_windows])
             found[0, here] += offset
         return found
 
@@ -266,7 +266,7 @@ class Corpus:
         W = len(self.val_windows[0])
         n = min(most or W, W)
         at = torch.arange(n) * W // n
-        return self.gather(self.val, torch.stack([part[at] for part in self.val_windows]))
+        return self.gather(self.val, torch.stack([part[at].long() for part in self.val_windows]))
 
 
 # ---- Model: a pre-norm bidirectional transformer

@@ -2,8 +2,10 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
+import mmap
 import os
 import zlib
 from pathlib import Path
@@ -304,7 +306,12 @@ def checksum_of(tokenizer, arrays):
 
 
 def parts_of(arrays):
-    return (a[i : i + PART] for a in arrays for i in range(0, len(a), PART))
+    """Slices of memory-mapped arrays; a part that was read leaves the process's memory again."""
+    for array in arrays:
+        for i in range(0, len(array), PART):
+            yield array[i : i + PART]
+            with contextlib.suppress(AttributeError):  # no memory map, or not on Linux
+                array._mmap.madvise(mmap.MADV_DONTNEED)
 
 
 def given_end(config, tokenizer, is_variant):
@@ -327,31 +334,38 @@ def cut_windows(ids, config, end_id):
     if end_id is None:
         starts = torch.arange(len(ids) // T) * T
         return starts, *torch.tensor(T).expand(2, len(starts))
-    ends = [i + (ids[i : i + PART] == end_id).nonzero()[0] for i in range(0, len(ids), PART)]
-    edges = np.unique(np.concatenate([[0], *(e + 1 for e in ends), [len(ids)]]))
+    ends = [np.zeros(0, np.int64)]
+    for i, part in zip(itertools.count(0, PART), parts_of([ids])):
+        ends.append(i + 1 + (part == end_id).nonzero()[0])
+    edges = np.unique(np.concatenate([[0], *ends, [len(ids)]]))
     windows = -(-np.diff(edges) // T)  # windows in each document, rounded up
-    nth = np.arange(windows.sum()) - np.repeat(windows.cumsum() - windows, windows)
-    starts = np.repeat(edges[:-1], windows) + nth * T
-    ends = np.repeat(edges[1:], windows)
-    stop = edges[1:] - (config.objective == "mdlm") * (ids[edges[1:] - 1] == end_id)
-    learned = np.minimum(np.repeat(stop, windows) - starts, T)
-    if config.lengths == "learned":
-        learned[:] = T
+    last = windows.cumsum() - 1  # the number of its last one
+    starts = np.arange(windows.sum()) * T
+    starts += np.repeat(edges[:-1] - (last + 1 - windows) * T, windows)
+    sizes = np.minimum(np.repeat(edges[1:], windows) - starts, T).astype(np.int32)
+    learned = np.full_like(sizes, T)
+    if config.lengths == "known":
+        learned = sizes.copy()
+    if config.lengths == "known" and config.objective == "mdlm":
+        learned[last] -= 1
+        learned[-1] += ids[-1] != end_id  # the last document may be cut off
     if not learned.any():
         raise UserError("the text is empty but for the ends of its documents; give some")
-    sizes = np.minimum(ends - starts, T)
-    return [torch.from_numpy(part[learned > 0]) for part in (starts, sizes, learned)]
+    some = slice(None) if learned.all() else learned > 0
+    return [torch.from_numpy(part[some]) for part in (starts, sizes, learned)]
 
 
 def pack_windows(starts, sizes, learned, T):
     """The windows of documents, as many neighbours in one as fit into T tokens."""
     starts, sizes, learned = (part.numpy() for part in (starts, sizes, learned))
-    stops = starts + sizes
-    last = np.searchsorted(stops, starts + T, side="right").tolist()  # of each, the first too many
-    first = [0]
-    while last[first[-1]] < len(last):
-        first.append(last[first[-1]])
-    end = [*first[1:], len(last)]
-    total = np.concatenate([[0], learned.cumsum()])
-    sizes = stops[np.array(end) - 1] - starts[first]
-    return [torch.from_numpy(part) for part in (starts[first], sizes, total[end] - total[first])]
+    # Of each, the first that is too many.
+    end = np.searchsorted(starts + sizes, starts + T, side="right")
+    n = i = 0
+    while i < len(end):
+        end[n] = i = end[i]
+        n += 1
+    end = end[:n].copy()
+    first = np.concatenate([[0], end[:-1]])
+    learned = np.add.reduceat(learned, first)
+    sizes = starts[end - 1] + sizes[end - 1] - starts[first]
+    return [torch.from_numpy(part) for part in (starts[first], sizes, learned)]

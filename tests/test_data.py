@@ -234,7 +234,7 @@ def test_windows_start_at_documents(ids, T):
 def test_documents_are_filled_up_with_end(tmp_path):
     documents = ["ab", "c" * 70, "def"] * 20
     (tmp_path / "t.txt").write_text("\n\n".join(documents) + "\n\n\n\n")
-    corpus = corpus_of(tmp_path / "t.txt", tmp_path / "d", separator="\\n\\n")
+    corpus = corpus_of(tmp_path / "t.txt", tmp_path / "d", separator="\\n\\n", pack=False)
     end = corpus.tokenizer.end_id
     x = corpus.batch(torch.arange(18 * 5))  # each of the first 18 * 3 documents once
     shown = Counter(corpus.tokenizer.decode(row.tolist()) for row in x)

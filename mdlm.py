@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 import kernels
 from kernels.launch import can_compile
-from kernels.reference import document_spans, neighbours
+from kernels.reference import document_spans, masked_share, neighbours
 from support import checkpoint, compiling, numerics, plots, runs, runtime, sources
 from support.cli import COUNT, NO_LIMIT, UserError, opt
 from support.log import Log
@@ -151,6 +151,8 @@ def new_config(given):
 # ---- Data: every source becomes a folder with train.bin, val.bin, tokenizer.json and meta.json
 def prepare(config, folder, tokenizer=None):
     """Tokenize config.data into `folder`: int(0.9 n) characters to train, the rest to validate."""
+    if sources.has_documents(config):
+        sources.check_documents(config, is_variant)
     pieces = sources.find_pieces(config)
     if pieces is None:
         sources.write_patterns(folder)
@@ -160,10 +162,8 @@ def prepare(config, folder, tokenizer=None):
         raise UserError(f"--data={config.data} is empty; give a file with text in it")
     cut = int(0.9 * n)
     if tokenizer is None:
-        size = config.vocab_size or 16384
-        with_end = sources.has_documents(config)
-        kind = (config.tokenizer, size, with_end, pieces, cut, config.end_token)
-        tokenizer = build_tokenizer(*kind)
+        how = (config.tokenizer, config.vocab_size or 16384, sources.has_documents(config))
+        tokenizer = build_tokenizer(*how, pieces, cut, config.end_token)
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
     done = in_train = 0
@@ -180,6 +180,8 @@ def prepare(config, folder, tokenizer=None):
                     if ends_document and tokenizer.end_id is not None:
                         ids = np.append(ids, tokenizer.end_id)
                     file.write(ids.astype(dtype).tobytes())
+    if in_train == n:
+        raise UserError(f"--data={config.data} has no record left to validate; give more records")
     if done != n:
         raise UserError(f"--data={config.data} changed while it was read; try again")
     meta = dict(source=config.data, dtype=np.dtype(dtype).name, characters=[in_train, n - in_train])
@@ -191,9 +193,9 @@ class Corpus:
 
     An epoch cuts the training text into windows from a random offset on and shuffles them: every
     token but a few at the margins is seen once. With documents (an [END] in the vocabulary) windows
-    start at a document, or T tokens further in a long one, and are filled up with [END]; of these
-    none is learned, or only the first one (objective ar), or all (--lengths=learned). With --pack
-    a window of training holds as many of these as there is room for.
+    start at a document, or T tokens further in a long one, and are filled up with [END]; with
+    --pack a window of training holds as many as there is room for. [END] is not learned, or only
+    the one after a text (objective ar), or all that fill up a window too (--lengths=learned).
     """
 
     def __init__(self, folder, config, device):
@@ -207,9 +209,8 @@ class Corpus:
         # (W,) where windows start, how many tokens they take, how many of these are learned
         self.train_windows = sources.cut_windows(ids[0], config, self.tokenizer.end_id)
         self.val_windows = sources.cut_windows(ids[1], config, self.tokenizer.end_id)
-        self.lengths = self.train_windows[2].bincount(minlength=T + 1)  # how many of each there are
-        known = (config.lengths, config.objective) == ("known", "mdlm")
-        if self.documents and known and config.pack:
+        self.length_counts = sources.count_lengths(*self.train_windows, T)
+        if config.pack and config.lengths == "known" and config.objective == "mdlm":
             self.train_windows = sources.pack_windows(*self.train_windows, T)
         self.mean_length = self.train_windows[2].double().mean().item()
         self.offsets = 0  # of an epoch's first window: 0 to offsets - 1
@@ -298,7 +299,7 @@ class Block(nn.Module):
         B, T, C = x.shape
         scale1 = shift1 = scale2 = shift2 = 0
         if self.adaln is not None:
-            scale1, shift1, scale2, shift2 = self.adaln(rate)[:, None].chunk(4, -1)  # (B, 1, C)
+            scale1, shift1, scale2, shift2 = self.adaln(rate).chunk(4, -1)
         if self.qkv is not None:
             qkv = self.qkv(self.norm(x, 0, scale1, shift1, spans)).view(B, T, 3, self.n_head, -1)
             y = ops.attention(qkv, cos, sin, True, self.causal, spans)  # (B, T, H, D)
@@ -331,11 +332,11 @@ class Model(nn.Module):
         self.mask_id = vocab_size
         self.end_id = end_id
         self.pad_id = vocab_size  # what follows a short text: [MASK], as it is not known, or [END]
-        lengths = None  # how many texts of each length there were: sample.py draws from them
-        if end_id >= 0 and config.objective == "mdlm":
-            lengths = torch.zeros(config.block_size + 1)
+        self.documents = end_id >= 0 and config.objective == "mdlm"  # each sees itself alone
+        if self.documents:
             self.pad_id = end_id
-        self.register_buffer("lengths", lengths)
+            # How many texts of each length there were: sample.py draws from them.
+            self.register_buffer("length_counts", torch.zeros(config.block_size + 1))
         self.ops = ops
         self.embed = nn.Embedding(vocab_size + 1, C)
         attends = [i % config.attention_every == 0 for i in range(config.n_layer)][::-1]
@@ -372,20 +373,24 @@ class Model(nn.Module):
         if self.config.objective == "ar":  # [MASK] as the beginning, then x[0..T-2]
             xt = torch.cat((torch.full_like(xt[:, :1], self.mask_id), xt[:, :-1]), 1)
         x = F.rms_norm(self.embed(xt), (C,))
+        at = slice(T)
+        spans = None
+        if self.documents:
+            spans = document_spans(xt == self.end_id)
+            at = torch.arange(T, device=xt.device) - spans[:, 0]  # (B, T) from a document's start
         cos = self.cos[:T]
         sin = self.sin[:T]
         if self.config.pos != "rope":
-            x = x + (torch.cat((sin, cos), -1) if self.positions is None else self.positions[:T])
+            table = (
+                torch.cat((self.sin, self.cos), -1) if self.positions is None else self.positions
+            )
+            x = x + table[at]
             cos = sin = None
         rate = None
-        spans = None
-        if self.lengths is not None:
-            spans = document_spans(xt == self.end_id)
         if self.rate is not None:  # the share of masked tokens, a function of xt
-            share = (xt == self.mask_id).sum(1, keepdim=True)
-            share = share / (xt != self.end_id).sum(1, keepdim=True)
-            waves = torch.cos(share * math.pi * torch.arange(C, device=xt.device))  # (B, C)
-            rate = F.silu(self.rate(waves))
+            share = masked_share(xt == self.mask_id, xt != self.end_id, spans)
+            waves = torch.cos(share * math.pi * torch.arange(C, device=xt.device))
+            rate = F.silu(self.rate(waves))  # (B, 1, C), or (B, T, C) with documents
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too: it is memory-bound
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks[:-1]:
@@ -454,7 +459,7 @@ def make_batch(model, x0, levels, weights, step, samples):
         return x0, x0.flatten(), None, share.flatten()
     # 2. Mask exactly l tokens of each.
     fixed = None
-    if model.lengths is not None:
+    if model.documents:
         fixed = x0 == model.end_id
     key = (model.mask_id, config.seed, step, samples)
     xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, *key, fixed)
@@ -605,10 +610,9 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
 # ---- Load (support/runs.py saves; support/checkpoint.py keeps checkpoints intact)
 def select_kernels(name, device, config, dtype=torch.float32):
     """The ops for --kernels: the one place where a ValueError becomes a UserError."""
-    shape = (config.n_embd // config.n_head, dtype, config.objective == "ar")
-    T = config.block_size * (not sources.has_documents(config))  # attention skips other documents
+    shape = (config.n_embd // config.n_head, dtype, config.objective == "ar", config.block_size)
     try:
-        return kernels.select(name, device, *shape, T)
+        return kernels.select(name, device, *shape)
     except ValueError as e:
         raise UserError(str(e)) from e
 
@@ -638,8 +642,8 @@ def make_run(config, corpus, device, dtype, ops, rank=0, world=1):
     torch.manual_seed(config.seed)
     end_id = sources.given_end(config, corpus.tokenizer, is_variant)
     model = Model(config, corpus.tokenizer.vocab_size, ops, end_id).to(device)
-    if model.lengths is not None:
-        model.lengths += corpus.lengths
+    if model.documents:
+        model.length_counts += corpus.length_counts
     averaged = copy.deepcopy(model).eval() if config.ema else model
     optimizers = make_optimizers(model, config, device)
     return Run(config, corpus, model, averaged, optimizers, device, dtype, model, rank, world)

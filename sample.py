@@ -356,7 +356,7 @@ def generate(model, x, generator=None, samples=None, fill=None, **how):
 
 def ends(model, tokenizer, is_template):
     """[END] ends a text; it is never drawn within a template, nor where lengths are given."""
-    is_drawn = not is_template and model.lengths is None
+    is_drawn = not is_template and not model.documents
     return dict(end_id=tokenizer.end_id) if is_drawn else dict(forbid=[tokenizer.end_id])
 
 
@@ -390,7 +390,7 @@ def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16
         fill = partial(fill_gaps, model, tokenizer, how)
         parts = hypotheses(model, tokenizer, parts, 1, fill, device, max_gap)[0].parts
     x = torch.tensor(to_ids(parts, tokenizer, model.mask_id), device=device).repeat(n, 1)
-    if not (template or length) and model.lengths is not None:
+    if not (template or length) and model.documents:
         x = end_documents(model, x, torch.rand(n, generator=generator, dtype=torch.float64))
     found = generate(model, x, **ends(model, tokenizer, template), **how).tolist()
     return [joined(to_texts(parts, ids, tokenizer)) for ids in found]
@@ -442,7 +442,7 @@ def sampled(model, tokenizer, parts, options, template, pages):
         began = time.monotonic()
         samples = torch.arange(part.start, part.stop)
         x = ids.repeat(len(samples), 1)
-        if not (template or options.length) and model.lengths is not None:
+        if not (template or options.length) and model.documents:
             x = end_documents(model, x, uniform(options.seed, -1, samples, 1, "row")[:, 0])
         steps = sum(block.steps for block in plan(model.config, x == mask, samples, options))
         films = [viewer.Film(tokenizer, ids, mask) for _ in samples if options.html]

@@ -24,6 +24,12 @@ TRITON = SimpleNamespace(
 )
 
 
+def attention_of_documents(qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=None):
+    """For long windows: cuDNN's, by PyTorch; where there are documents, the kernel skips others."""
+    f = attention_ref if spans is None else attention
+    return f(qkv, cos, sin, qk_norm, causal, spans)
+
+
 def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal=False, T=0):
     """Choose the operations for --kernels on a device.
 
@@ -32,7 +38,7 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
               PyTorch (SDPA, where cuDNN is strong), with others too, which triton refuses
     dtype     of the products
     causal    whether the model is autoregressive: then attention runs in PyTorch
-    T         tokens of a window: above MAX_FUSED auto leaves attention to PyTorch
+    T         tokens of a window: above MAX_FUSED auto leaves attention over all to PyTorch
 
     Returns a namespace with name, mask_tokens, attention, linear_cross_entropy. Warns on stderr if
     less than was asked for runs in Triton. Raises ValueError, in one sentence, if name cannot run.
@@ -61,7 +67,7 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
         warn(f"{what} runs in PyTorch (SDPA): the kernels take heads of 32 and 64, not causal")
     ops = SimpleNamespace(**vars(TRITON))
     if name == "auto" and T > MAX_FUSED:
-        ops.attention = attention_ref
+        ops.attention = attention_of_documents
     return ops
 
 

@@ -126,12 +126,19 @@ def _place(T, H, BLOCK: tl.constexpr):
 
 
 @jit
-def _load_spans(spans, rows, b, T):
-    """The start and end (M,) of the documents of rows, an empty one beyond the end."""
-    spans += 2 * b * T
-    start = tl.load(spans + rows, mask=rows < T, other=T)
-    end = tl.load(spans + T + rows, mask=rows < T, other=0)
-    return start, end
+def _range(spans, rows, b, T, STEP: tl.constexpr):
+    """The start and end (M,) of the documents of rows, an empty one beyond the end; the first and
+    last position that any of them sees, in steps of tiles."""
+    start = rows
+    end = rows
+    first = 0
+    last = T
+    if spans is not None:
+        start = tl.load(spans + 2 * b * T + rows, mask=rows < T, other=T)
+        end = tl.load(spans + 2 * b * T + T + rows, mask=rows < T, other=0)
+        first = tl.min(start, 0) // STEP * STEP
+        last = tl.max(end, 0)
+    return start, end, first, last
 
 
 @jit
@@ -168,12 +175,7 @@ def attention_forward_kernel(
     top = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: a tile may have no key that a row sees
     total = tl.zeros((BLOCK_M,), tl.float32)
     o = tl.zeros((BLOCK_M, D), tl.float32)
-    first = 0
-    last = T
-    if spans is not None:
-        start, end = _load_spans(spans, rows, b, T)
-        first = tl.min(start, 0) // BLOCK_N * BLOCK_N
-        last = tl.max(end, 0)
+    start, end, first, last = _range(spans, rows, b, T, BLOCK_N)
     for at in range(first, last, BLOCK_N):
         cols = at + tl.arange(0, BLOCK_N)
         k = _load_qk(qkv + H * D, cols, 3 * H * D, T, cos, sin, D, EVEN, NORM)
@@ -225,12 +227,7 @@ def attention_dq_kernel(
     q = _load_qk(qkv, rows, 3 * H * D, T, cos, sin, D, EVEN, NORM)
     z = _load_row(lse + line, rows, T, 0.0, EVEN) * LOG2E
     dq = tl.zeros((BLOCK_M, D), tl.float32)
-    first = 0
-    last = T
-    if spans is not None:
-        start, end = _load_spans(spans, rows, b, T)
-        first = tl.min(start, 0) // BLOCK_N * BLOCK_N
-        last = tl.max(end, 0)
+    start, end, first, last = _range(spans, rows, b, T, BLOCK_N)
     for at in range(first, last, BLOCK_N):
         cols = at + tl.arange(0, BLOCK_N)
         k = _load_qk(qkv + H * D, cols, 3 * H * D, T, cos, sin, D, EVEN, NORM)
@@ -275,12 +272,7 @@ def attention_dkdv_kernel(
     v = _load(qkv + 2 * H * D, cols, 3 * H * D, T, D, EVEN)
     dk = tl.zeros((BLOCK_N, D), tl.float32)
     dv = tl.zeros((BLOCK_N, D), tl.float32)
-    first = 0
-    last = T
-    if spans is not None:
-        start, end = _load_spans(spans, cols, b, T)
-        first = tl.min(start, 0) // BLOCK_M * BLOCK_M
-        last = tl.max(end, 0)
+    start, end, first, last = _range(spans, cols, b, T, BLOCK_M)
     for at in range(first, last, BLOCK_M):
         rows = at + tl.arange(0, BLOCK_M)
         q = _load_qk(qkv, rows, 3 * H * D, T, cos, sin, D, EVEN, NORM)

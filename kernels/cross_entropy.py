@@ -166,7 +166,7 @@ def small_head_kernel(
         active = weight != 0
         if tl.max(active.to(tl.int32), 0) > 0:  # else all is padding
             target = tl.load(target_ptr + at, mask=active, other=0).to(tl.int32)
-            first = block.to(tl.int64) * BLOCK_M
+            first = tl.zeros((), tl.int64) + block * BLOCK_M
             h = h_ptr + first * stride_h + tl.arange(0, BLOCK_M)[:, None] * stride_h
             z = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
             for start in range(0, C, BLOCK_C):

@@ -128,6 +128,16 @@ def is_visible(spans, at):
     return (start <= at) & (at < end)
 
 
+def masked_share(masked, text, spans):
+    """(B, T) bool each -> the share of text that is masked: (B, 1, 1), or by document (B, T, 1)."""
+    if spans is None:
+        return masked.float().mean(1)[:, None, None]
+    start, end = spans.long().unbind(1)
+    sums = [F.pad(x.cumsum(1), (1, 0)) for x in (masked, text)]
+    masked, text = (x.gather(1, end) - x.gather(1, start) for x in sums)
+    return (masked / text.clamp(min=1))[..., None]
+
+
 def neighbours(x, left, k, spans):
     """x (B, T, C) -> k tensors (B, T, C): what is `left` positions before, ..., k - 1 - left after;
     0 where there is nothing, or another document."""

@@ -92,7 +92,9 @@ def end_documents(model, x, u):
     u (B,) in [0, 1), on the CPU: which of the lengths of training texts that exceed what is given.
     """
     known = (x != model.mask_id).sum(1, keepdim=True).cpu()
-    cdf = (model.lengths.double().cpu() * (torch.arange(len(model.lengths)) > known)).cumsum(1)
+    cdf = (
+        model.length_counts.double().cpu() * (torch.arange(len(model.length_counts)) > known)
+    ).cumsum(1)
     n = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).to(x.device)  # (B, 1)
     return torch.where(torch.arange(x.shape[1], device=x.device) < n, x, model.pad_id)
 
@@ -177,7 +179,7 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
         stretch = parts[begin:end]
         room = L - len(to_ids(parts[end:], tokenizer))
         is_last = end == len(parts)
-        at_end = stretch == [None] and is_last and model.lengths is None
+        at_end = stretch == [None] and is_last and not model.documents
         several = None in stretch and not at_end
         # 1. Draw: every length after every fill of what precedes.
         tried = []
@@ -208,8 +210,8 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
         # 3. Rank.
         stop = torch.tensor([len(fill.ids) for fill in fills])
         known = torch.tensor([fill.logp for fill in fills], dtype=torch.float64)
-        if is_last and model.lengths is not None:  # a text's length has a probability too
-            seen = model.lengths.double().cpu() + 1
+        if is_last and model.documents:  # a text's length has a probability too
+            seen = model.length_counts.double().cpu() + 1
             known += (seen / seen.sum()).log()[stop]
         most = min(len(fills), n if is_last else max(n, 8))
         best, logp = likeliest(model, x[list(rows)], torch.tensor(start), stop, known, most)

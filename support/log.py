@@ -86,7 +86,7 @@ class Log:
         self.say(f"data: {text}, V = {run.model.vocab_size}")
         if folder:
             self.say(f"resuming from {folder}")
-        if run.model.lengths is not None:
+        if run.model.documents:
             mean = run.corpus.mean_length
             self.say(f"documents of given lengths (--lengths), {mean:.0f} tokens a window")
         if run.corpus.entropy:

@@ -52,11 +52,8 @@ def stratified_error(values, count, T):
 
 
 def summary(ce, hit, first, count, T, causal):
-    """The result of mdlm.evaluate: mean CE and accuracy (passes, W) of `count` of T (W,) tokens.
-
-    first (passes, W): CE of the first token of a window. A window counts by its length.
-    """
-    share = T / T.double().mean()
+    """What mdlm.evaluate returns, from CE and accuracy (passes, W) of `count` of T (W,) tokens."""
+    share = T / T.double().mean()  # a window counts by its length
     mean = (ce * share).mean().item()
     residual = (ce - mean) * share
     r = dict(windows=len(T), passes=len(count), by_window=(ce * share).mean(0).tolist())

@@ -15,6 +15,8 @@ def find_files(path):
     path = Path(path)
     if not path.is_dir():
         return [path]
+    if (path / "latest").exists():
+        raise UserError(f"--data={path} is the folder of a run; its data is in {path}/data")
     found = sorted(p for p in path.iterdir() if p.name.endswith(tuple(READERS)))
     if not found:
         accepted = f"{', '.join(READERS)}, or train.bin and val.bin"
@@ -28,17 +30,15 @@ def read(path, column):
         reader = next(READERS[suffix] for suffix in READERS if file.name.endswith(suffix))
         try:
             for place, text in reader(file, column):
-                yield check_text(text, f"{file}, {place}: {column}")
+                yield check_text(text, f"{file}{place}")
         except (OSError, EOFError, zlib.error) as e:  # gzip raises all three
             why = getattr(e, "strerror", None) or e
             raise UserError(f"--data={file} cannot be read ({why}); restore it") from None
 
 
 def check_text(text, where):
-    if not isinstance(text, str):
-        raise UserError(f"{where} is {str(text)[:40]!r}, not a text; mend or remove the record")
-    if not text:
-        raise UserError(f"{where} is empty; remove such records")
+    if not isinstance(text, str) or not text:
+        raise UserError(f"{where} is {str(text)[:40]!r}, not a text; mend or remove it")
     if len(text) > LARGEST:
         raise UserError(f"{where} has {len(text)} characters, more than {LARGEST}; split it")
     try:
@@ -50,11 +50,8 @@ def check_text(text, where):
 
 def read_txt(path, column):
     """A text file is one document."""
-    if path.stat().st_size > LARGEST:
-        fix = "split it, or give it alone by --data"
-        raise UserError(f"{path} has more than {LARGEST} bytes for one document; {fix}")
     try:
-        yield "whole", path.read_text(encoding="utf-8-sig")
+        yield "", path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:
         raise UserError(f"{path} is not UTF-8 text (byte {e.start}); convert it") from None
 
@@ -74,12 +71,10 @@ def read_jsonl(path, column):
                 record = json.loads(line)
             except (ValueError, RecursionError) as e:
                 raise UserError(f"{where} is no JSON ({e}); mend or remove it") from None
-            if not isinstance(record, dict):
-                raise UserError(f"{where} is no JSON object; mend or remove it")
-            if column not in record:
-                found = ", ".join(map(str, record))[:200]
-                raise UserError(f"{where} has no {column!r}, but {found}; give --text_column")
-            yield f"line {number}", record[column]
+            if not isinstance(record, dict) or column not in record:
+                found = ", ".join(record) if isinstance(record, dict) else "no JSON object"
+                raise UserError(f"{where} has no {column!r}: {found[:200]}; give --text_column")
+            yield f", line {number}: {column}", record[column]
 
 
 def read_parquet(path, column):
@@ -98,8 +93,8 @@ def read_parquet(path, column):
             for batch in file.iter_batches(batch_size=256, columns=[column]):
                 for text in batch.column(0).to_pylist():
                     number += 1
-                    yield f"row {number}", text
-    except pyarrow.ArrowException as e:
+                    yield f", row {number}: {column}", text
+    except (pyarrow.ArrowException, UnicodeDecodeError) as e:
         raise UserError(f"--data={path} is no intact parquet file ({e}); restore it") from None
 
 

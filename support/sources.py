@@ -25,8 +25,6 @@ NAMES = ("train.bin", "val.bin")
 HEADER = 1024  # bytes
 MAGIC = {20240520: "uint16", 20240801: "int32"}  # of headers: the width of the ids
 PART = 1 << 24  # characters or ids that are held at a time, so that memory is bounded
-
-
 BUILT_IN = ("shakespeare", "patterns", "pydoc")  # values of --data that name no file
 
 
@@ -50,7 +48,6 @@ def has_documents(config):
 def find_pieces(config):
     """A function that streams --data as (text, whether it ends a document); None for patterns."""
     if is_records(config.data):
-        check_file(config.data)
         return lambda: ((text, True) for text in records.read(config.data, config.text_column))
     texts = find_text(config.data)
     separator = config.separator.replace("\\n", "\n").replace("\\t", "\t")
@@ -75,17 +72,13 @@ def find_text(name):
             name = "patterns"
     if name == "patterns":
         return None
-    check_file(name)
-    return lambda: read_text(name)
-
-
-def check_file(name):
-    if not (Path(name).is_file() or Path(name).is_dir()):
+    if not Path(name).is_file():
         accepted = "a text file, .jsonl, .parquet, a folder, shakespeare, patterns or pydoc"
         what = "does not exist"
         if Path(name).exists():  # a pipe, a device: a text is read more than once
             what = "is no regular file"
         raise UserError(f"--data={name} {what}; give {accepted}")
+    return lambda: read_text(name)
 
 
 def shakespeare():
@@ -209,13 +202,17 @@ def open_ids(folder, T, V, end_id=-1):
     folder = Path(folder)
     meta = read_meta(folder / "meta.json")
     dtype = np.dtype(meta.get("dtype", "uint16"))
-    arrays = [map_ids(folder / name, dtype, T) for name in NAMES]
+    arrays = [map_ids(folder / name, dtype) for name in NAMES]
     handles = [open(folder / name, "rb") for name in NAMES]
     times = {file: os.fstat(file.fileno()).st_mtime_ns for file in handles}
     smallest = min(int(part.min()) for part in parts_of(arrays))
     largest = max(int(part.max()) for part in parts_of(arrays))
     tokenizer = tokenizer_of_ids(folder / "tokenizer.json", V or largest + 1, end_id)
     V = tokenizer.vocab_size
+    n, name = min(zip(map(len, arrays), NAMES))
+    if tokenizer.end_id is None and n < T:
+        found = f"{name} has {n} tokens, fewer than --block_size={T}"
+        raise UserError(f"{found}; give more text or a smaller block")
     if smallest < 0 or largest >= V:
         advice = "check tokenizer.json or --vocab_size"
         raise UserError(f"{folder} has ids {smallest} to {largest}, but V is {V}; {advice}")
@@ -227,7 +224,11 @@ def open_ids(folder, T, V, end_id=-1):
 def tokenizer_of_ids(path, V, end_id):
     """Ours in a tokenizer.json, or one of the tokenizers library, or one that shows V numbers."""
     if path.exists() and "format" in read_json(path, "tokenizer"):
-        return tokenizer_from_json(path)
+        tokenizer = tokenizer_from_json(path)
+        if end_id not in (-1, tokenizer.end_id):
+            fix = "leave it out"
+            raise UserError(f"--end_id={end_id}, but {path} has {tokenizer.end_id}; {fix}")
+        return tokenizer
     end = False if end_id < 0 else end_id
     if path.exists():
         tokenizer = open_tokenizer(path, end=False)
@@ -253,7 +254,7 @@ def read_meta(path):
     return meta
 
 
-def map_ids(path, dtype, T):
+def map_ids(path, dtype):
     """The ids in a file, (n,), memory-mapped and writable in memory only, as torch wants."""
     size = path.stat().st_size if path.is_file() else -1
     if size % dtype.itemsize or size < 0:
@@ -263,13 +264,11 @@ def map_ids(path, dtype, T):
     if header[0] in MAGIC:  # of llm.c and modded-nanogpt: magic number, version, number of tokens
         dtype = np.dtype(MAGIC[header[0]])
         offset = HEADER
-        if header[2] * dtype.itemsize != size - offset:
+        if int(header[2]) * dtype.itemsize != size - offset:
             found = f"{path} has a header of llm.c for {header[2]} tokens, and {size} bytes"
             raise UserError(f"{found}; it is cut off: restore it")
-    n = (size - offset) // dtype.itemsize
-    if n < T:
-        found = f"{path.name} has {n} tokens, fewer than --block_size={T}"
-        raise UserError(f"{found}; give more text or a smaller block")
+    if size == offset:
+        raise UserError(f"{path.name} has no tokens; give more text")
     return np.memmap(path, dtype, mode="c", offset=offset)
 
 
@@ -314,13 +313,18 @@ def parts_of(arrays):
                 array._mmap.madvise(mmap.MADV_DONTNEED)
 
 
+def check_documents(config, is_variant):
+    """Raise UserError for a config that cannot learn documents of known lengths."""
+    if (config.lengths, config.objective) == ("known", "mdlm") and is_variant(config):
+        why = "other masks and weights are not for documents of known lengths"
+        raise UserError(f"{why}; add --lengths=learned")
+
+
 def given_end(config, tokenizer, is_variant):
     """The id of an [END] that is given, never masked; -1: there is none, or it is learned."""
     if tokenizer.end_id is None or config.lengths == "learned":
         return -1
-    if config.objective == "mdlm" and is_variant(config):
-        why = "other masks and weights are not for documents of given lengths"
-        raise UserError(f"{why}; add --lengths=learned")
+    check_documents(config, is_variant)
     return tokenizer.end_id
 
 
@@ -353,6 +357,12 @@ def cut_windows(ids, config, end_id):
         raise UserError("the text is empty but for the ends of its documents; give some")
     some = slice(None) if learned.all() else learned > 0
     return [torch.from_numpy(part[some]) for part in (starts, sizes, learned)]
+
+
+def count_lengths(starts, sizes, learned, T):
+    """(T + 1,) how many texts there are of each length, those above T counted as T."""
+    goes_on = (starts[1:] == starts[:-1] + T) & (learned[:-1] == T)
+    return torch.cat((learned[:1], learned[1:][~goes_on])).bincount(minlength=T + 1)
 
 
 def pack_windows(starts, sizes, learned, T):

@@ -94,8 +94,11 @@ class Tokenizer:
         else:
             ids = text.split()
             for i in ids:
-                if not re.fullmatch("[0-9]{1,10}", i) or int(i) >= self.vocab:
-                    raise UserError(f"{i[:20]!r} is not an id; give numbers below {self.vocab}")
+                fine = re.fullmatch("[0-9]{1,10}", i) and int(i) < self.vocab
+                if not fine or int(i) == self.end_id:
+                    raise UserError(
+                        f"{i[:20]!r} is no id of a text; give numbers below {self.vocab}"
+                    )
         return np.array(ids, np.int64)
 
     def encode(self, text):
@@ -174,25 +177,24 @@ def open_tokenizer(path, end, end_token=""):
     try:
         content = read_small(path)
         tokenizer = Tokenizer("file", content)
-        vocab = tokenizer.bpe.get_vocab()
-    except ImportError as e:
-        raise UserError(f"{path} needs a library ({e}); pip install tokenizers") from e
+        added = tokenizer.bpe.get_added_tokens_decoder()
+        specials = {token.content: id for id, token in added.items() if token.special}
     except Exception as e:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{path} is no file of the tokenizers library: {str(e)[:200]}") from None
-    found = [token for token in ((end_token,) if end_token else END_TOKENS) if token in vocab]
+    found = [token for token in ((end_token,) if end_token else END_TOKENS) if token in specials]
     if end_token and not found:
-        raise UserError(f"--end_token={end_token} is no token of {path}; give one")
+        raise UserError(f"--end_token={end_token} is no special token of {path}; give one")
     if end and not found:
         raise UserError(f"{path} has none of {', '.join(END_TOKENS)}; name its --end_token")
-    return Tokenizer("file", content, vocab[found[0]]) if end else tokenizer
+    return Tokenizer("file", content, specials[found[0]]) if end else tokenizer
 
 
 def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
     """A Tokenizer for the text of pieces(): pairs (text, whether a document ends)."""
     if kind.endswith(".json"):
         tokenizer = open_tokenizer(kind, end, end_token)
-        text = next(iter(pieces()))[0][:BPE_PART]
-        if tokenizer.decode(tokenizer.encode(text)) != text:
+        some = [piece[:BPE_PART] for piece, _ in itertools.islice(pieces(), 100)]
+        if any(tokenizer.decode(tokenizer.encode(text)) != text for text in some):
             warn(f"--tokenizer={kind} changes the text: its likelihood is that of what is left")
         return tokenizer
     if kind == "byte":

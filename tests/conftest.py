@@ -143,7 +143,7 @@ class Toy:
         self.logits = logits
         self.mask_id = self.pad_id = self.vocab_size = V
         self.end_id = -1
-        self.lengths = None
+        self.documents = False
         self.training = False
         self.config = mdlm.Config(block_size=T, **config)
         self.ops = kernels.select("torch")

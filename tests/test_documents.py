@@ -32,7 +32,7 @@ def rows_of_unequal_length():
 def toy(world, **settings):
     model = Toy(world.random, world.V, world.T, batch_size=8, rate_margin=0.0, **settings)
     model.end_id = END
-    model.lengths = torch.ones(5)
+    model.documents = True
     return model
 
 
@@ -120,7 +120,13 @@ WINDOW = torch.tensor([[1, 10, 3, 9, 5, 6, 10, 7, 8, 9, 9, 4, 10, 2, 1, 9, *[3] 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "more", [dict(), dict(conv=0), dict(conv=4, attention_every=2), dict(pos="learned")]
+    "more",
+    [
+        dict(),
+        dict(conv=0, pos="sinusoidal"),
+        dict(conv=4, attention_every=2, time_conditioning=True),
+        dict(pos="learned"),
+    ],
 )
 def test_a_document_sees_no_other_one(more, dtype):
     model = scrambled(**more)
@@ -134,11 +140,10 @@ def test_a_document_sees_no_other_one(more, dtype):
         after = model(other)[0]
         changed = (before != after).any(1)
         assert changed[4:10].all() and not changed[:4].any() and not changed[10:].any()
-        if not more:  # rotary positions are relative: alone in a window it gets the same logits
-            alone = torch.full_like(WINDOW, 9)
-            alone[0, :6] = WINDOW[0, 4:10]
-            close = dict(rtol=1e-4, atol=1e-4) if dtype == torch.float32 else dict(rtol=0, atol=1)
-            torch.testing.assert_close(model(alone)[0, :6], before[4:10], **close)
+        alone = torch.full_like(WINDOW, 9)
+        alone[0, :6] = WINDOW[0, 4:10]
+        close = dict(rtol=1e-4, atol=1e-4) if dtype == torch.float32 else dict(rtol=0, atol=1)
+        torch.testing.assert_close(model(alone)[0, :6], before[4:10], **close)
 
 
 def test_gradients_stay_in_a_document():
@@ -186,7 +191,7 @@ def test_chain_rule_scores_the_text_alone():
 
 def test_lengths_are_drawn_from_those_of_training():
     model = scrambled()
-    model.lengths[[2, 5, 24]] = torch.tensor([2.0, 1.0, 1.0])
+    model.length_counts[[2, 5, 24]] = torch.tensor([2.0, 1.0, 1.0])
     u = (torch.arange(400, dtype=torch.float64) + 0.5) / 400
     x = end_documents(model, torch.full((400, 24), 10), u)
     assert (x != 9).sum(1).bincount()[[2, 5, 24]].tolist() == [200, 100, 100]
@@ -213,7 +218,7 @@ def test_run_of_documents_resumes_samples_and_scores(speeches, tmp_path, capsys)
     assert run_mdlm(*flags, "--max_steps=6", f"--out_dir={tmp_path / 'a'}") == 0
     assert "documents of given lengths" in capsys.readouterr().out
     model, tokenizer, _ = mdlm.load(tmp_path / "a")
-    assert model.lengths.sum() > 100 and model.pad_id == tokenizer.end_id
+    assert model.length_counts.sum() > 100 and model.pad_id == tokenizer.end_id
     assert read_log(tmp_path / "a")[-1]["val_nelbo"] < 5
     again = tmp_path / "b"
     assert run_mdlm(*flags, "--max_steps=3", f"--out_dir={again}", "--lr_schedule=constant") == 0
@@ -223,7 +228,7 @@ def test_run_of_documents_resumes_samples_and_scores(speeches, tmp_path, capsys)
     assert losses(again) == losses(tmp_path / "c")
     finer = [f"--init_from={tmp_path / 'a'}", *speeches, *TINY, "--max_steps=1", "--block_size=24"]
     assert run_mdlm(*finer, f"--out_dir={tmp_path / 'd'}") == 0
-    assert len(mdlm.load(tmp_path / "d")[0].lengths) == 25
+    assert len(mdlm.load(tmp_path / "d")[0].length_counts) == 25
 
 
 def packed_by_hand(sizes, T):
@@ -255,7 +260,8 @@ def test_packed_documents_have_the_same_bound(speeches, tmp_path, capsys):
     mdlm.prepare(configs[0], tmp_path)
     loose, packed = (mdlm.Corpus(tmp_path, config, torch.device("cpu")) for config in configs)
     assert packed.mean_length > 1.1 * loose.mean_length
-    assert torch.equal(loose.lengths, packed.lengths)
+    assert torch.equal(loose.length_counts, packed.length_counts)
+    assert loose.length_counts.sum() == (loose.train == loose.tokenizer.end_id).sum()
     tokenizer = loose.tokenizer
     end_id = tokenizer.end_id
     model = mdlm.Model(configs[0], tokenizer.vocab_size, kernels.select("torch"), end_id)
@@ -283,7 +289,7 @@ def test_older_runs_go_on_learning_the_end(speeches, tmp_path):
     del config["config"]["lengths"]  # as an earlier version wrote it
     (folder / "config.json").write_text(json.dumps(config))
     sign(folder)
-    assert mdlm.load(folder)[0].lengths is None
+    assert not mdlm.load(folder)[0].documents
     assert run_mdlm("--resume", "--max_steps=4", f"--out_dir={tmp_path / 'a'}") == 0
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
@@ -295,6 +301,7 @@ def test_what_cannot_be_given_lengths_is_refused(speeches, text_file, tmp_path, 
     ):
         assert run_mdlm(*TINY, *flags, "--max_steps=1", f"--out_dir={tmp_path / 'x'}") == 2
         assert words in capsys.readouterr().err
+        assert not (tmp_path / "x").exists(), "the data was prepared for nothing"
     config = mdlm.Config(block_size=8)
     with pytest.raises(ValueError, match="ends of its documents"):
         sources.cut_windows(torch.full((20,), 9).numpy(), config, 9)

@@ -32,7 +32,7 @@ def resume(folder):
     if (config.n_embd, config.n_layer, tokenizer.vocab_size) > (64, 4, 200):
         return None  # training would take what the config asks for; load() must not
     ops = mdlm.select_kernels("torch", CPU, config)
-    corpus = SimpleNamespace(tokenizer=tokenizer, lengths=torch.zeros(config.block_size + 1))
+    corpus = SimpleNamespace(tokenizer=tokenizer, length_counts=torch.zeros(config.block_size + 1))
     run = mdlm.make_run(config, corpus, CPU, torch.float32, ops)
     return checkpoint.restore(folder, run.model, run.averaged, run.optimizers)
 

@@ -186,7 +186,8 @@ def test_foreign_tokenizer_is_refused(tmp_path, content):
         (bytes(200), dict(characters=[1, "2"]), "meta.json"),
         (bytes(200), dict(characters=7), "meta.json"),
         (bytes(200), dict(entropy="low"), "meta.json"),
-        (b"", None, "block_size=32"),
+        (b"", None, "has no tokens"),
+        (bytes(20), None, "block_size=32"),
     ],
 )
 def test_unusable_data_folder_is_refused(tmp_path, train, meta, word):

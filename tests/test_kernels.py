@@ -139,16 +139,21 @@ def test_attention_by_pytorch_is_said_once(as_if, capsys, name, head_dim, causal
     assert all(word in said for word in words)
 
 
-def test_auto_leaves_long_windows_to_pytorch(as_if):
+def test_auto_leaves_long_windows_to_pytorch(as_if, monkeypatch):
+    """Not those of documents, of which the kernel skips most."""
     as_if(interpreter=True)
     for name, T, wanted in (
         ("auto", 256, kernels.attention),
-        ("auto", 257, kernels.attention_ref),
+        ("auto", 257, kernels.attention_of_documents),
         ("triton", 1024, kernels.attention),
     ):
         config = mdlm.Config(n_head=1, n_embd=64, block_size=T)
         ops = mdlm.select_kernels(name, torch.device("cpu"), config)
         assert ops.attention is wanted and ops.mask_tokens is kernels.mask_tokens
+    for name in ("attention", "attention_ref"):
+        monkeypatch.setattr(kernels, name, lambda qkv, *more, name=name: name)
+    assert kernels.attention_of_documents(None) == "attention_ref"
+    assert kernels.attention_of_documents(None, spans=torch.zeros(1)) == "attention"
 
 
 def test_other_ranks_do_not_warn(as_if, capsys, monkeypatch):

@@ -85,19 +85,19 @@ def test_run_on_records_resumes_without_them(tmp_path, capsys):
     assert len(losses(tmp_path / "out")) == 6
     assert read_log(tmp_path / "out")[-1]["val_bpc"] > 0
     model, tokenizer, _ = mdlm.load(tmp_path / "out")
-    assert model.lengths.sum() > 300 and tokenizer.end_id is not None
+    assert model.length_counts.sum() > 300 and tokenizer.end_id is not None
 
 
 GOOD = json.dumps(dict(text="a good record\n" * 9)) + "\n"
 WRONG = [
-    (GOOD + '{"txt": "a"}', "line 2 has no 'text', but txt; give --text_column"),
+    (GOOD + '{"txt": "a"}', "line 2 has no 'text': txt; give --text_column"),
     (GOOD + '{"text": 7}', "line 2: text is '7', not a text"),
     (GOOD + '{"text": null}', "line 2: text is 'None', not a text"),
-    (GOOD + '\n{"text": ""}', "line 3: text is empty"),
+    (GOOD + '\n{"text": ""}', "line 3: text is '', not a text"),
     (GOOD + '{"text": "\\ud800"}', "line 2: text has half of a surrogate pair"),
     (GOOD + '{"text": "a"', "line 2 is no JSON"),
     (GOOD + "[" * 100_000, "line 2 is no JSON"),
-    (GOOD + '["text"]', "line 2 is no JSON object"),
+    (GOOD + '["text"]', "line 2 has no 'text': no JSON object"),
     (GOOD.encode() + b'{"text": "\xff"}', "line 2 is no JSON"),
     ("", "is empty"),
 ]
@@ -130,12 +130,28 @@ def test_broken_files_are_named(tmp_path, capsys):
     pytest.importorskip("pyarrow")
     (tmp_path / "x.parquet").write_bytes(b"PAR1 but not for long PAR1")
     is_refused(tmp_path, capsys, tmp_path / "x.parquet", "no intact parquet file")
+    arrow = pytest.importorskip("pyarrow")
+    raw = arrow.array([b"good", b"\xff"], arrow.binary()).view(arrow.string())
+    arrow.parquet.write_table(arrow.table({"text": raw}), tmp_path / "x.parquet")
+    is_refused(tmp_path, capsys, tmp_path / "x.parquet", "no intact parquet file")
     write_parquet(tmp_path / "x.parquet", ["a" * 999, None])
     is_refused(tmp_path, capsys, tmp_path / "x.parquet", "row 2: text is 'None'")
     write_parquet(tmp_path / "x.parquet", [1, 2])
     is_refused(tmp_path, capsys, tmp_path / "x.parquet", "row 1: text is '1'")
     write_parquet(tmp_path / "x.parquet", ["a"], "body")
     is_refused(tmp_path, capsys, tmp_path / "x.parquet", "has no 'text', but id, body")
+
+
+def test_too_few_records_are_refused(tmp_path, capsys):
+    write_jsonl(tmp_path / "x.jsonl", ["a single record " * 20])
+    is_refused(tmp_path, capsys, tmp_path / "x.jsonl", "no record left to validate")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "latest").touch()
+    write_jsonl(tmp_path / "run" / "log.jsonl", TEXTS)
+    is_refused(tmp_path, capsys, tmp_path / "run", "is the folder of a run")
+    write_jsonl(tmp_path / "x.jsonl", ["some text"] * 9 + ["short"])  # shorter than a window
+    flags = [*TINY, f"--data={tmp_path / 'x.jsonl'}", f"--out_dir={tmp_path / 'out'}"]
+    assert run_mdlm(*flags, "--max_steps=1") == 0
 
 
 def test_idle_flags_of_records_are_refused(tmp_path, text_file, capsys):

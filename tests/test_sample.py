@@ -445,8 +445,8 @@ def save_model(out, tokenizer, **settings):
     end_id = sources.given_end(config, tokenizer, mdlm.is_variant)
     model = mdlm.Model(config, tokenizer.vocab_size, kernels.select("torch"), end_id)
     weights = {name: p + torch.randn_like(p) / 4 for name, p in model.named_parameters()}
-    if model.lengths is not None:
-        weights["lengths"] = torch.arange(33.0)
+    if model.documents:
+        weights["length_counts"] = torch.arange(33.0)
     config = dict(format="mdlm", version=1, config=dataclasses.asdict(config))
     contents = {
         "config.json": json.dumps(config).encode(),

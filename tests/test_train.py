@@ -582,7 +582,7 @@ def test_fine_tuning_another_network_is_refused(short_run, tmp_path, capsys, fla
         (["--batch_size=many"], ["many"]),
         (["--n_embd=50", "--n_head=4"], ["--n_embd=50", "head"]),
         (["--block_size=100000"], ["8192"]),
-        (["--block_size=8192"], ["--block_size=8192", "train.bin"]),
+        (["--block_size=8192"], ["--block_size=8192", "val.bin"]),
         (["--preset=huge"], ["huge", "cpu"]),
         (["--device=cuda:9"], ["cuda:9", "cpu"]),
         (["--device=toaster"], ["toaster", "cpu"]),

@@ -320,8 +320,8 @@ class Model(nn.Module):
     """Ids of tokens and [MASK] in, logits of V tokens out: [MASK] is the embedding's last row only.
 
     An autoregressive model shifts its input by itself: its output at position i predicts token i.
-    end_id: of the [END] after a document, or -1 if there is none, or if it is a token like others.
-    It is never masked: so it says which tokens are a document, and none sees those of another one.
+    end_id: of [END], where lengths are known; else -1. As it is never masked it says where each
+    document of a window ends, and none sees another one.
     """
 
     def __init__(self, config, vocab_size, ops, end_id=-1):
@@ -360,7 +360,7 @@ class Model(nn.Module):
             nn.init.normal_(self.embed.weight, std=0.02)
 
     def learned(self, x0):
-        """(B, T) bool: the tokens that are learned and scored, without [END] and what fills up."""
+        """(B, T) bool: the tokens that are learned and scored: text, not [END] or what follows."""
         is_text = x0 != self.end_id
         if self.config.objective == "ar":  # which learns where a text ends
             return is_text | F.pad(is_text[:, :-1], (1, 0), value=True)
@@ -381,9 +381,9 @@ class Model(nn.Module):
         cos = self.cos[:T]
         sin = self.sin[:T]
         if self.config.pos != "rope":
-            table = (
-                torch.cat((self.sin, self.cos), -1) if self.positions is None else self.positions
-            )
+            table = self.positions
+            if table is None:
+                table = torch.cat((self.sin, self.cos), -1)
             x = x + table[at]
             cos = sin = None
         rate = None

@@ -344,9 +344,10 @@ def cut_windows(ids, config, end_id):
     edges = np.unique(np.concatenate([[0], *ends, [len(ids)]]))
     windows = -(-np.diff(edges) // T)  # windows in each document, rounded up
     last = windows.cumsum() - 1  # the number of its last one
-    starts = np.arange(windows.sum()) * T
-    starts += np.repeat(edges[:-1] - (last + 1 - windows) * T, windows)
-    sizes = np.minimum(np.repeat(edges[1:], windows) - starts, T).astype(np.int32)
+    sizes = np.full(windows.sum(), T, np.int32)
+    sizes[last] = np.diff(edges) - (windows - 1) * T
+    starts = sizes.cumsum(dtype=np.int32 if len(ids) + T < 1 << 31 else np.int64)
+    starts -= sizes
     learned = np.full_like(sizes, T)
     if config.lengths == "known":
         learned = sizes.copy()
@@ -376,6 +377,6 @@ def pack_windows(starts, sizes, learned, T):
         n += 1
     end = end[:n].copy()
     first = np.concatenate([[0], end[:-1]])
-    learned = np.add.reduceat(learned, first)
-    sizes = starts[end - 1] + sizes[end - 1] - starts[first]
-    return [torch.from_numpy(part) for part in (starts[first], sizes, learned)]
+    begin = starts[first]
+    sizes = starts[end - 1] + sizes[end - 1] - begin
+    return [torch.from_numpy(part) for part in (begin, sizes, np.add.reduceat(learned, first))]

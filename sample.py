@@ -391,7 +391,9 @@ def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16
         parts = hypotheses(model, tokenizer, parts, 1, fill, device, max_gap)[0].parts
     x = torch.tensor(to_ids(parts, tokenizer, model.mask_id), device=device).repeat(n, 1)
     if not (template or length) and model.documents:
-        x = end_documents(model, x, torch.rand(n, generator=generator, dtype=torch.float64))
+        where = generator.device if generator is not None else "cpu"
+        u = torch.rand(n, generator=generator, device=where)
+        x = end_documents(model, x, u.cpu().double())
     found = generate(model, x, **ends(model, tokenizer, template), **how).tolist()
     return [joined(to_texts(parts, ids, tokenizer)) for ids in found]
 

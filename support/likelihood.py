@@ -92,9 +92,8 @@ def end_documents(model, x, u):
     u (B,) in [0, 1), on the CPU: which of the lengths of training texts that exceed what is given.
     """
     known = (x != model.mask_id).sum(1, keepdim=True).cpu()
-    cdf = (
-        model.length_counts.double().cpu() * (torch.arange(len(model.length_counts)) > known)
-    ).cumsum(1)
+    counts = model.length_counts.double().cpu()
+    cdf = (counts * (torch.arange(len(counts)) > known)).cumsum(1)  # (B, L + 1)
     n = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).to(x.device)  # (B, 1)
     return torch.where(torch.arange(x.shape[1], device=x.device) < n, x, model.pad_id)
 

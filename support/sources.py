@@ -369,8 +369,7 @@ def count_lengths(starts, sizes, learned, T):
 def pack_windows(starts, sizes, learned, T):
     """The windows of documents, as many neighbours in one as fit into T tokens."""
     starts, sizes, learned = (part.numpy() for part in (starts, sizes, learned))
-    # Of each, the first that is too many.
-    end = np.searchsorted(starts + sizes, starts + T, side="right")
+    end = np.searchsorted(starts + sizes, starts + T, side="right")  # of each, the first too many
     n = i = 0
     while i < len(end):
         end[n] = i = end[i]

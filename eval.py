@@ -27,9 +27,8 @@ from pathlib import Path
 import torch
 
 import mdlm
-from kernels.reference import mask_tokens_ref
 from support import numerics, plots, sources
-from support.checkpoint import SHIPPED, default_run, find_checkpoint, read_tensors
+from support.checkpoint import SHIPPED, default_run, find_checkpoint
 from support.cli import UserError, opt
 from support.files import read_json, write_output
 from support.likelihood import chain_rule, checked, group_size
@@ -43,7 +42,6 @@ class Options:
     # What to evaluate
     out_dir: str = opt("", "run or checkpoint folder; empty: out, else the model in weights/")
     data: str = opt("", "text whose last tenth is scored, or a folder; empty: the run's")
-    raw: bool = opt(False, "evaluate the weights as trained, not the averaged ones")
     compare: str = opt("", "RUN,RUN,...: their logs; or files of --json, window by window")
     # How to measure
     windows: int = opt(4096, "at most N validation windows, evenly spread", bounds=(1, 1 << 31))
@@ -55,17 +53,6 @@ class Options:
     # What to show
     json: str = opt("", "write the results to this file as one JSON object; -: to standard output")
     pictures: str = opt("", "folder for pictures, or none; empty: the run's, if it has a log")
-
-
-def load_raw(model, folder, config):
-    """Replace the averaged weights of a checkpoint's model by those as trained."""
-    path = folder / "state.safetensors"
-    tensors = read_tensors(path) if config.ema and path.exists() else {}
-    raw = {name[4:]: t for name, t in tensors.items() if name.startswith("raw.")}
-    expected = {name: p.shape for name, p in model.named_parameters()}
-    if {name: t.shape for name, t in raw.items()} != expected:
-        raise UserError(f"--raw: {folder} has no raw weights beside averaged ones; leave --raw out")
-    model.load_state_dict(model.state_dict() | raw)
 
 
 @contextlib.contextmanager
@@ -153,36 +140,16 @@ def exact_likelihood(model, corpus, windows):
     return r | dict(windows=len(windows), by_window=nll.tolist())
 
 
-def mask(x0, level, mask_id, fixed=None):
-    """x0 (B, T) on the CPU, masked by level (B,): counts, or rates; more masks a superset."""
-    same = torch.zeros_like(level).long()  # all rows get the same random numbers
-    return mask_tokens_ref(x0.cpu(), level, mask_id, 0x7EA7, 0, same, fixed)[0]
-
-
-def forward_process(model, tokenizer, windows):
-    """A line of text at t = 0, 0.2 ... 1, as lines of cells for plots.draw_lines."""
-    lines = [s for w in windows[:16].tolist() for s in tokenizer.decode(w).split("\n")[1:-1]]
-    longest = max((line for line in lines if len(line) <= 56), key=len, default="")
-    ids = torch.tensor(tokenizer.encode(longest) or windows[0, :24].tolist())
-    t = torch.arange(6) / 5
-    masked = mask(ids.expand(6, -1), t, model.mask_id) == model.mask_id
-    return plots.forward_lines(plots.pieces(tokenizer, ids.tolist()), t.tolist(), masked.tolist())
-
-
 @torch.no_grad()
 def predict(model, tokenizer, x0):
-    """x0 (T,), half of it masked, as cells of text, whether masked, prediction and confidence."""
-    xt = x0[None]
-    masked = torch.ones_like(xt, dtype=torch.bool)  # autoregressive: all are predicted
-    if model.config.objective == "mdlm":
-        learned = model.learned(xt).cpu()
-        half = (learned.sum(1) // 2).clamp(min=1)
-        xt = mask(xt, half, model.mask_id, ~learned).to(x0.device)
-        masked = xt == model.mask_id
-    confidence, guess = model(xt).softmax(-1).max(-1)
-    texts = plots.pieces(tokenizer, x0[:256].tolist())  # a page
-    guesses = plots.pieces(tokenizer, guess[0].tolist())
-    return list(zip(texts, masked[0].tolist(), guesses, confidence[0].tolist()))
+    """The beginning of a text x0 (T,): as it is, half masked, filled with the likeliest tokens."""
+    learned = model.learned(x0[None])
+    half = learned.sum(1) // 2
+    row = torch.zeros_like(half)
+    xt = model.ops.mask_tokens(x0[None], half, model.mask_id, 0x7EA7, 0, row, ~learned)[0]
+    filled = torch.where(xt == model.mask_id, model(xt).argmax(-1), xt)
+    texts = [tokenizer.decode(ids[:64].tolist()) for ids in (x0, xt[0], filled[0])]
+    return [text.replace("\n", "↵") for text in texts]
 
 
 def likelihood(r):
@@ -193,10 +160,9 @@ def likelihood(r):
 
 def report(r):
     """The results as lines of text."""
-    weights = dict(ema="averaged weights", raw="raw weights", only="weights")[r["weights"]]
     windows = f"{r['windows']} windows of {r['block_size']} tokens, {r['data']}"
     temperature = f", temperature {r['temperature']}" if r["temperature"] != 1 else ""
-    lines = [f"{r['checkpoint']}, {weights}{temperature}; {windows}"]
+    lines = [f"{r['checkpoint']}{temperature}; {windows}"]
     perplexity = f"perplexity {r['perplexity']:.2f}"
     if "nll" in r:
         lines.append(f"NLL {likelihood(r)}, shifted {r['ar_shifted']:.4f}, {perplexity}")
@@ -213,7 +179,10 @@ def report(r):
     c = r["calibration"]
     both = [sum(n * v for n, v in zip(c["share"], c[k]) if n) for k in ("confidence", "accuracy")]
     words = "mean confidence {:.3f}, accuracy {:.3f}".format(*both)
-    return "\n".join([*lines, f"{words}, calibration error (ECE) {c['ece']:.3f}"])
+    lines.append(f"{words}, calibration error (ECE) {c['ece']:.3f}")
+    for name, text in zip(("text", "half masked", "predicted"), r.get("text", ())):
+        lines.append(f"{name:<12} {text}")
+    return "\n".join(lines)
 
 
 def check(given):
@@ -221,7 +190,7 @@ def check(given):
     options = Options(**given)
     for path in (options.data, *options.compare.split(",")):
         cli.check_files({"compare" if options.compare else "data": path}, dict(json=options.json))
-    measured = {"out_dir", "data", "raw", "windows", "passes", "temperature", "exact"}
+    measured = {"out_dir", "data", "windows", "passes", "temperature", "exact"}
     clash = sorted(measured & given.keys())
     if options.compare and clash:
         raise UserError(f"--compare and --{clash[0]} contradict each other; give one of them")
@@ -290,29 +259,23 @@ def evaluation(options):
     device = pick_device(options.device)
     folder = find_checkpoint(default_run(options.out_dir))
     model, tokenizer, config = mdlm.load(folder, device)
-    weights = "ema" if config.ema else "only"
-    if options.raw:
-        weights = "raw"
-        load_raw(model, folder, config)
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
     if options.temperature != 1:
         model.register_forward_hook(lambda _, args, logits: logits / options.temperature)
-    r = dict(checkpoint=str(folder), weights=weights, temperature=options.temperature, data=source)
+    r = dict(checkpoint=str(folder), temperature=options.temperature, data=source)
     r |= dict(objective=config.objective, block_size=config.block_size)
     r |= dict(crc=zlib.crc32(windows.cpu().numpy()))
     with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
         r |= evaluate(model, corpus, windows, options.passes, options.exact)
-        predicted = plots.predicted_lines(predict(model, tokenizer, windows[0]))
+        if config.objective == "mdlm":
+            r["text"] = predict(model, tokenizer, windows[0])
     home = plots.run_of(folder)
     log = plots.read_log(home) if home else []
     draw = {"loss.png": partial(plots.plot_losses, [home])} if log else {}
     draw["confidence.png"] = partial(plots.plot_confidence, r)
-    draw["predictions.png"] = partial(plots.plot_predictions, predicted)
     if config.objective == "mdlm":
-        forward = forward_process(model, tokenizer, windows)
         draw["rates.png"] = partial(plots.plot_rates, r)
-        draw["forward.png"] = partial(plots.draw_lines, forward)
     return r, report(r), home, draw
 
 

@@ -1,6 +1,5 @@
 """Evaluation is exact where it says so, honest about its error, repeatable, and drawn."""
 
-import dataclasses
 import json
 import math
 import shutil
@@ -17,7 +16,6 @@ import eval
 import kernels
 import mdlm
 from support import checkpoint, cli, likelihood, plots, sources
-from support.tokenizer import Tokenizer
 
 CORPUS = SimpleNamespace(chars_per_token=2.0, entropy=None)
 
@@ -138,38 +136,17 @@ def test_exact_posterior_is_calibrated_sharpened_not(world, drawn):
         assert low <= eval.evaluate(model, CORPUS, drawn[0])["calibration"]["ece"] < high
 
 
-def test_forward_process_masks_more_and_more():
-    t = torch.arange(6) / 5
-    masked = eval.mask(torch.zeros(6, 2000, dtype=torch.long), t, 7) == 7
-    assert (masked[1:] | ~masked[:-1]).all(), "what is masked stays masked"
-    sd = (t * (1 - t) / 2000).sqrt()
-    assert ((masked.double().mean(1) - t).abs() <= 4 * sd + 1e-7).all()
-
-
 def test_shown_predictions_are_the_models():
     model = lively(V=5, T=20)
-    tokenizer = SimpleNamespace(kind="char", decode=lambda ids: "abcde"[ids[0]])
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join("abc\ne█"[i] for i in ids))
     x0 = torch.randint(5, (20,), generator=torch.Generator().manual_seed(2))
-    texts, masked, guesses, confidences = zip(*eval.predict(model, tokenizer, x0))
-    masked = torch.tensor(masked)
-    assert "".join(texts) == "".join("abcde"[i] for i in x0) and masked.sum() == 10
+    text, masked, predicted = eval.predict(model, tokenizer, x0)
+    assert text == "".join("abc↵e"[i] for i in x0) and masked.count("█") == 10
+    hidden = torch.tensor([c == "█" for c in masked])
+    assert [c for c in masked if c != "█"] == [c for c, h in zip(text, hidden) if not h]
     with torch.no_grad():
-        xt = torch.where(masked, model.mask_id, x0)
-        p = model(xt[None])[0].softmax(-1)
-    for i in masked.nonzero()[:, 0].tolist():
-        assert guesses[i] == "abcde"[p[i].argmax()]
-        assert confidences[i] == pytest.approx(p[i].max().item())
-
-
-def test_tokens_of_any_tokenizer_are_drawn(tmp_path):
-    word = Tokenizer("word", [" the", "cat"], end=True)
-    assert plots.pieces(word, [257, 256, 10, word.end_id]) == ["cat", " the", "↵", "∎"]
-    assert plots.pieces(Tokenizer("id", 7), [3, 5]) == ["3 ", "5 "]
-    cells = [("cat", True, "$x", 0.5), (" the", False, "", 0.9), ("↵", True, "↵", 1.0)]
-    lines = plots.predicted_lines([*cells, ("∎", True, "", 0.1)] * 5)
-    assert lines[0][0] == ("$x", "black", (plots.RED, 0.4), "cat"), "the truth stands below"
-    plots.plot_predictions(lines, tmp_path / "p.png")
-    assert (tmp_path / "p.png").stat().st_size > 5000
+        best = model(torch.where(hidden, model.mask_id, x0)[None])[0].argmax(-1)
+    assert predicted == "".join("abc↵e"[i] for i in torch.where(hidden, best, x0))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -205,13 +182,9 @@ def results(capsys, *flags):
 def test_evaluation_repeats_what_the_run_logged(runs, capsys, objective, key):
     logged = read_log(runs / objective)[-1]
     averaged = results(capsys, f"--out_dir={runs}/{objective}", "--passes=4")
-    raw = results(capsys, f"--out_dir={runs}/{objective}", "--passes=1", "--raw")
-    assert (averaged["weights"], raw["weights"]) == ("ema", "raw")
     assert averaged[key] == pytest.approx(logged[f"val_{key}"], abs=1e-5)
     assert averaged["se"] == pytest.approx(logged[f"val_{key}_se"], abs=1e-5)
     assert averaged["bpc"] == pytest.approx(logged["val_bpc"], abs=1e-5)
-    assert raw[key] == pytest.approx(logged[f"val_{key}_raw"], abs=1e-5)
-    assert abs(raw[key] - averaged[key]) > 1e-3
 
 
 @pytest.mark.parametrize("objective, key", [("mdlm", "nelbo"), ("ar", "nll")])
@@ -259,8 +232,8 @@ def test_json_file_has_no_infinity(runs, capsys, tmp_path):
 
 
 def test_pictures_are_drawn_into_the_folder(runs, tmp_path, capsys):
-    names = {"loss.png", "rates.png", "confidence.png", "forward.png", "predictions.png"}
-    for objective, expected in (("mdlm", names), ("ar", names - {"rates.png", "forward.png"})):
+    names = {"loss.png", "rates.png", "confidence.png"}
+    for objective, expected in (("mdlm", names), ("ar", names - {"rates.png"})):
         folder = tmp_path / objective
         flags = [f"--out_dir={runs}/{objective}", "--windows=8", f"--pictures={folder}"]
         assert evaluate(*flags) == 0
@@ -357,16 +330,3 @@ def test_mistakes_get_one_sentence(runs, capsys, monkeypatch, flags, words):
     assert evaluate(*(flag.format(runs=runs) for flag in flags)) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and all(word in said for word in words), said
-
-
-def test_missing_raw_weights_are_refused(runs):
-    model, _, config = mdlm.load(runs / "mdlm")
-    no_average = dataclasses.replace(config, ema=0.0)
-    other = mdlm.Model(dataclasses.replace(config, n_embd=64), model.vocab_size, model.ops)
-    for wrong in (
-        (model, runs / "shipped", no_average),
-        (model, runs, config),  # a folder without state.safetensors
-        (other, runs / "shipped", config),
-    ):
-        with pytest.raises(cli.UserError, match=r"--raw: .* no raw weights .*leave --raw out"):
-            eval.load_raw(*wrong)

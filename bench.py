@@ -3,7 +3,6 @@
     python bench.py                      # the three operations, each checked before it is timed
     python bench.py train --preset=gpu   # training steps: Triton and PyTorch, compiled and eager
     python bench.py profile --preset=gpu # what a step consists of: its kernels by time
-    python bench.py graph --preset=gpu   # a step as one CUDA graph: the same losses? how fast?
     python bench.py sample --out_dir=out # how well samplers write, by network calls
 
 A time is the median over rounds in which the contestants take turns; spread is half its
@@ -35,7 +34,7 @@ import torch
 
 import mdlm
 from kernels.launch import can_compile
-from studies import frontier, peers
+from studies import frontier, nanogpt, peers
 from support import compiling, runs, runtime
 from support.cli import UserError, opt
 from support.files import write_output
@@ -53,8 +52,10 @@ class Options:
     seconds: float = opt(0.5, "time to measure one contestant", bounds=(0, 1e4))
     # kernels
     only: str = opt("", "operations whose name contains this")
-    # train, profile, graph
+    # train, profile
     preset: str = opt("all", "of mdlm.py; all: those of the device", "all", *mdlm.PRESETS)
+    graph: bool = opt(False, "train: also the step as one CUDA graph: the same losses? how fast?")
+    nanogpt: str = opt("", "train: a clone of github.com/karpathy/nanoGPT, to compare with")
     # sample
     out_dir: str = opt("out", "run or checkpoint folder of a diffusion model")
     ar_dir: str = opt("", "run folder of an autoregressive model, to compare with")
@@ -74,7 +75,7 @@ class Untimed(Exception):
 FORMATS = dict(ms=".4g", spread=".2g", share=".1%", peak_mb=",.0f", speed_up=".2f")
 FORMATS |= dict(calls=".1f", seconds=".2f", words=".1%", words_se=".1%", grams=".3f")
 FORMATS |= dict(grams_se=".3f", twin=".3f", twin_se=".3f", distinct=".3f", entropy=".3f")
-FORMATS |= dict(of_compiled=".2f", of_eager=".2f", launches=".1f", us=",.1f")
+FORMATS |= dict(launches=".1f", us=",.1f")
 
 
 class Book:
@@ -344,9 +345,9 @@ def gradients(config, *how):
     return [loss] + [p.grad for p in run.model.parameters()]
 
 
-def start_step(exact, config, *how):
+def start_step(exact, kernel, config, folder, device, dtype, compiled):
     """(run, call of a step, megabytes) of a contestant whose gradients are right."""
-    _, device, dtype, _, _ = how
+    how = (folder, device, dtype, kernel, compiled)
     error = relative_error(gradients(config, *how), exact) if exact else 0.0
     if not error <= TOLERANCE[dtype]:
         raise Untimed(f"WRONG RESULT, relative error of a gradient {error:.2g}")
@@ -357,90 +358,6 @@ def start_step(exact, config, *how):
     for _ in range(3):  # compiles, and makes the state of the optimizers
         step()
     return run, step, peak_memory(step, device, before)
-
-
-def race_steps(config, folder, device, book, seconds, until):
-    """Time the steps of a preset: PyTorch and Triton, first compiled, as one trains, then eager."""
-    dtype = runtime.pick_dtype("auto", device)
-    size = f"V={config.vocab_size} T={config.block_size} batch={config.batch_size}"
-    where = dict(operation="training step", shape=f"{size} {str(dtype)[6:]}", what=config.preset)
-    peak = runtime.peak_flops(device) if dtype == torch.bfloat16 else None
-    exact = None
-    try:
-        if time.monotonic() < until:
-            exact = gradients(config, folder, device, torch.float32, "torch", False)
-    except Exception as e:  # most likely no memory: the others may need less
-        book.note("eager PyTorch, the yardstick of the gradients, fails: " + describe(e))
-    base = None  # seconds of PyTorch, compiled if that works: speed-ups are relative to it
-    for compiled in (True, False):
-        ready = {}
-        how = "compiled" if compiled else "eager"
-        for kernel in ("auto", "torch") if device.type == "cuda" else ("torch",):
-            name = f"--kernels={kernel}, {how}"
-            try:
-                if time.monotonic() > until:
-                    raise Untimed(LATE)
-                ready[name] = start_step(exact, config, folder, device, dtype, kernel, compiled)
-            except Exception as e:  # no compiler, no memory, no Triton: the line says what
-                text = describe(e)
-                broken = kernel == "auto" and not isinstance(e, Untimed)
-                book.trouble(where, name, text, broken or text.startswith("WRONG"))
-        calls = {name: step for name, (run, step, peak_mb) in ready.items()}
-        raced = race(calls, device, seconds)
-        base = base or raced.get(f"--kernels=torch, {how}", [None])[0]
-        for name, times in raced.items():
-            run, _, peak_mb = ready[name]
-            speed = config.batch_size * config.block_size / times[0]
-            mfu = speed * runtime.flops_per_token(run.model) / peak if peak else None
-            measured = (times, f"{speed:,.0f} tokens/s", mfu, peak_mb, base and base / times[0])
-            book.result(where, name, *measured, tokens_per_second=speed)
-
-
-def presets(options, device):
-    """The Config of each preset that is asked for, and a folder of random tokens to train on."""
-    torch.set_float32_matmul_precision("high")  # as mdlm.py
-    presets = ("gpu", "gpt2", "cpu") if device.type == "cuda" else ("cpu",)
-    for preset in presets if options.preset == "all" else (options.preset,):
-        V = 50257 if preset == "gpt2" else 65
-        config = mdlm.Config(**mdlm.PRESETS[preset] | dict(preset=preset, vocab_size=V))
-        torch._dynamo.reset()
-        with tempfile.TemporaryDirectory() as folder:
-            for name, n in (("train.bin", 4 << 20), ("val.bin", 1 << 14)):
-                ids = np.random.default_rng(0).integers(V, size=n, dtype=np.uint16)
-                ids.tofile(Path(folder, name))
-            yield config, folder
-
-
-def bench_training(options, device, book):
-    until = time.monotonic() + (options.time_limit or math.inf)
-    for config, folder in presets(options, device):
-        race_steps(config, folder, device, book, options.seconds, until)
-
-
-def profile(options, device, book):
-    """The parts of a step, compiled where that works, that take longest: a GPU's kernels."""
-    cuda = device.type == "cuda"
-    dtype = runtime.pick_dtype("auto", device)
-    until = time.monotonic() + (options.time_limit or math.inf)
-    for config, folder in presets(options, device):
-        if time.monotonic() > until:
-            book.note(f"{config.preset}: {LATE}")
-            break
-        run = start_run(config, folder, device, dtype, "auto", can_compile(device))
-        step = partial(next, steps_of(run))
-        seconds = race({"step": step}, device, options.seconds)["step"][0]
-        with torch.profiler.profile() as profiler:
-            clock(step, 10, device)
-        kind = torch.profiler.DeviceType.CUDA if cuda else torch.profiler.DeviceType.CPU
-        found = [e for e in profiler.key_averages() if e.device_type == kind]
-        found = [e for e in found if not (cuda and e.is_user_annotation)]  # twice the same time
-        us = {e: (e.self_device_time_total if cuda else e.self_cpu_time_total) / 10 for e in found}
-        launches = sum(e.count for e in found) / 10
-        busy = f"{sum(us.values()) / seconds / 1e6:.0%} of {seconds * 1e3:.3g} ms"
-        book.note(f"{config.preset}: {launches:.0f} launches a step, busy {busy}")
-        for e in sorted(found, key=us.get, reverse=True)[:25]:
-            name = e.key[:100].replace("|", "/")
-            book.add(dict(preset=config.preset, kernel=name, launches=e.count / 10, us=us[e]))
 
 
 def captured_steps(run):
@@ -488,39 +405,121 @@ def ten_steps(run, step):
     return [*torch.tensor(seen).T, *changes.cpu().chunk(2)]
 
 
-def bench_graph(options, device, book):
-    """Steps one operation at a time and as one CUDA graph: do they compute the same?"""
+def start_graph(kernel, config, folder, device, dtype, compiled):
+    """What start_step returns, for steps that are one CUDA graph and compute the same."""
+    found = []
+    for steps in (steps_of, captured_steps):
+        run = start_run(config, folder, device, dtype, kernel, compiled)
+        step = partial(next, steps(run))
+        found.append(ten_steps(run, step))
+    error = relative_error(found[1], found[0])
+    if not error <= 0.05:  # a frozen rate would be 0.4
+        raise Untimed(f"WRONG RESULT, relative error of ten steps {error:.2g}")
+    return run, step, None
+
+
+def start_nanogpt(clone, config, folder, device, dtype, compiled):
+    """What start_step returns, for nanoGPT, which has a dtype of its own."""
+    step = partial(next, nanogpt.steps(clone, config, Path(folder), device, compiled))
+    for _ in range(3):
+        step()
+    return None, step, None
+
+
+def race_steps(config, folder, device, book, options, until):
+    """Time the steps of a preset: PyTorch and Triton, first compiled, as one trains, then eager."""
     dtype = runtime.pick_dtype("auto", device)
-    until = time.monotonic() + (options.time_limit or math.inf)
-    for config, folder in presets(options, device):
-        config.batch_size //= config.gradient_accumulation_steps
-        config.gradient_accumulation_steps = 1
-        where = dict(operation="training step", shape=config.preset, what=str(dtype)[6:])
-        calls = {}
-        exact = None
-        for name, steps in (("step by step", steps_of), ("one CUDA graph", captured_steps)):
+    size = f"V={config.vocab_size} T={config.block_size} batch={config.batch_size}"
+    where = dict(operation="training step", shape=f"{size} {str(dtype)[6:]}", what=config.preset)
+    peak = runtime.peak_flops(device) if dtype == torch.bfloat16 else None
+    exact = None
+    try:
+        if time.monotonic() < until:
+            exact = gradients(config, folder, device, torch.float32, "torch", False)
+    except Exception as e:  # most likely no memory: the others may need less
+        book.note("eager PyTorch, the yardstick of the gradients, fails: " + describe(e))
+    kernels = ["auto", "torch"] if device.type == "cuda" else ["torch"]
+    start = {f"--kernels={kernel}": partial(start_step, exact, kernel) for kernel in kernels}
+    if options.graph:
+        start["one CUDA graph"] = partial(start_graph, kernels[0])
+    if options.nanogpt:
+        start["nanoGPT"] = partial(start_nanogpt, options.nanogpt)
+    # Speed-ups are relative to it, compiled if that works.
+    yardstick = "nanoGPT" if options.nanogpt else "--kernels=torch"
+    base = None
+    for compiled in (True, False):
+        ready = {}
+        how = "compiled" if compiled else "eager"
+        for name, begin in start.items():
+            name = f"{name}, {how}"
             try:
                 if time.monotonic() > until:
                     raise Untimed(LATE)
-                run = start_run(config, folder, device, dtype, "auto", can_compile(device))
-                call = partial(next, steps(run))
-                found = ten_steps(run, call)
-                exact = exact or found
-                error = relative_error(found, exact)
-                if not error <= 0.05:  # a frozen rate would be 0.4
-                    raise Untimed(f"WRONG RESULT, relative error {error:.2g}")
-                book.note(f"{name}: relative error of losses, norms, changes {error:.2g}")
-                calls[name] = call
-            except Exception as e:  # what cannot be captured, no memory: the line says it
-                book.trouble(where, name, describe(e), fatal=describe(e) != LATE)
+                ready[name] = begin(config, folder, device, dtype, compiled)
+            except Exception as e:  # no compiler, no memory, no Triton: the line says what
+                text = describe(e)
+                broken = not name.startswith("--kernels=torch") and not isinstance(e, Untimed)
+                book.trouble(where, name, text, broken or text.startswith("WRONG"))
+        calls = {name: step for name, (run, step, peak_mb) in ready.items()}
         raced = race(calls, device, options.seconds)
-        base = raced.get("step by step", [None])[0]
+        base = base or raced.get(f"{yardstick}, {how}", [None])[0]
         for name, times in raced.items():
-            rate = f"{config.batch_size * config.block_size / times[0]:,.0f} tokens/s"
-            book.result(where, name, times, rate, None, None, base and base / times[0])
+            run, _, peak_mb = ready[name]
+            speed = config.batch_size * config.block_size / times[0]
+            mfu = run and peak and speed * runtime.flops_per_token(run.model) / peak
+            measured = (times, f"{speed:,.0f} tokens/s", mfu, peak_mb, base and base / times[0])
+            book.result(where, name, *measured, tokens_per_second=speed)
 
 
-MODES = dict(kernels=bench_kernels, train=bench_training, profile=profile, graph=bench_graph)
+def presets(options, device):
+    """The Config of each preset that is asked for, and a folder of random tokens to train on."""
+    torch.set_float32_matmul_precision("high")  # as mdlm.py
+    presets = ("gpu", "gpt2", "cpu") if device.type == "cuda" else ("cpu",)
+    for preset in presets if options.preset == "all" else (options.preset,):
+        V = 50257 if preset == "gpt2" else 65
+        config = mdlm.Config(**mdlm.PRESETS[preset] | dict(preset=preset, vocab_size=V))
+        torch._dynamo.reset()
+        with tempfile.TemporaryDirectory() as folder:
+            for name, n in (("train.bin", 4 << 20), ("val.bin", 1 << 14)):
+                ids = np.random.default_rng(0).integers(V, size=n, dtype=np.uint16)
+                ids.tofile(Path(folder, name))
+            yield config, folder
+
+
+def bench_training(options, device, book):
+    nanogpt.check(options.nanogpt)
+    until = time.monotonic() + (options.time_limit or math.inf)
+    for config, folder in presets(options, device):
+        race_steps(config, folder, device, book, options, until)
+
+
+def profile(options, device, book):
+    """The parts of a step, compiled where that works, that take longest: a GPU's kernels."""
+    cuda = device.type == "cuda"
+    dtype = runtime.pick_dtype("auto", device)
+    until = time.monotonic() + (options.time_limit or math.inf)
+    for config, folder in presets(options, device):
+        if time.monotonic() > until:
+            book.note(f"{config.preset}: {LATE}")
+            break
+        run = start_run(config, folder, device, dtype, "auto", can_compile(device))
+        step = partial(next, steps_of(run))
+        seconds = race({"step": step}, device, options.seconds)["step"][0]
+        with torch.profiler.profile() as profiler:
+            clock(step, 10, device)
+        kind = torch.profiler.DeviceType.CUDA if cuda else torch.profiler.DeviceType.CPU
+        found = [e for e in profiler.key_averages() if e.device_type == kind]
+        found = [e for e in found if not (cuda and e.is_user_annotation)]  # twice the same time
+        us = {e: (e.self_device_time_total if cuda else e.self_cpu_time_total) / 10 for e in found}
+        launches = sum(e.count for e in found) / 10
+        busy = f"{sum(us.values()) / seconds / 1e6:.0%} of {seconds * 1e3:.3g} ms"
+        book.note(f"{config.preset}: {launches:.0f} launches a step, busy {busy}")
+        for e in sorted(found, key=us.get, reverse=True)[:25]:
+            name = e.key[:100].replace("|", "/")
+            book.add(dict(preset=config.preset, kernel=name, launches=e.count / 10, us=us[e]))
+
+
+MODES = dict(kernels=bench_kernels, train=bench_training, profile=profile)
 MODES["sample"] = frontier.bench_sampling
 
 

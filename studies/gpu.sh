@@ -5,7 +5,7 @@
 #   PARTS=tests bash studies/gpu.sh                        # 2. every test of the kernels
 #   PARTS=record TEXT=my.txt bash studies/gpu.sh           # 3. the gpu preset, seeds 0, 1, 2
 #
-# PARTS: of the first call ops train nanogpt profile graph large attention alike; tests; record.
+# PARTS: of the first call ops train profile graph large attention alike; tests; record.
 # OUT: folder of the results (results/). LIMIT: seconds for all (580). PYTHON: the interpreter.
 # A part has a time limit of its own, a single part gets all the time, and one that fails does not
 # stop the others; the exit code says whether all passed. What was printed is $OUT/gpu.md.
@@ -14,7 +14,7 @@ if [ $# -gt 0 ]; then
     echo "gpu.sh takes no arguments, but: PARTS, LIMIT, OUT, TEXT, NANOGPT, PYTHON in the environment" >&2
     exit 2
 fi
-first="ops train nanogpt profile graph large attention alike"
+first="ops train profile graph large attention alike"
 PARTS=${PARTS:-$first}
 for name in $PARTS; do
     [[ " $first tests record " == *" $name "* ]] && continue
@@ -26,10 +26,6 @@ text=${TEXT:+$(realpath -m -- "$TEXT")}
 nanogpt=${NANOGPT:+$(realpath -m -- "$NANOGPT")}
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python3}
-if [ -n "$nanogpt" ] && [ -z "$text" ]; then
-    echo "NANOGPT needs a text to train on: give TEXT=my.txt too" >&2
-    exit 2
-fi
 failed=0
 mkdir -p "$out" || exit 1
 export PYTHONUNBUFFERED=1 MDLM_GPU_TEXT=$text
@@ -80,15 +76,9 @@ pytest=("$python" -m pytest -q -m "not slow" -p no:cacheprovider -o addopts=)
 alike=tests/test_gpu.py::test_final_nelbo_agrees
 
 bench ops 70 kernels --seconds=0.1  # those of the preset come first
-bench train 120 train --preset=gpu --seconds=1.5
-if [ -n "$nanogpt" ]; then
-    part nanogpt 110 "$python" -m studies.nanogpt --nanogpt="$nanogpt" --data="$text" --seconds=3 \
-        --time_limit=LATEST --json="$out/gpu_nanogpt.json"
-elif [[ " $PARTS " == *" nanogpt "* ]]; then
-    echo "== nanogpt: skipped: give NANOGPT and TEXT" | tee -a "$out/gpu.md"
-fi
+bench train 200 train --preset=gpu --seconds=1.5 ${nanogpt:+--nanogpt="$nanogpt"}
 bench profile 40 profile --preset=gpu
-bench graph 95 graph --preset=gpu
+bench graph 95 train --preset=gpu --graph --seconds=1
 bench large 95 train --preset=gpt2
 bench attention 100 kernels --only=attention --seconds=0.1
 part alike 100 "${pytest[@]}" -s tests/test_gpu.py --deselect="$alike[1]" --deselect="$alike[2]"

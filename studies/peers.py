@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernels
 from kernels.cross_entropy import SMALL_V
+from kernels.reference import rotary_tables
 
 compiled = partial(torch.compile, dynamic=False)
 # These wait for the GPU, so a CUDA graph cannot hold them.
@@ -63,8 +64,8 @@ def attention(device, dtype, B, T, H, D, block=False):
     more = {}
     ref = kernels.attention_ref
     if block:
-        angles = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
-        more = dict(cos=angles.cos().to(device), sin=angles.sin().to(device), qk_norm=True)
+        cos, sin = (table.to(device) for table in rotary_tables(T, D))
+        more = dict(cos=cos, sin=sin, qk_norm=True)
 
     def inputs(seed):
         g = torch.Generator(device).manual_seed(seed)

@@ -18,10 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 import bench
 import kernels
 import mdlm
-from studies import frontier, nanogpt, peers
+from studies import frontier, peers
 from support import cli
 
 CPU = torch.device("cpu")
+HOW = ("compiled", "eager")
+GRAPH = "one CUDA graph"
 
 
 # ---- Counts
@@ -298,19 +300,20 @@ def test_profile_lists_the_longest_parts(small_preset, monkeypatch, tmp_path):
     assert "launches a step" in content["notes"][0]
 
 
-def test_graph_mode_compares_losses_and_times(small_preset, monkeypatch, tmp_path):
+def test_graph_computes_the_same_and_is_timed(small_preset, monkeypatch, tmp_path):
     """On a CPU without a graph, but from inputs in the same memory, as a graph wants them."""
-    monkeypatch.setattr(bench, "can_compile", lambda device: False)
+    monkeypatch.setattr(bench.compiling, "compile_network", lambda run, compiled: None)
     path = tmp_path / "graph.json"
-    flags = ["graph", "--device=cpu", "--seconds=0", f"--json={path}"]
+    flags = ["train", "--graph", "--device=cpu", "--seconds=0", f"--json={path}"]
     assert cli.run(bench.main, flags) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["contestant"] for row in rows] == ["step by step", "one CUDA graph"]
-    assert all(row["ms"] > 0 and "tokens/s" in row["rate"] for row in rows)
+    rows = {row["contestant"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows.keys() == {f"{name}, {how}" for name in ("--kernels=torch", GRAPH) for how in HOW}
+    assert all(row["ms"] > 0 and "tokens/s" in row["rate"] for row in rows.values())
     monkeypatch.setattr(torch, "_foreach_copy_", lambda into, numbers: None)  # always the first
     assert cli.run(bench.main, flags) == 1
-    rows = json.loads(path.read_text())["rows"]
-    assert "WRONG RESULT" in rows[0]["trouble"] and rows[1]["contestant"] == "step by step"
+    rows = {row["contestant"]: row for row in json.loads(path.read_text())["rows"]}
+    assert "WRONG RESULT" in rows[f"{GRAPH}, eager"]["trouble"]
+    assert rows["--kernels=torch, eager"]["ms"] > 0
 
 
 @pytest.mark.slow
@@ -466,22 +469,19 @@ class GPT(torch.nn.Module):
 """
 
 
-def test_nanogpt_is_timed_in_turn(monkeypatch, tmp_path):
+def test_nanogpt_is_timed_in_turn(small_preset, monkeypatch, tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT)
-    (tmp_path / "text.txt").write_text("to be or not to be " * 100)
-    tiny = dict(n_layer=1, n_head=1, n_embd=16, block_size=8, dropout=0.0)
-    monkeypatch.setattr(nanogpt, "CPU_SHAPE", tiny)
-    monkeypatch.setattr(bench, "race", few_turns)
     monkeypatch.setattr(torch, "compile", lambda model, options=None: model)
     path = tmp_path / "out.json"
-    flags = ["--device=cpu", "--seconds=0", f"--nanogpt={tmp_path}", f"--json={path}"]
-    assert cli.run(nanogpt.main, [*flags, f"--data={tmp_path}/text.txt"]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert {row["batch"] for row in rows} == {"12 x 8", "64 x 8"}
-    for row in rows:
-        assert (row["of_compiled"] == 1) == (row["step"] == "nanoGPT, compiled")
-        assert (row["of_eager"] == 1) == (row["step"] == "nanoGPT, eager")
-    assert len({row["step"] for row in rows}) >= 4
+    flags = ["train", "--device=cpu", "--seconds=0", f"--nanogpt={tmp_path}", f"--json={path}"]
+    assert cli.run(bench.main, flags) == 0
+    rows = {row["contestant"]: row for row in json.loads(path.read_text())["rows"]}
+    both = {f"{name}, {how}" for name in ("nanoGPT", "--kernels=torch") for how in HOW}
+    assert rows.keys() == both
+    base = rows["nanoGPT, compiled"]["ms"]
+    for row in rows.values():
+        assert row["speed_up"] == pytest.approx(base / row["ms"])
+        assert row["tokens_per_second"] == pytest.approx(64 / row["ms"] * 1e3)
 
 
 def test_record_measures_seeds_and_continues(tmp_path):
@@ -533,28 +533,26 @@ def test_gpu_script_brings_the_headline_first(tmp_path):
     code, said, calls = gpu_script(tmp_path, NANOGPT=str(tmp_path))
     assert code == 0, said
     modes = [call[1] for call in calls]  # bench.py MODE, -m MODULE
-    assert modes[:5] == ["kernels", "train", "studies.nanogpt", "profile", "graph"]
-    assert modes[5:] == ["train", "kernels", "pytest"]
-    for call, mode in zip(calls, modes):
+    assert modes == ["kernels", "train", "profile", "train", "train", "kernels", "pytest"]
+    assert "--graph" in calls[3]
+    assert f"--nanogpt={tmp_path}" in calls[1]
+    for call in calls:
         if call[0] == "bench.py":
             flags = cli.parse_flags(bench.Options, call[2:], "")
             assert 15 <= flags["time_limit"] < 300 and flags["json"].endswith(".json")
-        elif "nanogpt" in mode:
-            cli.parse_flags(nanogpt.Options, call[2:], "")
     assert (tmp_path / "out" / "gpu.md").read_text().count("exit code 0") == len(calls)
 
 
 def test_gpu_script_goes_on_after_a_failure(tmp_path):
     code, said, calls = gpu_script(tmp_path, broken="profile")
-    assert code == 1 and len(calls) == 7  # without a clone of nanoGPT
+    assert code == 1 and len(calls) == 7 and "nanogpt" not in str(calls)
     assert "== profile: exit code 3" in said and said.count("exit code 0") == 6
     code, said, calls = gpu_script(tmp_path, PARTS="tests")
     assert code == 0 and len(calls) == 1 and "tests/kernels_cases/" in " ".join(calls[0])
     code, said, calls = gpu_script(tmp_path, LIMIT="9")
     assert code == 1 and calls == [] and said.count("not begun: the time is up") == 7
-    for wrong in (dict(PARTS="tests kernel"), dict(NANOGPT="somewhere", TEXT="")):
-        code, said, calls = gpu_script(tmp_path, **wrong)
-        assert code == 2 and calls == []
+    code, said, calls = gpu_script(tmp_path, PARTS="tests kernel")
+    assert code == 2 and calls == []
 
 
 @pytest.mark.parametrize(
@@ -563,6 +561,7 @@ def test_gpu_script_goes_on_after_a_failure(tmp_path):
         (["kernel"], ["'kernel'", "kernels", "train", "sample"]),
         (["--secnds=1"], ["--secnds", "--seconds"]),
         (["train", "--preset=huge"], ["huge", "gpt2"]),
+        (["train", "--nanogpt=nowhere"], ["--nanogpt=nowhere", "clone"]),
         (["--device=cuda:77"], ["cuda:77"]),
         (["--json=nowhere/at/all.json"], ["nowhere/at"]),
         (["sample", "--out_dir=nowhere"], ["nowhere"]),

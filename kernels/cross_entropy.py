@@ -4,15 +4,12 @@
     dz_i = weight_i * (softmax(z_i) - onehot(target_i))
     dh_i = W^T dz_i,   dW = sum_i dz_i h_i^T
 
-The logits never exist whole, and the gradients are computed together with the loss, while a tile
+The logits never exist whole, and the gradients are computed together with the loss, while a chunk
 of logits is at hand (as in Liger, 2410.10989, and Wijmans et al., 2411.09009); backward only
 multiplies them by the incoming scalar.
 
-    V <= 256    one kernel: a program keeps the logits of a block of rows in registers and adds its
-                share of dW to a slice of its own; the slices are summed afterwards, so the result
-                is deterministic
-    V > 256     chunks of rows: a product by cuBLAS, a kernel that turns logits into dz in place,
-                two more products
+Rows go in chunks: a product by cuBLAS, a kernel that turns logits into dz in place, two more
+products. For small vocabularies too: one kernel for all of it would save two launches (h200.md).
 
 Half precision: weights are about 1 / (batch * length), too small for float16. dz is therefore kept
 in units of the largest weight, and backward multiplies that in again, in float32. First derivatives
@@ -24,18 +21,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kernels.launch import jit, launch, processors, register, runs_on, tl, triton
+from kernels.launch import jit, launch, register, runs_on, tl, triton
 from kernels.reference import linear_cross_entropy_ref
 
-SMALL_V = 256  # up to here a whole row of logits fits into a program's registers
 # Logits at a time: 5,336 rows at V = 50,304, 0.5 GB in 16 bits. Not by the memory that is free:
 # then a run that is resumed would add in another order.
 CHUNK = 1 << 28
-WORKSPACE = 1 << 24  # float32 elements at most in the partial sums of dW, 64 MiB
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-# ---- Large vocabularies: kernels that take a row a program, between the products of cuBLAS
+# ---- Kernels, a program a row
 
 
 @jit
@@ -104,91 +99,6 @@ def scale_kernel(x_ptr, unit_ptr, grad_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + at, (x * factor).to(out_ptr.dtype.element_ty), mask=at < n)
 
 
-# ---- Small vocabularies: head, loss and gradients in one kernel
-
-
-@jit
-def _tile(lines, keep, start, C: tl.constexpr, BLOCK_C: tl.constexpr, DTYPE: tl.constexpr):
-    """BLOCK_C columns of lines (n, 1) of pointers; 0 in lines not to keep, and from column C on."""
-    col = start + tl.arange(0, BLOCK_C)[None, :]
-    return tl.load(lines + col, mask=keep[:, None] & (col < C), other=0).to(DTYPE)
-
-
-@jit
-def _small_gradients(dz, h, w, dh, dw, active, in_v, C: tl.constexpr, BLOCK_C: tl.constexpr):
-    """dh = dz W for a block of rows; dw += dz^T h. h, w, dh, dw: pointers to lines (n, 1)."""
-    for start in range(0, C, BLOCK_C):
-        col = start + tl.arange(0, BLOCK_C)[None, :]
-        dh_tile = tl.dot(dz, _tile(w, in_v, start, C, BLOCK_C, dz.dtype), input_precision="ieee")
-        tl.store(dh + col, dh_tile.to(dz.dtype), mask=active[:, None] & (col < C))
-        h_tile = _tile(h, active, start, C, BLOCK_C, dz.dtype)
-        dw_tile = _tile(dw, in_v, start, C, BLOCK_C, tl.float32)
-        dw_tile = tl.dot(tl.trans(dz), h_tile, dw_tile, input_precision="ieee")
-        tl.store(dw + col, dw_tile, mask=in_v[:, None] & (col < C))
-    tl.debug_barrier()  # other threads may read these elements of dw for the next block
-
-
-@jit(do_not_specialize=("M",))  # M differs from step to step: compile once, also for a single row
-def small_head_kernel(
-    h_ptr,
-    w_ptr,
-    target_ptr,
-    weight_ptr,
-    unit_ptr,
-    loss_ptr,
-    dh_ptr,
-    dw_ptr,
-    M,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    stride_h: tl.constexpr,
-    stride_w: tl.constexpr,
-    DTYPE: tl.constexpr,
-    GRAD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Program p takes the blocks p, p + P, p + 2 P ... of BLOCK_M rows, and adds to dw[p] (V, C).
-
-    loss (P,). dh (M, C) and dw are zero before, and in units of the largest weight. DTYPE: of the
-    products. Sizes are constants of a model: as tl.constexpr they become immediate offsets, and
-    leave registers free.
-    """
-    program = tl.program_id(0)
-    v = tl.arange(0, BLOCK_V)
-    w = w_ptr + v[:, None] * stride_w
-    dw = dw_ptr + program.to(tl.int64) * V * C + v[:, None] * C
-    loss = tl.zeros((BLOCK_M,), tl.float32)
-    for block in range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-        at = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        weight = tl.load(weight_ptr + at, mask=at < M, other=0)
-        active = weight != 0
-        if tl.max(active.to(tl.int32), 0) > 0:  # else all is padding
-            target = tl.load(target_ptr + at, mask=active, other=0).to(tl.int32)
-            first = tl.zeros((), tl.int64) + block * BLOCK_M
-            h = h_ptr + first * stride_h + tl.arange(0, BLOCK_M)[:, None] * stride_h
-            z = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-            for start in range(0, C, BLOCK_C):
-                w_tile = _tile(w, v < V, start, C, BLOCK_C, DTYPE)
-                h_tile = _tile(h, active, start, C, BLOCK_C, DTYPE)
-                z = tl.dot(h_tile, tl.trans(w_tile), z, input_precision="ieee")
-            z = tl.where((v < V)[None, :], z, -float("inf"))
-            hit = v[None, :] == target[:, None]
-            known = (target >= 0) & (target < V)  # else the loss is NaN
-            z_target = tl.where(known, tl.sum(tl.where(hit, z, 0.0), 1), float("nan"))
-            top = tl.max(z, 1)
-            z = tl.exp(z - top[:, None])
-            total = tl.sum(z, 1)
-            loss += tl.where(active, weight * (top + tl.log(total) - z_target), 0.0)
-            if GRAD:
-                share = weight / tl.load(unit_ptr)
-                dz = z * (share / total)[:, None] - tl.where(hit, share[:, None], 0.0)
-                dh = dh_ptr + first * C + tl.arange(0, BLOCK_M)[:, None] * C
-                _small_gradients(dz.to(DTYPE), h, w, dh, dw, active, v < V, C, BLOCK_C)
-    tl.store(loss_ptr + program, tl.sum(loss, 0))
-
-
 # ---- Tiles: they spill no registers on sm_80, 90 and 100 (results/aot.md); no GPU has timed them
 
 
@@ -204,33 +114,7 @@ def row_config(V, dtype):
     return dict(BLOCK=block, num_warps=max(block // 512, 1))
 
 
-def small_config(V, dtype):
-    """Tiles of the small head; float32 is there to be exact. To be timed: 32 rows, 4 warps."""
-    block_v = max(triton.next_power_of_2(V), 16)
-    if dtype == torch.float32:
-        return dict(BLOCK_M=16, BLOCK_V=block_v, BLOCK_C=16, num_warps=8, num_stages=1)
-    block_c = 32 if block_v < 256 else 16
-    return dict(BLOCK_M=64, BLOCK_V=block_v, BLOCK_C=block_c, num_warps=8, num_stages=2)
-
-
 # ---- The operator
-
-
-def _small(h, W, targets, weight, unit, dtype, grad, dh):
-    """Loss and dW; dh is filled in. For a vocabulary of at most SMALL_V."""
-    M, C = h.shape
-    V = len(W)
-    h = _unit_columns(h)
-    W = _unit_columns(W.to(dtype))
-    config = small_config(V, dtype)
-    blocks = triton.cdiv(M, config["BLOCK_M"])
-    P = max(1, min(blocks, processors(h.device), WORKSPACE // (V * C)))
-    loss = torch.empty(P, dtype=torch.float32, device=h.device)
-    share = torch.zeros((P, V, C) if grad else 0, dtype=torch.float32, device=h.device)
-    config |= dict(DTYPE=getattr(tl, str(dtype).removeprefix("torch.")), GRAD=grad)
-    tensors = (h, W, targets, weight, unit, loss, dh, share)
-    launch(small_head_kernel, (P,), *tensors, M, V, C, h.stride(0), W.stride(0), **config)
-    return loss.sum(), share.sum(0) if grad else share
 
 
 def _add_product(c, a, b):
@@ -241,8 +125,8 @@ def _add_product(c, a, b):
         c.addmm_(a.float(), b.float())
 
 
-def _large(h, W, targets, weight, unit, dtype, grad, dh):
-    """Loss and dW; dh is filled in. For any vocabulary."""
+def _products(h, W, targets, weight, unit, dtype, grad, dh):
+    """Loss and dW; dh is filled in."""
     M, C = h.shape
     V = len(W)
     # Multiples of 64 columns of logits: rows of 128 bytes, read and written wide whatever V is.
@@ -265,19 +149,14 @@ def _large(h, W, targets, weight, unit, dtype, grad, dh):
     return loss.sum(), dW[:V]
 
 
-def _unit_columns(x):
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 def _forward(h, W, targets, weight, dtype, grad):
     """loss; dh in dtype and dW in float32, both in units of `unit` (empty without grad); unit."""
     targets = targets.contiguous()
     weight = weight.contiguous()
     unit = torch.linalg.vector_norm(F.pad(weight, (0, 1), value=1e-30), float("inf"))
-    dh = torch.zeros(h.shape if grad else 0, dtype=dtype, device=h.device)
-    compute = _small if len(W) <= SMALL_V else _large
+    dh = torch.empty(h.shape if grad else 0, dtype=dtype, device=h.device)
     with torch.autocast(h.device.type, enabled=False):  # dtype says what to multiply in
-        loss, dW = compute(h, W, targets, weight, unit, dtype, grad, dh)
+        loss, dW = _products(h, W, targets, weight, unit, dtype, grad, dh)
     return loss, dh, dW, unit
 
 

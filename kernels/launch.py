@@ -65,13 +65,6 @@ def runs_on(tensor):
     return ENABLED and (tensor.is_cuda or (INTERPRET and tensor.device.type == "cpu"))
 
 
-def processors(device):
-    """The number of multiprocessors of a GPU; 2 in the interpreter."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 @functools.cache  # the same warning once in a process
 def warn(message):
     """Print a warning on stderr, on the first rank only."""

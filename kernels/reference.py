@@ -91,6 +91,12 @@ def linear_cross_entropy_ref(h, W, targets, weight):
     return (ce * weight).sum()
 
 
+def rotary_tables(T, D):
+    """cos, sin (T, D/2) of the angles of T positions."""
+    angles = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
+    return angles.cos(), angles.sin()
+
+
 def rotate(x, cos, sin):
     """Rotary positions (Su et al., 2104.09864): x (B, T, n, H, D); cos, sin (T, D/2)."""
     x1, x2 = x.chunk(2, -1)

@@ -71,20 +71,12 @@ def head_cases():
     index = dict(target="i64", weight="fp32", unit="fp32", loss="fp32")
     width = dict(BLOCK=1024, num_warps=4)
     for dtype, grad in itertools.product(TYPES, (True, False)):
-        for V in (1000, 50304):
+        for V in (65, 1000, 50304):
             types = pointers(z=dtype, **index) | dict(V="i32", limit="i32")
             config = ce.row_config(V, TYPES[dtype]) | dict(GRAD=grad)
             main = ARCHITECTURES if (dtype, V, grad) == ("bf16", 50304, True) else ()
             name = f"head, chunk V={V} {dtype}" + " loss only" * (not grad)
             yield Case(name, ce.ce_chunk_kernel, types, config, main=main)
-        sources = {dtype, "fp32"}  # under autocast the features are float32
-        for V, source in itertools.product((2, 65, 256), sorted(sources)):
-            types = pointers(h=source, w=dtype, dh=dtype, dw="fp32", **index) | dict(M="i32")
-            sizes = dict(V=V, C=384, stride_h=384, stride_w=384, GRAD=grad, DTYPE=TYPES[dtype])
-            config = ce.small_config(V, TYPES[dtype]) | sizes
-            name = f"small head V={V} {source} in {dtype}" + " loss only" * (not grad)
-            main = ARCHITECTURES if (dtype, source, V, grad) == ("bf16", "fp32", 65, True) else ()
-            yield Case(name, ce.small_head_kernel, types, config, main=main)
     for dtype in TYPES:
         main = (90,) if dtype == "bf16" else ()
         types = pointers(x=dtype, unit="fp32", grad="fp32", out="fp32") | dict(n="i32")

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 import kernels
 from kernels.launch import can_compile
-from kernels.reference import document_spans, masked_share, neighbours
+from kernels.reference import document_spans, masked_share, neighbours, rotary_tables
 from support import checkpoint, compiling, numerics, plots, runs, runtime, sources
 from support.cli import COUNT, NO_LIMIT, UserError, opt
 from support.log import Log
@@ -347,9 +347,8 @@ class Model(nn.Module):
             self.positions = nn.Parameter(torch.randn(config.block_size, C) / 10)
         self.rate = nn.Linear(C, C, bias=False) if config.time_conditioning else None
         D = C // config.n_head if config.pos == "rope" else C
-        angles = torch.arange(config.block_size)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
-        self.register_buffer("cos", angles.cos(), persistent=False)  # (T, D/2)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        for name, table in zip(("cos", "sin"), rotary_tables(config.block_size, D)):
+            self.register_buffer(name, table, persistent=False)
         if is_variant(config):
             self.register_buffer("weights", sequence_weights(config), persistent=False)
         # What writes into the residual stream starts at zero: blocks as the identity, loss at ln V.

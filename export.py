@@ -1,0 +1,203 @@
+"""Write a model for other programs.
+
+    python export.py --to=hf --out_dir=out --dest=my-model    # for Hugging Face transformers
+
+The folder loads without this project, by AutoModelForMaskedLM (AutoModelForCausalLM for a run with
+--objective=ar) with trust_remote_code=True, and AutoTokenizer. Its README.md says how.
+"""
+
+from support import cli
+
+cli.start(__name__)
+
+import inspect
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save as to_safetensors
+
+import mdlm
+from kernels import reference
+from support import files, plots
+from support.checkpoint import default_run, find_checkpoint, step_of
+from support.cli import UserError, opt
+
+SUPPORT = Path(__file__).parent / "support"
+TEMPLATE = SUPPORT / "modeling_mdlm.py"
+PLACE = "Model = rotary_tables = attention_ref = None"  # the line of TEMPLATE for their source
+SOURCES = [reference.document_spans, reference.is_visible, reference.masked_share]
+SOURCES += [reference.neighbours, reference.rotary_tables, reference.rotate, reference.prepare]
+SOURCES += [reference.attention_ref, mdlm.Block, mdlm.Model]
+# The settings that make the network.
+NETWORK = ("n_layer", "n_head", "n_embd", "block_size", "dropout", "attention_every", "conv", "pos")
+NETWORK += ("tie", "time_conditioning", "objective")
+
+
+@dataclass
+class Options:
+    to: str = opt("hf", "form of the model; hf: of Hugging Face transformers", "hf")
+    out_dir: str = opt("", "run or checkpoint folder (default: out, else the model in weights/)")
+    dest: str = opt("", "the folder to make")
+    pad_to_context: bool = opt(False, "fill up texts with [MASK]: for samplers that show parts")
+
+
+# ---- Tokenizers
+
+
+def spelling_words(words):
+    """A tokenizer of words whose ids follow the 256 bytes, and spell all other words.
+
+    Each word, in the letters of its bytes, gets a mark in front: with it a known one is in the
+    vocabulary. Of an unknown one the mark is dropped, and ## tells its bytes from words of a byte.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # of visible bytes, then of others
+    visible = [ord(letter) for letter in letters if ord(letter) < 256]
+    letters = dict(zip([*visible, *sorted(set(range(256)) - set(visible))], letters))
+    vocab = {"##" + letter: byte for byte, letter in letters.items()}
+    for i, word in enumerate(words):
+        vocab["▁" + "".join(letters[byte] for byte in word.encode())] = 256 + i
+    how = dict(continuing_subword_prefix="##", ignore_merges=True)
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[], **how))
+    w = r"\p{L}\p{N}_"  # \w and \s of Python
+    s = r"\s\x1c-\x1f"
+    pattern = Regex(rf" ?[{w}]+| ?[^{w}{s}]+|[{s}]")
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(pattern, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            pre_tokenizers.Metaspace("▁", prepend_scheme="always", split=False),
+        ]
+    )
+    strip = decoders.Replace(Regex("^(▁|##)"), "")
+    made.decoder = decoders.Sequence([strip, decoders.ByteLevel()])
+    return made
+
+
+def to_library(tokenizer):
+    """A Tokenizer -> (one of the tokenizers library with [MASK] = V and [PAD] = V + 1, its [END]).
+
+    Raises UserError where it cannot have these.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    kind = tokenizer.kind
+    if kind in ("bpe", "file"):
+        made = Tokenizer.from_str(tokenizer.vocab)
+        made.post_processor = None
+        made.no_padding()
+        made.no_truncation()
+    elif kind in ("byte", "word"):
+        made = spelling_words(tokenizer.vocab or [])
+    elif kind == "char":
+        made = Tokenizer(models.WordLevel({c: i for i, c in enumerate(tokenizer.vocab)}, "[UNK]"))
+        made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        made.decoder = decoders.Fuse()
+    else:
+        names = {"[END]" if i == tokenizer.end_id else str(i): i for i in range(tokenizer.vocab)}
+        made = Tokenizer(models.WordLevel(names, "[UNK]"))
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    V = tokenizer.vocab_size
+    specials = {"[MASK]": V, "[PAD]": V + 1}
+    if tokenizer.end_id is not None and kind != "file":
+        specials = {"[END]": tokenizer.end_id} | specials
+    for name, id in specials.items():
+        if made.token_to_id(name) not in (None, id):
+            raise UserError(f"the vocabulary has a token {name} of its own; train without it")
+        made.add_special_tokens([name])
+        if made.token_to_id(name) != id:
+            raise UserError(f"some ids below {V} are unused; train with a tokenizer without gaps")
+    return made, None if tokenizer.end_id is None else made.id_to_token(tokenizer.end_id)
+
+
+# ---- Hugging Face
+
+
+def quality(folder):
+    """What the log of a run says of its checkpoint `folder`."""
+    run = plots.run_of(folder)
+    if run:
+        key, found = plots.validations(plots.read_log(run))
+        for r in found:
+            if r["step"] == step_of(folder):
+                name = {"val_nll": "NLL", "val_nelbo": "NELBO (a bound of the NLL)"}[key]
+                return f"validation {name} {r[key]:.4f} +- {r[f'{key}_se']:.4f} nats per token"
+    return "not logged: `python eval.py` of mdlm measures it"
+
+
+def card(folder, model, tokenizer, config, name):
+    """README.md of the folder `name`: what the model is, how good, how to load it and to sample."""
+    size = f"{config.n_layer} layers x {config.n_embd}, context {config.block_size}"
+    length = config.block_size
+    end = ""
+    if model.documents:
+        counts = model.length_counts.double().cpu()
+        length = 1 + round((counts @ torch.arange(len(counts)).double() / counts.sum()).item())
+        end = "x[0, -1] = tokenizer.eos_token_id  # a text ends in [END], which is given\n"
+    fields = dict(name=name, data=config.data, quality=quality(folder), size=size, end=end)
+    fields |= dict(millions=sum(p.numel() for p in model.parameters()) / 1e6)
+    fields |= dict(V=tokenizer.vocab_size, kind=tokenizer.kind, pad_id=tokenizer.vocab_size + 1)
+    fields |= dict(length=length, filled=length - model.documents)
+    fields |= dict(prompt="The" if tokenizer.knows("The") else tokenizer.decode([0]))
+    form = "card_ar.md" if config.objective == "ar" else "card.md"
+    return (SUPPORT / form).read_text(encoding="utf-8").format(**fields)
+
+
+def contents_of(folder, options):
+    """The files of a Hugging Face model, name -> bytes."""
+    model, tokenizer, config = mdlm.load(folder, kernel="torch")
+    library, end = to_library(tokenizer)
+    end = end or "[PAD]"
+    V = tokenizer.vocab_size
+    ids = dict(eos_token_id=library.token_to_id(end), pad_token_id=V + 1)
+    name = "MDLMForCausalLM" if config.objective == "ar" else "MDLMForMaskedLM"
+    autos = ["AutoModel", name.replace("MDLM", "AutoModel")]
+    places = dict.fromkeys(autos, f"modeling_mdlm.{name}")
+    places["AutoConfig"] = "modeling_mdlm.MDLMConfig"
+    settings = dict(model_type="mdlm", architectures=[name], auto_map=places, dtype="float32")
+    settings |= ids | dict(vocab_size=V + 2, mask_token_id=V, end_id=model.end_id, use_cache=False)
+    settings |= {key: getattr(config, key) for key in NETWORK}
+    settings |= dict(pad_to_context=options.pad_to_context, tie_word_embeddings=False)
+    words = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size)
+    words |= dict(mask_token="[MASK]", pad_token="[PAD]", eos_token=end)
+    words |= dict(clean_up_tokenization_spaces=False)
+    words |= dict(model_input_names=["input_ids", "attention_mask"])
+    weights = {f"model.{key}": value for key, value in model.state_dict().items()}
+    source = "\n\n\n".join(map(inspect.getsource, SOURCES))
+    before, _, after = TEMPLATE.read_text(encoding="utf-8").partition(PLACE)
+    contents = {
+        "config.json": json.dumps(settings, indent=1),
+        "tokenizer.json": library.to_str(),
+        "tokenizer_config.json": json.dumps(words, indent=1),
+        "modeling_mdlm.py": before + source + after.partition("\n")[2],
+        "README.md": card(folder, model, tokenizer, config, Path(options.dest).name),
+    }
+    if config.objective == "ar":
+        limits = ids | dict(max_length=config.block_size, use_cache=False)
+        contents["generation_config.json"] = json.dumps(limits, indent=1)
+    contents = {name: text.encode() for name, text in contents.items()}
+    return contents | {"model.safetensors": to_safetensors(weights, dict(format="pt"))}
+
+
+def main(argv):
+    options = Options(**cli.parse_flags(Options, argv, __doc__))
+    dest = Path(options.dest)
+    if not options.dest or dest.exists():
+        given = f"--dest={options.dest} exists" if options.dest else "there is no --dest"
+        raise UserError(f"{given}; give the name of a folder to make")
+    contents = contents_of(find_checkpoint(default_run(options.out_dir)), options)
+    with files.new_folder(dest.parent) as tmp:
+        for name, content in contents.items():
+            files.write_synced(tmp / name, content)
+        os.rename(tmp, dest)
+    print(f"{cli.escaped(str(dest))}: load it as its README.md says")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, sys.argv[1:]))

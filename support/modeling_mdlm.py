@@ -1,0 +1,105 @@
+"""A model that mdlm trained, for Hugging Face transformers: load it with trust_remote_code=True.
+
+MDLMForMaskedLM sees a text in which some tokens are [MASK], and predicts every position at once.
+MDLMForCausalLM, of a run with --objective=ar, predicts the next token. AutoModel gives either.
+"""
+
+import math  # noqa: F401 (the model uses it)
+from types import SimpleNamespace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput
+
+numerics = SimpleNamespace(Dropout=nn.Dropout)
+Model = rotary_tables = attention_ref = None  # export.py puts their source here, as mdlm has it
+
+
+def is_variant(config):
+    """Of the training loss alone."""
+    return False
+
+
+class MDLMConfig(PretrainedConfig):
+    """Settings of mdlm, with its names. vocab_size counts [MASK] and [PAD], the last two ids."""
+
+    model_type = "mdlm"
+
+
+class MDLMForMaskedLM(PreTrainedModel):
+    config_class = MDLMConfig
+    base_model_prefix = "model"
+    output = MaskedLMOutput
+
+    def __init__(self, config):
+        super().__init__(config)
+        ops = SimpleNamespace(attention=attention_ref)
+        self.model = Model(config, config.vocab_size - 2, ops, config.end_id)
+        self.post_init()
+
+    def _init_weights(self, module):
+        if module is self.model:  # transformers makes modules without numbers, and loads weights
+            D = 2 * module.cos.shape[1]
+            for table, numbers in zip((module.cos, module.sin), rotary_tables(len(module.cos), D)):
+                table.copy_(numbers)
+
+    def get_input_embeddings(self):
+        return self.model.embed
+
+    def predict(self, ids):
+        """(n, T) ids, without padding -> (n, T, V) logits."""
+        T = ids.shape[1]
+        room = self.config.block_size - T
+        if room < 0:
+            raise ValueError(f"{T} tokens are more than the context of {self.config.block_size}")
+        if self.config.pad_to_context:
+            ids = F.pad(ids, (0, room), value=self.model.pad_id)
+        return self.model(ids)[:, :T]
+
+    def forward(
+        self, input_ids, attention_mask=None, position_ids=None, labels=None, return_dict=True
+    ):
+        """(B, T) ids -> logits (B, T, vocab_size), and with labels (B, T) their mean cross-entropy.
+
+        attention_mask (B, T): 0 for padding; [PAD] is padding too. A padded row gives what it gives
+        without its padding. Labels of -100 are not scored.
+        """
+        keep = input_ids != self.config.pad_token_id
+        if attention_mask is not None:
+            if attention_mask.shape != input_ids.shape:
+                raise ValueError("attention_mask must be (B, T), as input_ids: 1, or 0 for padding")
+            keep = keep & attention_mask.bool()
+        if position_ids is not None and ((position_ids - keep.cumsum(1) + 1) * keep).any():
+            raise ValueError("position_ids must be 0, 1, 2 ... of what is no padding, or left out")
+        logits = torch.zeros(*input_ids.shape, self.config.vocab_size, device=input_ids.device)
+        length = keep.sum(1)
+        for n in length.unique().tolist():
+            at = keep & (length == n)[:, None]
+            if n:
+                found = self.predict(input_ids[at].view(-1, n)).flatten(0, 1)
+                logits[at] = F.pad(found, (0, 2)).to(logits.dtype)
+        logits[..., -2:] = -1e4  # finite, and after division by a temperature too
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits.flatten(0, 1), self.targets(labels).flatten())
+        output = self.output(loss=loss, logits=logits)
+        return output if return_dict else output.to_tuple()
+
+    def targets(self, labels):
+        return labels
+
+
+class MDLMForCausalLM(MDLMForMaskedLM, GenerationMixin):
+    output = CausalLMOutput
+
+    def predict(self, ids):
+        """mdlm predicts token i at position i; here it is predicted at position i - 1."""
+        return super().predict(F.pad(ids, (0, 1), value=self.model.mask_id))[:, 1:]
+
+    def targets(self, labels):
+        return F.pad(labels[:, 1:], (0, 1), value=-100)
+
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **unused):
+        return dict(input_ids=input_ids, attention_mask=attention_mask)

@@ -1,0 +1,238 @@
+"""An exported model is the same model, in other programs."""
+
+import dataclasses
+import itertools
+import json
+import random
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY, run_mdlm
+
+import export
+import mdlm
+import sample
+from support import checkpoint, cli
+from support.tokenizer import Tokenizer, open_tokenizer, train_bpe
+
+needs_transformers = pytest.mark.skipif(not find_spec("transformers"), reason="no transformers")
+SMALL = dict(n_layer=2, n_head=2, n_embd=16, block_size=24, dropout=0.0, attention_every=2)
+
+
+def save(out, tokenizer, **settings):
+    """A run of a network whose weights are all random; returns what mdlm.load gives."""
+    config = mdlm.Config(**SMALL | settings)
+    end = mdlm.sources.given_end(config, tokenizer, mdlm.is_variant)
+    torch.manual_seed(0)
+    model = mdlm.Model(config, tokenizer.vocab_size, mdlm.kernels.REFERENCES, end)
+    for p in model.parameters():
+        p.data.normal_(0, 0.3)
+    if model.documents:
+        model.length_counts[3:9] = 5
+    contents = {
+        "config.json": json.dumps(
+            dict(format="mdlm", version=1, config=dataclasses.asdict(config))
+        ),
+        "tokenizer.json": tokenizer.to_json(),
+    }
+    contents = {name: text.encode() for name, text in contents.items()}
+    out.mkdir()
+    contents["model.safetensors"] = export.to_safetensors(model.state_dict())
+    checkpoint.write_checkpoint(out, "step-1", contents)
+    return mdlm.load(out, kernel="torch")
+
+
+def write(root, name, out, *flags):
+    """Export a run, and beside it what the export must give."""
+    assert cli.run(export.main, [f"--out_dir={out}", f"--dest={root / name}", *flags]) == 0
+    model, tokenizer, config = mdlm.load(out, kernel="torch")
+    g = torch.Generator().manual_seed(0)
+    T = config.block_size
+    wanted = []
+    for n in (T, 7):
+        x = torch.randint(model.mask_id + 1, (3, n), generator=g)
+        seen = x
+        if "--pad_to_context" in flags:
+            seen = torch.nn.functional.pad(x, (0, T - n), value=model.pad_id)
+        with torch.no_grad():
+            logits = model(seen)[:, :n]
+            if config.objective == "ar":  # transformers' convention: i predicts i + 1
+                x, logits = x[:, :-1], logits[:, 1:]
+        wanted.append((x, logits))
+    torch.save(wanted, root / f"{name}.pt")
+    strings = texts_for(tokenizer)
+    ids = [tokenizer.encode(text) for text in strings]
+    decoded = [tokenizer.decode(i) for i in ids]
+    about = dict(texts=strings, ids=ids, decoded=decoded, end=tokenizer.end_id)
+    about["mask_id"] = model.mask_id
+    if config.objective == "ar":
+        greedy = dict(temperature=0, seed=0)
+        about["continued"] = {
+            prompt: sample.write(model, tokenizer, prompt, length=len(prompt) + 16, **greedy)[0]
+            for prompt in ("a", "the b", "of t")
+        }
+    (root / f"{name}.json").write_text(json.dumps(about))
+
+
+def texts_for(tokenizer):
+    """Real text, and 2,000 random strings of what a tokenizer takes."""
+    r = random.Random(0)
+    pool = [chr(i) for i in range(32, 127)] + list("\n\t\réüßçàñ漢字かな🙂▁Ġ²½१अक्षر\x00\x1c\u2028")
+    real = "the end\nof a text"
+    if tokenizer.kind == "char":
+        pool = tokenizer.vocab
+        real = "".join(tokenizer.vocab)
+    if tokenizer.kind == "id":
+        numbers = [str(i) for i in range(tokenizer.vocab) if i != tokenizer.end_id]
+        return [" ".join(r.choices(numbers, k=r.randint(1, 30))) for _ in range(300)]
+    return [real, *("".join(r.choices(pool, k=r.randint(1, 40))) for _ in range(2000))]
+
+
+@pytest.fixture(scope="module")
+def library(pydoc, tmp_path_factory):
+    """A file of the tokenizers library, with an end of text and padding of its own."""
+    import tokenizers
+
+    made = tokenizers.Tokenizer.from_str(train_bpe([pydoc[:20_000]], 300))
+    made.add_special_tokens(["<|endoftext|>"])
+    made.enable_padding(length=7)
+    path = tmp_path_factory.mktemp("library") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+def run_client(root, **environment):
+    """tests/hf_client.py, isolated from this project."""
+    command = [sys.executable, "-I", ROOT / "tests" / "hf_client.py", root]
+    more = dict(HF_HOME=str(root / "cache"), HF_HUB_OFFLINE="1", PATH="/usr/bin:/bin")
+    return subprocess.run(command, cwd=root, env=more | environment, capture_output=True, text=True)
+
+
+@needs_transformers
+def test_transformers_gives_equal_logits_texts_and_ids(tmp_path, pydoc, library):
+    """Every architecture, every tokenizer with and without [END]; in a process of its own."""
+    root = tmp_path / "exports"
+    root.mkdir()
+    letters = sorted(set(pydoc[:5000]))
+    words = [" the", "the", "a", ",", "\n", " of", "text", "é", "##", "▁a"]
+    bpe = train_bpe([pydoc[:20_000]], 300)
+    architectures = itertools.product(("rope", "learned", "sinusoidal"), (False, True), (0, 5))
+    for i, (pos, tie, conv) in enumerate(architectures):
+        out = tmp_path / f"{pos}-{tie}-{conv}"
+        how = dict(pos=pos, tie=tie, conv=conv, time_conditioning=i % 2 == (i // 4) % 2)
+        save(out, Tokenizer("byte"), **how)
+        write(root, out.name, out)
+    for end in (False, True):
+        for kind, vocab in (("char", letters), ("word", words), ("bpe", bpe), ("id", 40)):
+            out = tmp_path / f"{kind}-{end}"
+            save(out, Tokenizer(kind, vocab, 7 if kind == "id" and end else end))
+            write(root, out.name, out)
+        out = tmp_path / f"file-{end}"
+        save(out, open_tokenizer(library, end))
+        write(root, out.name, out)
+    save(tmp_path / "end", Tokenizer("byte", None, True), time_conditioning=True)
+    write(root, "documents", tmp_path / "end")
+    write(root, "padded", tmp_path / "rope-False-5", "--pad_to_context")
+    for conv in (0, 5):
+        out = tmp_path / f"ar-{conv}"
+        save(out, Tokenizer("byte"), objective="ar", conv=conv, pos=("rope", "learned")[conv > 0])
+        write(root, out.name, out)
+    r = run_client(root)
+    assert r.returncode == 0, r.stderr[-3000:]
+    assert r.stdout.count("fine:") == len(list(root.glob("*.pt"))) == 26
+
+
+def test_card_says_what_the_log_says(tmp_path, text_file, capsys):
+    out = tmp_path / "out"
+    assert run_mdlm(*TINY, f"--data={text_file}", "--max_steps=2", f"--out_dir={out}") == 0
+    assert cli.run(export.main, [f"--out_dir={out}", f"--dest={tmp_path / 'my model'}"]) == 0
+    card = (tmp_path / "my model" / "README.md").read_text()
+    last = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()][-1]
+    assert f"{last['val_nelbo']:.4f} +- {last['val_nelbo_se']:.4f}" in card
+    assert str(text_file) in card and '"my model"' in card
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        assert (tmp_path / "my model" / name).stat().st_mode & 0o777 == 0o644
+
+
+@needs_transformers
+@pytest.mark.parametrize("objective", ["ar", "documents"])
+def test_code_of_the_card_runs(tmp_path, objective):
+    settings = dict(objective="ar") if objective == "ar" else {}
+    save(tmp_path / "out", Tokenizer("byte", None, objective == "documents"), **settings)
+    assert cli.run(export.main, [f"--out_dir={tmp_path / 'out'}", f"--dest={tmp_path / 'm'}"]) == 0
+    code = (tmp_path / "m" / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    command = [sys.executable, "-I", "-c", code]
+    environment = dict(HF_HOME=str(tmp_path / "cache"), HF_HUB_OFFLINE="1")
+    r = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert r.returncode == 0 and r.stdout.strip(), r.stderr[-2000:]
+
+
+@pytest.mark.skipif(not find_spec("diffusers"), reason="no diffusers")
+def test_llada2_pipeline_writes_with_the_shipped_weights(tmp_path):
+    assert (
+        cli.run(export.main, [f"--out_dir={checkpoint.SHIPPED}", f"--dest={tmp_path / 'm'}"]) == 0
+    )
+    code = """
+import torch
+from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+model = AutoModelForMaskedLM.from_pretrained("m", trust_remote_code=True).eval()
+tokenizer = AutoTokenizer.from_pretrained("m", trust_remote_code=True)
+pipe = LLaDA2Pipeline(model=model, scheduler=BlockRefinementScheduler(), tokenizer=tokenizer)
+pipe.set_progress_bar_config(disable=True)
+g = torch.Generator().manual_seed(0)
+out = pipe(prompt="ROMEO:\\nI ", gen_length=50, block_length=16, num_inference_steps=16,
+           temperature=1.0, generator=g)
+assert len(out.texts[0]) == 50 and (out.sequences < tokenizer.mask_token_id).all()
+print(out.texts[0])
+"""
+    environment = dict(HF_HOME=str(tmp_path / "cache"), HF_HUB_OFFLINE="1")
+    command = [sys.executable, "-I", "-c", code]
+    r = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert r.returncode == 0, r.stderr[-2000:]
+    assert sum(word in r.stdout for word in (" the ", " to ", " and ", " of ", " I ", " my ")) >= 1
+
+
+def with_mask_token(tmp_path):
+    bpe = json.loads(train_bpe(["a text"], 260))
+    bpe["model"]["vocab"]["[MASK]"] = len(bpe["model"]["vocab"])
+    save(tmp_path / "own", Tokenizer("bpe", json.dumps(bpe)))
+    return [f"--out_dir={tmp_path / 'own'}", f"--dest={tmp_path / 'm'}"]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--dest={tmp}/m", "--out_dir={tmp}/nowhere"], ["nowhere", "mdlm.py"]),
+        (["--out_dir={run}"], ["--dest", "folder to make"]),
+        (["--out_dir={run}", "--dest={run}"], ["exists", "folder to make"]),
+        (["--out_dir={run}", "--dest={tmp}/a/b/c"], ["/a/b", "check that path"]),
+        (["--out_dir={run}", "--dest={tmp}/m", "--to=gguf"], ["gguf", "hf"]),
+        (["--out_dir={run}", "--dst={tmp}/m"], ["--dst", "--dest"]),
+        (with_mask_token, ["[MASK]", "of its own"]),
+    ],
+)
+def test_mistakes_get_one_sentence_and_leave_nothing(short_run, tmp_path, capsys, flags, words):
+    if callable(flags):
+        flags = flags(tmp_path)
+    before = sorted(Path(tmp_path).iterdir())
+    capsys.readouterr()
+    argv = [flag.format(run=short_run, tmp=tmp_path) for flag in flags]
+    assert cli.run(export.main, argv) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and all(word in said for word in words), said
+    assert sorted(Path(tmp_path).iterdir()) == before
+
+
+def test_full_disk_leaves_no_folder(short_run, tmp_path, capsys, monkeypatch):
+    def full(path, content):
+        path.write_bytes(content[: len(content) // 2])
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(export.files, "write_synced", full)
+    assert cli.run(export.main, [f"--out_dir={short_run}", f"--dest={tmp_path / 'm'}"]) == 2
+    assert "No space left" in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -7,10 +7,9 @@ nothing else: not on the batch, the rank, the device or the kernel that draws it
     key     = seed_lo | step << 32
     counter = (sample, position // 4, 0, 0)   -> four words; a position's is number position % 4
 
-    Bernoulli at rate t:  masked iff word < floor(t * 2^32)
-    exact count n:        masked iff (word, position) is among the n smallest of its row
-
-Only integers are compared, so every implementation gives the same bits.
+A position is masked iff (word, position) is among the n smallest of its row: exactly n are. Only
+integers are compared, so every implementation gives the same bits. Bernoulli masks, which are there
+to compare with, run in PyTorch.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ def _mask_of_row(
     step_ptr,
     fixed_ptr,
     T,
-    EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
     LOG: tl.constexpr,
     BITS: tl.constexpr,
@@ -70,27 +68,20 @@ def _mask_of_row(
         fixed = tl.load(fixed_ptr + row.to(tl.int64) * T + position, mask=inside, other=1)
         inside = inside & (fixed == 0)
     level = tl.load(level_ptr + row).to(tl.int64)
-    if EXACT:
-        number = tl.where(inside, (word << LOG) | position, 1 << (32 + LOG))
-        bound = _smallest(number, tl.minimum(level, T), LOG, BITS)
-        masked = inside & (number <= bound) & (level > 0)
-    else:
-        masked = inside & (word < level)
-    return masked
+    number = tl.where(inside, (word << LOG) | position, 1 << (32 + LOG))
+    bound = _smallest(number, tl.minimum(level, T), LOG, BITS)
+    return inside & (number <= bound) & (level > 0)
 
 
 @jit
-def _counts_around(row, level_ptr, count_ptr, B, T, EXACT: tl.constexpr, CHUNK: tl.constexpr):
+def _counts_around(row, level_ptr, B, T, CHUNK: tl.constexpr):
     """The number of masked positions in the rows before this one, and in all B rows, int64."""
     before = tl.zeros((), tl.int64)
     total = tl.zeros((), tl.int64)
     for start in range(0, B, CHUNK):
         other = start + tl.arange(0, CHUNK)
-        if EXACT:
-            n = tl.load(level_ptr + other, mask=other < B, other=0).to(tl.int64)
-            n = tl.minimum(tl.maximum(n, 0), T)
-        else:
-            n = tl.load(count_ptr + other, mask=other < B, other=0)
+        n = tl.load(level_ptr + other, mask=other < B, other=0).to(tl.int64)
+        n = tl.minimum(tl.maximum(n, 0), T)
         total += tl.sum(n, 0)
         before += tl.sum(tl.where(other < row, n, 0), 0)
     return before, total
@@ -112,38 +103,29 @@ def mask_kernel(
     B,
     T,
     stride,
-    EXACT: tl.constexpr,
-    MASK: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     LOG: tl.constexpr,
     BITS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program a sequence. MASK: write xt and count. ROWS: list its masked positions.
-
-    ROWS needs the counts of all sequences, to know where its own list begins. Exact counts are
-    given, so one launch does both; Bernoulli counts are known after a first launch.
-    """
+    """One program a sequence, which reads the counts of all, to know where its own list begins."""
     row = tl.program_id(0)
     position = tl.arange(0, BLOCK)
     masked = _mask_of_row(
-        row, level_ptr, sample_ptr, seed_ptr, step_ptr, fixed_ptr, T, EXACT, BLOCK, LOG, BITS
+        row, level_ptr, sample_ptr, seed_ptr, step_ptr, fixed_ptr, T, BLOCK, LOG, BITS
     )
     inside = position < T
     base = row.to(tl.int64) * T
-    if MASK:
-        x0 = tl.load(x0_ptr + row.to(tl.int64) * stride + position, mask=inside, other=0)
-        tl.store(xt_ptr + base + position, tl.where(masked, mask_id, x0), mask=inside)
-        tl.store(count_ptr + row, tl.sum(masked.to(tl.int64), 0))
-    if ROWS:
-        before, total = _counts_around(row, level_ptr, count_ptr, B, T, EXACT, CHUNK)
-        rank = tl.cumsum(masked.to(tl.int32), 0).to(tl.int64)  # masked ones up to here
-        # Unmasked positions fill the tail after all lists with -1, each a place of its own.
-        place = tl.where(masked, before + rank - 1, total + (base - before) + position - rank)
-        tl.store(rows_ptr + place, tl.where(masked, base + position, -1), mask=inside)
-        if row == 0:
-            tl.store(n_rows_ptr, total)
+    x0 = tl.load(x0_ptr + row.to(tl.int64) * stride + position, mask=inside, other=0)
+    tl.store(xt_ptr + base + position, tl.where(masked, mask_id, x0), mask=inside)
+    tl.store(count_ptr + row, tl.sum(masked.to(tl.int64), 0))
+    before, total = _counts_around(row, level_ptr, B, T, CHUNK)
+    rank = tl.cumsum(masked.to(tl.int32), 0).to(tl.int64)  # masked ones up to here
+    # Unmasked positions fill the tail after all lists with -1, each a place of its own.
+    place = tl.where(masked, before + rank - 1, total + (base - before) + position - rank)
+    tl.store(rows_ptr + place, tl.where(masked, base + position, -1), mask=inside)
+    if row == 0:
+        tl.store(n_rows_ptr, total)
 
 
 def config(T, documents=False):
@@ -161,15 +143,12 @@ def _forward(x0, level, mask_id, seed, step, sample_ids, fixed):
     if x0.stride(1) != 1:
         x0 = x0.contiguous()
     xt, count, rows, n_rows = _fake(x0, level, mask_id, seed, step, sample_ids, fixed)
-    exact = not level.is_floating_point()
-    level = possible_counts(level, fixed) if exact else (level.double() * 2**32).long()
+    level = possible_counts(level, fixed)
     settings = config(T, fixed is not None)
     fixed = None if fixed is None else fixed.contiguous()
     args = (x0, xt, count, rows, n_rows, level.contiguous(), sample_ids.contiguous(), seed, step)
     args = (*args, fixed, mask_id, B, T, x0.stride(0))
-    stages = ((True, True),) if exact else ((True, False), (False, True))
-    for mask, list_rows in stages:
-        launch(mask_kernel, (B,), *args, EXACT=exact, MASK=mask, ROWS=list_rows, **settings)
+    launch(mask_kernel, (B,), *args, **settings)
     return xt, count, rows, n_rows
 
 
@@ -198,7 +177,7 @@ def _scalar(number, device):
 
 
 def mask_tokens(x0, t_or_count, mask_id, seed, step, sample_ids, fixed=None):
-    if not runs_on(x0):
+    if not runs_on(x0) or t_or_count.is_floating_point():
         return mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids, fixed)
     if x0.shape[1] > MAX_T:
         raise ValueError(f"mask_tokens takes at most {MAX_T} positions a row, got {x0.shape[1]}")

@@ -71,13 +71,18 @@ def logits_at(model, xt, row, at, device):
     return checked(model(xt.to(device), rows=rows).to(xt.device))
 
 
-def next_logp(model, x, row, at):
-    """(n,) float64 on the CPU: log p(x_i | x_j, j < i) for i = at (n,) in rows of x (B, L)."""
+def next_logits(model, x, row, at):
+    """(n, V) float logits of x_i given x_j, j < i, for i = at (n,) in rows of x (B, L)."""
     xt = x[row]
     if model.config.objective != "ar":  # which sees nothing else anyway
         later = torch.arange(x.shape[1], device=x.device) >= at[:, None]
         xt = xt.masked_fill(later & (xt != model.end_id), model.mask_id)
-    logits = logits_at(model, xt, torch.arange(len(row), device=x.device), at, x.device)
+    return logits_at(model, xt, torch.arange(len(row), device=x.device), at, x.device)
+
+
+def next_logp(model, x, row, at):
+    """(n,) float64 on the CPU: log p(x_i | x_j, j < i) for i = at (n,) in rows of x (B, L)."""
+    logits = next_logits(model, x, row, at)
     return -F.cross_entropy(logits, x[row, at], reduction="none").cpu().double()
 
 

@@ -48,22 +48,18 @@ def pointers(**types):
 def masking_cases():
     masking = import_module("kernels.masking")
     names = ("count", "rows", "n_rows", "level", "sample", "seed", "step")
-    kinds = {"exact": (True, True, True)}
-    kinds |= {"bernoulli mask": (False, True, False), "bernoulli rows": (False, False, True)}
-    for T, integer in ((64, "i32"), (64, "i64"), (256, "i64"), (1024, "i64"), (8192, "i64")):
-        for (kind, (exact, mask, rows)), fixed in itertools.product(kinds.items(), (False, True)):
-            if fixed and integer == "i32":
-                continue
-            types = pointers(x0=integer, xt=integer, **dict.fromkeys(names, "i64"))
-            types |= dict.fromkeys(("mask_id", "B", "T", "stride"), "i32")
-            config = masking.config(T, fixed) | dict(EXACT=exact, MASK=mask, ROWS=rows)
-            if fixed:
-                types |= pointers(fixed="i1")
-            else:
-                config |= dict(fixed_ptr=None)
-            main = (90,) if T == 256 and fixed <= exact else ()
-            name = f"masking {kind} T={T} {integer}" + ", documents" * fixed
-            yield Case(name, masking.mask_kernel, types, config, main=main)
+    sizes = ((64, "i32"), (64, "i64"), (256, "i64"), (1024, "i64"), (8192, "i64"))
+    for (T, integer), fixed in itertools.product(sizes, (False, True)):
+        types = pointers(x0=integer, xt=integer, **dict.fromkeys(names, "i64"))
+        types |= dict.fromkeys(("mask_id", "B", "T", "stride"), "i32")
+        config = masking.config(T, fixed)
+        if fixed:
+            types |= pointers(fixed="i1")
+        else:
+            config |= dict(fixed_ptr=None)
+        main = (90,) if T == 256 else ()
+        name = f"masking T={T} {integer}" + ", documents" * fixed
+        yield Case(name, masking.mask_kernel, types, config, main=main)
 
 
 def head_cases():

@@ -1,0 +1,112 @@
+"""The model "mdlm" of lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness).
+
+    pip install lm_eval
+    python studies/harness.py run --model=mdlm --model_args=out_dir=out --tasks=arc_easy --limit=100
+
+The flags are those of lm_eval. log p(answer | prompt) is exact, by the chain rule from left to
+right, for answers of at most `draws` tokens (64): tighter than the bound, and cheaper. Longer ones
+get the bound, from `draws` exact counts.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parent.parent)  # python studies/harness.py, from anywhere
+
+import torch
+import torch.nn.functional as F
+
+import mdlm
+import sample
+from kernels.reference import mask_tokens_ref
+from support import checkpoint, numerics
+from support.cli import UserError, warn
+from support.likelihood import groups, logits_at, next_logits, to_context
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+except ImportError as e:
+    warn(f"this needs lm-evaluation-harness ({e}); pip install lm_eval")
+    sys.exit(2)
+
+
+@register_model("mdlm")
+class Harness(LM):
+    """The args of a request are (prompt, answer)."""
+
+    def __init__(self, out_dir="", draws=64, seed=0, device=None, **unused):
+        super().__init__()
+        folder = checkpoint.default_run(out_dir)
+        self.model, self.tokenizer, config = mdlm.load(folder, device or "auto")
+        self.context = config.block_size
+        self.draws = draws
+        self.seed = seed
+
+    def loglikelihood(self, requests):
+        """[(log p(answer | prompt) in nats, whether greedy choices from left to right give it)]"""
+        return [self.score(*map(self.tokenizer.encode, request.args)) for request in requests]
+
+    def loglikelihood_rolling(self, requests):
+        """[log p(text)], of a long text in windows of a context."""
+        L = self.context
+        texts = [self.tokenizer.encode(request.args[0]) for request in requests]
+        cut = ([ids[i : i + L] for i in range(0, len(ids), L)] for ids in texts)
+        return [sum(self.score([], part)[0] for part in parts) for parts in cut]
+
+    def generate_until(self, requests):
+        """[what follows the prompt, up to the first of the strings that end it]"""
+        found = []
+        for prompt, how in (request.args for request in requests):
+            n = how.get("max_gen_toks", 64)
+            ids = self.tokenizer.encode(prompt)[-max(1, self.context - n) :]
+            prompt = self.tokenizer.decode(ids)
+            heat = how.get("temperature", 1.0) if how.get("do_sample") else 0.0
+            settings = dict(length=len(ids) + n, temperature=heat, seed=self.seed)
+            text = sample.write(self.model, self.tokenizer, prompt, **settings)[0][len(prompt) :]
+            for stop in how.get("until", ()):
+                text = text.split(stop)[0]
+            found.append(text)
+        return found
+
+    @torch.no_grad()
+    def score(self, prompt, answer):
+        """(log p, greedy?) of ids; the beginning of a long prompt is left out."""
+        n = len(answer)
+        if n > self.context:
+            raise UserError(f"an answer has {n} tokens, the context only {self.context}")
+        ids = (prompt + answer)[-self.context :]
+        device = next(self.model.parameters()).device
+        x = to_context(self.model, torch.tensor([ids], device=device))
+        at = torch.arange(len(ids) - n, len(ids), device=device)
+        if n > self.draws and self.model.config.objective == "mdlm":
+            return self.bound(x, at), False
+        row = torch.zeros_like(at)
+        parts = groups(self.model, n, device)
+        logits = [next_logits(self.model, x, row[part], at[part]) for part in parts]
+        logits = torch.cat(logits).double()
+        logp = -F.cross_entropy(logits, x[0, at], reduction="sum").item()
+        return logp, torch.equal(logits.argmax(-1), x[0, at])
+
+    def bound(self, x, at):
+        """The mean over stratified counts l of -n times the mean cross-entropy of l tokens."""
+        K = self.draws
+        count = numerics.stratified_counts(torch.tensor([len(at)]), K, self.seed)[:, 0]
+        count = count.to(x.device)
+        fixed = torch.ones_like(x, dtype=torch.bool)
+        fixed[0, at] = False
+        key = (self.model.mask_id, self.seed, 0, torch.arange(K, device=x.device))
+        xt = mask_tokens_ref(x.expand(K, -1), count, *key, fixed.expand(K, -1))[0]
+        total = 0.0
+        for part in groups(self.model, K, x.device):
+            row, where = ((xt[part] == self.model.mask_id) & ~fixed).nonzero().T
+            logits = logits_at(self.model, xt[part], row, where, x.device).double()
+            ce = F.cross_entropy(logits, x[0, where], reduction="none")
+            total += (ce / count[part][row]).sum().item()
+        return -len(at) * total / K
+
+
+if __name__ == "__main__":
+    cli_evaluate()

@@ -1,0 +1,122 @@
+"""lm-evaluation-harness asks our models, and gets the probabilities that they have."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, TINY, Toy, exhaustive_nelbo, run_mdlm
+
+import sample
+from support import likelihood
+from support.tokenizer import Tokenizer
+
+pytest.importorskip("lm_eval", reason="no lm_eval")
+from studies import harness
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {folder}/questions.jsonl
+test_split: test
+doc_to_text: "{{{{question}}}}"
+metadata:
+  version: 1
+"""
+CHOICE = """
+output_type: multiple_choice
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list:
+  - metric: acc
+"""
+WRITE = """
+output_type: generate_until
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs:
+  until: ["\\n"]
+  max_gen_toks: 8
+metric_list:
+  - metric: exact_match
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run that has learned one sentence, and questions about it."""
+    folder = tmp_path_factory.mktemp("harness")
+    (folder / "text.txt").write_text("the cat sat on a mat.\n" * 400)
+    flags = ["--max_steps=150", "--n_embd=64", "--batch_size=16", "--muon_lr=0.05"]
+    args = [*TINY, *flags, f"--data={folder}/text.txt", f"--out_dir={folder}/out"]
+    assert run_mdlm(*args) == 0
+    questions = [
+        dict(question="the cat sat on", choices=[" no mat.", " a mat.", " a cat."], answer=1),
+        dict(question="the cat", choices=[" sat on", " tas on"], answer=0),
+    ]
+    lines = "".join(json.dumps(question) + "\n" for question in questions)
+    (folder / "questions.jsonl").write_text(lines)
+    for name, kind in (("choice", CHOICE), ("write", WRITE)):
+        task = TASK.format(name=f"mdlm_{name}", folder=folder) + kind
+        (folder / f"{name}.yaml").write_text(task)
+    return folder
+
+
+def ask(asked, *pairs):
+    return asked.loglikelihood([SimpleNamespace(args=pair) for pair in pairs])
+
+
+def test_probabilities_of_all_answers_sum_to_one(run):
+    asked = harness.Harness(run / "out", device="cpu")
+    model, tokenizer = asked.model, asked.tokenizer
+    answers = list(map("".join, itertools.product(tokenizer.vocab, repeat=2)))
+    logp, greedy = zip(*ask(asked, *(("the c", answer) for answer in answers)))
+    assert torch.tensor(logp, dtype=torch.float64).exp().sum().item() == pytest.approx(1, abs=1e-6)
+    assert [a for a, is_greedy in zip(answers, greedy) if is_greedy] == ["at"]
+    x = torch.tensor([tokenizer.encode("the cat")])
+    exact = likelihood.chain_rule(model, x)[0, 5:7].sum().item()
+    assert logp[answers.index("at")] == pytest.approx(exact, abs=1e-6)
+
+
+def test_long_answers_get_the_bound(run, world):
+    """Its mean over seeds is that of all sets of masks."""
+    asked = harness.Harness(run / "out", draws=3, device="cpu")
+    asked.model = Toy(world.random, world.V, world.T)
+    asked.model.parameters = lambda: iter([torch.zeros(1)])
+    asked.tokenizer = Tokenizer("id", 3)
+    found = []
+    for asked.seed in range(400):
+        found.append(ask(asked, ("", "2 0 1 2"))[0][0])
+    found = torch.tensor(found)
+    exact = -4 * exhaustive_nelbo(world.random, torch.tensor([[2, 0, 1, 2]]), world.V).item()
+    assert found.std() > 0, "three draws of four counts vary"
+    assert abs(found.mean() - exact) < 4 * found.std() / 20
+
+
+def test_tasks_are_scored_by_one_command(run):
+    flags = ["--model=mdlm", f"--model_args=out_dir={run}/out", f"--include_path={run}"]
+    flags += ["--tasks=mdlm_choice,mdlm_write", f"--output_path={run}/r", "--device=cpu"]
+    command = [sys.executable, ROOT / "studies" / "harness.py", "run", *flags]
+    environment = os.environ | dict(HF_HOME=str(run / "cache"), HF_HUB_OFFLINE="1")
+    r = subprocess.run(command, cwd=run, env=environment, capture_output=True, text=True)
+    assert r.returncode == 0, r.stderr[-2000:]
+    (written,) = run.glob("r/**/results*.json")
+    results = json.loads(written.read_text())["results"]
+    assert results["mdlm_choice"]["acc,none"] == 1.0
+    assert "mdlm_choice" in r.stdout and "exact_match,none" in results["mdlm_write"]
+
+
+def test_text_is_written_up_to_its_end(run):
+    asked = harness.Harness(run / "out", device="cpu")
+    how = dict(until=["\n", "."], max_gen_toks=12)
+    (text,) = asked.generate_until([SimpleNamespace(args=("the cat sat on", how))])
+    greedy = dict(length=26, temperature=0, seed=0)
+    whole = sample.write(asked.model, asked.tokenizer, "the cat sat on", **greedy)[0]
+    assert text == whole[14:].split("\n")[0].split(".")[0] and len(text) < 12
+    (logp,) = asked.loglikelihood_rolling([SimpleNamespace(args=("the cat sat on a mat.\n" * 3,))])
+    assert -66 < logp < 0

@@ -555,7 +555,9 @@ def generate(model, x, steps=64, generator=None):
 
 # ---- Evaluation
 @torch.no_grad()
-def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, deadline=math.inf):
+def evaluate(
+    model, windows, passes=1, seed=0, batch_size=64, observe=None, deadline=math.inf, scored=None
+):
     """Likelihood of validation windows (W, T), nats per token. Deterministic; ranks share the work.
 
     Masked diffusion: `nelbo`, the mean over windows and passes of the mean CE over masked tokens
@@ -564,11 +566,13 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
     each; `ce` and `accuracy` (top-1): by tenths of the mask rate. observe(rows, targets, logits)
     sees each batch: the scored rows (n,) of the flat batch, their tokens (n,), logits (n, V). Each
     takes windows from everywhere; none but the first begins after the deadline (time.monotonic()).
+    scored (W, T) bool: these tokens alone, the others are given (default: model.learned(windows)).
     """
     W, T = windows.shape
     device = windows.device
     causal = model.config.objective == "ar"
-    length = model.learned(windows).sum(1).cpu()  # (W,)
+    scored = model.learned(windows) if scored is None else scored
+    length = scored.sum(1).cpu()  # (W,)
     count = length[None] if causal else numerics.stratified_counts(length, passes, seed)
     sums = torch.zeros(4, len(count), W, dtype=torch.float64)
     ce, hit, first, done = sums  # views
@@ -580,11 +584,11 @@ def evaluate(model, windows, passes=1, seed=0, batch_size=64, observe=None, dead
         for k in range(len(count)):
             xt = x0 = windows[at.to(device)]
             masked = count[k, at].to(device)  # (B,) how many tokens to score
-            learned = model.learned(x0)
-            rows = learned.flatten().nonzero()[:, 0]
+            these = scored[at.to(device)]
+            rows = these.flatten().nonzero()[:, 0]
             if not causal:
                 key = (seed ^ 0x5EED, k, at.to(device))  # other masks than in training
-                xt, _, rows, n = model.ops.mask_tokens(x0, masked, model.mask_id, *key, ~learned)
+                xt, _, rows, n = model.ops.mask_tokens(x0, masked, model.mask_id, *key, ~these)
                 rows = rows[: int(n)]
             logits = model(xt, rows=rows)  # (n, V)
             targets = x0.flatten()[rows]

@@ -19,10 +19,9 @@ import torch.nn.functional as F
 
 import mdlm
 import sample
-from kernels.reference import mask_tokens_ref
-from support import checkpoint, numerics
+from support import checkpoint
 from support.cli import UserError, warn
-from support.likelihood import groups, logits_at, next_logits, to_context
+from support.likelihood import groups, next_logits, to_context
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -82,30 +81,15 @@ class Harness(LM):
         x = to_context(self.model, torch.tensor([ids], device=device))
         at = torch.arange(len(ids) - n, len(ids), device=device)
         if n > self.draws and self.model.config.objective == "mdlm":
-            return self.bound(x, at), False
+            scored = torch.zeros_like(x, dtype=torch.bool).index_fill(1, at, True)
+            r = mdlm.evaluate(self.model, x, self.draws, self.seed, scored=scored)
+            return -n * r["nelbo"], False
         row = torch.zeros_like(at)
         parts = groups(self.model, n, device)
         logits = [next_logits(self.model, x, row[part], at[part]) for part in parts]
         logits = torch.cat(logits).double()
         logp = -F.cross_entropy(logits, x[0, at], reduction="sum").item()
         return logp, torch.equal(logits.argmax(-1), x[0, at])
-
-    def bound(self, x, at):
-        """The mean over stratified counts l of -n times the mean cross-entropy of l tokens."""
-        K = self.draws
-        count = numerics.stratified_counts(torch.tensor([len(at)]), K, self.seed)[:, 0]
-        count = count.to(x.device)
-        fixed = torch.ones_like(x, dtype=torch.bool)
-        fixed[0, at] = False
-        key = (self.model.mask_id, self.seed, 0, torch.arange(K, device=x.device))
-        xt = mask_tokens_ref(x.expand(K, -1), count, *key, fixed.expand(K, -1))[0]
-        total = 0.0
-        for part in groups(self.model, K, x.device):
-            row, where = ((xt[part] == self.model.mask_id) & ~fixed).nonzero().T
-            logits = logits_at(self.model, xt[part], row, where, x.device).double()
-            ce = F.cross_entropy(logits, x[0, where], reduction="none")
-            total += (ce / count[part][row]).sum().item()
-        return -len(at) * total / K
 
 
 if __name__ == "__main__":

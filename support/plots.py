@@ -119,7 +119,7 @@ def plot_run(path):
 
 
 def plot_losses(out_dirs, path):
-    """Draw the losses of runs, of several also over seconds and with learning rates, as a PNG.
+    """Draw the losses of runs, of several also over seconds, as a PNG.
 
     Raises UserError for a run without a log.
     """
@@ -132,30 +132,23 @@ def plot_losses(out_dirs, path):
     # A dollar would begin a formula.
     names = [escaped(str(name)).replace("$", r"\$") for name in names]
     several = len(logs) > 1
-    grid = dict(squeeze=False, sharex="col", sharey="row")
-    if several:
-        fig, axes = figure(9.5, 5.2, 2, 2, height_ratios=[4, 1], **grid)
-        axes[1, 0].set_ylabel("share of the\nlearning rate")
-    else:
-        fig, axes = figure(7, 4.2, **grid)
-    for x, column in zip(("step", "seconds"), axes.T):
+    fig, axes = figure(9.5 if several else 7, 4.2, 1, 1 + several, squeeze=False, sharey=True)
+    for x, ax in zip(("step", "seconds"), axes[0]):
         for i, (name, log) in enumerate(zip(names, logs)):
             color = COLORS[i % 5]
             batches = [r for r in log if r.get("loss") is not None]
             xs = [r[x] for r in batches]
             label = None if several else "training batches"
             style = dict(lw=0.8, alpha=0.5, color=color, label=label)
-            column[0].plot(xs, [r["loss"] for r in batches], **style)
-            for ax in column[1:]:
-                ax.plot(xs, [r["lr_scale"] for r in batches], lw=1.2, alpha=0.7, color=color)
+            ax.plot(xs, [r["loss"] for r in batches], **style)
             key, val = validations(log)
             if val:
                 label = f"{name}: {key[4:].upper()} {val[-1][key]:.3f}"
                 style = dict(fmt="os^Dv"[i % 5] + "-", ms=4, lw=1.6, capsize=2, color=color)
                 error = [2 * (r[f"{key}_se"] or 0) for r in val]
                 xs = [r[x] for r in val]
-                column[0].errorbar(xs, [r[key] for r in val], error, **style, label=label)
-        column[-1].set_xlabel(x)
+                ax.errorbar(xs, [r[key] for r in val], error, **style, label=label)
+        ax.set_xlabel(x)
     axes[0, 0].set_ylabel("nats per token")
     axes[0, 0].legend(frameon=False, fontsize=9)
     fig.savefig(path)

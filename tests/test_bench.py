@@ -213,7 +213,7 @@ def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
     """As far as a CPU has them; those that it lacks are named."""
     monkeypatch.setattr(peers, "on_gpu", lambda device: True)
     monkeypatch.setattr(peers, "compiled", lambda f: f)  # compiling would take its time
-    gpu_only = {"SDPA CUDNN", "SDPA EFFICIENT", *peers.NO_GRAPH} - {"rand and argsort"}
+    gpu_only = {"SDPA CUDNN", "SDPA EFFICIENT", *peers.NO_GRAPH}
     checked = set()
     for case in (
         peers.masking(CPU, 4, 16),

@@ -34,7 +34,7 @@ SOURCES += [reference.neighbours, reference.rotary_tables, reference.rotate, ref
 SOURCES += [reference.attention_ref, mdlm.Block, mdlm.Model]
 # The settings that make the network.
 NETWORK = ("n_layer", "n_head", "n_embd", "block_size", "dropout", "attention_every", "conv", "pos")
-NETWORK += ("tie", "time_conditioning", "objective")
+NETWORK += ("tie", "time_conditioning", "objective", "prompt_column")
 
 
 @dataclass
@@ -121,13 +121,12 @@ def to_library(tokenizer):
 def quality(folder):
     """What the log of a run says of its checkpoint `folder`."""
     run = plots.run_of(folder)
-    if run:
-        key, found = plots.validations(plots.read_log(run))
-        for r in found:
-            if r["step"] == step_of(folder):
-                name = {"val_nll": "NLL", "val_nelbo": "NELBO (a bound of the NLL)"}[key]
-                return f"validation {name} {r[key]:.4f} +- {r[f'{key}_se']:.4f} nats per token"
-    return "not logged: `python eval.py` of mdlm measures it"
+    key, logged = plots.validations(plots.read_log(run) if run else [])
+    here = [r for r in logged if r["step"] == step_of(folder)]
+    if not here:
+        return "not logged: `python eval.py` of mdlm measures it"
+    name = {"val_nll": "NLL", "val_nelbo": "NELBO (a bound of the NLL)"}[key]
+    return f"validation {name} {here[-1][key]:.4f} +- {here[-1][f'{key}_se']:.4f} nats per token"
 
 
 def card(folder, model, tokenizer, config, name):
@@ -139,10 +138,12 @@ def card(folder, model, tokenizer, config, name):
         counts = model.length_counts.double().cpu()
         length = 1 + round((counts @ torch.arange(len(counts)).double() / counts.sum()).item())
         end = "x[0, -1] = tokenizer.eos_token_id  # a text ends in [END], which is given\n"
+    if config.prompt_column:
+        end = "x[0, 0] = tokenizer.eos_token_id  # the ids of a prompt go before it\n"
     fields = dict(name=name, data=config.data, quality=quality(folder), size=size, end=end)
     fields |= dict(millions=sum(p.numel() for p in model.parameters()) / 1e6)
     fields |= dict(V=tokenizer.vocab_size, kind=tokenizer.kind, pad_id=tokenizer.vocab_size + 1)
-    fields |= dict(length=length, filled=length - model.documents)
+    fields["length"] = length
     fields |= dict(prompt="The" if tokenizer.knows("The") else tokenizer.decode([0]))
     form = "card_ar.md" if config.objective == "ar" else "card.md"
     return (SUPPORT / form).read_text(encoding="utf-8").format(**fields)
@@ -165,8 +166,7 @@ def contents_of(folder, options):
     settings |= dict(pad_to_context=options.pad_to_context, tie_word_embeddings=False)
     words = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size)
     words |= dict(mask_token="[MASK]", pad_token="[PAD]", eos_token=end)
-    words |= dict(clean_up_tokenization_spaces=False)
-    words |= dict(model_input_names=["input_ids", "attention_mask"])
+    words["model_input_names"] = ["input_ids", "attention_mask"]
     weights = {f"model.{key}": value for key, value in model.state_dict().items()}
     source = "\n\n\n".join(map(inspect.getsource, SOURCES))
     before, _, after = TEMPLATE.read_text(encoding="utf-8").partition(PLACE)

@@ -66,6 +66,7 @@ class Config:
     tokenizer: str = opt("char", "char, byte, word, bpe, or a tokenizer.json (of Hugging Face)")
     vocab_size: int = opt(0, "V of word, bpe (0: 16384) or .bin files", bounds=(0, 1 << 24))
     text_column: str = opt("text", "column of .jsonl and .parquet files; a record is a document")
+    prompt_column: str = opt("", "column of prompts, which are given; --text_column: answers")
     separator: str = opt("", "text between documents (\\n, \\t work); each ends in [END]")
     end_token: str = opt("", "[END] in a tokenizer.json (default: its end of text)")
     end_id: int = opt(-1, "[END] in a folder of .bin files (-1: none)", bounds=(-1, 1 << 24))
@@ -145,6 +146,8 @@ def new_config(given):
     settings = PRESETS[preset] | (PATTERNS if given.get("data") == "patterns" else {})
     if given.get("time_limit"):
         settings["max_steps"] = NO_LIMIT
+    if given.get("prompt_column"):
+        settings["lengths"] = "learned"  # a prompt says how long its answer is
     return Config(**settings | given | {"preset": preset})
 
 
@@ -166,14 +169,17 @@ def prepare(config, folder, tokenizer=None):
         tokenizer = build_tokenizer(*how, pieces, cut, config.end_token)
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
-    done = in_train = 0
+    done = in_train = held = 0
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         for piece, ends_document in pieces():
             k = min(max(cut - done, 0), len(piece))
             if k and sources.is_records(config.data):
                 k = len(piece)  # the split falls between records
             in_train += k
-            done += len(piece)
+            held += len(piece)
+            if ends_document != sources.PROMPT:  # which goes where its answer goes
+                done += held
+                held = 0
             for file, part in ((train, piece[:k]), (val, piece[k:])):
                 if part:
                     ids = tokenizer.encode_array(part)
@@ -219,7 +225,7 @@ class Corpus:
             self.train_windows = [part[:W] for part in self.train_windows]  # room for the offset
             self.offsets = min(T, len(ids[0]) - W * T + 1)
         self.chars_per_token = None
-        if meta.get("characters"):
+        if meta.get("characters") and not config.prompt_column:
             scored = int(self.val_windows[2].sum()) if self.documents else len(ids[1])
             self.chars_per_token = meta["characters"][1] / scored
         self.epochs = {}
@@ -332,7 +338,8 @@ class Model(nn.Module):
         self.mask_id = vocab_size
         self.end_id = end_id
         self.pad_id = vocab_size  # what follows a short text: [MASK], as it is not known, or [END]
-        self.documents = end_id >= 0 and config.objective == "mdlm"  # each sees itself alone
+        # Each sees itself alone.
+        self.documents = end_id >= 0 and config.objective == "mdlm" and not config.prompt_column
         if self.documents:
             self.pad_id = end_id
             # How many texts of each length there were: sample.py draws from them.
@@ -361,6 +368,8 @@ class Model(nn.Module):
     def learned(self, x0):
         """(B, T) bool: the tokens that are learned and scored: text, not [END] or what follows."""
         is_text = x0 != self.end_id
+        if self.config.prompt_column:  # what follows the first [END], others too
+            return F.pad(~is_text[:, :-1], (1, 0)).cumsum(1) > 0
         if self.config.objective == "ar":  # which learns where a text ends
             return is_text | F.pad(is_text[:, :-1], (1, 0), value=True)
         return is_text
@@ -458,8 +467,8 @@ def make_batch(model, x0, levels, weights, step, samples):
         return x0, x0.flatten(), None, share.flatten()
     # 2. Mask exactly l tokens of each.
     fixed = None
-    if model.documents:
-        fixed = x0 == model.end_id
+    if model.end_id >= 0:
+        fixed = ~model.learned(x0)
     key = (model.mask_id, config.seed, step, samples)
     xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, *key, fixed)
     # 3. Say where the masked tokens are, what they were, and how much each counts: the loss is the
@@ -571,7 +580,8 @@ def evaluate(
     W, T = windows.shape
     device = windows.device
     causal = model.config.objective == "ar"
-    scored = model.learned(windows) if scored is None else scored
+    if scored is None:
+        scored = model.learned(windows)
     length = scored.sum(1).cpu()  # (W,)
     count = length[None] if causal else numerics.stratified_counts(length, passes, seed)
     sums = torch.zeros(4, len(count), W, dtype=torch.float64)

@@ -384,7 +384,7 @@ def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16
     if template:
         parts = parse(text, tokenizer, config.block_size)
     else:
-        parts = of_prompt(text, tokenizer, length or config.block_size)
+        parts = of_prompt(text, tokenizer, length or config.block_size, config.prompt_column)
     how["generator"] = generator
     if None in parts:  # the likeliest lengths
         fill = partial(fill_gaps, model, tokenizer, how)
@@ -511,14 +511,15 @@ def main(argv):
     model, tokenizer, options = load(options, given)
 
     def to_parts(template):
-        context = model.config.block_size
+        config = model.config
         if template is None:
-            parts = of_prompt(options.prompt, tokenizer, options.length or context)
+            length = options.length or config.block_size
+            parts = of_prompt(options.prompt, tokenizer, length, config.prompt_column)
         else:
-            parts = parse(template, tokenizer, context)
+            parts = parse(template, tokenizer, config.block_size)
         if None in parts and options.top:
             raise UserError("--top needs gaps of known lengths; write █ for each token")
-        if options.cfg and not any(isinstance(part, str) for part in parts):
+        if options.cfg and not any(isinstance(part, (str, list)) for part in parts):
             raise UserError("--cfg guides by the given text, and there is none; give some")
         return parts
 

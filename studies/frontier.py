@@ -37,8 +37,6 @@ ALSO = {  # at fewer numbers of calls
     "max_prob": dict(order="max_prob", correct=0),
     "default, T = 0.9": dict(temperature=0.9),
     "default, T = 0.8": dict(temperature=0.8),
-    "default, top_p = 0.95": dict(top_p=0.95),
-    "random order, T = 0.8": dict(order="random", correct=0, temperature=0.8),
 }
 CALLS = (4, 8, 16, 32, 64)
 GROUP = 16  # texts whose words are compared: the share of distinct ones depends on their number

@@ -76,7 +76,7 @@ def next_logits(model, x, row, at):
     xt = x[row]
     if model.config.objective != "ar":  # which sees nothing else anyway
         later = torch.arange(x.shape[1], device=x.device) >= at[:, None]
-        xt = xt.masked_fill(later & (xt != model.end_id), model.mask_id)
+        xt = xt.masked_fill(later & model.learned(xt), model.mask_id)
     return logits_at(model, xt, torch.arange(len(row), device=x.device), at, x.device)
 
 

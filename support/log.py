@@ -150,8 +150,9 @@ class Log:
     def samples(self, run, generate):
         """Show two generated texts, and validation text with a generated middle, in brackets."""
         mask = run.model.mask_id
-        learned = run.model.learned(run.windows[[0, 1 % len(run.windows), 0]])
-        x = torch.where(learned, mask, run.model.pad_id)
+        x = run.windows[[0, 1 % len(run.windows), 0]]
+        learned = run.model.learned(x)
+        x = torch.where(learned, mask, x)
         window = run.windows[0]
         T = int(learned[0].sum())
         begin = T // 2

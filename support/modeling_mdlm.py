@@ -45,9 +45,6 @@ class MDLMForMaskedLM(PreTrainedModel):
             for table, numbers in zip((module.cos, module.sin), rotary_tables(len(module.cos), D)):
                 table.copy_(numbers)
 
-    def get_input_embeddings(self):
-        return self.model.embed
-
     def predict(self, ids):
         """(n, T) ids, without padding -> (n, T, V) logits."""
         T = ids.shape[1]

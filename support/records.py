@@ -24,13 +24,15 @@ def find_files(path):
     return found
 
 
-def read(path, column):
-    """Stream the texts of a data set, its records' `column`; UserError says where one is wrong."""
+def read(path, *columns):
+    """Stream lists of texts, those columns of each record; UserError says where one is wrong."""
     for file in find_files(path):
         reader = next(READERS[suffix] for suffix in READERS if file.name.endswith(suffix))
         try:
-            for place, text in reader(file, column):
-                yield check_text(text, f"{file}{place}")
+            for place, texts in reader(file, columns):
+                names = columns if place else ("",)
+                where = (f"{file}{place}{name}" for name in names)
+                yield list(map(check_text, texts, where))
         except (OSError, EOFError, zlib.error) as e:  # gzip raises all three
             why = getattr(e, "strerror", None) or e
             raise UserError(f"--data={file} cannot be read ({why}); restore it") from None
@@ -48,15 +50,17 @@ def check_text(text, where):
     return text
 
 
-def read_txt(path, column):
+def read_txt(path, columns):
     """A text file is one document."""
+    if len(columns) > 1:
+        raise UserError(f"{path} has no column {columns[0]!r}; give .jsonl or .parquet files")
     try:
-        yield "", path.read_text(encoding="utf-8-sig")
+        yield "", [path.read_text(encoding="utf-8-sig")]
     except UnicodeDecodeError as e:
         raise UserError(f"{path} is not UTF-8 text (byte {e.start}); convert it") from None
 
 
-def read_jsonl(path, column):
+def read_jsonl(path, columns):
     """One JSON object a line; blank lines are skipped."""
     with gzip.open(path) if path.name.endswith(".gz") else open(path, "rb") as f:
         number = 0
@@ -71,13 +75,20 @@ def read_jsonl(path, column):
                 record = json.loads(line)
             except (ValueError, RecursionError) as e:
                 raise UserError(f"{where} is no JSON ({e}); mend or remove it") from None
-            if not isinstance(record, dict) or column not in record:
-                found = ", ".join(record) if isinstance(record, dict) else "no JSON object"
-                raise UserError(f"{where} has no {column!r}: {found[:200]}; give --text_column")
-            yield f", line {number}: {column}", record[column]
+            record = record if isinstance(record, dict) else {}
+            check_columns(columns, record, where)
+            yield f", line {number}: ", [record[name] for name in columns]
 
 
-def read_parquet(path, column):
+def check_columns(columns, found, where):
+    for name in columns:
+        if name not in found:
+            words = ", ".join(found)[:200] or "no JSON object"
+            flag = "--text_column" if name == columns[-1] else "--prompt_column"
+            raise UserError(f"{where} has no {name!r}, but {words}; give {flag}")
+
+
+def read_parquet(path, columns):
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
@@ -85,15 +96,12 @@ def read_parquet(path, column):
         raise UserError(f"--data={path} needs a library; pip install pyarrow") from None
     try:
         with ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if column not in names:
-                found = ", ".join(names)[:200]
-                raise UserError(f"{path} has no {column!r}, but {found}; give --text_column")
+            check_columns(columns, file.schema_arrow.names, path)
             number = 0
-            for batch in file.iter_batches(batch_size=256, columns=[column]):
-                for text in batch.column(0).to_pylist():
+            for batch in file.iter_batches(batch_size=256, columns=list(columns)):
+                for record in batch.to_pylist():
                     number += 1
-                    yield f", row {number}: {column}", text
+                    yield f", row {number}: ", [record[name] for name in columns]
     except (pyarrow.ArrowException, UnicodeDecodeError) as e:
         raise UserError(f"--data={path} is no intact parquet file ({e}); restore it") from None
 

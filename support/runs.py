@@ -92,6 +92,9 @@ def check(config, world=1):
     if config.data == "patterns" and text != (64, "char", ""):
         why = "leave --block_size, --tokenizer and --separator out"
         raise UserError(f"--data=patterns has aligned sequences of 64 characters; {why}")
+    if config.prompt_column and (config.objective, config.lengths) != ("mdlm", "learned"):
+        why = "leave --objective and --lengths out"
+        raise UserError(f"--prompt_column is for masks, and learns where an answer ends; {why}")
     if config.objective == "ar" and config.time_conditioning:
         raise UserError("--objective=ar has no mask rate; leave --time_conditioning out")
 
@@ -184,7 +187,7 @@ def check_idle(given, config):
         ("without --separator there are no documents", whole, ("lengths", "pack")),
         ("only documents of known lengths are packed", not packs, ("pack",)),
         ("records are documents", is_records, ("separator",)),
-        (f"{config.data} has no columns", not is_records, ("text_column",)),
+        (f"{config.data} has no columns", not is_records, ("text_column", "prompt_column")),
         ("--objective=ar masks nothing", config.objective == "ar", MASKS),
         (f"{config.data} is a folder of ids", not is_text, ("tokenizer", "separator")),
         (f"{config.data} is no folder of ids", is_text, ("end_id",)),

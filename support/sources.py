@@ -8,6 +8,7 @@ import math
 import mmap
 import os
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ NAMES = ("train.bin", "val.bin")
 HEADER = 1024  # bytes
 MAGIC = {20240520: "uint16", 20240801: "int32"}  # of headers: the width of the ids
 PART = 1 << 24  # characters or ids that are held at a time, so that memory is bounded
+PROMPT = "prompt"  # what a piece ends whose answer follows
 BUILT_IN = ("shakespeare", "patterns", "pydoc")  # values of --data that name no file
 
 
@@ -48,7 +50,8 @@ def has_documents(config):
 def find_pieces(config):
     """A function that streams --data as (text, whether it ends a document); None for patterns."""
     if is_records(config.data):
-        return lambda: ((text, True) for text in records.read(config.data, config.text_column))
+        columns = filter(None, (config.prompt_column, config.text_column))
+        return partial(split_records, config.data, *columns)
     texts = find_text(config.data)
     separator = config.separator.replace("\\n", "\n").replace("\\t", "\t")
     return texts and (lambda: split_documents(texts(), separator))
@@ -120,6 +123,12 @@ def read_text(path, size=PART):
             raise UserError(f"--data={path} is not UTF-8 text (byte {at}); {advice}") from None
     if rest:
         yield rest
+
+
+def split_records(path, *columns):
+    """Stream (prompt, PROMPT), (text, True) of records."""
+    for texts in records.read(path, *columns):
+        yield from zip(texts, (PROMPT, True)[-len(texts) :])
 
 
 def split_documents(texts, separator, size=PART):
@@ -315,14 +324,15 @@ def parts_of(arrays):
 
 def check_documents(config, is_variant):
     """Raise UserError for a config that cannot learn documents of known lengths."""
-    if (config.lengths, config.objective) == ("known", "mdlm") and is_variant(config):
-        why = "other masks and weights are not for documents of known lengths"
-        raise UserError(f"{why}; add --lengths=learned")
+    known = config.prompt_column or (config.lengths, config.objective) == ("known", "mdlm")
+    if known and is_variant(config):
+        why = "other masks and weights are not for documents of known lengths, and not with prompts"
+        raise UserError(f"{why}; leave them out, or without prompts add --lengths=learned")
 
 
 def given_end(config, tokenizer, is_variant):
     """The id of an [END] that is given, never masked; -1: there is none, or it is learned."""
-    if tokenizer.end_id is None or config.lengths == "learned":
+    if tokenizer.end_id is None or (config.lengths == "learned" and not config.prompt_column):
         return -1
     check_documents(config, is_variant)
     return tokenizer.end_id
@@ -341,7 +351,11 @@ def cut_windows(ids, config, end_id):
     ends = [np.zeros(0, np.int64)]
     for i, part in zip(itertools.count(0, PART), parts_of([ids])):
         ends.append(i + 1 + (part == end_id).nonzero()[0])
-    edges = np.unique(np.concatenate([[0], *ends, [len(ids)]]))
+    ends = np.concatenate(ends)
+    prompts = ends[::2]
+    if config.prompt_column:
+        ends = ends[1::2]
+    edges = np.unique(np.concatenate([[0], ends, [len(ids)]]))
     windows = -(-np.diff(edges) // T)  # windows in each document, rounded up
     last = windows.cumsum() - 1  # the number of its last one
     sizes = np.full(windows.sum(), T, np.int32)
@@ -354,6 +368,11 @@ def cut_windows(ids, config, end_id):
     if config.lengths == "known" and config.objective == "mdlm":
         learned[last] -= 1
         learned[-1] += ids[-1] != end_id  # the last document may be cut off
+    if config.prompt_column:
+        if (windows > 1).any():
+            longest = f"a prompt and its answer take {np.diff(edges).max()} tokens"
+            raise UserError(f"{longest}, more than --block_size={T}; shorten them or raise it")
+        learned = (T - (prompts - edges[:-1])).astype(np.int32)
     if not learned.any():
         raise UserError("the text is empty but for the ends of its documents; give some")
     some = slice(None) if learned.all() else learned > 0

@@ -1,6 +1,7 @@
 """Templates for infilling: text in which █ is a token to fill and [___] a gap of unknown length.
 
 Programs handle them as a list of parts: a literal string, a number of tokens, or None for [___].
+A prompt that [END] follows is a list of ids.
 """
 
 import itertools
@@ -44,9 +45,11 @@ def parse_all(infill, batch, to_parts):
     return found
 
 
-def of_prompt(prompt, tokenizer, length):
+def of_prompt(prompt, tokenizer, length, prompt_column=""):
     """The parts of a text of `length` tokens that begins with a prompt, which may be empty."""
-    n = len(tokenizer.encode(prompt))
+    if prompt_column:  # the model was trained on prompts and answers
+        prompt = [*tokenizer.encode(prompt), tokenizer.end_id]
+    n = len(to_ids([prompt], tokenizer))
     if n >= length:
         raise UserError(f"the prompt has {n} tokens, all of the {length} to write; raise --length")
     return [part for part in (prompt, length - n) if part]
@@ -86,8 +89,12 @@ def parse(template, tokenizer, context):
 
 def to_ids(parts, tokenizer, mask=0):
     """The ids of parts, `mask` in gaps; a gap of unknown length counts as one token."""
-    ids = [tokenizer.encode(p) if isinstance(p, str) else [mask] * (p or 1) for p in parts]
-    return list(itertools.chain(*ids))
+    ids = []
+    for part in parts:
+        if isinstance(part, str):
+            part = tokenizer.encode(part)
+        ids += part if isinstance(part, list) else [mask] * (part or 1)
+    return ids
 
 
 def to_texts(parts, ids, tokenizer):
@@ -98,7 +105,8 @@ def to_texts(parts, ids, tokenizer):
         text = part if isinstance(part, str) else tokenizer.decode(ids[:n])
         if tokenizer.kind == "id":  # numbers need a space between them
             text = " " * bool(texts) + text.strip()
-        texts.append((text, not isinstance(part, str)))
+        text += "\n" * isinstance(part, list)
+        texts.append((text, not isinstance(part, (str, list))))
         ids = ids[n:]
     return texts
 

@@ -90,14 +90,14 @@ def test_run_on_records_resumes_without_them(tmp_path, capsys):
 
 GOOD = json.dumps(dict(text="a good record\n" * 9)) + "\n"
 WRONG = [
-    (GOOD + '{"txt": "a"}', "line 2 has no 'text': txt; give --text_column"),
+    (GOOD + '{"txt": "a"}', "line 2 has no 'text', but txt; give --text_column"),
     (GOOD + '{"text": 7}', "line 2: text is '7', not a text"),
     (GOOD + '{"text": null}', "line 2: text is 'None', not a text"),
     (GOOD + '\n{"text": ""}', "line 3: text is '', not a text"),
     (GOOD + '{"text": "\\ud800"}', "line 2: text has half of a surrogate pair"),
     (GOOD + '{"text": "a"', "line 2 is no JSON"),
     (GOOD + "[" * 100_000, "line 2 is no JSON"),
-    (GOOD + '["text"]', "line 2 has no 'text': no JSON object"),
+    (GOOD + '["text"]', "line 2 has no 'text', but no JSON object"),
     (GOOD.encode() + b'{"text": "\xff"}', "line 2 is no JSON"),
     ("", "is empty"),
 ]

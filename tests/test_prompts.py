@@ -1,0 +1,144 @@
+"""Prompts and answers (--prompt_column): a prompt is given, an answer is learned and written."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from conftest import TINY, run_mdlm, tiny_flags
+
+import mdlm
+import sample
+from support import cli
+from support.likelihood import chain_rule
+
+SOUNDS = {"cat": "meow", "a dog": "woof!", "the old cow": "moo", "me": "i am a model"}
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run that has learned which animal says what."""
+    folder = tmp_path_factory.mktemp("prompts")
+    pairs = [dict(q=q, a=a) for q, a in SOUNDS.items()]
+    data = write(folder / "qa.jsonl", pairs * 200)
+    flags = tiny_flags("--n_embd=64", "--batch_size=16", "--max_steps=250", "--muon_lr=0.05")
+    flags += ["--prompt_column=q", "--text_column=a"]
+    assert run_mdlm(f"--data={data}", *flags, f"--out_dir={folder}/out") == 0
+    return folder / "out"
+
+
+def test_it_answers(run, capsys):
+    """With the length that an answer has: [END] is written too."""
+    model, tokenizer, _ = mdlm.load(run)
+    for q, a in SOUNDS.items():
+        assert sample.write(model, tokenizer, q, n=2, temperature=0) == [f"{q}\n{a}"] * 2
+        assert cli.run(sample.main, [f"--out_dir={run}", f"--prompt={q}", "--json=-"]) == 0
+        assert json.loads(capsys.readouterr().out)["text"] == f"{q}\n{a}"
+    exact = {}
+    for q, a in itertools.product(SOUNDS, SOUNDS.values()):
+        ids = [*tokenizer.encode(q), model.end_id, *tokenizer.encode(a), model.end_id]
+        logp = chain_rule(model, torch.tensor([ids]))[0]
+        assert (logp[: len(tokenizer.encode(q)) + 1] == 0).all(), "a prompt is not scored"
+        exact[q, a] = logp.sum().item()
+    for q in SOUNDS:
+        assert max(SOUNDS.values(), key=lambda a: exact[q, a]) == SOUNDS[q]
+        assert exact[q, SOUNDS[q]] > -0.3
+
+
+def test_only_answers_are_learned(run):
+    model, tokenizer, config = mdlm.load(run)
+    E = model.end_id
+    x = torch.tensor([[1, 2, E, 3, 4, E, E], [E, 1, E, E, E, E, E]])
+    assert model.learned(x).int().tolist() == [[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1]]
+    corpus = mdlm.Corpus(run / "data", config, torch.device("cpu"))
+    samples = torch.arange(config.batch_size)
+    for step in range(5):
+        drawn = mdlm.draw_batch(config, corpus, step, samples, early=0.0)
+        x0, levels = drawn[:2]
+        xt, targets, rows, share = mdlm.make_batch(model, *drawn)
+        learned = model.learned(x0)
+        assert not (xt == model.mask_id)[~learned].any()
+        assert torch.equal((xt == model.mask_id).sum(1), levels)
+        assert torch.equal(learned.sum(1), corpus.find(step * config.batch_size + samples)[2])
+        scored = rows[share > 0]
+        assert learned.flatten()[scored].all() and len(scored) == levels.sum()
+        assert torch.equal(targets[share > 0], x0.flatten()[scored])
+        text = tokenizer.decode(x0[0].tolist())
+        assert any(text == q + a for q, a in SOUNDS.items())
+
+
+def test_counts_are_uniform_on_answers(run):
+    config = mdlm.load(run)[2]
+    corpus = mdlm.Corpus(run / "data", config, torch.device("cpu"))
+    share = []
+    for step in range(200):
+        lengths = corpus.find(torch.arange(config.batch_size) + step * config.batch_size)[2]
+        levels = mdlm.draw_levels(config, step, 0.0, lengths)
+        assert (levels >= 1).all() and (levels <= lengths).all()
+        share.append((levels - 0.5) / lengths)
+    share = torch.cat(share)
+    assert abs(share.mean() - 0.5) < 0.005 and abs(share.var() - 1 / 12) < 0.003
+
+
+def test_nelbo_of_an_answer_by_enumeration(run):
+    """Three tokens: the mean over l of the mean over sets of l tokens of the mean CE there."""
+    model, tokenizer, _ = mdlm.load(run)
+    q = "the old cow"
+    T = len(q) + 4
+    x0 = torch.tensor([[*tokenizer.encode(q), model.end_id, *tokenizer.encode("me"), model.end_id]])
+    total = 0.0
+    for n in (1, 2, 3):
+        sets = list(itertools.combinations(range(T - 3, T), n))
+        for masked in map(list, sets):
+            xt = x0.clone()
+            xt[0, masked] = model.mask_id
+            with torch.no_grad():
+                logp = model(xt)[0].log_softmax(-1)
+            total -= logp[masked, x0[0, masked]].mean().item() / len(sets) / 3
+    r = mdlm.evaluate(model, x0.expand(600, -1), passes=3)
+    each = torch.tensor(r["by_window"], dtype=torch.float64)
+    assert total > 0.1 and abs(r["nelbo"] - total) < 4 * each.std() / 600**0.5
+
+
+def test_a_prompt_goes_where_its_answer_goes(tmp_path):
+    records = [dict(q="x" * (i % 7 + 1), a=str(i)) for i in range(100)]
+    config = mdlm.Config(
+        data=str(write(tmp_path / "x.jsonl", records)), prompt_column="q", text_column="a"
+    )
+    mdlm.prepare(config, tmp_path)
+    _, arrays, tokenizer, _ = mdlm.sources.open_ids(tmp_path, 8, 0)
+    texts = ["".join(tokenizer.decode([i]) or "|" for i in ids) for ids in arrays]
+    assert "".join(texts) == "".join(f"{r['q']}|{r['a']}|" for r in records)
+    assert all(text.count("|") % 2 == 0 and text.startswith("x") for text in texts)
+
+
+@pytest.mark.parametrize(
+    "records, flags, words",
+    [
+        ([dict(q="what", a="x" * 40)] * 30, [], ["take 46 tokens", "--block_size=32"]),
+        ([dict(q="what")] * 9, [], ["'a'", "q", "--text_column"]),
+        ([dict(a="what")] * 9, [], ["'q'", "a", "--prompt_column"]),
+        ([dict(q="", a="b")] * 9, [], ["line 1: q", "not a text"]),
+        ([dict(q="c", a="b")] * 9, ["--objective=ar"], ["--prompt_column", "--objective"]),
+        ([dict(q="c", a="b")] * 9, ["--lengths=known"], ["--prompt_column", "--lengths"]),
+        ([dict(q="c", a="b")] * 9, ["--masking=bernoulli"], ["with prompts", "leave them out"]),
+        (None, [], ["text.txt", "has no columns"]),
+    ],
+)
+def test_mistakes_get_one_sentence(tmp_path, capsys, records, flags, words):
+    data = tmp_path / "text.txt"
+    data.write_text("a text")
+    if records:
+        data = write(tmp_path / "x.jsonl", records)
+    out = tmp_path / "out"
+    args = [f"--data={data}", "--prompt_column=q", "--text_column=a", f"--out_dir={out}"]
+    capsys.readouterr()
+    assert run_mdlm(*TINY, *args, *flags) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and all(word in said for word in words), said
+    assert not out.exists()

@@ -379,8 +379,8 @@ def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16
     config = model.config
     device = next(model.parameters()).device
     template = is_template(text)
-    if template and (length or config.objective == "ar"):
-        raise UserError("a template has its own length, and is not for an autoregressive model")
+    if template and (length or config.objective == "ar" or config.prompt_column):
+        raise UserError("a template has its own length, and is for models that infill alone")
     if template:
         parts = parse(text, tokenizer, config.block_size)
     else:
@@ -427,6 +427,8 @@ def load(options, given):
     """(model, tokenizer, options) of --out_dir, of out/ or of weights/; options without "auto"."""
     device = pick_device(options.device)
     model, tokenizer, config = mdlm.load(default_run(options.out_dir), device)
+    if config.prompt_column and (options.infill or options.batch):
+        raise UserError("this model learned to answer prompts; give --prompt, no template")
     if config.objective == "ar":
         for name in ("infill", "batch", "steps", "correct", "distance"):
             if name in given:

@@ -3,9 +3,8 @@
     pip install lm_eval
     python studies/harness.py run --model=mdlm --model_args=out_dir=out --tasks=arc_easy --limit=100
 
-The flags are those of lm_eval. log p(answer | prompt) is exact, by the chain rule from left to
-right, for answers of at most `draws` tokens (64): tighter than the bound, and cheaper. Longer ones
-get the bound, from `draws` exact counts.
+log p(answer | prompt) is exact, by the chain rule from left to right, for answers of up to `draws`
+tokens (64): tighter than the bound, and cheaper. Longer ones get the bound, from as many counts.
 """
 
 import sys

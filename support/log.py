@@ -189,7 +189,7 @@ class Log:
     def template(self, run):
         """A few words of validation text and a gap, for a shell; "" if no words are fit."""
         tokenizer = run.corpus.tokenizer
-        if run.config.objective == "ar" or tokenizer.kind == "id":
+        if run.config.objective == "ar" or run.config.prompt_column or tokenizer.kind == "id":
             return ""
         text = "\0".join(tokenizer.decode(ids) for ids in run.windows[:16].tolist())
         found = re.findall(r"(?<=\s)\w[\w ,;:]{4,11}(?=\w{3})", text)

@@ -39,6 +39,10 @@ def test_it_answers(run, capsys):
         assert sample.write(model, tokenizer, q, n=2, temperature=0) == [f"{q}\n{a}"] * 2
         assert cli.run(sample.main, [f"--out_dir={run}", f"--prompt={q}", "--json=-"]) == 0
         assert json.loads(capsys.readouterr().out)["text"] == f"{q}\n{a}"
+    assert cli.run(sample.main, [f"--out_dir={run}", "--infill=cat███"]) == 2
+    assert "--prompt" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="infill alone"):
+        sample.write(model, tokenizer, "cat███")
     exact = {}
     for q, a in itertools.product(SOUNDS, SOUNDS.values()):
         ids = [*tokenizer.encode(q), model.end_id, *tokenizer.encode(a), model.end_id]

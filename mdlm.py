@@ -327,7 +327,7 @@ class Model(nn.Module):
 
     An autoregressive model shifts its input by itself: its output at position i predicts token i.
     end_id: of [END], where lengths are known; else -1. As it is never masked it says where each
-    document of a window ends, and none sees another one.
+    document of a window ends, and none sees another one. With --prompt_column it ends a prompt.
     """
 
     def __init__(self, config, vocab_size, ops, end_id=-1):

@@ -1,6 +1,5 @@
 """The model "mdlm" of lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness).
 
-    pip install lm_eval
     python studies/harness.py run --model=mdlm --model_args=out_dir=out --tasks=arc_easy --limit=100
 
 log p(answer | prompt) is exact, by the chain rule from left to right, for answers of up to `draws`
@@ -40,6 +39,7 @@ class Harness(LM):
         folder = checkpoint.default_run(out_dir)
         self.model, self.tokenizer, config = mdlm.load(folder, device or "auto")
         self.context = config.block_size
+        self.asks = bool(config.prompt_column)  # then [END] follows a prompt
         self.draws = draws
         self.seed = seed
 
@@ -59,11 +59,12 @@ class Harness(LM):
         found = []
         for prompt, how in (request.args for request in requests):
             n = how.get("max_gen_toks", 64)
-            ids = self.tokenizer.encode(prompt)[-max(1, self.context - n) :]
+            ids = self.tokenizer.encode(prompt)[-max(1, self.context - n - self.asks) :]
             prompt = self.tokenizer.decode(ids)
             heat = how.get("temperature", 1.0) if how.get("do_sample") else 0.0
-            settings = dict(length=len(ids) + n, temperature=heat, seed=self.seed)
-            text = sample.write(self.model, self.tokenizer, prompt, **settings)[0][len(prompt) :]
+            settings = dict(length=len(ids) + self.asks + n, temperature=heat, seed=self.seed)
+            text = sample.write(self.model, self.tokenizer, prompt, **settings)[0]
+            text = text[len(prompt) + self.asks :]
             for stop in how.get("until", ()):
                 text = text.split(stop)[0]
             found.append(text)
@@ -75,6 +76,7 @@ class Harness(LM):
         n = len(answer)
         if n > self.context:
             raise UserError(f"an answer has {n} tokens, the context only {self.context}")
+        prompt = prompt + [self.tokenizer.end_id] * self.asks
         ids = (prompt + answer)[-self.context :]
         device = next(self.model.parameters()).device
         x = to_context(self.model, torch.tensor([ids], device=device))
@@ -83,10 +85,8 @@ class Harness(LM):
             scored = torch.zeros_like(x, dtype=torch.bool).index_fill(1, at, True)
             r = mdlm.evaluate(self.model, x, self.draws, self.seed, scored=scored)
             return -n * r["nelbo"], False
-        row = torch.zeros_like(at)
-        parts = groups(self.model, n, device)
-        logits = [next_logits(self.model, x, row[part], at[part]) for part in parts]
-        logits = torch.cat(logits).double()
+        parts = [at[part] for part in groups(self.model, n, device)]
+        logits = torch.cat([next_logits(self.model, x, 0 * at, at) for at in parts]).double()
         logp = -F.cross_entropy(logits, x[0, at], reduction="sum").item()
         return logp, torch.equal(logits.argmax(-1), x[0, at])
 

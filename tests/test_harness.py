@@ -120,3 +120,17 @@ def test_text_is_written_up_to_its_end(run):
     assert text == whole[14:].split("\n")[0].split(".")[0] and len(text) < 12
     (logp,) = asked.loglikelihood_rolling([SimpleNamespace(args=("the cat sat on a mat.\n" * 3,))])
     assert -66 < logp < 0
+
+
+def test_end_stands_between_prompt_and_answer(tmp_path):
+    """In a run on prompts and answers, which has learned them so."""
+    lines = "".join(json.dumps(dict(q=q, a=a)) + "\n" for q, a in ("xy", "yx", "zz")) * 60
+    (tmp_path / "qa.jsonl").write_text(lines)
+    flags = [*TINY, "--max_steps=80", "--n_embd=64", "--prompt_column=q", "--text_column=a"]
+    args = [*flags, f"--data={tmp_path}/qa.jsonl", f"--out_dir={tmp_path}/out"]
+    assert run_mdlm(*args) == 0
+    asked = harness.Harness(tmp_path / "out", device="cpu")
+    logp, greedy = zip(*ask(asked, *(("x", answer) for answer in "xyz")))
+    assert greedy == (False, True, False) and logp[1] > max(logp[0], logp[2]) + 1
+    how = dict(until=["\n"], max_gen_toks=4)
+    assert asked.generate_until([SimpleNamespace(args=("x", how))]) == ["y"]

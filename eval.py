@@ -253,13 +253,13 @@ def compare(options):
         rows.append(row)
     words = plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=4)
     words += "\nvalue: nats per token, comparable for the same text and tokenizer; ar: exact"
-    return dict(runs=rows), words, Path(runs[0]), {"compare.png": partial(plots.plot_losses, runs)}
+    draw = {"compare.png": partial(plots.plot_losses, out_dirs=runs)}
+    return dict(runs=rows), words, Path(runs[0]), draw
 
 
 def judge(target, r, folder, config, corpus):
     """A line on a valid entry to the speedrun (results/speedrun.md); else a UserError says why."""
-    run = folder.parent
-    last = (plots.validations(plots.read_log(run))[1] or [{}])[-1]
+    last = (plots.validations(plots.read_log(folder.parent))[1] or [{}])[-1]
     state = read_state(folder)
     parts = [corpus.tokenizer.decode(ids.tolist()) for ids in (corpus.train, corpus.val)]
     text = "".join(parts)
@@ -279,7 +279,7 @@ def judge(target, r, folder, config, corpus):
         (nelbo <= target, f"its NELBO, {nelbo:.4f}, is above the target of {target}"),
     ):
         if not holds:
-            raise UserError(f"{run} is no entry to the speedrun: {why}")
+            raise UserError(f"{folder.parent} is no entry to the speedrun: {why}")
     return f"valid: {nelbo:.4f} nats per character, {target} reached in {last['seconds']:.0f} s"
 
 
@@ -299,9 +299,8 @@ def evaluation(options):
         r |= evaluate(model, corpus, windows, options.passes, options.exact)
         if config.objective == "mdlm":
             r["text"] = predict(model, tokenizer, windows[0])
-    home = plots.run_of(folder)
-    log = plots.read_log(home) if home else []
-    draw = {"loss.png": partial(plots.plot_losses, [home])} if log else {}
+    home = folder.parent if (folder.parent / "log.jsonl").exists() else None
+    draw = {"loss.png": partial(plots.plot_losses, out_dirs=[home])} if home else {}
     draw["confidence.png"] = partial(plots.plot_confidence, r)
     if config.objective == "mdlm":
         draw["rates.png"] = partial(plots.plot_rates, r)

@@ -10,6 +10,7 @@ from support import cli
 
 cli.start(__name__)
 
+import contextlib
 import inspect
 import json
 import os
@@ -23,7 +24,7 @@ from safetensors.torch import save as to_safetensors
 import mdlm
 from kernels import reference
 from support import files, plots
-from support.checkpoint import default_run, find_checkpoint, step_of
+from support.checkpoint import default_run, find_checkpoint
 from support.cli import UserError, opt
 
 SUPPORT = Path(__file__).parent / "support"
@@ -42,7 +43,7 @@ class Options:
     to: str = opt("hf", "form of the model; hf: of Hugging Face transformers", "hf")
     out_dir: str = opt("", "run or checkpoint folder (default: out, else the model in weights/)")
     dest: str = opt("", "the folder to make")
-    pad_to_context: bool = opt(False, "fill up texts with [MASK]: for samplers that show parts")
+    pad_to_context: bool = opt(False, "fill up texts, as in training: for samplers that show parts")
 
 
 # ---- Tokenizers
@@ -120,13 +121,14 @@ def to_library(tokenizer):
 
 def quality(folder):
     """What the log of a run says of its checkpoint `folder`."""
-    run = plots.run_of(folder)
-    key, logged = plots.validations(plots.read_log(run) if run else [])
-    here = [r for r in logged if r["step"] == step_of(folder)]
-    if not here:
-        return "not logged: `python eval.py` of mdlm measures it"
-    name = {"val_nll": "NLL", "val_nelbo": "NELBO (a bound of the NLL)"}[key]
-    return f"validation {name} {here[-1][key]:.4f} +- {here[-1][f'{key}_se']:.4f} nats per token"
+    with contextlib.suppress(UserError):  # no log
+        key, logged = plots.validations(plots.read_log(folder.parent))
+        for r in logged:
+            if f"step-{r['step']}" == folder.name:
+                name = {"val_nll": "NLL", "val_nelbo": "NELBO (a bound of the NLL)"}[key]
+                error = f" +- {r[f'{key}_se']:.4f}" if r[f"{key}_se"] else ""
+                return f"validation {name} {r[key]:.4f}{error} nats per token"
+    return "not logged: `python eval.py` of mdlm measures it"
 
 
 def card(folder, model, tokenizer, config, name):
@@ -136,7 +138,8 @@ def card(folder, model, tokenizer, config, name):
     end = ""
     if model.documents:
         counts = model.length_counts.double().cpu()
-        length = 1 + round((counts @ torch.arange(len(counts)).double() / counts.sum()).item())
+        mean = (counts @ torch.arange(len(counts)).double() / counts.sum()).item()
+        length = min(length, 1 + round(mean))
         end = "x[0, -1] = tokenizer.eos_token_id  # a text ends in [END], which is given\n"
     if config.prompt_column:
         end = "x[0, 0] = tokenizer.eos_token_id  # the ids of a prompt go before it\n"
@@ -144,7 +147,8 @@ def card(folder, model, tokenizer, config, name):
     fields |= dict(millions=sum(p.numel() for p in model.parameters()) / 1e6)
     fields |= dict(V=tokenizer.vocab_size, kind=tokenizer.kind, pad_id=tokenizer.vocab_size + 1)
     fields["length"] = length
-    fields |= dict(prompt="The" if tokenizer.knows("The") else tokenizer.decode([0]))
+    some = tokenizer.decode([int(tokenizer.end_id == 0)])
+    fields["prompt"] = "The" if tokenizer.knows("The") else some
     form = "card_ar.md" if config.objective == "ar" else "card.md"
     return (SUPPORT / form).read_text(encoding="utf-8").format(**fields)
 
@@ -187,9 +191,9 @@ def contents_of(folder, options):
 def main(argv):
     options = Options(**cli.parse_flags(Options, argv, __doc__))
     dest = Path(options.dest)
-    if not options.dest or dest.exists():
-        given = f"--dest={options.dest} exists" if options.dest else "there is no --dest"
-        raise UserError(f"{given}; give the name of a folder to make")
+    if not options.dest or dest.exists() or not dest.parent.is_dir():
+        fix = "give the name of a folder to make, in one that exists"
+        raise UserError(f"--dest={options.dest} is no such name; {fix}")
     contents = contents_of(find_checkpoint(default_run(options.out_dir)), options)
     with files.new_folder(dest.parent) as tmp:
         for name, content in contents.items():

@@ -787,7 +787,7 @@ def finish(run, stop):
         report(run, is_last=True)
         runs.save(run, finished=True)
         if run.rank == 0:
-            plots.try_to_draw(plots.plot_run, run.log.path.with_name("loss.png"))
+            plots.try_to_draw(plots.plot_losses, run.log.path.with_name("loss.png"))
         run.log.done(run)
     run.log.close()
 

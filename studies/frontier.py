@@ -170,8 +170,9 @@ def bench_sampling(options, device, book):
     for flag, objective in (("out_dir", "mdlm"), ("ar_dir", "ar")):
         path = getattr(options, flag)
         models[objective] = mdlm.load(path, device) if path else (None, None, None)
-        if path and models[objective][2].objective != objective:
-            raise UserError(f"--{flag}={path} is no run of --objective={objective}; give one")
+        c = models[objective][2]
+        if path and (c.objective != objective or c.prompt_column):
+            raise UserError(f"--{flag}={path} is no run of --objective={objective} on texts")
     model, tokenizer, config = models["mdlm"]
     twin = models["ar"][0]
     folder = find_checkpoint(options.out_dir)

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 import mdlm
 import sample
-from support import checkpoint
-from support.cli import UserError, warn
+from support import checkpoint, cli
+from support.cli import UserError
 from support.likelihood import groups, next_logits, to_context
 
 try:
@@ -26,7 +26,7 @@ try:
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
 except ImportError as e:
-    warn(f"this needs lm-evaluation-harness ({e}); pip install lm_eval")
+    cli.warn(f"this needs lm-evaluation-harness ({e}); pip install lm_eval")
     sys.exit(2)
 
 
@@ -37,10 +37,11 @@ class Harness(LM):
     def __init__(self, out_dir="", draws=64, seed=0, device=None, **unused):
         super().__init__()
         folder = checkpoint.default_run(out_dir)
+        device = device if torch.cuda.is_available() else "auto"  # lm_eval asks for cuda:0
         self.model, self.tokenizer, config = mdlm.load(folder, device or "auto")
-        self.context = config.block_size
         self.asks = bool(config.prompt_column)  # then [END] follows a prompt
-        self.draws = draws
+        self.room = config.block_size - self.asks
+        self.draws = max(1, draws)
         self.seed = seed
 
     def loglikelihood(self, requests):
@@ -49,9 +50,9 @@ class Harness(LM):
 
     def loglikelihood_rolling(self, requests):
         """[log p(text)], of a long text in windows of a context."""
-        L = self.context
+        n = self.room
         texts = [self.tokenizer.encode(request.args[0]) for request in requests]
-        cut = ([ids[i : i + L] for i in range(0, len(ids), L)] for ids in texts)
+        cut = ([ids[i : i + n] for i in range(0, len(ids), n)] for ids in texts)
         return [sum(self.score([], part)[0] for part in parts) for parts in cut]
 
     def generate_until(self, requests):
@@ -59,13 +60,14 @@ class Harness(LM):
         found = []
         for prompt, how in (request.args for request in requests):
             n = how.get("max_gen_toks", 64)
-            ids = self.tokenizer.encode(prompt)[-max(1, self.context - n - self.asks) :]
+            ids = self.tokenizer.encode(prompt)[-max(1, self.room - n) :]
             prompt = self.tokenizer.decode(ids)
             heat = how.get("temperature", 1.0) if how.get("do_sample") else 0.0
             settings = dict(length=len(ids) + self.asks + n, temperature=heat, seed=self.seed)
             text = sample.write(self.model, self.tokenizer, prompt, **settings)[0]
             text = text[len(prompt) + self.asks :]
-            for stop in how.get("until", ()):
+            until = how.get("until", [])
+            for stop in [until] if isinstance(until, str) else until:
                 text = text.split(stop)[0]
             found.append(text)
         return found
@@ -74,10 +76,10 @@ class Harness(LM):
     def score(self, prompt, answer):
         """(log p, greedy?) of ids; the beginning of a long prompt is left out."""
         n = len(answer)
-        if n > self.context:
-            raise UserError(f"an answer has {n} tokens, the context only {self.context}")
-        prompt = prompt + [self.tokenizer.end_id] * self.asks
-        ids = (prompt + answer)[-self.context :]
+        if not 0 < n <= self.room:
+            raise UserError(f"an answer has {n} tokens; the model takes 1 to {self.room}")
+        prompt = prompt[max(0, len(prompt) + n - self.room) :]
+        ids = prompt + [self.tokenizer.end_id] * self.asks + answer
         device = next(self.model.parameters()).device
         x = to_context(self.model, torch.tensor([ids], device=device))
         at = torch.arange(len(ids) - n, len(ids), device=device)
@@ -92,4 +94,4 @@ class Harness(LM):
 
 
 if __name__ == "__main__":
-    cli_evaluate()
+    sys.exit(cli.run(lambda argv: cli_evaluate(), sys.argv[1:]))

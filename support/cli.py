@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import difflib
 import inspect
+import io
 import os
 import re
 import signal
@@ -164,14 +165,11 @@ def progress(what, unit, total=None):
     """Yield a tqdm bar: shown on a terminal, elsewhere as a line every ten seconds."""
     from tqdm import tqdm
 
-    if sys.stderr.isatty():
-        with tqdm(desc=what, unit=unit, total=total, leave=False, delay=1) as bar:
-            yield bar
-        return
-    with open(os.devnull, "w") as nowhere:
-        bar = tqdm(desc=what, unit=unit, total=total, file=nowhere)
-        with bar, alive(what, lambda text: warn(str(bar))):
-            yield bar
+    shown = sys.stderr.isatty()
+    hidden = {} if shown else dict(file=io.StringIO())
+    bar = tqdm(desc=what, unit=unit, total=total, leave=False, delay=1, **hidden)
+    with bar, alive(what, None if shown else lambda text: warn(str(bar))):
+        yield bar
 
 
 def identity(path):

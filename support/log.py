@@ -158,7 +158,7 @@ class Log:
         begin = T // 2
         end = begin + max(1, T // 10)
         x[2] = torch.cat((window[:begin], x[2, begin:end], window[end:]))
-        if run.config.objective == "ar":  # it cannot see what follows a gap
+        if run.config.objective == "ar" or run.config.prompt_column:  # not for gaps
             x = x[:2]
         g = generator("preview", run.config.seed, run.step)
         was_training = run.averaged.training

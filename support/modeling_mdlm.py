@@ -93,7 +93,10 @@ class MDLMForCausalLM(MDLMForMaskedLM, GenerationMixin):
 
     def predict(self, ids):
         """mdlm predicts token i at position i; here it is predicted at position i - 1."""
-        return super().predict(F.pad(ids, (0, 1), value=self.model.mask_id))[:, 1:]
+        T = ids.shape[1]
+        ids = F.pad(ids, (0, 1), value=self.model.mask_id)[:, : max(T, self.config.block_size)]
+        logits = super().predict(ids)[:, 1:]
+        return F.pad(logits, (0, 0, 0, T - logits.shape[1]))  # after a full window: 0
 
     def targets(self, labels):
         return F.pad(labels[:, 1:], (0, 1), value=-100)

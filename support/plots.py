@@ -34,12 +34,6 @@ def try_to_draw(plot, path):
         return False
 
 
-def run_of(checkpoint):
-    """The run folder that a checkpoint folder lies in, or None for a checkpoint without a log."""
-    run = Path(checkpoint).parent
-    return run if (run / "log.jsonl").exists() else None
-
-
 def check_folder(folder):
     """Raise UserError if --pictures=folder cannot be written; "" and "none" are accepted."""
     path = Path(folder)
@@ -113,16 +107,11 @@ def validations(log):
     return key, [r for r in log if r.get(key) is not None]
 
 
-def plot_run(path):
-    """Draw the losses of the run in whose folder `path` is."""
-    plot_losses([path.parent], path)
-
-
-def plot_losses(out_dirs, path):
-    """Draw the losses of runs, of several also over seconds, as a PNG.
-
-    Raises UserError for a run without a log.
+def plot_losses(path, out_dirs=()):
+    """Draw the losses of runs, of several also over seconds, as a PNG; by default of the run in
+    whose folder it is. Raises UserError for a run without a log.
     """
+    out_dirs = out_dirs or [path.parent]
     logs = [read_log(out_dir) for out_dir in out_dirs]
     if not can_draw():
         return

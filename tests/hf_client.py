@@ -97,9 +97,10 @@ def texts_and_ids_are_equal(folder, wanted):
 
 
 def fine_tuning_learns(model):
-    """A step towards two labels lowers their loss; the label -100 is not scored."""
-    x = torch.full((2, 6), model.config.mask_token_id)
-    labels = torch.tensor([[1, -100, 2, 3, 1, 2]] * 2)
+    """A step towards the labels lowers their loss, of full windows; -100 is not scored."""
+    T = model.config.block_size
+    x = torch.full((2, T), model.config.mask_token_id)
+    labels = torch.tensor([[1, -100, 2, 3, 1, 2] * T] * 2)[:, :T]
     before = model(x, labels=labels).loss
     assert torch.isfinite(before)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)

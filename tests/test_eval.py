@@ -298,7 +298,7 @@ def test_missing_matplotlib_is_one_sentence(runs, capsys, monkeypatch, tmp_path)
     assert evaluate(f"--out_dir={runs}/mdlm", "--windows=2", f"--pictures={tmp_path}/p") == 0
     said = capsys.readouterr()
     assert "NELBO" in said.out and said.err.count("\n") == 1 and "pip install" in said.err
-    plots.plot_losses([runs / "mdlm"], tmp_path / "loss.png")  # as a run does at its end
+    plots.plot_losses(tmp_path / "loss.png", [runs / "mdlm"])  # as a run does at its end
     assert "pip install matplotlib" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import random
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -23,8 +24,8 @@ needs_transformers = pytest.mark.skipif(not find_spec("transformers"), reason="n
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, block_size=24, dropout=0.0, attention_every=2)
 
 
-def save(out, tokenizer, **settings):
-    """A run of a network whose weights are all random; returns what mdlm.load gives."""
+def save(out, tokenizer, lengths=slice(3, 9), **settings):
+    """A run of a network whose weights are all random; lengths: of the texts that it learned."""
     config = mdlm.Config(**SMALL | settings)
     end = mdlm.sources.given_end(config, tokenizer, mdlm.is_variant)
     torch.manual_seed(0)
@@ -32,7 +33,7 @@ def save(out, tokenizer, **settings):
     for p in model.parameters():
         p.data.normal_(0, 0.3)
     if model.documents:
-        model.length_counts[3:9] = 5
+        model.length_counts[lengths] = 5
     contents = {
         "config.json": json.dumps(
             dict(format="mdlm", version=1, config=dataclasses.asdict(config))
@@ -43,7 +44,6 @@ def save(out, tokenizer, **settings):
     out.mkdir()
     contents["model.safetensors"] = export.to_safetensors(model.state_dict())
     checkpoint.write_checkpoint(out, "step-1", contents)
-    return mdlm.load(out, kernel="torch")
 
 
 def write(root, name, out, *flags):
@@ -158,11 +158,28 @@ def test_card_says_what_the_log_says(tmp_path, text_file, capsys):
         assert (tmp_path / "my model" / name).stat().st_mode & 0o777 == 0o644
 
 
+def test_card_of_a_checkpoint_alone(short_run, tmp_path):
+    """Without a log, or with one whose only window gives no error."""
+    out = shutil.copytree(short_run, tmp_path / "out")
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    lines[-1]["val_nelbo_se"] = None
+    (out / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shutil.copytree(out / "step-4", tmp_path / "best")
+    for folder, words in (
+        (out, f"{lines[-1]['val_nelbo']:.4f} nats"),
+        (tmp_path / "best", "eval.py"),
+    ):
+        dest = tmp_path / f"{folder.name}-hf"
+        assert cli.run(export.main, [f"--out_dir={folder}", f"--dest={dest}"]) == 0
+        assert words in (dest / "README.md").read_text()
+
+
 @needs_transformers
 @pytest.mark.parametrize("objective", ["ar", "documents"])
 def test_code_of_the_card_runs(tmp_path, objective):
     settings = dict(objective="ar") if objective == "ar" else {}
-    save(tmp_path / "out", Tokenizer("byte", None, objective == "documents"), **settings)
+    tokenizer = Tokenizer("byte", None, objective == "documents")
+    save(tmp_path / "out", tokenizer, lengths=-1, **settings)  # as long as the context
     assert cli.run(export.main, [f"--out_dir={tmp_path / 'out'}", f"--dest={tmp_path / 'm'}"]) == 0
     code = (tmp_path / "m" / "README.md").read_text().split("```python\n")[1].split("```")[0]
     command = [sys.executable, "-I", "-c", code]
@@ -209,8 +226,8 @@ def with_mask_token(tmp_path):
     [
         (["--dest={tmp}/m", "--out_dir={tmp}/nowhere"], ["nowhere", "mdlm.py"]),
         (["--out_dir={run}"], ["--dest", "folder to make"]),
-        (["--out_dir={run}", "--dest={run}"], ["exists", "folder to make"]),
-        (["--out_dir={run}", "--dest={tmp}/a/b/c"], ["/a/b", "check that path"]),
+        (["--out_dir={run}", "--dest={run}"], ["--dest", "folder to make"]),
+        (["--out_dir={run}", "--dest={tmp}/a/b/c"], ["/a/b/c", "folder to make"]),
         (["--out_dir={run}", "--dest={tmp}/m", "--to=gguf"], ["gguf", "hf"]),
         (["--out_dir={run}", "--dst={tmp}/m"], ["--dst", "--dest"]),
         (with_mask_token, ["[MASK]", "of its own"]),

@@ -100,7 +100,7 @@ def test_long_answers_get_the_bound(run, world):
 
 def test_tasks_are_scored_by_one_command(run):
     flags = ["--model=mdlm", f"--model_args=out_dir={run}/out", f"--include_path={run}"]
-    flags += ["--tasks=mdlm_choice,mdlm_write", f"--output_path={run}/r", "--device=cpu"]
+    flags += ["--tasks=mdlm_choice,mdlm_write", f"--output_path={run}/r"]
     command = [sys.executable, ROOT / "studies" / "harness.py", "run", *flags]
     environment = os.environ | dict(HF_HOME=str(run / "cache"), HF_HUB_OFFLINE="1")
     r = subprocess.run(command, cwd=run, env=environment, capture_output=True, text=True)
@@ -132,5 +132,19 @@ def test_end_stands_between_prompt_and_answer(tmp_path):
     asked = harness.Harness(tmp_path / "out", device="cpu")
     logp, greedy = zip(*ask(asked, *(("x", answer) for answer in "xyz")))
     assert greedy == (False, True, False) and logp[1] > max(logp[0], logp[2]) + 0.5
-    how = dict(until=["\n"], max_gen_toks=4)
+    how = dict(until="\n", max_gen_toks=4)
     assert asked.generate_until([SimpleNamespace(args=("x", how))]) == ["y"]
+    ((longest, _),) = ask(asked, ("x" * 9, "y" * 31))
+    (whole,) = asked.loglikelihood_rolling([SimpleNamespace(args=("y" * 40,))])
+    assert longest < -5 and whole < -5, "a context full of an answer is scored too"
+    with pytest.raises(ValueError, match="1 to 31"):
+        ask(asked, ("x", "y" * 32))
+
+
+def test_mistake_gets_one_sentence(tmp_path):
+    flags = ["run", "--model=mdlm", f"--model_args=out_dir={tmp_path}/nowhere", "--tasks=arc_easy"]
+    command = [sys.executable, ROOT / "studies" / "harness.py", *flags]
+    environment = os.environ | dict(HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    r = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert r.returncode == 2 and "Traceback" not in r.stderr
+    assert "nowhere holds no intact checkpoint" in r.stderr

@@ -209,7 +209,7 @@ def test_names_of_runs_are_no_formulas(run, capsys):
 
 
 def test_no_picture_ends_a_run(run, capsys, monkeypatch):
-    def broken(*args):
+    def broken(*args, **options):
         raise RuntimeError("no fonts")
 
     monkeypatch.setattr(plots, "plot_losses", broken)

@@ -109,8 +109,20 @@ def test_nelbo_of_an_answer_by_enumeration(run):
     assert total > 0.1 and abs(r["nelbo"] - total) < 4 * each.std() / 600**0.5
 
 
+def test_chain_rule_hides_all_that_follows(run):
+    model, tokenizer, config = mdlm.load(run)
+    ids = [*tokenizer.encode("cat"), model.end_id, *tokenizer.encode("moo")]
+    ids += [model.end_id] * (config.block_size - len(ids))
+    found = chain_rule(model, torch.tensor([ids]))[0]
+    for i in range(4, config.block_size):
+        xt = torch.tensor([ids[:i] + [model.mask_id] * (config.block_size - i)])
+        with torch.no_grad():
+            logp = model(xt)[0, i].log_softmax(-1)[ids[i]].item()
+        assert found[i].item() == pytest.approx(logp, abs=1e-4)
+
+
 def test_a_prompt_goes_where_its_answer_goes(tmp_path):
-    records = [dict(q="x" * (i % 7 + 1), a=str(i)) for i in range(100)]
+    records = [dict(q="x" * (i % 7 + 20), a=str(i)) for i in range(100)]
     config = mdlm.Config(
         data=str(write(tmp_path / "x.jsonl", records)), prompt_column="q", text_column="a"
     )

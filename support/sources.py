@@ -374,7 +374,7 @@ def cut_windows(ids, config, end_id):
             raise UserError(f"{longest}, more than --block_size={T}; shorten them or raise it")
         learned = (T - (prompts - edges[:-1])).astype(np.int32)
     if not learned.any():
-        raise UserError("there is no text but the ends of documents, or no answer; give some")
+        raise UserError("there is no text but the ends of its documents, or no answer; give some")
     some = slice(None) if learned.all() else learned > 0
     return [torch.from_numpy(part[some]) for part in (starts, sizes, learned)]
 

@@ -192,8 +192,8 @@ def main(argv):
     options = Options(**cli.parse_flags(Options, argv, __doc__))
     dest = Path(options.dest)
     if not options.dest or dest.exists() or not dest.parent.is_dir():
-        fix = "give the name of a folder to make, in one that exists"
-        raise UserError(f"--dest={options.dest} is no such name; {fix}")
+        fix = "give the name of a new folder, in one that exists"
+        raise UserError(f"--dest={options.dest} cannot be made; {fix}")
     contents = contents_of(find_checkpoint(default_run(options.out_dir)), options)
     with files.new_folder(dest.parent) as tmp:
         for name, content in contents.items():

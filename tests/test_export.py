@@ -225,9 +225,9 @@ def with_mask_token(tmp_path):
     "flags, words",
     [
         (["--dest={tmp}/m", "--out_dir={tmp}/nowhere"], ["nowhere", "mdlm.py"]),
-        (["--out_dir={run}"], ["--dest", "folder to make"]),
-        (["--out_dir={run}", "--dest={run}"], ["--dest", "folder to make"]),
-        (["--out_dir={run}", "--dest={tmp}/a/b/c"], ["/a/b/c", "folder to make"]),
+        (["--out_dir={run}"], ["--dest", "a new folder"]),
+        (["--out_dir={run}", "--dest={run}"], ["--dest", "a new folder"]),
+        (["--out_dir={run}", "--dest={tmp}/a/b/c"], ["/a/b/c", "a new folder"]),
         (["--out_dir={run}", "--dest={tmp}/m", "--to=gguf"], ["gguf", "hf"]),
         (["--out_dir={run}", "--dst={tmp}/m"], ["--dst", "--dest"]),
         (with_mask_token, ["[MASK]", "of its own"]),

@@ -142,13 +142,12 @@ def card(folder, model, tokenizer, config, name):
         length = min(length, 1 + round(mean))
         end = "x[0, -1] = tokenizer.eos_token_id  # a text ends in [END], which is given\n"
     if config.prompt_column:
-        end = "x[0, 0] = tokenizer.eos_token_id  # the ids of a prompt go before it\n"
+        end = "x[0, 0] = tokenizer.eos_token_id  # of an empty prompt; else its ids first\n"
     fields = dict(name=name, data=config.data, quality=quality(folder), size=size, end=end)
     fields |= dict(millions=sum(p.numel() for p in model.parameters()) / 1e6)
     fields |= dict(V=tokenizer.vocab_size, kind=tokenizer.kind, pad_id=tokenizer.vocab_size + 1)
-    fields["length"] = length
-    some = tokenizer.decode([int(tokenizer.end_id == 0)])
-    fields["prompt"] = "The" if tokenizer.knows("The") else some
+    fields |= dict(length=length, room=min(100, length // 2))
+    fields["prompt"] = "The" if tokenizer.knows("The") else tokenizer.decode([1])
     form = "card_ar.md" if config.objective == "ar" else "card.md"
     return (SUPPORT / form).read_text(encoding="utf-8").format(**fields)
 
@@ -171,6 +170,7 @@ def contents_of(folder, options):
     words = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size)
     words |= dict(mask_token="[MASK]", pad_token="[PAD]", eos_token=end)
     words["model_input_names"] = ["input_ids", "attention_mask"]
+    words["padding_side"] = "left" if config.objective == "ar" else "right"
     weights = {f"model.{key}": value for key, value in model.state_dict().items()}
     source = "\n\n\n".join(map(inspect.getsource, SOURCES))
     before, _, after = TEMPLATE.read_text(encoding="utf-8").partition(PLACE)
@@ -181,9 +181,6 @@ def contents_of(folder, options):
         "modeling_mdlm.py": before + source + after.partition("\n")[2],
         "README.md": card(folder, model, tokenizer, config, Path(options.dest).name),
     }
-    if config.objective == "ar":
-        limits = ids | dict(max_length=config.block_size, use_cache=False)
-        contents["generation_config.json"] = json.dumps(limits, indent=1)
     contents = {name: text.encode() for name, text in contents.items()}
     return contents | {"model.safetensors": to_safetensors(weights, dict(format="pt"))}
 
@@ -192,8 +189,8 @@ def main(argv):
     options = Options(**cli.parse_flags(Options, argv, __doc__))
     dest = Path(options.dest)
     if not options.dest or dest.exists() or not dest.parent.is_dir():
-        fix = "give the name of a new folder, in one that exists"
-        raise UserError(f"--dest={options.dest} cannot be made; {fix}")
+        why = "exists" if options.dest and dest.exists() else "is no name in a folder that exists"
+        raise UserError(f"--dest={options.dest} {why}; give that of a new folder")
     contents = contents_of(find_checkpoint(default_run(options.out_dir)), options)
     with files.new_folder(dest.parent) as tmp:
         for name, content in contents.items():

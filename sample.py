@@ -384,7 +384,7 @@ def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16
     if template:
         parts = parse(text, tokenizer, config.block_size)
     else:
-        parts = of_prompt(text, tokenizer, length or config.block_size, config.prompt_column)
+        parts = of_prompt(text, tokenizer, length, config)
     how["generator"] = generator
     if None in parts:  # the likeliest lengths
         fill = partial(fill_gaps, model, tokenizer, how)
@@ -427,7 +427,7 @@ def load(options, given):
     """(model, tokenizer, options) of --out_dir, of out/ or of weights/; options without "auto"."""
     device = pick_device(options.device)
     model, tokenizer, config = mdlm.load(default_run(options.out_dir), device)
-    if config.prompt_column and (options.infill or options.batch):
+    if config.prompt_column and not options.prompt:
         raise UserError("this model learned to answer prompts; give --prompt, no template")
     if config.objective == "ar":
         for name in ("infill", "batch", "steps", "correct", "distance"):
@@ -515,8 +515,7 @@ def main(argv):
     def to_parts(template):
         config = model.config
         if template is None:
-            length = options.length or config.block_size
-            parts = of_prompt(options.prompt, tokenizer, length, config.prompt_column)
+            parts = of_prompt(options.prompt, tokenizer, options.length, config)
         else:
             parts = parse(template, tokenizer, config.block_size)
         if None in parts and options.top:

@@ -35,7 +35,6 @@ ALSO = {  # at fewer numbers of calls
     "spread, no correction": dict(correct=0),
     "ancestral": dict(order="ancestral", correct=0),
     "max_prob": dict(order="max_prob", correct=0),
-    "default, T = 0.9": dict(temperature=0.9),
     "default, T = 0.8": dict(temperature=0.8),
 }
 CALLS = (4, 8, 16, 32, 64)

@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 import mdlm
 import sample
@@ -34,7 +35,7 @@ except ImportError as e:
 class Harness(LM):
     """The args of a request are (prompt, answer)."""
 
-    def __init__(self, out_dir="", draws=64, seed=0, device=None, **unused):
+    def __init__(self, out_dir="", draws=64, seed=0, device=None, batch_size=1, max_batch_size=1):
         super().__init__()
         folder = checkpoint.default_run(out_dir)
         device = device if torch.cuda.is_available() else "auto"  # lm_eval asks for cuda:0
@@ -46,7 +47,8 @@ class Harness(LM):
 
     def loglikelihood(self, requests):
         """[(log p(answer | prompt) in nats, whether greedy choices from left to right give it)]"""
-        return [self.score(*map(self.tokenizer.encode, request.args)) for request in requests]
+        pairs = [list(map(self.tokenizer.encode, request.args)) for request in requests]
+        return [self.score(*pair) for pair in tqdm(pairs)]
 
     def loglikelihood_rolling(self, requests):
         """[log p(text)], of a long text in windows of a context."""

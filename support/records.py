@@ -30,8 +30,7 @@ def read(path, *columns):
         reader = next(READERS[suffix] for suffix in READERS if file.name.endswith(suffix))
         try:
             for place, texts in reader(file, columns):
-                names = columns if place else ("",)
-                where = (f"{file}{place}{name}" for name in names)
+                where = (f"{file}{place}{name}" for name in (columns if place else ("",)))
                 yield list(map(check_text, texts, where))
         except (OSError, EOFError, zlib.error) as e:  # gzip raises all three
             why = getattr(e, "strerror", None) or e

@@ -258,7 +258,7 @@ def check_network(config, source):
         raise UserError(f"--init_from={config.init_from} has {values}; give the same here")
     with_end = source[1].end_id is not None
     if not sources.is_ids(config.data) and with_end != sources.has_documents(config):
-        what = "documents; give records or --separator" if with_end else "no documents; give a text"
+        what = "documents; give such data" if with_end else "a text without [END]; give a text"
         raise UserError(f"--init_from={config.init_from} was trained on {what}")
 
 

@@ -45,20 +45,22 @@ def parse_all(infill, batch, to_parts):
     return found
 
 
-def of_prompt(prompt, tokenizer, length, prompt_column=""):
-    """The parts of a text of `length` tokens that begins with a prompt, which may be empty."""
-    if prompt_column:  # the model was trained on prompts and answers
+def of_prompt(prompt, tokenizer, length, config):
+    """The parts of a text that begins with a prompt or ""; length: of both, 0: the context."""
+    length = length or config.block_size
+    if config.prompt_column:  # an answer fits into the context too
         prompt = [*tokenizer.encode(prompt), tokenizer.end_id]
+        length = min(length, config.block_size)
     n = len(to_ids([prompt], tokenizer))
     if n >= length:
-        raise UserError(f"the prompt has {n} tokens, all of the {length} to write; raise --length")
+        raise UserError(f"the prompt has {n} tokens of {length}; raise --length, or shorten it")
     return [part for part in (prompt, length - n) if part]
 
 
 def check_text(text):
     """The text; UserError unless it is a string that UTF-8 can encode."""
     if not isinstance(text, str) or any("\ud7ff" < c < "\ue000" for c in text):
-        raise UserError("the text is not UTF-8; convert it, or set a UTF-8 locale")
+        raise UserError("the text is no string, or not UTF-8; convert it, or set a UTF-8 locale")
     return text
 
 

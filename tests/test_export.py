@@ -225,8 +225,8 @@ def with_mask_token(tmp_path):
     "flags, words",
     [
         (["--dest={tmp}/m", "--out_dir={tmp}/nowhere"], ["nowhere", "mdlm.py"]),
-        (["--out_dir={run}"], ["--dest", "a new folder"]),
-        (["--out_dir={run}", "--dest={run}"], ["--dest", "a new folder"]),
+        (["--out_dir={run}"], ["--dest= is no name", "a new folder"]),
+        (["--out_dir={run}", "--dest={run}"], ["exists", "a new folder"]),
         (["--out_dir={run}", "--dest={tmp}/a/b/c"], ["/a/b/c", "a new folder"]),
         (["--out_dir={run}", "--dest={tmp}/m", "--to=gguf"], ["gguf", "hf"]),
         (["--out_dir={run}", "--dst={tmp}/m"], ["--dst", "--dest"]),

@@ -39,8 +39,13 @@ def test_it_answers(run, capsys):
         assert sample.write(model, tokenizer, q, n=2, temperature=0) == [f"{q}\n{a}"] * 2
         assert cli.run(sample.main, [f"--out_dir={run}", f"--prompt={q}", "--json=-"]) == 0
         assert json.loads(capsys.readouterr().out)["text"] == f"{q}\n{a}"
-    assert cli.run(sample.main, [f"--out_dir={run}", "--infill=cat███"]) == 2
-    assert "--prompt" in capsys.readouterr().err
+    for flags, words in (
+        (["--infill=cat███"], "give --prompt"),
+        ([], "give --prompt"),
+        (["--prompt=" + "cat" * 20, "--length=100"], "shorten it"),
+    ):
+        assert cli.run(sample.main, [f"--out_dir={run}", *flags]) == 2
+        assert words in capsys.readouterr().err
     with pytest.raises(ValueError, match="infill alone"):
         sample.write(model, tokenizer, "cat███")
     exact = {}

@@ -252,9 +252,7 @@ def compare(options):
         row |= dict(ar_shifted=last.get("val_ar_shifted"), best=best[key], best_step=best["step"])
         rows.append(row)
     words = plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=4)
-    words += (
-        "\nvalue: nats per token, comparable for the same text and tokenizer; ar: exact, with [END]"
-    )
+    words += "\nvalue: nats per token, comparable for one text and tokenizer; ar: exact, with [END]"
     draw = {"compare.png": partial(plots.plot_losses, out_dirs=runs)}
     return dict(runs=rows), words, Path(runs[0]), draw
 

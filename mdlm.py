@@ -14,12 +14,9 @@ from support import cli
 
 PROCESS_START = cli.start(__name__)  # --time_limit and the log's seconds include the imports below
 
-import contextlib
-import copy
 import dataclasses
 import math
 import sys
-import time
 
 import numpy as np
 import torch
@@ -29,7 +26,7 @@ import torch.nn.functional as F
 import kernels
 from kernels.launch import can_compile
 from kernels.reference import document_spans, masked_share, neighbours, rotary_tables
-from support import checkpoint, compiling, numerics, plots, runs, runtime, sources
+from support import checkpoint, compiling, numerics, plots, runs, runtime, shards, sources
 from support.cli import COUNT, NO_LIMIT, UserError, opt
 from support.log import Log
 from support.optimizers import make_optimizers, set_rates, update
@@ -62,6 +59,10 @@ class Config:
     dtype: str = opt("auto", "of matrix products", "auto", "float32", "bfloat16")
     kernels: str = opt("auto", "auto: Triton on CUDA, else PyTorch", "auto", "triton", "torch")
     compile: str = opt("auto", "torch.compile; auto: GPU, or from 120 s on", "auto", "on", "off")
+    shard: int = opt(
+        0, "ranks that share one model (0: none); bare: all", bounds=(-1, 1 << 20), bare=-1
+    )
+    recompute: bool = opt(False, "recompute blocks in backward: a third slower, less memory")
     # Data
     tokenizer: str = opt("char", "char, byte, word, bpe, or a tokenizer.json (of Hugging Face)")
     vocab_size: int = opt(0, "V of word, bpe (0: 16384) or .bin files", bounds=(0, 1 << 24))
@@ -127,7 +128,8 @@ PATTERNS = dict(block_size=64, mask_schedule="cosine", eval_windows=1000)
 PATTERNS |= dict(lr_schedule="cosine", learning_rate=0.03, batch_size=32, attention_every=1)
 # Flags that may change on --resume.
 RESUMABLE = {
-    *("out_dir", "resume", "device", "kernels", "compile", "max_steps", "time_limit", "wandb"),
+    *("out_dir", "resume", "device", "kernels", "compile", "shard", "recompute"),
+    *("max_steps", "time_limit", "wandb"),
     *("gradient_accumulation_steps", "eval_interval", "eval_windows", "log_interval"),
 }
 
@@ -328,9 +330,10 @@ class Model(nn.Module):
     An autoregressive model shifts its input by itself: its output at position i predicts token i.
     end_id: of [END], where lengths are known; else -1. As it is never masked it says where each
     document of a window ends, and none sees another one. With --prompt_column it ends a prompt.
+    place: what happens to a block as soon as it is made (--shard: it is spread over the ranks).
     """
 
-    def __init__(self, config, vocab_size, ops, end_id=-1):
+    def __init__(self, config, vocab_size, ops, end_id=-1, place=lambda module: module):
         super().__init__()
         C = config.n_embd
         self.config = config
@@ -347,7 +350,7 @@ class Model(nn.Module):
         self.ops = ops
         self.embed = nn.Embedding(vocab_size + 1, C)
         attends = [i % config.attention_every == 0 for i in range(config.n_layer)][::-1]
-        self.blocks = nn.ModuleList(Block(config, here) for here in attends)
+        self.blocks = nn.ModuleList(place(Block(config, here)) for here in attends)
         self.head = None if config.tie else nn.Linear(C, vocab_size, bias=False)
         self.positions = None
         if config.pos == "learned":
@@ -612,12 +615,13 @@ def evaluate(
             if causal:
                 first[k, at] = each[rows % T == 0].cpu().double()
         done[:, at] = 1
-        if time.monotonic() >= deadline:
+        if runtime.is_late(deadline):
             break
     model.train(was_training)
     all_reduce(sums)
-    seen = done[0] > 0  # (W,) all of them, if there was time
-    return numerics.summary(*sums[:3, :, seen], count[:, seen], length[seen], causal)
+    seen = done[0] > 0  # (W,) all of them, if there was time; some by two ranks
+    means = sums[:3, :, seen] / done[:, seen]
+    return numerics.summary(*means, count[:, seen], length[seen], causal)
 
 
 # ---- Load (support/runs.py saves; support/checkpoint.py keeps checkpoints intact)
@@ -652,12 +656,18 @@ def load(path="out", device="cpu", kernel="auto"):
 # ---- Training
 def make_run(config, corpus, device, dtype, ops, rank=0, world=1):
     """A Run with fresh weights, not compiled."""
-    torch.manual_seed(config.seed)
     end_id = sources.given_end(config, corpus.tokenizer, is_variant)
-    model = Model(config, corpus.tokenizer.vocab_size, ops, end_id).to(device)
-    if model.documents:
-        model.length_counts += corpus.length_counts
-    averaged = copy.deepcopy(model).eval() if config.ema else model
+    place = shards.make_place(config.shard, device, dtype, world)
+
+    def build():
+        torch.manual_seed(config.seed)
+        model = place(Model(config, corpus.tokenizer.vocab_size, ops, end_id, place))
+        if model.documents:
+            model.length_counts.copy_(corpus.length_counts)
+        return model
+
+    model = build()
+    averaged = build().eval() if config.ema else model
     optimizers = make_optimizers(model, config, device)
     return Run(config, corpus, model, averaged, optimizers, device, dtype, model, rank, world)
 
@@ -689,11 +699,10 @@ def compute_gradients(run, drawn):
     parts = run.config.gradient_accumulation_steps
     loss = 0
     for part, inputs in enumerate(drawn):
-        wait = part < parts - 1 and isinstance(run.network, nn.parallel.DistributedDataParallel)
-        with run.network.no_sync() if wait else contextlib.nullcontext():  # exchange once a step
-            with run.autocast():
-                part_loss = run.network(*make_batch(run.model, *inputs)) / parts
-            part_loss.backward()
+        shards.exchange_gradients(run.network, part == parts - 1)  # once a step
+        with run.autocast():
+            part_loss = run.network(*make_batch(run.model, *inputs)) / parts
+        part_loss.backward()
         loss = loss + part_loss.detach()
     return loss
 
@@ -715,7 +724,7 @@ def report(run, is_last=False):
     with torch.compiler.set_stance("force_eager"):  # compile nothing for these shapes
         r, raw, has_time = runs.score(run, evaluate, is_last)
         run.log.evaluation(run, r, raw)
-        if run.rank == 0 and run.step and has_time:
+        if (run.rank == 0 or run.config.shard) and run.step and has_time:
             run.log.samples(run, generate)
 
 

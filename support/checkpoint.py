@@ -7,7 +7,6 @@ the last two are kept. Weights are safetensors and the rest is JSON: nothing is 
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -16,11 +15,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from support import files, runtime
+from support import files, runtime, shards
 from support.cli import UserError, warn
 
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")
 CHECKPOINT_FILES = (*MODEL_FILES, "state.json", "state.safetensors")  # the last two: to resume
+PART = re.compile(r"state-(\d{5})-of-(\d{5})\.safetensors")  # in its place, of a run with --shard
 # Settings of earlier versions, and what the program always does now.
 RETIRED = dict(tensorboard=False, beta1=0.9, beta2=0.95, momentum=0.9, eval_passes=1)
 # What the program did before a setting existed, where that is not its default.
@@ -57,9 +57,10 @@ def step_of(checkpoint):
 
 
 def write_checkpoint(out_dir, name, contents):
-    """Write `contents` (file name -> bytes) as out_dir/name; keep it and the one before it.
+    """Write `contents` as out_dir/name; keep it and the one before it.
 
-    Returns its path. Whenever the process is killed, the last complete checkpoint still exists.
+    They are a dict of file name -> bytes, or -> the Path of a file that moves there. Returns its
+    path. Whenever the process is killed, the last complete checkpoint still exists.
     """
     final = Path(out_dir) / name
     old = final.with_name(f"{name}.old")
@@ -67,8 +68,13 @@ def write_checkpoint(out_dir, name, contents):
     with files.writing(final):
         with files.new_folder(out_dir) as tmp:
             for file, content in contents.items():
-                listed[file] = dict(size=len(content), sha256=hashlib.sha256(content).hexdigest())
-                files.write_synced(tmp / file, content)
+                if isinstance(content, Path):
+                    os.rename(content, tmp / file)
+                    files.sync(tmp / file)
+                else:
+                    files.write_synced(tmp / file, content)
+                size = (tmp / file).stat().st_size
+                listed[file] = dict(size=size, sha256=files.sha256_of(tmp / file))
             manifest = json.dumps(dict(format="mdlm", version=1, files=listed), indent=1)
             files.write_synced(tmp / "manifest.json", manifest.encode())
             files.sync_folder(tmp)
@@ -99,8 +105,7 @@ def verify(folder):
         manifest = json.loads(files.read_small(folder / "manifest.json"))
         if (manifest["format"], manifest["version"]) != ("mdlm", 1):
             raise ValueError(f"it has version {manifest['version']!r}, not version 1")
-        only_model = set(manifest["files"]) == set(MODEL_FILES)
-        for name in MODEL_FILES if only_model else CHECKPOINT_FILES:
+        for name in names_of(manifest["files"]):
             wanted = manifest["files"][name]
             size = (folder / name).stat().st_size
             if size != wanted["size"]:
@@ -112,6 +117,18 @@ def verify(folder):
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         why = f"manifest.json lacks {e}" if isinstance(e, KeyError) else e
         raise UserError(f"the checkpoint {folder} is damaged or incomplete: {why}") from e
+
+
+def names_of(listed):
+    """The files that a checkpoint must have, one of which lists files; a KeyError names the first
+    that is missing."""
+    if set(listed) == set(MODEL_FILES):
+        return MODEL_FILES
+    parts = [found for found in map(PART.fullmatch, sorted(listed)) if found]
+    if not parts:
+        return CHECKPOINT_FILES
+    n = int(parts[0][2])
+    return *CHECKPOINT_FILES[:-1], *(f"state-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1))
 
 
 def find_checkpoint(path):
@@ -203,8 +220,10 @@ def training_tensors(model, averaged, optimizers):
     raw = model.named_parameters() if averaged is not model else ()
     tensors = {f"raw.{name}": p.detach() for name, p in raw}
     for i, optimizer in enumerate(optimizers):
+        params = optimizer.param_groups[0]["params"]
         for j, slots in optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer{i}.{j}.{name}": t for name, t in slots.items()}
+            for name, t in slots.items():
+                tensors[f"optimizer{i}.{j}.{name}"] = shards.spread_like(params[j], t)
     return tensors
 
 
@@ -229,11 +248,14 @@ def restore(folder, model, averaged, optimizers):
             optimizer.step()
             optimizer.zero_grad()
     into = training_tensors(model, averaged, optimizers)
-    tensors = read_tensors(folder / "state.safetensors", into)
-    for name, t in into.items():
-        t.copy_(tensors[name])
-    weights = read_tensors(folder / "model.safetensors", averaged.state_dict())
-    averaged.load_state_dict(weights)
+    weights = averaged.state_dict()
+    whole = folder / "state.safetensors"
+    if whole.exists() and not shards.is_spread(next(model.parameters())):
+        tensors = read_tensors(whole, into) | read_tensors(folder / "model.safetensors", weights)
+        for name, t in (into | weights).items():
+            t.copy_(tensors[name])
+    else:
+        shards.load(folder, into | weights)
     return state
 
 

@@ -204,9 +204,12 @@ def check_clashes(clashes, given):
                 raise UserError(f"--{one} and --{other} contradict each other; {why}")
 
 
-def opt(default, meaning, *choices, bounds=None):
-    """A dataclass field and flag: its default, help, and choices or (low, high) bounds."""
-    metadata = {"help": meaning, "choices": choices, "bounds": bounds}
+def opt(default, meaning, *choices, bounds=None, bare=None):
+    """A dataclass field and flag: its default, help, and choices or (low, high) bounds.
+
+    bare: what the flag alone means, where it needs no value.
+    """
+    metadata = {"help": meaning, "choices": choices, "bounds": bounds, "bare": bare}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -288,6 +291,8 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None):
             kind = dict(type=parse_bool, nargs="?", const=True, metavar="BOOL")
         else:
             kind = dict(type=field.type, choices=field.metadata["choices"] or None)
+            if field.metadata["bare"] is not None:
+                kind |= dict(nargs="?", const=field.metadata["bare"])
         meaning = field.metadata["help"]
         default = defaults.get(field.name, field.default)
         if default != "":

@@ -1,6 +1,7 @@
 """torch.compile: when a run uses it, what is compiled, and how a run learns meanwhile."""
 
 import copy
+import functools
 import importlib
 import math
 import multiprocessing
@@ -9,6 +10,7 @@ import sys
 import time
 
 import torch
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from support import runtime
 from support.cli import NO_LIMIT, warn
@@ -52,8 +54,12 @@ def compile_network(run, compiled, gradients=None):
     config.compile = "on" if compiled else "off"
     config.dtype = str(run.dtype).removeprefix("torch.")
     is_program = type(run.model).__module__ == "__main__"  # a new process can import it
-    if compiled and run.device.type == "cpu":
-        if gradients and config.time_limit and run.world == 1 and is_program:
+    alone = run.world == 1 and not config.shard
+    if config.recompute:
+        for block in run.model.blocks:
+            block.forward = functools.partial(recomputed, block.forward, use_reentrant=False)
+    if compiled and (run.device.type == "cpu" or config.shard):
+        if gradients and config.time_limit and alone and is_program:
             run.compiler = start_compiler(run)
             return
         compile_blocks(run.model.blocks)
@@ -62,7 +68,7 @@ def compile_network(run, compiled, gradients=None):
         run.average = torch.compile(average)  # eager it takes a kernel for each parameter
         if config.optimizer == "muon":
             run.optimizers[0].compile()
-    if run.world > 1:
+    if run.world > 1 and not config.shard:
         run.network = torch.nn.parallel.DistributedDataParallel(run.network)
     if compiled and gradients:
         with run.log.busy("compiling"):

@@ -44,6 +44,12 @@ def write_synced(path, content):
         os.fsync(f.fileno())
 
 
+def sync(path):
+    """Wait until a file is on the disk; opened for writing, as Windows asks."""
+    with open(path, "r+b") as f:
+        os.fsync(f.fileno())
+
+
 def write_atomically(path, content):
     """Write bytes under a temporary name, sync, rename: `path` never holds half a file."""
     fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=TMP)

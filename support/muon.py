@@ -11,6 +11,7 @@ brought to a common scale (NorMuon: Li et al., 2510.05491). What each is worth: 
 
 import torch
 
+from support import shards
 from support.runtime import pick_dtype
 
 COEFFICIENTS = (
@@ -72,20 +73,31 @@ def level_rows(x, running, scale):
 
 
 def update(parts, lr, momentum, kept, dtype):
-    """Update matrices with one smaller side: parts of (params, grads, momenta, squares, rows).
+    """Update matrices with one smaller side: parts of
+    (params, grads, momenta, squares, rows, turns).
 
     momenta (n, A, B) and squares (n, A, 1) are a part's running means; each `rows` rows of a
     parameter (A, B) are a matrix of their own. kept: what weight decay leaves of the weights.
+    turns: with --shard, where tensors hold a part of each matrix: who makes which update.
     """
     updates = []
-    for _, grads, momenta, _, rows in parts:
+    running = []
+    for _, grads, momenta, squares, rows, turns in parts:
         x = torch.stack(grads)  # (n, A, B)
         momenta.lerp_(x, 1 - momentum)
         x.lerp_(momenta, momentum)  # Nesterov
-        updates.append(x.view(-1, rows, x.shape[2]))
-    for (params, _, momenta, squares, rows), x in zip(parts, orthogonalize(updates, dtype)):
+        if turns:
+            x, squares = turns.gather(torch.cat((x, squares), 2)).split((x.shape[2], 1), 2)
+        updates.append(x.reshape(-1, rows, x.shape[2]))
+        running.append(squares.reshape(-1, rows, 1))
+    updates = orthogonalize(updates, dtype)
+    for (params, _, momenta, squares, _, turns), x, sizes in zip(parts, updates, running):
         scale = lr * max(1, x.shape[1] / x.shape[2]) ** 0.5
-        x = level_rows(x.to(squares.dtype), squares.view(-1, rows, 1), scale)
+        x = level_rows(x.to(sizes.dtype), sizes, scale)
+        if turns:
+            both = torch.cat((x, sizes), 2).view(-1, turns.A, x.shape[2] + 1)
+            x, sizes = turns.scatter(both).split((x.shape[2], 1), 2)
+            squares.copy_(sizes)
         torch._foreach_mul_(params, kept)
         torch._foreach_sub_(params, list(x.view(momenta.shape)))
 
@@ -118,7 +130,7 @@ class Muon(torch.optim.Muon):
         known = self.stacks.get(key, ((),))[0]
         if len(known) != len(params) or any(p is not q for p, q in zip(known, params)):
             old = [self.state[p] for p in params]
-            zero = torch.zeros_like(params[0])
+            zero = torch.zeros_like(shards.local(params[0]))
             momenta = torch.stack([s.get("momentum_buffer", zero) for s in old])
             squares = torch.stack([s.get("row_squares", zero[:, :1]) for s in old])
             for p, momentum, square in zip(params, momenta, squares):
@@ -135,9 +147,15 @@ class Muon(torch.optim.Muon):
                 if p.grad is not None:
                     alike.setdefault((p.shape, self.rows.get(p, len(p))), []).append(p)
             sides = {}  # smaller side K -> the parts of update()
+            first = 0
             for (shape, rows), params in alike.items():
-                grads = [p.grad for p in params]
-                part = (params, grads, *self.stacked((shape, rows), params), rows)
+                turns = None
+                if shards.is_spread(params[0]):
+                    turns = shards.Turns(params[0], len(params), first)
+                first += len(params)
+                means = self.stacked((shape, rows), params)
+                grads = [shards.local(p.grad) for p in params]
+                part = ([shards.local(p) for p in params], grads, *means, rows, turns)
                 sides.setdefault(min(rows, shape[1]), []).append(part)
             for parts in sides.values():
                 self.update(parts, group["lr"], group["momentum"], kept, self.dtype)

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save as to_safetensors
 
-from support import checkpoint, files, runtime, sources
-from support.cli import NO_LIMIT, UserError, check_fields, warn
+from support import checkpoint, files, runtime, shards, sources
+from support.cli import NO_LIMIT, RankError, UserError, check_fields, warn
 from support.log import Log
 from support.optimizers import average
 from support.tokenizer import KINDS
@@ -128,6 +128,7 @@ def open_run(given, cls, new_config, world, resumable):
         config = new_config(given)
         check_idle(given, config)
     check(config, world)
+    shards.check(config.shard, world)
     OPENED.append((config, sequences_at_once(config, world)))
     check_place(config.data, out)
     if checkpoint.checkpoints(out) and not (config.resume or config.overwrite):
@@ -272,7 +273,8 @@ def load_weights(run, source):
         given = f"--init_from={run.config.init_from}"
         raise UserError(f"{given} has other tokens than {run.config.data}; give text")
     for into in (run.model, run.averaged):
-        torch._foreach_copy_(list(into.parameters()), list(model.parameters()))
+        for p, whole in zip(into.parameters(), model.parameters()):
+            shards.fill(p, whole)
 
 
 def begin(run, folder):
@@ -318,8 +320,7 @@ def score(run, evaluate, is_last):
     config = run.config
     until = deadline(run, is_last)
     began = time.monotonic()
-    in_time = runtime.all_reduce(torch.tensor(float(began < until)), "MIN").item()  # on all ranks
-    passes = 4 if is_last and in_time else 1
+    passes = 1 if runtime.is_late(until) or not is_last else 4
     with run.log.busy("evaluating"), run.autocast():
         how = dict(batch_size=run.micro_batch, deadline=until)
         r = raw = evaluate(run.averaged, run.windows, passes, **how)
@@ -337,7 +338,7 @@ def score(run, evaluate, is_last):
     sampling = 3 * calls * per_window
     # The end: four passes with the averaged weights, one with the raw ones, samples.
     run.ending = 5 * len(run.windows) * per_window + sampling + 2
-    return r, raw, time.monotonic() + sampling < until
+    return r, raw, not runtime.is_late(until - sampling)
 
 
 def reserve(run):
@@ -393,31 +394,47 @@ def save(run, finished=False):
     state = dict(step=run.step, tokens=run.tokens, seconds=run.elapsed(), ending=run.ending)
     state |= dict(finished=finished, data=run.corpus.source.checksum, dtype=run.corpus.source.dtype)
     state |= dict(launch=runtime.launch_id(), saving=run.saving)
-    runtime.on_first_rank(lambda: write(run, state))
+    weights = run.averaged.state_dict()
+    tensors = checkpoint.training_tensors(run.model, run.averaged, run.optimizers)
+    runtime.on_all_ranks(lambda: check_tensors(run, weights | tensors))
+    if run.config.shard:
+        with shards.saving(run.config.out_dir, weights, tensors) as parts:
+            runtime.on_first_rank(lambda: write(run, state, parts))
+    else:
+        runtime.on_first_rank(lambda: write(run, state, in_memory(weights, tensors)))
     run.saved = run.step
     run.finished = finished
     run.saving = time.monotonic() - began
     run.log.restart_clock(run.tokens)
 
 
-def write(run, state):
-    weights = run.averaged.state_dict()
-    tensors = checkpoint.training_tensors(run.model, run.averaged, run.optimizers)
-    for part in (weights, tensors):
-        for name, t in part.items():
-            part[name] = t.detach().cpu().contiguous()
-            if not part[name].isfinite().all():
-                what = f"{name} is not finite at step {run.step}: not saved."
-                raise UserError(f"{what} {advice(run)}")
+def check_tensors(run, tensors):
+    """Raise RankError unless all that this rank holds is finite."""
+    for name, t in tensors.items():
+        if not shards.local(t).isfinite().all():
+            what = f"{name} is not finite at step {run.step}: not saved."
+            raise RankError(f"{what} {advice(run)}")
+
+
+def in_memory(weights, tensors):
+    """The files of a run without --shard, as bytes."""
+    found = {}
+    for name, part in (("model", weights), ("state", tensors)):
+        part = {key: t.detach().cpu().contiguous() for key, t in part.items()}
+        found[f"{name}.safetensors"] = to_safetensors(part)
+    return found
+
+
+def write(run, state, tensors):
+    """Write a checkpoint of a run; tensors: its safetensors files, bytes or Paths."""
     config = dict(format="mdlm", version=1, config=dataclasses.asdict(run.config))
     contents = {
         "config.json": json.dumps(config, indent=1).encode(),
         "tokenizer.json": run.corpus.tokenizer.to_json().encode(),
         "state.json": json.dumps(state).encode(),
-        "model.safetensors": to_safetensors(weights),
-        "state.safetensors": to_safetensors(tensors),
     }
-    saved = checkpoint.write_checkpoint(run.config.out_dir, f"step-{run.step}", contents)
+    name = f"step-{run.step}"
+    saved = checkpoint.write_checkpoint(run.config.out_dir, name, contents | tensors)
     if run.config.overwrite and run.saved < 0:  # the first one: the old run may go now
         with files.writing(saved):
             for old in checkpoint.checkpoints(run.config.out_dir):

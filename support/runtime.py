@@ -5,6 +5,7 @@ import hashlib
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -140,9 +141,10 @@ def to_device(x, device):
 def clip_gradients(params, limit):
     """Scale the gradients down to a total norm of `limit` (0: never); returns the norm before."""
     norm = get_total_norm([p.grad for p in params if p.grad is not None])
-    if limit and (is_async(norm.device) or norm > limit):  # a GPU's norm is not read
+    total = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # with --shard
+    if limit and (is_async(total.device) or total > limit):  # a GPU's norm is not read
         clip_grads_with_norm_(params, limit, norm)
-    return norm
+    return total
 
 
 CONTROL = None  # gloo group for control messages, which never wait for a GPU
@@ -167,7 +169,7 @@ def join_ranks():
     """(rank, number of ranks, rank on this machine); under torchrun the ranks meet here."""
     global CONTROL, STORE
     rank, world, local_rank = read_ranks()
-    if world > 1:
+    if world > 1 or distributed.is_torchelastic_launched():
         # torchrun keeps one store for all attempts. Without a prefix the ranks of a second attempt
         # may read the addresses of the first one's, which are dead, and hang.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -195,8 +197,12 @@ def leave_ranks():
 
 
 def share(items):
-    """Every n-th of the items, for the n ranks."""
-    return items[distributed.get_rank() :: distributed.get_world_size()] if CONTROL else items
+    """Every n-th of the items, for the n ranks; all get equally many, if need be twice."""
+    if not CONTROL:
+        return items
+    world = distributed.get_world_size()
+    each = -(-len(items) // world)
+    return [items[(distributed.get_rank() + k * world) % len(items)] for k in range(each)]
 
 
 def all_reduce(values, how="SUM"):
@@ -206,16 +212,25 @@ def all_reduce(values, how="SUM"):
     return values
 
 
+def is_late(deadline):
+    """Whether any rank is past the deadline (time.monotonic()); asked by all of them."""
+    return all_reduce(torch.tensor(float(time.monotonic() >= deadline)), "MAX").item() > 0
+
+
+def on_all_ranks(do):
+    """Call do() on each rank; a UserError of one is raised on all of them."""
+    error = None
+    try:
+        do()
+    except UserError as e:
+        error = e
+    if all_reduce(torch.tensor(float(error is not None))):
+        raise error or UserError("another rank refused")
+
+
 def on_first_rank(do):
     """Call do() on the first rank while the others wait; its UserError is raised on all of them."""
-    error = None
-    if is_first_rank():
-        try:
-            do()
-        except UserError as e:
-            error = e
-    if all_reduce(torch.tensor(float(error is not None))):
-        raise error or UserError("the first rank refused")
+    on_all_ranks(lambda: is_first_rank() and do())
 
 
 def launch_id():

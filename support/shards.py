@@ -1,0 +1,178 @@
+"""--shard: weights, gradients, moments and averages spread over ranks, by PyTorch's own FSDP2.
+
+Imports of torch.distributed wait until they are needed: they are slow, and not on all systems.
+What a rank holds, what it sends, and which model fits on which machine: docs/scale.md.
+"""
+
+import contextlib
+import functools
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from support import files, runtime
+from support.cli import UserError
+
+ALL = -1  # --shard without a value: all ranks share one model
+
+
+def check(shard, world):
+    """Raise UserError for a --shard that cannot work with `world` ranks."""
+    given = "--shard" if shard == ALL else f"--shard={shard}"
+    if shard and sys.platform == "win32":
+        raise UserError(f"{given} is not for Windows; leave it out, or give --shard=0 to resume")
+    if shard and not runtime.CONTROL:
+        fix = "start with torchrun --standalone --nproc_per_node=RANKS mdlm.py, or give --shard=0"
+        raise UserError(f"{given} spreads a model over ranks, and there are none; {fix}")
+    if shard > 0 and world % shard:
+        raise UserError(f"{given} does not divide the {world} ranks; give a number that does")
+
+
+def make_place(shard, device, dtype, world):
+    """place(module): move it to the device; with --shard only this rank's part of it.
+
+    Parts are rows of each parameter, on groups of `shard` ranks; the groups hold the same. In
+    computations a module's parameters are whole, in `dtype`; their gradients are summed in float32.
+    """
+    if not shard:
+        return lambda module: module.to(device)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    n = world if shard == ALL else shard
+    names = ("groups", "shards")
+    mesh = init_device_mesh(device.type, (world // n, n), mesh_dim_names=names)
+    if n == world:
+        mesh = mesh["shards"]
+    policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    return functools.partial(fully_shard, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+
+
+def exchange_gradients(network, now):
+    """Whether its next backward exchanges gradients between the ranks, or adds them up here."""
+    if isinstance(network, torch.nn.parallel.DistributedDataParallel):
+        network.require_backward_grad_sync = now
+    elif hasattr(network, "set_requires_gradient_sync"):
+        network.set_requires_gradient_sync(now)
+
+
+def is_spread(t):
+    return hasattr(t, "to_local")  # a DTensor
+
+
+def local(t):
+    """This rank's part of a tensor; the tensor itself if it is not spread."""
+    return t.to_local() if is_spread(t) else t
+
+
+def spread_like(p, t):
+    """The tensor (A, ...) of which each rank holds a part t, cut like the parameter p (A, ...)."""
+    if not is_spread(p) or is_spread(t) or t.dim() == 0:
+        return t
+    from torch.distributed.tensor import DTensor
+
+    whole = torch.empty(p.shape[0], *t.shape[1:], device="meta")
+    how = dict(shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(t, p.device_mesh, p.placements, run_check=False, **how)
+
+
+@torch.no_grad()
+def fill(p, whole):
+    """Copy a whole tensor, which every rank has, into a parameter."""
+    if is_spread(p):
+        from torch.distributed.tensor import Replicate, distribute_tensor
+
+        mesh = p.device_mesh
+        whole = distribute_tensor(whole.to(p.device), mesh, [Replicate()] * mesh.ndim)
+        whole = whole.redistribute(mesh, p.placements)
+    p.copy_(whole)
+
+
+class Turns:
+    """n alike matrices (A, B), their rows spread over the ranks; each matrix is one rank's turn.
+
+    Gathering and scattering them sends 1 / ranks of what a reduction of their gradients sends.
+    """
+
+    def __init__(self, p, n, first):
+        self.A = len(p)
+        self.group = p.device_mesh.get_group(p.device_mesh.ndim - 1)
+        ranks = self.group.size()
+        self.rank = self.group.rank()
+        rows = [len(part) for part in torch.arange(len(p)).chunk(ranks)]
+        self.rows = rows + [0] * (ranks - len(rows))  # of each rank, of every matrix
+        self.turns = [range((rank - first) % ranks, n, ranks) for rank in range(ranks)]
+
+    def exchange(self, parts, shapes):
+        """Send the k-th of `parts` to rank k; returns what the ranks sent here, of these shapes."""
+        sizes = [math.prod(shape) for shape in shapes]
+        sent = torch.cat([part.flatten() for part in parts])
+        got = sent.new_empty(sum(sizes))
+        distributed.all_to_all_single(got, sent, sizes, [p.numel() for p in parts], self.group)
+        return [part.view(shape) for part, shape in zip(got.split(sizes), shapes)]
+
+    def gather(self, x):
+        """Parts (n, rows of this rank, B) of all matrices -> (m, A, B), whole: its turn."""
+        m = len(self.turns[self.rank])
+        parts = [x[list(turn)] for turn in self.turns]
+        return torch.cat(self.exchange(parts, [(m, rows, x.shape[2]) for rows in self.rows]), 1)
+
+    def scatter(self, x):
+        """The reverse: (m, A, B) -> (n, rows of this rank, B)."""
+        rows = self.rows[self.rank]
+        shapes = [(len(turn), rows, x.shape[2]) for turn in self.turns]
+        out = x.new_empty(sum(map(len, self.turns)), rows, x.shape[2])
+        for turn, part in zip(self.turns, self.exchange(x.split(self.rows, 1), shapes)):
+            out[list(turn)] = part
+        return out
+
+
+@contextlib.contextmanager
+def saving(out_dir, weights, tensors):
+    """Within, tensors lie in files of out_dir, one a rank, and the weights in one: name -> Path.
+
+    PyTorch's torch.distributed.checkpoint writes safetensors, without pickles. The first rank
+    joins the weights, one tensor at a time. UserError if any rank cannot write.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+
+    folder = Path(out_dir) / f"{files.TMP}shards"
+    state = HuggingFaceStorageWriter(folder / "state", save_distributed=True)
+    model = HuggingFaceStorageWriter(
+        folder / "model", save_distributed=True, enable_consolidation=True
+    )
+    try:
+        with files.writing(folder), first_failure():
+            save(tensors, storage_writer=state, process_group=runtime.CONTROL)
+            save(weights, storage_writer=model, process_group=runtime.CONTROL)
+        parts = sorted((folder / "state").iterdir())
+        names = (f"state-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1))
+        whole = {"model.safetensors": next((folder / "model").glob("*.safetensors"))}
+        yield whole | dict(zip(names, parts))
+    finally:
+        runtime.on_first_rank(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def load(folder, into):
+    """Fill tensors, spread or not, from the safetensors files of a checkpoint."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    reader = HuggingFaceStorageReader(folder)
+    group = runtime.CONTROL
+    with first_failure():
+        load(into, storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+@contextlib.contextmanager
+def first_failure():
+    """Within, the errors that PyTorch collects from all ranks become the first rank's one."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as e:
+        raise min(e.failures.items())[1][0] from e

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save as to_safetensors
 
 from support import checkpoint, files, runtime, shards, sources
-from support.cli import NO_LIMIT, RankError, UserError, check_fields, warn
+from support.cli import NO_LIMIT, UserError, check_fields, warn
 from support.log import Log
 from support.optimizers import average
 from support.tokenizer import KINDS
@@ -396,24 +396,17 @@ def save(run, finished=False):
     state |= dict(launch=runtime.launch_id(), saving=run.saving)
     weights = run.averaged.state_dict()
     tensors = checkpoint.training_tensors(run.model, run.averaged, run.optimizers)
-    runtime.on_all_ranks(lambda: check_tensors(run, weights | tensors))
+    where = f"at step {run.step}: not saved. {advice(run)}"
+    runtime.on_all_ranks(lambda: shards.check_finite(weights | tensors, where))
     if run.config.shard:
-        with shards.saving(run.config.out_dir, weights, tensors) as parts:
-            runtime.on_first_rank(lambda: write(run, state, parts))
+        with shards.saving(run.config.out_dir, weights, tensors) as found:
+            runtime.on_first_rank(lambda: write(run, state, found()))
     else:
         runtime.on_first_rank(lambda: write(run, state, in_memory(weights, tensors)))
     run.saved = run.step
     run.finished = finished
     run.saving = time.monotonic() - began
     run.log.restart_clock(run.tokens)
-
-
-def check_tensors(run, tensors):
-    """Raise RankError unless all that this rank holds is finite."""
-    for name, t in tensors.items():
-        if not shards.local(t).isfinite().all():
-            what = f"{name} is not finite at step {run.step}: not saved."
-            raise RankError(f"{what} {advice(run)}")
 
 
 def in_memory(weights, tensors):

@@ -9,13 +9,14 @@ import functools
 import math
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
 import torch
 from torch import distributed
 
 from support import files, runtime
-from support.cli import UserError
+from support.cli import RankError, UserError
 
 ALL = -1  # --shard without a value: all ranks share one model
 
@@ -133,12 +134,14 @@ class Turns:
 
 @contextlib.contextmanager
 def saving(out_dir, weights, tensors):
-    """Within, tensors lie in files of out_dir, one a rank, and the weights in one: name -> Path.
+    """Within, tensors lie in files of out_dir, one a rank, and the weights in one.
 
-    PyTorch's torch.distributed.checkpoint writes safetensors, without pickles. The first rank
-    joins the weights, one tensor at a time. UserError if any rank cannot write.
+    Yields a function that names them, for the first rank: a dict of name -> Path. What writes is
+    PyTorch's torch.distributed.checkpoint, as safetensors, without pickles; the first rank joins
+    the weights, one tensor at a time. UserError if any rank cannot write.
     """
     from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+    from torch.distributed.checkpoint.api import CheckpointException
 
     folder = Path(out_dir) / f"{files.TMP}shards"
     state = HuggingFaceStorageWriter(folder / "state", save_distributed=True)
@@ -146,33 +149,48 @@ def saving(out_dir, weights, tensors):
         folder / "model", save_distributed=True, enable_consolidation=True
     )
     try:
-        with files.writing(folder), first_failure():
-            save(tensors, storage_writer=state, process_group=runtime.CONTROL)
-            save(weights, storage_writer=model, process_group=runtime.CONTROL)
-        parts = sorted((folder / "state").iterdir())
-        names = (f"state-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1))
-        whole = {"model.safetensors": next((folder / "model").glob("*.safetensors"))}
-        yield whole | dict(zip(names, parts))
+        with files.writing(folder):
+            try:
+                save(tensors, storage_writer=state, process_group=runtime.CONTROL)
+                save(weights, storage_writer=model, process_group=runtime.CONTROL)
+            except CheckpointException as e:
+                raise first_failure(e) from e
+        yield lambda: found_in(folder)
     finally:
         runtime.on_first_rank(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def found_in(folder):
+    parts = sorted((folder / "state").iterdir())
+    names = (f"state-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts)))
+    whole = next((folder / "model").glob("*.safetensors"))
+    return {"model.safetensors": whole} | dict(zip(names, parts))
 
 
 def load(folder, into):
     """Fill tensors, spread or not, from the safetensors files of a checkpoint."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    from torch.distributed.checkpoint.api import CheckpointException
 
     reader = HuggingFaceStorageReader(folder)
     group = runtime.CONTROL
-    with first_failure():
-        load(into, storage_reader=reader, process_group=group, no_dist=group is None)
-
-
-@contextlib.contextmanager
-def first_failure():
-    """Within, the errors that PyTorch collects from all ranks become the first rank's one."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no group
+            load(into, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as e:
-        raise min(e.failures.items())[1][0] from e
+        raise UserError(f"{folder} does not fit its config: {first_failure(e)}") from e
+    where = f"in {folder}; take an earlier checkpoint, or train again"
+    runtime.on_all_ranks(lambda: check_finite(into, where))
+
+
+def check_finite(tensors, where):
+    """Raise RankError unless all that this rank holds is finite."""
+    for name, t in tensors.items():
+        if not local(t).isfinite().all():
+            raise RankError(f"{name} is not finite {where}")
+
+
+def first_failure(e):
+    """The error of the first rank of those that a CheckpointException has collected."""
+    return min(e.failures.items())[1][0]

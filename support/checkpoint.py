@@ -304,7 +304,7 @@ def was_restarted(out_dir):
     """Whether torchrun restarts a run that has saved since this launch: then it resumes."""
     launch = runtime.launch_id()
     ours = 0.0
-    if launch and runtime.is_first_rank() and os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":
+    if launch and runtime.is_first_rank():
         with contextlib.suppress(UserError):
             ours = float(read_state(find_checkpoint(out_dir)).get("launch") == launch)
     return runtime.all_reduce(torch.tensor(ours)).item() > 0

@@ -107,7 +107,8 @@ def open_run(given, cls, new_config, world, resumable):
     """The `cls` of the given flags, and the checkpoint to resume from (None: a new run)."""
     out = Path(given.get("out_dir", cls.out_dir))
     folder = None
-    if checkpoint.was_restarted(out):  # torchrun repeats the flags that began the run
+    # torchrun repeats the flags that began the run.
+    if not given.get("resume") and checkpoint.was_restarted(out):
         given = {k: v for k, v in given.items() if k != "overwrite"} | {"resume": True}
     if given.get("resume"):
         if given.get("overwrite"):

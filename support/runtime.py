@@ -171,8 +171,11 @@ def join_ranks():
     rank, world, local_rank = read_ranks()
     if world > 1 or distributed.is_torchelastic_launched():
         # torchrun keeps one store for all attempts. Without a prefix the ranks of a second attempt
-        # may read the addresses of the first one's, which are dead, and hang.
+        # may read the addresses of the first one's, which are dead, and hang. If told not to, for
+        # nodes that come back (docs/scale.md), it makes a new store: then nodes count on their own.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
+            attempt = "any"
         try:
             store = next(distributed.rendezvous("env://"))[0]
         except (RuntimeError, ValueError) as e:
@@ -234,8 +237,10 @@ def on_first_rank(do):
 
 
 def launch_id():
-    """Names this torchrun in all its attempts; "" without torchrun."""
-    return os.environ.get("TORCHELASTIC_ERROR_FILE", "").rpartition("attempt_")[0]
+    """Names this torchrun in all its attempts, on all nodes with --rdzv_id; "" without torchrun."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # in a folder of this torchrun
+    return file.rpartition("attempt_")[0] if name == "none" else name
 
 
 class Interrupt:

@@ -10,20 +10,23 @@ import hashlib
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import signal
 import sys
 import time
 import traceback
+from importlib import import_module
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from torch import distributed
 
 import mdlm
-from support import checkpoint, cli, runtime
+from support import checkpoint, cli, muon, runtime, shards
 
 
 def rank():
@@ -110,10 +113,11 @@ def slow_disk(seconds):
     os.fsync = slow
 
 
-def no_space(at, size):
-    """No file can grow beyond `size` bytes any more."""
+def no_space(at, size, which=""):
+    """No file can grow beyond `size` bytes any more, on all ranks or on one."""
     limit = (int(size), int(size))
-    before_step(at, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    if which in ("", str(rank())):
+        before_step(at, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
 
 
 def read_only(at, folder):
@@ -183,9 +187,83 @@ def not_finite(at, what, report, late=""):
     return write
 
 
+def die_while_saving(at, which):
+    """The power of one rank fails when it has written its part of the checkpoint of step `at`."""
+    check_finite = shards.check_finite
+
+    def hooked(tensors, where):
+        fsync = os.fsync
+
+        def strike(fd):
+            fsync(fd)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if rank() == int(which) and f"at step {at}:" in where:
+            os.fsync = strike
+        check_finite(tensors, where)
+
+    shards.check_finite = hooked
+
+
+def muon_in_float32():
+    """No fault: matrix products without the rounding that makes losses differ between ranks."""
+    muon.pick_dtype = lambda *name: torch.float32
+
+
+def peak():
+    """Bytes of memory that this process has had at most since the last call."""
+    status = Path("/proc/self/status").read_text()
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) * 1024
+
+
+def measure(report):
+    """No fault: write to report.RANK what this rank holds and sends, in bytes."""
+    make_run = mdlm.make_run
+    clip = runtime.clip_gradients
+    all_to_all = distributed.all_to_all_single
+    found = dict(sent=0)
+    runs = []
+
+    def size(tensors):
+        return sum(shards.local(t).nbytes for t in tensors)
+
+    def watched_run(*args):
+        peak()
+        before = peak()
+        runs.append(make_run(*args))
+        found["making"] = peak() - before
+        return runs[0]
+
+    def watched_clip(params, limit):
+        found["gradients"] = size([p.grad for p in params])
+        return clip(params, limit)
+
+    def watched_exchange(got, sent, sizes, parts, group):
+        own = parts[group.rank()]
+        found["sent"] += (sum(parts) - own) * sent.itemsize
+        return all_to_all(got, sent, sizes, parts, group)
+
+    def write():
+        run = runs[0]
+        found["weights"] = size(run.model.parameters())
+        found["average"] = size(run.averaged.parameters())
+        slots = [s for optimizer in run.optimizers for s in optimizer.state.values()]
+        found["moments"] = size([t for s in slots for t in s.values() if t.dim()])
+        found["steps"] = run.step
+        found["parameters"] = sum(p.numel() for p in run.model.parameters())
+        found["matrices"] = sum(p.numel() for p in run.optimizers[0].param_groups[0]["params"])
+        Path(f"{report}.{rank()}").write_text(json.dumps(found))
+
+    mdlm.make_run = watched_run
+    runtime.clip_gradients = watched_clip
+    distributed.all_to_all_single = watched_exchange
+    return write
+
+
 FAULTS = (
     *(interrupt, hangup, sleep, raises, slow_start, die_once, slow_disk),
-    *(no_space, read_only, deleted, not_finite),
+    *(no_space, read_only, deleted, not_finite, die_while_saving, muon_in_float32, measure),
 )
 
 
@@ -247,8 +325,10 @@ def child(request):
 def nursery():
     torch.set_num_threads(1)
     # What a run imports when it needs it: the optimizers' compiler and the last picture.
-    import matplotlib.pyplot  # noqa: F401
-    import torch._dynamo as _  # noqa: F401
+    # And what --shard needs.
+    for name in ("matplotlib.pyplot", "torch._dynamo", "torch.distributed.checkpoint"):
+        import_module(name)
+    import_module("torch.distributed.fsdp")
 
     print("ready", flush=True)
     for line in sys.stdin:

@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,74 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY, losses, read_log, saved
+from nursery import Nursery, Run, begin_ranks, starter
 
 import mdlm
 from support import checkpoint, files
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and forks")
-
-
-class Nursery:
-    """The process that forks the runs; see faults.py."""
-
-    def __init__(self):
-        self.folder = tempfile.TemporaryDirectory()
-        env = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "faults.py")],
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=env,
-        )
-        assert self.process.stdout.readline() == "ready\n"
-
-    def ask(self, **request):
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-
-class Run:
-    """A forked process: call(*args) of faults.py."""
-
-    def __init__(self, nursery, call, *args, **env):
-        self.nursery = nursery
-        self.code = None
-        self.files = [Path(tempfile.mkstemp(dir=nursery.folder.name)[1]) for _ in range(2)]
-        out, err = map(str, self.files)
-        self.pid = nursery.ask(call=call, args=args, env=env, out=out, err=err)
-
-    @property
-    def out(self):
-        return self.files[0].read_text()
-
-    @property
-    def err(self):
-        return self.files[1].read_text()
-
-    def poll(self):
-        if self.code is None:
-            self.code = self.nursery.ask(poll=self.pid)
-        return self.code
-
-    def kill(self, number=signal.SIGKILL):
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def until(self, condition, seconds=60):
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, (self.out, self.err)
-            time.sleep(0.005)
-
-    def wait(self, seconds=60):
-        """The exit code, -9 after SIGKILL. Fails the test after `seconds`: nothing may hang."""
-        try:
-            self.until(lambda: self.poll() is not None, seconds)
-        finally:
-            self.kill()
-        return self.code
 
 
 @pytest.fixture(scope="module")
@@ -119,24 +56,7 @@ def short_text(pydoc, tmp_path_factory):
 
 @pytest.fixture
 def run(nursery, short_text):
-    """run(out_dir, *flags, fault="name:...", **env) begins a tiny run."""
-
-    def begin(out, *flags, fault="", **env):
-        args = [*flags, f"--out_dir={out}"]
-        if "--resume" not in flags:
-            args = [f"--data={short_text}", *TINY, "--batch_size=16", "--eval_windows=4", *args]
-        return Run(nursery, "train", list(map(str, args)), fault, **env)
-
-    return begin
-
-
-def begin_two(run, out, *flags, **more):
-    """Two ranks of one run, as torchrun would start them."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    env = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    return [run(out, *flags, RANK=str(r), LOCAL_RANK=str(r), **env, **more) for r in (0, 1)]
+    return starter(nursery, short_text)
 
 
 def without_clock(record):
@@ -425,7 +345,7 @@ def test_vanished_folder_stops_the_run(run, tmp_path):
 
 def test_full_disk_stops_all_ranks(run, tmp_path):
     out = tmp_path / "o"
-    ranks = begin_two(run, out, *TWELVE_STEPS, fault=f"no_space:6:{1 << 15}")
+    ranks = begin_ranks(2, run, out, *TWELVE_STEPS, fault=f"no_space:6:{1 << 15}")
     assert [r.wait() for r in ranks] == [2, 2]
     assert "step-8 cannot be written" in ranks[0].err
     assert "Traceback" not in ranks[0].err + ranks[1].err
@@ -499,7 +419,7 @@ def test_ctrl_c_before_training_leaves_nothing(run, tmp_path):
 def test_signal_to_one_rank_stops_both(run, tmp_path, number, code):
     out = tmp_path / "o"
     flags = ["--max_steps=1000000", "--optimizer=adamw", "--lr_schedule=constant"]
-    ranks = begin_two(run, out, *flags)
+    ranks = begin_ranks(2, run, out, *flags)
     ranks[0].until(lambda: "step 5:" in ranks[0].err)
     ranks[1].kill(number)
     assert [r.wait(20) for r in ranks] == [code, code], ranks[1].err
@@ -536,7 +456,7 @@ def test_program_mistake_gives_a_traceback(run, tmp_path):
 def test_bad_loss_of_one_rank_changes_nothing(run, tmp_path, what):
     out = tmp_path / "o"
     report = tmp_path / "digests"
-    ranks = begin_two(run, out, *TWELVE_STEPS, fault=f"not_finite:6:{what}:{report}")
+    ranks = begin_ranks(2, run, out, *TWELVE_STEPS, fault=f"not_finite:6:{what}:{report}")
     assert [r.wait() for r in ranks] == [2, 2], (ranks[0].err, ranks[1].err)
     for rank in (0, 1):
         digests = json.loads(Path(f"{report}.{rank}").read_text())
@@ -555,7 +475,7 @@ def test_late_nan_is_not_saved(run, tmp_path):
     out = tmp_path / "o"
     report = tmp_path / "digests"
     flags = [*TWELVE_STEPS, "--log_interval=100"]
-    ranks = begin_two(run, out, *flags, fault=f"not_finite:6:nan:{report}:late")
+    ranks = begin_ranks(2, run, out, *flags, fault=f"not_finite:6:nan:{report}:late")
     assert [r.wait() for r in ranks] == [2, 2], (ranks[0].err, ranks[1].err)
     updates = len(json.loads(Path(f"{report}.0").read_text())) - 1
     assert updates == 8, "two more steps were computed, up to the evaluation"
@@ -573,7 +493,7 @@ def test_two_ranks_give_the_losses_of_one(run, tmp_path, optimizer, tolerance):
     flags = ["--max_steps=12", f"--optimizer={optimizer}", "--eval_windows=15"]
     one = run(tmp_path / "one", *flags)
     assert one.wait() == 0
-    ranks = begin_two(run, tmp_path / "two", *flags, "--gradient_accumulation_steps=2")
+    ranks = begin_ranks(2, run, tmp_path / "two", *flags, "--gradient_accumulation_steps=2")
     assert [r.wait() for r in ranks] == [0, 0], ranks[0].err
     assert "2 rank(s)" in ranks[0].out
     assert ranks[1].out == "", "only the first rank speaks"
@@ -588,7 +508,7 @@ def test_two_ranks_give_the_losses_of_one(run, tmp_path, optimizer, tolerance):
 
 def test_two_ranks_keep_a_time_limit(run, tmp_path):
     flags = ["--max_steps=1000000", "--time_limit=3", "--eval_interval=50", "--eval_windows=100"]
-    ranks = begin_two(run, tmp_path / "o", *flags)
+    ranks = begin_ranks(2, run, tmp_path / "o", *flags)
     assert [r.wait(20) for r in ranks] == [0, 0], ranks[0].err
     last = read_log(tmp_path / "o")[-1]
     assert last["seconds"] < 4 and last["val_nelbo"] and saved(tmp_path / "o")[1][0] == last["step"]
@@ -600,7 +520,7 @@ def test_two_ranks_resume_what_one_began(run, tmp_path):
     out = tmp_path / "o"
     assert run(out, *flags, fault="interrupt:4").wait() == 130
     assert saved(out)[1][0] == 5
-    ranks = begin_two(run, out, "--resume")
+    ranks = begin_ranks(2, run, out, "--resume")
     assert [r.wait() for r in ranks] == [0, 0], ranks[0].err
     assert losses(out) == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
 

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -123,7 +124,9 @@ def to_tensors(arrays, device):
             device = torch.device("cpu")
     if device.type != "cpu":  # GPUs cannot index uint16; this copies it in host memory first
         arrays = [x.astype(np.int32) if x.dtype == np.uint16 else x for x in arrays]
-    return [torch.from_numpy(array).to(device) for array in arrays]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they cannot be written: nobody does
+        return [torch.from_numpy(array).to(device) for array in arrays]
 
 
 def is_async(device):

@@ -264,7 +264,7 @@ def read_meta(path):
 
 
 def map_ids(path, dtype):
-    """The ids in a file, (n,), memory-mapped and writable in memory only, as torch wants."""
+    """The ids in a file, (n,), memory-mapped."""
     size = path.stat().st_size if path.is_file() else -1
     if size % dtype.itemsize or size < 0:
         raise UserError(f"{path} is missing or not a whole number of {dtype} ids")
@@ -278,7 +278,7 @@ def map_ids(path, dtype):
             raise UserError(f"{found}; it is cut off: restore it")
     if size == offset:
         raise UserError(f"{path.name} has no tokens; give more text")
-    return np.memmap(path, dtype, mode="c", offset=offset)
+    return np.memmap(path, dtype, mode="r", offset=offset)
 
 
 class Source(NamedTuple):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from kernels.launch import jit, launch, register, runs_on, tl, triton
 from kernels.reference import linear_cross_entropy_ref
@@ -30,7 +31,7 @@ CHUNK = 1 << 28
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-# ---- Kernels, a program a row
+# ---- The kernel, a program a row
 
 
 @jit
@@ -88,15 +89,6 @@ def ce_chunk_kernel(
             for start in range(0, limit, BLOCK):
                 at = start + col
                 tl.store(z_ptr + at, tl.zeros((BLOCK,), z_ptr.dtype.element_ty), mask=at < limit)
-
-
-@jit
-def scale_kernel(x_ptr, unit_ptr, grad_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    """out = x * (unit * grad). The factor stays in float32: rounding would bias all gradients."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at < n, other=0).to(tl.float32)
-    factor = tl.load(unit_ptr) * tl.load(grad_ptr)
-    tl.store(out_ptr + at, (x * factor).to(out_ptr.dtype.element_ty), mask=at < n)
 
 
 # ---- Tiles: they spill no registers on sm_80, 90 and 100 (results/aot.md); no GPU has timed them
@@ -167,19 +159,6 @@ def _fake(h, W, targets, weight, dtype, grad):
     return loss, dh, dW, unit
 
 
-def _backward(grad, unit, dh, dW, h_dtype, W_dtype):
-    """dh and dW times unit * grad, each in the dtype of its parameter."""
-    scaled = _fake_backward(grad, unit, dh, dW, h_dtype, W_dtype)
-    for x, out in zip((dh, dW), scaled):
-        grid = (triton.cdiv(x.numel(), 1024),)
-        launch(scale_kernel, grid, x, unit, grad, out, x.numel(), BLOCK=1024, num_warps=4)
-    return scaled
-
-
-def _fake_backward(grad, unit, dh, dW, h_dtype, W_dtype):
-    return torch.empty_like(dh, dtype=h_dtype), torch.empty_like(dW, dtype=W_dtype)
-
-
 def _save(ctx, inputs, output):
     h, W, *_ = inputs
     ctx.save_for_backward(*output[1:])
@@ -188,11 +167,16 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+@once_differentiable
 def _differentiate(ctx, grad, *_):
+    """dh and dW times unit * grad, each in the dtype of its parameter."""
     if grad is None:
         return (None,) * 6
     dh, dW, unit = ctx.saved_tensors
-    return (*_linear_backward(grad, unit, dh, dW, *ctx.dtypes), *(None,) * 4)
+    # (1,), as a 0-dim factor would be rounded to the dtype of dh first, which biases all gradients.
+    factor = (unit * grad)[None]
+    dh, dW = ((x * factor).to(dtype) for x, dtype in zip((dh, dW), ctx.dtypes))
+    return dh, dW, None, None, None, None
 
 
 _linear = register(
@@ -203,13 +187,6 @@ _linear = register(
     _fake,
     _differentiate,
     _save,
-)
-_linear_backward = register(
-    "linear_cross_entropy_backward",
-    "(Tensor grad, Tensor unit, Tensor dh, Tensor dW, ScalarType h_dtype, ScalarType W_dtype)"
-    " -> (Tensor, Tensor)",
-    _backward,
-    _fake_backward,
 )
 
 

@@ -200,7 +200,7 @@ def plot_frontier(rows, names, path):
     fig, axes = figure(11, 3.8, 1, 3)
     for ax, (key, label) in zip(axes, panels.items()):
         for name, color in zip(names, COLORS):
-            found = [r for r in rows if (r["sampler"], r["given"]) == (name, "nothing")]
+            found = [r for r in rows if r["sampler"] == name]
             seeds = [[seed[key] for seed in r["by_seed"]] for r in found]
             middle = [(max(values) + min(values)) / 2 for values in seeds]
             error = [(max(values) - min(values)) / 2 for values in seeds]

@@ -410,10 +410,9 @@ def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
     rows = json.loads(path.read_text())["rows"]
     names = {*frontier.SAMPLERS, *frontier.ALSO, "AR twin", "real text"}
     assert {row["sampler"] for row in rows} == names
-    calls = {(row["sampler"], row["given"]): row["calls"] for row in rows}
-    assert calls["AR twin", "nothing"] == 32 and calls["confidence", "nothing"] == 16
-    assert calls["ancestral", "nothing"] < 32  # some steps reveal nothing
-    assert calls["default", "all but a quarter"] == 8 + 16  # of 8 gaps, one in each call
+    calls = {row["sampler"]: row["calls"] for row in rows}
+    assert calls["AR twin"] == 32 and calls["confidence"] == 16
+    assert calls["ancestral"] < 32  # some steps reveal nothing
     for row in rows[1:]:
         assert len(row["by_seed"]) == 2 and row["seconds"] > 0
         assert row["twin"] == pytest.approx(sum(seed["twin"] for seed in row["by_seed"]) / 2)
@@ -422,7 +421,7 @@ def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
 
 def test_lone_checkpoint_needs_its_text(runs, monkeypatch, tmp_path, capsys):
     """Nothing is downloaded, no other text takes its place, nothing is written."""
-    monkeypatch.setattr(frontier, "grid", lambda most: [("nothing", "confidence", {}, 2)])
+    monkeypatch.setattr(frontier, "grid", lambda most: [("confidence", {}, 2)])
     load = mdlm.load
 
     def load_moved(path, device):  # its text is no longer where it was

@@ -164,7 +164,7 @@ CHROME = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 KEYS = dict(left="\ue012", up="\ue013", right="\ue014", down="\ue015", end="\ue010", home="\ue011",
-            escape="\ue00c", shift="\ue008", tab="\ue004", space=" ")  # fmt: skip
+            escape="\ue00c", tab="\ue004", space=" ")  # fmt: skip
 
 
 class Browser:
@@ -204,14 +204,8 @@ class Browser:
         metrics = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
         self.call("/goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=metrics)
 
-    def press(self, *names, hold=None):
+    def press(self, *names):
         strokes = [dict(type=t, value=KEYS[name]) for name in names for t in ("keyDown", "keyUp")]
-        if hold:
-            strokes = [
-                dict(type="keyDown", value=KEYS[hold]),
-                *strokes,
-                dict(type="keyUp", value=KEYS[hold]),
-            ]
         self.call("/actions", actions=[dict(type="key", id="keyboard", actions=strokes)])
 
     def mouse(self, selector, dx=0, click=False):
@@ -301,14 +295,14 @@ def test_frames_are_the_replay_in_any_order(page):
 
 
 def test_corrections_flash_and_are_counted(page):
-    """Red where a token changed, a line under one that was drawn again; old and new on hover."""
+    """Red where a token changed, not where it was drawn again; old and new on hover."""
     n = len(SAMPLES[0]["frames"])
     first = len(SAMPLES[0]["frames"][0])
     shown = "document.querySelector('[data-p=\"20\"]').className.split(/ +/)"
     counted = "document.querySelector('#revealed').textContent"
     for step, classes, words in (
         (1, ["t", "fresh"], f"{first} of"),
-        (4, ["t", "again"], "0 changes"),
+        (4, ["t"], "0 changes"),
         (6, ["t"], "0 changes"),
         (n, ["t", "fresh", "changed"], "2 changes"),
     ):
@@ -362,7 +356,6 @@ def test_keyboard_steps_plays_and_changes_the_sample(page):
     page.press("up", "up", "right")
     assert state(page).text == ""  # from the first to the last, which is empty, and nothing breaks
     page.press("right", "space", "space", "tab", "escape")
-    page.press("right", hold="shift")
 
 
 def test_play_stops_at_the_last_step(page):
@@ -402,8 +395,7 @@ def test_tooltip_tells_confidence_and_alternatives(page):
     )
     page.js("mdlm.go(1)")
     assert page.js(tip) is None
-    page.mouse("#where")
-    page.press(*["right"] * 10, hold="shift")
+    page.mouse("[data-p='9']")
     assert re.sub(r"\s+", " ", page.js(tip)) == "? step 1, confidence 13 % ? 13 %"
     page.press("right", "right", "right")  # it stays open and follows: drawn again
     assert re.sub(r"\s+", " ", page.js(tip)) == "? step 1, confidence 25 % ? 25 %"
@@ -411,14 +403,7 @@ def test_tooltip_tells_confidence_and_alternatives(page):
     assert re.sub(r"\s+", " ", page.js(tip)) == "M given"
     page.press("escape")
     assert page.js(tip) is None
-    page.js("document.querySelector('#samples button').focus()")
-    page.press(*["tab"] * 5)  # four more samples, the text
-    assert page.js("document.activeElement.id") == "text" and "given" in page.js(tip)
-    page.press("tab")
-    assert page.js(tip) is None
     page.js("mdlm.go(1e6)")
-    page.press("right", "right", hold="shift")
-    assert page.js("document.querySelector('.cursor').dataset.p") == "1"
     page.mouse("[data-p='10']", click=True)
     assert re.sub(r"\s+", " ", page.js(tip)).endswith("60 % ↵ 30 % ␣ 10 %")
     page.mouse("#where")

@@ -12,6 +12,7 @@ import math
 import re
 import time
 from collections import Counter
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -181,4 +182,5 @@ def bench_sampling(options, device, book):
         by_seed = [judge(texts[i : i + n]) for i in range(0, len(texts), n)]
         book.add(dict(sampler=name) | facts | judge(texts) | dict(by_seed=by_seed))
     if options.picture:
-        plots.plot_frontier(book.content["rows"], list(SAMPLERS), options.picture)
+        draw = partial(plots.plot_frontier, book.content["rows"], list(SAMPLERS))
+        plots.try_to_draw(draw, options.picture)

@@ -77,12 +77,8 @@ def is_record(r):
     if not isinstance(r, dict):
         return False
     needed = {"step", "tokens", "seconds"}
-    for name, others in (
-        ("loss", ["lr_scale"]),
-        ("val_nelbo", ["val_nelbo_se", "val_bpc"]),
-        ("val_nll", ["val_nll_se", "val_bpc"]),
-    ):
-        needed |= set(others) if name in r else set()
+    for key in r.keys() & {"val_nelbo", "val_nll"}:
+        needed |= {f"{key}_se", "val_bpc"}
     numbers = {k: v for k, v in r.items() if k != "ce_by_rate" and v is not None}
     fine = all(type(v) in (int, float) and abs(v) < 1e15 for v in numbers.values())
     return fine and r.keys() >= needed and numbers.keys() >= {"step", "tokens", "seconds"}

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import eval
 import mdlm
 import sample
-from support import likelihood, plots
+from support import plots
 from support.checkpoint import find_checkpoint
 from support.cli import UserError
 from support.numerics import standard_error
@@ -123,29 +123,20 @@ class Judge:
 
 
 def grid(steps_limit):
-    """(sampler, its settings, calls) to measure."""
+    """(sampler, its settings, network calls at most) to measure."""
     for name, how in (SAMPLERS | ALSO).items():
         for calls in CALLS if name in SAMPLERS else (32,):
             yield name, how, min(calls, steps_limit)
 
 
 def write(model, tokenizer, n, seeds, dtype, how):
-    """(n texts from nothing with each seed, facts)"""
+    """n texts from nothing with each seed, and the seconds that one took."""
     device = next(model.parameters()).device
     x = torch.full((n, model.config.block_size), model.mask_id, device=device)
-    texts = []
-    calls = 0.0
     began = time.monotonic()
-    for seed in seeds:
-        for part in likelihood.groups(model, n, device):
-            samples = torch.arange(part.start, part.stop)
-            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-                for step in sample.unmask(model, x[part], samples=samples, seed=seed, **how):
-                    last = step
-            texts += [tokenizer.decode(ids) for ids in last.x.tolist()]
-            calls += last.calls.sum().item()
-    seconds = (time.monotonic() - began) / len(texts)
-    return texts, dict(calls=calls / len(texts), seconds=seconds)
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        ids = torch.cat([sample.generate(model, x, seed=seed, **how) for seed in seeds]).tolist()
+    return list(map(tokenizer.decode, ids)), (time.monotonic() - began) / len(ids)
 
 
 def bench_sampling(options, device, book):
@@ -178,9 +169,10 @@ def bench_sampling(options, device, book):
             book.note(f"the time is up: nothing measured from {name}, {steps} calls on")
             break
         how = how | dict(steps=steps)
-        texts, facts = write(writer, tokenizer, n, seeds, options.dtype, how)
+        texts, seconds = write(writer, tokenizer, n, seeds, options.dtype, how)
+        facts = dict(sampler=name, calls=steps, seconds=seconds)
         by_seed = [judge(texts[i : i + n]) for i in range(0, len(texts), n)]
-        book.add(dict(sampler=name) | facts | judge(texts) | dict(by_seed=by_seed))
+        book.add(facts | judge(texts) | dict(by_seed=by_seed))
     if options.picture:
         draw = partial(plots.plot_frontier, book.content["rows"], list(SAMPLERS))
         plots.try_to_draw(draw, options.picture)

@@ -412,7 +412,6 @@ def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
     assert {row["sampler"] for row in rows} == names
     calls = {row["sampler"]: row["calls"] for row in rows}
     assert calls["AR twin"] == 32 and calls["confidence"] == 16
-    assert calls["ancestral"] < 32  # some steps reveal nothing
     for row in rows[1:]:
         assert len(row["by_seed"]) == 2 and row["seconds"] > 0
         assert row["twin"] == pytest.approx(sum(seed["twin"] for seed in row["by_seed"]) / 2)

@@ -125,7 +125,7 @@ def test_page_loads_nothing(tmp_path):
 
 def test_unwritable_files_get_one_sentence(tmp_path, capsys):
     os.mkdir(tmp_path / "folder")
-    places = [tmp_path / "missing" / "page.html", tmp_path / "folder", ""]
+    places = [tmp_path / "missing" / "page.html", tmp_path / "folder"]
     if hasattr(os, "mkfifo"):  # a rename would replace it
         os.mkfifo(tmp_path / "pipe")
         places.append(tmp_path / "pipe")

@@ -34,7 +34,7 @@ import torch
 
 import mdlm
 from kernels.launch import can_compile
-from studies import frontier, nanogpt, peers
+from studies import frontier, peers
 from support import compiling, runs, runtime
 from support.cli import UserError, opt
 from support.files import write_output
@@ -55,7 +55,6 @@ class Options:
     # train, profile
     preset: str = opt("all", "of mdlm.py; all: those of the device", "all", *mdlm.PRESETS)
     graph: bool = opt(False, "train: also the step as one CUDA graph: the same losses? how fast?")
-    nanogpt: str = opt("", "train: a clone of github.com/karpathy/nanoGPT, to compare with")
     # sample
     out_dir: str = opt("out", "run or checkpoint folder of a diffusion model")
     ar_dir: str = opt("", "run folder of an autoregressive model, to compare with")
@@ -418,14 +417,6 @@ def start_graph(kernel, config, folder, device, dtype, compiled):
     return run, step, None
 
 
-def start_nanogpt(clone, config, folder, device, dtype, compiled):
-    """What start_step returns, for nanoGPT, which has a dtype of its own."""
-    step = partial(next, nanogpt.steps(clone, config, Path(folder), device, compiled))
-    for _ in range(3):
-        step()
-    return None, step, None
-
-
 def race_steps(config, folder, device, book, options, until):
     """Time the steps of a preset: PyTorch and Triton, first compiled, as one trains, then eager."""
     dtype = runtime.pick_dtype("auto", device)
@@ -442,11 +433,7 @@ def race_steps(config, folder, device, book, options, until):
     start = {f"--kernels={kernel}": partial(start_step, exact, kernel) for kernel in kernels}
     if options.graph:
         start["one CUDA graph"] = partial(start_graph, kernels[0])
-    if options.nanogpt:
-        start["nanoGPT"] = partial(start_nanogpt, options.nanogpt)
-    # Speed-ups are relative to it, compiled if that works.
-    yardstick = "nanoGPT" if options.nanogpt else "--kernels=torch"
-    base = None
+    base = None  # speed-ups are relative to PyTorch, compiled if that works
     for compiled in (True, False):
         ready = {}
         how = "compiled" if compiled else "eager"
@@ -462,11 +449,11 @@ def race_steps(config, folder, device, book, options, until):
                 book.trouble(where, name, text, broken or text.startswith("WRONG"))
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
         raced = race(calls, device, options.seconds)
-        base = base or raced.get(f"{yardstick}, {how}", [None])[0]
+        base = base or raced.get(f"--kernels=torch, {how}", [None])[0]
         for name, times in raced.items():
             run, _, peak_mb = ready[name]
             speed = config.batch_size * config.block_size / times[0]
-            mfu = run and peak and speed * runtime.flops_per_token(run.model) / peak
+            mfu = peak and speed * runtime.flops_per_token(run.model) / peak
             measured = (times, f"{speed:,.0f} tokens/s", mfu, peak_mb, base and base / times[0])
             book.result(where, name, *measured, tokens_per_second=speed)
 
@@ -487,7 +474,6 @@ def presets(options, device):
 
 
 def bench_training(options, device, book):
-    nanogpt.check(options.nanogpt)
     until = time.monotonic() + (options.time_limit or math.inf)
     for config, folder in presets(options, device):
         race_steps(config, folder, device, book, options, until)

@@ -443,44 +443,6 @@ def test_lone_checkpoint_needs_its_text(runs, monkeypatch, tmp_path, capsys):
 
 # ---- Studies
 
-NANOGPT = """
-import torch
-from dataclasses import dataclass
-
-@dataclass
-class GPTConfig:
-    bias: bool; vocab_size: int; n_layer: int; n_head: int; n_embd: int; block_size: int
-    dropout: float
-
-class GPT(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.table = torch.nn.Embedding(config.vocab_size, config.vocab_size)
-
-    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        return torch.optim.AdamW(self.parameters(), learning_rate)
-
-    def forward(self, x, y):
-        assert (x[:, 1:] == y[:, :-1]).all()
-        logits = self.table(x)
-        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
-"""
-
-
-def test_nanogpt_is_timed_in_turn(small_preset, monkeypatch, tmp_path):
-    (tmp_path / "model.py").write_text(NANOGPT)
-    monkeypatch.setattr(torch, "compile", lambda model, options=None: model)
-    path = tmp_path / "out.json"
-    flags = ["train", "--device=cpu", "--seconds=0", f"--nanogpt={tmp_path}", f"--json={path}"]
-    assert cli.run(bench.main, flags) == 0
-    rows = {row["contestant"]: row for row in json.loads(path.read_text())["rows"]}
-    both = {f"{name}, {how}" for name in ("nanoGPT", "--kernels=torch") for how in HOW}
-    assert rows.keys() == both
-    base = rows["nanoGPT, compiled"]["ms"]
-    for row in rows.values():
-        assert row["speed_up"] == pytest.approx(base / row["ms"])
-        assert row["tokens_per_second"] == pytest.approx(64 / row["ms"] * 1e3)
-
 
 def test_record_measures_seeds_and_continues(tmp_path):
     python = tmp_path / "python"  # stands for training and evaluation: notes its arguments
@@ -530,20 +492,21 @@ def gpu_script(tmp_path, broken="nothing", **variables):
 def test_gpu_script_brings_the_headline_first(tmp_path):
     code, said, calls = gpu_script(tmp_path, NANOGPT=str(tmp_path))
     assert code == 0, said
+    theirs = calls.pop(2)
+    assert theirs[:2] == ["train.py", "config/train_shakespeare_char.py"]
     modes = [call[1] for call in calls]  # bench.py MODE, -m MODULE
     assert modes == ["kernels", "train", "profile", "train", "train", "kernels", "pytest"]
     assert "--graph" in calls[3]
-    assert f"--nanogpt={tmp_path}" in calls[1]
     for call in calls:
         if call[0] == "bench.py":
             flags = cli.parse_flags(bench.Options, call[2:], "")
             assert 15 <= flags["time_limit"] < 300 and flags["json"].endswith(".json")
-    assert (tmp_path / "out" / "gpu.md").read_text().count("exit code 0") == len(calls)
+    assert (tmp_path / "out" / "gpu.md").read_text().count("exit code 0") == 1 + len(calls)
 
 
 def test_gpu_script_goes_on_after_a_failure(tmp_path):
     code, said, calls = gpu_script(tmp_path, broken="profile")
-    assert code == 1 and len(calls) == 7 and "nanogpt" not in str(calls)
+    assert code == 1 and len(calls) == 7 and "train.py" not in str(calls)
     assert "== profile: exit code 3" in said and said.count("exit code 0") == 6
     code, said, calls = gpu_script(tmp_path, PARTS="tests")
     assert code == 0 and len(calls) == 1 and "tests/kernels_cases/" in " ".join(calls[0])
@@ -559,7 +522,6 @@ def test_gpu_script_goes_on_after_a_failure(tmp_path):
         (["kernel"], ["'kernel'", "kernels", "train", "sample"]),
         (["--secnds=1"], ["--secnds", "--seconds"]),
         (["train", "--preset=huge"], ["huge", "gpt2"]),
-        (["train", "--nanogpt=nowhere"], ["--nanogpt=nowhere", "clone"]),
         (["--device=cuda:77"], ["cuda:77"]),
         (["--json=nowhere/at/all.json"], ["nowhere/at"]),
         (["sample", "--out_dir=nowhere"], ["nowhere"]),

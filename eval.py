@@ -190,10 +190,8 @@ def check(given):
     options = Options(**given)
     for path in (options.data, *options.compare.split(",")):
         cli.check_files({"compare" if options.compare else "data": path}, dict(json=options.json))
-    measured = {"out_dir", "data", "windows", "passes", "temperature", "exact"}
-    clash = sorted(measured & given.keys())
-    if options.compare and clash:
-        raise UserError(f"--compare and --{clash[0]} contradict each other; give one of them")
+    measured = "out_dir data windows passes temperature exact"
+    cli.check_clashes([("compare", measured, "give one of them")], given)
     path = Path(options.json)
     if options.json not in ("", "-") and (path.is_dir() or not os.access(path.parent, os.W_OK)):
         raise UserError(f"--json={path} cannot be written; give a file in an existing folder, or -")

@@ -15,7 +15,6 @@ from collections import Counter
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 import eval
 import mdlm
@@ -103,10 +102,8 @@ class Judge:
     def twin_nll(self, texts):
         """(n,) nats per token of each text under the autoregressive model."""
         x = torch.tensor([self.tokenizer.encode(text) for text in texts])
-        x = x.to(next(self.twin.parameters()).device)
-        with torch.no_grad():
-            parts = [self.twin(x[i : i + 8]).transpose(1, 2) for i in range(0, len(x), 8)]
-        return F.cross_entropy(torch.cat(parts), x, reduction="none").mean(1)
+        r = mdlm.evaluate(self.twin, x.to(next(self.twin.parameters()).device), batch_size=8)
+        return torch.tensor(r["by_window"], dtype=torch.float64)
 
     def __call__(self, texts):
         """Means over texts, and the standard errors of those that are means of a number a text."""

@@ -321,8 +321,8 @@ def test_attacks_stay_text(page):
     assert page.js("document.querySelector('#text').textContent") == SAMPLES[1]["text"]
     assert page.js("document.scripts.length") == 2
     assert page.js("document.querySelectorAll('img, #text b, #facts b, nav b').length") == 0
-    assert page.js("[...document.querySelectorAll('#facts dd')].map(d => d.textContent)") == [
-        "1.8 M parameters", "1.0", ATTACK]  # fmt: skip
+    said = page.js("document.querySelector('#facts').textContent")
+    assert said == f"model 1.8 M parameters, temperature 1.0, <b>order</b> {ATTACK}"
     page.js("mdlm.sample(0)")
     page.js("mdlm.go(0)")
     assert page.js("document.querySelectorAll('.mask').length") == replay(SAMPLES[0])[0].count("█")
@@ -422,7 +422,7 @@ CONTRAST = """(() => {
     return .2126 * r + .7152 * g + .0722 * b;
   };
   const paper = luminance(getComputedStyle(document.body).backgroundColor);
-  const shown = [...document.querySelectorAll(".t, dt, #notes")];
+  const shown = [...document.querySelectorAll(".t, #facts, #notes")];
   const contrast = y => (Math.max(y, paper) + .05) / (Math.min(y, paper) + .05);
   return shown.map(t => contrast(luminance(getComputedStyle(t).color)));
 })()"""

@@ -1,6 +1,6 @@
 """Measure kernels, training steps and sampling against plain PyTorch and installed peers.
 
-    python bench.py                      # the three operations, each checked before it is timed
+    python bench.py kernels              # on a GPU: three operations, checked before they are timed
     python bench.py train --preset=gpu   # training steps: Triton and PyTorch, compiled and eager
     python bench.py profile --preset=gpu # what a step consists of: its kernels by time
     python bench.py sample --out_dir=out # how well samplers write, by network calls
@@ -48,7 +48,7 @@ class Options:
     # all
     json: str = opt("", "write the results to this file; -: to standard output, and nothing else")
     device: str = opt("auto", "cpu, cuda, cuda:1; auto: the best there is")
-    time_limit: float = opt(0.0, "no case begins later (kernels on a CPU: 90 s)", bounds=(0, 1e6))
+    time_limit: float = opt(0.0, "no case begins later", bounds=(0, 1e6))
     seconds: float = opt(0.5, "time to measure one contestant", bounds=(0, 1e4))
     # kernels
     only: str = opt("", "operations whose name contains this")
@@ -207,18 +207,14 @@ def peak_memory(call, device, before=None):
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def measure_limits(device, dtypes):
+def measure_limits(device, n=8192, size=1 << 31):
     """{"bandwidth": bytes/s of a large copy, read and written; dtype: FLOP/s of a large product}"""
-    cuda = device.type == "cuda"
-    source = torch.randint(255, (1 << (31 if cuda else 27),), dtype=torch.uint8, device=device)
+    source = torch.randint(255, (size,), dtype=torch.uint8, device=device)
     copy = partial(torch.empty_like(source).copy_, source)
-    limits = {"bandwidth": 2 * source.numel() / min(clock(copy, 3, device) for _ in range(5))}
-    n = 8192 if cuda else 1024
-    for dtype in dtypes:
-        x = torch.randn(n, n, device=device).to(dtype)
-        product = partial(torch.matmul, x, x)
-        limits[dtype] = 2 * n**3 / min(clock(product, 3, device) for _ in range(5))
-    return limits
+    x = torch.randn(n, n, device=device).to(torch.bfloat16)
+    product = partial(torch.matmul, x, x)
+    seconds = [min(clock(call, 3, device) for _ in range(5)) for call in (copy, product)]
+    return {"bandwidth": 2 * size / seconds[0], torch.bfloat16: 2 * n**3 / seconds[1]}
 
 
 def rate(x, unit):
@@ -286,15 +282,11 @@ def measure(case, book, limits, device, seconds):
 
 
 def bench_kernels(options, device, book):
-    """All cases of the device, as far as time allows."""
-    cuda = device.type == "cuda"
-    if not cuda:
-        book.note("No CUDA device: Triton cannot be timed here. This compares what a CPU runs.")
-    dtypes = [torch.bfloat16] if cuda else [torch.float32, torch.bfloat16]
-    until = time.monotonic() + (options.time_limit or (math.inf if cuda else 90))
-    limits = measure_limits(device, dtypes)
-    products = ", ".join(f"{str(d)[6:]} {rate(limits[d], 'FLOP/s')}" for d in dtypes)
-    book.note(f"limits: copy {rate(limits['bandwidth'], 'B/s')}, matrix product {products}")
+    """All cases, as far as time allows."""
+    until = time.monotonic() + (options.time_limit or math.inf)
+    limits = measure_limits(device)
+    speeds = rate(limits["bandwidth"], "B/s"), rate(limits[torch.bfloat16], "FLOP/s")
+    book.note("limits: copy {}, matrix product in bfloat16 {}".format(*speeds))
     every = [make() for make in peers.cases(device)]
     cases = [case for case in every if options.only in case.name]
     if not cases:
@@ -511,13 +503,17 @@ MODES["sample"] = frontier.bench_sampling
 
 def main(argv):
     has_mode = bool(argv) and not argv[0].startswith("-")
-    mode = argv[0] if has_mode else "kernels"
-    if mode not in MODES or (not has_mode and set(argv) & set(MODES)):
+    mode = argv[0] if has_mode else ""
+    if mode not in ("", *MODES) or (not has_mode and set(argv) & set(MODES)):
         raise UserError(f"{' '.join(argv)!r}: first give {', '.join(MODES)} or nothing, then flags")
     options = Options(**cli.parse_flags(Options, argv[has_mode:], __doc__))
     device = runtime.pick_device(options.device)
-    if device.type == "cuda":
+    cuda = device.type == "cuda"
+    if cuda:
         torch.cuda.set_device(device.index or 0)  # where streams and memory are counted
+    mode = mode or ("kernels" if cuda else "train")
+    if mode == "kernels" and not cuda:
+        raise UserError(f"kernels run on a CUDA device, not on {device}; give train or sample")
     book = Book(mode, options.json, device)
     MODES[mode](options, device, book)
     return book.close()

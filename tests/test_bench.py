@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import subprocess
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -80,25 +81,43 @@ def test_contestants_take_turns(monkeypatch):
 
 # ---- Kernels
 
+GPU_ONLY = {"SDPA CUDNN", "SDPA EFFICIENT"}
 LIMITS = {"bandwidth": 1e9, torch.float32: 3e9, torch.bfloat16: 1e9}
 
 
 def tiny_cases(device):
-    yield lambda: peers.masking(device, 4, 16)
-    yield lambda: peers.head(device, torch.float32, 64, 8, 11)
-    yield lambda: peers.attention(device, torch.bfloat16, 2, 16, 2, 32)
+    """Without CUDA graphs and contestants that a CPU has not."""
+    for make, *args in (
+        (peers.masking, 4, 16),
+        (peers.head, torch.float32, 64, 8, 11),
+        (peers.attention, torch.bfloat16, 2, 16, 2, 32),
+    ):
+        case = dataclasses.replace(make(device, *args), launches=("",))
+        for name in GPU_ONLY & case.contestants.keys():
+            del case.contestants[name]
+        yield partial(dataclasses.replace, case)
+
+
+def measure_kernels(argv):
+    """bench.py kernels, which is refused on a CPU."""
+    options = bench.Options(**cli.parse_flags(bench.Options, argv, ""))
+    book = bench.Book("kernels", options.json, CPU)
+    bench.bench_kernels(options, CPU, book)
+    return book.close()
 
 
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
     """Run bench.py kernels on tiny cases: (exit code, the JSON)."""
     monkeypatch.setattr(peers, "cases", tiny_cases)
-    monkeypatch.setattr(bench, "measure_limits", lambda device, dtypes: LIMITS)
+    monkeypatch.setattr(peers, "compiled", lambda f: f)  # compiling would take its time
+    monkeypatch.setattr(peers, "head_peers", lambda: [])
+    monkeypatch.setattr(bench, "measure_limits", lambda device: LIMITS)
     monkeypatch.setattr(bench, "race", few_turns)
     path = tmp_path / "bench.json"
 
     def run():
-        code = cli.run(bench.main, ["--device=cpu", "--seconds=0", f"--json={path}"])
+        code = cli.run(measure_kernels, ["--seconds=0", f"--json={path}"])
         return code, json.loads(path.read_text())
 
     return run
@@ -128,7 +147,7 @@ def test_every_contestant_is_timed(tiny, capsys):
     assert code == 0
     assert results["versions"]["torch"] == torch.__version__
     assert results["hardware"]
-    assert len(results["rows"]) == 2 + 2 * 2 + 2 * 2  # masking has no backward
+    assert len(results["rows"]) == 3 + 2 * 3 + 2 * 5  # masking has no backward
     for row in results["rows"]:
         assert row["ms"] > 0 and row["spread"] >= 0 and row["speed_up"] > 0
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
@@ -211,9 +230,8 @@ def test_wrong_yardstick_fails_not_a_peer(tiny, with_peer, capsys, name, code):
 @pytest.mark.parametrize("backward", [False, True])
 def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
     """As far as a CPU has them; those that it lacks are named."""
-    monkeypatch.setattr(peers, "on_gpu", lambda device: True)
     monkeypatch.setattr(peers, "compiled", lambda f: f)  # compiling would take its time
-    gpu_only = {"SDPA CUDNN", "SDPA EFFICIENT", *peers.NO_GRAPH}
+    gpu_only = GPU_ONLY | set(peers.NO_GRAPH)
     checked = set()
     for case in (
         peers.masking(CPU, 4, 16),
@@ -234,19 +252,18 @@ def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
 
 
 def test_json_on_stdout_is_alone(tiny, capsys):
-    argv = ["--device=cpu", "--seconds=0", "--time_limit=1e-9", "--json=-"]
-    assert cli.run(bench.main, argv) == 0
+    assert cli.run(measure_kernels, ["--seconds=0", "--time_limit=1e-9", "--json=-"]) == 0
     said = capsys.readouterr()
     results = json.loads(said.out)
-    assert "Triton cannot be timed" in results["notes"][0]
-    assert "Triton cannot be timed" in said.err
+    assert results["notes"][0].startswith("limits: ") and results["notes"][0] in said.err
     # Nothing was begun after the time limit, and that is listed.
     assert {row["operation"] for row in results["rows"]} == {"masking", "head + loss", "attention"}
     assert all(row["trouble"] == "not measured: the time is up" for row in results["rows"])
 
 
-def test_cases_of_a_cpu_can_be_built():
-    assert {make().name for make in peers.cases(CPU)} == {"masking", "head + loss", "attention"}
+def test_limits_are_measured_and_cases_listed():
+    assert all(limit > 0 for limit in bench.measure_limits(CPU, n=8, size=64).values())
+    assert {make.func for make in peers.cases(CPU)} == {peers.masking, peers.head, peers.attention}
 
 
 # ---- Training
@@ -519,6 +536,7 @@ def test_gpu_script_goes_on_after_a_failure(tmp_path):
 @pytest.mark.parametrize(
     "args, words",
     [
+        (["kernels", "--device=cpu"], ["CUDA", "not on cpu", "give train or sample"]),
         (["kernel"], ["'kernel'", "kernels", "train", "sample"]),
         (["--secnds=1"], ["--secnds", "--seconds"]),
         (["train", "--preset=huge"], ["huge", "gpt2"]),

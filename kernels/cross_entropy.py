@@ -117,16 +117,20 @@ def _add_product(c, a, b):
         c.addmm_(a.float(), b.float())
 
 
-def _products(h, W, targets, weight, unit, dtype, grad, dh):
-    """Loss and dW; dh is filled in."""
+def _forward(h, W, targets, weight, dtype, grad):
+    """loss; dh in dtype and dW in float32, both in units of `unit` (empty without grad); unit."""
     M, C = h.shape
     V = len(W)
+    targets = targets.contiguous()
+    weight = weight.contiguous()
+    unit = torch.linalg.vector_norm(F.pad(weight, (0, 1), value=1e-30), float("inf"))
     # Multiples of 64 columns of logits: rows of 128 bytes, read and written wide whatever V is.
     limit = triton.cdiv(V, 64) * 64
     W = F.pad(W.to(dtype), (0, 0, 0, limit - V)) if limit > V else W.to(dtype)
     rows = max(1, min(M, CHUNK // limit))
     logits = torch.empty((rows, limit), dtype=dtype, device=h.device)
     loss = torch.empty(M, dtype=torch.float32, device=h.device)
+    dh = torch.empty(h.shape if grad else 0, dtype=dtype, device=h.device)
     dW = torch.zeros((limit, C) if grad else 0, dtype=torch.float32, device=h.device)
     for start in range(0, M, rows):
         at = slice(start, start + rows)
@@ -138,18 +142,7 @@ def _products(h, W, targets, weight, unit, dtype, grad, dh):
         if grad:
             _add_product(dW, z.t(), x)
             torch.mm(z, W, out=dh[at])
-    return loss.sum(), dW[:V]
-
-
-def _forward(h, W, targets, weight, dtype, grad):
-    """loss; dh in dtype and dW in float32, both in units of `unit` (empty without grad); unit."""
-    targets = targets.contiguous()
-    weight = weight.contiguous()
-    unit = torch.linalg.vector_norm(F.pad(weight, (0, 1), value=1e-30), float("inf"))
-    dh = torch.empty(h.shape if grad else 0, dtype=dtype, device=h.device)
-    with torch.autocast(h.device.type, enabled=False):  # dtype says what to multiply in
-        loss, dW = _products(h, W, targets, weight, unit, dtype, grad, dh)
-    return loss, dh, dW, unit
+    return loss.sum(), dh, dW[:V], unit
 
 
 def _fake(h, W, targets, weight, dtype, grad):
@@ -199,7 +192,8 @@ def linear_cross_entropy(h, W, targets, weight):
     kind = h.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
     grad = torch.is_grad_enabled() and (h.requires_grad or W.requires_grad)
-    return _linear(h, W, targets, weight, dtype, grad)[0]
+    with torch.autocast(kind, enabled=False):  # dtype says what to multiply in
+        return _linear(h, W, targets, weight, dtype, grad)[0]
 
 
 linear_cross_entropy.__doc__ = linear_cross_entropy_ref.__doc__

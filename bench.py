@@ -1,6 +1,6 @@
 """Measure kernels, training steps and sampling against plain PyTorch and installed peers.
 
-    python bench.py                      # the three operations, each checked before it is timed
+    python bench.py kernels              # on a GPU: three operations, checked before they are timed
     python bench.py train --preset=gpu   # training steps: Triton and PyTorch, compiled and eager
     python bench.py profile --preset=gpu # what a step consists of: its kernels by time
     python bench.py sample --out_dir=out # how well samplers write, by network calls
@@ -34,7 +34,7 @@ import torch
 
 import mdlm
 from kernels.launch import can_compile
-from studies import frontier, nanogpt, peers
+from studies import frontier, peers
 from support import compiling, runs, runtime
 from support.cli import UserError, opt
 from support.files import write_output
@@ -48,14 +48,13 @@ class Options:
     # all
     json: str = opt("", "write the results to this file; -: to standard output, and nothing else")
     device: str = opt("auto", "cpu, cuda, cuda:1; auto: the best there is")
-    time_limit: float = opt(0.0, "no case begins later (kernels on a CPU: 90 s)", bounds=(0, 1e6))
+    time_limit: float = opt(0.0, "no case begins later", bounds=(0, 1e6))
     seconds: float = opt(0.5, "time to measure one contestant", bounds=(0, 1e4))
     # kernels
     only: str = opt("", "operations whose name contains this")
     # train, profile
     preset: str = opt("all", "of mdlm.py; all: those of the device", "all", *mdlm.PRESETS)
     graph: bool = opt(False, "train: also the step as one CUDA graph: the same losses? how fast?")
-    nanogpt: str = opt("", "train: a clone of github.com/karpathy/nanoGPT, to compare with")
     # sample
     out_dir: str = opt("out", "run or checkpoint folder of a diffusion model")
     ar_dir: str = opt("", "run folder of an autoregressive model, to compare with")
@@ -73,7 +72,7 @@ class Untimed(Exception):
 
 # How the table shows the numbers of a row; those without a format are in the JSON alone.
 FORMATS = dict(ms=".4g", spread=".2g", share=".1%", peak_mb=",.0f", speed_up=".2f")
-FORMATS |= dict(calls=".1f", seconds=".2f", words=".1%", words_se=".1%", grams=".3f")
+FORMATS |= dict(calls="d", seconds=".2f", words=".1%", words_se=".1%", grams=".3f")
 FORMATS |= dict(grams_se=".3f", twin=".3f", twin_se=".3f", distinct=".3f", entropy=".3f")
 FORMATS |= dict(launches=".1f", us=",.1f")
 
@@ -208,18 +207,14 @@ def peak_memory(call, device, before=None):
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def measure_limits(device, dtypes):
+def measure_limits(device, n=8192, size=1 << 31):
     """{"bandwidth": bytes/s of a large copy, read and written; dtype: FLOP/s of a large product}"""
-    cuda = device.type == "cuda"
-    source = torch.randint(255, (1 << (31 if cuda else 27),), dtype=torch.uint8, device=device)
+    source = torch.randint(255, (size,), dtype=torch.uint8, device=device)
     copy = partial(torch.empty_like(source).copy_, source)
-    limits = {"bandwidth": 2 * source.numel() / min(clock(copy, 3, device) for _ in range(5))}
-    n = 8192 if cuda else 1024
-    for dtype in dtypes:
-        x = torch.randn(n, n, device=device).to(dtype)
-        product = partial(torch.matmul, x, x)
-        limits[dtype] = 2 * n**3 / min(clock(product, 3, device) for _ in range(5))
-    return limits
+    x = torch.randn(n, n, device=device).to(torch.bfloat16)
+    product = partial(torch.matmul, x, x)
+    seconds = [min(clock(call, 3, device) for _ in range(5)) for call in (copy, product)]
+    return {"bandwidth": 2 * size / seconds[0], torch.bfloat16: 2 * n**3 / seconds[1]}
 
 
 def rate(x, unit):
@@ -287,15 +282,11 @@ def measure(case, book, limits, device, seconds):
 
 
 def bench_kernels(options, device, book):
-    """All cases of the device, as far as time allows."""
-    cuda = device.type == "cuda"
-    if not cuda:
-        book.note("No CUDA device: Triton cannot be timed here. This compares what a CPU runs.")
-    dtypes = [torch.bfloat16] if cuda else [torch.float32, torch.bfloat16]
-    until = time.monotonic() + (options.time_limit or (math.inf if cuda else 90))
-    limits = measure_limits(device, dtypes)
-    products = ", ".join(f"{str(d)[6:]} {rate(limits[d], 'FLOP/s')}" for d in dtypes)
-    book.note(f"limits: copy {rate(limits['bandwidth'], 'B/s')}, matrix product {products}")
+    """All cases, as far as time allows."""
+    until = time.monotonic() + (options.time_limit or math.inf)
+    limits = measure_limits(device)
+    speeds = rate(limits["bandwidth"], "B/s"), rate(limits[torch.bfloat16], "FLOP/s")
+    book.note("limits: copy {}, matrix product in bfloat16 {}".format(*speeds))
     every = [make() for make in peers.cases(device)]
     cases = [case for case in every if options.only in case.name]
     if not cases:
@@ -418,14 +409,6 @@ def start_graph(kernel, config, folder, device, dtype, compiled):
     return run, step, None
 
 
-def start_nanogpt(clone, config, folder, device, dtype, compiled):
-    """What start_step returns, for nanoGPT, which has a dtype of its own."""
-    step = partial(next, nanogpt.steps(clone, config, Path(folder), device, compiled))
-    for _ in range(3):
-        step()
-    return None, step, None
-
-
 def race_steps(config, folder, device, book, options, until):
     """Time the steps of a preset: PyTorch and Triton, first compiled, as one trains, then eager."""
     dtype = runtime.pick_dtype("auto", device)
@@ -442,11 +425,7 @@ def race_steps(config, folder, device, book, options, until):
     start = {f"--kernels={kernel}": partial(start_step, exact, kernel) for kernel in kernels}
     if options.graph:
         start["one CUDA graph"] = partial(start_graph, kernels[0])
-    if options.nanogpt:
-        start["nanoGPT"] = partial(start_nanogpt, options.nanogpt)
-    # Speed-ups are relative to it, compiled if that works.
-    yardstick = "nanoGPT" if options.nanogpt else "--kernels=torch"
-    base = None
+    base = None  # speed-ups are relative to PyTorch, compiled if that works
     for compiled in (True, False):
         ready = {}
         how = "compiled" if compiled else "eager"
@@ -462,11 +441,11 @@ def race_steps(config, folder, device, book, options, until):
                 book.trouble(where, name, text, broken or text.startswith("WRONG"))
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
         raced = race(calls, device, options.seconds)
-        base = base or raced.get(f"{yardstick}, {how}", [None])[0]
+        base = base or raced.get(f"--kernels=torch, {how}", [None])[0]
         for name, times in raced.items():
             run, _, peak_mb = ready[name]
             speed = config.batch_size * config.block_size / times[0]
-            mfu = run and peak and speed * runtime.flops_per_token(run.model) / peak
+            mfu = peak and speed * runtime.flops_per_token(run.model) / peak
             measured = (times, f"{speed:,.0f} tokens/s", mfu, peak_mb, base and base / times[0])
             book.result(where, name, *measured, tokens_per_second=speed)
 
@@ -487,7 +466,6 @@ def presets(options, device):
 
 
 def bench_training(options, device, book):
-    nanogpt.check(options.nanogpt)
     until = time.monotonic() + (options.time_limit or math.inf)
     for config, folder in presets(options, device):
         race_steps(config, folder, device, book, options, until)
@@ -525,13 +503,17 @@ MODES["sample"] = frontier.bench_sampling
 
 def main(argv):
     has_mode = bool(argv) and not argv[0].startswith("-")
-    mode = argv[0] if has_mode else "kernels"
-    if mode not in MODES or (not has_mode and set(argv) & set(MODES)):
+    mode = argv[0] if has_mode else ""
+    if mode not in ("", *MODES) or (not has_mode and set(argv) & set(MODES)):
         raise UserError(f"{' '.join(argv)!r}: first give {', '.join(MODES)} or nothing, then flags")
     options = Options(**cli.parse_flags(Options, argv[has_mode:], __doc__))
     device = runtime.pick_device(options.device)
-    if device.type == "cuda":
+    cuda = device.type == "cuda"
+    if cuda:
         torch.cuda.set_device(device.index or 0)  # where streams and memory are counted
+    mode = mode or ("kernels" if cuda else "train")
+    if mode == "kernels" and not cuda:
+        raise UserError(f"kernels run on a CUDA device, not on {device}; give train or sample")
     book = Book(mode, options.json, device)
     MODES[mode](options, device, book)
     return book.close()

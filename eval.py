@@ -15,7 +15,6 @@ cli.start(__name__)
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -29,7 +28,7 @@ import torch
 
 import mdlm
 from support import numerics, plots, sources
-from support.checkpoint import SHIPPED, default_run, find_checkpoint, read_state
+from support.checkpoint import SHIPPED, default_run, find_checkpoint
 from support.cli import UserError, opt
 from support.files import read_json, write_output
 from support.likelihood import chain_rule, checked, group_size
@@ -48,7 +47,6 @@ class Options:
     windows: int = opt(4096, "at most N validation windows, evenly spread", bounds=(1, 1 << 31))
     passes: int = opt(4, "masks per window", bounds=(1, 4096))
     temperature: float = opt(1.0, "divides the logits; above 1: less sure", bounds=(0.01, 100))
-    speedrun: float = opt(0.0, "judge an entry to the speedrun: its target", bounds=(0, 10))
     exact: bool = opt(False, "also the exact left-to-right likelihood: T network calls a window")
     device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: the fastest that is there")
     dtype: str = opt("float32", "bfloat16 is faster, less exact", "float32", "bfloat16")
@@ -192,10 +190,8 @@ def check(given):
     options = Options(**given)
     for path in (options.data, *options.compare.split(",")):
         cli.check_files({"compare" if options.compare else "data": path}, dict(json=options.json))
-    measured = {"out_dir", "data", "windows", "passes", "temperature", "exact", "speedrun"}
-    clash = sorted(measured & given.keys())
-    if options.compare and clash:
-        raise UserError(f"--compare and --{clash[0]} contradict each other; give one of them")
+    measured = "out_dir data windows passes temperature exact"
+    cli.check_clashes([("compare", measured, "give one of them")], given)
     path = Path(options.json)
     if options.json not in ("", "-") and (path.is_dir() or not os.access(path.parent, os.W_OK)):
         raise UserError(f"--json={path} cannot be written; give a file in an existing folder, or -")
@@ -257,32 +253,6 @@ def compare(options):
     return dict(runs=rows), words, Path(runs[0]), draw
 
 
-def judge(target, r, folder, config, corpus):
-    """A line on a valid entry to the speedrun (results/speedrun.md); else a UserError says why."""
-    last = (plots.validations(plots.read_log(folder.parent))[1] or [{}])[-1]
-    state = read_state(folder)
-    parts = [corpus.tokenizer.decode(ids.tolist()) for ids in (corpus.train, corpus.val)]
-    text = "".join(parts)
-    same_text = hashlib.sha256(text.encode()).hexdigest() == sources.SHA256
-    scored = int(corpus.val_windows[2].sum()) if corpus.documents else len(corpus.val)
-    measured = r.get("nelbo", math.nan)
-    logged = last.get("val_nelbo", math.nan)
-    nelbo = measured * scored / len(parts[1])  # nats per character
-    ended = state["finished"] and last.get("step") == state["step"]
-    for holds, why in (
-        (config.objective == "mdlm", "it is autoregressive: its NLL is no NELBO"),
-        (not config.init_from, f"it began with --init_from={config.init_from}"),
-        (same_text and len(parts[0]) == int(0.9 * len(text)), "its data is not tiny Shakespeare"),
-        (ended, "its log has no last evaluation of these weights; let the run end by itself"),
-        (r["windows"] == len(corpus.val_windows[0]), f"{r['windows']} windows are not all"),
-        (abs(measured - logged) < 0.005, f"its log says {logged:.4f}, its weights {measured:.4f}"),
-        (nelbo <= target, f"its NELBO, {nelbo:.4f}, is above the target of {target}"),
-    ):
-        if not holds:
-            raise UserError(f"{folder.parent} is no entry to the speedrun: {why}")
-    return f"valid: {nelbo:.4f} nats per character, {target} reached in {last['seconds']:.0f} s"
-
-
 def evaluation(options):
     """(results, words, folder for pictures or None, pictures) of one model."""
     device = pick_device(options.device)
@@ -304,10 +274,7 @@ def evaluation(options):
     draw["confidence.png"] = partial(plots.plot_confidence, r)
     if config.objective == "mdlm":
         draw["rates.png"] = partial(plots.plot_rates, r)
-    words = report(r)
-    if options.speedrun:
-        words += "\n" + judge(options.speedrun, r, folder, config, corpus)
-    return r, words, home, draw
+    return r, report(r), home, draw
 
 
 def main(argv):

@@ -386,17 +386,12 @@ _attention_backward = register(
 )
 
 
-def supported(qkv):
-    """Whether the kernels take this qkv."""
-    shape_fits = qkv.shape[4] in HEAD_DIMS and 1 <= qkv.shape[1] <= MAX_T
-    return runs_on(qkv) and shape_fits and qkv.dtype in DTYPES
-
-
 def attention(qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=None):
-    # What the kernels do not take goes to PyTorch: causal, other head dims, float64.
-    if causal or not supported(qkv):
-        return attention_ref(qkv, cos, sin, qk_norm, causal, spans)
     T, D = qkv.shape[1], qkv.shape[4]
+    fits = D in HEAD_DIMS and 1 <= T <= MAX_T and qkv.dtype in DTYPES
+    # What the kernels do not take goes to PyTorch: causal, other head dims, float64.
+    if causal or not fits or not runs_on(qkv):
+        return attention_ref(qkv, cos, sin, qk_norm, causal, spans)
     if cos is not None:
         if not cos.shape == sin.shape == (T, D // 2):
             shapes = f"{tuple(cos.shape)} and {tuple(sin.shape)}"

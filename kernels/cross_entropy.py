@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from kernels.launch import jit, launch, register, runs_on, tl, triton
 from kernels.reference import linear_cross_entropy_ref
@@ -30,7 +31,7 @@ CHUNK = 1 << 28
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-# ---- Kernels, a program a row
+# ---- The kernel, a program a row
 
 
 @jit
@@ -90,15 +91,6 @@ def ce_chunk_kernel(
                 tl.store(z_ptr + at, tl.zeros((BLOCK,), z_ptr.dtype.element_ty), mask=at < limit)
 
 
-@jit
-def scale_kernel(x_ptr, unit_ptr, grad_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    """out = x * (unit * grad). The factor stays in float32: rounding would bias all gradients."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at < n, other=0).to(tl.float32)
-    factor = tl.load(unit_ptr) * tl.load(grad_ptr)
-    tl.store(out_ptr + at, (x * factor).to(out_ptr.dtype.element_ty), mask=at < n)
-
-
 # ---- Tiles: they spill no registers on sm_80, 90 and 100 (results/aot.md); no GPU has timed them
 
 
@@ -125,16 +117,20 @@ def _add_product(c, a, b):
         c.addmm_(a.float(), b.float())
 
 
-def _products(h, W, targets, weight, unit, dtype, grad, dh):
-    """Loss and dW; dh is filled in."""
+def _forward(h, W, targets, weight, dtype, grad):
+    """loss; dh in dtype and dW in float32, both in units of `unit` (empty without grad); unit."""
     M, C = h.shape
     V = len(W)
+    targets = targets.contiguous()
+    weight = weight.contiguous()
+    unit = torch.linalg.vector_norm(F.pad(weight, (0, 1), value=1e-30), float("inf"))
     # Multiples of 64 columns of logits: rows of 128 bytes, read and written wide whatever V is.
     limit = triton.cdiv(V, 64) * 64
     W = F.pad(W.to(dtype), (0, 0, 0, limit - V)) if limit > V else W.to(dtype)
     rows = max(1, min(M, CHUNK // limit))
     logits = torch.empty((rows, limit), dtype=dtype, device=h.device)
     loss = torch.empty(M, dtype=torch.float32, device=h.device)
+    dh = torch.empty(h.shape if grad else 0, dtype=dtype, device=h.device)
     dW = torch.zeros((limit, C) if grad else 0, dtype=torch.float32, device=h.device)
     for start in range(0, M, rows):
         at = slice(start, start + rows)
@@ -146,18 +142,7 @@ def _products(h, W, targets, weight, unit, dtype, grad, dh):
         if grad:
             _add_product(dW, z.t(), x)
             torch.mm(z, W, out=dh[at])
-    return loss.sum(), dW[:V]
-
-
-def _forward(h, W, targets, weight, dtype, grad):
-    """loss; dh in dtype and dW in float32, both in units of `unit` (empty without grad); unit."""
-    targets = targets.contiguous()
-    weight = weight.contiguous()
-    unit = torch.linalg.vector_norm(F.pad(weight, (0, 1), value=1e-30), float("inf"))
-    dh = torch.empty(h.shape if grad else 0, dtype=dtype, device=h.device)
-    with torch.autocast(h.device.type, enabled=False):  # dtype says what to multiply in
-        loss, dW = _products(h, W, targets, weight, unit, dtype, grad, dh)
-    return loss, dh, dW, unit
+    return loss.sum(), dh, dW[:V], unit
 
 
 def _fake(h, W, targets, weight, dtype, grad):
@@ -165,19 +150,6 @@ def _fake(h, W, targets, weight, dtype, grad):
     dh = h.new_empty(h.shape if grad else 0, dtype=dtype)
     dW = h.new_empty(W.shape if grad else 0, dtype=torch.float32)
     return loss, dh, dW, unit
-
-
-def _backward(grad, unit, dh, dW, h_dtype, W_dtype):
-    """dh and dW times unit * grad, each in the dtype of its parameter."""
-    scaled = _fake_backward(grad, unit, dh, dW, h_dtype, W_dtype)
-    for x, out in zip((dh, dW), scaled):
-        grid = (triton.cdiv(x.numel(), 1024),)
-        launch(scale_kernel, grid, x, unit, grad, out, x.numel(), BLOCK=1024, num_warps=4)
-    return scaled
-
-
-def _fake_backward(grad, unit, dh, dW, h_dtype, W_dtype):
-    return torch.empty_like(dh, dtype=h_dtype), torch.empty_like(dW, dtype=W_dtype)
 
 
 def _save(ctx, inputs, output):
@@ -188,11 +160,16 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+@once_differentiable
 def _differentiate(ctx, grad, *_):
+    """dh and dW times unit * grad, each in the dtype of its parameter."""
     if grad is None:
         return (None,) * 6
     dh, dW, unit = ctx.saved_tensors
-    return (*_linear_backward(grad, unit, dh, dW, *ctx.dtypes), *(None,) * 4)
+    # (1,), as a 0-dim factor would be rounded to the dtype of dh first, which biases all gradients.
+    factor = (unit * grad)[None]
+    dh, dW = ((x * factor).to(dtype) for x, dtype in zip((dh, dW), ctx.dtypes))
+    return dh, dW, None, None, None, None
 
 
 _linear = register(
@@ -203,13 +180,6 @@ _linear = register(
     _fake,
     _differentiate,
     _save,
-)
-_linear_backward = register(
-    "linear_cross_entropy_backward",
-    "(Tensor grad, Tensor unit, Tensor dh, Tensor dW, ScalarType h_dtype, ScalarType W_dtype)"
-    " -> (Tensor, Tensor)",
-    _backward,
-    _fake_backward,
 )
 
 
@@ -222,7 +192,8 @@ def linear_cross_entropy(h, W, targets, weight):
     kind = h.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
     grad = torch.is_grad_enabled() and (h.requires_grad or W.requires_grad)
-    return _linear(h, W, targets, weight, dtype, grad)[0]
+    with torch.autocast(kind, enabled=False):  # dtype says what to multiply in
+        return _linear(h, W, targets, weight, dtype, grad)[0]
 
 
 linear_cross_entropy.__doc__ = linear_cross_entropy_ref.__doc__

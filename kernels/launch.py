@@ -28,9 +28,9 @@ else:
     triton = None
     tl = None
 
-    def jit(function=None, **options):
+    def jit(function):
         """Leave the function as it is: it is never called."""
-        return jit if function is None else function
+        return function
 
 
 LAUNCHES = {}  # kernel name -> number of launches: by it tests tell a kernel from its reference

@@ -41,36 +41,16 @@ def _smallest(number, level, LOG: tl.constexpr, BITS: tl.constexpr):
 
 
 @jit
-def _mask_of_row(
-    row,
-    level_ptr,
-    sample_ptr,
-    seed_ptr,
-    step_ptr,
-    fixed_ptr,
-    T,
-    BLOCK: tl.constexpr,
-    LOG: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """Which positions of a row are masked, (BLOCK,) int1, where BLOCK = 2^LOG >= T."""
+def _words(seed_ptr, step_ptr, sample, BLOCK: tl.constexpr):
+    """Random words (BLOCK,) int64 in [0, 2^32) of the positions of a sample."""
     quad = tl.arange(0, BLOCK // 4)
     zero = quad * 0
     seed = tl.load(seed_ptr).to(tl.int64) & 0xFFFFFFFF
     key = seed | (tl.load(step_ptr).to(tl.int64) << 32)
-    sample = zero + tl.load(sample_ptr + row).to(tl.int32)
-    w0, w1, w2, w3 = tl.philox(key, sample, quad, zero, zero)
+    w0, w1, w2, w3 = tl.philox(key, zero + sample.to(tl.int32), quad, zero, zero)
     # join puts its arguments side by side in a new last axis: these three interleave the words.
-    word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,)).to(tl.int64) & 0xFFFFFFFF
-    position = tl.arange(0, BLOCK)
-    inside = position < T
-    if fixed_ptr is not None:
-        fixed = tl.load(fixed_ptr + row.to(tl.int64) * T + position, mask=inside, other=1)
-        inside = inside & (fixed == 0)
-    level = tl.load(level_ptr + row).to(tl.int64)
-    number = tl.where(inside, (word << LOG) | position, 1 << (32 + LOG))
-    bound = _smallest(number, tl.minimum(level, T), LOG, BITS)
-    return inside & (number <= bound) & (level > 0)
+    word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
+    return word.to(tl.int64) & 0xFFFFFFFF
 
 
 @jit
@@ -111,11 +91,17 @@ def mask_kernel(
     """One program a sequence, which reads the counts of all, to know where its own list begins."""
     row = tl.program_id(0)
     position = tl.arange(0, BLOCK)
-    masked = _mask_of_row(
-        row, level_ptr, sample_ptr, seed_ptr, step_ptr, fixed_ptr, T, BLOCK, LOG, BITS
-    )
     inside = position < T
     base = row.to(tl.int64) * T
+    free = inside
+    if fixed_ptr is not None:
+        free = inside & (tl.load(fixed_ptr + base + position, mask=inside, other=1) == 0)
+    # The smallest words are masked; where two are equal, the smaller position.
+    word = _words(seed_ptr, step_ptr, tl.load(sample_ptr + row), BLOCK)
+    number = tl.where(free, (word << LOG) | position, 1 << (32 + LOG))
+    level = tl.load(level_ptr + row).to(tl.int64)
+    bound = _smallest(number, tl.minimum(level, T), LOG, BITS)
+    masked = free & (number <= bound) & (level > 0)
     x0 = tl.load(x0_ptr + row.to(tl.int64) * stride + position, mask=inside, other=0)
     tl.store(xt_ptr + base + position, tl.where(masked, mask_id, x0), mask=inside)
     tl.store(count_ptr + row, tl.sum(masked.to(tl.int64), 0))

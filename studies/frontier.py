@@ -12,14 +12,14 @@ import math
 import re
 import time
 from collections import Counter
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 import eval
 import mdlm
 import sample
-from support import likelihood, plots
+from support import plots
 from support.checkpoint import find_checkpoint
 from support.cli import UserError
 from support.numerics import standard_error
@@ -102,10 +102,8 @@ class Judge:
     def twin_nll(self, texts):
         """(n,) nats per token of each text under the autoregressive model."""
         x = torch.tensor([self.tokenizer.encode(text) for text in texts])
-        x = x.to(next(self.twin.parameters()).device)
-        with torch.no_grad():
-            parts = [self.twin(x[i : i + 8]).transpose(1, 2) for i in range(0, len(x), 8)]
-        return F.cross_entropy(torch.cat(parts), x, reduction="none").mean(1)
+        r = mdlm.evaluate(self.twin, x.to(next(self.twin.parameters()).device), batch_size=8)
+        return torch.tensor(r["by_window"], dtype=torch.float64)
 
     def __call__(self, texts):
         """Means over texts, and the standard errors of those that are means of a number a text."""
@@ -122,44 +120,20 @@ class Judge:
 
 
 def grid(steps_limit):
-    """(task, sampler, its settings, calls) to measure; tasks: what is given of a text."""
-    every = SAMPLERS | ALSO
-    for name, how in every.items():
+    """(sampler, its settings, network calls at most) to measure."""
+    for name, how in (SAMPLERS | ALSO).items():
         for calls in CALLS if name in SAMPLERS else (32,):
-            yield "nothing", name, how, min(calls, steps_limit)
-    for task in ("the first quarter", "all but a quarter"):
-        for name in ("default", "sweep", "random order"):
-            yield task, name, every[name], min(32, steps_limit)
+            yield name, how, min(calls, steps_limit)
 
 
-def start(task, windows, mask):
-    """(n, T) ids to fill, made from real windows (n, T)."""
-    T = windows.shape[1]
-    x = windows.clone()
-    if task == "nothing":
-        x[:] = mask
-    elif task == "the first quarter":
-        x[:, T // 4 :] = mask
-    else:
-        x[:, 3 * T // 8 : 5 * T // 8] = mask
-    return x
-
-
-def write(model, tokenizer, x, seeds, dtype, how):
-    """(texts filled from x (n, T) with each seed, facts)"""
-    texts = []
-    calls = 0.0
+def write(model, tokenizer, n, seeds, dtype, how):
+    """n texts from nothing with each seed, and the seconds that one took."""
+    device = next(model.parameters()).device
+    x = torch.full((n, model.config.block_size), model.mask_id, device=device)
     began = time.monotonic()
-    for seed in seeds:
-        for part in likelihood.groups(model, len(x), x.device):
-            samples = torch.arange(part.start, part.stop)
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-                for step in sample.unmask(model, x[part], samples=samples, seed=seed, **how):
-                    last = step
-            texts += [tokenizer.decode(ids) for ids in last.x.tolist()]
-            calls += last.calls.sum().item()
-    seconds = (time.monotonic() - began) / len(texts)
-    return texts, dict(calls=calls / len(texts), seconds=seconds)
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        ids = torch.cat([sample.generate(model, x, seed=seed, **how) for seed in seeds]).tolist()
+    return list(map(tokenizer.decode, ids)), (time.monotonic() - began) / len(ids)
 
 
 def bench_sampling(options, device, book):
@@ -180,21 +154,22 @@ def bench_sampling(options, device, book):
         windows = corpus.windows().long()
     judge = Judge(training, twin, tokenizer)
     seeds = range(options.seed, options.seed + options.seeds)
-    n = min(options.num_samples, len(windows))
+    n = options.num_samples
     book.note(f"{n} texts of {config.block_size} tokens for each of the seeds {list(seeds)}")
-    empty = dict(given="", calls=None, seconds=None)
+    empty = dict(calls=None, seconds=None)
     book.add(dict(sampler="real text") | empty | judge([tokenizer.decode(w) for w in windows]))
     cases = [(model, *case) for case in grid(config.block_size)]
     if twin:
-        cases.insert(0, (twin, "nothing", "AR twin", {}, config.block_size))
-    for writer, given, name, how, steps in cases:
+        cases.insert(0, (twin, "AR twin", {}, config.block_size))
+    for writer, name, how, steps in cases:
         if time.monotonic() > until:
             book.note(f"the time is up: nothing measured from {name}, {steps} calls on")
             break
-        x = start(given, windows[:n], writer.mask_id)
         how = how | dict(steps=steps)
-        texts, facts = write(writer, tokenizer, x, seeds, options.dtype, how)
+        texts, seconds = write(writer, tokenizer, n, seeds, options.dtype, how)
+        facts = dict(sampler=name, calls=steps, seconds=seconds)
         by_seed = [judge(texts[i : i + n]) for i in range(0, len(texts), n)]
-        book.add(dict(sampler=name, given=given) | facts | judge(texts) | dict(by_seed=by_seed))
+        book.add(facts | judge(texts) | dict(by_seed=by_seed))
     if options.picture:
-        plots.plot_frontier(book.content["rows"], list(SAMPLERS), options.picture)
+        draw = partial(plots.plot_frontier, book.content["rows"], list(SAMPLERS))
+        plots.try_to_draw(draw, options.picture)

@@ -5,7 +5,9 @@
 #   PARTS=tests bash studies/gpu.sh                        # 2. every test of the kernels
 #   PARTS=record TEXT=my.txt bash studies/gpu.sh           # 3. the gpu preset, seeds 0, 1, 2
 #
-# PARTS: of the first call ops train profile graph large attention alike; tests; record.
+# PARTS: of the first call ops train nanogpt profile graph large attention alike; tests; record.
+# NANOGPT: a clone of github.com/karpathy/nanoGPT in which data/shakespeare_char/prepare.py has run;
+# its own train.py then says how long a step of the same size takes (16,384 tokens).
 # OUT: folder of the results (results/). LIMIT: seconds for all (580). PYTHON: the interpreter.
 # A part has a time limit of its own, a single part gets all the time, and one that fails does not
 # stop the others; the exit code says whether all passed. What was printed is $OUT/gpu.md.
@@ -14,7 +16,7 @@ if [ $# -gt 0 ]; then
     echo "gpu.sh takes no arguments, but: PARTS, LIMIT, OUT, TEXT, NANOGPT, PYTHON in the environment" >&2
     exit 2
 fi
-first="ops train profile graph large attention alike"
+first="ops train nanogpt profile graph large attention alike"
 PARTS=${PARTS:-$first}
 for name in $PARTS; do
     [[ " $first tests record " == *" $name "* ]] && continue
@@ -25,7 +27,7 @@ out=$(realpath -m -- "${OUT:-$(dirname "$0")/../results}")
 text=${TEXT:+$(realpath -m -- "$TEXT")}
 nanogpt=${NANOGPT:+$(realpath -m -- "$NANOGPT")}
 cd "$(dirname "$0")/.." || exit 1
-python=${PYTHON:-python3}
+python=$(realpath -s -- "$(command -v "${PYTHON:-python3}")") || exit 1
 failed=0
 mkdir -p "$out" || exit 1
 export PYTHONUNBUFFERED=1 MDLM_GPU_TEXT=$text
@@ -76,7 +78,10 @@ pytest=("$python" -m pytest -q -m "not slow" -p no:cacheprovider -o addopts=)
 alike=tests/test_gpu.py::test_final_nelbo_agrees
 
 bench ops 70 kernels --seconds=0.1  # those of the preset come first
-bench train 200 train --preset=gpu --seconds=1.5 ${nanogpt:+--nanogpt="$nanogpt"}
+bench train 200 train --preset=gpu --seconds=1.5
+# With a line of the log a step, its times are of whole steps. The last ones count: the first compile.
+[ -z "$nanogpt" ] || part nanogpt 60 env -C "$nanogpt" "$python" train.py config/train_shakespeare_char.py \
+    --max_iters=200 --log_interval=1 --eval_interval=1000 --eval_iters=1 --out_dir=/tmp/nanogpt
 bench profile 40 profile --preset=gpu
 bench graph 95 train --preset=gpu --graph --seconds=1
 bench large 95 train --preset=gpt2

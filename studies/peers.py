@@ -48,11 +48,6 @@ def yardsticks(contestant, f):
     return {"PyTorch eager": contestant(f), "PyTorch compiled": contestant(compiled(f))}
 
 
-def on_gpu(device):
-    """Whether to build the contestants for a GPU; a test replaces this to run them on a CPU."""
-    return device.type == "cuda"
-
-
 def split(f):
     """A contestant from f(q, k, v) of contiguous (B, H, T, D), as the peers prefer it."""
     return lambda backward, _, grad, *qkv: outcome(f(*qkv).transpose(1, 2), qkv, backward, grad)
@@ -92,8 +87,6 @@ def attention(device, dtype, B, T, H, D, block=False):
 
     if block:
         contestants = yardsticks(packed, ref)
-    elif not on_gpu(device):
-        contestants = {"SDPA": split(F.scaled_dot_product_attention)}
     else:
         contestants = yardsticks(split, lambda q, k, v: (D**-0.5 * (q @ k.mT)).softmax(-1) @ v)
         for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
@@ -108,8 +101,7 @@ def attention(device, dtype, B, T, H, D, block=False):
     # computes the scores again, then four gradients.
     cost = ((2 * product, 4 * n), (7 * product, 12 * n))
     name = "attention block" if block else "attention"
-    launches = ("graph",) if on_gpu(device) else ("",)
-    return Case(name, shape, dtype, cost, inputs, exact, contestants, launches, adapt)
+    return Case(name, shape, dtype, cost, inputs, exact, contestants, ("graph",), adapt)
 
 
 def head_peers():
@@ -163,18 +155,16 @@ def head(device, dtype, N, C, V):
         return h.requires_grad_(), W.requires_grad_(), targets, rows, weight
 
     reference = kernels.linear_cross_entropy_ref
-    contestants = {"PyTorch eager": on_rows(reference)}
-    if on_gpu(device):
-        contestants = yardsticks(on_rows, reference)
-        for name, f in head_peers():
-            contestants[name] = on_rows(lambda h, W, targets, _, f=f: f(h, W, targets))
+    contestants = yardsticks(on_rows, reference)
+    for name, f in head_peers():
+        contestants[name] = on_rows(lambda h, W, targets, _, f=f: f(h, W, targets))
     contestants["mdlm"] = on_rows(kernels.linear_cross_entropy)
     shape = f"N={N} C={C} V={V} {str(dtype)[6:]}"
     product = 2 * M * C * V  # FLOPs
     # Forward reads M rows and W; backward reads them again, writes dh (N, C) and dW.
     n = (M * C + V * C) * dtype.itemsize
     cost = ((product, n), (3 * product, n + (N * C + V * C) * dtype.itemsize))
-    launches = ("", "graph") if on_gpu(device) and V < 1000 else ("",)
+    launches = ("", "graph") if V < 1000 else ("",)
     return Case("head + loss", shape, dtype, cost, inputs, exact_head, contestants, launches)
 
 
@@ -192,29 +182,18 @@ def masking(device, B, T, V=65):
     def keyed(f):
         return lambda backward, x0, level, *key: f(x0, level, V, *key)
 
-    contestants = {"PyTorch eager": keyed(kernels.mask_tokens_ref)}
-    if on_gpu(device):
-        contestants = yardsticks(keyed, kernels.mask_tokens_ref)
+    contestants = yardsticks(keyed, kernels.mask_tokens_ref)
     contestants["mdlm"] = keyed(kernels.mask_tokens)
     exact = partial(keyed(kernels.mask_tokens_ref), False)
     # Reads int64 tokens, writes tokens and row indices; and each row's level, number and count.
     cost = ((0, 8 * (3 * B * T + 3 * B)),)
-    launches = ("", "graph") if on_gpu(device) else ("",)
     shape = f"B={B} T={T} int64"
-    return Case("masking", shape, torch.int64, cost, inputs, exact, contestants, launches)
+    return Case("masking", shape, torch.int64, cost, inputs, exact, contestants, ("", "graph"))
 
 
 def cases(device):
     """Functions that build the cases, the most important first."""
     bf16 = torch.bfloat16
-    if not on_gpu(device):
-        yield partial(masking, device, 32, 128)
-        for dtype in (torch.float32, bf16):
-            for V in (65, 4096):
-                yield partial(head, device, dtype, 32 * 128, 192, V)
-            for T in (128, 512):
-                yield partial(attention, device, dtype, 4096 // T, T, 3, 64)
-        return
 
     def attention_at(T, D, block=False):
         tokens = 32768 if T <= 1024 else 16384

@@ -14,16 +14,6 @@ BLUE, RED, GREEN, PURPLE, GREY = COLORS
 
 
 # ---- Folders and files
-def can_draw():
-    """Whether matplotlib is installed; if not, say so on stderr."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except (ImportError, ValueError) as e:  # ValueError: MPLBACKEND names none
-        warn(f"no pictures: they need matplotlib ({e}); pip install matplotlib")
-        return False
-    return True
-
-
 def try_to_draw(plot, path):
     """Call plot(path); returns whether that worked. If not it says why: it is only a picture."""
     try:
@@ -44,17 +34,14 @@ def check_folder(folder):
 
 def save(draw, folder, verbose):
     """Draw {file name: function of a path} into a folder, unless that is None or "none"."""
-    if folder in (None, "none") or not can_draw():
+    if folder in (None, "none"):
         return
+    Path(folder).mkdir(parents=True, exist_ok=True)
     paths = [Path(folder) / name for name in draw]
-    fix = "give --pictures=FOLDER or none"
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"pictures: {folder} cannot be written ({e.strerror}); {fix}") from None
     drawn = [try_to_draw(plot, path) for path, plot in zip(paths, draw.values())]
     if not all(drawn):
-        raise UserError(f"{drawn.count(False)} of {len(drawn)} pictures are missing; {fix}")
+        missing = f"{drawn.count(False)} of {len(drawn)} pictures are missing"
+        raise UserError(f"{missing}; give --pictures=FOLDER or none")
     if verbose:
         print("pictures:", escaped(", ".join(map(str, paths))))
 
@@ -90,12 +77,8 @@ def is_record(r):
     if not isinstance(r, dict):
         return False
     needed = {"step", "tokens", "seconds"}
-    for name, others in (
-        ("loss", ["lr_scale"]),
-        ("val_nelbo", ["val_nelbo_se", "val_bpc"]),
-        ("val_nll", ["val_nll_se", "val_bpc"]),
-    ):
-        needed |= set(others) if name in r else set()
+    for key in r.keys() & {"val_nelbo", "val_nll"}:
+        needed |= {f"{key}_se", "val_bpc"}
     numbers = {k: v for k, v in r.items() if k != "ce_by_rate" and v is not None}
     fine = all(type(v) in (int, float) and abs(v) < 1e15 for v in numbers.values())
     return fine and r.keys() >= needed and numbers.keys() >= {"step", "tokens", "seconds"}
@@ -113,8 +96,6 @@ def plot_losses(path, out_dirs=()):
     """
     out_dirs = out_dirs or [path.parent]
     logs = [read_log(out_dir) for out_dir in out_dirs]
-    if not can_draw():
-        return
     names = [Path(out_dir).resolve().name for out_dir in out_dirs]
     if len(set(names)) < len(names):
         names = out_dirs
@@ -193,14 +174,12 @@ def plot_frontier(rows, names, path):
 
     rows: dicts of bench.py sample; bars from the lowest to the highest seed.
     """
-    if not can_draw():
-        return
     panels = dict(words="words of the training text", distinct="distinct words")
     panels["twin" if "twin" in rows[0] else "grams"] = "nats per character, another model"
     fig, axes = figure(11, 3.8, 1, 3)
     for ax, (key, label) in zip(axes, panels.items()):
         for name, color in zip(names, COLORS):
-            found = [r for r in rows if (r["sampler"], r["given"]) == (name, "nothing")]
+            found = [r for r in rows if r["sampler"] == name]
             seeds = [[seed[key] for seed in r["by_seed"]] for r in found]
             middle = [(max(values) + min(values)) / 2 for values in seeds]
             error = [(max(values) - min(values)) / 2 for values in seeds]

@@ -150,8 +150,6 @@ def tokenizer_from_json(path):
         every_byte = "".join(map(chr, range(256)))
         if kind == "bpe" and tokenizer.decode(tokenizer.encode(every_byte)) != every_byte:
             raise ValueError("decoding does not restore the text")
-    except ImportError as e:
-        raise UserError(f"{path} needs a library ({e}); pip install tokenizers") from e
     except Exception as e:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{path} has a tokenizer that cannot be used: {e}") from e
     return tokenizer
@@ -225,10 +223,8 @@ def first_parts(pieces, characters):
 
 def train_bpe(texts, size):
     """A byte-level BPE of `size` ids, as JSON."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError("--tokenizer=bpe needs a library; pip install tokenizers") from None
+    import tokenizers
+
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = byte_level(add_prefix_space=False)

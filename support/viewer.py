@@ -223,11 +223,7 @@ def write_page(path, samples, settings):
     data = dict(samples=samples, settings={name: str(value) for name, value in settings.items()})
     data = json.dumps(data, separators=(",", ":"), allow_nan=False).translate(TAGS)
     page = Path(__file__).with_name("viewer.html").read_text(encoding="utf-8")
-    try:
-        write_output(Path(path), page.replace("__DATA__", data).encode())
-    except OSError as e:
-        use = "give a file in a folder that exists and is yours"
-        raise UserError(f"--html={path} cannot be written ({e.strerror}); {use}") from None
+    write_output(Path(path), page.replace("__DATA__", data).encode())
 
 
 def show(found, facts, with_scores):

@@ -65,7 +65,6 @@ def masking_cases():
 def head_cases():
     ce = import_module("kernels.cross_entropy")
     index = dict(target="i64", weight="fp32", unit="fp32", loss="fp32")
-    width = dict(BLOCK=1024, num_warps=4)
     for dtype, grad in itertools.product(TYPES, (True, False)):
         for V in (65, 1000, 50304):
             types = pointers(z=dtype, **index) | dict(V="i32", limit="i32")
@@ -73,10 +72,6 @@ def head_cases():
             main = ARCHITECTURES if (dtype, V, grad) == ("bf16", 50304, True) else ()
             name = f"head, chunk V={V} {dtype}" + " loss only" * (not grad)
             yield Case(name, ce.ce_chunk_kernel, types, config, main=main)
-    for dtype in TYPES:
-        main = (90,) if dtype == "bf16" else ()
-        types = pointers(x=dtype, unit="fp32", grad="fp32", out="fp32") | dict(n="i32")
-        yield Case(f"scale {dtype} to fp32", ce.scale_kernel, types, width, main=main)
 
 
 def attention_cases():

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import subprocess
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -80,25 +81,43 @@ def test_contestants_take_turns(monkeypatch):
 
 # ---- Kernels
 
+GPU_ONLY = {"SDPA CUDNN", "SDPA EFFICIENT"}
 LIMITS = {"bandwidth": 1e9, torch.float32: 3e9, torch.bfloat16: 1e9}
 
 
 def tiny_cases(device):
-    yield lambda: peers.masking(device, 4, 16)
-    yield lambda: peers.head(device, torch.float32, 64, 8, 11)
-    yield lambda: peers.attention(device, torch.bfloat16, 2, 16, 2, 32)
+    """Without CUDA graphs and contestants that a CPU has not."""
+    for make, *args in (
+        (peers.masking, 4, 16),
+        (peers.head, torch.float32, 64, 8, 11),
+        (peers.attention, torch.bfloat16, 2, 16, 2, 32),
+    ):
+        case = dataclasses.replace(make(device, *args), launches=("",))
+        for name in GPU_ONLY & case.contestants.keys():
+            del case.contestants[name]
+        yield partial(dataclasses.replace, case)
+
+
+def measure_kernels(argv):
+    """bench.py kernels, which is refused on a CPU."""
+    options = bench.Options(**cli.parse_flags(bench.Options, argv, ""))
+    book = bench.Book("kernels", options.json, CPU)
+    bench.bench_kernels(options, CPU, book)
+    return book.close()
 
 
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
     """Run bench.py kernels on tiny cases: (exit code, the JSON)."""
     monkeypatch.setattr(peers, "cases", tiny_cases)
-    monkeypatch.setattr(bench, "measure_limits", lambda device, dtypes: LIMITS)
+    monkeypatch.setattr(peers, "compiled", lambda f: f)  # compiling would take its time
+    monkeypatch.setattr(peers, "head_peers", lambda: [])
+    monkeypatch.setattr(bench, "measure_limits", lambda device: LIMITS)
     monkeypatch.setattr(bench, "race", few_turns)
     path = tmp_path / "bench.json"
 
     def run():
-        code = cli.run(bench.main, ["--device=cpu", "--seconds=0", f"--json={path}"])
+        code = cli.run(measure_kernels, ["--seconds=0", f"--json={path}"])
         return code, json.loads(path.read_text())
 
     return run
@@ -128,7 +147,7 @@ def test_every_contestant_is_timed(tiny, capsys):
     assert code == 0
     assert results["versions"]["torch"] == torch.__version__
     assert results["hardware"]
-    assert len(results["rows"]) == 2 + 2 * 2 + 2 * 2  # masking has no backward
+    assert len(results["rows"]) == 3 + 2 * 3 + 2 * 5  # masking has no backward
     for row in results["rows"]:
         assert row["ms"] > 0 and row["spread"] >= 0 and row["speed_up"] > 0
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
@@ -211,9 +230,8 @@ def test_wrong_yardstick_fails_not_a_peer(tiny, with_peer, capsys, name, code):
 @pytest.mark.parametrize("backward", [False, True])
 def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
     """As far as a CPU has them; those that it lacks are named."""
-    monkeypatch.setattr(peers, "on_gpu", lambda device: True)
     monkeypatch.setattr(peers, "compiled", lambda f: f)  # compiling would take its time
-    gpu_only = {"SDPA CUDNN", "SDPA EFFICIENT", *peers.NO_GRAPH}
+    gpu_only = GPU_ONLY | set(peers.NO_GRAPH)
     checked = set()
     for case in (
         peers.masking(CPU, 4, 16),
@@ -234,19 +252,18 @@ def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
 
 
 def test_json_on_stdout_is_alone(tiny, capsys):
-    argv = ["--device=cpu", "--seconds=0", "--time_limit=1e-9", "--json=-"]
-    assert cli.run(bench.main, argv) == 0
+    assert cli.run(measure_kernels, ["--seconds=0", "--time_limit=1e-9", "--json=-"]) == 0
     said = capsys.readouterr()
     results = json.loads(said.out)
-    assert "Triton cannot be timed" in results["notes"][0]
-    assert "Triton cannot be timed" in said.err
+    assert results["notes"][0].startswith("limits: ") and results["notes"][0] in said.err
     # Nothing was begun after the time limit, and that is listed.
     assert {row["operation"] for row in results["rows"]} == {"masking", "head + loss", "attention"}
     assert all(row["trouble"] == "not measured: the time is up" for row in results["rows"])
 
 
-def test_cases_of_a_cpu_can_be_built():
-    assert {make().name for make in peers.cases(CPU)} == {"masking", "head + loss", "attention"}
+def test_limits_are_measured_and_cases_listed():
+    assert all(limit > 0 for limit in bench.measure_limits(CPU, n=8, size=64).values())
+    assert {make.func for make in peers.cases(CPU)} == {peers.masking, peers.head, peers.attention}
 
 
 # ---- Training
@@ -410,10 +427,8 @@ def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
     rows = json.loads(path.read_text())["rows"]
     names = {*frontier.SAMPLERS, *frontier.ALSO, "AR twin", "real text"}
     assert {row["sampler"] for row in rows} == names
-    calls = {(row["sampler"], row["given"]): row["calls"] for row in rows}
-    assert calls["AR twin", "nothing"] == 32 and calls["confidence", "nothing"] == 16
-    assert calls["ancestral", "nothing"] < 32  # some steps reveal nothing
-    assert calls["default", "all but a quarter"] == 8 + 16  # of 8 gaps, one in each call
+    calls = {row["sampler"]: row["calls"] for row in rows}
+    assert calls["AR twin"] == 32 and calls["confidence"] == 16
     for row in rows[1:]:
         assert len(row["by_seed"]) == 2 and row["seconds"] > 0
         assert row["twin"] == pytest.approx(sum(seed["twin"] for seed in row["by_seed"]) / 2)
@@ -422,7 +437,7 @@ def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
 
 def test_lone_checkpoint_needs_its_text(runs, monkeypatch, tmp_path, capsys):
     """Nothing is downloaded, no other text takes its place, nothing is written."""
-    monkeypatch.setattr(frontier, "grid", lambda most: [("nothing", "confidence", {}, 2)])
+    monkeypatch.setattr(frontier, "grid", lambda most: [("confidence", {}, 2)])
     load = mdlm.load
 
     def load_moved(path, device):  # its text is no longer where it was
@@ -444,44 +459,6 @@ def test_lone_checkpoint_needs_its_text(runs, monkeypatch, tmp_path, capsys):
 
 
 # ---- Studies
-
-NANOGPT = """
-import torch
-from dataclasses import dataclass
-
-@dataclass
-class GPTConfig:
-    bias: bool; vocab_size: int; n_layer: int; n_head: int; n_embd: int; block_size: int
-    dropout: float
-
-class GPT(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.table = torch.nn.Embedding(config.vocab_size, config.vocab_size)
-
-    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        return torch.optim.AdamW(self.parameters(), learning_rate)
-
-    def forward(self, x, y):
-        assert (x[:, 1:] == y[:, :-1]).all()
-        logits = self.table(x)
-        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
-"""
-
-
-def test_nanogpt_is_timed_in_turn(small_preset, monkeypatch, tmp_path):
-    (tmp_path / "model.py").write_text(NANOGPT)
-    monkeypatch.setattr(torch, "compile", lambda model, options=None: model)
-    path = tmp_path / "out.json"
-    flags = ["train", "--device=cpu", "--seconds=0", f"--nanogpt={tmp_path}", f"--json={path}"]
-    assert cli.run(bench.main, flags) == 0
-    rows = {row["contestant"]: row for row in json.loads(path.read_text())["rows"]}
-    both = {f"{name}, {how}" for name in ("nanoGPT", "--kernels=torch") for how in HOW}
-    assert rows.keys() == both
-    base = rows["nanoGPT, compiled"]["ms"]
-    for row in rows.values():
-        assert row["speed_up"] == pytest.approx(base / row["ms"])
-        assert row["tokens_per_second"] == pytest.approx(64 / row["ms"] * 1e3)
 
 
 def test_record_measures_seeds_and_continues(tmp_path):
@@ -532,20 +509,21 @@ def gpu_script(tmp_path, broken="nothing", **variables):
 def test_gpu_script_brings_the_headline_first(tmp_path):
     code, said, calls = gpu_script(tmp_path, NANOGPT=str(tmp_path))
     assert code == 0, said
+    theirs = calls.pop(2)
+    assert theirs[:2] == ["train.py", "config/train_shakespeare_char.py"]
     modes = [call[1] for call in calls]  # bench.py MODE, -m MODULE
     assert modes == ["kernels", "train", "profile", "train", "train", "kernels", "pytest"]
     assert "--graph" in calls[3]
-    assert f"--nanogpt={tmp_path}" in calls[1]
     for call in calls:
         if call[0] == "bench.py":
             flags = cli.parse_flags(bench.Options, call[2:], "")
             assert 15 <= flags["time_limit"] < 300 and flags["json"].endswith(".json")
-    assert (tmp_path / "out" / "gpu.md").read_text().count("exit code 0") == len(calls)
+    assert (tmp_path / "out" / "gpu.md").read_text().count("exit code 0") == 1 + len(calls)
 
 
 def test_gpu_script_goes_on_after_a_failure(tmp_path):
     code, said, calls = gpu_script(tmp_path, broken="profile")
-    assert code == 1 and len(calls) == 7 and "nanogpt" not in str(calls)
+    assert code == 1 and len(calls) == 7 and "train.py" not in str(calls)
     assert "== profile: exit code 3" in said and said.count("exit code 0") == 6
     code, said, calls = gpu_script(tmp_path, PARTS="tests")
     assert code == 0 and len(calls) == 1 and "tests/kernels_cases/" in " ".join(calls[0])
@@ -558,10 +536,10 @@ def test_gpu_script_goes_on_after_a_failure(tmp_path):
 @pytest.mark.parametrize(
     "args, words",
     [
+        (["kernels", "--device=cpu"], ["CUDA", "not on cpu", "give train or sample"]),
         (["kernel"], ["'kernel'", "kernels", "train", "sample"]),
         (["--secnds=1"], ["--secnds", "--seconds"]),
         (["train", "--preset=huge"], ["huge", "gpt2"]),
-        (["train", "--nanogpt=nowhere"], ["--nanogpt=nowhere", "clone"]),
         (["--device=cuda:77"], ["cuda:77"]),
         (["--json=nowhere/at/all.json"], ["nowhere/at"]),
         (["sample", "--out_dir=nowhere"], ["nowhere"]),

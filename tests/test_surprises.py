@@ -219,19 +219,12 @@ def test_no_picture_ends_a_run(run, capsys, monkeypatch):
     assert r.code == 2 and "1 of 1 pictures are missing" in r.err and "value" in r.out
 
 
-def test_missing_library_is_named_as_it_is(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not plots.can_draw()
-    assert "matplotlib.figure" in capsys.readouterr().err
-
-
 LINE = dict(step=1, tokens=2, seconds=3.0)
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        json.dumps(LINE | dict(loss=1.0)),  # without its learning rate
         json.dumps(LINE | dict(val_nelbo=1.0)),  # without an error
         json.dumps(LINE | dict(val_nelbo="1.0", val_nelbo_se=0, val_bpc=0)),
         json.dumps(LINE | dict(val_nelbo=[1], val_nelbo_se=0, val_bpc=0)),

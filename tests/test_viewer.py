@@ -125,7 +125,7 @@ def test_page_loads_nothing(tmp_path):
 
 def test_unwritable_files_get_one_sentence(tmp_path, capsys):
     os.mkdir(tmp_path / "folder")
-    places = [tmp_path / "missing" / "page.html", tmp_path / "folder", ""]
+    places = [tmp_path / "missing" / "page.html", tmp_path / "folder"]
     if hasattr(os, "mkfifo"):  # a rename would replace it
         os.mkfifo(tmp_path / "pipe")
         places.append(tmp_path / "pipe")
@@ -164,7 +164,7 @@ CHROME = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 KEYS = dict(left="\ue012", up="\ue013", right="\ue014", down="\ue015", end="\ue010", home="\ue011",
-            escape="\ue00c", shift="\ue008", tab="\ue004", space=" ")  # fmt: skip
+            escape="\ue00c", tab="\ue004", space=" ")  # fmt: skip
 
 
 class Browser:
@@ -204,14 +204,8 @@ class Browser:
         metrics = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
         self.call("/goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=metrics)
 
-    def press(self, *names, hold=None):
+    def press(self, *names):
         strokes = [dict(type=t, value=KEYS[name]) for name in names for t in ("keyDown", "keyUp")]
-        if hold:
-            strokes = [
-                dict(type="keyDown", value=KEYS[hold]),
-                *strokes,
-                dict(type="keyUp", value=KEYS[hold]),
-            ]
         self.call("/actions", actions=[dict(type="key", id="keyboard", actions=strokes)])
 
     def mouse(self, selector, dx=0, click=False):
@@ -259,28 +253,26 @@ def page(browser):
     """The page at step 0 of its first sample."""
     browser.size(1200, 750)
     browser.emulate(prefers_color_scheme="light", prefers_reduced_motion="no-preference")
-    browser.js("mdlm.sample(0)")
-    browser.js("mdlm.go(0)")
+    browser.js("load(0)")
+    browser.js("jump(0)")
     browser.js("document.activeElement.blur()")
     return browser
 
 
 def texts(page, order):
-    return page.js(f"{json.dumps(order)}.map(s => {{ mdlm.go(s); return mdlm.text(); }})")
+    return page.js(f"{json.dumps(order)}.map(s => {{ jump(s); return text(); }})")
 
 
 def state(page):
     slider = "Number(document.querySelector('#slider').value)"
     return SimpleNamespace(
-        **page.js(
-            f"({{step: mdlm.step, text: mdlm.text(), playing: mdlm.playing, slider: {slider}}})"
-        )
+        **page.js(f"({{step: step, text: text(), playing: timer > 0, slider: {slider}}})")
     )
 
 
 def wait(page, condition):
-    check = f"if ({condition}) {{ clearInterval(timer); done(); }}"
-    script = f"const timer = setInterval(() => {{ {check} }}, 10)"
+    check = f"if ({condition}) {{ clearInterval(poll); done(); }}"
+    script = f"const poll = setInterval(() => {{ {check} }}, 10)"
     page.call(
         "/execute/async", script=f"const done = arguments[arguments.length - 1]; {script}", args=[]
     )
@@ -290,8 +282,8 @@ def test_frames_are_the_replay_in_any_order(page):
     for i, sample in enumerate(SAMPLES):
         want = replay(sample)
         assert want[-1] == sample["text"]
-        page.js(f"mdlm.sample({i})")
-        assert page.js("mdlm.steps") == len(sample["frames"])
+        page.js(f"load({i})")
+        assert page.js("steps") == len(sample["frames"])
         steps = list(range(len(want)))
         assert texts(page, steps) == want
         assert texts(page, steps[::-1]) == want[::-1]
@@ -301,36 +293,36 @@ def test_frames_are_the_replay_in_any_order(page):
 
 
 def test_corrections_flash_and_are_counted(page):
-    """Red where a token changed, a line under one that was drawn again; old and new on hover."""
+    """Red where a token changed, not where it was drawn again; old and new on hover."""
     n = len(SAMPLES[0]["frames"])
     first = len(SAMPLES[0]["frames"][0])
     shown = "document.querySelector('[data-p=\"20\"]').className.split(/ +/)"
     counted = "document.querySelector('#revealed').textContent"
     for step, classes, words in (
         (1, ["t", "fresh"], f"{first} of"),
-        (4, ["t", "again"], "0 changes"),
+        (4, ["t"], "0 changes"),
         (6, ["t"], "0 changes"),
         (n, ["t", "fresh", "changed"], "2 changes"),
     ):
-        page.js(f"mdlm.go({step})")
+        page.js(f"jump({step})")
         assert [c for c in page.js(shown) if c] == classes and words in page.js(counted)
     page.mouse("[data-p='20']")
     assert f"step {n}, before: ?, confidence" in page.js("document.querySelector('#tip').innerText")
     red = page.js("getComputedStyle(document.querySelector('.changed')).backgroundColor")
-    page.js("mdlm.go(2)")
+    page.js("jump(2)")
     assert red != page.js("getComputedStyle(document.querySelector('.fresh')).backgroundColor")
 
 
 def test_attacks_stay_text(page):
-    page.js("mdlm.sample(1)")
-    page.js("mdlm.go(1e6)")
+    page.js("load(1)")
+    page.js("jump(1e6)")
     assert page.js("document.querySelector('#text').textContent") == SAMPLES[1]["text"]
     assert page.js("document.scripts.length") == 2
     assert page.js("document.querySelectorAll('img, #text b, #facts b, nav b').length") == 0
-    assert page.js("[...document.querySelectorAll('#facts dd')].map(d => d.textContent)") == [
-        "1.8 M parameters", "1.0", ATTACK]  # fmt: skip
-    page.js("mdlm.sample(0)")
-    page.js("mdlm.go(0)")
+    said = page.js("document.querySelector('#facts').textContent")
+    assert said == f"model 1.8 M parameters, temperature 1.0, <b>order</b> {ATTACK}"
+    page.js("load(0)")
+    page.js("jump(0)")
     assert page.js("document.querySelectorAll('.mask').length") == replay(SAMPLES[0])[0].count("█")
     assert (
         page.js("document.querySelector('#text').textContent") == "ROMEO:\n"
@@ -362,14 +354,13 @@ def test_keyboard_steps_plays_and_changes_the_sample(page):
     page.press("up", "up", "right")
     assert state(page).text == ""  # from the first to the last, which is empty, and nothing breaks
     page.press("right", "space", "space", "tab", "escape")
-    page.press("right", hold="shift")
 
 
 def test_play_stops_at_the_last_step(page):
-    page.js("mdlm.sample(2)")
+    page.js("load(2)")
     page.mouse("#play", click=True)
     assert state(page).playing
-    wait(page, "!mdlm.playing")
+    wait(page, "!timer")
     assert state(page).step == len(SAMPLES[2]["frames"])
     page.mouse("nav button", click=True)
     page.press(
@@ -383,13 +374,13 @@ def test_nothing_moves_while_playing(page):
         "[...document.querySelectorAll('.t')].map(t => [t.getBoundingClientRect().x, t.offsetTop])"
     )
     for i in (0, 1):
-        page.js(f"mdlm.sample({i})")
-        page.js("mdlm.go(0)")
+        page.js(f"load({i})")
+        page.js("jump(0)")
         first = page.js(places)
-        page.js("mdlm.go(1e6)")
+        page.js("jump(1e6)")
         last = page.js(places)
         assert first == [[pytest.approx(x, abs=0.1), y] for x, y in last]
-    page.js("mdlm.sample(0)")
+    page.js("load(0)")
     lines = len({y for _, y in page.js(places)})
     assert (
         lines == SAMPLES[0]["text"].count("\n") + 1
@@ -400,10 +391,9 @@ def test_tooltip_tells_confidence_and_alternatives(page):
     tip = (
         "(document.querySelector('#tip').hidden ? null : document.querySelector('#tip').innerText)"
     )
-    page.js("mdlm.go(1)")
+    page.js("jump(1)")
     assert page.js(tip) is None
-    page.mouse("#where")
-    page.press(*["right"] * 10, hold="shift")
+    page.mouse("[data-p='9']")
     assert re.sub(r"\s+", " ", page.js(tip)) == "? step 1, confidence 13 % ? 13 %"
     page.press("right", "right", "right")  # it stays open and follows: drawn again
     assert re.sub(r"\s+", " ", page.js(tip)) == "? step 1, confidence 25 % ? 25 %"
@@ -411,14 +401,7 @@ def test_tooltip_tells_confidence_and_alternatives(page):
     assert re.sub(r"\s+", " ", page.js(tip)) == "M given"
     page.press("escape")
     assert page.js(tip) is None
-    page.js("document.querySelector('#samples button').focus()")
-    page.press(*["tab"] * 5)  # four more samples, the text
-    assert page.js("document.activeElement.id") == "text" and "given" in page.js(tip)
-    page.press("tab")
-    assert page.js(tip) is None
-    page.js("mdlm.go(1e6)")
-    page.press("right", "right", hold="shift")
-    assert page.js("document.querySelector('.cursor').dataset.p") == "1"
+    page.js("jump(1e6)")
     page.mouse("[data-p='10']", click=True)
     assert re.sub(r"\s+", " ", page.js(tip)).endswith("60 % ↵ 30 % ␣ 10 %")
     page.mouse("#where")
@@ -426,7 +409,7 @@ def test_tooltip_tells_confidence_and_alternatives(page):
 
 
 CONTRAST = """(() => {
-  mdlm.sample(0); mdlm.go(1e6);
+  load(0); jump(1e6);
   document.querySelectorAll(".t").forEach(t => t.classList.remove("fresh"));
   const pen = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
   const luminance = colour => {
@@ -437,7 +420,7 @@ CONTRAST = """(() => {
     return .2126 * r + .7152 * g + .0722 * b;
   };
   const paper = luminance(getComputedStyle(document.body).backgroundColor);
-  const shown = [...document.querySelectorAll(".t, dt, #notes")];
+  const shown = [...document.querySelectorAll(".t, #facts, #notes")];
   const contrast = y => (Math.max(y, paper) + .05) / (Math.min(y, paper) + .05);
   return shown.map(t => contrast(luminance(getComputedStyle(t).color)));
 })()"""
@@ -462,5 +445,5 @@ def test_phones_and_reduced_motion_are_respected(page):
     for width in (320, 390):
         page.size(width, 800)
         for i in range(len(SAMPLES)):
-            page.js(f"mdlm.sample({i})")
+            page.js(f"load({i})")
             assert page.js("document.documentElement.scrollWidth") <= width

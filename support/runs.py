@@ -162,11 +162,12 @@ def sizes():
 def warn_of_memory(run):
     """Say so if training will hardly fit into memory: an estimate, made before the first step."""
     config = run.config
-    weights = sum(p.numel() for p in run.model.parameters())
+    weights = sum(shards.local(p).numel() for p in run.model.parameters())
     tokens = run.micro_batch * config.block_size
     # Weights, gradients and, at most, two moments. Of a layer, backward keeps 24 to 45 values for
     # each token and unit of width (measured on a CPU). PyTorch's loss keeps half of the logits.
-    need = 16 * weights + 32 * tokens * config.n_layer * config.n_embd * run.dtype.itemsize
+    layers = 1 + config.n_layer / 32 if config.recompute else config.n_layer
+    need = 16 * weights + 32 * tokens * layers * config.n_embd * run.dtype.itemsize
     if run.model.ops.name == "torch":
         need += 4 * tokens * run.model.vocab_size
     if run.compiler:  # it takes a step of its own

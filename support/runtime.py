@@ -172,7 +172,7 @@ def join_ranks():
     """(rank, number of ranks, rank on this machine); under torchrun the ranks meet here."""
     global CONTROL, STORE
     rank, world, local_rank = read_ranks()
-    if world > 1 or distributed.is_torchelastic_launched():
+    if world > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         # torchrun keeps one store for all attempts. Without a prefix the ranks of a second attempt
         # may read the addresses of the first one's, which are dead, and hang. If told not to, for
         # nodes that come back (docs/scale.md), it makes a new store: then nodes count on their own.

@@ -2,6 +2,7 @@
 
 import torch
 
+from support import shards
 from support.muon import Muon
 from support.runtime import is_async
 
@@ -55,5 +56,6 @@ def update(run):
         optimizer.step()
         optimizer.zero_grad()
     if run.averaged is not run.model:
-        both = (list(model.parameters()) for model in (run.averaged, run.model))
+        models = (run.averaged, run.model)
+        both = ([shards.local(p) for p in model.parameters()] for model in models)
         run.average(*both, run.new_share)

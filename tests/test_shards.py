@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+import scale
 import torch
 from conftest import ROOT, TINY, losses, read_log
 from nursery import Nursery, begin_ranks, starter
@@ -335,8 +336,10 @@ def test_misuse_of_shards_gets_one_sentence(run, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_bytes_fall_with_the_ranks(run, tmp_path):
-    flags = ["--n_embd=384", "--n_layer=8", "--max_steps=2", "--batch_size=8", "--eval_windows=2"]
-    whole = {}
+    L, C = 12, 512
+    flags = [f"--n_embd={C}", f"--n_layer={L}", "--max_steps=2", "--batch_size=8"]
+    flags += ["--eval_windows=2", "--attention_every=1"]
+    making = {}
     for n in (1, 4):
         train(run, n, tmp_path / str(n), *flags, "--shard", fault=f"measure:{tmp_path / 'r'}{n}")
         for rank in range(n):
@@ -350,10 +353,10 @@ def test_bytes_fall_with_the_ranks(run, tmp_path):
             # Muon: every rank sends its share of all matrices there and back.
             expected = 2 * 4 * matrices / n * (1 - 1 / n)
             assert found["sent"] / found["steps"] == pytest.approx(expected, rel=0.03)
-            whole.setdefault(n, found["making"])
-    block = 4 * 12 * 384**2
-    assert whole[4] < 2 * 4 * P / 4 + 4 * block, "no rank ever holds the model"
-    assert whole[1] > 2 * 4 * P * 0.9
+            making[n] = max(found["making"], making.get(n, 0))
+    # Two models, that which learns and the average, a block of which is whole; and PyTorch's own.
+    assert making[4] < 2 * 4 * P / 4 + 4 * 12 * C**2 + 60e6 < 2 * 4 * P / 2
+    assert making[1] > 2 * 4 * P * 0.9
 
 
 @pytest.mark.slow
@@ -464,3 +467,7 @@ def test_a_node_that_comes_back_resumes(run, tmp_path, pydoc):
     said = (tmp_path / "first.log").read_text() + (tmp_path / "again.log").read_text()
     assert len(re.findall("resuming from", said)) == 1
     assert_equal_losses(tmp_path / "whole", tmp_path / "o", 200, tolerance=1e-4)
+
+
+def test_table_of_scale_is_its_formula():
+    assert scale.table() in (ROOT / "docs" / "scale.md").read_text()

@@ -4,8 +4,9 @@
 #   TEXT=my.txt NANOGPT=../nanoGPT bash studies/gpu.sh     # 1. figures, the most telling first
 #   PARTS=tests bash studies/gpu.sh                        # 2. every test of the kernels
 #   PARTS=record TEXT=my.txt bash studies/gpu.sh           # 3. the gpu preset, seeds 0, 1, 2
+#   PARTS=shards bash studies/gpu.sh                       # 4. --shard on all GPUs, or on one
 #
-# PARTS: of the first call ops train nanogpt profile graph large attention alike; tests; record.
+# PARTS: of the first call ops train nanogpt profile graph large attention alike; the others alone.
 # NANOGPT: a clone of github.com/karpathy/nanoGPT in which data/shakespeare_char/prepare.py has run;
 # its own train.py then says how long a step of the same size takes (16,384 tokens).
 # OUT: folder of the results (results/). LIMIT: seconds for all (580). PYTHON: the interpreter.
@@ -19,8 +20,8 @@ fi
 first="ops train nanogpt profile graph large attention alike"
 PARTS=${PARTS:-$first}
 for name in $PARTS; do
-    [[ " $first tests record " == *" $name "* ]] && continue
-    echo "there is no part $name; give some of: $first tests record" >&2
+    [[ " $first tests record shards " == *" $name "* ]] && continue
+    echo "there is no part $name; give some of: $first tests record shards" >&2
     exit 2
 done
 out=$(realpath -m -- "${OUT:-$(dirname "$0")/../results}")
@@ -86,7 +87,8 @@ bench profile 40 profile --preset=gpu
 bench graph 95 train --preset=gpu --graph --seconds=1
 bench large 95 train --preset=gpt2
 bench attention 100 kernels --only=attention --seconds=0.1
-part alike 100 "${pytest[@]}" -s tests/test_gpu.py --deselect="$alike[1]" --deselect="$alike[2]"
+part alike 100 "${pytest[@]}" -s tests/test_gpu.py -k "not shards" --deselect="$alike[1]" --deselect="$alike[2]"
+part shards 570 "${pytest[@]}" -s tests/test_gpu.py -k shards
 part tests 570 "${pytest[@]}" -n 8 tests/kernels_cases/*_cases.py
 part record 570 env OUT=out-record bash studies/record.sh --data="${text:-shakespeare}" --preset=gpu
 if [[ " $PARTS " == *" record "* && "$failed" = 0 ]]; then

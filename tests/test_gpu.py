@@ -4,10 +4,13 @@ Run by studies/gpu.sh, which may name a text file in MDLM_GPU_TEXT; without one 
 """
 
 import os
+import statistics
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import losses, read_log, run_mdlm
+from conftest import ROOT, losses, read_log, run_mdlm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,3 +57,26 @@ def test_final_nelbo_agrees(run, seed):
     (_, a, a_se), (_, b, b_se) = (run(kernels, 200, seed) for kernels in ("triton", "torch"))
     print(f"\nseed {seed}: NELBO triton {a:.4f} +- {a_se:.4f}, torch {b:.4f} +- {b_se:.4f}")
     assert abs(a - b) <= 2 * (a_se**2 + b_se**2) ** 0.5
+
+
+@pytest.mark.parametrize("compiled", ["off", "on"])
+def test_shards_on_gpus_train_alike(tmp_path, compiled):
+    """--shard on all GPUs of the machine, one or more, against DDP on as many, in bfloat16."""
+    ranks = torch.cuda.device_count()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={ranks}", str(ROOT / "mdlm.py"), *FLAGS, "--max_steps=60"]
+    command += [f"--compile={compiled}", f"--batch_size={32 * ranks}", "--eval_windows=512"]
+    for name, more in dict(plain=[], shards=["--shard"], less=["--shard", "--recompute"]).items():
+        out = tmp_path / name
+        done = subprocess.run([*command, *more, f"--out_dir={out}"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        speed = [r["tokens_per_second"] for r in read_log(out) if "loss" in r]
+        print(f"\n{ranks} GPU(s), {name}: {statistics.median(speed):,.0f} tokens/s")
+    plain, shards, less = (losses(tmp_path / name) for name in ("plain", "shards", "less"))
+    print("losses differ by at most", max(abs(a - b) for a, b in zip(plain, shards, strict=True)))
+    assert shards == pytest.approx(plain, abs=0.02)
+    assert less == pytest.approx(shards, abs=0.02)
+    # What the shards have saved goes on without them.
+    resume = [f"--out_dir={tmp_path / 'shards'}", "--resume", "--shard=0", "--max_steps=70"]
+    assert run_mdlm(*resume) == 0
+    assert len(losses(tmp_path / "shards")) == 70

@@ -223,7 +223,7 @@ def measure(report, exactly=""):
     clip = runtime.clip_gradients
     draw_batch = mdlm.draw_batch
     all_to_all = distributed.all_to_all_single
-    found = dict(sent=0)
+    found = {"sent": 0, "reduced too early": 0}
     runs = []
 
     if exactly:  # what is freed goes back to the system at once, which is slow
@@ -240,7 +240,10 @@ def measure(report, exactly=""):
         return runs[0]
 
     def watched_draw(*args):
-        found["before"] = peak() and peak()
+        peak()
+        found["before"] = peak()
+        grads = [p.grad for p in runs[0].model.parameters() if p.grad is not None]
+        found["reduced too early"] += size(grads)  # after a micro-batch that was not the last
         return draw_batch(*args)
 
     def watched_clip(params, limit):

@@ -337,8 +337,8 @@ def test_misuse_of_shards_gets_one_sentence(run, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_bytes_fall_with_the_ranks(run, tmp_path):
     L, C = 12, 512
-    flags = [f"--n_embd={C}", f"--n_layer={L}", "--max_steps=2", "--batch_size=8"]
-    flags += ["--eval_windows=2", "--attention_every=1"]
+    flags = [f"--n_embd={C}", f"--n_layer={L}", "--max_steps=2", "--batch_size=16"]
+    flags += ["--eval_windows=2", "--attention_every=1", "--gradient_accumulation_steps=2"]
     making = {}
     for n in (1, 4):
         train(run, n, tmp_path / str(n), *flags, "--shard", fault=f"measure:{tmp_path / 'r'}{n}")
@@ -349,6 +349,7 @@ def test_bytes_fall_with_the_ranks(run, tmp_path):
             for kind, each in dict(weights=4 * P, gradients=4 * P, average=4 * P).items():
                 assert found[kind] == pytest.approx(each / n, rel=0.03), (kind, n, rank)
             moments = 4 * matrices + 8 * (P - matrices)
+            assert found["reduced too early"] == 0, "gradients are exchanged once a step"
             assert found["moments"] == pytest.approx(moments / n, rel=0.03)
             # Muon: every rank sends its share of all matrices there and back.
             expected = 2 * 4 * matrices / n * (1 - 1 / n)

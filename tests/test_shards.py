@@ -51,6 +51,7 @@ def train(run, n, out, *flags, **more):
     else:
         ranks = begin_ranks(n, run, out, *flags, TORCHELASTIC_RUN_ID="test", **more)
     assert [r.wait(120) for r in ranks] == [0] * len(ranks), [r.err for r in ranks]
+    assert all(r.out == "" for r in ranks[1:]), "only the first rank speaks"
     return ranks[0].out
 
 

@@ -59,7 +59,7 @@ class Config:
     dtype: str = opt("auto", "of matrix products", "auto", "float32", "bfloat16")
     kernels: str = opt("auto", "auto: Triton on CUDA, else PyTorch", "auto", "triton", "torch")
     compile: str = opt("auto", "torch.compile; auto: GPU, or from 120 s on", "auto", "on", "off")
-    shard: int = opt(0, "ranks that share a model; alone: all of them", bounds=(-1, 4096), bare=-1)
+    shard: int = opt(0, "how many ranks share a model (no value: all)", bounds=(-1, 4096), bare=-1)
     recompute: bool = opt(False, "recompute blocks in backward: a third slower, less memory")
     # Data
     tokenizer: str = opt("char", "char, byte, word, bpe, or a tokenizer.json (of Hugging Face)")

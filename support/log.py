@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from support import shards
 from support.cli import UserError, alive, escaped, silence_stdout, warn
 from support.files import write_atomically, writing
 from support.runtime import generator, peak_flops
@@ -79,10 +80,13 @@ class Log:
         how = "compiled" if c.compile == "on" else "eager"
         if run.compiler:
             how = "eager while another process compiles"
+        ranks = f"{run.world} rank(s)"
+        if c.shard:
+            ranks += f", a model on {shards.sharing(c.shard, run.world)}"
         ops = f"{run.model.ops.name} kernels"
         text = f"{len(run.corpus.train):,} training tokens, {len(run.windows)} validation windows"
         self.say(f"preset {c.preset}: {millions:.2f} M parameters, {size}")
-        self.say(f"{run.device}, {c.dtype}, {how}, {run.world} rank(s), {ops}")
+        self.say(f"{run.device}, {c.dtype}, {how}, {ranks}, {ops}")
         self.say(f"data: {text}, V = {run.model.vocab_size}")
         if folder:
             self.say(f"resuming from {folder}")
@@ -175,7 +179,8 @@ class Log:
         self.restart_clock(run.tokens)
 
     def stopped(self, run):
-        again = f"python mdlm.py --out_dir={shlex.quote(run.config.out_dir)} --resume"
+        start = "torchrun ..." if run.world > 1 or run.config.shard else "python"
+        again = f"{start} mdlm.py --out_dir={shlex.quote(run.config.out_dir)} --resume"
         self.say(f"stopped at step {run.step} and saved; to continue: {again}")
 
     def done(self, run):

@@ -1,5 +1,6 @@
 """Devices, random generators, ranks and signals: where and how a run computes."""
 
+import atexit
 import contextlib
 import hashlib
 import os
@@ -189,6 +190,7 @@ def join_ranks():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, store=STORE, rank=rank, world_size=world)
         CONTROL = distributed.new_group(backend="gloo")
+        atexit.register(distributed.destroy_process_group)  # else its threads abort a failed run
     return rank, world, local_rank
 
 
@@ -200,6 +202,7 @@ def leave_ranks():
             if word == "ready" or is_first_rank():  # the first rank, which keeps the store, is last
                 STORE.wait([f"{word} {rank}" for rank in range(distributed.get_world_size())])
         distributed.destroy_process_group()
+        atexit.unregister(distributed.destroy_process_group)
 
 
 def share(items):

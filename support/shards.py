@@ -23,14 +23,20 @@ ALL = -1  # --shard without a value: all ranks share one model
 
 def check(shard, world):
     """Raise UserError for a --shard that cannot work with `world` ranks."""
-    given = "--shard" if shard == ALL else f"--shard={shard}"
+    given = "--shard, given here or when the run began,"
     if shard and sys.platform == "win32":
-        raise UserError(f"{given} is not for Windows; leave it out, or give --shard=0 to resume")
+        raise UserError(f"{given} is not for Windows; leave it out, or give --shard=0")
     if shard and not runtime.CONTROL:
         fix = "start with torchrun --standalone --nproc_per_node=RANKS mdlm.py, or give --shard=0"
         raise UserError(f"{given} spreads a model over ranks, and there are none; {fix}")
-    if shard > 0 and world % shard:
-        raise UserError(f"{given} does not divide the {world} ranks; give a number that does")
+    if world % sharing(shard, world):
+        why = f"is {shard}, which does not divide the {world} ranks"
+        raise UserError(f"{given} {why}; give a number that does, or --shard for all of them")
+
+
+def sharing(shard, world):
+    """How many ranks share a model."""
+    return world if shard == ALL else shard or 1
 
 
 def make_place(shard, device, dtype, world):
@@ -44,7 +50,7 @@ def make_place(shard, device, dtype, world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    n = world if shard == ALL else shard
+    n = sharing(shard, world)
     names = ("groups", "shards")
     mesh = init_device_mesh(device.type, (world // n, n), mesh_dim_names=names)
     if n == world:
@@ -149,7 +155,7 @@ def saving(out_dir, weights, tensors):
         folder / "model", save_distributed=True, enable_consolidation=True
     )
     try:
-        with files.writing(folder):
+        with files.writing(out_dir):
             try:
                 save(tensors, storage_writer=state, process_group=runtime.CONTROL)
                 save(weights, storage_writer=model, process_group=runtime.CONTROL)

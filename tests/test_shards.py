@@ -321,13 +321,16 @@ def test_misuse_of_shards_gets_one_sentence(run, tmp_path, monkeypatch):
     alone = run(tmp_path / "o", "--shard")
     assert alone.wait() == 2
     assert "there are none; start with torchrun" in alone.err
-    for flag, words in (("--shard=3", "does not divide the 2 ranks"), ("--shard=-2", "from -1")):
+    for flag, words in (
+        ("--shard=3", "is 3, which does not divide the 2 ranks"),
+        ("--shard=-2", "from -1"),
+    ):
         ranks = begin_ranks(2, run, tmp_path / "o", flag, TORCHELASTIC_RUN_ID="a")
         assert [r.wait() for r in ranks] == [2, 2]
         assert words in ranks[0].err and ranks[1].err == ""
     assert not (tmp_path / "o").exists()
     monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(cli.UserError, match="--shard is not for Windows"):
+    with pytest.raises(cli.UserError, match="is not for Windows"):
         shards.check(shards.ALL, 1)
 
 

@@ -77,14 +77,14 @@ def write_checkpoint(out_dir, name, contents):
                 listed[file] = dict(size=size, sha256=files.sha256_of(tmp / file))
             manifest = json.dumps(dict(format="mdlm", version=1, files=listed), indent=1)
             files.write_synced(tmp / "manifest.json", manifest.encode())
-            files.sync_folder(tmp)
+            files.sync(tmp)
             if final.exists():  # the same step again, or a damaged one
                 files.remove(old)
                 os.rename(final, old)
             os.rename(tmp, final)
-        files.sync_folder(out_dir)
+        files.sync(out_dir)
         files.write_atomically(final.parent / "latest", name.encode())
-        files.sync_folder(out_dir)
+        files.sync(out_dir)
         remove_all_but_two(final)
     return final
 
@@ -120,8 +120,7 @@ def verify(folder):
 
 
 def names_of(listed):
-    """The files that a checkpoint must have, one of which lists files; a KeyError names the first
-    that is missing."""
+    """The files that a checkpoint must have whose manifest has listed these."""
     if set(listed) == set(MODEL_FILES):
         return MODEL_FILES
     parts = [found for found in map(PART.fullmatch, sorted(listed)) if found]
@@ -303,8 +302,6 @@ def release():
 def was_restarted(out_dir):
     """Whether torchrun restarts a run that has saved since this launch: then it resumes."""
     launch = runtime.launch_id()
-    ours = 0.0
-    if launch and runtime.is_first_rank():
-        with contextlib.suppress(UserError):
-            ours = float(read_state(find_checkpoint(out_dir)).get("launch") == launch)
-    return runtime.all_reduce(torch.tensor(ours)).item() > 0
+    with contextlib.suppress(UserError):
+        return bool(launch) and read_state(find_checkpoint(out_dir)).get("launch") == launch
+    return False

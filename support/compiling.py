@@ -36,7 +36,7 @@ def should_compile(run, able, gradients):
     if run.config.max_steps < NO_LIMIT and seconds >= 120:
         began = time.monotonic()
         gradients()
-        if time.monotonic() - began < 10:  # the first is slow
+        if not runtime.is_late(began + 10):  # the first is slow
             began = time.monotonic()
             gradients()
         run.model.zero_grad()
@@ -53,13 +53,12 @@ def compile_network(run, compiled, gradients=None):
     config = run.config
     config.compile = "on" if compiled else "off"
     config.dtype = str(run.dtype).removeprefix("torch.")
-    is_program = type(run.model).__module__ == "__main__"  # a new process can import it
-    alone = run.world == 1 and not config.shard
+    alone = run.world == 1 and not config.shard and type(run.model).__module__ == "__main__"
     if config.recompute:
         for block in run.model.blocks:
             block.forward = functools.partial(recomputed, block.forward, use_reentrant=False)
     if compiled and (run.device.type == "cpu" or config.shard):
-        if gradients and config.time_limit and alone and is_program:
+        if gradients and config.time_limit and alone:
             run.compiler = start_compiler(run)
             return
         compile_blocks(run.model.blocks)

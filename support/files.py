@@ -44,12 +44,6 @@ def write_synced(path, content):
         os.fsync(f.fileno())
 
 
-def sync(path):
-    """Wait until a file is on the disk; opened for writing, as Windows asks."""
-    with open(path, "r+b") as f:
-        os.fsync(f.fileno())
-
-
 def write_atomically(path, content):
     """Write bytes under a temporary name, sync, rename: `path` never holds half a file."""
     fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=TMP)
@@ -79,10 +73,10 @@ def write_output(path, content):
         raise OSError(e.errno, e.strerror, str(path)) from None
 
 
-def sync_folder(folder):
-    """Make the renames in a folder durable."""
+def sync(path):
+    """Make a file, or the renames in a folder, durable."""
     if os.name == "posix":
-        fd = os.open(folder, os.O_RDONLY)
+        fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
 

@@ -80,13 +80,11 @@ class Log:
         how = "compiled" if c.compile == "on" else "eager"
         if run.compiler:
             how = "eager while another process compiles"
-        ranks = f"{run.world} rank(s)"
-        if c.shard:
-            ranks += f", a model on {shards.sharing(c.shard, run.world)}"
+        on = f", a model on {shards.sharing(c.shard, run.world)}" if c.shard else ""
         ops = f"{run.model.ops.name} kernels"
         text = f"{len(run.corpus.train):,} training tokens, {len(run.windows)} validation windows"
         self.say(f"preset {c.preset}: {millions:.2f} M parameters, {size}")
-        self.say(f"{run.device}, {c.dtype}, {how}, {ranks}, {ops}")
+        self.say(f"{run.device}, {c.dtype}, {how}, {run.world} rank(s){on}, {ops}")
         self.say(f"data: {text}, V = {run.model.vocab_size}")
         if folder:
             self.say(f"resuming from {folder}")

@@ -56,6 +56,5 @@ def update(run):
         optimizer.step()
         optimizer.zero_grad()
     if run.averaged is not run.model:
-        models = (run.averaged, run.model)
-        both = ([shards.local(p) for p in model.parameters()] for model in models)
+        both = ([shards.local(p) for p in m.parameters()] for m in (run.averaged, run.model))
         run.average(*both, run.new_share)

@@ -108,7 +108,7 @@ def open_run(given, cls, new_config, world, resumable):
     out = Path(given.get("out_dir", cls.out_dir))
     folder = None
     # torchrun repeats the flags that began the run.
-    if not given.get("resume") and checkpoint.was_restarted(out):
+    if not given.get("resume") and runtime.ask_first_rank(checkpoint.was_restarted, out):
         given = {k: v for k, v in given.items() if k != "overwrite"} | {"resume": True}
     if given.get("resume"):
         if given.get("overwrite"):
@@ -116,7 +116,7 @@ def open_run(given, cls, new_config, world, resumable):
         if checkpoint.read_latest(out) == checkpoint.NONE_YET:
             fix = f"give --overwrite again, or remove {out}/latest to go on with the run before"
             raise UserError(f"--overwrite was cut off in {out} before it saved; {fix}")
-        folder = checkpoint.find_checkpoint(out)
+        folder = runtime.ask_first_rank(checkpoint.find_checkpoint, out)  # it reads all of it
         config = checkpoint.read_config(cls, folder / "config.json", check)
         for name, value in given.items():
             old = getattr(config, name)
@@ -427,9 +427,8 @@ def write(run, state, tensors):
         "config.json": json.dumps(config, indent=1).encode(),
         "tokenizer.json": run.corpus.tokenizer.to_json().encode(),
         "state.json": json.dumps(state).encode(),
-    }
-    name = f"step-{run.step}"
-    saved = checkpoint.write_checkpoint(run.config.out_dir, name, contents | tensors)
+    } | tensors
+    saved = checkpoint.write_checkpoint(run.config.out_dir, f"step-{run.step}", contents)
     if run.config.overwrite and run.saved < 0:  # the first one: the old run may go now
         with files.writing(saved):
             for old in checkpoint.checkpoints(run.config.out_dir):

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -126,7 +127,7 @@ def to_tensors(arrays, device):
     if device.type != "cpu":  # GPUs cannot index uint16; this copies it in host memory first
         arrays = [x.astype(np.int32) if x.dtype == np.uint16 else x for x in arrays]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that they cannot be written: nobody does
+        warnings.simplefilter("ignore")  # that they cannot be written
         return [torch.from_numpy(array).to(device) for array in arrays]
 
 
@@ -175,8 +176,8 @@ def join_ranks():
     rank, world, local_rank = read_ranks()
     if world > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         # torchrun keeps one store for all attempts. Without a prefix the ranks of a second attempt
-        # may read the addresses of the first one's, which are dead, and hang. If told not to, for
-        # nodes that come back (docs/scale.md), it makes a new store: then nodes count on their own.
+        # may read the addresses of the first one's, which are dead, and hang. With a new store for
+        # each (docs/scale.md) nodes count their attempts on their own.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
             attempt = "any"
@@ -189,7 +190,8 @@ def join_ranks():
         STORE = distributed.PrefixStore(attempt, store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, store=STORE, rank=rank, world_size=world)
-        CONTROL = distributed.new_group(backend="gloo")
+        wait = timedelta(hours=12)  # while the first rank prepares data or joins a checkpoint
+        CONTROL = distributed.new_group(backend="gloo", timeout=wait)
         atexit.register(distributed.destroy_process_group)  # else its threads abort a failed run
     return rank, world, local_rank
 
@@ -240,6 +242,19 @@ def on_all_ranks(do):
 def on_first_rank(do):
     """Call do() on the first rank while the others wait; its UserError is raised on all of them."""
     on_all_ranks(lambda: is_first_rank() and do())
+
+
+def ask_first_rank(question, *args):
+    """question(*args) of the first rank, on all of them; its UserError is raised on all of them."""
+    answer = [None]
+
+    def ask():
+        answer[0] = question(*args)
+
+    on_first_rank(ask)
+    if CONTROL:
+        distributed.broadcast_object_list(answer, 0, CONTROL)
+    return answer[0]
 
 
 def launch_id():

@@ -47,14 +47,15 @@ def make_place(shard, device, dtype, world):
     """
     if not shard:
         return lambda module: module.to(device)
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--shard is not for --device={device}; give --device=cpu, or --shard=0")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     n = sharing(shard, world)
-    names = ("groups", "shards")
-    mesh = init_device_mesh(device.type, (world // n, n), mesh_dim_names=names)
-    if n == world:
-        mesh = mesh["shards"]
+    shape = (n,) if n == world else (world // n, n)
+    names = ("groups", "shards")[-len(shape) :]
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     return functools.partial(fully_shard, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
 
@@ -91,18 +92,16 @@ def spread_like(p, t):
 def fill(p, whole):
     """Copy a whole tensor, which every rank has, into a parameter."""
     if is_spread(p):
-        from torch.distributed.tensor import Replicate, distribute_tensor
+        from torch.distributed.tensor import distribute_tensor
 
-        mesh = p.device_mesh
-        whole = distribute_tensor(whole.to(p.device), mesh, [Replicate()] * mesh.ndim)
-        whole = whole.redistribute(mesh, p.placements)
+        whole = distribute_tensor(whole.to(p.device), p.device_mesh, p.placements)
     p.copy_(whole)
 
 
 class Turns:
     """n alike matrices (A, B), their rows spread over the ranks; each matrix is one rank's turn.
 
-    Gathering and scattering them sends 1 / ranks of what a reduction of their gradients sends.
+    first: how many had their turn before, so that no rank gets more than its share.
     """
 
     def __init__(self, p, n, first):
@@ -150,24 +149,30 @@ def saving(out_dir, weights, tensors):
     from torch.distributed.checkpoint.api import CheckpointException
 
     folder = Path(out_dir) / f"{files.TMP}shards"
-    state = HuggingFaceStorageWriter(folder / "state", save_distributed=True)
-    model = HuggingFaceStorageWriter(
-        folder / "model", save_distributed=True, enable_consolidation=True
-    )
+    writer = functools.partial(HuggingFaceStorageWriter, save_distributed=True)
+    state = writer(folder / "state")
+    model = writer(folder / "model", enable_consolidation=True)
     try:
         with files.writing(out_dir):
             try:
                 save(tensors, storage_writer=state, process_group=runtime.CONTROL)
                 save(weights, storage_writer=model, process_group=runtime.CONTROL)
             except CheckpointException as e:
-                raise first_failure(e) from e
-        yield lambda: found_in(folder)
+                raise min(e.failures.items())[1][0] from e  # that of the first rank that failed
+        mine = f"shard-{distributed.get_rank() + 1:05}-*"
+        written = runtime.all_reduce(torch.tensor(len([*(folder / "state").glob(mine)])))
+        yield lambda: found_in(folder, int(written))
     finally:
-        runtime.on_first_rank(lambda: shutil.rmtree(folder, ignore_errors=True))
+        if runtime.is_first_rank():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def found_in(folder):
-    parts = sorted((folder / "state").iterdir())
+def found_in(folder, written):
+    with files.writing(folder):
+        parts = sorted((folder / "state").iterdir())
+    if len(parts) != written:
+        why = f"{written} ranks wrote a part to {folder}, and the first one sees {len(parts)}"
+        raise UserError(f"{why}; give an --out_dir that all share")
     names = (f"state-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts)))
     whole = next((folder / "model").glob("*.safetensors"))
     return {"model.safetensors": whole} | dict(zip(names, parts))
@@ -185,7 +190,8 @@ def load(folder, into):
             warnings.simplefilter("ignore")  # that there is no group
             load(into, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as e:
-        raise UserError(f"{folder} does not fit its config: {first_failure(e)}") from e
+        why = min(e.failures.items())[1][0]
+        raise UserError(f"{folder} does not fit its config: {why}") from e
     where = f"in {folder}; take an earlier checkpoint, or train again"
     runtime.on_all_ranks(lambda: check_finite(into, where))
 
@@ -195,8 +201,3 @@ def check_finite(tensors, where):
     for name, t in tensors.items():
         if not local(t).isfinite().all():
             raise RankError(f"{name} is not finite {where}")
-
-
-def first_failure(e):
-    """The error of the first rank of those that a CheckpointException has collected."""
-    return min(e.failures.items())[1][0]

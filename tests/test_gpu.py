@@ -68,12 +68,14 @@ def test_shards_on_gpus_train_alike(tmp_path, compiled):
     command += [f"--compile={compiled}", f"--batch_size={32 * ranks}", "--eval_windows=512"]
     for name, more in dict(plain=[], shards=["--shard"], less=["--shard", "--recompute"]).items():
         out = tmp_path / name
-        done = subprocess.run([*command, *more, f"--out_dir={out}"], capture_output=True, text=True)
+        args = [*command, *more, f"--out_dir={out}"]
+        done = subprocess.run(args, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, done.stderr[-4000:]
         speed = [r["tokens_per_second"] for r in read_log(out) if "loss" in r]
         print(f"\n{ranks} GPU(s), {name}: {statistics.median(speed):,.0f} tokens/s")
     plain, shards, less = (losses(tmp_path / name) for name in ("plain", "shards", "less"))
     print("losses differ by at most", max(abs(a - b) for a, b in zip(plain, shards, strict=True)))
+    # As between kernels: bfloat16 rounds otherwise where weights are gathered in it.
     assert shards == pytest.approx(plain, abs=0.02)
     assert less == pytest.approx(shards, abs=0.02)
     # What the shards have saved goes on without them.

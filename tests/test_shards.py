@@ -6,6 +6,7 @@ Ranks are processes on the CPU, with gloo; faults.py forks them.
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -112,6 +113,7 @@ def test_any_number_of_ranks_trains_alike(run, tmp_path, optimizer):
         ("2", 2, "--shard"),
         ("4", 4, "--shard"),
         ("2x2", 4, "--shard=2"),
+        ("ddp", 4, "--shard=0"),
     ):
         train(run, n, tmp_path / name, *flags, shard, fault="muon_in_float32")
         assert_equal_losses(tmp_path / "0", tmp_path / name, 50, tolerance=1e-5)
@@ -152,12 +154,12 @@ def test_every_network_can_be_spread(run, tmp_path, name):
 @pytest.mark.slow
 def test_shards_start_from_a_model_and_keep_time(run, tmp_path):
     train(run, 0, tmp_path / "model", *SAVED)
-    flags = [f"--init_from={tmp_path / 'model'}", "--max_steps=100000", "--time_limit=6"]
+    flags = [f"--init_from={tmp_path / 'model'}", "--max_steps=100000", "--time_limit=8"]
     said = train(run, 2, tmp_path / "o", *flags, "--shard", "--learning_rate=1e-4")
     log = read_log(tmp_path / "o")
     trained = read_log(tmp_path / "model")[-1]["val_nelbo"]
     assert log[0]["val_nelbo"] == pytest.approx(trained, abs=0.1)
-    assert log[-1]["seconds"] < 8 and "done in" in said
+    assert log[-1]["seconds"] < 12 and "done in" in said
 
 
 @pytest.mark.slow
@@ -181,24 +183,24 @@ def test_fewer_ranks_resume_what_four_saved(run, tmp_path, optimizer):
     train(run, 4, tmp_path / "4", *flags, "--shard", fault="muon_in_float32")
     shutil.rmtree(tmp_path / "4" / "step-8")
     (tmp_path / "4" / "latest").write_text("step-4")
-    for n in (1, 2, 3):
-        out = shutil.copytree(tmp_path / "4", tmp_path / str(n))
-        said = train(run, n, out, "--resume", fault="muon_in_float32")
+    for n, *more in ((1,), (2, "--shard=0"), (3,), (4, "--shard=2")):
+        out = shutil.copytree(tmp_path / "4", tmp_path / f"on{n}")
+        said = train(run, n, out, "--resume", *more, fault="muon_in_float32")
         assert "resuming from" in said and "step-4" in said
         assert_equal_losses(tmp_path / "whole", out, 8)
     # And shards go on with what one process saved.
     shutil.rmtree(tmp_path / "whole" / "step-8")
     (tmp_path / "whole" / "latest").write_text("step-4")
     train(run, 2, tmp_path / "whole", "--resume", "--shard", fault="muon_in_float32")
-    assert_equal_losses(tmp_path / "1", tmp_path / "whole", 8)
+    assert_equal_losses(tmp_path / "on1", tmp_path / "whole", 8)
 
 
 @pytest.mark.slow
 def test_compiled_shards_train_alike(run, tmp_path):
     flags = [*SAVED, "--optimizer=adamw", "--eval_windows=4"]
     train(run, 0, tmp_path / "one", *flags)
-    train(run, 2, tmp_path / "two", *flags, "--compile=on", "--shard")
-    assert read_log(tmp_path / "two")[0] and "compiling" not in losses(tmp_path / "two")
+    said = train(run, 2, tmp_path / "two", *flags, "--compile=on", "--shard", "--recompute")
+    assert "compiled, 2 rank(s), a model on 2" in said
     assert_equal_losses(tmp_path / "one", tmp_path / "two", 8)
 
 
@@ -212,9 +214,11 @@ def checkpoints(out):
     return [p.name for p in checkpoint.checkpoints(out)]
 
 
-def test_full_disk_of_one_rank_is_one_sentence(run, tmp_path):
-    flags = [*SAVED, "--optimizer=adamw", "--shard"]
-    fault = f"no_space:5:{1 << 14}:1"
+# A part of the second rank does not fit, or the file that the first one joins.
+@pytest.mark.parametrize("which, size", [(1, 1 << 14), (0, 50_000)])
+def test_full_disk_of_one_rank_is_one_sentence(run, tmp_path, which, size):
+    flags = [*SAVED, "--optimizer=adamw", "--shard", "--n_layer=1", "--conv=0", "--ema=0"]
+    fault = f"no_space:5:{size}:{which}"
     ranks = begin_ranks(2, run, tmp_path / "o", *flags, TORCHELASTIC_RUN_ID="a", fault=fault)
     assert [r.wait(60) for r in ranks] == [2, 2], [r.err for r in ranks]
     assert "cannot be written (File too large)" in ranks[0].err
@@ -246,7 +250,9 @@ def test_shards_killed_at_any_moment_lose_nothing(run, tmp_path):
     train(run, 0, tmp_path / "whole", *flags)
     out = tmp_path / "o"
     seconds = 0.6
-    for _ in range(12):
+    during_save = 0
+    while during_save < 2 or not checkpoint.checkpoints(out):
+        assert seconds < 60
         more = ["--resume"] if checkpoint.checkpoints(out) else [*flags, "--shard"]
         ranks = begin_ranks(2, run, out, *more, TORCHELASTIC_RUN_ID="a", fault="slow_disk:0.05")
         deadline = time.monotonic() + seconds
@@ -256,7 +262,10 @@ def test_shards_killed_at_any_moment_lose_nothing(run, tmp_path):
             rank.kill()
         [rank.wait(10) for rank in ranks]
         checkpoints(out)
-        seconds += 0.45
+        during_save += any(out.glob(f"{files.TMP}*"))
+        seconds += 0.45 if seconds < 5 else random.random()
+        if checkpoint.read_latest(out) == "step-12":
+            shutil.rmtree(out)
     train(run, 2, out, "--resume")
     assert_equal_losses(tmp_path / "whole", out, 12)
 
@@ -282,6 +291,14 @@ def forge(folder, change):
     listed = dict(size=path.stat().st_size, sha256=files.sha256_of(path))
     manifest["files"][path.name] = listed
     (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_part_that_nodes_cannot_see_is_named(tmp_path):
+    """As on nodes that do not share an --out_dir."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "shard-00001-model-00001-of-00001.safetensors").touch()
+    with pytest.raises(cli.UserError, match=r"2 ranks wrote a part .* first one sees 1"):
+        shards.found_in(tmp_path, 2)
 
 
 def test_forged_parts_are_refused(parts, tmp_path):

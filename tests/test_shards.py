@@ -126,6 +126,8 @@ def test_dropout_is_that_of_unsharded_ranks(run, tmp_path):
     train(run, 2, tmp_path / "whole", *flags)
     train(run, 2, tmp_path / "shards", *flags, "--shard", "--recompute")
     assert_equal_losses(tmp_path / "whole", tmp_path / "shards", 8)
+    train(run, 2, tmp_path / "again", *flags, "--recompute")
+    assert losses(tmp_path / "again") == losses(tmp_path / "whole"), "to the bit"
 
 
 NETWORKS = {

@@ -107,7 +107,7 @@ FIFTY = ["--batch_size=24", "--max_steps=50", "--n_layer=3", "--n_embd=48", "--d
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_any_number_of_ranks_trains_alike(run, tmp_path, optimizer):
     flags = [*FIFTY, f"--optimizer={optimizer}"]
-    train(run, 0, tmp_path / "0", *flags, fault="muon_in_float32")
+    train(run, 0, tmp_path / "0", *flags, fault="muon_in_float32:silent")
     for name, n, shard in (
         ("1", 1, "--shard"),
         ("2", 2, "--shard"),
@@ -115,7 +115,7 @@ def test_any_number_of_ranks_trains_alike(run, tmp_path, optimizer):
         ("2x2", 4, "--shard=2"),
         ("ddp", 4, "--shard=0"),
     ):
-        train(run, n, tmp_path / name, *flags, shard, fault="muon_in_float32")
+        train(run, n, tmp_path / name, *flags, shard, fault="muon_in_float32:silent")
         assert_equal_losses(tmp_path / "0", tmp_path / name, 50, tolerance=1e-5)
     assert losses(tmp_path / "0") == losses(tmp_path / "1"), "to the bit"
 
@@ -181,19 +181,19 @@ def test_bfloat16_shards_agree_within_their_rounding(run, tmp_path):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_fewer_ranks_resume_what_four_saved(run, tmp_path, optimizer):
     flags = [*SAVED, f"--optimizer={optimizer}"]
-    train(run, 0, tmp_path / "whole", *flags, fault="muon_in_float32")
-    train(run, 4, tmp_path / "4", *flags, "--shard", fault="muon_in_float32")
+    train(run, 0, tmp_path / "whole", *flags, fault="muon_in_float32:silent")
+    train(run, 4, tmp_path / "4", *flags, "--shard", fault="muon_in_float32:silent")
     shutil.rmtree(tmp_path / "4" / "step-8")
     (tmp_path / "4" / "latest").write_text("step-4")
     for n, *more in ((1,), (2, "--shard=0"), (3,), (4, "--shard=2")):
         out = shutil.copytree(tmp_path / "4", tmp_path / f"on{n}")
-        said = train(run, n, out, "--resume", *more, fault="muon_in_float32")
+        said = train(run, n, out, "--resume", *more, fault="muon_in_float32:silent")
         assert "resuming from" in said and "step-4" in said
         assert_equal_losses(tmp_path / "whole", out, 8)
     # And shards go on with what one process saved.
     shutil.rmtree(tmp_path / "whole" / "step-8")
     (tmp_path / "whole" / "latest").write_text("step-4")
-    train(run, 2, tmp_path / "whole", "--resume", "--shard", fault="muon_in_float32")
+    train(run, 2, tmp_path / "whole", "--resume", "--shard", fault="muon_in_float32:silent")
     assert_equal_losses(tmp_path / "on1", tmp_path / "whole", 8)
 
 
@@ -363,8 +363,9 @@ def test_bytes_fall_with_the_ranks(run, tmp_path):
     flags = [f"--n_embd={C}", f"--n_layer={L}", "--max_steps=2", "--batch_size=16"]
     flags += ["--eval_windows=2", "--attention_every=1", "--gradient_accumulation_steps=2"]
     making = {}
-    for n in (1, 4):
-        train(run, n, tmp_path / str(n), *flags, "--shard", fault=f"measure:{tmp_path / 'r'}{n}")
+    for n in (2, 4):
+        fault = f"measure:{tmp_path / 'r'}{n}:exactly"
+        train(run, n, tmp_path / str(n), *flags, "--shard", fault=fault)
         for rank in range(n):
             found = json.loads(Path(f"{tmp_path / 'r'}{n}.{rank}").read_text())
             P = found["parameters"]
@@ -380,7 +381,7 @@ def test_bytes_fall_with_the_ranks(run, tmp_path):
             making[n] = max(found["making"], making.get(n, 0))
     # Two models, that which learns and the average, a block of which is whole; and PyTorch's own.
     assert making[4] < 2 * 4 * P / 4 + 4 * 12 * C**2 + 60e6 < 2 * 4 * P / 2
-    assert making[1] > 2 * 4 * P * 0.9
+    assert making[2] > 2 * 4 * P / 2 * 0.9
 
 
 @pytest.mark.slow
@@ -403,7 +404,7 @@ def test_recomputation_keeps_little(run, tmp_path):
 
 @pytest.mark.slow
 def test_eight_gigabytes_of_ids_take_little_memory(tmp_path):
-    """Two ranks on a sparse file of 8 GB, each limited to 1.5 GB of memory of its own."""
+    """A rank on a sparse file of 8 GB, limited to 1.5 GB of memory of its own."""
     folder = tmp_path / "ids"
     folder.mkdir()
     for name, size in (("train.bin", 8 << 30), ("val.bin", 1 << 20)):
@@ -419,7 +420,7 @@ sys.exit(mdlm.cli.run(mdlm.main, sys.argv[1:]))
     (tmp_path / "limited.py").write_text(script)
     flags = [*TINY, f"--data={folder}", "--vocab_size=64", "--max_steps=2", "--shard"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node=2", str(tmp_path / "limited.py"), *flags]
+    command += ["--nproc_per_node=1", str(tmp_path / "limited.py"), *flags]
     command += [f"--out_dir={tmp_path / 'o'}", "--block_size=256"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
@@ -466,7 +467,7 @@ def test_a_node_that_comes_back_resumes(run, tmp_path, pydoc):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     flags = [*TINY, "--batch_size=24", "--eval_windows=4", "--optimizer=adamw"]
-    flags += ["--max_steps=200", "--eval_interval=20", "--learning_rate=1e-3"]
+    flags += ["--max_steps=120", "--eval_interval=20", "--learning_rate=1e-3"]
     text = tmp_path / "text.txt"
     train(run, 0, tmp_path / "whole", *flags)
     args = [f"--data={text}", *flags, "--shard", f"--out_dir={tmp_path / 'o'}"]
@@ -490,7 +491,7 @@ def test_a_node_that_comes_back_resumes(run, tmp_path, pydoc):
         fail(second)
     said = (tmp_path / "first.log").read_text() + (tmp_path / "again.log").read_text()
     assert len(re.findall("resuming from", said)) == 1
-    assert_equal_losses(tmp_path / "whole", tmp_path / "o", 200, tolerance=1e-4)
+    assert_equal_losses(tmp_path / "whole", tmp_path / "o", 120, tolerance=1e-4)
 
 
 def test_table_of_scale_is_its_formula():

@@ -2,6 +2,7 @@
 
     python eval.py                              # the run in out/, else the model in weights/
     python eval.py --exact --windows=64         # also the exact left-to-right likelihood
+    python eval.py --text="To be, or not to be" # what the model sees and predicts in a text
     python eval.py --temperature=1.1            # for a model that is too sure of itself
     python eval.py --compare=out-mdlm,out-ar    # the logs of several runs: a table, loss curves
     python eval.py --compare=a.json,b.json      # two files of --json: their paired difference
@@ -23,15 +24,19 @@ import tempfile
 import zlib
 from functools import partial
 from pathlib import Path
+from statistics import mean, pstdev
+from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 
 import mdlm
-from support import numerics, plots, sources
+from kernels import reference
+from support import numerics, plots, sources, viewer
 from support.checkpoint import SHIPPED, default_run, find_checkpoint
 from support.cli import UserError, opt
 from support.files import read_json, write_output
-from support.likelihood import chain_rule, checked, group_size
+from support.likelihood import chain_rule, checked, group_size, groups, to_context
 from support.runtime import pick_device
 
 EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on without a network
@@ -43,6 +48,8 @@ class Options:
     out_dir: str = opt("", "run or checkpoint folder; empty: out, else the model in weights/")
     data: str = opt("", "text whose last tenth is scored, or a folder; empty: the run's")
     compare: str = opt("", "RUN,RUN,...: their logs; or files of --json, window by window")
+    text: str = opt("", "a text of your own: mask it, and show what the model predicts")
+    rate: float = opt(0.5, "share of the tokens of --text to mask", bounds=(0, 1))
     # How to measure
     windows: int = opt(4096, "at most N validation windows, evenly spread", bounds=(1, 1 << 31))
     passes: int = opt(4, "masks per window", bounds=(1, 4096))
@@ -140,18 +147,6 @@ def exact_likelihood(model, corpus, windows):
     return r | dict(windows=len(windows), by_window=nll.tolist())
 
 
-@torch.no_grad()
-def predict(model, tokenizer, x0):
-    """The beginning of a text x0 (T,): as it is, half masked, filled with the likeliest tokens."""
-    learned = model.learned(x0[None])
-    half = learned.sum(1) // 2
-    row = torch.zeros_like(half)
-    xt = model.ops.mask_tokens(x0[None], half, model.mask_id, 0x7EA7, 0, row, ~learned)[0]
-    filled = torch.where(xt == model.mask_id, model(xt).argmax(-1), xt)
-    texts = [tokenizer.decode(ids[:64].tolist()) for ids in (x0, xt[0], filled[0])]
-    return [text.replace("\n", "↵") for text in texts]
-
-
 def likelihood(r):
     error = f" +- {r['se']:.4f}" if math.isfinite(r["se"]) else ""
     bits = f", {r['bpc']:.4f} bits per character" if math.isfinite(r["bpc"]) else ""
@@ -180,8 +175,6 @@ def report(r):
     both = [sum(n * v for n, v in zip(c["share"], c[k]) if n) for k in ("confidence", "accuracy")]
     words = "mean confidence {:.3f}, accuracy {:.3f}".format(*both)
     lines.append(f"{words}, calibration error (ECE) {c['ece']:.3f}")
-    for name, text in zip(("text", "half masked", "predicted"), r.get("text", ())):
-        lines.append(f"{name:<12} {text}")
     return "\n".join(lines)
 
 
@@ -192,6 +185,10 @@ def check(given):
         cli.check_files({"compare" if options.compare else "data": path}, dict(json=options.json))
     measured = "out_dir data windows passes temperature exact"
     cli.check_clashes([("compare", measured, "give one of them")], given)
+    measured = "data compare windows passes temperature exact"
+    cli.check_clashes([("text", measured, "--text measures nothing else")], given)
+    if "rate" in given and not options.text:
+        raise UserError("--rate is for --text; give one")
     path = Path(options.json)
     if options.json not in ("", "-") and (path.is_dir() or not os.access(path.parent, os.W_OK)):
         raise UserError(f"--json={path} cannot be written; give a file in an existing folder, or -")
@@ -267,8 +264,6 @@ def evaluation(options):
     r |= dict(crc=zlib.crc32(windows.cpu().numpy()))
     with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
         r |= evaluate(model, corpus, windows, options.passes, options.exact)
-        if config.objective == "mdlm":
-            r["text"] = predict(model, tokenizer, windows[0])
     home = folder.parent if (folder.parent / "log.jsonl").exists() else None
     draw = {"loss.png": partial(plots.plot_losses, out_dirs=[home])} if home else {}
     draw["confidence.png"] = partial(plots.plot_confidence, r)
@@ -277,9 +272,155 @@ def evaluation(options):
     return r, report(r), home, draw
 
 
+# ---- --text: what a model sees and does in one text
+RATES = (0.2, 0.5, 0.8)
+DRAWS = 64  # random masks, over which accuracy and cross-entropy are means
+
+
+@torch.no_grad()
+def predict(model, x0, n, rate):
+    """Mask the first n tokens of x0 (1, T) at a rate, DRAWS times.
+
+    Returns xt (T,), bool (T,) which of it is masked, p (T, V) there (all of the first time), and
+    the means of accuracy and cross-entropy.
+    """
+    count = torch.tensor([max(1, round(rate * n))], device=x0.device)
+    rest = torch.arange(x0.shape[1], device=x0.device)[None] >= n  # what follows the text
+    sums = torch.zeros(2)
+    for part in groups(model, DRAWS, x0.device):
+        draws = torch.arange(part.start, part.stop, device=x0.device)
+        x = x0.repeat(len(draws), 1)
+        fixed = rest.expand_as(x)
+        key = (model.mask_id, 0x7EA7, 0, draws)
+        xt, _, rows, k = model.ops.mask_tokens(x, count.expand(len(x)), *key, fixed)
+        rows = rows[: int(k)]
+        logits = checked(model(xt, rows=rows))  # (k, V)
+        truth = x.flatten()[rows]
+        hits = (logits.argmax(-1) == truth).sum()
+        sums += torch.stack((hits, F.cross_entropy(logits, truth, reduction="sum"))).cpu()
+        if part.start == 0:
+            masked = (xt == model.mask_id)[0] & ~rest[0]
+            first = (xt[0], masked, model(xt[:1])[0].softmax(-1))
+    return *first, *(sums / (DRAWS * count.item())).tolist()
+
+
+@torch.no_grad()
+def attention_maps(model, xt):
+    """What each head attends to: {number of the block: (H, T, T) probabilities} for xt (1, T).
+
+    Computed explicitly, as a fused kernel never has them.
+    """
+    ops = model.ops
+    maps = []
+
+    def explicit(qkv, cos, sin, qk_norm, causal, spans):
+        q, k, _ = reference.prepare(qkv, cos, sin, qk_norm)  # (1, T, H, D)
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+        if spans is not None:
+            at = torch.arange(xt.shape[1], device=xt.device)
+            scores = scores.masked_fill(~reference.is_visible(spans, at)[:, None], -math.inf)
+        maps.append(scores.softmax(-1)[0].cpu())
+        return ops.attention(qkv, cos, sin, qk_norm, causal, spans)
+
+    model.ops = SimpleNamespace(attention=explicit)
+    model(xt)
+    model.ops = ops
+    numbers = [i for i, block in enumerate(model.blocks) if block.qkv is not None]
+    return dict(zip(numbers, maps))
+
+
+def count_masks(T, draws=1000):
+    """How many of T tokens are masked, by rate: {rate: two lists (draws,), Bernoulli and exact}."""
+    x0 = torch.zeros(draws, T, dtype=torch.int64)
+    found = {}
+    for rate in RATES:
+        bernoulli = torch.full((draws,), rate)
+        exact = (bernoulli * T).round().long()
+        key = (1, 0, 0, torch.arange(draws))  # the id of [MASK], seed, step, samples
+        masks = [reference.mask_tokens_ref(x0, how, *key) for how in (bernoulli, exact)]
+        found[rate] = [count.tolist() for _, count, _, _ in masks]
+    return found
+
+
+def schedule_densities(config):
+    """How often each mask rate is drawn in training: {schedule: (T,), 1 where all are alike}."""
+    found = {}
+    for name in mdlm.SCHEDULES:
+        variant = dataclasses.replace(config, masking="exact", mask_schedule=name)
+        found[name] = (mdlm.count_probabilities(variant)[1:] * config.block_size).tolist()
+    return found
+
+
+@torch.no_grad()
+def time_embedding(model):
+    """What --time_conditioning tells the blocks, at mask rates from 0 to 1: (101, C)."""
+    rates = torch.linspace(0, 1, 101, device=model.cos.device)[:, None]
+    waves = torch.cos(rates * math.pi * torch.arange(model.config.n_embd, device=rates.device))
+    return F.silu(model.rate(waves)).cpu()
+
+
+def text_report(r):
+    """The results of show_text as lines of text."""
+    tokens = r["tokens"]
+    masked = [token for token in tokens if token["likeliest"]]
+    lines = [f"{r['checkpoint']}: {len(masked)} of {len(tokens)} tokens masked"]
+    lines += viewer.aligned(tokens)
+    for token in masked:
+        best = [f"{text!r} {p:.1%}" for text, p in token["likeliest"]]
+        head = f"token {token['number']:>4} {token['mark']} {token['text']!r}:"
+        lines.append("   ".join((head, *best)))
+    lines.append(f"The same text, means over {DRAWS} random masks:")
+    columns = zip(*(row.values() for row in r["by_rate"]))
+    rows = [[name, *column] for name, column in zip(("rate", "accuracy", "CE"), columns)]
+    lines.append(plots.table(rows, digits=3))
+    lines.append(f"Masked tokens of {r['block_size']}, 1,000 draws, mean +- standard deviation:")
+    rows = [["rate", "each token at this rate (Bernoulli)", "exact number"]]
+    for rate, draws in r["counts"].items():
+        rows.append([rate, *(f"{mean(n):.1f} +- {pstdev(n):.1f}" for n in draws)])
+    lines.append(plots.table(rows, digits=1))
+    return "\n".join(lines)
+
+
+def show_text(options):
+    """--text: (results, words, folder for pictures or None, pictures)."""
+    device = pick_device(options.device)
+    folder = find_checkpoint(default_run(options.out_dir))
+    model, tokenizer, config = mdlm.load(folder, device)
+    if config.objective == "ar" or config.prompt_column:
+        raise UserError(f"--text is for models that fill gaps, and {folder} does not; leave it out")
+    ids = tokenizer.encode(options.text)
+    n = len(ids)
+    if n > config.block_size:
+        raise UserError(f"--text has {n} tokens; give at most {config.block_size}")
+    x0 = to_context(model, torch.tensor([ids], device=device))
+    xt, masked, p, *_ = predict(model, x0, n, options.rate)
+    tokens = []
+    for i, text in enumerate(viewer.pieces(tokenizer, ids)):
+        token = dict(number=i + 1, text=text, mark="", likeliest=[])
+        if masked[i]:
+            token["likeliest"] = viewer.likeliest(tokenizer, p[i], 3)
+            token["mark"] = "+" if p[i].argmax() == ids[i] else "x"
+        tokens.append(token)
+    by_rate = []
+    for rate in RATES:
+        *_, accuracy, ce = predict(model, x0, n, rate)
+        by_rate.append(dict(rate=rate, accuracy=accuracy, ce=ce))
+    r = dict(checkpoint=str(folder), rate=options.rate, tokens=tokens, by_rate=by_rate)
+    r |= dict(block_size=config.block_size, counts=count_masks(config.block_size))
+    maps = {i: m[:, :n, :n] for i, m in attention_maps(model, xt[None]).items()}
+    draw = {"attention.png": partial(plots.plot_attention, maps, tokens)}
+    schedules = schedule_densities(config)
+    draw["masking.png"] = partial(plots.plot_masking, r["counts"], config.block_size, schedules)
+    if config.time_conditioning:
+        draw["time.png"] = partial(plots.plot_time, time_embedding(model))
+    home = folder.parent if (folder.parent / "log.jsonl").exists() else None
+    return r, text_report(r), home, draw
+
+
 def main(argv):
     options = check(cli.parse_flags(Options, argv, __doc__))
-    results, words, folder, draw = (compare if options.compare else evaluation)(options)
+    kind = compare if options.compare else show_text if options.text else evaluation
+    results, words, folder, draw = kind(options)
     content = json.dumps(json.loads(json.dumps(results), parse_constant=lambda _: None))  # no NaN
     if sys.stdout.isatty():
         words = cli.escaped(words)

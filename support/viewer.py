@@ -145,6 +145,26 @@ def pieces(tokenizer, ids):
     return found
 
 
+def aligned(tokens, width=68):
+    """Lines of text: the original, its masks, what is predicted, one below the other.
+
+    tokens: dicts with text, mark ("" where nothing is masked), likeliest [(text, probability)]
+    """
+    names = ("original", "masked", "predicted", "+ is right")
+    blocks = [[""] * len(names)]
+    for token in tokens:
+        text = token["text"]
+        cells = [text, text, text, ""]
+        if token["mark"]:
+            cells = [text, "█" * max(1, len(text)), token["likeliest"][0][0], token["mark"]]
+        size = max(map(len, cells))
+        if len(blocks[-1][0]) + size > width:
+            blocks.append([""] * len(names))
+        cells = [cell.replace("\n", "↵").ljust(size) for cell in cells]
+        blocks[-1] = [line + cell for line, cell in zip(blocks[-1], cells)]
+    return [f"{name:<12}{line}" for block in blocks for name, line in zip(names, block)]
+
+
 def likeliest(tokenizer, p, n):
     """The n likeliest tokens by probabilities p (V,): pairs of text and probability."""
     best = p.topk(min(n, len(p)))

@@ -1,12 +1,16 @@
 """Pictures of runs and models as PNG files that stay readable in print; drawn by matplotlib."""
 
 import contextlib
+import itertools
 import json
+import math
 import os
 from pathlib import Path
 
+from support.checkpoint import checkpoints
 from support.cli import UserError, escaped, warn
-from support.files import read_small
+from support.files import read_json, read_small
+from support.tokenizer import tokenizer_from_json
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito, 2008).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666")
@@ -90,6 +94,36 @@ def validations(log):
     return key, [r for r in log if r.get(key) is not None]
 
 
+def describe(out_dir):
+    """(settings, {"ln V": nats, "entropy": nats}) of a run, as far as its folder tells them."""
+    settings = {}
+    levels = {}
+    with contextlib.suppress(UserError, OSError, LookupError, TypeError):
+        folder = checkpoints(out_dir)[0]
+        settings = read_json(folder / "config.json", "config")["config"]
+        levels["ln V"] = math.log(tokenizer_from_json(folder / "tokenizer.json").vocab_size)
+        levels["entropy"] = read_json(Path(out_dir) / "data" / "meta.json", "data")["entropy"]
+    return settings, {name: nats for name, nats in levels.items() if nats}
+
+
+def differences(settings, names):
+    """For each run the flags that only some of them have, or its name where there are none."""
+    labels = []
+    for own, name in zip(settings, names):
+        flags = [f"{k}={v}" for k, v in own.items() if any(v != s.get(k) for s in settings)]
+        flags = [flag for flag in flags if not flag.startswith(("out_dir", "resume", "overwrite"))]
+        labels.append(" ".join(flags) if 0 < len(flags) <= 4 else name)
+    return labels
+
+
+def smooth(values):
+    """Running means over a fortieth of the values (n,), and the index of the middle of each."""
+    width = max(1, len(values) // 40)
+    sums = list(itertools.accumulate(values, initial=0.0))
+    means = [(after - before) / width for before, after in zip(sums, sums[width:])]
+    return means, range(width // 2, width // 2 + len(means))
+
+
 def plot_losses(path, out_dirs=()):
     """Draw the losses of runs, of several also over seconds, as a PNG; by default of the run in
     whose folder it is. Raises UserError for a run without a log.
@@ -99,41 +133,58 @@ def plot_losses(path, out_dirs=()):
     names = [Path(out_dir).resolve().name for out_dir in out_dirs]
     if len(set(names)) < len(names):
         names = out_dirs
+    settings, levels = zip(*map(describe, out_dirs))
     # A dollar would begin a formula.
-    names = [escaped(str(name)).replace("$", r"\$") for name in names]
+    labels = [escaped(label).replace("$", r"\$") for label in differences(settings, names)]
     several = len(logs) > 1
-    fig, axes = figure(9.5 if several else 7, 4.2, 1, 1 + several, squeeze=False, sharey=True)
+    fig, axes = figure(10 if several else 7, 4.2, 1, 1 + several, squeeze=False, sharey=True)
+    shown = []  # what must be within the picture: all but the first steps
     for x, ax in zip(("step", "seconds"), axes[0]):
-        for i, (name, log) in enumerate(zip(names, logs)):
+        for i, (label, log) in enumerate(zip(labels, logs)):
             color = COLORS[i % 5]
             batches = [r for r in log if r.get("loss") is not None]
             xs = [r[x] for r in batches]
-            label = None if several else "training batches"
-            style = dict(lw=0.8, alpha=0.5, color=color, label=label)
-            ax.plot(xs, [r["loss"] for r in batches], **style)
+            losses = [r["loss"] for r in batches]
+            ax.plot(xs, losses, lw=0.5, alpha=0.25, color=color)
+            means, middles = smooth(losses)
+            words = None if several else "training batches, smoothed"
+            style = dict(lw=1.2, alpha=0.7, color=color, label=words)
+            ax.plot([xs[k] for k in middles], means, **style)
             key, val = validations(log)
             if val:
-                label = f"{name}: {key[4:].upper()} {val[-1][key]:.3f}"
-                style = dict(fmt="os^Dv"[i % 5] + "-", ms=4, lw=1.6, capsize=2, color=color)
-                error = [2 * (r[f"{key}_se"] or 0) for r in val]
-                xs = [r[x] for r in val]
-                ax.errorbar(xs, [r[key] for r in val], error, **style, label=label)
+                label = f"{label}: {key[4:].upper()} {val[-1][key]:.3f}"
+            style = dict(fmt="os^Dv"[i % 5] + "-", ms=4, lw=1.6, capsize=2, color=color)
+            error = [2 * (r[f"{key}_se"] or 0) for r in val]
+            ax.errorbar([r[x] for r in val], [r[key] for r in val], error, **style, label=label)
+            shown += means[len(means) // 25 :] + [r[key] for r in val if r["step"]]
         ax.set_xlabel(x)
     axes[0, 0].set_ylabel("nats per token")
-    axes[0, 0].legend(frameon=False, fontsize=9)
+    entropy = levels[0].get("entropy")
+    if shown:
+        low = min([*shown, entropy or math.inf])
+        margin = max(0.05 * (max(shown) - low), 0.01)
+        axes[0, 0].set_ylim(low - margin, max(shown) + margin)
+    words = [f"{name} {nats:.3f}" for name, nats in levels[0].items()]
+    axes[0, 0].legend(frameon=False, fontsize=9, title=", ".join(words), title_fontsize=9)
+    for nats in levels[0].values():
+        for ax in axes[0]:
+            ax.axhline(nats, color=GREY, lw=1, ls=":")
     fig.savefig(path)
 
 
 # ---- What eval.py measured: r is its dict of results
 def plot_rates(r, path):
-    """Cross-entropy and accuracy by mask rate."""
+    """Cross-entropy, under which the area is the NELBO, and accuracy by mask rate."""
     fig, (loss, accuracy) = figure(7.5, 3.2, 1, 2)
     for ax, key, color, marker in ((loss, "ce", BLUE, "o"), (accuracy, "accuracy", GREEN, "s")):
         ax.plot(range(5, 100, 10), r[key], f"{marker}-", color=color, ms=5)
         ax.set(xlabel="masked, %", xlim=(0, 100), xticks=range(0, 101, 20))
-    for key, words, color in (("uniform", "uniform guess: ln V", GREY), ("nelbo", "NELBO", BLUE)):
-        loss.axhline(r[key], color=color, lw=1, ls="--")
-        loss.text(2, r[key], f"{words} {r[key]:.3f}", va="bottom", color=color, fontsize=8)
+    known = [math.nan if ce is None else ce for ce in r["ce"]]
+    loss.stairs(known, range(0, 101, 10), fill=True, color=BLUE, alpha=0.15)
+    loss.text(50, known[5] / 3, f"area: NELBO {r['nelbo']:.3f}", color=BLUE, ha="center")
+    loss.axhline(r["uniform"], color=GREY, lw=1, ls="--")
+    words = f"uniform guess: ln V {r['uniform']:.3f}"
+    loss.text(2, r["uniform"], words, va="bottom", color=GREY, fontsize=8)
     highest = max(r["uniform"], *(ce or 0 for ce in r["ce"]))
     loss.set(ylabel="cross-entropy, nats per token", ylim=(0, 1.12 * highest))
     accuracy.set(ylabel="accuracy of the likeliest token", ylim=(0, 1))
@@ -141,12 +192,28 @@ def plot_rates(r, path):
 
 
 def plot_confidence(r, path):
-    """Mean confidence and accuracy by position; accuracy by confidence."""
-    fig, (left, right) = figure(8.5, 3.4, 1, 2, width_ratios=[1.5, 1])
-    for name, style, color in (("accuracy", ".", RED), ("confidence", "-", BLUE)):
-        left.plot(r["by_position"][name], style, color=color, lw=1.2, ms=3, label=name)
-    left.set(xlabel="position in the window", ylabel="mean over masked tokens", ylim=(0, None))
-    left.legend(frameon=False, fontsize=9)
+    """Mean confidence and accuracy by position, enlarged at both ends; accuracy by confidence."""
+    fig, axes = figure(11, 3.2, 1, 4, width_ratios=[1, 1.6, 1, 1.6])
+    T = len(r["by_position"]["accuracy"])
+    ends = min(16, T)
+    for ax, shown in zip(axes, (range(ends), range(T), range(T - ends, T))):
+        for name, color in (("accuracy", RED), ("confidence", BLUE)):
+            values = r["by_position"][name]
+            if len(shown) > 40:
+                means, at = smooth(values)
+                ax.plot(at, means, color=color, lw=1.4, label=name)
+            else:
+                ax.plot(shown, [values[i] for i in shown], ".-", color=color, lw=1, label=name)
+    axes[0].set(title="first positions", ylabel="mean over masked tokens")
+    axes[1].set(title="running mean", xlabel="position in the window")
+    axes[2].set(title="last positions")
+    values = [v for name in ("accuracy", "confidence") for v in r["by_position"][name]]
+    known = [v for v in values if v == v] or [0]
+    for ax in axes[:3]:
+        ax.set_ylim(min(known) - 0.02, max(known) + 0.02)
+        ax.title.set_fontsize(9)
+    axes[1].legend(frameon=False, fontsize=9)
+    right = axes[3]
     c = r["calibration"]
     bins = zip(c["confidence"], c["accuracy"], c["share"])
     xs, ys, shares = zip(*(bin for bin in bins if bin[2]))

@@ -68,7 +68,7 @@ def highlighted(texts, dimmed=False):
 
 
 class Watch:
-    """The unmasking of one text in the terminal; plain lines of progress where there is none."""
+    """The unmasking of one text in the terminal; where there is none, the text of each step."""
 
     def __init__(self, tokenizer, x, mask, steps):
         self.tokenizer = tokenizer
@@ -95,7 +95,7 @@ class Watch:
         status = f"step {self.number} of {self.steps}: {len(x) - left} of {len(x)} tokens"
         status += f", {self.changes} changes" * (self.changes > 0)
         if not has_colours(sys.stdout):
-            print(status, file=sys.stderr, flush=True)
+            print(status, self.tokenizer.decode(x), sep="\n", file=sys.stderr, flush=True)
             return
         width, height = shutil.get_terminal_size()
         lines = self.lines(x.tolist(), new.tolist(), changed.tolist(), width)[-max(1, height - 2) :]
@@ -188,18 +188,21 @@ class Film:
     def __init__(self, tokenizer, x, mask):
         self.tokenizer = tokenizer
         self.given = (x != mask).tolist()
+        self.x = x
         self.frames = []
 
     def add(self, step, row):
-        """Keep what a sample.Step did to a row of its batch."""
+        """Keep what a sample.Step did to a row of its batch, if it changed a token."""
+        if torch.equal(step.x[row], self.x):
+            return
+        self.x = step.x[row]
         of_row = step.drawn.nonzero()[:, 0] == row
         frame = []
         for i, p in zip(step.drawn[row].nonzero()[:, 0].tolist(), step.logp[of_row].exp()):
             token = int(step.x[row, i])
             others = [[text, round(q, 4)] for text, q in likeliest(self.tokenizer, p, 5)]
             frame.append([i, token, round(float(p[token]), 4), others])
-        if frame:
-            self.frames.append(frame)
+        self.frames.append(frame)
 
     def page(self, ids):
         """tokens, given and frames as `write_page` takes them, up to [END]."""

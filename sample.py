@@ -30,8 +30,8 @@ from tqdm import tqdm
 
 import mdlm
 from kernels.reference import philox_words
-from support import templates, viewer
-from support.checkpoint import default_run
+from support import comparing, judging, templates, viewer
+from support.checkpoint import default_run, find_checkpoint
 from support.cli import UserError, opt
 from support.likelihood import check_ids, end_documents, groups, hypotheses, logits_at
 from support.numerics import draw, highest, lead, reversed_bits
@@ -84,6 +84,7 @@ class Options:
     candidates: int = opt(0, "show the N likeliest of many fills (0: 3)", bounds=(0, 1024))
     max_gap: int = opt(16, "longest fill of [___], in tokens", bounds=(1, 8192))
     top: int = opt(0, "fill nothing: show each gap's N likeliest tokens", bounds=(0, 1 << 20))
+    compare: str = opt("", "NAME=VALUE,VALUE,...: texts with several values of a setting, a table")
     # How to write it
     steps: int = opt(32, "most network calls for a context of text", bounds=(1, 1 << 20))
     correct: str = opt("auto", "how many of these calls draw tokens again, when all are drawn")
@@ -404,6 +405,7 @@ CLASHES = [
     ("candidates", "num_samples watch html top", "candidates are a ranked list of fills"),
     ("top", "num_samples watch html json", "--top fills nothing"),
     ("watch", "json", "watch one text, or write many for a program"),
+    ("compare", "batch candidates top watch", "--compare writes texts with several settings"),
 ]
 
 
@@ -424,16 +426,17 @@ def check(options, given):
 
 
 def load(options, given):
-    """(model, tokenizer, options) of --out_dir, of out/ or of weights/; options without "auto"."""
+    """(model, tokenizer, checkpoint folder, options) of --out_dir, of out/ or of weights/."""
     device = pick_device(options.device)
-    model, tokenizer, config = mdlm.load(default_run(options.out_dir), device)
+    folder = find_checkpoint(default_run(options.out_dir))
+    model, tokenizer, config = mdlm.load(folder, device)
     if config.prompt_column and not options.prompt:
         raise UserError("this model learned to answer prompts; give --prompt, no template")
     if config.objective == "ar":
         for name in ("infill", "batch", "steps", "correct", "distance"):
             if name in given:
                 raise UserError(f"--{name} is not for an autoregressive model; leave it out")
-    return model, tokenizer, replace(resolve(options, config), device=str(device))
+    return model, tokenizer, folder, replace(options, device=str(device))
 
 
 def sampled(model, tokenizer, parts, options, template, pages):
@@ -510,16 +513,21 @@ def main(argv):
     given = cli.parse_flags(Options, argv, __doc__)
     options = Options(**given)
     check(options, given)
-    model, tokenizer, options = load(options, given)
+    model, tokenizer, folder, options = load(options, given)
+    config = model.config
+    variants = {}
+    if options.compare:
+        variants = comparing.variants(options, SETTINGS)
+        variants = {title: resolve(how, config) for title, how in variants.items()}
+    options = resolve(options, config)
 
     def to_parts(template):
-        config = model.config
         if template is None:
             parts = of_prompt(options.prompt, tokenizer, options.length, config)
         else:
             parts = parse(template, tokenizer, config.block_size)
-        if None in parts and options.top:
-            raise UserError("--top needs gaps of known lengths; write █ for each token")
+        if None in parts and (options.top or variants):
+            raise UserError("--top, --compare need gaps of known lengths; write █ for each token")
         if options.cfg and not any(isinstance(part, (str, list)) for part in parts):
             raise UserError("--cfg guides by the given text, and there is none; give some")
         return parts
@@ -528,6 +536,14 @@ def main(argv):
     to_stdout = options.json == "-" or (options.batch and not options.json)
     lines = sys.stdout if to_stdout else open(options.json or os.devnull, "w", encoding="utf-8")
     pages = []
+    if variants:
+        [(template, parts)] = todo
+        training = judging.training_text(folder, tokenizer, config)
+        judge = judging.Judge(training, config.data == "patterns")
+        fill = partial(sampled, model, tokenizer, parts, template=template is not None)
+        n = to_ids(parts, tokenizer, model.mask_id).count(model.mask_id)
+        pages = comparing.compare(variants, fill, judge, n, lines)
+        todo = []
     for template, parts in tqdm(todo, unit="template", disable=None if options.batch else True):
         if options.top:
             ids = to_ids(parts, tokenizer, model.mask_id)

@@ -9,7 +9,6 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of bench.py; run: python bench.py sample")
 
 import math
-import re
 import time
 from collections import Counter
 from functools import partial
@@ -19,7 +18,7 @@ import torch
 import eval
 import mdlm
 import sample
-from support import plots
+from support import judging, plots
 from support.checkpoint import find_checkpoint
 from support.cli import UserError
 from support.numerics import standard_error
@@ -38,7 +37,6 @@ ALSO = {  # at fewer numbers of calls
     "default, T = 0.8": dict(temperature=0.8),
 }
 CALLS = (4, 8, 16, 32, 64)
-GROUP = 16  # texts whose words are compared: the share of distinct ones depends on their number
 
 
 class NGrams:
@@ -68,29 +66,17 @@ class NGrams:
         return p
 
 
-def words_of(text):
-    """The words of a text, without those that its ends may cut."""
-    return re.findall(r"\w+", text)[1:-1]
-
-
 def entropy(texts):
     """Of the characters, in nats."""
     counts = Counter("".join(texts))
     return -sum(n / counts.total() * math.log(n / counts.total()) for n in counts.values())
 
 
-def distinct(texts):
-    """Distinct words per word, the mean over groups of 16 texts."""
-    groups = [texts[i : i + GROUP] for i in range(0, max(1, len(texts) - GROUP + 1), GROUP)]
-    found = [[word for text in group for word in words_of(text)] for group in groups]
-    return sum(len(set(words)) / max(1, len(words)) for words in found) / len(found)
-
-
-class Judge:
+class Judge(judging.Judge):
     """Judges texts by the training text: its words, its 6-grams, a model that was trained on it."""
 
-    def __init__(self, training, twin=None, tokenizer=None):
-        self.words = set(re.findall(r"\w+", training))
+    def __init__(self, training, is_patterns=False, twin=None, tokenizer=None):
+        super().__init__(training, is_patterns)
         self.grams = NGrams(training)
         self.twin = twin
         self.tokenizer = tokenizer
@@ -107,16 +93,12 @@ class Judge:
 
     def __call__(self, texts):
         """Means over texts, and the standard errors of those that are means of a number a text."""
-        counts = [(sum(w in self.words for w in words_of(t)), len(words_of(t))) for t in texts]
-        known, total = map(sum, zip(*counts))
-        share = known / max(1, total)
-        spread = sum((k - share * n) ** 2 for k, n in counts) ** 0.5 / max(1, total)
-        found = dict(words=share, words_se=spread)
+        found = super().__call__(texts)
         for name, nll in (("grams", self.grams_nll), ("twin", self.twin_nll)):
             if name == "grams" or self.twin:
                 each = nll(texts)
                 found |= {name: each.mean().item(), f"{name}_se": standard_error(each)}
-        return found | dict(distinct=distinct(texts), entropy=entropy(texts))
+        return found | dict(entropy=entropy(texts))
 
 
 def grid(steps_limit):
@@ -152,7 +134,7 @@ def bench_sampling(options, device, book):
     with eval.open_data(options.data, folder, tokenizer, config, device) as (corpus, _):
         training = tokenizer.decode(corpus.train[:2_000_000].tolist())
         windows = corpus.windows().long()
-    judge = Judge(training, twin, tokenizer)
+    judge = Judge(training, config.data == "patterns", twin, tokenizer)
     seeds = range(options.seed, options.seed + options.seeds)
     n = options.num_samples
     book.note(f"{n} texts of {config.block_size} tokens for each of the seeds {list(seeds)}")

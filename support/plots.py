@@ -292,11 +292,13 @@ def table(rows, digits):
 
 # ---- What bench.py sample measured
 def plot_frontier(rows, names, path):
-    """Known words, distinct words and likelihood over network calls, of the samplers `names`.
+    """Known words or valid patterns, distinct ones, and likelihood over network calls, by sampler.
 
     rows: dicts of bench.py sample; bars from the lowest to the highest seed.
     """
     panels = dict(words="words of the training text", distinct="distinct words")
+    if "valid" in rows[0]:
+        panels = dict(valid="valid patterns", distinct="distinct sequences")
     panels["twin" if "twin" in rows[0] else "grams"] = "nats per character, another model"
     fig, axes = figure(11, 3.8, 1, 3)
     for ax, (key, label) in zip(axes, panels.items()):

@@ -187,8 +187,8 @@ def check(given):
     cli.check_clashes([("compare", measured, "give one of them")], given)
     measured = "data compare windows passes temperature exact"
     cli.check_clashes([("text", measured, "--text measures nothing else")], given)
-    if "rate" in given and not options.text:
-        raise UserError("--rate is for --text; give one")
+    if given.keys() & {"text", "rate"} and not options.text:
+        raise UserError("--text is empty or missing; give one, --rate alone masks nothing")
     path = Path(options.json)
     if options.json not in ("", "-") and (path.is_dir() or not os.access(path.parent, os.W_OK)):
         raise UserError(f"--json={path} cannot be written; give a file in an existing folder, or -")
@@ -390,8 +390,8 @@ def show_text(options):
         raise UserError(f"--text is for models that fill gaps, and {folder} does not; leave it out")
     ids = tokenizer.encode(options.text)
     n = len(ids)
-    if n > config.block_size:
-        raise UserError(f"--text has {n} tokens; give at most {config.block_size}")
+    if not 0 < n <= config.block_size:
+        raise UserError(f"--text has {n} tokens; give 1 to {config.block_size}")
     x0 = to_context(model, torch.tensor([ids], device=device))
     xt, masked, p, *_ = predict(model, x0, n, options.rate)
     tokens = []

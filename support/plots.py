@@ -237,7 +237,7 @@ def plot_attention(maps, tokens, path):
     labels = ["█" if token["mark"] else token["text"].replace("\n", "↵") for token in tokens]
     for row, (block, found) in zip(axes, maps.items()):
         for head, (ax, p) in enumerate(zip(row, found), 1):
-            ax.imshow(p, cmap="Blues", vmin=0)
+            ax.imshow(p.numpy(), cmap="Blues", vmin=0)
             ax.grid(False)
             ax.set_title(f"block {block + 1}, head {head}", fontsize=8)
             at = range(n) if n <= 72 else []
@@ -274,7 +274,7 @@ def plot_time(embedding, path):
     """A heat map of (101, C): mask rates from 0 to 1, channels."""
     fig, ax = figure(7, 3)
     C = embedding.shape[1]
-    image = ax.imshow(embedding.T, cmap="viridis", aspect="auto", extent=(0, 1, C, 0))
+    image = ax.imshow(embedding.T.numpy(), cmap="viridis", aspect="auto", extent=(0, 1, C, 0))
     ax.grid(False)
     ax.set(xlabel="mask rate", ylabel="channel")
     ax.set_title("Time embedding: what the blocks are told about the mask rate", fontsize=10)

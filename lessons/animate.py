@@ -1,0 +1,158 @@
+"""Turn a page of sample.py into an animated picture (SVG), as the README has one.
+
+    python sample.py --infill "To be, or not ███ ████" --num_samples=1 --html=page.html
+    python lessons/animate.py page.html picture.svg            # --dark: for a dark background
+
+It plays twice and ends on the finished text, which is also what shows where nothing may move.
+"""
+
+import argparse
+import colorsys
+import json
+import re
+import sys
+from html import escape
+from pathlib import Path
+
+WIDTH, HEIGHT = 9.6, 27  # of a character's cell, in pixels
+COLUMNS = 80
+STEP = 0.3  # seconds
+HOLD = 5.0  # seconds on the finished text, before it plays again
+THEMES = {
+    "light": dict(
+        paper="#fbfbf9", ink="#1b1d26", soft="#6b6e7b", mask="#e6e5e0", changed="#d23c2a"
+    ),
+    "dark": dict(paper="#0f1118", ink="#eceef4", soft="#9396a5", mask="#272a35", changed="#ff7a59"),
+}
+
+
+def read_sample(path):
+    """The first sample of a page: a dict with tokens, given and frames (support/viewer.py)."""
+    found = re.search(r'id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.S)
+    if not found:
+        raise ValueError(f"{path} is no page of sample.py --html")
+    return json.loads(found[1])["samples"][0]
+
+
+def layout(tokens):
+    """(column, row) of each token: lines break at newlines, and where a word has no room."""
+    text = "".join(tokens)
+    owner = [i for i, token in enumerate(tokens) for _ in token]
+    places = [(0, 0)] * len(tokens)
+    row = column = 0
+    for k, character in enumerate(text):
+        word = re.match(r"\S*", text[k:])[0]
+        if column and column + len(word) > COLUMNS and (k == 0 or text[k - 1].isspace()):
+            row += 1
+            column = 0
+        if k == 0 or owner[k] != owner[k - 1]:
+            places[owner[k]] = (column, row)
+        column += 1
+        if character == "\n":
+            row += 1
+            column = 0
+    return places
+
+
+def color_of(share, dark):
+    """Of a token that appeared after this share of the steps: from violet to orange."""
+    hue = (0.70 + 0.38 * share) % 1
+    rgb = colorsys.hls_to_rgb(hue, 0.72 if dark else 0.36, 0.75)
+    return "#" + "".join(f"{round(255 * c):02x}" for c in rgb)
+
+
+class Picture:
+    """Elements of an SVG that are visible from one step to another."""
+
+    def __init__(self, steps):
+        self.steps = steps
+        self.seconds = steps * STEP + HOLD
+        self.rules = {}  # (first step, step after the last) -> CSS
+        self.elements = []
+
+    def add(self, element, first=0, last=None):
+        """`element` is an SVG element with {} in place of its class; last=None: it stays."""
+        at = 100 * STEP / self.seconds
+        name = f"s{first}_{'' if last is None else last}"
+        frames = f"0%{{opacity:{int(first == 0)}}}{first * at:.2f}%{{opacity:1}}"
+        if last is not None:
+            frames += f"{last * at:.2f}%{{opacity:0}}"
+        rule = f"@keyframes {name}{{{frames}}}"
+        moves = f"animation:{name} {self.seconds:.1f}s step-end 2"
+        rule += f".{name}{{opacity:{int(last is None)};{moves}}}"
+        self.rules[name] = rule
+        self.elements.append(element.replace("{}", name))
+
+
+def draw(sample, theme):
+    """The SVG of a sample, a text."""
+    colors = THEMES[theme]
+    tokens = sample["tokens"]
+    steps = len(sample["frames"])
+    places = layout(tokens)
+    events = [[] for _ in tokens]  # of each position: (step, token)
+    for step, frame in enumerate(sample["frames"], 1):
+        for position, token, *_ in frame:
+            if not events[position] or events[position][-1][1] != token:
+                events[position].append((step, token))
+    picture = Picture(steps)
+    for position, (column, row) in enumerate(places):
+        x = 24 + column * WIDTH
+        y = 30 + row * HEIGHT
+        if sample["given"][position]:
+            text = escape(tokens[position].replace("\n", ""))
+            picture.elements.append(f'<text class="g" x="{x:.1f}" y="{y}">{text}</text>')
+            continue
+        size = max(1, len(tokens[position])) * WIDTH - 1.6
+        box = f'<rect class="{{}}" x="{x:.1f}" y="{y - 17}" width="{size:.1f}" height="22" rx="4" '
+        box += 'fill="%s"/>'
+        picture.add(box % colors["mask"], 0, events[position][0][0])
+        for k, (step, token) in enumerate(events[position]):
+            last = events[position][k + 1][0] if k + 1 < len(events[position]) else None
+            flash = min(step + 2, last or step + 2)
+            color = color_of(step / steps, theme == "dark")
+            picture.add(box % (colors["changed"] if k else color), step, flash)
+            shown = escape(token.replace("\n", "↵"))
+            words = f'<text class="{{}}" x="{x:.1f}" y="{y}" fill="%s">{shown}</text>'
+            picture.add(words % colors["paper"], step, flash)
+            if last != flash:
+                is_break = token == "\n"
+                picture.add(words % (colors["mask"] if is_break else color), flash, last)
+    height = 30 + (1 + max(row for _, row in places)) * HEIGHT + 20
+    width = max(580, 48 + max(column + 1 for column, _ in places) * WIDTH)
+    n = sample["given"].count(False)
+    caption = f"{n} tokens, {sample['calls']} network calls. Bold: given. Colour: when it appeared."
+    caption += " Red: corrected."
+    line = f'<text class="c" x="24" y="{height - 14:.0f}" fill="{colors["soft"]}">{caption}</text>'
+    style = "text{font:16px ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
+    style += f".g{{font-weight:700;fill:{colors['ink']}}}.c{{font:13px system-ui,sans-serif}}"
+    style += "@media(prefers-reduced-motion:reduce){*{animation:none!important}}"
+    return "".join(
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}">',
+            f"<style>{style}{''.join(picture.rules.values())}</style>",
+            f'<rect width="100%" height="100%" rx="12" fill="{colors["paper"]}"/>',
+            *picture.elements,
+            line,
+            "</svg>\n",
+        )
+    )
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("page", type=Path)
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("--dark", action="store_true", help="for a dark background")
+    args = parser.parse_args(argv)
+    try:
+        svg = draw(read_sample(args.page), "dark" if args.dark else "light")
+        args.picture.write_text(svg, encoding="utf-8")
+    except (OSError, ValueError, LookupError) as e:
+        print(f"animate.py: {e}; give a page that sample.py --html wrote", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

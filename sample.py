@@ -95,7 +95,6 @@ class Options:
     threshold: float = opt(0.0, "also reveal where a token has this probability", bounds=(0, 1))
     block: int = opt(0, "finish this many tokens before the next (0: auto)", bounds=(0, 8192))
     temperature: float = opt(1.0, "below 1: likelier tokens, 0: the likeliest", bounds=(0, 100))
-    temperature_end: float = opt(-1.0, "temperature of the last step (-1: same)", bounds=(-1, 100))
     top_k: int = opt(0, "draw from the k likeliest tokens only (0: all)", bounds=(0, 1 << 31))
     top_p: float = opt(1.0, "draw from the likeliest tokens of this share", bounds=(1e-9, 1))
     cfg: float = opt(0.0, "guidance by the given text; doubles the calls", bounds=(0, 100))
@@ -159,8 +158,6 @@ def resolve(how, config):
     cli.check_fields(how)
     if how.block > config.block_size:
         raise UserError(f"block={how.block} is more than the context of {config.block_size}")
-    if how.temperature_end < 0:
-        how = replace(how, temperature_end=how.temperature)
     if config.objective == "ar":
         if how.order not in ("auto", "ancestral", "left_to_right"):
             raise UserError(f"order={how.order}: an autoregressive model needs left_to_right")
@@ -191,12 +188,6 @@ class Block:  # a stretch of a text, which is filled and corrected before the ne
     index: torch.Tensor  # (B, T) the number of each gap in its row
     u: torch.Tensor  # (B, 2 + steps) random numbers of the row: for its order, for each sweep
     doubt: torch.Tensor  # (B, T) of each token that was drawn: its surprise, growing with age
-
-    def temperature(self, how, s):
-        """(B,) of a row's step s: it goes from the first to the last along a straight line."""
-        last = (self.reveals + self.corrections - 1).clamp(min=1).double()
-        share = (s / last).clamp(max=1)
-        return how.temperature + (how.temperature_end - how.temperature) * share
 
 
 def plan(config, fill, samples, how):
@@ -318,8 +309,7 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
             logits[:, [i for i in forbid if i is not None]] = -math.inf
             calls += drawn.any(1) * (2 if how.cfg else 1)
             logp = logits.log_softmax(-1)
-            heat = block.temperature(how, s)[drawn.nonzero()[:, 0]]
-            token = draw(logits, random("token")[drawn], heat, how.top_k, how.top_p)
+            token = draw(logits, random("token")[drawn], how.temperature, how.top_k, how.top_p)
             # 3. Keep it; if the order had to wait for the network, the best of it.
             if late:
                 is_new = masked[drawn]
@@ -426,7 +416,7 @@ def check(options, given):
 
 
 def load(options, given):
-    """(model, tokenizer, checkpoint folder, options) of --out_dir, of out/ or of weights/."""
+    """(model, tokenizer, config, folder, options) of --out_dir, of out/ or of weights/."""
     device = pick_device(options.device)
     folder = find_checkpoint(default_run(options.out_dir))
     model, tokenizer, config = mdlm.load(folder, device)
@@ -436,7 +426,7 @@ def load(options, given):
         for name in ("infill", "batch", "steps", "correct", "distance"):
             if name in given:
                 raise UserError(f"--{name} is not for an autoregressive model; leave it out")
-    return model, tokenizer, folder, replace(options, device=str(device))
+    return model, tokenizer, config, folder, replace(options, device=str(device))
 
 
 def sampled(model, tokenizer, parts, options, template, pages):
@@ -513,12 +503,8 @@ def main(argv):
     given = cli.parse_flags(Options, argv, __doc__)
     options = Options(**given)
     check(options, given)
-    model, tokenizer, folder, options = load(options, given)
-    config = model.config
-    variants = {}
-    if options.compare:
-        variants = comparing.variants(options, SETTINGS)
-        variants = {title: resolve(how, config) for title, how in variants.items()}
+    model, tokenizer, config, folder, options = load(options, given)
+    variants = comparing.variants(options, SETTINGS, partial(resolve, config=config))
     options = resolve(options, config)
 
     def to_parts(template):
@@ -538,8 +524,7 @@ def main(argv):
     pages = []
     if variants:
         [(template, parts)] = todo
-        training = judging.training_text(folder, tokenizer, config)
-        judge = judging.Judge(training, config.data == "patterns")
+        judge = judging.of_run(folder, tokenizer, config)
         fill = partial(sampled, model, tokenizer, parts, template=template is not None)
         n = to_ids(parts, tokenizer, model.mask_id).count(model.mask_id)
         pages = comparing.compare(variants, fill, judge, n, lines)

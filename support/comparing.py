@@ -11,8 +11,10 @@ from support.templates import joined
 TEXTS = 16  # for each value, unless --num_samples says otherwise
 
 
-def variants(options, settings):
-    """--compare=NAME=VALUE,VALUE,... -> {"NAME=VALUE": Options}; UserError where it is wrong."""
+def variants(options, settings, resolve):
+    """--compare=NAME=VALUE,VALUE,... -> {"NAME=VALUE": resolve(Options)}, {} without --compare."""
+    if not options.compare:
+        return {}
     name, _, values = options.compare.partition("=")
     if name not in settings or not values:
         example = "as in --compare=temperature=0.5,1"
@@ -24,7 +26,8 @@ def variants(options, settings):
     found = {}
     for value in values.split(","):
         given = cli.parse_flags(type(options), [f"--{name}={value}"], "")
-        found[f"{name}={value}"] = dataclasses.replace(options, num_samples=n, **given)
+        how = dataclasses.replace(options, num_samples=n, **given)
+        found[f"{name}={value}"] = resolve(how)
     return found
 
 

@@ -30,6 +30,11 @@ def training_text(folder, tokenizer, config):
         return None
 
 
+def of_run(folder, tokenizer, config):
+    """The Judge of what the model in a checkpoint folder writes."""
+    return Judge(training_text(folder, tokenizer, config), config.data == "patterns")
+
+
 def words_of(text):
     """The words of a text, without those that its ends may cut."""
     return re.findall(r"\w+", text)[1:-1]

@@ -109,14 +109,14 @@ class Dropout(torch.nn.Dropout):
 def draw(logits, u, temperature, top_k, top_p):
     """Tokens (n,) from logits (n, V) by inverting the distribution function at u (n,), in float64.
 
-    (Gumbel noise in float32 lowers the temperature: Zheng et al., 2409.02908.) temperature (n,)
+    (Gumbel noise in float32 lowers the temperature: Zheng et al., 2409.02908.)
     """
     if logits.numel() > 1 << 24:  # 128 MiB in float64, and several copies are needed
         few = max(1, (1 << 24) // logits.shape[1])
-        parts = zip(logits.split(few), u.split(few), temperature.split(few))
-        return torch.cat([draw(*part, top_k, top_p) for part in parts])
+        parts = zip(logits.split(few), u.split(few))
+        return torch.cat([draw(*part, temperature, top_k, top_p) for part in parts])
     below = (logits - logits.amax(-1, keepdim=True)).double()
-    p = torch.softmax(below / temperature[:, None].clamp(min=1e-30), -1)  # at 0 only the likeliest
+    p = torch.softmax(below / max(temperature, 1e-30), -1)  # at 0 only the likeliest
     if top_k or top_p < 1:
         sorted_p, token = p.sort(dim=-1, descending=True, stable=True)
         sorted_p = torch.where(sorted_p.cumsum(-1) - sorted_p < top_p, sorted_p, 0)

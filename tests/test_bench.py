@@ -20,7 +20,7 @@ import bench
 import kernels
 import mdlm
 from studies import frontier, peers
-from support import cli
+from support import cli, judging, sources
 
 CPU = torch.device("cpu")
 HOW = ("compiled", "eager")
@@ -389,8 +389,20 @@ def test_judge_counts_words_and_characters():
     assert found["words"] == 5 / 6 and found["distinct"] == 4 / 6
     assert found["words_se"] == pytest.approx((0.5**2 + 0.5**2) ** 0.5 / 6)
     assert frontier.entropy(["abab"]) == pytest.approx(math.log(2))
-    many = ["x one two x"] * frontier.GROUP + ["x one one x"] * frontier.GROUP
-    assert frontier.distinct(many) == (2 / 32 + 1 / 32) / 2  # the mean over groups
+    many = ["x one two x"] * judging.GROUP + ["x one one x"] * judging.GROUP
+    assert judging.distinct(many) == (2 / 32 + 1 / 32) / 2  # the mean over groups
+
+
+def test_patterns_are_judged_by_their_validity():
+    texts = ["".join("abcdefghijklmno"[i] for i in row) for row in sources.make_patterns(200, 3)]
+    judge = judging.Judge("", is_patterns=True)
+    assert judge(texts)["valid"] == 1 and judge(texts)["valid_se"] == 0
+    broken = [text[:40] + ("b" if text[40] == "a" else "a") + text[41:] for text in texts]
+    assert judge(broken)["valid"] == 0
+    found = judge([*texts[:30], *broken[:10]])
+    assert found["valid"] == 0.75 and 0 < found["distinct"] <= 1
+    assert found["valid_se"] == pytest.approx((0.75 * 0.25 / 40) ** 0.5)
+    assert judge(["ab" * 32] * 4)["distinct"] == 1 / 4
 
 
 def test_grams_are_a_distribution():

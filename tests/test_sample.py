@@ -7,12 +7,14 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, Toy, chain_rule
@@ -23,7 +25,7 @@ from safetensors.torch import save as to_safetensors
 import kernels
 import mdlm
 import sample
-from support import checkpoint, cli, likelihood, numerics, sources, viewer
+from support import checkpoint, cli, judging, likelihood, numerics, sources, viewer
 from support.tokenizer import Tokenizer, build_tokenizer
 
 V = 3
@@ -104,7 +106,7 @@ def test_autoregressive_models_are_sampled_exactly(world):
 def test_neutral_settings_change_nothing(world):
     toy = Toy(world.random, V, T)
     plain = draws(toy, 500, order="random", steps=3)
-    same = dict(temperature=1.0, temperature_end=1.0, top_p=1.0, top_k=V)
+    same = dict(temperature=1.0, top_p=1.0, top_k=V)
     assert torch.equal(plain, draws(toy, 500, order="random", steps=3, **same))
     greedy = draws(toy, 500, order="random", steps=3, temperature=0)
     assert torch.equal(greedy, draws(toy, 500, order="random", steps=3, top_k=1))
@@ -126,7 +128,7 @@ def test_filters_keep_exactly_the_named_tokens(how, expected):
     how = dict(how)
     logits = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log().expand(4000, -1)
     u = (torch.arange(4000) + 0.5).double() / 4000
-    heat = torch.full((4000,), how.pop("temperature", 1.0))
+    heat = how.pop("temperature", 1.0)
     token = numerics.draw(logits, u, heat, **(dict(top_k=0, top_p=1.0) | how))
     assert token.bincount(minlength=4).div(4000).tolist() == pytest.approx(expected, abs=1e-3)
 
@@ -134,7 +136,7 @@ def test_filters_keep_exactly_the_named_tokens(how, expected):
 def test_impossible_tokens_are_never_drawn():
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(2, -1)
     u = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert numerics.draw(logits, u, torch.ones(2), 0, 1.0).tolist() == [1, 2]
+    assert numerics.draw(logits, u, 1.0, 0, 1.0).tolist() == [1, 2]
 
 
 def test_draws_over_50000_classes_match_in_the_tail():
@@ -144,8 +146,7 @@ def test_draws_over_50000_classes_match_in_the_tail():
     p = p / p.sum()
     logits = p.log().float()
     u = sample.uniform(3, 1, torch.arange(rows), 1, "token")[:, 0]
-    one = torch.ones(250)
-    parts = [numerics.draw(logits.expand(250, -1), part, one, 0, 1.0) for part in u.split(250)]
+    parts = [numerics.draw(logits.expand(250, -1), part, 1.0, 0, 1.0) for part in u.split(250)]
     edges = torch.tensor([0, 1, 10, 100, 1000, 5000, 10_000, 20_000, 35_000, n])
     expected = [p[a:b].sum() for a, b in itertools.pairwise(edges.tolist())]  # the last one: 3 %
     expected = rows * torch.stack(expected)
@@ -154,7 +155,7 @@ def test_draws_over_50000_classes_match_in_the_tail():
     assert chi2 < 8 + 4.5 * 4, chi2
     # Inverting the distribution function at an even grid leaves no error but rounding.
     even = (torch.arange(250) + 0.5).double() / 250
-    grid = numerics.draw(logits.expand(250, -1), even, one, 0, 1.0)
+    grid = numerics.draw(logits.expand(250, -1), even, 1.0, 0, 1.0)
     cdf = torch.softmax(logits.double(), 0).cumsum(0)
     assert torch.equal(grid, torch.searchsorted(cdf, even))
 
@@ -336,7 +337,7 @@ def test_nothing_follows_a_drawn_end(world):
     assert not (sample.generate(model, x, generator=seeded(), forbid=[2]) == 2).any()
 
 
-def test_cosine_schedule_and_annealed_temperature(monkeypatch):
+def test_cosine_schedule_reveals_few_at_first():
     T = 32
     x = torch.full((1, T), V)
     model = Toy(lambda xt: torch.zeros(*xt.shape, V), V, T)
@@ -352,20 +353,6 @@ def test_cosine_schedule_and_annealed_temperature(monkeypatch):
     left = [int(T * cosine(torch.tensor(s / 8, dtype=torch.float64)) + 1e-9) for s in range(9)]
     assert counts == [a - b for a, b in itertools.pairwise(left) if a > b]
     assert counts[0] < counts[-1]
-    heats = []
-    draw = sample.draw
-
-    def watched(logits, u, heat, *rest):
-        heats.append(heat[0].item())
-        return draw(logits, u, heat, *rest)
-
-    monkeypatch.setattr(sample, "draw", watched)
-    how |= dict(temperature=1.0, temperature_end=0.3)
-    list(sample.unmask(model, x, **how))
-    assert heats == pytest.approx([1 - 0.1 * s for s in range(8)])
-    heats.clear()
-    list(sample.unmask(model, x, block=16, **how))  # each block cools
-    assert heats == pytest.approx([1 - 0.7 * s / 3 for s in range(4)] * 2)
 
 
 def test_long_texts_are_written_block_by_block():
@@ -564,6 +551,35 @@ class TestCharacters:
         assert plain[0]["text"] == plain[2]["text"] != plain[1]["text"]
         assert "candidates" not in plain[0]
 
+    def test_compare_shows_a_setting_side_by_side(self, run, say, tmp_path):
+        flags = ["--steps=4", "--length=20", "--num_samples=3", "--seed=5"]
+        pages = [f"--html={tmp_path / 'page.html'}", f"--json={tmp_path / 'x'}"]
+        r = say(run, "--compare=temperature=0.3,1", *flags, *pages)
+        assert r.code == 0
+        rows = [json.loads(line) for line in (tmp_path / "x").read_text().splitlines()]
+        assert [row["setting"] for row in rows] == ["temperature=0.3", "temperature=1"]
+        for row in rows:
+            assert row["calls"] == 4 and row["tokens/s"] == pytest.approx(20 / row["seconds"])
+            assert row["setting"] in r.out and f"{row['distinct']:.3f}" in r.out
+        samples = page_samples(tmp_path / "page.html")
+        assert [s["title"] for s in samples] == ["temperature=0.3", "temperature=1"]
+        alone = json.loads(say(run, *flags, "--json=-").out.splitlines()[0])
+        assert samples[1]["text"] == alone["text"] in r.out, "as without --compare"
+        assert samples[0]["text"] != samples[1]["text"]
+        out = say(run, "--compare=steps=1,4", *flags[1:], "--json=-").out
+        assert [json.loads(line)["calls"] for line in out.splitlines()] == [1, 4]
+
+    def test_compare_knows_the_words_learned(self, run, say, tmp_path):
+        learned = shutil.copytree(run.out, tmp_path / "run" / "step-1")
+        text = "the cat of the hat " * 100
+        (tmp_path / "run" / "data").mkdir()
+        _, tokenizer, config = mdlm.load(learned)
+        ids = np.array(tokenizer.encode(text), np.uint16)
+        ids.tofile(tmp_path / "run" / "data" / "train.bin")
+        assert judging.training_text(learned, tokenizer, config) == text
+        judge = judging.of_run(learned, tokenizer, config)
+        assert judge(["a cat wore the hat b"])["words"] == 3 / 4
+
     def test_gap_at_the_end_stops_at_a_break(self, run, say):
         d = json.loads(say(run, "--infill=The [___]", "--max_gap=12", "--json=-").out)
         assert d["text"].startswith("The ") and 1 <= len(d["fills"][0]) <= 12
@@ -650,6 +666,13 @@ class TestCharacters:
             (["--infill=a█", "--candidates=3", "--num_samples=2"], ["contradict"]),
             (["--infill=a█", "--length=9"], ["contradict"]),
             (["--cfg=1"], ["--cfg", "given text"]),
+            (["--compare=heat=1,2"], ["--compare=heat", "temperature"]),
+            (["--compare=temperature"], ["--compare=temperature", "as in"]),
+            (["--compare=steps=1,x"], ["--steps", "x"]),
+            (["--compare=steps=0,4"], ["steps", "0"]),
+            (["--compare=correct=40"], ["correct=40", "below the 32"]),
+            (["--compare=steps=1", "--watch"], ["--compare", "--watch", "contradict"]),
+            (["--compare=steps=1", "--infill=a [___] b"], ["--compare", "known lengths"]),
             (["--infill=[___] a", "--top=2"], ["--top", "known lengths"]),
             (["--infill=a[___][___]b"], ["must not follow"]),
             (["--steps=4", "--correct=4"], ["correct=4", "below the 4"]),

@@ -150,6 +150,17 @@ def test_watch_shows_what_changed(capsys, monkeypatch):
     assert f"{viewer.CHANGED}a" in shown and "step 3 of 3: 3 of 3 tokens, 1 changes" in shown
 
 
+def test_film_keeps_steps_that_changed_something():
+    mask = 2
+    film = viewer.Film(Tokenizer("char", ["a", "b"]), torch.tensor([mask, mask]), mask)
+    for ids in ([0, mask], [0, 1], [0, 1], [1, 1]):
+        x = torch.tensor([ids])
+        drawn = x != mask
+        logp = torch.full((int(drawn.sum()), 2), -0.7)
+        film.add(SimpleNamespace(x=x, drawn=drawn, logp=logp), 0)
+    assert [[change[1] for change in frame] for frame in film.frames] == [[0], [0, 1], [1, 1]]
+
+
 def test_a_page_replaces_the_last_one(tmp_path):
     for title in ("first", "second"):
         viewer.write_page(tmp_path / "page.html", [dict(SAMPLES[0], title=title)], {})
@@ -329,6 +340,18 @@ def test_attacks_stay_text(page):
     )  # a mask hides no text
 
 
+def test_short_texts_are_shown_large(page):
+    """Short ones twice as large as long ones, and none wider than the window."""
+    size = "parseFloat(getComputedStyle(document.querySelector('#text')).fontSize)"
+    found = []
+    for i in range(len(SAMPLES)):
+        page.js(f"load({i})")
+        found.append((len(SAMPLES[i]["text"]), page.js(size)))
+    (_, large), *_, (_, small) = sorted(found)
+    assert small < large <= 2 * small
+    page.js("load(0)")
+
+
 def test_text_follows_the_slider(page):
     n, want = len(SAMPLES[0]["frames"]), replay(SAMPLES[0])
     assert state(page).__dict__ == dict(step=0, text=want[0], playing=False, slider=0)
@@ -420,7 +443,7 @@ CONTRAST = """(() => {
     return .2126 * r + .7152 * g + .0722 * b;
   };
   const paper = luminance(getComputedStyle(document.body).backgroundColor);
-  const shown = [...document.querySelectorAll(".t, #facts, #notes")];
+  const shown = [...document.querySelectorAll(".t, #about, #facts, #notes")];
   const contrast = y => (Math.max(y, paper) + .05) / (Math.min(y, paper) + .05);
   return shown.map(t => contrast(luminance(getComputedStyle(t).color)));
 })()"""

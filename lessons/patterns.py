@@ -1,0 +1,126 @@
+"""How many network calls a good sample needs, where "good" is known: valid patterns.
+
+    python mdlm.py --data=patterns --max_steps=1000 --out_dir=out-patterns     # four minutes
+    python lessons/patterns.py out-patterns patterns.png
+
+A sequence is valid if it repeats its first 2, 3 or 4 symbols. The picture: the share of valid ones
+over network calls, with a band from the worst to the best seed; the speed; and the sequences.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+from matplotlib.figure import Figure
+
+import mdlm
+import sample
+from support.cli import UserError
+from support.judging import is_pattern
+
+STEPS = (1, 2, 4, 8, 16, 32)
+SAMPLERS = {
+    "default": {},
+    "random order": dict(order="random", correct=0),
+    "confidence": dict(order="confidence", correct=0),
+}
+COLORS = ("#0072B2", "#D55E00", "#009E73")
+
+
+def write(model, tokenizer, n, **how):
+    """n sequences as texts, and how many tokens were written in a second."""
+    x = torch.full((n, model.config.block_size), model.mask_id)
+    began = time.monotonic()
+    ids = sample.generate(model, x, **how)
+    seconds = time.monotonic() - began
+    return [tokenizer.decode(row) for row in ids.tolist()], x.numel() / seconds
+
+
+def measure(model, tokenizer, seeds, n):
+    """{sampler: for each number of steps the shares of valid texts by seed}, speeds and texts of
+    the default sampler."""
+    shares = {name: [] for name in SAMPLERS}
+    speeds = []
+    shown = []
+    for name, how in SAMPLERS.items():
+        for steps in STEPS:
+            found = [write(model, tokenizer, n, seed=s, steps=steps, **how) for s in range(seeds)]
+            shares[name].append([sum(map(is_pattern, texts)) / n for texts, _ in found])
+            if name == "default":
+                speeds.append(sorted(speed for _, speed in found)[seeds // 2])
+                shown.append(found[0][0])
+            best = ", ".join(f"{share:.3f}" for share in shares[name][-1])
+            print(f"{name:<13} {steps:>2} steps: valid {best}", flush=True)
+    return shares, speeds, shown
+
+
+def sweet_spot(shares):
+    """The fewest steps with at least 0.95 of the best share of valid sequences."""
+    means = [sum(values) / len(values) for values in shares]
+    return next(i for i, mean in enumerate(means) if mean >= 0.95 * max(means))
+
+
+def draw(shares, speeds, shown, path):
+    fig = Figure((10, 7.2), dpi=130, layout="constrained")
+    top, bottom = fig.subfigures(2, 1, height_ratios=[1.1, 1])
+    ax = top.subplots()
+    for (name, values), color in zip(shares.items(), COLORS):
+        means = [sum(v) / len(v) for v in values]
+        ax.plot(STEPS, means, "o-", color=color, lw=1.8, label=name)
+        ax.fill_between(
+            STEPS, list(map(min, values)), list(map(max, values)), color=color, alpha=0.2
+        )
+    best = sweet_spot(shares["default"])
+    height = sum(shares["default"][best]) / len(shares["default"][best])
+    ax.plot(STEPS[best], height, "*", color=COLORS[0], ms=18, mec="white")
+    words = f"sweet spot: {height:.1%} valid in {STEPS[best]} steps"
+    place = dict(textcoords="offset points", xytext=(-14, -2), ha="right")
+    ax.annotate(words, (STEPS[best], height), color=COLORS[0], **place)
+    ax.set(xscale="log", xlabel="steps", ylabel="share of valid sequences", ylim=(0, 1.03))
+    ax.set_xticks(STEPS, STEPS)
+    ax.minorticks_off()
+    ax.spines["top"].set_visible(False)
+    ax.grid(alpha=0.25)
+    ax.legend(frameon=False, loc="center left")
+    speed = ax.twinx()
+    speed.plot(STEPS, speeds, ":", color="#666666", lw=1.5)
+    speed.set(yscale="log", ylabel="tokens/s of default (dotted)")
+    speed.spines["top"].set_visible(False)
+    symbols = sorted(set("".join(text for texts in shown for text in texts)))
+    grids = bottom.subplots(1, len(STEPS))
+    for axis, steps, texts in zip(grids, STEPS, shown):
+        rows = [[symbols.index(c) for c in text[:24]] for text in texts[:16]]
+        axis.imshow(rows, cmap="tab20", vmin=0, vmax=19, aspect="auto")
+        axis.set_yticks(range(16), ["✓" if is_pattern(text) else "✗" for text in texts[:16]])
+        axis.tick_params(length=0, labelsize=8)
+        axis.set(xticks=[], title=f"{steps} step{'s' * (steps > 1)}")
+        axis.title.set_fontsize(9)
+    bottom.suptitle("16 sequences each, their first 24 symbols, default sampler", fontsize=10)
+    fig.savefig(path)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", help="folder of a run with --data=patterns")
+    parser.add_argument("picture", help="PNG or SVG file to write")
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--sequences", type=int, default=128, help="for each seed")
+    args = parser.parse_args(argv)
+    try:
+        model, tokenizer, config = mdlm.load(args.run)
+        if config.data != "patterns":
+            raise UserError(f"{args.run} learned {config.data}; give a run with --data=patterns")
+        draw(*measure(model, tokenizer, args.seeds, args.sequences), args.picture)
+    except (UserError, OSError, ValueError) as e:
+        print(f"patterns.py: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -22,8 +22,6 @@ import kernels
 from kernels.reference import rotary_tables
 
 compiled = partial(torch.compile, dynamic=False)
-# These wait for the GPU, so a CUDA graph cannot hold them.
-NO_GRAPH = ("liger-kernel", "cut-cross-entropy", "cut-cross-entropy, exact")
 
 
 @dataclass
@@ -36,7 +34,7 @@ class Case:
     inputs: Callable  # seed -> tensors
     exact: Callable  # inputs -> [output, gradients]
     contestants: dict  # name -> function; speed-ups are relative to the first
-    launches: tuple  # "graph": replayed as a CUDA graph, which hides the host's time; "": not
+    graph: bool  # replayed as a CUDA graph, which hides the host's time
     adapt: Callable = lambda name, results, exact: results  # to the form of `exact`
 
 
@@ -101,7 +99,7 @@ def attention(device, dtype, B, T, H, D, block=False):
     # computes the scores again, then four gradients.
     cost = ((2 * product, 4 * n), (7 * product, 12 * n))
     name = "attention block" if block else "attention"
-    return Case(name, shape, dtype, cost, inputs, exact, contestants, ("graph",), adapt)
+    return Case(name, shape, dtype, cost, inputs, exact, contestants, True, adapt)
 
 
 def head_peers():
@@ -164,8 +162,8 @@ def head(device, dtype, N, C, V):
     # Forward reads M rows and W; backward reads them again, writes dh (N, C) and dW.
     n = (M * C + V * C) * dtype.itemsize
     cost = ((product, n), (3 * product, n + (N * C + V * C) * dtype.itemsize))
-    launches = ("", "graph") if V < 1000 else ("",)
-    return Case("head + loss", shape, dtype, cost, inputs, exact_head, contestants, launches)
+    # No graph: some peers wait for the GPU.
+    return Case("head + loss", shape, dtype, cost, inputs, exact_head, contestants, False)
 
 
 def masking(device, B, T, V=65):
@@ -188,7 +186,7 @@ def masking(device, B, T, V=65):
     # Reads int64 tokens, writes tokens and row indices; and each row's level, number and count.
     cost = ((0, 8 * (3 * B * T + 3 * B)),)
     shape = f"B={B} T={T} int64"
-    return Case("masking", shape, torch.int64, cost, inputs, exact, contestants, ("", "graph"))
+    return Case("masking", shape, torch.int64, cost, inputs, exact, contestants, True)
 
 
 def cases(device):

@@ -54,7 +54,6 @@ class Options:
     only: str = opt("", "operations whose name contains this")
     # train, profile
     preset: str = opt("all", "of mdlm.py; all: those of the device", "all", *mdlm.PRESETS)
-    graph: bool = opt(False, "train: also the step as one CUDA graph: the same losses? how fast?")
     # sample
     out_dir: str = opt("out", "run or checkpoint folder of a diffusion model")
     ar_dir: str = opt("", "run folder of an autoregressive model, to compare with")
@@ -74,14 +73,14 @@ class Untimed(Exception):
 FORMATS = dict(ms=".4g", spread=".2g", share=".1%", peak_mb=",.0f", speed_up=".2f")
 FORMATS |= dict(calls="d", seconds=".2f", words=".1%", words_se=".1%", grams=".3f")
 FORMATS |= dict(grams_se=".3f", twin=".3f", twin_se=".3f", distinct=".3f", entropy=".3f")
-FORMATS |= dict(launches=".1f", us=",.1f")
 
 
 class Book:
     """The results: lines of a Markdown table as they come, and the same as JSON."""
 
-    def __init__(self, mode, path, device):
-        self.path = path
+    def __init__(self, mode, options, device):
+        self.path = options.json
+        self.until = time.monotonic() + (options.time_limit or math.inf)
         self.failed = False
         versions = {"Python": platform.python_version(), "torch": torch.__version__}
         for package in ("triton", "liger-kernel", "cut-cross-entropy"):
@@ -97,12 +96,16 @@ class Book:
         self.say(", ".join(f"{key} {value}" for key, value in (machine | versions).items()))
         self.write()
 
+    def is_late(self):
+        return time.monotonic() > self.until
+
     def say(self, text):
         print(text, file=sys.stderr if self.path == "-" else sys.stdout, flush=True)
 
     def note(self, text):
         self.content["notes"].append(text)
         self.say(text)
+        self.write()
 
     def add(self, row, cells=None):
         """A line of the table. cells: what it shows, if not what FORMATS makes of the row."""
@@ -236,7 +239,7 @@ def relative_error(results, exact):
 def check(case, name, backward, exact):
     """Raise Untimed if a contestant does not compute what it should."""
     inputs = case.inputs(0)  # fresh ones: some contestants overwrite them
-    results = case.adapt(name, case.contestants[name](backward, *inputs), exact)
+    results = case.contestants[name](backward, *inputs)
     forward_only = case.dtype.is_floating_point and not backward
     error = relative_error(results, exact[:1] if forward_only else exact)
     if not error <= TOLERANCE[case.dtype]:
@@ -250,22 +253,19 @@ def measure(case, book, limits, device, seconds):
     size = sum(x.numel() * x.element_size() for x in case.inputs(0))
     n_sets = max(1, min(16, math.ceil((1 << 28) / size)))  # together beyond the cache
     sets = [case.inputs(seed) for seed in range(n_sets)]
-    for (backward, cost), launch in itertools.product(enumerate(case.cost), case.launches):
-        flops, n_bytes = cost
-        what = "forward" + " + backward" * backward + ", graph" * (launch == "graph")
+    for what, (flops, n_bytes) in case.cost.items():
+        backward = "backward" in what
         where = dict(operation=case.name, shape=case.shape, what=what)
         calls = {}
         peaks = {}
-        with torch.set_grad_enabled(bool(backward)):
+        with torch.set_grad_enabled(backward):
             for name in case.contestants:
                 try:
                     check(case, name, backward, exact)
                     f = partial(case.contestants[name], backward)
                     call = partial(next, itertools.starmap(f, itertools.cycle(sets)))
                     peaks[name] = peak_memory(call, device)
-                    if launch and name in peers.NO_GRAPH:
-                        raise Untimed("waits for the GPU: no graph")
-                    calls[name] = captured(f, sets) if launch else call
+                    calls[name] = captured(f, sets) if case.graph else call
                 except Exception as e:  # a peer may raise anything: its line says what
                     text = describe(e)
                     yardstick = name == first or name.startswith("PyTorch")
@@ -273,7 +273,7 @@ def measure(case, book, limits, device, seconds):
                     book.trouble(where, name, text, fatal)
             times = race(calls, device, seconds)
         for name in times:
-            t, spread = (x / (n_sets if launch else 1) for x in times[name])
+            t, spread = (x / (n_sets if case.graph else 1) for x in times[name])
             speed = rate(flops / t, "FLOP/s") if flops else rate(n_bytes / t, "B/s")
             least = max(flops / limits.get(case.dtype, math.inf), n_bytes / limits["bandwidth"])
             speed_up = times[first][0] / times[name][0] if first in times else None
@@ -283,7 +283,6 @@ def measure(case, book, limits, device, seconds):
 
 def bench_kernels(options, device, book):
     """All cases, as far as time allows."""
-    until = time.monotonic() + (options.time_limit or math.inf)
     limits = measure_limits(device)
     speeds = rate(limits["bandwidth"], "B/s"), rate(limits[torch.bfloat16], "FLOP/s")
     book.note("limits: copy {}, matrix product in bfloat16 {}".format(*speeds))
@@ -294,7 +293,7 @@ def bench_kernels(options, device, book):
         raise UserError(f"--only={options.only} is in no name of an operation; give one of {names}")
     for case in cases:
         torch._dynamo.reset()  # forget what was compiled for another shape
-        if time.monotonic() > until:
+        if book.is_late():
             book.trouble(dict(operation=case.name, shape=case.shape, what=""), "all", LATE)
         else:
             measure(case, book, limits, device, options.seconds)
@@ -351,65 +350,7 @@ def start_step(exact, kernel, config, folder, device, dtype, compiled):
     return run, step, peak_memory(step, device, before)
 
 
-def captured_steps(run):
-    """steps_of(run), whose device part is one CUDA graph from the fourth step on.
-
-    On a CPU nothing is captured, but the inputs stay in the same memory.
-    """
-    weights = list(run.model.parameters())
-    out = torch.zeros(2, device=run.device)
-    part = None
-
-    def device_part():
-        loss = mdlm.compute_gradients(run, [inputs])
-        norm = runtime.clip_gradients(weights, run.config.grad_clip)
-        mdlm.update(run)
-        out.copy_(torch.stack((loss, norm)))
-
-    for step in itertools.count():
-        mdlm.set_rates(run, step, mdlm.lr_scale(run.config, step, progress=0.75))
-        [drawn] = mdlm.draw_parts(run, step, early=0.5)
-        if step == 0:
-            inputs = [x.clone() for x in drawn]
-        torch._foreach_copy_(inputs, drawn)
-        if step == 3 and run.device.type == "cuda":
-            gc.collect()  # nothing may be freed while a graph is captured
-            part = captured(device_part, [()])  # its warm-up is this step
-        else:
-            (part or device_part)()
-        run.pending[step] = out.clone()
-        if (step + 1) % run.config.log_interval == 0:
-            runs.check_finite(run)
-        yield
-
-
-def ten_steps(run, step):
-    """What ten steps of a run are compared by: losses, norms, what changed in weights and EMA."""
-    weights = (*run.model.parameters(), *run.averaged.parameters())
-    before = [p.detach().clone() for p in weights]
-    seen = []
-    for _ in range(10):
-        step()
-        runs.check_finite(run)  # reads the loss and the norm
-        seen.append((run.loss, run.grad_norm))
-    changes = torch.cat([(p.detach() - old).flatten() for p, old in zip(weights, before)])
-    return [*torch.tensor(seen).T, *changes.cpu().chunk(2)]
-
-
-def start_graph(kernel, config, folder, device, dtype, compiled):
-    """What start_step returns, for steps that are one CUDA graph and compute the same."""
-    found = []
-    for steps in (steps_of, captured_steps):
-        run = start_run(config, folder, device, dtype, kernel, compiled)
-        step = partial(next, steps(run))
-        found.append(ten_steps(run, step))
-    error = relative_error(found[1], found[0])
-    if not error <= 0.05:  # a frozen rate would be 0.4
-        raise Untimed(f"WRONG RESULT, relative error of ten steps {error:.2g}")
-    return run, step, None
-
-
-def race_steps(config, folder, device, book, options, until):
+def race_steps(config, folder, device, book, options):
     """Time the steps of a preset: PyTorch and Triton, first compiled, as one trains, then eager."""
     dtype = runtime.pick_dtype("auto", device)
     size = f"V={config.vocab_size} T={config.block_size} batch={config.batch_size}"
@@ -417,14 +358,12 @@ def race_steps(config, folder, device, book, options, until):
     peak = runtime.peak_flops(device) if dtype == torch.bfloat16 else None
     exact = None
     try:
-        if time.monotonic() < until:
+        if not book.is_late():
             exact = gradients(config, folder, device, torch.float32, "torch", False)
     except Exception as e:  # most likely no memory: the others may need less
         book.note("eager PyTorch, the yardstick of the gradients, fails: " + describe(e))
     kernels = ["auto", "torch"] if device.type == "cuda" else ["torch"]
     start = {f"--kernels={kernel}": partial(start_step, exact, kernel) for kernel in kernels}
-    if options.graph:
-        start["one CUDA graph"] = partial(start_graph, kernels[0])
     base = None  # speed-ups are relative to PyTorch, compiled if that works
     for compiled in (True, False):
         ready = {}
@@ -432,7 +371,7 @@ def race_steps(config, folder, device, book, options, until):
         for name, begin in start.items():
             name = f"{name}, {how}"
             try:
-                if time.monotonic() > until:
+                if book.is_late():
                     raise Untimed(LATE)
                 ready[name] = begin(config, folder, device, dtype, compiled)
             except Exception as e:  # no compiler, no memory, no Triton: the line says what
@@ -466,18 +405,16 @@ def presets(options, device):
 
 
 def bench_training(options, device, book):
-    until = time.monotonic() + (options.time_limit or math.inf)
     for config, folder in presets(options, device):
-        race_steps(config, folder, device, book, options, until)
+        race_steps(config, folder, device, book, options)
 
 
 def profile(options, device, book):
     """The parts of a step, compiled where that works, that take longest: a GPU's kernels."""
-    cuda = device.type == "cuda"
+    where = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     dtype = runtime.pick_dtype("auto", device)
-    until = time.monotonic() + (options.time_limit or math.inf)
     for config, folder in presets(options, device):
-        if time.monotonic() > until:
+        if book.is_late():
             book.note(f"{config.preset}: {LATE}")
             break
         run = start_run(config, folder, device, dtype, "auto", can_compile(device))
@@ -485,16 +422,9 @@ def profile(options, device, book):
         seconds = race({"step": step}, device, options.seconds)["step"][0]
         with torch.profiler.profile() as profiler:
             clock(step, 10, device)
-        kind = torch.profiler.DeviceType.CUDA if cuda else torch.profiler.DeviceType.CPU
-        found = [e for e in profiler.key_averages() if e.device_type == kind]
-        found = [e for e in found if not (cuda and e.is_user_annotation)]  # twice the same time
-        us = {e: (e.self_device_time_total if cuda else e.self_cpu_time_total) / 10 for e in found}
-        launches = sum(e.count for e in found) / 10
-        busy = f"{sum(us.values()) / seconds / 1e6:.0%} of {seconds * 1e3:.3g} ms"
-        book.note(f"{config.preset}: {launches:.0f} launches a step, busy {busy}")
-        for e in sorted(found, key=us.get, reverse=True)[:25]:
-            name = e.key[:100].replace("|", "/")
-            book.add(dict(preset=config.preset, kernel=name, launches=e.count / 10, us=us[e]))
+        book.note(f"{config.preset}: a step takes {seconds * 1e3:.3g} ms; of ten, profiled:")
+        longest = profiler.key_averages()
+        book.note(longest.table(sort_by=where, row_limit=25, max_name_column_width=100))
 
 
 MODES = dict(kernels=bench_kernels, train=bench_training, profile=profile)
@@ -514,7 +444,7 @@ def main(argv):
     mode = mode or ("kernels" if cuda else "train")
     if mode == "kernels" and not cuda:
         raise UserError(f"kernels run on a CUDA device, not on {device}; give train or sample")
-    book = Book(mode, options.json, device)
+    book = Book(mode, options, device)
     MODES[mode](options, device, book)
     return book.close()
 

@@ -53,23 +53,15 @@ def _load(ptr, rows, stride, T, D: tl.constexpr, EVEN: tl.constexpr):
 
 
 @jit
-def _store(ptr, rows, stride, T, x, D: tl.constexpr, EVEN: tl.constexpr):
+def _store(ptr, rows, stride, T, x, D: tl.constexpr):
     ptrs = ptr + rows[:, None] * stride + tl.arange(0, D)[None, :]
-    if EVEN:
-        tl.store(ptrs, x.to(ptr.dtype.element_ty))
-    else:
-        tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=rows[:, None] < T)
+    tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=rows[:, None] < T)
 
 
 @jit
 def _load_at(ptr, at, rows, T, EVEN: tl.constexpr):
     """Elements at these offsets (M, n), zeros in rows beyond the end."""
     return tl.load(ptr + at) if EVEN else tl.load(ptr + at, mask=rows[:, None] < T, other=0.0)
-
-
-@jit
-def _load_row(ptr, rows, T, other, EVEN: tl.constexpr):
-    return tl.load(ptr + rows) if EVEN else tl.load(ptr + rows, mask=rows < T, other=other)
 
 
 @jit
@@ -191,7 +183,7 @@ def attention_forward_kernel(
         v = _load(qkv + 2 * H * D, cols, 3 * H * D, T, D, EVEN)
         o = tl.dot(p.to(v.dtype), v, o * shrink[:, None], input_precision="ieee")
         top = new
-    _store(out + b * T * H * D + h * D, rows, H * D, T, o / total[:, None], D, EVEN)
+    _store(out + b * T * H * D + h * D, rows, H * D, T, o / total[:, None], D)
     tl.store(lse + (b * H + h) * T + rows, (top + tl.log2(total)) / LOG2E, mask=rows < T)
 
 
@@ -225,7 +217,7 @@ def attention_dq_kernel(
     dl = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     tl.store(delta + line + rows, dl, mask=rows < T)
     q = _load_qk(qkv, rows, 3 * H * D, T, cos, sin, D, EVEN, NORM)
-    z = _load_row(lse + line, rows, T, 0.0, EVEN) * LOG2E
+    z = tl.load(lse + line + rows, mask=rows < T, other=0.0) * LOG2E
     dq = tl.zeros((BLOCK_M, D), tl.float32)
     start, end, first, last = _range(spans, rows, b, T, BLOCK_N)
     for at in range(first, last, BLOCK_N):
@@ -241,7 +233,7 @@ def attention_dq_kernel(
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         dq = tl.dot((p * (dp - dl[:, None])).to(k.dtype), k, dq, input_precision="ieee")
     dq = _grad_qk(dq * scale, qkv, rows, 3 * H * D, T, cos, sin, D, EVEN, NORM)
-    _store(dqkv + 3 * b * T * H * D + h * D, rows, 3 * H * D, T, dq, D, EVEN)
+    _store(dqkv + 3 * b * T * H * D + h * D, rows, 3 * H * D, T, dq, D)
 
 
 @jit
@@ -277,20 +269,20 @@ def attention_dkdv_kernel(
         rows = at + tl.arange(0, BLOCK_M)
         q = _load_qk(qkv, rows, 3 * H * D, T, cos, sin, D, EVEN, NORM)
         # Queries beyond the end: lse = inf makes their p zero.
-        z = _load_row(lse + line, rows, T, float("inf"), EVEN) * LOG2E
+        z = tl.load(lse + line + rows, mask=rows < T, other=float("inf")) * LOG2E
         s = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
         p = tl.exp2(s * (scale * LOG2E) - z[None, :])
         if spans is not None:
             p = tl.where(_inside(start, end, rows), p, 0.0)
         do = _load(grad, rows, H * D, T, D, EVEN)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-        dl = _load_row(delta + line, rows, T, 0.0, EVEN)
+        dl = tl.load(delta + line + rows, mask=rows < T, other=0.0)
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         dk = tl.dot((p * (dp - dl[None, :])).to(q.dtype), q, dk, input_precision="ieee")
     dk = _grad_qk(dk * scale, qkv + H * D, cols, 3 * H * D, T, cos, sin, D, EVEN, NORM)
     dqkv += 3 * b * T * H * D + h * D
-    _store(dqkv + H * D, cols, 3 * H * D, T, dk, D, EVEN)
-    _store(dqkv + 2 * H * D, cols, 3 * H * D, T, dv, D, EVEN)
+    _store(dqkv + H * D, cols, 3 * H * D, T, dk, D)
+    _store(dqkv + 2 * H * D, cols, 3 * H * D, T, dv, D)
 
 
 # ---- Launches
@@ -356,10 +348,6 @@ def _backward(grad, qkv, out, lse, cos, sin, spans, qk_norm):
     return dqkv
 
 
-def _fake_backward(grad, qkv, out, lse, cos, sin, spans, qk_norm):
-    return qkv.new_empty(qkv.shape)
-
-
 def _save(ctx, inputs, output):
     qkv, *options, ctx.qk_norm = inputs
     ctx.save_for_backward(qkv, *output, *options)
@@ -382,7 +370,7 @@ _attention_backward = register(
     "(Tensor grad, Tensor qkv, Tensor out, Tensor lse, Tensor? cos, Tensor? sin, Tensor? spans,"
     " bool qk_norm) -> Tensor",
     _backward,
-    _fake_backward,
+    lambda grad, qkv, *others: qkv.new_empty(qkv.shape),
 )
 
 

@@ -60,7 +60,6 @@ def ce_chunk_kernel(
     loss_ptr,
     V,
     limit,
-    GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Logits (m, limit) become dz in place, in units of the largest weight."""
@@ -75,20 +74,18 @@ def ce_chunk_kernel(
         z_target = tl.load(z_ptr + target, mask=known, other=float("nan")).to(tl.float32)
         lse = _logsumexp(z_ptr, V, limit, BLOCK)
         tl.store(loss_ptr + i, weight * (lse - z_target))
-        if GRAD:
-            factor = weight / tl.load(unit_ptr)
-            for start in range(0, limit, BLOCK):  # the row comes from the L2 cache this time
-                at = start + col
-                z = tl.load(z_ptr + at, mask=at < limit, other=0, eviction_policy="evict_first")
-                dz = factor * (tl.exp(z.to(tl.float32) - lse) - (at == target).to(tl.float32))
-                dz = tl.where(at < V, dz, 0.0)
-                tl.store(z_ptr + at, dz.to(z_ptr.dtype.element_ty), mask=at < limit)
+        factor = weight / tl.load(unit_ptr)
+        for start in range(0, limit, BLOCK):  # the row comes from the L2 cache this time
+            at = start + col
+            z = tl.load(z_ptr + at, mask=at < limit, other=0, eviction_policy="evict_first")
+            dz = factor * (tl.exp(z.to(tl.float32) - lse) - (at == target).to(tl.float32))
+            dz = tl.where(at < V, dz, 0.0)
+            tl.store(z_ptr + at, dz.to(z_ptr.dtype.element_ty), mask=at < limit)
     else:  # padding
         tl.store(loss_ptr + i, 0.0)
-        if GRAD:
-            for start in range(0, limit, BLOCK):
-                at = start + col
-                tl.store(z_ptr + at, tl.zeros((BLOCK,), z_ptr.dtype.element_ty), mask=at < limit)
+        for start in range(0, limit, BLOCK):
+            at = start + col
+            tl.store(z_ptr + at, tl.zeros((BLOCK,), z_ptr.dtype.element_ty), mask=at < limit)
 
 
 # ---- Tiles: they spill no registers on sm_80, 90 and 100 (results/aot.md); no GPU has timed them
@@ -117,8 +114,8 @@ def _add_product(c, a, b):
         c.addmm_(a.float(), b.float())
 
 
-def _forward(h, W, targets, weight, dtype, grad):
-    """loss; dh in dtype and dW in float32, both in units of `unit` (empty without grad); unit."""
+def _forward(h, W, targets, weight, dtype):
+    """loss; dh in dtype and dW in float32, both in units of `unit`; unit."""
     M, C = h.shape
     V = len(W)
     targets = targets.contiguous()
@@ -130,26 +127,23 @@ def _forward(h, W, targets, weight, dtype, grad):
     rows = max(1, min(M, CHUNK // limit))
     logits = torch.empty((rows, limit), dtype=dtype, device=h.device)
     loss = torch.empty(M, dtype=torch.float32, device=h.device)
-    dh = torch.empty(h.shape if grad else 0, dtype=dtype, device=h.device)
-    dW = torch.zeros((limit, C) if grad else 0, dtype=torch.float32, device=h.device)
+    dh = torch.empty(h.shape, dtype=dtype, device=h.device)
+    dW = torch.zeros((limit, C), dtype=torch.float32, device=h.device)
     for start in range(0, M, rows):
         at = slice(start, start + rows)
         x = h[at].to(dtype)
         z = logits[: len(x)]
         torch.mm(x, W.t(), out=z)
         tensors = (z, targets[at], weight[at], unit, loss[at])
-        launch(ce_chunk_kernel, (len(x),), *tensors, V, limit, GRAD=grad, **row_config(V, dtype))
-        if grad:
-            _add_product(dW, z.t(), x)
-            torch.mm(z, W, out=dh[at])
+        launch(ce_chunk_kernel, (len(x),), *tensors, V, limit, **row_config(V, dtype))
+        _add_product(dW, z.t(), x)
+        torch.mm(z, W, out=dh[at])
     return loss.sum(), dh, dW[:V], unit
 
 
-def _fake(h, W, targets, weight, dtype, grad):
+def _fake(h, W, targets, weight, dtype):
     loss, unit = (h.new_empty((), dtype=torch.float32) for _ in range(2))
-    dh = h.new_empty(h.shape if grad else 0, dtype=dtype)
-    dW = h.new_empty(W.shape if grad else 0, dtype=torch.float32)
-    return loss, dh, dW, unit
+    return loss, h.new_empty(h.shape, dtype=dtype), h.new_empty(W.shape, dtype=torch.float32), unit
 
 
 def _save(ctx, inputs, output):
@@ -164,17 +158,17 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, grad, *_):
     """dh and dW times unit * grad, each in the dtype of its parameter."""
     if grad is None:
-        return (None,) * 6
+        return (None,) * 5
     dh, dW, unit = ctx.saved_tensors
     # (1,), as a 0-dim factor would be rounded to the dtype of dh first, which biases all gradients.
     factor = (unit * grad)[None]
     dh, dW = ((x * factor).to(dtype) for x, dtype in zip((dh, dW), ctx.dtypes))
-    return dh, dW, None, None, None, None
+    return dh, dW, None, None, None
 
 
 _linear = register(
     "linear_cross_entropy",
-    "(Tensor h, Tensor W, Tensor targets, Tensor weight, ScalarType dtype, bool grad)"
+    "(Tensor h, Tensor W, Tensor targets, Tensor weight, ScalarType dtype)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _fake,
@@ -191,9 +185,8 @@ def linear_cross_entropy(h, W, targets, weight):
             raise ValueError(f"linear_cross_entropy takes {DTYPES} on a GPU, got {x.dtype}")
     kind = h.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
-    grad = torch.is_grad_enabled() and (h.requires_grad or W.requires_grad)
     with torch.autocast(kind, enabled=False):  # dtype says what to multiply in
-        return _linear(h, W, targets, weight, dtype, grad)[0]
+        return _linear(h, W, targets, weight, dtype)[0]
 
 
 linear_cross_entropy.__doc__ = linear_cross_entropy_ref.__doc__

@@ -22,8 +22,6 @@ import kernels
 from kernels.reference import rotary_tables
 
 compiled = partial(torch.compile, dynamic=False)
-# These wait for the GPU, so a CUDA graph cannot hold them.
-NO_GRAPH = ("liger-kernel", "cut-cross-entropy", "cut-cross-entropy, exact")
 
 
 @dataclass
@@ -31,13 +29,12 @@ class Case:
     name: str
     shape: str
     dtype: torch.dtype
-    # (FLOPs, the fewest bytes that must move between memory and chip) of forward, of both
-    cost: tuple
+    # "forward", "forward + backward" -> (FLOPs, the fewest bytes between memory and chip)
+    cost: dict
     inputs: Callable  # seed -> tensors
     exact: Callable  # inputs -> [output, gradients]
     contestants: dict  # name -> function; speed-ups are relative to the first
-    launches: tuple  # "graph": replayed as a CUDA graph, which hides the host's time; "": not
-    adapt: Callable = lambda name, results, exact: results  # to the form of `exact`
+    graph: bool  # replayed as a CUDA graph, which hides the host's time
 
 
 def outcome(out, inputs, backward, grad=None):
@@ -48,13 +45,9 @@ def yardsticks(contestant, f):
     return {"PyTorch eager": contestant(f), "PyTorch compiled": contestant(compiled(f))}
 
 
-def split(f):
-    """A contestant from f(q, k, v) of contiguous (B, H, T, D), as the peers prefer it."""
-    return lambda backward, _, grad, *qkv: outcome(f(*qkv).transpose(1, 2), qkv, backward, grad)
-
-
 def attention(device, dtype, B, T, H, D, block=False):
-    """block: with rotary positions and QK-norm on the packed projections, as in the model."""
+    """On packed projections, whose gradient is packed too, as in the model: there SDPA reads q, k,
+    v by their strides, and its gradients are stacked. block: with rotary positions and QK-norm."""
     more = {}
     ref = kernels.attention_ref
     if block:
@@ -65,13 +58,12 @@ def attention(device, dtype, B, T, H, D, block=False):
         g = torch.Generator(device).manual_seed(seed)
         qkv = torch.randn(B, T, 3, H, D, generator=g, device=device).to(dtype)
         grad = torch.randn(B, T, H, D, generator=g, device=device).to(dtype)
-        q, k, v = (x.transpose(1, 2).contiguous().requires_grad_() for x in qkv.unbind(2))
-        return qkv.requires_grad_(), grad, q, k, v
+        return qkv.requires_grad_(), grad
 
-    def packed(f):
-        return lambda backward, qkv, grad, *_: outcome(f(qkv, **more), (qkv,), backward, grad)
+    def contestant(f):
+        return lambda backward, qkv, grad: outcome(f(qkv, **more), (qkv,), backward, grad)
 
-    def exact(qkv, grad, *_):
+    def exact(qkv, grad):
         parts = []
         # One sequence at a time: (1, H, T, T) scores in float64.
         for x, g in zip(qkv.detach().double().split(1), grad.double().split(1)):
@@ -79,29 +71,19 @@ def attention(device, dtype, B, T, H, D, block=False):
             parts.append(outcome(ref(x, **more), (x,), True, g))
         return [torch.cat(part).detach() for part in zip(*parts)]
 
-    def adapt(name, results, exact):
-        """(O, dq, dk, dv) of a split contestant -> (O, dqkv)."""
-        if len(results) < 4:
-            return results
-        return results[0], torch.stack([g.transpose(1, 2) for g in results[1:]], 2)
-
-    if block:
-        contestants = yardsticks(packed, ref)
-    else:
-        contestants = yardsticks(split, lambda q, k, v: (D**-0.5 * (q @ k.mT)).softmax(-1) @ v)
-        for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
-            backend = sdpa_kernel(getattr(SDPBackend, name))
-            call = split(backend(F.scaled_dot_product_attention))
-            contestants[f"SDPA {name.split('_')[0]}"] = call
-    contestants["mdlm"] = packed(kernels.attention)
+    contestants = yardsticks(contestant, ref)
+    for name in () if block else ("FLASH", "CUDNN", "EFFICIENT"):
+        backend = sdpa_kernel(getattr(SDPBackend, f"{name}_ATTENTION"))
+        contestants[f"SDPA {name}"] = contestant(backend(ref))
+    contestants["mdlm"] = contestant(kernels.attention)
     shape = f"B={B} T={T} H={H} D={D} {str(dtype)[6:]}"
     product = 2 * B * H * T * T * D  # FLOPs
     n = B * T * H * D * dtype.itemsize  # bytes of q
     # Forward reads q, k, v, writes O; backward reads q, k, v, O, dO, writes dq, dk, dv. Backward
     # computes the scores again, then four gradients.
-    cost = ((2 * product, 4 * n), (7 * product, 12 * n))
+    cost = {"forward": (2 * product, 4 * n), "forward + backward": (7 * product, 12 * n)}
     name = "attention block" if block else "attention"
-    return Case(name, shape, dtype, cost, inputs, exact, contestants, ("graph",), adapt)
+    return Case(name, shape, dtype, cost, inputs, exact, contestants, True)
 
 
 def head_peers():
@@ -160,12 +142,11 @@ def head(device, dtype, N, C, V):
         contestants[name] = on_rows(lambda h, W, targets, _, f=f: f(h, W, targets))
     contestants["mdlm"] = on_rows(kernels.linear_cross_entropy)
     shape = f"N={N} C={C} V={V} {str(dtype)[6:]}"
-    product = 2 * M * C * V  # FLOPs
-    # Forward reads M rows and W; backward reads them again, writes dh (N, C) and dW.
-    n = (M * C + V * C) * dtype.itemsize
-    cost = ((product, n), (3 * product, n + (N * C + V * C) * dtype.itemsize))
-    launches = ("", "graph") if V < 1000 else ("",)
-    return Case("head + loss", shape, dtype, cost, inputs, exact_head, contestants, launches)
+    # Three products of M C V. Forward reads M rows and W; backward writes dh (N, C) and dW.
+    n_bytes = (M * C + V * C + N * C + V * C) * dtype.itemsize
+    cost = {"forward + backward": (3 * 2 * M * C * V, n_bytes)}
+    # No graph: some peers wait for the GPU.
+    return Case("head + loss", shape, dtype, cost, inputs, exact_head, contestants, False)
 
 
 def masking(device, B, T, V=65):
@@ -186,9 +167,9 @@ def masking(device, B, T, V=65):
     contestants["mdlm"] = keyed(kernels.mask_tokens)
     exact = partial(keyed(kernels.mask_tokens_ref), False)
     # Reads int64 tokens, writes tokens and row indices; and each row's level, number and count.
-    cost = ((0, 8 * (3 * B * T + 3 * B)),)
+    cost = {"forward": (0, 8 * (3 * B * T + 3 * B))}
     shape = f"B={B} T={T} int64"
-    return Case("masking", shape, torch.int64, cost, inputs, exact, contestants, ("", "graph"))
+    return Case("masking", shape, torch.int64, cost, inputs, exact, contestants, True)
 
 
 def cases(device):

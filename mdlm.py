@@ -743,7 +743,6 @@ def setup(given, start):
 
     compiled = compiling.should_compile(run, can_compile(device), gradients)
     compiling.compile_network(run, compiled, gradients)
-    runs.warn_of_memory(run)
     runs.begin(run, folder)
     log.describe(run, folder, is_bound(config), is_variant(config))
     if not folder:

@@ -39,33 +39,6 @@ ALSO = {  # at fewer numbers of calls
 CALLS = (4, 8, 16, 32, 64)
 
 
-class NGrams:
-    """Interpolated n-gram model of characters (Witten and Bell, 1991), n at most 6."""
-
-    def __init__(self, text, order=6):
-        self.order = order
-        self.next = [{} for _ in range(order)]  # by length of the context: context -> Counter
-        for k, table in enumerate(self.next):
-            for i in range(k, len(text)):
-                table.setdefault(text[i - k : i], Counter())[text[i]] += 1
-        self.totals = [{c: n.total() for c, n in table.items()} for table in self.next]
-        self.uniform = 1 / len(self.next[0][""])
-
-    def nll(self, text):
-        """Nats per character."""
-        return -sum(math.log(self.probability(text, i)) for i in range(len(text))) / len(text)
-
-    def probability(self, text, i):
-        p = self.uniform
-        for k in range(min(self.order, i + 1)):
-            context = text[i - k : i]
-            seen = self.next[k].get(context)
-            if seen is None:
-                break
-            p = (seen[text[i]] + len(seen) * p) / (self.totals[k][context] + len(seen))
-        return p
-
-
 def entropy(texts):
     """Of the characters, in nats."""
     counts = Counter("".join(texts))
@@ -73,31 +46,21 @@ def entropy(texts):
 
 
 class Judge(judging.Judge):
-    """Judges texts by the training text: its words, its 6-grams, a model that was trained on it."""
+    """Judges texts by the training text, and by an autoregressive model that was trained on it."""
 
     def __init__(self, training, is_patterns=False, twin=None, tokenizer=None):
         super().__init__(training, is_patterns)
-        self.grams = NGrams(training)
         self.twin = twin
         self.tokenizer = tokenizer
-
-    def grams_nll(self, texts):
-        """(n,) nats per character of each text."""
-        return torch.tensor([self.grams.nll(text) for text in texts], dtype=torch.float64)
-
-    def twin_nll(self, texts):
-        """(n,) nats per token of each text under the autoregressive model."""
-        x = torch.tensor([self.tokenizer.encode(text) for text in texts])
-        r = mdlm.evaluate(self.twin, x.to(next(self.twin.parameters()).device), batch_size=8)
-        return torch.tensor(r["by_window"], dtype=torch.float64)
 
     def __call__(self, texts):
         """Means over texts, and the standard errors of those that are means of a number a text."""
         found = super().__call__(texts)
-        for name, nll in (("grams", self.grams_nll), ("twin", self.twin_nll)):
-            if name == "grams" or self.twin:
-                each = nll(texts)
-                found |= {name: each.mean().item(), f"{name}_se": standard_error(each)}
+        if self.twin:
+            x = torch.tensor([self.tokenizer.encode(text) for text in texts])
+            r = mdlm.evaluate(self.twin, x.to(next(self.twin.parameters()).device), batch_size=8)
+            each = torch.tensor(r["by_window"], dtype=torch.float64)
+            found |= dict(twin=each.mean().item(), twin_se=standard_error(each))
         return found | dict(entropy=entropy(texts))
 
 

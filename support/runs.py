@@ -159,24 +159,6 @@ def sizes():
     return f"{model}, {sequences} sequences of {config.block_size} tokens at a time; {fix}"
 
 
-def warn_of_memory(run):
-    """Say so if training will hardly fit into memory: an estimate, made before the first step."""
-    config = run.config
-    weights = sum(shards.local(p).numel() for p in run.model.parameters())
-    tokens = run.micro_batch * config.block_size
-    # Weights, gradients and, at most, two moments. Of a layer, backward keeps 24 to 45 values for
-    # each token and unit of width (measured on a CPU). PyTorch's loss keeps half of the logits.
-    layers = 1 + config.n_layer / 32 if config.recompute else config.n_layer
-    need = 16 * weights + 32 * tokens * layers * config.n_embd * run.dtype.itemsize
-    if run.model.ops.name == "torch":
-        need += 4 * tokens * run.model.vocab_size
-    if run.compiler:  # it takes a step of its own
-        need *= 2
-    free = runtime.free_memory(run.device)
-    if free is not None and need > free:
-        warn(f"training takes about {need / 1e9:.2g} GB, {free / 1e9:.2g} GB are free: {sizes()}")
-
-
 # Flags that have no effect with --objective=ar.
 MASKS = ("masking", "mask_schedule", "loss_weight", "min_rate", "max_rate", "rate_margin")
 

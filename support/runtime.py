@@ -9,7 +9,6 @@ import signal
 import time
 import warnings
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -96,26 +95,6 @@ def flops_per_token(model):
         end = end / 2 - 8 * config.n_embd**2 / 2
     attending = sum(block.qkv is not None for block in model.blocks)
     return 6 * (body + end) + 12 * attending * config.n_embd * config.block_size
-
-
-def free_memory(device):
-    """Bytes that this process can still take on a device; None where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    found = []
-    with contextlib.suppress(OSError, ValueError, TypeError, ImportError):  # Linux only
-        import resource
-
-        total = re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())
-        found.append(int(total[1]) * 1024)
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if limit != resource.RLIM_INFINITY:
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            found.append(limit - pages * resource.getpagesize())
-        group = Path("/sys/fs/cgroup")  # of a container
-        used = re.search(r"^anon (\d+)", (group / "memory.stat").read_text())  # without caches
-        found.append(int((group / "memory.max").read_text()) - int(used[1]))
-    return min(found, default=None)
 
 
 def to_tensors(arrays, device):

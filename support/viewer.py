@@ -18,7 +18,6 @@ import torch
 
 from support.cli import UNSAFE, UserError, escaped
 from support.files import is_special, write_output
-from support.likelihood import checked
 from support.templates import joined
 
 FILLED = "\x1b[1;36m"
@@ -169,17 +168,6 @@ def likeliest(tokenizer, p, n):
     """The n likeliest tokens by probabilities p (V,): pairs of text and probability."""
     best = p.topk(min(n, len(p)))
     return [(tokenizer.decode([v]), q) for q, v in zip(*map(torch.Tensor.tolist, best))]
-
-
-@torch.no_grad()
-def top_tokens(model, tokenizer, ids, n, device):
-    """Print the n likeliest tokens of each [MASK] in a list of ids."""
-    rest = [model.pad_id] * (model.config.block_size - len(ids))
-    p = checked(model(torch.tensor([ids + rest], device=device))[0]).softmax(-1)
-    for i, token in enumerate(ids):
-        if token == model.mask_id:
-            best = [f"{text!r} {100 * q:.1f} %" for text, q in likeliest(tokenizer, p[i], n)]
-            print(f"token {i + 1:>4}", *best, sep="   ")
 
 
 class Film:

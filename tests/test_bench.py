@@ -386,22 +386,6 @@ def test_patterns_are_judged_by_their_validity():
     assert judge(["ab" * 32] * 4)["distinct"] == 1 / 4
 
 
-def test_grams_are_a_distribution():
-    """Witten and Bell's interpolation by hand, and probabilities that sum to 1."""
-    grams = frontier.NGrams("abracadabra")
-    for context in ("", "a", "br", "xab", "zzz"):
-        total = sum(grams.probability(context + c, len(context)) for c in "abcdr")
-        assert total == pytest.approx(1)
-    after_b = (2 + 1 * (2 + 5 / 5) / 16) / 3  # "r" twice after "b"; 2 of 11 letters are "r"
-    assert grams.probability("br", 1) == pytest.approx(after_b)
-    texts = ["abra", "cadabra"]
-    expected = [
-        -sum(math.log(grams.probability(t, i)) for i in range(len(t))) / len(t) for t in texts
-    ]
-    assert [grams.nll(t) for t in texts] == pytest.approx(expected)
-    assert grams.nll("abracadabra") < grams.nll("arbacadarba")
-
-
 @pytest.fixture(scope="module")
 def runs(short_run, tmp_path_factory):
     """Folders of a diffusion run and of an autoregressive one on the same text."""

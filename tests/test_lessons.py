@@ -1,12 +1,8 @@
 """The lessons: their checks accept right answers alone, their commands exist, minimal.py learns."""
 
-import ast
 import importlib.util
-import re
-import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT

@@ -72,7 +72,7 @@ class Untimed(Exception):
 # How the table shows the numbers of a row; those without a format are in the JSON alone.
 FORMATS = dict(ms=".4g", spread=".2g", share=".1%", peak_mb=",.0f", speed_up=".2f")
 FORMATS |= dict(calls="d", seconds=".2f", words=".1%", words_se=".1%", valid=".1%")
-FORMATS |= dict(valid_se=".1%", twin=".3f", twin_se=".3f", distinct=".3f", entropy=".3f")
+FORMATS |= dict(valid_se=".1%", twin=".3f", twin_se=".3f", distinct=".3f")
 
 
 class Book:

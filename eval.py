@@ -24,19 +24,15 @@ import tempfile
 import zlib
 from functools import partial
 from pathlib import Path
-from statistics import mean, pstdev
-from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 
 import mdlm
-from kernels import reference
 from support import numerics, plots, sources, viewer
 from support.checkpoint import SHIPPED, default_run, find_checkpoint
 from support.cli import UserError, opt
 from support.files import read_json, write_output
-from support.likelihood import chain_rule, checked, group_size, groups, to_context
+from support.likelihood import chain_rule, checked, group_size, to_context
 from support.runtime import pick_device
 
 EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on without a network
@@ -153,6 +149,13 @@ def likelihood(r):
     return f"{r.get('nll', r.get('nelbo')):.4f}{error} nats per token{bits}"
 
 
+def by_rate(r):
+    """A table of cross-entropy and accuracy."""
+    tenths = [f"{i}-{i + 10}" for i in range(0, 100, 10)]
+    rows = [["masked, %", *tenths], ["CE", *r["ce"]], ["accuracy", *r["accuracy"]]]
+    return plots.table(rows, digits=2)
+
+
 def report(r):
     """The results as lines of text."""
     windows = f"{r['windows']} windows of {r['block_size']} tokens, {r['data']}"
@@ -163,9 +166,7 @@ def report(r):
         lines.append(f"NLL {likelihood(r)}, shifted {r['ar_shifted']:.4f}, {perplexity}")
     else:
         lines.append(f"NELBO {likelihood(r)}, {r['passes']} masks a window, {perplexity}")
-        tenths = [f"{i}-{i + 10}" for i in range(0, 100, 10)]
-        rows = [["masked, %", *tenths], ["CE", *r["ce"]], ["accuracy", *r["accuracy"]]]
-        lines.append(plots.table(rows, digits=2))
+        lines.append(by_rate(r))
     if "exact" in r and "nelbo" in r:
         windows = r["exact"]["windows"]
         lines.append(f"exact, left to right: {likelihood(r['exact'])}, {windows} windows")
@@ -185,7 +186,7 @@ def check(given):
         cli.check_files({"compare" if options.compare else "data": path}, dict(json=options.json))
     measured = "out_dir data windows passes temperature exact"
     cli.check_clashes([("compare", measured, "give one of them")], given)
-    measured = "data compare windows passes temperature exact"
+    measured = "data compare windows passes temperature exact pictures"
     cli.check_clashes([("text", measured, "--text measures nothing else")], given)
     if given.keys() & {"text", "rate"} and not options.text:
         raise UserError("--text is empty or missing; give one, --rate alone masks nothing")
@@ -272,115 +273,11 @@ def evaluation(options):
     return r, report(r), home, draw
 
 
-# ---- --text: what a model sees and does in one text
-RATES = (0.2, 0.5, 0.8)
-DRAWS = 64  # random masks, over which accuracy and cross-entropy are means
+# ---- --text: what a model sees and predicts in one text
+DRAWS = 128  # random masks, over which accuracy and cross-entropy are means
 
 
 @torch.no_grad()
-def predict(model, x0, n, rate):
-    """Mask the first n tokens of x0 (1, T) at a rate, DRAWS times.
-
-    Returns xt (T,), bool (T,) which of it is masked, p (T, V) there (all of the first time), and
-    the means of accuracy and cross-entropy.
-    """
-    count = torch.tensor([max(1, round(rate * n))], device=x0.device)
-    rest = torch.arange(x0.shape[1], device=x0.device)[None] >= n  # what follows the text
-    sums = torch.zeros(2)
-    for part in groups(model, DRAWS, x0.device):
-        draws = torch.arange(part.start, part.stop, device=x0.device)
-        x = x0.repeat(len(draws), 1)
-        fixed = rest.expand_as(x)
-        key = (model.mask_id, 0x7EA7, 0, draws)
-        xt, _, rows, k = model.ops.mask_tokens(x, count.expand(len(x)), *key, fixed)
-        rows = rows[: int(k)]
-        logits = checked(model(xt, rows=rows))  # (k, V)
-        truth = x.flatten()[rows]
-        hits = (logits.argmax(-1) == truth).sum()
-        sums += torch.stack((hits, F.cross_entropy(logits, truth, reduction="sum"))).cpu()
-        if part.start == 0:
-            masked = (xt == model.mask_id)[0] & ~rest[0]
-            first = (xt[0], masked, model(xt[:1])[0].softmax(-1))
-    return *first, *(sums / (DRAWS * count.item())).tolist()
-
-
-@torch.no_grad()
-def attention_maps(model, xt):
-    """What each head attends to: {number of the block: (H, T, T) probabilities} for xt (1, T).
-
-    Computed explicitly, as a fused kernel never has them.
-    """
-    ops = model.ops
-    maps = []
-
-    def explicit(qkv, cos, sin, qk_norm, causal, spans):
-        q, k, _ = reference.prepare(qkv, cos, sin, qk_norm)  # (1, T, H, D)
-        scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
-        if spans is not None:
-            at = torch.arange(xt.shape[1], device=xt.device)
-            scores = scores.masked_fill(~reference.is_visible(spans, at)[:, None], -math.inf)
-        maps.append(scores.softmax(-1)[0].cpu())
-        return ops.attention(qkv, cos, sin, qk_norm, causal, spans)
-
-    model.ops = SimpleNamespace(attention=explicit)
-    model(xt)
-    model.ops = ops
-    numbers = [i for i, block in enumerate(model.blocks) if block.qkv is not None]
-    return dict(zip(numbers, maps))
-
-
-def count_masks(T, draws=1000):
-    """How many of T tokens are masked, by rate: {rate: two lists (draws,), Bernoulli and exact}."""
-    x0 = torch.zeros(draws, T, dtype=torch.int64)
-    found = {}
-    for rate in RATES:
-        bernoulli = torch.full((draws,), rate)
-        exact = (bernoulli * T).round().long()
-        key = (1, 0, 0, torch.arange(draws))  # the id of [MASK], seed, step, samples
-        masks = [reference.mask_tokens_ref(x0, how, *key) for how in (bernoulli, exact)]
-        found[rate] = [count.tolist() for _, count, _, _ in masks]
-    return found
-
-
-def schedule_densities(config):
-    """How often each mask rate is drawn in training: {schedule: (T,), 1 where all are alike}."""
-    found = {}
-    for name in mdlm.SCHEDULES:
-        variant = dataclasses.replace(config, masking="exact", mask_schedule=name)
-        found[name] = (mdlm.count_probabilities(variant)[1:] * config.block_size).tolist()
-    return found
-
-
-@torch.no_grad()
-def time_embedding(model):
-    """What --time_conditioning tells the blocks, at mask rates from 0 to 1: (101, C)."""
-    rates = torch.linspace(0, 1, 101, device=model.cos.device)[:, None]
-    waves = torch.cos(rates * math.pi * torch.arange(model.config.n_embd, device=rates.device))
-    return F.silu(model.rate(waves)).cpu()
-
-
-def text_report(r):
-    """The results of show_text as lines of text."""
-    tokens = r["tokens"]
-    masked = [token for token in tokens if token["likeliest"]]
-    lines = [f"{r['checkpoint']}: {len(masked)} of {len(tokens)} tokens masked"]
-    lines += viewer.aligned(tokens)
-    for token in masked:
-        best = [f"{text!r} {p:.1%}" for text, p in token["likeliest"]]
-        head = f"token {token['number']:>4} {token['mark']} {token['text']!r}:"
-        lines.append("   ".join((head, *best)))
-    lines.append(f"The same text, means over {DRAWS} random masks:")
-    columns = zip(*(row.values() for row in r["by_rate"]))
-    rows = [[name, *column] for name, column in zip(("rate", "accuracy", "CE"), columns)]
-    lines.append(plots.table(rows, digits=3))
-    lines.append(f"Masked tokens of {r['block_size']}, 1,000 draws, mean +- standard deviation:")
-    rows = [["rate", "each token at this rate (Bernoulli)", "exact number"]]
-    for rate, draws in r["counts"].items():
-        rows.append([rate, *(f"{mean(n):.1f} +- {pstdev(n):.1f}" for n in draws)])
-    lines.append(plots.table(rows, digits=1))
-    return "\n".join(lines)
-
-
 def show_text(options):
     """--text: (results, words, folder for pictures or None, pictures)."""
     device = pick_device(options.device)
@@ -392,29 +289,35 @@ def show_text(options):
     n = len(ids)
     if not 0 < n <= config.block_size:
         raise UserError(f"--text has {n} tokens; give 1 to {config.block_size}")
-    x0 = to_context(model, torch.tensor([ids], device=device))
-    xt, masked, p, *_ = predict(model, x0, n, options.rate)
+    x0 = to_context(model, torch.tensor([ids], device=device))  # (1, T)
+    is_text = torch.arange(x0.shape[1], device=device)[None] < n
+    count = torch.tensor([max(1, round(options.rate * n))], device=device)
+    key = (model.mask_id, 0x7EA7, 0, torch.zeros(1, dtype=torch.int64, device=device))
+    xt = model.ops.mask_tokens(x0, count, *key, ~is_text)[0]
+    p = checked(model(xt)[0]).softmax(-1)  # (T, V)
     tokens = []
     for i, text in enumerate(viewer.pieces(tokenizer, ids)):
         token = dict(number=i + 1, text=text, mark="", likeliest=[])
-        if masked[i]:
+        if xt[0, i] == model.mask_id:
             token["likeliest"] = viewer.likeliest(tokenizer, p[i], 3)
             token["mark"] = "+" if p[i].argmax() == ids[i] else "x"
         tokens.append(token)
-    by_rate = []
-    for rate in RATES:
-        *_, accuracy, ce = predict(model, x0, n, rate)
-        by_rate.append(dict(rate=rate, accuracy=accuracy, ce=ce))
-    r = dict(checkpoint=str(folder), rate=options.rate, tokens=tokens, by_rate=by_rate)
-    r |= dict(block_size=config.block_size, counts=count_masks(config.block_size))
-    maps = {i: m[:, :n, :n] for i, m in attention_maps(model, xt[None]).items()}
-    draw = {"attention.png": partial(plots.plot_attention, maps, tokens)}
-    schedules = schedule_densities(config)
-    draw["masking.png"] = partial(plots.plot_masking, r["counts"], config.block_size, schedules)
-    if config.time_conditioning:
-        draw["time.png"] = partial(plots.plot_time, time_embedding(model))
-    home = folder.parent if (folder.parent / "log.jsonl").exists() else None
-    return r, text_report(r), home, draw
+    how = dict(batch_size=group_size(model, device), scored=is_text.expand(DRAWS, -1))
+    r = mdlm.evaluate(model, x0.expand(DRAWS, -1), **how)
+    r = dict(checkpoint=str(folder), tokens=tokens, ce=r["ce"], accuracy=r["accuracy"])
+    return r, text_report(r), None, {}
+
+
+def text_report(r):
+    """The results of show_text as lines of text."""
+    masked = [token for token in r["tokens"] if token["mark"]]
+    lines = [f"{r['checkpoint']}: {len(masked)} of {len(r['tokens'])} tokens masked"]
+    lines += viewer.aligned(r["tokens"])
+    for token in masked:
+        best = [f"{text!r} {p:.1%}" for text, p in token["likeliest"]]
+        head = f"token {token['number']:>4} {token['mark']} {token['text']!r}:"
+        lines.append("   ".join((head, *best)))
+    return "\n".join([*lines, f"this text under {DRAWS} random masks:", by_rate(r)])
 
 
 def main(argv):

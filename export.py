@@ -147,7 +147,9 @@ def card(folder, model, tokenizer, config, name):
     fields |= dict(millions=sum(p.numel() for p in model.parameters()) / 1e6)
     fields |= dict(V=tokenizer.vocab_size, kind=tokenizer.kind, pad_id=tokenizer.vocab_size + 1)
     fields |= dict(length=length, room=min(100, length // 2))
-    fields["prompt"] = "The" if tokenizer.knows("The") else tokenizer.decode([1])
+    fields["prompt"] = tokenizer.decode([1])
+    with contextlib.suppress(UserError):
+        fields["prompt"] = tokenizer.decode(tokenizer.encode("The"))
     form = "card_ar.md" if config.objective == "ar" else "card.md"
     return (SUPPORT / form).read_text(encoding="utf-8").format(**fields)
 

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import mdlm
 from kernels.reference import philox_words
-from support import comparing, judging, templates, viewer
+from support import judging, templates, viewer
 from support.checkpoint import default_run, find_checkpoint
 from support.cli import UserError, opt
 from support.likelihood import check_ids, end_documents, groups, hypotheses, logits_at
@@ -64,12 +64,6 @@ ORDERS = {
 }
 MEANINGS = "; ".join(f"{name}: {order.meaning}" for name, order in ORDERS.items())
 REDRAWS = ("doubtful", "sweep")
-# --schedule -> the share of masks left after a share f of the calls that reveal
-SCHEDULES = {
-    "linear": lambda f: 1 - f,
-    "cosine": lambda f: torch.cos(math.pi / 2 * f) * (f < 1),  # few first; 0 at the end, not 6e-17
-    "sine": lambda f: 1 - torch.sin(math.pi / 2 * f),  # many first
-}
 
 
 @dataclass
@@ -90,7 +84,6 @@ class Options:
     redraw: str = opt("doubtful", "what to draw again: the least sure, or all in turn", *REDRAWS)
     distance: int = opt(3, "least distance of tokens that a call draws again", bounds=(1, 8192))
     order: str = opt("auto", "what to reveal first: " + MEANINGS, "auto", *ORDERS)
-    schedule: str = opt("linear", "as many in each call, few or many first", *SCHEDULES)
     threshold: float = opt(0.0, "also reveal where a token has this probability", bounds=(0, 1))
     block: int = opt(0, "finish this many tokens before the next (0: auto)", bounds=(0, 8192))
     temperature: float = opt(1.0, "below 1: likelier tokens, 0: the likeliest", bounds=(0, 100))
@@ -160,7 +153,7 @@ def resolve(how, config):
     if config.objective == "ar":
         if how.order not in ("auto", "ancestral", "left_to_right"):
             raise UserError(f"order={how.order}: an autoregressive model needs left_to_right")
-        for name in ("correct", "redraw", "schedule", "threshold", "cfg"):
+        for name in ("correct", "redraw", "threshold", "cfg"):
             if getattr(how, name) not in (getattr(Options, name), "0"):
                 raise UserError(f"{name} is not for an autoregressive model; leave it out")
         how = replace(how, order="left_to_right", correct="0")
@@ -218,12 +211,11 @@ def plan(config, fill, samples, how):
 
 def how_many(how, block, s, masked, noise):
     """(B,) how many of the `masked` positions (B, T) to reveal in step s of a block."""
-    f = (s + torch.arange(2, device=noise.device)[:, None]) / block.reveals.double()
-    before, after = SCHEDULES[how.schedule](f.clamp(max=1))  # (B,) shares of masks
+    left = (block.reveals - s).clamp(min=1).double()  # (B,) steps that reveal, with this one
+    after = (left - 1) / block.reveals  # the share of masks
     k = masked.sum(1) - (block.gaps.sum(1) * after + 1e-9).long()
     if how.order == "ancestral":  # the exact reverse process reveals each position on its own
-        chance = (before - after) / before.clamp(min=1e-9)
-        k = (masked & (noise < chance[:, None])).sum(1)
+        k = (masked & (noise < 1 / left[:, None])).sum(1)
     return k.clamp(min=1 if how.threshold else 0)
 
 
@@ -502,7 +494,7 @@ def main(argv):
     options = Options(**given)
     check(options, given)
     model, tokenizer, config, folder, options = load(options, given)
-    variants = comparing.variants(options, SETTINGS, partial(resolve, config=config))
+    variants = judging.variants(options, SETTINGS, partial(resolve, config=config))
     options = resolve(options, config)
 
     def to_parts(template):
@@ -522,10 +514,11 @@ def main(argv):
     pages = []
     if variants:
         [(template, parts)] = todo
-        judge = judging.of_run(folder, tokenizer, config)
+        training = judging.training_text(folder, tokenizer, config)
+        judge = judging.Judge(training, config.data == "patterns")
         fill = partial(sampled, model, tokenizer, parts, template=template is not None)
         n = to_ids(parts, tokenizer, model.mask_id).count(model.mask_id)
-        pages = comparing.compare(variants, fill, judge, n, lines)
+        pages = judging.compare(variants, fill, judge, n, lines)
         todo = []
     for template, parts in tqdm(todo, unit="template", disable=None if options.batch else True):
         rule = ""  # between texts

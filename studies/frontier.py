@@ -8,9 +8,7 @@ same for real text, and for texts that the autoregressive model wrote itself.
 if __name__ == "__main__":
     raise SystemExit("this is a part of bench.py; run: python bench.py sample")
 
-import math
 import time
-from collections import Counter
 from functools import partial
 
 import torch
@@ -30,19 +28,7 @@ SAMPLERS = {
     "random order": dict(order="random", correct=0),
     "confidence": dict(order="confidence", correct=0),
 }
-ALSO = {  # at fewer numbers of calls
-    "spread, no correction": dict(correct=0),
-    "ancestral": dict(order="ancestral", correct=0),
-    "max_prob": dict(order="max_prob", correct=0),
-    "default, T = 0.8": dict(temperature=0.8),
-}
 CALLS = (4, 8, 16, 32, 64)
-
-
-def entropy(texts):
-    """Of the characters, in nats."""
-    counts = Counter("".join(texts))
-    return -sum(n / counts.total() * math.log(n / counts.total()) for n in counts.values())
 
 
 class Judge(judging.Judge):
@@ -61,14 +47,7 @@ class Judge(judging.Judge):
             r = mdlm.evaluate(self.twin, x.to(next(self.twin.parameters()).device), batch_size=8)
             each = torch.tensor(r["by_window"], dtype=torch.float64)
             found |= dict(twin=each.mean().item(), twin_se=standard_error(each))
-        return found | dict(entropy=entropy(texts))
-
-
-def grid(steps_limit):
-    """(sampler, its settings, network calls at most) to measure."""
-    for name, how in (SAMPLERS | ALSO).items():
-        for calls in CALLS if name in SAMPLERS else (32,):
-            yield name, how, min(calls, steps_limit)
+        return found
 
 
 def write(model, tokenizer, n, seeds, dtype, how):
@@ -83,7 +62,6 @@ def write(model, tokenizer, n, seeds, dtype, how):
 
 def bench_sampling(options, device, book):
     """Every sampler over numbers of calls; real text and the autoregressive twin beside them."""
-    until = time.monotonic() + (options.time_limit or math.inf)
     models = {}
     for flag, objective in (("out_dir", "mdlm"), ("ar_dir", "ar")):
         path = getattr(options, flag)
@@ -101,13 +79,14 @@ def bench_sampling(options, device, book):
     seeds = range(options.seed, options.seed + options.seeds)
     n = options.num_samples
     book.note(f"{n} texts of {config.block_size} tokens for each of the seeds {list(seeds)}")
-    empty = dict(calls=None, seconds=None)
-    book.add(dict(sampler="real text") | empty | judge([tokenizer.decode(w) for w in windows]))
-    cases = [(model, *case) for case in grid(config.block_size)]
+    real = judge([tokenizer.decode(w) for w in windows])
+    book.add(dict(sampler="real text", calls=None, seconds=None) | real)
+    calls = [min(n, config.block_size) for n in CALLS]
+    cases = [(model, name, how, n) for name, how in SAMPLERS.items() for n in calls]
     if twin:
         cases.insert(0, (twin, "AR twin", {}, config.block_size))
     for writer, name, how, steps in cases:
-        if time.monotonic() > until:
+        if book.is_late():
             book.note(f"the time is up: nothing measured from {name}, {steps} calls on")
             break
         how = how | dict(steps=steps)

@@ -1,14 +1,19 @@
-"""How well texts are written: known words, distinct words; of patterns, how many are valid."""
+"""How well texts are written: known and distinct words, valid patterns; settings side by side."""
 
+import dataclasses
+import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 
-from support import sources
-from support.cli import UserError, warn
+from support import cli, plots, sources, viewer
+from support.cli import UserError
+from support.templates import joined
 
 GROUP = 16  # texts whose words are compared: the share of distinct ones depends on their number
+TEXTS = 16  # for each value, unless --num_samples says otherwise
 ENOUGH = 2_000_000  # tokens of a training text
 
 
@@ -26,13 +31,8 @@ def training_text(folder, tokenizer, config):
         with open(path, encoding="utf-8") as f:
             return f.read(ENOUGH)
     except (OSError, ValueError, UserError) as e:
-        warn(f"known words are not counted: the training text is not here ({e})")
+        cli.warn(f"known words are not counted: the training text is not here ({e})")
         return None
-
-
-def of_run(folder, tokenizer, config):
-    """The Judge of what the model in a checkpoint folder writes."""
-    return Judge(training_text(folder, tokenizer, config), config.data == "patterns")
 
 
 def words_of(text):
@@ -74,3 +74,51 @@ class Judge:
         share = good / max(1, total)
         spread = sum((k - share * n) ** 2 for k, n in counts) ** 0.5 / max(1, total)
         return {self.name: share, f"{self.name}_se": spread, "distinct": different}
+
+
+# ---- sample.py --compare
+def variants(options, settings, resolve):
+    """--compare=NAME=VALUE,VALUE,... -> {"NAME=VALUE": resolve(Options)}, {} without --compare."""
+    if not options.compare:
+        return {}
+    name, _, values = options.compare.partition("=")
+    if name not in settings or not values:
+        example = "as in --compare=temperature=0.5,1"
+        names = ", ".join(settings)
+        raise UserError(
+            f"--compare={options.compare} is not accepted; give one of {names}, {example}"
+        )
+    n = options.num_samples or TEXTS
+    found = {}
+    for value in values.split(","):
+        given = cli.parse_flags(type(options), [f"--{name}={value}"], "")
+        how = dataclasses.replace(options, num_samples=n, **given)
+        found[f"{name}={value}"] = resolve(how)
+    return found
+
+
+def compare(variants, fill, judge, tokens, file):
+    """Write texts with each of the settings, show the first and a table of all; returns pages.
+
+    variants  {title: settings}
+    fill      fill(settings, pages=[]) yields (texts, facts) as sample.sampled does; adds to pages
+    tokens    how many are filled in each text
+    file      gets a line of JSON for each of the settings
+    """
+    rows = []
+    pages = []
+    for title, how in variants.items():
+        here = []
+        texts, facts = zip(*fill(how, pages=here))
+        pages += [page | dict(title=title) for page in here[:1]]
+        if file is not sys.stdout:
+            print(f"---- {title}", viewer.highlighted(texts[0]), sep="\n", flush=True)
+        seconds = facts[0]["seconds"]
+        calls = sum(fact["calls"] for fact in facts) / len(facts)
+        row = {"setting": title, "calls": calls, "seconds": seconds, "tokens/s": tokens / seconds}
+        rows.append(row | judge([joined(parts) for parts in texts]))
+        viewer.write_line(file, json.dumps(rows[-1]))
+    if file is not sys.stdout:
+        print(plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=3))
+        print(f"means over {len(texts)} texts; words: the share that the training text has")
+    return pages

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import re
 import shlex
 import sys
 import time
@@ -184,19 +183,7 @@ class Log:
     def done(self, run):
         """The last line: what to type next."""
         command = f"python sample.py --out_dir={shlex.quote(run.config.out_dir)}"
-        template = self.template(run)
-        if template:
-            command += f" --infill {template}"
         self.say(f"done in {run.elapsed():.0f} s. Now type: {command}")
-
-    def template(self, run):
-        """A few words of validation text and a gap, for a shell; "" if no words are fit."""
-        tokenizer = run.corpus.tokenizer
-        if run.config.objective == "ar" or run.config.prompt_column or tokenizer.kind == "id":
-            return ""
-        text = "\0".join(tokenizer.decode(ids) for ids in run.windows[:16].tolist())
-        found = re.findall(r"(?<=\s)\w[\w ,;:]{4,11}(?=\w{3})", text)
-        return f'"{found[0]}███"' if found and tokenizer.knows(found[0]) else ""
 
     @contextlib.contextmanager
     def busy(self, what):

@@ -227,61 +227,6 @@ def plot_confidence(r, path):
     fig.savefig(path)
 
 
-# ---- What eval.py --text saw
-def plot_attention(maps, tokens, path):
-    """A heat map for each head of {number of the block: (H, n, n) probabilities}."""
-    n = len(tokens)
-    heads = max(map(len, maps.values()))
-    size = min(max(2.2, n / 18), 4)  # inches
-    fig, axes = figure(size * heads, size * len(maps), len(maps), heads, squeeze=False)
-    labels = ["█" if token["mark"] else token["text"].replace("\n", "↵") for token in tokens]
-    for row, (block, found) in zip(axes, maps.items()):
-        for head, (ax, p) in enumerate(zip(row, found), 1):
-            ax.imshow(p.numpy(), cmap="Blues", vmin=0)
-            ax.grid(False)
-            ax.set_title(f"block {block + 1}, head {head}", fontsize=8)
-            at = range(n) if n <= 72 else []
-            ax.set_xticks(at, labels[: len(at)], fontsize=62 * size / n)
-            ax.set_yticks(at, labels[: len(at)], fontsize=62 * size / n)
-            ax.tick_params(length=0, pad=1)
-    fig.suptitle("Attention: each row is a token, dark where it looks", fontsize=10)
-    fig.savefig(path)
-
-
-def plot_masking(counts, T, schedules, path):
-    """How many of T tokens are masked, {rate: (Bernoulli counts, exact counts)}; how often each
-    rate is drawn in training, {schedule: (T,)}."""
-    fig, (left, right) = figure(9, 3.4, 1, 2)
-    for color, (rate, (bernoulli, exact)) in zip(COLORS, counts.items()):
-        left.hist(bernoulli, range(T + 2), color=color, alpha=0.5)
-        left.axvline(exact[0] + 0.5, color=color, lw=1.5)
-        words = f" rate {rate:g}:\n {exact[0]} of {T}"
-        place = left.get_xaxis_transform()
-        left.text(exact[0] + 1, 0.98, words, color=color, fontsize=8, va="top", transform=place)
-    left.set(xlim=(0, 1.15 * T), xlabel="masked tokens", ylabel="of 1,000 draws")
-    left.set_title("line: exact number; bars: each token alone (Bernoulli)", fontsize=9)
-    rates = [(i + 0.5) / T for i in range(T)]
-    for color, (name, density) in zip(COLORS, schedules.items()):
-        right.plot(rates, density, color=color, lw=1.6, label=f"--mask_schedule={name}")
-    right.axvline(0.15, color=GREY, lw=1.6, ls="--", label="BERT: always 0.15")
-    right.set(xlim=(0, 1), ylim=(0, 3), xlabel="mask rate", ylabel="density")
-    right.set_title("how often training draws a rate", fontsize=9)
-    right.legend(frameon=False, fontsize=8)
-    fig.savefig(path)
-
-
-def plot_time(embedding, path):
-    """A heat map of (101, C): mask rates from 0 to 1, channels."""
-    fig, ax = figure(7, 3)
-    C = embedding.shape[1]
-    image = ax.imshow(embedding.T.numpy(), cmap="viridis", aspect="auto", extent=(0, 1, C, 0))
-    ax.grid(False)
-    ax.set(xlabel="mask rate", ylabel="channel")
-    ax.set_title("Time embedding: what the blocks are told about the mask rate", fontsize=10)
-    fig.colorbar(image)
-    fig.savefig(path)
-
-
 def table(rows, digits):
     """Rows of words and numbers as aligned columns; None is shown as -."""
     rows = [["-" if v is None else v for v in row] for row in rows]
@@ -299,8 +244,9 @@ def plot_frontier(rows, names, path):
     panels = dict(words="words of the training text", distinct="distinct words")
     if "valid" in rows[0]:
         panels = dict(valid="valid patterns", distinct="distinct sequences")
-    panels["twin" if "twin" in rows[0] else "grams"] = "nats per character, another model"
-    fig, axes = figure(11, 3.8, 1, 3)
+    if "twin" in rows[0]:
+        panels["twin"] = "nats per token under the AR twin"
+    fig, axes = figure(4 * len(panels), 3.8, 1, len(panels))
     for ax, (key, label) in zip(axes, panels.items()):
         for name, color in zip(names, COLORS):
             found = [r for r in rows if r["sampler"] == name]

@@ -104,12 +104,6 @@ class Tokenizer:
     def encode(self, text):
         return self.encode_array(text).tolist()
 
-    def knows(self, text):
-        try:
-            return bool(self.encode(text))
-        except UserError:
-            return False
-
     def decode(self, ids):
         """Ids -> text; [MASK], the id after the last token, is shown as █."""
         ids = [int(i) for i in ids if i != self.end_id]

@@ -60,7 +60,6 @@ def chi_square(x, p):
     "how",
     [
         dict(order="ancestral", steps=100),
-        dict(order="ancestral", steps=100, schedule="cosine"),
         dict(order="spread", steps=T),
         dict(order="random", steps=T),
         dict(order="random", steps=50),
@@ -258,7 +257,6 @@ def test_candidates_are_the_likeliest_of_all_lengths(world, parts):
     x=st.lists(st.lists(st.integers(0, V), min_size=1, max_size=11), min_size=1, max_size=4),
     order=st.sampled_from(list(sample.ORDERS)),
     steps=st.integers(1, 12),
-    schedule=st.sampled_from(list(sample.SCHEDULES)),
     threshold=st.sampled_from([0.0, 0.4, 0.9]),
     block=st.integers(0, T),
     correct=st.sampled_from(["auto", 0, 3]),
@@ -337,22 +335,12 @@ def test_nothing_follows_a_drawn_end(world):
     assert not (sample.generate(model, x, generator=seeded(), forbid=[2]) == 2).any()
 
 
-def test_cosine_schedule_reveals_few_at_first():
-    T = 32
-    x = torch.full((1, T), V)
-    model = Toy(lambda xt: torch.zeros(*xt.shape, V), V, T)
-    cosine, sine = (sample.SCHEDULES[name] for name in ("cosine", "sine"))
-    half, one = torch.tensor([0.5, 1.0], dtype=torch.float64)
-    assert cosine(half).item() == pytest.approx(2**-0.5) and cosine(one) == sine(one) == 0
-    assert sine(half).item() == pytest.approx(1 - 2**-0.5)
-    thirty = torch.full((1, 30), V)
-    steps = sample.unmask(model, thirty, steps=10, order="random", correct=0)
-    assert [int(step.drawn.sum()) for step in steps] == [3] * 10
-    how = dict(steps=8, order="random", correct=0)
-    counts = [int(s.drawn.sum()) for s in sample.unmask(model, x, schedule="cosine", **how)]
-    left = [int(T * cosine(torch.tensor(s / 8, dtype=torch.float64)) + 1e-9) for s in range(9)]
-    assert counts == [a - b for a, b in itertools.pairwise(left) if a > b]
-    assert counts[0] < counts[-1]
+def test_each_step_reveals_as_many_tokens():
+    x = torch.full((1, 30), V)
+    model = Toy(lambda xt: torch.zeros(*xt.shape, V), V, 32)
+    for steps, expected in ((10, [3] * 10), (4, [8, 7, 8, 7])):
+        found = sample.unmask(model, x, steps=steps, order="random", correct=0)
+        assert [int(step.drawn.sum()) for step in found] == expected
 
 
 def test_long_texts_are_written_block_by_block():
@@ -405,7 +393,7 @@ def test_films_keep_confidences_up_to_the_end(world):
         (dict(block=T + 1), ["block=5", "4"]),
         (dict(temperature=-1.0), ["temperature=-1.0"]),
         (dict(top_p=0.0), ["top_p=0.0"]),
-        (dict(schedule="square"), ["square", "linear, cosine"]),
+        (dict(redraw="square"), ["square", "doubtful, sweep"]),
     ],
     ids=str,
 )
@@ -577,7 +565,7 @@ class TestCharacters:
         ids = np.array(tokenizer.encode(text), np.uint16)
         ids.tofile(tmp_path / "run" / "data" / "train.bin")
         assert judging.training_text(learned, tokenizer, config) == text
-        judge = judging.of_run(learned, tokenizer, config)
+        judge = judging.Judge(text)
         assert judge(["a cat wore the hat b"])["words"] == 3 / 4
 
     def test_gap_at_the_end_stops_at_a_break(self, run, say):
@@ -737,7 +725,7 @@ def test_write_returns_filled_texts(run):
         (dict(remask=0.1), "remask is no setting; give steps"),
         (dict(block=-3), "block=-3"),
         (dict(top_p=0.0), "top_p=0.0"),
-        (dict(schedule="foo"), "schedule='foo'"),
+        (dict(redraw="foo"), "redraw='foo'"),
         (dict(correct=8, steps=8), "below the 8 steps"),
         (dict(n=-1), "num_samples=-1"),
         (dict(max_gap=0), "max_gap=0"),

@@ -1,0 +1,119 @@
+"""Two pictures of what a model is trained with: the masks, and what it is told about their rate.
+
+    python lessons/pictures.py masking.png                  # 1,000 random masks; how rates are drawn
+    python lessons/pictures.py time.png --run=out-time      # of a run with --time_conditioning
+
+The first also prints how many tokens were masked: by exactly l masks, and by masking each token
+with probability t (Bernoulli), as most papers do.
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+from pathlib import Path
+from statistics import mean, pstdev
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.nn.functional as F
+
+import mdlm
+from kernels.reference import mask_tokens_ref
+from support.cli import UserError
+from support.plots import BLUE, GREEN, GREY, RED, figure
+
+T = 256
+RATES = (0.2, 0.5, 0.8)
+
+
+def count_masks(draws=1000):
+    """How many of T tokens are masked, by rate: {rate: two lists (draws,), Bernoulli and exact}."""
+    x0 = torch.zeros(draws, T, dtype=torch.int64)
+    found = {}
+    for rate in RATES:
+        bernoulli = torch.full((draws,), rate)
+        exact = (bernoulli * T).round().long()
+        key = (1, 0, 0, torch.arange(draws))  # the id of [MASK], seed, step, samples
+        masks = [mask_tokens_ref(x0, how, *key) for how in (bernoulli, exact)]
+        found[rate] = [count.tolist() for _, count, _, _ in masks]
+    return found
+
+
+def schedule_densities():
+    """How often each mask rate is drawn in training: {schedule: (T,), 1 where all are alike}."""
+    config = mdlm.Config(block_size=T)
+    found = {}
+    for name in mdlm.SCHEDULES:
+        variant = dataclasses.replace(config, mask_schedule=name)
+        found[name] = (mdlm.count_probabilities(variant)[1:] * T).tolist()
+    return found
+
+
+@torch.no_grad()
+def time_embedding(model):
+    """What --time_conditioning tells the blocks, at mask rates from 0 to 1: (101, C)."""
+    rates = torch.linspace(0, 1, 101)[:, None]
+    waves = torch.cos(rates * math.pi * torch.arange(model.config.n_embd))
+    return F.silu(model.rate(waves))
+
+
+def draw_masking(counts, schedules, path):
+    fig, (left, right) = figure(9, 3.4, 1, 2)
+    for color, (rate, (bernoulli, exact)) in zip((BLUE, RED, GREEN), counts.items()):
+        left.hist(bernoulli, range(T + 2), color=color, alpha=0.5)
+        left.axvline(exact[0] + 0.5, color=color, lw=1.5)
+        words = f" rate {rate:g}:\n {exact[0]} of {T}"
+        place = left.get_xaxis_transform()
+        left.text(exact[0] + 1, 0.98, words, color=color, fontsize=8, va="top", transform=place)
+    left.set(xlim=(0, 1.15 * T), xlabel="masked tokens", ylabel="of 1,000 draws")
+    left.set_title("line: exact number; bars: each token alone (Bernoulli)", fontsize=9)
+    rates = [(i + 0.5) / T for i in range(T)]
+    for color, (name, density) in zip((BLUE, RED), schedules.items()):
+        right.plot(rates, density, color=color, lw=1.6, label=f"--mask_schedule={name}")
+    right.axvline(0.15, color=GREY, lw=1.6, ls="--", label="BERT: always 0.15")
+    right.set(xlim=(0, 1), ylim=(0, 3), xlabel="mask rate", ylabel="density")
+    right.set_title("how often training draws a rate", fontsize=9)
+    right.legend(frameon=False, fontsize=8)
+    fig.savefig(path)
+
+
+def draw_time(embedding, path):
+    fig, ax = figure(7, 3)
+    C = embedding.shape[1]
+    image = ax.imshow(embedding.T.numpy(), cmap="viridis", aspect="auto", extent=(0, 1, C, 0))
+    ax.grid(False)
+    ax.set(xlabel="mask rate", ylabel="channel")
+    ax.set_title("Time embedding: what the blocks are told about the mask rate", fontsize=10)
+    fig.colorbar(image)
+    fig.savefig(path)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("picture", help="PNG or SVG file to write")
+    parser.add_argument("--run", help="a run with --time_conditioning: draw its time embedding")
+    args = parser.parse_args(argv)
+    try:
+        if args.run:
+            model = mdlm.load(args.run)[0]
+            if model.rate is None:
+                raise UserError(f"{args.run} has no time embedding; train with --time_conditioning")
+            draw_time(time_embedding(model), args.picture)
+            return 0
+        counts = count_masks()
+        print(f"masked tokens of {T}, 1,000 draws, mean +- standard deviation")
+        print("rate  each with that probability  exactly")
+        for rate, both in counts.items():
+            bernoulli, exact = (f"{mean(n):.1f} +- {pstdev(n):.1f}" for n in both)
+            print(f"{rate:4}  {bernoulli:>26}  {exact}")
+        draw_masking(counts, schedule_densities(), args.picture)
+        return 0
+    except (UserError, OSError, ValueError) as e:
+        print(f"pictures.py: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

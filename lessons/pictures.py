@@ -1,10 +1,11 @@
-"""Two pictures of what a model is trained with: the masks, and what it is told about their rate.
+"""Pictures of how masks are drawn, of what a model attends to, and of its time embedding.
 
-    python lessons/pictures.py masking.png                  # 1,000 random masks; how rates are drawn
-    python lessons/pictures.py time.png --run=out-time      # of a run with --time_conditioning
+    python lessons/pictures.py masking.png              # 1,000 random masks; how rates are drawn
+    python lessons/pictures.py attention.png --text="To be, or ███ to be"    # a map for each head
+    python lessons/pictures.py time.png --run=out-time  # of a run with --time_conditioning
 
 The first also prints how many tokens were masked: by exactly l masks, and by masking each token
-with probability t (Bernoulli), as most papers do.
+with probability t (Bernoulli), as most papers do. Without --run the model in weights/ answers.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import math
 import sys
 from pathlib import Path
 from statistics import mean, pstdev
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -20,9 +22,12 @@ import torch
 import torch.nn.functional as F
 
 import mdlm
-from kernels.reference import mask_tokens_ref
+from kernels.reference import is_visible, mask_tokens_ref, prepare
+from support.checkpoint import default_run
 from support.cli import UserError
+from support.likelihood import to_context
 from support.plots import BLUE, GREEN, GREY, RED, figure
+from support.templates import parse, to_ids
 
 T = 256
 RATES = (0.2, 0.5, 0.8)
@@ -59,6 +64,51 @@ def time_embedding(model):
     return F.silu(model.rate(waves))
 
 
+@torch.no_grad()
+def attention_maps(model, xt):
+    """What each head attends to: {number of the block: (H, T, T) probabilities} for xt (1, T).
+
+    Computed explicitly, as a fused kernel never has them.
+    """
+    ops = model.ops
+    maps = []
+
+    def explicit(qkv, cos, sin, qk_norm, causal, spans):
+        q, k, _ = prepare(qkv, cos, sin, qk_norm)  # (1, T, H, D)
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+        at = torch.arange(xt.shape[1])
+        if causal:
+            scores = scores.masked_fill(at > at[:, None], -math.inf)
+        if spans is not None:
+            scores = scores.masked_fill(~is_visible(spans, at)[:, None], -math.inf)
+        maps.append(scores.softmax(-1)[0])
+        return ops.attention(qkv, cos, sin, qk_norm, causal, spans)
+
+    model.ops = SimpleNamespace(attention=explicit)
+    model(xt)
+    model.ops = ops
+    numbers = [i for i, block in enumerate(model.blocks) if block.qkv is not None]
+    return dict(zip(numbers, maps, strict=True))
+
+
+def draw_attention(maps, labels, path):
+    n = len(labels)
+    heads = max(map(len, maps.values()))
+    size = min(max(2.2, n / 18), 4)  # inches
+    fig, axes = figure(size * heads, size * len(maps), len(maps), heads, squeeze=False)
+    for row, (block, found) in zip(axes, maps.items(), strict=True):
+        for head, (ax, p) in enumerate(zip(row, found, strict=True), 1):
+            ax.imshow(p[:n, :n].numpy(), cmap="Blues", vmin=0)
+            ax.grid(False)
+            ax.set_title(f"block {block + 1}, head {head}", fontsize=8)
+            at = range(n) if n <= 72 else []
+            ax.set_xticks(at, labels[: len(at)], fontsize=62 * size / n)
+            ax.set_yticks(at, labels[: len(at)], fontsize=62 * size / n)
+            ax.tick_params(length=0, pad=1)
+    fig.suptitle("Attention: each row is a token, dark where it looks", fontsize=10)
+    fig.savefig(path)
+
+
 def draw_masking(counts, schedules, path):
     fig, (left, right) = figure(9, 3.4, 1, 2)
     for color, (rate, (bernoulli, exact)) in zip((BLUE, RED, GREEN), counts.items()):
@@ -93,9 +143,17 @@ def draw_time(embedding, path):
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("picture", help="PNG or SVG file to write")
-    parser.add_argument("--run", help="a run with --time_conditioning: draw its time embedding")
+    parser.add_argument("--text", help="draw what a model attends to in this text; █ is a mask")
+    parser.add_argument("--run", default="", help="a run; without --text: its time embedding")
     args = parser.parse_args(argv)
     try:
+        if args.text:
+            model, tokenizer, config = mdlm.load(default_run(args.run))
+            ids = to_ids(parse(args.text, tokenizer, config.block_size), tokenizer, model.mask_id)
+            maps = attention_maps(model, to_context(model, torch.tensor([ids])))
+            labels = [tokenizer.decode([i]).replace("\n", "↵") for i in ids]
+            draw_attention(maps, labels, args.picture)
+            return 0
         if args.run:
             model = mdlm.load(args.run)[0]
             if model.rate is None:

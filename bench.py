@@ -363,20 +363,19 @@ def race_steps(config, folder, device, book, options):
     except Exception as e:  # most likely no memory: the others may need less
         book.note("eager PyTorch, the yardstick of the gradients, fails: " + describe(e))
     kernels = ["auto", "torch"] if device.type == "cuda" else ["torch"]
-    start = {f"--kernels={kernel}": partial(start_step, exact, kernel) for kernel in kernels}
     base = None  # speed-ups are relative to PyTorch, compiled if that works
     for compiled in (True, False):
         ready = {}
         how = "compiled" if compiled else "eager"
-        for name, begin in start.items():
-            name = f"{name}, {how}"
+        for kernel in kernels:
+            name = f"--kernels={kernel}, {how}"
             try:
                 if book.is_late():
                     raise Untimed(LATE)
-                ready[name] = begin(config, folder, device, dtype, compiled)
+                ready[name] = start_step(exact, kernel, config, folder, device, dtype, compiled)
             except Exception as e:  # no compiler, no memory, no Triton: the line says what
                 text = describe(e)
-                broken = not name.startswith("--kernels=torch") and not isinstance(e, Untimed)
+                broken = kernel != "torch" and not isinstance(e, Untimed)
                 book.trouble(where, name, text, broken or text.startswith("WRONG"))
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
         raced = race(calls, device, options.seconds)

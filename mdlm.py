@@ -107,7 +107,6 @@ class Config:
     eval_interval: int = opt(500, "steps between evaluations; each saves", bounds=COUNT)
     eval_windows: int = opt(4096, "most validation windows (0: all)", bounds=(0, NO_LIMIT))
     log_interval: int = opt(20, "steps between lines of the log", bounds=COUNT)
-    wandb: str = opt("", "log to this Weights & Biases project")
 
 
 # What a preset changes (cpu: measured in results/cpu.md). A flag that is given always wins.
@@ -124,7 +123,7 @@ PATTERNS = dict(block_size=64, mask_schedule="cosine", eval_windows=1000)
 PATTERNS |= dict(lr_schedule="cosine", learning_rate=0.03, batch_size=32, attention_every=1)
 # Flags that may change on --resume.
 RESUMABLE = {
-    *("out_dir", "resume", "device", "kernels", "compile", "shard", "recompute", "wandb"),
+    *("out_dir", "resume", "device", "kernels", "compile", "shard", "recompute"),
     *("max_steps", "time_limit", "gradient_accumulation_steps"),
     *("eval_interval", "eval_windows", "log_interval"),
 }

@@ -22,7 +22,7 @@ MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")
 CHECKPOINT_FILES = (*MODEL_FILES, "state.json", "state.safetensors")  # the last two: to resume
 PART = re.compile(r"state-(\d{5})-of-(\d{5})\.safetensors")  # in its place, of a run with --shard
 # Settings of earlier versions, and what the program always does now.
-RETIRED = dict(tensorboard=False, beta1=0.9, beta2=0.95, momentum=0.9, eval_passes=1)
+RETIRED = dict(tensorboard=False, beta1=0.9, beta2=0.95, momentum=0.9, eval_passes=1, wandb="")
 # What the program did before a setting existed, where that is not its default.
 BEFORE = dict(lengths="learned", pack=False)
 

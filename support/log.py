@@ -1,7 +1,6 @@
 """The log of a run: log.jsonl, the terminal and, on request, Weights & Biases."""
 
 import contextlib
-import dataclasses
 import json
 import math
 import shlex
@@ -12,7 +11,7 @@ from pathlib import Path
 import torch
 
 from support import shards
-from support.cli import UserError, alive, escaped, silence_stdout, warn
+from support.cli import alive, escaped, silence_stdout, warn
 from support.files import write_atomically, writing
 from support.runtime import generator, peak_flops
 
@@ -25,16 +24,9 @@ class Log:
         self.silent = silent
         self.path = Path(config.out_dir) / "log.jsonl"
         self.bar = None
-        self.wandb = None
         self.lost = False  # whether there is nobody left to speak to: a closed pipe or terminal
         self.took = {"starting Python": time.monotonic() - start}  # seconds before the first step
         self.last = (0, 0.0)  # tokens and time of the last line on training
-        if config.wandb and not silent:
-            try:
-                from wandb import init
-            except ImportError as e:
-                raise UserError(f"{e}; pip install wandb, or leave --wandb out") from None
-            self.wandb = init(project=config.wandb, config=dataclasses.asdict(config))
 
     def begin(self, step, total):
         """Keep the lines up to the step that the run resumes from (-1: none); start the bar."""
@@ -67,9 +59,6 @@ class Log:
                 values[name] = None
         with writing(self.path), open(self.path, "a") as f:
             f.write(json.dumps(values) + "\n")
-        if self.wandb:
-            numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
-            self.wandb.log(numbers, step=values["step"])
 
     def describe(self, run, folder, is_bound, is_variant):
         """Say what is trained, on what and with what; `folder` is the checkpoint to resume."""
@@ -218,5 +207,3 @@ class Log:
         if self.bar:
             with self.output():
                 self.bar.close()
-        if self.wandb:
-            self.wandb.finish()

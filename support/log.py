@@ -172,6 +172,11 @@ class Log:
     def done(self, run):
         """The last line: what to type next."""
         command = f"python sample.py --out_dir={shlex.quote(run.config.out_dir)}"
+        if run.config.objective == "mdlm" and not run.config.prompt_column:
+            text = "\0".join(map(run.corpus.tokenizer.decode, run.windows[:16].tolist()))
+            found = re.findall(r"(?<=\s)\w[\w ,;:]{4,11}(?=\w{3})", text)  # a few words, a gap
+            if found and run.corpus.tokenizer.kind != "id":
+                command += f' --infill "{found[0]}███"'
         self.say(f"done in {run.elapsed():.0f} s. Now type: {command}")
 
     @contextlib.contextmanager

@@ -1,8 +1,9 @@
-"""The log of a run: log.jsonl, the terminal and, on request, Weights & Biases."""
+"""The log of a run: log.jsonl and the terminal."""
 
 import contextlib
 import json
 import math
+import re
 import shlex
 import sys
 import time

@@ -1,0 +1,33 @@
+"""Print 300 made-up facts, 21 times each, one a line: python lessons/facts.py > facts.txt
+
+Each line reads "NAME is the TRADE of TOWN." Names, trades and towns have six letters. No two facts
+share a name, and no two share trade and town, so that a name has one answer, and so has a pair.
+"""
+
+import itertools
+import random
+
+TRADES = """
+barber cooper draper farmer fuller glover grocer hosier hunter joiner
+lawyer mercer miller porter potter sailor tailor tanner turner weaver
+"""
+TOWNS = """
+Ambrin Bestow Corvan Dunley Elmsby Fenwil Galdor Hexton
+Ildham Jorvel Kelmot Lanver Marsby Norvik Ostrey
+"""
+
+
+def make_facts(seed=0):
+    """300 strings, always the same for a seed."""
+    draw = random.Random(seed)
+    syllables = ["".join(pair) for pair in itertools.product("bdfklmnrstvz", "aeiou")]
+    pairs = list(itertools.product(TRADES.split(), TOWNS.split()))
+    names = set()
+    while len(names) < len(pairs):
+        names.add("".join(draw.choices(syllables, k=3)).capitalize())
+    names = draw.sample(sorted(names), len(names))
+    return [f"{n} is the {a} of {b}." for n, (a, b) in zip(names, pairs, strict=True)]
+
+
+if __name__ == "__main__":
+    print("\n".join(random.Random(1).sample(make_facts() * 21, 6300)))

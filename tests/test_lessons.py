@@ -1,16 +1,26 @@
 """The lessons: their checks accept right answers alone, their commands exist, minimal.py learns."""
 
+import ast
 import importlib.util
+import itertools
+import re
+import shlex
+import statistics
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
+import torch
 from conftest import ROOT
 
+import eval
+import kernels
+import mdlm
+import sample
+from support import cli, viewer
+
 LESSONS = ROOT / "lessons"
-# Flags that lessons use before the programs have them.
-# TODO: empty this list when eval.py and sample.py have them.
-UPCOMING = ["eval.py --text", "eval.py --rate", "sample.py --compare"]
 
 
 def load(name):
@@ -221,3 +231,184 @@ def test_check_exits_with_its_code(tmp_path):
     command = [sys.executable, str(LESSONS / "check.py"), "6", "a.py"]
     r = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (r.returncode, r.stderr) == (2, "") and "line 1" in r.stdout
+
+
+# --------------------------------------------------------------------------------------------------
+# The texts: what they tell the reader to type exists
+
+
+TEXTS = sorted(LESSONS.glob("*.md"))
+PROGRAMS = {"mdlm.py": mdlm.Config, "sample.py": sample.Options, "eval.py": eval.Options}
+
+
+def commands(path):
+    """The `python ...` commands of a lesson, as lists of words."""
+    found = re.findall(r"^(?:\$ )?python (.+)$", path.read_text(encoding="utf-8"), re.M)
+    return [shlex.split(line, comments=True) for line in found]
+
+
+def test_there_are_eight_lessons():
+    names = [path.name[:2] for path in TEXTS if path.name[0].isdigit()]
+    assert names == [f"{n}_" for n in range(1, 9)]
+    for path in TEXTS:
+        assert len(path.read_text(encoding="utf-8").splitlines()) < 160, "ten minutes"
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_commands_of_a_lesson_exist(path):
+    for program, *args in commands(path):
+        args = list(itertools.takewhile(lambda word: word not in ("|", ">", "2>&1", "&&"), args))
+        if program in PROGRAMS:
+            cli.parse_flags(PROGRAMS[program], args, "")  # raises UserError for an unknown flag
+        elif program.startswith("lessons/"):
+            assert (ROOT / program).is_file(), program
+        else:
+            assert program in ("-c", "-m") or "def " in path.read_text(encoding="utf-8"), program
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_links_of_a_lesson_resolve(path):
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+        assert link.startswith("http") or (path.parent / link).exists(), link
+
+
+# --------------------------------------------------------------------------------------------------
+# The programs of the lessons
+
+
+def test_minimal_is_short_and_plain():
+    source = (LESSONS / "minimal.py").read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 100
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module.split(".")[0])
+    assert names <= {"torch", "argparse", "time", "pydoc_data"}
+
+
+def test_minimal_learns_and_fills_gaps(capsys, monkeypatch):
+    minimal = load("minimal")
+    monkeypatch.setattr(minimal, "BATCH", 8)
+    torch.manual_seed(0)
+    ids = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7] * 200)
+    model = minimal.Model(8)
+    before = minimal.compute_loss(model, ids[:1024].view(-1, 64)).item()
+    minimal.train(model, ids, 4.0)
+    after = minimal.compute_loss(model, ids[:1024].view(-1, 64)).item()
+    assert before > 1.9 and after < 0.5 * before, "ln 8 is 2.08"
+    x = ids[:64][None].clone()
+    x[:, 20:24] = model.mask_id
+    given = x != model.mask_id
+    filled = minimal.generate(model, x, steps=8)
+    assert torch.equal(filled[given], x[given]) and (filled < 8).all()
+
+
+def test_masking_statistics_are_of_both_processes():
+    pictures = load("pictures")
+    counts = pictures.count_masks()
+    T = pictures.T
+    for rate, (bernoulli, exact) in counts.items():
+        assert len(bernoulli) == 1000 and set(exact) == {round(T * rate)}
+        sd = (T * rate * (1 - rate)) ** 0.5
+        assert abs(statistics.mean(bernoulli) - T * rate) < 4 * sd / 1000**0.5
+        assert statistics.stdev(bernoulli) == pytest.approx(sd, rel=0.15)
+    densities = pictures.schedule_densities()
+    assert densities["linear"] == pytest.approx([1] * T)
+    assert sum(densities["cosine"]) == pytest.approx(T) and densities["cosine"][-1] > 3
+
+
+def lively(end_id=-1, **more):
+    """A model of random weights, of two blocks with two heads of 16."""
+    torch.manual_seed(0)
+    config = mdlm.Config(n_layer=2, n_head=2, n_embd=32, block_size=16, dropout=0.0, **more)
+    model = mdlm.Model(config, 11, kernels.select("torch", "cpu"), end_id)
+    for p in model.parameters():
+        p.data.normal_(std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("how", [{}, dict(end_id=5), dict(objective="ar")], ids=str)
+def test_attention_maps_are_what_attention_does(how, monkeypatch):
+    """With the identity as values (16 tokens, heads of 16) attention returns its probabilities."""
+    model = lively(**how)
+    x = torch.randint(11, (1, 16), generator=torch.Generator().manual_seed(4))
+    attention = model.ops.attention
+    seen = []
+
+    def spy(qkv, *rest):
+        of_units = qkv.clone()
+        of_units[:, :, 2] = torch.eye(16)[None, :, None]
+        seen.append(attention(of_units, *rest)[0].transpose(0, 1))  # (H, T, T)
+        return attention(qkv, *rest)
+
+    monkeypatch.setattr(model.ops, "attention", spy)
+    maps = load("pictures").attention_maps(model, x)
+    assert list(maps) == [0, 1] and model.ops.attention is spy
+    for found, expected in zip(maps.values(), seen, strict=True):
+        assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_time_embedding_is_what_blocks_get():
+    model = lively(time_conditioning=True)
+    told = []
+    model.blocks[0].adaln.register_forward_hook(lambda layer, args, out: told.append(args[0]))
+    model(torch.full((1, 16), model.mask_id))
+    found = load("pictures").time_embedding(model)
+    assert found.shape == (101, 32)
+    assert torch.allclose(found[100], told[0].flatten(), atol=1e-6)
+
+
+def test_pictures_are_drawn(tmp_path, capsys):
+    main = load("pictures").main
+    text = "--text=To be, or ███ to be"
+    shipped = f"--run={ROOT / 'weights' / 'shakespeare'}"
+    for name, flags in (("masking.png", []), ("attention.png", [text, shipped])):
+        assert main([str(tmp_path / name), *flags]) == 0
+        assert (tmp_path / name).stat().st_size > 20_000
+    assert "128.0 +- 0.0" in capsys.readouterr().out
+    for flags, word in (
+        ([shipped], "no time embedding"),
+        (["--run=nowhere"], "nowhere"),
+        (["--text=\u2603", shipped], "unknown"),
+    ):
+        assert main([str(tmp_path / "x.png"), *flags]) == 2
+        said = capsys.readouterr().err
+        assert word in said and said.count("\n") == 1
+
+
+def test_animation_ends_on_the_text(tmp_path, capsys):
+    animate = load("animate")
+    frames = [[[1, "x", 0.5, []]], [[3, "b", 0.9, []], [1, "a", 0.9, []]]]
+    about = dict(title="", text="<a&b", calls=2, seconds=0.1)
+    made = dict(tokens=list("<a&b"), given=[True, False, True, False], frames=frames, **about)
+    viewer.write_page(tmp_path / "page.html", [made], {})
+    svg = tmp_path / "x.svg"
+    assert animate.main([str(tmp_path / "page.html"), str(svg), "--dark"]) == 0
+    root = ElementTree.parse(svg).getroot()
+    style = root.find("{*}style").text
+    stays = [t for t in root.findall("{*}text") if f".{t.get('class')}{{opacity:0" not in style]
+    at_end = sorted((float(t.get("x")), t.text) for t in stays if t.get("class") != "c")
+    assert "".join(text for _, text in at_end) == "<a&b"
+    assert animate.THEMES["dark"]["ink"] in svg.read_text()
+    assert animate.main([str(LESSONS / "minimal.py"), str(svg)]) == 2
+    assert "no page of sample.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["infill_light.svg", "infill_dark.svg"])
+def test_picture_of_the_readme_is_small(name):
+    svg = ROOT / "results" / name
+    assert svg.stat().st_size < 1 << 20 and "animation" in svg.read_text()
+    ElementTree.parse(svg)
+
+
+def test_patterns_find_the_sweet_spot(tmp_path, capsys):
+    patterns = load("patterns")
+    assert patterns.sweet_spot([[0.0], [0.5], [0.96], [1.0]]) == 2
+    shares = {name: [[0.1, 0.2]] * 6 for name in patterns.SAMPLERS}
+    texts = [["abab" * 16] * 16] * 6
+    patterns.draw(shares, [1.0] * 6, texts, tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 20_000
+    assert patterns.main([str(ROOT / "weights" / "shakespeare"), str(tmp_path / "x.png")]) == 2
+    assert "--data=patterns" in capsys.readouterr().err

@@ -77,6 +77,7 @@ class Options:
     num_samples: int = opt(0, "texts (0: one; of a template the best of 16)", bounds=(0, 1 << 20))
     candidates: int = opt(0, "show the N likeliest of many fills (0: 3)", bounds=(0, 1024))
     max_gap: int = opt(16, "longest fill of [___], in tokens", bounds=(1, 8192))
+    top: int = opt(0, "fill nothing: show each gap's N likeliest tokens", bounds=(0, 1 << 20))
     compare: str = opt("", "NAME=VALUE,VALUE,...: texts with several values of a setting, a table")
     # How to write it
     steps: int = opt(32, "most network calls for a context of text", bounds=(1, 1 << 20))
@@ -382,10 +383,11 @@ def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16
 
 CLASHES = [
     ("infill", "prompt batch length", "a template says by itself what to write"),
-    ("batch", "prompt length watch html num_samples", "leave one of them out"),
-    ("candidates", "num_samples watch html", "candidates are a ranked list of fills"),
+    ("batch", "prompt length watch html num_samples top", "leave one of them out"),
+    ("candidates", "num_samples watch html top", "candidates are a ranked list of fills"),
+    ("top", "num_samples watch html json", "--top fills nothing"),
     ("watch", "json", "watch one text, or write many for a program"),
-    ("compare", "batch candidates watch", "--compare writes texts with several settings"),
+    ("compare", "batch candidates top watch", "--compare writes texts with several settings"),
 ]
 
 
@@ -394,7 +396,7 @@ def check(options, given):
     cli.check_clashes(CLASHES, given)
     if options.order == "one_shot" and "steps" in given:
         raise UserError("--order=one_shot and --steps contradict each other; one_shot is one step")
-    for name in ("candidates", "max_gap"):
+    for name in ("candidates", "max_gap", "top"):
         if name in given and not (options.infill or options.batch):
             raise UserError(f"--{name} needs a template; give --infill or --batch")
     for name in ("infill", "batch", "html", "json"):
@@ -502,8 +504,8 @@ def main(argv):
             parts = of_prompt(options.prompt, tokenizer, options.length, config)
         else:
             parts = parse(template, tokenizer, config.block_size)
-        if None in parts and variants:
-            raise UserError("--compare needs gaps of known lengths; write █ for each token")
+        if None in parts and (options.top or variants):
+            raise UserError("--top, --compare need gaps of known lengths; write █ for each token")
         if options.cfg and not any(isinstance(part, (str, list)) for part in parts):
             raise UserError("--cfg guides by the given text, and there is none; give some")
         return parts
@@ -521,6 +523,10 @@ def main(argv):
         pages = judging.compare(variants, fill, judge, n, lines)
         todo = []
     for template, parts in tqdm(todo, unit="template", disable=None if options.batch else True):
+        if options.top:
+            ids = to_ids(parts, tokenizer, model.mask_id)
+            viewer.top_tokens(model, tokenizer, ids, options.top, options.device)
+            continue
         rule = ""  # between texts
         for found, facts in answers(model, tokenizer, template, parts, options, pages):
             if not (to_stdout or options.batch):

@@ -170,6 +170,17 @@ def likeliest(tokenizer, p, n):
     return [(tokenizer.decode([v]), q) for q, v in zip(*map(torch.Tensor.tolist, best))]
 
 
+@torch.no_grad()
+def top_tokens(model, tokenizer, ids, n, device):
+    """Print the n likeliest tokens of each [MASK] in a list of ids."""
+    rest = [model.pad_id] * (model.config.block_size - len(ids))
+    p = checked(model(torch.tensor([ids + rest], device=device))[0]).softmax(-1)
+    for i, token in enumerate(ids):
+        if token == model.mask_id:
+            best = [f"{text!r} {100 * q:.1f} %" for text, q in likeliest(tokenizer, p[i], n)]
+            print(f"token {i + 1:>4}", *best, sep="   ")
+
+
 class Film:
     """The frames of one text: what each step revealed, how surely, and what else was likely."""
 

@@ -599,6 +599,11 @@ class TestCharacters:
         lines = say(run, "--num_samples=2", "--json=-").out.splitlines()
         assert [json.loads(line)["text"] for line in lines] == [text] * 2
 
+    def test_top_shows_probabilities_and_fills_nothing(self, run, say):
+        r = say(run, "--infill=Th██", "--top=3")
+        assert r.code == 0 and len(r.out.splitlines()) == 2 and r.out.count("%") == 6
+        assert r.out.splitlines()[0].startswith("token    3")
+
     def test_watch_is_plain_lines_in_a_pipe(self, run, say):
         r = say(run, "--infill=Th██ is", "--watch", "--steps=4")
         assert r.code == 0 and "\x1b" not in r.out + r.err
@@ -658,6 +663,7 @@ class TestCharacters:
             (["--compare=correct=40"], ["correct=40", "below the 32"]),
             (["--compare=steps=1", "--watch"], ["--compare", "--watch", "contradict"]),
             (["--compare=steps=1", "--infill=a [___] b"], ["--compare", "known lengths"]),
+            (["--infill=[___] a", "--top=2"], ["--top", "known lengths"]),
             (["--infill=a[___][___]b"], ["must not follow"]),
             (["--steps=4", "--correct=4"], ["correct=4", "below the 4"]),
             (["--correct=some"], ["correct=some", "auto"]),

@@ -18,6 +18,7 @@ import torch
 
 from support.cli import UNSAFE, UserError, escaped
 from support.files import is_special, write_output
+from support.likelihood import checked
 from support.templates import joined
 
 FILLED = "\x1b[1;36m"

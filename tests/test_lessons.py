@@ -3,11 +3,13 @@
 import ast
 import importlib.util
 import itertools
+import json
 import re
 import shlex
 import statistics
 import subprocess
 import sys
+import time
 from xml.etree import ElementTree
 
 import pytest
@@ -295,7 +297,7 @@ def test_minimal_learns_and_fills_gaps(capsys, monkeypatch):
     ids = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7] * 200)
     model = minimal.Model(8)
     before = minimal.compute_loss(model, ids[:1024].view(-1, 64)).item()
-    minimal.train(model, ids, 4.0)
+    minimal.train(model, ids, 2.0)
     after = minimal.compute_loss(model, ids[:1024].view(-1, 64)).item()
     assert before > 1.9 and after < 0.5 * before, "ln 8 is 2.08"
     x = ids[:64][None].clone()
@@ -360,6 +362,7 @@ def test_time_embedding_is_what_blocks_get():
     assert torch.allclose(found[100], told[0].flatten(), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn(tmp_path, capsys):
     main = load("pictures").main
     text = "--text=To be, or ███ to be"
@@ -403,6 +406,7 @@ def test_picture_of_the_readme_is_small(name):
     ElementTree.parse(svg)
 
 
+@pytest.mark.slow
 def test_patterns_find_the_sweet_spot(tmp_path, capsys):
     patterns = load("patterns")
     assert patterns.sweet_spot([[0.0], [0.5], [0.96], [1.0]]) == 2
@@ -412,3 +416,27 @@ def test_patterns_find_the_sweet_spot(tmp_path, capsys):
     assert (tmp_path / "p.png").stat().st_size > 20_000
     assert patterns.main([str(ROOT / "weights" / "shakespeare"), str(tmp_path / "x.png")]) == 2
     assert "--data=patterns" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_tour_runs_from_top_to_bottom():
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    nbformat = pytest.importorskip("nbformat")
+    tour = nbformat.read(LESSONS / "tour.ipynb", 4)
+    where = dict(metadata=dict(path=str(LESSONS)))
+    began = time.monotonic()
+    nbclient.NotebookClient(tour, timeout=300, resources=where).execute()  # raises if a cell does
+    assert time.monotonic() - began < 300, "three minutes, were nothing else running"
+    outputs = [output for cell in tour.cells for output in cell.get("outputs", [])]
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert len(pictures) == 5 and "To be, or not to be" in printed and "0.1054" in printed
+
+
+def test_tour_is_shipped_with_its_pictures():
+    tour = json.loads((LESSONS / "tour.ipynb").read_text(encoding="utf-8"))
+    outputs = [output for cell in tour["cells"] for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 5
+    assert not any(output["output_type"] == "error" for output in outputs)
+    assert "colab.research.google.com/github/OWNER/mdlm" in "".join(tour["cells"][0]["source"])

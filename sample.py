@@ -535,7 +535,9 @@ def main(argv):
                 rule = "-" * 40 + "\n" if template is None else ""
             viewer.write_line(lines, viewer.json_line(template, found[0], facts))
     if options.html:
-        viewer.write_page(options.html, pages, viewer.settings(model, options))
+        about = viewer.settings(model, options)
+        about.pop(options.compare.partition("=")[0], None)  # each tab has its own
+        viewer.write_page(options.html, pages, about)
     return 0
 
 

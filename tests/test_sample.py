@@ -550,6 +550,7 @@ class TestCharacters:
             assert row["calls"] == 4 and row["tokens/s"] == pytest.approx(20 / row["seconds"])
             assert row["setting"] in r.out and f"{row['distinct']:.3f}" in r.out
         samples = page_samples(tmp_path / "page.html")
+        assert '"temperature":' not in (tmp_path / "page.html").read_text()
         assert [s["title"] for s in samples] == ["temperature=0.3", "temperature=1"]
         alone = json.loads(say(run, *flags, "--json=-").out.splitlines()[0])
         assert samples[1]["text"] == alone["text"] in r.out, "as without --compare"

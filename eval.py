@@ -186,7 +186,7 @@ def check(given):
         cli.check_files({"compare" if options.compare else "data": path}, dict(json=options.json))
     measured = "out_dir data windows passes temperature exact"
     cli.check_clashes([("compare", measured, "give one of them")], given)
-    measured = "data compare windows passes temperature exact pictures"
+    measured = "data compare windows passes temperature exact dtype pictures"
     cli.check_clashes([("text", measured, "--text measures nothing else")], given)
     if given.keys() & {"text", "rate"} and not options.text:
         raise UserError("--text is empty or missing; give one, --rate alone masks nothing")

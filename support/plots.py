@@ -1,7 +1,6 @@
 """Pictures of runs and models as PNG files that stay readable in print; drawn by matplotlib."""
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -119,8 +118,7 @@ def differences(settings, names):
 def smooth(values):
     """Running means over a fortieth of the values (n,), and the index of the middle of each."""
     width = max(1, len(values) // 40)
-    sums = list(itertools.accumulate(values, initial=0.0))
-    means = [(after - before) / width for before, after in zip(sums, sums[width:])]
+    means = [sum(values[i : i + width]) / width for i in range(len(values) - width + 1)]
     return means, range(width // 2, width // 2 + len(means))
 
 

@@ -30,7 +30,7 @@ def read_sample(path):
     """The first sample of a page: a dict with tokens, given and frames (support/viewer.py)."""
     found = re.search(r'id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.S)
     if not found:
-        raise ValueError(f"{path} is no page of sample.py --html")
+        raise ValueError("no page")
     return json.loads(found[1])["samples"][0]
 
 
@@ -148,8 +148,12 @@ def main(argv):
     try:
         svg = draw(read_sample(args.page), "dark" if args.dark else "light")
         args.picture.write_text(svg, encoding="utf-8")
-    except (OSError, ValueError, LookupError) as e:
-        print(f"animate.py: {e}; give a page that sample.py --html wrote", file=sys.stderr)
+    except OSError as e:
+        print(f"animate.py: {e.filename}: {e.strerror}; give another file", file=sys.stderr)
+        return 2
+    except (ValueError, LookupError):
+        fix = "give a page that sample.py --html wrote"
+        print(f"animate.py: {args.page} is no page of sample.py; {fix}", file=sys.stderr)
         return 2
     return 0
 

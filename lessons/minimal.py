@@ -1,4 +1,4 @@
-"""A masked diffusion language model on one page: it learns characters in two minutes on a laptop.
+"""A masked diffusion language model on one page: it learns characters in two minutes.
 
 python lessons/minimal.py                          # Python's own manual: needs no network
 python lessons/minimal.py my.txt --seconds=600     # any text, ten minutes
@@ -71,8 +71,7 @@ def train(model, ids, seconds):
     start = time.time()
     step = 0
     while (done := (time.time() - start) / seconds) < 1:
-        at = torch.randint(len(ids) - T, (BATCH, 1)) + torch.arange(T)
-        loss = compute_loss(model, ids[at])
+        loss = compute_loss(model, ids[torch.randint(len(ids) - T, (BATCH, 1)) + torch.arange(T)])
         optimizer.zero_grad()
         loss.backward()
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1, step / 50, 2 - 2 * done)
@@ -92,9 +91,10 @@ if __name__ == "__main__":
     chars = [*sorted(set(text)), "█"]  # the last one stands for [MASK]
     ids = torch.tensor([chars.index(c) for c in text])
     cut = int(0.9 * len(ids))
+    template = torch.tensor([[chars.index(c) for c in args.template]])
     model = Model(len(chars) - 1)
     train(model, ids[:cut], args.seconds)
-    print("nats per character, NELBO:", compute_loss(model, ids[cut:].unfold(0, T, T)).item())
-    template = torch.tensor([[chars.index(c) for c in args.template]])
+    nelbo = compute_loss(model, ids[cut:].unfold(0, T, T)[:1000])
+    print(f"validation NELBO {nelbo:.3f} nats per character")
     for x in (torch.full((1, T), model.mask_id), template):
         print("".join(chars[i] for i in generate(model, x)[0]))

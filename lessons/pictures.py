@@ -147,6 +147,8 @@ def main(argv):
     parser.add_argument("--run", default="", help="a run; without --text: its time embedding")
     args = parser.parse_args(argv)
     try:
+        if args.text == "":
+            raise UserError("--text is empty; give one, or leave it out")
         if args.text:
             model, tokenizer, config = mdlm.load(default_run(args.run))
             ids = to_ids(parse(args.text, tokenizer, config.block_size), tokenizer, model.mask_id)
@@ -168,7 +170,10 @@ def main(argv):
             print(f"{rate:4}  {bernoulli:>26}  {exact}")
         draw_masking(counts, schedule_densities(), args.picture)
         return 0
-    except (UserError, OSError, ValueError) as e:
+    except OSError as e:
+        print(f"pictures.py: {e.filename}: {e.strerror}; give another file", file=sys.stderr)
+        return 2
+    except ValueError as e:  # UserError is one
         print(f"pictures.py: {e}", file=sys.stderr)
         return 2
 

@@ -13,16 +13,16 @@ def standard_error(values):
     return values.std().item() / len(values) ** 0.5 if len(values) > 1 else math.inf
 
 
-def mean_by_count(values, count, T, bins):
-    """Means (bins,) of values (passes, W) by count / T, T (W,), and the bin of each value."""
-    bin = ((count - 1) * bins // T).flatten()
+def mean_by_bin(values, bin, bins):
+    """Means (bins,) of values (passes, W) by the bin (passes, W) of each."""
+    bin = bin.flatten()
     total = values.new_zeros(bins).index_add(0, bin, values.flatten())
-    return total / bin.bincount(minlength=bins), bin
+    return total / bin.bincount(minlength=bins)
 
 
 def by_tenths(values, count, T):
     """The means of values (passes, W) by tenths of count / T, a list; None where there is none."""
-    means = mean_by_count(values, count, T, 10)[0].tolist()
+    means = mean_by_bin(values, (10 * count - 1) // T, 10).tolist()  # 0 % is never, 100 % in 9
     return [None if math.isnan(mean) else mean for mean in means]
 
 
@@ -46,8 +46,8 @@ def stratified_error(values, count, T):
     """Standard error over windows of the mean of values (passes, W), less what counts explain."""
     n = values.numel()
     bins = max(1, min(32, n // 8))  # with few values in a bin, each would explain itself
-    mean, bin = mean_by_count(values, count, T, bins)
-    residual = (values - mean[bin].view_as(values)).mean(0)
+    bin = (count - 1) * bins // T
+    residual = (values - mean_by_bin(values, bin, bins)[bin]).mean(0)
     return standard_error(residual * (n / max(n - bins, 1)) ** 0.5)
 
 

@@ -53,9 +53,9 @@ def _load(ptr, rows, stride, T, D: tl.constexpr, EVEN: tl.constexpr):
 
 
 @jit
-def _store(ptr, rows, stride, T, x, D: tl.constexpr):
+def _store(ptr, rows, stride, T, x, D: tl.constexpr, EVEN: tl.constexpr):
     ptrs = ptr + rows[:, None] * stride + tl.arange(0, D)[None, :]
-    tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=rows[:, None] < T)
+    tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=None if EVEN else rows[:, None] < T)
 
 
 @jit
@@ -183,7 +183,7 @@ def attention_forward_kernel(
         v = _load(qkv + 2 * H * D, cols, 3 * H * D, T, D, EVEN)
         o = tl.dot(p.to(v.dtype), v, o * shrink[:, None], input_precision="ieee")
         top = new
-    _store(out + b * T * H * D + h * D, rows, H * D, T, o / total[:, None], D)
+    _store(out + b * T * H * D + h * D, rows, H * D, T, o / total[:, None], D, EVEN)
     tl.store(lse + (b * H + h) * T + rows, (top + tl.log2(total)) / LOG2E, mask=rows < T)
 
 
@@ -233,7 +233,7 @@ def attention_dq_kernel(
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         dq = tl.dot((p * (dp - dl[:, None])).to(k.dtype), k, dq, input_precision="ieee")
     dq = _grad_qk(dq * scale, qkv, rows, 3 * H * D, T, cos, sin, D, EVEN, NORM)
-    _store(dqkv + 3 * b * T * H * D + h * D, rows, 3 * H * D, T, dq, D)
+    _store(dqkv + 3 * b * T * H * D + h * D, rows, 3 * H * D, T, dq, D, EVEN)
 
 
 @jit
@@ -281,8 +281,8 @@ def attention_dkdv_kernel(
         dk = tl.dot((p * (dp - dl[None, :])).to(q.dtype), q, dk, input_precision="ieee")
     dk = _grad_qk(dk * scale, qkv + H * D, cols, 3 * H * D, T, cos, sin, D, EVEN, NORM)
     dqkv += 3 * b * T * H * D + h * D
-    _store(dqkv + H * D, cols, 3 * H * D, T, dk, D)
-    _store(dqkv + 2 * H * D, cols, 3 * H * D, T, dv, D)
+    _store(dqkv + H * D, cols, 3 * H * D, T, dk, D, EVEN)
+    _store(dqkv + 2 * H * D, cols, 3 * H * D, T, dv, D, EVEN)
 
 
 # ---- Launches

@@ -383,6 +383,7 @@ def test_patterns_are_judged_by_their_validity():
     assert found["valid"] == 0.75 and 0 < found["distinct"] <= 1
     assert found["valid_se"] == pytest.approx((0.75 * 0.25 / 40) ** 0.5)
     assert judge(["ab" * 32] * 4)["distinct"] == 1 / 4
+    assert judge([("abcde" * 13)[:64]])["valid"] == 0, "its first five symbols"
 
 
 @pytest.fixture(scope="module")

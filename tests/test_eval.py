@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import eval
 import kernels
 import mdlm
-from support import checkpoint, cli, likelihood, plots, sources
+from support import checkpoint, cli, likelihood, numerics, plots, sources
 
 CORPUS = SimpleNamespace(chars_per_token=2.0, entropy=None)
 
@@ -112,6 +112,15 @@ def test_results_repeat_at_any_batch_size(objective):
         assert r["calibration"]["ece"] == pytest.approx(first["calibration"]["ece"], abs=1e-3)
     fast, slow = (likelihood.chain_rule(model, windows[:4], batch_size=B) for B in (64, 5))
     assert torch.allclose(fast, slow, atol=1e-5)
+
+
+def test_rates_belong_to_the_tenth_that_they_end():
+    T = torch.tensor([1, 5, 5, 10])
+    found = numerics.by_tenths(
+        torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([[1, 1, 5, 1]]), T
+    )
+    assert found[9] == 2.0, "all of 1 and of 5 tokens are 100 %"
+    assert found[1] == 2.0 and found[0] == 4.0 and found[2:9] == [None] * 7
 
 
 def test_calibration_of_a_known_confidence():

@@ -1,9 +1,11 @@
 """Write a model for other programs.
 
-    python export.py --to=hf --out_dir=out --dest=my-model    # for Hugging Face transformers
+    python export.py --to=hf --out_dir=out --dest=my-model     # for Hugging Face transformers
+    python export.py --to=page --out_dir=out --dest=my-page   # a web page in which the model runs
 
-The folder loads without this project, by AutoModelForMaskedLM (AutoModelForCausalLM for a run with
---objective=ar) with trust_remote_code=True, and AutoTokenizer. Its README.md says how.
+my-model loads without this project, by AutoModelForMaskedLM (AutoModelForCausalLM for a run with
+--objective=ar) with trust_remote_code=True, and AutoTokenizer. Its README.md says how. my-page is
+for any web server: python -m http.server --directory my-page
 """
 
 from support import cli
@@ -14,6 +16,7 @@ import contextlib
 import inspect
 import json
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +26,7 @@ from safetensors.torch import save as to_safetensors
 
 import mdlm
 from kernels import reference
-from support import files, plots
+from support import files, page, plots
 from support.checkpoint import default_run, find_checkpoint
 from support.cli import UserError, opt
 
@@ -40,10 +43,11 @@ NETWORK += ("tie", "time_conditioning", "objective", "prompt_column")
 
 @dataclass
 class Options:
-    to: str = opt("hf", "form of the model; hf: of Hugging Face transformers", "hf")
+    to: str = opt("hf", "hf: for Hugging Face transformers; page: a web page", "hf", "page")
     out_dir: str = opt("", "run or checkpoint folder (default: out, else the model in weights/)")
     dest: str = opt("", "the folder to make")
     pad_to_context: bool = opt(False, "fill up texts, as in training: for samplers that show parts")
+    weights: str = opt("int8", "of a page: int8 (a fourth of the size)", "int8", "float32")
 
 
 # ---- Tokenizers
@@ -154,9 +158,8 @@ def card(folder, model, tokenizer, config, name):
     return (SUPPORT / form).read_text(encoding="utf-8").format(**fields)
 
 
-def contents_of(folder, options):
+def contents_of(folder, model, tokenizer, config, options):
     """The files of a Hugging Face model, name -> bytes."""
-    model, tokenizer, config = mdlm.load(folder, kernel="torch")
     library, end = to_library(tokenizer)
     end = end or "[PAD]"
     V = tokenizer.vocab_size
@@ -193,12 +196,20 @@ def main(argv):
     if not options.dest or dest.exists() or not dest.parent.is_dir():
         why = "exists" if options.dest and dest.exists() else "is no name in a folder that exists"
         raise UserError(f"--dest={options.dest} {why}; give that of a new folder")
-    contents = contents_of(find_checkpoint(default_run(options.out_dir)), options)
+    folder = find_checkpoint(default_run(options.out_dir))
+    loaded = mdlm.load(folder, kernel="torch")
+    if options.to == "page":
+        contents = page.contents_of(*loaded, options.weights)
+    else:
+        contents = contents_of(folder, *loaded, options)
     with files.new_folder(dest.parent) as tmp:
         for name, content in contents.items():
             files.write_synced(tmp / name, content)
         os.rename(tmp, dest)
-    print(f"{cli.escaped(str(dest))}: load it as its README.md says")
+    how = "load it as its README.md says"
+    if options.to == "page":
+        how = f"python -m http.server --directory {shlex.quote(options.dest)}, then open http://localhost:8000"
+    print(f"{cli.escaped(str(dest))}: {how}")
     return 0
 
 

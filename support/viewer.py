@@ -1,6 +1,6 @@
 """How sample.py shows the unmasking: in the terminal, as lines of JSON, as a page that replays it.
 
-The page is viewer.html with one JSON object. Text that a model wrote stays text: no "<" of it
+The page is page/viewer.html with one JSON object. Text that a model wrote stays text: no "<" of it
 reaches the HTML parser, the DOM is built from text nodes, and a policy forbids every load.
 """
 
@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -28,6 +29,9 @@ FAINT = "\x1b[2m"
 PLAIN = "\x1b[0m"
 # Characters that json leaves as they are, though they end lines or command terminals.
 BREAKS = {c: f"\\u{c:04x}" for c in range(0x7F, 0x2070) if UNSAFE.match(chr(c))}
+PAGE = Path(__file__).parent / "page"
+ABOUT = """A masked diffusion model writes: each step reveals tokens anywhere in the text, or draws
+    doubtful ones again."""
 TAGS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}  # in JSON these occur in strings only
 
 
@@ -232,6 +236,22 @@ def check_page(path):
         raise UserError(f"--html={path} cannot be written: {fix}")
 
 
+def read_part(name):
+    """A file of support/page/, as text."""
+    return (PAGE / name).read_text(encoding="utf-8")
+
+
+def assemble(**parts):
+    """The page: viewer.html with these in place of its {{names}}."""
+    return re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], read_part("viewer.html"))
+
+
+def as_script(data):
+    """Data as an element that a page's scripts read."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).translate(TAGS)
+    return f'<script type="application/json" id="data">{text}</script>'
+
+
 def write_page(path, samples, settings):
     """Write a page that replays `samples`; UserError if the file cannot be written.
 
@@ -244,9 +264,16 @@ def write_page(path, samples, settings):
     """
     check_page(str(path))
     data = dict(samples=samples, settings={name: str(value) for name, value in settings.items()})
-    data = json.dumps(data, separators=(",", ":"), allow_nan=False).translate(TAGS)
-    page = Path(__file__).with_name("viewer.html").read_text(encoding="utf-8")
-    write_output(Path(path), page.replace("__DATA__", data).encode())
+    style, script = (read_part(name) for name in ("viewer.css", "viewer.js"))
+    page = assemble(
+        policy="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+        "base-uri 'none'; form-action 'none'",
+        style=f"<style>\n{style}</style>",
+        about=ABOUT,
+        composer="",
+        scripts=f"{as_script(data)}\n<script>\n{script}</script>",
+    )
+    write_output(Path(path), page.encode())
 
 
 def show(found, facts, with_scores):

@@ -1,11 +1,8 @@
 """The page of --html replays every step as it happened, and what a model writes stays text."""
 
-import contextlib
 import json
 import os
 import re
-import shutil
-import subprocess
 import urllib.error
 import urllib.request
 from html.parser import HTMLParser
@@ -14,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT  # noqa: F401 (puts the root on the path)
+from webdriver import Browser
 
 from support import cli, viewer
 from support.tokenizer import Tokenizer
@@ -169,87 +167,15 @@ def test_a_page_replaces_the_last_one(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# The page in a browser, by the WebDriver protocol (w3.org/TR/webdriver2)
-
-CHROME = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-KEYS = dict(left="\ue012", up="\ue013", right="\ue014", down="\ue015", end="\ue010", home="\ue011",
-            escape="\ue00c", tab="\ue004", space=" ")  # fmt: skip
-
-
-class Browser:
-    """A headless Chromium; every command is one HTTP request to chromedriver."""
-
-    def __init__(self, driver):
-        self.http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self.process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True)
-        lines = iter(self.process.stdout.readline, "")
-        port = next(m[1] for line in lines if (m := re.search(r"successfully on port (\d+)", line)))
-        self.url = f"http://127.0.0.1:{port}/session"
-        options = dict(binary=CHROME, args=["--headless=new", "--no-sandbox", "--disable-gpu"])
-        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        try:
-            self.url += "/" + self.call("", capabilities=dict(alwaysMatch=wanted))["sessionId"]
-        except OSError:
-            self.process.terminate()
-            raise
-
-    def call(self, command, method="POST", **body):
-        request = urllib.request.Request(self.url + command, method=method)
-        if method == "POST":
-            request.data = json.dumps(body).encode()
-        with self.http.open(request, timeout=60) as answer:
-            return json.load(answer)["value"]
-
-    def js(self, code):
-        return self.call("/execute/sync", script=f"return {code}", args=[])
-
-    def emulate(self, **features):
-        features = [dict(name=k.replace("_", "-"), value=v) for k, v in features.items()]
-        self.call(
-            "/goog/cdp/execute", cmd="Emulation.setEmulatedMedia", params=dict(features=features)
-        )
-
-    def size(self, width, height):
-        metrics = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
-        self.call("/goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=metrics)
-
-    def press(self, *names):
-        strokes = [dict(type=t, value=KEYS[name]) for name in names for t in ("keyDown", "keyUp")]
-        self.call("/actions", actions=[dict(type="key", id="keyboard", actions=strokes)])
-
-    def mouse(self, selector, dx=0, click=False):
-        """Move the mouse to the middle of an element, and dx pixels to the right of it."""
-        box = self.js(
-            f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()"
-        )
-        x, y = round(box["x"] + box["width"] / 2 + dx), round(box["y"] + box["height"] / 2)
-        moves = [dict(type="pointerMove", duration=0, x=x, y=y)]
-        if click:
-            moves += [dict(type="pointerDown", button=0), dict(type="pointerUp", button=0)]
-        pointer = dict(
-            type="pointer", id="mouse", parameters=dict(pointerType="mouse"), actions=moves
-        )
-        self.call("/actions", actions=[pointer])
-
-    def close(self):
-        with contextlib.suppress(OSError):
-            self.call("", method="DELETE")
-        self.process.terminate()
-        self.process.wait()
-        self.process.stdout.close()
+# The page in a browser
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     """The page of SAMPLES, opened once; at the end: no error, no dialog, no request."""
-    driver = shutil.which("chromedriver")
-    if not (driver and CHROME):
-        pytest.skip("no chromium and chromedriver; Debian: apt install chromium chromium-driver")
     path = tmp_path_factory.mktemp("page") / "page.html"
     viewer.write_page(path, SAMPLES, SETTINGS)
-    b = Browser(driver)
+    b = Browser()
     b.call("/url", url=path.as_uri())
     yield b
     with pytest.raises(urllib.error.HTTPError, match="404"):  # "no such alert"

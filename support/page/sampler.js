@@ -1,0 +1,115 @@
+// The sampler of sample.py with its defaults: reveal tokens that are far apart, then draw doubtful ones again. Equal
+// seeds give equal texts, up to the last bits of the network's logits.
+//
+// predict(rows) is the network: arrays of ids, `mask` at what is hidden -> for each its logits, a Float32Array (L * V).
+
+const AGE = .3, DISTANCE = 3;  // as in sample.py
+
+// T random words of 32 bits, by Philox-4x32-10 (Salmon et al., SC'11), as kernels/reference.py has it.
+export function words(seed, step, sample, T) {
+  const found = [], low = n => Number(n & 0xffffffffn), high = n => Number(n >> 32n);
+  for (let block = 0; 4 * block < T; block++) {
+    let c = [sample >>> 0, block, 0, 0], k0 = seed >>> 0, k1 = step >>> 0;
+    for (let round = 0; round < 10; round++) {
+      const p0 = BigInt(c[0]) * 0xd2511f53n, p2 = BigInt(c[2]) * 0xcd9e8d57n;
+      c = [(high(p2) ^ c[1] ^ k0) >>> 0, low(p2), (high(p0) ^ c[3] ^ k1) >>> 0, low(p0)];
+      k0 = (k0 + 0x9e3779b9) >>> 0;
+      k1 = (k1 + 0xbb67ae85) >>> 0;
+    }
+    found.push(...c);
+  }
+  return found.slice(0, T);
+}
+
+// T numbers in [0, 1); of 53 bits for tokens, of 32 for orders.
+export function uniform(seed, step, sample, T, purpose) {
+  if (purpose !== "token") return words(seed, 4 * step + {noise: 2, row: 3}[purpose], sample, T).map(w => w / 2 ** 32);
+  const low = words(seed, 4 * step + 1, sample, T);
+  return words(seed, 4 * step, sample, T).map((w, i) => (w * 2 ** 21 + (low[i] >>> 11)) / 2 ** 53);
+}
+
+function reversedBits(i) {
+  let r = 0;
+  for (let bit = 0; bit < 16; bit++) r |= (i >> bit & 1) << 15 - bit;
+  return r;
+}
+
+// The log-probabilities of a position, in the float32 of PyTorch.
+function logSoftmax(logits) {
+  const top = logits.reduce((a, b) => Math.max(a, b));
+  const below = logits.map(v => v - top);
+  const total = Math.fround(Math.log(below.reduce((sum, v) => sum + Math.exp(v), 0)));
+  return below.map(v => v - total);
+}
+
+// The token at which the distribution function exceeds u; temperature 0: the likeliest.
+function drawToken(logp, u, temperature) {
+  const top = logp.reduce((a, b) => Math.max(a, b));
+  let total = 0;
+  const cdf = Array.from(logp, v => total += Math.exp((v - top) / Math.max(temperature, 1e-30)));
+  return cdf.findIndex(sum => sum > u * total);
+}
+
+// How the gaps of a text are filled: when they are revealed, how often the doubtful are drawn again.
+export function plan(ids, sample, mask, {seed, steps}) {
+  const gaps = [...ids.keys()].filter(i => ids[i] === mask), n = gaps.length;
+  const correct = Math.max(0, steps - Math.min(Math.max(steps >> 1, 4), 16));
+  const corrections = n > 1 ? Math.min(3 * n, correct) : 0;
+  const reveals = Math.max(1, Math.min(steps - corrections, n));
+  const first = Math.floor(uniform(seed, 0, sample, 1, "row")[0] * 2 ** 16);
+  const turn = new Map(gaps.map((i, k) => [i, reversedBits((k + first) % 2 ** 16)]));
+  return {sample, gaps, turn, reveals, corrections, ids: [...ids], doubt: ids.map(() => 0)};
+}
+
+// The positions that step s draws: first the next masks, later the filled ones most in doubt within their distance.
+function choose(row, s, mask, noise) {
+  const masked = row.gaps.filter(i => row.ids[i] === mask), c = s - row.reveals;
+  const left = (Math.max(row.reveals - s, 1) - 1) / row.reveals;  // the share of gaps that stays masked
+  const k = masked.length - Math.floor(row.gaps.length * left + 1e-9);
+  if (k > 0) return masked.sort((a, b) => row.turn.get(a) - row.turn.get(b) || noise[a] - noise[b]).slice(0, k);
+  if (c < 0 || c >= row.corrections) return [];
+  const doubt = i => row.doubt[i] + 1e-9 * noise[i];
+  const rivals = i => row.gaps.filter(j => Math.abs(i - j) < DISTANCE && row.ids[j] !== mask);
+  return row.gaps.filter(i => row.ids[i] !== mask && rivals(i).every(j => doubt(j) <= doubt(i)));
+}
+
+// Fill the gaps of rows of `plan`, in place. Yields after each network call, for each row, what was drawn:
+// [position, token, its probability, the five likeliest [token, probability]].
+export async function* unmask(predict, rows, mask, {seed, temperature}) {
+  for (let s = 0; s < Math.max(...rows.map(row => row.reveals + row.corrections)); s++) {
+    const random = purpose => rows.map(row => uniform(seed, s, row.sample, row.ids.length, purpose));
+    const noise = random("noise"), u = random("token");
+    const drawn = rows.map((row, r) => choose(row, s, mask, noise[r]).sort((a, b) => a - b));
+    const seen = rows.map((row, r) => row.ids.map((id, i) => drawn[r].includes(i) ? mask : id));
+    if (!drawn.some(all => all.length)) continue;
+    const logits = await predict(seen);
+    yield rows.map((row, r) => {
+      row.doubt = row.doubt.map(doubt => doubt + AGE);
+      return drawn[r].map(i => {
+        const logp = logSoftmax(logits[r].subarray(i * mask, (i + 1) * mask));  // V is the id of [MASK]
+        const token = drawToken(logp, u[r][i], temperature), p = v => Math.exp(logp[v]);
+        const likeliest = [...logp.keys()].sort((a, b) => logp[b] - logp[a]).slice(0, 5);
+        row.ids[i] = token;
+        row.doubt[i] = -logp[token];
+        return [i, token, p(token), likeliest.map(v => [v, p(v)])];
+      });
+    });
+  }
+}
+
+// The n likeliest of several fills: [{ids, logp}], the best first. logp: of what begins at `start`, given what is before
+// it, by the chain rule. The best so far goes on by a token: none but those of the n are followed to their end.
+export async function rank(predict, fills, start, n, mask) {
+  const open = fills.map(ids => ({ids, logp: 0, at: start})), best = [];
+  while (open.length && best.length < n) {
+    const fill = open.sort((a, b) => b.logp - a.logp)[0], {ids, at} = fill;
+    if (at === ids.length) {
+      best.push(open.shift());
+      continue;
+    }
+    const [logits] = await predict([ids.map((id, i) => i < at ? id : mask)]);
+    fill.logp += logSoftmax(logits.subarray(at * mask, (at + 1) * mask))[ids[at]];
+    fill.at++;
+  }
+  return best;
+}

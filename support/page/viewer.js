@@ -1,0 +1,146 @@
+"use strict";
+const {samples, settings} = JSON.parse(document.getElementById("data").textContent);
+const $ = id => document.getElementById(id);
+const make = (tag, textContent = "", className = "") =>
+  Object.assign(document.createElement(tag), {textContent, className});
+const percent = p => (p > 0 && p < .005 ? "<\u00a01" : Math.round(100 * p)) + "\u00a0%";
+const colour = t => `oklch(calc(var(--l) + var(--dl) * ${t}) var(--c) calc(var(--h) + var(--dh) * ${t}))`;
+
+let which = 0, step = 0, timer = 0, cursor = -1;  // the cursor: the token whose tooltip is open
+let sample, steps, spans, events;
+
+// What a position shows at a step is a pure function of its events: any frame is reached from any other.
+const eventAt = (p, s) => events[p].findLast(e => e.step <= s);
+const tokenAt = (p, s) => sample.given[p] ? sample.tokens[p] : eventAt(p, s)?.token ?? null;
+const scale = s => steps > 1 ? (s - 1) / (steps - 1) : 0;
+
+function load(i) {
+  which = (i + samples.length) % samples.length;
+  sample = samples[which];
+  steps = sample.steps ?? sample.frames.length;  // a text that is being written has some to come
+  events = sample.tokens.map(() => []);
+  sample.frames.forEach((frame, s) => frame.forEach(([p, token, confidence, alternatives]) => {
+    const last = events[p].at(-1), same = last?.token === token;  // drawn again: confirmed or changed
+    events[p].push({step: s + 1, token, confidence, alternatives, since: same ? last.since : s + 1,
+                    old: same ? last.old : last?.token});
+  }));
+  spans = sample.tokens.map((token, p) => {
+    const span = make("span", "", "t");
+    span.dataset.p = p;
+    span.dataset.ghost = token.replaceAll("\n", "x") || "x";
+    return span;
+  });
+  $("text").replaceChildren(...spans.flatMap((span, p) =>
+    [span, ...Array.from(sample.tokens[p].matchAll("\n"), () => make("br"))]));
+  list();
+  const size = sample.tokens.join("").length;
+  $("text").style.setProperty("--zoom", Math.max(1, Math.min(2, 16 / Math.sqrt(size))));  // short texts are large
+  $("slider").max = steps;
+  $("calls").textContent = `${sample.calls} network calls, ${sample.seconds.toFixed(1)} s`;
+  $("bold").textContent = sample.given.includes(true) ? "; bold: given" : "";
+  point(-1);
+  go(Math.min(step, steps));
+}
+
+// The samples to choose from.
+function list() {
+  $("samples").replaceChildren(...samples.map((s, i) => {
+    const button = make("button", s.title);
+    button.setAttribute("aria-pressed", i === which);
+    button.addEventListener("click", () => load(i));
+    return button;
+  }));
+  $("samples").hidden = samples.length < 2;
+}
+
+function draw(p) {
+  const token = tokenAt(p, step), event = eventAt(p, step), given = sample.given[p];
+  const fresh = event?.since === step, changed = fresh && event.old !== undefined;
+  const [head, ...lines] = (token ?? "").split("\n");
+  spans[p].replaceChildren(head, ...lines.flatMap(text => [make("i", "\n", "nl"), text]));
+  const classes = {given, mask: token === null, fresh, changed};
+  spans[p].className = ["t", ...Object.keys(classes).filter(name => classes[name])].join(" ");
+  const own = token === null || given ? "" : colour(scale(event.since));
+  spans[p].style.color = own;
+  spans[p].style.setProperty("--colour", own);
+}
+
+function go(s) {
+  step = Math.max(0, Math.min(steps, Math.round(s) || 0));
+  spans.forEach((_, p) => draw(p));
+  const gaps = events.filter((_, p) => !sample.given[p]);
+  const past = gaps.map(all => all.filter(e => e.step <= step));
+  const changes = past.flat().filter(e => e.since === e.step && e.old !== undefined).length;
+  $("where").textContent = `Step ${step} of ${steps}`;
+  $("revealed").textContent = `${past.filter(all => all.length).length} of ${gaps.length} revealed, ${changes} changes`;
+  $("slider").value = step;
+  $("slider").style.setProperty("--now", step ? colour(scale(step)) : "var(--soft)");
+  $("text").setAttribute("aria-label", `Step ${step} of ${steps}: ${text().replace(/█+/g, "…")}`);
+  if (cursor >= 0) point(cursor);
+}
+
+const text = () => spans.map(span => span.classList.contains("mask") ? "█" : span.textContent).join("");
+
+function play(on) {
+  clearInterval(timer);
+  timer = 0;
+  if (on && step === steps) go(0);
+  const next = () => {
+    if (step < sample.frames.length) go(step + 1);
+    if (step === steps) play(false);
+  };
+  if (on) timer = setInterval(next, Math.max(40, Math.min(500, 9000 / steps)));
+  $("play").textContent = on ? "Pause" : "Play";
+}
+
+const jump = s => { play(false); go(s); };
+
+// Open the tooltip of a token; -1 closes it.
+function point(p) {
+  document.querySelector(".cursor")?.classList.remove("cursor");
+  cursor = p in spans ? p : -1;
+  $("tip").hidden = cursor < 0;
+  if (cursor < 0) return;
+  const visible = t => t.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "∅";
+  const token = tokenAt(p, step), event = eventAt(p, step), given = sample.given[p];
+  const was = event?.old === undefined ? "" : `, before: ${visible(event.old)}`;
+  const about = given ? "given" : !event ? "masked"
+    : `step ${event.since}${was}, confidence ${percent(event.confidence)}`;
+  const head = make("p", about);
+  if (token !== null) head.prepend(make("b", visible(token)), " ");
+  const rows = (given || !event ? [] : event.alternatives ?? []).map(([other, share]) => {
+    const row = make("div", "", other === token ? "taken" : "");
+    row.append(make("code", visible(other)), make("span", percent(share)));
+    return row;
+  });
+  spans[p].classList.add("cursor");
+  $("tip").style.setProperty("--colour", token === null || given ? "var(--ink)" : colour(scale(event.since)));
+  $("tip").replaceChildren(head, ...rows);
+  const box = spans[p].getBoundingClientRect(), {offsetWidth: w, offsetHeight: h} = $("tip");
+  const left = Math.max(8, Math.min(innerWidth - w - 8, box.left + box.width / 2 - w / 2));
+  const top = box.top > h + 16 ? box.top - h - 10 : box.bottom + 10;
+  $("tip").style.transform = `translate(${left}px, ${top}px)`;
+}
+
+const under = e => { const t = e.target.closest(".t"); point(t ? Number(t.dataset.p) : -1); };
+$("text").addEventListener("pointerover", e => { if (e.pointerType === "mouse") under(e); });
+$("text").addEventListener("pointerleave", e => { if (e.pointerType === "mouse") point(-1); });
+$("text").addEventListener("click", under);
+addEventListener("scroll", () => { if (cursor >= 0) point(cursor); }, {passive: true});
+$("play").addEventListener("click", () => play(!timer));
+$("slider").addEventListener("input", () => jump(Number($("slider").value)));
+// A button that the mouse pressed gives the keyboard back, else space would press it again.
+document.addEventListener("click", e => { if (e.detail) e.target.closest("button")?.blur(); });
+document.addEventListener("keydown", e => {
+  const typing = e.target.closest("form") || (e.key === " " && e.target.closest("button"));
+  if (e.ctrlKey || e.metaKey || e.altKey || typing) return;
+  const act = {
+    ArrowLeft: () => jump(step - 1), ArrowRight: () => jump(step + 1),
+    Home: () => jump(0), End: () => jump(steps), " ": () => play(!timer), Escape: () => point(-1),
+    ArrowUp: () => load(which - 1), ArrowDown: () => load(which + 1),
+  }[e.key];
+  if (act) { e.preventDefault(); act(); }
+});
+
+$("facts").textContent = Object.entries(settings).map(([name, value]) => `${name} ${value}`).join(", ");
+load(0);

@@ -1,0 +1,50 @@
+// Answers the page's requests beside it, so that the page stays responsive.
+import {open, predict} from "./model.js";
+import {plan, rank, unmask} from "./sampler.js";
+
+const FILLS = 16, SHOWN = 5;
+let mask, current = 0;  // the number of the newest request
+
+async function write({id, ids, ...how}) {
+  const begun = performance.now(), row = plan(ids, 0, mask, how), steps = row.reveals + row.corrections;
+  let calls = 0;
+  for await (const [frame] of unmask(predict, [row], mask, how)) {
+    if (id !== current) return;
+    postMessage({id, frame, ids: row.ids, steps, calls: ++calls, seconds: (performance.now() - begun) / 1000});
+  }
+  postMessage({id, done: true});
+}
+
+// The likeliest of many fills of a template, as of sample.py --infill.
+async function writeRanked({id, ids, ...how}) {
+  const begun = performance.now();
+  const rows = Array.from({length: FILLS}, (_, sample) => plan(ids, sample, mask, how)), films = rows.map(() => []);
+  let tried = 0;
+  const look = seen => {
+    if (id !== current) throw null;
+    postMessage({id, tried: ++tried});
+    return predict(seen);
+  };
+  for await (const frames of unmask(look, rows, mask, how)) frames.forEach((frame, r) => films[r].push(frame));
+  const texts = rows.map(row => row.ids.join());
+  const different = rows.filter((row, r) => texts.indexOf(texts[r]) === r).map(row => row.ids);
+  const fills = await rank(look, different, ids.indexOf(mask), SHOWN, mask);
+  const total = fills.reduce((sum, fill) => sum + Math.exp(fill.logp), 0);
+  const seconds = (performance.now() - begun) / 1000;
+  postMessage({id, seconds, fills: fills.map(({ids, logp}) =>
+    ({ids, logp, share: Math.exp(logp) / total, frames: films[texts.indexOf(ids.join())]}))});
+}
+
+onmessage = async ({data}) => {
+  try {
+    if (data.about) {
+      mask = data.about.mask;
+      postMessage({ready: await open(data.about, data.device)});
+      return;
+    }
+    current = data.id;
+    await (data.rank ? writeRanked : write)(data);
+  } catch (error) {
+    if (error !== null) postMessage({id: data.id, error: String(error)});
+  }
+};

@@ -39,7 +39,7 @@ def check(model, tokenizer, config):
     """Raise UserError for a model that the page cannot run."""
     for fits, what in (
         (config.objective == "mdlm", f"--objective={config.objective}"),
-        (tokenizer.kind == "char", f"--tokenizer={config.tokenizer}"),
+        (tokenizer.kind == "char", f"--tokenizer={tokenizer.kind}"),
         (tokenizer.end_id is None, "documents"),
     ):
         if not fits:
@@ -128,7 +128,9 @@ def contents_of(model, tokenizer, config, weights):
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     about = f"{millions:.1f} M parameters in {weights}, context {config.block_size}"
     empty = dict(title="", tokens=[], given=[], frames=[], calls=0, seconds=0)
-    example = "To be, or ███ to be" if config.data == "shakespeare" else ""
+    example = "To be, or ███ to be"
+    if config.data != "shakespeare" or not set(example) <= {"█", *tokenizer.vocab}:
+        example = ""
     live |= dict(tensors=tensors, bytes=size, example=example)
     data = dict(samples=[empty], settings=dict(model=about), live=live)
     names = [name for name in SCRIPTS if name.startswith(("viewer", "live"))]

@@ -15,7 +15,7 @@ CHROME = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 KEYS = dict(left="\ue012", up="\ue013", right="\ue014", down="\ue015", end="\ue010", home="\ue011",
-            escape="\ue00c", tab="\ue004", space=" ")  # fmt: skip
+            escape="\ue00c", tab="\ue004", space=" ", control="\ue009", enter="\ue007")  # fmt: skip
 
 
 class Browser:
@@ -64,6 +64,12 @@ class Browser:
 
     def type(self, text):
         strokes = [dict(type=t, value=c) for c in text for t in ("keyDown", "keyUp")]
+        self.call("/actions", actions=[dict(type="key", id="keyboard", actions=strokes)])
+
+    def chord(self, *names):
+        """Press keys together."""
+        strokes = [dict(type="keyDown", value=KEYS[name]) for name in names]
+        strokes += [dict(type="keyUp", value=KEYS[name]) for name in reversed(names)]
         self.call("/actions", actions=[dict(type="key", id="keyboard", actions=strokes)])
 
     def screenshot(self, path):

@@ -35,16 +35,21 @@ async function writeRanked({id, ids, ...how}) {
     ({ids, logp, share: Math.exp(logp) / total, frames: films[texts.indexOf(ids.join())]}))});
 }
 
-onmessage = async ({data}) => {
+async function answer(data) {
   try {
     if (data.about) {
       mask = data.about.mask;
       postMessage({ready: await open(data.about, data.device)});
-      return;
+    } else {
+      await (data.rank ? writeRanked : write)(data);
     }
-    current = data.id;
-    await (data.rank ? writeRanked : write)(data);
   } catch (error) {
     if (error !== null) postMessage({id: data.id, error: String(error)});
   }
+}
+
+let last = Promise.resolve();  // one after another: a session runs once at a time
+onmessage = ({data}) => {
+  current = data.id;
+  last = last.then(() => answer(data));
 };

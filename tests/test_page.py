@@ -1,0 +1,553 @@
+"""The page of export.py --to=page: the same model, the same sampler, in a browser of its own."""
+
+import functools
+import http.server
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import threading
+import time
+import urllib.parse
+from importlib.util import find_spec
+from statistics import median
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, Toy
+from test_export import save
+from webdriver import Browser
+
+import export
+import mdlm
+import sample
+from kernels.reference import philox_words
+from support import cli, likelihood, page
+from support.tokenizer import Tokenizer
+
+WEIGHTS = ROOT / "weights" / "shakespeare"
+LETTERS = Tokenizer("char", list("ab <&>\"'/\n"))
+slow = pytest.mark.slow
+
+
+def export_page(dest, *flags):
+    return cli.run(export.main, ["--to=page", f"--dest={dest}", *map(str, flags)])
+
+
+# --------------------------------------------------------------------------------------------------
+# Without a browser: the sampler in Node.js, the weights, mistakes
+
+SAMPLER = """
+import {plan, rank, unmask, words} from %s;
+const {rows, T, V, n, table, asked} = JSON.parse(process.argv[1]);
+const predict = async seen => seen.map(ids => {  // as `network` below
+  const xt = [...ids, ...Array(T).fill(V)].slice(0, T);
+  const total = xt.reduce((sum, id) => sum + id + 1, 0);
+  const at = i => (31 * total + 7 * (xt[i - 1] ?? V) + 3 * (xt[i + 1] ?? V) + i) %% table.length;
+  return Float32Array.from(xt.flatMap((_, i) => table[at(i)]));
+});
+const found = [];
+for (const how of asked) {
+  const plans = rows.map((ids, sample) => plan(ids, sample, V, how)), steps = [];
+  for await (const frames of unmask(predict, plans, V, how)) steps.push(frames);
+  const fills = await rank(predict, plans.map(row => row.ids), n, 3, V);
+  found.push({texts: plans.map(row => row.ids), steps, fills});
+}
+console.log(JSON.stringify({found, words: words(2 ** 32 - 1, 17, 123456789, 11)}));
+"""
+
+
+@pytest.fixture(scope="module")
+def network():
+    """A cheap function of the whole text as a model; the same in Python and in JavaScript."""
+    T, V = 24, 5
+    table = torch.randn(97, V, generator=torch.Generator().manual_seed(3)) * 2
+
+    def logits(xt):
+        total = (xt + 1).sum(1, keepdim=True)
+        before = torch.nn.functional.pad(xt[:, :-1], (1, 0), value=V)
+        after = torch.nn.functional.pad(xt[:, 1:], (0, 1), value=V)
+        at = (31 * total + 7 * before + 3 * after + torch.arange(T)) % len(table)
+        return table[at]
+
+    return Toy(logits, V, T), table
+
+
+def test_sampler_draws_what_sample_py_draws(network):
+    """Tokens, orders, corrections and probabilities; the ranking; the random words."""
+    if not shutil.which("node"):
+        pytest.skip("no Node.js")
+    model, table = network
+    V, T = model.vocab_size, model.config.block_size
+    x = torch.full((3, 20), V)
+    x[:, :4] = torch.tensor([0, 1, 2, 3])
+    x[:, 9] = 2
+    asked = [dict(seed=s, steps=k, temperature=t) for s, k, t in
+             ((0, 16, 1), (5, 7, 0.7), (2**32 - 1, 40, 1.3), (9, 1, 1), (8, 32, 0))]  # fmt: skip
+    given = dict(rows=x.tolist(), T=T, V=V, n=4, table=table.tolist(), asked=asked)
+    code = SAMPLER % json.dumps((page.PAGE / "sampler.js").as_uri())
+    command = ["node", "--input-type=module", "-e", code, json.dumps(given)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    answer = json.loads(run.stdout)
+    words = philox_words(2**32 - 1, 17, torch.tensor([123456789]), 11)
+    assert answer["words"] == words[0].tolist()
+    for how, found in zip(asked, answer["found"], strict=True):
+        steps = list(sample.unmask(model, x, **how))
+        assert found["texts"] == steps[-1].x.tolist()
+        assert len(found["steps"]) == len(steps)
+        for step, frames in zip(steps, found["steps"]):
+            drawn = [[r, i] for r, frame in enumerate(frames) for i, *_ in frame]
+            assert drawn == step.drawn.nonzero().tolist()
+            p = [q for frame in frames for _, _, q, _ in frame]
+            token = step.x[step.drawn]
+            assert np.allclose(p, step.logp.exp().gather(1, token[:, None])[:, 0], atol=1e-6)
+            best = [q for frame in frames for *_, likeliest in frame for _, q in likeliest]
+            assert np.allclose(best, step.logp.exp().topk(5)[0].flatten(), atol=1e-6)
+        start = torch.full((3,), 4)
+        rows, logp = likelihood.likeliest(
+            model, steps[-1].x, start, start + 16, torch.zeros(3).double(), 3
+        )
+        texts = steps[-1].x[rows].tolist()
+        assert [fill["ids"] for fill in found["fills"]] == texts
+        assert np.allclose([fill["logp"] for fill in found["fills"]], logp, atol=1e-5)
+
+
+@slow
+def test_int8_costs_next_to_nothing():
+    """The NELBO of the shipped model on the excerpt: 64 windows and counts, paired."""
+    text = (ROOT / "weights" / "excerpt.txt").read_text(encoding="utf-8")
+    model, tokenizer, _ = mdlm.load(WEIGHTS)
+    ids = torch.tensor(tokenizer.encode(text))
+    windows = ids[: len(ids) // 256 * 256].view(-1, 256)
+    exact, rounded = [], []
+    for found in (exact, rounded):
+        if found is rounded:
+            page.round_matrices(model)
+        found += mdlm.evaluate(model, windows, passes=math.ceil(64 / len(windows)))["by_window"]
+    difference = np.subtract(rounded, exact)
+    assert 0 < abs(difference).max() < 0.05  # it was rounded
+    assert difference.mean() <= 0.005
+
+
+def test_rounded_matrices_are_found_as_they_are_and_transposed():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(7, 5, bias=True)
+    model.weight.data[2] = 0
+    before = model.weight.data.clone()
+    found = page.round_matrices(model)
+    after = model.weight.detach()
+    assert (after - before).abs().max() <= before.abs().max() / 127 / 2 + 1e-7
+    for matrix in (after, after.T.contiguous()):
+        values, scale, axis = found[matrix.numpy().tobytes()]
+        assert values.dtype == np.int8 and values.shape == tuple(matrix.shape)
+        back = values.astype(np.float32) * (scale if axis == 0 else scale.T)
+        assert np.array_equal(back, matrix.numpy())
+    assert len(found) == 2  # the bias stays
+
+
+@pytest.mark.parametrize(
+    "settings, tokenizer, said",
+    [
+        (dict(objective="ar"), LETTERS, "--objective=ar"),
+        (dict(), Tokenizer("byte"), "--tokenizer=byte"),
+        (dict(), Tokenizer("char", ["a", "b"], end=True), "documents"),
+    ],
+)
+def test_models_that_no_page_runs_get_one_sentence(settings, tokenizer, said, tmp_path, capsys):
+    save(tmp_path / "out", tokenizer, **settings)
+    assert export_page(tmp_path / "page", f"--out_dir={tmp_path / 'out'}") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and said in error and "--to=page takes" in error
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_page_needs_is_named(tmp_path, monkeypatch, capsys):
+    dest = tmp_path / "page"
+    monkeypatch.setattr(page, "find_spec", lambda name: name != "onnxscript")
+    assert export_page(dest) == 2 and "pip install onnx onnxscript" in capsys.readouterr().err
+    monkeypatch.setattr(page, "find_spec", lambda name: True)
+    monkeypatch.setattr(page, "RUNTIME", tmp_path / "none")
+    monkeypatch.setenv("PATH", "")
+    assert export_page(dest) == 2 and "install Node.js" in capsys.readouterr().err
+    npm = tmp_path / "npm"
+    npm.write_text("#!/bin/sh\necho no network >&2\nexit 1\n")
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert export_page(dest) == 2
+    error = capsys.readouterr().err
+    assert "npm ci failed" in error and "no network" in error and not dest.exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# In headless Chromium
+
+
+class Server:
+    """A web server for a folder; `asked` are the paths that were asked for."""
+
+    def __init__(self, folder):
+        self.asked = asked = []
+
+        class Handler(http.server.SimpleHTTPRequestHandler):
+            def log_message(self, form, *args):
+                asked.append(self.path)
+
+        handler = functools.partial(Handler, directory=str(folder))
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def build(folder, *flags):
+    for package in ("onnx", "onnxscript"):
+        if not find_spec(package):
+            pytest.skip(f"no {package}")
+    if not shutil.which("npm"):
+        pytest.skip("no npm")
+    assert export_page(folder, *flags) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    """The page of the shipped model in float32."""
+    folder = tmp_path_factory.mktemp("shipped") / "page"
+    return build(folder, f"--out_dir={WEIGHTS}", "--weights=float32")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The page of a small network with random weights, whose letters are those of HTML."""
+    folder = tmp_path_factory.mktemp("tiny")
+    save(folder / "out", LETTERS, block_size=32)
+    return build(folder / "page", f"--out_dir={folder / 'out'}")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    b = Browser()
+    b.call("/timeouts", script=60_000)
+    yield b
+    b.close()
+
+
+def visit(browser, folder, fragment=""):
+    """Open a folder's page on a new server, and wait for its model."""
+    server = Server(folder)
+    browser.size(1200, 800)
+    browser.call("/url", url=server.url + fragment)
+    browser.wait("ready || $('said').className === 'error'")
+    return server
+
+
+@pytest.fixture
+def live(browser, tiny):
+    """The page of the small network, just opened."""
+    server = visit(browser, tiny)
+    yield browser
+    server.close()
+
+
+def say(browser):
+    return browser.js("$('said').textContent")
+
+
+def write(browser, text, **settings):
+    """Set the form, press Write, wait for the end; the text."""
+    for name, value in dict(typed=text, **settings).items():
+        browser.js(f"$('{name}').value = {json.dumps(str(value))}")
+    browser.js("start(false)")
+    browser.wait("writing === null")
+    return browser.js("samples.at(-1).tokens.join('')")
+
+
+@slow
+def test_logits_are_those_of_pytorch(browser, shipped):
+    server = visit(browser, shipped)
+    model, _, config = mdlm.load(WEIGHTS)
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(model.mask_id, (3, config.block_size), generator=g)
+    x[1:][torch.rand(2, config.block_size, generator=g) < 0.5] = model.mask_id
+    script = """const [rows, done] = arguments;
+      import("./model.js").then(async ({open, predict}) => {
+        await open(live, "wasm");
+        done((await predict(rows)).map(logits => Array.from(logits)));
+      }).catch(error => done(String(error)));"""
+    found = browser.call("/execute/async", script=script, args=[x.tolist()])
+    with torch.no_grad():
+        wanted = model(x).flatten(1).numpy()
+    assert np.abs(np.array(found) - wanted).max() < 1e-4
+    server.close()
+
+
+@slow
+def test_equal_seeds_give_equal_texts(browser, shipped):
+    """At least nine of ten; another text begins with a draw within 1e-4 of a boundary."""
+    server = visit(browser, shipped)
+    model, tokenizer, config = mdlm.load(WEIGHTS)
+    x = torch.full((1, config.block_size), model.mask_id)
+    equal = 0
+    for seed in range(10):
+        text = write(browser, "", seed=seed, steps=16)
+        steps = list(sample.unmask(model, x, seed=seed, steps=16))
+        if text == tokenizer.decode(steps[-1].x[0]):
+            equal += 1
+            continue
+        shown = browser.js("samples.at(-1).frames.map(f => f.map(([i, token]) => [i, token]))")
+        for step, frame in zip(steps, shown):
+            drawn = step.drawn[0].nonzero()[:, 0].tolist()
+            assert [i for i, _ in frame] == drawn
+            tokens = tokenizer.encode("".join(token for _, token in frame))
+            differ = [k for k, i in enumerate(drawn) if tokens[k] != step.x[0, i]]
+            u = sample.uniform(seed, step.number - 1, torch.tensor([0]), len(x[0]), "token")[0]
+            for k in differ:
+                cdf = step.logp[k].double().softmax(0).cumsum(0)
+                low = min(tokens[k], int(step.x[0, drawn[k]]))
+                assert abs(cdf[low] - u[drawn[k]]) < 1e-4
+            if differ:
+                break
+    assert equal >= 9
+    server.close()
+
+
+@slow
+def test_fills_are_ranked_as_sample_py_ranks_them(browser, shipped, tmp_path):
+    server = visit(browser, shipped)
+    browser.js("$('typed').value = 'To be, or ███ to be'")
+    browser.js("$('rank').click()")
+    browser.wait("$('said').textContent.startsWith('The likeliest')")
+    shown = browser.js("samples.map(s => s.tokens.join(''))")
+    model, tokenizer, config = mdlm.load(WEIGHTS)
+    parts = sample.parse("To be, or ███ to be", tokenizer, config.block_size)
+    how = functools.partial(sample.fill_gaps, model, tokenizer, dict(steps=16, seed=0))
+    fills = likelihood.hypotheses(model, tokenizer, parts, 5, how, "cpu", draws=16)
+    assert shown == [tokenizer.decode(fill.ids) for fill in fills]
+    server.close()
+
+
+@slow
+def test_speed_is_near_that_of_onnx_runtime(browser, shipped):
+    """256 characters in 16 calls against ONNX Runtime itself, in one thread each, in turns."""
+    ort = pytest.importorskip("onnxruntime")
+    server = visit(browser, shipped)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    native = restored_session(ort, shipped, options)
+    ids = np.full((1, 256), 65, np.int32)
+    ratios = []
+    for seed in range(2):
+        start = time.perf_counter()
+        for _ in range(16):
+            native.run(None, {"ids": ids})
+        seconds = time.perf_counter() - start
+        write(browser, "", seed=seed, steps=16)
+        ratios.append(browser.js("samples.at(-1).seconds") / seconds)
+    print(f"{median(ratios):.2f} times")
+    assert median(ratios) <= 12
+    server.close()
+
+
+def restored_session(ort, folder, options):
+    """The page's model in ONNX Runtime, from its float32 weights.bin."""
+    live = read_live(folder)
+    data = bytearray(live["bytes"])
+    packed = (folder / "weights.bin").read_bytes()
+    at = 0
+    for offset, n, _, axis in live["tensors"]:
+        assert axis is None
+        data[offset : offset + 4 * n] = packed[at : at + 4 * n]
+        at += 4 * n
+    external = ([("model.onnx.data")], [bytes(data)], [len(data)])
+    options.add_external_initializers_from_files_in_memory(*external)
+    return ort.InferenceSession((folder / "model.onnx").read_bytes(), options)
+
+
+def read_live(folder):
+    text = (folder / "index.html").read_text(encoding="utf-8")
+    return json.loads(re.search(r'id="data">(.*?)</script>', text)[1])["live"]
+
+
+@slow
+def test_type_play_and_read(live):
+    """Typed keys, one of them for the gap; play, pause, step, drag; the five likeliest on hover."""
+    live.mouse("#typed", click=True)
+    live.type("ab__b a")
+    assert live.js("$('typed').value") == "ab██b a"
+    live.chord("control", "enter")
+    live.wait("samples[0].frames.length && writing === null && !timer")
+    text = live.js("text()")
+    assert re.fullmatch(r"ab[^█]{2}b a", text, re.S)
+    assert live.js("step") == live.js("steps") == live.js("samples[0].calls") > 2
+    live.js("document.activeElement.blur()")
+    live.press("home")
+    assert live.js("text()") == "ab██b a"
+    live.press("space")
+    assert live.js("timer > 0")
+    live.mouse("#play", click=True)
+    assert not live.js("timer > 0")
+    live.mouse("#slider", click=True)
+    assert 0 < live.js("step") < live.js("steps")
+    live.press("end")
+    live.mouse("[data-p='2']")
+    assert live.js("document.querySelectorAll('#tip div').length") == 5
+    assert "confidence" in live.js("$('tip').innerText")
+
+
+@slow
+def test_corrections_flash(live):
+    write(live, "", steps=32, seed=1)
+    changed = live.js("""[...Array(steps + 1).keys()].map(s => {
+      jump(s);
+      return document.querySelectorAll('.changed').length; })""")
+    assert sum(changed) > 3 and not any(changed[:17])  # the first sixteen calls reveal
+
+
+@slow
+def test_a_text_is_shown_while_it_is_written(live):
+    """Play begins before the last call; a pause keeps the step, the text goes on."""
+    live.js("$('typed').value = ''")
+    live.js("$('steps').value = 128")
+    live.js("start(false)")
+    live.wait("writing?.frames.length > 2")
+    live.js("play(false)")
+    step = live.js("step")
+    assert live.js("writing.frames.length") < live.js("steps") and "█" in live.js("text()")
+    live.wait("writing === null")
+    assert live.js("step") == step and live.js("steps") == 128
+
+
+@slow
+def test_a_newer_request_replaces_an_older(live):
+    live.js("$('typed').value = ''")
+    live.js("$('steps').value = 128")
+    live.js("start(false)")
+    live.wait("writing?.frames.length > 2")
+    assert write(live, "a█b", steps=4).startswith("a")
+    assert live.js("samples.length") == 1 and live.js("samples[0].frames.length") <= 4
+
+
+@slow
+def test_a_link_shows_the_same_text(live, tiny):
+    text = write(live, "a██ b", steps=9, seed=7, temperature=0.8)
+    fragment = live.js("location.hash")
+    asked = dict(urllib.parse.parse_qsl(fragment[1:]))
+    assert asked == dict(typed="a██ b", steps="9", seed="7", temperature="0.8")
+    again = write(live, "a██ b", steps=9, seed=7, temperature=0.8)
+    assert live.js("$('seed').value") == "8" and live.js("samples.length") == 2  # another text
+    server = visit(live, tiny, fragment)
+    live.wait("writing === null && samples[0].frames.length > 0")
+    assert live.js("samples[0].tokens.join('')") == text, again
+    server.close()
+
+
+@slow
+def test_nothing_is_sent_anywhere(browser, tiny):
+    """Its own files once, then nothing; without a network it goes on; a policy keeps it so."""
+    other = Server(tiny)
+    server = visit(browser, tiny)
+    asked = [path for path in server.asked if path != "/favicon.ico"]
+    assert asked and all((tiny / (path.strip("/") or "index.html")).is_file() for path in asked)
+    browser.cdp("Network.enable")
+    browser.cdp("Network.emulateNetworkConditions", offline=True, latency=0,
+                downloadThroughput=-1, uploadThroughput=-1)  # fmt: skip
+    server.close()
+    assert len(write(browser, "ab", steps=8)) == 32
+    assert [path for path in server.asked if path != "/favicon.ico"] == asked
+    browser.cdp("Network.emulateNetworkConditions", offline=False, latency=0,
+                downloadThroughput=-1, uploadThroughput=-1)  # fmt: skip
+    send = f"fetch('{other.url}').then(() => 'sent').catch(() => 'refused')"
+    script = f"""const done = arguments[0], place = URL.createObjectURL(
+        new Blob([`{send}.then(postMessage)`], {{type: "text/javascript"}}));
+      {send}.then(page => {{
+        new Worker(place, {{type: "module"}}).onmessage = ({{data}}) => done([page, data]);
+      }});"""
+    assert browser.call("/execute/async", script=script, args=[]) == ["refused", "refused"]
+    assert other.asked == []
+    other.close()
+
+
+@slow
+def test_hostile_text_stays_text(live):
+    attack = "<b>a</b>'\"&"
+    assert write(live, attack + "█", steps=4).startswith(attack)
+    assert live.js("text()").startswith(attack)
+    live.js("$('typed').value = '<img src=x onerror=alert(1)>'")
+    live.js("start(false)")
+    assert say(live).startswith('The model never saw the character "i" (position 2)')
+    fragment = "#typed=" + urllib.parse.quote(attack) + "&seed=<script>"
+    live.js(f"location.hash = {json.dumps(fragment)}")
+    assert live.js("document.querySelectorAll('img, #text b, nav b, #said b').length") == 0
+
+
+@slow
+@pytest.mark.parametrize("missing", ["weights.bin", "model.onnx", "sampler.js", "ort.wasm.min.mjs"])
+def test_a_missing_file_is_named(browser, tiny, tmp_path, missing):
+    folder = shutil.copytree(tiny, tmp_path / "page")
+    os.remove(folder / missing)
+    visit(browser, folder).close()
+    assert missing.split(".")[0] in say(browser) and browser.js("$('said').className") == "error"
+    assert browser.js("$('write').disabled")
+
+
+@slow
+def test_what_a_browser_lacks_is_said(tiny):
+    b = Browser()
+    code = "Object.defineProperty(window, 'WebAssembly', {value: undefined})"
+    b.cdp("Page.addScriptToEvaluateOnNewDocument", source=code)
+    visit(b, tiny).close()
+    assert "no WebAssembly; use a newer one" in say(b)
+    b.call("/url", url=(tiny / "index.html").as_uri())
+    assert "python -m http.server" in say(b)
+    b.close()
+
+
+@slow
+def test_wrong_texts_get_one_sentence(live):
+    for text, said in (
+        ("a" * 33, "The text has 33 characters, the model takes 32; shorten it."),
+        ("a" * 32, "There is nothing to fill: type _ where a character is missing."),
+        ("aé", 'The model never saw the character "é" (position 2); remove it.'),
+    ):
+        live.js(f"$('typed').value = {json.dumps(text)}")
+        live.js("start(false)")
+        assert say(live) == said and live.js("samples[0].title") == ""
+    live.js("$('typed').value = 'ab'")
+    live.js("start(true)")
+    assert "no gap to rank" in say(live)
+
+
+@slow
+def test_keyboard_alone_is_enough(live):
+    """Tab goes through every control, in order; arrows set the sliders."""
+    names = []
+    for _ in range(8):
+        live.press("tab")
+        names.append(live.js("document.activeElement.id"))
+        if names[-1] == "steps":
+            live.press("right")
+    assert names[:6] == ["typed", "steps", "temperature", "seed", "write", "rank"]
+    assert live.js("$('steps').value") == "17"
+    labels = live.js("""[...document.querySelectorAll("input, textarea, button")].map(
+      e => e.labels?.[0]?.innerText || e.getAttribute("aria-label") || e.textContent)""")
+    assert all(labels)
+
+
+@slow
+def test_phones_and_both_themes(live):
+    write(live, "", steps=8)
+    for width in (320, 390, 1200):
+        live.size(width, 800)
+        assert live.js("document.documentElement.scrollWidth") <= width
+    colours = set()
+    for theme in ("light", "dark"):
+        live.emulate(prefers_color_scheme=theme)
+        colours.add(live.js("getComputedStyle($('typed')).backgroundColor"))
+    assert len(colours) == 2

@@ -1,12 +1,11 @@
 """A model as a web page: its ONNX graph, its weights, and the scripts of page/ that run it.
 
 The weights are a file of their own, which page/worker.js turns into the float32 that the graph
-expects: matrices in int8 with one scale an output, the rest as it is.
+expects: matrices in int8 with a scale for each column, the rest as it is.
 """
 
 import contextlib
 import io
-import json
 import logging
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from support.cli import UserError, alive, warn
+from support.cli import UserError, warn
 from support.viewer import PAGE, as_script, assemble
 
 SCRIPTS = ("viewer.js", "live.js", "worker.js", "model.js", "sampler.js", "viewer.css", "live.css")
@@ -52,42 +51,21 @@ def check(model, tokenizer, config):
 
 def read_runtime():
     """The files of ONNX Runtime Web, name -> bytes; npm brings them, once."""
-    wanted = json.loads((PAGE / "package.json").read_text())["dependencies"]["onnxruntime-web"]
-    with contextlib.suppress(OSError):
-        if json.loads((RUNTIME / "package.json").read_text())["version"] == wanted:
-            return {name: (RUNTIME / "dist" / name).read_bytes() for name in RUNTIME_FILES}
-    npm = shutil.which("npm")
-    if not npm:
-        raise UserError("--to=page needs npm, for ONNX Runtime Web; install Node.js (nodejs.org)")
-    command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
-    with alive("npm ci", warn):
+    if not RUNTIME.exists():
+        npm = shutil.which("npm")
+        if not npm:
+            raise UserError("--to=page needs npm, which comes with Node.js; install it")
+        warn("npm ci: fetching ONNX Runtime Web")
+        command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
         run = subprocess.run(command, cwd=PAGE, capture_output=True, text=True)
-    if run.returncode:
-        why = " ".join(run.stderr.split())[-300:]
-        raise UserError(f"npm ci failed in {PAGE}: {why}; it needs a network the first time")
+        if run.returncode:
+            why = " ".join(run.stderr.split())[-300:]
+            raise UserError(f"npm ci failed in {PAGE} ({why}); it needs a network the first time")
     return {name: (RUNTIME / "dist" / name).read_bytes() for name in RUNTIME_FILES}
 
 
-def round_matrices(model):
-    """Round the matrices of a model to int8 times a scale for each row, in place.
-
-    Returns {bytes of a matrix as float32: (its values (n,) int8, scales, axis of the scales)}, each
-    matrix also transposed, as a product may have it.
-    """
-    found = {}
-    for matrix in model.state_dict().values():
-        if matrix.dim() != 2:
-            continue
-        scale = matrix.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
-        values = (matrix / scale).round().to(torch.int8)
-        matrix.copy_(values * scale)
-        for axis, (m, v) in enumerate([(matrix, values), (matrix.T, values.T)]):
-            found[m.numpy().tobytes()] = (v.numpy(), scale.numpy(), axis)
-    return found
-
-
 def to_onnx(model, folder):
-    """Write model.onnx and model.onnx.data; returns the tensors of the latter: (offset, array)."""
+    """(the ONNX graph as bytes, the tensors of its data file as (offset, array))."""
     import onnx
 
     x = torch.full((1, model.config.block_size), model.mask_id, dtype=torch.int32)
@@ -101,28 +79,32 @@ def to_onnx(model, folder):
     data = (folder / "model.onnx.data").read_bytes()
     tensors = []
     for tensor in graph.initializer:
-        place = {entry.key: entry.value for entry in tensor.external_data}
+        place = {entry.key: int(entry.value) for entry in tensor.external_data[1:]}
         if place:
-            offset = int(place["offset"])
-            array = np.frombuffer(data, np.float32, int(place["length"]) // 4, offset)
-            tensors.append((offset, array.reshape(tensor.dims)))
-    return tensors, len(data)
+            array = np.frombuffer(data, np.float32, place["length"] // 4, place["offset"])
+            tensors.append((place["offset"], array.reshape(tensor.dims)))
+    return (folder / "model.onnx").read_bytes(), tensors
+
+
+def quantize(array):
+    """A matrix as int8, and the scale of each column: in a product, of each output."""
+    scale = np.abs(array).max(0).clip(min=1e-30) / np.float32(127)
+    return np.round(array / scale).astype(np.int8), scale
 
 
 def contents_of(model, tokenizer, config, weights):
     """The files of the page, name -> bytes. weights: int8 or float32."""
     check(model, tokenizer, config)
     contents = read_runtime()
-    rounded = round_matrices(model) if weights == "int8" else {}
-    with tempfile.TemporaryDirectory() as folder, alive("exporting to ONNX", warn):
-        arrays, size = to_onnx(model, Path(folder))
-        contents["model.onnx"] = (Path(folder) / "model.onnx").read_bytes()
+    warn("exporting to ONNX")
+    with tempfile.TemporaryDirectory() as folder:
+        contents["model.onnx"], arrays = to_onnx(model, Path(folder))
     packed = b""
-    tensors = []  # offset in the float32 file, number of values, columns, axis of the scales
+    tensors = []  # offset in the data file, number of values, of columns with a scale
     for offset, array in arrays:
-        values, scale, axis = rounded.get(array.tobytes(), (array, array[:0], None))
-        tensors.append((offset, array.size, array.shape[-1], axis))
-        packed += values.tobytes() + scale.tobytes()
+        columns = array.shape[1] if weights == "int8" and array.ndim == 2 else 0
+        tensors.append((offset, array.size, columns))
+        packed += b"".join(part.tobytes() for part in (quantize(array) if columns else (array,)))
     contents["weights.bin"] = packed
     live = dict(vocab=tokenizer.vocab, context=config.block_size, mask=model.mask_id)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
@@ -131,6 +113,7 @@ def contents_of(model, tokenizer, config, weights):
     example = "To be, or ███ to be"
     if config.data != "shakespeare" or not set(example) <= {"█", *tokenizer.vocab}:
         example = ""
+    size = max(offset + 4 * n for offset, n, _ in tensors)
     live |= dict(tensors=tensors, bytes=size, example=example)
     data = dict(samples=[empty], settings=dict(model=about), live=live)
     names = [name for name in SCRIPTS if name.startswith(("viewer", "live"))]

@@ -116,37 +116,12 @@ def test_sampler_draws_what_sample_py_draws(network):
         assert np.allclose([fill["logp"] for fill in found["fills"]], logp, atol=1e-5)
 
 
-@slow
-def test_int8_costs_next_to_nothing():
-    """The NELBO of the shipped model on the excerpt: 64 windows and counts, paired."""
-    text = (ROOT / "weights" / "excerpt.txt").read_text(encoding="utf-8")
-    model, tokenizer, _ = mdlm.load(WEIGHTS)
-    ids = torch.tensor(tokenizer.encode(text))
-    windows = ids[: len(ids) // 256 * 256].view(-1, 256)
-    exact, rounded = [], []
-    for found in (exact, rounded):
-        if found is rounded:
-            page.round_matrices(model)
-        found += mdlm.evaluate(model, windows, passes=math.ceil(64 / len(windows)))["by_window"]
-    difference = np.subtract(rounded, exact)
-    assert 0 < abs(difference).max() < 0.05  # it was rounded
-    assert difference.mean() <= 0.005
-
-
-def test_rounded_matrices_are_found_as_they_are_and_transposed():
-    torch.manual_seed(0)
-    model = torch.nn.Linear(7, 5, bias=True)
-    model.weight.data[2] = 0
-    before = model.weight.data.clone()
-    found = page.round_matrices(model)
-    after = model.weight.detach()
-    assert (after - before).abs().max() <= before.abs().max() / 127 / 2 + 1e-7
-    for matrix in (after, after.T.contiguous()):
-        values, scale, axis = found[matrix.numpy().tobytes()]
-        assert values.dtype == np.int8 and values.shape == tuple(matrix.shape)
-        back = values.astype(np.float32) * (scale if axis == 0 else scale.T)
-        assert np.array_equal(back, matrix.numpy())
-    assert len(found) == 2  # the bias stays
+def test_quantized_matrices_are_near():
+    array = np.random.default_rng(0).normal(size=(50, 7)).astype(np.float32)
+    array[:, 2] = 0
+    values, scale = page.quantize(array)
+    assert values.dtype == np.int8 and scale.dtype == np.float32 and scale.shape == (7,)
+    assert (np.abs(values * scale - array) <= scale / 2 + 1e-7).all() and values.max() == 127
 
 
 @pytest.mark.parametrize(
@@ -172,7 +147,7 @@ def test_what_a_page_needs_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(page, "find_spec", lambda name: True)
     monkeypatch.setattr(page, "RUNTIME", tmp_path / "none")
     monkeypatch.setenv("PATH", "")
-    assert export_page(dest) == 2 and "install Node.js" in capsys.readouterr().err
+    assert export_page(dest) == 2 and "needs npm" in capsys.readouterr().err
     npm = tmp_path / "npm"
     npm.write_text("#!/bin/sh\necho no network >&2\nexit 1\n")
     npm.chmod(0o755)
@@ -180,6 +155,15 @@ def test_what_a_page_needs_is_named(tmp_path, monkeypatch, capsys):
     assert export_page(dest) == 2
     error = capsys.readouterr().err
     assert "npm ci failed" in error and "no network" in error and not dest.exists()
+
+
+def test_workflow_builds_the_shipped_page():
+    """What is published is what one command of the program makes."""
+    text = (ROOT / ".github" / "workflows" / "pages.yml").read_text()
+    command = re.search(r"python export\.py (.*)", text)[1].split()
+    given = cli.parse_flags(export.Options, command, "")
+    assert given == dict(to="page", out_dir="weights/shakespeare", dest="page")
+    assert re.search(r"upload-pages-artifact@v\d+\n\s+with:\n\s+path: page\n", text)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -336,11 +320,8 @@ def test_fills_are_ranked_as_sample_py_ranks_them(browser, shipped, tmp_path):
 @slow
 def test_speed_is_near_that_of_onnx_runtime(browser, shipped):
     """256 characters in 16 calls against ONNX Runtime itself, in one thread each, in turns."""
-    ort = pytest.importorskip("onnxruntime")
+    native = session_of(shipped)
     server = visit(browser, shipped)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    native = restored_session(ort, shipped, options)
     ids = np.full((1, 256), 65, np.int32)
     ratios = []
     for seed in range(2):
@@ -355,19 +336,55 @@ def test_speed_is_near_that_of_onnx_runtime(browser, shipped):
     server.close()
 
 
-def restored_session(ort, folder, options):
-    """The page's model in ONNX Runtime, from its float32 weights.bin."""
+def session_of(folder):
+    """The page's model in ONNX Runtime, in one thread."""
+    ort = pytest.importorskip("onnxruntime")
     live = read_live(folder)
-    data = bytearray(live["bytes"])
     packed = (folder / "weights.bin").read_bytes()
+    data = np.zeros(live["bytes"] // 4, np.float32)
     at = 0
-    for offset, n, _, axis in live["tensors"]:
-        assert axis is None
-        data[offset : offset + 4 * n] = packed[at : at + 4 * n]
-        at += 4 * n
-    external = ([("model.onnx.data")], [bytes(data)], [len(data)])
+    for offset, n, columns in live["tensors"]:
+        if columns:
+            values = np.frombuffer(packed, np.int8, n, at).reshape(-1, columns)
+            scale = np.frombuffer(packed, np.float32, columns, at + n)
+            values = (values * scale).ravel()
+            at += n + 4 * columns
+        else:
+            values = np.frombuffer(packed, np.float32, n, at)
+            at += 4 * n
+        data[offset // 4 : offset // 4 + n] = values
+    assert at == len(packed)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    external = (["model.onnx.data"], [data.tobytes()], [live["bytes"]])
     options.add_external_initializers_from_files_in_memory(*external)
     return ort.InferenceSession((folder / "model.onnx").read_bytes(), options)
+
+
+@slow
+def test_int8_costs_next_to_nothing(shipped, tmp_path):
+    """The NELBO of the page's own weights: 64 masked windows of the excerpt, paired."""
+    rounded = build(tmp_path / "page", f"--out_dir={WEIGHTS}")
+    text = (ROOT / "weights" / "excerpt.txt").read_text(encoding="utf-8")
+    _, tokenizer, config = mdlm.load(WEIGHTS)
+    ids = torch.tensor(tokenizer.encode(text))
+    windows = ids[: len(ids) // 256 * 256].view(-1, 256)
+    found = []
+    for folder in (shipped, rounded):
+        session = session_of(folder)
+
+        def logits(xt, run=session.run):
+            rows = [run(None, {"ids": x[None].int().numpy()})[0] for x in xt]
+            return torch.from_numpy(np.concatenate(rows))
+
+        model = Toy(logits, tokenizer.vocab_size, config.block_size)
+        passes = math.ceil(64 / len(windows))
+        found.append(mdlm.evaluate(model, windows, passes=passes)["by_window"])
+    difference = np.subtract(*found[::-1])
+    size = (rounded / "weights.bin").stat().st_size
+    print(f"NELBO {np.mean(found[0]):.4f}, int8 {difference.mean():+.5f}, {size / 1e6:.1f} MB")
+    assert 0 < abs(difference).max() < 0.05  # it was rounded
+    assert difference.mean() <= 0.005 and 4 * size < 1.1 * (shipped / "weights.bin").stat().st_size
 
 
 def read_live(folder):
@@ -535,9 +552,9 @@ def test_keyboard_alone_is_enough(live):
             live.press("right")
     assert names[:6] == ["typed", "steps", "temperature", "seed", "write", "rank"]
     assert live.js("$('steps').value") == "17"
-    labels = live.js("""[...document.querySelectorAll("input, textarea, button")].map(
-      e => e.labels?.[0]?.innerText || e.getAttribute("aria-label") || e.textContent)""")
-    assert all(labels)
+    labels = live.js("""[...document.querySelectorAll("input, textarea, button")].filter(
+      e => !e.closest("[hidden]")).map(e => e.labels?.[0]?.innerText || e.getAttribute("aria-label") || e.textContent)""")
+    assert len(labels) == 6 and all(labels)
 
 
 @slow

@@ -10,18 +10,21 @@ async function load(name) {
   return answer.arrayBuffer();
 }
 
-// The float32 weights that the ONNX file expects. weights.bin has each tensor as float32 (axis null), or as int8 and a
-// float32 scale for each index of an axis.
+// The float32 weights that the ONNX file expects. weights.bin has each tensor as float32, or, with `columns`, as int8
+// and a float32 scale for each of its columns.
 function unpack(packed) {
   const weights = new Float32Array(about.bytes / 4);
   let at = 0;
-  for (const [offset, n, columns, axis] of about.tensors) {
-    const values = axis === null ? new Float32Array(packed.slice(at, at + 4 * n)) : new Int8Array(packed, at, n);
-    weights.set(values, offset / 4);
-    at += values.byteLength;
-    if (axis === null) continue;
-    const scale = new Float32Array(packed.slice(at, at += 4 * (axis ? columns : n / columns)));
-    for (let i = 0; i < n; i++) weights[offset / 4 + i] *= scale[axis ? i % columns : Math.floor(i / columns)];
+  const floats = n => new Float32Array(packed.slice(at, at += 4 * n));
+  for (const [offset, n, columns] of about.tensors) {
+    if (!columns) {
+      weights.set(floats(n), offset / 4);
+      continue;
+    }
+    const values = new Int8Array(packed, at, n);
+    at += n;
+    const scale = floats(columns);
+    values.forEach((value, i) => weights[offset / 4 + i] = value * scale[i % columns]);
   }
   return new Uint8Array(weights.buffer);
 }

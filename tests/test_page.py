@@ -552,8 +552,9 @@ def test_keyboard_alone_is_enough(live):
             live.press("right")
     assert names[:6] == ["typed", "steps", "temperature", "seed", "write", "rank"]
     assert live.js("$('steps').value") == "17"
-    labels = live.js("""[...document.querySelectorAll("input, textarea, button")].filter(
-      e => !e.closest("[hidden]")).map(e => e.labels?.[0]?.innerText || e.getAttribute("aria-label") || e.textContent)""")
+    labels = live.js("""[...document.querySelectorAll("input, textarea, button")]
+      .filter(e => !e.closest("[hidden]"))
+      .map(e => e.labels?.[0]?.innerText || e.getAttribute("aria-label") || e.textContent)""")
     assert len(labels) == 6 and all(labels)
 
 

@@ -48,7 +48,7 @@ function start(isRank) {
     const given = encode(typed), seed = Number($("seed").value);
     if (isRank && !typed.includes("█")) throw "There is no gap to rank fills for: type _ where a character is missing.";
     if (samples.at(-1) === writing) samples.pop();  // it is not finished
-    writing = isRank ? {given} : asSample(given, `seed ${seed}`);
+    writing = isRank ? {given} : asSample(given, `${typed.slice(0, 16).replaceAll("\n", "↵") || "a text"}, seed ${seed}`);
     const how = {seed, steps: Number($("steps").value), temperature: Number($("temperature").value)};
     worker.postMessage({id: ++request, rank: isRank, ids: given, ...how});
     say(isRank ? "trying fills" : "");
@@ -93,7 +93,7 @@ function receive({data}) {
       show(Object.assign(sample, {tokens, frames: frames.map(asFrame), calls: frames.length, seconds: data.seconds,
                                   title: `${percent(share)} ${filled.replaceAll("\n", "↵")}`}), data.fills.length);
     }
-    say(`The likeliest of many fills, by the probability of the text from the first gap on.`);
+    say("The likeliest of many fills, by the probability of the text from the first gap on.");
     load(0);
     go(1e6);
   }

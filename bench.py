@@ -62,7 +62,6 @@ class Options:
     seed: int = opt(1000, "the first seed", bounds=(0, 1 << 31))
     seeds: int = opt(2, "how many seeds", bounds=(1, 1000))
     dtype: str = opt("float32", "of the model's products", "float32", "bfloat16")
-    picture: str = opt("", "draw words, variety and likelihood over calls to this PNG file")
 
 
 class Untimed(Exception):

@@ -9,14 +9,13 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of bench.py; run: python bench.py sample")
 
 import time
-from functools import partial
 
 import torch
 
 import eval
 import mdlm
 import sample
-from support import judging, plots
+from support import judging
 from support.checkpoint import find_checkpoint
 from support.cli import UserError
 from support.numerics import standard_error
@@ -94,6 +93,3 @@ def bench_sampling(options, device, book):
         facts = dict(sampler=name, calls=steps, seconds=seconds)
         by_seed = [judge(texts[i : i + n]) for i in range(0, len(texts), n)]
         book.add(facts | judge(texts) | dict(by_seed=by_seed))
-    if options.picture:
-        draw = partial(plots.plot_frontier, book.content["rows"], list(SAMPLERS))
-        plots.try_to_draw(draw, options.picture)

@@ -231,35 +231,3 @@ def table(rows, digits):
     words = [[f"{v:.{digits}f}" if isinstance(v, float) else str(v) for v in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*words)]
     return "\n".join("  ".join(w.rjust(n) for w, n in zip(row, widths)) for row in words)
-
-
-# ---- What bench.py sample measured
-def plot_frontier(rows, names, path):
-    """Known words or valid patterns, distinct ones, and likelihood over network calls, by sampler.
-
-    rows: dicts of bench.py sample; bars from the lowest to the highest seed.
-    """
-    panels = dict(words="words of the training text", distinct="distinct words")
-    if "valid" in rows[0]:
-        panels = dict(valid="valid patterns", distinct="distinct sequences")
-    if "twin" in rows[0]:
-        panels["twin"] = "nats per token under the AR twin"
-    fig, axes = figure(4 * len(panels), 3.8, 1, len(panels))
-    for ax, (key, label) in zip(axes, panels.items()):
-        for name, color in zip(names, COLORS):
-            found = [r for r in rows if r["sampler"] == name]
-            seeds = [[seed[key] for seed in r["by_seed"]] for r in found]
-            middle = [(max(values) + min(values)) / 2 for values in seeds]
-            error = [(max(values) - min(values)) / 2 for values in seeds]
-            calls = [r["calls"] for r in found]
-            style = dict(marker="o", ms=4, lw=1.6, capsize=2, color=color, label=name)
-            ax.errorbar(calls, middle, error, **style)
-        for row in rows:
-            if row["sampler"] in ("real text", "AR twin"):
-                style = "--" if row["sampler"] == "real text" else ":"
-                ax.axhline(row[key], color=GREY, lw=1.2, ls=style, label=row["sampler"])
-        ax.set(xscale="log", xlabel="network calls", ylabel=label)
-        ax.set_xticks(calls, [f"{n:.0f}" for n in calls])
-        ax.minorticks_off()
-    axes[0].legend(frameon=False, fontsize=8)
-    fig.savefig(path)

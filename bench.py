@@ -136,7 +136,7 @@ class Book:
 
     def write(self):
         if self.path not in ("", "-"):
-            write_output(Path(self.path), (json.dumps(self.content, indent=1) + "\n").encode())
+            write_output(self.path, (json.dumps(self.content, indent=1) + "\n").encode())
 
     def close(self):
         """The exit code."""

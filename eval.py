@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import sys
 import tempfile
 import zlib
@@ -31,7 +30,7 @@ import mdlm
 from support import numerics, plots, sources, viewer
 from support.checkpoint import SHIPPED, default_run, find_checkpoint
 from support.cli import UserError, opt
-from support.files import read_json, write_output
+from support.files import check_output, read_json, write_output
 from support.likelihood import chain_rule, checked, group_size, to_context
 from support.runtime import pick_device
 
@@ -190,10 +189,9 @@ def check(given):
     cli.check_clashes([("text", measured, "--text measures nothing else")], given)
     if given.keys() & {"text", "rate"} and not options.text:
         raise UserError("--text is empty or missing; give one, --rate alone masks nothing")
-    path = Path(options.json)
-    if options.json not in ("", "-") and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise UserError(f"--json={path} cannot be written; give a file in an existing folder, or -")
-    plots.check_folder(options.pictures)
+    check_output("json", options.json)
+    if options.pictures not in ("", "none"):
+        Path(options.pictures).mkdir(parents=True, exist_ok=True)  # now: measuring takes long
     return options
 
 
@@ -329,7 +327,7 @@ def main(argv):
         words = cli.escaped(words)
     print(content if options.json == "-" else words)
     if options.json not in ("", "-"):
-        write_output(Path(options.json), content.encode())
+        write_output(options.json, content.encode())
     plots.save(draw, options.pictures or folder, verbose=options.json != "-")
     return 0
 

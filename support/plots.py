@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 from pathlib import Path
 
 from support.checkpoint import checkpoints
@@ -27,19 +26,10 @@ def try_to_draw(plot, path):
         return False
 
 
-def check_folder(folder):
-    """Raise UserError if --pictures=folder cannot be written; "" and "none" are accepted."""
-    path = Path(folder)
-    existing = next((p for p in (path, *path.parents) if os.path.exists(p)), path)
-    if folder not in ("", "none") and not (existing.is_dir() and os.access(existing, os.W_OK)):
-        raise UserError(f"--pictures={folder} cannot be written; give a folder, or none")
-
-
 def save(draw, folder, verbose):
     """Draw {file name: function of a path} into a folder, unless that is None or "none"."""
     if folder in (None, "none"):
         return
-    Path(folder).mkdir(parents=True, exist_ok=True)
     paths = [Path(folder) / name for name in draw]
     drawn = [try_to_draw(plot, path) for path, plot in zip(paths, draw.values())]
     if not all(drawn):

@@ -355,7 +355,10 @@ def test_missing_matplotlib_is_one_sentence(runs, capsys, monkeypatch, tmp_path)
         (["--compare={runs}/shipped"], ["shipped", "log"]),
         (["--compare=,"], ["log"]),
         (["--out_dir={runs}/mdlm", "--json=/nowhere/r.json"], ["/nowhere/r.json"]),
-        (["--windows=2", "--pictures={runs}/elsewhere.txt/p"], ["--pictures"]),
+        (
+            ["--windows=2", "--pictures={runs}/elsewhere.txt/p"],
+            ["elsewhere.txt/p", "check"],
+        ),
         (["--device=warp"], ["warp", "cpu"]),
         (["--text="], ["--text", "give one"]),
         (["--rate=0.5"], ["--text", "--rate"]),

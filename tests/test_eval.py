@@ -234,12 +234,6 @@ def test_running_means_leave_out_what_is_unknown():
     assert list(middles) == list(range(1, 80)) and plots.smooth([])[0] == []
 
 
-def test_labels_name_the_flags_that_differ():
-    settings = [dict(n_layer=4, ema=0.9, out_dir="a"), dict(n_layer=6, ema=0.9, out_dir="b")]
-    assert plots.differences(settings, ["a", "b"]) == ["n_layer=4", "n_layer=6"]
-    assert plots.differences([{}, {}], ["a", "b"]) == ["a", "b"], "nothing is known of them"
-
-
 def test_pictures_are_drawn_into_the_folder(runs, tmp_path, capsys):
     names = {"loss.png", "rates.png", "confidence.png"}
     for objective, expected in (("mdlm", names), ("ar", names - {"rates.png"})):

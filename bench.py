@@ -81,6 +81,7 @@ class Book:
         self.path = options.json
         self.until = time.monotonic() + (options.time_limit or math.inf)
         self.failed = False
+        self.columns = 0  # of the header above the next line
         versions = {"Python": platform.python_version(), "torch": torch.__version__}
         for package in ("triton", "liger-kernel", "cut-cross-entropy"):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -95,9 +96,6 @@ class Book:
         self.say(", ".join(f"{key} {value}" for key, value in (machine | versions).items()))
         self.write()
 
-    def is_late(self):
-        return time.monotonic() > self.until
-
     def say(self, text):
         print(text, file=sys.stderr if self.path == "-" else sys.stdout, flush=True)
 
@@ -106,30 +104,23 @@ class Book:
         self.say(text)
         self.write()
 
-    def add(self, row, cells=None):
-        """A line of the table. cells: what it shows, if not what FORMATS makes of the row."""
-        if cells is None:
-            cells = {k: v for k, v in row.items() if isinstance(v, str) or k in FORMATS}
+    def add(self, row):
+        """A line of the table."""
+        cells = {k: v for k, v in row.items() if isinstance(v, str) or k in FORMATS}
         for k, v in cells.items():
             if not isinstance(v, str):
                 cells[k] = "" if v is None else format(v, FORMATS[k])
-        if not self.content["rows"]:
+        if len(cells) > self.columns:
+            self.columns = len(cells)
             self.say("\n| " + " | ".join(cells) + " |\n" + "| --- " * len(cells) + "|")
         self.say("| " + " | ".join(cells.values()) + " |")
         self.content["rows"].append(row)
         self.write()  # now: a run that is cut off keeps what it measured
 
-    def result(self, where, contestant, times, rate, share, peak_mb, speed_up, **more):
-        """times: (median, spread) in seconds."""
-        row = dict(contestant=contestant, ms=times[0] * 1e3, spread=times[1] * 1e3, rate=rate)
-        row |= dict(share=share, peak_mb=peak_mb, speed_up=speed_up)
-        self.add(where | row | more)
-
     def trouble(self, where, contestant, text, fatal=False):
         """A contestant without a time. If fatal, stderr and the exit code say so too."""
-        empty = dict.fromkeys(("spread", "rate", "share", "peak_mb", "speed_up"), "")
         where = where | dict(contestant=contestant)
-        self.add(where | dict(trouble=text), where | dict(ms=text) | empty)
+        self.add(where | dict(trouble=text))
         if fatal:
             self.failed = True
             print(f"bench.py: {', '.join(where.values())}: {text}", file=sys.stderr)
@@ -276,8 +267,9 @@ def measure(case, book, limits, device, seconds):
             speed = rate(flops / t, "FLOP/s") if flops else rate(n_bytes / t, "B/s")
             least = max(flops / limits.get(case.dtype, math.inf), n_bytes / limits["bandwidth"])
             speed_up = times[first][0] / times[name][0] if first in times else None
-            measured = ((t, spread), speed, least / t, peaks[name], speed_up)
-            book.result(where, name, *measured, flops=flops, bytes=n_bytes)
+            row = dict(contestant=name, ms=t * 1e3, spread=spread * 1e3, rate=speed)
+            row |= dict(share=least / t, peak_mb=peaks[name], speed_up=speed_up)
+            book.add(where | row | dict(flops=flops, bytes=n_bytes))
 
 
 def bench_kernels(options, device, book):
@@ -292,7 +284,7 @@ def bench_kernels(options, device, book):
         raise UserError(f"--only={options.only} is in no name of an operation; give one of {names}")
     for case in cases:
         torch._dynamo.reset()  # forget what was compiled for another shape
-        if book.is_late():
+        if runtime.is_late(book.until):
             book.trouble(dict(operation=case.name, shape=case.shape, what=""), "all", LATE)
         else:
             measure(case, book, limits, device, options.seconds)
@@ -357,7 +349,7 @@ def race_steps(config, folder, device, book, options):
     peak = runtime.peak_flops(device) if dtype == torch.bfloat16 else None
     exact = None
     try:
-        if not book.is_late():
+        if not runtime.is_late(book.until):
             exact = gradients(config, folder, device, torch.float32, "torch", False)
     except Exception as e:  # most likely no memory: the others may need less
         book.note("eager PyTorch, the yardstick of the gradients, fails: " + describe(e))
@@ -369,7 +361,7 @@ def race_steps(config, folder, device, book, options):
         for kernel in kernels:
             name = f"--kernels={kernel}, {how}"
             try:
-                if book.is_late():
+                if runtime.is_late(book.until):
                     raise Untimed(LATE)
                 ready[name] = start_step(exact, kernel, config, folder, device, dtype, compiled)
             except Exception as e:  # no compiler, no memory, no Triton: the line says what
@@ -379,12 +371,14 @@ def race_steps(config, folder, device, book, options):
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
         raced = race(calls, device, options.seconds)
         base = base or raced.get(f"--kernels=torch, {how}", [None])[0]
-        for name, times in raced.items():
+        for name, (t, spread) in raced.items():
             run, _, peak_mb = ready[name]
-            speed = config.batch_size * config.block_size / times[0]
+            speed = config.batch_size * config.block_size / t
             mfu = peak and speed * runtime.flops_per_token(run.model) / peak
-            measured = (times, f"{speed:,.0f} tokens/s", mfu, peak_mb, base and base / times[0])
-            book.result(where, name, *measured, tokens_per_second=speed)
+            row = dict(contestant=name, ms=t * 1e3, spread=spread * 1e3)
+            row |= dict(rate=f"{speed:,.0f} tokens/s", share=mfu, peak_mb=peak_mb)
+            row |= dict(speed_up=base and base / t, tokens_per_second=speed)
+            book.add(where | row)
 
 
 def presets(options, device):
@@ -412,7 +406,7 @@ def profile(options, device, book):
     where = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     dtype = runtime.pick_dtype("auto", device)
     for config, folder in presets(options, device):
-        if book.is_late():
+        if runtime.is_late(book.until):
             book.note(f"{config.preset}: {LATE}")
             break
         run = start_run(config, folder, device, dtype, "auto", can_compile(device))

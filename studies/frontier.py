@@ -15,7 +15,7 @@ import torch
 import eval
 import mdlm
 import sample
-from support import judging
+from support import judging, runtime
 from support.checkpoint import find_checkpoint
 from support.cli import UserError
 from support.numerics import standard_error
@@ -85,7 +85,7 @@ def bench_sampling(options, device, book):
     if twin:
         cases.insert(0, (twin, "AR twin", {}, config.block_size))
     for writer, name, how, steps in cases:
-        if book.is_late():
+        if runtime.is_late(book.until):
             book.note(f"the time is up: nothing measured from {name}, {steps} calls on")
             break
         how = how | dict(steps=steps)

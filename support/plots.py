@@ -111,7 +111,8 @@ def plot_losses(path, out_dirs=()):
             values = [r[key] for r in val]
             error = [2 * (r[f"{key}_se"] or 0) for r in val]
             label = escaped(str(out_dir)).replace("$", r"\$")  # a dollar would begin a formula
-            label += "".join(f": {key[4:].upper()} {value:.3f}" for value in values[-1:])
+            if values:
+                label += f": {key[4:].upper()} {values[-1]:.3f}"
             style = dict(fmt="o-", ms=4, lw=1.6, capsize=2, color=color, label=label)
             ax.errorbar([r[x] for r in val], values, error, **style)
             shown += means[len(means) // 25 :] + [r[key] for r in val if r["step"]]

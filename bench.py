@@ -64,10 +64,6 @@ class Options:
     dtype: str = opt("float32", "of the model's products", "float32", "bfloat16")
 
 
-class Untimed(Exception):
-    """Why a contestant gets no time, in the words of the table."""
-
-
 # How the table shows the numbers of a row; those without a format are in the JSON alone.
 FORMATS = dict(ms=".4g", spread=".2g", share=".1%", peak_mb=",.0f", speed_up=".2f")
 FORMATS |= dict(calls="d", seconds=".2f", words=".1%", words_se=".1%", valid=".1%")
@@ -138,7 +134,7 @@ class Book:
 
 def describe(error):
     """An exception in one short line."""
-    if isinstance(error, Untimed):
+    if isinstance(error, UserError):
         return str(error)
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:100]}".replace("|", "/")
@@ -227,13 +223,13 @@ def relative_error(results, exact):
 
 
 def check(case, name, backward, exact):
-    """Raise Untimed if a contestant does not compute what it should."""
+    """Raise UserError if a contestant does not compute what it should."""
     inputs = case.inputs(0)  # fresh ones: some contestants overwrite them
     results = case.contestants[name](backward, *inputs)
     forward_only = case.dtype.is_floating_point and not backward
     error = relative_error(results, exact[:1] if forward_only else exact)
     if not error <= TOLERANCE[case.dtype]:
-        raise Untimed(f"WRONG RESULT, relative error {error:.2g}")
+        raise UserError(f"WRONG RESULT, relative error {error:.2g}")
 
 
 def measure(case, book, limits, device, seconds):
@@ -331,7 +327,7 @@ def start_step(exact, kernel, config, folder, device, dtype, compiled):
     how = (folder, device, dtype, kernel, compiled)
     error = relative_error(gradients(config, *how), exact) if exact else 0.0
     if not error <= TOLERANCE[dtype]:
-        raise Untimed(f"WRONG RESULT, relative error of a gradient {error:.2g}")
+        raise UserError(f"WRONG RESULT, relative error of a gradient {error:.2g}")
     gc.collect()  # before memory is counted, return what is no longer used
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     run = start_run(config, *how)
@@ -362,11 +358,11 @@ def race_steps(config, folder, device, book, options):
             name = f"--kernels={kernel}, {how}"
             try:
                 if runtime.is_late(book.until):
-                    raise Untimed(LATE)
+                    raise UserError(LATE)
                 ready[name] = start_step(exact, kernel, config, folder, device, dtype, compiled)
             except Exception as e:  # no compiler, no memory, no Triton: the line says what
                 text = describe(e)
-                broken = kernel != "torch" and not isinstance(e, Untimed)
+                broken = kernel != "torch" and text != LATE
                 book.trouble(where, name, text, broken or text.startswith("WRONG"))
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
         raced = race(calls, device, options.seconds)

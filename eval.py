@@ -195,32 +195,28 @@ def check(given):
     return options
 
 
-def read_windows(path):
-    """A file of --json: {figure: (W,) float64 nats per token}, and what was scored."""
-    r = read_json(path, "result of eval.py --json")
-    try:
-        parts = {"NELBO or NLL": r} | ({"exact": r["exact"]} if "exact" in r else {})
-        values = {k: torch.tensor(v["by_window"], dtype=torch.float64) for k, v in parts.items()}
-        if any(v.shape != (r["windows"],) for v in values.values()):
-            raise ValueError("another number of windows")
-        return values, (r["crc"], r["windows"])
-    except (KeyError, TypeError, ValueError, RuntimeError):
-        raise UserError(f"{path} is not from eval.py --json; evaluate that run again") from None
+def by_window(r):
+    """{figure: (W,) nats per token} of the results of evaluate."""
+    found = {"NELBO or NLL": r["by_window"]}
+    if "exact" in r:
+        found["exact"] = r["exact"]["by_window"]
+    return {name: torch.tensor(nats, dtype=torch.float64) for name, nats in found.items()}
 
 
 def compare_windows(names):
     """--compare of files of --json: how each differs from the first, on the same windows."""
-    first, scored = read_windows(names[0])
+    results = [read_json(name, "result of eval.py --json") for name in names]
+    if any("crc" not in r or r["crc"] != results[0]["crc"] for r in results):
+        fix = "evaluate all on the same text, with the same --windows"
+        raise UserError(f"{', '.join(names)} scored other windows; {fix}")
+    first = by_window(results[0])
     rows = []
-    for name in names:
-        values, same = read_windows(name)
-        if same != scored:
-            given = f"{name} and {names[0]} scored other windows"
-            raise UserError(f"{given}; evaluate both on the same text, with the same --windows")
-        for figure in sorted(values.keys() & first.keys()):
-            more = values[figure] - first[figure]
-            row = dict(file=name, figure=figure, value=values[figure].mean().item())
-            rows.append(row | dict(more=more.mean().item(), se=numerics.standard_error(more)))
+    for name, r in zip(names, results):
+        for figure, nats in by_window(r).items():
+            if figure in first:
+                more = nats - first[figure]
+                row = dict(file=name, figure=figure, value=nats.mean().item())
+                rows.append(row | dict(more=more.mean().item(), se=numerics.standard_error(more)))
     words = plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=4)
     words += f"\nnats per token; more: than {names[0]}; se: its standard error, window by window"
     return dict(runs=rows), words, None, {}

@@ -365,7 +365,7 @@ def test_wrong_step_has_no_time(small_preset, monkeypatch, capsys, wrong):
 
 
 def test_judge_counts_words_and_characters():
-    judge = frontier.Judge("to be or not to be")
+    judge = judging.Judge("to be or not to be")
     found = judge(["x to be or x", "x to be no x"])
     assert found["words"] == 5 / 6 and found["distinct"] == 4 / 6
     assert found["words_se"] == pytest.approx((0.5**2 + 0.5**2) ** 0.5 / 6)

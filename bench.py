@@ -214,12 +214,12 @@ def rate(x, unit):
 # ---- Kernels
 
 
-def relative_error(results, exact):
-    """The largest over all tensors of |result - exact| / |exact|; a missing or NaN one is inf."""
-    if len(results) != len(exact):
-        return math.inf
+def check_close(results, exact, dtype):
+    """Raise UserError if |result - exact| / |exact| of a tensor is too large or NaN."""
     errors = [(r.double() - e).norm() / e.double().norm() for r, e in zip(results, exact)]
-    return torch.stack(errors).nan_to_num(math.inf, math.inf).max().item()
+    error = torch.stack(errors).nan_to_num(math.inf, math.inf).max().item()
+    if len(results) != len(exact) or error > TOLERANCE[dtype]:
+        raise UserError(f"WRONG RESULT, relative error {error:.2g}")
 
 
 def check(case, name, backward, exact):
@@ -227,9 +227,7 @@ def check(case, name, backward, exact):
     inputs = case.inputs(0)  # fresh ones: some contestants overwrite them
     results = case.contestants[name](backward, *inputs)
     forward_only = case.dtype.is_floating_point and not backward
-    error = relative_error(results, exact[:1] if forward_only else exact)
-    if not error <= TOLERANCE[case.dtype]:
-        raise UserError(f"WRONG RESULT, relative error {error:.2g}")
+    check_close(results, exact[:1] if forward_only else exact, case.dtype)
 
 
 def measure(case, book, limits, device, seconds):
@@ -325,9 +323,8 @@ def gradients(config, *how):
 def start_step(exact, kernel, config, folder, device, dtype, compiled):
     """(run, call of a step, megabytes) of a contestant whose gradients are right."""
     how = (folder, device, dtype, kernel, compiled)
-    error = relative_error(gradients(config, *how), exact) if exact else 0.0
-    if not error <= TOLERANCE[dtype]:
-        raise UserError(f"WRONG RESULT, relative error of a gradient {error:.2g}")
+    if exact:
+        check_close(gradients(config, *how), exact, dtype)
     gc.collect()  # before memory is counted, return what is no longer used
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     run = start_run(config, *how)

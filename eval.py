@@ -72,8 +72,6 @@ def open_data(data, folder, tokenizer, config, device):
                 raise UserError(f"Shakespeare cannot be downloaded ({e}); {fix}") from None
             cli.warn(f"Shakespeare cannot be downloaded ({e}): scoring {EXCERPT}, an imitation")
             source = str(EXCERPT)
-    elif not data and source not in ("patterns", "pydoc") and not path.exists():
-        raise UserError(f"{source}, the data of {folder}, is not here; give --data=FILE")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         if source == str(EXCERPT):  # all of it, where other texts are scored on their last tenth
             path = Path(tmp) / "text"
@@ -118,7 +116,6 @@ def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
     nats = r.get("nll", r.get("nelbo"))
     r |= dict(perplexity=math.exp(min(nats, 700)), bpc=per_character(nats, corpus))
     r |= dict(bpc_se=per_character(r["se"], corpus), entropy=corpus.entropy)
-    r["uniform"] = math.log(model.vocab_size)
     if "nll" in r:
         r["exact"] = {name: r[name] for name in ("nll", "se", "bpc", "windows", "by_window")}
     elif exact:
@@ -143,9 +140,8 @@ def exact_likelihood(model, corpus, windows):
 
 
 def likelihood(r):
-    error = f" +- {r['se']:.4f}" if math.isfinite(r["se"]) else ""
-    bits = f", {r['bpc']:.4f} bits per character" if math.isfinite(r["bpc"]) else ""
-    return f"{r.get('nll', r.get('nelbo')):.4f}{error} nats per token{bits}"
+    nats = r.get("nll", r.get("nelbo"))
+    return f"{nats:.4f} +- {r['se']:.4f} nats per token, {r['bpc']:.4f} bits per character"
 
 
 def by_rate(r):
@@ -235,8 +231,8 @@ def compare(options):
         last = val[-1]
         best = min(val, key=lambda v: v[key])
         row = dict(run=name, objective="ar" if key == "val_nll" else "mdlm", value=last[key])
-        row |= dict(se=last[f"{key}_se"], bpc=last["val_bpc"], step=last["step"])
-        row |= dict(tokens=last["tokens"], seconds=last["seconds"])
+        row |= dict(se=last[f"{key}_se"], bpc=last["val_bpc"])
+        row |= {name: last[name] for name in ("step", "tokens", "seconds")}
         row |= dict(ar_shifted=last.get("val_ar_shifted"), best=best[key], best_step=best["step"])
         rows.append(row)
     words = plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=4)

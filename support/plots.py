@@ -6,10 +6,8 @@ import json
 import math
 from pathlib import Path
 
-from support.checkpoint import checkpoints
 from support.cli import UserError, escaped, warn
 from support.files import read_json, read_small
-from support.tokenizer import tokenizer_from_json
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito, 2008).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666")
@@ -72,14 +70,10 @@ def validations(log):
     return key, [r for r in log if r.get(key) is not None]
 
 
-def levels(out_dir):
-    """{"ln V": nats, "entropy": nats} of a run, as far as its folder tells them."""
-    found = {}
-    with contextlib.suppress(UserError, OSError, LookupError, TypeError):
-        tokenizer = tokenizer_from_json(checkpoints(out_dir)[0] / "tokenizer.json")
-        found["ln V"] = math.log(tokenizer.vocab_size)
-        found["entropy"] = read_json(Path(out_dir) / "data" / "meta.json", "data")["entropy"]
-    return {name: nats for name, nats in found.items() if nats}
+def read_entropy(out_dir):
+    """The exact entropy of a run on patterns, nats per token; None for other data."""
+    with contextlib.suppress(UserError):
+        return read_json(Path(out_dir) / "data" / "meta.json", "data").get("entropy")
 
 
 def smooth(values):
@@ -97,7 +91,7 @@ def plot_losses(path, out_dirs=()):
     logs = [read_log(out_dir) for out_dir in out_dirs]
     several = len(logs) > 1
     fig, axes = figure(10 if several else 7, 4.2, 1, 1 + several, squeeze=False, sharey=True)
-    lines = levels(out_dirs[0])
+    entropy = read_entropy(out_dirs[0])
     shown = []  # what must be within the picture: all but the first steps
     for x, ax in zip(("step", "seconds"), axes[0]):
         for out_dir, log, color in zip(out_dirs, logs, itertools.cycle(COLORS)):
@@ -116,11 +110,11 @@ def plot_losses(path, out_dirs=()):
             style = dict(fmt="o-", ms=4, lw=1.6, capsize=2, color=color, label=label)
             ax.errorbar([r[x] for r in val], values, error, **style)
             shown += means[len(means) // 25 :] + [r[key] for r in val if r["step"]]
-        for name, nats in lines.items():
-            ax.axhline(nats, color=GREY, lw=1, ls=":", label=f"{name} {nats:.3f}")
+        if entropy:
+            ax.axhline(entropy, color=GREY, lw=1, ls=":", label=f"entropy {entropy:.3f}")
         ax.set_xlabel(x)
     if shown:
-        low = min([*shown, *lines.values()])
+        low = min([*shown, entropy or math.inf])
         margin = max(0.05 * (max(shown) - low), 0.01)
         axes[0, 0].set_ylim(low - margin, max(shown) + margin)
     axes[0, 0].set_ylabel("nats per token (pale: training batches)")
@@ -138,11 +132,7 @@ def plot_rates(r, path):
     known = [math.nan if ce is None else ce for ce in r["ce"]]
     loss.stairs(known, range(0, 101, 10), fill=True, color=BLUE, alpha=0.15)
     loss.text(50, known[5] / 3, f"area: NELBO {r['nelbo']:.3f}", color=BLUE, ha="center")
-    loss.axhline(r["uniform"], color=GREY, lw=1, ls="--")
-    words = f"uniform guess: ln V {r['uniform']:.3f}"
-    loss.text(2, r["uniform"], words, va="bottom", color=GREY, fontsize=8)
-    highest = max(r["uniform"], *(ce or 0 for ce in r["ce"]))
-    loss.set(ylabel="cross-entropy, nats per token", ylim=(0, 1.12 * highest))
+    loss.set(ylabel="cross-entropy, nats per token", ylim=(0, None))
     accuracy.set(ylabel="accuracy of the likeliest token", ylim=(0, 1))
     fig.savefig(path)
 

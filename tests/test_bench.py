@@ -318,9 +318,9 @@ def test_profile_lists_the_longest_parts(small_preset, monkeypatch, tmp_path):
 def test_compiled_gradients_are_within_tolerance(small_preset, ids):
     config = mdlm.Config(**mdlm.PRESETS["cpu"] | dict(vocab_size=20))
     exact = bench.gradients(config, ids, CPU, torch.float32, "torch", False)
-    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
+    for dtype in (torch.float32, torch.bfloat16):
         found = bench.gradients(config, ids, CPU, dtype, "torch", dtype == torch.float32)
-        assert bench.relative_error(found, exact) <= tolerance
+        bench.check_close(found, exact, dtype)
 
 
 class Scaled(torch.autograd.Function):
@@ -357,7 +357,7 @@ def test_wrong_step_has_no_time(small_preset, monkeypatch, capsys, wrong):
     monkeypatch.setattr(bench.compiling, "compile_network", spoil)
     assert cli.run(bench.main, ["train", "--device=cpu", "--seconds=0"]) == 1
     said = capsys.readouterr()
-    assert "compiled: WRONG RESULT, relative error of a gradient" in said.err
+    assert "compiled: WRONG RESULT, relative error" in said.err
     assert said.out.count("tokens/s") == 1  # of the eager step
 
 

@@ -5,7 +5,6 @@
     python eval.py --text="To be, or not to be" # what the model sees and predicts in a text
     python eval.py --temperature=1.1            # for a model that is too sure of itself
     python eval.py --compare=out-mdlm,out-ar    # the logs of several runs: a table, loss curves
-    python eval.py --compare=a.json,b.json      # two files of --json: their paired difference
 
 Pictures of a run go into its folder. On a CPU the same command gives the same bits.
 """
@@ -30,7 +29,7 @@ import mdlm
 from support import numerics, plots, sources, viewer
 from support.checkpoint import SHIPPED, default_run, find_checkpoint
 from support.cli import UserError, opt
-from support.files import check_output, read_json, write_output
+from support.files import check_output, write_output
 from support.likelihood import chain_rule, checked, group_size, to_context
 from support.runtime import pick_device
 
@@ -42,7 +41,7 @@ class Options:
     # What to evaluate
     out_dir: str = opt("", "run or checkpoint folder; empty: out, else the model in weights/")
     data: str = opt("", "text whose last tenth is scored, or a folder; empty: the run's")
-    compare: str = opt("", "RUN,RUN,...: their logs; or files of --json, window by window")
+    compare: str = opt("", "RUN,RUN,...: the last evaluations in their logs")
     text: str = opt("", "a text of your own: mask it, and show what the model predicts")
     rate: float = opt(0.5, "share of the tokens of --text to mask", bounds=(0, 1))
     # How to measure
@@ -177,8 +176,7 @@ def report(r):
 def check(given):
     """The Options of the flags that were given; raises UserError where they are wrong."""
     options = Options(**given)
-    for path in (options.data, *options.compare.split(",")):
-        cli.check_files({"compare" if options.compare else "data": path}, dict(json=options.json))
+    cli.check_files(dict(data=options.data), dict(json=options.json))
     measured = "out_dir data windows passes temperature exact"
     cli.check_clashes([("compare", measured, "give one of them")], given)
     measured = "data compare windows passes temperature exact dtype pictures"
@@ -191,38 +189,9 @@ def check(given):
     return options
 
 
-def by_window(r):
-    """{figure: (W,) nats per token} of the results of evaluate."""
-    found = {"NELBO or NLL": r["by_window"]}
-    if "exact" in r:
-        found["exact"] = r["exact"]["by_window"]
-    return {name: torch.tensor(nats, dtype=torch.float64) for name, nats in found.items()}
-
-
-def compare_windows(names):
-    """--compare of files of --json: how each differs from the first, on the same windows."""
-    results = [read_json(name, "result of eval.py --json") for name in names]
-    if any("crc" not in r or r["crc"] != results[0]["crc"] for r in results):
-        fix = "evaluate all on the same text, with the same --windows"
-        raise UserError(f"{', '.join(names)} scored other windows; {fix}")
-    first = by_window(results[0])
-    rows = []
-    for name, r in zip(names, results):
-        for figure, nats in by_window(r).items():
-            if figure in first:
-                more = nats - first[figure]
-                row = dict(file=name, figure=figure, value=nats.mean().item())
-                rows.append(row | dict(more=more.mean().item(), se=numerics.standard_error(more)))
-    words = plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=4)
-    words += f"\nnats per token; more: than {names[0]}; se: its standard error, window by window"
-    return dict(runs=rows), words, None, {}
-
-
 def compare(options):
     """--compare: (results, words, folder for pictures, pictures) of the last logged evaluations."""
     runs = options.compare.strip(",").split(",")
-    if all(name.endswith(".json") for name in runs):
-        return compare_windows(runs)
     rows = []
     for name in runs:
         key, val = plots.validations(plots.read_log(name))

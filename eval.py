@@ -201,7 +201,7 @@ def compare(options):
         best = min(val, key=lambda v: v[key])
         row = dict(run=name, objective="ar" if key == "val_nll" else "mdlm", value=last[key])
         row |= dict(se=last[f"{key}_se"], bpc=last["val_bpc"])
-        row |= {name: last[name] for name in ("step", "tokens", "seconds")}
+        row |= {k: last[k] for k in ("step", "tokens", "seconds")}
         row |= dict(ar_shifted=last.get("val_ar_shifted"), best=best[key], best_step=best["step"])
         rows.append(row)
     words = plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=4)

@@ -62,11 +62,6 @@ class Options:
     seed: int = opt(1000, "the first seed", bounds=(0, 1 << 31))
     seeds: int = opt(2, "how many seeds", bounds=(1, 1000))
     dtype: str = opt("float32", "of the model's products", "float32", "bfloat16")
-    picture: str = opt("", "draw words, variety and likelihood over calls to this PNG file")
-
-
-class Untimed(Exception):
-    """Why a contestant gets no time, in the words of the table."""
 
 
 # How the table shows the numbers of a row; those without a format are in the JSON alone.
@@ -82,6 +77,7 @@ class Book:
         self.path = options.json
         self.until = time.monotonic() + (options.time_limit or math.inf)
         self.failed = False
+        self.columns = 0  # of the header above the next line
         versions = {"Python": platform.python_version(), "torch": torch.__version__}
         for package in ("triton", "liger-kernel", "cut-cross-entropy"):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -96,9 +92,6 @@ class Book:
         self.say(", ".join(f"{key} {value}" for key, value in (machine | versions).items()))
         self.write()
 
-    def is_late(self):
-        return time.monotonic() > self.until
-
     def say(self, text):
         print(text, file=sys.stderr if self.path == "-" else sys.stdout, flush=True)
 
@@ -107,37 +100,30 @@ class Book:
         self.say(text)
         self.write()
 
-    def add(self, row, cells=None):
-        """A line of the table. cells: what it shows, if not what FORMATS makes of the row."""
-        if cells is None:
-            cells = {k: v for k, v in row.items() if isinstance(v, str) or k in FORMATS}
+    def add(self, row):
+        """A line of the table."""
+        cells = {k: v for k, v in row.items() if isinstance(v, str) or k in FORMATS}
         for k, v in cells.items():
             if not isinstance(v, str):
                 cells[k] = "" if v is None else format(v, FORMATS[k])
-        if not self.content["rows"]:
+        if len(cells) > self.columns:
+            self.columns = len(cells)
             self.say("\n| " + " | ".join(cells) + " |\n" + "| --- " * len(cells) + "|")
         self.say("| " + " | ".join(cells.values()) + " |")
         self.content["rows"].append(row)
         self.write()  # now: a run that is cut off keeps what it measured
 
-    def result(self, where, contestant, times, rate, share, peak_mb, speed_up, **more):
-        """times: (median, spread) in seconds."""
-        row = dict(contestant=contestant, ms=times[0] * 1e3, spread=times[1] * 1e3, rate=rate)
-        row |= dict(share=share, peak_mb=peak_mb, speed_up=speed_up)
-        self.add(where | row | more)
-
     def trouble(self, where, contestant, text, fatal=False):
         """A contestant without a time. If fatal, stderr and the exit code say so too."""
-        empty = dict.fromkeys(("spread", "rate", "share", "peak_mb", "speed_up"), "")
         where = where | dict(contestant=contestant)
-        self.add(where | dict(trouble=text), where | dict(ms=text) | empty)
+        self.add(where | dict(trouble=text))
         if fatal:
             self.failed = True
             print(f"bench.py: {', '.join(where.values())}: {text}", file=sys.stderr)
 
     def write(self):
         if self.path not in ("", "-"):
-            write_output(Path(self.path), (json.dumps(self.content, indent=1) + "\n").encode())
+            write_output(self.path, (json.dumps(self.content, indent=1) + "\n").encode())
 
     def close(self):
         """The exit code."""
@@ -148,7 +134,7 @@ class Book:
 
 def describe(error):
     """An exception in one short line."""
-    if isinstance(error, Untimed):
+    if isinstance(error, UserError):
         return str(error)
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:100]}".replace("|", "/")
@@ -228,22 +214,20 @@ def rate(x, unit):
 # ---- Kernels
 
 
-def relative_error(results, exact):
-    """The largest over all tensors of |result - exact| / |exact|; a missing or NaN one is inf."""
-    if len(results) != len(exact):
-        return math.inf
+def check_close(results, exact, dtype):
+    """Raise UserError if |result - exact| / |exact| of a tensor is too large or NaN."""
     errors = [(r.double() - e).norm() / e.double().norm() for r, e in zip(results, exact)]
-    return torch.stack(errors).nan_to_num(math.inf, math.inf).max().item()
+    error = torch.stack(errors).nan_to_num(math.inf, math.inf).max().item()
+    if len(results) != len(exact) or error > TOLERANCE[dtype]:
+        raise UserError(f"WRONG RESULT, relative error {error:.2g}")
 
 
 def check(case, name, backward, exact):
-    """Raise Untimed if a contestant does not compute what it should."""
+    """Raise UserError if a contestant does not compute what it should."""
     inputs = case.inputs(0)  # fresh ones: some contestants overwrite them
     results = case.contestants[name](backward, *inputs)
     forward_only = case.dtype.is_floating_point and not backward
-    error = relative_error(results, exact[:1] if forward_only else exact)
-    if not error <= TOLERANCE[case.dtype]:
-        raise Untimed(f"WRONG RESULT, relative error {error:.2g}")
+    check_close(results, exact[:1] if forward_only else exact, case.dtype)
 
 
 def measure(case, book, limits, device, seconds):
@@ -277,8 +261,9 @@ def measure(case, book, limits, device, seconds):
             speed = rate(flops / t, "FLOP/s") if flops else rate(n_bytes / t, "B/s")
             least = max(flops / limits.get(case.dtype, math.inf), n_bytes / limits["bandwidth"])
             speed_up = times[first][0] / times[name][0] if first in times else None
-            measured = ((t, spread), speed, least / t, peaks[name], speed_up)
-            book.result(where, name, *measured, flops=flops, bytes=n_bytes)
+            row = dict(contestant=name, ms=t * 1e3, spread=spread * 1e3, rate=speed)
+            row |= dict(share=least / t, peak_mb=peaks[name], speed_up=speed_up)
+            book.add(where | row | dict(flops=flops, bytes=n_bytes))
 
 
 def bench_kernels(options, device, book):
@@ -293,7 +278,7 @@ def bench_kernels(options, device, book):
         raise UserError(f"--only={options.only} is in no name of an operation; give one of {names}")
     for case in cases:
         torch._dynamo.reset()  # forget what was compiled for another shape
-        if book.is_late():
+        if runtime.is_late(book.until):
             book.trouble(dict(operation=case.name, shape=case.shape, what=""), "all", LATE)
         else:
             measure(case, book, limits, device, options.seconds)
@@ -338,9 +323,8 @@ def gradients(config, *how):
 def start_step(exact, kernel, config, folder, device, dtype, compiled):
     """(run, call of a step, megabytes) of a contestant whose gradients are right."""
     how = (folder, device, dtype, kernel, compiled)
-    error = relative_error(gradients(config, *how), exact) if exact else 0.0
-    if not error <= TOLERANCE[dtype]:
-        raise Untimed(f"WRONG RESULT, relative error of a gradient {error:.2g}")
+    if exact:
+        check_close(gradients(config, *how), exact, dtype)
     gc.collect()  # before memory is counted, return what is no longer used
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     run = start_run(config, *how)
@@ -358,7 +342,7 @@ def race_steps(config, folder, device, book, options):
     peak = runtime.peak_flops(device) if dtype == torch.bfloat16 else None
     exact = None
     try:
-        if not book.is_late():
+        if not runtime.is_late(book.until):
             exact = gradients(config, folder, device, torch.float32, "torch", False)
     except Exception as e:  # most likely no memory: the others may need less
         book.note("eager PyTorch, the yardstick of the gradients, fails: " + describe(e))
@@ -370,22 +354,24 @@ def race_steps(config, folder, device, book, options):
         for kernel in kernels:
             name = f"--kernels={kernel}, {how}"
             try:
-                if book.is_late():
-                    raise Untimed(LATE)
+                if runtime.is_late(book.until):
+                    raise UserError(LATE)
                 ready[name] = start_step(exact, kernel, config, folder, device, dtype, compiled)
             except Exception as e:  # no compiler, no memory, no Triton: the line says what
                 text = describe(e)
-                broken = kernel != "torch" and not isinstance(e, Untimed)
+                broken = kernel != "torch" and text != LATE
                 book.trouble(where, name, text, broken or text.startswith("WRONG"))
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
         raced = race(calls, device, options.seconds)
         base = base or raced.get(f"--kernels=torch, {how}", [None])[0]
-        for name, times in raced.items():
+        for name, (t, spread) in raced.items():
             run, _, peak_mb = ready[name]
-            speed = config.batch_size * config.block_size / times[0]
+            speed = config.batch_size * config.block_size / t
             mfu = peak and speed * runtime.flops_per_token(run.model) / peak
-            measured = (times, f"{speed:,.0f} tokens/s", mfu, peak_mb, base and base / times[0])
-            book.result(where, name, *measured, tokens_per_second=speed)
+            row = dict(contestant=name, ms=t * 1e3, spread=spread * 1e3)
+            row |= dict(rate=f"{speed:,.0f} tokens/s", share=mfu, peak_mb=peak_mb)
+            row |= dict(speed_up=base and base / t, tokens_per_second=speed)
+            book.add(where | row)
 
 
 def presets(options, device):
@@ -413,7 +399,7 @@ def profile(options, device, book):
     where = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     dtype = runtime.pick_dtype("auto", device)
     for config, folder in presets(options, device):
-        if book.is_late():
+        if runtime.is_late(book.until):
             book.note(f"{config.preset}: {LATE}")
             break
         run = start_run(config, folder, device, dtype, "auto", can_compile(device))

@@ -5,7 +5,6 @@
     python eval.py --text="To be, or not to be" # what the model sees and predicts in a text
     python eval.py --temperature=1.1            # for a model that is too sure of itself
     python eval.py --compare=out-mdlm,out-ar    # the logs of several runs: a table, loss curves
-    python eval.py --compare=a.json,b.json      # two files of --json: their paired difference
 
 Pictures of a run go into its folder. On a CPU the same command gives the same bits.
 """
@@ -18,7 +17,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import sys
 import tempfile
 import zlib
@@ -31,7 +29,7 @@ import mdlm
 from support import numerics, plots, sources, viewer
 from support.checkpoint import SHIPPED, default_run, find_checkpoint
 from support.cli import UserError, opt
-from support.files import read_json, write_output
+from support.files import check_output, write_output
 from support.likelihood import chain_rule, checked, group_size, to_context
 from support.runtime import pick_device
 
@@ -43,7 +41,7 @@ class Options:
     # What to evaluate
     out_dir: str = opt("", "run or checkpoint folder; empty: out, else the model in weights/")
     data: str = opt("", "text whose last tenth is scored, or a folder; empty: the run's")
-    compare: str = opt("", "RUN,RUN,...: their logs; or files of --json, window by window")
+    compare: str = opt("", "RUN,RUN,...: the last evaluations in their logs")
     text: str = opt("", "a text of your own: mask it, and show what the model predicts")
     rate: float = opt(0.5, "share of the tokens of --text to mask", bounds=(0, 1))
     # How to measure
@@ -73,8 +71,6 @@ def open_data(data, folder, tokenizer, config, device):
                 raise UserError(f"Shakespeare cannot be downloaded ({e}); {fix}") from None
             cli.warn(f"Shakespeare cannot be downloaded ({e}): scoring {EXCERPT}, an imitation")
             source = str(EXCERPT)
-    elif not data and source not in ("patterns", "pydoc") and not path.exists():
-        raise UserError(f"{source}, the data of {folder}, is not here; give --data=FILE")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         if source == str(EXCERPT):  # all of it, where other texts are scored on their last tenth
             path = Path(tmp) / "text"
@@ -119,7 +115,6 @@ def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
     nats = r.get("nll", r.get("nelbo"))
     r |= dict(perplexity=math.exp(min(nats, 700)), bpc=per_character(nats, corpus))
     r |= dict(bpc_se=per_character(r["se"], corpus), entropy=corpus.entropy)
-    r["uniform"] = math.log(model.vocab_size)
     if "nll" in r:
         r["exact"] = {name: r[name] for name in ("nll", "se", "bpc", "windows", "by_window")}
     elif exact:
@@ -144,9 +139,8 @@ def exact_likelihood(model, corpus, windows):
 
 
 def likelihood(r):
-    error = f" +- {r['se']:.4f}" if math.isfinite(r["se"]) else ""
-    bits = f", {r['bpc']:.4f} bits per character" if math.isfinite(r["bpc"]) else ""
-    return f"{r.get('nll', r.get('nelbo')):.4f}{error} nats per token{bits}"
+    nats = r.get("nll", r.get("nelbo"))
+    return f"{nats:.4f} +- {r['se']:.4f} nats per token, {r['bpc']:.4f} bits per character"
 
 
 def by_rate(r):
@@ -182,57 +176,22 @@ def report(r):
 def check(given):
     """The Options of the flags that were given; raises UserError where they are wrong."""
     options = Options(**given)
-    for path in (options.data, *options.compare.split(",")):
-        cli.check_files({"compare" if options.compare else "data": path}, dict(json=options.json))
+    cli.check_files(dict(data=options.data), dict(json=options.json))
     measured = "out_dir data windows passes temperature exact"
     cli.check_clashes([("compare", measured, "give one of them")], given)
     measured = "data compare windows passes temperature exact dtype pictures"
     cli.check_clashes([("text", measured, "--text measures nothing else")], given)
     if given.keys() & {"text", "rate"} and not options.text:
         raise UserError("--text is empty or missing; give one, --rate alone masks nothing")
-    path = Path(options.json)
-    if options.json not in ("", "-") and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise UserError(f"--json={path} cannot be written; give a file in an existing folder, or -")
-    plots.check_folder(options.pictures)
+    check_output("json", options.json)
+    if options.pictures not in ("", "none"):
+        Path(options.pictures).mkdir(parents=True, exist_ok=True)  # now: measuring takes long
     return options
-
-
-def read_windows(path):
-    """A file of --json: {figure: (W,) float64 nats per token}, and what was scored."""
-    r = read_json(path, "result of eval.py --json")
-    try:
-        parts = {"NELBO or NLL": r} | ({"exact": r["exact"]} if "exact" in r else {})
-        values = {k: torch.tensor(v["by_window"], dtype=torch.float64) for k, v in parts.items()}
-        if any(v.shape != (r["windows"],) for v in values.values()):
-            raise ValueError("another number of windows")
-        return values, (r["crc"], r["windows"])
-    except (KeyError, TypeError, ValueError, RuntimeError):
-        raise UserError(f"{path} is not from eval.py --json; evaluate that run again") from None
-
-
-def compare_windows(names):
-    """--compare of files of --json: how each differs from the first, on the same windows."""
-    first, scored = read_windows(names[0])
-    rows = []
-    for name in names:
-        values, same = read_windows(name)
-        if same != scored:
-            given = f"{name} and {names[0]} scored other windows"
-            raise UserError(f"{given}; evaluate both on the same text, with the same --windows")
-        for figure in sorted(values.keys() & first.keys()):
-            more = values[figure] - first[figure]
-            row = dict(file=name, figure=figure, value=values[figure].mean().item())
-            rows.append(row | dict(more=more.mean().item(), se=numerics.standard_error(more)))
-    words = plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=4)
-    words += f"\nnats per token; more: than {names[0]}; se: its standard error, window by window"
-    return dict(runs=rows), words, None, {}
 
 
 def compare(options):
     """--compare: (results, words, folder for pictures, pictures) of the last logged evaluations."""
     runs = options.compare.strip(",").split(",")
-    if all(name.endswith(".json") for name in runs):
-        return compare_windows(runs)
     rows = []
     for name in runs:
         key, val = plots.validations(plots.read_log(name))
@@ -241,8 +200,8 @@ def compare(options):
         last = val[-1]
         best = min(val, key=lambda v: v[key])
         row = dict(run=name, objective="ar" if key == "val_nll" else "mdlm", value=last[key])
-        row |= dict(se=last[f"{key}_se"], bpc=last["val_bpc"], step=last["step"])
-        row |= dict(tokens=last["tokens"], seconds=last["seconds"])
+        row |= dict(se=last[f"{key}_se"], bpc=last["val_bpc"])
+        row |= {k: last[k] for k in ("step", "tokens", "seconds")}
         row |= dict(ar_shifted=last.get("val_ar_shifted"), best=best[key], best_step=best["step"])
         rows.append(row)
     words = plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=4)
@@ -329,7 +288,7 @@ def main(argv):
         words = cli.escaped(words)
     print(content if options.json == "-" else words)
     if options.json not in ("", "-"):
-        write_output(Path(options.json), content.encode())
+        write_output(options.json, content.encode())
     plots.save(draw, options.pictures or folder, verbose=options.json != "-")
     return 0
 

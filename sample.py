@@ -33,6 +33,7 @@ from kernels.reference import philox_words
 from support import judging, templates, viewer
 from support.checkpoint import default_run, find_checkpoint
 from support.cli import UserError, opt
+from support.files import check_output
 from support.likelihood import check_ids, end_documents, groups, hypotheses, logits_at
 from support.numerics import draw, highest, lead, reversed_bits
 from support.runtime import pick_device
@@ -404,7 +405,7 @@ def check(options, given):
             raise UserError(f"--{name}={given[name]} is no file or text; give one or leave it out")
     cli.check_files(dict(batch=options.batch), dict(html=options.html, json=options.json))
     templates.check_text(options.prompt + options.infill)
-    viewer.check_page(options.html)
+    check_output("html", options.html)
 
 
 def load(options, given):

@@ -9,14 +9,13 @@ if __name__ == "__main__":
     raise SystemExit("this is a part of bench.py; run: python bench.py sample")
 
 import time
-from functools import partial
 
 import torch
 
 import eval
 import mdlm
 import sample
-from support import judging, plots
+from support import judging, runtime
 from support.checkpoint import find_checkpoint
 from support.cli import UserError
 from support.numerics import standard_error
@@ -31,23 +30,12 @@ SAMPLERS = {
 CALLS = (4, 8, 16, 32, 64)
 
 
-class Judge(judging.Judge):
-    """Judges texts by the training text, and by an autoregressive model that was trained on it."""
-
-    def __init__(self, training, is_patterns=False, twin=None, tokenizer=None):
-        super().__init__(training, is_patterns)
-        self.twin = twin
-        self.tokenizer = tokenizer
-
-    def __call__(self, texts):
-        """Means over texts, and the standard errors of those that are means of a number a text."""
-        found = super().__call__(texts)
-        if self.twin:
-            x = torch.tensor([self.tokenizer.encode(text) for text in texts])
-            r = mdlm.evaluate(self.twin, x.to(next(self.twin.parameters()).device), batch_size=8)
-            each = torch.tensor(r["by_window"], dtype=torch.float64)
-            found |= dict(twin=each.mean().item(), twin_se=standard_error(each))
-        return found
+def judge_by(twin, tokenizer, texts):
+    """The mean over texts of their nats per token under an autoregressive model, and its error."""
+    x = torch.tensor([tokenizer.encode(text) for text in texts])
+    r = mdlm.evaluate(twin, x.to(next(twin.parameters()).device), batch_size=8)
+    each = torch.tensor(r["by_window"], dtype=torch.float64)
+    return dict(twin=each.mean().item(), twin_se=standard_error(each))
 
 
 def write(model, tokenizer, n, seeds, dtype, how):
@@ -75,7 +63,11 @@ def bench_sampling(options, device, book):
     with eval.open_data(options.data, folder, tokenizer, config, device) as (corpus, _):
         training = tokenizer.decode(corpus.train[:2_000_000].tolist())
         windows = corpus.windows().long()
-    judge = Judge(training, config.data == "patterns", twin, tokenizer)
+    by_text = judging.Judge(training, config.data == "patterns")
+
+    def judge(texts):
+        return by_text(texts) | (judge_by(twin, tokenizer, texts) if twin else {})
+
     seeds = range(options.seed, options.seed + options.seeds)
     n = options.num_samples
     book.note(f"{n} texts of {config.block_size} tokens for each of the seeds {list(seeds)}")
@@ -86,7 +78,7 @@ def bench_sampling(options, device, book):
     if twin:
         cases.insert(0, (twin, "AR twin", {}, config.block_size))
     for writer, name, how, steps in cases:
-        if book.is_late():
+        if runtime.is_late(book.until):
             book.note(f"the time is up: nothing measured from {name}, {steps} calls on")
             break
         how = how | dict(steps=steps)
@@ -94,6 +86,3 @@ def bench_sampling(options, device, book):
         facts = dict(sampler=name, calls=steps, seconds=seconds)
         by_seed = [judge(texts[i : i + n]) for i in range(0, len(texts), n)]
         book.add(facts | judge(texts) | dict(by_seed=by_seed))
-    if options.picture:
-        draw = partial(plots.plot_frontier, book.content["rows"], list(SAMPLERS))
-        plots.try_to_draw(draw, options.picture)

@@ -56,19 +56,17 @@ def write_atomically(path, content):
         Path(tmp).unlink(missing_ok=True)
 
 
-def is_special(path):
-    """Whether a path names a pipe, a device or a stream such as /dev/stdout: no file of its own."""
-    streams = ("/dev/std", "/dev/fd/", "/proc/")
-    return str(path).startswith(streams) or (path.exists() and not path.is_file())
+def check_output(flag, path):
+    """Raise UserError if the file --flag=path cannot be written; "" and "-" name none."""
+    fit = os.access(Path(path).parent, os.W_OK) and not os.path.isdir(path)
+    if path not in ("", "-") and not fit:
+        raise UserError(f"--{flag}={path} cannot be written; give a file in a folder that is yours")
 
 
 def write_output(path, content):
-    """Write bytes to a file that the user names: atomically, where it is a file; links stay."""
+    """Write bytes to a file, link or device that the user names; an OSError names it too."""
     try:
-        if is_special(path):
-            path.write_bytes(content)
-        else:
-            write_atomically(Path(os.path.realpath(path)), content)
+        Path(path).write_bytes(content)
     except OSError as e:
         raise OSError(e.errno, e.strerror, str(path)) from None
 

@@ -83,11 +83,8 @@ def variants(options, settings, resolve):
         return {}
     name, _, values = options.compare.partition("=")
     if name not in settings or not values:
-        example = "as in --compare=temperature=0.5,1"
-        names = ", ".join(settings)
-        raise UserError(
-            f"--compare={options.compare} is not accepted; give one of {names}, {example}"
-        )
+        fix = f"give one of {', '.join(settings)}, as in --compare=temperature=0.5,1"
+        raise UserError(f"--compare={options.compare} is not accepted; {fix}")
     n = options.num_samples or TEXTS
     found = {}
     for value in values.split(","):

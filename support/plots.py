@@ -1,15 +1,13 @@
 """Pictures of runs and models as PNG files that stay readable in print; drawn by matplotlib."""
 
 import contextlib
+import itertools
 import json
 import math
-import os
 from pathlib import Path
 
-from support.checkpoint import checkpoints
 from support.cli import UserError, escaped, warn
 from support.files import read_json, read_small
-from support.tokenizer import tokenizer_from_json
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito, 2008).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666")
@@ -27,19 +25,10 @@ def try_to_draw(plot, path):
         return False
 
 
-def check_folder(folder):
-    """Raise UserError if --pictures=folder cannot be written; "" and "none" are accepted."""
-    path = Path(folder)
-    existing = next((p for p in (path, *path.parents) if os.path.exists(p)), path)
-    if folder not in ("", "none") and not (existing.is_dir() and os.access(existing, os.W_OK)):
-        raise UserError(f"--pictures={folder} cannot be written; give a folder, or none")
-
-
 def save(draw, folder, verbose):
     """Draw {file name: function of a path} into a folder, unless that is None or "none"."""
     if folder in (None, "none"):
         return
-    Path(folder).mkdir(parents=True, exist_ok=True)
     paths = [Path(folder) / name for name in draw]
     drawn = [try_to_draw(plot, path) for path, plot in zip(paths, draw.values())]
     if not all(drawn):
@@ -70,21 +59,9 @@ def read_log(out_dir):
         for line in read_small(path).splitlines():
             with contextlib.suppress(ValueError, RecursionError):  # a line that a crash cut off
                 records.append(json.loads(line))
-    if not records or not all(map(is_record, records)):
+    if not records or not all(isinstance(r, dict) and "step" in r for r in records):
         raise UserError(f"{path} is no log of a run; name the folder of one that mdlm.py trained")
     return records
-
-
-def is_record(r):
-    """Whether r is a line of log.jsonl: numbers or null, and all that its kind of line has."""
-    if not isinstance(r, dict):
-        return False
-    needed = {"step", "tokens", "seconds"}
-    for key in r.keys() & {"val_nelbo", "val_nll"}:
-        needed |= {f"{key}_se", "val_bpc"}
-    numbers = {k: v for k, v in r.items() if k != "ce_by_rate" and v is not None}
-    fine = all(type(v) in (int, float) and abs(v) < 1e15 for v in numbers.values())
-    return fine and r.keys() >= needed and numbers.keys() >= {"step", "tokens", "seconds"}
 
 
 def validations(log):
@@ -93,26 +70,10 @@ def validations(log):
     return key, [r for r in log if r.get(key) is not None]
 
 
-def describe(out_dir):
-    """(settings, {"ln V": nats, "entropy": nats}) of a run, as far as its folder tells them."""
-    settings = {}
-    levels = {}
-    with contextlib.suppress(UserError, OSError, LookupError, TypeError):
-        folder = checkpoints(out_dir)[0]
-        settings = read_json(folder / "config.json", "config")["config"]
-        levels["ln V"] = math.log(tokenizer_from_json(folder / "tokenizer.json").vocab_size)
-        levels["entropy"] = read_json(Path(out_dir) / "data" / "meta.json", "data")["entropy"]
-    return settings, {name: nats for name, nats in levels.items() if nats}
-
-
-def differences(settings, names):
-    """For each run the flags that only some of them have, or its name where there are none."""
-    labels = []
-    for own, name in zip(settings, names):
-        flags = [f"{k}={v}" for k, v in own.items() if any(v != s.get(k) for s in settings)]
-        flags = [flag for flag in flags if not flag.startswith(("out_dir", "resume", "overwrite"))]
-        labels.append(" ".join(flags) if 0 < len(flags) <= 4 else name)
-    return labels
+def read_entropy(out_dir):
+    """The exact entropy of a run on patterns, nats per token; None for other data."""
+    with contextlib.suppress(UserError):
+        return read_json(Path(out_dir) / "data" / "meta.json", "data").get("entropy")
 
 
 def smooth(values):
@@ -128,45 +89,36 @@ def plot_losses(path, out_dirs=()):
     """
     out_dirs = out_dirs or [path.parent]
     logs = [read_log(out_dir) for out_dir in out_dirs]
-    names = [Path(out_dir).resolve().name for out_dir in out_dirs]
-    if len(set(names)) < len(names):
-        names = out_dirs
-    settings, levels = zip(*map(describe, out_dirs))
-    # A dollar would begin a formula.
-    labels = [escaped(label).replace("$", r"\$") for label in differences(settings, names)]
     several = len(logs) > 1
     fig, axes = figure(10 if several else 7, 4.2, 1, 1 + several, squeeze=False, sharey=True)
+    entropy = read_entropy(out_dirs[0])
     shown = []  # what must be within the picture: all but the first steps
     for x, ax in zip(("step", "seconds"), axes[0]):
-        for i, (label, log) in enumerate(zip(labels, logs)):
-            color = COLORS[i % 5]
+        for out_dir, log, color in zip(out_dirs, logs, itertools.cycle(COLORS)):
             batches = [r for r in log if r.get("loss") is not None]
             xs = [r[x] for r in batches]
             losses = [r["loss"] for r in batches]
             ax.plot(xs, losses, lw=0.5, alpha=0.25, color=color)
             means, middles = smooth(losses)
-            words = None if several else "training batches, smoothed"
-            style = dict(lw=1.2, alpha=0.7, color=color, label=words)
-            ax.plot([xs[k] for k in middles], means, **style)
+            ax.plot([xs[k] for k in middles], means, lw=1.2, alpha=0.7, color=color)
             key, val = validations(log)
-            if val:
-                label = f"{label}: {key[4:].upper()} {val[-1][key]:.3f}"
-            style = dict(fmt="os^Dv"[i % 5] + "-", ms=4, lw=1.6, capsize=2, color=color)
+            values = [r[key] for r in val]
             error = [2 * (r[f"{key}_se"] or 0) for r in val]
-            ax.errorbar([r[x] for r in val], [r[key] for r in val], error, **style, label=label)
+            label = escaped(str(out_dir)).replace("$", r"\$")  # a dollar would begin a formula
+            if values:
+                label += f": {key[4:].upper()} {values[-1]:.3f}"
+            style = dict(fmt="o-", ms=4, lw=1.6, capsize=2, color=color, label=label)
+            ax.errorbar([r[x] for r in val], values, error, **style)
             shown += means[len(means) // 25 :] + [r[key] for r in val if r["step"]]
+        if entropy:
+            ax.axhline(entropy, color=GREY, lw=1, ls=":", label=f"entropy {entropy:.3f}")
         ax.set_xlabel(x)
-    axes[0, 0].set_ylabel("nats per token")
-    entropy = levels[0].get("entropy")
     if shown:
         low = min([*shown, entropy or math.inf])
         margin = max(0.05 * (max(shown) - low), 0.01)
         axes[0, 0].set_ylim(low - margin, max(shown) + margin)
-    words = [f"{name} {nats:.3f}" for name, nats in levels[0].items()]
-    axes[0, 0].legend(frameon=False, fontsize=9, title=", ".join(words), title_fontsize=9)
-    for nats in levels[0].values():
-        for ax in axes[0]:
-            ax.axhline(nats, color=GREY, lw=1, ls=":")
+    axes[0, 0].set_ylabel("nats per token (pale: training batches)")
+    axes[0, 0].legend(frameon=False, fontsize=9)
     fig.savefig(path)
 
 
@@ -180,45 +132,24 @@ def plot_rates(r, path):
     known = [math.nan if ce is None else ce for ce in r["ce"]]
     loss.stairs(known, range(0, 101, 10), fill=True, color=BLUE, alpha=0.15)
     loss.text(50, known[5] / 3, f"area: NELBO {r['nelbo']:.3f}", color=BLUE, ha="center")
-    loss.axhline(r["uniform"], color=GREY, lw=1, ls="--")
-    words = f"uniform guess: ln V {r['uniform']:.3f}"
-    loss.text(2, r["uniform"], words, va="bottom", color=GREY, fontsize=8)
-    highest = max(r["uniform"], *(ce or 0 for ce in r["ce"]))
-    loss.set(ylabel="cross-entropy, nats per token", ylim=(0, 1.12 * highest))
+    loss.set(ylabel="cross-entropy, nats per token", ylim=(0, None))
     accuracy.set(ylabel="accuracy of the likeliest token", ylim=(0, 1))
     fig.savefig(path)
 
 
 def plot_confidence(r, path):
-    """Mean confidence and accuracy by position, enlarged at both ends; accuracy by confidence."""
-    fig, axes = figure(11, 3.2, 1, 4, width_ratios=[1, 1.6, 1, 1.6])
-    T = len(r["by_position"]["accuracy"])
-    ends = min(16, T)
-    for ax, shown in zip(axes, (range(ends), range(T), range(T - ends, T))):
-        for name, color in (("accuracy", RED), ("confidence", BLUE)):
-            values = r["by_position"][name]
-            if len(shown) > 40:
-                means, at = smooth(values)
-                ax.plot(at, means, color=color, lw=1.4, label=name)
-            else:
-                ax.plot(shown, [values[i] for i in shown], ".-", color=color, lw=1, label=name)
-    axes[0].set(title="first positions", ylabel="mean over masked tokens")
-    axes[1].set(title="running mean", xlabel="position in the window")
-    axes[2].set(title="last positions")
-    values = [v for name in ("accuracy", "confidence") for v in r["by_position"][name]]
-    known = [v for v in values if v == v] or [0]
-    for ax in axes[:3]:
-        ax.set_ylim(min(known) - 0.02, max(known) + 0.02)
-        ax.title.set_fontsize(9)
-    axes[1].legend(frameon=False, fontsize=9)
-    right = axes[3]
+    """Mean confidence and accuracy by position, smoothed; accuracy by confidence."""
+    fig, (left, right) = figure(7.5, 3.2, 1, 2)
+    for name, color in (("accuracy", RED), ("confidence", BLUE)):
+        means, at = smooth(r["by_position"][name])
+        left.plot(at, means, color=color, lw=1.4, label=name)
+    left.set(xlabel="position in the window", ylabel="running mean over masked tokens")
+    left.legend(frameon=False, fontsize=9)
     c = r["calibration"]
-    bins = zip(c["confidence"], c["accuracy"], c["share"])
-    xs, ys, shares = zip(*(bin for bin in bins if bin[2]))
+    areas = [8 + 300 * share for share in c["share"]]
     right.plot([0, 1], [0, 1], color=GREY, lw=1, ls=":")
-    right.plot(xs, ys, color=BLUE, lw=1)
-    areas = [8 + 300 * share for share in shares]
-    right.scatter(xs, ys, s=areas, color=BLUE, zorder=3, clip_on=False)
+    right.plot(c["confidence"], c["accuracy"], color=BLUE, lw=1)
+    right.scatter(c["confidence"], c["accuracy"], s=areas, color=BLUE, zorder=3, clip_on=False)
     right.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", ylabel="accuracy")
     right.set_xlabel("confidence (area: share of predictions)")
     right.text(0.05, 0.95, f"calibration error {c['ece']:.3f}", va="top", fontsize=9)
@@ -231,35 +162,3 @@ def table(rows, digits):
     words = [[f"{v:.{digits}f}" if isinstance(v, float) else str(v) for v in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*words)]
     return "\n".join("  ".join(w.rjust(n) for w, n in zip(row, widths)) for row in words)
-
-
-# ---- What bench.py sample measured
-def plot_frontier(rows, names, path):
-    """Known words or valid patterns, distinct ones, and likelihood over network calls, by sampler.
-
-    rows: dicts of bench.py sample; bars from the lowest to the highest seed.
-    """
-    panels = dict(words="words of the training text", distinct="distinct words")
-    if "valid" in rows[0]:
-        panels = dict(valid="valid patterns", distinct="distinct sequences")
-    if "twin" in rows[0]:
-        panels["twin"] = "nats per token under the AR twin"
-    fig, axes = figure(4 * len(panels), 3.8, 1, len(panels))
-    for ax, (key, label) in zip(axes, panels.items()):
-        for name, color in zip(names, COLORS):
-            found = [r for r in rows if r["sampler"] == name]
-            seeds = [[seed[key] for seed in r["by_seed"]] for r in found]
-            middle = [(max(values) + min(values)) / 2 for values in seeds]
-            error = [(max(values) - min(values)) / 2 for values in seeds]
-            calls = [r["calls"] for r in found]
-            style = dict(marker="o", ms=4, lw=1.6, capsize=2, color=color, label=name)
-            ax.errorbar(calls, middle, error, **style)
-        for row in rows:
-            if row["sampler"] in ("real text", "AR twin"):
-                style = "--" if row["sampler"] == "real text" else ":"
-                ax.axhline(row[key], color=GREY, lw=1.2, ls=style, label=row["sampler"])
-        ax.set(xscale="log", xlabel="network calls", ylabel=label)
-        ax.set_xticks(calls, [f"{n:.0f}" for n in calls])
-        ax.minorticks_off()
-    axes[0].legend(frameon=False, fontsize=8)
-    fig.savefig(path)

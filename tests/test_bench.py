@@ -318,9 +318,9 @@ def test_profile_lists_the_longest_parts(small_preset, monkeypatch, tmp_path):
 def test_compiled_gradients_are_within_tolerance(small_preset, ids):
     config = mdlm.Config(**mdlm.PRESETS["cpu"] | dict(vocab_size=20))
     exact = bench.gradients(config, ids, CPU, torch.float32, "torch", False)
-    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
+    for dtype in (torch.float32, torch.bfloat16):
         found = bench.gradients(config, ids, CPU, dtype, "torch", dtype == torch.float32)
-        assert bench.relative_error(found, exact) <= tolerance
+        bench.check_close(found, exact, dtype)
 
 
 class Scaled(torch.autograd.Function):
@@ -357,7 +357,7 @@ def test_wrong_step_has_no_time(small_preset, monkeypatch, capsys, wrong):
     monkeypatch.setattr(bench.compiling, "compile_network", spoil)
     assert cli.run(bench.main, ["train", "--device=cpu", "--seconds=0"]) == 1
     said = capsys.readouterr()
-    assert "compiled: WRONG RESULT, relative error of a gradient" in said.err
+    assert "compiled: WRONG RESULT, relative error" in said.err
     assert said.out.count("tokens/s") == 1  # of the eager step
 
 
@@ -365,7 +365,7 @@ def test_wrong_step_has_no_time(small_preset, monkeypatch, capsys, wrong):
 
 
 def test_judge_counts_words_and_characters():
-    judge = frontier.Judge("to be or not to be")
+    judge = judging.Judge("to be or not to be")
     found = judge(["x to be or x", "x to be no x"])
     assert found["words"] == 5 / 6 and found["distinct"] == 4 / 6
     assert found["words_se"] == pytest.approx((0.5**2 + 0.5**2) ** 0.5 / 6)
@@ -399,7 +399,6 @@ def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(frontier, "CALLS", (8, 16))
     path = tmp_path / "sample.json"
     flags = [f"--out_dir={runs.mdlm}", f"--ar_dir={runs.ar}", "--num_samples=2", f"--json={path}"]
-    flags.append(f"--picture={tmp_path / 'sample.png'}")
     assert cli.run(bench.main, ["sample", "--device=cpu", *flags]) == 0
     rows = json.loads(path.read_text())["rows"]
     names = {*frontier.SAMPLERS, "AR twin", "real text"}
@@ -409,7 +408,6 @@ def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
     for row in rows[1:]:
         assert len(row["by_seed"]) == 2 and row["seconds"] > 0
         assert row["twin"] == pytest.approx(sum(seed["twin"] for seed in row["by_seed"]) / 2)
-    assert (tmp_path / "sample.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_lone_checkpoint_needs_its_text(runs, monkeypatch, tmp_path, capsys):

@@ -140,7 +140,8 @@ def exact_likelihood(model, corpus, windows):
 
 def likelihood(r):
     nats = r.get("nll", r.get("nelbo"))
-    return f"{nats:.4f} +- {r['se']:.4f} nats per token, {r['bpc']:.4f} bits per character"
+    bits = f", {r['bpc']:.4f} bits per character" if math.isfinite(r["bpc"]) else ""
+    return f"{nats:.4f} +- {r['se']:.4f} nats per token{bits}"
 
 
 def by_rate(r):

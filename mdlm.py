@@ -798,4 +798,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:], checkpoint.release, runs.sizes))
+    sys.exit(cli.run(main, sys.argv[1:], checkpoint.release))

@@ -542,4 +542,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:], sizes=lambda: "lower --num_samples or --length"))
+    sys.exit(cli.run(main, sys.argv[1:]))

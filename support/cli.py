@@ -23,7 +23,6 @@ UNSAFE = re.compile(
 NO_LIMIT = 1 << 31
 COUNT = (1, NO_LIMIT)  # bounds of a flag that counts something
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-TOO_LARGE = re.compile(r"allocate ([\d.]+) ?([KMGT]i?B|bytes)")  # as torch and numpy say it
 
 
 class UserError(ValueError):
@@ -59,11 +58,8 @@ def keep_memory():
             mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
-def run(main, argv, cleanup=None, sizes=None):
-    """Run main(argv), then cleanup(); returns the exit code. A UserError is printed and gives 2.
-
-    sizes() says, where memory runs out, what takes it and what to lower.
-    """
+def run(main, argv, cleanup=None):
+    """Run main(argv), then cleanup(); returns the exit code. A UserError is printed and gives 2."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     make_streams_usable()
@@ -81,10 +77,8 @@ def run(main, argv, cleanup=None, sizes=None):
     except (MemoryError, RuntimeError) as e:
         if not is_out_of_memory(e):
             raise
-        found = TOO_LARGE.search(str(e))
-        asked = f", {found[1]} {found[2]} more were asked for" if found else ""
-        lower = sizes() if sizes else "give it less to do at a time"
-        warn(f"{program}: out of memory{asked}; {lower}", on_every_rank=True)
+        fix = "lower the batch, the length, or the size of the model"
+        warn(f"{program}: out of memory; {fix}", on_every_rank=True)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -19,11 +19,6 @@ from support.tokenizer import KINDS
 
 SIGPIPE = 13  # everywhere that it exists
 OURS = ("data", "latest", "log.jsonl", "loss.png")  # in out_dir, beside step-N
-OPENED = []  # (the Config of the run, its micro-batch), for sizes()
-
-
-def sequences_at_once(config, world):
-    return config.batch_size // world // config.gradient_accumulation_steps
 
 
 @dataclasses.dataclass
@@ -64,7 +59,7 @@ class Run:
 
     @property
     def micro_batch(self):  # sequences of this rank at a time
-        return sequences_at_once(self.config, self.world)
+        return self.config.batch_size // self.world // self.config.gradient_accumulation_steps
 
     def elapsed(self):
         return time.monotonic() - self.log.start + self.seconds
@@ -130,7 +125,6 @@ def open_run(given, cls, new_config, world, resumable):
         check_idle(given, config)
     check(config, world)
     shards.check(config.shard, world)
-    OPENED.append((config, sequences_at_once(config, world)))
     check_place(config.data, out)
     if checkpoint.checkpoints(out) and not (config.resume or config.overwrite):
         fix = "give --resume to continue it, --overwrite to replace it, or another --out_dir"
@@ -147,16 +141,6 @@ def check_place(data, out):
         name = path.relative_to(real).parts[0]
         if name in OURS or name.startswith(("step-", files.TMP)):
             raise UserError(f"--data={data} would be replaced by the run; give another --out_dir")
-
-
-def sizes():
-    """What takes memory, and what to lower: for the sentence that says that it is not enough."""
-    fix = "lower --batch_size or raise --gradient_accumulation_steps, or take a smaller model"
-    if not OPENED:
-        return fix
-    config, sequences = OPENED[-1]
-    model = f"{config.n_layer} layers x {config.n_embd}"
-    return f"{model}, {sequences} sequences of {config.block_size} tokens at a time; {fix}"
 
 
 # Flags that have no effect with --objective=ar.

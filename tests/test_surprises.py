@@ -123,13 +123,13 @@ MEMORY = """
 import resource, sys, time
 sys.path.insert(0, "{root}")
 import mdlm
-from support import checkpoint, cli, runs
+from support import checkpoint, cli
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + (400 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 sys.argv[0] = "mdlm.py"
 main = lambda argv: mdlm.train(mdlm.parse_args(argv), time.monotonic())
-sys.exit(cli.run(main, sys.argv[1:], checkpoint.release, runs.sizes))
+sys.exit(cli.run(main, sys.argv[1:], checkpoint.release))
 """
 
 
@@ -141,8 +141,7 @@ def test_too_little_memory_is_one_sentence(text_file, tmp_path):
     r = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert r.returncode == 2 and "Traceback" not in r.stderr
     (after,) = r.stderr.splitlines()
-    sizes = "2 layers x 128, 16384 sequences of 32 tokens at a time; lower --batch_size"
-    assert "out of memory" in after and "more were asked for" in after and sizes in after
+    assert "out of memory; lower the batch" in after
 
 
 def test_gpu_without_memory_is_one_sentence(capsys, monkeypatch, text_file, tmp_path):
@@ -151,9 +150,7 @@ def test_gpu_without_memory_is_one_sentence(capsys, monkeypatch, text_file, tmp_
 
     monkeypatch.setattr(mdlm, "compute_gradients", full)
     flags = [f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={tmp_path}/o"]
-    assert train(capsys, *flags).err.endswith(
-        "out of memory, 3.00 GiB more were asked for; give it less to do at a time\n"
-    )
+    assert "out of memory; lower the batch" in train(capsys, *flags).err
 
 
 def test_file_that_shrinks_while_mapped_is_named(run):

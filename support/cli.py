@@ -166,27 +166,21 @@ def progress(what, unit, total=None):
         yield bar
 
 
-def identity(path):
-    """What two names of one regular file have in common; None for "", "-" and devices."""
-    file = Path(os.path.realpath(path))
-    if path in ("", "-") or (file.exists() and not file.is_file()):
-        return None
-    return file.stat()[1:3] if file.exists() else file  # inode and device: links too
-
-
 def check_files(read, written):
     """Raise UserError for a file that is written but read too, written twice, or of a checkpoint.
 
     Both are dicts of flag -> path.
     """
-    seen = {identity(path): flag for flag, path in read.items()}
+    seen = {os.path.realpath(path): flag for flag, path in read.items()}
     for flag, path in written.items():
-        other = seen.setdefault(identity(path), flag)
-        if identity(path) and other != flag:
-            raise UserError(f"--{other} and --{flag} name the same file, {path}; give two files")
+        if path in ("", "-"):
+            continue
         file = Path(os.path.realpath(path))
+        other = seen.setdefault(str(file), flag)
+        if other != flag:
+            raise UserError(f"--{other} and --{flag} name the same file, {path}; give two files")
         own = (file.parent / "latest").exists() and file.name in ("latest", "log.jsonl")
-        if path and (own or (file.parent / "manifest.json").exists()):
+        if own or (file.parent / "manifest.json").exists():
             raise UserError(f"--{flag}={path} is a part of a run; give another file")
 
 

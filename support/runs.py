@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from support.optimizers import average
 from support.tokenizer import KINDS
 
 SIGPIPE = 13  # everywhere that it exists
-OURS = ("data", "latest", "log.jsonl", "loss.png")  # in out_dir, beside step-N
 
 
 @dataclasses.dataclass
@@ -125,22 +123,11 @@ def open_run(given, cls, new_config, world, resumable):
         check_idle(given, config)
     check(config, world)
     shards.check(config.shard, world)
-    check_place(config.data, out)
     if checkpoint.checkpoints(out) and not (config.resume or config.overwrite):
         fix = "give --resume to continue it, --overwrite to replace it, or another --out_dir"
         raise UserError(f"--out_dir={out} already holds a run; {fix}")
     runtime.on_first_rank(lambda: checkpoint.take(out))
     return config, folder
-
-
-def check_place(data, out):
-    """Raise UserError for a text that the run would replace by a file of its own."""
-    path = Path(os.path.realpath(data))
-    real = Path(os.path.realpath(out))
-    if path.is_file() and real in path.parents:
-        name = path.relative_to(real).parts[0]
-        if name in OURS or name.startswith(("step-", files.TMP)):
-            raise UserError(f"--data={data} would be replaced by the run; give another --out_dir")
 
 
 # Flags that have no effect with --objective=ar.

@@ -307,7 +307,7 @@ def test_ranks_of_a_cluster_get_one_sentence(capsys, monkeypatch, env):
 def test_no_input_is_overwritten(run, tmp_path, capsys):
     path = tmp_path / "x"
     path.write_text("To█\n")
-    os.link(path, tmp_path / "link")
+    (tmp_path / "link").symlink_to(path)
     for flags in (
         ["--batch=x", "--json=x"],
         ["--batch=x", "--json=../" + tmp_path.name + "/x"],
@@ -324,17 +324,6 @@ def test_no_input_is_overwritten(run, tmp_path, capsys):
     r = call(eval.main, capsys, f"--out_dir={run}", "--data=x", "--json=x")
     assert_one_sentence(r, "--data and --json name the same file")
     assert path.read_text() == "To█\n" and not (tmp_path / "new").exists()
-
-
-def test_no_text_is_replaced_by_a_run(text_file, tmp_path, capsys):
-    for name in ("log.jsonl", "loss.png", "latest", "data/mine.txt", ".mdlm-tmp-x"):
-        path = tmp_path / "o" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(text_file, path)
-        flags = [f"--data={path}", *TINY, "--max_steps=1", f"--out_dir={tmp_path}/o"]
-        assert_one_sentence(train(capsys, *flags), "would be replaced by the run")
-        assert path.read_bytes() == text_file.read_bytes()
-        path.unlink()
 
 
 def test_data_folder_with_other_files_is_kept(text_file, run, tmp_path, capsys):

@@ -730,8 +730,8 @@ def setup(given, start):
     ops = select_kernels(config.kernels, device, config, dtype)
     log = Log(config, start, silent=rank > 0)
     source = load(config.init_from) if config.init_from and not folder else None
-    with log.busy("preparing the data"):
-        corpus = runs.open_data(config, folder, device, prepare, Corpus, source)
+    log.say("preparing the data")
+    corpus = runs.open_data(config, folder, device, prepare, Corpus, source)
     run = make_run(config, corpus, device, dtype, ops, rank, world)
     run.log = log
     run.windows = corpus.windows(config.eval_windows)
@@ -790,7 +790,6 @@ def finish(run, stop):
         if run.rank == 0:
             plots.try_to_draw(plots.plot_losses, run.log.path.with_name("loss.png"))
         run.log.done(run)
-    run.log.close()
 
 
 def main(argv):

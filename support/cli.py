@@ -6,12 +6,10 @@ import ctypes
 import dataclasses
 import difflib
 import inspect
-import io
 import os
 import re
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -134,36 +132,13 @@ def escaped(text):
     return UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-@contextlib.contextmanager
-def alive(what, say=warn, every=10):
-    """Within, say every ten seconds that `what` goes on; say=None: a bar shows it."""
-    over = threading.Event()
-
-    def beat():
-        seconds = every
-        while not over.wait(every):
-            say(f"{what}, {seconds} s so far")
-            seconds += every
-
-    if say:
-        thread = threading.Thread(target=beat, daemon=True)
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-@contextlib.contextmanager
-def progress(what, unit, total=None):
-    """Yield a tqdm bar: shown on a terminal, elsewhere as a line every ten seconds."""
+def progress(what, unit, total=None, disable=False):
+    """A tqdm bar for work of more than a second; written every ten seconds if not on a terminal."""
     from tqdm import tqdm
 
-    shown = sys.stderr.isatty()
-    hidden = {} if shown else dict(file=io.StringIO())
-    bar = tqdm(desc=what, unit=unit, total=total, leave=False, delay=1, **hidden)
-    with bar, alive(what, None if shown else lambda text: warn(str(bar))):
-        yield bar
+    every = 0.1 if sys.stderr.isatty() else 10
+    how = dict(leave=False, delay=1, mininterval=every, disable=disable)
+    return tqdm(desc=what, unit=unit, total=total, **how)
 
 
 def check_files(read, written):

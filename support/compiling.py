@@ -70,8 +70,8 @@ def compile_network(run, compiled, gradients=None):
     if run.world > 1 and not config.shard:
         run.network = torch.nn.parallel.DistributedDataParallel(run.network)
     if compiled and gradients:
-        with run.log.busy("compiling"):
-            gradients()
+        run.log.say("compiling")
+        gradients()
         run.model.zero_grad()
 
 

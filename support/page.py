@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from support.cli import UserError, alive, warn
+from support.cli import UserError, warn
 from support.viewer import PAGE, as_script, assemble
 
 SCRIPTS = ("viewer.js", "live.js", "worker.js", "model.js", "sampler.js", "viewer.css", "live.css")
@@ -60,8 +60,8 @@ def read_runtime():
     if not npm:
         raise UserError("--to=page needs npm, for ONNX Runtime Web; install Node.js (nodejs.org)")
     command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
-    with alive("npm ci", warn):
-        run = subprocess.run(command, cwd=PAGE, capture_output=True, text=True)
+    warn("npm ci: ONNX Runtime Web is fetched, once")
+    run = subprocess.run(command, cwd=PAGE, capture_output=True, text=True)
     if run.returncode:
         why = " ".join(run.stderr.split())[-300:]
         raise UserError(f"npm ci failed in {PAGE}: {why}; it needs a network the first time")
@@ -114,7 +114,8 @@ def contents_of(model, tokenizer, config, weights):
     check(model, tokenizer, config)
     contents = read_runtime()
     rounded = round_matrices(model) if weights == "int8" else {}
-    with tempfile.TemporaryDirectory() as folder, alive("exporting to ONNX", warn):
+    with tempfile.TemporaryDirectory() as folder:
+        warn("exporting to ONNX")
         arrays, size = to_onnx(model, Path(folder))
         contents["model.onnx"] = (Path(folder) / "model.onnx").read_bytes()
     packed = b""

@@ -11,12 +11,10 @@ import torch
 from safetensors.torch import save as to_safetensors
 
 from support import checkpoint, files, runtime, shards, sources
-from support.cli import NO_LIMIT, UserError, check_fields, warn
+from support.cli import UserError, check_fields, warn
 from support.log import Log
 from support.optimizers import average
 from support.tokenizer import KINDS
-
-SIGPIPE = 13  # everywhere that it exists
 
 
 @dataclasses.dataclass
@@ -250,8 +248,7 @@ def begin(run, folder):
         raise UserError("the ranks see different checkpoints; give an --out_dir that all share")
     if run.config.overwrite and run.rank == 0:
         checkpoint.disown(run.config.out_dir)
-    steps = run.config.max_steps
-    run.log.begin(run.step if folder else -1, steps if steps < NO_LIMIT else None)
+    run.log.begin(run.step if folder else -1)
     run.log.restart_clock(run.tokens)
 
 
@@ -261,8 +258,8 @@ def poll(run, interrupt):
     limit = run.config.time_limit
     if limit:
         progress = max(progress, run.elapsed() / (limit - reserve(run)))
-    stop = interrupt.signal or SIGPIPE * run.log.lost
-    values = torch.tensor([max(progress, run.progress), stop], dtype=torch.float64)
+    progress = max(progress, run.progress)
+    values = torch.tensor([progress, interrupt.signal], dtype=torch.float64)
     run.progress, stop = runtime.all_reduce(values, "MAX").tolist()
     return int(stop)
 
@@ -276,7 +273,8 @@ def score(run, evaluate, is_last):
     until = deadline(run, is_last)
     began = time.monotonic()
     passes = 1 if runtime.is_late(until) or not is_last else 4
-    with run.log.busy("evaluating"), run.autocast():
+    run.log.say("evaluating")
+    with run.autocast():
         how = dict(batch_size=run.micro_batch, deadline=until)
         r = raw = evaluate(run.averaged, run.windows, passes, **how)
         scored = r["passes"] * r["windows"]
@@ -317,10 +315,8 @@ def deadline(run, is_last):
 def check_steps(run):
     """Raise UserError for a run that has no time left for a single step."""
     if run.step == 0:
-        what, seconds = max(run.log.took.items(), key=lambda item: item[1])
-        why = f"{what} took {seconds:.0f} of {run.elapsed():.0f} s"
         given = f"--time_limit={run.config.time_limit:g} is over before the first step"
-        raise UserError(f"{given} ({why}): nothing is trained; give more time")
+        raise UserError(f"{given}, after {run.elapsed():.0f} s: nothing is trained; give more time")
 
 
 def check_finite(run):

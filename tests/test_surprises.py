@@ -557,27 +557,6 @@ def test_several_texts_are_told_apart(run, capsys):
     assert [line for line in r.out.splitlines() if set(line) == {"-"}] == ["-" * 40] * 2
 
 
-def test_long_work_gives_signs_of_life():
-    said = []
-    with cli.alive("counting", said.append, every=0.05):
-        while len(said) < 3:
-            time.sleep(0.01)
-    assert said[0].startswith("counting, 0.05 s so far")
-    n = len(said)
-    time.sleep(0.2)
-    assert len(said) <= n + 1, "and no more when it is over"
-
-
-def test_progress_is_told_in_lines_without_a_terminal(capsys, monkeypatch):
-    alive = cli.alive
-    monkeypatch.setattr(cli, "alive", lambda what, say: alive(what, say, every=0.05))
-    with cli.progress("masked", " batches", total=7) as bar:
-        bar.update(3)
-        time.sleep(0.2)
-    err = capsys.readouterr().err
-    assert "\r" not in err and "masked" in err.splitlines()[0] and "3/7" in err
-
-
 def test_shipped_model_is_scored_without_network(capsys, monkeypatch, tmp_path):
     def offline():
         raise OSError("no network")
@@ -592,16 +571,15 @@ def test_shipped_model_is_scored_without_network(capsys, monkeypatch, tmp_path):
     assert not shutil.os.listdir(tmp_path)
 
 
-def test_output_that_fails_stops_and_saves(run, capsys, monkeypatch):
+def test_output_that_fails_does_not_end_a_run(run, capsys, monkeypatch):
     class Closed(io.StringIO):
         def write(self, text):
             if "step 6" in text:
                 raise BrokenPipeError(32, "Broken pipe")
             return len(text)
 
-    flags = [f"--out_dir={run}", "--resume", "--max_steps=50"]
-    monkeypatch.setattr("support.log.silence_stdout", lambda: None)
+    flags = [f"--out_dir={run}", "--resume", "--max_steps=8"]
     monkeypatch.setattr(sys, "stderr", Closed())
-    assert run_mdlm(*flags) == 128 + 13
-    assert checkpoint.find_checkpoint(run).name == "step-6"
-    assert read_log(run)[-1]["step"] == 6
+    assert run_mdlm(*flags) == 0
+    assert checkpoint.find_checkpoint(run).name == "step-8"
+    assert read_log(run)[-1]["step"] == 8

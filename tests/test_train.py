@@ -136,18 +136,11 @@ def test_every_kind_of_run_learns(text_file, tmp_path, more):
 
 
 def test_last_line_is_a_command_that_works(text_file, tmp_path, capsys):
-    # It asks to complete a line of the run's own validation text, if it has one that is fit.
-    (tmp_path / "stars.txt").write_text("* ** ***\n" * 200)
-    for data, infills in ((text_file, True), (tmp_path / "stars.txt", False)):
-        out = tmp_path / "my run"
-        flags = [*TINY, "--max_steps=1", f"--out_dir={out}", "--overwrite"]
-        assert run_mdlm(f"--data={data}", *flags) == 0
-        command = shlex.split(capsys.readouterr().out.splitlines()[-1])
-        assert f"--out_dir={out}" in command
-        assert ("--infill" in command) == infills
-        if infills:
-            assert command[-1].removesuffix("███") in data.read_text()[54_000:]
-        assert cli.run(sample.main, command[command.index("sample.py") + 1 :]) == 0
+    out = tmp_path / "my run"
+    assert run_mdlm(f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={out}") == 0
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert f"--out_dir={out}" in command
+    assert cli.run(sample.main, command[command.index("sample.py") + 1 :]) == 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -400,25 +393,25 @@ def test_slow_evaluation_never_breaks_the_limit(
 
 
 @pytest.mark.parametrize(
-    "seconds, words",
+    "seconds, taken",
     [
-        (dict(data=150), ["preparing the data took 150 of 150 s"]),
-        (dict(data=70, call=5), ["preparing the data took 70 of 80 s"]),
-        (dict(first=130, call=1), ["evaluating took 132 of 132 s"]),
-        (dict(call=60), ["evaluating took 120 of 120 s"]),
+        (dict(data=150), 150),
+        (dict(data=70, call=5), 80),
+        (dict(first=130, call=1), 132),
+        (dict(call=60), 120),
     ],
 )
-def test_run_without_a_step_is_no_success(text_file, tmp_path, capsys, slow, seconds, words):
+def test_run_without_a_step_is_no_success(text_file, tmp_path, capsys, slow, seconds, taken):
     slow(**seconds)
     code, log = run_for_100_seconds(text_file, tmp_path / "out")
     assert code == 2
     assert len(log) == 1 and log[0]["step"] == 0
     assert not checkpoint.checkpoints(tmp_path / "out")
-    err = capsys.readouterr().err
-    assert all(word in err for word in ["--time_limit=100 is over before the first step", *words])
+    words = f"--time_limit=100 is over before the first step, after {taken} s"
+    assert words in capsys.readouterr().err
 
 
-def test_compilation_that_takes_all_time_is_named(
+def test_compilation_that_takes_all_time_is_no_success(
     text_file, tmp_path, capsys, monkeypatch, clock, slow
 ):
     def compiled(model, **options):
@@ -427,7 +420,8 @@ def test_compilation_that_takes_all_time_is_named(
 
     monkeypatch.setattr(torch, "compile", compiled)
     assert run_for_100_seconds(text_file, tmp_path / "out", "--compile=on")[0] == 2
-    assert "compiling took 600 of 600 s" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "after 600 s" in said.err and "compiling" in said.out.splitlines()
 
 
 def test_clock_starts_before_the_slow_imports(monkeypatch):

@@ -206,7 +206,7 @@ class Corpus:
         self.seed = config.seed
         self.device = device
         V = config.vocab_size
-        meta, ids, self.tokenizer, self.source = sources.open_ids(folder, T, V, config.end_id)
+        meta, ids, self.tokenizer, self.identity = sources.open_ids(folder, T, V, config.end_id)
         self.entropy = meta.get("entropy")
         self.documents = self.tokenizer.end_id is not None
         # (W,) where windows start, how many tokens they take, how many of these are learned
@@ -262,7 +262,6 @@ class Corpus:
 
     def batch(self, samples):
         """Training windows (B, T) of sample numbers (B,)."""
-        self.source.check()
         return self.gather(self.train, self.find(samples))
 
     def windows(self, most=0):
@@ -730,7 +729,7 @@ def setup(given, start):
     ops = select_kernels(config.kernels, device, config, dtype)
     log = Log(config, start, silent=rank > 0)
     source = load(config.init_from) if config.init_from and not folder else None
-    log.say("preparing the data")
+    log.say("reading the data")
     corpus = runs.open_data(config, folder, device, prepare, Corpus, source)
     run = make_run(config, corpus, device, dtype, ops, rank, world)
     run.log = log

@@ -134,24 +134,16 @@ MASKS = ("masking", "mask_schedule", "loss_weight", "min_rate", "max_rate", "rat
 
 def check_idle(given, config):
     """Raise UserError for flags of the command line that would do nothing."""
-    is_text = not sources.is_ids(config.data)
+    is_ids = sources.is_ids(config.data)
     is_records = sources.is_records(config.data)
-    learns = config.tokenizer in ("word", "bpe")
-    fixed = is_text and not config.init_from and not learns
-    whole = is_text and not sources.has_documents(config)
-    is_file = config.tokenizer.endswith(".json") and sources.has_documents(config)
-    packs = (config.lengths, config.objective) == ("known", "mdlm")
+    learns = is_ids or config.tokenizer in ("word", "bpe")
     for reason, holds, idle in (
-        ("without --separator there are no documents", whole, ("lengths", "pack")),
-        ("only documents of known lengths are packed", not packs, ("pack",)),
-        ("records are documents", is_records, ("separator",)),
         (f"{config.data} has no columns", not is_records, ("text_column", "prompt_column")),
-        ("--objective=ar masks nothing", config.objective == "ar", MASKS),
-        (f"{config.data} is a folder of ids", not is_text, ("tokenizer", "separator")),
-        (f"{config.data} is no folder of ids", is_text, ("end_id",)),
+        (f"{config.data} is a folder of ids", is_ids, ("tokenizer", "separator")),
+        ("records are documents", is_records, ("separator",)),
         ("--init_from brings its tokenizer", config.init_from, ("tokenizer", "vocab_size")),
-        (f"--tokenizer={config.tokenizer} has its own vocabulary", fixed, ("vocab_size",)),
-        ("only records with a tokenizer.json have one", not is_file, ("end_token",)),
+        (f"--tokenizer={config.tokenizer} has its own vocabulary", not learns, ("vocab_size",)),
+        ("--objective=ar masks nothing", config.objective == "ar", MASKS),
         ("--optimizer=adamw has no matrices apart", config.optimizer == "adamw", ("muon_lr",)),
     ):
         for name in idle:
@@ -169,13 +161,10 @@ def open_data(config, folder, device, prepare, corpus_of, source):
         check_network(config, source)
     data = Path(config.data)
     state = checkpoint.read_state(folder) if folder else {}
-    learned = state.get("data")
-    dtype = state.get("dtype")
 
     def opened(path, device):
         corpus = corpus_of(path, config, device)
-        found = corpus.source
-        if learned not in (None, found.checksum) or dtype not in (None, found.dtype):
+        if any(state.get(name, value) != value for name, value in corpus.identity.items()):
             fix = "restore it, or start again with --overwrite"
             raise UserError(f"--data={config.data}: {path} is not what {folder} learned; {fix}")
         return corpus
@@ -343,8 +332,8 @@ def save(run, finished=False):
     check_finite(run)
     began = time.monotonic()
     state = dict(step=run.step, tokens=run.tokens, seconds=run.elapsed(), ending=run.ending)
-    state |= dict(finished=finished, data=run.corpus.source.checksum, dtype=run.corpus.source.dtype)
-    state |= dict(launch=runtime.launch_id(), saving=run.saving)
+    state |= dict(finished=finished, launch=runtime.launch_id(), saving=run.saving)
+    state |= run.corpus.identity
     weights = run.averaged.state_dict()
     tensors = checkpoint.training_tensors(run.model, run.averaged, run.optimizers)
     where = f"at step {run.step}: not saved. {advice(run)}"

@@ -10,13 +10,12 @@ import os
 import zlib
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from support import files, records
-from support.cli import RankError, UserError, warn
+from support.cli import UserError, warn
 from support.files import read_json
 from support.tokenizer import Tokenizer, open_tokenizer, tokenizer_from_json
 
@@ -202,18 +201,17 @@ def has_changed(source, folder):
 
 
 def open_ids(folder, T, V, end_id=-1):
-    """A folder of ids -> (meta.json as a dict, [train, val] memory-mapped, tokenizer, Source).
+    """A folder of ids -> (meta.json as a dict, [train, val] memory-mapped, tokenizer, identity).
 
     nanoGPT's have no JSON files: ids are shown as numbers; V = 0: up to the largest; a document
     ends with end_id (-1: there are none). A tokenizer.json of the tokenizers library shows text.
-    Raises UserError for ids out of range, and files missing, damaged or shorter than T tokens.
+    identity: what --resume compares. Raises UserError for ids out of range, and files missing,
+    damaged or shorter than T tokens.
     """
     folder = Path(folder)
     meta = read_meta(folder / "meta.json")
     dtype = np.dtype(meta.get("dtype", "uint16"))
     arrays = [map_ids(folder / name, dtype) for name in NAMES]
-    handles = [open(folder / name, "rb") for name in NAMES]
-    times = {file: os.fstat(file.fileno()).st_mtime_ns for file in handles}
     ranges = [(int(part.min()), int(part.max())) for part in parts_of(arrays)]
     smallest = min(low for low, _ in ranges)
     largest = max(high for _, high in ranges)
@@ -226,9 +224,8 @@ def open_ids(folder, T, V, end_id=-1):
     if smallest < 0 or largest >= V:
         advice = "check tokenizer.json or --vocab_size"
         raise UserError(f"{folder} has ids {smallest} to {largest}, but V is {V}; {advice}")
-    made = tokenizer.to_json()
-    identity = (checksum_of(made, arrays), dtype.name, made)
-    return meta, arrays, tokenizer, Source(*identity, arrays, handles, times)
+    identity = dict(data=checksum_of(tokenizer.to_json(), arrays), dtype=dtype.name)
+    return meta, arrays, tokenizer, identity
 
 
 def tokenizer_of_ids(path, V, end_id):
@@ -280,30 +277,6 @@ def map_ids(path, dtype):
     if size == offset:
         raise UserError(f"{path.name} has no tokens; give more text")
     return np.memmap(path, dtype, mode="r", offset=offset)
-
-
-class Source(NamedTuple):
-    """What a run learns: its identity, and its files, still open."""
-
-    checksum: int
-    dtype: str  # of the ids in the files
-    tokenizer: str  # as JSON
-    arrays: list  # (n,) ids of each file, memory-mapped
-    files: list
-    times: dict  # file -> when it was last changed
-
-    def check(self):
-        """Raise UserError if a file was changed: it would give wrong ids, or a bus error."""
-        for file, ids in zip(self.files, self.arrays):
-            now = os.fstat(file.fileno())
-            same = now.st_size == ids.offset + ids.nbytes
-            if same and now.st_mtime_ns != self.times[file]:  # perhaps it was only touched
-                self.times[file] = now.st_mtime_ns
-                same = checksum_of(self.tokenizer, self.arrays) == self.checksum
-            if not same:
-                then = ids.offset + ids.nbytes
-                found = f"{file.name} was changed: {then} bytes then, {now.st_size} now"
-                raise RankError(f"{found}; restore it, then --resume goes on from what is saved")
 
 
 def checksum_of(tokenizer, arrays):

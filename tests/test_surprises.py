@@ -35,7 +35,7 @@ def call(main, capsys, *args):
 
 
 def assert_one_sentence(r, *words):
-    assert r.code == 2 and r.out == ""
+    assert r.code == 2 and r.out in ("", "reading the data\n")
     assert r.err.count("\n") == 1 and "Traceback" not in r.err
     assert all(word in r.err for word in words), r.err
 
@@ -151,15 +151,6 @@ def test_gpu_without_memory_is_one_sentence(capsys, monkeypatch, text_file, tmp_
     monkeypatch.setattr(mdlm, "compute_gradients", full)
     flags = [f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={tmp_path}/o"]
     assert "out of memory; lower the batch" in train(capsys, *flags).err
-
-
-def test_file_that_shrinks_while_mapped_is_named(run):
-    config = mdlm.load(run)[2]
-    corpus = mdlm.Corpus(run / "data", config, torch.device("cpu"))
-    corpus.batch(torch.arange(4))
-    os.truncate(run / "data" / "train.bin", 10)
-    with pytest.raises(ValueError, match="was changed: 5400 bytes then, 10 now"):
-        corpus.batch(torch.arange(4))
 
 
 def test_text_that_changes_while_read_is_refused(tmp_path, monkeypatch):
@@ -367,17 +358,6 @@ def test_ids_of_another_width_are_not_resumed(run, capsys):
     (run / "data" / "meta.json").write_text(json.dumps(meta | dict(dtype="int32")))
     r = train(capsys, f"--out_dir={run}", "--resume", "--max_steps=5")
     assert_one_sentence(r, "data")
-
-
-def test_ids_that_change_while_trained_on_are_named(run):
-    corpus = mdlm.Corpus(run / "data", mdlm.load(run)[2], torch.device("cpu"))
-    os.utime(run / "data" / "train.bin", ns=(0, 2))
-    corpus.batch(torch.arange(4))  # only touched
-    with open(run / "data" / "train.bin", "r+b") as f:
-        f.write(b"\0")
-    os.utime(run / "data" / "train.bin", ns=(0, 1))  # clocks of file systems are coarse
-    with pytest.raises(ValueError, match="was changed"):
-        corpus.batch(torch.arange(4))
 
 
 BAD_IDS = {

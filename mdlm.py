@@ -638,12 +638,13 @@ def load(path="out", device="cpu", kernel="auto"):
     folder = checkpoint.find_checkpoint(path)
     config = checkpoint.read_config(Config, folder / "config.json", runs.check)
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")
-    checkpoint.check_size(folder, config, tokenizer.vocab_size)  # before memory is taken for it
     ops = select_kernels(kernel, device, config)
-    model = Model(
-        config, tokenizer.vocab_size, ops, sources.given_end(config, tokenizer, is_variant)
-    )
-    model.load_state_dict(checkpoint.read_tensors(folder / "model.safetensors", model.state_dict()))
+    end_id = sources.given_end(config, tokenizer, is_variant)
+    with torch.device("meta"):  # its shapes alone: memory is taken once the file has them
+        expected = Model(config, tokenizer.vocab_size, ops, end_id).state_dict()
+    tensors = checkpoint.read_tensors(folder / "model.safetensors", expected)
+    model = Model(config, tokenizer.vocab_size, ops, end_id)
+    model.load_state_dict(tensors)
     return model.to(device).eval(), tokenizer, config
 
 

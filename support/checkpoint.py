@@ -18,9 +18,7 @@ from safetensors import SafetensorError, safe_open
 from support import files, runtime, shards
 from support.cli import UserError, warn
 
-MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")
-CHECKPOINT_FILES = (*MODEL_FILES, "state.json", "state.safetensors")  # the last two: to resume
-PART = re.compile(r"state-(\d{5})-of-(\d{5})\.safetensors")  # in its place, of a run with --shard
+MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # the others: to resume
 # Settings of earlier versions, and what the program always does now.
 RETIRED = dict(tensorboard=False, beta1=0.9, beta2=0.95, momentum=0.9, eval_passes=1, wandb="")
 # What the program did before a setting existed, where that is not its default.
@@ -105,7 +103,7 @@ def verify(folder):
         manifest = json.loads(files.read_small(folder / "manifest.json"))
         if (manifest["format"], manifest["version"]) != ("mdlm", 1):
             raise ValueError(f"it has version {manifest['version']!r}, not version 1")
-        for name in names_of(manifest["files"]):
+        for name in sorted({*MODEL_FILES, *manifest["files"]}):
             wanted = manifest["files"][name]
             size = (folder / name).stat().st_size
             if size != wanted["size"]:
@@ -117,17 +115,6 @@ def verify(folder):
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         why = f"manifest.json lacks {e}" if isinstance(e, KeyError) else e
         raise UserError(f"the checkpoint {folder} is damaged or incomplete: {why}") from e
-
-
-def names_of(listed):
-    """The files that a checkpoint must have whose manifest has listed these."""
-    if set(listed) == set(MODEL_FILES):
-        return MODEL_FILES
-    parts = [found for found in map(PART.fullmatch, sorted(listed)) if found]
-    if not parts:
-        return CHECKPOINT_FILES
-    n = int(parts[0][2])
-    return *CHECKPOINT_FILES[:-1], *(f"state-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1))
 
 
 def find_checkpoint(path):
@@ -181,14 +168,6 @@ def read_config(cls, path, check):
     config = cls(**BEFORE | {name: value for name, value in settings.items() if name in known})
     check(config)
     return config
-
-
-def check_size(folder, config, vocab_size):
-    """Raise UserError if model.safetensors is too small for its config: forged, or damaged."""
-    path = folder / "model.safetensors"
-    least = config.n_embd * (8 * config.n_layer * config.n_embd + vocab_size)
-    if path.stat().st_size < 4 * least:
-        raise UserError(f"{path} does not fit its config: it is too small; train again")
 
 
 def read_tensors(path, expected=None):
@@ -259,16 +238,15 @@ def restore(folder, model, averaged, optimizers):
 
 
 HELD = []  # file descriptors of locked folders; the system unlocks them when the process ends
-MADE = []  # folders that this process made
+TAKEN = []  # these folders
 
 
 def take(out_dir):
     """Make the folder of a run and lock it; UserError if another process is training there."""
     release()
     with files.writing(out_dir):
-        if not out_dir.exists():
-            MADE.append(out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
+        TAKEN.append(out_dir)
         lock(out_dir)
         files.clean(out_dir)
         with files.new_folder(out_dir):
@@ -291,12 +269,12 @@ def lock(out_dir):
 
 
 def release():
-    """Unlock the folder; one that this process made and left empty is removed."""
+    """Unlock the folder; an empty one is removed."""
     while HELD:
         os.close(HELD.pop())
-    while MADE:
+    while TAKEN:
         with contextlib.suppress(OSError):
-            MADE.pop().rmdir()
+            TAKEN.pop().rmdir()
 
 
 def was_restarted(out_dir):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, losses, read_log, saved
+from conftest import CHECKPOINT_FILES, ROOT, TINY, losses, read_log, saved
 from nursery import Nursery, Run, begin_ranks, starter
 
 import mdlm
@@ -84,7 +84,7 @@ def assert_whole(out):
 
 
 def write(out, step, content):
-    contents = dict.fromkeys(checkpoint.CHECKPOINT_FILES, content.encode())
+    contents = dict.fromkeys(CHECKPOINT_FILES, content.encode())
     checkpoint.write_checkpoint(out, f"step-{step}", contents)
 
 

@@ -329,11 +329,6 @@ def test_a_missing_part_is_named(parts, tmp_path):
     with pytest.raises(cli.UserError, match="state-00001-of-00002"):
         checkpoint.verify(out / "step-2")
     assert checkpoint.find_checkpoint(out).name == "step-1"
-    manifest = json.loads((out / "step-1" / "manifest.json").read_text())
-    del manifest["files"]["state-00002-of-00002.safetensors"]
-    (out / "step-1" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(cli.UserError, match="lacks 'state-00002"):
-        checkpoint.verify(out / "step-1")
 
 
 def test_misuse_of_shards_gets_one_sentence(run, tmp_path, monkeypatch):

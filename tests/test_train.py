@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
+    CHECKPOINT_FILES,
     ROOT,
     TINY,
     StopAt,
@@ -58,7 +59,7 @@ def test_run_leaves_log_picture_and_checkpoints(trained):
     )
     assert (trained / "latest").read_text() == "step-90"
     files = {p.name for p in (trained / "step-90").iterdir()}
-    assert files == {*checkpoint.CHECKPOINT_FILES, "manifest.json"}
+    assert files == {*CHECKPOINT_FILES, "manifest.json"}
     evaluations = [r for r in read_log(trained) if "val_nelbo" in r]
     assert [r["step"] for r in evaluations] == [0, 30, 60, 90]
     fields = {"step", "tokens", "seconds", "val_nelbo", "val_nelbo_se", "val_nelbo_raw", "val_bpc"}

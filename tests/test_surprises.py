@@ -416,15 +416,10 @@ def test_tokenizers_that_change_a_text_are_refused(pydoc, tmp_path):
     tokenizer = build_tokenizer("bpe", 300, False, lambda: [(pydoc, False)], len(pydoc))
     bpe = json.loads(tokenizer.vocab)
     path = tmp_path / "tokenizer.json"
-    for changes in (
-        dict(normalizer=dict(type="Lowercase")),
-        dict(padding=dict(strategy="BatchLongest")),
-        dict(model=bpe["model"] | dict(dropout=0.5)),
-    ):
-        tokenizer.vocab = json.dumps(bpe | changes)
-        path.write_text(tokenizer.to_json())
-        with pytest.raises(cli.UserError, match="changes the text, or draws at random"):
-            tokenizer_from_json(path)
+    tokenizer.vocab = json.dumps(bpe | dict(normalizer=dict(type="Lowercase")))
+    path.write_text(tokenizer.to_json())
+    with pytest.raises(cli.UserError, match="does not restore the text"):
+        tokenizer_from_json(path)
 
 
 def test_endless_batch_is_refused(run, capsys, monkeypatch):

@@ -114,10 +114,8 @@ def is_out_of_memory(error):
 
 
 def is_first_rank():
-    """True unless all five variables of torchrun say that this is another rank."""
-    found = [os.environ.get(name, "") for name in RANKS]
-    numbers = all(map(str.isdecimal, found[:3]))
-    return not (all(found) and numbers and 0 < int(found[0]) < int(found[1]))
+    """True unless torchrun, which sets MASTER_PORT too, says that this is another rank."""
+    return "MASTER_PORT" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 def warn(message, on_every_rank=False):

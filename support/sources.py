@@ -101,25 +101,20 @@ def shakespeare():
 
 def read_text(path, size=PART):
     """Stream a UTF-8 file as texts of about `size` characters, cut after a line if possible."""
+    rest = ""
     try:
         f = open(path, encoding="utf-8-sig", newline="\n")  # without a byte order mark; \r stays
+        while part := f.read(size):
+            rest += part
+            cut = rest.rfind("\n") + 1 or len(rest)
+            yield rest[:cut]
+            rest = rest[cut:]
     except OSError as e:
         raise UserError(f"--data={path} cannot be read ({e.strerror}); give a text file") from None
-    rest = ""
-    with f:
-        try:
-            while part := f.read(size):
-                rest += part
-                cut = rest.rfind("\n") + 1 or len(rest)
-                yield rest[:cut]
-                rest = rest[cut:]
-        except OSError as e:
-            fix = "check the disk"
-            raise UserError(f"--data={path} cannot be read ({e.strerror}); {fix}") from None
-        except UnicodeDecodeError as e:
-            at = f.buffer.tell() - len(e.object) + e.start  # e.object: the last bytes read
-            advice = "convert it with iconv, or give a folder with train.bin and val.bin"
-            raise UserError(f"--data={path} is not UTF-8 text (byte {at}); {advice}") from None
+    except UnicodeDecodeError as e:
+        at = f.buffer.tell() - len(e.object) + e.start  # e.object: the last bytes read
+        advice = "convert it with iconv, or give a folder with train.bin and val.bin"
+        raise UserError(f"--data={path} is not UTF-8 text (byte {at}); {advice}") from None
     if rest:
         yield rest
 

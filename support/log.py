@@ -50,7 +50,7 @@ class Log:
         with writing(self.path), open(self.path, "a") as f:
             f.write(json.dumps(values) + "\n")
 
-    def describe(self, run, folder, is_bound, is_variant):
+    def describe(self, run, folder, is_bound):
         """Say what is trained, on what and with what; `folder` is the checkpoint to resume."""
         c = run.config
         millions = sum(p.numel() for p in run.model.parameters()) / 1e6
@@ -65,17 +65,12 @@ class Log:
         self.say(f"{run.device}, {c.dtype}, {how}, {run.world} rank(s){on}, {ops}")
         self.say(f"data: {text}, V = {run.model.vocab_size}")
         if folder:
-            self.say(f"resuming from {folder}")
+            self.say(f"resuming from {folder}, on the data that it learned")
         if run.model.documents:
             mean = run.corpus.mean_length
             self.say(f"documents of given lengths (--lengths), {mean:.0f} tokens a window")
-        if run.corpus.entropy:
-            self.say(f"exact entropy: {run.corpus.entropy:.4f} nats per token")
-        margin = c.rate_margin and not (is_variant or c.time_conditioning)
         if c.objective == "mdlm" and not is_bound:
             self.say("the training loss is no likelihood bound; the evaluation is one")
-        elif c.objective == "mdlm" and margin:
-            self.say("the training loss is a likelihood bound only at the end (--rate_margin)")
 
     def restart_clock(self, tokens):
         """Count tokens/s from now on."""

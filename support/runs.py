@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save as to_safetensors
 
 from support import checkpoint, files, runtime, shards, sources
-from support.cli import UserError, check_fields, warn
+from support.cli import UserError, check_fields
 from support.log import Log
 from support.optimizers import average
 from support.tokenizer import KINDS
@@ -174,11 +174,7 @@ def open_data(config, folder, device, prepare, corpus_of, source):
         opened(path, torch.device("cpu"))
 
     def make():
-        if folder and (data / "meta.json").exists():
-            if sources.has_changed(config.data, data):
-                goes_on = "the run goes on with what it learned"
-                warn(f"--data={config.data} has changed; {goes_on}, in {data}")
-        else:
+        if not (folder and (data / "meta.json").exists()):
             files.replace_folder(data, fill, {*sources.NAMES, "tokenizer.json", "meta.json"})
 
     if not sources.is_ids(config.data):
@@ -230,9 +226,6 @@ def begin(run, folder):
         if type(state.get("saving")) is float:  # older states lack it
             run.saving = state["saving"]
         run.saved = run.step
-        if run.finished and run.rank == 0:  # killed after its last save, it left older ones
-            with files.writing(folder):
-                checkpoint.remove_all_but_two(folder)
     if runtime.all_reduce(torch.tensor(float(run.step))) != run.step * run.world:
         raise UserError("the ranks see different checkpoints; give an --out_dir that all share")
     if run.config.overwrite and run.rank == 0:

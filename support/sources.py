@@ -1,7 +1,6 @@
 """Sources of training data: text files, tiny Shakespeare, synthetic patterns, folders of ids."""
 
 import contextlib
-import hashlib
 import itertools
 import json
 import math
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from support import files, records
+from support import records
 from support.cli import UserError, warn
 from support.files import read_json
 from support.tokenizer import Tokenizer, open_tokenizer, tokenizer_from_json
@@ -75,11 +74,9 @@ def find_text(name):
     if name == "patterns":
         return None
     if not Path(name).is_file():
+        # Not a pipe or a device either: a text is read more than once.
         accepted = "a text file, .jsonl, .parquet, a folder, shakespeare, patterns or pydoc"
-        what = "does not exist"
-        if Path(name).exists():  # a pipe, a device: a text is read more than once
-            what = "is no regular file"
-        raise UserError(f"--data={name} {what}; give {accepted}")
+        raise UserError(f"--data={name} does not exist or is no regular file; give {accepted}")
     return lambda: read_text(name)
 
 
@@ -94,9 +91,7 @@ def shakespeare():
         name = "tinyshakespeare.txt"
         return Path(pooch.retrieve(URL, SHA256, name, cache / "mdlm", downloader=http))
     except (ImportError, OSError, RuntimeError, ValueError) as e:  # RuntimeError: no home folder
-        while e.__context__:  # requests wraps "Name or service not known" in 300 characters
-            e = e.__context__
-        raise OSError(str(e)) from None
+        raise OSError(str(e)[:200]) from None
 
 
 def read_text(path, size=PART):
@@ -173,26 +168,8 @@ def write_patterns(folder):
 
 def write_meta(folder, tokenizer, meta):
     """Write what open_ids must know about the ids in a folder: tokenizer.json and meta.json."""
-    if meta["source"] not in BUILT_IN:
-        meta = meta | dict(sha256=sha256_of_data(meta["source"]))
     (folder / "tokenizer.json").write_text(tokenizer.to_json())
     (folder / "meta.json").write_text(json.dumps(meta))
-
-
-def sha256_of_data(source):
-    """Of a file; of a folder that of its files' names and hashes."""
-    found = {path.name: files.sha256_of(path) for path in records.find_files(source)}
-    if Path(source).is_file():
-        return found[Path(source).name]
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
-
-
-def has_changed(source, folder):
-    """Whether --data is not any more what write_meta saw when `folder` was made from it."""
-    known = read_meta(Path(folder) / "meta.json").get("sha256")
-    with contextlib.suppress(OSError, UserError):  # unreadable: the run does not need it
-        return bool(known) and Path(source).exists() and sha256_of_data(source) != known
-    return False
 
 
 def open_ids(folder, T, V, end_id=-1):

@@ -638,13 +638,11 @@ def load(path="out", device="cpu", kernel="auto"):
     folder = checkpoint.find_checkpoint(path)
     config = checkpoint.read_config(Config, folder / "config.json", runs.check)
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")
+    checkpoint.check_size(folder, config, tokenizer.vocab_size)  # before memory is taken for it
     ops = select_kernels(kernel, device, config)
     end_id = sources.given_end(config, tokenizer, is_variant)
-    with torch.device("meta"):  # its shapes alone: memory is taken once the file has them
-        expected = Model(config, tokenizer.vocab_size, ops, end_id).state_dict()
-    tensors = checkpoint.read_tensors(folder / "model.safetensors", expected)
     model = Model(config, tokenizer.vocab_size, ops, end_id)
-    model.load_state_dict(tensors)
+    model.load_state_dict(checkpoint.read_tensors(folder / "model.safetensors", model.state_dict()))
     return model.to(device).eval(), tokenizer, config
 
 
@@ -776,7 +774,6 @@ def train(given, start):
 
 def finish(run, stop):
     """The end: an evaluation and a save of the same step; an interrupted run is only saved."""
-    compiling.stop_compiler(run)
     if stop:
         if run.saved != run.step:
             runs.save(run)

@@ -170,6 +170,14 @@ def read_config(cls, path, check):
     return config
 
 
+def check_size(folder, config, vocab_size):
+    """Raise UserError if model.safetensors is too small for its config: forged, or damaged."""
+    path = folder / "model.safetensors"
+    least = config.n_embd * (8 * config.n_layer * config.n_embd + vocab_size)
+    if path.stat().st_size < 4 * least:
+        raise UserError(f"{path} does not fit its config: it is too small; train again")
+
+
 def read_tensors(path, expected=None):
     """A safetensors file as a dict; names and shapes must be those of `expected`, in float32."""
     try:
@@ -246,26 +254,23 @@ def take(out_dir):
     release()
     with files.writing(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
-        TAKEN.append(out_dir)
         lock(out_dir)
+        TAKEN.append(out_dir)
         files.clean(out_dir)
         with files.new_folder(out_dir):
             pass  # it can be written
 
 
 def lock(out_dir):
-    with contextlib.suppress(ImportError):  # Windows cannot lock a folder
+    with contextlib.suppress(ImportError, OSError):  # Windows and some file systems have no locks
         import fcntl
 
         HELD.append(os.open(out_dir, os.O_RDONLY))
         try:
             fcntl.flock(HELD[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(HELD.pop())
             fix = "stop the run that is training there, or give another --out_dir"
             raise UserError(f"--out_dir={out_dir} is in use; {fix}") from None
-        except OSError:  # some network file systems have no locks
-            os.close(HELD.pop())
 
 
 def release():

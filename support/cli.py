@@ -64,12 +64,10 @@ def run(main, argv, cleanup=None):
     program = Path(sys.argv[0]).name
     try:
         code = main(argv)
-        sys.stdout.flush()  # here, where a full disk is caught
+        print(end="", flush=True)  # here, where a full disk is caught
         return code
     except UserError as e:
         sentence = str(e).replace("\n", "\\n")
-        if len(sentence) > 2000:
-            sentence = f"{sentence[:1000]} ... {sentence[-900:]}"
         warn(f"{program}: {sentence}", on_every_rank=isinstance(e, RankError))
         return 2
     except (MemoryError, RuntimeError) as e:
@@ -94,12 +92,10 @@ def run(main, argv, cleanup=None):
 
 
 def make_streams_usable():
-    """Replace closed standard streams, and print "?" where a terminal cannot show a character."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
-        with contextlib.suppress(AttributeError):
-            getattr(sys, name).reconfigure(errors="replace" if mode == "w" else None)
+    """Print "?" where a terminal cannot show a character."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # it may be closed
+            stream.reconfigure(errors="replace")
 
 
 def silence_stdout():

@@ -84,9 +84,7 @@ def check(config, world=1):
         why = "leave --block_size, --tokenizer and --separator out"
         raise UserError(f"--data=patterns has aligned sequences of 64 characters; {why}")
     if config.prompt_column == config.text_column:
-        raise UserError(
-            f"--prompt_column={config.prompt_column} is --text_column; name two columns"
-        )
+        raise UserError(f"--prompt_column={config.prompt_column} is --text_column; name two")
     if config.prompt_column and (config.objective, config.lengths) != ("mdlm", "learned"):
         why = "leave --objective and --lengths out"
         raise UserError(f"--prompt_column is for masks, and learns where an answer ends; {why}")

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import mmap
-import os
 import zlib
 from functools import partial
 from pathlib import Path
@@ -64,13 +63,9 @@ def find_text(name):
             warn(f"Shakespeare cannot be downloaded ({e}); training on pydoc, Python's reference")
             name = "pydoc"
     if name == "pydoc":
-        try:
-            from pydoc_data.topics import topics
+        from pydoc_data.topics import topics
 
-            return lambda: ["\n\n".join(topics[key] for key in sorted(topics))]
-        except ImportError:
-            warn("this Python has no pydoc_data; training on synthetic patterns")
-            name = "patterns"
+        return lambda: ["\n\n".join(topics[key] for key in sorted(topics))]
     if name == "patterns":
         return None
     if not Path(name).is_file():
@@ -85,11 +80,10 @@ def shakespeare():
     try:
         import pooch
 
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         pooch.get_logger().setLevel("WARNING")
         http = pooch.HTTPDownloader(timeout=(4, 15))  # seconds to connect (per address), to read
         name = "tinyshakespeare.txt"
-        return Path(pooch.retrieve(URL, SHA256, name, cache / "mdlm", downloader=http))
+        return Path(pooch.retrieve(URL, SHA256, name, pooch.os_cache("mdlm"), downloader=http))
     except (ImportError, OSError, RuntimeError, ValueError) as e:  # RuntimeError: no home folder
         raise OSError(str(e)[:200]) from None
 

@@ -87,9 +87,7 @@ class Tokenizer:
             for i in ids:
                 fine = re.fullmatch("[0-9]{1,10}", i) and int(i) < self.vocab
                 if not fine or int(i) == self.end_id:
-                    raise UserError(
-                        f"{i[:20]!r} is no id of a text; give numbers below {self.vocab}"
-                    )
+                    raise UserError(f"{i[:20]!r} is no id of a text; give ids below {self.vocab}")
         return np.array(ids, np.int64)
 
     def encode(self, text):

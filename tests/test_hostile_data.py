@@ -337,9 +337,3 @@ def test_without_download_pydoc_is_taken(tmp_path, monkeypatch, capsys, cause):
     assert said.count("\n") == 1
     assert "cannot be downloaded" in said
     assert "pydoc" in said
-
-
-def test_without_pydoc_patterns_are_taken(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    assert sources.find_text("pydoc") is None
-    assert "patterns" in capsys.readouterr().err

@@ -479,19 +479,6 @@ def test_auto_compiles_runs_of_two_minutes(clock, capsys, config, able, device, 
     assert capsys.readouterr().err.count("running without it") == warned
 
 
-def test_one_slow_step_is_measured_once(clock):
-    model = torch.nn.Linear(1, 1)
-    calls = []
-
-    def a_step():
-        calls.append(1)
-        clock.now += 11
-
-    config = mdlm.Config(max_steps=11)
-    run = SimpleNamespace(config=config, device=torch.device("cpu"), model=model)
-    assert compiling.should_compile(run, True, a_step) and len(calls) == 1
-
-
 def test_measuring_a_step_changes_no_loss(short_run, tmp_path):
     text = short_run.parent / "text.txt"
     out = tmp_path / "out"

@@ -182,8 +182,7 @@ def check_fields(options):
             given = str(value)[:40]
             raise UserError(f"--{field.name}={given!r} is not accepted; give {accepted}")
         if bounds and not bounds[0] <= value <= bounds[1]:
-            accepted = f"a number from {bounds[0]} to {bounds[1]}"
-            raise UserError(f"--{field.name}={value} is not accepted; give {accepted}")
+            raise UserError(f"--{field.name}={value} must be from {bounds[0]} to {bounds[1]}")
 
 
 def headings(cls):
@@ -211,11 +210,8 @@ class Parser(argparse.ArgumentParser):
 
 def refuse(argument, flags):
     """Raise UserError for an argument that is none of the flags: name the one that was meant."""
-    text = next((flag for flag in ("--infill", "--data") if flag in flags), None)
-    if os.path.exists(os.path.join(argument, "latest")):
-        text = "--out_dir"
-    if text and not argument.startswith("-"):
-        raise UserError(f"{argument!r} needs a flag before it; did you mean {text}={argument}?")
+    if not argument.startswith("-"):
+        raise UserError(f"{argument!r} needs a flag before it, such as --data= (--help lists all)")
     flag = argument.split("=")[0]
     near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.0)[0]
     raise UserError(f"there is no flag {flag}; the nearest is {near} (--help lists all)")

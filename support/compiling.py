@@ -56,6 +56,7 @@ def compile_network(run, compiled, gradients=None):
             block.forward = functools.partial(recomputed, block.forward, use_reentrant=False)
     if compiled and (run.device.type == "cpu" or config.shard):
         if gradients and config.time_limit and alone:
+            run.log.say("compiling in another process")
             run.compiler = start_compiler(run)
             return
         compile_blocks(run.model.blocks)

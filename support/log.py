@@ -56,8 +56,6 @@ class Log:
         millions = sum(p.numel() for p in run.model.parameters()) / 1e6
         size = f"{c.n_layer} layers x {c.n_embd}, context {c.block_size}, batch {c.batch_size}"
         how = "compiled" if c.compile == "on" else "eager"
-        if run.compiler:
-            how = "eager while another process compiles"
         on = f", a model on {shards.sharing(c.shard, run.world)}" if c.shard else ""
         ops = f"{run.model.ops.name} kernels"
         text = f"{len(run.corpus.train):,} training tokens, {len(run.windows)} validation windows"
@@ -151,8 +149,8 @@ class Log:
 
     def done(self, run):
         """The last line: what to type next."""
-        command = f"python sample.py --out_dir={shlex.quote(run.config.out_dir)}"
-        self.say(f"done in {run.elapsed():.0f} s. Now type: {command}")
+        out = shlex.quote(run.config.out_dir)
+        self.say(f"done in {run.elapsed():.0f} s. Now type: python sample.py --out_dir={out}")
 
     def say(self, text, stream=None):
         """Show a line on standard output (or stderr), without what could command a terminal."""

@@ -133,12 +133,11 @@ MASKS = ("masking", "mask_schedule", "loss_weight", "min_rate", "max_rate", "rat
 def check_idle(given, config):
     """Raise UserError for flags of the command line that would do nothing."""
     is_ids = sources.is_ids(config.data)
-    is_records = sources.is_records(config.data)
+    has_columns = sources.is_records(config.data)
     learns = is_ids or config.tokenizer in ("word", "bpe")
     for reason, holds, idle in (
-        (f"{config.data} has no columns", not is_records, ("text_column", "prompt_column")),
+        (f"{config.data} has no columns", not has_columns, ("text_column", "prompt_column")),
         (f"{config.data} is a folder of ids", is_ids, ("tokenizer", "separator")),
-        ("records are documents", is_records, ("separator",)),
         ("--init_from brings its tokenizer", config.init_from, ("tokenizer", "vocab_size")),
         (f"--tokenizer={config.tokenizer} has its own vocabulary", not learns, ("vocab_size",)),
         ("--objective=ar masks nothing", config.objective == "ar", MASKS),
@@ -219,10 +218,8 @@ def begin(run, folder):
     run.saving = 20 * weights / 2e8  # a guess until one is measured: their bytes at 200 MB/s
     if folder:
         state = checkpoint.restore(folder, run.model, run.averaged, run.optimizers)
-        for name in ("step", "seconds", "ending", "finished"):
-            setattr(run, name, state[name])
-        if type(state.get("saving")) is float:  # older states lack it
-            run.saving = state["saving"]
+        for name in ("step", "seconds", "ending", "finished", "saving"):
+            setattr(run, name, state.get(name, run.saving))  # older states lack "saving"
         run.saved = run.step
     if runtime.all_reduce(torch.tensor(float(run.step))) != run.step * run.world:
         raise UserError("the ranks see different checkpoints; give an --out_dir that all share")

@@ -68,8 +68,7 @@ def find_text(name):
         return lambda: ["\n\n".join(topics[key] for key in sorted(topics))]
     if name == "patterns":
         return None
-    if not Path(name).is_file():
-        # Not a pipe or a device either: a text is read more than once.
+    if not Path(name).is_file():  # nor a pipe or a device: a text is read more than once
         accepted = "a text file, .jsonl, .parquet, a folder, shakespeare, patterns or pydoc"
         raise UserError(f"--data={name} does not exist or is no regular file; give {accepted}")
     return lambda: read_text(name)

@@ -155,11 +155,9 @@ def test_too_few_records_are_refused(tmp_path, capsys):
 
 
 def test_idle_flags_of_records_are_refused(tmp_path, text_file, capsys):
-    write_jsonl(tmp_path / "x.jsonl", TEXTS)
     (tmp_path / "ids").mkdir()
     (tmp_path / "ids" / "train.bin").touch()
     for flags, words in (
-        ([f"--data={tmp_path / 'x.jsonl'}", "--separator=a"], "records are documents"),
         ([f"--data={text_file}", "--text_column=a"], "has no columns"),
         ([f"--data={tmp_path / 'ids'}", "--tokenizer=byte"], "is a folder of ids"),
     ):

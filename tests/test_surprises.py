@@ -454,9 +454,9 @@ def test_devices_are_written_not_replaced(tmp_path):
 @pytest.mark.parametrize(
     "main, args, words",
     [
-        (mdlm, ["my.txt"], ["'my.txt' needs a flag", "--data=my.txt"]),
-        (eval, ["my file.txt"], ["--data=my file.txt"]),
-        (sample, ["To be█"], ["--infill=To be█"]),
+        (mdlm, ["my.txt"], ["'my.txt' needs a flag", "--data="]),
+        (eval, ["my file.txt"], ["'my file.txt' needs a flag"]),
+        (sample, ["To be█"], ["'To be█' needs a flag"]),
         (mdlm, ["--data=/dev/zero"], ["/dev/zero", "is no regular file"]),
         (mdlm, ["--objective=ar", "--masking=bernoulli"], ["--masking=bernoulli has no effect"]),
         (mdlm, ["--objective=ar", "--max_rate=.5"], ["--max_rate=0.5 has no effect"]),

@@ -295,4 +295,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:], sizes=lambda: "give --device=cpu or --dtype=bfloat16"))
+    sys.exit(cli.run(main, sys.argv[1:]))

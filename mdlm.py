@@ -206,7 +206,7 @@ class Corpus:
         self.seed = config.seed
         self.device = device
         V = config.vocab_size
-        meta, ids, self.tokenizer, self.source = sources.open_ids(folder, T, V, config.end_id)
+        meta, ids, self.tokenizer, self.identity = sources.open_ids(folder, T, V, config.end_id)
         self.entropy = meta.get("entropy")
         self.documents = self.tokenizer.end_id is not None
         # (W,) where windows start, how many tokens they take, how many of these are learned
@@ -262,7 +262,6 @@ class Corpus:
 
     def batch(self, samples):
         """Training windows (B, T) of sample numbers (B,)."""
-        self.source.check()
         return self.gather(self.train, self.find(samples))
 
     def windows(self, most=0):
@@ -641,9 +640,8 @@ def load(path="out", device="cpu", kernel="auto"):
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")
     checkpoint.check_size(folder, config, tokenizer.vocab_size)  # before memory is taken for it
     ops = select_kernels(kernel, device, config)
-    model = Model(
-        config, tokenizer.vocab_size, ops, sources.given_end(config, tokenizer, is_variant)
-    )
+    end_id = sources.given_end(config, tokenizer, is_variant)
+    model = Model(config, tokenizer.vocab_size, ops, end_id)
     model.load_state_dict(checkpoint.read_tensors(folder / "model.safetensors", model.state_dict()))
     return model.to(device).eval(), tokenizer, config
 
@@ -730,8 +728,8 @@ def setup(given, start):
     ops = select_kernels(config.kernels, device, config, dtype)
     log = Log(config, start, silent=rank > 0)
     source = load(config.init_from) if config.init_from and not folder else None
-    with log.busy("preparing the data"):
-        corpus = runs.open_data(config, folder, device, prepare, Corpus, source)
+    log.say("reading the data")
+    corpus = runs.open_data(config, folder, device, prepare, Corpus, source)
     run = make_run(config, corpus, device, dtype, ops, rank, world)
     run.log = log
     run.windows = corpus.windows(config.eval_windows)
@@ -743,7 +741,7 @@ def setup(given, start):
     compiled = compiling.should_compile(run, can_compile(device), gradients)
     compiling.compile_network(run, compiled, gradients)
     runs.begin(run, folder)
-    log.describe(run, folder, is_bound(config), is_variant(config))
+    log.describe(run, folder, is_bound(config))
     if not folder:
         report(run)
     return run
@@ -776,7 +774,6 @@ def train(given, start):
 
 def finish(run, stop):
     """The end: an evaluation and a save of the same step; an interrupted run is only saved."""
-    compiling.stop_compiler(run)
     if stop:
         if run.saved != run.step:
             runs.save(run)
@@ -790,7 +787,6 @@ def finish(run, stop):
         if run.rank == 0:
             plots.try_to_draw(plots.plot_losses, run.log.path.with_name("loss.png"))
         run.log.done(run)
-    run.log.close()
 
 
 def main(argv):
@@ -798,4 +794,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:], checkpoint.release, runs.sizes))
+    sys.exit(cli.run(main, sys.argv[1:], checkpoint.release))

@@ -437,8 +437,9 @@ def sampled(model, tokenizer, parts, options, template, pages):
         steps = sum(block.steps for block in plan(model.config, x == mask, samples, options))
         films = [viewer.Film(tokenizer, ids, mask) for _ in samples if options.html]
         watches = [viewer.Watch(tokenizer, ids, mask, steps) for _ in samples if options.watch]
-        with cli.alive("writing", None if options.watch else cli.warn):
+        with cli.progress("writing", " steps", steps, disable=options.watch) as bar:
             for step in unmask(model, x.to(options.device), samples=samples, **how):
+                bar.update()
                 step = Step(step.number, *(tensor.cpu() for tensor in step[1:]))
                 for row, show in [*enumerate(films), *enumerate(watches)]:
                     show.add(step, row)
@@ -543,4 +544,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:], sizes=lambda: "lower --num_samples or --length"))
+    sys.exit(cli.run(main, sys.argv[1:]))

@@ -18,9 +18,7 @@ from safetensors import SafetensorError, safe_open
 from support import files, runtime, shards
 from support.cli import UserError, warn
 
-MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")
-CHECKPOINT_FILES = (*MODEL_FILES, "state.json", "state.safetensors")  # the last two: to resume
-PART = re.compile(r"state-(\d{5})-of-(\d{5})\.safetensors")  # in its place, of a run with --shard
+MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # the others: to resume
 # Settings of earlier versions, and what the program always does now.
 RETIRED = dict(tensorboard=False, beta1=0.9, beta2=0.95, momentum=0.9, eval_passes=1, wandb="")
 # What the program did before a setting existed, where that is not its default.
@@ -105,7 +103,7 @@ def verify(folder):
         manifest = json.loads(files.read_small(folder / "manifest.json"))
         if (manifest["format"], manifest["version"]) != ("mdlm", 1):
             raise ValueError(f"it has version {manifest['version']!r}, not version 1")
-        for name in names_of(manifest["files"]):
+        for name in sorted({*MODEL_FILES, *manifest["files"]}):
             wanted = manifest["files"][name]
             size = (folder / name).stat().st_size
             if size != wanted["size"]:
@@ -117,17 +115,6 @@ def verify(folder):
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         why = f"manifest.json lacks {e}" if isinstance(e, KeyError) else e
         raise UserError(f"the checkpoint {folder} is damaged or incomplete: {why}") from e
-
-
-def names_of(listed):
-    """The files that a checkpoint must have whose manifest has listed these."""
-    if set(listed) == set(MODEL_FILES):
-        return MODEL_FILES
-    parts = [found for found in map(PART.fullmatch, sorted(listed)) if found]
-    if not parts:
-        return CHECKPOINT_FILES
-    n = int(parts[0][2])
-    return *CHECKPOINT_FILES[:-1], *(f"state-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1))
 
 
 def find_checkpoint(path):
@@ -259,44 +246,40 @@ def restore(folder, model, averaged, optimizers):
 
 
 HELD = []  # file descriptors of locked folders; the system unlocks them when the process ends
-MADE = []  # folders that this process made
+TAKEN = []  # these folders
 
 
 def take(out_dir):
     """Make the folder of a run and lock it; UserError if another process is training there."""
     release()
     with files.writing(out_dir):
-        if not out_dir.exists():
-            MADE.append(out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
         lock(out_dir)
+        TAKEN.append(out_dir)
         files.clean(out_dir)
         with files.new_folder(out_dir):
             pass  # it can be written
 
 
 def lock(out_dir):
-    with contextlib.suppress(ImportError):  # Windows cannot lock a folder
+    with contextlib.suppress(ImportError, OSError):  # Windows and some file systems have no locks
         import fcntl
 
         HELD.append(os.open(out_dir, os.O_RDONLY))
         try:
             fcntl.flock(HELD[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(HELD.pop())
             fix = "stop the run that is training there, or give another --out_dir"
             raise UserError(f"--out_dir={out_dir} is in use; {fix}") from None
-        except OSError:  # some network file systems have no locks
-            os.close(HELD.pop())
 
 
 def release():
-    """Unlock the folder; one that this process made and left empty is removed."""
+    """Unlock the folder; an empty one is removed."""
     while HELD:
         os.close(HELD.pop())
-    while MADE:
+    while TAKEN:
         with contextlib.suppress(OSError):
-            MADE.pop().rmdir()
+            TAKEN.pop().rmdir()
 
 
 def was_restarted(out_dir):

@@ -6,12 +6,10 @@ import ctypes
 import dataclasses
 import difflib
 import inspect
-import io
 import os
 import re
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -23,7 +21,6 @@ UNSAFE = re.compile(
 NO_LIMIT = 1 << 31
 COUNT = (1, NO_LIMIT)  # bounds of a flag that counts something
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-TOO_LARGE = re.compile(r"allocate ([\d.]+) ?([KMGT]i?B|bytes)")  # as torch and numpy say it
 
 
 class UserError(ValueError):
@@ -59,32 +56,25 @@ def keep_memory():
             mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
-def run(main, argv, cleanup=None, sizes=None):
-    """Run main(argv), then cleanup(); returns the exit code. A UserError is printed and gives 2.
-
-    sizes() says, where memory runs out, what takes it and what to lower.
-    """
+def run(main, argv, cleanup=None):
+    """Run main(argv), then cleanup(); returns the exit code. A UserError is printed and gives 2."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     make_streams_usable()
     program = Path(sys.argv[0]).name
     try:
         code = main(argv)
-        sys.stdout.flush()  # here, where a full disk is caught
+        print(end="", flush=True)  # here, where a full disk is caught
         return code
     except UserError as e:
         sentence = str(e).replace("\n", "\\n")
-        if len(sentence) > 2000:
-            sentence = f"{sentence[:1000]} ... {sentence[-900:]}"
         warn(f"{program}: {sentence}", on_every_rank=isinstance(e, RankError))
         return 2
     except (MemoryError, RuntimeError) as e:
         if not is_out_of_memory(e):
             raise
-        found = TOO_LARGE.search(str(e))
-        asked = f", {found[1]} {found[2]} more were asked for" if found else ""
-        lower = sizes() if sizes else "give it less to do at a time"
-        warn(f"{program}: out of memory{asked}; {lower}", on_every_rank=True)
+        fix = "lower the batch, the length, or the size of the model"
+        warn(f"{program}: out of memory; {fix}", on_every_rank=True)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -102,12 +92,10 @@ def run(main, argv, cleanup=None, sizes=None):
 
 
 def make_streams_usable():
-    """Replace closed standard streams, and print "?" where a terminal cannot show a character."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
-        with contextlib.suppress(AttributeError):
-            getattr(sys, name).reconfigure(errors="replace" if mode == "w" else None)
+    """Print "?" where a terminal cannot show a character."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # it may be closed
+            stream.reconfigure(errors="replace")
 
 
 def silence_stdout():
@@ -122,10 +110,8 @@ def is_out_of_memory(error):
 
 
 def is_first_rank():
-    """True unless all five variables of torchrun say that this is another rank."""
-    found = [os.environ.get(name, "") for name in RANKS]
-    numbers = all(map(str.isdecimal, found[:3]))
-    return not (all(found) and numbers and 0 < int(found[0]) < int(found[1]))
+    """True unless torchrun, which sets MASTER_PORT too, says that this is another rank."""
+    return "MASTER_PORT" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 def warn(message, on_every_rank=False):
@@ -140,44 +126,13 @@ def escaped(text):
     return UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-@contextlib.contextmanager
-def alive(what, say=warn, every=10):
-    """Within, say every ten seconds that `what` goes on; say=None: a bar shows it."""
-    over = threading.Event()
-
-    def beat():
-        seconds = every
-        while not over.wait(every):
-            say(f"{what}, {seconds} s so far")
-            seconds += every
-
-    if say:
-        thread = threading.Thread(target=beat, daemon=True)
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-@contextlib.contextmanager
-def progress(what, unit, total=None):
-    """Yield a tqdm bar: shown on a terminal, elsewhere as a line every ten seconds."""
+def progress(what, unit, total=None, disable=False):
+    """A tqdm bar for work of more than a second; written every ten seconds if not on a terminal."""
     from tqdm import tqdm
 
-    shown = sys.stderr.isatty()
-    hidden = {} if shown else dict(file=io.StringIO())
-    bar = tqdm(desc=what, unit=unit, total=total, leave=False, delay=1, **hidden)
-    with bar, alive(what, None if shown else lambda text: warn(str(bar))):
-        yield bar
-
-
-def identity(path):
-    """What two names of one regular file have in common; None for "", "-" and devices."""
-    file = Path(os.path.realpath(path))
-    if path in ("", "-") or (file.exists() and not file.is_file()):
-        return None
-    return file.stat()[1:3] if file.exists() else file  # inode and device: links too
+    every = 0.1 if sys.stderr.isatty() else 10
+    how = dict(leave=False, delay=1, mininterval=every, disable=disable)
+    return tqdm(desc=what, unit=unit, total=total, **how)
 
 
 def check_files(read, written):
@@ -185,14 +140,16 @@ def check_files(read, written):
 
     Both are dicts of flag -> path.
     """
-    seen = {identity(path): flag for flag, path in read.items()}
+    seen = {os.path.realpath(path): flag for flag, path in read.items()}
     for flag, path in written.items():
-        other = seen.setdefault(identity(path), flag)
-        if identity(path) and other != flag:
-            raise UserError(f"--{other} and --{flag} name the same file, {path}; give two files")
+        if path in ("", "-"):
+            continue
         file = Path(os.path.realpath(path))
+        other = seen.setdefault(str(file), flag)
+        if other != flag:
+            raise UserError(f"--{other} and --{flag} name the same file, {path}; give two files")
         own = (file.parent / "latest").exists() and file.name in ("latest", "log.jsonl")
-        if path and (own or (file.parent / "manifest.json").exists()):
+        if own or (file.parent / "manifest.json").exists():
             raise UserError(f"--{flag}={path} is a part of a run; give another file")
 
 
@@ -225,8 +182,7 @@ def check_fields(options):
             given = str(value)[:40]
             raise UserError(f"--{field.name}={given!r} is not accepted; give {accepted}")
         if bounds and not bounds[0] <= value <= bounds[1]:
-            accepted = f"a number from {bounds[0]} to {bounds[1]}"
-            raise UserError(f"--{field.name}={value} is not accepted; give {accepted}")
+            raise UserError(f"--{field.name}={value} must be from {bounds[0]} to {bounds[1]}")
 
 
 def headings(cls):
@@ -254,11 +210,8 @@ class Parser(argparse.ArgumentParser):
 
 def refuse(argument, flags):
     """Raise UserError for an argument that is none of the flags: name the one that was meant."""
-    text = next((flag for flag in ("--infill", "--data") if flag in flags), None)
-    if os.path.exists(os.path.join(argument, "latest")):
-        text = "--out_dir"
-    if text and not argument.startswith("-"):
-        raise UserError(f"{argument!r} needs a flag before it; did you mean {text}={argument}?")
+    if not argument.startswith("-"):
+        raise UserError(f"{argument!r} needs a flag before it, such as --data= (--help lists all)")
     flag = argument.split("=")[0]
     near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.0)[0]
     raise UserError(f"there is no flag {flag}; the nearest is {near} (--help lists all)")

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import importlib
 import math
 import multiprocessing
 import signal
@@ -34,9 +33,7 @@ def should_compile(run, able, gradients):
         return True
     seconds = run.config.time_limit or math.inf
     if run.config.max_steps < NO_LIMIT and seconds >= 120:
-        began = time.monotonic()
-        gradients()
-        if not runtime.is_late(began + 10):  # the first is slow
+        for _ in range(2):  # the first is slow
             began = time.monotonic()
             gradients()
         run.model.zero_grad()
@@ -59,6 +56,7 @@ def compile_network(run, compiled, gradients=None):
             block.forward = functools.partial(recomputed, block.forward, use_reentrant=False)
     if compiled and (run.device.type == "cpu" or config.shard):
         if gradients and config.time_limit and alone:
+            run.log.say("compiling in another process")
             run.compiler = start_compiler(run)
             return
         compile_blocks(run.model.blocks)
@@ -70,8 +68,8 @@ def compile_network(run, compiled, gradients=None):
     if run.world > 1 and not config.shard:
         run.network = torch.nn.parallel.DistributedDataParallel(run.network)
     if compiled and gradients:
-        with run.log.busy("compiling"):
-            gradients()
+        run.log.say("compiling")
+        gradients()
         run.model.zero_grad()
 
 
@@ -94,13 +92,10 @@ def start_compiler(run):
     spawn = multiprocessing.get_context("spawn")
     process = spawn.Process(target=fill_cache, args=args, daemon=True)
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run alone
-    try:
-        process.start()
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    process.start()
+    signal.signal(signal.SIGINT, handler)
     process.threads = torch.get_num_threads()
     torch.set_num_threads(max(1, process.threads - 1))
-    importlib.import_module("torch._inductor.compile_fx")  # takes seconds: meanwhile
     return process
 
 
@@ -131,11 +126,3 @@ def use_compiled(run):
         else:
             compile_blocks(run.model.blocks)
             run.log.say(f"compiled from step {run.step + 1} on")
-
-
-def stop_compiler(run):
-    """At the end of a run that was quicker: its last evaluation gets all threads."""
-    if run.compiler:
-        run.compiler.terminate()
-        torch.set_num_threads(run.compiler.threads)
-        run.compiler = None

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import re
 import shlex
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 import torch
 
 from support import shards
-from support.cli import alive, escaped, silence_stdout, warn
+from support.cli import escaped
 from support.files import write_atomically, writing
 from support.runtime import generator, peak_flops
 
@@ -24,30 +23,20 @@ class Log:
         self.start = start  # time.monotonic() when the process began
         self.silent = silent
         self.path = Path(config.out_dir) / "log.jsonl"
-        self.bar = None
-        self.lost = False  # whether there is nobody left to speak to: a closed pipe or terminal
-        self.took = {"starting Python": time.monotonic() - start}  # seconds before the first step
         self.last = (0, 0.0)  # tokens and time of the last line on training
 
-    def begin(self, step, total):
-        """Keep the lines up to the step that the run resumes from (-1: none); start the bar."""
+    def begin(self, step):
+        """Keep the lines up to the step that the run resumes from (-1: none)."""
         if self.silent:
             return
-        with writing(self.path):
-            write_atomically(self.path, b"".join(self.lines_up_to(step)))
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=total, initial=max(step, 0), unit="step", dynamic_ncols=True)
-
-    def lines_up_to(self, step):
         kept = []
         if step >= 0 and self.path.exists():
             for line in self.path.read_bytes().splitlines(True):
                 with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # cut
                     if json.loads(line)["step"] <= step and line.endswith(b"\n"):
                         kept.append(line)
-        return kept
+        with writing(self.path):
+            write_atomically(self.path, b"".join(kept))
 
     def record(self, run, values):
         """Append one JSON object; JSON has no NaN and no infinity, so these become null."""
@@ -61,14 +50,12 @@ class Log:
         with writing(self.path), open(self.path, "a") as f:
             f.write(json.dumps(values) + "\n")
 
-    def describe(self, run, folder, is_bound, is_variant):
+    def describe(self, run, folder, is_bound):
         """Say what is trained, on what and with what; `folder` is the checkpoint to resume."""
         c = run.config
         millions = sum(p.numel() for p in run.model.parameters()) / 1e6
         size = f"{c.n_layer} layers x {c.n_embd}, context {c.block_size}, batch {c.batch_size}"
         how = "compiled" if c.compile == "on" else "eager"
-        if run.compiler:
-            how = "eager while another process compiles"
         on = f", a model on {shards.sharing(c.shard, run.world)}" if c.shard else ""
         ops = f"{run.model.ops.name} kernels"
         text = f"{len(run.corpus.train):,} training tokens, {len(run.windows)} validation windows"
@@ -76,17 +63,12 @@ class Log:
         self.say(f"{run.device}, {c.dtype}, {how}, {run.world} rank(s){on}, {ops}")
         self.say(f"data: {text}, V = {run.model.vocab_size}")
         if folder:
-            self.say(f"resuming from {folder}")
+            self.say(f"resuming from {folder}, on the data that it learned")
         if run.model.documents:
             mean = run.corpus.mean_length
             self.say(f"documents of given lengths (--lengths), {mean:.0f} tokens a window")
-        if run.corpus.entropy:
-            self.say(f"exact entropy: {run.corpus.entropy:.4f} nats per token")
-        margin = c.rate_margin and not (is_variant or c.time_conditioning)
         if c.objective == "mdlm" and not is_bound:
             self.say("the training loss is no likelihood bound; the evaluation is one")
-        elif c.objective == "mdlm" and margin:
-            self.say("the training loss is a likelihood bound only at the end (--rate_margin)")
 
     def restart_clock(self, tokens):
         """Count tokens/s from now on."""
@@ -104,12 +86,7 @@ class Log:
             values["mfu"] = speed * flops_per_token / peak / run.world
             text += f", MFU {values['mfu']:.1%}"
         self.record(run, values)
-        if self.bar:
-            with self.output():
-                self.bar.set_postfix_str(text, refresh=False)
-                self.bar.update(run.step - self.bar.n)
-        else:
-            self.say(f"step {run.step}: {text}", sys.stderr)
+        self.say(f"step {run.step}: {text}, {run.progress:.0%} done", sys.stderr)
         self.restart_clock(run.tokens)
 
     def evaluation(self, run, r, raw):
@@ -172,44 +149,11 @@ class Log:
 
     def done(self, run):
         """The last line: what to type next."""
-        command = f"python sample.py --out_dir={shlex.quote(run.config.out_dir)}"
-        if run.config.objective == "mdlm" and not run.config.prompt_column:
-            text = "\0".join(map(run.corpus.tokenizer.decode, run.windows[:16].tolist()))
-            found = re.findall(r"(?<=\s)\w[\w ,;:]{4,11}(?=\w{3})", text)  # a few words, a gap
-            if found and run.corpus.tokenizer.kind != "id":
-                command += f' --infill "{found[0]}███"'
-        self.say(f"done in {run.elapsed():.0f} s. Now type: {command}")
-
-    @contextlib.contextmanager
-    def busy(self, what):
-        """Within, `what` is done: say so every ten seconds, and keep how long it took."""
-        began = time.monotonic()
-        with alive(what, self.say):
-            yield
-        self.took[what] = time.monotonic() - began
+        out = shlex.quote(run.config.out_dir)
+        self.say(f"done in {run.elapsed():.0f} s. Now type: python sample.py --out_dir={out}")
 
     def say(self, text, stream=None):
         """Show a line on standard output (or stderr), without what could command a terminal."""
-        if self.silent or self.lost:
-            return
-        with self.output():
-            if self.bar:
-                self.bar.write(escaped(text))
-            else:
+        if not self.silent:
+            with contextlib.suppress(OSError):  # the reader may have gone: log.jsonl has it all
                 print(escaped(text), file=stream, flush=True)
-
-    @contextlib.contextmanager
-    def output(self):
-        """Within, output may fail, as its reader may go: then the run stops and saves."""
-        try:
-            yield
-        except OSError as e:
-            self.lost = True
-            self.bar = None
-            silence_stdout()
-            warn(f"the output cannot be written ({e.strerror}): stopping after this step")
-
-    def close(self):
-        if self.bar:
-            with self.output():
-                self.bar.close()

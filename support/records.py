@@ -40,8 +40,6 @@ def read(path, *columns):
 def check_text(text, where):
     if not isinstance(text, str) or not text:
         raise UserError(f"{where} is {str(text)[:40]!r}, not a text; mend or remove it")
-    if len(text) > LARGEST:
-        raise UserError(f"{where} has {len(text)} characters, more than {LARGEST}; split it")
     try:
         text.encode()
     except UnicodeEncodeError as e:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,18 +11,10 @@ import torch
 from safetensors.torch import save as to_safetensors
 
 from support import checkpoint, files, runtime, shards, sources
-from support.cli import NO_LIMIT, UserError, check_fields, warn
+from support.cli import UserError, check_fields, warn
 from support.log import Log
 from support.optimizers import average
 from support.tokenizer import KINDS
-
-SIGPIPE = 13  # everywhere that it exists
-OURS = ("data", "latest", "log.jsonl", "loss.png")  # in out_dir, beside step-N
-OPENED = []  # (the Config of the run, its micro-batch), for sizes()
-
-
-def sequences_at_once(config, world):
-    return config.batch_size // world // config.gradient_accumulation_steps
 
 
 @dataclasses.dataclass
@@ -64,7 +55,7 @@ class Run:
 
     @property
     def micro_batch(self):  # sequences of this rank at a time
-        return sequences_at_once(self.config, self.world)
+        return self.config.batch_size // self.world // self.config.gradient_accumulation_steps
 
     def elapsed(self):
         return time.monotonic() - self.log.start + self.seconds
@@ -93,9 +84,7 @@ def check(config, world=1):
         why = "leave --block_size, --tokenizer and --separator out"
         raise UserError(f"--data=patterns has aligned sequences of 64 characters; {why}")
     if config.prompt_column == config.text_column:
-        raise UserError(
-            f"--prompt_column={config.prompt_column} is --text_column; name two columns"
-        )
+        raise UserError(f"--prompt_column={config.prompt_column} is --text_column; name two")
     if config.prompt_column and (config.objective, config.lengths) != ("mdlm", "learned"):
         why = "leave --objective and --lengths out"
         raise UserError(f"--prompt_column is for masks, and learns where an answer ends; {why}")
@@ -130,33 +119,11 @@ def open_run(given, cls, new_config, world, resumable):
         check_idle(given, config)
     check(config, world)
     shards.check(config.shard, world)
-    OPENED.append((config, sequences_at_once(config, world)))
-    check_place(config.data, out)
     if checkpoint.checkpoints(out) and not (config.resume or config.overwrite):
         fix = "give --resume to continue it, --overwrite to replace it, or another --out_dir"
         raise UserError(f"--out_dir={out} already holds a run; {fix}")
     runtime.on_first_rank(lambda: checkpoint.take(out))
     return config, folder
-
-
-def check_place(data, out):
-    """Raise UserError for a text that the run would replace by a file of its own."""
-    path = Path(os.path.realpath(data))
-    real = Path(os.path.realpath(out))
-    if path.is_file() and real in path.parents:
-        name = path.relative_to(real).parts[0]
-        if name in OURS or name.startswith(("step-", files.TMP)):
-            raise UserError(f"--data={data} would be replaced by the run; give another --out_dir")
-
-
-def sizes():
-    """What takes memory, and what to lower: for the sentence that says that it is not enough."""
-    fix = "lower --batch_size or raise --gradient_accumulation_steps, or take a smaller model"
-    if not OPENED:
-        return fix
-    config, sequences = OPENED[-1]
-    model = f"{config.n_layer} layers x {config.n_embd}"
-    return f"{model}, {sequences} sequences of {config.block_size} tokens at a time; {fix}"
 
 
 # Flags that have no effect with --objective=ar.
@@ -165,24 +132,15 @@ MASKS = ("masking", "mask_schedule", "loss_weight", "min_rate", "max_rate", "rat
 
 def check_idle(given, config):
     """Raise UserError for flags of the command line that would do nothing."""
-    is_text = not sources.is_ids(config.data)
-    is_records = sources.is_records(config.data)
-    learns = config.tokenizer in ("word", "bpe")
-    fixed = is_text and not config.init_from and not learns
-    whole = is_text and not sources.has_documents(config)
-    is_file = config.tokenizer.endswith(".json") and sources.has_documents(config)
-    packs = (config.lengths, config.objective) == ("known", "mdlm")
+    is_ids = sources.is_ids(config.data)
+    has_columns = sources.is_records(config.data)
+    learns = is_ids or config.tokenizer in ("word", "bpe")
     for reason, holds, idle in (
-        ("without --separator there are no documents", whole, ("lengths", "pack")),
-        ("only documents of known lengths are packed", not packs, ("pack",)),
-        ("records are documents", is_records, ("separator",)),
-        (f"{config.data} has no columns", not is_records, ("text_column", "prompt_column")),
-        ("--objective=ar masks nothing", config.objective == "ar", MASKS),
-        (f"{config.data} is a folder of ids", not is_text, ("tokenizer", "separator")),
-        (f"{config.data} is no folder of ids", is_text, ("end_id",)),
+        (f"{config.data} has no columns", not has_columns, ("text_column", "prompt_column")),
+        (f"{config.data} is a folder of ids", is_ids, ("tokenizer", "separator")),
         ("--init_from brings its tokenizer", config.init_from, ("tokenizer", "vocab_size")),
-        (f"--tokenizer={config.tokenizer} has its own vocabulary", fixed, ("vocab_size",)),
-        ("only records with a tokenizer.json have one", not is_file, ("end_token",)),
+        (f"--tokenizer={config.tokenizer} has its own vocabulary", not learns, ("vocab_size",)),
+        ("--objective=ar masks nothing", config.objective == "ar", MASKS),
         ("--optimizer=adamw has no matrices apart", config.optimizer == "adamw", ("muon_lr",)),
     ):
         for name in idle:
@@ -200,13 +158,10 @@ def open_data(config, folder, device, prepare, corpus_of, source):
         check_network(config, source)
     data = Path(config.data)
     state = checkpoint.read_state(folder) if folder else {}
-    learned = state.get("data")
-    dtype = state.get("dtype")
 
     def opened(path, device):
         corpus = corpus_of(path, config, device)
-        found = corpus.source
-        if learned not in (None, found.checksum) or dtype not in (None, found.dtype):
+        if any(state.get(name, value) != value for name, value in corpus.identity.items()):
             fix = "restore it, or start again with --overwrite"
             raise UserError(f"--data={config.data}: {path} is not what {folder} learned; {fix}")
         return corpus
@@ -218,8 +173,7 @@ def open_data(config, folder, device, prepare, corpus_of, source):
     def make():
         if folder and (data / "meta.json").exists():
             if sources.has_changed(config.data, data):
-                goes_on = "the run goes on with what it learned"
-                warn(f"--data={config.data} has changed; {goes_on}, in {data}")
+                warn(f"--data={config.data} has changed; the run goes on with what it learned")
         else:
             files.replace_folder(data, fill, {*sources.NAMES, "tokenizer.json", "meta.json"})
 
@@ -267,20 +221,14 @@ def begin(run, folder):
     run.saving = 20 * weights / 2e8  # a guess until one is measured: their bytes at 200 MB/s
     if folder:
         state = checkpoint.restore(folder, run.model, run.averaged, run.optimizers)
-        for name in ("step", "seconds", "ending", "finished"):
-            setattr(run, name, state[name])
-        if type(state.get("saving")) is float:  # older states lack it
-            run.saving = state["saving"]
+        for name in ("step", "seconds", "ending", "finished", "saving"):
+            setattr(run, name, state.get(name, run.saving))  # older states lack "saving"
         run.saved = run.step
-        if run.finished and run.rank == 0:  # killed after its last save, it left older ones
-            with files.writing(folder):
-                checkpoint.remove_all_but_two(folder)
     if runtime.all_reduce(torch.tensor(float(run.step))) != run.step * run.world:
         raise UserError("the ranks see different checkpoints; give an --out_dir that all share")
     if run.config.overwrite and run.rank == 0:
         checkpoint.disown(run.config.out_dir)
-    steps = run.config.max_steps
-    run.log.begin(run.step if folder else -1, steps if steps < NO_LIMIT else None)
+    run.log.begin(run.step if folder else -1)
     run.log.restart_clock(run.tokens)
 
 
@@ -290,8 +238,8 @@ def poll(run, interrupt):
     limit = run.config.time_limit
     if limit:
         progress = max(progress, run.elapsed() / (limit - reserve(run)))
-    stop = interrupt.signal or SIGPIPE * run.log.lost
-    values = torch.tensor([max(progress, run.progress), stop], dtype=torch.float64)
+    progress = max(progress, run.progress)
+    values = torch.tensor([progress, interrupt.signal], dtype=torch.float64)
     run.progress, stop = runtime.all_reduce(values, "MAX").tolist()
     return int(stop)
 
@@ -305,7 +253,8 @@ def score(run, evaluate, is_last):
     until = deadline(run, is_last)
     began = time.monotonic()
     passes = 1 if runtime.is_late(until) or not is_last else 4
-    with run.log.busy("evaluating"), run.autocast():
+    run.log.say("evaluating")
+    with run.autocast():
         how = dict(batch_size=run.micro_batch, deadline=until)
         r = raw = evaluate(run.averaged, run.windows, passes, **how)
         scored = r["passes"] * r["windows"]
@@ -346,10 +295,8 @@ def deadline(run, is_last):
 def check_steps(run):
     """Raise UserError for a run that has no time left for a single step."""
     if run.step == 0:
-        what, seconds = max(run.log.took.items(), key=lambda item: item[1])
-        why = f"{what} took {seconds:.0f} of {run.elapsed():.0f} s"
         given = f"--time_limit={run.config.time_limit:g} is over before the first step"
-        raise UserError(f"{given} ({why}): nothing is trained; give more time")
+        raise UserError(f"{given}, after {run.elapsed():.0f} s: nothing is trained; give more time")
 
 
 def check_finite(run):
@@ -376,8 +323,8 @@ def save(run, finished=False):
     check_finite(run)
     began = time.monotonic()
     state = dict(step=run.step, tokens=run.tokens, seconds=run.elapsed(), ending=run.ending)
-    state |= dict(finished=finished, data=run.corpus.source.checksum, dtype=run.corpus.source.dtype)
-    state |= dict(launch=runtime.launch_id(), saving=run.saving)
+    state |= dict(finished=finished, launch=runtime.launch_id(), saving=run.saving)
+    state |= run.corpus.identity
     weights = run.averaged.state_dict()
     tensors = checkpoint.training_tensors(run.model, run.averaged, run.optimizers)
     where = f"at step {run.step}: not saved. {advice(run)}"

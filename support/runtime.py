@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import hashlib
 import os
-import re
 import signal
 import time
 import warnings
@@ -15,7 +14,7 @@ import torch
 from torch import distributed
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from support.cli import RANKS, UserError, is_first_rank
+from support.cli import RANKS, RankError, UserError, is_first_rank
 
 
 def seed(*key):
@@ -138,15 +137,14 @@ STORE = None  # where the ranks found each other
 def read_ranks():
     """(rank, number of ranks, rank on this machine) of the environment; UserError for nonsense."""
     found = {name: os.environ[name] for name in RANKS if name in os.environ}
-    defaults = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    values = [found.get(name, default) for name, default in defaults.items()]
-    if all(re.fullmatch("[0-9]{1,9}", value) for value in values):
-        rank, world, local_rank = map(int, values)
-        if rank < world and (world == 1 or found.keys() >= set(RANKS)):
-            return rank, world, local_rank
+    if not found:
+        return 0, 1, 0
+    numbers = [int(found[name]) for name in RANKS[:3] if found.get(name, "").isdecimal()]
+    if len(found) == len(RANKS) and len(numbers) == 3 and numbers[0] < numbers[1]:
+        return tuple(numbers)
     shown = " ".join(f"{name}={value}" for name, value in found.items())
     fix = "start with torchrun, which sets all five, or unset them"
-    raise UserError(f"the environment says {shown}, of {', '.join(RANKS)}; {fix}")
+    raise RankError(f"the environment says {shown}, of {', '.join(RANKS)}; {fix}")
 
 
 def join_ranks():

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import math
 import shutil
-import sys
 import warnings
 from pathlib import Path
 
@@ -24,8 +23,6 @@ ALL = -1  # --shard without a value: all ranks share one model
 def check(shard, world):
     """Raise UserError for a --shard that cannot work with `world` ranks."""
     given = "--shard, given here or when the run began,"
-    if shard and sys.platform == "win32":
-        raise UserError(f"{given} is not for Windows; leave it out, or give --shard=0")
     if shard and not runtime.CONTROL:
         fix = "start with torchrun --standalone --nproc_per_node=RANKS mdlm.py, or give --shard=0"
         raise UserError(f"{given} spreads a model over ranks, and there are none; {fix}")

@@ -1,22 +1,19 @@
 """Sources of training data: text files, tiny Shakespeare, synthetic patterns, folders of ids."""
 
 import contextlib
-import hashlib
 import itertools
 import json
 import math
 import mmap
-import os
 import zlib
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from support import files, records
-from support.cli import RankError, UserError, warn
+from support.cli import UserError, warn
 from support.files import read_json
 from support.tokenizer import Tokenizer, open_tokenizer, tokenizer_from_json
 
@@ -75,12 +72,9 @@ def find_text(name):
             name = "patterns"
     if name == "patterns":
         return None
-    if not Path(name).is_file():
+    if not Path(name).is_file():  # nor a pipe or a device: a text is read more than once
         accepted = "a text file, .jsonl, .parquet, a folder, shakespeare, patterns or pydoc"
-        what = "does not exist"
-        if Path(name).exists():  # a pipe, a device: a text is read more than once
-            what = "is no regular file"
-        raise UserError(f"--data={name} {what}; give {accepted}")
+        raise UserError(f"--data={name} does not exist or is no regular file; give {accepted}")
     return lambda: read_text(name)
 
 
@@ -89,38 +83,30 @@ def shakespeare():
     try:
         import pooch
 
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         pooch.get_logger().setLevel("WARNING")
         http = pooch.HTTPDownloader(timeout=(4, 15))  # seconds to connect (per address), to read
         name = "tinyshakespeare.txt"
-        return Path(pooch.retrieve(URL, SHA256, name, cache / "mdlm", downloader=http))
+        return Path(pooch.retrieve(URL, SHA256, name, pooch.os_cache("mdlm"), downloader=http))
     except (ImportError, OSError, RuntimeError, ValueError) as e:  # RuntimeError: no home folder
-        while e.__context__:  # requests wraps "Name or service not known" in 300 characters
-            e = e.__context__
-        raise OSError(str(e)) from None
+        raise OSError(str(e)[:200]) from None
 
 
 def read_text(path, size=PART):
     """Stream a UTF-8 file as texts of about `size` characters, cut after a line if possible."""
+    rest = ""
     try:
         f = open(path, encoding="utf-8-sig", newline="\n")  # without a byte order mark; \r stays
+        while part := f.read(size):
+            rest += part
+            cut = rest.rfind("\n") + 1 or len(rest)
+            yield rest[:cut]
+            rest = rest[cut:]
     except OSError as e:
         raise UserError(f"--data={path} cannot be read ({e.strerror}); give a text file") from None
-    rest = ""
-    with f:
-        try:
-            while part := f.read(size):
-                rest += part
-                cut = rest.rfind("\n") + 1 or len(rest)
-                yield rest[:cut]
-                rest = rest[cut:]
-        except OSError as e:
-            fix = "check the disk"
-            raise UserError(f"--data={path} cannot be read ({e.strerror}); {fix}") from None
-        except UnicodeDecodeError as e:
-            at = f.buffer.tell() - len(e.object) + e.start  # e.object: the last bytes read
-            advice = "convert it with iconv, or give a folder with train.bin and val.bin"
-            raise UserError(f"--data={path} is not UTF-8 text (byte {at}); {advice}") from None
+    except UnicodeDecodeError as e:
+        at = f.buffer.tell() - len(e.object) + e.start  # e.object: the last bytes read
+        advice = "convert it with iconv, or give a folder with train.bin and val.bin"
+        raise UserError(f"--data={path} is not UTF-8 text (byte {at}); {advice}") from None
     if rest:
         yield rest
 
@@ -179,41 +165,30 @@ def write_patterns(folder):
 
 def write_meta(folder, tokenizer, meta):
     """Write what open_ids must know about the ids in a folder: tokenizer.json and meta.json."""
-    if meta["source"] not in BUILT_IN:
-        meta = meta | dict(sha256=sha256_of_data(meta["source"]))
     (folder / "tokenizer.json").write_text(tokenizer.to_json())
+    if Path(meta["source"]).is_file():
+        meta = meta | dict(sha256=files.sha256_of(meta["source"]))
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
-def sha256_of_data(source):
-    """Of a file; of a folder that of its files' names and hashes."""
-    found = {path.name: files.sha256_of(path) for path in records.find_files(source)}
-    if Path(source).is_file():
-        return found[Path(source).name]
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
-
-
 def has_changed(source, folder):
-    """Whether --data is not any more what write_meta saw when `folder` was made from it."""
-    known = read_meta(Path(folder) / "meta.json").get("sha256")
-    with contextlib.suppress(OSError, UserError):  # unreadable: the run does not need it
-        return bool(known) and Path(source).exists() and sha256_of_data(source) != known
-    return False
+    """Whether a text is not any more what write_meta saw when `folder` was made from it."""
+    known = read_meta(folder / "meta.json").get("sha256")
+    return bool(known) and Path(source).is_file() and files.sha256_of(source) != known
 
 
 def open_ids(folder, T, V, end_id=-1):
-    """A folder of ids -> (meta.json as a dict, [train, val] memory-mapped, tokenizer, Source).
+    """A folder of ids -> (meta.json as a dict, [train, val] memory-mapped, tokenizer, identity).
 
     nanoGPT's have no JSON files: ids are shown as numbers; V = 0: up to the largest; a document
     ends with end_id (-1: there are none). A tokenizer.json of the tokenizers library shows text.
-    Raises UserError for ids out of range, and files missing, damaged or shorter than T tokens.
+    identity: what --resume compares. Raises UserError for ids out of range, and files missing,
+    damaged or shorter than T tokens.
     """
     folder = Path(folder)
     meta = read_meta(folder / "meta.json")
     dtype = np.dtype(meta.get("dtype", "uint16"))
     arrays = [map_ids(folder / name, dtype) for name in NAMES]
-    handles = [open(folder / name, "rb") for name in NAMES]
-    times = {file: os.fstat(file.fileno()).st_mtime_ns for file in handles}
     ranges = [(int(part.min()), int(part.max())) for part in parts_of(arrays)]
     smallest = min(low for low, _ in ranges)
     largest = max(high for _, high in ranges)
@@ -226,9 +201,8 @@ def open_ids(folder, T, V, end_id=-1):
     if smallest < 0 or largest >= V:
         advice = "check tokenizer.json or --vocab_size"
         raise UserError(f"{folder} has ids {smallest} to {largest}, but V is {V}; {advice}")
-    made = tokenizer.to_json()
-    identity = (checksum_of(made, arrays), dtype.name, made)
-    return meta, arrays, tokenizer, Source(*identity, arrays, handles, times)
+    identity = dict(data=checksum_of(tokenizer.to_json(), arrays), dtype=dtype.name)
+    return meta, arrays, tokenizer, identity
 
 
 def tokenizer_of_ids(path, V, end_id):
@@ -280,30 +254,6 @@ def map_ids(path, dtype):
     if size == offset:
         raise UserError(f"{path.name} has no tokens; give more text")
     return np.memmap(path, dtype, mode="r", offset=offset)
-
-
-class Source(NamedTuple):
-    """What a run learns: its identity, and its files, still open."""
-
-    checksum: int
-    dtype: str  # of the ids in the files
-    tokenizer: str  # as JSON
-    arrays: list  # (n,) ids of each file, memory-mapped
-    files: list
-    times: dict  # file -> when it was last changed
-
-    def check(self):
-        """Raise UserError if a file was changed: it would give wrong ids, or a bus error."""
-        for file, ids in zip(self.files, self.arrays):
-            now = os.fstat(file.fileno())
-            same = now.st_size == ids.offset + ids.nbytes
-            if same and now.st_mtime_ns != self.times[file]:  # perhaps it was only touched
-                self.times[file] = now.st_mtime_ns
-                same = checksum_of(self.tokenizer, self.arrays) == self.checksum
-            if not same:
-                then = ids.offset + ids.nbytes
-                found = f"{file.name} was changed: {then} bytes then, {now.st_size} now"
-                raise RankError(f"{found}; restore it, then --resume goes on from what is saved")
 
 
 def checksum_of(tokenizer, arrays):

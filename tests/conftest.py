@@ -20,6 +20,7 @@ from support import checkpoint, cli, files
 
 torch.set_num_threads(1)  # these models are tiny, and threads that wait for a busy core spin
 ROOT = Path(__file__).parent.parent
+CHECKPOINT_FILES = (*checkpoint.MODEL_FILES, "state.json", "state.safetensors")
 TINY = [
     "--device=cpu",
     "--compile=off",
@@ -129,7 +130,7 @@ def saved(out_dir):
 def sign(folder):
     """Make the manifest fit the files, as a forger of a checkpoint would."""
     sizes = {}
-    for name in checkpoint.CHECKPOINT_FILES:
+    for name in CHECKPOINT_FILES:
         path = folder / name
         sizes[name] = dict(size=path.stat().st_size, sha256=files.sha256_of(path))
     manifest = dict(format="mdlm", version=1, files=sizes)

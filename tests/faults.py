@@ -321,7 +321,10 @@ def save_and_die(out_dir, step, content, at):
 
     sys.addaudithook(count)
     os.fsync = counted
-    contents = {name: content.encode() for name in checkpoint.CHECKPOINT_FILES}
+    contents = {
+        name: content.encode()
+        for name in (*checkpoint.MODEL_FILES, "state.json", "state.safetensors")
+    }
     checkpoint.write_checkpoint(out_dir, f"step-{step}", contents)
     return 0
 

@@ -281,8 +281,8 @@ def test_nanogpt_folder_is_read(tmp_path):
 
 def test_checksum_covers_ids_and_tokenizer(tmp_path):
     ids = np.arange(100, dtype=np.uint16)
-    checksum = corpus_of_ids(tmp_path, ids).source.checksum
-    assert corpus_of_ids(tmp_path, ids).source.checksum == checksum
-    assert corpus_of_ids(tmp_path, ids, vocab_size=101).source.checksum != checksum
+    checksum = corpus_of_ids(tmp_path, ids).identity["data"]
+    assert corpus_of_ids(tmp_path, ids).identity["data"] == checksum
+    assert corpus_of_ids(tmp_path, ids, vocab_size=101).identity["data"] != checksum
     ids[[7, 8]] = ids[[8, 7]]
-    assert corpus_of_ids(tmp_path, ids).source.checksum != checksum
+    assert corpus_of_ids(tmp_path, ids).identity["data"] != checksum

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, run_mdlm, sign
+from conftest import CHECKPOINT_FILES, TINY, run_mdlm, sign
 
 import mdlm
 from support import checkpoint, runs
@@ -129,7 +129,7 @@ def fuzz_forgery(original, folder, cases):
     for case in range(cases):
         step = folder / "case" / "step-4"
         shutil.copytree(original / "step-4", step)
-        spoil(step / checkpoint.CHECKPOINT_FILES[case % 5], r)
+        spoil(step / CHECKPOINT_FILES[case % 5], r)
         sign(step)
         try:
             model, tokenizer, config = mdlm.load(step)
@@ -192,7 +192,7 @@ def test_no_pickle_is_ever_loaded(run, tmp_path):
     assert seen, "the hook sees it"
     marker.rmdir()
     seen.clear()
-    for name in checkpoint.CHECKPOINT_FILES:
+    for name in CHECKPOINT_FILES:
         kept = (run / "step-4" / name).read_bytes()
         (run / "step-4" / name).write_bytes(payload)
         sign(run / "step-4")
@@ -301,7 +301,7 @@ def test_other_formats_and_versions_are_refused(run, file, old, new, word):
         mdlm.load(run / "step-4")
 
 
-@pytest.mark.parametrize("name", checkpoint.CHECKPOINT_FILES)
+@pytest.mark.parametrize("name", checkpoint.MODEL_FILES)
 def test_manifest_must_name_every_file(run, name):
     path = run / "step-4" / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -358,7 +358,7 @@ def test_endless_json_is_refused_unread(run, name, content):
     step = run / "step-4"
     if content is None:  # a file of a terabyte, full of holes
         os.truncate(step / name, 1 << 40)
-        files = {n: dict(size=1 << 40, sha256="") for n in checkpoint.CHECKPOINT_FILES}
+        files = {n: dict(size=1 << 40, sha256="") for n in CHECKPOINT_FILES}
         manifest = dict(format="mdlm", version=1, files=files)
         (step / "manifest.json").write_text(json.dumps(manifest))
     else:

@@ -144,7 +144,7 @@ def test_a_prompt_goes_where_its_answer_goes(tmp_path, n):
         ([dict(q="what")] * 9, [], ["'a'", "q", "--text_column"]),
         ([dict(a="what")] * 9, [], ["'q'", "a", "--prompt_column"]),
         ([dict(q="", a="b")] * 9, [], ["line 1: q", "not a text"]),
-        ([dict(q="c", a="b")] * 9, ["--text_column=q"], ["--prompt_column=q", "two columns"]),
+        ([dict(q="c", a="b")] * 9, ["--text_column=q"], ["--prompt_column=q", "name two"]),
         ([dict(q="c", a="b")] * 9, ["--objective=ar"], ["--prompt_column", "--objective"]),
         ([dict(q="c", a="b")] * 9, ["--lengths=known"], ["--prompt_column", "--lengths"]),
         ([dict(q="c", a="b")] * 9, ["--masking=bernoulli"], ["with prompts", "leave them out"]),

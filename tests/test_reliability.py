@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, losses, read_log, saved
+from conftest import CHECKPOINT_FILES, ROOT, TINY, losses, read_log, saved
 from nursery import Nursery, Run, begin_ranks, starter
 
 import mdlm
@@ -84,7 +84,7 @@ def assert_whole(out):
 
 
 def write(out, step, content):
-    contents = dict.fromkeys(checkpoint.CHECKPOINT_FILES, content.encode())
+    contents = dict.fromkeys(CHECKPOINT_FILES, content.encode())
     checkpoint.write_checkpoint(out, f"step-{step}", contents)
 
 
@@ -209,14 +209,6 @@ def kill_at_random(run, tmp_path, kills):
             mdlm.load(out)
     print(f"{killed} kills, {during_save} of them during a save, {ended} runs equal to the bit")
     assert during_save >= kills // 4
-
-
-def test_ended_run_keeps_two_checkpoints(run, tmp_path):
-    out = tmp_path / "o"
-    assert run(out, "--max_steps=6", "--eval_interval=2").wait() == 0
-    shutil.copytree(out / "step-4", out / "step-2")  # as if killed before it was removed
-    assert run(out, "--resume").wait() == 0
-    assert [p.name for p in checkpoint.checkpoints(out)] == ["step-6", "step-4"]
 
 
 def test_killed_run_ends_as_if_not_killed(run, tmp_path):
@@ -544,7 +536,7 @@ def test_torchrun_restarts_and_resumes(run, tmp_path):
     assert marker.exists()
     resumed = [line for line in process.stdout.splitlines() if line.startswith("resuming from")]
     assert len(resumed) == 1
-    assert resumed[0].endswith("step-4")
+    assert "step-4," in resumed[0]
     a, b = (losses(tmp_path / name) for name in ("whole", "o"))
     assert len(b) == 12
     assert b == pytest.approx(a, abs=1e-5)

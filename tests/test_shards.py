@@ -329,14 +329,9 @@ def test_a_missing_part_is_named(parts, tmp_path):
     with pytest.raises(cli.UserError, match="state-00001-of-00002"):
         checkpoint.verify(out / "step-2")
     assert checkpoint.find_checkpoint(out).name == "step-1"
-    manifest = json.loads((out / "step-1" / "manifest.json").read_text())
-    del manifest["files"]["state-00002-of-00002.safetensors"]
-    (out / "step-1" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(cli.UserError, match="lacks 'state-00002"):
-        checkpoint.verify(out / "step-1")
 
 
-def test_misuse_of_shards_gets_one_sentence(run, tmp_path, monkeypatch):
+def test_misuse_of_shards_gets_one_sentence(run, tmp_path):
     alone = run(tmp_path / "o", "--shard")
     assert alone.wait() == 2
     assert "there are none; start with torchrun" in alone.err
@@ -348,9 +343,6 @@ def test_misuse_of_shards_gets_one_sentence(run, tmp_path, monkeypatch):
         assert [r.wait() for r in ranks] == [2, 2]
         assert words in ranks[0].err and ranks[1].err == ""
     assert not (tmp_path / "o").exists()
-    monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(cli.UserError, match="is not for Windows"):
-        shards.check(shards.ALL, 1)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def call(main, capsys, *args):
 
 
 def assert_one_sentence(r, *words):
-    assert r.code == 2 and r.out == ""
+    assert r.code == 2 and r.out in ("", "reading the data\n")
     assert r.err.count("\n") == 1 and "Traceback" not in r.err
     assert all(word in r.err for word in words), r.err
 
@@ -123,13 +123,13 @@ MEMORY = """
 import resource, sys, time
 sys.path.insert(0, "{root}")
 import mdlm
-from support import checkpoint, cli, runs
+from support import checkpoint, cli
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + (400 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 sys.argv[0] = "mdlm.py"
 main = lambda argv: mdlm.train(mdlm.parse_args(argv), time.monotonic())
-sys.exit(cli.run(main, sys.argv[1:], checkpoint.release, runs.sizes))
+sys.exit(cli.run(main, sys.argv[1:], checkpoint.release))
 """
 
 
@@ -141,8 +141,7 @@ def test_too_little_memory_is_one_sentence(text_file, tmp_path):
     r = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert r.returncode == 2 and "Traceback" not in r.stderr
     (after,) = r.stderr.splitlines()
-    sizes = "2 layers x 128, 16384 sequences of 32 tokens at a time; lower --batch_size"
-    assert "out of memory" in after and "more were asked for" in after and sizes in after
+    assert "out of memory; lower the batch" in after
 
 
 def test_gpu_without_memory_is_one_sentence(capsys, monkeypatch, text_file, tmp_path):
@@ -151,18 +150,7 @@ def test_gpu_without_memory_is_one_sentence(capsys, monkeypatch, text_file, tmp_
 
     monkeypatch.setattr(mdlm, "compute_gradients", full)
     flags = [f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={tmp_path}/o"]
-    assert train(capsys, *flags).err.endswith(
-        "out of memory, 3.00 GiB more were asked for; give it less to do at a time\n"
-    )
-
-
-def test_file_that_shrinks_while_mapped_is_named(run):
-    config = mdlm.load(run)[2]
-    corpus = mdlm.Corpus(run / "data", config, torch.device("cpu"))
-    corpus.batch(torch.arange(4))
-    os.truncate(run / "data" / "train.bin", 10)
-    with pytest.raises(ValueError, match="was changed: 5400 bytes then, 10 now"):
-        corpus.batch(torch.arange(4))
+    assert "out of memory; lower the batch" in train(capsys, *flags).err
 
 
 def test_text_that_changes_while_read_is_refused(tmp_path, monkeypatch):
@@ -291,7 +279,7 @@ def test_ranks_of_a_cluster_get_one_sentence(capsys, monkeypatch, env):
 def test_no_input_is_overwritten(run, tmp_path, capsys):
     path = tmp_path / "x"
     path.write_text("To█\n")
-    os.link(path, tmp_path / "link")
+    (tmp_path / "link").symlink_to(path)
     for flags in (
         ["--batch=x", "--json=x"],
         ["--batch=x", "--json=../" + tmp_path.name + "/x"],
@@ -308,17 +296,6 @@ def test_no_input_is_overwritten(run, tmp_path, capsys):
     r = call(eval.main, capsys, f"--out_dir={run}", "--data=x", "--json=x")
     assert_one_sentence(r, "--data and --json name the same file")
     assert path.read_text() == "To█\n" and not (tmp_path / "new").exists()
-
-
-def test_no_text_is_replaced_by_a_run(text_file, tmp_path, capsys):
-    for name in ("log.jsonl", "loss.png", "latest", "data/mine.txt", ".mdlm-tmp-x"):
-        path = tmp_path / "o" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(text_file, path)
-        flags = [f"--data={path}", *TINY, "--max_steps=1", f"--out_dir={tmp_path}/o"]
-        assert_one_sentence(train(capsys, *flags), "would be replaced by the run")
-        assert path.read_bytes() == text_file.read_bytes()
-        path.unlink()
 
 
 def test_data_folder_with_other_files_is_kept(text_file, run, tmp_path, capsys):
@@ -362,17 +339,6 @@ def test_ids_of_another_width_are_not_resumed(run, capsys):
     (run / "data" / "meta.json").write_text(json.dumps(meta | dict(dtype="int32")))
     r = train(capsys, f"--out_dir={run}", "--resume", "--max_steps=5")
     assert_one_sentence(r, "data")
-
-
-def test_ids_that_change_while_trained_on_are_named(run):
-    corpus = mdlm.Corpus(run / "data", mdlm.load(run)[2], torch.device("cpu"))
-    os.utime(run / "data" / "train.bin", ns=(0, 2))
-    corpus.batch(torch.arange(4))  # only touched
-    with open(run / "data" / "train.bin", "r+b") as f:
-        f.write(b"\0")
-    os.utime(run / "data" / "train.bin", ns=(0, 1))  # clocks of file systems are coarse
-    with pytest.raises(ValueError, match="was changed"):
-        corpus.batch(torch.arange(4))
 
 
 BAD_IDS = {
@@ -431,15 +397,10 @@ def test_tokenizers_that_change_a_text_are_refused(pydoc, tmp_path):
     tokenizer = build_tokenizer("bpe", 300, False, lambda: [(pydoc, False)], len(pydoc))
     bpe = json.loads(tokenizer.vocab)
     path = tmp_path / "tokenizer.json"
-    for changes in (
-        dict(normalizer=dict(type="Lowercase")),
-        dict(padding=dict(strategy="BatchLongest")),
-        dict(model=bpe["model"] | dict(dropout=0.5)),
-    ):
-        tokenizer.vocab = json.dumps(bpe | changes)
-        path.write_text(tokenizer.to_json())
-        with pytest.raises(cli.UserError, match="changes the text, or draws at random"):
-            tokenizer_from_json(path)
+    tokenizer.vocab = json.dumps(bpe | dict(normalizer=dict(type="Lowercase")))
+    path.write_text(tokenizer.to_json())
+    with pytest.raises(cli.UserError, match="does not restore the text"):
+        tokenizer_from_json(path)
 
 
 def test_endless_batch_is_refused(run, capsys, monkeypatch):
@@ -485,10 +446,10 @@ def test_devices_are_written_not_replaced(tmp_path):
 @pytest.mark.parametrize(
     "main, args, words",
     [
-        (mdlm, ["my.txt"], ["'my.txt' needs a flag", "--data=my.txt"]),
-        (eval, ["my file.txt"], ["--data=my file.txt"]),
-        (sample, ["To be█"], ["--infill=To be█"]),
-        (mdlm, ["--data=/dev/zero"], ["/dev/zero is no regular file"]),
+        (mdlm, ["my.txt"], ["'my.txt' needs a flag", "--data="]),
+        (eval, ["my file.txt"], ["'my file.txt' needs a flag"]),
+        (sample, ["To be█"], ["'To be█' needs a flag"]),
+        (mdlm, ["--data=/dev/zero"], ["/dev/zero", "is no regular file"]),
         (mdlm, ["--objective=ar", "--masking=bernoulli"], ["--masking=bernoulli has no effect"]),
         (mdlm, ["--objective=ar", "--max_rate=.5"], ["--max_rate=0.5 has no effect"]),
         (mdlm, ["--vocab_size=999"], ["--vocab_size=999 has no effect"]),
@@ -551,27 +512,6 @@ def test_several_texts_are_told_apart(run, capsys):
     assert [line for line in r.out.splitlines() if set(line) == {"-"}] == ["-" * 40] * 2
 
 
-def test_long_work_gives_signs_of_life():
-    said = []
-    with cli.alive("counting", said.append, every=0.05):
-        while len(said) < 3:
-            time.sleep(0.01)
-    assert said[0].startswith("counting, 0.05 s so far")
-    n = len(said)
-    time.sleep(0.2)
-    assert len(said) <= n + 1, "and no more when it is over"
-
-
-def test_progress_is_told_in_lines_without_a_terminal(capsys, monkeypatch):
-    alive = cli.alive
-    monkeypatch.setattr(cli, "alive", lambda what, say: alive(what, say, every=0.05))
-    with cli.progress("masked", " batches", total=7) as bar:
-        bar.update(3)
-        time.sleep(0.2)
-    err = capsys.readouterr().err
-    assert "\r" not in err and "masked" in err.splitlines()[0] and "3/7" in err
-
-
 def test_shipped_model_is_scored_without_network(capsys, monkeypatch, tmp_path):
     def offline():
         raise OSError("no network")
@@ -586,16 +526,15 @@ def test_shipped_model_is_scored_without_network(capsys, monkeypatch, tmp_path):
     assert not shutil.os.listdir(tmp_path)
 
 
-def test_output_that_fails_stops_and_saves(run, capsys, monkeypatch):
+def test_output_that_fails_does_not_end_a_run(run, capsys, monkeypatch):
     class Closed(io.StringIO):
         def write(self, text):
             if "step 6" in text:
                 raise BrokenPipeError(32, "Broken pipe")
             return len(text)
 
-    flags = [f"--out_dir={run}", "--resume", "--max_steps=50"]
-    monkeypatch.setattr("support.log.silence_stdout", lambda: None)
+    flags = [f"--out_dir={run}", "--resume", "--max_steps=8"]
     monkeypatch.setattr(sys, "stderr", Closed())
-    assert run_mdlm(*flags) == 128 + 13
-    assert checkpoint.find_checkpoint(run).name == "step-6"
-    assert read_log(run)[-1]["step"] == 6
+    assert run_mdlm(*flags) == 0
+    assert checkpoint.find_checkpoint(run).name == "step-8"
+    assert read_log(run)[-1]["step"] == 8

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
+    CHECKPOINT_FILES,
     ROOT,
     TINY,
     StopAt,
@@ -58,7 +59,7 @@ def test_run_leaves_log_picture_and_checkpoints(trained):
     )
     assert (trained / "latest").read_text() == "step-90"
     files = {p.name for p in (trained / "step-90").iterdir()}
-    assert files == {*checkpoint.CHECKPOINT_FILES, "manifest.json"}
+    assert files == {*CHECKPOINT_FILES, "manifest.json"}
     evaluations = [r for r in read_log(trained) if "val_nelbo" in r]
     assert [r["step"] for r in evaluations] == [0, 30, 60, 90]
     fields = {"step", "tokens", "seconds", "val_nelbo", "val_nelbo_se", "val_nelbo_raw", "val_bpc"}
@@ -136,18 +137,11 @@ def test_every_kind_of_run_learns(text_file, tmp_path, more):
 
 
 def test_last_line_is_a_command_that_works(text_file, tmp_path, capsys):
-    # It asks to complete a line of the run's own validation text, if it has one that is fit.
-    (tmp_path / "stars.txt").write_text("* ** ***\n" * 200)
-    for data, infills in ((text_file, True), (tmp_path / "stars.txt", False)):
-        out = tmp_path / "my run"
-        flags = [*TINY, "--max_steps=1", f"--out_dir={out}", "--overwrite"]
-        assert run_mdlm(f"--data={data}", *flags) == 0
-        command = shlex.split(capsys.readouterr().out.splitlines()[-1])
-        assert f"--out_dir={out}" in command
-        assert ("--infill" in command) == infills
-        if infills:
-            assert command[-1].removesuffix("███") in data.read_text()[54_000:]
-        assert cli.run(sample.main, command[command.index("sample.py") + 1 :]) == 0
+    out = tmp_path / "my run"
+    assert run_mdlm(f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={out}") == 0
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert f"--out_dir={out}" in command
+    assert cli.run(sample.main, command[command.index("sample.py") + 1 :]) == 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -400,25 +394,25 @@ def test_slow_evaluation_never_breaks_the_limit(
 
 
 @pytest.mark.parametrize(
-    "seconds, words",
+    "seconds, taken",
     [
-        (dict(data=150), ["preparing the data took 150 of 150 s"]),
-        (dict(data=70, call=5), ["preparing the data took 70 of 80 s"]),
-        (dict(first=130, call=1), ["evaluating took 132 of 132 s"]),
-        (dict(call=60), ["evaluating took 120 of 120 s"]),
+        (dict(data=150), 150),
+        (dict(data=70, call=5), 80),
+        (dict(first=130, call=1), 132),
+        (dict(call=60), 120),
     ],
 )
-def test_run_without_a_step_is_no_success(text_file, tmp_path, capsys, slow, seconds, words):
+def test_run_without_a_step_is_no_success(text_file, tmp_path, capsys, slow, seconds, taken):
     slow(**seconds)
     code, log = run_for_100_seconds(text_file, tmp_path / "out")
     assert code == 2
     assert len(log) == 1 and log[0]["step"] == 0
     assert not checkpoint.checkpoints(tmp_path / "out")
-    err = capsys.readouterr().err
-    assert all(word in err for word in ["--time_limit=100 is over before the first step", *words])
+    words = f"--time_limit=100 is over before the first step, after {taken} s"
+    assert words in capsys.readouterr().err
 
 
-def test_compilation_that_takes_all_time_is_named(
+def test_compilation_that_takes_all_time_is_no_success(
     text_file, tmp_path, capsys, monkeypatch, clock, slow
 ):
     def compiled(model, **options):
@@ -427,7 +421,8 @@ def test_compilation_that_takes_all_time_is_named(
 
     monkeypatch.setattr(torch, "compile", compiled)
     assert run_for_100_seconds(text_file, tmp_path / "out", "--compile=on")[0] == 2
-    assert "compiling took 600 of 600 s" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "after 600 s" in said.err and "compiling" in said.out.splitlines()
 
 
 def test_clock_starts_before_the_slow_imports(monkeypatch):
@@ -482,19 +477,6 @@ def test_auto_compiles_runs_of_two_minutes(clock, capsys, config, able, device, 
     assert (len(seconds) == 0) == matters, "a step is measured only if that decides"
     warned = config.compile == "on" and not able
     assert capsys.readouterr().err.count("running without it") == warned
-
-
-def test_one_slow_step_is_measured_once(clock):
-    model = torch.nn.Linear(1, 1)
-    calls = []
-
-    def a_step():
-        calls.append(1)
-        clock.now += 11
-
-    config = mdlm.Config(max_steps=11)
-    run = SimpleNamespace(config=config, device=torch.device("cpu"), model=model)
-    assert compiling.should_compile(run, True, a_step) and len(calls) == 1
 
 
 def test_measuring_a_step_changes_no_loss(short_run, tmp_path):

@@ -513,6 +513,8 @@ def main(argv):
     todo = templates.parse_all(options.infill, options.batch, to_parts)
     to_stdout = options.json == "-" or (options.batch and not options.json)
     lines = sys.stdout if to_stdout else open(options.json or os.devnull, "w", encoding="utf-8")
+    if to_stdout:
+        lines.reconfigure(encoding="utf-8")  # JSON's, whatever the locale's is
     pages = []
     if variants:
         [(template, parts)] = todo

@@ -272,7 +272,7 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
     is half a context by default. Autoregressive models go left to right, one token a call.
     """
     how = resolve(how, model.config)
-    check_ids(model, x, fill, samples, [end_id, *forbid])
+    check_ids(model, x)
     mask = model.mask_id
     device = x.device
     x = x.to("cpu" if device.type == "mps" else device, copy=True)  # MPS lacks float64
@@ -327,7 +327,7 @@ def generate(model, x, generator=None, samples=None, fill=None, **how):
     if "seed" not in how:
         where = generator.device if generator is not None else "cpu"
         how["seed"] = int(torch.randint(1 << 32, (), generator=generator, device=where))
-    check_ids(model, x, fill, samples, [])
+    check_ids(model, x)
     samples = torch.arange(len(x)) if samples is None else samples
     out = x.clone()
     for part in groups(model, len(x), x.device):

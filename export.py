@@ -3,9 +3,9 @@
     python export.py --to=hf --out_dir=out --dest=my-model     # for Hugging Face transformers
     python export.py --to=page --out_dir=out --dest=my-page   # a web page in which the model runs
 
-my-model loads without this project, by AutoModelForMaskedLM (AutoModelForCausalLM for a run with
---objective=ar) with trust_remote_code=True, and AutoTokenizer. Its README.md says how. my-page is
-for any web server: python -m http.server --directory my-page
+my-model loads without this project, by AutoModelForMaskedLM with trust_remote_code=True, and
+AutoTokenizer. Its README.md says how. my-page is for any web server:
+python -m http.server --directory my-page
 """
 
 from support import cli
@@ -150,23 +150,20 @@ def card(folder, model, tokenizer, config, name):
     fields = dict(name=name, data=config.data, quality=quality(folder), size=size, end=end)
     fields |= dict(millions=sum(p.numel() for p in model.parameters()) / 1e6)
     fields |= dict(V=tokenizer.vocab_size, kind=tokenizer.kind, pad_id=tokenizer.vocab_size + 1)
-    fields |= dict(length=length, room=min(100, length // 2))
-    fields["prompt"] = tokenizer.decode([1])
-    with contextlib.suppress(UserError):
-        fields["prompt"] = tokenizer.decode(tokenizer.encode("The"))
-    form = "card_ar.md" if config.objective == "ar" else "card.md"
-    return (SUPPORT / form).read_text(encoding="utf-8").format(**fields)
+    fields["length"] = length
+    return (SUPPORT / "card.md").read_text(encoding="utf-8").format(**fields)
 
 
 def contents_of(folder, model, tokenizer, config, options):
     """The files of a Hugging Face model, name -> bytes."""
+    if config.objective == "ar":
+        raise UserError("--to=hf is for masked diffusion, and this run has --objective=ar")
     library, end = to_library(tokenizer)
     end = end or "[PAD]"
     V = tokenizer.vocab_size
     ids = dict(eos_token_id=library.token_to_id(end), pad_token_id=V + 1)
-    name = "MDLMForCausalLM" if config.objective == "ar" else "MDLMForMaskedLM"
-    autos = ["AutoModel", name.replace("MDLM", "AutoModel")]
-    places = dict.fromkeys(autos, f"modeling_mdlm.{name}")
+    name = "MDLMForMaskedLM"
+    places = dict.fromkeys(["AutoModel", "AutoModelForMaskedLM"], f"modeling_mdlm.{name}")
     places["AutoConfig"] = "modeling_mdlm.MDLMConfig"
     settings = dict(model_type="mdlm", architectures=[name], auto_map=places, dtype="float32")
     settings |= ids | dict(vocab_size=V + 2, mask_token_id=V, end_id=model.end_id, use_cache=False)
@@ -175,7 +172,6 @@ def contents_of(folder, model, tokenizer, config, options):
     words = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size)
     words |= dict(mask_token="[MASK]", pad_token="[PAD]", eos_token=end)
     words["model_input_names"] = ["input_ids", "attention_mask"]
-    words["padding_side"] = "left" if config.objective == "ar" else "right"
     weights = {f"model.{key}": value for key, value in model.state_dict().items()}
     source = "\n\n\n".join(map(inspect.getsource, SOURCES))
     before, _, after = TEMPLATE.read_text(encoding="utf-8").partition(PLACE)

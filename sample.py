@@ -86,7 +86,6 @@ class Options:
     redraw: str = opt("doubtful", "what to draw again: the least sure, or all in turn", *REDRAWS)
     distance: int = opt(3, "least distance of tokens that a call draws again", bounds=(1, 8192))
     order: str = opt("auto", "what to reveal first: " + MEANINGS, "auto", *ORDERS)
-    threshold: float = opt(0.0, "also reveal where a token has this probability", bounds=(0, 1))
     block: int = opt(0, "finish this many tokens before the next (0: auto)", bounds=(0, 8192))
     temperature: float = opt(1.0, "below 1: likelier tokens, 0: the likeliest", bounds=(0, 100))
     top_k: int = opt(0, "draw from the k likeliest tokens only (0: all)", bounds=(0, 1 << 31))
@@ -155,7 +154,7 @@ def resolve(how, config):
     if config.objective == "ar":
         if how.order not in ("auto", "ancestral", "left_to_right"):
             raise UserError(f"order={how.order}: an autoregressive model needs left_to_right")
-        for name in ("correct", "redraw", "threshold", "cfg"):
+        for name in ("correct", "redraw", "cfg"):
             if getattr(how, name) not in (getattr(Options, name), "0"):
                 raise UserError(f"{name} is not for an autoregressive model; leave it out")
         how = replace(how, order="left_to_right", correct="0")
@@ -218,14 +217,13 @@ def how_many(how, block, s, masked, noise):
     k = masked.sum(1) - (block.gaps.sum(1) * after + 1e-9).long()
     if how.order == "ancestral":  # the exact reverse process reveals each position on its own
         k = (masked & (noise < 1 / left[:, None])).sum(1)
-    return k.clamp(min=1 if how.threshold else 0)
+    return k.clamp(min=0)
 
 
 def to_reveal(how, block, masked, noise, k, logp=None, token=None):
     """(B, T) bool: which of the `masked` positions to reveal, k (B,) in each row.
 
-    logp (n, V), token (n,): what the network says there, for orders that need it; and all whose
-    best token has at least the probability --threshold.
+    logp (n, V), token (n,): what the network says there, for orders that need it.
     """
     order = ORDERS[how.order]
     if order.network_first:
@@ -233,10 +231,7 @@ def to_reveal(how, block, masked, noise, k, logp=None, token=None):
         score[masked] = order.score(logp, token).double()
     else:
         score = order.score(block.index, block.u[:, :1])
-    chosen = highest(score, noise, masked, k)
-    if how.threshold:
-        chosen[masked] |= logp.amax(1) >= math.log(how.threshold)
-    return chosen
+    return highest(score, noise, masked, k)
 
 
 def to_correct(how, block, s, filled, noise):
@@ -273,7 +268,7 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
     is half a context by default. Autoregressive models go left to right, one token a call.
     """
     how = resolve(how, model.config)
-    check_ids(model, x, fill, samples, [end_id, *forbid])
+    check_ids(model, x)
     mask = model.mask_id
     device = x.device
     x = x.to("cpu" if device.type == "mps" else device, copy=True)  # MPS lacks float64
@@ -290,7 +285,7 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
             # 1. Where to draw: first reveal masks, then correct what was drawn.
             k = how_many(how, block, s, masked, noise)
             masked &= (k > 0)[:, None]
-            late = ORDERS[how.order].network_first or how.threshold > 0
+            late = ORDERS[how.order].network_first
             revealed = masked if late else to_reveal(how, block, masked, noise, k)
             corrected = to_correct(how, block, s, filled, noise)
             drawn = revealed | corrected
@@ -328,7 +323,7 @@ def generate(model, x, generator=None, samples=None, fill=None, **how):
     if "seed" not in how:
         where = generator.device if generator is not None else "cpu"
         how["seed"] = int(torch.randint(1 << 32, (), generator=generator, device=where))
-    check_ids(model, x, fill, samples, [])
+    check_ids(model, x)
     samples = torch.arange(len(x)) if samples is None else samples
     out = x.clone()
     for part in groups(model, len(x), x.device):
@@ -515,6 +510,8 @@ def main(argv):
     todo = templates.parse_all(options.infill, options.batch, to_parts)
     to_stdout = options.json == "-" or (options.batch and not options.json)
     lines = sys.stdout if to_stdout else open(options.json or os.devnull, "w", encoding="utf-8")
+    if to_stdout:
+        lines.reconfigure(encoding="utf-8")  # JSON's, whatever the locale's is
     pages = []
     if variants:
         [(template, parts)] = todo

@@ -53,14 +53,7 @@ def _logsumexp(z_ptr, V, limit, BLOCK: tl.constexpr):
 
 @jit
 def ce_chunk_kernel(
-    z_ptr,
-    target_ptr,
-    weight_ptr,
-    unit_ptr,
-    loss_ptr,
-    V,
-    limit,
-    BLOCK: tl.constexpr,
+    z_ptr, target_ptr, weight_ptr, unit_ptr, loss_ptr, V, limit, BLOCK: tl.constexpr
 ):
     """Logits (m, limit) become dz in place, in units of the largest weight."""
     i = tl.program_id(0).to(tl.int64)
@@ -157,8 +150,6 @@ def _save(ctx, inputs, output):
 @once_differentiable
 def _differentiate(ctx, grad, *_):
     """dh and dW times unit * grad, each in the dtype of its parameter."""
-    if grad is None:
-        return (None,) * 5
     dh, dW, unit = ctx.saved_tensors
     # (1,), as a 0-dim factor would be rounded to the dtype of dh first, which biases all gradients.
     factor = (unit * grad)[None]

@@ -54,12 +54,12 @@ def _words(seed_ptr, step_ptr, sample, BLOCK: tl.constexpr):
 
 
 @jit
-def _counts_around(row, level_ptr, B, T, CHUNK: tl.constexpr):
+def _counts_around(row, level_ptr, B, T):
     """The number of masked positions in the rows before this one, and in all B rows, int64."""
     before = tl.zeros((), tl.int64)
     total = tl.zeros((), tl.int64)
-    for start in range(0, B, CHUNK):
-        other = start + tl.arange(0, CHUNK)
+    for start in range(0, B, 256):
+        other = start + tl.arange(0, 256)
         n = tl.load(level_ptr + other, mask=other < B, other=0).to(tl.int64)
         n = tl.minimum(tl.maximum(n, 0), T)
         total += tl.sum(n, 0)
@@ -82,11 +82,9 @@ def mask_kernel(
     mask_id,
     B,
     T,
-    stride,
     BLOCK: tl.constexpr,
     LOG: tl.constexpr,
     BITS: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """One program a sequence, which reads the counts of all, to know where its own list begins."""
     row = tl.program_id(0)
@@ -102,10 +100,10 @@ def mask_kernel(
     level = tl.load(level_ptr + row).to(tl.int64)
     bound = _smallest(number, tl.minimum(level, T), LOG, BITS)
     masked = free & (number <= bound) & (level > 0)
-    x0 = tl.load(x0_ptr + row.to(tl.int64) * stride + position, mask=inside, other=0)
+    x0 = tl.load(x0_ptr + base + position, mask=inside, other=0)
     tl.store(xt_ptr + base + position, tl.where(masked, mask_id, x0), mask=inside)
     tl.store(count_ptr + row, tl.sum(masked.to(tl.int64), 0))
-    before, total = _counts_around(row, level_ptr, B, T, CHUNK)
+    before, total = _counts_around(row, level_ptr, B, T)
     rank = tl.cumsum(masked.to(tl.int32), 0).to(tl.int64)  # masked ones up to here
     # Unmasked positions fill the tail after all lists with -1, each a place of its own.
     place = tl.where(masked, before + rank - 1, total + (base - before) + position - rank)
@@ -121,20 +119,18 @@ def config(T, documents=False):
     if log <= 9:
         warps = 1 if log <= 6 else 4
     bits = max(1, min(4, 9 + warps.bit_length() - log - documents))
-    return dict(BLOCK=1 << log, LOG=log, BITS=bits, CHUNK=256, num_warps=warps)
+    return dict(BLOCK=1 << log, LOG=log, BITS=bits, num_warps=warps)
 
 
 def _forward(x0, level, mask_id, seed, step, sample_ids, fixed):
     B, T = x0.shape
-    if x0.stride(1) != 1:
-        x0 = x0.contiguous()
+    x0 = x0.contiguous()
     xt, count, rows, n_rows = _fake(x0, level, mask_id, seed, step, sample_ids, fixed)
     level = possible_counts(level, fixed)
     settings = config(T, fixed is not None)
     fixed = None if fixed is None else fixed.contiguous()
     args = (x0, xt, count, rows, n_rows, level.contiguous(), sample_ids.contiguous(), seed, step)
-    args = (*args, fixed, mask_id, B, T, x0.stride(0))
-    launch(mask_kernel, (B,), *args, **settings)
+    launch(mask_kernel, (B,), *args, fixed, mask_id, B, T, **settings)
     return xt, count, rows, n_rows
 
 
@@ -163,10 +159,8 @@ def _scalar(number, device):
 
 
 def mask_tokens(x0, t_or_count, mask_id, seed, step, sample_ids, fixed=None):
-    if not runs_on(x0) or t_or_count.is_floating_point():
+    if not runs_on(x0) or t_or_count.is_floating_point() or x0.shape[1] > MAX_T:
         return mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids, fixed)
-    if x0.shape[1] > MAX_T:
-        raise ValueError(f"mask_tokens takes at most {MAX_T} positions a row, got {x0.shape[1]}")
     seed = _scalar(seed, x0.device)
     step = _scalar(step, x0.device)
     return _mask_tokens(x0, t_or_count, mask_id, seed, step, sample_ids, fixed)

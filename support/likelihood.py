@@ -36,28 +36,14 @@ def checked(logits):
     return logits
 
 
-def check_ids(model, x, fill, samples, special):
-    """Raise UserError for ids that the sampler cannot fill.
-
-    x (B, T) int64 in 0..V, V being [MASK]; fill (B, T) bool or None; samples (B,) int64 or None;
-    special: ids of [END] and of what is never drawn, or None.
-    """
+def check_ids(model, x):
+    """Raise UserError unless x is (B, T) int64 in 0..V, V being [MASK]."""
     V = model.vocab_size
     if not isinstance(x, torch.Tensor) or x.dtype != torch.int64 or x.dim() != 2:
         raise UserError(f"x must be a tensor (B, T) of int64 ids; give 0 to {V}, which is [MASK]")
     low, high = x.aminmax() if x.numel() else (0, 0)
     if low < 0 or high > V:
         raise UserError(f"x has ids from {low} to {high}; give 0 to {V}, which is [MASK]")
-    for name, t, dtype, shape in (
-        ("fill", fill, torch.bool, x.shape),
-        ("samples", samples, torch.int64, x.shape[:1]),
-    ):
-        good = isinstance(t, torch.Tensor) and t.dtype == dtype and t.shape == shape
-        if t is not None and not good:
-            raise UserError(f"{name} must be a tensor of {dtype} of shape {tuple(shape)}")
-    ids = {i for i in special if i is not None}
-    if any(type(i) is not int or not 0 <= i < V for i in ids) or len(ids) >= V:
-        raise UserError(f"end_id and forbid take ids below {V}, and not all; given: {special}")
 
 
 def logits_at(model, xt, row, at, device):

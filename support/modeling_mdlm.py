@@ -1,7 +1,6 @@
 """A model that mdlm trained, for Hugging Face transformers: load it with trust_remote_code=True.
 
 MDLMForMaskedLM sees a text in which some tokens are [MASK], and predicts every position at once.
-MDLMForCausalLM, of a run with --objective=ar, predicts the next token. AutoModel gives either.
 """
 
 import math  # noqa: F401 (the model uses it)
@@ -10,8 +9,8 @@ from types import SimpleNamespace
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MaskedLMOutput
 
 numerics = SimpleNamespace(Dropout=nn.Dropout)
 Model = rotary_tables = attention_ref = None  # export.py puts their source here, as mdlm has it
@@ -31,7 +30,6 @@ class MDLMConfig(PretrainedConfig):
 class MDLMForMaskedLM(PreTrainedModel):
     config_class = MDLMConfig
     base_model_prefix = "model"
-    output = MaskedLMOutput
 
     def __init__(self, config):
         super().__init__(config)
@@ -80,26 +78,6 @@ class MDLMForMaskedLM(PreTrainedModel):
         logits[..., -2:] = -1e4  # finite, and after division by a temperature too
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1), self.targets(labels).flatten())
-        output = self.output(loss=loss, logits=logits)
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        output = MaskedLMOutput(loss=loss, logits=logits)
         return output if return_dict else output.to_tuple()
-
-    def targets(self, labels):
-        return labels
-
-
-class MDLMForCausalLM(MDLMForMaskedLM, GenerationMixin):
-    output = CausalLMOutput
-
-    def predict(self, ids):
-        """mdlm predicts token i at position i; here it is predicted at position i - 1."""
-        T = ids.shape[1]
-        ids = F.pad(ids, (0, 1), value=self.model.mask_id)[:, : max(T, self.config.block_size)]
-        logits = super().predict(ids)[:, 1:]
-        return F.pad(logits, (0, 0, 0, T - logits.shape[1]))  # after a full window: 0
-
-    def targets(self, labels):
-        return F.pad(labels[:, 1:], (0, 1), value=-100)
-
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **unused):
-        return dict(input_ids=input_ids, attention_mask=attention_mask)

@@ -1,12 +1,11 @@
-"""Muon for many matrices at once: those with the same smaller side share their matrix products.
+"""Muon for many matrices at once: those of one shape share their matrix products.
 
 Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by
 the nearest matrix whose singular values are all about 1, by Newton-Schulz iterations: polynomials
 X <- (a + b G + c G^2) X of G = X X^T. torch.optim.Muon takes five; four are enough here, because X
 starts with a smaller norm (Grishina et al., 2506.10935, section 3.4) and each polynomial is optimal
-for what the last one left (Amsel et al., 2505.16932). The last two are multiplied with each other
-first (Zhang et al., 2026, tridao.me/blog/2026/gram-newton-schulz). Then the rows of an update are
-brought to a common scale (NorMuon: Li et al., 2510.05491). What each is worth: results/muon.md.
+for what the last one left (Amsel et al., 2505.16932). Then the rows of an update are brought to a
+common scale (NorMuon: Li et al., 2510.05491). What each is worth: results/muon.md.
 """
 
 import torch
@@ -24,43 +23,24 @@ EPS = 1e-14  # added to the norm: a gradient of zero gives zero
 BETA2 = 0.95  # decay of the running mean squares
 
 
-def orthogonalize(stacks, dtype):
-    """Stacks (n, A, B) with one smaller side K -> about U V^T of each matrix's SVD, in `dtype`.
+def orthogonalize(x, dtype):
+    """Matrices (n, A, B) -> about U V^T of the SVD of each, in `dtype`.
 
     Singular values above 0.003 of the Schatten 4-norm come out between 0.78 and 1.22 (bfloat16:
     1.27), much smaller ones multiplied by 289: noise stays small.
     """
-    K = min(stacks[0].shape[1:])
-    sizes = [len(x) for x in stacks]
-    xs = [x.to(dtype) for x in stacks]
-    wide = [x.shape[1] == K for x in xs]
-
-    def gram():
-        """(sum of n, K, K): X X^T of all matrices, or X^T X where that is the smaller one."""
-        G = xs[0].new_empty(sum(sizes), K, K)
-        for x, is_wide, out in zip(xs, wide, G.split(sizes)):
-            if is_wide:
-                torch.bmm(x, x.mT, out=out)
-            else:
-                torch.bmm(x.mT, x, out=out)
-        return G
-
-    G = gram()
-    norm = G.flatten(1).norm(dim=1).clamp(min=EPS)[:, None, None]
-    G = G / norm
-    xs = [x / root for x, root in zip(xs, norm.sqrt().split(sizes))]
-    *steep, (a3, b3, c3), (a4, b4, c4) = COEFFICIENTS
-    for a, b, c in steep:
-        P = torch.baddbmm(G, G, G, beta=b, alpha=c).split(sizes)  # b G + c G^2
-        for i, (x, p, is_wide) in enumerate(zip(xs, P, wide)):
-            pair = (p, x) if is_wide else (x, p)
-            xs[i] = torch.baddbmm(x, *pair, beta=a)
-        G = gram()
-    P = torch.baddbmm(G, G, G, beta=b3, alpha=c3)
-    P.diagonal(dim1=1, dim2=2).add_(a3)
-    G = P @ (G @ P)
-    P = torch.baddbmm(P, torch.baddbmm(G, G, G, beta=b4, alpha=c4), P, beta=a4).split(sizes)
-    return [p @ x if is_wide else x @ p for x, p, is_wide in zip(xs, P, wide)]
+    is_tall = x.shape[1] > x.shape[2]
+    x = x.to(dtype)
+    for i, (a, b, c) in enumerate(COEFFICIENTS):
+        G = x.mT @ x if is_tall else x @ x.mT  # Gram matrices (n, K, K), K the smaller side
+        if i == 0:
+            norm = G.flatten(1).norm(dim=1).clamp(min=EPS)[:, None, None]
+            G = G / norm
+            x = x / norm.sqrt()
+        P = torch.baddbmm(G, G, G, beta=b, alpha=c)  # b G + c G^2
+        pair = (x, P) if is_tall else (P, x)
+        x = torch.baddbmm(x, *pair, beta=a)
+    return x
 
 
 def level_rows(x, running, scale):
@@ -73,33 +53,28 @@ def level_rows(x, running, scale):
 
 
 def update(parts, lr, momentum, kept, dtype):
-    """Update matrices with one smaller side: parts of
-    (params, grads, momenta, squares, rows, turns).
+    """Update matrices: parts of (params, grads, momenta, squares, rows, turns), alike in a part.
 
-    momenta (n, A, B) and squares (n, A, 1) are a part's running means; each `rows` rows of a
-    parameter (A, B) are a matrix of their own. kept: what weight decay leaves of the weights.
-    turns: with --shard, where tensors hold a part of each matrix: who makes which update.
+    momenta (A, B) and squares (A, 1) are running means; each `rows` rows of a parameter (A, B) are
+    a matrix of their own. kept: what weight decay leaves of the weights. turns: with --shard, where
+    tensors hold a part of each matrix: who makes which update.
     """
-    updates = []
-    running = []
-    for _, grads, momenta, squares, rows, turns in parts:
-        x = torch.stack(grads)  # (n, A, B)
-        momenta.lerp_(x, 1 - momentum)
-        x.lerp_(momenta, momentum)  # Nesterov
+    for params, grads, momenta, squares, rows, turns in parts:
+        torch._foreach_lerp_(momenta, grads, 1 - momentum)
+        x = torch.stack(torch._foreach_lerp(grads, momenta, momentum))  # Nesterov
+        running = torch.stack(squares)
+        n, A, B = x.shape
         if turns:
-            x, squares = turns.gather(torch.cat((x, squares), 2)).split((x.shape[2], 1), 2)
-        updates.append(x.reshape(-1, rows, x.shape[2]))
-        running.append(squares.reshape(-1, rows, 1))
-    updates = orthogonalize(updates, dtype)
-    for (params, _, momenta, squares, _, turns), x, sizes in zip(parts, updates, running):
-        scale = lr * max(1, x.shape[1] / x.shape[2]) ** 0.5
-        x = level_rows(x.to(sizes.dtype), sizes, scale)
+            x, running = turns.gather(torch.cat((x, running), 2)).split((B, 1), 2)
+        x = orthogonalize(x.reshape(-1, rows, B), dtype).to(x.dtype)
+        running = running.reshape(-1, rows, 1)
+        x = level_rows(x, running, lr * max(1, rows / B) ** 0.5)
         if turns:
-            both = torch.cat((x, sizes), 2).view(-1, turns.A, x.shape[2] + 1)
-            x, sizes = turns.scatter(both).split((x.shape[2], 1), 2)
-            squares.copy_(sizes)
+            both = torch.cat((x, running), 2).view(-1, turns.A, B + 1)
+            x, running = turns.scatter(both).split((B, 1), 2)
+        torch._foreach_copy_(squares, list(running.view(n, A, 1)))
         torch._foreach_mul_(params, kept)
-        torch._foreach_sub_(params, list(x.view(momenta.shape)))
+        torch._foreach_sub_(params, list(x.view(n, A, B)))
 
 
 class Muon(torch.optim.Muon):
@@ -113,49 +88,34 @@ class Muon(torch.optim.Muon):
         self.dtype = pick_dtype("auto", self.param_groups[0]["params"][0].device)
         self.rows = rows or {}
         self.update = update
-        # (A, B), rows -> the parameters, and tensors of which their states are views: the
-        # momentum_buffer (n, A, B) and row_squares (n, A, 1) of all.
-        self.stacks = {}
 
     def compile(self):
         """Fuse what surrounds the matrix products."""
         self.update = torch.compile(update)
 
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        self.stacks = {}
-
-    def stacked(self, key, params):
-        """Momenta (n, A, B) and row squares (n, A, 1), made if `params` have none yet."""
-        known = self.stacks.get(key, ((),))[0]
-        if len(known) != len(params) or any(p is not q for p, q in zip(known, params)):
-            old = [self.state[p] for p in params]
-            zero = torch.zeros_like(shards.local(params[0]))
-            momenta = torch.stack([s.get("momentum_buffer", zero) for s in old])
-            squares = torch.stack([s.get("row_squares", zero[:, :1]) for s in old])
-            for p, momentum, square in zip(params, momenta, squares):
-                self.state[p].update(momentum_buffer=momentum, row_squares=square)
-            self.stacks[key] = (params, momenta, squares)
-        return self.stacks[key][1:]
-
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            kept = 1 - group["lr"] * group["weight_decay"]
             alike = {}
             for p in group["params"]:
                 if p.grad is not None:
                     alike.setdefault((p.shape, self.rows.get(p, len(p))), []).append(p)
-            sides = {}  # smaller side K -> the parts of update()
+            parts = []
             first = 0
-            for (shape, rows), params in alike.items():
+            for (_, rows), params in alike.items():
                 turns = None
                 if shards.is_spread(params[0]):
                     turns = shards.Turns(params[0], len(params), first)
                 first += len(params)
-                means = self.stacked((shape, rows), params)
+                local = [shards.local(p) for p in params]
                 grads = [shards.local(p.grad) for p in params]
-                part = ([shards.local(p) for p in params], grads, *means, rows, turns)
-                sides.setdefault(min(rows, shape[1]), []).append(part)
-            for parts in sides.values():
-                self.update(parts, group["lr"], group["momentum"], kept, self.dtype)
+                states = [self.state[p] for p in params]
+                for state, p in zip(states, local):
+                    if "row_squares" not in state:
+                        state.setdefault("momentum_buffer", torch.zeros_like(p))
+                        state["row_squares"] = torch.zeros_like(p[:, :1])
+                momenta = [state["momentum_buffer"] for state in states]
+                squares = [state["row_squares"] for state in states]
+                parts.append((local, grads, momenta, squares, rows, turns))
+            kept = 1 - group["lr"] * group["weight_decay"]
+            self.update(parts, group["lr"], group["momentum"], kept, self.dtype)

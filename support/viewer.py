@@ -4,7 +4,6 @@ The page is page/viewer.html with one JSON object. Text that a model wrote stays
 reaches the HTML parser, the DOM is built from text nodes, and a policy forbids every load.
 """
 
-import contextlib
 import itertools
 import json
 import os
@@ -27,8 +26,6 @@ NEW = "\x1b[1;7;36m"
 CHANGED = "\x1b[1;7;31m"
 FAINT = "\x1b[2m"
 PLAIN = "\x1b[0m"
-# Characters that json leaves as they are, though they end lines or command terminals.
-BREAKS = {c: f"\\u{c:04x}" for c in range(0x7F, 0x2070) if UNSAFE.match(chr(c))}
 PAGE = Path(__file__).parent / "page"
 ABOUT = """A masked diffusion model writes: each step reveals tokens anywhere in the text, or draws
     doubtful ones again."""
@@ -40,20 +37,18 @@ def json_line(template, texts, facts):
     line = dict(text=joined(texts))
     if template:
         line |= dict(template=template, fills=[text for text, filled in texts if filled])
-    return json.dumps(line | facts, ensure_ascii=False).translate(BREAKS)
+    line = json.dumps(line | facts, ensure_ascii=False)
+    # json leaves some characters as they are, though they end lines or command terminals.
+    return UNSAFE.sub(lambda found: json.dumps(found[0])[1:-1], line)
 
 
 def write_line(file, line):
     """Print a line of JSON to an open file; an OSError names it."""
-    with contextlib.suppress(LookupError):
-        if line.encode(file.encoding, "replace").decode(file.encoding) != line:
-            line = json.dumps(json.loads(line))  # escaped, where the file cannot hold it
     try:
         print(line, file=file, flush=True)
-    except BrokenPipeError:
-        raise
     except OSError as e:
-        raise OSError(e.errno, e.strerror, file.name) from None
+        e.filename = file.name
+        raise
 
 
 def has_colours(stream):

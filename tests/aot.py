@@ -24,7 +24,7 @@ ARCHITECTURES = (80, 90, 100)
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory a program may have
 TYPES = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16)
 OPTIONS = ("num_warps", "num_stages")
-STRIDES = ("stride", "C", "limit")  # numbers that usually divide by 16
+STRIDES = ("C", "limit")  # numbers that usually divide by 16
 
 
 @dataclasses.dataclass
@@ -51,7 +51,7 @@ def masking_cases():
     sizes = ((64, "i32"), (64, "i64"), (256, "i64"), (1024, "i64"), (8192, "i64"))
     for (T, integer), fixed in itertools.product(sizes, (False, True)):
         types = pointers(x0=integer, xt=integer, **dict.fromkeys(names, "i64"))
-        types |= dict.fromkeys(("mask_id", "B", "T", "stride"), "i32")
+        types |= dict.fromkeys(("mask_id", "B", "T"), "i32")
         config = masking.config(T, fixed)
         if fixed:
             types |= pointers(fixed="i1")

@@ -26,7 +26,7 @@ def matrices(A, B, singular_values, seed=0):
 
 
 def singular_values(x, dtype):
-    return torch.linalg.svdvals(orthogonalize([x], dtype)[0].double())
+    return torch.linalg.svdvals(orthogonalize(x, dtype).double())
 
 
 def test_step_follows_the_formulas_of_each_matrix():
@@ -43,7 +43,7 @@ def test_step_follows_the_formulas_of_each_matrix():
         for p, m, v in zip(params, momenta, running, strict=True):
             m.lerp_(p.grad.double(), 0.05)
             nesterov = 0.95 * m + 0.05 * p.grad.double()
-            x = orthogonalize([nesterov[None]], torch.float64)[0][0]
+            x = orthogonalize(nesterov[None], torch.float64)[0]
             v.lerp_(x.square().sum(1, keepdim=True), 1 - BETA2)
             row = x / v.sqrt()
             row *= x.norm() / row.norm() * max(1, p.shape[0] / p.shape[1]) ** 0.5
@@ -85,7 +85,7 @@ def test_small_rows_grow_and_the_norm_stays():
         p.grad = strength * torch.randn(64, 16, generator=g)
         optimizer.step()
     rows = p.detach().norm(dim=1)
-    plain = orthogonalize([p.grad[None]], torch.float32)[0][0]
+    plain = orthogonalize(p.grad[None], torch.float32)[0]
     short = plain.norm(dim=1)
     assert short[:16].mean() < 0.5 * short[-16:].mean()
     assert 0.8 < rows[:16].mean() / rows[-16:].mean() < 1.25
@@ -161,7 +161,7 @@ def test_bfloat16_bound_over_many_matrices(A, B, n):
 @pytest.mark.slow
 @pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="needs a compiler")
 def test_compiled_update_is_the_same_in_few_kernels():
-    """As on a GPU: one graph for the matrices of each smaller side, its products and a few more."""
+    """As on a GPU: one graph for all matrices, its products and a few more."""
     rates = dict(lr=torch.tensor(0.02), weight_decay=0.1)
     runs = []
     for compiled in (False, True):
@@ -181,10 +181,10 @@ def test_compiled_update_is_the_same_in_few_kernels():
     for p, q in zip(*runs, strict=True):
         torch.testing.assert_close(p, q)
     assert not torch._dynamo.utils.counters["graph_break"]
-    assert len(codes) == len({min(p.shape) for p in params})
+    assert len(codes) == 1
     products = sum(code.count("extern_kernels.") for code in codes)
     fused = sum(code.count("async_compile.cpp_pybinding") for code in codes)
-    assert products > 0 and fused <= 12 * len(codes), (products, fused)
+    assert products > 0 and fused <= 4 * len(set(SHAPES)), (products, fused)
 
 
 @pytest.mark.slow

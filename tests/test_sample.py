@@ -257,7 +257,6 @@ def test_candidates_are_the_likeliest_of_all_lengths(world, parts):
     x=st.lists(st.lists(st.integers(0, V), min_size=1, max_size=11), min_size=1, max_size=4),
     order=st.sampled_from(list(sample.ORDERS)),
     steps=st.integers(1, 12),
-    threshold=st.sampled_from([0.0, 0.4, 0.9]),
     block=st.integers(0, T),
     correct=st.sampled_from(["auto", 0, 3]),
     redraw=st.sampled_from(sample.REDRAWS),
@@ -296,7 +295,7 @@ def test_given_tokens_stay_and_rows_are_independent(world, x, ar, seed, **how):
 
 
 def test_network_is_called_at_most_once_a_step(world):
-    """And not at all where nothing is revealed; a threshold saves calls."""
+    """And not at all where nothing is revealed."""
     batches = []
     model = Toy(lambda xt: batches.append(len(xt)) or world.random(xt), V, T)
     for order, steps in itertools.product(sample.ORDERS, (1, 3, 50)):
@@ -304,12 +303,6 @@ def test_network_is_called_at_most_once_a_step(world):
         *_, last = sample.unmask(model, torch.full((6, T), V), steps=steps, order=order)
         assert len(batches) <= (1 if order == "one_shot" else steps)
         assert last.calls.max() <= 4 * T and last.calls.sum() >= sum(batches)  # equal rows are one
-    calls = []
-    for threshold in (0.0, 0.35):
-        how = dict(order="confidence", threshold=threshold, correct=0)
-        *_, last = sample.unmask(model, torch.full((50, T), V), **how)
-        calls.append(last.calls.double().mean())
-    assert calls[1] < calls[0] == T
 
 
 def test_watched_steps_add_up_to_the_text(world):

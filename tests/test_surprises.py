@@ -359,26 +359,6 @@ def test_sampler_refuses_ids_that_are_none(run, spoil):
     assert not list(sample.unmask(model, x[:0])) and sample.generate(model, x[:0]).shape == (0, 8)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        dict(fill=torch.ones(2, 8)),
-        dict(fill=torch.ones(3, 8, dtype=torch.bool)),
-        dict(samples=torch.arange(3)),
-        dict(samples=[0, 1]),
-        dict(end_id=99_999),
-        dict(forbid=[-1]),
-        dict(forbid=range(1000)),
-        dict(forbid=["a"]),
-    ],
-    ids=str,
-)
-def test_sampler_refuses_what_does_not_fit_the_ids(run, more):
-    model = mdlm.load(run)[0]
-    with pytest.raises(cli.UserError, match=r"must be a tensor|take ids below"):
-        list(sample.unmask(model, torch.full((2, 8), model.mask_id), **more))
-
-
 def test_python_gets_sentences_for_models_and_texts(run):
     model, tokenizer, _ = mdlm.load(run)
     for args in ((None,), (run, "nowhere"), (run, "cpu", "fast"), (run, "cuda:99")):

@@ -196,15 +196,14 @@ def main(argv):
     loaded = mdlm.load(folder, kernel="torch")
     if options.to == "page":
         contents = page.contents_of(*loaded, options.weights)
+        how = f"python -m http.server -d {shlex.quote(options.dest)} shows it on localhost:8000"
     else:
         contents = contents_of(folder, *loaded, options)
+        how = "load it as its README.md says"
     with files.new_folder(dest.parent) as tmp:
         for name, content in contents.items():
             files.write_synced(tmp / name, content)
         os.rename(tmp, dest)
-    how = "load it as its README.md says"
-    if options.to == "page":
-        how = f"python -m http.server --directory {shlex.quote(options.dest)}, then open http://localhost:8000"
     print(f"{cli.escaped(str(dest))}: {how}")
     return 0
 

@@ -278,7 +278,7 @@ class Block(nn.Module):
         super().__init__()
         C = config.n_embd
         self.n_head = config.n_head
-        self.dropout = numerics.Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
         self.causal = config.objective == "ar"
         self.qkv = nn.Linear(C, 3 * C, bias=False) if attends else None
         self.proj = nn.Linear(C, C, bias=False) if attends else None

@@ -7,12 +7,10 @@ import math  # noqa: F401 (the model uses it)
 from types import SimpleNamespace
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
-numerics = SimpleNamespace(Dropout=nn.Dropout)
 Model = rotary_tables = attention_ref = None  # export.py puts their source here, as mdlm has it
 
 

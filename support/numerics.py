@@ -93,19 +93,6 @@ def binomial_mixture(L, function):
     return torch.stack([(log.exp() * mass).sum() for log in logs])
 
 
-class Dropout(torch.nn.Dropout):
-    """On a CPU, where random numbers are dear, a byte decides: the rate is rounded to 1/256."""
-
-    def forward(self, x):
-        dropped = round(256 * self.p)  # of the 256 values of a byte
-        if x.device.type != "cpu" or not self.training or not dropped:
-            return super().forward(x)
-        n = x.numel()
-        words = torch.randint(-(1 << 63), (1 << 63) - 1, ((n + 7) // 8,))
-        byte = words.view(torch.uint8)[:n].view(x.shape)
-        return x * (byte >= dropped) * (256 / (256 - dropped))
-
-
 def draw(logits, u, temperature, top_k, top_p):
     """Tokens (n,) from logits (n, V) by inverting the distribution function at u (n,), in float64.
 

@@ -4,8 +4,6 @@ The weights are a file of their own, which page/worker.js turns into the float32
 expects: matrices in int8 with a scale for each column, the rest as it is.
 """
 
-import contextlib
-import io
 import logging
 import shutil
 import subprocess
@@ -20,12 +18,10 @@ import torch
 from support.cli import UserError, warn
 from support.viewer import PAGE, as_script, assemble
 
-SCRIPTS = ("viewer.js", "live.js", "worker.js", "model.js", "sampler.js", "viewer.css", "live.css")
 RUNTIME = PAGE / "node_modules" / "onnxruntime-web"
 BINARY = "ort-wasm-simd-threaded"
-# For browsers without WebGPU, and with it.
-RUNTIME_FILES = ("ort.wasm.min.mjs", f"{BINARY}.mjs", f"{BINARY}.wasm")
-RUNTIME_FILES += ("ort.webgpu.min.mjs", f"{BINARY}.asyncify.mjs", f"{BINARY}.asyncify.wasm")
+RUNTIME_FILES = ["ort.wasm.min.mjs", f"{BINARY}.mjs", f"{BINARY}.wasm"]  # for WebGPU:
+RUNTIME_FILES += ["ort.webgpu.min.mjs", f"{BINARY}.asyncify.mjs", f"{BINARY}.asyncify.wasm"]
 POLICY = (
     "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "connect-src 'self'; worker-src 'self' blob:; base-uri 'none'; form-action 'none'"
@@ -42,9 +38,7 @@ def check(model, tokenizer, config):
         (tokenizer.end_id is None, "documents"),
     ):
         if not fits:
-            raise UserError(
-                f"--to=page takes masked diffusion models of characters; this one has {what}"
-            )
+            raise UserError(f"--to=page takes masked diffusion models of characters, not {what}")
     if not (find_spec("onnx") and find_spec("onnxscript")):
         raise UserError("--to=page needs two packages more; pip install onnx onnxscript")
 
@@ -70,7 +64,7 @@ def to_onnx(model, folder):
 
     x = torch.full((1, model.config.block_size), model.mask_id, dtype=torch.int32)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         names = dict(input_names=["ids"], output_names=["logits"])
         program = torch.onnx.export(model, (x,), dynamo=True, verbose=False, **names)
@@ -111,18 +105,19 @@ def contents_of(model, tokenizer, config, weights):
     about = f"{millions:.1f} M parameters in {weights}, context {config.block_size}"
     empty = dict(title="", tokens=[], given=[], frames=[], calls=0, seconds=0)
     example = "To be, or ███ to be"
-    if config.data != "shakespeare" or not set(example) <= {"█", *tokenizer.vocab}:
+    if not set(example) <= {"█", *tokenizer.vocab}:
         example = ""
     size = max(offset + 4 * n for offset, n, _ in tensors)
     live |= dict(tensors=tensors, bytes=size, example=example)
     data = dict(samples=[empty], settings=dict(model=about), live=live)
-    names = [name for name in SCRIPTS if name.startswith(("viewer", "live"))]
     page = assemble(
         policy=POLICY,
-        style="\n".join(f'<link rel="stylesheet" href="{n}">' for n in names if n.endswith("css")),
+        style='<link rel="stylesheet" href="viewer.css"><link rel="stylesheet" href="live.css">',
         about=ABOUT,
         composer=(PAGE / "live.html").read_text(encoding="utf-8"),
-        scripts="\n".join([as_script(data), *(f'<script src="{n}"></script>' for n in names[:2])]),
+        scripts=as_script(data)
+        + '<script src="viewer.js"></script><script src="live.js"></script>',
     )
     contents["index.html"] = page.encode()
-    return contents | {name: (PAGE / name).read_bytes() for name in SCRIPTS}
+    files = [*PAGE.glob("*.js"), *PAGE.glob("*.css")]
+    return contents | {path.name: path.read_bytes() for path in files}

@@ -10,7 +10,6 @@ import sys
 
 from support.cli import UserError
 
-LARGEST = 1 << 26  # characters of all templates, which are read at once
 GAP = re.compile(r"(█+|\[___\])")
 
 
@@ -21,14 +20,12 @@ def read_templates(infill, batch):
     try:
         if "-" in (infill, batch):
             sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")
-            text = sys.stdin.read(LARGEST + 1)
+            text = sys.stdin.read()
         else:
             with open(batch, encoding="utf-8-sig") as f:  # without a byte order mark
-                text = f.read(LARGEST + 1)
+                text = f.read()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"the templates cannot be read ({e}); give UTF-8 text") from None
-    if len(text) > LARGEST:
-        raise UserError(f"the templates have more than {LARGEST} characters; give fewer at a time")
     text = text.removesuffix("\n")
     return text.split("\n") if batch else [text]
 

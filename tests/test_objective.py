@@ -15,7 +15,6 @@ from safetensors.numpy import load_file
 import kernels
 import mdlm
 from kernels.reference import attention_ref
-from support import numerics
 from support.cli import UserError
 
 VARIANTS = [
@@ -531,22 +530,6 @@ def test_standard_error_holds_with_few_windows(W, passes):
 def test_attention_is_counted_from_the_last_block(n_layer, every, wanted):
     blocks = untrained(n_layer=n_layer, attention_every=every).blocks
     assert [i for i, block in enumerate(blocks) if block.qkv is not None] == wanted
-
-
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.99])
-def test_dropout_has_its_rate_and_mean(p):
-    torch.manual_seed(0)
-    dropout = numerics.Dropout(p)
-    x = torch.ones(3, 333_333, requires_grad=True)  # no multiple of the eight bytes of a word
-    y = dropout(x)
-    y.sum().backward()
-    kept = y > 0
-    rate = round(256 * p) / 256
-    error = (rate * (1 - rate) / x.numel()) ** 0.5
-    assert abs((~kept).double().mean().item() - rate) <= 5 * error
-    assert y[kept].unique().tolist() == pytest.approx([1 / (1 - rate)])
-    assert torch.equal(x.grad, y)
-    assert torch.equal(dropout.eval()(x), x)
 
 
 def test_model_gives_v_logits_and_reads_both_sides():

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import eval
 import mdlm
 import sample
-from support import checkpoint, cli, files, plots, runtime, sources, templates
+from support import checkpoint, cli, files, plots, runtime, sources
 
 HOSTILE = "a\x1b]0;mine\x07b\x1b[2Jc\x9b1md\u202ee\x7f\rf\n"
 OURS = re.compile(r"\x1b\[[0-9;]*[mAJ]|\r(?=\x1b\[J)")  # what viewer.py sends to a terminal
@@ -381,12 +381,6 @@ def test_tokenizers_that_change_a_text_are_refused(pydoc, tmp_path):
     path.write_text(tokenizer.to_json())
     with pytest.raises(cli.UserError, match="does not restore the text"):
         tokenizer_from_json(path)
-
-
-def test_endless_batch_is_refused(run, capsys, monkeypatch):
-    monkeypatch.setattr(templates, "LARGEST", 1000)
-    r = call(sample.main, capsys, f"--out_dir={run}", "--batch=/dev/zero")
-    assert_one_sentence(r, "more than 1000 characters")
 
 
 def test_json_keeps_the_text_in_any_encoding(run):

@@ -14,10 +14,9 @@ function say(text, isError = false) {
 
 // The ids of what is typed, `mask` in its gaps; a text without gaps gets one up to the context.
 function encode(text) {
-  const found = Array.from(text, c => c === "█" ? live.mask : ids.get(c));
-  const unknown = found.indexOf(undefined), room = live.context - found.length;
-  if (unknown >= 0) throw `The model never saw the character "${Array.from(text)[unknown]}" (position ${unknown + 1}); `
-    + "remove it.";
+  const typed = Array.from(text), found = typed.map(c => c === "█" ? live.mask : ids.get(c));
+  const i = found.indexOf(undefined), room = live.context - found.length;
+  if (i >= 0) throw `The model never saw the character "${typed[i]}" (position ${i + 1}); remove it.`;
   if (room < 0) throw `The text has ${found.length} characters, the model takes ${live.context}; shorten it.`;
   if (found.includes(live.mask)) return found;
   if (room === 0) throw "There is nothing to fill: type _ where a character is missing.";

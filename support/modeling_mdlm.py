@@ -7,6 +7,7 @@ import math  # noqa: F401 (the model uses it)
 from types import SimpleNamespace
 
 import torch
+import torch.nn as nn  # noqa: F401 (the model uses it)
 import torch.nn.functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput

@@ -26,8 +26,9 @@ POLICY = (
     "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "connect-src 'self'; worker-src 'self' blob:; base-uri 'none'; form-action 'none'"
 )
-ABOUT = """A masked diffusion language model that runs in this page: type a text with gaps and watch
-    it fill them. Nothing you type leaves your device."""
+ABOUT = (
+    "A diffusion language model in this page fills gaps as you watch. Nothing you type leaves it."
+)
 
 
 def check(model, tokenizer, config):

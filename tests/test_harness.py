@@ -126,7 +126,7 @@ def test_end_stands_between_prompt_and_answer(tmp_path):
     """In a run on prompts and answers, which has learned them so."""
     lines = "".join(json.dumps(dict(q=q, a=a)) + "\n" for q, a in ("xy", "yx", "zz")) * 60
     (tmp_path / "qa.jsonl").write_text(lines)
-    flags = [*TINY, "--max_steps=80", "--n_embd=64", "--prompt_column=q", "--text_column=a"]
+    flags = [*TINY, "--max_steps=120", "--n_embd=64", "--prompt_column=q", "--text_column=a"]
     args = [*flags, f"--data={tmp_path}/qa.jsonl", f"--out_dir={tmp_path}/out"]
     assert run_mdlm(*args) == 0
     asked = harness.Harness(tmp_path / "out", device="cpu")

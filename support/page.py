@@ -26,9 +26,7 @@ POLICY = (
     "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "connect-src 'self'; worker-src 'self' blob:; base-uri 'none'; form-action 'none'"
 )
-ABOUT = (
-    "A diffusion language model in this page fills gaps as you watch. Nothing you type leaves it."
-)
+ABOUT = "A diffusion language model in this page fills gaps as you watch. Nothing typed leaves it."
 
 
 def check(model, tokenizer, config):

@@ -141,7 +141,8 @@ def exact_likelihood(model, corpus, windows):
 def likelihood(r):
     nats = r.get("nll", r.get("nelbo"))
     bits = f", {r['bpc']:.4f} bits per character" if math.isfinite(r["bpc"]) else ""
-    return f"{nats:.4f} +- {r['se']:.4f} nats per token{bits}"
+    error = f" +- {r['se']:.4f}" if math.isfinite(r["se"]) else ""
+    return f"{nats:.4f}{error} nats per token{bits}"
 
 
 def by_rate(r):

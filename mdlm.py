@@ -741,7 +741,7 @@ def setup(given, start):
     compiled = compiling.should_compile(run, can_compile(device), gradients)
     compiling.compile_network(run, compiled, gradients)
     runs.begin(run, folder)
-    log.describe(run, folder, is_bound(config))
+    log.describe(run, folder, is_bound(config), is_variant(config))
     if not folder:
         report(run)
     return run

@@ -246,16 +246,16 @@ def restore(folder, model, averaged, optimizers):
 
 
 HELD = []  # file descriptors of locked folders; the system unlocks them when the process ends
-TAKEN = []  # these folders
+TAKEN = []  # those of them that this process made
 
 
 def take(out_dir):
     """Make the folder of a run and lock it; UserError if another process is training there."""
     release()
+    TAKEN.extend([] if out_dir.exists() else [out_dir])
     with files.writing(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
         lock(out_dir)
-        TAKEN.append(out_dir)
         files.clean(out_dir)
         with files.new_folder(out_dir):
             pass  # it can be written

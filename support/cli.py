@@ -92,9 +92,11 @@ def run(main, argv, cleanup=None):
 
 
 def make_streams_usable():
-    """Print "?" where a terminal cannot show a character."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # it may be closed
+    """Replace closed standard streams, and print "?" where a terminal cannot show a character."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name) or open(os.devnull, mode)
+        setattr(sys, name, stream)
+        if mode == "w" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
@@ -130,9 +132,8 @@ def progress(what, unit, total=None, disable=False):
     """A tqdm bar for work of more than a second; written every ten seconds if not on a terminal."""
     from tqdm import tqdm
 
-    every = 0.1 if sys.stderr.isatty() else 10
-    how = dict(leave=False, delay=1, mininterval=every, disable=disable)
-    return tqdm(desc=what, unit=unit, total=total, **how)
+    how = dict(leave=False, delay=1, mininterval=0.1 if sys.stderr.isatty() else 10)
+    return tqdm(desc=what, unit=unit, total=total, disable=disable, **how)
 
 
 def check_files(read, written):

@@ -58,8 +58,8 @@ def write_atomically(path, content):
 
 def check_output(flag, path):
     """Raise UserError if the file --flag=path cannot be written; "" and "-" name none."""
-    fit = os.access(Path(path).parent, os.W_OK) and not os.path.isdir(path)
-    if path not in ("", "-") and not fit:
+    fit = os.access(path if os.path.exists(path) else Path(path).parent, os.W_OK)
+    if path not in ("", "-") and (os.path.isdir(path) or not fit):
         raise UserError(f"--{flag}={path} cannot be written; give a file in a folder that is yours")
 
 

@@ -50,7 +50,7 @@ class Log:
         with writing(self.path), open(self.path, "a") as f:
             f.write(json.dumps(values) + "\n")
 
-    def describe(self, run, folder, is_bound):
+    def describe(self, run, folder, is_bound, is_variant):
         """Say what is trained, on what and with what; `folder` is the checkpoint to resume."""
         c = run.config
         millions = sum(p.numel() for p in run.model.parameters()) / 1e6
@@ -69,6 +69,8 @@ class Log:
             self.say(f"documents of given lengths (--lengths), {mean:.0f} tokens a window")
         if c.objective == "mdlm" and not is_bound:
             self.say("the training loss is no likelihood bound; the evaluation is one")
+        elif c.objective == "mdlm" and c.rate_margin and not (is_variant or c.time_conditioning):
+            self.say("the training loss is a likelihood bound only at the end (--rate_margin)")
 
     def restart_clock(self, tokens):
         """Count tokens/s from now on."""

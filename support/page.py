@@ -44,7 +44,7 @@ def check(model, tokenizer, config):
 
 def read_runtime():
     """The files of ONNX Runtime Web, name -> bytes; npm brings them, once."""
-    if not RUNTIME.exists():
+    if not all((RUNTIME / "dist" / name).exists() for name in RUNTIME_FILES):
         npm = shutil.which("npm")
         if not npm:
             raise UserError("--to=page needs npm, which comes with Node.js; install it")

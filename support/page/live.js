@@ -4,7 +4,7 @@ const {live} = JSON.parse($("data").textContent);  // vocab, and what the worker
 const ids = new Map(live.vocab.map((token, id) => [token, id]));
 const tokenOf = id => live.vocab[id];
 const fields = ["typed", "steps", "temperature", "seed"];
-const place = new URL("./", document.baseURI).href;
+const link = new URLSearchParams(location.hash.slice(1));
 let worker, ready = false, request = 0, writing = null, last = "";
 
 function say(text, isError = false) {
@@ -12,9 +12,11 @@ function say(text, isError = false) {
   $("said").classList.toggle("error", isError);
 }
 
+const isGap = c => c === "█" || (c === "_" && !ids.has("_"));
+
 // The ids of what is typed, `mask` in its gaps; a text without gaps gets one up to the context.
 function encode(text) {
-  const typed = Array.from(text), found = typed.map(c => c === "█" ? live.mask : ids.get(c));
+  const typed = Array.from(text), found = typed.map(c => isGap(c) ? live.mask : ids.get(c));
   const i = found.indexOf(undefined), room = live.context - found.length;
   if (i >= 0) throw `The model never saw the character "${typed[i]}" (position ${i + 1}); remove it.`;
   if (room < 0) throw `The text has ${found.length} characters, the model takes ${live.context}; shorten it.`;
@@ -25,15 +27,16 @@ function encode(text) {
 
 const settingsOf = () => Object.fromEntries(fields.map(name => [name, $(name).value]));
 const asSample = (given, title) => ({
-  title, given: given.map(id => id !== live.mask), tokens: given.map(id => tokenOf(id) ?? ""), frames: [], calls: 0, seconds: 0,
+  title, given: given.map(id => id !== live.mask), tokens: given.map(id => tokenOf(id) ?? ""), frames: [],
 });
-const asFrame = drawn => drawn.map(([i, id, p, best]) => [i, tokenOf(id), p, best.map(([other, q]) => [tokenOf(other), q])]);
+const asFrame = drawn => drawn.map(([i, id, p, best]) => [i, tokenOf(id), p, best.map(([v, q]) => [tokenOf(v), q])]);
 
 function show(sample, first) {
   if (!samples[0]?.title) samples.shift();  // the empty one of the beginning
   samples.push(sample);
   samples.splice(0, samples.length - first);
   document.querySelector("footer").hidden = false;
+  list();
   load(samples.length - 1);
 }
 
@@ -41,22 +44,22 @@ function start(isRank) {
   const typed = $("typed").value;
   const said = JSON.stringify(settingsOf());
   if (!isRank && said === last) $("seed").value = (Number($("seed").value) + 1) % 2 ** 32;  // once more: another text
-  last = JSON.stringify(settingsOf());
-  history.replaceState(null, "", "#" + new URLSearchParams(settingsOf()));
   try {
     const given = encode(typed), seed = Number($("seed").value);
-    if (isRank && !typed.includes("█")) throw "There is no gap to rank fills for: type _ where a character is missing.";
-    if (samples.at(-1) === writing) samples.pop();  // it is not finished
-    writing = isRank ? {given} : asSample(given, `${typed.slice(0, 16).replaceAll("\n", "↵") || "a text"}, seed ${seed}`);
+    if (isRank && !Array.from(typed).some(isGap)) throw "There is no gap to rank fills for: type _ for a character.";
+    if (!isRank) last = JSON.stringify(settingsOf());
+    history.replaceState(null, "", "#" + new URLSearchParams({...Object.fromEntries(link), ...settingsOf()}));
+    if (samples.at(-1) === writing) isRank ? receive({data: {id: request, done: true}}) : samples.pop();  // unfinished
+    writing = isRank ? {given} : asSample(given, `${typed.slice(0, 16).replace(/\n/g, "↵") || "text"}, seed ${seed}`);
     const how = {seed, steps: Number($("steps").value), temperature: Number($("temperature").value)};
     worker.postMessage({id: ++request, rank: isRank, ids: given, ...how});
     say(isRank ? "trying fills" : "");
     if (isRank) return;
-    writing.steps = how.steps;
+    Object.assign(writing, {steps: how.steps, calls: 0, seconds: 0});
     show(writing, 9);
     go(0);
     play(true);
-    if (innerWidth < 544) $("samples").scrollIntoView();  // on a phone the form hides the text
+    if (innerWidth < 544 || innerHeight < 600) document.querySelector("main").scrollIntoView();  // else the form hides it
   } catch (error) {
     say(String(error), true);
   }
@@ -68,13 +71,13 @@ function receive({data}) {
     $("facts").textContent = `${settings.model}, ${data.ready}`;
     say("");
     for (const name of ["write", "rank"]) $(name).disabled = false;
-    if (location.hash.length > 1) start(false);
+    if (fields.some(name => link.has(name)) && $("composer").reportValidity()) start(false);
   } else if (data.error) {
     say(data.error, true);
   } else if (data.id !== request) {
     return;
-  } else if (data.tried) {
-    say(`trying fills: ${data.tried} calls`);
+  } else if (data.tried && !data.fills) {
+    say(`trying fills: ${data.tried} texts shown to the network`);
   } else if (data.frame) {
     writing.frames.push(asFrame(data.frame));
     writing.tokens = data.ids.map(id => tokenOf(id) ?? "");
@@ -88,8 +91,8 @@ function receive({data}) {
     samples.length = 0;
     for (const {ids, frames, share} of data.fills) {
       const sample = asSample(writing.given), tokens = ids.map(tokenOf);
-      const filled = tokens.filter((_, i) => !sample.given[i]).join("");
-      show(Object.assign(sample, {tokens, frames: frames.map(asFrame), calls: frames.length, seconds: data.seconds,
+      const filled = tokens.map((t, i) => sample.given[i] ? "\0" : t).join("").split(/\0+/).filter(Boolean).join("…");
+      show(Object.assign(sample, {tokens, frames: frames.map(asFrame), calls: data.tried, seconds: data.seconds,
                                   title: `${percent(share)} ${filled.replaceAll("\n", "↵")}`}), data.fills.length);
     }
     say("The likeliest of many fills, by the probability of the text from the first gap on.");
@@ -107,9 +110,9 @@ function refresh() {
 }
 
 function begin() {
-  const given = new URLSearchParams(location.hash.slice(1));
   $("typed").value = live.example;
-  for (const name of fields) if (given.has(name)) $(name).value = given.get(name);
+  for (const name of fields) if (link.has(name)) $(name).value = link.get(name);
+  addEventListener("hashchange", () => location.reload());  // another link
   for (const out of document.querySelectorAll("#settings output")) {
     const input = $(out.htmlFor), update = () => { out.value = input.value; };
     input.addEventListener("input", update);
@@ -117,26 +120,20 @@ function begin() {
   }
   for (const name of ["write", "rank"]) $(name).disabled = true;
   document.querySelector("footer").hidden = true;
-  $("typed").addEventListener("input", () => {
-    const {value, selectionStart} = $("typed");
-    if (ids.has("_") || !value.includes("_")) return;
-    $("typed").value = value.replaceAll("_", "█");
-    $("typed").setSelectionRange(selectionStart, selectionStart);
-  });
-  $("typed").addEventListener("keydown", e => { if (e.key === "Enter" && (e.ctrlKey || e.metaKey)) $("composer").requestSubmit(); });
+  const isDone = e => e.key === "Enter" && (e.ctrlKey || e.metaKey);
+  $("typed").addEventListener("keydown", e => isDone(e) && $("composer").requestSubmit());
   $("composer").addEventListener("submit", e => { e.preventDefault(); if (ready) start(false); });
   $("rank").addEventListener("click", () => { if ($("composer").reportValidity()) start(true); });
   if (location.protocol === "file:")
-    return say("Opened as a file, this page cannot load its model: run `python -m http.server` in its folder, then open "
-               + "http://localhost:8000.", true);
+    return say("Opened as a file, this page cannot load its model: serve its folder, as by python -m http.server.", true);
   if (!window.WebAssembly || !window.Worker) return say("This browser has no WebAssembly; use a newer one.", true);
   // A worker made of a blob inherits this page's policy: it may connect to nothing but the page's own files.
-  const blob = new Blob([`import ${JSON.stringify(`${place}worker.js`)};`], {type: "text/javascript"});
+  const blob = new Blob([`import ${JSON.stringify(new URL("worker.js", document.baseURI))};`], {type: "text/javascript"});
   worker = new Worker(URL.createObjectURL(blob), {type: "module"});
   worker.addEventListener("message", receive);
-  worker.addEventListener("error", () => say("worker.js or sampler.js is missing, or this browser is too old for it.", true));
-  worker.postMessage({about: {...live, vocab: undefined}, device: given.get("device")});
-  say("loading the model");
+  worker.addEventListener("error", () => say("worker.js, model.js or sampler.js is missing, or the browser old.", true));
+  worker.postMessage({about: {...live, vocab: undefined}, device: link.get("device")});
+  say("loading the model and what runs it, about 20 MB");
 }
 
 begin();

@@ -48,8 +48,7 @@ export async function open(described, wanted) {
       console.info(device, error);
     }
   }
-  throw "The model does not start: the browser must have WebAssembly with SIMD (Chrome 91, Firefox 89, Safari 16.4 or "
-    + "newer), the server all files that begin with ort.";
+  throw "The model does not start: it takes Chrome 111, Firefox 114, Safari 16.4 or newer, and all files named ort.";
 }
 
 // Logits (L * V) of each row of ids, which [MASK] follows up to the context L, as in training.

@@ -28,11 +28,7 @@ export function uniform(seed, step, sample, T, purpose) {
   return words(seed, 4 * step, sample, T).map((w, i) => (w * 2 ** 21 + (low[i] >>> 11)) / 2 ** 53);
 }
 
-function reversedBits(i) {
-  let r = 0;
-  for (let bit = 0; bit < 16; bit++) r |= (i >> bit & 1) << 15 - bit;
-  return r;
-}
+const reversedBits = i => parseInt([...i.toString(2).padStart(16, "0")].reverse().join(""), 2);
 
 // The log-probabilities of a position, in the float32 of PyTorch.
 function logSoftmax(logits) {

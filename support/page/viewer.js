@@ -32,7 +32,7 @@ function load(i) {
   });
   $("text").replaceChildren(...spans.flatMap((span, p) =>
     [span, ...Array.from(sample.tokens[p].matchAll("\n"), () => make("br"))]));
-  list();
+  [...$("samples").children].forEach((b, k) => b.setAttribute("aria-pressed", k === which));
   const size = sample.tokens.join("").length;
   $("text").style.setProperty("--zoom", Math.max(1, Math.min(2, 16 / Math.sqrt(size))));  // short texts are large
   $("slider").max = steps;
@@ -46,11 +46,9 @@ function load(i) {
 function list() {
   $("samples").replaceChildren(...samples.map((s, i) => {
     const button = make("button", s.title);
-    button.setAttribute("aria-pressed", i === which);
     button.addEventListener("click", () => load(i));
     return button;
   }));
-  $("samples").hidden = samples.length < 2;
 }
 
 function draw(p) {
@@ -132,15 +130,17 @@ $("slider").addEventListener("input", () => jump(Number($("slider").value)));
 // A button that the mouse pressed gives the keyboard back, else space would press it again.
 document.addEventListener("click", e => { if (e.detail) e.target.closest("button")?.blur(); });
 document.addEventListener("keydown", e => {
-  const typing = e.target.closest("form") || (e.key === " " && e.target.closest("button"));
+  const typing = e.target.closest("textarea, form input") || (e.key === " " && e.target.closest("button"));
   if (e.ctrlKey || e.metaKey || e.altKey || typing) return;
   const act = {
     ArrowLeft: () => jump(step - 1), ArrowRight: () => jump(step + 1),
     Home: () => jump(0), End: () => jump(steps), " ": () => play(!timer), Escape: () => point(-1),
     ArrowUp: () => load(which - 1), ArrowDown: () => load(which + 1),
+    "[": () => point(cursor - 1), "]": () => point(cursor + 1),
   }[e.key];
   if (act) { e.preventDefault(); act(); }
 });
 
 $("facts").textContent = Object.entries(settings).map(([name, value]) => `${name} ${value}`).join(", ");
+list();
 load(0);

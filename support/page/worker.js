@@ -20,10 +20,14 @@ async function writeRanked({id, ids, ...how}) {
   const begun = performance.now();
   const rows = Array.from({length: FILLS}, (_, sample) => plan(ids, sample, mask, how)), films = rows.map(() => []);
   let tried = 0;
-  const look = seen => {
-    if (id !== current) throw null;
-    postMessage({id, tried: ++tried});
-    return predict(seen);
+  const look = async seen => {
+    const found = [];
+    for (const row of seen) {
+      if (id !== current) throw null;
+      postMessage({id, tried: ++tried});
+      found.push(...await predict([row]));
+    }
+    return found;
   };
   for await (const frames of unmask(look, rows, mask, how)) frames.forEach((frame, r) => films[r].push(frame));
   const texts = rows.map(row => row.ids.join());
@@ -31,11 +35,12 @@ async function writeRanked({id, ids, ...how}) {
   const fills = await rank(look, different, ids.indexOf(mask), SHOWN, mask);
   const total = fills.reduce((sum, fill) => sum + Math.exp(fill.logp), 0);
   const seconds = (performance.now() - begun) / 1000;
-  postMessage({id, seconds, fills: fills.map(({ids, logp}) =>
+  postMessage({id, seconds, tried, fills: fills.map(({ids, logp}) =>
     ({ids, logp, share: Math.exp(logp) / total, frames: films[texts.indexOf(ids.join())]}))});
 }
 
 async function answer(data) {
+  if (data.id !== current) return;  // there is a newer request
   try {
     if (data.about) {
       mask = data.about.mask;

@@ -596,7 +596,7 @@ def test_phones_and_both_themes(live):
     live.js("scrollTo(0, 0)")
     live.js("samples.splice(0)")
     write(live, "", steps=8)
-    assert live.js("scrollY") > 100, "the text is in sight"
+    assert live.js("scrollY") > 50, "the text is in sight"
     for width in (320, 390, 1200):
         live.size(width, 800)
         assert live.js("document.documentElement.scrollWidth") <= width

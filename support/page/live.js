@@ -3,6 +3,7 @@
 const {live} = JSON.parse($("data").textContent);  // vocab, and what the worker is told: mask, context, tensors, bytes
 const ids = new Map(live.vocab.map((token, id) => [token, id]));
 const tokenOf = id => live.vocab[id];
+const isGap = c => c === "█" || (c === "_" && !ids.has("_"));
 const fields = ["typed", "steps", "temperature", "seed"];
 const link = new URLSearchParams(location.hash.slice(1));
 let worker, ready = false, request = 0, writing = null, last = "";
@@ -11,8 +12,6 @@ function say(text, isError = false) {
   $("said").textContent = text;
   $("said").classList.toggle("error", isError);
 }
-
-const isGap = c => c === "█" || (c === "_" && !ids.has("_"));
 
 // The ids of what is typed, `mask` in its gaps; a text without gaps gets one up to the context.
 function encode(text) {

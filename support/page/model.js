@@ -10,8 +10,7 @@ async function load(name) {
   return answer.arrayBuffer();
 }
 
-// The float32 weights that the ONNX file expects. weights.bin has each tensor as float32, or, with `columns`, as int8
-// and a float32 scale for each of its columns.
+// The float32 weights that the ONNX file expects, from tensors in float32, or in int8 with a scale for each column.
 function unpack(packed) {
   const weights = new Float32Array(about.bytes / 4);
   let at = 0;

@@ -88,19 +88,19 @@ def shakespeare():
         name = "tinyshakespeare.txt"
         return Path(pooch.retrieve(URL, SHA256, name, pooch.os_cache("mdlm"), downloader=http))
     except (ImportError, OSError, RuntimeError, ValueError) as e:  # RuntimeError: no home folder
-        raise OSError(type(e).__name__) from None
+        raise OSError(str(e) if type(e) is ValueError else type(e).__name__) from None
 
 
 def read_text(path, size=PART):
     """Stream a UTF-8 file as texts of about `size` characters, cut after a line if possible."""
     rest = ""
     try:
-        with open(path, encoding="utf-8-sig", newline="\n") as f:  # no byte order mark; \r stays
-            while part := f.read(size):
-                rest += part
-                cut = rest.rfind("\n") + 1 or len(rest)
-                yield rest[:cut]
-                rest = rest[cut:]
+        f = open(path, encoding="utf-8-sig", newline="\n")  # without a byte order mark; \r stays
+        while part := f.read(size):
+            rest += part
+            cut = rest.rfind("\n") + 1 or len(rest)
+            yield rest[:cut]
+            rest = rest[cut:]
     except OSError as e:
         raise UserError(f"--data={path} cannot be read ({e.strerror}); give a text file") from None
     except UnicodeDecodeError as e:

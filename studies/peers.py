@@ -5,9 +5,6 @@ and, with backward, gradients, compared with `exact` (float64) before they are t
 github.com/linkedin/Liger-Kernel, github.com/apple/ml-cross-entropy, and PyTorch's own.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("this is a part of bench.py; run: python bench.py")
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +15,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernels
-from kernels.reference import rotary_tables
 
 compiled = partial(torch.compile, dynamic=False)
 
@@ -44,14 +40,10 @@ def yardsticks(contestant, f):
     return {"PyTorch eager": contestant(f), "PyTorch compiled": contestant(compiled(f))}
 
 
-def attention(device, dtype, B, T, H, D, block=False):
+def attention(device, dtype, B, T, H, D):
     """On packed projections, whose gradient is packed too, as in the model: there SDPA reads q, k,
-    v by their strides, and its gradients are stacked. block: with rotary positions and QK-norm."""
-    more = {}
+    v by their strides, and its gradients are stacked."""
     ref = kernels.attention_ref
-    if block:
-        cos, sin = (table.to(device) for table in rotary_tables(T, D))
-        more = dict(cos=cos, sin=sin, qk_norm=True)
 
     def inputs(seed):
         g = torch.Generator(device).manual_seed(seed)
@@ -60,18 +52,18 @@ def attention(device, dtype, B, T, H, D, block=False):
         return qkv.requires_grad_(), grad
 
     def contestant(f):
-        return lambda backward, qkv, grad: outcome(f(qkv, **more), (qkv,), backward, grad)
+        return lambda backward, qkv, grad: outcome(f(qkv), (qkv,), backward, grad)
 
     def exact(qkv, grad):
         parts = []
         # One sequence at a time: (1, H, T, T) scores in float64.
         for x, g in zip(qkv.detach().double().split(1), grad.double().split(1)):
             x.requires_grad_()
-            parts.append(outcome(ref(x, **more), (x,), True, g))
+            parts.append(outcome(ref(x), (x,), True, g))
         return [torch.cat(part).detach() for part in zip(*parts)]
 
     contestants = yardsticks(contestant, ref)
-    for name in () if block else ("FLASH", "CUDNN", "EFFICIENT"):
+    for name in ("FLASH", "CUDNN", "EFFICIENT"):
         backend = sdpa_kernel(getattr(SDPBackend, f"{name}_ATTENTION"))
         contestants[f"SDPA {name}"] = contestant(backend(ref))
     contestants["mdlm"] = contestant(kernels.attention)
@@ -81,8 +73,7 @@ def attention(device, dtype, B, T, H, D, block=False):
     # Forward reads q, k, v, writes O; backward reads q, k, v, O, dO, writes dq, dk, dv. Backward
     # computes the scores again, then four gradients.
     cost = {"forward": (2 * product, 4 * n), "forward + backward": (7 * product, 12 * n)}
-    name = "attention block" if block else "attention"
-    return Case(name, shape, dtype, cost, inputs, exact, contestants, True)
+    return Case("attention", shape, dtype, cost, inputs, exact, contestants, True)
 
 
 def head_peers():
@@ -161,18 +152,16 @@ def cases(device):
     """Functions that build the cases, the most important first."""
     bf16 = torch.bfloat16
 
-    def attention_at(T, D, block=False):
+    def attention_at(T, D):
         tokens = 32768 if T <= 1024 else 16384
-        return partial(attention, device, bf16, tokens // T, T, 768 // D, D, block)
+        return partial(attention, device, bf16, tokens // T, T, 768 // D, D)
 
     yield partial(head, device, bf16, 8192, 384, 65)  # first those of the preset gpu
     yield partial(masking, device, 64, 256)
-    yield attention_at(256, 64, block=True)
+    yield attention_at(256, 64)
     yield partial(head, device, bf16, 32768, 768, 50304)
     for T in (512, 1024):
         yield partial(masking, device, 64, T)
         yield attention_at(T, 64)
-        yield attention_at(T, 64, block=True)
-    for T, D in ((256, 64), (128, 64), (4096, 64), (256, 32), (1024, 32)):
+    for T, D in ((128, 64), (4096, 64), (256, 32), (1024, 32)):
         yield attention_at(T, D)
-    yield attention_at(128, 64, block=True)

@@ -73,31 +73,27 @@ def head_cases():
 
 
 def attention_cases():
-    """float16 has the tiles of bfloat16. Odd lengths with rotary positions and norm are worst."""
+    """float16 has the tiles of bfloat16."""
     at = import_module("kernels.attention")
     kernels = (at.attention_forward_kernel, at.attention_dq_kernel, at.attention_dkdv_kernel)
-    flags = (True, False)
-    for kernel, dtype, D, even, fuse, documents in itertools.product(
-        kernels, ("bf16", "fp32"), at.HEAD_DIMS, flags, flags, flags
+    spans = ("", ", documents", ", blocks")
+    for kernel, dtype, D, even, seen in itertools.product(
+        kernels, ("bf16", "fp32"), at.HEAD_DIMS, (True, False), spans
     ):
-        if fuse and not at.fused(TYPES[dtype], 256):
-            continue
-        if documents and (even or (dtype == "bf16" and not fuse)):  # the others need more
+        if seen == ", documents" and even:  # odd ones need more
             continue
         types = dict.fromkeys(("qkv", "grad", "out", "dqkv"), f"*{dtype}") | dict(scale="fp32")
-        types |= dict.fromkeys(("lse", "delta", "cos", "sin"), "*fp32") | dict(spans="*i32")
-        M, N, warps, stages = at.tiles(kernel, TYPES[dtype], D, documents)
-        config = dict(H=384 // D, D=D, BLOCK_M=M, BLOCK_N=N, EVEN=even, NORM=fuse)
-        config |= dict(num_warps=warps, num_stages=stages)
-        config |= {} if fuse else dict(cos=None, sin=None)
-        config |= {} if documents else dict(spans=None)
+        types |= dict.fromkeys(("lse", "delta"), "*fp32") | dict(spans="*i32")
+        M, N, warps, stages = at.tiles(kernel, TYPES[dtype], D)
+        config = dict(H=384 // D, D=D, BLOCK_M=M, BLOCK_N=N, EVEN=even)
+        config |= dict(R=1 + (seen == ", blocks"), num_warps=warps, num_stages=stages)
+        config |= {} if seen else dict(spans=None)
         types = {n: types.get(n, "i32") for n in kernel.arg_names if n not in config}
         main = ()
-        if (dtype, D) == ("bf16", 64) and even != fuse:
-            main = ARCHITECTURES if fuse and not documents else (90,)
+        if (dtype, D, even) == ("bf16", 64, seen != ", documents"):
+            main = (90,) if seen else ARCHITECTURES
         name = kernel.fn.__name__.removesuffix("_kernel").replace("_", " ")
-        name += f" D={D} {dtype} {'even' if even else 'odd'} T{', fused' * fuse}"
-        name += ", documents" * documents
+        name += f" D={D} {dtype} {'even' if even else 'odd'} T" + seen
         yield Case(name, kernel, types, config, main=main)
 
 
@@ -109,7 +105,7 @@ def variants(case):
     always = ({"limit"} & numbers) | ({"T"} if case.config.get("EVEN") else set())
     usual = always | memory | (numbers & set(STRIDES))
     yield dataclasses.replace(case, aligned=frozenset(usual))
-    if "fp32" in case.name.split() or "fp16" in case.name or "documents" in case.name:
+    if "fp32" in case.name.split() or "fp16" in case.name or "spans" in case.types:
         return
     attention = "EVEN" in case.config  # it copies what is not aligned
     most = memory | numbers

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from kernels import attention, attention_ref, launch
 from kernels.attention import _packed
-from kernels.reference import document_spans
+from kernels.reference import block_spans, document_spans
 
 pytestmark = pytest.mark.skipif(
     not launch.ENABLED or not (torch.cuda.is_available() or launch.INTERPRET),
@@ -67,7 +67,6 @@ SLOW = [(T, D) for T in (1, 2, 31, 64, 111, 257, 256) for D in (32, 64)]
     ("T", "D"), [(63, 64), *(pytest.param(*size, marks=pytest.mark.slow) for size in SLOW)]
 )
 def test_forward_and_every_gradient(T, D, dtype):
-    """Rotary positions and norm: in the kernels for 16-bit types, before them in float32."""
     qkv, grad, cos, sin = draw(2, T, 1 + (T < 64), D, dtype)
     check(qkv, grad)
     check(qkv, grad, cos, sin, True)
@@ -77,12 +76,6 @@ def test_forward_and_every_gradient(T, D, dtype):
 def test_one_row_even_blocks_several_blocks(T, D):
     qkv, grad, cos, sin = draw(1, T, 1, D, HALF)
     check(qkv, grad, cos, sin, True)
-
-
-@pytest.mark.parametrize("parts", ["rotary", "norm"])
-def test_rotary_alone_and_norm_alone(parts):
-    qkv, grad, cos, sin = draw(1, 40, 1, 32, HALF)
-    check(qkv, grad, *((cos, sin, False) if parts == "rotary" else (None, None, True)))
 
 
 def split(B, T, seed=0):
@@ -111,6 +104,26 @@ def test_documents_see_themselves_alone(T, D, dtype):
     assert torch.equal(ours, theirs)
 
 
+BLOCKS = [(40, 4, 32), (64, 64, 32), (96, 32, 64), (43, 1, 32), (75, 15, 64)]  # T, S, D
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about rows that are never stored
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("T", "S", "D"),
+    [(65, 13, 32), *(pytest.param(*size, marks=pytest.mark.slow) for size in BLOCKS)],
+)
+def test_blocks_see_themselves_and_earlier_text(T, S, D, dtype):
+    """Tiles of the kernel may hold several blocks, or the end of the one half and the other."""
+    qkv, grad, cos, sin = draw(2, 2 * T, 1, D, dtype)
+    spans = block_spans(T, S, DEVICE)
+    check(qkv, grad, cos, sin, True, False, spans)
+    other = qkv.clone()
+    other[:, T // S // 2 * S : T] = other[:, T + T // S // 2 * S :] = 7.0  # later blocks
+    ours, theirs = (attention(x, spans=spans)[:, : T // S // 2 * S] for x in (qkv, other))
+    assert torch.equal(ours, theirs)
+
+
 @pytest.mark.skipif(not GPU, reason="too large for the interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("D", [32, 64])
@@ -120,6 +133,9 @@ def test_long_rows(T, D, dtype):
     check(qkv, grad)
     check(qkv, grad, cos, sin, True)
     check(qkv, grad, cos, sin, True, False, split(2, T))
+    if T % 2 == 0:
+        for S in (4, 16, 64):
+            check(qkv, grad, cos, sin, True, False, block_spans(T // 2, S, DEVICE))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about rows that are never stored
@@ -176,7 +192,7 @@ def test_lse_is_log_sum_exp():
     qkv, _, _, _ = draw(1, 45, 2, 32, torch.float32)
     q, k, _ = qkv.double().permute(2, 0, 3, 1, 4)
     exact = torch.logsumexp(q @ k.transpose(-1, -2) * 32**-0.5, -1)
-    lse = torch.ops.mdlm.attention(qkv, None, None, None, False)[1]
+    lse = torch.ops.mdlm.attention(qkv, None)[1]
     torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -187,9 +203,9 @@ ALL_UTILS = [*UTILS, "test_aot_dispatch_dynamic"]
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("utils", [UTILS, pytest.param(ALL_UTILS, marks=pytest.mark.slow)])
 def test_the_operator_is_well_formed(utils):
-    qkv, _, cos, sin = draw(1, 18, 1, 32, HALF)
+    qkv = draw(1, 18, 1, 32, HALF)[0]
     ends = torch.arange(18, device=DEVICE) % 5 == 4
-    args = (qkv.requires_grad_(), cos, sin, document_spans(ends[None]), True)
+    args = (qkv.requires_grad_(), document_spans(ends[None]))
     torch.library.opcheck(torch.ops.mdlm.attention, args, test_utils=utils)
 
 
@@ -240,9 +256,3 @@ def test_the_rest_goes_to_the_reference(T, D, dtype, causal, monkeypatch):
     module = sys.modules["kernels.attention"]
     monkeypatch.setattr(module, "attention_ref", lambda *args: "reference")
     assert attention(torch.zeros(1, T, 3, 1, D, dtype=dtype), causal=causal) == "reference"
-
-
-def test_tables_of_another_length_are_refused():
-    qkv, _, cos, sin = draw(1, 9, 1, 32, torch.float32)
-    with pytest.raises(ValueError, match=r"\(T, D/2\) = \(9, 16\)"):
-        attention(qkv, cos[:8], sin[:8])

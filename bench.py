@@ -2,12 +2,10 @@
 
     python bench.py kernels              # on a GPU: three operations, checked before they are timed
     python bench.py train --preset=gpu   # training steps: Triton and PyTorch, compiled and eager
-    python bench.py profile --preset=gpu # what a step consists of: its kernels by time
     python bench.py sample --out_dir=out # how well samplers write, by network calls
 
 A time is the median over rounds in which the contestants take turns; spread is half its
-interquartile range. `share` of a kernel is the least time that a large copy and matrix product show
-possible over the time taken; of a training step it is MFU. A wrong result gets no time.
+interquartile range. `share` of a training step is MFU. A wrong result gets no time.
 """
 
 from support import cli
@@ -33,7 +31,6 @@ import numpy as np
 import torch
 
 import mdlm
-from kernels.launch import can_compile
 from studies import frontier, peers
 from support import compiling, runs, runtime
 from support.cli import UserError, opt
@@ -52,7 +49,7 @@ class Options:
     seconds: float = opt(0.5, "time to measure one contestant", bounds=(0, 1e4))
     # kernels
     only: str = opt("", "operations whose name contains this")
-    # train, profile
+    # train
     preset: str = opt("all", "of mdlm.py; all: those of the device", "all", *mdlm.PRESETS)
     # sample
     out_dir: str = opt("out", "run or checkpoint folder of a diffusion model")
@@ -66,8 +63,8 @@ class Options:
 
 # How the table shows the numbers of a row; those without a format are in the JSON alone.
 FORMATS = dict(ms=".4g", spread=".2g", share=".1%", peak_mb=",.0f", speed_up=".2f")
-FORMATS |= dict(calls="d", seconds=".2f", words=".1%", words_se=".1%", valid=".1%")
-FORMATS |= dict(valid_se=".1%", twin=".3f", twin_se=".3f", distinct=".3f")
+FORMATS |= dict(calls="d", seconds=".2f", words=".1%", words_se=".1%")
+FORMATS |= dict(twin=".3f", twin_se=".3f", distinct=".3f")
 
 
 class Book:
@@ -134,10 +131,9 @@ class Book:
 
 def describe(error):
     """An exception in one short line."""
-    if isinstance(error, UserError):
-        return str(error)
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:100]}".replace("|", "/")
+    name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return f"{name}{lines[0][:100]}".replace("|", "/")
 
 
 # ---- Timing: in turns, on an idle device, by a median
@@ -196,16 +192,6 @@ def peak_memory(call, device, before=None):
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def measure_limits(device, n=8192, size=1 << 31):
-    """{"bandwidth": bytes/s of a large copy, read and written; dtype: FLOP/s of a large product}"""
-    source = torch.randint(255, (size,), dtype=torch.uint8, device=device)
-    copy = partial(torch.empty_like(source).copy_, source)
-    x = torch.randn(n, n, device=device).to(torch.bfloat16)
-    product = partial(torch.matmul, x, x)
-    seconds = [min(clock(call, 3, device) for _ in range(5)) for call in (copy, product)]
-    return {"bandwidth": 2 * size / seconds[0], torch.bfloat16: 2 * n**3 / seconds[1]}
-
-
 def rate(x, unit):
     """As text: 1e12 FLOP/s are 1 TFLOP/s."""
     return f"{x / 1e12:.4g} T{unit}" if x >= 1e12 else f"{x / 1e9:.4g} G{unit}"
@@ -230,7 +216,7 @@ def check(case, name, backward, exact):
     check_close(results, exact[:1] if forward_only else exact, case.dtype)
 
 
-def measure(case, book, limits, device, seconds):
+def measure(case, book, device, seconds):
     """Check and time the contestants of a case; say what is wrong with those that get no time."""
     first = next(iter(case.contestants))
     exact = case.exact(*case.inputs(0))
@@ -259,18 +245,14 @@ def measure(case, book, limits, device, seconds):
         for name in times:
             t, spread = (x / (n_sets if case.graph else 1) for x in times[name])
             speed = rate(flops / t, "FLOP/s") if flops else rate(n_bytes / t, "B/s")
-            least = max(flops / limits.get(case.dtype, math.inf), n_bytes / limits["bandwidth"])
             speed_up = times[first][0] / times[name][0] if first in times else None
             row = dict(contestant=name, ms=t * 1e3, spread=spread * 1e3, rate=speed)
-            row |= dict(share=least / t, peak_mb=peaks[name], speed_up=speed_up)
+            row |= dict(peak_mb=peaks[name], speed_up=speed_up)
             book.add(where | row | dict(flops=flops, bytes=n_bytes))
 
 
 def bench_kernels(options, device, book):
     """All cases, as far as time allows."""
-    limits = measure_limits(device)
-    speeds = rate(limits["bandwidth"], "B/s"), rate(limits[torch.bfloat16], "FLOP/s")
-    book.note("limits: copy {}, matrix product in bfloat16 {}".format(*speeds))
     every = [make() for make in peers.cases(device)]
     cases = [case for case in every if options.only in case.name]
     if not cases:
@@ -281,7 +263,7 @@ def bench_kernels(options, device, book):
         if runtime.is_late(book.until):
             book.trouble(dict(operation=case.name, shape=case.shape, what=""), "all", LATE)
         else:
-            measure(case, book, limits, device, options.seconds)
+            measure(case, book, device, options.seconds)
         with contextlib.suppress(RuntimeError):  # the allocator may think a capture goes on
             torch.cuda.empty_cache()
 
@@ -374,8 +356,8 @@ def race_steps(config, folder, device, book, options):
             book.add(where | row)
 
 
-def presets(options, device):
-    """The Config of each preset that is asked for, and a folder of random tokens to train on."""
+def bench_training(options, device, book):
+    """The steps of each preset that is asked for, on random tokens."""
     torch.set_float32_matmul_precision("high")  # as mdlm.py
     presets = ("gpu", "gpt2", "cpu") if device.type == "cuda" else ("cpu",)
     for preset in presets if options.preset == "all" else (options.preset,):
@@ -386,34 +368,10 @@ def presets(options, device):
             for name, n in (("train.bin", 4 << 20), ("val.bin", 1 << 14)):
                 ids = np.random.default_rng(0).integers(V, size=n, dtype=np.uint16)
                 ids.tofile(Path(folder, name))
-            yield config, folder
+            race_steps(config, folder, device, book, options)
 
 
-def bench_training(options, device, book):
-    for config, folder in presets(options, device):
-        race_steps(config, folder, device, book, options)
-
-
-def profile(options, device, book):
-    """The parts of a step, compiled where that works, that take longest: a GPU's kernels."""
-    where = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    dtype = runtime.pick_dtype("auto", device)
-    for config, folder in presets(options, device):
-        if runtime.is_late(book.until):
-            book.note(f"{config.preset}: {LATE}")
-            break
-        run = start_run(config, folder, device, dtype, "auto", can_compile(device))
-        step = partial(next, steps_of(run))
-        seconds = race({"step": step}, device, options.seconds)["step"][0]
-        with torch.profiler.profile() as profiler:
-            clock(step, 10, device)
-        book.note(f"{config.preset}: a step takes {seconds * 1e3:.3g} ms; of ten, profiled:")
-        longest = profiler.key_averages()
-        book.note(longest.table(sort_by=where, row_limit=25, max_name_column_width=100))
-
-
-MODES = dict(kernels=bench_kernels, train=bench_training, profile=profile)
-MODES["sample"] = frontier.bench_sampling
+MODES = dict(kernels=bench_kernels, train=bench_training, sample=frontier.bench_sampling)
 
 
 def main(argv):

@@ -200,12 +200,10 @@ def compare(options):
         if not val:
             raise UserError(f"{name} has logged no evaluation yet; wait for one, or leave it out")
         last = val[-1]
-        best = min(val, key=lambda v: v[key])
         row = dict(run=name, objective="ar" if key == "val_nll" else "mdlm", value=last[key])
         row |= dict(se=last[f"{key}_se"], bpc=last["val_bpc"])
         row |= {k: last[k] for k in ("step", "tokens", "seconds")}
-        row |= dict(ar_shifted=last.get("val_ar_shifted"), best=best[key], best_step=best["step"])
-        rows.append(row)
+        rows.append(row | dict(ar_shifted=last.get("val_ar_shifted")))
     words = plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=4)
     words += "\nvalue: nats per token, comparable for one text and tokenizer; ar: exact, with [END]"
     draw = {"compare.png": partial(plots.plot_losses, out_dirs=runs)}
@@ -244,7 +242,7 @@ def show_text(options):
     device = pick_device(options.device)
     folder = find_checkpoint(default_run(options.out_dir))
     model, tokenizer, config = mdlm.load(folder, device)
-    if config.objective == "ar" or config.prompt_column:
+    if config.objective == "ar" or config.prompt_column or model.n > 1:
         raise UserError(f"--text is for models that fill gaps, and {folder} does not; leave it out")
     ids = tokenizer.encode(options.text)
     n = len(ids)

@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 import mdlm
 import sample
 from support.cli import UserError
-from support.judging import is_pattern
 
 STEPS = (1, 2, 4, 8, 16, 32)
 SAMPLERS = {
@@ -30,6 +29,10 @@ SAMPLERS = {
     "confidence": dict(order="confidence", correct=0),
 }
 COLORS = ("#0072B2", "#D55E00", "#009E73")
+
+
+def is_pattern(text):
+    return any(text == (text[:n] * len(text))[: len(text)] for n in (2, 3, 4))
 
 
 def write(model, tokenizer, n, **how):

@@ -84,7 +84,7 @@ def attention_maps(model, xt):
         maps.append(scores.softmax(-1)[0])
         return ops.attention(qkv, cos, sin, qk_norm, causal, spans)
 
-    model.ops = SimpleNamespace(attention=explicit)
+    model.ops = SimpleNamespace(**vars(model.ops) | dict(attention=explicit))
     model(xt)
     model.ops = ops
     numbers = [i for i, block in enumerate(model.blocks) if block.qkv is not None]

@@ -5,9 +5,6 @@ models may be bought with dull texts. So beside it stand the variety of words an
 same for real text, and for texts that the autoregressive model wrote itself.
 """
 
-if __name__ == "__main__":
-    raise SystemExit("this is a part of bench.py; run: python bench.py sample")
-
 import time
 
 import torch
@@ -63,7 +60,7 @@ def bench_sampling(options, device, book):
     with eval.open_data(options.data, folder, tokenizer, config, device) as (corpus, _):
         training = tokenizer.decode(corpus.train[:2_000_000].tolist())
         windows = corpus.windows().long()
-    by_text = judging.Judge(training, config.data == "patterns")
+    by_text = judging.Judge(training)
 
     def judge(texts):
         return by_text(texts) | (judge_by(twin, tokenizer, texts) if twin else {})

@@ -6,7 +6,7 @@
 #   PARTS=record TEXT=my.txt bash studies/gpu.sh           # 3. the gpu preset, seeds 0, 1, 2
 #   PARTS=shards bash studies/gpu.sh                       # 4. --shard on all GPUs, or on one
 #
-# PARTS: of the first call ops train nanogpt profile large attention alike; the others alone.
+# PARTS: of the first call ops train nanogpt large attention alike; the others alone.
 # NANOGPT: a clone of github.com/karpathy/nanoGPT in which data/shakespeare_char/prepare.py has run;
 # its own train.py then says how long a step of the same size takes (16,384 tokens).
 # OUT: folder of the results (results/). LIMIT: seconds for all (580). PYTHON: the interpreter.
@@ -17,7 +17,7 @@ if [ $# -gt 0 ]; then
     echo "gpu.sh takes no arguments, but: PARTS, LIMIT, OUT, TEXT, NANOGPT, PYTHON in the environment" >&2
     exit 2
 fi
-first="ops train nanogpt profile large attention alike"
+first="ops train nanogpt large attention alike"
 PARTS=${PARTS:-$first}
 for name in $PARTS; do
     [[ " $first tests record shards " == *" $name "* ]] && continue
@@ -83,7 +83,6 @@ bench train 200 train --preset=gpu --seconds=1.5
 # With a line of the log a step, its times are of whole steps. The last ones count: the first compile.
 [ -z "$nanogpt" ] || part nanogpt 60 env -C "$nanogpt" "$python" train.py config/train_shakespeare_char.py \
     --max_iters=200 --log_interval=1 --eval_interval=1000 --eval_iters=1 --out_dir=/tmp/nanogpt
-bench profile 40 profile --preset=gpu
 bench large 95 train --preset=gpt2
 bench attention 100 kernels --only=attention --seconds=0.1
 part alike 100 "${pytest[@]}" -s tests/test_gpu.py -k "not shards" --deselect="$alike[1]" --deselect="$alike[2]"

@@ -1,4 +1,4 @@
-"""How well texts are written: known and distinct words, valid patterns; settings side by side."""
+"""How well texts are written: known and distinct words; settings side by side."""
 
 import dataclasses
 import json
@@ -47,33 +47,22 @@ def distinct(texts):
     return sum(len(set(words)) / max(1, len(words)) for words in found) / len(found)
 
 
-def is_pattern(text):
-    """Whether a text repeats its first 2, 3 or 4 characters, as those of --data=patterns do."""
-    return any(text == (text[:n] * len(text))[: len(text)] for n in (2, 3, 4))
-
-
 class Judge:
-    """The share of words that the training text has; of a run on patterns, that of valid ones."""
+    """The share of words that the training text (None: unknown) has, and of distinct ones."""
 
-    def __init__(self, training, is_patterns=False):
-        self.name = "valid" if is_patterns else "words"
+    def __init__(self, training):
         self.known = set(re.findall(r"\w+", training or ""))
 
     def __call__(self, texts):
-        """{"words" or "valid": share, its standard error, "distinct": share}; None: not known."""
-        if self.name == "valid":
-            counts = [(is_pattern(text), 1) for text in texts]
-            different = len(set(texts)) / len(texts)
-        else:
-            words = [words_of(text) for text in texts]
-            counts = [(sum(word in self.known for word in found), len(found)) for found in words]
-            different = distinct(texts)
-        if self.name == "words" and not self.known:
-            return {"words": None, "words_se": None, "distinct": different}
-        good, total = map(sum, zip(*counts))
-        share = good / max(1, total)
-        spread = sum((k - share * n) ** 2 for k, n in counts) ** 0.5 / max(1, total)
-        return {self.name: share, f"{self.name}_se": spread, "distinct": different}
+        """{"words": share, "words_se": its standard error, "distinct": share}; None: not known."""
+        found = [words_of(text) for text in texts]
+        good = [sum(word in self.known for word in words) for words in found]
+        total = max(1, sum(map(len, found)))
+        share = sum(good) / total
+        spread = sum((k - share * len(words)) ** 2 for k, words in zip(good, found)) ** 0.5 / total
+        if not self.known:
+            share = spread = None
+        return {"words": share, "words_se": spread, "distinct": distinct(texts)}
 
 
 # ---- sample.py --compare
@@ -114,7 +103,7 @@ def compare(variants, fill, judge, tokens, file):
         calls = sum(fact["calls"] for fact in facts) / len(facts)
         row = {"setting": title, "calls": calls, "seconds": seconds, "tokens/s": tokens / seconds}
         rows.append(row | judge([joined(parts) for parts in texts]))
-        viewer.write_line(file, json.dumps(rows[-1]))
+        print(json.dumps(rows[-1]), file=file, flush=True)
     if file is not sys.stdout:
         print(plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=3))
         print(f"means over {len(texts)} texts; words: the share that the training text has")

@@ -65,8 +65,9 @@ class Log:
         if folder:
             self.say(f"resuming from {folder}, on the data that it learned")
         if run.model.documents:
-            mean = run.corpus.mean_length
-            self.say(f"documents of given lengths (--lengths), {mean:.0f} tokens a window")
+            self.say("documents of given lengths (--lengths)")
+        if run.model.n > 1:
+            self.say(f"{run.model.n} blocks of {c.block_length} tokens, one after another")
         if c.objective == "mdlm" and not is_bound:
             self.say("the training loss is no likelihood bound; the evaluation is one")
         elif c.objective == "mdlm" and c.rate_margin and not (is_variant or c.time_conditioning):
@@ -118,30 +119,17 @@ class Log:
         self.restart_clock(run.tokens)
 
     def samples(self, run, generate):
-        """Show two generated texts, and validation text with a generated middle, in brackets."""
-        mask = run.model.mask_id
-        x = run.windows[[0, 1 % len(run.windows), 0]]
-        learned = run.model.learned(x)
-        x = torch.where(learned, mask, x)
-        window = run.windows[0]
-        T = int(learned[0].sum())
-        begin = T // 2
-        end = begin + max(1, T // 10)
-        x[2] = torch.cat((window[:begin], x[2, begin:end], window[end:]))
-        if run.config.objective == "ar" or run.config.prompt_column:  # not for gaps
-            x = x[:2]
+        """Show two generated texts."""
+        x = run.windows[[0, 1 % len(run.windows)]]
+        x = torch.where(run.model.learned(x), run.model.mask_id, x)
         g = generator("preview", run.config.seed, run.step)
         was_training = run.averaged.training
         run.averaged.eval()
         with run.autocast():
             filled = generate(run.averaged, x, min(x.shape[1], 64), g)
         run.averaged.train(was_training)
-        decode = run.corpus.tokenizer.decode
-        for i, ids in enumerate(filled.tolist()):
-            text = decode(ids)
-            if i == 2:
-                text = f"{decode(ids[:begin])}[{decode(ids[begin:end])}]{decode(ids[end:])}"
-            self.say("  | " + text.replace("\n", "\n  | "))
+        for ids in filled.tolist():
+            self.say("  | " + run.corpus.tokenizer.decode(ids).replace("\n", "\n  | "))
         self.restart_clock(run.tokens)
 
     def stopped(self, run):

@@ -18,7 +18,6 @@ import torch
 
 from support.cli import UNSAFE, escaped
 from support.files import write_output
-from support.likelihood import checked
 from support.templates import joined
 
 FILLED = "\x1b[1;36m"
@@ -40,15 +39,6 @@ def json_line(template, texts, facts):
     line = json.dumps(line | facts, ensure_ascii=False)
     # json leaves some characters as they are, though they end lines or command terminals.
     return UNSAFE.sub(lambda found: json.dumps(found[0])[1:-1], line)
-
-
-def write_line(file, line):
-    """Print a line of JSON to an open file; an OSError names it."""
-    try:
-        print(line, file=file, flush=True)
-    except OSError as e:
-        e.filename = file.name
-        raise
 
 
 def has_colours(stream):
@@ -168,17 +158,6 @@ def likeliest(tokenizer, p, n):
     """The n likeliest tokens by probabilities p (V,): pairs of text and probability."""
     best = p.topk(min(n, len(p)))
     return [(tokenizer.decode([v]), q) for q, v in zip(*map(torch.Tensor.tolist, best))]
-
-
-@torch.no_grad()
-def top_tokens(model, tokenizer, ids, n, device):
-    """Print the n likeliest tokens of each [MASK] in a list of ids."""
-    rest = [model.pad_id] * (model.config.block_size - len(ids))
-    p = checked(model(torch.tensor([ids + rest], device=device))[0]).softmax(-1)
-    for i, token in enumerate(ids):
-        if token == model.mask_id:
-            best = [f"{text!r} {100 * q:.1f} %" for text, q in likeliest(tokenizer, p[i], n)]
-            print(f"token {i + 1:>4}", *best, sep="   ")
 
 
 class Film:

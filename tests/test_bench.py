@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 from functools import partial
@@ -21,7 +20,7 @@ import bench
 import kernels
 import mdlm
 from studies import frontier, peers
-from support import cli, judging, sources
+from support import cli, judging
 
 CPU = torch.device("cpu")
 
@@ -80,7 +79,6 @@ def test_contestants_take_turns(monkeypatch):
 # ---- Kernels
 
 GPU_ONLY = {"SDPA CUDNN", "SDPA EFFICIENT"}
-LIMITS = {"bandwidth": 1e9, torch.float32: 3e9, torch.bfloat16: 1e9}
 
 
 def tiny_cases(device):
@@ -110,7 +108,6 @@ def tiny(monkeypatch, tmp_path):
     monkeypatch.setattr(peers, "cases", tiny_cases)
     monkeypatch.setattr(peers, "compiled", lambda f: f)  # compiling would take its time
     monkeypatch.setattr(peers, "head_peers", lambda: [])
-    monkeypatch.setattr(bench, "measure_limits", lambda device: LIMITS)
     monkeypatch.setattr(bench, "race", few_turns)
     path = tmp_path / "bench.json"
 
@@ -151,16 +148,6 @@ def test_every_contestant_is_timed(tiny, capsys):
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(table) == 2 + len(results["rows"])
     assert len({line.count("|") for line in table}) == 1
-
-
-def test_share_is_of_the_slower_limit(tiny):
-    decided = set()
-    for row in tiny()[1]["rows"]:
-        peak = LIMITS[torch.bfloat16 if "bfloat16" in row["shape"] else torch.float32]
-        least = {"FLOPs": row["flops"] / peak, "bytes": row["bytes"] / LIMITS["bandwidth"]}
-        assert math.isclose(row["share"], max(least.values()) / (row["ms"] / 1e3))
-        decided.add(max(least, key=least.get))
-    assert decided == {"FLOPs", "bytes"}
 
 
 def off_by_three_percent(f):
@@ -234,7 +221,6 @@ def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
         peers.masking(CPU, 4, 16),
         peers.head(CPU, torch.float32, 64, 8, 11),
         peers.attention(CPU, torch.float32, 2, 16, 2, 32),
-        peers.attention(CPU, torch.float32, 2, 16, 2, 32, block=True),
     ):
         exact = case.exact(*case.inputs(0))
         names = case.contestants.keys() - GPU_ONLY
@@ -245,21 +231,20 @@ def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
                 bench.check(case, name, backward, exact)  # raises if it is wrong
             checked.add((case.name, name))
     assert {("attention", "SDPA FLASH"), ("head + loss", "PyTorch eager")} <= checked
-    assert {case for case, name in checked if name == "mdlm"} >= {"attention block", "attention"}
+    assert "attention" in {case for case, name in checked if name == "mdlm"}
 
 
 def test_json_on_stdout_is_alone(tiny, capsys):
     assert cli.run(measure_kernels, ["--seconds=0", "--time_limit=1e-9", "--json=-"]) == 0
     said = capsys.readouterr()
     results = json.loads(said.out)
-    assert results["notes"][0].startswith("limits: ") and results["notes"][0] in said.err
+    assert "| operation" in said.err
     # Nothing was begun after the time limit, and that is listed.
     assert {row["operation"] for row in results["rows"]} == {"masking", "head + loss", "attention"}
     assert all(row["trouble"] == "not measured: the time is up" for row in results["rows"])
 
 
-def test_limits_are_measured_and_cases_listed():
-    assert all(limit > 0 for limit in bench.measure_limits(CPU, n=8, size=64).values())
+def test_cases_are_listed():
     assert {make.func for make in peers.cases(CPU)} == {peers.masking, peers.head, peers.attention}
 
 
@@ -301,17 +286,6 @@ def test_training_is_timed_eager_and_compiled(small_preset, monkeypatch, tmp_pat
     for row in (eager, compiled):
         assert row["tokens_per_second"] == pytest.approx(64 / row["ms"] * 1e3)  # 4 x 16 tokens
         assert row["share"] is None  # the peak of a CPU is not known
-
-
-def test_profile_lists_the_longest_parts(small_preset, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "can_compile", lambda device: False)
-    path = tmp_path / "profile.json"
-    assert cli.run(bench.main, ["profile", "--device=cpu", "--seconds=0", f"--json={path}"]) == 0
-    step, table = json.loads(path.read_text())["notes"]
-    assert step.startswith("cpu: a step takes ")
-    shares = [float(found) for found in re.findall(r"^ .*?(\d+\.\d+)%", table, re.MULTILINE)]
-    assert len(shares) == 25
-    assert shares == sorted(shares, reverse=True) and shares[0] > 1
 
 
 @pytest.mark.slow
@@ -371,19 +345,6 @@ def test_judge_counts_words_and_characters():
     assert found["words_se"] == pytest.approx((0.5**2 + 0.5**2) ** 0.5 / 6)
     many = ["x one two x"] * judging.GROUP + ["x one one x"] * judging.GROUP
     assert judging.distinct(many) == (2 / 32 + 1 / 32) / 2  # the mean over groups
-
-
-def test_patterns_are_judged_by_their_validity():
-    texts = ["".join("abcdefghijklmno"[i] for i in row) for row in sources.make_patterns(200, 3)]
-    judge = judging.Judge("", is_patterns=True)
-    assert judge(texts)["valid"] == 1 and judge(texts)["valid_se"] == 0
-    broken = [text[:40] + ("b" if text[40] == "a" else "a") + text[41:] for text in texts]
-    assert judge(broken)["valid"] == 0
-    found = judge([*texts[:30], *broken[:10]])
-    assert found["valid"] == 0.75 and 0 < found["distinct"] <= 1
-    assert found["valid_se"] == pytest.approx((0.75 * 0.25 / 40) ** 0.5)
-    assert judge(["ab" * 32] * 4)["distinct"] == 1 / 4
-    assert judge([("abcde" * 13)[:64]])["valid"] == 0, "its first five symbols"
 
 
 @pytest.fixture(scope="module")
@@ -488,7 +449,7 @@ def test_gpu_script_brings_the_headline_first(tmp_path):
     theirs = calls.pop(2)
     assert theirs[:2] == ["train.py", "config/train_shakespeare_char.py"]
     modes = [call[1] for call in calls]  # bench.py MODE, -m MODULE
-    assert modes == ["kernels", "train", "profile", "train", "kernels", "pytest"]
+    assert modes == ["kernels", "train", "train", "kernels", "pytest"]
     for call in calls:
         if call[0] == "bench.py":
             flags = cli.parse_flags(bench.Options, call[2:], "")
@@ -497,13 +458,13 @@ def test_gpu_script_brings_the_headline_first(tmp_path):
 
 
 def test_gpu_script_goes_on_after_a_failure(tmp_path):
-    code, said, calls = gpu_script(tmp_path, broken="profile")
-    assert code == 1 and len(calls) == 6 and "train.py" not in str(calls)
-    assert "== profile: exit code 3" in said and said.count("exit code 0") == 5
+    code, said, calls = gpu_script(tmp_path, broken="gpt2")
+    assert code == 1 and len(calls) == 5 and "train.py" not in str(calls)
+    assert "== large: exit code 3" in said and said.count("exit code 0") == 4
     code, said, calls = gpu_script(tmp_path, PARTS="tests")
     assert code == 0 and len(calls) == 1 and "tests/kernels_cases/" in " ".join(calls[0])
     code, said, calls = gpu_script(tmp_path, LIMIT="9")
-    assert code == 1 and calls == [] and said.count("not begun: the time is up") == 6
+    assert code == 1 and calls == [] and said.count("not begun: the time is up") == 5
     code, said, calls = gpu_script(tmp_path, PARTS="tests kernel")
     assert code == 2 and calls == []
 

@@ -154,17 +154,6 @@ def test_too_few_records_are_refused(tmp_path, capsys):
     assert run_mdlm(*flags, "--max_steps=1") == 0
 
 
-def test_idle_flags_of_records_are_refused(tmp_path, text_file, capsys):
-    (tmp_path / "ids").mkdir()
-    (tmp_path / "ids" / "train.bin").touch()
-    for flags, words in (
-        ([f"--data={text_file}", "--text_column=a"], "has no columns"),
-        ([f"--data={tmp_path / 'ids'}", "--tokenizer=byte"], "is a folder of ids"),
-    ):
-        assert run_mdlm(*TINY, *flags, "--max_steps=1", f"--out_dir={tmp_path / 'out'}") == 2
-        assert words in capsys.readouterr().err
-
-
 def test_fine_tuning_keeps_to_documents(tmp_path, text_file, capsys):
     write_jsonl(tmp_path / "x.jsonl", ["To be or not to be, that is it."] * 100)
     short = [*TINY, "--max_steps=1"]

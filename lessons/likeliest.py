@@ -1,0 +1,38 @@
+"""The three likeliest tokens of each gap of a template, each given what is written.
+
+    python lessons/likeliest.py weights/shakespeare "To be, or ███ to be"
+
+They come from one network call with all gaps masked, so they do not know of each other.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import mdlm
+from support import cli, templates
+
+
+@torch.no_grad()
+def main(argv):
+    if len(argv) != 2:
+        raise cli.UserError("give the folder of a run and a template, as in the first lines here")
+    model, tokenizer, config = mdlm.load(argv[0])
+    if config.objective == "ar" or model.n > 1 or "[___]" in argv[1]:
+        raise cli.UserError("this needs a model that fills gaps, and █ for each missing token")
+    parts = templates.parse(argv[1], tokenizer, config.block_size)
+    ids = templates.to_ids(parts, tokenizer, model.mask_id)
+    x = torch.tensor([ids + [model.pad_id] * (config.block_size - len(ids))])
+    for i, p in enumerate(model(x)[0, : len(ids)].softmax(-1)):
+        if ids[i] == model.mask_id:
+            best = zip(*p.topk(3))
+            best = (f"{tokenizer.decode([int(token)])!r} {100 * q:.1f} %" for q, token in best)
+            print(f"token {i + 1:>4}", *best, sep="   ")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, sys.argv[1:]))

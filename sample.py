@@ -29,12 +29,13 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import mdlm
+from kernels.cache import Cache
 from kernels.reference import philox_words
 from support import judging, templates, viewer
 from support.checkpoint import default_run, find_checkpoint
 from support.cli import UserError, opt
 from support.files import check_output
-from support.likelihood import check_ids, end_documents, groups, hypotheses, logits_at
+from support.likelihood import check_gaps, check_ids, end_documents, groups, hypotheses, predict
 from support.numerics import draw, highest, lead, reversed_bits
 from support.runtime import pick_device
 from support.templates import is_template, joined, of_prompt, parse, to_ids, to_texts
@@ -78,10 +79,9 @@ class Options:
     num_samples: int = opt(0, "texts (0: one; of a template the best of 16)", bounds=(0, 1 << 20))
     candidates: int = opt(0, "show the N likeliest of many fills (0: 3)", bounds=(0, 1024))
     max_gap: int = opt(16, "longest fill of [___], in tokens", bounds=(1, 8192))
-    top: int = opt(0, "fill nothing: show each gap's N likeliest tokens", bounds=(0, 1 << 20))
     compare: str = opt("", "NAME=VALUE,VALUE,...: texts with several values of a setting, a table")
     # How to write it
-    steps: int = opt(32, "most network calls for a context of text", bounds=(1, 1 << 20))
+    steps: int = opt(0, "most calls for a context of text (0: 32, 8 a block)", bounds=(0, 1 << 20))
     correct: str = opt("auto", "how many of these calls draw tokens again, when all are drawn")
     redraw: str = opt("doubtful", "what to draw again: the least sure, or all in turn", *REDRAWS)
     distance: int = opt(3, "least distance of tokens that a call draws again", bounds=(1, 8192))
@@ -111,33 +111,14 @@ class Step(NamedTuple):  # what a step of `unmask` did to a batch
     calls: torch.Tensor  # (B,) network calls so far
 
 
-def uniform(seed, step, samples, T, purpose):
-    """(B, T) float64 in [0, 1), Philox words of (seed, step, sample, position); 53 bits a token."""
-    if purpose == "token":
-        high, low = (philox_words(seed, 4 * step + i, samples, T) for i in (0, 1))
-        return ((high << 21) | (low >> 11)).double() / 2**53
-    stream = {"noise": 2, "row": 3}[purpose]
-    return philox_words(seed, 4 * step + stream, samples, T).double() / 2**32
-
-
-def predict(model, device, x, given, where, end, cfg=0.0):
-    """(n, V) float logits at the n positions `where` (B, T) of x (B, T), on the device of x.
-
-    The model sees a whole context, as in training: a shorter text is followed by [MASK] or [END],
-    of a longer one it sees what ends at `end`. cfg: guidance by the `given` tokens (2410.18514).
-    """
-    L = model.config.block_size
-    rows = where.any(1)
-    window = slice(max(0, end - L), max(L, end))
-    pad = (0, max(0, L - x.shape[1]))
-    row, at = where[rows, window].nonzero().T
-    seen = F.pad(x[rows, window], pad, value=model.pad_id)
-    logits = logits_at(model, seen, row, at, device)
-    if cfg:
-        seen = seen.masked_fill(F.pad(given[rows, window], pad), model.mask_id)
-        without = logits_at(model, seen, row, at, device)
-        logits = without + (1 + cfg) * (logits - without)
-    return logits
+def uniform(seed, step, samples, at):
+    """For the tokens, ties and rows of a step: (B, n) float64 in [0, 1) each, Philox words of
+    (seed, step, sample, position) at a range of n positions; 53 bits a token."""
+    streams = 4 * step + torch.arange(4, device=samples.device)[:, None, None]
+    high, low, *others = philox_words(seed, streams, samples, len(at), at.start)
+    return ((high << 21) | (low >> 11)).double() / 2**53, *(
+        word.double() / 2**32 for word in others
+    )
 
 
 def resolve(how, config):
@@ -151,50 +132,58 @@ def resolve(how, config):
     cli.check_fields(how)
     if how.block > config.block_size:
         raise UserError(f"block={how.block} is more than the context of {config.block_size}")
+    n = mdlm.n_blocks(config)
+    steps = 1 if how.order == "one_shot" else how.steps or max(32, 8 * n)
+    unfit = ()
     if config.objective == "ar":
         if how.order not in ("auto", "ancestral", "left_to_right"):
             raise UserError(f"order={how.order}: an autoregressive model needs left_to_right")
-        for name in ("correct", "redraw", "cfg"):
-            if getattr(how, name) not in (getattr(Options, name), "0"):
-                raise UserError(f"{name} is not for an autoregressive model; leave it out")
+        unfit = ("correct", "redraw", "cfg")
+        kind = "an autoregressive model"
+    elif n > 1:
+        unfit = ("block", "cfg")
+        kind = f"a model of --block_length={config.block_length}"
+    for name in unfit:
+        if getattr(how, name) not in (getattr(Options, name), "0"):
+            raise UserError(f"{name} is not for {kind}; leave it out")
+    if config.objective == "ar":
         how = replace(how, order="left_to_right", correct="0")
     elif how.order == "auto":
         how = replace(how, order="spread")
-    if how.order == "one_shot":
-        how = replace(how, steps=1)
     if how.correct == "auto":  # half of the calls reveal, but 4 to 16 (results/sampling.md)
-        return replace(how, correct=max(0, how.steps - min(max(how.steps // 2, 4), 16)))
-    if not re.fullmatch("[0-9]{1,7}", how.correct) or int(how.correct) >= how.steps:
-        accepted = f"auto, or a number below the {how.steps} steps"
+        return replace(how, steps=steps, correct=max(0, steps - min(max(steps // 2, 4), 16 * n)))
+    if not re.fullmatch("[0-9]{1,7}", how.correct) or int(how.correct) >= steps:
+        accepted = f"auto, or a number below the {steps} steps"
         raise UserError(f"correct={how.correct} is not accepted; give {accepted}")
-    return replace(how, correct=int(how.correct))
+    return replace(how, steps=steps, correct=int(how.correct))
 
 
 @dataclass
-class Block:  # a stretch of a text, which is filled and corrected before the next one begins
-    end: int  # its first position after it
+class Block:  # n positions of a text, filled and corrected before the next ones
+    at: range  # the positions
     first: int  # number of its first step
     steps: int  # of the row that needs most
-    gaps: torch.Tensor  # (B, T) bool: positions to fill
+    gaps: torch.Tensor  # (B, n) bool: positions to fill
     reveals: torch.Tensor  # (B,) steps that reveal; after them
     corrections: torch.Tensor  # (B,) steps that correct
-    index: torch.Tensor  # (B, T) the number of each gap in its row
+    index: torch.Tensor  # (B, n) the number of each gap in its row
     u: torch.Tensor  # (B, 2 + steps) random numbers of the row: for its order, for each sweep
-    doubt: torch.Tensor  # (B, T) of each token that was drawn: its surprise, growing with age
+    doubt: torch.Tensor  # (B, n) of each token that was drawn: its surprise, growing with age
 
 
 def plan(config, fill, samples, how):
     """Yields the Blocks of a text; fill (B, T): positions to fill."""
     L = config.block_size
     T = fill.shape[1]
-    size = how.block or max(1, T if T <= L else L // 2)
+    blocks = mdlm.n_blocks(config) > 1
+    size = config.block_length if blocks else how.block or max(1, T if T <= L else L // 2)
+    context = L if blocks else min(T, L)  # of which how.steps are the calls
     first = 0
     for begin in range(0, T, size):
         end = min(begin + size, T)
-        gaps = fill.clone()
-        gaps[:, :begin] = gaps[:, end:] = False
+        gaps = fill[:, begin:end].clone()
         n = gaps.sum(1)
-        steps = max(1, how.steps * end // min(T, L) - how.steps * begin // min(T, L))
+        steps = max(1, how.steps * end // context - how.steps * begin // context)
         if config.objective == "ar":  # a position a step
             steps = end - begin
         # A single token would be drawn from the same distribution again.
@@ -203,15 +192,16 @@ def plan(config, fill, samples, how):
         if how.order != "ancestral":  # which may reveal nothing in a step
             reveals = reveals.minimum(n).clamp(min=1)
         index = gaps.cumsum(1) - 1
-        u = uniform(how.seed, first, samples, 2 + steps, "row")
-        doubt = torch.zeros(fill.shape, dtype=torch.float64, device=fill.device)
+        u = uniform(how.seed, first, samples, range(2 + steps))[2]
+        doubt = torch.zeros(gaps.shape, dtype=torch.float64, device=fill.device)
         needed = max([0, *(reveals + corrections).tolist()])
-        yield Block(end, first, needed, gaps, reveals, corrections, index, u, doubt)
+        at = range(begin, end)
+        yield Block(at, first, needed, gaps, reveals, corrections, index, u, doubt)
         first += steps
 
 
 def how_many(how, block, s, masked, noise):
-    """(B,) how many of the `masked` positions (B, T) to reveal in step s of a block."""
+    """(B,) how many of the `masked` positions (B, n) to reveal in step s of a block."""
     left = (block.reveals - s).clamp(min=1).double()  # (B,) steps that reveal, with this one
     after = (left - 1) / block.reveals  # the share of masks
     k = masked.sum(1) - (block.gaps.sum(1) * after + 1e-9).long()
@@ -221,11 +211,13 @@ def how_many(how, block, s, masked, noise):
 
 
 def to_reveal(how, block, masked, noise, k, logp=None, token=None):
-    """(B, T) bool: which of the `masked` positions to reveal, k (B,) in each row.
+    """(B, n) bool: which of the `masked` positions to reveal, k (B,) in each row.
 
-    logp (n, V), token (n,): what the network says there, for orders that need it.
+    logp (m, V), token (m,): what the network says there, for orders that need it; all before.
     """
     order = ORDERS[how.order]
+    if order.network_first and logp is None:
+        return masked
     if order.network_first:
         score = torch.zeros(masked.shape, dtype=torch.float64, device=masked.device)
         score[masked] = order.score(logp, token).double()
@@ -235,7 +227,7 @@ def to_reveal(how, block, masked, noise, k, logp=None, token=None):
 
 
 def to_correct(how, block, s, filled, noise):
-    """(B, T) bool: which of the `filled` positions to draw again in step s.
+    """(B, n) bool: which of the `filled` positions to draw again in step s.
 
     doubtful  those more doubtful than all others nearer than --distance
     sweep     every --distance'th gap, all in turn: blocked Gibbs sampling, which leaves a Markov
@@ -264,8 +256,8 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
     forbid   ids that are never drawn (None is ignored)
     how      fields of Options under "How to write it"; ValueError if they cannot be followed
 
-    T may exceed the context: the model then sees the last positions up to the end of a block, which
-    is half a context by default. Autoregressive models go left to right, one token a call.
+    T may exceed the context: the model then sees the last positions up to the end of a block, half
+    a context by default. Each block, and each token of autoregressive models, takes a call.
     """
     how = resolve(how, model.config)
     check_ids(model, x)
@@ -276,42 +268,44 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
     samples = (torch.arange(len(x)) if samples is None else samples).to(x.device)
     calls = torch.zeros(len(x), dtype=torch.int64, device=x.device)
     given = ~fill & (x != model.end_id)
+    check_gaps(model, x, fill)
+    cache = Cache(model.config) if model.n > 1 else None
     for block in plan(model.config, fill, samples, how):
+        text = x[:, block.at.start : block.at.stop]  # a view: what is drawn is in x
         for s in range(block.steps):
-            masked = block.gaps & (x == mask)
-            filled = block.gaps & ~masked & (((x == end_id) & fill).cumsum(1) <= 1)
-            random = partial(uniform, how.seed, block.first + s, samples, x.shape[1])
-            noise = random("noise")
+            masked = block.gaps & (text == mask)
+            filled = block.gaps & ~masked & (((text == end_id) & block.gaps).cumsum(1) <= 1)
+            u, noise, _ = uniform(how.seed, block.first + s, samples, block.at)
             # 1. Where to draw: first reveal masks, then correct what was drawn.
             k = how_many(how, block, s, masked, noise)
             masked &= (k > 0)[:, None]
-            late = ORDERS[how.order].network_first
-            revealed = masked if late else to_reveal(how, block, masked, noise, k)
             corrected = to_correct(how, block, s, filled, noise)
-            drawn = revealed | corrected
+            drawn = to_reveal(how, block, masked, noise, k) | corrected
             if not drawn.any():
                 continue
             # 2. Draw there: the network sees all of it masked.
-            seen = x.masked_fill(drawn, mask)
-            logits = predict(model, device, seen, given, drawn, block.end, how.cfg)
+            logits = predict(model, device, x, given, drawn, block.at, how.cfg, cache)
             logits[:, [i for i in forbid if i is not None]] = -math.inf
             calls += drawn.any(1) * (2 if how.cfg else 1)
             logp = logits.log_softmax(-1)
-            token = draw(logits, random("token")[drawn], how.temperature, how.top_k, how.top_p)
+            token = draw(logits, u[drawn], how.temperature, how.top_k, how.top_p)
             # 3. Keep it; if the order had to wait for the network, the best of it.
-            if late:
+            if ORDERS[how.order].network_first:
                 is_new = masked[drawn]
                 new = to_reveal(how, block, masked, noise, k, logp[is_new], token[is_new])
                 keep = (new | corrected)[drawn]
                 drawn = new | corrected
                 logp = logp[keep]
                 token = token[keep]
-            x[drawn] = token
-            if end_id is not None:
+            text[drawn] = token
+            if end_id is not None and end_id in token:
                 x[(((x == end_id) & fill).cumsum(1) > 0) & fill] = end_id
             block.doubt += AGE
             block.doubt[drawn] = -logp.gather(1, token[:, None])[:, 0].double()
-            yield Step(block.first + s + 1, x.clone(), drawn, logp, calls.clone())
+            everywhere = F.pad(drawn, (block.at.start, x.shape[1] - block.at.stop))
+            yield Step(block.first + s + 1, x.clone(), everywhere, logp, calls.clone())
+        if end_id is not None:
+            fill &= x == mask  # not what follows [END]
 
 
 def generate(model, x, generator=None, samples=None, fill=None, **how):
@@ -342,7 +336,7 @@ def ends(model, tokenizer, is_template):
 def fill_gaps(model, tokenizer, how, x, fill, may_end, quick):
     """Fill gaps of a template. may_end: at the end of the text; quick: to compare lengths."""
     if quick:
-        how = how | dict(steps=min(how.get("steps", 8), 8), correct=0)
+        how = how | dict(steps=min(how.get("steps") or 1 << 20, 8 * model.n), correct=0)
     return generate(model, x, fill=fill, **ends(model, tokenizer, not may_end), **how)
 
 
@@ -379,11 +373,10 @@ def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16
 
 CLASHES = [
     ("infill", "prompt batch length", "a template says by itself what to write"),
-    ("batch", "prompt length watch html num_samples top", "leave one of them out"),
-    ("candidates", "num_samples watch html top", "candidates are a ranked list of fills"),
-    ("top", "num_samples watch html json", "--top fills nothing"),
+    ("batch", "prompt length watch html num_samples", "leave one of them out"),
+    ("candidates", "num_samples watch html", "candidates are a ranked list of fills"),
     ("watch", "json", "watch one text, or write many for a program"),
-    ("compare", "batch candidates top watch", "--compare writes texts with several settings"),
+    ("compare", "batch candidates watch", "--compare writes texts with several settings"),
 ]
 
 
@@ -392,7 +385,7 @@ def check(options, given):
     cli.check_clashes(CLASHES, given)
     if options.order == "one_shot" and "steps" in given:
         raise UserError("--order=one_shot and --steps contradict each other; one_shot is one step")
-    for name in ("candidates", "max_gap", "top"):
+    for name in ("candidates", "max_gap"):
         if name in given and not (options.infill or options.batch):
             raise UserError(f"--{name} needs a template; give --infill or --batch")
     for name in ("infill", "batch", "html", "json"):
@@ -428,7 +421,7 @@ def sampled(model, tokenizer, parts, options, template, pages):
         samples = torch.arange(part.start, part.stop)
         x = ids.repeat(len(samples), 1)
         if not (template or options.length) and model.documents:
-            x = end_documents(model, x, uniform(options.seed, -1, samples, 1, "row")[:, 0])
+            x = end_documents(model, x, uniform(options.seed, -1, samples, range(1))[2][:, 0])
         steps = sum(block.steps for block in plan(model.config, x == mask, samples, options))
         films = [viewer.Film(tokenizer, ids, mask) for _ in samples if options.html]
         watches = [viewer.Watch(tokenizer, ids, mask, steps) for _ in samples if options.watch]
@@ -501,8 +494,8 @@ def main(argv):
             parts = of_prompt(options.prompt, tokenizer, options.length, config)
         else:
             parts = parse(template, tokenizer, config.block_size)
-        if None in parts and (options.top or variants):
-            raise UserError("--top, --compare need gaps of known lengths; write █ for each token")
+        if None in parts and variants:
+            raise UserError("--compare needs gaps of known lengths; write █ for each token")
         if options.cfg and not any(isinstance(part, (str, list)) for part in parts):
             raise UserError("--cfg guides by the given text, and there is none; give some")
         return parts
@@ -516,23 +509,19 @@ def main(argv):
     if variants:
         [(template, parts)] = todo
         training = judging.training_text(folder, tokenizer, config)
-        judge = judging.Judge(training, config.data == "patterns")
+        judge = judging.Judge(training)
         fill = partial(sampled, model, tokenizer, parts, template=template is not None)
         n = to_ids(parts, tokenizer, model.mask_id).count(model.mask_id)
         pages = judging.compare(variants, fill, judge, n, lines)
         todo = []
     for template, parts in tqdm(todo, unit="template", disable=None if options.batch else True):
-        if options.top:
-            ids = to_ids(parts, tokenizer, model.mask_id)
-            viewer.top_tokens(model, tokenizer, ids, options.top, options.device)
-            continue
         rule = ""  # between texts
         for found, facts in answers(model, tokenizer, template, parts, options, pages):
             if not (to_stdout or options.batch):
                 print(rule, end="")
                 viewer.show(found, facts, "candidates" in given)
                 rule = "-" * 40 + "\n" if template is None else ""
-            viewer.write_line(lines, viewer.json_line(template, found[0], facts))
+            print(viewer.json_line(template, found[0], facts), file=lines, flush=True)
     if options.html:
         about = viewer.settings(model, options)
         about.pop(options.compare.partition("=")[0], None)  # each tab has its own

@@ -46,6 +46,18 @@ def check_ids(model, x):
         raise UserError(f"x has ids from {low} to {high}; give 0 to {V}, which is [MASK]")
 
 
+def check_gaps(model, x, fill):
+    """Raise UserError if a model of blocks does not see all text after `fill` (B, T) in x."""
+    if model.n == 1 or not x.numel():
+        return
+    S = model.config.block_length
+    block = torch.arange(x.shape[1], device=x.device) // S
+    last = torch.where((x != model.mask_id) & ~fill, block, 0)
+    if (fill & (block < last.amax(1, keepdim=True))).any():
+        given = f"this model (--block_length={S}) does not see text in blocks after a gap"
+        raise UserError(f"{given}; fill gaps with a model without --block_length")
+
+
 def logits_at(model, xt, row, at, device):
     """(n, V) float logits of xt (B, L) at positions `at` (n,) of rows `row` (n,).
 
@@ -55,6 +67,42 @@ def logits_at(model, xt, row, at, device):
     xt, same = xt.unique(dim=0, return_inverse=True)
     rows = (same[row] * xt.shape[1] + at).to(device)
     return checked(model(xt.to(device), rows=rows).to(xt.device))
+
+
+def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None):
+    """(n, V) float logits at the n positions `drawn` (B, len(at)) of a range `at` of x (B, T).
+
+    The model sees these masked, in a whole context, as in training: a shorter text is followed by
+    [MASK] or [END], of a longer one it sees what ends with `at`. cfg: guidance by the `given`
+    tokens (2410.18514). A model of blocks, of which `at` is one, has a kernels.cache.Cache.
+    """
+    if cache:
+        return predict_next(model, device, x, drawn, at, cache)
+    L = model.config.block_size
+    rows = drawn.any(1)
+    window = slice(max(0, at.stop - L), max(L, at.stop))
+    seen = x[rows, window]
+    pad = (0, L - seen.shape[1])
+    before = at.start - window.start
+    drawn = F.pad(drawn[rows], (before, L - before - len(at)))  # (rows, L)
+    seen = F.pad(seen, pad, value=model.pad_id).masked_fill(drawn, model.mask_id)
+    row, at = drawn.nonzero().T
+    logits = logits_at(model, seen, row, at, device)
+    if cfg:
+        seen = seen.masked_fill(F.pad(given[rows, window], pad), model.mask_id)
+        without = logits_at(model, seen, row, at, device)
+        logits = without + (1 + cfg) * (logits - without)
+    return logits
+
+
+def predict_next(model, device, x, drawn, at, cache):
+    """`predict` where the cache knows the text before `at`."""
+    cache.follow(model, x.to(device), at.start)
+    pad = (0, model.config.block_length - len(at))
+    block = x[:, at.start : at.stop].masked_fill(drawn, model.mask_id)
+    block = F.pad(block, pad, value=model.mask_id).to(device)
+    rows = F.pad(drawn, pad).flatten().nonzero()[:, 0].to(device)
+    return checked(model(block, rows=rows, cache=cache).to(x.device))
 
 
 def next_logits(model, x, row, at):

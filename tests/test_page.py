@@ -291,7 +291,7 @@ def test_equal_seeds_give_equal_texts(browser, shipped):
             assert [i for i, _ in frame] == drawn
             tokens = tokenizer.encode("".join(token for _, token in frame))
             differ = [k for k, i in enumerate(drawn) if tokens[k] != step.x[0, i]]
-            u = sample.uniform(seed, step.number - 1, torch.tensor([0]), len(x[0]), "token")[0]
+            u = sample.uniform(seed, step.number - 1, torch.tensor([0]), range(len(x[0])))[0][0]
             for k in differ:
                 cdf = step.logp[k].double().softmax(0).cumsum(0)
                 low = min(tokens[k], int(step.x[0, drawn[k]]))

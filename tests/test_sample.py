@@ -144,7 +144,7 @@ def test_draws_over_50000_classes_match_in_the_tail():
     p = 1 / torch.arange(1, n + 1).double()
     p = p / p.sum()
     logits = p.log().float()
-    u = sample.uniform(3, 1, torch.arange(rows), 1, "token")[:, 0]
+    u = sample.uniform(3, 1, torch.arange(rows), range(1))[0][:, 0]
     parts = [numerics.draw(logits.expand(250, -1), part, 1.0, 0, 1.0) for part in u.split(250)]
     edges = torch.tensor([0, 1, 10, 100, 1000, 5000, 10_000, 20_000, 35_000, n])
     expected = [p[a:b].sum() for a, b in itertools.pairwise(edges.tolist())]  # the last one: 3 %
@@ -160,18 +160,20 @@ def test_draws_over_50000_classes_match_in_the_tail():
 
 
 def test_uniform_numbers_depend_on_their_keys_alone():
-    a = sample.uniform(5, 7, torch.arange(6), 40, "noise")
-    assert torch.equal(a[3:5, :11], sample.uniform(5, 7, torch.tensor([3, 4]), 11, "noise"))
-    for key in [(6, 7, "noise"), (5, 8, "noise"), (5, 7, "row"), (5, 7, "token")]:
-        seed, step, purpose = key
-        b = sample.uniform(seed, step, torch.arange(6), 40, purpose)
+    first = sample.uniform(5, 7, torch.arange(6), range(40))
+    part = sample.uniform(5, 7, torch.tensor([3, 4]), range(5, 11))
+    for a, b in zip(first, part, strict=True):
+        assert torch.equal(a[3:5, 5:11], b)
+    others = [*sample.uniform(6, 7, torch.arange(6), range(40))]
+    others += sample.uniform(5, 8, torch.arange(6), range(40))
+    for a, b in itertools.combinations((*first, *others), 2):
         assert not (a == b).any() and b.min() >= 0 and b.max() < 1
 
 
 def test_guidance_is_the_published_formula(world):
     x = torch.tensor([[1, V, V, 2]])
     w = 1.5
-    got = sample.predict(Toy(world.exact, V, T), "cpu", x, x != V, x == V, T, w)
+    got = likelihood.predict(Toy(world.exact, V, T), "cpu", x, x != V, x == V, range(T), w)
     conditional = world.exact(x)[x == V].float()
     without = world.exact(torch.full_like(x, V))[x == V].float()
     assert torch.allclose(got, without + (1 + w) * (conditional - without))
@@ -382,7 +384,7 @@ def test_films_keep_confidences_up_to_the_end(world):
     "how, words",
     [
         (dict(order="best"), ["best", "ancestral", "one_shot"]),
-        (dict(steps=0), ["steps=0", "1"]),
+        (dict(steps=-1), ["steps=-1", "0 to"]),
         (dict(block=T + 1), ["block=5", "4"]),
         (dict(temperature=-1.0), ["temperature=-1.0"]),
         (dict(top_p=0.0), ["top_p=0.0"]),
@@ -593,11 +595,6 @@ class TestCharacters:
         lines = say(run, "--num_samples=2", "--json=-").out.splitlines()
         assert [json.loads(line)["text"] for line in lines] == [text] * 2
 
-    def test_top_shows_probabilities_and_fills_nothing(self, run, say):
-        r = say(run, "--infill=Th██", "--top=3")
-        assert r.code == 0 and len(r.out.splitlines()) == 2 and r.out.count("%") == 6
-        assert r.out.splitlines()[0].startswith("token    3")
-
     def test_watch_is_plain_lines_in_a_pipe(self, run, say):
         r = say(run, "--infill=Th██ is", "--watch", "--steps=4")
         assert r.code == 0 and "\x1b" not in r.out + r.err
@@ -642,7 +639,7 @@ class TestCharacters:
             (["--prompt=" + "a" * 40], ["40 tokens", "32", "--length"]),
             (["--out_dir=nowhere"], ["nowhere", "mdlm.py"]),
             (["--promt=a"], ["--promt", "--prompt"]),
-            (["--steps=0"], ["steps"]),
+            (["--steps=-1"], ["steps"]),
             (["--order=best"], ["best", "ancestral"]),
             (["--order=one_shot", "--steps=5"], ["one_shot", "steps"]),
             (["--block=33"], ["33", "32"]),
@@ -653,11 +650,10 @@ class TestCharacters:
             (["--compare=heat=1,2"], ["--compare=heat", "temperature"]),
             (["--compare=temperature"], ["--compare=temperature", "as in"]),
             (["--compare=steps=1,x"], ["--steps", "x"]),
-            (["--compare=steps=0,4"], ["steps", "0"]),
+            (["--compare=steps=-1,4"], ["steps", "-1"]),
             (["--compare=correct=40"], ["correct=40", "below the 32"]),
             (["--compare=steps=1", "--watch"], ["--compare", "--watch", "contradict"]),
             (["--compare=steps=1", "--infill=a [___] b"], ["--compare", "known lengths"]),
-            (["--infill=[___] a", "--top=2"], ["--top", "known lengths"]),
             (["--infill=a[___][___]b"], ["must not follow"]),
             (["--steps=4", "--correct=4"], ["correct=4", "below the 4"]),
             (["--correct=some"], ["correct=some", "auto"]),

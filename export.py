@@ -32,7 +32,7 @@ from support.cli import UserError, opt
 
 SUPPORT = Path(__file__).parent / "support"
 TEMPLATE = SUPPORT / "modeling_mdlm.py"
-PLACE = "Model = rotary_tables = attention_ref = None"  # the line of TEMPLATE for their source
+PLACE = "Model = rotary_tables = attention_ref = neighbours = None"  # a line of TEMPLATE
 SOURCES = [reference.document_spans, reference.is_visible, reference.masked_share]
 SOURCES += [reference.neighbours, reference.rotary_tables, reference.rotate, reference.prepare]
 SOURCES += [reference.attention_ref, mdlm.Block, mdlm.Model]
@@ -156,8 +156,8 @@ def card(folder, model, tokenizer, config, name):
 
 def contents_of(folder, model, tokenizer, config, options):
     """The files of a Hugging Face model, name -> bytes."""
-    if config.objective == "ar":
-        raise UserError("--to=hf is for masked diffusion, and this run has --objective=ar")
+    if config.objective == "ar" or model.n > 1:
+        raise UserError("--to=hf is for masked diffusion, not for --objective=ar, --block_length")
     library, end = to_library(tokenizer)
     end = end or "[PAD]"
     V = tokenizer.vocab_size

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 import kernels
 from kernels.launch import can_compile
-from kernels.reference import document_spans, masked_share, neighbours, rotary_tables
+from kernels.reference import block_spans, document_spans, masked_share, rotary_tables
 from support import checkpoint, compiling, numerics, plots, runs, runtime, shards, sources
 from support.cli import COUNT, NO_LIMIT, UserError, opt
 from support.log import Log
@@ -76,6 +76,7 @@ class Config:
     n_head: int = opt(6, "attention heads", bounds=(1, 1024))
     n_embd: int = opt(384, "width C", bounds=(2, 1 << 16))
     block_size: int = opt(256, "context length T, in tokens", bounds=(1, 8192))
+    block_length: int = opt(0, "finish S tokens before the next (0: all at once)", bounds=(0, 8192))
     dropout: float = opt(0.2, "dropout rate", bounds=(0, 0.99))
     attention_every: int = opt(1, "attention in every k-th block, from the last", bounds=(1, 1024))
     conv: int = opt(5, "convolution window before attention and MLP (0: none)", bounds=(0, 63))
@@ -129,6 +130,11 @@ RESUMABLE = {
 }
 
 
+def n_blocks(config):
+    """How many blocks a window is written in, one after another (--block_length; 1: at once)."""
+    return config.block_size // (config.block_length or config.block_size)
+
+
 def parse_args(argv):
     """The flags that were given, as a dict of Config fields."""
     notes = "--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items())
@@ -143,9 +149,10 @@ def new_config(given):
     settings = PRESETS[preset] | (PATTERNS if given.get("data") == "patterns" else {})
     if given.get("time_limit"):
         settings["max_steps"] = NO_LIMIT
-    if given.get("prompt_column"):
-        settings["lengths"] = "learned"  # a prompt says how long its answer is
-    return Config(**settings | given | {"preset": preset})
+    config = Config(**settings | given | {"preset": preset})
+    if config.prompt_column or n_blocks(config) > 1:
+        config.lengths = given.get("lengths", "learned")  # a text goes on until its [END]
+    return config
 
 
 # ---- Data: every source becomes a folder with train.bin, val.bin, tokenizer.json and meta.json
@@ -287,7 +294,7 @@ class Block(nn.Module):
         self.conv = nn.Parameter(torch.zeros(1 + attends, config.conv, C)) if config.conv else None
         self.adaln = nn.Linear(C, 4 * C, bias=False) if config.time_conditioning else None
 
-    def norm(self, x, part, scale, shift, spans):
+    def norm(self, x, part, scale, shift, spans, ops):
         """RMSNorm and a depthwise convolution, thanks to which some blocks need no attention."""
         h = F.rms_norm(x, x.shape[-1:]).to(x.dtype) * (1 + scale) + shift  # (B, T, C)
         if self.conv is None:
@@ -295,7 +302,7 @@ class Block(nn.Module):
         conv = self.conv[part].to(h.dtype)  # (k, C)
         k = len(conv)
         left = k - 1 if self.causal else k // 2
-        return h + sum(x * w for x, w in zip(neighbours(h, left, k, spans), conv))
+        return h + sum(x * w for x, w in zip(ops.neighbours(h, left, k, spans), conv))
 
     def before_mlp(self, x, cos, sin, rate, spans, ops):
         B, T, C = x.shape
@@ -303,10 +310,11 @@ class Block(nn.Module):
         if self.adaln is not None:
             scale1, shift1, scale2, shift2 = self.adaln(rate).chunk(4, -1)
         if self.qkv is not None:
-            qkv = self.qkv(self.norm(x, 0, scale1, shift1, spans)).view(B, T, 3, self.n_head, -1)
+            h = self.norm(x, 0, scale1, shift1, spans, ops)
+            qkv = self.qkv(h).view(B, T, 3, self.n_head, -1)
             y = ops.attention(qkv, cos, sin, True, self.causal, spans)  # (B, T, H, D)
             x = x + self.dropout(self.proj(y.reshape(B, T, C)))
-        return x, self.norm(x, -1, scale2, shift2, spans)  # the MLP reads this, and adds to x
+        return x, self.norm(x, -1, scale2, shift2, spans, ops)  # the MLP reads this, and adds to x
 
     def mlp(self, x, h):
         return x + self.dropout(self.down(F.relu(self.up(h)).square()))
@@ -350,6 +358,7 @@ class Model(nn.Module):
         if config.pos == "learned":
             self.positions = nn.Parameter(torch.randn(config.block_size, C) / 10)
         self.rate = nn.Linear(C, C, bias=False) if config.time_conditioning else None
+        self.n = n_blocks(config)
         D = C // config.n_head if config.pos == "rope" else C
         for name, table in zip(("cos", "sin"), rotary_tables(config.block_size, D)):
             self.register_buffer(name, table, persistent=False)
@@ -371,20 +380,35 @@ class Model(nn.Module):
             return is_text | F.pad(is_text[:, :-1], (1, 0), value=True)
         return is_text
 
-    def features(self, xt, rows=None):
-        """(B, T) ids -> what the head reads: (B, T, C), or (n, C) at rows of the flat batch."""
+    def features(self, xt, rows=None, x0=None, cache=None):
+        """(B, T) ids -> what the head reads: (B, T, C), or (n, C) at rows of the flat batch.
+
+        With --block_length: x0 (B, T) is the text that later blocks see (default: as xt shows it);
+        or a kernels.cache.Cache has seen the text of earlier blocks, and xt is what follows.
+        """
         T = xt.shape[1]
         C = self.config.n_embd
+        ops = self.ops
+        spans = None
+        at = torch.arange(T, device=xt.device)
         if self.config.objective == "ar":  # [MASK] as the beginning, then x[0..T-2]
             xt = torch.cat((torch.full_like(xt[:, :1], self.mask_id), xt[:, :-1]), 1)
+        if cache is not None:
+            ops = cache
+            cache.turn = 0
+            at = at + cache.length
+        elif self.n > 1:  # rows of 2T: what is predicted, and the text that later blocks see
+            spans = block_spans(T, self.config.block_length, xt.device)
+            xt = torch.cat((xt, xt if x0 is None else x0), 1)
+            at = at.repeat(2)
+            if rows is not None:
+                rows = rows + rows // T * T
         x = F.rms_norm(self.embed(xt), (C,))
-        at = slice(T)
-        spans = None
+        cos = self.cos[at]
+        sin = self.sin[at]
         if self.documents:
             spans = document_spans(xt == self.end_id)
-            at = torch.arange(T, device=xt.device) - spans[:, 0]  # (B, T) from a document's start
-        cos = self.cos[:T]
-        sin = self.sin[:T]
+            at = at - spans[:, 0]  # (B, T) from a document's start
         if self.config.pos != "rope":
             table = self.positions
             if table is None:
@@ -399,14 +423,16 @@ class Model(nn.Module):
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too: it is memory-bound
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks[:-1]:
-            x = block(x, cos, sin, rate, spans, self.ops)
-        x = self.blocks[-1](x, cos, sin, rate, spans, self.ops, rows)
+            x = block(x, cos, sin, rate, spans, ops)
+        x = self.blocks[-1](x, cos, sin, rate, spans, ops, rows)
+        if rows is None:
+            x = x[:, :T]
         return F.rms_norm(x, (C,)).to(x.dtype)  # CUDA's autocast would leave float32
 
-    def forward(self, xt, targets=None, rows=None, share=None):
+    def forward(self, xt, targets=None, rows=None, share=None, x0=None, cache=None):
         """(B, T) ids -> (B, T, V) float logits, or (n, V) at some rows (n,) of the flat batch. With
         their targets and shares (n,) of make_batch -> the loss, sum of share * cross-entropy."""
-        h = self.features(xt, rows)
+        h = self.features(xt, rows, x0, cache)
         W = self.embed.weight[:-1] if self.head is None else self.head.weight  # (V, C)
         if targets is None:
             return F.linear(h, W).float()
@@ -423,11 +449,13 @@ def draw_levels(config, step, early=0.0, lengths=None):
 
     Neighbours get l and T + 1 - l, so every batch masks exactly N (T + 1) / 2 tokens: static
     shapes. l is T / 2 while `early` is 1, in the first half of a run, and uniform on {1..T} at 0.
-    Of shorter documents, with `lengths` (N,) in place of T, it masks fewer.
+    Of shorter documents, with `lengths` (N,) in place of T, it masks fewer. With --block_length S
+    it is (N * T / S,): each block is masked as a text of S tokens.
     """
     if config.objective == "ar":  # all are predicted
         return lengths
-    u = numerics.stratified(config.batch_size // 2, "levels", config.seed, step)  # in [0, 1)
+    n = n_blocks(config)
+    u = numerics.stratified(n * config.batch_size // 2, "levels", config.seed, step)  # in [0, 1)
     if is_variant(config):
         return variant_levels(config, u)
     # The margin leaves out both ends, where few masked tokens give a noisy mean, few visible ones
@@ -435,8 +463,8 @@ def draw_levels(config, step, early=0.0, lengths=None):
     # Related: clipped rates (2503.09573), bell-shaped rates (2605.13026).
     margin = 0.0 if config.time_conditioning else config.rate_margin * early
     u = (margin + (1 - 2 * margin) * u).repeat_interleave(2)
-    if lengths is None:
-        lengths = torch.full((config.batch_size,), config.block_size)
+    if lengths is None or n > 1:
+        lengths = torch.full((n * config.batch_size,), config.block_size // n)
     count = 1 + (u * lengths).long().minimum(lengths - 1)
     count[1::2] = (lengths + 1 - count)[1::2]
     return count
@@ -451,7 +479,8 @@ def draw_batch(config, corpus, step, samples, early=0.0):
     lengths = corpus.find(first + torch.arange(config.batch_size))[2]
     levels = draw_levels(config, step, early, lengths)
     weights = (lengths / corpus.mean_length).float()  # a sequence counts by its length
-    drawn = (levels[samples], weights[samples], torch.tensor(step), samples)
+    levels = levels.view(config.batch_size, -1)[samples].flatten()  # (B,), or of all blocks
+    drawn = (levels, weights[samples], torch.tensor(step), samples)
     return x0, *(to_device(x, x0.device) for x in drawn)
 
 
@@ -466,18 +495,26 @@ def make_batch(model, x0, levels, weights, step, samples):
     fixed = None
     if model.end_id >= 0:
         fixed = ~model.learned(x0)
-    key = (model.mask_id, config.seed, step, samples)
-    xt, count, rows, n_rows = model.ops.mask_tokens(x0, levels, *key, fixed)
+    xt, count, rows, n_rows = mask_blocks(model, x0, levels, config.seed, step, samples, fixed)
     # 3. Say where the masked tokens are, what they were, and how much each counts: the loss is the
     #    mean over sequences of the mean cross-entropy over their masked tokens, so 1 / (B l).
     if is_variant(config):
         share = model.weights[count] / (count.clamp(min=1) * B)  # (B,)
         return take_rows(xt, x0, share, rows, n_rows)
-    rows = rows[: B * (T + 1) // 2]  # those of the flat batch that are masked
-    share = weights / (count * B)  # (B,)
+    S = T // model.n
+    rows = rows[: B * model.n * (S + 1) // 2]  # those of the flat batch that are masked
+    share = weights.repeat_interleave(model.n) / (count * len(count))  # (B,), or of all blocks
     if fixed is not None:
         return take_rows(xt, x0, share, rows, n_rows)
-    return xt, x0.flatten()[rows], rows, share[rows // T]
+    return xt, x0.flatten()[rows], rows, share[rows // S], x0
+
+
+def mask_blocks(model, x0, levels, seed, step, samples, fixed=None):
+    """mask_tokens for x0 (B, T) by the level of each block; a text is a single one by default."""
+    samples = samples[:, None] * model.n + torch.arange(model.n, device=samples.device)
+    key = (model.mask_id, seed, step, samples.flatten())
+    xt, *found = model.ops.mask_tokens(x0.view(len(levels), -1), levels, *key, fixed)
+    return xt.view(x0.shape), *found
 
 
 def take_rows(xt, x0, share, rows, n_rows):
@@ -488,6 +525,28 @@ def take_rows(xt, x0, share, rows, n_rows):
     share = torch.where(rows < 0, 0, share[rows // x0.shape[1]])
     rows = torch.where(rows < 0, torch.arange(len(rows), device=rows.device), rows)
     return xt, x0.flatten()[rows], rows, share
+
+
+def draw_parts(run, step, early):
+    """What Python draws of a step, for each of this rank's micro-batches when its turn comes."""
+    parts = run.config.gradient_accumulation_steps
+    for part in range(parts):
+        samples = torch.arange(run.micro_batch) + (run.rank * parts + part) * run.micro_batch
+        runtime.seed_device(run.device, "dropout", run.config.seed, step, run.rank, part)
+        yield draw_batch(run.config, run.corpus, step, samples, early)
+
+
+def compute_gradients(run, drawn):
+    """Accumulate the gradients of the micro-batches of draw_parts; returns their loss."""
+    parts = run.config.gradient_accumulation_steps
+    loss = 0
+    for part, inputs in enumerate(drawn):
+        shards.exchange_gradients(run.network, part == parts - 1)  # once a step
+        with run.autocast():
+            part_loss = run.network(*make_batch(run.model, *inputs)) / parts
+        part_loss.backward()
+        loss = loss + part_loss.detach()
+    return loss
 
 
 # Variants, to compare with. The bound stays if a count has probability P(l) > 0 for every l and its
@@ -539,23 +598,25 @@ def sequence_weights(config):
 # ---- Sampling: the textbook reverse process; sample.py has the good sampler
 @torch.no_grad()
 def generate(model, x, steps=64, generator=None):
-    """Fill the [MASK] positions of x (B, T) in at most `steps` network calls; returns (B, T).
+    """Fill the [MASK] positions of x (B, T) in `steps` network calls, or fewer; returns (B, T).
 
     Going from time s / steps to (s - 1) / steps, each masked position is revealed with probability
-    1 / s, and drawn from the model (Sahoo et al., 2406.07524, eq. 7).
+    1 / s, and drawn from the model (Sahoo et al., 2406.07524, eq. 7). With --block_length blocks
+    do so in turn, each in at least a call; of an autoregressive model each token is a block.
     """
     x = x.clone()
-    causal = model.config.objective == "ar"  # it goes from left to right, one token in each call
-    if causal:
-        steps = int((x == model.mask_id).sum(1).max())
-    for s in range(steps, 0, -1):
-        masked = x == model.mask_id
-        reveal = masked & (torch.rand(x.shape, generator=generator) < 1 / s).to(x.device)
-        if causal:
-            reveal = masked & (masked.cumsum(1) == 1)
-        if reveal.any():
-            p = model(x)[reveal].softmax(-1).cpu()  # (n, V)
-            x[reveal] = torch.multinomial(p, 1, generator=generator)[:, 0].to(x.device)
+    T = x.shape[1]
+    S = 1 if model.config.objective == "ar" else min(model.config.block_length or T, T) or 1
+    if S == 1:
+        steps = T
+    for begin in range(0, T, S):
+        for s in range(max(1, steps * S // T), 0, -1):
+            reveal = (torch.rand(x.shape, generator=generator) < 1 / s).to(x.device)
+            reveal &= x == model.mask_id
+            reveal[:, :begin] = reveal[:, begin + S :] = False
+            if reveal.any():
+                p = model(x)[reveal].softmax(-1).cpu()  # (n, V)
+                x[reveal] = torch.multinomial(p, 1, generator=generator)[:, 0].to(x.device)
     return x
 
 
@@ -580,8 +641,11 @@ def evaluate(
     if scored is None:
         scored = model.learned(windows)
     length = scored.sum(1).cpu()  # (W,)
-    count = length[None] if causal else numerics.stratified_counts(length, passes, seed)
-    sums = torch.zeros(4, len(count), W, dtype=torch.float64)
+    n = model.n
+    count = length[None, :, None]  # (passes, W, n): of each block
+    if not causal:
+        count = numerics.stratified_counts(length, passes, seed, n)
+    sums = torch.zeros(4, *count.shape, dtype=torch.float64)
     ce, hit, first, done = sums  # views
     batches = math.ceil(W / batch_size)
     was_training = model.training
@@ -590,32 +654,29 @@ def evaluate(
         at = torch.arange(i, W, batches)
         for k in range(len(count)):
             xt = x0 = windows[at.to(device)]
-            masked = count[k, at].to(device)  # (B,) how many tokens to score
-            these = scored[at.to(device)]
+            masked = count[k, at].flatten().to(device)  # (B * n,) how many tokens to score
+            these = scored[at.to(device)].view(len(masked), -1)  # by block
             rows = these.flatten().nonzero()[:, 0]
             if not causal:
                 key = (seed ^ 0x5EED, k, at.to(device))  # other masks than in training
-                xt, _, rows, n = model.ops.mask_tokens(x0, masked, model.mask_id, *key, ~these)
-                rows = rows[: int(n)]
-            logits = model(xt, rows=rows)  # (n, V)
+                xt, _, rows, n_rows = mask_blocks(model, x0, masked, *key, ~these)
+                rows = rows[: int(n_rows)]
+            logits = model(xt, rows=rows, x0=x0)  # (n, V)
             targets = x0.flatten()[rows]
             each = F.cross_entropy(logits, targets, reduction="none")
-            right = (logits.argmax(-1) == targets).float()
+            right = logits.argmax(-1) == targets
             if observe:
                 observe(rows, targets, logits)
-            zero = torch.zeros(len(at), device=device)
-            ce[k, at] = (zero.index_add(0, rows // T, each) / masked).cpu().double()
-            hit[k, at] = (zero.index_add(0, rows // T, right) / masked).cpu().double()
+            block = rows // (T // n)
+            ce[k, at] = numerics.means_of(each, block, masked).view(-1, n)
+            hit[k, at] = numerics.means_of(right, block, masked).view(-1, n)
             if causal:
-                first[k, at] = each[rows % T == 0].cpu().double()
+                first[k, at, 0] = each[rows % T == 0].cpu().double()
         done[:, at] = 1
         if runtime.is_late(deadline):
             break
     model.train(was_training)
-    all_reduce(sums)
-    seen = done[0] > 0  # (W,) all of them, if there was time; some by two ranks
-    sums = sums[:3, :, seen] / done[:, seen]
-    return numerics.summary(*sums, count[:, seen], length[seen], causal)
+    return numerics.summary(all_reduce(sums), count, length, causal)
 
 
 # ---- Load (support/runs.py saves; support/checkpoint.py keeps checkpoints intact)
@@ -674,28 +735,6 @@ def lr_scale(config, step, progress):
         "cosine": 0.5 + 0.5 * math.cos(math.pi * progress),
     }
     return min(1.0, (step + 1) / (config.warmup_steps + 1)) * decay[config.lr_schedule]
-
-
-def draw_parts(run, step, early):
-    """What Python draws of a step, for each of this rank's micro-batches when its turn comes."""
-    parts = run.config.gradient_accumulation_steps
-    for part in range(parts):
-        samples = torch.arange(run.micro_batch) + (run.rank * parts + part) * run.micro_batch
-        runtime.seed_device(run.device, "dropout", run.config.seed, step, run.rank, part)
-        yield draw_batch(run.config, run.corpus, step, samples, early)
-
-
-def compute_gradients(run, drawn):
-    """Accumulate the gradients of the micro-batches of draw_parts; returns their loss."""
-    parts = run.config.gradient_accumulation_steps
-    loss = 0
-    for part, inputs in enumerate(drawn):
-        shards.exchange_gradients(run.network, part == parts - 1)  # once a step
-        with run.autocast():
-            part_loss = run.network(*make_batch(run.model, *inputs)) / parts
-        part_loss.backward()
-        loss = loss + part_loss.detach()
-    return loss
 
 
 def train_step(run, step, progress):

@@ -4,22 +4,24 @@ from types import SimpleNamespace
 
 import torch
 
-from kernels.attention import HEAD_DIMS, MAX_FUSED, attention
+from kernels.attention import HEAD_DIMS, MAX_OURS, attention
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.launch import ENABLED, INTERPRET, c_compilers, can_build, warn
 from kernels.masking import mask_tokens
-from kernels.reference import attention_ref, linear_cross_entropy_ref, mask_tokens_ref
+from kernels.reference import attention_ref, linear_cross_entropy_ref, mask_tokens_ref, neighbours
 
 REFERENCES = SimpleNamespace(
     name="torch",
     mask_tokens=mask_tokens_ref,
     attention=attention_ref,
+    neighbours=neighbours,
     linear_cross_entropy=linear_cross_entropy_ref,
 )
 TRITON = SimpleNamespace(
     name="triton",
     mask_tokens=mask_tokens,
     attention=attention,
+    neighbours=neighbours,
     linear_cross_entropy=linear_cross_entropy,
 )
 
@@ -38,10 +40,11 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
               PyTorch (SDPA, where cuDNN is strong), with others too, which triton refuses
     dtype     of the products
     causal    whether the model is autoregressive: then attention runs in PyTorch
-    T         tokens of a window: above MAX_FUSED auto leaves attention over all to PyTorch
+    T         tokens of a window: above MAX_OURS auto leaves attention over all to PyTorch
 
-    Returns a namespace with name, mask_tokens, attention, linear_cross_entropy. Warns on stderr if
-    less than was asked for runs in Triton. Raises ValueError, in one sentence, if name cannot run.
+    Returns a namespace with name, mask_tokens, attention, neighbours (PyTorch's), and
+    linear_cross_entropy. Warns on stderr if less than was asked for runs in Triton. Raises
+    ValueError, in one sentence, if name cannot run.
     """
     if name not in ("auto", "triton", "torch"):
         raise ValueError(f"kernels={name!r} is not accepted; give auto, triton or torch")
@@ -66,7 +69,7 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
         what = "causal attention" if causal else f"n_embd / n_head = {head_dim}: attention"
         warn(f"{what} runs in PyTorch (SDPA): the kernels take heads of 32 and 64, not causal")
     ops = SimpleNamespace(**vars(TRITON))
-    if name == "auto" and T > MAX_FUSED:
+    if name == "auto" and T > MAX_OURS:
         ops.attention = attention_of_documents
     return ops
 

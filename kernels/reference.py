@@ -6,17 +6,17 @@ import torch.nn.functional as F
 MAX_T = 8192  # positions share a 64-bit sort key with their random word: 13 bits beside 32
 
 
-def philox_words(seed, step, sample_ids, T):
-    """Random words of T positions, by the counter-based Philox-4x32-10 (Salmon et al., SC'11).
+def philox_words(seed, step, sample_ids, T, first=0):
+    """Random words of T positions from `first` on, by Philox-4x32-10 (Salmon et al., SC'11).
 
-    seed, step  int or 0-dim int64 tensor; their low 32 bits are the key
+    seed, step  int or int64 tensor, 0-dim or (n, 1, 1); their low 32 bits are the key
     sample_ids  (B,) integer; (sample, position // 4, 0, 0) is the counter, which gives four words
 
-    Returns (B, T) int64 in [0, 2^32).
+    Returns (B, T) int64 in [0, 2^32), or (n, B, T).
     """
     low = 0xFFFFFFFF
     c0 = (sample_ids.long() & low)[:, None]
-    c1 = torch.arange((T + 3) // 4, device=sample_ids.device)[None, :]
+    c1 = torch.arange(first // 4, (first + T + 3) // 4, device=sample_ids.device)[None, :]
     c0, c1 = torch.broadcast_tensors(c0, c1)
     c2 = torch.zeros_like(c0)
     c3 = c2
@@ -32,7 +32,7 @@ def philox_words(seed, step, sample_ids, T):
         c3 = p0 & low
         k0 = (k0 + 0x9E3779B9) & low
         k1 = (k1 + 0xBB67AE85) & low
-    return torch.stack((c0, c1, c2, c3), -1).flatten(1)[:, :T]
+    return torch.stack((c0, c1, c2, c3), -1).flatten(-2)[..., first % 4 :][..., :T]
 
 
 def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids, fixed=None):
@@ -128,10 +128,29 @@ def document_spans(ends):
     return torch.stack((start, end), 1).int()
 
 
+def block_spans(T, S, device):
+    """Which positions see each other in rows of 2T, a masked text and then the text itself, of
+    blocks of S tokens: masked text sees its own block and the text of earlier ones; text sees the
+    text of its own block and earlier ones (Arriola et al., 2503.09573).
+
+    Returns (1, 8, 2T) int32: the starts and ends, exclusive, of the two ranges that each position
+    sees, and of the two that see it.
+    """
+    start = torch.arange(T, device=device) // S * S
+    end = (start + S).clamp(max=T)
+    none = (torch.full_like(start, 2 * T), torch.zeros_like(start))
+    half = torch.full_like(start, T)
+    masked = torch.stack((start, end, half, T + start, start, end, *none))
+    text = torch.stack((half, T + end, *none, end, half, T + start, 2 * half))
+    return torch.cat((masked, text), 1)[None].int()
+
+
 def is_visible(spans, at):
-    """Whether positions see those `at`, bool; spans (B, 2, T), `at` broadcast with (B, T, 1)."""
-    start, end = spans[..., None].unbind(1)  # (B, T, 1)
-    return (start <= at) & (at < end)
+    """Whether positions see those `at`, bool; spans (B, 2, T), or (B, 8, T) of block_spans, `at`
+    broadcast with (B, T, 1)."""
+    ranges = spans[:, :4, :, None].split(2, 1)  # (B, 2, T, 1) each
+    visible = [(span[:, 0] <= at) & (at < span[:, 1]) for span in ranges]
+    return visible[0] | visible[-1]
 
 
 def masked_share(masked, text, spans):
@@ -146,13 +165,19 @@ def masked_share(masked, text, spans):
 
 def neighbours(x, left, k, spans):
     """x (B, T, C) -> k tensors (B, T, C): what is `left` positions before, ..., k - 1 - left after;
-    0 where there is nothing, or another document."""
+    0 where there is nothing, or another document. Of block_spans masked text has the text of
+    earlier blocks on its left."""
     T = x.shape[1]
     padded = F.pad(x, (0, 0, left, k - 1 - left))
     found = [padded[:, i : i + T] for i in range(k)]
     if spans is not None:
         at = torch.arange(T, device=x.device)[:, None] - left
-        found = [z * is_visible(spans, at + i) for i, z in enumerate(found)]
+        found = [z * is_visible(spans[:, :2], at + i) for i, z in enumerate(found)]
+        if spans.shape[1] > 2:
+            half = T // 2
+            text = neighbours(x.roll(half, 1), left, left, None)  # beside the masked text
+            for i, z in enumerate(text):
+                found[i] = found[i] + z * is_visible(spans[:, 2:4], at + i + half)
     return found
 
 
@@ -162,7 +187,7 @@ def attention_ref(qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=No
     qkv       (B, T, 3, H, D), the packed projections, any strides
     cos, sin  (T, D/2) rotary tables, or None; with the kernels they get no gradient
     qk_norm   RMS-normalise q and k over D
-    spans     (B, 2, T) int32 of document_spans, or None; not for causal attention
+    spans     int32, of document_spans or block_spans, or None; not for causal attention
 
     Returns (B, T, H, D) in the dtype of qkv.
     """

@@ -12,12 +12,15 @@ import torch.nn.functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
-Model = rotary_tables = attention_ref = None  # export.py puts their source here, as mdlm has it
+Model = rotary_tables = attention_ref = neighbours = None  # export.py puts their source here
 
 
-def is_variant(config):
-    """Of the training loss alone."""
+def is_variant(config):  # of the training loss alone
     return False
+
+
+def n_blocks(config):  # export.py takes no model of several
+    return 1
 
 
 class MDLMConfig(PretrainedConfig):
@@ -32,7 +35,7 @@ class MDLMForMaskedLM(PreTrainedModel):
 
     def __init__(self, config):
         super().__init__(config)
-        ops = SimpleNamespace(attention=attention_ref)
+        ops = SimpleNamespace(attention=attention_ref, neighbours=neighbours)
         self.model = Model(config, config.vocab_size - 2, ops, config.end_id)
         self.post_init()
 

@@ -13,6 +13,12 @@ def standard_error(values):
     return values.std().item() / len(values) ** 0.5 if len(values) > 1 else math.inf
 
 
+def means_of(values, part, count):
+    """(n,) float64 on the CPU: sums of values (m,) by their part (m,), divided by count (n,)."""
+    total = torch.zeros(len(count), device=values.device).index_add(0, part, values.float())
+    return (total / count).cpu().double()
+
+
 def mean_by_bin(values, bin, bins):
     """Means (bins,) of values (passes, W) by the bin (passes, W) of each."""
     bin = bin.flatten()
@@ -33,13 +39,14 @@ def stratified(n, *key):
     return (order + torch.rand(n, generator=g, dtype=torch.float64)) / n
 
 
-def stratified_counts(T, passes, seed):
-    """(passes, W) counts in 1..T (W,); pass k draws from the k-th of `passes` equal intervals."""
+def stratified_counts(T, passes, seed, n=1):
+    """(passes, W, n) counts in 1..T/n, T (W,); pass k draws from the k-th of `passes` intervals."""
+    T = T.repeat_interleave(n) // n
     counts = []
     for k in range(passes):
         u = (k + stratified(len(T), "evaluate", seed, k)) / passes
         counts.append((1 + (u * T).long()).minimum(T))
-    return torch.stack(counts)
+    return torch.stack(counts).unflatten(1, (-1, n))
 
 
 def stratified_error(values, count, T):
@@ -51,12 +58,20 @@ def stratified_error(values, count, T):
     return standard_error(residual * (n / max(n - bins, 1)) ** 0.5)
 
 
-def summary(ce, hit, first, count, T, causal):
-    """What mdlm.evaluate returns, from CE and accuracy (passes, W) of `count` of T (W,) tokens."""
+def summary(sums, count, T, causal):
+    """What mdlm.evaluate returns, from sums (4, passes, W, n) of CE, accuracy, CE of the first
+    token, and 1, with `count` (passes, W, n) of T (W,) tokens masked in n blocks of a window."""
+    passes, _, n = count.shape
+    # The blocks of a window count like passes over it: (passes * n, W).
+    *sums, done = sums.transpose(2, 3).flatten(1, 2)
+    seen = done[0] > 0  # (W,) all of them, if there was time; some by two ranks
+    ce, hit, first = ((x / done)[:, seen] for x in sums)
+    count = count.transpose(1, 2).flatten(0, 1)[:, seen]
+    T = T[seen] // n
     share = T / T.double().mean()  # a window counts by its length
     mean = (ce * share).mean().item()
     residual = (ce - mean) * share
-    r = dict(windows=len(T), passes=len(count), by_window=(ce * share).mean(0).tolist())
+    r = dict(windows=len(T), passes=passes, by_window=(ce * share).mean(0).tolist())
     if causal:
         shifted = (ce * T - first).sum().item() / max((T - 1).sum().item(), 1)
         r |= dict(nll=mean, se=standard_error(residual[0]), ar_shifted=shifted)
@@ -86,10 +101,8 @@ def binomial_mixture(L, function):
     """P (L+1,) float64 of a binomial distribution of L trials, averaged over rates function(u)."""
     edges = torch.linspace(0, 1, max(1 << 14, 16 * L) + 1, dtype=torch.float64)
     mass = invert(function, edges).diff().abs()
-    t = (edges[1:] + edges[:-1]) / 2
-    k = torch.arange(L + 1, dtype=torch.float64)
-    choose = math.lgamma(L + 1) - torch.lgamma(k + 1) - torch.lgamma(L - k + 1)
-    logs = (choose[i] + i * t.log() + (L - i) * (-t).log1p() for i in range(L + 1))
+    trials = torch.distributions.Binomial(L, (edges[1:] + edges[:-1]) / 2)
+    logs = map(trials.log_prob, torch.arange(L + 1, dtype=torch.float64))
     return torch.stack([(log.exp() * mass).sum() for log in logs])
 
 

@@ -35,6 +35,7 @@ def check(model, tokenizer, config):
         (config.objective == "mdlm", f"--objective={config.objective}"),
         (tokenizer.kind == "char", f"--tokenizer={tokenizer.kind}"),
         (tokenizer.end_id is None, "documents"),
+        (model.n == 1, "blocks"),
     ):
         if not fits:
             raise UserError(f"--to=page takes masked diffusion models of characters, not {what}")

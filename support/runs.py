@@ -88,8 +88,25 @@ def check(config, world=1):
     if config.prompt_column and (config.objective, config.lengths) != ("mdlm", "learned"):
         why = "leave --objective and --lengths out"
         raise UserError(f"--prompt_column is for masks, and learns where an answer ends; {why}")
+    if config.block_length not in (0, config.block_size):
+        check_blocks(config)
     if config.objective == "ar" and config.time_conditioning:
         raise UserError("--objective=ar has no mask rate; leave --time_conditioning out")
+
+
+# What --block_length needs.
+BLOCKS = dict(objective="mdlm", masking="exact", mask_schedule="linear", loss_weight="bound")
+BLOCKS |= dict(min_rate=0, max_rate=1, time_conditioning=False, lengths="learned", prompt_column="")
+
+
+def check_blocks(config):
+    """Raise UserError for settings that do not go with --block_length."""
+    given = f"--block_length={config.block_length}"
+    if config.block_size % config.block_length:
+        raise UserError(f"{given} must divide --block_size={config.block_size}")
+    for name, value in BLOCKS.items():
+        if getattr(config, name) != value:
+            raise UserError(f"{given} needs --{name}={value}")
 
 
 def open_run(given, cls, new_config, world, resumable):
@@ -116,7 +133,8 @@ def open_run(given, cls, new_config, world, resumable):
         config = dataclasses.replace(config, **changes | dict(out_dir=str(out), overwrite=False))
     else:
         config = new_config(given)
-        check_idle(given, config)
+        if config.prompt_column and not sources.is_records(config.data):
+            raise UserError(f"--data={config.data} has no columns; leave --prompt_column out")
     check(config, world)
     shards.check(config.shard, world)
     if checkpoint.checkpoints(out) and not (config.resume or config.overwrite):
@@ -124,28 +142,6 @@ def open_run(given, cls, new_config, world, resumable):
         raise UserError(f"--out_dir={out} already holds a run; {fix}")
     runtime.on_first_rank(lambda: checkpoint.take(out))
     return config, folder
-
-
-# Flags that have no effect with --objective=ar.
-MASKS = ("masking", "mask_schedule", "loss_weight", "min_rate", "max_rate", "rate_margin")
-
-
-def check_idle(given, config):
-    """Raise UserError for flags of the command line that would do nothing."""
-    is_ids = sources.is_ids(config.data)
-    has_columns = sources.is_records(config.data)
-    learns = is_ids or config.tokenizer in ("word", "bpe")
-    for reason, holds, idle in (
-        (f"{config.data} has no columns", not has_columns, ("text_column", "prompt_column")),
-        (f"{config.data} is a folder of ids", is_ids, ("tokenizer", "separator")),
-        ("--init_from brings its tokenizer", config.init_from, ("tokenizer", "vocab_size")),
-        (f"--tokenizer={config.tokenizer} has its own vocabulary", not learns, ("vocab_size",)),
-        ("--objective=ar masks nothing", config.objective == "ar", MASKS),
-        ("--optimizer=adamw has no matrices apart", config.optimizer == "adamw", ("muon_lr",)),
-    ):
-        for name in idle:
-            if holds and name in given and given[name] != getattr(type(config), name):
-                raise UserError(f"--{name}={given[name]} has no effect: {reason}; leave it out")
 
 
 def open_data(config, folder, device, prepare, corpus_of, source):

@@ -147,10 +147,11 @@ class Toy:
         self.documents = False
         self.training = False
         self.config = mdlm.Config(block_size=T, **config)
+        self.n = 1
         self.ops = kernels.select("torch")
         self.weights = mdlm.sequence_weights(self.config)
 
-    def __call__(self, xt, rows=None):
+    def __call__(self, xt, rows=None, x0=None):
         logits = self.logits(xt)
         return logits if rows is None else logits.flatten(0, 1)[rows].float()
 

@@ -71,7 +71,7 @@ def test_training_loss_is_unbiased_for_unequal_lengths(world):
     values = []
     for step in range(3000):
         drawn = mdlm.draw_batch(model.config, corpus_of(x0), step, torch.arange(8))
-        xt, targets, rows, share = mdlm.make_batch(model, *drawn)
+        xt, targets, rows, share, *_ = mdlm.make_batch(model, *drawn)
         assert len(rows) <= 8 * 5 // 2 and not (targets == END).any()
         ce = F.cross_entropy(model(xt, rows=rows), targets, reduction="none")
         values.append((ce * share).sum())

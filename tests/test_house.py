@@ -59,7 +59,7 @@ def imports(nodes):
 GRAPH = {name: imports(ast.walk(TREES[path])) for name, path in MODULES.items()}
 
 
-@pytest.mark.parametrize("file, most", [("mdlm.py", 805), ("sample.py", 550), ("all", 8300)])
+@pytest.mark.parametrize("file, most", [("mdlm.py", 850), ("sample.py", 550), ("all", 8300)])
 def test_files_stay_short(file, most):
     lines = sum(LINES.values()) if file == "all" else LINES[file]
     assert lines <= most

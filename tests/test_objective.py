@@ -72,7 +72,7 @@ def make_batch(model, x0, step=0, early=0.0):
 
 
 def batch_loss(model, x0, step):
-    xt, targets, rows, share = make_batch(model, x0, step)
+    xt, targets, rows, share, *_ = make_batch(model, x0, step)
     logits = model(xt, rows=rows).flatten(0, -2)
     return (F.cross_entropy(logits, targets, reduction="none") * share).sum().item()
 
@@ -152,7 +152,7 @@ def test_loss_varies_less_than_textbook_loss():
 def test_both_objectives_score_the_same_tokens():
     x0 = torch.randint(65, (8, 16))
     for objective in ("mdlm", "ar"):
-        xt, targets, rows, share = make_batch(untrained(objective=objective), x0)
+        xt, targets, rows, share, *_ = make_batch(untrained(objective=objective), x0)
         assert torch.equal(targets, x0.flatten() if rows is None else x0.flatten()[rows])
         assert xt.shape == x0.shape
         assert share.sum() == pytest.approx(1, abs=1e-5)
@@ -165,7 +165,7 @@ def test_both_objectives_score_the_same_tokens():
 def test_scoring_only_masked_rows_changes_nothing(more):
     model = scrambled(n_layer=2, **more)
     x0 = torch.randint(65, (8, 16))
-    xt, targets, rows, share = make_batch(model, x0)
+    xt, targets, rows, share, *_ = make_batch(model, x0)
     weights = list(model.parameters())
     some = model(xt, targets, rows, share)
     some_gradients = torch.autograd.grad(some, weights)

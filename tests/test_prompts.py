@@ -69,7 +69,7 @@ def test_only_answers_are_learned(run):
     for step in range(5):
         drawn = mdlm.draw_batch(config, corpus, step, samples, early=0.0)
         x0, levels = drawn[:2]
-        xt, targets, rows, share = mdlm.make_batch(model, *drawn)
+        xt, targets, rows, share, *_ = mdlm.make_batch(model, *drawn)
         learned = model.learned(x0)
         assert not (xt == model.mask_id)[~learned].any()
         assert torch.equal((xt == model.mask_id).sum(1), levels)
@@ -149,11 +149,15 @@ def test_a_prompt_goes_where_its_answer_goes(tmp_path, n):
         ([dict(q="c", a="b")] * 9, ["--lengths=known"], ["--prompt_column", "--lengths"]),
         ([dict(q="c", a="b")] * 9, ["--masking=bernoulli"], ["with prompts", "leave them out"]),
         (None, [], ["text.txt", "has no columns"]),
+        (None, ["--data=ids"], ["--data=ids", "has no columns"]),
     ],
 )
-def test_mistakes_get_one_sentence(tmp_path, capsys, records, flags, words):
+def test_mistakes_get_one_sentence(tmp_path, capsys, monkeypatch, records, flags, words):
     data = tmp_path / "text.txt"
     data.write_text("a text")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ids").mkdir()
+    (tmp_path / "ids" / "train.bin").touch()
     if records:
         data = write(tmp_path / "x.jsonl", records)
     out = tmp_path / "out"

@@ -1,0 +1,392 @@
+"""Block diffusion: blocks of S tokens from left to right, diffusion inside (--block_length)."""
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, TINY, losses, read_log, run_mdlm, saved
+
+import eval
+import export
+import kernels
+import mdlm
+import sample
+from kernels.cache import Cache
+from support import cli
+from support.likelihood import chain_rule
+
+V = 5
+
+
+def network(S, T=16, **settings):
+    """A float64 network whose weights are all random."""
+    flags = dict(n_layer=3, n_head=2, n_embd=16, block_size=T, block_length=S, attention_every=2)
+    config = mdlm.Config(**flags | dict(dropout=0.0) | settings)
+    torch.manual_seed(1)
+    model = mdlm.Model(config, V, kernels.REFERENCES).double().eval()
+    for p in model.parameters():
+        p.data.normal_(0, 0.3)
+    return model
+
+
+def texts(B=2, T=16, rate=0.5):
+    g = torch.Generator().manual_seed(2)
+    x0 = torch.randint(V, (B, T), generator=g)
+    return torch.where(torch.rand(B, T, generator=g) < rate, V, x0), x0
+
+
+def one_block(model, x0, xt, b):
+    """Logits of block b of xt after the text of earlier ones, by a plain block-causal network."""
+    S, C = model.config.block_length, model.config.n_embd
+    x = F.rms_norm(model.embed(torch.cat((x0[:, : b * S], xt[:, b * S : (b + 1) * S]), 1)), (C,))
+    B, n, _ = x.shape
+    block = torch.arange(n) // S
+
+    def norm(part, x):
+        h = F.rms_norm(x, (C,))
+        out = h.clone()
+        k = len(part)
+        for i, offset in itertools.product(range(n), range(-(k // 2), k - k // 2)):
+            j = i + offset
+            if 0 <= j < n and block[j] <= block[i]:
+                out[:, i] += h[:, j] * part[offset + k // 2]
+        return out
+
+    cos, sin = model.cos[:n], model.sin[:n]
+    for layer in model.blocks:
+        if layer.qkv is not None:
+            qkv = layer.qkv(norm(layer.conv[0], x)).view(B, n, 3, model.config.n_head, -1)
+            q, k, v = (z.transpose(1, 2) for z in kernels.reference.prepare(qkv, cos, sin, True))
+            scores = q @ k.mT / q.shape[-1] ** 0.5
+            scores = scores.masked_fill(block[:, None] < block, -math.inf)
+            y = scores.softmax(-1) @ v
+            x = x + layer.proj(y.transpose(1, 2).reshape(B, n, C))
+        x = x + layer.down(F.relu(layer.up(norm(layer.conv[-1], x))).square())
+    return F.linear(F.rms_norm(x, (C,)), model.head.weight).float()[:, b * S :]
+
+
+@pytest.mark.parametrize("S", [1, 4, 8])
+def test_training_sees_what_the_sampler_sees(S):
+    """The forward of 2T rows equals that of each block after the text of earlier ones."""
+    model = network(S)
+    xt, x0 = texts()
+    with torch.no_grad():
+        logits = model(xt, x0=x0)
+        for b in range(16 // S):
+            wanted = one_block(model, x0, xt, b)
+            assert torch.allclose(logits[:, b * S : (b + 1) * S], wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("S", [1, 4, 8])
+def test_no_token_sees_a_later_block(S):
+    model = network(S)
+    xt, x0 = texts()
+    embedded = []
+
+    def keep(module, ids, x):
+        embedded.append(x.detach().requires_grad_())
+        return embedded[0]
+
+    model.embed.register_forward_hook(keep)
+    logits = model(xt, x0=x0)
+    for b in range(16 // S):
+        (g,) = torch.autograd.grad(
+            logits[:, b * S : (b + 1) * S].sum(), embedded[0], retain_graph=True
+        )
+        seen = g.abs().sum((0, 2)) > 0
+        noisy, text = seen.split(16)
+        assert noisy.nonzero()[:, 0].tolist() == list(range(b * S, (b + 1) * S))
+        assert text.nonzero()[:, 0].tolist() == list(range(b * S))
+
+
+def exhaustive(model, x0):
+    """(B,) the NELBO per token: the mean over blocks, counts and sets of masked positions."""
+    S = model.config.block_length
+    B, T = x0.shape
+    total = torch.zeros(B, dtype=torch.float64)
+    for b, size in itertools.product(range(T // S), range(1, S + 1)):
+        sets = list(itertools.combinations(range(b * S, (b + 1) * S), size))
+        for s in map(list, sets):
+            xt = x0.clone()
+            xt[:, s] = V
+            with torch.no_grad():
+                logp = model(xt, x0=x0).log_softmax(-1).gather(2, x0[..., None])[..., 0]
+            total -= logp[:, s].double().mean(1) / len(sets) / S / (T // S)
+    return total
+
+
+@pytest.mark.parametrize("S", [1, 2, 4])
+def test_nelbo_is_that_of_all_masks(S):
+    model = network(S, T=8)
+    _, x0 = texts(B=6, T=8)
+    wanted = exhaustive(model, x0)
+    copies = 1 if S == 1 else 1000
+    r = mdlm.evaluate(model, x0.repeat(copies, 1), passes=8, batch_size=2000)
+    each = torch.tensor(r["by_window"], dtype=torch.float64).view(copies, -1).mean(0)
+    assert torch.allclose(each, wanted, atol=1e-5 if S == 1 else 0.04)
+    assert abs(r["nelbo"] - wanted.mean()) < (1e-5 if S == 1 else 0.01)
+
+
+def test_blocks_of_one_token_are_the_chain_rule():
+    model = network(1)
+    _, x0 = texts(B=5)
+    exact = -chain_rule(model, x0).sum(1) / 16
+    found = torch.tensor(mdlm.evaluate(model, x0)["by_window"], dtype=torch.float64)
+    assert torch.allclose(found, exact, atol=1e-6)
+
+
+@pytest.mark.parametrize("S", [1, 4, 8])
+def test_training_loss_is_unbiased(S):
+    model = network(S, T=8, batch_size=4, rate_margin=0.0)
+    _, x0 = texts(B=4, T=8)
+    wanted = exhaustive(model, x0).mean()
+    found = []
+    with torch.no_grad():
+        for step in range(300):
+            levels = mdlm.draw_levels(model.config, step).view(-1)
+            assert len(levels) == 4 * 8 // S and (levels[::2] + levels[1::2] == S + 1).all()
+            inputs = (x0, levels, torch.ones(4), torch.tensor(step), torch.arange(4))
+            found.append(model(*mdlm.make_batch(model, *inputs)).double())
+    found = torch.stack(found)
+    z = (found.mean() - wanted) / (found.std() / len(found) ** 0.5)
+    assert abs(z) < 4 if S > 1 else abs(found - wanted).max() < 1e-5
+
+
+def test_a_block_of_all_tokens_is_today(text_file, tmp_path):
+    """To the last bit."""
+    for name, flags in (("a", []), ("b", ["--block_length=32"])):
+        args = [f"--data={text_file}", *TINY, "--max_steps=5", f"--out_dir={tmp_path / name}"]
+        assert run_mdlm(*args, *flags) == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    ours, theirs = (saved(tmp_path / name)[0] for name in "ab")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# --------------------------------------------------------------------------------------------------
+# The cache
+
+
+def first_seen(end, T, S):
+    """Where the window of a block up to `end` begins: half a context is dropped at a time."""
+    half = max(S, T // 2 // S * S)
+    first = 0
+    while end - first > T:
+        first += half
+    return first
+
+
+@pytest.mark.parametrize("settings", [{}, dict(pos="learned"), dict(pos="sinusoidal", conv=4)])
+@pytest.mark.parametrize("S", [1, 4, 16])
+def test_cache_sees_what_training_sees(S, settings):
+    """Of 4 T tokens too: then as in a window that holds the last ones alone."""
+    T = 32
+    model = network(S, T, **settings)
+    xt, x0 = texts(T=4 * T)
+    cache = Cache(model.config)
+    with torch.no_grad():
+        for begin in range(0, 4 * T, S):
+            end = begin + S
+            first = first_seen(end, T, S)
+            wanted = model(xt[:, first:end], x0=x0[:, first:end])[:, -S:]
+            text = x0[:, :end].clone()
+            text[:, begin:] = V  # it is not read
+            cache.follow(model, text, begin)
+            assert torch.allclose(model(xt[:, begin:end], cache=cache), wanted, atol=1e-6)
+    assert all(buffer.shape[1] == T for buffer in cache.buffers.values()), "memory is constant"
+
+
+def without_cache(model, device, x, given, drawn, at, cfg, cache):
+    T, S = model.config.block_size, model.config.block_length
+    begin, end = at.start, at.start + S
+    first = first_seen(end, T, S)
+    text = F.pad(x, (0, S), value=V)[:, first:end].clone()
+    where = F.pad(drawn, (begin - first, S - len(at)))
+    text[where] = V
+    return model(text)[where]
+
+
+@pytest.mark.parametrize("order", ["spread", "confidence", "left_to_right", "ancestral"])
+@pytest.mark.parametrize("S", [1, 4, 8])
+def test_draws_are_the_same_without_the_cache(S, order, monkeypatch):
+    model = network(S)
+    x = torch.full((3, 42), V)  # the last block is cut off
+    x[:, :3] = torch.tensor([[0, 1, 2], [4, 4, 4], [3, 0, 1]])
+    how = dict(seed=5, order=order, steps=12)
+    steps = list(sample.unmask(model, x, **how))
+    alone = sample.generate(model, x[1:2], samples=torch.tensor([1]), **how)
+    monkeypatch.setattr(sample, "predict", without_cache)
+    plain = list(sample.unmask(model, x, **how))
+    assert len(steps) == len(plain) and torch.equal(steps[-1].calls, plain[-1].calls)
+    assert all(torch.equal(a.x, b.x) for a, b in zip(steps, plain))
+    assert torch.equal(alone[0], steps[-1].x[1])
+    assert torch.equal(steps[-1].x[:, :3], x[:, :3]) and not (steps[-1].x == V).any()
+
+
+def seen_by(model):
+    """A list that grows by the number of tokens in each network call."""
+    seen = []
+    model.embed.register_forward_pre_hook(lambda _, args: seen.append(args[0].numel()))
+    return seen
+
+
+def test_a_block_costs_the_same_anywhere():
+    model = network(4)
+    seen = seen_by(model)
+    sample.generate(model, torch.full((1, 16 * 40), V), seed=0, steps=8, correct=4)
+    assert max(seen) == 4
+    half = len(seen) // 2
+    assert len(seen) < 160 * (2 + 1) * 2 and abs(sum(seen[:half]) - sum(seen[half:])) < 32
+
+
+@pytest.mark.parametrize("T", [4, 8, 16, 40])
+def test_a_block_takes_eight_calls(T):
+    """By default, however long the text is."""
+    *_, last = sample.unmask(network(4), torch.full((1, T), V))
+    assert last.calls.item() == 8 * T // 4
+
+
+def test_nothing_to_fill_is_no_mistake():
+    for model in (network(4), network(16)):
+        x = torch.zeros(1, 0, dtype=torch.int64)
+        assert sample.generate(model, x, seed=0).shape == mdlm.generate(model, x).shape == (1, 0)
+
+
+def test_end_stops_a_text():
+    model = network(4)
+    seen = seen_by(model)
+    x = torch.full((4, 160), V)
+    how = dict(seed=1, steps=16, order="left_to_right", correct=0)
+    out = sample.generate(model, x, **how)
+    full = len(seen)
+    seen.clear()
+    *_, last = sample.unmask(model, x, end_id=2, **how)
+    assert len(seen) < full / 2, "nothing is computed after the last [END]"
+    for row, whole in zip(last.x.tolist(), out.tolist()):
+        n = row.index(2)
+        assert row[:n] == whole[:n] and set(row[n:]) == {2}
+
+
+def test_unseen_text_after_a_gap_is_refused():
+    model = network(4)
+    x = torch.full((1, 12), V)
+    x[0, 3] = 1  # in the block of the first gap
+    assert sample.generate(model, x, seed=0)[0, 3] == 1
+    x[0, 5] = 1  # in the next one
+    with pytest.raises(ValueError, match=r"does not see text .* without --block_length"):
+        sample.generate(model, x, seed=0)
+    for setting in (dict(cfg=1.0), dict(block=2)):
+        with pytest.raises(ValueError, match="is not for a model of --block_length=4"):
+            sample.generate(model, x[:, :3], **setting)
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs
+
+
+@pytest.fixture(scope="module")
+def run(text_file, tmp_path_factory):
+    out = tmp_path_factory.mktemp("blocks") / "run"
+    flags = [f"--data={text_file}", *TINY, "--block_length=8", f"--out_dir={out}"]
+    assert run_mdlm(*flags, "--max_steps=6", "--eval_interval=3") == 0
+    return out
+
+
+def test_a_run_of_blocks_resumes_and_is_evaluated(run, text_file, tmp_path, capsys):
+    flags = [f"--data={text_file}", *TINY, "--block_length=8", f"--out_dir={tmp_path / 'a'}"]
+    constant = ["--lr_schedule=constant", "--rate_margin=0"]
+    assert run_mdlm(*flags, *constant, "--max_steps=3") == 0
+    assert "4 blocks of 8 tokens" in capsys.readouterr().out
+    assert run_mdlm(f"--out_dir={tmp_path / 'a'}", "--resume", "--max_steps=6") == 0
+    whole = [*flags[:-1], f"--out_dir={tmp_path / 'b'}", *constant, "--max_steps=6"]
+    assert run_mdlm(*whole) == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    path = tmp_path / "r.json"
+    assert cli.run(eval.main, [f"--out_dir={run}", "--exact", f"--json={path}", "--windows=9"]) == 0
+    r = json.loads(path.read_text())
+    assert math.isfinite(r["nelbo"] + r["se"] + r["exact"]["nll"]) and r["windows"] == 9
+    assert read_log(run)[-1]["val_nelbo"] < 5
+
+
+@pytest.mark.parametrize("block_length", [0, 4])
+def test_weights_go_on_with_other_blocks(run, text_file, tmp_path, block_length):
+    flags = [f"--data={text_file}", *TINY, f"--block_length={block_length}", "--max_steps=1"]
+    assert run_mdlm(*flags, f"--init_from={run}", f"--out_dir={tmp_path / 'o'}") == 0
+
+
+def test_documents_end(text_file, tmp_path, capsys):
+    flags = [*TINY, "--block_length=8", "--max_steps=2", f"--out_dir={tmp_path}"]
+    assert run_mdlm(*flags, f"--data={text_file}", "--separator=\\n") == 0
+    model, tokenizer, config = mdlm.load(tmp_path)
+    assert config.lengths == "learned" and tokenizer.end_id is not None and model.end_id == -1
+    assert len(sample.write(model, tokenizer, n=2, length=70)) == 2
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "words"),
+    [
+        (mdlm, ["--block_length=5"], ["--block_length=5", "divide --block_size=32"]),
+        (mdlm, ["--block_length=64"], ["--block_length=64", "divide"]),
+        (mdlm, ["--block_length=8", "--objective=ar"], ["needs --objective=mdlm"]),
+        (mdlm, ["--block_length=8", "--masking=bernoulli"], ["needs --masking=exact"]),
+        (mdlm, ["--block_length=8", "--max_rate=0.5"], ["needs --max_rate=1"]),
+        (mdlm, ["--block_length=8", "--time_conditioning"], ["needs --time_conditioning=False"]),
+        (mdlm, ["--block_length=8", "--lengths=known"], ["needs --lengths=learned"]),
+        (eval, ["--text=To be"], ["--text is for models that fill gaps"]),
+        (export, ["--to=hf", "--dest={tmp}/x"], ["--to=hf", "--block_length"]),
+        (export, ["--to=page", "--dest={tmp}/x"], ["--to=page", "not blocks"]),
+        (sample, ["--infill=To ██ or not to be, it is"], ["does not see text"]),
+        (sample, ["--block=4"], ["block is not for a model of --block_length=8"]),
+    ],
+)
+def test_what_blocks_cannot_do_is_one_sentence(
+    run, text_file, tmp_path, capsys, program, flags, words
+):
+    flags = [flag.format(tmp=tmp_path) for flag in flags]
+    if program is mdlm:
+        code = run_mdlm(f"--data={text_file}", *TINY, *flags, f"--out_dir={tmp_path / 'o'}")
+    else:
+        code = cli.run(program.main, [f"--out_dir={run}", *flags])
+    said = capsys.readouterr().err
+    assert code == 2 and said.count("\n") == 1 and all(word in said for word in words), said
+    assert not (tmp_path / "o").exists() and not (tmp_path / "x").exists()
+
+
+def test_gaps_of_unknown_length_are_filled(run, capsys):
+    for template in ("to [___]", "to [___] be"):  # within the first block: 8 tokens
+        flags = [f"--out_dir={run}", f"--infill={template}", "--max_gap=2", "--json=-"]
+        assert cli.run(sample.main, flags) == 0
+        assert json.loads(capsys.readouterr().out)["text"].startswith("to ")
+
+
+def test_sample_writes_beyond_the_context(run, capsys):
+    flags = [f"--out_dir={run}", "--prompt=to be ", "--length=100", "--steps=8", "--json=-"]
+    assert cli.run(sample.main, flags) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert len(line["text"]) == 100 and line["text"].startswith("to be ")
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_alike(text_file, tmp_path):
+    flags = [f"--data={text_file}", *TINY, "--block_length=8", "--max_steps=4"]
+    for mode in ("on", "off"):
+        assert run_mdlm(*flags, f"--compile={mode}", f"--out_dir={tmp_path / mode}") == 0
+    on, off = (losses(tmp_path / mode) for mode in ("on", "off"))
+    assert len(on) == 4 and on == pytest.approx(off, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--shard"]])
+def test_two_ranks_train_like_one(text_file, tmp_path, more):
+    flags = [f"--data={text_file}", *TINY, "--block_length=8", "--max_steps=3"]
+    flags += ["--optimizer=adamw", "--batch_size=4"]
+    assert run_mdlm(*flags, f"--out_dir={tmp_path / 'one'}") == 0
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "mdlm.py"]
+    command = [sys.executable, *launcher, *flags, *more, f"--out_dir={tmp_path / 'two'}"]
+    r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert r.returncode == 0, r.stderr[-3000:]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)

@@ -380,13 +380,13 @@ def test_compiled_blocks_train_alike(text_file, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--shard"]])
-def test_two_ranks_train_like_one(text_file, tmp_path, more):
+def test_two_ranks_train_like_one(text_file, tmp_path):
+    """Sharded, too: two ranks hold one model."""
     flags = [f"--data={text_file}", *TINY, "--block_length=8", "--max_steps=3"]
     flags += ["--optimizer=adamw", "--batch_size=4"]
     assert run_mdlm(*flags, f"--out_dir={tmp_path / 'one'}") == 0
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "mdlm.py"]
-    command = [sys.executable, *launcher, *flags, *more, f"--out_dir={tmp_path / 'two'}"]
+    command = [sys.executable, *launcher, *flags, "--shard", f"--out_dir={tmp_path / 'two'}"]
     r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert r.returncode == 0, r.stderr[-3000:]
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)

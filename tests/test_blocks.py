@@ -125,11 +125,11 @@ def test_nelbo_is_that_of_all_masks(S):
     model = network(S, T=8)
     _, x0 = texts(B=6, T=8)
     wanted = exhaustive(model, x0)
-    copies = 1 if S == 1 else 1000
+    copies = 1 if S == 1 else 250
     r = mdlm.evaluate(model, x0.repeat(copies, 1), passes=8, batch_size=2000)
     each = torch.tensor(r["by_window"], dtype=torch.float64).view(copies, -1).mean(0)
-    assert torch.allclose(each, wanted, atol=1e-5 if S == 1 else 0.04)
-    assert abs(r["nelbo"] - wanted.mean()) < (1e-5 if S == 1 else 0.01)
+    assert torch.allclose(each, wanted, atol=1e-5 if S == 1 else 0.08)
+    assert abs(r["nelbo"] - wanted.mean()) < (1e-5 if S == 1 else 0.02)
 
 
 def test_blocks_of_one_token_are_the_chain_rule():

@@ -116,9 +116,8 @@ def uniform(seed, step, samples, at):
     (seed, step, sample, position) at a range of n positions; 53 bits a token."""
     streams = 4 * step + torch.arange(4, device=samples.device)[:, None, None]
     high, low, *others = philox_words(seed, streams, samples, len(at), at.start)
-    return ((high << 21) | (low >> 11)).double() / 2**53, *(
-        word.double() / 2**32 for word in others
-    )
+    token = ((high << 21) | (low >> 11)).double() / 2**53
+    return token, *(word.double() / 2**32 for word in others)
 
 
 def resolve(how, config):

@@ -26,7 +26,7 @@ from safetensors.torch import save as to_safetensors
 
 import mdlm
 from kernels import reference
-from support import files, page, plots
+from support import files, page, plots, runs
 from support.checkpoint import default_run, find_checkpoint
 from support.cli import UserError, opt
 
@@ -37,8 +37,7 @@ SOURCES = [reference.document_spans, reference.is_visible, reference.masked_shar
 SOURCES += [reference.neighbours, reference.rotary_tables, reference.rotate, reference.prepare]
 SOURCES += [reference.attention_ref, mdlm.Block, mdlm.Model]
 # The settings that make the network.
-NETWORK = ("n_layer", "n_head", "n_embd", "block_size", "dropout", "attention_every", "conv", "pos")
-NETWORK += ("tie", "time_conditioning", "objective", "prompt_column")
+NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")
 
 
 @dataclass

@@ -17,13 +17,8 @@ REFERENCES = SimpleNamespace(
     neighbours=neighbours,
     linear_cross_entropy=linear_cross_entropy_ref,
 )
-TRITON = SimpleNamespace(
-    name="triton",
-    mask_tokens=mask_tokens,
-    attention=attention,
-    neighbours=neighbours,
-    linear_cross_entropy=linear_cross_entropy,
-)
+TRITON = dict(name="triton", mask_tokens=mask_tokens, attention=attention)
+TRITON |= dict(linear_cross_entropy=linear_cross_entropy)
 
 
 def attention_of_documents(qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=None):
@@ -68,7 +63,7 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
     if odd or (name == "triton" and (causal or head_dim == 128)):
         what = "causal attention" if causal else f"n_embd / n_head = {head_dim}: attention"
         warn(f"{what} runs in PyTorch (SDPA): the kernels take heads of 32 and 64, not causal")
-    ops = SimpleNamespace(**vars(TRITON))
+    ops = SimpleNamespace(**vars(REFERENCES) | TRITON)
     if name == "auto" and T > MAX_OURS:
         ops.attention = attention_of_documents
     return ops

@@ -291,14 +291,8 @@ def _differentiate(ctx, grad, grad_lse):
     return _attention_backward(grad, *ctx.saved_tensors), None
 
 
-_attention = register(
-    "attention",
-    "(Tensor qkv, Tensor? spans) -> (Tensor, Tensor)",
-    _forward,
-    _fake,
-    _differentiate,
-    _save,
-)
+SCHEMA = "(Tensor qkv, Tensor? spans) -> (Tensor, Tensor)"
+_attention = register("attention", SCHEMA, _forward, _fake, _differentiate, _save)
 _attention_backward = register(
     "attention_backward",
     "(Tensor grad, Tensor qkv, Tensor out, Tensor lse, Tensor? spans) -> Tensor",

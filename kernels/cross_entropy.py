@@ -157,15 +157,9 @@ def _differentiate(ctx, grad, *_):
     return dh, dW, None, None, None
 
 
-_linear = register(
-    "linear_cross_entropy",
-    "(Tensor h, Tensor W, Tensor targets, Tensor weight, ScalarType dtype)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    _forward,
-    _fake,
-    _differentiate,
-    _save,
-)
+SCHEMA = "(Tensor h, Tensor W, Tensor targets, Tensor weight, ScalarType dtype)"
+SCHEMA += " -> (Tensor, Tensor, Tensor, Tensor)"
+_linear = register("linear_cross_entropy", SCHEMA, _forward, _fake, _differentiate, _save)
 
 
 def linear_cross_entropy(h, W, targets, weight):

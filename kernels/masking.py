@@ -142,13 +142,9 @@ def _fake(x0, level, mask_id, seed, step, sample_ids, fixed):
     return xt, count, rows, n_rows
 
 
-_mask_tokens = register(
-    "mask_tokens",
-    "(Tensor x0, Tensor level, SymInt mask_id, Tensor seed, Tensor step, Tensor sample_ids,"
-    " Tensor? fixed) -> (Tensor, Tensor, Tensor, Tensor)",
-    _forward,
-    _fake,
-)
+SCHEMA = "(Tensor x0, Tensor level, SymInt mask_id, Tensor seed, Tensor step, Tensor sample_ids,"
+SCHEMA += " Tensor? fixed) -> (Tensor, Tensor, Tensor, Tensor)"
+_mask_tokens = register("mask_tokens", SCHEMA, _forward, _fake)
 
 
 def _scalar(number, device):

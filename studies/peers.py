@@ -13,8 +13,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import kernels
+from kernels.reference import block_spans
 
 compiled = partial(torch.compile, dynamic=False)
 
@@ -40,10 +42,25 @@ def yardsticks(contestant, f):
     return {"PyTorch eager": contestant(f), "PyTorch compiled": contestant(compiled(f))}
 
 
-def attention(device, dtype, B, T, H, D):
+def flex(spans):
+    """FlexAttention (Dong et al., 2412.05496): it visits the tiles that block_spans say."""
+    start, end, start2, end2 = spans[0, :4]
+
+    def visible(b, h, q, k):
+        return ((start[q] <= k) & (k < end[q])) | ((start2[q] <= k) & (k < end2[q]))
+
+    T = len(start)
+    mask = create_block_mask(visible, None, None, T, T, spans.device)
+    f = partial(compiled(flex_attention), block_mask=mask)
+    # q, k, v (B, H, T, D)
+    return lambda qkv, spans: f(*qkv.transpose(1, 3).unbind(2)).transpose(1, 2)
+
+
+def attention(device, dtype, B, T, H, D, S=0):
     """On packed projections, whose gradient is packed too, as in the model: there SDPA reads q, k,
-    v by their strides, and its gradients are stacked."""
+    v by their strides, and its gradients are stacked. S: T rows that block_spans describes."""
     ref = kernels.attention_ref
+    spans = block_spans(T // 2, S, device) if S else None
 
     def inputs(seed):
         g = torch.Generator(device).manual_seed(seed)
@@ -52,23 +69,27 @@ def attention(device, dtype, B, T, H, D):
         return qkv.requires_grad_(), grad
 
     def contestant(f):
-        return lambda backward, qkv, grad: outcome(f(qkv), (qkv,), backward, grad)
+        return lambda backward, qkv, grad: outcome(f(qkv, spans=spans), (qkv,), backward, grad)
 
     def exact(qkv, grad):
         parts = []
         # One sequence at a time: (1, H, T, T) scores in float64.
         for x, g in zip(qkv.detach().double().split(1), grad.double().split(1)):
             x.requires_grad_()
-            parts.append(outcome(ref(x), (x,), True, g))
+            parts.append(outcome(ref(x, spans=spans), (x,), True, g))
         return [torch.cat(part).detach() for part in zip(*parts)]
 
     contestants = yardsticks(contestant, ref)
-    for name in ("FLASH", "CUDNN", "EFFICIENT"):
+    for name in ("EFFICIENT",) if S else ("FLASH", "CUDNN", "EFFICIENT"):
         backend = sdpa_kernel(getattr(SDPBackend, f"{name}_ATTENTION"))
         contestants[f"SDPA {name}"] = contestant(backend(ref))
+    if S:
+        contestants["FlexAttention"] = contestant(flex(spans))
     contestants["mdlm"] = contestant(kernels.attention)
-    shape = f"B={B} T={T} H={H} D={D} {str(dtype)[6:]}"
-    product = 2 * B * H * T * T * D  # FLOPs
+    shape = f"B={B} T={T} H={H} D={D} {str(dtype)[6:]}" + f" S={S}" * bool(S)
+    # With n blocks of S tokens both halves see S^2 (1 + ... + n) pairs.
+    pairs = T // 2 * (T // 2 + S) if S else T * T
+    product = 2 * B * H * pairs * D  # FLOPs
     n = B * T * H * D * dtype.itemsize  # bytes of q
     # Forward reads q, k, v, writes O; backward reads q, k, v, O, dO, writes dq, dk, dv. Backward
     # computes the scores again, then four gradients.
@@ -152,9 +173,9 @@ def cases(device):
     """Functions that build the cases, the most important first."""
     bf16 = torch.bfloat16
 
-    def attention_at(T, D):
+    def attention_at(T, D, S=0):
         tokens = 32768 if T <= 1024 else 16384
-        return partial(attention, device, bf16, tokens // T, T, 768 // D, D)
+        return partial(attention, device, bf16, tokens // T, T, 768 // D, D, S)
 
     yield partial(head, device, bf16, 8192, 384, 65)  # first those of the preset gpu
     yield partial(masking, device, 64, 256)
@@ -163,5 +184,7 @@ def cases(device):
     for T in (512, 1024):
         yield partial(masking, device, 64, T)
         yield attention_at(T, 64)
+    for T, S in ((512, 4), (512, 16), (2048, 16)):
+        yield attention_at(T, 64, S)
     for T, D in ((128, 64), (4096, 64), (256, 32), (1024, 32)):
         yield attention_at(T, D)

@@ -70,8 +70,9 @@ def run(main, argv, cleanup=None):
         sentence = str(e).replace("\n", "\\n")
         warn(f"{program}: {sentence}", on_every_rank=isinstance(e, RankError))
         return 2
-    except (MemoryError, RuntimeError) as e:
-        if not is_out_of_memory(e):
+    except (MemoryError, RuntimeError) as e:  # of Python, numpy; of PyTorch's allocators
+        words = ("out of memory", "can't allocate memory", "bad_alloc", "not enough memory")
+        if not (isinstance(e, MemoryError) or any(word in str(e) for word in words)):
             raise
         fix = "lower the batch, the length, or the size of the model"
         warn(f"{program}: out of memory; {fix}", on_every_rank=True)
@@ -103,12 +104,6 @@ def make_streams_usable():
 def silence_stdout():
     """Keep Python from complaining about standard output again when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def is_out_of_memory(error):
-    """Whether an exception says so: of Python, numpy, or one of PyTorch's allocators."""
-    words = ("out of memory", "can't allocate memory", "bad_alloc", "not enough memory")
-    return isinstance(error, MemoryError) or any(w in str(error) for w in words)
 
 
 def is_first_rank():

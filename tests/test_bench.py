@@ -36,6 +36,9 @@ def test_attention_cost_is_that_of_sdpa():
     one = 2 * 8 * 3 * 4 * 2  # bytes of q
     assert forward[1] == 4 * one  # q k v, O
     assert both[1] == 12 * one  # ... q k v O dO, dq dk dv
+    blocks = peers.attention(CPU, torch.bfloat16, 2, 8, 3, 4, S=2).cost["forward"]
+    # Of 4 tokens in 2 blocks: masked text and text see 2, 2, 4 and 4 tokens.
+    assert blocks == (forward[0] * 2 * 12 // 64, forward[1])
 
 
 def test_head_cost_is_that_of_its_products():
@@ -78,7 +81,7 @@ def test_contestants_take_turns(monkeypatch):
 
 # ---- Kernels
 
-GPU_ONLY = {"SDPA CUDNN", "SDPA EFFICIENT"}
+GPU_ONLY = {"SDPA CUDNN", "SDPA EFFICIENT", "FlexAttention"}
 
 
 def tiny_cases(device):
@@ -221,6 +224,7 @@ def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
         peers.masking(CPU, 4, 16),
         peers.head(CPU, torch.float32, 64, 8, 11),
         peers.attention(CPU, torch.float32, 2, 16, 2, 32),
+        peers.attention(CPU, torch.float32, 2, 16, 2, 32, S=4),
     ):
         exact = case.exact(*case.inputs(0))
         names = case.contestants.keys() - GPU_ONLY
@@ -232,6 +236,14 @@ def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
             checked.add((case.name, name))
     assert {("attention", "SDPA FLASH"), ("head + loss", "PyTorch eager")} <= checked
     assert "attention" in {case for case, name in checked if name == "mdlm"}
+
+
+def test_flex_attention_sees_the_same(monkeypatch):
+    monkeypatch.setattr(peers, "compiled", lambda f: f)  # compiling would take its time
+    case = peers.attention(CPU, torch.float32, 2, 16, 2, 32, S=4)
+    exact = case.exact(*case.inputs(0))
+    inputs = [x.detach() for x in case.inputs(0)]  # no backward on a CPU
+    bench.check_close(case.contestants["FlexAttention"](False, *inputs), exact[:1], torch.float32)
 
 
 def test_json_on_stdout_is_alone(tiny, capsys):

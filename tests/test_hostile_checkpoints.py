@@ -161,8 +161,8 @@ def test_spoiled_files_never_give_another_model(short_run, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_thousand_spoiled_files_are_refused(short_run, tmp_path):
-    fuzz(short_run, tmp_path, 2000)
+def test_a_thousand_spoiled_files_are_refused(short_run, tmp_path):
+    fuzz(short_run, tmp_path, 1000)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -36,9 +36,7 @@ def run(*command, **environment):
     )
 
 
-@pytest.mark.parametrize(
-    "marks", ["not slow", pytest.param("slow or not slow", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_the_kernels_agree_with_their_references(marks):
     files = sorted((HERE / "kernels_cases").glob("*_cases.py"))
     r = run("-m", "pytest", "-n0", "-m", marks, "-p", "no:cacheprovider", *files, **INTERPRETED)

@@ -59,7 +59,7 @@ def check(qkv, grad, *args):
         assert error <= bound, f"{name}: error {error:.2e}, bound {bound:.2e}"
 
 
-SLOW = [(T, D) for T in (1, 2, 31, 64, 111, 257, 256) for D in (32, 64)]
+SLOW = [(1, 32), (2, 64), (31, 32), (64, 64), (111, 32), (128, 64), (257, 32)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,7 +90,7 @@ def split(B, T, seed=0):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("T", "D"),
-    [(170, 32), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((256, 64), (257, 32)))],
+    [(170, 32), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((128, 64), (257, 32)))],
 )
 def test_documents_see_themselves_alone(T, D, dtype):
     qkv, grad, cos, sin = draw(2, T, 1, D, dtype)

@@ -137,8 +137,6 @@ def describe(error):
 
 
 # ---- Timing: in turns, on an idle device, by a median
-
-
 def clock(call, n, device):
     """Seconds per call of n calls, until the device is idle."""
     start = time.perf_counter()
@@ -198,8 +196,6 @@ def rate(x, unit):
 
 
 # ---- Kernels
-
-
 def check_close(results, exact, dtype):
     """Raise UserError if |result - exact| / |exact| of a tensor is too large or NaN."""
     errors = [(r.double() - e).norm() / e.double().norm() for r, e in zip(results, exact)]
@@ -269,8 +265,6 @@ def bench_kernels(options, device, book):
 
 
 # ---- Training
-
-
 def start_run(config, folder, device, dtype, kernel, compiled):
     """A mdlm.Run on the data in `folder`."""
     corpus = mdlm.Corpus(folder, config, device)

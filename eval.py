@@ -48,6 +48,7 @@ class Options:
     windows: int = opt(4096, "at most N validation windows, evenly spread", bounds=(1, 1 << 31))
     passes: int = opt(4, "masks per window", bounds=(1, 4096))
     temperature: float = opt(1.0, "divides the logits; above 1: less sure", bounds=(0.01, 100))
+    whole: bool = opt(False, "as a model without blocks, which one of mdlm.py --whole is too")
     exact: bool = opt(False, "also the exact left-to-right likelihood: T network calls a window")
     device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: the fastest that is there")
     dtype: str = opt("float32", "bfloat16 is faster, less exact", "float32", "bfloat16")
@@ -214,7 +215,7 @@ def evaluation(options):
     """(results, words, folder for pictures or None, pictures) of one model."""
     device = pick_device(options.device)
     folder = find_checkpoint(default_run(options.out_dir))
-    model, tokenizer, config = mdlm.load(folder, device)
+    model, tokenizer, config = mdlm.load(folder, device, whole=options.whole)
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
     if options.temperature != 1:
@@ -241,7 +242,7 @@ def show_text(options):
     """--text: (results, words, folder for pictures or None, pictures)."""
     device = pick_device(options.device)
     folder = find_checkpoint(default_run(options.out_dir))
-    model, tokenizer, config = mdlm.load(folder, device)
+    model, tokenizer, config = mdlm.load(folder, device, whole=True)
     if config.objective == "ar" or config.prompt_column or model.n > 1:
         raise UserError(f"--text is for models that fill gaps, and {folder} does not; leave it out")
     ids = tokenizer.encode(options.text)

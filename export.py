@@ -50,8 +50,6 @@ class Options:
 
 
 # ---- Tokenizers
-
-
 def spelling_words(words):
     """A tokenizer of words whose ids follow the 256 bytes, and spell all other words.
 
@@ -120,8 +118,6 @@ def to_library(tokenizer):
 
 
 # ---- Hugging Face
-
-
 def quality(folder):
     """What the log of a run says of its checkpoint `folder`."""
     with contextlib.suppress(UserError):  # no log
@@ -192,7 +188,7 @@ def main(argv):
         why = "exists" if options.dest and dest.exists() else "is no name in a folder that exists"
         raise UserError(f"--dest={options.dest} {why}; give that of a new folder")
     folder = find_checkpoint(default_run(options.out_dir))
-    loaded = mdlm.load(folder, kernel="torch")
+    loaded = mdlm.load(folder, kernel="torch", whole=True)
     if options.to == "page":
         contents = page.contents_of(*loaded, options.weights)
         how = f"python -m http.server -d {shlex.quote(options.dest)} shows it on localhost:8000"

@@ -77,6 +77,7 @@ class Config:
     n_embd: int = opt(384, "width C", bounds=(2, 1 << 16))
     block_size: int = opt(256, "context length T, in tokens", bounds=(1, 8192))
     block_length: int = opt(0, "finish S tokens before the next (0: all at once)", bounds=(0, 8192))
+    whole: float = opt(0.0, "share of steps with a single block: to fill gaps too", bounds=(0, 1))
     dropout: float = opt(0.2, "dropout rate", bounds=(0, 0.99))
     attention_every: int = opt(1, "attention in every k-th block, from the last", bounds=(1, 1024))
     conv: int = opt(5, "convolution window before attention and MLP (0: none)", bounds=(0, 63))
@@ -130,8 +131,13 @@ RESUMABLE = {
 }
 
 
-def n_blocks(config):
-    """How many blocks a window is written in, one after another (--block_length; 1: at once)."""
+def n_blocks(config, step=-1):
+    """How many blocks a window is written in, one after another (--block_length; 1: at once).
+
+    In a --whole share of the training steps it is 1: so the model learns to fill gaps too.
+    """
+    if step >= 0 and numerics.stratified(1, "whole", config.seed, step) < config.whole:
+        return 1
     return config.block_size // (config.block_length or config.block_size)
 
 
@@ -454,7 +460,7 @@ def draw_levels(config, step, early=0.0, lengths=None):
     """
     if config.objective == "ar":  # all are predicted
         return lengths
-    n = n_blocks(config)
+    n = n_blocks(config, step)
     u = numerics.stratified(n * config.batch_size // 2, "levels", config.seed, step)  # in [0, 1)
     if is_variant(config):
         return variant_levels(config, u)
@@ -530,10 +536,12 @@ def take_rows(xt, x0, share, rows, n_rows):
 def draw_parts(run, step, early):
     """What Python draws of a step, for each of this rank's micro-batches when its turn comes."""
     parts = run.config.gradient_accumulation_steps
+    run.model.n = n_blocks(run.config, step)
     for part in range(parts):
         samples = torch.arange(run.micro_batch) + (run.rank * parts + part) * run.micro_batch
         runtime.seed_device(run.device, "dropout", run.config.seed, step, run.rank, part)
         yield draw_batch(run.config, run.corpus, step, samples, early)
+    run.model.n = n_blocks(run.config)
 
 
 def compute_gradients(run, drawn):
@@ -689,15 +697,18 @@ def select_kernels(name, device, config, dtype=torch.float32):
         raise UserError(str(e)) from e
 
 
-def load(path="out", device="cpu", kernel="auto"):
+def load(path="out", device="cpu", kernel="auto", whole=False):
     """(model, tokenizer, config) of a checkpoint or a run (its latest one), ready to predict.
 
-    Weights are float32: the averaged ones, with --ema. kernel: auto, triton or torch. Raises
-    UserError, a ValueError, for anything but an intact checkpoint; nothing is unpickled.
+    Weights are float32: the averaged ones, with --ema. kernel: auto, triton or torch. whole: to
+    fill gaps, a model of blocks that learned it (--whole) becomes one without. Raises UserError, a
+    ValueError, for anything but an intact checkpoint; nothing is unpickled.
     """
     device = runtime.pick_device(str(device))
     folder = checkpoint.find_checkpoint(path)
     config = checkpoint.read_config(Config, folder / "config.json", runs.check)
+    if whole and config.whole:
+        config.block_length = 0
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")
     checkpoint.check_size(folder, config, tokenizer.vocab_size)  # before memory is taken for it
     ops = select_kernels(kernel, device, config)

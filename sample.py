@@ -399,7 +399,8 @@ def load(options, given):
     """(model, tokenizer, config, folder, options) of --out_dir, of out/ or of weights/."""
     device = pick_device(options.device)
     folder = find_checkpoint(default_run(options.out_dir))
-    model, tokenizer, config = mdlm.load(folder, device)
+    whole = bool(options.infill or options.batch)
+    model, tokenizer, config = mdlm.load(folder, device, whole=whole)
     if config.prompt_column and not options.prompt:
         raise UserError("this model learned to answer prompts; give --prompt, no template")
     if config.objective == "ar":

@@ -55,7 +55,7 @@ def check_gaps(model, x, fill):
     last = torch.where((x != model.mask_id) & ~fill, block, 0)
     if (fill & (block < last.amax(1, keepdim=True))).any():
         given = f"this model (--block_length={S}) does not see text in blocks after a gap"
-        raise UserError(f"{given}; fill gaps with a model without --block_length")
+        raise UserError(f"{given}; fill gaps with a model without blocks, or with --whole")
 
 
 def logits_at(model, xt, row, at, device):

@@ -67,7 +67,8 @@ class Log:
         if run.model.documents:
             self.say("documents of given lengths (--lengths)")
         if run.model.n > 1:
-            self.say(f"{run.model.n} blocks of {c.block_length} tokens, one after another")
+            whole = f"; in {c.whole:.0%} of the steps all at once" * (c.whole > 0)
+            self.say(f"{run.model.n} blocks of {c.block_length} tokens, one after another{whole}")
         if c.objective == "mdlm" and not is_bound:
             self.say("the training loss is no likelihood bound; the evaluation is one")
         elif c.objective == "mdlm" and c.rate_margin and not (is_variant or c.time_conditioning):

@@ -90,6 +90,8 @@ def check(config, world=1):
         raise UserError(f"--prompt_column is for masks, and learns where an answer ends; {why}")
     if config.block_length not in (0, config.block_size):
         check_blocks(config)
+    elif config.whole:
+        raise UserError(f"--whole={config.whole} is for several blocks; give --block_length too")
     if config.objective == "ar" and config.time_conditioning:
         raise UserError("--objective=ar has no mask rate; leave --time_conditioning out")
 

@@ -6,7 +6,6 @@ import json
 import math
 import mmap
 import zlib
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,8 +46,9 @@ def has_documents(config):
 def find_pieces(config):
     """A function that streams --data as (text, whether it ends a document); None for patterns."""
     if is_records(config.data):
-        columns = filter(None, (config.prompt_column, config.text_column))
-        return partial(split_records, config.data, *columns)
+        columns = list(filter(None, (config.prompt_column, config.text_column)))
+        ends = (PROMPT, True)[-len(columns) :]
+        return lambda: (x for row in records.read(config.data, *columns) for x in zip(row, ends))
     texts = find_text(config.data)
     separator = config.separator.replace("\\n", "\n").replace("\\t", "\t")
     return texts and (lambda: split_documents(texts(), separator))
@@ -109,12 +109,6 @@ def read_text(path, size=PART):
         raise UserError(f"--data={path} is not UTF-8 text (byte {at}); {advice}") from None
     if rest:
         yield rest
-
-
-def split_records(path, *columns):
-    """Stream (prompt, PROMPT), (text, True) of records."""
-    for texts in records.read(path, *columns):
-        yield from zip(texts, (PROMPT, True)[-len(texts) :])
 
 
 def split_documents(texts, separator, size=PART):

@@ -298,7 +298,7 @@ def run(text_file, tmp_path_factory):
 
 def test_a_run_of_blocks_resumes_and_is_evaluated(run, text_file, tmp_path, capsys):
     flags = [f"--data={text_file}", *TINY, "--block_length=8", f"--out_dir={tmp_path / 'a'}"]
-    constant = ["--lr_schedule=constant", "--rate_margin=0"]
+    constant = ["--lr_schedule=constant", "--rate_margin=0", "--whole=0.5"]
     assert run_mdlm(*flags, *constant, "--max_steps=3") == 0
     assert "4 blocks of 8 tokens" in capsys.readouterr().out
     assert run_mdlm(f"--out_dir={tmp_path / 'a'}", "--resume", "--max_steps=6") == 0
@@ -310,6 +310,54 @@ def test_a_run_of_blocks_resumes_and_is_evaluated(run, text_file, tmp_path, caps
     r = json.loads(path.read_text())
     assert math.isfinite(r["nelbo"] + r["se"] + r["exact"]["nll"]) and r["windows"] == 9
     assert read_log(run)[-1]["val_nelbo"] < 5
+
+
+def test_whole_steps_are_those_without_blocks(text_file, tmp_path, monkeypatch):
+    """To the last bit; they come as often as --whole says, and what is evaluated are blocks."""
+    flags = [f"--data={text_file}", *TINY, "--max_steps=5"]
+    assert run_mdlm(*flags, f"--out_dir={tmp_path / 'a'}") == 0
+    evaluated = []
+
+    def evaluate(model, *args, original=mdlm.evaluate, **how):
+        evaluated.append(model.n)
+        return original(model, *args, **how)
+
+    monkeypatch.setattr(mdlm, "evaluate", evaluate)
+    blocks = ["--block_length=8", "--whole=1"]
+    assert run_mdlm(*flags, *blocks, f"--out_dir={tmp_path / 'b'}") == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    ours, theirs = (saved(tmp_path / name)[0] for name in "ab")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert set(evaluated) == {4} and len(evaluated) == 4, "averaged and raw, before and after"
+    config = mdlm.Config(block_size=32, block_length=8, whole=0.25)
+    found = [mdlm.n_blocks(config, step) for step in range(1000)]
+    assert set(found) == {1, 4} and abs(found.count(1) - 250) < 60 and mdlm.n_blocks(config) == 4
+
+
+def test_whole_steps_teach_to_fill_gaps(text_file, tmp_path, capsys):
+    """One network writes in blocks, and sees the text after a gap where it fills one."""
+    out = tmp_path / "o"
+    flags = [f"--data={text_file}", *TINY, "--block_length=8", "--whole=0.5"]
+    assert run_mdlm(*flags, "--max_steps=4", f"--out_dir={out}") == 0
+    assert "4 blocks of 8 tokens, one after another; in 50% of the steps" in capsys.readouterr().out
+    assert mdlm.load(out)[0].n == 4
+    model, tokenizer, config = mdlm.load(out, whole=True)
+    assert model.n == 1 and config.block_length == 0
+    template = "to ██ or not to be, it is"
+    text = sample.write(model, tokenizer, template, steps=2)[0]
+    assert text.startswith("to ") and text.endswith(" or not to be, it is")
+    nelbos = []
+    for more in ([f"--infill={template}"], ["--length=40"]):
+        assert cli.run(sample.main, [f"--out_dir={out}", *more, "--json=-"]) == 0
+        assert json.loads(capsys.readouterr().out)["calls"] > 0
+    for more in ([], ["--whole"]):
+        flags = [f"--out_dir={out}", "--windows=9", "--json=-", "--pictures=none", *more]
+        assert cli.run(eval.main, flags) == 0
+        nelbos.append(json.loads(capsys.readouterr().out)["nelbo"])
+    assert nelbos[0] != nelbos[1]
+    assert cli.run(eval.main, [f"--out_dir={out}", "--text=to be"]) == 0
+    hf = ["--to=hf", f"--out_dir={out}", f"--dest={tmp_path / 'hf'}"]
+    assert cli.run(export.main, hf) == 0
 
 
 @pytest.mark.parametrize("block_length", [0, 4])
@@ -331,6 +379,7 @@ def test_documents_end(text_file, tmp_path, capsys):
     [
         (mdlm, ["--block_length=5"], ["--block_length=5", "divide --block_size=32"]),
         (mdlm, ["--block_length=64"], ["--block_length=64", "divide"]),
+        (mdlm, ["--whole=0.5"], ["--whole=0.5", "--block_length"]),
         (mdlm, ["--block_length=8", "--objective=ar"], ["needs --objective=mdlm"]),
         (mdlm, ["--block_length=8", "--masking=bernoulli"], ["needs --masking=exact"]),
         (mdlm, ["--block_length=8", "--max_rate=0.5"], ["needs --max_rate=1"]),

@@ -319,7 +319,7 @@ def generate(model, x, generator=None, samples=None, fill=None, **how):
     check_ids(model, x)
     samples = torch.arange(len(x)) if samples is None else samples
     out = x.clone()
-    for part in groups(model, len(x), x.device):
+    for part in groups(model, len(x), x.device, writing=True):
         here = None if fill is None else fill[part]
         for step in unmask(model, x[part], here, samples[part], **how):
             out[part] = step.x
@@ -416,7 +416,7 @@ def sampled(model, tokenizer, parts, options, template, pages):
     ids = torch.tensor(to_ids(parts, tokenizer, mask))
     how = {name: getattr(options, name) for name in SETTINGS} | ends(model, tokenizer, template)
     one_by_one = 1 if options.watch else None
-    for part in groups(model, max(1, options.num_samples), options.device, one_by_one):
+    for part in groups(model, max(1, options.num_samples), options.device, one_by_one, True):
         began = time.monotonic()
         samples = torch.arange(part.start, part.stop)
         x = ids.repeat(len(samples), 1)

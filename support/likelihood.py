@@ -23,9 +23,12 @@ def group_size(model, device):
     return max(1, min(tokens // L, (1 << 26) // (L * model.vocab_size)))
 
 
-def groups(model, n, device, size=None):
-    """Slices of a batch of n, of `size` or group_size rows."""
-    size = size or group_size(model, device)
+def groups(model, n, device, size=None, writing=False):
+    """Slices of a batch of n, of `size` or group_size rows.
+
+    writing: larger ones for blocks, as a call computes a single block of each text.
+    """
+    size = size or group_size(model, device) * (min(model.n, 8) if writing else 1)
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 

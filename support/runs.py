@@ -137,6 +137,8 @@ def open_run(given, cls, new_config, world, resumable):
         config = new_config(given)
         if config.prompt_column and not sources.is_records(config.data):
             raise UserError(f"--data={config.data} has no columns; leave --prompt_column out")
+        if config.init_from and "tokenizer" in given:
+            raise UserError("--init_from brings a tokenizer; leave --tokenizer out")
     check(config, world)
     shards.check(config.shard, world)
     if checkpoint.checkpoints(out) and not (config.resume or config.overwrite):
@@ -182,8 +184,7 @@ def open_data(config, folder, device, prepare, corpus_of, source):
 
 
 # Settings that must be those of the network that --init_from names.
-NETWORK = ("n_layer", "n_head", "n_embd", "attention_every", "conv", "pos", "tie")
-NETWORK += ("time_conditioning",)
+NETWORK = tuple("n_layer n_head n_embd attention_every conv pos tie time_conditioning".split())
 
 
 def check_network(config, source):

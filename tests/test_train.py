@@ -582,6 +582,7 @@ def test_fine_tuning_another_network_is_refused(short_run, tmp_path, capsys, fla
         (["--objective=ar", "--time_conditioning"], ["mask rate"]),
         (["--tokenizer=bpe", "--vocab_size=100"], ["vocab_size=100"]),
         (["--init_from=nowhere"], ["nowhere"]),
+        (["--init_from=nowhere", "--tokenizer=byte"], ["--init_from", "leave --tokenizer out"]),
         (["--compile=maybe"], ["maybe"]),
         (["--kernels=triton"], ["triton", "CUDA"]),
         (["--tensorboard"], ["no flag --tensorboard"]),

@@ -65,7 +65,6 @@ ORDERS = {
     "entropy": Order("low entropy", lambda p, token: -torch.special.entr(p.exp()).sum(1), True),
 }
 MEANINGS = "; ".join(f"{name}: {order.meaning}" for name, order in ORDERS.items())
-REDRAWS = ("doubtful", "sweep")
 
 
 @dataclass
@@ -83,7 +82,7 @@ class Options:
     # How to write it
     steps: int = opt(0, "most calls for a context of text (0: 32, 8 a block)", bounds=(0, 1 << 20))
     correct: str = opt("auto", "how many of these calls draw tokens again, when all are drawn")
-    redraw: str = opt("doubtful", "what to draw again: the least sure, or all in turn", *REDRAWS)
+    redraw: str = opt("doubtful", "draw the least sure again, or all in turn", "doubtful", "sweep")
     distance: int = opt(3, "least distance of tokens that a call draws again", bounds=(1, 8192))
     order: str = opt("auto", "what to reveal first: " + MEANINGS, "auto", *ORDERS)
     block: int = opt(0, "finish this many tokens before the next (0: auto)", bounds=(0, 8192))

@@ -184,7 +184,8 @@ def open_data(config, folder, device, prepare, corpus_of, source):
 
 
 # Settings that must be those of the network that --init_from names.
-NETWORK = tuple("n_layer n_head n_embd attention_every conv pos tie time_conditioning".split())
+NETWORK = ("n_layer", "n_head", "n_embd", "attention_every", "conv", "pos", "tie")
+NETWORK += ("time_conditioning",)
 
 
 def check_network(config, source):

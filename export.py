@@ -118,16 +118,16 @@ def to_library(tokenizer):
 
 
 # ---- Hugging Face
-def quality(folder):
+def quality(folder, config):
     """What the log of a run says of its checkpoint `folder`."""
     with contextlib.suppress(UserError):  # no log
         key, logged = plots.validations(plots.read_log(folder.parent))
         for r in logged:
-            if f"step-{r['step']}" == folder.name:
+            if f"step-{r['step']}" == folder.name and not config.whole:  # that of blocks
                 name = {"val_nll": "NLL", "val_nelbo": "NELBO (a bound of the NLL)"}[key]
                 error = f" +- {r[f'{key}_se']:.4f}" if r[f"{key}_se"] else ""
                 return f"validation {name} {r[key]:.4f}{error} nats per token"
-    return "not logged: `python eval.py` of mdlm measures it"
+    return "not logged: `python eval.py` of mdlm (--whole) measures it"
 
 
 def card(folder, model, tokenizer, config, name):
@@ -142,7 +142,7 @@ def card(folder, model, tokenizer, config, name):
         end = "x[0, -1] = tokenizer.eos_token_id  # a text ends in [END], which is given\n"
     if config.prompt_column:
         end = "x[0, 0] = tokenizer.eos_token_id  # of an empty prompt; else its ids first\n"
-    fields = dict(name=name, data=config.data, quality=quality(folder), size=size, end=end)
+    fields = dict(name=name, data=config.data, quality=quality(folder, config), size=size, end=end)
     fields |= dict(millions=sum(p.numel() for p in model.parameters()) / 1e6)
     fields |= dict(V=tokenizer.vocab_size, kind=tokenizer.kind, pad_id=tokenizer.vocab_size + 1)
     fields["length"] = length

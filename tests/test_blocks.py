@@ -355,6 +355,7 @@ def test_whole_steps_teach_to_fill_gaps(text_file, tmp_path, capsys):
     assert cli.run(eval.main, [f"--out_dir={out}", "--text=to be"]) == 0
     hf = ["--to=hf", f"--out_dir={out}", f"--dest={tmp_path / 'hf'}"]
     assert cli.run(export.main, hf) == 0
+    assert "not logged" in (tmp_path / "hf" / "README.md").read_text(), "the log has that of blocks"
 
 
 @pytest.mark.parametrize("block_length", [0, 4])

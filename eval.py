@@ -48,7 +48,7 @@ class Options:
     windows: int = opt(4096, "at most N validation windows, evenly spread", bounds=(1, 1 << 31))
     passes: int = opt(4, "masks per window", bounds=(1, 4096))
     temperature: float = opt(1.0, "divides the logits; above 1: less sure", bounds=(0.01, 100))
-    whole: bool = opt(False, "as a model without blocks, which one of mdlm.py --whole is too")
+    whole: bool = opt(False, "score a model of mdlm.py --whole without its blocks")
     exact: bool = opt(False, "also the exact left-to-right likelihood: T network calls a window")
     device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: the fastest that is there")
     dtype: str = opt("float32", "bfloat16 is faster, less exact", "float32", "bfloat16")
@@ -155,7 +155,8 @@ def by_rate(r):
 
 def report(r):
     """The results as lines of text."""
-    windows = f"{r['windows']} windows of {r['block_size']} tokens, {r['data']}"
+    blocks = f" in blocks of {r['block_length']}" * bool(r["block_length"])
+    windows = f"{r['windows']} windows of {r['block_size']} tokens{blocks}, {r['data']}"
     temperature = f", temperature {r['temperature']}" if r["temperature"] != 1 else ""
     lines = [f"{r['checkpoint']}{temperature}; {windows}"]
     perplexity = f"perplexity {r['perplexity']:.2f}"
@@ -180,9 +181,9 @@ def check(given):
     """The Options of the flags that were given; raises UserError where they are wrong."""
     options = Options(**given)
     cli.check_files(dict(data=options.data), dict(json=options.json))
-    measured = "out_dir data windows passes temperature exact"
+    measured = "out_dir data windows passes temperature whole exact"
     cli.check_clashes([("compare", measured, "give one of them")], given)
-    measured = "data compare windows passes temperature exact dtype pictures"
+    measured = "data compare windows passes temperature whole exact dtype pictures"
     cli.check_clashes([("text", measured, "--text measures nothing else")], given)
     if given.keys() & {"text", "rate"} and not options.text:
         raise UserError("--text is empty or missing; give one, --rate alone masks nothing")
@@ -216,13 +217,15 @@ def evaluation(options):
     device = pick_device(options.device)
     folder = find_checkpoint(default_run(options.out_dir))
     model, tokenizer, config = mdlm.load(folder, device, whole=options.whole)
+    if options.whole and not config.whole:
+        raise UserError(f"--whole is for models of mdlm.py --whole, not {folder}; leave it out")
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
     if options.temperature != 1:
         model.register_forward_hook(lambda _, args, logits: logits / options.temperature)
     r = dict(checkpoint=str(folder), temperature=options.temperature, data=source)
     r |= dict(objective=config.objective, block_size=config.block_size)
-    r |= dict(crc=zlib.crc32(windows.cpu().numpy()))
+    r |= dict(crc=zlib.crc32(windows.cpu().numpy()), block_length=config.block_length)
     with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
         r |= evaluate(model, corpus, windows, options.passes, options.exact)
     home = folder.parent if (folder.parent / "log.jsonl").exists() else None

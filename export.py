@@ -152,7 +152,7 @@ def card(folder, model, tokenizer, config, name):
 def contents_of(folder, model, tokenizer, config, options):
     """The files of a Hugging Face model, name -> bytes."""
     if config.objective == "ar" or model.n > 1:
-        raise UserError("--to=hf is for masked diffusion, not for --objective=ar, --block_length")
+        raise UserError("--to=hf is not for --objective=ar, nor for --block_length without --whole")
     library, end = to_library(tokenizer)
     end = end or "[PAD]"
     V = tokenizer.vocab_size

@@ -60,7 +60,7 @@ class Config:
     kernels: str = opt("auto", "auto: Triton on CUDA, else PyTorch", "auto", "triton", "torch")
     compile: str = opt("auto", "torch.compile; auto: GPU, or from 120 s on", "auto", "on", "off")
     shard: int = opt(0, "how many ranks share a model (no value: all)", bounds=(-1, 4096), bare=-1)
-    recompute: bool = opt(False, "recompute blocks in backward: a third slower, less memory")
+    recompute: bool = opt(False, "recompute layers in backward: a third slower, less memory")
     # Data
     tokenizer: str = opt("char", "char, byte, word, bpe, or a tokenizer.json (of Hugging Face)")
     vocab_size: int = opt(0, "V of word, bpe (0: 16384) or .bin files", bounds=(0, 1 << 24))
@@ -72,14 +72,14 @@ class Config:
     pack: bool = opt(True, "several documents of known lengths in a window, where they fit")
     lengths: str = opt("known", "of documents: given, or [END] is learned", "known", "learned")
     # Model
-    n_layer: int = opt(6, "number of blocks", bounds=(1, 1024))
+    n_layer: int = opt(6, "number of layers", bounds=(1, 1024))
     n_head: int = opt(6, "attention heads", bounds=(1, 1024))
     n_embd: int = opt(384, "width C", bounds=(2, 1 << 16))
     block_size: int = opt(256, "context length T, in tokens", bounds=(1, 8192))
     block_length: int = opt(0, "finish S tokens before the next (0: all at once)", bounds=(0, 8192))
     whole: float = opt(0.0, "share of steps with a single block: to fill gaps too", bounds=(0, 1))
     dropout: float = opt(0.2, "dropout rate", bounds=(0, 0.99))
-    attention_every: int = opt(1, "attention in every k-th block, from the last", bounds=(1, 1024))
+    attention_every: int = opt(1, "attention in every k-th layer, from the last", bounds=(1, 1024))
     conv: int = opt(5, "convolution window before attention and MLP (0: none)", bounds=(0, 63))
     pos: str = opt("rope", "positional encoding", "rope", "learned", "sinusoidal")
     tie: bool = opt(False, "share the weights of embedding and head")
@@ -536,12 +536,10 @@ def take_rows(xt, x0, share, rows, n_rows):
 def draw_parts(run, step, early):
     """What Python draws of a step, for each of this rank's micro-batches when its turn comes."""
     parts = run.config.gradient_accumulation_steps
-    run.model.n = n_blocks(run.config, step)
     for part in range(parts):
         samples = torch.arange(run.micro_batch) + (run.rank * parts + part) * run.micro_batch
         runtime.seed_device(run.device, "dropout", run.config.seed, step, run.rank, part)
         yield draw_batch(run.config, run.corpus, step, samples, early)
-    run.model.n = n_blocks(run.config)
 
 
 def compute_gradients(run, drawn):
@@ -549,11 +547,13 @@ def compute_gradients(run, drawn):
     parts = run.config.gradient_accumulation_steps
     loss = 0
     for part, inputs in enumerate(drawn):
+        run.model.n = len(inputs[1]) // len(inputs[0])  # levels of a window: --whole may be 1
         shards.exchange_gradients(run.network, part == parts - 1)  # once a step
         with run.autocast():
             part_loss = run.network(*make_batch(run.model, *inputs)) / parts
         part_loss.backward()
         loss = loss + part_loss.detach()
+    run.model.n = n_blocks(run.config)
     return loss
 
 

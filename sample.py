@@ -398,8 +398,8 @@ def load(options, given):
     """(model, tokenizer, config, folder, options) of --out_dir, of out/ or of weights/."""
     device = pick_device(options.device)
     folder = find_checkpoint(default_run(options.out_dir))
-    whole = bool(options.infill or options.batch)
-    model, tokenizer, config = mdlm.load(folder, device, whole=whole)
+    gaps = bool(options.infill or options.batch)
+    model, tokenizer, config = mdlm.load(folder, device, whole=gaps)
     if config.prompt_column and not options.prompt:
         raise UserError("this model learned to answer prompts; give --prompt, no template")
     if config.objective == "ar":
@@ -415,7 +415,9 @@ def sampled(model, tokenizer, parts, options, template, pages):
     ids = torch.tensor(to_ids(parts, tokenizer, mask))
     how = {name: getattr(options, name) for name in SETTINGS} | ends(model, tokenizer, template)
     one_by_one = 1 if options.watch else None
-    for part in groups(model, max(1, options.num_samples), options.device, one_by_one, True):
+    for part in groups(
+        model, max(1, options.num_samples), options.device, one_by_one, writing=True
+    ):
         began = time.monotonic()
         samples = torch.arange(part.start, part.stop)
         x = ids.repeat(len(samples), 1)

@@ -41,8 +41,6 @@ LOG2E = constant(1.4426950408889634)  # e^x = 2^(x log2 e)
 
 
 # ---- Reading and writing blocks of rows. EVEN: no block reaches beyond the end of the sequence
-
-
 @jit
 def _load(ptr, rows, stride, T, D: tl.constexpr, EVEN: tl.constexpr):
     """Rows (M,) of a (T, D) matrix, zeros beyond its end."""
@@ -89,8 +87,6 @@ def _inside(start, end, at):
 
 # ---- Kernels. qkv (B, T, 3, H, D), out and grad (B, T, H, D), lse and delta (B, H, T)
 # spans may be None; (B, 2, T) of documents: R = 1; (1, 8, T) of blocks: R = 2
-
-
 @jit
 def attention_forward_kernel(
     qkv,
@@ -229,8 +225,6 @@ def attention_dkdv_kernel(
 
 
 # ---- Launches
-
-
 def tiles(kernel, dtype, D):
     """(BLOCK_M, BLOCK_N, warps, stages): no spills on sm_80, 90, 100; no GPU has timed them."""
     is_dkdv = kernel is attention_dkdv_kernel
@@ -293,11 +287,9 @@ def _differentiate(ctx, grad, grad_lse):
 
 SCHEMA = "(Tensor qkv, Tensor? spans) -> (Tensor, Tensor)"
 _attention = register("attention", SCHEMA, _forward, _fake, _differentiate, _save)
+BACKWARD = "(Tensor grad, Tensor qkv, Tensor out, Tensor lse, Tensor? spans) -> Tensor"
 _attention_backward = register(
-    "attention_backward",
-    "(Tensor grad, Tensor qkv, Tensor out, Tensor lse, Tensor? spans) -> Tensor",
-    _backward,
-    lambda grad, qkv, *others: qkv.new_empty(qkv.shape),
+    "attention_backward", BACKWARD, _backward, lambda grad, qkv, *others: qkv.new_empty(qkv.shape)
 )
 
 

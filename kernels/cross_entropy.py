@@ -32,8 +32,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 # ---- The kernel, a program a row
-
-
 @jit
 def _logsumexp(z_ptr, V, limit, BLOCK: tl.constexpr):
     """log sum exp of the first V columns, in one pass (Milakov and Gimelshein, 1805.02867)."""
@@ -82,8 +80,6 @@ def ce_chunk_kernel(
 
 
 # ---- Tiles: they spill no registers on sm_80, 90 and 100 (results/aot.md); no GPU has timed them
-
-
 def row_config(V, dtype):
     """Blocks of a row of logits, 16 elements a thread.
 
@@ -97,8 +93,6 @@ def row_config(V, dtype):
 
 
 # ---- The operator
-
-
 def _add_product(c, a, b):
     """c += a @ b, the sum in float32."""
     if a.is_cuda and a.dtype != torch.float32:

@@ -20,7 +20,7 @@ from support import cli, templates
 def main(argv):
     if len(argv) != 2:
         raise cli.UserError("give the folder of a run and a template, as in the first lines here")
-    model, tokenizer, config = mdlm.load(argv[0])
+    model, tokenizer, config = mdlm.load(argv[0], whole=True)
     if config.objective == "ar" or model.n > 1 or "[___]" in argv[1]:
         raise cli.UserError("this needs a model that fills gaps, and █ for each missing token")
     parts = templates.parse(argv[1], tokenizer, config.block_size)

@@ -150,7 +150,9 @@ def main(argv):
         if args.text == "":
             raise UserError("--text is empty; give one, or leave it out")
         if args.text:
-            model, tokenizer, config = mdlm.load(default_run(args.run))
+            model, tokenizer, config = mdlm.load(default_run(args.run), whole=True)
+            if model.n > 1:
+                raise UserError(f"--run={args.run} has blocks; give one without, or of --whole")
             ids = to_ids(parse(args.text, tokenizer, config.block_size), tokenizer, model.mask_id)
             maps = attention_maps(model, to_context(model, torch.tensor([ids])))
             labels = [tokenizer.decode([i]).replace("\n", "↵") for i in ids]

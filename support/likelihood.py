@@ -26,9 +26,14 @@ def group_size(model, device):
 def groups(model, n, device, size=None, writing=False):
     """Slices of a batch of n, of `size` or group_size rows.
 
-    writing: larger ones for blocks, as a call computes a single block of each text.
+    writing: more in blocks, as a call computes one of each text; their KV caches take 1 GiB.
     """
-    size = size or group_size(model, device) * (min(model.n, 8) if writing else 1)
+    few = group_size(model, device)
+    if writing:
+        c = model.config
+        most = (1 << 26) // (c.n_layer * c.block_size * c.n_embd)  # of 16 bytes a text
+        few = max(few, min(few * model.n, most))
+    size = size or few
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
@@ -58,7 +63,8 @@ def check_gaps(model, x, fill):
     last = torch.where((x != model.mask_id) & ~fill, block, 0)
     if (fill & (block < last.amax(1, keepdim=True))).any():
         given = f"this model (--block_length={S}) does not see text in blocks after a gap"
-        raise UserError(f"{given}; fill gaps with a model without blocks, or with --whole")
+        fix = "take one without blocks, or one of mdlm.py --whole by mdlm.load(path, whole=True)"
+        raise UserError(f"{given}; {fix}")
 
 
 def logits_at(model, xt, row, at, device):

@@ -19,7 +19,7 @@ def is_variant(config):  # of the training loss alone
     return False
 
 
-def n_blocks(config):  # export.py takes no model of several
+def n_blocks(config):  # export.py leaves blocks out
     return 1
 
 

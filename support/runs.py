@@ -91,7 +91,9 @@ def check(config, world=1):
     if config.block_length not in (0, config.block_size):
         check_blocks(config)
     elif config.whole:
-        raise UserError(f"--whole={config.whole} is for several blocks; give --block_length too")
+        raise UserError(
+            f"--whole={config.whole} needs a --block_length below --block_size={config.block_size}"
+        )
     if config.objective == "ar" and config.time_conditioning:
         raise UserError("--objective=ar has no mask rate; leave --time_conditioning out")
 
@@ -267,7 +269,7 @@ def score(run, evaluate, is_last):
     if not math.isfinite(r[key]):
         what = f"validation {key} {r[key]} at step {run.step}: not saved."
         raise UserError(f"{what} {advice(run)}")
-    calls = config.block_size if key == "nll" else min(config.block_size, 64)
+    calls = config.block_size if key == "nll" else max(min(config.block_size, 64), run.model.n)
     sampling = 3 * calls * per_window
     # The end: four passes with the averaged weights, one with the raw ones, samples.
     run.ending = 5 * len(run.windows) * per_window + sampling + 2

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import mdlm
 import sample
 from kernels.cache import Cache
 from support import cli
-from support.likelihood import chain_rule
+from support.likelihood import chain_rule, groups
 
 V = 5
 
@@ -190,6 +191,17 @@ def test_cache_sees_what_training_sees(S, settings):
             cache.follow(model, text, begin)
             assert torch.allclose(model(xt[:, begin:end], cache=cache), wanted, atol=1e-6)
     assert all(buffer.shape[1] == T for buffer in cache.buffers.values()), "memory is constant"
+    bound = 8 * 4 * 3 * T * 16  # bytes a text: 4 values a layer, of which groups() keeps 1 GiB
+    assert sum(buffer[0].nbytes for buffer in cache.buffers.values()) <= bound
+
+
+def test_memory_of_all_caches_is_bounded():
+    """Of many texts at once, however small the blocks are."""
+    for L, C, T, wanted in ((4, 192, 256, 341), (12, 768, 1024, 7), (96, 4096, 1024, 2)):
+        config = SimpleNamespace(n_layer=L, n_embd=C, block_size=T)
+        model = SimpleNamespace(config=config, n=T // 4, vocab_size=65)
+        size = groups(model, 1000, "cpu", writing=True)[0].stop
+        assert size == wanted and size <= max(groups(model, 1000, "cpu")[0].stop, 2**26 / L / C / T)
 
 
 def without_cache(model, device, x, given, drawn, at, cfg, cache):
@@ -341,6 +353,12 @@ def test_whole_steps_teach_to_fill_gaps(text_file, tmp_path, capsys):
     model, tokenizer, config = mdlm.load(out, whole=True)
     assert model.n == 1 and config.block_length == 0
     template = "to ██ or not to be, it is"
+    x0 = torch.tensor([tokenizer.encode("to be or not to be, it is a text")])
+    xt = x0.index_fill(1, torch.tensor([3]), model.mask_id)
+    later = xt.index_fill(1, torch.tensor([20]), x0[0, 0].item())
+    assert not torch.equal(model(xt)[0, 3], model(later)[0, 3]), "it sees the text after a gap"
+    blocks = mdlm.load(out)[0]
+    assert torch.equal(blocks(xt)[0, 3], blocks(later)[0, 3])
     text = sample.write(model, tokenizer, template, steps=2)[0]
     assert text.startswith("to ") and text.endswith(" or not to be, it is")
     nelbos = []
@@ -350,7 +368,9 @@ def test_whole_steps_teach_to_fill_gaps(text_file, tmp_path, capsys):
     for more in ([], ["--whole"]):
         flags = [f"--out_dir={out}", "--windows=9", "--json=-", "--pictures=none", *more]
         assert cli.run(eval.main, flags) == 0
-        nelbos.append(json.loads(capsys.readouterr().out)["nelbo"])
+        r = json.loads(capsys.readouterr().out)
+        assert r["block_length"] == (0 if more else 8)
+        nelbos.append(r["nelbo"])
     assert nelbos[0] != nelbos[1]
     assert cli.run(eval.main, [f"--out_dir={out}", "--text=to be"]) == 0
     hf = ["--to=hf", f"--out_dir={out}", f"--dest={tmp_path / 'hf'}"]
@@ -383,6 +403,7 @@ def test_documents_end(text_file, tmp_path, capsys):
         (mdlm, ["--block_length=8", "--max_rate=0.5"], ["needs --max_rate=1"]),
         (mdlm, ["--block_length=8", "--time_conditioning"], ["needs --time_conditioning=False"]),
         (mdlm, ["--block_length=8", "--lengths=known"], ["needs --lengths=learned"]),
+        (eval, ["--whole"], ["--whole", "leave it out"]),
         (eval, ["--text=To be"], ["--text is for models that fill gaps"]),
         (export, ["--to=hf", "--dest={tmp}/x"], ["--to=hf", "--block_length"]),
         (export, ["--to=page", "--dest={tmp}/x"], ["--to=page", "not blocks"]),
@@ -419,17 +440,19 @@ def test_sample_writes_beyond_the_context(run, capsys):
 
 @pytest.mark.slow
 def test_compiled_blocks_train_alike(text_file, tmp_path):
-    flags = [f"--data={text_file}", *TINY, "--block_length=8", "--max_steps=4"]
+    flags = [f"--data={text_file}", *TINY, "--block_length=8", "--whole=0.5", "--max_steps=6"]
+    kinds = {mdlm.n_blocks(mdlm.Config(block_length=8, whole=0.5), step) == 1 for step in range(5)}
+    assert kinds == {False, True}, "both kinds of step, not only the last"
     for mode in ("on", "off"):
         assert run_mdlm(*flags, f"--compile={mode}", f"--out_dir={tmp_path / mode}") == 0
     on, off = (losses(tmp_path / mode) for mode in ("on", "off"))
-    assert len(on) == 4 and on == pytest.approx(off, abs=1e-4)
+    assert len(on) == 6 and on == pytest.approx(off, abs=1e-4)
 
 
 @pytest.mark.slow
 def test_two_ranks_train_like_one(text_file, tmp_path):
     """Sharded, too: two ranks hold one model."""
-    flags = [f"--data={text_file}", *TINY, "--block_length=8", "--max_steps=3"]
+    flags = [f"--data={text_file}", *TINY, "--block_length=8", "--whole=0.5", "--max_steps=5"]
     flags += ["--optimizer=adamw", "--batch_size=4"]
     assert run_mdlm(*flags, f"--out_dir={tmp_path / 'one'}") == 0
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "mdlm.py"]

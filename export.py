@@ -152,7 +152,8 @@ def card(folder, model, tokenizer, config, name):
 def contents_of(folder, model, tokenizer, config, options):
     """The files of a Hugging Face model, name -> bytes."""
     if config.objective == "ar" or model.n > 1:
-        raise UserError("--to=hf is not for --objective=ar, nor for --block_length without --whole")
+        fit = "masked diffusion, not for --objective=ar or --block_length without --whole"
+        raise UserError(f"--to=hf is for {fit}")
     library, end = to_library(tokenizer)
     end = end or "[PAD]"
     V = tokenizer.vocab_size

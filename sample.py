@@ -255,7 +255,7 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
     how      fields of Options under "How to write it"; ValueError if they cannot be followed
 
     T may exceed the context: the model then sees the last positions up to the end of a block, half
-    a context by default. Each block, and each token of autoregressive models, takes a call.
+    a context by default. Each token of an autoregressive model takes a call.
     """
     how = resolve(how, model.config)
     check_ids(model, x)

@@ -83,18 +83,23 @@ def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None):
 
     The model sees these masked, in a whole context, as in training: a shorter text is followed by
     [MASK] or [END], of a longer one it sees what ends with `at`. cfg: guidance by the `given`
-    tokens (2410.18514). A model of blocks, of which `at` is one, has a kernels.cache.Cache.
+    tokens (2410.18514). A model of blocks, of which `at` is one, has a kernels.cache.Cache, and
+    sees what that does not know yet.
     """
-    if cache:
-        return predict_next(model, device, x, drawn, at, cache)
     L = model.config.block_size
-    rows = drawn.any(1)
+    rows = drawn.any(1) | (cache is not None)  # a cache keeps all texts
     window = slice(max(0, at.stop - L), max(L, at.stop))
+    if cache:
+        window = slice(cache.follow(at.start), at.start + cache.S)
+    n = window.stop - window.start
     seen = x[rows, window]
-    pad = (0, L - seen.shape[1])
+    pad = (0, n - seen.shape[1])
     before = at.start - window.start
-    drawn = F.pad(drawn[rows], (before, L - before - len(at)))  # (rows, L)
+    drawn = F.pad(drawn[rows], (before, n - before - len(at)))  # (rows, n)
     seen = F.pad(seen, pad, value=model.pad_id).masked_fill(drawn, model.mask_id)
+    if cache:
+        rows = drawn.flatten().nonzero()[:, 0].to(device)
+        return checked(model(seen.to(device), rows=rows, cache=cache).to(x.device))
     row, at = drawn.nonzero().T
     logits = logits_at(model, seen, row, at, device)
     if cfg:
@@ -102,16 +107,6 @@ def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None):
         without = logits_at(model, seen, row, at, device)
         logits = without + (1 + cfg) * (logits - without)
     return logits
-
-
-def predict_next(model, device, x, drawn, at, cache):
-    """`predict` where the cache knows the text before `at`."""
-    cache.follow(model, x.to(device), at.start)
-    pad = (0, model.config.block_length - len(at))
-    block = x[:, at.start : at.stop].masked_fill(drawn, model.mask_id)
-    block = F.pad(block, pad, value=model.mask_id).to(device)
-    rows = F.pad(drawn, pad).flatten().nonzero()[:, 0].to(device)
-    return checked(model(block, rows=rows, cache=cache).to(x.device))
 
 
 def next_logits(model, x, row, at):

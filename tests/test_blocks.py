@@ -186,10 +186,10 @@ def test_cache_sees_what_training_sees(S, settings):
             end = begin + S
             first = first_seen(end, T, S)
             wanted = model(xt[:, first:end], x0=x0[:, first:end])[:, -S:]
-            text = x0[:, :end].clone()
-            text[:, begin:] = V  # it is not read
-            cache.follow(model, text, begin)
-            assert torch.allclose(model(xt[:, begin:end], cache=cache), wanted, atol=1e-6)
+            for _ in range(2 if begin % (3 * S) == 0 else 0):  # three blocks at once, then one
+                text = torch.cat((x0[:, :begin], xt[:, begin:end]), 1)[:, cache.follow(begin) :]
+                found = model(text, cache=cache)[:, -S:]
+                assert torch.allclose(found, wanted, atol=1e-6)
     assert all(buffer.shape[1] == T for buffer in cache.buffers.values()), "memory is constant"
     bound = 8 * 4 * 3 * T * 16  # bytes a text: 4 values a layer, of which groups() keeps 1 GiB
     assert sum(buffer[0].nbytes for buffer in cache.buffers.values()) <= bound
@@ -244,9 +244,9 @@ def test_a_block_costs_the_same_anywhere():
     model = network(4)
     seen = seen_by(model)
     sample.generate(model, torch.full((1, 16 * 20), V), seed=0, steps=8, correct=4)
-    assert max(seen) == 4
-    half = len(seen) // 2
-    assert len(seen) < 80 * (2 + 1) * 2 and abs(sum(seen[:half]) - sum(seen[half:])) < 32
+    assert len(seen) == 80 * 2, "no call to see what is written"
+    assert max(seen) == 8 + 4, "half a context is kept, and a block written"
+    assert abs(sum(seen[:80]) - sum(seen[80:])) < 32
 
 
 @pytest.mark.parametrize("T", [4, 8, 16, 40])

@@ -252,8 +252,10 @@ def test_a_block_costs_the_same_anywhere():
 @pytest.mark.parametrize("T", [4, 8, 16, 40])
 def test_a_block_takes_eight_calls(T):
     """By default, however long the text is."""
-    *_, last = sample.unmask(network(4), torch.full((1, T), V))
+    model = network(4)
+    *_, last = sample.unmask(model, torch.full((1, T), V))
     assert last.calls.item() == 8 * T // 4
+    assert sample.resolve({}, model.config).order == "confidence"  # (results/blocks.md)
 
 
 def test_nothing_to_fill_is_no_mistake():

@@ -147,7 +147,7 @@ def resolve(how, config):
     if config.objective == "ar":
         how = replace(how, order="left_to_right", correct="0")
     elif how.order == "auto":
-        how = replace(how, order="confidence" if n > 1 else "spread")
+        how = replace(how, order="confidence" if n > 1 and config.block_length <= 16 else "spread")
     if how.correct == "auto":  # half of the calls reveal, but 4 to 16 (results/sampling.md)
         return replace(how, steps=steps, correct=max(0, steps - min(max(steps // 2, 4), 16 * n)))
     if not re.fullmatch("[0-9]{1,7}", how.correct) or int(how.correct) >= steps:

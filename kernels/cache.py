@@ -19,12 +19,12 @@ class Cache:
         self.context = config.block_size
         self.first = 0  # position in the text of the first token that is kept
         self.length = 0  # of what is kept
-        self.final = 0  # of that, and what the last call saw before its last block
+        self.final = 0  # tokens before the last block of the last call: they will not change
         self.buffers = {}  # of the i-th operation of a forward: (B, context, ...)
         self.turn = 0  # i
 
     def follow(self, begin):
-        """Where the text of the next call has to start, of which a block at `begin` is the last."""
+        """Before each call: where in the text it starts; its last block starts at `begin`."""
         half = max(self.S, self.context // 2 // self.S * self.S)
         excess = max(0, begin + self.S - self.context)
         first = -(-excess // half) * half

@@ -26,12 +26,12 @@ def group_size(model, device):
 def groups(model, n, device, size=None, writing=False):
     """Slices of a batch of n, of `size` or group_size rows.
 
-    writing: more in blocks, as a call computes one of each text; their KV caches take 1 GiB.
+    writing: more in blocks, as a call computes one of each; prompts and KV caches take 1 GiB.
     """
     few = group_size(model, device)
     if writing:
         c = model.config
-        most = (1 << 26) // (c.n_layer * c.block_size * c.n_embd)  # of 16 bytes a text
+        most = (1 << 26) // ((c.n_layer + 7) * c.block_size * c.n_embd)  # of 16 bytes a text
         few = max(few, min(few * model.n, most))
     size = size or few
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]

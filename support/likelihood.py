@@ -31,7 +31,8 @@ def groups(model, n, device, size=None, writing=False):
     few = group_size(model, device)
     if writing:
         c = model.config
-        most = (1 << 26) // ((c.n_layer + 7) * c.block_size * c.n_embd)  # of 16 bytes a text
+        layers = c.n_layer + 7  # what a prompt's forward needs is counted as seven caches
+        most = (1 << 26) // (layers * c.block_size * c.n_embd)  # of 16 bytes a text
         few = max(few, min(few * model.n, most))
     size = size or few
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]

@@ -35,7 +35,8 @@ from support import judging, templates, viewer
 from support.checkpoint import default_run, find_checkpoint
 from support.cli import UserError, opt
 from support.files import check_output
-from support.likelihood import check_gaps, check_ids, end_documents, groups, hypotheses, predict
+from support.likelihood import Memo, call_size, check_gaps, check_ids, end_documents
+from support.likelihood import group_size, groups, hypotheses, predict
 from support.numerics import draw, highest, lead, reversed_bits
 from support.runtime import pick_device
 from support.templates import is_template, joined, of_prompt, parse, to_ids, to_texts
@@ -245,13 +246,14 @@ def to_correct(how, block, s, filled, noise):
 
 
 @torch.no_grad()
-def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
+def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), memo=None, **how):
     """Fill [MASK] positions of x (B, T); yields a Step after each network call.
 
     fill     (B, T) bool: fill only these; other [MASK] positions stay, as unseen text
     samples  (B,) the rows' numbers (0 .. B-1); draws depend on seed, number, step and position
     end_id   the id of [END], if there is one: all that follows a drawn [END] becomes [END]
     forbid   ids that are never drawn (None is ignored)
+    memo     a likelihood.Memo: texts that the network has seen cost no call
     how      fields of Options under "How to write it"; ValueError if they cannot be followed
 
     T may exceed the context: the model then sees the last positions up to the end of a block, half
@@ -282,7 +284,7 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
             if not drawn.any():
                 continue
             # 2. Draw there: the network sees all of it masked.
-            logits = predict(model, device, x, given, drawn, block.at, how.cfg, cache)
+            logits = predict(model, device, x, given, drawn, block.at, how.cfg, cache, memo)
             logits[:, [i for i in forbid if i is not None]] = -math.inf
             calls += drawn.any(1) * (2 if how.cfg else 1)
             logp = logits.log_softmax(-1)
@@ -306,23 +308,52 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
             fill &= x == mask  # not what follows [END]
 
 
-def generate(model, x, generator=None, samples=None, fill=None, **how):
+def generate(model, x, generator=None, samples=None, fill=None, expect=None, **how):
     """Fill the [MASK] positions of x (B, T) as `unmask` does and return the ids (B, T).
 
     seed is the key of the random numbers; without it a generator gives one (None: torch's own).
-    A row depends on the seed and its number in `samples`, not on its batch.
+    A row depends on the seed and its number in `samples`, not on its batch. expect(calls) is told
+    how many network calls it will still take, at most.
     """
     if "seed" not in how:
         where = generator.device if generator is not None else "cpu"
         how["seed"] = int(torch.randint(1 << 32, (), generator=generator, device=where))
     check_ids(model, x)
     samples = torch.arange(len(x)) if samples is None else samples
+    fill = (x == model.mask_id) & (True if fill is None else fill)
+    memo, size = share_calls(model, fill)
+    parts = groups(model, len(x), x.device, size, writing=True)
+    left = [most_calls(model, fill[part], samples[part], how) for part in parts] if expect else []
     out = x.clone()
-    for part in groups(model, len(x), x.device, writing=True):
-        here = None if fill is None else fill[part]
-        for step in unmask(model, x[part], here, samples[part], **how):
+    for i, part in enumerate(parts):
+        steps = unmask(model, x[part], fill[part], samples[part], memo=memo, **how)
+        for done, step in enumerate(steps, 1):
             out[part] = step.x
+            if expect:
+                calls, a_step = left[i]
+                expect(calls - done * a_step + sum(calls for calls, _ in left[i + 1 :]))
     return out
+
+
+SHORT = 16  # tokens; draws for longer gaps hardly ever come to the same text
+
+
+def share_calls(model, fill):
+    """(Memo, rows to draw at once) where many rows have short gaps, else (None, None)."""
+    longest = max([0, *fill.sum(1).tolist()])
+    if model.n > 1 or longest > SHORT:
+        return None, None
+    most = (1 << 24) // (model.vocab_size * max(1, longest))  # 2^24 logits a step
+    return Memo(), max(most, group_size(model, fill.device))
+
+
+def most_calls(model, fill, samples, how):
+    """How many network calls `unmask` takes at most: in all, and for each step."""
+    how = resolve({name: how[name] for name in how.keys() & SETTINGS}, model.config)
+    steps = sum(block.steps for block in plan(model.config, fill, samples.to(fill.device), how))
+    rows = 1 if model.n > 1 else math.ceil(len(fill) / call_size(model, fill.device))
+    a_step = rows * (2 if how.cfg else 1)
+    return steps * a_step, a_step
 
 
 def ends(model, tokenizer, is_template):
@@ -331,11 +362,12 @@ def ends(model, tokenizer, is_template):
     return dict(end_id=tokenizer.end_id) if is_drawn else dict(forbid=[tokenizer.end_id])
 
 
-def fill_gaps(model, tokenizer, how, x, fill, may_end, quick):
+def fill_gaps(model, tokenizer, how, x, fill, may_end, quick, expect=None):
     """Fill gaps of a template. may_end: at the end of the text; quick: to compare lengths."""
     if quick:
         how = how | dict(steps=min(how.get("steps") or 1 << 20, 8 * model.n), correct=0)
-    return generate(model, x, fill=fill, **ends(model, tokenizer, not may_end), **how)
+    where = dict(fill=fill, expect=expect)
+    return generate(model, x, **where, **ends(model, tokenizer, not may_end), **how)
 
 
 def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16, **how):

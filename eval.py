@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 import mdlm
-from support import numerics, plots, sources, viewer
+from support import numerics, plots, scores, sources, viewer
 from support.checkpoint import SHIPPED, default_run, find_checkpoint
 from support.cli import UserError, opt
 from support.files import check_output, write_output
@@ -219,6 +219,7 @@ def evaluation(options):
     model, tokenizer, config = mdlm.load(folder, device, whole=options.whole)
     if options.whole and not config.whole:
         raise UserError(f"--whole is for models of mdlm.py --whole, not {folder}; leave it out")
+    scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
     if options.temperature != 1:
@@ -252,6 +253,7 @@ def show_text(options):
     n = len(ids)
     if not 0 < n <= config.block_size:
         raise UserError(f"--text has {n} tokens; give 1 to {config.block_size}")
+    scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     x0 = to_context(model, torch.tensor([ids], device=device))  # (1, T)
     is_text = torch.arange(x0.shape[1], device=device)[None] < n
     count = torch.tensor([max(1, round(options.rate * n))], device=device)

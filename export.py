@@ -26,7 +26,7 @@ from safetensors.torch import save as to_safetensors
 
 import mdlm
 from kernels import reference
-from support import files, page, plots, runs
+from support import files, page, plots, runs, scores
 from support.checkpoint import default_run, find_checkpoint
 from support.cli import UserError, opt
 
@@ -196,6 +196,8 @@ def main(argv):
     else:
         contents = contents_of(folder, *loaded, options)
         how = "load it as its README.md says"
+    _, tokenizer, config = loaded
+    scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     with files.new_folder(dest.parent) as tmp:
         for name, content in contents.items():
             files.write_synced(tmp / name, content)

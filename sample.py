@@ -31,12 +31,21 @@ from tqdm import tqdm
 import mdlm
 from kernels.cache import Cache
 from kernels.reference import philox_words
-from support import judging, templates, viewer
+from support import judging, scores, templates, viewer
 from support.checkpoint import default_run, find_checkpoint
 from support.cli import UserError, opt
 from support.files import check_output
-from support.likelihood import Memo, call_size, check_gaps, check_ids, end_documents
-from support.likelihood import group_size, groups, hypotheses, predict
+from support.likelihood import (
+    Memo,
+    call_size,
+    check_gaps,
+    check_ids,
+    end_documents,
+    group_size,
+    groups,
+    hypotheses,
+    predict,
+)
 from support.numerics import draw, highest, lead, reversed_bits
 from support.runtime import pick_device
 from support.templates import is_template, joined, of_prompt, parse, to_ids, to_texts
@@ -476,29 +485,53 @@ def sampled(model, tokenizer, parts, options, template, pages):
             yield texts, facts
 
 
+class Calls:
+    """Counts the network calls of a model, and shows on a bar how many are left at most."""
+
+    def __init__(self, model, bar):
+        self.bar = bar
+        self.calls = 0
+        self.sequences = 0
+        self.stretch = 1
+        self.hook = model.register_forward_pre_hook(self.count)
+
+    def count(self, model, args):
+        self.calls += 1
+        self.sequences += len(args[0])
+        self.bar.update()
+
+    def expect(self, left, stretch, stretches):
+        """Between gaps of unknown length a template is filled in stretches, each with its total."""
+        if stretch != self.stretch:
+            self.stretch = stretch
+            self.bar.reset()
+            self.bar.set_description(f"trying fills, gap {stretch} of {stretches}", refresh=False)
+        total = self.bar.n + left
+        self.bar.total = min(total, self.bar.total or total)
+
+
 def ranked(model, tokenizer, parts, options):
     """(parts of the likeliest fill, the texts of the --candidates likeliest, facts)"""
     began = time.monotonic()
     with cli.progress("trying fills", " calls") as bar:
-
-        def count(*_):
-            bar.update()
-
-        hook = model.blocks[0].register_forward_pre_hook(count)
+        done = Calls(model, bar)
         how = {name: getattr(options, name) for name in SETTINGS}
         fill = partial(fill_gaps, model, tokenizer, how)
         limits = dict(max_gap=options.max_gap, draws=max(16, 8 * options.candidates))
-        search = partial(hypotheses, model, tokenizer, parts, draw=fill, device=options.device)
-        fills = search(options.candidates or 3, **limits)
-        hook.remove()
+        limits |= dict(device=options.device, expect=done.expect)
+        try:
+            n = options.candidates or 3
+            fills = hypotheses(model, tokenizer, parts, n, fill, **limits)
+        finally:
+            done.hook.remove()
     if len(fills) < options.candidates:
         cli.warn(f"{len(fills)} different fills were found, not {options.candidates}")
     seconds = time.monotonic() - began
     texts = [to_texts(fill.parts, fill.ids, tokenizer) for fill in fills]
     share = torch.tensor([fill.logp for fill in fills], dtype=torch.float64).softmax(0).tolist()
     rows = [dict(text=joined(t), score=f.logp, share=p) for f, t, p in zip(fills, texts, share)]
-    facts = dict(steps=options.steps, calls=bar.n, seconds=seconds, score=fills[0].logp)
-    return fills[0].parts, texts, facts | dict(candidates=rows)
+    facts = dict(steps=options.steps, calls=done.calls, seconds=seconds, score=fills[0].logp)
+    return fills[0].parts, texts, facts | dict(sequences=done.sequences, candidates=rows)
 
 
 def answers(model, tokenizer, template, parts, options, pages):
@@ -534,6 +567,7 @@ def main(argv):
         return parts
 
     todo = templates.parse_all(options.infill, options.batch, to_parts)
+    scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     to_stdout = options.json == "-" or (options.batch and not options.json)
     lines = sys.stdout if to_stdout else open(options.json or os.devnull, "w", encoding="utf-8")
     if to_stdout:

@@ -6,6 +6,7 @@ sampler that goes from left to right. It costs one sequence in a network call fo
 
 import itertools
 import math
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -283,7 +284,7 @@ class Race:
         hope = (self.value - (guess * self.open).sum(1)).masked_fill(~self.alive, -math.inf)
         rows = hope.argsort(descending=True, stable=True)[: min(4 * k, int(self.alive.sum()))]
         order = gain[rows].argsort(dim=1, descending=True, stable=True)
-        row = rows[:, None].expand_as(order).T.flatten()  # the best term of each row, the second ...
+        row = rows.repeat(order.shape[1])  # the best term of each row, then the second of each ...
         at = order.T.flatten()
         is_open = here[row, at]
         row = row[is_open]
@@ -340,7 +341,7 @@ def until_break(tokenizer, ids):
     return len(ids)
 
 
-def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
+def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, expect=None):
     """The n likeliest of many fills of a template, distinct as texts: Fills, the likeliest first.
 
     draw(x, fill, may_end, quick) fills positions (B, L) of x (B, L), for each stretch of the
@@ -348,6 +349,8 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
     quickly, and the best 8 (or n) go on. All compete by logp: a gap's sum favours short ones, its
     mean easy ones. A gap at the end has max_gap tokens, of which those before [END] or a line break
     are kept; that counts in logp. Of documents with given lengths, log p(length) counts too.
+    expect(calls, stretch, stretches), where it is given, is told how many network calls a stretch
+    will still take at most; draw has an `expect` (calls) then, too.
     """
     L = model.config.block_size
     unknown = [i for i, part in enumerate(parts) if part is None]
@@ -356,7 +359,12 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
         cuts.add(len(parts) - 1)
     fills = [Fill([], [], 0.0)]
     start = [len(to_ids(parts[:1], tokenizer)) if isinstance(parts[0], str) else 0]
-    for begin, end in itertools.pairwise(sorted(cuts)):
+
+    def tell(number, later, calls):
+        if expect:
+            expect(calls + later, number, len(cuts) - 1)
+
+    for number, (begin, end) in enumerate(itertools.pairwise(sorted(cuts)), 1):
         stretch = parts[begin:end]
         room = L - len(to_ids(parts[end:], tokenizer))
         is_last = end == len(parts)
@@ -376,7 +384,10 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
         after = model.pad_id if is_last else model.mask_id
         rows = [fill.ids + [after] * (L - len(fill.ids)) for _, fill in tried]
         inside = torch.arange(L) < torch.tensor([len(fill.ids) for _, fill in tried])[:, None]
-        x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several)
+        ranking = sum(len(fill.ids) - begun for begun, fill in tried)  # network rows, at most
+        later = math.ceil(ranking / call_size(model, device))
+        how = dict(expect=partial(tell, number, later)) if expect else {}
+        x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several, **how)
         # 2. Keep what differs.
         found = {}
         for i, (row, (begun, fill)) in enumerate(zip(x.tolist(), tried)):
@@ -395,7 +406,10 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
             seen = model.length_counts.double().cpu() + 1
             known += (seen / seen.sum()).log()[stop]
         most = min(len(fills), n if is_last else max(n, 8))
-        best, logp = likeliest(model, x[list(rows)], torch.tensor(start), stop, known, most)
+        x = x[list(rows)]
+        best, logp = likeliest(
+            model, x, torch.tensor(start), stop, known, most, partial(tell, number, 0)
+        )
         fills = [fills[i]._replace(logp=p) for i, p in zip(best.tolist(), logp.tolist())]
         start = [len(fill.ids) for fill in fills]
     return fills

@@ -219,9 +219,9 @@ def evaluation(options):
     model, tokenizer, config = mdlm.load(folder, device, whole=options.whole)
     if options.whole and not config.whole:
         raise UserError(f"--whole is for models of mdlm.py --whole, not {folder}; leave it out")
-    scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
+    scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     if options.temperature != 1:
         model.register_forward_hook(lambda _, args, logits: logits / options.temperature)
     r = dict(checkpoint=str(folder), temperature=options.temperature, data=source)

@@ -567,11 +567,11 @@ def main(argv):
         return parts
 
     todo = templates.parse_all(options.infill, options.batch, to_parts)
-    scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     to_stdout = options.json == "-" or (options.batch and not options.json)
     lines = sys.stdout if to_stdout else open(options.json or os.devnull, "w", encoding="utf-8")
     if to_stdout:
         lines.reconfigure(encoding="utf-8")  # JSON's, whatever the locale's is
+    scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     pages = []
     if variants:
         [(template, parts)] = todo

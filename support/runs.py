@@ -14,6 +14,7 @@ from support import checkpoint, files, runtime, scores, shards, sources
 from support.cli import UserError, check_fields, warn
 from support.log import Log
 from support.optimizers import average
+from support.scores import unigram_entropy
 from support.tokenizer import KINDS
 
 
@@ -271,7 +272,8 @@ def score(run, evaluate, is_last):
     if not math.isfinite(r[key]):
         what = f"validation {key} {r[key]} at step {run.step}: not saved."
         raise UserError(f"{what} {advice(run)}")
-    run.score = dict(name=key, value=r[key], step=run.step)
+    scored = run.windows[run.model.learned(run.windows)]
+    run.score = dict(name=key, value=r[key], step=run.step, unigram=unigram_entropy(scored))
     calls = config.block_size if key == "nll" else max(min(config.block_size, 64), run.model.n)
     sampling = 3 * calls * per_window
     # The end: four passes with the averaged weights, one with the raw ones, samples.

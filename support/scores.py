@@ -12,14 +12,24 @@ import re
 import shlex
 from pathlib import Path
 
+import torch
+
 from support import files
 from support.checkpoint import SHIPPED
 from support.cli import warn
 
-# A network that has learned nothing has ln V nats per token, one that knows how frequent each token
-# is about 0.8 ln V. A finished run may end above the first share, where its text has no more in it.
-UNFINISHED = 0.6
-FINISHED = 0.75
+# A model is barely trained if it scores above this share of the unigram entropy: it knows hardly
+# more than how frequent each token is. Of a run that ended by itself only the latter is certain, as
+# there are texts with no more in them (DNA has 0.94).
+STOPPED = 0.85
+ENDED = 0.95
+TYPICAL = 0.75  # the unigram entropy of a text, as a share of ln V, where it is not known
+
+
+def unigram_entropy(tokens):
+    """Of ids (n,), in nats."""
+    p = tokens.bincount().double() / len(tokens)
+    return torch.special.entr(p).sum().item()
 
 
 def number(value, least=0.0):
@@ -94,9 +104,10 @@ def described(folder, config, vocab_size):
     is_older = step is not None and step_of(folder) not in (None, step)
     words.append(f"{name} {value:.2f}" + f" at step {step:.0f}" * is_older)
     known = number(score.get("loss")) if is_older else None  # of training, when it was saved
-    level = (value if known is None else known) / math.log(max(2, vocab_size))
+    level = value if known is None else known
+    unigram = number(score.get("unigram")) or TYPICAL * math.log(max(2, vocab_size))
     is_stopped = read_object(folder / "state.json").get("finished") is False
-    barely = level > (UNFINISHED if is_stopped else FINISHED)
+    barely = level > unigram * (STOPPED if is_stopped else ENDED)
     return ", ".join(words) + ": barely trained" * barely
 
 

@@ -517,7 +517,7 @@ def ranked(model, tokenizer, parts, options):
         done = Calls(model, bar)
         how = {name: getattr(options, name) for name in SETTINGS}
         fill = partial(fill_gaps, model, tokenizer, how)
-        limits = dict(max_gap=options.max_gap, draws=max(16, 8 * options.candidates))
+        limits = dict(max_gap=options.max_gap, draws=max(16, 6 * options.candidates))
         limits |= dict(device=options.device, expect=done.expect)
         try:
             n = options.candidates or 3

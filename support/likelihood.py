@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from support.cli import UserError
+from support.padding import compute_once
 from support.templates import joined, to_ids, to_texts
 
 
@@ -115,6 +116,7 @@ def logits_at(model, xt, row, at, device):
     row = same[row]
     L = xt.shape[1]
     parts = groups(model, len(xt), device, call_size(model, device))
+    model = compute_once(model)
     if len(parts) == 1:
         return checked(model(xt.to(device), rows=(row * L + at).to(device)).to(xt.device))
     logits = None

@@ -332,7 +332,10 @@ def generate(model, x, generator=None, samples=None, fill=None, expect=None, **h
     fill = (x == model.mask_id) & (True if fill is None else fill)
     memo, size = share_calls(model, fill)
     parts = groups(model, len(x), x.device, size, writing=True)
-    left = [most_calls(model, fill[part], samples[part], how) for part in parts] if expect else []
+    left = []  # (calls, calls a step) of each part
+    if expect:
+        left = [most_calls(model, fill[part], samples[part], how) for part in parts]
+        expect(sum(calls for calls, _ in left))
     out = x.clone()
     for i, part in enumerate(parts):
         steps = unmask(model, x[part], fill[part], samples[part], memo=memo, **how)

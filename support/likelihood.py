@@ -82,10 +82,13 @@ def check_gaps(model, x, fill):
         raise UserError(f"{given}; {fix}")
 
 
+MOST_LOGITS = 1 << 24  # that a Memo holds
+
+
 class Memo:
     """Logits that were computed before, by the text that the network saw and the position.
 
-    Draws for a short gap come to the same few texts again and again. It holds at most 2^24 logits.
+    Draws for a short gap come to the same few texts again and again.
     """
 
     def __init__(self):
@@ -95,7 +98,7 @@ class Memo:
         """What `logits_at` returns; only texts that are new are computed."""
         texts = [ids.tobytes() for ids in xt.cpu().numpy()]
         keys = [(texts[r], i) for r, i in zip(row.tolist(), at.tolist())]
-        if (len(self.logits) + len(keys)) * model.vocab_size > 1 << 24:
+        if (len(self.logits) + len(keys)) * model.vocab_size > MOST_LOGITS:
             self.logits = {key: self.logits[key] for key in keys if key in self.logits}
         new = {key: i for i, key in enumerate(keys) if key not in self.logits}
         if new:

@@ -262,7 +262,7 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), memo=None,
     samples  (B,) the rows' numbers (0 .. B-1); draws depend on seed, number, step and position
     end_id   the id of [END], if there is one: all that follows a drawn [END] becomes [END]
     forbid   ids that are never drawn (None is ignored)
-    memo     a likelihood.Memo: texts that the network has seen cost no call
+    memo     a likelihood.Memo: a text that the network has seen costs no call
     how      fields of Options under "How to write it"; ValueError if they cannot be followed
 
     T may exceed the context: the model then sees the last positions up to the end of a block, half
@@ -279,6 +279,7 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), memo=None,
     given = ~fill & (x != model.end_id)
     check_gaps(model, x, fill)
     cache = Cache(model.config) if model.n > 1 else None
+    find = partial(predict, memo=memo) if memo else predict
     for block in plan(model.config, fill, samples, how):
         text = x[:, block.at.start : block.at.stop]  # a view: what is drawn is in x
         for s in range(block.steps):
@@ -293,7 +294,7 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), memo=None,
             if not drawn.any():
                 continue
             # 2. Draw there: the network sees all of it masked.
-            logits = predict(model, device, x, given, drawn, block.at, how.cfg, cache, memo)
+            logits = find(model, device, x, given, drawn, block.at, how.cfg, cache)
             logits[:, [i for i in forbid if i is not None]] = -math.inf
             calls += drawn.any(1) * (2 if how.cfg else 1)
             logp = logits.log_softmax(-1)
@@ -567,6 +568,8 @@ def main(argv):
             raise UserError("--compare needs gaps of known lengths; write █ for each token")
         if options.cfg and not any(isinstance(part, (str, list)) for part in parts):
             raise UserError("--cfg guides by the given text, and there is none; give some")
+        x = torch.tensor([to_ids(parts, tokenizer, model.mask_id)])
+        check_gaps(model, x, x == model.mask_id)
         return parts
 
     todo = templates.parse_all(options.infill, options.batch, to_parts)

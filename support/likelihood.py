@@ -346,6 +346,24 @@ def until_break(tokenizer, ids):
     return len(ids)
 
 
+def distinct(rows, tried, at_end, tokenizer):
+    """Of rows of ids that were drawn for `tried` ones, those that differ as texts, each once.
+
+    Returns (number of the row, where its ranking begins, Fill). at_end: the last part is a gap at
+    the end of the text, which ends before [END] or a line break.
+    """
+    found = {}
+    for i, (row, (begun, fill)) in enumerate(zip(rows, tried)):
+        ids = row[: len(fill.ids)]
+        if at_end:
+            gap = fill.parts[-1]
+            kept = until_break(tokenizer, ids[-gap:])
+            ids = ids[: len(ids) - gap + kept + 1]
+            fill = fill._replace(parts=[*fill.parts[:-1], kept])
+        found[joined(to_texts(fill.parts, ids, tokenizer))] = (i, begun, fill._replace(ids=ids))
+    return found.values()
+
+
 def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, expect=None):
     """The n likeliest of many fills of a template, distinct as texts: Fills, the likeliest first.
 
@@ -376,16 +394,17 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
         at_end = stretch == [None] and is_last and not model.documents
         several = None in stretch and not at_end
         # 1. Draw: every length after every fill of what precedes.
+        lengths = range(1, max_gap + 1) if several else [max_gap if at_end else 1]
         tried = []
-        for i, length in itertools.product(range(len(fills)), range(max_gap) if several else [0]):
-            before = fills[i]
-            length = min(max_gap, room - len(before.ids)) if at_end else length + 1
+        for i, length in itertools.product(range(len(fills)), lengths):
+            if at_end:
+                length = min(length, room - len(fills[i].ids))
             known = [length if part is None else part for part in stretch]
-            ids = before.ids + to_ids(known, tokenizer, model.mask_id)
+            ids = fills[i].ids + to_ids(known, tokenizer, model.mask_id)
             if len(ids) <= room:
                 # Short gaps are cheap, and have most of the likely fills.
                 each = max(1, draws // (2 * length if several else 1) // len(fills))
-                tried += [(start[i], Fill(before.parts + known, ids, before.logp))] * each
+                tried += [(start[i], Fill(fills[i].parts + known, ids, fills[i].logp))] * each
         after = model.pad_id if is_last else model.mask_id
         rows = [fill.ids + [after] * (L - len(fill.ids)) for _, fill in tried]
         inside = torch.arange(L) < torch.tensor([len(fill.ids) for _, fill in tried])[:, None]
@@ -394,16 +413,8 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
         how = dict(expect=partial(tell, number, later)) if expect else {}
         x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several, **how)
         # 2. Keep what differs.
-        found = {}
-        for i, (row, (begun, fill)) in enumerate(zip(x.tolist(), tried)):
-            ids = row[: len(fill.ids)]
-            if at_end:
-                gap = fill.parts[-1]
-                kept = until_break(tokenizer, ids[-gap:])
-                ids = ids[: len(ids) - gap + kept + 1]
-                fill = fill._replace(parts=[*fill.parts[:-1], kept])
-            found[joined(to_texts(fill.parts, ids, tokenizer))] = (i, begun, fill._replace(ids=ids))
-        rows, start, fills = zip(*found.values())
+        rows, start, fills = zip(*distinct(x.tolist(), tried, at_end, tokenizer))
+        x = x[list(rows)]
         # 3. Rank.
         stop = torch.tensor([len(fill.ids) for fill in fills])
         known = torch.tensor([fill.logp for fill in fills], dtype=torch.float64)
@@ -411,10 +422,8 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
             seen = model.length_counts.double().cpu() + 1
             known += (seen / seen.sum()).log()[stop]
         most = min(len(fills), n if is_last else max(n, 8))
-        x = x[list(rows)]
-        best, logp = likeliest(
-            model, x, torch.tensor(start), stop, known, most, partial(tell, number, 0)
-        )
+        at = (torch.tensor(start), stop)
+        best, logp = likeliest(model, x, *at, known, most, partial(tell, number, 0))
         fills = [fills[i]._replace(logp=p) for i, p in zip(best.tolist(), logp.tolist())]
         start = [len(fill.ids) for fill in fills]
     return fills

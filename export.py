@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save as to_safetensors
+from support.kernels import reference
 
 import mdlm
-from kernels import reference
 from support import files, page, plots, runs
 from support.checkpoint import default_run, find_checkpoint
 from support.cli import UserError, opt

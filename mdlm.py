@@ -22,11 +22,10 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from support.kernels.launch import can_compile
+from support.kernels.reference import block_spans, document_spans, masked_share, rotary_tables
 
-import kernels
-from kernels.launch import can_compile
-from kernels.reference import block_spans, document_spans, masked_share, rotary_tables
-from support import checkpoint, compiling, numerics, plots, runs, runtime, shards, sources
+from support import checkpoint, compiling, kernels, numerics, plots, runs, runtime, shards, sources
 from support.cli import COUNT, NO_LIMIT, UserError, opt
 from support.log import Log
 from support.optimizers import make_optimizers, set_rates, update

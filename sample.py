@@ -26,11 +26,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from support.kernels.cache import Cache
+from support.kernels.reference import philox_words
 from tqdm import tqdm
 
 import mdlm
-from kernels.cache import Cache
-from kernels.reference import philox_words
 from support import judging, templates, viewer
 from support.checkpoint import default_run, find_checkpoint
 from support.cli import UserError, opt

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.nn.functional as F
+from support.kernels.reference import is_visible, mask_tokens_ref, prepare
 
 import mdlm
-from kernels.reference import is_visible, mask_tokens_ref, prepare
 from support.checkpoint import default_run
 from support.cli import UserError
 from support.likelihood import to_context

@@ -17,10 +17,9 @@ from conftest import ROOT, TINY, losses, run_mdlm
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import bench
-import kernels
 import mdlm
 from studies import frontier, peers
-from support import cli, judging
+from support import cli, judging, kernels
 
 CPU = torch.device("cpu")
 

@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, TINY, losses, read_log, run_mdlm, saved
+from support.kernels.cache import Cache
 
 import eval
 import export
-import kernels
 import mdlm
 import sample
-from kernels.cache import Cache
-from support import cli
+from support import cli, kernels
 from support.likelihood import chain_rule, groups
 
 V = 5

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, read_log, tiny_flags
+from support.kernels.launch import can_compile
 
-from kernels.launch import can_compile
 from support import checkpoint, compiling
 
 needs_compiler = pytest.mark.skipif(

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 from conftest import Toy
+from support.kernels.reference import philox_words
 
 import sample
-from kernels.reference import philox_words
 from support import numerics
 
 V = 2

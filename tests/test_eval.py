@@ -12,9 +12,8 @@ from conftest import TINY, Toy, chain_rule, read_log, run_mdlm, sign
 from safetensors.torch import load_file, save_file
 
 import eval
-import kernels
 import mdlm
-from support import checkpoint, cli, likelihood, numerics, plots, sources
+from support import checkpoint, cli, kernels, likelihood, numerics, plots, sources
 
 CORPUS = SimpleNamespace(chars_per_token=2.0, entropy=None)
 

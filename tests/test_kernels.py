@@ -16,8 +16,8 @@ import pytest
 import torch
 from aot import SHARED
 from conftest import TINY, losses, run_mdlm
+from support.kernels import operations as kernels
 
-import kernels
 import mdlm
 
 HERE = Path(__file__).parent

@@ -18,10 +18,9 @@ import torch
 from conftest import ROOT
 
 import eval
-import kernels
 import mdlm
 import sample
-from support import cli, viewer
+from support import cli, kernels, viewer
 
 LESSONS = ROOT / "lessons"
 

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, Toy
+from support.kernels.reference import philox_words
 from test_export import save
 from webdriver import Browser
 
 import export
 import mdlm
 import sample
-from kernels.reference import philox_words
 from support import cli, likelihood, page
 from support.tokenizer import Tokenizer
 

@@ -189,6 +189,7 @@ def check(given):
         raise UserError("--text is empty or missing; give one, --rate alone masks nothing")
     check_output("json", options.json)
     if options.pictures not in ("", "none"):
+        cli.optional("matplotlib", "--pictures")
         Path(options.pictures).mkdir(parents=True, exist_ok=True)  # now: measuring takes long
     return options
 

@@ -16,7 +16,6 @@ import contextlib
 import inspect
 import json
 import os
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from safetensors.torch import save as to_safetensors
 from support.kernels import reference
 
 import mdlm
-from support import files, page, plots, runs
+from support import environment, files, page, plots, runs
 from support.checkpoint import default_run, find_checkpoint
 from support.cli import UserError, opt
 
@@ -86,6 +85,7 @@ def to_library(tokenizer):
 
     Raises UserError where it cannot have these.
     """
+    cli.optional("tokenizers", "--to=hf")
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     kind = tokenizer.kind
@@ -192,7 +192,8 @@ def main(argv):
     loaded = mdlm.load(folder, kernel="torch", whole=True)
     if options.to == "page":
         contents = page.contents_of(*loaded, options.weights)
-        how = f"python -m http.server -d {shlex.quote(options.dest)} shows it on localhost:8000"
+        serve = f"{environment.python_command()} -m http.server"
+        how = f"{serve} -d {environment.quote(options.dest)} shows it on localhost:8000"
     else:
         contents = contents_of(folder, *loaded, options)
         how = "load it as its README.md says"

@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from support.kernels.cache import Cache
 from support.kernels.reference import philox_words
-from tqdm import tqdm
 
 import mdlm
 from support import judging, templates, viewer
@@ -515,7 +514,7 @@ def main(argv):
         n = to_ids(parts, tokenizer, model.mask_id).count(model.mask_id)
         pages = judging.compare(variants, fill, judge, n, lines)
         todo = []
-    for template, parts in tqdm(todo, unit="template", disable=None if options.batch else True):
+    for template, parts in cli.bar(todo, unit="template", disable=None if options.batch else True):
         rule = ""  # between texts
         for found, facts in answers(model, tokenizer, template, parts, options, pages):
             if not (to_stdout or options.batch):

@@ -17,6 +17,12 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # answers may import mdlm too
+
+from support import cli
+
+cli.start(__name__)
+
 import torch
 
 MASK = 3  # [MASK] in the small worlds below, after the tokens 0, 1, 2
@@ -353,7 +359,6 @@ def check(argv):
 
 
 def main(argv):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # answers may import mdlm
     try:
         print("right:", check(argv))
         return 0

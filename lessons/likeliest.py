@@ -10,10 +10,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from support import cli
+
+cli.start(__name__)
+
 import torch
 
 import mdlm
-from support import cli, templates
+from support import templates
 
 
 @torch.no_grad()

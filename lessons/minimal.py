@@ -6,10 +6,17 @@ python lessons/minimal.py --template "The ███████ statement"
 """
 
 import argparse
+import sys
 import time
 from pydoc_data.topics import topics
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as e:
+    if __name__ != "__main__":
+        raise
+    fix = f"type: {sys.executable} -m pip install torch"
+    argparse.ArgumentParser().exit(2, f"minimal.py: {e} in {sys.executable}; {fix}\n")
 import torch.nn as nn
 import torch.nn.functional as F
 

@@ -15,8 +15,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from support import cli
+
+cli.start(__name__)
+
 import torch
-from matplotlib.figure import Figure
 
 import mdlm
 import sample
@@ -69,7 +72,8 @@ def sweet_spot(shares):
 
 
 def draw(shares, speeds, shown, path):
-    fig = Figure((10, 7.2), dpi=130, layout="constrained")
+    matplotlib = cli.optional("matplotlib.figure", "a picture")
+    fig = matplotlib.Figure((10, 7.2), dpi=130, layout="constrained")
     top, bottom = fig.subfigures(2, 1, height_ratios=[1.1, 1])
     ax = top.subplots()
     for (name, values), color in zip(shares.items(), COLORS):
@@ -115,6 +119,7 @@ def main(argv):
     parser.add_argument("--sequences", type=int, default=128, help="for each seed")
     args = parser.parse_args(argv)
     try:
+        cli.optional("matplotlib.figure", "a picture")  # before the work
         model, tokenizer, config = mdlm.load(args.run)
         if config.data != "patterns":
             raise UserError(f"{args.run} learned {config.data}; give a run with --data=patterns")

@@ -18,6 +18,10 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from support import cli
+
+cli.start(__name__)
+
 import torch
 import torch.nn.functional as F
 from support.kernels.reference import is_visible, mask_tokens_ref, prepare

@@ -12,13 +12,16 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/harness.py, from anywhere
 
+from support import cli
+
+cli.start(__name__)
+
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import mdlm
 import sample
-from support import checkpoint, cli
+from support import checkpoint, environment
 from support.cli import UserError
 from support.likelihood import groups, next_logits, to_context
 
@@ -27,7 +30,8 @@ try:
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
 except ImportError as e:
-    cli.warn(f"this needs lm-evaluation-harness ({e}); pip install lm_eval")
+    fix = environment.pip_install("lm_eval")
+    cli.warn(f"harness.py: this needs lm-evaluation-harness ({e}); type: {fix}")
     sys.exit(2)
 
 
@@ -48,7 +52,7 @@ class Harness(LM):
     def loglikelihood(self, requests):
         """[(log p(answer | prompt) in nats, whether greedy choices from left to right give it)]"""
         pairs = [list(map(self.tokenizer.encode, request.args)) for request in requests]
-        return [self.score(*pair) for pair in tqdm(pairs)]
+        return [self.score(*pair) for pair in cli.bar(pairs)]
 
     def loglikelihood_rolling(self, requests):
         """[log p(text)], of a long text in windows of a context."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from support import files, runtime, shards
+from support import environment, files, runtime, shards
 from support.cli import UserError, warn
 
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # the others: to resume
@@ -131,7 +131,8 @@ def find_checkpoint(path):
             if not is_run:
                 raise UserError(f"{e}; restore it from a copy, or give another one") from e
             warn(f"{e}; trying the one before it")
-    fix = f"train one with: python mdlm.py --out_dir={path}"
+    train = environment.command("mdlm.py")
+    fix = f"train one with: {train} --out_dir={environment.quote(path)}"
     raise UserError(f"{path} holds no intact checkpoint; {fix}")
 
 

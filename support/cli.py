@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import dataclasses
 import difflib
+import importlib
 import inspect
 import os
 import re
@@ -12,6 +13,8 @@ import signal
 import sys
 import time
 from pathlib import Path
+
+from support import environment
 
 # What could command a terminal or reorder its text: control characters except line ends and tabs,
 # and the marks that turn the direction of writing.
@@ -34,17 +37,33 @@ class RankError(UserError):
 def start(name):
     """What a program calls first: returns time.monotonic(), from before the slow imports.
 
-    If `name` is "__main__", Ctrl-C ends the imports without a traceback, threads that wait spin
+    If `name` is "__main__", a package that every program needs and that is missing ends it in one
+    sentence with exit code 2, Ctrl-C ends the imports without a traceback, threads that wait spin
     only briefly, as two programs on one machine would hinder each other (results/threads.md), and
     the process keeps the memory that it frees (results/cpu.md).
     """
     if name == "__main__":
+        if problem := environment.problem():
+            warn(f"{Path(sys.argv[0]).name}: {problem}")
+            sys.exit(2)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         if "OMP_WAIT_POLICY" not in os.environ:
             os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         keep_memory()
     return time.monotonic()
+
+
+def optional(package, what):
+    """Import a package that only some uses need: `what` names this one.
+
+    Raises UserError, with the command that installs it, where it is missing.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as e:
+        name = package.split(".")[0]
+        raise UserError(f"{what} needs {name} ({e}); type: {environment.pip_install(name)}") from e
 
 
 def keep_memory():
@@ -125,10 +144,43 @@ def escaped(text):
 
 def progress(what, unit, total=None, disable=False):
     """A tqdm bar for work of more than a second; written every ten seconds if not on a terminal."""
-    from tqdm import tqdm
-
     how = dict(leave=False, delay=1, mininterval=0.1 if sys.stderr.isatty() else 10)
-    return tqdm(desc=what, unit=unit, total=total, disable=disable, **how)
+    return bar(desc=what, unit=unit, total=total, disable=disable, **how)
+
+
+def bar(*iterable, **options):
+    """tqdm(...), or where tqdm is missing a bar that shows nothing: no work ends for that."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return NoBar(*iterable)
+    return tqdm(*iterable, **options)
+
+
+class NoBar:
+    """Has what the programs use of a tqdm bar, and shows nothing."""
+
+    def __init__(self, iterable=()):
+        self.iterable = iterable
+        self.n = 0
+        self.total = None
+
+    def __iter__(self):
+        return iter(self.iterable)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def update(self, n=1):
+        self.n += n
+
+    def show(self, *_, **options):
+        pass
+
+    clear = close = refresh = set_description = set_postfix = set_postfix_str = show
 
 
 def check_files(read, written):

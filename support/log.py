@@ -3,14 +3,13 @@
 import contextlib
 import json
 import math
-import shlex
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-from support import shards
+from support import environment, shards
 from support.cli import escaped
 from support.files import write_atomically, writing
 from support.runtime import generator, peak_flops
@@ -134,14 +133,17 @@ class Log:
         self.restart_clock(run.tokens)
 
     def stopped(self, run):
-        start = "torchrun ..." if run.world > 1 or run.config.shard else "python"
-        again = f"{start} mdlm.py --out_dir={shlex.quote(run.config.out_dir)} --resume"
+        again = environment.command("mdlm.py")
+        if run.world > 1 or run.config.shard:
+            again = "torchrun ... mdlm.py"
+        again += f" --out_dir={environment.quote(run.config.out_dir)} --resume"
         self.say(f"stopped at step {run.step} and saved; to continue: {again}")
 
     def done(self, run):
         """The last line: what to type next."""
-        out = shlex.quote(run.config.out_dir)
-        self.say(f"done in {run.elapsed():.0f} s. Now type: python sample.py --out_dir={out}")
+        now = environment.command("sample.py")
+        now += f" --out_dir={environment.quote(run.config.out_dir)}"
+        self.say(f"done in {run.elapsed():.0f} s. Now type: {now}")
 
     def say(self, text, stream=None):
         """Show a line on standard output (or stderr), without what could command a terminal."""

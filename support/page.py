@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from support import environment
 from support.cli import UserError, warn
 from support.viewer import PAGE, as_script, assemble
 
@@ -39,8 +39,9 @@ def check(model, tokenizer, config):
     ):
         if not fits:
             raise UserError(f"--to=page takes masked diffusion models of characters, not {what}")
-    if not (find_spec("onnx") and find_spec("onnxscript")):
-        raise UserError("--to=page needs two packages more; pip install onnx onnxscript")
+    if not (environment.is_installed("onnx") and environment.is_installed("onnxscript")):
+        fix = environment.pip_install("onnx", "onnxscript")
+        raise UserError(f"--to=page needs the packages onnx and onnxscript; type: {fix}")
 
 
 def read_runtime():
@@ -48,7 +49,7 @@ def read_runtime():
     if not all((RUNTIME / "dist" / name).exists() for name in RUNTIME_FILES):
         npm = shutil.which("npm")
         if not npm:
-            raise UserError("--to=page needs npm, which comes with Node.js; install it")
+            raise UserError("--to=page needs npm, a part of Node.js; install that (nodejs.org)")
         warn("npm ci: fetching ONNX Runtime Web")
         command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
         run = subprocess.run(command, cwd=PAGE, capture_output=True, text=True)

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from support.cli import UserError, escaped, warn
+from support.cli import UserError, escaped, optional, warn
 from support.files import read_json, read_small
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito, 2008).
@@ -21,7 +21,8 @@ def try_to_draw(plot, path):
         plot(path)
         return True
     except Exception as e:
-        warn(f"{path} is not drawn ({type(e).__name__}: {e})")
+        why = e if isinstance(e, UserError) else f"{type(e).__name__}: {e}"
+        warn(f"{path} is not drawn: {why}")
         return False
 
 
@@ -29,6 +30,7 @@ def save(draw, folder, verbose):
     """Draw {file name: function of a path} into a folder, unless that is None or "none"."""
     if folder in (None, "none"):
         return
+    optional("matplotlib", "without --pictures=none this")
     paths = [Path(folder) / name for name in draw]
     drawn = [try_to_draw(plot, path) for path, plot in zip(paths, draw.values())]
     if not all(drawn):
@@ -40,9 +42,8 @@ def save(draw, folder, verbose):
 
 def figure(width, height, *grid, **options):
     """A matplotlib figure of width x height inches, and its axes."""
-    from matplotlib.figure import Figure
-
-    fig = Figure((width, height), dpi=150, layout="constrained")
+    matplotlib = optional("matplotlib.figure", "a picture")
+    fig = matplotlib.Figure((width, height), dpi=150, layout="constrained")
     axes = fig.subplots(*grid, **options)
     for ax in fig.axes:
         ax.spines[["top", "right"]].set_visible(False)

@@ -5,7 +5,7 @@ import json
 import zlib
 from pathlib import Path
 
-from support.cli import UserError
+from support.cli import UserError, optional
 
 LARGEST = 1 << 26  # bytes of a record, which is held in memory
 
@@ -86,11 +86,9 @@ def check_columns(columns, found, where):
 
 
 def read_parquet(path, columns):
-    try:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise UserError(f"--data={path} needs a library; pip install pyarrow") from None
+    pyarrow = optional("pyarrow", f"--data={path}")
+    from pyarrow.parquet import ParquetFile
+
     try:
         with ParquetFile(path) as file:
             check_columns(columns, file.schema_arrow.names, path)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from support import files, records
-from support.cli import UserError, warn
+from support.cli import UserError, optional, warn
 from support.files import read_json
 from support.tokenizer import Tokenizer, open_tokenizer, tokenizer_from_json
 
@@ -81,14 +81,13 @@ def find_text(name):
 def shakespeare():
     """The path of tiny Shakespeare, downloaded once, its hash checked always. Raises OSError."""
     try:
-        import pooch
-
+        pooch = optional("pooch", "the download")
         pooch.get_logger().setLevel("WARNING")
         http = pooch.HTTPDownloader(timeout=(4, 15))  # seconds to connect (per address), to read
         name = "tinyshakespeare.txt"
         return Path(pooch.retrieve(URL, SHA256, name, pooch.os_cache("mdlm"), downloader=http))
-    except (ImportError, OSError, RuntimeError, ValueError) as e:  # RuntimeError: no home folder
-        raise OSError(str(e) if type(e) is ValueError else type(e).__name__) from None
+    except (OSError, RuntimeError, ValueError) as e:  # RuntimeError: no home folder
+        raise OSError(str(e) if isinstance(e, ValueError) else type(e).__name__) from None
 
 
 def read_text(path, size=PART):

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from support.cli import UserError, warn
+from support.cli import UserError, optional, warn
 from support.files import read_json, read_small
 
 KINDS = ("char", "byte", "word", "bpe")
@@ -47,8 +47,7 @@ class Tokenizer:
             size = 256 + len(vocab)
             self.index = {word: 256 + i for i, word in enumerate(vocab)}
         elif kind in ("bpe", "file"):
-            import tokenizers
-
+            tokenizers = optional("tokenizers", f"a tokenizer of kind {kind!r}")
             self.bpe = tokenizers.Tokenizer.from_str(vocab)
             self.bpe.no_padding()
             self.bpe.no_truncation()
@@ -139,6 +138,8 @@ def tokenizer_from_json(path):
         every_byte = "".join(map(chr, range(256)))
         if kind == "bpe" and tokenizer.decode(tokenizer.encode(every_byte)) != every_byte:
             raise ValueError("decoding does not restore the text")
+    except UserError:  # that library is missing
+        raise
     except Exception as e:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{path} has a tokenizer that cannot be used: {e}") from e
     return tokenizer
@@ -151,6 +152,8 @@ def open_tokenizer(path, end, end_token=""):
         tokenizer = Tokenizer("file", content)
         added = tokenizer.bpe.get_added_tokens_decoder()
         specials = {token.content: id for id, token in added.items() if token.special}
+    except UserError:  # it cannot be read, or that library is missing
+        raise
     except Exception as e:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{path} is no file of the tokenizers library: {str(e)[:200]}") from None
     found = [token for token in ((end_token,) if end_token else END_TOKENS) if token in specials]
@@ -197,8 +200,7 @@ def first_parts(pieces, characters):
 
 def train_bpe(texts, size):
     """A byte-level BPE of `size` ids, as JSON."""
-    import tokenizers
-
+    tokenizers = optional("tokenizers", "--tokenizer=bpe")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = byte_level(add_prefix_space=False)

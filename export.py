@@ -5,7 +5,8 @@
 
 my-model loads without this project, by AutoModelForMaskedLM with trust_remote_code=True, and
 AutoTokenizer. Its README.md says how. my-page is for any web server:
-python -m http.server --directory my-page
+python -m http.server --directory my-page. To make it takes onnx and onnxscript (pip install onnx
+onnxscript), and npm, a part of Node.js.
 """
 
 from support import cli
@@ -35,13 +36,14 @@ PLACE = "Model = rotary_tables = attention_ref = neighbours = None"  # a line of
 SOURCES = [reference.document_spans, reference.is_visible, reference.masked_share]
 SOURCES += [reference.neighbours, reference.rotary_tables, reference.rotate, reference.prepare]
 SOURCES += [reference.attention_ref, mdlm.Block, mdlm.Model]
+HELP_TO = "hf: for Hugging Face transformers; page: a web page (needs onnx, onnxscript and npm)"
 # The settings that make the network.
 NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")
 
 
 @dataclass
 class Options:
-    to: str = opt("hf", "hf: for Hugging Face transformers; page: a web page", "hf", "page")
+    to: str = opt("hf", HELP_TO, "hf", "page")
     out_dir: str = opt("", "run or checkpoint folder (default: out, else the model in weights/)")
     dest: str = opt("", "the folder to make")
     pad_to_context: bool = opt(False, "fill up texts, as in training: for samplers that show parts")

@@ -41,7 +41,7 @@ missing = lambda names: [n for n in names if importlib.util.find_spec(n) is None
 if missing(peers):
     print("not installed, so not compared or drawn:", ", ".join(missing(peers)))
 if missing(need):
-    sys.exit("missing: " + ", ".join(missing(need)) + "; pip install -r requirements.txt")
+    sys.exit("missing: " + ", ".join(missing(need)) + "; pip install -r requirements-dev.txt")
 if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
     sys.exit("missing: a C compiler, with which Triton builds its launchers; install gcc, or name one in CC")
 import torch

@@ -30,7 +30,7 @@ def save(draw, folder, verbose):
     """Draw {file name: function of a path} into a folder, unless that is None or "none"."""
     if folder in (None, "none"):
         return
-    optional("matplotlib", "without --pictures=none this")
+    optional("matplotlib", "a picture (--pictures=none draws none)")
     paths = [Path(folder) / name for name in draw]
     drawn = [try_to_draw(plot, path) for path, plot in zip(paths, draw.values())]
     if not all(drawn):

@@ -63,7 +63,9 @@ def optional(package, what):
         return importlib.import_module(package)
     except ImportError as e:
         name = package.split(".")[0]
-        raise UserError(f"{what} needs {name} ({e}); type: {environment.pip_install(name)}") from e
+        fails = f"cannot be imported here ({e})" if environment.is_installed(name) else "is missing"
+        fix = environment.pip_install(name)
+        raise UserError(f"{what} needs the package {name}, which {fails}; type: {fix}") from e
 
 
 def keep_memory():

@@ -22,7 +22,7 @@ def try_to_draw(plot, path):
         return True
     except Exception as e:
         why = e if isinstance(e, UserError) else f"{type(e).__name__}: {e}"
-        warn(f"{path} is not drawn: {why}")
+        warn(f"{path} is not drawn ({why})")
         return False
 
 

@@ -166,8 +166,9 @@ def names_of(requirements):
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
 def test_requirements_and_pyproject_name_the_same():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    listed = names_of(line for line in lines if line and not line.startswith("#"))
-    dependencies = project["project"]["dependencies"]
-    assert listed == names_of(dependencies + project["dependency-groups"]["dev"])
-    assert "build-system" not in project
+    for file, names in (
+        ("requirements.txt", project["project"]["dependencies"]),
+        ("requirements-dev.txt", project["dependency-groups"]["dev"]),
+    ):
+        lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+        assert names_of(line for line in lines if line[:1].isalpha()) == names_of(names)

@@ -49,14 +49,15 @@ def check(model, tokenizer, config):
 
 def is_installed():
     """Whether npm has installed all of the ONNX Runtime Web that package-lock.json names."""
-    name = "node_modules/onnxruntime-web"
+    # npm writes this list last, so it is missing where an installation was cut off.
+    installed = RUNTIME.parent / ".package-lock.json"
     try:
-        # npm writes the first one last, so it is missing after an installation that was cut off.
-        locks = [read_json(path, "lock file of npm")["packages"][name]["version"]
-                 for path in (RUNTIME.parent / ".package-lock.json", PAGE / "package-lock.json")]  # fmt: skip
+        locks = [read_json(path, "list of npm") for path in (installed, PAGE / "package-lock.json")]
+        name = f"node_modules/{RUNTIME.name}"
+        versions = [lock["packages"][name]["version"] for lock in locks]
     except (UserError, KeyError, TypeError):
         return False
-    return locks[0] == locks[1]
+    return versions[0] == versions[1]
 
 
 def install_runtime():
@@ -136,7 +137,9 @@ def contents_of(model, tokenizer, config, weights):
     contents["weights.bin"] = packed
     live = dict(vocab=tokenizer.vocab, context=config.block_size, mask=model.mask_id)
     live |= dict(files={name: (len(c), zlib.crc32(c)) for name, c in contents.items()})
-    live |= dict(runtime=RUNTIME_FILES, worker=bundle("crc.js", "sampler.js", "model.js", "worker.js"))
+    live |= dict(
+        runtime=RUNTIME_FILES, worker=bundle("crc.js", "sampler.js", "model.js", "worker.js")
+    )
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     about = f"{millions:.1f} M parameters in {weights}, context {config.block_size}"
     empty = dict(title="", tokens=[], given=[], frames=[], calls=0, seconds=0)

@@ -412,8 +412,13 @@ def test_a_page_cut_off_or_damaged_anywhere_says_so(browser, tmp_path):
     for share in (0, 0.1, 0.4, 0.7, 0.9, 0.99):
         path.write_bytes(whole[: begin + 30 + int((len(whole) - begin - 70) * share)])
         browser.call("/url", url=path.as_uri())
-        assert browser.js(NOTICE).startswith("visible: This page did not start: it is cut off"), share
-    for place, sentence in ((b'"samples":', "is damaged: its data"), (b"const tokenAt", "did not start")):
+        assert browser.js(NOTICE).startswith("visible: This page did not start: it is cut off"), (
+            share
+        )
+    for place, sentence in (
+        (b'"samples":', "is damaged: its data"),
+        (b"const tokenAt", "did not start"),
+    ):
         at = whole.index(place) + len(place) + 6
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 2]) + whole[at + 1 :])
         browser.call("/url", url=path.as_uri())

@@ -258,9 +258,7 @@ def test_what_a_page_needs_is_named(tmp_path, monkeypatch, capsys):
     assert export_page(dest) == 2
     error = capsys.readouterr().err
     assert "npm ci failed" in error and "no network" in error and not dest.exists()
-    npm.write_text(
-        "#!/bin/sh\nsleep 5 &\nsleep 5\n"
-    )  # what it started lives on, as under Windows
+    npm.write_text("#!/bin/sh\nsleep 5 &\nsleep 5\n")  # what it started lives on, as under Windows
     monkeypatch.setattr(page, "NPM_LIMIT", 0.2)
     began = time.monotonic()
     assert export_page(dest) == 2 and time.monotonic() - began < 20

@@ -1,10 +1,12 @@
 """Sources of training data: text files, tiny Shakespeare, synthetic patterns, folders of ids."""
 
+import concurrent.futures
 import contextlib
 import itertools
 import json
 import math
 import mmap
+import threading
 import zlib
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from support.tokenizer import Tokenizer, open_tokenizer, tokenizer_from_json
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+DOWNLOAD_LIMIT = 120  # seconds
 NAMES = ("train.bin", "val.bin")
 HEADER = 1024  # bytes
 MAGIC = {20240520: "uint16", 20240801: "int32"}  # of headers: the width of the ids
@@ -79,7 +82,27 @@ def find_text(name):
 
 
 def shakespeare():
-    """The path of tiny Shakespeare, downloaded once, its hash checked always. Raises OSError."""
+    """The path of tiny Shakespeare, downloaded once, its hash checked always. Raises OSError.
+
+    In bounded time: a name server, or a server that sends a byte now and then, can take hours.
+    """
+    path = concurrent.futures.Future()
+
+    def download():
+        try:
+            path.set_result(download_shakespeare())
+        except BaseException as e:  # raised below, by result()
+            path.set_exception(e)
+
+    threading.Thread(target=download, daemon=True).start()
+    try:
+        return path.result(DOWNLOAD_LIMIT)
+    except concurrent.futures.TimeoutError:
+        raise OSError(f"it takes more than {DOWNLOAD_LIMIT} s") from None
+
+
+def download_shakespeare():
+    """The path of tiny Shakespeare, downloaded if the cache has none. Raises OSError."""
     try:
         pooch = optional("pooch", "the download")
         pooch.get_logger().setLevel("WARNING")

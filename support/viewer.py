@@ -1,9 +1,12 @@
 """How sample.py shows the unmasking: in the terminal, as lines of JSON, as a page that replays it.
 
 The page is page/viewer.html with one JSON object. Text that a model wrote stays text: no "<" of it
-reaches the HTML parser, the DOM is built from text nodes, and a policy forbids every load.
+reaches the HTML parser, the DOM is built from text nodes, and a policy forbids every load and all
+scripts but the page's own, by its hash. A page that is cut off or damaged says so.
 """
 
+import base64
+import hashlib
 import itertools
 import json
 import os
@@ -12,6 +15,7 @@ import shutil
 import sys
 import time
 import unicodedata
+import zlib
 from pathlib import Path
 
 import torch
@@ -206,15 +210,32 @@ def read_part(name):
     return (PAGE / name).read_text(encoding="utf-8")
 
 
-def assemble(**parts):
-    """The page: viewer.html with these in place of its {{names}}."""
-    return re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], read_part("viewer.html"))
+def bundle(*names):
+    """Scripts of support/page/ as one, without the imports and exports that connect them."""
+    modules = "\n".join(map(read_part, names))
+    return re.sub("^(import .*\n|export )", "", modules, flags=re.MULTILINE)
 
 
-def as_script(data):
-    """Data as an element that a page's scripts read."""
+def assemble(data, scripts, styles, policy="", **parts):
+    """The page: viewer.html with these in place of its {{names}}.
+
+    data             what the scripts read; a checksum tells them whether it is intact
+    scripts, styles  names of files in support/page/, which become a part of the page
+    policy           of what the page loads; else it loads nothing. The browser runs the page's own
+                     script by its hash alone, so that a damaged one does not run
+    """
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).translate(TAGS)
-    return f'<script type="application/json" id="data">{text}</script>'
+    checksum = zlib.crc32(text.encode())
+    script = f'"use strict";\n{bundle(*scripts)}\n$("notice").remove();\n'
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    parts |= dict(
+        data=f'<script type="application/json" data-crc32="{checksum}" id="data">{text}</script>',
+        script=script,
+        style="".join(map(read_part, styles)),
+        policy="default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; "
+        f"form-action 'none'; script-src 'sha256-{digest}' {policy}",
+    )
+    return re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], read_part("viewer.html"))
 
 
 def write_page(path, samples, settings):
@@ -228,14 +249,13 @@ def write_page(path, samples, settings):
                       up to 5 alternatives [token, probability]]
     """
     data = dict(samples=samples, settings={name: str(value) for name, value in settings.items()})
-    style, script = (read_part(name) for name in ("viewer.css", "viewer.js"))
     page = assemble(
-        policy="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-        "base-uri 'none'; form-action 'none'",
-        style=f"<style>\n{style}</style>",
+        data,
+        scripts=["crc.js", "viewer.js"],
+        styles=["viewer.css"],
         about=ABOUT,
         composer="",
-        scripts=f"{as_script(data)}\n<script>\n{script}</script>",
+        program="sample.py --html",
     )
     write_output(path, page.encode())
 

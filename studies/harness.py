@@ -35,12 +35,22 @@ except ImportError as e:
     sys.exit(2)
 
 
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # one thing
+KNOWN = {*LENGTHS, "until", "do_sample", "temperature", "top_k", "top_p"}  # generation_kwargs
+
+
 @register_model("mdlm")
 class Harness(LM):
-    """The args of a request are (prompt, answer)."""
+    """The args of a request are (prompt, answer).
+
+    All are text as it is: what marks a gap in a template of sample.py is none here.
+    """
 
     def __init__(self, out_dir="", draws=64, seed=0, device=None, batch_size=1, max_batch_size=1):
         super().__init__()
+        for name, value in (("draws", draws), ("seed", seed)):
+            if type(value) is not int or value < 0:
+                raise UserError(f"{name}={value} of --model_args is not accepted; give a number")
         folder = checkpoint.default_run(out_dir)
         device = device if torch.cuda.is_available() else "auto"  # lm_eval asks for cuda:0
         self.model, self.tokenizer, config = mdlm.load(folder, device or "auto")
@@ -48,42 +58,77 @@ class Harness(LM):
         self.room = config.block_size - self.asks
         self.draws = max(1, draws)
         self.seed = seed
+        self.ignored = set()  # generation_kwargs that were said to be
+
+    def encode(self, requests, n):
+        """The ids of the first n args of each request; UserError names the request that has none.
+
+        Of all of them before the work begins, which may take hours.
+        """
+        found = []
+        for number, request in enumerate(requests, 1):
+            of_task = f" of {task}" if (task := getattr(request, "task_name", None)) else ""
+            for text in request.args[:n]:
+                try:
+                    found.append(self.tokenizer.encode(text))
+                except UserError as e:
+                    where = f"request {number}{of_task}, {text[:40]!r}"
+                    raise UserError(f"{where}: {e}") from None
+            if n == 2 and not 0 < len(found[-1]) <= self.room:
+                given = f"an answer has {len(found[-1])} tokens"
+                where = f"request {number}{of_task}, {request.args[1][:40]!r}"
+                raise UserError(f"{where}: {given}; the model takes 1 to {self.room}")
+        return list(zip(*[iter(found)] * n))
 
     def loglikelihood(self, requests):
         """[(log p(answer | prompt) in nats, whether greedy choices from left to right give it)]"""
-        pairs = [list(map(self.tokenizer.encode, request.args)) for request in requests]
-        return [self.score(*pair) for pair in cli.bar(pairs)]
+        return [self.score(*pair) for pair in cli.bar(self.encode(requests, 2))]
 
     def loglikelihood_rolling(self, requests):
         """[log p(text)], of a long text in windows of a context."""
         n = self.room
-        texts = [self.tokenizer.encode(request.args[0]) for request in requests]
+        texts = [ids for (ids,) in self.encode(requests, 1)]
         cut = ([ids[i : i + n] for i in range(0, len(ids), n)] for ids in texts)
         return [sum(self.score([], part)[0] for part in parts) for parts in cut]
 
     def generate_until(self, requests):
         """[what follows the prompt, up to the first of the strings that end it]"""
-        found = []
-        for prompt, how in (request.args for request in requests):
-            n = how.get("max_gen_toks", 64)
-            ids = self.tokenizer.encode(prompt)[-max(1, self.room - n) :]
-            prompt = self.tokenizer.decode(ids)
-            heat = how.get("temperature", 1.0) if how.get("do_sample") else 0.0
-            settings = dict(length=len(ids) + self.asks + n, temperature=heat, seed=self.seed)
-            text = sample.write(self.model, self.tokenizer, prompt, **settings)[0]
-            text = text[len(prompt) + self.asks :]
-            until = how.get("until", [])
-            for stop in [until] if isinstance(until, str) else until:
-                text = text.split(stop)[0]
-            found.append(text)
-        return found
+        prompts = [ids for (ids,) in self.encode(requests, 1)]
+        asked = [request.args[1] for request in requests]
+        return [self.write(ids, how) for ids, how in tqdm(list(zip(prompts, asked)))]
+
+    def write(self, prompt, how):
+        """What follows the ids of a prompt; how: the generation_kwargs of a task."""
+        unknown = {name for name in how if name not in KNOWN} - self.ignored
+        if unknown:
+            cli.warn(f"generation_kwargs {', '.join(sorted(unknown))} are not known here; ignored")
+            self.ignored |= unknown
+        n = next((how[name] for name in LENGTHS if how.get(name) is not None), 64)
+        # Of a long prompt the end is kept, half a context at least; sample.py writes on from there.
+        prompt = prompt[-max(1, self.room - n, self.room // 2) :]
+        if self.asks:  # which takes a context at most
+            prompt = [*prompt, self.tokenizer.end_id]
+            n = min(n, self.room + 1 - len(prompt))
+        if n <= 0:
+            return ""
+        settings = dict(temperature=0.0)
+        if how.get("do_sample"):
+            settings = {name: how.get(name) for name in ("temperature", "top_k", "top_p")}
+            settings = {name: value for name, value in settings.items() if value is not None}
+        device = next(self.model.parameters()).device
+        x = torch.tensor([[*prompt, *[self.model.mask_id] * n]], device=device)
+        ends = sample.ends(self.model, self.tokenizer, False)
+        ids = sample.generate(self.model, x, seed=self.seed, **ends, **settings)[0].tolist()
+        text = self.tokenizer.decode(ids)[len(self.tokenizer.decode(prompt)) :]
+        until = how.get("until") or []
+        for stop in [until] if isinstance(until, str) else until:
+            text = text.split(stop)[0] if stop else text
+        return text
 
     @torch.no_grad()
     def score(self, prompt, answer):
         """(log p, greedy?) of ids; the beginning of a long prompt is left out."""
         n = len(answer)
-        if not 0 < n <= self.room:
-            raise UserError(f"an answer has {n} tokens; the model takes 1 to {self.room}")
         prompt = prompt[max(0, len(prompt) + n - self.room) :]
         ids = prompt + [self.tokenizer.end_id] * self.asks + answer
         device = next(self.model.parameters()).device

@@ -154,7 +154,7 @@ def test_marks_of_gaps_are_text_of_a_prompt(run, mark):
     )
 
 
-def test_a_request_that_cannot_be_met_is_named_before_the_work(run, monkeypatch):
+def test_unmet_request_is_named_before_the_work(run, monkeypatch):
     asked = harness.Harness(run / "out", device="cpu")
     monkeypatch.setattr(asked, "score", lambda *pair: pytest.fail("hours of work"))
     for args, said in (

@@ -266,7 +266,7 @@ def test_what_a_page_needs_is_named(tmp_path, monkeypatch, capsys):
     assert "npm ci was stopped after 0.2 s" in error and "network" in error and not dest.exists()
 
 
-def test_an_installation_that_was_cut_off_is_not_taken(tmp_path, monkeypatch):
+def test_cut_off_installation_is_not_taken(tmp_path, monkeypatch):
     """Nor that of another version than the lock file's."""
     runtime = tmp_path / "onnxruntime-web"
     (runtime / "dist").mkdir(parents=True)
@@ -637,7 +637,7 @@ def test_hostile_text_stays_text(live):
 
 
 @slow
-def test_a_file_that_is_missing_or_of_another_export_is_named(browser, tiny, tmp_path):
+def test_wrong_or_missing_file_is_named(browser, tiny, tmp_path):
     """Whichever it is: the page holds its own scripts and styles, so that there are no others."""
     folder = shutil.copytree(tiny, tmp_path / "page")
     names = [
@@ -682,7 +682,7 @@ def rename(folder, letters):
     "letters, signs, literal",
     [("ab_", "█", "_"), ("ab█", "_", "█"), ("ab_█[]", "[MASK]", "_█[___]"), ("ab", "_ or █", "")],
 )
-def test_a_character_of_the_model_is_never_a_gap(browser, tiny, tmp_path, letters, signs, literal):
+def test_character_of_the_model_is_no_gap(browser, tiny, tmp_path, letters, signs, literal):
     folder = shutil.copytree(tiny, tmp_path / "page")
     rename(folder, letters)
     server = visit(browser, folder)

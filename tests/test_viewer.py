@@ -402,7 +402,7 @@ NOTICE = """(notice => {
 })(document.getElementById("notice"))"""
 
 
-def test_a_page_cut_off_or_damaged_anywhere_says_so(browser, tmp_path):
+def test_cut_or_damaged_page_says_so(browser, tmp_path):
     """In its style, its data, its script: the sentence that is there from the start stays."""
     path = tmp_path / "page.html"
     viewer.write_page(path, SAMPLES, SETTINGS)

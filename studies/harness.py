@@ -47,13 +47,17 @@ class Harness(LM):
 
     def loglikelihood(self, requests):
         """[(log p(answer | prompt) in nats, whether greedy choices from left to right give it)]"""
-        pairs = [list(map(self.tokenizer.encode, request.args)) for request in requests]
+        encode = self.tokenizer.encode_given
+        if self.asks:  # a prompt is a text of its own
+            pairs = [list(map(encode, request.args)) for request in requests]
+        else:
+            pairs = [self.tokenizer.encode_pair(*request.args) for request in requests]
         return [self.score(*pair) for pair in tqdm(pairs)]
 
     def loglikelihood_rolling(self, requests):
         """[log p(text)], of a long text in windows of a context."""
         n = self.room
-        texts = [self.tokenizer.encode(request.args[0]) for request in requests]
+        texts = [self.tokenizer.encode_given(request.args[0]) for request in requests]
         cut = ([ids[i : i + n] for i in range(0, len(ids), n)] for ids in texts)
         return [sum(self.score([], part)[0] for part in parts) for parts in cut]
 
@@ -62,10 +66,9 @@ class Harness(LM):
         found = []
         for prompt, how in (request.args for request in requests):
             n = how.get("max_gen_toks", 64)
-            ids = self.tokenizer.encode(prompt)[-max(1, self.room - n) :]
-            prompt = self.tokenizer.decode(ids)
+            prompt, length = self.end_of(prompt, max(1, self.room - n))
             heat = how.get("temperature", 1.0) if how.get("do_sample") else 0.0
-            settings = dict(length=len(ids) + self.asks + n, temperature=heat, seed=self.seed)
+            settings = dict(length=length + self.asks + n, temperature=heat, seed=self.seed)
             text = sample.write(self.model, self.tokenizer, prompt, **settings)[0]
             text = text[len(prompt) + self.asks :]
             until = how.get("until", [])
@@ -73,6 +76,19 @@ class Harness(LM):
                 text = text.split(stop)[0]
             found.append(text)
         return found
+
+    def end_of(self, text, most):
+        """(the end of a text that has at most `most` tokens, how many it has)"""
+        ids = self.tokenizer.encode_given(text)
+        if len(ids) <= most:
+            return text, len(ids)
+        texts = self.tokenizer.pieces(ids)
+        for start in range(len(ids) - most, len(ids)):  # some tokens are others at a beginning
+            text = "".join(texts[start:])
+            n = len(self.tokenizer.encode(text))
+            if 0 < n <= most:
+                return text, n
+        raise UserError(f"no end of {text[:40]!r} fits into {most} tokens; shorten it")
 
     @torch.no_grad()
     def score(self, prompt, answer):

@@ -28,7 +28,7 @@ CALLS = (4, 8, 16, 32, 64)
 
 
 def judge_by(twin, x):
-    """The mean over texts x (B, T) of their nats per token under an autoregressive model, its error.
+    """The mean nats per token of texts x (B, T) under an autoregressive model, and its error.
 
     They are ids: the text of some, encoded again, would have others.
     """

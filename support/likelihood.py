@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from support.cli import UserError
-from support.templates import encode_parts, joined, to_ids, to_texts
+from support.templates import encode_parts, joined, keeps_spaces, to_ids, to_texts
 
 
 def group_size(model, device):
@@ -243,6 +243,7 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
         x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several)
         # 2. Keep what differs.
         found = {}
+        others = {}  # without a space that the template asks for
         for i, (row, (begun, fill)) in enumerate(zip(x.tolist(), tried)):
             ids = row[: len(fill.ids)]
             if at_end:
@@ -250,8 +251,9 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
                 kept = until_break(tokenizer, ids, len(ids) - gap)
                 ids = ids[: len(ids) - gap + kept + 1]
                 fill = fill._replace(parts=[*fill.parts[:-1], kept])
-            found[joined(to_texts(fill.parts, ids, tokenizer))] = (i, begun, fill._replace(ids=ids))
-        rows, start, fills = zip(*found.values())
+            kept = found if keeps_spaces(fill.parts, ids, tokenizer) else others
+            kept[joined(to_texts(fill.parts, ids, tokenizer))] = (i, begun, fill._replace(ids=ids))
+        rows, start, fills = zip(*(found or others).values())
         # 3. Rank.
         stop = torch.tensor([len(fill.ids) for fill in fills])
         known = torch.tensor([fill.logp for fill in fills], dtype=torch.float64)

@@ -1,9 +1,9 @@
 """A tokenizer of the tokenizers library, and texts and ids that are cut in parts.
 
-enc: text -> ids and dec: ids -> text. enc(a + b) = enc(a) + enc(b) holds where tokens are characters
-or bytes. Elsewhere a word takes the space in front of it (▁the), the beginning of a text gains one,
-and a word that goes on is spelled otherwise than one that begins (##ing). So whole texts are encoded
-and decoded, and cut:
+enc: text -> ids and dec: ids -> text. enc(a + b) = enc(a) + enc(b) holds where tokens are
+characters or bytes. Elsewhere a word takes the space in front of it (▁the), the beginning of a text
+gains one, and a word that goes on is spelled otherwise than one that begins (##ing). So whole texts
+are encoded and decoded, and cut:
 
     b after a         what follows enc(a) in enc(a + b), if enc(a + b) begins with enc(a): then a
                       token ends where a ends. Else there is no cut.
@@ -142,7 +142,7 @@ class Library:
         """The ids of a text of any length that goes on after `before`, in bounded memory."""
         places = [self.find_cut(text, end) for end in range(PART, len(text), PART)]
         edges = [0, *(place for place in places if place), len(text)]
-        parts = [text[begin:end] for begin, end in zip(edges, edges[1:])]
+        parts = [text[begin:end] for begin, end in itertools.pairwise(edges)]
         befores = [before[-CONTEXT:], *(text[i - CONTEXT : i] for i in edges[1:-1])]
         known = self.encode_all(befores)
         both = self.encode_all([a + b for a, b in zip(befores, parts)])
@@ -173,6 +173,16 @@ class Library:
                     return i
         return 0
 
+    def what_cannot_be_cut(self, texts):
+        """What this tokenizer cannot do with parts of texts, as words; "" if it can do all."""
+        found = []
+        if not any(map(self.letter_before, self.letters()[:TRIES:8])):
+            found.append("a gap cannot end within a word, nor directly before one")
+        lengths = [(text, n) for text in texts for n in (2 * CONTEXT, 10 * CONTEXT) if n < len(text)]
+        if lengths and not any(self.find_cut(text, n) for text, n in lengths):
+            found.append("long texts are cut within tokens")
+        return "; ".join(found)
+
     # ---- Decoding
     def decode(self, ids):
         """The text of ids from the beginning of a text on."""
@@ -183,6 +193,14 @@ class Library:
         """The text of ids after others."""
         whole = self.decode([*before, *ids])
         return whole[shared(self.decode(before), whole) :]
+
+    def decode_each(self, before, n):
+        """The texts of the tokens 0 .. n - 1, each after some others."""
+        skip = self.decode(before)
+        wholes = self.library.decode_batch(
+            [[*before, i] for i in range(n)], skip_special_tokens=False
+        )
+        return [whole[shared(skip, whole) :] for whole in wholes]
 
     def letter_ids(self):
         """Ids that stand for the text before a gap, [] if nothing can."""
@@ -226,11 +244,11 @@ class Library:
                 lacks = f"the tokenizer does not know {text[begin:end][:20]!r}"
                 raise UserError(f"{lacks} in {text[:40]!r}; leave it out, or take another model")
         for i, c in enumerate(text):
-            is_other = c.isspace() or unicodedata.category(c) == "Mn"
-            if i not in covered and not is_other:
-                if self.encode(text[:i] + text[i + 1 :]) == found.ids:
-                    lacks = f"the tokenizer drops {c!r} at position {i} of {text[:40]!r}"
-                    raise UserError(f"{lacks}; leave it out, or take another model")
+            if i in covered or c.isspace() or unicodedata.category(c) == "Mn":
+                continue
+            if self.encode(text[:i] + text[i + 1 :]) == found.ids:  # else it is part of another
+                lacks = f"the tokenizer drops {c!r} at position {i} of {text[:40]!r}"
+                raise UserError(f"{lacks}; leave it out, or take another model")
 
 
 def byte_of_letter():

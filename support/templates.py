@@ -9,6 +9,8 @@ import re
 import sys
 import unicodedata
 
+import torch
+
 from support.cli import UserError
 from support.seams import SPACED, is_space
 
@@ -16,22 +18,60 @@ GAP = re.compile(r"(█+|\[___\])")
 
 
 class Literal(str):
-    """A text that is given, with its ids; those of a prompt may end in [END]."""
+    """A text that is given, with its ids; those of a prompt may end in [END].
 
-    def __new__(cls, text, ids):
+    lends_space: its last space is in no id of its own; the next token must begin with one
+    """
+
+    def __new__(cls, text, ids, lends_space=False):
         literal = super().__new__(cls, text)
         literal.ids = ids
+        literal.lends_space = lends_space
         return literal
+
+
+def encode_literal(text, tokenizer, after_gap, before_gap):
+    """The Literal of a string: where words take the space in front of them, a gap's first does."""
+    ids = tokenizer.encode_given(text, after_gap)
+    if not (before_gap and is_space(text[-1:]) and tokenizer.space_tokens().any()):
+        return Literal(text, ids)
+    without = text[:-1] if text.endswith(" ") else text.rstrip()
+    shorter = tokenizer.encode_given(without, after_gap)
+    lends = bool(without or after_gap) and (text.endswith(" ") or ids == shorter)
+    return Literal(text, shorter if lends else ids, lends)
 
 
 def encode_parts(parts, tokenizer):
     """Parts with Literals in place of strings; a string that is not the first follows a gap."""
     found = []
-    for part in parts:
+    for i, part in enumerate(parts, 1):
         if isinstance(part, str) and not isinstance(part, Literal):
-            part = Literal(part, tokenizer.encode_given(part, after_gap=bool(found)))
+            part = encode_literal(part, tokenizer, i > 1, i < len(parts))
         found.append(part)
     return found
+
+
+def borrowing(parts):
+    """Where, in the ids of parts, tokens must begin with the space that a literal lends."""
+    ends = itertools.accumulate(len(to_ids([part], None)) for part in parts)
+    return [end for part, end in zip(parts, ends) if getattr(part, "lends_space", False)]
+
+
+def allowed_tokens(parts, tokenizer):
+    """{position: (V,) bool, what may be drawn there} for the places where not all tokens may."""
+    places = borrowing(parts)
+    if not places:
+        return {}
+    allowed = tokenizer.space_tokens().copy()
+    if tokenizer.end_id is not None:
+        allowed[tokenizer.end_id] = True
+    return dict.fromkeys(places, torch.from_numpy(allowed))
+
+
+def keeps_spaces(parts, ids, tokenizer):
+    """Whether the tokens of a filled template begin with the spaces that literals lend."""
+    first = [ids[i] for i in borrowing(parts) if i < len(ids)]
+    return all(tokenizer.space_tokens()[i] for i in first)
 
 
 def read_templates(infill, batch):
@@ -68,8 +108,10 @@ def of_prompt(prompt, tokenizer, length, config):
     length = length or config.block_size
     ids = tokenizer.encode_given(prompt)
     if prompt and not ids:
-        raise UserError(f"the tokenizer keeps nothing of {prompt[:40]!r}; give a word, or no prompt")
-    literal = Literal(prompt, ids)
+        raise UserError(
+            f"the tokenizer keeps nothing of {prompt[:40]!r}; give a word, or no prompt"
+        )
+    literal = encode_literal(prompt, tokenizer, after_gap=False, before_gap=True)
     if config.prompt_column:  # an answer fits into the context too
         literal = Literal(prompt + "\n", [*ids, tokenizer.end_id])
         length = min(length, config.block_size)
@@ -124,8 +166,8 @@ def to_ids(parts, tokenizer, mask=0):
 def to_texts(parts, ids, tokenizer):
     """(text, filled?) of each part of a filled template; literals keep their own characters.
 
-    Joined they are what the tokenizer decodes, where it keeps a text as it is. Some lose spaces: one
-    that a literal ends with, and that comes with the next token again, is not written twice.
+    Joined they are what the tokenizer decodes, where that keeps a text as it is. A space that a
+    literal ends with, and that comes with the next token again, is not written twice.
     """
     parts = encode_parts(parts, tokenizer)
     ends = list(itertools.accumulate(len(to_ids([part], tokenizer)) for part in parts))
@@ -147,11 +189,11 @@ def to_texts(parts, ids, tokenizer):
 
 def has_own_space(literal, decoded, tokenizer):
     """Whether the space that a tokenizer writes after a literal is there, or not wanted there."""
+    last = literal[-1:]
+    if last.isspace():
+        return literal.lends_space or not decoded[-1:].isspace()
     if tokenizer.kind != "file" or not literal:
         return False
-    last = literal[-1]
-    if last.isspace():
-        return not decoded[-1:].isspace()
     # "(███)", "well-███": the ids are the same with a space and without.
     wanted = last.isalnum() or last in SPACED or unicodedata.category(last) in ("Pe", "Pf")
     return not wanted and tokenizer.library.forgets_space_after(last)

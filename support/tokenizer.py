@@ -40,6 +40,7 @@ class Tokenizer:
         self.kind = kind
         self.vocab = vocab
         self.end = end
+        self.spaces = None  # what space_tokens found
         if kind == "char":
             size = len(vocab)
             self.table = np.full(max(map(ord, vocab)) + 2, -1, np.int32)  # code point -> id
@@ -145,6 +146,20 @@ class Tokenizer:
             known = bytes([id]) if is_byte else None
             known = self.library.bytes_of(id) if self.kind in ("bpe", "file") else known
         return text if known is None else known.decode("utf-8", "backslashreplace")
+
+    def space_tokens(self):
+        """(V,) bool: the tokens that begin with a space; none, unless some have more than that."""
+        if self.spaces is None:
+            texts = [""] * self.vocab_size
+            if self.kind == "word":
+                texts = [*map(chr, range(256)), *self.vocab]
+            elif self.kind in ("bpe", "file"):
+                texts = self.library.decode_each(self.context_ids(), self.library.size)
+            texts += [""] * (self.vocab_size - len(texts))  # [END]
+            found = np.array([text.startswith(" ") for text in texts])
+            longer = any(text.startswith(" ") and text != " " for text in texts)
+            self.spaces = found & longer
+        return self.spaces
 
     def locate(self, ids, edges, first=True):
         """(the text of ids, where in it the tokens at these edges begin); edges: ascending."""
@@ -305,6 +320,8 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
         some = [piece[:PART] for piece, _ in itertools.islice(pieces(), 100)]
         if any(tokenizer.decode(tokenizer.encode(text)) != text for text in some):
             warn(f"--tokenizer={kind} changes the text: its likelihood is that of what is left")
+        if cannot := tokenizer.library.what_cannot_be_cut(some[:3]):
+            warn(f"--tokenizer={kind}: {cannot}")
         return tokenizer
     if kind == "byte":
         return Tokenizer("byte", None, end)

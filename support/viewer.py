@@ -169,7 +169,9 @@ class Film:
         frame = []
         for i, p in zip(step.drawn[row].nonzero()[:, 0].tolist(), step.logp[of_row].exp()):
             token = int(step.x[row, i])
-            others = [[text, round(q, 4)] for text, q in likeliest(self.tokenizer, p, 5, first=i == 0)]
+            others = [
+                [text, round(q, 4)] for text, q in likeliest(self.tokenizer, p, 5, first=i == 0)
+            ]
             frame.append([i, token, round(float(p[token]), 4), others])
         self.frames.append(frame)
 

@@ -73,6 +73,7 @@ class Library:
         self.size = max(self.library.get_vocab().values()) + 1
         self.found_letters = None
         self.found_unknown = None
+        self.found_dropped = {}  # character -> whether it is dropped
 
     # ---- Encoding
     def encoding(self, text):
@@ -178,7 +179,9 @@ class Library:
         found = []
         if not any(map(self.letter_before, self.letters()[:TRIES:8])):
             found.append("a gap cannot end within a word, nor directly before one")
-        lengths = [(text, n) for text in texts for n in (2 * CONTEXT, 10 * CONTEXT) if n < len(text)]
+        lengths = [
+            (text, n) for text in texts for n in (2 * CONTEXT, 10 * CONTEXT) if n < len(text)
+        ]
         if lengths and not any(self.find_cut(text, n) for text, n in lengths):
             found.append("long texts are cut within tokens")
         return "; ".join(found)
@@ -236,19 +239,27 @@ class Library:
 
     def check_kept(self, text):
         """Raise UserError if encoding loses characters of a text, but for spaces and accents."""
+        advice = "leave it out, or take another model"
         found = self.encoding(text)
-        covered = set()
         for id, (begin, end) in zip(found.ids, found.offsets):
-            covered.update(range(begin, end))
             if id == self.unknown_id():
                 lacks = f"the tokenizer does not know {text[begin:end][:20]!r}"
-                raise UserError(f"{lacks} in {text[:40]!r}; leave it out, or take another model")
-        for i, c in enumerate(text):
-            if i in covered or c.isspace() or unicodedata.category(c) == "Mn":
-                continue
-            if self.encode(text[:i] + text[i + 1 :]) == found.ids:  # else it is part of another
-                lacks = f"the tokenizer drops {c!r} at position {i} of {text[:40]!r}"
-                raise UserError(f"{lacks}; leave it out, or take another model")
+                raise UserError(f"{lacks} in {text[:40]!r}; {advice}")
+        for c in sorted(set(text), key=text.index):
+            if self.is_dropped(c):
+                where = f"at position {text.index(c)} of {text[:40]!r}"
+                raise UserError(f"the tokenizer drops {c!r} {where}; {advice}")
+
+    def is_dropped(self, c):
+        """Whether a character changes nothing between two letters."""
+        if c not in self.found_dropped:
+            x = self.letters()[0] if self.letters() else ""
+            dropped = False
+            if not (c.isspace() or unicodedata.category(c) == "Mn"):
+                with contextlib.suppress(UserError):  # no words are known with it
+                    dropped = self.encode(x + c + x) == self.encode(x + x)
+            self.found_dropped[c] = dropped
+        return self.found_dropped[c]
 
 
 def byte_of_letter():

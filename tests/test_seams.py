@@ -1,5 +1,6 @@
 """Texts that are encoded and decoded in parts have the ids and the spaces of the whole."""
 
+import functools
 import re
 from types import SimpleNamespace
 
@@ -41,6 +42,13 @@ def made(pydoc):
     return make
 
 
+@functools.cache
+def text_of_pydoc():
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[key] for key in sorted(topics))[:40_000]
+
+
 def filled(made, name, template, text, gap):
     """(Tokenizer, ids of a template whose gap has the tokens of `gap`, its parts as texts)"""
     made = made(name)
@@ -68,16 +76,13 @@ def test_long_texts_have_the_ids_of_the_whole(made, pydoc, monkeypatch, name):
     assert made.decode(ids) == made.decode(whole)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [name for name in ALL if name != "words"])
 def test_prepared_text_gains_and_loses_no_space(made, pydoc, tmp_path, monkeypatch, name):
     """Wherever it comes in pieces, and where validation begins."""
     made = made(name)
     text = pydoc[:9000]
     size = 777
     edges = range(0, len(text), size)
-    if name == "words":  # which has none for parts of words
-        edges = [0, *(text.index("\n", i) for i in edges[1:])]
-        monkeypatch.setattr(mdlm, "int", lambda n: edges[-2], raising=False)
     pieces = [(text[i:j], False) for i, j in zip(edges, [*edges[1:], None])]
     monkeypatch.setattr(sources, "find_pieces", lambda config: lambda: iter(pieces))
     (tmp_path / "t.txt").write_text(text)
@@ -91,14 +96,14 @@ def test_prepared_text_gains_and_loses_no_space(made, pydoc, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
-def test_gaps_between_tokens_have_the_ids_and_text_of_the_whole(made, pydoc, name, data):
+def test_gaps_between_tokens_have_the_ids_and_text_of_the_whole(made, name, data):
     """Of plain words in any tokenizer; of any text in those that keep it as it is."""
-    start = data.draw(st.integers(0, 30_000))
-    text = pydoc[start : start + 90]
+    start = data.draw(st.integers(0, 300))
+    text = text_of_pydoc()[100 * start : 100 * start + 90]
     if name not in tokenizer_kinds.KEEPS_TEXT:
-        text = " ".join(re.findall("[A-Za-z]+", text)[1:-1])
+        text = " ".join([*re.findall(r"\b[A-Za-z]+\b", text)[1:-1], "the"])
     made = made(name)
     whole = made.encode(text)
     first = data.draw(st.integers(0, len(whole) - 1))
@@ -110,19 +115,18 @@ def test_gaps_between_tokens_have_the_ids_and_text_of_the_whole(made, pydoc, nam
         assert name not in tokenizer_kinds.KEEPS_TEXT
         n = len(before)
         before, gap, after = text[:n], text[n : n + len(gap)], text[n + len(gap) :]
-    if "\ufffd" in before + gap + after or (before and not made.encode(before)):
-        return  # within a character
+    if "\ufffd" in before + gap + after or (first and not before):
+        return  # within a character, or after a space that the beginning of a text gains
     parts = [part for part in (before, last - first, after) if part]
     ids = templates.to_ids(parts, made, UNTOLD)
     known = [id for id in ids if id != UNTOLD]
     told = known == whole[:first] + whole[last:]
     if not told:  # a word's beginning that no gap precedes; a space that is a token of its own
         part_of_word = after[:1].isalnum() and name == "word"
-        alone = re.search(r" $|\s$", before) or re.match(r"\W", after)
+        alone = before[-1:].isspace()
         assert part_of_word or alone, (name, before, gap, after)
         return
-    ids = whole[:first] + [id for id in whole[first:last]] + whole[last:]
-    text_again = templates.joined(templates.to_texts(parts, ids, made))
+    text_again = templates.joined(templates.to_texts(parts, whole, made))
     assert text_again == text or text_again.lower() == made.decode(whole).lower()
 
 
@@ -134,12 +138,14 @@ def test_spaces_around_a_gap_are_those_of_the_template(made, name, template):
     ids, texts = filled(made, name, template, SENTENCE, gap)
     assert ids == made(name).encode(SENTENCE)
     assert templates.joined(texts) == SENTENCE
-    assert [text for text, is_fill in texts if is_fill] == [" value" if "The█" in template else "value"]
+    assert [text for text, is_fill in texts if is_fill] == [
+        " value" if "The█" in template else "value"
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma", "t5", "albert", "bert", "gpt2", "qwen"])
 def test_words_go_on_after_a_gap(made, name):
-    """"val█e": what follows is no word of its own."""
+    """ "val█e": what follows is no word of its own."""
     gap = made(name).library.after("the val", "u")
     gap = gap or made(name).library.encode_after_gap("u")
     ids, texts = filled(made, name, "the val█e of", "the value of", gap)
@@ -187,13 +193,9 @@ def test_a_model_that_knows_a_text_writes_it(made, name, place):
     else:  # a space is a token of its own
         gap = "█" * (n - 1)
     model = Oracle(ids, made.vocab_size)
-    how = dict(temperature=0, max_gap=6) | dict(length=len(ids)) * (place == "prompt")
+    how = dict(temperature=0, max_gap=6, length=len(ids) if place == "prompt" else 0)
     found = sample.write(model, made, template[place].format(gap), **how)
     assert found == [SENTENCE]
-
-
-def dict_times(d, n):
-    return d if n else {}
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "bert", "gpt2", "bpe", "word"])
@@ -214,7 +216,7 @@ def test_a_space_before_a_gap_is_in_its_first_token(made, name):
 
 
 @pytest.mark.parametrize("name", [*ALL, "id"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_pieces_join_to_the_text(made, name, data):
     made = Tokenizer("id", 40, 3) if name == "id" else made(name)
@@ -292,22 +294,23 @@ def test_texts_that_a_tokenizer_loses_are_refused(made, name, text):
 def test_texts_that_a_tokenizer_keeps_are_taken(made, name):
     """Small letters, accents that it removes and white space are no loss."""
     texts = [SENTENCE, "The  value\n of"]
-    if name not in ("words", "letters", "t5"):
+    if name not in ("words", "letters", "t5", "bert_cased"):
         texts.append("cafe\u0301 of")
     for text in texts:
         assert made(name).encode_given(text) == made(name).encode(text)
 
 
 @pytest.fixture(scope="module")
-def bert_run(made, text_file, tmp_path_factory):
+def bert_run(made, pydoc, tmp_path_factory):
     """A run whose tokenizer.json is as large as may be; in the checkpoint it is larger."""
     folder = tmp_path_factory.mktemp("bert")
     path = folder / "tokenizer.json"
     path.write_text(made("bert").vocab)
+    (folder / "t.txt").write_text(pydoc[:9000])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "MAX_JSON", path.stat().st_size)
         flags = ["--max_steps=1", "--tokenizer", path, "--out_dir", folder / "out"]
-        assert run_mdlm(*TINY, f"--data={text_file}", *flags) == 0
+        assert run_mdlm(*TINY, f"--data={folder / 't.txt'}", "--eval_windows=2", *flags) == 0
         assert (folder / "out/step-1/tokenizer.json").stat().st_size > files.MAX_JSON
         mdlm.load(folder / "out")
     return folder / "out"
@@ -321,7 +324,7 @@ def test_programs_refuse_what_their_tokenizer_loses(bert_run, flag, capsys):
     assert "does not know '漢'" in said and "Traceback" not in said
 
 
-def test_errors_of_the_library_are_sentences(made, text_file, tmp_path, capsys):
+def test_errors_of_the_library_are_sentences(made, tmp_path, capsys):
     path = tmp_path / "words.json"
     path.write_text(made("words").vocab)
     (tmp_path / "t.txt").write_text("The value of qqzzq\n" * 1000)

@@ -249,7 +249,7 @@ def show_text(options):
     model, tokenizer, config = mdlm.load(folder, device, whole=True)
     if config.objective == "ar" or config.prompt_column or model.n > 1:
         raise UserError(f"--text is for models that fill gaps, and {folder} does not; leave it out")
-    ids = tokenizer.encode(options.text)
+    ids = tokenizer.encode_given(options.text)
     n = len(ids)
     if not 0 < n <= config.block_size:
         raise UserError(f"--text has {n} tokens; give 1 to {config.block_size}")
@@ -260,10 +260,10 @@ def show_text(options):
     xt = model.ops.mask_tokens(x0, count, *key, ~is_text)[0]
     p = checked(model(xt)[0]).softmax(-1)  # (T, V)
     tokens = []
-    for i, text in enumerate(viewer.pieces(tokenizer, ids)):
+    for i, text in enumerate(tokenizer.pieces(ids)):
         token = dict(number=i + 1, text=text, mark="", likeliest=[])
         if xt[0, i] == model.mask_id:
-            token["likeliest"] = viewer.likeliest(tokenizer, p[i], 3)
+            token["likeliest"] = viewer.likeliest(tokenizer, p[i], 3, first=i == 0)
             token["mark"] = "+" if p[i].argmax() == ids[i] else "x"
         tokens.append(token)
     how = dict(batch_size=group_size(model, device), scored=is_text.expand(DRAWS, -1))

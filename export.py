@@ -82,6 +82,31 @@ def spelling_words(words):
     return made
 
 
+def begin_once(content):
+    """A tokenizer.json by which only the beginning of a text gets a space, not what follows [MASK].
+
+    As it was, where that cannot be written.
+    """
+    from tokenizers import Tokenizer
+
+    parsed = json.loads(content)
+    first = dict(type="Metaspace", replacement="▁", prepend_scheme="first", split=False)
+    before = dict(type="Prepend", prepend="▁")
+    spaces = dict(type="Replace", pattern=dict(String=" "), content="▁")
+    normalizer = parsed.get("normalizer") or {}
+    splitter = parsed.get("pre_tokenizer") or {}
+    if normalizer.get("normalizers") == [before, spaces] and not splitter:  # Llama 2's
+        parsed |= dict(normalizer=None, pre_tokenizer=first)
+    elif splitter.get("prepend_scheme") == "always":  # T5's
+        parsed["pre_tokenizer"] = splitter | dict(prepend_scheme="first")
+    changed = json.dumps(parsed)
+    text = "To be, or not to be:\nthat is  the question."
+    both = [
+        Tokenizer.from_str(c).encode(text, add_special_tokens=False) for c in (content, changed)
+    ]
+    return changed if both[0].ids == both[1].ids else content
+
+
 def to_library(tokenizer):
     """A Tokenizer -> (one of the tokenizers library with [MASK] = V and [PAD] = V + 1, its [END]).
 
@@ -92,7 +117,7 @@ def to_library(tokenizer):
 
     kind = tokenizer.kind
     if kind in ("bpe", "file"):
-        made = Tokenizer.from_str(tokenizer.vocab)
+        made = Tokenizer.from_str(begin_once(tokenizer.vocab))
         made.post_processor = None
         made.no_padding()
         made.no_truncation()
@@ -170,6 +195,7 @@ def contents_of(folder, model, tokenizer, config, options):
     words = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size)
     words |= dict(mask_token="[MASK]", pad_token="[PAD]", eos_token=end)
     words["model_input_names"] = ["input_ids", "attention_mask"]
+    words["clean_up_tokenization_spaces"] = False  # a text has the spaces that were learned
     weights = {f"model.{key}": value for key, value in model.state_dict().items()}
     source = "\n\n\n".join(map(inspect.getsource, SOURCES))
     before, _, after = TEMPLATE.read_text(encoding="utf-8").partition(PLACE)

@@ -31,6 +31,7 @@ from support.log import Log
 from support.optimizers import make_optimizers, set_rates, update
 from support.runs import Run
 from support.runtime import all_reduce, generator, to_device
+from support.seams import CONTEXT
 from support.tokenizer import build_tokenizer, tokenizer_from_json
 
 # ---- Config: one flat dataclass; the command line, --help and config.json all come from it
@@ -179,6 +180,7 @@ def prepare(config, folder, tokenizer=None):
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
     done = in_train = held = 0
+    before = ""  # the end of what the next part goes on after
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         for piece, ends_document in pieces():
             k = min(max(cut - done, 0), len(piece))
@@ -191,10 +193,13 @@ def prepare(config, folder, tokenizer=None):
                 held = 0
             for file, part in ((train, piece[:k]), (val, piece[k:])):
                 if part:
-                    ids = tokenizer.encode_array(part)
+                    ids = tokenizer.encode_array(part, before)
+                    before = (before + part[-CONTEXT:])[-CONTEXT:]
                     if ends_document and tokenizer.end_id is not None:
                         ids = np.append(ids, tokenizer.end_id)
                     file.write(ids.astype(dtype).tobytes())
+            if ends_document:
+                before = ""
     if in_train == n:
         raise UserError(f"--data={config.data} has no record left to validate; give more records")
     if done != n:

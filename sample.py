@@ -244,13 +244,14 @@ def to_correct(how, block, s, filled, noise):
 
 
 @torch.no_grad()
-def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
+def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), allowed=None, **how):
     """Fill [MASK] positions of x (B, T); yields a Step after each network call.
 
     fill     (B, T) bool: fill only these; other [MASK] positions stay, as unseen text
     samples  (B,) the rows' numbers (0 .. B-1); draws depend on seed, number, step and position
     end_id   the id of [END], if there is one: all that follows a drawn [END] becomes [END]
     forbid   ids that are never drawn (None is ignored)
+    allowed  {position: (V,) bool, the ids that may be drawn there}; others may have any
     how      fields of Options under "How to write it"; ValueError if they cannot be followed
 
     T may exceed the context: the model then sees the last positions up to the end of a block, half
@@ -283,6 +284,9 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
             # 2. Draw there: the network sees all of it masked.
             logits = predict(model, device, x, given, drawn, block.at, how.cfg, cache)
             logits[:, [i for i in forbid if i is not None]] = -math.inf
+            for place, ids in (allowed or {}).items():
+                here = block.at.start + drawn.nonzero()[:, 1] == place
+                logits[here] = logits[here].masked_fill(~ids.to(logits.device), -math.inf)
             calls += drawn.any(1) * (2 if how.cfg else 1)
             logp = logits.log_softmax(-1)
             token = draw(logits, u[drawn], how.temperature, how.top_k, how.top_p)
@@ -364,6 +368,7 @@ def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16
         where = generator.device if generator is not None else "cpu"
         u = torch.rand(n, generator=generator, device=where)
         x = end_documents(model, x, u.cpu().double())
+    how["allowed"] = templates.allowed_tokens(parts, tokenizer)
     found = generate(model, x, **ends(model, tokenizer, template), **how).tolist()
     return [joined(to_texts(parts, ids, tokenizer)) for ids in found]
 
@@ -413,6 +418,7 @@ def sampled(model, tokenizer, parts, options, template, pages):
     mask = model.mask_id
     ids = torch.tensor(to_ids(parts, tokenizer, mask))
     how = {name: getattr(options, name) for name in SETTINGS} | ends(model, tokenizer, template)
+    how["allowed"] = templates.allowed_tokens(parts, tokenizer)
     one_by_one = 1 if options.watch else None
     for part in groups(
         model, max(1, options.num_samples), options.device, one_by_one, writing=True

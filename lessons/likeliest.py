@@ -33,7 +33,10 @@ def main(argv):
     for i, p in enumerate(model(x)[0, : len(ids)].softmax(-1)):
         if ids[i] == model.mask_id:
             best = zip(*p.topk(3))
-            best = (f"{tokenizer.decode([int(token)])!r} {100 * q:.1f} %" for q, token in best)
+            best = (
+                f"{tokenizer.piece(int(token), first=i == 0)!r} {100 * q:.1f} %"
+                for q, token in best
+            )
             print(f"token {i + 1:>4}", *best, sep="   ")
     return 0
 

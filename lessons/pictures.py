@@ -159,7 +159,7 @@ def main(argv):
                 raise UserError(f"--run={args.run} has blocks; give one without, or of --whole")
             ids = to_ids(parse(args.text, tokenizer, config.block_size), tokenizer, model.mask_id)
             maps = attention_maps(model, to_context(model, torch.tensor([ids])))
-            labels = [tokenizer.decode([i]).replace("\n", "↵") for i in ids]
+            labels = [text.replace("\n", "↵") for text in tokenizer.pieces(ids)]
             draw_attention(maps, labels, args.picture)
             return 0
         if args.run:

@@ -68,17 +68,22 @@ class Harness(LM):
         found = []
         for number, request in enumerate(requests, 1):
             of_task = f" of {task}" if (task := getattr(request, "task_name", None)) else ""
-            for text in request.args[:n]:
-                try:
-                    found.append(self.tokenizer.encode(text))
-                except UserError as e:
-                    where = f"request {number}{of_task}, {text[:40]!r}"
-                    raise UserError(f"{where}: {e}") from None
-            if n == 2 and not 0 < len(found[-1]) <= self.room:
-                given = f"an answer has {len(found[-1])} tokens"
-                where = f"request {number}{of_task}, {request.args[1][:40]!r}"
-                raise UserError(f"{where}: {given}; the model takes 1 to {self.room}")
-        return list(zip(*[iter(found)] * n))
+            name = f"request {number}{of_task}"
+            try:
+                ids = self.encode_args(*request.args[:n])
+            except UserError as e:
+                raise UserError(f"{name}, {request.args[0][:40]!r}: {e}") from None
+            if n == 2 and not 0 < len(ids[-1]) <= self.room:
+                given = f"{name}, {request.args[1][:40]!r}: an answer has {len(ids[-1])} tokens"
+                raise UserError(f"{given}; the model takes 1 to {self.room}")
+            found.append(ids)
+        return found
+
+    def encode_args(self, prompt, *answer):
+        """[the ids of a prompt], and those of its answer if there is one."""
+        if answer and not self.asks:
+            return self.tokenizer.encode_pair(prompt, *answer)
+        return [self.tokenizer.encode_given(text) for text in (prompt, *answer)]
 
     def loglikelihood(self, requests):
         """[(log p(answer | prompt) in nats, whether greedy choices from left to right give it)]"""
@@ -95,7 +100,7 @@ class Harness(LM):
         """[what follows the prompt, up to the first of the strings that end it]"""
         prompts = [ids for (ids,) in self.encode(requests, 1)]
         asked = [request.args[1] for request in requests]
-        return [self.write(ids, how) for ids, how in tqdm(list(zip(prompts, asked)))]
+        return [self.write(ids, how) for ids, how in cli.bar(list(zip(prompts, asked)))]
 
     def write(self, prompt, how):
         """What follows the ids of a prompt; how: the generation_kwargs of a task."""
@@ -119,7 +124,7 @@ class Harness(LM):
         x = torch.tensor([[*prompt, *[self.model.mask_id] * n]], device=device)
         ends = sample.ends(self.model, self.tokenizer, False)
         ids = sample.generate(self.model, x, seed=self.seed, **ends, **settings)[0].tolist()
-        text = self.tokenizer.decode(ids)[len(self.tokenizer.decode(prompt)) :]
+        text = "".join(self.tokenizer.pieces(ids, len(prompt)))
         until = how.get("until") or []
         for stop in [until] if isinstance(until, str) else until:
             text = text.split(stop)[0] if stop else text

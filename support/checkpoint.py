@@ -108,8 +108,8 @@ def verify(folder):
             size = (folder / name).stat().st_size
             if size != wanted["size"]:
                 raise ValueError(f"{name} has {size} bytes instead of {str(wanted['size'])[:20]}")
-            if name.endswith(".json") and size > files.MAX_JSON:
-                raise ValueError(f"{name} has {size} bytes, more than {files.MAX_JSON}")
+            if name.endswith(".json") and size > files.most_bytes(name):
+                raise ValueError(f"{name} has {size} bytes, more than {files.most_bytes(name)}")
             if files.sha256_of(folder / name) != wanted["sha256"]:
                 raise ValueError(f"{name} does not have the checksum of the manifest")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:

@@ -29,7 +29,10 @@ def training_text(folder, tokenizer, config):
             return tokenizer.decode(ids[:ENOUGH].tolist())
         path = sources.shakespeare() if config.data == "shakespeare" else config.data
         with open(path, encoding="utf-8") as f:
-            return f.read(ENOUGH)
+            text = f.read(ENOUGH)
+        if tokenizer.kind == "file":  # some write all in small letters
+            text = tokenizer.decode(tokenizer.encode(text))
+        return text
     except (OSError, ValueError, UserError) as e:
         cli.warn(f"known words are not counted: the training text is not here ({e})")
         return None

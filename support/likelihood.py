@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from support.cli import UserError
-from support.templates import joined, to_ids, to_texts
+from support.templates import encode_parts, joined, keeps_spaces, to_ids, to_texts
 
 
 def group_size(model, device):
@@ -194,12 +194,13 @@ class Fill(NamedTuple):  # of a template, or of its beginning
     logp: float  # log p(ids from the first gap on | what precedes it) by the chain rule, in nats
 
 
-def until_break(tokenizer, ids):
-    """How many of these ids, at least 1, precede [END] or a line break (all if there is none)."""
-    for i in range(1, len(ids)):
-        if ids[i] == tokenizer.end_id or "\n" in tokenizer.decode(ids[i : i + 1]):
+def until_break(tokenizer, ids, start=0):
+    """How many ids from `start` on, at least 1, precede [END] or a line break (all without one)."""
+    texts = tokenizer.pieces(ids, start)
+    for i in range(1, len(texts)):
+        if ids[start + i] == tokenizer.end_id or "\n" in texts[i]:
             return i
-    return len(ids)
+    return len(texts)
 
 
 def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
@@ -212,6 +213,7 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
     are kept; that counts in logp. Of documents with given lengths, log p(length) counts too.
     """
     L = model.config.block_size
+    parts = encode_parts(parts, tokenizer)
     unknown = [i for i, part in enumerate(parts) if part is None]
     cuts = {0, *unknown[1:], len(parts)}
     if parts[-1] is None:
@@ -241,15 +243,17 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
         x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several)
         # 2. Keep what differs.
         found = {}
+        others = {}  # without a space that the template asks for
         for i, (row, (begun, fill)) in enumerate(zip(x.tolist(), tried)):
             ids = row[: len(fill.ids)]
             if at_end:
                 gap = fill.parts[-1]
-                kept = until_break(tokenizer, ids[-gap:])
+                kept = until_break(tokenizer, ids, len(ids) - gap)
                 ids = ids[: len(ids) - gap + kept + 1]
                 fill = fill._replace(parts=[*fill.parts[:-1], kept])
-            found[joined(to_texts(fill.parts, ids, tokenizer))] = (i, begun, fill._replace(ids=ids))
-        rows, start, fills = zip(*found.values())
+            kept = found if keeps_spaces(fill.parts, ids, tokenizer) else others
+            kept[joined(to_texts(fill.parts, ids, tokenizer))] = (i, begun, fill._replace(ids=ids))
+        rows, start, fills = zip(*(found or others).values())
         # 3. Rank.
         stop = torch.tensor([len(fill.ids) for fill in fills])
         known = torch.tensor([fill.logp for fill in fills], dtype=torch.float64)

@@ -101,13 +101,14 @@ class Watch:
         """The text in lines of the terminal's width; a dot is a part of an incomplete character."""
         lines = [""]
         column = 0
-        for token, given, fresh, other in zip(x, self.given, new, changed, strict=True):
-            masked = token == self.mask
+        texts = self.tokenizer.pieces(x)
+        for i, (given, fresh, other) in enumerate(zip(self.given, new, changed, strict=True)):
+            masked = x[i] == self.mask
             style = NEW if fresh else FILLED
             if other:
                 style = CHANGED
             style = FAINT if masked else style * (not given)
-            for c in "░" if masked else self.tokenizer.decode([token]):
+            for c in "░" if masked else texts[i]:
                 columns = 1 + (unicodedata.east_asian_width(c) in "WF")
                 if c == "\n" or column + columns > width:
                     lines.append("")
@@ -123,19 +124,6 @@ class Watch:
         if self.height:
             print(f"\x1b[{self.height}A\r\x1b[J", end="", flush=True)
         self.height = 0
-
-
-def pieces(tokenizer, ids):
-    """The text of each token; a character of several tokens belongs to the last of them."""
-    found = []
-    done = ""
-    for n in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:n])
-        if text.endswith("\ufffd") and n < len(ids):  # not the whole character yet
-            text = done
-        found.append(text[len(done) :])
-        done = text
-    return found
 
 
 def aligned(tokens, width=68):
@@ -158,10 +146,13 @@ def aligned(tokens, width=68):
     return [f"{name:<12}{line}" for block in blocks for name, line in zip(names, block)]
 
 
-def likeliest(tokenizer, p, n):
-    """The n likeliest tokens by probabilities p (V,): pairs of text and probability."""
+def likeliest(tokenizer, p, n, first=False):
+    """The n likeliest tokens by probabilities p (V,): pairs of text and probability.
+
+    first: at the beginning of a text, where some tokenizers write no space.
+    """
     best = p.topk(min(n, len(p)))
-    return [(tokenizer.decode([v]), q) for q, v in zip(*map(torch.Tensor.tolist, best))]
+    return [(tokenizer.piece(v, first), q) for q, v in zip(*map(torch.Tensor.tolist, best))]
 
 
 class Film:
@@ -182,7 +173,9 @@ class Film:
         frame = []
         for i, p in zip(step.drawn[row].nonzero()[:, 0].tolist(), step.logp[of_row].exp()):
             token = int(step.x[row, i])
-            others = [[text, round(q, 4)] for text, q in likeliest(self.tokenizer, p, 5)]
+            others = [
+                [text, round(q, 4)] for text, q in likeliest(self.tokenizer, p, 5, first=i == 0)
+            ]
             frame.append([i, token, round(float(p[token]), 4), others])
         self.frames.append(frame)
 
@@ -190,11 +183,12 @@ class Film:
         """tokens, given and frames as `write_page` takes them, up to [END]."""
         end = self.tokenizer.end_id
         n = ids.index(end) if end in ids else len(ids)
-        tokens = pieces(self.tokenizer, ids[:n])
+        tokens = self.tokenizer.pieces(ids[:n])
         frames = [[change for change in frame if change[0] < n] for frame in self.frames]
         for change in itertools.chain(*frames):
             i, token = change[:2]
-            change[1] = tokens[i] if token == ids[i] else self.tokenizer.decode([token])
+            is_last = token == ids[i]
+            change[1] = tokens[i] if is_last else self.tokenizer.piece(token, first=i == 0)
         return dict(tokens=tokens, given=self.given[:n], frames=frames)
 
 

@@ -403,7 +403,9 @@ def test_pip_installs_it_for_any_folder(editable, tmp_path):
         pytest.skip("pip cannot fetch setuptools, which builds it")
     assert r.returncode == 0, r.stderr
     code = "import kernels, mdlm, sample; from support.checkpoint import SHIPPED\n"
-    code += "print(kernels.OTHER, *sample.write(*mdlm.load(SHIPPED)[:2], 'To be, or no█', steps=1))"
+    code += "model, tokenizer, config = mdlm.load(SHIPPED)\n"
+    code += "texts = sample.write(model, tokenizer, 'To be, or no█', temperature=0)\n"
+    code += "print(kernels.OTHER, *texts)"
     r = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert r.stdout == "True To be, or not\n", r.stderr
 

@@ -386,7 +386,6 @@ def test_pip_installs_all_that_the_modules_use():
 @pytest.mark.parametrize("editable", [True, False])
 def test_pip_installs_it_for_any_folder(editable, tmp_path):
     """The modules of this environment serve as its dependencies; kernels is another's there."""
-    pytest.importorskip("setuptools")
     source = tmp_path / "source"
     for path in FILES:
         (source / path).parent.mkdir(parents=True, exist_ok=True)
@@ -397,11 +396,16 @@ def test_pip_installs_it_for_any_folder(editable, tmp_path):
     site = Path(subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip())
     (site / "base.pth").write_text(str(Path(torch.__file__).parent.parent))
     make_other(site, "kernels")
-    install = [python, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
+    install = [python, "-m", "pip", "install", "-q", "--no-deps"]
     install += ["-e", source] if editable else [source]
-    subprocess.run(install, check=True)
+    r = subprocess.run(install, capture_output=True, text=True)
+    if "No matching distribution found for setuptools" in r.stdout + r.stderr:
+        pytest.skip("pip cannot fetch setuptools, which builds it")
+    assert r.returncode == 0, r.stderr
     code = "import kernels, mdlm, sample; from support.checkpoint import SHIPPED\n"
-    code += "print(kernels.OTHER, *sample.write(*mdlm.load(SHIPPED)[:2], 'To be, or no█', steps=1))"
+    code += "model, tokenizer, config = mdlm.load(SHIPPED)\n"
+    code += "texts = sample.write(model, tokenizer, 'To be, or no█', temperature=0)\n"
+    code += "print(kernels.OTHER, *texts)"
     r = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert r.stdout == "True To be, or not\n", r.stderr
 

@@ -35,8 +35,9 @@ except ImportError as e:
 class Harness(LM):
     """The args of a request are (prompt, answer)."""
 
-    def __init__(self, out_dir="", draws=64, seed=0, device=None, batch_size=1, max_batch_size=1):
+    def __init__(self, out_dir=None, draws=64, seed=0, device=None, batch_size=1, max_batch_size=1):
         super().__init__()
+        cli.check_not_empty("out_dir", out_dir)
         folder = checkpoint.default_run(out_dir)
         device = device if torch.cuda.is_available() else "auto"  # lm_eval asks for cuda:0
         self.model, self.tokenizer, config = mdlm.load(folder, device or "auto")

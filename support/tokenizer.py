@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 
+from support.arguments import check_text, whole_ids
 from support.cli import UserError, warn
 from support.files import read_json, read_small
 
@@ -91,11 +92,11 @@ class Tokenizer:
         return np.array(ids, np.int64)
 
     def encode(self, text):
-        return self.encode_array(text).tolist()
+        return self.encode_array(check_text(text)).tolist()
 
     def decode(self, ids):
         """Ids -> text; [MASK], the id after the last token, is shown as █."""
-        ids = [int(i) for i in ids if i != self.end_id]
+        ids = [i for i in whole_ids(ids, self.vocab_size) if i != self.end_id]
         runs = itertools.groupby(ids, key=lambda i: i == self.vocab_size)
         texts = ["█" * len(list(run)) if masked else self.spell(list(run)) for masked, run in runs]
         return (" " if self.kind == "id" else "").join(texts)

@@ -656,7 +656,7 @@ def evaluate(
     takes windows from everywhere; none but the first begins after the deadline (time.monotonic()).
     scored (W, T) bool: these tokens alone, the others are given (default: model.learned(windows)).
     """
-    given = (passes, seed, batch_size, scored)
+    given = (passes, seed, batch_size, observe, deadline, scored)
     passes, seed, batch_size = arguments.check_evaluation(model, windows, *given)
     W, T = windows.shape
     device = windows.device

@@ -258,9 +258,9 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), **how):
     T may exceed the context: the model then sees the last positions up to the end of a block, half
     a context by default. Each token of an autoregressive model takes a call.
     """
-    how = resolve(how, model.config)
     given = (fill, samples, end_id, forbid)
     samples, end_id, forbid = arguments.check_filling(model, x, *given)
+    how = resolve(how, model.config)
     mask = model.mask_id
     device = x.device
     x = x.to("cpu" if device.type == "mps" else device, copy=True)  # MPS lacks float64
@@ -349,6 +349,8 @@ def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16
     """
     limits = Options(num_samples=n, length=length, max_gap=max_gap)
     cli.check_fields(limits)
+    arguments.check_model(model)
+    arguments.check_tokenizer(tokenizer)
     arguments.check_generator(generator)
     resolve(how, model.config)  # refuses what it cannot follow, before the work begins
     several = list(text) if isinstance(text, (list, tuple)) else [text]

@@ -58,8 +58,22 @@ def whole_ids(ids, most):
     return ids
 
 
+def check_model(model):
+    """Raise UserError unless it is a model, as mdlm.load returns it."""
+    if not hasattr(model, "mask_id") or not hasattr(model, "config"):
+        raise UserError(f"model is {kind_of(model)}; give the first thing that mdlm.load returns")
+
+
+def check_tokenizer(tokenizer):
+    """Raise UserError unless it is a tokenizer, as mdlm.load returns it."""
+    if not hasattr(tokenizer, "encode") or not hasattr(tokenizer, "end_id"):
+        wrong = f"tokenizer is {kind_of(tokenizer)}"
+        raise UserError(f"{wrong}; give the second thing that mdlm.load returns")
+
+
 def check_ids(model, x, name="x", masks=True):
     """Raise UserError unless x is (B, T) int64 in 0..V, V being [MASK] (only if masks)."""
+    check_model(model)
     V = model.vocab_size
     accepted = f"0 to {V}, which is [MASK]" if masks else f"0 to {V - 1}"
     if not isinstance(x, torch.Tensor) or x.dtype != torch.int64 or x.dim() != 2:
@@ -149,8 +163,12 @@ def check_reversing(model, x, steps, generator):
     return whole_number("steps", steps, 1, 1 << 31)
 
 
-def check_evaluation(model, windows, passes, seed, batch_size, scored):
+def check_evaluation(model, windows, passes, seed, batch_size, observe, deadline, scored):
     """What mdlm.evaluate is given -> (passes, seed, batch_size), checked."""
+    if observe is not None and not callable(observe):
+        raise UserError(f"observe must be a function, not {kind_of(observe)}")
+    if type(plain(deadline)) not in (int, float):
+        raise UserError(f"deadline must be a time.monotonic(), not {kind_of(deadline)}")
     check_ids(model, windows, "windows", masks=False)
     check_length(model, windows, "windows")
     W, T = windows.shape
@@ -182,7 +200,9 @@ def check_input(model, args, kwargs):
     if not isinstance(xt, torch.Tensor) or xt.dtype not in kinds or xt.dim() != 2:
         wrong = f"xt must be a tensor (B, T) of int64 ids, not {kind_of(xt)}"
         raise UserError(f"{wrong}; give 0 to {V}, which is [MASK]")
+    if not xt.numel():
+        raise UserError(f"xt is empty, {tuple(xt.shape)}; give at least a row of a token")
     check_device(model, xt, "xt")
     check_length(model, xt, "xt")
-    if xt.device.type == "cpu" and xt.numel() and not 0 <= xt.min() <= xt.max() <= V:
+    if xt.device.type == "cpu" and not 0 <= xt.min() <= xt.max() <= V:
         raise UserError(f"xt has ids below 0 or above {V}, which is [MASK]")

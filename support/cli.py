@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import inspect
 import itertools
 import os
@@ -208,6 +209,7 @@ def check_not_empty(name, value, text=False):
         raise UserError(f"{name}={value!r} is empty: {why} Give a value (--help lists all)")
 
 
+@functools.cache
 def headings(cls):
     """Field name -> the last comment line above it in the class: the groups of --help."""
     found = {}
@@ -227,7 +229,10 @@ def parse_bool(text):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose mistakes are UserErrors; it takes no empty value."""
+    """An ArgumentParser whose mistakes are UserErrors. No flag is abbreviated, no value empty."""
+
+    def __init__(self, **how):
+        super().__init__(**how, allow_abbrev=False)
 
     def error(self, message):
         raise UserError(message)
@@ -253,7 +258,8 @@ def in_our_words(argv, names, switches, program):
         our = flag.startswith("--") and guesses.ours(flag[2:], names, program)
         if our:
             argument = f"--{our}{equals}{value}"
-            if our in switches and not equals and following.lower() not in TRUE + FALSE:
+            is_alone = following.strip() and following.lower() not in TRUE + FALSE
+            if our in switches and not equals and is_alone:
                 argument += "=true"
         found.append(argument)
     return found
@@ -317,7 +323,6 @@ def make_parser(cls, description, epilog, presets, preset):
         epilog = "\n".join([*lines, epilog])
     parser = Parser(
         description=description,
-        allow_abbrev=False,
         epilog=epilog,
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -169,7 +169,7 @@ def check_evaluation(model, windows, passes, seed, batch_size, observe, deadline
         raise UserError(f"observe must be a function, not {kind_of(observe)}")
     if type(plain(deadline)) not in (int, float):
         raise UserError(f"deadline must be a time.monotonic(), not {kind_of(deadline)}")
-    check_ids(model, windows, "windows", masks=False)
+    check_ids(model, windows, "windows", masks=scored is not None)
     check_length(model, windows, "windows")
     W, T = windows.shape
     if not windows.numel():
@@ -178,6 +178,8 @@ def check_evaluation(model, windows, passes, seed, batch_size, observe, deadline
     if model.n > 1 and T != L:
         raise UserError(f"windows has {T} tokens; a model of blocks needs all {L} of its context")
     check_mask(scored, windows, "scored")
+    if scored is not None and (scored & (windows == model.mask_id)).any():
+        raise UserError("windows has [MASK] where a token is scored; give the true tokens there")
     counts = (model.learned(windows) if scored is None else scored).sum(1)
     if not counts.all():
         raise UserError(f"window {int((counts == 0).nonzero()[0])} has no token to score")

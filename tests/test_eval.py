@@ -335,7 +335,7 @@ def test_missing_matplotlib_is_one_sentence(runs, capsys, monkeypatch, tmp_path)
             ["elsewhere.txt/p", "check"],
         ),
         (["--device=warp"], ["warp", "cpu"]),
-        (["--text="], ["--text", "give one"]),
+        (["--text="], ["--text", "Give a value"]),
         (["--rate=0.5"], ["--text", "--rate"]),
         (["--text=a", "--rate=1.5"], ["rate", "1"]),
         (["--text=a", "--exact"], ["--text", "--exact"]),

@@ -26,17 +26,8 @@ import torch.nn.functional as F
 import kernels
 from kernels.launch import can_compile
 from kernels.reference import block_spans, document_spans, masked_share, rotary_tables
-from support import (
-    arguments,
-    checkpoint,
-    compiling,
-    numerics,
-    plots,
-    runs,
-    runtime,
-    shards,
-    sources,
-)
+from support import checkpoint, compiling, numerics, plots, runs, runtime, shards, sources
+from support.arguments import check_evaluation, check_input, check_reversing, truth
 from support.cli import COUNT, NO_LIMIT, UserError, opt
 from support.log import Log
 from support.optimizers import make_optimizers, set_rates, update
@@ -76,9 +67,7 @@ class Config:
     vocab_size: int = opt(0, "V of word, bpe (0: 16384) or .bin files", bounds=(0, 1 << 24))
     text_column: str = opt("text", "column of .jsonl and .parquet files; a record is a document")
     prompt_column: str = opt("", "column of prompts, which are given; --text_column: answers")
-    separator: str = opt(
-        "", "text between documents (\\n, \\t work), which end in [END]", text=True
-    )
+    separator: str = opt("", "text between documents (\\n, \\t), which end in [END]", text=True)
     end_token: str = opt("", "[END] in a tokenizer.json (default: its end of text)")
     end_id: int = opt(-1, "[END] in a folder of .bin files (-1: none)", bounds=(-1, 1 << 24))
     pack: bool = opt(True, "several documents of known lengths in a window, where they fit")
@@ -624,7 +613,7 @@ def generate(model, x, steps=64, generator=None):
     1 / s, and drawn from the model (Sahoo et al., 2406.07524, eq. 7). With --block_length blocks
     do so in turn, each in at least a call; of an autoregressive model each token is a block.
     """
-    steps = arguments.check_reversing(model, x, steps, generator)
+    steps = check_reversing(model, x, steps, generator)
     x = x.clone()
     T = x.shape[1]
     S = 1 if model.config.objective == "ar" else min(model.config.block_length or T, T) or 1
@@ -657,7 +646,7 @@ def evaluate(
     scored (W, T) bool: these tokens alone, the others are given (default: model.learned(windows)).
     """
     given = (passes, seed, batch_size, observe, deadline, scored)
-    passes, seed, batch_size = arguments.check_evaluation(model, windows, *given)
+    passes, seed, batch_size = check_evaluation(model, windows, *given)
     W, T = windows.shape
     device = windows.device
     causal = model.config.objective == "ar"
@@ -719,7 +708,7 @@ def load(path="out", device="cpu", kernel="auto", whole=False):
     fill gaps, a model of blocks that learned it (--whole) becomes one without. Raises UserError, a
     ValueError, for anything but an intact checkpoint; nothing is unpickled.
     """
-    whole = arguments.truth("whole", whole)
+    whole = truth("whole", whole)
     device = runtime.pick_device(str(device))
     folder = checkpoint.find_checkpoint(path)
     config = checkpoint.read_config(Config, folder / "config.json", runs.check)
@@ -731,7 +720,7 @@ def load(path="out", device="cpu", kernel="auto", whole=False):
     end_id = sources.given_end(config, tokenizer, is_variant)
     model = Model(config, tokenizer.vocab_size, ops, end_id)
     model.load_state_dict(checkpoint.read_tensors(folder / "model.safetensors", model.state_dict()))
-    model.register_forward_pre_hook(arguments.check_input, with_kwargs=True)
+    model.register_forward_pre_hook(check_input, with_kwargs=True)
     return model.to(device).eval(), tokenizer, config
 
 

@@ -73,7 +73,7 @@ def test_no_flag_takes_an_empty_value(program):
                 assert f"--{field.name}" in refusal(flags, program, f"--{field.name}", value)
 
 
-def test_programs_without_flags_of_ours_take_no_empty_value(tmp_path, capsys, monkeypatch):
+def test_lessons_take_no_empty_value(tmp_path, capsys, monkeypatch):
     picture = str(tmp_path / "x.png")
     for name, argv in (
         ("pictures", [picture, "--run="]),
@@ -102,7 +102,7 @@ def test_empty_parts_of_values_are_refused():
     assert "empty" in refusal(mdlm.load, "") and "empty" in refusal(mdlm.load, " ")
 
 
-def test_settings_that_are_empty_in_a_checkpoint_stay_so(tmp_path):
+def test_empty_settings_of_a_checkpoint_stay(tmp_path):
     kept = dict(data="", separator="", init_from="", end_token="", out_dir="")
     content = dict(format="mdlm", version=1, config=kept)
     (tmp_path / "config.json").write_text(json.dumps(content))
@@ -265,7 +265,7 @@ def test_underscores_are_text_where_they_can_be_spelled():
     assert templates.parse("1 _ [MASK]", ids, 9) == ["1 ", 1, " ", 1]
 
 
-def test_an_unknown_character_keeps_its_place_beside_marks(shakespeare):
+def test_unknown_characters_keep_their_place(shakespeare):
     assert "position 8" in refusal(templates.parse, "a[MASK]b\u2603█", shakespeare, 256)
     assert "position 3" in refusal(templates.parse, "___\u2603", shakespeare, 256)
 
@@ -479,7 +479,7 @@ def test_python_callers_get_one_sentence(tiny, function):
             assert isinstance(said, UserError) and "\n" not in str(said), (where, said)
 
 
-def test_models_and_tokenizers_are_not_taken_for_each_other(tiny):
+def test_models_and_tokenizers_are_told_apart(tiny):
     model, tokenizer = tiny
     x = ids_of()
     refusal(sample.write, tokenizer, model, "a█")

@@ -371,7 +371,7 @@ MODES = dict(kernels=bench_kernels, train=bench_training, sample=frontier.bench_
 def main(argv):
     has_mode = bool(argv) and not argv[0].startswith("-")
     mode = argv[0] if has_mode else ""
-    if mode not in ("", *MODES) or (not has_mode and set(argv) & set(MODES)):
+    if (has_mode and mode not in MODES) or (not has_mode and set(argv) & set(MODES)):
         raise UserError(f"{' '.join(argv)!r}: first give {', '.join(MODES)} or nothing, then flags")
     options = Options(**cli.parse_flags(Options, argv[has_mode:], __doc__))
     device = runtime.pick_device(options.device)

@@ -39,10 +39,10 @@ EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on 
 @dataclasses.dataclass
 class Options:
     # What to evaluate
-    out_dir: str = opt("", "run or checkpoint folder; empty: out, else the model in weights/")
-    data: str = opt("", "text whose last tenth is scored, or a folder; empty: the run's")
+    out_dir: str = opt("", "run or checkpoint folder (default: out, else the model in weights/)")
+    data: str = opt("", "text whose last tenth is scored, or a folder (default: the run's)")
     compare: str = opt("", "RUN,RUN,...: the last evaluations in their logs")
-    text: str = opt("", "a text of your own: mask it, and show what the model predicts")
+    text: str = opt("", "a text: mask it, and show what the model predicts", text=True)
     rate: float = opt(0.5, "share of the tokens of --text to mask", bounds=(0, 1))
     # How to measure
     windows: int = opt(4096, "at most N validation windows, evenly spread", bounds=(1, 1 << 31))
@@ -54,7 +54,7 @@ class Options:
     dtype: str = opt("float32", "bfloat16 is faster, less exact", "float32", "bfloat16")
     # What to show
     json: str = opt("", "write the results to this file as one JSON object; -: to standard output")
-    pictures: str = opt("", "folder for pictures, or none; empty: the run's, if it has a log")
+    pictures: str = opt("", "folder for pictures, or none (default: the run's, if it has a log)")
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def open_data(data, folder, tokenizer, config, device):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         if source == str(EXCERPT):  # all of it, where other texts are scored on their last tenth
             path = Path(tmp) / "text"
-            path.write_text(10 * EXCERPT.read_text(encoding="utf-8"), encoding="utf-8")
+            path.write_bytes(10 * EXCERPT.read_bytes())
         if not sources.is_ids(path):
             mdlm.prepare(dataclasses.replace(config, data=str(path)), Path(tmp), tokenizer)
             path = Path(tmp)
@@ -185,8 +185,8 @@ def check(given):
     cli.check_clashes([("compare", measured, "give one of them")], given)
     measured = "data compare windows passes temperature whole exact dtype pictures"
     cli.check_clashes([("text", measured, "--text measures nothing else")], given)
-    if given.keys() & {"text", "rate"} and not options.text:
-        raise UserError("--text is empty or missing; give one, --rate alone masks nothing")
+    if "rate" in given and not options.text:
+        raise UserError("--text is missing; give one, --rate alone masks nothing")
     check_output("json", options.json)
     if options.pictures not in ("", "none"):
         cli.optional("matplotlib", "--pictures")
@@ -196,7 +196,9 @@ def check(given):
 
 def compare(options):
     """--compare: (results, words, folder for pictures, pictures) of the last logged evaluations."""
-    runs = options.compare.strip(",").split(",")
+    runs = options.compare.split(",")
+    for name in runs:
+        cli.check_not_empty("a name in --compare", name)
     rows = []
     for name in runs:
         key, val = plots.validations(plots.read_log(name))

@@ -23,12 +23,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save as to_safetensors
-from support.kernels import reference
 
 import mdlm
 from support import environment, files, page, plots, runs
 from support.checkpoint import default_run, find_checkpoint
 from support.cli import UserError, opt
+from support.kernels import reference
 
 SUPPORT = Path(__file__).parent / "support"
 TEMPLATE = SUPPORT / "modeling_mdlm.py"

@@ -22,11 +22,12 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from support.kernels.launch import can_compile
-from support.kernels.reference import block_spans, document_spans, masked_share, rotary_tables
 
 from support import checkpoint, compiling, kernels, numerics, plots, runs, runtime, shards, sources
+from support.arguments import check_evaluation, check_input, check_reversing, truth
 from support.cli import COUNT, NO_LIMIT, UserError, opt
+from support.kernels.launch import can_compile
+from support.kernels.reference import block_spans, document_spans, masked_share, rotary_tables
 from support.log import Log
 from support.optimizers import make_optimizers, set_rates, update
 from support.runs import Run
@@ -66,7 +67,7 @@ class Config:
     vocab_size: int = opt(0, "V of word, bpe (0: 16384) or .bin files", bounds=(0, 1 << 24))
     text_column: str = opt("text", "column of .jsonl and .parquet files; a record is a document")
     prompt_column: str = opt("", "column of prompts, which are given; --text_column: answers")
-    separator: str = opt("", "text between documents (\\n, \\t work); each ends in [END]")
+    separator: str = opt("", "text between documents (\\n, \\t), which end in [END]", text=True)
     end_token: str = opt("", "[END] in a tokenizer.json (default: its end of text)")
     end_id: int = opt(-1, "[END] in a folder of .bin files (-1: none)", bounds=(-1, 1 << 24))
     pack: bool = opt(True, "several documents of known lengths in a window, where they fit")
@@ -616,6 +617,7 @@ def generate(model, x, steps=64, generator=None):
     1 / s, and drawn from the model (Sahoo et al., 2406.07524, eq. 7). With --block_length blocks
     do so in turn, each in at least a call; of an autoregressive model each token is a block.
     """
+    steps = check_reversing(model, x, steps, generator)
     x = x.clone()
     T = x.shape[1]
     S = 1 if model.config.objective == "ar" else min(model.config.block_length or T, T) or 1
@@ -647,6 +649,8 @@ def evaluate(
     takes windows from everywhere; none but the first begins after the deadline (time.monotonic()).
     scored (W, T) bool: these tokens alone, the others are given (default: model.learned(windows)).
     """
+    given = (passes, seed, batch_size, observe, deadline, scored)
+    passes, seed, batch_size = check_evaluation(model, windows, *given)
     W, T = windows.shape
     device = windows.device
     causal = model.config.objective == "ar"
@@ -708,6 +712,7 @@ def load(path="out", device="cpu", kernel="auto", whole=False):
     fill gaps, a model of blocks that learned it (--whole) becomes one without. Raises UserError, a
     ValueError, for anything but an intact checkpoint; nothing is unpickled.
     """
+    whole = truth("whole", whole)
     device = runtime.pick_device(str(device))
     folder = checkpoint.find_checkpoint(path)
     config = checkpoint.read_config(Config, folder / "config.json", runs.check)
@@ -719,6 +724,7 @@ def load(path="out", device="cpu", kernel="auto", whole=False):
     end_id = sources.given_end(config, tokenizer, is_variant)
     model = Model(config, tokenizer.vocab_size, ops, end_id)
     model.load_state_dict(checkpoint.read_tensors(folder / "model.safetensors", model.state_dict()))
+    model.register_forward_pre_hook(check_input, with_kwargs=True)
     return model.to(device).eval(), tokenizer, config
 
 

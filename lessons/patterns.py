@@ -7,7 +7,6 @@ A sequence is valid if it repeats its first 2, 3 or 4 symbols. The picture: the 
 over network calls, with a band from the worst to the best seed; the speed; and the sequences.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 
 import mdlm
 import sample
-from support.cli import UserError
+from support.cli import Parser, UserError
 
 STEPS = (1, 2, 4, 8, 16, 32)
 SAMPLERS = {
@@ -112,14 +111,16 @@ def draw(shares, speeds, shown, path):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("run", help="folder of a run with --data=patterns")
     parser.add_argument("picture", help="PNG or SVG file to write")
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--sequences", type=int, default=128, help="for each seed")
-    args = parser.parse_args(argv)
     try:
+        args = parser.parse_args(argv)
         cli.optional("matplotlib.figure", "a picture")  # before the work
+        if args.seeds < 1 or args.sequences < 16:
+            raise UserError("give --seeds of at least 1 and --sequences of at least 16")
         model, tokenizer, config = mdlm.load(args.run)
         if config.data != "patterns":
             raise UserError(f"{args.run} learned {config.data}; give a run with --data=patterns")

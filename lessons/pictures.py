@@ -8,7 +8,6 @@ The first also prints how many tokens were masked: by exactly l masks, and by ma
 with probability t (Bernoulli), as most papers do. Without --run the model in weights/ answers.
 """
 
-import argparse
 import dataclasses
 import math
 import sys
@@ -24,11 +23,11 @@ cli.start(__name__)
 
 import torch
 import torch.nn.functional as F
-from support.kernels.reference import is_visible, mask_tokens_ref, prepare
 
 import mdlm
 from support.checkpoint import default_run
-from support.cli import UserError
+from support.cli import Parser, UserError
+from support.kernels.reference import is_visible, mask_tokens_ref, prepare
 from support.likelihood import to_context
 from support.plots import BLUE, GREEN, GREY, RED, figure
 from support.templates import parse, to_ids
@@ -145,14 +144,12 @@ def draw_time(embedding, path):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("picture", help="PNG or SVG file to write")
     parser.add_argument("--text", help="draw what a model attends to in this text; █ is a mask")
-    parser.add_argument("--run", default="", help="a run; without --text: its time embedding")
-    args = parser.parse_args(argv)
+    parser.add_argument("--run", help="a run; without --text: its time embedding")
     try:
-        if args.text == "":
-            raise UserError("--text is empty; give one, or leave it out")
+        args = parser.parse_args(argv)
         if args.text:
             model, tokenizer, config = mdlm.load(default_run(args.run), whole=True)
             if model.n > 1:

@@ -46,8 +46,9 @@ class Harness(LM):
     All are text as it is: what marks a gap in a template of sample.py is none here.
     """
 
-    def __init__(self, out_dir="", draws=64, seed=0, device=None, batch_size=1, max_batch_size=1):
+    def __init__(self, out_dir=None, draws=64, seed=0, device=None, batch_size=1, max_batch_size=1):
         super().__init__()
+        cli.check_not_empty("out_dir", out_dir)
         for name, value in (("draws", draws), ("seed", seed)):
             if type(value) is not int or value < 0:
                 raise UserError(f"{name}={value} of --model_args is not accepted; give a number")

@@ -12,11 +12,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from support.kernels.reference import block_spans
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from support import kernels
+from support.kernels.reference import block_spans
 
 compiled = partial(torch.compile, dynamic=False)
 

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from support import environment, files, runtime, shards
-from support.cli import UserError, warn
+from support.cli import UserError, check_not_empty, warn
 
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # the others: to resume
 # Settings of earlier versions, and what the program always does now.
@@ -119,8 +119,9 @@ def verify(folder):
 
 def find_checkpoint(path):
     """The newest intact checkpoint of a run, or `path` itself; warns about damaged ones."""
-    if not isinstance(path, (str, os.PathLike)):
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise UserError(f"{path!r} is no path; give the folder of a run or a checkpoint")
+    check_not_empty("the path of a run", os.fspath(path))
     path = Path(path)
     is_run = not (path / "manifest.json").exists()
     for folder in checkpoints(path) if is_run else [path]:
@@ -131,9 +132,36 @@ def find_checkpoint(path):
             if not is_run:
                 raise UserError(f"{e}; restore it from a copy, or give another one") from e
             warn(f"{e}; trying the one before it")
+    foreign = what_else(path)
+    if foreign:
+        raise UserError(f"{path} is {foreign}; give the folder of a run that mdlm.py trained")
     train = environment.command("mdlm.py")
     fix = f"train one with: {train} --out_dir={environment.quote(path)}"
     raise UserError(f"{path} holds no intact checkpoint; {fix}")
+
+
+def what_else(path):
+    """What a path that holds no checkpoint of ours is instead, if that can be told; else ""."""
+    if path.is_file():
+        return "a file, and no weights of other programs can be loaded"
+    with contextlib.suppress(UserError):
+        if "model_type" in files.read_json(path / "config.json", "config"):
+            return "a model of Hugging Face transformers, which cannot be loaded"
+    if (path / "ckpt.pt").exists():
+        return "a run of nanoGPT, which cannot be loaded"
+    return ""
+
+
+def check_source(name):
+    """Raise UserError for an --init_from that no folder can be: as of nanoGPT, or of a hub."""
+    if Path(name).exists():
+        return
+    kept = "--init_from fine-tunes the folder of a run that mdlm.py trained"
+    if name in ("scratch", "random", "none"):
+        raise UserError(f"--init_from={name}: leave it out to start from random weights")
+    if name in ("resume", "last", "latest"):
+        raise UserError(f"--init_from={name}: to continue the run in --out_dir give --resume")
+    raise UserError(f"--init_from={name} is no folder; models of a hub cannot be loaded: {kept}")
 
 
 SHIPPED = Path(__file__).parent.parent / "weights" / "shakespeare"

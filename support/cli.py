@@ -4,9 +4,10 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
-import difflib
+import functools
 import importlib
 import inspect
+import itertools
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from support import environment
+from support import environment, guesses
 
 # What could command a terminal or reorder its text: control characters except line ends and tabs,
 # and the marks that turn the direction of writing.
@@ -23,6 +24,8 @@ UNSAFE = re.compile(
 )
 NO_LIMIT = 1 << 31
 COUNT = (1, NO_LIMIT)  # bounds of a flag that counts something
+TRUE = ("true", "1", "yes", "on")
+FALSE = ("false", "0", "no", "off")
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -211,19 +214,23 @@ def check_clashes(clashes, given):
                 raise UserError(f"--{one} and --{other} contradict each other; {why}")
 
 
-def opt(default, meaning, *choices, bounds=None, bare=None):
+def opt(default, meaning, *choices, bounds=None, bare=None, text=False):
     """A dataclass field and flag: its default, help, and choices or (low, high) bounds.
 
-    bare: what the flag alone means, where it needs no value.
+    bare: what the flag alone means, where it needs no value. text: white space is a value too.
     """
-    metadata = {"help": meaning, "choices": choices, "bounds": bounds, "bare": bare}
+    metadata = {"help": meaning, "choices": choices, "bounds": bounds, "bare": bare, "text": text}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def check_fields(options):
-    """Raise UserError for a value that has the wrong type, is no choice or is out of bounds."""
+    """Raise UserError for a value that has the wrong type, is no choice or is out of bounds.
+
+    Numbers of numpy and PyTorch and paths become plain ones, in `options` itself.
+    """
     for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
+        value = plain(getattr(options, field.name))
+        setattr(options, field.name, value)
         choices = field.metadata["choices"]
         bounds = field.metadata["bounds"]
         types = (int, float) if field.type is float else (field.type,)
@@ -235,6 +242,26 @@ def check_fields(options):
             raise UserError(f"--{field.name}={value} must be from {bounds[0]} to {bounds[1]}")
 
 
+def plain(value):
+    """A number of numpy, or of an array or tensor without axes, and a path as Python's own."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
+def check_not_empty(name, value, text=False):
+    """Raise UserError for an empty value, such as that of a variable that is not set.
+
+    White space is empty too, except in a text.
+    """
+    if isinstance(value, str) and not (value if text else value.strip()):
+        why = "is a variable not set?"
+        raise UserError(f"{name}={value!r} is empty: {why} Give a value (--help lists all)")
+
+
+@functools.cache
 def headings(cls):
     """Field name -> the last comment line above it in the class: the groups of --help."""
     found = {}
@@ -248,30 +275,97 @@ def headings(cls):
 
 
 def parse_bool(text):
-    if text.lower() in ("true", "1", "yes", "on", "false", "0", "no", "off"):
-        return text.lower() in ("true", "1", "yes", "on")
+    if text.lower() in TRUE + FALSE:
+        return text.lower() in TRUE
     raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
 
 
 class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose mistakes are UserErrors. No flag is abbreviated, no value empty."""
+
+    def __init__(self, **how):
+        super().__init__(**how, allow_abbrev=False)
+
     def error(self, message):
         raise UserError(message)
 
+    def parse_args(self, argv):
+        given, unknown = self.parse_known_args(argv)
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        if unknown:
+            refuse(unknown[0], [flag[2:] for flag in flags])
+        for name, value in vars(given).items():
+            check_not_empty(f"--{name}" if f"--{name}" in flags else name, value)
+        return given
 
-def refuse(argument, flags):
-    """Raise UserError for an argument that is none of the flags: name the one that was meant."""
+
+def in_our_words(argv, names, switches, program):
+    """argv with our names for flags that others call otherwise, and underscores for dashes.
+
+    A switch, which needs no value, takes the next argument only if that is true or false.
+    """
+    found = []
+    for argument, following in itertools.zip_longest(argv, argv[1:], fillvalue="true"):
+        flag, equals, value = argument.partition("=")
+        our = flag.startswith("--") and guesses.ours(flag[2:], names, program)
+        if our:
+            argument = f"--{our}{equals}{value}"
+            is_alone = following.strip() and following.lower() not in TRUE + FALSE
+            if our in switches and not equals and is_alone:
+                argument += "=true"
+        found.append(argument)
+    return found
+
+
+def refuse(argument, names, program=""):
+    """Raise UserError for an argument that is none of the flags `names`: say what was meant."""
+    flag, equals, _ = argument.partition("=")
     if not argument.startswith("-"):
-        raise UserError(f"{argument!r} needs a flag before it, such as --data= (--help lists all)")
-    flag = argument.split("=")[0]
-    near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.0)[0]
-    raise UserError(f"there is no flag {flag}; the nearest is {near} (--help lists all)")
+        if equals and flag in names:
+            raise UserError(f"{argument!r} needs dashes: --{argument}")
+        example = next((name for name in ("data", "out_dir") if name in names), names[0])
+        fix = f"such as --{example}= (--help lists all)"
+        raise UserError(f"{argument!r} needs a flag before it, {fix}")
+    advice = guesses.answer(flag.lstrip("-"), names, program)
+    advice = f"; {advice}" if advice else ""
+    raise UserError(f"there is no flag {flag}{advice} (--help lists all)")
 
 
-def parse_flags(cls, argv, description, epilog="", presets=None, preset=None):
+def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, free=""):
     """The flags given in argv, as a dict of fields of `cls`, whose comments group --help.
 
     presets: name -> {setting: default}; --help shows the defaults of `preset`.
+    free: the name under which a value without a flag is returned ("": it is refused).
     """
+    parser = make_parser(cls, description, epilog, presets, preset)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    names = list(fields)
+    switches = [name for name, field in fields.items() if field.type is bool]
+    program = Path(inspect.getsourcefile(cls)).stem
+    n = argv.index("--") if "--" in argv else len(argv)  # what follows -- is no flag
+    given, unknown = parser.parse_known_args(in_our_words(argv[:n], names, switches, program))
+    given = vars(given)
+    words = unknown + argv[n + 1 :]
+    for argument in words if not free else filter(is_flag, unknown):
+        refuse(argument, names, program)
+    for name, value in given.items():
+        check_not_empty(f"--{name}", value, fields[name].metadata["text"])
+    check_fields(cls(**given))
+    if len(words) > 1:
+        raise UserError(f"{' '.join(words)!r} are {len(words)} values; put a text in quotes")
+    if words:
+        check_not_empty(free, words[0], text=True)
+        given[free] = words[0]
+    return given
+
+
+def is_flag(argument):
+    """Whether an argument looks like a flag: not like -, a number, or a text of several words."""
+    return bool(re.fullmatch(r"--?[^\W\d]?[\w-]*(=.*)?", argument, re.DOTALL)) and argument != "-"
+
+
+def make_parser(cls, description, epilog, presets, preset):
+    """The Parser of parse_flags."""
     if presets:
         varied = dict.fromkeys(name for values in presets.values() for name in values)
         lines = ["presets:"]
@@ -281,7 +375,6 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None):
         epilog = "\n".join([*lines, epilog])
     parser = Parser(
         description=description,
-        allow_abbrev=False,
         epilog=epilog,
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -302,8 +395,4 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None):
             meaning += f" (default: {default})"
         group = groups[heading[field.name]]
         group.add_argument(f"--{field.name}", help=meaning.replace("%", "%%"), **kind)
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        refuse(unknown[0], [f"--{field.name}" for field in dataclasses.fields(cls)])
-    check_fields(cls(**vars(given)))
-    return vars(given)
+    return parser

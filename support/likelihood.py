@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from support.arguments import check_ids, check_length
 from support.cli import UserError
 from support.templates import encode_parts, joined, keeps_spaces, to_ids, to_texts
 
@@ -43,16 +44,6 @@ def checked(logits):
     if not (logits.amax(-1).abs() < 1e30).all():  # larger ones overflow in sums
         raise UserError("the model predicts NaN or inf: its weights are damaged; train it again")
     return logits
-
-
-def check_ids(model, x):
-    """Raise UserError unless x is (B, T) int64 in 0..V, V being [MASK]."""
-    V = model.vocab_size
-    if not isinstance(x, torch.Tensor) or x.dtype != torch.int64 or x.dim() != 2:
-        raise UserError(f"x must be a tensor (B, T) of int64 ids; give 0 to {V}, which is [MASK]")
-    low, high = x.aminmax() if x.numel() else (0, 0)
-    if low < 0 or high > V:
-        raise UserError(f"x has ids from {low} to {high}; give 0 to {V}, which is [MASK]")
 
 
 def check_gaps(model, x, fill):
@@ -149,6 +140,8 @@ def chain_rule(model, x, batch_size=None, update=lambda n: None):
     x (B, T) ids, T at most the context L.
     batch_size: positions per network call; update(n) is called after n more of them.
     """
+    check_ids(model, x, masks=False)
+    check_length(model, x)
     T = x.shape[1]
     x = to_context(model, x)
     out = torch.zeros(x.shape, dtype=torch.float64)

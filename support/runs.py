@@ -141,6 +141,8 @@ def open_run(given, cls, new_config, world, resumable):
             raise UserError(f"--data={config.data} has no columns; leave --prompt_column out")
         if config.init_from and "tokenizer" in given:
             raise UserError("--init_from brings a tokenizer; leave --tokenizer out")
+        if config.init_from:
+            checkpoint.check_source(config.init_from)
     check(config, world)
     shards.check(config.shard, world)
     if checkpoint.checkpoints(out) and not (config.resume or config.overwrite):

@@ -1,7 +1,9 @@
 """Templates for infilling: text in which █ is a token to fill and [___] a gap of unknown length.
 
-Programs handle them as a list of parts: a Literal, a number of tokens, or None for [___]. A literal
-has the ids that it has in a whole text, after what precedes it there (support/seams.py).
+[MASK] means the same as █, and so does _ where the model's vocabulary has no such character;
+\\[MASK] is the text [MASK]. Programs handle templates as a list of parts: a Literal, a number of
+tokens, or None for [___]. A literal has the ids that it has in a whole text, after what precedes it
+there (support/seams.py).
 """
 
 import itertools
@@ -14,7 +16,10 @@ import torch
 from support.cli import UserError
 from support.seams import SPACED, is_space
 
-GAP = re.compile(r"(█+|\[___\])")
+# █ and [MASK]: a token. [___]: a gap of unknown length. \[MASK] is text.
+GAP = re.compile(r"(█|(?<!\\)\[MASK\]|\[___\])")
+GAP_OR_LINE = re.compile(GAP.pattern[:-1] + "|_)")  # where a vocabulary has no _
+LINE_END = re.compile("\r?\n")
 
 
 class Literal(str):
@@ -78,17 +83,19 @@ def read_templates(infill, batch):
     """The template of --infill or those of a --batch, where "-" is standard input; else [None]."""
     if not batch and infill != "-":
         return [infill or None]
+    how = dict(encoding="utf-8-sig", newline="")  # without a byte order mark; \r\n stays
     try:
         if "-" in (infill, batch):
-            sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")
+            sys.stdin.reconfigure(errors="strict", **how)
             text = sys.stdin.read()
         else:
-            with open(batch, encoding="utf-8-sig") as f:  # without a byte order mark
+            with open(batch, **how) as f:
                 text = f.read()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"the templates cannot be read ({e}); give UTF-8 text") from None
-    text = text.removesuffix("\n")
-    return text.split("\n") if batch else [text]
+    if batch:  # each line is a template, without the \n or \r\n that ends it
+        return LINE_END.split(re.sub("\r?\n\\Z", "", text))
+    return [re.sub("\r?\n\\Z", "", text)]
 
 
 def parse_all(infill, batch, to_parts):
@@ -121,28 +128,47 @@ def of_prompt(prompt, tokenizer, length, config):
     return [part for part in (literal, length - n) if part]
 
 
-def check_text(text):
-    """The text; UserError unless it is a string that UTF-8 can encode."""
-    if not isinstance(text, str) or any("\ud7ff" < c < "\ue000" for c in text):
-        raise UserError("the text is no string, or not UTF-8; convert it, or set a UTF-8 locale")
-    return text
+def gap_pattern(tokenizer):
+    """What a gap looks like in templates for this tokenizer."""
+    try:
+        spells_lines = "_" in tokenizer.decode(tokenizer.encode("_"))
+    except UserError:
+        spells_lines = False
+    return GAP if spells_lines else GAP_OR_LINE
 
 
-def is_template(text):
-    return bool(GAP.search(text))
+def is_template(text, tokenizer):
+    return bool(gap_pattern(tokenizer).search(text))
+
+
+def split(template, gap):
+    """The parts of a template whose gaps match `gap`: literals, numbers of tokens, None."""
+    parts = []
+    for i, part in enumerate(gap.split(template)):
+        if i % 2 == 0:
+            parts += [part.replace("\\[MASK]", "[MASK]")] * bool(part)
+        elif part == "[___]":
+            parts.append(None)
+        elif parts and isinstance(parts[-1], int):
+            parts[-1] += 1
+        else:
+            parts.append(1)
+    return parts
 
 
 def parse(template, tokenizer, context):
     """The parts of a template; UserError if it has no gap, is too long or cannot be encoded."""
     if not template:
-        raise UserError("the template is empty; write a text with █ for each missing token")
+        use = "write a text with █ or [MASK] for each missing token"
+        raise UserError(f"the template is empty; {use}")
+    gap = gap_pattern(tokenizer)
     if tokenizer.kind in ("char", "id"):  # which name the position of what they do not know
         known = " " if tokenizer.kind == "id" else tokenizer.decode([0])
-        tokenizer.encode(GAP.sub(lambda gap: known * len(gap[0]), template))
-    parts = [len(part) if part[0] == "█" else part for part in GAP.split(template) if part]
-    parts = [None if part == "[___]" else part for part in parts]
+        shown = gap.sub(lambda found: known * len(found[0]), template)
+        tokenizer.encode(shown.replace("\\[MASK]", known + "[MASK]"))
+    parts = split(template, gap)
     if all(isinstance(part, str) for part in parts):
-        use = "mark each missing token with █, or a gap of unknown length with [___]"
+        use = "mark each missing token with █ or [MASK], a gap of unknown length with [___]"
         raise UserError(f"{template[:40]!r} has nothing to fill; {use}")
     for part, after in itertools.pairwise(parts):
         if part is None and not isinstance(after, str):

@@ -8,6 +8,7 @@ from collections import Counter
 
 import numpy as np
 
+from support.arguments import check_text, whole_ids
 from support.cli import UserError, optional, warn
 from support.files import most_bytes, read_json, read_small
 from support.seams import BROKEN, PART, Library, shared
@@ -94,7 +95,7 @@ class Tokenizer:
         return np.array(ids, np.int64)
 
     def encode(self, text):
-        return self.encode_array(text).tolist()
+        return self.encode_array(check_text(text)).tolist()
 
     def encode_given(self, text, after_gap=False):
         """The ids of a text that a user gives; UserError if they lose some of it.
@@ -122,7 +123,7 @@ class Tokenizer:
 
     def decode(self, ids):
         """Ids -> text; [MASK], the id after the last token, is shown as █."""
-        return self.locate(ids, [])[0]
+        return self.locate(whole_ids(ids, self.vocab_size), [])[0]
 
     def cut(self, ids, edges):
         """The texts of ids[: edges[0]], ids[edges[0] : edges[1]] ...; joined they are decode(ids).

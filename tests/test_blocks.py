@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, TINY, losses, read_log, run_mdlm, saved
-from support.kernels.cache import Cache
 
 import eval
 import export
 import mdlm
 import sample
 from support import cli, kernels
+from support.kernels.cache import Cache
 from support.likelihood import chain_rule, groups
 
 V = 5

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, read_log, tiny_flags
-from support.kernels.launch import can_compile
 
 from support import checkpoint, compiling
+from support.kernels.launch import can_compile
 
 needs_compiler = pytest.mark.skipif(
     os.name != "posix" or not can_compile(torch.device("cpu")), reason="a C++ compiler, POSIX"

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 from conftest import Toy
-from support.kernels.reference import philox_words
 
 import sample
 from support import numerics
+from support.kernels.reference import philox_words
 
 V = 2
 T = 8

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from conftest import TINY, Toy, losses, read_log, run_mdlm, sign
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernels.reference import document_spans
 
 import mdlm
 import sample
 from support import kernels, sources
+from support.kernels.reference import document_spans
 from support.likelihood import chain_rule, end_documents
 from support.tokenizer import Tokenizer
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from support.kernels import mask_tokens, mask_tokens_ref
 from support.kernels.reference import philox_words
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, TINY, Toy, chain_rule, exhaustive_nelbo, run_mdlm
 from safetensors.numpy import load_file
-from support.kernels.reference import attention_ref
 
 import mdlm
 from support import kernels
 from support.cli import UserError
+from support.kernels.reference import attention_ref
 
 VARIANTS = [
     dict(masking="bernoulli"),

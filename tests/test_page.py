@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, Toy
-from support.kernels.reference import philox_words
 from test_export import save
 from webdriver import Browser
 
@@ -27,6 +26,7 @@ import export
 import mdlm
 import sample
 from support import cli, likelihood, page, viewer
+from support.kernels.reference import philox_words
 from support.tokenizer import Tokenizer
 
 WEIGHTS = ROOT / "weights" / "shakespeare"

@@ -364,7 +364,7 @@ def test_python_gets_sentences_for_models_and_texts(run):
     for args in ((None,), (run, "nowhere"), (run, "cpu", "fast"), (run, "cuda:99")):
         with pytest.raises(cli.UserError, match=r"is no path|is not on this machine|fast"):
             mdlm.load(*args)
-    for text in (5, "\ud800", ["a"]):
+    for text in (5, "\ud800", [5]):
         with pytest.raises(cli.UserError, match="not UTF-8"):
             sample.write(model, tokenizer, text)
     with pytest.raises(cli.UserError, match="fill is no setting"):
@@ -422,7 +422,7 @@ def test_devices_are_written_not_replaced(tmp_path):
     [
         (mdlm, ["my.txt"], ["'my.txt' needs a flag", "--data="]),
         (eval, ["my file.txt"], ["'my file.txt' needs a flag"]),
-        (sample, ["To be█"], ["'To be█' needs a flag"]),
+        (sample, ["To", "be█"], ["'To be█' are 2 values", "quotes"]),
         (mdlm, ["--data=/dev/zero"], ["/dev/zero", "is no regular file"]),
         (mdlm, ["--data=tests"], ["tests is a folder without files to train on", ".jsonl"]),
         (mdlm, ["--seed=4294967296"], ["--seed=4294967296", "0 to 4294967295"]),

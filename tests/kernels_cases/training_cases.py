@@ -8,10 +8,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.kernels.launch import ENABLED, INTERPRET, LAUNCHES, launch
-
 import mdlm
 from support import kernels
+from support.kernels.launch import ENABLED, INTERPRET, LAUNCHES, launch
 
 pytestmark = pytest.mark.skipif(
     not ENABLED or not (torch.cuda.is_available() or INTERPRET),

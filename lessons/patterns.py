@@ -20,7 +20,9 @@ from matplotlib.figure import Figure
 
 import mdlm
 import sample
+from support import cli, outputs
 from support.cli import UserError
+from support.plots import write_figure
 
 STEPS = (1, 2, 4, 8, 16, 32)
 SAMPLERS = {
@@ -104,7 +106,7 @@ def draw(shares, speeds, shown, path):
         axis.set(xticks=[], title=f"{steps} step{'s' * (steps > 1)}")
         axis.title.set_fontsize(9)
     bottom.suptitle("16 sequences each, their first 24 symbols, default sampler", fontsize=10)
-    fig.savefig(path)
+    write_figure(fig, path)
 
 
 def main(argv):
@@ -114,16 +116,13 @@ def main(argv):
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--sequences", type=int, default=128, help="for each seed")
     args = parser.parse_args(argv)
-    try:
-        model, tokenizer, config = mdlm.load(args.run)
-        if config.data != "patterns":
-            raise UserError(f"{args.run} learned {config.data}; give a run with --data=patterns")
-        draw(*measure(model, tokenizer, args.seeds, args.sequences), args.picture)
-    except (UserError, OSError, ValueError) as e:
-        print(f"patterns.py: {e}", file=sys.stderr)
-        return 2
+    outputs.check("PICTURE", args.picture, dict(RUN=args.run))
+    model, tokenizer, config = mdlm.load(args.run)
+    if config.data != "patterns":
+        raise UserError(f"{args.run} learned {config.data}; give a run with --data=patterns")
+    draw(*measure(model, tokenizer, args.seeds, args.sequences), args.picture)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(cli.run(main, sys.argv[1:]))

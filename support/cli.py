@@ -8,8 +8,10 @@ import difflib
 import inspect
 import os
 import re
+import shlex
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +22,8 @@ UNSAFE = re.compile(
 )
 NO_LIMIT = 1 << 31
 COUNT = (1, NO_LIMIT)  # bounds of a flag that counts something
+READS = "reads"  # what a flag does with the file or folder that it names
+WRITES = "writes"
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -56,11 +60,70 @@ def keep_memory():
             mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
+class Stopped(BaseException):
+    """A signal asks the program to end; what it has opened is cleaned up on the way."""
+
+
+def stop(number, frame):
+    raise Stopped(number)
+
+
+# Signals that end a program. Ctrl-C raises KeyboardInterrupt, the others raise Stopped.
+ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+@contextlib.contextmanager
+def clean_end():
+    """Within, SIGTERM and SIGHUP raise Stopped, so that no temporary folder is left behind.
+
+    A signal that is ignored (under nohup) or handled already stays so. Ranks end at once, also
+    while they wait for each other, when Python runs no handler.
+    """
+    before = {}
+    is_alone = "MASTER_PORT" not in os.environ
+    if is_alone and threading.current_thread() is threading.main_thread():
+        ours = [number for number in ENDING if signal.getsignal(number) == signal.SIG_DFL]
+        before = {number: signal.signal(number, stop) for number in ours}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signals_wait():
+    """Within, signals that would end the program wait: a second Ctrl-C interrupts no clean-up."""
+    waiting = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, *ENDING):
+            if callable(signal.getsignal(number)):
+                before[number] = signal.signal(number, lambda number, frame: waiting.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in waiting[:1]:
+            before[number](number, None)
+
+
 def run(main, argv, cleanup=None):
     """Run main(argv), then cleanup(); returns the exit code. A UserError is printed and gives 2."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     make_streams_usable()
+    with clean_end():
+        try:
+            return exit_code(main, argv)
+        finally:
+            if cleanup:
+                cleanup()
+
+
+def exit_code(main, argv):
+    """The exit code of main(argv); what a user can mend gets one sentence."""
     program = Path(sys.argv[0]).name
     try:
         code = main(argv)
@@ -71,25 +134,44 @@ def run(main, argv, cleanup=None):
         warn(f"{program}: {sentence}", on_every_rank=isinstance(e, RankError))
         return 2
     except (MemoryError, RuntimeError) as e:  # of Python, numpy; of PyTorch's allocators
-        words = ("out of memory", "can't allocate memory", "bad_alloc", "not enough memory")
-        if not (isinstance(e, MemoryError) or any(word in str(e) for word in words)):
+        why = explain(e)
+        if not why:
             raise
-        fix = "lower the batch, the length, or the size of the model"
-        warn(f"{program}: out of memory; {fix}", on_every_rank=True)
+        warn(f"{program}: {why}", on_every_rank=True)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of standard output has gone (| head)
-        silence_stdout()
-        return 141
+    except Stopped as e:
+        return 128 + e.args[0]
     except OSError as e:
-        path = e.filename or "standard output"
+        if isinstance(e, BrokenPipeError) and not e.filename:
+            silence_stdout()  # its reader has gone (| head)
+            return 141
+        path = e.filename or ("standard output" if stdout_fails() else "a file")
         warn(f"{program}: {e.strerror or e}: {path}; check that path and the free space there")
         silence_stdout()
         return 2
-    finally:
-        if cleanup:
-            cleanup()
+
+
+def explain(error):
+    """A sentence for a MemoryError or RuntimeError that is no mistake of the program; else ""."""
+    text = str(error)
+    words = ("out of memory", "can't allocate memory", "bad_alloc", "not enough memory")
+    if isinstance(error, MemoryError) or any(word in text for word in words):
+        return "out of memory; lower the batch, the length, or the size of the model"
+    words = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+    if "MASTER_PORT" in os.environ and any(word in text for word in words):
+        return "another rank has stopped, and its own message says why; --resume continues"
+    return ""
+
+
+def stdout_fails():
+    """Whether standard output cannot be written: what failed to be written is still held."""
+    try:
+        sys.stdout.flush()
+        return False
+    except (OSError, ValueError):
+        return True
 
 
 def make_streams_usable():
@@ -123,30 +205,36 @@ def escaped(text):
     return UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+def quoted(text):
+    """Text as a Python string in double quotes, on one line of printable characters."""
+    shown = []
+    for c in text:
+        if c.isprintable() and c not in '"\\':
+            shown.append(c)
+        else:
+            shown.append('\\"' if c == '"' else c.encode("unicode_escape").decode())
+    return f'"{"".join(shown)}"'
+
+
+def shell_word(text):
+    """Text as one word of a command line, on one line of printable characters."""
+    if text.isprintable():
+        return shlex.quote(text)
+    shown = (c if c.isprintable() and c not in "'\\" else hexadecimal(c) for c in text)
+    return "$'" + "".join(shown) + "'"  # of bash and zsh
+
+
+def hexadecimal(c):
+    """A character as bytes in $'...' of a shell."""
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))
+
+
 def progress(what, unit, total=None, disable=False):
     """A tqdm bar for work of more than a second; written every ten seconds if not on a terminal."""
     from tqdm import tqdm
 
     how = dict(leave=False, delay=1, mininterval=0.1 if sys.stderr.isatty() else 10)
     return tqdm(desc=what, unit=unit, total=total, disable=disable, **how)
-
-
-def check_files(read, written):
-    """Raise UserError for a file that is written but read too, written twice, or of a checkpoint.
-
-    Both are dicts of flag -> path.
-    """
-    seen = {os.path.realpath(path): flag for flag, path in read.items()}
-    for flag, path in written.items():
-        if path in ("", "-"):
-            continue
-        file = Path(os.path.realpath(path))
-        other = seen.setdefault(str(file), flag)
-        if other != flag:
-            raise UserError(f"--{other} and --{flag} name the same file, {path}; give two files")
-        own = (file.parent / "latest").exists() and file.name in ("latest", "log.jsonl")
-        if own or (file.parent / "manifest.json").exists():
-            raise UserError(f"--{flag}={path} is a part of a run; give another file")
 
 
 def check_clashes(clashes, given):
@@ -157,12 +245,13 @@ def check_clashes(clashes, given):
                 raise UserError(f"--{one} and --{other} contradict each other; {why}")
 
 
-def opt(default, meaning, *choices, bounds=None, bare=None):
+def opt(default, meaning, *choices, bounds=None, bare=None, path=None):
     """A dataclass field and flag: its default, help, and choices or (low, high) bounds.
 
-    bare: what the flag alone means, where it needs no value.
+    bare: what the flag alone means, where it needs no value. path: READS or WRITES, if the value
+    names a file or folder: support/outputs.py keeps what is read, and runs, from being replaced.
     """
-    metadata = {"help": meaning, "choices": choices, "bounds": bounds, "bare": bare}
+    metadata = {"help": meaning, "choices": choices, "bounds": bounds, "bare": bare, "path": path}
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from support.cli import UserError, warn
+from support.files import naming
 from support.viewer import PAGE, as_script, assemble
 
 RUNTIME = PAGE / "node_modules" / "onnxruntime-web"
@@ -91,7 +92,7 @@ def contents_of(model, tokenizer, config, weights):
     check(model, tokenizer, config)
     contents = read_runtime()
     warn("exporting to ONNX")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, naming(folder):
         contents["model.onnx"], arrays = to_onnx(model, Path(folder))
     packed = b""
     tensors = []  # offset in the data file, number of values, of columns with a scale

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from support.cli import UNSAFE, escaped
-from support.files import write_output
+from support.outputs import write
 from support.templates import joined
 
 FILLED = "\x1b[1;36m"
@@ -237,7 +237,7 @@ def write_page(path, samples, settings):
         composer="",
         scripts=f"{as_script(data)}\n<script>\n{script}</script>",
     )
-    write_output(path, page.encode())
+    write(path, page.encode())
 
 
 def show(found, facts, with_scores):

@@ -80,15 +80,17 @@ def clean_end():
     while they wait for each other, when Python runs no handler.
     """
     before = {}
-    is_alone = "MASTER_PORT" not in os.environ
-    if is_alone and threading.current_thread() is threading.main_thread():
-        ours = [number for number in ENDING if signal.getsignal(number) == signal.SIG_DFL]
-        before = {number: signal.signal(number, stop) for number in ours}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    for number in ENDING:
+        if before.get(number) == signal.SIG_DFL and "MASTER_PORT" not in os.environ:
+            signal.signal(number, stop)
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # of another language
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -147,9 +149,11 @@ def exit_code(main, argv):
         if isinstance(e, BrokenPipeError) and not e.filename:
             silence_stdout()  # its reader has gone (| head)
             return 141
-        path = e.filename or ("standard output" if stdout_fails() else "a file")
-        warn(f"{program}: {e.strerror or e}: {path}; check that path and the free space there")
-        silence_stdout()
+        path = e.filename
+        if not path and stdout_fails():
+            path = "standard output"
+            silence_stdout()
+        warn(f"{program}: {e.strerror or e}: {path or 'a file'}; check that and the free space")
         return 2
 
 

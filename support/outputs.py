@@ -127,7 +127,7 @@ def check_folder(flag, path, read=None, names=()):
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        fix = "give a folder that is yours"
+        fix = "check that path, or give a folder that is yours"
         raise UserError(f"--{flag}={path} cannot be made ({e.strerror}); {fix}") from None
     for name in names:
         check(flag, str(folder / name), read, own=names)

@@ -152,7 +152,8 @@ def open_run(given, cls, new_config, world, resumable):
     shown = dataclasses.asdict(config) | dict(device="")  # GPUs of a machine have numbers
     fix = "give all ranks the same --preset and files"
     runtime.check_equal(repr(shown), f"the ranks would train different models; {fix}")
-    if checkpoint.checkpoints(out) and not (config.resume or config.overwrite):
+    has_saved = any(map(ownership.is_checkpoint, checkpoint.checkpoints(out)))
+    if has_saved and not (config.resume or config.overwrite):
         fix = "give --resume to continue it, --overwrite to replace it, or another --out_dir"
         raise UserError(f"--out_dir={out} already holds a run; {fix}")
     runtime.on_first_rank(lambda: take(config, folder))
@@ -230,7 +231,13 @@ def open_data(config, folder, device, prepare, corpus_of, source):
     state = checkpoint.read_state(folder) if folder else {}
 
     def opened(path, device):
-        corpus = corpus_of(path, config, device)
+        try:
+            corpus = corpus_of(path, config, device)
+        except UserError as e:
+            if not state:
+                raise
+            fix = "restore it, or start again with --overwrite"
+            raise UserError(f"the data of the run cannot be used: {e}; {fix}") from e
         if any(state.get(name, value) != value for name, value in corpus.identity.items()):
             fix = "restore it, or start again with --overwrite"
             raise UserError(f"--data={config.data}: {path} is not what {folder} learned; {fix}")

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from support import files, ownership, runtime, shards
-from support.cli import UserError, warn
+from support.cli import UserError, shell_word, warn
 
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # the others: to resume
 # Settings of earlier versions, and what the program always does now.
@@ -148,7 +148,8 @@ def read_newest(path, read):
         elif not was_removed:
             break
         time.sleep(0.01)
-    fix = f"train one with: python mdlm.py --out_dir={path}"
+    again = " --overwrite" if checkpoints(path) else ""
+    fix = f"train one with: python mdlm.py --out_dir={shell_word(str(path))}{again}"
     raise UserError(f"{path} holds no intact checkpoint; {fix}")
 
 

@@ -153,6 +153,7 @@ class Log:
     def done(self, run):
         """The last line: what to type next."""
         out = shell_word(run.config.out_dir)
+        out += " --prompt=TEXT" * bool(run.config.prompt_column)
         self.say(f"done in {run.elapsed():.0f} s. Now type: python sample.py --out_dir={out}")
 
     def say(self, text, stream=None):

@@ -189,7 +189,8 @@ def check_resume(given, out):
     if given.get("overwrite"):
         raise UserError("--resume and --overwrite contradict each other; give one of them")
     if checkpoint.read_latest(out) == ownership.OVERWRITING:
-        fix = f"give --overwrite again, or remove {out}/latest to go on with the run before"
+        before = f"remove {out}/latest to go on with the run before, if it had the same data"
+        fix = f"give --overwrite again, or {before}"
         raise UserError(f"--overwrite was cut off in {out} before it saved; {fix}")
 
 

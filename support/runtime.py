@@ -291,10 +291,11 @@ def on_all_ranks(do):
     failed = int(all_reduce(torch.tensor(rank if error else world), "MIN"))
     if failed == world:
         return found
-    if failed == rank == 0 or not CONTROL:
-        raise error
     said = [str(error)]
-    distributed.broadcast_object_list(said, failed, CONTROL)
+    if CONTROL:
+        distributed.broadcast_object_list(said, failed, CONTROL)
+    if error and (rank == 0 or isinstance(error, RankError)):
+        raise error
     if error and failed:
         raise RankError(str(error)) from error
     raise UserError(f"rank {failed}: {said[0]}" if failed else said[0])

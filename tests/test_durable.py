@@ -165,7 +165,7 @@ def test_a_file_with_two_names_keeps_the_other(world, tmp_path):
     assert (tmp_path / "other").read_text() == "new"
 
 
-def test_new_files_beside_a_run_are_written_again_and_again(run):
+def test_new_files_beside_a_run_are_written(run):
     for content in (b"one", b"two"):
         outputs.check("json", str(run / "samples.json"), dict(out_dir=str(run)))
         outputs.write(run / "samples.json", content)
@@ -229,7 +229,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("flags", [[], ["--overwrite"]], ids=["new", "overwrite"])
 @pytest.mark.parametrize("files", FOREIGN.values(), ids=FOREIGN.keys())
-def test_no_file_of_the_user_is_replaced_by_a_run(tmp_path, text_file, capsys, files, flags):
+def test_a_run_replaces_no_file_of_others(tmp_path, text_file, capsys, files, flags):
     out = tmp_path / "out"
     for name, content in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -486,7 +486,7 @@ def test_reading_while_a_run_saves_always_works(short_run, tmp_path, capsys):
     assert capsys.readouterr().err == "", "and nothing is said"
 
 
-def test_checkpoint_removed_while_it_is_read_is_looked_for_again(run):
+def test_checkpoint_removed_while_read_is_sought_again(run):
     def read(folder):
         if folder.name == "step-4":
             contents = {name: (folder / name).read_bytes() for name in CHECKPOINT_FILES}
@@ -545,7 +545,7 @@ def test_folder_of_others_is_named(tmp_path, capsys, name, flag):
 
 
 @needs_full
-def test_standard_output_is_blamed_for_its_own_failures_alone(capsys, monkeypatch):
+def test_standard_output_is_blamed_for_itself_alone(capsys, monkeypatch):
     def broken(argv):
         raise OSError(28, "No space left on device")
 

@@ -26,11 +26,12 @@ from pathlib import Path
 import torch
 
 import mdlm
-from support import numerics, plots, sources, viewer
-from support.checkpoint import SHIPPED, default_run, find_checkpoint
-from support.cli import UserError, opt
-from support.files import check_output, write_output
+from support import numerics, outputs, plots, sources, viewer
+from support.checkpoint import SHIPPED, default_run, read_newest
+from support.cli import READS, WRITES, UserError, opt
+from support.files import naming
 from support.likelihood import chain_rule, checked, group_size, to_context
+from support.ownership import PICTURES
 from support.runtime import pick_device
 
 EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on without a network
@@ -39,8 +40,10 @@ EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on 
 @dataclasses.dataclass
 class Options:
     # What to evaluate
-    out_dir: str = opt("", "run or checkpoint folder (default: out, else the model in weights/)")
-    data: str = opt("", "text whose last tenth is scored, or a folder (default: the run's)")
+    out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
+    data: str = opt(
+        "", "text, its last tenth is scored, or folder (default: the run's)", path=READS
+    )
     compare: str = opt("", "RUN,RUN,...: the last evaluations in their logs")
     text: str = opt("", "a text: mask it, and show what the model predicts", text=True)
     rate: float = opt(0.5, "share of the tokens of --text to mask", bounds=(0, 1))
@@ -53,7 +56,7 @@ class Options:
     device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: the fastest that is there")
     dtype: str = opt("float32", "bfloat16 is faster, less exact", "float32", "bfloat16")
     # What to show
-    json: str = opt("", "write the results to this file as one JSON object; -: to standard output")
+    json: str = opt("", "write the results to this file as JSON; -: standard output", path=WRITES)
     pictures: str = opt("", "folder for pictures, or none (default: the run's, if it has a log)")
 
 
@@ -75,9 +78,11 @@ def open_data(data, folder, tokenizer, config, device):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         if source == str(EXCERPT):  # all of it, where other texts are scored on their last tenth
             path = Path(tmp) / "text"
-            path.write_bytes(10 * EXCERPT.read_bytes())
+            with naming(path):
+                path.write_bytes(10 * EXCERPT.read_bytes())
         if not sources.is_ids(path):
-            mdlm.prepare(dataclasses.replace(config, data=str(path)), Path(tmp), tokenizer)
+            with naming(tmp):
+                mdlm.prepare(dataclasses.replace(config, data=str(path)), Path(tmp), tokenizer)
             path = Path(tmp)
         corpus = mdlm.Corpus(path, config, device)
         if corpus.tokenizer.to_json() != tokenizer.to_json():
@@ -180,17 +185,17 @@ def report(r):
 def check(given):
     """The Options of the flags that were given; raises UserError where they are wrong."""
     options = Options(**given)
-    cli.check_files(dict(data=options.data), dict(json=options.json))
     measured = "out_dir data windows passes temperature whole exact"
     cli.check_clashes([("compare", measured, "give one of them")], given)
     measured = "data compare windows passes temperature whole exact dtype pictures"
     cli.check_clashes([("text", measured, "--text measures nothing else")], given)
     if "rate" in given and not options.text:
         raise UserError("--text is missing; give one, --rate alone masks nothing")
-    check_output("json", options.json)
+    outputs.check_all(options)  # now: measuring takes long
     if options.pictures not in ("", "none"):
         cli.optional("matplotlib", "--pictures")
-        Path(options.pictures).mkdir(parents=True, exist_ok=True)  # now: measuring takes long
+        read = outputs.paths_of(options, READS) | dict(json=options.json)
+        outputs.check_folder("pictures", options.pictures, read, PICTURES)
     return options
 
 
@@ -218,8 +223,8 @@ def compare(options):
 def evaluation(options):
     """(results, words, folder for pictures or None, pictures) of one model."""
     device = pick_device(options.device)
-    folder = find_checkpoint(default_run(options.out_dir))
-    model, tokenizer, config = mdlm.load(folder, device, whole=options.whole)
+    read = partial(mdlm.load, device=device, whole=options.whole)
+    folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if options.whole and not config.whole:
         raise UserError(f"--whole is for models of mdlm.py --whole, not {folder}; leave it out")
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
@@ -247,8 +252,8 @@ DRAWS = 128  # random masks, over which accuracy and cross-entropy are means
 def show_text(options):
     """--text: (results, words, folder for pictures or None, pictures)."""
     device = pick_device(options.device)
-    folder = find_checkpoint(default_run(options.out_dir))
-    model, tokenizer, config = mdlm.load(folder, device, whole=True)
+    read = partial(mdlm.load, device=device, whole=True)
+    folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if config.objective == "ar" or config.prompt_column or model.n > 1:
         raise UserError(f"--text is for models that fill gaps, and {folder} does not; leave it out")
     ids = tokenizer.encode_given(options.text)
@@ -295,7 +300,7 @@ def main(argv):
         words = cli.escaped(words)
     print(content if options.json == "-" else words)
     if options.json not in ("", "-"):
-        write_output(options.json, content.encode())
+        outputs.write(options.json, content.encode())
     plots.save(draw, options.pictures or folder, verbose=options.json != "-")
     return 0
 

@@ -17,17 +17,19 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save as to_safetensors
 
 import mdlm
-from support import environment, files, page, plots, runs
-from support.checkpoint import default_run, find_checkpoint
-from support.cli import UserError, opt
+from support import environment, files, outputs, page, plots, runs
+from support.checkpoint import default_run, read_newest
+from support.cli import READS, WRITES, UserError, opt
 from support.kernels import reference
 
 SUPPORT = Path(__file__).parent / "support"
@@ -44,8 +46,8 @@ NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")
 @dataclass
 class Options:
     to: str = opt("hf", HELP_TO, "hf", "page")
-    out_dir: str = opt("", "run or checkpoint folder (default: out, else the model in weights/)")
-    dest: str = opt("", "the folder to make")
+    out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
+    dest: str = opt("", "the folder to make", path=WRITES)
     pad_to_context: bool = opt(False, "fill up texts, as in training: for samplers that show parts")
     weights: str = opt("int8", "of a page: int8 (a fourth of the size)", "int8", "float32")
 
@@ -169,11 +171,28 @@ def card(folder, model, tokenizer, config, name):
         end = "x[0, -1] = tokenizer.eos_token_id  # a text ends in [END], which is given\n"
     if config.prompt_column:
         end = "x[0, 0] = tokenizer.eos_token_id  # of an empty prompt; else its ids first\n"
-    fields = dict(name=name, data=config.data, quality=quality(folder, config), size=size, end=end)
+    title = " ".join(cli.quoted(name)[1:-1].split())
+    fields = dict(
+        name=title,
+        path=cli.quoted(name),
+        data=code(config.data),
+        quality=quality(folder, config),
+        size=size,
+        end=end,
+    )
     fields |= dict(millions=sum(p.numel() for p in model.parameters()) / 1e6)
     fields |= dict(V=tokenizer.vocab_size, kind=tokenizer.kind, pad_id=tokenizer.vocab_size + 1)
     fields["length"] = length
     return (SUPPORT / "card.md").read_text(encoding="utf-8").format(**fields)
+
+
+def code(text):
+    """Text as code in a cell of a Markdown table."""
+    shown = cli.quoted(text)[1:-1].replace("|", "\\|")
+    runs = re.findall("`+", shown)
+    fence = "`" * (1 + max(map(len, runs), default=0))
+    space = " " if runs else ""
+    return f"{fence}{space}{shown}{space}{fence}"
 
 
 def contents_of(folder, model, tokenizer, config, options):
@@ -213,11 +232,9 @@ def contents_of(folder, model, tokenizer, config, options):
 def main(argv):
     options = Options(**cli.parse_flags(Options, argv, __doc__))
     dest = Path(options.dest)
-    if not options.dest or dest.exists() or not dest.parent.is_dir():
-        why = "exists" if options.dest and dest.exists() else "is no name in a folder that exists"
-        raise UserError(f"--dest={options.dest} {why}; give that of a new folder")
-    folder = find_checkpoint(default_run(options.out_dir))
-    loaded = mdlm.load(folder, kernel="torch", whole=True)
+    outputs.check_new_folder("dest", options.dest)
+    read = partial(mdlm.load, kernel="torch", whole=True)
+    folder, loaded = read_newest(default_run(options.out_dir), read)
     if options.to == "page":
         contents = page.contents_of(*loaded, options.weights)
         serve = f"{environment.python_command()} -m http.server"
@@ -225,11 +242,12 @@ def main(argv):
     else:
         contents = contents_of(folder, *loaded, options)
         how = "load it as its README.md says"
-    with files.new_folder(dest.parent) as tmp:
+    with files.naming(dest), files.new_folder(dest.parent) as tmp:
         for name, content in contents.items():
             files.write_synced(tmp / name, content)
+        outputs.check_new_folder("dest", options.dest)  # a run may have begun there meanwhile
         os.rename(tmp, dest)
-    print(f"{cli.escaped(str(dest))}: {how}")
+    print(f"{environment.quote(dest)}: {how}")
     return 0
 
 

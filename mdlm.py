@@ -124,7 +124,7 @@ PRESETS = {
 # What --data=patterns implies. Most of its entropy is in the first symbols: cosine trains these.
 PATTERNS = dict(block_size=64, mask_schedule="cosine", eval_windows=1000)
 PATTERNS |= dict(lr_schedule="cosine", learning_rate=0.03, batch_size=32, attention_every=1)
-# Flags that may change on --resume.
+# Flags that may change on --resume, beside runs.CHANGEABLE.
 RESUMABLE = {
     *("out_dir", "resume", "device", "kernels", "compile", "shard", "recompute"),
     *("max_steps", "time_limit", "gradient_accumulation_steps"),
@@ -481,11 +481,13 @@ def draw_levels(config, step, early=0.0, lengths=None):
     return count
 
 
-def draw_batch(config, corpus, step, samples, early=0.0):
+def draw_batch(config, corpus, step, samples, early=0.0, first=None):
     """What Python draws for samples (B,), numbers in a step's global batch: windows (B, T), levels
     and weights (B,), the step and the samples, on the device. From here on it works alone."""
-    # 1. Windows of text. Over a run, samples are numbered step * N, step * N + 1, ...
-    first = step * config.batch_size
+    # 1. Windows of text. Over a run, samples are numbered step * N, step * N + 1, ..., unless N was
+    #    another one before a --resume: then `first` is the number of the step's first sample.
+    if first is None:
+        first = step * config.batch_size
     x0 = corpus.batch(first + samples)
     lengths = corpus.find(first + torch.arange(config.batch_size))[2]
     levels = draw_levels(config, step, early, lengths)
@@ -544,7 +546,8 @@ def draw_parts(run, step, early):
     for part in range(parts):
         samples = torch.arange(run.micro_batch) + (run.rank * parts + part) * run.micro_batch
         runtime.seed_device(run.device, "dropout", run.config.seed, step, run.rank, part)
-        yield draw_batch(run.config, run.corpus, step, samples, early)
+        first = run.sequences(step)
+        yield draw_batch(run.config, run.corpus, step, samples, early, first)
 
 
 def compute_gradients(run, drawn):
@@ -714,7 +717,11 @@ def load(path="out", device="cpu", kernel="auto", whole=False):
     """
     whole = truth("whole", whole)
     device = runtime.pick_device(str(device))
-    folder = checkpoint.find_checkpoint(path)
+    return checkpoint.read_newest(path, lambda folder: load_from(folder, device, kernel, whole))[1]
+
+
+def load_from(folder, device, kernel, whole):
+    """`load` for the folder of an intact checkpoint."""
     config = checkpoint.read_config(Config, folder / "config.json", runs.check)
     if whole and config.whole:
         config.block_length = 0
@@ -781,17 +788,18 @@ def report(run, is_last=False):
 
 def setup(given, start):
     """Everything before the loop: the Run of the given flags."""
-    rank, world, local_rank = runtime.join_ranks()
-    config, folder = runs.open_run(given, Config, new_config, world, RESUMABLE)
-    device = runtime.use_device(config.device, local_rank, world)
+    rank, world, local_rank = runtime.join_ranks(given)
+    config, folder, changed = runs.open_run(given, Config, new_config, world, RESUMABLE)
+    device = runtime.on_all_ranks(lambda: runtime.use_device(config.device, local_rank, world))
     dtype = runtime.pick_dtype(config.dtype, device)
-    ops = select_kernels(config.kernels, device, config, dtype)
+    ops = runtime.on_all_ranks(lambda: select_kernels(config.kernels, device, config, dtype))
     log = Log(config, start, silent=rank > 0)
     source = load(config.init_from) if config.init_from and not folder else None
     log.say("reading the data")
     corpus = runs.open_data(config, folder, device, prepare, Corpus, source)
     run = make_run(config, corpus, device, dtype, ops, rank, world)
     run.log = log
+    run.changed = changed
     run.windows = corpus.windows(config.eval_windows)
     runs.load_weights(run, source)
 

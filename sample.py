@@ -28,10 +28,9 @@ import torch
 import torch.nn.functional as F
 
 import mdlm
-from support import arguments, judging, templates, viewer
-from support.checkpoint import default_run, find_checkpoint
-from support.cli import UserError, opt
-from support.files import check_output
+from support import arguments, judging, outputs, templates, viewer
+from support.checkpoint import default_run, find_checkpoint, read_newest
+from support.cli import READS, WRITES, UserError, opt
 from support.kernels.cache import Cache
 from support.kernels.reference import philox_words
 from support.likelihood import check_gaps, end_documents, groups, hypotheses, predict
@@ -70,10 +69,10 @@ MEANINGS = "; ".join(f"{name}: {order.meaning}" for name, order in ORDERS.items(
 @dataclass
 class Options:
     # What to write
-    out_dir: str = opt("", "run or checkpoint folder (default: out, else the model in weights/)")
+    out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
     prompt: str = opt("", "beginning of the text", text=True)
     infill: str = opt("", "template: █ is a token to fill, [___] a gap of any length (-: stdin)")
-    batch: str = opt("", "file with one template per line; prints one JSON object per line")
+    batch: str = opt("", "file with a template per line; prints JSON lines", path=READS)
     length: int = opt(0, "tokens with the prompt (0: context, or drawn)", bounds=(0, 1 << 20))
     num_samples: int = opt(0, "texts (0: one; of a template the best of 16)", bounds=(0, 1 << 20))
     candidates: int = opt(0, "show the N likeliest of many fills (0: 3)", bounds=(0, 1024))
@@ -94,8 +93,8 @@ class Options:
     device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the best there is")
     # How to show it
     watch: bool = opt(False, "show the unmasking in the terminal")
-    html: str = opt("", "write a page that plays the unmasking to this file")
-    json: str = opt("", "write a JSON object per text to this file (-: standard output)")
+    html: str = opt("", "write a page that plays the unmasking to this file", path=WRITES)
+    json: str = opt("", "write a JSON object per text to this file (-: stdout)", path=WRITES)
 
 
 NAMES = [field.name for field in fields(Options)]
@@ -434,19 +433,19 @@ def check(options, given):
     for name in ("infill", "batch", "html", "json"):
         if given.get(name) == "" or (name, options.html) == ("html", "-"):
             raise UserError(f"--{name}={given[name]} is no file or text; give one or leave it out")
-    cli.check_files(dict(batch=options.batch), dict(html=options.html, json=options.json))
     arguments.check_text(options.prompt + options.infill)
     if re.search("█|\\[___\\]", options.prompt):
         raise UserError("--prompt has gaps; give it as --infill, or without a flag before it")
-    check_output("html", options.html)
+    stdin = dict(stdin="/dev/stdin") if "-" in (options.infill, options.batch) else {}
+    outputs.check_all(options, **stdin)
 
 
 def load(options, given):
     """(model, tokenizer, config, folder, options) of --out_dir, of out/ or of weights/."""
     device = pick_device(options.device)
-    folder = find_checkpoint(default_run(options.out_dir))
     gaps = bool(options.infill or options.batch)
-    model, tokenizer, config = mdlm.load(folder, device, whole=gaps)
+    read = partial(mdlm.load, device=device, whole=gaps)
+    folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if config.prompt_column and not options.prompt:
         raise UserError("this model learned to answer prompts; give --prompt, no template")
     if config.objective == "ar":
@@ -551,7 +550,7 @@ def main(argv):
 
     todo = templates.parse_all(options.infill, options.batch, to_parts)
     to_stdout = options.json == "-" or (options.batch and not options.json)
-    lines = sys.stdout if to_stdout else open(options.json or os.devnull, "w", encoding="utf-8")
+    lines = sys.stdout if to_stdout else outputs.Lines(options.json or os.devnull)
     if to_stdout:
         lines.reconfigure(encoding="utf-8")  # JSON's, whatever the locale's is
     pages = []

@@ -22,7 +22,9 @@ import torch
 
 import mdlm
 import sample
+from support import outputs
 from support.cli import Parser, UserError
+from support.plots import write_figure
 
 STEPS = (1, 2, 4, 8, 16, 32)
 SAMPLERS = {
@@ -107,7 +109,7 @@ def draw(shares, speeds, shown, path):
         axis.set(xticks=[], title=f"{steps} step{'s' * (steps > 1)}")
         axis.title.set_fontsize(9)
     bottom.suptitle("16 sequences each, their first 24 symbols, default sampler", fontsize=10)
-    fig.savefig(path)
+    write_figure(fig, path)
 
 
 def main(argv):
@@ -116,20 +118,17 @@ def main(argv):
     parser.add_argument("picture", help="PNG or SVG file to write")
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--sequences", type=int, default=128, help="for each seed")
-    try:
-        args = parser.parse_args(argv)
-        cli.optional("matplotlib.figure", "a picture")  # before the work
-        if args.seeds < 1 or args.sequences < 16:
-            raise UserError("give --seeds of at least 1 and --sequences of at least 16")
-        model, tokenizer, config = mdlm.load(args.run)
-        if config.data != "patterns":
-            raise UserError(f"{args.run} learned {config.data}; give a run with --data=patterns")
-        draw(*measure(model, tokenizer, args.seeds, args.sequences), args.picture)
-    except (UserError, OSError, ValueError) as e:
-        print(f"patterns.py: {e}", file=sys.stderr)
-        return 2
+    args = parser.parse_args(argv)
+    outputs.check("PICTURE", args.picture, dict(RUN=args.run))
+    cli.optional("matplotlib.figure", "a picture")  # before the work
+    if args.seeds < 1 or args.sequences < 16:
+        raise UserError("give --seeds of at least 1 and --sequences of at least 16")
+    model, tokenizer, config = mdlm.load(args.run)
+    if config.data != "patterns":
+        raise UserError(f"{args.run} learned {config.data}; give a run with --data=patterns")
+    draw(*measure(model, tokenizer, args.seeds, args.sequences), args.picture)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(cli.run(main, sys.argv[1:]))

@@ -13,7 +13,7 @@ import eval
 import mdlm
 import sample
 from support import judging, runtime
-from support.checkpoint import find_checkpoint
+from support.checkpoint import read_newest
 from support.cli import UserError
 from support.numerics import standard_error
 
@@ -49,17 +49,20 @@ def write(model, n, seeds, dtype, how):
 
 def bench_sampling(options, device, book):
     """Every sampler over numbers of calls; real text and the autoregressive twin beside them."""
-    models = {}
+    models = dict(ar=(None, None, None))
+    folders = {}
     for flag, objective in (("out_dir", "mdlm"), ("ar_dir", "ar")):
         path = getattr(options, flag)
-        models[objective] = mdlm.load(path, device) if path else (None, None, None)
+        if objective == "ar" and not path:
+            continue
+        found = read_newest(path, lambda folder: mdlm.load(folder, device))
+        folders[objective], models[objective] = found
         c = models[objective][2]
-        if path and (c.objective != objective or c.prompt_column):
+        if c.objective != objective or c.prompt_column:
             raise UserError(f"--{flag}={path} is no run of --objective={objective} on texts")
     model, tokenizer, config = models["mdlm"]
     twin = models["ar"][0]
-    folder = find_checkpoint(options.out_dir)
-    with eval.open_data(options.data, folder, tokenizer, config, device) as (corpus, _):
+    with eval.open_data(options.data, folders["mdlm"], tokenizer, config, device) as (corpus, _):
         training = tokenizer.decode(corpus.train[:2_000_000].tolist())
         windows = corpus.windows().long()
     by_text = judging.Judge(training)

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -26,6 +27,8 @@ NO_LIMIT = 1 << 31
 COUNT = (1, NO_LIMIT)  # bounds of a flag that counts something
 TRUE = ("true", "1", "yes", "on")
 FALSE = ("false", "0", "no", "off")
+READS = "reads"  # what a flag does with the file or folder that it names
+WRITES = "writes"
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -80,11 +83,72 @@ def keep_memory():
             mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
+class Stopped(BaseException):
+    """A signal asks the program to end; what it has opened is cleaned up on the way."""
+
+
+def stop(number, frame):
+    raise Stopped(number)
+
+
+# Signals that end a program. Ctrl-C raises KeyboardInterrupt, the others raise Stopped.
+ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+@contextlib.contextmanager
+def clean_end():
+    """Within, SIGTERM and SIGHUP raise Stopped, so that no temporary folder is left behind.
+
+    A signal that is ignored (under nohup) or handled already stays so. Ranks end at once, also
+    while they wait for each other, when Python runs no handler.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    for number in ENDING:
+        if before.get(number) == signal.SIG_DFL and "MASTER_PORT" not in os.environ:
+            signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # of another language
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signals_wait():
+    """Within, signals that would end the program wait: a second Ctrl-C interrupts no clean-up."""
+    waiting = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, *ENDING):
+            if callable(signal.getsignal(number)):
+                before[number] = signal.signal(number, lambda number, frame: waiting.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in waiting[:1]:
+            before[number](number, None)
+
+
 def run(main, argv, cleanup=None):
     """Run main(argv), then cleanup(); returns the exit code. A UserError is printed and gives 2."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     make_streams_usable()
+    with clean_end():
+        try:
+            return exit_code(main, argv)
+        finally:
+            if cleanup:
+                cleanup()
+
+
+def exit_code(main, argv):
+    """The exit code of main(argv); what a user can mend gets one sentence."""
     program = Path(sys.argv[0]).name
     try:
         code = main(argv)
@@ -95,25 +159,46 @@ def run(main, argv, cleanup=None):
         warn(f"{program}: {sentence}", on_every_rank=isinstance(e, RankError))
         return 2
     except (MemoryError, RuntimeError) as e:  # of Python, numpy; of PyTorch's allocators
-        words = ("out of memory", "can't allocate memory", "bad_alloc", "not enough memory")
-        if not (isinstance(e, MemoryError) or any(word in str(e) for word in words)):
+        why = explain(e)
+        if not why:
             raise
-        fix = "lower the batch, the length, or the size of the model"
-        warn(f"{program}: out of memory; {fix}", on_every_rank=True)
+        warn(f"{program}: {why}", on_every_rank=True)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of standard output has gone (| head)
-        silence_stdout()
-        return 141
+    except Stopped as e:
+        return 128 + e.args[0]
     except OSError as e:
-        path = e.filename or "standard output"
-        warn(f"{program}: {e.strerror or e}: {path}; check that path and the free space there")
-        silence_stdout()
+        if isinstance(e, BrokenPipeError) and not e.filename:
+            silence_stdout()  # its reader has gone (| head)
+            return 141
+        path = e.filename
+        if not path and stdout_fails():
+            path = "standard output"
+            silence_stdout()
+        warn(f"{program}: {e.strerror or e}: {path or 'a file'}; check that and the free space")
         return 2
-    finally:
-        if cleanup:
-            cleanup()
+
+
+def explain(error):
+    """A sentence for a MemoryError or RuntimeError that is no mistake of the program; else ""."""
+    text = str(error)
+    words = ("out of memory", "can't allocate memory", "bad_alloc", "not enough memory")
+    if isinstance(error, MemoryError) or any(word in text for word in words):
+        return "out of memory; lower the batch, the length, or the size of the model"
+    words = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+    if "MASTER_PORT" in os.environ and any(word in text for word in words):
+        return "another rank has stopped, and its own message says why; --resume continues"
+    return ""
+
+
+def stdout_fails():
+    """Whether standard output cannot be written: what failed to be written is still held."""
+    try:
+        sys.stdout.flush()
+        return False
+    except (OSError, ValueError):
+        return True
 
 
 def make_streams_usable():
@@ -145,6 +230,17 @@ def warn(message, on_every_rank=False):
 def escaped(text):
     """Text for a terminal: what could command it is shown as \\x1b, \\u202e and the like."""
     return UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def quoted(text):
+    """Text as a Python string in double quotes, on one line of printable characters."""
+    shown = []
+    for c in text:
+        if c.isprintable() and c not in '"\\':
+            shown.append(c)
+        else:
+            shown.append('\\"' if c == '"' else c.encode("unicode_escape").decode())
+    return f'"{"".join(shown)}"'
 
 
 def progress(what, unit, total=None, disable=False):
@@ -188,24 +284,6 @@ class NoBar:
     clear = close = refresh = set_description = set_postfix = set_postfix_str = show
 
 
-def check_files(read, written):
-    """Raise UserError for a file that is written but read too, written twice, or of a checkpoint.
-
-    Both are dicts of flag -> path.
-    """
-    seen = {os.path.realpath(path): flag for flag, path in read.items()}
-    for flag, path in written.items():
-        if path in ("", "-"):
-            continue
-        file = Path(os.path.realpath(path))
-        other = seen.setdefault(str(file), flag)
-        if other != flag:
-            raise UserError(f"--{other} and --{flag} name the same file, {path}; give two files")
-        own = (file.parent / "latest").exists() and file.name in ("latest", "log.jsonl")
-        if own or (file.parent / "manifest.json").exists():
-            raise UserError(f"--{flag}={path} is a part of a run; give another file")
-
-
 def check_clashes(clashes, given):
     """Raise UserError for flags that contradict each other: of (flag, "flags it excludes", why)."""
     for one, others, why in clashes:
@@ -214,12 +292,15 @@ def check_clashes(clashes, given):
                 raise UserError(f"--{one} and --{other} contradict each other; {why}")
 
 
-def opt(default, meaning, *choices, bounds=None, bare=None, text=False):
+def opt(default, meaning, *choices, bounds=None, bare=None, text=False, path=None):
     """A dataclass field and flag: its default, help, and choices or (low, high) bounds.
 
     bare: what the flag alone means, where it needs no value. text: white space is a value too.
+    path: READS or WRITES, if the value names a file or folder: support/outputs.py keeps what is
+    read, and runs, from being replaced.
     """
-    metadata = {"help": meaning, "choices": choices, "bounds": bounds, "bare": bare, "text": text}
+    metadata = {"help": meaning, "choices": choices, "bounds": bounds, "bare": bare}
+    metadata |= {"text": text, "path": path}
     return dataclasses.field(default=default, metadata=metadata)
 
 

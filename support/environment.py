@@ -94,6 +94,16 @@ def shorter(path):
 
 
 def quote(word):
-    """A word for the user's shell."""
+    """A word for the user's shell, on one line of printable characters."""
     word = str(word)
-    return subprocess.list2cmdline([word]) if os.name == "nt" else shlex.quote(word)
+    if os.name == "nt":
+        return subprocess.list2cmdline([word])
+    if word.isprintable():
+        return shlex.quote(word)
+    shown = (c if c.isprintable() and c not in "'\\" else hexadecimal(c) for c in word)
+    return "$'" + "".join(shown) + "'"  # of bash and zsh
+
+
+def hexadecimal(c):
+    """A character as bytes in $'...' of a shell."""
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))

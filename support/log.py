@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from support import environment, shards
+from support import environment, runtime, shards
 from support.cli import escaped
 from support.files import write_atomically, writing
 from support.runtime import generator, peak_flops
@@ -26,8 +26,9 @@ class Log:
 
     def begin(self, step):
         """Keep the lines up to the step that the run resumes from (-1: none)."""
-        if self.silent:
-            return
+        runtime.on_first_rank(lambda: self.keep(step))
+
+    def keep(self, step):
         kept = []
         if step >= 0 and self.path.exists():
             for line in self.path.read_bytes().splitlines(True):
@@ -38,16 +39,28 @@ class Log:
             write_atomically(self.path, b"".join(kept))
 
     def record(self, run, values):
-        """Append one JSON object; JSON has no NaN and no infinity, so these become null."""
-        if self.silent:
-            return
+        """Append one JSON object; JSON has no NaN and no infinity, so these become null.
+
+        All ranks call it: if the first one cannot write, all of them stop.
+        """
         seconds = round(run.elapsed(), 3)
         values = dict(step=run.step, tokens=run.tokens, seconds=seconds) | values
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 values[name] = None
-        with writing(self.path), open(self.path, "a") as f:
-            f.write(json.dumps(values) + "\n")
+        runtime.on_first_rank(lambda: self.append(json.dumps(values) + "\n"))
+
+    def append(self, line):
+        with writing(self.path):
+            self.path.stat()  # it is gone if its folder was unmounted: begin no new one there
+            with open(self.path, "a") as f:
+                f.write(line)
+
+    def changes(self, run):
+        """Say what --resume changes of a run, in both logs."""
+        self.record(run, dict(changed={name: new for name, (_, new) in run.changed.items()}))
+        said = ", ".join(f"{name} {old} to {new}" for name, (old, new) in run.changed.items())
+        self.say(f"changed from step {run.step} on: {said}; no longer the same run to the bit")
 
     def describe(self, run, folder, is_bound, is_variant):
         """Say what is trained, on what and with what; `folder` is the checkpoint to resume."""
@@ -143,6 +156,7 @@ class Log:
         """The last line: what to type next."""
         now = environment.command("sample.py")
         now += f" --out_dir={environment.quote(run.config.out_dir)}"
+        now += " --prompt=TEXT" * bool(run.config.prompt_column)
         self.say(f"done in {run.elapsed():.0f} s. Now type: {now}")
 
     def say(self, text, stream=None):

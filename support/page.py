@@ -19,7 +19,7 @@ import torch
 
 from support import environment
 from support.cli import UserError, warn
-from support.files import read_json
+from support.files import naming, read_json
 from support.viewer import PAGE, assemble, bundle, read_part
 
 RUNTIME = PAGE / "node_modules" / "onnxruntime-web"
@@ -127,7 +127,7 @@ def contents_of(model, tokenizer, config, weights):
     check(model, tokenizer, config)
     contents = read_runtime()
     warn("exporting to ONNX")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, naming(folder):
         contents["model.onnx"], arrays = to_onnx(model, Path(folder))
     packed = b""
     tensors = []  # offset in the data file, number of values, of columns with a scale

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save as to_safetensors
 
-from support import checkpoint, files, runtime, shards, sources
+from support import checkpoint, files, outputs, ownership, runtime, shards, sources
 from support.cli import UserError, check_fields, warn
 from support.log import Log
 from support.optimizers import average
@@ -36,6 +37,8 @@ class Run:
     compiler: object = None  # the process that compiles, until it is done
     log: Log = None
     step: int = 0  # steps done
+    begun: tuple = (0, 0)  # the step that this process began with, the sequences learned before it
+    changed: dict = dataclasses.field(default_factory=dict)  # on --resume: setting -> (old, new)
     progress: float = 0.0  # from 0 to 1, by steps or by time
     seconds: float = 0.0  # of the processes that this one resumes
     ending: float = 0.0  # seconds that the last evaluation and its samples will take
@@ -49,9 +52,14 @@ class Run:
     def __post_init__(self):
         self.new_share = torch.zeros((), device=self.device)  # of new weights, in the EMA
 
+    def sequences(self, step):
+        """How many sequences are learned before a step; --resume may have changed batch_size."""
+        first, before = self.begun
+        return before + (step - first) * self.config.batch_size
+
     @property
     def tokens(self):
-        return self.step * self.config.batch_size * self.config.block_size
+        return self.sequences(self.step) * self.config.block_size
 
     @property
     def micro_batch(self):  # sequences of this rank at a time
@@ -113,43 +121,105 @@ def check_blocks(config):
             raise UserError(f"{given} needs --{name}={value}")
 
 
+# What --resume may change of the numbers that a run computes. The log says so.
+CHANGEABLE = ("batch_size", "learning_rate", "muon_lr", "weight_decay", "grad_clip", "dtype")
+
+
 def open_run(given, cls, new_config, world, resumable):
-    """The `cls` of the given flags, and the checkpoint to resume from (None: a new run)."""
+    """The `cls` of the given flags, the checkpoint to resume from (None: a new run), and what it
+    changes: setting -> (old, new).
+    """
     out = Path(given.get("out_dir", cls.out_dir))
     folder = None
     # torchrun repeats the flags that began the run.
     if not given.get("resume") and runtime.ask_first_rank(checkpoint.was_restarted, out):
         given = {k: v for k, v in given.items() if k != "overwrite"} | {"resume": True}
     if given.get("resume"):
-        if given.get("overwrite"):
-            raise UserError("--resume and --overwrite contradict each other; give one of them")
-        if checkpoint.read_latest(out) == checkpoint.NONE_YET:
-            fix = f"give --overwrite again, or remove {out}/latest to go on with the run before"
-            raise UserError(f"--overwrite was cut off in {out} before it saved; {fix}")
+        check_resume(given, out)
         folder = runtime.ask_first_rank(checkpoint.find_checkpoint, out)  # it reads all of it
-        config = checkpoint.read_config(cls, folder / "config.json", check)
-        for name, value in given.items():
-            old = getattr(config, name)
-            if name not in resumable and value not in (old, "auto"):
-                fix = "leave the flag out, or start again with --overwrite"
-                raise UserError(f"--{name}={value} contradicts the run in {out}, with {old}; {fix}")
-        changes = {name: value for name, value in given.items() if name in resumable}
-        config = dataclasses.replace(config, **changes | dict(out_dir=str(out), overwrite=False))
-    else:
-        config = new_config(given)
-        if config.prompt_column and not sources.is_records(config.data):
-            raise UserError(f"--data={config.data} has no columns; leave --prompt_column out")
-        if config.init_from and "tokenizer" in given:
-            raise UserError("--init_from brings a tokenizer; leave --tokenizer out")
-        if config.init_from:
-            checkpoint.check_source(config.init_from)
-    check(config, world)
-    shards.check(config.shard, world)
-    if checkpoint.checkpoints(out) and not (config.resume or config.overwrite):
+
+    def make_config():
+        if folder:
+            made = resumed_config(given, cls, folder, out, resumable)
+        else:
+            made = new_config(given), {}
+            check_source(made[0], given)
+        check(made[0], world)
+        shards.check(made[0].shard, world)
+        return made
+
+    config, changed = runtime.on_all_ranks(make_config)
+    shown = dataclasses.asdict(config) | dict(device="")  # GPUs of a machine have numbers
+    fix = "give all ranks the same --preset and files"
+    runtime.check_equal(repr(shown), f"the ranks would train different models; {fix}")
+    has_saved = any(map(ownership.is_checkpoint, checkpoint.checkpoints(out)))
+    if has_saved and not (config.resume or config.overwrite):
         fix = "give --resume to continue it, --overwrite to replace it, or another --out_dir"
         raise UserError(f"--out_dir={out} already holds a run; {fix}")
-    runtime.on_first_rank(lambda: checkpoint.take(out))
-    return config, folder
+    runtime.on_first_rank(lambda: take(config, folder))
+    return config, folder, changed
+
+
+def take(config, folder):
+    """Lock the folder of a run, in which nothing but its own may be replaced."""
+    out = Path(config.out_dir)
+    if not folder:
+        check_place(config, out)
+    checkpoint.take(out)
+    is_kept = folder and (out / "data" / "meta.json").exists()
+    ownership.check_run(out, prepares=not (is_kept or sources.is_ids(config.data)))
+
+
+def check_place(config, out):
+    """Raise UserError if a new run in `out` would change what it reads, or what is not its own."""
+    why = "" if ownership.is_run(out) else outputs.why_not(out / "latest")
+    if why:
+        raise UserError(f"--out_dir={out} {why}; give another --out_dir")
+    for name in ("data", "tokenizer"):
+        path = Path(getattr(config, name))
+        if path.is_dir() and sources.is_records(path) and outputs.is_same(path, out):
+            raise UserError(f"--out_dir={out} would change --data={path}; give another --out_dir")
+        inside = os.path.lexists(path) and outputs.is_same(os.path.dirname(path) or ".", out)
+        if inside and path.name.casefold() in outputs.RUN_NAMES:
+            raise UserError(f"--{name}={path} would be replaced; give another --out_dir")
+
+
+def check_resume(given, out):
+    """Raise UserError where --resume does not make sense."""
+    if given.get("overwrite"):
+        raise UserError("--resume and --overwrite contradict each other; give one of them")
+    if checkpoint.read_latest(out) == ownership.OVERWRITING:
+        before = f"remove {out}/latest to go on with the run before, if it had the same data"
+        fix = f"give --overwrite again, or {before}"
+        raise UserError(f"--overwrite was cut off in {out} before it saved; {fix}")
+
+
+def resumed_config(given, cls, folder, out, resumable):
+    """The config of a checkpoint with the given flags, and what they change of its numbers."""
+    old = checkpoint.read_config(cls, folder / "config.json", check)
+    changes = {}
+    for name, value in given.items():
+        was = getattr(old, name)
+        if name in CHANGEABLE:
+            if value not in (was, "auto"):
+                changes[name] = value
+        elif name in resumable:
+            changes[name] = value
+        elif value not in (was, "auto"):
+            fix = "leave the flag out, or start again with --overwrite"
+            raise UserError(f"--{name}={value} contradicts the run in {out}, with {was}; {fix}")
+    config = dataclasses.replace(old, **changes | dict(out_dir=str(out), overwrite=False))
+    return config, {k: (getattr(old, k), v) for k, v in changes.items() if k in CHANGEABLE}
+
+
+def check_source(config, given):
+    """Raise UserError for flags that do not go with where the data or the weights come from."""
+    if config.prompt_column and not sources.is_records(config.data):
+        raise UserError(f"--data={config.data} has no columns; leave --prompt_column out")
+    if config.init_from and "tokenizer" in given:
+        raise UserError("--init_from brings a tokenizer; leave --tokenizer out")
+    if config.init_from:
+        checkpoint.check_source(config.init_from)
 
 
 def open_data(config, folder, device, prepare, corpus_of, source):
@@ -164,7 +234,13 @@ def open_data(config, folder, device, prepare, corpus_of, source):
     state = checkpoint.read_state(folder) if folder else {}
 
     def opened(path, device):
-        corpus = corpus_of(path, config, device)
+        try:
+            corpus = corpus_of(path, config, device)
+        except UserError as e:
+            if not state:
+                raise
+            fix = "restore it, or start again with --overwrite"
+            raise UserError(f"the data of the run cannot be used: {e}; {fix}") from e
         if any(state.get(name, value) != value for name, value in corpus.identity.items()):
             fix = "restore it, or start again with --overwrite"
             raise UserError(f"--data={config.data}: {path} is not what {folder} learned; {fix}")
@@ -179,12 +255,15 @@ def open_data(config, folder, device, prepare, corpus_of, source):
             if sources.has_changed(config.data, data):
                 warn(f"--data={config.data} has changed; the run goes on with what it learned")
         else:
-            files.replace_folder(data, fill, {*sources.NAMES, "tokenizer.json", "meta.json"})
+            files.replace_folder(data, fill)
 
     if not sources.is_ids(config.data):
         data = Path(config.out_dir) / "data"
         runtime.on_first_rank(make)
-    return opened(data, device)
+    corpus = runtime.on_all_ranks(lambda: opened(data, device))
+    sentence = f"the ranks see different data in {data}; give a folder that all share"
+    runtime.check_equal(sorted(corpus.identity.items()), sentence)
+    return corpus
 
 
 # Settings that must be those of the network that --init_from names.
@@ -228,11 +307,16 @@ def begin(run, folder):
         for name in ("step", "seconds", "ending", "finished", "saving"):
             setattr(run, name, state.get(name, run.saving))  # older states lack "saving"
         run.saved = run.step
+        batch_size, _ = run.changed.get("batch_size", (run.config.batch_size, 0))
+        tokens = state.get("tokens", run.step * batch_size * run.config.block_size)
+        run.begun = (run.step, tokens // run.config.block_size)
     if runtime.all_reduce(torch.tensor(float(run.step))) != run.step * run.world:
         raise UserError("the ranks see different checkpoints; give an --out_dir that all share")
-    if run.config.overwrite and run.rank == 0:
-        checkpoint.disown(run.config.out_dir)
+    if run.config.overwrite:
+        runtime.on_first_rank(lambda: checkpoint.disown(run.config.out_dir))
     run.log.begin(run.step if folder else -1)
+    if run.changed:
+        run.log.changes(run)
     run.log.restart_clock(run.tokens)
 
 
@@ -317,9 +401,21 @@ def check_finite(run):
 
 
 def advice(run):
-    kept = checkpoint.checkpoints(run.config.out_dir) or ["none yet"]
-    fix = "lower --learning_rate and --muon_lr, or try --dtype=float32"
-    return f"The last good checkpoint is {kept[0]}; {fix}"
+    """What to do when numbers are not finite: flags that the run accepts."""
+    config = run.config
+    fixes = ["a lower --learning_rate"]
+    if config.optimizer == "muon":
+        fixes[0] += " and --muon_lr"
+    if not config.grad_clip:
+        fixes.append("--grad_clip=1")
+    if run.dtype != torch.float32:
+        fixes.append("--dtype=float32")
+    fix = ", or ".join(fixes)
+    if run.saved < 0:
+        how = " with --overwrite and" * config.overwrite or " with"
+        return f"Nothing is saved yet; start again{how} {fix}"
+    last = Path(config.out_dir) / f"step-{run.saved}"
+    return f"The last good checkpoint is {last}; --resume with {fix}"
 
 
 def save(run, finished=False):
@@ -365,5 +461,5 @@ def write(run, state, tensors):
     if run.config.overwrite and run.saved < 0:  # the first one: the old run may go now
         with files.writing(saved):
             for old in checkpoint.checkpoints(run.config.out_dir):
-                if old != saved:
+                if old != saved and ownership.is_checkpoint(old):
                     files.remove(old)

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from support.cli import UNSAFE, escaped
-from support.files import write_output
+from support.outputs import write
 from support.templates import joined
 
 FILLED = "\x1b[1;36m"
@@ -251,7 +251,7 @@ def write_page(path, samples, settings):
         composer="",
         program="sample.py --html",
     )
-    write_output(path, page.encode())
+    write(path, page.encode())
 
 
 def show(found, facts, with_scores):

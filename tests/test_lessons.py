@@ -424,7 +424,7 @@ def test_pictures_are_drawn(tmp_path, capsys):
         (["--run=nowhere"], "nowhere"),
         (["--text=\u2603", shipped], "unknown"),
     ):
-        assert main([str(tmp_path / "x.png"), *flags]) == 2
+        assert cli.run(main, [str(tmp_path / "x.png"), *flags]) == 2
         said = capsys.readouterr().err
         assert word in said and said.count("\n") == 1
 
@@ -436,14 +436,14 @@ def test_animation_ends_on_the_text(tmp_path, capsys):
     made = dict(tokens=list("<a&b"), given=[True, False, True, False], frames=frames, **about)
     viewer.write_page(tmp_path / "page.html", [made], {})
     svg = tmp_path / "x.svg"
-    assert animate.main([str(tmp_path / "page.html"), str(svg), "--dark"]) == 0
+    assert cli.run(animate.main, [str(tmp_path / "page.html"), str(svg), "--dark"]) == 0
     root = ElementTree.parse(svg).getroot()
     style = root.find("{*}style").text
     stays = [t for t in root.findall("{*}text") if f".{t.get('class')}{{opacity:0" not in style]
     at_end = sorted((float(t.get("x")), t.text) for t in stays if t.get("class") != "c")
     assert "".join(text for _, text in at_end) == "<a&b"
     assert animate.THEMES["dark"]["ink"] in svg.read_text()
-    assert animate.main([str(LESSONS / "minimal.py"), str(svg)]) == 2
+    assert cli.run(animate.main, [str(LESSONS / "minimal.py"), str(svg)]) == 2
     assert "no page of sample.py" in capsys.readouterr().err
 
 
@@ -462,7 +462,8 @@ def test_patterns_find_the_sweet_spot(tmp_path, capsys):
     texts = [["abab" * 16] * 16] * 6
     patterns.draw(shares, [1.0] * 6, texts, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 20_000
-    assert patterns.main([str(ROOT / "weights" / "shakespeare"), str(tmp_path / "x.png")]) == 2
+    args = [str(ROOT / "weights" / "shakespeare"), str(tmp_path / "x.png")]
+    assert cli.run(patterns.main, args) == 2
     assert "--data=patterns" in capsys.readouterr().err
 
 

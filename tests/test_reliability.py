@@ -344,6 +344,27 @@ def test_full_disk_stops_all_ranks(run, tmp_path):
     assert saved(out)[1][0] == 4
 
 
+def test_vanished_folder_stops_all_ranks(run, tmp_path):
+    out = tmp_path / "o"
+    ranks = begin_ranks(2, run, out, *TWELVE_STEPS, fault=f"deleted:6:{out}:0")
+    assert [r.wait(30) for r in ranks] == [2, 2], (ranks[0].err, ranks[1].err)
+    assert "log.jsonl cannot be written (No such file" in ranks[0].err
+    assert "Traceback" not in ranks[0].err + ranks[1].err
+    assert not out.exists()
+
+
+def test_ranks_with_other_flags_stop_at_once(run, tmp_path):
+    each = [["--max_steps=4"], ["--max_steps=5"]]
+    ranks = begin_ranks(2, run, tmp_path / "o", each=each)
+    assert [r.wait(30) for r in ranks] == [2, 2], (ranks[0].err, ranks[1].err)
+    for rank in ranks:
+        sentences = [line for line in rank.err.splitlines() if line.startswith("mdlm.py: ")]
+        assert len(sentences) == 1
+        assert "rank 1 has --max_steps 5, the first rank 4" in sentences[0]
+        assert "Traceback" not in rank.err
+    assert not (tmp_path / "o").exists()
+
+
 def test_folders_without_locks_are_used(monkeypatch, tmp_path):
     """Some network file systems have none."""
     fcntl = pytest.importorskip("fcntl")

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import eval
 import mdlm
 import sample
-from support import checkpoint, cli, files, plots, runtime, sources
+from support import checkpoint, cli, outputs, plots, runtime, sources
 
 HOSTILE = "a\x1b]0;mine\x07b\x1b[2Jc\x9b1md\u202ee\x7f\rf\n"
 OURS = re.compile(r"\x1b\[[0-9;]*[mAJ]|\r(?=\x1b\[J)")  # what viewer.py sends to a terminal
@@ -409,11 +409,11 @@ def same_folder():
 def test_devices_are_written_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    files.write_output(tmp_path / "pipe", b"content")
+    outputs.write(tmp_path / "pipe", b"content")
     assert os.read(reader, 99) == b"content"
     assert (tmp_path / "pipe").is_fifo()
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    files.write_output(tmp_path / "link", b"content")
+    outputs.write(tmp_path / "link", b"content")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_bytes() == b"content"
 
 

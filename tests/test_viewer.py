@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT  # noqa: F401 (puts the root on the path)
 from webdriver import Browser
 
-from support import cli, files, viewer
+from support import cli, outputs, viewer
 from support.tokenizer import Tokenizer
 
 ATTACK = (
@@ -125,7 +125,7 @@ def test_unwritable_files_get_one_sentence(tmp_path, capsys):
     os.mkdir(tmp_path / "folder")
     for path in (tmp_path / "missing" / "page.html", tmp_path / "folder"):
         with pytest.raises(cli.UserError, match=r"--html=.* cannot be written; give a file"):
-            files.check_output("html", str(path))
+            outputs.check("html", str(path))
         assert cli.run(lambda argv: viewer.write_page(*argv), [path, SAMPLES, {}]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and str(path) in said

@@ -136,6 +136,8 @@ def open_run(given, cls, new_config, world, resumable):
         changes = {name: value for name, value in given.items() if name in resumable}
         config = dataclasses.replace(config, **changes | dict(out_dir=str(out), overwrite=False))
     else:
+        if "data" not in given:
+            given = given | {"data": runtime.ask_first_rank(sources.default_data)}
         config = new_config(given)
         if config.prompt_column and not sources.is_records(config.data):
             raise UserError(f"--data={config.data} has no columns; leave --prompt_column out")
@@ -182,6 +184,8 @@ def open_data(config, folder, device, prepare, corpus_of, source):
     if not sources.is_ids(config.data):
         data = Path(config.out_dir) / "data"
         runtime.on_first_rank(make)
+    elif not folder:
+        runtime.on_first_rank(lambda: sources.say_left_out(data))
     return opened(data, device)
 
 

@@ -19,6 +19,9 @@ PART = 1 << 24  # characters or ids that are held at a time, so that memory is b
 CHUNK = 1 << 20  # characters of a .json file that are read at a time
 PROMPT = "prompt"  # what a text ends whose answer follows
 BLANK = re.compile(r"[ \t\r\n]*")
+# What often lies beside texts without being one.
+METADATA = {"meta", "metadata", "dataset_info", "dataset_infos", "state", "config", "package"}
+METADATA |= {"tokenizer", "tokenizer_config", "special_tokens_map", "vocab", "generation_config"}
 # Names of files that are rarely meant to be trained on.
 HELD_OUT = re.compile(r"(^|[^a-z])(test|valid|validation|val|dev|eval|holdout)([^a-z]|$)")
 
@@ -118,6 +121,12 @@ def check_plain(path):
         raise UserError(f"--data={path} cannot be read ({e.strerror}); give a text file") from None
 
 
+def is_data(path):
+    """Whether the name of a file in a folder is that of texts."""
+    suffix = suffix_of(path)
+    return suffix in READERS and not (suffix == ".json" and path.stem.lower() in METADATA)
+
+
 def list_folder(path):
     """(files to read, sorted by name; what is left out, in words) of a folder."""
     try:
@@ -126,8 +135,8 @@ def list_folder(path):
         raise UserError(f"--data={path} cannot be read ({e.strerror}); give a text file") from None
     found = [Path(path) / name for name in names if name[0] != "."]
     folders = {p for p in found if p.is_dir()}
-    data = [p for p in found if suffix_of(p) in READERS and p not in folders]
-    others = [p.name for p in found if suffix_of(p) not in READERS and p not in folders]
+    data = [p for p in found if is_data(p) and p not in folders]
+    others = [p.name for p in found if not is_data(p) and p not in folders]
     hidden = len(names) - len(found)
     words = others[:5]
     words += [f"{len(others) - 5} more files"] * (len(others) > 5)
@@ -314,12 +323,15 @@ def read_txt(path, columns, skipped):
     check_plain(path)
     held = None
     is_first = True
-    for part in read_text(path):
+    parts = read_text(path)
+    if path.stat().st_size <= PART:  # in one piece, as seams may change what BPE makes of a text
+        parts = ["".join(parts)]
+    for part in parts:
         if held is not None:
             yield held, False, path
             is_first = False
         held = part
-    if held is None or (is_first and held.isspace()):
+    if not held or (is_first and held.isspace()):
         skipped.add(path)
     else:
         yield held, True, path

@@ -184,9 +184,10 @@ def open_data(config, folder, device, prepare, corpus_of, source):
     if not sources.is_ids(config.data):
         data = Path(config.out_dir) / "data"
         runtime.on_first_rank(make)
-    elif not folder:
+    corpus = opened(data, device)
+    if sources.is_ids(config.data) and not folder:
         runtime.on_first_rank(lambda: sources.say_left_out(data))
-    return opened(data, device)
+    return corpus
 
 
 # Settings that must be those of the network that --init_from names.

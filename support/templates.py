@@ -8,6 +8,7 @@ import itertools
 import re
 import sys
 
+from support import files
 from support.cli import UserError
 
 GAP = re.compile(r"(█+|\[___\])")
@@ -22,7 +23,8 @@ def read_templates(infill, batch):
             sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")
             text = sys.stdin.read()
         else:
-            with open(batch, encoding="utf-8-sig") as f:  # without a byte order mark
+            # Without a byte order mark.
+            with open(batch, encoding="utf-8-sig", opener=files.without_waiting) as f:
                 text = f.read()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"the templates cannot be read ({e}); give UTF-8 text") from None

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import stat
 import zlib
 from pathlib import Path
@@ -100,11 +101,23 @@ def check_signs(path):
     for sign, kind, advice in SIGNS:
         if head.startswith(sign):
             raise UserError(f"--data={path} is {kind}, not text; {advice}")
-    even, odd = head[::2], head[1::2]
-    for one, other in ((even, odd), (odd, even)):  # as UTF-16 without a byte order mark has them
-        if len(odd) > 8 and one.count(0) > 0.9 * len(one) and other.count(0) < 0.1 * len(other):
-            fix = f"convert it: iconv -f UTF-16 -t UTF-8 {path}"
-            raise UserError(f"--data={path} has a NUL beside every character, as UTF-16; {fix}")
+    for width, encoding in ((4, "UTF-32"), (2, "UTF-16")):  # without a byte order mark
+        nuls = [head[i::width].count(0) * width / max(1, len(head)) for i in range(width)]
+        if len(head) >= 16 and min(nuls) < 0.1 and sorted(nuls)[1] > 0.8:
+            encoding += "LE" if nuls[0] < 0.1 else "BE"
+            fix = f"convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > new.txt"
+            what = f"--data={path} has NULs beside every character, as {encoding} has"
+            raise UserError(f"{what}; {fix}")
+
+
+def holds_records(path):
+    """Whether a text begins with a line that is a JSON object, as files of records do."""
+    try:
+        with open(path, "rb") as f:
+            line = f.readline(CHUNK).removeprefix(codecs.BOM_UTF8)
+        return line[:1] == b"{" and isinstance(json.loads(line), dict)
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def check_plain(path):
@@ -148,7 +161,7 @@ def list_folder(path):
 def find_files(path):
     """The files of a data set: itself, or those in a folder, sorted by name."""
     path = Path(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return [path]
     for sign, what, fix in (
         ("latest", "the folder of a run", f"its data is in {path}/data"),
@@ -274,7 +287,8 @@ def check_columns(columns, found, where):
         if name not in found:
             words = ", ".join(found)[:200] or "no JSON object"
             flag = "--text_column" if name == columns[-1] else "--prompt_column"
-            raise UserError(f"{where} has no {name!r}, but {words}; give {flag}")
+            fix = f"give {flag}, or leave this file out"
+            raise UserError(f"{where} has no {name!r}, but {words}; {fix}")
 
 
 def first_invalid(f):
@@ -358,8 +372,14 @@ def read_jsonl(path, columns, skipped):
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as e:
-                error = UserError(f"{where} is no JSON ({e}); mend or remove it")
-                skipped.add(where, error)
+                fix = (
+                    "if it is one array, name it .json" if line[:1] == b"[" else "mend or remove it"
+                )
+                skipped.add(where, UserError(f"{where} is no JSON ({e}); {fix}"))
+                continue
+            if isinstance(record, list) and len(record) > 1:
+                fix = "name it .json, as it holds an array"
+                skipped.add(where, UserError(f"{where} is no JSON object; {fix}"))
                 continue
             yield from take(record, columns, where, skipped)
 

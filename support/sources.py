@@ -34,7 +34,7 @@ def is_records(name):
     """Whether --data is a data set of documents."""
     if name in BUILT_IN or not str(name):
         return False
-    is_folder = Path(name).is_dir() and not is_ids(name)
+    is_folder = os.path.isdir(name) and not is_ids(name)
     return is_folder or records.suffix_of(name) in records.READERS.keys() - {".txt"}
 
 

@@ -97,6 +97,8 @@ class Source:
         return int(0.9 * self.n)
 
     def note_what_was_read(self):
+        if self.texts and records.holds_records(self.config.data):
+            self.notes.append("its lines are JSON: name it .jsonl to learn only their texts")
         if not self.texts and Path(self.config.data).is_dir():
             self.notes += records.describe_folder(self.config.data)
         if not self.texts and self.skipped.describe():

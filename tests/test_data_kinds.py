@@ -87,7 +87,7 @@ def refused(data, *words, **flags):
         dict(data_page_version="2.0", compression="gzip"),
     ],
 )
-def test_a_flipped_bit_of_parquet_is_never_another_text(tmp_path, flags):
+def test_damaged_parquet_gives_no_other_text(tmp_path, flags):
     arrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "x.parquet"
@@ -129,7 +129,7 @@ def test_rows_that_a_file_lost_are_missed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "tokenizer.json", "meta.json"])
-def test_a_flipped_bit_of_prepared_data_is_refused(run, tmp_path, name, capsys):
+def test_damaged_prepared_data_is_refused(run, tmp_path, name, capsys):
     path = run / "data" / name
     content = path.read_bytes()
     at = content.index(b"[") + 2 if name.endswith("json") else 40
@@ -217,7 +217,7 @@ def test_a_pipe_is_no_text_and_no_tokenizer(tmp_path, text_file, capsys):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such files")
-def test_a_batch_may_be_a_pipe_that_is_written(run, tmp_path, capsys):
+def test_a_batch_may_be_a_pipe(run, tmp_path, capsys):
     """It is read once; one that nobody writes is empty, and hangs nothing."""
     read, write = os.pipe()
     os.write(write, "The█\n".encode())
@@ -327,7 +327,7 @@ def test_wrong_json_is_named(tmp_path, content, words):
         ("x.png", ["texts"]),
     ],
 )
-def test_formats_that_are_not_read_are_refused_by_name(tmp_path, name, words):
+def test_unread_formats_are_refused_by_name(tmp_path, name, words):
     (tmp_path / name).write_text("a,b\n1,2\n" * 30)
     refused(tmp_path / name, name, *words)
     (tmp_path / name).rename(tmp_path / f"a-{name}")  # a folder with train.bin has ids
@@ -343,6 +343,16 @@ def test_any_other_name_is_text(tmp_path, name):
     assert list(source()) == [("line\n" * 30, False)]
 
 
+def test_records_by_another_name_are_said(tmp_path, capsys):
+    (tmp_path / "x.txt").write_text(lines(TEXTS))
+    texts.open_source(mdlm.Config(data=str(tmp_path / "x.txt"))).survey()
+    assert "name it .jsonl" in capsys.readouterr().err
+    for write in (array, pretty):
+        (tmp_path / "x.jsonl").write_text(write(TEXTS))
+        refused(tmp_path / "x.jsonl", "name it .json")
+    refused("x" * 300, "does not exist", "too long")
+
+
 @pytest.mark.parametrize(
     "content, words",
     [
@@ -351,11 +361,12 @@ def test_any_other_name_is_text(tmp_path, name):
         (b"%PDF-1.7\n" + b"abc" * 99, "PDF"),
         (b"\0\5\x16\7" + bytes(99), "macOS"),
         (pickle.dumps(["a" * 99], 4), "pickle"),
-        (("plain words " * 9).encode("utf-16-le"), "iconv -f UTF-16"),
-        (("plain words " * 9).encode("utf-16-be"), "iconv -f UTF-16"),
+        (("plain words " * 9).encode("utf-16-le"), "iconv -f UTF-16LE"),
+        (("plain words " * 9).encode("utf-16-be"), "iconv -f UTF-16BE"),
+        (("plain words " * 9).encode("utf-32-le"), "iconv -f UTF-32LE"),
     ],
 )
-def test_a_file_that_is_no_text_is_known_by_its_bytes(tmp_path, content, words):
+def test_no_text_is_known_by_its_bytes(tmp_path, content, words):
     for name in ("x", "x.txt"):
         (tmp_path / name).write_bytes(content)
         refused(tmp_path / name, name, words)
@@ -388,7 +399,7 @@ def test_a_folder_of_folders_is_refused(tmp_path):
     refused("", "--data is empty")
 
 
-def test_line_ends_of_a_folder_are_those_of_its_files(tmp_path):
+def test_line_ends_of_a_folder_stay(tmp_path):
     content = b"line\r\nline\rline\n" * 20
     (tmp_path / "a.txt").write_bytes(content)
     assert documents(tmp_path) == [content.decode()]
@@ -557,7 +568,7 @@ def test_a_separator_that_never_occurs_is_refused(tmp_path, content, separator, 
         assert len(documents(path, separator=advice)) > 1, "its advice works"
 
 
-def test_an_end_that_is_not_in_the_ids_is_refused(tmp_path):
+def test_an_end_that_never_occurs_is_refused(tmp_path):
     ids = zipf(9000, 500)
     ids[ids == 7] = 8
     write_ids(tmp_path, ids, np.uint16)

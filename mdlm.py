@@ -177,16 +177,16 @@ def prepare(config, folder, tokenizer=None):
     if source is None:
         sources.write_patterns(folder)
         return
-    cut = source.survey()  # characters that train
+    n = source.survey()  # characters to learn a tokenizer from
     if tokenizer is None:
         how = (config.tokenizer, config.vocab_size or 16384, sources.has_documents(config))
-        tokenizer = build_tokenizer(*how, source, cut, config.end_token)
+        tokenizer = build_tokenizer(*how, source, n, config.end_token)
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         for ids, trains in source.encode(tokenizer):
             (train if trains else val).write(ids.astype(dtype).tobytes())
-    characters = [cut, source.n - cut]
+    characters = [source.cut, source.n - source.cut]
     meta = dict(source=config.data, dtype=np.dtype(dtype).name, characters=characters)
     sources.write_meta(folder, tokenizer, meta)
 

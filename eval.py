@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 
 import mdlm
-from support import numerics, outputs, plots, sources, viewer
-from support.checkpoint import SHIPPED, default_run, read_newest
+from support import numerics, outputs, plots, sources, texts, viewer
+from support.checkpoint import SHIPPED, default_run, read_newest, read_state
 from support.cli import READS, WRITES, UserError, opt
 from support.files import naming
 from support.likelihood import chain_rule, checked, group_size, to_context
@@ -62,16 +62,21 @@ class Options:
 
 @contextlib.contextmanager
 def open_data(data, folder, tokenizer, config, device):
-    """Context manager of (mdlm.Corpus, its name): `data` in the model's tokens, or the run's."""
+    """Context manager of (mdlm.Corpus, its name): `data` in the model's tokens, or the run's.
+
+    Where the shipped model's own text cannot be had, that is EXCERPT; what is asked for by name
+    is never replaced.
+    """
     prepared = folder.parent / "data"
-    source = data or (str(prepared) if (prepared / "meta.json").exists() else config.data)
+    is_own = not data and (prepared / "meta.json").exists()
+    source = str(prepared) if is_own else data or config.data
     path = Path(source)
     if source == "shakespeare":
         try:
             path = sources.shakespeare()
         except OSError as e:  # training would take another text, which is no substitute here
-            if folder.resolve() != SHIPPED:
-                fix = "give --data=FILE"
+            if data or folder.resolve() != SHIPPED:
+                fix = "connect to a network, or give --data=FILE"
                 raise UserError(f"Shakespeare cannot be downloaded ({e}); {fix}") from None
             cli.warn(f"Shakespeare cannot be downloaded ({e}): scoring {EXCERPT}, an imitation")
             source = str(EXCERPT)
@@ -80,14 +85,28 @@ def open_data(data, folder, tokenizer, config, device):
             path = Path(tmp) / "text"
             with naming(path):
                 path.write_bytes(10 * EXCERPT.read_bytes())
-        if not sources.is_ids(path):
+        is_ids = sources.is_ids(path)
+        if not is_ids:
+            settings = texts.to_score(dataclasses.replace(config, data=str(path)))
             with naming(tmp):
-                mdlm.prepare(dataclasses.replace(config, data=str(path)), Path(tmp), tokenizer)
+                mdlm.prepare(settings, Path(tmp), tokenizer)
             path = Path(tmp)
         corpus = mdlm.Corpus(path, config, device)
         if corpus.tokenizer.to_json() != tokenizer.to_json():
             raise UserError(f"{source} has another vocabulary than {folder}; give --data=FILE")
+        if is_ids and not data:
+            check_identity(corpus, folder, source)
         yield corpus, source
+
+
+def check_identity(corpus, folder, source):
+    """Raise UserError if a run's ids are not those that its checkpoint learned."""
+    if not (folder / "state.json").exists():  # a model without its training state
+        return
+    state = read_state(folder)
+    if any(state.get(name, value) != value for name, value in corpus.identity.items()):
+        fix = f"restore it, or give --data={source} to score it as it is"
+        raise UserError(f"{source} is not what {folder} learned; {fix}")
 
 
 def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
@@ -162,6 +181,8 @@ def report(r):
     """The results as lines of text."""
     blocks = f" in blocks of {r['block_length']}" * bool(r["block_length"])
     windows = f"{r['windows']} windows of {r['block_size']} tokens{blocks}, {r['data']}"
+    if "in_place_of" in r:
+        windows += f" in place of {r['in_place_of']}"
     temperature = f", temperature {r['temperature']}" if r["temperature"] != 1 else ""
     lines = [f"{r['checkpoint']}{temperature}; {windows}"]
     perplexity = f"perplexity {r['perplexity']:.2f}"
@@ -232,6 +253,8 @@ def evaluation(options):
     if options.temperature != 1:
         model.register_forward_hook(lambda _, args, logits: logits / options.temperature)
     r = dict(checkpoint=str(folder), temperature=options.temperature, data=source)
+    if source == str(EXCERPT) and not options.data:
+        r["in_place_of"] = config.data
     r |= dict(objective=config.objective, block_size=config.block_size)
     r |= dict(crc=zlib.crc32(windows.cpu().numpy()), block_length=config.block_length)
     with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):

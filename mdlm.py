@@ -23,16 +23,27 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from support import checkpoint, compiling, kernels, numerics, plots, runs, runtime, shards, sources
+from support import (
+    checkpoint,
+    compiling,
+    kernels,
+    numerics,
+    plots,
+    runs,
+    runtime,
+    shards,
+    sources,
+    texts,
+)
 from support.arguments import check_evaluation, check_input, check_reversing, truth
 from support.cli import COUNT, NO_LIMIT, UserError, opt
+from support.ids import DTYPES
 from support.kernels.launch import can_compile
 from support.kernels.reference import block_spans, document_spans, masked_share, rotary_tables
 from support.log import Log
 from support.optimizers import make_optimizers, set_rates, update
 from support.runs import Run
 from support.runtime import all_reduce, generator, to_device
-from support.seams import CONTEXT
 from support.tokenizer import build_tokenizer, tokenizer_from_json
 
 # ---- Config: one flat dataclass; the command line, --help and config.json all come from it
@@ -70,6 +81,12 @@ class Config:
     separator: str = opt("", "text between documents (\\n, \\t), which end in [END]", text=True)
     end_token: str = opt("", "[END] in a tokenizer.json (default: its end of text)")
     end_id: int = opt(-1, "[END] in a folder of .bin files (-1: none)", bounds=(-1, 1 << 24))
+    bin_dtype: str = opt(
+        "auto", "of ids in .bin files (auto: uint16, or as noted)", "auto", *DTYPES
+    )
+    max_bad_records: int = opt(
+        -1, "records to skip (-1: all empty, none damaged)", bounds=(-1, 1 << 31)
+    )
     pack: bool = opt(True, "several documents of known lengths in a window, where they fit")
     lengths: str = opt("known", "of documents: given, or [END] is learned", "known", "learned")
     # Model
@@ -164,48 +181,24 @@ def new_config(given):
 
 # ---- Data: every source becomes a folder with train.bin, val.bin, tokenizer.json and meta.json
 def prepare(config, folder, tokenizer=None):
-    """Tokenize config.data into `folder`: int(0.9 n) characters to train, the rest to validate."""
+    """Tokenize config.data into `folder`: nine tenths of its text train, the rest validates."""
     if sources.has_documents(config):
         sources.check_documents(config, is_variant)
-    pieces = sources.find_pieces(config)
-    if pieces is None:
+    source = texts.open_source(config)
+    if source is None:
         sources.write_patterns(folder)
         return
-    n = sum(len(piece) for piece, _ in pieces())
-    if n == 0:
-        raise UserError(f"--data={config.data} is empty; give a file with text in it")
-    cut = int(0.9 * n)
+    n = source.survey()  # characters to learn a tokenizer from
     if tokenizer is None:
         how = (config.tokenizer, config.vocab_size or 16384, sources.has_documents(config))
-        tokenizer = build_tokenizer(*how, pieces, cut, config.end_token)
+        tokenizer = build_tokenizer(*how, source, n, config.end_token)
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
-    done = in_train = held = 0
-    before = ""  # the end of what the next part goes on after
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
-        for piece, ends_document in pieces():
-            k = min(max(cut - done, 0), len(piece))
-            if k and sources.is_records(config.data):
-                k = len(piece)  # the split falls between records
-            in_train += k
-            held += len(piece)
-            if ends_document != sources.PROMPT:  # which goes where its answer goes
-                done += held
-                held = 0
-            for file, part in ((train, piece[:k]), (val, piece[k:])):
-                if part:
-                    ids = tokenizer.encode_array(part, before)
-                    before = (before + part[-CONTEXT:])[-CONTEXT:]
-                    if ends_document and tokenizer.end_id is not None:
-                        ids = np.append(ids, tokenizer.end_id)
-                    file.write(ids.astype(dtype).tobytes())
-            if ends_document:
-                before = ""
-    if in_train == n:
-        raise UserError(f"--data={config.data} has no record left to validate; give more records")
-    if done != n:
-        raise UserError(f"--data={config.data} changed while it was read; try again")
-    meta = dict(source=config.data, dtype=np.dtype(dtype).name, characters=[in_train, n - in_train])
+        for ids, trains in source.encode(tokenizer):
+            (train if trains else val).write(ids.astype(dtype).tobytes())
+    characters = [source.cut, source.n - source.cut]
+    meta = dict(source=config.data, dtype=np.dtype(dtype).name, characters=characters)
     sources.write_meta(folder, tokenizer, meta)
 
 
@@ -224,9 +217,14 @@ class Corpus:
         self.seed = config.seed
         self.device = device
         V = config.vocab_size
-        meta, ids, self.tokenizer, self.identity = sources.open_ids(folder, T, V, config.end_id)
+        how = (T, V, config.end_id, config.bin_dtype)
+        meta, ids, self.tokenizer, self.identity = sources.open_ids(folder, *how)
         self.entropy = meta.get("entropy")
         self.documents = self.tokenizer.end_id is not None
+        self.n_documents = 0  # that train
+        if self.documents:
+            how = (self.tokenizer.end_id, config.prompt_column)
+            self.n_documents = sources.count_documents(ids[0], *how)
         # (W,) where windows start, how many tokens they take, how many of these are learned
         self.train_windows = sources.cut_windows(ids[0], config, self.tokenizer.end_id)
         self.val_windows = sources.cut_windows(ids[1], config, self.tokenizer.end_id)

@@ -70,7 +70,10 @@ class Log:
         how = "compiled" if c.compile == "on" else "eager"
         on = f", a model on {shards.sharing(c.shard, run.world)}" if c.shard else ""
         ops = f"{run.model.ops.name} kernels"
-        text = f"{len(run.corpus.train):,} training tokens, {len(run.windows)} validation windows"
+        documents = run.corpus.n_documents
+        documents = f" in {documents:,} document{'s' * (documents != 1)}" * run.corpus.documents
+        text = f"{len(run.corpus.train):,} training tokens{documents}"
+        text += f", {len(run.windows)} validation windows"
         self.say(f"preset {c.preset}: {millions:.2f} M parameters, {size}")
         self.say(f"{run.device}, {c.dtype}, {how}, {run.world} rank(s){on}, {ops}")
         self.say(f"data: {text}, V = {run.model.vocab_size}")

@@ -138,6 +138,9 @@ def open_run(given, cls, new_config, world, resumable):
         check_resume(given, out)
         folder = runtime.ask_first_rank(checkpoint.find_checkpoint, out)  # it reads all of it
 
+    if not folder and "data" not in given:
+        given = given | {"data": runtime.ask_first_rank(sources.default_data)}
+
     def make_config():
         if folder:
             made = resumed_config(given, cls, folder, out, resumable)
@@ -263,6 +266,8 @@ def open_data(config, folder, device, prepare, corpus_of, source):
     corpus = runtime.on_all_ranks(lambda: opened(data, device))
     sentence = f"the ranks see different data in {data}; give a folder that all share"
     runtime.check_equal(sorted(corpus.identity.items()), sentence)
+    if sources.is_ids(config.data) and not folder:
+        runtime.on_first_rank(lambda: sources.say_left_out(data))
     return corpus
 
 

@@ -13,6 +13,7 @@ import unicodedata
 
 import torch
 
+from support import files
 from support.cli import UserError
 from support.seams import SPACED, is_space
 
@@ -89,7 +90,7 @@ def read_templates(infill, batch):
             sys.stdin.reconfigure(errors="strict", **how)
             text = sys.stdin.read()
         else:
-            with open(batch, **how) as f:
+            with open(batch, opener=files.without_waiting, **how) as f:
                 text = f.read()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"the templates cannot be read ({e}); give UTF-8 text") from None

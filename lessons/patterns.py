@@ -115,6 +115,8 @@ def main(argv):
     parser.add_argument("--sequences", type=int, default=128, help="for each seed")
     args = parser.parse_args(argv)
     try:
+        if min(args.seeds, args.sequences) < 1:
+            raise UserError("--seeds and --sequences must be at least 1")
         model, tokenizer, config = mdlm.load(args.run)
         if config.data != "patterns":
             raise UserError(f"{args.run} learned {config.data}; give a run with --data=patterns")

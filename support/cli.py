@@ -213,6 +213,10 @@ def refuse(argument, flags):
     raise UserError(f"there is no flag {flag}; the nearest is {near} (--help lists all)")
 
 
+def shown_default(value):
+    return "unlimited" if value == NO_LIMIT else value
+
+
 def parse_flags(cls, argv, description, epilog="", presets=None, preset=None):
     """The flags given in argv, as a dict of fields of `cls`, whose comments group --help.
 
@@ -222,7 +226,7 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None):
         varied = dict.fromkeys(name for values in presets.values() for name in values)
         lines = ["presets:"]
         for name, values in presets.items():
-            shown = [f"{k}={values.get(k, getattr(cls, k))}" for k in varied]
+            shown = [f"{k}={shown_default(values.get(k, getattr(cls, k)))}" for k in varied]
             lines.append(f"  {name}: {' '.join(shown)}")
         epilog = "\n".join([*lines, epilog])
     parser = Parser(
@@ -245,7 +249,7 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None):
         meaning = field.metadata["help"]
         default = defaults.get(field.name, field.default)
         if default != "":
-            meaning += f" (default: {default})"
+            meaning += f" (default: {shown_default(default)})"
         group = groups[heading[field.name]]
         group.add_argument(f"--{field.name}", help=meaning.replace("%", "%%"), **kind)
     given, unknown = parser.parse_known_args(argv)

@@ -25,8 +25,6 @@ def main(argv):
         raise cli.UserError("this needs a model that fills gaps, and █ for each missing token")
     parts = templates.parse(argv[1], tokenizer, config.block_size)
     ids = templates.to_ids(parts, tokenizer, model.mask_id)
-    if model.mask_id not in ids:
-        raise cli.UserError(f"{argv[1]!r} has no gap; write █ for each missing token")
     x = torch.tensor([ids + [model.pad_id] * (config.block_size - len(ids))])
     for i, p in enumerate(model(x)[0, : len(ids)].softmax(-1)):
         if ids[i] == model.mask_id:

@@ -123,7 +123,7 @@ def use_compiled(run):
         torch.set_num_threads(compiler.threads)
         if compiler.exitcode:
             failed = f"the process that compiles failed (exit code {compiler.exitcode})"
-            warn(f"{failed}: training goes on without torch.compile")
+            run.log.say(f"{failed}: training goes on without torch.compile")
         else:
             compile_blocks(run.model.blocks)
             run.log.say(f"compiled from step {run.step + 1} on")

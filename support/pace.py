@@ -144,7 +144,7 @@ def score(run, evaluate, is_last):
     if runtime.is_late(until):
         passes = 1
     if is_last:
-        estimate = f", about {run.ending:.0f} s" if run.ending else ""
+        estimate = f", about {run.ending:.0f} s" if run.ending >= 2 else ""
         run.log.say(f"evaluating on {n} windows of validation text{estimate}")
     with run.autocast():
         how = dict(batch_size=run.micro_batch, deadline=until)
@@ -161,7 +161,7 @@ def score(run, evaluate, is_last):
     run.per_window = max(1e-6, (time.monotonic() - began) / scored)
     most = preview_calls(run)[1]
     # The end: four passes with the averaged weights, one with the raw ones, samples.
-    run.ending = (5 * W + CALL * most) * run.per_window + 2
+    run.ending = (5 * W + CALL * most) * run.per_window
     if runtime.is_late(until - CALL * calls * run.per_window):
         calls = 0
     return r, raw, calls
@@ -188,7 +188,7 @@ def counted(run):
 
 def reserve(run):
     """Seconds of --time_limit kept for the end: at most a fifth, then fewer windows are scored."""
-    return min(run.ending + run.saving, run.config.time_limit / 5)
+    return min(run.ending + run.saving + 2, run.config.time_limit / 5)
 
 
 def deadline(run, is_last):

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import sys
 import time
 
@@ -33,7 +34,14 @@ def open_bar():
         monitor_interval = 0  # no thread: every drawing is asked for
 
     shape = "{percentage:3.0f}%|{bar:16}| {desc}"
-    return Bar(total=1.0, bar_format=shape, dynamic_ncols=True)
+    return Bar(total=1.0, bar_format=shape, ncols=columns(), nrows=24)  # any number of lines
+
+
+def columns():
+    """The width of the terminal; 80 where it does not say."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a stream without a file
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    return 80
 
 
 class Progress:
@@ -69,6 +77,7 @@ class Progress:
             self.say(f"{min(1.0, run.progress):4.0%} {text}", sys.stderr)
             return
         self.bar.n = min(1.0, run.progress)
+        self.bar.ncols = columns()
         self.bar.set_description_str(self.describe("{}<{}"), refresh=False)
         self.draw_bar("refresh")
 

@@ -74,6 +74,7 @@ class Book:
         self.path = options.json
         self.until = time.monotonic() + (options.time_limit or math.inf)
         self.failed = False
+        self.measured = 0  # lines with numbers
         self.columns = 0  # of the header above the next line
         versions = {"Python": platform.python_version(), "torch": torch.__version__}
         for package in ("triton", "liger-kernel", "cut-cross-entropy"):
@@ -107,6 +108,7 @@ class Book:
             self.columns = len(cells)
             self.say("\n| " + " | ".join(cells) + " |\n" + "| --- " * len(cells) + "|")
         self.say("| " + " | ".join(cells.values()) + " |")
+        self.measured += "ms" in row or row.get("calls") is not None
         self.content["rows"].append(row)
         self.write()  # now: a run that is cut off keeps what it measured
 
@@ -123,9 +125,11 @@ class Book:
             outputs.write(self.path, (json.dumps(self.content, indent=1) + "\n").encode())
 
     def close(self):
-        """The exit code."""
+        """The exit code; raises UserError if nothing was measured."""
         if self.path == "-":
             print(json.dumps(self.content))
+        if not (self.measured or self.failed):
+            raise UserError("nothing was measured: the lines above say why; raise --time_limit")
         return int(self.failed)
 
 

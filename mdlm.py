@@ -28,6 +28,7 @@ from support import (
     compiling,
     kernels,
     numerics,
+    pace,
     plots,
     runs,
     runtime,
@@ -124,19 +125,21 @@ class Config:
     warmup_steps: int = opt(100, "steps of linear warm-up", bounds=(0, NO_LIMIT))
     ema: float = opt(0.999, "EMA decay (0: off), lower as the rate decays", bounds=(0, 0.999999))
     # Evaluation and logging
-    eval_interval: int = opt(500, "steps between evaluations; each saves", bounds=COUNT)
-    eval_windows: int = opt(4096, "most validation windows (0: all)", bounds=(0, NO_LIMIT))
-    log_interval: int = opt(20, "steps between lines of the log", bounds=COUNT)
+    eval_interval: int = opt(0, "steps between evaluations (0: ten a run)", bounds=(0, NO_LIMIT))
+    eval_windows: int = opt(4096, "most windows of the last one (0: all)", bounds=(0, NO_LIMIT))
+    log_interval: int = opt(20, "steps between records in log.jsonl", bounds=COUNT)
 
 
 # What a preset changes (cpu: measured in results/cpu.md). A flag that is given always wins.
+# CPUs differ in speed by ten times: cpu ends after five minutes, unless --max_steps is given.
 PRESETS = {
     "cpu": dict(n_layer=4, n_head=3, n_embd=192, block_size=256, dropout=0.0, batch_size=16)
-    | dict(warmup_steps=50, learning_rate=0.01, max_steps=2000, attention_every=4),
+    | dict(warmup_steps=50, learning_rate=0.01, attention_every=4)
+    | dict(max_steps=NO_LIMIT, time_limit=300.0),
     "gpu": dict(),
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, dropout=0.0, batch_size=512)
     | dict(warmup_steps=500, max_steps=20000, gradient_accumulation_steps=8, tie=True)
-    | dict(tokenizer="bpe", vocab_size=50257, eval_interval=1000, eval_windows=1024),
+    | dict(tokenizer="bpe", vocab_size=50257, eval_windows=1024),
 }
 # What --data=patterns implies. Most of its entropy is in the first symbols: cosine trains these.
 PATTERNS = dict(block_size=64, mask_schedule="cosine", eval_windows=1000)
@@ -162,6 +165,8 @@ def n_blocks(config, step=-1):
 def parse_args(argv):
     """The flags that were given, as a dict of Config fields."""
     notes = "--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items())
+    notes += "\nA run ends by --max_steps or --time_limit, or by both; with neither by its preset."
+    notes += "\nWith --max_steps alone no clock enters: on a CPU such runs repeat to the bit."
     return cli.parse_flags(Config, argv, __doc__, notes, PRESETS, runtime.default_preset("auto"))
 
 
@@ -171,9 +176,8 @@ def new_config(given):
     if preset == "auto":
         preset = runtime.default_preset(given.get("device", "auto"))
     settings = PRESETS[preset] | (PATTERNS if given.get("data") == "patterns" else {})
-    if given.get("time_limit"):
-        settings["max_steps"] = NO_LIMIT
     config = Config(**settings | given | {"preset": preset})
+    runs.choose_end(config, given, Config(**settings))
     if config.prompt_column or n_blocks(config) > 1:
         config.lengths = given.get("lengths", "learned")  # a text goes on until its [END]
     return config
@@ -231,6 +235,7 @@ class Corpus:
         self.length_counts = sources.count_lengths(*self.train_windows, T)
         if config.pack and config.lengths == "known" and config.objective == "mdlm":
             self.train_windows = sources.pack_windows(*self.train_windows, T)
+        self.mean_size = self.train_windows[1].double().mean().item()
         self.mean_length = self.train_windows[2].double().mean().item()
         self.offsets = 0  # of an epoch's first window: 0 to offsets - 1
         if not self.documents and not meta.get("aligned"):
@@ -636,6 +641,26 @@ def generate(model, x, steps=64, generator=None):
 
 
 # ---- Evaluation
+LOGITS = 1 << 27  # are made at a time, at most: 512 MiB in float32
+
+
+def score_rows(model, xt, x0, rows, observe=None):
+    """Cross-entropy (n,) and whether the likeliest token is right, (n,), at rows of a flat batch.
+
+    A window with more than LOGITS logits goes through the network several times.
+    """
+    T = x0.shape[1]
+    scores = []
+    for some in rows.tensor_split(math.ceil(T * model.vocab_size / LOGITS)):
+        logits = model(xt, rows=some, x0=x0)  # (n, V)
+        targets = x0.flatten()[some]
+        if observe:
+            observe(some, targets, logits)
+        ce = F.cross_entropy(logits, targets, reduction="none")
+        scores.append((ce, logits.argmax(-1) == targets))
+    return map(torch.cat, zip(*scores))
+
+
 @torch.no_grad()
 def evaluate(
     model, windows, passes=1, seed=0, batch_size=64, observe=None, deadline=math.inf, scored=None
@@ -653,6 +678,7 @@ def evaluate(
     given = (passes, seed, batch_size, observe, deadline, scored)
     passes, seed, batch_size = check_evaluation(model, windows, *given)
     W, T = windows.shape
+    batch_size = max(1, min(batch_size, LOGITS // (T * model.vocab_size)))
     device = windows.device
     causal = model.config.objective == "ar"
     if scored is None:
@@ -678,12 +704,7 @@ def evaluate(
                 key = (seed ^ 0x5EED, k, at.to(device))  # other masks than in training
                 xt, _, rows, n_rows = mask_blocks(model, x0, masked, *key, ~these)
                 rows = rows[: int(n_rows)]
-            logits = model(xt, rows=rows, x0=x0)  # (n, V)
-            targets = x0.flatten()[rows]
-            each = F.cross_entropy(logits, targets, reduction="none")
-            right = logits.argmax(-1) == targets
-            if observe:
-                observe(rows, targets, logits)
+            each, right = score_rows(model, xt, x0, rows, observe)
             block = rows // (T // n)
             ce[k, at] = numerics.means_of(each, block, masked).view(-1, n)
             hit[k, at] = numerics.means_of(right, block, masked).view(-1, n)
@@ -777,11 +798,12 @@ def train_step(run, step, progress):
 def report(run, is_last=False):
     """Evaluate the averaged weights, log the result and show samples."""
     runs.check_finite(run)
-    with torch.compiler.set_stance("force_eager"):  # compile nothing for these shapes
-        r, raw, has_time = runs.score(run, evaluate, is_last)
-        run.log.evaluation(run, r, raw)
-        if (run.rank == 0 or run.config.shard) and run.step and has_time:
-            run.log.samples(run, generate)
+    # Eager: compile nothing for these shapes.
+    with pace.counted(run), torch.compiler.set_stance("force_eager"):
+        r, raw, calls = pace.score(run, evaluate, is_last)
+        run.log.evaluation(run, r, raw, is_last)
+        if (run.rank == 0 or run.config.shard) and run.step and calls:
+            run.log.samples(run, generate, calls)
 
 
 def setup(given, start):
@@ -805,9 +827,9 @@ def setup(given, start):
         return compute_gradients(run, draw_parts(run, 0, 0.0))
 
     compiled = compiling.should_compile(run, can_compile(device), gradients)
+    log.describe(run, folder, compiled, is_bound(config))
     compiling.compile_network(run, compiled, gradients)
     runs.begin(run, folder)
-    log.describe(run, folder, is_bound(config), is_variant(config))
     if not folder:
         report(run)
     return run
@@ -818,21 +840,25 @@ def train(given, start):
     run = setup(given, start)
     config = run.config
     interrupt = runtime.Interrupt()  # installed late: before the first step Ctrl-C may simply exit
-    while True:
-        compiling.use_compiled(run)
-        stop = runs.poll(run, interrupt)
-        if stop or run.progress >= 1:
-            break
-        train_step(run, run.step, run.progress)
-        run.step += 1
-        # Once in a while: a line in the log; an evaluation and a checkpoint.
-        if run.step % config.log_interval == 0:
-            runs.check_finite(run)
-            scale = lr_scale(config, run.step - 1, run.progress)
-            run.log.training(run, scale, runtime.flops_per_token(run.model))
-        if run.step % config.eval_interval == 0 and run.step < config.max_steps:
-            report(run)
-            runs.save(run)
+    with run.log.progress(run) as show_progress:
+        while True:
+            compiling.use_compiled(run)
+            stop = pace.poll(run, interrupt)
+            show_progress()
+            if stop or run.progress >= 1:
+                break
+            train_step(run, run.step, run.progress)
+            run.step += 1
+            # Once in a while: a record in the log; an evaluation; a checkpoint.
+            if run.step % config.log_interval == 0:
+                runs.check_finite(run)
+                scale = lr_scale(config, run.step - 1, run.progress)
+                run.log.training(run, scale, runtime.flops_per_token(run.model))
+            if pace.must_evaluate(run):
+                report(run)
+                runs.save(run)
+            elif run.save_is_due:
+                runs.save(run)
     finish(run, stop)
     runtime.leave_ranks()
     return stop and 128 + stop  # as a shell reports the signal
@@ -847,7 +873,7 @@ def finish(run, stop):
     elif run.finished and run.saved == run.step:
         run.log.say(f"this run ended at step {run.step}; raise --max_steps or --time_limit")
     else:
-        runs.check_steps(run)
+        pace.check_steps(run)
         report(run, is_last=True)
         runs.save(run, finished=True)
         if run.rank == 0:

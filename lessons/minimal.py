@@ -76,7 +76,7 @@ def train(model, ids, seconds):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     start = time.time()
     step = 0
-    while (done := (time.time() - start) / seconds) < 1:
+    while (done := (time.time() - start) / max(seconds, 1)) < 1:
         loss = compute_loss(model, ids[torch.randint(len(ids) - T, (BATCH, 1)) + torch.arange(T)])
         optimizer.zero_grad()
         loss.backward()

@@ -19,6 +19,10 @@ if [ $# -gt 0 ]; then
 fi
 first="ops train nanogpt large attention alike"
 PARTS=${PARTS:-$first}
+if [ -z "${PARTS// /}" ]; then
+    echo "PARTS names no part; give some of: $first tests record shards" >&2
+    exit 2
+fi
 for name in $PARTS; do
     [[ " $first tests record shards " == *" $name "* ]] && continue
     echo "there is no part $name; give some of: $first tests record shards" >&2

@@ -298,9 +298,10 @@ def read_state(folder):
         value = state.get(name)
         if type(value) is not kind or not 0 <= value < 1 << 31:
             raise UserError(f"{folder}/state.json is damaged: {name} is {str(value)[:40]!r}")
-    tokens = state.get("tokens", 0)
-    if type(tokens) is not int or not 0 <= tokens < 1 << 62:
-        raise UserError(f"{folder}/state.json is damaged: tokens is {str(tokens)[:40]!r}")
+    for name in ("tokens", "sequences"):
+        n = state.get(name, 0)  # older states have no sequences
+        if type(n) is not int or not 0 <= n < 1 << 62:
+            raise UserError(f"{folder}/state.json is damaged: {name} is {str(n)[:40]!r}")
     return state
 
 

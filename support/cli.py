@@ -412,6 +412,10 @@ def refuse(argument, names, program=""):
     raise UserError(f"there is no flag {flag}{advice} (--help lists all)")
 
 
+def shown_default(value):
+    return "unlimited" if value == NO_LIMIT else value
+
+
 def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, free=""):
     """The flags given in argv, as a dict of fields of `cls`, whose comments group --help.
 
@@ -451,7 +455,7 @@ def make_parser(cls, description, epilog, presets, preset):
         varied = dict.fromkeys(name for values in presets.values() for name in values)
         lines = ["presets:"]
         for name, values in presets.items():
-            shown = [f"{k}={values.get(k, getattr(cls, k))}" for k in varied]
+            shown = [f"{k}={shown_default(values.get(k, getattr(cls, k)))}" for k in varied]
             lines.append(f"  {name}: {' '.join(shown)}")
         epilog = "\n".join([*lines, epilog])
     parser = Parser(
@@ -473,7 +477,7 @@ def make_parser(cls, description, epilog, presets, preset):
         meaning = field.metadata["help"]
         default = defaults.get(field.name, field.default)
         if default != "":
-            meaning += f" (default: {default})"
+            meaning += f" (default: {shown_default(default)})"
         group = groups[heading[field.name]]
         group.add_argument(f"--{field.name}", help=meaning.replace("%", "%%"), **kind)
     return parser

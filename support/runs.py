@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save as to_safetensors
 
 from support import checkpoint, files, outputs, ownership, runtime, shards, sources
-from support.cli import UserError, check_fields, warn
+from support.cli import NO_LIMIT, UserError, check_fields, warn
 from support.log import Log
 from support.optimizers import average
 from support.tokenizer import KINDS
@@ -42,8 +42,14 @@ class Run:
     progress: float = 0.0  # from 0 to 1, by steps or by time
     seconds: float = 0.0  # of the processes that this one resumes
     ending: float = 0.0  # seconds that the last evaluation and its samples will take
+    evaluating: float = 0.0  # seconds that evaluations on the way have taken
+    per_window: float = 0.0  # seconds to score a window once (0: not yet known)
+    plan: tuple = None  # of evaluations on the way (support/pace.py)
+    tenth: int = None  # of the run, when it was last asked for an evaluation
     saving: float = 0.0  # seconds that the last save took
     saved: int = -1  # step of the last checkpoint
+    saved_at: float = 0.0  # time.monotonic() then
+    save_is_due: float = 0.0  # whether that is long ago
     finished: bool = False  # whether that checkpoint is the end of a run
     pending: dict = dataclasses.field(default_factory=dict)  # step -> (loss, norm), not yet read
     loss: float = math.nan  # the last ones that were read
@@ -59,7 +65,8 @@ class Run:
 
     @property
     def tokens(self):
-        return self.sequences(self.step) * self.config.block_size
+        """Tokens of text in the steps done, on average: not what fills up windows of documents."""
+        return round(self.sequences(self.step) * self.corpus.mean_size)
 
     @property
     def micro_batch(self):  # sequences of this rank at a time
@@ -123,6 +130,40 @@ def check_blocks(config):
 
 # What --resume may change of the numbers that a run computes. The log says so.
 CHANGEABLE = ("batch_size", "learning_rate", "muon_lr", "weight_decay", "grad_clip", "dtype")
+
+
+def choose_end(config, given, before):
+    """Set config.max_steps and time_limit: the given flags, over the end that was there `before`.
+
+    before: the Config of the preset, or of the run that is resumed. If it ends by one of the two
+    alone, the other flag replaces it: with --max_steps no clock enters, with --time_limit no
+    number of steps. (A clock that is taken away, --time_limit=0, leaves the usual number.)
+    """
+    config.max_steps = given.get("max_steps", before.max_steps)
+    config.time_limit = given.get("time_limit", before.time_limit)
+    if "max_steps" in given and "time_limit" not in given and before.max_steps == NO_LIMIT:
+        config.time_limit = 0.0
+    if config.time_limit and not before.time_limit and "max_steps" not in given:
+        config.max_steps = NO_LIMIT
+    if not config.time_limit and "max_steps" not in given and config.max_steps == NO_LIMIT:
+        config.max_steps = type(config).max_steps
+
+
+def check_end(given, old, folder):
+    """Raise UserError for an end that the run in `folder`, a checkpoint with Config `old`, is past.
+
+    A value that the run had already is none: torchrun repeats it, after a crash at the very end.
+    """
+    state = checkpoint.read_state(folder)
+    step = state["step"]
+    seconds = state["seconds"]
+    steps = given.get("max_steps", old.max_steps)
+    limit = given.get("time_limit") or old.time_limit
+    if steps != old.max_steps and steps < step:
+        raise UserError(f"--max_steps={steps}, but {folder} has made {step} steps; give more")
+    if limit != old.time_limit and limit < seconds:
+        took = f"but {folder} has taken {seconds:.0f} s"
+        raise UserError(f"--time_limit={limit:g}, {took}; give more")
 
 
 def open_run(given, cls, new_config, world, resumable):
@@ -211,7 +252,9 @@ def resumed_config(given, cls, folder, out, resumable):
         elif value not in (was, "auto"):
             fix = "leave the flag out, or start again with --overwrite"
             raise UserError(f"--{name}={value} contradicts the run in {out}, with {was}; {fix}")
+    check_end(given, old, folder)
     config = dataclasses.replace(old, **changes | dict(out_dir=str(out), overwrite=False))
+    choose_end(config, given, old)
     return config, {k: (getattr(old, k), v) for k, v in changes.items() if k in CHANGEABLE}
 
 
@@ -310,86 +353,19 @@ def begin(run, folder):
     if folder:
         state = checkpoint.restore(folder, run.model, run.averaged, run.optimizers)
         for name in ("step", "seconds", "ending", "finished", "saving"):
-            setattr(run, name, state.get(name, run.saving))  # older states lack "saving"
+            setattr(run, name, state.get(name, getattr(run, name)))  # older states lack "saving"
         run.saved = run.step
         batch_size, _ = run.changed.get("batch_size", (run.config.batch_size, 0))
-        tokens = state.get("tokens", run.step * batch_size * run.config.block_size)
-        run.begun = (run.step, tokens // run.config.block_size)
+        run.begun = (run.step, state.get("sequences", run.step * batch_size))
     if runtime.all_reduce(torch.tensor(float(run.step))) != run.step * run.world:
         raise UserError("the ranks see different checkpoints; give an --out_dir that all share")
     if run.config.overwrite:
         runtime.on_first_rank(lambda: checkpoint.disown(run.config.out_dir))
+    run.saved_at = time.monotonic()
     run.log.begin(run.step if folder else -1)
     if run.changed:
         run.log.changes(run)
     run.log.restart_clock(run.tokens)
-
-
-def poll(run, interrupt):
-    """Update run.progress; returns the signal to stop for, or 0. The same on all ranks."""
-    progress = run.step / run.config.max_steps
-    limit = run.config.time_limit
-    if limit:
-        progress = max(progress, run.elapsed() / (limit - reserve(run)))
-    progress = max(progress, run.progress)
-    values = torch.tensor([progress, interrupt.signal], dtype=torch.float64)
-    run.progress, stop = runtime.all_reduce(values, "MAX").tolist()
-    return int(stop)
-
-
-def score(run, evaluate, is_last):
-    """Evaluate the averaged and the raw weights, as far as --time_limit allows.
-
-    Returns their results, and whether there is time to show samples. Sets run.ending.
-    """
-    config = run.config
-    until = deadline(run, is_last)
-    began = time.monotonic()
-    passes = 1 if runtime.is_late(until) or not is_last else 4
-    run.log.say("evaluating")
-    with run.autocast():
-        how = dict(batch_size=run.micro_batch, deadline=until)
-        r = raw = evaluate(run.averaged, run.windows, passes, **how)
-        scored = r["passes"] * r["windows"]
-        if run.averaged is not run.model:
-            began = time.monotonic()  # the first evaluation is slow until all is warm
-            raw = evaluate(run.model, run.windows, **how)
-            scored = raw["windows"]
-    per_window = (time.monotonic() - began) / scored  # seconds
-    key = "nll" if config.objective == "ar" else "nelbo"
-    if not math.isfinite(r[key]):
-        what = f"validation {key} {r[key]} at step {run.step}: not saved."
-        raise UserError(f"{what} {advice(run)}")
-    calls = config.block_size if key == "nll" else max(min(config.block_size, 64), run.model.n)
-    sampling = 3 * calls * per_window
-    # The end: four passes with the averaged weights, one with the raw ones, samples.
-    run.ending = 5 * len(run.windows) * per_window + sampling + 2
-    return r, raw, not runtime.is_late(until - sampling)
-
-
-def reserve(run):
-    """Seconds of --time_limit kept for the end: at most a fifth, then fewer windows are scored."""
-    return min(run.ending + run.saving, run.config.time_limit / 5)
-
-
-def deadline(run, is_last):
-    """When the evaluation that begins now must end, on the clock of time.monotonic()."""
-    if not run.step and not run.config.init_from:
-        return -math.inf  # one batch: a network that has learned nothing predicts all alike
-    limit = run.config.time_limit
-    if not limit:
-        return math.inf
-    end = run.log.start - run.seconds + limit
-    if is_last:
-        return end - 2 - run.saving
-    return min(end - reserve(run), time.monotonic() + limit / 10)
-
-
-def check_steps(run):
-    """Raise UserError for a run that has no time left for a single step."""
-    if run.step == 0:
-        given = f"--time_limit={run.config.time_limit:g} is over before the first step"
-        raise UserError(f"{given}, after {run.elapsed():.0f} s: nothing is trained; give more time")
 
 
 def check_finite(run):
@@ -427,7 +403,8 @@ def save(run, finished=False):
     """Write out_dir/step-N: the averaged weights, and everything that --resume needs."""
     check_finite(run)
     began = time.monotonic()
-    state = dict(step=run.step, tokens=run.tokens, seconds=run.elapsed(), ending=run.ending)
+    state = dict(step=run.step, tokens=run.tokens, sequences=run.sequences(run.step))
+    state |= dict(seconds=run.elapsed(), ending=run.ending)
     state |= dict(finished=finished, launch=runtime.launch_id(), saving=run.saving)
     state |= run.corpus.identity
     weights = run.averaged.state_dict()
@@ -441,7 +418,8 @@ def save(run, finished=False):
         runtime.on_first_rank(lambda: write(run, state, in_memory(weights, tensors)))
     run.saved = run.step
     run.finished = finished
-    run.saving = time.monotonic() - began
+    run.saved_at = time.monotonic()
+    run.saving = run.saved_at - began
     run.log.restart_clock(run.tokens)
 
 

@@ -88,6 +88,12 @@ def starter(nursery, text):
     return begin
 
 
+def has_logged(out, step):
+    """Whether the log of the run in `out` has a record of this step."""
+    path = Path(out) / "log.jsonl"
+    return path.exists() and f'"step": {step}, ' in path.read_text()
+
+
 def begin_ranks(n, run, out, *flags, each=None, **more):
     """n ranks of one run, as torchrun would start them; each: more flags of every rank."""
     with socket.socket() as s:

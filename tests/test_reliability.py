@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CHECKPOINT_FILES, ROOT, TINY, losses, read_log, saved
-from nursery import Nursery, Run, begin_ranks, starter
+from nursery import Nursery, Run, begin_ranks, has_logged, starter
 
 import mdlm
 from support import checkpoint, files
@@ -242,7 +242,7 @@ def resume_after_8_of_20(run, tmp_path, *flags):
     for out in (whole.out, first.out + second.out):
         samples.append([line for line in out.splitlines() if line.startswith("  | ")])
     assert samples[0] == samples[1], "the printed samples are the same"
-    assert len(samples[0]) >= 8
+    assert len(samples[0]) >= 2
 
 
 VARIANTS = [
@@ -382,7 +382,7 @@ def test_folders_without_locks_are_used(monkeypatch, tmp_path):
 def test_two_runs_never_share_a_folder(run, tmp_path):
     out = tmp_path / "o"
     one = run(out, *TWELVE_STEPS, fault="sleep:6:60")
-    one.until(lambda: "step 6:" in one.err)
+    one.until(lambda: has_logged(out, 6))
     before = saved(out)[1]
     for flags in (["--resume"], ["--overwrite", "--max_steps=12"]):
         two = run(out, *flags)
@@ -409,7 +409,7 @@ def test_two_runs_never_share_a_folder(run, tmp_path):
 def test_second_ctrl_c_exits_at_once(run, tmp_path):
     out = tmp_path / "o"
     one = run(out, *TWELVE_STEPS, fault="sleep:6:60")
-    one.until(lambda: "step 6:" in one.err)
+    one.until(lambda: has_logged(out, 6))
     one.kill(signal.SIGINT)
     one.until(lambda: "a second Ctrl-C exits at once" in one.err, 5)
     time.sleep(0.1)
@@ -433,7 +433,7 @@ def test_signal_to_one_rank_stops_both(run, tmp_path, number, code):
     out = tmp_path / "o"
     flags = ["--max_steps=1000000", "--optimizer=adamw", "--lr_schedule=constant"]
     ranks = begin_ranks(2, run, out, *flags)
-    ranks[0].until(lambda: "step 5:" in ranks[0].err)
+    ranks[0].until(lambda: has_logged(out, 5))
     ranks[1].kill(number)
     assert [r.wait(20) for r in ranks] == [code, code], ranks[1].err
     step = saved(out)[1][0]
@@ -508,7 +508,7 @@ def test_two_ranks_give_the_losses_of_one(run, tmp_path, optimizer, tolerance):
     assert one.wait() == 0
     ranks = begin_ranks(2, run, tmp_path / "two", *flags, "--gradient_accumulation_steps=2")
     assert [r.wait() for r in ranks] == [0, 0], ranks[0].err
-    assert "2 rank(s)" in ranks[0].out
+    assert "2 ranks" in ranks[0].out
     assert ranks[1].out == "", "only the first rank speaks"
     a, b = (losses(tmp_path / name) for name in ("one", "two"))
     assert len(a) == 12

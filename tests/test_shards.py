@@ -202,7 +202,7 @@ def test_compiled_shards_train_alike(run, tmp_path):
     flags = [*SAVED, "--optimizer=adamw", "--eval_windows=4"]
     train(run, 0, tmp_path / "one", *flags)
     said = train(run, 2, tmp_path / "two", *flags, "--compile=on", "--shard", "--recompute")
-    assert "compiled, 2 rank(s), a model on 2" in said
+    assert "compiled, 2 ranks, a model on 2" in said
     assert_equal_losses(tmp_path / "one", tmp_path / "two", 8)
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 import mdlm
-from support import numerics, outputs, plots, sources, texts, viewer
+from support import numerics, outputs, plots, scores, sources, texts, viewer
 from support.checkpoint import SHIPPED, default_run, read_newest, read_state
 from support.cli import READS, WRITES, UserError, opt
 from support.files import naming
@@ -250,6 +250,7 @@ def evaluation(options):
         raise UserError(f"--whole is for models of mdlm.py --whole, not {folder}; leave it out")
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
+    scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     if options.temperature != 1:
         model.register_forward_hook(lambda _, args, logits: logits / options.temperature)
     r = dict(checkpoint=str(folder), temperature=options.temperature, data=source)
@@ -283,6 +284,7 @@ def show_text(options):
     n = len(ids)
     if not 0 < n <= config.block_size:
         raise UserError(f"--text has {n} tokens; give 1 to {config.block_size}")
+    scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     x0 = to_context(model, torch.tensor([ids], device=device))  # (1, T)
     is_text = torch.arange(x0.shape[1], device=device)[None] < n
     count = torch.tensor([max(1, round(options.rate * n))], device=device)

@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import save as to_safetensors
 
 import mdlm
-from support import environment, files, outputs, page, plots, runs
+from support import environment, files, outputs, page, plots, runs, scores
 from support.checkpoint import default_run, read_newest
 from support.cli import READS, WRITES, UserError, opt
 from support.kernels import reference
@@ -242,6 +242,8 @@ def main(argv):
     else:
         contents = contents_of(folder, *loaded, options)
         how = "load it as its README.md says"
+    _, tokenizer, config = loaded
+    scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     with files.naming(dest), files.new_folder(dest.parent) as tmp:
         for name, content in contents.items():
             files.write_synced(tmp / name, content)

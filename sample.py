@@ -28,12 +28,21 @@ import torch
 import torch.nn.functional as F
 
 import mdlm
-from support import arguments, judging, outputs, templates, viewer
+from support import arguments, judging, outputs, scores, templates, viewer
 from support.checkpoint import default_run, find_checkpoint, read_newest
 from support.cli import READS, WRITES, UserError, opt
 from support.kernels.cache import Cache
 from support.kernels.reference import philox_words
-from support.likelihood import check_gaps, end_documents, groups, hypotheses, predict
+from support.likelihood import (
+    Memo,
+    call_size,
+    check_gaps,
+    end_documents,
+    group_size,
+    groups,
+    hypotheses,
+    predict,
+)
 from support.numerics import draw, highest, lead, reversed_bits
 from support.runtime import pick_device
 from support.templates import joined, of_prompt, parse, to_ids, to_texts
@@ -244,7 +253,9 @@ def to_correct(how, block, s, filled, noise):
 
 
 @torch.no_grad()
-def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), allowed=None, **how):
+def unmask(
+    model, x, fill=None, samples=None, end_id=None, forbid=(), allowed=None, memo=None, **how
+):
     """Fill [MASK] positions of x (B, T); yields a Step after each network call.
 
     fill     (B, T) bool: fill only these; other [MASK] positions stay, as unseen text
@@ -252,6 +263,7 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), allowed=No
     end_id   the id of [END], if there is one: all that follows a drawn [END] becomes [END]
     forbid   ids that are never drawn (None is ignored)
     allowed  {position: (V,) bool, the ids that may be drawn there}; others may have any
+    memo     a likelihood.Memo: texts that the network has seen cost no call
     how      fields of Options under "How to write it"; ValueError if they cannot be followed
 
     T may exceed the context: the model then sees the last positions up to the end of a block, half
@@ -283,7 +295,7 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), allowed=No
             if not drawn.any():
                 continue
             # 2. Draw there: the network sees all of it masked.
-            logits = predict(model, device, x, given, drawn, block.at, how.cfg, cache)
+            logits = predict(model, device, x, given, drawn, block.at, how.cfg, cache, memo)
             logits[:, forbid] = -math.inf
             for place, ids in (allowed or {}).items():
                 here = block.at.start + drawn.nonzero()[:, 1] == place
@@ -310,23 +322,55 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), allowed=No
             fill &= x == mask  # not what follows [END]
 
 
-def generate(model, x, generator=None, samples=None, fill=None, **how):
+def generate(model, x, generator=None, samples=None, fill=None, expect=None, **how):
     """Fill the [MASK] positions of x (B, T) as `unmask` does and return the ids (B, T).
 
     seed is the key of the random numbers; without it a generator gives one (None: torch's own).
-    A row depends on the seed and its number in `samples`, not on its batch.
+    A row depends on the seed and its number in `samples`, not on its batch. expect(calls) is told
+    how many network calls it will still take, at most.
     """
     arguments.check_generator(generator)
     samples, *_ = arguments.check_filling(model, x, fill, samples)
     if "seed" not in how:
         where = generator.device if generator is not None else "cpu"
         how["seed"] = int(torch.randint(1 << 32, (), generator=generator, device=where))
+    fill = (x == model.mask_id) & (True if fill is None else fill)
+    memo, size = share_calls(model, fill)
+    parts = groups(model, len(x), x.device, size, writing=True)
+    left = []  # (calls, calls a step) of each part
+    if expect:
+        left = [most_calls(model, fill[part], samples[part], how) for part in parts]
+        expect(sum(calls for calls, _ in left))
     out = x.clone()
-    for part in groups(model, len(x), x.device, writing=True):
-        here = None if fill is None else fill[part]
-        for step in unmask(model, x[part], here, samples[part], **how):
+    for i, part in enumerate(parts):
+        steps = unmask(model, x[part], fill[part], samples[part], memo=memo, **how)
+        for done, step in enumerate(steps, 1):
             out[part] = step.x
+            if expect:
+                calls, a_step = left[i]
+                expect(calls - done * a_step + sum(calls for calls, _ in left[i + 1 :]))
     return out
+
+
+SHORT = 16  # tokens; draws for longer gaps hardly ever come to the same text
+
+
+def share_calls(model, fill):
+    """(Memo, rows to draw at once) where many rows have short gaps, else (None, None)."""
+    longest = max([0, *fill.sum(1).tolist()])
+    if model.n > 1 or longest > SHORT:
+        return None, None
+    most = (1 << 24) // (model.vocab_size * max(1, longest))  # 2^24 logits a step
+    return Memo(), max(most, group_size(model, fill.device))
+
+
+def most_calls(model, fill, samples, how):
+    """How many network calls `unmask` takes at most: in all, and for each step."""
+    how = resolve({name: how[name] for name in how.keys() & SETTINGS}, model.config)
+    steps = sum(block.steps for block in plan(model.config, fill, samples.to(fill.device), how))
+    rows = 1 if model.n > 1 else math.ceil(len(fill) / call_size(model, fill.device))
+    a_step = rows * (2 if how.cfg else 1)
+    return steps * a_step, a_step
 
 
 def ends(model, tokenizer, is_template):
@@ -335,11 +379,12 @@ def ends(model, tokenizer, is_template):
     return dict(end_id=tokenizer.end_id) if is_drawn else dict(forbid=[tokenizer.end_id])
 
 
-def fill_gaps(model, tokenizer, how, x, fill, may_end, quick):
+def fill_gaps(model, tokenizer, how, x, fill, may_end, quick, expect=None):
     """Fill gaps of a template. may_end: at the end of the text; quick: to compare lengths."""
     if quick:
         how = how | dict(steps=min(how.get("steps") or 1 << 20, 8 * model.n), correct=0)
-    return generate(model, x, fill=fill, **ends(model, tokenizer, not may_end), **how)
+    where = dict(fill=fill, expect=expect)
+    return generate(model, x, **where, **ends(model, tokenizer, not may_end), **how)
 
 
 def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16, **how):
@@ -491,29 +536,53 @@ def sampled(model, tokenizer, parts, options, template, pages):
             yield texts, facts
 
 
+class Calls:
+    """Counts the network calls of a model, and shows on a bar how many are left at most."""
+
+    def __init__(self, model, bar):
+        self.bar = bar
+        self.calls = 0
+        self.sequences = 0
+        self.stretch = 1
+        self.hook = model.register_forward_pre_hook(self.count)
+
+    def count(self, model, args):
+        self.calls += 1
+        self.sequences += len(args[0])
+        self.bar.update()
+
+    def expect(self, left, stretch, stretches):
+        """Between gaps of unknown length a template is filled in stretches, each with its total."""
+        if stretch != self.stretch:
+            self.stretch = stretch
+            self.bar.reset()
+            self.bar.set_description(f"trying fills, gap {stretch} of {stretches}", refresh=False)
+        total = self.bar.n + left
+        self.bar.total = min(total, self.bar.total or total)
+
+
 def ranked(model, tokenizer, parts, options):
     """(parts of the likeliest fill, the texts of the --candidates likeliest, facts)"""
     began = time.monotonic()
     with cli.progress("trying fills", " calls") as bar:
-
-        def count(*_):
-            bar.update()
-
-        hook = model.blocks[0].register_forward_pre_hook(count)
+        done = Calls(model, bar)
         how = {name: getattr(options, name) for name in SETTINGS}
         fill = partial(fill_gaps, model, tokenizer, how)
-        limits = dict(max_gap=options.max_gap, draws=max(16, 8 * options.candidates))
-        search = partial(hypotheses, model, tokenizer, parts, draw=fill, device=options.device)
-        fills = search(options.candidates or 3, **limits)
-        hook.remove()
+        limits = dict(max_gap=options.max_gap, draws=max(16, 6 * options.candidates))
+        limits |= dict(device=options.device, expect=done.expect)
+        try:
+            n = options.candidates or 3
+            fills = hypotheses(model, tokenizer, parts, n, fill, **limits)
+        finally:
+            done.hook.remove()
     if len(fills) < options.candidates:
         cli.warn(f"{len(fills)} different fills were found, not {options.candidates}")
     seconds = time.monotonic() - began
     texts = [to_texts(fill.parts, fill.ids, tokenizer) for fill in fills]
     share = torch.tensor([fill.logp for fill in fills], dtype=torch.float64).softmax(0).tolist()
     rows = [dict(text=joined(t), score=f.logp, share=p) for f, t, p in zip(fills, texts, share)]
-    facts = dict(steps=options.steps, calls=bar.n, seconds=seconds, score=fills[0].logp)
-    return fills[0].parts, texts, facts | dict(candidates=rows)
+    facts = dict(steps=options.steps, calls=done.calls, seconds=seconds, score=fills[0].logp)
+    return fills[0].parts, texts, facts | dict(sequences=done.sequences, candidates=rows)
 
 
 def answers(model, tokenizer, template, parts, options, pages):
@@ -553,6 +622,7 @@ def main(argv):
     lines = sys.stdout if to_stdout else outputs.Lines(options.json or os.devnull)
     if to_stdout:
         lines.reconfigure(encoding="utf-8")  # JSON's, whatever the locale's is
+    scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     pages = []
     if variants:
         [(template, parts)] = todo

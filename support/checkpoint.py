@@ -51,11 +51,12 @@ def step_of(checkpoint):
     return int(re.search(r"\d+", checkpoint.name)[0])
 
 
-def write_checkpoint(out_dir, name, contents):
+def write_checkpoint(out_dir, name, contents, score=None):
     """Write `contents` as out_dir/name; keep it and the one before it.
 
-    They are a dict of file name -> bytes, or -> the Path of a file that moves there. Returns its
-    path. Whenever the process is killed, the last complete checkpoint still exists.
+    They are a dict of file name -> bytes, or -> the Path of a file that moves there. score: how
+    good it is, for the manifest (support/scores.py). Returns its path. Whenever the process is
+    killed, the last complete checkpoint still exists.
     """
     final = Path(out_dir) / name
     old = final.with_name(f"{name}.old")
@@ -70,8 +71,9 @@ def write_checkpoint(out_dir, name, contents):
                     files.write_synced(tmp / file, content)
                 size = (tmp / file).stat().st_size
                 listed[file] = dict(size=size, sha256=files.sha256_of(tmp / file))
-            manifest = json.dumps(dict(format="mdlm", version=1, files=listed), indent=1)
-            files.write_synced(tmp / "manifest.json", manifest.encode())
+            manifest = dict(format="mdlm", version=1, files=listed) | dict(score=score or {})
+            content = json.dumps(manifest, indent=1).encode()
+            files.write_synced(tmp / "manifest.json", content)
             files.sync(tmp)
             if final.exists():  # the same step again, or a damaged one
                 files.remove(old)
@@ -220,7 +222,6 @@ def default_run(out_dir):
     """out_dir if it is given, else out/ if a run is there, else the model that is shipped."""
     if out_dir or checkpoints("out") or not SHIPPED.is_dir():
         return Path(out_dir or "out")
-    warn("no run in out/: using the small Shakespeare model in weights/")
     return SHIPPED
 
 

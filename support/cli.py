@@ -281,7 +281,7 @@ class NoBar:
     def show(self, *_, **options):
         pass
 
-    clear = close = refresh = set_description = set_postfix = set_postfix_str = show
+    clear = close = refresh = reset = set_description = set_postfix = set_postfix_str = show
 
 
 def check_clashes(clashes, given):

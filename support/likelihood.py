@@ -6,13 +6,16 @@ sampler that goes from left to right. It costs one sequence in a network call fo
 
 import itertools
 import math
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from support.arguments import check_ids, check_length
 from support.cli import UserError
+from support.padding import compute_once
 from support.templates import encode_parts, joined, keeps_spaces, to_ids, to_texts
 
 
@@ -22,6 +25,17 @@ def group_size(model, device):
     # On a CPU larger tensors get new pages every time, which costs as much as the products.
     tokens = 1 << (11 if torch.device(device).type == "cpu" else 15)
     return max(1, min(tokens // L, (1 << 26) // (L * model.vocab_size)))
+
+
+def call_size(model, device):
+    """How many sequences to give to one network call: on a CPU at most 2^10 tokens.
+
+    Twice as many no longer fit into its caches: a fifth slower for each sequence.
+    """
+    few = group_size(model, device)
+    if torch.device(device).type != "cpu":
+        return few
+    return max(1, min(few, (1 << 10) // model.config.block_size))
 
 
 def groups(model, n, device, size=None, writing=False):
@@ -59,24 +73,64 @@ def check_gaps(model, x, fill):
         raise UserError(f"{given}; {fix}")
 
 
+MOST_LOGITS = 1 << 24  # that a Memo holds
+
+
+class Memo:
+    """Logits that were computed before, by the text that the network saw and the position.
+
+    Draws for a short gap come to the same few texts again and again.
+    """
+
+    def __init__(self):
+        self.logits = {}  # (bytes of the ids, position) -> (V,)
+
+    def logits_at(self, model, xt, row, at, device):
+        """What `logits_at` returns; only texts that are new are computed."""
+        texts = [ids.tobytes() for ids in xt.cpu().numpy()]
+        keys = [(texts[r], i) for r, i in zip(row.tolist(), at.tolist())]
+        if (len(self.logits) + len(keys)) * model.vocab_size > MOST_LOGITS:
+            self.logits = {key: self.logits[key] for key in keys if key in self.logits}
+        new = {key: i for i, key in enumerate(keys) if key not in self.logits}
+        if new:
+            which = torch.tensor([*new.values()], device=xt.device)
+            rows, inverse = row[which].unique(return_inverse=True)
+            found = logits_at(model, xt[rows], inverse, at[which], device)
+            self.logits.update(zip(new, found))
+        return torch.stack([self.logits[key] for key in keys])
+
+
 def logits_at(model, xt, row, at, device):
     """(n, V) float logits of xt (B, L) at positions `at` (n,) of rows `row` (n,).
 
-    Equal rows are computed once; the last MLP and the head see nothing but these positions.
-    device: the model's.
+    Equal rows are computed once, in calls of call_size; the last MLP and the head see nothing but
+    these positions. device: the model's.
     """
     xt, same = xt.unique(dim=0, return_inverse=True)
-    rows = (same[row] * xt.shape[1] + at).to(device)
-    return checked(model(xt.to(device), rows=rows).to(xt.device))
+    row = same[row]
+    L = xt.shape[1]
+    parts = groups(model, len(xt), device, call_size(model, device))
+    model = compute_once(model)
+    if len(parts) == 1:
+        return checked(model(xt.to(device), rows=(row * L + at).to(device)).to(xt.device))
+    logits = None
+    for part in parts:
+        here = ((row >= part.start) & (row < part.stop)).nonzero()[:, 0]
+        rows = (row[here] - part.start) * L + at[here]
+        found = checked(model(xt[part].to(device), rows=rows.to(device))).to(xt.device)
+        if logits is None:
+            logits = found.new_empty(len(row), found.shape[1])
+        logits[here] = found
+    return logits
 
 
-def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None):
+def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None, memo=None):
     """(n, V) float logits at the n positions `drawn` (B, len(at)) of a range `at` of x (B, T).
 
     The model sees these masked, in a whole context, as in training: a shorter text is followed by
     [MASK] or [END], of a longer one it sees what ends with `at`. cfg: guidance by the `given`
     tokens (2410.18514). A model of blocks, of which `at` is one, has a kernels.cache.Cache, and
-    sees what that does not know yet.
+    sees what that does not know yet. memo: a Memo, for short gaps of many rows.
     """
     L = model.config.block_size
     rows = drawn.any(1) | (cache is not None)  # a cache keeps all texts
@@ -93,10 +147,11 @@ def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None):
         rows = drawn.flatten().nonzero()[:, 0].to(device)
         return checked(model(seen.to(device), rows=rows, cache=cache).to(x.device))
     row, at = drawn.nonzero().T
-    logits = logits_at(model, seen, row, at, device)
+    find = memo.logits_at if memo else logits_at
+    logits = find(model, seen, row, at, device)
     if cfg:
         seen = seen.masked_fill(F.pad(given[rows, window], pad), model.mask_id)
-        without = logits_at(model, seen, row, at, device)
+        without = find(model, seen, row, at, device)
         logits = without + (1 + cfg) * (logits - without)
     return logits
 
@@ -152,33 +207,122 @@ def chain_rule(model, x, batch_size=None, update=lambda n: None):
     return out
 
 
+def prefixes(model, x, start, stop):
+    """(B, L) int64 on the CPU: numbers of the texts that give log p(x_i | x_j, j < i).
+
+    Equal numbers: equal texts, one row of a network call. Between start and stop (B,) alone.
+    """
+    B, L = x.shape
+    x = x.cpu()
+    begin = int(start.min())
+    masked = model.learned(x) & (torch.arange(L) >= begin)
+    number = x.masked_fill(masked, model.mask_id).unique(dim=0, return_inverse=True)[1]
+    numbers = torch.zeros(B, L, dtype=torch.int64)
+    for i in range(begin, int(stop.max())):
+        numbers[:, i] = i * B + number
+        number = (number * (model.vocab_size + 1) + x[:, i]).unique(return_inverse=True)[1]
+    return numbers.unique(return_inverse=True)[1]
+
+
+class Race:
+    """Rows x (B, L), of which the n with the highest known + log p(x[start:stop] | x[:start]) win.
+
+    Terms of that sum are computed in any order. None is positive, so what is known of a sum bounds
+    it: a row is out as soon as n others have ended above that.
+    """
+
+    def __init__(self, model, x, start, stop, known, n):
+        self.x = x.cpu()
+        self.known = known
+        self.n = n
+        at = torch.arange(x.shape[1])
+        self.inside = (at >= start[:, None]) & (at < stop[:, None])
+        self.open = self.inside.clone()  # (B, L) bool: terms that are not computed
+        self.loss = torch.zeros(x.shape, dtype=torch.float64)  # the others, negative
+        self.to_end = torch.where(self.inside, stop[:, None] - at, 0)  # (B, L)
+        self.text = prefixes(model, x, start, stop)
+        self.alive = torch.ones(len(x), dtype=torch.bool)  # rows that may win and have open terms
+        self.update()
+
+    def best(self):
+        """The rows that have ended, the highest sum first, equal ones in their order; n at most."""
+        done = (~self.open.any(1)).nonzero()[:, 0]
+        return done[self.value[done].argsort(descending=True, stable=True)[: self.n]]
+
+    def update(self):
+        self.value = self.known - self.loss.sum(1)  # (B,)
+        self.alive &= self.open.any(1)
+        best = self.best()
+        if len(best) == self.n:
+            last = best[-1]
+            row = torch.arange(len(self.x))
+            least = self.value[last]
+            self.alive &= (self.value > least) | ((self.value == least) & (row < last))
+
+    def left(self):
+        """How many network rows it takes at most from here."""
+        return len(self.text[self.open & self.alive[:, None]].unique())
+
+    def next(self, k):
+        """(row, at): places of at most k different texts to compute next.
+
+        First those of the rows that promise most, so that others are soon out; of a row the term
+        that will probably lower it most, and the others that share it. What to expect: the mean of
+        the terms at the same distance from the end, where most rows have the same text.
+        """
+        seen = self.inside & ~self.open
+        size = self.to_end.shape[1] + 1
+        count = self.to_end[seen].bincount(minlength=size)
+        total = self.to_end[seen].bincount(self.loss[seen], minlength=size)
+        usual = total.sum() / count.sum() if count.sum() else 1.0
+        guess = torch.where(count > 0, total / count.clamp(min=1), usual)[self.to_end]
+        here = self.open & self.alive[:, None]
+        shared = self.text[here].bincount(minlength=int(self.text.max()) + 1)
+        gain = (guess * shared[self.text]).masked_fill(~here, -math.inf)
+        hope = (self.value - (guess * self.open).sum(1)).masked_fill(~self.alive, -math.inf)
+        rows = hope.argsort(descending=True, stable=True)[: min(4 * k, int(self.alive.sum()))]
+        order = gain[rows].argsort(dim=1, descending=True, stable=True)
+        row = rows.repeat(order.shape[1])  # the best term of each row, then the second of each ...
+        at = order.T.flatten()
+        is_open = here[row, at]
+        row = row[is_open]
+        at = at[is_open]
+        first = np.unique(self.text[row, at].numpy(), return_index=True)[1]
+        first = torch.from_numpy(np.sort(first)[:k])
+        return row[first], at[first]
+
+    def enter(self, row, at, logp):
+        """Take log p (k, V) of the texts at these places, for all rows that have them."""
+        which = torch.full((int(self.text.max()) + 1,), -1)
+        which[self.text[row, at]] = torch.arange(len(row))
+        which = which[self.text].masked_fill(~self.open, -1)  # (B, L)
+        rows, places = (which >= 0).nonzero().T
+        found = logp[which[rows, places], self.x[rows, places]]
+        self.loss[rows, places] = -found.double()
+        self.open[rows, places] = False
+        self.update()
+
+
 @torch.no_grad()
-def likeliest(model, x, start, stop, known, n):
+def likeliest(model, x, start, stop, known, n, expect=lambda calls: None):
     """The n rows of x (B, T) with the highest known + log p(x[start:stop] | x[:start]), exactly.
 
     start, stop (B,) int64, known (B,) float64, all on the CPU. Returns rows (n,) and values (n,),
-    the highest first. A row is followed from left to right while it may still be one of the n:
-    its value never rises.
+    the highest first, equal ones in their order. A row is computed only as far as it may still be
+    one of the n, and what begins alike is computed once. expect(calls): how many network calls it
+    will still take, at most.
     """
     x = to_context(model, x)
-    value = known.clone()
-    at = start.clone()
-    size = group_size(model, x.device)
-    while True:
-        done = at >= stop
-        least = value[done].topk(n)[0][-1] if done.sum() >= n else -math.inf
-        rows = (~done & (value > least)).nonzero()[:, 0]
-        if len(rows) == 0:
-            rows = done.nonzero()[:, 0]
-            rows = rows[value[rows].argsort(descending=True, stable=True)[:n]]
-            return rows, value[rows]
-        rows = rows[value[rows].argsort(descending=True, stable=True)[:size]]
-        ahead = at[rows, None] + torch.arange(max(1, size // len(rows)))  # the next few of each
-        which, k = (ahead < stop[rows, None]).nonzero().T
-        row = rows[which]
-        found = next_logp(model, x, row.to(x.device), ahead[which, k].to(x.device))
-        value.index_add_(0, row, found)
-        at[rows] = ahead[:, -1] + 1
+    size = call_size(model, x.device)
+    race = Race(model, x, start, stop, known, n)
+    while race.alive.any():
+        expect(math.ceil(race.left() / size))
+        row, at = race.next(size)
+        logits = next_logits(model, x, row.to(x.device), at.to(x.device))
+        race.enter(row, at, logits.log_softmax(-1).cpu())
+    expect(0)
+    best = race.best()
+    return best, race.value[best]
 
 
 class Fill(NamedTuple):  # of a template, or of its beginning
@@ -196,7 +340,7 @@ def until_break(tokenizer, ids, start=0):
     return len(texts)
 
 
-def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
+def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, expect=None):
     """The n likeliest of many fills of a template, distinct as texts: Fills, the likeliest first.
 
     draw(x, fill, may_end, quick) fills positions (B, L) of x (B, L), for each stretch of the
@@ -204,6 +348,8 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
     quickly, and the best 8 (or n) go on. All compete by logp: a gap's sum favours short ones, its
     mean easy ones. A gap at the end has max_gap tokens, of which those before [END] or a line break
     are kept; that counts in logp. Of documents with given lengths, log p(length) counts too.
+    expect(calls, stretch, stretches), where it is given, is told how many network calls a stretch
+    will still take at most; draw has an `expect` (calls) then, too.
     """
     L = model.config.block_size
     parts = encode_parts(parts, tokenizer)
@@ -213,7 +359,12 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
         cuts.add(len(parts) - 1)
     fills = [Fill([], [], 0.0)]
     start = [len(to_ids(parts[:1], tokenizer)) if isinstance(parts[0], str) else 0]
-    for begin, end in itertools.pairwise(sorted(cuts)):
+
+    def tell(number, later, calls):
+        if expect:
+            expect(calls + later, number, len(cuts) - 1)
+
+    for number, (begin, end) in enumerate(itertools.pairwise(sorted(cuts)), 1):
         stretch = parts[begin:end]
         room = L - len(to_ids(parts[end:], tokenizer))
         is_last = end == len(parts)
@@ -233,7 +384,10 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
         after = model.pad_id if is_last else model.mask_id
         rows = [fill.ids + [after] * (L - len(fill.ids)) for _, fill in tried]
         inside = torch.arange(L) < torch.tensor([len(fill.ids) for _, fill in tried])[:, None]
-        x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several)
+        ranking = sum(len(fill.ids) - begun for begun, fill in tried)  # network rows, at most
+        later = math.ceil(ranking / call_size(model, device))
+        how = dict(expect=partial(tell, number, later)) if expect else {}
+        x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several, **how)
         # 2. Keep what differs.
         found = {}
         others = {}  # without a space that the template asks for
@@ -254,7 +408,10 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16):
             seen = model.length_counts.double().cpu() + 1
             known += (seen / seen.sum()).log()[stop]
         most = min(len(fills), n if is_last else max(n, 8))
-        best, logp = likeliest(model, x[list(rows)], torch.tensor(start), stop, known, most)
+        x = x[list(rows)]
+        best, logp = likeliest(
+            model, x, torch.tensor(start), stop, known, most, partial(tell, number, 0)
+        )
         fills = [fills[i]._replace(logp=p) for i, p in zip(best.tolist(), logp.tolist())]
         start = [len(fill.ids) for fill in fills]
     return fills

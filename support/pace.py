@@ -14,6 +14,7 @@ import torch
 from support import runtime
 from support.cli import UserError
 from support.runs import advice
+from support.scores import unigram_entropy
 
 EVALUATIONS = 10  # of a run, however long it is, with --eval_interval=0; the last one included
 SHARE = 0.03  # of a run's time, for all evaluations but the last, raw weights and previews too
@@ -159,6 +160,8 @@ def score(run, evaluate, is_last):
         what = f"validation {key} {r[key]} at step {run.step}: not saved."
         raise UserError(f"{what} {advice(run)}")
     run.per_window = max(1e-6, (time.monotonic() - began) / scored)
+    learned = run.windows[run.model.learned(run.windows)]
+    run.score = dict(name=key, value=r[key], step=run.step, unigram=unigram_entropy(learned))
     most = preview_calls(run)[1]
     # The end: four passes with the averaged weights, one with the raw ones, samples.
     run.ending = (5 * W + CALL * most) * run.per_window

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save as to_safetensors
 
-from support import checkpoint, files, outputs, ownership, runtime, shards, sources
+from support import checkpoint, files, outputs, ownership, runtime, scores, shards, sources
 from support.cli import NO_LIMIT, UserError, check_fields, warn
 from support.log import Log
 from support.optimizers import average
@@ -54,6 +54,7 @@ class Run:
     pending: dict = dataclasses.field(default_factory=dict)  # step -> (loss, norm), not yet read
     loss: float = math.nan  # the last ones that were read
     grad_norm: float = math.nan
+    score: dict = dataclasses.field(default_factory=dict)  # the last evaluation, for its checkpoint
 
     def __post_init__(self):
         self.new_share = torch.zeros((), device=self.device)  # of new weights, in the EMA
@@ -352,6 +353,7 @@ def begin(run, folder):
     run.saving = 20 * weights / 2e8  # a guess until one is measured: their bytes at 200 MB/s
     if folder:
         state = checkpoint.restore(folder, run.model, run.averaged, run.optimizers)
+        run.score = scores.from_manifest(folder) or scores.from_log(folder)
         for name in ("step", "seconds", "ending", "finished", "saving"):
             setattr(run, name, state.get(name, getattr(run, name)))  # older states lack "saving"
         run.saved = run.step
@@ -440,7 +442,8 @@ def write(run, state, tensors):
         "tokenizer.json": run.corpus.tokenizer.to_json().encode(),
         "state.json": json.dumps(state).encode(),
     } | tensors
-    saved = checkpoint.write_checkpoint(run.config.out_dir, f"step-{run.step}", contents)
+    score = run.score | dict(loss=run.loss if math.isfinite(run.loss) else None)
+    saved = checkpoint.write_checkpoint(run.config.out_dir, f"step-{run.step}", contents, score)
     if run.config.overwrite and run.saved < 0:  # the first one: the old run may go now
         with files.writing(saved):
             for old in checkpoint.checkpoints(run.config.out_dir):

@@ -159,9 +159,12 @@ def score(run, evaluate, is_last):
     if not math.isfinite(r[key]):
         what = f"validation {key} {r[key]} at step {run.step}: not saved."
         raise UserError(f"{what} {advice(run)}")
-    run.per_window = max(1e-6, (time.monotonic() - began) / scored)
     learned = run.windows[run.model.learned(run.windows)]
     run.score = dict(name=key, value=r[key], step=run.step, unigram=unigram_entropy(learned))
+    per_window = max(1e-6, (time.monotonic() - began) / scored)
+    if n < run.micro_batch and run.per_window:  # small batches are slow
+        per_window = min(per_window, run.per_window)
+    run.per_window = per_window
     most = preview_calls(run)[1]
     # The end: four passes with the averaged weights, one with the raw ones, samples.
     run.ending = (5 * W + CALL * most) * run.per_window

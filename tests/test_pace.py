@@ -48,7 +48,7 @@ def records(out_dir):
         ({"preset": "gpt2", "time_limit": 0.0}, (20000, 0.0)),
     ],
 )
-def test_plain_run_on_a_cpu_ends_by_time_others_as_they_are_told(given, end):
+def test_plain_cpu_run_ends_by_time(given, end):
     config = mdlm.new_config({"device": "cpu"} | given)
     assert (config.max_steps, config.time_limit) == end
 
@@ -167,9 +167,7 @@ def a_run(**config):
 @pytest.mark.parametrize(
     "max_steps, fewest", [(1, 0), (3, 0), (10, 0), (57, 6), (600, 8), (5000, 9)]
 )
-def test_ten_evaluations_a_run_for_three_percent_of_its_work(
-    max_steps, fewest, batch_size, objective
-):
+def test_evaluations_take_three_percent_of_the_work(max_steps, fewest, batch_size, objective):
     run = a_run(max_steps=max_steps, batch_size=batch_size, objective=objective)
     on_the_way = 0
     for step in range(1, max_steps + 1):
@@ -193,9 +191,7 @@ def test_given_interval_keeps_its_meaning():
 
 
 @pytest.mark.parametrize("more", [["--init_from={}"], ["--objective=ar", "--eval_interval=20"]])
-def test_evaluations_keep_to_their_share_of_the_time(
-    short_run, text_file, tmp_path, monkeypatch, more
-):
+def test_evaluations_keep_to_their_time(short_run, text_file, tmp_path, monkeypatch, more):
     clock = SimpleNamespace(now=0.0)
     features = mdlm.Model.features
     spent = []
@@ -367,7 +363,7 @@ def test_bar_that_cannot_be_drawn_ends_no_run(monkeypatch):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
-def test_terminal_gets_a_bar_that_ends_at_100_percent(short_run, tmp_path):
+def test_bar_on_a_terminal_ends_at_100_percent(short_run, tmp_path):
     import pty
 
     side, other = pty.openpty()
@@ -410,7 +406,7 @@ def test_tokens_are_those_of_text(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("mode", ["train", "sample"])
-def test_bench_that_measures_nothing_is_no_success(short_run, tmp_path, capsys, mode):
+def test_bench_without_a_time_is_no_success(short_run, tmp_path, capsys, mode):
     path = tmp_path / "r.json"
     flags = ["--device=cpu", "--time_limit=1e-6", f"--json={path}"]
     flags += ["--preset=cpu"] if mode == "train" else [f"--out_dir={short_run}"]

@@ -85,7 +85,7 @@ def test_shards_train_save_and_resume(run, tmp_path):
     one = train(run, 0, tmp_path / "one", *SAVED, fault="muon_in_float32")
     two = train(run, 2, tmp_path / "two", *flags, "--shard", fault="muon_in_float32")
     assert_equal_losses(tmp_path / "one", tmp_path / "two", 8)
-    assert shown(one) == shown(two) and len(shown(one)) > 5
+    assert shown(one) == shown(two) and len(shown(one)) >= 2
     folder = tmp_path / "two" / "step-8"
     assert {p.name for p in folder.glob("state-*")} == {
         "state-00001-of-00002.safetensors",

@@ -32,9 +32,9 @@ import torch
 
 import mdlm
 from studies import frontier, peers
-from support import compiling, runs, runtime
-from support.cli import UserError, opt
-from support.files import write_output
+from support import compiling, outputs, runs, runtime
+from support.cli import READS, WRITES, UserError, opt
+from support.files import naming
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.int64: 0}  # relative, of a tensor
 LATE = "not measured: the time is up"
@@ -43,7 +43,7 @@ LATE = "not measured: the time is up"
 @dataclass
 class Options:
     # all
-    json: str = opt("", "write the results to this file; -: to standard output, and nothing else")
+    json: str = opt("", "write the results to this file; -: to standard output", path=WRITES)
     device: str = opt("auto", "cpu, cuda, cuda:1; auto: the best there is")
     time_limit: float = opt(0.0, "no case begins later", bounds=(0, 1e6))
     seconds: float = opt(0.5, "time to measure one contestant", bounds=(0, 1e4))
@@ -52,9 +52,9 @@ class Options:
     # train
     preset: str = opt("all", "of mdlm.py; all: those of the device", "all", *mdlm.PRESETS)
     # sample
-    out_dir: str = opt("out", "run or checkpoint folder of a diffusion model")
-    ar_dir: str = opt("", "run folder of an autoregressive model, to compare with")
-    data: str = opt("", "compare with this text or folder of tokens (default: the run's)")
+    out_dir: str = opt("out", "run or checkpoint folder of a diffusion model", path=READS)
+    ar_dir: str = opt("", "run folder of an autoregressive model, to compare with", path=READS)
+    data: str = opt("", "compare with this text or folder (default: the run's)", path=READS)
     num_samples: int = opt(64, "texts for each line and seed", bounds=(1, 1 << 16))
     seed: int = opt(1000, "the first seed", bounds=(0, 1 << 31))
     seeds: int = opt(2, "how many seeds", bounds=(1, 1000))
@@ -74,6 +74,7 @@ class Book:
         self.path = options.json
         self.until = time.monotonic() + (options.time_limit or math.inf)
         self.failed = False
+        self.measured = 0  # lines with numbers
         self.columns = 0  # of the header above the next line
         versions = {"Python": platform.python_version(), "torch": torch.__version__}
         for package in ("triton", "liger-kernel", "cut-cross-entropy"):
@@ -107,6 +108,7 @@ class Book:
             self.columns = len(cells)
             self.say("\n| " + " | ".join(cells) + " |\n" + "| --- " * len(cells) + "|")
         self.say("| " + " | ".join(cells.values()) + " |")
+        self.measured += "ms" in row or row.get("calls") is not None
         self.content["rows"].append(row)
         self.write()  # now: a run that is cut off keeps what it measured
 
@@ -120,12 +122,14 @@ class Book:
 
     def write(self):
         if self.path not in ("", "-"):
-            write_output(self.path, (json.dumps(self.content, indent=1) + "\n").encode())
+            outputs.write(self.path, (json.dumps(self.content, indent=1) + "\n").encode())
 
     def close(self):
-        """The exit code."""
+        """The exit code; raises UserError if nothing was measured."""
         if self.path == "-":
             print(json.dumps(self.content))
+        if not (self.measured or self.failed):
+            raise UserError("nothing was measured: the lines above say why; raise --time_limit")
         return int(self.failed)
 
 
@@ -361,7 +365,8 @@ def bench_training(options, device, book):
         with tempfile.TemporaryDirectory() as folder:
             for name, n in (("train.bin", 4 << 20), ("val.bin", 1 << 14)):
                 ids = np.random.default_rng(0).integers(V, size=n, dtype=np.uint16)
-                ids.tofile(Path(folder, name))
+                with naming(folder):
+                    ids.tofile(Path(folder, name))
             race_steps(config, folder, device, book, options)
 
 
@@ -371,9 +376,10 @@ MODES = dict(kernels=bench_kernels, train=bench_training, sample=frontier.bench_
 def main(argv):
     has_mode = bool(argv) and not argv[0].startswith("-")
     mode = argv[0] if has_mode else ""
-    if mode not in ("", *MODES) or (not has_mode and set(argv) & set(MODES)):
+    if (has_mode and mode not in MODES) or (not has_mode and set(argv) & set(MODES)):
         raise UserError(f"{' '.join(argv)!r}: first give {', '.join(MODES)} or nothing, then flags")
     options = Options(**cli.parse_flags(Options, argv[has_mode:], __doc__))
+    outputs.check_all(options)
     device = runtime.pick_device(options.device)
     cuda = device.type == "cuda"
     if cuda:

@@ -26,11 +26,12 @@ from pathlib import Path
 import torch
 
 import mdlm
-from support import numerics, plots, scores, sources, viewer
-from support.checkpoint import SHIPPED, default_run, find_checkpoint
-from support.cli import UserError, opt
-from support.files import check_output, write_output
+from support import numerics, outputs, plots, scores, sources, texts, viewer
+from support.checkpoint import SHIPPED, default_run, read_newest, read_state
+from support.cli import READS, WRITES, UserError, opt
+from support.files import naming
 from support.likelihood import chain_rule, checked, group_size, to_context
+from support.ownership import PICTURES
 from support.runtime import pick_device
 
 EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on without a network
@@ -39,10 +40,12 @@ EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on 
 @dataclasses.dataclass
 class Options:
     # What to evaluate
-    out_dir: str = opt("", "run or checkpoint folder; empty: out, else the model in weights/")
-    data: str = opt("", "text whose last tenth is scored, or a folder; empty: the run's")
+    out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
+    data: str = opt(
+        "", "text, its last tenth is scored, or folder (default: the run's)", path=READS
+    )
     compare: str = opt("", "RUN,RUN,...: the last evaluations in their logs")
-    text: str = opt("", "a text of your own: mask it, and show what the model predicts")
+    text: str = opt("", "a text: mask it, and show what the model predicts", text=True)
     rate: float = opt(0.5, "share of the tokens of --text to mask", bounds=(0, 1))
     # How to measure
     windows: int = opt(4096, "at most N validation windows, evenly spread", bounds=(1, 1 << 31))
@@ -53,36 +56,57 @@ class Options:
     device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: the fastest that is there")
     dtype: str = opt("float32", "bfloat16 is faster, less exact", "float32", "bfloat16")
     # What to show
-    json: str = opt("", "write the results to this file as one JSON object; -: to standard output")
-    pictures: str = opt("", "folder for pictures, or none; empty: the run's, if it has a log")
+    json: str = opt("", "write the results to this file as JSON; -: standard output", path=WRITES)
+    pictures: str = opt("", "folder for pictures, or none (default: the run's, if it has a log)")
 
 
 @contextlib.contextmanager
 def open_data(data, folder, tokenizer, config, device):
-    """Context manager of (mdlm.Corpus, its name): `data` in the model's tokens, or the run's."""
+    """Context manager of (mdlm.Corpus, its name): `data` in the model's tokens, or the run's.
+
+    Where the shipped model's own text cannot be had, that is EXCERPT; what is asked for by name
+    is never replaced.
+    """
     prepared = folder.parent / "data"
-    source = data or (str(prepared) if (prepared / "meta.json").exists() else config.data)
+    is_own = not data and (prepared / "meta.json").exists()
+    source = str(prepared) if is_own else data or config.data
     path = Path(source)
     if source == "shakespeare":
         try:
             path = sources.shakespeare()
         except OSError as e:  # training would take another text, which is no substitute here
-            if folder.resolve() != SHIPPED:
-                fix = "give --data=FILE"
+            if data or folder.resolve() != SHIPPED:
+                fix = "connect to a network, or give --data=FILE"
                 raise UserError(f"Shakespeare cannot be downloaded ({e}); {fix}") from None
             cli.warn(f"Shakespeare cannot be downloaded ({e}): scoring {EXCERPT}, an imitation")
             source = str(EXCERPT)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         if source == str(EXCERPT):  # all of it, where other texts are scored on their last tenth
             path = Path(tmp) / "text"
-            path.write_text(10 * EXCERPT.read_text(encoding="utf-8"), encoding="utf-8")
-        if not sources.is_ids(path):
-            mdlm.prepare(dataclasses.replace(config, data=str(path)), Path(tmp), tokenizer)
+            with naming(path):
+                path.write_bytes(10 * EXCERPT.read_bytes())
+        is_ids = sources.is_ids(path)
+        if not is_ids:
+            settings = texts.to_score(dataclasses.replace(config, data=str(path)))
+            with naming(tmp):
+                mdlm.prepare(settings, Path(tmp), tokenizer)
             path = Path(tmp)
         corpus = mdlm.Corpus(path, config, device)
         if corpus.tokenizer.to_json() != tokenizer.to_json():
             raise UserError(f"{source} has another vocabulary than {folder}; give --data=FILE")
+        if is_ids and not data:
+            check_identity(corpus, folder, source)
         yield corpus, source
+
+
+def check_identity(corpus, folder, source):
+    """Raise UserError if a run's ids are not those that its checkpoint learned."""
+    if not (folder / "state.json").exists():  # a model without its training state
+        return
+    state = read_state(folder)
+    if any(state.get(name, value) != value for name, value in corpus.identity.items()):
+        fix = f"restore it, or give --data={source} to score it as it is"
+        raise UserError(f"{source} is not what {folder} learned; {fix}")
 
 
 def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
@@ -157,6 +181,8 @@ def report(r):
     """The results as lines of text."""
     blocks = f" in blocks of {r['block_length']}" * bool(r["block_length"])
     windows = f"{r['windows']} windows of {r['block_size']} tokens{blocks}, {r['data']}"
+    if "in_place_of" in r:
+        windows += f" in place of {r['in_place_of']}"
     temperature = f", temperature {r['temperature']}" if r["temperature"] != 1 else ""
     lines = [f"{r['checkpoint']}{temperature}; {windows}"]
     perplexity = f"perplexity {r['perplexity']:.2f}"
@@ -180,22 +206,25 @@ def report(r):
 def check(given):
     """The Options of the flags that were given; raises UserError where they are wrong."""
     options = Options(**given)
-    cli.check_files(dict(data=options.data), dict(json=options.json))
     measured = "out_dir data windows passes temperature whole exact"
     cli.check_clashes([("compare", measured, "give one of them")], given)
     measured = "data compare windows passes temperature whole exact dtype pictures"
     cli.check_clashes([("text", measured, "--text measures nothing else")], given)
-    if given.keys() & {"text", "rate"} and not options.text:
-        raise UserError("--text is empty or missing; give one, --rate alone masks nothing")
-    check_output("json", options.json)
+    if "rate" in given and not options.text:
+        raise UserError("--text is missing; give one, --rate alone masks nothing")
+    outputs.check_all(options)  # now: measuring takes long
     if options.pictures not in ("", "none"):
-        Path(options.pictures).mkdir(parents=True, exist_ok=True)  # now: measuring takes long
+        cli.optional("matplotlib", "--pictures")
+        read = outputs.paths_of(options, READS) | dict(json=options.json)
+        outputs.check_folder("pictures", options.pictures, read, PICTURES)
     return options
 
 
 def compare(options):
     """--compare: (results, words, folder for pictures, pictures) of the last logged evaluations."""
-    runs = options.compare.strip(",").split(",")
+    runs = options.compare.split(",")
+    for name in runs:
+        cli.check_not_empty("a name in --compare", name)
     rows = []
     for name in runs:
         key, val = plots.validations(plots.read_log(name))
@@ -215,8 +244,8 @@ def compare(options):
 def evaluation(options):
     """(results, words, folder for pictures or None, pictures) of one model."""
     device = pick_device(options.device)
-    folder = find_checkpoint(default_run(options.out_dir))
-    model, tokenizer, config = mdlm.load(folder, device, whole=options.whole)
+    read = partial(mdlm.load, device=device, whole=options.whole)
+    folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if options.whole and not config.whole:
         raise UserError(f"--whole is for models of mdlm.py --whole, not {folder}; leave it out")
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
@@ -225,6 +254,8 @@ def evaluation(options):
     if options.temperature != 1:
         model.register_forward_hook(lambda _, args, logits: logits / options.temperature)
     r = dict(checkpoint=str(folder), temperature=options.temperature, data=source)
+    if source == str(EXCERPT) and not options.data:
+        r["in_place_of"] = config.data
     r |= dict(objective=config.objective, block_size=config.block_size)
     r |= dict(crc=zlib.crc32(windows.cpu().numpy()), block_length=config.block_length)
     with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
@@ -245,11 +276,11 @@ DRAWS = 128  # random masks, over which accuracy and cross-entropy are means
 def show_text(options):
     """--text: (results, words, folder for pictures or None, pictures)."""
     device = pick_device(options.device)
-    folder = find_checkpoint(default_run(options.out_dir))
-    model, tokenizer, config = mdlm.load(folder, device, whole=True)
+    read = partial(mdlm.load, device=device, whole=True)
+    folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if config.objective == "ar" or config.prompt_column or model.n > 1:
         raise UserError(f"--text is for models that fill gaps, and {folder} does not; leave it out")
-    ids = tokenizer.encode(options.text)
+    ids = tokenizer.encode_given(options.text)
     n = len(ids)
     if not 0 < n <= config.block_size:
         raise UserError(f"--text has {n} tokens; give 1 to {config.block_size}")
@@ -261,10 +292,10 @@ def show_text(options):
     xt = model.ops.mask_tokens(x0, count, *key, ~is_text)[0]
     p = checked(model(xt)[0]).softmax(-1)  # (T, V)
     tokens = []
-    for i, text in enumerate(viewer.pieces(tokenizer, ids)):
+    for i, text in enumerate(tokenizer.pieces(ids)):
         token = dict(number=i + 1, text=text, mark="", likeliest=[])
         if xt[0, i] == model.mask_id:
-            token["likeliest"] = viewer.likeliest(tokenizer, p[i], 3)
+            token["likeliest"] = viewer.likeliest(tokenizer, p[i], 3, first=i == 0)
             token["mark"] = "+" if p[i].argmax() == ids[i] else "x"
         tokens.append(token)
     how = dict(batch_size=group_size(model, device), scored=is_text.expand(DRAWS, -1))
@@ -294,7 +325,7 @@ def main(argv):
         words = cli.escaped(words)
     print(content if options.json == "-" else words)
     if options.json not in ("", "-"):
-        write_output(options.json, content.encode())
+        outputs.write(options.json, content.encode())
     plots.save(draw, options.pictures or folder, verbose=options.json != "-")
     return 0
 

@@ -5,7 +5,8 @@
 
 my-model loads without this project, by AutoModelForMaskedLM with trust_remote_code=True, and
 AutoTokenizer. Its README.md says how. my-page is for any web server:
-python -m http.server --directory my-page
+python -m http.server --directory my-page. To make it takes onnx and onnxscript (pip install onnx
+onnxscript), and npm, a part of Node.js.
 """
 
 from support import cli
@@ -16,19 +17,20 @@ import contextlib
 import inspect
 import json
 import os
-import shlex
+import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save as to_safetensors
 
 import mdlm
-from kernels import reference
-from support import files, page, plots, runs, scores
-from support.checkpoint import default_run, find_checkpoint
-from support.cli import UserError, opt
+from support import environment, files, outputs, page, plots, runs, scores
+from support.checkpoint import default_run, read_newest
+from support.cli import READS, WRITES, UserError, opt
+from support.kernels import reference
 
 SUPPORT = Path(__file__).parent / "support"
 TEMPLATE = SUPPORT / "modeling_mdlm.py"
@@ -36,15 +38,16 @@ PLACE = "Model = rotary_tables = attention_ref = neighbours = None"  # a line of
 SOURCES = [reference.document_spans, reference.is_visible, reference.masked_share]
 SOURCES += [reference.neighbours, reference.rotary_tables, reference.rotate, reference.prepare]
 SOURCES += [reference.attention_ref, mdlm.Block, mdlm.Model]
+HELP_TO = "hf: for Hugging Face transformers; page: a web page (needs onnx, onnxscript and npm)"
 # The settings that make the network.
 NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")
 
 
 @dataclass
 class Options:
-    to: str = opt("hf", "hf: for Hugging Face transformers; page: a web page", "hf", "page")
-    out_dir: str = opt("", "run or checkpoint folder (default: out, else the model in weights/)")
-    dest: str = opt("", "the folder to make")
+    to: str = opt("hf", HELP_TO, "hf", "page")
+    out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
+    dest: str = opt("", "the folder to make", path=WRITES)
     pad_to_context: bool = opt(False, "fill up texts, as in training: for samplers that show parts")
     weights: str = opt("int8", "of a page: int8 (a fourth of the size)", "int8", "float32")
 
@@ -81,16 +84,42 @@ def spelling_words(words):
     return made
 
 
+def begin_once(content):
+    """A tokenizer.json by which only the beginning of a text gets a space, not what follows [MASK].
+
+    As it was, where that cannot be written.
+    """
+    from tokenizers import Tokenizer
+
+    parsed = json.loads(content)
+    first = dict(type="Metaspace", replacement="▁", prepend_scheme="first", split=False)
+    before = dict(type="Prepend", prepend="▁")
+    spaces = dict(type="Replace", pattern=dict(String=" "), content="▁")
+    normalizer = parsed.get("normalizer") or {}
+    splitter = parsed.get("pre_tokenizer") or {}
+    if normalizer.get("normalizers") == [before, spaces] and not splitter:  # Llama 2's
+        parsed |= dict(normalizer=None, pre_tokenizer=first)
+    elif splitter.get("prepend_scheme") == "always":  # T5's
+        parsed["pre_tokenizer"] = splitter | dict(prepend_scheme="first")
+    changed = json.dumps(parsed)
+    text = "To be, or not to be:\nthat is  the question."
+    both = [
+        Tokenizer.from_str(c).encode(text, add_special_tokens=False) for c in (content, changed)
+    ]
+    return changed if both[0].ids == both[1].ids else content
+
+
 def to_library(tokenizer):
     """A Tokenizer -> (one of the tokenizers library with [MASK] = V and [PAD] = V + 1, its [END]).
 
     Raises UserError where it cannot have these.
     """
+    cli.optional("tokenizers", "--to=hf")
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     kind = tokenizer.kind
     if kind in ("bpe", "file"):
-        made = Tokenizer.from_str(tokenizer.vocab)
+        made = Tokenizer.from_str(begin_once(tokenizer.vocab))
         made.post_processor = None
         made.no_padding()
         made.no_truncation()
@@ -142,11 +171,28 @@ def card(folder, model, tokenizer, config, name):
         end = "x[0, -1] = tokenizer.eos_token_id  # a text ends in [END], which is given\n"
     if config.prompt_column:
         end = "x[0, 0] = tokenizer.eos_token_id  # of an empty prompt; else its ids first\n"
-    fields = dict(name=name, data=config.data, quality=quality(folder, config), size=size, end=end)
+    title = " ".join(cli.quoted(name)[1:-1].split())
+    fields = dict(
+        name=title,
+        path=cli.quoted(name),
+        data=code(config.data),
+        quality=quality(folder, config),
+        size=size,
+        end=end,
+    )
     fields |= dict(millions=sum(p.numel() for p in model.parameters()) / 1e6)
     fields |= dict(V=tokenizer.vocab_size, kind=tokenizer.kind, pad_id=tokenizer.vocab_size + 1)
     fields["length"] = length
     return (SUPPORT / "card.md").read_text(encoding="utf-8").format(**fields)
+
+
+def code(text):
+    """Text as code in a cell of a Markdown table."""
+    shown = cli.quoted(text)[1:-1].replace("|", "\\|")
+    runs = re.findall("`+", shown)
+    fence = "`" * (1 + max(map(len, runs), default=0))
+    space = " " if runs else ""
+    return f"{fence}{space}{shown}{space}{fence}"
 
 
 def contents_of(folder, model, tokenizer, config, options):
@@ -168,6 +214,7 @@ def contents_of(folder, model, tokenizer, config, options):
     words = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size)
     words |= dict(mask_token="[MASK]", pad_token="[PAD]", eos_token=end)
     words["model_input_names"] = ["input_ids", "attention_mask"]
+    words["clean_up_tokenization_spaces"] = False  # a text has the spaces that were learned
     weights = {f"model.{key}": value for key, value in model.state_dict().items()}
     source = "\n\n\n".join(map(inspect.getsource, SOURCES))
     before, _, after = TEMPLATE.read_text(encoding="utf-8").partition(PLACE)
@@ -185,24 +232,24 @@ def contents_of(folder, model, tokenizer, config, options):
 def main(argv):
     options = Options(**cli.parse_flags(Options, argv, __doc__))
     dest = Path(options.dest)
-    if not options.dest or dest.exists() or not dest.parent.is_dir():
-        why = "exists" if options.dest and dest.exists() else "is no name in a folder that exists"
-        raise UserError(f"--dest={options.dest} {why}; give that of a new folder")
-    folder = find_checkpoint(default_run(options.out_dir))
-    loaded = mdlm.load(folder, kernel="torch", whole=True)
+    outputs.check_new_folder("dest", options.dest)
+    read = partial(mdlm.load, kernel="torch", whole=True)
+    folder, loaded = read_newest(default_run(options.out_dir), read)
     if options.to == "page":
         contents = page.contents_of(*loaded, options.weights)
-        how = f"python -m http.server -d {shlex.quote(options.dest)} shows it on localhost:8000"
+        serve = f"{environment.python_command()} -m http.server"
+        how = f"{serve} -d {environment.quote(options.dest)} shows it on localhost:8000"
     else:
         contents = contents_of(folder, *loaded, options)
         how = "load it as its README.md says"
     _, tokenizer, config = loaded
     scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
-    with files.new_folder(dest.parent) as tmp:
+    with files.naming(dest), files.new_folder(dest.parent) as tmp:
         for name, content in contents.items():
             files.write_synced(tmp / name, content)
+        outputs.check_new_folder("dest", options.dest)  # a run may have begun there meanwhile
         os.rename(tmp, dest)
-    print(f"{cli.escaped(str(dest))}: {how}")
+    print(f"{environment.quote(dest)}: {how}")
     return 0
 
 

@@ -23,11 +23,24 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import kernels
-from kernels.launch import can_compile
-from kernels.reference import block_spans, document_spans, masked_share, rotary_tables
-from support import checkpoint, compiling, numerics, plots, runs, runtime, shards, sources
+from support import (
+    checkpoint,
+    compiling,
+    kernels,
+    numerics,
+    pace,
+    plots,
+    runs,
+    runtime,
+    shards,
+    sources,
+    texts,
+)
+from support.arguments import check_evaluation, check_input, check_reversing, truth
 from support.cli import COUNT, NO_LIMIT, UserError, opt
+from support.ids import DTYPES
+from support.kernels.launch import can_compile
+from support.kernels.reference import block_spans, document_spans, masked_share, rotary_tables
 from support.log import Log
 from support.optimizers import make_optimizers, set_rates, update
 from support.runs import Run
@@ -66,9 +79,15 @@ class Config:
     vocab_size: int = opt(0, "V of word, bpe (0: 16384) or .bin files", bounds=(0, 1 << 24))
     text_column: str = opt("text", "column of .jsonl and .parquet files; a record is a document")
     prompt_column: str = opt("", "column of prompts, which are given; --text_column: answers")
-    separator: str = opt("", "text between documents (\\n, \\t work); each ends in [END]")
+    separator: str = opt("", "text between documents (\\n, \\t), which end in [END]", text=True)
     end_token: str = opt("", "[END] in a tokenizer.json (default: its end of text)")
     end_id: int = opt(-1, "[END] in a folder of .bin files (-1: none)", bounds=(-1, 1 << 24))
+    bin_dtype: str = opt(
+        "auto", "of ids in .bin files (auto: uint16, or as noted)", "auto", *DTYPES
+    )
+    max_bad_records: int = opt(
+        -1, "records to skip (-1: all empty, none damaged)", bounds=(-1, 1 << 31)
+    )
     pack: bool = opt(True, "several documents of known lengths in a window, where they fit")
     lengths: str = opt("known", "of documents: given, or [END] is learned", "known", "learned")
     # Model
@@ -106,24 +125,26 @@ class Config:
     warmup_steps: int = opt(100, "steps of linear warm-up", bounds=(0, NO_LIMIT))
     ema: float = opt(0.999, "EMA decay (0: off), lower as the rate decays", bounds=(0, 0.999999))
     # Evaluation and logging
-    eval_interval: int = opt(500, "steps between evaluations; each saves", bounds=COUNT)
-    eval_windows: int = opt(4096, "most validation windows (0: all)", bounds=(0, NO_LIMIT))
-    log_interval: int = opt(20, "steps between lines of the log", bounds=COUNT)
+    eval_interval: int = opt(0, "steps between evaluations (0: ten a run)", bounds=(0, NO_LIMIT))
+    eval_windows: int = opt(4096, "most windows of the last one (0: all)", bounds=(0, NO_LIMIT))
+    log_interval: int = opt(20, "steps between records in log.jsonl", bounds=COUNT)
 
 
 # What a preset changes (cpu: measured in results/cpu.md). A flag that is given always wins.
+# CPUs differ in speed by ten times: cpu ends after five minutes, unless --max_steps is given.
 PRESETS = {
     "cpu": dict(n_layer=4, n_head=3, n_embd=192, block_size=256, dropout=0.0, batch_size=16)
-    | dict(warmup_steps=50, learning_rate=0.01, max_steps=2000, attention_every=4),
+    | dict(warmup_steps=50, learning_rate=0.01, attention_every=4)
+    | dict(max_steps=NO_LIMIT, time_limit=300.0),
     "gpu": dict(),
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, dropout=0.0, batch_size=512)
     | dict(warmup_steps=500, max_steps=20000, gradient_accumulation_steps=8, tie=True)
-    | dict(tokenizer="bpe", vocab_size=50257, eval_interval=1000, eval_windows=1024),
+    | dict(tokenizer="bpe", vocab_size=50257, eval_windows=1024),
 }
 # What --data=patterns implies. Most of its entropy is in the first symbols: cosine trains these.
 PATTERNS = dict(block_size=64, mask_schedule="cosine", eval_windows=1000)
 PATTERNS |= dict(lr_schedule="cosine", learning_rate=0.03, batch_size=32, attention_every=1)
-# Flags that may change on --resume.
+# Flags that may change on --resume, beside runs.CHANGEABLE.
 RESUMABLE = {
     *("out_dir", "resume", "device", "kernels", "compile", "shard", "recompute"),
     *("max_steps", "time_limit", "gradient_accumulation_steps"),
@@ -144,6 +165,8 @@ def n_blocks(config, step=-1):
 def parse_args(argv):
     """The flags that were given, as a dict of Config fields."""
     notes = "--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items())
+    notes += "\nA run ends by --max_steps or --time_limit, or by both; with neither by its preset."
+    notes += "\nWith --max_steps alone no clock enters: on a CPU such runs repeat to the bit."
     return cli.parse_flags(Config, argv, __doc__, notes, PRESETS, runtime.default_preset("auto"))
 
 
@@ -153,9 +176,8 @@ def new_config(given):
     if preset == "auto":
         preset = runtime.default_preset(given.get("device", "auto"))
     settings = PRESETS[preset] | (PATTERNS if given.get("data") == "patterns" else {})
-    if given.get("time_limit"):
-        settings["max_steps"] = NO_LIMIT
     config = Config(**settings | given | {"preset": preset})
+    runs.choose_end(config, given, Config(**settings))
     if config.prompt_column or n_blocks(config) > 1:
         config.lengths = given.get("lengths", "learned")  # a text goes on until its [END]
     return config
@@ -163,44 +185,24 @@ def new_config(given):
 
 # ---- Data: every source becomes a folder with train.bin, val.bin, tokenizer.json and meta.json
 def prepare(config, folder, tokenizer=None):
-    """Tokenize config.data into `folder`: int(0.9 n) characters to train, the rest to validate."""
+    """Tokenize config.data into `folder`: nine tenths of its text train, the rest validates."""
     if sources.has_documents(config):
         sources.check_documents(config, is_variant)
-    pieces = sources.find_pieces(config)
-    if pieces is None:
+    source = texts.open_source(config)
+    if source is None:
         sources.write_patterns(folder)
         return
-    n = sum(len(piece) for piece, _ in pieces())
-    if n == 0:
-        raise UserError(f"--data={config.data} is empty; give a file with text in it")
-    cut = int(0.9 * n)
+    n = source.survey()  # characters to learn a tokenizer from
     if tokenizer is None:
         how = (config.tokenizer, config.vocab_size or 16384, sources.has_documents(config))
-        tokenizer = build_tokenizer(*how, pieces, cut, config.end_token)
+        tokenizer = build_tokenizer(*how, source, n, config.end_token)
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
-    done = in_train = held = 0
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
-        for piece, ends_document in pieces():
-            k = min(max(cut - done, 0), len(piece))
-            if k and sources.is_records(config.data):
-                k = len(piece)  # the split falls between records
-            in_train += k
-            held += len(piece)
-            if ends_document != sources.PROMPT:  # which goes where its answer goes
-                done += held
-                held = 0
-            for file, part in ((train, piece[:k]), (val, piece[k:])):
-                if part:
-                    ids = tokenizer.encode_array(part)
-                    if ends_document and tokenizer.end_id is not None:
-                        ids = np.append(ids, tokenizer.end_id)
-                    file.write(ids.astype(dtype).tobytes())
-    if in_train == n:
-        raise UserError(f"--data={config.data} has no record left to validate; give more records")
-    if done != n:
-        raise UserError(f"--data={config.data} changed while it was read; try again")
-    meta = dict(source=config.data, dtype=np.dtype(dtype).name, characters=[in_train, n - in_train])
+        for ids, trains in source.encode(tokenizer):
+            (train if trains else val).write(ids.astype(dtype).tobytes())
+    characters = [source.cut, source.n - source.cut]
+    meta = dict(source=config.data, dtype=np.dtype(dtype).name, characters=characters)
     sources.write_meta(folder, tokenizer, meta)
 
 
@@ -219,15 +221,21 @@ class Corpus:
         self.seed = config.seed
         self.device = device
         V = config.vocab_size
-        meta, ids, self.tokenizer, self.identity = sources.open_ids(folder, T, V, config.end_id)
+        how = (T, V, config.end_id, config.bin_dtype)
+        meta, ids, self.tokenizer, self.identity = sources.open_ids(folder, *how)
         self.entropy = meta.get("entropy")
         self.documents = self.tokenizer.end_id is not None
+        self.n_documents = 0  # that train
+        if self.documents:
+            how = (self.tokenizer.end_id, config.prompt_column)
+            self.n_documents = sources.count_documents(ids[0], *how)
         # (W,) where windows start, how many tokens they take, how many of these are learned
         self.train_windows = sources.cut_windows(ids[0], config, self.tokenizer.end_id)
         self.val_windows = sources.cut_windows(ids[1], config, self.tokenizer.end_id)
         self.length_counts = sources.count_lengths(*self.train_windows, T)
         if config.pack and config.lengths == "known" and config.objective == "mdlm":
             self.train_windows = sources.pack_windows(*self.train_windows, T)
+        self.mean_size = self.train_windows[1].double().mean().item()
         self.mean_length = self.train_windows[2].double().mean().item()
         self.offsets = 0  # of an epoch's first window: 0 to offsets - 1
         if not self.documents and not meta.get("aligned"):
@@ -476,11 +484,13 @@ def draw_levels(config, step, early=0.0, lengths=None):
     return count
 
 
-def draw_batch(config, corpus, step, samples, early=0.0):
+def draw_batch(config, corpus, step, samples, early=0.0, first=None):
     """What Python draws for samples (B,), numbers in a step's global batch: windows (B, T), levels
     and weights (B,), the step and the samples, on the device. From here on it works alone."""
-    # 1. Windows of text. Over a run, samples are numbered step * N, step * N + 1, ...
-    first = step * config.batch_size
+    # 1. Windows of text. Over a run, samples are numbered step * N, step * N + 1, ..., unless N was
+    #    another one before a --resume: then `first` is the number of the step's first sample.
+    if first is None:
+        first = step * config.batch_size
     x0 = corpus.batch(first + samples)
     lengths = corpus.find(first + torch.arange(config.batch_size))[2]
     levels = draw_levels(config, step, early, lengths)
@@ -539,7 +549,8 @@ def draw_parts(run, step, early):
     for part in range(parts):
         samples = torch.arange(run.micro_batch) + (run.rank * parts + part) * run.micro_batch
         runtime.seed_device(run.device, "dropout", run.config.seed, step, run.rank, part)
-        yield draw_batch(run.config, run.corpus, step, samples, early)
+        first = run.sequences(step)
+        yield draw_batch(run.config, run.corpus, step, samples, early, first)
 
 
 def compute_gradients(run, drawn):
@@ -612,6 +623,7 @@ def generate(model, x, steps=64, generator=None):
     1 / s, and drawn from the model (Sahoo et al., 2406.07524, eq. 7). With --block_length blocks
     do so in turn, each in at least a call; of an autoregressive model each token is a block.
     """
+    steps = check_reversing(model, x, steps, generator)
     x = x.clone()
     T = x.shape[1]
     S = 1 if model.config.objective == "ar" else min(model.config.block_length or T, T) or 1
@@ -629,6 +641,26 @@ def generate(model, x, steps=64, generator=None):
 
 
 # ---- Evaluation
+LOGITS = 1 << 27  # are made at a time, at most: 512 MiB in float32
+
+
+def score_rows(model, xt, x0, rows, observe=None):
+    """Cross-entropy (n,) and whether the likeliest token is right, (n,), at rows of a flat batch.
+
+    A window with more than LOGITS logits goes through the network several times.
+    """
+    T = x0.shape[1]
+    scores = []
+    for some in rows.tensor_split(math.ceil(T * model.vocab_size / LOGITS)):
+        logits = model(xt, rows=some, x0=x0)  # (n, V)
+        targets = x0.flatten()[some]
+        if observe:
+            observe(some, targets, logits)
+        ce = F.cross_entropy(logits, targets, reduction="none")
+        scores.append((ce, logits.argmax(-1) == targets))
+    return map(torch.cat, zip(*scores))
+
+
 @torch.no_grad()
 def evaluate(
     model, windows, passes=1, seed=0, batch_size=64, observe=None, deadline=math.inf, scored=None
@@ -643,7 +675,10 @@ def evaluate(
     takes windows from everywhere; none but the first begins after the deadline (time.monotonic()).
     scored (W, T) bool: these tokens alone, the others are given (default: model.learned(windows)).
     """
+    given = (passes, seed, batch_size, observe, deadline, scored)
+    passes, seed, batch_size = check_evaluation(model, windows, *given)
     W, T = windows.shape
+    batch_size = max(1, min(batch_size, LOGITS // (T * model.vocab_size)))
     device = windows.device
     causal = model.config.objective == "ar"
     if scored is None:
@@ -669,12 +704,7 @@ def evaluate(
                 key = (seed ^ 0x5EED, k, at.to(device))  # other masks than in training
                 xt, _, rows, n_rows = mask_blocks(model, x0, masked, *key, ~these)
                 rows = rows[: int(n_rows)]
-            logits = model(xt, rows=rows, x0=x0)  # (n, V)
-            targets = x0.flatten()[rows]
-            each = F.cross_entropy(logits, targets, reduction="none")
-            right = logits.argmax(-1) == targets
-            if observe:
-                observe(rows, targets, logits)
+            each, right = score_rows(model, xt, x0, rows, observe)
             block = rows // (T // n)
             ce[k, at] = numerics.means_of(each, block, masked).view(-1, n)
             hit[k, at] = numerics.means_of(right, block, masked).view(-1, n)
@@ -704,8 +734,13 @@ def load(path="out", device="cpu", kernel="auto", whole=False):
     fill gaps, a model of blocks that learned it (--whole) becomes one without. Raises UserError, a
     ValueError, for anything but an intact checkpoint; nothing is unpickled.
     """
+    whole = truth("whole", whole)
     device = runtime.pick_device(str(device))
-    folder = checkpoint.find_checkpoint(path)
+    return checkpoint.read_newest(path, lambda folder: load_from(folder, device, kernel, whole))[1]
+
+
+def load_from(folder, device, kernel, whole):
+    """`load` for the folder of an intact checkpoint."""
     config = checkpoint.read_config(Config, folder / "config.json", runs.check)
     if whole and config.whole:
         config.block_length = 0
@@ -715,6 +750,7 @@ def load(path="out", device="cpu", kernel="auto", whole=False):
     end_id = sources.given_end(config, tokenizer, is_variant)
     model = Model(config, tokenizer.vocab_size, ops, end_id)
     model.load_state_dict(checkpoint.read_tensors(folder / "model.safetensors", model.state_dict()))
+    model.register_forward_pre_hook(check_input, with_kwargs=True)
     return model.to(device).eval(), tokenizer, config
 
 
@@ -762,26 +798,28 @@ def train_step(run, step, progress):
 def report(run, is_last=False):
     """Evaluate the averaged weights, log the result and show samples."""
     runs.check_finite(run)
-    with torch.compiler.set_stance("force_eager"):  # compile nothing for these shapes
-        r, raw, has_time = runs.score(run, evaluate, is_last)
-        run.log.evaluation(run, r, raw)
-        if (run.rank == 0 or run.config.shard) and run.step and has_time:
-            run.log.samples(run, generate)
+    # Eager: compile nothing for these shapes.
+    with pace.counted(run), torch.compiler.set_stance("force_eager"):
+        r, raw, calls = pace.score(run, evaluate, is_last)
+        run.log.evaluation(run, r, raw, is_last)
+        if (run.rank == 0 or run.config.shard) and run.step and calls:
+            run.log.samples(run, generate, calls)
 
 
 def setup(given, start):
     """Everything before the loop: the Run of the given flags."""
-    rank, world, local_rank = runtime.join_ranks()
-    config, folder = runs.open_run(given, Config, new_config, world, RESUMABLE)
-    device = runtime.use_device(config.device, local_rank, world)
+    rank, world, local_rank = runtime.join_ranks(given)
+    config, folder, changed = runs.open_run(given, Config, new_config, world, RESUMABLE)
+    device = runtime.on_all_ranks(lambda: runtime.use_device(config.device, local_rank, world))
     dtype = runtime.pick_dtype(config.dtype, device)
-    ops = select_kernels(config.kernels, device, config, dtype)
+    ops = runtime.on_all_ranks(lambda: select_kernels(config.kernels, device, config, dtype))
     log = Log(config, start, silent=rank > 0)
     source = load(config.init_from) if config.init_from and not folder else None
     log.say("reading the data")
     corpus = runs.open_data(config, folder, device, prepare, Corpus, source)
     run = make_run(config, corpus, device, dtype, ops, rank, world)
     run.log = log
+    run.changed = changed
     run.windows = corpus.windows(config.eval_windows)
     runs.load_weights(run, source)
 
@@ -789,9 +827,9 @@ def setup(given, start):
         return compute_gradients(run, draw_parts(run, 0, 0.0))
 
     compiled = compiling.should_compile(run, can_compile(device), gradients)
+    log.describe(run, folder, compiled, is_bound(config))
     compiling.compile_network(run, compiled, gradients)
     runs.begin(run, folder)
-    log.describe(run, folder, is_bound(config), is_variant(config))
     if not folder:
         report(run)
     return run
@@ -802,21 +840,25 @@ def train(given, start):
     run = setup(given, start)
     config = run.config
     interrupt = runtime.Interrupt()  # installed late: before the first step Ctrl-C may simply exit
-    while True:
-        compiling.use_compiled(run)
-        stop = runs.poll(run, interrupt)
-        if stop or run.progress >= 1:
-            break
-        train_step(run, run.step, run.progress)
-        run.step += 1
-        # Once in a while: a line in the log; an evaluation and a checkpoint.
-        if run.step % config.log_interval == 0:
-            runs.check_finite(run)
-            scale = lr_scale(config, run.step - 1, run.progress)
-            run.log.training(run, scale, runtime.flops_per_token(run.model))
-        if run.step % config.eval_interval == 0 and run.step < config.max_steps:
-            report(run)
-            runs.save(run)
+    with run.log.progress(run) as show_progress:
+        while True:
+            compiling.use_compiled(run)
+            stop = pace.poll(run, interrupt)
+            show_progress()
+            if stop or run.progress >= 1:
+                break
+            train_step(run, run.step, run.progress)
+            run.step += 1
+            # Once in a while: a record in the log; an evaluation; a checkpoint.
+            if run.step % config.log_interval == 0:
+                runs.check_finite(run)
+                scale = lr_scale(config, run.step - 1, run.progress)
+                run.log.training(run, scale, runtime.flops_per_token(run.model))
+            if pace.must_evaluate(run):
+                report(run)
+                runs.save(run)
+            elif run.save_is_due:
+                runs.save(run)
     finish(run, stop)
     runtime.leave_ranks()
     return stop and 128 + stop  # as a shell reports the signal
@@ -831,7 +873,7 @@ def finish(run, stop):
     elif run.finished and run.saved == run.step:
         run.log.say(f"this run ended at step {run.step}; raise --max_steps or --time_limit")
     else:
-        runs.check_steps(run)
+        pace.check_steps(run)
         report(run, is_last=True)
         runs.save(run, finished=True)
         if run.rank == 0:

@@ -1,8 +1,8 @@
 """Sample from a trained model: generate text, continue a prompt, fill gaps, watch it happen.
 
     python sample.py                                      # a text from nothing
-    python sample.py --prompt "ROMEO:" --length=600       # a beginning that stays as it is
-    python sample.py --infill "To be███"                  # each █ is a token to fill
+    python sample.py "ROMEO:" --length=600                # a beginning that stays as it is
+    python sample.py "To be███"                           # each █ (or [MASK]) is a token to fill
     python sample.py --infill "To [___], or not to be"    # a gap of unknown length
     python sample.py --watch --html=page.html             # in the terminal, and in a page to keep
 
@@ -26,20 +26,17 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import mdlm
-from kernels.cache import Cache
-from kernels.reference import philox_words
-from support import judging, scores, templates, viewer
-from support.checkpoint import default_run, find_checkpoint
-from support.cli import UserError, opt
-from support.files import check_output
+from support import arguments, judging, outputs, scores, templates, viewer
+from support.checkpoint import default_run, find_checkpoint, read_newest
+from support.cli import READS, WRITES, UserError, opt
+from support.kernels.cache import Cache
+from support.kernels.reference import philox_words
 from support.likelihood import (
     Memo,
     call_size,
     check_gaps,
-    check_ids,
     end_documents,
     group_size,
     groups,
@@ -48,7 +45,8 @@ from support.likelihood import (
 )
 from support.numerics import draw, highest, lead, reversed_bits
 from support.runtime import pick_device
-from support.templates import is_template, joined, of_prompt, parse, to_ids, to_texts
+from support.templates import joined, of_prompt, parse, to_ids, to_texts
+from support.tokenizer import tokenizer_from_json
 
 AGE = 0.3  # nats of doubt that a token gains with each call after its own (results/sampling.md)
 
@@ -80,10 +78,10 @@ MEANINGS = "; ".join(f"{name}: {order.meaning}" for name, order in ORDERS.items(
 @dataclass
 class Options:
     # What to write
-    out_dir: str = opt("", "run or checkpoint folder (default: out, else the model in weights/)")
-    prompt: str = opt("", "beginning of the text")
+    out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
+    prompt: str = opt("", "beginning of the text", text=True)
     infill: str = opt("", "template: █ is a token to fill, [___] a gap of any length (-: stdin)")
-    batch: str = opt("", "file with one template per line; prints one JSON object per line")
+    batch: str = opt("", "file with a template per line; prints JSON lines", path=READS)
     length: int = opt(0, "tokens with the prompt (0: context, or drawn)", bounds=(0, 1 << 20))
     num_samples: int = opt(0, "texts (0: one; of a template the best of 16)", bounds=(0, 1 << 20))
     candidates: int = opt(0, "show the N likeliest of many fills (0: 3)", bounds=(0, 1024))
@@ -104,8 +102,8 @@ class Options:
     device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the best there is")
     # How to show it
     watch: bool = opt(False, "show the unmasking in the terminal")
-    html: str = opt("", "write a page that plays the unmasking to this file")
-    json: str = opt("", "write a JSON object per text to this file (-: standard output)")
+    html: str = opt("", "write a page that plays the unmasking to this file", path=WRITES)
+    json: str = opt("", "write a JSON object per text to this file (-: stdout)", path=WRITES)
 
 
 NAMES = [field.name for field in fields(Options)]
@@ -132,11 +130,11 @@ def uniform(seed, step, samples, at):
 def resolve(how, config):
     """Options (or a dict of SETTINGS) without "auto"; UserError for what cannot be followed."""
     if isinstance(how, dict):
-        unknown = how.keys() - SETTINGS
+        unknown = how.keys() - set(SETTINGS)
         if unknown:
             raise UserError(f"{min(unknown)} is no setting; give {', '.join(SETTINGS)}")
         how = Options(**how)
-    how = replace(how, correct=str(how.correct))
+    how = replace(how, correct=str(cli.plain(how.correct)))
     cli.check_fields(how)
     if how.block > config.block_size:
         raise UserError(f"block={how.block} is more than the context of {config.block_size}")
@@ -255,26 +253,30 @@ def to_correct(how, block, s, filled, noise):
 
 
 @torch.no_grad()
-def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), memo=None, **how):
+def unmask(
+    model, x, fill=None, samples=None, end_id=None, forbid=(), allowed=None, memo=None, **how
+):
     """Fill [MASK] positions of x (B, T); yields a Step after each network call.
 
     fill     (B, T) bool: fill only these; other [MASK] positions stay, as unseen text
     samples  (B,) the rows' numbers (0 .. B-1); draws depend on seed, number, step and position
     end_id   the id of [END], if there is one: all that follows a drawn [END] becomes [END]
     forbid   ids that are never drawn (None is ignored)
+    allowed  {position: (V,) bool, the ids that may be drawn there}; others may have any
     memo     a likelihood.Memo: a text that the network has seen costs no call
     how      fields of Options under "How to write it"; ValueError if they cannot be followed
 
     T may exceed the context: the model then sees the last positions up to the end of a block, half
     a context by default. Each token of an autoregressive model takes a call.
     """
+    given = (fill, samples, end_id, forbid)
+    samples, end_id, forbid = arguments.check_filling(model, x, *given)
     how = resolve(how, model.config)
-    check_ids(model, x)
     mask = model.mask_id
     device = x.device
     x = x.to("cpu" if device.type == "mps" else device, copy=True)  # MPS lacks float64
     fill = x == mask if fill is None else fill.to(x.device) & (x == mask)
-    samples = (torch.arange(len(x)) if samples is None else samples).to(x.device)
+    samples = samples.to(x.device)
     calls = torch.zeros(len(x), dtype=torch.int64, device=x.device)
     given = ~fill & (x != model.end_id)
     check_gaps(model, x, fill)
@@ -295,7 +297,10 @@ def unmask(model, x, fill=None, samples=None, end_id=None, forbid=(), memo=None,
                 continue
             # 2. Draw there: the network sees all of it masked.
             logits = find(model, device, x, given, drawn, block.at, how.cfg, cache)
-            logits[:, [i for i in forbid if i is not None]] = -math.inf
+            logits[:, forbid] = -math.inf
+            for place, ids in (allowed or {}).items():
+                here = block.at.start + drawn.nonzero()[:, 1] == place
+                logits[here] = logits[here].masked_fill(~ids.to(logits.device), -math.inf)
             calls += drawn.any(1) * (2 if how.cfg else 1)
             logp = logits.log_softmax(-1)
             token = draw(logits, u[drawn], how.temperature, how.top_k, how.top_p)
@@ -325,11 +330,11 @@ def generate(model, x, generator=None, samples=None, fill=None, expect=None, **h
     A row depends on the seed and its number in `samples`, not on its batch. expect(calls) is told
     how many network calls it will still take, at most.
     """
+    arguments.check_generator(generator)
+    samples, *_ = arguments.check_filling(model, x, fill, samples)
     if "seed" not in how:
         where = generator.device if generator is not None else "cpu"
         how["seed"] = int(torch.randint(1 << 32, (), generator=generator, device=where))
-    check_ids(model, x)
-    samples = torch.arange(len(x)) if samples is None else samples
     fill = (x == model.mask_id) & (True if fill is None else fill)
     memo, size = share_calls(model, fill)
     parts = groups(model, len(x), x.device, size, writing=True)
@@ -386,30 +391,49 @@ def fill_gaps(model, tokenizer, how, x, fill, may_end, quick, expect=None):
 def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16, **how):
     """Write n texts: a list of str. how: as in `generate`.
 
-    text    None: a text from nothing; "To be███" or "To [___] be": fill it; else its beginning
+    text    None: a text from nothing; "To be███" or "To [___] be": fill it; else its beginning.
+            A list of them: n texts of the first, then n of the second, and so on
     length  tokens of a text that is no template (0: the context, or drawn for documents)
     """
-    cli.check_fields(Options(num_samples=n, length=length, max_gap=max_gap))
-    text = templates.check_text(text or "")
+    limits = Options(num_samples=n, length=length, max_gap=max_gap)
+    cli.check_fields(limits)
+    arguments.check_model(model)
+    arguments.check_tokenizer(tokenizer)
+    arguments.check_generator(generator)
     resolve(how, model.config)  # refuses what it cannot follow, before the work begins
-    config = model.config
-    device = next(model.parameters()).device
-    template = is_template(text)
-    if template and (length or config.objective == "ar" or config.prompt_column):
-        raise UserError("a template has its own length, and is for models that infill alone")
-    if template:
-        parts = parse(text, tokenizer, config.block_size)
-    else:
-        parts = of_prompt(text, tokenizer, length, config)
+    several = list(text) if isinstance(text, (list, tuple)) else [text]
+    todo = [to_fill(model, tokenizer, one, limits.length) for one in several]
     how["generator"] = generator
+    return [done for parts in todo for done in write_parts(model, tokenizer, parts, limits, how)]
+
+
+def to_fill(model, tokenizer, text, length):
+    """(the parts, whether it is a template) of a text that `write` is given."""
+    config = model.config
+    text = arguments.check_text("" if text is None else text)
+    if not templates.is_template(text, tokenizer):
+        return of_prompt(text, tokenizer, length, config), False
+    if length or config.objective == "ar" or config.prompt_column:
+        raise UserError("a template has its own length, and is for models that infill alone")
+    return parse(text, tokenizer, config.block_size), True
+
+
+def write_parts(model, tokenizer, todo, limits, how):
+    """The texts of what `to_fill` returned: a list of --num_samples."""
+    parts, template = todo
+    device = next(model.parameters()).device
+    generator = how["generator"]
+    n = limits.num_samples
     if None in parts:  # the likeliest lengths
         fill = partial(fill_gaps, model, tokenizer, how)
-        parts = hypotheses(model, tokenizer, parts, 1, fill, device, max_gap)[0].parts
+        search = (model, tokenizer, parts, 1, fill, device, limits.max_gap)
+        parts = hypotheses(*search)[0].parts
     x = torch.tensor(to_ids(parts, tokenizer, model.mask_id), device=device).repeat(n, 1)
-    if not (template or length) and model.documents:
+    if not (template or limits.length) and model.documents:
         where = generator.device if generator is not None else "cpu"
         u = torch.rand(n, generator=generator, device=where)
         x = end_documents(model, x, u.cpu().double())
+    how["allowed"] = templates.allowed_tokens(parts, tokenizer)
     found = generate(model, x, **ends(model, tokenizer, template), **how).tolist()
     return [joined(to_texts(parts, ids, tokenizer)) for ids in found]
 
@@ -423,6 +447,27 @@ CLASHES = [
 ]
 
 
+def place_text(given):
+    """Flags of which a text without a flag has become --infill, if it has gaps, or --prompt."""
+    given = dict(given)
+    text = given.pop("text", None)
+    if text is None:
+        return given
+    for name in ("prompt", "infill", "batch"):
+        if name in given:
+            raise UserError(f"{text[:40]!r} is a second text, beside --{name}; give one of them")
+    if os.path.exists(text):
+        fix = "give it as --out_dir or --batch; if it is a text, as --prompt"
+        raise UserError(f"{text!r} is a file or folder; {fix}")
+    gap = templates.GAP
+    if "_" in text and not gap.search(text):  # a gap if the model's vocabulary has no _
+        folder = find_checkpoint(default_run(given.get("out_dir", "")))
+        given["out_dir"] = str(folder)
+        gap = templates.gap_pattern(tokenizer_from_json(folder / "tokenizer.json"))
+    is_template = text == "-" or gap.search(text)
+    return given | {"infill" if is_template else "prompt": text}
+
+
 def check(options, given):
     """Raise UserError for flags that contradict each other; given: those of the command line."""
     cli.check_clashes(CLASHES, given)
@@ -434,17 +479,19 @@ def check(options, given):
     for name in ("infill", "batch", "html", "json"):
         if given.get(name) == "" or (name, options.html) == ("html", "-"):
             raise UserError(f"--{name}={given[name]} is no file or text; give one or leave it out")
-    cli.check_files(dict(batch=options.batch), dict(html=options.html, json=options.json))
-    templates.check_text(options.prompt + options.infill)
-    check_output("html", options.html)
+    arguments.check_text(options.prompt + options.infill)
+    if re.search("█|\\[___\\]", options.prompt):
+        raise UserError("--prompt has gaps; give it as --infill, or without a flag before it")
+    stdin = dict(stdin="/dev/stdin") if "-" in (options.infill, options.batch) else {}
+    outputs.check_all(options, **stdin)
 
 
 def load(options, given):
     """(model, tokenizer, config, folder, options) of --out_dir, of out/ or of weights/."""
     device = pick_device(options.device)
-    folder = find_checkpoint(default_run(options.out_dir))
     gaps = bool(options.infill or options.batch)
-    model, tokenizer, config = mdlm.load(folder, device, whole=gaps)
+    read = partial(mdlm.load, device=device, whole=gaps)
+    folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if config.prompt_column and not options.prompt:
         raise UserError("this model learned to answer prompts; give --prompt, no template")
     if config.objective == "ar":
@@ -459,6 +506,7 @@ def sampled(model, tokenizer, parts, options, template, pages):
     mask = model.mask_id
     ids = torch.tensor(to_ids(parts, tokenizer, mask))
     how = {name: getattr(options, name) for name in SETTINGS} | ends(model, tokenizer, template)
+    how["allowed"] = templates.allowed_tokens(parts, tokenizer)
     one_by_one = 1 if options.watch else None
     for part in groups(
         model, max(1, options.num_samples), options.device, one_by_one, writing=True
@@ -552,7 +600,7 @@ def answers(model, tokenizer, template, parts, options, pages):
 
 
 def main(argv):
-    given = cli.parse_flags(Options, argv, __doc__)
+    given = place_text(cli.parse_flags(Options, argv, __doc__, free="text"))
     options = Options(**given)
     check(options, given)
     model, tokenizer, config, folder, options = load(options, given)
@@ -574,7 +622,7 @@ def main(argv):
 
     todo = templates.parse_all(options.infill, options.batch, to_parts)
     to_stdout = options.json == "-" or (options.batch and not options.json)
-    lines = sys.stdout if to_stdout else open(options.json or os.devnull, "w", encoding="utf-8")
+    lines = sys.stdout if to_stdout else outputs.Lines(options.json or os.devnull)
     if to_stdout:
         lines.reconfigure(encoding="utf-8")  # JSON's, whatever the locale's is
     scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
@@ -587,7 +635,7 @@ def main(argv):
         n = to_ids(parts, tokenizer, model.mask_id).count(model.mask_id)
         pages = judging.compare(variants, fill, judge, n, lines)
         todo = []
-    for template, parts in tqdm(todo, unit="template", disable=None if options.batch else True):
+    for template, parts in cli.bar(todo, unit="template", disable=None if options.batch else True):
         rule = ""  # between texts
         for found, facts in answers(model, tokenizer, template, parts, options, pages):
             if not (to_stdout or options.batch):

@@ -30,8 +30,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.launch import ENABLED, jit, launch, register, runs_on, tl, triton
-from kernels.reference import MAX_T, attention_ref, prepare
+from .launch import ENABLED, jit, launch, register, runs_on, tl, triton
+from .reference import MAX_T, attention_ref, prepare
 
 HEAD_DIMS = (32, 64)
 MAX_OURS = 256  # longer windows are better off with cuDNN: reasoned, not measured

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from kernels.reference import neighbours, prepare
+from .reference import neighbours, prepare
 
 
 class Cache:

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from kernels.launch import jit, launch, register, runs_on, tl, triton
-from kernels.reference import linear_cross_entropy_ref
+from .launch import jit, launch, register, runs_on, tl, triton
+from .reference import linear_cross_entropy_ref
 
 # Logits at a time: 5,336 rows at V = 50,304, 0.5 GB in 16 bits. Not by the memory that is free:
 # then a run that is resumed would add in another order.

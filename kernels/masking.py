@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.launch import jit, launch, register, runs_on, tl
-from kernels.reference import MAX_T, mask_tokens_ref, possible_counts
+from .launch import jit, launch, register, runs_on, tl
+from .reference import MAX_T, mask_tokens_ref, possible_counts
 
 
 @jit

@@ -14,6 +14,10 @@ import sys
 from html import escape
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from support import cli, outputs
+
 WIDTH, HEIGHT = 9.6, 27  # of a character's cell, in pixels
 COLUMNS = 80
 STEP = 0.3  # seconds
@@ -145,18 +149,15 @@ def main(argv):
     parser.add_argument("picture", type=Path)
     parser.add_argument("--dark", action="store_true", help="for a dark background")
     args = parser.parse_args(argv)
+    outputs.check("PICTURE", str(args.picture), dict(PAGE=str(args.page)))
     try:
         svg = draw(read_sample(args.page), "dark" if args.dark else "light")
-        args.picture.write_text(svg, encoding="utf-8")
-    except OSError as e:
-        print(f"animate.py: {e.filename}: {e.strerror}; give another file", file=sys.stderr)
-        return 2
     except (ValueError, LookupError):
         fix = "give a page that sample.py --html wrote"
-        print(f"animate.py: {args.page} is no page of sample.py; {fix}", file=sys.stderr)
-        return 2
+        raise cli.UserError(f"{args.page} is no page of sample.py; {fix}") from None
+    outputs.write(args.picture, svg.encode())
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(cli.run(main, sys.argv[1:]))

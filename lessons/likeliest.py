@@ -10,10 +10,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from support import cli
+
+cli.start(__name__)
+
 import torch
 
 import mdlm
-from support import cli, templates
+from support import templates
 
 
 @torch.no_grad()
@@ -29,7 +33,10 @@ def main(argv):
     for i, p in enumerate(model(x)[0, : len(ids)].softmax(-1)):
         if ids[i] == model.mask_id:
             best = zip(*p.topk(3))
-            best = (f"{tokenizer.decode([int(token)])!r} {100 * q:.1f} %" for q, token in best)
+            best = (
+                f"{tokenizer.piece(int(token), first=i == 0)!r} {100 * q:.1f} %"
+                for q, token in best
+            )
             print(f"token {i + 1:>4}", *best, sep="   ")
     return 0
 

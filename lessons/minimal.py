@@ -1,15 +1,21 @@
 """A masked diffusion language model on one page: it learns characters in two minutes.
 
 python lessons/minimal.py                          # Python's own manual: needs no network
-python lessons/minimal.py my.txt --seconds=600     # any text, ten minutes
-python lessons/minimal.py --template "The ███████ statement"
+python lessons/minimal.py my.txt --seconds=600 --template "To be███"    # any text, ten minutes
 """
 
 import argparse
+import sys
 import time
 from pydoc_data.topics import topics
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as e:
+    if __name__ != "__main__":
+        raise
+    fix = f"type: {sys.executable} -m pip install torch"
+    argparse.ArgumentParser().exit(2, f"minimal.py: {e} in {sys.executable}; {fix}\n")
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -70,7 +76,7 @@ def train(model, ids, seconds):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     start = time.time()
     step = 0
-    while (done := (time.time() - start) / seconds) < 1:
+    while (done := (time.time() - start) / max(seconds, 1)) < 1:
         loss = compute_loss(model, ids[torch.randint(len(ids) - T, (BATCH, 1)) + torch.arange(T)])
         optimizer.zero_grad()
         loss.backward()
@@ -87,14 +93,15 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--template", default="The ███████ statement", help="█: to be filled")
     args = parser.parse_args()
-    text = open(args.file, encoding="utf-8").read() if args.file else "\n".join(topics.values())
+    assert "" not in (args.file, args.template), "the file or the template is empty"
+    text = "\n".join(topics.values())
+    text = open(args.file, encoding="utf-8", newline="").read() if args.file else text
     chars = [*sorted(set(text)), "█"]  # the last one stands for [MASK]
     ids = torch.tensor([chars.index(c) for c in text])
-    cut = int(0.9 * len(ids))
     template = torch.tensor([[chars.index(c) for c in args.template]])
     model = Model(len(chars) - 1)
-    train(model, ids[:cut], args.seconds)
-    nelbo = compute_loss(model, ids[cut:].unfold(0, T, T)[:1000])
+    train(model, ids[: len(ids) * 9 // 10], args.seconds)
+    nelbo = compute_loss(model, ids[len(ids) * 9 // 10 :].unfold(0, T, T)[:1000])
     print(f"validation NELBO {nelbo:.3f} nats per character")
     for x in (torch.full((1, T), model.mask_id), template):
         print("".join(chars[i] for i in generate(model, x)[0]))

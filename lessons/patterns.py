@@ -7,7 +7,6 @@ A sequence is valid if it repeats its first 2, 3 or 4 symbols. The picture: the 
 over network calls, with a band from the worst to the best seed; the speed; and the sequences.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -15,12 +14,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from support import cli
+
+cli.start(__name__)
+
 import torch
-from matplotlib.figure import Figure
 
 import mdlm
 import sample
-from support.cli import UserError
+from support import outputs
+from support.cli import Parser, UserError
+from support.plots import write_figure
 
 STEPS = (1, 2, 4, 8, 16, 32)
 SAMPLERS = {
@@ -69,7 +73,8 @@ def sweet_spot(shares):
 
 
 def draw(shares, speeds, shown, path):
-    fig = Figure((10, 7.2), dpi=130, layout="constrained")
+    matplotlib = cli.optional("matplotlib.figure", "a picture")
+    fig = matplotlib.Figure((10, 7.2), dpi=130, layout="constrained")
     top, bottom = fig.subfigures(2, 1, height_ratios=[1.1, 1])
     ax = top.subplots()
     for (name, values), color in zip(shares.items(), COLORS):
@@ -104,26 +109,26 @@ def draw(shares, speeds, shown, path):
         axis.set(xticks=[], title=f"{steps} step{'s' * (steps > 1)}")
         axis.title.set_fontsize(9)
     bottom.suptitle("16 sequences each, their first 24 symbols, default sampler", fontsize=10)
-    fig.savefig(path)
+    write_figure(fig, path)
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("run", help="folder of a run with --data=patterns")
     parser.add_argument("picture", help="PNG or SVG file to write")
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--sequences", type=int, default=128, help="for each seed")
     args = parser.parse_args(argv)
-    try:
-        model, tokenizer, config = mdlm.load(args.run)
-        if config.data != "patterns":
-            raise UserError(f"{args.run} learned {config.data}; give a run with --data=patterns")
-        draw(*measure(model, tokenizer, args.seeds, args.sequences), args.picture)
-    except (UserError, OSError, ValueError) as e:
-        print(f"patterns.py: {e}", file=sys.stderr)
-        return 2
+    outputs.check("PICTURE", args.picture, dict(RUN=args.run))
+    cli.optional("matplotlib.figure", "a picture")  # before the work
+    if args.seeds < 1 or args.sequences < 16:
+        raise UserError("give --seeds of at least 1 and --sequences of at least 16")
+    model, tokenizer, config = mdlm.load(args.run)
+    if config.data != "patterns":
+        raise UserError(f"{args.run} learned {config.data}; give a run with --data=patterns")
+    draw(*measure(model, tokenizer, args.seeds, args.sequences), args.picture)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(cli.run(main, sys.argv[1:]))

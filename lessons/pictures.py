@@ -8,7 +8,6 @@ The first also prints how many tokens were masked: by exactly l masks, and by ma
 with probability t (Bernoulli), as most papers do. Without --run the model in weights/ answers.
 """
 
-import argparse
 import dataclasses
 import math
 import sys
@@ -18,15 +17,20 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from support import cli
+
+cli.start(__name__)
+
 import torch
 import torch.nn.functional as F
 
 import mdlm
-from kernels.reference import is_visible, mask_tokens_ref, prepare
+from support import outputs
 from support.checkpoint import default_run
-from support.cli import UserError
+from support.cli import Parser, UserError
+from support.kernels.reference import is_visible, mask_tokens_ref, prepare
 from support.likelihood import to_context
-from support.plots import BLUE, GREEN, GREY, RED, figure
+from support.plots import BLUE, GREEN, GREY, RED, figure, write_figure
 from support.templates import parse, to_ids
 
 T = 256
@@ -106,7 +110,7 @@ def draw_attention(maps, labels, path):
             ax.set_yticks(at, labels[: len(at)], fontsize=62 * size / n)
             ax.tick_params(length=0, pad=1)
     fig.suptitle("Attention: each row is a token, dark where it looks", fontsize=10)
-    fig.savefig(path)
+    write_figure(fig, path)
 
 
 def draw_masking(counts, schedules, path):
@@ -126,7 +130,7 @@ def draw_masking(counts, schedules, path):
     right.set(xlim=(0, 1), ylim=(0, 3), xlabel="mask rate", ylabel="density")
     right.set_title("how often training draws a rate", fontsize=9)
     right.legend(frameon=False, fontsize=8)
-    fig.savefig(path)
+    write_figure(fig, path)
 
 
 def draw_time(embedding, path):
@@ -137,48 +141,40 @@ def draw_time(embedding, path):
     ax.set(xlabel="mask rate", ylabel="channel")
     ax.set_title("Time embedding: what the blocks are told about the mask rate", fontsize=10)
     fig.colorbar(image)
-    fig.savefig(path)
+    write_figure(fig, path)
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("picture", help="PNG or SVG file to write")
     parser.add_argument("--text", help="draw what a model attends to in this text; █ is a mask")
     parser.add_argument("--run", default="", help="a run; without --text: its time embedding")
     args = parser.parse_args(argv)
-    try:
-        if args.text == "":
-            raise UserError("--text is empty; give one, or leave it out")
-        if args.text:
-            model, tokenizer, config = mdlm.load(default_run(args.run), whole=True)
-            if model.n > 1:
-                raise UserError(f"--run={args.run} has blocks; give one without, or of --whole")
-            ids = to_ids(parse(args.text, tokenizer, config.block_size), tokenizer, model.mask_id)
-            maps = attention_maps(model, to_context(model, torch.tensor([ids])))
-            labels = [tokenizer.decode([i]).replace("\n", "↵") for i in ids]
-            draw_attention(maps, labels, args.picture)
-            return 0
-        if args.run:
-            model = mdlm.load(args.run)[0]
-            if model.rate is None:
-                raise UserError(f"{args.run} has no time embedding; train with --time_conditioning")
-            draw_time(time_embedding(model), args.picture)
-            return 0
-        counts = count_masks()
-        print(f"masked tokens of {T}, 1,000 draws, mean +- standard deviation")
-        print("rate  each with that probability  exactly")
-        for rate, both in counts.items():
-            bernoulli, exact = (f"{mean(n):.1f} +- {pstdev(n):.1f}" for n in both)
-            print(f"{rate:4}  {bernoulli:>26}  {exact}")
-        draw_masking(counts, schedule_densities(), args.picture)
+    outputs.check("PICTURE", args.picture, dict(run=args.run))
+    if args.text:
+        model, tokenizer, config = mdlm.load(default_run(args.run), whole=True)
+        if model.n > 1:
+            raise UserError(f"--run={args.run} has blocks; give one without, or of --whole")
+        ids = to_ids(parse(args.text, tokenizer, config.block_size), tokenizer, model.mask_id)
+        maps = attention_maps(model, to_context(model, torch.tensor([ids])))
+        labels = [text.replace("\n", "↵") for text in tokenizer.pieces(ids)]
+        draw_attention(maps, labels, args.picture)
         return 0
-    except OSError as e:
-        print(f"pictures.py: {e.filename}: {e.strerror}; give another file", file=sys.stderr)
-        return 2
-    except ValueError as e:  # UserError is one
-        print(f"pictures.py: {e}", file=sys.stderr)
-        return 2
+    if args.run:
+        model = mdlm.load(args.run)[0]
+        if model.rate is None:
+            raise UserError(f"{args.run} has no time embedding; train with --time_conditioning")
+        draw_time(time_embedding(model), args.picture)
+        return 0
+    counts = count_masks()
+    print(f"masked tokens of {T}, 1,000 draws, mean +- standard deviation")
+    print("rate  each with that probability  exactly")
+    for rate, both in counts.items():
+        bernoulli, exact = (f"{mean(n):.1f} +- {pstdev(n):.1f}" for n in both)
+        print(f"{rate:4}  {bernoulli:>26}  {exact}")
+    draw_masking(counts, schedule_densities(), args.picture)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(cli.run(main, sys.argv[1:]))

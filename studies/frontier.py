@@ -13,7 +13,7 @@ import eval
 import mdlm
 import sample
 from support import judging, runtime
-from support.checkpoint import find_checkpoint
+from support.checkpoint import read_newest
 from support.cli import UserError
 from support.numerics import standard_error
 
@@ -27,48 +27,54 @@ SAMPLERS = {
 CALLS = (4, 8, 16, 32, 64)
 
 
-def judge_by(twin, tokenizer, texts):
-    """The mean over texts of their nats per token under an autoregressive model, and its error."""
-    x = torch.tensor([tokenizer.encode(text) for text in texts])
+def judge_by(twin, x):
+    """The mean nats per token of texts x (B, T) under an autoregressive model, and its error.
+
+    They are ids: the text of some, encoded again, would have others.
+    """
     r = mdlm.evaluate(twin, x.to(next(twin.parameters()).device), batch_size=8)
     each = torch.tensor(r["by_window"], dtype=torch.float64)
     return dict(twin=each.mean().item(), twin_se=standard_error(each))
 
 
-def write(model, tokenizer, n, seeds, dtype, how):
-    """n texts from nothing with each seed, and the seconds that one took."""
+def write(model, n, seeds, dtype, how):
+    """The ids (B, T) of n texts from nothing with each seed, and the seconds that one took."""
     device = next(model.parameters()).device
     x = torch.full((n, model.config.block_size), model.mask_id, device=device)
     began = time.monotonic()
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        ids = torch.cat([sample.generate(model, x, seed=seed, **how) for seed in seeds]).tolist()
-    return list(map(tokenizer.decode, ids)), (time.monotonic() - began) / len(ids)
+        ids = torch.cat([sample.generate(model, x, seed=seed, **how) for seed in seeds])
+    return ids.cpu(), (time.monotonic() - began) / len(ids)
 
 
 def bench_sampling(options, device, book):
     """Every sampler over numbers of calls; real text and the autoregressive twin beside them."""
-    models = {}
+    models = dict(ar=(None, None, None))
+    folders = {}
     for flag, objective in (("out_dir", "mdlm"), ("ar_dir", "ar")):
         path = getattr(options, flag)
-        models[objective] = mdlm.load(path, device) if path else (None, None, None)
+        if objective == "ar" and not path:
+            continue
+        found = read_newest(path, lambda folder: mdlm.load(folder, device))
+        folders[objective], models[objective] = found
         c = models[objective][2]
-        if path and (c.objective != objective or c.prompt_column):
+        if c.objective != objective or c.prompt_column:
             raise UserError(f"--{flag}={path} is no run of --objective={objective} on texts")
     model, tokenizer, config = models["mdlm"]
     twin = models["ar"][0]
-    folder = find_checkpoint(options.out_dir)
-    with eval.open_data(options.data, folder, tokenizer, config, device) as (corpus, _):
+    with eval.open_data(options.data, folders["mdlm"], tokenizer, config, device) as (corpus, _):
         training = tokenizer.decode(corpus.train[:2_000_000].tolist())
         windows = corpus.windows().long()
     by_text = judging.Judge(training)
 
-    def judge(texts):
-        return by_text(texts) | (judge_by(twin, tokenizer, texts) if twin else {})
+    def judge(x):
+        texts = [tokenizer.decode(ids) for ids in x.tolist()]
+        return by_text(texts) | (judge_by(twin, x) if twin else {})
 
     seeds = range(options.seed, options.seed + options.seeds)
     n = options.num_samples
     book.note(f"{n} texts of {config.block_size} tokens for each of the seeds {list(seeds)}")
-    real = judge([tokenizer.decode(w) for w in windows])
+    real = judge(windows.cpu())
     book.add(dict(sampler="real text", calls=None, seconds=None) | real)
     calls = [min(n, config.block_size) for n in CALLS]
     cases = [(model, name, how, n) for name, how in SAMPLERS.items() for n in calls]
@@ -79,7 +85,7 @@ def bench_sampling(options, device, book):
             book.note(f"the time is up: nothing measured from {name}, {steps} calls on")
             break
         how = how | dict(steps=steps)
-        texts, seconds = write(writer, tokenizer, n, seeds, options.dtype, how)
+        x, seconds = write(writer, n, seeds, options.dtype, how)
         facts = dict(sampler=name, calls=steps, seconds=seconds)
-        by_seed = [judge(texts[i : i + n]) for i in range(0, len(texts), n)]
-        book.add(facts | judge(texts) | dict(by_seed=by_seed))
+        by_seed = [judge(part) for part in x.split(n)]
+        book.add(facts | judge(x) | dict(by_seed=by_seed))

@@ -19,6 +19,10 @@ if [ $# -gt 0 ]; then
 fi
 first="ops train nanogpt large attention alike"
 PARTS=${PARTS:-$first}
+if [ -z "${PARTS// /}" ]; then
+    echo "PARTS names no part; give some of: $first tests record shards" >&2
+    exit 2
+fi
 for name in $PARTS; do
     [[ " $first tests record shards " == *" $name "* ]] && continue
     echo "there is no part $name; give some of: $first tests record shards" >&2
@@ -41,7 +45,7 @@ missing = lambda names: [n for n in names if importlib.util.find_spec(n) is None
 if missing(peers):
     print("not installed, so not compared or drawn:", ", ".join(missing(peers)))
 if missing(need):
-    sys.exit("missing: " + ", ".join(missing(need)) + "; pip install -r requirements.txt")
+    sys.exit("missing: " + ", ".join(missing(need)) + "; pip install -r requirements-dev.txt")
 if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
     sys.exit("missing: a C compiler, with which Triton builds its launchers; install gcc, or name one in CC")
 import torch

@@ -12,13 +12,16 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/harness.py, from anywhere
 
+from support import cli
+
+cli.start(__name__)
+
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import mdlm
 import sample
-from support import checkpoint, cli
+from support import checkpoint, environment
 from support.cli import UserError
 from support.likelihood import groups, next_logits, to_context
 
@@ -27,16 +30,28 @@ try:
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
 except ImportError as e:
-    cli.warn(f"this needs lm-evaluation-harness ({e}); pip install lm_eval")
+    fix = environment.pip_install("lm_eval")
+    cli.warn(f"harness.py: this needs lm-evaluation-harness ({e}); type: {fix}")
     sys.exit(2)
+
+
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # one thing
+KNOWN = {*LENGTHS, "until", "do_sample", "temperature", "top_k", "top_p"}  # generation_kwargs
 
 
 @register_model("mdlm")
 class Harness(LM):
-    """The args of a request are (prompt, answer)."""
+    """The args of a request are (prompt, answer).
 
-    def __init__(self, out_dir="", draws=64, seed=0, device=None, batch_size=1, max_batch_size=1):
+    All are text as it is: what marks a gap in a template of sample.py is none here.
+    """
+
+    def __init__(self, out_dir=None, draws=64, seed=0, device=None, batch_size=1, max_batch_size=1):
         super().__init__()
+        cli.check_not_empty("out_dir", out_dir)
+        for name, value in (("draws", draws), ("seed", seed)):
+            if type(value) is not int or value < 0:
+                raise UserError(f"{name}={value} of --model_args is not accepted; give a number")
         folder = checkpoint.default_run(out_dir)
         device = device if torch.cuda.is_available() else "auto"  # lm_eval asks for cuda:0
         self.model, self.tokenizer, config = mdlm.load(folder, device or "auto")
@@ -44,42 +59,82 @@ class Harness(LM):
         self.room = config.block_size - self.asks
         self.draws = max(1, draws)
         self.seed = seed
+        self.ignored = set()  # generation_kwargs that were said to be
+
+    def encode(self, requests, n):
+        """The ids of the first n args of each request; UserError names the request that has none.
+
+        Of all of them before the work begins, which may take hours.
+        """
+        found = []
+        for number, request in enumerate(requests, 1):
+            of_task = f" of {task}" if (task := getattr(request, "task_name", None)) else ""
+            name = f"request {number}{of_task}"
+            try:
+                ids = self.encode_args(*request.args[:n])
+            except UserError as e:
+                raise UserError(f"{name}, {request.args[0][:40]!r}: {e}") from None
+            if n == 2 and not 0 < len(ids[-1]) <= self.room:
+                given = f"{name}, {request.args[1][:40]!r}: an answer has {len(ids[-1])} tokens"
+                raise UserError(f"{given}; the model takes 1 to {self.room}")
+            found.append(ids)
+        return found
+
+    def encode_args(self, prompt, *answer):
+        """[the ids of a prompt], and those of its answer if there is one."""
+        if answer and not self.asks:
+            return self.tokenizer.encode_pair(prompt, *answer)
+        return [self.tokenizer.encode_given(text) for text in (prompt, *answer)]
 
     def loglikelihood(self, requests):
         """[(log p(answer | prompt) in nats, whether greedy choices from left to right give it)]"""
-        pairs = [list(map(self.tokenizer.encode, request.args)) for request in requests]
-        return [self.score(*pair) for pair in tqdm(pairs)]
+        return [self.score(*pair) for pair in cli.bar(self.encode(requests, 2))]
 
     def loglikelihood_rolling(self, requests):
         """[log p(text)], of a long text in windows of a context."""
         n = self.room
-        texts = [self.tokenizer.encode(request.args[0]) for request in requests]
+        texts = [ids for (ids,) in self.encode(requests, 1)]
         cut = ([ids[i : i + n] for i in range(0, len(ids), n)] for ids in texts)
         return [sum(self.score([], part)[0] for part in parts) for parts in cut]
 
     def generate_until(self, requests):
         """[what follows the prompt, up to the first of the strings that end it]"""
-        found = []
-        for prompt, how in (request.args for request in requests):
-            n = how.get("max_gen_toks", 64)
-            ids = self.tokenizer.encode(prompt)[-max(1, self.room - n) :]
-            prompt = self.tokenizer.decode(ids)
-            heat = how.get("temperature", 1.0) if how.get("do_sample") else 0.0
-            settings = dict(length=len(ids) + self.asks + n, temperature=heat, seed=self.seed)
-            text = sample.write(self.model, self.tokenizer, prompt, **settings)[0]
-            text = text[len(prompt) + self.asks :]
-            until = how.get("until", [])
-            for stop in [until] if isinstance(until, str) else until:
-                text = text.split(stop)[0]
-            found.append(text)
-        return found
+        prompts = [ids for (ids,) in self.encode(requests, 1)]
+        asked = [request.args[1] for request in requests]
+        return [self.write(ids, how) for ids, how in cli.bar(list(zip(prompts, asked)))]
+
+    def write(self, prompt, how):
+        """What follows the ids of a prompt; how: the generation_kwargs of a task."""
+        unknown = {name for name in how if name not in KNOWN} - self.ignored
+        if unknown:
+            cli.warn(f"generation_kwargs {', '.join(sorted(unknown))} are not known here; ignored")
+            self.ignored |= unknown
+        n = next((how[name] for name in LENGTHS if how.get(name) is not None), 64)
+        # Of a long prompt the end is kept, half a context at least; sample.py writes on from there.
+        prompt = prompt[-max(1, self.room - n, self.room // 2) :]
+        if self.asks:  # which takes a context at most
+            prompt = [*prompt, self.tokenizer.end_id]
+            n = min(n, self.room + 1 - len(prompt))
+        if n <= 0:
+            return ""
+        settings = dict(temperature=0.0)
+        if how.get("do_sample"):
+            settings = {name: how.get(name) for name in ("temperature", "top_k", "top_p")}
+            settings = {name: value for name, value in settings.items() if value is not None}
+        device = next(self.model.parameters()).device
+        x = torch.tensor([[*prompt, *[self.model.mask_id] * n]], device=device)
+        ends = sample.ends(self.model, self.tokenizer, False)
+        ids = sample.generate(self.model, x, seed=self.seed, **ends, **settings)[0].tolist()
+        text = "".join(self.tokenizer.pieces(ids, len(prompt)))
+        until = how.get("until") or []
+        for stop in [until] if isinstance(until, str) else until:
+            text = text.split(stop)[0] if stop else text
+        return text
 
     @torch.no_grad()
     def score(self, prompt, answer):
         """(log p, greedy?) of ids; the beginning of a long prompt is left out."""
         n = len(answer)
-        if not 0 < n <= self.room:
-            raise UserError(f"an answer has {n} tokens; the model takes 1 to {self.room}")
         prompt = prompt[max(0, len(prompt) + n - self.room) :]
         ids = prompt + [self.tokenizer.end_id] * self.asks + answer
         device = next(self.model.parameters()).device

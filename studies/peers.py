@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-import kernels
-from kernels.reference import block_spans
+from support import kernels
+from support.kernels.reference import block_spans
 
 compiled = partial(torch.compile, dynamic=False)
 

@@ -5,7 +5,7 @@
 #
 # Each run has a folder in $OUT (out-record). Give the same command again to go on: a run that was cut
 # off is resumed, a finished one is left alone. The table is $OUT/record.txt, the curves compare.png.
-set -eu
+set -eu -o pipefail
 out=$(realpath -m -- "${OUT:-out-record}")
 python=${PYTHON:-python3}
 mdlm=$(realpath -- "$(dirname "$0")/..")

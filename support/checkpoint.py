@@ -10,13 +10,14 @@ import dataclasses
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from support import files, runtime, shards
-from support.cli import UserError, warn
+from support import environment, files, ownership, runtime, shards
+from support.cli import UserError, check_not_empty, warn
 
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # the others: to resume
 # Settings of earlier versions, and what the program always does now.
@@ -27,8 +28,7 @@ BEFORE = dict(lengths="learned", pack=False)
 
 def checkpoints(out_dir):
     """The checkpoint folders of a run: the one that `latest` names, then by descending step."""
-    pattern = r"step-\d{1,12}(\.old)?"  # .old: it was being replaced when its run was killed
-    found = [p for p in Path(out_dir).glob("step-*") if re.fullmatch(pattern, p.name)]
+    found = [p for p in Path(out_dir).glob("step-*") if ownership.STEP.fullmatch(p.name)]
     latest = read_latest(out_dir)
     return sorted(found, key=lambda p: (p.name != latest, -step_of(p), p.name))
 
@@ -39,15 +39,12 @@ def read_latest(out_dir):
     return ""
 
 
-NONE_YET = "overwriting"  # `latest`, until --overwrite has saved: all checkpoints are older ones
-
-
 def disown(out_dir):
     """Keep --resume from taking the checkpoints of the run that is being overwritten."""
     if checkpoints(out_dir):
         latest = Path(out_dir) / "latest"
         with files.writing(latest):
-            files.write_atomically(latest, NONE_YET.encode())
+            files.write_atomically(latest, ownership.OVERWRITING.encode())
 
 
 def step_of(checkpoint):
@@ -91,7 +88,7 @@ def write_checkpoint(out_dir, name, contents, score=None):
 
 def remove_all_but_two(final):
     """Keep `final` and the one before it; newer ones belong to a run that was rolled back."""
-    found = checkpoints(final.parent)
+    found = [p for p in checkpoints(final.parent) if ownership.is_checkpoint(p)]
     earlier = [p for p in found if step_of(p) < step_of(final)]
     before = max(earlier, key=lambda p: (step_of(p), p.suffix != ".old"), default=final)
     for other in found:
@@ -110,8 +107,8 @@ def verify(folder):
             size = (folder / name).stat().st_size
             if size != wanted["size"]:
                 raise ValueError(f"{name} has {size} bytes instead of {str(wanted['size'])[:20]}")
-            if name.endswith(".json") and size > files.MAX_JSON:
-                raise ValueError(f"{name} has {size} bytes, more than {files.MAX_JSON}")
+            if name.endswith(".json") and size > files.most_bytes(name):
+                raise ValueError(f"{name} has {size} bytes, more than {files.most_bytes(name)}")
             if files.sha256_of(folder / name) != wanted["sha256"]:
                 raise ValueError(f"{name} does not have the checksum of the manifest")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
@@ -119,22 +116,103 @@ def verify(folder):
         raise UserError(f"the checkpoint {folder} is damaged or incomplete: {why}") from e
 
 
+TRIES = 20  # to read a checkpoint of a run that is saving, and removes older ones meanwhile
+
+
 def find_checkpoint(path):
     """The newest intact checkpoint of a run, or `path` itself; warns about damaged ones."""
-    if not isinstance(path, (str, os.PathLike)):
+    return read_newest(path, lambda folder: None)[0]
+
+
+def read_newest(path, read):
+    """(folder, read(folder)) of the newest intact checkpoint of a run, or of `path` itself.
+
+    A run may be training there: if it removes a checkpoint that is being read, the newest one is
+    looked for again. UserError if there is none, or if read(folder) raises one.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise UserError(f"{path!r} is no path; give the folder of a run or a checkpoint")
+    check_not_empty("the path of a run", os.fspath(path))
     path = Path(path)
-    is_run = not (path / "manifest.json").exists()
-    for folder in checkpoints(path) if is_run else [path]:
+    if (path / "manifest.json").exists():
+        return path, read(verified(path))
+    for _ in range(TRIES):
+        folder, was_removed = newest(path)
+        if folder:
+            before = identity(folder)
+            try:
+                found = read(folder)
+            except (UserError, OSError):
+                if identity(folder) == before:
+                    raise
+            else:
+                if identity(folder) in (before, None):  # removed after all of it was read
+                    return folder, found
+        elif not was_removed:
+            break
+        time.sleep(0.01)
+    foreign = what_else(path)
+    if foreign:
+        raise UserError(f"{path} is {foreign}; give the folder of a run that mdlm.py trained")
+    again = " --overwrite" if checkpoints(path) else ""
+    train = environment.command("mdlm.py")
+    fix = f"train one with: {train} --out_dir={environment.quote(path)}{again}"
+    raise UserError(f"{path} holds no intact checkpoint; {fix}")
+
+
+def identity(folder):
+    """Tells a folder from another one that gets its name later; None if there is none."""
+    with contextlib.suppress(OSError):
+        about = os.stat(folder)
+        return about.st_dev, about.st_ino, about.st_mtime_ns
+    return None
+
+
+def verified(folder):
+    """The folder of a checkpoint that was asked for by its own name."""
+    try:
+        verify(folder)
+        return folder
+    except UserError as e:
+        raise UserError(f"{e}; restore it from a copy, or give another one") from e
+
+
+def newest(out_dir):
+    """(the newest intact checkpoint of a run or None, whether one was removed while it was read)"""
+    for folder in checkpoints(out_dir):
+        before = identity(folder)
         try:
             verify(folder)
-            return folder
+            return folder, False
         except UserError as e:
-            if not is_run:
-                raise UserError(f"{e}; restore it from a copy, or give another one") from e
+            if identity(folder) != before or before is None:
+                return None, True  # there is a newer one
             warn(f"{e}; trying the one before it")
-    fix = f"train one with: python mdlm.py --out_dir={path}"
-    raise UserError(f"{path} holds no intact checkpoint; {fix}")
+    return None, False
+
+
+def what_else(path):
+    """What a path that holds no checkpoint of ours is instead, if that can be told; else ""."""
+    if path.is_file():
+        return "a file, and no weights of other programs can be loaded"
+    with contextlib.suppress(UserError):
+        if "model_type" in files.read_json(path / "config.json", "config"):
+            return "a model of Hugging Face transformers, which cannot be loaded"
+    if (path / "ckpt.pt").exists():
+        return "a run of nanoGPT, which cannot be loaded"
+    return ""
+
+
+def check_source(name):
+    """Raise UserError for an --init_from that no folder can be: as of nanoGPT, or of a hub."""
+    if Path(name).exists():
+        return
+    kept = "--init_from fine-tunes the folder of a run that mdlm.py trained"
+    if name in ("scratch", "random", "none"):
+        raise UserError(f"--init_from={name}: leave it out to start from random weights")
+    if name in ("resume", "last", "latest"):
+        raise UserError(f"--init_from={name}: to continue the run in --out_dir give --resume")
+    raise UserError(f"--init_from={name} is no folder; models of a hub cannot be loaded: {kept}")
 
 
 SHIPPED = Path(__file__).parent.parent / "weights" / "shakespeare"
@@ -221,6 +299,10 @@ def read_state(folder):
         value = state.get(name)
         if type(value) is not kind or not 0 <= value < 1 << 31:
             raise UserError(f"{folder}/state.json is damaged: {name} is {str(value)[:40]!r}")
+    for name in ("tokens", "sequences"):
+        n = state.get(name, 0)  # older states have no sequences
+        if type(n) is not int or not 0 <= n < 1 << 62:
+            raise UserError(f"{folder}/state.json is damaged: {name} is {str(n)[:40]!r}")
     return state
 
 

@@ -4,14 +4,19 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
-import difflib
+import functools
+import importlib
 import inspect
+import itertools
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+
+from support import environment, guesses
 
 # What could command a terminal or reorder its text: control characters except line ends and tabs,
 # and the marks that turn the direction of writing.
@@ -20,6 +25,10 @@ UNSAFE = re.compile(
 )
 NO_LIMIT = 1 << 31
 COUNT = (1, NO_LIMIT)  # bounds of a flag that counts something
+TRUE = ("true", "1", "yes", "on")
+FALSE = ("false", "0", "no", "off")
+READS = "reads"  # what a flag does with the file or folder that it names
+WRITES = "writes"
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -34,17 +43,35 @@ class RankError(UserError):
 def start(name):
     """What a program calls first: returns time.monotonic(), from before the slow imports.
 
-    If `name` is "__main__", Ctrl-C ends the imports without a traceback, threads that wait spin
+    If `name` is "__main__", a package that every program needs and that is missing ends it in one
+    sentence with exit code 2, Ctrl-C ends the imports without a traceback, threads that wait spin
     only briefly, as two programs on one machine would hinder each other (results/threads.md), and
     the process keeps the memory that it frees (results/cpu.md).
     """
     if name == "__main__":
+        if problem := environment.problem():
+            warn(f"{Path(sys.argv[0]).name}: {problem}")
+            sys.exit(2)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         if "OMP_WAIT_POLICY" not in os.environ:
             os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         keep_memory()
     return time.monotonic()
+
+
+def optional(package, what):
+    """Import a package that only some uses need: `what` names this one.
+
+    Raises UserError, with the command that installs it, where it is missing.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as e:
+        name = package.split(".")[0]
+        fails = f"cannot be imported here ({e})" if environment.is_installed(name) else "is missing"
+        fix = environment.pip_install(name)
+        raise UserError(f"{what} needs the package {name}, which {fails}; type: {fix}") from e
 
 
 def keep_memory():
@@ -56,11 +83,72 @@ def keep_memory():
             mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
+class Stopped(BaseException):
+    """A signal asks the program to end; what it has opened is cleaned up on the way."""
+
+
+def stop(number, frame):
+    raise Stopped(number)
+
+
+# Signals that end a program. Ctrl-C raises KeyboardInterrupt, the others raise Stopped.
+ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+@contextlib.contextmanager
+def clean_end():
+    """Within, SIGTERM and SIGHUP raise Stopped, so that no temporary folder is left behind.
+
+    A signal that is ignored (under nohup) or handled already stays so. Ranks end at once, also
+    while they wait for each other, when Python runs no handler.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    for number in ENDING:
+        if before.get(number) == signal.SIG_DFL and "MASTER_PORT" not in os.environ:
+            signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # of another language
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signals_wait():
+    """Within, signals that would end the program wait: a second Ctrl-C interrupts no clean-up."""
+    waiting = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, *ENDING):
+            if callable(signal.getsignal(number)):
+                before[number] = signal.signal(number, lambda number, frame: waiting.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in waiting[:1]:
+            before[number](number, None)
+
+
 def run(main, argv, cleanup=None):
     """Run main(argv), then cleanup(); returns the exit code. A UserError is printed and gives 2."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     make_streams_usable()
+    with clean_end():
+        try:
+            return exit_code(main, argv)
+        finally:
+            if cleanup:
+                cleanup()
+
+
+def exit_code(main, argv):
+    """The exit code of main(argv); what a user can mend gets one sentence."""
     program = Path(sys.argv[0]).name
     try:
         code = main(argv)
@@ -71,25 +159,46 @@ def run(main, argv, cleanup=None):
         warn(f"{program}: {sentence}", on_every_rank=isinstance(e, RankError))
         return 2
     except (MemoryError, RuntimeError) as e:  # of Python, numpy; of PyTorch's allocators
-        words = ("out of memory", "can't allocate memory", "bad_alloc", "not enough memory")
-        if not (isinstance(e, MemoryError) or any(word in str(e) for word in words)):
+        why = explain(e)
+        if not why:
             raise
-        fix = "lower the batch, the length, or the size of the model"
-        warn(f"{program}: out of memory; {fix}", on_every_rank=True)
+        warn(f"{program}: {why}", on_every_rank=True)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of standard output has gone (| head)
-        silence_stdout()
-        return 141
+    except Stopped as e:
+        return 128 + e.args[0]
     except OSError as e:
-        path = e.filename or "standard output"
-        warn(f"{program}: {e.strerror or e}: {path}; check that path and the free space there")
-        silence_stdout()
+        if isinstance(e, BrokenPipeError) and not e.filename:
+            silence_stdout()  # its reader has gone (| head)
+            return 141
+        path = e.filename
+        if not path and stdout_fails():
+            path = "standard output"
+            silence_stdout()
+        warn(f"{program}: {e.strerror or e}: {path or 'a file'}; check that and the free space")
         return 2
-    finally:
-        if cleanup:
-            cleanup()
+
+
+def explain(error):
+    """A sentence for a MemoryError or RuntimeError that is no mistake of the program; else ""."""
+    text = str(error)
+    words = ("out of memory", "can't allocate memory", "bad_alloc", "not enough memory")
+    if isinstance(error, MemoryError) or any(word in text for word in words):
+        return "out of memory; lower the batch, the length, or the size of the model"
+    words = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+    if "MASTER_PORT" in os.environ and any(word in text for word in words):
+        return "another rank has stopped, and its own message says why; --resume continues"
+    return ""
+
+
+def stdout_fails():
+    """Whether standard output cannot be written: what failed to be written is still held."""
+    try:
+        sys.stdout.flush()
+        return False
+    except (OSError, ValueError):
+        return True
 
 
 def make_streams_usable():
@@ -123,30 +232,56 @@ def escaped(text):
     return UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+def quoted(text):
+    """Text as a Python string in double quotes, on one line of printable characters."""
+    shown = []
+    for c in text:
+        if c.isprintable() and c not in '"\\':
+            shown.append(c)
+        else:
+            shown.append('\\"' if c == '"' else c.encode("unicode_escape").decode())
+    return f'"{"".join(shown)}"'
+
+
 def progress(what, unit, total=None, disable=False):
     """A tqdm bar for work of more than a second; written every ten seconds if not on a terminal."""
-    from tqdm import tqdm
-
     how = dict(leave=False, delay=1, mininterval=0.1 if sys.stderr.isatty() else 10)
-    return tqdm(desc=what, unit=unit, total=total, disable=disable, **how)
+    return bar(desc=what, unit=unit, total=total, disable=disable, **how)
 
 
-def check_files(read, written):
-    """Raise UserError for a file that is written but read too, written twice, or of a checkpoint.
+def bar(*iterable, **options):
+    """tqdm(...), or where tqdm is missing a bar that shows nothing: no work ends for that."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return NoBar(*iterable)
+    return tqdm(*iterable, **options)
 
-    Both are dicts of flag -> path.
-    """
-    seen = {os.path.realpath(path): flag for flag, path in read.items()}
-    for flag, path in written.items():
-        if path in ("", "-"):
-            continue
-        file = Path(os.path.realpath(path))
-        other = seen.setdefault(str(file), flag)
-        if other != flag:
-            raise UserError(f"--{other} and --{flag} name the same file, {path}; give two files")
-        own = (file.parent / "latest").exists() and file.name in ("latest", "log.jsonl")
-        if own or (file.parent / "manifest.json").exists():
-            raise UserError(f"--{flag}={path} is a part of a run; give another file")
+
+class NoBar:
+    """Has what the programs use of a tqdm bar, and shows nothing."""
+
+    def __init__(self, iterable=()):
+        self.iterable = iterable
+        self.n = 0
+        self.total = None
+
+    def __iter__(self):
+        return iter(self.iterable)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def update(self, n=1):
+        self.n += n
+
+    def show(self, *_, **options):
+        pass
+
+    clear = close = refresh = reset = set_description = set_postfix = set_postfix_str = show
 
 
 def check_clashes(clashes, given):
@@ -157,19 +292,26 @@ def check_clashes(clashes, given):
                 raise UserError(f"--{one} and --{other} contradict each other; {why}")
 
 
-def opt(default, meaning, *choices, bounds=None, bare=None):
+def opt(default, meaning, *choices, bounds=None, bare=None, text=False, path=None):
     """A dataclass field and flag: its default, help, and choices or (low, high) bounds.
 
-    bare: what the flag alone means, where it needs no value.
+    bare: what the flag alone means, where it needs no value. text: white space is a value too.
+    path: READS or WRITES, if the value names a file or folder: support/outputs.py keeps what is
+    read, and runs, from being replaced.
     """
     metadata = {"help": meaning, "choices": choices, "bounds": bounds, "bare": bare}
+    metadata |= {"text": text, "path": path}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def check_fields(options):
-    """Raise UserError for a value that has the wrong type, is no choice or is out of bounds."""
+    """Raise UserError for a value that has the wrong type, is no choice or is out of bounds.
+
+    Numbers of numpy and PyTorch and paths become plain ones, in `options` itself.
+    """
     for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
+        value = plain(getattr(options, field.name))
+        setattr(options, field.name, value)
         choices = field.metadata["choices"]
         bounds = field.metadata["bounds"]
         types = (int, float) if field.type is float else (field.type,)
@@ -181,6 +323,26 @@ def check_fields(options):
             raise UserError(f"--{field.name}={value} must be from {bounds[0]} to {bounds[1]}")
 
 
+def plain(value):
+    """A number of numpy, or of an array or tensor without axes, and a path as Python's own."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
+def check_not_empty(name, value, text=False):
+    """Raise UserError for an empty value, such as that of a variable that is not set.
+
+    White space is empty too, except in a text.
+    """
+    if isinstance(value, str) and not (value if text else value.strip()):
+        why = "is a variable not set?"
+        raise UserError(f"{name}={value!r} is empty: {why} Give a value (--help lists all)")
+
+
+@functools.cache
 def headings(cls):
     """Field name -> the last comment line above it in the class: the groups of --help."""
     found = {}
@@ -194,40 +356,110 @@ def headings(cls):
 
 
 def parse_bool(text):
-    if text.lower() in ("true", "1", "yes", "on", "false", "0", "no", "off"):
-        return text.lower() in ("true", "1", "yes", "on")
+    if text.lower() in TRUE + FALSE:
+        return text.lower() in TRUE
     raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
 
 
 class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose mistakes are UserErrors. No flag is abbreviated, no value empty."""
+
+    def __init__(self, **how):
+        super().__init__(**how, allow_abbrev=False)
+
     def error(self, message):
         raise UserError(message)
 
+    def parse_args(self, argv):
+        given, unknown = self.parse_known_args(argv)
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        if unknown:
+            refuse(unknown[0], [flag[2:] for flag in flags])
+        for name, value in vars(given).items():
+            check_not_empty(f"--{name}" if f"--{name}" in flags else name, value)
+        return given
 
-def refuse(argument, flags):
-    """Raise UserError for an argument that is none of the flags: name the one that was meant."""
+
+def in_our_words(argv, names, switches, program):
+    """argv with our names for flags that others call otherwise, and underscores for dashes.
+
+    A switch, which needs no value, takes the next argument only if that is true or false.
+    """
+    found = []
+    for argument, following in itertools.zip_longest(argv, argv[1:], fillvalue="true"):
+        flag, equals, value = argument.partition("=")
+        our = flag.startswith("--") and guesses.ours(flag[2:], names, program)
+        if our:
+            argument = f"--{our}{equals}{value}"
+            is_alone = following.strip() and following.lower() not in TRUE + FALSE
+            if our in switches and not equals and is_alone:
+                argument += "=true"
+        found.append(argument)
+    return found
+
+
+def refuse(argument, names, program=""):
+    """Raise UserError for an argument that is none of the flags `names`: say what was meant."""
+    flag, equals, _ = argument.partition("=")
     if not argument.startswith("-"):
-        raise UserError(f"{argument!r} needs a flag before it, such as --data= (--help lists all)")
-    flag = argument.split("=")[0]
-    near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.0)[0]
-    raise UserError(f"there is no flag {flag}; the nearest is {near} (--help lists all)")
+        if equals and flag in names:
+            raise UserError(f"{argument!r} needs dashes: --{argument}")
+        example = next((name for name in ("data", "out_dir") if name in names), names[0])
+        fix = f"such as --{example}= (--help lists all)"
+        raise UserError(f"{argument!r} needs a flag before it, {fix}")
+    advice = guesses.answer(flag.lstrip("-"), names, program)
+    advice = f"; {advice}" if advice else ""
+    raise UserError(f"there is no flag {flag}{advice} (--help lists all)")
 
 
-def parse_flags(cls, argv, description, epilog="", presets=None, preset=None):
+def shown_default(value):
+    return "unlimited" if value == NO_LIMIT else value
+
+
+def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, free=""):
     """The flags given in argv, as a dict of fields of `cls`, whose comments group --help.
 
     presets: name -> {setting: default}; --help shows the defaults of `preset`.
+    free: the name under which a value without a flag is returned ("": it is refused).
     """
+    parser = make_parser(cls, description, epilog, presets, preset)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    names = list(fields)
+    switches = [name for name, field in fields.items() if field.type is bool]
+    program = Path(inspect.getsourcefile(cls)).stem
+    n = argv.index("--") if "--" in argv else len(argv)  # what follows -- is no flag
+    given, unknown = parser.parse_known_args(in_our_words(argv[:n], names, switches, program))
+    given = vars(given)
+    words = unknown + argv[n + 1 :]
+    for argument in words if not free else filter(is_flag, unknown):
+        refuse(argument, names, program)
+    for name, value in given.items():
+        check_not_empty(f"--{name}", value, fields[name].metadata["text"])
+    check_fields(cls(**given))
+    if len(words) > 1:
+        raise UserError(f"{' '.join(words)!r} are {len(words)} values; put a text in quotes")
+    if words:
+        check_not_empty(free, words[0], text=True)
+        given[free] = words[0]
+    return given
+
+
+def is_flag(argument):
+    """Whether an argument looks like a flag: not like -, a number, or a text of several words."""
+    return bool(re.fullmatch(r"--?[^\W\d]?[\w-]*(=.*)?", argument, re.DOTALL)) and argument != "-"
+
+
+def make_parser(cls, description, epilog, presets, preset):
+    """The Parser of parse_flags."""
     if presets:
         varied = dict.fromkeys(name for values in presets.values() for name in values)
         lines = ["presets:"]
         for name, values in presets.items():
-            shown = [f"{k}={values.get(k, getattr(cls, k))}" for k in varied]
+            shown = [f"{k}={shown_default(values.get(k, getattr(cls, k)))}" for k in varied]
             lines.append(f"  {name}: {' '.join(shown)}")
         epilog = "\n".join([*lines, epilog])
     parser = Parser(
         description=description,
-        allow_abbrev=False,
         epilog=epilog,
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -245,11 +477,7 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None):
         meaning = field.metadata["help"]
         default = defaults.get(field.name, field.default)
         if default != "":
-            meaning += f" (default: {default})"
+            meaning += f" (default: {shown_default(default)})"
         group = groups[heading[field.name]]
         group.add_argument(f"--{field.name}", help=meaning.replace("%", "%%"), **kind)
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        refuse(unknown[0], [f"--{field.name}" for field in dataclasses.fields(cls)])
-    check_fields(cls(**vars(given)))
-    return vars(given)
+    return parser

@@ -17,6 +17,7 @@ from support.optimizers import average
 
 # Inductor's own random numbers make dropout slow on a CPU. vec_isa_ok: compile no program only to
 # see whether the compiler knows AVX.
+TAKES = "about 20 s"
 OPTIONS = {"fallback_random": True, "cpp.vec_isa_ok": True}
 
 
@@ -56,7 +57,7 @@ def compile_network(run, compiled, gradients=None):
             block.forward = functools.partial(recomputed, block.forward, use_reentrant=False)
     if compiled and (run.device.type == "cpu" or config.shard):
         if gradients and config.time_limit and alone:
-            run.log.say("compiling in another process")
+            run.log.say(f"compiling in a second process, {TAKES}; training begins without it")
             run.compiler = start_compiler(run)
             return
         compile_blocks(run.model.blocks)
@@ -68,7 +69,7 @@ def compile_network(run, compiled, gradients=None):
     if run.world > 1 and not config.shard:
         run.network = torch.nn.parallel.DistributedDataParallel(run.network)
     if compiled and gradients:
-        run.log.say("compiling")
+        run.log.say(f"compiling, {TAKES} (--compile=off starts at once)")
         gradients()
         run.model.zero_grad()
 
@@ -122,7 +123,7 @@ def use_compiled(run):
         torch.set_num_threads(compiler.threads)
         if compiler.exitcode:
             failed = f"the process that compiles failed (exit code {compiler.exitcode})"
-            warn(f"{failed}: training goes on without torch.compile")
+            run.log.say(f"{failed}: training goes on without torch.compile")
         else:
             compile_blocks(run.model.blocks)
             run.log.say(f"compiled from step {run.step + 1} on")

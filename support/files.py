@@ -4,11 +4,11 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from pathlib import Path
 
-from support.cli import UserError
+from support.cli import UserError, signals_wait
 
 TMP = ".mdlm-tmp-"  # prefix of everything that is not complete yet
 MAX_JSON = 1 << 26  # bytes; a larger JSON file is refused unread
@@ -21,24 +21,40 @@ def writing(path):
         yield
     except OSError as e:
         why = e.strerror or e
-        fix = "free some space or use another --out_dir. Complete checkpoints are intact"
-        raise UserError(f"{path} cannot be written ({why}); {fix}; --resume continues") from e
+        fix = "free some space or use another --out_dir; --resume continues from what was saved"
+        raise UserError(f"{path} cannot be written ({why}); {fix}") from e
+
+
+@contextlib.contextmanager
+def naming(path):
+    """Within, an OSError names `path`: those of write() and fsync() name no file."""
+    try:
+        yield
+    except OSError as e:
+        raise OSError(e.errno, e.strerror or str(e), str(path)) from e
+
+
+def temporary(parent):
+    """A new name in `parent`, which clean() removes. What gets it obeys the umask, unlike what
+    the module tempfile makes."""
+    return Path(parent) / f"{TMP}{secrets.token_hex(8)}"
 
 
 @contextlib.contextmanager
 def new_folder(parent):
     """Yield a temporary folder in `parent`, to be filled and renamed; on failure it is removed."""
-    tmp = Path(tempfile.mkdtemp(dir=parent, prefix=TMP))
+    tmp = temporary(parent)
     try:
-        os.chmod(tmp, 0o755)  # mkdtemp gives 0700
+        tmp.mkdir()
         yield tmp
     finally:
-        shutil.rmtree(tmp, ignore_errors=True)
+        with signals_wait():
+            shutil.rmtree(tmp, ignore_errors=True)
 
 
 def write_synced(path, content):
     """Write bytes and wait until they are on the disk."""
-    with open(path, "wb") as f:
+    with naming(path), open(path, "wb") as f:
         f.write(content)
         f.flush()
         os.fsync(f.fileno())
@@ -46,29 +62,21 @@ def write_synced(path, content):
 
 def write_atomically(path, content):
     """Write bytes under a temporary name, sync, rename: `path` never holds half a file."""
-    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=TMP)
-    os.close(fd)
+    tmp = temporary(path.parent)
     try:
         write_synced(tmp, content)
-        os.chmod(tmp, 0o644)  # mkstemp gives 0600
         os.replace(tmp, path)
     finally:
-        Path(tmp).unlink(missing_ok=True)
+        tmp.unlink(missing_ok=True)
 
 
-def check_output(flag, path):
-    """Raise UserError if the file --flag=path cannot be written; "" and "-" name none."""
-    fit = os.access(path if os.path.exists(path) else Path(path).parent, os.W_OK)
-    if path not in ("", "-") and (os.path.isdir(path) or not fit):
-        raise UserError(f"--{flag}={path} cannot be written; give a file in a folder that is yours")
-
-
-def write_output(path, content):
-    """Write bytes to a file, link or device that the user names; an OSError names it too."""
-    try:
-        Path(path).write_bytes(content)
-    except OSError as e:
-        raise OSError(e.errno, e.strerror, str(path)) from None
+def without_waiting(path, flags):
+    """An opener for open(): a pipe that no process writes is empty, and is not waited for."""
+    never = getattr(os, "O_NONBLOCK", 0)  # not on Windows
+    fd = os.open(path, flags | never)
+    if never:
+        os.set_blocking(fd, True)
+    return fd
 
 
 def sync(path):
@@ -90,12 +98,8 @@ def remove(path):
         path.unlink(missing_ok=True)
 
 
-def replace_folder(folder, fill, names):
-    """Fill a new folder by fill(path) and replace `folder` by it, which may hold `names` alone."""
-    found = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
-    found = {name for name in found if not name.startswith(".")}  # what file managers leave
-    if folder.exists() and not (found and found <= names):
-        raise UserError(f"{folder} exists and is not mdlm's; give another --out_dir")
+def replace_folder(folder, fill):
+    """Fill a new folder by fill(path) and replace `folder` by it."""
     with writing(folder), new_folder(folder.parent) as tmp:
         fill(tmp)
         remove(folder)
@@ -116,12 +120,19 @@ def sha256_of(path):
     return digest.hexdigest()
 
 
+def most_bytes(path):
+    """The largest size of a JSON file that is read."""
+    # Ours has another tokenizer.json in a string, in which a letter of 3 bytes may become 6, and a
+    # quote 2. Those of large vocabularies have 36 MB.
+    return MAX_JSON * (4 if Path(path).name == "tokenizer.json" else 1)
+
+
 def read_small(path):
-    """The text of a UTF-8 file of at most MAX_JSON bytes; else OSError or ValueError."""
+    """The text of a UTF-8 file of at most most_bytes(path); else OSError or ValueError."""
     if not Path(path).is_file():
         raise FileNotFoundError("it is missing or not a file")
-    if Path(path).stat().st_size > MAX_JSON:
-        raise ValueError(f"it has more than {MAX_JSON} bytes")
+    if Path(path).stat().st_size > most_bytes(path):
+        raise ValueError(f"it has more than {most_bytes(path)} bytes")
     return Path(path).read_text(encoding="utf-8")
 
 

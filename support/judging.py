@@ -6,9 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
-
-from support import cli, plots, sources, viewer
+from support import cli, plots, records, sources, viewer
 from support.cli import UserError
 from support.templates import joined
 
@@ -24,12 +22,16 @@ def training_text(folder, tokenizer, config):
         data = Path(config.data)
     try:
         if (data / "train.bin").exists():
-            dtype = np.dtype(sources.read_meta(data / "meta.json").get("dtype", "uint16"))
+            dtype = sources.dtype_of(sources.read_meta(data / "meta.json"), config.bin_dtype)
             ids = sources.map_ids(data / "train.bin", dtype)
             return tokenizer.decode(ids[:ENOUGH].tolist())
         path = sources.shakespeare() if config.data == "shakespeare" else config.data
+        records.check_plain(path)
         with open(path, encoding="utf-8") as f:
-            return f.read(ENOUGH)
+            text = f.read(ENOUGH)
+        if tokenizer.kind == "file":  # some write all in small letters
+            text = tokenizer.decode(tokenizer.encode(text))
+        return text
     except (OSError, ValueError, UserError) as e:
         cli.warn(f"known words are not counted: the training text is not here ({e})")
         return None

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from support.arguments import check_ids, check_length
 from support.cli import UserError
 from support.padding import compute_once
-from support.templates import joined, to_ids, to_texts
+from support.templates import encode_parts, joined, keeps_spaces, to_ids, to_texts
 
 
 def group_size(model, device):
@@ -57,16 +58,6 @@ def checked(logits):
     if not (logits.amax(-1).abs() < 1e30).all():  # larger ones overflow in sums
         raise UserError("the model predicts NaN or inf: its weights are damaged; train it again")
     return logits
-
-
-def check_ids(model, x):
-    """Raise UserError unless x is (B, T) int64 in 0..V, V being [MASK]."""
-    V = model.vocab_size
-    if not isinstance(x, torch.Tensor) or x.dtype != torch.int64 or x.dim() != 2:
-        raise UserError(f"x must be a tensor (B, T) of int64 ids; give 0 to {V}, which is [MASK]")
-    low, high = x.aminmax() if x.numel() else (0, 0)
-    if low < 0 or high > V:
-        raise UserError(f"x has ids from {low} to {high}; give 0 to {V}, which is [MASK]")
 
 
 def check_gaps(model, x, fill):
@@ -204,6 +195,8 @@ def chain_rule(model, x, batch_size=None, update=lambda n: None):
     x (B, T) ids, T at most the context L.
     batch_size: positions per network call; update(n) is called after n more of them.
     """
+    check_ids(model, x, masks=False)
+    check_length(model, x)
     T = x.shape[1]
     x = to_context(model, x)
     out = torch.zeros(x.shape, dtype=torch.float64)
@@ -338,12 +331,13 @@ class Fill(NamedTuple):  # of a template, or of its beginning
     logp: float  # log p(ids from the first gap on | what precedes it) by the chain rule, in nats
 
 
-def until_break(tokenizer, ids):
-    """How many of these ids, at least 1, precede [END] or a line break (all if there is none)."""
-    for i in range(1, len(ids)):
-        if ids[i] == tokenizer.end_id or "\n" in tokenizer.decode(ids[i : i + 1]):
+def until_break(tokenizer, ids, start=0):
+    """How many ids from `start` on, at least 1, precede [END] or a line break (all without one)."""
+    texts = tokenizer.pieces(ids, start)
+    for i in range(1, len(texts)):
+        if ids[start + i] == tokenizer.end_id or "\n" in texts[i]:
             return i
-    return len(ids)
+    return len(texts)
 
 
 def distinct(rows, tried, at_end, tokenizer):
@@ -353,15 +347,17 @@ def distinct(rows, tried, at_end, tokenizer):
     the end of the text, which ends before [END] or a line break.
     """
     found = {}
+    others = {}  # without a space that the template asks for
     for i, (row, (begun, fill)) in enumerate(zip(rows, tried)):
         ids = row[: len(fill.ids)]
         if at_end:
             gap = fill.parts[-1]
-            kept = until_break(tokenizer, ids[-gap:])
+            kept = until_break(tokenizer, ids, len(ids) - gap)
             ids = ids[: len(ids) - gap + kept + 1]
             fill = fill._replace(parts=[*fill.parts[:-1], kept])
-        found[joined(to_texts(fill.parts, ids, tokenizer))] = (i, begun, fill._replace(ids=ids))
-    return found.values()
+        kept = found if keeps_spaces(fill.parts, ids, tokenizer) else others
+        kept[joined(to_texts(fill.parts, ids, tokenizer))] = (i, begun, fill._replace(ids=ids))
+    return (found or others).values()
 
 
 def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, expect=None):
@@ -376,6 +372,7 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
     will still take at most; draw has an `expect` (calls) then, too.
     """
     L = model.config.block_size
+    parts = encode_parts(parts, tokenizer)
     unknown = [i for i, part in enumerate(parts) if part is None]
     cuts = {0, *unknown[1:], len(parts)}
     if parts[-1] is None:

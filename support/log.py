@@ -3,16 +3,15 @@
 import contextlib
 import json
 import math
-import shlex
-import sys
 import time
 from pathlib import Path
 
 import torch
 
-from support import shards
-from support.cli import escaped
+from support import environment, runtime, shards
+from support.cli import NO_LIMIT, escaped
 from support.files import write_atomically, writing
+from support.progress import Progress
 from support.runtime import generator, peak_flops
 
 
@@ -23,12 +22,14 @@ class Log:
         self.start = start  # time.monotonic() when the process began
         self.silent = silent
         self.path = Path(config.out_dir) / "log.jsonl"
-        self.last = (0, 0.0)  # tokens and time of the last line on training
+        self.last = (0, 0.0)  # tokens and time of the last record on training
+        self.shown = None  # the Progress, while the run trains
 
     def begin(self, step):
         """Keep the lines up to the step that the run resumes from (-1: none)."""
-        if self.silent:
-            return
+        runtime.on_first_rank(lambda: self.keep(step))
+
+    def keep(self, step):
         kept = []
         if step >= 0 and self.path.exists():
             for line in self.path.read_bytes().splitlines(True):
@@ -39,29 +40,50 @@ class Log:
             write_atomically(self.path, b"".join(kept))
 
     def record(self, run, values):
-        """Append one JSON object; JSON has no NaN and no infinity, so these become null."""
-        if self.silent:
-            return
+        """Append one JSON object; JSON has no NaN and no infinity, so these become null.
+
+        All ranks call it: if the first one cannot write, all of them stop.
+        """
         seconds = round(run.elapsed(), 3)
         values = dict(step=run.step, tokens=run.tokens, seconds=seconds) | values
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 values[name] = None
-        with writing(self.path), open(self.path, "a") as f:
-            f.write(json.dumps(values) + "\n")
+        runtime.on_first_rank(lambda: self.append(json.dumps(values) + "\n"))
 
-    def describe(self, run, folder, is_bound, is_variant):
+    def append(self, line):
+        with writing(self.path):
+            self.path.stat()  # it is gone if its folder was unmounted: begin no new one there
+            with open(self.path, "a") as f:
+                f.write(line)
+
+    def changes(self, run):
+        """Say what --resume changes of a run, in both logs."""
+        self.record(run, dict(changed={name: new for name, (_, new) in run.changed.items()}))
+        said = ", ".join(f"{name} {old} to {new}" for name, (old, new) in run.changed.items())
+        self.say(f"changed from step {run.step} on: {said}; no longer the same run to the bit")
+
+    def describe(self, run, folder, compiled, is_bound):
         """Say what is trained, on what and with what; `folder` is the checkpoint to resume."""
         c = run.config
         millions = sum(p.numel() for p in run.model.parameters()) / 1e6
         size = f"{c.n_layer} layers x {c.n_embd}, context {c.block_size}, batch {c.batch_size}"
-        how = "compiled" if c.compile == "on" else "eager"
-        on = f", a model on {shards.sharing(c.shard, run.world)}" if c.shard else ""
+        ends = [f"{c.max_steps:,} steps"] if c.max_steps < NO_LIMIT else []
+        ends += [f"{c.time_limit:g} seconds"] if c.time_limit else []
+        how = "compiled" if compiled else "eager"
+        threads = f", {torch.get_num_threads()} threads" if run.device.type == "cpu" else ""
+        ranks = f", {run.world} ranks" if run.world > 1 else ""
+        ranks += f", a model on {shards.sharing(c.shard, run.world)}" if c.shard else ""
         ops = f"{run.model.ops.name} kernels"
-        text = f"{len(run.corpus.train):,} training tokens, {len(run.windows)} validation windows"
-        self.say(f"preset {c.preset}: {millions:.2f} M parameters, {size}")
-        self.say(f"{run.device}, {c.dtype}, {how}, {run.world} rank(s){on}, {ops}")
+        documents = run.corpus.n_documents
+        documents = f" in {documents:,} document{'s' * (documents != 1)}" * run.corpus.documents
+        text = f"{len(run.corpus.train):,} training tokens{documents}"
+        text += f", {len(run.windows)} validation windows"
         self.say(f"data: {text}, V = {run.model.vocab_size}")
+        self.say(f"preset {c.preset}: {millions:.2f} M parameters, {size}")
+        self.say(f"the run ends after {' or '.join(ends)}")
+        dtype = str(run.dtype).removeprefix("torch.")
+        self.say(f"{run.device}{threads}, {dtype}, {how}{ranks}, {ops}")
         if folder:
             self.say(f"resuming from {folder}, on the data that it learned")
         if run.model.documents:
@@ -71,80 +93,151 @@ class Log:
             self.say(f"{run.model.n} blocks of {c.block_length} tokens, one after another{whole}")
         if c.objective == "mdlm" and not is_bound:
             self.say("the training loss is no likelihood bound; the evaluation is one")
-        elif c.objective == "mdlm" and c.rate_margin and not (is_variant or c.time_conditioning):
-            self.say("the training loss is a likelihood bound only at the end (--rate_margin)")
+
+    @contextlib.contextmanager
+    def progress(self, run):
+        """A context in which a run is shown: yields what to call after every step."""
+        if self.silent:
+            yield lambda: None
+            return
+        self.shown = Progress(run, self.say)
+        try:
+            yield self.shown.show
+        finally:
+            self.shown.close()
+            self.shown = None
 
     def restart_clock(self, tokens):
         """Count tokens/s from now on."""
         self.last = (tokens, time.monotonic())
+        if self.shown:
+            self.shown.restart_clock(tokens)
 
     def training(self, run, lr_scale, flops_per_token):
-        """A line on training: loss, gradient norm, tokens/s, and MFU if the GPU's peak is known."""
+        """A record on training: loss, gradient norm, tokens/s, and MFU if the GPU's peak is known.
+
+        Tokens are those of text. What fills up a window of documents is computed too: MFU has it.
+        """
         tokens, began = self.last
         speed = (run.tokens - tokens) / max(time.monotonic() - began, 1e-3)  # clocks are coarse
         values = dict(loss=run.loss, grad_norm=run.grad_norm, lr_scale=lr_scale)
         values |= dict(tokens_per_second=round(speed))
-        text = f"loss {run.loss:.4f}, {speed:,.0f} tokens/s"
         peak = run.dtype == torch.bfloat16 and peak_flops(run.device)
         if peak:
-            values["mfu"] = speed * flops_per_token / peak / run.world
-            text += f", MFU {values['mfu']:.1%}"
+            positions = speed * run.config.block_size / run.corpus.mean_size
+            values["mfu"] = positions * flops_per_token / peak / run.world
         self.record(run, values)
-        self.say(f"step {run.step}: {text}, {run.progress:.0%} done", sys.stderr)
-        self.restart_clock(run.tokens)
+        self.last = (run.tokens, time.monotonic())
 
-    def evaluation(self, run, r, raw):
+    def evaluation(self, run, r, raw, is_last):
         """A line on the evaluation r of the averaged weights, and that of the raw ones."""
         key = "nll" if "nll" in r else "nelbo"
         raw = raw[key] if raw["windows"] == r["windows"] else None  # as not comparable
         values = {f"val_{key}": r[key], f"val_{key}_se": r["se"], f"val_{key}_raw": raw}
         values["val_bpc"] = None
-        text = f"step {run.step}: {key.upper()} {r[key]:.4f} +- {r['se']:.4f} nats per token"
         if r["windows"] < len(run.windows):
             values["windows"] = r["windows"]
-            text += f" of {r['windows']} windows"
         if run.corpus.chars_per_token:
             values["val_bpc"] = r[key] / math.log(2) / run.corpus.chars_per_token
-            text += f", {values['val_bpc']:.3f} bits per character"
-        if run.corpus.entropy:
-            text += f", entropy {run.corpus.entropy:.4f}"
-        if key == "nll":
-            values["val_ar_shifted"] = r["ar_shifted"]
-            text += f", shifted {r['ar_shifted']:.4f}"
-        else:
-            values["ce_by_rate"] = r["ce"]
-            shown = ("-" if ce is None else f"{ce:.2f}" for ce in r["ce"])
-            text += "; CE by rate: " + " ".join(shown)
+        values |= dict(val_ar_shifted=r["ar_shifted"]) if key == "nll" else dict(ce_by_rate=r["ce"])
         self.record(run, values)
-        self.say(text)
+        self.say(in_words(run, r, values["val_bpc"], is_last))
         self.restart_clock(run.tokens)
 
-    def samples(self, run, generate):
-        """Show two generated texts."""
-        x = run.windows[[0, 1 % len(run.windows)]]
-        x = torch.where(run.model.learned(x), run.model.mask_id, x)
+    def samples(self, run, generate, calls):
+        """Show what the model writes: from nothing, and in a gap of real text (or after it)."""
+        model = run.averaged
+        x0 = run.windows[[0, 1 % len(run.windows)]]
+        hidden = model.learned(x0)
+        title, hidden[1] = second_preview(model, hidden[1])
         g = generator("preview", run.config.seed, run.step)
-        was_training = run.averaged.training
-        run.averaged.eval()
+        was_training = model.training
+        model.eval()
         with run.autocast():
-            filled = generate(run.averaged, x, min(x.shape[1], 64), g)
-        run.averaged.train(was_training)
-        for ids in filled.tolist():
-            self.say("  | " + run.corpus.tokenizer.decode(ids).replace("\n", "\n  | "))
+            x = generate(model, torch.where(hidden, model.mask_id, x0), calls, g)
+        model.train(was_training)
+        first, second = (cut(run.corpus.tokenizer, *row) for row in zip(x.tolist(), hidden))
+        _, was, _ = cut(run.corpus.tokenizer, x0[1].tolist(), hidden[1])
+        texts = {"a text written from nothing:": "".join(first)}
+        if run.config.prompt_column:
+            texts = {"a prompt, and >>its answer<<:": "{}>>{}<<{}".format(*first)}
+        was = was if len(was) <= 60 else f"{was[:60]}..."
+        texts[title.format(json.dumps(was, ensure_ascii=False))] = "{}>>{}<<{}".format(*second)
+        for title, text in texts.items():
+            self.say(title)
+            self.say("  | " + text.replace("\n", "\n  | "))
         self.restart_clock(run.tokens)
 
     def stopped(self, run):
-        start = "torchrun ..." if run.world > 1 or run.config.shard else "python"
-        again = f"{start} mdlm.py --out_dir={shlex.quote(run.config.out_dir)} --resume"
+        again = environment.command("mdlm.py")
+        if run.world > 1 or run.config.shard:
+            again = "torchrun ... mdlm.py"
+        again += f" --out_dir={environment.quote(run.config.out_dir)} --resume"
         self.say(f"stopped at step {run.step} and saved; to continue: {again}")
 
     def done(self, run):
         """The last line: what to type next."""
-        out = shlex.quote(run.config.out_dir)
-        self.say(f"done in {run.elapsed():.0f} s. Now type: python sample.py --out_dir={out}")
+        now = environment.command("sample.py")
+        now += f" --out_dir={environment.quote(run.config.out_dir)}"
+        now += " --prompt=TEXT" * bool(run.config.prompt_column)
+        self.say(f"done in {run.elapsed():.0f} s. Now type: {now}")
 
     def say(self, text, stream=None):
         """Show a line on standard output (or stderr), without what could command a terminal."""
         if not self.silent:
-            with contextlib.suppress(OSError):  # the reader may have gone: log.jsonl has it all
+            hidden = self.shown.hidden() if self.shown else contextlib.nullcontext()
+            with contextlib.suppress(OSError), hidden:  # the reader may have gone: log.jsonl stays
                 print(escaped(text), file=stream, flush=True)
+
+
+# ---- In words
+def in_words(run, r, bits, is_last):
+    """An evaluation r as a line; bits: per character, or None."""
+    V = run.model.vocab_size
+    key = "nll" if "nll" in r else "nelbo"
+    if not run.step and not run.config.init_from:
+        what = "loss" if key == "nll" else "NELBO, an upper bound of the loss"
+        guess = f"untrained, the model guesses: ln {V} = {math.log(V):.2f} nats per token"
+        return f"{guess}; below is the {what} on validation text, the lower the better"
+    text = f"{'the end, ' * is_last}step {run.step}: {key.upper()} {r[key]:.4f}"
+    if math.isfinite(r["se"]):
+        text += f" +- {r['se']:.4f}"
+    text += " nats per token"
+    if bits is not None:
+        text += f", {bits:.3f} bits per character"
+    if key == "nll":
+        text += f", {r['ar_shifted']:.4f} without the first token of a window"
+    if run.corpus.entropy:
+        text += f", exact entropy {run.corpus.entropy:.4f}"
+    if r["windows"] < len(run.windows):
+        text += f" ({r['windows']} of {len(run.windows)} windows)"
+    return text
+
+
+def second_preview(model, hidden):
+    """A title with room for what the text was, and the (T,) tokens to hide: a gap, if it can."""
+    config = model.config
+    at = hidden.nonzero()[:, 0]
+    n = len(at)
+    if config.prompt_column:
+        return "another one, whose answer is {}:", hidden
+    if config.objective == "ar" or model.n > 1:
+        title = "validation text, and how the model >>goes on<< ({} was there):"
+        chosen = at[n // 2 :]
+    else:
+        title = "a gap in validation text, and what the model >>fills in<< ({} was there):"
+        chosen = at[n // 2 - n // 16 :][: max(1, n // 8)]
+    return title, torch.zeros_like(hidden).index_fill(0, chosen, True)
+
+
+def cut(tokenizer, ids, hidden):
+    """The text of ids before, in and after the hidden (T,) ones, which follow each other."""
+    at = hidden.nonzero()[:, 0].tolist()
+    text = tokenizer.decode(ids)
+    begin, end = (common(text, tokenizer.decode(ids[:n])) for n in (at[0], at[-1] + 1))
+    return text[:begin], text[begin:end], text[end:]
+
+
+def common(a, b):
+    """How many characters two texts begin with alike: a cut token may be half a character."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -1,5 +1,7 @@
 """A model as a web page: its ONNX graph, its weights, and the scripts of page/ that run it.
 
+The scripts are a part of index.html, so that none can be missing or of another export. It has the
+sizes and checksums of all other files, and says which is missing, damaged or of another export.
 The weights are a file of their own, which page/worker.js turns into the float32 that the graph
 expects: matrices in int8 with a scale for each column, the rest as it is.
 """
@@ -9,23 +11,25 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from importlib.util import find_spec
+import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from support import environment
 from support.cli import UserError, warn
-from support.viewer import PAGE, as_script, assemble
+from support.files import naming, read_json
+from support.viewer import PAGE, assemble, bundle, read_part
 
 RUNTIME = PAGE / "node_modules" / "onnxruntime-web"
 BINARY = "ort-wasm-simd-threaded"
-RUNTIME_FILES = ["ort.wasm.min.mjs", f"{BINARY}.mjs", f"{BINARY}.wasm"]  # for WebGPU:
-RUNTIME_FILES += ["ort.webgpu.min.mjs", f"{BINARY}.asyncify.mjs", f"{BINARY}.asyncify.wasm"]
-POLICY = (
-    "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self' 'unsafe-inline'; "
-    "connect-src 'self'; worker-src 'self' blob:; base-uri 'none'; form-action 'none'"
-)
+RUNTIME_FILES = {  # the script, what it imports, WebAssembly
+    "wasm": ("ort.wasm.min.mjs", f"{BINARY}.mjs", f"{BINARY}.wasm"),
+    "webgpu": ("ort.webgpu.min.mjs", f"{BINARY}.asyncify.mjs", f"{BINARY}.asyncify.wasm"),
+}
+NPM_LIMIT = 600  # seconds
+POLICY = "'self' 'wasm-unsafe-eval'; connect-src 'self'; worker-src blob:"
 ABOUT = "A diffusion language model in this page fills gaps as you watch. Nothing typed leaves it."
 
 
@@ -39,23 +43,55 @@ def check(model, tokenizer, config):
     ):
         if not fits:
             raise UserError(f"--to=page takes masked diffusion models of characters, not {what}")
-    if not (find_spec("onnx") and find_spec("onnxscript")):
-        raise UserError("--to=page needs two packages more; pip install onnx onnxscript")
+    if not (environment.is_installed("onnx") and environment.is_installed("onnxscript")):
+        fix = environment.pip_install("onnx", "onnxscript")
+        raise UserError(f"--to=page needs the packages onnx and onnxscript; type: {fix}")
+
+
+def is_installed():
+    """Whether npm has installed all of the ONNX Runtime Web that package-lock.json names."""
+    # npm writes this list last, so it is missing where an installation was cut off.
+    installed = RUNTIME.parent / ".package-lock.json"
+    try:
+        locks = [read_json(path, "list of npm") for path in (installed, PAGE / "package-lock.json")]
+        name = f"node_modules/{RUNTIME.name}"
+        versions = [lock["packages"][name]["version"] for lock in locks]
+    except (UserError, KeyError, TypeError):
+        return False
+    return versions[0] == versions[1]
+
+
+def install_runtime():
+    """Fetch ONNX Runtime Web by npm; raises UserError where that fails or takes too long."""
+    npm = shutil.which("npm")
+    if not npm:
+        raise UserError("--to=page needs npm, a part of Node.js; install that (nodejs.org)")
+    warn("npm ci: fetching ONNX Runtime Web")
+    command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
+    needs = "it needs a network the first time"
+    # A file, as what npm has started may keep a pipe open after npm was killed.
+    with tempfile.TemporaryFile() as said:
+        how = dict(cwd=PAGE, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said)
+        try:
+            run = subprocess.run(command, timeout=NPM_LIMIT, **how)
+        except subprocess.TimeoutExpired:
+            found = f"npm ci was stopped after {NPM_LIMIT} s in {PAGE}"
+            raise UserError(f"{found}; {needs}: check it, then run this again") from None
+        said.seek(0)
+        why = " ".join(said.read().decode(errors="replace").split())[-300:]
+    if run.returncode:
+        raise UserError(f"npm ci failed in {PAGE} ({why}); {needs}")
 
 
 def read_runtime():
     """The files of ONNX Runtime Web, name -> bytes; npm brings them, once."""
-    if not all((RUNTIME / "dist" / name).exists() for name in RUNTIME_FILES):
-        npm = shutil.which("npm")
-        if not npm:
-            raise UserError("--to=page needs npm, which comes with Node.js; install it")
-        warn("npm ci: fetching ONNX Runtime Web")
-        command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
-        run = subprocess.run(command, cwd=PAGE, capture_output=True, text=True)
-        if run.returncode:
-            why = " ".join(run.stderr.split())[-300:]
-            raise UserError(f"npm ci failed in {PAGE} ({why}); it needs a network the first time")
-    return {name: (RUNTIME / "dist" / name).read_bytes() for name in RUNTIME_FILES}
+    if not is_installed():
+        install_runtime()
+    names = [name for names in RUNTIME_FILES.values() for name in names]
+    missing = [name for name in names if not (RUNTIME / "dist" / name).is_file()]
+    if missing:
+        raise UserError(f"{RUNTIME} has no {missing[0]}; remove node_modules, and run this again")
+    return {name: (RUNTIME / "dist" / name).read_bytes() for name in names}
 
 
 def to_onnx(model, folder):
@@ -91,7 +127,7 @@ def contents_of(model, tokenizer, config, weights):
     check(model, tokenizer, config)
     contents = read_runtime()
     warn("exporting to ONNX")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, naming(folder):
         contents["model.onnx"], arrays = to_onnx(model, Path(folder))
     packed = b""
     tensors = []  # offset in the data file, number of values, of columns with a scale
@@ -101,23 +137,27 @@ def contents_of(model, tokenizer, config, weights):
         packed += b"".join(part.tobytes() for part in (quantize(array) if columns else (array,)))
     contents["weights.bin"] = packed
     live = dict(vocab=tokenizer.vocab, context=config.block_size, mask=model.mask_id)
+    live |= dict(files={name: (len(c), zlib.crc32(c)) for name, c in contents.items()})
+    live |= dict(
+        runtime=RUNTIME_FILES, worker=bundle("crc.js", "sampler.js", "model.js", "worker.js")
+    )
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     about = f"{millions:.1f} M parameters in {weights}, context {config.block_size}"
     empty = dict(title="", tokens=[], given=[], frames=[], calls=0, seconds=0)
-    example = "To be, or ███ to be"
-    if not set(example) <= {"█", *tokenizer.vocab}:
+    sign = next((c for c in "█_" if c not in tokenizer.vocab), "[MASK]")  # as in live.js
+    example = "To be, or ███ to be".replace("█", sign)
+    if not set(example.replace(sign, "")) <= set(tokenizer.vocab):
         example = ""
     size = max(offset + 4 * n for offset, n, _ in tensors)
     live |= dict(tensors=tensors, bytes=size, example=example)
     data = dict(samples=[empty], settings=dict(model=about), live=live)
     page = assemble(
+        data,
+        scripts=["crc.js", "viewer.js", "live.js"],
+        styles=["viewer.css", "live.css"],
         policy=POLICY,
-        style='<link rel="stylesheet" href="viewer.css"><link rel="stylesheet" href="live.css">',
         about=ABOUT,
-        composer=(PAGE / "live.html").read_text(encoding="utf-8"),
-        scripts=as_script(data)
-        + '<script src="viewer.js"></script><script src="live.js"></script>',
+        composer=read_part("live.html"),
+        program="export.py --to=page",
     )
-    contents["index.html"] = page.encode()
-    files = [*PAGE.glob("*.js"), *PAGE.glob("*.css")]
-    return contents | {path.name: path.read_bytes() for path in files}
+    return contents | {"index.html": page.encode()}

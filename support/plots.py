@@ -1,13 +1,16 @@
 """Pictures of runs and models as PNG files that stay readable in print; drawn by matplotlib."""
 
 import contextlib
+import io
 import itertools
 import json
 import math
 from pathlib import Path
 
-from support.cli import UserError, escaped, warn
+from support.cli import UserError, escaped, optional, warn
 from support.files import read_json, read_small
+from support.outputs import write
+from support.ownership import PICTURES
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito, 2008).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666")
@@ -21,7 +24,8 @@ def try_to_draw(plot, path):
         plot(path)
         return True
     except Exception as e:
-        warn(f"{path} is not drawn ({type(e).__name__}: {e})")
+        why = e if isinstance(e, UserError) else f"{type(e).__name__}: {e}"
+        warn(f"{path} is not drawn ({why})")
         return False
 
 
@@ -29,6 +33,7 @@ def save(draw, folder, verbose):
     """Draw {file name: function of a path} into a folder, unless that is None or "none"."""
     if folder in (None, "none"):
         return
+    optional("matplotlib", "a picture (--pictures=none draws none)")
     paths = [Path(folder) / name for name in draw]
     drawn = [try_to_draw(plot, path) for path, plot in zip(paths, draw.values())]
     if not all(drawn):
@@ -40,14 +45,20 @@ def save(draw, folder, verbose):
 
 def figure(width, height, *grid, **options):
     """A matplotlib figure of width x height inches, and its axes."""
-    from matplotlib.figure import Figure
-
-    fig = Figure((width, height), dpi=150, layout="constrained")
+    matplotlib = optional("matplotlib.figure", "a picture")
+    fig = matplotlib.Figure((width, height), dpi=150, layout="constrained")
     axes = fig.subplots(*grid, **options)
     for ax in fig.axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25, lw=0.6)
     return fig, axes
+
+
+def write_figure(fig, path, own=()):
+    """Write a figure as its suffix says, else as PNG; own: see outputs.why_not."""
+    content = io.BytesIO()
+    fig.savefig(content, format=Path(path).suffix[1:] or "png")
+    write(path, content.getvalue(), own)
 
 
 # ---- The log of a run
@@ -119,7 +130,7 @@ def plot_losses(path, out_dirs=()):
         axes[0, 0].set_ylim(low - margin, max(shown) + margin)
     axes[0, 0].set_ylabel("nats per token (pale: training batches)")
     axes[0, 0].legend(frameon=False, fontsize=9)
-    fig.savefig(path)
+    write_figure(fig, path, own=PICTURES)
 
 
 # ---- What eval.py measured: r is its dict of results
@@ -134,7 +145,7 @@ def plot_rates(r, path):
     loss.text(50, known[5] / 3, f"area: NELBO {r['nelbo']:.3f}", color=BLUE, ha="center")
     loss.set(ylabel="cross-entropy, nats per token", ylim=(0, None))
     accuracy.set(ylabel="accuracy of the likeliest token", ylim=(0, 1))
-    fig.savefig(path)
+    write_figure(fig, path, own=PICTURES)
 
 
 def plot_confidence(r, path):
@@ -153,7 +164,7 @@ def plot_confidence(r, path):
     right.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", ylabel="accuracy")
     right.set_xlabel("confidence (area: share of predictions)")
     right.text(0.05, 0.95, f"calibration error {c['ece']:.3f}", va="top", fontsize=9)
-    fig.savefig(path)
+    write_figure(fig, path, own=PICTURES)
 
 
 def table(rows, digits):

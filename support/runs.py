@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save as to_safetensors
 
-from support import checkpoint, files, runtime, scores, shards, sources
-from support.cli import UserError, check_fields, warn
+from support import checkpoint, files, outputs, ownership, runtime, scores, shards, sources
+from support.cli import NO_LIMIT, UserError, check_fields, warn
 from support.log import Log
 from support.optimizers import average
-from support.scores import unigram_entropy
 from support.tokenizer import KINDS
 
 
@@ -37,11 +37,19 @@ class Run:
     compiler: object = None  # the process that compiles, until it is done
     log: Log = None
     step: int = 0  # steps done
+    begun: tuple = (0, 0)  # the step that this process began with, the sequences learned before it
+    changed: dict = dataclasses.field(default_factory=dict)  # on --resume: setting -> (old, new)
     progress: float = 0.0  # from 0 to 1, by steps or by time
     seconds: float = 0.0  # of the processes that this one resumes
     ending: float = 0.0  # seconds that the last evaluation and its samples will take
+    evaluating: float = 0.0  # seconds that evaluations on the way have taken
+    per_window: float = 0.0  # seconds to score a window once (0: not yet known)
+    plan: tuple = None  # of evaluations on the way (support/pace.py)
+    tenth: int = None  # of the run, when it was last asked for an evaluation
     saving: float = 0.0  # seconds that the last save took
     saved: int = -1  # step of the last checkpoint
+    saved_at: float = 0.0  # time.monotonic() then
+    save_is_due: float = 0.0  # whether that is long ago
     finished: bool = False  # whether that checkpoint is the end of a run
     pending: dict = dataclasses.field(default_factory=dict)  # step -> (loss, norm), not yet read
     loss: float = math.nan  # the last ones that were read
@@ -51,9 +59,15 @@ class Run:
     def __post_init__(self):
         self.new_share = torch.zeros((), device=self.device)  # of new weights, in the EMA
 
+    def sequences(self, step):
+        """How many sequences are learned before a step; --resume may have changed batch_size."""
+        first, before = self.begun
+        return before + (step - first) * self.config.batch_size
+
     @property
     def tokens(self):
-        return self.step * self.config.batch_size * self.config.block_size
+        """Tokens of text in the steps done, on average: not what fills up windows of documents."""
+        return round(self.sequences(self.step) * self.corpus.mean_size)
 
     @property
     def micro_batch(self):  # sequences of this rank at a time
@@ -115,41 +129,144 @@ def check_blocks(config):
             raise UserError(f"{given} needs --{name}={value}")
 
 
+# What --resume may change of the numbers that a run computes. The log says so.
+CHANGEABLE = ("batch_size", "learning_rate", "muon_lr", "weight_decay", "grad_clip", "dtype")
+
+
+def choose_end(config, given, before):
+    """Set config.max_steps and time_limit: the given flags, over the end that was there `before`.
+
+    before: the Config of the preset, or of the run that is resumed. If it ends by one of the two
+    alone, the other flag replaces it: with --max_steps no clock enters, with --time_limit no
+    number of steps. (A clock that is taken away, --time_limit=0, leaves the usual number.)
+    """
+    config.max_steps = given.get("max_steps", before.max_steps)
+    config.time_limit = given.get("time_limit", before.time_limit)
+    if "max_steps" in given and "time_limit" not in given and before.max_steps == NO_LIMIT:
+        config.time_limit = 0.0
+    if config.time_limit and not before.time_limit and "max_steps" not in given:
+        config.max_steps = NO_LIMIT
+    if not config.time_limit and "max_steps" not in given and config.max_steps == NO_LIMIT:
+        config.max_steps = type(config).max_steps
+
+
+def check_end(given, old, folder):
+    """Raise UserError for an end that the run in `folder`, a checkpoint with Config `old`, is past.
+
+    A value that the run had already is none: torchrun repeats it, after a crash at the very end.
+    """
+    state = checkpoint.read_state(folder)
+    step = state["step"]
+    seconds = state["seconds"]
+    steps = given.get("max_steps", old.max_steps)
+    limit = given.get("time_limit") or old.time_limit
+    if steps != old.max_steps and steps < step:
+        raise UserError(f"--max_steps={steps}, but {folder} has made {step} steps; give more")
+    if limit != old.time_limit and limit < seconds:
+        took = f"but {folder} has taken {seconds:.0f} s"
+        raise UserError(f"--time_limit={limit:g}, {took}; give more")
+
+
 def open_run(given, cls, new_config, world, resumable):
-    """The `cls` of the given flags, and the checkpoint to resume from (None: a new run)."""
+    """The `cls` of the given flags, the checkpoint to resume from (None: a new run), and what it
+    changes: setting -> (old, new).
+    """
     out = Path(given.get("out_dir", cls.out_dir))
     folder = None
     # torchrun repeats the flags that began the run.
     if not given.get("resume") and runtime.ask_first_rank(checkpoint.was_restarted, out):
         given = {k: v for k, v in given.items() if k != "overwrite"} | {"resume": True}
     if given.get("resume"):
-        if given.get("overwrite"):
-            raise UserError("--resume and --overwrite contradict each other; give one of them")
-        if checkpoint.read_latest(out) == checkpoint.NONE_YET:
-            fix = f"give --overwrite again, or remove {out}/latest to go on with the run before"
-            raise UserError(f"--overwrite was cut off in {out} before it saved; {fix}")
+        check_resume(given, out)
         folder = runtime.ask_first_rank(checkpoint.find_checkpoint, out)  # it reads all of it
-        config = checkpoint.read_config(cls, folder / "config.json", check)
-        for name, value in given.items():
-            old = getattr(config, name)
-            if name not in resumable and value not in (old, "auto"):
-                fix = "leave the flag out, or start again with --overwrite"
-                raise UserError(f"--{name}={value} contradicts the run in {out}, with {old}; {fix}")
-        changes = {name: value for name, value in given.items() if name in resumable}
-        config = dataclasses.replace(config, **changes | dict(out_dir=str(out), overwrite=False))
-    else:
-        config = new_config(given)
-        if config.prompt_column and not sources.is_records(config.data):
-            raise UserError(f"--data={config.data} has no columns; leave --prompt_column out")
-        if config.init_from and "tokenizer" in given:
-            raise UserError("--init_from brings a tokenizer; leave --tokenizer out")
-    check(config, world)
-    shards.check(config.shard, world)
-    if checkpoint.checkpoints(out) and not (config.resume or config.overwrite):
+
+    if not folder and "data" not in given:
+        given = given | {"data": runtime.ask_first_rank(sources.default_data)}
+
+    def make_config():
+        if folder:
+            made = resumed_config(given, cls, folder, out, resumable)
+        else:
+            made = new_config(given), {}
+            check_source(made[0], given)
+        check(made[0], world)
+        shards.check(made[0].shard, world)
+        return made
+
+    config, changed = runtime.on_all_ranks(make_config)
+    shown = dataclasses.asdict(config) | dict(device="")  # GPUs of a machine have numbers
+    fix = "give all ranks the same --preset and files"
+    runtime.check_equal(repr(shown), f"the ranks would train different models; {fix}")
+    has_saved = any(map(ownership.is_checkpoint, checkpoint.checkpoints(out)))
+    if has_saved and not (config.resume or config.overwrite):
         fix = "give --resume to continue it, --overwrite to replace it, or another --out_dir"
         raise UserError(f"--out_dir={out} already holds a run; {fix}")
-    runtime.on_first_rank(lambda: checkpoint.take(out))
-    return config, folder
+    runtime.on_first_rank(lambda: take(config, folder))
+    return config, folder, changed
+
+
+def take(config, folder):
+    """Lock the folder of a run, in which nothing but its own may be replaced."""
+    out = Path(config.out_dir)
+    if not folder:
+        check_place(config, out)
+    checkpoint.take(out)
+    is_kept = folder and (out / "data" / "meta.json").exists()
+    ownership.check_run(out, prepares=not (is_kept or sources.is_ids(config.data)))
+
+
+def check_place(config, out):
+    """Raise UserError if a new run in `out` would change what it reads, or what is not its own."""
+    why = "" if ownership.is_run(out) else outputs.why_not(out / "latest")
+    if why:
+        raise UserError(f"--out_dir={out} {why}; give another --out_dir")
+    for name in ("data", "tokenizer"):
+        path = Path(getattr(config, name))
+        if path.is_dir() and sources.is_records(path) and outputs.is_same(path, out):
+            raise UserError(f"--out_dir={out} would change --data={path}; give another --out_dir")
+        inside = os.path.lexists(path) and outputs.is_same(os.path.dirname(path) or ".", out)
+        if inside and path.name.casefold() in outputs.RUN_NAMES:
+            raise UserError(f"--{name}={path} would be replaced; give another --out_dir")
+
+
+def check_resume(given, out):
+    """Raise UserError where --resume does not make sense."""
+    if given.get("overwrite"):
+        raise UserError("--resume and --overwrite contradict each other; give one of them")
+    if checkpoint.read_latest(out) == ownership.OVERWRITING:
+        before = f"remove {out}/latest to go on with the run before, if it had the same data"
+        fix = f"give --overwrite again, or {before}"
+        raise UserError(f"--overwrite was cut off in {out} before it saved; {fix}")
+
+
+def resumed_config(given, cls, folder, out, resumable):
+    """The config of a checkpoint with the given flags, and what they change of its numbers."""
+    old = checkpoint.read_config(cls, folder / "config.json", check)
+    changes = {}
+    for name, value in given.items():
+        was = getattr(old, name)
+        if name in CHANGEABLE:
+            if value not in (was, "auto"):
+                changes[name] = value
+        elif name in resumable:
+            changes[name] = value
+        elif value not in (was, "auto"):
+            fix = "leave the flag out, or start again with --overwrite"
+            raise UserError(f"--{name}={value} contradicts the run in {out}, with {was}; {fix}")
+    check_end(given, old, folder)
+    config = dataclasses.replace(old, **changes | dict(out_dir=str(out), overwrite=False))
+    choose_end(config, given, old)
+    return config, {k: (getattr(old, k), v) for k, v in changes.items() if k in CHANGEABLE}
+
+
+def check_source(config, given):
+    """Raise UserError for flags that do not go with where the data or the weights come from."""
+    if config.prompt_column and not sources.is_records(config.data):
+        raise UserError(f"--data={config.data} has no columns; leave --prompt_column out")
+    if config.init_from and "tokenizer" in given:
+        raise UserError("--init_from brings a tokenizer; leave --tokenizer out")
+    if config.init_from:
+        checkpoint.check_source(config.init_from)
 
 
 def open_data(config, folder, device, prepare, corpus_of, source):
@@ -164,7 +281,13 @@ def open_data(config, folder, device, prepare, corpus_of, source):
     state = checkpoint.read_state(folder) if folder else {}
 
     def opened(path, device):
-        corpus = corpus_of(path, config, device)
+        try:
+            corpus = corpus_of(path, config, device)
+        except UserError as e:
+            if not state:
+                raise
+            fix = "restore it, or start again with --overwrite"
+            raise UserError(f"the data of the run cannot be used: {e}; {fix}") from e
         if any(state.get(name, value) != value for name, value in corpus.identity.items()):
             fix = "restore it, or start again with --overwrite"
             raise UserError(f"--data={config.data}: {path} is not what {folder} learned; {fix}")
@@ -179,12 +302,17 @@ def open_data(config, folder, device, prepare, corpus_of, source):
             if sources.has_changed(config.data, data):
                 warn(f"--data={config.data} has changed; the run goes on with what it learned")
         else:
-            files.replace_folder(data, fill, {*sources.NAMES, "tokenizer.json", "meta.json"})
+            files.replace_folder(data, fill)
 
     if not sources.is_ids(config.data):
         data = Path(config.out_dir) / "data"
         runtime.on_first_rank(make)
-    return opened(data, device)
+    corpus = runtime.on_all_ranks(lambda: opened(data, device))
+    sentence = f"the ranks see different data in {data}; give a folder that all share"
+    runtime.check_equal(sorted(corpus.identity.items()), sentence)
+    if sources.is_ids(config.data) and not folder:
+        runtime.on_first_rank(lambda: sources.say_left_out(data))
+    return corpus
 
 
 # Settings that must be those of the network that --init_from names.
@@ -227,83 +355,19 @@ def begin(run, folder):
         state = checkpoint.restore(folder, run.model, run.averaged, run.optimizers)
         run.score = scores.from_manifest(folder) or scores.from_log(folder)
         for name in ("step", "seconds", "ending", "finished", "saving"):
-            setattr(run, name, state.get(name, run.saving))  # older states lack "saving"
+            setattr(run, name, state.get(name, getattr(run, name)))  # older states lack "saving"
         run.saved = run.step
+        batch_size, _ = run.changed.get("batch_size", (run.config.batch_size, 0))
+        run.begun = (run.step, state.get("sequences", run.step * batch_size))
     if runtime.all_reduce(torch.tensor(float(run.step))) != run.step * run.world:
         raise UserError("the ranks see different checkpoints; give an --out_dir that all share")
-    if run.config.overwrite and run.rank == 0:
-        checkpoint.disown(run.config.out_dir)
+    if run.config.overwrite:
+        runtime.on_first_rank(lambda: checkpoint.disown(run.config.out_dir))
+    run.saved_at = time.monotonic()
     run.log.begin(run.step if folder else -1)
+    if run.changed:
+        run.log.changes(run)
     run.log.restart_clock(run.tokens)
-
-
-def poll(run, interrupt):
-    """Update run.progress; returns the signal to stop for, or 0. The same on all ranks."""
-    progress = run.step / run.config.max_steps
-    limit = run.config.time_limit
-    if limit:
-        progress = max(progress, run.elapsed() / (limit - reserve(run)))
-    progress = max(progress, run.progress)
-    values = torch.tensor([progress, interrupt.signal], dtype=torch.float64)
-    run.progress, stop = runtime.all_reduce(values, "MAX").tolist()
-    return int(stop)
-
-
-def score(run, evaluate, is_last):
-    """Evaluate the averaged and the raw weights, as far as --time_limit allows.
-
-    Returns their results, and whether there is time to show samples. Sets run.ending.
-    """
-    config = run.config
-    until = deadline(run, is_last)
-    began = time.monotonic()
-    passes = 1 if runtime.is_late(until) or not is_last else 4
-    run.log.say("evaluating")
-    with run.autocast():
-        how = dict(batch_size=run.micro_batch, deadline=until)
-        r = raw = evaluate(run.averaged, run.windows, passes, **how)
-        scored = r["passes"] * r["windows"]
-        if run.averaged is not run.model:
-            began = time.monotonic()  # the first evaluation is slow until all is warm
-            raw = evaluate(run.model, run.windows, **how)
-            scored = raw["windows"]
-    per_window = (time.monotonic() - began) / scored  # seconds
-    key = "nll" if config.objective == "ar" else "nelbo"
-    if not math.isfinite(r[key]):
-        what = f"validation {key} {r[key]} at step {run.step}: not saved."
-        raise UserError(f"{what} {advice(run)}")
-    scored = run.windows[run.model.learned(run.windows)]
-    run.score = dict(name=key, value=r[key], step=run.step, unigram=unigram_entropy(scored))
-    calls = config.block_size if key == "nll" else max(min(config.block_size, 64), run.model.n)
-    sampling = 3 * calls * per_window
-    # The end: four passes with the averaged weights, one with the raw ones, samples.
-    run.ending = 5 * len(run.windows) * per_window + sampling + 2
-    return r, raw, not runtime.is_late(until - sampling)
-
-
-def reserve(run):
-    """Seconds of --time_limit kept for the end: at most a fifth, then fewer windows are scored."""
-    return min(run.ending + run.saving, run.config.time_limit / 5)
-
-
-def deadline(run, is_last):
-    """When the evaluation that begins now must end, on the clock of time.monotonic()."""
-    if not run.step and not run.config.init_from:
-        return -math.inf  # one batch: a network that has learned nothing predicts all alike
-    limit = run.config.time_limit
-    if not limit:
-        return math.inf
-    end = run.log.start - run.seconds + limit
-    if is_last:
-        return end - 2 - run.saving
-    return min(end - reserve(run), time.monotonic() + limit / 10)
-
-
-def check_steps(run):
-    """Raise UserError for a run that has no time left for a single step."""
-    if run.step == 0:
-        given = f"--time_limit={run.config.time_limit:g} is over before the first step"
-        raise UserError(f"{given}, after {run.elapsed():.0f} s: nothing is trained; give more time")
 
 
 def check_finite(run):
@@ -320,16 +384,29 @@ def check_finite(run):
 
 
 def advice(run):
-    kept = checkpoint.checkpoints(run.config.out_dir) or ["none yet"]
-    fix = "lower --learning_rate and --muon_lr, or try --dtype=float32"
-    return f"The last good checkpoint is {kept[0]}; {fix}"
+    """What to do when numbers are not finite: flags that the run accepts."""
+    config = run.config
+    fixes = ["a lower --learning_rate"]
+    if config.optimizer == "muon":
+        fixes[0] += " and --muon_lr"
+    if not config.grad_clip:
+        fixes.append("--grad_clip=1")
+    if run.dtype != torch.float32:
+        fixes.append("--dtype=float32")
+    fix = ", or ".join(fixes)
+    if run.saved < 0:
+        how = " with --overwrite and" * config.overwrite or " with"
+        return f"Nothing is saved yet; start again{how} {fix}"
+    last = Path(config.out_dir) / f"step-{run.saved}"
+    return f"The last good checkpoint is {last}; --resume with {fix}"
 
 
 def save(run, finished=False):
     """Write out_dir/step-N: the averaged weights, and everything that --resume needs."""
     check_finite(run)
     began = time.monotonic()
-    state = dict(step=run.step, tokens=run.tokens, seconds=run.elapsed(), ending=run.ending)
+    state = dict(step=run.step, tokens=run.tokens, sequences=run.sequences(run.step))
+    state |= dict(seconds=run.elapsed(), ending=run.ending)
     state |= dict(finished=finished, launch=runtime.launch_id(), saving=run.saving)
     state |= run.corpus.identity
     weights = run.averaged.state_dict()
@@ -343,7 +420,8 @@ def save(run, finished=False):
         runtime.on_first_rank(lambda: write(run, state, in_memory(weights, tensors)))
     run.saved = run.step
     run.finished = finished
-    run.saving = time.monotonic() - began
+    run.saved_at = time.monotonic()
+    run.saving = run.saved_at - began
     run.log.restart_clock(run.tokens)
 
 
@@ -369,5 +447,5 @@ def write(run, state, tensors):
     if run.config.overwrite and run.saved < 0:  # the first one: the old run may go now
         with files.writing(saved):
             for old in checkpoint.checkpoints(run.config.out_dir):
-                if old != saved:
+                if old != saved and ownership.is_checkpoint(old):
                     files.remove(old)

@@ -3,11 +3,13 @@
 import atexit
 import contextlib
 import hashlib
+import json
 import os
 import signal
 import time
 import warnings
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -149,8 +151,15 @@ def read_ranks():
     raise RankError(f"the environment says {shown}, of {', '.join(RANKS)}; {fix}")
 
 
-def join_ranks():
-    """(rank, number of ranks, rank on this machine); under torchrun the ranks meet here."""
+MEETING = timedelta(minutes=5)  # ranks may start one after another, but not hours apart
+ROOT = Path(__file__).parent.parent
+
+
+def join_ranks(given):
+    """(rank, number of ranks, rank on this machine); under torchrun the ranks meet here.
+
+    given: the flags, a dict. UserError on all ranks if they were not started alike.
+    """
     global CONTROL, STORE
     rank, world, local_rank = read_ranks()
     if world > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
@@ -160,19 +169,78 @@ def join_ranks():
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
             attempt = "any"
+        where = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+        fix = "check that address, and that all ranks run"
         try:
-            store = next(distributed.rendezvous("env://"))[0]
+            store = next(distributed.rendezvous("env://", timeout=MEETING))[0]
         except (RuntimeError, ValueError) as e:
-            where = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
-            fix = "check that address, and that all ranks run"
             raise UserError(f"the ranks do not meet at {where} ({e}); {fix}") from None
         STORE = distributed.PrefixStore(attempt, store)
+        try:
+            if world > 1:
+                check_alike(STORE, rank, world, given)
+        except RuntimeError as e:  # no answer within MEETING
+            why = str(e).splitlines()[0]
+            raise RankError(f"the ranks do not all meet at {where} ({why}); {fix}") from None
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, store=STORE, rank=rank, world_size=world)
         wait = timedelta(hours=12)  # while the first rank prepares data or joins a checkpoint
         CONTROL = distributed.new_group(backend="gloo", timeout=wait)
         atexit.register(distributed.destroy_process_group)  # else its threads abort a failed run
     return rank, world, local_rank
+
+
+def how_started(world, given):
+    """What all ranks must have alike, name -> text. Each may have a --device of its own."""
+    found = {f"--{name}": str(value) for name, value in given.items() if name != "device"}
+    digest = hashlib.sha256()
+    for path in sorted([ROOT / "mdlm.py", *ROOT.glob("support/*.py"), *ROOT.glob("kernels/*.py")]):
+        digest.update(path.read_bytes())
+    found |= {"WORLD_SIZE": str(world), "torch": torch.__version__}
+    return found | {"the program (checksum)": digest.hexdigest()[:12]}
+
+
+def difference(first, rank, theirs):
+    """How rank `rank` was started in another way than the first one, in words; "" if in the same.
+
+    first, theirs: what how_started says.
+    """
+    for name in sorted(first.keys() | theirs.keys()):
+        one, other = (started.get(name, "none") for started in (first, theirs))
+        if one != other:
+            why = f"rank {rank} has {name} {other}, the first rank {one}"
+            return f"the ranks were not started alike: {why}; start all with the same flags"
+    return ""
+
+
+def check_alike(store, rank, world, given):
+    """Raise RankError on every rank if one was started with other flags, or another program.
+
+    Else they would wait for each other for hours, as each does something else. The first rank
+    compares all; each other one compares itself too, as with another WORLD_SIZE the first one may
+    not know of it.
+    """
+    mine = how_started(world, given)
+    store.set(f"started {rank}", json.dumps(mine))
+    if rank:
+        store.wait(["started 0"], MEETING)
+        wrong = difference(json.loads(store.get("started 0")), rank, mine)
+        if not wrong:
+            store.wait(["verdict"], MEETING)
+            wrong = store.get("verdict").decode()
+        store.set(f"read {rank}", "")
+    else:
+        others = range(1, world)
+        store.wait([f"started {other}" for other in others], MEETING)
+        found = (json.loads(store.get(f"started {other}")) for other in others)
+        found = (difference(mine, other, theirs) for other, theirs in zip(others, found))
+        wrong = next(filter(None, found), "")
+        store.set("verdict", wrong)
+        if wrong:  # the store ends with this rank: until then the others may read it
+            with contextlib.suppress(RuntimeError):
+                store.wait([f"read {other}" for other in others], timedelta(seconds=10))
+    if wrong:
+        raise RankError(wrong)
 
 
 def leave_ranks():
@@ -208,14 +276,37 @@ def is_late(deadline):
 
 
 def on_all_ranks(do):
-    """Call do() on each rank; a UserError of one is raised on all of them."""
-    error = None
+    """do() of each rank, returned there; a UserError of one is raised on all of them.
+
+    The first rank says what the first of those that failed would say.
+    """
+    error = found = None
     try:
-        do()
+        found = do()
     except UserError as e:
         error = e
-    if all_reduce(torch.tensor(float(error is not None))):
-        raise error or UserError("another rank refused")
+    rank, world = 0, 1
+    if CONTROL:
+        rank, world = distributed.get_rank(), distributed.get_world_size()
+    failed = int(all_reduce(torch.tensor(rank if error else world), "MIN"))
+    if failed == world:
+        return found
+    said = [str(error)]
+    if CONTROL:
+        distributed.broadcast_object_list(said, failed, CONTROL)
+    if error and (rank == 0 or isinstance(error, RankError)):
+        raise error
+    if error and failed:
+        raise RankError(str(error)) from error
+    raise UserError(f"rank {failed}: {said[0]}" if failed else said[0])
+
+
+def check_equal(value, sentence):
+    """Raise UserError with this sentence on all ranks unless `value` is the same on all of them."""
+    mine = torch.tensor(float(seed(value) % (1 << 40)), dtype=torch.float64)
+    low, high = (all_reduce(mine.clone(), how) for how in ("MIN", "MAX"))
+    if low != high:
+        raise UserError(sentence)
 
 
 def on_first_rank(do):

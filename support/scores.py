@@ -9,12 +9,11 @@ import json
 import math
 import os
 import re
-import shlex
 from pathlib import Path
 
 import torch
 
-from support import files
+from support import environment, files
 from support.checkpoint import SHIPPED
 from support.cli import warn
 
@@ -126,5 +125,5 @@ def introduce(folder, config, vocab_size, out_dir):
     if is_shipped and not out_dir:
         line += "; the model that ships, as out/ has no run"
     elif line.endswith("barely trained") and SHIPPED.is_dir():
-        line += f"; --out_dir={shlex.quote(relative(SHIPPED))} is the one that ships"
+        line += f"; --out_dir={environment.quote(relative(SHIPPED))} is the one that ships"
     warn(line)

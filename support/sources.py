@@ -1,10 +1,13 @@
 """Sources of training data: text files, tiny Shakespeare, synthetic patterns, folders of ids."""
 
+import concurrent.futures
 import contextlib
 import itertools
 import json
 import math
 import mmap
+import os
+import threading
 import zlib
 from pathlib import Path
 
@@ -12,30 +15,37 @@ import numpy as np
 import torch
 
 from support import files, records
-from support.cli import UserError, warn
+from support.cli import UserError, optional, warn
 from support.files import read_json
+from support.ids import DTYPES, check_largest, map_ids
+from support.records import PART, read_text
 from support.tokenizer import Tokenizer, open_tokenizer, tokenizer_from_json
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+DOWNLOAD_LIMIT = 120  # seconds
 NAMES = ("train.bin", "val.bin")
-HEADER = 1024  # bytes
-MAGIC = {20240520: "uint16", 20240801: "int32"}  # of headers: the width of the ids
-PART = 1 << 24  # characters or ids that are held at a time, so that memory is bounded
-PROMPT = "prompt"  # what a piece ends whose answer follows
 BUILT_IN = ("shakespeare", "patterns", "pydoc")  # values of --data that name no file
 
 
 def is_ids(name):
     """Whether --data is a folder of ids, ours or nanoGPT's."""
-    return name not in BUILT_IN and any((Path(name) / file).exists() for file in NAMES)
+    return name not in BUILT_IN and any(os.path.lexists(Path(name) / file) for file in NAMES)
 
 
 def is_records(name):
     """Whether --data is a data set of documents."""
-    suffixes = tuple(suffix for suffix in records.READERS if suffix != ".txt")
-    is_folder = Path(name).is_dir() and not is_ids(name)
-    return name not in BUILT_IN and (is_folder or str(name).endswith(suffixes))
+    if name in BUILT_IN or not str(name):
+        return False
+    is_folder = os.path.isdir(name) and not is_ids(name)
+    return is_folder or records.suffix_of(name) in records.READERS.keys() - {".txt"}
+
+
+def say_left_out(folder):
+    """Say which texts beside train.bin and val.bin are not read."""
+    names = [file.name for file in records.list_folder(folder)[0]]
+    if names:
+        warn(f"--data={folder}: train.bin and val.bin read; left out: {', '.join(names[:5])}")
 
 
 def has_documents(config):
@@ -43,72 +53,83 @@ def has_documents(config):
     return bool(config.separator) or is_records(config.data)
 
 
-def find_pieces(config):
-    """A function that streams --data as (text, whether it ends a document); None for patterns."""
-    if is_records(config.data):
-        columns = list(filter(None, (config.prompt_column, config.text_column)))
-        ends = (PROMPT, True)[-len(columns) :]
-        return lambda: (x for row in records.read(config.data, *columns) for x in zip(row, ends))
-    texts = find_text(config.data)
-    separator = config.separator.replace("\\n", "\n").replace("\\t", "\t")
-    return texts and (lambda: split_documents(texts(), separator))
+def default_data():
+    """What a run without --data learns: tiny Shakespeare, else a text that needs no network."""
+    try:
+        shakespeare()
+        return "shakespeare"
+    except OSError as e:
+        name = "pydoc" if find_topics() else "patterns"
+        text = dict(pydoc="pydoc, Python's reference", patterns="synthetic patterns")[name]
+        warn(f"Shakespeare cannot be downloaded ({e}); training on {text}")
+        return name
+
+
+def find_topics():
+    """The texts of Python's reference, {} where this Python lacks them."""
+    try:
+        from pydoc_data.topics import topics
+
+        return topics
+    except ImportError:
+        return {}
 
 
 def find_text(name):
-    """The value of --data -> a function that streams its texts, or None for patterns."""
+    """The value of --data -> a function that streams its texts, or None for patterns.
+
+    Raises UserError for what cannot be had: no other text takes its place.
+    """
     if name == "shakespeare":
         try:
             name = shakespeare()
         except OSError as e:
-            warn(f"Shakespeare cannot be downloaded ({e}); training on pydoc, Python's reference")
-            name = "pydoc"
+            fix = "connect to a network, or give --data=FILE or --data=pydoc"
+            what = f"--data=shakespeare cannot be downloaded ({e})"
+            raise UserError(f"{what}; {fix}") from None
     if name == "pydoc":
-        try:
-            from pydoc_data.topics import topics
-
-            return lambda: ["\n\n".join(topics[key] for key in sorted(topics))]
-        except ImportError:
-            warn("this Python has no pydoc_data; training on synthetic patterns")
-            name = "patterns"
+        topics = find_topics()
+        if not topics:
+            raise UserError("--data=pydoc: this Python lacks pydoc_data; give --data=FILE")
+        return lambda: ["\n\n".join(topics[key] for key in sorted(topics))]
     if name == "patterns":
         return None
-    if not Path(name).is_file():  # nor a pipe or a device: a text is read more than once
-        accepted = "a text file, .jsonl, .parquet, a folder, shakespeare, patterns or pydoc"
-        raise UserError(f"--data={name} does not exist or is no regular file; give {accepted}")
+    if not str(name):
+        raise UserError("--data is empty; give a file or a folder, or leave it out")
+    records.check_plain(name)
     return lambda: read_text(name)
 
 
 def shakespeare():
-    """The path of tiny Shakespeare, downloaded once, its hash checked always. Raises OSError."""
-    try:
-        import pooch
+    """The path of tiny Shakespeare, downloaded once, its hash checked always. Raises OSError.
 
+    In bounded time: a name server, or a server that sends a byte now and then, can take hours.
+    """
+    path = concurrent.futures.Future()
+
+    def download():
+        try:
+            path.set_result(download_shakespeare())
+        except BaseException as e:  # raised below, by result()
+            path.set_exception(e)
+
+    threading.Thread(target=download, daemon=True).start()
+    try:
+        return path.result(DOWNLOAD_LIMIT)
+    except concurrent.futures.TimeoutError:
+        raise OSError(f"it takes more than {DOWNLOAD_LIMIT} s") from None
+
+
+def download_shakespeare():
+    """The path of tiny Shakespeare, downloaded if the cache has none. Raises OSError."""
+    try:
+        pooch = optional("pooch", "the download")
         pooch.get_logger().setLevel("WARNING")
         http = pooch.HTTPDownloader(timeout=(4, 15))  # seconds to connect (per address), to read
         name = "tinyshakespeare.txt"
         return Path(pooch.retrieve(URL, SHA256, name, pooch.os_cache("mdlm"), downloader=http))
-    except (ImportError, OSError, RuntimeError, ValueError) as e:  # RuntimeError: no home folder
-        raise OSError(str(e) if type(e) is ValueError else type(e).__name__) from None
-
-
-def read_text(path, size=PART):
-    """Stream a UTF-8 file as texts of about `size` characters, cut after a line if possible."""
-    rest = ""
-    try:
-        f = open(path, encoding="utf-8-sig", newline="\n")  # without a byte order mark; \r stays
-        while part := f.read(size):
-            rest += part
-            cut = rest.rfind("\n") + 1 or len(rest)
-            yield rest[:cut]
-            rest = rest[cut:]
-    except OSError as e:
-        raise UserError(f"--data={path} cannot be read ({e.strerror}); give a text file") from None
-    except UnicodeDecodeError as e:
-        at = f.buffer.tell() - len(e.object) + e.start  # e.object: the last bytes read
-        advice = "convert it with iconv, or give a folder with train.bin and val.bin"
-        raise UserError(f"--data={path} is not UTF-8 text (byte {at}); {advice}") from None
-    if rest:
-        yield rest
+    except (OSError, RuntimeError, ValueError) as e:  # RuntimeError: no home folder
+        raise OSError(str(e) if isinstance(e, ValueError) else type(e).__name__) from None
 
 
 def split_documents(texts, separator, size=PART):
@@ -162,7 +183,15 @@ def write_meta(folder, tokenizer, meta):
     (folder / "tokenizer.json").write_text(tokenizer.to_json())
     if Path(meta["source"]).is_file():
         meta = meta | dict(sha256=files.sha256_of(meta["source"]))
+    arrays = [map_ids(folder / name, meta["dtype"]) for name in NAMES]
+    meta["checksum"] = checksum_with(meta, checksum_of(tokenizer.to_json(), arrays))
     (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def checksum_with(meta, checksum):
+    """CRC-32 that covers meta.json too, but for the checksum in it."""
+    rest = {name: value for name, value in meta.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode(), checksum)
 
 
 def has_changed(source, folder):
@@ -171,32 +200,63 @@ def has_changed(source, folder):
     return bool(known) and Path(source).is_file() and files.sha256_of(source) != known
 
 
-def open_ids(folder, T, V, end_id=-1):
+def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
     """A folder of ids -> (meta.json as a dict, [train, val] memory-mapped, tokenizer, identity).
 
     nanoGPT's have no JSON files: ids are shown as numbers; V = 0: up to the largest; a document
     ends with end_id (-1: there are none). A tokenizer.json of the tokenizers library shows text.
-    identity: what --resume compares. Raises UserError for ids out of range, and files missing,
-    damaged or shorter than T tokens.
+    bin_dtype: the width that a user states. identity: what --resume compares. Raises UserError for
+    ids out of range, and files that are missing, damaged, of another width, or shorter than T.
     """
     folder = Path(folder)
     meta = read_meta(folder / "meta.json")
-    dtype = np.dtype(meta.get("dtype", "uint16"))
-    arrays = [map_ids(folder / name, dtype) for name in NAMES]
+    is_ours = "source" in meta
+    dtype = np.dtype(dtype_of(meta, bin_dtype))
+    stated = is_ours or bin_dtype != "auto"
+    arrays = [map_ids(folder / name, dtype, stated) for name in NAMES]
     ranges = [(int(part.min()), int(part.max())) for part in parts_of(arrays)]
     smallest = min(low for low, _ in ranges)
-    largest = max(high for _, high in ranges)
-    tokenizer = tokenizer_of_ids(folder / "tokenizer.json", V or largest + 1, end_id)
+    highs = [high for _, high in ranges]
+    if not (V or (folder / "tokenizer.json").exists()):
+        check_largest(folder, parts_of(arrays), highs, end_id)
+    tokenizer = tokenizer_of_ids(folder / "tokenizer.json", V or max(highs) + 1, end_id)
     V = tokenizer.vocab_size
     n, name = min(zip(map(len, arrays), NAMES))
     if tokenizer.end_id is None and n < T:
         found = f"{name} has {n} tokens, fewer than --block_size={T}"
         raise UserError(f"{found}; give more text or a smaller block")
-    if smallest < 0 or largest >= V:
-        advice = "check tokenizer.json or --vocab_size"
-        raise UserError(f"{folder} has ids {smallest} to {largest}, but V is {V}; {advice}")
-    identity = dict(data=checksum_of(tokenizer.to_json(), arrays), dtype=dtype.name)
-    return meta, arrays, tokenizer, identity
+    if smallest < 0 or max(highs) >= V:
+        advice = "check tokenizer.json, --vocab_size or --bin_dtype"
+        raise UserError(f"{folder} has ids {smallest} to {max(highs)}, but V is {V}; {advice}")
+    if not is_ours and tokenizer.end_id is not None:
+        check_end(folder / NAMES[0], arrays[0], tokenizer.end_id)
+    checksum = checksum_of(tokenizer.to_json(), arrays)
+    if meta.get("checksum", 0) != checksum_with(meta, checksum) and "checksum" in meta:
+        fix = "restore it, or prepare the data again"
+        raise UserError(f"{folder} is damaged: its data do not have the checksum noted; {fix}")
+    # PyTorch indexes few kinds of unsigned numbers; below V all of them are positive.
+    arrays = [ids.view(np.int32) if ids.dtype == np.uint32 else ids for ids in arrays]
+    return meta, arrays, tokenizer, dict(data=checksum, dtype=dtype.name)
+
+
+def dtype_of(meta, bin_dtype):
+    """The name of the width of the ids in a folder: as noted in ours, as stated, as noted."""
+    if "source" in meta or bin_dtype == "auto":
+        return meta.get("dtype", "uint16")
+    return bin_dtype
+
+
+def check_end(path, ids, end_id):
+    """Raise UserError if no document ends in a file, as its [END] never occurs."""
+    if not any((part == end_id).any() for part in parts_of([ids])):
+        fix = "give the id that ends documents, or leave --end_id out"
+        raise UserError(f"{path} has no id {end_id}, which ends a document; {fix}")
+
+
+def count_documents(ids, end_id, prompt_column):
+    """How many documents there are in ids (n,), where end_id ends each, and each prompt too."""
+    ends = sum(int((part == end_id).sum()) for part in parts_of([ids]))
+    return ends // 2 if prompt_column else ends + int(ids[-1] != end_id)
 
 
 def tokenizer_of_ids(path, V, end_id):
@@ -226,28 +286,13 @@ def read_meta(path):
     characters = meta.get("characters") or [0, 0]  # of the text of train.bin and val.bin
     counts = isinstance(characters, list) and [type(n) for n in characters] == [int, int]
     counts = counts and all(0 <= n < 1 << 60 for n in characters)
-    known = dtype in ("uint8", "uint16", "int32")
+    known = dtype in DTYPES
     if not counts or not known or type(entropy) is not float or not math.isfinite(entropy):
-        raise UserError(f"{path} has an unusable dtype, characters or entropy; remove it")
+        accepted = f"dtype is one of {', '.join(DTYPES)}"
+        raise UserError(
+            f"{path} has an unusable dtype, characters or entropy ({accepted}); remove it"
+        )
     return meta
-
-
-def map_ids(path, dtype):
-    """The ids in a file, (n,), memory-mapped."""
-    size = path.stat().st_size if path.is_file() else -1
-    if size % dtype.itemsize or size < 0:
-        raise UserError(f"{path} is missing or not a whole number of {dtype} ids")
-    header = np.fromfile(path, np.int32, 256) if size >= HEADER else [0]
-    offset = 0
-    if header[0] in MAGIC:  # of llm.c and modded-nanogpt: magic number, version, number of tokens
-        dtype = np.dtype(MAGIC[header[0]])
-        offset = HEADER
-        if int(header[2]) * dtype.itemsize != size - offset:
-            found = f"{path} has a header of llm.c for {header[2]} tokens, and {size} bytes"
-            raise UserError(f"{found}; it is cut off: restore it")
-    if size == offset:
-        raise UserError(f"{path.name} has no tokens; give more text")
-    return np.memmap(path, dtype, mode="r", offset=offset)
 
 
 def checksum_of(tokenizer, arrays):

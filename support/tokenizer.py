@@ -1,5 +1,6 @@
 """Tokenizers: characters, bytes, words, BPE, or a file of the tokenizers library."""
 
+import bisect
 import itertools
 import json
 import re
@@ -7,12 +8,15 @@ from collections import Counter
 
 import numpy as np
 
-from support.cli import UserError, warn
-from support.files import read_json, read_small
+from support.arguments import check_text, whole_ids
+from support.cli import UserError, optional, warn
+from support.files import most_bytes, read_json, read_small
+from support.seams import BROKEN, PART, Library, shared
 
 KINDS = ("char", "byte", "word", "bpe")
 WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character is part of exactly one match
-BPE_PART = 1 << 16  # characters; the memory that BPE takes grows with the length of a text
+TEXT, MASKED, END = range(3)  # what a stretch of ids is
+WINDOW = 4  # tokens; no character has more bytes
 SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
 # What follows a document in files of the tokenizers library, if --end_token does not say it.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -37,6 +41,7 @@ class Tokenizer:
         self.kind = kind
         self.vocab = vocab
         self.end = end
+        self.spaces = None  # what space_tokens found
         if kind == "char":
             size = len(vocab)
             self.table = np.full(max(map(ord, vocab)) + 2, -1, np.int32)  # code point -> id
@@ -47,13 +52,8 @@ class Tokenizer:
             size = 256 + len(vocab)
             self.index = {word: 256 + i for i, word in enumerate(vocab)}
         elif kind in ("bpe", "file"):
-            import tokenizers
-
-            self.bpe = tokenizers.Tokenizer.from_str(vocab)
-            self.bpe.no_padding()
-            self.bpe.no_truncation()
-            self.bpe.encode_special_tokens = True  # a text that spells one is a text
-            size = max(self.bpe.get_vocab().values()) + 1
+            self.library = Library(vocab)
+            size = self.library.size
         elif kind == "id":
             size = vocab
         else:
@@ -63,8 +63,11 @@ class Tokenizer:
             self.end_id = None
         self.vocab_size = size + (end is True)
 
-    def encode_array(self, text):
-        """Text -> (n,) integers. Raises UserError naming the first unknown character or id."""
+    def encode_array(self, text, before=""):
+        """Text -> (n,) integers. Raises UserError naming the first unknown character or id.
+
+        before: the end of the text that it goes on after; a tokenizer.json asks what that is.
+        """
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
         if self.kind == "char":
@@ -79,9 +82,10 @@ class Tokenizer:
             ids = []
             for word in WORD.findall(text):
                 ids += [self.index[word]] if word in self.index else word.encode()
-        elif self.kind in ("bpe", "file"):
-            parts = self.bpe.encode_batch_fast(parts_of(text), add_special_tokens=False)
-            ids = [i for part in parts for i in part.ids]
+        elif self.kind == "file":
+            ids = self.library.encode_long(text, before)
+        elif self.kind == "bpe":
+            ids = list(itertools.chain(*self.library.encode_all(parts_of(text))))
         else:
             ids = text.split()
             for i in ids:
@@ -91,32 +95,181 @@ class Tokenizer:
         return np.array(ids, np.int64)
 
     def encode(self, text):
-        return self.encode_array(text).tolist()
+        return self.encode_array(check_text(text)).tolist()
+
+    def encode_given(self, text, after_gap=False):
+        """The ids of a text that a user gives; UserError if they lose some of it.
+
+        after_gap: not at the beginning of a text, but after tokens that are not known yet.
+        """
+        if self.kind != "file":
+            return self.encode(text)
+        self.library.check_kept(text)
+        return self.library.encode_after_gap(text) if after_gap else self.encode(text)
+
+    def encode_pair(self, given, text):
+        """The ids of a text that a user gives in two parts, which may share the space between."""
+        if self.kind not in ("word", "bpe", "file"):
+            return self.encode(given), self.encode(text)
+        self.encode_given(given)
+        self.encode_given(text)
+        stripped = given.rstrip()
+        for before, after in ((given, text), (stripped, given[len(stripped) :] + text)):
+            known = self.encode(before)
+            ids = self.encode(before + after)
+            if ids[: len(known)] == known:
+                return known, ids[len(known) :]
+        return self.encode(given), self.encode_given(text, after_gap=True)
 
     def decode(self, ids):
         """Ids -> text; [MASK], the id after the last token, is shown as █."""
-        ids = [int(i) for i in ids if i != self.end_id]
-        runs = itertools.groupby(ids, key=lambda i: i == self.vocab_size)
-        texts = ["█" * len(list(run)) if masked else self.spell(list(run)) for masked, run in runs]
-        return (" " if self.kind == "id" else "").join(texts)
+        return self.locate(whole_ids(ids, self.vocab_size), [])[0]
+
+    def cut(self, ids, edges):
+        """The texts of ids[: edges[0]], ids[edges[0] : edges[1]] ...; joined they are decode(ids).
+
+        A character of several tokens belongs to the last of them.
+        """
+        text, at = self.locate(ids, edges)
+        return [text[i:j] for i, j in itertools.pairwise([0, *at, len(text)])]
+
+    def pieces(self, ids, start=0):
+        """The text of each token, or of those from `start` on."""
+        ids = list(ids)
+        return self.cut(ids, range(start, len(ids)))[1:]
+
+    def piece(self, id, first=False):
+        """The text of one token, at the beginning of a text or in it; bytes show as \\xe6."""
+        text = self.locate([id], [], first)[0]
+        known = None
+        if BROKEN in text:
+            is_byte = self.kind in ("byte", "word") and id < 256
+            known = bytes([id]) if is_byte else None
+            known = self.library.bytes_of(id) if self.kind in ("bpe", "file") else known
+        return text if known is None else known.decode("utf-8", "backslashreplace")
+
+    def space_tokens(self):
+        """(V,) bool: the tokens that begin with a space; none, unless some have more than that."""
+        if self.spaces is None:
+            texts = [""] * self.vocab_size
+            if self.kind == "word":
+                texts = [*map(chr, range(256)), *self.vocab]
+            elif self.kind in ("bpe", "file"):
+                texts = self.library.decode_each(self.context_ids(), self.library.size)
+            texts += [""] * (self.vocab_size - len(texts))  # [END]
+            found = np.array([text.startswith(" ") for text in texts])
+            longer = any(text.startswith(" ") and text != " " for text in texts)
+            self.spaces = found & longer
+        return self.spaces
+
+    def locate(self, ids, edges, first=True):
+        """(the text of ids, where in it the tokens at these edges begin); edges: ascending."""
+        ids = [int(i) for i in ids]
+        edges = list(edges)
+        texts = []
+        at = [0] * bisect.bisect_left(edges, 1)
+        n = 0
+        for what, start, stop in self.stretches(ids):
+            inner = edges[bisect.bisect_right(edges, start) : bisect.bisect_right(edges, stop)]
+            inner = [edge - start for edge in inner]
+            if what == TEXT:
+                text, places = self.spell_from(ids[start:stop], inner, first)
+                first = False
+            elif what == MASKED:
+                lead = " " * (self.kind == "id" and not first)
+                text = lead + "█" * (stop - start)
+                places = [len(lead) + edge for edge in inner]
+                first = False
+            else:
+                text = ""
+                places = [0] * len(inner)
+                first = first or self.kind != "id"  # another text begins
+            texts.append(text)
+            at += [n + place for place in places]
+            n += len(text)
+        return "".join(texts), at
+
+    def stretches(self, ids):
+        """Runs of tokens, of [MASK] and of [END]: (which, where they start, where they stop)."""
+
+        def what(id):
+            return END if id == self.end_id else MASKED if id == self.vocab_size else TEXT
+
+        start = 0
+        for kind, run in itertools.groupby(ids, key=what):
+            stop = start + len(list(run))
+            yield kind, start, stop
+            start = stop
+
+    def spell_from(self, ids, edges, first):
+        """(the text of ids, where in it the tokens at these edges begin).
+
+        first: at the beginning of a text; else after others, for which a letter stands.
+        """
+        before = [] if first else self.context_ids()
+        skipped = self.spell(before)
+        whole = self.spell([*before, *ids])
+        skip = shared(skipped, whole)
+        if self.kind == "char":
+            return whole, edges
+        if len(edges) <= 2 * WINDOW:
+            starts = [shared(self.spell([*before, *ids[:edge]]), whole) for edge in edges]
+        else:
+            starts = self.starts_by_windows([*before, *ids], whole)
+            starts = [starts[len(before) + edge] for edge in edges]
+        starts = itertools.accumulate((max(skip, i) for i in starts), max)
+        return whole[skip:], [i - skip for i in starts]
+
+    def starts_by_windows(self, ids, whole):
+        """(n + 1,) where in the text `whole` of n ids each token begins, and its length.
+
+        A token's text is what it adds to that of the few before it, if this gives the whole text.
+        """
+        found = [0]
+        text = ""
+        begin = known = 0  # the window, and how many of its tokens have been spelled
+        for stop in range(1, len(ids) + 1):
+            before = self.spell(ids[begin:known])
+            both = self.spell(ids[begin:stop])
+            if not both.endswith(BROKEN) or stop - known > WINDOW:
+                text += both[shared(before, both) :]
+                begin = known
+                known = stop
+            found.append(len(text))
+        if whole.startswith(text):
+            return found
+        return [shared(self.spell(ids[:stop]), whole) for stop in range(len(ids) + 1)]
+
+    def context_ids(self):
+        """Ids that stand for a text before others, where their text depends on that."""
+        if self.kind == "file":
+            return self.library.letter_ids()
+        return [0] * (self.kind == "id")
 
     def spell(self, ids):
+        """The text of ids without [MASK] and [END], as a text of its own."""
         if self.kind == "char":
             return "".join(self.vocab[i] for i in ids)
         if self.kind in ("bpe", "file"):
-            return self.bpe.decode(ids, skip_special_tokens=False)
+            return self.library.decode(ids)
         if self.kind == "id":
             return " ".join(map(str, ids))
         spelled = [bytes([i]) if i < 256 else self.vocab[i - 256].encode() for i in ids]
         return b"".join(spelled).decode("utf-8", "replace")
 
     def to_json(self):
+        """What tokenizer_from_json reads. Raises UserError for more than it reads back."""
         learned = dict(kind=self.kind, vocab=self.vocab, end=self.end)
-        return json.dumps(dict(format="mdlm-tokenizer", version=1, **learned))
+        text = json.dumps(dict(format="mdlm-tokenizer", version=1, **learned))
+        most = most_bytes("tokenizer.json")
+        if len(text) > most:
+            found = f"the tokenizer takes {len(text)} bytes in a checkpoint, more than {most}"
+            raise UserError(f"{found}; take one with a smaller vocabulary")
+        return text
 
 
 def parts_of(text):
-    return [text[i : i + BPE_PART] for i in range(0, len(text), BPE_PART)]
+    return [text[i : i + PART] for i in range(0, len(text), PART)]
 
 
 def tokenizer_from_json(path):
@@ -139,6 +292,8 @@ def tokenizer_from_json(path):
         every_byte = "".join(map(chr, range(256)))
         if kind == "bpe" and tokenizer.decode(tokenizer.encode(every_byte)) != every_byte:
             raise ValueError("decoding does not restore the text")
+    except UserError:  # that library is missing
+        raise
     except Exception as e:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{path} has a tokenizer that cannot be used: {e}") from e
     return tokenizer
@@ -149,8 +304,10 @@ def open_tokenizer(path, end, end_token=""):
     try:
         content = read_small(path)
         tokenizer = Tokenizer("file", content)
-        added = tokenizer.bpe.get_added_tokens_decoder()
+        added = tokenizer.library.library.get_added_tokens_decoder()
         specials = {token.content: id for id, token in added.items() if token.special}
+    except UserError:  # it cannot be read, or that library is missing
+        raise
     except Exception as e:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{path} is no file of the tokenizers library: {str(e)[:200]}") from None
     found = [token for token in ((end_token,) if end_token else END_TOKENS) if token in specials]
@@ -165,9 +322,11 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
     """A Tokenizer for the text of pieces(): pairs (text, whether a document ends)."""
     if kind.endswith(".json"):
         tokenizer = open_tokenizer(kind, end, end_token)
-        some = [piece[:BPE_PART] for piece, _ in itertools.islice(pieces(), 100)]
+        some = [piece[:PART] for piece, _ in itertools.islice(pieces(), 100)]
         if any(tokenizer.decode(tokenizer.encode(text)) != text for text in some):
             warn(f"--tokenizer={kind} changes the text: its likelihood is that of what is left")
+        if cannot := tokenizer.library.what_cannot_be_cut(some[:3]):
+            warn(f"--tokenizer={kind}: {cannot}")
         return tokenizer
     if kind == "byte":
         return Tokenizer("byte", None, end)
@@ -197,8 +356,7 @@ def first_parts(pieces, characters):
 
 def train_bpe(texts, size):
     """A byte-level BPE of `size` ids, as JSON."""
-    import tokenizers
-
+    tokenizers = optional("tokenizers", "--tokenizer=bpe")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = byte_level(add_prefix_space=False)

@@ -1,9 +1,12 @@
 """How sample.py shows the unmasking: in the terminal, as lines of JSON, as a page that replays it.
 
 The page is page/viewer.html with one JSON object. Text that a model wrote stays text: no "<" of it
-reaches the HTML parser, the DOM is built from text nodes, and a policy forbids every load.
+reaches the HTML parser, the DOM is built from text nodes, and a policy forbids every load and all
+scripts but the page's own, by its hash. A page that is cut off or damaged says so.
 """
 
+import base64
+import hashlib
 import itertools
 import json
 import os
@@ -12,12 +15,13 @@ import shutil
 import sys
 import time
 import unicodedata
+import zlib
 from pathlib import Path
 
 import torch
 
 from support.cli import UNSAFE, escaped
-from support.files import write_output
+from support.outputs import write
 from support.templates import joined
 
 FILLED = "\x1b[1;36m"
@@ -97,13 +101,14 @@ class Watch:
         """The text in lines of the terminal's width; a dot is a part of an incomplete character."""
         lines = [""]
         column = 0
-        for token, given, fresh, other in zip(x, self.given, new, changed, strict=True):
-            masked = token == self.mask
+        texts = self.tokenizer.pieces(x)
+        for i, (given, fresh, other) in enumerate(zip(self.given, new, changed, strict=True)):
+            masked = x[i] == self.mask
             style = NEW if fresh else FILLED
             if other:
                 style = CHANGED
             style = FAINT if masked else style * (not given)
-            for c in "░" if masked else self.tokenizer.decode([token]):
+            for c in "░" if masked else texts[i]:
                 columns = 1 + (unicodedata.east_asian_width(c) in "WF")
                 if c == "\n" or column + columns > width:
                     lines.append("")
@@ -119,19 +124,6 @@ class Watch:
         if self.height:
             print(f"\x1b[{self.height}A\r\x1b[J", end="", flush=True)
         self.height = 0
-
-
-def pieces(tokenizer, ids):
-    """The text of each token; a character of several tokens belongs to the last of them."""
-    found = []
-    done = ""
-    for n in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:n])
-        if text.endswith("\ufffd") and n < len(ids):  # not the whole character yet
-            text = done
-        found.append(text[len(done) :])
-        done = text
-    return found
 
 
 def aligned(tokens, width=68):
@@ -154,10 +146,13 @@ def aligned(tokens, width=68):
     return [f"{name:<12}{line}" for block in blocks for name, line in zip(names, block)]
 
 
-def likeliest(tokenizer, p, n):
-    """The n likeliest tokens by probabilities p (V,): pairs of text and probability."""
+def likeliest(tokenizer, p, n, first=False):
+    """The n likeliest tokens by probabilities p (V,): pairs of text and probability.
+
+    first: at the beginning of a text, where some tokenizers write no space.
+    """
     best = p.topk(min(n, len(p)))
-    return [(tokenizer.decode([v]), q) for q, v in zip(*map(torch.Tensor.tolist, best))]
+    return [(tokenizer.piece(v, first), q) for q, v in zip(*map(torch.Tensor.tolist, best))]
 
 
 class Film:
@@ -178,7 +173,9 @@ class Film:
         frame = []
         for i, p in zip(step.drawn[row].nonzero()[:, 0].tolist(), step.logp[of_row].exp()):
             token = int(step.x[row, i])
-            others = [[text, round(q, 4)] for text, q in likeliest(self.tokenizer, p, 5)]
+            others = [
+                [text, round(q, 4)] for text, q in likeliest(self.tokenizer, p, 5, first=i == 0)
+            ]
             frame.append([i, token, round(float(p[token]), 4), others])
         self.frames.append(frame)
 
@@ -186,11 +183,12 @@ class Film:
         """tokens, given and frames as `write_page` takes them, up to [END]."""
         end = self.tokenizer.end_id
         n = ids.index(end) if end in ids else len(ids)
-        tokens = pieces(self.tokenizer, ids[:n])
+        tokens = self.tokenizer.pieces(ids[:n])
         frames = [[change for change in frame if change[0] < n] for frame in self.frames]
         for change in itertools.chain(*frames):
             i, token = change[:2]
-            change[1] = tokens[i] if token == ids[i] else self.tokenizer.decode([token])
+            is_last = token == ids[i]
+            change[1] = tokens[i] if is_last else self.tokenizer.piece(token, first=i == 0)
         return dict(tokens=tokens, given=self.given[:n], frames=frames)
 
 
@@ -206,15 +204,32 @@ def read_part(name):
     return (PAGE / name).read_text(encoding="utf-8")
 
 
-def assemble(**parts):
-    """The page: viewer.html with these in place of its {{names}}."""
-    return re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], read_part("viewer.html"))
+def bundle(*names):
+    """Scripts of support/page/ as one, without the imports and exports that connect them."""
+    modules = "\n".join(map(read_part, names))
+    return re.sub("^(import .*\n|export )", "", modules, flags=re.MULTILINE)
 
 
-def as_script(data):
-    """Data as an element that a page's scripts read."""
+def assemble(data, scripts, styles, policy="", **parts):
+    """The page: viewer.html with these in place of its {{names}}.
+
+    data             what the scripts read; a checksum tells them whether it is intact
+    scripts, styles  names of files in support/page/, which become a part of the page
+    policy           of what the page loads; else it loads nothing. The browser runs the page's own
+                     script by its hash alone, so that a damaged one does not run
+    """
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).translate(TAGS)
-    return f'<script type="application/json" id="data">{text}</script>'
+    checksum = zlib.crc32(text.encode())
+    script = f'"use strict";\n{bundle(*scripts)}\n$("notice").remove();\n'
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    parts |= dict(
+        data=f'<script type="application/json" data-crc32="{checksum}" id="data">{text}</script>',
+        script=script,
+        style="".join(map(read_part, styles)),
+        policy="default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; "
+        f"form-action 'none'; script-src 'sha256-{digest}' {policy}",
+    )
+    return re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], read_part("viewer.html"))
 
 
 def write_page(path, samples, settings):
@@ -228,16 +243,15 @@ def write_page(path, samples, settings):
                       up to 5 alternatives [token, probability]]
     """
     data = dict(samples=samples, settings={name: str(value) for name, value in settings.items()})
-    style, script = (read_part(name) for name in ("viewer.css", "viewer.js"))
     page = assemble(
-        policy="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-        "base-uri 'none'; form-action 'none'",
-        style=f"<style>\n{style}</style>",
+        data,
+        scripts=["crc.js", "viewer.js"],
+        styles=["viewer.css"],
         about=ABOUT,
         composer="",
-        scripts=f"{as_script(data)}\n<script>\n{script}</script>",
+        program="sample.py --html",
     )
-    write_output(path, page.encode())
+    write(path, page.encode())
 
 
 def show(found, facts, with_scores):

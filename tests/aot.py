@@ -46,7 +46,7 @@ def pointers(**types):
 
 
 def masking_cases():
-    masking = import_module("kernels.masking")
+    masking = import_module("support.kernels.masking")
     names = ("count", "rows", "n_rows", "level", "sample", "seed", "step")
     sizes = ((64, "i32"), (64, "i64"), (256, "i64"), (1024, "i64"), (8192, "i64"))
     for (T, integer), fixed in itertools.product(sizes, (False, True)):
@@ -63,7 +63,7 @@ def masking_cases():
 
 
 def head_cases():
-    ce = import_module("kernels.cross_entropy")
+    ce = import_module("support.kernels.cross_entropy")
     index = dict(target="i64", weight="fp32", unit="fp32", loss="fp32")
     for dtype, V in itertools.product(TYPES, (65, 1000, 50304)):
         types = pointers(z=dtype, **index) | dict(V="i32", limit="i32")
@@ -74,7 +74,7 @@ def head_cases():
 
 def attention_cases():
     """float16 has the tiles of bfloat16."""
-    at = import_module("kernels.attention")
+    at = import_module("support.kernels.attention")
     kernels = (at.attention_forward_kernel, at.attention_dq_kernel, at.attention_dkdv_kernel)
     spans = ("", ", documents", ", blocks")
     for kernel, dtype, D, even, seen in itertools.product(

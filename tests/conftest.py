@@ -14,9 +14,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import kernels
 import mdlm
-from support import checkpoint, cli, files
+from support import checkpoint, cli, files, kernels
 
 torch.set_num_threads(1)  # these models are tiny, and threads that wait for a busy core spin
 ROOT = Path(__file__).parent.parent

@@ -129,8 +129,10 @@ def read_only(at, folder):
     before_step(at, lambda: os.chmod(folder, 0o555))
 
 
-def deleted(at, folder):
-    before_step(at, lambda: shutil.rmtree(folder))
+def deleted(at, folder, which=""):
+    """The folder vanishes, by one rank if there are several."""
+    if which in ("", str(rank())):
+        before_step(at, lambda: shutil.rmtree(folder))
 
 
 def digest(run):

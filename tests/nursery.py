@@ -88,10 +88,17 @@ def starter(nursery, text):
     return begin
 
 
-def begin_ranks(n, run, out, *flags, **more):
-    """n ranks of one run, as torchrun would start them."""
+def has_logged(out, step):
+    """Whether the log of the run in `out` has a record of this step."""
+    path = Path(out) / "log.jsonl"
+    return path.exists() and f'"step": {step}, ' in path.read_text()
+
+
+def begin_ranks(n, run, out, *flags, each=None, **more):
+    """n ranks of one run, as torchrun would start them; each: more flags of every rank."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
     env = dict(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **more)
-    return [run(out, *flags, RANK=str(r), LOCAL_RANK=str(r), **env) for r in range(n)]
+    each = each or [[]] * n
+    return [run(out, *flags, *each[r], RANK=str(r), LOCAL_RANK=str(r), **env) for r in range(n)]

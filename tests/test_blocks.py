@@ -14,11 +14,10 @@ from conftest import ROOT, TINY, losses, read_log, run_mdlm, saved
 
 import eval
 import export
-import kernels
 import mdlm
 import sample
-from kernels.cache import Cache
-from support import cli
+from support import cli, kernels
+from support.kernels.cache import Cache
 from support.likelihood import chain_rule, groups
 
 V = 5

@@ -8,8 +8,8 @@ import torch
 from conftest import Toy
 
 import sample
-from kernels.reference import philox_words
 from support import numerics
+from support.kernels.reference import philox_words
 
 V = 2
 T = 8

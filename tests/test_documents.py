@@ -12,11 +12,10 @@ from conftest import TINY, Toy, losses, read_log, run_mdlm, sign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kernels
 import mdlm
 import sample
-from kernels.reference import document_spans
-from support import sources
+from support import kernels, sources
+from support.kernels.reference import document_spans
 from support.likelihood import chain_rule, end_documents
 from support.tokenizer import Tokenizer
 

@@ -12,9 +12,8 @@ from conftest import TINY, Toy, chain_rule, read_log, run_mdlm, sign
 from safetensors.torch import load_file, save_file
 
 import eval
-import kernels
 import mdlm
-from support import checkpoint, cli, likelihood, numerics, plots, sources
+from support import checkpoint, cli, kernels, likelihood, numerics, plots, sources
 
 CORPUS = SimpleNamespace(chars_per_token=2.0, entropy=None)
 
@@ -328,14 +327,14 @@ def test_missing_matplotlib_is_one_sentence(runs, capsys, monkeypatch, tmp_path)
         (["--exactt"], ["--exactt", "--exact"]),
         (["--compare={runs}/mdlm", "--exact"], ["--compare", "--exact"]),
         (["--compare={runs}/shipped"], ["shipped", "log"]),
-        (["--compare=,"], ["log"]),
+        (["--compare=,"], ["--compare", "is empty"]),
         (["--out_dir={runs}/mdlm", "--json=/nowhere/r.json"], ["/nowhere/r.json"]),
         (
             ["--windows=2", "--pictures={runs}/elsewhere.txt/p"],
             ["elsewhere.txt/p", "check"],
         ),
         (["--device=warp"], ["warp", "cpu"]),
-        (["--text="], ["--text", "give one"]),
+        (["--text="], ["--text", "Give a value"]),
         (["--rate=0.5"], ["--text", "--rate"]),
         (["--text=a", "--rate=1.5"], ["rate", "1"]),
         (["--text=a", "--exact"], ["--text", "--exact"]),

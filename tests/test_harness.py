@@ -122,6 +122,90 @@ def test_text_is_written_up_to_its_end(run):
     assert -66 < logp < 0
 
 
+def write(asked, prompt, **how):
+    return asked.generate_until([SimpleNamespace(args=(prompt, how))])[0]
+
+
+@pytest.mark.parametrize("mark", ["█", "[___]", "[MASK]", "_", "[___]█"])
+def test_marks_of_gaps_are_text_of_a_prompt(run, mark):
+    """As the model has these characters; what it has not is said, with the request."""
+    asked = harness.Harness(run / "out", device="cpu")
+    for text in (mark, f"the cat {mark}"):
+        for call in (
+            lambda text=text: write(asked, text),
+            lambda text=text: ask(asked, ("the", " cat"), (text, " sat")),
+            lambda text=text: ask(asked, ("the", " cat"), ("the", text)),
+            lambda text=text: asked.loglikelihood_rolling([SimpleNamespace(args=(text,))]),
+        ):
+            with pytest.raises(ValueError, match=r"request [12], .* is unknown"):
+                call()
+    asked.tokenizer = Tokenizer("char", list("█[_]MASKab \n"))
+    assert asked.tokenizer.vocab_size == asked.model.vocab_size
+    prompt = f"ab {mark}"
+    ids = asked.tokenizer.encode(prompt)
+    x = torch.tensor([[*ids, *[asked.model.mask_id] * 8]])
+    found = sample.generate(asked.model, x, temperature=0, seed=0)[0].tolist()
+    assert found[: len(ids)] == ids
+    assert write(asked, prompt, max_gen_toks=8) == asked.tokenizer.decode(found[len(ids) :])
+    ((logp, _),) = ask(asked, ("ab", mark))
+    x = torch.tensor([asked.tokenizer.encode("ab" + mark)])
+    assert logp == pytest.approx(
+        likelihood.chain_rule(asked.model, x)[0, 2:].sum().item(), abs=1e-4
+    )
+
+
+def test_unmet_request_is_named_before_the_work(run, monkeypatch):
+    asked = harness.Harness(run / "out", device="cpu")
+    monkeypatch.setattr(asked, "score", lambda *pair: pytest.fail("hours of work"))
+    for args, said in (
+        (("the", " dog"), "request 2 of arc, ' dog': the character 'd' at position 1 is unknown"),
+        (("the", ""), "request 2 of arc, '': an answer has 0 tokens; the model takes 1 to 32"),
+        (("", "a" * 33), "has 33 tokens; the model takes 1 to 32"),
+    ):
+        requests = [SimpleNamespace(args=pair, task_name="arc") for pair in (("the", " cat"), args)]
+        with pytest.raises(ValueError) as error:
+            asked.loglikelihood(requests)
+        assert said in str(error.value)
+
+
+def test_generation_kwargs_are_those_of_the_harness(run, capsys):
+    asked = harness.Harness(run / "out", device="cpu")
+    eight = write(asked, "the cat", max_gen_toks=8)
+    assert len(eight) == 8
+    for name in ("max_new_tokens", "max_tokens", "max_completion_tokens"):
+        assert write(asked, "the cat", **{name: 8}) == eight, "other names of the same"
+    for until, wanted in (
+        (None, eight),
+        ("", eight),
+        ([""], eight),
+        ([eight[2:4], "\n"], eight[:2]),
+    ):
+        assert write(asked, "the cat", max_gen_toks=8, until=until) == wanted
+    likeliest = dict(max_gen_toks=8, do_sample=True, temperature=2.0, top_k=1)
+    assert write(asked, "the cat", **likeliest) == eight
+    assert write(asked, "the cat", max_gen_toks=0) == ""
+    capsys.readouterr()
+    assert write(asked, "the cat", max_gen_toks=8, repetition_penalty=2, until=[]) == eight
+    assert write(asked, "the cat", max_gen_toks=8, repetition_penalty=2) == eight
+    assert capsys.readouterr().err.count("repetition_penalty are not known here; ignored") == 1
+
+
+def test_the_end_of_a_long_prompt_is_kept(run, monkeypatch):
+    """With room for the answer; if that has none, half a context, and an empty one is fine too."""
+    asked = harness.Harness(run / "out", device="cpu")
+    seen = []
+
+    def generate(model, x, **how):
+        seen.append((x != model.mask_id).sum().item())
+        assert asked.tokenizer.decode(x[0, : seen[-1]]) == prompt[len(prompt) - seen[-1] :]
+        return x.clamp(max=model.mask_id - 1)
+
+    monkeypatch.setattr(sample, "generate", generate)
+    for prompt, n in (("the cat sat on a mat.\n" * 4, 8), ("the cat sat " * 4, 40), ("", 5)):
+        assert len(write(asked, prompt, max_gen_toks=n)) == n
+    assert seen == [24, 16, 0]
+
+
 def test_end_stands_between_prompt_and_answer(tmp_path):
     """In a run on prompts and answers, which has learned them so."""
     lines = "".join(json.dumps(dict(q=q, a=a)) + "\n" for q, a in ("xy", "yx", "zz")) * 60

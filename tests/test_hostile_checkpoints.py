@@ -335,11 +335,16 @@ def test_latest_names_only_the_runs_checkpoints(run, tmp_path, latest):
     assert found == run / ("step-2" if latest == b"step-2\n" else "step-4")
 
 
-def test_links_are_removed_but_not_followed(run, tmp_path):
+def test_links_are_not_followed(run, tmp_path):
+    """What is no checkpoint, though named like one, is left alone and said."""
     shutil.copytree(run / "step-4", tmp_path / "precious")
     for link in ("step-1", ".mdlm-tmp-stale"):
         (run / link).symlink_to(tmp_path / "precious")
     os.mkfifo(run / "step-0")
+    for _ in range(2):
+        assert run_mdlm("--resume", f"--out_dir={run}", "--max_steps=5") == 2
+        link = next(run.glob("step-[01]"))
+        link.unlink()
     assert run_mdlm("--resume", f"--out_dir={run}", "--max_steps=5") == 0
     assert sorted(p.name for p in checkpoint.checkpoints(run)) == ["step-4", "step-5"]
     assert len(list((tmp_path / "precious").iterdir())) == 6

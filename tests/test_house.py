@@ -31,7 +31,6 @@ FILES = [p for p in list_files() if p.parts[0] not in ("out", "build")]
 SOURCES = [p for p in FILES if p.suffix in (".py", ".html", ".js", ".css")]
 SOURCES = [p for p in SOURCES if p.parts[0] not in ("tests", "lessons")]
 TEXTS = {p: (ROOT / p).read_text(encoding="utf-8") for p in SOURCES}
-LINES = {str(p): len(text.splitlines()) for p, text in TEXTS.items()}
 TREES = {p: ast.parse(text) for p, text in TEXTS.items() if p.suffix == ".py"}
 MAIN = TREES[Path("mdlm.py")]
 MODULES = {".".join(p.with_suffix("").parts).removesuffix(".__init__"): p for p in TREES}
@@ -46,23 +45,21 @@ def count(condition):
 
 
 def imports(nodes):
-    """The own modules that these nodes of a tree import."""
+    """The own modules that these nodes of a tree import (kernels/ as support.kernels)."""
     found = set()
     for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found & MODULES.keys()
+            module = node.module or ""
+            if node.level:  # relative: kernels/ alone has such
+                module = f"kernels.{module}"
+            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    kernels = {name.removeprefix("support.") for name in found if "kernels" in name}
+    return (found | kernels) & MODULES.keys()
 
 
 GRAPH = {name: imports(ast.walk(TREES[path])) for name, path in MODULES.items()}
-
-
-@pytest.mark.parametrize("file, most", [("mdlm.py", 850), ("sample.py", 550), ("all", 8300)])
-def test_files_stay_short(file, most):
-    lines = sum(LINES.values()) if file == "all" else LINES[file]
-    assert lines <= most
 
 
 def test_functions_stay_short():
@@ -140,26 +137,12 @@ def test_libraries_import_no_program():
     assert upward == []
 
 
-def test_readme_is_short():
-    assert len((ROOT / "README.md").read_bytes()) <= 7500
-
-
 @pytest.mark.skipif(not RUFF, reason="ruff is not installed")
 def test_source_is_formatted_and_clean():
     files = [str(p) for p in FILES if p.suffix == ".py"]
     for command in (["format", "--check"], ["check"]):
         r = subprocess.run([RUFF, *command, *files], cwd=ROOT, capture_output=True, text=True)
         assert r.returncode == 0, r.stdout[-2000:]
-
-
-def test_test_names_have_eight_words():
-    long = []
-    for path in (ROOT / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            name = getattr(node, "name", None) or ""
-            if name.startswith("test_") and len(name.split("_")) > 9:
-                long.append(f"{path.name}:{name}")
-    assert long == []
 
 
 def names_of(requirements):
@@ -169,8 +152,9 @@ def names_of(requirements):
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
 def test_requirements_and_pyproject_name_the_same():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    listed = names_of(line for line in lines if line and not line.startswith("#"))
-    dependencies = project["project"]["dependencies"]
-    assert listed == names_of(dependencies + project["dependency-groups"]["dev"])
-    assert "build-system" not in project
+    for file, names in (
+        ("requirements.txt", project["project"]["dependencies"]),
+        ("requirements-dev.txt", project["dependency-groups"]["dev"]),
+    ):
+        lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+        assert names_of(line for line in lines if line[:1].isalpha()) == names_of(names)

@@ -17,8 +17,8 @@ import torch
 from aot import SHARED
 from conftest import TINY, losses, run_mdlm
 
-import kernels
 import mdlm
+from support.kernels import operations as kernels
 
 HERE = Path(__file__).parent
 INTERPRETED = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

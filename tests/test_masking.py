@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from kernels import mask_tokens, mask_tokens_ref
-from kernels.reference import philox_words
+from support.kernels import mask_tokens, mask_tokens_ref
+from support.kernels.reference import philox_words
 
 
 def test_the_words_are_philox_4x32_10():

@@ -5,7 +5,7 @@ import torch
 from conftest import ROOT  # noqa: F401 (puts the root on the path)
 from torch._inductor.utils import run_and_get_code
 
-from kernels.launch import can_compile
+from support.kernels.launch import can_compile
 from support.muon import BETA2, Muon, orthogonalize
 from support.optimizers import average
 

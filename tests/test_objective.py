@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from conftest import ROOT, TINY, Toy, chain_rule, exhaustive_nelbo, run_mdlm
 from safetensors.numpy import load_file
 
-import kernels
 import mdlm
-from kernels.reference import attention_ref
+from support import kernels
 from support.cli import UserError
+from support.kernels.reference import attention_ref
 
 VARIANTS = [
     dict(masking="bernoulli"),

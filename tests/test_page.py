@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 import urllib.parse
+import zlib
 from importlib.util import find_spec
 from statistics import median
 
@@ -24,8 +25,8 @@ from webdriver import Browser
 import export
 import mdlm
 import sample
-from kernels.reference import philox_words
-from support import cli, likelihood, page
+from support import cli, likelihood, page, viewer
+from support.kernels.reference import philox_words
 from support.tokenizer import Tokenizer
 
 WEIGHTS = ROOT / "weights" / "shakespeare"
@@ -116,6 +117,108 @@ def test_sampler_draws_what_sample_py_draws(network):
         assert np.allclose([fill["logp"] for fill in found["fills"]], logp, atol=1e-5)
 
 
+LOADER = """
+import {open} from %s;
+const {cases, files, runtime} = JSON.parse(process.argv[1]), later = setTimeout, said = {};
+console.info = () => {};
+let patience;
+globalThis.setTimeout = (f, ms) => later(f, ms === 60_000 ? patience : ms);
+for (const [name, place] of Object.entries(cases)) {
+  patience = name.startsWith("stalled") ? 100 : 60_000;
+  const about = {files, runtime: {wasm: runtime}, place, tensors: [], bytes: 0};
+  await open(about, "wasm").catch(sentence => said[name] = sentence);
+}
+console.log(JSON.stringify(said));
+process.exit();
+"""
+FAULTS = {
+    "missing": "FILE is missing (404): put all files",
+    "refused": "The server does not give FILE (403): put all files",
+    "another page": "FILE has 11 bytes, 3000 were written: it is cut off, or of another export",
+    "cut off": "FILE has 1500 bytes, 3000 were written: it is cut off",
+    "longer": "FILE has 4000 bytes, 3000 were written: it is cut off, or of another export",
+    "empty": "FILE has 0 bytes, 3000 were written",
+    "spoiled": "FILE has the right length, but a wrong checksum: it is damaged",
+    "broken off": "FILE broke off after 1500 of 3000 bytes; check the connection",
+    "no answer": "FILE cannot be loaded: no answer",
+    "stalled": "FILE does not come: the server sent nothing for 60 s",
+    "stalled in the middle": "FILE does not come: the server sent nothing for 60 s",
+}
+
+
+class Faulty(http.server.BaseHTTPRequestHandler):
+    """Gives /FAULT/FILE/NAME; what is wrong with FILE is FAULT, all other files are right."""
+
+    content = bytes(range(200)) * 15
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        fault, file, name = urllib.parse.unquote(self.path)[1:].split("/")
+        content, status, length, kind = self.content, 200, 0, "text/javascript"
+        if file == name:
+            status = {"missing": 404, "refused": 403}.get(fault, 200)
+            changed = {
+                "another page": b"<html>hello",
+                "empty": b"",
+                "longer": content + content[:1000],
+            }
+            changed |= {"spoiled": b"\1" + content[1:]}
+            if fault in ("cut off", "broken off", "stalled in the middle"):
+                content = content[:1500]
+            content = changed.get(fault, content)
+            length = 3000 * (fault in ("broken off", "stalled in the middle"))
+            kind = "text/plain" if fault == "type" else kind
+            if fault == "no answer":
+                return
+            if fault == "stalled":
+                self.server.end.wait(30)
+            if fault == "stalled":
+                return
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(length or len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+        self.wfile.flush()
+        if file == name and fault == "stalled in the middle":
+            self.server.end.wait(30)
+
+
+def test_every_fault_of_every_file_is_one_sentence():
+    """Missing, cut off, damaged, of another export, of a wrong type, stalled: and what to do."""
+    if not shutil.which("node"):
+        pytest.skip("no Node.js")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Faulty)
+    server.end = threading.Event()
+    server.handle_error = lambda *args: None  # a client that has gone
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    runtime = page.RUNTIME_FILES["wasm"]
+    files = ["model.onnx", "weights.bin", *runtime]
+    sums = dict.fromkeys(files, (3000, zlib.crc32(Faulty.content)))
+    wanted = {(fault, file): said for fault, said in FAULTS.items() for file in files}
+    served = "FILE comes as text/plain, which no browser runs: let the server send .mjs"
+    wanted |= {("type", file): served for file in runtime if file.endswith(".mjs")}
+    url = f"http://127.0.0.1:{server.server_port}"
+    cases = {
+        f"{fault}/{file}": f"{url}/{urllib.parse.quote(fault)}/{file}/" for fault, file in wanted
+    }
+    given = json.dumps(dict(cases=cases, files=sums, runtime=runtime))
+    code = LOADER % json.dumps((page.PAGE / "model.js").as_uri())
+    command = ["node", "--input-type=module", "-e", code, given]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    server.end.set()
+    server.shutdown()
+    server.server_close()
+    assert run.returncode == 0, run.stderr
+    said = json.loads(run.stdout)
+    for (fault, file), sentence in wanted.items():
+        found = said[f"{fault}/{file}"]
+        assert found.startswith(sentence.replace("FILE", file)), (fault, found)
+        assert "reload" in found and "\n" not in found
+
+
 def test_quantized_matrices_are_near():
     array = np.random.default_rng(0).normal(size=(50, 7)).astype(np.float32)
     array[:, 2] = 0
@@ -155,6 +258,30 @@ def test_what_a_page_needs_is_named(tmp_path, monkeypatch, capsys):
     assert export_page(dest) == 2
     error = capsys.readouterr().err
     assert "npm ci failed" in error and "no network" in error and not dest.exists()
+    npm.write_text("#!/bin/sh\nsleep 5 &\nsleep 5\n")  # what it started lives on, as under Windows
+    monkeypatch.setattr(page, "NPM_LIMIT", 0.2)
+    began = time.monotonic()
+    assert export_page(dest) == 2 and time.monotonic() - began < 20
+    error = capsys.readouterr().err
+    assert "npm ci was stopped after 0.2 s" in error and "network" in error and not dest.exists()
+
+
+def test_cut_off_installation_is_not_taken(tmp_path, monkeypatch):
+    """Nor that of another version than the lock file's."""
+    runtime = tmp_path / "onnxruntime-web"
+    (runtime / "dist").mkdir(parents=True)
+    monkeypatch.setattr(page, "RUNTIME", runtime)
+    for names in page.RUNTIME_FILES.values():
+        for name in names:
+            (runtime / "dist" / name).write_bytes(b"half")
+    lock = json.loads((page.PAGE / "package-lock.json").read_text())
+    installed = tmp_path / ".package-lock.json"
+    assert not page.is_installed()
+    installed.write_text(json.dumps(lock))
+    assert page.is_installed()
+    lock["packages"]["node_modules/onnxruntime-web"]["version"] = "1.0.0"
+    installed.write_text(json.dumps(lock))
+    assert not page.is_installed()
 
 
 def test_workflow_builds_the_shipped_page():
@@ -254,15 +381,18 @@ def write(browser, text, **settings):
 
 
 @slow
-def test_logits_are_those_of_pytorch(browser, shipped):
-    server = visit(browser, shipped)
+def test_logits_are_those_of_pytorch(browser, shipped, tmp_path):
+    folder = shutil.copytree(shipped, tmp_path / "page")
+    for name in ("crc.js", "model.js"):
+        shutil.copy(page.PAGE / name, folder)
+    server = visit(browser, folder)
     model, _, config = mdlm.load(WEIGHTS)
     g = torch.Generator().manual_seed(0)
     x = torch.randint(model.mask_id, (3, config.block_size), generator=g)
     x[1:][torch.rand(2, config.block_size, generator=g) < 0.5] = model.mask_id
     script = """const [rows, done] = arguments;
       import("./model.js").then(async ({open, predict}) => {
-        await open(live, "wasm");
+        await open({...live, place: document.baseURI}, "wasm");
         done((await predict(rows)).map(logits => Array.from(logits)));
       }).catch(error => done(String(error)));"""
     found = browser.call("/execute/async", script=script, args=[x.tolist()])
@@ -507,13 +637,76 @@ def test_hostile_text_stays_text(live):
 
 
 @slow
-@pytest.mark.parametrize("missing", ["weights.bin", "model.onnx", "sampler.js", "ort.wasm.min.mjs"])
-def test_a_missing_file_is_named(browser, tiny, tmp_path, missing):
+def test_wrong_or_missing_file_is_named(browser, tiny, tmp_path):
+    """Whichever it is: the page holds its own scripts and styles, so that there are no others."""
     folder = shutil.copytree(tiny, tmp_path / "page")
-    os.remove(folder / missing)
+    names = [
+        path.name for path in folder.iterdir() if not re.search("html|webgpu|asyncify", path.name)
+    ]
+    assert sorted(names) == sorted(["model.onnx", "weights.bin", *page.RUNTIME_FILES["wasm"]])
+    for name in names:
+        content = (folder / name).read_bytes()
+        middle = len(content) // 2
+        spoiled = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        for changed, sentence in (
+            (None, f"{name} is missing (404)"),
+            (content[:middle], f"{name} has {middle} bytes, {len(content)} were written"),
+            (spoiled, f"{name} has the right length, but a wrong checksum"),
+        ):
+            os.remove(folder / name)
+            if changed is not None:
+                (folder / name).write_bytes(changed)
+            visit(browser, folder).close()
+            assert say(browser).startswith(sentence) and browser.js("$('write').disabled")
+            assert browser.js("$('said').className") == "error"
+            (folder / name).write_bytes(content)
     visit(browser, folder).close()
-    assert missing.split(".")[0] in say(browser) and browser.js("$('said').className") == "error"
-    assert browser.js("$('write').disabled")
+    assert browser.js("ready") and say(browser) == ""
+
+
+def rename(folder, letters):
+    """Let the page in `folder` call its first characters so."""
+    path = folder / "index.html"
+    text = path.read_text(encoding="utf-8")
+    checksum, data = re.search(r'data-crc32="(\d+)" id="data">(.*?)</script>', text).groups()
+    content = json.loads(data)
+    vocab = content["live"]["vocab"]
+    content["live"]["vocab"] = [*letters, *"cdefghijkl"][: len(vocab)]
+    changed = json.dumps(content).translate(viewer.TAGS)
+    text = text.replace(data, changed).replace(checksum, str(zlib.crc32(changed.encode())))
+    path.write_text(text, encoding="utf-8")
+
+
+@slow
+@pytest.mark.parametrize(
+    "letters, signs, literal",
+    [("ab_", "█", "_"), ("ab█", "_", "█"), ("ab_█[]", "[MASK]", "_█[___]"), ("ab", "_ or █", "")],
+)
+def test_character_of_the_model_is_no_gap(browser, tiny, tmp_path, letters, signs, literal):
+    folder = shutil.copytree(tiny, tmp_path / "page")
+    rename(folder, letters)
+    server = visit(browser, folder)
+    assert browser.js("$('help').textContent").startswith(f"Each {signs} is a character to fill")
+    sign = signs.split()[0]
+    text = write(browser, f"{literal}a{sign}b[MASK]", steps=2)
+    assert text.startswith(f"{literal}a") and len(text) == len(literal) + 4
+    assert browser.js("samples.at(-1).given") == [True] * (len(literal) + 1) + [False, True, False]
+    browser.js(f"$('typed').value = {json.dumps('[MASK]' + 'a' * 31)}")
+    browser.js("start(false)")
+    assert browser.js("$('said').className") == "", "[MASK] is one of 32 characters"
+    browser.wait("writing === null")
+    for typed, wanted in (
+        ("ab", f"no gap to rank fills for: type {sign}"),
+        ("[MASK]é", 'character "é" (position 7)'),
+        (
+            "a[___]",
+            "no gap to rank" if "[" in letters else "[___], a gap of unknown length, is for",
+        ),
+    ):
+        browser.js(f"$('typed').value = {json.dumps(typed)}")
+        browser.js("start(true)")
+        assert wanted in say(browser)
+    server.close()
 
 
 @slow
@@ -548,9 +741,12 @@ def test_ranking_ends_what_is_being_written(live):
     """The text stays as it is; tabs, keys and the timer go on; more gaps than one in a title."""
     live.js("$('typed').value = 'a__ b__' + 'a'.repeat(20)")
     live.js("$('steps').value = 128")
-    live.js("start(false)")
-    live.wait("writing?.frames?.length > 1")
-    live.js("start(true)")
+    script = """const [done] = arguments;
+      worker.addEventListener("message", ({data}) => {
+        if (data.frame && writing.frames.length === 2) done(start(true));
+      });
+      start(false);"""
+    live.call("/execute/async", script=script, args=[])  # in the page: it writes faster than we ask
     live.press("down", "up")
     assert live.js("samples.length") == 1 and live.js("steps === sample.frames.length")
     live.wait("$('said').textContent.startsWith('The likeliest')")

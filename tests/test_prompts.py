@@ -143,7 +143,7 @@ def test_a_prompt_goes_where_its_answer_goes(tmp_path, n):
         ([dict(q="what", a="x" * 40)] * 30, [], ["take 46 tokens", "--block_size=32"]),
         ([dict(q="what")] * 9, [], ["'a'", "q", "--text_column"]),
         ([dict(a="what")] * 9, [], ["'q'", "a", "--prompt_column"]),
-        ([dict(q="", a="b")] * 9, [], ["line 1: q", "not a text"]),
+        ([dict(q="", a="b")] * 9, [], ["9 empty", "line 1", "is empty"]),
         ([dict(q="c", a="b")] * 9, ["--text_column=q"], ["--prompt_column=q", "name two"]),
         ([dict(q="c", a="b")] * 9, ["--objective=ar"], ["--prompt_column", "--objective"]),
         ([dict(q="c", a="b")] * 9, ["--lengths=known"], ["--prompt_column", "--lengths"]),

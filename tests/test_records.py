@@ -92,8 +92,6 @@ GOOD = json.dumps(dict(text="a good record\n" * 9)) + "\n"
 WRONG = [
     (GOOD + '{"txt": "a"}', "line 2 has no 'text', but txt; give --text_column"),
     (GOOD + '{"text": 7}', "line 2: text is '7', not a text"),
-    (GOOD + '{"text": null}', "line 2: text is 'None', not a text"),
-    (GOOD + '\n{"text": ""}', "line 3: text is '', not a text"),
     (GOOD + '{"text": "\\ud800"}', "line 2: text has half of a surrogate pair"),
     (GOOD + '{"text": "a"', "line 2 is no JSON"),
     (GOOD + "[" * 100_000, "line 2 is no JSON"),
@@ -134,17 +132,13 @@ def test_broken_files_are_named(tmp_path, capsys):
     raw = arrow.array([b"good", b"\xff"], arrow.binary()).view(arrow.string())
     arrow.parquet.write_table(arrow.table({"text": raw}), tmp_path / "x.parquet")
     is_refused(tmp_path, capsys, tmp_path / "x.parquet", "no intact parquet file")
-    write_parquet(tmp_path / "x.parquet", ["a" * 999, None])
-    is_refused(tmp_path, capsys, tmp_path / "x.parquet", "row 2: text is 'None'")
     write_parquet(tmp_path / "x.parquet", [1, 2])
-    is_refused(tmp_path, capsys, tmp_path / "x.parquet", "row 1: text is '1'")
+    is_refused(tmp_path, capsys, tmp_path / "x.parquet", "text has int64, not texts")
     write_parquet(tmp_path / "x.parquet", ["a"], "body")
     is_refused(tmp_path, capsys, tmp_path / "x.parquet", "has no 'text', but id, body")
 
 
-def test_too_few_records_are_refused(tmp_path, capsys):
-    write_jsonl(tmp_path / "x.jsonl", ["a single record " * 20])
-    is_refused(tmp_path, capsys, tmp_path / "x.jsonl", "no record left to validate")
+def test_folders_of_runs_are_no_records(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "latest").touch()
     write_jsonl(tmp_path / "run" / "log.jsonl", TEXTS)

@@ -22,10 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as to_safetensors
 
-import kernels
 import mdlm
 import sample
-from support import checkpoint, cli, judging, likelihood, numerics, sources, viewer
+from support import checkpoint, cli, judging, kernels, likelihood, numerics, sources, viewer
 from support.tokenizer import Tokenizer, build_tokenizer
 
 V = 3

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import eval
 import mdlm
 import sample
-from support import checkpoint, cli, files, plots, runtime, sources
+from support import checkpoint, cli, outputs, plots, runtime, sources
 
 HOSTILE = "a\x1b]0;mine\x07b\x1b[2Jc\x9b1md\u202ee\x7f\rf\n"
 OURS = re.compile(r"\x1b\[[0-9;]*[mAJ]|\r(?=\x1b\[J)")  # what viewer.py sends to a terminal
@@ -364,7 +364,7 @@ def test_python_gets_sentences_for_models_and_texts(run):
     for args in ((None,), (run, "nowhere"), (run, "cpu", "fast"), (run, "cuda:99")):
         with pytest.raises(cli.UserError, match=r"is no path|is not on this machine|fast"):
             mdlm.load(*args)
-    for text in (5, "\ud800", ["a"]):
+    for text in (5, "\ud800", [5]):
         with pytest.raises(cli.UserError, match="not UTF-8"):
             sample.write(model, tokenizer, text)
     with pytest.raises(cli.UserError, match="fill is no setting"):
@@ -409,11 +409,11 @@ def same_folder():
 def test_devices_are_written_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    files.write_output(tmp_path / "pipe", b"content")
+    outputs.write(tmp_path / "pipe", b"content")
     assert os.read(reader, 99) == b"content"
     assert (tmp_path / "pipe").is_fifo()
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    files.write_output(tmp_path / "link", b"content")
+    outputs.write(tmp_path / "link", b"content")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_bytes() == b"content"
 
 
@@ -422,7 +422,7 @@ def test_devices_are_written_not_replaced(tmp_path):
     [
         (mdlm, ["my.txt"], ["'my.txt' needs a flag", "--data="]),
         (eval, ["my file.txt"], ["'my file.txt' needs a flag"]),
-        (sample, ["To be█"], ["'To be█' needs a flag"]),
+        (sample, ["To", "be█"], ["'To be█' are 2 values", "quotes"]),
         (mdlm, ["--data=/dev/zero"], ["/dev/zero", "is no regular file"]),
         (mdlm, ["--data=tests"], ["tests is a folder without files to train on", ".jsonl"]),
         (mdlm, ["--seed=4294967296"], ["--seed=4294967296", "0 to 4294967295"]),
@@ -491,7 +491,7 @@ def test_shipped_model_is_scored_without_network(capsys, monkeypatch, tmp_path):
 def test_output_that_fails_does_not_end_a_run(run, capsys, monkeypatch):
     class Closed(io.StringIO):
         def write(self, text):
-            if "step 6" in text:
+            if "step 6/8" in text:  # a run of four steps shows the first and the last
                 raise BrokenPipeError(32, "Broken pipe")
             return len(text)
 

@@ -353,11 +353,13 @@ def run_for_100_seconds(text_file, out, *more):
 
 def test_time_limit_covers_everything(text_file, tmp_path, clock, slow):
     slow(call=0.25)
-    code, log = run_for_100_seconds(text_file, tmp_path / "out", "--eval_interval=100")
+    code, log = run_for_100_seconds(text_file, tmp_path / "out", "--eval_interval=0")
     assert code == 0
     assert 90 < log[-1]["seconds"] <= clock.now <= 100
-    assert [r["val_nelbo"] for r in log if "val_nelbo" in r][1:], "evaluated on the way too"
-    assert not any("windows" in r for r in log[1:]), "all of them, always"
+    assert len([r for r in log if "val_nelbo" in r]) in (10, 11), "untrained, about ten on the way"
+    scored = [r.get("windows") for r in log if "val_nelbo" in r][1:]
+    assert scored.pop() is None, "all of them at the end"
+    assert len(set(scored)) == 1 and 4 <= scored[0] < 32, "few before, always the same"
     assert [r["lr_scale"] for r in log if "lr_scale" in r][-1] < 0.1
 
 
@@ -422,7 +424,7 @@ def test_compilation_that_takes_all_time_is_no_success(
     monkeypatch.setattr(torch, "compile", compiled)
     assert run_for_100_seconds(text_file, tmp_path / "out", "--compile=on")[0] == 2
     said = capsys.readouterr()
-    assert "after 600 s" in said.err and "compiling" in said.out.splitlines()
+    assert "after 600 s" in said.err and "--compile=off starts at once" in said.out
 
 
 def test_clock_starts_before_the_slow_imports(monkeypatch):

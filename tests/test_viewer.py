@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT  # noqa: F401 (puts the root on the path)
 from webdriver import Browser
 
-from support import cli, files, viewer
+from support import cli, outputs, viewer
 from support.tokenizer import Tokenizer
 
 ATTACK = (
@@ -125,7 +125,7 @@ def test_unwritable_files_get_one_sentence(tmp_path, capsys):
     os.mkdir(tmp_path / "folder")
     for path in (tmp_path / "missing" / "page.html", tmp_path / "folder"):
         with pytest.raises(cli.UserError, match=r"--html=.* cannot be written; give a file"):
-            files.check_output("html", str(path))
+            outputs.check("html", str(path))
         assert cli.run(lambda argv: viewer.write_page(*argv), [path, SAMPLES, {}]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and str(path) in said
@@ -393,3 +393,38 @@ def test_phones_and_reduced_motion_are_respected(page):
         for i in range(len(SAMPLES)):
             page.js(f"load({i})")
             assert page.js("document.documentElement.scrollWidth") <= width
+
+
+NOTICE = """(notice => {
+  if (!notice) return null;
+  notice.getAnimations().forEach(animation => animation.finish());  // it waits for a slow network
+  return getComputedStyle(notice).visibility + ": " + notice.textContent.replace(/\\s+/g, " ");
+})(document.getElementById("notice"))"""
+
+
+def test_cut_or_damaged_page_says_so(browser, tmp_path):
+    """In its style, its data, its script: the sentence that is there from the start stays."""
+    path = tmp_path / "page.html"
+    viewer.write_page(path, SAMPLES, SETTINGS)
+    whole = path.read_bytes()
+    begin = whole.index(b"{{") if b"{{" in whole else whole.index(b"sample.py --html.")
+    shown = browser.js("location.href")
+    for share in (0, 0.1, 0.4, 0.7, 0.9, 0.99):
+        path.write_bytes(whole[: begin + 30 + int((len(whole) - begin - 70) * share)])
+        browser.call("/url", url=path.as_uri())
+        assert browser.js(NOTICE).startswith("visible: This page did not start: it is cut off"), (
+            share
+        )
+    for place, sentence in (
+        (b'"samples":', "is damaged: its data"),
+        (b"const tokenAt", "did not start"),
+    ):
+        at = whole.index(place) + len(place) + 6
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 2]) + whole[at + 1 :])
+        browser.call("/url", url=path.as_uri())
+        assert f"visible: This page {sentence}" in browser.js(NOTICE)
+    path.write_bytes(whole)
+    browser.call("/url", url=path.as_uri())
+    assert browser.js(NOTICE) is None
+    browser.call("/url", url=shown)
+    browser.call("/se/log", type="browser")  # what the damaged ones said there

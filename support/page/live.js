@@ -1,9 +1,11 @@
-"use strict";
-// The form above the viewer: asks the worker to write, and shows each step as it comes.
-const {live} = JSON.parse($("data").textContent);  // vocab, and what the worker is told: mask, context, tensors, bytes
+// The form above the viewer: asks the worker to write, and shows each step as it comes. `live` is what page.py wrote:
+// the vocabulary, the source of the worker, and what the worker is told.
 const ids = new Map(live.vocab.map((token, id) => [token, id]));
 const tokenOf = id => live.vocab[id];
-const isGap = c => c === "█" || (c === "_" && !ids.has("_"));
+// What is typed for a gap: these unless the model has them as characters, and [MASK].
+const signs = ["_", "█"].filter(c => !ids.has(c)), sign = signs[0] ?? "[MASK]";
+const isGap = part => part === "[MASK]" || signs.includes(part);
+const split = text => text.match(/\[MASK\]|[^]/gu) ?? [];
 const fields = ["typed", "steps", "temperature", "seed"];
 const link = new URLSearchParams(location.hash.slice(1));
 let worker, ready = false, request = 0, writing = null, last = "";
@@ -15,15 +17,19 @@ function say(text, isError = false) {
 
 // The ids of what is typed, `mask` in its gaps; a text without gaps gets one up to the context.
 function encode(text) {
-  const typed = Array.from(text), found = typed.map(c => isGap(c) ? live.mask : ids.get(c));
+  const typed = split(text), found = typed.map(part => isGap(part) ? live.mask : ids.get(part));
   const i = found.indexOf(undefined), room = live.context - found.length;
-  if (i >= 0) throw `The model never saw the character "${typed[i]}" (position ${i + 1}); remove it.`;
+  if (text.includes("[___]") && !["[", "_", "]"].every(c => ids.has(c)))
+    throw `[___], a gap of unknown length, is for sample.py --infill; here type ${sign} for each character.`;
+  const position = Array.from(typed.slice(0, i).join("")).length + 1;
+  if (i >= 0) throw `The model never saw the character "${typed[i]}" (position ${position}); remove it.`;
   if (room < 0) throw `The text has ${found.length} characters, the model takes ${live.context}; shorten it.`;
   if (found.includes(live.mask)) return found;
-  if (room === 0) throw "There is nothing to fill: type _ where a character is missing.";
+  if (room === 0) throw `There is nothing to fill: type ${sign} where a character is missing.`;
   return [...found, ...Array(room).fill(live.mask)];
 }
 
+const megabytes = bytes => (bytes / 1e6).toFixed(1);
 const settingsOf = () => Object.fromEntries(fields.map(name => [name, $(name).value]));
 const asSample = (given, title) => ({
   title, given: given.map(id => id !== live.mask), tokens: given.map(id => tokenOf(id) ?? ""), frames: [],
@@ -45,7 +51,7 @@ function start(isRank) {
   if (!isRank && said === last) $("seed").value = (Number($("seed").value) + 1) % 2 ** 32;  // once more: another text
   try {
     const given = encode(typed), seed = Number($("seed").value);
-    if (isRank && !Array.from(typed).some(isGap)) throw "There is no gap to rank fills for: type _ for a character.";
+    if (isRank && !split(typed).some(isGap)) throw `There is no gap to rank fills for: type ${sign} for a character.`;
     if (!isRank) last = JSON.stringify(settingsOf());
     history.replaceState(null, "", "#" + new URLSearchParams({...Object.fromEntries(link), ...settingsOf()}));
     if (samples.at(-1) === writing) isRank ? receive({data: {id: request, done: true}}) : samples.pop();  // unfinished
@@ -71,6 +77,8 @@ function receive({data}) {
     say("");
     for (const name of ["write", "rank"]) $(name).disabled = false;
     if (fields.some(name => link.has(name)) && $("composer").reportValidity()) start(false);
+  } else if (data.total) {
+    say(`loading the model and what runs it: ${megabytes(data.loaded)} of ${megabytes(data.total)} MB`);
   } else if (data.error) {
     say(data.error, true);
   } else if (data.id !== request) {
@@ -109,6 +117,8 @@ function refresh() {
 }
 
 function begin() {
+  $("facts").textContent = settings.model;
+  $("signs").textContent = signs.join(" or ") || sign;
   $("typed").value = live.example;
   for (const name of fields) if (link.has(name)) $(name).value = link.get(name);
   addEventListener("hashchange", () => location.reload());  // another link
@@ -124,15 +134,23 @@ function begin() {
   $("composer").addEventListener("submit", e => { e.preventDefault(); if (ready) start(false); });
   $("rank").addEventListener("click", () => { if ($("composer").reportValidity()) start(true); });
   if (location.protocol === "file:")
-    return say("Opened as a file, this page cannot load its model: serve its folder, as by python -m http.server.", true);
+    return say("Opened as a file, this page cannot load its model: run python -m http.server in its folder, then open " +
+               "http://localhost:8000.", true);
   if (!window.WebAssembly || !window.Worker) return say("This browser has no WebAssembly; use a newer one.", true);
   // A worker made of a blob inherits this page's policy: it may connect to nothing but the page's own files.
-  const blob = new Blob([`import ${JSON.stringify(new URL("worker.js", document.baseURI))};`], {type: "text/javascript"});
-  worker = new Worker(URL.createObjectURL(blob), {type: "module"});
+  const blob = new Blob([live.worker], {type: "text/javascript"});
+  const refuse = () => say("The browser does not start the model's worker: it is too old, or something blocks it; " +
+                           "use Chrome 111, Firefox 114, Safari 16.4 or newer.", true);
+  try {
+    worker = new Worker(URL.createObjectURL(blob), {type: "module"});
+  } catch {
+    return refuse();
+  }
   worker.addEventListener("message", receive);
-  worker.addEventListener("error", () => say("worker.js, model.js or sampler.js is missing, or the browser old.", true));
-  worker.postMessage({about: {...live, vocab: undefined}, device: link.get("device")});
-  say("loading the model and what runs it, about 20 MB");
+  worker.addEventListener("error", refuse);
+  const place = new URL("./", document.baseURI).href;
+  worker.postMessage({about: {...live, place, vocab: undefined, worker: undefined}, device: link.get("device")});
+  say("loading the model and what runs it");
 }
 
 begin();

@@ -1,13 +1,47 @@
 // The network in the browser: ONNX Runtime Web, on WebGPU where there is a GPU, else in WebAssembly.
 
+import {crc32} from "./crc.js";
+
 const MOST = 2 ** 26;  // bytes of logits to keep: many calls show the network what it saw before
-const place = new URL("./", import.meta.url).href;
+const PATIENCE = 60;  // seconds in which a server sends nothing
+const UPLOAD = "put all files of one export on the server, then reload.";
 let about, ort, session, known = new Map();
 
-async function load(name) {
-  const answer = await fetch(place + name).catch(() => ({status: "no answer"}));
-  if (!answer.ok) throw `${name} is missing (${answer.status}): put all files of this page on the server, then reload.`;
-  return answer.arrayBuffer();
+// The bytes of a file of this page as export.py wrote them; else throws what is wrong and what to do.
+async function load(name, report) {
+  const [size, checksum] = about.files[name], bytes = new Uint8Array(size), stop = new AbortController();
+  let found = 0, timer, answer;
+  const wait = () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => stop.abort(), 1000 * PATIENCE);
+  };
+  report(name, 0);
+  try {
+    wait();
+    answer = await fetch(about.place + name, {cache: "no-cache", signal: stop.signal});  // never of an older page
+    const reader = answer.body.getReader();
+    for (let part; answer.ok && (part = (await reader.read()).value); wait()) {
+      if (found + part.length <= size) bytes.set(part, found);
+      found += part.length;
+      report(name, found);
+    }
+  } catch {
+    const sent = found ? `broke off after ${found} of ${size} bytes` : "cannot be loaded: no answer, or something blocks it";
+    const why = stop.signal.aborted ? `does not come: the server sent nothing for ${PATIENCE} s` : sent;
+    throw `${name} ${why}; check the connection and the server, then reload.`;
+  } finally {
+    clearTimeout(timer);
+  }
+  if (answer.status === 404) throw `${name} is missing (404): ${UPLOAD}`;
+  if (!answer.ok) throw `The server does not give ${name} (${answer.status}): ${UPLOAD}`;
+  if (found !== size)
+    throw `${name} has ${found} bytes, ${size} were written: it is cut off, or of another export; ${UPLOAD}`;
+  if (crc32(bytes) !== checksum)
+    throw `${name} has the right length, but a wrong checksum: it is damaged, or of another export; ${UPLOAD}`;
+  const type = answer.headers.get("content-type") || "a file without a type";
+  if (name.endsWith(".mjs") && !type.includes("javascript"))
+    throw `${name} comes as ${type}, which no browser runs: let the server send .mjs as text/javascript, then reload.`;
+  return bytes;
 }
 
 // The float32 weights that the ONNX file expects, from tensors in float32, or in int8 with a scale for each column.
@@ -28,26 +62,43 @@ function unpack(packed) {
   return new Uint8Array(weights.buffer);
 }
 
-// Load the model of `described` (what export.py wrote into the page); returns what it runs on. wanted: a device or null.
-export async function open(described, wanted) {
+// Start ONNX Runtime on a device, with the graph and the weights that come.
+async function start(device, coming, report) {
+  const files = about.runtime[device];  // the script, what it imports, WebAssembly
+  const [[graph, packed], [, , binary]] =
+    await Promise.all([coming, Promise.all(files.map(name => load(name, report)))]);
+  ort = await import(about.place + files[0]);
+  ort.env.wasm.wasmPaths = about.place;
+  ort.env.wasm.wasmBinary = binary.buffer;
+  const externalData = [{path: "model.onnx.data", data: unpack(packed.buffer)}];
+  session = await ort.InferenceSession.create(graph, {executionProviders: [device], externalData});
+  await predict([[]]);
+}
+
+// Load the model of `described` (what export.py wrote into the page, and its place); returns what it runs on.
+// wanted: a device or null; tell(bytes, of how many) is called as they come.
+export async function open(described, wanted, tell = () => {}) {
   about = described;
-  const [graph, packed] = await Promise.all(["model.onnx", "weights.bin"].map(load));
-  const data = unpack(packed);
   const gpu = wanted !== "wasm" && await navigator.gpu?.requestAdapter().catch(() => null);
   const slow = gpu?.info?.isFallbackAdapter && wanted !== "webgpu";  // a GPU in software is slower than WebAssembly
+  const loaded = new Map(), add = numbers => [...numbers].reduce((a, b) => a + b, 0);
+  const report = (name, bytes) => {
+    loaded.set(name, bytes);
+    tell(add(loaded.values()), add([...loaded.keys()].map(name => about.files[name][0])));
+  };
+  const coming = Promise.all(["model.onnx", "weights.bin"].map(name => load(name, report)));
+  let failed;
   for (const device of gpu && !slow ? ["webgpu", "wasm"] : ["wasm"]) {
     try {
-      ort = await import(`${place}ort.${device}.min.mjs`);
-      ort.env.wasm.wasmPaths = place;
-      const externalData = [{path: "model.onnx.data", data}];
-      session = await ort.InferenceSession.create(graph, {executionProviders: [device], externalData});
-      await predict([[]]);
+      await start(device, coming, report);
       return {webgpu: "WebGPU", wasm: "WebAssembly"}[device];
     } catch (error) {
       console.info(device, error);
+      failed = error;
     }
   }
-  throw "The model does not start: it takes Chrome 111, Firefox 114, Safari 16.4 or newer, and all files named ort.";
+  if (typeof failed === "string") throw failed;
+  throw `The model does not start (${failed}); it takes Chrome 111, Firefox 114, Safari 16.4 or newer.`;
 }
 
 // Logits (L * V) of each row of ids, which [MASK] follows up to the context L, as in training.

@@ -1,6 +1,23 @@
-"use strict";
-const {samples, settings} = JSON.parse(document.getElementById("data").textContent);
+// Replays texts step by step. It is the page of sample.py --html, and below the form of live.js.
+import {crc32} from "./crc.js";
+
 const $ = id => document.getElementById(id);
+
+// Show a sentence in place of the page, and stop.
+function fail(sentence) {
+  Object.assign($("notice"), {textContent: sentence}).style.animation = "none";
+  throw new Error(sentence);
+}
+
+// What the page holds, if it is still what was written into it.
+function readData() {
+  const {textContent, dataset} = $("data");
+  if (crc32(new TextEncoder().encode(textContent)) !== Number(dataset.crc32))
+    fail("This page is damaged: its data are not those that were written. Load it again, or write it again.");
+  return JSON.parse(textContent);
+}
+
+const {samples, settings, live} = readData();
 const make = (tag, textContent = "", className = "") =>
   Object.assign(document.createElement(tag), {textContent, className});
 const percent = p => (p > 0 && p < .005 ? "<\u00a01" : Math.round(100 * p)) + "\u00a0%";

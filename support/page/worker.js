@@ -44,7 +44,10 @@ async function answer(data) {
   try {
     if (data.about) {
       mask = data.about.mask;
-      postMessage({ready: await open(data.about, data.device)});
+      let loading = true;
+      const report = (loaded, total) => loading && postMessage({loaded, total});
+      const ready = await open(data.about, data.device, report).finally(() => loading = false);  // others may still come
+      postMessage({ready});
     } else {
       await (data.rank ? writeRanked : write)(data);
     }

@@ -8,9 +8,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from kernels import attention, attention_ref, launch
-from kernels.attention import _packed
-from kernels.reference import block_spans, document_spans
+from support.kernels import attention, attention_ref, launch
+from support.kernels.attention import _packed
+from support.kernels.reference import block_spans, document_spans
 
 pytestmark = pytest.mark.skipif(
     not launch.ENABLED or not (torch.cuda.is_available() or launch.INTERPRET),
@@ -253,6 +253,6 @@ def test_an_empty_batch():
     ],
 )
 def test_the_rest_goes_to_the_reference(T, D, dtype, causal, monkeypatch):
-    module = sys.modules["kernels.attention"]
+    module = sys.modules["support.kernels.attention"]
     monkeypatch.setattr(module, "attention_ref", lambda *args: "reference")
     assert attention(torch.zeros(1, T, 3, 1, D, dtype=dtype), causal=causal) == "reference"

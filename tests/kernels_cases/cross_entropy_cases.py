@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from kernels import cross_entropy as ce
-from kernels import launch, linear_cross_entropy
+from support.kernels import cross_entropy as ce
+from support.kernels import launch, linear_cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.float16  # the interpreter multiplies bfloat16 wrongly

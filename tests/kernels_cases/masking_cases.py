@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from kernels import launch, mask_tokens, mask_tokens_ref, masking
+from support.kernels import launch, mask_tokens, mask_tokens_ref, masking
 
 pytestmark = pytest.mark.skipif(
     not launch.ENABLED or not (torch.cuda.is_available() or launch.INTERPRET),

@@ -8,9 +8,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import kernels
 import mdlm
-from kernels.launch import ENABLED, INTERPRET, LAUNCHES, launch
+from support import kernels
+from support.kernels.launch import ENABLED, INTERPRET, LAUNCHES, launch
 
 pytestmark = pytest.mark.skipif(
     not ENABLED or not (torch.cuda.is_available() or INTERPRET),

@@ -1,0 +1,389 @@
+"""The checks of the lessons' exercises. lessons/check.py runs one, in a process of its own:
+
+    python lessons/checks.py VERDICT LESSON FILE    # writes "right", "wrong" or "not checked" and
+                                                    # a sentence to the file VERDICT, as JSON
+
+Random numbers have a fixed seed, and tolerances are 6 standard errors or more: a correct answer
+passes.
+"""
+
+import contextlib
+import importlib.util
+import inspect
+import itertools
+import json
+import math
+import os
+import random
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # answers may import mdlm too
+
+MASK = 3  # [MASK] in the small worlds below, after the tokens 0, 1, 2
+BOS = 3
+MEMORY = 4 << 30  # bytes that an answer may take, with PyTorch
+
+
+class Wrong(Exception):
+    """A wrong answer: what is wrong, in one sentence."""
+
+
+class Unusable(Exception):
+    """Nothing to check: a wrong command, file or function, in one sentence."""
+
+
+def demand(condition, sentence):
+    if not condition:
+        raise Wrong(sentence)
+
+
+def number(value, name):
+    """A float from what a function returned."""
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise Wrong(f"{name} returns a {type(value).__name__}, not one number") from None
+
+
+def close(value, wanted, name, hint):
+    found = number(value, name)
+    good = abs(found - wanted) <= 1e-4 * max(1, abs(wanted))
+    demand(good, f"{name} gives {found:.4f}, it should be {wanted:.4f}: {hint}")
+
+
+def demand_ids(xt, like, name):
+    good = isinstance(xt, torch.Tensor) and xt.shape == like.shape and xt.dtype == like.dtype
+    shape = f"a tensor of shape {tuple(like.shape)} and type {like.dtype}"
+    demand(good, f"{name} returns something else than {shape}")
+
+
+# ---- Small worlds: every sequence of 3 tokens out of {0, 1, 2} has a known probability
+SEQUENCES = torch.tensor(list(itertools.product(range(3), repeat=3)))  # (27, 3)
+
+
+def probabilities():
+    """(27,) of SEQUENCES: the tokens of one depend strongly on each other."""
+    g = torch.Generator().manual_seed(3)
+    return torch.softmax(3 * torch.randn(27, generator=g, dtype=torch.float64), 0)
+
+
+def exact_model(xt):
+    """(B, 3) ids, some of them MASK -> (B, 3, 3) logits: the true conditional probabilities."""
+    agrees = ((xt[:, None] == SEQUENCES) | (xt[:, None] == MASK)).all(-1).double()  # (B, 27)
+    one_hot = torch.nn.functional.one_hot(SEQUENCES, 3).double()
+    joint = torch.einsum("bn,n,niv->biv", agrees, probabilities(), one_hot)
+    return (joint / joint.sum(-1, keepdim=True).clamp(min=1e-300)).clamp(min=1e-300).log()
+
+
+def table_model(xt):
+    """As exact_model, but with random predictions that fit no distribution over sequences."""
+    g = torch.Generator().manual_seed(5)
+    table = 2 * torch.randn(4, 4, 4, 3, 3, generator=g, dtype=torch.float64)
+    return table[xt[:, 0], xt[:, 1], xt[:, 2]]
+
+
+# ---- 1: masking
+# Caught: each token with probability l / T (another count), the same mask for every row, a run of
+# neighbours, positions drawn with repeats, the first l tokens, x0 changed in place.
+def check_mask(mask):
+    T = 8
+    x0 = torch.randint(0, 50, (4000, T))
+    before = x0.clone()
+    l = torch.randint(1, T + 1, (4000, 1))  # noqa: E741
+    xt = mask(x0, l, 99)
+    demand(torch.equal(x0, before), "mask changes x0; work on a copy")
+    demand_ids(xt, x0, "mask")
+    hidden = xt == 99
+    demand(torch.equal(xt[~hidden], x0[~hidden]), "a token that is not masked has changed")
+    counts = hidden.sum(1, keepdim=True)
+    row = int((counts != l).int().argmax())
+    wanted = f"row {row} has {int(counts[row])} masks, l says {int(l[row])}"
+    demand(torch.equal(counts, l), f"not exactly l tokens are masked: {wanted}")
+    # Each of the 6 pairs of 4 positions has the same probability, and rows differ.
+    n = 6000
+    pairs = mask(torch.zeros(n, 4, dtype=torch.int64), torch.full((n, 1), 2), 99) == 99
+    found = Counter(map(tuple, pairs.tolist()))
+    least = n / 6 - 6 * math.sqrt(n * 5 / 36)
+    most = n / 6 + 6 * math.sqrt(n * 5 / 36)
+    good = len(found) == 6 and all(least < count < most for count in found.values())
+    share = max(found.values()) / n
+    demand(good, f"not every pair of 4 positions is equally likely: one has {share:.0%} of all")
+    return "exactly l tokens of each row, every set of positions equally likely"
+
+
+# ---- 2: the loss
+# Caught: divided by the batch's masked count or by all tokens, unmasked tokens scored, sums in
+# place of means, base 2, probabilities taken for logits, a float without gradient.
+def check_loss(loss):
+    p = torch.full((1, 4, 5), 0.025)
+    x0 = torch.tensor([[0, 1, 2, 3]])
+    p[0, range(4), x0[0]] = torch.tensor([0.9, 0.9, 0.9, 0.2])
+    xt = torch.tensor([[9, 9, 9, 3]])
+    hint = "the three masked tokens have probability 0.9 each, so the mean is ln(1 / 0.9)"
+    close(loss(p.log(), x0, xt, 9), math.log(1 / 0.9), "the loss of the lesson's example", hint)
+    logits = torch.randn(2, 4, 5, requires_grad=True)
+    x0 = torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]])
+    xt = torch.tensor([[9, 1, 2, 3], [9, 9, 1, 9]])
+    ce = -logits.detach().log_softmax(-1).gather(-1, x0[..., None])[..., 0]
+    wanted = (ce[0, 0] + (ce[1, 0] + ce[1, 1] + ce[1, 3]) / 3) / 2
+    hint = "first the mean of each sequence over its own masked tokens, then the mean of sequences"
+    value = loss(logits, x0, xt, 9)
+    close(value, wanted.item(), "with 1 and 3 masked tokens the loss", hint)
+    good = isinstance(value, torch.Tensor) and value.requires_grad
+    demand(good, "the loss has no gradient; return a tensor, without .item() or .detach()")
+    return "the mean over sequences of the mean cross-entropy over masked tokens, 0.1054 by hand"
+
+
+# ---- 3: BERT's rate or all rates
+# Caught: a sum, weights by rate, the mean of what lies below 15 %, the first tenth.
+def check_rates(nelbo, shown):
+    for ce in (
+        [0.8, 0.9, 1.1, 1.3, 1.5, 1.8, 2.1, 2.4, 2.8, 3.2],
+        [float(i**2) for i in range(10)],
+    ):
+        hint = "every rate counts alike, so it is the plain mean of the ten"
+        close(nelbo(list(ce)), sum(ce) / 10, "nelbo", hint)
+        hint = "BERT's training sees nothing but 15 %, which is in the second tenth"
+        close(shown(list(ce)), ce[1], "shown", hint)
+    return "the bound is the mean over all rates; training at 15 % shows one of them"
+
+
+# ---- 4: the bound
+# Caught: all subsets alike (large and small ones, where counts should be alike), the empty set
+# counted, sums in place of means, unmasked tokens scored; bits by ln 2 the wrong way round.
+def check_bound(bound, bits):
+    def one(model):
+        return lambda xt: model(torch.as_tensor(xt).reshape(1, 3))[0].log_softmax(-1)
+
+    for model in (table_model, exact_model):
+        log_p = one(model)
+        for x in ([0, 1, 2], [2, 2, 0]):
+            wanted = 0.0
+            for l in (1, 2, 3):  # noqa: E741
+                sets = list(itertools.combinations(range(3), l))
+                for hide in sets:
+                    xt = [MASK if i in hide else x[i] for i in range(3)]
+                    ce = [-log_p(xt)[i, x[i]].item() for i in hide]
+                    wanted += sum(ce) / l / len(sets) / 3
+            hint = (
+                "the mean over l = 1..3 of the mean over sets of l positions of the mean over them"
+            )
+            given = torch.tensor(x)
+            close(bound(log_p, given, MASK), wanted, f"the bound of {x}", hint)
+            demand(given.tolist() == x, "bound changes x; work on a copy")
+    hint = "all nats are shared by all characters, and a bit is ln 2 nats"
+    close(bits(2.0, 300, 1000), 0.6 / math.log(2), "bits(2.0, 300, 1000)", hint)
+    return "equal to the enumeration, and for true conditionals to -log p(x) / T"
+
+
+# ---- 5: the reverse process
+# Caught: revealing with probability 1/steps, the likeliest token in place of a draw, a fixed
+# number, everything drawn in the first call, left to right, too many calls, x changed in place.
+def check_generate(generate):
+    seen = []
+
+    def even(xt):
+        demand(len(seen) < 4, "more than `steps` network calls")
+        seen.append((xt == MASK).double())
+        return torch.zeros(*xt.shape, 3)
+
+    x = torch.full((400, 50), MASK)
+    x[:, :10] = 1
+    before = x.clone()
+    out = generate(even, x, MASK, 4)
+    demand(torch.equal(x, before), "generate changes x; work on a copy")
+    demand_ids(out, x, "generate")
+    demand(not (out == MASK).any(), "some [MASK] is left at the end; in the last step 1/s is 1")
+    demand(bool((out[:, :10] == 1).all()), "given tokens have changed; draw at [MASK] alone")
+    shares = [masked[:, 10:].mean().item() for masked in seen]
+    good = len(shares) == 4 and all(
+        abs(a - b) < 0.025 for a, b in zip(shares, (1, 0.75, 0.5, 0.25), strict=True)
+    )
+    found = ", ".join(f"{share:.0%}" for share in shares)
+    wanted = "in 4 steps 100, 75, 50, 25 % should be masked at the calls"
+    demand(good, f"{wanted}, here {found}: reveal each with probability 1/s, s = steps .. 1")
+    spread = seen[1][:, 10:].sum(1).std().item()
+    apart = "each [MASK] decides on its own whether it is revealed, so the number varies"
+    demand(spread > 1.5, f"every text reveals the same number; {apart}")
+    places = seen[1][:, 10:].mean(0)
+    demand(places.max() - places.min() < 0.35, f"some places are revealed before others; {apart}")
+    # The distribution of three steps, exactly, against counts.
+    n = 30000
+    found = Counter(map(tuple, generate(exact_model, torch.full((n, 3), MASK), MASK, 3).tolist()))
+    wanted = reverse_process(3)
+    chi2 = sum((found[x] - n * p) ** 2 / (n * p) for x, p in wanted.items() if n * p >= 5)
+    hint = "draw tokens from the probabilities, not the likeliest one, and look again in each step"
+    demand(chi2 < 100, f"three steps give texts too often or too rarely (chi2 {chi2:.0f}): {hint}")
+    return "the texts of three steps have the probabilities of the reverse process"
+
+
+def reverse_process(steps):
+    """{sequence: probability} after the textbook process with the true conditionals."""
+    states = {(MASK,) * 3: 1.0}
+    for s in range(steps, 0, -1):
+        after = Counter()
+        for x, weight in states.items():
+            p = exact_model(torch.tensor([x]))[0].softmax(-1).tolist()
+            options = []
+            for i in range(3):
+                if x[i] == MASK:
+                    options.append([(v, p[i][v] / s) for v in range(3)] + [(MASK, 1 - 1 / s)])
+                else:
+                    options.append([(x[i], 1.0)])
+            for choice in itertools.product(*options):
+                chance = math.prod(c for _, c in choice)
+                after[tuple(v for v, _ in choice)] += weight * chance
+        states = {x: p for x, p in after.items() if p > 0}
+    return states
+
+
+# ---- 6: what a step too few costs
+# Caught: without the half, the largest difference, a divergence, marginals the wrong way round.
+def check_parallel(parallel_error):
+    hint = "half the sum of |p(a, b) - p(a) p(b)|"
+    same = torch.eye(2) / 2
+    close(parallel_error(same), 0.5, "for two tokens that are always equal parallel_error", hint)
+    free = torch.tensor([0.2, 0.8])[:, None] * torch.tensor([0.5, 0.5])
+    close(parallel_error(free), 0.0, "for independent tokens parallel_error", hint)
+    p = torch.softmax(torch.randn(9), 0).view(3, 3)
+    wanted = (p - p.sum(1, keepdim=True) * p.sum(0, keepdim=True)).abs().sum() / 2
+    close(parallel_error(p), wanted.item(), "for a table drawn at random parallel_error", hint)
+    return "the share of texts that two draws in one call get wrong"
+
+
+# ---- 7: the probability of a fill
+# Caught: all gaps from one call, the fill left in sight, a mean, probabilities in place of logs.
+def check_fill(log_fill):
+    for model in (table_model, exact_model):
+        for x, gap in (([MASK, 1, MASK], (0, 2)), ([MASK] * 3, (0, 1, 2)), ([0, MASK, 2], (1,))):
+            total = 0.0
+            for fill in itertools.product(range(3), repeat=len(gap)):
+                xt = torch.tensor([x])
+                wanted = 0.0
+                for i, token in zip(gap, fill, strict=True):
+                    wanted += model(xt)[0, i].log_softmax(-1)[token].item()
+                    xt[0, i] = token
+                given = torch.tensor(x)
+                hint = "log p of each token, the earlier ones of the gap in place, the later masked"
+                found = log_fill(model, given, list(fill), MASK)
+                close(found, wanted, f"log_fill of {x} with {list(fill)}", hint)
+                demand(given.tolist() == x, "log_fill changes x; work on a copy")
+                total += math.exp(number(found, "log_fill"))
+            demand(abs(total - 1) < 1e-3, "the probabilities of all fills do not sum to 1")
+    return "the chain rule: the probabilities of all fills of a gap sum to 1"
+
+
+# ---- 8: the autoregressive twin
+# Caught: no shift or a roll (the model sees what it predicts), a shift to the left, the first token
+# not scored, a sum over tokens.
+def check_autoregressive(ar_inputs, nll):
+    x = torch.tensor([[0, 1, 2, 1], [2, 2, 0, 1]])
+    before = x.clone()
+    wanted = torch.tensor([[BOS, 0, 1, 2], [BOS, 2, 2, 0]])
+    found = ar_inputs(x, BOS)
+    demand(torch.equal(x, before), "ar_inputs changes x; work on a copy")
+    demand_ids(found, x, "ar_inputs")
+    demand(not torch.equal(found, x), "without a shift the model sees the token that it predicts")
+    demand(not (found[:, 0] == x[:, -1]).all(), "the last token came round to the front: a leak")
+    hint = f"the input of {x[0].tolist()} should be {wanted[0].tolist()}"
+    demand(torch.equal(found, wanted), f"{hint}, here it is {found[0].tolist()}")
+    table = torch.randn(4, 4, 3)  # by the last two inputs
+
+    def causal(inputs):
+        last = torch.nn.functional.pad(inputs[:, :-1], (1, 0), value=BOS)
+        return table[last, inputs]
+
+    logp = causal(wanted).log_softmax(-1).gather(-1, x[..., None])[..., 0]
+    hint = "the mean of -log p over all tokens, the first included"
+    close(nll(causal, x, BOS), -logp.mean().item(), "nll", hint)
+    return "each token is predicted from the earlier ones alone, and all are scored"
+
+
+CHECKS = {
+    1: (check_mask, "mask"),
+    2: (check_loss, "loss"),
+    3: (check_rates, "nelbo", "shown"),
+    4: (check_bound, "bound", "bits"),
+    5: (check_generate, "generate"),
+    6: (check_parallel, "parallel_error"),
+    7: (check_fill, "log_fill"),
+    8: (check_autoregressive, "ar_inputs", "nll"),
+}
+
+
+def where(error, path):
+    """The last line of the reader's file that an error came through, in words."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    return f" in line {lines[-1]}" if lines else ""
+
+
+def load(path):
+    """The reader's file as a module."""
+    spec = importlib.util.spec_from_file_location("answer", path)
+    if spec is None:
+        raise Unusable(f"{path} is no Python file; give one that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check(lesson, path):
+    """What is right in the file; raises Wrong or Unusable."""
+    name = Path(path).name
+    function, *asked = CHECKS[lesson]
+    random.seed(lesson)
+    torch.manual_seed(lesson)
+    try:
+        module = load(path)
+        for asked_for in asked:
+            if not inspect.isfunction(getattr(module, asked_for, None)):
+                raise Unusable(f"{name} has no function {asked_for}; lesson {lesson} asks for it")
+        torch.manual_seed(lesson)
+        return function(*(getattr(module, asked_for) for asked_for in asked))
+    except (Wrong, Unusable):
+        raise
+    except SyntaxError as e:
+        raise Unusable(f"{name} is not Python: {e.msg} in line {e.lineno}") from e
+    except BaseException as e:  # SystemExit too: whatever an answer raises
+        what = f"{type(e).__name__}: {e}".splitlines()[0][:300]
+        if isinstance(e, MemoryError) or "can't allocate memory" in str(e):
+            what = f"a lack of memory; it may take {MEMORY >> 30} GB"
+        raise Unusable(f"{name} stopped{where(e, path)} with {what}") from e
+
+
+def judge(lesson, path):
+    """("right", "wrong" or "not checked", a sentence) about the answer in a file."""
+    try:
+        return "right", check(lesson, path)
+    except Wrong as e:
+        return "wrong", str(e)
+    except Unusable as e:
+        return "not checked", str(e)
+
+
+def limit_memory():
+    """Let an answer that takes too much memory fail alone; where the system cannot, do nothing."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+
+
+def main(argv):
+    verdict, lesson, path = argv
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # answers may import mdlm
+    limit_memory()
+    found = judge(int(lesson), path)
+    Path(verdict).write_text(json.dumps(found), encoding="utf-8")
+    with contextlib.suppress(Exception):  # an answer may have closed it
+        sys.stdout.flush()
+    os._exit(0)  # at once, whatever threads an answer has left
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

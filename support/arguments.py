@@ -1,0 +1,210 @@
+"""Checks of what Python callers give: one sentence, a UserError (a ValueError), for each mistake.
+
+They run once a call, before any work. Nothing here runs in a training step.
+"""
+
+import operator
+import re
+
+import torch
+
+from support.cli import UserError, plain
+
+INT64 = (1 << 63) - 1
+
+
+def whole_number(name, value, low, high=INT64):
+    """`value`, also of numpy or PyTorch, as an int; UserError unless it is from low to high."""
+    value = plain(value)
+    if type(value) is not int or not low <= value <= high:
+        most = f"to {high}" if high < INT64 else "on"
+        raise UserError(f"{name}={str(value)[:40]} must be a whole number from {low} {most}")
+    return value
+
+
+def truth(name, value):
+    """`value`, also of numpy or PyTorch, as a bool; UserError unless it is one."""
+    value = plain(value)
+    if type(value) is not bool:
+        raise UserError(f"{name}={str(value)[:40]} must be True or False")
+    return value
+
+
+def kind_of(value):
+    """A few words about an argument that is not accepted."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return f"of type {type(value).__name__}"
+
+
+def check_text(text):
+    """The text; UserError unless it is a string that UTF-8 can encode."""
+    if not isinstance(text, str) or re.search("[\ud800-\udfff]", text):
+        raise UserError("the text is no string, or not UTF-8; convert it, or set a UTF-8 locale")
+    return text
+
+
+def whole_ids(ids, most):
+    """Ids (n,) of a list, an array or a tensor as ints; UserError unless they are 0 to `most`."""
+    if isinstance(ids, str) or len(getattr(ids, "shape", [1])) != 1:
+        raise UserError(f"ids must be a list or tensor (n,) of whole numbers, not {kind_of(ids)}")
+    try:
+        ids = [operator.index(i) for i in (ids.tolist() if hasattr(ids, "tolist") else ids)]
+    except (TypeError, RuntimeError, ValueError):  # no iterable; floats; tensors of several numbers
+        raise UserError("ids must be whole numbers (n,); give those that encode returned") from None
+    for i in ids if ids and (min(ids) < 0 or max(ids) > most) else ():
+        if not 0 <= i <= most:
+            raise UserError(f"{i} is no id of this tokenizer; give 0 to {most}, which is [MASK]")
+    return ids
+
+
+def check_model(model):
+    """Raise UserError unless it is a model, as mdlm.load returns it."""
+    if not hasattr(model, "mask_id") or not hasattr(model, "config"):
+        raise UserError(f"model is {kind_of(model)}; give the first thing that mdlm.load returns")
+
+
+def check_tokenizer(tokenizer):
+    """Raise UserError unless it is a tokenizer, as mdlm.load returns it."""
+    if not hasattr(tokenizer, "encode") or not hasattr(tokenizer, "end_id"):
+        wrong = f"tokenizer is {kind_of(tokenizer)}"
+        raise UserError(f"{wrong}; give the second thing that mdlm.load returns")
+
+
+def check_ids(model, x, name="x", masks=True):
+    """Raise UserError unless x is (B, T) int64 in 0..V, V being [MASK] (only if masks)."""
+    check_model(model)
+    V = model.vocab_size
+    accepted = f"0 to {V}, which is [MASK]" if masks else f"0 to {V - 1}"
+    if not isinstance(x, torch.Tensor) or x.dtype != torch.int64 or x.dim() != 2:
+        wrong = f"{name} must be a tensor (B, T) of int64 ids"
+        raise UserError(f"{wrong}, not {kind_of(x)}; give {accepted}")
+    check_device(model, x, name)
+    low, high = x.aminmax() if x.numel() else (0, 0)
+    if low < 0 or high > V - (not masks):
+        raise UserError(f"{name} has ids from {low} to {high}; give {accepted}")
+
+
+def check_device(model, x, name):
+    """Raise UserError if x is not where the model is."""
+    weights = next(model.parameters(), x) if isinstance(model, torch.nn.Module) else x
+    if x.device != weights.device:
+        raise UserError(f"{name} is on {x.device}, the model on {weights.device}; move one of them")
+
+
+def check_length(model, x, name="x"):
+    """Raise UserError if x (B, T) is longer than the context."""
+    L = model.config.block_size
+    if x.shape[1] > L:
+        raise UserError(f"{name} has {x.shape[1]} tokens, the context only {L}; cut it")
+
+
+def check_mask(mask, x, name):
+    """Raise UserError unless `mask`, where to do something, is None or a bool tensor like x."""
+    if mask is None:
+        return
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.shape != x.shape:
+        wrong = f"{name} must be a bool tensor {tuple(x.shape)}"
+        raise UserError(f"{wrong} like the ids, not {kind_of(mask)}")
+
+
+def check_generator(generator, on_cpu=False):
+    """Raise UserError unless it is None or a torch.Generator (on_cpu: of the CPU)."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        wrong = f"generator must be a torch.Generator or None, not {kind_of(generator)}"
+        raise UserError(f"{wrong}; a number is a seed: torch.Generator().manual_seed(0)")
+    if on_cpu and generator is not None and generator.device.type != "cpu":
+        raise UserError(f"generator is on {generator.device}; give one on the CPU")
+
+
+def row_numbers(samples, B, device):
+    """The numbers (B,) of the rows as int64: 0 .. B-1, or `samples`, checked."""
+    if samples is None:
+        return torch.arange(B, device=device)
+    try:
+        numbers = torch.as_tensor(samples)
+    except (TypeError, ValueError, RuntimeError):
+        numbers = torch.zeros(0, 0)
+    bad = numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool
+    if bad or numbers.shape != (B,) or (B and not 0 <= numbers.min() <= numbers.max() < 1 << 32):
+        wrong = f"samples must be {B} whole numbers from 0 to {(1 << 32) - 1}, one for each row"
+        raise UserError(f"{wrong}, not {kind_of(samples)}")
+    return numbers.to(device, torch.int64)
+
+
+def check_ends(model, end_id, forbid):
+    """(end_id or None, a list of the ids that are never drawn), checked."""
+    V = model.vocab_size
+    if end_id is not None:
+        end_id = whole_number("end_id", end_id, 0, V - 1)
+    if isinstance(forbid, (str, bytes)) or not hasattr(forbid, "__iter__"):
+        raise UserError(f"forbid must be a list of ids, not {kind_of(forbid)}")
+    try:
+        found = {whole_number("an id in forbid", i, 0, V - 1) for i in forbid if i is not None}
+    except TypeError:  # a tensor without axes
+        raise UserError(f"forbid must be a list of ids, not {kind_of(forbid)}") from None
+    if len(found) == V:
+        raise UserError(f"forbid has all {V} ids, so nothing can be drawn; leave some out")
+    return end_id, sorted(found)
+
+
+def check_filling(model, x, fill, samples, end_id=None, forbid=()):
+    """What sample.unmask and generate are given -> (samples (B,), end_id, forbid), checked."""
+    check_ids(model, x)
+    check_mask(fill, x, "fill")
+    return row_numbers(samples, len(x), x.device), *check_ends(model, end_id, forbid)
+
+
+def check_reversing(model, x, steps, generator):
+    """What mdlm.generate is given -> steps, checked."""
+    check_ids(model, x)
+    check_length(model, x)
+    check_generator(generator, on_cpu=True)
+    return whole_number("steps", steps, 1, 1 << 31)
+
+
+def check_evaluation(model, windows, passes, seed, batch_size, observe, deadline, scored):
+    """What mdlm.evaluate is given -> (passes, seed, batch_size), checked."""
+    if observe is not None and not callable(observe):
+        raise UserError(f"observe must be a function, not {kind_of(observe)}")
+    if type(plain(deadline)) not in (int, float):
+        raise UserError(f"deadline must be a time.monotonic(), not {kind_of(deadline)}")
+    check_ids(model, windows, "windows", masks=scored is not None)
+    check_length(model, windows, "windows")
+    W, T = windows.shape
+    if not windows.numel():
+        raise UserError(f"windows is empty, {W} x {T}; give at least a window of a token")
+    L = model.config.block_size
+    if model.n > 1 and T != L:
+        raise UserError(f"windows has {T} tokens; a model of blocks needs all {L} of its context")
+    check_mask(scored, windows, "scored")
+    if scored is not None and (scored & (windows == model.mask_id)).any():
+        raise UserError("windows has [MASK] where a token is scored; give the true tokens there")
+    counts = (model.learned(windows) if scored is None else scored).sum(1)
+    if not counts.all():
+        raise UserError(f"window {int((counts == 0).nonzero()[0])} has no token to score")
+    if model.n > 1 and scored is not None and not scored.all():
+        raise UserError("scored is not for a model of blocks; leave it out")
+    passes = whole_number("passes", passes, 1, 1 << 20)
+    return passes, whole_number("seed", seed, 0), whole_number("batch_size", batch_size, 1)
+
+
+def check_input(model, args, kwargs):
+    """A forward pre-hook of loaded models: UserError for ids that no call can take.
+
+    The range of ids on a GPU is not read, as Python would wait for it.
+    """
+    if torch.compiler.is_compiling():
+        return
+    xt = args[0] if args else kwargs.get("xt")
+    V = model.vocab_size
+    kinds = (torch.int64, torch.int32)
+    if not isinstance(xt, torch.Tensor) or xt.dtype not in kinds or xt.dim() != 2:
+        wrong = f"xt must be a tensor (B, T) of int64 ids, not {kind_of(xt)}"
+        raise UserError(f"{wrong}; give 0 to {V}, which is [MASK]")
+    if not xt.numel():
+        raise UserError(f"xt is empty, {tuple(xt.shape)}; give at least a row of a token")
+    check_device(model, xt, "xt")
+    check_length(model, xt, "xt")
+    if xt.device.type == "cpu" and not 0 <= xt.min() <= xt.max() <= V:
+        raise UserError(f"xt has ids below 0 or above {V}, which is [MASK]")

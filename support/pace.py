@@ -1,0 +1,210 @@
+"""How far a run is; when it is evaluated and saved; how much of its time the evaluations take.
+
+A run with --time_limit goes by the clock. In a run with --max_steps alone no clock enters: what it
+computes follows from its settings, so that a resumed run repeats it to the bit. Only the moments
+of additional saves, which change no number, are told by the clock.
+"""
+
+import contextlib
+import math
+import time
+
+import torch
+
+from support import runtime
+from support.cli import UserError
+from support.runs import advice
+from support.scores import unigram_entropy
+
+EVALUATIONS = 10  # of a run, however long it is, with --eval_interval=0; the last one included
+SHARE = 0.03  # of a run's time, for all evaluations but the last, raw weights and previews too
+SHARE_OF_WORK = 0.02  # the same by computation: they run eagerly, and in small batches
+FEWEST = 4  # windows of an evaluation: fewer say too little
+PREVIEW = (8, 64)  # the fewest and the most network calls for the texts that are shown
+CALL = 3  # what a call for two texts costs, in windows: small batches are slow
+SAVE_EVERY = 600.0  # seconds, or more where saving itself takes long
+
+
+# ---- How far a run is
+def poll(run, interrupt):
+    """Update run.progress and run.save_is_due; returns the signal to stop for, or 0.
+
+    All are the same on all ranks.
+    """
+    progress = run.step / run.config.max_steps
+    limit = run.config.time_limit
+    if limit:
+        progress = max(progress, run.elapsed() / (limit - reserve(run)))
+    progress = max(progress, run.progress)
+    unsaved = time.monotonic() - run.saved_at > max(SAVE_EVERY, 20 * run.saving)
+    values = torch.tensor([progress, interrupt.signal, unsaved], dtype=torch.float64)
+    run.progress, stop, run.save_is_due = runtime.all_reduce(values, "MAX").tolist()
+    return int(stop)
+
+
+def check_steps(run):
+    """Raise UserError for a run that has no time left for a single step."""
+    if run.step == 0:
+        given = f"--time_limit={run.config.time_limit:g} is over before the first step"
+        raise UserError(f"{given}, after {run.elapsed():.0f} s: nothing is trained; give more time")
+
+
+# ---- When to evaluate
+def must_evaluate(run):
+    """Whether an evaluation, and a save, follow the step that was just made.
+
+    By default one follows each tenth of the run. (The one after the last step is not asked for.)
+    """
+    config = run.config
+    if run.step >= config.max_steps:
+        return False
+    if config.eval_interval or not config.time_limit:
+        return run.step % interval(config) == 0
+    tenth = int(run.progress * EVALUATIONS)
+    before = run.tenth
+    run.tenth = tenth
+    return before is not None and tenth > before
+
+
+def interval(config):
+    """Steps between evaluations of a run that ends by steps."""
+    if config.eval_interval:
+        return config.eval_interval
+    affordable = int(windows_of_work(config)) // (2 * FEWEST)
+    return math.ceil(config.max_steps / min(EVALUATIONS, affordable + 1))
+
+
+def windows_of_work(config):
+    """How many windows all evaluations on the way may score: SHARE_OF_WORK of the run.
+
+    A step is three times the work of a forward pass.
+    """
+    return SHARE_OF_WORK * 3 * config.max_steps * config.batch_size
+
+
+# ---- On how much
+def plan(run, is_last):
+    """(windows, passes, network calls of the preview) of the evaluation that comes now."""
+    W = len(run.windows)
+    least, most = preview_calls(run)
+    if is_last:
+        return W, 4, most
+    if not run.step and not run.config.init_from:  # untrained: all windows alike
+        n = run.micro_batch if run.config.time_limit else FEWEST
+        return min(n, W), 1, 0
+    if run.plan is None:  # the same windows each time
+        affordable = int(windows_now(run))
+        calls = min(most, affordable // (2 * CALL))
+        calls = calls if calls >= least else 0
+        n = min(W, max(FEWEST, (affordable - CALL * calls) // 2))
+        agreed = runtime.all_reduce(torch.tensor([n, calls]), "MIN").tolist()
+        run.plan = agreed[0], 1, agreed[1]
+    return run.plan
+
+
+def preview_calls(run):
+    """The fewest and the most network calls with which mdlm.generate shows something."""
+    T = run.config.block_size
+    if run.config.objective == "ar":
+        return T, T
+    return tuple(max(run.model.n, min(T, calls)) for calls in PREVIEW)
+
+
+def windows_now(run):
+    """How many windows the evaluation that comes now may score, of both weights and in previews."""
+    config = run.config
+    if config.time_limit:
+        return seconds_now(run) / run.per_window
+    held = (config.max_steps - 1) // interval(config) + bool(config.init_from)
+    return windows_of_work(config) / max(1, held)
+
+
+def seconds_now(run):
+    """Seconds of --time_limit for the evaluation that comes now: SHARE of what has passed."""
+    budget = SHARE * run.config.time_limit
+    tenth = 1 / EVALUATIONS
+    taken = run.evaluating + SHARE * run.seconds  # the processes before had their share
+    left = max(0.0, budget * max(run.progress, tenth) - taken)
+    return left if run.config.eval_interval else min(left, budget * tenth)
+
+
+def score(run, evaluate, is_last):
+    """Evaluate the averaged and the raw weights, as far as the run's time allows.
+
+    Returns their results, and how many network calls there is time for to show samples. Sets
+    run.ending.
+    """
+    config = run.config
+    if config.time_limit and run.step + bool(config.init_from) and not run.per_window:
+        measure(run, evaluate)
+    n, passes, calls = plan(run, is_last)
+    W = len(run.windows)
+    windows = run.windows if n == W else run.windows[torch.arange(n) * W // n]
+    until = deadline(run, is_last)
+    began = time.monotonic()
+    if runtime.is_late(until):
+        passes = 1
+    if is_last:
+        estimate = f", about {run.ending:.0f} s" if run.ending >= 2 else ""
+        run.log.say(f"evaluating on {n} windows of validation text{estimate}")
+    with run.autocast():
+        how = dict(batch_size=run.micro_batch, deadline=until)
+        r = raw = evaluate(run.averaged, windows, passes, **how)
+        scored = r["passes"] * r["windows"]
+        if run.averaged is not run.model:
+            began = time.monotonic()  # the first evaluation is slow until all is warm
+            raw = evaluate(run.model, windows, **how)
+            scored = raw["windows"]
+    key = "nll" if config.objective == "ar" else "nelbo"
+    if not math.isfinite(r[key]):
+        what = f"validation {key} {r[key]} at step {run.step}: not saved."
+        raise UserError(f"{what} {advice(run)}")
+    learned = run.windows[run.model.learned(run.windows)]
+    run.score = dict(name=key, value=r[key], step=run.step, unigram=unigram_entropy(learned))
+    per_window = max(1e-6, (time.monotonic() - began) / scored)
+    if n < run.micro_batch and run.per_window:  # small batches are slow
+        per_window = min(per_window, run.per_window)
+    run.per_window = per_window
+    most = preview_calls(run)[1]
+    # The end: four passes with the averaged weights, one with the raw ones, samples.
+    run.ending = (5 * W + CALL * most) * run.per_window
+    if runtime.is_late(until - CALL * calls * run.per_window):
+        calls = 0
+    return r, raw, calls
+
+
+def measure(run, evaluate):
+    """Set run.per_window: the seconds that a window takes, of a batch."""
+    few = run.windows[: run.micro_batch]
+    for _ in range(2):  # the first is slow
+        began = time.monotonic()
+        with run.autocast():
+            evaluate(run.model, few, batch_size=run.micro_batch)
+    run.per_window = max(1e-6, (time.monotonic() - began) / len(few))
+
+
+@contextlib.contextmanager
+def counted(run):
+    """Add what happens within to the seconds that evaluations on the way have taken."""
+    began = time.monotonic()
+    yield
+    if run.step or run.config.init_from:
+        run.evaluating += time.monotonic() - began
+
+
+def reserve(run):
+    """Seconds of --time_limit kept for the end: at most a fifth, then fewer windows are scored."""
+    return min(run.ending + run.saving + 2, run.config.time_limit / 5)
+
+
+def deadline(run, is_last):
+    """When the evaluation that begins now must end, on the clock of time.monotonic()."""
+    limit = run.config.time_limit
+    if not limit:
+        return math.inf
+    if not run.step and not run.config.init_from:
+        return -math.inf  # one batch
+    end = run.log.start - run.seconds + limit
+    if is_last:
+        return end - 2 - run.saving
+    return min(end - reserve(run), time.monotonic() + seconds_now(run))

@@ -1,0 +1,269 @@
+"""A tokenizer of the tokenizers library, and texts and ids that are cut in parts.
+
+enc: text -> ids and dec: ids -> text. enc(a + b) = enc(a) + enc(b) holds where tokens are
+characters or bytes. Elsewhere a word takes the space in front of it (▁the), the beginning of a text
+gains one, and a word that goes on is spelled otherwise than one that begins (##ing). So whole texts
+are encoded and decoded, and cut:
+
+    b after a         what follows enc(a) in enc(a + b), if enc(a + b) begins with enc(a): then a
+                      token ends where a ends. Else there is no cut.
+    ids b after ids a what follows dec(a) in dec(a + b).
+    b after a gap     b after a letter. Any letter that can be cut off gives the same ids: BPE's
+                      merges on both sides of a cut do not depend on each other, the best
+                      segmentation of a + b (Unigram) contains the best one of b, and WordPiece goes
+                      from left to right. So a space is there or not, as b says, and letters go on
+                      with a word.
+    a long text       parts, each after the last CONTEXT characters of the one before it.
+"""
+
+import contextlib
+import itertools
+import json
+import re
+import unicodedata
+
+from support.cli import UserError, optional
+
+PART = 1 << 16  # characters; the memory that BPE takes grows with the length of a text
+CONTEXT = 256  # characters in front of a part, far more than a token has
+TRIES = 64  # places for a cut, or letters, that are tried
+WORDS = 1000  # of a vocabulary, that are tried where it has no letters
+# What stands for the text before a gap: first a letter that no token of any tokenizer begins with.
+LETTERS = ("ꝡ", *"xqzjkvwybcdfghlmnprstaeiouXQZ")
+SPACED = ".,;:!?%"  # marks that a space usually follows
+BROKEN = "\ufffd"  # of a character whose bytes are not complete
+
+
+def is_space(text):
+    """Whether a text begins with a space or a line break."""
+    return text[:1].isspace()
+
+
+def shared(a, b):
+    """How many characters at their beginning two texts have in common."""
+    if b.startswith(a):
+        return len(a)
+    return next((i for i, (c, d) in enumerate(zip(a, b)) if c != d), min(len(a), len(b)))
+
+
+@contextlib.contextmanager
+def explain_errors(what):
+    """Context manager: turn what the tokenizers library raises into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as e:  # it raises bare Exceptions; where it panics, something else
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        raise UserError(f"{what} ({' '.join(str(e).split())[:200]})") from None
+
+
+class Library:
+    """A tokenizer of the tokenizers library; content: its tokenizer.json. Raises as that does."""
+
+    def __init__(self, content):
+        tokenizers = optional("tokenizers", "a tokenizer of words or pieces")
+        self.content = content
+        self.library = tokenizers.Tokenizer.from_str(content)
+        self.library.no_padding()
+        self.library.no_truncation()
+        self.library.encode_special_tokens = True  # a text that spells one is a text
+        self.size = max(self.library.get_vocab().values()) + 1
+        self.found_letters = None
+        self.found_unknown = None
+        self.found_dropped = {}  # character -> whether it is dropped
+
+    # ---- Encoding
+    def encoding(self, text):
+        """The library's Encoding of a whole text: ids, and offsets in the text."""
+        with explain_errors(f"the tokenizer cannot encode {text[:40]!r}; leave out what it lacks"):
+            return self.library.encode(text, add_special_tokens=False)
+
+    def encode(self, text):
+        return self.encoding(text).ids
+
+    def after(self, before, text):
+        """The ids of `text` as it goes on after `before`; None if no token ends between them."""
+        known = self.encode(before)
+        ids = self.encode(before + text)
+        return ids[len(known) :] if ids[: len(known)] == known else None
+
+    def letters(self):
+        """What may stand for the text before a gap: letters, or words where these are unknown."""
+        if self.found_letters is None:
+            vocab = self.library.get_vocab(with_added_tokens=False)
+            words = sorted(filter(str.isalpha, vocab), key=vocab.get)[:WORDS]
+            kept = filter(self.is_kept, (*LETTERS, *words))
+            self.found_letters = list(itertools.islice(kept, TRIES))
+        return self.found_letters
+
+    def is_kept(self, text):
+        """Whether a text has ids from which it comes back, but for spaces around it."""
+        with contextlib.suppress(UserError):
+            ids = self.encode(text)
+            return bool(ids) and self.decode(ids).strip().lower() == text.lower()
+        return False
+
+    def letter_before(self, text):
+        """The first of the letters after which `text` gets ids; None if there is none."""
+        for letter in self.letters():
+            with contextlib.suppress(UserError):  # words are not known with a letter before them
+                ids = self.after(letter, text)
+                if ids is not None and self.fits(letter, text, ids):
+                    return letter
+        return None
+
+    def fits(self, letter, text, ids):
+        """Whether ids after a letter begin with a space as the text does, or do not tell."""
+        found = self.decode_after(self.encode(letter), ids)
+        told = is_space(found) == is_space(text)
+        return told or not ids or self.after(letter, f" {text}") == ids
+
+    def encode_after_gap(self, text):
+        """The ids of a text that follows a gap. Raises UserError if it cannot be cut off."""
+        letter = self.letter_before(text)
+        if letter is None and self.letters():
+            given = f"this tokenizer cannot encode {text[:40]!r} as what follows a gap"
+            raise UserError(f"{given}; begin it with a space, or let the gap end with the word")
+        return self.after(letter, text) if letter else self.encode(text)
+
+    def go_on(self, before, text):
+        """The ids of a text after a known one, of which the end matters; as well as it can be."""
+        if not before:
+            return self.encode(text)
+        ids = self.after(before, text)
+        if ids is None:  # the cut is within a token
+            letter = self.letter_before(text[:CONTEXT])
+            ids = self.after(letter, text) if letter else None
+        return self.encode(text) if ids is None else ids
+
+    def encode_long(self, text, before=""):
+        """The ids of a text of any length that goes on after `before`, in bounded memory."""
+        places = [self.find_cut(text, end) for end in range(PART, len(text), PART)]
+        edges = [0, *(place for place in places if place), len(text)]
+        parts = [text[begin:end] for begin, end in itertools.pairwise(edges)]
+        befores = [before[-CONTEXT:], *(text[i - CONTEXT : i] for i in edges[1:-1])]
+        known = self.encode_all(befores)
+        both = self.encode_all([a + b for a, b in zip(befores, parts)])
+        ids = []
+        for i, (a, b) in enumerate(zip(known, both)):
+            is_cut = b[: len(a)] == a
+            ids += b[len(a) :] if is_cut else self.go_on(befores[i], parts[i])
+        return ids
+
+    def encode_all(self, texts):
+        """The ids of several texts, encoded side by side."""
+        try:
+            found = self.library.encode_batch_fast(texts, add_special_tokens=False)
+            return [encoding.ids for encoding in found]
+        except Exception:
+            for word in " ".join(texts).split():
+                self.encode(word)  # names the word that it does not know
+            return [self.encode(text) for text in texts]
+
+    def find_cut(self, text, near):
+        """A place near this one where tokens end whatever follows; 0 if there is none."""
+        low = max(CONTEXT, near - CONTEXT)
+        places = sorted(range(low, min(near + CONTEXT, len(text))), key=lambda i: abs(i - near))
+        spaces = [i for i in places if text[i].isspace() and not text[i - 1].isspace()]
+        for i in [*spaces[:TRIES], *places[:TRIES]]:
+            with contextlib.suppress(UserError):
+                if self.after(text[i - CONTEXT : i], text[i : i + CONTEXT]) is not None:
+                    return i
+        return 0
+
+    def what_cannot_be_cut(self, texts):
+        """What this tokenizer cannot do with parts of texts, as words; "" if it can do all."""
+        found = []
+        if not any(map(self.letter_before, self.letters()[:TRIES:8])):
+            found.append("a gap cannot end within a word, nor directly before one")
+        lengths = [
+            (text, n) for text in texts for n in (2 * CONTEXT, 10 * CONTEXT) if n < len(text)
+        ]
+        if lengths and not any(self.find_cut(text, n) for text, n in lengths):
+            found.append("long texts are cut within tokens")
+        return "; ".join(found)
+
+    # ---- Decoding
+    def decode(self, ids):
+        """The text of ids from the beginning of a text on."""
+        with explain_errors("the tokenizer cannot decode what was written"):
+            return self.library.decode(ids, skip_special_tokens=False)
+
+    def decode_after(self, before, ids):
+        """The text of ids after others."""
+        whole = self.decode([*before, *ids])
+        return whole[shared(self.decode(before), whole) :]
+
+    def decode_each(self, before, n):
+        """The texts of the tokens 0 .. n - 1, each after some others."""
+        skip = self.decode(before)
+        wholes = self.library.decode_batch(
+            [[*before, i] for i in range(n)], skip_special_tokens=False
+        )
+        return [whole[shared(skip, whole) :] for whole in wholes]
+
+    def letter_ids(self):
+        """Ids that stand for the text before a gap, [] if nothing can."""
+        return self.encode(self.letters()[0]) if self.letters() else []
+
+    def forgets_space_after(self, mark):
+        """Whether ids do not tell if a space follows this character (WordPiece: punctuation)."""
+        with contextlib.suppress(UserError, IndexError):  # no letter is known
+            word = self.letters()[-1]
+            ids = self.after(mark, word)
+            return ids is not None and ids == self.after(mark, f" {word}")
+        return False
+
+    def bytes_of(self, id):
+        """The bytes of a token that is a part of a character; None if it is not known."""
+        token = self.library.id_to_token(id) or ""
+        if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+            return bytes([int(token[3:5], 16)])
+        byte = byte_of_letter()
+        return bytes(byte[c] for c in token) if set(token) <= byte.keys() else None
+
+    # ---- What is lost
+    def unknown_id(self):
+        """The id of what the tokenizer does not know, -1 if there is none."""
+        if self.found_unknown is None:
+            model = self.library.model
+            token = getattr(model, "unk_token", None)
+            id = self.library.token_to_id(token) if token else None
+            if not hasattr(model, "unk_token"):  # Unigram
+                id = json.loads(self.content)["model"].get("unk_id")
+            self.found_unknown = -1 if id is None else id
+        return self.found_unknown
+
+    def check_kept(self, text):
+        """Raise UserError if encoding loses characters of a text, but for spaces and accents."""
+        advice = "leave it out, or take another model"
+        found = self.encoding(text)
+        for id, (begin, end) in zip(found.ids, found.offsets):
+            if id == self.unknown_id():
+                lacks = f"the tokenizer does not know {text[begin:end][:20]!r}"
+                raise UserError(f"{lacks} in {text[:40]!r}; {advice}")
+        for c in sorted(set(text), key=text.index):
+            if self.is_dropped(c):
+                where = f"at position {text.index(c)} of {text[:40]!r}"
+                raise UserError(f"the tokenizer drops {c!r} {where}; {advice}")
+
+    def is_dropped(self, c):
+        """Whether a character changes nothing between two letters."""
+        if c not in self.found_dropped:
+            x = self.letters()[0] if self.letters() else ""
+            dropped = False
+            if not (c.isspace() or unicodedata.category(c) == "Mn"):
+                with contextlib.suppress(UserError):  # no words are known with it
+                    dropped = self.encode(x + c + x) == self.encode(x + x)
+            self.found_dropped[c] = dropped
+        return self.found_dropped[c]
+
+
+def byte_of_letter():
+    """The letters that byte-level tokenizers write bytes as -> these bytes."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    letters = {chr(byte): byte for byte in visible}
+    return letters | {chr(256 + i): byte for i, byte in enumerate(others)}

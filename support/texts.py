@@ -1,0 +1,217 @@
+"""The texts of --data as a run reads them: surveyed once, split, encoded; errors name the place."""
+
+import collections
+import dataclasses
+import shlex
+from pathlib import Path
+
+import numpy as np
+
+from support import records, sources
+from support.cli import UserError, warn
+from support.seams import CONTEXT
+
+FEW = 20  # records; of fewer the last may be so long that it has to be split
+ESCAPES = (("\r", "\\r"), ("\n", "\\n"), ("\t", "\\t"))  # in --separator
+
+
+def unescape(separator):
+    for character, escape in ESCAPES:
+        separator = separator.replace(escape, character)
+    return separator
+
+
+def open_source(config):
+    """The Source of --data; None for patterns, which are no text."""
+    if sources.is_records(config.data):
+        return Source(config, None)
+    texts = sources.find_text(config.data)
+    return Source(config, texts) if texts else None
+
+
+class Source:
+    """The texts of --data, read as often as it is called: each time a stream of (text, end).
+
+    end: whether the text ends a document, or PROMPT where it is one. The last tenth validates.
+    """
+
+    def __init__(self, config, texts):
+        self.config = config
+        self.texts = texts  # a function that streams plain text; None: records
+        self.separator = unescape(config.separator)
+        self.columns = [name for name in (config.prompt_column, config.text_column) if name]
+        self.skipped = records.Skipped(config.max_bad_records)
+        self.where = config.data  # of the last text: a Path of plain text, or file and record
+        self.n = 0  # characters
+        self.cut = 0  # those of them that train
+        self.notes = []  # what a user should know of these texts
+
+    def __call__(self):
+        if self.texts:
+            yield from sources.split_documents(self.texts(), self.separator)
+            return
+        for text, end, where in records.read(self.config.data, self.columns, self.skipped):
+            self.where = where
+            yield text, end
+
+    def survey(self):
+        """Read all of it once, to know its size; say what it held.
+
+        Returns how many characters a tokenizer may learn from: nine tenths, all of which train.
+        """
+        n = documents = before = last = 0  # before, last: where the last two records end
+        edges = collections.deque()  # where records end, from nine tenths of what is read on
+        for text, end in self():
+            n += len(text)
+            if end is True:
+                edges.append(n)
+                documents += 1
+                before = last
+                last = n
+            while edges and edges[0] < int(0.9 * n):
+                edges.popleft()
+        self.n = n
+        self.note_what_was_read()
+        if n == 0:
+            what = "; ".join([f"--data={self.config.data} is empty", *self.notes])
+            raise UserError(f"{what}; give a file with text in it")
+        if self.separator and self.texts and documents < 2:
+            self.refuse_separator()
+        self.cut = int(0.9 * n) if self.texts else self.find_edge(edges[0], before, documents)
+        for line in self.notes:
+            warn(f"--data={self.config.data}: {line}")
+        return min(self.cut, int(0.9 * n))
+
+    def find_edge(self, edge, before, documents):
+        """Where to split records: at `edge`, the first end of one from nine tenths on, as a rule.
+
+        Where that leaves too little to validate: within a record, but between prompts and answers.
+        before: where the last record but one ends.
+        """
+        left = 1 - edge / self.n
+        if self.config.prompt_column:
+            if edge == self.n and before == 0:
+                what = f"--data={self.config.data} is a single prompt with its answer"
+                raise UserError(f"{what}, with no record left to validate; give more records")
+            return edge if left else before
+        if left and (left >= 0.05 or documents >= FEW):
+            return edge
+        why = "so that the last tenth of the characters validates"
+        self.notes.append(f"few records ({documents:,}): one is split, {why}")
+        return int(0.9 * self.n)
+
+    def note_what_was_read(self):
+        if self.texts and records.holds_records(self.config.data):
+            self.notes.append("its lines are JSON: name it .jsonl to learn only their texts")
+        if not self.texts and Path(self.config.data).is_dir():
+            self.notes += records.describe_folder(self.config.data)
+        if not self.texts and self.skipped.describe():
+            self.notes.append(self.skipped.describe())
+
+    def refuse_separator(self):
+        """Raise UserError for a --separator with nothing on both sides; suggest one that has."""
+        mark = self.separator
+        guesses = [mark.replace("\n", "\r\n"), mark.replace("\r\n", "\n"), mark.strip()]
+        guesses += [mark.lower(), mark.upper(), "\n\n", "\r\n\r\n", "\n", "\r\n"]
+        guesses = [guess for guess in guesses if guess and guess != mark]
+        found = (guess for guess in guesses if divides(guess, self.texts()))
+        guess = next(found, None)
+        advice = f"give {as_flag(guess)}, which is, or leave it out" if guess else "leave it out"
+        what = f"{as_flag(mark)} is nowhere between two texts of {self.config.data}"
+        raise UserError(f"{what}; {advice}")
+
+    def encode(self, tokenizer):
+        """Stream (ids, whether they train), with the [END] of each document, as survey() split it.
+
+        Raises UserError with the place of a text that cannot be encoded or is too long.
+        """
+        done = held = 0
+        longest = (0, "")  # tokens of a record, and where it is
+        before = ""  # the end of what the next part goes on after
+        for text, end in self():
+            k = min(max(self.cut - done, 0), len(text))
+            done += len(text)
+            for part, trains in ((text[:k], True), (text[k:], False)):
+                if not part:
+                    continue
+                ids = self.encode_part(tokenizer, part, before)
+                before = (before + part[-CONTEXT:])[-CONTEXT:]
+                # A record that is split goes on: its front has no [END].
+                ends_here = end and (self.texts or not trains or k == len(text))
+                if ends_here and tokenizer.end_id is not None:
+                    ids = np.append(ids, tokenizer.end_id)
+                yield ids, trains
+                held += len(ids)
+            if end:
+                before = ""
+            if end is True:
+                longest = max(longest, (held, str(self.where)))
+                held = 0
+        if done != self.n:
+            raise UserError(f"--data={self.config.data} changed while it was read; try again")
+        T = self.config.block_size
+        if self.config.prompt_column and longest[0] > T:
+            what = f"{longest[1]}: a prompt and its answer take {longest[0]} tokens, more than"
+            raise UserError(f"{what} --block_size={T}; shorten them or raise it")
+
+    def encode_part(self, tokenizer, text, before):
+        try:
+            return tokenizer.encode_array(text, before)
+        except UserError as e:
+            raise self.locate(e, tokenizer, text) from None
+
+    def locate(self, error, tokenizer, text):
+        """The UserError `error` about a text, with its file and its line or record."""
+        if not self.texts and not isinstance(self.where, Path):
+            return UserError(f"{self.where}: {error}")
+        for line in text.split("\n"):
+            try:
+                tokenizer.encode_array(line)
+            except UserError as e:
+                texts = self.texts() if self.texts else records.read_text(self.where)
+                number = find_line(line, texts)
+                place = f", line {number}" if number else ""
+                return UserError(f"{self.where}{place}: {e}")
+        return UserError(f"{self.where}: {error}")
+
+
+def find_line(wanted, texts):
+    """The number of the first line that has `wanted` in it, from 1; 0 if it is not found."""
+    number = 1
+    for text in texts:
+        at = text.find(wanted)
+        if at >= 0:
+            return number + text.count("\n", 0, at)
+        number += text.count("\n")
+    return 0
+
+
+def divides(separator, texts):
+    """Whether a separator stands between two documents."""
+    documents = 0
+    for _, end in sources.split_documents(texts, separator):
+        documents += end
+        if documents > 1:
+            return True
+    return False
+
+
+def as_flag(separator):
+    for character, escape in ESCAPES:
+        separator = separator.replace(character, escape)
+    return f"--separator={shlex.quote(separator)}"
+
+
+def to_score(config):
+    """The settings to read a text that a model of documents did not learn: it may be a single one.
+
+    Its records may be empty or damaged as those of the training data were.
+    """
+    separator = unescape(config.separator)
+    if not separator or sources.is_records(config.data):
+        return config
+    texts = sources.find_text(config.data)
+    if texts is None or divides(separator, texts()):
+        return config
+    warn(f"--data={config.data} is a single document: {as_flag(separator)} is not in it")
+    return dataclasses.replace(config, separator="")

@@ -1,0 +1,827 @@
+"""What is given as --data is read as what it is, or refused in one sentence; never silently wrong.
+
+By kind: files with checksums, what is no file, formats and their names, ids of unknown width, marks
+that never occur, the place of a mistake, texts that cannot be had, few or empty records.
+"""
+
+import gzip
+import json
+import os
+import pickle
+import random
+import socket
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, read_log, run_mdlm
+
+import eval
+import mdlm
+import sample
+from support import checkpoint, cli, records, sources, texts
+from support.cli import UserError
+
+CPU = torch.device("cpu")
+TEXTS = [f"Record {i} says: " + "na " * (i % 7) + "ü\n" for i in range(60)]
+
+
+def call(main, capsys, *argv):
+    """(exit code, standard output, standard error) of a program."""
+    capsys.readouterr()
+    code = cli.run(main, [str(arg) for arg in argv])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def documents(data, **flags):
+    """The documents of --data as mdlm.py learns them, in order."""
+    config = mdlm.Config(data=str(data), **flags)
+    source = texts.open_source(config)
+    source.survey()
+    found = [""]
+    for text, end in source():
+        found[-1] += text
+        found += [""] * bool(end)
+    return found[:-1]
+
+
+def prepared(data, folder, **flags):
+    """A corpus, and the text of train.bin and val.bin, with | for [END]."""
+    config = mdlm.Config(**dict(data=str(data), block_size=8) | flags)
+    folder.mkdir()
+    mdlm.prepare(config, folder)
+    corpus = mdlm.Corpus(folder, config, CPU)
+    spell = corpus.tokenizer.decode
+    parts = ["".join(spell([i]) or "|" for i in ids.tolist()) for ids in (corpus.train, corpus.val)]
+    return corpus, *parts
+
+
+def write_jsonl(path, found=TEXTS, column="text"):
+    content = "".join(json.dumps({column: text}) + "\n" for text in found).encode()
+    path.write_bytes(gzip.compress(content) if path.name.lower().endswith(".gz") else content)
+    return path
+
+
+def refused(data, *words, **flags):
+    with pytest.raises(UserError) as e:
+        documents(data, **flags)
+    said = str(e.value)
+    assert all(word in said for word in words), said
+    return said
+
+
+# --------------------------------------------------------------------------------------------------
+# Files with checksums
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(),
+        dict(compression="none"),
+        dict(use_dictionary=False, compression="none"),
+        dict(data_page_version="2.0", compression="gzip"),
+    ],
+)
+def test_damaged_parquet_gives_no_other_text(tmp_path, flags):
+    arrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "x.parquet"
+    how = dict(row_group_size=25, write_page_checksum=True, **flags)
+    arrow.parquet.write_table(arrow.table({"text": TEXTS}), path, **how)
+    whole = path.read_bytes()
+    draw = random.Random(0)
+    outcomes = []
+    for _ in range(40):
+        bit = draw.randrange(8 * len(whole))
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            found = records.read(path, ["text"], records.Skipped())
+            outcomes.append([text for text, *_ in found])
+        except UserError as e:
+            assert str(path) in str(e)
+            outcomes.append(None)
+    assert all(found in (None, TEXTS) for found in outcomes)
+    assert outcomes.count(None) > 10
+
+
+def test_rows_that_a_file_lost_are_missed(tmp_path):
+    """Page checksums do not cover how many rows a page has: the footer says it again."""
+    arrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "x.parquet"
+    how = dict(compression="none", use_dictionary=False, write_statistics=False)
+    arrow.parquet.write_table(arrow.table({"text": ["a", "b"] * 30}), path, **how)
+    whole = path.read_bytes()
+    for at in range(len(whole)):  # 120 is the zigzag form of 60, which the page and footer say
+        if whole[at] == 120:
+            path.write_bytes(whole[:at] + bytes([100]) + whole[at + 1 :])
+            try:
+                assert documents(path) == ["a", "b"] * 30
+            except UserError as e:
+                assert "parquet" in str(e) or "cannot be read" in str(e)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "tokenizer.json", "meta.json"])
+def test_damaged_prepared_data_is_refused(run, tmp_path, name, capsys):
+    path = run / "data" / name
+    content = path.read_bytes()
+    at = content.index(b"[") + 2 if name.endswith("json") else 40
+    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    out = f"--out_dir={tmp_path / 'o'}"
+    assert run_mdlm(f"--data={run / 'data'}", *TINY, "--max_steps=1", out) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(run / "data") in said
+    code, _, said = call(eval.main, capsys, f"--out_dir={run}", "--windows=1", "--pictures=none")
+    assert code == 2 and str(run / "data") in said and said.count("\n") == 1
+
+
+def test_eval_scores_only_what_a_run_learned(run, capsys):
+    """Also where the prepared data is whole, but another one."""
+    meta = json.loads((run / "data" / "meta.json").read_text())
+    del meta["checksum"]  # as earlier versions wrote it
+    (run / "data" / "meta.json").write_text(json.dumps(meta))
+    flags = [f"--out_dir={run}", "--windows=1", "--passes=1", "--pictures=none"]
+    assert call(eval.main, capsys, *flags)[0] == 0
+    ids = np.fromfile(run / "data" / "val.bin", np.uint8)
+    ids[::-1].tofile(run / "data" / "val.bin")
+    code, _, said = call(eval.main, capsys, *flags)
+    assert code == 2 and "is not what" in said
+    assert call(eval.main, capsys, *flags, f"--data={run / 'data'}")[0] == 0, "its advice works"
+
+
+# --------------------------------------------------------------------------------------------------
+# What is no file
+
+
+def make(kind, path):
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        here = os.getcwd()
+        os.chdir(path.parent)  # the path of a socket must be short
+        socket.socket(socket.AF_UNIX).bind(path.name)
+        os.chdir(here)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "dangling link":
+        path.symlink_to("nowhere")
+    elif kind == "loop of links":
+        path.symlink_to(path.name)
+
+
+SPECIAL = ["pipe", "socket", "device", "dangling link", "loop of links"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such files")
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json", "parquet", "ndjson.gz"])
+def test_what_is_no_file_never_hangs(tmp_path, kind, suffix):
+    path = tmp_path / f"x.{suffix}"
+    make(kind, path)
+    refused(path, str(path), "no regular file" if kind in SPECIAL[:3] else "does not exist")
+    write_jsonl(tmp_path / "a.jsonl")
+    refused(tmp_path, str(path))  # among others
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such files")
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json", "tokenizer.json"])
+def test_no_pipe_in_a_folder_of_ids_hangs(tmp_path, name):
+    for each in sources.NAMES:
+        np.arange(200, dtype=np.uint16).tofile(tmp_path / each)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    assert sources.is_ids(tmp_path)
+    with pytest.raises(UserError, match=name):
+        sources.open_ids(tmp_path, 8, 0)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such files")
+def test_a_pipe_is_no_text_and_no_tokenizer(tmp_path, text_file, capsys):
+    """`--data=<(...)` is a pipe: it would be read to its end once, and be empty after that."""
+    read, write = os.pipe()
+    os.write(write, b"some text\n" * 99)
+    os.close(write)
+    refused(f"/dev/fd/{read}", "a pipe", "more than once", "save it to a file")
+    os.close(read)
+    os.mkfifo(tmp_path / "t.json")
+    flags = [*TINY, "--max_steps=1", f"--out_dir={tmp_path / 'o'}", f"--data={text_file}"]
+    assert run_mdlm(*flags, f"--tokenizer={tmp_path / 't.json'}") == 2
+    assert "t.json" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such files")
+def test_a_batch_may_be_a_pipe(run, tmp_path, capsys):
+    """It is read once; one that nobody writes is empty, and hangs nothing."""
+    read, write = os.pipe()
+    os.write(write, "The█\n".encode())
+    os.close(write)
+    flags = [f"--out_dir={run}", "--steps=1"]
+    assert call(sample.main, capsys, *flags, f"--batch=/dev/fd/{read}")[0] == 0
+    os.close(read)
+    os.mkfifo(tmp_path / "b")
+    assert call(sample.main, capsys, *flags, f"--batch={tmp_path / 'b'}")[0] == 2
+
+
+# --------------------------------------------------------------------------------------------------
+# Formats and their names
+
+
+def array(found):
+    return json.dumps([dict(text=text) for text in found])
+
+
+def pretty(found):
+    return json.dumps([dict(text=text, id=[i]) for i, text in enumerate(found)], indent=2)
+
+
+def lines(found):
+    return "\n\r\n".join(json.dumps(dict(text=text)) for text in found)
+
+
+def inner(found):
+    return json.dumps(dict(version=1, tags=["a"], data=[dict(text=text) for text in found]))
+
+
+@pytest.mark.parametrize(
+    "name, write",
+    [
+        ("X.JSONL", lines),
+        ("x.ndjson", lines),
+        ("x.NDJSON.GZ", lines),
+        ("x.Jsonl.gz", lines),
+        ("x.jsonlines", lines),
+        ("x.json", array),
+        ("x.json", pretty),
+        ("x.json", lines),
+        ("x.json", inner),
+        ("x.JSON.gz", pretty),
+    ],
+)
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_format_is_known_whatever_its_case(tmp_path, name, write, mark):
+    content = (mark + write(TEXTS)).encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.lower().endswith("gz") else content)
+    assert documents(path) == TEXTS
+    assert sources.is_records(path)
+    path.rename(tmp_path / f"-{name}")
+    assert documents(tmp_path) == TEXTS  # in a folder too
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000])
+def test_json_is_streamed(tmp_path, monkeypatch, size):
+    monkeypatch.setattr("support.records.CHUNK", size)
+    for write in (array, pretty, lines, inner):
+        (tmp_path / "x.json").write_text(write(TEXTS))
+        assert documents(tmp_path / "x.json") == TEXTS
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("", ["empty"]),
+        ("[]", ["empty"]),
+        ('[{"text": "a"}, ', ["line 1", "does not end"]),
+        ('[{"text": "a"},\n\n{"text": "b"]', ["line 3", "no JSON"]),
+        ('[{"text": "a"} {"text": "b"}]', ["line 1", "comma"]),
+        ('[{"text": "a"}]\n[]', ["line 2", "no JSON"]),
+        ('[{"text": "a"},\n{"txt": "b"}]', ["record 2, line 2", "has no 'text', but txt"]),
+        ('[{"text": "a"},\n{"text": 3}]', ["record 2, line 2: text is '3'"]),
+        ('["a", "b"]', ["record 1, line 1", "no JSON object"]),
+        ('{"text": "a"}\n{"text": "b"', ["line 2", "no JSON"]),
+        ('{"a": [{"text": "x"}], "b": [{"text": "y"}]}', ["has no 'text', but a, b"]),
+        ('"just a string"', ["no JSON object"]),
+        ("{" * 99_999, ["no JSON"]),
+        ('[{"text": "\\ud800"}]', ["surrogate"]),
+        (b'[{"text": "\xff"}]', ["not UTF-8"]),
+    ],
+)
+def test_wrong_json_is_named(tmp_path, content, words):
+    path = tmp_path / "x.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(path, str(path), *words)
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("x.csv", ["parquet", ".jsonl"]),
+        ("X.TSV", ["parquet"]),
+        ("x.jsonl.zst", ["unpack"]),
+        ("x.txt.gz", ["unpack"]),
+        ("x.tar.xz", ["unpack"]),
+        ("x.zip", ["unpack"]),
+        ("x.arrow", ["parquet"]),
+        ("x.npy", ["train.bin"]),
+        ("train.bin", ["folder"]),
+        ("x.safetensors", ["folder"]),
+        ("x.pdf", ["plain text"]),
+        ("x.docx", ["plain text"]),
+        ("x.png", ["texts"]),
+    ],
+)
+def test_unread_formats_are_refused_by_name(tmp_path, name, words):
+    (tmp_path / name).write_text("a,b\n1,2\n" * 30)
+    refused(tmp_path / name, name, *words)
+    (tmp_path / name).rename(tmp_path / f"a-{name}")  # a folder with train.bin has ids
+    said = refused(tmp_path, "without files to train on", f"left out: a-{name}")
+    assert ".parquet" in said
+
+
+@pytest.mark.parametrize("name", ["poem", "x.md", "x.html", "x.py", "x.tex", "NOTES.TXT", "x.log"])
+def test_any_other_name_is_text(tmp_path, name):
+    (tmp_path / name).write_text("line\n" * 30)
+    source = texts.open_source(mdlm.Config(data=str(tmp_path / name)))
+    source.survey()
+    assert list(source()) == [("line\n" * 30, False)]
+
+
+def test_records_by_another_name_are_said(tmp_path, capsys):
+    (tmp_path / "x.txt").write_text(lines(TEXTS))
+    texts.open_source(mdlm.Config(data=str(tmp_path / "x.txt"))).survey()
+    assert "name it .jsonl" in capsys.readouterr().err
+    for write in (array, pretty):
+        (tmp_path / "x.jsonl").write_text(write(TEXTS))
+        refused(tmp_path / "x.jsonl", "name it .json")
+    refused("x" * 300, "does not exist", "too long")
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (gzip.compress(b"text" * 99), "gzip"),
+        (b"PAR1" + b"abc" * 99, "parquet"),
+        (b"%PDF-1.7\n" + b"abc" * 99, "PDF"),
+        (b"\0\5\x16\7" + bytes(99), "macOS"),
+        (pickle.dumps(["a" * 99], 4), "pickle"),
+        (("plain words " * 9).encode("utf-16-le"), "iconv -f UTF-16LE"),
+        (("plain words " * 9).encode("utf-16-be"), "iconv -f UTF-16BE"),
+        (("plain words " * 9).encode("utf-32-le"), "iconv -f UTF-32LE"),
+    ],
+)
+def test_no_text_is_known_by_its_bytes(tmp_path, content, words):
+    for name in ("x", "x.txt"):
+        (tmp_path / name).write_bytes(content)
+        refused(tmp_path / name, name, words)
+    refused(tmp_path, "x.txt", words)
+
+
+def test_a_folder_says_what_it_held(tmp_path, capsys):
+    for name in ("a.txt", "B.TXT", "c.jsonl", "test-0.jsonl", "contest.txt"):
+        (tmp_path / name).write_text('{"text": "some words"}\n')
+    for name in ("._a.txt", ".DS_Store", ".~lock.a.txt#"):
+        (tmp_path / name).write_bytes(b"\xff\xfe\0")
+    for name in ("notes.csv", "README.md"):
+        (tmp_path / name).write_text("x")
+    for name in ("more", "d.txt"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "e.txt").write_text("never read")
+    plain = '{"text": "some words"}\n'
+    found = documents(tmp_path)
+    assert sorted(found) == sorted([plain] * 3 + ["some words"] * 2)
+    said = capsys.readouterr().err
+    assert "1 .txt" not in said and "3 .txt, 2 .jsonl read" in said
+    assert "left out: README.md, notes.csv, 3 hidden, 2 folder(s)" in said
+    assert "test-0.jsonl read too" in said and "contest" not in said
+
+
+def test_a_folder_of_folders_is_refused(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.txt").write_text("text")
+    refused(tmp_path, "without files to train on", "1 folder(s), whose files are not read")
+    refused("", "--data is empty")
+
+
+def test_line_ends_of_a_folder_stay(tmp_path):
+    content = b"line\r\nline\rline\n" * 20
+    (tmp_path / "a.txt").write_bytes(content)
+    assert documents(tmp_path) == [content.decode()]
+
+
+# --------------------------------------------------------------------------------------------------
+# Ids of unknown width
+
+
+def zipf(n, V, seed=0):
+    """Ids as those of a text: a few are frequent."""
+    rng = np.random.default_rng(seed)
+    return np.minimum(V * rng.random(n) ** 4, V - 1).astype(np.int64)
+
+
+def write_ids(folder, ids, dtype, n_val=4000):
+    folder.mkdir(exist_ok=True)
+    ids[:-n_val].astype(dtype).tofile(folder / "train.bin")
+    ids[-n_val:].astype(dtype).tofile(folder / "val.bin")
+    return folder
+
+
+def open_ids(folder, **how):
+    return sources.open_ids(folder, 32, how.pop("V", 0), **how)
+
+
+@pytest.mark.parametrize("V", [65, 1024, 50257, 65536])
+def test_nanogpts_ids_are_believed(tmp_path, V):
+    """As its prepare.py writes them, for characters and for GPT-2's tokens."""
+    ids = zipf(20_000, V)
+    write_ids(tmp_path, ids, np.uint16)
+    for name in ("meta.pkl", "prepare.py", "input.txt", "readme.md"):
+        (tmp_path / name).write_bytes(b"not read")
+    _, arrays, tokenizer, identity = open_ids(tmp_path)
+    assert np.array_equal(np.concatenate(arrays), ids) and identity["dtype"] == "uint16"
+    assert tokenizer.vocab_size == ids.max() + 1
+
+
+@pytest.mark.parametrize(
+    "dtype, V, words",
+    [
+        ("uint32", 65, "--bin_dtype=uint32"),
+        ("uint32", 50257, "--bin_dtype=uint32"),
+        ("uint32", 128_256, "--bin_dtype=uint32"),
+        ("int32", 32000, "--bin_dtype=uint32"),
+        ("int64", 50257, "--bin_dtype=int64"),
+        ("uint8", 65, "--bin_dtype=uint8"),
+        (">u2", 65, "big-endian"),
+        (">u2", 50257, "big-endian"),
+        (">u4", 50257, "big-endian"),
+        ("float16", 1000, "floats"),
+        ("float32", 50257, "floats"),
+        ("float64", 50257, "floats"),
+    ],
+)
+def test_ids_of_another_width_are_refused(tmp_path, dtype, V, words):
+    ids = zipf(20_000, V)
+    write_ids(tmp_path, ids, dtype)
+    with pytest.raises(UserError, match="is read as uint16") as e:
+        open_ids(tmp_path)
+    assert words in str(e.value)
+    if words.startswith("--bin_dtype="):  # its advice works, by flag and by meta.json
+        name = words.split("=")[1]
+        _, arrays, *_ = open_ids(tmp_path, bin_dtype=name)
+        assert np.array_equal(np.concatenate(arrays), ids)
+        (tmp_path / "meta.json").write_text(json.dumps(dict(dtype=name)))
+        assert np.array_equal(np.concatenate(open_ids(tmp_path)[1]), ids)
+    else:
+        assert open_ids(tmp_path, bin_dtype="uint16")[1], "a user may know better"
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
+def test_ids_of_a_stated_width_become_windows(tmp_path, dtype):
+    ids = zipf(3000, 200)
+    write_ids(tmp_path, ids, dtype, n_val=320)
+    corpus = mdlm.Corpus(tmp_path, mdlm.Config(block_size=32, bin_dtype=dtype), CPU)
+    assert corpus.windows().flatten().tolist() == ids[-320:].tolist()
+    assert corpus.batch(torch.arange(8)).shape == (8, 32)
+
+
+def test_a_stated_width_is_trained_and_scored(tmp_path, capsys):
+    dtype = "uint32"
+    folder = write_ids(tmp_path / "ids", zipf(3000, 200), dtype, n_val=300)
+    out = f"--out_dir={tmp_path / 'out'}"
+    flags = [*TINY, f"--data={folder}", "--max_steps=2", f"--bin_dtype={dtype}", out]
+    assert run_mdlm(*flags) == 0
+    assert run_mdlm(out, "--resume", "--max_steps=3") == 0
+    assert len(read_log(tmp_path / "out")) > 3
+    assert call(eval.main, capsys, out, "--windows=2", "--passes=1", "--pictures=none")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"\x93NUMPY\1\0",
+        b"PK\3\4",
+        b"PAR1",
+        b"\x80\4\x95",
+        b"\x1f\x8b\x08\0",
+        b"\x40\0\0\0\0\0\0\0" + b'{"',
+    ],
+)
+def test_other_formats_are_no_ids(tmp_path, head):
+    write_ids(tmp_path, zipf(9000, 500), np.uint16)
+    content = (tmp_path / "train.bin").read_bytes()
+    (tmp_path / "train.bin").write_bytes(head + content)
+    with pytest.raises(UserError, match=r"train.bin is .* not ids"):
+        open_ids(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
+@pytest.mark.parametrize("where", ["train.bin", "val.bin"])
+def test_a_damaged_id_makes_no_vocabulary(tmp_path, dtype, where):
+    write_ids(tmp_path, zipf(9000, 500), dtype)
+    with open(tmp_path / where, "r+b") as f:
+        f.seek(np.dtype(dtype).itemsize * 77)
+        f.write(np.array(min(np.iinfo(dtype).max, 1 << 30), dtype).tobytes())
+    with pytest.raises(UserError, match="has the id"):
+        open_ids(tmp_path, bin_dtype=dtype)
+    with pytest.raises(UserError, match="but V is 500"):
+        open_ids(tmp_path, bin_dtype=dtype, V=500)
+
+
+def test_padding_of_labels_is_no_id(tmp_path):
+    ids = zipf(9000, 500)
+    ids[::50] = -100
+    write_ids(tmp_path, ids, np.int32)
+    with pytest.raises(UserError, match="--bin_dtype=int32"):
+        open_ids(tmp_path)
+    with pytest.raises(UserError, match="has ids -100"):
+        open_ids(tmp_path, bin_dtype="int32")
+
+
+def test_an_unknown_header_is_no_token(tmp_path):
+    header = np.zeros(256, np.int32)
+    header[:3] = (20260101, 1, 5000)
+    for name in sources.NAMES:
+        body = zipf(5000, 500).astype(np.uint16).tobytes()
+        (tmp_path / name).write_bytes(header.tobytes() + body)
+    with pytest.raises(UserError, match="magic number 20260101"):
+        open_ids(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------
+# Marks that never occur
+
+
+@pytest.mark.parametrize(
+    "content, separator, advice",
+    [
+        ("one\r\n\r\ntwo\r\n\r\n" * 9, "\\n\\n", "\\r\\n\\r\\n"),
+        ("one\n\ntwo\n\n" * 9, "\\r\\n\\r\\n", "\\n\\n"),
+        ("one\n--\ntwo\n--\n" * 9, " -- ", "--"),
+        ("one<eot>two<eot>" * 9, "<EOT>", "<eot>"),
+        ("one\ntwo\n" * 9, "\\n\\n\\n", "\\n"),
+        ("one and no end " * 9, "\\n\\n", None),
+        ("one and no end but the last " * 9 + "\n\n", "\\n\\n", "leave it out"),
+    ],
+)
+def test_a_separator_that_never_occurs_is_refused(tmp_path, content, separator, advice):
+    path = tmp_path / "t.txt"
+    path.write_bytes(content.encode())
+    said = refused(path, "nowhere between two texts", "t.txt", separator=separator)
+    if advice and advice != "leave it out":
+        assert f"give --separator='{advice}'" in said or f"give --separator={advice}" in said
+        assert len(documents(path, separator=advice)) > 1, "its advice works"
+
+
+def test_an_end_that_never_occurs_is_refused(tmp_path):
+    ids = zipf(9000, 500)
+    ids[ids == 7] = 8
+    write_ids(tmp_path, ids, np.uint16)
+    with pytest.raises(UserError, match=r"has no id 7, which ends a document; .*--end_id"):
+        open_ids(tmp_path, end_id=7)
+    ids[::100] = 7
+    write_ids(tmp_path, ids, np.uint16)
+    assert open_ids(tmp_path, end_id=7)[2].end_id == 7
+
+
+def test_the_number_of_documents_is_said(tmp_path, capsys):
+    write_jsonl(tmp_path / "x.jsonl")
+    pairs = "".join(json.dumps(dict(q="a", text=str(i % 7))) + "\n" for i in range(50))
+    (tmp_path / "qa.jsonl").write_text(pairs)
+    (tmp_path / "t.txt").write_text("\n\n".join(TEXTS))
+    (tmp_path / "ids").mkdir()
+    write_ids(tmp_path / "ids", np.arange(1000) % 25, np.uint16, n_val=100)
+    for name, n, more in (
+        ("x.jsonl", 54, dict()),
+        ("qa.jsonl", 45, dict(prompt_column="q", lengths="learned")),
+        ("t.txt", 54, dict(separator="\\n\\n")),
+    ):
+        assert prepared(tmp_path / name, tmp_path / f"{name}-ids", **more)[0].n_documents == n
+    flags = [*TINY, "--max_steps=1", "--end_id=24", f"--out_dir={tmp_path / 'o'}"]
+    assert run_mdlm(f"--data={tmp_path / 'ids'}", *flags) == 0
+    assert " in 36 documents" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------------------
+# The place of a mistake
+
+
+def test_an_unknown_character_is_located(run, tmp_path, capsys):
+    """In every kind of data, when eval.py reads it in the tokens of a run."""
+    known = json.loads((run / "data" / "tokenizer.json").read_text())["vocab"]
+    good = "".join(c for c in known if c.isalpha()) + " "
+    body = "".join(f"{good}\n" for _ in range(50)) + f"{good}\u2603\n" + f"{good}\n" * 9
+    (tmp_path / "t.txt").write_text(body, encoding="utf-8")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.txt").write_text(good * 20)
+    (folder / "b.txt").write_text(body, encoding="utf-8")
+    write_jsonl(tmp_path / "x.jsonl", [good] * 50 + [f"{good}\u2603"] + [good] * 9)
+    (tmp_path / "x.json").write_text(pretty([good] * 50 + [f"{good}\u2603"] + [good] * 9))
+    for name, place in (
+        ("t.txt", "t.txt, line 51: "),
+        ("folder", "b.txt, line 51: "),
+        ("x.jsonl", "x.jsonl, line 51: "),
+        ("x.json", "x.json, record 51, line 302: "),
+    ):
+        code, _, said = call(eval.main, capsys, f"--out_dir={run}", f"--data={tmp_path / name}")
+        assert code == 2 and place in said and f"position {len(good)}" in said, said
+
+
+def test_init_from_locates_unknown_characters(run, tmp_path, capsys):
+    text = "\n".join(["a line of text"] * 40 + ["and \u2603"] + ["more"] * 40)
+    (tmp_path / "t.txt").write_text(text, encoding="utf-8")
+    flags = [*TINY, f"--init_from={run}", "--max_steps=1", f"--out_dir={tmp_path / 'o'}"]
+    assert run_mdlm(*flags, f"--data={tmp_path / 't.txt'}") == 2
+    assert "t.txt, line 41: the character '\u2603' at position 4" in capsys.readouterr().err
+
+
+def test_invalid_utf8_is_located_by_line(tmp_path):
+    (tmp_path / "t.txt").write_bytes("ä\n".encode() * 50 + b"bad \xff\n")
+    refused(tmp_path / "t.txt", "byte 154", "line 51")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "t.txt").rename(tmp_path / "a" / "t.txt")
+    refused(tmp_path / "a", "t.txt", "byte 154", "line 51")
+
+
+def test_a_pair_that_is_too_long_is_located(tmp_path):
+    records = [dict(q="what", a="x" * (90 if i == 30 else 9)) for i in range(60)]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = dict(prompt_column="q", text_column="a", block_size=32, lengths="learned")
+    with pytest.raises(UserError, match=r"x\.jsonl, line 31: .* take 96 tokens"):
+        prepared(path, tmp_path / "d", **flags)
+
+
+# --------------------------------------------------------------------------------------------------
+# Texts that cannot be had
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    def no_network():
+        raise OSError("no network")
+
+    monkeypatch.setattr(sources, "shakespeare", no_network)
+
+
+def test_only_the_default_falls_back(offline, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sources, "find_topics", lambda: {"a": "Python's words. " * 99, "b": "b"})
+    flags = [*TINY, "--max_steps=1", f"--out_dir={tmp_path / 'o'}"]
+    assert run_mdlm(*flags, "--data=shakespeare") == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "--data=FILE" in said and "--data=pydoc" in said
+    assert not (tmp_path / "o").exists()
+    with pytest.raises(ValueError, match="cannot be downloaded"):
+        mdlm.prepare(mdlm.Config(data="shakespeare"), tmp_path)
+    assert run_mdlm(*flags) == 0
+    assert capsys.readouterr().err.count("cannot be downloaded") == 1
+    config = json.loads((tmp_path / "o" / "step-1" / "config.json").read_text())["config"]
+    assert config["data"] == "pydoc", "what it learned is recorded"
+    assert run_mdlm("--resume", "--max_steps=2", flags[-1]) == 0
+    monkeypatch.setattr(sources, "shakespeare", lambda: tmp_path / "never read")
+    assert run_mdlm("--resume", "--max_steps=3", flags[-1]) == 0, "online too"
+    assert checkpoint.read_state(tmp_path / "o" / "step-3")["step"] == 3
+
+
+def test_pydoc_that_is_asked_for_is_not_replaced(monkeypatch):
+    monkeypatch.setattr(sources, "find_topics", dict)
+    refused("pydoc", "lacks pydoc_data", "--data=FILE")
+
+
+def test_eval_says_what_it_scores_instead(offline, capsys):
+    flags = ["--windows=2", "--passes=1", "--pictures=none", f"--out_dir={checkpoint.SHIPPED}"]
+    code, out, said = call(eval.main, capsys, *flags, "--json=-")
+    found = json.loads(out)
+    assert code == 0 and "imitation" in said
+    assert Path(found["data"]).name == "excerpt.txt" and found["in_place_of"] == "shakespeare"
+    code, _, said = call(eval.main, capsys, *flags, "--data=shakespeare")
+    assert code == 2 and said.count("\n") == 1 and "--data=FILE" in said, "not what was asked for"
+
+
+# --------------------------------------------------------------------------------------------------
+# Few records, empty records
+
+
+def books(folder, sizes):
+    folder.mkdir()
+    for i, n in enumerate(sizes):
+        (folder / f"{i:03}.txt").write_text("".join(chr(97 + (i + j) % 26) for j in range(n)))
+    return folder
+
+
+@pytest.mark.parametrize("sizes", [[300] * 5, [1000], [300, 5], [10, 1000], [100] * 30 + [3000]])
+def test_few_records_are_split_within_one(tmp_path, capsys, sizes):
+    folder = books(tmp_path / "books", sizes)
+    corpus, train, val = prepared(folder, tmp_path / "d")
+    n = sum(sizes)
+    assert len(val.replace("|", "")) == n - int(0.9 * n)
+    assert (train + val).replace("|", "") == "".join(documents(folder))
+    assert not train.endswith("|") and val.endswith("|"), "its front has no [END]"
+    assert (train + val).count("|") == len(sizes)
+    assert len(corpus.windows()) > 0
+    assert "is split" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("n", [10, 20, 60])
+def test_enough_records_are_split_between(tmp_path, capsys, n):
+    _, train, val = prepared(write_jsonl(tmp_path / "x.jsonl", TEXTS[:n]), tmp_path / "d")
+    assert train.endswith("|") and val.endswith("|")
+    assert "is split" not in capsys.readouterr().err
+
+
+def test_a_folder_of_five_books_trains(tmp_path):
+    folder = books(tmp_path / "books", [300] * 5)
+    assert run_mdlm(*TINY, f"--data={folder}", "--max_steps=1", f"--out_dir={tmp_path / 'o'}") == 0
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 19])
+def test_no_prompt_is_split_from_its_answer(tmp_path, n):
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(f'{{"q": "x{"y" * i}", "a": "z"}}\n' for i in range(n)))
+    flags = dict(prompt_column="q", text_column="a", lengths="learned", block_size=32)
+    _, train, val = prepared(path, tmp_path / "d", **flags)
+    assert train.startswith("x") and val.startswith("x")
+    assert train.endswith("z|") and val.endswith("z|")
+
+
+def test_a_single_pair_is_refused(tmp_path):
+    write_jsonl(tmp_path / "x.jsonl", ["answer"])
+    (tmp_path / "x.jsonl").write_text('{"q": "a", "text": "b"}')
+    refused(tmp_path / "x.jsonl", "give more records", prompt_column="q", lengths="learned")
+
+
+EMPTY = [None, "", " ", "\n\t\u00a0"]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.parquet", "folder"])
+def test_empty_records_are_skipped_and_counted(tmp_path, capsys, name):
+    path = tmp_path / name
+    found = TEXTS[:40] + EMPTY + TEXTS[40:]
+    if name == "x.parquet":
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet")
+        arrow.parquet.write_table(arrow.table({"text": found}), path)
+    elif name == "x.json":
+        path.write_text(array(found))
+    elif name == "folder":
+        path.mkdir()
+        for i, text in enumerate(found):
+            (path / f"{i:03}.txt").write_text(text or "")
+    else:
+        write_jsonl(path, found)
+    assert documents(path) == TEXTS
+    said = capsys.readouterr().err
+    assert "4 empty record(s) skipped; the first is" in said
+    assert ("41" if name != "folder" else "040.txt") in said
+    assert documents(path, max_bad_records=4) == TEXTS
+    refused(path, "is empty", "--max_bad_records=3", max_bad_records=3)
+
+
+def test_damaged_records_are_skipped_on_request(tmp_path, capsys):
+    lines = [json.dumps(dict(text=text)) for text in TEXTS]
+    bad = [
+        '{"text": 7}',
+        '{"txt": "a"}',
+        "[1]",
+        '{"text": "a',
+        '{"text": "\\ud800"}',
+        '{"text":""}',
+    ]
+    for i, line in enumerate(bad):
+        lines.insert(7 * i + 3, line)
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join(lines))
+    refused(path, "line 4: text is '7'")
+    assert documents(path, max_bad_records=6) == TEXTS
+    assert "1 empty and 5 damaged record(s) skipped" in capsys.readouterr().err
+    refused(path, "(or raise --max_bad_records=5)", max_bad_records=5)
+
+
+def test_a_column_without_a_text_is_no_data(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "x.parquet"
+    arrow.parquet.write_table(arrow.table({"text": arrow.nulls(9), "id": list(range(9))}), path)
+    refused(path, "is empty", "9 empty")
+    refused(path, "id has int64", text_column="id")
+    words = arrow.array(TEXTS).dictionary_encode()
+    arrow.parquet.write_table(arrow.table({"text": words}), path)
+    assert documents(path) == TEXTS
+
+
+def test_an_answer_without_text_skips_its_prompt(tmp_path):
+    path = tmp_path / "x.jsonl"
+    pairs = [("a", "b"), ("c", None), ("", "d"), ("e", "f")] * 9
+    path.write_text("".join(json.dumps(dict(q=q, a=a)) + "\n" for q, a in pairs))
+    flags = dict(prompt_column="q", text_column="a", lengths="learned")
+    assert documents(path, **flags) == ["a", "b", "e", "f"] * 9
+
+
+def test_a_huge_line_is_refused_unread(tmp_path, monkeypatch):
+    monkeypatch.setattr("support.records.LARGEST", 1000)
+    monkeypatch.setattr("support.records.CHUNK", 100)
+    long = json.dumps(dict(text="a" * 5000))
+    good = json.dumps(dict(text="good"))
+    (tmp_path / "x.jsonl").write_text(f"{good}\n{long}\n{good}\n")
+    refused(tmp_path / "x.jsonl", "line 2 has more than 1000 bytes")
+    assert documents(tmp_path / "x.jsonl", max_bad_records=1) == ["good"] * 2
+    (tmp_path / "x.json").write_text(f"[{good},\n{long}]")
+    began = time.monotonic()
+    refused(tmp_path / "x.json", "line 2", "1000 characters")
+    assert time.monotonic() - began < 5

@@ -1,0 +1,641 @@
+"""Nothing of a user is replaced, and a failure names what failed: outputs, out_dir, signals, ranks.
+
+Everything runs in this process; what needs processes of its own is in test_reliability.py.
+"""
+
+import ast
+import contextlib
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import CHECKPOINT_FILES, ROOT, TINY, read_log, run_mdlm, tiny_flags
+from torch import distributed
+
+import bench
+import eval
+import export
+import mdlm
+import sample
+from support import checkpoint, cli, files, outputs, ownership, runtime
+
+
+def lesson(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "lessons" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def call(main, capsys, *args):
+    capsys.readouterr()
+    code = cli.run(main, [str(a) for a in args], checkpoint.release)
+    return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
+
+
+def assert_refused(r, *words):
+    """One sentence, exit code 2, before any work."""
+    assert r.code == 2, (r.out, r.err)
+    assert r.err.count("\n") == 1 and "Traceback" not in r.err, r.err
+    assert all(str(word) in r.err for word in words), r.err
+
+
+def content_of(folder):
+    """Every path below a folder: its kind, and the hash of its content."""
+    found = {}
+    for path in sorted(Path(folder).rglob("*")):
+        kind = "link" if path.is_symlink() else "folder" if path.is_dir() else "file"
+        text = os.readlink(path) if kind == "link" else ""
+        if kind == "file":
+            text = hashlib.sha256(path.read_bytes()).hexdigest()
+        found[str(path.relative_to(folder))] = (kind, text)
+    return found
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Runs do not evaluate, show no samples and draw nothing: most of the time of a tiny run."""
+    monkeypatch.setattr(mdlm, "report", lambda run, is_last=False: None)
+    monkeypatch.setattr(mdlm.plots, "try_to_draw", lambda plot, path: None)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a flag writes
+
+PROGRAMS = dict(sample=sample, eval=eval, bench=bench, export=export)
+# Flags that make a folder, and which command of the program writes something there.
+MORE = dict(bench=["train", "--device=cpu"], eval=["--device=cpu"], sample=["--device=cpu"])
+
+
+def writing_flags():
+    """(program, flag) for all that a flag writes, by the mark in the dataclass of its flags."""
+    for name, program in PROGRAMS.items():
+        for flag in outputs.paths_of(program.Options(), cli.WRITES):
+            yield name, flag
+    yield "eval", "pictures"
+
+
+@pytest.fixture(scope="module")
+def world(short_run, tmp_path_factory):
+    """A run, a folder of ids, two exports, a checkpoint alone, and files of the user's own."""
+    root = tmp_path_factory.mktemp("world")
+    shutil.copytree(short_run, root / "run")
+    shutil.copytree(short_run / "step-4", root / "alone")
+    for folder, names in (
+        ("ids", ["train.bin", "val.bin", "notes.txt"]),
+        ("hf", ["config.json", "model.safetensors", "README.md"]),
+        ("page", ["index.html", "weights.bin", "model.onnx"]),
+        ("corpus", ["a.txt", "b.jsonl"]),
+    ):
+        (root / folder).mkdir()
+        for name in names:
+            (root / folder / name).write_text(f"{folder} {name}")
+    (root / "to-train").symlink_to(root / "run" / "data" / "train.bin")
+    (root / "to-run").symlink_to(root / "run")
+    (root / "run" / "old.json").symlink_to("latest")
+    return root
+
+
+TARGETS = [
+    *("run/latest", "run/LATEST", "run/log.jsonl", "run/loss.png", "run/step-4", "run/step-9"),
+    *("run/data", "run/data/train.bin", "run/data/new", "run/step-4/model.safetensors"),
+    *("run/step-4/new", "run/.mdlm-tmp-1", "run/old.json", "to-train", "to-run/log.jsonl"),
+    *("to-run/data/meta.json", "hf/../run/latest", "ids/train.bin", "ids/new", "hf/config.json"),
+    *("hf/new", "page/index.html", "page/new", "alone/config.json", "alone/new"),
+]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_flag_replaces_what_is_kept(world, capsys, target):
+    before = content_of(world)
+    flags = [*writing_flags()]
+    assert len(flags) >= 6
+    for name, flag in flags:
+        path = world / target
+        if flag == "pictures" and path.is_dir() and "step" not in target and "data" not in target:
+            continue
+        r = call(PROGRAMS[name].main, capsys, *MORE.get(name, []), f"--{flag}={path}")
+        assert_refused(r, f"--{flag}={path}")
+    for name, args in (("animate", [ROOT / "README.md"]), ("patterns", ["x"]), ("pictures", [])):
+        assert_refused(call(lesson(name).main, capsys, *args, path), path)
+    assert content_of(world) == before
+
+
+def test_no_input_of_the_same_command_is_replaced(world, tmp_path, capsys):
+    corpus = shutil.copytree(world / "corpus", tmp_path / "corpus")
+    text = tmp_path / "text.txt"
+    text.write_text("To█\n")
+    os.link(text, tmp_path / "hard")
+    (tmp_path / "soft").symlink_to(text)
+    run = shutil.copytree(world / "run", tmp_path / "run")
+    os.link(run / "data" / "train.bin", tmp_path / "train")
+    before = content_of(tmp_path)
+    for path in (text, tmp_path / "hard", tmp_path / "soft", f"{tmp_path}/corpus/../text.txt"):
+        for main, args in (
+            (sample.main, [f"--batch={text}", f"--json={path}"]),
+            (eval.main, [f"--data={text}", f"--json={path}"]),
+            (bench.main, ["sample", f"--data={text}", f"--json={path}", "--device=cpu"]),
+            (lesson("animate").main, [text, path]),
+        ):
+            assert_refused(call(main, capsys, *args), "name the same file")
+    for path in (corpus / "a.txt", corpus / "new.json"):
+        r = call(eval.main, capsys, f"--data={corpus}", f"--json={path}")
+        assert_refused(r, f"would change --data={corpus}")
+    r = call(sample.main, capsys, f"--out_dir={run}", f"--html={tmp_path / 'train'}")
+    assert_refused(r, f"would change --out_dir={run}")
+    assert content_of(tmp_path) == before
+
+
+def test_a_file_with_two_names_keeps_the_other(world, tmp_path):
+    """Not an input of the command: another name of it keeps what it has."""
+    (tmp_path / "mine").write_text("mine")
+    os.link(tmp_path / "mine", tmp_path / "other")
+    outputs.write(tmp_path / "other", b"new")
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert (tmp_path / "other").read_text() == "new"
+
+
+def test_new_files_beside_a_run_are_written(run):
+    for content in (b"one", b"two"):
+        outputs.check("json", str(run / "samples.json"), dict(out_dir=str(run)))
+        outputs.write(run / "samples.json", content)
+    assert (run / "samples.json").read_bytes() == b"two"
+
+
+# Functions of the programs that open files to write, beside those of support/outputs.py: they write
+# in a temporary folder, or in that of a run.
+WRITERS = {
+    "support/files.py": {"write_synced"},
+    "support/log.py": {"append"},
+    "support/outputs.py": {"open_output"},
+    "support/plots.py": {"write_figure"},  # into memory
+    "support/sources.py": {"write_patterns", "write_meta"},
+    "mdlm.py": {"prepare"},
+    "eval.py": {"open_data"},
+    "bench.py": {"bench_training"},
+}
+
+
+def opens_to_write(node):
+    """Whether an AST node is a call that writes a file."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    if name in ("write_text", "write_bytes", "savefig", "tofile"):
+        return True
+    modes = [a.value for a in node.args if isinstance(a, ast.Constant)]
+    modes += [k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)]
+    return name == "open" and any(isinstance(m, str) and m[:1] in "wax" and m for m in modes)
+
+
+def test_all_programs_write_by_one_function():
+    """So no program can forget what support/outputs.py checks."""
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("support/*.py"), *ROOT.glob("kernels/*.py")]
+    for path in [*paths, *ROOT.glob("lessons/*.py"), *ROOT.glob("studies/*.py")]:
+        found = set()
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef):
+                found |= {function.name for node in ast.walk(function) if opens_to_write(node)}
+        assert found <= WRITERS.get(str(path.relative_to(ROOT)), set()), path
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run replaces
+
+OTHERS_LOG = '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n'
+FOREIGN = {
+    "data/train.bin": {"data/train.bin": "mine", "data/val.bin": "mine"},
+    "data/meta.json": {"data/train.bin": "mine", "data/meta.json": '{"vocab": 3}'},
+    "notes in data": {"data/notes": "mine"},
+    "a log of words": {"log.jsonl": "mine\n"},
+    "a log of another program": {"log.jsonl": OTHERS_LOG},
+    "latest": {"latest": "releases/5"},
+    "latest is a folder": {"latest/notes": "mine"},
+    "loss.png": {"loss.png": "mine"},
+    "step-5 of another program": {"step-5/config.json": "{}", "step-5/model.safetensors": "mine"},
+    "step-3 is a file": {"step-3": "mine"},
+}
+
+
+@pytest.mark.parametrize("flags", [[], ["--overwrite"]], ids=["new", "overwrite"])
+@pytest.mark.parametrize("files", FOREIGN.values(), ids=FOREIGN.keys())
+def test_a_run_replaces_no_file_of_others(tmp_path, text_file, capsys, files, flags):
+    out = tmp_path / "out"
+    for name, content in files.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(content)
+    before = content_of(out)
+    argv = [f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={out}", *flags]
+    capsys.readouterr()
+    assert run_mdlm(*argv) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "exists and is not mdlm's" in said
+    assert content_of(out) == before
+
+
+def test_resume_replaces_no_file_of_the_user(run, quick, capsys):
+    for name, content in {"log.jsonl": OTHERS_LOG, "step-9/config.json": "{}"}.items():
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(content)
+        before = content_of(run)
+        assert run_mdlm(f"--out_dir={run}", "--resume", "--max_steps=5") == 2
+        assert "exists and is not mdlm's" in capsys.readouterr().err
+        assert content_of(run) == before
+        shutil.rmtree(run / name) if name == "" else (run / name).unlink()
+
+
+@pytest.mark.parametrize("place", ["run/step-4", "run/data", "hf", "ids", "page"])
+def test_no_run_begins_among_other_things(world, text_file, capsys, place):
+    before = content_of(world)
+    argv = [f"--data={text_file}", *TINY, f"--out_dir={world / place}", "--overwrite"]
+    assert run_mdlm(*argv) == 2
+    assert "give another --out_dir" in capsys.readouterr().err
+    assert content_of(world) == before
+
+
+def test_no_run_replaces_its_own_input(run, world, tmp_path, capsys):
+    corpus = shutil.copytree(world / "corpus", tmp_path / "corpus")
+    for data, out in ((corpus, corpus), (run / "log.jsonl", run)):
+        before = content_of(out)
+        assert run_mdlm(f"--data={data}", *TINY, f"--out_dir={out}", "--overwrite") == 2
+        assert f"={data}" in capsys.readouterr().err
+        assert content_of(out) == before
+
+
+def test_what_a_killed_run_left_is_its_own(run, text_file):
+    """Without a checkpoint: data, a log whose last line is cut off, something incomplete."""
+    for step in (2, 4):
+        shutil.rmtree(run / f"step-{step}")
+    (run / "latest").unlink()
+    with open(run / "log.jsonl", "a") as f:
+        f.write('{"step": 5, "tok')
+    (run / f"{files.TMP}1").mkdir()
+    assert run_mdlm(f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={run}") == 0
+    assert (run / "step-1").is_dir() and len(read_log(run)) == 3
+
+
+# --------------------------------------------------------------------------------------------------
+# What --resume may change
+
+
+def test_changed_batch_repeats_and_skips_no_sample(run, quick, monkeypatch, capsys):
+    seen = []
+    batch = mdlm.Corpus.batch
+
+    def watched(corpus, samples):
+        seen.extend(samples.tolist())
+        return batch(corpus, samples)
+
+    monkeypatch.setattr(mdlm.Corpus, "batch", watched)
+    resume = [f"--out_dir={run}", "--resume"]
+    how = ["--batch_size=4", "--learning_rate=0.001", "--muon_lr=0.01", "--weight_decay=0"]
+    how += ["--grad_clip=0.5", "--dtype=bfloat16"]
+    assert run_mdlm(*resume, "--max_steps=6", *how) == 0
+    said = capsys.readouterr().out
+    assert "changed from step 4 on: batch_size 8 to 4, learning_rate 0.01 to 0.001" in said
+    assert "no longer the same run" in said
+    [record] = [r for r in read_log(run) if "changed" in r]
+    assert record["step"] == 4 and record["changed"]["dtype"] == "bfloat16"
+    assert run_mdlm(*resume, "--max_steps=7") == 0, "the checkpoint remembers how many were seen"
+    assert "changed from" not in capsys.readouterr().out
+    assert run_mdlm(*resume, "--max_steps=8", "--batch_size=8") == 0
+    assert seen == list(range(4 * 8, 4 * 8 + 3 * 4 + 8))
+    tokens = {r["step"]: r["tokens"] for r in read_log(run)}
+    assert [tokens[step] // 32 for step in (4, 6, 7, 8)] == [32, 40, 44, 52]
+
+
+def test_what_no_resume_may_change_is_refused(run, capsys):
+    for flag in ("--n_layer=3", "--seed=1", "--ema=0.5", "--lr_schedule=linear", "--dropout=0.5"):
+        assert run_mdlm(f"--out_dir={run}", "--resume", flag) == 2
+        assert "leave the flag out" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------
+# Advice
+
+
+def flags_in(sentence):
+    return re.findall(r"--(\w+)(?:=(\S*?))?(?=[\s;,:.)]|$)", sentence)
+
+
+@pytest.mark.parametrize(
+    "flags, saved",
+    [([], True), ([], False), (["--overwrite"], False), (["--optimizer=adamw"], True)],
+    ids=["saved", "nothing saved", "overwriting", "adamw"],
+)
+def test_advice_after_a_divergence_is_accepted(
+    run, text_file, tmp_path, quick, monkeypatch, capsys, flags, saved
+):
+    out = run if flags == ["--overwrite"] else tmp_path / "new"
+    every = "--eval_interval=1" if saved else "--eval_interval=9"
+    argv = [
+        f"--data={text_file}",
+        *tiny_flags(every, "--eval_windows=2"),
+        "--max_steps=3",
+        f"--out_dir={out}",
+        *flags,
+    ]
+    clip = runtime.clip_gradients
+    left = [2]
+
+    def diverges(params, limit):
+        left[0] -= 1
+        return clip(params, limit) * (1 if left[0] >= 0 else float("nan"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime, "clip_gradients", diverges)
+        assert run_mdlm(*argv) == 2
+    advice = capsys.readouterr().err
+    named = [name for name, _ in flags_in(advice)]
+    assert ("muon_lr" in named) == ("--optimizer=adamw" not in flags)
+    assert ("resume" in named) == saved and ("overwrite" in named) == ("--overwrite" in flags)
+    assert ("step-2" in advice) == saved and "step-4" not in advice
+    lower = [f"--{name}=0.0001" for name in named if name in ("learning_rate", "muon_lr")]
+    begin = [f"--out_dir={out}", "--resume"] if saved else argv
+    assert run_mdlm(*begin, *lower) == 0
+    assert read_log(out)[-1]["step"] == 3
+
+
+def advice_cases(run, text, tmp):
+    """(what is typed, the flag or command that its sentence names, what then is typed)"""
+    new = [f"--data={text}", *tiny_flags("--eval_windows=2"), "--max_steps=1"]
+    again = [f"--out_dir={run}", "--resume"]
+    cut = shutil.copytree(run, tmp / "cut")
+    (cut / "latest").write_text(ownership.OVERWRITING)
+    overwrite = [*new, f"--out_dir={cut}", "--overwrite"]
+    bad = shutil.copytree(run, tmp / "bad")
+    (bad / "data" / "train.bin").write_bytes(b"")
+    yield [*new, f"--out_dir={run}"], "--resume", [*again, "--max_steps=5"]
+    yield [*new, f"--out_dir={run}"], "another --out_dir", [*new, f"--out_dir={tmp / 'other'}"]
+    yield [*again, "--n_layer=3"], "leave the flag out", again
+    yield [f"--out_dir={cut}", "--resume"], "give --overwrite again", overwrite
+    yield [*again, "--overwrite"], "give one of them", again
+    out = f"--out_dir={bad}"
+    yield [out, "--resume"], "--overwrite", [*new, out, "--overwrite"]
+    out = f"--out_dir={tmp}/none"
+    yield [out, "--resume"], "mdlm.py --out_dir=", [*new, out]
+    out = f"--out_dir={tmp}/n"
+    yield [*new, out, "--n_embd=34"], "multiple of 4", [*new, out, "--n_embd=36"]
+    batch = [f"--data={text}", *tiny_flags("--batch_size=7"), "--max_steps=1"]
+    out = f"--out_dir={tmp}/b"
+    yield [*batch, out], "multiple of 2", [*new, out]
+    out = f"--out_dir={tmp}/w"
+    blocks = [*new, "--whole=0.5", out]
+    yield blocks, "needs a --block_length below", [*blocks, "--block_length=8"]
+    out = f"--out_dir={tmp}/s"
+    yield [*new, out, "--shard"], "--shard=0", [*new, out, "--shard=0"]
+
+
+def test_advice_of_a_refusal_is_accepted(run, quick, pydoc, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(pydoc[:6000], encoding="utf-8")
+    for typed, advice, then in advice_cases(run, tmp_path / "text.txt", tmp_path):
+        capsys.readouterr()
+        assert run_mdlm(*typed) == 2, typed
+        assert advice in capsys.readouterr().err, typed
+        assert run_mdlm(*then) == 0, (advice, capsys.readouterr().err)
+
+
+# --------------------------------------------------------------------------------------------------
+# Ranks that meet
+
+
+def meet(*ranks):
+    """What check_alike raises on ranks (rank, number of ranks, flags), threads here; or None."""
+    store = distributed.HashStore()
+    found = [None] * len(ranks)
+
+    def one(i):
+        try:
+            runtime.check_alike(store, *ranks[i])
+        except cli.RankError as e:
+            found[i] = str(e)
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return found
+
+
+def test_ranks_started_alike_go_on():
+    flags = dict(max_steps=10, device="cpu")
+    assert meet((0, 3, flags), (1, 3, flags), (2, 3, flags | dict(device="cuda:1"))) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "ranks, words",
+    [
+        ([(0, 2, {}), (1, 2, dict(resume=True))], "rank 1 has --resume True, the first rank none"),
+        ([(0, 3, {}), (1, 3, {}), (2, 3, dict(seed=1))], "rank 2 has --seed 1"),
+        ([(0, 2, dict(data="a")), (1, 2, dict(data="b"))], "has --data b, the first rank a"),
+        ([(0, 2, {}), (1, 3, {})], "rank 1 has WORLD_SIZE 3, the first rank 2"),
+    ],
+)
+def test_ranks_started_in_other_ways_stop_at_once(ranks, words):
+    began = time.monotonic()
+    found = meet(*ranks)
+    assert all(sentence and words in sentence for sentence in found), found
+    assert time.monotonic() - began < 12
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading while a run saves
+
+
+def test_reading_while_a_run_saves_always_works(short_run, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    step = short_run / "step-4"
+    contents = {name: (step / name).read_bytes() for name in CHECKPOINT_FILES}
+    checkpoint.write_checkpoint(out, "step-1", contents)
+    stop = threading.Event()
+
+    def save():
+        number = 1
+        while not stop.is_set():
+            number += 1
+            checkpoint.write_checkpoint(out, f"step-{number}", contents)
+            checkpoint.write_checkpoint(out, f"step-{number}", contents)  # the same one again
+
+    def read(folder):
+        return [(folder / name).read_bytes() for name in checkpoint.MODEL_FILES]
+
+    wanted = read(step)
+    thread = threading.Thread(target=save)
+    thread.start()
+    try:
+        for i in range(120):
+            assert checkpoint.read_newest(out, read)[1] == wanted
+            if i % 12 == 0:
+                mdlm.load(out)
+    finally:
+        stop.set()
+        thread.join()
+    assert capsys.readouterr().err == "", "and nothing is said"
+
+
+def test_checkpoint_removed_while_read_is_sought_again(run):
+    def read(folder):
+        if folder.name == "step-4":
+            contents = {name: (folder / name).read_bytes() for name in CHECKPOINT_FILES}
+            checkpoint.write_checkpoint(run, "step-6", contents)
+            shutil.rmtree(run / "step-4")
+        return (folder / "config.json").read_bytes()
+
+    assert checkpoint.read_newest(run, read)[0] == run / "step-6"
+
+
+# --------------------------------------------------------------------------------------------------
+# What failed is what is named
+
+
+def draw(argv):
+    """A picture of lessons/pictures.py."""
+    lesson("pictures").draw_time(torch.zeros(3, 2), *argv)
+
+
+needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+
+
+@needs_full
+@pytest.mark.parametrize(
+    "main, flags, path",
+    [
+        (sample.main, ["--steps=1", "--length=8", "--json=/dev/full"], "/dev/full"),
+        (sample.main, ["--steps=1", "--length=8", "--html=/dev/full"], "/dev/full"),
+        (eval.main, ["--windows=1", "--passes=1", "--json=/dev/full"], "/dev/full"),
+        (eval.main, ["--windows=1", "--passes=1", "--pictures={tmp}/p"], "{tmp}/p/rates.png"),
+        (bench.main, ["train", "--json=/dev/full"], "/dev/full"),
+        (draw, ["/dev/full"], "/dev/full"),
+    ],
+)
+def test_full_disk_names_the_file(short_run, tmp_path, capsys, main, flags, path):
+    flags = [flag.format(tmp=tmp_path) for flag in flags]
+    (tmp_path / "p").mkdir()
+    for name in ownership.PICTURES:
+        (tmp_path / "p" / name).symlink_to("/dev/full")
+    if main in (sample.main, eval.main):
+        flags += [f"--out_dir={short_run}", "--device=cpu"]
+        flags += ["--pictures=none"] if main is eval.main and "pictures" not in str(flags) else []
+    r = call(main, capsys, *flags)
+    assert r.code == 2 and "Traceback" not in r.err
+    assert path.format(tmp=tmp_path) in r.err and "No space left" in r.err
+    assert "standard output" not in r.err
+
+
+@pytest.mark.skipif(os.name != "posix" or os.getuid() == 0, reason="root may write anywhere")
+@pytest.mark.parametrize("name, flag", list(writing_flags()))
+def test_folder_of_others_is_named(tmp_path, capsys, name, flag):
+    (tmp_path / "theirs").mkdir(mode=0o555)
+    path = tmp_path / "theirs" / "new"
+    r = call(PROGRAMS[name].main, capsys, *MORE.get(name, []), f"--{flag}={path}")
+    assert_refused(r, f"--{flag}={path}", "cannot be")
+
+
+@needs_full
+def test_standard_output_is_blamed_for_itself_alone(capsys, monkeypatch):
+    def broken(argv):
+        raise OSError(28, "No space left on device")
+
+    assert "standard output" not in call(broken, capsys).err
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        monkeypatch.setattr(cli, "silence_stdout", lambda: None)
+        assert cli.run(lambda argv: print("x", flush=True), []) == 2
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert "standard output" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------
+# Signals, the umask, names
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_leave_no_temporary_folder(short_run, tmp_path, monkeypatch, number):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    rmtree = shutil.rmtree
+
+    def strike(*args, **more):
+        os.kill(os.getpid(), number)
+        time.sleep(1)
+
+    def removed(*args, **more):
+        os.kill(os.getpid(), number)  # a second one, while it cleans up
+        rmtree(*args, **more)
+
+    handlers = dict.fromkeys(cli.ENDING, signal.SIG_DFL)
+    handlers[signal.SIGINT] = signal.default_int_handler
+    for n, handler in handlers.items():
+        signal.signal(n, handler)
+    monkeypatch.setattr(files.shutil, "rmtree", removed)
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "write_synced", strike)
+        argv = [f"--out_dir={short_run}", f"--dest={tmp_path / 'm'}"]
+        assert cli.run(export.main, argv) == 128 + number
+    monkeypatch.setattr(files.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(mdlm, "prepare", strike)
+    argv = [f"--out_dir={short_run}", f"--data={short_run.parent / 'text.txt'}", "--device=cpu"]
+    assert cli.run(eval.main, argv) == 128 + number
+    assert list(tmp_path.iterdir()) == []
+    assert {n: signal.getsignal(n) for n in handlers} == handlers
+
+
+@pytest.mark.parametrize("mask", [0o027, 0o002, 0o077])
+def test_umask_is_obeyed(short_run, tmp_path, mask):
+    contents = {name: (short_run / "step-4" / name).read_bytes() for name in CHECKPOINT_FILES}
+    before = os.umask(mask)
+    try:
+        (tmp_path / "out").mkdir()
+        checkpoint.write_checkpoint(tmp_path / "out", "step-4", contents)
+        files.write_atomically(tmp_path / "out" / "log.jsonl", b"")
+        outputs.write(tmp_path / "page.html", b"")
+        argv = [f"--out_dir={short_run}", f"--dest={tmp_path / 'hf'}"]
+        assert cli.run(export.main, argv) == 0
+    finally:
+        os.umask(before)
+    for path in tmp_path.rglob("*"):
+        wanted = (0o777 if path.is_dir() else 0o666) & ~mask
+        assert path.stat().st_mode & 0o777 == wanted, path
+
+
+NAMES = ['a "quoted" \\ name', "two\nlines```", "$HOME `x` ${y} {z}", "it's é▁🙂"]
+NAMES += ["\x1b[2J\u202e", "-d"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, b"\xff".decode("utf-8", "surrogateescape")])
+def test_card_holds_for_any_name(run, tmp_path, capsys, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    loaded = mdlm.load(run)
+    loaded[2].data = f"{name}|x"
+    card = export.card(run / "step-4", *loaded, name)
+    card.encode()
+    assert not cli.UNSAFE.search(card)
+    header, title = card.split("---\n", 2)[1:]
+    assert "fill-mask" in header and title.strip().splitlines()[0].startswith("# ")
+    blocks = re.findall(r"^```python\n(.*?)^```$", card, re.S | re.M)
+    assert len(blocks) == 2
+    literals = [
+        node.value
+        for block in blocks
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert literals.count(name) == 4
+    [row] = [line for line in card.splitlines() if line.startswith("| training data")]
+    assert len(re.findall(r"(?<!\\)\|", row)) == 3
+    r = call(export.main, capsys, f"--out_dir={run}", f"--dest={name}")
+    assert r.code == 0 and r.out.count("\n") == 1 and not cli.UNSAFE.search(r.out)

@@ -1,0 +1,437 @@
+"""When a run ends, is evaluated and saved, what that costs, and what is shown meanwhile."""
+
+import contextlib
+import io
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, TINY, losses, read_log, run_mdlm, saved, tiny_flags
+
+import bench
+import mdlm
+from support import cli, pace, progress, runs, runtime
+
+ALWAYS = cli.NO_LIMIT
+
+
+def records(out_dir):
+    """The log without what a clock told."""
+    told = ("seconds", "tokens_per_second")
+    return [{k: v for k, v in r.items() if k not in told} for r in read_log(out_dir)]
+
+
+# --------------------------------------------------------------------------------------------------
+# The end
+
+
+@pytest.mark.parametrize(
+    "given, end",
+    [
+        ({}, (ALWAYS, 300.0)),
+        ({"data": "patterns"}, (ALWAYS, 300.0)),
+        ({"max_steps": 10}, (10, 0.0)),
+        ({"time_limit": 60.0}, (ALWAYS, 60.0)),
+        ({"max_steps": 10, "time_limit": 60.0}, (10, 60.0)),
+        ({"max_steps": 10, "time_limit": 0.0}, (10, 0.0)),
+        ({"time_limit": 0.0}, (5000, 0.0)),
+        ({"preset": "gpu"}, (5000, 0.0)),
+        ({"preset": "gpu", "time_limit": 60.0}, (ALWAYS, 60.0)),
+        ({"preset": "gpt2", "time_limit": 0.0}, (20000, 0.0)),
+    ],
+)
+def test_plain_cpu_run_ends_by_time(given, end):
+    config = mdlm.new_config({"device": "cpu"} | given)
+    assert (config.max_steps, config.time_limit) == end
+
+
+@pytest.mark.parametrize(
+    "before, given, end",
+    [
+        ((ALWAYS, 300.0), {}, (ALWAYS, 300.0)),
+        ((ALWAYS, 300.0), {"max_steps": 9000}, (9000, 0.0)),
+        ((ALWAYS, 300.0), {"time_limit": 600.0}, (ALWAYS, 600.0)),
+        ((20, 0.0), {"max_steps": 30}, (30, 0.0)),
+        ((20, 0.0), {"time_limit": 600.0}, (ALWAYS, 600.0)),
+        ((20, 300.0), {"time_limit": 600.0}, (20, 600.0)),
+        ((20, 300.0), {"max_steps": 30}, (30, 300.0)),
+    ],
+)
+def test_resumed_run_ends_as_it_is_told(before, given, end):
+    names = ("max_steps", "time_limit")
+    config = mdlm.Config(**dict(zip(names, before, strict=True)) | given)
+    runs.choose_end(config, given, mdlm.Config(**dict(zip(names, before, strict=True))))
+    assert (config.max_steps, config.time_limit) == end
+
+
+def test_help_says_how_a_run_ends(capsys, monkeypatch):
+    monkeypatch.setattr(runtime, "default_preset", lambda device: "cpu")
+    with pytest.raises(SystemExit):
+        mdlm.parse_args(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "max_steps=unlimited time_limit=300.0" in shown
+    assert re.search(r"--time_limit TIME_LIMIT [^(]*\([^)]*\) \(default: 300.0\)", shown)
+    assert str(ALWAYS) not in shown and "no clock" in shown
+
+
+@pytest.mark.parametrize(
+    "flag, words",
+    [("--max_steps=3", "has made 4 steps"), ("--time_limit=1e-3", "has taken")],
+)
+def test_end_that_is_past_is_refused(run, capsys, flag, words):
+    before = (run / "log.jsonl").read_bytes()
+    assert run_mdlm("--resume", f"--out_dir={run}", flag) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and words in said and "give more" in said
+    assert (run / "log.jsonl").read_bytes() == before
+
+
+def test_advice_at_the_end_is_followed(run, capsys):
+    """A run that ended by the clock goes on with --max_steps alone."""
+    text = run.parent / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 60)
+    flags = [f"--data={text}", *TINY, "--overwrite", f"--out_dir={run}", "--time_limit=1e9"]
+    assert run_mdlm(*flags, "--max_steps=2") == 0  # it stands for one of five minutes
+    path = run / "step-2" / "config.json"
+    content = json.loads(path.read_text())
+    content["config"] |= dict(max_steps=ALWAYS, time_limit=1e-3)
+    path.write_text(json.dumps(content))
+    sign_config(run / "step-2")
+    capsys.readouterr()
+    assert run_mdlm("--resume", f"--out_dir={run}") == 0
+    assert "raise --max_steps" in capsys.readouterr().out
+    assert run_mdlm("--resume", f"--out_dir={run}", "--max_steps=3") == 0
+    assert read_log(run)[-1]["step"] == 3
+
+
+def sign_config(folder):
+    from conftest import sign
+
+    sign(folder)
+
+
+# --------------------------------------------------------------------------------------------------
+# No clock in a run of steps
+
+
+def test_no_clock_enters_a_run_of_steps(text_file, tmp_path, monkeypatch):
+    """Logs and weights are the same at any speed; a slow run saves more often."""
+    flags = tiny_flags("--eval_interval=0", "--eval_windows=16", "--max_steps=60", "--ema=0.9")
+    save = runs.save
+    found = []
+    for name, step in (("fast", 1e-4), ("slow", 7.0)):
+        clock = SimpleNamespace(now=0.0)
+        saves = []
+
+        def tick(clock=clock, step=step):
+            clock.now += step
+            return clock.now
+
+        def counted(run, finished=False, saves=saves):
+            saves.append(run.step)
+            save(run, finished)
+
+        monkeypatch.setattr(time, "monotonic", tick)
+        monkeypatch.setattr(runs, "save", counted)
+        assert run_mdlm(f"--data={text_file}", *flags, f"--out_dir={tmp_path / name}") == 0
+        found.append(saves)
+    assert records(tmp_path / "fast") == records(tmp_path / "slow")
+    fast, slow = (saved(tmp_path / name)[0] for name in ("fast", "slow"))
+    assert all(torch.equal(slow[name], t) for name, t in fast.items())
+    assert set(found[0]) < set(found[1]), "saved at least every ten minutes"
+    assert len(found[0]) in range(3, 11)
+
+
+# --------------------------------------------------------------------------------------------------
+# How often, and on how much
+
+
+def a_run(**config):
+    """What pace asks of a run."""
+    config = mdlm.Config(**config)
+    windows = torch.zeros(435, 1)
+    model = SimpleNamespace(n=mdlm.n_blocks(config))
+    return SimpleNamespace(config=config, windows=windows, model=model, step=1, plan=None)
+
+
+@pytest.mark.parametrize("objective", ["mdlm", "ar"])
+@pytest.mark.parametrize("batch_size", [16, 512])
+@pytest.mark.parametrize(
+    "max_steps, fewest", [(1, 0), (3, 0), (10, 0), (57, 6), (600, 8), (5000, 9)]
+)
+def test_evaluations_take_three_percent_of_the_work(max_steps, fewest, batch_size, objective):
+    run = a_run(max_steps=max_steps, batch_size=batch_size, objective=objective)
+    on_the_way = 0
+    for step in range(1, max_steps + 1):
+        run.step = step
+        on_the_way += pace.must_evaluate(run)
+    assert fewest <= on_the_way <= 9
+    windows, passes, calls = pace.plan(run, False)
+    assert passes == 1 and windows >= 4
+    scored = on_the_way * (2 * windows + pace.CALL * calls)  # two networks, and the previews
+    assert scored <= 0.03 * 3 * max_steps * batch_size
+    assert pace.plan(run, True)[:2] == (435, 4), "the last one has all windows"
+
+
+def test_given_interval_keeps_its_meaning():
+    run = a_run(max_steps=40, batch_size=16, eval_interval=7)
+    due = []
+    for run.step in range(1, 41):
+        if pace.must_evaluate(run):
+            due.append(run.step)
+    assert due == [7, 14, 21, 28, 35]
+
+
+@pytest.mark.parametrize("more", [["--init_from={}"], ["--objective=ar", "--eval_interval=20"]])
+def test_evaluations_keep_to_their_time(short_run, text_file, tmp_path, monkeypatch, more):
+    clock = SimpleNamespace(now=0.0)
+    features = mdlm.Model.features
+    spent = []
+
+    def slow_features(self, x, *args):
+        clock.now += (0.05 if torch.is_grad_enabled() else 0.002) * len(x)
+        return features(self, x, *args)
+
+    report = mdlm.report
+
+    def timed(run, is_last=False):
+        began = clock.now
+        report(run, is_last)
+        spent.append(clock.now - began)
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(mdlm.Model, "features", slow_features)
+    monkeypatch.setattr(mdlm, "report", timed)
+    flags = tiny_flags("--eval_interval=0", "--time_limit=60", *more)
+    flags = [flag.format(short_run) for flag in flags]
+    out = tmp_path / "out"
+    assert run_mdlm(f"--data={short_run.parent / 'text.txt'}", *flags, f"--out_dir={out}") == 0
+    assert sum(spent[:-1]) <= 0.03 * 60 + 0.1, "a batch may be too much"
+    assert clock.now <= 60 and len(spent) in range(7, 12)
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory
+
+
+def test_logits_of_an_evaluation_are_bounded(short_run, monkeypatch):
+    model, _, config = mdlm.load(short_run)
+    windows = mdlm.Corpus(short_run / "data", config, torch.device("cpu")).windows(15)
+    sizes = []
+
+    def observe(rows, targets, logits):
+        sizes.append(logits.numel())
+
+    at_once = mdlm.evaluate(model, windows, passes=2, observe=observe)
+    whole = max(sizes)
+    V = model.vocab_size
+    for most in (40 * V, 3 * 32 * V):  # a window has 32 V at most: parts of one, a few
+        monkeypatch.setattr(mdlm, "LOGITS", most)
+        sizes.clear()
+        r = mdlm.evaluate(model, windows, passes=2, observe=observe)
+        assert max(sizes) <= most < whole
+        assert r["nelbo"] == pytest.approx(at_once["nelbo"], abs=1e-6)
+        assert r["by_window"] == pytest.approx(at_once["by_window"], abs=1e-5)
+    monkeypatch.setattr(mdlm, "LOGITS", 5 * V)
+    sizes.clear()
+    assert mdlm.evaluate(model, windows)["windows"] == 15
+    mdlm.evaluate(model, windows, observe=observe)
+    assert max(sizes) <= 5 * V
+
+
+def test_logits_are_half_a_gibibyte_at_most():
+    assert 4 * mdlm.LOGITS <= 1 << 29
+
+
+# --------------------------------------------------------------------------------------------------
+# What is shown
+
+
+def shown(text_file, out, capsys, *more):
+    """(standard output, standard error) of a tiny run."""
+    capsys.readouterr()
+    assert run_mdlm(f"--data={text_file}", *TINY, *more, f"--out_dir={out}") == 0
+    return capsys.readouterr()
+
+
+def test_words_of_a_run(text_file, pydoc, tmp_path, capsys):
+    said = shown(text_file, tmp_path / "o", capsys, "--max_steps=3")
+    assert "CE by rate" not in said.out and "+- 0.0000" not in said.out
+    assert "rate_margin" not in said.out, "no sentence about bounds"
+    assert "untrained, the model guesses: ln 96 = 4.56" in said.out
+    assert "the run ends after 3 steps" in said.out
+    assert re.search(r"\nthe end, step 3: NELBO \d\.\d{4} \+- \d\.\d{4} nats per token, ", said.out)
+    assert said.err.splitlines()[-1].startswith("100% step 3/3, ")
+    # The gap: what is not between the marks is the validation text, and the title says what was.
+    titles = re.findall(r"^(?:a text|a gap) .*$", said.out, re.M)
+    assert len(titles) == 2
+    was = json.loads(re.search(r'\((".*") was there\)', titles[1])[1])
+    after = said.out.split(titles[1])[1].split("\ndone in")[0]
+    given = after.replace("\n  | ", "\n")[1:]
+    before, _, rest = given.partition(">>")
+    fill, _, rest = rest.partition("<<")
+    assert fill and before + was + rest in pydoc
+
+
+@pytest.mark.parametrize(
+    "more, title",
+    [
+        (["--objective=ar"], "validation text, and how the model >>goes on<<"),
+        (["--block_length=8"], "validation text, and how the model >>goes on<<"),
+        (["--tokenizer=byte"], "a gap in validation text"),
+    ],
+)
+def test_previews_of_other_models(text_file, tmp_path, capsys, more, title):
+    said = shown(text_file, tmp_path / "o", capsys, "--max_steps=1", *more)
+    assert title in said.out and said.out.count(">>") == 2
+
+
+def test_training_loss_that_is_no_bound_is_said(text_file, tmp_path, capsys):
+    said = shown(text_file, tmp_path / "o", capsys, "--max_steps=1", "--max_rate=0.5")
+    assert "the training loss is no likelihood bound" in said.out
+
+
+class Terminal(io.StringIO):
+    """A standard error that is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def stepped(monkeypatch, seconds, steps=200):
+    """The lines of a run of steps that take so many seconds each, as (time, line)."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    config = mdlm.Config(max_steps=steps)
+    run = SimpleNamespace(config=config, step=0, tokens=0, progress=0.0, loss=2.0)
+    run.ending = run.saving = 0.0
+    run.elapsed = lambda: clock.now
+    lines = []
+    it = progress.Progress(run, lambda text, stream: lines.append((clock.now, text)))
+    for run.step in range(steps + 1):
+        run.progress = run.step / steps
+        run.tokens = 100 * run.step
+        clock.now = run.step * seconds
+        it.show()
+    it.close()
+    return lines
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.3, 5.0])
+def test_lines_come_by_time_not_by_steps(monkeypatch, seconds):
+    lines = stepped(monkeypatch, seconds)
+    times = [t for t, _ in lines]
+    assert times[0] <= seconds, "the first one soon"
+    gaps = [b - a for a, b in itertools.pairwise(times[:-1])]
+    assert all(10 <= gap <= 30 + seconds for gap in gaps)
+    assert lines[-1][1].startswith("100% step 200/200, ")
+    assert f"{100 / seconds:,.0f} tokens/s" in lines[-1][1]
+    assert "0:00 left, loss 2.0000" in lines[-1][1]
+
+
+def test_without_tqdm_there_are_lines(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert stepped(monkeypatch, 1.0)[-1][1].startswith("100% ")
+    assert terminal.getvalue() == ""
+
+
+def test_bar_that_cannot_be_drawn_ends_no_run(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    def gone(text):
+        raise OSError(5, "Input/output error")
+
+    it = progress.Progress(
+        SimpleNamespace(config=mdlm.Config(), step=0, tokens=0, progress=0.0), print
+    )
+    terminal.write = gone
+    with it.hidden():
+        pass
+    it.draw_bar("refresh")
+    it.draw_bar("close")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
+def test_bar_on_a_terminal_ends_at_100_percent(short_run, tmp_path):
+    import pty
+
+    side, other = pty.openpty()
+    flags = [*TINY, "--max_steps=8", "--eval_interval=4", f"--out_dir={tmp_path / 'o'}"]
+    command = [sys.executable, ROOT / "mdlm.py", f"--data={short_run.parent / 'text.txt'}", *flags]
+    env = os.environ | dict(OMP_NUM_THREADS="1")
+    process = subprocess.Popen(command, stdout=other, stderr=other, env=env, cwd=tmp_path)
+    os.close(other)
+    said = b""
+    with contextlib.suppress(OSError):  # Linux's way to say that it is closed
+        while part := os.read(side, 4096):
+            said += part
+    os.close(side)
+    said = said.decode()
+    assert process.wait(60) == 0, said
+    drawings = re.findall(r"\r *(\d+)%\|", said)
+    assert len(drawings) >= 2 and drawings[-1] == "100"
+    assert re.search(r"100%\|█+\| step 8/8, \d:\d\d<\d:\d\d, loss \d\.\d+, [\d,]+ tokens/s", said)
+    lines = [line.split("\r")[-1] for line in said.replace("\r\n", "\n").split("\n")]
+    assert any(line.startswith("step 4: NELBO ") for line in lines), "not in the line of the bar"
+
+
+# --------------------------------------------------------------------------------------------------
+# What is counted; work that was not done
+
+
+def test_tokens_are_those_of_text(tmp_path, capsys):
+    """Documents of 4 and 12 letters fill windows of 32 up with [END], which is no text."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(["abcd", "efghijklmnop"] * 60))
+    flags = [f"--data={text}", *TINY, "--separator=\\n", "--pack=false", "--max_steps=3"]
+    assert run_mdlm(*flags, f"--out_dir={tmp_path / 'o'}") == 0
+    corpus = mdlm.Corpus(tmp_path / "o" / "data", mdlm.load(tmp_path / "o")[2], torch.device("cpu"))
+    windows = corpus.gather(corpus.train, torch.stack([w.long() for w in corpus.train_windows]))
+    texts = (windows != corpus.tokenizer.end_id).sum(1) + 1.0  # each with its own [END]
+    assert abs(texts.mean().item() - corpus.mean_size) < 0.02  # the last one may have none
+    assert read_log(tmp_path / "o")[-1]["tokens"] == round(3 * 8 * corpus.mean_size) < 3 * 8 * 16
+    assert run_mdlm(*flags, f"--out_dir={tmp_path / 'p'}", "--objective=ar", "--lengths=known") == 0
+    assert losses(tmp_path / "p")
+
+
+@pytest.mark.parametrize("mode", ["train", "sample"])
+def test_bench_without_a_time_is_no_success(short_run, tmp_path, capsys, mode):
+    path = tmp_path / "r.json"
+    flags = ["--device=cpu", "--time_limit=1e-6", f"--json={path}"]
+    flags += ["--preset=cpu"] if mode == "train" else [f"--out_dir={short_run}"]
+    assert cli.run(bench.main, [mode, *flags]) == 2
+    said = capsys.readouterr().err
+    assert "nothing was measured" in said and said.count("\n") == 1
+    assert "time is up" in path.read_text()
+
+
+def test_scripts_without_work_are_no_success(tmp_path):
+    """PARTS that name none; a table that fails."""
+    env = os.environ | dict(PARTS=" ", OUT=str(tmp_path / "out"))
+    command = ["bash", ROOT / "studies" / "gpu.sh"]
+    r = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert r.returncode == 2 and "names no part" in r.stderr
+    python = tmp_path / "python"
+    begun = 'for flag; do case $flag in --out*) mkdir -p "${flag#--out_dir=}"; esac; done'
+    python.write_text(f'#!/bin/sh\ncase "$*" in *--compare*) exit 3; esac\n{begun}\n')
+    python.chmod(0o755)
+    env = os.environ | dict(PYTHON=str(python), OUT=str(tmp_path / "out"))
+    command = ["bash", ROOT / "studies" / "record.sh"]
+    assert subprocess.run(command, env=env, capture_output=True).returncode == 3
+
+
+def test_infinite_time_is_no_number():
+    assert progress.duration(math.inf) == "?"
+    assert progress.duration(3723.4) == "1:02:03"
+    assert progress.duration(59.6) == "1:00"

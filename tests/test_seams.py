@@ -1,0 +1,343 @@
+"""Texts that are encoded and decoded in parts have the ids and the spaces of the whole."""
+
+import functools
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tokenizer_kinds
+import torch
+from conftest import TINY, Toy, run_mdlm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import eval
+import export
+import mdlm
+import sample
+from support import cli, files, seams, sources, templates, tokenizer, viewer
+from support.cli import UserError
+from support.tokenizer import Tokenizer, build_tokenizer
+
+OWN = ("char", "byte", "word", "bpe")
+ALL = (*tokenizer_kinds.KINDS, *OWN)
+SENTENCE = "The value of a class"
+UNTOLD = -1
+
+
+@pytest.fixture(scope="module")
+def made(pydoc):
+    """name -> Tokenizer, made when it is asked for, of 40,000 characters."""
+    text = pydoc[:40_000] + f"\n{SENTENCE} (x) the val e"
+    known = {}
+
+    def make(name):
+        if name not in known and name in OWN:
+            known[name] = build_tokenizer(name, 700, False, lambda: [(text, False)], len(text))
+        elif name not in known:
+            known[name] = Tokenizer("file", tokenizer_kinds.KINDS[name](text).to_str())
+        return known[name]
+
+    return make
+
+
+@functools.cache
+def text_of_pydoc():
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[key] for key in sorted(topics))[:40_000]
+
+
+def filled(made, name, template, text, gap):
+    """(Tokenizer, ids of a template whose gap has the tokens of `gap`, its parts as texts)"""
+    made = made(name)
+    n = len(gap)
+    parts = templates.parse(template.replace("█", "█" * n), made, 100)
+    ids = templates.to_ids(parts, made, UNTOLD)
+    at = ids.index(UNTOLD)
+    ids[at : at + n] = gap
+    return ids, templates.to_texts(parts, ids, made)
+
+
+# ---- Long texts
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_long_texts_have_the_ids_of_the_whole(made, pydoc, monkeypatch, name):
+    text = pydoc[:6000] if name == "words" else pydoc[:6000] + "x" * 1500 + pydoc[:900]
+    made = made(name)
+    whole = made.library.encode(text) if name in tokenizer_kinds.KINDS else made.encode(text)
+    for module in (seams, tokenizer):
+        monkeypatch.setattr(module, "PART", 700, raising=False)
+    ids = made.encode(text)
+    if made.kind == "file":
+        assert ids[: len(whole) // 2] == whole[: len(whole) // 2], "beyond it no place to cut"
+    assert made.decode(ids) == made.decode(whole)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "words"])
+def test_prepared_text_gains_and_loses_no_space(made, pydoc, tmp_path, monkeypatch, name):
+    """Wherever it comes in pieces, and where validation begins."""
+    made = made(name)
+    text = pydoc[:9000]
+    size = 777
+    edges = range(0, len(text), size)
+    pieces = [(text[i:j], False) for i, j in zip(edges, [*edges[1:], None])]
+    monkeypatch.setattr(sources, "find_pieces", lambda config: lambda: iter(pieces))
+    (tmp_path / "t.txt").write_text(text)
+    mdlm.prepare(mdlm.Config(data=str(tmp_path / "t.txt")), tmp_path, made)
+    _, arrays, _, _ = sources.open_ids(tmp_path, 8, 0)
+    whole = made.library.encode(text) if made.kind == "file" else made.encode(text)
+    assert made.decode(np.concatenate(arrays)) == made.decode(whole)
+
+
+# ---- Templates
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_gaps_between_tokens_have_the_ids_and_text_of_the_whole(made, name, data):
+    """Of plain words in any tokenizer; of any text in those that keep it as it is."""
+    start = data.draw(st.integers(0, 300))
+    text = text_of_pydoc()[100 * start : 100 * start + 90]
+    if name not in tokenizer_kinds.KEEPS_TEXT:
+        text = " ".join([*re.findall(r"\b[A-Za-z]+\b", text)[1:-1], "the"])
+    made = made(name)
+    whole = made.encode(text)
+    first = data.draw(st.integers(0, len(whole) - 1))
+    last = data.draw(st.integers(first + 1, min(len(whole), first + 4)))
+    before, gap, after = made.cut(whole, [first, last])
+    if name == "roberta":
+        before, gap = before[1:], gap[first == 0 :]  # it begins each text with a space
+    if before + gap + after != text:
+        assert name not in tokenizer_kinds.KEEPS_TEXT
+        n = len(before)
+        before, gap, after = text[:n], text[n : n + len(gap)], text[n + len(gap) :]
+    if "\ufffd" in before + gap + after or (first and not before):
+        return  # within a character, or after a space that the beginning of a text gains
+    parts = [part for part in (before, last - first, after) if part]
+    ids = templates.to_ids(parts, made, UNTOLD)
+    known = [id for id in ids if id != UNTOLD]
+    told = known == whole[:first] + whole[last:]
+    if not told:  # a word's beginning that no gap precedes; a space that is a token of its own
+        part_of_word = not after[:1].isspace() and name == "word"
+        alone = before[-1:].isspace()
+        assert part_of_word or alone, (name, before, gap, after)
+        return
+    text_again = templates.joined(templates.to_texts(parts, whole, made))
+    assert text_again == text or text_again.lower() == made.decode(whole).lower()
+
+
+@pytest.mark.parametrize("name", tokenizer_kinds.KINDS)
+@pytest.mark.parametrize("template", [f"The{gap}of a class" for gap in ("█ ", " █ ")])
+def test_spaces_around_a_gap_are_those_of_the_template(made, name, template):
+    """Whether a person writes the space before a gap, or leaves it to the gap."""
+    gap = made(name).library.after("The", " value")
+    ids, texts = filled(made, name, template, SENTENCE, gap)
+    assert ids == made(name).encode(SENTENCE)
+    assert templates.joined(texts) == SENTENCE
+    assert [text for text, is_fill in texts if is_fill] == [
+        " value" if "The█" in template else "value"
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "t5", "albert", "bert", "gpt2", "qwen"])
+def test_words_go_on_after_a_gap(made, name):
+    """ "val█e": what follows is no word of its own."""
+    gap = made(name).library.after("the val", "u")
+    gap = gap or made(name).library.encode_after_gap("u")
+    ids, texts = filled(made, name, "the val█e of", "the value of", gap)
+    assert templates.joined(texts) == made(name).decode(ids) == "the value of"
+
+
+@pytest.mark.parametrize("name", tokenizer_kinds.KINDS)
+def test_no_space_comes_within_brackets(made, name):
+    gap = made(name).library.after("(", "x")
+    assert templates.joined(filled(made, name, "of (█) the", "of (x) the", gap)[1]) == "of (x) the"
+
+
+def test_words_that_cannot_go_on_are_refused(made):
+    with pytest.raises(UserError, match="cannot encode 'of a' as what follows a gap; begin it"):
+        templates.parse("the█of a", made("words"), 100)
+    assert "within a word" in made("words").library.what_cannot_be_cut([])
+    assert made("bert").library.what_cannot_be_cut([SENTENCE * 200]) == ""
+
+
+class Oracle(Toy):
+    """A model that knows a text: at each position its token, before all others."""
+
+    def __init__(self, ids, V, other=()):
+        T = 24
+        table = torch.zeros(T, V)
+        table[range(len(ids)), ids] = 20.0
+        for place, id in other:
+            table[place, id] = 30.0
+        super().__init__(lambda xt: table.expand(len(xt), T, V), V, T)
+
+    def parameters(self):
+        return iter([torch.zeros(1)])
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("place", ["gap", "space", "prompt", "unknown length"])
+def test_a_model_that_knows_a_text_writes_it(made, name, place):
+    made = made(name)
+    ids = made.encode(SENTENCE)
+    n = len(made.encode_pair("The", " value")[1])
+    template = dict(gap="The{} of a class", space="The {} of a class")
+    template |= {"prompt": "The ", "unknown length": "The [___] of a class"}
+    if made.space_tokens().any() or place == "gap":
+        gap = "█" * n
+    else:  # a space is a token of its own
+        gap = "█" * (n - 1)
+    model = Oracle(ids, made.vocab_size)
+    how = dict(temperature=0, max_gap=6, length=len(ids) if place == "prompt" else 0)
+    found = sample.write(model, made, template[place].format(gap), **how)
+    assert found == [SENTENCE]
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "bert", "gpt2", "bpe", "word"])
+def test_a_space_before_a_gap_is_in_its_first_token(made, name):
+    """Even if the model prefers to go on with the word: the ids say what the text says."""
+    made = made(name)
+    ids = made.encode(SENTENCE)
+    at = len(made.encode("The"))
+    other = made.encode_given("e", after_gap=True)[0]
+    assert not made.space_tokens()[other]
+    model = Oracle(ids, made.vocab_size, [(at, other)])
+    n = len(made.encode_pair("The", " value")[1])
+    (text,) = sample.write(model, made, f"The {'█' * n} of a class", temperature=0)
+    assert text == SENTENCE
+
+
+# ---- Pieces
+
+
+@pytest.mark.parametrize("name", [*ALL, "id"])
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_pieces_join_to_the_text(made, name, data):
+    made = Tokenizer("id", 40, 3) if name == "id" else made(name)
+    V = made.vocab_size
+    ids = data.draw(st.lists(st.integers(0, V), max_size=30))  # with [MASK]
+    pieces = made.pieces(ids)
+    assert len(pieces) == len(ids) and "".join(pieces) == made.decode(ids)
+    edges = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=3)))
+    assert "".join(made.cut(ids, edges)) == made.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "gpt2", "roberta", "qwen", "byte", "bpe"])
+def test_characters_of_several_tokens_are_whole(made, name):
+    made = made(name)
+    ids = made.encode("é 漢 👩‍👩‍👧 x")
+    pieces = made.pieces(ids)
+    assert "".join(pieces).strip() == "é 漢 👩‍👩‍👧 x" and "" in pieces
+    assert "\ufffd" not in "".join(pieces)
+    shown = [made.piece(id) for id in range(made.vocab_size)]
+    assert "\ufffd" not in "".join(shown) and "\\xe6" in shown
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "albert", "bert", "gpt2", "words"])
+def test_what_is_shown_has_its_spaces(made, name, monkeypatch):
+    """On the way, with masks; in the terminal, in a page, among the likeliest tokens."""
+    made = made(name)
+    ids = made.encode(SENTENCE)
+    place = len(made.encode("The"))
+    end = place + len(made.library.after("The", " value"))
+    V = made.vocab_size
+    begun = [*ids[:place], *[V] * (end - place), *ids[end:]]
+    expected = made.decode(ids).replace(" value", "█" * (end - place))
+    assert made.decode(begun) == expected
+    watch = SimpleNamespace(tokenizer=made, mask=V, given=[True] * len(ids))
+    nothing = [False] * len(ids)
+    (line,) = viewer.Watch.lines(watch, begun, nothing, nothing, 200)
+    assert re.sub("\x1b.*?m", "", line) == expected.replace("█", "░")
+    (line,) = viewer.Watch.lines(watch, ids, nothing, nothing, 200)
+    assert re.sub("\x1b.*?m", "", line) == made.decode(ids)
+    p = torch.zeros(V)
+    p[ids[end]] = 1
+    assert viewer.likeliest(made, p, 1) == [(" of", 1.0)]
+    film = viewer.Film(made, torch.tensor(begun), V)
+    assert "".join(film.page(ids)["tokens"]) == made.decode(ids)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("prompt, answer", [("The value of", " a class"), ("The value ", "of a")])
+def test_prompt_and_answer_are_one_text(made, name, prompt, answer):
+    first, second = made(name).encode_pair(prompt, answer)
+    assert first + second == made(name).encode(prompt + answer)
+
+
+# ---- What a tokenizer loses
+
+LOST = {
+    "bert": ["a 漢 b", "a\u200bb"],
+    "t5": ["a 漢 b"],
+    "words": ["the qqzzq of"],
+    "letters": ["a漢b"],
+}
+
+
+@pytest.mark.parametrize("name, text", [(name, text) for name in LOST for text in LOST[name]])
+def test_texts_that_a_tokenizer_loses_are_refused(made, name, text):
+    model = Oracle([0], made(name).vocab_size)
+    for template in (text, f"{text}█", f"█ {text}", f"[___] {text}"):
+        with pytest.raises(UserError, match=r"漢|200b|qqzzq"):
+            sample.write(model, made(name), template)
+    with pytest.raises(UserError):
+        made(name).encode_pair(text, " of")
+
+
+@pytest.mark.parametrize("name", tokenizer_kinds.KINDS)
+def test_texts_that_a_tokenizer_keeps_are_taken(made, name):
+    """Small letters, accents that it removes and white space are no loss."""
+    texts = [SENTENCE, "The  value\n of"]
+    if name not in ("words", "letters", "t5", "bert_cased"):
+        texts.append("cafe\u0301 of")
+    for text in texts:
+        assert made(name).encode_given(text) == made(name).encode(text)
+
+
+@pytest.fixture(scope="module")
+def bert_run(made, pydoc, tmp_path_factory):
+    """A run whose tokenizer.json is as large as may be; in the checkpoint it is larger."""
+    folder = tmp_path_factory.mktemp("bert")
+    path = folder / "tokenizer.json"
+    path.write_text(made("bert").vocab)
+    (folder / "t.txt").write_text(pydoc[:9000])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "MAX_JSON", path.stat().st_size)
+        flags = ["--max_steps=1", "--tokenizer", path, "--out_dir", folder / "out"]
+        assert run_mdlm(*TINY, f"--data={folder / 't.txt'}", "--eval_windows=2", *flags) == 0
+        assert (folder / "out/step-1/tokenizer.json").stat().st_size > files.MAX_JSON
+        mdlm.load(folder / "out")
+    return folder / "out"
+
+
+@pytest.mark.parametrize("flag", ["--prompt=a 漢 b", "--infill=a 漢 █", "--text=a 漢 b"])
+def test_programs_refuse_what_their_tokenizer_loses(bert_run, flag, capsys):
+    program = eval if flag.startswith("--text") else sample
+    assert cli.run(program.main, [f"--out_dir={bert_run}", "--device=cpu", flag]) == 2
+    said = capsys.readouterr().err
+    assert "does not know '漢'" in said and "Traceback" not in said
+
+
+def test_errors_of_the_library_are_sentences(made, tmp_path, capsys):
+    path = tmp_path / "words.json"
+    path.write_text(made("words").vocab)
+    (tmp_path / "t.txt").write_text("The value of qqzzq\n" * 1000)
+    flags = [f"--data={tmp_path / 't.txt'}", f"--tokenizer={path}", f"--out_dir={tmp_path / 'o'}"]
+    assert run_mdlm(*TINY, *flags) == 2
+    said = capsys.readouterr().err
+    assert "cannot encode 'qqzzq'" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "gemma", "gpt2", "qwen"])
+def test_exported_tokenizers_gain_no_space_after_a_mask(made, name):
+    library, _ = export.to_library(made(name))
+    for text in ("The█ of a class", "the val█e of"):
+        ids = library.encode(text.replace("█", "[MASK]"), add_special_tokens=False).ids
+        parts = templates.parse(text, made(name), 100)
+        assert ids == templates.to_ids(parts, made(name), made(name).vocab_size)

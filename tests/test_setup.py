@@ -1,0 +1,507 @@
+"""Setting up: missing packages, the commands that programs name, the README, pip, name clashes."""
+
+import ast
+import importlib
+import importlib.util
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, TINY, run_mdlm
+from test_house import FILES, GRAPH, TREES
+
+import bench
+import eval
+import export
+import mdlm
+import sample
+from support import checkpoint, cli, environment, log
+
+LESSONS = ROOT / "lessons"
+SCRIPTS = [*ROOT.glob("*.py"), *LESSONS.glob("*.py"), *(ROOT / "studies").glob("*.py")]
+SCRIPTS = sorted(p for p in SCRIPTS if "__main__" in p.read_text(encoding="utf-8"))
+USE_TORCH = [p for p in SCRIPTS if re.search(r"(?m)^ *import torch", p.read_text(encoding="utf-8"))]
+
+
+def hide(monkeypatch, package):
+    """Make imports of a package fail, as if it were not installed."""
+    for name in list(sys.modules):
+        if name.split(".")[0] == package:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+
+
+def says_one_sentence(err, package):
+    """Whether this is one sentence that names a missing package and how to install it."""
+    fine = package in err and "install" in err and "Traceback" not in err
+    return fine and err.endswith("\n") and len(err.splitlines()) == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# A package is missing
+
+
+def test_programs_that_need_torch_are_found():
+    names = {p.stem for p in USE_TORCH}
+    assert names >= {"mdlm", "sample", "eval", "bench", "export", "harness", "check", "minimal"}
+
+
+@pytest.mark.parametrize("package", ["torch", "numpy", "safetensors"])
+@pytest.mark.parametrize("script", USE_TORCH, ids=lambda path: path.stem)
+def test_a_needed_package_is_named_without_traceback(script, package, monkeypatch, capsys):
+    if script.stem == "minimal" and package != "torch":
+        pytest.skip("it needs torch alone")
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    monkeypatch.setattr(sys, "path", [str(script.parent), *sys.path])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(script), run_name="__main__")
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and says_one_sentence(err, package)
+    assert sys.executable in err and err.startswith(script.name)
+
+
+def test_a_missing_package_is_no_exit_for_importers(monkeypatch):
+    for name in ("numpy", "safetensors"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert cli.start("mdlm") > 0  # what an import then raises is Python's own error
+    minimal = (LESSONS / "minimal.py").read_text(encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ModuleNotFoundError):
+        exec(minimal, {"__name__": "minimal"})
+
+
+def test_an_old_python_is_named(monkeypatch, capsys):
+    """Also by a Python that is too old for the rest: what it reads first has no newer syntax."""
+    monkeypatch.setattr(sys, "version_info", (3, 9, 6))
+    with pytest.raises(SystemExit) as end:
+        cli.start("__main__")
+    assert end.value.code == 2 and "3.10" in capsys.readouterr().err
+    first = [ROOT / "support" / f"{name}.py" for name in ("__init__", "cli", "environment")]
+    for path in (*SCRIPTS, *first):
+        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("program", "flags"),
+    [
+        (sample, ["--infill", "the ██ of", "--candidates=2"]),
+        (sample, ["--length=9", "--steps=2"]),
+        (sample, ["--batch={tmp}/templates"]),
+        (eval, ["--windows=1", "--passes=1", "--exact", "--pictures=none"]),
+    ],
+)
+def test_bars_and_pictures_are_no_need(program, flags, short_run, tmp_path, monkeypatch, capfd):
+    (tmp_path / "templates").write_text("the █at\nof ██\n")
+    for package in ("tqdm", "matplotlib", "pooch", "tokenizers"):
+        hide(monkeypatch, package)
+    flags = [flag.format(tmp=tmp_path) for flag in flags]
+    assert cli.run(program.main, [*flags, f"--out_dir={short_run}"]) == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_training_needs_neither_bars_nor_pictures(short_run, tmp_path, monkeypatch, capsys):
+    for package in ("tqdm", "matplotlib", "pooch", "tokenizers"):
+        hide(monkeypatch, package)
+    text = short_run.parent / "text.txt"
+    out = tmp_path / "out"
+    flags = [*TINY, "--eval_windows=2", "--max_steps=1", f"--out_dir={out}"]
+    assert run_mdlm(f"--data={text}", *flags) == 0
+    err = capsys.readouterr().err
+    about = [line for line in err.splitlines() if "matplotlib" in line]
+    assert len(about) == 1 and says_one_sentence(about[0] + "\n", "matplotlib")
+    assert "Traceback" not in err and (out / "step-1").exists()
+
+
+@pytest.mark.parametrize(
+    ("package", "program", "flags"),
+    [
+        ("tokenizers", mdlm, ["--data={text}", "--tokenizer=bpe", "--out_dir={tmp}/x"]),
+        ("tokenizers", mdlm, ["--data={text}", "--tokenizer={tmp}/t.json", "--out_dir={tmp}/x"]),
+        ("tokenizers", export, ["--to=hf", "--dest={tmp}/x"]),
+        ("onnx", export, ["--to=page", "--dest={tmp}/x"]),
+        ("onnxscript", export, ["--to=page", "--dest={tmp}/x"]),
+        ("pyarrow", mdlm, ["--data={tmp}/t.parquet", "--out_dir={tmp}/x"]),
+        ("matplotlib", eval, ["--pictures={tmp}/x"]),
+        ("matplotlib", eval, ["--compare={run},{run}"]),
+    ],
+)
+def test_a_package_of_some_uses_is_named(
+    package, program, flags, short_run, tmp_path, monkeypatch, capsys
+):
+    for name in ("t.json", "t.parquet"):
+        (tmp_path / name).write_text("{}")
+    hide(monkeypatch, package)
+    monkeypatch.setattr(checkpoint, "default_run", lambda out_dir: checkpoint.SHIPPED)
+    monkeypatch.setattr(export, "default_run", lambda out_dir: checkpoint.SHIPPED)
+    text = short_run.parent / "text.txt"
+    places = dict(tmp=tmp_path, text=text, run=short_run)
+    flags = [flag.format(**places) for flag in flags]
+    if program is mdlm:
+        flags += TINY
+        code = run_mdlm(*flags)
+    else:
+        code = cli.run(program.main, flags)
+    err = capsys.readouterr().err
+    assert code == 2 and says_one_sentence(err, package)
+    assert not (tmp_path / "x").exists()
+
+
+def test_other_packages_are_asked_for_where_imported():
+    """Packages beyond those that all need: the file says in one sentence how to get them."""
+    known = {*sys.stdlib_module_names, *(name.split(".")[0] for name in GRAPH), "triton"}
+    known |= {*environment.NEEDED, "transformers"}  # in modeling_mdlm.py, a part of an export
+    trees = TREES | {p.relative_to(ROOT): ast.parse(p.read_text(encoding="utf-8")) for p in SCRIPTS}
+    unchecked = []
+    for path, tree in trees.items():
+        source = (ROOT / path).read_text(encoding="utf-8")
+        tried = set()
+        for node in ast.walk(tree):
+            caught = getattr(node, "handlers", []) or getattr(node, "items", [])
+            if any(isinstance(c, ast.AST) and "ImportError" in ast.dump(c) for c in caught):
+                tried |= set(ast.walk(node))
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            for name in {name.split(".")[0] for name in names} - known:
+                asked = re.search(rf"(optional|is_installed)\(\"{name}", source)
+                if not asked and node not in tried:
+                    unchecked.append((str(path), name))
+    assert unchecked == []
+
+
+# --------------------------------------------------------------------------------------------------
+# The commands that programs name
+
+
+@pytest.fixture
+def pythons(tmp_path, monkeypatch):
+    """Fake interpreters, links to this one: a function that runs as folder/name, with a PATH."""
+
+    def pretend(own, *path):
+        for folder in {own.parent, *path}:
+            folder.mkdir(parents=True, exist_ok=True)
+        if not own.exists():
+            own.symlink_to(os.path.realpath(sys.executable))
+        monkeypatch.setattr(sys, "executable", str(own))
+        monkeypatch.setenv("PATH", os.pathsep.join(map(str, path)))
+        return environment.python_command()
+
+    monkeypatch.delenv("UV_RUN_RECURSION_DEPTH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return pretend
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links")
+def test_hints_name_the_python_that_runs(pythons, tmp_path, monkeypatch):
+    venv = tmp_path / ".venv" / "bin"
+    assert pythons(venv / "python") == ".venv/bin/python"  # not activated
+    assert pythons(venv / "python", venv) == "python"
+    assert pythons(venv / "python3", venv) == "python"  # the same environment
+    other = tmp_path / "usr" / "bin"
+    assert pythons(other / "python3", other) == "python3"
+    # Another environment comes first on PATH, and its links have the same target.
+    assert pythons(other / "python3", venv, other) == "usr/bin/python3"
+    spaced = tmp_path / "my env" / "bin"
+    assert shlex.split(pythons(spaced / "python")) == ["my env/bin/python"]
+    monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")
+    assert environment.python_command() == "uv run python"
+
+
+def hints(run, monkeypatch, capsys):
+    """The commands that programs of this process name."""
+    told = SimpleNamespace(step=4, world=1, config=SimpleNamespace(out_dir=str(run), shard=0))
+    told.elapsed = lambda: 1.0
+    writer = log.Log.__new__(log.Log)
+    writer.silent = False
+    writer.stopped(told)
+    writer.done(told)
+    with pytest.raises(cli.UserError) as e:
+        checkpoint.find_checkpoint(run.parent / "no run")
+    said = [*capsys.readouterr().out.splitlines(), str(e.value)]
+    return [re.split("Now type: |to continue: |train one with: ", line)[1] for line in said]
+
+
+@pytest.mark.parametrize("where", ["root", "elsewhere"])
+def test_hints_can_be_typed_where_they_are_read(where, run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT if where == "root" else tmp_path)
+    spaced = run.rename(run.with_name("my run"))
+    found = [shlex.split(hint) for hint in hints(spaced, monkeypatch, capsys)]
+    assert len(found) == 3
+    for python, script, *flags in found:
+        assert shutil.which(python) and Path(script).resolve().parent == ROOT
+        program = {"mdlm.py": mdlm.Config, "sample.py": sample.Options}[Path(script).name]
+        given = cli.parse_flags(program, flags, "")
+        assert Path(given["out_dir"]) in (spaced, tmp_path / "no run")
+        if where == "root":
+            assert script in ("mdlm.py", "sample.py")
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A folder that stands for a fresh clone, with a space in its name; it is the current one."""
+    root = tmp_path / "my clone"
+    root.mkdir()
+    (root / "requirements.txt").write_text("torch\n")
+    monkeypatch.setattr(environment, "ROOT", root)
+    monkeypatch.chdir(root)
+    return root
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
+@pytest.mark.parametrize("state", ["none", "venv", "full_venv", "managed", "no_pip", "installed"])
+def test_the_advice_for_a_missing_package_works(state, clone, tmp_path, monkeypatch):
+    """It is followed, by a shell, with a pip and a Python that write down what they are told."""
+    told = tmp_path / "told"
+    for name, folder in (("pip", ".venv/bin"), ("uv", "bin"), ("python", "bin")):
+        stand_in = (clone if folder[0] == "." else tmp_path) / folder / name
+        if state in ("venv", "full_venv", "managed") or folder == "bin":
+            stand_in.parent.mkdir(parents=True, exist_ok=True)
+            stand_in.write_text(f'#!/bin/sh\necho {name} "$@" >> {told}\n')
+            stand_in.chmod(0o755)
+    activate = clone / ".venv" / "bin" / "activate"
+    if activate.parent.exists():
+        activate.write_text(f'PATH="{activate.parent}:$PATH"\necho activated >> {told}\n')
+    if state == "full_venv":
+        (clone / ".venv" / "lib" / "python3.12" / "site-packages" / "torch").mkdir(parents=True)
+    elif state == "managed":
+        shutil.copytree(clone / ".venv", tmp_path / "made")  # -m venv makes it
+        shutil.rmtree(clone / ".venv")
+        python = tmp_path / "bin" / "python"
+        python.write_text(python.read_text() + f'cp -r "{tmp_path}/made" "$3"\n')
+        (tmp_path / "EXTERNALLY-MANAGED").touch()
+        monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+        monkeypatch.setattr(environment.sysconfig, "get_path", lambda name: str(tmp_path))
+    elif state == "installed":
+        (clone / "requirements.txt").unlink()
+    installed = lambda name: name != "pip" or state != "no_pip"  # noqa: E731
+    monkeypatch.setattr(environment, "is_installed", installed)
+    monkeypatch.setattr(environment, "python_command", lambda: str(tmp_path / "bin" / "python"))
+    command = environment.setup_command(["torch"])
+    env = dict(os.environ, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    subprocess.run(["sh", "-e", "-c", command], cwd=clone, env=env, check=True)
+    lines = told.read_text().splitlines()
+    wanted = {
+        "none": ["python -m pip install -r requirements.txt"],
+        "venv": ["activated", "pip install -r requirements.txt"],
+        "full_venv": ["activated"],
+        "managed": ["python -m venv .venv", "activated", "pip install -r requirements.txt"],
+        "no_pip": [f"uv pip install --python {sys.executable} -r requirements.txt"],
+        "installed": ["python -m pip install torch"],
+    }
+    assert lines == wanted[state]
+
+
+# --------------------------------------------------------------------------------------------------
+# What the README and the other texts tell the reader to type
+
+TEXTS = [p for p in FILES if p.suffix in (".md", ".ipynb", ".py", ".sh", ".yml") or p.name == "run"]
+PROGRAMS = {"mdlm": mdlm.Config, "sample": sample.Options, "eval": eval.Options}
+PROGRAMS |= {"export": export.Options, "bench": bench.Options}
+
+
+def test_readme_has_one_line_for_each_start():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    setup = "python3 -m venv .venv && . .venv/bin/activate && pip install -r requirements"
+    assert re.findall(rf"(?m)^{re.escape(setup)}(.*)$", readme) == [
+        ".txt",
+        ".txt && python mdlm.py",
+        "-dev.txt && python -m pytest",
+    ]
+    assert "git clone --depth 1" in readme and ".venv\\Scripts\\activate" in readme
+    first = re.findall(r"(?m)^python .*", readme)[:3]
+    assert [line.split("  ")[0] for line in first] == [
+        "python sample.py --watch",
+        'python sample.py --infill "To be, or ███ to be" --candidates=4',
+        "python mdlm.py",
+    ]
+
+
+def test_texts_say_python_after_the_set_up():
+    """`.venv/bin/python` needs no activation, plain `python` does: the texts keep to one way."""
+    for path in TEXTS:
+        if path.parts[0] not in ("tests", ".ci"):
+            text = (ROOT / path).read_text(encoding="utf-8")
+            assert not re.search(r"venv/bin/(python|pip)", text), path
+
+
+@pytest.mark.parametrize("path", ["README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=str)
+def test_commands_of_a_text_have_flags_that_exist(path):
+    """Those of lessons: test_lessons.py. results/ has what was typed at commits named there."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    for name, rest in re.findall(r"(?m)^python (\w+)\.py(.*)$", text):
+        if name not in PROGRAMS:
+            continue
+        words = shlex.split(re.split(r" [|>&]| 2>", rest)[0], comments=True)
+        if name == "bench" and words and not words[0].startswith("-"):
+            words.pop(0)
+        cli.parse_flags(PROGRAMS[name], words, "")  # raises UserError for an unknown flag
+
+
+def test_developers_get_what_users_get():
+    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
+    assert lines[0] == "-r requirements.txt"
+    users = (ROOT / "requirements.txt").read_text()
+    assert not re.search(r"(?m)^(pytest|hypothesis|ruff)", users)
+
+
+# --------------------------------------------------------------------------------------------------
+# pip install
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
+def test_pip_installs_all_that_the_modules_use():
+    import tomllib
+
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    setup = tools["setuptools"]
+    folders = {setup["package-dir"].get(name, name): name for name in setup["packages"]}
+    modules = set(setup["py-modules"])
+    todo = list(modules)
+    while todo:
+        for name in GRAPH[todo.pop()] - modules:
+            folder = name.split(".")[0]
+            assert folder in folders, f"{name} is imported but not installed"
+            modules.add(name)
+            todo.append(name)
+    assert {"mdlm", "sample"} <= modules
+    for path in FILES:
+        if path.parts[0] in folders and path.suffix != ".py":
+            inner = Path(*path.parts[1:])
+            patterns = setup["package-data"][folders[path.parts[0]]]
+            assert any(inner.match(pattern) for pattern in patterns), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("editable", [True, False])
+def test_pip_installs_it_for_any_folder(editable, tmp_path):
+    """The modules of this environment serve as its dependencies; kernels is another's there."""
+    source = tmp_path / "source"
+    for path in FILES:
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, source / path)
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "v")], check=True)
+    python = tmp_path / "v" / ("Scripts" if os.name == "nt" else "bin") / "python"
+    ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = Path(subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip())
+    (site / "base.pth").write_text(str(Path(torch.__file__).parent.parent))
+    make_other(site, "kernels")
+    install = [python, "-m", "pip", "install", "-q", "--no-deps"]
+    install += ["-e", source] if editable else [source]
+    r = subprocess.run(install, capture_output=True, text=True)
+    if "No matching distribution found for setuptools" in r.stdout + r.stderr:
+        pytest.skip("pip cannot fetch setuptools, which builds it")
+    assert r.returncode == 0, r.stderr
+    code = "import kernels, mdlm, sample; from support.checkpoint import SHIPPED\n"
+    code += "model, tokenizer, config = mdlm.load(SHIPPED)\n"
+    code += "texts = sample.write(model, tokenizer, 'To be, or no█', temperature=0)\n"
+    code += "print(kernels.OTHER, *texts)"
+    r = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert r.stdout == "True To be, or not\n", r.stderr
+
+
+# --------------------------------------------------------------------------------------------------
+# Other packages with the names of our folders
+
+
+def make_other(folder, name):
+    """A package of this name, with a module `inner`, in a folder."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text("OTHER = True\nfrom .inner import WORD\n")
+    (folder / name / "inner.py").write_text("WORD = 'other'\n")
+
+
+@pytest.fixture
+def forget(monkeypatch):
+    """A function: forget these imports, as in a process that has just begun; undone at the end."""
+    before = dict(sys.modules)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # else operators register twice
+
+    def forget_imports(*names):
+        for name in list(sys.modules):
+            if name.split(".")[0] in names:
+                del sys.modules[name]
+        importlib.invalidate_caches()
+
+    yield forget_imports
+    for name in set(sys.modules) - set(before):
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+OURS = ("mdlm", "sample", "support", "kernels", "studies")
+
+
+@pytest.mark.parametrize("place", ["checkout first", "other first"])
+@pytest.mark.parametrize("order", ["theirs first", "ours first"])
+def test_kernels_of_others_and_ours_live_together(place, order, forget, tmp_path, monkeypatch):
+    """transformers imports a package `kernels`; "other first" is an import from elsewhere."""
+    make_other(tmp_path, "kernels")
+    both = [str(ROOT), str(tmp_path)]
+    both = both if place == "checkout first" else both[::-1]
+    monkeypatch.setattr(sys, "path", [*both, *(p for p in sys.path if p not in both)])
+    forget(*OURS)
+
+    def theirs():
+        assert importlib.util.find_spec("kernels") is not None
+        assert importlib.import_module("kernels").OTHER
+        assert importlib.import_module("kernels.inner").WORD == "other"
+        assert Path(importlib.util.find_spec("kernels").origin).parent == tmp_path / "kernels"
+
+    def ours():
+        program = importlib.import_module("mdlm")
+        importlib.import_module("sample")
+        importlib.import_module("studies.peers")
+        assert program.kernels.select("torch").name == "torch"
+        assert Path(program.kernels.__file__).parent == ROOT / "kernels"
+
+    for step in (theirs, ours) if order == "theirs first" else (ours, theirs):
+        step()
+    theirs()
+    ours()
+
+
+@pytest.mark.parametrize("first", ["kernels", "kernels.attention", "mdlm"])
+def test_import_kernels_gives_ours_where_alone(first, forget, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT)])
+    monkeypatch.setattr(sys, "meta_path", [PathFinder, *sys.meta_path[:0]])
+    forget("kernels")
+    importlib.import_module(first)
+    theirs = importlib.import_module("kernels")
+    assert theirs is sys.modules["support.kernels"]
+    for path in (ROOT / "kernels").glob("[a-z]*.py"):  # once each: operators register only once
+        module = importlib.import_module(f"kernels.{path.stem}")
+        assert module is importlib.import_module(f"support.kernels.{path.stem}")
+        assert Path(module.__file__) == path
+
+
+def test_a_kernels_that_fails_to_import_says_so(forget, tmp_path, monkeypatch):
+    """And is then tried again, as any import is."""
+    make_other(tmp_path, "kernels")
+    (tmp_path / "kernels" / "inner.py").write_text("import no_such_library\n")
+    monkeypatch.setattr(sys, "path", [str(ROOT), str(tmp_path), *sys.path])
+    forget("kernels")
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+            importlib.import_module("kernels")
+    (tmp_path / "kernels" / "inner.py").write_text("WORD = 1  # mended, and longer than before\n")
+    importlib.invalidate_caches()
+    assert importlib.import_module("kernels").WORD == 1
+
+
+@pytest.mark.parametrize("name", sorted({name.split(".")[0] for name in GRAPH if "." in name}))
+def test_no_installed_package_comes_before_a_folder(name, tmp_path):
+    """A folder without __init__.py would lose to any package of its name, wherever that is."""
+    make_other(tmp_path, name)
+    found = PathFinder.find_spec(name, [str(ROOT), str(tmp_path)])
+    assert Path(found.origin) == ROOT / name / "__init__.py"

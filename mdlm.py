@@ -61,7 +61,9 @@ SCHEDULES = {
 @dataclasses.dataclass
 class Config:
     # The run
-    data: str = opt("shakespeare", "text, .jsonl, .parquet, a folder, shakespeare, patterns, pydoc")
+    data: str = opt(
+        "shakespeare", "text, .jsonl, .json, .parquet, folder, shakespeare, patterns, pydoc"
+    )
     out_dir: str = opt("out", "folder for checkpoints, log.jsonl and loss.png")
     resume: bool = opt(False, "continue from the last checkpoint in out_dir")
     overwrite: bool = opt(False, "replace the run in out_dir")
@@ -77,7 +79,7 @@ class Config:
     # Data
     tokenizer: str = opt("char", "char, byte, word, bpe, or a tokenizer.json (of Hugging Face)")
     vocab_size: int = opt(0, "V of word, bpe (0: 16384) or .bin files", bounds=(0, 1 << 24))
-    text_column: str = opt("text", "column of .jsonl and .parquet files; a record is a document")
+    text_column: str = opt("text", "column of .jsonl, .json, .parquet; a record is a document")
     prompt_column: str = opt("", "column of prompts, which are given; --text_column: answers")
     separator: str = opt("", "text between documents (\\n, \\t), which end in [END]", text=True)
     end_token: str = opt("", "[END] in a tokenizer.json (default: its end of text)")

@@ -698,6 +698,28 @@ def test_eval_says_what_it_scores_instead(offline, capsys):
 # Few records, empty records
 
 
+EARLIER = {
+    ("char", ""): 3153558695,
+    ("char", "\\n"): 2792376773,
+    ("word", ""): 1647001398,
+    ("word", "\\n"): 1036197013,
+}
+
+
+@pytest.mark.parametrize("kind", ["char", "word"])
+@pytest.mark.parametrize("separator", ["", "\\n"])
+def test_ids_of_earlier_versions_stay(tmp_path, kind, separator):
+    """The split and the vocabulary are those of before records could be split."""
+    if separator:
+        (tmp_path / "x").write_text("".join(TEXTS), encoding="utf-8")
+    else:
+        write_jsonl(tmp_path / "x.jsonl")
+    data = tmp_path / ("x" if separator else "x.jsonl")
+    flags = dict(tokenizer=kind, vocab_size=300, separator=separator)
+    corpus = prepared(data, tmp_path / "d", **flags)[0]
+    assert corpus.identity["data"] == EARLIER[kind, separator]
+
+
 def books(folder, sizes):
     folder.mkdir()
     for i, n in enumerate(sizes):

@@ -148,13 +148,13 @@ def main(argv):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("picture", help="PNG or SVG file to write")
     parser.add_argument("--text", help="draw what a model attends to in this text; █ is a mask")
-    parser.add_argument("--run", default="", help="a run; without --text: its time embedding")
+    parser.add_argument("--run", help="a run; without --text: its time embedding")
     args = parser.parse_args(argv)
-    outputs.check("PICTURE", args.picture, dict(run=args.run))
+    outputs.check("PICTURE", args.picture, dict(run=args.run or ""))
     if args.text:
         model, tokenizer, config = mdlm.load(default_run(args.run), whole=True)
         if model.n > 1:
-            raise UserError(f"--run={args.run} has blocks; give one without, or of --whole")
+            raise UserError(f"--run={args.run or 'out'} has blocks; give one without, or of --whole")
         ids = to_ids(parse(args.text, tokenizer, config.block_size), tokenizer, model.mask_id)
         maps = attention_maps(model, to_context(model, torch.tensor([ids])))
         labels = [text.replace("\n", "↵") for text in tokenizer.pieces(ids)]

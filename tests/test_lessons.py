@@ -410,6 +410,18 @@ def test_time_embedding_is_what_blocks_get():
     assert torch.allclose(found[100], told[0].flatten(), atol=1e-6)
 
 
+def test_pictures_need_no_run_and_refuse_an_empty_one(tmp_path, monkeypatch, capsys):
+    pictures = load("pictures")
+    drawn = []
+    monkeypatch.setattr(pictures, "count_masks", dict)
+    monkeypatch.setattr(pictures, "draw_masking", lambda counts, schedules, path: drawn.append(path))
+    picture = str(tmp_path / "masking.png")
+    assert cli.run(pictures.main, [picture]) == 0
+    assert drawn == [picture]
+    assert cli.run(pictures.main, [picture, "--run="]) == 2
+    assert "--run='' is empty" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_pictures_are_drawn(tmp_path, capsys):
     main = load("pictures").main

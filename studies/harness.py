@@ -70,10 +70,12 @@ class Harness(LM):
         for number, request in enumerate(requests, 1):
             of_task = f" of {task}" if (task := getattr(request, "task_name", None)) else ""
             name = f"request {number}{of_task}"
-            try:
-                ids = self.encode_args(*request.args[:n])
-            except UserError as e:
-                raise UserError(f"{name}, {request.args[0][:40]!r}: {e}") from None
+            for text in request.args[:n]:
+                try:
+                    self.tokenizer.encode_given(text)
+                except UserError as e:
+                    raise UserError(f"{name}, {text[:40]!r}: {e}") from None
+            ids = self.encode_args(*request.args[:n])
             if n == 2 and not 0 < len(ids[-1]) <= self.room:
                 given = f"{name}, {request.args[1][:40]!r}: an answer has {len(ids[-1])} tokens"
                 raise UserError(f"{given}; the model takes 1 to {self.room}")

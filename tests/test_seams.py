@@ -83,8 +83,8 @@ def test_prepared_text_gains_and_loses_no_space(made, pydoc, tmp_path, monkeypat
     text = pydoc[:9000]
     size = 777
     edges = range(0, len(text), size)
-    pieces = [(text[i:j], False) for i, j in zip(edges, [*edges[1:], None])]
-    monkeypatch.setattr(sources, "find_pieces", lambda config: lambda: iter(pieces))
+    pieces = [text[i:j] for i, j in zip(edges, [*edges[1:], None])]
+    monkeypatch.setattr(sources, "find_text", lambda path: lambda: iter(pieces))
     (tmp_path / "t.txt").write_text(text)
     mdlm.prepare(mdlm.Config(data=str(tmp_path / "t.txt")), tmp_path, made)
     _, arrays, _, _ = sources.open_ids(tmp_path, 8, 0)

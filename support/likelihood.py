@@ -360,6 +360,24 @@ def distinct(rows, tried, at_end, tokenizer):
     return (found or others).values()
 
 
+def cut_stretches(parts):
+    """(begin, end) of the stretches of parts, each up to the next gap of unknown length.
+
+    Such a gap at the end of the text has one of its own.
+    """
+    unknown = [i for i, part in enumerate(parts) if part is None]
+    cuts = {0, *unknown[1:], len(parts)}
+    if parts[-1] is None:
+        cuts.add(len(parts) - 1)
+    return [*itertools.pairwise(sorted(cuts))]
+
+
+def length_logp(model):
+    """(L + 1,) float64 on the CPU: log p of a document's length, where lengths are given."""
+    seen = model.length_counts.double().cpu() + 1
+    return (seen / seen.sum()).log()
+
+
 def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, expect=None):
     """The n likeliest of many fills of a template, distinct as texts: Fills, the likeliest first.
 
@@ -373,18 +391,15 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
     """
     L = model.config.block_size
     parts = encode_parts(parts, tokenizer)
-    unknown = [i for i, part in enumerate(parts) if part is None]
-    cuts = {0, *unknown[1:], len(parts)}
-    if parts[-1] is None:
-        cuts.add(len(parts) - 1)
+    stretches = cut_stretches(parts)
     fills = [Fill([], [], 0.0)]
     start = [len(to_ids(parts[:1], tokenizer)) if isinstance(parts[0], str) else 0]
 
     def tell(number, later, calls):
         if expect:
-            expect(calls + later, number, len(cuts) - 1)
+            expect(calls + later, number, len(stretches))
 
-    for number, (begin, end) in enumerate(itertools.pairwise(sorted(cuts)), 1):
+    for number, (begin, end) in enumerate(stretches, 1):
         stretch = parts[begin:end]
         room = L - len(to_ids(parts[end:], tokenizer))
         is_last = end == len(parts)
@@ -416,8 +431,7 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
         stop = torch.tensor([len(fill.ids) for fill in fills])
         known = torch.tensor([fill.logp for fill in fills], dtype=torch.float64)
         if is_last and model.documents:  # a text's length has a probability too
-            seen = model.length_counts.double().cpu() + 1
-            known += (seen / seen.sum()).log()[stop]
+            known += length_logp(model)[stop]
         most = min(len(fills), n if is_last else max(n, 8))
         at = (torch.tensor(start), stop)
         best, logp = likeliest(model, x, *at, known, most, partial(tell, number, 0))

@@ -394,11 +394,11 @@ def ends(model, tokenizer, is_template):
     return dict(end_id=tokenizer.end_id) if is_drawn else dict(forbid=[tokenizer.end_id])
 
 
-def fill_gaps(model, tokenizer, how, x, fill, may_end, quick, expect=None):
+def fill_gaps(model, tokenizer, how, x, fill, may_end, quick, expect=None, allowed=None):
     """Fill gaps of a template. may_end: at the end of the text; quick: to compare lengths."""
     if quick:
         how = how | dict(steps=min(how.get("steps") or 1 << 20, 8 * model.n), correct=0)
-    where = dict(fill=fill, expect=expect)
+    where = dict(fill=fill, expect=expect, allowed=allowed)
     return generate(model, x, **where, **ends(model, tokenizer, not may_end), **how)
 
 

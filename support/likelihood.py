@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from support.arguments import check_ids, check_length
 from support.cli import UserError
 from support.padding import compute_once
-from support.templates import encode_parts, joined, keeps_spaces, to_ids, to_texts
+from support.templates import allowed_in_all, encode_parts, joined, keeps_spaces, to_ids, to_texts
 
 
 def group_size(model, device):
@@ -387,7 +387,8 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
     mean easy ones. A gap at the end has max_gap tokens, of which those before [END] or a line break
     are kept; that counts in logp. Of documents with given lengths, log p(length) counts too.
     expect(calls, stretch, stretches), where it is given, is told how many network calls a stretch
-    will still take at most; draw has an `expect` (calls) then, too.
+    will still take at most; draw has an `expect` (calls) then, too. So it has an `allowed`, as
+    sample.unmask, where a tokenizer's first token of a gap has to begin with a space.
     """
     L = model.config.block_size
     parts = encode_parts(parts, tokenizer)
@@ -423,6 +424,8 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
         ranking = sum(len(fill.ids) - begun for begun, fill in tried)  # network rows, at most
         later = math.ceil(ranking / call_size(model, device))
         how = dict(expect=partial(tell, number, later)) if expect else {}
+        if allowed := allowed_in_all([fill.parts for _, fill in tried], tokenizer):
+            how["allowed"] = allowed
         x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several, **how)
         # 2. Keep what differs.
         rows, start, fills = zip(*distinct(x.tolist(), tried, at_end, tokenizer))

@@ -233,11 +233,4 @@ def second_preview(model, hidden):
 def cut(tokenizer, ids, hidden):
     """The text of ids before, in and after the hidden (T,) ones, which follow each other."""
     at = hidden.nonzero()[:, 0].tolist()
-    text = tokenizer.decode(ids)
-    begin, end = (common(text, tokenizer.decode(ids[:n])) for n in (at[0], at[-1] + 1))
-    return text[:begin], text[begin:end], text[end:]
-
-
-def common(a, b):
-    """How many characters two texts begin with alike: a cut token may be half a character."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return tokenizer.cut(ids, [at[0], at[-1] + 1])

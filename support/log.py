@@ -196,9 +196,10 @@ def in_words(run, r, bits, is_last):
     V = run.model.vocab_size
     key = "nll" if "nll" in r else "nelbo"
     if not run.step and not run.config.init_from:
-        what = "loss" if key == "nll" else "NELBO, an upper bound of the loss"
         guess = f"untrained, the model guesses: ln {V} = {math.log(V):.2f} nats per token"
-        return f"{guess}; below is the {what} on validation text, the lower the better"
+        bound = "the NELBO, an upper bound on the negative log-likelihood of validation text"
+        what = "the negative log-likelihood of validation text" if key == "nll" else bound
+        return f"{guess}; evaluations show {what}: lower is better"
     text = f"{'the end, ' * is_last}step {run.step}: {key.upper()} {r[key]:.4f}"
     if math.isfinite(r["se"]):
         text += f" +- {r['se']:.4f}"

@@ -166,7 +166,8 @@ def n_blocks(config, step=-1):
 
 def parse_args(argv):
     """The flags that were given, as a dict of Config fields."""
-    notes = "--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items())
+    implied = "--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items())
+    notes = cli.fold(implied, "", "    ")
     notes += "\nA run ends by --max_steps or --time_limit, or by both; with neither by its preset."
     notes += "\nWith --max_steps alone no clock enters: on a CPU such runs repeat to the bit."
     return cli.parse_flags(Config, argv, __doc__, notes, PRESETS, runtime.default_preset("auto"))
@@ -873,7 +874,7 @@ def finish(run, stop):
             runs.save(run)
         run.log.stopped(run)
     elif run.finished and run.saved == run.step:
-        run.log.say(f"this run ended at step {run.step}; raise --max_steps or --time_limit")
+        run.log.ended(run)
     else:
         pace.check_steps(run)
         report(run, is_last=True)

@@ -145,8 +145,7 @@ def score(run, evaluate, is_last):
     before_preview = until
     if is_last:  # then one is shown in any case
         before_preview -= min(CALL * calls * run.per_window, reserve(run) / 4)
-        estimate = f", about {run.ending:.0f} s" if run.ending >= 2 else ""
-        run.log.say(f"evaluating on {n} windows of validation text{estimate}")
+        run.log.say(f"evaluating on {n} windows of validation text{estimate(run, until)}")
     r, raw, per_window = score_both(run, evaluate, windows, passes, before_preview)
     key = "nll" if config.objective == "ar" else "nelbo"
     if not math.isfinite(r[key]):
@@ -161,6 +160,14 @@ def score(run, evaluate, is_last):
     # more, as machines are not always equally fast.
     run.ending = 1.25 * (5 * W + CALL * preview_calls(run)[1]) * run.per_window
     return r, raw, calls_in_time(run, calls, until)
+
+
+def estimate(run, until):
+    """Words for the seconds that the last evaluation takes, of the time that there is."""
+    there_is = max(0.0, until - time.monotonic())
+    if run.ending > there_is + 1:
+        return f", on fewer if these take more than {max(1.0, there_is):.0f} s"
+    return f", about {run.ending:.0f} s" if run.ending >= 2 else ""
 
 
 def score_both(run, evaluate, windows, passes, until):

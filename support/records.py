@@ -45,7 +45,8 @@ def check_regular(path):
         if os.path.islink(path):
             why = f"a link to what is not there: {why}"
         accepted = "a text file, .jsonl, .json, .parquet, a folder, shakespeare, patterns or pydoc"
-        raise UserError(f"--data={path} does not exist ({why}); give {accepted}") from None
+        why = "" if isinstance(e, FileNotFoundError) and not os.path.islink(path) else f" ({why})"
+        raise UserError(f"--data={path} does not exist{why}; give {accepted}") from None
     kinds = (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder")
     if not stat.S_ISREG(mode):
         kind = next((name for is_kind, name in kinds if is_kind(mode)), "a device")

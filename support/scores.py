@@ -123,7 +123,7 @@ def introduce(folder, config, vocab_size, out_dir):
     line = described(folder, config, vocab_size)
     is_shipped = SHIPPED.exists() and SHIPPED.samefile(folder)
     if is_shipped and not out_dir:
-        line += "; the model that ships, as out/ has no run"
+        line += " (the model that ships; out/ has no run yet)"
     elif line.endswith("barely trained") and SHIPPED.is_dir():
         line += f"; --out_dir={environment.quote(relative(SHIPPED))} is the one that ships"
     warn(line)

@@ -154,7 +154,7 @@ def main(argv):
     if args.text:
         model, tokenizer, config = mdlm.load(default_run(args.run), whole=True)
         if model.n > 1:
-            raise UserError(f"--run={args.run or 'out'} has blocks; give one without, or of --whole")
+            raise UserError(f"{args.run or 'out'} has blocks; give --run without, or of --whole")
         ids = to_ids(parse(args.text, tokenizer, config.block_size), tokenizer, model.mask_id)
         maps = attention_maps(model, to_context(model, torch.tensor([ids])))
         labels = [text.replace("\n", "↵") for text in tokenizer.pieces(ids)]

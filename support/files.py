@@ -1,6 +1,7 @@
 """Atomic files and folders, and JSON from files that may not be trusted."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from support.cli import UserError, signals_wait
 
 TMP = ".mdlm-tmp-"  # prefix of everything that is not complete yet
+FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", -1), errno.EFBIG, errno.EIO)  # of a disk
 MAX_JSON = 1 << 26  # bytes; a larger JSON file is refused unread
 
 
@@ -21,7 +23,9 @@ def writing(path):
         yield
     except OSError as e:
         why = e.strerror or e
-        fix = "free some space or use another --out_dir; --resume continues from what was saved"
+        fix = "check that path, or give another --out_dir"
+        if e.errno in FULL:
+            fix = "free some space or use another --out_dir; --resume continues from what was saved"
         raise UserError(f"{path} cannot be written ({why}); {fix}") from e
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from support.arguments import check_ids, check_length
 from support.cli import UserError
 from support.padding import compute_once
-from support.templates import encode_parts, joined, keeps_spaces, to_ids, to_texts
+from support.templates import allowed_in_all, encode_parts, joined, keeps_spaces, to_ids, to_texts
 
 
 def group_size(model, device):
@@ -360,6 +360,24 @@ def distinct(rows, tried, at_end, tokenizer):
     return (found or others).values()
 
 
+def cut_stretches(parts):
+    """(begin, end) of the stretches of parts, each up to the next gap of unknown length.
+
+    Such a gap at the end of the text has one of its own.
+    """
+    unknown = [i for i, part in enumerate(parts) if part is None]
+    cuts = {0, *unknown[1:], len(parts)}
+    if parts[-1] is None:
+        cuts.add(len(parts) - 1)
+    return [*itertools.pairwise(sorted(cuts))]
+
+
+def length_logp(model):
+    """(L + 1,) float64 on the CPU: log p of a document's length, where lengths are given."""
+    seen = model.length_counts.double().cpu() + 1
+    return (seen / seen.sum()).log()
+
+
 def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, expect=None):
     """The n likeliest of many fills of a template, distinct as texts: Fills, the likeliest first.
 
@@ -369,22 +387,20 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
     mean easy ones. A gap at the end has max_gap tokens, of which those before [END] or a line break
     are kept; that counts in logp. Of documents with given lengths, log p(length) counts too.
     expect(calls, stretch, stretches), where it is given, is told how many network calls a stretch
-    will still take at most; draw has an `expect` (calls) then, too.
+    will still take at most; draw has an `expect` (calls) then, too. So it has an `allowed`, as
+    sample.unmask, where a tokenizer's first token of a gap has to begin with a space.
     """
     L = model.config.block_size
     parts = encode_parts(parts, tokenizer)
-    unknown = [i for i, part in enumerate(parts) if part is None]
-    cuts = {0, *unknown[1:], len(parts)}
-    if parts[-1] is None:
-        cuts.add(len(parts) - 1)
+    stretches = cut_stretches(parts)
     fills = [Fill([], [], 0.0)]
     start = [len(to_ids(parts[:1], tokenizer)) if isinstance(parts[0], str) else 0]
 
     def tell(number, later, calls):
         if expect:
-            expect(calls + later, number, len(cuts) - 1)
+            expect(calls + later, number, len(stretches))
 
-    for number, (begin, end) in enumerate(itertools.pairwise(sorted(cuts)), 1):
+    for number, (begin, end) in enumerate(stretches, 1):
         stretch = parts[begin:end]
         room = L - len(to_ids(parts[end:], tokenizer))
         is_last = end == len(parts)
@@ -408,6 +424,8 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
         ranking = sum(len(fill.ids) - begun for begun, fill in tried)  # network rows, at most
         later = math.ceil(ranking / call_size(model, device))
         how = dict(expect=partial(tell, number, later)) if expect else {}
+        if allowed := allowed_in_all([fill.parts for _, fill in tried], tokenizer):
+            how["allowed"] = allowed
         x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several, **how)
         # 2. Keep what differs.
         rows, start, fills = zip(*distinct(x.tolist(), tried, at_end, tokenizer))
@@ -416,8 +434,7 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
         stop = torch.tensor([len(fill.ids) for fill in fills])
         known = torch.tensor([fill.logp for fill in fills], dtype=torch.float64)
         if is_last and model.documents:  # a text's length has a probability too
-            seen = model.length_counts.double().cpu() + 1
-            known += (seen / seen.sum()).log()[stop]
+            known += length_logp(model)[stop]
         most = min(len(fills), n if is_last else max(n, 8))
         at = (torch.tensor(start), stop)
         best, logp = likeliest(model, x, *at, known, most, partial(tell, number, 0))

@@ -208,8 +208,8 @@ def in_words(run, r, bits, is_last):
     V = run.model.vocab_size
     key = "nll" if "nll" in r else "nelbo"
     if not run.step and not run.config.init_from:
-        guess = f"untrained, as a guess among {V} tokens: {key.upper()} {math.log(V):.2f}"
-        return f"{guess} nats per token of validation text; lower is better"
+        guess = f"untrained, the model guesses: ln {V} = {math.log(V):.2f} nats per token"
+        return f"{guess}; the {key.upper()} of validation text falls from here"
     text = f"{'the end, ' * is_last}step {run.step}: {key.upper()} {r[key]:.4f}"
     if math.isfinite(r["se"]):
         text += f" +- {r['se']:.4f}"
@@ -244,11 +244,4 @@ def second_preview(model, hidden):
 def cut(tokenizer, ids, hidden):
     """The text of ids before, in and after the hidden (T,) ones, which follow each other."""
     at = hidden.nonzero()[:, 0].tolist()
-    text = tokenizer.decode(ids)
-    begin, end = (common(text, tokenizer.decode(ids[:n])) for n in (at[0], at[-1] + 1))
-    return text[:begin], text[begin:end], text[end:]
-
-
-def common(a, b):
-    """How many characters two texts begin with alike: a cut token may be half a character."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return tokenizer.cut(ids, [at[0], at[-1] + 1])

@@ -5,12 +5,13 @@ Programs call check_all before their work begins, and write with `write` or Line
 a run may have begun meanwhile.
 """
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path
 
 from support.cli import READS, WRITES, UserError
-from support.files import TMP, naming
+from support.files import TMP, naming, read_json
 from support.ownership import PICTURES, STEP, is_run
 
 # What a run's folder keeps for the run, beside checkpoints and data.
@@ -86,6 +87,16 @@ def is_read_with(folder, path):
     return is_same(folder, Path(os.path.realpath(path)).parent) and not is_run(Path(folder))
 
 
+def learned_in(folder):
+    """The files and folders that a run or checkpoint learned: programs may read them again."""
+    for config in (Path(folder) / "config.json", *Path(folder).glob("step-*/config.json")):
+        with contextlib.suppress(UserError):
+            settings = read_json(config, "config").get("config")
+            settings = settings if isinstance(settings, dict) else {}
+            names = (settings.get("data"), settings.get("tokenizer"))
+            yield from (name for name in names if isinstance(name, str) and os.path.exists(name))
+
+
 def shown(flag):
     """A flag as it is typed; in capitals an argument without one."""
     return flag if flag.isupper() else f"--{flag}"
@@ -108,6 +119,9 @@ def check(flag, path, read=None, written=None, own=()):
     for other, name in read.items():
         if os.path.isdir(name) and is_read_with(name, path):
             raise UserError(f"{given} would change {shown(other)}={name}, which is read; {FIX}")
+        for text in learned_in(name) if os.path.isdir(name) else ():
+            if is_same(text, path) or (os.path.isdir(text) and is_read_with(text, path)):
+                raise UserError(f"{given} would change {text}, which {name} learned; {FIX}")
     why = why_not(path, own)
     if why:
         raise UserError(f"{given} {why}; {FIX}")
@@ -160,9 +174,12 @@ def paths_of(options, what):
 def check_all(options, **read):
     """Check every flag of a dataclass that writes a file; read: more that is read."""
     written = paths_of(options, WRITES)
+    read = paths_of(options, READS) | read
+    if read.get("out_dir") == "":
+        read["out_dir"] = "out"  # the default of all programs, where a run is there
     for flag, path in written.items():
         others = {other: name for other, name in written.items() if other != flag}
-        check(flag, path, paths_of(options, READS) | read, others)
+        check(flag, path, read, others)
 
 
 def open_output(path, own=()):

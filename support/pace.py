@@ -92,14 +92,15 @@ def plan(run, is_last):
     if not run.step and not run.config.init_from:  # untrained: all windows alike
         n = run.micro_batch if run.config.time_limit else FEWEST
         return min(n, W), 1, 0
-    if run.plan is None:  # the same windows each time
-        affordable = int(windows_now(run))
-        calls = min(most, affordable // (2 * CALL))
-        calls = calls if calls >= least else 0
-        n = min(W, max(FEWEST, (affordable - CALL * calls) // 2))
-        agreed = runtime.all_reduce(torch.tensor([n, calls]), "MIN").tolist()
-        run.plan = agreed[0], 1, agreed[1]
-    return run.plan
+    affordable = int(windows_now(run))
+    n = run.few_windows  # the same windows each time
+    if not n:
+        preview = CALL * min(most, affordable // (2 * CALL))
+        n = max(FEWEST, (affordable - preview * (preview >= CALL * least)) // 2)
+    calls = max(0, min(most, (affordable - 2 * n) // CALL))
+    agreed = runtime.all_reduce(torch.tensor([min(n, W), calls]), "MIN").tolist()
+    run.few_windows, calls = agreed
+    return run.few_windows, 1, calls if calls >= least else 0
 
 
 def preview_calls(run):

@@ -44,7 +44,7 @@ class Run:
     ending: float = 0.0  # seconds that the last evaluation and its samples will take
     evaluating: float = 0.0  # seconds that evaluations on the way have taken
     per_window: float = 0.0  # seconds to score a window once (0: not yet known)
-    plan: tuple = None  # of evaluations on the way (support/pace.py)
+    few_windows: int = 0  # that evaluations on the way score (0: not yet chosen)
     tenth: int = None  # of the run, when it was last asked for an evaluation
     saving: float = 0.0  # seconds that the last save took
     saved: int = -1  # step of the last checkpoint

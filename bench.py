@@ -45,7 +45,7 @@ class Options:
     # all
     json: str = opt("", "write the results to this file; -: to standard output", path=WRITES)
     device: str = opt("auto", "cpu, cuda, cuda:1; auto: the best there is")
-    time_limit: float = opt(0.0, "no case begins later", bounds=(0, 1e6))
+    time_limit: float = opt(0.0, "seconds; no case begins later (0: no limit)", bounds=(0, 1e6))
     seconds: float = opt(0.5, "time to measure one contestant", bounds=(0, 1e4))
     # kernels
     only: str = opt("", "operations whose name contains this")

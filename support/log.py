@@ -208,8 +208,8 @@ def in_words(run, r, bits, is_last):
     V = run.model.vocab_size
     key = "nll" if "nll" in r else "nelbo"
     if not run.step and not run.config.init_from:
-        guess = f"untrained, as a guess among {V} tokens: {key.upper()} {math.log(V):.2f}"
-        return f"{guess} nats per token of validation text; lower is better"
+        guess = f"untrained, the model guesses: ln {V} = {math.log(V):.2f} nats per token"
+        return f"{guess}; the {key.upper()} of validation text falls from here"
     text = f"{'the end, ' * is_last}step {run.step}: {key.upper()} {r[key]:.4f}"
     if math.isfinite(r["se"]):
         text += f" +- {r['se']:.4f}"

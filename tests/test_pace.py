@@ -266,7 +266,7 @@ def test_words_of_a_run(text_file, pydoc, tmp_path, capsys):
     said = shown(text_file, tmp_path / "o", capsys, "--max_steps=3")
     assert "CE by rate" not in said.out and "+- 0.0000" not in said.out
     assert "rate_margin" not in said.out, "no sentence about bounds"
-    assert "untrained, as a guess among 96 tokens: NELBO 4.56 nats per token" in said.out
+    assert "untrained, the model guesses: ln 96 = 4.56" in said.out
     assert "the run ends after 3 steps" in said.out
     assert re.search(r"\nthe end, step 3: NELBO \d\.\d{4} \+- \d\.\d{4} nats per token, ", said.out)
     assert said.err.splitlines()[-1].startswith("100% step 3/3, ")

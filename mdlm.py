@@ -61,7 +61,9 @@ SCHEDULES = {
 @dataclasses.dataclass
 class Config:
     # The run
-    data: str = opt("shakespeare", "text, .jsonl, .parquet, a folder, shakespeare, patterns, pydoc")
+    data: str = opt(
+        "shakespeare", "text, .jsonl, .json, .parquet, folder, shakespeare, patterns, pydoc"
+    )
     out_dir: str = opt("out", "folder for checkpoints, log.jsonl and loss.png")
     resume: bool = opt(False, "continue from the last checkpoint in out_dir")
     overwrite: bool = opt(False, "replace the run in out_dir")
@@ -77,7 +79,7 @@ class Config:
     # Data
     tokenizer: str = opt("char", "char, byte, word, bpe, or a tokenizer.json (of Hugging Face)")
     vocab_size: int = opt(0, "V of word, bpe (0: 16384) or .bin files", bounds=(0, 1 << 24))
-    text_column: str = opt("text", "column of .jsonl and .parquet files; a record is a document")
+    text_column: str = opt("text", "column of .jsonl, .json, .parquet; a record is a document")
     prompt_column: str = opt("", "column of prompts, which are given; --text_column: answers")
     separator: str = opt("", "text between documents (\\n, \\t), which end in [END]", text=True)
     end_token: str = opt("", "[END] in a tokenizer.json (default: its end of text)")
@@ -164,7 +166,8 @@ def n_blocks(config, step=-1):
 
 def parse_args(argv):
     """The flags that were given, as a dict of Config fields."""
-    notes = "--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items())
+    implied = "--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items())
+    notes = cli.fold(implied, "", "    ")
     notes += "\nA run ends by --max_steps or --time_limit, or by both; with neither by its preset."
     notes += "\nWith --max_steps alone no clock enters: on a CPU such runs repeat to the bit."
     return cli.parse_flags(Config, argv, __doc__, notes, PRESETS, runtime.default_preset("auto"))
@@ -871,7 +874,7 @@ def finish(run, stop):
             runs.save(run)
         run.log.stopped(run)
     elif run.finished and run.saved == run.step:
-        run.log.say(f"this run ended at step {run.step}; raise --max_steps or --time_limit")
+        run.log.ended(run)
     else:
         pace.check_steps(run)
         report(run, is_last=True)

@@ -176,6 +176,11 @@ class Block:  # n positions of a text, filled and corrected before the next ones
     u: torch.Tensor  # (B, 2 + steps) random numbers of the row: for its order, for each sweep
     doubt: torch.Tensor  # (B, n) of each token that was drawn: its surprise, growing with age
 
+    def age(self, drawn, logp, token):
+        """After a call that drew the tokens (m,) from logp (m, V) at `drawn` (B, n)."""
+        self.doubt += AGE
+        self.doubt[drawn] = -logp.gather(1, token[:, None])[:, 0].double()
+
 
 def plan(config, fill, samples, how):
     """Yields the Blocks of a text; fill (B, T): positions to fill."""
@@ -232,6 +237,16 @@ def to_reveal(how, block, masked, noise, k, logp=None, token=None):
     return highest(score, noise, masked, k)
 
 
+def keep_best(how, block, masked, corrected, noise, k, logp, token):
+    """Of what was drawn at the positions `masked` and `corrected` (B, n), all corrections and the k
+    (B,) best others: their positions (B, n), log p (m, V) and tokens (m,)."""
+    drawn = masked | corrected
+    is_new = masked[drawn]
+    new = to_reveal(how, block, masked, noise, k, logp[is_new], token[is_new])
+    keep = (new | corrected)[drawn]
+    return new | corrected, logp[keep], token[keep]
+
+
 def to_correct(how, block, s, filled, noise):
     """(B, n) bool: which of the `filled` positions to draw again in step s.
 
@@ -252,6 +267,14 @@ def to_correct(how, block, s, filled, noise):
     return filled & (index % how.distance == turns[c % how.distance][:, None])
 
 
+def exclude(logits, at, forbid, allowed):
+    """Set those of logits (n, V) at positions (n,) to -inf that must not be drawn; see `unmask`."""
+    logits[:, forbid] = -math.inf
+    for place, ids in allowed.items():
+        here = at == place
+        logits[here] = logits[here].masked_fill(~ids.to(logits.device), -math.inf)
+
+
 @torch.no_grad()
 def unmask(
     model, x, fill=None, samples=None, end_id=None, forbid=(), allowed=None, memo=None, **how
@@ -263,14 +286,14 @@ def unmask(
     end_id   the id of [END], if there is one: all that follows a drawn [END] becomes [END]
     forbid   ids that are never drawn (None is ignored)
     allowed  {position: (V,) bool, the ids that may be drawn there}; others may have any
-    memo     a likelihood.Memo: texts that the network has seen cost no call
+    memo     a likelihood.Memo: a text that the network has seen costs no call
     how      fields of Options under "How to write it"; ValueError if they cannot be followed
 
     T may exceed the context: the model then sees the last positions up to the end of a block, half
     a context by default. Each token of an autoregressive model takes a call.
     """
-    given = (fill, samples, end_id, forbid, allowed)
-    samples, end_id, forbid = arguments.check_filling(model, x, *given)
+    may_draw = (end_id, forbid, allowed)
+    samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw)
     how = resolve(how, model.config)
     mask = model.mask_id
     device = x.device
@@ -281,6 +304,7 @@ def unmask(
     given = ~fill & (x != model.end_id)
     check_gaps(model, x, fill)
     cache = Cache(model.config) if model.n > 1 else None
+    find = partial(predict, memo=memo) if memo else predict
     for block in plan(model.config, fill, samples, how):
         text = x[:, block.at.start : block.at.stop]  # a view: what is drawn is in x
         for s in range(block.steps):
@@ -295,27 +319,19 @@ def unmask(
             if not drawn.any():
                 continue
             # 2. Draw there: the network sees all of it masked.
-            logits = predict(model, device, x, given, drawn, block.at, how.cfg, cache, memo)
-            logits[:, forbid] = -math.inf
-            for place, ids in (allowed or {}).items():
-                here = block.at.start + drawn.nonzero()[:, 1] == place
-                logits[here] = logits[here].masked_fill(~ids.to(logits.device), -math.inf)
+            logits = find(model, device, x, given, drawn, block.at, how.cfg, cache)
+            exclude(logits, block.at.start + drawn.nonzero()[:, 1], forbid, allowed or {})
             calls += drawn.any(1) * (2 if how.cfg else 1)
             logp = logits.log_softmax(-1)
             token = draw(logits, u[drawn], how.temperature, how.top_k, how.top_p)
             # 3. Keep it; if the order had to wait for the network, the best of it.
             if ORDERS[how.order].network_first:
-                is_new = masked[drawn]
-                new = to_reveal(how, block, masked, noise, k, logp[is_new], token[is_new])
-                keep = (new | corrected)[drawn]
-                drawn = new | corrected
-                logp = logp[keep]
-                token = token[keep]
+                found = (logp, token)
+                drawn, logp, token = keep_best(how, block, masked, corrected, noise, k, *found)
             text[drawn] = token
             if end_id is not None and end_id in token:
                 x[(((x == end_id) & fill).cumsum(1) > 0) & fill] = end_id
-            block.doubt += AGE
-            block.doubt[drawn] = -logp.gather(1, token[:, None])[:, 0].double()
+            block.age(drawn, logp, token)
             everywhere = F.pad(drawn, (block.at.start, x.shape[1] - block.at.stop))
             yield Step(block.first + s + 1, x.clone(), everywhere, logp, calls.clone())
         if end_id is not None:
@@ -381,11 +397,11 @@ def ends(model, tokenizer, is_template):
     return dict(end_id=tokenizer.end_id) if is_drawn else dict(forbid=[tokenizer.end_id])
 
 
-def fill_gaps(model, tokenizer, how, x, fill, may_end, quick, expect=None):
+def fill_gaps(model, tokenizer, how, x, fill, may_end, quick, expect=None, allowed=None):
     """Fill gaps of a template. may_end: at the end of the text; quick: to compare lengths."""
     if quick:
         how = how | dict(steps=min(how.get("steps") or 1 << 20, 8 * model.n), correct=0)
-    where = dict(fill=fill, expect=expect)
+    where = dict(fill=fill, expect=expect, allowed=allowed)
     return generate(model, x, **where, **ends(model, tokenizer, not may_end), **how)
 
 
@@ -617,6 +633,8 @@ def main(argv):
             raise UserError("--compare needs gaps of known lengths; write █ for each token")
         if options.cfg and not any(isinstance(part, (str, list)) for part in parts):
             raise UserError("--cfg guides by the given text, and there is none; give some")
+        x = torch.tensor([to_ids(parts, tokenizer, model.mask_id)])
+        check_gaps(model, x, x == model.mask_id)
         return parts
 
     todo = templates.parse_all(options.infill, options.batch, to_parts)

@@ -20,9 +20,13 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-import torch
-
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # answers may import mdlm too
+
+from support import cli
+
+cli.start(__name__)
+
+import torch
 
 MASK = 3  # [MASK] in the small worlds below, after the tokens 0, 1, 2
 BOS = 3

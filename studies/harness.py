@@ -24,6 +24,7 @@ import sample
 from support import checkpoint, environment
 from support.cli import UserError
 from support.likelihood import groups, next_logits, to_context
+from support.templates import Literal, allowed_tokens, encode_literal
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -70,10 +71,12 @@ class Harness(LM):
         for number, request in enumerate(requests, 1):
             of_task = f" of {task}" if (task := getattr(request, "task_name", None)) else ""
             name = f"request {number}{of_task}"
-            try:
-                ids = self.encode_args(*request.args[:n])
-            except UserError as e:
-                raise UserError(f"{name}, {request.args[0][:40]!r}: {e}") from None
+            for text in request.args[:n]:
+                try:
+                    self.tokenizer.encode_given(text)
+                except UserError as e:
+                    raise UserError(f"{name}, {text[:40]!r}: {e}") from None
+            ids = self.encode_args(*request.args[:n])
             if n == 2 and not 0 < len(ids[-1]) <= self.room:
                 given = f"{name}, {request.args[1][:40]!r}: an answer has {len(ids[-1])} tokens"
                 raise UserError(f"{given}; the model takes 1 to {self.room}")
@@ -99,19 +102,21 @@ class Harness(LM):
 
     def generate_until(self, requests):
         """[what follows the prompt, up to the first of the strings that end it]"""
-        prompts = [ids for (ids,) in self.encode(requests, 1)]
+        self.encode(requests, 1)  # refuses what the model cannot take
+        prompts = [request.args[0] for request in requests]
         asked = [request.args[1] for request in requests]
-        return [self.write(ids, how) for ids, how in cli.bar(list(zip(prompts, asked)))]
+        return [self.write(*pair) for pair in cli.bar(list(zip(prompts, asked)))]
 
     def write(self, prompt, how):
-        """What follows the ids of a prompt; how: the generation_kwargs of a task."""
+        """What follows a prompt; how: the generation_kwargs of a task."""
         unknown = {name for name in how if name not in KNOWN} - self.ignored
         if unknown:
             cli.warn(f"generation_kwargs {', '.join(sorted(unknown))} are not known here; ignored")
             self.ignored |= unknown
         n = next((how[name] for name in LENGTHS if how.get(name) is not None), 64)
+        literal = encode_literal(prompt, self.tokenizer, after_gap=False, before_gap=not self.asks)
         # Of a long prompt the end is kept, half a context at least; sample.py writes on from there.
-        prompt = prompt[-max(1, self.room - n, self.room // 2) :]
+        prompt = literal.ids[-max(1, self.room - n, self.room // 2) :]
         if self.asks:  # which takes a context at most
             prompt = [*prompt, self.tokenizer.end_id]
             n = min(n, self.room + 1 - len(prompt))
@@ -124,8 +129,12 @@ class Harness(LM):
         device = next(self.model.parameters()).device
         x = torch.tensor([[*prompt, *[self.model.mask_id] * n]], device=device)
         ends = sample.ends(self.model, self.tokenizer, False)
+        parts = [Literal(literal, prompt, literal.lends_space), n]
+        ends["allowed"] = allowed_tokens(parts, self.tokenizer)
         ids = sample.generate(self.model, x, seed=self.seed, **ends, **settings)[0].tolist()
         text = "".join(self.tokenizer.pieces(ids, len(prompt)))
+        if literal.lends_space:  # it is the prompt's
+            text = text.removeprefix(" ")
         until = how.get("until") or []
         for stop in [until] if isinstance(until, str) else until:
             text = text.split(stop)[0] if stop else text

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -449,6 +450,12 @@ def is_flag(argument):
     return bool(re.fullmatch(r"--?[^\W\d]?[\w-]*(=.*)?", argument, re.DOTALL)) and argument != "-"
 
 
+def fold(text, first, others):
+    """A text in lines that fit in 80 columns; what they begin with."""
+    indents = dict(initial_indent=first, subsequent_indent=others)
+    return textwrap.fill(text, 79, break_on_hyphens=False, break_long_words=False, **indents)
+
+
 def make_parser(cls, description, epilog, presets, preset):
     """The Parser of parse_flags."""
     if presets:
@@ -456,7 +463,7 @@ def make_parser(cls, description, epilog, presets, preset):
         lines = ["presets:"]
         for name, values in presets.items():
             shown = [f"{k}={shown_default(values.get(k, getattr(cls, k)))}" for k in varied]
-            lines.append(f"  {name}: {' '.join(shown)}")
+            lines.append(fold(" ".join(shown), f"  {name}: ", "    "))
         epilog = "\n".join([*lines, epilog])
     parser = Parser(
         description=description,

@@ -169,11 +169,16 @@ class Log:
         self.restart_clock(run.tokens)
 
     def stopped(self, run):
-        again = environment.command("mdlm.py")
-        if run.world > 1 or run.config.shard:
-            again = "torchrun ... mdlm.py"
-        again += f" --out_dir={environment.quote(run.config.out_dir)} --resume"
-        self.say(f"stopped at step {run.step} and saved; to continue: {again}")
+        self.say(f"stopped at step {run.step} and saved; to continue: {again(run)}")
+
+    def ended(self, run):
+        """Said in place of training, where --resume finds a run at its end."""
+        config = run.config
+        longer = f" --time_limit={2 * config.time_limit:g}" * bool(config.time_limit)
+        if config.max_steps < NO_LIMIT:
+            longer += f" --max_steps={2 * config.max_steps}"
+        fix = f"raise what ended it: {again(run)}{longer}"
+        self.say(f"this run ended at step {run.step}; to go on, {fix}")
 
     def done(self, run):
         """The last line: what to type next."""
@@ -191,14 +196,20 @@ class Log:
 
 
 # ---- In words
+def again(run):
+    """What a user types to resume a run."""
+    many = run.world > 1 or run.config.shard
+    program = "torchrun ... mdlm.py" if many else environment.command("mdlm.py")
+    return f"{program} --out_dir={environment.quote(run.config.out_dir)} --resume"
+
+
 def in_words(run, r, bits, is_last):
     """An evaluation r as a line; bits: per character, or None."""
     V = run.model.vocab_size
     key = "nll" if "nll" in r else "nelbo"
     if not run.step and not run.config.init_from:
-        what = "loss" if key == "nll" else "NELBO, an upper bound of the loss"
-        guess = f"untrained, the model guesses: ln {V} = {math.log(V):.2f} nats per token"
-        return f"{guess}; below is the {what} on validation text, the lower the better"
+        guess = f"untrained, as a guess among {V} tokens: {key.upper()} {math.log(V):.2f}"
+        return f"{guess} nats per token of validation text; lower is better"
     text = f"{'the end, ' * is_last}step {run.step}: {key.upper()} {r[key]:.4f}"
     if math.isfinite(r["se"]):
         text += f" +- {r['se']:.4f}"
@@ -233,11 +244,4 @@ def second_preview(model, hidden):
 def cut(tokenizer, ids, hidden):
     """The text of ids before, in and after the hidden (T,) ones, which follow each other."""
     at = hidden.nonzero()[:, 0].tolist()
-    text = tokenizer.decode(ids)
-    begin, end = (common(text, tokenizer.decode(ids[:n])) for n in (at[0], at[-1] + 1))
-    return text[:begin], text[begin:end], text[end:]
-
-
-def common(a, b):
-    """How many characters two texts begin with alike: a cut token may be half a character."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return tokenizer.cut(ids, [at[0], at[-1] + 1])

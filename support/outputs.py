@@ -150,8 +150,10 @@ def check_folder(flag, path, read=None, names=()):
 def check_new_folder(flag, path):
     """Raise UserError unless --flag=path names a folder that can be made, outside of all runs."""
     given = f"{shown(flag)}={path}"
-    if not path or os.path.lexists(path) or not Path(path).parent.is_dir():
-        why = "exists" if path and os.path.lexists(path) else "is no name in a folder that exists"
+    if not path:
+        raise UserError(f"give the folder to make, such as {shown(flag)}=my-model")
+    if os.path.lexists(path) or not Path(path).parent.is_dir():
+        why = "exists" if os.path.lexists(path) else "is no name in a folder that exists"
         raise UserError(f"{given} {why}; give that of a new folder")
     why = why_not(path)
     run = next((p for p in Path(os.path.realpath(path)).parents if is_run(p)), None)

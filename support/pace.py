@@ -20,7 +20,7 @@ EVALUATIONS = 10  # of a run, however long it is, with --eval_interval=0; the la
 SHARE = 0.03  # of a run's time, for all evaluations but the last, raw weights and previews too
 SHARE_OF_WORK = 0.02  # the same by computation: they run eagerly, and in small batches
 FEWEST = 4  # windows of an evaluation: fewer say too little
-PREVIEW = (8, 64)  # the fewest and the most network calls for the texts that are shown
+PREVIEW = (6, 64)  # the fewest and the most network calls for the texts that are shown
 CALL = 3  # what a call for two texts costs, in windows: small batches are slow
 SAVE_EVERY = 600.0  # seconds, or more where saving itself takes long
 
@@ -92,14 +92,15 @@ def plan(run, is_last):
     if not run.step and not run.config.init_from:  # untrained: all windows alike
         n = run.micro_batch if run.config.time_limit else FEWEST
         return min(n, W), 1, 0
-    if run.plan is None:  # the same windows each time
-        affordable = int(windows_now(run))
-        calls = min(most, affordable // (2 * CALL))
-        calls = calls if calls >= least else 0
-        n = min(W, max(FEWEST, (affordable - CALL * calls) // 2))
-        agreed = runtime.all_reduce(torch.tensor([n, calls]), "MIN").tolist()
-        run.plan = agreed[0], 1, agreed[1]
-    return run.plan
+    affordable = int(windows_now(run))
+    n = run.few_windows  # the same windows each time
+    if not n:
+        preview = CALL * min(most, affordable // (2 * CALL))
+        n = max(FEWEST, (affordable - preview * (preview >= CALL * least)) // 2)
+    calls = max(0, min(most, (affordable - 2 * n) // CALL))
+    agreed = runtime.all_reduce(torch.tensor([min(n, W), calls]), "MIN").tolist()
+    run.few_windows, calls = agreed
+    return run.few_windows, 1, calls if calls >= least else 0
 
 
 def preview_calls(run):
@@ -141,36 +142,57 @@ def score(run, evaluate, is_last):
     W = len(run.windows)
     windows = run.windows if n == W else run.windows[torch.arange(n) * W // n]
     until = deadline(run, is_last)
-    began = time.monotonic()
-    if runtime.is_late(until):
-        passes = 1
-    if is_last:
-        estimate = f", about {run.ending:.0f} s" if run.ending >= 2 else ""
-        run.log.say(f"evaluating on {n} windows of validation text{estimate}")
-    with run.autocast():
-        how = dict(batch_size=run.micro_batch, deadline=until)
-        r = raw = evaluate(run.averaged, windows, passes, **how)
-        scored = r["passes"] * r["windows"]
-        if run.averaged is not run.model:
-            began = time.monotonic()  # the first evaluation is slow until all is warm
-            raw = evaluate(run.model, windows, **how)
-            scored = raw["windows"]
+    before_preview = until
+    if is_last:  # then one is shown in any case
+        before_preview -= min(CALL * calls * run.per_window, reserve(run) / 4)
+        run.log.say(f"evaluating on {n} windows of validation text{estimate(run, until)}")
+    r, raw, per_window = score_both(run, evaluate, windows, passes, before_preview)
     key = "nll" if config.objective == "ar" else "nelbo"
     if not math.isfinite(r[key]):
         what = f"validation {key} {r[key]} at step {run.step}: not saved."
         raise UserError(f"{what} {advice(run)}")
     learned = run.windows[run.model.learned(run.windows)]
     run.score = dict(name=key, value=r[key], step=run.step, unigram=unigram_entropy(learned))
-    per_window = max(1e-6, (time.monotonic() - began) / scored)
     if n < run.micro_batch and run.per_window:  # small batches are slow
         per_window = min(per_window, run.per_window)
     run.per_window = per_window
-    most = preview_calls(run)[1]
-    # The end: four passes with the averaged weights, one with the raw ones, samples.
-    run.ending = (5 * W + CALL * most) * run.per_window
-    if runtime.is_late(until - CALL * calls * run.per_window):
-        calls = 0
-    return r, raw, calls
+    # The end: four passes with the averaged weights, one with the raw ones, samples; and a quarter
+    # more, as machines are not always equally fast.
+    run.ending = 1.25 * (5 * W + CALL * preview_calls(run)[1]) * run.per_window
+    return r, raw, calls_in_time(run, calls, until)
+
+
+def estimate(run, until):
+    """Words for the seconds that the last evaluation takes, of the time that there is."""
+    there_is = max(0.0, until - time.monotonic())
+    if run.ending > there_is + 1:
+        return f", on fewer if these take more than {max(1.0, there_is):.0f} s"
+    return f", about {run.ending:.0f} s" if run.ending >= 2 else ""
+
+
+def score_both(run, evaluate, windows, passes, until):
+    """The results of the averaged weights and of the raw ones, and the seconds a window takes."""
+    how = dict(batch_size=run.micro_batch, deadline=until)
+    began = time.monotonic()
+    if runtime.is_late(until):
+        passes = 1
+    with run.autocast():
+        r = raw = evaluate(run.averaged, windows, passes, **how)
+        scored = r["passes"] * r["windows"]
+        if run.averaged is not run.model:
+            began = time.monotonic()  # the first evaluation is slow until all is warm
+            raw = evaluate(run.model, windows, **how)
+            scored = raw["windows"]
+    return r, raw, max(1e-6, (time.monotonic() - began) / scored)
+
+
+def calls_in_time(run, calls, until):
+    """As many of the `calls` of a preview as there is time for, or 0 if these are too few."""
+    if not run.config.time_limit:
+        return calls
+    in_time = torch.tensor(max(0.0, until - time.monotonic()) / (CALL * run.per_window))
+    found = min(calls, int(runtime.all_reduce(in_time, "MIN").item()))
+    return found if found >= preview_calls(run)[0] else 0
 
 
 def measure(run, evaluate):

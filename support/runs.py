@@ -44,7 +44,7 @@ class Run:
     ending: float = 0.0  # seconds that the last evaluation and its samples will take
     evaluating: float = 0.0  # seconds that evaluations on the way have taken
     per_window: float = 0.0  # seconds to score a window once (0: not yet known)
-    plan: tuple = None  # of evaluations on the way (support/pace.py)
+    few_windows: int = 0  # that evaluations on the way score (0: not yet chosen)
     tenth: int = None  # of the run, when it was last asked for an evaluation
     saving: float = 0.0  # seconds that the last save took
     saved: int = -1  # step of the last checkpoint
@@ -180,6 +180,8 @@ def open_run(given, cls, new_config, world, resumable):
         check_resume(given, out)
         folder = runtime.ask_first_rank(checkpoint.find_checkpoint, out)  # it reads all of it
 
+    if not (given.get("resume") or given.get("overwrite")):
+        runtime.on_first_rank(lambda: refuse_second_run(out))
     if not folder and "data" not in given:
         given = given | {"data": runtime.ask_first_rank(sources.default_data)}
 
@@ -197,12 +199,15 @@ def open_run(given, cls, new_config, world, resumable):
     shown = dataclasses.asdict(config) | dict(device="")  # GPUs of a machine have numbers
     fix = "give all ranks the same --preset and files"
     runtime.check_equal(repr(shown), f"the ranks would train different models; {fix}")
-    has_saved = any(map(ownership.is_checkpoint, checkpoint.checkpoints(out)))
-    if has_saved and not (config.resume or config.overwrite):
-        fix = "give --resume to continue it, --overwrite to replace it, or another --out_dir"
-        raise UserError(f"--out_dir={out} already holds a run; {fix}")
     runtime.on_first_rank(lambda: take(config, folder))
     return config, folder, changed
+
+
+def refuse_second_run(out):
+    """Raise UserError if a run has saved something in `out`."""
+    if any(map(ownership.is_checkpoint, checkpoint.checkpoints(out))):
+        fix = "give --resume to continue it, --overwrite to replace it, or another --out_dir"
+        raise UserError(f"--out_dir={out} already holds a run; {fix}")
 
 
 def take(config, folder):

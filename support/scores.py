@@ -88,26 +88,34 @@ def relative(path):
     return str(path)
 
 
+def judge(score, folder, vocab_size, stopped):
+    """Words for a "score" of the checkpoint `folder`: "NELBO 4.63 at step 0: barely trained".
+
+    stopped: whether its run was stopped before its end.
+    """
+    value = number(score.get("value"))
+    name = {"nelbo": "NELBO", "nll": "NLL"}.get(str(score.get("name")))
+    if name is None or value is None:
+        return "not evaluated"
+    words = f"{name} {value:.2f}"
+    step = number(score.get("step"))
+    level = value
+    if step is not None and step_of(folder) not in (None, step):
+        words += f" at step {step:.0f}"
+        loss = number(score.get("loss"))  # of training, when the checkpoint was saved
+        level = value if loss is None else loss
+    unigram = number(score.get("unigram")) or TYPICAL * math.log(max(2, vocab_size))
+    return words + ": barely trained" * (level > unigram * (STOPPED if stopped else ENDED))
+
+
 def described(folder, config, vocab_size):
-    """What writes: "out/step-38, pydoc, NELBO 4.63: barely trained"."""
+    """What a program uses: "out/step-38, pydoc, NELBO 4.63: barely trained"."""
     shown = min(str(folder), relative(folder), key=len)
     folder = Path(folder).resolve()
-    score = from_manifest(folder) or from_log(folder)
-    value = number(score.get("value"))
-    step = number(score.get("step"))
-    name = {"nelbo": "NELBO", "nll": "NLL"}.get(str(score.get("name")))
     data = " ".join(Path(config.data).name.split())[:40] or config.data[:40]
-    words = [shown, data]
-    if name is None or value is None:
-        return ", ".join([*words, "not evaluated"])
-    is_older = step is not None and step_of(folder) not in (None, step)
-    words.append(f"{name} {value:.2f}" + f" at step {step:.0f}" * is_older)
-    known = number(score.get("loss")) if is_older else None  # of training, when it was saved
-    level = value if known is None else known
-    unigram = number(score.get("unigram")) or TYPICAL * math.log(max(2, vocab_size))
-    is_stopped = read_object(folder / "state.json").get("finished") is False
-    barely = level > unigram * (STOPPED if is_stopped else ENDED)
-    return ", ".join(words) + ": barely trained" * barely
+    stopped = read_object(folder / "state.json").get("finished") is False
+    score = from_manifest(folder) or from_log(folder)
+    return f"{shown}, {data}, {judge(score, folder, vocab_size, stopped)}"
 
 
 def introduce(folder, config, vocab_size, out_dir):
@@ -115,7 +123,7 @@ def introduce(folder, config, vocab_size, out_dir):
     line = described(folder, config, vocab_size)
     is_shipped = SHIPPED.exists() and SHIPPED.samefile(folder)
     if is_shipped and not out_dir:
-        line += "; the model that ships, as out/ has no run"
+        line += " (the model that ships; out/ has no run yet)"
     elif line.endswith("barely trained") and SHIPPED.is_dir():
         line += f"; --out_dir={environment.quote(relative(SHIPPED))} is the one that ships"
     warn(line)

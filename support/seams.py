@@ -72,6 +72,7 @@ class Library:
         self.size = max(self.library.get_vocab().values()) + 1
         self.found_letters = None
         self.found_unknown = None
+        self.found_gain = None
         self.found_dropped = {}  # character -> whether it is dropped
 
     # ---- Encoding
@@ -189,7 +190,21 @@ class Library:
     def decode(self, ids):
         """The text of ids from the beginning of a text on."""
         with explain_errors("the tokenizer cannot decode what was written"):
-            return self.library.decode(ids, skip_special_tokens=False)
+            text = self.library.decode(ids, skip_special_tokens=False)
+        return text.removeprefix(" ") if self.gains_space() else text
+
+    def gains_space(self):
+        """Whether encoding gives a text a space in front that decoding leaves there (RoBERTa)."""
+        if self.found_gain is None:
+            self.found_gain = False
+            for letter in LETTERS:
+                with contextlib.suppress(Exception):  # it is not known
+                    ids = self.library.encode(letter, add_special_tokens=False).ids
+                    text = self.library.decode(ids, skip_special_tokens=False)
+                    if text.strip() == letter:
+                        self.found_gain = text.startswith(" ")
+                        break
+        return self.found_gain
 
     def decode_after(self, before, ids):
         """The text of ids after others."""
@@ -198,10 +213,9 @@ class Library:
 
     def decode_each(self, before, n):
         """The texts of the tokens 0 .. n - 1, each after some others."""
-        skip = self.decode(before)
-        wholes = self.library.decode_batch(
-            [[*before, i] for i in range(n)], skip_special_tokens=False
-        )
+        skip = self.library.decode(before, skip_special_tokens=False)
+        all_ids = [[*before, i] for i in range(n)]
+        wholes = self.library.decode_batch(all_ids, skip_special_tokens=False)
         return [whole[shared(skip, whole) :] for whole in wholes]
 
     def letter_ids(self):

@@ -65,13 +65,18 @@ def borrowing(parts):
 
 def allowed_tokens(parts, tokenizer):
     """{position: (V,) bool, what may be drawn there} for the places where not all tokens may."""
-    places = borrowing(parts)
+    return allowed_in_all([parts], tokenizer)
+
+
+def allowed_in_all(templates, tokenizer):
+    """As allowed_tokens, for several lists of parts: what holds in all of them."""
+    places = set.intersection(*(set(borrowing(parts)) for parts in templates))
     if not places:
         return {}
     allowed = tokenizer.space_tokens().copy()
     if tokenizer.end_id is not None:
         allowed[tokenizer.end_id] = True
-    return dict.fromkeys(places, torch.from_numpy(allowed))
+    return dict.fromkeys(sorted(places), torch.from_numpy(allowed))
 
 
 def keeps_spaces(parts, ids, tokenizer):
@@ -106,7 +111,8 @@ def parse_all(infill, batch, to_parts):
         try:
             found.append((template, to_parts(template)))
         except UserError as e:
-            where = f"line {number} of {batch}: " if batch else ""
+            file = "standard input" if batch == "-" else batch
+            where = f"line {number} of {file}: " if batch else ""
             raise UserError(f"{where}{e}") from None
     return found
 

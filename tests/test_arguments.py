@@ -194,9 +194,9 @@ def test_no_nonsense_is_proposed(program):
 
 
 def test_lessons_refuse_unknown_flags_in_a_sentence(tmp_path, capsys):
-    assert lesson("patterns").main([str(SHIPPED), "x.png", "--seed=3"]) == 2
+    assert cli.run(lesson("patterns").main, [str(SHIPPED), "x.png", "--seed=3"]) == 2
     assert "the nearest is --seeds" in capsys.readouterr().err
-    assert lesson("pictures").main([str(tmp_path / "x.png"), "--wandb"]) == 2
+    assert cli.run(lesson("pictures").main, [str(tmp_path / "x.png"), "--wandb"]) == 2
     said = capsys.readouterr().err
     assert "no flag --wandb" in said and said.count("\n") == 1 and "nearest" not in said
 

@@ -37,7 +37,12 @@ MODULES = {".".join(p.with_suffix("").parts).removesuffix(".__init__"): p for p 
 
 
 def length(node):
-    return node.end_lineno - node.lineno + 1
+    """Lines of a function or loop, without its docstring."""
+    total = node.end_lineno - node.lineno + 1
+    first = node.body[0]
+    if not isinstance(node, ast.FunctionDef) or ast.get_docstring(node) is None:
+        return total
+    return total - (first.end_lineno - first.lineno + 1)
 
 
 def count(condition):

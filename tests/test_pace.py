@@ -107,7 +107,7 @@ def test_advice_at_the_end_is_followed(run, capsys):
     sign_config(run / "step-2")
     capsys.readouterr()
     assert run_mdlm("--resume", f"--out_dir={run}") == 0
-    assert "raise --max_steps" in capsys.readouterr().out
+    assert "raise what ended it: " in capsys.readouterr().out
     assert run_mdlm("--resume", f"--out_dir={run}", "--max_steps=3") == 0
     assert read_log(run)[-1]["step"] == 3
 
@@ -124,7 +124,7 @@ def sign_config(folder):
 
 def test_no_clock_enters_a_run_of_steps(text_file, tmp_path, monkeypatch):
     """Logs and weights are the same at any speed; a slow run saves more often."""
-    flags = tiny_flags("--eval_interval=0", "--eval_windows=16", "--max_steps=60", "--ema=0.9")
+    flags = tiny_flags("--eval_interval=0", "--eval_windows=8", "--max_steps=50", "--ema=0.9")
     save = runs.save
     found = []
     for name, step in (("fast", 1e-4), ("slow", 7.0)):
@@ -159,7 +159,7 @@ def a_run(**config):
     config = mdlm.Config(**config)
     windows = torch.zeros(435, 1)
     model = SimpleNamespace(n=mdlm.n_blocks(config))
-    return SimpleNamespace(config=config, windows=windows, model=model, step=1, plan=None)
+    return SimpleNamespace(config=config, windows=windows, model=model, step=1, few_windows=0)
 
 
 @pytest.mark.parametrize("objective", ["mdlm", "ar"])
@@ -190,7 +190,7 @@ def test_given_interval_keeps_its_meaning():
     assert due == [7, 14, 21, 28, 35]
 
 
-@pytest.mark.parametrize("more", [["--init_from={}"], ["--objective=ar", "--eval_interval=20"]])
+@pytest.mark.parametrize("more", [["--init_from={}"], ["--objective=ar", "--eval_interval=10"]])
 def test_evaluations_keep_to_their_time(short_run, text_file, tmp_path, monkeypatch, more):
     clock = SimpleNamespace(now=0.0)
     features = mdlm.Model.features
@@ -210,12 +210,12 @@ def test_evaluations_keep_to_their_time(short_run, text_file, tmp_path, monkeypa
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(mdlm.Model, "features", slow_features)
     monkeypatch.setattr(mdlm, "report", timed)
-    flags = tiny_flags("--eval_interval=0", "--time_limit=60", *more)
+    flags = tiny_flags("--eval_interval=0", "--time_limit=24", *more)
     flags = [flag.format(short_run) for flag in flags]
     out = tmp_path / "out"
     assert run_mdlm(f"--data={short_run.parent / 'text.txt'}", *flags, f"--out_dir={out}") == 0
-    assert sum(spent[:-1]) <= 0.03 * 60 + 0.1, "a batch may be too much"
-    assert clock.now <= 60 and len(spent) in range(7, 12)
+    assert sum(spent[:-1]) <= 0.03 * 24 + 0.1, "a batch may be too much"
+    assert clock.now <= 24 and len(spent) in range(4, 12)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_words_of_a_run(text_file, pydoc, tmp_path, capsys):
     said = shown(text_file, tmp_path / "o", capsys, "--max_steps=3")
     assert "CE by rate" not in said.out and "+- 0.0000" not in said.out
     assert "rate_margin" not in said.out, "no sentence about bounds"
-    assert "untrained, the model guesses: ln 96 = 4.56" in said.out
+    assert "untrained, as a guess among 96 tokens: NELBO 4.56 nats per token" in said.out
     assert "the run ends after 3 steps" in said.out
     assert re.search(r"\nthe end, step 3: NELBO \d\.\d{4} \+- \d\.\d{4} nats per token, ", said.out)
     assert said.err.splitlines()[-1].startswith("100% step 3/3, ")

@@ -245,9 +245,10 @@ def test_models_that_no_page_runs_get_one_sentence(settings, tokenizer, said, tm
 
 def test_what_a_page_needs_is_named(tmp_path, monkeypatch, capsys):
     dest = tmp_path / "page"
-    monkeypatch.setattr(page, "find_spec", lambda name: name != "onnxscript")
+    installed = {"pip"}
+    monkeypatch.setattr(page.environment, "is_installed", lambda name: name in installed)
     assert export_page(dest) == 2 and "pip install onnx onnxscript" in capsys.readouterr().err
-    monkeypatch.setattr(page, "find_spec", lambda name: True)
+    installed |= {"onnx", "onnxscript"}
     monkeypatch.setattr(page, "RUNTIME", tmp_path / "none")
     monkeypatch.setenv("PATH", "")
     assert export_page(dest) == 2 and "needs npm" in capsys.readouterr().err

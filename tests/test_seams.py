@@ -16,7 +16,7 @@ import eval
 import export
 import mdlm
 import sample
-from support import cli, files, seams, sources, templates, tokenizer, viewer
+from support import cli, files, log, seams, sources, templates, texts, tokenizer, viewer
 from support.cli import UserError
 from support.tokenizer import Tokenizer, build_tokenizer
 
@@ -84,7 +84,7 @@ def test_prepared_text_gains_and_loses_no_space(made, pydoc, tmp_path, monkeypat
     size = 777
     edges = range(0, len(text), size)
     pieces = [(text[i:j], False) for i, j in zip(edges, [*edges[1:], None])]
-    monkeypatch.setattr(sources, "find_pieces", lambda config: lambda: iter(pieces))
+    monkeypatch.setattr(texts.Source, "__call__", lambda source: iter(pieces))
     (tmp_path / "t.txt").write_text(text)
     mdlm.prepare(mdlm.Config(data=str(tmp_path / "t.txt")), tmp_path, made)
     _, arrays, _, _ = sources.open_ids(tmp_path, 8, 0)
@@ -98,7 +98,7 @@ def test_prepared_text_gains_and_loses_no_space(made, pydoc, tmp_path, monkeypat
 @pytest.mark.parametrize("name", ALL)
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
-def test_gaps_between_tokens_have_the_ids_and_text_of_the_whole(made, name, data):
+def test_gaps_have_the_ids_of_the_whole_text(made, name, data):
     """Of plain words in any tokenizer; of any text in those that keep it as it is."""
     start = data.draw(st.integers(0, 300))
     text = text_of_pydoc()[100 * start : 100 * start + 90]
@@ -109,8 +109,6 @@ def test_gaps_between_tokens_have_the_ids_and_text_of_the_whole(made, name, data
     first = data.draw(st.integers(0, len(whole) - 1))
     last = data.draw(st.integers(first + 1, min(len(whole), first + 4)))
     before, gap, after = made.cut(whole, [first, last])
-    if name == "roberta":
-        before, gap = before[1:], gap[first == 0 :]  # it begins each text with a space
     if before + gap + after != text:
         assert name not in tokenizer_kinds.KEEPS_TEXT
         n = len(before)
@@ -199,7 +197,7 @@ def test_a_model_that_knows_a_text_writes_it(made, name, place):
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "bert", "gpt2", "bpe", "word"])
-def test_a_space_before_a_gap_is_in_its_first_token(made, name):
+def test_first_token_of_a_gap_has_its_space(made, name):
     """Even if the model prefers to go on with the word: the ids say what the text says."""
     made = made(name)
     ids = made.encode(SENTENCE)
@@ -208,8 +206,9 @@ def test_a_space_before_a_gap_is_in_its_first_token(made, name):
     assert not made.space_tokens()[other]
     model = Oracle(ids, made.vocab_size, [(at, other)])
     n = len(made.encode_pair("The", " value")[1])
-    (text,) = sample.write(model, made, f"The {'█' * n} of a class", temperature=0)
-    assert text == SENTENCE
+    for gap in ("█" * n, "[___]"):
+        (text,) = sample.write(model, made, f"The {gap} of a class", temperature=0, max_gap=n)
+        assert text == SENTENCE
 
 
 # ---- Pieces
@@ -332,6 +331,27 @@ def test_errors_of_the_library_are_sentences(made, tmp_path, capsys):
     assert run_mdlm(*TINY, *flags) == 2
     said = capsys.readouterr().err
     assert "cannot encode 'qqzzq'" in said and said.count("\n") == 1
+
+
+def test_previews_have_the_spaces_of_the_text(made):
+    ids = made("t5").encode(SENTENCE)
+    hidden = torch.zeros(len(ids), dtype=torch.bool)
+    hidden[1:-3] = True
+    before, gap, after = log.cut(made("t5"), ids, hidden)
+    assert before + gap + after == SENTENCE and gap.startswith(" ")
+
+
+def test_the_harness_takes_prompts_that_end_in_a_space(made, monkeypatch):
+    pytest.importorskip("lm_eval", reason="no lm_eval")
+    from studies import harness
+
+    made = made("bert")
+    ids = made.encode(SENTENCE)
+    asked = SimpleNamespace(model=Oracle(ids, made.vocab_size), tokenizer=made, asks=False)
+    asked = SimpleNamespace(**vars(asked), room=24, seed=0, ignored=set())
+    for prompt, answer in (("The ", "value of a class"), ("The", " value of a class")):
+        how = dict(max_gen_toks=len(ids) - 1)
+        assert harness.Harness.write(asked, prompt, how) == answer
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "gemma", "gpt2", "qwen"])

@@ -673,7 +673,7 @@ def test_existing_run_is_only_touched_on_request(run, capsys):
     assert run_mdlm(*flags, "--overwrite", "--data=missing") == 2
     assert snapshot(run) == before, "--overwrite removes nothing before the new run can start"
     assert run_mdlm("--resume", f"--out_dir={run}") == 0
-    assert "raise --max_steps" in capsys.readouterr().out
+    assert "raise what ended it: " in capsys.readouterr().out
     assert run_mdlm(*flags, "--max_steps=2", "--overwrite") == 0
     assert [p.name for p in checkpoint.checkpoints(run)] == ["step-2"]
     assert [r["step"] for r in read_log(run)] == [0, 1, 2, 2]

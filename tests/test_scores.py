@@ -1,0 +1,176 @@
+"""Programs say which model they use: its folder, data and score, and whether that is little."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY, StopAt, run_mdlm
+
+import eval as eval_program
+import export
+import mdlm
+import sample
+from support import checkpoint, cli, runtime, scores
+
+PROGRAMS = {
+    "text": (sample, ["--length=8", "--steps=2"]),
+    "prompt": (sample, ["--prompt=The", "--length=8", "--steps=2"]),
+    "watch": (sample, ["--length=8", "--steps=2", "--watch"]),
+    "ranked": (sample, ["--infill=Th█ ", "--steps=2"]),
+    "candidates": (sample, ["--infill=Th█ ", "--steps=2", "--candidates=1"]),
+    "unknown": (sample, ["--infill=Th[___] ", "--max_gap=1", "--steps=2"]),
+    "compare": (sample, ["--compare=steps=1,2", "--length=8", "--num_samples=1"]),
+    "eval --text": (eval_program, ["--text=The"]),
+    "eval": (eval_program, ["--windows=1", "--passes=1"]),
+    "export": (export, ["--to=hf"]),
+}
+
+
+def introduction(capsys, program, *flags):
+    """What a program says on stderr of its model, one line; all else it says on standard output."""
+    capsys.readouterr()
+    assert cli.run(program.main, list(flags)) == 0
+    said = capsys.readouterr()
+    return said.err.splitlines()[0], said
+
+
+@pytest.mark.parametrize("mode", PROGRAMS)
+def test_every_program_says_which_model_it_uses(mode, short_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program, flags = PROGRAMS[mode]
+    if program is export:
+        flags = [*flags, "--dest=exported"]
+    line, said = introduction(capsys, program, f"--out_dir={short_run}", *flags)
+    assert line.startswith(f"{os.path.relpath(short_run)}/step-4, text.txt, NELBO ")
+    assert said.err.count("NELBO") == 1 and "step-4" in line
+    assert "barely trained; --out_dir=" in line and line.endswith("is the one that ships")
+
+
+def test_standard_output_stays_json(short_run, capsys):
+    _, said = introduction(capsys, sample, f"--out_dir={short_run}", "--infill=Th█", "--json=-")
+    assert json.loads(said.out)["text"].startswith("Th")
+
+
+def test_copied_checkpoint_knows_its_score(short_run, tmp_path, capsys):
+    """Also one without its training state, under another name."""
+    flags = ["--length=8", "--steps=1"]
+    line, _ = introduction(capsys, sample, f"--out_dir={short_run}", *flags)
+    score = line.split("NELBO")[1]
+    copied = shutil.copytree(short_run / "step-4", tmp_path / "mine")
+    manifest = json.loads((copied / "manifest.json").read_text())
+    for name in ("state.json", "state.safetensors"):
+        (copied / name).unlink()
+        del manifest["files"][name]
+    (copied / "manifest.json").write_text(json.dumps(manifest))
+    line, _ = introduction(capsys, sample, f"--out_dir={copied}", *flags)
+    assert "/mine, text.txt, NELBO" in line and line.split("NELBO")[1] == score
+
+
+def test_shipped_model_has_a_name_and_a_score(tmp_path, capsys, monkeypatch):
+    flags = ["--length=8", "--steps=1", "--device=cpu"]
+    monkeypatch.chdir(ROOT)
+    line, _ = introduction(capsys, sample, "--out_dir=weights/shakespeare", *flags)
+    assert line == "weights/shakespeare, shakespeare, NELBO 1.49"
+    monkeypatch.chdir(tmp_path)
+    line, said = introduction(capsys, sample, *flags)  # as there is no run here
+    assert "weights/shakespeare, shakespeare, NELBO 1.49" in line and "no run" in line
+    assert len(said.err.splitlines()) == 1
+
+
+def test_stopped_run_says_barely_trained(text_file, tmp_path, capsys, monkeypatch):
+    """It was evaluated at step 0 alone; what training lost since says that this is little."""
+    monkeypatch.setattr(runtime, "Interrupt", lambda: StopAt(3))
+    run_mdlm(f"--data={text_file}", *TINY, "--eval_windows=2", f"--out_dir={tmp_path / 'out'}")
+    line, _ = introduction(capsys, sample, f"--out_dir={tmp_path / 'out'}", "--length=8")
+    assert "/step-3, pydoc.txt, NELBO " in line and " at step 0: barely trained" in line
+
+
+def test_trained_run_is_not_called_barely_trained():
+    """By its score, or, where it is of an earlier step, by its loss since."""
+
+    def said(**score):
+        known = dict(name="nelbo", value=2.0, step=5, unigram=3.2) | score
+        folder = Path("step-5")
+        return scores.judge(known, folder, 65, stopped=score.pop("stopped", False))
+
+    assert said() == "NELBO 2.00"
+    assert said(value=3.3) == "NELBO 3.30: barely trained"
+    assert said(value=4.17, step=0, loss=2.0) == "NELBO 4.17 at step 0"
+    assert said(value=4.17, step=0, loss=3.9) == "NELBO 4.17 at step 0: barely trained"
+    assert said(value=1.3, unigram=1.386) == "NELBO 1.30", "there is no more in DNA"
+
+
+def test_python_callers_hear_nothing(short_run, capsys):
+    capsys.readouterr()
+    model, tokenizer, _ = mdlm.load(short_run)
+    sample.write(model, tokenizer, "Th█", steps=1)
+    said = capsys.readouterr()
+    assert said.out == said.err == ""
+
+
+GOOD = '{"step": 2, "val_nelbo": 3.25}\n{"step": 4, "val_nelbo": 2.75}\n{"step": 6, "val_nelbo": 1}'
+HOSTILE = {
+    "an older checkpoint": (GOOD, "NELBO 2.75"),
+    "cut off": (GOOD + '\n{"step": 4, "val_nel', "NELBO 2.75"),
+    "of a model that writes from left to right": ('{"step": 4, "val_nll": 1.5}', "NLL 1.50"),
+    "null": ('{"step": 4, "val_nelbo": null}', "not evaluated"),
+    "not finite": (
+        '{"step": 4, "val_nelbo": NaN}\n{"step": 4, "val_nelbo": 1e999}',
+        "not evaluated",
+    ),
+    "huge": ('{"step": 1' + "0" * 400 + ', "val_nelbo": 1' + "0" * 400 + "}", "not evaluated"),
+    "too many digits": ('{"step": ' + "9" * 5000 + "}", "not evaluated"),
+    "other types": ('{"step": "4", "val_nelbo": 3}\n{"step": true}\n[4]\n4\n"a"', "not evaluated"),
+    "types of loss": (
+        '{"step": 0, "val_nelbo": 4}\n{"step": 4, "loss": [1]}',
+        "NELBO 4.00 at step 0",
+    ),
+    "deep": ("[" * 100_000, "not evaluated"),
+    "no text": ("\udcff\udcfe", "not evaluated"),
+    "commands": ('{"step": 4, "val_nelbo": "\\u001b[2J"}\n\x1b[2J', "not evaluated"),
+    "empty": ("", "not evaluated"),
+}
+
+
+@pytest.mark.parametrize("case", [*HOSTILE, "no file", "a pipe"])
+def test_hostile_logs_do_not_break_sampling(case, run, capsys):
+    """A checkpoint from before its manifest had a score: the log says it, if it can be read."""
+    manifest = run / "step-4" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["score"]
+    manifest.write_text(json.dumps(content))
+    log = run / "log.jsonl"
+    log.unlink()
+    text, expected = HOSTILE.get(case, ("", "not evaluated"))
+    if case == "a pipe":
+        os.mkfifo(log)
+    elif case != "no file":
+        log.write_bytes(text.encode("utf-8", "surrogateescape"))
+    line, said = introduction(capsys, sample, f"--out_dir={run}", "--length=8", "--steps=1")
+    assert f", text.txt, {expected}" in line and "\x1b" not in said.err
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        *(None, 3, [], {}, "x" * 100, {"name": [], "value": 1}, {"name": "nelbo", "value": "1"}),
+        *({"name": "nelbo", "value": float("nan")}, {"name": "nelbo", "value": -1}),
+    ],
+    ids=str,
+)
+def test_hostile_scores_count_as_missing(score, run, capsys):
+    manifest = run / "step-4" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"score": score}))
+    (run / "log.jsonl").unlink()
+    line, _ = introduction(capsys, sample, f"--out_dir={run}", "--length=8", "--steps=1")
+    assert "text.txt, not evaluated" in line
+
+
+def test_resumed_run_keeps_its_score(run):
+    before = scores.from_manifest(run / "step-4")
+    assert before["step"] == 4 and before["name"] == "nelbo"
+    assert run_mdlm("--resume", f"--out_dir={run}", "--max_steps=5") == 0
+    assert scores.from_manifest(run / "step-5")["step"] == 5
+    checkpoint.verify(run / "step-5")

@@ -292,8 +292,8 @@ def unmask(
     T may exceed the context: the model then sees the last positions up to the end of a block, half
     a context by default. Each token of an autoregressive model takes a call.
     """
-    given = (fill, samples, end_id, forbid, allowed)
-    samples, end_id, forbid = arguments.check_filling(model, x, *given)
+    may_draw = (end_id, forbid, allowed)
+    samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw)
     how = resolve(how, model.config)
     mask = model.mask_id
     device = x.device

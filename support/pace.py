@@ -145,7 +145,7 @@ def score(run, evaluate, is_last):
     before_preview = until
     if is_last:  # then one is shown in any case
         before_preview -= min(CALL * calls * run.per_window, reserve(run) / 4)
-        run.log.say(f"evaluating on {n} windows of validation text{estimate(run, until)}")
+        run.log.say(f"evaluating on {how_much(run, n, until)}")
     r, raw, per_window = score_both(run, evaluate, windows, passes, before_preview)
     key = "nll" if config.objective == "ar" else "nelbo"
     if not math.isfinite(r[key]):
@@ -162,12 +162,13 @@ def score(run, evaluate, is_last):
     return r, raw, calls_in_time(run, calls, until)
 
 
-def estimate(run, until):
-    """Words for the seconds that the last evaluation takes, of the time that there is."""
-    there_is = max(0.0, until - time.monotonic())
-    if run.ending > there_is + 1:
-        return f", on fewer if these take more than {max(1.0, there_is):.0f} s"
-    return f", about {run.ending:.0f} s" if run.ending >= 2 else ""
+def how_much(run, n, until):
+    """Words for the last evaluation, of n windows if there is time: how many, how long."""
+    left = max(0.0, until - time.monotonic())
+    seconds = min(run.ending, left)
+    up_to = "up to " * (run.ending > left + 1)
+    about = f", about {seconds:.0f} s" * (seconds >= 2)
+    return f"{up_to}{n} windows of validation text{about}"
 
 
 def score_both(run, evaluate, windows, passes, until):

@@ -1,6 +1,8 @@
 """Compile the kernels for sm_80, sm_90 and sm_100 without a GPU: registers, spills, instructions.
 
 MDLM_TRITON=1 python tests/aot.py           # the main configurations, a table as in results/aot.md
+MDLM_TRITON=1 python tests/aot.py --one     # a case of each kernel, for sm_90
+MDLM_TRITON=1 python tests/aot.py --most    # those that need most, too: what the slow tests compile
 MDLM_TRITON=1 python tests/aot.py --all     # many more, the rarest for sm_90 alone
 MDLM_TRITON=1 python tests/aot.py --json    # one JSON object a line
 """
@@ -25,6 +27,10 @@ SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memor
 TYPES = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16)
 OPTIONS = ("num_warps", "num_stages")
 STRIDES = ("C", "limit")  # numbers that usually divide by 16
+# The ends of names of cases: of the main ones for sm_90 one of each kernel, and of all cases those
+# that need most registers and memory.
+ONE = r"(bf16 even T|V=50304 bf16|T=256 i64, documents)$"
+MOST = r"(odd T, (documents|blocks)|V=50304 \w+|T=8192 i64(, documents)?)$"
 
 
 @dataclasses.dataclass
@@ -125,22 +131,29 @@ def variants(case):
         )
 
 
-def cases(arch, every):
-    """The main cases of an architecture, or all: the rare ones on sm_90 only, as it takes long."""
+def cases(arch, which="--main"):
+    """The cases of an architecture: the main ones, or more or fewer, as above.
+
+    The rare ones are on sm_90 only, as they take long.
+    """
     found = [c for make in (masking_cases, head_cases, attention_cases) for c in make()]
     if arch != 90:
         some = ("bf16", "T=8192", *(["fp32 even"] if arch == 80 else []))  # it has least memory
         found = [c for c in found if any(word in c.name for word in some)]
     found = [v for c in found for v in itertools.islice(variants(c), None if arch == 90 else 1)]
-    return found if every else [c for c in found if arch in c.main]
+    if which == "--one":
+        return [c for c in found if arch == 90 and arch in c.main and re.search(ONE, c.name)]
+    if which == "--most":
+        return [c for c in found if arch in c.main or re.search(MOST, c.name)]
+    return found if which == "--all" else [c for c in found if arch in c.main]
 
 
-def compile_one(index, arch, every):
+def compile_one(index, arch, which):
     """Registers, spills, shared memory, tensor-core instructions of a case on an architecture."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    case = cases(arch, every)[index]
+    case = cases(arch, which)[index]
     names = case.kernel.arg_names
     constants = {n: v for n, v in case.config.items() if n not in OPTIONS}
     if "DTYPE" in constants:
@@ -187,9 +200,9 @@ def disassemble(cubin):
             ).stdout
 
 
-def compile_all(every=False, workers=2, architectures=ARCHITECTURES):
+def compile_all(which, workers=2, architectures=ARCHITECTURES):
     """One result for each case and architecture, in order, as they come."""
-    jobs = [(i, arch, every) for arch in architectures for i in range(len(cases(arch, every)))]
+    jobs = [(i, arch, which) for arch in architectures for i in range(len(cases(arch, which)))]
     with concurrent.futures.ProcessPoolExecutor(workers) as pool:
         yield from pool.map(compile_one, *zip(*jobs, strict=True), chunksize=3)
 
@@ -202,7 +215,8 @@ if __name__ == "__main__":
     as_json = "--json" in sys.argv
     if not as_json:
         print(HEAD, "| --- " * 7 + "|", sep="\n")
-    for r in compile_all("--all" in sys.argv):
+    given = [flag for flag in ("--one", "--most", "--all") if flag in sys.argv]
+    for r in compile_all(given[0] if given else "--main"):
         products = [f"{r[i]} {i.upper()}" for i in ("hmma", "hgmma", "utchmma") if r[i]]
         row = f"| {r['name']} | {r['arch']} | {r['warps']} | {r['registers']} "
         row += f"| {r['shared'] / 1024:.1f} | {r['spills']} | {' '.join(products) or '-'} |"

@@ -303,6 +303,30 @@ def train(argv, fault=""):
     return code
 
 
+def rank_of_launch(argv, fault):
+    code = train(argv, fault)
+    if code:  # an agent restarts what fails
+        sys.exit(code)
+
+
+def torchrun(argv, fault, n, restarts):
+    """What `torchrun --standalone` does; but its agent forks the ranks, which import nothing."""
+    launcher = import_module("torch.distributed.launcher.api")
+    config = launcher.LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=n,
+        run_id=str(os.getpid()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    launcher.elastic_launch(config, rank_of_launch)(argv, fault)
+    return 0
+
+
 ACTIONS = ("open", "fsync", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod")
 
 

@@ -178,13 +178,17 @@ def test_a_gpu_without_a_compiler_uses_pytorch(as_if, monkeypatch, capsys, compi
         kernels.select("triton", "cuda", 64)
 
 
-@pytest.mark.parametrize("cases", ["--main", pytest.param("--all", marks=pytest.mark.slow)])
-def test_kernels_compile_without_spills(cases):
-    """For sm_80, 90 and 100, within shared memory, with tensor cores for products in 16 bits."""
+@pytest.mark.parametrize(
+    ("cases", "architectures"),
+    [("--one", {90}), pytest.param("--most", {80, 90, 100}, marks=pytest.mark.slow)],
+)
+def test_kernels_compile_without_spills(cases, architectures):
+    """Within shared memory, with tensor cores for products in 16 bits; slow: for all GPUs."""
     r = run(HERE / "aot.py", "--json", cases, TRITON_INTERPRET="0", MDLM_TRITON="1")
     assert r.returncode == 0, r.stderr[-3000:]
     compiled = [json.loads(line) for line in r.stdout.splitlines()]
-    assert {case["arch"] for case in compiled} == {80, 90, 100}
+    assert {case["arch"] for case in compiled} == architectures
+    assert len(compiled) >= 5, "the five kernels"
     version = importlib.metadata.version("triton").split(".")
     spill = {80} if [int(n) for n in version[:2]] < [3, 9] else set()  # results/aot.md
     for case in compiled:

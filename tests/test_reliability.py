@@ -11,14 +11,13 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHECKPOINT_FILES, ROOT, TINY, losses, read_log, saved
+from conftest import CHECKPOINT_FILES, TINY, losses, read_log, saved
 from nursery import Nursery, Run, begin_ranks, has_logged, starter
 
 import mdlm
@@ -32,7 +31,7 @@ def nursery():
     nursery = Nursery()
     yield nursery
     nursery.process.stdin.close()
-    nursery.process.wait(10)
+    nursery.process.wait(60)
     nursery.folder.cleanup()
 
 
@@ -538,7 +537,7 @@ def test_two_ranks_resume_what_one_began(run, tmp_path):
     assert losses(out) == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
 
 
-def test_torchrun_restarts_and_resumes(run, tmp_path):
+def test_torchrun_restarts_and_resumes(run, nursery, tmp_path):
     # In out_dir there is an older run of the same settings, come to its end: --overwrite must
     # replace it, and the restart, whose command says --overwrite too, must continue from what
     # this launch has saved.
@@ -547,15 +546,12 @@ def test_torchrun_restarts_and_resumes(run, tmp_path):
     shutil.copytree(tmp_path / "whole", tmp_path / "o")
     config = json.loads((tmp_path / "o" / "step-12" / "config.json").read_text())["config"]
     marker = tmp_path / "died"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node=2", "--max-restarts=2", str(ROOT / "tests" / "faults.py")]
-    command += [f"--data={config['data']}", *TINY, "--batch_size=16", "--eval_windows=4", *flags]
-    command += ["--overwrite", f"--out_dir={tmp_path / 'o'}"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "FAULT_SCRIPT": f"die_once:6:1:{marker}"}
-    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert process.returncode == 0, process.stderr
+    args = [f"--data={config['data']}", *TINY, "--batch_size=16", "--eval_windows=4", *flags]
+    args += ["--overwrite", f"--out_dir={tmp_path / 'o'}"]
+    process = Run(nursery, "torchrun", args, f"die_once:6:1:{marker}", 2, 2)
+    assert process.wait(120) == 0, process.err
     assert marker.exists()
-    resumed = [line for line in process.stdout.splitlines() if line.startswith("resuming from")]
+    resumed = [line for line in process.out.splitlines() if line.startswith("resuming from")]
     assert len(resumed) == 1
     assert "step-4," in resumed[0]
     a, b = (losses(tmp_path / name) for name in ("whole", "o"))

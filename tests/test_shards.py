@@ -34,7 +34,7 @@ def nursery():
     nursery = Nursery()
     yield nursery
     nursery.process.stdin.close()
-    nursery.process.wait(10)
+    nursery.process.wait(60)
     nursery.folder.cleanup()
 
 

@@ -193,7 +193,7 @@ def newest(out_dir):
 
 def what_else(path):
     """What a path that holds no checkpoint of ours is instead, if that can be told; else ""."""
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         return "a file, and no weights of other programs can be loaded"
     with contextlib.suppress(UserError):
         if "model_type" in files.read_json(path / "config.json", "config"):

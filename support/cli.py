@@ -447,7 +447,7 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, fr
 
 def is_flag(argument):
     """Whether an argument looks like a flag: not like -, a number, or a text of several words."""
-    return bool(re.fullmatch(r"--?[^\W\d]?[\w-]*(=.*)?", argument, re.DOTALL)) and argument != "-"
+    return bool(re.fullmatch(r"(--|-(?!\d))[\w-]*(=.*)?", argument, re.DOTALL)) and argument != "-"
 
 
 def fold(text, first, others):

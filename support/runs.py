@@ -180,11 +180,6 @@ def open_run(given, cls, new_config, world, resumable):
         check_resume(given, out)
         folder = runtime.ask_first_rank(checkpoint.find_checkpoint, out)  # it reads all of it
 
-    if not (given.get("resume") or given.get("overwrite")):
-        runtime.on_first_rank(lambda: refuse_second_run(out))
-    if not folder and "data" not in given:
-        given = given | {"data": runtime.ask_first_rank(sources.default_data)}
-
     def make_config():
         if folder:
             made = resumed_config(given, cls, folder, out, resumable)
@@ -193,8 +188,12 @@ def open_run(given, cls, new_config, world, resumable):
             check_source(made[0], given)
         check(made[0], world)
         shards.check(made[0].shard, world)
+        check_unused(given, out)
         return made
 
+    if not folder and "data" not in given:
+        runtime.on_all_ranks(make_config)  # refuses what is wrong before a network is asked
+        given = given | {"data": runtime.ask_first_rank(sources.default_data)}
     config, changed = runtime.on_all_ranks(make_config)
     shown = dataclasses.asdict(config) | dict(device="")  # GPUs of a machine have numbers
     fix = "give all ranks the same --preset and files"
@@ -203,9 +202,10 @@ def open_run(given, cls, new_config, world, resumable):
     return config, folder, changed
 
 
-def refuse_second_run(out):
-    """Raise UserError if a run has saved something in `out`."""
-    if any(map(ownership.is_checkpoint, checkpoint.checkpoints(out))):
+def check_unused(given, out):
+    """Raise UserError if a new run would meet another one in its folder."""
+    has_saved = any(map(ownership.is_checkpoint, checkpoint.checkpoints(out)))
+    if has_saved and not (given.get("resume") or given.get("overwrite")):
         fix = "give --resume to continue it, --overwrite to replace it, or another --out_dir"
         raise UserError(f"--out_dir={out} already holds a run; {fix}")
 

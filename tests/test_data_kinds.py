@@ -920,3 +920,26 @@ def test_a_huge_line_is_refused_unread(tmp_path, monkeypatch):
     began = time.monotonic()
     refused(tmp_path / "x.json", "line 2", "1000 characters")
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--tokenizer=gpt2"],
+        ["--init_from=gpt2"],
+        ["--n_embd=33"],
+        ["--prompt_column=q"],
+        ["--out_dir={run}"],
+    ],
+)
+def test_what_is_refused_asks_no_network(short_run, tmp_path, monkeypatch, capsys, flags):
+    """A download may take minutes, and its failure would announce a training that never begins."""
+    monkeypatch.setattr(sources, "default_data", lambda: pytest.fail("asked the network"))
+    given = [f"--out_dir={tmp_path / 'out'}", *(flag.format(run=short_run) for flag in flags)]
+    assert run_mdlm(*given) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_device_file_holds_no_run(capsys):
+    code, _, said = call(sample.main, capsys, "--out_dir=/dev/null", "a")
+    assert code == 2 and "/dev/null is a file" in said and "train one" not in said

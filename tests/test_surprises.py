@@ -500,3 +500,9 @@ def test_output_that_fails_does_not_end_a_run(run, capsys, monkeypatch):
     assert run_mdlm(*flags) == 0
     assert checkpoint.find_checkpoint(run).name == "step-8"
     assert read_log(run)[-1]["step"] == 8
+
+
+def test_a_negative_number_is_a_text(short_run, capsys):
+    assert cli.run(sample.main, [f"--out_dir={short_run}", "--length=8", "--steps=2", "-5"]) == 0
+    assert capsys.readouterr().out.startswith("-5")
+    assert cli.run(sample.main, [f"--out_dir={short_run}", "-x"]) == 2

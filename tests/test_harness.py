@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, TINY, Toy, exhaustive_nelbo, run_mdlm
 
 import sample
-from support import likelihood
+from support import cli, likelihood
 from support.tokenizer import Tokenizer
 
 pytest.importorskip("lm_eval", reason="no lm_eval")
@@ -225,10 +225,9 @@ def test_end_stands_between_prompt_and_answer(tmp_path):
         ask(asked, ("x", "y" * 32))
 
 
-def test_mistake_gets_one_sentence(tmp_path):
+def test_mistake_gets_one_sentence(tmp_path, monkeypatch, capsys):
     flags = ["run", "--model=mdlm", f"--model_args=out_dir={tmp_path}/nowhere", "--tasks=arc_easy"]
-    command = [sys.executable, ROOT / "studies" / "harness.py", *flags]
-    environment = os.environ | dict(HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
-    r = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert r.returncode == 2 and "Traceback" not in r.stderr
-    assert "nowhere holds no intact checkpoint" in r.stderr
+    monkeypatch.setattr(sys, "argv", ["harness.py", *flags])
+    assert cli.run(lambda argv: harness.cli_evaluate(), flags) == 2
+    said = capsys.readouterr().err
+    assert "nowhere holds no intact checkpoint" in said and "Traceback" not in said

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import times
 from conftest import ROOT
 
 if sys.version_info >= (3, 11):
@@ -163,3 +164,19 @@ def test_requirements_and_pyproject_name_the_same():
     ):
         lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
         assert names_of(line for line in lines if line[:1].isalpha()) == names_of(names)
+
+
+def test_slow_tests_stand_in_a_table(tmp_path):
+    """The longest first, with what the document promises; cases are added up, skipped ones not."""
+    report = tmp_path / "slow.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase name="test_b" time="2"/>'
+        '<testcase name="test_kept[1]" time="3"/><testcase name="test_kept[2]" time="4.2"/>'
+        '<testcase name="test_gone" time="0"><skipped/></testcase></testsuite></testsuites>'
+    )
+    document = "| **A promise.** And more. | `test_other`, `test_kept` (slow) |"
+    assert times.table(report, document).splitlines()[2:] == [
+        "| `test_kept`, 2 cases | 7 | A promise |",
+        "| `test_b` | 2 | b |",
+        "| all | 9 | |",
+    ]

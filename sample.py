@@ -292,7 +292,8 @@ def unmask(
     T may exceed the context: the model then sees the last positions up to the end of a block, half
     a context by default. Each token of an autoregressive model takes a call.
     """
-    samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, end_id, forbid)
+    may_draw = (end_id, forbid, allowed)
+    samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw)
     how = resolve(how, model.config)
     mask = model.mask_id
     device = x.device
@@ -345,7 +346,9 @@ def generate(model, x, generator=None, samples=None, fill=None, expect=None, **h
     how many network calls it will still take, at most.
     """
     arguments.check_generator(generator)
-    samples, *_ = arguments.check_filling(model, x, fill, samples)
+    samples, *_ = arguments.check_filling(model, x, fill, samples, expect=expect)
+    if "memo" in how:
+        raise UserError("memo is for unmask; generate has one of its own, so leave it out")
     if "seed" not in how:
         where = generator.device if generator is not None else "cpu"
         how["seed"] = int(torch.randint(1 << 32, (), generator=generator, device=where))

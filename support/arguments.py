@@ -33,7 +33,8 @@ def truth(name, value):
 def kind_of(value):
     """A few words about an argument that is not accepted."""
     if isinstance(value, torch.Tensor):
-        return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+        sparse = "sparse " * (value.layout != torch.strided)
+        return f"a {sparse}tensor {tuple(value.shape)} of {str(value.dtype)[6:]}"
     return f"of type {type(value).__name__}"
 
 
@@ -58,6 +59,13 @@ def whole_ids(ids, most):
     return ids
 
 
+def is_tensor(value, dtypes, dim):
+    """Whether it is a dense tensor of one of these dtypes with `dim` axes."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return False
+    return value.dtype in dtypes and value.dim() == dim
+
+
 def check_model(model):
     """Raise UserError unless it is a model, as mdlm.load returns it."""
     if not hasattr(model, "mask_id") or not hasattr(model, "config"):
@@ -76,7 +84,7 @@ def check_ids(model, x, name="x", masks=True):
     check_model(model)
     V = model.vocab_size
     accepted = f"0 to {V}, which is [MASK]" if masks else f"0 to {V - 1}"
-    if not isinstance(x, torch.Tensor) or x.dtype != torch.int64 or x.dim() != 2:
+    if not is_tensor(x, [torch.int64], 2):
         wrong = f"{name} must be a tensor (B, T) of int64 ids"
         raise UserError(f"{wrong}, not {kind_of(x)}; give {accepted}")
     check_device(model, x, name)
@@ -103,7 +111,7 @@ def check_mask(mask, x, name):
     """Raise UserError unless `mask`, where to do something, is None or a bool tensor like x."""
     if mask is None:
         return
-    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.shape != x.shape:
+    if not is_tensor(mask, [torch.bool], x.dim()) or mask.shape != x.shape:
         wrong = f"{name} must be a bool tensor {tuple(x.shape)}"
         raise UserError(f"{wrong} like the ids, not {kind_of(mask)}")
 
@@ -148,10 +156,27 @@ def check_ends(model, end_id, forbid):
     return end_id, sorted(found)
 
 
-def check_filling(model, x, fill, samples, end_id=None, forbid=()):
+def check_allowed(model, x, allowed):
+    """Raise UserError unless it is None or a dict: position -> (V,) bool, the ids to draw from."""
+    V = model.vocab_size
+    wrong = f"allowed must be a dict of positions below {x.shape[1]} to bool tensors ({V},)"
+    if allowed is not None and not isinstance(allowed, dict):
+        raise UserError(f"{wrong}, not {kind_of(allowed)}")
+    for place, ids in (allowed or {}).items():
+        whole_number("a position in allowed", place, 0, x.shape[1] - 1)
+        if not is_tensor(ids, [torch.bool], 1) or len(ids) != V:
+            raise UserError(f"{wrong}; at {place} it has {kind_of(ids)}")
+        if not ids.any():
+            raise UserError(f"allowed has no id at position {place}; leave it out, or allow one")
+
+
+def check_filling(model, x, fill, samples, end_id=None, forbid=(), allowed=None, expect=None):
     """What sample.unmask and generate are given -> (samples (B,), end_id, forbid), checked."""
     check_ids(model, x)
     check_mask(fill, x, "fill")
+    check_allowed(model, x, allowed)
+    if expect is not None and not callable(expect):
+        raise UserError(f"expect must be a function or None, not {kind_of(expect)}")
     return row_numbers(samples, len(x), x.device), *check_ends(model, end_id, forbid)
 
 
@@ -197,14 +222,24 @@ def check_input(model, args, kwargs):
     if torch.compiler.is_compiling():
         return
     xt = args[0] if args else kwargs.get("xt")
+    rows = kwargs.get("rows")
+    x0 = kwargs.get("x0")
     V = model.vocab_size
     kinds = (torch.int64, torch.int32)
-    if not isinstance(xt, torch.Tensor) or xt.dtype not in kinds or xt.dim() != 2:
+    if not is_tensor(xt, kinds, 2):
         wrong = f"xt must be a tensor (B, T) of int64 ids, not {kind_of(xt)}"
         raise UserError(f"{wrong}; give 0 to {V}, which is [MASK]")
     if not xt.numel():
         raise UserError(f"xt is empty, {tuple(xt.shape)}; give at least a row of a token")
+    if x0 is not None and (not is_tensor(x0, kinds, 2) or x0.shape != xt.shape):
+        raise UserError(f"x0 must be ids {tuple(xt.shape)} like xt, or None, not {kind_of(x0)}")
+    if rows is not None and not is_tensor(rows, kinds, 1):
+        raise UserError(f"rows must be a tensor (n,) of int64, or None, not {kind_of(rows)}")
     check_device(model, xt, "xt")
     check_length(model, xt, "xt")
-    if xt.device.type == "cpu" and not 0 <= xt.min() <= xt.max() <= V:
+    if xt.device.type != "cpu":
+        return
+    if not 0 <= xt.min() <= xt.max() <= V:
         raise UserError(f"xt has ids below 0 or above {V}, which is [MASK]")
+    if rows is not None and rows.numel() and not 0 <= rows.min() <= rows.max() < xt.numel():
+        raise UserError(f"rows has numbers that are not from 0 to {xt.numel() - 1}")

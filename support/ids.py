@@ -1,8 +1,11 @@
 """What the bytes of a .bin file are: ids of which width, behind a header, and whether that fits."""
 
+import codecs
+import contextlib
+
 import numpy as np
 
-from support.cli import UserError
+from support.cli import UserError, warn
 from support.records import SIGNS
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -33,9 +36,11 @@ def map_ids(path, dtype, stated=True):
         known = " and ".join(map(str, MAGIC))
         what = f"{path} has a header with the magic number {header[0]}"
         raise UserError(f"{what}, and {known} are known; remove its {HEADER} bytes")
-    if size % dtype.itemsize or size < 0:
+    if size < 0:
+        raise UserError(f"{path} is missing or no regular file; restore it")
+    if size % dtype.itemsize:
         fix = "restore it, or state the width with --bin_dtype"
-        raise UserError(f"{path} is missing or not a whole number of {dtype} ids; {fix}")
+        raise UserError(f"{path} has {size} bytes, no whole number of {dtype} ids; {fix}")
     if size == offset:
         raise UserError(f"{path.name} has no tokens; give more text")
     ids = np.memmap(path, dtype, mode="r", offset=offset)
@@ -82,20 +87,30 @@ def check_width(path, ids):
     found, as_dtype = guess_width(sample)
     if not found:
         return
-    right = f"--bin_dtype={as_dtype}" if as_dtype else "write them as ids in little-endian order"
+    right = f"--bin_dtype={as_dtype}" if as_dtype else "write ids there, in little-endian order"
     fix = f"give {right}" if as_dtype else right
     what = f"{path} is read as uint16, but {found}"
     raise UserError(f"{what}; {fix} (or --bin_dtype=uint16 if it is right)")
+
+
+def doubt_width(path, ids):
+    """Warn of ids of a stated width of which every second one is 0: that is half a number."""
+    sample = sample_of(ids)
+    wider = {1: "uint16", 2: "uint32", 4: "int64"}.get(ids.dtype.itemsize)
+    if wider and len(sample) >= 8 and sample.any() and not sample[1::2].any():
+        warn(f"{path}: every second id is 0; if that is wrong, give --bin_dtype={wider}")
 
 
 def guess_width(x):
     """Of uint16 numbers (n,): (why they seem to be something else, the dtype or None)."""
     pairs = x.reshape(-1, 2)
     low, high = pairs[:, 0], pairs[:, 1]  # of numbers of 32 bits
-    quads = x.reshape(-1, 4)
-    if not high.any() and not quads[:, 2].any() and quads[:, 0].any() and len(quads) > 1:
-        return "three of every four numbers are 0, as in int64", "int64"
     small = (high < 16) | (high == 0xFFFF)  # also of negative numbers
+    lower = pairs[::2]  # of numbers of 64 bits
+    upper = pairs[1::2]
+    signs = np.where(lower[:, 1] == 0xFFFF, 0xFFFF, 0)[:, None]
+    if (upper == signs).all() and small[::2].all() and lower[:, 0].any() and len(upper) > 1:
+        return "half of every four numbers is 0, as in int64", "int64"
     signed = "int32" if (high == 0xFFFF).any() else "uint32"
     if small.all() and (not high.any() or low.max() >= 4096) and len(pairs) > 1:
         return f"every second number is 0 or small, as in {signed}", signed
@@ -118,18 +133,31 @@ def seem_floats(x):
     return False
 
 
+def is_text(content):
+    """Whether bytes, of which a character may be cut off at the end, are UTF-8 that can be read."""
+    with contextlib.suppress(UnicodeDecodeError):
+        text = codecs.getincrementaldecoder("utf-8")().decode(content)
+        return all(c.isprintable() or c in "\t\n\f\r" for c in text)
+    return False
+
+
 def guess_bytes(x):
     """The same by the bytes of each number: of two letters they are alike, of an id they differ."""
     low = np.bincount(x & 255, minlength=256) / len(x)
     high = np.bincount(x >> 8, minlength=256) / len(x)
     if not low[1:].any() and (high > 0).sum() > 2:
         return "all are multiples of 256, as big-endian ids are", None
+    if len(x) >= 64 and is_text(x[:4096].tobytes()):
+        return "its bytes are those of a text", None
     if len(x) < 2048:
         return "", None
     alike = np.abs(low - high).sum() / 2 < 0.1
-    if alike and not low[250:].any() and not high[250:].any() and (high > 0).sum() > 2:
+    few = not low[250:].any() and not high[250:].any()
+    if alike and (few or entropy(low) < 7) and (high > 0).sum() > 2:
         return "both bytes of its numbers are alike, as in uint8", "uint8"
-    if entropy(high) > entropy(low) + 0.5:
+    # The low bytes of ids take all values, the high ones only those below V / 256.
+    many = (high > 0).sum() > 240 and not low[high.nonzero()[0].max() - 2 :].any()
+    if many or entropy(high) > entropy(low) + 0.5:
         return "the high byte of its numbers says more than the low one, as big-endian", None
     return "", None
 
@@ -145,7 +173,9 @@ def check_largest(folder, parts, largest, end_id):
     a single damaged one would take all memory, or make a vocabulary of nothing.
     """
     top = max(largest)
-    fix = "restore the file, or state --bin_dtype or --vocab_size"
+    fix = "restore the file, or give --vocab_size if it is right"
+    if top >= MOST:
+        fix = "restore the file, or give another --bin_dtype"
     if top >= 1 << 20:
         raise UserError(f"{folder} has the id {top}: that is no usual vocabulary; {fix}")
     others = [each for each in largest if each < top]
@@ -160,4 +190,5 @@ def check_largest(folder, parts, largest, end_id):
             count += len(part) - len(lower)
     if second * 4 + 256 < top and count <= 3:
         what = f"{folder} has the id {top} {count} time(s), and no other one above {second}"
+        fix += f", or --end_id={top} if it ends documents" * (end_id < 0)
         raise UserError(f"{what}: it may be damaged; {fix}")

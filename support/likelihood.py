@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from support.arguments import check_ids, check_length
+from support.arguments import check_ids, check_length, whole_number
 from support.cli import UserError
 from support.padding import compute_once
 from support.templates import allowed_in_all, encode_parts, joined, keeps_spaces, to_ids, to_texts
@@ -197,6 +197,8 @@ def chain_rule(model, x, batch_size=None, update=lambda n: None):
     """
     check_ids(model, x, masks=False)
     check_length(model, x)
+    if batch_size is not None:
+        batch_size = whole_number("batch_size", batch_size, 1)
     T = x.shape[1]
     x = to_context(model, x)
     out = torch.zeros(x.shape, dtype=torch.float64)

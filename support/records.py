@@ -20,6 +20,13 @@ PART = 1 << 24  # characters or ids that are held at a time, so that memory is b
 CHUNK = 1 << 20  # characters of a .json file that are read at a time
 PROMPT = "prompt"  # what a text ends whose answer follows
 BLANK = re.compile(r"[ \t\r\n]*")
+KINDS = {
+    dict: "an object",
+    list: "an array",
+    str: "a text",
+    type(None): "null",
+    bool: "a truth value",
+}
 # What often lies beside texts without being one.
 METADATA = {"meta", "metadata", "dataset_info", "dataset_infos", "state", "config", "package"}
 METADATA |= {"tokenizer", "tokenizer_config", "special_tokens_map", "vocab", "generation_config"}
@@ -63,7 +70,10 @@ PICTURE = "give texts"
 UNREAD = (
     (".csv .tsv .psv .xls .xlsx .ods .arrow .feather .ipc .orc .avro .db .sqlite .sqlite3", TABLE),
     (".duckdb .h5 .hdf5 .mdb .dta .sav .rds .rdata .lance .tfrecord .msgpack .bson", TABLE),
-    (".gz .zst .zip .tar .tgz .xz .txz .bz2 .tbz .tbz2 .7z .rar .lz4 .lzma .br .z .zz", PACKED),
+    (
+        ".gz .zst .zstd .zip .tar .tgz .xz .txz .bz2 .tbz .tbz2 .7z .rar .lz4 .lzma .br .z .zz",
+        PACKED,
+    ),
     (".bin .idx .npy .npz .pkl .pickle .pt .pth .ckpt .safetensors .gguf .onnx .mmap", TENSORS),
     (".pdf .doc .docx .odt .rtf .epub .mobi .djvu .ppt .pptx .odp .ipynb .ps", WRITTEN),
     (".png .jpg .jpeg .gif .webp .bmp .tif .tiff .heic .svgz .mp3 .wav .flac .ogg", PICTURE),
@@ -109,6 +119,8 @@ def check_signs(path):
             fix = f"convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > new.txt"
             what = f"--data={path} has NULs beside every character, as {encoding} has"
             raise UserError(f"{what}; {fix}")
+    if head[257:262] == b"ustar":
+        raise UserError(f"--data={path} is a tar archive, not text; {PACKED}")
 
 
 def holds_records(path):
@@ -256,22 +268,30 @@ def explain_read_errors(path):
 def take(record, columns, where, skipped):
     """Yield (text, what it ends, where) of a record's columns; nothing if it is skipped."""
     try:
-        record = record if isinstance(record, dict) else {}
-        check_columns(columns, record, where)
-        texts = [record[name] for name in columns]
-        if any(text is None or text == "" or text != text for text in texts):
-            skipped.add(where)
-            return
-        for name, text in zip(columns, texts):
-            check_text(text, f"{where}: {name}")
+        texts = texts_of(record, columns, where)
     except UserError as e:
         skipped.add(where, e)
         return
-    if any(text.isspace() for text in texts):
+    if any(text.isspace() or not text for text in texts):
         skipped.add(where)
         return
     for text, mark in zip(texts, (PROMPT, True)[-len(texts) :]):
         yield text, mark, where
+
+
+def texts_of(record, columns, where):
+    """The texts in those columns of a record, "" for all of them if one is missing (null)."""
+    if not isinstance(record, dict):
+        kind = KINDS.get(type(record), "a number")
+        example = json.dumps(dict.fromkeys(columns, "..."))
+        raise UserError(f"{where} is {kind}, no JSON object; write it as {example}, or remove it")
+    check_columns(columns, record, where)
+    texts = [record[name] for name in columns]
+    if any(text is None or text == "" or text != text for text in texts):
+        return [""] * len(texts)
+    for name, text in zip(columns, texts):
+        check_text(text, f"{where}: {name}")
+    return texts
 
 
 def check_text(text, where):
@@ -286,7 +306,7 @@ def check_text(text, where):
 def check_columns(columns, found, where):
     for name in columns:
         if name not in found:
-            words = ", ".join(found)[:200] or "no JSON object"
+            words = ", ".join(found)[:200] or "no column"
             flag = "--text_column" if name == columns[-1] else "--prompt_column"
             fix = f"give {flag}, or leave this file out"
             raise UserError(f"{where} has no {name!r}, but {words}; {fix}")
@@ -378,7 +398,7 @@ def read_jsonl(path, columns, skipped):
                 )
                 skipped.add(where, UserError(f"{where} is no JSON ({e}); {fix}"))
                 continue
-            if isinstance(record, list) and len(record) > 1:
+            if isinstance(record, list) and any(isinstance(each, dict) for each in record):
                 fix = "name it .json, as it holds an array"
                 skipped.add(where, UserError(f"{where} is no JSON object; {fix}"))
                 continue

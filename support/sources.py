@@ -17,7 +17,7 @@ import torch
 from support import files, records
 from support.cli import UserError, optional, warn
 from support.files import read_json
-from support.ids import DTYPES, check_largest, map_ids
+from support.ids import DTYPES, check_largest, doubt_width, map_ids
 from support.records import PART, read_text
 from support.tokenizer import Tokenizer, open_tokenizer, tokenizer_from_json
 
@@ -214,6 +214,9 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
     dtype = np.dtype(dtype_of(meta, bin_dtype))
     stated = is_ours or bin_dtype != "auto"
     arrays = [map_ids(folder / name, dtype, stated) for name in NAMES]
+    if not is_ours and dtype != np.uint16:
+        for name, ids in zip(NAMES, arrays):
+            doubt_width(folder / name, ids)
     ranges = [(int(part.min()), int(part.max())) for part in parts_of(arrays)]
     smallest = min(low for low, _ in ranges)
     highs = [high for _, high in ranges]

@@ -111,7 +111,8 @@ def parse_all(infill, batch, to_parts):
         try:
             found.append((template, to_parts(template)))
         except UserError as e:
-            where = f"line {number} of {batch}: " if batch else ""
+            file = "standard input" if batch == "-" else batch
+            where = f"line {number} of {file}: " if batch else ""
             raise UserError(f"{where}{e}") from None
     return found
 

@@ -374,6 +374,7 @@ TENSORS = {
     "list": [[1, 2]],
     "None": None,
     "meta": ids_of().to("meta"),
+    "sparse": ids_of().to_sparse(),
 }
 TOO_LONG = {"long": ids_of((1, 33))}
 COUNTS = {"zero": 0, "negative": -1, "a fraction": 1.5, "text": "3", "None": None, "bool": True}
@@ -388,6 +389,12 @@ MASKS = {
 }
 FORBIDDEN = {"above": [1 << 20], "negative": [-1], "number": 3, "text": "ab", "fraction": [0.5]}
 FORBIDDEN |= {"tensor": torch.tensor(1), "all": range(1 << 12), "None": None, "nested": [[1]]}
+ALLOWED = {"number": 3, "list": [1], "no tensor": {1: 2}, "shape": {1: torch.ones(3).bool()}}
+ALLOWED |= {"text": "ab", "tensor": torch.ones(2, 2), "place": {99: torch.ones(3).bool()}}
+ALLOWED |= {"a place": {"a": torch.ones(3).bool()}, "negative": {-1: torch.ones(3).bool()}}
+NO_FUNCTIONS = {"number": 3, "zero": 0, "text": "x", "tensor": torch.ones(2, 2)}
+ROWS = {"number": 3, "list": [1], "axes": ids_of((2, 2)), "float": torch.ones(2)}
+ROWS |= {"above": ids_of((2,), 2 * T), "negative": ids_of((2,), -1)}
 SAMPLES = {"length": torch.arange(3), "negative": torch.tensor([-1, 0]), "float": torch.rand(2)}
 SAMPLES |= {"text": "ab", "shape": torch.zeros(2, 1, dtype=torch.int64), "large": [1 << 32, 0]}
 TEXTS = {"bytes": b"a", "number": 5, "surrogate": "\ud800", "dict": {"a": 1}}
@@ -401,11 +408,13 @@ CALLS = {
         | dict(steps=SETTINGS, top_k=SETTINGS, block=SETTINGS, distance=COUNTS, forbid=FORBIDDEN)
         | dict(temperature={"nan": float("nan"), "text": "1", "None": None, "negative": -0.5})
         | dict(order={"unknown": "best", "number": 5, "None": None}, nonsense={"any": 1})
+        | dict(allowed=ALLOWED, expect=NO_FUNCTIONS, memo={"number": 3})
         | dict(end_id={"above": 1 << 20, "negative": -1, "fraction": 0.5, "text": "a"}),
     ),
     "sample.unmask": (
         lambda model, tokenizer, x=None, **how: list(sample.unmask(model, x, **how)),
-        dict(x=TENSORS, fill=MASKS, samples=SAMPLES, forbid=FORBIDDEN, seed=SETTINGS),
+        dict(x=TENSORS, fill=MASKS, samples=SAMPLES, forbid=FORBIDDEN, seed=SETTINGS)
+        | dict(allowed=ALLOWED),
     ),
     "sample.write": (
         lambda model, tokenizer, x=None, text="th██", **how: sample.write(
@@ -435,12 +444,17 @@ CALLS = {
         ),
     ),
     "chain_rule": (
-        lambda model, tokenizer, x=None, **how: likelihood.chain_rule(model, x),
-        dict(x=TENSORS | TOO_LONG | {"[MASK]": "mask"}),
+        lambda model, tokenizer, x=None, batch_size=None: likelihood.chain_rule(
+            model, x if batch_size is None else ids_of(), batch_size
+        ),
+        dict(x=TENSORS | TOO_LONG | {"[MASK]": "mask"})
+        | dict(batch_size={k: v for k, v in COUNTS.items() if v is not None}),
     ),
     "model": (
-        lambda model, tokenizer, x=None: model(x),
-        dict(x=TENSORS | TOO_LONG | {"no rows": ids_of((0, T))}),
+        lambda model, tokenizer, x=None, **how: model(x, **how),
+        dict(x=TENSORS | TOO_LONG | {"no rows": ids_of((0, T))})
+        | dict(x0={"number": 3, "shape": ids_of((2, 3)), "sparse": ids_of().to_sparse()})
+        | dict(rows=ROWS),
     ),
     "mdlm.load": (
         lambda model, tokenizer, x=None, path=SHIPPED, **how: mdlm.load(path, **how),

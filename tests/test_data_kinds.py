@@ -11,6 +11,7 @@ import pickle
 import random
 import socket
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -315,6 +316,7 @@ def test_wrong_json_is_named(tmp_path, content, words):
         ("x.csv", ["parquet", ".jsonl"]),
         ("X.TSV", ["parquet"]),
         ("x.jsonl.zst", ["unpack"]),
+        ("x.zstd", ["unpack"]),
         ("x.txt.gz", ["unpack"]),
         ("x.tar.xz", ["unpack"]),
         ("x.zip", ["unpack"]),
@@ -447,6 +449,7 @@ def test_nanogpts_ids_are_believed(tmp_path, V):
         ("uint32", 128_256, "--bin_dtype=uint32"),
         ("int32", 32000, "--bin_dtype=uint32"),
         ("int64", 50257, "--bin_dtype=int64"),
+        ("int64", 128_256, "--bin_dtype=int64"),  # every fourth number is small, not 0
         ("uint8", 65, "--bin_dtype=uint8"),
         (">u2", 65, "big-endian"),
         (">u2", 50257, "big-endian"),
@@ -522,6 +525,45 @@ def test_a_damaged_id_makes_no_vocabulary(tmp_path, dtype, where):
         open_ids(tmp_path, bin_dtype=dtype)
     with pytest.raises(UserError, match="but V is 500"):
         open_ids(tmp_path, bin_dtype=dtype, V=500)
+
+
+def test_advice_about_a_damaged_id_works(tmp_path):
+    """What the sentence names ends the doubt, and what it does not name would not."""
+    ids = zipf(9000, 500)
+    ids[7::4000] = 50_256
+    write_ids(tmp_path, ids, np.uint16)
+    for dtype in ("auto", "uint16"):
+        with pytest.raises(UserError, match=r"--vocab_size.*--end_id=50256") as e:
+            open_ids(tmp_path, bin_dtype=dtype)
+        assert "--bin_dtype" not in str(e.value)
+    assert open_ids(tmp_path, V=50_257)[2].vocab_size == 50_257
+    (tmp_path / "val.bin").write_bytes(ids[:4100].astype(np.uint16).tobytes())
+    assert open_ids(tmp_path, end_id=50_256)[2].end_id == 50_256
+
+
+def test_texts_and_scattered_big_endian_ids_are_no_ids(tmp_path):
+    write_ids(tmp_path, zipf(9000, 500), np.uint16)
+    content = "".join(TEXTS) * 9
+    (tmp_path / "train.bin").write_bytes(content.encode())
+    with pytest.raises(UserError, match="bytes are those of a text"):
+        open_ids(tmp_path)
+    ids = np.random.default_rng(0).integers(0, 50_257, 99_000)  # no id is more frequent
+    write_ids(tmp_path, ids, ">u2")
+    with pytest.raises(UserError, match="big-endian"):
+        open_ids(tmp_path)
+    write_ids(tmp_path, ids, "<u2")
+    assert open_ids(tmp_path)[2].vocab_size == ids.max() + 1
+
+
+def test_a_stated_width_is_doubted_where_every_second_id_is_0(tmp_path, capsys):
+    write_ids(tmp_path, zipf(9000, 500), np.int64)
+    open_ids(tmp_path, bin_dtype="uint32")
+    assert "every second id is 0" in capsys.readouterr().err
+    (tmp_path / "meta.json").write_text('{"dtype": "uint32"}')
+    open_ids(tmp_path)
+    assert "--bin_dtype=int64" in capsys.readouterr().err
+    open_ids(tmp_path, bin_dtype="int64")
+    assert not capsys.readouterr().err
 
 
 def test_padding_of_labels_is_no_id(tmp_path):
@@ -814,6 +856,36 @@ def test_damaged_records_are_skipped_on_request(tmp_path, capsys):
     assert documents(path, max_bad_records=6) == TEXTS
     assert "1 empty and 5 damaged record(s) skipped" in capsys.readouterr().err
     refused(path, "(or raise --max_bad_records=5)", max_bad_records=5)
+
+
+@pytest.mark.parametrize(
+    "content", ['[{"text": "a"}]', '["a", "b"]', "[]", '"a"', "7", "null", "true"]
+)
+def test_what_is_no_record_says_how_one_looks(tmp_path, content):
+    """The advice is one that can be followed: no other column would help."""
+    for name in ("x.jsonl", "x.json"):
+        (tmp_path / name).write_text(f'{{"text": "abc"}}\n{content}\n')
+        fix = (
+            "name it .json"
+            if "{" in content and name == "x.jsonl"
+            else 'write it as {"text": "..."}'
+        )
+        refused(tmp_path / name, "no JSON object", fix)
+        assert documents(tmp_path / name, max_bad_records=1) == ["abc"]
+
+
+def test_too_many_empty_records_are_said_once(tmp_path):
+    write_jsonl(tmp_path / "x.jsonl", ["a", "", "b"])
+    with pytest.raises(UserError) as e:
+        documents(tmp_path / "x.jsonl", max_bad_records=0)
+    assert str(e.value).count("--max_bad_records") == 1
+
+
+def test_a_tar_archive_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_text("abc")
+    with tarfile.open(tmp_path / "x.txt", "w") as tar:
+        tar.add(tmp_path / "a.txt")
+    refused(tmp_path / "x.txt", "tar archive", "unpack it")
 
 
 def test_a_column_without_a_text_is_no_data(tmp_path):

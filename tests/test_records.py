@@ -95,7 +95,7 @@ WRONG = [
     (GOOD + '{"text": "\\ud800"}', "line 2: text has half of a surrogate pair"),
     (GOOD + '{"text": "a"', "line 2 is no JSON"),
     (GOOD + "[" * 100_000, "line 2 is no JSON"),
-    (GOOD + '["text"]', "line 2 has no 'text', but no JSON object"),
+    (GOOD + '["text"]', "line 2 is an array, no JSON object; write it as"),
     (GOOD.encode() + b'{"text": "\xff"}', "line 2 is no JSON"),
     ("", "is empty"),
 ]

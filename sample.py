@@ -294,6 +294,8 @@ def unmask(
     """
     may_draw = (end_id, forbid, allowed)
     samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw)
+    if memo is not None and not isinstance(memo, Memo):
+        raise UserError(f"memo must be a likelihood.Memo, not {arguments.kind_of(memo)}")
     how = resolve(how, model.config)
     mask = model.mask_id
     device = x.device

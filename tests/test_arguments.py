@@ -414,7 +414,7 @@ CALLS = {
     "sample.unmask": (
         lambda model, tokenizer, x=None, **how: list(sample.unmask(model, x, **how)),
         dict(x=TENSORS, fill=MASKS, samples=SAMPLES, forbid=FORBIDDEN, seed=SETTINGS)
-        | dict(allowed=ALLOWED),
+        | dict(allowed=ALLOWED, memo=NO_FUNCTIONS),
     ),
     "sample.write": (
         lambda model, tokenizer, x=None, text="th██", **how: sample.write(

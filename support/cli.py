@@ -376,8 +376,11 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         if unknown:
             refuse(unknown[0], [flag[2:] for flag in flags])
+        words = [argument.partition("=")[0] for argument in argv]
         for name, value in vars(given).items():
-            check_not_empty(f"--{name}" if f"--{name}" in flags else name, value)
+            is_flag = f"--{name}" in flags
+            if not is_flag or f"--{name}" in words:  # a default may be empty
+                check_not_empty(f"--{name}" if is_flag else name, value)
         return given
 
 

@@ -502,7 +502,8 @@ def test_output_that_fails_does_not_end_a_run(run, capsys, monkeypatch):
     assert read_log(run)[-1]["step"] == 8
 
 
-def test_a_negative_number_is_a_text(short_run, capsys):
-    assert cli.run(sample.main, [f"--out_dir={short_run}", "--length=8", "--steps=2", "-5"]) == 0
-    assert capsys.readouterr().out.startswith("-5")
-    assert cli.run(sample.main, [f"--out_dir={short_run}", "-x"]) == 2
+def test_a_negative_number_is_a_text():
+    for text in ("-5", "-5 degrees", "-"):
+        assert cli.parse_flags(sample.Options, [text], "", free="text") == {"text": text}
+    with pytest.raises(cli.UserError, match="no flag -x"):
+        cli.parse_flags(sample.Options, ["-x"], "", free="text")

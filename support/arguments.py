@@ -175,9 +175,13 @@ def check_filling(model, x, fill, samples, end_id=None, forbid=(), allowed=None,
     check_ids(model, x)
     check_mask(fill, x, "fill")
     check_allowed(model, x, allowed)
+    end_id, forbid = check_ends(model, end_id, forbid)
+    for place, ids in (allowed or {}).items():
+        if not ids.cpu().index_fill(0, torch.tensor(forbid, dtype=torch.int64), False).any():
+            raise UserError(f"forbid has all ids that allowed has at {place}; leave one out of it")
     if expect is not None and not callable(expect):
         raise UserError(f"expect must be a function or None, not {kind_of(expect)}")
-    return row_numbers(samples, len(x), x.device), *check_ends(model, end_id, forbid)
+    return row_numbers(samples, len(x), x.device), end_id, forbid
 
 
 def check_reversing(model, x, steps, generator):

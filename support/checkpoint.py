@@ -132,6 +132,10 @@ def read_newest(path, read):
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise UserError(f"{path!r} is no path; give the folder of a run or a checkpoint")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        raise UserError(f"{path!r} is no path that can be; give that of a run") from None
     check_not_empty("the path of a run", os.fspath(path))
     path = Path(path)
     if (path / "manifest.json").exists():

@@ -99,7 +99,15 @@ def test_empty_parts_of_values_are_refused():
     assert "''" in refusal(bench.main, [""])
     assert "--compare" in refusal(eval.main, ["--compare=out,"])
     assert "--compare" in refusal(eval.main, ["--compare=,out"])
+    assert "no path" in refusal(mdlm.load, "\ud800")
     assert "empty" in refusal(mdlm.load, "") and "empty" in refusal(mdlm.load, " ")
+
+
+def test_a_place_where_nothing_may_be_drawn_is_refused(tiny):
+    model = tiny[0]
+    x = torch.full((1, 4), model.mask_id)
+    only = {2: torch.arange(model.vocab_size) == 5}
+    assert "forbid has all" in refusal(sample.generate, model, x, allowed=only, forbid=[5])
 
 
 def test_empty_settings_of_a_checkpoint_stay(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, TINY, Toy, exhaustive_nelbo, run_mdlm
 
 import sample
-from support import likelihood
+from support import cli, likelihood
 from support.tokenizer import Tokenizer
 
 pytest.importorskip("lm_eval", reason="no lm_eval")
@@ -225,7 +225,22 @@ def test_end_stands_between_prompt_and_answer(tmp_path):
         ask(asked, ("x", "y" * 32))
 
 
-def test_mistake_gets_one_sentence(tmp_path):
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        ("out_dir=NOWHERE", "nowhere holds no intact checkpoint"),
+        ("out_dir=NOWHERE,draws=many", "draws=many of --model_args is not accepted; give a number"),
+    ],
+)
+def test_mistake_gets_one_sentence(tmp_path, capsys, args, said):
+    args = args.replace("NOWHERE", str(tmp_path / "nowhere"))
+    assert cli.run(harness.Harness.create_from_arg_string, args) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_mistake_gets_no_traceback_of_the_harness(tmp_path):
     flags = ["run", "--model=mdlm", f"--model_args=out_dir={tmp_path}/nowhere", "--tasks=arc_easy"]
     command = [sys.executable, ROOT / "studies" / "harness.py", *flags]
     environment = os.environ | dict(HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")

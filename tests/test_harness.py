@@ -225,9 +225,25 @@ def test_end_stands_between_prompt_and_answer(tmp_path):
         ask(asked, ("x", "y" * 32))
 
 
-def test_mistake_gets_one_sentence(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        ("out_dir=NOWHERE", "nowhere holds no intact checkpoint"),
+        ("out_dir=NOWHERE,draws=many", "draws=many of --model_args is not accepted; give a number"),
+    ],
+)
+def test_mistake_gets_one_sentence(tmp_path, capsys, args, said):
+    args = args.replace("NOWHERE", str(tmp_path / "nowhere"))
+    assert cli.run(harness.Harness.create_from_arg_string, args) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_mistake_gets_no_traceback_of_the_harness(tmp_path):
     flags = ["run", "--model=mdlm", f"--model_args=out_dir={tmp_path}/nowhere", "--tasks=arc_easy"]
-    monkeypatch.setattr(sys, "argv", ["harness.py", *flags])
-    assert cli.run(lambda argv: harness.cli_evaluate(), flags) == 2
-    said = capsys.readouterr().err
-    assert "nowhere holds no intact checkpoint" in said and "Traceback" not in said
+    command = [sys.executable, ROOT / "studies" / "harness.py", *flags]
+    environment = os.environ | dict(HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    r = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert r.returncode == 2 and "Traceback" not in r.stderr
+    assert "nowhere holds no intact checkpoint" in r.stderr

@@ -98,7 +98,7 @@ export async function open(described, wanted, tell = () => {}) {
     }
   }
   if (typeof failed === "string") throw failed;
-  throw `The model does not start (${failed}); it takes Chrome 111, Firefox 114, Safari 16.4 or newer.`;
+  throw `The model does not start (${String(failed).slice(0, 200)}); it takes Chrome 111, Firefox 114, Safari 16.4 or newer.`;
 }
 
 // Logits (L * V) of each row of ids, which [MASK] follows up to the context L, as in training.

@@ -8,7 +8,7 @@ from support.records import SIGNS
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 HEADER = 1024  # bytes
 MAGIC = {20240520: "uint16", 20240801: "uint32"}  # of headers: the width of the ids
-MOST = 1 << 24  # ids of a vocabulary, as --vocab_size accepts them
+FEW = 8  # pairs of ids; fewer may be small by chance
 BLOCK = 1 << 18  # ids that are looked at, at the begin, in the middle, at the end
 
 
@@ -93,13 +93,13 @@ def guess_width(x):
     pairs = x.reshape(-1, 2)
     low, high = pairs[:, 0], pairs[:, 1]  # of numbers of 32 bits
     quads = x.reshape(-1, 4)
-    if not high.any() and not quads[:, 2].any() and quads[:, 0].any() and len(quads) > 1:
+    if not high.any() and not quads[:, 2].any() and quads[:, 0].any() and len(pairs) >= FEW:
         return "three of every four numbers are 0, as in int64", "int64"
     small = (high < 16) | (high == 0xFFFF)  # also of negative numbers
     signed = "int32" if (high == 0xFFFF).any() else "uint32"
-    if small.all() and (not high.any() or low.max() >= 4096) and len(pairs) > 1:
+    if small.all() and (not high.any() or low.max() >= 4096) and len(pairs) >= FEW:
         return f"every second number is 0 or small, as in {signed}", signed
-    if not low.any():
+    if not low.any() and len(pairs) >= FEW:
         return "every second number is 0, as in floats or big-endian numbers", None
     if seem_floats(x):
         return "its bytes are those of floats", None

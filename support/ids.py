@@ -12,6 +12,7 @@ DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 HEADER = 1024  # bytes
 MAGIC = {20240520: "uint16", 20240801: "uint32"}  # of headers: the width of the ids
 MOST = 1 << 24  # ids of a vocabulary, as --vocab_size accepts them
+FEW = 8  # pairs of ids; fewer may be small by chance
 BLOCK = 1 << 18  # ids that are looked at, at the begin, in the middle, at the end
 
 
@@ -109,12 +110,12 @@ def guess_width(x):
     lower = pairs[::2]  # of numbers of 64 bits
     upper = pairs[1::2]
     signs = np.where(lower[:, 1] == 0xFFFF, 0xFFFF, 0)[:, None]
-    if (upper == signs).all() and small[::2].all() and lower[:, 0].any() and len(upper) > 1:
+    if (upper == signs).all() and small[::2].all() and lower[:, 0].any() and len(pairs) >= FEW:
         return "half of every four numbers is 0, as in int64", "int64"
     signed = "int32" if (high == 0xFFFF).any() else "uint32"
-    if small.all() and (not high.any() or low.max() >= 4096) and len(pairs) > 1:
+    if small.all() and (not high.any() or low.max() >= 4096) and len(pairs) >= FEW:
         return f"every second number is 0 or small, as in {signed}", signed
-    if not low.any():
+    if not low.any() and len(pairs) >= FEW:
         return "every second number is 0, as in floats or big-endian numbers", None
     if seem_floats(x):
         return "its bytes are those of floats", None

@@ -55,7 +55,13 @@ def figure(width, height, *grid, **options):
 
 
 def write_figure(fig, path, own=()):
-    """Write a figure as its suffix says, else as PNG; own: see outputs.why_not."""
+    """Write a figure as its suffix says, else as PNG; own: see outputs.why_not.
+
+    path: a name, or an open file, which gets a PNG.
+    """
+    if hasattr(path, "write"):  # an open file, as in a notebook
+        fig.savefig(path)
+        return
     content = io.BytesIO()
     fig.savefig(content, format=Path(path).suffix[1:] or "png")
     write(path, content.getvalue(), own)

@@ -1,7 +1,7 @@
 """What a sentence advises is accepted: each is provoked, and then followed to the letter.
 
-CASES holds the sentences that flags provoke; ELSEWHERE those that another test follows; UNFOLLOWED
-those that no test can. The last test finds a sentence of the sources that is in none of them.
+CASES holds the sentences that flags provoke, FILES those about what is in a file, OUTSIDE those
+that are not followed here, by reason. The last test finds a sentence that is in none of them.
 """
 
 import ast
@@ -17,17 +17,23 @@ import eval
 import export
 import mdlm
 import sample
-from support import checkpoint, cli
+from support import checkpoint, cli, guesses
 from tests.conftest import ROOT, run_mdlm, tiny_flags
 
 # Program, the words of the advice, the flags that provoke it, and those of each way to follow it.
 # Flags of a new run come after those of a tiny one; {names} are the files of the fixture `files`.
 CASES = [
     # ---- mdlm.py: settings
-    ("mdlm", "must be a multiple of", "--n_embd=34", "--n_embd=36"),
-    ("mdlm", "must be a multiple of", "--batch_size=7", "--batch_size=8"),
+    ("mdlm", "--n_embd={} must be a multiple of", "--n_embd=34", "--n_embd=36"),
+    ("mdlm", "--batch_size={} must be a multiple of", "--batch_size=7", "--batch_size=8"),
     ("mdlm", "swap them", "--min_rate=0.9 --max_rate=0.2", "--min_rate=0.2 --max_rate=0.9"),
-    ("mdlm", "is not accepted; give", "--tokenizer=bytes", "--tokenizer=byte", "--tokenizer=char"),
+    (
+        "mdlm",
+        "--tokenizer={} is not accepted; give",
+        "--tokenizer=bytes",
+        "--tokenizer=byte",
+        "--tokenizer=char",
+    ),
     (
         "mdlm",
         "leave --block_size, --tokenizer and --separator out",
@@ -80,7 +86,7 @@ CASES = [
     ),
     (
         "mdlm",
-        "give one of them",
+        "contradict each other; give one of them",
         "= --out_dir={run} --resume --overwrite",
         "= --out_dir={run} --resume",
     ),
@@ -100,7 +106,7 @@ CASES = [
     ("mdlm", "train one with: ", "= --out_dir={tmp}/none --resume", "--out_dir={tmp}/none"),
     (
         "mdlm",
-        "; give another --out_dir",
+        "would change --data={}; give another",
         "--data={records_folder} --out_dir={records_folder}",
         "--data={records_folder}",
     ),
@@ -187,7 +193,7 @@ CASES = [
     ),
     (
         "mdlm",
-        "shorten them or raise it",
+        "--block_size={}; shorten them or raise it",
         "--data={pairs} --prompt_column=prompt --block_size=8",
         "--data={pairs} --prompt_column=prompt --block_size=64",
     ),
@@ -284,8 +290,13 @@ CASES = [
         "--out_dir={ar} --order=random",
         "--out_dir={ar} --order=left_to_right",
     ),
-    ("sample", " is not for ", "--out_dir={ar} --cfg=1 --prompt=a", "--out_dir={ar} --prompt=a"),
-    ("sample", "correct=", "--correct=all", "--correct=auto", "--correct=2"),
+    (
+        "sample",
+        "{} is not for {}; leave it out",
+        "--out_dir={ar} --cfg=1 --prompt=a",
+        "--out_dir={ar} --prompt=a",
+    ),
+    ("sample", "correct={} is not accepted", "--correct=all", "--correct=auto", "--correct=2"),
     (
         "sample",
         "write █ for each token",
@@ -299,7 +310,12 @@ CASES = [
         "--out_dir={blocks} '--infill=█ and a text of two blocks'",
         "--out_dir={run} '--infill=█ and a text of two blocks'",
     ),
-    ("sample", "give one of ", "--compare=block_size=1,2", "--compare=temperature=0.5,1"),
+    (
+        "sample",
+        "give one of {}, as in --compare",
+        "--compare=block_size=1,2",
+        "--compare=temperature=0.5,1",
+    ),
     (
         "sample",
         "mark each missing token with █ or [MASK], a gap of unknown length",
@@ -326,7 +342,12 @@ CASES = [
     ),
     ("sample", "give a file elsewhere", "--json={run}/log.jsonl", "--json={tmp}/elsewhere"),
     ("sample", "give a file in a folder that is yours", "--json={tmp}/no/o", "--json={tmp}/o"),
-    ("sample", "; give the folder of a run", "--out_dir={text}", "--out_dir={run}"),
+    (
+        "sample",
+        "; give the folder of a run that mdlm.py trained",
+        "--out_dir={text}",
+        "--out_dir={run}",
+    ),
     # ---- eval.py
     ("eval", "give one of them", "--compare={run} --windows=2", "--compare={run}", "--windows=2"),
     ("eval", "--text measures nothing else", "--text=a --windows=2", "--text=a", "--windows=2"),
@@ -475,6 +496,60 @@ def test_advice_is_accepted(follow, capfd, case):
         assert not re.search(as_pattern(words), again), (said, way, again)
 
 
+# What is in a file, the words of the advice, and what then is in a file of this name.
+RECORD = '{"text": "some words"}\n'
+FILES = [
+    ("a.txt", "abc ".encode("utf-16-le") * 99, "convert it: iconv", ("a.txt", b"abc " * 99)),
+    ("a.csv", b"text\nabc\n" * 9, "save its column of texts as", ("a.jsonl", RECORD * 60)),
+    ("a.txt", b"", "; give a file with text in it", ("a.txt", b"abc " * 99)),
+    ("a.json", b"[1", "mend it", ("a.json", '[{"text": "' + "abc " * 99 + '"}]')),
+    ("a.jsonl", RECORD * 60 + "{", "; mend or remove it", ("a.jsonl", RECORD * 60)),
+    (
+        "a.jsonl",
+        '{"text": 5}\n' + RECORD * 60,
+        "not a text; mend or remove",
+        ("a.jsonl", RECORD * 60),
+    ),
+    ("a.jsonl", '"abc"\n' + RECORD * 60, "; write it as ", ("a.jsonl", RECORD * 61)),
+    ("a.jsonl", RECORD * 60 + '{"text": "\\ud800"}', "; mend it", ("a.jsonl", RECORD * 61)),
+    ("a.jsonl", "[" + RECORD.strip() + "]\n", "name it .json", ("a.json", f"[{RECORD * 1}]")),
+    (
+        "._a.txt",
+        b"\x00\x05\x16\x07" + bytes(99),
+        "give the file without ._",
+        ("a.txt", b"abc " * 99),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "words", "then"), FILES)
+def test_advice_about_a_file_works(tmp_path, monkeypatch, capsys, name, content, words, then):
+    monkeypatch.setattr(mdlm, "train", lambda given, start: mdlm.setup(given, start) and 0)
+    monkeypatch.setattr(mdlm, "report", lambda run: None)
+    codes = []
+    for file, held in ((name, content), then):
+        (tmp_path / file).write_bytes(held if isinstance(held, bytes) else held.encode())
+        flags = tiny_flags("--block_size=8", "--eval_windows=2", f"--out_dir={tmp_path}/out")
+        codes.append(run_mdlm(f"--data={tmp_path / file}", *flags))
+        if not codes[1:]:
+            assert words in capsys.readouterr().err
+    assert codes == [2, 0], capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", guesses.PROGRAMS)
+def test_an_answer_names_flags_that_there_are(program):
+    """What a flag of others is answered with: the flags of this program, or of one it names."""
+    names = guesses.flags_of(program)
+    asked = [*guesses.ANSWERS[program], *guesses.ANSWERS[""]]
+    for flag in " ".join(asked).split():
+        said = guesses.answer(flag, names, program)
+        others = [
+            name for other in re.findall(r"(\w+)\.py", said) for name in guesses.flags_of(other)
+        ]
+        named = re.findall(r"--(\w+)", said)
+        assert set(named) <= {*names, *others}, (flag, said)
+
+
 # ---- All sentences
 # An imperative, where a sentence or a part of it begins.
 VERB = (
@@ -518,3 +593,114 @@ def advising():
         for text in strings(ast.parse(path.read_text(encoding="utf-8"))):
             if " " in text and ADVICE.search(text):
                 yield path.name, text
+
+
+# File -> the words of advice that no test here follows. By reason.
+OUTSIDE = {
+    "it needs another machine, network, package, disk or more memory": """
+        eval.py: connect to a network
+        sources.py: connect to a network | this Python lacks pydoc_data
+        export.py: needs onnx, onnxscript and npm
+        minimal.py: -m pip install torch
+        harness.py: this needs lm-evaluation-harness
+        cli.py: needs the package | check that and the free space | out of memory
+        compiling.py: --compile=on needs Triton
+        environment.py: make .venv | this needs Python 3.10 | ; type:
+        files.py: check that path | free some space
+        outputs.py: check that path | in one that is yours
+        page.py: connect-src | the packages onnx | npm, a part of | it needs a network
+        page.py: check it, then run this again | remove node_modules
+        plots.py: give --pictures=FOLDER or none
+        arguments.py: move one of them | give one on the CPU
+        bench.py: raise --time_limit | is in no name of an operation
+        runs.py: --time_limit={}, {}; give more
+        pace.py: nothing is trained; give more time""",
+    "it needs several ranks, or a run that is training": """
+        eval.py: wait for one, or leave it out
+        checkpoint.py: stop the run that is training there
+        runs.py: give all ranks the same | a folder that all share | an --out_dir that all share
+        runtime.py: start with torchrun | and that all ranks run | start all with the same flags
+        shards.py: give a number that does | --shard is not for | that all share""",
+    "it asks for what was lost or damaged, from a copy of the user's": """
+        eval.py: restore it, or give --data
+        checkpoint.py: restore it from a copy | use the version that wrote it
+        checkpoint.py: too small; train again | take an earlier checkpoint
+        shards.py: take an earlier checkpoint
+        likelihood.py: its weights are damaged
+        ids.py: it is cut off: restore it | is missing or no regular file
+        records.py: cannot be read ({}); restore it | =restore it
+        runs.py: restore it, or start again with --overwrite
+        sources.py: restore it, or prepare the data again
+        texts.py: changed while it was read
+        tokenizer.py: take one with a smaller vocabulary""",
+    "it asks Python callers for another argument, not for a flag": """
+        arguments.py: those that encode returned | is no id of this tokenizer | the first thing that
+        arguments.py: the second thing that | {}, not {}; give {} | has ids from | ; cut it
+        arguments.py: leave some out | leave it out, or allow one | leave one out of it
+        arguments.py: at least a window | needs all {} of its context | the true tokens there
+        arguments.py: scored is not for | {}; give 0 to {} | at least a row of a token
+        arguments.py: or set a UTF-8 locale
+        sample.py: is no setting; give
+        checkpoint.py: is no path; give | is no path that can be
+        sources.py: --data is empty
+        tokenizer.py: is no id of a text""",
+    "it is about exercises and pictures of a reader, tried in test_lessons.py": """
+        animate.py: give a page that | check.py: give a lesson
+        checks.py: a tensor of shape | draw at [MASK] alone | draw tokens from | ends in .py
+        likeliest.py: the folder of a run | needs a model that fills gaps
+        patterns.py: give --seeds of | a run with --data=patterns
+        pictures.py: draw what | give --run without | train with --time_conditioning""",
+    "test_an_answer_names_flags_that_there_are checks it": """
+        guesses.py: give --device | name run_name | see --lr_schedule | give --max_steps
+        guesses.py: give --dtype | give --compile | give that as --data | leave it out""",
+    "another test follows it: in test_durable.py, test_pace.py or test_data_kinds.py": """
+        runs.py: give --overwrite again | Nothing is saved yet
+        log.py: raise what ended it
+        ids.py: or state the width | give --vocab_size if | another --bin_dtype | =give {}""",
+    "it could be followed, and is not yet": """
+        runs.py: /latest to go on | --out_dir={} {}; give another | would be replaced; give another
+        runs.py: has other tokens than
+        ids.py: every second id is 0 | remove its {} bytes | has no tokens; give more text
+        ids.py: write the ids alone | write ids there
+        sources.py: left out: | =leave it out | remove it | or no answer; give some
+        texts.py: name it .jsonl | =leave it out | give more records
+        seams.py: begin it with a space | leave out what it lacks | take another model
+        ownership.py: move it away
+        export.py: train without it | a tokenizer without gaps
+        harness.py: give a number
+        cli.py: --{}={} is not accepted; give {} | such as --{}=
+        records.py: does not exist | save it to a file | =unpack it | give texts | .txt
+        records.py: unpack it, or save | name it .parquet | give a text file | {}, or train.bin
+        records.py: ={}; give {} | move away what | or raise --max_bad_records
+        records.py: convert it with iconv
+        records.py: split it | =mend or remove it | give --text_column
+        templates.py: give UTF-8 text | give a word, or no prompt | write a text with
+        tokenizer.py: give one | name its --end_token""",
+}
+
+
+def outside():
+    """(file, words) of OUTSIDE; words that begin with = are all of a sentence."""
+    for text in OUTSIDE.values():
+        file = ""
+        for part in re.split(r"\n| \| ", text):
+            named = re.match(r"\s*(\w+\.py): (.*)", part)
+            if named:
+                file, part = named.groups()
+            if part.strip():
+                yield file, part.strip()
+
+
+def fits(sentence, words):
+    return sentence == words[1:] if words.startswith("=") else words in sentence
+
+
+def test_every_advice_is_in_a_table():
+    found = list(advising())
+    known = list(outside())
+    followed = [words for _, words, *_ in CASES] + [words for _, _, words, _ in FILES]
+    for file, sentence in found:
+        is_known = any(file == name and fits(sentence, words) for name, words in known)
+        assert is_known or any(words in sentence for words in followed), (file, sentence)
+    for file, words in known:
+        assert any(file == name and fits(s, words) for name, s in found), f"not said: {words}"

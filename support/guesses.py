@@ -130,7 +130,8 @@ def answer(name, names, program):
     name = name.replace("-", "_")
     for answers in (ANSWERS.get(program, {}), ANSWERS[""]):
         for asked, found in answers.items():
-            if name in asked.split():
+            named = set(re.findall(r"--(\w+)", found))
+            if name in asked.split() and (named <= set(names) or ".py" in found):
                 return found
     others = [f"{other}.py" for other in PROGRAMS if program and name in flags_of(other)]
     if others and name not in names:

@@ -313,13 +313,16 @@ class Block(nn.Module):
 
     def norm(self, x, part, scale, shift, spans, ops):
         """RMSNorm and a depthwise convolution, thanks to which some blocks need no attention."""
-        h = F.rms_norm(x, x.shape[-1:]).to(x.dtype) * (1 + scale) + shift  # (B, T, C)
+        h = F.rms_norm(x, x.shape[-1:]).to(x.dtype)  # (B, T, C)
+        if self.adaln is not None:
+            h = h * (1 + scale) + shift
         if self.conv is None:
             return h
         conv = self.conv[part].to(h.dtype)  # (k, C)
         k = len(conv)
         left = k - 1 if self.causal else k // 2
-        return h + sum(x * w for x, w in zip(ops.neighbours(h, left, k, spans), conv))
+        first, *others = (x * w for x, w in zip(ops.neighbours(h, left, k, spans), conv))
+        return h + sum(others, first)
 
     def before_mlp(self, x, cos, sin, rate, spans, ops):
         B, T, C = x.shape
@@ -334,7 +337,7 @@ class Block(nn.Module):
         return x, self.norm(x, -1, scale2, shift2, spans, ops)  # the MLP reads this, and adds to x
 
     def mlp(self, x, h):
-        return x + self.dropout(self.down(F.relu(self.up(h)).square()))
+        return x + self.dropout(self.down(F.relu(self.up(h), inplace=True).square()))
 
     def forward(self, x, cos, sin, rate, spans, ops, rows=None):
         x, h = self.before_mlp(x, cos, sin, rate, spans, ops)

@@ -174,9 +174,8 @@ def card(folder, model, tokenizer, config, name):
         end = "x[0, -1] = tokenizer.eos_token_id  # a text ends in [END], which is given\n"
     if config.prompt_column:
         end = "x[0, 0] = tokenizer.eos_token_id  # of an empty prompt; else its ids first\n"
-    title = " ".join(cli.quoted(name)[1:-1].split())
     fields = dict(
-        name=title,
+        name=heading(name),
         path=cli.quoted(name),
         data=code(config.data),
         quality=quality(folder, config),
@@ -187,6 +186,12 @@ def card(folder, model, tokenizer, config, name):
     fields |= dict(V=tokenizer.vocab_size, kind=tokenizer.kind, pad_id=tokenizer.vocab_size + 1)
     fields["length"] = length
     return (SUPPORT / "card.md").read_text(encoding="utf-8").format(**fields)
+
+
+def heading(text):
+    """Text as a heading of Markdown: it makes no link, no image, no HTML."""
+    shown = "".join(c if c.isprintable() else " " for c in text)
+    return re.sub(r"([\\`*\[\]<>&#|$~]|(?<!\w)_|_(?!\w))", r"\\\1", " ".join(shown.split()))
 
 
 def code(text):

@@ -9,6 +9,7 @@ import time
 from support.cli import NO_LIMIT
 
 EVERY = 0.2  # seconds between drawings of the bar
+BESIDE = len("100%|| ") + 16  # columns of the bar beside its words
 SOON, LATER = 10.0, 30.0  # seconds between lines, in the first minute and after it
 
 
@@ -44,6 +45,13 @@ def columns():
     return 80
 
 
+def first_that_fit(words, room):
+    """As many of the words, joined, as `room` columns hold: none is cut in two."""
+    while len(", ".join(words)) > room and len(words) > 1:
+        words = words[:-1]
+    return ", ".join(words)
+
+
 class Progress:
     """Shown on standard error; what is worth keeping goes to standard output, by Log.say."""
 
@@ -72,13 +80,15 @@ class Progress:
         run = self.run
         self.shown_at = time.monotonic()
         self.shown_step = run.step
+        done = math.floor(100 * min(1.0, run.progress)) / 100  # 99.6 % is not 100 %
         if self.bar is None:
-            text = self.describe("{} elapsed, {} left")
-            self.say(f"{min(1.0, run.progress):4.0%} {text}", sys.stderr)
+            text = ", ".join(self.describe("{} elapsed, {} left"))
+            self.say(f"{done:4.0%} {text}", sys.stderr)
             return
-        self.bar.n = min(1.0, run.progress)
+        self.bar.n = done
         self.bar.ncols = columns()
-        self.bar.set_description_str(self.describe("{}<{}"), refresh=False)
+        text = first_that_fit(self.describe("{}<{}"), self.bar.ncols - BESIDE)
+        self.bar.set_description_str(text, refresh=False)
         self.draw_bar("refresh")
 
     def draw_bar(self, how):
@@ -88,13 +98,13 @@ class Progress:
                 getattr(self.bar, how)()
 
     def describe(self, times):
-        """Step, times (a format), loss and speed in words."""
+        """Step, times (a format), loss and speed: words, of which the last ones matter least."""
         run = self.run
         self.measure()
         of = f"/{run.config.max_steps}" if run.config.max_steps < NO_LIMIT else ""
         times = times.format(duration(run.elapsed()), duration(self.seconds_left()))
-        loss = f", loss {run.loss:.4f}" if math.isfinite(run.loss) else ""  # a GPU's is read late
-        return f"step {run.step}{of}, {times}{loss}, {self.speed:,.0f} tokens/s"
+        loss = [f"loss {run.loss:.4f}"] if math.isfinite(run.loss) else []  # a GPU's is read late
+        return [f"step {run.step}{of}", times, *loss, f"{self.speed:,.0f} tokens/s"]
 
     def measure(self):
         """Update the speed: over some seconds, so that it can be read."""

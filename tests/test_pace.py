@@ -337,6 +337,23 @@ def test_lines_come_by_time_not_by_steps(monkeypatch, seconds):
     assert "0:00 left, loss 2.0000" in lines[-1][1]
 
 
+def test_last_percent_is_not_rounded_up(monkeypatch):
+    lines = [line for _, line in stepped(monkeypatch, 30.0, steps=250)]
+    assert lines[-2].startswith(" 99% step 249/250, ")
+
+
+@pytest.mark.parametrize(
+    "columns, words",
+    [(80, "step 200/200, 3:20<0:00, loss 2.0000, 100 tokens/s"), (50, "step 200/200, 3:20<0:00")],
+)
+def test_narrow_bar_cuts_no_word_in_two(monkeypatch, columns, words):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "columns", lambda: columns)
+    stepped(monkeypatch, 1.0)
+    assert terminal.getvalue().split("\r")[-1].strip() == f"100%|{16 * '#'}| {words}"
+
+
 def test_without_tqdm_there_are_lines(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

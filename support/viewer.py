@@ -88,7 +88,8 @@ class Watch:
         status = f"step {self.number} of {self.steps}: {len(x) - left} of {len(x)} tokens"
         status += f", {self.changes} changes" * (self.changes > 0)
         if not has_colours(sys.stdout):
-            print(status, self.tokenizer.decode(x), sep="\n", file=sys.stderr, flush=True)
+            text = escaped(self.tokenizer.decode(x))
+            print(status, text, sep="\n", file=sys.stderr, flush=True)
             return
         width, height = shutil.get_terminal_size()
         lines = self.lines(x.tolist(), new.tolist(), changed.tolist(), width)[-max(1, height - 2) :]

@@ -83,9 +83,10 @@ def test_terminal_gets_samples_escaped(hostile, capsys, monkeypatch, colours, mo
     capsys.readouterr()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     code = cli.run(sample.main, flags)
-    shown = capsys.readouterr().out
-    assert code == 0 and shown
-    assert not cli.UNSAFE.search(OURS.sub("", shown))
+    shown = capsys.readouterr()
+    assert code == 0 and shown.out
+    assert not cli.UNSAFE.search(OURS.sub("", shown.out))
+    assert "--watch" not in more or not cli.UNSAFE.search(shown.err)
 
 
 def test_json_keeps_the_true_text(hostile, capsys):

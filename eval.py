@@ -28,7 +28,7 @@ import torch
 import mdlm
 from support import numerics, outputs, plots, scores, sources, texts, viewer
 from support.checkpoint import SHIPPED, default_run, read_newest, read_state
-from support.cli import READS, WRITES, UserError, opt
+from support.cli import MAKES, READS, WRITES, UserError, opt
 from support.files import naming
 from support.likelihood import chain_rule, checked, group_size, to_context
 from support.ownership import PICTURES
@@ -57,7 +57,7 @@ class Options:
     dtype: str = opt("float32", "bfloat16 is faster, less exact", "float32", "bfloat16")
     # What to show
     json: str = opt("", "write the results to this file as JSON; -: standard output", path=WRITES)
-    pictures: str = opt("", "folder for pictures, or none (default: the run's, if it has a log)")
+    pictures: str = opt("", "folder for pictures, or none (default: the run's)", path=MAKES)
 
 
 @contextlib.contextmanager
@@ -222,7 +222,7 @@ def check(given):
 
 def compare(options):
     """--compare: (results, words, folder for pictures, pictures) of the last logged evaluations."""
-    runs = options.compare.split(",")
+    runs = [*map(cli.at_home, options.compare.split(","))]
     for name in runs:
         cli.check_not_empty("a name in --compare", name)
     rows = []

@@ -37,7 +37,7 @@ from support import (
     texts,
 )
 from support.arguments import check_evaluation, check_input, check_reversing, truth
-from support.cli import COUNT, NO_LIMIT, UserError, opt
+from support.cli import COUNT, NO_LIMIT, READS, WRITES, UserError, opt
 from support.ids import DTYPES
 from support.kernels.launch import can_compile
 from support.kernels.reference import block_spans, document_spans, masked_share, rotary_tables
@@ -62,12 +62,16 @@ SCHEDULES = {
 class Config:
     # The run
     data: str = opt(
-        "shakespeare", "text, .jsonl, .json, .parquet, folder, shakespeare, patterns, pydoc"
+        "shakespeare",
+        "text, .jsonl, .json, .parquet, folder, shakespeare, patterns, pydoc",
+        path=READS,
     )
-    out_dir: str = opt("out", "folder for checkpoints, log.jsonl and loss.png")
+    out_dir: str = opt("out", "folder for checkpoints, log.jsonl and loss.png", path=WRITES)
     resume: bool = opt(False, "continue from the last checkpoint in out_dir")
     overwrite: bool = opt(False, "replace the run in out_dir")
-    init_from: str = opt("", "fine-tune the weights of this run or checkpoint, with its tokenizer")
+    init_from: str = opt(
+        "", "fine-tune the weights of this run or checkpoint, with its tokenizer", path=READS
+    )
     preset: str = opt("auto", "size (below); auto: by device", "auto", "cpu", "gpu", "gpt2")
     seed: int = opt(0, "seed of weights, data order and masks", bounds=(0, (1 << 32) - 1))
     device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the best available")
@@ -77,7 +81,9 @@ class Config:
     shard: int = opt(0, "how many ranks share a model (no value: all)", bounds=(-1, 4096), bare=-1)
     recompute: bool = opt(False, "recompute layers in backward: a third slower, less memory")
     # Data
-    tokenizer: str = opt("char", "char, byte, word, bpe, or a tokenizer.json (of Hugging Face)")
+    tokenizer: str = opt(
+        "char", "char, byte, word, bpe, or a tokenizer.json (of Hugging Face)", path=READS
+    )
     vocab_size: int = opt(0, "V of word, bpe (0: 16384) or .bin files", bounds=(0, 1 << 24))
     text_column: str = opt("text", "column of .jsonl, .json, .parquet; a record is a document")
     prompt_column: str = opt("", "column of prompts, which are given; --text_column: answers")
@@ -715,12 +721,13 @@ def evaluate(
             ce[k, at] = numerics.means_of(each, block, masked).view(-1, n)
             hit[k, at] = numerics.means_of(right, block, masked).view(-1, n)
             if causal:
-                first[k, at, 0] = each[rows % T == 0].cpu().double()
+                begins = rows % T == 0
+                first[k, at[these[:, 0].cpu()], 0] = each[begins].cpu().double()
         done[:, at] = 1
         if runtime.is_late(deadline):
             break
     model.train(was_training)
-    return numerics.summary(all_reduce(sums), count, length, causal)
+    return numerics.summary(all_reduce(sums), count, length, causal, scored[:, 0].cpu().long())
 
 
 # ---- Load (support/runs.py saves; support/checkpoint.py keeps checkpoints intact)

@@ -432,8 +432,11 @@ def to_fill(model, tokenizer, text, length):
     text = arguments.check_text("" if text is None else text)
     if not templates.is_template(text, tokenizer):
         return of_prompt(text, tokenizer, length, config), False
-    if length or config.objective == "ar" or config.prompt_column:
-        raise UserError("a template has its own length, and is for models that infill alone")
+    if config.objective == "ar" or config.prompt_column:
+        text = text[:40]
+        raise UserError(f"{text!r} has gaps, and this model fills none; give only a beginning")
+    if length:
+        raise UserError(f"length={length} and a template, which has its own length; leave one out")
     return parse(text, tokenizer, config.block_size), True
 
 
@@ -654,7 +657,9 @@ def main(argv):
         n = to_ids(parts, tokenizer, model.mask_id).count(model.mask_id)
         pages = judging.compare(variants, fill, judge, n, lines)
         todo = []
-    for template, parts in cli.bar(todo, unit="template", disable=None if options.batch else True):
+    # A bar only on a terminal, and none beside the lines of JSON there.
+    hide = not options.batch or (to_stdout and sys.stdout.isatty()) or None
+    for template, parts in cli.bar(todo, unit="template", disable=hide):
         rule = ""  # between texts
         for found, facts in answers(model, tokenizer, template, parts, options, pages):
             if not (to_stdout or options.batch):

@@ -10,6 +10,7 @@ import torch
 
 from support.cli import UserError, plain
 
+FLOATS = (torch.float32, torch.float64)
 INT64 = (1 << 63) - 1
 
 
@@ -136,7 +137,8 @@ def row_numbers(samples, B, device):
     bad = numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool
     if bad or numbers.shape != (B,) or (B and not 0 <= numbers.min() <= numbers.max() < 1 << 32):
         wrong = f"samples must be {B} whole numbers from 0 to {(1 << 32) - 1}, one for each row"
-        raise UserError(f"{wrong}, not {kind_of(samples)}")
+        given = str(samples)[:40] if isinstance(samples, (list, tuple)) else kind_of(samples)
+        raise UserError(f"{wrong}, not {given}")
     return numbers.to(device, torch.int64)
 
 
@@ -165,7 +167,7 @@ def check_allowed(model, x, allowed):
     for place, ids in (allowed or {}).items():
         whole_number("a position in allowed", place, 0, x.shape[1] - 1)
         if not is_tensor(ids, [torch.bool], 1) or len(ids) != V:
-            raise UserError(f"{wrong}; at {place} it has {kind_of(ids)}")
+            raise UserError(f"{wrong}; at {place} it is {kind_of(ids)}")
         if not ids.any():
             raise UserError(f"allowed has no id at position {place}; leave it out, or allow one")
 
@@ -218,6 +220,17 @@ def check_evaluation(model, windows, passes, seed, batch_size, observe, deadline
     return passes, whole_number("seed", seed, 0), whole_number("batch_size", batch_size, 1)
 
 
+def check_targets(targets, share, n):
+    """Raise UserError unless both are None, or tensors (n,): for a loss."""
+    if targets is None and share is None:
+        return
+    kinds = [("targets", targets, (torch.int64, torch.int32)), ("share", share, FLOATS)]
+    for name, value, dtypes in kinds:
+        if not is_tensor(value, dtypes, 1) or len(value) != n:
+            wrong = f"{name} must be a tensor ({n},) of {str(dtypes[0])[6:]}, one for each row"
+            raise UserError(f"{wrong}, not {kind_of(value)}; give targets and share, or neither")
+
+
 def check_input(model, args, kwargs):
     """A forward pre-hook of loaded models: UserError for ids that no call can take.
 
@@ -225,9 +238,8 @@ def check_input(model, args, kwargs):
     """
     if torch.compiler.is_compiling():
         return
-    xt = args[0] if args else kwargs.get("xt")
-    rows = kwargs.get("rows")
-    x0 = kwargs.get("x0")
+    given = dict(zip(("xt", "targets", "rows", "share", "x0"), args)) | kwargs
+    xt, targets, rows, share, x0 = map(given.get, ("xt", "targets", "rows", "share", "x0"))
     V = model.vocab_size
     kinds = (torch.int64, torch.int32)
     if not is_tensor(xt, kinds, 2):
@@ -239,11 +251,15 @@ def check_input(model, args, kwargs):
         raise UserError(f"x0 must be ids {tuple(xt.shape)} like xt, or None, not {kind_of(x0)}")
     if rows is not None and not is_tensor(rows, kinds, 1):
         raise UserError(f"rows must be a tensor (n,) of int64, or None, not {kind_of(rows)}")
+    check_targets(targets, share, xt.numel() if rows is None else len(rows))
     check_device(model, xt, "xt")
     check_length(model, xt, "xt")
     if xt.device.type != "cpu":
         return
-    if not 0 <= xt.min() <= xt.max() <= V:
-        raise UserError(f"xt has ids below 0 or above {V}, which is [MASK]")
+    for name, ids in (("xt", xt), ("x0", x0)):
+        if ids is not None and not 0 <= ids.min() <= ids.max() <= V:
+            raise UserError(f"{name} has ids below 0 or above {V}, which is [MASK]")
+    if targets is not None and targets.numel() and not 0 <= targets.min() <= targets.max() < V:
+        raise UserError(f"targets has ids below 0 or above {V - 1}")
     if rows is not None and rows.numel() and not 0 <= rows.min() <= rows.max() < xt.numel():
         raise UserError(f"rows has numbers that are not from 0 to {xt.numel() - 1}")

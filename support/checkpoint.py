@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from support import environment, files, ownership, runtime, shards
-from support.cli import UserError, check_not_empty, warn
+from support.cli import UserError, at_home, check_not_empty, warn
 
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # the others: to resume
 # Settings of earlier versions, and what the program always does now.
@@ -132,11 +132,15 @@ def read_newest(path, read):
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise UserError(f"{path!r} is no path; give the folder of a run or a checkpoint")
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError:  # half of a surrogate pair
-        raise UserError(f"{path!r} is no path that can be; give that of a run") from None
     check_not_empty("the path of a run", os.fspath(path))
+    path = at_home(os.fspath(path))
+    try:
+        os.stat(os.path.join(path, "manifest.json"))
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError):  # too long, not ours to read, a NUL, half of a surrogate pair
+        path = path[:80]
+        raise UserError(f"{path!r} is no path that can be read; give that of a run") from None
     path = Path(path)
     if (path / "manifest.json").exists():
         return path, read(verified(path))

@@ -30,6 +30,7 @@ TRUE = ("true", "1", "yes", "on")
 FALSE = ("false", "0", "no", "off")
 READS = "reads"  # what a flag does with the file or folder that it names
 WRITES = "writes"
+MAKES = "makes"  # a folder for files, which the program checks one by one
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -297,8 +298,8 @@ def opt(default, meaning, *choices, bounds=None, bare=None, text=False, path=Non
     """A dataclass field and flag: its default, help, and choices or (low, high) bounds.
 
     bare: what the flag alone means, where it needs no value. text: white space is a value too.
-    path: READS or WRITES, if the value names a file or folder: support/outputs.py keeps what is
-    read, and runs, from being replaced.
+    path: READS, WRITES or MAKES, if it names a file or folder: support/outputs.py keeps what is
+    read, and runs, from being replaced. In such a value ~/ is the home folder.
     """
     metadata = {"help": meaning, "choices": choices, "bounds": bounds, "bare": bare}
     metadata |= {"text": text, "path": path}
@@ -331,6 +332,11 @@ def plain(value):
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
     return value
+
+
+def at_home(path):
+    """A path that begins with ~/, which shells leave as it is in --flag=~/path, in full."""
+    return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path
 
 
 def check_not_empty(name, value, text=False):
@@ -439,6 +445,8 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, fr
         refuse(argument, names, program)
     for name, value in given.items():
         check_not_empty(f"--{name}", value, fields[name].metadata["text"])
+        if fields[name].metadata["path"]:
+            given[name] = at_home(value)
     check_fields(cls(**given))
     if len(words) > 1:
         raise UserError(f"{' '.join(words)!r} are {len(words)} values; put a text in quotes")

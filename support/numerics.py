@@ -58,9 +58,10 @@ def stratified_error(values, count, T):
     return standard_error(residual * (n / max(n - bins, 1)) ** 0.5)
 
 
-def summary(sums, count, T, causal):
+def summary(sums, count, T, causal, begins):
     """What mdlm.evaluate returns, from sums (4, passes, W, n) of CE, accuracy, CE of the first
-    token, and 1, with `count` (passes, W, n) of T (W,) tokens masked in n blocks of a window."""
+    token, and 1, with `count` (passes, W, n) of T (W,) tokens masked in n blocks of a window.
+    begins (W,): 1 where the first token of a window is one of the T, else 0."""
     passes, _, n = count.shape
     # The blocks of a window count like passes over it: (passes * n, W).
     *sums, done = sums.transpose(2, 3).flatten(1, 2)
@@ -73,7 +74,7 @@ def summary(sums, count, T, causal):
     residual = (ce - mean) * share
     r = dict(windows=len(T), passes=passes, by_window=(ce * share).mean(0).tolist())
     if causal:
-        shifted = (ce * T - first).sum().item() / max((T - 1).sum().item(), 1)
+        shifted = (ce * T - first).sum().item() / max((T - begins[seen]).sum().item(), 1)
         r |= dict(nll=mean, se=standard_error(residual[0]), ar_shifted=shifted)
         return r | dict(ce=[mean], accuracy=[hit.mean().item()])
     r |= dict(nelbo=mean, se=stratified_error(residual, count, T))

@@ -439,6 +439,17 @@ ADVICE["sample.py"] = [
         "sample --out_dir={ar}",
     ),
     (
+        "{} has gaps, and this model fills none; give only a beginning",
+        lambda at: sample.write(*mdlm.load(at["ar"])[:2], "a██"),
+        lambda at: sample.write(*mdlm.load(at["ar"])[:2], "a"),
+    ),
+    (
+        "length={} and a template, which has its own length; leave one out",
+        lambda at: sample.write(*mdlm.load(at.run)[:2], "a██", length=9),
+        lambda at: sample.write(*mdlm.load(at.run)[:2], "a██"),
+        lambda at: sample.write(*mdlm.load(at.run)[:2], "a", length=9, steps=1),
+    ),
+    (
         "--compare needs gaps of known lengths; write █ for each token",
         "sample --compare=temperature=0.5,1 --infill=a[___]",
         "sample --compare=temperature=0.5,1 --infill=a██",
@@ -615,6 +626,12 @@ ADVICE["arguments.py"] = [
         lambda at: at.model(at.x, rows=torch.tensor([1, 2])),
         lambda at: at.model(at.x, rows=None),
     ),
+    (
+        "{} must be a tensor ({},) of {}, one for each row + give targets and share, or neither",
+        lambda at: at.model(at.x, at.x.flatten()),
+        lambda at: at.model(at.x, at.x.flatten(), share=torch.ones(at.x.numel())),
+        lambda at: at.model(at.x),
+    ),
 ]
 
 ADVICE["checkpoint.py"] = [
@@ -625,7 +642,7 @@ ADVICE["checkpoint.py"] = [
         lambda at: mdlm.load(at.run / "step-4"),
     ),
     (
-        "{} is no path that can be; give that of a run",
+        "{} is no path that can be read; give that of a run",
         lambda at: mdlm.load("out\ud800"),
         lambda at: mdlm.load(str(at.run)),
     ),

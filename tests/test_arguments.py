@@ -110,6 +110,24 @@ def test_a_place_where_nothing_may_be_drawn_is_refused(tiny):
     assert "forbid has all" in refusal(sample.generate, model, x, allowed=only, forbid=[5])
 
 
+@pytest.mark.parametrize("given, wanted", [("~/x", "{}/x"), ("~", "{}"), ("a~/x", "a~/x")])
+def test_home_folder_is_found_behind_an_equals_sign(monkeypatch, tmp_path, given, wanted):
+    """Shells leave --out_dir=~/x as it is; a folder called ~ would be made, and removed one day."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    wanted = wanted.format(tmp_path)
+    for program, name in (
+        *(("mdlm", name) for name in ("data", "out_dir", "init_from", "tokenizer")),
+        *(("sample", name) for name in ("out_dir", "batch", "html", "json")),
+        *(("eval", name) for name in ("out_dir", "data", "json", "pictures")),
+        *(("bench", "json"), ("export", "out_dir"), ("export", "dest")),
+    ):
+        assert flags(program, f"--{name}={given}") == {name: wanted}
+    assert flags("sample", "--prompt=~/x") == dict(prompt="~/x")
+    if given != "~":
+        assert f"{wanted} holds no" in refusal(mdlm.load, given)
+
+
 def test_empty_settings_of_a_checkpoint_stay(tmp_path):
     kept = dict(data="", separator="", init_from="", end_token="", out_dir="")
     content = dict(format="mdlm", version=1, config=kept)
@@ -406,7 +424,15 @@ ROWS |= {"above": ids_of((2,), 2 * T), "negative": ids_of((2,), -1)}
 SAMPLES = {"length": torch.arange(3), "negative": torch.tensor([-1, 0]), "float": torch.rand(2)}
 SAMPLES |= {"text": "ab", "shape": torch.zeros(2, 1, dtype=torch.int64), "large": [1 << 32, 0]}
 TEXTS = {"bytes": b"a", "number": 5, "surrogate": "\ud800", "dict": {"a": 1}}
-PATHS = {"None": None, "bytes": b"out", "number": 3, "empty": "", "list": ["out"]}
+PATHS = {
+    "long": "a" * 5000,
+    "NUL": "a\0b",
+    "None": None,
+    "bytes": b"out",
+    "number": 3,
+    "empty": "",
+    "list": ["out"],
+}
 
 # function: (a call of it with keywords that are right, argument -> wrong values)
 CALLS = {
@@ -461,8 +487,13 @@ CALLS = {
     "model": (
         lambda model, tokenizer, x=None, **how: model(x, **how),
         dict(x=TENSORS | TOO_LONG | {"no rows": ids_of((0, T))})
-        | dict(x0={"number": 3, "shape": ids_of((2, 3)), "sparse": ids_of().to_sparse()})
-        | dict(rows=ROWS),
+        | dict(
+            x0={"number": 3, "shape": ids_of((2, 3)), "sparse": ids_of().to_sparse()}
+            | {"above": ids_of(value=1 << 20)}
+        )
+        | dict(rows=ROWS)
+        | dict(targets={"without shares": ids_of((2 * T,)), "shape": ids_of(), "number": 3})
+        | dict(share={"without targets": torch.ones(2 * T)}),
     ),
     "mdlm.load": (
         lambda model, tokenizer, x=None, path=SHIPPED, **how: mdlm.load(path, **how),

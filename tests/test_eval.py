@@ -92,6 +92,18 @@ def test_autoregressive_likelihood_is_exact(world, drawn):
     assert "nelbo" not in r and len(r["by_position"]["confidence"]) == world.T
 
 
+def test_autoregressive_likelihood_of_some_tokens(world, drawn):
+    """Of those that are scored, in some windows without the first one."""
+    windows = drawn[0]
+    scored = torch.rand(windows.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    scored[:, 2] = True
+    r = mdlm.evaluate(Toy(world.random, 3, 4, objective="ar"), windows, scored=scored)
+    ce = -world.random(windows).log_softmax(-1).gather(2, windows[:, :, None])[:, :, 0]
+    assert r["nll"] == pytest.approx(ce[scored].mean().item(), abs=1e-6)
+    scored[:, 0] = False
+    assert r["ar_shifted"] == pytest.approx(ce[scored].mean().item(), abs=1e-6)
+
+
 @pytest.mark.parametrize("objective", ["mdlm", "ar"])
 def test_results_repeat_at_any_batch_size(objective):
     model = lively(objective=objective)

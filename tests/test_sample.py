@@ -568,13 +568,17 @@ class TestCharacters:
         assert d["text"].startswith("The ") and 1 <= len(d["fills"][0]) <= 12
         assert "\n" not in d["fills"][0][1:]
 
-    def test_batch_answers_line_by_line(self, run, say, tmp_path):
+    def test_batch_answers_line_by_line(self, run, say, tmp_path, monkeypatch):
         file = tmp_path / "templates"
         file.write_text("The ██ of\na [___] b\n█\n", encoding="utf-8")
         r = say(run, f"--batch={file}", "--max_gap=2")
         lines = [json.loads(line) for line in r.out.splitlines()]
         assert [d["template"] for d in lines] == ["The ██ of", "a [___] b", "█"]
         assert say(run, f"--batch={file}", "--max_gap=2", f"--json={tmp_path}/x").out == ""
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        assert "template/s" in say(run, f"--batch={file}", f"--json={tmp_path}/x").err
+        assert "template/s" not in say(run, f"--batch={file}").err, "beside the lines of JSON"
         again = [json.loads(line) for line in (tmp_path / "x").read_text().splitlines()]
         assert [d["text"] for d in again] == [d["text"] for d in lines]
 

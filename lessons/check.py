@@ -118,7 +118,7 @@ def main(argv):
         verdict, sentence = check(argv)
     except KeyboardInterrupt:
         return 130
-    print(f"{verdict}: {visible(sentence)}")
+    print(f"{verdict}:", *visible(sentence).splitlines())
     return EXIT_CODES[verdict]
 
 

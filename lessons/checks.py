@@ -352,7 +352,8 @@ def check(lesson, path):
     except (Wrong, Unusable):
         raise
     except SyntaxError as e:
-        raise Unusable(f"{name} is not Python: {e.msg} in line {e.lineno}") from e
+        line = f" in line {e.lineno}" if e.lineno else ""  # none: it is no text
+        raise Unusable(f"{name} is not Python: {e.msg}{line}") from e
     except BaseException as e:  # SystemExit too: whatever an answer raises
         what = f"{type(e).__name__}: {e}".splitlines()[0][:300]
         if isinstance(e, MemoryError) or "can't allocate memory" in str(e):

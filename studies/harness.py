@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import mdlm
 import sample
 from support import checkpoint, environment
+from support.arguments import whole_number
 from support.cli import UserError
 from support.likelihood import groups, next_logits, to_context
 from support.templates import Literal, allowed_tokens, encode_literal
@@ -38,6 +39,18 @@ except ImportError as e:
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # one thing
 KNOWN = {*LENGTHS, "until", "do_sample", "temperature", "top_k", "top_p"}  # generation_kwargs
+
+
+def check_generation(how):
+    """Raise UserError for generation_kwargs of a task, or of --gen_kwargs, that have no meaning."""
+    for name in LENGTHS:
+        if how.get(name) is not None:
+            whole_number(name, how[name], 0)
+    until = how.get("until") or []
+    for stop in until if isinstance(until, (list, tuple)) else [until]:
+        if stop is not None and not isinstance(stop, str):
+            given = f"until={str(until)[:40]}"
+            raise UserError(f"{given} is not accepted; give a text, or a list of texts")
 
 
 @register_model("mdlm")
@@ -103,6 +116,8 @@ class Harness(LM):
     def generate_until(self, requests):
         """[what follows the prompt, up to the first of the strings that end it]"""
         self.encode(requests, 1)  # refuses what the model cannot take
+        for request in requests:
+            check_generation(request.args[1])
         prompts = [request.args[0] for request in requests]
         asked = [request.args[1] for request in requests]
         return [self.write(*pair) for pair in cli.bar(list(zip(prompts, asked)))]
@@ -113,7 +128,7 @@ class Harness(LM):
         if unknown:
             cli.warn(f"generation_kwargs {', '.join(sorted(unknown))} are not known here; ignored")
             self.ignored |= unknown
-        n = next((how[name] for name in LENGTHS if how.get(name) is not None), 64)
+        n = next((how[name] for name in LENGTHS if how.get(name) is not None), 64)  # tokens
         literal = encode_literal(prompt, self.tokenizer, after_gap=False, before_gap=not self.asks)
         # Of a long prompt the end is kept, half a context at least; sample.py writes on from there.
         prompt = literal.ids[-max(1, self.room - n, self.room // 2) :]

@@ -1507,6 +1507,10 @@ ADVICE["viewer.py"] = [('"use strict"', NOTHING)]
 ADVICE["harness.py"] = [
     ("this needs lm-evaluation-harness ({}); type: {}", MACHINE),
     ("{}={} of --model_args is not accepted; give a number", MACHINE),
+    (
+        "{} is not accepted; give a text, or a list of texts",
+        FollowedIn("test_generation_kwargs_are_those_of_the_harness"),
+    ),
 ]
 
 ADVICE["animate.py"] = [

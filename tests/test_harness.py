@@ -168,6 +168,21 @@ def test_unmet_request_is_named_before_the_work(run, monkeypatch):
         assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        (dict(max_gen_toks="many"), "max_gen_toks=many must be a whole number"),
+        (dict(max_tokens=2.5), "max_tokens=2.5"),
+        (dict(max_gen_toks=-1), "max_gen_toks=-1"),
+        (dict(until=3), "until=3 is not accepted"),
+        (dict(until=["a", 3]), "give a text, or a list of texts"),
+    ],
+)
+def test_generation_kwargs_without_a_meaning_are_refused(how, said):
+    with pytest.raises(ValueError, match=said):
+        harness.check_generation(how)
+
+
 def test_generation_kwargs_are_those_of_the_harness(run, capsys):
     asked = harness.Harness(run / "out", device="cpu")
     eight = write(asked, "the cat", max_gen_toks=8)

@@ -213,6 +213,7 @@ def test_usual_mistake_is_named(tmp_path, capsys, mistake):
         ("def mask(x0): ...", "TypeError"),
         ("raise SystemExit('bye')", "bye"),
         ("mask = 3", "no function mask"),
+        ("mask = 3\0", "is not Python: source code string cannot contain null bytes\n"),
         ("raise type('Odd', (BaseException,), {})('no\\nline')", "Odd: no"),
     ],
 )

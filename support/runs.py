@@ -257,6 +257,7 @@ def resumed_config(given, cls, folder, out, resumable):
             changes[name] = value
         elif value not in (was, "auto"):
             fix = "leave the flag out, or start again with --overwrite"
+            was = "none" if was == "" else was
             raise UserError(f"--{name}={value} contradicts the run in {out}, with {was}; {fix}")
     check_end(given, old, folder)
     config = dataclasses.replace(old, **changes | dict(out_dir=str(out), overwrite=False))

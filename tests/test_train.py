@@ -670,6 +670,8 @@ def test_existing_run_is_only_touched_on_request(run, capsys):
     assert "--resume" in capsys.readouterr().err
     assert run_mdlm("--resume", f"--out_dir={run}", "--n_embd=64") == 2
     assert "--n_embd=64 contradicts" in capsys.readouterr().err
+    assert run_mdlm("--resume", f"--out_dir={run}", "--separator=x") == 2
+    assert f"contradicts the run in {run}, with none; " in capsys.readouterr().err
     assert run_mdlm(*flags, "--overwrite", "--data=missing") == 2
     assert snapshot(run) == before, "--overwrite removes nothing before the new run can start"
     assert run_mdlm("--resume", f"--out_dir={run}") == 0

@@ -46,7 +46,7 @@ def test_it_answers(run, capsys):
     ):
         assert cli.run(sample.main, [f"--out_dir={run}", *flags]) == 2
         assert words in capsys.readouterr().err
-    with pytest.raises(ValueError, match="infill alone"):
+    with pytest.raises(ValueError, match="fills none"):
         sample.write(model, tokenizer, "cat███")
     exact = {}
     for q, a in itertools.product(SOUNDS, SOUNDS.values()):

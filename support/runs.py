@@ -1,6 +1,7 @@
 """What surrounds the training of a run: its flags and folder, clock, losses and checkpoints."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -344,6 +345,12 @@ def load_weights(run, source):
     if not source:
         return
     model, tokenizer, _ = source
+    digest = hashlib.sha256()
+    for p in model.state_dict().values():
+        digest.update(p.contiguous().view(-1).view(torch.uint8).numpy())
+    fix = "give a checkpoint that all share, such as RUN/step-100: a run that trains makes new ones"
+    sentence = f"the ranks see different weights in --init_from={run.config.init_from}; {fix}"
+    runtime.check_equal(digest.hexdigest(), sentence)
     if tokenizer.to_json() != run.corpus.tokenizer.to_json():
         given = f"--init_from={run.config.init_from}"
         raise UserError(f"{given} has other tokens than {run.config.data}; give text")
@@ -364,8 +371,9 @@ def begin(run, folder):
         run.saved = run.step
         batch_size, _ = run.changed.get("batch_size", (run.config.batch_size, 0))
         run.begun = (run.step, state.get("sequences", run.step * batch_size))
-    if runtime.all_reduce(torch.tensor(float(run.step))) != run.step * run.world:
-        raise UserError("the ranks see different checkpoints; give an --out_dir that all share")
+    manifest = (folder / "manifest.json").read_bytes() if folder else b""  # of all its files
+    fix = "give an --out_dir that all share"
+    runtime.check_equal(manifest, f"the ranks see different checkpoints in {folder}; {fix}")
     if run.config.overwrite:
         runtime.on_first_rank(lambda: checkpoint.disown(run.config.out_dir))
     run.saved_at = time.monotonic()

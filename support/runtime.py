@@ -271,8 +271,24 @@ def all_reduce(values, how="SUM"):
 
 
 def is_late(deadline):
-    """Whether any rank is past the deadline (time.monotonic()); asked by all of them."""
-    return all_reduce(torch.tensor(float(time.monotonic() >= deadline)), "MAX").item() > 0
+    """Whether any rank is past the deadline (time.monotonic()), or was asked to stop within
+    stopped_by; asked by all of them."""
+    late = time.monotonic() >= deadline or bool(STOP and STOP.signal)
+    return all_reduce(torch.tensor(float(late)), "MAX").item() > 0
+
+
+STOP = None  # the Interrupt of stopped_by
+
+
+@contextlib.contextmanager
+def stopped_by(interrupt):
+    """Within, it is late for all ranks (is_late) when one of them gets a signal."""
+    global STOP
+    STOP = interrupt
+    try:
+        yield
+    finally:
+        STOP = None
 
 
 def on_all_ranks(do):

@@ -603,11 +603,12 @@ OUTSIDE = {
         export.py: needs onnx, onnxscript and npm
         minimal.py: -m pip install torch
         harness.py: this needs lm-evaluation-harness
-        cli.py: needs the package | check that and the free space | out of memory
+        cli.py: needs the package | =check that path | check that and the free space
+        cli.py: out of memory
         compiling.py: --compile=on needs Triton
         environment.py: make .venv | this needs Python 3.10 | ; type:
         files.py: check that path | free some space
-        outputs.py: check that path | in one that is yours
+        outputs.py: check that path | in one that is yours | standard output is closed
         page.py: connect-src | the packages onnx | npm, a part of | it needs a network
         page.py: check it, then run this again | remove node_modules
         plots.py: give --pictures=FOLDER or none
@@ -619,6 +620,7 @@ OUTSIDE = {
         eval.py: wait for one, or leave it out
         checkpoint.py: stop the run that is training there
         runs.py: give all ranks the same | a folder that all share | an --out_dir that all share
+        runs.py: give a checkpoint that all share
         runtime.py: start with torchrun | and that all ranks run | start all with the same flags
         shards.py: give a number that does | --shard is not for | that all share""",
     "it asks for what was lost or damaged, from a copy of the user's": """
@@ -649,6 +651,7 @@ OUTSIDE = {
         checks.py: a tensor of shape | draw at [MASK] alone | draw tokens from | ends in .py
         likeliest.py: the folder of a run | needs a model that fills gaps
         patterns.py: give --seeds of | a run with --data=patterns
+        plots.py: give .png or .svg
         pictures.py: draw what | give --run without | train with --time_conditioning""",
     "test_an_answer_names_flags_that_there_are checks it": """
         guesses.py: give --device | name run_name | see --lr_schedule | give --max_steps

@@ -94,8 +94,12 @@ class Stopped(BaseException):
     """A signal asks the program to end; what it has opened is cleaned up on the way."""
 
 
+CAME = []  # the signals that `stop` has turned into exceptions
+
+
 def stop(number, frame):
-    raise Stopped(number)
+    CAME.append(number)
+    raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
 
 
 # Signals that end a program. Ctrl-C raises KeyboardInterrupt, the others raise Stopped.
@@ -110,8 +114,11 @@ def clean_end():
     while they wait for each other, when Python runs no handler.
     """
     before = {}
+    CAME.clear()
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    if before.get(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, stop)
     for number in ENDING:
         if before.get(number) == signal.SIG_DFL and "MASTER_PORT" not in os.environ:
             signal.signal(number, stop)
@@ -180,6 +187,10 @@ def run(main, argv, cleanup=None):
     with clean_end():
         try:
             return exit_code(main, argv)
+        except Exception:
+            if CAME:  # C++ called Python when it came, and made another error of it (matplotlib)
+                return 128 + CAME[-1]
+            raise
         finally:
             if cleanup:
                 cleanup()

@@ -794,6 +794,22 @@ def test_signal_cuts_the_last_evaluation_short(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_that_becomes_another_error_is_one(capfd, number):
+    def main(argv):
+        signal.signal(signal.SIGTERM, cli.stop)
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(1)
+        except BaseException:  # as the C++ of matplotlib
+            raise ValueError("Invalid bounding box") from None
+
+    assert cli.run(main, []) == 128 + number
+    with pytest.raises(ValueError, match="a mistake"):
+        cli.run(lambda argv: int("a mistake"), [])
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_that_python_ignores_comes_again(capfd, number):
     class Fragile:
         def __del__(self):  # what is raised here, or in a callback of weakref, is ignored

@@ -47,6 +47,10 @@ class RankError(UserError):
     """One that may concern this rank alone of several: each says it for itself."""
 
 
+class SharedError(UserError):
+    """One that all ranks raise: the first one says it."""
+
+
 def start(name):
     """What a program calls first: returns time.monotonic(), from before the slow imports.
 
@@ -204,10 +208,11 @@ def exit_code(main, argv):
         print(end="", flush=True)  # here, where a full disk is caught
         return code
     except UserError as e:
-        if not (is_first_rank() or isinstance(e, RankError)):
+        is_shared = isinstance(e, SharedError)
+        if not (is_first_rank() or is_shared or isinstance(e, RankError)):
             wait_for_first_rank()
         sentence = str(e).replace("\n", "\\n")
-        warn(f"{program}: {sentence}", on_every_rank=True)
+        warn(f"{program}: {sentence}", on_every_rank=not is_shared)
         return 2
     except (MemoryError, RuntimeError) as e:  # of Python, numpy; of PyTorch's allocators
         why = explain(e)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save as to_safetensors
 
 from support import checkpoint, files, outputs, ownership, runtime, scores, shards, sources
-from support.cli import NO_LIMIT, UserError, check_fields, warn
+from support.cli import NO_LIMIT, SharedError, UserError, check_fields, warn
 from support.log import Log
 from support.optimizers import average
 from support.tokenizer import KINDS
@@ -391,7 +391,7 @@ def check_finite(run):
         for step, (loss, norm) in zip(run.pending, values, strict=True):
             if not math.isfinite(loss + norm):
                 what = f"loss {loss}, gradient norm {norm} at step {step}: not kept."
-                raise UserError(f"{what} {advice(run)}")
+                raise SharedError(f"{what} {advice(run)}")
         run.pending.clear()
         run.loss, run.grad_norm = values[-1]
 

@@ -482,6 +482,12 @@ def test_mistake_of_one_rank_is_said(capsys, monkeypatch):
     for name, value in dict(RANK="1", WORLD_SIZE="2", MASTER_PORT="1").items():
         monkeypatch.setenv(name, value)
     assert_refused(call(mdlm.main, capsys, "--max_stepz=3"), "no flag --max_stepz")
+
+    def shared(argv):
+        raise cli.SharedError("all ranks raise it")
+
+    r = call(shared, capsys)
+    assert (r.code, r.err) == (2, "")
     assert signal.getsignal(signal.SIGTERM) == before
 
 

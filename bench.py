@@ -16,7 +16,6 @@ import contextlib
 import gc
 import importlib.metadata
 import itertools
-import json
 import math
 import platform
 import re
@@ -34,7 +33,7 @@ import mdlm
 from studies import frontier, peers
 from support import compiling, outputs, runs, runtime
 from support.cli import READS, WRITES, UserError, opt
-from support.files import naming
+from support.files import naming, to_json
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.int64: 0}  # relative, of a tensor
 LATE = "not measured: the time is up"
@@ -91,7 +90,10 @@ class Book:
         self.write()
 
     def say(self, text):
-        print(text, file=sys.stderr if self.path == "-" else sys.stdout, flush=True)
+        if self.path == "-":
+            cli.warn(text)
+        else:
+            print(text, flush=True)
 
     def note(self, text):
         self.content["notes"].append(text)
@@ -118,16 +120,16 @@ class Book:
         self.add(where | dict(trouble=text))
         if fatal:
             self.failed = True
-            print(f"bench.py: {', '.join(where.values())}: {text}", file=sys.stderr)
+            cli.warn(f"bench.py: {', '.join(where.values())}: {text}")
 
     def write(self):
         if self.path not in ("", "-"):
-            outputs.write(self.path, (json.dumps(self.content, indent=1) + "\n").encode())
+            outputs.write(self.path, (to_json(self.content, indent=1) + "\n").encode())
 
     def close(self):
         """The exit code; raises UserError if nothing was measured."""
         if self.path == "-":
-            print(json.dumps(self.content))
+            print(to_json(self.content))
         if not (self.measured or self.failed):
             raise UserError("nothing was measured: the lines above say why; raise --time_limit")
         return int(self.failed)
@@ -366,7 +368,7 @@ def bench_training(options, device, book):
             for name, n in (("train.bin", 4 << 20), ("val.bin", 1 << 14)):
                 ids = np.random.default_rng(0).integers(V, size=n, dtype=np.uint16)
                 with naming(folder):
-                    ids.tofile(Path(folder, name))
+                    Path(folder, name).write_bytes(ids.tobytes())
             race_steps(config, folder, device, book, options)
 
 

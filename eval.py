@@ -15,7 +15,6 @@ cli.start(__name__)
 
 import contextlib
 import dataclasses
-import json
 import math
 import sys
 import tempfile
@@ -29,7 +28,7 @@ import mdlm
 from support import numerics, outputs, plots, scores, sources, texts, viewer
 from support.checkpoint import SHIPPED, default_run, read_newest, read_state
 from support.cli import MAKES, READS, WRITES, UserError, opt
-from support.files import naming
+from support.files import naming, to_json
 from support.likelihood import chain_rule, checked, group_size, to_context
 from support.ownership import PICTURES
 from support.runtime import pick_device
@@ -320,7 +319,7 @@ def main(argv):
     options = check(cli.parse_flags(Options, argv, __doc__))
     kind = compare if options.compare else show_text if options.text else evaluation
     results, words, folder, draw = kind(options)
-    content = json.dumps(json.loads(json.dumps(results), parse_constant=lambda _: None))  # no NaN
+    content = to_json(results)
     if sys.stdout.isatty():
         words = cli.escaped(words)
     print(content if options.json == "-" else words)

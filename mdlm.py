@@ -814,6 +814,8 @@ def report(run, is_last=False):
     # Eager: compile nothing for these shapes.
     with pace.counted(run), torch.compiler.set_stance("force_eager"):
         r, raw, calls = pace.score(run, evaluate, is_last)
+        if is_last and runtime.is_late(math.inf):
+            return  # cut short by a signal: --resume evaluates again
         run.log.evaluation(run, r, raw, is_last)
         if (run.rank == 0 or run.config.shard) and run.step and calls:
             run.log.samples(run, generate, calls)
@@ -827,7 +829,9 @@ def setup(given, start):
     dtype = runtime.pick_dtype(config.dtype, device)
     ops = runtime.on_all_ranks(lambda: select_kernels(config.kernels, device, config, dtype))
     log = Log(config, start, silent=rank > 0)
-    source = load(config.init_from) if config.init_from and not folder else None
+    source = None
+    if config.init_from and not folder:
+        source = runtime.on_all_ranks(lambda: load(config.init_from))
     log.say("reading the data")
     corpus = runs.open_data(config, folder, device, prepare, Corpus, source)
     run = make_run(config, corpus, device, dtype, ops, rank, world)
@@ -872,13 +876,21 @@ def train(given, start):
                 runs.save(run)
             elif run.save_is_due:
                 runs.save(run)
-    finish(run, stop)
+    stop = finish(run, stop, interrupt)
     runtime.leave_ranks()
     return stop and 128 + stop  # as a shell reports the signal
 
 
-def finish(run, stop):
-    """The end: an evaluation and a save of the same step; an interrupted run is only saved."""
+def finish(run, stop, interrupt):
+    """The end: an evaluation and a save of the same step; an interrupted run is only saved.
+
+    Returns the signal that interrupted it, or 0: in the evaluation too, as that may take long.
+    """
+    if not (stop or (run.finished and run.saved == run.step)):
+        pace.check_steps(run)
+        with runtime.stopped_by(interrupt):
+            report(run, is_last=True)
+            stop = pace.poll(run, interrupt)
     if stop:
         if run.saved != run.step:
             runs.save(run)
@@ -886,12 +898,11 @@ def finish(run, stop):
     elif run.finished and run.saved == run.step:
         run.log.ended(run)
     else:
-        pace.check_steps(run)
-        report(run, is_last=True)
         runs.save(run, finished=True)
         if run.rank == 0:
             plots.try_to_draw(plots.plot_losses, run.log.path.with_name("loss.png"))
         run.log.done(run)
+    return stop
 
 
 def main(argv):

@@ -484,7 +484,6 @@ def place_text(given):
     gap = templates.GAP
     if "_" in text and not gap.search(text):  # a gap if the model's vocabulary has no _
         folder = find_checkpoint(default_run(given.get("out_dir", "")))
-        given["out_dir"] = str(folder)
         gap = templates.gap_pattern(tokenizer_from_json(folder / "tokenizer.json"))
     is_template = text == "-" or gap.search(text)
     return given | {"infill" if is_template else "prompt": text}

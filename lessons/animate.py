@@ -6,7 +6,6 @@
 It plays twice and ends on the finished text, which is also what shows where nothing may move.
 """
 
-import argparse
 import colorsys
 import json
 import re
@@ -144,14 +143,14 @@ def draw(sample, theme):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("page", type=Path)
-    parser.add_argument("picture", type=Path)
+    parser = cli.Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("page", help="a page that sample.py --html wrote")
+    parser.add_argument("picture", help="SVG file to write")
     parser.add_argument("--dark", action="store_true", help="for a dark background")
     args = parser.parse_args(argv)
-    outputs.check("PICTURE", str(args.picture), dict(PAGE=str(args.page)))
+    outputs.check("PICTURE", args.picture, dict(PAGE=args.page))
     try:
-        svg = draw(read_sample(args.page), "dark" if args.dark else "light")
+        svg = draw(read_sample(Path(args.page)), "dark" if args.dark else "light")
     except (ValueError, LookupError):
         fix = "give a page that sample.py --html wrote"
         raise cli.UserError(f"{args.page} is no page of sample.py; {fix}") from None

@@ -24,7 +24,7 @@ import mdlm
 import sample
 from support import outputs
 from support.cli import Parser, UserError
-from support.plots import write_figure
+from support.plots import check_picture, write_figure
 
 STEPS = (1, 2, 4, 8, 16, 32)
 SAMPLERS = {
@@ -120,7 +120,7 @@ def main(argv):
     parser.add_argument("--sequences", type=int, default=128, help="for each seed")
     args = parser.parse_args(argv)
     outputs.check("PICTURE", args.picture, dict(RUN=args.run))
-    cli.optional("matplotlib.figure", "a picture")  # before the work
+    check_picture("PICTURE", args.picture)  # before the work
     if args.seeds < 1 or args.sequences < 16:
         raise UserError("give --seeds of at least 1 and --sequences of at least 16")
     model, tokenizer, config = mdlm.load(args.run)

@@ -30,7 +30,7 @@ from support.checkpoint import default_run
 from support.cli import Parser, UserError
 from support.kernels.reference import is_visible, mask_tokens_ref, prepare
 from support.likelihood import to_context
-from support.plots import BLUE, GREEN, GREY, RED, figure, write_figure
+from support.plots import BLUE, GREEN, GREY, RED, check_picture, figure, write_figure
 from support.templates import parse, to_ids
 
 T = 256
@@ -151,6 +151,7 @@ def main(argv):
     parser.add_argument("--run", help="a run; without --text: its time embedding")
     args = parser.parse_args(argv)
     outputs.check("PICTURE", args.picture, dict(run=args.run or ""))
+    check_picture("PICTURE", args.picture)
     if args.text:
         model, tokenizer, config = mdlm.load(default_run(args.run), whole=True)
         if model.n > 1:

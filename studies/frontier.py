@@ -76,7 +76,7 @@ def bench_sampling(options, device, book):
     book.note(f"{n} texts of {config.block_size} tokens for each of the seeds {list(seeds)}")
     real = judge(windows.cpu())
     book.add(dict(sampler="real text", calls=None, seconds=None) | real)
-    calls = [min(n, config.block_size) for n in CALLS]
+    calls = dict.fromkeys(min(n, config.block_size) for n in CALLS)
     cases = [(model, name, how, n) for name, how in SAMPLERS.items() for n in calls]
     if twin:
         cases.insert(0, (twin, "AR twin", {}, config.block_size))

@@ -1,9 +1,11 @@
 """Flags from a dataclass, and a main() that turns a mistake into one sentence and exit code 2."""
 
+import _thread
 import argparse
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import functools
 import importlib
 import inspect
@@ -28,9 +30,13 @@ NO_LIMIT = 1 << 31
 COUNT = (1, NO_LIMIT)  # bounds of a flag that counts something
 TRUE = ("true", "1", "yes", "on")
 FALSE = ("false", "0", "no", "off")
+STDOUT = "standard output"
 READS = "reads"  # what a flag does with the file or folder that it names
 WRITES = "writes"
 MAKES = "makes"  # a folder for files, which the program checks one by one
+# Of an OSError for which a full disk is no reason.
+NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+FIRST_RANK_SPEAKS = 2.0  # seconds after which another rank says its own mistake
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -40,6 +46,10 @@ class UserError(ValueError):
 
 class RankError(UserError):
     """One that may concern this rank alone of several: each says it for itself."""
+
+
+class SharedError(UserError):
+    """One that all ranks raise: the first one says it."""
 
 
 def start(name):
@@ -89,8 +99,12 @@ class Stopped(BaseException):
     """A signal asks the program to end; what it has opened is cleaned up on the way."""
 
 
+CAME = []  # the signals that `stop` has turned into exceptions
+
+
 def stop(number, frame):
-    raise Stopped(number)
+    CAME.append(number)
+    raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
 
 
 # Signals that end a program. Ctrl-C raises KeyboardInterrupt, the others raise Stopped.
@@ -105,17 +119,51 @@ def clean_end():
     while they wait for each other, when Python runs no handler.
     """
     before = {}
+    CAME.clear()
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    if before.get(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, stop)
     for number in ENDING:
         if before.get(number) == signal.SIG_DFL and "MASTER_PORT" not in os.environ:
             signal.signal(number, stop)
+    unraisable = sys.unraisablehook
+    sys.unraisablehook = functools.partial(repeat_signal, unraisable)
     try:
         yield
     finally:
+        sys.unraisablehook = unraisable
         for number, handler in before.items():
             if handler is not None:  # of another language
                 signal.signal(number, handler)
+
+
+def repeat_signal(otherwise, unraisable):
+    """sys.unraisablehook: a signal that came while Python removed an object comes again, soon.
+
+    There Python ignores what is raised, so that the program would go on. otherwise: another hook,
+    for all that is no signal.
+    """
+    error = unraisable.exc_value
+    number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
+    if isinstance(error, Stopped):
+        number = error.args[0]
+    if number is None:
+        otherwise(unraisable)
+        return
+    again = threading.Timer(0.01, send_signal, [number])
+    again.daemon = True
+    again.start()
+
+
+def send_signal(number):
+    """Send a signal to the main thread, unless the program has ended meanwhile."""
+    if not callable(signal.getsignal(number)):
+        return
+    if hasattr(signal, "pthread_kill"):  # which also ends a call that waits
+        signal.pthread_kill(threading.main_thread().ident, number)
+    else:
+        _thread.interrupt_main(number)
 
 
 @contextlib.contextmanager
@@ -144,6 +192,10 @@ def run(main, argv, cleanup=None):
     with clean_end():
         try:
             return exit_code(main, argv)
+        except Exception:
+            if CAME:  # C++ called Python when it came, and made another error of it (matplotlib)
+                return 128 + CAME[-1]
+            raise
         finally:
             if cleanup:
                 cleanup()
@@ -157,8 +209,11 @@ def exit_code(main, argv):
         print(end="", flush=True)  # here, where a full disk is caught
         return code
     except UserError as e:
+        is_shared = isinstance(e, SharedError)
+        if not (is_first_rank() or is_shared or isinstance(e, RankError)):
+            wait_for_first_rank()
         sentence = str(e).replace("\n", "\\n")
-        warn(f"{program}: {sentence}", on_every_rank=isinstance(e, RankError))
+        warn(f"{program}: {sentence}", on_every_rank=not is_shared)
         return 2
     except (MemoryError, RuntimeError) as e:  # of Python, numpy; of PyTorch's allocators
         why = explain(e)
@@ -175,11 +230,22 @@ def exit_code(main, argv):
             silence_stdout()  # its reader has gone (| head)
             return 141
         path = e.filename
-        if not path and stdout_fails():
-            path = "standard output"
+        if path == STDOUT or (not path and stdout_fails()):
+            path = STDOUT
             silence_stdout()
-        warn(f"{program}: {e.strerror or e}: {path or 'a file'}; check that and the free space")
+        fix = "check that path" if e.errno in NO_PLACE else "check that and the free space"
+        warn(f"{program}: {e.strerror or e}: {path or 'a file'}; {fix}")
         return 2
+
+
+def wait_for_first_rank():
+    """Let the first rank say what all would say: when it has ended, torchrun ends the others.
+
+    What follows is said where that does not happen: the mistake is this rank's alone.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(FIRST_RANK_SPEAKS)
 
 
 def explain(error):
@@ -190,7 +256,8 @@ def explain(error):
         return "out of memory; lower the batch, the length, or the size of the model"
     words = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
     if "MASTER_PORT" in os.environ and any(word in text for word in words):
-        return "another rank has stopped, and its own message says why; --resume continues"
+        fix = "--resume continues from what was saved"
+        return f"another rank has stopped, and its own message says why; {fix}"
     return ""
 
 
@@ -210,6 +277,11 @@ def make_streams_usable():
         setattr(sys, name, stream)
         if mode == "w" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+
+
+def has_stdout():
+    """Whether there is a standard output: a closed one was replaced by make_streams_usable."""
+    return getattr(sys.stdout, "name", "") != os.devnull
 
 
 def silence_stdout():
@@ -257,7 +329,25 @@ def bar(*iterable, **options):
         from tqdm import tqdm
     except ImportError:
         return NoBar(*iterable)
-    return tqdm(*iterable, **options)
+    return tqdm(*iterable, file=Quiet(sys.stderr), **options)
+
+
+class Quiet:
+    """A stream that may fail, as its reader has gone or its disk is full: no work ends for that."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError):
+            self.stream.flush()
 
 
 class NoBar:
@@ -376,6 +466,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise UserError(message)
+
+    def print_help(self, file=None):
+        try:
+            print(self.format_help(), end="", file=file, flush=True)  # argparse ignores failures
+        except BrokenPipeError:
+            raise
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, STDOUT) from e
 
     def parse_args(self, argv):
         given, unknown = self.parse_known_args(argv)

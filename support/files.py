@@ -18,15 +18,24 @@ MAX_JSON = 1 << 26  # bytes; a larger JSON file is refused unread
 
 @contextlib.contextmanager
 def writing(path):
-    """Within, an OSError becomes a UserError that names `path`."""
+    """Within, an OSError becomes a UserError that names `path`, a run's folder or in one."""
     try:
         yield
     except OSError as e:
         why = e.strerror or e
         fix = "check that path, or give another --out_dir"
         if e.errno in FULL:
-            fix = "free some space or use another --out_dir; --resume continues from what was saved"
+            fix = "free some space, or give another --out_dir"
+            if any(map(has_saved, (Path(path), Path(path).parent))):
+                fix = "free some space; --resume continues from what was saved"
         raise UserError(f"{path} cannot be written ({why}); {fix}") from e
+
+
+def has_saved(folder):
+    """Whether a run in a folder has saved a checkpoint, and is not being overwritten."""
+    with contextlib.suppress(OSError, ValueError):
+        return (folder / read_small(folder / "latest").strip() / "manifest.json").exists()
+    return False
 
 
 @contextlib.contextmanager
@@ -65,13 +74,30 @@ def write_synced(path, content):
 
 
 def write_atomically(path, content):
-    """Write bytes under a temporary name, sync, rename: `path` never holds half a file."""
+    """Write bytes under a temporary name, sync, rename: `path` never holds half a file.
+
+    A file that is replaced keeps its permissions.
+    """
     tmp = temporary(path.parent)
     try:
         write_synced(tmp, content)
+        with contextlib.suppress(OSError):  # there is none yet, or its file system has none
+            shutil.copymode(path, tmp)
         os.replace(tmp, path)
     finally:
         tmp.unlink(missing_ok=True)
+
+
+def write_all(f, content):
+    """Write bytes to a file without a buffer, which may take a part of them at a time."""
+    while content:
+        content = content[f.write(content) :]
+
+
+def to_json(value, indent=None):
+    """A JSON text, in which null stands for NaN and infinity: JSON has none."""
+    value = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(value, indent=indent)
 
 
 def without_waiting(path, flags):

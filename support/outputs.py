@@ -10,8 +10,8 @@ import dataclasses
 import os
 from pathlib import Path
 
-from support.cli import READS, WRITES, UserError
-from support.files import TMP, naming, read_json
+from support.cli import READS, WRITES, UserError, has_stdout
+from support.files import TMP, naming, read_json, write_all, write_atomically
 from support.ownership import PICTURES, STEP, is_run
 
 # What a run's folder keeps for the run, beside checkpoints and data.
@@ -125,7 +125,8 @@ def check(flag, path, read=None, written=None, own=()):
     why = why_not(path, own)
     if why:
         raise UserError(f"{given} {why}; {FIX}")
-    fit = os.access(path if os.path.exists(path) else Path(path).parent, os.W_OK)
+    folder = Path(path).parent
+    fit = folder.is_dir() and os.access(path if os.path.exists(path) else folder, os.W_OK)
     if os.path.isdir(path) or not fit:
         raise UserError(f"{given} cannot be written; give a file in a folder that is yours")
 
@@ -180,36 +181,68 @@ def check_all(options, **read):
     for flag, path in written.items():
         others = {other: name for other, name in written.items() if other != flag}
         check(flag, path, read, others)
+        if path == "-" and not has_stdout():
+            raise UserError(f"--{flag}=-: standard output is closed; give a file, or open it")
 
 
-def open_output(path, own=()):
-    """Open a file, link or device that the user names to write bytes, unless why_not says why."""
+def refuse_kept(path, own=()):
+    """Raise UserError if why_not says why a file that the user names may not be written."""
     why = why_not(path, own)
     if why:
         raise UserError(f"{path} {why}; {FIX}")
+
+
+def open_output(path):
+    """Open a file, link or device that the user names to write bytes."""
     if is_linked(path):  # its other names keep what they have
         os.unlink(path)
     return open(path, "wb", buffering=0)
 
 
 def write(path, content, own=()):
-    """Write bytes to a file, link or device that the user names; an OSError names it too."""
-    with naming(path), open_output(path, own) as f:
-        while content:
-            content = content[f.write(content) :]
+    """Write bytes to a file, link or device that the user names; an OSError names it too.
+
+    A file has what it had before until all is written. What a link or a device leads to is
+    written in place, and so is a file in a folder that is not the user's.
+    """
+    refuse_kept(path, own)
+    path = Path(path)
+    is_plain = not path.is_symlink() and (path.is_file() or not path.exists())
+    with naming(path):
+        if is_plain and os.access(path.parent, os.W_OK):
+            write_atomically(path, content)
+        else:
+            with open_output(path) as f:
+                write_all(f, content)
 
 
 class Lines:
-    """A text file of lines for print(..., file=, flush=True); an OSError names it."""
+    """A text file of lines for print(..., file=, flush=True); an OSError names it.
+
+    A line is written when its end comes; on a full disk no part of one stays.
+    """
 
     def __init__(self, path):
         self.path = path
+        self.held = b""
+        refuse_kept(path)
         with naming(path):
             self.file = open_output(path)
 
     def write(self, text):
+        self.held += text.encode()
+        if not text.endswith("\n"):
+            return
+        end = self.file.tell() if self.file.seekable() else None
         with naming(self.path):
-            self.file.write(text.encode())
+            try:
+                write_all(self.file, self.held)
+            except OSError:
+                with contextlib.suppress(OSError):  # a device
+                    if end is not None:
+                        self.file.truncate(end)
+                raise
+        self.held = b""
 
     def flush(self):
-        pass  # nothing is held back
+        pass  # whole lines are not held back

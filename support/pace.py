@@ -12,7 +12,7 @@ import time
 import torch
 
 from support import runtime
-from support.cli import UserError
+from support.cli import SharedError
 from support.runs import advice
 from support.scores import unigram_entropy
 
@@ -43,10 +43,11 @@ def poll(run, interrupt):
 
 
 def check_steps(run):
-    """Raise UserError for a run that has no time left for a single step."""
+    """Raise SharedError for a run that has no time left for a single step."""
     if run.step == 0:
         given = f"--time_limit={run.config.time_limit:g} is over before the first step"
-        raise UserError(f"{given}, after {run.elapsed():.0f} s: nothing is trained; give more time")
+        took = f"after {run.elapsed():.0f} s: nothing is trained; give more time"
+        raise SharedError(f"{given}, {took}")
 
 
 # ---- When to evaluate
@@ -150,7 +151,7 @@ def score(run, evaluate, is_last):
     key = "nll" if config.objective == "ar" else "nelbo"
     if not math.isfinite(r[key]):
         what = f"validation {key} {r[key]} at step {run.step}: not saved."
-        raise UserError(f"{what} {advice(run)}")
+        raise SharedError(f"{what} {advice(run)}")
     learned = run.windows[run.model.learned(run.windows)]
     run.score = dict(name=key, value=r[key], step=run.step, unigram=unigram_entropy(learned))
     if n < run.micro_batch and run.per_window:  # small batches are slow

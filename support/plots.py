@@ -54,6 +54,14 @@ def figure(width, height, *grid, **options):
     return fig, axes
 
 
+def check_picture(flag, path):
+    """Raise UserError for a suffix of which matplotlib draws no pictures."""
+    base = optional("matplotlib.backend_bases", "a picture")
+    suffix = Path(path).suffix
+    if suffix and suffix[1:].lower() not in base.FigureCanvasBase.get_supported_filetypes():
+        raise UserError(f"{flag}={path}: {suffix} is no format of pictures; give .png or .svg")
+
+
 def write_figure(fig, path, own=()):
     """Write a figure as its suffix says, else as PNG; own: see outputs.why_not.
 

@@ -1,6 +1,7 @@
 """What surrounds the training of a run: its flags and folder, clock, losses and checkpoints."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import save as to_safetensors
 
 from support import checkpoint, files, outputs, ownership, runtime, scores, shards, sources
-from support.cli import NO_LIMIT, UserError, check_fields, warn
+from support.cli import NO_LIMIT, SharedError, UserError, check_fields, warn
 from support.log import Log
 from support.optimizers import average
 from support.tokenizer import KINDS
@@ -345,6 +346,12 @@ def load_weights(run, source):
     if not source:
         return
     model, tokenizer, _ = source
+    digest = hashlib.sha256()
+    for p in model.state_dict().values():
+        digest.update(p.contiguous().view(-1).view(torch.uint8).numpy())
+    fix = "give a checkpoint that all share, such as RUN/step-100: a run that trains makes new ones"
+    sentence = f"the ranks see different weights in --init_from={run.config.init_from}; {fix}"
+    runtime.check_equal(digest.hexdigest(), sentence)
     if tokenizer.to_json() != run.corpus.tokenizer.to_json():
         given = f"--init_from={run.config.init_from}"
         raise UserError(f"{given} has other tokens than {run.config.data}; give text")
@@ -365,8 +372,9 @@ def begin(run, folder):
         run.saved = run.step
         batch_size, _ = run.changed.get("batch_size", (run.config.batch_size, 0))
         run.begun = (run.step, state.get("sequences", run.step * batch_size))
-    if runtime.all_reduce(torch.tensor(float(run.step))) != run.step * run.world:
-        raise UserError("the ranks see different checkpoints; give an --out_dir that all share")
+    manifest = (folder / "manifest.json").read_bytes() if folder else b""  # of all its files
+    fix = "give an --out_dir that all share"
+    runtime.check_equal(manifest, f"the ranks see different checkpoints in {folder}; {fix}")
     if run.config.overwrite:
         runtime.on_first_rank(lambda: checkpoint.disown(run.config.out_dir))
     run.saved_at = time.monotonic()
@@ -384,7 +392,7 @@ def check_finite(run):
         for step, (loss, norm) in zip(run.pending, values, strict=True):
             if not math.isfinite(loss + norm):
                 what = f"loss {loss}, gradient norm {norm} at step {step}: not kept."
-                raise UserError(f"{what} {advice(run)}")
+                raise SharedError(f"{what} {advice(run)}")
         run.pending.clear()
         run.loss, run.grad_norm = values[-1]
 

@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from support.cli import RANKS, RankError, UserError, is_first_rank
+from support.cli import RANKS, RankError, SharedError, UserError, is_first_rank
 
 
 def seed(*key):
@@ -271,8 +271,24 @@ def all_reduce(values, how="SUM"):
 
 
 def is_late(deadline):
-    """Whether any rank is past the deadline (time.monotonic()); asked by all of them."""
-    return all_reduce(torch.tensor(float(time.monotonic() >= deadline)), "MAX").item() > 0
+    """Whether any rank is past the deadline (time.monotonic()), or was asked to stop within
+    stopped_by; asked by all of them."""
+    late = time.monotonic() >= deadline or bool(STOP and STOP.signal)
+    return all_reduce(torch.tensor(float(late)), "MAX").item() > 0
+
+
+STOP = None  # the Interrupt of stopped_by
+
+
+@contextlib.contextmanager
+def stopped_by(interrupt):
+    """Within, it is late for all ranks (is_late) when one of them gets a signal."""
+    global STOP
+    STOP = interrupt
+    try:
+        yield
+    finally:
+        STOP = None
 
 
 def on_all_ranks(do):
@@ -298,15 +314,15 @@ def on_all_ranks(do):
         raise error
     if error and failed:
         raise RankError(str(error)) from error
-    raise UserError(f"rank {failed}: {said[0]}" if failed else said[0])
+    raise SharedError(f"rank {failed}: {said[0]}" if failed else said[0])
 
 
 def check_equal(value, sentence):
-    """Raise UserError with this sentence on all ranks unless `value` is the same on all of them."""
+    """Raise SharedError with this sentence on all ranks unless `value` is the same on them."""
     mine = torch.tensor(float(seed(value) % (1 << 40)), dtype=torch.float64)
     low, high = (all_reduce(mine.clone(), how) for how in ("MIN", "MAX"))
     if low != high:
-        raise UserError(sentence)
+        raise SharedError(sentence)
 
 
 def on_first_rank(do):

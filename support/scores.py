@@ -121,7 +121,9 @@ def described(folder, config, vocab_size):
 def introduce(folder, config, vocab_size, out_dir):
     """Say on stderr which model a program uses, in one line; out_dir: the one asked for, or ""."""
     line = described(folder, config, vocab_size)
-    is_shipped = SHIPPED.exists() and SHIPPED.samefile(folder)
+    is_shipped = False
+    with contextlib.suppress(OSError):  # a run that trains may have removed it since it was read
+        is_shipped = SHIPPED.samefile(folder)
     if is_shipped and not out_dir:
         line += " (the model that ships; out/ has no run yet)"
     elif line.endswith("barely trained") and SHIPPED.is_dir():

@@ -171,8 +171,8 @@ def patterns_entropy():
 def write_patterns(folder):
     """Write a folder of ids with 100,000 patterns; nine tenths train."""
     train, val = np.split(make_patterns(100_000, seed=0), [90_000])
-    train.tofile(folder / "train.bin")
-    val.tofile(folder / "val.bin")
+    (folder / "train.bin").write_bytes(train.tobytes())  # numpy's tofile does not say why it fails
+    (folder / "val.bin").write_bytes(val.tobytes())
     meta = dict(source="patterns", dtype="uint8", characters=[train.size, val.size])
     meta |= dict(entropy=patterns_entropy(), aligned=True)
     write_meta(folder, Tokenizer("char", list("abcdefghijklmno")), meta)

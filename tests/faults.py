@@ -86,7 +86,8 @@ def slow_start(seconds):
 
     def hooked(*args):
         prepare(*args)
-        time.sleep(float(seconds))
+        for _ in range(20 * int(seconds)):  # a signal right before a sleep does not end it
+            time.sleep(0.05)
 
     mdlm.prepare = hooked
 

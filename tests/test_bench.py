@@ -78,6 +78,17 @@ def test_contestants_take_turns(monkeypatch):
     assert times["b"] == (5.0, 0.0)
 
 
+@pytest.mark.parametrize("where", ["file", "-"])
+def test_json_has_no_infinity(tmp_path, capsys, where):
+    path = where if where == "-" else str(tmp_path / where)
+    book = bench.Book("sample", bench.Options(json=path), CPU)
+    book.add(dict(sampler="default", calls=1, twin=math.nan, twin_se=math.inf))
+    assert book.close() == 0
+    text = capsys.readouterr().out if where == "-" else (tmp_path / where).read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    assert json.loads(text)["rows"][0] == dict(sampler="default", calls=1, twin=None, twin_se=None)
+
+
 # ---- Kernels
 
 GPU_ONLY = {"SDPA CUDNN", "SDPA EFFICIENT", "FlexAttention"}

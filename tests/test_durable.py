@@ -28,7 +28,7 @@ import eval
 import export
 import mdlm
 import sample
-from support import checkpoint, cli, files, outputs, ownership, runtime
+from support import checkpoint, cli, files, outputs, ownership, runtime, scores
 
 
 def lesson(name):
@@ -437,6 +437,51 @@ def test_ranks_started_in_other_ways_stop_at_once(ranks, words):
     assert time.monotonic() - began < 12
 
 
+def test_mistake_of_one_rank_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "FIRST_RANK_SPEAKS", 0)
+    before = signal.getsignal(signal.SIGTERM)
+    for name, value in dict(RANK="1", WORLD_SIZE="2", MASTER_PORT="1").items():
+        monkeypatch.setenv(name, value)
+    assert_refused(call(mdlm.main, capsys, "--max_stepz=3"), "no flag --max_stepz")
+
+    def shared(argv):
+        raise cli.SharedError("all ranks raise it")
+
+    r = call(shared, capsys)
+    assert (r.code, r.err) == (2, "")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_ranks_compare_what_they_load(run, quick, tmp_path, monkeypatch):
+    data = f"--data={run.parent / 'text.txt'}"
+    (run.parent / "text.txt").write_text("To be, or not to be. " * 50)
+    seen = []
+    monkeypatch.setattr(
+        runtime, "check_equal", lambda value, sentence: seen.append((value, sentence))
+    )
+
+    def compared(words, *flags):
+        seen.clear()
+        assert run_mdlm(*flags) == 0
+        return {value for value, sentence in seen if words in sentence}
+
+    once = []
+    for name in ("step-2", "step-4", "step-4"):
+        out = f"--out_dir={tmp_path / 'new'}"
+        flags = [
+            *tiny_flags("--max_steps=1"),
+            data,
+            out,
+            "--overwrite",
+            f"--init_from={run / name}",
+        ]
+        once.append(compared("different weights", *flags))
+    assert once[0] != once[1] == once[2] and len(once[1]) == 1
+    first = compared("different checkpoints", f"--out_dir={run}", "--resume")
+    again = compared("different checkpoints", f"--out_dir={run}", "--resume", "--max_steps=5")
+    assert first == again != compared("different checkpoints", f"--out_dir={run}", "--resume")
+
+
 # --------------------------------------------------------------------------------------------------
 # Reading while a run saves
 
@@ -484,6 +529,16 @@ def test_checkpoint_removed_while_read_is_sought_again(run):
     assert checkpoint.read_newest(run, read)[0] == run / "step-6"
 
 
+def test_checkpoint_removed_after_it_was_read_is_described(run, capsys):
+    folder = run / "step-4"
+    config = mdlm.load(folder)[2]
+    shutil.rmtree(folder)
+    scores.introduce(folder, config, 50, str(run))
+    assert "step-4" in capsys.readouterr().err
+    given = sample.place_text(dict(text="b_", out_dir=str(run)))
+    assert given["out_dir"] == str(run), "not the checkpoint that is now the newest"
+
+
 # --------------------------------------------------------------------------------------------------
 # What failed is what is named
 
@@ -520,6 +575,104 @@ def test_full_disk_names_the_file(short_run, tmp_path, capsys, main, flags, path
     assert r.code == 2 and "Traceback" not in r.err
     assert path.format(tmp=tmp_path) in r.err and "No space left" in r.err
     assert "standard output" not in r.err
+
+
+@contextlib.contextmanager
+def file_size_limit(size):
+    """Within, no file can get larger than `size` bytes: the disk is full."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("before", [None, b"before"])
+def test_full_disk_leaves_a_file_as_it_was(tmp_path, before):
+    path = tmp_path / "page.html"
+    if before:
+        path.write_bytes(before)
+        path.chmod(0o640)
+    with file_size_limit(100), pytest.raises(OSError, match=r"page\.html"):
+        outputs.write(path, bytes(1000))
+    assert [p.read_bytes() for p in tmp_path.iterdir()] == [before] * bool(before)
+    outputs.write(path, b"after")
+    assert path.read_bytes() == b"after"
+    assert not before or path.stat().st_mode & 0o777 == 0o640
+
+
+def test_full_disk_leaves_whole_lines(tmp_path):
+    lines = outputs.Lines(tmp_path / "texts.jsonl")
+    print("one", file=lines, flush=True)
+    with file_size_limit(10), pytest.raises(OSError, match=r"texts\.jsonl"):
+        print("a longer line", file=lines, flush=True)
+    assert (tmp_path / "texts.jsonl").read_text() == "one\n"
+
+
+@pytest.mark.parametrize(
+    "main, flags",
+    [
+        (bench.main, ["train", "--device=cpu", "--time_limit=0.01"]),
+        (mdlm.main, ["--data=patterns", "--device=cpu", "--out_dir={tmp}/o"]),
+    ],
+)
+def test_full_disk_is_what_numpy_is_stopped_by(tmp_path, capsys, main, flags):
+    with file_size_limit(10_000):
+        r = call(main, capsys, *[flag.format(tmp=tmp_path) for flag in flags])
+    assert_refused(r, "File too large", "space")
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_full_disk_advises_resume_if_something_is_saved(run, saved):
+    if not saved:
+        (run / "latest").write_text(ownership.OVERWRITING)
+    for path in (run, run / "log.jsonl", run / "step-9"):
+        with pytest.raises(cli.UserError, match="free some space") as refused, files.writing(path):
+            raise OSError(28, "No space left on device")
+        assert ("--resume" in str(refused.value)) == saved
+
+
+@needs_full
+def test_standard_error_that_fails_ends_no_work(run, monkeypatch, tmp_path):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        flags = [f"--out_dir={run}", "--device=cpu", "--steps=1", "--length=8"]
+        assert cli.run(sample.main, [*flags, f"--json={tmp_path / 'texts'}"]) == 0
+        bench.Book("train", bench.Options(json="-"), torch.device("cpu")).say("a line")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert json.loads((tmp_path / "texts").read_text())["text"]
+
+
+@needs_full
+@pytest.mark.parametrize("main", [mdlm.main, eval.main])
+def test_help_that_cannot_be_shown_is_no_success(capsys, monkeypatch, main):
+    monkeypatch.setattr(cli, "silence_stdout", lambda: None)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert cli.run(main, ["--help"]) == 2
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert "standard output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["sample", "eval", "bench"])
+def test_json_for_a_closed_standard_output_is_refused(capsys, monkeypatch, name):
+    with open(os.devnull, "w") as closed:  # what make_streams_usable puts there
+        monkeypatch.setattr("sys.stdout", closed)
+        code = cli.run(PROGRAMS[name].main, [*MORE.get(name, []), "--json=-"])
+    assert code == 2 and "--json=-: standard output is closed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, flag", list(writing_flags()))
+def test_place_below_a_file_is_refused(tmp_path, capsys, name, flag):
+    (tmp_path / "file").write_text("mine")
+    r = call(PROGRAMS[name].main, capsys, *MORE.get(name, []), f"--{flag}={tmp_path}/file/new")
+    assert_refused(r, f"--{flag}={tmp_path}/file/new")
 
 
 @pytest.mark.skipif(os.name != "posix" or os.getuid() == 0, reason="root may write anywhere")
@@ -579,6 +732,64 @@ def test_signals_leave_no_temporary_folder(short_run, tmp_path, monkeypatch, num
     assert cli.run(eval.main, argv) == 128 + number
     assert list(tmp_path.iterdir()) == []
     assert {n: signal.getsignal(n) for n in handlers} == handlers
+
+
+def test_signal_cuts_the_last_evaluation_short(run, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    evaluate = mdlm.evaluate
+    scored = []
+
+    def struck(model, windows, passes=1, **how):
+        if passes == 4:  # the last one
+            scored.clear()
+            os.kill(os.getpid(), signal.SIGTERM)
+        r = evaluate(model, windows, passes, **how)
+        scored.append(r["windows"] / len(windows))
+        return r
+
+    flags = [*tiny_flags("--max_steps=2"), f"--data={run.parent / 'text.txt'}"]
+    (run.parent / "text.txt").write_text("To be, or not to be. " * 400)
+    with monkeypatch.context() as patched:
+        patched.setattr(mdlm, "evaluate", struck)
+        assert run_mdlm(*flags, f"--out_dir={out}") == 128 + signal.SIGTERM
+    assert max(scored) < 1
+    assert not checkpoint.read_state(out / "step-2")["finished"]
+    assert run_mdlm(f"--out_dir={out}", "--resume") == 0
+    assert checkpoint.read_state(out / "step-2")["finished"]
+    ends = [r for r in read_log(out) if r["step"] == 2 and "val_nelbo" in r]
+    assert len(ends) == 1 and "windows" not in ends[0], "all windows"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_that_becomes_another_error_is_one(capfd, number):
+    def main(argv):
+        signal.signal(signal.SIGTERM, cli.stop)
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(1)
+        except BaseException:  # as the C++ of matplotlib
+            raise ValueError("Invalid bounding box") from None
+
+    assert cli.run(main, []) == 128 + number
+    with pytest.raises(ValueError, match="a mistake"):
+        cli.run(lambda argv: int("a mistake"), [])
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_that_python_ignores_comes_again(capfd, number):
+    class Fragile:
+        def __del__(self):  # what is raised here, or in a callback of weakref, is ignored
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+
+    def main(argv):
+        signal.signal(signal.SIGTERM, cli.stop)
+        Fragile()
+        time.sleep(10)
+
+    assert cli.run(main, []) == 128 + number
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("mask", [0o027, 0o002, 0o077])

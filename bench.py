@@ -296,7 +296,7 @@ def gradients(config, *how):
     for p in run.model.parameters():
         if not p.any():  # no gradient would reach what lies before it
             p.data.copy_(0.02 * torch.randn(p.shape, generator=g))
-    loss = mdlm.compute_gradients(run, mdlm.draw_parts(run, step=0, early=0.5))
+    loss = mdlm.compute_gradients(run, step=0, margin_scale=0.5)
     return [loss] + [p.grad for p in run.model.parameters()]
 
 

@@ -9,6 +9,7 @@ import re
 import torch
 
 from support.cli import UserError, plain
+from support.view import View
 
 INT64 = (1 << 63) - 1
 
@@ -204,30 +205,42 @@ def check_evaluation(model, windows, passes, seed, batch_size, observe, deadline
     if not windows.numel():
         raise UserError(f"windows is empty, {W} x {T}; give at least a window of a token")
     L = model.config.block_size
-    if model.n > 1 and T != L:
+    n_blocks = model.objective.n_blocks
+    if n_blocks > 1 and T != L:
         raise UserError(f"windows has {T} tokens; a model of blocks needs all {L} of its context")
     check_mask(scored, windows, "scored")
     if scored is not None and (scored & (windows == model.mask_id)).any():
         raise UserError("windows has [MASK] where a token is scored; give the true tokens there")
-    counts = (model.learned(windows) if scored is None else scored).sum(1)
+    counts = (model.objective.scored_mask(windows) if scored is None else scored).sum(1)
     if not counts.all():
         raise UserError(f"window {int((counts == 0).nonzero()[0])} has no token to score")
-    if model.n > 1 and scored is not None and not scored.all():
+    if n_blocks > 1 and scored is not None and not scored.all():
         raise UserError("scored is not for a model of blocks; leave it out")
     passes = whole_number("passes", passes, 1, 1 << 20)
     return passes, whole_number("seed", seed, 0), whole_number("batch_size", batch_size, 1)
 
 
-def check_input(model, args, kwargs):
-    """A forward pre-hook of loaded models: UserError for ids that no call can take.
+def to_view(model, args, kwargs):
+    """A forward pre-hook of loaded models: model(xt, x0=None, rows=None) takes ids, too, which are
+    shown as the model's objective shows them. UserError for ids that no call can take.
+    """
+    if args and isinstance(args[0], View):
+        return None
+    given = named(*args, **kwargs)
+    if not torch.compiler.is_compiling():
+        check_input(model, *given)
+    return (model.objective.view(*given),), {}
+
+
+def named(xt, x0=None, rows=None):
+    return xt, x0, rows
+
+
+def check_input(model, xt, x0, rows):
+    """Raise UserError for ids (B, T), text (B, T) or rows (n,) that a model cannot take.
 
     The range of ids on a GPU is not read, as Python would wait for it.
     """
-    if torch.compiler.is_compiling():
-        return
-    xt = args[0] if args else kwargs.get("xt")
-    rows = kwargs.get("rows")
-    x0 = kwargs.get("x0")
     V = model.vocab_size
     kinds = (torch.int64, torch.int32)
     if not is_tensor(xt, kinds, 2):

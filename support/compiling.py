@@ -110,7 +110,8 @@ def fill_cache(model, shape, dtype, threads):
     compile_blocks(model.blocks)
     try:
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            model.features(torch.zeros(shape, dtype=torch.long)).sum().backward()
+            view = model.objective.view(torch.zeros(shape, dtype=torch.long))
+            model.features(view).sum().backward()
     except Exception as e:  # whatever it is, the run goes on without
         sys.exit(f"torch.compile: {str(e).splitlines()[0]}")
 

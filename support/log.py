@@ -63,7 +63,7 @@ class Log:
         said = ", ".join(f"{name} {old} to {new}" for name, (old, new) in run.changed.items())
         self.say(f"changed from step {run.step} on: {said}; no longer the same run to the bit")
 
-    def describe(self, run, folder, compiled, is_bound):
+    def describe(self, run, folder, compiled):
         """Say what is trained, on what and with what; `folder` is the checkpoint to resume."""
         c = run.config
         millions = sum(p.numel() for p in run.model.parameters()) / 1e6
@@ -86,13 +86,8 @@ class Log:
         self.say(f"{run.device}{threads}, {dtype}, {how}{ranks}, {ops}")
         if folder:
             self.say(f"resuming from {folder}, on the data that it learned")
-        if run.model.documents:
-            self.say("documents of given lengths (--lengths)")
-        if run.model.n > 1:
-            whole = f"; in {c.whole:.0%} of the steps all at once" * (c.whole > 0)
-            self.say(f"{run.model.n} blocks of {c.block_length} tokens, one after another{whole}")
-        if c.objective == "mdlm" and not is_bound:
-            self.say("the training loss is no likelihood bound; the evaluation is one")
+        for note in run.objective.notes():
+            self.say(note)
 
     @contextlib.contextmanager
     def progress(self, run):
@@ -148,7 +143,7 @@ class Log:
         """Show what the model writes: from nothing, and in a gap of real text (or after it)."""
         model = run.averaged
         x0 = run.windows[[0, 1 % len(run.windows)]]
-        hidden = model.learned(x0)
+        hidden = model.objective.scored_mask(x0)
         title, hidden[1] = second_preview(model, hidden[1])
         g = generator("preview", run.config.seed, run.step)
         was_training = model.training
@@ -232,7 +227,7 @@ def second_preview(model, hidden):
     n = len(at)
     if config.prompt_column:
         return "another one, whose answer is {}:", hidden
-    if config.objective == "ar" or model.n > 1:
+    if not model.objective.fills_gaps:
         title = "validation text, and how the model >>goes on<< ({} was there):"
         chosen = at[n // 2 :]
     else:

@@ -106,9 +106,7 @@ def plan(run, is_last):
 def preview_calls(run):
     """The fewest and the most network calls with which mdlm.generate shows something."""
     T = run.config.block_size
-    if run.config.objective == "ar":
-        return T, T
-    return tuple(max(run.model.n, min(T, calls)) for calls in PREVIEW)
+    return tuple(max(run.objective.n_pieces, min(T, calls)) for calls in PREVIEW)
 
 
 def windows_now(run):
@@ -147,11 +145,11 @@ def score(run, evaluate, is_last):
         before_preview -= min(CALL * calls * run.per_window, reserve(run) / 4)
         run.log.say(f"evaluating on {how_much(run, n, until)}")
     r, raw, per_window = score_both(run, evaluate, windows, passes, before_preview)
-    key = "nll" if config.objective == "ar" else "nelbo"
+    key = run.objective.metric
     if not math.isfinite(r[key]):
         what = f"validation {key} {r[key]} at step {run.step}: not saved."
         raise UserError(f"{what} {advice(run)}")
-    learned = run.windows[run.model.learned(run.windows)]
+    learned = run.windows[run.objective.scored_mask(run.windows)]
     run.score = dict(name=key, value=r[key], step=run.step, unigram=unigram_entropy(learned))
     if n < run.micro_batch and run.per_window:  # small batches are slow
         per_window = min(per_window, run.per_window)

@@ -70,6 +70,10 @@ class Run:
         return round(self.sequences(self.step) * self.corpus.mean_size)
 
     @property
+    def objective(self):
+        return self.model.objective
+
+    @property
     def micro_batch(self):  # sequences of this rank at a time
         return self.config.batch_size // self.world // self.config.gradient_accumulation_steps
 
@@ -90,8 +94,6 @@ def check(config, world=1):
     if config.batch_size % parts:
         why = f"2 (mirrored pairs) x {world} rank(s) x --gradient_accumulation_steps"
         raise UserError(f"--batch_size={config.batch_size} must be a multiple of {parts}: {why}")
-    if config.min_rate > config.max_rate:
-        raise UserError(f"--min_rate={config.min_rate} is above --max_rate; swap them")
     if config.tokenizer not in KINDS and not config.tokenizer.endswith(".json"):
         accepted = f"{', '.join(KINDS)} or a tokenizer.json"
         raise UserError(f"--tokenizer={config.tokenizer} is not accepted; give {accepted}")
@@ -101,32 +103,6 @@ def check(config, world=1):
         raise UserError(f"--data=patterns has aligned sequences of 64 characters; {why}")
     if config.prompt_column == config.text_column:
         raise UserError(f"--prompt_column={config.prompt_column} is --text_column; name two")
-    if config.prompt_column and (config.objective, config.lengths) != ("mdlm", "learned"):
-        why = "leave --objective and --lengths out"
-        raise UserError(f"--prompt_column is for masks, and learns where an answer ends; {why}")
-    if config.block_length not in (0, config.block_size):
-        check_blocks(config)
-    elif config.whole:
-        raise UserError(
-            f"--whole={config.whole} needs a --block_length below --block_size={config.block_size}"
-        )
-    if config.objective == "ar" and config.time_conditioning:
-        raise UserError("--objective=ar has no mask rate; leave --time_conditioning out")
-
-
-# What --block_length needs.
-BLOCKS = dict(objective="mdlm", masking="exact", mask_schedule="linear", loss_weight="bound")
-BLOCKS |= dict(min_rate=0, max_rate=1, time_conditioning=False, lengths="learned", prompt_column="")
-
-
-def check_blocks(config):
-    """Raise UserError for settings that do not go with --block_length."""
-    given = f"--block_length={config.block_length}"
-    if config.block_size % config.block_length:
-        raise UserError(f"{given} must divide --block_size={config.block_size}")
-    for name, value in BLOCKS.items():
-        if getattr(config, name) != value:
-            raise UserError(f"{given} needs --{name}={value}")
 
 
 # What --resume may change of the numbers that a run computes. The log says so.
@@ -167,7 +143,7 @@ def check_end(given, old, folder):
         raise UserError(f"--time_limit={limit:g}, {took}; give more")
 
 
-def open_run(given, cls, new_config, world, resumable):
+def open_run(given, cls, new_config, check, world, resumable):
     """The `cls` of the given flags, the checkpoint to resume from (None: a new run), and what it
     changes: setting -> (old, new).
     """
@@ -182,7 +158,7 @@ def open_run(given, cls, new_config, world, resumable):
 
     def make_config():
         if folder:
-            made = resumed_config(given, cls, folder, out, resumable)
+            made = resumed_config(given, cls, check, folder, out, resumable)
         else:
             made = new_config(given), {}
             check_source(made[0], given)
@@ -244,7 +220,7 @@ def check_resume(given, out):
         raise UserError(f"--overwrite was cut off in {out} before it saved; {fix}")
 
 
-def resumed_config(given, cls, folder, out, resumable):
+def resumed_config(given, cls, check, folder, out, resumable):
     """The config of a checkpoint with the given flags, and what they change of its numbers."""
     old = checkpoint.read_config(cls, folder / "config.json", check)
     changes = {}

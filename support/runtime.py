@@ -91,11 +91,12 @@ def flops_per_token(model):
     """Of forward and backward: 6 a weight, and 12 C T a block with attention."""
     config = model.config
     body = sum(p.numel() for p in model.blocks.parameters())
-    twice = (model.n > 1) * (1 - config.whole)  # masked text, and the text that later blocks see
-    body *= 1 + twice
-    end = config.n_embd * model.vocab_size
-    if config.objective == "mdlm":  # half of the head, and of the last block's MLP
-        end = end / 2 - 8 * config.n_embd**2 * (0.5 + twice)
+    objective = model.objective
+    rows = objective.positions  # that the network computes for a token
+    body *= rows
+    # The head, and the last layer's MLP, compute only what is predicted.
+    end = objective.predicted * config.n_embd * model.vocab_size
+    end -= 8 * config.n_embd**2 * (rows - objective.predicted)
     attending = sum(block.qkv is not None for block in model.blocks)
     return 6 * (body + end) + 12 * attending * config.n_embd * config.block_size
 

@@ -32,7 +32,7 @@ import torch
 
 import mdlm
 from studies import frontier, peers
-from support import compiling, outputs, runs, runtime
+from support import compiling, outputs, runtime
 from support.cli import READS, WRITES, UserError, opt
 from support.files import naming
 
@@ -285,7 +285,7 @@ def steps_of(run):
     for step in itertools.count():
         mdlm.train_step(run, step, progress=0.75)
         if (step + 1) % run.config.log_interval == 0:
-            runs.check_finite(run)
+            mdlm.check_finite(run)
         yield
 
 

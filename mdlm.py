@@ -18,6 +18,9 @@ import copy
 import dataclasses
 import math
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,6 +31,7 @@ import variants
 from support import (
     checkpoint,
     compiling,
+    files,
     kernels,
     numerics,
     pace,
@@ -43,9 +47,8 @@ from support.cli import COUNT, NO_LIMIT, UserError, opt
 from support.ids import DTYPES
 from support.kernels.launch import can_compile
 from support.kernels.reference import rotary_tables
-from support.log import Log
-from support.optimizers import make_optimizers, set_rates, update
-from support.runs import Run
+from support.log import Log, to_preview
+from support.optimizers import average, make_optimizers, set_rates, update
 from support.runtime import all_reduce, generator, to_device
 from support.tokenizer import build_tokenizer, tokenizer_from_json
 from support.view import View
@@ -644,9 +647,17 @@ def load(path="out", device="cpu", kernel="auto", whole=False):
     return checkpoint.read_newest(path, lambda folder: load_from(folder, device, kernel, whole))[1]
 
 
+def read_config(folder):
+    """The Config of a checkpoint."""
+    known = {field.name for field in dataclasses.fields(Config)}
+    config = Config(**checkpoint.read_settings(folder / "config.json", known))
+    check(config)
+    return config
+
+
 def load_from(folder, device, kernel, whole):
     """`load` for the folder of an intact checkpoint."""
-    config = checkpoint.read_config(Config, folder / "config.json", check)
+    config = read_config(folder)
     if whole and config.whole:
         config.block_length = 0
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")
@@ -659,6 +670,72 @@ def load_from(folder, device, kernel, whole):
 
 
 # ---- Training
+@dataclasses.dataclass
+class Run:
+    """What the steps, reports and checkpoints of a run share."""
+
+    config: object
+    corpus: object
+    model: torch.nn.Module
+    averaged: torch.nn.Module  # the EMA of the weights, evaluated and saved; `model` if --ema=0
+    optimizers: list
+    device: torch.device
+    dtype: torch.dtype  # of matrix products
+    network: torch.nn.Module  # the model as it is trained: compiled, in DDP
+    rank: int = 0
+    world: int = 1
+    average: Callable = average  # updates `averaged`
+    windows: torch.Tensor = None  # (W, T) validation text
+    compiler: object = None  # the process that compiles, until it is done
+    log: Log = None
+    step: int = 0  # steps done
+    begun: tuple = (0, 0)  # the step that this process began with, the sequences learned before it
+    changed: dict = dataclasses.field(default_factory=dict)  # on --resume: setting -> (old, new)
+    progress: float = 0.0  # from 0 to 1, by steps or by time
+    seconds: float = 0.0  # of the processes that this one resumes
+    ending: float = 0.0  # seconds that the last evaluation and its samples will take
+    evaluating: float = 0.0  # seconds that evaluations on the way have taken
+    per_window: float = 0.0  # seconds to score a window once (0: not yet known)
+    few_windows: int = 0  # that evaluations on the way score (0: not yet chosen)
+    tenth: int = None  # of the run, when it was last asked for an evaluation
+    saving: float = 0.0  # seconds that the last save took
+    saved: int = -1  # step of the last checkpoint
+    saved_at: float = 0.0  # time.monotonic() then
+    save_is_due: float = 0.0  # whether that is long ago
+    finished: bool = False  # whether that checkpoint is the end of a run
+    pending: dict = dataclasses.field(default_factory=dict)  # step -> (loss, norm), not yet read
+    loss: float = math.nan  # the last ones that were read
+    grad_norm: float = math.nan
+    score: dict = dataclasses.field(default_factory=dict)  # the last evaluation, for its checkpoint
+
+    def __post_init__(self):
+        self.new_share = torch.zeros((), device=self.device)  # of new weights, in the EMA
+
+    def sequences(self, step):
+        """How many sequences are learned before a step; --resume may have changed batch_size."""
+        first, before = self.begun
+        return before + (step - first) * self.config.batch_size
+
+    @property
+    def tokens(self):
+        """Tokens of text in the steps done, on average: not what fills up windows of documents."""
+        return round(self.sequences(self.step) * self.corpus.mean_size)
+
+    @property
+    def objective(self):
+        return self.model.objective
+
+    @property
+    def micro_batch(self):  # sequences of this rank at a time
+        return self.config.batch_size // self.world // self.config.gradient_accumulation_steps
+
+    def elapsed(self):
+        return time.monotonic() - self.log.start + self.seconds
+
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+
 def make_run(config, corpus, device, dtype, ops, rank=0, world=1):
     """A Run with fresh weights, not compiled."""
     place = shards.make_place(config.shard, device, dtype, world)
@@ -720,44 +797,159 @@ def train_step(run, step, progress):
     norm = runtime.clip_gradients(list(run.model.parameters()), run.config.grad_clip)
     run.pending[step] = torch.stack((loss, norm))
     if not runtime.is_async(run.device):
-        runs.check_finite(run)  # before the update; a GPU's numbers are read before they are saved
+        check_finite(run)  # before the update; a GPU's numbers are read before they are saved
     update(run)
 
 
+def check_finite(run):
+    """Read the queued losses, averaged over ranks; UserError for NaN or inf on any rank."""
+    if run.pending:
+        values = torch.stack([*run.pending.values()]).cpu().double()
+        values = (all_reduce(values) / run.world).tolist()
+        for step, (loss, norm) in zip(run.pending, values, strict=True):
+            if not math.isfinite(loss + norm):
+                what = f"loss {loss}, gradient norm {norm} at step {step}: not kept."
+                raise UserError(f"{what} {runs.advice(run)}")
+        run.pending.clear()
+        run.loss, run.grad_norm = values[-1]
+
+
+def timed(run, model, windows, passes=1, until=math.inf):
+    """What `evaluate` returns, and the seconds that it took for each window."""
+    began = time.monotonic()
+    with run.autocast():
+        r = evaluate(model, windows, passes, batch_size=run.micro_batch, deadline=until)
+    return r, max(1e-6, (time.monotonic() - began) / (r["passes"] * r["windows"]))
+
+
 def report(run, is_last=False):
-    """Evaluate the averaged weights, log the result and show samples."""
-    runs.check_finite(run)
+    """Evaluate the averaged and the raw weights, log the result and show samples."""
+    check_finite(run)
     # Eager: compile nothing for these shapes.
     with pace.counted(run), torch.compiler.set_stance("force_eager"):
-        r, raw, calls = pace.score(run, evaluate, is_last)
+        if pace.is_unmeasured(run):
+            for _ in range(2):  # the first is slow
+                _, run.per_window = timed(run, run.model, run.windows[: run.micro_batch])
+        plan = pace.plan(run, is_last)
+        r, seconds = timed(run, run.averaged, plan.windows, plan.passes, plan.scored_until)
+        raw = r
+        if run.averaged is not run.model:
+            raw, seconds = timed(run, run.model, plan.windows, 1, plan.scored_until)
+        calls = pace.note(run, plan, r[run.objective.metric], seconds)
         run.log.evaluation(run, r, raw, is_last)
         if (run.rank == 0 or run.config.shard) and run.step and calls:
-            run.log.samples(run, generate, calls)
+            show_samples(run, calls)
+
+
+def show_samples(run, calls):
+    """Show what the model writes in some network calls: from nothing, and in real text."""
+    x0, hidden, _ = to_preview(run)
+    g = generator("preview", run.config.seed, run.step)
+    was_training = run.averaged.training
+    run.averaged.eval()
+    with run.autocast():
+        x = generate(run.averaged, torch.where(hidden, run.model.mask_id, x0), calls, g)
+    run.averaged.train(was_training)
+    run.log.samples(run, x)
+
+
+def save(run, finished=False):
+    """Write a checkpoint, of numbers that are known to be finite."""
+    check_finite(run)
+    runs.save(run, finished)
+
+
+def make_config(given, folder, world):
+    """The Config of the given flags, and what they change of the checkpoint `folder` (or None)."""
+    changed = {}
+    if folder:
+        config, changed = runs.resumed(read_config(folder), given, folder, RESUMABLE)
+    else:
+        config = new_config(given)
+        runs.check_source(config, given)
+    check(config, world)
+    runs.check_unused(given, Path(config.out_dir))
+    return config, changed
+
+
+def open_run(given, world):
+    """(Config, the checkpoint to resume from or None, what is changed) of the given flags."""
+    given, folder = runs.find_run(given)
+    if not folder and "data" not in given:
+        with runtime.all_ranks():  # refuses what is wrong before a network is asked
+            make_config(given, folder, world)
+        given = given | {"data": runtime.ask_first_rank(sources.default_data)}
+    with runtime.all_ranks():
+        config, changed = make_config(given, folder, world)
+    runs.check_ranks(config)
+    with runtime.all_ranks():
+        if runtime.is_first_rank():
+            runs.claim(config, folder)
+    return config, folder, changed
+
+
+def open_data(config, folder, device, source):
+    """The Corpus of config.data: a folder of ids as it is; all else is prepared in out_dir/data.
+
+    Other data there is replaced only after the new one, with the tokenizer of `source` (what
+    --init_from names, or None), has proved usable. folder: the checkpoint to resume from, or None.
+    """
+    if source:
+        runs.check_network(config, source)
+    data = runs.data_folder(config)
+    with runtime.all_ranks():
+        first = runtime.is_first_rank() and not sources.is_ids(config.data)
+        if first and not runs.is_prepared(config, folder):
+            with files.replacing(data) as new:
+                prepare(config, new, source and source[1])
+                with runs.explain_data(folder):
+                    corpus = Corpus(new, config, torch.device("cpu"))
+                runs.check_identity(config, corpus.identity, folder)
+                del corpus  # it maps files that are renamed now
+    with runtime.all_ranks():
+        with runs.explain_data(folder):
+            corpus = Corpus(data, config, device)
+        runs.check_identity(config, corpus.identity, folder)
+    runs.check_ranks_data(config, corpus.identity)
+    if sources.is_ids(config.data) and not folder and runtime.is_first_rank():
+        sources.say_left_out(data)
+    return corpus
+
+
+def compile_run(run, folder):
+    """Compile the network if that pays; says what is trained, and with what."""
+    compiled = compiling.should_compile(run, can_compile(run.device))
+    if compiled is None:
+        for _ in range(2):  # the first is slow
+            began = time.monotonic()
+            compute_gradients(run, 0, 0.0)
+        run.model.zero_grad()
+        compiled = compiling.is_long(run.config.max_steps * (time.monotonic() - began))
+    run.log.describe(run, folder, compiled)
+    if compiling.compile_network(run, compiled, in_background=True):
+        run.log.say(f"compiling, {compiling.TAKES} (--compile=off starts at once)")
+        compute_gradients(run, 0, 0.0)
+        run.model.zero_grad()
 
 
 def setup(given, start):
     """Everything before the loop: the Run of the given flags."""
     rank, world, local_rank = runtime.join_ranks(given)
-    config, folder, changed = runs.open_run(given, Config, new_config, check, world, RESUMABLE)
-    device = runtime.on_all_ranks(lambda: runtime.use_device(config.device, local_rank, world))
-    dtype = runtime.pick_dtype(config.dtype, device)
-    ops = runtime.on_all_ranks(lambda: select_kernels(config.kernels, device, config, dtype))
+    config, folder, changed = open_run(given, world)
+    with runtime.all_ranks():
+        device = runtime.use_device(config.device, local_rank, world)
+        dtype = runtime.pick_dtype(config.dtype, device)
+        ops = select_kernels(config.kernels, device, config, dtype)
     log = Log(config, start, silent=rank > 0)
     source = load(config.init_from) if config.init_from and not folder else None
     log.say("reading the data")
-    corpus = runs.open_data(config, folder, device, prepare, Corpus, source)
+    corpus = open_data(config, folder, device, source)
     run = make_run(config, corpus, device, dtype, ops, rank, world)
     run.log = log
     run.changed = changed
     run.windows = corpus.windows(config.eval_windows)
     runs.load_weights(run, source)
-
-    def gradients():  # of a step: to time it, to compile
-        return compute_gradients(run, 0, 0.0)
-
-    compiled = compiling.should_compile(run, can_compile(device), gradients)
-    log.describe(run, folder, compiled)
-    compiling.compile_network(run, compiled, gradients)
+    compile_run(run, folder)
     runs.begin(run, folder)
     if not folder:
         report(run)
@@ -772,7 +964,7 @@ def train(given, start):
     with run.log.progress(run) as show_progress:
         while True:
             compiling.use_compiled(run)
-            stop = pace.poll(run, interrupt)
+            stop = pace.update_progress(run, interrupt)
             show_progress()
             if stop or run.progress >= 1:
                 break
@@ -780,14 +972,14 @@ def train(given, start):
             run.step += 1
             # Once in a while: a record in the log; an evaluation; a checkpoint.
             if run.step % config.log_interval == 0:
-                runs.check_finite(run)
+                check_finite(run)
                 scale = lr_scale(config, run.step - 1, run.progress)
                 run.log.training(run, scale, runtime.flops_per_token(run.model))
             if pace.must_evaluate(run):
                 report(run)
-                runs.save(run)
+                save(run)
             elif run.save_is_due:
-                runs.save(run)
+                save(run)
     finish(run, stop)
     runtime.leave_ranks()
     return stop and 128 + stop  # as a shell reports the signal
@@ -797,22 +989,20 @@ def finish(run, stop):
     """The end: an evaluation and a save of the same step; an interrupted run is only saved."""
     if stop:
         if run.saved != run.step:
-            runs.save(run)
+            save(run)
         run.log.stopped(run)
     elif run.finished and run.saved == run.step:
         run.log.ended(run)
     else:
         pace.check_steps(run)
         report(run, is_last=True)
-        runs.save(run, finished=True)
+        save(run, finished=True)
         if run.rank == 0:
             plots.try_to_draw(plots.plot_losses, run.log.path.with_name("loss.png"))
         run.log.done(run)
 
 
-def main(argv):
-    return train(parse_args(argv), PROCESS_START)
-
-
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:], checkpoint.release))
+    with cli.program(checkpoint.release) as end:
+        end.code = train(parse_args(sys.argv[1:]), PROCESS_START)
+    sys.exit(end.code)

@@ -12,7 +12,7 @@ from support import environment, runtime, shards
 from support.cli import NO_LIMIT, escaped
 from support.files import write_atomically, writing
 from support.progress import Progress
-from support.runtime import generator, peak_flops
+from support.runtime import peak_flops
 
 
 class Log:
@@ -139,18 +139,9 @@ class Log:
         self.say(in_words(run, r, values["val_bpc"], is_last))
         self.restart_clock(run.tokens)
 
-    def samples(self, run, generate, calls):
-        """Show what the model writes: from nothing, and in a gap of real text (or after it)."""
-        model = run.averaged
-        x0 = run.windows[[0, 1 % len(run.windows)]]
-        hidden = model.objective.scored_mask(x0)
-        title, hidden[1] = second_preview(model, hidden[1])
-        g = generator("preview", run.config.seed, run.step)
-        was_training = model.training
-        model.eval()
-        with run.autocast():
-            x = generate(model, torch.where(hidden, model.mask_id, x0), calls, g)
-        model.train(was_training)
+    def samples(self, run, x):
+        """Show x (2, T), what a model wrote in place of the hidden tokens of `to_preview`."""
+        x0, hidden, title = to_preview(run)
         first, second = (cut(run.corpus.tokenizer, *row) for row in zip(x.tolist(), hidden))
         _, was, _ = cut(run.corpus.tokenizer, x0[1].tolist(), hidden[1])
         texts = {"a text written from nothing:": "".join(first)}
@@ -218,6 +209,17 @@ def in_words(run, r, bits, is_last):
     if r["windows"] < len(run.windows):
         text += f" ({r['windows']} of {len(run.windows)} windows)"
     return text
+
+
+def to_preview(run):
+    """Two windows (2, T), which tokens of them to hide, (2, T) bool, and a title for the second.
+
+    All of the first: a text from nothing. Of the second a gap, or what follows its beginning.
+    """
+    x0 = run.windows[[0, 1 % len(run.windows)]]
+    hidden = run.objective.scored_mask(x0)
+    title, hidden[1] = second_preview(run.model, hidden[1])
+    return x0, hidden, title
 
 
 def second_preview(model, hidden):

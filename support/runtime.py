@@ -195,7 +195,14 @@ def how_started(world, given):
     """What all ranks must have alike, name -> text. Each may have a --device of its own."""
     found = {f"--{name}": str(value) for name, value in given.items() if name != "device"}
     digest = hashlib.sha256()
-    for path in sorted([ROOT / "mdlm.py", *ROOT.glob("support/*.py"), *ROOT.glob("kernels/*.py")]):
+    for path in sorted(
+        [
+            ROOT / "mdlm.py",
+            *ROOT.glob("support/*.py"),
+            *ROOT.glob("variants/*.py"),
+            *ROOT.glob("kernels/*.py"),
+        ]
+    ):
         digest.update(path.read_bytes())
     found |= {"WORLD_SIZE": str(world), "torch": torch.__version__}
     return found | {"the program (checksum)": digest.hexdigest()[:12]}
@@ -276,22 +283,28 @@ def is_late(deadline):
     return all_reduce(torch.tensor(float(time.monotonic() >= deadline)), "MAX").item() > 0
 
 
-def on_all_ranks(do):
-    """do() of each rank, returned there; a UserError of one is raised on all of them.
+@contextlib.contextmanager
+def all_ranks():
+    """Context manager: what each rank does within; a UserError of one is raised on all of them.
 
     The first rank says what the first of those that failed would say.
     """
-    error = found = None
+    error = None
     try:
-        found = do()
+        yield
     except UserError as e:
         error = e
+    raise_together(error)
+
+
+def raise_together(error):
+    """Raise the UserError of any rank, or return if all have none (None)."""
     rank, world = 0, 1
     if CONTROL:
         rank, world = distributed.get_rank(), distributed.get_world_size()
     failed = int(all_reduce(torch.tensor(rank if error else world), "MIN"))
     if failed == world:
-        return found
+        return
     said = [str(error)]
     if CONTROL:
         distributed.broadcast_object_list(said, failed, CONTROL)
@@ -300,6 +313,12 @@ def on_all_ranks(do):
     if error and failed:
         raise RankError(str(error)) from error
     raise UserError(f"rank {failed}: {said[0]}" if failed else said[0])
+
+
+def on_all_ranks(do):
+    """do() of each rank, returned there; a UserError of one is raised on all of them."""
+    with all_ranks():
+        return do()
 
 
 def check_equal(value, sentence):

@@ -39,6 +39,12 @@ def is_space(text):
     return text[:1].isspace()
 
 
+def end_of(text):
+    """The last CONTEXT characters of a text, from a space on: half of a word may be unknown."""
+    space = re.search(r"\s", text[-CONTEXT:])
+    return text[-CONTEXT:][space.start() :] if space and len(text) >= CONTEXT else text[-CONTEXT:]
+
+
 def shared(a, b):
     """How many characters at their beginning two texts have in common."""
     if b.startswith(a):
@@ -144,7 +150,7 @@ class Library:
         places = [self.find_cut(text, end) for end in range(PART, len(text), PART)]
         edges = [0, *(place for place in places if place), len(text)]
         parts = [text[begin:end] for begin, end in itertools.pairwise(edges)]
-        befores = [before[-CONTEXT:], *(text[i - CONTEXT : i] for i in edges[1:-1])]
+        befores = [end_of(before), *(text[i - CONTEXT : i] for i in edges[1:-1])]
         known = self.encode_all(befores)
         both = self.encode_all([a + b for a, b in zip(befores, parts)])
         ids = []
@@ -266,13 +272,19 @@ class Library:
     def is_dropped(self, c):
         """Whether a character changes nothing between two letters."""
         if c not in self.found_dropped:
-            x = self.letters()[0] if self.letters() else ""
-            dropped = False
-            if not (c.isspace() or unicodedata.category(c) == "Mn"):
-                with contextlib.suppress(UserError):  # no words are known with it
-                    dropped = self.encode(x + c + x) == self.encode(x + x)
-            self.found_dropped[c] = dropped
+            is_kept = c.isspace() or unicodedata.category(c) == "Mn"
+            self.found_dropped[c] = not is_kept and self.changes_nothing(c)
         return self.found_dropped[c]
+
+    def changes_nothing(self, c):
+        """The same: without a space around it or, where only whole words are known, with one."""
+        x = self.letters()[0] if self.letters() else ""
+        for space in ("", " "):
+            with contextlib.suppress(UserError):  # no words are known with it
+                ids = self.encode(x + space + c + space + x)
+                if self.unknown_id() not in ids:
+                    return ids == self.encode(x + space + x)
+        return False
 
 
 def byte_of_letter():

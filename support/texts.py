@@ -130,6 +130,9 @@ class Source:
         before = ""  # the end of what the next part goes on after
         for text, end in self():
             k = min(max(self.cut - done, 0), len(text))
+            if tokenizer.kind == "file" and 0 < k < len(text):  # some know no part of a word
+                k = before_word(text, k)
+                self.cut = done + k
             done += len(text)
             for part, trains in ((text[:k], True), (text[k:], False)):
                 if not part:
@@ -173,6 +176,12 @@ class Source:
                 place = f", line {number}" if number else ""
                 return UserError(f"{self.where}{place}: {e}")
         return UserError(f"{self.where}: {error}")
+
+
+def before_word(text, place):
+    """The place of the last space up to a place in a text; the place itself if none is near."""
+    near = range(place, max(0, place - CONTEXT), -1)
+    return next((i for i in near if text[i].isspace()), place)
 
 
 def find_line(wanted, texts):

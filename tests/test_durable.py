@@ -392,45 +392,6 @@ def test_advice_after_a_divergence_is_accepted(
     assert read_log(out)[-1]["step"] == 3
 
 
-def advice_cases(run, text, tmp):
-    """(what is typed, the flag or command that its sentence names, what then is typed)"""
-    new = [f"--data={text}", *tiny_flags("--eval_windows=2"), "--max_steps=1"]
-    again = [f"--out_dir={run}", "--resume"]
-    cut = shutil.copytree(run, tmp / "cut")
-    (cut / "latest").write_text(ownership.OVERWRITING)
-    overwrite = [*new, f"--out_dir={cut}", "--overwrite"]
-    bad = shutil.copytree(run, tmp / "bad")
-    (bad / "data" / "train.bin").write_bytes(b"")
-    yield [*new, f"--out_dir={run}"], "--resume", [*again, "--max_steps=5"]
-    yield [*new, f"--out_dir={run}"], "another --out_dir", [*new, f"--out_dir={tmp / 'other'}"]
-    yield [*again, "--n_layer=3"], "leave the flag out", again
-    yield [f"--out_dir={cut}", "--resume"], "give --overwrite again", overwrite
-    yield [*again, "--overwrite"], "give one of them", again
-    out = f"--out_dir={bad}"
-    yield [out, "--resume"], "--overwrite", [*new, out, "--overwrite"]
-    out = f"--out_dir={tmp}/none"
-    yield [out, "--resume"], "mdlm.py --out_dir=", [*new, out]
-    out = f"--out_dir={tmp}/n"
-    yield [*new, out, "--n_embd=34"], "multiple of 4", [*new, out, "--n_embd=36"]
-    batch = [f"--data={text}", *tiny_flags("--batch_size=7"), "--max_steps=1"]
-    out = f"--out_dir={tmp}/b"
-    yield [*batch, out], "multiple of 2", [*new, out]
-    out = f"--out_dir={tmp}/w"
-    blocks = [*new, "--whole=0.5", out]
-    yield blocks, "needs a --block_length below", [*blocks, "--block_length=8"]
-    out = f"--out_dir={tmp}/s"
-    yield [*new, out, "--shard"], "--shard=0", [*new, out, "--shard=0"]
-
-
-def test_advice_of_a_refusal_is_accepted(run, quick, pydoc, tmp_path, capsys):
-    (tmp_path / "text.txt").write_text(pydoc[:6000], encoding="utf-8")
-    for typed, advice, then in advice_cases(run, tmp_path / "text.txt", tmp_path):
-        capsys.readouterr()
-        assert run_mdlm(*typed) == 2, typed
-        assert advice in capsys.readouterr().err, typed
-        assert run_mdlm(*then) == 0, (advice, capsys.readouterr().err)
-
-
 # --------------------------------------------------------------------------------------------------
 # Ranks that meet
 

@@ -36,7 +36,8 @@ def made(pydoc):
         if name not in known and name in OWN:
             known[name] = build_tokenizer(name, 700, False, lambda: [(text, False)], len(text))
         elif name not in known:
-            known[name] = Tokenizer("file", tokenizer_kinds.KINDS[name](text).to_str())
+            make_kind = tokenizer_kinds.KINDS.get(name, tokenizer_kinds.unknown_words)
+            known[name] = Tokenizer("file", make_kind(text).to_str())
         return known[name]
 
     return make
@@ -90,6 +91,15 @@ def test_prepared_text_gains_and_loses_no_space(made, pydoc, tmp_path, monkeypat
     _, arrays, _, _ = sources.open_ids(tmp_path, 8, 0)
     whole = made.library.encode(text) if made.kind == "file" else made.encode(text)
     assert made.decode(np.concatenate(arrays)) == made.decode(whole)
+
+
+def test_training_text_ends_with_a_word(made, tmp_path):
+    """Wherever nine tenths of the characters are: a tokenizer may know no part of a word."""
+    for n in range(0, 30, 3):
+        (tmp_path / "t.txt").write_text(f"{SENTENCE}\n" * 30 + "\n" * n)
+        mdlm.prepare(mdlm.Config(data=str(tmp_path / "t.txt")), tmp_path, made("words"))
+        _, arrays, _, _ = sources.open_ids(tmp_path, 8, 0)
+        assert np.concatenate(arrays).tolist() == made("words").encode(SENTENCE) * 30
 
 
 # ---- Templates
@@ -277,6 +287,7 @@ LOST = {
     "bert": ["a 漢 b", "a\u200bb"],
     "t5": ["a 漢 b"],
     "words": ["the qqzzq of"],
+    "unknown words": ["the qqzzq of"],
     "letters": ["a漢b"],
 }
 
@@ -291,11 +302,19 @@ def test_texts_that_a_tokenizer_loses_are_refused(made, name, text):
         made(name).encode_pair(text, " of")
 
 
-@pytest.mark.parametrize("name", tokenizer_kinds.KINDS)
+def test_whole_words_are_known_after_a_part_of_one(made):
+    """What a text goes on after is cut off anywhere; a part of a word is then no word."""
+    before = f"{SENTENCE} " * 40
+    for n in range(seams.CONTEXT, seams.CONTEXT + len(SENTENCE)):
+        ids = made("words").encode_array(SENTENCE, before[-n:]).tolist()
+        assert ids == made("words").encode(SENTENCE)
+
+
+@pytest.mark.parametrize("name", [*tokenizer_kinds.KINDS, "unknown words"])
 def test_texts_that_a_tokenizer_keeps_are_taken(made, name):
     """Small letters, accents that it removes and white space are no loss."""
     texts = [SENTENCE, "The  value\n of"]
-    if name not in ("words", "letters", "t5", "bert_cased"):
+    if name not in ("words", "unknown words", "letters", "t5", "bert_cased"):
         texts.append("cafe\u0301 of")
     for text in texts:
         assert made(name).encode_given(text) == made(name).encode(text)
@@ -356,10 +375,11 @@ def test_the_harness_takes_prompts_that_end_in_a_space(made, monkeypatch):
         assert harness.Harness.write(asked, prompt, how) == answer
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "gemma", "gpt2", "qwen"])
+@pytest.mark.parametrize("name", ["llama", "t5", "gemma", "gpt2", "qwen", "words"])
 def test_exported_tokenizers_gain_no_space_after_a_mask(made, name):
     library, _ = export.to_library(made(name))
-    for text in ("The█ of a class", "the val█e of"):
+    cut = ("The █ of a class",) if name == "words" else ("The█ of a class", "the val█e of")
+    for text in cut:
         ids = library.encode(text.replace("█", "[MASK]"), add_special_tokens=False).ids
         parts = templates.parse(text, made(name), 100)
         assert ids == templates.to_ids(parts, made(name), made(name).vocab_size)

@@ -102,11 +102,16 @@ def qwen(text):
     return library
 
 
-def words(text):
-    """Whole words, and nothing for those that it does not know."""
-    library = tokenizers.Tokenizer(models.WordLevel())
+def words(text, **unknown):
+    """Whole words, and nothing for those that it does not know, unless there is an unk_token."""
+    library = tokenizers.Tokenizer(models.WordLevel(**unknown))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
-    return train(library, trainers.WordLevelTrainer, text, 20_000, special_tokens=[])
+    specials = list(unknown.values())
+    return train(library, trainers.WordLevelTrainer, text, 20_000, special_tokens=specials)
+
+
+def unknown_words(text):
+    return words(text, unk_token="[UNK]")
 
 
 def letters(text):

@@ -1,0 +1,1553 @@
+"""What the sentences of each source advise: rows of (a sentence, what was wrong, what it advises).
+
+A sentence is named by words of it that no other string of that file has; {} is what the program
+puts in, and " + " stands between strings that the program puts together. What was wrong, and each
+way to follow the advice, is a step:
+
+    "mdlm --n_embd=34"        a command. One of mdlm.py without --resume begins a tiny run: these
+                              are flags beside that run's; -name leaves one of those out.
+                              {names} are files and runs of test_advice.py; {run} may be changed
+    {"a.txt": "..."}          mdlm.py learns this file, or the folder that it is in
+    ({"a": "..."}, "eval a")  these files are there, and a command
+    lambda at: ...            what Python callers do, and what no command says
+
+In place of steps a row may have the reason why nothing is followed here, and so may a whole file.
+test_advice.py takes the steps, and fails for a sentence that advises something and has no row.
+"""
+
+import gzip
+import io
+import json
+import os
+import time
+
+import numpy as np
+import tokenizers
+import torch
+from conftest import sign
+
+import export
+import mdlm
+import sample
+from support import (
+    kernels,
+    likelihood,
+    numerics,
+    ownership,
+    plots,
+    records,
+    runtime,
+    shards,
+    sources,
+    texts,
+    tokenizer,
+)
+from support.kernels import operations
+from support.tokenizer import Tokenizer
+
+
+class Because(str):
+    """Why the advice of a sentence is not followed here."""
+
+
+MACHINE = Because("it needs a network, a package, a GPU, or a machine that is full")
+RANKS = Because("it needs several ranks")
+NOTHING = Because("it advises nothing")
+
+
+class FollowedIn(Because):
+    """The name of the test that follows it."""
+
+
+# ---- What files hold
+TEXT = "some words, " * 120
+RECORD = '{"text": "some words"}\n'
+PAIR = '{"prompt": "abc", "text": "defghi"}\n'
+LOG = '{"step": 1, "tokens": 9, "seconds": 1.0}\n'
+IDS = np.arange(300, dtype=np.uint16) % 7
+
+
+def ids(train=IDS, val=IDS, **meta):
+    """The files of a folder of ids; arrays are written as they are."""
+    found = {"ids/train.bin": train, "ids/val.bin": val}
+    if meta:
+        found["ids/meta.json"] = json.dumps(meta)
+    return {name: part if isinstance(part, str) else bytes(part) for name, part in found.items()}
+
+
+def of_llm_c(n, magic=20240520):
+    """A file of IDS as llm.c has them, whose header says that there are n."""
+    return np.array([magic, 1, n] + [0] * 253, np.int32).tobytes() + IDS.tobytes()
+
+
+def npy(array):
+    found = io.BytesIO()
+    np.save(found, array)
+    return found.getvalue()
+
+
+def parquet(**columns):
+    import pyarrow
+    import pyarrow.parquet
+
+    found = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), found)
+    return found.getvalue()
+
+
+def of_words(vocab, **how):
+    """The tokenizer.json of these words and their ids; texts with others cannot be encoded."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, **how))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens([word for word in vocab if word.startswith("[E")])
+    return made.to_str()
+
+
+WORDS = of_words({"some": 0, "words": 1, ",": 2, "[EOT]": 3})
+
+
+# ---- What no command says
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def flip(path):
+    """Change the last byte of a file."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def set_config(run, **settings):
+    """Change the config of the newest checkpoint of a run, as another version may have."""
+    folder = run / "step-4"
+    content = json.loads((folder / "config.json").read_text())
+    content["config"] |= settings
+    write(folder / "config.json", json.dumps(content))
+    sign(folder)
+
+
+def change_data(run):
+    """Other data in the place of what a run has learned, as earlier versions noted it."""
+    meta = json.loads((run / "data" / "meta.json").read_text())
+    del meta["checksum"]
+    write(run / "data" / "meta.json", json.dumps(meta))
+    flip(run / "data" / "val.bin")
+
+
+def break_weights(at):
+    """The newest checkpoint of {run} gets weights that are not finite."""
+    from safetensors.torch import load_file, save_file
+
+    path = at.run / "step-4" / "model.safetensors"
+    tensors = load_file(path)
+    next(iter(tensors.values())).fill_(float("nan"))
+    save_file(tensors, path)
+    sign(at.run / "step-4")
+
+
+def train_again(at):
+    at.do("mdlm --out_dir={run} --overwrite", saves=True)
+
+
+def no_network(at):
+    def fails():
+        raise OSError("no network")
+
+    at.patch.setattr(sources, "shakespeare", fails)
+
+
+def cut_off(at):
+    """An --overwrite of {run} that was killed before it saved."""
+    write(at.run / "latest", ownership.OVERWRITING)
+
+
+def learn(at, content):
+    """mdlm.py learns records that may have 200 bytes."""
+    at.patch.setattr(records, "LARGEST", 200)
+    at.take({"a.jsonl": content})
+
+
+def unreadable(at):
+    """A text that only others may read."""
+
+    def fails(path, *how, **more):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with at.patch.context() as patch:
+        patch.setattr(records, "open", fails, raising=False)
+        at.take({"a.txt": TEXT})
+
+
+def read_twice(at, then):
+    """Survey a text and encode it; `then` is called in between."""
+    path = at.tmp / "a.txt"
+    write(path, TEXT)
+    source = texts.open_source(mdlm.Config(data=str(path)))
+    source.survey()
+    then(path)
+    list(source.encode(Tokenizer("byte")))
+
+
+def open_prompts(at, block_size):
+    """Windows of this size from prepared prompts and answers."""
+    config = mdlm.Config(block_size=block_size, prompt_column="prompt", lengths="learned")
+    mdlm.Corpus(f"{at['prompts']}/data", config, torch.device("cpu"))
+
+
+def to_json(at, n):
+    """Save a tokenizer of n characters where 300 bytes are accepted."""
+    at.patch.setattr(tokenizer, "most_bytes", lambda path: 300)
+    Tokenizer("char", [chr(i) for i in range(97, 97 + n)]).to_json()
+
+
+def select(at, **how):
+    """Choose the operations, where Triton's interpreter would run them."""
+    at.patch.setattr(operations, "_missing", lambda device: "")
+    at.patch.setattr(operations, "INTERPRET", True)
+    kernels.select(**how)
+
+
+def evaluate(at, **how):
+    mdlm.evaluate(how.pop("model", at.model), how.pop("windows", at.x), **how)
+
+
+def generate(at, **how):
+    sample.generate(how.pop("model", at.model), at.x, **how)
+
+
+def only(at, id):
+    """(V,) bool: this id alone may be drawn."""
+    return torch.arange(at.model.vocab_size) == id
+
+
+def check_shard(at, shard):
+    """--shard in a run of three ranks."""
+    at.patch.setattr(runtime, "CONTROL", "three ranks")
+    shards.check(shard, 3)
+
+
+def hold(at):
+    """Another process trains in {run}."""
+    import fcntl
+
+    at.held = os.open(at.run, os.O_RDONLY)
+    fcntl.flock(at.held, fcntl.LOCK_EX)
+
+
+def not_yours(at, command):
+    """A command in a folder `theirs` that only others may write."""
+    (at.tmp / "theirs").mkdir()
+    access = os.access
+    at.patch.setattr(
+        os, "access", lambda path, how: "theirs" not in str(path) and access(path, how)
+    )
+    at.do(command)
+
+
+# ---- The rows
+# Sentences that only warn: the program goes on.
+WARNINGS = (
+    "{}: every second id is 0; if that is wrong, give --bin_dtype={}",
+    "its lines are JSON: name it .jsonl to learn only their texts",
+    "read too; move away what is not meant for training",
+)
+ADVICE = {}
+
+ADVICE["bench.py"] = [
+    ("give train or sample", "bench kernels", "bench train", "bench sample"),
+    ("first give {} or nothing, then flags", "bench training", "bench train", "bench"),
+    (
+        "the lines above say why; raise --time_limit",
+        "bench train --time_limit=1e-9",
+        "bench train --time_limit=99",
+    ),
+    ("--only={} is in no name of an operation", MACHINE),
+]
+
+ADVICE["eval.py"] = [
+    (
+        "connect to a network, or give --data=FILE",
+        lambda at: (no_network(at), at.do("eval --data=shakespeare")),
+        "eval --data={text}",
+    ),
+    ("has another vocabulary than", "eval --data={ids}", "eval --data={text}"),
+    (
+        "restore it, or give --data={} to score it as it is",
+        "eval --out_dir={changed}",
+        "eval --out_dir={run}",
+        "eval --out_dir={changed} --data={changed}/data",
+    ),
+    (
+        "give one of them",
+        "eval --compare={run} --windows=2",
+        "eval --compare={run}",
+        "eval --windows=2",
+    ),
+    (
+        "--text measures nothing else",
+        "eval --text=a --windows=2",
+        "eval --text=a",
+        "eval --windows=2",
+    ),
+    ("--text is missing; give one", "eval --rate=0.2", "eval --rate=0.2 --text=abc"),
+    (
+        "has logged no evaluation yet; wait for one, or leave it out",
+        ({"o/log.jsonl": LOG}, "eval --compare={run},o"),
+        lambda at: at.take(({"o/log.jsonl": LOG + at.log}, "eval --compare={run},o")),
+        "eval --compare={run}",
+    ),
+    (
+        "--whole is for models of mdlm.py --whole",
+        "eval --whole",
+        "eval",
+        "eval --whole --out_dir={whole}",
+    ),
+    (
+        "--text is for models that fill gaps",
+        "eval --out_dir={ar} --text=abc",
+        "eval --out_dir={ar}",
+    ),
+    ("--text has {} tokens; give 1 to {}", "eval --text={long}", "eval --text=abc"),
+]
+
+ADVICE["export.py"] = [
+    ("hf: for Hugging Face transformers; page: ", NOTHING),
+    (
+        "the vocabulary has a token {} of its own; train without it",
+        lambda at: export.to_library(Tokenizer("file", of_words({"[MASK]": 0, "some": 1}))),
+        lambda at: export.to_library(Tokenizer("file", of_words({"some": 0, "words": 1}))),
+    ),
+    (
+        "some ids below {} are unused; train with a tokenizer without gaps",
+        lambda at: export.to_library(Tokenizer("file", of_words({"some": 0, "words": 2}))),
+        lambda at: export.to_library(Tokenizer("file", of_words({"some": 0, "words": 1}))),
+    ),
+    (
+        "not for --objective=ar or --block_length without --whole",
+        "export --dest={tmp}/e --out_dir={blocks}",
+        "export --dest={tmp}/e --out_dir={run}",
+        "export --dest={tmp}/e --out_dir={whole}",
+    ),
+]
+
+ADVICE["mdlm.py"] = [
+    ("A run ends by --max_steps or --time_limit", NOTHING),
+    ("With --max_steps alone no clock enters", NOTHING),
+]
+
+ADVICE["sample.py"] = [
+    (
+        "{} is no setting; give {}",
+        lambda at: generate(at, step=4),
+        lambda at: generate(at, steps=4),
+    ),
+    (
+        "an autoregressive model needs left_to_right",
+        "sample --out_dir={ar} --order=random",
+        "sample --out_dir={ar} --order=left_to_right",
+    ),
+    (
+        "{} is not for {}; leave it out",
+        "sample --out_dir={ar} --cfg=1 --prompt=a",
+        "sample --out_dir={ar} --prompt=a",
+    ),
+    (
+        "correct={} is not accepted; give {}",
+        "sample --correct=all",
+        "sample --correct=auto",
+        "sample --correct=2",
+    ),
+    (
+        "memo must be a likelihood.Memo",
+        lambda at: next(sample.unmask(at.model, at.masked, memo={})),
+        lambda at: next(sample.unmask(at.model, at.masked, memo=likelihood.Memo())),
+    ),
+    (
+        "memo is for unmask; generate has one of its own, so leave it out",
+        lambda at: generate(at, memo=likelihood.Memo()),
+        lambda at: generate(at),
+    ),
+    (
+        "a template says by itself what to write",
+        "sample --infill=a█ --length=4",
+        "sample --infill=a█",
+        "sample --length=4",
+    ),
+    (
+        "leave one of them out",
+        "sample --batch={templates} --watch",
+        "sample --batch={templates}",
+        "sample --watch",
+    ),
+    (
+        "watch one text, or write many for a program",
+        "sample --watch --json=-",
+        "sample --watch",
+        "sample --json=-",
+    ),
+    (
+        "--compare writes texts with several settings",
+        "sample --compare=temperature=0.5,1 --watch",
+        "sample --compare=temperature=0.5,1",
+        "sample --watch",
+    ),
+    (
+        "{} is a second text, beside --{}; give one of them",
+        "sample hello --prompt=be",
+        "sample hello",
+        "sample --prompt=be",
+    ),
+    (
+        "give it as --out_dir or --batch; if it is a text, as --prompt",
+        "sample {run}",
+        "sample --out_dir={run}",
+        "sample --prompt={run}",
+        "sample --batch={templates}",
+    ),
+    (
+        "one_shot is one step",
+        "sample --order=one_shot --steps=4",
+        "sample --order=one_shot",
+        "sample --steps=4",
+    ),
+    (
+        "--{} needs a template; give --infill or --batch",
+        "sample --candidates=2",
+        "sample --candidates=2 --infill=a█",
+        "sample --candidates=2 --batch={templates}",
+    ),
+    (
+        "--{}={} is no file or text; give one or leave it out",
+        "sample --html=-",
+        "sample --html={tmp}/page.html",
+        "sample",
+    ),
+    (
+        "--prompt has gaps; give it as --infill, or without a flag before it",
+        "sample --prompt=a█",
+        "sample --infill=a█",
+        "sample a█",
+    ),
+    (
+        "this model learned to answer prompts; give --prompt, no template",
+        "sample --out_dir={prompts} --infill=a█",
+        "sample --out_dir={prompts} --prompt=aa",
+    ),
+    (
+        "--{} is not for an autoregressive model; leave it out",
+        "sample --out_dir={ar} --steps=3",
+        "sample --out_dir={ar}",
+    ),
+    (
+        "--compare needs gaps of known lengths; write █ for each token",
+        "sample --compare=temperature=0.5,1 --infill=a[___]",
+        "sample --compare=temperature=0.5,1 --infill=a██",
+    ),
+    (
+        "--cfg guides by the given text, and there is none; give some",
+        "sample --cfg=1",
+        "sample --cfg=1 --prompt=a",
+    ),
+]
+
+ADVICE["arguments.py"] = [
+    (
+        "{}={} must be a whole number from {} {}",
+        lambda at: evaluate(at, passes=0.5),
+        lambda at: evaluate(at, passes=1),
+    ),
+    (
+        "{}={} must be True or False",
+        lambda at: mdlm.load(at.run, whole="yes"),
+        lambda at: mdlm.load(at.run, whole=True),
+        lambda at: mdlm.load(at.run, whole=False),
+    ),
+    (
+        "the text is no string, or not UTF-8; convert it, or set a UTF-8 locale",
+        lambda at: at.tokenizer.encode(b"ab"),
+        lambda at: at.tokenizer.encode(b"ab".decode()),
+    ),
+    (
+        "ids must be a list or tensor (n,) of whole numbers",
+        lambda at: at.tokenizer.decode(torch.tensor([[1, 2]])),
+        lambda at: at.tokenizer.decode(torch.tensor([1, 2])),
+        lambda at: at.tokenizer.decode([1, 2]),
+    ),
+    (
+        "ids must be whole numbers (n,); give those that encode returned",
+        lambda at: at.tokenizer.decode([0.5]),
+        lambda at: at.tokenizer.decode(at.tokenizer.encode("ab")),
+    ),
+    (
+        "{} is no id of this tokenizer; give 0 to {}, which is [MASK]",
+        lambda at: at.tokenizer.decode([-1]),
+        lambda at: at.tokenizer.decode([0, at.model.mask_id]),
+    ),
+    (
+        "model is {}; give the first thing that mdlm.load returns",
+        lambda at: sample.write(mdlm.load(at.run), at.tokenizer, "a", length=2),
+        lambda at: sample.write(mdlm.load(at.run)[0], at.tokenizer, "a", length=2),
+    ),
+    (
+        "{}; give the second thing that mdlm.load returns",
+        lambda at: sample.write(at.model, mdlm.load(at.run), "a", length=2),
+        lambda at: sample.write(at.model, mdlm.load(at.run)[1], "a", length=2),
+    ),
+    (
+        "{} must be a tensor (B, T) of int64 ids + {}, not {}; give {}",
+        lambda at: mdlm.generate(at.model, at.x.float()),
+        lambda at: mdlm.generate(at.model, at.x),
+    ),
+    (
+        "{} has ids from {} to {}; give {}",
+        lambda at: mdlm.generate(at.model, at.x - 1),
+        lambda at: mdlm.generate(at.model, at.x),
+    ),
+    (
+        "{} is on {}, the model on {}; move one of them",
+        lambda at: mdlm.generate(at.model, at.x.to("meta")),
+        lambda at: mdlm.generate(at.model, at.x.cpu()),
+    ),
+    (
+        "{} has {} tokens, the context only {}; cut it",
+        lambda at: mdlm.generate(at.model, at.x.repeat(1, 2)),
+        lambda at: mdlm.generate(at.model, at.x.repeat(1, 2)[:, :32]),
+    ),
+    (
+        "{} must be a bool tensor {}",
+        lambda at: evaluate(at, scored=at.x),
+        lambda at: evaluate(at, scored=at.x == 0),
+    ),
+    (
+        "generator must be a torch.Generator or None + {}; a number is a seed",
+        lambda at: mdlm.generate(at.model, at.x, generator=0),
+        lambda at: mdlm.generate(at.model, at.x, generator=torch.Generator().manual_seed(0)),
+        lambda at: mdlm.generate(at.model, at.x, generator=None),
+    ),
+    ("generator is on {}; give one on the CPU", MACHINE),
+    (
+        "samples must be {} whole numbers from 0 to {}, one for each row",
+        lambda at: generate(at, samples=[0]),
+        lambda at: generate(at, samples=[0, 1]),
+    ),
+    (
+        "forbid must be a list of ids",
+        lambda at: generate(at, forbid=3),
+        lambda at: generate(at, forbid=[3]),
+    ),
+    (
+        "forbid has all {} ids, so nothing can be drawn; leave some out",
+        lambda at: generate(at, forbid=range(at.model.vocab_size)),
+        lambda at: generate(at, forbid=range(at.model.vocab_size - 1)),
+    ),
+    (
+        "allowed must be a dict of positions below {} to bool tensors",
+        lambda at: generate(at, allowed=[only(at, 0)]),
+        lambda at: generate(at, allowed={0: only(at, 0)}),
+    ),
+    (
+        "allowed has no id at position {}; leave it out, or allow one",
+        lambda at: generate(at, allowed={0: only(at, -1)}),
+        lambda at: generate(at, allowed={}),
+        lambda at: generate(at, allowed={0: only(at, 1)}),
+    ),
+    (
+        "forbid has all ids that allowed has at {}; leave one out of it",
+        lambda at: generate(at, allowed={0: only(at, 1)}, forbid=[0, 1]),
+        lambda at: generate(at, allowed={0: only(at, 1)}, forbid=[0]),
+    ),
+    (
+        "expect must be a function or None",
+        lambda at: generate(at, expect=9),
+        lambda at: generate(at, expect=print),
+        lambda at: generate(at, expect=None),
+    ),
+    (
+        "observe must be a function",
+        lambda at: evaluate(at, observe=9),
+        lambda at: evaluate(at, observe=lambda rows, targets, logits: None),
+    ),
+    (
+        "deadline must be a time.monotonic()",
+        lambda at: evaluate(at, deadline="soon"),
+        lambda at: evaluate(at, deadline=time.monotonic()),
+    ),
+    (
+        "windows is empty, {} x {}; give at least a window of a token",
+        lambda at: evaluate(at, windows=at.x[:0]),
+        lambda at: evaluate(at, windows=at.x[:1, :1]),
+    ),
+    (
+        "a model of blocks needs all {} of its context",
+        lambda at: evaluate(at, model=at.blocks, windows=at.x[:, :16]),
+        lambda at: evaluate(at, model=at.blocks, windows=at.x),
+    ),
+    (
+        "windows has [MASK] where a token is scored; give the true tokens there",
+        lambda at: evaluate(at, windows=at.masked, scored=at.x == 0),
+        lambda at: evaluate(at, windows=at.x, scored=at.x == 0),
+    ),
+    (
+        "scored is not for a model of blocks; leave it out",
+        lambda at: evaluate(at, model=at.blocks, scored=torch.arange(32).expand(2, 32) > 3),
+        lambda at: evaluate(at, model=at.blocks),
+    ),
+    (
+        "xt must be a tensor (B, T) of int64 ids + {}; give 0 to {}, which is [MASK]",
+        lambda at: at.model(at.x.float()),
+        lambda at: at.model(at.x),
+        lambda at: at.model(at.masked),
+    ),
+    (
+        "xt is empty, {}; give at least a row of a token",
+        lambda at: at.model(at.x[:0]),
+        lambda at: at.model(at.x[:1, :1]),
+    ),
+    (
+        "x0 must be ids {} like xt, or None",
+        lambda at: at.model(at.x, x0=at.x[:1]),
+        lambda at: at.model(at.x, x0=at.x),
+        lambda at: at.model(at.x, x0=None),
+    ),
+    (
+        "rows must be a tensor (n,) of int64, or None",
+        lambda at: at.model(at.x, rows=[1, 2]),
+        lambda at: at.model(at.x, rows=torch.tensor([1, 2])),
+        lambda at: at.model(at.x, rows=None),
+    ),
+]
+
+ADVICE["checkpoint.py"] = [
+    (
+        "{} is no path; give the folder of a run or a checkpoint",
+        lambda at: mdlm.load(4),
+        lambda at: mdlm.load(at.run),
+        lambda at: mdlm.load(at.run / "step-4"),
+    ),
+    (
+        "{} is no path that can be; give that of a run",
+        lambda at: mdlm.load("out\ud800"),
+        lambda at: mdlm.load(str(at.run)),
+    ),
+    (
+        "{} is {}; give the folder of a run that mdlm.py trained",
+        "sample --out_dir={text}",
+        "sample --out_dir={run}",
+    ),
+    (
+        "train one with: {} --out_dir={}{}",
+        "mdlm --out_dir={tmp}/none --resume",
+        "mdlm --out_dir={tmp}/none",
+    ),
+    (
+        "restore it from a copy, or give another one",
+        lambda at: (
+            flip(at.run / "step-4" / "config.json"),
+            at.do("sample --out_dir={run}/step-4"),
+        ),
+        "sample --out_dir={run}/step-4",
+        "sample --out_dir={run}/step-2",
+    ),
+    (
+        "--init_from={}: leave it out to start from random weights",
+        "mdlm --init_from=scratch",
+        "mdlm",
+    ),
+    (
+        "to continue the run in --out_dir give --resume",
+        "mdlm --out_dir={run} --init_from=resume --overwrite",
+        "mdlm --out_dir={run} --resume",
+    ),
+    (
+        "--init_from fine-tunes the folder of a run",
+        "mdlm --init_from=org/model",
+        "mdlm --init_from={run}",
+    ),
+    (
+        "use the version that wrote it, or train again",
+        lambda at: (set_config(at.run, newer=1), at.do("sample")),
+        lambda at: (set_config(at.run, newer=1), train_again(at), at.do("sample")),
+    ),
+    (
+        "{} does not fit its config: it is too small; train again",
+        lambda at: (set_config(at.run, n_embd=4096), at.do("sample")),
+        lambda at: (set_config(at.run, n_embd=4096), train_again(at), at.do("sample")),
+    ),
+    (
+        "take an earlier checkpoint, or train again",
+        lambda at: (break_weights(at), at.do("sample")),
+        lambda at: (break_weights(at), at.do("sample --out_dir={run}/step-2")),
+        lambda at: (break_weights(at), train_again(at), at.do("sample")),
+    ),
+    (
+        "stop the run that is training there, or give another --out_dir",
+        lambda at: (hold(at), at.do("mdlm --out_dir={run} --resume")),
+        lambda at: (hold(at), os.close(at.held), at.do("mdlm --out_dir={run} --resume")),
+        lambda at: (hold(at), at.do("mdlm --out_dir={tmp}/other"), os.close(at.held)),
+    ),
+]
+
+ADVICE["cli.py"] = [
+    (
+        "needs the package {}, which {}; type: {}",
+        FollowedIn("test_the_advice_for_a_missing_package_works"),
+    ),
+    ("check that and the free space", MACHINE),
+    ("out of memory; lower the batch, the length, or the size of the model", MACHINE),
+    ("another rank has stopped, and its own message says why; --resume continues", RANKS),
+    (
+        "--{}={} is not accepted; give {}",
+        lambda at: generate(at, order="up"),
+        lambda at: generate(at, order="random"),
+    ),
+    ("--{}={} must be from {} to {}", "mdlm --dropout=2", "mdlm --dropout=0.5"),
+    ("is empty: {} Give a value", "mdlm --data=", "mdlm --data={text}"),
+    ("{} needs dashes: --{}", "mdlm n_layer=1", "mdlm --n_layer=1"),
+    ("{} needs a flag before it + such as --{}=", "mdlm {text}", "mdlm --data={text}"),
+    ("there is no flag {}{} (--help lists all)", "mdlm --n_lyer=2", "mdlm --n_layer=2"),
+    ("{} are {} values; put a text in quotes", "sample a b", "sample 'a b'"),
+]
+
+ADVICE["compiling.py"] = [
+    ("--compile=on needs Triton, a C++ compiler", MACHINE),
+    ("compiling, {} (--compile=off starts at once)", MACHINE),
+]
+
+ADVICE["environment.py"] = FollowedIn("test_the_advice_for_a_missing_package_works")
+
+ADVICE["files.py"] = [
+    (
+        "check that path, or give another --out_dir",
+        "mdlm --out_dir={text}/out",
+        "mdlm --out_dir={tmp}/out",
+    ),
+    ("free some space or use another --out_dir", MACHINE),
+]
+
+ADVICE["guesses.py"] = FollowedIn("test_an_answer_can_be_typed")
+
+ADVICE["ids.py"] = [
+    ("{}; it is cut off: restore it", ids(of_llm_c(400)), ids(of_llm_c(300))),
+    ("{}, and {} are known; remove its {} bytes", ids(of_llm_c(300, 20230101)), ids()),
+    ("is missing or no regular file; restore it", {"ids/train.bin": bytes(IDS)}, ids()),
+    (
+        "restore it, or state the width with --bin_dtype",
+        ids(IDS.astype(np.uint8)[1:]),
+        ids(),
+        (ids(IDS.astype(np.uint8)[1:], IDS.astype(np.uint8)), "mdlm --data=ids --bin_dtype=uint8"),
+    ),
+    ("{} has no tokens; give more text", {"a.txt": "a"}, {"a.txt": TEXT}),
+    ("write the ids alone, with numpy's ids.tofile", ids(npy(IDS)), ids(IDS)),
+    ("write ids there, in little-endian order", ids(IDS.astype(">u2")), ids(IDS)),
+    (
+        "give {} + {}; {} (or --bin_dtype=uint16 if it is right)",
+        ids(*[IDS.astype(np.uint32)] * 2),
+        (ids(*[IDS.astype(np.uint32)] * 2), "mdlm --data=ids --bin_dtype=uint32"),
+        (ids(*[IDS.astype(np.uint32)] * 2), "mdlm --data=ids --bin_dtype=uint16"),
+    ),
+    (
+        "{}: every second id is 0; if that is wrong, give --bin_dtype={}",
+        (ids(*[IDS.astype(np.int64)] * 2), "mdlm --data=ids --bin_dtype=uint32"),
+        (ids(*[IDS.astype(np.int64)] * 2), "mdlm --data=ids --bin_dtype=int64"),
+    ),
+    (
+        "restore the file, or give --vocab_size + , or --end_id={} if it ends documents",
+        ids(np.append(IDS, np.uint16(3000))),
+        ids(),
+        (ids(np.append(IDS, np.uint16(3000))), "mdlm --data=ids --vocab_size=3001"),
+        (ids(np.append(IDS, np.uint16(3000))), "mdlm --data=ids --end_id=3000"),
+    ),
+    (
+        "restore the file, or give another --bin_dtype",
+        (ids(IDS + 300), "mdlm --data=ids --bin_dtype=int32"),
+        (ids(IDS.astype(np.int32), IDS.astype(np.int32)), "mdlm --data=ids --bin_dtype=int32"),
+        (ids(IDS + 300), "mdlm --data=ids --bin_dtype=uint16"),
+    ),
+]
+
+ADVICE["judging.py"] = [
+    (
+        "give one of {}, as in --compare=temperature=0.5,1",
+        "sample --compare=block_size=1,2",
+        "sample --compare=temperature=0.5,1",
+    ),
+]
+
+ADVICE["likelihood.py"] = [
+    (
+        "its weights are damaged; train it again",
+        lambda at: likelihood.checked(torch.full((1, 3), float("nan"))),
+        lambda at: likelihood.checked(at.model(at.x)[0]),
+    ),
+    (
+        "take one without blocks, or one of mdlm.py --whole by mdlm.load(path, whole=True)",
+        "sample --out_dir={blocks} '--infill=█ and a text of two blocks'",
+        "sample --out_dir={run} '--infill=█ and a text of two blocks'",
+        "sample --out_dir={whole} '--infill=█ and a text of two blocks'",
+        lambda at: generate(at, model=mdlm.load(at["whole"], whole=True)[0]),
+    ),
+]
+
+ADVICE["log.py"] = [
+    (
+        "raise what ended it: {}{} + ended at step {}; to go on, {} + {} --out_dir={} --resume",
+        FollowedIn("test_advice_at_the_end_is_followed"),
+    ),
+    (
+        "stopped at step {} and saved; to continue: {}",
+        FollowedIn("test_hints_can_be_typed_where_they_are_read"),
+    ),
+    (
+        "done in {} s. Now type: {}",
+        FollowedIn("test_hints_can_be_typed_where_they_are_read"),
+    ),
+]
+
+ADVICE["modeling_mdlm.py"] = Because("it needs a package: Hugging Face transformers")
+
+ADVICE["numerics.py"] = [
+    (
+        "a mask schedule must rise or fall strictly between 0 and 1",
+        lambda at: numerics.invert(lambda u: u / 2, torch.zeros(1)),
+        lambda at: numerics.invert(lambda u: 1 - u, torch.zeros(1)),
+    ),
+]
+
+ADVICE["operations.py"] = [
+    (
+        "kernels={} is not accepted; give auto, triton or torch",
+        lambda at: kernels.select("cuda"),
+        lambda at: kernels.select("auto"),
+        lambda at: kernels.select("torch"),
+        lambda at: select(at, name="triton"),
+    ),
+    (
+        "--kernels=triton needs {} + not {} as it is here; use --kernels=auto",
+        "mdlm --kernels=triton",
+        "mdlm --kernels=auto",
+    ),
+    (
+        "change n_embd / n_head, or use --kernels=auto",
+        lambda at: select(at, name="triton", head_dim=48),
+        lambda at: select(at, name="triton", head_dim=64),
+        lambda at: select(at, name="auto", head_dim=48),
+    ),
+    (
+        "--kernels={}: {}; use --dtype=float32",
+        lambda at: select(at, name="triton", dtype=torch.bfloat16),
+        lambda at: select(at, name="triton", dtype=torch.float32),
+    ),
+    ("The kernels need a CUDA device", NOTHING),
+    ("Triton is missing (pip install triton)", MACHINE),
+    ("Triton finds no C compiler or no Python.h (apt install gcc python3-dev)", MACHINE),
+]
+
+ADVICE["outputs.py"] = [
+    ("give a file elsewhere", "sample --json={run}/log.jsonl", "sample --json={tmp}/elsewhere"),
+    (
+        "name the same file, {}; give two files",
+        "sample --json={tmp}/o --html={tmp}/o",
+        "sample --json={tmp}/o --html={tmp}/p",
+    ),
+    (
+        "cannot be written; give a file in a folder that is yours",
+        "sample --json={tmp}/none/o",
+        "sample --json={tmp}/o",
+    ),
+    (
+        "--{}={} is no folder; give one, or none",
+        "eval --pictures={text}",
+        "eval --pictures={tmp}/pictures",
+        "eval --pictures=none",
+    ),
+    (
+        "check that path, or give a folder that is yours",
+        "eval --pictures={text}/pictures",
+        "eval --pictures={tmp}/pictures",
+    ),
+    (
+        "give the folder to make, such as {}=my-model",
+        "export",
+        "export --dest=my-model",
+    ),
+    ("{} {}; give that of a new folder", "export --dest={run}", "export --dest={tmp}/new"),
+    ("{} {}; give a folder elsewhere", "export --dest={run}/hf", "export --dest={tmp}/hf"),
+    (
+        "cannot be made; give a folder in one that is yours",
+        lambda at: not_yours(at, "export --dest={tmp}/theirs/hf"),
+        "export --dest={tmp}/hf",
+    ),
+]
+
+ADVICE["ownership.py"] = [
+    (
+        "move it away, or give another --out_dir",
+        ({"out/log.jsonl": "mine"}, "mdlm --out_dir=out"),
+        ({"moved/log.jsonl": "mine"}, "mdlm --out_dir=out"),
+        ({"out/log.jsonl": "mine"}, "mdlm --out_dir=other"),
+    ),
+]
+
+ADVICE["pace.py"] = [
+    (
+        "{}, after {} s: nothing is trained; give more time",
+        lambda at: at.do("mdlm --time_limit=1e-9", trains=True),
+        lambda at: at.do("mdlm --time_limit=1e6 --max_steps=1", trains=True),
+    ),
+]
+
+ADVICE["page.py"] = MACHINE
+
+ADVICE["plots.py"] = [
+    ("a picture (--pictures=none draws none)", FollowedIn("test_bars_and_pictures_are_no_need")),
+    (
+        "{}; give --pictures=FOLDER or none",
+        lambda at: plots.save({"a.png": lambda path: write(path, "")}, at.tmp / "none", True),
+        lambda at: plots.save({"a.png": lambda path: write(path, "")}, at.tmp, True),
+        lambda at: plots.save({"a.png": lambda path: write(path, "")}, "none", True),
+    ),
+    (
+        "{} is no log of a run; name the folder of one that mdlm.py trained",
+        "eval --compare={text}",
+        "eval --compare={run}",
+    ),
+]
+
+ADVICE["records.py"] = [
+    (
+        "--data={} does not exist{}; give {}",
+        "mdlm --data=none.txt",
+        "mdlm --data={text}",
+        "mdlm --data={records}",
+        "mdlm --data={folder}",
+        {"a.json": "[" + RECORD + 59 * ("," + RECORD) + "]"},
+        {"a.parquet": parquet(text=["some words"] * 60)},
+    ),
+    (
+        "save it to a file, or remove it from the folder",
+        lambda at: (os.mkfifo(at.tmp / "pipe"), at.do("mdlm --data=pipe")),
+        {"pipe": TEXT},
+        lambda at: (
+            os.mkdir("a"),
+            os.mkfifo("a/b.txt"),
+            os.remove("a/b.txt"),
+            at.take({"a/a.txt": TEXT}),
+        ),
+    ),
+    (
+        "save its column of texts as .parquet or .jsonl",
+        {"a.csv": "text\nsome words\n" * 60},
+        {"a.parquet": parquet(text=["some words"] * 60)},
+        {"a.jsonl": RECORD * 60},
+    ),
+    ("unpack it", {"a.txt.gz": gzip.compress(TEXT.encode())}, {"a.txt": TEXT}),
+    (
+        "give texts, or a folder with ids in train.bin and val.bin",
+        {"a.npy": npy(IDS)},
+        {"a.txt": TEXT},
+        ids(),
+    ),
+    ("save it as plain text, .txt", {"a.pdf": "%PDF-1.7"}, {"a.txt": TEXT}),
+    ("give texts", {"a.png": "\x89PNG"}, {"a.txt": TEXT}),
+    ("unpack it, or save it as plain text", {"a.txt": b"PK\3\4"}, {"a.txt": TEXT}),
+    (
+        "name it .parquet",
+        {"a": parquet(text=["some words"] * 60)},
+        {"a.parquet": parquet(text=["some words"] * 60)},
+    ),
+    ("give the file without ._", {"._a.txt": b"\0\5\x16\7" + bytes(99)}, {"a.txt": TEXT}),
+    (
+        "convert it: iconv -f {} -t UTF-8 {} > new.txt",
+        {"a.txt": TEXT.encode("utf-16-le")},
+        {"new.txt": TEXT},
+    ),
+    (
+        "--data={} cannot be read ({}); give a text file",
+        unreadable,
+        {"a.txt": TEXT},
+    ),
+    (
+        "its data is in {}/data",
+        "mdlm --data={run}",
+        "mdlm --data={run}/data",
+    ),
+    (
+        "give texts, or load it with --init_from",
+        "mdlm --data={run}/step-4",
+        "mdlm --data={text}",
+        "mdlm --init_from={run}/step-4",
+    ),
+    (
+        "{}; give {} + {}, or train.bin and val.bin",
+        {"folder/notes.md": TEXT},
+        {"folder/notes.txt": TEXT},
+        {"folder/notes.jsonl": RECORD * 60},
+        ids(),
+    ),
+    (
+        "read too; move away what is not meant for training",
+        {"folder/a.txt": TEXT, "folder/test.txt": TEXT},
+        {"folder/a.txt": TEXT},
+    ),
+    (
+        "{} is empty; mend or remove it + {} (or raise --max_bad_records={})",
+        ({"a.jsonl": '{"text": ""}\n' + RECORD * 60}, "mdlm --data=a.jsonl --max_bad_records=0"),
+        ({"a.jsonl": RECORD * 61}, "mdlm --data=a.jsonl --max_bad_records=0"),
+        ({"a.jsonl": RECORD * 60}, "mdlm --data=a.jsonl --max_bad_records=0"),
+        ({"a.jsonl": '{"text": ""}\n' + RECORD * 60}, "mdlm --data=a.jsonl --max_bad_records=1"),
+    ),
+    (
+        "--data={} cannot be read ({}); restore it",
+        {"a.jsonl.gz": gzip.compress(RECORD.encode() * 60)[:-9]},
+        {"a.jsonl.gz": gzip.compress(RECORD.encode() * 60)},
+    ),
+    (
+        "{} is {}, no JSON object; write it as {}, or remove it",
+        {"a.jsonl": '"some words"\n' + RECORD * 60},
+        {"a.jsonl": RECORD * 61},
+        {"a.jsonl": RECORD * 60},
+    ),
+    (
+        "{} is {}, not a text; mend or remove it",
+        {"a.jsonl": '{"text": 5}\n' + RECORD * 60},
+        {"a.jsonl": '{"text": "5"}\n' + RECORD * 60},
+        {"a.jsonl": RECORD * 60},
+    ),
+    (
+        "has half of a surrogate pair at {}; mend it",
+        {"a.jsonl": '{"text": "\\ud83d words"}\n' + RECORD * 60},
+        {"a.jsonl": '{"text": "\\ud83d\\ude00 words"}\n' + RECORD * 60},
+    ),
+    (
+        "give {}, or leave this file out",
+        "mdlm --data={records} --text_column=body",
+        "mdlm --data={records} --text_column=text",
+        "mdlm --data={text} --text_column=body",
+    ),
+    (
+        "convert it with iconv, or give a folder with train.bin and val.bin",
+        {"a.txt": (TEXT + "é").encode("latin-1")},
+        {"a.txt": TEXT + "é"},
+        ids(),
+    ),
+    (
+        "{} has no column {}; give .jsonl or .parquet files",
+        ({"folder/a.txt": TEXT}, "mdlm --data=folder --prompt_column=prompt"),
+        ({"folder/a.jsonl": PAIR * 60}, "mdlm --data=folder --prompt_column=prompt"),
+    ),
+    (
+        "{} has more than {} bytes; split it",
+        lambda at: learn(at, json.dumps(dict(text=TEXT)) + "\n" + RECORD * 60),
+        lambda at: learn(at, RECORD * 120),
+    ),
+    (
+        "if it is one array, name it .json",
+        {"a.jsonl": "[\n" + RECORD + 59 * ("," + RECORD) + "]"},
+        {"a.json": "[\n" + RECORD + 59 * ("," + RECORD) + "]"},
+    ),
+    (
+        "mend or remove it",
+        {"a.jsonl": RECORD * 60 + '{"text": "so'},
+        {"a.jsonl": RECORD * 60 + '{"text": "so"}'},
+        {"a.jsonl": RECORD * 60},
+    ),
+    (
+        "name it .json, as it holds an array",
+        {"a.jsonl": "[" + RECORD.strip() + "]"},
+        {"a.json": "[" + RECORD.strip() + "]"},
+    ),
+    (
+        "--data={} is not UTF-8 text; convert it with iconv",
+        {"a.json": '[{"text": "é'.encode("latin-1") + TEXT.encode() + b'"}]'},
+        {"a.json": '[{"text": "é' + TEXT + '"}]'},
+    ),
+    (
+        "{}, line {} is no JSON ({}); mend it",
+        {"a.json": "[" + RECORD},
+        {"a.json": '[{"text": "' + TEXT + '"}]'},
+    ),
+    (
+        "restore it",
+        {"a.parquet": parquet(text=["some words"] * 60)[:-9]},
+        {"a.parquet": parquet(text=["some words"] * 60)},
+    ),
+    (
+        "{} has {}, not texts; give --text_column",
+        {"a.parquet": parquet(text=[1] * 60, body=["some words"] * 60)},
+        (
+            {"a.parquet": parquet(text=[1] * 60, body=["some words"] * 60)},
+            "mdlm --data=a.parquet --text_column=body",
+        ),
+    ),
+]
+
+ADVICE["runs.py"] = [
+    ("--n_embd={} must be a multiple of {}", "mdlm --n_embd=34", "mdlm --n_embd=36"),
+    ("--batch_size={} must be a multiple of {}", "mdlm --batch_size=7", "mdlm --batch_size=8"),
+    (
+        "--min_rate={} is above --max_rate; swap them",
+        "mdlm --min_rate=0.9 --max_rate=0.2",
+        "mdlm --min_rate=0.2 --max_rate=0.9",
+    ),
+    (
+        "--tokenizer={} is not accepted; give {}",
+        "mdlm --tokenizer=bytes",
+        "mdlm --tokenizer=char",
+        "mdlm --tokenizer=byte",
+        "mdlm --tokenizer=word",
+        "mdlm --tokenizer=bpe",
+        ({"a.txt": TEXT, "words.json": WORDS}, "mdlm --data=a.txt --tokenizer=words.json"),
+    ),
+    (
+        "leave --block_size, --tokenizer and --separator out",
+        "mdlm --data=patterns --block_size=32 --tokenizer=byte",
+        "mdlm --data=patterns -block_size",
+    ),
+    (
+        "--prompt_column={} is --text_column; name two",
+        "mdlm --data={pairs} --prompt_column=text",
+        "mdlm --data={pairs} --prompt_column=prompt",
+        "mdlm --data={pairs} --prompt_column=text --text_column=prompt",
+    ),
+    (
+        "leave --objective and --lengths out",
+        "mdlm --data={pairs} --prompt_column=prompt --objective=ar --lengths=known",
+        "mdlm --data={pairs} --prompt_column=prompt",
+    ),
+    (
+        "--whole={} needs a --block_length below",
+        "mdlm --whole=0.5",
+        "mdlm --whole=0.5 --block_length=8",
+    ),
+    (
+        "--objective=ar has no mask rate; leave --time_conditioning out",
+        "mdlm --objective=ar --time_conditioning",
+        "mdlm --objective=ar",
+    ),
+    ("{} must divide --block_size={}", "mdlm --block_length=5", "mdlm --block_length=8"),
+    (
+        "{} needs --{}={}",
+        "mdlm --block_length=8 --masking=bernoulli",
+        "mdlm --block_length=8 --masking=exact",
+    ),
+    (
+        "has made {} steps; give more",
+        "mdlm --out_dir={run} --resume --max_steps=2",
+        "mdlm --out_dir={run} --resume --max_steps=5",
+    ),
+    (
+        "--time_limit={}, {}; give more",
+        "mdlm --out_dir={run} --resume --time_limit=1e-9",
+        "mdlm --out_dir={run} --resume --time_limit=1e6",
+    ),
+    ("give all ranks the same --preset and files", RANKS),
+    (
+        "give --resume to continue it, --overwrite to replace it, or another --out_dir",
+        "mdlm --out_dir={run}",
+        "mdlm --out_dir={run} --resume",
+        "mdlm --out_dir={run} --overwrite",
+        "mdlm --out_dir={run}-other",
+    ),
+    (
+        "--out_dir={} {}; give another --out_dir",
+        (ids(), "mdlm --out_dir=ids"),
+        (ids(), "mdlm --out_dir=other"),
+    ),
+    (
+        "would change --data={}; give another --out_dir",
+        ({"texts/a.txt": TEXT}, "mdlm --data=texts --out_dir=texts"),
+        ({"texts/a.txt": TEXT}, "mdlm --data=texts --out_dir=out"),
+    ),
+    (
+        "--{}={} would be replaced; give another --out_dir",
+        ({"out/latest": TEXT}, "mdlm --data=out/latest --out_dir=out"),
+        ({"out/latest": TEXT}, "mdlm --data=out/latest --out_dir=other"),
+    ),
+    (
+        "--resume and --overwrite contradict each other; give one of them",
+        "mdlm --out_dir={run} --resume --overwrite",
+        "mdlm --out_dir={run} --resume",
+        "mdlm --out_dir={run} --overwrite",
+    ),
+    (
+        "give --overwrite again, or {} + remove {}/latest to go on with the run before",
+        lambda at: (cut_off(at), at.do("mdlm --out_dir={run} --resume")),
+        lambda at: (cut_off(at), at.do("mdlm --out_dir={run} --overwrite")),
+        lambda at: (
+            cut_off(at),
+            os.remove(at.run / "latest"),
+            at.do("mdlm --out_dir={run} --resume"),
+        ),
+    ),
+    (
+        "leave the flag out, or start again with --overwrite",
+        "mdlm --out_dir={run} --resume --n_layer=3",
+        "mdlm --out_dir={run} --resume",
+        "mdlm --out_dir={run} --overwrite --n_layer=3",
+    ),
+    (
+        "--data={} has no columns; leave --prompt_column out",
+        "mdlm --data={ids} --prompt_column=prompt",
+        "mdlm --data={ids}",
+    ),
+    (
+        "--init_from brings a tokenizer; leave --tokenizer out",
+        "mdlm --init_from={run} --tokenizer=char",
+        "mdlm --init_from={run}",
+    ),
+    (
+        "restore it, or start again with --overwrite",
+        lambda at: (flip(at.run / "data" / "train.bin"), at.do("mdlm --out_dir={run} --resume")),
+        "mdlm --out_dir={run} --resume",
+        lambda at: (flip(at.run / "data" / "train.bin"), at.do("mdlm --out_dir={run} --overwrite")),
+    ),
+    ("the ranks see different data in {}; give a folder that all share", RANKS),
+    (
+        "--init_from={} has {}; give the same here",
+        "mdlm --init_from={run} --n_layer=1 --n_embd=64",
+        "mdlm --init_from={run} --n_layer=2 --n_embd=32",
+    ),
+    (
+        "documents; give such data",
+        "mdlm --init_from={documents} --data={text}",
+        "mdlm --init_from={documents} --data={records}",
+    ),
+    (
+        "a text without [END]; give a text",
+        "mdlm --init_from={run} --data={records}",
+        "mdlm --init_from={run} --data={text}",
+    ),
+    (
+        "{} has other tokens than {}; give text",
+        "mdlm --init_from={run} --data={ids}",
+        "mdlm --init_from={run} --data={text}",
+    ),
+    ("the ranks see different checkpoints; give an --out_dir that all share", RANKS),
+    (
+        "Nothing is saved yet; start again{} {} + with --overwrite and",
+        FollowedIn("test_advice_after_a_divergence_is_accepted"),
+    ),
+    (
+        "The last good checkpoint is {}; --resume with {}",
+        FollowedIn("test_advice_after_a_divergence_is_accepted"),
+    ),
+]
+
+ADVICE["runtime.py"] = [
+    (
+        "is not on this machine; use cpu, cuda, cuda:N, mps or auto",
+        "mdlm --device=tpu",
+        "mdlm --device=cpu",
+        "mdlm --device=auto",
+    ),
+    (
+        "start with torchrun, which sets all five, or unset them",
+        lambda at: (at.patch.setenv("RANK", "0"), at.do("mdlm")),
+        lambda at: (at.patch.delenv("RANK"), at.do("mdlm")),
+    ),
+    ("check that address, and that all ranks run", RANKS),
+    ("the ranks were not started alike: {}; start all with the same flags", RANKS),
+]
+
+ADVICE["scores.py"] = [("--out_dir={} is the one that ships", NOTHING)]
+
+ADVICE["seams.py"] = [
+    (
+        "the tokenizer cannot encode {}; leave out what it lacks",
+        (
+            {"a.txt": TEXT + "others", "words.json": WORDS},
+            "mdlm --data=a.txt --tokenizer=words.json",
+        ),
+        ({"a.txt": TEXT, "words.json": WORDS}, "mdlm --data=a.txt --tokenizer=words.json"),
+    ),
+    (
+        "{}; begin it with a space, or let the gap end with the word",
+        "sample --out_dir={words} --infill=█words",
+        "sample --out_dir={words} '--infill=█ words'",
+        "sample --out_dir={words} --infill=█",
+    ),
+    (
+        "leave it out, or take another model",
+        lambda at: Tokenizer(
+            "file", of_words({"some": 0, "[UNK]": 1}, unk_token="[UNK]")
+        ).encode_given("some are"),
+        lambda at: Tokenizer(
+            "file", of_words({"some": 0, "[UNK]": 1}, unk_token="[UNK]")
+        ).encode_given("some"),
+        lambda at: at.tokenizer.encode_given("some are"),
+    ),
+]
+
+ADVICE["shards.py"] = [
+    (
+        "start with torchrun --standalone --nproc_per_node=RANKS mdlm.py, or give --shard=0",
+        "mdlm --shard",
+        "mdlm --shard=0",
+    ),
+    (
+        "{} {}; give a number that does, or --shard for all of them",
+        lambda at: check_shard(at, 2),
+        lambda at: check_shard(at, 3),
+        lambda at: check_shard(at, shards.ALL),
+    ),
+    (
+        "--shard is not for --device={}; give --device=cpu, or --shard=0",
+        lambda at: shards.make_place(1, torch.device("mps"), torch.float32, 1),
+        lambda at: shards.make_place(0, torch.device("mps"), torch.float32, 1),
+    ),
+    ("{}; give an --out_dir that all share", RANKS),
+    ("in {}; take an earlier checkpoint, or train again", RANKS),
+]
+
+ADVICE["sources.py"] = [
+    ("train.bin and val.bin read; left out: {}", NOTHING),
+    (
+        "connect to a network, or give --data=FILE or --data=pydoc",
+        lambda at: (no_network(at), at.do("mdlm --data=shakespeare")),
+        "mdlm --data={text}",
+        "mdlm --data=pydoc",
+    ),
+    (
+        "this Python lacks pydoc_data; give --data=FILE",
+        lambda at: (at.patch.setattr(sources, "find_topics", dict), at.do("mdlm --data=pydoc")),
+        "mdlm --data={text}",
+    ),
+    (
+        "--data is empty; give a file or a folder, or leave it out",
+        lambda at: texts.open_source(mdlm.Config(data="")),
+        lambda at: texts.open_source(mdlm.Config(data=at["text"])),
+        lambda at: texts.open_source(mdlm.Config(data=at["folder"])),
+        lambda at: (
+            at.patch.setattr(sources, "shakespeare", lambda: at["text"]),
+            texts.open_source(mdlm.Config()),
+        ),
+    ),
+    (
+        "{}; give more text or a smaller block",
+        "mdlm --data={ids} --block_size=512",
+        "mdlm --data={ids} --block_size=8",
+    ),
+    (
+        "check tokenizer.json, --vocab_size or --bin_dtype",
+        "mdlm --data={ids} --vocab_size=3",
+        "mdlm --data={ids} --vocab_size=7",
+    ),
+    (
+        "restore it, or prepare the data again",
+        lambda at: (flip(at.run / "data" / "train.bin"), at.do("mdlm --data={run}/data")),
+        "mdlm --data={run}/data",
+        "mdlm --data={text}",
+    ),
+    (
+        "give the id that ends documents, or leave --end_id out",
+        "mdlm --data={ids} --vocab_size=20 --end_id=9",
+        "mdlm --data={ids} --vocab_size=20 --end_id=3",
+        "mdlm --data={ids} --vocab_size=20",
+    ),
+    ("leave it out", "mdlm --data={documents}/data --end_id=1", "mdlm --data={documents}/data"),
+    (
+        "--end_id={} must be below V = {}",
+        "mdlm --data={ids} --vocab_size=7 --end_id=9",
+        "mdlm --data={ids} --vocab_size=7 --end_id=3",
+    ),
+    ("has an unusable dtype, characters or entropy ({}); remove it", ids(dtype="int4"), ids()),
+    (
+        "{}; leave them out, or without prompts add --lengths=learned",
+        "mdlm --data={records} --lengths=known --masking=bernoulli",
+        "mdlm --data={records} --lengths=known",
+        "mdlm --data={records} --lengths=learned --masking=bernoulli",
+    ),
+    (
+        "{}, more than --block_size={}; shorten them or raise it",
+        lambda at: open_prompts(at, 8),
+        lambda at: open_prompts(at, 64),
+    ),
+    (
+        "there is no text but the ends of its documents, or no answer; give some",
+        (ids(IDS * 0, IDS * 0), "mdlm --data=ids --end_id=0"),
+        (ids(), "mdlm --data=ids --end_id=0"),
+    ),
+]
+
+ADVICE["templates.py"] = [
+    (
+        "the templates cannot be read ({}); give UTF-8 text",
+        ({"batch": b"\xe9\n"}, "sample --batch=batch"),
+        ({"batch": "a█\n"}, "sample --batch=batch"),
+    ),
+    (
+        "the tokenizer keeps nothing of {}; give a word, or no prompt",
+        "sample --out_dir={words} '--prompt= '",
+        "sample --out_dir={words} --prompt=some",
+        "sample --out_dir={words}",
+    ),
+    (
+        "the prompt has {} tokens of {}; raise --length, or shorten it",
+        "sample --prompt=abcd --length=2",
+        "sample --prompt=abcd --length=6",
+        "sample --prompt=a --length=2",
+    ),
+    (
+        "write a text with █ or [MASK] for each missing token",
+        ({"batch": "a█\n\n"}, "sample --batch=batch"),
+        ({"batch": "a█\n█\n"}, "sample --batch=batch"),
+        ({"batch": "a█\n[MASK]\n"}, "sample --batch=batch"),
+    ),
+    (
+        "mark each missing token with █ or [MASK], a gap of unknown length with [___]",
+        "sample --infill=abc",
+        "sample --infill=ab█",
+        "sample --infill=ab[MASK]",
+        "sample --infill=ab[___]",
+    ),
+    (
+        "a gap must not follow [___] + write █ for each token",
+        "sample --infill=a[___]█",
+        "sample --infill=a██",
+    ),
+    (
+        "the template has {} tokens, the context only {}; shorten it",
+        "sample --infill={long}█",
+        "sample --infill=a█",
+    ),
+]
+
+ADVICE["texts.py"] = [
+    ("{}; give a file with text in it", {"a.txt": ""}, {"a.txt": TEXT}),
+    (
+        "with no record left to validate; give more records",
+        ({"a.jsonl": PAIR}, "mdlm --data=a.jsonl --prompt_column=prompt"),
+        ({"a.jsonl": PAIR * 60}, "mdlm --data=a.jsonl --prompt_column=prompt"),
+    ),
+    (
+        "its lines are JSON: name it .jsonl to learn only their texts",
+        {"a.txt": RECORD * 60},
+        {"a.jsonl": RECORD * 60},
+    ),
+    (
+        "give {}, which is, or leave it out",
+        ({"a.txt": "one two\r\n\r\n" * 100}, "mdlm --data=a.txt '--separator=\\n\\n'"),
+        ({"a.txt": "one two\r\n\r\n" * 100}, "mdlm --data=a.txt '--separator=\\r\\n\\r\\n'"),
+        ({"a.txt": "one two\r\n\r\n" * 100}, "mdlm --data=a.txt"),
+    ),
+    (
+        "leave it out",
+        ({"a.txt": TEXT}, "mdlm --data=a.txt --separator=@"),
+        ({"a.txt": TEXT}, "mdlm --data=a.txt"),
+    ),
+    (
+        "--data={} changed while it was read; try again",
+        lambda at: read_twice(at, lambda path: write(path, TEXT + TEXT)),
+        lambda at: read_twice(at, lambda path: None),
+    ),
+    (
+        "{} --block_size={}; shorten them or raise it",
+        "mdlm --data={pairs} --prompt_column=prompt --block_size=8",
+        "mdlm --data={pairs} --prompt_column=prompt --block_size=64",
+        (
+            {"a.jsonl": PAIR.replace("defghi", "d") * 60},
+            "mdlm --data=a.jsonl --prompt_column=prompt --block_size=8",
+        ),
+    ),
+]
+
+ADVICE["tokenizer.py"] = [
+    (
+        "{} is unknown; remove it, or train on text that has it",
+        "sample --prompt=é",
+        "sample --prompt=e",
+        "sample --prompt=é --out_dir={ar}",
+    ),
+    (
+        "{} is no id of a text; give ids below {}",
+        lambda at: Tokenizer("id", 7).encode("1 9"),
+        lambda at: Tokenizer("id", 7).encode("1 6"),
+    ),
+    (
+        "{}; take one with a smaller vocabulary",
+        lambda at: to_json(at, 60),
+        lambda at: to_json(at, 6),
+    ),
+    (
+        "--end_token={} is no special token of {}; give one",
+        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end_token=some"),
+        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end_token=[EOT]"),
+    ),
+    (
+        "{} has none of {}; name its --end_token",
+        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json"),
+        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end_token=[EOT]"),
+    ),
+    (
+        "--vocab_size={} is too small; give more than the 256 bytes take",
+        "mdlm --tokenizer=bpe --vocab_size=100",
+        "mdlm --tokenizer=bpe --vocab_size=300",
+    ),
+]
+
+ADVICE["viewer.py"] = [('"use strict"', NOTHING)]
+
+ADVICE["harness.py"] = [
+    ("this needs lm-evaluation-harness ({}); type: {}", MACHINE),
+    ("{}={} of --model_args is not accepted; give a number", MACHINE),
+]
+
+ADVICE["animate.py"] = [
+    (
+        "give a page that sample.py --html wrote",
+        "animate {text} {tmp}/x.svg",
+        lambda at: (
+            at.do("sample --steps=1 --length=4 --html={tmp}/page.html", trains=True),
+            at.do("animate {tmp}/page.html {tmp}/x.svg"),
+        ),
+    ),
+]
+
+ADVICE["check.py"] = [
+    ("give a lesson, 1 to {}, and a file", FollowedIn("test_right_answer_passes")),
+    ("look for a loop that does not end", FollowedIn("test_endless_answer_is_stopped")),
+]
+
+ADVICE["checks.py"] = FollowedIn("test_right_answer_passes")
+
+ADVICE["likeliest.py"] = [
+    (
+        "give the folder of a run and a template",
+        "likeliest {run}",
+        "likeliest {run} a█",
+    ),
+    (
+        "this needs a model that fills gaps, and █ for each missing token",
+        "likeliest {run} a[___]",
+        "likeliest {run} a██",
+    ),
+]
+
+ADVICE["minimal.py"] = [("type: {} -m pip install torch", MACHINE)]
+
+ADVICE["patterns.py"] = [
+    (
+        "give --seeds of at least 1 and --sequences of at least 16",
+        "patterns {patterns} {tmp}/p.png --seeds=0",
+        "patterns {patterns} {tmp}/p.png --seeds=1 --sequences=16",
+    ),
+    (
+        "{} learned {}; give a run with --data=patterns",
+        "patterns {run} {tmp}/p.png",
+        "patterns {patterns} {tmp}/p.png",
+    ),
+]
+
+ADVICE["pictures.py"] = [
+    (
+        "{} has blocks; give --run without, or of --whole",
+        "pictures {tmp}/p.png --text=a█ --run={blocks}",
+        "pictures {tmp}/p.png --text=a█ --run={run}",
+        "pictures {tmp}/p.png --text=a█ --run={whole}",
+    ),
+    (
+        "{} has no time embedding; train with --time_conditioning",
+        "pictures {tmp}/p.png --run={run}",
+        "pictures {tmp}/p.png --run={timed}",
+    ),
+]

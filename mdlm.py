@@ -16,6 +16,7 @@ PROCESS_START = cli.start(__name__)  # --time_limit and the log's seconds includ
 
 import copy
 import dataclasses
+import functools
 import math
 import sys
 import time
@@ -203,6 +204,14 @@ def prepare(config, folder, tokenizer=None):
     sources.write_meta(folder, tokenizer, meta)
 
 
+@functools.lru_cache(maxsize=2)  # a batch may begin in one epoch and end in the next
+def shuffle(W, offsets, seed, epoch):
+    """The order (W,) of an epoch's windows, and their offset below `offsets` (0 if that is 0)."""
+    g = generator("epoch", seed, epoch)
+    offset = torch.randint(offsets, (1,), generator=g) if offsets else 0
+    return torch.randperm(W, generator=g), offset
+
+
 class Corpus:
     """Windows of T tokens from a folder: one of ours, or one in nanoGPT's format.
 
@@ -243,7 +252,7 @@ class Corpus:
         if meta.get("characters") and not config.prompt_column:
             scored = int(self.val_windows[2].sum()) if self.documents else len(ids[1])
             self.chars_per_token = meta["characters"][1] / scored
-        self.epochs = {}
+        self.fill_id = self.tokenizer.end_id or 0  # what fills up a window
         self.train, self.val = runtime.to_tensors(ids, device)
 
     def gather(self, ids, windows):
@@ -251,19 +260,7 @@ class Corpus:
         starts, sizes, _ = to_device(windows, ids.device)[:, :, None]  # (B, 1)
         at = torch.arange(self.T, device=ids.device)
         x = ids[(starts + at).clamp(max=len(ids) - 1)].long()
-        if self.documents:
-            x = torch.where(at < sizes, x, self.tokenizer.end_id)
-        return to_device(x, self.device)
-
-    def epoch(self, number):
-        """The order (W,) of an epoch's windows, and their offset: functions of the seed alone."""
-        if number not in self.epochs:
-            g = generator("epoch", self.seed, number)
-            offset = torch.randint(self.offsets, (1,), generator=g) if self.offsets else 0
-            order = torch.randperm(len(self.train_windows[0]), generator=g)
-            self.epochs.pop(number - 2, None)
-            self.epochs[number] = (order, offset)
-        return self.epochs[number]
+        return to_device(torch.where(at < sizes, x, self.fill_id), self.device)
 
     def find(self, samples):
         """Sample numbers (B,), counted from the start of the run -> their (3, B) windows."""
@@ -272,7 +269,7 @@ class Corpus:
         found = samples.repeat(3, 1)
         for number in epoch.unique().tolist():
             here = epoch == number
-            order, offset = self.epoch(number)
+            order, offset = shuffle(W, self.offsets, self.seed, number)
             at = order[samples[here] % W]
             found[:, here] = torch.stack([part[at].long() for part in self.train_windows])
             found[0, here] += offset
@@ -320,7 +317,7 @@ class Block(nn.Module):
 
     def before_mlp(self, x, cos, sin, rate, sees, causal, ops):
         B, T, C = x.shape
-        scale1 = shift1 = scale2 = shift2 = 0
+        scale1 = shift1 = scale2 = shift2 = None
         if self.adaln is not None:
             scale1, shift1, scale2, shift2 = self.adaln(rate).chunk(4, -1)
         if self.qkv is not None:
@@ -328,7 +325,7 @@ class Block(nn.Module):
             qkv = self.qkv(h).view(B, T, 3, self.n_head, -1)
             y = ops.attention(qkv, cos, sin, True, causal, sees)  # (B, T, H, D)
             x = x + self.dropout(self.proj(y.reshape(B, T, C)))
-        # The MLP reads this, and adds to x.
+        # The MLP reads the second, and adds to the first.
         return x, self.norm(x, -1, scale2, shift2, sees, causal, ops)
 
     def mlp(self, x, h):
@@ -374,6 +371,12 @@ class Model(nn.Module):
         if config.tie:
             nn.init.normal_(self.embed.weight, std=0.02)
 
+    def position_vectors(self, at):
+        """Vectors (..., C) of positions, where they are not rotary ones."""
+        if self.positions is not None:
+            return self.positions[at]
+        return torch.cat((self.sin[at], self.cos[at]), -1)
+
     def features(self, view):
         """What the head reads: (B, N, C), or (n, C) at view.rows (n,) of the flat batch."""
         C = self.config.n_embd
@@ -381,9 +384,7 @@ class Model(nn.Module):
         cos = self.cos[view.at]
         sin = self.sin[view.at]
         if self.config.pos != "rope":
-            x = x + (
-                torch.cat((sin, cos), -1) if self.positions is None else self.positions[view.at]
-            )
+            x = x + self.position_vectors(view.at)
             cos = sin = None
         rate = None
         if self.rate is not None:
@@ -685,6 +686,7 @@ class Run:
     rank: int = 0
     world: int = 1
     average: Callable = average  # updates `averaged`
+    exchange: Callable = shards.exchange_nothing  # whether the next backward exchanges gradients
     windows: torch.Tensor = None  # (W, T) validation text
     compiler: object = None  # the process that compiles, until it is done
     log: Log = None
@@ -781,7 +783,7 @@ def compute_gradients(run, step, margin_scale):
         samples = torch.arange(run.micro_batch) + (run.rank * n + k) * run.micro_batch
         runtime.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
         drawn = draw_batch(run, step, margin_scale, samples)
-        shards.exchange_gradients(run.network, k == n - 1)  # once a step
+        run.exchange(k == n - 1)  # between ranks, once a step
         with run.autocast():
             view, targets, weights = run.objective.batch(run.model.ops, *drawn)
             micro_loss = run.network(view, targets, weights) / n

@@ -10,7 +10,7 @@ import sys
 import torch
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from support import runtime
+from support import runtime, shards
 from support.cli import NO_LIMIT, warn
 from support.optimizers import average
 
@@ -73,6 +73,7 @@ def compile_network(run, compiled, in_background=False):
             run.optimizers[0].compile()
     if run.world > 1 and not config.shard:
         run.network = torch.nn.parallel.DistributedDataParallel(run.network)
+    run.exchange = shards.exchanger(run.network)
     return compiled
 
 

@@ -185,7 +185,8 @@ def check(config, world=1):
 # ---- Data: every source becomes a folder with train.bin, val.bin, tokenizer.json and meta.json
 def prepare(config, folder, tokenizer=None):
     """Tokenize config.data into `folder`: nine tenths of its text train, the rest validates."""
-    variants.check(config, sources.has_documents(config))
+    has_documents = sources.has_documents(config) and not config.prompt_column
+    variants.check_together(config, has_documents)
     source = texts.open_source(config)
     if source is None:
         sources.write_patterns(folder)
@@ -918,15 +919,21 @@ def open_data(config, folder, device, source):
     return corpus
 
 
+def should_compile(run):
+    """Whether to compile the network; where that depends on its speed, measures a step."""
+    answer = compiling.should_compile(run, can_compile(run.device))
+    if answer is not None:
+        return answer
+    for _ in range(2):  # the first is slow
+        began = time.monotonic()
+        compute_gradients(run, 0, 0.0)
+    run.model.zero_grad()
+    return compiling.is_long(run.config.max_steps * (time.monotonic() - began))
+
+
 def compile_run(run, folder):
     """Compile the network if that pays; says what is trained, and with what."""
-    compiled = compiling.should_compile(run, can_compile(run.device))
-    if compiled is None:
-        for _ in range(2):  # the first is slow
-            began = time.monotonic()
-            compute_gradients(run, 0, 0.0)
-        run.model.zero_grad()
-        compiled = compiling.is_long(run.config.max_steps * (time.monotonic() - began))
+    compiled = should_compile(run)
     run.log.describe(run, folder, compiled)
     if compiling.compile_network(run, compiled, in_background=True):
         run.log.say(f"compiling, {compiling.TAKES} (--compile=off starts at once)")

@@ -22,13 +22,16 @@ class View(NamedTuple):
     cache: Any = None  # what computes in place of the network's operations and keeps keys, values
 
 
-def masked_rows(rows, n_rows, weights, T):
+def masked_rows(rows, n_rows, weights, T, waits=None):
     """The rows (n,) of masked positions and their weights (n,), where n is not known before.
 
     rows, n_rows: of mask_tokens. weights (B,): of a masked token of each text of T tokens. Python
-    does not wait for a GPU to know n_rows: there the padding of rows, -1, stays, with weight 0.
+    does not wait for a GPU to know n_rows (waits=False): the padding of rows, -1, stays, and weighs
+    nothing.
     """
-    if rows.device.type == "cpu":
+    if waits is None:
+        waits = rows.device.type == "cpu"
+    if waits:
         rows = rows[: int(n_rows)]
     weights = torch.where(rows < 0, 0, weights[rows // T])
     return torch.where(rows < 0, torch.arange(len(rows), device=rows.device), rows), weights

@@ -144,12 +144,14 @@ class Toy:
     is given the text that the model was given, not the shifted one that a network sees.
     """
 
-    def __init__(self, logits, V, T, end_id=None, **config):
+    def __init__(self, logits, V, T, end_id=None, mean_length=None, **config):
         self.logits = logits
         self.mask_id = self.vocab_size = V
         self.training = False
         self.config = mdlm.Config(block_size=T, **config)
-        self.objective = variants.choose(self.config, mdlm.MaskedDiffusion(self.config, V), end_id)
+        self.objective = variants.choose(
+            self.config, mdlm.MaskedDiffusion(self.config, V), end_id, mean_length
+        )
         self.ops = kernels.select("torch")
         if self.objective.lengths_are_given:
             self.length_counts = torch.zeros(T + 1)
@@ -179,6 +181,20 @@ def draw(model, x0, step=0, samples=None, margin_scale=0.0):
     )
     run = SimpleNamespace(corpus=corpus, objective=model.objective, sequences=lambda step: 0)
     return mdlm.draw_batch(run, step, margin_scale, samples)
+
+
+def watch_masks(monkeypatch):
+    """A list to which each batch that is trained adds how many tokens of each text are masked."""
+    masked = []
+    batch = mdlm.MaskedDiffusion.batch
+
+    def watched(objective, *args):
+        made = batch(objective, *args)
+        masked.append((made[0].ids == objective.mask_id).sum(1))
+        return made
+
+    monkeypatch.setattr(mdlm.MaskedDiffusion, "batch", watched)
+    return masked
 
 
 def counts_of(config, step, margin_scale=0.0, lengths=None, V=9):

@@ -21,7 +21,7 @@ def choose(config, default, end_id=None, mean_length=None):
     end_id: the id of [END] if the data have documents, else None. mean_length: of the texts of the
     training windows, in tokens; a model that only predicts does not need it.
     """
-    check_together(config, end_id is not None)
+    check_together(config, end_id is not None and not config.prompt_column)
     objective = default
     texts = (end_id, mean_length)
     if config.objective == "ar":
@@ -44,18 +44,21 @@ REFUSED = {
     ("ar", "blocks"): "an autoregressive model writes token by token",
     ("ar", "prompts"): "prompts are for masked diffusion",
     ("ar", "time"): "an autoregressive model has no mask rate",
-    ("blocks", "known"): "a text goes on block by block until its [END], so its length is learned",
+    ("blocks", "documents"): "a text goes on block by block until its [END]: its length is learned",
     ("blocks", "prompts"): "a prompt would have to end where a block ends",
     ("blocks", "rates"): "each block is masked as the default masks a text",
     ("blocks", "time"): "each block has a rate of its own",
-    ("prompts", "known"): "an answer goes on until its [END], so its length is learned",
+    ("prompts", "documents"): "an answer goes on until its [END], so its length is learned",
     ("prompts", "rates"): "prompts take the default's masks and weights",
     ("documents", "rates"): "documents of known lengths take the default's masks and weights",
 }
 
 
 def asked(config, has_documents):
-    """The variants that a config asks for: name -> the flag that asks for it."""
+    """The variants that a config asks for: name -> the flag that asks for it.
+
+    has_documents: whether the data have any but prompts and answers.
+    """
     known = config.lengths == "known"
     is_mdlm = config.objective == "mdlm"
     found = {
@@ -63,16 +66,16 @@ def asked(config, has_documents):
         "rates": (rates.are_other(config), rates.flag(config)),
         "prompts": (config.prompt_column, f"--prompt_column={config.prompt_column}"),
         "documents": (has_documents and known and is_mdlm, "--lengths=known"),
-        "known": (known, "--lengths=known"),
         "blocks": (blocks.are_asked(config), f"--block_length={config.block_length}"),
         "time": (config.time_conditioning, "--time_conditioning"),
     }
     return {name: flag for name, (is_asked, flag) in found.items() if is_asked}
 
 
-def check(config, has_documents=False):
-    """Raise UserError for settings of variants that do not fit."""
-    check_together(config, has_documents)
+def check(config):
+    """Raise UserError for flags of variants that do not fit, whatever the data are."""
+    is_asked = blocks.are_asked(config) or bool(config.prompt_column)
+    check_together(config, has_documents=is_asked)  # then --lengths=known was given
     blocks.check(config)
     rates.check(config)
 
@@ -83,4 +86,5 @@ def check_together(config, has_documents):
     for (first, second), why in REFUSED.items():
         if first in flags and second in flags:
             both = f"{flags[first]} and {flags[second]} cannot be combined"
-            raise UserError(f"{both}: {why}; leave one of them out")
+            fix = "add --lengths=learned" if first == "documents" else "leave one of them out"
+            raise UserError(f"{both}: {why}; {fix}")

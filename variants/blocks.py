@@ -102,7 +102,7 @@ class BlockDiffusion(Variant):
         return xt.view(x0.shape), rows, n_rows
 
     def pieces(self, T, steps):
-        S = min(self.block_length, T)
+        S = min(self.block_length, T) or 1
         starts = range(0, T, S)
         calls = max(1, steps * S // T) if S > 1 else 1
         return [(range(begin, min(begin + S, T)), calls) for begin in starts]

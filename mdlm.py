@@ -337,7 +337,7 @@ class Block(nn.Module):
         x, h = self.before_mlp(x, *how)
         if rows is not None:
             x, h = (z.flatten(0, 1).index_select(0, rows.flatten()) for z in (x, h))
-            x, h = (z.view(*rows.shape, -1) for z in (x, h))  # (n, C)
+            x, h = (z.view(*rows.shape, z.shape[-1]) for z in (x, h))  # (n, C)
         return self.mlp(x, h)
 
 
@@ -1011,7 +1011,11 @@ def finish(run, stop):
         run.log.done(run)
 
 
+def main(argv):
+    return train(parse_args(argv), PROCESS_START)
+
+
 if __name__ == "__main__":
     with cli.program(checkpoint.release) as end:
-        end.code = train(parse_args(sys.argv[1:]), PROCESS_START)
+        end.code = main(sys.argv[1:])
     sys.exit(end.code)

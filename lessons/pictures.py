@@ -90,7 +90,7 @@ def attention_maps(model, xt):
         return ops.attention(qkv, cos, sin, qk_norm, causal, spans)
 
     model.ops = SimpleNamespace(**vars(model.ops) | dict(attention=explicit))
-    model(xt)
+    model(model.objective.view(xt))
     model.ops = ops
     numbers = [i for i, block in enumerate(model.blocks) if block.qkv is not None]
     return dict(zip(numbers, maps, strict=True))

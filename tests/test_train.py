@@ -422,7 +422,11 @@ def test_compilation_that_takes_all_time_is_no_success(
     assert "after 600 s" in said.err and "--compile=off starts at once" in said.out
 
 
-def test_clock_starts_before_the_slow_imports():
+def test_clock_starts_before_the_slow_imports(monkeypatch):
+    seen = []
+    monkeypatch.setattr(mdlm, "train", lambda given, start: seen.append(start))
+    mdlm.main([])
+    assert seen == [mdlm.PROCESS_START]
     source = inspect.getsource(mdlm)
     assert source.index("PROCESS_START = cli.start(") < source.index("import torch")
 

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,12 +28,17 @@ def train(name, config, folder, steps, device):
     corpus = mdlm.Corpus(folder, config, device)
     torch.manual_seed(0)
     ops = kernels.select(name, device, config.n_embd // config.n_head)
-    model = mdlm.Model(config, corpus.tokenizer.vocab_size, ops).to(device)
+    model = mdlm.make_model(config, corpus.tokenizer.vocab_size, ops).to(device)
+    first = [step * config.batch_size for step in range(steps)]
+    run = SimpleNamespace(
+        corpus=corpus, objective=model.objective, sequences=lambda step: first[step]
+    )
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     samples = torch.arange(config.batch_size)
     losses = []
     for step in range(steps):
-        loss = model(*mdlm.make_batch(model, *mdlm.draw_batch(config, corpus, step, samples)))
+        drawn = mdlm.draw_batch(run, step, 0.0, samples)
+        loss = model(*model.objective.batch(ops, *drawn))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

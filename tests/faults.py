@@ -38,11 +38,11 @@ def before_step(at, strike):
     draw_batch = mdlm.draw_batch
     done = []
 
-    def hooked(config, corpus, step, *more):
+    def hooked(run, step, *more):
         if step == int(at) and not done:
             done.append(step)
             strike()
-        return draw_batch(config, corpus, step, *more)
+        return draw_batch(run, step, *more)
 
     mdlm.draw_batch = hooked
 
@@ -160,9 +160,9 @@ def not_finite(at, what, report, late=""):
     digests = []
     runs = []
 
-    def broken_forward(self, xt, *rest, **more):
-        out = forward(self, xt, *rest, **more)
-        if armed and rest and rank() == 1:
+    def broken_forward(self, view, *scored):
+        out = forward(self, view, *scored)
+        if armed and scored and rank() == 1:
             if what == "nan":
                 return out * math.nan
             out.register_hook(lambda g: g * math.inf)

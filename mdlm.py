@@ -336,7 +336,7 @@ class Block(nn.Module):
         x, h = self.before_mlp(x, *how)
         if rows is not None:
             x, h = (z.flatten(0, 1).index_select(0, rows.flatten()) for z in (x, h))
-            x, h = (z.view(*rows.shape, -1) for z in (x, h))  # (n, C)
+            x, h = (z.view(*rows.shape, z.shape[-1]) for z in (x, h))  # (n, C)
         return self.mlp(x, h)
 
 

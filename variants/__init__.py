@@ -83,4 +83,9 @@ def check_together(config, has_documents):
     for (first, second), why in REFUSED.items():
         if first in flags and second in flags:
             both = f"{flags[first]} and {flags[second]} cannot be combined"
+            if (
+                first == "documents"
+            ):  # --lengths=known is the default: to leave it out changes nothing
+                fix = f"leave {flags[second]} out, or add --lengths=learned"
+                raise UserError(f"{both}: {why}; {fix}")
             raise UserError(f"{both}: {why}; leave one of them out")

@@ -871,6 +871,7 @@ def make_config(given, folder, world):
         config = new_config(given)
         runs.check_source(config, given)
     check(config, world)
+    shards.check(config.shard, world)
     runs.check_unused(given, Path(config.out_dir))
     return config, changed
 

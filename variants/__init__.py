@@ -86,5 +86,7 @@ def check_together(config, has_documents):
     for (first, second), why in REFUSED.items():
         if first in flags and second in flags:
             both = f"{flags[first]} and {flags[second]} cannot be combined"
-            fix = "add --lengths=learned" if first == "documents" else "leave one of them out"
+            fix = "leave one of them out"
+            if first == "documents":  # --lengths=known is the default: it cannot be left out
+                fix = f"leave {flags[second]} out, or add --lengths=learned"
             raise UserError(f"{both}: {why}; {fix}")

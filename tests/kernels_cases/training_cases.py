@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,17 +27,14 @@ def train(name, config, folder, steps, device):
     corpus = mdlm.Corpus(folder, config, device)
     torch.manual_seed(0)
     ops = kernels.select(name, device, config.n_embd // config.n_head)
-    model = mdlm.make_model(config, corpus.tokenizer.vocab_size, ops).to(device)
-    first = [step * config.batch_size for step in range(steps)]
-    run = SimpleNamespace(
-        corpus=corpus, objective=model.objective, sequences=lambda step: first[step]
-    )
+    run = mdlm.make_run(config, corpus, device, torch.float32, ops)
+    model = run.model
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     samples = torch.arange(config.batch_size)
     losses = []
     for step in range(steps):
         drawn = mdlm.draw_batch(run, step, 0.0, samples)
-        loss = model(*model.objective.batch(ops, *drawn))
+        loss = model(*run.objective.batch(ops, *drawn))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1453,7 +1453,7 @@ ADVICE["variants"] = [
         "mdlm --data={records}",
         "mdlm --data={records} --lengths=learned --masking=bernoulli",
     ),
-    ("{}: {}; leave one of them out", FollowedIn("test_either_of_two_variants_can_be_left_out")),
+    ("leave one of them out", FollowedIn("test_either_of_two_variants_can_be_left_out")),
 ]
 
 # For each pair in variants.REFUSED: flags of a run with both, and those that ask for each.
@@ -1461,11 +1461,11 @@ COMBINED = {
     ("ar", "blocks"): ("", "--objective=ar", "--block_length=8"),
     ("ar", "prompts"): ("--data={pairs}", "--objective=ar", "--prompt_column=prompt"),
     ("ar", "time"): ("", "--objective=ar", "--time_conditioning"),
-    ("blocks", "known"): ("", "--block_length=8", "--lengths=known"),
+    ("blocks", "documents"): ("", "--block_length=8", "--lengths=known"),
     ("blocks", "prompts"): ("--data={pairs}", "--block_length=8", "--prompt_column=prompt"),
     ("blocks", "rates"): ("", "--block_length=8", "--masking=bernoulli"),
     ("blocks", "time"): ("", "--block_length=8", "--time_conditioning"),
-    ("prompts", "known"): ("--data={pairs}", "--prompt_column=prompt", "--lengths=known"),
+    ("prompts", "documents"): ("--data={pairs}", "--prompt_column=prompt", "--lengths=known"),
     ("prompts", "rates"): (
         "--data={pairs} --lengths=learned",
         "--prompt_column=prompt",

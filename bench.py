@@ -31,7 +31,7 @@ import torch
 
 import mdlm
 from studies import frontier, peers
-from support import compiling, outputs, runs, runtime
+from support import compiling, outputs, runtime
 from support.cli import READS, WRITES, UserError, opt
 from support.files import naming, to_json
 
@@ -287,7 +287,7 @@ def steps_of(run):
     for step in itertools.count():
         mdlm.train_step(run, step, progress=0.75)
         if (step + 1) % run.config.log_interval == 0:
-            runs.check_finite(run)
+            mdlm.check_finite(run)
         yield
 
 
@@ -298,7 +298,7 @@ def gradients(config, *how):
     for p in run.model.parameters():
         if not p.any():  # no gradient would reach what lies before it
             p.data.copy_(0.02 * torch.randn(p.shape, generator=g))
-    loss = mdlm.compute_gradients(run, mdlm.draw_parts(run, step=0, early=0.5))
+    loss = mdlm.compute_gradients(run, step=0, margin_scale=0.5)
     return [loss] + [p.grad for p in run.model.parameters()]
 
 

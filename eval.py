@@ -152,7 +152,7 @@ def per_character(nats, corpus):
 
 def exact_likelihood(model, corpus, windows):
     """The chain rule's mean over windows (W, T), with its standard error over windows."""
-    length = model.learned(windows).sum(1).double().cpu()
+    length = model.objective.scored_mask(windows).sum(1).double().cpu()
     with cli.progress("exact likelihood", " tokens", total=int(length.sum())) as bar:
         nll = -chain_rule(model, windows, update=bar.update).sum(1)  # (W,)
     nll /= length.mean()  # nats per token, and a window counts by its length
@@ -277,7 +277,7 @@ def show_text(options):
     device = pick_device(options.device)
     read = partial(mdlm.load, device=device, whole=True)
     folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
-    if config.objective == "ar" or config.prompt_column or model.n > 1:
+    if config.prompt_column or not model.objective.fills_gaps:
         raise UserError(f"--text is for models that fill gaps, and {folder} does not; leave it out")
     ids = tokenizer.encode_given(options.text)
     n = len(ids)

@@ -31,13 +31,17 @@ from support import environment, files, outputs, page, plots, runs, scores
 from support.checkpoint import default_run, read_newest
 from support.cli import READS, WRITES, UserError, opt
 from support.kernels import reference
+from support.view import View
+from variants.documents import view_of_documents
 
 SUPPORT = Path(__file__).parent / "support"
 TEMPLATE = SUPPORT / "modeling_mdlm.py"
-PLACE = "Model = rotary_tables = attention_ref = neighbours = None"  # a line of TEMPLATE
-SOURCES = [reference.document_spans, reference.is_visible, reference.masked_share]
+# A line of TEMPLATE.
+PLACE = "Model = View = view_of_documents = masked_share = rotary_tables = attention_ref"
+PLACE += " = neighbours = None"
+SOURCES = [View, reference.document_spans, reference.is_visible, reference.masked_share]
 SOURCES += [reference.neighbours, reference.rotary_tables, reference.rotate, reference.prepare]
-SOURCES += [reference.attention_ref, mdlm.Block, mdlm.Model]
+SOURCES += [reference.attention_ref, view_of_documents, mdlm.Block, mdlm.Model]
 HELP_TO = "hf: for Hugging Face transformers; page: a web page (needs onnx, onnxscript and npm)"
 # The settings that make the network.
 NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")
@@ -167,7 +171,7 @@ def card(folder, model, tokenizer, config, name):
     size = f"{config.n_layer} layers x {config.n_embd}, context {config.block_size}"
     length = config.block_size
     end = ""
-    if model.documents:
+    if model.objective.lengths_are_given:
         counts = model.length_counts.double().cpu()
         mean = (counts @ torch.arange(len(counts)).double() / counts.sum()).item()
         length = min(length, 1 + round(mean))
@@ -205,7 +209,7 @@ def code(text):
 
 def contents_of(folder, model, tokenizer, config, options):
     """The files of a Hugging Face model, name -> bytes."""
-    if config.objective == "ar" or model.n > 1:
+    if not model.objective.fills_gaps:
         fit = "masked diffusion, not for --objective=ar or --block_length without --whole"
         raise UserError(f"--to=hf is for {fit}")
     library, end = to_library(tokenizer)
@@ -216,14 +220,16 @@ def contents_of(folder, model, tokenizer, config, options):
     places = dict.fromkeys(["AutoModel", "AutoModelForMaskedLM"], f"modeling_mdlm.{name}")
     places["AutoConfig"] = "modeling_mdlm.MDLMConfig"
     settings = dict(model_type="mdlm", architectures=[name], auto_map=places, dtype="float32")
-    settings |= ids | dict(vocab_size=V + 2, mask_token_id=V, end_id=model.end_id, use_cache=False)
+    settings |= ids | dict(
+        vocab_size=V + 2, mask_token_id=V, end_id=model.objective.end_id, use_cache=False
+    )
     settings |= {key: getattr(config, key) for key in NETWORK}
     settings |= dict(pad_to_context=options.pad_to_context, tie_word_embeddings=False)
     words = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size)
     words |= dict(mask_token="[MASK]", pad_token="[PAD]", eos_token=end)
     words["model_input_names"] = ["input_ids", "attention_mask"]
     words["clean_up_tokenization_spaces"] = False  # a text has the spaces that were learned
-    weights = {f"model.{key}": value for key, value in model.state_dict().items()}
+    weights = {f"model.{key}": value for key, value in model.named_parameters()}
     source = "\n\n\n".join(map(inspect.getsource, SOURCES))
     before, _, after = TEMPLATE.read_text(encoding="utf-8").partition(PLACE)
     contents = {

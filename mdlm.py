@@ -14,18 +14,25 @@ from support import cli
 
 PROCESS_START = cli.start(__name__)  # --time_limit and the log's seconds include the imports below
 
+import copy
 import dataclasses
+import functools
 import math
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import variants
 from support import (
     checkpoint,
     compiling,
+    files,
     kernels,
     numerics,
     pace,
@@ -36,26 +43,19 @@ from support import (
     sources,
     texts,
 )
-from support.arguments import check_evaluation, check_input, check_reversing, truth
-from support.cli import COUNT, NO_LIMIT, READS, WRITES, UserError, opt
+from support.arguments import check_evaluation, check_reversing, to_view, truth
+from support.cli import COUNT, NO_LIMIT, READS, WRITES, SharedError, UserError, opt
 from support.ids import DTYPES
 from support.kernels.launch import can_compile
-from support.kernels.reference import block_spans, document_spans, masked_share, rotary_tables
-from support.log import Log
-from support.optimizers import make_optimizers, set_rates, update
-from support.runs import Run
+from support.kernels.reference import rotary_tables
+from support.log import Log, to_preview
+from support.optimizers import average, make_optimizers, set_rates, update
 from support.runtime import all_reduce, generator, to_device
 from support.tokenizer import build_tokenizer, tokenizer_from_json
+from support.view import View
+from variants.rates import SCHEDULES
 
 # ---- Config: one flat dataclass; the command line, --help and config.json all come from it
-
-
-# Mask schedules map u, uniform in [0, 1), to a mask rate. To add one, write its line here: it must
-# rise or fall strictly between 0 and 1. Its weights follow (count_probabilities): the bound stays.
-SCHEDULES = {
-    "linear": lambda u: u,
-    "cosine": lambda u: torch.cos(math.pi / 2 * (1 - u)),
-}
 
 
 @dataclasses.dataclass
@@ -160,16 +160,6 @@ RESUMABLE = {
 }
 
 
-def n_blocks(config, step=-1):
-    """How many blocks a window is written in, one after another (--block_length; 1: at once).
-
-    In a --whole share of the training steps it is 1: so the model learns to fill gaps too.
-    """
-    if step >= 0 and numerics.stratified(1, "whole", config.seed, step) < config.whole:
-        return 1
-    return config.block_size // (config.block_length or config.block_size)
-
-
 def parse_args(argv):
     """The flags that were given, as a dict of Config fields."""
     implied = "--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items())
@@ -187,16 +177,22 @@ def new_config(given):
     settings = PRESETS[preset] | (PATTERNS if given.get("data") == "patterns" else {})
     config = Config(**settings | given | {"preset": preset})
     runs.choose_end(config, given, Config(**settings))
-    if config.prompt_column or n_blocks(config) > 1:
+    if config.prompt_column or config.block_length not in (0, config.block_size):
         config.lengths = given.get("lengths", "learned")  # a text goes on until its [END]
     return config
+
+
+def check(config, world=1):
+    """Raise UserError for a config that cannot work on `world` ranks."""
+    runs.check(config, world)
+    variants.check(config)
 
 
 # ---- Data: every source becomes a folder with train.bin, val.bin, tokenizer.json and meta.json
 def prepare(config, folder, tokenizer=None):
     """Tokenize config.data into `folder`: nine tenths of its text train, the rest validates."""
-    if sources.has_documents(config):
-        sources.check_documents(config, is_variant)
+    has_documents = sources.has_documents(config) and not config.prompt_column
+    variants.check_together(config, has_documents)
     source = texts.open_source(config)
     if source is None:
         sources.write_patterns(folder)
@@ -213,6 +209,14 @@ def prepare(config, folder, tokenizer=None):
     characters = [source.cut, source.n - source.cut]
     meta = dict(source=config.data, dtype=np.dtype(dtype).name, characters=characters)
     sources.write_meta(folder, tokenizer, meta)
+
+
+@functools.lru_cache(maxsize=2)  # a batch may begin in one epoch and end in the next
+def shuffle(W, offsets, seed, epoch):
+    """The order (W,) of an epoch's windows, and their offset below `offsets` (0 if that is 0)."""
+    g = generator("epoch", seed, epoch)
+    offset = torch.randint(offsets, (1,), generator=g) if offsets else 0
+    return torch.randperm(W, generator=g), offset
 
 
 class Corpus:
@@ -255,7 +259,7 @@ class Corpus:
         if meta.get("characters") and not config.prompt_column:
             scored = int(self.val_windows[2].sum()) if self.documents else len(ids[1])
             self.chars_per_token = meta["characters"][1] / scored
-        self.epochs = {}
+        self.fill_id = self.tokenizer.end_id or 0  # what fills up a window
         self.train, self.val = runtime.to_tensors(ids, device)
 
     def gather(self, ids, windows):
@@ -263,19 +267,7 @@ class Corpus:
         starts, sizes, _ = to_device(windows, ids.device)[:, :, None]  # (B, 1)
         at = torch.arange(self.T, device=ids.device)
         x = ids[(starts + at).clamp(max=len(ids) - 1)].long()
-        if self.documents:
-            x = torch.where(at < sizes, x, self.tokenizer.end_id)
-        return to_device(x, self.device)
-
-    def epoch(self, number):
-        """The order (W,) of an epoch's windows, and their offset: functions of the seed alone."""
-        if number not in self.epochs:
-            g = generator("epoch", self.seed, number)
-            offset = torch.randint(self.offsets, (1,), generator=g) if self.offsets else 0
-            order = torch.randperm(len(self.train_windows[0]), generator=g)
-            self.epochs.pop(number - 2, None)
-            self.epochs[number] = (order, offset)
-        return self.epochs[number]
+        return to_device(torch.where(at < sizes, x, self.fill_id), self.device)
 
     def find(self, samples):
         """Sample numbers (B,), counted from the start of the run -> their (3, B) windows."""
@@ -284,15 +276,16 @@ class Corpus:
         found = samples.repeat(3, 1)
         for number in epoch.unique().tolist():
             here = epoch == number
-            order, offset = self.epoch(number)
+            order, offset = shuffle(W, self.offsets, self.seed, number)
             at = order[samples[here] % W]
             found[:, here] = torch.stack([part[at].long() for part in self.train_windows])
             found[0, here] += offset
         return found
 
     def batch(self, samples):
-        """Training windows (B, T) of sample numbers (B,)."""
-        return self.gather(self.train, self.find(samples))
+        """Windows (B, T) of sample numbers (B,), and how many tokens of each are learned, (B,)."""
+        windows = self.find(samples)
+        return self.gather(self.train, windows), windows[2]
 
     def windows(self, most=0):
         """Validation windows (W, T), non-overlapping; at most `most` (0: all), evenly spread."""
@@ -309,7 +302,6 @@ class Block(nn.Module):
         C = config.n_embd
         self.n_head = config.n_head
         self.dropout = nn.Dropout(config.dropout)
-        self.causal = config.objective == "ar"
         self.qkv = nn.Linear(C, 3 * C, bias=False) if attends else None
         self.proj = nn.Linear(C, C, bias=False) if attends else None
         self.up = nn.Linear(C, 4 * C, bias=False)
@@ -317,7 +309,7 @@ class Block(nn.Module):
         self.conv = nn.Parameter(torch.zeros(1 + attends, config.conv, C)) if config.conv else None
         self.adaln = nn.Linear(C, 4 * C, bias=False) if config.time_conditioning else None
 
-    def norm(self, x, part, scale, shift, spans, ops):
+    def norm(self, x, part, scale, shift, sees, causal, ops):
         """RMSNorm and a depthwise convolution, thanks to which some blocks need no attention."""
         h = F.rms_norm(x, x.shape[-1:]).to(x.dtype)  # (B, T, C)
         if self.adaln is not None:
@@ -326,55 +318,47 @@ class Block(nn.Module):
             return h
         conv = self.conv[part].to(h.dtype)  # (k, C)
         k = len(conv)
-        left = k - 1 if self.causal else k // 2
-        first, *others = (x * w for x, w in zip(ops.neighbours(h, left, k, spans), conv))
+        left = k - 1 if causal else k // 2
+        first, *others = (x * w for x, w in zip(ops.neighbours(h, left, k, sees), conv))
         return h + sum(others, first)
 
-    def before_mlp(self, x, cos, sin, rate, spans, ops):
+    def before_mlp(self, x, cos, sin, rate, sees, causal, ops):
         B, T, C = x.shape
-        scale1 = shift1 = scale2 = shift2 = 0
+        scale1 = shift1 = scale2 = shift2 = None
         if self.adaln is not None:
             scale1, shift1, scale2, shift2 = self.adaln(rate).chunk(4, -1)
         if self.qkv is not None:
-            h = self.norm(x, 0, scale1, shift1, spans, ops)
+            h = self.norm(x, 0, scale1, shift1, sees, causal, ops)
             qkv = self.qkv(h).view(B, T, 3, self.n_head, -1)
-            y = ops.attention(qkv, cos, sin, True, self.causal, spans)  # (B, T, H, D)
+            y = ops.attention(qkv, cos, sin, True, causal, sees)  # (B, T, H, D)
             x = x + self.dropout(self.proj(y.reshape(B, T, C)))
-        return x, self.norm(x, -1, scale2, shift2, spans, ops)  # the MLP reads this, and adds to x
+        # The MLP reads the second, and adds to the first.
+        return x, self.norm(x, -1, scale2, shift2, sees, causal, ops)
 
     def mlp(self, x, h):
         return x + self.dropout(self.down(F.relu(self.up(h), inplace=True).square()))
 
-    def forward(self, x, cos, sin, rate, spans, ops, rows=None):
-        x, h = self.before_mlp(x, cos, sin, rate, spans, ops)
-        if rows is not None:  # after the last block only these rows are read: (n, C)
-            x, h = (z.flatten(0, 1).index_select(0, rows) for z in (x, h))
+    def forward(self, x, *how, rows=None):
+        """how: the rest of before_mlp's arguments. rows: of the last layer only these are read."""
+        x, h = self.before_mlp(x, *how)
+        if rows is not None:
+            x, h = (z.flatten(0, 1).index_select(0, rows.flatten()) for z in (x, h))
+            x, h = (z.view(*rows.shape, z.shape[-1]) for z in (x, h))  # (n, C)
         return self.mlp(x, h)
 
 
 class Model(nn.Module):
-    """Ids of tokens and [MASK] in, logits of V tokens out: [MASK] is the embedding's last row only.
+    """A View of tokens and [MASK] in, logits of V tokens out: [MASK] is the embedding's last row.
 
-    An autoregressive model shifts its input by itself: its output at position i predicts token i.
-    end_id: of [END], where lengths are known; else -1. As it is never masked it says where each
-    document of a window ends, and none sees another one. With --prompt_column it ends a prompt.
     place: what happens to a block as soon as it is made (--shard: it is spread over the ranks).
     """
 
-    def __init__(self, config, vocab_size, ops, end_id=-1, place=lambda module: module):
+    def __init__(self, config, vocab_size, ops, place=lambda module: module):
         super().__init__()
         C = config.n_embd
         self.config = config
         self.vocab_size = vocab_size
         self.mask_id = vocab_size
-        self.end_id = end_id
-        self.pad_id = vocab_size  # what follows a short text: [MASK], as it is not known, or [END]
-        # Each sees itself alone.
-        self.documents = end_id >= 0 and config.objective == "mdlm" and not config.prompt_column
-        if self.documents:
-            self.pad_id = end_id
-            # How many texts of each length there were: sample.py draws from them.
-            self.register_buffer("length_counts", torch.zeros(config.block_size + 1))
         self.ops = ops
         self.embed = nn.Embedding(vocab_size + 1, C)
         attends = [i % config.attention_every == 0 for i in range(config.n_layer)][::-1]
@@ -384,12 +368,9 @@ class Model(nn.Module):
         if config.pos == "learned":
             self.positions = nn.Parameter(torch.randn(config.block_size, C) / 10)
         self.rate = nn.Linear(C, C, bias=False) if config.time_conditioning else None
-        self.n = n_blocks(config)
         D = C // config.n_head if config.pos == "rope" else C
         for name, table in zip(("cos", "sin"), rotary_tables(config.block_size, D)):
             self.register_buffer(name, table, persistent=False)
-        if is_variant(config):
-            self.register_buffer("weights", sequence_weights(config), persistent=False)
         # What writes into the residual stream starts at zero: blocks as the identity, loss at ln V.
         for name, p in self.named_parameters():
             if name.endswith(("proj.weight", "down.weight", "head.weight", "adaln.weight")):
@@ -397,233 +378,168 @@ class Model(nn.Module):
         if config.tie:
             nn.init.normal_(self.embed.weight, std=0.02)
 
-    def learned(self, x0):
-        """(B, T) bool: the tokens that are learned and scored: text, not [END] or what follows."""
-        is_text = x0 != self.end_id
-        if self.config.prompt_column:  # what follows the first [END], others too
-            return F.pad(~is_text[:, :-1], (1, 0)).cumsum(1) > 0
-        if self.config.objective == "ar":  # which learns where a text ends
-            return is_text | F.pad(is_text[:, :-1], (1, 0), value=True)
-        return is_text
+    def position_vectors(self, at):
+        """Vectors (..., C) of positions, where they are not rotary ones."""
+        if self.positions is not None:
+            return self.positions[at]
+        return torch.cat((self.sin[at], self.cos[at]), -1)
 
-    def features(self, xt, rows=None, x0=None, cache=None):
-        """(B, T) ids -> what the head reads: (B, T, C), or (n, C) at rows of the flat batch.
-
-        With --block_length: x0 (B, T) is the text that later blocks see (default: as xt shows it);
-        or a kernels.cache.Cache has seen the text of earlier blocks, and xt is what follows.
-        """
-        T = xt.shape[1]
+    def features(self, view):
+        """What the head reads: (B, N, C), or (n, C) at view.rows (n,) of the flat batch."""
         C = self.config.n_embd
-        ops = self.ops
-        spans = None
-        at = torch.arange(T, device=xt.device)
-        if self.config.objective == "ar":  # [MASK] as the beginning, then x[0..T-2]
-            xt = torch.cat((torch.full_like(xt[:, :1], self.mask_id), xt[:, :-1]), 1)
-        if cache is not None:
-            ops = cache
-            cache.turn = 0
-            at = at + cache.length
-        elif self.n > 1:  # rows of 2T: what is predicted, and the text that later blocks see
-            spans = block_spans(T, self.config.block_length, xt.device)
-            xt = torch.cat((xt, xt if x0 is None else x0), 1)
-            at = at.repeat(2)
-            if rows is not None:
-                rows = rows + rows // T * T
-        x = F.rms_norm(self.embed(xt), (C,))
-        cos = self.cos[at]
-        sin = self.sin[at]
-        if self.documents:
-            spans = document_spans(xt == self.end_id)
-            at = at - spans[:, 0]  # (B, T) from a document's start
+        x = F.rms_norm(self.embed(view.ids), (C,))  # (B, N, C)
+        cos = self.cos[view.at]
+        sin = self.sin[view.at]
         if self.config.pos != "rope":
-            table = self.positions
-            if table is None:
-                table = torch.cat((self.sin, self.cos), -1)
-            x = x + table[at]
+            x = x + self.position_vectors(view.at)
             cos = sin = None
         rate = None
-        if self.rate is not None:  # the share of masked tokens, a function of xt
-            share = masked_share(xt == self.mask_id, xt != self.end_id, spans)
-            waves = torch.cos(share * math.pi * torch.arange(C, device=xt.device))
-            rate = F.silu(self.rate(waves))  # (B, 1, C), or (B, T, C) with documents
+        if self.rate is not None:
+            waves = torch.cos(view.rate * math.pi * torch.arange(C, device=x.device))
+            rate = F.silu(self.rate(waves))  # (B, 1, C), or (B, N, C)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too: it is memory-bound
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        how = (cos, sin, rate, view.sees, view.causal, view.cache or self.ops)
         for block in self.blocks[:-1]:
-            x = block(x, cos, sin, rate, spans, ops)
-        x = self.blocks[-1](x, cos, sin, rate, spans, ops, rows)
-        if rows is None:
-            x = x[:, :T]
+            x = block(x, *how)
+        x = self.blocks[-1](x, *how, rows=view.rows)
         return F.rms_norm(x, (C,)).to(x.dtype)  # CUDA's autocast would leave float32
 
-    def forward(self, xt, targets=None, rows=None, share=None, x0=None, cache=None):
-        """(B, T) ids -> (B, T, V) float logits, or (n, V) at some rows (n,) of the flat batch. With
-        their targets and shares (n,) of make_batch -> the loss, sum of share * cross-entropy."""
-        h = self.features(xt, rows, x0, cache)
+    def forward(self, view, targets=None, weights=None):
+        """Logits, float32: (n, V) at view.rows, or (B, N, V). With targets (n,) and their weights
+        (n,) the loss: the sum of weight * cross-entropy."""
+        h = self.features(view)
         W = self.embed.weight[:-1] if self.head is None else self.head.weight  # (V, C)
         if targets is None:
             return F.linear(h, W).float()
-        return self.ops.linear_cross_entropy(h.flatten(0, -2), W, targets, share)
+        return self.ops.linear_cross_entropy(h.flatten(0, -2), W, targets, weights)
 
 
-# ---- Masking and loss
+# ---- Objective: what the network is shown, and which tokens count how much
 #
-# NELBO per token = the mean, over l uniform on {1..L} and random sets of l masked positions, of
+# NELBO per token = the mean, over l uniform on {1..T} and random sets of l masked positions, of
 # the mean cross-entropy there (Hoogeboom et al., 2110.02037, eq. 7; Ou et al., 2406.03736): an
-# upper bound of -log p(x) / L.
-def draw_levels(config, step, early=0.0, lengths=None):
-    """(N,) how many tokens to mask in each sequence of a step's batch, over all ranks.
+# upper bound of -log p(x) / T.
+class MaskedDiffusion:
+    """The default: mask l tokens of a text, predict them, average. variants/ has what wraps it.
 
-    Neighbours get l and T + 1 - l, so every batch masks exactly N (T + 1) / 2 tokens: static
-    shapes. l is T / 2 while `early` is 1, in the first half of a run, and uniform on {1..T} at 0.
-    Of shorter documents, with `lengths` (N,) in place of T, it masks fewer. With --block_length S
-    it is (N * T / S,): each block is masked as a text of S tokens.
+    T: tokens of a text. batch_size: N, texts in a step's batch, over all ranks.
     """
-    if config.objective == "ar":  # all are predicted
-        return lengths
-    n = n_blocks(config, step)
-    u = numerics.stratified(n * config.batch_size // 2, "levels", config.seed, step)  # in [0, 1)
-    if is_variant(config):
-        return variant_levels(config, u)
-    # The margin leaves out both ends, where few masked tokens give a noisy mean, few visible ones
-    # say little: worth twice the steps (results/cpu.md). It ends at 0: then the loss is the bound.
-    # Related: clipped rates (2503.09573), bell-shaped rates (2605.13026).
-    margin = 0.0 if config.time_conditioning else config.rate_margin * early
-    u = (margin + (1 - 2 * margin) * u).repeat_interleave(2)
-    if lengths is None or n > 1:
-        lengths = torch.full((n * config.batch_size,), config.block_size // n)
-    count = 1 + (u * lengths).long().minimum(lengths - 1)
-    count[1::2] = (lengths + 1 - count)[1::2]
-    return count
+
+    metric = "nelbo"  # what `evaluate` returns
+    is_bound = True  # whether the training loss is one, at the end
+    positions = 1.0  # that the network computes for each token, on average
+    predicted = 0.5  # of them
+    fills_gaps = True  # whether the text after a gap is seen
+    one_by_one = False  # whether tokens are written from left to right
+    lengths_are_given = False  # whether a text's length is known before it is written
+    end_id = -1  # of an [END] that is given, never predicted
+    n_blocks = 1  # of a window, masked each on its own
+    n_pieces = 1  # of a text, written one after another
+
+    def __init__(self, config, vocab_size):
+        self.config = config
+        self.seed = config.seed
+        self.mask_id = vocab_size
+        self.pad_id = vocab_size  # what follows a short text: [MASK], as it is not known
+        self.T = config.block_size
+        self.batch_size = config.batch_size
+
+    def resized(self, T, batch_size):
+        """The same objective for texts of T tokens."""
+        other = copy.copy(self)
+        other.T = T
+        other.batch_size = batch_size
+        return other
+
+    def mask_counts(self, step, margin_scale, samples, lengths):
+        """(B,) how many of `lengths` (B,) tokens to mask in each of the samples (B,) of a step.
+
+        Neighbours get l and T + 1 - l, so every batch masks exactly B (T + 1) / 2 tokens: static
+        shapes. l is T / 2 while margin_scale is 1, in the first half of a run, and uniform on
+        {1..T} at 0.
+        """
+        # A share u of the text for each pair of neighbours, one from each of N / 2 equal intervals.
+        u = numerics.stratified(self.batch_size // 2, "levels", self.seed, step)  # in [0, 1)
+        # The margin leaves out both ends, where few masked tokens give a noisy mean, few visible
+        # ones say little: worth twice the steps (results/cpu.md). It ends at 0: then the loss is
+        # the bound. Related: clipped rates (2503.09573), bell-shaped rates (2605.13026).
+        margin = self.config.rate_margin * margin_scale
+        u = (margin + (1 - 2 * margin) * u).repeat_interleave(2)[samples]
+        count = 1 + (u * lengths).long().minimum(lengths - 1)
+        count[1::2] = (lengths + 1 - count)[1::2]
+        return count
+
+    def view(self, xt, x0=None, rows=None):
+        """What the network is shown of (B, T) tokens and [MASK]: all see all.
+
+        x0 (B, T): the text without masks, for variants that show it too. rows: where to predict.
+        """
+        return View(xt, torch.arange(xt.shape[1], device=xt.device), rows=rows)
+
+    def batch(self, ops, x0, counts, step, samples):
+        """The arguments of a network for texts x0 (B, T): a View, targets (n,), weights (n,)."""
+        B, T = x0.shape
+        # 1. Mask exactly l tokens of each text.
+        xt, count, rows, _ = ops.mask_tokens(x0, counts, self.mask_id, self.seed, step, samples)
+        rows = rows[: B * (T + 1) // 2]  # (n,) where they are in the flat batch
+        # 2. Predict what they were.
+        targets = x0.flatten()[rows]
+        # 3. Average over the masked tokens of a text, and over texts: each token weighs 1 / (B l).
+        weights = 1 / (count * B)  # (B,)
+        return self.view(xt, rows=rows), targets, weights[rows // T]
+
+    def scored_mask(self, x0):
+        """(B, T) bool: the tokens that are predicted and scored."""
+        return torch.ones_like(x0, dtype=torch.bool)
+
+    def buffers(self):
+        """What a checkpoint keeps beside the weights: name -> tensor."""
+        return {}
+
+    def notes(self):
+        """What a run says of its objective, lines of text."""
+        return []
+
+    # What `evaluate` and `generate` ask; the rest of this file, and sample.py, never branch on it.
+    def eval_counts(self, lengths, passes, seed):
+        """(passes, W, n) how many tokens to mask in each of the n blocks of W windows."""
+        return numerics.stratified_counts(lengths, passes, seed)
+
+    def hide(self, ops, x0, counts, seed, step, samples, never_mask):
+        """Mask `counts` tokens, but none where never_mask (B, T): xt (B, T), rows, their number."""
+        xt, _, rows, n = ops.mask_tokens(x0, counts, self.mask_id, seed, step, samples, never_mask)
+        return xt, rows, n
+
+    def tally(self, ce, right, rows, counts, T):
+        """Means of ce (n,) and right (n,) over each text of T tokens: (2, B)."""
+        text = rows // T
+        return torch.stack([numerics.segment_mean(x, text, counts) for x in (ce, right)])
+
+    def summary(self, sums, counts, scored):
+        """The results of `evaluate`; see numerics.summary. scored (W, T) bool."""
+        return numerics.summary(sums, counts, scored.sum(1))
+
+    def pieces(self, T, steps):
+        """[(positions, calls)] of the parts of a text that are written one after another."""
+        return [(range(T), steps)]
+
+    def cache(self):
+        """What a sampler keeps of the pieces that are written, or None."""
+        return None
+
+    def check_gaps(self, x, fill):
+        """Raise UserError if `fill` (B, T) in x (B, T) cannot be filled."""
 
 
-def draw_batch(config, corpus, step, samples, early=0.0, first=None):
-    """What Python draws for samples (B,), numbers in a step's global batch: windows (B, T), levels
-    and weights (B,), the step and the samples, on the device. From here on it works alone."""
-    # 1. Windows of text. Over a run, samples are numbered step * N, step * N + 1, ..., unless N was
-    #    another one before a --resume: then `first` is the number of the step's first sample.
-    if first is None:
-        first = step * config.batch_size
-    x0 = corpus.batch(first + samples)
-    lengths = corpus.find(first + torch.arange(config.batch_size))[2]
-    levels = draw_levels(config, step, early, lengths)
-    weights = (lengths / corpus.mean_length).float()  # a sequence counts by its length
-    levels = levels.view(config.batch_size, -1)[samples].flatten()  # (B,), or of all blocks
-    drawn = (levels, weights[samples], torch.tensor(step), samples)
-    return x0, *(to_device(x, x0.device) for x in drawn)
-
-
-def make_batch(model, x0, levels, weights, step, samples):
-    """The arguments of Model.forward for what draw_batch drew."""
-    config = model.config
-    B, T = x0.shape
-    if config.objective == "ar":  # all tokens count alike
-        share = model.learned(x0) * (weights / (levels * B))[:, None]
-        return x0, x0.flatten(), None, share.flatten()
-    # 2. Mask exactly l tokens of each.
-    fixed = None
-    if model.end_id >= 0:
-        fixed = ~model.learned(x0)
-    xt, count, rows, n_rows = mask_blocks(model, x0, levels, config.seed, step, samples, fixed)
-    # 3. Say where the masked tokens are, what they were, and how much each counts: the loss is the
-    #    mean over sequences of the mean cross-entropy over their masked tokens, so 1 / (B l).
-    if is_variant(config):
-        share = model.weights[count] / (count.clamp(min=1) * B)  # (B,)
-        return take_rows(xt, x0, share, rows, n_rows)
-    S = T // model.n
-    rows = rows[: B * model.n * (S + 1) // 2]  # those of the flat batch that are masked
-    share = weights.repeat_interleave(model.n) / (count * len(count))  # (B,), or of all blocks
-    if fixed is not None:
-        return take_rows(xt, x0, share, rows, n_rows)
-    return xt, x0.flatten()[rows], rows, share[rows // S], x0
-
-
-def mask_blocks(model, x0, levels, seed, step, samples, fixed=None):
-    """mask_tokens for x0 (B, T) by the level of each block; a text is a single one by default."""
-    samples = samples[:, None] * model.n + torch.arange(model.n, device=samples.device)
-    key = (model.mask_id, seed, step, samples.flatten())
-    xt, *found = model.ops.mask_tokens(x0.view(len(levels), -1), levels, *key, fixed)
-    return xt.view(x0.shape), *found
-
-
-def take_rows(xt, x0, share, rows, n_rows):
-    """The arguments of Model.forward where the number of masked tokens is not known before."""
-    if x0.device.type == "cpu":
-        rows = rows[: int(n_rows)]
-    # Python does not wait for a GPU to know n_rows: the padding of rows, -1, stays, with share 0.
-    share = torch.where(rows < 0, 0, share[rows // x0.shape[1]])
-    rows = torch.where(rows < 0, torch.arange(len(rows), device=rows.device), rows)
-    return xt, x0.flatten()[rows], rows, share
-
-
-def draw_parts(run, step, early):
-    """What Python draws of a step, for each of this rank's micro-batches when its turn comes."""
-    parts = run.config.gradient_accumulation_steps
-    for part in range(parts):
-        samples = torch.arange(run.micro_batch) + (run.rank * parts + part) * run.micro_batch
-        runtime.seed_device(run.device, "dropout", run.config.seed, step, run.rank, part)
-        first = run.sequences(step)
-        yield draw_batch(run.config, run.corpus, step, samples, early, first)
-
-
-def compute_gradients(run, drawn):
-    """Accumulate the gradients of the micro-batches of draw_parts; returns their loss."""
-    parts = run.config.gradient_accumulation_steps
-    loss = 0
-    for part, inputs in enumerate(drawn):
-        run.model.n = len(inputs[1]) // len(inputs[0])  # levels of a window: --whole may be 1
-        shards.exchange_gradients(run.network, part == parts - 1)  # once a step
-        with run.autocast():
-            part_loss = run.network(*make_batch(run.model, *inputs)) / parts
-        part_loss.backward()
-        loss = loss + part_loss.detach()
-    run.model.n = n_blocks(run.config)
-    return loss
-
-
-# Variants, to compare with. The bound stays if a count has probability P(l) > 0 for every l and its
-# sequence weighs 1 / (L P(l)). A clipped range (BERT: 15 %) and uniform weights give no bound.
-def is_bound(config):
-    return config.loss_weight == "bound" and config.min_rate == 0 and config.max_rate == 1
-
-
-def is_variant(config):
-    return (config.masking, config.mask_schedule) != ("exact", "linear") or not is_bound(config)
-
-
-def variant_levels(config, u):
-    """(N/2,) u in [0, 1) -> (N,) mask rates t if bernoulli, else counts 1 + floor(t L)."""
-    L = config.block_size
-    t = SCHEDULES[config.mask_schedule](torch.stack((u, 1 - u), 1).flatten())
-    t = config.min_rate + (config.max_rate - config.min_rate) * t
-    return t if config.masking == "bernoulli" else 1 + (t * L).long().clamp(max=L - 1)
-
-
-def count_probabilities(config):
-    """P(l) of masking l of L tokens, (L+1,) float64, for rates from 0 to 1."""
-    L = config.block_size
-    count = torch.arange(L + 1, dtype=torch.float64)
-    schedule = SCHEDULES[config.mask_schedule]
-    if config.masking == "exact":  # u the inverse of the schedule: P(l) = |u(l/L) - u((l-1)/L)|
-        u = numerics.invert(schedule, count / L)
-        return u.diff(prepend=u[:1]).abs()
-    if config.mask_schedule == "linear":  # then E[1/t | l] = (L + 1) / l, the textbook weight
-        return torch.full_like(count, 1 / (L + 1))
-    return numerics.binomial_mixture(L, schedule)
-
-
-def sequence_weights(config):
-    """(L+1,) float32, made in float64: the weight of a sequence with l masked tokens."""
-    L = config.block_size
-    count = torch.arange(L + 1, dtype=torch.float64)
-    weight = torch.ones_like(count)  # a clipped range: the plain mean
-    if config.loss_weight == "uniform":  # the sum of CE over its expected number of terms
-        grid = (torch.arange(1 << 13, dtype=torch.float64) + 0.5) / (1 << 14)
-        terms = variant_levels(config, grid).double().mean()
-        weight = count / (terms * L if config.masking == "bernoulli" else terms)
-    elif is_bound(config):
-        weight = 1 / (L * count_probabilities(config))
-    weight[0] = 0  # nothing is masked, so there is nothing to predict
-    return weight.float()
+def make_model(config, vocab_size, ops, end_id=None, mean_length=None, place=lambda module: module):
+    """A Model with its objective; the other arguments are those of variants.choose and Model."""
+    objective = variants.choose(config, MaskedDiffusion(config, vocab_size), end_id, mean_length)
+    model = Model(config, vocab_size, ops, place)
+    for name, tensor in objective.buffers().items():
+        model.register_buffer(name, tensor)
+    model.objective = objective
+    return place(model)
 
 
 # ---- Sampling: the textbook reverse process; sample.py has the good sampler
@@ -632,22 +548,18 @@ def generate(model, x, steps=64, generator=None):
     """Fill the [MASK] positions of x (B, T) in `steps` network calls, or fewer; returns (B, T).
 
     Going from time s / steps to (s - 1) / steps, each masked position is revealed with probability
-    1 / s, and drawn from the model (Sahoo et al., 2406.07524, eq. 7). With --block_length blocks
-    do so in turn, each in at least a call; of an autoregressive model each token is a block.
+    1 / s, and drawn from the model (Sahoo et al., 2406.07524, eq. 7). What is written in pieces, as
+    blocks are, does so piece by piece, each in at least a call.
     """
     steps = check_reversing(model, x, steps, generator)
     x = x.clone()
-    T = x.shape[1]
-    S = 1 if model.config.objective == "ar" else min(model.config.block_length or T, T) or 1
-    if S == 1:
-        steps = T
-    for begin in range(0, T, S):
-        for s in range(max(1, steps * S // T), 0, -1):
+    for piece, calls in model.objective.pieces(x.shape[1], steps):
+        for s in range(calls, 0, -1):
             reveal = (torch.rand(x.shape, generator=generator) < 1 / s).to(x.device)
             reveal &= x == model.mask_id
-            reveal[:, :begin] = reveal[:, begin + S :] = False
+            reveal[:, : piece.start] = reveal[:, piece.stop :] = False
             if reveal.any():
-                p = model(x)[reveal].softmax(-1).cpu()  # (n, V)
+                p = model(model.objective.view(x))[reveal].softmax(-1).cpu()  # (n, V)
                 x[reveal] = torch.multinomial(p, 1, generator=generator)[:, 0].to(x.device)
     return x
 
@@ -664,7 +576,7 @@ def score_rows(model, xt, x0, rows, observe=None):
     T = x0.shape[1]
     scores = []
     for some in rows.tensor_split(math.ceil(T * model.vocab_size / LOGITS)):
-        logits = model(xt, rows=some, x0=x0)  # (n, V)
+        logits = model(model.objective.view(xt, x0, some))  # (n, V)
         targets = x0.flatten()[some]
         if observe:
             observe(some, targets, logits)
@@ -679,55 +591,46 @@ def evaluate(
 ):
     """Likelihood of validation windows (W, T), nats per token. Deterministic; ranks share the work.
 
-    Masked diffusion: `nelbo`, the mean over windows and passes of the mean CE over masked tokens
-    (an upper bound of the NLL), and its standard error `se`. Autoregressive: `nll` over all T
-    tokens, its `se`, and `ar_shifted`, without the first token of a window. `by_window`: one mean
-    each; `ce` and `accuracy` (top-1): by tenths of the mask rate. observe(rows, targets, logits)
-    sees each batch: the scored rows (n,) of the flat batch, their tokens (n,), logits (n, V). Each
-    takes windows from everywhere; none but the first begins after the deadline (time.monotonic()).
-    scored (W, T) bool: these tokens alone, the others are given (default: model.learned(windows)).
+    `nelbo`: the mean over windows and passes of the mean CE over masked tokens (an upper bound of
+    the NLL), `se`: its standard error. `by_window`: one mean each; `ce` and `accuracy` (top-1): by
+    tenths of the mask rate. (Of an autoregressive model: variants/autoregressive.py, summary.)
+    observe(rows, targets, logits) sees each batch: the scored rows (n,) of the flat batch, their
+    tokens (n,), logits (n, V). Each takes windows from everywhere; none but the first begins after
+    the deadline (time.monotonic()). scored (W, T) bool: these tokens alone, the others are given
+    (default: scored_mask of the objective).
     """
     given = (passes, seed, batch_size, observe, deadline, scored)
     passes, seed, batch_size = check_evaluation(model, windows, *given)
     W, T = windows.shape
     batch_size = max(1, min(batch_size, LOGITS // (T * model.vocab_size)))
     device = windows.device
-    causal = model.config.objective == "ar"
+    objective = model.objective
     if scored is None:
-        scored = model.learned(windows)
+        scored = objective.scored_mask(windows)
     length = scored.sum(1).cpu()  # (W,)
-    n = model.n
-    count = length[None, :, None]  # (passes, W, n): of each block
-    if not causal:
-        count = numerics.stratified_counts(length, passes, seed, n)
-    sums = torch.zeros(4, *count.shape, dtype=torch.float64)
-    ce, hit, first, done = sums  # views
+    count = objective.eval_counts(length, passes, seed)  # (passes, W, n)
+    sums = torch.zeros(4, *count.shape, dtype=torch.float64)  # CE, accuracy, a variant's own, done
     batches = math.ceil(W / batch_size)
     was_training = model.training
     model.eval()
     for i in runtime.share(range(batches)):
         at = torch.arange(i, W, batches)
+        samples = at.to(device)
         for k in range(len(count)):
-            xt = x0 = windows[at.to(device)]
-            masked = count[k, at].flatten().to(device)  # (B * n,) how many tokens to score
-            these = scored[at.to(device)].view(len(masked), -1)  # by block
-            rows = these.flatten().nonzero()[:, 0]
-            if not causal:
-                key = (seed ^ 0x5EED, k, at.to(device))  # other masks than in training
-                xt, _, rows, n_rows = mask_blocks(model, x0, masked, *key, ~these)
-                rows = rows[: int(n_rows)]
-            each, right = score_rows(model, xt, x0, rows, observe)
-            block = rows // (T // n)
-            ce[k, at] = numerics.means_of(each, block, masked).view(-1, n)
-            hit[k, at] = numerics.means_of(right, block, masked).view(-1, n)
-            if causal:
-                begins = rows % T == 0
-                first[k, at[these[:, 0].cpu()], 0] = each[begins].cpu().double()
-        done[:, at] = 1
+            x0 = windows[samples]  # (B, T)
+            masked = count[k, at].flatten().to(device)  # (B n,) of each text or block
+            never_mask = ~scored[samples].view(len(masked), -1)
+            key = (seed ^ 0x5EED, k, samples)  # other masks than in training
+            xt, rows, n_rows = objective.hide(model.ops, x0, masked, *key, never_mask)
+            rows = rows[: int(n_rows)]
+            ce, right = score_rows(model, xt, x0, rows, observe)
+            facts = objective.tally(ce, right, rows, masked, x0.numel() // len(masked))
+            sums[: len(facts), k, at] = facts.view(len(facts), len(at), -1)
+        sums[3, :, at] = 1
         if runtime.is_late(deadline):
             break
     model.train(was_training)
-    return numerics.summary(all_reduce(sums), count, length, causal, scored[:, 0].cpu().long())
+    return objective.summary(all_reduce(sums), count, scored.cpu())
 
 
 # ---- Load (support/runs.py saves; support/checkpoint.py keeps checkpoints intact)
@@ -752,31 +655,105 @@ def load(path="out", device="cpu", kernel="auto", whole=False):
     return checkpoint.read_newest(path, lambda folder: load_from(folder, device, kernel, whole))[1]
 
 
+def read_config(folder):
+    """The Config of a checkpoint."""
+    known = {field.name for field in dataclasses.fields(Config)}
+    config = Config(**checkpoint.read_settings(folder / "config.json", known))
+    check(config)
+    return config
+
+
 def load_from(folder, device, kernel, whole):
     """`load` for the folder of an intact checkpoint."""
-    config = checkpoint.read_config(Config, folder / "config.json", runs.check)
+    config = read_config(folder)
     if whole and config.whole:
         config.block_length = 0
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")
     checkpoint.check_size(folder, config, tokenizer.vocab_size)  # before memory is taken for it
     ops = select_kernels(kernel, device, config)
-    end_id = sources.given_end(config, tokenizer, is_variant)
-    model = Model(config, tokenizer.vocab_size, ops, end_id)
+    model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id)
     model.load_state_dict(checkpoint.read_tensors(folder / "model.safetensors", model.state_dict()))
-    model.register_forward_pre_hook(check_input, with_kwargs=True)
+    model.register_forward_pre_hook(to_view, with_kwargs=True)
     return model.to(device).eval(), tokenizer, config
 
 
 # ---- Training
+@dataclasses.dataclass
+class Run:
+    """What the steps, reports and checkpoints of a run share."""
+
+    config: object
+    corpus: object
+    model: torch.nn.Module
+    averaged: torch.nn.Module  # the EMA of the weights, evaluated and saved; `model` if --ema=0
+    optimizers: list
+    device: torch.device
+    dtype: torch.dtype  # of matrix products
+    network: torch.nn.Module  # the model as it is trained: compiled, in DDP
+    rank: int = 0
+    world: int = 1
+    average: Callable = average  # updates `averaged`
+    exchange: Callable = shards.exchange_nothing  # whether the next backward exchanges gradients
+    windows: torch.Tensor = None  # (W, T) validation text
+    compiler: object = None  # the process that compiles, until it is done
+    log: Log = None
+    step: int = 0  # steps done
+    begun: tuple = (0, 0)  # the step that this process began with, the sequences learned before it
+    changed: dict = dataclasses.field(default_factory=dict)  # on --resume: setting -> (old, new)
+    progress: float = 0.0  # from 0 to 1, by steps or by time
+    seconds: float = 0.0  # of the processes that this one resumes
+    ending: float = 0.0  # seconds that the last evaluation and its samples will take
+    evaluating: float = 0.0  # seconds that evaluations on the way have taken
+    per_window: float = 0.0  # seconds to score a window once (0: not yet known)
+    few_windows: int = 0  # that evaluations on the way score (0: not yet chosen)
+    tenth: int = None  # of the run, when it was last asked for an evaluation
+    saving: float = 0.0  # seconds that the last save took
+    saved: int = -1  # step of the last checkpoint
+    saved_at: float = 0.0  # time.monotonic() then
+    save_is_due: float = 0.0  # whether that is long ago
+    finished: bool = False  # whether that checkpoint is the end of a run
+    pending: dict = dataclasses.field(default_factory=dict)  # step -> (loss, norm), not yet read
+    loss: float = math.nan  # the last ones that were read
+    grad_norm: float = math.nan
+    score: dict = dataclasses.field(default_factory=dict)  # the last evaluation, for its checkpoint
+
+    def __post_init__(self):
+        self.new_share = torch.zeros((), device=self.device)  # of new weights, in the EMA
+
+    def sequences(self, step):
+        """How many sequences are learned before a step; --resume may have changed batch_size."""
+        first, before = self.begun
+        return before + (step - first) * self.config.batch_size
+
+    @property
+    def tokens(self):
+        """Tokens of text in the steps done, on average: not what fills up windows of documents."""
+        return round(self.sequences(self.step) * self.corpus.mean_size)
+
+    @property
+    def objective(self):
+        return self.model.objective
+
+    @property
+    def micro_batch(self):  # sequences of this rank at a time
+        return self.config.batch_size // self.world // self.config.gradient_accumulation_steps
+
+    def elapsed(self):
+        return time.monotonic() - self.log.start + self.seconds
+
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+
 def make_run(config, corpus, device, dtype, ops, rank=0, world=1):
     """A Run with fresh weights, not compiled."""
-    end_id = sources.given_end(config, corpus.tokenizer, is_variant)
     place = shards.make_place(config.shard, device, dtype, world)
+    texts = (corpus.tokenizer.end_id, corpus.mean_length)
 
     def build():
         torch.manual_seed(config.seed)
-        model = place(Model(config, corpus.tokenizer.vocab_size, ops, end_id, place))
-        if model.documents:
+        model = make_model(config, corpus.tokenizer.vocab_size, ops, *texts, place)
+        if model.objective.lengths_are_given:
             model.length_counts.copy_(corpus.length_counts)
         return model
 
@@ -797,55 +774,202 @@ def lr_scale(config, step, progress):
     return min(1.0, (step + 1) / (config.warmup_steps + 1)) * decay[config.lr_schedule]
 
 
+def draw_batch(run, step, margin_scale, samples):
+    """What Python draws for samples (B,), numbers in a step's global batch: texts (B, T), counts
+    of masks (B,), the step and the samples, on the device. After this there is no host sync."""
+    x0, lengths = run.corpus.batch(run.sequences(step) + samples)
+    counts = run.objective.mask_counts(step, margin_scale, samples, lengths)
+    return x0, *(to_device(x, x0.device) for x in (counts, torch.tensor(step), samples))
+
+
+def compute_gradients(run, step, margin_scale):
+    """Accumulate the gradients of this rank's micro-batches of a step; returns their loss."""
+    n = run.config.gradient_accumulation_steps
+    loss = 0
+    for k in range(n):
+        samples = torch.arange(run.micro_batch) + (run.rank * n + k) * run.micro_batch
+        runtime.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
+        drawn = draw_batch(run, step, margin_scale, samples)
+        run.exchange(k == n - 1)  # between ranks, once a step
+        with run.autocast():
+            view, targets, weights = run.objective.batch(run.model.ops, *drawn)
+            micro_loss = run.network(view, targets, weights) / n
+        micro_loss.backward()
+        loss = loss + micro_loss.detach()
+    return loss
+
+
 def train_step(run, step, progress):
     """One optimizer step; its loss and gradient norm go to run.pending."""
     set_rates(run, step, lr_scale(run.config, step, progress))
-    loss = compute_gradients(run, draw_parts(run, step, early=min(1.0, 2 * (1 - progress))))
+    loss = compute_gradients(run, step, margin_scale=min(1.0, 2 * (1 - progress)))
     norm = runtime.clip_gradients(list(run.model.parameters()), run.config.grad_clip)
     run.pending[step] = torch.stack((loss, norm))
     if not runtime.is_async(run.device):
-        runs.check_finite(run)  # before the update; a GPU's numbers are read before they are saved
+        check_finite(run)  # before the update; a GPU's numbers are read before they are saved
     update(run)
 
 
+def check_finite(run):
+    """Read the queued losses, averaged over ranks; UserError for NaN or inf on any rank."""
+    if run.pending:
+        values = torch.stack([*run.pending.values()]).cpu().double()
+        values = (all_reduce(values) / run.world).tolist()
+        for step, (loss, norm) in zip(run.pending, values, strict=True):
+            if not math.isfinite(loss + norm):
+                what = f"loss {loss}, gradient norm {norm} at step {step}: not kept."
+                raise SharedError(f"{what} {runs.advice(run)}")
+        run.pending.clear()
+        run.loss, run.grad_norm = values[-1]
+
+
+def timed(run, model, windows, passes=1, until=math.inf):
+    """What `evaluate` returns, and the seconds that it took for each window."""
+    began = time.monotonic()
+    with run.autocast():
+        r = evaluate(model, windows, passes, batch_size=run.micro_batch, deadline=until)
+    return r, max(1e-6, (time.monotonic() - began) / (r["passes"] * r["windows"]))
+
+
 def report(run, is_last=False):
-    """Evaluate the averaged weights, log the result and show samples."""
-    runs.check_finite(run)
+    """Evaluate the averaged and the raw weights, log the result and show samples."""
+    check_finite(run)
     # Eager: compile nothing for these shapes.
     with pace.counted(run), torch.compiler.set_stance("force_eager"):
-        r, raw, calls = pace.score(run, evaluate, is_last)
+        if pace.is_unmeasured(run):
+            for _ in range(2):  # the first is slow
+                _, run.per_window = timed(run, run.model, run.windows[: run.micro_batch])
+        plan = pace.plan(run, is_last)
+        r, seconds = timed(run, run.averaged, plan.windows, plan.passes, plan.scored_until)
+        raw = r
+        if run.averaged is not run.model:
+            raw, seconds = timed(run, run.model, plan.windows, 1, plan.scored_until)
+        calls = pace.note(run, plan, r[run.objective.metric], seconds)
         if is_last and runtime.is_late(math.inf):
             return  # cut short by a signal: --resume evaluates again
         run.log.evaluation(run, r, raw, is_last)
         if (run.rank == 0 or run.config.shard) and run.step and calls:
-            run.log.samples(run, generate, calls)
+            show_samples(run, calls)
+
+
+def show_samples(run, calls):
+    """Show what the model writes in some network calls: from nothing, and in real text."""
+    x0, hidden, _ = to_preview(run)
+    g = generator("preview", run.config.seed, run.step)
+    was_training = run.averaged.training
+    run.averaged.eval()
+    with run.autocast():
+        x = generate(run.averaged, torch.where(hidden, run.model.mask_id, x0), calls, g)
+    run.averaged.train(was_training)
+    run.log.samples(run, x)
+
+
+def save(run, finished=False):
+    """Write a checkpoint, of numbers that are known to be finite."""
+    check_finite(run)
+    runs.save(run, finished)
+
+
+def make_config(given, folder, world):
+    """The Config of the given flags, and what they change of the checkpoint `folder` (or None)."""
+    changed = {}
+    if folder:
+        config, changed = runs.resumed(read_config(folder), given, folder, RESUMABLE)
+    else:
+        config = new_config(given)
+        runs.check_source(config, given)
+    check(config, world)
+    shards.check(config.shard, world)
+    runs.check_unused(given, Path(config.out_dir))
+    return config, changed
+
+
+def open_run(given, world):
+    """(Config, the checkpoint to resume from or None, what is changed) of the given flags."""
+    given, folder = runs.find_run(given)
+    if not folder and "data" not in given:
+        with runtime.all_ranks():  # refuses what is wrong before a network is asked
+            make_config(given, folder, world)
+        given = given | {"data": runtime.ask_first_rank(sources.default_data)}
+    with runtime.all_ranks():
+        config, changed = make_config(given, folder, world)
+    runs.check_ranks(config)
+    with runtime.all_ranks():
+        if runtime.is_first_rank():
+            runs.claim(config, folder)
+    return config, folder, changed
+
+
+def open_data(config, folder, device, source):
+    """The Corpus of config.data: a folder of ids as it is; all else is prepared in out_dir/data.
+
+    Other data there is replaced only after the new one, with the tokenizer of `source` (what
+    --init_from names, or None), has proved usable. folder: the checkpoint to resume from, or None.
+    """
+    if source:
+        runs.check_network(config, source)
+    data = runs.data_folder(config)
+    with runtime.all_ranks():
+        first = runtime.is_first_rank() and not sources.is_ids(config.data)
+        if first and not runs.is_prepared(config, folder):
+            with files.replacing(data) as new:
+                prepare(config, new, source and source[1])
+                with runs.explain_data(folder):
+                    corpus = Corpus(new, config, torch.device("cpu"))
+                runs.check_identity(config, corpus.identity, folder)
+                del corpus  # it maps files that are renamed now
+    with runtime.all_ranks():
+        with runs.explain_data(folder):
+            corpus = Corpus(data, config, device)
+        runs.check_identity(config, corpus.identity, folder)
+    runs.check_ranks_data(config, corpus.identity)
+    if sources.is_ids(config.data) and not folder and runtime.is_first_rank():
+        sources.say_left_out(data)
+    return corpus
+
+
+def should_compile(run):
+    """Whether to compile the network; where that depends on its speed, measures a step."""
+    answer = compiling.should_compile(run, can_compile(run.device))
+    if answer is not None:
+        return answer
+    for _ in range(2):  # the first is slow
+        began = time.monotonic()
+        compute_gradients(run, 0, 0.0)
+    run.model.zero_grad()
+    return compiling.is_long(run.config.max_steps * (time.monotonic() - began))
+
+
+def compile_run(run, folder):
+    """Compile the network if that pays; says what is trained, and with what."""
+    compiled = should_compile(run)
+    run.log.describe(run, folder, compiled)
+    if compiling.compile_network(run, compiled, in_background=True):
+        run.log.say(f"compiling, {compiling.TAKES} (--compile=off starts at once)")
+        compute_gradients(run, 0, 0.0)
+        run.model.zero_grad()
 
 
 def setup(given, start):
     """Everything before the loop: the Run of the given flags."""
     rank, world, local_rank = runtime.join_ranks(given)
-    config, folder, changed = runs.open_run(given, Config, new_config, world, RESUMABLE)
-    device = runtime.on_all_ranks(lambda: runtime.use_device(config.device, local_rank, world))
-    dtype = runtime.pick_dtype(config.dtype, device)
-    ops = runtime.on_all_ranks(lambda: select_kernels(config.kernels, device, config, dtype))
+    config, folder, changed = open_run(given, world)
+    with runtime.all_ranks():
+        device = runtime.use_device(config.device, local_rank, world)
+        dtype = runtime.pick_dtype(config.dtype, device)
+        ops = select_kernels(config.kernels, device, config, dtype)
     log = Log(config, start, silent=rank > 0)
     source = None
     if config.init_from and not folder:
         source = runtime.on_all_ranks(lambda: load(config.init_from))
     log.say("reading the data")
-    corpus = runs.open_data(config, folder, device, prepare, Corpus, source)
+    corpus = open_data(config, folder, device, source)
     run = make_run(config, corpus, device, dtype, ops, rank, world)
     run.log = log
     run.changed = changed
     run.windows = corpus.windows(config.eval_windows)
     runs.load_weights(run, source)
-
-    def gradients():  # of a step: to time it, to compile
-        return compute_gradients(run, draw_parts(run, 0, 0.0))
-
-    compiled = compiling.should_compile(run, can_compile(device), gradients)
-    log.describe(run, folder, compiled, is_bound(config))
-    compiling.compile_network(run, compiled, gradients)
+    compile_run(run, folder)
     runs.begin(run, folder)
     if not folder:
         report(run)
@@ -860,7 +984,7 @@ def train(given, start):
     with run.log.progress(run) as show_progress:
         while True:
             compiling.use_compiled(run)
-            stop = pace.poll(run, interrupt)
+            stop = pace.update_progress(run, interrupt)
             show_progress()
             if stop or run.progress >= 1:
                 break
@@ -868,14 +992,14 @@ def train(given, start):
             run.step += 1
             # Once in a while: a record in the log; an evaluation; a checkpoint.
             if run.step % config.log_interval == 0:
-                runs.check_finite(run)
+                check_finite(run)
                 scale = lr_scale(config, run.step - 1, run.progress)
                 run.log.training(run, scale, runtime.flops_per_token(run.model))
             if pace.must_evaluate(run):
                 report(run)
-                runs.save(run)
+                save(run)
             elif run.save_is_due:
-                runs.save(run)
+                save(run)
     stop = finish(run, stop, interrupt)
     runtime.leave_ranks()
     return stop and 128 + stop  # as a shell reports the signal
@@ -890,15 +1014,15 @@ def finish(run, stop, interrupt):
         pace.check_steps(run)
         with runtime.stopped_by(interrupt):
             report(run, is_last=True)
-            stop = pace.poll(run, interrupt)
+            stop = pace.update_progress(run, interrupt)
     if stop:
         if run.saved != run.step:
-            runs.save(run)
+            save(run)
         run.log.stopped(run)
     elif run.finished and run.saved == run.step:
         run.log.ended(run)
     else:
-        runs.save(run, finished=True)
+        save(run, finished=True)
         if run.rank == 0:
             plots.try_to_draw(plots.plot_losses, run.log.path.with_name("loss.png"))
         run.log.done(run)
@@ -910,4 +1034,6 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:], checkpoint.release))
+    with cli.program(checkpoint.release) as end:
+        end.code = main(sys.argv[1:])
+    sys.exit(end.code)

@@ -31,12 +31,10 @@ import mdlm
 from support import arguments, judging, outputs, scores, templates, viewer
 from support.checkpoint import default_run, find_checkpoint, read_newest
 from support.cli import READS, WRITES, UserError, opt
-from support.kernels.cache import Cache
 from support.kernels.reference import philox_words
 from support.likelihood import (
     Memo,
     call_size,
-    check_gaps,
     end_documents,
     group_size,
     groups,
@@ -127,7 +125,7 @@ def uniform(seed, step, samples, at):
     return token, *(word.double() / 2**32 for word in others)
 
 
-def resolve(how, config):
+def resolve(how, model):
     """Options (or a dict of SETTINGS) without "auto"; UserError for what cannot be followed."""
     if isinstance(how, dict):
         unknown = how.keys() - set(SETTINGS)
@@ -136,12 +134,14 @@ def resolve(how, config):
         how = Options(**how)
     how = replace(how, correct=str(cli.plain(how.correct)))
     cli.check_fields(how)
+    config = model.config
+    objective = model.objective
     if how.block > config.block_size:
         raise UserError(f"block={how.block} is more than the context of {config.block_size}")
-    n = mdlm.n_blocks(config)
+    n = objective.n_blocks
     steps = 1 if how.order == "one_shot" else how.steps or max(32, 8 * n)
     unfit = ()
-    if config.objective == "ar":
+    if objective.one_by_one:
         if how.order not in ("auto", "ancestral", "left_to_right"):
             raise UserError(f"order={how.order}: an autoregressive model needs left_to_right")
         unfit = ("correct", "redraw", "cfg")
@@ -152,7 +152,7 @@ def resolve(how, config):
     for name in unfit:
         if getattr(how, name) not in (getattr(Options, name), "0"):
             raise UserError(f"{name} is not for {kind}; leave it out")
-    if config.objective == "ar":
+    if objective.one_by_one:
         how = replace(how, order="left_to_right", correct="0")
     elif how.order == "auto":
         how = replace(how, order="confidence" if n > 1 and config.block_length <= 16 else "spread")
@@ -182,12 +182,12 @@ class Block:  # n positions of a text, filled and corrected before the next ones
         self.doubt[drawn] = -logp.gather(1, token[:, None])[:, 0].double()
 
 
-def plan(config, fill, samples, how):
+def plan(model, fill, samples, how):
     """Yields the Blocks of a text; fill (B, T): positions to fill."""
-    L = config.block_size
+    L = model.config.block_size
     T = fill.shape[1]
-    blocks = mdlm.n_blocks(config) > 1
-    size = config.block_length if blocks else how.block or max(1, T if T <= L else L // 2)
+    blocks = model.objective.n_blocks > 1
+    size = L // model.objective.n_blocks if blocks else how.block or max(1, T if T <= L else L // 2)
     context = L if blocks else min(T, L)  # of which how.steps are the calls
     first = 0
     for begin in range(0, T, size):
@@ -195,7 +195,7 @@ def plan(config, fill, samples, how):
         gaps = fill[:, begin:end].clone()
         n = gaps.sum(1)
         steps = max(1, how.steps * end // context - how.steps * begin // context)
-        if config.objective == "ar":  # a position a step
+        if model.objective.one_by_one:
             steps = end - begin
         # A single token would be drawn from the same distribution again.
         corrections = (n > 1) * (3 * n).clamp(max=steps * how.correct // how.steps)
@@ -296,18 +296,18 @@ def unmask(
     samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw)
     if memo is not None and not isinstance(memo, Memo):
         raise UserError(f"memo must be a likelihood.Memo, not {arguments.kind_of(memo)}")
-    how = resolve(how, model.config)
+    how = resolve(how, model)
     mask = model.mask_id
     device = x.device
     x = x.to("cpu" if device.type == "mps" else device, copy=True)  # MPS lacks float64
     fill = x == mask if fill is None else fill.to(x.device) & (x == mask)
     samples = samples.to(x.device)
     calls = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-    given = ~fill & (x != model.end_id)
-    check_gaps(model, x, fill)
-    cache = Cache(model.config) if model.n > 1 else None
+    given = ~fill & (x != model.objective.end_id)
+    model.objective.check_gaps(x, fill)
+    cache = model.objective.cache()
     find = partial(predict, memo=memo) if memo else predict
-    for block in plan(model.config, fill, samples, how):
+    for block in plan(model, fill, samples, how):
         text = x[:, block.at.start : block.at.stop]  # a view: what is drawn is in x
         for s in range(block.steps):
             masked = block.gaps & (text == mask)
@@ -378,7 +378,7 @@ SHORT = 16  # tokens; draws for longer gaps hardly ever come to the same text
 def share_calls(model, fill):
     """(Memo, rows to draw at once) where many rows have short gaps, else (None, None)."""
     longest = max([0, *fill.sum(1).tolist()])
-    if model.n > 1 or longest > SHORT:
+    if model.objective.n_blocks > 1 or longest > SHORT:
         return None, None
     most = (1 << 24) // (model.vocab_size * max(1, longest))  # 2^24 logits a step
     return Memo(), max(most, group_size(model, fill.device))
@@ -386,23 +386,27 @@ def share_calls(model, fill):
 
 def most_calls(model, fill, samples, how):
     """How many network calls `unmask` takes at most: in all, and for each step."""
-    how = resolve({name: how[name] for name in how.keys() & SETTINGS}, model.config)
-    steps = sum(block.steps for block in plan(model.config, fill, samples.to(fill.device), how))
-    rows = 1 if model.n > 1 else math.ceil(len(fill) / call_size(model, fill.device))
+    how = resolve({name: how[name] for name in how.keys() & SETTINGS}, model)
+    steps = sum(block.steps for block in plan(model, fill, samples.to(fill.device), how))
+    rows = (
+        1 if model.objective.n_blocks > 1 else math.ceil(len(fill) / call_size(model, fill.device))
+    )
     a_step = rows * (2 if how.cfg else 1)
     return steps * a_step, a_step
 
 
 def ends(model, tokenizer, is_template):
     """[END] ends a text; it is never drawn within a template, nor where lengths are given."""
-    is_drawn = not is_template and not model.documents
+    is_drawn = not is_template and not model.objective.lengths_are_given
     return dict(end_id=tokenizer.end_id) if is_drawn else dict(forbid=[tokenizer.end_id])
 
 
 def fill_gaps(model, tokenizer, how, x, fill, may_end, quick, expect=None, allowed=None):
     """Fill gaps of a template. may_end: at the end of the text; quick: to compare lengths."""
     if quick:
-        how = how | dict(steps=min(how.get("steps") or 1 << 20, 8 * model.n), correct=0)
+        how = how | dict(
+            steps=min(how.get("steps") or 1 << 20, 8 * model.objective.n_blocks), correct=0
+        )
     where = dict(fill=fill, expect=expect, allowed=allowed)
     return generate(model, x, **where, **ends(model, tokenizer, not may_end), **how)
 
@@ -419,7 +423,7 @@ def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16
     arguments.check_model(model)
     arguments.check_tokenizer(tokenizer)
     arguments.check_generator(generator)
-    resolve(how, model.config)  # refuses what it cannot follow, before the work begins
+    resolve(how, model)  # refuses what it cannot follow, before the work begins
     several = list(text) if isinstance(text, (list, tuple)) else [text]
     todo = [to_fill(model, tokenizer, one, limits.length) for one in several]
     how["generator"] = generator
@@ -451,7 +455,7 @@ def write_parts(model, tokenizer, todo, limits, how):
         search = (model, tokenizer, parts, 1, fill, device, limits.max_gap)
         parts = hypotheses(*search)[0].parts
     x = torch.tensor(to_ids(parts, tokenizer, model.mask_id), device=device).repeat(n, 1)
-    if not (template or limits.length) and model.documents:
+    if not (template or limits.length) and model.objective.lengths_are_given:
         where = generator.device if generator is not None else "cpu"
         u = torch.rand(n, generator=generator, device=where)
         x = end_documents(model, x, u.cpu().double())
@@ -535,9 +539,9 @@ def sampled(model, tokenizer, parts, options, template, pages):
         began = time.monotonic()
         samples = torch.arange(part.start, part.stop)
         x = ids.repeat(len(samples), 1)
-        if not (template or options.length) and model.documents:
+        if not (template or options.length) and model.objective.lengths_are_given:
             x = end_documents(model, x, uniform(options.seed, -1, samples, range(1))[2][:, 0])
-        steps = sum(block.steps for block in plan(model.config, x == mask, samples, options))
+        steps = sum(block.steps for block in plan(model, x == mask, samples, options))
         films = [viewer.Film(tokenizer, ids, mask) for _ in samples if options.html]
         watches = [viewer.Watch(tokenizer, ids, mask, steps) for _ in samples if options.watch]
         with cli.progress("writing", " steps", steps, disable=options.watch) as bar:
@@ -570,7 +574,7 @@ class Calls:
 
     def count(self, model, args):
         self.calls += 1
-        self.sequences += len(args[0])
+        self.sequences += len(args[0].ids)
         self.bar.update()
 
     def expect(self, left, stretch, stretches):
@@ -625,8 +629,8 @@ def main(argv):
     options = Options(**given)
     check(options, given)
     model, tokenizer, config, folder, options = load(options, given)
-    variants = judging.variants(options, SETTINGS, partial(resolve, config=config))
-    options = resolve(options, config)
+    variants = judging.variants(options, SETTINGS, partial(resolve, model=model))
+    options = resolve(options, model)
 
     def to_parts(template):
         if template is None:
@@ -638,7 +642,7 @@ def main(argv):
         if options.cfg and not any(isinstance(part, (str, list)) for part in parts):
             raise UserError("--cfg guides by the given text, and there is none; give some")
         x = torch.tensor([to_ids(parts, tokenizer, model.mask_id)])
-        check_gaps(model, x, x == model.mask_id)
+        model.objective.check_gaps(x, x == model.mask_id)
         return parts
 
     todo = templates.parse_all(options.infill, options.batch, to_parts)

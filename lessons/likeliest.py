@@ -25,11 +25,11 @@ def main(argv):
     if len(argv) != 2:
         raise cli.UserError("give the folder of a run and a template, as in the first lines here")
     model, tokenizer, config = mdlm.load(argv[0], whole=True)
-    if config.objective == "ar" or model.n > 1 or "[___]" in argv[1]:
+    if not model.objective.fills_gaps or "[___]" in argv[1]:
         raise cli.UserError("this needs a model that fills gaps, and █ for each missing token")
     parts = templates.parse(argv[1], tokenizer, config.block_size)
     ids = templates.to_ids(parts, tokenizer, model.mask_id)
-    x = torch.tensor([ids + [model.pad_id] * (config.block_size - len(ids))])
+    x = torch.tensor([ids + [model.objective.pad_id] * (config.block_size - len(ids))])
     for i, p in enumerate(model(x)[0, : len(ids)].softmax(-1)):
         if ids[i] == model.mask_id:
             best = zip(*p.topk(3))

@@ -32,6 +32,7 @@ from support.kernels.reference import is_visible, mask_tokens_ref, prepare
 from support.likelihood import to_context
 from support.plots import BLUE, GREEN, GREY, RED, check_picture, figure, write_figure
 from support.templates import parse, to_ids
+from variants import rates
 
 T = 256
 RATES = (0.2, 0.5, 0.8)
@@ -54,9 +55,9 @@ def schedule_densities():
     """How often each mask rate is drawn in training: {schedule: (T,), 1 where all are alike}."""
     config = mdlm.Config(block_size=T)
     found = {}
-    for name in mdlm.SCHEDULES:
+    for name in rates.SCHEDULES:
         variant = dataclasses.replace(config, mask_schedule=name)
-        found[name] = (mdlm.count_probabilities(variant)[1:] * T).tolist()
+        found[name] = (rates.count_probabilities(variant)[1:] * T).tolist()
     return found
 
 
@@ -89,7 +90,7 @@ def attention_maps(model, xt):
         return ops.attention(qkv, cos, sin, qk_norm, causal, spans)
 
     model.ops = SimpleNamespace(**vars(model.ops) | dict(attention=explicit))
-    model(xt)
+    model(model.objective.view(xt))
     model.ops = ops
     numbers = [i for i, block in enumerate(model.blocks) if block.qkv is not None]
     return dict(zip(numbers, maps, strict=True))
@@ -154,7 +155,7 @@ def main(argv):
     check_picture("PICTURE", args.picture)
     if args.text:
         model, tokenizer, config = mdlm.load(default_run(args.run), whole=True)
-        if model.n > 1:
+        if model.objective.n_blocks > 1:
             raise UserError(f"{args.run or 'out'} has blocks; give --run without, or of --whole")
         ids = to_ids(parse(args.text, tokenizer, config.block_size), tokenizer, model.mask_id)
         maps = attention_maps(model, to_context(model, torch.tensor([ids])))

@@ -164,7 +164,7 @@ class Harness(LM):
         device = next(self.model.parameters()).device
         x = to_context(self.model, torch.tensor([ids], device=device))
         at = torch.arange(len(ids) - n, len(ids), device=device)
-        if n > self.draws and self.model.config.objective == "mdlm" and self.model.n == 1:
+        if n > self.draws and self.model.objective.fills_gaps:
             scored = torch.zeros_like(x, dtype=torch.bool).index_fill(1, at, True)
             r = mdlm.evaluate(self.model, x, self.draws, self.seed, scored=scored)
             return -n * r["nelbo"], False

@@ -9,8 +9,8 @@ import re
 import torch
 
 from support.cli import UserError, plain
+from support.view import View
 
-FLOATS = (torch.float32, torch.float64)
 INT64 = (1 << 63) - 1
 
 
@@ -206,40 +206,42 @@ def check_evaluation(model, windows, passes, seed, batch_size, observe, deadline
     if not windows.numel():
         raise UserError(f"windows is empty, {W} x {T}; give at least a window of a token")
     L = model.config.block_size
-    if model.n > 1 and T != L:
+    n_blocks = model.objective.n_blocks
+    if n_blocks > 1 and T != L:
         raise UserError(f"windows has {T} tokens; a model of blocks needs all {L} of its context")
     check_mask(scored, windows, "scored")
     if scored is not None and (scored & (windows == model.mask_id)).any():
         raise UserError("windows has [MASK] where a token is scored; give the true tokens there")
-    counts = (model.learned(windows) if scored is None else scored).sum(1)
+    counts = (model.objective.scored_mask(windows) if scored is None else scored).sum(1)
     if not counts.all():
         raise UserError(f"window {int((counts == 0).nonzero()[0])} has no token to score")
-    if model.n > 1 and scored is not None and not scored.all():
+    if n_blocks > 1 and scored is not None and not scored.all():
         raise UserError("scored is not for a model of blocks; leave it out")
     passes = whole_number("passes", passes, 1, 1 << 20)
     return passes, whole_number("seed", seed, 0), whole_number("batch_size", batch_size, 1)
 
 
-def check_targets(targets, share, n):
-    """Raise UserError unless both are None, or tensors (n,): for a loss."""
-    if targets is None and share is None:
-        return
-    kinds = [("targets", targets, (torch.int64, torch.int32)), ("share", share, FLOATS)]
-    for name, value, dtypes in kinds:
-        if not is_tensor(value, dtypes, 1) or len(value) != n:
-            wrong = f"{name} must be a tensor ({n},) of {str(dtypes[0])[6:]}, one for each row"
-            raise UserError(f"{wrong}, not {kind_of(value)}; give targets and share, or neither")
+def to_view(model, args, kwargs):
+    """A forward pre-hook of loaded models: model(xt, x0=None, rows=None) takes ids, too, which are
+    shown as the model's objective shows them. UserError for ids that no call can take.
+    """
+    if args and isinstance(args[0], View):
+        return None
+    given = named(*args, **kwargs)
+    if not torch.compiler.is_compiling():
+        check_input(model, *given)
+    return (model.objective.view(*given),), {}
 
 
-def check_input(model, args, kwargs):
-    """A forward pre-hook of loaded models: UserError for ids that no call can take.
+def named(xt, x0=None, rows=None):
+    return xt, x0, rows
+
+
+def check_input(model, xt, x0, rows):
+    """Raise UserError for ids (B, T), text (B, T) or rows (n,) that a model cannot take.
 
     The range of ids on a GPU is not read, as Python would wait for it.
     """
-    if torch.compiler.is_compiling():
-        return
-    given = dict(zip(("xt", "targets", "rows", "share", "x0"), args)) | kwargs
-    xt, targets, rows, share, x0 = map(given.get, ("xt", "targets", "rows", "share", "x0"))
     V = model.vocab_size
     kinds = (torch.int64, torch.int32)
     if not is_tensor(xt, kinds, 2):
@@ -251,7 +253,6 @@ def check_input(model, args, kwargs):
         raise UserError(f"x0 must be ids {tuple(xt.shape)} like xt, or None, not {kind_of(x0)}")
     if rows is not None and not is_tensor(rows, kinds, 1):
         raise UserError(f"rows must be a tensor (n,) of int64, or None, not {kind_of(rows)}")
-    check_targets(targets, share, xt.numel() if rows is None else len(rows))
     check_device(model, xt, "xt")
     check_length(model, xt, "xt")
     if xt.device.type != "cpu":
@@ -259,7 +260,5 @@ def check_input(model, args, kwargs):
     for name, ids in (("xt", xt), ("x0", x0)):
         if ids is not None and not 0 <= ids.min() <= ids.max() <= V:
             raise UserError(f"{name} has ids below 0 or above {V}, which is [MASK]")
-    if targets is not None and targets.numel() and not 0 <= targets.min() <= targets.max() < V:
-        raise UserError(f"targets has ids below 0 or above {V - 1}")
     if rows is not None and rows.numel() and not 0 <= rows.min() <= rows.max() < xt.numel():
         raise UserError(f"rows has numbers that are not from 0 to {xt.numel() - 1}")

@@ -6,7 +6,6 @@ the last two are kept. Weights are safetensors and the rest is JSON: nothing is 
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -233,8 +232,8 @@ def default_run(out_dir):
     return SHIPPED
 
 
-def read_config(cls, path, check):
-    """The dataclass `cls` in a config.json, checked by check(config).
+def read_settings(path, known):
+    """The settings in a config.json, a dict; known: the names that there are.
 
     A setting that the file lacks is newer than the file and takes the value of BEFORE, or its
     default, which must then reproduce what the program did before. One that no longer exists gets
@@ -245,16 +244,13 @@ def read_config(cls, path, check):
     if (kind, version) != ("mdlm", 1) or not isinstance(settings, dict):
         given = f"{path} has version {version!r} of format {kind!r}"
         raise UserError(f"{given}; this program reads version 1 of mdlm")
-    known = {field.name for field in dataclasses.fields(cls)}
     for name in sorted(settings.keys() - known - RETIRED.keys()):
         fix = "use the version that wrote it, or train again"
         raise UserError(f"{path} has an unknown setting {name[:40]!r}; {fix}")
     for name in sorted(settings.keys() & RETIRED.keys()):
         if settings[name] != RETIRED[name]:
             warn(f"{path}: {name}={str(settings[name])[:40]} is ignored; it is {RETIRED[name]} now")
-    config = cls(**BEFORE | {name: value for name, value in settings.items() if name in known})
-    check(config)
-    return config
+    return BEFORE | {name: value for name, value in settings.items() if name in known}
 
 
 def check_size(folder, config, vocab_size):

@@ -18,6 +18,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from support import environment, guesses
 
@@ -184,58 +185,75 @@ def signals_wait():
             before[number](number, None)
 
 
-def run(main, argv, cleanup=None):
-    """Run main(argv), then cleanup(); returns the exit code. A UserError is printed and gives 2."""
+@contextlib.contextmanager
+def program(cleanup=None):
+    """Context manager of a program: what a user can mend gets one sentence, not a traceback.
+
+    Yields an object whose `code`, the exit code, the program sets; errors set it too. cleanup() is
+    called at the end in any case.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     make_streams_usable()
+    end = SimpleNamespace(code=0)
     with clean_end():
         try:
-            return exit_code(main, argv)
-        except Exception:
-            if CAME:  # C++ called Python when it came, and made another error of it (matplotlib)
-                return 128 + CAME[-1]
-            raise
+            yield end
+            print(end="", flush=True)  # here, where a full disk is caught
+        except (Exception, KeyboardInterrupt, Stopped) as e:
+            end.code = report(e)
+            if end.code is None:
+                raise
         finally:
             if cleanup:
                 cleanup()
 
 
-def exit_code(main, argv):
-    """The exit code of main(argv); what a user can mend gets one sentence."""
-    program = Path(sys.argv[0]).name
-    try:
-        code = main(argv)
-        print(end="", flush=True)  # here, where a full disk is caught
-        return code
-    except UserError as e:
-        is_shared = isinstance(e, SharedError)
-        if not (is_first_rank() or is_shared or isinstance(e, RankError)):
+def run(main, argv, cleanup=None):
+    """Run main(argv), then cleanup(); returns the exit code. A UserError is printed and gives 2."""
+    with program(cleanup) as end:
+        end.code = main(argv)
+    return end.code
+
+
+def report(error):
+    """Say in one sentence what ended a program; returns its exit code (None: a defect of ours)."""
+    name = Path(sys.argv[0]).name
+    if isinstance(error, UserError):
+        is_shared = isinstance(error, SharedError)
+        if not (is_first_rank() or is_shared or isinstance(error, RankError)):
             wait_for_first_rank()
-        sentence = str(e).replace("\n", "\\n")
-        warn(f"{program}: {sentence}", on_every_rank=not is_shared)
+        sentence = str(error).replace("\n", "\\n")
+        warn(f"{name}: {sentence}", on_every_rank=not is_shared)
         return 2
-    except (MemoryError, RuntimeError) as e:  # of Python, numpy; of PyTorch's allocators
-        why = explain(e)
-        if not why:
-            raise
-        warn(f"{program}: {why}", on_every_rank=True)
-        return 2
-    except KeyboardInterrupt:
+    if isinstance(error, KeyboardInterrupt):
         return 130
-    except Stopped as e:
-        return 128 + e.args[0]
-    except OSError as e:
-        if isinstance(e, BrokenPipeError) and not e.filename:
-            silence_stdout()  # its reader has gone (| head)
-            return 141
-        path = e.filename
-        if path == STDOUT or (not path and stdout_fails()):
-            path = STDOUT
-            silence_stdout()
-        fix = "check that path" if e.errno in NO_PLACE else "check that and the free space"
-        warn(f"{program}: {e.strerror or e}: {path or 'a file'}; {fix}")
+    if isinstance(error, Stopped):
+        return 128 + error.args[0]
+    if isinstance(error, OSError):
+        return report_file(error, name)
+    why = ""
+    if isinstance(error, (MemoryError, RuntimeError)):  # of Python, numpy; of PyTorch's allocators
+        why = explain(error)
+    if why:
+        warn(f"{name}: {why}", on_every_rank=True)
         return 2
+    # C++ called Python when a signal came, and made another error of it (matplotlib).
+    return 128 + CAME[-1] if CAME else None
+
+
+def report_file(error, name):
+    """Say which file an OSError is about; returns the exit code."""
+    if isinstance(error, BrokenPipeError) and not error.filename:
+        silence_stdout()  # its reader has gone (| head)
+        return 141
+    path = error.filename
+    if path == STDOUT or (not path and stdout_fails()):
+        path = STDOUT
+        silence_stdout()
+    fix = "check that path" if error.errno in NO_PLACE else "check that and the free space"
+    warn(f"{name}: {error.strerror or error}: {path or 'a file'}; {fix}")
+    return 2
 
 
 def wait_for_first_rank():

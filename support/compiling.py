@@ -6,23 +6,26 @@ import math
 import multiprocessing
 import signal
 import sys
-import time
 
 import torch
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from support import runtime
+from support import runtime, shards
 from support.cli import NO_LIMIT, warn
 from support.optimizers import average
 
 # Inductor's own random numbers make dropout slow on a CPU. vec_isa_ok: compile no program only to
 # see whether the compiler knows AVX.
 TAKES = "about 20 s"
+LONG = 120  # seconds: a run that takes less is not compiled
 OPTIONS = {"fallback_random": True, "cpp.vec_isa_ok": True}
 
 
-def should_compile(run, able, gradients):
-    """Whether to compile: as --compile says; auto on a GPU, or if the run takes 120 s or more."""
+def should_compile(run, able):
+    """Whether to compile: as --compile says; auto on a GPU, or if the run takes 120 s or more.
+
+    None: that depends on how long a step takes; see is_long.
+    """
     asked = run.config.compile
     able = runtime.all_reduce(torch.tensor(float(able)), "MIN").item() > 0  # on all ranks
     if asked == "on" and not able and sys.platform == "linux":
@@ -32,21 +35,23 @@ def should_compile(run, able, gradients):
         return asked == "on"
     if run.device.type == "cuda":
         return True
-    seconds = run.config.time_limit or math.inf
-    if run.config.max_steps < NO_LIMIT and seconds >= 120:
-        for _ in range(2):  # the first is slow
-            began = time.monotonic()
-            gradients()
-        run.model.zero_grad()
-        seconds = min(seconds, run.config.max_steps * (time.monotonic() - began))
-    return runtime.all_reduce(torch.tensor(seconds), "MAX").item() >= 120
+    limit = run.config.time_limit or math.inf
+    if run.config.max_steps < NO_LIMIT and limit >= LONG:
+        return None
+    return is_long(limit)
 
 
-def compile_network(run, compiled, gradients=None):
+def is_long(seconds):
+    """Whether a run that takes so many seconds on this rank is worth compiling."""
+    return runtime.all_reduce(torch.tensor(seconds), "MAX").item() >= LONG
+
+
+def compile_network(run, compiled, in_background=False):
     """Set run.network: the model, compiled, and in DDP with several ranks.
 
-    gradients() makes those of a step: to compile before the first one. A run on a CPU that ends
-    by the clock cannot repeat to the bit anyway: it begins while a second process compiles.
+    in_background: a run on a CPU that ends by the clock cannot repeat to the bit anyway, and may
+    begin while a second process compiles. What is compiled in this one waits for its first call:
+    returns whether there is such.
     """
     config = run.config
     config.compile = "on" if compiled else "off"
@@ -56,10 +61,10 @@ def compile_network(run, compiled, gradients=None):
         for block in run.model.blocks:
             block.forward = functools.partial(recomputed, block.forward, use_reentrant=False)
     if compiled and (run.device.type == "cpu" or config.shard):
-        if gradients and config.time_limit and alone:
+        if in_background and config.time_limit and alone:
             run.log.say(f"compiling in a second process, {TAKES}; training begins without it")
             run.compiler = start_compiler(run)
-            return
+            return False
         compile_blocks(run.model.blocks)
     elif compiled:
         run.network = torch.compile(run.model)
@@ -68,10 +73,8 @@ def compile_network(run, compiled, gradients=None):
             run.optimizers[0].compile()
     if run.world > 1 and not config.shard:
         run.network = torch.nn.parallel.DistributedDataParallel(run.network)
-    if compiled and gradients:
-        run.log.say(f"compiling, {TAKES} (--compile=off starts at once)")
-        gradients()
-        run.model.zero_grad()
+    run.exchange = shards.exchanger(run.network)
+    return compiled
 
 
 def compile_blocks(blocks):
@@ -110,7 +113,8 @@ def fill_cache(model, shape, dtype, threads):
     compile_blocks(model.blocks)
     try:
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            model.features(torch.zeros(shape, dtype=torch.long)).sum().backward()
+            view = model.objective.view(torch.zeros(shape, dtype=torch.long))
+            model.features(view).sum().backward()
     except Exception as e:  # whatever it is, the run goes on without
         sys.exit(f"torch.compile: {str(e).splitlines()[0]}")
 

@@ -128,10 +128,11 @@ def remove(path):
         path.unlink(missing_ok=True)
 
 
-def replace_folder(folder, fill):
-    """Fill a new folder by fill(path) and replace `folder` by it."""
+@contextlib.contextmanager
+def replacing(folder):
+    """Yield a new folder to be filled, which then replaces `folder`; on failure nothing changes."""
     with writing(folder), new_folder(folder.parent) as tmp:
-        fill(tmp)
+        yield tmp
         remove(folder)
         os.rename(tmp, folder)
 

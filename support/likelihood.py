@@ -48,7 +48,7 @@ def groups(model, n, device, size=None, writing=False):
         c = model.config
         layers = c.n_layer + 7  # what a prompt's forward needs is counted as seven caches
         most = (1 << 26) // (layers * c.block_size * c.n_embd)  # of 16 bytes a text
-        few = max(few, min(few * model.n, most))
+        few = max(few, min(few * model.objective.n_blocks, most))
     size = size or few
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
@@ -58,19 +58,6 @@ def checked(logits):
     if not (logits.amax(-1).abs() < 1e30).all():  # larger ones overflow in sums
         raise UserError("the model predicts NaN or inf: its weights are damaged; train it again")
     return logits
-
-
-def check_gaps(model, x, fill):
-    """Raise UserError if a model of blocks does not see all text after `fill` (B, T) in x."""
-    if model.n == 1 or not x.numel():
-        return
-    S = model.config.block_length
-    block = torch.arange(x.shape[1], device=x.device) // S
-    last = torch.where((x != model.mask_id) & ~fill, block, 0)
-    if (fill & (block < last.amax(1, keepdim=True))).any():
-        given = f"this model (--block_length={S}) does not see text in blocks after a gap"
-        fix = "take one without blocks, or one of mdlm.py --whole by mdlm.load(path, whole=True)"
-        raise UserError(f"{given}; {fix}")
 
 
 MOST_LOGITS = 1 << 24  # that a Memo holds
@@ -112,12 +99,14 @@ def logits_at(model, xt, row, at, device):
     parts = groups(model, len(xt), device, call_size(model, device))
     model = compute_once(model)
     if len(parts) == 1:
-        return checked(model(xt.to(device), rows=(row * L + at).to(device)).to(xt.device))
+        view = model.objective.view(xt.to(device), rows=(row * L + at).to(device))
+        return checked(model(view).to(xt.device))
     logits = None
     for part in parts:
         here = ((row >= part.start) & (row < part.stop)).nonzero()[:, 0]
         rows = (row[here] - part.start) * L + at[here]
-        found = checked(model(xt[part].to(device), rows=rows.to(device))).to(xt.device)
+        view = model.objective.view(xt[part].to(device), rows=rows.to(device))
+        found = checked(model(view)).to(xt.device)
         if logits is None:
             logits = found.new_empty(len(row), found.shape[1])
         logits[here] = found
@@ -129,7 +118,7 @@ def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None, memo=None):
 
     The model sees these masked, in a whole context, as in training: a shorter text is followed by
     [MASK] or [END], of a longer one it sees what ends with `at`. cfg: guidance by the `given`
-    tokens (2410.18514). A model of blocks, of which `at` is one, has a kernels.cache.Cache, and
+    tokens (2410.18514). A model of blocks, of which `at` is one, has a variants.cache.Cache, and
     sees what that does not know yet. memo: a Memo, for short gaps of many rows.
     """
     L = model.config.block_size
@@ -142,10 +131,10 @@ def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None, memo=None):
     pad = (0, n - seen.shape[1])
     before = at.start - window.start
     drawn = F.pad(drawn[rows], (before, n - before - len(at)))  # (rows, n)
-    seen = F.pad(seen, pad, value=model.pad_id).masked_fill(drawn, model.mask_id)
+    seen = F.pad(seen, pad, value=model.objective.pad_id).masked_fill(drawn, model.mask_id)
     if cache:
         rows = drawn.flatten().nonzero()[:, 0].to(device)
-        return checked(model(seen.to(device), rows=rows, cache=cache).to(x.device))
+        return checked(model(cache.view(seen.to(device), rows)).to(x.device))
     row, at = drawn.nonzero().T
     find = memo.logits_at if memo else logits_at
     logits = find(model, seen, row, at, device)
@@ -159,9 +148,9 @@ def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None, memo=None):
 def next_logits(model, x, row, at):
     """(n, V) float logits of x_i given x_j, j < i, for i = at (n,) in rows of x (B, L)."""
     xt = x[row]
-    if model.config.objective != "ar":  # which sees nothing else anyway
+    if not model.objective.one_by_one:  # which sees nothing else anyway
         later = torch.arange(x.shape[1], device=x.device) >= at[:, None]
-        xt = xt.masked_fill(later & model.learned(xt), model.mask_id)
+        xt = xt.masked_fill(later & model.objective.scored_mask(xt), model.mask_id)
     return logits_at(model, xt, torch.arange(len(row), device=x.device), at, x.device)
 
 
@@ -173,7 +162,7 @@ def next_logp(model, x, row, at):
 
 def to_context(model, x):
     """x (B, T) filled up to the context, which the model always saw in training."""
-    return F.pad(x, (0, model.config.block_size - x.shape[1]), value=model.pad_id)
+    return F.pad(x, (0, model.config.block_size - x.shape[1]), value=model.objective.pad_id)
 
 
 def end_documents(model, x, u):
@@ -185,7 +174,7 @@ def end_documents(model, x, u):
     counts = model.length_counts.double().cpu()
     cdf = (counts * (torch.arange(len(counts)) > known)).cumsum(1)  # (B, L + 1)
     n = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).to(x.device)  # (B, 1)
-    return torch.where(torch.arange(x.shape[1], device=x.device) < n, x, model.pad_id)
+    return torch.where(torch.arange(x.shape[1], device=x.device) < n, x, model.objective.pad_id)
 
 
 @torch.no_grad()
@@ -202,7 +191,7 @@ def chain_rule(model, x, batch_size=None, update=lambda n: None):
     T = x.shape[1]
     x = to_context(model, x)
     out = torch.zeros(x.shape, dtype=torch.float64)
-    row, at = model.learned(x)[:, :T].nonzero().T
+    row, at = model.objective.scored_mask(x)[:, :T].nonzero().T
     for part in groups(model, len(row), x.device, batch_size):
         out[row[part].cpu(), at[part].cpu()] = next_logp(model, x, row[part], at[part])
         update(len(row[part]))
@@ -217,7 +206,7 @@ def prefixes(model, x, start, stop):
     B, L = x.shape
     x = x.cpu()
     begin = int(start.min())
-    masked = model.learned(x) & (torch.arange(L) >= begin)
+    masked = model.objective.scored_mask(x) & (torch.arange(L) >= begin)
     number = x.masked_fill(masked, model.mask_id).unique(dim=0, return_inverse=True)[1]
     numbers = torch.zeros(B, L, dtype=torch.int64)
     for i in range(begin, int(stop.max())):
@@ -406,7 +395,7 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
         stretch = parts[begin:end]
         room = L - len(to_ids(parts[end:], tokenizer))
         is_last = end == len(parts)
-        at_end = stretch == [None] and is_last and not model.documents
+        at_end = stretch == [None] and is_last and not model.objective.lengths_are_given
         several = None in stretch and not at_end
         # 1. Draw: every length after every fill of what precedes.
         lengths = range(1, max_gap + 1) if several else [max_gap if at_end else 1]
@@ -420,7 +409,7 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
                 # Short gaps are cheap, and have most of the likely fills.
                 each = max(1, draws // (2 * length if several else 1) // len(fills))
                 tried += [(start[i], Fill(fills[i].parts + known, ids, fills[i].logp))] * each
-        after = model.pad_id if is_last else model.mask_id
+        after = model.objective.pad_id if is_last else model.mask_id
         rows = [fill.ids + [after] * (L - len(fill.ids)) for _, fill in tried]
         inside = torch.arange(L) < torch.tensor([len(fill.ids) for _, fill in tried])[:, None]
         ranking = sum(len(fill.ids) - begun for begun, fill in tried)  # network rows, at most
@@ -435,7 +424,7 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
         # 3. Rank.
         stop = torch.tensor([len(fill.ids) for fill in fills])
         known = torch.tensor([fill.logp for fill in fills], dtype=torch.float64)
-        if is_last and model.documents:  # a text's length has a probability too
+        if is_last and model.objective.lengths_are_given:  # a text's length has a probability too
             known += length_logp(model)[stop]
         most = min(len(fills), n if is_last else max(n, 8))
         at = (torch.tensor(start), stop)

@@ -12,7 +12,7 @@ from support import environment, runtime, shards
 from support.cli import NO_LIMIT, escaped
 from support.files import write_atomically, writing
 from support.progress import Progress
-from support.runtime import generator, peak_flops
+from support.runtime import peak_flops
 
 
 class Log:
@@ -63,7 +63,7 @@ class Log:
         said = ", ".join(f"{name} {old} to {new}" for name, (old, new) in run.changed.items())
         self.say(f"changed from step {run.step} on: {said}; no longer the same run to the bit")
 
-    def describe(self, run, folder, compiled, is_bound):
+    def describe(self, run, folder, compiled):
         """Say what is trained, on what and with what; `folder` is the checkpoint to resume."""
         c = run.config
         millions = sum(p.numel() for p in run.model.parameters()) / 1e6
@@ -86,13 +86,8 @@ class Log:
         self.say(f"{run.device}{threads}, {dtype}, {how}{ranks}, {ops}")
         if folder:
             self.say(f"resuming from {folder}, on the data that it learned")
-        if run.model.documents:
-            self.say("documents of given lengths (--lengths)")
-        if run.model.n > 1:
-            whole = f"; in {c.whole:.0%} of the steps all at once" * (c.whole > 0)
-            self.say(f"{run.model.n} blocks of {c.block_length} tokens, one after another{whole}")
-        if c.objective == "mdlm" and not is_bound:
-            self.say("the training loss is no likelihood bound; the evaluation is one")
+        for note in run.objective.notes():
+            self.say(note)
 
     @contextlib.contextmanager
     def progress(self, run):
@@ -144,18 +139,9 @@ class Log:
         self.say(in_words(run, r, values["val_bpc"], is_last))
         self.restart_clock(run.tokens)
 
-    def samples(self, run, generate, calls):
-        """Show what the model writes: from nothing, and in a gap of real text (or after it)."""
-        model = run.averaged
-        x0 = run.windows[[0, 1 % len(run.windows)]]
-        hidden = model.learned(x0)
-        title, hidden[1] = second_preview(model, hidden[1])
-        g = generator("preview", run.config.seed, run.step)
-        was_training = model.training
-        model.eval()
-        with run.autocast():
-            x = generate(model, torch.where(hidden, model.mask_id, x0), calls, g)
-        model.train(was_training)
+    def samples(self, run, x):
+        """Show x (2, T), what a model wrote in place of the hidden tokens of `to_preview`."""
+        x0, hidden, title = to_preview(run)
         first, second = (cut(run.corpus.tokenizer, *row) for row in zip(x.tolist(), hidden))
         _, was, _ = cut(run.corpus.tokenizer, x0[1].tolist(), hidden[1])
         texts = {"a text written from nothing:": "".join(first)}
@@ -225,6 +211,17 @@ def in_words(run, r, bits, is_last):
     return text
 
 
+def to_preview(run):
+    """Two windows (2, T), which tokens of them to hide, (2, T) bool, and a title for the second.
+
+    All of the first: a text from nothing. Of the second a gap, or what follows its beginning.
+    """
+    x0 = run.windows[[0, 1 % len(run.windows)]]
+    hidden = run.objective.scored_mask(x0)
+    title, hidden[1] = second_preview(run.model, hidden[1])
+    return x0, hidden, title
+
+
 def second_preview(model, hidden):
     """A title with room for what the text was, and the (T,) tokens to hide: a gap, if it can."""
     config = model.config
@@ -232,7 +229,7 @@ def second_preview(model, hidden):
     n = len(at)
     if config.prompt_column:
         return "another one, whose answer is {}:", hidden
-    if config.objective == "ar" or model.n > 1:
+    if not model.objective.fills_gaps:
         title = "validation text, and how the model >>goes on<< ({} was there):"
         chosen = at[n // 2 :]
     else:

@@ -5,22 +5,17 @@ MDLMForMaskedLM sees a text in which some tokens are [MASK], and predicts every 
 
 import math  # noqa: F401 (the model uses it)
 from types import SimpleNamespace
+from typing import Any, NamedTuple  # noqa: F401 (the model uses it)
 
 import torch
 import torch.nn as nn  # noqa: F401 (the model uses it)
 import torch.nn.functional as F
+from torch import Tensor  # noqa: F401 (the model uses it)
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
-Model = rotary_tables = attention_ref = neighbours = None  # export.py puts their source here
-
-
-def is_variant(config):  # of the training loss alone
-    return False
-
-
-def n_blocks(config):  # export.py leaves blocks out
-    return 1
+# export.py puts their source here:
+Model = View = view_of_documents = masked_share = rotary_tables = attention_ref = neighbours = None
 
 
 class MDLMConfig(PretrainedConfig):
@@ -36,7 +31,10 @@ class MDLMForMaskedLM(PreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         ops = SimpleNamespace(attention=attention_ref, neighbours=neighbours)
-        self.model = Model(config, config.vocab_size - 2, ops, config.end_id)
+        self.model = Model(config, config.vocab_size - 2, ops)
+        # Documents of known lengths: [END] is given, and each sees itself alone.
+        self.has_documents = config.end_id >= 0 and not config.prompt_column
+        self.pad_id = config.end_id if self.has_documents else self.model.mask_id
         self.post_init()
 
     def _init_weights(self, module):
@@ -52,8 +50,18 @@ class MDLMForMaskedLM(PreTrainedModel):
         if room < 0:
             raise ValueError(f"{T} tokens are more than the context of {self.config.block_size}")
         if self.config.pad_to_context:
-            ids = F.pad(ids, (0, room), value=self.model.pad_id)
-        return self.model(ids)[:, :T]
+            ids = F.pad(ids, (0, room), value=self.pad_id)
+        return self.model(self.view(ids))[:, :T]
+
+    def view(self, ids):
+        """What the model is shown of ids (n, T)."""
+        view = View(ids, torch.arange(ids.shape[1], device=ids.device))
+        if self.has_documents:
+            view = view_of_documents(view, self.config.end_id, self.config.pos != "rope")
+        if self.config.time_conditioning:
+            text = ids != self.config.end_id
+            view = view._replace(rate=masked_share(ids == self.model.mask_id, text, view.sees))
+        return view
 
     def forward(
         self, input_ids, attention_mask=None, position_ids=None, labels=None, return_dict=True

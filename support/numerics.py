@@ -13,9 +13,9 @@ def standard_error(values):
     return values.std().item() / len(values) ** 0.5 if len(values) > 1 else math.inf
 
 
-def means_of(values, part, count):
-    """(n,) float64 on the CPU: sums of values (m,) by their part (m,), divided by count (n,)."""
-    total = torch.zeros(len(count), device=values.device).index_add(0, part, values.float())
+def segment_mean(values, segment, count):
+    """(n,) float64 on the CPU: sums of values (m,) by their segment (m,), divided by count (n,)."""
+    total = torch.zeros(len(count), device=values.device).index_add(0, segment, values.float())
     return (total / count).cpu().double()
 
 
@@ -58,25 +58,28 @@ def stratified_error(values, count, T):
     return standard_error(residual * (n / max(n - bins, 1)) ** 0.5)
 
 
-def summary(sums, count, T, causal, begins):
-    """What mdlm.evaluate returns, from sums (4, passes, W, n) of CE, accuracy, CE of the first
-    token, and 1, with `count` (passes, W, n) of T (W,) tokens masked in n blocks of a window.
-    begins (W,): 1 where the first token of a window is one of the T, else 0."""
-    passes, _, n = count.shape
-    # The blocks of a window count like passes over it: (passes * n, W).
+def seen_windows(sums):
+    """Means of each pass over windows, and the windows that there was time for.
+
+    sums (k + 1, passes, W, n): k sums, and 1 for each time that a window was scored. The n blocks
+    of a window count like passes over it. Returns (k, passes * n, w) and which windows, (W,) bool.
+    """
     *sums, done = sums.transpose(2, 3).flatten(1, 2)
-    seen = done[0] > 0  # (W,) all of them, if there was time; some by two ranks
-    ce, hit, first = ((x / done)[:, seen] for x in sums)
+    seen = done[0] > 0  # some by two ranks
+    return torch.stack([(x / done)[:, seen] for x in sums]), seen
+
+
+def summary(sums, count, T):
+    """What mdlm.evaluate returns, from sums (4, passes, W, n) of CE, accuracy, what only variants
+    have, and 1, with `count` (passes, W, n) of T (W,) tokens masked in n blocks of a window."""
+    passes, _, n = count.shape
+    (ce, hit, _), seen = seen_windows(sums)
     count = count.transpose(1, 2).flatten(0, 1)[:, seen]
     T = T[seen] // n
-    share = T / T.double().mean()  # a window counts by its length
-    mean = (ce * share).mean().item()
-    residual = (ce - mean) * share
-    r = dict(windows=len(T), passes=passes, by_window=(ce * share).mean(0).tolist())
-    if causal:
-        shifted = (ce * T - first).sum().item() / max((T - begins[seen]).sum().item(), 1)
-        r |= dict(nll=mean, se=standard_error(residual[0]), ar_shifted=shifted)
-        return r | dict(ce=[mean], accuracy=[hit.mean().item()])
+    weight = T / T.double().mean()  # a window counts by its length
+    mean = (ce * weight).mean().item()
+    residual = (ce - mean) * weight
+    r = dict(windows=len(T), passes=passes, by_window=(ce * weight).mean(0).tolist())
     r |= dict(nelbo=mean, se=stratified_error(residual, count, T))
     return r | dict(ce=by_tenths(ce, count, T), accuracy=by_tenths(hit, count, T))
 

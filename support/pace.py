@@ -8,6 +8,7 @@ of additional saves, which change no number, are told by the clock.
 import contextlib
 import math
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +27,7 @@ SAVE_EVERY = 600.0  # seconds, or more where saving itself takes long
 
 
 # ---- How far a run is
-def poll(run, interrupt):
+def update_progress(run, interrupt):
     """Update run.progress and run.save_is_due; returns the signal to stop for, or 0.
 
     All are the same on all ranks.
@@ -84,7 +85,37 @@ def windows_of_work(config):
 
 
 # ---- On how much
+class Plan(NamedTuple):
+    """What an evaluation scores, and until when."""
+
+    windows: torch.Tensor  # (n, T)
+    passes: int
+    calls: int  # network calls of the preview, if there is time for them
+    until: float  # the end of both, on the clock of time.monotonic()
+    scored_until: float  # the end of the evaluation
+
+
+def is_unmeasured(run):
+    """Whether the time that a window takes must be known now, and is not."""
+    is_trained = run.step or run.config.init_from
+    return bool(run.config.time_limit and is_trained and not run.per_window)
+
+
 def plan(run, is_last):
+    """The Plan of the evaluation that comes now, as far as the run's time allows."""
+    n, passes, calls = amounts(run, is_last)
+    W = len(run.windows)
+    windows = run.windows if n == W else run.windows[torch.arange(n) * W // n]
+    until = scored_until = deadline(run, is_last)
+    if is_last:  # then a preview is shown in any case
+        scored_until -= min(CALL * calls * run.per_window, reserve(run) / 4)
+        run.log.say(f"evaluating on {how_much(run, n, until)}")
+    if runtime.is_late(scored_until):
+        passes = 1
+    return Plan(windows, passes, calls, until, scored_until)
+
+
+def amounts(run, is_last):
     """(windows, passes, network calls of the preview) of the evaluation that comes now."""
     W = len(run.windows)
     least, most = preview_calls(run)
@@ -107,9 +138,7 @@ def plan(run, is_last):
 def preview_calls(run):
     """The fewest and the most network calls with which mdlm.generate shows something."""
     T = run.config.block_size
-    if run.config.objective == "ar":
-        return T, T
-    return tuple(max(run.model.n, min(T, calls)) for calls in PREVIEW)
+    return tuple(max(run.objective.n_pieces, min(T, calls)) for calls in PREVIEW)
 
 
 def windows_now(run):
@@ -130,37 +159,25 @@ def seconds_now(run):
     return left if run.config.eval_interval else min(left, budget * tenth)
 
 
-def score(run, evaluate, is_last):
-    """Evaluate the averaged and the raw weights, as far as the run's time allows.
+def note(run, plan, score, seconds):
+    """Keep a score and the seconds that a window took; returns how many calls to preview with.
 
-    Returns their results, and how many network calls there is time for to show samples. Sets
-    run.ending.
+    Raises UserError for a score that is not finite. Sets run.score, per_window and ending.
     """
-    config = run.config
-    if config.time_limit and run.step + bool(config.init_from) and not run.per_window:
-        measure(run, evaluate)
-    n, passes, calls = plan(run, is_last)
-    W = len(run.windows)
-    windows = run.windows if n == W else run.windows[torch.arange(n) * W // n]
-    until = deadline(run, is_last)
-    before_preview = until
-    if is_last:  # then one is shown in any case
-        before_preview -= min(CALL * calls * run.per_window, reserve(run) / 4)
-        run.log.say(f"evaluating on {how_much(run, n, until)}")
-    r, raw, per_window = score_both(run, evaluate, windows, passes, before_preview)
-    key = "nll" if config.objective == "ar" else "nelbo"
-    if not math.isfinite(r[key]):
-        what = f"validation {key} {r[key]} at step {run.step}: not saved."
+    key = run.objective.metric
+    if not math.isfinite(score):
+        what = f"validation {key} {score} at step {run.step}: not saved."
         raise SharedError(f"{what} {advice(run)}")
-    learned = run.windows[run.model.learned(run.windows)]
-    run.score = dict(name=key, value=r[key], step=run.step, unigram=unigram_entropy(learned))
-    if n < run.micro_batch and run.per_window:  # small batches are slow
-        per_window = min(per_window, run.per_window)
-    run.per_window = per_window
+    scored = run.windows[run.objective.scored_mask(run.windows)]
+    run.score = dict(name=key, value=score, step=run.step, unigram=unigram_entropy(scored))
+    if len(plan.windows) < run.micro_batch and run.per_window:  # small batches are slow
+        seconds = min(seconds, run.per_window)
+    run.per_window = seconds
     # The end: four passes with the averaged weights, one with the raw ones, samples; and a quarter
     # more, as machines are not always equally fast.
+    W = len(run.windows)
     run.ending = 1.25 * (5 * W + CALL * preview_calls(run)[1]) * run.per_window
-    return r, raw, calls_in_time(run, calls, until)
+    return calls_in_time(run, plan.calls, plan.until)
 
 
 def how_much(run, n, until):
@@ -172,22 +189,6 @@ def how_much(run, n, until):
     return f"{up_to}{n} windows of validation text{about}"
 
 
-def score_both(run, evaluate, windows, passes, until):
-    """The results of the averaged weights and of the raw ones, and the seconds a window takes."""
-    how = dict(batch_size=run.micro_batch, deadline=until)
-    began = time.monotonic()
-    if runtime.is_late(until):
-        passes = 1
-    with run.autocast():
-        r = raw = evaluate(run.averaged, windows, passes, **how)
-        scored = r["passes"] * r["windows"]
-        if run.averaged is not run.model:
-            began = time.monotonic()  # the first evaluation is slow until all is warm
-            raw = evaluate(run.model, windows, **how)
-            scored = raw["windows"]
-    return r, raw, max(1e-6, (time.monotonic() - began) / scored)
-
-
 def calls_in_time(run, calls, until):
     """As many of the `calls` of a preview as there is time for, or 0 if these are too few."""
     if not run.config.time_limit:
@@ -195,16 +196,6 @@ def calls_in_time(run, calls, until):
     in_time = torch.tensor(max(0.0, until - time.monotonic()) / (CALL * run.per_window))
     found = min(calls, int(runtime.all_reduce(in_time, "MIN").item()))
     return found if found >= preview_calls(run)[0] else 0
-
-
-def measure(run, evaluate):
-    """Set run.per_window: the seconds that a window takes, of a batch."""
-    few = run.windows[: run.micro_batch]
-    for _ in range(2):  # the first is slow
-        began = time.monotonic()
-        with run.autocast():
-            evaluate(run.model, few, batch_size=run.micro_batch)
-    run.per_window = max(1e-6, (time.monotonic() - began) / len(few))
 
 
 @contextlib.contextmanager

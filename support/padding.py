@@ -45,7 +45,12 @@ def compute_once(model):
     first = attends.index(True) if True in attends else len(blocks)
     # Text and the ends of the context reach this far through the convolutions.
     at = model.config.block_size - 1 - first * (model.config.conv // 2 + 1)
-    if not first or at < 0 or model.embed.weight.device.type != "cpu" or model.n > 1:
+    if (
+        not first
+        or at < 0
+        or model.embed.weight.device.type != "cpu"
+        or model.objective.n_blocks > 1
+    ):
         return model
     quick = copy.copy(model)
     blocks = [OncePadded(block, at) for block in blocks[:first]] + list(model.blocks[first:])

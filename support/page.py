@@ -39,7 +39,7 @@ def check(model, tokenizer, config):
         (config.objective == "mdlm", f"--objective={config.objective}"),
         (tokenizer.kind == "char", f"--tokenizer={tokenizer.kind}"),
         (tokenizer.end_id is None, "documents"),
-        (model.n == 1, "blocks"),
+        (model.objective.n_blocks == 1, "blocks"),
     ):
         if not fits:
             raise UserError(f"--to=page takes masked diffusion models of characters, not {what}")
@@ -94,6 +94,17 @@ def read_runtime():
     return {name: (RUNTIME / "dist" / name).read_bytes() for name in names}
 
 
+class OnIds(torch.nn.Module):
+    """A model as a function of ids (B, T) alone."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(self.model.objective.view(ids))
+
+
 def to_onnx(model, folder):
     """(the ONNX graph as bytes, the tensors of its data file as (offset, array))."""
     import onnx
@@ -103,7 +114,7 @@ def to_onnx(model, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         names = dict(input_names=["ids"], output_names=["logits"])
-        program = torch.onnx.export(model, (x,), dynamo=True, verbose=False, **names)
+        program = torch.onnx.export(OnIds(model), (x,), dynamo=True, verbose=False, **names)
     program.save(folder / "model.onnx", external_data=True)
     graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
     data = (folder / "model.onnx.data").read_bytes()

@@ -1,84 +1,20 @@
 """What surrounds the training of a run: its flags and folder, clock, losses and checkpoints."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import save as to_safetensors
 
 from support import checkpoint, files, outputs, ownership, runtime, scores, shards, sources
-from support.cli import NO_LIMIT, SharedError, UserError, check_fields, warn
-from support.log import Log
-from support.optimizers import average
+from support.cli import NO_LIMIT, UserError, check_fields, warn
 from support.tokenizer import KINDS
-
-
-@dataclasses.dataclass
-class Run:
-    """What the steps, reports and checkpoints of a run share."""
-
-    config: object
-    corpus: object
-    model: torch.nn.Module
-    averaged: torch.nn.Module  # the EMA of the weights, evaluated and saved; `model` if --ema=0
-    optimizers: list
-    device: torch.device
-    dtype: torch.dtype  # of matrix products
-    network: torch.nn.Module  # the model as it is trained: compiled, in DDP
-    rank: int = 0
-    world: int = 1
-    average: Callable = average  # updates `averaged`
-    windows: torch.Tensor = None  # (W, T) validation text
-    compiler: object = None  # the process that compiles, until it is done
-    log: Log = None
-    step: int = 0  # steps done
-    begun: tuple = (0, 0)  # the step that this process began with, the sequences learned before it
-    changed: dict = dataclasses.field(default_factory=dict)  # on --resume: setting -> (old, new)
-    progress: float = 0.0  # from 0 to 1, by steps or by time
-    seconds: float = 0.0  # of the processes that this one resumes
-    ending: float = 0.0  # seconds that the last evaluation and its samples will take
-    evaluating: float = 0.0  # seconds that evaluations on the way have taken
-    per_window: float = 0.0  # seconds to score a window once (0: not yet known)
-    few_windows: int = 0  # that evaluations on the way score (0: not yet chosen)
-    tenth: int = None  # of the run, when it was last asked for an evaluation
-    saving: float = 0.0  # seconds that the last save took
-    saved: int = -1  # step of the last checkpoint
-    saved_at: float = 0.0  # time.monotonic() then
-    save_is_due: float = 0.0  # whether that is long ago
-    finished: bool = False  # whether that checkpoint is the end of a run
-    pending: dict = dataclasses.field(default_factory=dict)  # step -> (loss, norm), not yet read
-    loss: float = math.nan  # the last ones that were read
-    grad_norm: float = math.nan
-    score: dict = dataclasses.field(default_factory=dict)  # the last evaluation, for its checkpoint
-
-    def __post_init__(self):
-        self.new_share = torch.zeros((), device=self.device)  # of new weights, in the EMA
-
-    def sequences(self, step):
-        """How many sequences are learned before a step; --resume may have changed batch_size."""
-        first, before = self.begun
-        return before + (step - first) * self.config.batch_size
-
-    @property
-    def tokens(self):
-        """Tokens of text in the steps done, on average: not what fills up windows of documents."""
-        return round(self.sequences(self.step) * self.corpus.mean_size)
-
-    @property
-    def micro_batch(self):  # sequences of this rank at a time
-        return self.config.batch_size // self.world // self.config.gradient_accumulation_steps
-
-    def elapsed(self):
-        return time.monotonic() - self.log.start + self.seconds
-
-    def autocast(self):
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
 
 def check(config, world=1):
@@ -91,8 +27,6 @@ def check(config, world=1):
     if config.batch_size % parts:
         why = f"2 (mirrored pairs) x {world} rank(s) x --gradient_accumulation_steps"
         raise UserError(f"--batch_size={config.batch_size} must be a multiple of {parts}: {why}")
-    if config.min_rate > config.max_rate:
-        raise UserError(f"--min_rate={config.min_rate} is above --max_rate; swap them")
     if config.tokenizer not in KINDS and not config.tokenizer.endswith(".json"):
         accepted = f"{', '.join(KINDS)} or a tokenizer.json"
         raise UserError(f"--tokenizer={config.tokenizer} is not accepted; give {accepted}")
@@ -102,32 +36,6 @@ def check(config, world=1):
         raise UserError(f"--data=patterns has aligned sequences of 64 characters; {why}")
     if config.prompt_column == config.text_column:
         raise UserError(f"--prompt_column={config.prompt_column} is --text_column; name two")
-    if config.prompt_column and (config.objective, config.lengths) != ("mdlm", "learned"):
-        why = "leave --objective and --lengths out"
-        raise UserError(f"--prompt_column is for masks, and learns where an answer ends; {why}")
-    if config.block_length not in (0, config.block_size):
-        check_blocks(config)
-    elif config.whole:
-        raise UserError(
-            f"--whole={config.whole} needs a --block_length below --block_size={config.block_size}"
-        )
-    if config.objective == "ar" and config.time_conditioning:
-        raise UserError("--objective=ar has no mask rate; leave --time_conditioning out")
-
-
-# What --block_length needs.
-BLOCKS = dict(objective="mdlm", masking="exact", mask_schedule="linear", loss_weight="bound")
-BLOCKS |= dict(min_rate=0, max_rate=1, time_conditioning=False, lengths="learned", prompt_column="")
-
-
-def check_blocks(config):
-    """Raise UserError for settings that do not go with --block_length."""
-    given = f"--block_length={config.block_length}"
-    if config.block_size % config.block_length:
-        raise UserError(f"{given} must divide --block_size={config.block_size}")
-    for name, value in BLOCKS.items():
-        if getattr(config, name) != value:
-            raise UserError(f"{given} needs --{name}={value}")
 
 
 # What --resume may change of the numbers that a run computes. The log says so.
@@ -168,39 +76,25 @@ def check_end(given, old, folder):
         raise UserError(f"--time_limit={limit:g}, {took}; give more")
 
 
-def open_run(given, cls, new_config, world, resumable):
-    """The `cls` of the given flags, the checkpoint to resume from (None: a new run), and what it
-    changes: setting -> (old, new).
+def find_run(given):
+    """(flags, the checkpoint to resume from or None), of the given flags.
+
+    torchrun repeats the flags that began a run when it restarts: then the run goes on.
     """
-    out = Path(given.get("out_dir", cls.out_dir))
-    folder = None
-    # torchrun repeats the flags that began the run.
+    out = Path(given.get("out_dir", "out"))
     if not given.get("resume") and runtime.ask_first_rank(checkpoint.was_restarted, out):
         given = {k: v for k, v in given.items() if k != "overwrite"} | {"resume": True}
-    if given.get("resume"):
-        check_resume(given, out)
-        folder = runtime.ask_first_rank(checkpoint.find_checkpoint, out)  # it reads all of it
+    if not given.get("resume"):
+        return given, None
+    check_resume(given, out)
+    return given, runtime.ask_first_rank(checkpoint.find_checkpoint, out)  # it reads all of it
 
-    def make_config():
-        if folder:
-            made = resumed_config(given, cls, folder, out, resumable)
-        else:
-            made = new_config(given), {}
-            check_source(made[0], given)
-        check(made[0], world)
-        shards.check(made[0].shard, world)
-        check_unused(given, out)
-        return made
 
-    if not folder and "data" not in given:
-        runtime.on_all_ranks(make_config)  # refuses what is wrong before a network is asked
-        given = given | {"data": runtime.ask_first_rank(sources.default_data)}
-    config, changed = runtime.on_all_ranks(make_config)
+def check_ranks(config):
+    """Raise UserError if the ranks have come to different settings."""
     shown = dataclasses.asdict(config) | dict(device="")  # GPUs of a machine have numbers
     fix = "give all ranks the same --preset and files"
     runtime.check_equal(repr(shown), f"the ranks would train different models; {fix}")
-    runtime.on_first_rank(lambda: take(config, folder))
-    return config, folder, changed
 
 
 def check_unused(given, out):
@@ -211,7 +105,7 @@ def check_unused(given, out):
         raise UserError(f"--out_dir={out} already holds a run; {fix}")
 
 
-def take(config, folder):
+def claim(config, folder):
     """Lock the folder of a run, in which nothing but its own may be replaced."""
     out = Path(config.out_dir)
     if not folder:
@@ -245,9 +139,12 @@ def check_resume(given, out):
         raise UserError(f"--overwrite was cut off in {out} before it saved; {fix}")
 
 
-def resumed_config(given, cls, folder, out, resumable):
-    """The config of a checkpoint with the given flags, and what they change of its numbers."""
-    old = checkpoint.read_config(cls, folder / "config.json", check)
+def resumed(old, given, folder, resumable):
+    """The Config `old` of a checkpoint with the given flags, and what they change of its numbers.
+
+    resumable: the flags that may change beside CHANGEABLE. The changes: name -> (old, new).
+    """
+    out = given.get("out_dir", "out")
     changes = {}
     for name, value in given.items():
         was = getattr(old, name)
@@ -276,50 +173,53 @@ def check_source(config, given):
         checkpoint.check_source(config.init_from)
 
 
-def open_data(config, folder, device, prepare, corpus_of, source):
-    """The corpus of config.data: a folder as it is; all else is prepared in out_dir/data.
+def data_folder(config):
+    """Where the ids of a run are: --data itself, or what is prepared of it in out_dir."""
+    return Path(config.data if sources.is_ids(config.data) else config.out_dir + "/data")
 
-    A run that resumes from `folder` finds its data there, and trains on nothing else. Other data is
-    replaced only after the new one, with the tokenizer of `source`, has proved usable.
+
+def is_prepared(config, folder):
+    """Whether the run that resumes from `folder` (None: a new one) has its data.
+
+    It trains on nothing else, also if its source has changed.
     """
-    if source:
-        check_network(config, source)
-    data = Path(config.data)
+    data = data_folder(config)
+    if not folder or not (data / "meta.json").exists():
+        return False
+    if sources.has_changed(config.data, data):
+        warn(f"--data={config.data} has changed; the run goes on with what it learned")
+    return True
+
+
+@contextlib.contextmanager
+def explain_data(folder):
+    """Within, unusable data of the run that resumes from `folder` are its own: say what to do."""
+    try:
+        yield
+    except UserError as e:
+        if not folder:
+            raise
+        fix = "restore it, or start again with --overwrite"
+        raise UserError(f"the data of the run cannot be used: {e}; {fix}") from e
+
+
+def check_identity(config, identity, folder):
+    """Raise UserError if data are not those that the checkpoint `folder` (or None) has learned.
+
+    identity: of a Corpus.
+    """
     state = checkpoint.read_state(folder) if folder else {}
+    if any(state.get(name, value) != value for name, value in identity.items()):
+        fix = "restore it, or start again with --overwrite"
+        data = data_folder(config)
+        raise UserError(f"--data={config.data}: {data} is not what {folder} learned; {fix}")
 
-    def opened(path, device):
-        try:
-            corpus = corpus_of(path, config, device)
-        except UserError as e:
-            if not state:
-                raise
-            fix = "restore it, or start again with --overwrite"
-            raise UserError(f"the data of the run cannot be used: {e}; {fix}") from e
-        if any(state.get(name, value) != value for name, value in corpus.identity.items()):
-            fix = "restore it, or start again with --overwrite"
-            raise UserError(f"--data={config.data}: {path} is not what {folder} learned; {fix}")
-        return corpus
 
-    def fill(path):
-        prepare(config, path, source[1] if source else None)
-        opened(path, torch.device("cpu"))
-
-    def make():
-        if folder and (data / "meta.json").exists():
-            if sources.has_changed(config.data, data):
-                warn(f"--data={config.data} has changed; the run goes on with what it learned")
-        else:
-            files.replace_folder(data, fill)
-
-    if not sources.is_ids(config.data):
-        data = Path(config.out_dir) / "data"
-        runtime.on_first_rank(make)
-    corpus = runtime.on_all_ranks(lambda: opened(data, device))
-    sentence = f"the ranks see different data in {data}; give a folder that all share"
-    runtime.check_equal(sorted(corpus.identity.items()), sentence)
-    if sources.is_ids(config.data) and not folder:
-        runtime.on_first_rank(lambda: sources.say_left_out(data))
-    return corpus
+def check_ranks_data(config, identity):
+    """Raise UserError if the ranks have opened different data."""
+    fix = "give a folder that all share"
+    sentence = f"the ranks see different data in {data_folder(config)}; {fix}"
+    runtime.check_equal(sorted(identity.items()), sentence)
 
 
 # Settings that must be those of the network that --init_from names.
@@ -384,19 +284,6 @@ def begin(run, folder):
     run.log.restart_clock(run.tokens)
 
 
-def check_finite(run):
-    """Read the pending losses, averaged over ranks; UserError for NaN or inf on any rank."""
-    if run.pending:
-        values = torch.stack([*run.pending.values()]).cpu().double()
-        values = (runtime.all_reduce(values) / run.world).tolist()
-        for step, (loss, norm) in zip(run.pending, values, strict=True):
-            if not math.isfinite(loss + norm):
-                what = f"loss {loss}, gradient norm {norm} at step {step}: not kept."
-                raise SharedError(f"{what} {advice(run)}")
-        run.pending.clear()
-        run.loss, run.grad_norm = values[-1]
-
-
 def advice(run):
     """What to do when numbers are not finite: flags that the run accepts."""
     config = run.config
@@ -417,7 +304,6 @@ def advice(run):
 
 def save(run, finished=False):
     """Write out_dir/step-N: the averaged weights, and everything that --resume needs."""
-    check_finite(run)
     began = time.monotonic()
     state = dict(step=run.step, tokens=run.tokens, sequences=run.sequences(run.step))
     state |= dict(seconds=run.elapsed(), ending=run.ending)

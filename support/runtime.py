@@ -91,11 +91,12 @@ def flops_per_token(model):
     """Of forward and backward: 6 a weight, and 12 C T a block with attention."""
     config = model.config
     body = sum(p.numel() for p in model.blocks.parameters())
-    twice = (model.n > 1) * (1 - config.whole)  # masked text, and the text that later blocks see
-    body *= 1 + twice
-    end = config.n_embd * model.vocab_size
-    if config.objective == "mdlm":  # half of the head, and of the last block's MLP
-        end = end / 2 - 8 * config.n_embd**2 * (0.5 + twice)
+    objective = model.objective
+    rows = objective.positions  # that the network computes for a token
+    body *= rows
+    # The head, and the last layer's MLP, compute only what is predicted.
+    end = objective.predicted * config.n_embd * model.vocab_size
+    end -= 8 * config.n_embd**2 * (rows - objective.predicted)
     attending = sum(block.qkv is not None for block in model.blocks)
     return 6 * (body + end) + 12 * attending * config.n_embd * config.block_size
 
@@ -194,7 +195,14 @@ def how_started(world, given):
     """What all ranks must have alike, name -> text. Each may have a --device of its own."""
     found = {f"--{name}": str(value) for name, value in given.items() if name != "device"}
     digest = hashlib.sha256()
-    for path in sorted([ROOT / "mdlm.py", *ROOT.glob("support/*.py"), *ROOT.glob("kernels/*.py")]):
+    for path in sorted(
+        [
+            ROOT / "mdlm.py",
+            *ROOT.glob("support/*.py"),
+            *ROOT.glob("variants/*.py"),
+            *ROOT.glob("kernels/*.py"),
+        ]
+    ):
         digest.update(path.read_bytes())
     found |= {"WORLD_SIZE": str(world), "torch": torch.__version__}
     return found | {"the program (checksum)": digest.hexdigest()[:12]}
@@ -291,22 +299,28 @@ def stopped_by(interrupt):
         STOP = None
 
 
-def on_all_ranks(do):
-    """do() of each rank, returned there; a UserError of one is raised on all of them.
+@contextlib.contextmanager
+def all_ranks():
+    """Context manager: what each rank does within; a UserError of one is raised on all of them.
 
     The first rank says what the first of those that failed would say.
     """
-    error = found = None
+    error = None
     try:
-        found = do()
+        yield
     except UserError as e:
         error = e
+    raise_together(error)
+
+
+def raise_together(error):
+    """Raise the UserError of any rank, or return if all have none (None)."""
     rank, world = 0, 1
     if CONTROL:
         rank, world = distributed.get_rank(), distributed.get_world_size()
     failed = int(all_reduce(torch.tensor(rank if error else world), "MIN"))
     if failed == world:
-        return found
+        return
     said = [str(error)]
     if CONTROL:
         distributed.broadcast_object_list(said, failed, CONTROL)
@@ -315,6 +329,12 @@ def on_all_ranks(do):
     if error and failed:
         raise RankError(str(error)) from error
     raise SharedError(f"rank {failed}: {said[0]}" if failed else said[0])
+
+
+def on_all_ranks(do):
+    """do() of each rank, returned there; a UserError of one is raised on all of them."""
+    with all_ranks():
+        return do()
 
 
 def check_equal(value, sentence):

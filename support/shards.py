@@ -57,12 +57,16 @@ def make_place(shard, device, dtype, world):
     return functools.partial(fully_shard, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
 
 
-def exchange_gradients(network, now):
-    """Whether its next backward exchanges gradients between the ranks, or adds them up here."""
+def exchange_nothing(now):
+    """What `exchanger` returns for a single rank."""
+
+
+def exchanger(network):
+    """f(now): whether the next backward of a network exchanges gradients between the ranks, or adds
+    them up here."""
     if isinstance(network, torch.nn.parallel.DistributedDataParallel):
-        network.require_backward_grad_sync = now
-    elif hasattr(network, "set_requires_gradient_sync"):
-        network.set_requires_gradient_sync(now)
+        return functools.partial(setattr, network, "require_backward_grad_sync")
+    return getattr(network, "set_requires_gradient_sync", exchange_nothing)
 
 
 def is_spread(t):

@@ -315,22 +315,6 @@ def parts_of(arrays):
                 array._mmap.madvise(mmap.MADV_DONTNEED)
 
 
-def check_documents(config, is_variant):
-    """Raise UserError for a config that cannot learn documents of known lengths."""
-    known = config.prompt_column or (config.lengths, config.objective) == ("known", "mdlm")
-    if known and is_variant(config):
-        why = "other masks and weights are not for documents of known lengths, and not with prompts"
-        raise UserError(f"{why}; leave them out, or without prompts add --lengths=learned")
-
-
-def given_end(config, tokenizer, is_variant):
-    """The id of an [END] that is given, never masked; -1: there is none, or it is learned."""
-    if tokenizer.end_id is None or (config.lengths == "learned" and not config.prompt_column):
-        return -1
-    check_documents(config, is_variant)
-    return tokenizer.end_id
-
-
 def cut_windows(ids, config, end_id):
     """(W,) int64: where windows start, how many tokens they take, how many of these are learned.
 

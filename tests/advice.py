@@ -333,6 +333,7 @@ ADVICE["export.py"] = [
 ADVICE["mdlm.py"] = [
     ("A run ends by --max_steps or --time_limit", NOTHING),
     ("With --max_steps alone no clock enters", NOTHING),
+    ("compiling, {} (--compile=off starts at once)", MACHINE),
 ]
 
 ADVICE["sample.py"] = [
@@ -728,7 +729,6 @@ ADVICE["cli.py"] = [
 
 ADVICE["compiling.py"] = [
     ("--compile=on needs Triton, a C++ compiler", MACHINE),
-    ("compiling, {} (--compile=off starts at once)", MACHINE),
 ]
 
 ADVICE["environment.py"] = FollowedIn("test_the_advice_for_a_missing_package_works")
@@ -797,13 +797,6 @@ ADVICE["likelihood.py"] = [
         "its weights are damaged; train it again",
         lambda at: likelihood.checked(torch.full((1, 3), float("nan"))),
         lambda at: likelihood.checked(at.model(at.x)[0]),
-    ),
-    (
-        "take one without blocks, or one of mdlm.py --whole by mdlm.load(path, whole=True)",
-        "sample --out_dir={blocks} '--infill=█ and a text of two blocks'",
-        "sample --out_dir={run} '--infill=█ and a text of two blocks'",
-        "sample --out_dir={whole} '--infill=█ and a text of two blocks'",
-        lambda at: generate(at, model=mdlm.load(at["whole"], whole=True)[0]),
     ),
 ]
 
@@ -1114,11 +1107,6 @@ ADVICE["runs.py"] = [
     ("--n_embd={} must be a multiple of {}", "mdlm --n_embd=34", "mdlm --n_embd=36"),
     ("--batch_size={} must be a multiple of {}", "mdlm --batch_size=7", "mdlm --batch_size=8"),
     (
-        "--min_rate={} is above --max_rate; swap them",
-        "mdlm --min_rate=0.9 --max_rate=0.2",
-        "mdlm --min_rate=0.2 --max_rate=0.9",
-    ),
-    (
         "--tokenizer={} is not accepted; give {}",
         "mdlm --tokenizer=bytes",
         "mdlm --tokenizer=char",
@@ -1137,27 +1125,6 @@ ADVICE["runs.py"] = [
         "mdlm --data={pairs} --prompt_column=text",
         "mdlm --data={pairs} --prompt_column=prompt",
         "mdlm --data={pairs} --prompt_column=text --text_column=prompt",
-    ),
-    (
-        "leave --objective and --lengths out",
-        "mdlm --data={pairs} --prompt_column=prompt --objective=ar --lengths=known",
-        "mdlm --data={pairs} --prompt_column=prompt",
-    ),
-    (
-        "--whole={} needs a --block_length below",
-        "mdlm --whole=0.5",
-        "mdlm --whole=0.5 --block_length=8",
-    ),
-    (
-        "--objective=ar has no mask rate; leave --time_conditioning out",
-        "mdlm --objective=ar --time_conditioning",
-        "mdlm --objective=ar",
-    ),
-    ("{} must divide --block_size={}", "mdlm --block_length=5", "mdlm --block_length=8"),
-    (
-        "{} needs --{}={}",
-        "mdlm --block_length=8 --masking=bernoulli",
-        "mdlm --block_length=8 --masking=exact",
     ),
     (
         "has made {} steps; give more",
@@ -1230,7 +1197,7 @@ ADVICE["runs.py"] = [
         "mdlm --out_dir={run} --resume",
         lambda at: (flip(at.run / "data" / "train.bin"), at.do("mdlm --out_dir={run} --overwrite")),
     ),
-    ("the ranks see different data in {}; give a folder that all share", RANKS),
+    ("give a folder that all share", RANKS),
     (
         "--init_from={} has {}; give the same here",
         "mdlm --init_from={run} --n_layer=1 --n_embd=64",
@@ -1383,12 +1350,6 @@ ADVICE["sources.py"] = [
     ),
     ("has an unusable dtype, characters or entropy ({}); remove it", ids(dtype="int4"), ids()),
     (
-        "{}; leave them out, or without prompts add --lengths=learned",
-        "mdlm --data={records} --lengths=known --masking=bernoulli",
-        "mdlm --data={records} --lengths=known",
-        "mdlm --data={records} --lengths=learned --masking=bernoulli",
-    ),
-    (
         "{}, more than --block_size={}; shorten them or raise it",
         lambda at: open_prompts(at, 8),
         lambda at: open_prompts(at, 64),
@@ -1513,6 +1474,57 @@ ADVICE["tokenizer.py"] = [
         "--vocab_size={} is too small; give more than the 256 bytes take",
         "mdlm --tokenizer=bpe --vocab_size=100",
         "mdlm --tokenizer=bpe --vocab_size=300",
+    ),
+]
+
+ADVICE["variants"] = [
+    (
+        "leave {} out, or add --lengths=learned",
+        "mdlm --data={records} --masking=bernoulli",
+        "mdlm --data={records}",
+        "mdlm --data={records} --lengths=learned --masking=bernoulli",
+    ),
+    ("leave one of them out", FollowedIn("test_either_of_two_variants_can_be_left_out")),
+]
+
+# For each pair in variants.REFUSED: flags of a run with both, and those that ask for each.
+COMBINED = {
+    ("ar", "blocks"): ("", "--objective=ar", "--block_length=8"),
+    ("ar", "prompts"): ("--data={pairs}", "--objective=ar", "--prompt_column=prompt"),
+    ("ar", "time"): ("", "--objective=ar", "--time_conditioning"),
+    ("blocks", "documents"): ("", "--block_length=8", "--lengths=known"),
+    ("blocks", "prompts"): ("--data={pairs}", "--block_length=8", "--prompt_column=prompt"),
+    ("blocks", "rates"): ("", "--block_length=8", "--masking=bernoulli"),
+    ("blocks", "time"): ("", "--block_length=8", "--time_conditioning"),
+    ("prompts", "documents"): ("--data={pairs}", "--prompt_column=prompt", "--lengths=known"),
+    ("prompts", "rates"): (
+        "--data={pairs} --lengths=learned",
+        "--prompt_column=prompt",
+        "--max_rate=0.5",
+    ),
+}
+
+ADVICE["blocks.py"] = [
+    (
+        "needs a --block_length below",
+        "mdlm --whole=0.5",
+        "mdlm --whole=0.5 --block_length=8",
+    ),
+    ("{} must divide --block_size={}", "mdlm --block_length=5", "mdlm --block_length=8"),
+    (
+        "take one without blocks, or one of mdlm.py --whole by mdlm.load(path, whole=True)",
+        "sample --out_dir={blocks} '--infill=█ and a text of two blocks'",
+        "sample --out_dir={run} '--infill=█ and a text of two blocks'",
+        "sample --out_dir={whole} '--infill=█ and a text of two blocks'",
+        lambda at: generate(at, model=mdlm.load(at["whole"], whole=True)[0]),
+    ),
+]
+
+ADVICE["rates.py"] = [
+    (
+        "--min_rate={} is above --max_rate; swap them",
+        "mdlm --min_rate=0.9 --max_rate=0.2",
+        "mdlm --min_rate=0.2 --max_rate=0.9",
     ),
 ]
 

@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import mdlm
+import variants
 from support import checkpoint, cli, files, kernels
 
 torch.set_num_threads(1)  # these models are tiny, and threads that wait for a busy core spin
@@ -137,31 +138,72 @@ def sign(folder):
 
 
 class Toy:
-    """A model given by a function from (B, T) ids to (B, T, V) logits, for mdlm.evaluate."""
+    """A model given by a function from (B, T) ids to (B, T, V) logits, for mdlm.evaluate.
 
-    def __init__(self, logits, V, T, **config):
+    end_id: of an [END] that ends documents of given lengths. The function of an autoregressive one
+    is given the text that the model was given, not the shifted one that a network sees.
+    """
+
+    def __init__(self, logits, V, T, end_id=None, mean_length=None, **config):
         self.logits = logits
-        self.mask_id = self.pad_id = self.vocab_size = V
-        self.end_id = -1
-        self.documents = False
+        self.mask_id = self.vocab_size = V
         self.training = False
         self.config = mdlm.Config(block_size=T, **config)
-        self.n = 1
+        self.objective = variants.choose(
+            self.config, mdlm.MaskedDiffusion(self.config, V), end_id, mean_length
+        )
         self.ops = kernels.select("torch")
-        self.weights = mdlm.sequence_weights(self.config)
+        if self.objective.lengths_are_given:
+            self.length_counts = torch.zeros(T + 1)
 
-    def __call__(self, xt, rows=None, x0=None):
-        logits = self.logits(xt)
-        return logits if rows is None else logits.flatten(0, 1)[rows].float()
-
-    def learned(self, x0):
-        return mdlm.Model.learned(self, x0)
+    def __call__(self, view, rows=None):
+        if isinstance(view, torch.Tensor):
+            view = self.objective.view(view, rows=rows)
+        ids = view.ids
+        if view.causal:  # the last token, which no position sees, is not known any more
+            ids = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=self.mask_id)
+        logits = self.logits(ids)
+        return logits if view.rows is None else logits.flatten(0, 1)[view.rows].float()
 
     def eval(self):
         pass
 
     def train(self, mode):
         pass
+
+
+def draw(model, x0, step=0, samples=None, margin_scale=0.0):
+    """What mdlm.draw_batch draws for texts x0 (N, T), a step's whole batch; samples: some of it."""
+    samples = torch.arange(len(x0)) if samples is None else samples
+    scored = model.objective.scored_mask(x0).sum(1)  # (N,)
+    corpus = SimpleNamespace(
+        batch=lambda numbers: (x0[numbers % len(x0)], scored[numbers % len(x0)])
+    )
+    run = SimpleNamespace(corpus=corpus, objective=model.objective, sequences=lambda step: 0)
+    return mdlm.draw_batch(run, step, margin_scale, samples)
+
+
+def watch_masks(monkeypatch):
+    """A list to which each batch that is trained adds how many tokens of each text are masked."""
+    masked = []
+    batch = mdlm.MaskedDiffusion.batch
+
+    def watched(objective, *args):
+        made = batch(objective, *args)
+        masked.append((made[0].ids == objective.mask_id).sum(1))
+        return made
+
+    monkeypatch.setattr(mdlm.MaskedDiffusion, "batch", watched)
+    return masked
+
+
+def counts_of(config, step, margin_scale=0.0, lengths=None, V=9):
+    """How many tokens each text of a step's whole batch has masked, (N,)."""
+    objective = variants.choose(config, mdlm.MaskedDiffusion(config, V))
+    N = config.batch_size
+    if lengths is None:
+        lengths = torch.full((N,), config.block_size)
+    return objective.mask_counts(step, margin_scale, torch.arange(N), lengths)
 
 
 @pytest.fixture(scope="session")

@@ -38,11 +38,11 @@ def before_step(at, strike):
     draw_batch = mdlm.draw_batch
     done = []
 
-    def hooked(config, corpus, step, *more):
+    def hooked(run, step, *more):
         if step == int(at) and not done:
             done.append(step)
             strike()
-        return draw_batch(config, corpus, step, *more)
+        return draw_batch(run, step, *more)
 
     mdlm.draw_batch = hooked
 
@@ -161,8 +161,8 @@ def not_finite(at, what, report, late=""):
     digests = []
     runs = []
 
-    def broken_forward(self, xt, *rest, **more):
-        out = forward(self, xt, *rest, **more)
+    def broken_forward(self, view, *rest):
+        out = forward(self, view, *rest)
         if armed and rest and rank() == 1:
             if what == "nan":
                 return out * math.nan

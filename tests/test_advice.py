@@ -20,6 +20,7 @@ from conftest import ROOT, tiny_flags
 
 import bench
 import mdlm
+import variants
 from support import checkpoint, cli, guesses, plots, runs
 from support.log import Log
 
@@ -133,11 +134,17 @@ class Place:
         return [flag for flag in known if flag.split("=")[0] not in given] + argv
 
 
+def of_mdlm(argv):
+    """What mdlm.py does with these flags."""
+    return mdlm.train(mdlm.parse_args(argv), 0.0)
+
+
 def main_of(program):
     """The main() of a program, or of one of the lessons."""
     lesson = ROOT / "lessons" / f"{program}.py"
     if not lesson.exists():
-        return importlib.import_module(program).main
+        module = importlib.import_module(program)
+        return of_mdlm if module is mdlm else module.main
     name = f"lesson_{program}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, lesson)
@@ -229,6 +236,18 @@ def test_advice_is_accepted(attempt, words, wrong, ways):
         assert not re.search(as_pattern(words), again), (said, way, again)
 
 
+@pytest.mark.parametrize("pair", [p for p in variants.REFUSED if p[0] != "documents"])
+def test_either_of_two_variants_can_be_left_out(attempt, pair):
+    """(Documents have lengths that are known by default: a row of their own.)"""
+    base, *flags = advice.COMBINED[pair]
+    accepted, said = attempt(f"mdlm {base} {' '.join(flags)}")
+    assert not accepted and f"{flags[0]} and {flags[1]} cannot be combined: " in said
+    assert said.endswith("; leave one of them out\n")
+    for flag in flags:
+        accepted, said = attempt(f"mdlm {base} {flag}")
+        assert accepted, said
+
+
 def flags_class(program):
     """The dataclass of a program's flags."""
     module = importlib.import_module(program)
@@ -264,8 +283,13 @@ ADVISES = re.compile(
     r"|(?:\bor|\bwith|\bgive|;) --\w|\(--(?:help|\w+=\w)|\((?:pip|apt) install|now type: ",
     re.IGNORECASE,
 )
-FOLDERS = ("", "support", "studies", "lessons", "kernels")
+FOLDERS = ("", "variants", "support", "studies", "lessons", "kernels")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
+
+
+def name_of(path):
+    """The name of a source; of an __init__.py the folder's."""
+    return path.parent.name if path.stem == "__init__" else path.name
 
 
 def template(node):
@@ -290,10 +314,10 @@ def strings(node):
             yield from strings(child)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_every_advice_has_one_row(path):
     sentences = set(strings(ast.parse(path.read_text(encoding="utf-8"))))
-    rows = ADVICE.get(path.name, [])
+    rows = ADVICE.get(name_of(path), [])
     if isinstance(rows, Because):
         return
     named = []
@@ -308,7 +332,7 @@ def test_every_advice_has_one_row(path):
 
 def test_what_is_not_followed_here_is_elsewhere():
     """Each file with rows is there, and so is each test that is named in place of steps."""
-    assert ADVICE.keys() <= {path.name for path in SOURCES}
+    assert ADVICE.keys() <= {name_of(path) for path in SOURCES}
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
     for rows in ADVICE.values():
         for reason in [rows] if isinstance(rows, Because) else [row[1] for row in rows]:

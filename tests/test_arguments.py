@@ -18,7 +18,7 @@ import eval
 import export
 import mdlm
 import sample
-from support import checkpoint, cli, guesses, likelihood, runs, templates
+from support import checkpoint, cli, guesses, likelihood, templates
 from support.cli import UserError
 from support.tokenizer import Tokenizer, tokenizer_from_json
 
@@ -132,7 +132,7 @@ def test_empty_settings_of_a_checkpoint_stay(tmp_path):
     kept = dict(data="", separator="", init_from="", end_token="", out_dir="")
     content = dict(format="mdlm", version=1, config=kept)
     (tmp_path / "config.json").write_text(json.dumps(content))
-    config = checkpoint.read_config(mdlm.Config, tmp_path / "config.json", runs.check)
+    config = mdlm.read_config(tmp_path)
     assert kept.items() <= vars(config).items()
 
 
@@ -572,5 +572,5 @@ def test_paths_and_devices_may_be_objects(short_run):
 def test_ids_are_checked_without_a_hook_in_training(short_run):
     """Training's model is not one of `load`, so no step of it waits for a check."""
     config = mdlm.load(short_run)[2]
-    model = mdlm.Model(config, 9, mdlm.kernels.select("torch"))
+    model = mdlm.make_model(config, 9, mdlm.kernels.select("torch"))
     assert not model._forward_pre_hooks and mdlm.load(short_run)[0]._forward_pre_hooks

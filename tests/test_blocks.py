@@ -10,15 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, losses, read_log, run_mdlm, saved
+from conftest import ROOT, TINY, draw, losses, read_log, run_mdlm, saved
 
 import eval
 import export
 import mdlm
 import sample
 from support import cli, kernels
-from support.kernels.cache import Cache
+from support.arguments import to_view
 from support.likelihood import chain_rule, groups
+from variants.cache import Cache
 
 V = 5
 
@@ -28,7 +29,8 @@ def network(S, T=16, **settings):
     flags = dict(n_layer=3, n_head=2, n_embd=16, block_size=T, block_length=S, attention_every=2)
     config = mdlm.Config(**flags | dict(dropout=0.0) | settings)
     torch.manual_seed(1)
-    model = mdlm.Model(config, V, kernels.REFERENCES).double().eval()
+    model = mdlm.make_model(config, V, kernels.REFERENCES).double().eval()
+    model.register_forward_pre_hook(to_view, with_kwargs=True)  # as mdlm.load does
     for p in model.parameters():
         p.data.normal_(0, 0.3)
     return model
@@ -148,10 +150,10 @@ def test_training_loss_is_unbiased(S):
     found = []
     with torch.no_grad():
         for step in range(20 if S == 1 else 200):
-            levels = mdlm.draw_levels(model.config, step).view(-1)
-            assert len(levels) == 4 * 8 // S and (levels[::2] + levels[1::2] == S + 1).all()
-            inputs = (x0, levels, torch.ones(4), torch.tensor(step), torch.arange(4))
-            found.append(model(*mdlm.make_batch(model, *inputs)).double())
+            drawn = draw(model, x0, step)
+            counts = drawn[1]
+            assert len(counts) == 4 * 8 // S and (counts[::2] + counts[1::2] == S + 1).all()
+            found.append(model(*model.objective.batch(model.ops, *drawn)).double())
     found = torch.stack(found)
     z = (found.mean() - wanted) / (found.std() / len(found) ** 0.5)
     assert abs(z) < 4 if S > 1 else abs(found - wanted).max() < 1e-5
@@ -187,7 +189,7 @@ def test_cache_sees_what_training_sees(S, settings):
             wanted = model(xt[:, first:end], x0=x0[:, first:end])[:, -S:]
             for _ in range(2):  # first with three blocks that it does not know, then with none
                 text = torch.cat((x0[:, :begin], xt[:, begin:end]), 1)[:, cache.follow(begin) :]
-                found = model(text, cache=cache)[:, -S:]
+                found = model(cache.view(text))[:, -S:]
                 assert torch.allclose(found, wanted, atol=1e-6)
     assert all(buffer.shape[1] == T for buffer in cache.buffers.values()), "memory is constant"
     bound = 8 * 4 * 3 * T * 16  # bytes a text: 4 values a layer, of which groups() keeps 1 GiB
@@ -198,7 +200,8 @@ def test_memory_of_all_caches_is_bounded():
     """Of many texts at once, however small the blocks are."""
     for L, C, T, wanted in ((4, 192, 256, 124), (12, 768, 1024, 4), (96, 4096, 1024, 2)):
         config = SimpleNamespace(n_layer=L, n_embd=C, block_size=T)
-        model = SimpleNamespace(config=config, n=T // 4, vocab_size=65)
+        objective = SimpleNamespace(n_blocks=T // 4)
+        model = SimpleNamespace(config=config, objective=objective, vocab_size=65)
         size = groups(model, 1000, "cpu", writing=True)[0].stop
         assert size == wanted and size <= max(groups(model, 1000, "cpu")[0].stop, 2**26 / L / C / T)
 
@@ -255,8 +258,8 @@ def test_a_block_takes_eight_calls(T):
     model = network(4)
     *_, last = sample.unmask(model, torch.full((1, T), V))
     assert last.calls.item() == 8 * T // 4
-    assert sample.resolve({}, model.config).order == "confidence"
-    assert sample.resolve({}, network(32, 64).config).order == "spread"  # (results/blocks.md)
+    assert sample.resolve({}, model).order == "confidence"
+    assert sample.resolve({}, network(32, 64)).order == "spread"  # (results/blocks.md)
 
 
 def test_nothing_to_fill_is_no_mistake():
@@ -330,7 +333,7 @@ def test_whole_steps_are_those_without_blocks(text_file, tmp_path, monkeypatch):
     evaluated = []
 
     def evaluate(model, *args, original=mdlm.evaluate, **how):
-        evaluated.append(model.n)
+        evaluated.append(model.objective.n_blocks)
         return original(model, *args, **how)
 
     monkeypatch.setattr(mdlm, "evaluate", evaluate)
@@ -341,9 +344,9 @@ def test_whole_steps_are_those_without_blocks(text_file, tmp_path, monkeypatch):
         assert losses(tmp_path / "a") == losses(tmp_path / name)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert set(evaluated) == {4} and len(evaluated) == 4, "averaged and raw, before and after"
-    config = mdlm.Config(block_size=32, block_length=8, whole=0.25)
-    found = [mdlm.n_blocks(config, step) for step in range(1000)]
-    assert set(found) == {1, 4} and abs(found.count(1) - 250) < 60 and mdlm.n_blocks(config) == 4
+    objective = network(8, 32, whole=0.25).objective
+    found = [bool(objective.is_whole(step)) for step in range(1000)]
+    assert abs(found.count(True) - 250) < 60 and objective.n_blocks == 4
 
 
 def test_whole_steps_teach_to_fill_gaps(text_file, tmp_path, capsys):
@@ -352,9 +355,9 @@ def test_whole_steps_teach_to_fill_gaps(text_file, tmp_path, capsys):
     flags = [f"--data={text_file}", *TINY, "--block_length=8", "--whole=0.5"]
     assert run_mdlm(*flags, "--max_steps=4", f"--out_dir={out}") == 0
     assert "4 blocks of 8 tokens, one after another; in 50% of the steps" in capsys.readouterr().out
-    assert mdlm.load(out)[0].n == 4
+    assert mdlm.load(out)[0].objective.n_blocks == 4
     model, tokenizer, config = mdlm.load(out, whole=True)
-    assert model.n == 1 and config.block_length == 0
+    assert model.objective.n_blocks == 1 and config.block_length == 0
     template = "to ██ or not to be, it is"
     x0 = torch.tensor([tokenizer.encode("to be or not to be, it is a text")])
     xt = x0.index_fill(1, torch.tensor([3]), model.mask_id)
@@ -391,7 +394,8 @@ def test_documents_end(text_file, tmp_path, capsys):
     flags = [*TINY, "--block_length=8", "--max_steps=2", f"--out_dir={tmp_path}"]
     assert run_mdlm(*flags, f"--data={text_file}", "--separator=\\n") == 0
     model, tokenizer, config = mdlm.load(tmp_path)
-    assert config.lengths == "learned" and tokenizer.end_id is not None and model.end_id == -1
+    assert config.lengths == "learned" and tokenizer.end_id is not None
+    assert model.objective.end_id == -1
     assert len(sample.write(model, tokenizer, n=2, length=70)) == 2
 
 
@@ -401,11 +405,11 @@ def test_documents_end(text_file, tmp_path, capsys):
         (mdlm, ["--block_length=5"], ["--block_length=5", "divide --block_size=32"]),
         (mdlm, ["--block_length=64"], ["--block_length=64", "divide"]),
         (mdlm, ["--whole=0.5"], ["--whole=0.5", "--block_length"]),
-        (mdlm, ["--block_length=8", "--objective=ar"], ["needs --objective=mdlm"]),
-        (mdlm, ["--block_length=8", "--masking=bernoulli"], ["needs --masking=exact"]),
-        (mdlm, ["--block_length=8", "--max_rate=0.5"], ["needs --max_rate=1"]),
-        (mdlm, ["--block_length=8", "--time_conditioning"], ["needs --time_conditioning=False"]),
-        (mdlm, ["--block_length=8", "--lengths=known"], ["needs --lengths=learned"]),
+        (mdlm, ["--block_length=8", "--objective=ar"], ["--block_length=8", "--objective=ar"]),
+        (mdlm, ["--block_length=8", "--masking=bernoulli"], ["=8 and --masking=bernoulli"]),
+        (mdlm, ["--block_length=8", "--max_rate=0.5"], ["--block_length=8", "--max_rate=0.5"]),
+        (mdlm, ["--block_length=8", "--time_conditioning"], ["=8 and --time_conditioning"]),
+        (mdlm, ["--block_length=8", "--lengths=known"], ["--block_length=8", "--lengths=known"]),
         (eval, ["--whole"], ["--whole", "leave it out"]),
         (eval, ["--text=To be"], ["--text is for models that fill gaps"]),
         (export, ["--to=hf", "--dest={tmp}/x"], ["--to=hf", "--block_length"]),
@@ -444,7 +448,8 @@ def test_sample_writes_beyond_the_context(run, capsys):
 @pytest.mark.slow
 def test_compiled_blocks_train_alike(text_file, tmp_path):
     flags = [f"--data={text_file}", *TINY, "--block_length=8", "--whole=0.5", "--max_steps=6"]
-    kinds = {mdlm.n_blocks(mdlm.Config(block_length=8, whole=0.5), step) == 1 for step in range(5)}
+    objective = network(8, 32, whole=0.5).objective
+    kinds = {bool(objective.is_whole(step)) for step in range(5)}
     assert kinds == {False, True}, "both kinds of step, not only the last"
     for mode in ("on", "off"):
         assert run_mdlm(*flags, f"--compile={mode}", f"--out_dir={tmp_path / mode}") == 0

@@ -45,8 +45,9 @@ def swept(p, logits, distance):
     options = sample.Options(
         steps=T + distance, correct=distance, redraw="sweep", distance=distance
     )
-    how = sample.resolve(options, Toy(logits, V, T).config)
-    (block,) = sample.plan(Toy(logits, V, T).config, torch.ones(1, T).bool(), torch.zeros(1), how)
+    toy = Toy(logits, V, T)
+    how = sample.resolve(options, toy)
+    (block,) = sample.plan(toy, torch.ones(1, T).bool(), torch.zeros(1), how)
     noise = torch.zeros(1, T)
     for s in range(T, T + distance):
         drawn = sample.to_correct(how, block, s, torch.ones(1, T).bool(), noise)[0]

@@ -168,7 +168,7 @@ def test_patterns_are_prepared_as_aligned_windows(tmp_path):
     x = torch.from_numpy(sources.make_patterns(100_000, 0)).long()
     assert torch.equal(corpus.windows(), x[90_000:])
     powers = 15 ** torch.arange(12)  # the first 12 symbols tell patterns apart
-    epoch = corpus.batch(torch.arange(90_000))[:, :12] @ powers
+    epoch = corpus.batch(torch.arange(90_000))[0][:, :12] @ powers
     assert torch.equal(epoch.sort().values, (x[:90_000, :12] @ powers).sort().values)
     assert corpus.entropy == sources.patterns_entropy()
     assert corpus.chars_per_token == 1
@@ -197,7 +197,7 @@ def test_validation_windows_cover_the_text_once(tmp_path):
 def test_epochs_see_every_token_once(tmp_path):
     corpus = corpus_of_ids(tmp_path, np.arange(1000, dtype=np.uint16))  # a token is its position
     n = 1000 // 32 - 1
-    x = corpus.batch(torch.arange(3 * n)).view(3, n, 32)
+    x = corpus.batch(torch.arange(3 * n))[0].view(3, n, 32)
     assert (x.diff(dim=2) == 1).all()
     starts = x[:, :, 0].sort(dim=1).values
     assert (starts.diff(dim=1) == 32).all(), "windows neither overlap nor leave gaps"
@@ -205,7 +205,7 @@ def test_epochs_see_every_token_once(tmp_path):
     assert not torch.equal(x[0], x[1])
     assert len(starts[:, 0].unique()) > 1, "each epoch is cut at an offset of its own"
     samples = torch.tensor([2 * n + 7, 0, n - 1, n])  # in any order, across epochs
-    assert torch.equal(corpus.batch(samples), x.flatten(0, 1)[samples])
+    assert torch.equal(corpus.batch(samples)[0], x.flatten(0, 1)[samples])
 
 
 @settings(max_examples=50, deadline=None)
@@ -239,7 +239,7 @@ def test_documents_are_filled_up_with_end(tmp_path):
     (tmp_path / "t.txt").write_text("\n\n".join(documents) + "\n\n\n\n")
     corpus = corpus_of(tmp_path / "t.txt", tmp_path / "d", separator="\\n\\n", pack=False)
     end = corpus.tokenizer.end_id
-    x = corpus.batch(torch.arange(18 * 5))  # each of the first 18 * 3 documents once
+    x, _ = corpus.batch(torch.arange(18 * 5))  # each of the first 18 * 3 documents once
     shown = Counter(corpus.tokenizer.decode(row.tolist()) for row in x)
     assert shown == {"ab": 18, "c" * 32: 36, "c" * 6: 18, "def": 18}
     for row in x.tolist():

@@ -481,7 +481,7 @@ def test_ids_of_a_stated_width_become_windows(tmp_path, dtype):
     write_ids(tmp_path, ids, dtype, n_val=320)
     corpus = mdlm.Corpus(tmp_path, mdlm.Config(block_size=32, bin_dtype=dtype), CPU)
     assert corpus.windows().flatten().tolist() == ids[-320:].tolist()
-    assert corpus.batch(torch.arange(8)).shape == (8, 32)
+    assert corpus.batch(torch.arange(8))[0].shape == (8, 32)
 
 
 def test_a_stated_width_is_trained_and_scored(tmp_path, capsys):

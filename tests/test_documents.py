@@ -8,16 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, Toy, losses, read_log, run_mdlm, sign
+from conftest import TINY, Toy, counts_of, draw, losses, read_log, run_mdlm, sign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mdlm
 import sample
 from support import kernels, sources
+from support.arguments import to_view
 from support.kernels.reference import document_spans
 from support.likelihood import chain_rule, end_documents
 from support.tokenizer import Tokenizer
+from variants import documents
 
 END = 2  # in the world of conftest: texts of 0 and 1, up to 4 of them
 
@@ -29,10 +31,8 @@ def rows_of_unequal_length():
 
 
 def toy(world, **settings):
-    model = Toy(world.random, world.V, world.T, batch_size=8, rate_margin=0.0, **settings)
-    model.end_id = END
-    model.documents = True
-    return model
+    settings |= dict(batch_size=8, rate_margin=0.0, end_id=END)
+    return Toy(world.random, world.V, world.T, **settings)
 
 
 def exhaustive(world, row):
@@ -54,26 +54,15 @@ def true_nelbo(world, x0):
     return sum(nats) / sum(tokens)
 
 
-def corpus_of(x0):
-    lengths = (x0 != END).sum(1)
-
-    def find(samples):
-        return torch.stack((samples, samples, lengths[samples % len(x0)]))
-
-    mean = lengths.double().mean().item()
-    return SimpleNamespace(batch=lambda s: x0[s % len(x0)], find=find, mean_length=mean)
-
-
 def test_training_loss_is_unbiased_for_unequal_lengths(world):
     x0 = rows_of_unequal_length()
-    model = toy(world)
+    model = toy(world, mean_length=(x0 != END).sum(1).double().mean().item())
     values = []
     for step in range(3000):
-        drawn = mdlm.draw_batch(model.config, corpus_of(x0), step, torch.arange(8))
-        xt, targets, rows, share, *_ = mdlm.make_batch(model, *drawn)
-        assert len(rows) <= 8 * 5 // 2 and not (targets == END).any()
-        ce = F.cross_entropy(model(xt, rows=rows), targets, reduction="none")
-        values.append((ce * share).sum())
+        view, targets, weights = model.objective.batch(model.ops, *draw(model, x0, step))
+        assert len(view.rows) <= 8 * 5 // 2 and not (targets == END).any()
+        ce = F.cross_entropy(model(view), targets, reduction="none")
+        values.append((ce * weights).sum())
     values = torch.stack(values).double()
     error = values.std().item() / len(values) ** 0.5
     truth = true_nelbo(world, x0)
@@ -94,23 +83,24 @@ def test_evaluation_is_the_nelbo_per_token(world):
 def test_counts_are_uniform_up_to_the_length():
     config = mdlm.Config(block_size=16, batch_size=4)
     lengths = torch.tensor([16, 3, 1, 7])
-    counts = torch.stack([mdlm.draw_levels(config, step, 0.0, lengths) for step in range(4000)])
+    counts = torch.stack([counts_of(config, step, 0.0, lengths) for step in range(4000)])
     assert (counts >= 1).all() and (counts <= lengths).all()
     assert counts.view(-1, 2, 2).sum(2).max() <= 17, "more than the compiled shapes hold"
     for i, n in enumerate(lengths.tolist()):
         share = counts[:, i].bincount(minlength=n + 1)[1:] / 4000
         assert (share - 1 / n).abs().max() < 5 * (1 / n / 4000) ** 0.5
-    early = mdlm.draw_levels(config, 0, 1.0, lengths)
+    early = counts_of(config, 0, 1.0, lengths)
     assert ((early - (lengths + 1) / 2).abs() <= 0.5).all()  # all rates are 1/2
 
 
 def scrambled(**more):
     settings = dict(n_layer=2, n_head=2, n_embd=32, block_size=24, batch_size=8, dropout=0.0)
     config = mdlm.Config(**settings | more)
-    model = mdlm.Model(config, 10, kernels.select("torch"), end_id=9)
+    model = mdlm.make_model(config, 10, kernels.select("torch"), end_id=9)
     g = torch.Generator().manual_seed(0)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3, generator=g)
+    model.register_forward_pre_hook(to_view, with_kwargs=True)  # as mdlm.load does
     return model.eval()
 
 
@@ -155,7 +145,7 @@ def test_gradients_stay_in_a_document():
 
 
 def test_without_documents_nothing_asks_for_spans(text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(mdlm, "document_spans", lambda ends: pytest.fail("spans"))
+    monkeypatch.setattr(documents, "document_spans", lambda ends: pytest.fail("spans"))
     flags = [*TINY, "--max_steps=2", f"--out_dir={tmp_path}"]
     assert run_mdlm(f"--data={text_file}", *flags) == 0
 
@@ -163,17 +153,17 @@ def test_without_documents_nothing_asks_for_spans(text_file, tmp_path, monkeypat
 def test_autoregressive_model_learns_one_end(world):
     x0 = rows_of_unequal_length()
     model = toy(world, objective="ar")
-    learned = model.learned(x0)
+    learned = model.objective.scored_mask(x0)
     assert learned.sum(1).tolist() == [4, 2, 3, 4, 2, 4, 4, 3]
     ce = F.cross_entropy(model(x0).mT, x0, reduction="none")
     r = mdlm.evaluate(model, x0)
     assert r["nll"] == pytest.approx(ce[learned].mean().item())
     shifted = ce[:, 1:][learned[:, 1:]].mean().item()
     assert r["ar_shifted"] == pytest.approx(shifted)
-    lengths = learned.sum(1)
-    weights = lengths / lengths.double().mean()
-    batch = mdlm.make_batch(model, x0, lengths, weights, torch.tensor(0), torch.arange(8))
-    loss = (ce.flatten() * batch[3]).sum().item()
+    mean_length = learned.sum(1).double().mean().item()
+    model = toy(world, objective="ar", mean_length=mean_length)
+    _, _, weights = model.objective.batch(model.ops, *draw(model, x0))
+    loss = (ce.flatten() * weights).sum().item()
     assert loss == pytest.approx(r["nll"])
 
 
@@ -217,7 +207,7 @@ def test_run_of_documents_resumes_samples_and_scores(speeches, tmp_path, capsys)
     assert run_mdlm(*flags, "--max_steps=6", f"--out_dir={tmp_path / 'a'}") == 0
     assert "documents of given lengths" in capsys.readouterr().out
     model, tokenizer, _ = mdlm.load(tmp_path / "a")
-    assert model.length_counts.sum() > 100 and model.pad_id == tokenizer.end_id
+    assert model.length_counts.sum() > 100 and model.objective.pad_id == tokenizer.end_id
     assert read_log(tmp_path / "a")[-1]["val_nelbo"] < 5
     again = tmp_path / "b"
     assert run_mdlm(*flags, "--max_steps=3", f"--out_dir={again}", "--lr_schedule=constant") == 0
@@ -263,7 +253,7 @@ def test_packed_documents_have_the_same_bound(speeches, tmp_path):
     assert loose.length_counts.sum() == (loose.train == loose.tokenizer.end_id).sum()
     tokenizer = loose.tokenizer
     end_id = tokenizer.end_id
-    model = mdlm.Model(configs[0], tokenizer.vocab_size, kernels.select("torch"), end_id)
+    model = mdlm.make_model(configs[0], tokenizer.vocab_size, kernels.select("torch"), end_id)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2, generator=torch.Generator().manual_seed(p.numel()))
     results = []
@@ -286,7 +276,7 @@ def test_older_runs_go_on_learning_the_end(speeches, tmp_path):
     del config["config"]["lengths"]  # as an earlier version wrote it
     (folder / "config.json").write_text(json.dumps(config))
     sign(folder)
-    assert not mdlm.load(folder)[0].documents
+    assert not mdlm.load(folder)[0].objective.lengths_are_given
     assert run_mdlm("--resume", "--max_steps=4", f"--out_dir={tmp_path / 'a'}") == 0
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 

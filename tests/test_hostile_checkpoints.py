@@ -18,7 +18,7 @@ import torch
 from conftest import CHECKPOINT_FILES, TINY, run_mdlm, sign
 
 import mdlm
-from support import checkpoint, runs
+from support import checkpoint
 from support.cli import UserError
 from support.tokenizer import tokenizer_from_json
 
@@ -27,12 +27,13 @@ CPU = torch.device("cpu")
 
 def resume(folder):
     """What --resume does with a checkpoint: a model, averages and optimizers that load it."""
-    config = checkpoint.read_config(mdlm.Config, folder / "config.json", runs.check)
+    config = mdlm.read_config(folder)
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")
     if (config.n_embd, config.n_layer, tokenizer.vocab_size) > (64, 4, 200):
         return None  # training would take what the config asks for; load() must not
     ops = mdlm.select_kernels("torch", CPU, config)
-    corpus = SimpleNamespace(tokenizer=tokenizer, length_counts=torch.zeros(config.block_size + 1))
+    lengths = torch.zeros(config.block_size + 1)
+    corpus = SimpleNamespace(tokenizer=tokenizer, length_counts=lengths, mean_length=1.0)
     run = mdlm.make_run(config, corpus, CPU, torch.float32, ops)
     return checkpoint.restore(folder, run.model, run.averaged, run.optimizers)
 

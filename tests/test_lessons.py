@@ -370,11 +370,11 @@ def test_masking_statistics_are_of_both_processes():
     assert sum(densities["cosine"]) == pytest.approx(T) and densities["cosine"][-1] > 3
 
 
-def lively(end_id=-1, **more):
+def lively(end_id=None, **more):
     """A model of random weights, of two blocks with two heads of 16."""
     torch.manual_seed(0)
     config = mdlm.Config(n_layer=2, n_head=2, n_embd=32, block_size=16, dropout=0.0, **more)
-    model = mdlm.Model(config, 11, kernels.select("torch", "cpu"), end_id)
+    model = mdlm.make_model(config, 11, kernels.select("torch", "cpu"), end_id)
     for p in model.parameters():
         p.data.normal_(std=0.2)
     return model
@@ -405,7 +405,7 @@ def test_time_embedding_is_what_blocks_get():
     model = lively(time_conditioning=True)
     told = []
     model.blocks[0].adaln.register_forward_hook(lambda layer, args, out: told.append(args[0]))
-    model(torch.full((1, 16), model.mask_id))
+    model(model.objective.view(torch.full((1, 16), model.mask_id)))
     found = load("pictures").time_embedding(model)
     assert found.shape == (101, 32)
     assert torch.allclose(found[100], told[0].flatten(), atol=1e-6)

@@ -3,19 +3,30 @@
 import itertools
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, Toy, chain_rule, exhaustive_nelbo, run_mdlm
+from conftest import (
+    ROOT,
+    TINY,
+    Toy,
+    chain_rule,
+    counts_of,
+    draw,
+    exhaustive_nelbo,
+    run_mdlm,
+    watch_masks,
+)
 from safetensors.numpy import load_file
 
 import mdlm
 from support import kernels
 from support.cli import UserError
 from support.kernels.reference import attention_ref
+from support.view import masked_rows
+from variants import rates
 
 VARIANTS = [
     dict(masking="bernoulli"),
@@ -24,7 +35,7 @@ VARIANTS = [
     dict(max_rate=0.9),
     dict(loss_weight="uniform"),
 ]
-# What a newcomer might add to mdlm.SCHEDULES, and the inverse of each by hand.
+# What a newcomer might add to rates.SCHEDULES, and the inverse of each by hand.
 SCHEDULES = {"sqrt": torch.sqrt, "square": torch.square, "falling": lambda u: 1 - u}
 INVERSES = {
     "linear": lambda t: t,
@@ -38,12 +49,12 @@ INVERSES = {
 @pytest.fixture
 def schedules(monkeypatch):
     for name, schedule in SCHEDULES.items():
-        monkeypatch.setitem(mdlm.SCHEDULES, name, schedule)
+        monkeypatch.setitem(rates.SCHEDULES, name, schedule)
 
 
 def untrained(V=65, **more):
     settings = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8, dropout=0.0)
-    return mdlm.Model(mdlm.Config(**settings | more), V, kernels.select("torch"))
+    return mdlm.make_model(mdlm.Config(**settings | more), V, kernels.select("torch"))
 
 
 def scrambled(V=65, **more):
@@ -55,26 +66,19 @@ def scrambled(V=65, **more):
     return model
 
 
-def corpus_of(x0):
-    """A corpus that always gives the windows x0."""
-    T = x0.shape[1]
-
-    def find(samples):
-        return torch.stack((samples, *torch.full((2, len(samples)), T)))
-
-    return SimpleNamespace(batch=lambda samples: x0[samples % len(x0)], find=find, mean_length=T)
-
-
-def make_batch(model, x0, step=0, early=0.0):
-    samples = torch.arange(len(x0))
-    drawn = mdlm.draw_batch(model.config, corpus_of(x0), step, samples, early)
-    return mdlm.make_batch(model, *drawn)
+def make_batch(model, x0, step=0):
+    return model.objective.batch(model.ops, *draw(model, x0, step))
 
 
 def batch_loss(model, x0, step):
-    xt, targets, rows, share, *_ = make_batch(model, x0, step)
-    logits = model(xt, rows=rows).flatten(0, -2)
-    return (F.cross_entropy(logits, targets, reduction="none") * share).sum().item()
+    view, targets, weights = make_batch(model, x0, step)
+    logits = model(view).flatten(0, -2)
+    return (F.cross_entropy(logits, targets, reduction="none") * weights).sum().item()
+
+
+def predict(model, x):
+    """(B, T, V) logits of ids (B, T)."""
+    return model(model.objective.view(x))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -86,14 +90,13 @@ def test_loss_is_mean_ce_over_masked_tokens():
     x0 = torch.randint(65, (8, 16), generator=torch.Generator().manual_seed(1))
     for step in range(3):
         batch = make_batch(model, x0, step)
-        xt = batch[0]
+        xt = batch[0].ids
         masked = xt == 65
-        assert torch.equal(masked.sum(1), mdlm.draw_levels(model.config, step))
+        assert torch.equal(masked.sum(1), counts_of(model.config, step))
         assert torch.equal(xt[~masked], x0[~masked])
-        ce = F.cross_entropy(model(xt).transpose(1, 2), x0, reduction="none")  # (8, 16)
+        ce = F.cross_entropy(predict(model, xt).transpose(1, 2), x0, reduction="none")  # (8, 16)
         wanted = torch.stack([ce[i][masked[i]].mean() for i in range(8)]).mean()
         torch.testing.assert_close(model(*batch), wanted)
-    assert not hasattr(model, "weights")
 
 
 @pytest.mark.parametrize("more", [dict(), dict(objective="ar"), *VARIANTS])
@@ -132,7 +135,7 @@ def test_loss_varies_less_than_textbook_loss():
         return 0.4 + 2.9 * (n / L) ** 0.7 + noise
 
     config = mdlm.Config(block_size=L, batch_size=N)
-    counts = torch.stack([mdlm.draw_levels(config, step) for step in range(steps)]).double()
+    counts = torch.stack([counts_of(config, step) for step in range(steps)]).double()
     ours = profile(counts).mean(1).std()
 
     def textbook(t, weight):
@@ -152,7 +155,7 @@ def test_loss_varies_less_than_textbook_loss():
 def test_both_objectives_score_the_same_tokens():
     x0 = torch.randint(65, (8, 16))
     for objective in ("mdlm", "ar"):
-        xt, targets, rows, share, *_ = make_batch(untrained(objective=objective), x0)
+        (xt, _, _, rows, *_), targets, share = make_batch(untrained(objective=objective), x0)
         assert torch.equal(targets, x0.flatten() if rows is None else x0.flatten()[rows])
         assert xt.shape == x0.shape
         assert share.sum() == pytest.approx(1, abs=1e-5)
@@ -165,11 +168,13 @@ def test_both_objectives_score_the_same_tokens():
 def test_scoring_only_masked_rows_changes_nothing(more):
     model = scrambled(n_layer=2, **more)
     x0 = torch.randint(65, (8, 16))
-    xt, targets, rows, share, *_ = make_batch(model, x0)
+    view, targets, share = make_batch(model, x0)
     weights = list(model.parameters())
-    some = model(xt, targets, rows, share)
+    some = model(view, targets, share)
     some_gradients = torch.autograd.grad(some, weights)
-    ce = F.cross_entropy(model(xt).flatten(0, 1)[rows], targets, reduction="none")
+    ce = F.cross_entropy(
+        predict(model, view.ids).flatten(0, 1)[view.rows], targets, reduction="none"
+    )
     everything = (ce * share).sum()
     torch.testing.assert_close(some, everything)
     for a, b in zip(some_gradients, torch.autograd.grad(everything, weights), strict=True):
@@ -183,15 +188,16 @@ def test_padded_rows_count_for_nothing():
     rates = torch.linspace(0, 1, 8, dtype=torch.float64)
     masked = model.ops.mask_tokens(x0, rates, model.mask_id, 0, 0, torch.arange(8))
     xt, count, rows, n_rows = masked
-    on_gpu = SimpleNamespace(
-        shape=x0.shape, flatten=x0.flatten, device=SimpleNamespace(type="cuda")
-    )
-    share = model.weights[count] / (count.clamp(min=1) * 8)
-    cut = mdlm.take_rows(xt, x0, share, rows, n_rows)
-    padded = mdlm.take_rows(xt, on_gpu, share, rows, n_rows)
-    assert len(cut[1]) == n_rows < len(padded[1]) == x0.numel()
-    assert padded[2].bincount().max() <= 2, "the gradient of no position is added up often"
-    torch.testing.assert_close(model(*padded), model(*cut))
+    share = model.objective.weights[count] / (count.clamp(min=1) * 8)
+    cut, cut_weights = masked_rows(rows, n_rows, share, 16)
+    padded, weights = masked_rows(rows, n_rows, share, 16, waits=False)
+    assert len(cut) == n_rows < len(padded) == x0.numel()
+    assert padded.bincount().max() <= 2, "the gradient of no position is added up often"
+    found = [
+        model(model.objective.view(xt, rows=at), x0.flatten()[at], w)
+        for at, w in ((cut, cut_weights), (padded, weights))
+    ]
+    torch.testing.assert_close(*found)
 
 
 def test_only_masked_rows_reach_the_head(monkeypatch):
@@ -224,7 +230,7 @@ def limit(n):
 
 
 def draws(config, steps, early=0.0):
-    return torch.stack([mdlm.draw_levels(config, step, early) for step in range(steps)])
+    return torch.stack([counts_of(config, step, early) for step in range(steps)])
 
 
 def test_counts_are_mirrored_and_uniform():
@@ -238,10 +244,10 @@ def test_counts_are_mirrored_and_uniform():
 
 def test_levels_depend_on_step_and_seed_only():
     config = mdlm.Config(block_size=64, batch_size=16)
-    assert torch.equal(mdlm.draw_levels(config, 3), mdlm.draw_levels(config, 3))
-    assert not torch.equal(mdlm.draw_levels(config, 3), mdlm.draw_levels(config, 4))
+    assert torch.equal(counts_of(config, 3), counts_of(config, 3))
+    assert not torch.equal(counts_of(config, 3), counts_of(config, 4))
     other = mdlm.Config(block_size=64, batch_size=16, seed=1)
-    assert not torch.equal(mdlm.draw_levels(config, 3), mdlm.draw_levels(other, 3))
+    assert not torch.equal(counts_of(config, 3), counts_of(other, 3))
 
 
 def test_early_steps_leave_out_extreme_rates():
@@ -255,25 +261,17 @@ def test_early_steps_leave_out_extreme_rates():
         assert chi_square(found, counts.numel() / (high - low + 1)) < limit(high - low)
     # The default: half of the tokens.
     for L, half in ((1, {1}), (2, {1, 2}), (64, {32, 33}), (65, {33})):
-        assert set(mdlm.draw_levels(mdlm.Config(block_size=L), 0, early=1).tolist()) == half
+        assert set(counts_of(mdlm.Config(block_size=L), 0, 1).tolist()) == half
 
 
 @pytest.mark.parametrize("more", [*VARIANTS, dict(time_conditioning=True)])
 def test_variants_have_no_rate_margin(more):
     config = mdlm.Config(**more)
-    assert torch.equal(mdlm.draw_levels(config, 5, early=1), mdlm.draw_levels(config, 5))
+    assert torch.equal(counts_of(config, 5, 1), counts_of(config, 5))
 
 
 def test_rates_open_in_the_second_half(short_run, tmp_path, monkeypatch):
-    make_batch = mdlm.make_batch
-    masked = []
-
-    def hooked(model, *more):
-        batch = make_batch(model, *more)
-        masked.append((batch[0] == model.mask_id).sum(1))
-        return batch
-
-    monkeypatch.setattr(mdlm, "make_batch", hooked)
+    masked = watch_masks(monkeypatch)
     text = short_run.parent / "text.txt"
     out = tmp_path / "out"
     flags = ["--eval_windows=2", "--max_steps=12", f"--out_dir={out}"]
@@ -288,12 +286,12 @@ def test_rates_open_in_the_second_half(short_run, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", INVERSES)
 def test_weights_of_any_schedule_keep_the_bound(schedules, name, L):
     config = mdlm.Config(block_size=L, mask_schedule=name)
-    P = mdlm.count_probabilities(config)
+    P = rates.count_probabilities(config)
     edges = INVERSES[name](torch.arange(L + 1, dtype=torch.float64) / L)
     by_hand = edges.diff().abs()
     torch.testing.assert_close(P[1:], by_hand, rtol=1e-6, atol=1e-12)
     assert P.sum().item() == pytest.approx(1)
-    weight = mdlm.sequence_weights(config)
+    weight = rates.text_weights(config)
     assert weight[0] == 0
     product = L * by_hand * weight[1:].double()
     torch.testing.assert_close(product, torch.ones(L).double(), rtol=2e-6, atol=0)
@@ -308,8 +306,8 @@ def test_bernoulli_weights_keep_the_bound(schedules, name, L):
     if name == "square":  # the integral of binomial(L, t) dt / (2 sqrt(t)), a beta function
         by_hand = torch.lgamma(n + 0.5) - torch.lgamma(n + 1) - math.lgamma(L + 1.5)
         by_hand = (by_hand + math.lgamma(L + 1)).exp() / 2
-    torch.testing.assert_close(mdlm.count_probabilities(config), by_hand, rtol=2e-3, atol=0)
-    weight = mdlm.sequence_weights(config)[1:].double()
+    torch.testing.assert_close(rates.count_probabilities(config), by_hand, rtol=2e-3, atol=0)
+    weight = rates.text_weights(config)[1:].double()
     torch.testing.assert_close(L * by_hand[1:] * weight, torch.ones(L).double(), rtol=2e-3, atol=0)
 
 
@@ -322,10 +320,10 @@ def test_probabilities_are_those_of_the_draws(schedules, name, masking):
     x0 = torch.zeros(1024, 8, dtype=torch.long)
     found = torch.zeros(9)
     for step in range(20):
-        levels = mdlm.draw_levels(config, step)
+        levels = counts_of(config, step)
         xt, *_ = ops.mask_tokens(x0, levels, 1, 0, step, torch.arange(1024))
         found += xt.sum(1).bincount(minlength=9)
-    expected = mdlm.count_probabilities(config) * found.sum()
+    expected = rates.count_probabilities(config) * found.sum()
     if masking == "exact":
         assert found[0] == 0
         found = found[1:]
@@ -345,18 +343,18 @@ def test_probabilities_are_those_of_the_draws(schedules, name, masking):
 )
 @pytest.mark.parametrize("masking", ["exact", "bernoulli"])
 def test_unsuitable_schedule_is_refused(monkeypatch, schedule, masking):
-    monkeypatch.setitem(mdlm.SCHEDULES, "new", schedule)
+    monkeypatch.setitem(rates.SCHEDULES, "new", schedule)
     with pytest.raises(UserError, match="strictly between 0 and 1"):
         untrained(mask_schedule="new", masking=masking)
 
 
 def test_clipped_and_uniform_losses_are_no_bound(capsys, short_run, tmp_path):
-    assert mdlm.is_bound(mdlm.Config())
-    assert mdlm.is_bound(mdlm.Config(mask_schedule="cosine", masking="bernoulli"))
+    assert rates.is_bound(mdlm.Config())
+    assert rates.is_bound(mdlm.Config(mask_schedule="cosine", masking="bernoulli"))
     for more in (dict(min_rate=0.15), dict(max_rate=0.5), dict(loss_weight="uniform")):
-        assert not mdlm.is_bound(mdlm.Config(**more))
+        assert not rates.is_bound(mdlm.Config(**more))
     bert = mdlm.Config(min_rate=0.15, max_rate=0.15, block_size=100)
-    assert (mdlm.draw_levels(bert, 0) == 16).all()  # 1 + floor(0.15 * 100)
+    assert (counts_of(bert, 0) == 16).all()  # 1 + floor(0.15 * 100)
     text = short_run.parent / "text.txt"
     flags = ["--max_steps=1", f"--out_dir={tmp_path / 'out'}", "--overwrite", "--eval_windows=2"]
     for more, said in (("--loss_weight=uniform", True), ("--masking=bernoulli", False)):
@@ -367,7 +365,7 @@ def test_clipped_and_uniform_losses_are_no_bound(capsys, short_run, tmp_path):
 @pytest.mark.parametrize("masking", ["exact", "bernoulli"])
 def test_bert_loss_is_mean_over_masked_tokens(masking):
     settings = dict(min_rate=0.15, max_rate=0.15, block_size=100, loss_weight="uniform")
-    weight = mdlm.sequence_weights(mdlm.Config(masking=masking, **settings))
+    weight = rates.text_weights(mdlm.Config(masking=masking, **settings))
     masked = 16 if masking == "exact" else 15  # 1 + floor(15), and the expected number
     assert weight[masked] == pytest.approx(1, abs=1e-5)
     assert weight[30] == pytest.approx(30 / masked, abs=1e-4)
@@ -535,24 +533,24 @@ def test_attention_is_counted_from_the_last_block(n_layer, every, wanted):
 def test_model_gives_v_logits_and_reads_both_sides():
     model = scrambled(V=10)
     x = torch.randint(11, (2, 16))
-    y = model(x)
+    y = predict(model, x)
     assert y.shape == (2, 16, 10)
     assert y.dtype == torch.float32
     for i in (0, 15):
         changed = x.clone()
         changed[:, i] = (x[:, i] + 1) % 11
-        assert (model(changed) - y)[:, 8].abs().max() > 1e-6
+        assert (predict(model, changed) - y)[:, 8].abs().max() > 1e-6
 
 
 @pytest.mark.parametrize("pos", ["rope", "learned", "sinusoidal"])
 def test_autoregressive_model_shifts_by_itself(pos):
     model = scrambled(V=10, objective="ar", pos=pos)
     x = torch.randint(10, (2, 16))
-    y = model(x)
+    y = predict(model, x)
     for i in (0, 8, 15):
         changed = x.clone()
         changed[:, i] = (x[:, i] + 1) % 10
-        after = model(changed)
+        after = predict(model, changed)
         assert torch.allclose(y[:, : i + 1], after[:, : i + 1], atol=1e-6)
         if i < 15:
             assert (y - after)[:, i + 1].abs().max() > 1e-6, "token i is seen at i + 1"

@@ -18,6 +18,7 @@ from conftest import ROOT, TINY, losses, read_log, run_mdlm, saved, tiny_flags
 
 import bench
 import mdlm
+import variants
 from support import cli, pace, progress, runs, runtime
 
 ALWAYS = cli.NO_LIMIT
@@ -158,8 +159,9 @@ def a_run(**config):
     """What pace asks of a run."""
     config = mdlm.Config(**config)
     windows = torch.zeros(435, 1)
-    model = SimpleNamespace(n=mdlm.n_blocks(config))
-    return SimpleNamespace(config=config, windows=windows, model=model, step=1, few_windows=0)
+    objective = variants.choose(config, mdlm.MaskedDiffusion(config, 9))
+    about = dict(config=config, windows=windows, objective=objective)
+    return SimpleNamespace(**about, step=1, few_windows=0)
 
 
 @pytest.mark.parametrize("objective", ["mdlm", "ar"])
@@ -174,11 +176,11 @@ def test_evaluations_take_three_percent_of_the_work(max_steps, fewest, batch_siz
         run.step = step
         on_the_way += pace.must_evaluate(run)
     assert fewest <= on_the_way <= 9
-    windows, passes, calls = pace.plan(run, False)
+    windows, passes, calls = pace.amounts(run, False)
     assert passes == 1 and windows >= 4
     scored = on_the_way * (2 * windows + pace.CALL * calls)  # two networks, and the previews
     assert scored <= 0.03 * 3 * max_steps * batch_size
-    assert pace.plan(run, True)[:2] == (435, 4), "the last one has all windows"
+    assert pace.amounts(run, True)[:2] == (435, 4), "the last one has all windows"
 
 
 def test_given_interval_keeps_its_meaning():
@@ -196,9 +198,9 @@ def test_evaluations_keep_to_their_time(short_run, text_file, tmp_path, monkeypa
     features = mdlm.Model.features
     spent = []
 
-    def slow_features(self, x, *args):
-        clock.now += (0.05 if torch.is_grad_enabled() else 0.002) * len(x)
-        return features(self, x, *args)
+    def slow_features(self, view):
+        clock.now += (0.05 if torch.is_grad_enabled() else 0.002) * len(view.ids)
+        return features(self, view)
 
     report = mdlm.report
 

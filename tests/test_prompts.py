@@ -2,10 +2,11 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, run_mdlm, tiny_flags
+from conftest import TINY, counts_of, run_mdlm, tiny_flags
 
 import mdlm
 import sample
@@ -50,7 +51,12 @@ def test_it_answers(run, capsys):
         sample.write(model, tokenizer, "cat███")
     exact = {}
     for q, a in itertools.product(SOUNDS, SOUNDS.values()):
-        ids = [*tokenizer.encode(q), model.end_id, *tokenizer.encode(a), model.end_id]
+        ids = [
+            *tokenizer.encode(q),
+            model.objective.end_id,
+            *tokenizer.encode(a),
+            model.objective.end_id,
+        ]
         logp = chain_rule(model, torch.tensor([ids]))[0]
         assert (logp[: len(tokenizer.encode(q)) + 1] == 0).all(), "a prompt is not scored"
         exact[q, a] = logp.sum().item()
@@ -61,16 +67,19 @@ def test_it_answers(run, capsys):
 
 def test_only_answers_are_learned(run):
     model, tokenizer, config = mdlm.load(run)
-    E = model.end_id
+    E = model.objective.end_id
     x = torch.tensor([[1, 2, E, 3, 4, E, E], [E, 1, E, E, E, E, E]])
-    assert model.learned(x).int().tolist() == [[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1]]
+    scored = model.objective.scored_mask(x).int().tolist()
+    assert scored == [[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1]]
     corpus = mdlm.Corpus(run / "data", config, torch.device("cpu"))
     samples = torch.arange(config.batch_size)
+    first = {step: step * config.batch_size for step in range(5)}
+    run = SimpleNamespace(corpus=corpus, objective=model.objective, sequences=first.get)
     for step in range(5):
-        drawn = mdlm.draw_batch(config, corpus, step, samples, early=0.0)
+        drawn = mdlm.draw_batch(run, step, 0.0, samples)
         x0, levels = drawn[:2]
-        xt, targets, rows, share, *_ = mdlm.make_batch(model, *drawn)
-        learned = model.learned(x0)
+        (xt, _, _, rows, *_), targets, share = model.objective.batch(model.ops, *drawn)
+        learned = model.objective.scored_mask(x0)
         assert not (xt == model.mask_id)[~learned].any()
         assert torch.equal((xt == model.mask_id).sum(1), levels)
         assert torch.equal(learned.sum(1), corpus.find(step * config.batch_size + samples)[2])
@@ -87,7 +96,7 @@ def test_counts_are_uniform_on_answers(run):
     share = []
     for step in range(200):
         lengths = corpus.find(torch.arange(config.batch_size) + step * config.batch_size)[2]
-        levels = mdlm.draw_levels(config, step, 0.0, lengths)
+        levels = counts_of(config, step, 0.0, lengths)
         assert (levels >= 1).all() and (levels <= lengths).all()
         share.append((levels - 0.5) / lengths)
     share = torch.cat(share)
@@ -99,7 +108,16 @@ def test_nelbo_of_an_answer_by_enumeration(run):
     model, tokenizer, _ = mdlm.load(run)
     q = "the old cow"
     T = len(q) + 4
-    x0 = torch.tensor([[*tokenizer.encode(q), model.end_id, *tokenizer.encode("me"), model.end_id]])
+    x0 = torch.tensor(
+        [
+            [
+                *tokenizer.encode(q),
+                model.objective.end_id,
+                *tokenizer.encode("me"),
+                model.objective.end_id,
+            ]
+        ]
+    )
     total = 0.0
     for n in (1, 2, 3):
         sets = list(itertools.combinations(range(T - 3, T), n))
@@ -116,8 +134,8 @@ def test_nelbo_of_an_answer_by_enumeration(run):
 
 def test_chain_rule_hides_all_that_follows(run):
     model, tokenizer, config = mdlm.load(run)
-    ids = [*tokenizer.encode("cat"), model.end_id, *tokenizer.encode("moo")]
-    ids += [model.end_id] * (config.block_size - len(ids))
+    ids = [*tokenizer.encode("cat"), model.objective.end_id, *tokenizer.encode("moo")]
+    ids += [model.objective.end_id] * (config.block_size - len(ids))
     found = chain_rule(model, torch.tensor([ids]))[0]
     for i in range(4, config.block_size):
         xt = torch.tensor([ids[:i] + [model.mask_id] * (config.block_size - i)])
@@ -145,9 +163,13 @@ def test_a_prompt_goes_where_its_answer_goes(tmp_path, n):
         ([dict(a="what")] * 9, [], ["'q'", "a", "--prompt_column"]),
         ([dict(q="", a="b")] * 9, [], ["9 empty", "line 1", "is empty"]),
         ([dict(q="c", a="b")] * 9, ["--text_column=q"], ["--prompt_column=q", "name two"]),
-        ([dict(q="c", a="b")] * 9, ["--objective=ar"], ["--prompt_column", "--objective"]),
-        ([dict(q="c", a="b")] * 9, ["--lengths=known"], ["--prompt_column", "--lengths"]),
-        ([dict(q="c", a="b")] * 9, ["--masking=bernoulli"], ["with prompts", "leave them out"]),
+        ([dict(q="c", a="b")] * 9, ["--objective=ar"], ["--prompt_column=q", "--objective=ar"]),
+        ([dict(q="c", a="b")] * 9, ["--lengths=known"], ["--prompt_column=q", "--lengths=known"]),
+        (
+            [dict(q="c", a="b")] * 9,
+            ["--masking=bernoulli"],
+            ["--prompt_column=q", "--masking=bernoulli", "leave one of them out"],
+        ),
         (None, [], ["text.txt", "has no columns"]),
         (None, ["--data=ids"], ["--data=ids", "has no columns"]),
     ],

@@ -10,6 +10,7 @@ from conftest import ROOT, Toy
 import kernels
 import mdlm
 import sample
+import variants
 from support import cli, likelihood, padding
 from support.tokenizer import Tokenizer
 
@@ -90,8 +91,8 @@ def test_lengths_of_documents_are_different_texts():
     """A text that begins alike but ends elsewhere is another one to the network."""
     seen = []
     model = random_world(3, seen)
-    model.end_id = V - 1
-    model.documents = True
+    ends = mdlm.MaskedDiffusion(model.config, V)
+    model.objective = variants.choose(model.config, ends, end_id=V - 1)
     x = torch.tensor([[0, 1, 2, 5, 5, 5, 5], [0, 1, 2, 3, 5, 5, 5]])
     start = torch.ones(2, dtype=torch.int64)
     stop = torch.tensor([3, 4])
@@ -155,7 +156,7 @@ def small():
     """(model, tokenizer) with random weights, whose first block does not attend."""
     config = mdlm.Config(n_layer=2, n_head=2, n_embd=32, block_size=64, attention_every=2)
     torch.manual_seed(0)
-    model = mdlm.Model(config, 6, kernels.select("torch"))
+    model = mdlm.make_model(config, 6, kernels.select("torch"))
     for p in model.parameters():
         p.data += torch.randn_like(p) / 3
     return model.eval(), Tokenizer("char", list("abc \nd"))
@@ -166,7 +167,7 @@ def test_progress_has_a_total_and_ends_there(small, template, monkeypatch):
     bar = Bar()
     monkeypatch.setattr(cli, "progress", lambda *_, **__: bar)
     model, tokenizer = small
-    options = sample.resolve(sample.Options(candidates=2, max_gap=3, device="cpu"), model.config)
+    options = sample.resolve(sample.Options(candidates=2, max_gap=3, device="cpu"), model)
     parts = sample.parse(template, tokenizer, model.config.block_size)
     _, _, facts = sample.ranked(model, tokenizer, parts, options)
     totals = [total for _, total in bar.shown]
@@ -190,8 +191,8 @@ def test_progress_has_a_total_and_ends_there(small, template, monkeypatch):
 )
 def test_padding_computed_once_changes_no_logits(settings):
     settings = dict(n_head=2, n_embd=32, block_size=32) | settings
-    end_id = 4 if settings.pop("documents", False) else -1
-    model = mdlm.Model(mdlm.Config(**settings), 5, kernels.select("torch"), end_id).eval()
+    end_id = 4 if settings.pop("documents", False) else None
+    model = mdlm.make_model(mdlm.Config(**settings), 5, kernels.select("torch"), end_id).eval()
     for p in model.parameters():
         p.data += torch.randn_like(p, requires_grad=False) / 3
     L = settings["block_size"]
@@ -200,12 +201,13 @@ def test_padding_computed_once_changes_no_logits(settings):
     model.blocks[0].up.register_forward_pre_hook(lambda _, args: computed.append(args[0].numel()))
     with torch.no_grad():
         for n in (0, 3, L // 2, L):
-            x = torch.full((3, L), model.pad_id)
+            x = torch.full((3, L), model.objective.pad_id)
             x[:, :n] = torch.randint(4, (3, n))
             x[:, n // 2 : n // 2 + 1] = model.mask_id
             rows = torch.tensor([0, n // 2, L + n // 2, 3 * L - 1])
-            found = padding.compute_once(model)(x, rows=rows)
-            assert torch.allclose(found, model(x, rows=rows), atol=1e-5)
+            view = model.objective.view(x, rows=rows)
+            found = padding.compute_once(model)(view)
+            assert torch.allclose(found, model(view), atol=1e-5)
             if n == 3 and model.blocks[0].qkv is None and L > 4 and model.rate is None:
                 assert computed[-2] < computed[-1] / 2
     assert model.blocks is blocks and not any(type(b) is padding.OncePadded for b in blocks)

@@ -24,7 +24,7 @@ from safetensors.torch import save as to_safetensors
 
 import mdlm
 import sample
-from support import checkpoint, cli, judging, kernels, likelihood, numerics, sources, viewer
+from support import checkpoint, cli, judging, kernels, likelihood, numerics, viewer
 from support.tokenizer import Tokenizer, build_tokenizer
 
 V = 3
@@ -351,8 +351,8 @@ def test_long_texts_are_written_block_by_block():
         known = xt[0] < 5
         assert torch.equal(xt[0][known], last.x[0, end - L : end][known])
         assert known[: L - 4].all()  # all that was there before the block
-    options = sample.resolve(sample.Options(steps=1), model.config)
-    blocks = sample.plan(model.config, x == 5, torch.arange(1), options)
+    options = sample.resolve(sample.Options(steps=1), model)
+    blocks = sample.plan(model, x == 5, torch.arange(1), options)
     assert [block.steps for block in blocks] == [1] * 5
 
 
@@ -411,10 +411,10 @@ def save_model(out, tokenizer, **settings):
     size = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, dropout=0.0, preset="cpu")
     config = mdlm.Config(**(size | settings))
     torch.manual_seed(0)
-    end_id = sources.given_end(config, tokenizer, mdlm.is_variant)
-    model = mdlm.Model(config, tokenizer.vocab_size, kernels.select("torch"), end_id)
+    ops = kernels.select("torch")
+    model = mdlm.make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id)
     weights = {name: p + torch.randn_like(p) / 4 for name, p in model.named_parameters()}
-    if model.documents:
+    if model.objective.lengths_are_given:
         weights["length_counts"] = torch.arange(33.0)
     config = dict(format="mdlm", version=1, config=dataclasses.asdict(config))
     contents = {

@@ -313,7 +313,7 @@ def test_forged_parts_are_refused(parts, tmp_path):
     for change, words in ((cut, "does not fit its config"), (spoil, "is not finite")):
         out = shutil.copytree(parts, tmp_path / change.__name__)
         forge(out / "step-2", change)
-        config = checkpoint.read_config(mdlm.Config, out / "step-2" / "config.json", lambda c: None)
+        config = mdlm.read_config(out / "step-2")
         ops = mdlm.kernels.select("torch")
         device = torch.device("cpu")
         corpus = mdlm.Corpus(out / "data", config, device)
@@ -407,7 +407,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, (3 << 29, 3 << 29))
 sys.path.insert(0, {str(ROOT)!r})
 import mdlm
-sys.exit(mdlm.cli.run(mdlm.main, sys.argv[1:]))
+sys.exit(mdlm.cli.run(lambda argv: mdlm.train(mdlm.parse_args(argv), 0), sys.argv[1:]))
 """
     (tmp_path / "limited.py").write_text(script)
     flags = [*TINY, f"--data={folder}", "--vocab_size=64", "--max_steps=2", "--shard"]

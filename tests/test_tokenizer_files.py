@@ -68,7 +68,7 @@ def test_run_keeps_its_tokenizer(path, pydoc, tmp_path, capsys):
     assert log[-1]["val_nelbo"] < log[0]["val_nelbo"] - 0.3
     assert log[0]["val_bpc"] < 6, "bits of a character, not of a token"
     model, tokenizer, _ = mdlm.load(tmp_path / "out")
-    assert tokenizer.end_id == model.end_id == 1
+    assert tokenizer.end_id == model.objective.end_id == 1
     (text,) = sample.write(model, tokenizer, "The ███ of", steps=2, generator=torch.Generator())
     assert text.startswith("The ") and text.endswith(" of")
 

@@ -25,13 +25,14 @@ from conftest import (
     saved,
     sign,
     tiny_flags,
+    watch_masks,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mdlm
 import sample
-from support import checkpoint, cli, compiling, runs, runtime
+from support import checkpoint, cli, runtime
 
 CPU = torch.device("cpu")
 
@@ -193,7 +194,7 @@ def test_accumulation_changes_no_gradient(trained):
         run = make_run(trained, gradient_accumulation_steps=parts)
         for p in run.model.parameters():
             torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(p.numel()))
-        loss = mdlm.compute_gradients(run, mdlm.draw_parts(run, 3, 0.0))
+        loss = mdlm.compute_gradients(run, 3, 0.0)
         gradients[parts] = [loss, *(p.grad for p in run.model.parameters())]
     torch.testing.assert_close(gradients[1], gradients[4], rtol=1e-4, atol=1e-6)
 
@@ -231,12 +232,14 @@ def test_device_does_the_same_in_every_step(trained, monkeypatch, more):
     monkeypatch.setattr(runtime, "is_async", lambda device: True)  # clipping reads no norm
     monkeypatch.setattr(mdlm, "to_device", lambda x, device: x)
     run = make_run(trained, n_layer=2, warmup_steps=3, lr_schedule="linear", **more)
+    draw_batch = mdlm.draw_batch
     seen = []
     for step in range(4):
         mdlm.set_rates(run, step, mdlm.lr_scale(run.config, step, step / 5))
-        numbers = list(mdlm.draw_parts(run, step, early=1.0 - step / 4))
+        drawn = draw_batch(run, step, 1.0 - step / 4, torch.arange(run.micro_batch))
+        monkeypatch.setattr(mdlm, "draw_batch", lambda *args, drawn=drawn: drawn)
         with Watched() as watched:
-            mdlm.compute_gradients(run, numbers)
+            mdlm.compute_gradients(run, step, 1.0 - step / 4)
             runtime.clip_gradients(list(run.model.parameters()), 1.0)
             mdlm.update(run)
         states = [s for o in run.optimizers for s in (*o.state.values(), *o.param_groups)]
@@ -250,14 +253,14 @@ def test_few_operations_surround_the_network(trained, monkeypatch):
     """On a GPU each is a launch: batch, clipping, rates, AdamW, average; Muon is compiled apart."""
     run = make_run(trained, optimizer="adamw")
     mdlm.train_step(run, 0, 0.0)  # makes the optimizer's state
-    [drawn] = mdlm.draw_parts(run, 1, early=0.0)
+    drawn = mdlm.draw_batch(run, 1, 0.0, torch.arange(run.micro_batch))
     monkeypatch.setattr(runtime, "is_async", lambda device: True)  # clipping reads no norm
     masked = run.model.ops.mask_tokens(drawn[0], drawn[1], run.model.mask_id, 0, 0, drawn[-1])
     run.model.ops.mask_tokens = lambda *args: masked  # one or two launches of the Triton kernel
-    run.model(*mdlm.make_batch(run.model, *drawn)).backward()
+    run.model(*run.objective.batch(run.model.ops, *drawn)).backward()
     with Watched() as watched:
         mdlm.set_rates(run, 1, 1.0)
-        mdlm.make_batch(run.model, *drawn)
+        run.objective.batch(run.model.ops, *drawn)
         runtime.clip_gradients(list(run.model.parameters()), 1.0)
         mdlm.update(run)
     views = ("view", "unsqueeze", "slice", "expand", "alias", "select", "detach", "profiler")
@@ -270,12 +273,12 @@ def test_weights_not_finite_are_not_saved(trained, tmp_path, where):
     run = make_run(trained, out_dir=str(tmp_path))
     run.log = SimpleNamespace(start=0.0)
     mdlm.train_step(run, 0, 0.0)
-    runs.check_finite(run)
+    mdlm.check_finite(run)
     spoiled = dict(weights=run.model.embed.weight, average=run.averaged.embed.weight)
     moments = run.optimizers[1].state[run.model.embed.weight]
     (spoiled | dict(moment=moments["exp_avg"]))[where].data[0, 0] = math.nan
     with pytest.raises(cli.UserError, match="not finite at step 0: not saved"):
-        runs.save(run)
+        mdlm.save(run)
     assert not list(tmp_path.iterdir())
 
 
@@ -365,15 +368,7 @@ def test_time_limit_covers_everything(text_file, tmp_path, clock, slow):
 
 def test_time_limit_opens_the_rates(text_file, tmp_path, monkeypatch, slow):
     slow(call=0.5)
-    make_batch = mdlm.make_batch
-    masked = []
-
-    def watched(model, *more):
-        batch = make_batch(model, *more)
-        masked.append((batch[0] == model.mask_id).sum(1))
-        return batch
-
-    monkeypatch.setattr(mdlm, "make_batch", watched)
+    masked = watch_masks(monkeypatch)
     assert run_for_100_seconds(text_file, tmp_path / "out")[0] == 0
     spread = [int(n.max() - n.min()) for n in masked]  # of 32 tokens
     assert spread[0] == 1, "half of the tokens in the first half"
@@ -463,17 +458,21 @@ def test_real_time_limit_is_kept(text_file, tmp_path):
         (dict(time_limit=120.0, compile="on"), False, "cpu", False),
     ],
 )
-def test_auto_compiles_runs_of_two_minutes(clock, capsys, config, able, device, wanted):
+def test_auto_compiles_runs_of_two_minutes(
+    clock, capsys, monkeypatch, config, able, device, wanted
+):
     config = mdlm.Config(**dict(max_steps=cli.NO_LIMIT) | config)
     model = torch.nn.Linear(1, 1)
     seconds = [4, 2]  # the first step is slower than those that follow
 
-    def a_step():
+    def a_step(run, step, margin_scale):
         clock.now += seconds.pop(0)
         model(torch.ones(1)).backward()
 
     run = SimpleNamespace(config=config, device=torch.device(device), model=model)
-    assert compiling.should_compile(run, able, a_step) == wanted
+    monkeypatch.setattr(mdlm, "can_compile", lambda device: able)
+    monkeypatch.setattr(mdlm, "compute_gradients", a_step)
+    assert mdlm.should_compile(run) == wanted
     assert model.weight.grad is None
     matters = config.max_steps < cli.NO_LIMIT and config.time_limit in (0, 1000)
     assert (len(seconds) == 0) == matters, "a step is measured only if that decides"
@@ -776,7 +775,7 @@ def test_program_mistakes_are_not_hidden(short_run, tmp_path, monkeypatch):
     def broken(*args):
         raise ValueError("a mistake in the program")
 
-    monkeypatch.setattr(mdlm, "make_batch", broken)
+    monkeypatch.setattr(mdlm.MaskedDiffusion, "batch", broken)
     flags = [f"--data={short_run.parent / 'text.txt'}", *TINY, f"--out_dir={tmp_path / 'out'}"]
     with pytest.raises(ValueError, match="a mistake") as e:
         run_mdlm(*flags)

@@ -27,12 +27,14 @@ def train(name, config, folder, steps, device):
     corpus = mdlm.Corpus(folder, config, device)
     torch.manual_seed(0)
     ops = kernels.select(name, device, config.n_embd // config.n_head)
-    model = mdlm.Model(config, corpus.tokenizer.vocab_size, ops).to(device)
+    run = mdlm.make_run(config, corpus, device, torch.float32, ops)
+    model = run.model
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     samples = torch.arange(config.batch_size)
     losses = []
     for step in range(steps):
-        loss = model(*mdlm.make_batch(model, *mdlm.draw_batch(config, corpus, step, samples)))
+        drawn = mdlm.draw_batch(run, step, 0.0, samples)
+        loss = model(*run.objective.batch(ops, *drawn))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -3,11 +3,12 @@
 import torch
 import torch.nn.functional as F
 
-from .reference import neighbours, prepare
+from support.kernels.reference import neighbours, prepare
+from support.view import View
 
 
 class Cache:
-    """Takes the place of a model's ops: model(text, cache=cache), text (B, n) in whole blocks.
+    """Takes the place of a network's operations: network(cache.view(text)), text in whole blocks.
 
     Attention keeps its keys and values, and the convolution its inputs. A block sees what is kept,
     and the call's text up to its own end (Arriola et al., 2503.09573). When a text outgrows the
@@ -32,6 +33,12 @@ class Cache:
         self.first = first
         self.final = begin - first
         return first + self.length
+
+    def view(self, text, rows=None):
+        """What a network is shown of text (B, n), which begins after what is kept."""
+        self.turn = 0
+        at = torch.arange(text.shape[1], device=text.device) + self.length
+        return View(text, at, rows=rows, cache=self)
 
     def extend(self, x):
         """x (B, n, ...) -> (B, length + n, ...) with what is kept."""

@@ -1,0 +1,133 @@
+"""Block diffusion, --block_length: blocks of S tokens from left to right, diffusion inside each.
+
+The form in which diffusion language models are deployed (Arriola et al., 2503.09573): what precedes
+a block does not change any more, so a sampler keeps its keys and values (cache.py). S = T is the
+default objective, S = 1 an autoregressive model.
+
+In training the network sees rows of 2T positions, [xt; x0]: a masked block sees itself and the
+clean text of the blocks before it. So one call trains all blocks.
+"""
+
+import torch
+
+from support import numerics
+from support.cli import UserError
+from support.kernels.reference import block_spans
+from support.view import View
+
+from .cache import Cache
+from .variant import Variant
+
+
+def are_asked(config):
+    return config.block_length not in (0, config.block_size)
+
+
+def check(config):
+    """Raise UserError for a --block_length that does not fit, or a --whole without one."""
+    if not are_asked(config):
+        if config.whole:
+            needs = f"needs a --block_length below --block_size={config.block_size}"
+            raise UserError(f"--whole={config.whole} {needs}")
+    elif config.block_size % config.block_length:
+        given = f"--block_length={config.block_length}"
+        raise UserError(f"{given} must divide --block_size={config.block_size}")
+
+
+class BlockDiffusion(Variant):
+    """Each block is a text of S tokens for `texts`, an objective like `inner` but of that length.
+
+    In a share --whole of the steps a window is a single text, as for `inner`: so the model learns
+    to fill gaps too.
+    """
+
+    fills_gaps = False
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.block_length = self.config.block_length
+        self.n_blocks = self.T // self.block_length
+        # The masked text, and the clean one that later blocks see.
+        self.positions = 2 - self.config.whole
+        self.texts = inner.resized(self.block_length, inner.batch_size * self.n_blocks)
+
+    @property
+    def n_pieces(self):
+        return self.n_blocks
+
+    def numbers(self, samples):
+        """(B,) numbers of windows -> (B n,) numbers of their blocks."""
+        n = self.n_blocks
+        return (samples[:, None] * n + torch.arange(n, device=samples.device)).flatten()
+
+    # ---- Training
+    def is_whole(self, step):
+        if not self.config.whole:
+            return False
+        return numerics.stratified(1, "whole", self.seed, step) < self.config.whole
+
+    def mask_counts(self, step, margin_scale, samples, lengths):
+        """(B n,) of every block; (B,) in a step of whole texts."""
+        if self.is_whole(step):
+            return self.inner.mask_counts(step, margin_scale, samples, lengths)
+        S = torch.full((len(samples) * self.n_blocks,), self.block_length)
+        return self.texts.mask_counts(step, margin_scale, self.numbers(samples), S)
+
+    def batch(self, ops, x0, counts, step, samples):
+        if len(counts) == len(x0):
+            return self.inner.batch(ops, x0, counts, step, samples)
+        blocks = x0.view(len(counts), -1)
+        view, targets, weights = self.texts.batch(ops, blocks, counts, step, self.numbers(samples))
+        return self.view(view.ids.view(x0.shape), x0, view.rows), targets, weights
+
+    # ---- What the network is shown
+    def view(self, xt, x0=None, rows=None):
+        """x0 (B, T): the text that later blocks see (default: as xt shows it)."""
+        B, T = xt.shape
+        spans = block_spans(T, self.block_length, xt.device)
+        at = torch.arange(T, device=xt.device).repeat(2)
+        if rows is None:
+            rows = torch.arange(B * T, device=xt.device).view(B, T)
+        ids = torch.cat((xt, xt if x0 is None else x0), 1)
+        return View(ids, at, spans, rows + rows // T * T)
+
+    # ---- What `evaluate` and `generate` ask
+    def eval_counts(self, lengths, passes, seed):
+        return numerics.stratified_counts(lengths, passes, seed, self.n_blocks)
+
+    def hide(self, ops, x0, counts, seed, step, samples, never_mask):
+        blocks = x0.view(len(counts), -1)
+        numbers = self.numbers(samples)
+        xt, rows, n_rows = self.inner.hide(ops, blocks, counts, seed, step, numbers, never_mask)
+        return xt.view(x0.shape), rows, n_rows
+
+    def pieces(self, T, steps):
+        S = min(self.block_length, T) or 1
+        starts = range(0, T, S)
+        calls = max(1, steps * S // T) if S > 1 else 1
+        return [(range(begin, min(begin + S, T)), calls) for begin in starts]
+
+    def cache(self):
+        return Cache(self.config)
+
+    def check_gaps(self, x, fill):
+        """Raise UserError if a block with text after it in x is to be filled: it would not see it.
+
+        x (B, T) ids; fill (B, T) bool.
+        """
+        S = self.block_length
+        if not x.numel():
+            return
+        block = torch.arange(x.shape[1], device=x.device) // S
+        last = torch.where((x != self.mask_id) & ~fill, block, 0)
+        if (fill & (block < last.amax(1, keepdim=True))).any():
+            given = f"this model (--block_length={S}) does not see text in blocks after a gap"
+            fix = (
+                "take one without blocks, or one of mdlm.py --whole by mdlm.load(path, whole=True)"
+            )
+            raise UserError(f"{given}; {fix}")
+
+    def notes(self):
+        share = self.config.whole
+        whole = f"; in {share:.0%} of the steps all at once" * (share > 0)
+        return [f"{self.n_blocks} blocks of {self.block_length} tokens, one after another{whole}"]

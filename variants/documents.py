@@ -1,0 +1,73 @@
+"""Texts of which some tokens are given: documents of known lengths, answers to prompts.
+
+[END] follows each document or prompt. It is never masked, so the network always sees where a text
+ends, and only text is predicted and scored.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from support.kernels.reference import document_spans
+from support.view import masked_rows
+
+from .variant import Variant
+
+
+def view_of_documents(view, end_id, counts_anew):
+    """A View of windows of several documents: each sees itself alone.
+
+    counts_anew: positions begin at 0 in each. (Rotary ones are relative, so they need not.)
+    """
+    spans = document_spans(view.ids == end_id)
+    at = view.at - spans[:, 0] if counts_anew else view.at  # (B, T) or (T,)
+    return view._replace(sees=spans, at=at)
+
+
+class GivenTokens(Variant):
+    """Masks and scores the tokens of scored_mask alone. A text counts by how many these are."""
+
+    def __init__(self, inner, end_id, mean_length):
+        super().__init__(inner)
+        self.end_id = end_id
+        self.mean_length = mean_length or self.T
+
+    def batch(self, ops, x0, counts, step, samples):
+        scored = self.scored_mask(x0)
+        key = (self.seed, step, samples)
+        xt, count, rows, n_rows = ops.mask_tokens(x0, counts, self.mask_id, *key, ~scored)
+        B, T = x0.shape
+        weights = (scored.sum(1) / self.mean_length) / (count * B)
+        rows, weights = masked_rows(rows[: B * (T + 1) // 2], n_rows, weights, T)
+        return self.view(xt, rows=rows), x0.flatten()[rows], weights
+
+
+class Documents(GivenTokens):
+    """Several documents in a window, each of a known length (--lengths=known)."""
+
+    lengths_are_given = True
+
+    @property
+    def pad_id(self):
+        return self.end_id
+
+    def scored_mask(self, x0):
+        return x0 != self.end_id
+
+    def view(self, xt, x0=None, rows=None):
+        view = self.inner.view(xt, x0, rows)
+        return view_of_documents(view, self.end_id, self.config.pos != "rope")
+
+    def buffers(self):
+        """How many texts there were of each length: a sampler draws lengths from them."""
+        return dict(length_counts=torch.zeros(self.T + 1))
+
+    def notes(self):
+        return ["documents of given lengths (--lengths)"]
+
+
+class Prompts(GivenTokens):
+    """A prompt and its answer in each window; what follows the first [END] is predicted."""
+
+    def scored_mask(self, x0):
+        is_text = x0 != self.end_id
+        return F.pad(~is_text[:, :-1], (1, 0)).cumsum(1) > 0

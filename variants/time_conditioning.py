@@ -1,0 +1,27 @@
+"""--time_conditioning: the network is told its mask rate (adaLN; Peebles and Xie, 2212.09748).
+
+The optimum does not need it, as the rate can be read off the text (Zheng et al., 2409.02908): it is
+here to compare with.
+"""
+
+from support.kernels.reference import masked_share
+
+from .variant import Variant
+
+
+class TimeConditioned(Variant):
+    """Shows the network the share of text that is masked, in each document on its own."""
+
+    def mask_counts(self, step, margin_scale, samples, lengths):
+        return self.inner.mask_counts(step, 0.0, samples, lengths)  # the network must learn all
+
+    def with_rate(self, view):
+        text = view.ids != self.end_id
+        return view._replace(rate=masked_share(view.ids == self.mask_id, text, view.sees))
+
+    def view(self, xt, x0=None, rows=None):
+        return self.with_rate(self.inner.view(xt, x0, rows))
+
+    def batch(self, ops, x0, counts, step, samples):
+        view, targets, weights = self.inner.batch(ops, x0, counts, step, samples)
+        return self.with_rate(view), targets, weights

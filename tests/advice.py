@@ -627,12 +627,6 @@ ADVICE["arguments.py"] = [
         lambda at: at.model(at.x, rows=torch.tensor([1, 2])),
         lambda at: at.model(at.x, rows=None),
     ),
-    (
-        "{} must be a tensor ({},) of {}, one for each row + give targets and share, or neither",
-        lambda at: at.model(at.x, at.x.flatten()),
-        lambda at: at.model(at.x, at.x.flatten(), share=torch.ones(at.x.numel())),
-        lambda at: at.model(at.x),
-    ),
 ]
 
 ADVICE["checkpoint.py"] = [

@@ -491,9 +491,7 @@ CALLS = {
             x0={"number": 3, "shape": ids_of((2, 3)), "sparse": ids_of().to_sparse()}
             | {"above": ids_of(value=1 << 20)}
         )
-        | dict(rows=ROWS)
-        | dict(targets={"without shares": ids_of((2 * T,)), "shape": ids_of(), "number": 3})
-        | dict(share={"without targets": torch.ones(2 * T)}),
+        | dict(rows=ROWS),
     ),
     "mdlm.load": (
         lambda model, tokenizer, x=None, path=SHIPPED, **how: mdlm.load(path, **how),

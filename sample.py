@@ -388,9 +388,9 @@ def most_calls(model, fill, samples, how):
     """How many network calls `unmask` takes at most: in all, and for each step."""
     how = resolve({name: how[name] for name in how.keys() & SETTINGS}, model)
     steps = sum(block.steps for block in plan(model, fill, samples.to(fill.device), how))
-    rows = (
-        1 if model.objective.n_blocks > 1 else math.ceil(len(fill) / call_size(model, fill.device))
-    )
+    rows = 1
+    if model.objective.n_blocks == 1:
+        rows = math.ceil(len(fill) / call_size(model, fill.device))
     a_step = rows * (2 if how.cfg else 1)
     return steps * a_step, a_step
 
@@ -404,9 +404,8 @@ def ends(model, tokenizer, is_template):
 def fill_gaps(model, tokenizer, how, x, fill, may_end, quick, expect=None, allowed=None):
     """Fill gaps of a template. may_end: at the end of the text; quick: to compare lengths."""
     if quick:
-        how = how | dict(
-            steps=min(how.get("steps") or 1 << 20, 8 * model.objective.n_blocks), correct=0
-        )
+        steps = min(how.get("steps") or 1 << 20, 8 * model.objective.n_blocks)
+        how = how | dict(steps=steps, correct=0)
     where = dict(fill=fill, expect=expect, allowed=allowed)
     return generate(model, x, **where, **ends(model, tokenizer, not may_end), **how)
 

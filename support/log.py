@@ -88,6 +88,8 @@ class Log:
             self.say(f"resuming from {folder}, on the data that it learned")
         for note in run.objective.notes():
             self.say(note)
+        if not run.objective.is_bound:
+            self.say("the training loss is no likelihood bound; the evaluation is one")
 
     @contextlib.contextmanager
     def progress(self, run):

@@ -175,7 +175,9 @@ def check_source(config, given):
 
 def data_folder(config):
     """Where the ids of a run are: --data itself, or what is prepared of it in out_dir."""
-    return Path(config.data if sources.is_ids(config.data) else config.out_dir + "/data")
+    if sources.is_ids(config.data):
+        return Path(config.data)
+    return Path(config.out_dir) / "data"
 
 
 def is_prepared(config, folder):

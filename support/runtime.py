@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -195,14 +196,8 @@ def how_started(world, given):
     """What all ranks must have alike, name -> text. Each may have a --device of its own."""
     found = {f"--{name}": str(value) for name, value in given.items() if name != "device"}
     digest = hashlib.sha256()
-    for path in sorted(
-        [
-            ROOT / "mdlm.py",
-            *ROOT.glob("support/*.py"),
-            *ROOT.glob("variants/*.py"),
-            *ROOT.glob("kernels/*.py"),
-        ]
-    ):
+    folders = [ROOT.glob(f"{name}/*.py") for name in ("support", "variants", "kernels")]
+    for path in sorted([ROOT / "mdlm.py", *itertools.chain(*folders)]):
         digest.update(path.read_bytes())
     found |= {"WORLD_SIZE": str(world), "torch": torch.__version__}
     return found | {"the program (checksum)": digest.hexdigest()[:12]}

@@ -105,8 +105,3 @@ class OtherRates(Variant):
         weights = self.weights[count] / (count.clamp(min=1) * B)
         rows, weights = masked_rows(rows, n_rows, weights, T)
         return self.view(xt, rows=rows), x0.flatten()[rows], weights
-
-    def notes(self):
-        if self.is_bound:
-            return []
-        return ["the training loss is no likelihood bound; the evaluation is one"]

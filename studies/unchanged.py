@@ -8,6 +8,7 @@ samples from them with many settings, and resumes some of the runs. What differs
 gives exit code 1: records of the log (but for times), tensors of checkpoints, evaluations, texts.
 """
 
+import argparse
 import contextlib
 import hashlib
 import io
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 
 TINY = """--device=cpu --compile=off --dtype=float32 --preset=cpu --n_layer=2 --n_head=2 --n_embd=32
@@ -119,18 +121,13 @@ class Checkout:
 
     def __init__(self, out):
         sys.path.insert(0, str(Path.cwd()))
-        import torch
-
-        import eval as evaluation
-        import mdlm
-        import sample
-        from support import checkpoint, cli
-
-        torch.set_num_threads(1)
+        mdlm = import_module("mdlm")
+        import_module("torch").set_num_threads(1)
         self.out = out
-        self.cleanup = checkpoint.release
-        self.run = cli.run
-        self.programs = dict(eval=evaluation.main, sample=sample.main)
+        self.cleanup = import_module("support.checkpoint").release
+        self.run = import_module("support.cli").run
+        self.load_file = import_module("safetensors.torch").load_file
+        self.programs = {name: import_module(name).main for name in ("eval", "sample")}
         self.programs["mdlm"] = lambda argv: mdlm.train(mdlm.parse_args(argv), time.monotonic())
 
     def call(self, program, *argv):
@@ -145,13 +142,11 @@ class Checkout:
 
     def tensors(self, name):
         """Checksums of all tensors in the last checkpoint of a run."""
-        from safetensors.torch import load_file
-
         run = self.out / name
         found = {}
         for file in ("model", "state"):
             path = run / (run / "latest").read_text().strip() / f"{file}.safetensors"
-            for key, t in load_file(path).items():
+            for key, t in self.load_file(path).items():
                 content = t.contiguous().numpy().tobytes()
                 found[f"{file} {key}"] = hashlib.sha256(content).hexdigest()
         return found
@@ -193,15 +188,19 @@ def results_of(checkout):
     return json.loads(done.stdout)
 
 
-def main(argv):
-    if argv == ["--run"]:
+def main():
+    if sys.argv[1:] == ["--run"]:
         with tempfile.TemporaryDirectory() as out:
             print(json.dumps(dict(Checkout(Path(out).resolve()).results())))
         return 0
-    if len(argv) != 2:
-        print(f"unchanged.py: give two checkouts, not {len(argv)}", file=sys.stderr)
-        return 2
-    before, after = map(results_of, argv)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("before", help="folder of a checkout")
+    parser.add_argument("after", help="folder of another")
+    args = parser.parse_args()
+    for folder in (args.before, args.after):
+        if not (Path(folder) / "mdlm.py").exists():
+            parser.error(f"there is no {folder}/mdlm.py")
+    before, after = map(results_of, (args.before, args.after))
     changed = [name for name in before | after if before.get(name) != after.get(name)]
     for name in changed:
         print(f"{name}:\n  {str(before.get(name))[:300]}\n  {str(after.get(name))[:300]}")
@@ -210,4 +209,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -22,6 +22,7 @@ import os
 import time
 
 import numpy as np
+import pytest
 import tokenizers
 import torch
 from conftest import sign
@@ -87,11 +88,10 @@ def npy(array):
 
 
 def parquet(**columns):
-    import pyarrow
-    import pyarrow.parquet
-
+    """A file of Parquet; a row that writes one is skipped where the optional package is missing."""
+    arrow = pytest.importorskip("pyarrow")
     found = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table(columns), found)
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), found)
     return found.getvalue()
 
 
@@ -108,6 +108,8 @@ WORDS = of_words({"some": 0, "words": 1, ",": 2, "[EOT]": 3})
 
 # ---- What no command says
 def write(path, content):
+    """Write a text, bytes, or what a function returns."""
+    content = content() if callable(content) else content
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
@@ -937,7 +939,7 @@ ADVICE["records.py"] = [
         "mdlm --data={records}",
         "mdlm --data={folder}",
         {"a.json": "[" + RECORD + 59 * ("," + RECORD) + "]"},
-        {"a.parquet": parquet(text=["some words"] * 60)},
+        {"a.parquet": lambda: parquet(text=["some words"] * 60)},
     ),
     (
         "save it to a file, or remove it from the folder",
@@ -953,7 +955,7 @@ ADVICE["records.py"] = [
     (
         "save its column of texts as .parquet or .jsonl",
         {"a.csv": "text\nsome words\n" * 60},
-        {"a.parquet": parquet(text=["some words"] * 60)},
+        {"a.parquet": lambda: parquet(text=["some words"] * 60)},
         {"a.jsonl": RECORD * 60},
     ),
     ("unpack it", {"a.txt.gz": gzip.compress(TEXT.encode())}, {"a.txt": TEXT}),
@@ -968,8 +970,8 @@ ADVICE["records.py"] = [
     ("unpack it, or save it as plain text", {"a.txt": b"PK\3\4"}, {"a.txt": TEXT}),
     (
         "name it .parquet",
-        {"a": parquet(text=["some words"] * 60)},
-        {"a.parquet": parquet(text=["some words"] * 60)},
+        {"a": lambda: parquet(text=["some words"] * 60)},
+        {"a.parquet": lambda: parquet(text=["some words"] * 60)},
     ),
     ("give the file without ._", {"._a.txt": b"\0\5\x16\7" + bytes(99)}, {"a.txt": TEXT}),
     (
@@ -1084,14 +1086,14 @@ ADVICE["records.py"] = [
     ),
     (
         "restore it",
-        {"a.parquet": parquet(text=["some words"] * 60)[:-9]},
-        {"a.parquet": parquet(text=["some words"] * 60)},
+        {"a.parquet": lambda: parquet(text=["some words"] * 60)[:-9]},
+        {"a.parquet": lambda: parquet(text=["some words"] * 60)},
     ),
     (
         "{} has {}, not texts; give --text_column",
-        {"a.parquet": parquet(text=[1] * 60, body=["some words"] * 60)},
+        {"a.parquet": lambda: parquet(text=[1] * 60, body=["some words"] * 60)},
         (
-            {"a.parquet": parquet(text=[1] * 60, body=["some words"] * 60)},
+            {"a.parquet": lambda: parquet(text=[1] * 60, body=["some words"] * 60)},
             "mdlm --data=a.parquet --text_column=body",
         ),
     ),

@@ -207,6 +207,7 @@ WRITERS = {
     "eval.py": {"open_data"},
     "bench.py": {"bench_training"},
     "lessons/checks.py": {"main"},
+    "studies/unchanged.py": {"write_data", "results"},  # into a folder of its own
 }
 
 

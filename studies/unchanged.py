@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import io
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -138,7 +139,8 @@ class Checkout:
             code = self.run(self.programs[program], list(argv), self.cleanup)
         stdout.flush()
         said = stdout.buffer.getvalue().decode() if code == 0 else stderr.getvalue()
-        return [code, without_times(said.replace(str(self.out), "OUT"))]
+        shown = re.sub(rf"[\w./]*{self.out.name}", "OUT", said)  # as seen from the checkout
+        return [code, without_times(shown)]
 
     def tensors(self, name):
         """Checksums of all tensors in the last checkpoint of a run."""

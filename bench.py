@@ -8,7 +8,7 @@ A time is the median over rounds in which the contestants take turns; spread is 
 interquartile range. `share` of a training step is MFU. A wrong result gets no time.
 """
 
-from support import cli
+from support import cli, flags, terminal
 
 cli.start(__name__)
 
@@ -31,9 +31,11 @@ import torch
 
 import mdlm
 from studies import frontier, peers
-from support import compiling, outputs, runtime
-from support.cli import READS, WRITES, UserError, opt
+from support import devices, outputs, ranks
+from support.errors import UserError
 from support.files import naming, to_json
+from support.flags import READS, WRITES, opt
+from support.training import compiling
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.int64: 0}  # relative, of a tensor
 LATE = "not measured: the time is up"
@@ -91,7 +93,7 @@ class Book:
 
     def say(self, text):
         if self.path == "-":
-            cli.warn(text)
+            terminal.warn(text)
         else:
             print(text, flush=True)
 
@@ -120,7 +122,7 @@ class Book:
         self.add(where | dict(trouble=text))
         if fatal:
             self.failed = True
-            cli.warn(f"bench.py: {', '.join(where.values())}: {text}")
+            terminal.warn(f"bench.py: {', '.join(where.values())}: {text}")
 
     def write(self):
         if self.path not in ("", "-"):
@@ -262,7 +264,7 @@ def bench_kernels(options, device, book):
         raise UserError(f"--only={options.only} is in no name of an operation; give one of {names}")
     for case in cases:
         torch._dynamo.reset()  # forget what was compiled for another shape
-        if runtime.is_late(book.until):
+        if ranks.is_late(book.until):
             book.trouble(dict(operation=case.name, shape=case.shape, what=""), "all", LATE)
         else:
             measure(case, book, device, options.seconds)
@@ -318,13 +320,13 @@ def start_step(exact, kernel, config, folder, device, dtype, compiled):
 
 def race_steps(config, folder, device, book, options):
     """Time the steps of a preset: PyTorch and Triton, first compiled, as one trains, then eager."""
-    dtype = runtime.pick_dtype("auto", device)
+    dtype = devices.pick_dtype("auto", device)
     size = f"V={config.vocab_size} T={config.block_size} batch={config.batch_size}"
     where = dict(operation="training step", shape=f"{size} {str(dtype)[6:]}", what=config.preset)
-    peak = runtime.peak_flops(device) if dtype == torch.bfloat16 else None
+    peak = devices.peak_flops(device) if dtype == torch.bfloat16 else None
     exact = None
     try:
-        if not runtime.is_late(book.until):
+        if not ranks.is_late(book.until):
             exact = gradients(config, folder, device, torch.float32, "torch", False)
     except Exception as e:  # most likely no memory: the others may need less
         book.note("eager PyTorch, the yardstick of the gradients, fails: " + describe(e))
@@ -336,7 +338,7 @@ def race_steps(config, folder, device, book, options):
         for kernel in kernels:
             name = f"--kernels={kernel}, {how}"
             try:
-                if runtime.is_late(book.until):
+                if ranks.is_late(book.until):
                     raise UserError(LATE)
                 ready[name] = start_step(exact, kernel, config, folder, device, dtype, compiled)
             except Exception as e:  # no compiler, no memory, no Triton: the line says what
@@ -349,7 +351,7 @@ def race_steps(config, folder, device, book, options):
         for name, (t, spread) in raced.items():
             run, _, peak_mb = ready[name]
             speed = config.batch_size * config.block_size / t
-            mfu = peak and speed * runtime.flops_per_token(run.model) / peak
+            mfu = peak and speed * devices.flops_per_token(run.model) / peak
             row = dict(contestant=name, ms=t * 1e3, spread=spread * 1e3)
             row |= dict(rate=f"{speed:,.0f} tokens/s", share=mfu, peak_mb=peak_mb)
             row |= dict(speed_up=base and base / t, tokens_per_second=speed)
@@ -380,9 +382,9 @@ def main(argv):
     mode = argv[0] if has_mode else ""
     if (has_mode and mode not in MODES) or (not has_mode and set(argv) & set(MODES)):
         raise UserError(f"{' '.join(argv)!r}: first give {', '.join(MODES)} or nothing, then flags")
-    options = Options(**cli.parse_flags(Options, argv[has_mode:], __doc__))
+    options = Options(**flags.parse_flags(Options, argv[has_mode:], __doc__))
     outputs.check_all(options)
-    device = runtime.pick_device(options.device)
+    device = devices.pick_device(options.device)
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device.index or 0)  # where streams and memory are counted

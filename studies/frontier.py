@@ -12,10 +12,11 @@ import torch
 import eval
 import mdlm
 import sample
-from support import judging, runtime
-from support.checkpoint import read_newest
-from support.cli import UserError
+from studies import word_statistics
+from support import ranks
+from support.errors import UserError
 from support.numerics import standard_error
+from support.training.checkpoint import read_newest
 
 # name -> settings of sample.unmask; the first is the default
 SAMPLERS = {
@@ -65,7 +66,7 @@ def bench_sampling(options, device, book):
     with eval.open_data(options.data, folders["mdlm"], tokenizer, config, device) as (corpus, _):
         training = tokenizer.decode(corpus.train[:2_000_000].tolist())
         windows = corpus.windows().long()
-    by_text = judging.Judge(training)
+    by_text = word_statistics.Judge(training)
 
     def judge(x):
         texts = [tokenizer.decode(ids) for ids in x.tolist()]
@@ -81,7 +82,7 @@ def bench_sampling(options, device, book):
     if twin:
         cases.insert(0, (twin, "AR twin", {}, config.block_size))
     for writer, name, how, steps in cases:
-        if runtime.is_late(book.until):
+        if ranks.is_late(book.until):
             book.note(f"the time is up: nothing measured from {name}, {steps} calls on")
             break
         how = how | dict(steps=steps)

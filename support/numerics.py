@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from support.cli import UserError
-from support.runtime import generator
+from support.errors import UserError
+from support.seeds import generator
 
 
 def standard_error(values):

@@ -21,7 +21,8 @@ from conftest import CHECKPOINT_FILES, TINY, losses, read_log, saved
 from nursery import Nursery, Run, begin_ranks, has_logged, starter
 
 import mdlm
-from support import checkpoint, files
+from support import files
+from support.training import checkpoint
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and forks")
 

@@ -16,9 +16,13 @@ import eval
 import export
 import mdlm
 import sample
-from support import cli, files, log, seams, sources, templates, texts, tokenizer, viewer
-from support.cli import UserError
-from support.tokenizer import Tokenizer, build_tokenizer
+from support import cli, files
+from support.data import seams, sources, texts, tokenizer
+from support.data.tokenizer import Tokenizer, build_tokenizer
+from support.errors import UserError
+from support.infill import templates
+from support.training import log
+from support.web import viewer
 
 OWN = ("char", "byte", "word", "bpe")
 ALL = (*tokenizer_kinds.KINDS, *OWN)

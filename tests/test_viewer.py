@@ -13,8 +13,9 @@ import torch
 from conftest import ROOT  # noqa: F401 (puts the root on the path)
 from webdriver import Browser
 
-from support import cli, outputs, viewer
-from support.tokenizer import Tokenizer
+from support import cli, errors, outputs
+from support.data.tokenizer import Tokenizer
+from support.web import viewer
 
 ATTACK = (
     "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> &lt; __DATA__ \u2028'\""
@@ -124,7 +125,7 @@ def test_page_loads_nothing(tmp_path):
 def test_unwritable_files_get_one_sentence(tmp_path, capsys):
     os.mkdir(tmp_path / "folder")
     for path in (tmp_path / "missing" / "page.html", tmp_path / "folder"):
-        with pytest.raises(cli.UserError, match=r"--html=.* cannot be written; give a file"):
+        with pytest.raises(errors.UserError, match=r"--html=.* cannot be written; give a file"):
             outputs.check("html", str(path))
         assert cli.run(lambda argv: viewer.write_page(*argv), [path, SAMPLES, {}]) == 2
         said = capsys.readouterr().err

@@ -15,8 +15,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from support import environment, files, ownership, runtime, shards
-from support.cli import UserError, at_home, check_not_empty, warn
+from support import environment, files, ownership, ranks
+from support.errors import UserError
+from support.flags import at_home, check_not_empty
+from support.terminal import warn
+from support.training import shards
 
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # the others: to resume
 # Settings of earlier versions, and what the program always does now.
@@ -54,8 +57,8 @@ def write_checkpoint(out_dir, name, contents, score=None):
     """Write `contents` as out_dir/name; keep it and the one before it.
 
     They are a dict of file name -> bytes, or -> the Path of a file that moves there. score: how
-    good it is, for the manifest (support/scores.py). Returns its path. Whenever the process is
-    killed, the last complete checkpoint still exists.
+    good it is, for the manifest (scores.py). Returns its path. Whenever the process is killed, the
+    last complete checkpoint still exists.
     """
     final = Path(out_dir) / name
     old = final.with_name(f"{name}.old")
@@ -222,7 +225,7 @@ def check_source(name):
     raise UserError(f"--init_from={name} is no folder; models of a hub cannot be loaded: {kept}")
 
 
-SHIPPED = Path(__file__).parent.parent / "weights" / "shakespeare"
+SHIPPED = Path(__file__).parent.parent.parent / "weights" / "shakespeare"
 
 
 def default_run(out_dir):
@@ -371,7 +374,7 @@ def release():
 
 def was_restarted(out_dir):
     """Whether torchrun restarts a run that has saved since this launch: then it resumes."""
-    launch = runtime.launch_id()
+    launch = ranks.launch_id()
     with contextlib.suppress(UserError):
         return bool(launch) and read_state(find_checkpoint(out_dir)).get("launch") == launch
     return False

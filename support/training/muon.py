@@ -10,8 +10,8 @@ common scale (NorMuon: Li et al., 2510.05491). What each is worth: results/muon.
 
 import torch
 
-from support import shards
-from support.runtime import pick_dtype
+from support.devices import pick_dtype
+from support.training import shards
 
 COEFFICIENTS = (
     (8.2218, -23.3469, 16.6338),

@@ -6,9 +6,11 @@ import re
 import sys
 from pathlib import Path
 
-from support import cli, plots, records, sources, viewer
-from support.cli import UserError
-from support.templates import joined
+from support import flags, plots, terminal
+from support.data import records, sources
+from support.errors import UserError
+from support.infill.templates import joined
+from support.web import viewer
 
 GROUP = 16  # texts whose words are compared: the share of distinct ones depends on their number
 TEXTS = 16  # for each value, unless --num_samples says otherwise
@@ -33,7 +35,7 @@ def training_text(folder, tokenizer, config):
             text = tokenizer.decode(tokenizer.encode(text))
         return text
     except (OSError, ValueError, UserError) as e:
-        cli.warn(f"known words are not counted: the training text is not here ({e})")
+        terminal.warn(f"known words are not counted: the training text is not here ({e})")
         return None
 
 
@@ -79,7 +81,7 @@ def variants(options, settings, resolve):
     n = options.num_samples or TEXTS
     found = {}
     for value in values.split(","):
-        given = cli.parse_flags(type(options), [f"--{name}={value}"], "")
+        given = flags.parse_flags(type(options), [f"--{name}={value}"], "")
         how = dataclasses.replace(options, num_samples=n, **given)
         found[f"{name}={value}"] = resolve(how)
     return found

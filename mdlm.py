@@ -342,10 +342,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A View of tokens and [MASK] in, logits of V tokens out: [MASK] is the embedding's last row.
 
-    place: what happens to a block as soon as it is made (--shard: it is spread over the ranks).
+    shard_fn: called with each block when it is made (--shard spreads it over the ranks).
     """
 
-    def __init__(self, config, vocab_size, ops, place=lambda module: module):
+    def __init__(self, config, vocab_size, ops, shard_fn=lambda module: module):
         super().__init__()
         C = config.n_embd
         self.config = config
@@ -354,7 +354,7 @@ class Model(nn.Module):
         self.ops = ops
         self.embed = nn.Embedding(vocab_size + 1, C)
         attends = [i % config.attention_every == 0 for i in range(config.n_layer)][::-1]
-        self.blocks = nn.ModuleList(place(Block(config, here)) for here in attends)
+        self.blocks = nn.ModuleList(shard_fn(Block(config, here)) for here in attends)
         self.head = None if config.tie else nn.Linear(C, vocab_size, bias=False)
         self.positions = None
         if config.pos == "learned":
@@ -524,14 +524,16 @@ class MaskedDiffusion:
         """Raise UserError if `fill` (B, T) in x (B, T) cannot be filled."""
 
 
-def make_model(config, vocab_size, ops, end_id=None, mean_length=None, place=lambda module: module):
+def make_model(
+    config, vocab_size, ops, end_id=None, mean_length=None, shard_fn=lambda module: module
+):
     """A Model with its objective; the other arguments are those of variants.choose and Model."""
     objective = variants.choose(config, MaskedDiffusion(config, vocab_size), end_id, mean_length)
-    model = Model(config, vocab_size, ops, place)
+    model = Model(config, vocab_size, ops, shard_fn)
     for name, tensor in objective.buffers().items():
         model.register_buffer(name, tensor)
     model.objective = objective
-    return place(model)
+    return shard_fn(model)
 
 
 # ---- Sampling: the textbook reverse process; sample.py has the good sampler
@@ -739,12 +741,12 @@ class Run:
 
 def make_run(config, corpus, device, dtype, ops, rank=0, world=1):
     """A Run with fresh weights, not compiled."""
-    place = shards.make_place(config.shard, device, dtype, world)
+    shard_fn = shards.make_shard_fn(config.shard, device, dtype, world)
     texts = (corpus.tokenizer.end_id, corpus.mean_length)
 
     def build():
         torch.manual_seed(config.seed)
-        model = make_model(config, corpus.tokenizer.vocab_size, ops, *texts, place)
+        model = make_model(config, corpus.tokenizer.vocab_size, ops, *texts, shard_fn)
         if model.objective.lengths_are_given:
             model.length_counts.copy_(corpus.length_counts)
         return model

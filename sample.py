@@ -39,12 +39,14 @@ from support.infill.calls import Memo, call_size, end_documents, group_size, gro
 from support.infill.search import hypotheses
 from support.infill.templates import joined, of_prompt, parse, to_ids, to_texts
 from support.kernels.reference import philox_words
-from support.numerics import draw, highest, lead, reversed_bits
+from support.numerics import draw, reversed_bits, top2_margin, topk_mask
 from support.training import scores
 from support.training.checkpoint import default_run, find_checkpoint, read_newest
 from support.web import viewer
 
-AGE = 0.3  # nats of doubt that a token gains with each call after its own (results/sampling.md)
+DOUBT_PER_CALL = (
+    0.3  # nats of doubt that a token gains with each call after its own (results/sampling.md)
+)
 
 
 class Order(NamedTuple):
@@ -65,7 +67,9 @@ ORDERS = {
     # Draw at every mask, keep the likeliest draws (MaskGIT, 2202.04200; LLaDA, 2502.09992).
     "confidence": Order("likely draws", lambda p, token: p.gather(1, token[:, None])[:, 0], True),
     "max_prob": Order("a likely best token", lambda p, token: p.amax(1), True),
-    "margin": Order("a best token far ahead of the second", lambda p, token: lead(p.exp()), True),
+    "margin": Order(
+        "a best token far before the next", lambda p, token: top2_margin(p.exp()), True
+    ),
     "entropy": Order("low entropy", lambda p, token: -torch.special.entr(p.exp()).sum(1), True),
 }
 MEANINGS = "; ".join(f"{name}: {order.meaning}" for name, order in ORDERS.items())
@@ -176,7 +180,7 @@ class Block:  # n positions of a text, filled and corrected before the next ones
 
     def age(self, drawn, logp, token):
         """After a call that drew the tokens (m,) from logp (m, V) at `drawn` (B, n)."""
-        self.doubt += AGE
+        self.doubt += DOUBT_PER_CALL
         self.doubt[drawn] = -logp.gather(1, token[:, None])[:, 0].double()
 
 
@@ -232,7 +236,7 @@ def to_reveal(how, block, masked, noise, k, logp=None, token=None):
         score[masked] = order.score(logp, token).double()
     else:
         score = order.score(block.index, block.u[:, :1])
-    return highest(score, noise, masked, k)
+    return topk_mask(score, noise, masked, k)
 
 
 def keep_best(how, block, masked, corrected, noise, k, logp, token):
@@ -539,8 +543,10 @@ def sampled(model, tokenizer, parts, options, template, pages):
         if not (template or options.length) and model.objective.lengths_are_given:
             x = end_documents(model, x, uniform(options.seed, -1, samples, range(1))[2][:, 0])
         steps = sum(block.steps for block in plan(model, x == mask, samples, options))
-        films = [viewer.Film(tokenizer, ids, mask) for _ in samples if options.html]
-        watches = [viewer.Watch(tokenizer, ids, mask, steps) for _ in samples if options.watch]
+        films = [viewer.HtmlRecorder(tokenizer, ids, mask) for _ in samples if options.html]
+        watches = [
+            viewer.TerminalPlayer(tokenizer, ids, mask, steps) for _ in samples if options.watch
+        ]
         with terminal.progress("writing", " steps", steps, disable=options.watch) as bar:
             for step in unmask(model, x.to(options.device), samples=samples, **how):
                 bar.update()
@@ -652,10 +658,10 @@ def main(argv):
     if variants:
         [(template, parts)] = todo
         training = word_statistics.training_text(folder, tokenizer, config)
-        judge = word_statistics.Judge(training)
+        statistics = word_statistics.WordStatistics(training)
         fill = partial(sampled, model, tokenizer, parts, template=template is not None)
         n = to_ids(parts, tokenizer, model.mask_id).count(model.mask_id)
-        pages = word_statistics.compare(variants, fill, judge, n, lines)
+        pages = word_statistics.compare(variants, fill, statistics, n, lines)
         todo = []
     # A bar only on a terminal, and none beside the lines of JSON there.
     hide = not options.batch or (to_stdout and sys.stdout.isatty()) or None

@@ -51,7 +51,7 @@ def distinct(texts):
     return sum(len(set(words)) / max(1, len(words)) for words in found) / len(found)
 
 
-class Judge:
+class WordStatistics:
     """The share of words that the training text (None: unknown) has, and of distinct ones."""
 
     def __init__(self, training):
@@ -87,7 +87,7 @@ def variants(options, settings, resolve):
     return found
 
 
-def compare(variants, fill, judge, tokens, file):
+def compare(variants, fill, statistics, tokens, file):
     """Write texts with each of the settings, show the first and a table of all; returns pages.
 
     variants  {title: settings}
@@ -106,7 +106,7 @@ def compare(variants, fill, judge, tokens, file):
         seconds = facts[0]["seconds"]
         calls = sum(fact["calls"] for fact in facts) / len(facts)
         row = {"setting": title, "calls": calls, "seconds": seconds, "tokens/s": tokens / seconds}
-        rows.append(row | judge([joined(parts) for parts in texts]))
+        rows.append(row | statistics([joined(parts) for parts in texts]))
         print(json.dumps(rows[-1]), file=file, flush=True)
     if file is not sys.stdout:
         print(plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=3))

@@ -1279,8 +1279,8 @@ ADVICE["shards.py"] = [
     ),
     (
         "--shard is not for --device={}; give --device=cpu, or --shard=0",
-        lambda at: shards.make_place(1, torch.device("mps"), torch.float32, 1),
-        lambda at: shards.make_place(0, torch.device("mps"), torch.float32, 1),
+        lambda at: shards.make_shard_fn(1, torch.device("mps"), torch.float32, 1),
+        lambda at: shards.make_shard_fn(0, torch.device("mps"), torch.float32, 1),
     ),
     ("{}; give an --out_dir that all share", RANKS),
     ("in {}; take an earlier checkpoint, or train again", RANKS),

@@ -82,9 +82,9 @@ def test_contestants_take_turns(monkeypatch):
 @pytest.mark.parametrize("where", ["file", "-"])
 def test_json_has_no_infinity(tmp_path, capsys, where):
     path = where if where == "-" else str(tmp_path / where)
-    book = bench.Book("sample", bench.Options(json=path), CPU)
-    book.add(dict(sampler="default", calls=1, twin=math.nan, twin_se=math.inf))
-    assert book.close() == 0
+    table = bench.ResultsTable("sample", bench.Options(json=path), CPU)
+    table.add(dict(sampler="default", calls=1, twin=math.nan, twin_se=math.inf))
+    assert table.close() == 0
     text = capsys.readouterr().out if where == "-" else (tmp_path / where).read_text()
     assert "NaN" not in text and "Infinity" not in text
     assert json.loads(text)["rows"][0] == dict(sampler="default", calls=1, twin=None, twin_se=None)
@@ -111,9 +111,9 @@ def tiny_cases(device):
 def measure_kernels(argv):
     """bench.py kernels, which is refused on a CPU."""
     options = bench.Options(**parse_flags(bench.Options, argv, ""))
-    book = bench.Book("kernels", options, CPU)
-    bench.bench_kernels(options, CPU, book)
-    return book.close()
+    table = bench.ResultsTable("kernels", options, CPU)
+    bench.bench_kernels(options, CPU, table)
+    return table.close()
 
 
 @pytest.fixture
@@ -363,8 +363,8 @@ def test_wrong_step_has_no_time(small_preset, monkeypatch, capsys, wrong):
 
 
 def test_judge_counts_words_and_characters():
-    judge = word_statistics.Judge("to be or not to be")
-    found = judge(["x to be or x", "x to be no x"])
+    statistics = word_statistics.WordStatistics("to be or not to be")
+    found = statistics(["x to be or x", "x to be no x"])
     assert found["words"] == 5 / 6 and found["distinct"] == 4 / 6
     assert found["words_se"] == pytest.approx((0.5**2 + 0.5**2) ** 0.5 / 6)
     many = ["x one two x"] * word_statistics.GROUP + ["x one one x"] * word_statistics.GROUP

@@ -460,7 +460,7 @@ def test_ranks_compare_what_they_load(run, quick, tmp_path, monkeypatch):
     (run.parent / "text.txt").write_text("To be, or not to be. " * 50)
     seen = []
     monkeypatch.setattr(
-        ranks, "check_equal", lambda value, sentence: seen.append((value, sentence))
+        "support.ranks.check_equal", lambda value, sentence: seen.append((value, sentence))
     )
 
     def compared(words, *flags):
@@ -646,7 +646,7 @@ def test_standard_error_that_fails_ends_no_work(run, monkeypatch, tmp_path):
         monkeypatch.setattr("sys.stderr", full)
         flags = [f"--out_dir={run}", "--device=cpu", "--steps=1", "--length=8"]
         assert cli.run(sample.main, [*flags, f"--json={tmp_path / 'texts'}"]) == 0
-        bench.Book("train", bench.Options(json="-"), torch.device("cpu")).say("a line")
+        bench.ResultsTable("train", bench.Options(json="-"), torch.device("cpu")).say("a line")
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             full.close()

@@ -373,7 +373,7 @@ def test_folders_without_locks_are_used(monkeypatch, tmp_path):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    checkpoint.take(tmp_path / "o")
+    checkpoint.claim_run_dir(tmp_path / "o")
     assert (tmp_path / "o").is_dir()
     checkpoint.release()
     assert not (tmp_path / "o").exists(), "it was left empty"

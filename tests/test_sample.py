@@ -363,7 +363,7 @@ def test_long_texts_are_written_block_by_block():
 def test_films_keep_confidences_up_to_the_end(world):
     tokenizer = Tokenizer("char", list("ab"), end=True)
     x = torch.full((20, T), V)
-    films = [viewer.Film(tokenizer, row, V) for row in x]
+    films = [viewer.HtmlRecorder(tokenizer, row, V) for row in x]
     steps = list(sample.unmask(Toy(world.random, V, T), x, steps=4, order="random", end_id=2))
     for step in steps:
         for row, film in enumerate(films):
@@ -564,8 +564,8 @@ class TestCharacters:
         ids = np.array(tokenizer.encode(text), np.uint16)
         ids.tofile(tmp_path / "run" / "data" / "train.bin")
         assert word_statistics.training_text(learned, tokenizer, config) == text
-        judge = word_statistics.Judge(text)
-        assert judge(["a cat wore the hat b"])["words"] == 3 / 4
+        statistics = word_statistics.WordStatistics(text)
+        assert statistics(["a cat wore the hat b"])["words"] == 3 / 4
 
     def test_gap_at_the_end_stops_at_a_break(self, run, say):
         d = json.loads(say(run, "--infill=The [___]", "--max_gap=12", "--json=-").out)

@@ -17,13 +17,13 @@ import time
 from pathlib import Path
 
 import pytest
-import scale
 import torch
 from conftest import ROOT, TINY, losses, read_log
 from nursery import Nursery, begin_ranks, starter
 from safetensors.torch import load_file, save_file
 
 import mdlm
+from studies import scale
 from support import errors, files
 from support.training import checkpoint, shards
 

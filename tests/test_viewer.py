@@ -137,7 +137,9 @@ def test_watch_shows_what_changed(capsys, monkeypatch):
     monkeypatch.setattr(viewer, "has_colours", lambda stream: True)
     monkeypatch.setattr(viewer.time, "sleep", lambda seconds: None)
     mask = 2
-    watch = viewer.Watch(Tokenizer("char", ["a", "b"]), torch.tensor([0, mask, mask]), mask, 3)
+    watch = viewer.TerminalPlayer(
+        Tokenizer("char", ["a", "b"]), torch.tensor([0, mask, mask]), mask, 3
+    )
     for ids in ([0, 1, mask], [0, 1, 0], [0, 0, 0]):
         capsys.readouterr()
         watch.add(SimpleNamespace(x=torch.tensor([ids])), 0)
@@ -148,7 +150,7 @@ def test_watch_shows_what_changed(capsys, monkeypatch):
 
 def test_film_keeps_steps_that_changed_something():
     mask = 2
-    film = viewer.Film(Tokenizer("char", ["a", "b"]), torch.tensor([mask, mask]), mask)
+    film = viewer.HtmlRecorder(Tokenizer("char", ["a", "b"]), torch.tensor([mask, mask]), mask)
     for ids in ([0, mask], [0, 1], [0, 1], [1, 1]):
         x = torch.tensor([ids])
         drawn = x != mask

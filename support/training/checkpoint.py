@@ -41,7 +41,7 @@ def read_latest(out_dir):
     return ""
 
 
-def disown(out_dir):
+def mark_overwriting(out_dir):
     """Keep --resume from taking the checkpoints of the run that is being overwritten."""
     if checkpoints(out_dir):
         latest = Path(out_dir) / "latest"
@@ -335,14 +335,14 @@ def restore(folder, model, averaged, optimizers):
     return state
 
 
-HELD = []  # file descriptors of locked folders; the system unlocks them when the process ends
-TAKEN = []  # those of them that this process made
+lock_fds = []  # file descriptors of locked folders; the system unlocks them when the process ends
+created_dirs = []  # those of them that this process made
 
 
-def take(out_dir):
+def claim_run_dir(out_dir):
     """Make the folder of a run and lock it; UserError if another process is training there."""
     release()
-    TAKEN.extend([] if out_dir.exists() else [out_dir])
+    created_dirs.extend([] if out_dir.exists() else [out_dir])
     with files.writing(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
         lock(out_dir)
@@ -355,9 +355,9 @@ def lock(out_dir):
     with contextlib.suppress(ImportError, OSError):  # Windows and some file systems have no locks
         import fcntl
 
-        HELD.append(os.open(out_dir, os.O_RDONLY))
+        lock_fds.append(os.open(out_dir, os.O_RDONLY))
         try:
-            fcntl.flock(HELD[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fix = "stop the run that is training there, or give another --out_dir"
             raise UserError(f"--out_dir={out_dir} is in use; {fix}") from None
@@ -365,11 +365,11 @@ def lock(out_dir):
 
 def release():
     """Unlock the folder; an empty one is removed."""
-    while HELD:
-        os.close(HELD.pop())
-    while TAKEN:
+    while lock_fds:
+        os.close(lock_fds.pop())
+    while created_dirs:
         with contextlib.suppress(OSError):
-            TAKEN.pop().rmdir()
+            created_dirs.pop().rmdir()
 
 
 def was_restarted(out_dir):

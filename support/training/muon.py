@@ -105,7 +105,7 @@ class Muon(torch.optim.Muon):
             for (_, rows), params in alike.items():
                 turns = None
                 if shards.is_spread(params[0]):
-                    turns = shards.Turns(params[0], len(params), first)
+                    turns = shards.MatrixShuffle(params[0], len(params), first)
                 first += len(params)
                 local = [shards.local(p) for p in params]
                 grads = [shards.local(p.grad) for p in params]

@@ -35,7 +35,7 @@ def update_progress(run, interrupt):
     progress = run.step / run.config.max_steps
     limit = run.config.time_limit
     if limit:
-        progress = max(progress, run.elapsed() / (limit - reserve(run)))
+        progress = max(progress, run.elapsed() / (limit - seconds_for_the_end(run)))
     progress = max(progress, run.progress)
     unsaved = time.monotonic() - run.saved_at > max(SAVE_EVERY, 20 * run.saving)
     values = torch.tensor([progress, interrupt.signal, unsaved], dtype=torch.float64)
@@ -108,7 +108,7 @@ def plan(run, is_last):
     windows = run.windows if n == W else run.windows[torch.arange(n) * W // n]
     until = scored_until = deadline(run, is_last)
     if is_last:  # then a preview is shown in any case
-        scored_until -= min(CALL * calls * run.per_window, reserve(run) / 4)
+        scored_until -= min(CALL * calls * run.per_window, seconds_for_the_end(run) / 4)
         run.log.say(f"evaluating on {how_much(run, n, until)}")
     if ranks.is_late(scored_until):
         passes = 1
@@ -207,7 +207,7 @@ def counted(run):
         run.evaluating += time.monotonic() - began
 
 
-def reserve(run):
+def seconds_for_the_end(run):
     """Seconds of --time_limit kept for the end: at most a fifth, then fewer windows are scored."""
     return min(run.ending + run.saving + 2, run.config.time_limit / 5)
 
@@ -222,4 +222,4 @@ def deadline(run, is_last):
     end = run.log.start - run.seconds + limit
     if is_last:
         return end - 2 - run.saving
-    return min(end - reserve(run), time.monotonic() + seconds_now(run))
+    return min(end - seconds_for_the_end(run), time.monotonic() + seconds_now(run))

@@ -114,7 +114,7 @@ def claim(config, folder):
     out = Path(config.out_dir)
     if not folder:
         check_place(config, out)
-    checkpoint.take(out)
+    checkpoint.claim_run_dir(out)
     is_kept = folder and (out / "data" / "meta.json").exists()
     ownership.check_run(out, prepares=not (is_kept or sources.is_ids(config.data)))
 
@@ -282,7 +282,7 @@ def begin(run, folder):
     fix = "give an --out_dir that all share"
     ranks.check_equal(manifest, f"the ranks see different checkpoints in {folder}; {fix}")
     if run.config.overwrite:
-        ranks.on_first_rank(lambda: checkpoint.disown(run.config.out_dir))
+        ranks.on_first_rank(lambda: checkpoint.mark_overwriting(run.config.out_dir))
     run.saved_at = time.monotonic()
     run.log.begin(run.step if folder else -1)
     if run.changed:

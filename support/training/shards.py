@@ -36,8 +36,8 @@ def sharing(shard, world):
     return world if shard == ALL else shard or 1
 
 
-def make_place(shard, device, dtype, world):
-    """place(module): move it to the device; with --shard only this rank's part of it.
+def make_shard_fn(shard, device, dtype, world):
+    """A function of a module: move it to the device; with --shard only this rank's part of it.
 
     Parts are rows of each parameter, on groups of `shard` ranks; the groups hold the same. In
     computations a module's parameters are whole, in `dtype`; their gradients are summed in float32.
@@ -99,7 +99,7 @@ def fill(p, whole):
     p.copy_(whole)
 
 
-class Turns:
+class MatrixShuffle:
     """n alike matrices (A, B), their rows spread over the ranks; each matrix is one rank's turn.
 
     first: how many had their turn before, so that no rank gets more than its share.

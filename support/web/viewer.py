@@ -60,7 +60,7 @@ def highlighted(texts, dimmed=False):
     return "".join(f"{FILLED}{text}{PLAIN}" if filled else text for text, filled in texts)
 
 
-class Watch:
+class TerminalPlayer:
     """The unmasking of one text in the terminal; where there is none, the text of each step."""
 
     def __init__(self, tokenizer, x, mask, steps):
@@ -156,7 +156,7 @@ def likeliest(tokenizer, p, n, first=False):
     return [(tokenizer.piece(v, first), q) for q, v in zip(*map(torch.Tensor.tolist, best))]
 
 
-class Film:
+class HtmlRecorder:
     """The frames of one text: what each step revealed, how surely, and what else was likely."""
 
     def __init__(self, tokenizer, x, mask):

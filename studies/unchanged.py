@@ -117,6 +117,14 @@ def without_times(text):
     return found
 
 
+def module(*names):
+    """The first module of these names that there is: older checkouts have others."""
+    for name in names:
+        with contextlib.suppress(ModuleNotFoundError):
+            return import_module(name)
+    raise ModuleNotFoundError(f"none of {', '.join(names)} is there")
+
+
 class Checkout:
     """Runs the programs of the checkout in the current folder, in this process."""
 
@@ -125,7 +133,7 @@ class Checkout:
         mdlm = import_module("mdlm")
         import_module("torch").set_num_threads(1)
         self.out = out
-        self.cleanup = import_module("support.checkpoint").release
+        self.cleanup = module("support.training.checkpoint", "support.checkpoint").release
         self.run = import_module("support.cli").run
         self.load_file = import_module("safetensors.torch").load_file
         self.programs = {name: import_module(name).main for name in ("eval", "sample")}

@@ -11,7 +11,7 @@ from conftest import TINY, counts_of, run_mdlm, tiny_flags
 import mdlm
 import sample
 from support import cli
-from support.likelihood import chain_rule
+from support.infill.likelihood import chain_rule
 
 SOUNDS = {"cat": "meow", "a dog": "woof!", "the old cow": "moo", "me": "i am a model"}
 

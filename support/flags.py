@@ -31,6 +31,18 @@ def check_clashes(clashes, given):
                 raise UserError(f"--{one} and --{other} contradict each other; {why}")
 
 
+def check_effects(given, rules):
+    """Raise UserError for a flag that does nothing in what was asked for.
+
+    given: the names of the flags that were given. rules: of ("flags", whether they have an effect
+    here, what makes them do nothing and what to do about it).
+    """
+    for flags, has_effect, why in rules:
+        for name in flags.split():
+            if name in given and not has_effect:
+                raise UserError(f"--{name} has no effect {why}")
+
+
 def opt(default, meaning, *choices, bounds=None, bare=None, text=False, path=None):
     """A dataclass field and flag: its default, help, and choices or (low, high) bounds.
 

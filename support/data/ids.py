@@ -192,5 +192,5 @@ def check_largest(folder, parts, largest, end_id):
             count += len(part) - len(lower)
     if second * 4 + 256 < top and count <= 3:
         what = f"{folder} has the id {top} {count} time(s), and no other one above {second}"
-        fix += f", or --end_id={top} if it ends documents" * (end_id < 0)
+        fix += f", or --end={top} if it ends documents" * (end_id < 0)
         raise UserError(f"{what}: it may be damaged; {fix}")

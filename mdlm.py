@@ -1,6 +1,6 @@
 """Train a masked diffusion language model: data, model, loss, sampling, evaluation, training loop.
 
-    python mdlm.py                                   # tiny Shakespeare, sized for this machine
+    python mdlm.py                                   # tiny Shakespeare
     python mdlm.py --data=my.txt --time_limit=300    # any text, five minutes
     torchrun --standalone --nproc_per_node=8 mdlm.py --preset=gpt2 --data=FOLDER
 
@@ -192,7 +192,7 @@ class Config:
         4096, "windows of validation text in the last evaluation (0: all)", bounds=(0, NO_LIMIT)
     )
     log_interval: int = opt(20, "steps between records in log.jsonl", bounds=COUNT)
-    # Documents (of .jsonl, .json, .parquet, folders, --separator, .bin files with --end)
+    # Documents (.jsonl, .json, .parquet, folders, --separator, .bin with --end)
     text_column: str = opt("text", "the column of a record that is learned")
     max_bad_records: int = opt(
         -1,
@@ -292,7 +292,7 @@ def parse_args(argv):
     """The flags that were given, as a dict of Config fields."""
     implied = "--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items())
     notes = flags.fold(implied, "", "    ")
-    notes += "\nA run ends after --max_steps or --time_limit, as given, else as its preset says."
+    notes += "\nA run ends after --max_steps or --time_limit; without both as its preset says."
     notes += "\nWith --max_steps alone no clock enters: on a CPU such runs repeat to the bit."
     title = "\n\n".join(__doc__.split("\n\n")[:2])  # with the commands that follow it
     return flags.parse_flags(Config, argv, title, notes, PRESETS, devices.default_preset("auto"))

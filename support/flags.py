@@ -305,10 +305,10 @@ class ShowHelp(argparse.Action):
         parser.exit()
 
 
-def fold_lines(text):
-    """A text in which lines that are too long for 80 columns are broken."""
-    lines = (text or "").split("\n")
-    return "\n".join(fold(line, "", "  ") if len(line) > 79 else line for line in lines)
+def fold_paragraphs(text):
+    """A text whose paragraphs fit in 80 columns; commands, which are indented, stay as they are."""
+    parts = (text or "").strip("\n").split("\n\n")
+    return "\n\n".join(part if part[:1] == " " else fold(part, "", "") for part in parts)
 
 
 def make_parser(cls, fields, description, epilog, presets, preset):
@@ -321,8 +321,8 @@ def make_parser(cls, fields, description, epilog, presets, preset):
         epilog += f"\n\n--help=all shows all {n} flags."
     parser = Parser(
         usage="%(prog)s [--flag=value ...]",
-        description=fold_lines(description),
-        epilog=fold_lines(epilog),
+        description=fold_paragraphs(description),
+        epilog=epilog,
         argument_default=argparse.SUPPRESS,
         add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,

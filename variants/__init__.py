@@ -25,9 +25,8 @@ def choose(config, default, end_id=None, mean_length=None):
     objective = default
     texts = (end_id, mean_length)
     if config.objective == "ar":
-        return Autoregressive(
-            objective, *(texts if config.document_length == "given" else (None, None))
-        )
+        is_given = config.document_length == "given"
+        return Autoregressive(objective, *(texts if is_given else (None, None)))
     if rates.are_other(config):
         objective = OtherRates(objective)
     if end_id is not None and config.prompt_column:

@@ -44,8 +44,8 @@ def effects(config):
 class BlockDiffusion(Variant):
     """Each block is a text of S tokens for `texts`, an objective like `inner` but of that length.
 
-    In a share --infill_share of the steps a window is a single text, as for `inner`: so the model learns
-    to fill gaps too.
+    In --infill_share of the steps a window is a single text, as for `inner`: so the model learns to
+    fill gaps too.
     """
 
     fills_gaps = False
@@ -129,7 +129,8 @@ class BlockDiffusion(Variant):
         last = torch.where((x != self.mask_id) & ~fill, block, 0)
         if (fill & (block < last.amax(1, keepdim=True))).any():
             given = f"this model (--block_length={S}) does not see text in blocks after a gap"
-            fix = "take one without blocks, or one of mdlm.py --infill_share by mdlm.load(path, whole=True)"
+            learned = "mdlm.py --infill_share by mdlm.load(path, whole=True)"
+            fix = f"take one without blocks, or one of {learned}"
             raise UserError(f"{given}; {fix}")
 
     def notes(self):

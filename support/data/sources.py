@@ -388,7 +388,7 @@ def cut_windows(ids, config, end_id):
     """(W,) int64: where windows start, how many tokens they take, how many of these are learned.
 
     Without an end_id they follow each other. Else they start at each document, and every T tokens
-    in a longer one. Learned is the text; with --objective=ar its [END]; where lengths are predicted all.
+    in a longer one. Learned is the text; with --objective=ar its [END]; of predicted lengths all.
     """
     T = config.block_size
     if end_id is None:

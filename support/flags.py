@@ -156,7 +156,7 @@ def check_not_empty(name, value, text=False):
     """
     if isinstance(value, str) and not (value if text else value.strip()):
         why = "is a variable not set?"
-        raise UserError(f"{name}={value!r} is empty: {why} Give a value (--help lists all)")
+        raise UserError(f"{name}={value!r} is empty: {why} Give a value (see --help)")
 
 
 @functools.cache
@@ -234,11 +234,11 @@ def refuse(argument, names, program=""):
         if equals and flag in names:
             raise UserError(f"{argument!r} needs dashes: --{argument}")
         example = next((name for name in ("data", "out_dir") if name in names), names[0])
-        fix = f"such as --{example}= (--help lists all)"
+        fix = f"such as --{example}= (see --help)"
         raise UserError(f"{argument!r} needs a flag before it, {fix}")
     advice = guesses.answer(flag.lstrip("-"), names, program)
     advice = f"; {advice}" if advice else ""
-    raise UserError(f"there is no flag {flag}{advice} (--help lists all)")
+    raise UserError(f"there is no flag {flag}{advice} (see --help)")
 
 
 def shown_value(value):
@@ -257,9 +257,10 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, fr
     free: the name under which a value without a flag is returned ("": it is refused).
     """
     texts = (description, epilog, presets, preset)
-    parser = make_parser(cls, dataclasses.fields(cls), *texts)
-    common = [field for field in dataclasses.fields(cls) if field.metadata["common"]]
-    parser.first_screen = make_parser(cls, common, *texts) if common else parser
+    all_fields = dataclasses.fields(cls)
+    parser = make_parser(cls, all_fields, *texts)
+    common = [field for field in all_fields if field.metadata["common"]]
+    parser.first_screen = functools.partial(make_parser, cls, common or all_fields, *texts)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     names = list(fields)
     switches = [name for name, field in fields.items() if field.type is bool]
@@ -301,7 +302,7 @@ class ShowHelp(argparse.Action):
     """--help: the flags that most runs need; --help=all: all of them, by groups."""
 
     def __call__(self, parser, namespace, value, option_string=None):
-        (parser if value == "all" else parser.first_screen).print_help()
+        (parser if value == "all" else parser.first_screen()).print_help()
         parser.exit()
 
 

@@ -183,7 +183,7 @@ def read_twice(at, then):
 
 def open_prompts(at, block_size):
     """Windows of this size from prepared prompts and answers."""
-    config = mdlm.Config(block_size=block_size, prompt_column="prompt", lengths="learned")
+    config = mdlm.Config(block_size=block_size, prompt_column="prompt", document_length="predicted")
     mdlm.Corpus(f"{at['prompts']}/data", config, torch.device("cpu"))
 
 
@@ -290,7 +290,7 @@ ADVICE["eval.py"] = [
         "eval --compare={run}",
     ),
     (
-        "--whole is for models of mdlm.py --whole",
+        "--whole is for models of mdlm.py --infill_share",
         "eval --whole",
         "eval",
         "eval --whole --out_dir={whole}",
@@ -316,7 +316,7 @@ ADVICE["export.py"] = [
         lambda at: export.to_library(Tokenizer("file", of_words({"some": 0, "words": 1}))),
     ),
     (
-        "not for --objective=ar or --block_length without --whole",
+        "not for --objective=ar or --block_length without --infill_share",
         "export --dest={tmp}/e --out_dir={blocks}",
         "export --dest={tmp}/e --out_dir={run}",
         "export --dest={tmp}/e --out_dir={whole}",
@@ -709,7 +709,7 @@ ADVICE["flags.py"] = [
     ("is empty: {} Give a value", "mdlm --data=", "mdlm --data={text}"),
     ("{} needs dashes: --{}", "mdlm n_layer=1", "mdlm --n_layer=1"),
     ("{} needs a flag before it + such as --{}=", "mdlm {text}", "mdlm --data={text}"),
-    ("there is no flag {}{} (--help lists all)", "mdlm --n_lyer=2", "mdlm --n_layer=2"),
+    ("there is no flag {}{} (see --help)", "mdlm --n_lyer=2", "mdlm --n_layer=2"),
     ("{} are {} values; put a text in quotes", "sample a b", "sample 'a b'"),
 ]
 
@@ -756,11 +756,11 @@ ADVICE["ids.py"] = [
         (ids(*[IDS.astype(np.int64)] * 2), "mdlm --data=ids --bin_dtype=int64"),
     ),
     (
-        "restore the file, or give --vocab_size + , or --end_id={} if it ends documents",
+        "restore the file, or give --vocab_size + , or --end={} if it ends documents",
         ids(np.append(IDS, np.uint16(3000))),
         ids(),
         (ids(np.append(IDS, np.uint16(3000))), "mdlm --data=ids --vocab_size=3001"),
-        (ids(np.append(IDS, np.uint16(3000))), "mdlm --data=ids --end_id=3000"),
+        (ids(np.append(IDS, np.uint16(3000))), "mdlm --data=ids --end=3000"),
     ),
     (
         "restore the file, or give another --bin_dtype",
@@ -1327,15 +1327,15 @@ ADVICE["sources.py"] = [
     ),
     (
         "give the id that ends documents, or leave --end_id out",
-        "mdlm --data={ids} --vocab_size=20 --end_id=9",
-        "mdlm --data={ids} --vocab_size=20 --end_id=3",
+        "mdlm --data={ids} --vocab_size=20 --end=9",
+        "mdlm --data={ids} --vocab_size=20 --end=3",
         "mdlm --data={ids} --vocab_size=20",
     ),
-    ("leave it out", "mdlm --data={documents}/data --end_id=1", "mdlm --data={documents}/data"),
+    ("leave it out", "mdlm --data={documents}/data --end=1", "mdlm --data={documents}/data"),
     (
-        "--end_id={} must be below V = {}",
-        "mdlm --data={ids} --vocab_size=7 --end_id=9",
-        "mdlm --data={ids} --vocab_size=7 --end_id=3",
+        "--end={} must be below V = {}",
+        "mdlm --data={ids} --vocab_size=7 --end=9",
+        "mdlm --data={ids} --vocab_size=7 --end=3",
     ),
     ("has an unusable dtype, characters or entropy ({}); remove it", ids(dtype="int4"), ids()),
     (
@@ -1345,8 +1345,8 @@ ADVICE["sources.py"] = [
     ),
     (
         "there is no text but the ends of its documents, or no answer; give some",
-        (ids(IDS * 0, IDS * 0), "mdlm --data=ids --end_id=0"),
-        (ids(), "mdlm --data=ids --end_id=0"),
+        (ids(IDS * 0, IDS * 0), "mdlm --data=ids --end=0"),
+        (ids(), "mdlm --data=ids --end=0"),
     ),
 ]
 
@@ -1450,14 +1450,14 @@ ADVICE["tokenizer.py"] = [
         lambda at: to_json(at, 6),
     ),
     (
-        "--end_token={} is no special token of {}; give one",
-        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end_token=some"),
-        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end_token=[EOT]"),
+        "--end={} is no special token of {}; give one",
+        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end=some"),
+        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end=[EOT]"),
     ),
     (
-        "{} has none of {}; name its --end_token",
+        "{} has none of {}; name its --end",
         ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json"),
-        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end_token=[EOT]"),
+        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end=[EOT]"),
     ),
     (
         "--vocab_size={} is too small; give more than the 256 bytes take",
@@ -1468,10 +1468,10 @@ ADVICE["tokenizer.py"] = [
 
 ADVICE["variants"] = [
     (
-        "leave {} out, or add --lengths=learned",
+        "leave {} out, or add --document_length=predicted",
         "mdlm --data={records} --masking=bernoulli",
         "mdlm --data={records}",
-        "mdlm --data={records} --lengths=learned --masking=bernoulli",
+        "mdlm --data={records} --document_length=predicted --masking=bernoulli",
     ),
     ("leave one of them out", FollowedIn("test_either_of_two_variants_can_be_left_out")),
 ]
@@ -1481,27 +1481,31 @@ COMBINED = {
     ("ar", "blocks"): ("", "--objective=ar", "--block_length=8"),
     ("ar", "prompts"): ("--data={pairs}", "--objective=ar", "--prompt_column=prompt"),
     ("ar", "time"): ("", "--objective=ar", "--time_conditioning"),
-    ("blocks", "documents"): ("", "--block_length=8", "--lengths=known"),
+    ("blocks", "documents"): ("", "--block_length=8", "--document_length=given"),
     ("blocks", "prompts"): ("--data={pairs}", "--block_length=8", "--prompt_column=prompt"),
     ("blocks", "rates"): ("", "--block_length=8", "--masking=bernoulli"),
     ("blocks", "time"): ("", "--block_length=8", "--time_conditioning"),
-    ("prompts", "documents"): ("--data={pairs}", "--prompt_column=prompt", "--lengths=known"),
-    ("prompts", "rates"): (
-        "--data={pairs} --lengths=learned",
+    ("prompts", "documents"): (
+        "--data={pairs}",
         "--prompt_column=prompt",
-        "--max_rate=0.5",
+        "--document_length=given",
+    ),
+    ("prompts", "rates"): (
+        "--data={pairs} --document_length=predicted",
+        "--prompt_column=prompt",
+        "--rates=0-0.5",
     ),
 }
 
 ADVICE["blocks.py"] = [
     (
         "needs a --block_length below",
-        "mdlm --whole=0.5",
-        "mdlm --whole=0.5 --block_length=8",
+        "mdlm --infill_share=0.5",
+        "mdlm --infill_share=0.5 --block_length=8",
     ),
     ("{} must divide --block_size={}", "mdlm --block_length=5", "mdlm --block_length=8"),
     (
-        "take one without blocks, or one of mdlm.py --whole by mdlm.load(path, whole=True)",
+        "take one without blocks, or one of {}",
         "sample --out_dir={blocks} '--infill=█ and a text of two blocks'",
         "sample --out_dir={run} '--infill=█ and a text of two blocks'",
         "sample --out_dir={whole} '--infill=█ and a text of two blocks'",
@@ -1512,8 +1516,8 @@ ADVICE["blocks.py"] = [
 ADVICE["rates.py"] = [
     (
         "--min_rate={} is above --max_rate; swap them",
-        "mdlm --min_rate=0.9 --max_rate=0.2",
-        "mdlm --min_rate=0.2 --max_rate=0.9",
+        "mdlm --rates=0.9-0.2",
+        "mdlm --rates=0.2-0.9",
     ),
 ]
 
@@ -1576,7 +1580,7 @@ ADVICE["patterns.py"] = [
 
 ADVICE["pictures.py"] = [
     (
-        "{} has blocks; give --run without, or of --whole",
+        "{} has blocks; give --run without, or of --infill_share",
         "pictures {tmp}/p.png --text=a█ --run={blocks}",
         "pictures {tmp}/p.png --text=a█ --run={run}",
         "pictures {tmp}/p.png --text=a█ --run={whole}",

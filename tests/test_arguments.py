@@ -132,7 +132,7 @@ def test_home_folder_is_found_behind_an_equals_sign(monkeypatch, tmp_path, given
 
 
 def test_empty_settings_of_a_checkpoint_stay(tmp_path):
-    kept = dict(data="", separator="", init_from="", end_token="", out_dir="")
+    kept = dict(data="", separator="", init_from="", end="", out_dir="")
     content = dict(format="mdlm", version=1, config=kept)
     (tmp_path / "config.json").write_text(json.dumps(content))
     config = mdlm.read_config(tmp_path)

@@ -298,7 +298,7 @@ def test_previews_of_other_models(text_file, tmp_path, capsys, more, title):
 
 
 def test_training_loss_that_is_no_bound_is_said(text_file, tmp_path, capsys):
-    said = shown(text_file, tmp_path / "o", capsys, "--max_steps=1", "--max_rate=0.5")
+    said = shown(text_file, tmp_path / "o", capsys, "--max_steps=1", "--rates=0-0.5")
     assert "the training loss is no likelihood bound" in said.out
 
 
@@ -421,7 +421,10 @@ def test_tokens_are_those_of_text(tmp_path, capsys):
     texts = (windows != corpus.tokenizer.end_id).sum(1) + 1.0  # each with its own [END]
     assert abs(texts.mean().item() - corpus.mean_size) < 0.02  # the last one may have none
     assert read_log(tmp_path / "o")[-1]["tokens"] == round(3 * 8 * corpus.mean_size) < 3 * 8 * 16
-    assert run_mdlm(*flags, f"--out_dir={tmp_path / 'p'}", "--objective=ar", "--lengths=known") == 0
+    assert (
+        run_mdlm(*flags, f"--out_dir={tmp_path / 'p'}", "--objective=ar", "--document_length=given")
+        == 0
+    )
     assert losses(tmp_path / "p")
 
 

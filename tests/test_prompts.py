@@ -164,7 +164,11 @@ def test_a_prompt_goes_where_its_answer_goes(tmp_path, n):
         ([dict(q="", a="b")] * 9, [], ["9 empty", "line 1", "is empty"]),
         ([dict(q="c", a="b")] * 9, ["--text_column=q"], ["--prompt_column=q", "name two"]),
         ([dict(q="c", a="b")] * 9, ["--objective=ar"], ["--prompt_column=q", "--objective=ar"]),
-        ([dict(q="c", a="b")] * 9, ["--lengths=known"], ["--prompt_column=q", "--lengths=known"]),
+        (
+            [dict(q="c", a="b")] * 9,
+            ["--document_length=given"],
+            ["--prompt_column=q", "--document_length=given"],
+        ),
         (
             [dict(q="c", a="b")] * 9,
             ["--masking=bernoulli"],

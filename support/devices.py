@@ -63,16 +63,16 @@ def peak_flops(device):
 
 
 def flops_per_token(model):
-    """Of forward and backward: 6 a weight, and 12 C T a block with attention."""
+    """Of forward and backward: 6 a weight, and 12 C T a layer with attention."""
     config = model.config
-    body = sum(p.numel() for p in model.blocks.parameters())
+    body = sum(p.numel() for p in model.layers.parameters())
     objective = model.objective
     rows = objective.positions  # that the network computes for a token
     body *= rows
     # The head, and the last layer's MLP, compute only what is predicted.
     end = objective.predicted * config.n_embd * model.vocab_size
     end -= 8 * config.n_embd**2 * (rows - objective.predicted)
-    attending = sum(block.qkv is not None for block in model.blocks)
+    attending = sum(layer.qkv is not None for layer in model.layers)
     return 6 * (body + end) + 12 * attending * config.n_embd * config.block_size
 
 

@@ -13,7 +13,7 @@ def make_optimizers(model, config, device):
     rest = []
     rows = {}
     for name, p in model.named_parameters():
-        is_matrix = name.startswith("blocks.") and "adaln" not in name and "conv" not in name
+        is_matrix = name.startswith("layers.") and "adaln" not in name and "conv" not in name
         (matrices if is_matrix and config.optimizer == "muon" else rest).append(p)
         if name.endswith("qkv.weight"):  # each head's queries, keys and values apart
             rows[p] = config.n_embd // config.n_head

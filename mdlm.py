@@ -29,7 +29,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import variants
-from support import devices, files, kernels, numerics, plots, ranks, seeds, signals
+from support import devices, files, kernels, numerics, plots, ranks, signals
 from support.arguments import check_evaluation, check_reversing, to_view, truth
 from support.data import sources, texts
 from support.data.ids import DTYPES
@@ -39,11 +39,17 @@ from support.errors import SharedError, UserError
 from support.flags import COUNT, NO_LIMIT, READS, WRITES, opt
 from support.kernels.launch import can_compile
 from support.kernels.reference import rotary_tables
+from support.numerics import generator
 from support.ranks import all_reduce
-from support.seeds import generator
 from support.training import checkpoint, compiling, pace, runs, shards
 from support.training.log import Log, to_preview
-from support.training.optimizers import average, make_optimizers, set_rates, update
+from support.training.optimizers import (
+    average,
+    clip_gradients,
+    make_optimizers,
+    set_rates,
+    update,
+)
 from support.view import View
 from variants.rates import SCHEDULES
 
@@ -783,7 +789,7 @@ def compute_gradients(run, step, margin_scale):
     loss = 0
     for k in range(n):
         samples = torch.arange(run.micro_batch) + (run.rank * n + k) * run.micro_batch
-        seeds.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
+        numerics.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
         drawn = draw_batch(run, step, margin_scale, samples)
         run.exchange(k == n - 1)  # between ranks, once a step
         with run.autocast():
@@ -798,7 +804,7 @@ def train_step(run, step, progress):
     """One optimizer step; its loss and gradient norm go to run.pending."""
     set_rates(run, step, lr_scale(run.config, step, progress))
     loss = compute_gradients(run, step, margin_scale=min(1.0, 2 * (1 - progress)))
-    norm = devices.clip_gradients(list(run.model.parameters()), run.config.grad_clip)
+    norm = clip_gradients(list(run.model.parameters()), run.config.grad_clip)
     run.pending[step] = torch.stack((loss, norm))
     if not devices.is_async(run.device):
         check_finite(run)  # before the update; a GPU's numbers are read before they are saved

@@ -5,7 +5,6 @@ import warnings
 
 import numpy as np
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from support.errors import UserError
 
@@ -99,12 +98,3 @@ def to_device(x, device):
     if is_async(device) and x.device.type == "cpu":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
-
-
-def clip_gradients(params, limit):
-    """Scale the gradients down to a total norm of `limit` (0: never); returns the norm before."""
-    norm = get_total_norm([p.grad for p in params if p.grad is not None])
-    total = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # with --shard
-    if limit and (is_async(total.device) or total > limit):  # a GPU's norm is not read
-        clip_grads_with_norm_(params, limit, norm)
-    return total

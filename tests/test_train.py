@@ -241,7 +241,7 @@ def test_device_does_the_same_in_every_step(trained, monkeypatch, more):
         monkeypatch.setattr(mdlm, "draw_batch", lambda *args, drawn=drawn: drawn)
         with Watched() as watched:
             mdlm.compute_gradients(run, step, 1.0 - step / 4)
-            devices.clip_gradients(list(run.model.parameters()), 1.0)
+            mdlm.clip_gradients(list(run.model.parameters()), 1.0)
             mdlm.update(run)
         states = [s for o in run.optimizers for s in (*o.state.values(), *o.param_groups)]
         kept = [x.data_ptr() for x in tree_leaves(states) if isinstance(x, torch.Tensor)]
@@ -262,7 +262,7 @@ def test_few_operations_surround_the_network(trained, monkeypatch):
     with Watched() as watched:
         mdlm.set_rates(run, 1, 1.0)
         run.objective.batch(run.model.ops, *drawn)
-        devices.clip_gradients(list(run.model.parameters()), 1.0)
+        mdlm.clip_gradients(list(run.model.parameters()), 1.0)
         mdlm.update(run)
     views = ("view", "unsqueeze", "slice", "expand", "alias", "select", "detach", "profiler")
     launched = [name for name, *_ in watched.seen if not any(view in name for view in views)]
@@ -311,7 +311,7 @@ def test_large_gradients_are_clipped_small_ones_untouched():
         ]  # the third has none
         for p, x in zip(params, before, strict=False):
             p.grad = x.clone()
-        norm = devices.clip_gradients(params, limit).item()
+        norm = mdlm.clip_gradients(params, limit).item()
         wanted = torch.cat([x.flatten() for x in before]).norm().item()
         assert norm == pytest.approx(wanted, rel=1e-5)
         after = torch.cat([p.grad.flatten() for p in params[:2]]).norm().item()

@@ -27,7 +27,7 @@ from torch import distributed
 
 import mdlm
 from support import cli, devices
-from support.training import checkpoint, muon, shards
+from support.training import checkpoint, muon, optimizers, shards
 
 
 def rank():
@@ -182,7 +182,7 @@ def not_finite(at, what, report, late=""):
         Path(f"{report}.{rank()}").write_text(json.dumps([*digests, digest(runs[0])]))
 
     if late:
-        devices.is_async = lambda device: True
+        devices.is_async = optimizers.is_async = lambda device: True
         mdlm.to_device = lambda x, device: x  # there is no device to copy to
     mdlm.Model.forward = broken_forward
     mdlm.make_run = watched_run

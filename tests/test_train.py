@@ -230,7 +230,7 @@ class Watched(TorchDispatchMode):
 )
 def test_device_does_the_same_in_every_step(trained, monkeypatch, more):
     """Else one CUDA graph could not be all steps: nothing is read, no Python number changes."""
-    monkeypatch.setattr(devices, "is_async", lambda device: True)  # clipping reads no norm
+    monkeypatch.setattr("support.training.optimizers.is_async", lambda device: True)
     monkeypatch.setattr(mdlm, "to_device", lambda x, device: x)
     run = make_run(trained, n_layer=2, warmup_steps=3, lr_schedule="linear", **more)
     draw_batch = mdlm.draw_batch
@@ -255,7 +255,7 @@ def test_few_operations_surround_the_network(trained, monkeypatch):
     run = make_run(trained, optimizer="adamw")
     mdlm.train_step(run, 0, 0.0)  # makes the optimizer's state
     drawn = mdlm.draw_batch(run, 1, 0.0, torch.arange(run.micro_batch))
-    monkeypatch.setattr(devices, "is_async", lambda device: True)  # clipping reads no norm
+    monkeypatch.setattr("support.training.optimizers.is_async", lambda device: True)
     masked = run.model.ops.mask_tokens(drawn[0], drawn[1], run.model.mask_id, 0, 0, drawn[-1])
     run.model.ops.mask_tokens = lambda *args: masked  # one or two launches of the Triton kernel
     run.model(*run.objective.batch(run.model.ops, *drawn)).backward()

@@ -711,6 +711,25 @@ ADVICE["flags.py"] = [
     ("{} needs a flag before it + such as --{}=", "mdlm {text}", "mdlm --data={text}"),
     ("there is no flag {}{} (see --help)", "mdlm --n_lyer=2", "mdlm --n_layer=2"),
     ("{} are {} values; put a text in quotes", "sample a b", "sample 'a b'"),
+    (
+        "--{} needs a value: --{}=VALUE",
+        "mdlm --whole --block_length=8",
+        "mdlm --whole=1 --block_length=8",
+    ),
+    (
+        "--{} is what {} said before; give --{} alone",
+        "mdlm --rates=0.3-0.8 --min_rate=0.4",
+        "mdlm --rates=0.3-0.8",
+    ),
+]
+
+ADVICE["optimizers.py"] = [
+    (
+        "with --optimizer={}; leave it out, or give --optimizer=muon",
+        "mdlm --optimizer=adamw --muon_lr=0.1",
+        "mdlm --optimizer=adamw",
+        "mdlm --optimizer=muon --muon_lr=0.1",
+    ),
 ]
 
 ADVICE["compiling.py"] = [
@@ -1090,6 +1109,7 @@ ADVICE["records.py"] = [
 ]
 
 ADVICE["runs.py"] = [
+    ("with --n_layer=1; leave it out", "mdlm --n_layer=1 --attention_every=2", "mdlm --n_layer=1"),
     ("--n_embd={} must be a multiple of {}", "mdlm --n_embd=34", "mdlm --n_embd=36"),
     ("--batch_size={} must be a multiple of {}", "mdlm --batch_size=7", "mdlm --batch_size=8"),
     (
@@ -1326,12 +1346,79 @@ ADVICE["sources.py"] = [
         "mdlm --data={text}",
     ),
     (
-        "give the id that ends documents, or leave --end_id out",
+        "give the id that ends documents, or leave --end out",
         "mdlm --data={ids} --vocab_size=20 --end=9",
         "mdlm --data={ids} --vocab_size=20 --end=3",
         "mdlm --data={ids} --vocab_size=20",
     ),
     ("leave it out", "mdlm --data={documents}/data --end=1", "mdlm --data={documents}/data"),
+    (
+        "give the number that ends documents",
+        "mdlm --data={ids} --end=x",
+        "mdlm --data={ids} --end=3",
+    ),
+    (
+        "{}, which is no text file; {}",
+        "mdlm --data={records} --separator=x",
+        "mdlm --data={records}",
+    ),
+    ("{}, which has no columns; {}", "mdlm --text_column=a", "mdlm"),
+    ("{}, which has no records; {}", "mdlm --max_bad_records=3", "mdlm"),
+    ("{}, which is no folder of .bin files; {}", "mdlm --bin_dtype=int32", "mdlm"),
+    (
+        "with --init_from, which brings a tokenizer; {}",
+        "mdlm --data={text} --init_from={run} --vocab_size=300",
+        "mdlm --data={text} --init_from={run}",
+    ),
+    (
+        "with --tokenizer={}; {}, or give + {} --tokenizer=word or bpe",
+        "mdlm --vocab_size=300",
+        "mdlm",
+        "mdlm --vocab_size=300 --tokenizer=word",
+        "mdlm --vocab_size=300 --tokenizer=bpe",
+    ),
+    (
+        "{} the tokenizer.json that has this token",
+        "mdlm --data={records} --end=[EOT]",
+        "mdlm --data={records}",
+        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end=[EOT]"),
+    ),
+    ("{}, which is a single text; {}", "mdlm --pack=true", "mdlm"),
+    (
+        "with --objective={}; leave it out",
+        "mdlm --data={records} --objective=ar --pack=true",
+        "mdlm --data={records} --objective=ar",
+    ),
+    (
+        "with --document_length={}, as a window holds one; leave it out",
+        "mdlm --data={records} --document_length=predicted --pack=true",
+        "mdlm --data={records} --document_length=predicted",
+    ),
+    ("{}, a folder of ids; {}", "mdlm --data={ids} --tokenizer=byte", "mdlm --data={ids}"),
+    (
+        "{}, whose tokenizer.json has one; {}",
+        "mdlm --data={documents}/data --vocab_size=300",
+        "mdlm --data={documents}/data",
+    ),
+    (
+        "{}, whose meta.json notes it; {}",
+        "mdlm --data={documents}/data --bin_dtype=uint8",
+        "mdlm --data={documents}/data",
+    ),
+    (
+        "{}, whose header says it; {}",
+        (
+            {"ids/train.bin": of_llm_c(300), "ids/val.bin": of_llm_c(300)},
+            "mdlm --data=ids --bin_dtype=uint16",
+        ),
+        ({"ids/train.bin": of_llm_c(300), "ids/val.bin": of_llm_c(300)}, "mdlm --data=ids"),
+    ),
+    (
+        "{}, which has no documents; {}, or give the --end",
+        "mdlm --data={ids} --pack=true",
+        "mdlm --data={ids}",
+        "mdlm --data={ids} --pack=true --end=3",
+    ),
     (
         "--end={} must be below V = {}",
         "mdlm --data={ids} --vocab_size=7 --end=9",
@@ -1481,7 +1568,7 @@ COMBINED = {
     ("ar", "blocks"): ("", "--objective=ar", "--block_length=8"),
     ("ar", "prompts"): ("--data={pairs}", "--objective=ar", "--prompt_column=prompt"),
     ("ar", "time"): ("", "--objective=ar", "--time_conditioning"),
-    ("blocks", "documents"): ("", "--block_length=8", "--document_length=given"),
+    ("blocks", "documents"): ("--data={records}", "--block_length=8", "--document_length=given"),
     ("blocks", "prompts"): ("--data={pairs}", "--block_length=8", "--prompt_column=prompt"),
     ("blocks", "rates"): ("", "--block_length=8", "--masking=bernoulli"),
     ("blocks", "time"): ("", "--block_length=8", "--time_conditioning"),
@@ -1505,6 +1592,11 @@ ADVICE["blocks.py"] = [
     ),
     ("{} must divide --block_size={}", "mdlm --block_length=5", "mdlm --block_length=8"),
     (
+        "with --block_length=1: of a single token there is one mask rate; leave it out",
+        "mdlm --block_length=1 --rate_margin=0.2",
+        "mdlm --block_length=1",
+    ),
+    (
         "take one without blocks, or one of {}",
         "sample --out_dir={blocks} '--infill=█ and a text of two blocks'",
         "sample --out_dir={run} '--infill=█ and a text of two blocks'",
@@ -1513,11 +1605,36 @@ ADVICE["blocks.py"] = [
     ),
 ]
 
-ADVICE["rates.py"] = [
+ADVICE["autoregressive.py"] = [
     (
-        "--min_rate={} is above --max_rate; swap them",
-        "mdlm --rates=0.9-0.2",
-        "mdlm --rates=0.2-0.9",
+        "with --objective=ar, which masks no tokens; leave it out",
+        "mdlm --objective=ar --masking=bernoulli",
+        "mdlm --objective=ar",
+    ),
+]
+
+ADVICE["time_conditioning.py"] = [
+    (
+        "with --time_conditioning, as the model must learn all rates; leave it out",
+        "mdlm --time_conditioning --rate_margin=0.2",
+        "mdlm --time_conditioning",
+    ),
+]
+
+ADVICE["rates.py"] = [
+    ("--rates={}: {} is above {}; swap them", "mdlm --rates=0.9-0.2", "mdlm --rates=0.2-0.9"),
+    (
+        "--rates={} is not accepted; give {} + {} or LOW-HIGH, such as 0.3-0.8",
+        "mdlm --rates=low",
+        "mdlm --rates=uniform",
+        "mdlm --rates=cosine",
+        "mdlm --rates=0.3-0.8",
+    ),
+    ("--rates={} must be from 0 to 1", "mdlm --rates=0.5-1.5", "mdlm --rates=0.5-1"),
+    (
+        "with {}, which says what is masked all the time; leave it out",
+        "mdlm --masking=bernoulli --rate_margin=0.2",
+        "mdlm --masking=bernoulli",
     ),
 ]
 

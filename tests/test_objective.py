@@ -38,7 +38,7 @@ VARIANTS = [
 # What a newcomer might add to rates.SCHEDULES, and the inverse of each by hand.
 SCHEDULES = {"sqrt": torch.sqrt, "square": torch.square, "falling": lambda u: 1 - u}
 INVERSES = {
-    "linear": lambda t: t,
+    "uniform": lambda t: t,
     "cosine": lambda t: 1 - 2 / math.pi * t.acos(),
     "sqrt": torch.square,
     "square": torch.sqrt,
@@ -111,7 +111,7 @@ def test_uniform_model_has_loss_ln_v(more):
 
 
 @pytest.mark.parametrize("masking", ["exact", "bernoulli"])
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "square"])
+@pytest.mark.parametrize("schedule", ["uniform", "cosine", "square"])
 def test_training_loss_is_unbiased(world, schedules, masking, schedule):
     windows = world.x.repeat(2, 1)[:128]
     settings = dict(batch_size=128, masking=masking, rates=schedule)
@@ -211,7 +211,7 @@ def test_only_masked_rows_reach_the_head(monkeypatch):
             seen.append(tuple(x.shape))
         return linear(x, w, b)
 
-    monkeypatch.setattr(F, "linear", watched)
+    monkeypatch.setattr(F, "uniform", watched)
     model(*batch)
     assert seen == [(8 * 17 // 2, 32)]
 
@@ -298,7 +298,7 @@ def test_weights_of_any_schedule_keep_the_bound(schedules, name, L):
 
 
 @pytest.mark.parametrize("L", [1, 7, 256])
-@pytest.mark.parametrize("name", ["linear", "square", "falling"])
+@pytest.mark.parametrize("name", ["uniform", "square", "falling"])
 def test_bernoulli_weights_keep_the_bound(schedules, name, L):
     config = mdlm.Config(block_size=L, rates=name, masking="bernoulli")
     n = torch.arange(L + 1, dtype=torch.float64)

@@ -16,7 +16,7 @@ import torch
 
 from support import files
 from support.data import records
-from support.data.ids import DTYPES, check_largest, doubt_width, map_ids
+from support.data.ids import DTYPES, check_largest, doubt_width, has_header, map_ids
 from support.data.records import PART, read_text
 from support.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_from_json
 from support.environment import optional
@@ -110,13 +110,16 @@ def effect_of_pack(config):
 def effects_on_ids(config, given, leave):
     """The same for a folder of ids."""
     ids = f"{given}, a folder of ids; {leave}"
-    path = Path(config.data) / "tokenizer.json"
-    prepared = read_meta(Path(config.data) / "meta.json").get("source")
+    folder = Path(config.data)
+    has_tokenizer = (folder / "tokenizer.json").exists()
+    is_prepared = "source" in read_meta(folder / "meta.json")
+    states_width = has_header(folder / NAMES[0])
     no_documents = f"{given}, which has no documents; {leave}, or give the --end of its documents"
     return [
         ("tokenizer separator text_column prompt_column max_bad_records", False, ids),
-        ("vocab_size", not path.exists(), f"{given}, whose tokenizer.json has one; {leave}"),
-        ("bin_dtype", not prepared, f"{given}, which mdlm.py prepared, so it is noted; {leave}"),
+        ("vocab_size", not has_tokenizer, f"{given}, whose tokenizer.json has one; {leave}"),
+        ("bin_dtype", not is_prepared, f"{given}, whose meta.json notes it; {leave}"),
+        ("bin_dtype", not states_width, f"{given}, whose header says it; {leave}"),
         ("document_length pack", ids_have_documents(config), no_documents),
         effect_of_pack(config),
     ]

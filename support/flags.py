@@ -299,7 +299,7 @@ def fold(text, first, others):
 
 
 class ShowHelp(argparse.Action):
-    """--help: the flags that most runs need; --help=all: all of them, by groups."""
+    """--help: the flags of most runs; --help=all: all of them, by groups."""
 
     def __call__(self, parser, namespace, value, option_string=None):
         (parser if value == "all" else parser.first_screen()).print_help()
@@ -329,14 +329,12 @@ def make_parser(cls, fields, description, epilog, presets, preset):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     defaults = presets[preset] if presets else {}
-    heading = (
-        headings(cls) if is_all else dict.fromkeys(headings(cls), "the flags that most runs need")
-    )
+    heading = headings(cls) if is_all else dict.fromkeys(headings(cls), "the flags of most runs")
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(heading.values())}
     for field in fields:
         add_flag(groups[heading[field.name]], field, defaults.get(field.name, field.default))
     how = dict(action=ShowHelp, nargs="?", choices=["all"], metavar="all")
-    how["help"] = "show the flags that most runs need; --help=all: every flag, by groups"
+    how["help"] = "show the flags of most runs, or every flag by --help=all"
     next(iter(groups.values())).add_argument("-h", "--help", **how)
     return parser
 

@@ -324,7 +324,7 @@ ADVICE["export.py"] = [
 ]
 
 ADVICE["mdlm.py"] = [
-    ("A run ends by --max_steps or --time_limit", NOTHING),
+    ("A run ends after --max_steps or --time_limit", NOTHING),
     ("With --max_steps alone no clock enters", NOTHING),
     ("compiling, {} (--compile=off starts at once)", MACHINE),
 ]
@@ -1049,7 +1049,7 @@ ADVICE["records.py"] = [
         "give {}, or leave this file out",
         "mdlm --data={records} --text_column=body",
         "mdlm --data={records} --text_column=text",
-        "mdlm --data={text} --text_column=body",
+        "mdlm --data={text}",
     ),
     (
         "convert it with iconv, or give a folder with train.bin and val.bin",
@@ -1059,7 +1059,10 @@ ADVICE["records.py"] = [
     ),
     (
         "{} has no column {}; give .jsonl or .parquet files",
-        ({"folder/a.txt": TEXT}, "mdlm --data=folder --prompt_column=prompt"),
+        (
+            {"folder/a.jsonl": PAIR * 60, "folder/b.txt": TEXT},
+            "mdlm --data=folder --prompt_column=prompt",
+        ),
         ({"folder/a.jsonl": PAIR * 60}, "mdlm --data=folder --prompt_column=prompt"),
     ),
     (
@@ -1352,6 +1355,7 @@ ADVICE["sources.py"] = [
         "mdlm --data={ids} --vocab_size=20",
     ),
     ("leave it out", "mdlm --data={documents}/data --end=1", "mdlm --data={documents}/data"),
+    ("with --data={}", NOTHING),
     (
         "give the number that ends documents",
         "mdlm --data={ids} --end=x",

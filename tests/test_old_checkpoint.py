@@ -98,12 +98,13 @@ FORMER = [  # what is said by names of before, and by names of now
 
 @pytest.mark.parametrize("former, now", FORMER, ids=str)
 def test_former_names_mean_the_same(old_run, former, now):
-    change_config(old_run, lambda config: config.update(former))
-    found = dataclasses.asdict(mdlm.read_config(old_run / "step-10"))
-    change_config(old_run, lambda config: [config.pop(name, None) for name in FORMER_NAMES])
-    change_config(old_run, lambda config: config.update(now))
-    wanted = dataclasses.asdict(mdlm.read_config(old_run / "step-10"))
-    assert found == wanted
+    def read(settings):
+        names = [*FORMER_NAMES, *now]
+        change_config(old_run, lambda config: [config.pop(name, None) for name in names])
+        change_config(old_run, lambda config: config.update(settings))
+        return mdlm.read_config(old_run / "step-10")
+
+    assert read(former) == read(now)
     words = [f"--{name}={value}" for name, value in former.items() if value not in ("", -1)]
     assert mdlm.parse_args(words) == now
     apart = [part for word in words for part in word.replace("_", "-").split("=")]

@@ -655,7 +655,7 @@ def test_help_shows_defaults_of_this_machine(capsys, monkeypatch, preset):
     config = mdlm.new_config({"preset": preset})
     for name in ("n_layer", "block_size", "dropout", "learning_rate"):
         about = shown[shown.index(f" --{name} ") :]
-        wanted = f"(default: {getattr(config, name)!r})"
+        wanted = f"(default: {getattr(config, name):g})"
         assert wanted in about[: about.index("(default:") + len(wanted)]
 
 

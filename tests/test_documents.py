@@ -275,7 +275,7 @@ def test_older_runs_go_on_learning_the_end(speeches, tmp_path):
         assert run_mdlm(*flags, f"--max_steps={steps}", f"--out_dir={tmp_path / name}") == 0
     folder = tmp_path / "a" / "step-2"
     config = json.loads((folder / "config.json").read_text())
-    del config["config"]["lengths"]  # as an earlier version wrote it
+    del config["config"]["document_length"]  # as an earlier version wrote it
     (folder / "config.json").write_text(json.dumps(config))
     sign(folder)
     assert not mdlm.load(folder)[0].objective.lengths_are_given

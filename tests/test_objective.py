@@ -211,7 +211,7 @@ def test_only_masked_rows_reach_the_head(monkeypatch):
             seen.append(tuple(x.shape))
         return linear(x, w, b)
 
-    monkeypatch.setattr(F, "uniform", watched)
+    monkeypatch.setattr(F, "linear", watched)
     model(*batch)
     assert seen == [(8 * 17 // 2, 32)]
 

@@ -1489,7 +1489,6 @@ COMBINED = {
     ("ar", "prompts"): ("--data={pairs}", "--objective=ar", "--prompt_column=prompt"),
     ("ar", "time"): ("", "--objective=ar", "--time_conditioning"),
     ("blocks", "documents"): ("", "--block_length=8", "--lengths=known"),
-    ("blocks", "prompts"): ("--data={pairs}", "--block_length=8", "--prompt_column=prompt"),
     ("blocks", "rates"): ("", "--block_length=8", "--masking=bernoulli"),
     ("blocks", "time"): ("", "--block_length=8", "--time_conditioning"),
     ("prompts", "documents"): ("--data={pairs}", "--prompt_column=prompt", "--lengths=known"),

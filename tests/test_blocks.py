@@ -24,12 +24,12 @@ from variants.cache import Cache
 V = 5
 
 
-def network(S, T=16, **settings):
+def network(S, T=16, end_id=None, mean_length=None, **settings):
     """A float64 network whose weights are all random."""
     flags = dict(n_layer=3, n_head=2, n_embd=16, block_size=T, block_length=S, attention_every=2)
     config = mdlm.Config(**flags | dict(dropout=0.0) | settings)
     torch.manual_seed(1)
-    model = mdlm.make_model(config, V, kernels.REFERENCES).double().eval()
+    model = mdlm.make_model(config, V, kernels.REFERENCES, end_id, mean_length).double().eval()
     model.register_forward_pre_hook(to_view, with_kwargs=True)  # as mdlm.load does
     for p in model.parameters():
         p.data.normal_(0, 0.3)
@@ -157,6 +157,122 @@ def test_training_loss_is_unbiased(S):
     found = torch.stack(found)
     z = (found.mean() - wanted) / (found.std() / len(found) ** 0.5)
     assert abs(z) < 4 if S > 1 else abs(found - wanted).max() < 1e-5
+
+
+# --------------------------------------------------------------------------------------------------
+# Prompts, which are given: they end within a block, where one ends, and after several
+
+END = V - 1
+PROMPTS = (2, 4, 1, 7)  # tokens, with the [END] of each
+
+
+def answerer(S, x0=None, **settings):
+    """A network that learns what follows prompts, in blocks of S of 8 tokens."""
+    mean = None if x0 is None else 8 - sum(PROMPTS) / len(PROMPTS)
+    settings = dict(prompt_column="q", batch_size=4, rate_margin=0.0) | settings
+    return network(S, 8, END, mean, **settings)
+
+
+def prompted():
+    """(4, 8) ids: prompts, their [END] and what is to follow."""
+    x0 = texts(B=4, T=8)[1]
+    for row, n in zip(x0, PROMPTS):
+        row[:n] = row[:n].clamp(max=END - 1)
+        row[n - 1] = END
+    return x0
+
+
+def losses_of_answers(model, x0):
+    """(4,) nats of each text, by the bound: the sum over blocks of n_b times the mean over l of the
+    mean over sets of l scored positions of the mean CE there."""
+    S = model.config.block_length or 8
+    total = torch.zeros(4, dtype=torch.float64)
+    for row, first in enumerate(PROMPTS):
+        for begin in range(0, 8, S):
+            inside = range(max(first, begin), begin + S)
+            n = len(inside)
+            for size in range(1, n + 1):
+                sets = list(itertools.combinations(inside, size))
+                xt = x0[row].repeat(len(sets), 1)
+                for i, s in enumerate(map(list, sets)):
+                    xt[i, s] = V
+                with torch.no_grad():
+                    logp = model(xt, x0=x0[row].expand_as(xt)).log_softmax(-1).double()
+                ce = -logp.gather(2, x0[row].expand_as(xt)[..., None])[..., 0] * (xt == V)
+                total[row] += n * ce.sum().item() / size / len(sets) / n
+    return total
+
+
+def expected_loss(model, x0, monkeypatch):
+    """The training loss, averaged over all counts and all masks that may be drawn."""
+    S = model.config.block_length or 8
+    objective = model.objective
+    numbers = torch.arange(4)
+    scored = objective.scored_mask(x0).view(-1, S)  # (n, S) of all blocks
+    n = len(scored)
+    parts = math.lcm(*range(1, S + 1))
+    share = torch.zeros(n, S + 1, dtype=torch.float64)  # how often a block has each count
+    for i in range(parts):
+        u = torch.full((n // 2,), (i + 0.5) / parts, dtype=torch.float64)
+        monkeypatch.setattr(mdlm.numerics, "stratified", lambda *key: u)
+        counts = objective.mask_counts(0, 0.0, numbers, objective.scored_mask(x0).sum(1))
+        assert (counts <= scored.sum(1)).all() and ((counts > 0) == scored.any(1)).all()
+        assert counts.sum() <= n * (S + 1) // 2, "what compiled shapes hold"
+        share[torch.arange(n), counts] += 1 / parts
+    found = 0.0
+    for block, size in share[:, 1:].nonzero().tolist():  # of a block the loss is a term of its own
+        size += 1
+        sets = list(itertools.combinations(scored[block].nonzero()[:, 0].tolist(), size))
+        counts = torch.zeros(n, dtype=torch.int64).index_fill(0, torch.tensor([block]), size)
+        for s in map(list, sets):
+            hidden = torch.zeros(n, S, dtype=torch.bool)
+            hidden[block, s] = True
+            with torch.no_grad():
+                drawn = (x0, counts, 0, numbers)
+                loss = model(*objective.batch(hide_these(hidden, ~scored), *drawn)).item()
+            found += loss / len(sets) * share[block, size].item()
+    return found
+
+
+def hide_these(hidden, given):
+    """Operations that mask these positions (B, T), where the objective gives those `given`."""
+
+    def mask_tokens(x0, counts, mask_id, seed, step, samples, fixed):
+        assert torch.equal(fixed, given)
+        rows = hidden.flatten().nonzero()[:, 0]
+        padded = F.pad(rows, (0, x0.numel() - len(rows)), value=-1)
+        return x0.masked_fill(hidden, mask_id), counts, padded, torch.tensor(len(rows))
+
+    return SimpleNamespace(mask_tokens=mask_tokens)
+
+
+@pytest.mark.parametrize("S", [1, 2, 4, 8])
+def test_training_loss_of_answers_is_the_bound(S, monkeypatch):
+    """In expectation over all counts and masks; with blocks of one token it is the chain rule; with
+    one block it is that of prompts without blocks."""
+    x0 = prompted()
+    model = answerer(S, x0)
+    nats = losses_of_answers(model, x0)
+    n_scored = 32 - sum(PROMPTS)
+    loss = expected_loss(model, x0, monkeypatch)
+    assert loss == pytest.approx(nats.sum().item() / n_scored, rel=1e-5)
+    if S == 1:
+        assert torch.allclose(-chain_rule(model, x0).sum(1), nats, atol=1e-5)
+
+
+@pytest.mark.parametrize("S", [1, 2, 4])
+def test_evaluation_of_answers_is_the_bound(S):
+    x0 = prompted()
+    model = answerer(S)
+    wanted = losses_of_answers(model, x0)
+    copies = 1 if S == 1 else 500
+    r = mdlm.evaluate(model, x0.repeat(copies, 1), passes=4, batch_size=2000)
+    mean = 8 - sum(PROMPTS) / 4
+    each = torch.tensor(r["by_window"], dtype=torch.float64).view(copies, -1) * mean
+    error = each.std(0) / copies**0.5 if S > 1 else 1e-6
+    assert ((each.mean(0) - wanted).abs() < 4 * error + 1e-5).all()
+    assert r["nelbo"] == pytest.approx(sum(r["by_window"]) / len(each) / 4)
+    assert abs(r["nelbo"] - wanted.mean() / mean) < 0.01
 
 
 # --------------------------------------------------------------------------------------------------

@@ -265,7 +265,7 @@ def test_evaluation_of_answers_is_the_bound(S):
     x0 = prompted()
     model = answerer(S)
     wanted = losses_of_answers(model, x0)
-    copies = 1 if S == 1 else 500
+    copies = 1 if S == 1 else 200
     r = mdlm.evaluate(model, x0.repeat(copies, 1), passes=4, batch_size=2000)
     mean = 8 - sum(PROMPTS) / 4
     each = torch.tensor(r["by_window"], dtype=torch.float64).view(copies, -1) * mean
@@ -273,6 +273,24 @@ def test_evaluation_of_answers_is_the_bound(S):
     assert ((each.mean(0) - wanted).abs() < 4 * error + 1e-5).all()
     assert r["nelbo"] == pytest.approx(sum(r["by_window"]) / len(each) / 4)
     assert abs(r["nelbo"] - wanted.mean() / mean) < 0.01
+
+
+@pytest.mark.parametrize("S", [2, 4])
+def test_answers_to_no_prompt_are_texts(S, monkeypatch):
+    """With nothing given, blocks are masked, weighed and evaluated as those of text."""
+    _, x0 = texts(B=4, T=8)
+    model = answerer(S, rate_margin=0.5)
+    monkeypatch.setattr(type(model.objective.inner), "scored_mask", lambda _, x0: x0 >= 0)
+    plain = network(S, 8, batch_size=4, rate_margin=0.5)
+    for step in range(3):
+        found = []
+        for m in (model, plain):
+            view, targets, weights = m.objective.batch(m.ops, *draw(m, x0, step, margin_scale=0.5))
+            found.append((view.ids, view.rows, targets, weights))
+        assert all(torch.equal(*pair) for pair in zip(*found))
+    ours, theirs = (mdlm.evaluate(m, x0, passes=2) for m in (model, plain))
+    for key in ("nelbo", "by_window", "ce", "accuracy"):
+        assert ours[key] == pytest.approx(theirs[key])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -335,11 +353,15 @@ def without_cache(model, device, x, given, drawn, at, cfg, cache):
 ORDERS = ["spread", "confidence", "left_to_right", "ancestral"]
 
 
+@pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("S, order", [(1, "spread"), (8, "spread"), *((4, o) for o in ORDERS)])
-def test_draws_are_the_same_without_the_cache(S, order, monkeypatch):
-    model = network(S)
+def test_draws_are_the_same_without_the_cache(S, order, asks, monkeypatch):
+    """Also of an answer, whose prompt may end within a block."""
+    model = network(S, end_id=END, prompt_column="q") if asks else network(S)
     x = torch.full((3, 42), V)  # the last block is cut off
     prompt = torch.arange(3 * 21).view(3, 21) % (V - 1)  # longer than the context
+    if asks:
+        prompt[:, -1] = END
     x[:, :21] = prompt
     how = dict(seed=5, order=order, steps=12, end_id=V - 1)
     steps = list(sample.unmask(model, x, **how))

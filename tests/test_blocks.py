@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,8 @@ import sample
 from support import cli, kernels
 from support.arguments import to_view
 from support.likelihood import chain_rule, groups
+from support.view import masked_rows
+from variants import documents
 from variants.cache import Cache
 
 V = 5
@@ -214,7 +217,7 @@ def expected_loss(model, x0, monkeypatch):
     share = torch.zeros(n, S + 1, dtype=torch.float64)  # how often a block has each count
     for i in range(parts):
         u = torch.full((n // 2,), (i + 0.5) / parts, dtype=torch.float64)
-        monkeypatch.setattr(mdlm.numerics, "stratified", lambda *key: u)
+        monkeypatch.setattr(mdlm.numerics, "stratified", lambda *key, u=u: u)
         counts = objective.mask_counts(0, 0.0, numbers, objective.scored_mask(x0).sum(1))
         assert (counts <= scored.sum(1)).all() and ((counts > 0) == scored.any(1)).all()
         assert counts.sum() <= n * (S + 1) // 2, "what compiled shapes hold"
@@ -258,6 +261,23 @@ def test_training_loss_of_answers_is_the_bound(S, monkeypatch):
     assert loss == pytest.approx(nats.sum().item() / n_scored, rel=1e-5)
     if S == 1:
         assert torch.allclose(-chain_rule(model, x0).sum(1), nats, atol=1e-5)
+
+
+def test_batches_of_answers_are_the_same_in_parts_and_padded(monkeypatch):
+    """Whatever ranks and accumulation make of them; a GPU's, whose size is static, too."""
+    x0 = prompted()
+    model = answerer(4, x0)
+    drawn = draw(model, x0)
+    made = model.objective.batch(model.ops, *drawn)
+    for at in ([0, 1], [2, 3]):
+        part = draw(model, x0, samples=torch.tensor(at))
+        assert torch.equal(part[1], drawn[1].view(4, -1)[at].flatten())
+        part = model.objective.batch(model.ops, *part)
+        assert torch.equal(part[0].ids, made[0].ids[at])
+    monkeypatch.setattr(documents, "masked_rows", partial(masked_rows, waits=False))
+    padded = model.objective.batch(model.ops, *drawn)
+    assert len(padded[1]) == 4 * 8 * 5 // 4 // 2 > len(made[1])
+    assert model(*padded).item() == pytest.approx(model(*made).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("S", [1, 2, 4])

@@ -41,7 +41,7 @@ class PromptsInBlocks(BlockDiffusion):
         )
 
     def tally(self, ce, right, rows, counts, T):
-        return self.inner.tally(ce, right, rows, counts.clamp(min=1), T)  # 0 where nothing is scored
+        return self.inner.tally(ce, right, rows, counts.clamp(min=1), T)  # some blocks have no row
 
     def summary(self, sums, counts, scored):
         """Blocks count by how many of their tokens are scored. Its error is over windows, in bins

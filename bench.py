@@ -8,7 +8,7 @@ A time is the median over rounds in which the contestants take turns; spread is 
 interquartile range. `share` of a training step is MFU. A wrong result gets no time.
 """
 
-from support import cli
+from support import cli, flags, terminal
 
 cli.start(__name__)
 
@@ -31,9 +31,11 @@ import torch
 
 import mdlm
 from studies import frontier, peers
-from support import compiling, outputs, runtime
-from support.cli import READS, WRITES, UserError, opt
+from support import devices, outputs, ranks
+from support.errors import UserError
 from support.files import naming, to_json
+from support.flags import READS, WRITES, opt
+from support.training import compiling
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.int64: 0}  # relative, of a tensor
 LATE = "not measured: the time is up"
@@ -66,7 +68,7 @@ FORMATS |= dict(calls="d", seconds=".2f", words=".1%", words_se=".1%")
 FORMATS |= dict(twin=".3f", twin_se=".3f", distinct=".3f")
 
 
-class Book:
+class ResultsTable:
     """The results: lines of a Markdown table as they come, and the same as JSON."""
 
     def __init__(self, mode, options, device):
@@ -91,7 +93,7 @@ class Book:
 
     def say(self, text):
         if self.path == "-":
-            cli.warn(text)
+            terminal.warn(text)
         else:
             print(text, flush=True)
 
@@ -114,13 +116,13 @@ class Book:
         self.content["rows"].append(row)
         self.write()  # now: a run that is cut off keeps what it measured
 
-    def trouble(self, where, contestant, text, fatal=False):
+    def fail(self, where, contestant, text, fatal=False):
         """A contestant without a time. If fatal, stderr and the exit code say so too."""
         where = where | dict(contestant=contestant)
         self.add(where | dict(trouble=text))
         if fatal:
             self.failed = True
-            cli.warn(f"bench.py: {', '.join(where.values())}: {text}")
+            terminal.warn(f"bench.py: {', '.join(where.values())}: {text}")
 
     def write(self):
         if self.path not in ("", "-"):
@@ -218,7 +220,7 @@ def check(case, name, backward, exact):
     check_close(results, exact[:1] if forward_only else exact, case.dtype)
 
 
-def measure(case, book, device, seconds):
+def measure(case, table, device, seconds):
     """Check and time the contestants of a case; say what is wrong with those that get no time."""
     first = next(iter(case.contestants))
     exact = case.exact(*case.inputs(0))
@@ -242,7 +244,7 @@ def measure(case, book, device, seconds):
                     text = describe(e)
                     yardstick = name == first or name.startswith("PyTorch")
                     fatal = name == "mdlm" or (yardstick and text.startswith("WRONG"))
-                    book.trouble(where, name, text, fatal)
+                    table.fail(where, name, text, fatal)
             times = race(calls, device, seconds)
         for name in times:
             t, spread = (x / (n_sets if case.graph else 1) for x in times[name])
@@ -250,10 +252,10 @@ def measure(case, book, device, seconds):
             speed_up = times[first][0] / times[name][0] if first in times else None
             row = dict(contestant=name, ms=t * 1e3, spread=spread * 1e3, rate=speed)
             row |= dict(peak_mb=peaks[name], speed_up=speed_up)
-            book.add(where | row | dict(flops=flops, bytes=n_bytes))
+            table.add(where | row | dict(flops=flops, bytes=n_bytes))
 
 
-def bench_kernels(options, device, book):
+def bench_kernels(options, device, table):
     """All cases, as far as time allows."""
     every = [make() for make in peers.cases(device)]
     cases = [case for case in every if options.only in case.name]
@@ -262,10 +264,10 @@ def bench_kernels(options, device, book):
         raise UserError(f"--only={options.only} is in no name of an operation; give one of {names}")
     for case in cases:
         torch._dynamo.reset()  # forget what was compiled for another shape
-        if runtime.is_late(book.until):
-            book.trouble(dict(operation=case.name, shape=case.shape, what=""), "all", LATE)
+        if ranks.is_late(table.until):
+            table.fail(dict(operation=case.name, shape=case.shape, what=""), "all", LATE)
         else:
-            measure(case, book, device, options.seconds)
+            measure(case, table, device, options.seconds)
         with contextlib.suppress(RuntimeError):  # the allocator may think a capture goes on
             torch.cuda.empty_cache()
 
@@ -316,18 +318,18 @@ def start_step(exact, kernel, config, folder, device, dtype, compiled):
     return run, step, peak_memory(step, device, before)
 
 
-def race_steps(config, folder, device, book, options):
+def race_steps(config, folder, device, table, options):
     """Time the steps of a preset: PyTorch and Triton, first compiled, as one trains, then eager."""
-    dtype = runtime.pick_dtype("auto", device)
+    dtype = devices.pick_dtype("auto", device)
     size = f"V={config.vocab_size} T={config.block_size} batch={config.batch_size}"
     where = dict(operation="training step", shape=f"{size} {str(dtype)[6:]}", what=config.preset)
-    peak = runtime.peak_flops(device) if dtype == torch.bfloat16 else None
+    peak = devices.peak_flops(device) if dtype == torch.bfloat16 else None
     exact = None
     try:
-        if not runtime.is_late(book.until):
+        if not ranks.is_late(table.until):
             exact = gradients(config, folder, device, torch.float32, "torch", False)
     except Exception as e:  # most likely no memory: the others may need less
-        book.note("eager PyTorch, the yardstick of the gradients, fails: " + describe(e))
+        table.note("eager PyTorch, the yardstick of the gradients, fails: " + describe(e))
     kernels = ["auto", "torch"] if device.type == "cuda" else ["torch"]
     base = None  # speed-ups are relative to PyTorch, compiled if that works
     for compiled in (True, False):
@@ -336,27 +338,27 @@ def race_steps(config, folder, device, book, options):
         for kernel in kernels:
             name = f"--kernels={kernel}, {how}"
             try:
-                if runtime.is_late(book.until):
+                if ranks.is_late(table.until):
                     raise UserError(LATE)
                 ready[name] = start_step(exact, kernel, config, folder, device, dtype, compiled)
             except Exception as e:  # no compiler, no memory, no Triton: the line says what
                 text = describe(e)
                 broken = kernel != "torch" and text != LATE
-                book.trouble(where, name, text, broken or text.startswith("WRONG"))
+                table.fail(where, name, text, broken or text.startswith("WRONG"))
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
         raced = race(calls, device, options.seconds)
         base = base or raced.get(f"--kernels=torch, {how}", [None])[0]
         for name, (t, spread) in raced.items():
             run, _, peak_mb = ready[name]
             speed = config.batch_size * config.block_size / t
-            mfu = peak and speed * runtime.flops_per_token(run.model) / peak
+            mfu = peak and speed * devices.flops_per_token(run.model) / peak
             row = dict(contestant=name, ms=t * 1e3, spread=spread * 1e3)
             row |= dict(rate=f"{speed:,.0f} tokens/s", share=mfu, peak_mb=peak_mb)
             row |= dict(speed_up=base and base / t, tokens_per_second=speed)
-            book.add(where | row)
+            table.add(where | row)
 
 
-def bench_training(options, device, book):
+def bench_training(options, device, table):
     """The steps of each preset that is asked for, on random tokens."""
     torch.set_float32_matmul_precision("high")  # as mdlm.py
     presets = ("gpu", "gpt2", "cpu") if device.type == "cuda" else ("cpu",)
@@ -369,7 +371,7 @@ def bench_training(options, device, book):
                 ids = np.random.default_rng(0).integers(V, size=n, dtype=np.uint16)
                 with naming(folder):
                     Path(folder, name).write_bytes(ids.tobytes())
-            race_steps(config, folder, device, book, options)
+            race_steps(config, folder, device, table, options)
 
 
 MODES = dict(kernels=bench_kernels, train=bench_training, sample=frontier.bench_sampling)
@@ -380,18 +382,18 @@ def main(argv):
     mode = argv[0] if has_mode else ""
     if (has_mode and mode not in MODES) or (not has_mode and set(argv) & set(MODES)):
         raise UserError(f"{' '.join(argv)!r}: first give {', '.join(MODES)} or nothing, then flags")
-    options = Options(**cli.parse_flags(Options, argv[has_mode:], __doc__))
+    options = Options(**flags.parse_flags(Options, argv[has_mode:], __doc__))
     outputs.check_all(options)
-    device = runtime.pick_device(options.device)
+    device = devices.pick_device(options.device)
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device.index or 0)  # where streams and memory are counted
     mode = mode or ("kernels" if cuda else "train")
     if mode == "kernels" and not cuda:
         raise UserError(f"kernels run on a CUDA device, not on {device}; give train or sample")
-    book = Book(mode, options, device)
-    MODES[mode](options, device, book)
-    return book.close()
+    table = ResultsTable(mode, options, device)
+    MODES[mode](options, device, table)
+    return table.close()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@
 Pictures of a run go into its folder. On a CPU the same command gives the same bits.
 """
 
-from support import cli
+from support import cli, environment, flags, terminal
 
 cli.start(__name__)
 
@@ -25,13 +25,18 @@ from pathlib import Path
 import torch
 
 import mdlm
-from support import numerics, outputs, plots, scores, sources, texts, viewer
-from support.checkpoint import SHIPPED, default_run, read_newest, read_state
-from support.cli import MAKES, READS, WRITES, UserError, opt
+from support import numerics, outputs, plots
+from support.data import sources, texts
+from support.devices import pick_device
+from support.errors import UserError
 from support.files import naming, to_json
-from support.likelihood import chain_rule, checked, group_size, to_context
+from support.flags import MAKES, READS, WRITES, opt
+from support.infill.calls import checked, group_size, to_context
+from support.infill.likelihood import chain_rule
 from support.ownership import PICTURES
-from support.runtime import pick_device
+from support.training import scores
+from support.training.checkpoint import SHIPPED, default_run, read_newest, read_state
+from support.web import viewer
 
 EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on without a network
 
@@ -77,7 +82,9 @@ def open_data(data, folder, tokenizer, config, device):
             if data or folder.resolve() != SHIPPED:
                 fix = "connect to a network, or give --data=FILE"
                 raise UserError(f"Shakespeare cannot be downloaded ({e}); {fix}") from None
-            cli.warn(f"Shakespeare cannot be downloaded ({e}): scoring {EXCERPT}, an imitation")
+            terminal.warn(
+                f"Shakespeare cannot be downloaded ({e}): scoring {EXCERPT}, an imitation"
+            )
             source = str(EXCERPT)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         if source == str(EXCERPT):  # all of it, where other texts are scored on their last tenth
@@ -129,7 +136,7 @@ def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
         bins.index_add_(1, (facts[1] * 10).long().clamp(max=9), facts)
         bar.update()
 
-    with cli.progress("masked", " batches", total=math.ceil(W / B) * passes) as bar:
+    with terminal.progress("masked", " batches", total=math.ceil(W / B) * passes) as bar:
         r = mdlm.evaluate(model, windows, passes, batch_size=B, observe=observe)
     for name, sums in (("by_position", positions), ("calibration", bins)):
         confidence, accuracy = (sums[1:] / sums[0]).tolist()
@@ -153,7 +160,7 @@ def per_character(nats, corpus):
 def exact_likelihood(model, corpus, windows):
     """The chain rule's mean over windows (W, T), with its standard error over windows."""
     length = model.objective.scored_mask(windows).sum(1).double().cpu()
-    with cli.progress("exact likelihood", " tokens", total=int(length.sum())) as bar:
+    with terminal.progress("exact likelihood", " tokens", total=int(length.sum())) as bar:
         nll = -chain_rule(model, windows, update=bar.update).sum(1)  # (W,)
     nll /= length.mean()  # nats per token, and a window counts by its length
     mean = nll.mean().item()
@@ -206,14 +213,14 @@ def check(given):
     """The Options of the flags that were given; raises UserError where they are wrong."""
     options = Options(**given)
     measured = "out_dir data windows passes temperature whole exact"
-    cli.check_clashes([("compare", measured, "give one of them")], given)
+    flags.check_clashes([("compare", measured, "give one of them")], given)
     measured = "data compare windows passes temperature whole exact dtype pictures"
-    cli.check_clashes([("text", measured, "--text measures nothing else")], given)
+    flags.check_clashes([("text", measured, "--text measures nothing else")], given)
     if "rate" in given and not options.text:
         raise UserError("--text is missing; give one, --rate alone masks nothing")
     outputs.check_all(options)  # now: measuring takes long
     if options.pictures not in ("", "none"):
-        cli.optional("matplotlib", "--pictures")
+        environment.optional("matplotlib", "--pictures")
         read = outputs.paths_of(options, READS) | dict(json=options.json)
         outputs.check_folder("pictures", options.pictures, read, PICTURES)
     return options
@@ -221,9 +228,9 @@ def check(given):
 
 def compare(options):
     """--compare: (results, words, folder for pictures, pictures) of the last logged evaluations."""
-    runs = [*map(cli.at_home, options.compare.split(","))]
+    runs = [*map(flags.at_home, options.compare.split(","))]
     for name in runs:
-        cli.check_not_empty("a name in --compare", name)
+        flags.check_not_empty("a name in --compare", name)
     rows = []
     for name in runs:
         key, val = plots.validations(plots.read_log(name))
@@ -316,12 +323,12 @@ def text_report(r):
 
 
 def main(argv):
-    options = check(cli.parse_flags(Options, argv, __doc__))
+    options = check(flags.parse_flags(Options, argv, __doc__))
     kind = compare if options.compare else show_text if options.text else evaluation
     results, words, folder, draw = kind(options)
     content = to_json(results)
     if sys.stdout.isatty():
-        words = cli.escaped(words)
+        words = terminal.escaped(words)
     print(content if options.json == "-" else words)
     if options.json not in ("", "-"):
         outputs.write(options.json, content.encode())

@@ -9,7 +9,7 @@ python -m http.server --directory my-page. To make it takes onnx and onnxscript 
 onnxscript), and npm, a part of Node.js.
 """
 
-from support import cli
+from support import cli, environment, flags, terminal
 
 cli.start(__name__)
 
@@ -27,11 +27,14 @@ import torch
 from safetensors.torch import save as to_safetensors
 
 import mdlm
-from support import environment, files, outputs, page, plots, runs, scores
-from support.checkpoint import default_run, read_newest
-from support.cli import READS, WRITES, UserError, opt
+from support import files, outputs, plots
+from support.errors import UserError
+from support.flags import READS, WRITES, opt
 from support.kernels import reference
+from support.training import runs, scores
+from support.training.checkpoint import default_run, read_newest
 from support.view import View
+from support.web import live_page
 from variants.documents import view_of_documents
 
 SUPPORT = Path(__file__).parent / "support"
@@ -121,7 +124,7 @@ def to_library(tokenizer):
 
     Raises UserError where it cannot have these.
     """
-    cli.optional("tokenizers", "--to=hf")
+    environment.optional("tokenizers", "--to=hf")
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     kind = tokenizer.kind
@@ -180,7 +183,7 @@ def card(folder, model, tokenizer, config, name):
         end = "x[0, 0] = tokenizer.eos_token_id  # of an empty prompt; else its ids first\n"
     fields = dict(
         name=heading(name),
-        path=cli.quoted(name),
+        path=terminal.quoted(name),
         data=code(config.data),
         quality=quality(folder, config),
         size=size,
@@ -200,7 +203,7 @@ def heading(text):
 
 def code(text):
     """Text as code in a cell of a Markdown table."""
-    shown = cli.quoted(text)[1:-1].replace("|", "\\|")
+    shown = terminal.quoted(text)[1:-1].replace("|", "\\|")
     runs = re.findall("`+", shown)
     fence = "`" * (1 + max(map(len, runs), default=0))
     space = " " if runs else ""
@@ -244,13 +247,13 @@ def contents_of(folder, model, tokenizer, config, options):
 
 
 def main(argv):
-    options = Options(**cli.parse_flags(Options, argv, __doc__))
+    options = Options(**flags.parse_flags(Options, argv, __doc__))
     dest = Path(options.dest)
     outputs.check_new_folder("dest", options.dest)
     read = partial(mdlm.load, kernel="torch", whole=True)
     folder, loaded = read_newest(default_run(options.out_dir), read)
     if options.to == "page":
-        contents = page.contents_of(*loaded, options.weights)
+        contents = live_page.contents_of(*loaded, options.weights)
         serve = f"{environment.python_command()} -m http.server"
         how = f"{serve} -d {environment.quote(options.dest)} shows it on localhost:8000"
     else:

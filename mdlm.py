@@ -10,7 +10,7 @@ al., 2406.04329; Ou et al., 2406.03736). Read this file from top to bottom; what
 diffusion is in support/. sample.py has a better sampler.
 """
 
-from support import cli
+from support import cli, flags
 
 PROCESS_START = cli.start(__name__)  # --time_limit and the log's seconds include the imports below
 
@@ -29,29 +29,21 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import variants
-from support import (
-    checkpoint,
-    compiling,
-    files,
-    kernels,
-    numerics,
-    pace,
-    plots,
-    runs,
-    runtime,
-    shards,
-    sources,
-    texts,
-)
+from support import devices, files, kernels, numerics, plots, ranks, seeds, signals
 from support.arguments import check_evaluation, check_reversing, to_view, truth
-from support.cli import COUNT, NO_LIMIT, READS, WRITES, SharedError, UserError, opt
-from support.ids import DTYPES
+from support.data import sources, texts
+from support.data.ids import DTYPES
+from support.data.tokenizer import build_tokenizer, tokenizer_from_json
+from support.devices import to_device
+from support.errors import SharedError, UserError
+from support.flags import COUNT, NO_LIMIT, READS, WRITES, opt
 from support.kernels.launch import can_compile
 from support.kernels.reference import rotary_tables
-from support.log import Log, to_preview
-from support.optimizers import average, make_optimizers, set_rates, update
-from support.runtime import all_reduce, generator, to_device
-from support.tokenizer import build_tokenizer, tokenizer_from_json
+from support.ranks import all_reduce
+from support.seeds import generator
+from support.training import checkpoint, compiling, pace, runs, shards
+from support.training.log import Log, to_preview
+from support.training.optimizers import average, make_optimizers, set_rates, update
 from support.view import View
 from variants.rates import SCHEDULES
 
@@ -163,17 +155,17 @@ RESUMABLE = {
 def parse_args(argv):
     """The flags that were given, as a dict of Config fields."""
     implied = "--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items())
-    notes = cli.fold(implied, "", "    ")
+    notes = flags.fold(implied, "", "    ")
     notes += "\nA run ends by --max_steps or --time_limit, or by both; with neither by its preset."
     notes += "\nWith --max_steps alone no clock enters: on a CPU such runs repeat to the bit."
-    return cli.parse_flags(Config, argv, __doc__, notes, PRESETS, runtime.default_preset("auto"))
+    return flags.parse_flags(Config, argv, __doc__, notes, PRESETS, devices.default_preset("auto"))
 
 
 def new_config(given):
     """The Config of a new run: the given flags, over its preset and what they imply."""
     preset = given.get("preset", "auto")
     if preset == "auto":
-        preset = runtime.default_preset(given.get("device", "auto"))
+        preset = devices.default_preset(given.get("device", "auto"))
     settings = PRESETS[preset] | (PATTERNS if given.get("data") == "patterns" else {})
     config = Config(**settings | given | {"preset": preset})
     runs.choose_end(config, given, Config(**settings))
@@ -260,7 +252,7 @@ class Corpus:
             scored = int(self.val_windows[2].sum()) if self.documents else len(ids[1])
             self.chars_per_token = meta["characters"][1] / scored
         self.fill_id = self.tokenizer.end_id or 0  # what fills up a window
-        self.train, self.val = runtime.to_tensors(ids, device)
+        self.train, self.val = devices.to_tensors(ids, device)
 
     def gather(self, ids, windows):
         """(3, B) windows -> (B, T) int64 on the device, filled up with [END]."""
@@ -350,10 +342,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A View of tokens and [MASK] in, logits of V tokens out: [MASK] is the embedding's last row.
 
-    place: what happens to a block as soon as it is made (--shard: it is spread over the ranks).
+    shard_fn: called with each block when it is made (--shard spreads it over the ranks).
     """
 
-    def __init__(self, config, vocab_size, ops, place=lambda module: module):
+    def __init__(self, config, vocab_size, ops, shard_fn=lambda module: module):
         super().__init__()
         C = config.n_embd
         self.config = config
@@ -362,7 +354,7 @@ class Model(nn.Module):
         self.ops = ops
         self.embed = nn.Embedding(vocab_size + 1, C)
         attends = [i % config.attention_every == 0 for i in range(config.n_layer)][::-1]
-        self.blocks = nn.ModuleList(place(Block(config, here)) for here in attends)
+        self.blocks = nn.ModuleList(shard_fn(Block(config, here)) for here in attends)
         self.head = None if config.tie else nn.Linear(C, vocab_size, bias=False)
         self.positions = None
         if config.pos == "learned":
@@ -532,14 +524,16 @@ class MaskedDiffusion:
         """Raise UserError if `fill` (B, T) in x (B, T) cannot be filled."""
 
 
-def make_model(config, vocab_size, ops, end_id=None, mean_length=None, place=lambda module: module):
+def make_model(
+    config, vocab_size, ops, end_id=None, mean_length=None, shard_fn=lambda module: module
+):
     """A Model with its objective; the other arguments are those of variants.choose and Model."""
     objective = variants.choose(config, MaskedDiffusion(config, vocab_size), end_id, mean_length)
-    model = Model(config, vocab_size, ops, place)
+    model = Model(config, vocab_size, ops, shard_fn)
     for name, tensor in objective.buffers().items():
         model.register_buffer(name, tensor)
     model.objective = objective
-    return place(model)
+    return shard_fn(model)
 
 
 # ---- Sampling: the textbook reverse process; sample.py has the good sampler
@@ -613,7 +607,7 @@ def evaluate(
     batches = math.ceil(W / batch_size)
     was_training = model.training
     model.eval()
-    for i in runtime.share(range(batches)):
+    for i in ranks.share(range(batches)):
         at = torch.arange(i, W, batches)
         samples = at.to(device)
         for k in range(len(count)):
@@ -627,13 +621,13 @@ def evaluate(
             facts = objective.tally(ce, right, rows, masked, x0.numel() // len(masked))
             sums[: len(facts), k, at] = facts.view(len(facts), len(at), -1)
         sums[3, :, at] = 1
-        if runtime.is_late(deadline):
+        if ranks.is_late(deadline):
             break
     model.train(was_training)
     return objective.summary(all_reduce(sums), count, scored.cpu())
 
 
-# ---- Load (support/runs.py saves; support/checkpoint.py keeps checkpoints intact)
+# ---- Load (support/training: runs.py saves, checkpoint.py keeps checkpoints intact)
 def select_kernels(name, device, config, dtype=torch.float32):
     """The ops for --kernels: the one place where a ValueError becomes a UserError."""
     shape = (config.n_embd // config.n_head, dtype, config.objective == "ar", config.block_size)
@@ -651,7 +645,7 @@ def load(path="out", device="cpu", kernel="auto", whole=False):
     ValueError, for anything but an intact checkpoint; nothing is unpickled.
     """
     whole = truth("whole", whole)
-    device = runtime.pick_device(str(device))
+    device = devices.pick_device(str(device))
     return checkpoint.read_newest(path, lambda folder: load_from(folder, device, kernel, whole))[1]
 
 
@@ -747,12 +741,12 @@ class Run:
 
 def make_run(config, corpus, device, dtype, ops, rank=0, world=1):
     """A Run with fresh weights, not compiled."""
-    place = shards.make_place(config.shard, device, dtype, world)
+    shard_fn = shards.make_shard_fn(config.shard, device, dtype, world)
     texts = (corpus.tokenizer.end_id, corpus.mean_length)
 
     def build():
         torch.manual_seed(config.seed)
-        model = make_model(config, corpus.tokenizer.vocab_size, ops, *texts, place)
+        model = make_model(config, corpus.tokenizer.vocab_size, ops, *texts, shard_fn)
         if model.objective.lengths_are_given:
             model.length_counts.copy_(corpus.length_counts)
         return model
@@ -788,7 +782,7 @@ def compute_gradients(run, step, margin_scale):
     loss = 0
     for k in range(n):
         samples = torch.arange(run.micro_batch) + (run.rank * n + k) * run.micro_batch
-        runtime.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
+        seeds.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
         drawn = draw_batch(run, step, margin_scale, samples)
         run.exchange(k == n - 1)  # between ranks, once a step
         with run.autocast():
@@ -803,9 +797,9 @@ def train_step(run, step, progress):
     """One optimizer step; its loss and gradient norm go to run.pending."""
     set_rates(run, step, lr_scale(run.config, step, progress))
     loss = compute_gradients(run, step, margin_scale=min(1.0, 2 * (1 - progress)))
-    norm = runtime.clip_gradients(list(run.model.parameters()), run.config.grad_clip)
+    norm = devices.clip_gradients(list(run.model.parameters()), run.config.grad_clip)
     run.pending[step] = torch.stack((loss, norm))
-    if not runtime.is_async(run.device):
+    if not devices.is_async(run.device):
         check_finite(run)  # before the update; a GPU's numbers are read before they are saved
     update(run)
 
@@ -845,7 +839,7 @@ def report(run, is_last=False):
         if run.averaged is not run.model:
             raw, seconds = timed(run, run.model, plan.windows, 1, plan.scored_until)
         calls = pace.note(run, plan, r[run.objective.metric], seconds)
-        if is_last and runtime.is_late(math.inf):
+        if is_last and ranks.is_late(math.inf):
             return  # cut short by a signal: --resume evaluates again
         run.log.evaluation(run, r, raw, is_last)
         if (run.rank == 0 or run.config.shard) and run.step and calls:
@@ -888,14 +882,14 @@ def open_run(given, world):
     """(Config, the checkpoint to resume from or None, what is changed) of the given flags."""
     given, folder = runs.find_run(given)
     if not folder and "data" not in given:
-        with runtime.all_ranks():  # refuses what is wrong before a network is asked
+        with ranks.all_ranks():  # refuses what is wrong before a network is asked
             make_config(given, folder, world)
-        given = given | {"data": runtime.ask_first_rank(sources.default_data)}
-    with runtime.all_ranks():
+        given = given | {"data": ranks.ask_first_rank(sources.default_data)}
+    with ranks.all_ranks():
         config, changed = make_config(given, folder, world)
     runs.check_ranks(config)
-    with runtime.all_ranks():
-        if runtime.is_first_rank():
+    with ranks.all_ranks():
+        if ranks.is_first_rank():
             runs.claim(config, folder)
     return config, folder, changed
 
@@ -909,8 +903,8 @@ def open_data(config, folder, device, source):
     if source:
         runs.check_network(config, source)
     data = runs.data_folder(config)
-    with runtime.all_ranks():
-        first = runtime.is_first_rank() and not sources.is_ids(config.data)
+    with ranks.all_ranks():
+        first = ranks.is_first_rank() and not sources.is_ids(config.data)
         if first and not runs.is_prepared(config, folder):
             with files.replacing(data) as new:
                 prepare(config, new, source and source[1])
@@ -918,12 +912,12 @@ def open_data(config, folder, device, source):
                     corpus = Corpus(new, config, torch.device("cpu"))
                 runs.check_identity(config, corpus.identity, folder)
                 del corpus  # it maps files that are renamed now
-    with runtime.all_ranks():
+    with ranks.all_ranks():
         with runs.explain_data(folder):
             corpus = Corpus(data, config, device)
         runs.check_identity(config, corpus.identity, folder)
     runs.check_ranks_data(config, corpus.identity)
-    if sources.is_ids(config.data) and not folder and runtime.is_first_rank():
+    if sources.is_ids(config.data) and not folder and ranks.is_first_rank():
         sources.say_left_out(data)
     return corpus
 
@@ -952,16 +946,16 @@ def compile_run(run, folder):
 
 def setup(given, start):
     """Everything before the loop: the Run of the given flags."""
-    rank, world, local_rank = runtime.join_ranks(given)
+    rank, world, local_rank = ranks.join_ranks(given)
     config, folder, changed = open_run(given, world)
-    with runtime.all_ranks():
-        device = runtime.use_device(config.device, local_rank, world)
-        dtype = runtime.pick_dtype(config.dtype, device)
+    with ranks.all_ranks():
+        device = devices.use_device(config.device, local_rank, world)
+        dtype = devices.pick_dtype(config.dtype, device)
         ops = select_kernels(config.kernels, device, config, dtype)
     log = Log(config, start, silent=rank > 0)
     source = None
     if config.init_from and not folder:
-        source = runtime.on_all_ranks(lambda: load(config.init_from))
+        source = ranks.on_all_ranks(lambda: load(config.init_from))
     log.say("reading the data")
     corpus = open_data(config, folder, device, source)
     run = make_run(config, corpus, device, dtype, ops, rank, world)
@@ -980,7 +974,7 @@ def train(given, start):
     """Train with the given flags, a dict of Config fields; returns the exit code."""
     run = setup(given, start)
     config = run.config
-    interrupt = runtime.Interrupt()  # installed late: before the first step Ctrl-C may simply exit
+    interrupt = signals.Interrupt()  # installed late: before the first step Ctrl-C may simply exit
     with run.log.progress(run) as show_progress:
         while True:
             compiling.use_compiled(run)
@@ -994,14 +988,14 @@ def train(given, start):
             if run.step % config.log_interval == 0:
                 check_finite(run)
                 scale = lr_scale(config, run.step - 1, run.progress)
-                run.log.training(run, scale, runtime.flops_per_token(run.model))
+                run.log.training(run, scale, devices.flops_per_token(run.model))
             if pace.must_evaluate(run):
                 report(run)
                 save(run)
             elif run.save_is_due:
                 save(run)
     stop = finish(run, stop, interrupt)
-    runtime.leave_ranks()
+    ranks.leave_ranks()
     return stop and 128 + stop  # as a shell reports the signal
 
 
@@ -1012,7 +1006,7 @@ def finish(run, stop, interrupt):
     """
     if not (stop or (run.finished and run.saved == run.step)):
         pace.check_steps(run)
-        with runtime.stopped_by(interrupt):
+        with ranks.stopped_by(interrupt):
             report(run, is_last=True)
             stop = pace.update_progress(run, interrupt)
     if stop:

@@ -11,7 +11,7 @@ were drawn, and draw them again beside all the others. What is drawn in one call
 tokens hardly depend on each other. Without --out_dir and a run in out/, it uses weights/.
 """
 
-from support import cli
+from support import cli, flags, terminal
 
 cli.start(__name__)
 import math
@@ -28,25 +28,25 @@ import torch
 import torch.nn.functional as F
 
 import mdlm
-from support import arguments, judging, outputs, scores, templates, viewer
-from support.checkpoint import default_run, find_checkpoint, read_newest
-from support.cli import READS, WRITES, UserError, opt
+from studies import word_statistics
+from support import arguments, outputs
+from support.data.tokenizer import tokenizer_from_json
+from support.devices import pick_device
+from support.errors import UserError
+from support.flags import READS, WRITES, opt
+from support.infill import templates
+from support.infill.calls import Memo, call_size, end_documents, group_size, groups, predict
+from support.infill.search import hypotheses
+from support.infill.templates import joined, of_prompt, parse, to_ids, to_texts
 from support.kernels.reference import philox_words
-from support.likelihood import (
-    Memo,
-    call_size,
-    end_documents,
-    group_size,
-    groups,
-    hypotheses,
-    predict,
-)
-from support.numerics import draw, highest, lead, reversed_bits
-from support.runtime import pick_device
-from support.templates import joined, of_prompt, parse, to_ids, to_texts
-from support.tokenizer import tokenizer_from_json
+from support.numerics import draw, reversed_bits, top2_margin, topk_mask
+from support.training import scores
+from support.training.checkpoint import default_run, find_checkpoint, read_newest
+from support.web import viewer
 
-AGE = 0.3  # nats of doubt that a token gains with each call after its own (results/sampling.md)
+DOUBT_PER_CALL = (
+    0.3  # nats of doubt that a token gains with each call after its own (results/sampling.md)
+)
 
 
 class Order(NamedTuple):
@@ -67,7 +67,9 @@ ORDERS = {
     # Draw at every mask, keep the likeliest draws (MaskGIT, 2202.04200; LLaDA, 2502.09992).
     "confidence": Order("likely draws", lambda p, token: p.gather(1, token[:, None])[:, 0], True),
     "max_prob": Order("a likely best token", lambda p, token: p.amax(1), True),
-    "margin": Order("a best token far ahead of the second", lambda p, token: lead(p.exp()), True),
+    "margin": Order(
+        "a best token far before the next", lambda p, token: top2_margin(p.exp()), True
+    ),
     "entropy": Order("low entropy", lambda p, token: -torch.special.entr(p.exp()).sum(1), True),
 }
 MEANINGS = "; ".join(f"{name}: {order.meaning}" for name, order in ORDERS.items())
@@ -132,8 +134,8 @@ def resolve(how, model):
         if unknown:
             raise UserError(f"{min(unknown)} is no setting; give {', '.join(SETTINGS)}")
         how = Options(**how)
-    how = replace(how, correct=str(cli.plain(how.correct)))
-    cli.check_fields(how)
+    how = replace(how, correct=str(flags.plain(how.correct)))
+    flags.check_fields(how)
     config = model.config
     objective = model.objective
     if how.block > config.block_size:
@@ -178,7 +180,7 @@ class Block:  # n positions of a text, filled and corrected before the next ones
 
     def age(self, drawn, logp, token):
         """After a call that drew the tokens (m,) from logp (m, V) at `drawn` (B, n)."""
-        self.doubt += AGE
+        self.doubt += DOUBT_PER_CALL
         self.doubt[drawn] = -logp.gather(1, token[:, None])[:, 0].double()
 
 
@@ -234,7 +236,7 @@ def to_reveal(how, block, masked, noise, k, logp=None, token=None):
         score[masked] = order.score(logp, token).double()
     else:
         score = order.score(block.index, block.u[:, :1])
-    return highest(score, noise, masked, k)
+    return topk_mask(score, noise, masked, k)
 
 
 def keep_best(how, block, masked, corrected, noise, k, logp, token):
@@ -418,7 +420,7 @@ def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16
     length  tokens of a text that is no template (0: the context, or drawn for documents)
     """
     limits = Options(num_samples=n, length=length, max_gap=max_gap)
-    cli.check_fields(limits)
+    flags.check_fields(limits)
     arguments.check_model(model)
     arguments.check_tokenizer(tokenizer)
     arguments.check_generator(generator)
@@ -494,7 +496,7 @@ def place_text(given):
 
 def check(options, given):
     """Raise UserError for flags that contradict each other; given: those of the command line."""
-    cli.check_clashes(CLASHES, given)
+    flags.check_clashes(CLASHES, given)
     if options.order == "one_shot" and "steps" in given:
         raise UserError("--order=one_shot and --steps contradict each other; one_shot is one step")
     for name in ("candidates", "max_gap"):
@@ -541,9 +543,11 @@ def sampled(model, tokenizer, parts, options, template, pages):
         if not (template or options.length) and model.objective.lengths_are_given:
             x = end_documents(model, x, uniform(options.seed, -1, samples, range(1))[2][:, 0])
         steps = sum(block.steps for block in plan(model, x == mask, samples, options))
-        films = [viewer.Film(tokenizer, ids, mask) for _ in samples if options.html]
-        watches = [viewer.Watch(tokenizer, ids, mask, steps) for _ in samples if options.watch]
-        with cli.progress("writing", " steps", steps, disable=options.watch) as bar:
+        films = [viewer.HtmlRecorder(tokenizer, ids, mask) for _ in samples if options.html]
+        watches = [
+            viewer.TerminalPlayer(tokenizer, ids, mask, steps) for _ in samples if options.watch
+        ]
+        with terminal.progress("writing", " steps", steps, disable=options.watch) as bar:
             for step in unmask(model, x.to(options.device), samples=samples, **how):
                 bar.update()
                 step = Step(step.number, *(tensor.cpu() for tensor in step[1:]))
@@ -589,7 +593,7 @@ class Calls:
 def ranked(model, tokenizer, parts, options):
     """(parts of the likeliest fill, the texts of the --candidates likeliest, facts)"""
     began = time.monotonic()
-    with cli.progress("trying fills", " calls") as bar:
+    with terminal.progress("trying fills", " calls") as bar:
         done = Calls(model, bar)
         how = {name: getattr(options, name) for name in SETTINGS}
         fill = partial(fill_gaps, model, tokenizer, how)
@@ -601,7 +605,7 @@ def ranked(model, tokenizer, parts, options):
         finally:
             done.hook.remove()
     if len(fills) < options.candidates:
-        cli.warn(f"{len(fills)} different fills were found, not {options.candidates}")
+        terminal.warn(f"{len(fills)} different fills were found, not {options.candidates}")
     seconds = time.monotonic() - began
     texts = [to_texts(fill.parts, fill.ids, tokenizer) for fill in fills]
     share = torch.tensor([fill.logp for fill in fills], dtype=torch.float64).softmax(0).tolist()
@@ -618,17 +622,17 @@ def answers(model, tokenizer, template, parts, options, pages):
         if not is_plain:
             yield texts, facts
             return
-        cli.warn("[___] has its likeliest length now, and is filled again")
+        terminal.warn("[___] has its likeliest length now, and is filled again")
     for texts, facts in sampled(model, tokenizer, parts, options, template is not None, pages):
         yield [texts], facts
 
 
 def main(argv):
-    given = place_text(cli.parse_flags(Options, argv, __doc__, free="text"))
+    given = place_text(flags.parse_flags(Options, argv, __doc__, free="text"))
     options = Options(**given)
     check(options, given)
     model, tokenizer, config, folder, options = load(options, given)
-    variants = judging.variants(options, SETTINGS, partial(resolve, model=model))
+    variants = word_statistics.variants(options, SETTINGS, partial(resolve, model=model))
     options = resolve(options, model)
 
     def to_parts(template):
@@ -653,15 +657,15 @@ def main(argv):
     pages = []
     if variants:
         [(template, parts)] = todo
-        training = judging.training_text(folder, tokenizer, config)
-        judge = judging.Judge(training)
+        training = word_statistics.training_text(folder, tokenizer, config)
+        statistics = word_statistics.WordStatistics(training)
         fill = partial(sampled, model, tokenizer, parts, template=template is not None)
         n = to_ids(parts, tokenizer, model.mask_id).count(model.mask_id)
-        pages = judging.compare(variants, fill, judge, n, lines)
+        pages = word_statistics.compare(variants, fill, statistics, n, lines)
         todo = []
     # A bar only on a terminal, and none beside the lines of JSON there.
     hide = not options.batch or (to_stdout and sys.stdout.isatty()) or None
-    for template, parts in cli.bar(todo, unit="template", disable=hide):
+    for template, parts in terminal.bar(todo, unit="template", disable=hide):
         rule = ""  # between texts
         for found, facts in answers(model, tokenizer, template, parts, options, pages):
             if not (to_stdout or options.batch):

@@ -78,7 +78,7 @@ def mask_kernel(
     sample_ptr,
     seed_ptr,
     step_ptr,
-    fixed_ptr,
+    never_mask_ptr,
     mask_id,
     B,
     T,
@@ -92,8 +92,8 @@ def mask_kernel(
     inside = position < T
     base = row.to(tl.int64) * T
     free = inside
-    if fixed_ptr is not None:
-        free = inside & (tl.load(fixed_ptr + base + position, mask=inside, other=1) == 0)
+    if never_mask_ptr is not None:
+        free = inside & (tl.load(never_mask_ptr + base + position, mask=inside, other=1) == 0)
     # The smallest words are masked; where two are equal, the smaller position.
     word = _words(seed_ptr, step_ptr, tl.load(sample_ptr + row), BLOCK)
     number = tl.where(free, (word << LOG) | position, 1 << (32 + LOG))
@@ -122,19 +122,19 @@ def config(T, documents=False):
     return dict(BLOCK=1 << log, LOG=log, BITS=bits, num_warps=warps)
 
 
-def _forward(x0, level, mask_id, seed, step, sample_ids, fixed):
+def _forward(x0, level, mask_id, seed, step, sample_ids, never_mask):
     B, T = x0.shape
     x0 = x0.contiguous()
-    xt, count, rows, n_rows = _fake(x0, level, mask_id, seed, step, sample_ids, fixed)
-    level = possible_counts(level, fixed)
-    settings = config(T, fixed is not None)
-    fixed = None if fixed is None else fixed.contiguous()
+    xt, count, rows, n_rows = _fake(x0, level, mask_id, seed, step, sample_ids, never_mask)
+    level = possible_counts(level, never_mask)
+    settings = config(T, never_mask is not None)
+    never_mask = None if never_mask is None else never_mask.contiguous()
     args = (x0, xt, count, rows, n_rows, level.contiguous(), sample_ids.contiguous(), seed, step)
-    launch(mask_kernel, (B,), *args, fixed, mask_id, B, T, **settings)
+    launch(mask_kernel, (B,), *args, never_mask, mask_id, B, T, **settings)
     return xt, count, rows, n_rows
 
 
-def _fake(x0, level, mask_id, seed, step, sample_ids, fixed):
+def _fake(x0, level, mask_id, seed, step, sample_ids, never_mask):
     """xt, count, rows, n_rows, not filled in."""
     B, T = x0.shape
     xt = x0.new_empty((B, T))
@@ -143,7 +143,7 @@ def _fake(x0, level, mask_id, seed, step, sample_ids, fixed):
 
 
 SCHEMA = "(Tensor x0, Tensor level, SymInt mask_id, Tensor seed, Tensor step, Tensor sample_ids,"
-SCHEMA += " Tensor? fixed) -> (Tensor, Tensor, Tensor, Tensor)"
+SCHEMA += " Tensor? never_mask) -> (Tensor, Tensor, Tensor, Tensor)"
 _mask_tokens = register("mask_tokens", SCHEMA, _forward, _fake)
 
 
@@ -154,12 +154,12 @@ def _scalar(number, device):
     return torch.full((), number, dtype=torch.int64, device=device)
 
 
-def mask_tokens(x0, t_or_count, mask_id, seed, step, sample_ids, fixed=None):
+def mask_tokens(x0, t_or_count, mask_id, seed, step, sample_ids, never_mask=None):
     if not runs_on(x0) or t_or_count.is_floating_point() or x0.shape[1] > MAX_T:
-        return mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids, fixed)
+        return mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids, never_mask)
     seed = _scalar(seed, x0.device)
     step = _scalar(step, x0.device)
-    return _mask_tokens(x0, t_or_count, mask_id, seed, step, sample_ids, fixed)
+    return _mask_tokens(x0, t_or_count, mask_id, seed, step, sample_ids, never_mask)
 
 
 mask_tokens.__doc__ = mask_tokens_ref.__doc__

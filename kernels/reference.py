@@ -35,7 +35,7 @@ def philox_words(seed, step, sample_ids, T, first=0):
     return torch.stack((c0, c1, c2, c3), -1).flatten(-2)[..., first % 4 :][..., :T]
 
 
-def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids, fixed=None):
+def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids, never_mask=None):
     """Mask random positions of x0.
 
     x0          (B, T) int32 or int64, T <= 8192
@@ -45,7 +45,7 @@ def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids, fixed=None)
     seed, step  int or 0-dim int64 tensor: the key of the generator (their low 32 bits). A CUDA
                 graph keeps ints as they were at its capture: pass tensors, and change their value
     sample_ids  (B,) integer, the samples' numbers in the global batch: the counter of the generator
-    fixed       (B, T) bool, positions that are never masked, or None
+    never_mask       (B, T) bool, positions that are never masked, or None
 
     Returns xt (B, T), x0 with [MASK] at the masked positions; count (B,) int64, masked positions
     per row; rows (B*T,) int64, the ascending indices of the masked positions in the flattened
@@ -56,13 +56,13 @@ def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids, fixed=None)
     if T > MAX_T:
         raise ValueError(f"mask_tokens takes at most {MAX_T} positions a row, got {T}")
     words = philox_words(seed, step, sample_ids, T)
-    if fixed is not None:
-        words = words.masked_fill(fixed, 1 << 32)  # above all words
+    if never_mask is not None:
+        words = words.masked_fill(never_mask, 1 << 32)  # above all words
     if t_or_count.is_floating_point():
         masked = words < (t_or_count.double() * 2**32).long()[:, None]
     else:
         key = words * MAX_T + torch.arange(T, device=x0.device)  # ties fall to the smaller position
-        wanted = possible_counts(t_or_count, fixed).long()[:, None]
+        wanted = possible_counts(t_or_count, never_mask).long()[:, None]
         bound = key.sort(dim=1).values.gather(1, (wanted - 1).clamp(0, T - 1))
         masked = (key <= bound) & (wanted > 0)
     xt = torch.where(masked, mask_id, x0)
@@ -74,9 +74,9 @@ def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids, fixed=None)
     return xt, masked.sum(1), rows[:-1], rank[-1]
 
 
-def possible_counts(count, fixed):
-    """Counts (B,), none above the number of positions that are not fixed."""
-    return count if fixed is None else count.minimum((~fixed).sum(1))
+def possible_counts(count, never_mask):
+    """Counts (B,), none above the number of positions that are not never_mask."""
+    return count if never_mask is None else count.minimum((~never_mask).sum(1))
 
 
 def linear_cross_entropy_ref(h, W, targets, weight):

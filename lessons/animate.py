@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import cli, outputs
+from support import cli, errors, flags, outputs
 
 WIDTH, HEIGHT = 9.6, 27  # of a character's cell, in pixels
 COLUMNS = 80
@@ -30,7 +30,7 @@ THEMES = {
 
 
 def read_sample(path):
-    """The first sample of a page: a dict with tokens, given and frames (support/viewer.py)."""
+    """The first sample of a page: a dict with tokens, given and frames (support/web/viewer.py)."""
     found = re.search(r'id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.S)
     if not found:
         raise ValueError("no page")
@@ -143,7 +143,7 @@ def draw(sample, theme):
 
 
 def main(argv):
-    parser = cli.Parser(description=__doc__.splitlines()[0])
+    parser = flags.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("page", help="a page that sample.py --html wrote")
     parser.add_argument("picture", help="SVG file to write")
     parser.add_argument("--dark", action="store_true", help="for a dark background")
@@ -153,7 +153,7 @@ def main(argv):
         svg = draw(read_sample(Path(args.page)), "dark" if args.dark else "light")
     except (ValueError, LookupError):
         fix = "give a page that sample.py --html wrote"
-        raise cli.UserError(f"{args.page} is no page of sample.py; {fix}") from None
+        raise errors.UserError(f"{args.page} is no page of sample.py; {fix}") from None
     outputs.write(args.picture, svg.encode())
     return 0
 

@@ -10,23 +10,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import cli
+from support import cli, errors
 
 cli.start(__name__)
 
 import torch
 
 import mdlm
-from support import templates
+from support.infill import templates
 
 
 @torch.no_grad()
 def main(argv):
     if len(argv) != 2:
-        raise cli.UserError("give the folder of a run and a template, as in the first lines here")
+        raise errors.UserError(
+            "give the folder of a run and a template, as in the first lines here"
+        )
     model, tokenizer, config = mdlm.load(argv[0], whole=True)
     if not model.objective.fills_gaps or "[___]" in argv[1]:
-        raise cli.UserError("this needs a model that fills gaps, and █ for each missing token")
+        raise errors.UserError("this needs a model that fills gaps, and █ for each missing token")
     parts = templates.parse(argv[1], tokenizer, config.block_size)
     ids = templates.to_ids(parts, tokenizer, model.mask_id)
     x = torch.tensor([ids + [model.objective.pad_id] * (config.block_size - len(ids))])

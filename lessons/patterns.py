@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from support import cli
+from support import cli, environment
 
 cli.start(__name__)
 
@@ -23,7 +23,8 @@ import torch
 import mdlm
 import sample
 from support import outputs
-from support.cli import Parser, UserError
+from support.errors import UserError
+from support.flags import Parser
 from support.plots import check_picture, write_figure
 
 STEPS = (1, 2, 4, 8, 16, 32)
@@ -73,7 +74,7 @@ def sweet_spot(shares):
 
 
 def draw(shares, speeds, shown, path):
-    matplotlib = cli.optional("matplotlib.figure", "a picture")
+    matplotlib = environment.optional("matplotlib.figure", "a picture")
     fig = matplotlib.Figure((10, 7.2), dpi=130, layout="constrained")
     top, bottom = fig.subfigures(2, 1, height_ratios=[1.1, 1])
     ax = top.subplots()

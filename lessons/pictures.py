@@ -26,12 +26,13 @@ import torch.nn.functional as F
 
 import mdlm
 from support import outputs
-from support.checkpoint import default_run
-from support.cli import Parser, UserError
+from support.errors import UserError
+from support.flags import Parser
+from support.infill.calls import to_context
+from support.infill.templates import parse, to_ids
 from support.kernels.reference import is_visible, mask_tokens_ref, prepare
-from support.likelihood import to_context
 from support.plots import BLUE, GREEN, GREY, RED, check_picture, figure, write_figure
-from support.templates import parse, to_ids
+from support.training.checkpoint import default_run
 from variants import rates
 
 T = 256

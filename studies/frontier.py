@@ -12,10 +12,11 @@ import torch
 import eval
 import mdlm
 import sample
-from support import judging, runtime
-from support.checkpoint import read_newest
-from support.cli import UserError
+from studies import word_statistics
+from support import ranks
+from support.errors import UserError
 from support.numerics import standard_error
+from support.training.checkpoint import read_newest
 
 # name -> settings of sample.unmask; the first is the default
 SAMPLERS = {
@@ -47,7 +48,7 @@ def write(model, n, seeds, dtype, how):
     return ids.cpu(), (time.monotonic() - began) / len(ids)
 
 
-def bench_sampling(options, device, book):
+def bench_sampling(options, device, table):
     """Every sampler over numbers of calls; real text and the autoregressive twin beside them."""
     models = dict(ar=(None, None, None))
     folders = {}
@@ -65,27 +66,27 @@ def bench_sampling(options, device, book):
     with eval.open_data(options.data, folders["mdlm"], tokenizer, config, device) as (corpus, _):
         training = tokenizer.decode(corpus.train[:2_000_000].tolist())
         windows = corpus.windows().long()
-    by_text = judging.Judge(training)
+    by_text = word_statistics.WordStatistics(training)
 
-    def judge(x):
+    def statistics(x):
         texts = [tokenizer.decode(ids) for ids in x.tolist()]
         return by_text(texts) | (judge_by(twin, x) if twin else {})
 
     seeds = range(options.seed, options.seed + options.seeds)
     n = options.num_samples
-    book.note(f"{n} texts of {config.block_size} tokens for each of the seeds {list(seeds)}")
-    real = judge(windows.cpu())
-    book.add(dict(sampler="real text", calls=None, seconds=None) | real)
+    table.note(f"{n} texts of {config.block_size} tokens for each of the seeds {list(seeds)}")
+    real = statistics(windows.cpu())
+    table.add(dict(sampler="real text", calls=None, seconds=None) | real)
     calls = dict.fromkeys(min(n, config.block_size) for n in CALLS)
     cases = [(model, name, how, n) for name, how in SAMPLERS.items() for n in calls]
     if twin:
         cases.insert(0, (twin, "AR twin", {}, config.block_size))
     for writer, name, how, steps in cases:
-        if runtime.is_late(book.until):
-            book.note(f"the time is up: nothing measured from {name}, {steps} calls on")
+        if ranks.is_late(table.until):
+            table.note(f"the time is up: nothing measured from {name}, {steps} calls on")
             break
         how = how | dict(steps=steps)
         x, seconds = write(writer, n, seeds, options.dtype, how)
         facts = dict(sampler=name, calls=steps, seconds=seconds)
-        by_seed = [judge(part) for part in x.split(n)]
-        book.add(facts | judge(x) | dict(by_seed=by_seed))
+        by_seed = [statistics(part) for part in x.split(n)]
+        table.add(facts | statistics(x) | dict(by_seed=by_seed))

@@ -12,7 +12,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/harness.py, from anywhere
 
-from support import cli
+from support import cli, flags, terminal
 
 cli.start(__name__)
 
@@ -21,11 +21,12 @@ import torch.nn.functional as F
 
 import mdlm
 import sample
-from support import checkpoint, environment
+from support import environment
 from support.arguments import whole_number
-from support.cli import UserError
-from support.likelihood import groups, next_logits, to_context
-from support.templates import Literal, allowed_tokens, encode_literal
+from support.errors import UserError
+from support.infill.calls import groups, next_logits, to_context
+from support.infill.templates import Literal, allowed_tokens, encode_literal
+from support.training import checkpoint
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -33,7 +34,7 @@ try:
     from lm_eval.api.registry import register_model
 except ImportError as e:
     fix = environment.pip_install("lm_eval")
-    cli.warn(f"harness.py: this needs lm-evaluation-harness ({e}); type: {fix}")
+    terminal.warn(f"harness.py: this needs lm-evaluation-harness ({e}); type: {fix}")
     sys.exit(2)
 
 
@@ -62,7 +63,7 @@ class Harness(LM):
 
     def __init__(self, out_dir=None, draws=64, seed=0, device=None, batch_size=1, max_batch_size=1):
         super().__init__()
-        cli.check_not_empty("out_dir", out_dir)
+        flags.check_not_empty("out_dir", out_dir)
         for name, value in (("draws", draws), ("seed", seed)):
             if type(value) is not int or value < 0:
                 raise UserError(f"{name}={value} of --model_args is not accepted; give a number")
@@ -104,7 +105,7 @@ class Harness(LM):
 
     def loglikelihood(self, requests):
         """[(log p(answer | prompt) in nats, whether greedy choices from left to right give it)]"""
-        return [self.score(*pair) for pair in cli.bar(self.encode(requests, 2))]
+        return [self.score(*pair) for pair in terminal.bar(self.encode(requests, 2))]
 
     def loglikelihood_rolling(self, requests):
         """[log p(text)], of a long text in windows of a context."""
@@ -120,13 +121,15 @@ class Harness(LM):
             check_generation(request.args[1])
         prompts = [request.args[0] for request in requests]
         asked = [request.args[1] for request in requests]
-        return [self.write(*pair) for pair in cli.bar(list(zip(prompts, asked)))]
+        return [self.write(*pair) for pair in terminal.bar(list(zip(prompts, asked)))]
 
     def write(self, prompt, how):
         """What follows a prompt; how: the generation_kwargs of a task."""
         unknown = {name for name in how if name not in KNOWN} - self.ignored
         if unknown:
-            cli.warn(f"generation_kwargs {', '.join(sorted(unknown))} are not known here; ignored")
+            terminal.warn(
+                f"generation_kwargs {', '.join(sorted(unknown))} are not known here; ignored"
+            )
             self.ignored |= unknown
         n = next((how[name] for name in LENGTHS if how.get(name) is not None), 64)  # tokens
         literal = encode_literal(prompt, self.tokenizer, after_gap=False, before_gap=not self.asks)

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import io
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -119,6 +120,14 @@ def without_times(text):
     return found
 
 
+def module(*names):
+    """The first module of these names that there is: older checkouts have others."""
+    for name in names:
+        with contextlib.suppress(ModuleNotFoundError):
+            return import_module(name)
+    raise ModuleNotFoundError(f"none of {', '.join(names)} is there")
+
+
 class Checkout:
     """Runs the programs of the checkout in the current folder, in this process."""
 
@@ -127,7 +136,7 @@ class Checkout:
         mdlm = import_module("mdlm")
         import_module("torch").set_num_threads(1)
         self.out = out
-        self.cleanup = import_module("support.checkpoint").release
+        self.cleanup = module("support.training.checkpoint", "support.checkpoint").release
         self.run = import_module("support.cli").run
         self.load_file = import_module("safetensors.torch").load_file
         self.programs = {name: import_module(name).main for name in ("eval", "sample")}
@@ -141,7 +150,8 @@ class Checkout:
             code = self.run(self.programs[program], list(argv), self.cleanup)
         stdout.flush()
         said = stdout.buffer.getvalue().decode() if code == 0 else stderr.getvalue()
-        return [code, without_times(said.replace(str(self.out), "OUT"))]
+        shown = re.sub(rf"[\w./]*{self.out.name}", "OUT", said)  # as seen from the checkout
+        return [code, without_times(shown)]
 
     def tensors(self, name):
         """Checksums of all tensors in the last checkpoint of a run."""

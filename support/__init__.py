@@ -1,4 +1,4 @@
-"""What is not about diffusion: flags, checkpoints, data, tokenizers, logs, plots.
+"""What is not about diffusion, in rooms: data, training, infill, web; flags, ranks and more.
 
 The folder kernels/ beside this one is imported as support.kernels, because a package of Hugging
 Face, which transformers imports, is called kernels too: under this name the two never meet,

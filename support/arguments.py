@@ -8,7 +8,8 @@ import re
 
 import torch
 
-from support.cli import UserError, plain
+from support.errors import UserError
+from support.flags import plain
 from support.view import View
 
 INT64 = (1 << 63) - 1

@@ -1,6 +1,7 @@
 """The Python that runs: what it lacks, and the commands that a user types to mend that or go on."""
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import shlex
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+
+from support.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent  # the folder of the programs
 NEEDED = ("torch", "numpy", "safetensors")  # by every program; other packages by some of their uses
@@ -107,3 +110,17 @@ def quote(word):
 def hexadecimal(c):
     """A character as bytes in $'...' of a shell."""
     return "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))
+
+
+def optional(package, what):
+    """Import a package that only some uses need: `what` names this one.
+
+    Raises UserError, with the command that installs it, where it is missing.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as e:
+        name = package.split(".")[0]
+        fails = f"cannot be imported here ({e})" if is_installed(name) else "is missing"
+        fix = pip_install(name)
+        raise UserError(f"{what} needs the package {name}, which {fails}; type: {fix}") from e

@@ -9,7 +9,8 @@ import secrets
 import shutil
 from pathlib import Path
 
-from support.cli import UserError, signals_wait
+from support.errors import UserError
+from support.signals import signals_wait
 
 TMP = ".mdlm-tmp-"  # prefix of everything that is not complete yet
 FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", -1), errno.EFBIG, errno.EIO)  # of a disk

@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from support.cli import UserError
-from support.runtime import generator
+from support.errors import UserError
+from support.seeds import generator
 
 
 def standard_error(values):
@@ -131,7 +131,7 @@ def draw(logits, u, temperature, top_k, top_p):
     return torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
 
 
-def highest(score, noise, masked, k):
+def topk_mask(score, noise, masked, k):
     """(B, T) bool: the k (B,) masked positions of the highest score, equal ones by their noise."""
     by_noise = noise.argsort(dim=1, stable=True)
     score = score.double().masked_fill(~masked, -math.inf).gather(1, by_noise)
@@ -146,6 +146,6 @@ def reversed_bits(i):
     return sum((i >> bit & 1) << 15 - bit for bit in range(16))
 
 
-def lead(p):
+def top2_margin(p):
     """By how much the largest of p (n, V) exceeds the second largest."""
     return -p.topk(min(2, p.shape[1]))[0].diff().sum(1)

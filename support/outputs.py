@@ -10,9 +10,11 @@ import dataclasses
 import os
 from pathlib import Path
 
-from support.cli import READS, WRITES, UserError, has_stdout
+from support.errors import UserError
 from support.files import TMP, naming, read_json, write_all, write_atomically
+from support.flags import READS, WRITES
 from support.ownership import PICTURES, STEP, is_run
+from support.terminal import has_stdout
 
 # What a run's folder keeps for the run, beside checkpoints and data.
 RUN_NAMES = ("latest", "log.jsonl", *PICTURES)

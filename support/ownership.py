@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from support.cli import UserError
+from support.errors import UserError
 from support.files import read_json, read_small
 
 STEP = re.compile(r"step-\d{1,12}(\.old)?")  # .old: it was being replaced when its run was killed

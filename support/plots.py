@@ -7,10 +7,12 @@ import json
 import math
 from pathlib import Path
 
-from support.cli import UserError, escaped, optional, warn
+from support.environment import optional
+from support.errors import UserError
 from support.files import read_json, read_small
 from support.outputs import write
 from support.ownership import PICTURES
+from support.terminal import escaped, warn
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito, 2008).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666")

@@ -30,21 +30,12 @@ from conftest import sign
 import export
 import mdlm
 import sample
-from support import (
-    kernels,
-    likelihood,
-    numerics,
-    ownership,
-    plots,
-    records,
-    runtime,
-    shards,
-    sources,
-    texts,
-    tokenizer,
-)
+from support import kernels, numerics, ownership, plots, ranks
+from support.data import records, sources, texts, tokenizer
+from support.data.tokenizer import Tokenizer
+from support.infill import calls
 from support.kernels import operations
-from support.tokenizer import Tokenizer
+from support.training import shards
 
 
 class Because(str):
@@ -224,7 +215,7 @@ def only(at, id):
 
 def check_shard(at, shard):
     """--shard in a run of three ranks."""
-    at.patch.setattr(runtime, "CONTROL", "three ranks")
+    at.patch.setattr(ranks, "CONTROL", "three ranks")
     shards.check(shard, 3)
 
 
@@ -363,11 +354,11 @@ ADVICE["sample.py"] = [
     (
         "memo must be a likelihood.Memo",
         lambda at: next(sample.unmask(at.model, at.masked, memo={})),
-        lambda at: next(sample.unmask(at.model, at.masked, memo=likelihood.Memo())),
+        lambda at: next(sample.unmask(at.model, at.masked, memo=calls.Memo())),
     ),
     (
         "memo is for unmask; generate has one of its own, so leave it out",
-        lambda at: generate(at, memo=likelihood.Memo()),
+        lambda at: generate(at, memo=calls.Memo()),
         lambda at: generate(at),
     ),
     (
@@ -702,14 +693,13 @@ ADVICE["checkpoint.py"] = [
 ]
 
 ADVICE["cli.py"] = [
-    (
-        "needs the package {}, which {}; type: {}",
-        FollowedIn("test_the_advice_for_a_missing_package_works"),
-    ),
     ("check that and the free space", MACHINE),
     ("out of memory; lower the batch, the length, or the size of the model", MACHINE),
     ("--resume continues from what was saved", RANKS),
     ("check that path", MACHINE),
+]
+
+ADVICE["flags.py"] = [
     (
         "--{}={} is not accepted; give {}",
         lambda at: generate(at, order="up"),
@@ -780,7 +770,7 @@ ADVICE["ids.py"] = [
     ),
 ]
 
-ADVICE["judging.py"] = [
+ADVICE["word_statistics.py"] = [
     (
         "give one of {}, as in --compare=temperature=0.5,1",
         "sample --compare=block_size=1,2",
@@ -788,11 +778,11 @@ ADVICE["judging.py"] = [
     ),
 ]
 
-ADVICE["likelihood.py"] = [
+ADVICE["calls.py"] = [
     (
         "its weights are damaged; train it again",
-        lambda at: likelihood.checked(torch.full((1, 3), float("nan"))),
-        lambda at: likelihood.checked(at.model(at.x)[0]),
+        lambda at: calls.checked(torch.full((1, 3), float("nan"))),
+        lambda at: calls.checked(at.model(at.x)[0]),
     ),
 ]
 
@@ -908,7 +898,7 @@ ADVICE["pace.py"] = [
     ),
 ]
 
-ADVICE["page.py"] = MACHINE
+ADVICE["live_page.py"] = MACHINE
 
 ADVICE["plots.py"] = [
     (
@@ -1227,13 +1217,16 @@ ADVICE["runs.py"] = [
     ),
 ]
 
-ADVICE["runtime.py"] = [
+ADVICE["devices.py"] = [
     (
         "is not on this machine; use cpu, cuda, cuda:N, mps or auto",
         "mdlm --device=tpu",
         "mdlm --device=cpu",
         "mdlm --device=auto",
     ),
+]
+
+ADVICE["ranks.py"] = [
     (
         "start with torchrun, which sets all five, or unset them",
         lambda at: (at.patch.setenv("RANK", "0"), at.do("mdlm")),
@@ -1286,8 +1279,8 @@ ADVICE["shards.py"] = [
     ),
     (
         "--shard is not for --device={}; give --device=cpu, or --shard=0",
-        lambda at: shards.make_place(1, torch.device("mps"), torch.float32, 1),
-        lambda at: shards.make_place(0, torch.device("mps"), torch.float32, 1),
+        lambda at: shards.make_shard_fn(1, torch.device("mps"), torch.float32, 1),
+        lambda at: shards.make_shard_fn(0, torch.device("mps"), torch.float32, 1),
     ),
     ("{}; give an --out_dir that all share", RANKS),
     ("in {}; take an earlier checkpoint, or train again", RANKS),

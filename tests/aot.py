@@ -55,16 +55,16 @@ def masking_cases():
     masking = import_module("support.kernels.masking")
     names = ("count", "rows", "n_rows", "level", "sample", "seed", "step")
     sizes = ((64, "i32"), (64, "i64"), (256, "i64"), (1024, "i64"), (8192, "i64"))
-    for (T, integer), fixed in itertools.product(sizes, (False, True)):
+    for (T, integer), never_mask in itertools.product(sizes, (False, True)):
         types = pointers(x0=integer, xt=integer, **dict.fromkeys(names, "i64"))
         types |= dict.fromkeys(("mask_id", "B", "T"), "i32")
-        config = masking.config(T, fixed)
-        if fixed:
-            types |= pointers(fixed="i1")
+        config = masking.config(T, never_mask)
+        if never_mask:
+            types |= pointers(never_mask="i1")
         else:
-            config |= dict(fixed_ptr=None)
+            config |= dict(never_mask_ptr=None)
         main = (90,) if T == 256 else ()
-        name = f"masking T={T} {integer}" + ", documents" * fixed
+        name = f"masking T={T} {integer}" + ", documents" * never_mask
         yield Case(name, masking.mask_kernel, types, config, main=main)
 
 

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import mdlm
 import variants
-from support import checkpoint, cli, files, kernels
+from support import cli, files, kernels
+from support.training import checkpoint
 
 torch.set_num_threads(1)  # these models are tiny, and threads that wait for a busy core spin
 ROOT = Path(__file__).parent.parent
@@ -98,7 +99,7 @@ def tiny_flags(*more):
 
 
 class StopAt:
-    """Stands in for runtime.Interrupt: a Ctrl-C that arrives before step number `at`."""
+    """Stands in for signals.Interrupt: a Ctrl-C that arrives before step number `at`."""
 
     def __init__(self, at):
         self.left = at

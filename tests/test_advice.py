@@ -21,8 +21,10 @@ from conftest import ROOT, tiny_flags
 import bench
 import mdlm
 import variants
-from support import checkpoint, cli, guesses, plots, runs
-from support.log import Log
+from support import cli, guesses, plots
+from support.flags import parse_flags
+from support.training import checkpoint, runs
+from support.training.log import Log
 
 ROWS = [
     pytest.param(words, wrong, ways, id=f"{file}: {words}"[:70])
@@ -268,7 +270,7 @@ def test_an_answer_can_be_typed(program):
         assert set(named) <= {*names, *others}, (flag, said)
         for name, value in re.findall(r"--(\w+)=([a-z]\w*)", said):
             if name in names:
-                assert cli.parse_flags(flags_class(program), [f"--{name}={value}"], "")
+                assert parse_flags(flags_class(program), [f"--{name}={value}"], "")
 
 
 # ---- All sentences
@@ -283,8 +285,9 @@ ADVISES = re.compile(
     r"|(?:\bor|\bwith|\bgive|;) --\w|\(--(?:help|\w+=\w)|\((?:pip|apt) install|now type: ",
     re.IGNORECASE,
 )
-FOLDERS = ("", "variants", "support", "studies", "lessons", "kernels")
-SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
+FOLDERS = ("variants", "support", "studies", "lessons", "kernels")
+SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+SOURCES = sorted([*ROOT.glob("*.py"), *SOURCES])
 
 
 def name_of(path):

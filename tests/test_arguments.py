@@ -18,9 +18,12 @@ import eval
 import export
 import mdlm
 import sample
-from support import checkpoint, cli, guesses, likelihood, templates
-from support.cli import UserError
-from support.tokenizer import Tokenizer, tokenizer_from_json
+from support import cli, guesses
+from support.data.tokenizer import Tokenizer, tokenizer_from_json
+from support.errors import UserError
+from support.flags import parse_flags
+from support.infill import likelihood, templates
+from support.training import checkpoint
 
 PROGRAMS = dict(mdlm=mdlm.Config, sample=sample.Options, eval=eval.Options)
 PROGRAMS |= dict(bench=bench.Options, export=export.Options)
@@ -40,7 +43,7 @@ def shakespeare():
 
 
 def flags(program, *argv, **more):
-    return cli.parse_flags(PROGRAMS[program], list(argv), "", **more)
+    return parse_flags(PROGRAMS[program], list(argv), "", **more)
 
 
 def refusal(call, *args, **more):

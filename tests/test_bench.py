@@ -18,8 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import bench
 import mdlm
-from studies import frontier, peers
-from support import cli, judging, kernels
+from studies import frontier, peers, word_statistics
+from support import cli, kernels
+from support.flags import parse_flags
 
 CPU = torch.device("cpu")
 
@@ -81,9 +82,9 @@ def test_contestants_take_turns(monkeypatch):
 @pytest.mark.parametrize("where", ["file", "-"])
 def test_json_has_no_infinity(tmp_path, capsys, where):
     path = where if where == "-" else str(tmp_path / where)
-    book = bench.Book("sample", bench.Options(json=path), CPU)
-    book.add(dict(sampler="default", calls=1, twin=math.nan, twin_se=math.inf))
-    assert book.close() == 0
+    table = bench.ResultsTable("sample", bench.Options(json=path), CPU)
+    table.add(dict(sampler="default", calls=1, twin=math.nan, twin_se=math.inf))
+    assert table.close() == 0
     text = capsys.readouterr().out if where == "-" else (tmp_path / where).read_text()
     assert "NaN" not in text and "Infinity" not in text
     assert json.loads(text)["rows"][0] == dict(sampler="default", calls=1, twin=None, twin_se=None)
@@ -109,10 +110,10 @@ def tiny_cases(device):
 
 def measure_kernels(argv):
     """bench.py kernels, which is refused on a CPU."""
-    options = bench.Options(**cli.parse_flags(bench.Options, argv, ""))
-    book = bench.Book("kernels", options, CPU)
-    bench.bench_kernels(options, CPU, book)
-    return book.close()
+    options = bench.Options(**parse_flags(bench.Options, argv, ""))
+    table = bench.ResultsTable("kernels", options, CPU)
+    bench.bench_kernels(options, CPU, table)
+    return table.close()
 
 
 @pytest.fixture
@@ -362,12 +363,12 @@ def test_wrong_step_has_no_time(small_preset, monkeypatch, capsys, wrong):
 
 
 def test_judge_counts_words_and_characters():
-    judge = judging.Judge("to be or not to be")
-    found = judge(["x to be or x", "x to be no x"])
+    statistics = word_statistics.WordStatistics("to be or not to be")
+    found = statistics(["x to be or x", "x to be no x"])
     assert found["words"] == 5 / 6 and found["distinct"] == 4 / 6
     assert found["words_se"] == pytest.approx((0.5**2 + 0.5**2) ** 0.5 / 6)
-    many = ["x one two x"] * judging.GROUP + ["x one one x"] * judging.GROUP
-    assert judging.distinct(many) == (2 / 32 + 1 / 32) / 2  # the mean over groups
+    many = ["x one two x"] * word_statistics.GROUP + ["x one one x"] * word_statistics.GROUP
+    assert word_statistics.distinct(many) == (2 / 32 + 1 / 32) / 2  # the mean over groups
 
 
 @pytest.fixture(scope="module")
@@ -475,7 +476,7 @@ def test_gpu_script_brings_the_headline_first(tmp_path):
     assert modes == ["kernels", "train", "train", "kernels", "pytest"]
     for call in calls:
         if call[0] == "bench.py":
-            flags = cli.parse_flags(bench.Options, call[2:], "")
+            flags = parse_flags(bench.Options, call[2:], "")
             assert 15 <= flags["time_limit"] < 300 and flags["json"].endswith(".json")
     assert (tmp_path / "out" / "gpu.md").read_text().count("exit code 0") == 1 + len(calls)
 

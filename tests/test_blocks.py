@@ -19,7 +19,8 @@ import mdlm
 import sample
 from support import cli, kernels
 from support.arguments import to_view
-from support.likelihood import chain_rule, groups
+from support.infill.calls import groups
+from support.infill.likelihood import chain_rule
 from support.view import masked_rows
 from variants import documents
 from variants.cache import Cache

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mdlm
-from support import runtime, sources, tokenizer
-from support.cli import UserError
+from support import devices
+from support.data import sources, tokenizer
+from support.errors import UserError
 
 CPU = torch.device("cpu")
 KINDS = ("char", "byte", "word", "bpe")
@@ -255,7 +256,7 @@ def test_uint16_is_widened_on_cuda(monkeypatch):
         (small, "cuda", torch.int32),
         (small.repeat(500), "cpu", torch.uint16),
     ):
-        ((tensor, found),) = runtime.to_tensors([ids], torch.device("cuda"))
+        ((tensor, found),) = devices.to_tensors([ids], torch.device("cuda"))
         assert (found, tensor.dtype) == (place, dtype) and tensor.tolist() == ids.tolist()
 
 

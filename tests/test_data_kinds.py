@@ -23,8 +23,10 @@ from conftest import TINY, read_log, run_mdlm
 import eval
 import mdlm
 import sample
-from support import checkpoint, cli, records, sources, texts
-from support.cli import UserError
+from support import cli
+from support.data import records, sources, texts
+from support.errors import UserError
+from support.training import checkpoint
 
 CPU = torch.device("cpu")
 TEXTS = [f"Record {i} says: " + "na " * (i % 7) + "ü\n" for i in range(60)]
@@ -278,7 +280,7 @@ def test_a_format_is_known_whatever_its_case(tmp_path, name, write, mark):
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
 def test_json_is_streamed(tmp_path, monkeypatch, size):
-    monkeypatch.setattr("support.records.CHUNK", size)
+    monkeypatch.setattr("support.data.records.CHUNK", size)
     for write in (array, pretty, lines, inner):
         (tmp_path / "x.json").write_text(write(TEXTS))
         assert documents(tmp_path / "x.json") == TEXTS
@@ -909,8 +911,8 @@ def test_an_answer_without_text_skips_its_prompt(tmp_path):
 
 
 def test_a_huge_line_is_refused_unread(tmp_path, monkeypatch):
-    monkeypatch.setattr("support.records.LARGEST", 1000)
-    monkeypatch.setattr("support.records.CHUNK", 100)
+    monkeypatch.setattr("support.data.records.LARGEST", 1000)
+    monkeypatch.setattr("support.data.records.CHUNK", 100)
     long = json.dumps(dict(text="a" * 5000))
     good = json.dumps(dict(text="good"))
     (tmp_path / "x.jsonl").write_text(f"{good}\n{long}\n{good}\n")

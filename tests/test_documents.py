@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 import mdlm
 import sample
-from support import kernels, sources
+from support import kernels
 from support.arguments import to_view
+from support.data import sources
+from support.data.tokenizer import Tokenizer
+from support.infill.calls import end_documents
+from support.infill.likelihood import chain_rule
 from support.kernels.reference import document_spans
-from support.likelihood import chain_rule, end_documents
-from support.tokenizer import Tokenizer
 from variants import documents
 
 END = 2  # in the world of conftest: texts of 0 and 1, up to 4 of them

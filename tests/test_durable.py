@@ -28,7 +28,9 @@ import eval
 import export
 import mdlm
 import sample
-from support import checkpoint, cli, files, outputs, ownership, runtime, scores
+from support import cli, devices, errors, files, flags, outputs, ownership, signals, terminal
+from support.ranks import check_alike
+from support.training import checkpoint, scores
 
 
 def lesson(name):
@@ -81,7 +83,7 @@ MORE = dict(bench=["train", "--device=cpu"], eval=["--device=cpu"], sample=["--d
 def writing_flags():
     """(program, flag) for all that a flag writes, by the mark in the dataclass of its flags."""
     for name, program in PROGRAMS.items():
-        for flag in outputs.paths_of(program.Options(), cli.WRITES):
+        for flag in outputs.paths_of(program.Options(), flags.WRITES):
             yield name, flag
     yield "eval", "pictures"
 
@@ -199,10 +201,10 @@ def test_new_files_beside_a_run_are_written(run):
 # in a temporary folder, or in that of a run.
 WRITERS = {
     "support/files.py": {"write_synced"},
-    "support/log.py": {"append"},
+    "support/training/log.py": {"append"},
     "support/outputs.py": {"open_output"},
     "support/plots.py": {"write_figure"},  # into memory
-    "support/sources.py": {"write_patterns", "write_meta"},
+    "support/data/sources.py": {"write_patterns", "write_meta"},
     "mdlm.py": {"prepare"},
     "eval.py": {"open_data"},
     "bench.py": {"bench_training"},
@@ -225,7 +227,7 @@ def opens_to_write(node):
 
 def test_all_programs_write_by_one_function():
     """So no program can forget what support/outputs.py checks."""
-    paths = [*ROOT.glob("*.py"), *ROOT.glob("support/*.py"), *ROOT.glob("kernels/*.py")]
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("support/**/*.py"), *ROOT.glob("kernels/*.py")]
     for path in [*paths, *ROOT.glob("lessons/*.py"), *ROOT.glob("studies/*.py")]:
         found = set()
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -372,7 +374,7 @@ def test_advice_after_a_divergence_is_accepted(
         f"--out_dir={out}",
         *flags,
     ]
-    clip = runtime.clip_gradients
+    clip = devices.clip_gradients
     left = [2]
 
     def diverges(params, limit):
@@ -380,7 +382,7 @@ def test_advice_after_a_divergence_is_accepted(
         return clip(params, limit) * (1 if left[0] >= 0 else float("nan"))
 
     with monkeypatch.context() as patched:
-        patched.setattr(runtime, "clip_gradients", diverges)
+        patched.setattr(devices, "clip_gradients", diverges)
         assert run_mdlm(*argv) == 2
     advice = capsys.readouterr().err
     named = [name for name, _ in flags_in(advice)]
@@ -404,8 +406,8 @@ def meet(*ranks):
 
     def one(i):
         try:
-            runtime.check_alike(store, *ranks[i])
-        except cli.RankError as e:
+            check_alike(store, *ranks[i])
+        except errors.RankError as e:
             found[i] = str(e)
 
     threads = [threading.Thread(target=one, args=(i,)) for i in range(len(ranks))]
@@ -446,7 +448,7 @@ def test_mistake_of_one_rank_is_said(capsys, monkeypatch):
     assert_refused(call(mdlm.main, capsys, "--max_stepz=3"), "no flag --max_stepz")
 
     def shared(argv):
-        raise cli.SharedError("all ranks raise it")
+        raise errors.SharedError("all ranks raise it")
 
     r = call(shared, capsys)
     assert (r.code, r.err) == (2, "")
@@ -458,7 +460,7 @@ def test_ranks_compare_what_they_load(run, quick, tmp_path, monkeypatch):
     (run.parent / "text.txt").write_text("To be, or not to be. " * 50)
     seen = []
     monkeypatch.setattr(
-        runtime, "check_equal", lambda value, sentence: seen.append((value, sentence))
+        "support.ranks.check_equal", lambda value, sentence: seen.append((value, sentence))
     )
 
     def compared(words, *flags):
@@ -630,7 +632,10 @@ def test_full_disk_advises_resume_if_something_is_saved(run, saved):
     if not saved:
         (run / "latest").write_text(ownership.OVERWRITING)
     for path in (run, run / "log.jsonl", run / "step-9"):
-        with pytest.raises(cli.UserError, match="free some space") as refused, files.writing(path):
+        with (
+            pytest.raises(errors.UserError, match="free some space") as refused,
+            files.writing(path),
+        ):
             raise OSError(28, "No space left on device")
         assert ("--resume" in str(refused.value)) == saved
 
@@ -641,7 +646,7 @@ def test_standard_error_that_fails_ends_no_work(run, monkeypatch, tmp_path):
         monkeypatch.setattr("sys.stderr", full)
         flags = [f"--out_dir={run}", "--device=cpu", "--steps=1", "--length=8"]
         assert cli.run(sample.main, [*flags, f"--json={tmp_path / 'texts'}"]) == 0
-        bench.Book("train", bench.Options(json="-"), torch.device("cpu")).say("a line")
+        bench.ResultsTable("train", bench.Options(json="-"), torch.device("cpu")).say("a line")
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             full.close()
@@ -651,7 +656,7 @@ def test_standard_error_that_fails_ends_no_work(run, monkeypatch, tmp_path):
 @needs_full
 @pytest.mark.parametrize("main", [mdlm.main, eval.main])
 def test_help_that_cannot_be_shown_is_no_success(capsys, monkeypatch, main):
-    monkeypatch.setattr(cli, "silence_stdout", lambda: None)
+    monkeypatch.setattr(terminal, "silence_stdout", lambda: None)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full)
         assert cli.run(main, ["--help"]) == 2
@@ -693,7 +698,7 @@ def test_standard_output_is_blamed_for_itself_alone(capsys, monkeypatch):
     assert "standard output" not in call(broken, capsys).err
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full)
-        monkeypatch.setattr(cli, "silence_stdout", lambda: None)
+        monkeypatch.setattr(terminal, "silence_stdout", lambda: None)
         assert cli.run(lambda argv: print("x", flush=True), []) == 2
         monkeypatch.undo()
         with contextlib.suppress(OSError):
@@ -718,7 +723,7 @@ def test_signals_leave_no_temporary_folder(short_run, tmp_path, monkeypatch, num
         os.kill(os.getpid(), number)  # a second one, while it cleans up
         rmtree(*args, **more)
 
-    handlers = dict.fromkeys(cli.ENDING, signal.SIG_DFL)
+    handlers = dict.fromkeys(signals.ENDING, signal.SIG_DFL)
     handlers[signal.SIGINT] = signal.default_int_handler
     for n, handler in handlers.items():
         signal.signal(n, handler)
@@ -764,7 +769,7 @@ def test_signal_cuts_the_last_evaluation_short(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_that_becomes_another_error_is_one(capfd, number):
     def main(argv):
-        signal.signal(signal.SIGTERM, cli.stop)
+        signal.signal(signal.SIGTERM, signals.stop)
         try:
             os.kill(os.getpid(), number)
             time.sleep(1)
@@ -785,7 +790,7 @@ def test_signal_that_python_ignores_comes_again(capfd, number):
             time.sleep(0.01)
 
     def main(argv):
-        signal.signal(signal.SIGTERM, cli.stop)
+        signal.signal(signal.SIGTERM, signals.stop)
         Fragile()
         time.sleep(10)
 
@@ -822,7 +827,7 @@ def test_card_holds_for_any_name(run, tmp_path, capsys, monkeypatch, name):
     loaded[2].data = f"{name}|x"
     card = export.card(run / "step-4", *loaded, name)
     card.encode()
-    assert not cli.UNSAFE.search(card)
+    assert not terminal.UNSAFE.search(card)
     header, title = card.split("---\n", 2)[1:]
     assert "fill-mask" in header and title.strip().splitlines()[0].startswith("# ")
     blocks = re.findall(r"^```python\n(.*?)^```$", card, re.S | re.M)
@@ -837,4 +842,4 @@ def test_card_holds_for_any_name(run, tmp_path, capsys, monkeypatch, name):
     [row] = [line for line in card.splitlines() if line.startswith("| training data")]
     assert len(re.findall(r"(?<!\\)\|", row)) == 3
     r = call(export.main, capsys, f"--out_dir={run}", f"--dest={name}")
-    assert r.code == 0 and r.out.count("\n") == 1 and not cli.UNSAFE.search(r.out)
+    assert r.code == 0 and r.out.count("\n") == 1 and not terminal.UNSAFE.search(r.out)

@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 
 import eval
 import mdlm
-from support import checkpoint, cli, kernels, likelihood, numerics, plots, sources
+from support import cli, kernels, numerics, plots
+from support.data import sources
+from support.infill import calls, likelihood
+from support.training import checkpoint
 
 CORPUS = SimpleNamespace(chars_per_token=2.0, entropy=None)
 
@@ -267,7 +270,7 @@ def test_text_is_masked_and_predicted(runs, tmp_path, capsys):
     # What the model says where only these are masked.
     model, tokenizer, _ = mdlm.load(runs / "mdlm")
     x0 = torch.tensor([tokenizer.encode(text)])
-    xt = likelihood.to_context(model, torch.where(hidden, model.mask_id, x0))
+    xt = calls.to_context(model, torch.where(hidden, model.mask_id, x0))
     best = model(xt)[0].argmax(-1)
     for i in hidden.nonzero()[:, 0].tolist():
         token = r["tokens"][i]
@@ -279,7 +282,7 @@ def test_text_is_masked_and_predicted(runs, tmp_path, capsys):
     assert [c == "█" for c in lines["masked"]] == [m != " " for m in lines["+ is right"]]
     # Accuracy and cross-entropy by mask rate are those of an evaluation of this text.
     scored = torch.arange(32)[None].expand(128, -1) < len(text)
-    again = mdlm.evaluate(model, likelihood.to_context(model, x0).expand(128, -1), scored=scored)
+    again = mdlm.evaluate(model, calls.to_context(model, x0).expand(128, -1), scored=scored)
     assert r["accuracy"] == pytest.approx(again["accuracy"], abs=1e-6)
     assert f"{r['ce'][4]:.2f}" in said
 

@@ -16,8 +16,9 @@ from conftest import ROOT, TINY, run_mdlm
 
 import export
 import mdlm
-from support import checkpoint, cli
-from support.tokenizer import Tokenizer, open_tokenizer, train_bpe
+from support import cli
+from support.data.tokenizer import Tokenizer, open_tokenizer, train_bpe
+from support.training import checkpoint
 
 needs_transformers = pytest.mark.skipif(not find_spec("transformers"), reason="no transformers")
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, block_size=24, dropout=0.0, attention_every=2)

@@ -12,8 +12,9 @@ import torch
 from conftest import ROOT, TINY, Toy, exhaustive_nelbo, run_mdlm
 
 import sample
-from support import cli, likelihood
-from support.tokenizer import Tokenizer
+from support import cli
+from support.data.tokenizer import Tokenizer
+from support.infill import likelihood
 
 pytest.importorskip("lm_eval", reason="no lm_eval")
 from studies import harness

@@ -18,9 +18,9 @@ import torch
 from conftest import CHECKPOINT_FILES, TINY, run_mdlm, sign
 
 import mdlm
-from support import checkpoint
-from support.cli import UserError
-from support.tokenizer import tokenizer_from_json
+from support.data.tokenizer import tokenizer_from_json
+from support.errors import UserError
+from support.training import checkpoint
 
 CPU = torch.device("cpu")
 

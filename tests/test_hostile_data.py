@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mdlm
-from support import sources, tokenizer
-from support.cli import UserError
+from support.data import sources, tokenizer
+from support.errors import UserError
 
 CPU = torch.device("cpu")
 CONFIG = mdlm.Config(block_size=32)

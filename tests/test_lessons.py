@@ -20,7 +20,9 @@ from conftest import ROOT
 import eval
 import mdlm
 import sample
-from support import cli, kernels, viewer
+from support import cli, kernels
+from support.flags import parse_flags
+from support.web import viewer
 
 LESSONS = ROOT / "lessons"
 
@@ -306,7 +308,7 @@ def test_commands_of_a_lesson_exist(path):
     for program, *args in commands(path):
         args = list(itertools.takewhile(lambda word: word not in ("|", ">", "2>&1", "&&"), args))
         if program in PROGRAMS:
-            cli.parse_flags(PROGRAMS[program], args, "")  # raises UserError for an unknown flag
+            parse_flags(PROGRAMS[program], args, "")  # raises UserError for an unknown flag
         elif program.startswith("lessons/"):
             assert (ROOT / program).is_file(), program
         else:

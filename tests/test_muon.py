@@ -6,8 +6,8 @@ from conftest import ROOT  # noqa: F401 (puts the root on the path)
 from torch._inductor.utils import run_and_get_code
 
 from support.kernels.launch import can_compile
-from support.muon import BETA2, Muon, orthogonalize
-from support.optimizers import average
+from support.training.muon import BETA2, Muon, orthogonalize
+from support.training.optimizers import average
 
 SHAPES = ((96, 32), (32, 32), (128, 32), (32, 128), (96, 32), (40, 72))
 

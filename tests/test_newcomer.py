@@ -9,7 +9,9 @@ from conftest import ROOT, TINY, run_mdlm
 
 import export
 import mdlm
-from support import cli, pace, sources
+from support import cli
+from support.data import sources
+from support.training import pace
 
 
 def test_lessons_name_the_model_that_their_outputs_show():

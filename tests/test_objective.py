@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 
 import mdlm
 from support import kernels
-from support.cli import UserError
+from support.errors import UserError
 from support.kernels.reference import attention_ref
 from support.view import masked_rows
 from variants import rates

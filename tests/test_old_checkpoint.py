@@ -14,7 +14,7 @@ from conftest import ROOT, losses, run_mdlm, sign
 
 import mdlm
 import sample
-from support.cli import UserError
+from support.errors import UserError
 
 DATA = ROOT / "tests" / "data"
 

@@ -19,9 +19,10 @@ from conftest import ROOT, TINY, losses, read_log, run_mdlm, saved, tiny_flags
 import bench
 import mdlm
 import variants
-from support import cli, pace, progress, runs, runtime
+from support import cli, devices, flags
+from support.training import pace, progress, runs
 
-ALWAYS = cli.NO_LIMIT
+ALWAYS = flags.NO_LIMIT
 
 
 def records(out_dir):
@@ -74,7 +75,7 @@ def test_resumed_run_ends_as_it_is_told(before, given, end):
 
 
 def test_help_says_how_a_run_ends(capsys, monkeypatch):
-    monkeypatch.setattr(runtime, "default_preset", lambda device: "cpu")
+    monkeypatch.setattr(devices, "default_preset", lambda device: "cpu")
     with pytest.raises(SystemExit):
         mdlm.parse_args(["--help"])
     shown = " ".join(capsys.readouterr().out.split())

@@ -25,9 +25,12 @@ from webdriver import Browser
 import export
 import mdlm
 import sample
-from support import cli, likelihood, page, viewer
+from support import cli
+from support.data.tokenizer import Tokenizer
+from support.flags import parse_flags
+from support.infill import ranking, search
 from support.kernels.reference import philox_words
-from support.tokenizer import Tokenizer
+from support.web import live_page, viewer
 
 WEIGHTS = ROOT / "weights" / "shakespeare"
 LETTERS = Tokenizer("char", list("ab <&>\"'/\n"))
@@ -89,7 +92,7 @@ def test_sampler_draws_what_sample_py_draws(network):
     asked = [dict(seed=s, steps=k, temperature=t) for s, k, t in
              ((0, 16, 1), (5, 7, 0.7), (2**32 - 1, 40, 1.3), (9, 1, 1), (8, 32, 0))]  # fmt: skip
     given = dict(rows=x.tolist(), T=T, V=V, n=4, table=table.tolist(), asked=asked)
-    code = SAMPLER % json.dumps((page.PAGE / "sampler.js").as_uri())
+    code = SAMPLER % json.dumps((live_page.PAGE / "sampler.js").as_uri())
     command = ["node", "--input-type=module", "-e", code, json.dumps(given)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -109,7 +112,7 @@ def test_sampler_draws_what_sample_py_draws(network):
             best = [q for frame in frames for *_, likeliest in frame for _, q in likeliest]
             assert np.allclose(best, step.logp.exp().topk(5)[0].flatten(), atol=1e-6)
         start = torch.full((3,), 4)
-        rows, logp = likelihood.likeliest(
+        rows, logp = ranking.likeliest(
             model, steps[-1].x, start, start + 16, torch.zeros(3).double(), 3
         )
         texts = steps[-1].x[rows].tolist()
@@ -202,7 +205,7 @@ def test_every_fault_of_every_file_is_one_sentence():
     server.end = threading.Event()
     server.handle_error = lambda *args: None  # a client that has gone
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    runtime = page.RUNTIME_FILES["wasm"]
+    runtime = live_page.RUNTIME_FILES["wasm"]
     files = ["model.onnx", "weights.bin", *runtime]
     sums = dict.fromkeys(files, (3000, zlib.crc32(Faulty.content)))
     wanted = {(fault, file): said for fault, said in FAULTS.items() for file in files}
@@ -213,7 +216,7 @@ def test_every_fault_of_every_file_is_one_sentence():
         f"{fault}/{file}": f"{url}/{urllib.parse.quote(fault)}/{file}/" for fault, file in wanted
     }
     given = json.dumps(dict(cases=cases, files=sums, runtime=runtime))
-    code = LOADER % json.dumps((page.PAGE / "model.js").as_uri())
+    code = LOADER % json.dumps((live_page.PAGE / "model.js").as_uri())
     command = ["node", "--input-type=module", "-e", code, given]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     server.end.set()
@@ -230,7 +233,7 @@ def test_every_fault_of_every_file_is_one_sentence():
 def test_quantized_matrices_are_near():
     array = np.random.default_rng(0).normal(size=(50, 7)).astype(np.float32)
     array[:, 2] = 0
-    values, scale = page.quantize(array)
+    values, scale = live_page.quantize(array)
     assert values.dtype == np.int8 and scale.dtype == np.float32 and scale.shape == (7,)
     assert (np.abs(values * scale - array) <= scale / 2 + 1e-7).all() and values.max() == 127
 
@@ -254,10 +257,10 @@ def test_models_that_no_page_runs_get_one_sentence(settings, tokenizer, said, tm
 def test_what_a_page_needs_is_named(tmp_path, monkeypatch, capsys):
     dest = tmp_path / "page"
     installed = {"pip"}
-    monkeypatch.setattr(page.environment, "is_installed", lambda name: name in installed)
+    monkeypatch.setattr(live_page.environment, "is_installed", lambda name: name in installed)
     assert export_page(dest) == 2 and "pip install onnx onnxscript" in capsys.readouterr().err
     installed |= {"onnx", "onnxscript"}
-    monkeypatch.setattr(page, "RUNTIME", tmp_path / "none")
+    monkeypatch.setattr(live_page, "RUNTIME", tmp_path / "none")
     monkeypatch.setenv("PATH", "")
     assert export_page(dest) == 2 and "needs npm" in capsys.readouterr().err
     npm = tmp_path / "npm"
@@ -268,7 +271,7 @@ def test_what_a_page_needs_is_named(tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert "npm ci failed" in error and "no network" in error and not dest.exists()
     npm.write_text("#!/bin/sh\nsleep 5 &\nsleep 5\n")  # what it started lives on, as under Windows
-    monkeypatch.setattr(page, "NPM_LIMIT", 0.2)
+    monkeypatch.setattr(live_page, "NPM_LIMIT", 0.2)
     began = time.monotonic()
     assert export_page(dest) == 2 and time.monotonic() - began < 20
     error = capsys.readouterr().err
@@ -279,25 +282,25 @@ def test_cut_off_installation_is_not_taken(tmp_path, monkeypatch):
     """Nor that of another version than the lock file's."""
     runtime = tmp_path / "onnxruntime-web"
     (runtime / "dist").mkdir(parents=True)
-    monkeypatch.setattr(page, "RUNTIME", runtime)
-    for names in page.RUNTIME_FILES.values():
+    monkeypatch.setattr(live_page, "RUNTIME", runtime)
+    for names in live_page.RUNTIME_FILES.values():
         for name in names:
             (runtime / "dist" / name).write_bytes(b"half")
-    lock = json.loads((page.PAGE / "package-lock.json").read_text())
+    lock = json.loads((live_page.PAGE / "package-lock.json").read_text())
     installed = tmp_path / ".package-lock.json"
-    assert not page.is_installed()
+    assert not live_page.is_installed()
     installed.write_text(json.dumps(lock))
-    assert page.is_installed()
+    assert live_page.is_installed()
     lock["packages"]["node_modules/onnxruntime-web"]["version"] = "1.0.0"
     installed.write_text(json.dumps(lock))
-    assert not page.is_installed()
+    assert not live_page.is_installed()
 
 
 def test_workflow_builds_the_shipped_page():
     """What is published is what one command of the program makes."""
     text = (ROOT / ".github" / "workflows" / "pages.yml").read_text()
     command = re.search(r"python export\.py (.*)", text)[1].split()
-    given = cli.parse_flags(export.Options, command, "")
+    given = parse_flags(export.Options, command, "")
     assert given == dict(to="page", out_dir="weights/shakespeare", dest="page")
     assert re.search(r"upload-pages-artifact@v\d+\n\s+with:\n\s+path: page\n", text)
 
@@ -393,7 +396,7 @@ def write(browser, text, **settings):
 def test_logits_are_those_of_pytorch(browser, shipped, tmp_path):
     folder = shutil.copytree(shipped, tmp_path / "page")
     for name in ("crc.js", "model.js"):
-        shutil.copy(page.PAGE / name, folder)
+        shutil.copy(live_page.PAGE / name, folder)
     server = visit(browser, folder)
     model, _, config = mdlm.load(WEIGHTS)
     g = torch.Generator().manual_seed(0)
@@ -451,7 +454,7 @@ def test_fills_are_ranked_as_sample_py_ranks_them(browser, shipped, tmp_path):
     model, tokenizer, config = mdlm.load(WEIGHTS)
     parts = sample.parse("To be, or ███ to be", tokenizer, config.block_size)
     how = functools.partial(sample.fill_gaps, model, tokenizer, dict(steps=16, seed=0))
-    fills = likelihood.hypotheses(model, tokenizer, parts, 5, how, "cpu", draws=16)
+    fills = search.hypotheses(model, tokenizer, parts, 5, how, "cpu", draws=16)
     assert shown == [tokenizer.decode(fill.ids) for fill in fills]
     server.close()
 
@@ -652,7 +655,7 @@ def test_wrong_or_missing_file_is_named(browser, tiny, tmp_path):
     names = [
         path.name for path in folder.iterdir() if not re.search("html|webgpu|asyncify", path.name)
     ]
-    assert sorted(names) == sorted(["model.onnx", "weights.bin", *page.RUNTIME_FILES["wasm"]])
+    assert sorted(names) == sorted(["model.onnx", "weights.bin", *live_page.RUNTIME_FILES["wasm"]])
     for name in names:
         content = (folder / name).read_bytes()
         middle = len(content) // 2

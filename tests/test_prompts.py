@@ -14,7 +14,7 @@ import export
 import mdlm
 import sample
 from support import cli
-from support.likelihood import chain_rule
+from support.infill.likelihood import chain_rule
 
 SOUNDS = {"cat": "meow", "a dog": "woof!", "the old cow": "moo", "me": "i am a model"}
 

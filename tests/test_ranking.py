@@ -11,8 +11,9 @@ import kernels
 import mdlm
 import sample
 import variants
-from support import cli, likelihood, padding
-from support.tokenizer import Tokenizer
+from support import terminal
+from support.data.tokenizer import Tokenizer
+from support.infill import calls, likelihood, padding, ranking
 
 V = 6
 T = 7
@@ -54,7 +55,7 @@ def exhaustive(model, x, start, stop, known):
 )
 def test_ranking_is_exact_in_fewer_rows(gaps, few, monkeypatch):
     """Also with lengths of their own and known beginnings; what is alike is computed once."""
-    monkeypatch.setattr(likelihood, "group_size", lambda *_: few)
+    monkeypatch.setattr(calls, "group_size", lambda *_: few)
     hidden = []
     for seed in range(2):
         model = random_world(seed, hidden)
@@ -70,7 +71,7 @@ def test_ranking_is_exact_in_fewer_rows(gaps, few, monkeypatch):
             best = value.argsort(descending=True, stable=True)
             for n in (1, 3, len(x)):
                 hidden.clear()
-                rows, found = likelihood.likeliest(model, x, start, stop, known, n)
+                rows, found = ranking.likeliest(model, x, start, stop, known, n)
                 assert rows.tolist() == best[:n].tolist()
                 assert torch.allclose(found, value[rows], atol=1e-5)
                 assert sum(hidden) <= texts, "a text was computed twice"
@@ -83,7 +84,7 @@ def test_equal_fills_keep_their_order():
     x = all_fills([1, 2])
     start = torch.ones(len(x), dtype=torch.int64)
     for n in (1, 5):
-        rows, found = likelihood.likeliest(model, x, start, start + 4, torch.zeros(36).double(), n)
+        rows, found = ranking.likeliest(model, x, start, start + 4, torch.zeros(36).double(), n)
         assert rows.tolist() == list(range(n)) and torch.allclose(found, found[:1])
 
 
@@ -97,7 +98,7 @@ def test_lengths_of_documents_are_different_texts():
     start = torch.ones(2, dtype=torch.int64)
     stop = torch.tensor([3, 4])
     known = torch.zeros(2, dtype=torch.float64)
-    rows, found = likelihood.likeliest(model, x, start, stop, known, 2)
+    rows, found = ranking.likeliest(model, x, start, stop, known, 2)
     assert sum(seen) == 5
     value, _ = exhaustive(model, x, start, stop, known)
     assert torch.allclose(found, value[rows])
@@ -106,7 +107,7 @@ def test_lengths_of_documents_are_different_texts():
 @pytest.mark.parametrize("limit", [1 << 24, 3 * V])
 def test_draws_are_those_without_a_memory(limit, monkeypatch):
     """Texts that draws come to again cost nothing; the draws are the same, whatever it holds."""
-    monkeypatch.setattr(likelihood, "MOST_LOGITS", limit)
+    monkeypatch.setattr(calls, "MOST_LOGITS", limit)
     hidden = []
     model = random_world(1, hidden)
     x = torch.full((64, T), V)
@@ -165,7 +166,7 @@ def small():
 @pytest.mark.parametrize("template", ["ab██ca", "a[___]b", "a[___]bc[___]d", "ab[___]", "█b█ c█"])
 def test_progress_has_a_total_and_ends_there(small, template, monkeypatch):
     bar = Bar()
-    monkeypatch.setattr(cli, "progress", lambda *_, **__: bar)
+    monkeypatch.setattr(terminal, "progress", lambda *_, **__: bar)
     model, tokenizer = small
     options = sample.resolve(sample.Options(candidates=2, max_gap=3, device="cpu"), model)
     parts = sample.parse(template, tokenizer, model.config.block_size)

@@ -8,7 +8,7 @@ import torch
 from conftest import TINY, losses, read_log, run_mdlm
 
 import mdlm
-from support import sources
+from support.data import sources
 
 TEXTS = [f"Record {i} says: " + "na " * (i % 7) + "ü\n" for i in range(400)]
 

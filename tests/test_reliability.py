@@ -21,7 +21,8 @@ from conftest import CHECKPOINT_FILES, TINY, losses, read_log, saved
 from nursery import Nursery, Run, begin_ranks, has_logged, starter
 
 import mdlm
-from support import checkpoint, files
+from support import files
+from support.training import checkpoint
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and forks")
 
@@ -372,7 +373,7 @@ def test_folders_without_locks_are_used(monkeypatch, tmp_path):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    checkpoint.take(tmp_path / "o")
+    checkpoint.claim_run_dir(tmp_path / "o")
     assert (tmp_path / "o").is_dir()
     checkpoint.release()
     assert not (tmp_path / "o").exists(), "it was left empty"

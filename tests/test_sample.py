@@ -24,8 +24,12 @@ from safetensors.torch import save as to_safetensors
 
 import mdlm
 import sample
-from support import checkpoint, cli, judging, kernels, likelihood, numerics, viewer
-from support.tokenizer import Tokenizer, build_tokenizer
+from studies import word_statistics
+from support import cli, kernels, numerics, terminal
+from support.data.tokenizer import Tokenizer, build_tokenizer
+from support.infill import calls, likelihood, ranking, search
+from support.training import checkpoint
+from support.web import viewer
 
 V = 3
 T = 4
@@ -172,7 +176,7 @@ def test_uniform_numbers_depend_on_their_keys_alone():
 def test_guidance_is_the_published_formula(world):
     x = torch.tensor([[1, V, V, 2]])
     w = 1.5
-    got = likelihood.predict(Toy(world.exact, V, T), "cpu", x, x != V, x == V, range(T), w)
+    got = calls.predict(Toy(world.exact, V, T), "cpu", x, x != V, x == V, range(T), w)
     conditional = world.exact(x)[x == V].float()
     without = world.exact(torch.full_like(x, V))[x == V].float()
     assert torch.allclose(got, without + (1 + w) * (conditional - without))
@@ -188,21 +192,21 @@ def test_chain_rule_is_the_left_to_right_score(world, monkeypatch):
     assert (
         torch.equal(head[:, :2], likelihood.chain_rule(model, x)[:, :2]) and not head[:, 2:].any()
     )
-    monkeypatch.setattr(likelihood, "group_size", lambda *_: 5)  # not all rows side by side
+    monkeypatch.setattr(calls, "group_size", lambda *_: 5)  # not all rows side by side
     for start, stop in ((zero, zero + T), (zero + 2, zero + T), (zero + 1, zero + 3)):
         known = torch.linspace(-1, 0, 81, dtype=torch.float64)
         each = likelihood.chain_rule(model, x)
         inside = (torch.arange(T) >= start[:, None]) & (torch.arange(T) < stop[:, None])
         value, row = (known + (each * inside).sum(1)).sort(descending=True)
         for n in (1, 7, 81):
-            rows, found = likelihood.likeliest(model, x, start, stop, known, n)
+            rows, found = ranking.likeliest(model, x, start, stop, known, n)
             assert torch.equal(rows, row[:n]) and torch.allclose(found, value[:n])
 
 
 def test_gaps_at_the_end_stop_there():
     tokenizer = Tokenizer("char", list("ab\n"), end=True)
     for ids, n in (([0, 1, 3, 1], 2), ([0, 2, 1], 1), ([2, 0, 1], 3), ([3, 1, 3], 2), ([1], 1)):
-        assert likelihood.until_break(tokenizer, ids) == n
+        assert search.until_break(tokenizer, ids) == n
 
 
 def test_confidence_is_that_of_the_drawn_token(world):
@@ -214,11 +218,11 @@ def test_confidence_is_that_of_the_drawn_token(world):
 
 
 def test_unlikely_fills_are_not_followed_to_the_end(world, monkeypatch):
-    monkeypatch.setattr(likelihood, "group_size", lambda *_: 5)
+    monkeypatch.setattr(calls, "group_size", lambda *_: 5)
     seen = []
     model = Toy(lambda xt: seen.append(len(xt)) or world.exact(xt), V, T)
     zero = torch.zeros(81, dtype=torch.int64)
-    rows, _ = likelihood.likeliest(model, world.x, zero, zero + T, zero.double(), 3)
+    rows, _ = ranking.likeliest(model, world.x, zero, zero + T, zero.double(), 3)
     assert rows.tolist() == world.p.topk(3)[1].tolist() and sum(seen) < 81
 
 
@@ -228,7 +232,7 @@ def test_candidates_are_the_likeliest_of_all_lengths(world, parts):
     model = Toy(world.random, V, T)
     how = dict(order="random", temperature=3.0, steps=T, seed=0)
     fill = partial(sample.fill_gaps, model, tokenizer, how)
-    found = likelihood.hypotheses(model, tokenizer, parts, 600, fill, "cpu", 2, draws=2000)
+    found = search.hypotheses(model, tokenizer, parts, 600, fill, "cpu", 2, draws=2000)
     gaps = {None: range(1, 3), 1: [1], 2: [2]}
     texts = {""}
     for i, part in enumerate(parts):
@@ -359,7 +363,7 @@ def test_long_texts_are_written_block_by_block():
 def test_films_keep_confidences_up_to_the_end(world):
     tokenizer = Tokenizer("char", list("ab"), end=True)
     x = torch.full((20, T), V)
-    films = [viewer.Film(tokenizer, row, V) for row in x]
+    films = [viewer.HtmlRecorder(tokenizer, row, V) for row in x]
     steps = list(sample.unmask(Toy(world.random, V, T), x, steps=4, order="random", end_id=2))
     for step in steps:
         for row, film in enumerate(films):
@@ -559,9 +563,9 @@ class TestCharacters:
         _, tokenizer, config = mdlm.load(learned)
         ids = np.array(tokenizer.encode(text), np.uint16)
         ids.tofile(tmp_path / "run" / "data" / "train.bin")
-        assert judging.training_text(learned, tokenizer, config) == text
-        judge = judging.Judge(text)
-        assert judge(["a cat wore the hat b"])["words"] == 3 / 4
+        assert word_statistics.training_text(learned, tokenizer, config) == text
+        statistics = word_statistics.WordStatistics(text)
+        assert statistics(["a cat wore the hat b"])["words"] == 3 / 4
 
     def test_gap_at_the_end_stops_at_a_break(self, run, say):
         d = json.loads(say(run, "--infill=The [___]", "--max_gap=12", "--json=-").out)
@@ -673,7 +677,7 @@ class TestCharacters:
         ids=lambda a: ascii(a[0]) if a[0].startswith("--") else "",
     )
     def test_mistakes_get_one_sentence_and_code_2(self, run, say, monkeypatch, args, words):
-        monkeypatch.setattr(cli, "silence_stdout", lambda: None)
+        monkeypatch.setattr(terminal, "silence_stdout", lambda: None)
         r = say(run, *args)
         assert r.code == 2 and r.out == ""
         assert r.err.count("\n") == 1 and all(word in r.err for word in words), r.err
@@ -687,7 +691,7 @@ class TestCharacters:
     def test_a_full_disk_gets_one_sentence(self, run, say, monkeypatch):
         if not Path("/dev/full").is_char_device():
             pytest.skip("no /dev/full here")
-        monkeypatch.setattr(cli, "silence_stdout", lambda: None)
+        monkeypatch.setattr(terminal, "silence_stdout", lambda: None)
         r = say(run, "--steps=1", "--json=/dev/full")
         _, sentence = r.err.splitlines()  # after the line on the model
         assert r.code == 2 and "No space" in sentence

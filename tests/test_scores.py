@@ -12,7 +12,8 @@ import eval as eval_program
 import export
 import mdlm
 import sample
-from support import checkpoint, cli, runtime, scores
+from support import cli, signals
+from support.training import checkpoint, scores
 
 PROGRAMS = {
     "text": (sample, ["--length=8", "--steps=2"]),
@@ -81,7 +82,7 @@ def test_shipped_model_has_a_name_and_a_score(tmp_path, capsys, monkeypatch):
 
 def test_stopped_run_says_barely_trained(text_file, tmp_path, capsys, monkeypatch):
     """It was evaluated at step 0 alone; what training lost since says that this is little."""
-    monkeypatch.setattr(runtime, "Interrupt", lambda: StopAt(3))
+    monkeypatch.setattr(signals, "Interrupt", lambda: StopAt(3))
     run_mdlm(f"--data={text_file}", *TINY, "--eval_windows=2", f"--out_dir={tmp_path / 'out'}")
     line, _ = introduction(capsys, sample, f"--out_dir={tmp_path / 'out'}", "--length=8")
     assert "/step-3, pydoc.txt, NELBO " in line and " at step 0: barely trained" in line

@@ -16,9 +16,13 @@ import eval
 import export
 import mdlm
 import sample
-from support import cli, files, log, seams, sources, templates, texts, tokenizer, viewer
-from support.cli import UserError
-from support.tokenizer import Tokenizer, build_tokenizer
+from support import cli, files
+from support.data import seams, sources, texts, tokenizer
+from support.data.tokenizer import Tokenizer, build_tokenizer
+from support.errors import UserError
+from support.infill import templates
+from support.training import log
+from support.web import viewer
 
 OWN = ("char", "byte", "word", "bpe")
 ALL = (*tokenizer_kinds.KINDS, *OWN)
@@ -263,14 +267,14 @@ def test_what_is_shown_has_its_spaces(made, name, monkeypatch):
     assert made.decode(begun) == expected
     watch = SimpleNamespace(tokenizer=made, mask=V, given=[True] * len(ids))
     nothing = [False] * len(ids)
-    (line,) = viewer.Watch.lines(watch, begun, nothing, nothing, 200)
+    (line,) = viewer.TerminalPlayer.lines(watch, begun, nothing, nothing, 200)
     assert re.sub("\x1b.*?m", "", line) == expected.replace("█", "░")
-    (line,) = viewer.Watch.lines(watch, ids, nothing, nothing, 200)
+    (line,) = viewer.TerminalPlayer.lines(watch, ids, nothing, nothing, 200)
     assert re.sub("\x1b.*?m", "", line) == made.decode(ids)
     p = torch.zeros(V)
     p[ids[end]] = 1
     assert viewer.likeliest(made, p, 1) == [(" of", 1.0)]
-    film = viewer.Film(made, torch.tensor(begun), V)
+    film = viewer.HtmlRecorder(made, torch.tensor(begun), V)
     assert "".join(film.page(ids)["tokens"]) == made.decode(ids)
 
 

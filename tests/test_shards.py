@@ -17,14 +17,15 @@ import time
 from pathlib import Path
 
 import pytest
-import scale
 import torch
 from conftest import ROOT, TINY, losses, read_log
 from nursery import Nursery, begin_ranks, starter
 from safetensors.torch import load_file, save_file
 
 import mdlm
-from support import checkpoint, cli, files, shards
+from studies import scale
+from support import errors, files
+from support.training import checkpoint, shards
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, /proc")
 
@@ -299,7 +300,7 @@ def test_a_part_that_nodes_cannot_see_is_named(tmp_path):
     """As on nodes that do not share an --out_dir."""
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "shard-00001-model-00001-of-00001.safetensors").touch()
-    with pytest.raises(cli.UserError, match=r"2 ranks wrote a part .* first one sees 1"):
+    with pytest.raises(errors.UserError, match=r"2 ranks wrote a part .* first one sees 1"):
         shards.found_in(tmp_path, 2)
 
 
@@ -319,14 +320,14 @@ def test_forged_parts_are_refused(parts, tmp_path):
         corpus = mdlm.Corpus(out / "data", config, device)
         config.shard = 0
         run = mdlm.make_run(config, corpus, device, torch.float32, ops)
-        with pytest.raises(cli.UserError, match=words):
+        with pytest.raises(errors.UserError, match=words):
             checkpoint.restore(out / "step-2", run.model, run.averaged, run.optimizers)
 
 
 def test_a_missing_part_is_named(parts, tmp_path):
     out = shutil.copytree(parts, tmp_path / "o")
     (out / "step-2" / "state-00001-of-00002.safetensors").unlink()
-    with pytest.raises(cli.UserError, match="state-00001-of-00002"):
+    with pytest.raises(errors.UserError, match="state-00001-of-00002"):
         checkpoint.verify(out / "step-2")
     assert checkpoint.find_checkpoint(out).name == "step-1"
 

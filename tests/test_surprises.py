@@ -21,7 +21,10 @@ from safetensors.torch import load_file, save_file
 import eval
 import mdlm
 import sample
-from support import checkpoint, cli, outputs, plots, runtime, sources
+from support import cli, errors, outputs, plots, ranks, signals, terminal
+from support.data import sources
+from support.flags import parse_flags
+from support.training import checkpoint
 
 HOSTILE = "a\x1b]0;mine\x07b\x1b[2Jc\x9b1md\u202ee\x7f\rf\n"
 OURS = re.compile(r"\x1b\[[0-9;]*[mAJ]|\r(?=\x1b\[J)")  # what viewer.py sends to a terminal
@@ -62,7 +65,7 @@ def hostile(tmp_path_factory):
 
 def test_log_of_a_run_shows_control_characters_escaped(hostile):
     said = hostile[1]
-    assert not cli.UNSAFE.search(said)
+    assert not terminal.UNSAFE.search(said)
     assert "  | " in said and "\\x1b" in said
 
 
@@ -85,8 +88,8 @@ def test_terminal_gets_samples_escaped(hostile, capsys, monkeypatch, colours, mo
     code = cli.run(sample.main, flags)
     shown = capsys.readouterr()
     assert code == 0 and shown.out
-    assert not cli.UNSAFE.search(OURS.sub("", shown.out))
-    assert "--watch" not in more or not cli.UNSAFE.search(shown.err)
+    assert not terminal.UNSAFE.search(OURS.sub("", shown.out))
+    assert "--watch" not in more or not terminal.UNSAFE.search(shown.err)
 
 
 def test_json_keeps_the_true_text(hostile, capsys):
@@ -94,7 +97,7 @@ def test_json_keeps_the_true_text(hostile, capsys):
     r = call(sample.main, capsys, *flags)
     assert r.code == 0
     assert json.loads(r.out)["text"].startswith("a\x1b\x9b\u202e")
-    assert not cli.UNSAFE.search(r.out)
+    assert not terminal.UNSAFE.search(r.out)
 
 
 def test_sentences_about_mistakes_are_escaped_too(capsys, tmp_path):
@@ -124,7 +127,8 @@ MEMORY = """
 import resource, sys, time
 sys.path.insert(0, "{root}")
 import mdlm
-from support import checkpoint, cli
+from support import cli
+from support.training import checkpoint
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + (400 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -212,13 +216,13 @@ def test_ignored_hangup_stays_ignored(monkeypatch, handler):
     before = {n: signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
     try:
         signal.signal(signal.SIGHUP, handler)
-        interrupt = runtime.Interrupt()
+        interrupt = signals.Interrupt()
         ignored = handler == signal.SIG_IGN
         if ignored or signal.getsignal(signal.SIGHUP) == interrupt.ask:
             os.kill(os.getpid(), signal.SIGHUP)
         assert interrupt.signal == (0 if ignored else signal.SIGHUP)
         monkeypatch.delattr(signal, "SIGHUP")  # as on Windows
-        runtime.Interrupt()
+        signals.Interrupt()
     finally:
         for number, old in before.items():
             signal.signal(number, old)
@@ -267,7 +271,7 @@ def test_ctrl_c_during_imports_is_quiet():
 def test_ranks_of_a_cluster_get_one_sentence(capsys, monkeypatch, env):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    assert runtime.read_ranks() == (0, 1, 0)
+    assert ranks.read_ranks() == (0, 1, 0)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert_one_sentence(train(capsys), *(f"{k}={v}" for k, v in env.items()), "torchrun")
@@ -355,7 +359,7 @@ BAD_IDS = {
 def test_sampler_refuses_ids_that_are_none(run, spoil):
     model = mdlm.load(run)[0]
     x = torch.full((2, 8), model.mask_id)
-    with pytest.raises(cli.UserError, match="give 0 to"):
+    with pytest.raises(errors.UserError, match="give 0 to"):
         sample.generate(model, spoil(x))
     assert not list(sample.unmask(model, x[:0])) and sample.generate(model, x[:0]).shape == (0, 8)
 
@@ -363,24 +367,24 @@ def test_sampler_refuses_ids_that_are_none(run, spoil):
 def test_python_gets_sentences_for_models_and_texts(run):
     model, tokenizer, _ = mdlm.load(run)
     for args in ((None,), (run, "nowhere"), (run, "cpu", "fast"), (run, "cuda:99")):
-        with pytest.raises(cli.UserError, match=r"is no path|is not on this machine|fast"):
+        with pytest.raises(errors.UserError, match=r"is no path|is not on this machine|fast"):
             mdlm.load(*args)
     for text in (5, "\ud800", [5]):
-        with pytest.raises(cli.UserError, match="not UTF-8"):
+        with pytest.raises(errors.UserError, match="not UTF-8"):
             sample.write(model, tokenizer, text)
-    with pytest.raises(cli.UserError, match="fill is no setting"):
+    with pytest.raises(errors.UserError, match="fill is no setting"):
         sample.write(model, tokenizer, "the", fill=None)
 
 
 def test_tokenizers_that_change_a_text_are_refused(pydoc, tmp_path):
-    from support.tokenizer import build_tokenizer, tokenizer_from_json
+    from support.data.tokenizer import build_tokenizer, tokenizer_from_json
 
     tokenizer = build_tokenizer("bpe", 300, False, lambda: [(pydoc, False)], len(pydoc))
     bpe = json.loads(tokenizer.vocab)
     path = tmp_path / "tokenizer.json"
     tokenizer.vocab = json.dumps(bpe | dict(normalizer=dict(type="Lowercase")))
     path.write_text(tokenizer.to_json())
-    with pytest.raises(cli.UserError, match="does not restore the text"):
+    with pytest.raises(errors.UserError, match="does not restore the text"):
         tokenizer_from_json(path)
 
 
@@ -393,7 +397,7 @@ def test_json_keeps_the_text_in_any_encoding(run):
 
 
 def test_leftover_ranks_silence_nobody(capsys, monkeypatch):
-    for name in cli.RANKS:
+    for name in ranks.RANKS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -505,6 +509,6 @@ def test_output_that_fails_does_not_end_a_run(run, capsys, monkeypatch):
 
 def test_a_negative_number_is_a_text():
     for text in ("-5", "-5 degrees", "-"):
-        assert cli.parse_flags(sample.Options, [text], "", free="text") == {"text": text}
-    with pytest.raises(cli.UserError, match="no flag -x"):
-        cli.parse_flags(sample.Options, ["-x"], "", free="text")
+        assert parse_flags(sample.Options, [text], "", free="text") == {"text": text}
+    with pytest.raises(errors.UserError, match="no flag -x"):
+        parse_flags(sample.Options, ["-x"], "", free="text")

@@ -10,9 +10,9 @@ from conftest import TINY, read_log, run_mdlm
 
 import mdlm
 import sample
-from support import sources
-from support.cli import UserError
-from support.tokenizer import open_tokenizer, tokenizer_from_json
+from support.data import sources
+from support.data.tokenizer import open_tokenizer, tokenizer_from_json
+from support.errors import UserError
 
 END = "<|endoftext|>"
 

@@ -32,7 +32,8 @@ from torch.utils._pytree import tree_leaves
 
 import mdlm
 import sample
-from support import checkpoint, cli, runtime
+from support import cli, devices, errors, flags, signals
+from support.training import checkpoint
 
 CPU = torch.device("cpu")
 
@@ -229,7 +230,7 @@ class Watched(TorchDispatchMode):
 )
 def test_device_does_the_same_in_every_step(trained, monkeypatch, more):
     """Else one CUDA graph could not be all steps: nothing is read, no Python number changes."""
-    monkeypatch.setattr(runtime, "is_async", lambda device: True)  # clipping reads no norm
+    monkeypatch.setattr(devices, "is_async", lambda device: True)  # clipping reads no norm
     monkeypatch.setattr(mdlm, "to_device", lambda x, device: x)
     run = make_run(trained, n_layer=2, warmup_steps=3, lr_schedule="linear", **more)
     draw_batch = mdlm.draw_batch
@@ -240,7 +241,7 @@ def test_device_does_the_same_in_every_step(trained, monkeypatch, more):
         monkeypatch.setattr(mdlm, "draw_batch", lambda *args, drawn=drawn: drawn)
         with Watched() as watched:
             mdlm.compute_gradients(run, step, 1.0 - step / 4)
-            runtime.clip_gradients(list(run.model.parameters()), 1.0)
+            devices.clip_gradients(list(run.model.parameters()), 1.0)
             mdlm.update(run)
         states = [s for o in run.optimizers for s in (*o.state.values(), *o.param_groups)]
         kept = [x.data_ptr() for x in tree_leaves(states) if isinstance(x, torch.Tensor)]
@@ -254,14 +255,14 @@ def test_few_operations_surround_the_network(trained, monkeypatch):
     run = make_run(trained, optimizer="adamw")
     mdlm.train_step(run, 0, 0.0)  # makes the optimizer's state
     drawn = mdlm.draw_batch(run, 1, 0.0, torch.arange(run.micro_batch))
-    monkeypatch.setattr(runtime, "is_async", lambda device: True)  # clipping reads no norm
+    monkeypatch.setattr(devices, "is_async", lambda device: True)  # clipping reads no norm
     masked = run.model.ops.mask_tokens(drawn[0], drawn[1], run.model.mask_id, 0, 0, drawn[-1])
     run.model.ops.mask_tokens = lambda *args: masked  # one or two launches of the Triton kernel
     run.model(*run.objective.batch(run.model.ops, *drawn)).backward()
     with Watched() as watched:
         mdlm.set_rates(run, 1, 1.0)
         run.objective.batch(run.model.ops, *drawn)
-        runtime.clip_gradients(list(run.model.parameters()), 1.0)
+        devices.clip_gradients(list(run.model.parameters()), 1.0)
         mdlm.update(run)
     views = ("view", "unsqueeze", "slice", "expand", "alias", "select", "detach", "profiler")
     launched = [name for name, *_ in watched.seen if not any(view in name for view in views)]
@@ -277,7 +278,7 @@ def test_weights_not_finite_are_not_saved(trained, tmp_path, where):
     spoiled = dict(weights=run.model.embed.weight, average=run.averaged.embed.weight)
     moments = run.optimizers[1].state[run.model.embed.weight]
     (spoiled | dict(moment=moments["exp_avg"]))[where].data[0, 0] = math.nan
-    with pytest.raises(cli.UserError, match="not finite at step 0: not saved"):
+    with pytest.raises(errors.UserError, match="not finite at step 0: not saved"):
         mdlm.save(run)
     assert not list(tmp_path.iterdir())
 
@@ -310,7 +311,7 @@ def test_large_gradients_are_clipped_small_ones_untouched():
         ]  # the third has none
         for p, x in zip(params, before, strict=False):
             p.grad = x.clone()
-        norm = runtime.clip_gradients(params, limit).item()
+        norm = devices.clip_gradients(params, limit).item()
         wanted = torch.cat([x.flatten() for x in before]).norm().item()
         assert norm == pytest.approx(wanted, rel=1e-5)
         after = torch.cat([p.grad.flatten() for p in params[:2]]).norm().item()
@@ -461,7 +462,7 @@ def test_real_time_limit_is_kept(text_file, tmp_path):
 def test_auto_compiles_runs_of_two_minutes(
     clock, capsys, monkeypatch, config, able, device, wanted
 ):
-    config = mdlm.Config(**dict(max_steps=cli.NO_LIMIT) | config)
+    config = mdlm.Config(**dict(max_steps=flags.NO_LIMIT) | config)
     model = torch.nn.Linear(1, 1)
     seconds = [4, 2]  # the first step is slower than those that follow
 
@@ -474,7 +475,7 @@ def test_auto_compiles_runs_of_two_minutes(
     monkeypatch.setattr(mdlm, "compute_gradients", a_step)
     assert mdlm.should_compile(run) == wanted
     assert model.weight.grad is None
-    matters = config.max_steps < cli.NO_LIMIT and config.time_limit in (0, 1000)
+    matters = config.max_steps < flags.NO_LIMIT and config.time_limit in (0, 1000)
     assert (len(seconds) == 0) == matters, "a step is measured only if that decides"
     warned = config.compile == "on" and not able
     assert capsys.readouterr().err.count("running without it") == warned
@@ -635,7 +636,7 @@ def test_help_lists_settings_by_group(capsys):
 
 @pytest.mark.parametrize("preset", ["cpu", "gpu"])
 def test_help_shows_defaults_of_this_machine(capsys, monkeypatch, preset):
-    monkeypatch.setattr(runtime, "default_preset", lambda device: preset)
+    monkeypatch.setattr(devices, "default_preset", lambda device: preset)
     shown = " ".join(help_text(capsys).split())
     config = mdlm.new_config({"preset": preset})
     for name in ("n_layer", "block_size", "dropout", "learning_rate"):
@@ -725,7 +726,7 @@ def test_run_resumes_only_on_its_text(pydoc, tmp_path, capsys):
 def test_run_stopped_at_its_end_is_evaluated(short_run, tmp_path, monkeypatch):
     text = short_run.parent / "text.txt"
     out = tmp_path / "out"
-    monkeypatch.setattr(runtime, "Interrupt", lambda: StopAt(3))
+    monkeypatch.setattr(signals, "Interrupt", lambda: StopAt(3))
     assert run_mdlm(f"--data={text}", *TINY, "--max_steps=3", f"--out_dir={out}") == 130
     monkeypatch.undo()
     assert run_mdlm("--resume", f"--out_dir={out}") == 0
@@ -757,7 +758,7 @@ def test_damaged_checkpoint_is_named_and_skipped(run, capsys, harm):
     shutil.rmtree(run / "step-2")
     damage()
     assert run_mdlm("--resume", f"--out_dir={run}") == 2
-    with pytest.raises(cli.UserError, match="restore it from a copy"):
+    with pytest.raises(errors.UserError, match="restore it from a copy"):
         mdlm.load(run / "step-4")
 
 

@@ -13,8 +13,9 @@ import torch
 from conftest import ROOT  # noqa: F401 (puts the root on the path)
 from webdriver import Browser
 
-from support import cli, outputs, viewer
-from support.tokenizer import Tokenizer
+from support import cli, errors, outputs
+from support.data.tokenizer import Tokenizer
+from support.web import viewer
 
 ATTACK = (
     "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> &lt; __DATA__ \u2028'\""
@@ -124,7 +125,7 @@ def test_page_loads_nothing(tmp_path):
 def test_unwritable_files_get_one_sentence(tmp_path, capsys):
     os.mkdir(tmp_path / "folder")
     for path in (tmp_path / "missing" / "page.html", tmp_path / "folder"):
-        with pytest.raises(cli.UserError, match=r"--html=.* cannot be written; give a file"):
+        with pytest.raises(errors.UserError, match=r"--html=.* cannot be written; give a file"):
             outputs.check("html", str(path))
         assert cli.run(lambda argv: viewer.write_page(*argv), [path, SAMPLES, {}]) == 2
         said = capsys.readouterr().err
@@ -136,7 +137,9 @@ def test_watch_shows_what_changed(capsys, monkeypatch):
     monkeypatch.setattr(viewer, "has_colours", lambda stream: True)
     monkeypatch.setattr(viewer.time, "sleep", lambda seconds: None)
     mask = 2
-    watch = viewer.Watch(Tokenizer("char", ["a", "b"]), torch.tensor([0, mask, mask]), mask, 3)
+    watch = viewer.TerminalPlayer(
+        Tokenizer("char", ["a", "b"]), torch.tensor([0, mask, mask]), mask, 3
+    )
     for ids in ([0, 1, mask], [0, 1, 0], [0, 0, 0]):
         capsys.readouterr()
         watch.add(SimpleNamespace(x=torch.tensor([ids])), 0)
@@ -147,7 +150,7 @@ def test_watch_shows_what_changed(capsys, monkeypatch):
 
 def test_film_keeps_steps_that_changed_something():
     mask = 2
-    film = viewer.Film(Tokenizer("char", ["a", "b"]), torch.tensor([mask, mask]), mask)
+    film = viewer.HtmlRecorder(Tokenizer("char", ["a", "b"]), torch.tensor([mask, mask]), mask)
     for ids in ([0, mask], [0, 1], [0, 1], [1, 1]):
         x = torch.tensor([ids])
         drawn = x != mask

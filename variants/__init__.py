@@ -5,7 +5,7 @@ count how much. A variant changes some of that and leaves the rest to the object
 `choose` is the only place that lists them.
 """
 
-from support.cli import UserError
+from support.errors import UserError
 
 from . import blocks, rates
 from .autoregressive import Autoregressive

@@ -11,7 +11,7 @@ clean text of the blocks before it. So one call trains all blocks.
 import torch
 
 from support import numerics
-from support.cli import UserError
+from support.errors import UserError
 from support.kernels.reference import block_spans
 from support.view import View
 

@@ -9,7 +9,7 @@ import math
 import torch
 
 from support import numerics
-from support.cli import UserError
+from support.errors import UserError
 from support.view import masked_rows
 
 from .variant import Variant

@@ -17,12 +17,12 @@ pytestmark = pytest.mark.skipif(
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check(x0, level, mask_id, seed, step, ids, fixed=None):
+def check(x0, level, mask_id, seed, step, ids, never_mask=None):
     """The kernel runs, and gives the bits of the reference; returns xt, count, rows, n_rows."""
     launch.LAUNCHES.clear()
-    got = mask_tokens(x0, level, mask_id, seed, step, ids, fixed)
+    got = mask_tokens(x0, level, mask_id, seed, step, ids, never_mask)
     assert launch.LAUNCHES["mask_kernel"] == 1
-    wanted = mask_tokens_ref(x0, level, mask_id, seed, step, ids, fixed)
+    wanted = mask_tokens_ref(x0, level, mask_id, seed, step, ids, never_mask)
     for g, w in zip(got, wanted, strict=True):
         assert torch.equal(g, w.to(g.dtype)) and g.shape == w.shape
     return got
@@ -41,13 +41,13 @@ def test_same_bits_as_the_reference(T):
 @pytest.mark.parametrize("T", [5, 70])
 def test_fixed_positions_are_never_masked(T):
     x0 = torch.zeros(4, T, dtype=torch.int64, device=DEVICE)
-    fixed = torch.rand(4, 2 * T, generator=torch.Generator().manual_seed(T)).to(DEVICE) < 0.4
-    fixed = fixed[:, ::2]
-    fixed[3] = True
+    never_mask = torch.rand(4, 2 * T, generator=torch.Generator().manual_seed(T)).to(DEVICE) < 0.4
+    never_mask = never_mask[:, ::2]
+    never_mask[3] = True
     level = torch.tensor([T, 2, 1, 3], device=DEVICE)
-    xt, count, *_ = check(x0, level, 1, 0, 1, torch.arange(4, device=DEVICE), fixed)
-    assert not (xt == 1)[fixed].any()
-    assert torch.equal((xt == 1)[0], ~fixed[0]) and count[3] == 0
+    xt, count, *_ = check(x0, level, 1, 0, 1, torch.arange(4, device=DEVICE), never_mask)
+    assert not (xt == 1)[never_mask].any()
+    assert torch.equal((xt == 1)[0], ~never_mask[0]) and count[3] == 0
     assert count[1:3].tolist() == [2, 1]
 
 
@@ -103,8 +103,8 @@ def arguments():
     x0 = torch.randint(9, (2, 20), device=DEVICE)
     level = torch.tensor([3, 9], device=DEVICE)
     seed, step = (torch.tensor(number, device=DEVICE) for number in (1, 2))
-    fixed = x0 == 3
-    return x0, level, 9, seed, step, torch.arange(2, device=DEVICE), fixed
+    never_mask = x0 == 3
+    return x0, level, 9, seed, step, torch.arange(2, device=DEVICE), never_mask
 
 
 UTILS = ["test_schema", "test_faketensor"]  # quick

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from support import runtime
-from support.cli import SharedError
-from support.runs import advice
-from support.scores import unigram_entropy
+from support import ranks
+from support.errors import SharedError
+from support.training.runs import advice
+from support.training.scores import unigram_entropy
 
 EVALUATIONS = 10  # of a run, however long it is, with --eval_interval=0; the last one included
 SHARE = 0.03  # of a run's time, for all evaluations but the last, raw weights and previews too
@@ -35,11 +35,11 @@ def update_progress(run, interrupt):
     progress = run.step / run.config.max_steps
     limit = run.config.time_limit
     if limit:
-        progress = max(progress, run.elapsed() / (limit - reserve(run)))
+        progress = max(progress, run.elapsed() / (limit - seconds_for_the_end(run)))
     progress = max(progress, run.progress)
     unsaved = time.monotonic() - run.saved_at > max(SAVE_EVERY, 20 * run.saving)
     values = torch.tensor([progress, interrupt.signal, unsaved], dtype=torch.float64)
-    run.progress, stop, run.save_is_due = runtime.all_reduce(values, "MAX").tolist()
+    run.progress, stop, run.save_is_due = ranks.all_reduce(values, "MAX").tolist()
     return int(stop)
 
 
@@ -108,9 +108,9 @@ def plan(run, is_last):
     windows = run.windows if n == W else run.windows[torch.arange(n) * W // n]
     until = scored_until = deadline(run, is_last)
     if is_last:  # then a preview is shown in any case
-        scored_until -= min(CALL * calls * run.per_window, reserve(run) / 4)
+        scored_until -= min(CALL * calls * run.per_window, seconds_for_the_end(run) / 4)
         run.log.say(f"evaluating on {how_much(run, n, until)}")
-    if runtime.is_late(scored_until):
+    if ranks.is_late(scored_until):
         passes = 1
     return Plan(windows, passes, calls, until, scored_until)
 
@@ -130,7 +130,7 @@ def amounts(run, is_last):
         preview = CALL * min(most, affordable // (2 * CALL))
         n = max(FEWEST, (affordable - preview * (preview >= CALL * least)) // 2)
     calls = max(0, min(most, (affordable - 2 * n) // CALL))
-    agreed = runtime.all_reduce(torch.tensor([min(n, W), calls]), "MIN").tolist()
+    agreed = ranks.all_reduce(torch.tensor([min(n, W), calls]), "MIN").tolist()
     run.few_windows, calls = agreed
     return run.few_windows, 1, calls if calls >= least else 0
 
@@ -194,7 +194,7 @@ def calls_in_time(run, calls, until):
     if not run.config.time_limit:
         return calls
     in_time = torch.tensor(max(0.0, until - time.monotonic()) / (CALL * run.per_window))
-    found = min(calls, int(runtime.all_reduce(in_time, "MIN").item()))
+    found = min(calls, int(ranks.all_reduce(in_time, "MIN").item()))
     return found if found >= preview_calls(run)[0] else 0
 
 
@@ -207,7 +207,7 @@ def counted(run):
         run.evaluating += time.monotonic() - began
 
 
-def reserve(run):
+def seconds_for_the_end(run):
     """Seconds of --time_limit kept for the end: at most a fifth, then fewer windows are scored."""
     return min(run.ending + run.saving + 2, run.config.time_limit / 5)
 
@@ -222,4 +222,4 @@ def deadline(run, is_last):
     end = run.log.start - run.seconds + limit
     if is_last:
         return end - 2 - run.saving
-    return min(end - reserve(run), time.monotonic() + seconds_now(run))
+    return min(end - seconds_for_the_end(run), time.monotonic() + seconds_now(run))

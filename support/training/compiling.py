@@ -10,9 +10,11 @@ import sys
 import torch
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from support import runtime, shards
-from support.cli import NO_LIMIT, warn
-from support.optimizers import average
+from support import ranks
+from support.flags import NO_LIMIT
+from support.terminal import warn
+from support.training import shards
+from support.training.optimizers import average
 
 # Inductor's own random numbers make dropout slow on a CPU. vec_isa_ok: compile no program only to
 # see whether the compiler knows AVX.
@@ -27,7 +29,7 @@ def should_compile(run, able):
     None: that depends on how long a step takes; see is_long.
     """
     asked = run.config.compile
-    able = runtime.all_reduce(torch.tensor(float(able)), "MIN").item() > 0  # on all ranks
+    able = ranks.all_reduce(torch.tensor(float(able)), "MIN").item() > 0  # on all ranks
     if asked == "on" and not able and sys.platform == "linux":
         warn("--compile=on needs Triton, a C++ compiler and Python's headers; running without it")
         return False
@@ -43,7 +45,7 @@ def should_compile(run, able):
 
 def is_long(seconds):
     """Whether a run that takes so many seconds on this rank is worth compiling."""
-    return runtime.all_reduce(torch.tensor(seconds), "MAX").item() >= LONG
+    return ranks.all_reduce(torch.tensor(seconds), "MAX").item() >= LONG
 
 
 def compile_network(run, compiled, in_background=False):

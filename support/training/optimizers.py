@@ -2,9 +2,9 @@
 
 import torch
 
-from support import shards
-from support.muon import Muon
-from support.runtime import is_async
+from support.devices import is_async
+from support.training import shards
+from support.training.muon import Muon
 
 
 def make_optimizers(model, config, device):

@@ -12,9 +12,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save as to_safetensors
 
-from support import checkpoint, files, outputs, ownership, runtime, scores, shards, sources
-from support.cli import NO_LIMIT, UserError, check_fields, warn
-from support.tokenizer import KINDS
+from support import files, outputs, ownership, ranks
+from support.data import sources
+from support.data.tokenizer import KINDS
+from support.errors import UserError
+from support.flags import NO_LIMIT, check_fields
+from support.terminal import warn
+from support.training import checkpoint, scores, shards
 
 
 def check(config, world=1):
@@ -82,19 +86,19 @@ def find_run(given):
     torchrun repeats the flags that began a run when it restarts: then the run goes on.
     """
     out = Path(given.get("out_dir", "out"))
-    if not given.get("resume") and runtime.ask_first_rank(checkpoint.was_restarted, out):
+    if not given.get("resume") and ranks.ask_first_rank(checkpoint.was_restarted, out):
         given = {k: v for k, v in given.items() if k != "overwrite"} | {"resume": True}
     if not given.get("resume"):
         return given, None
     check_resume(given, out)
-    return given, runtime.ask_first_rank(checkpoint.find_checkpoint, out)  # it reads all of it
+    return given, ranks.ask_first_rank(checkpoint.find_checkpoint, out)  # it reads all of it
 
 
 def check_ranks(config):
     """Raise UserError if the ranks have come to different settings."""
     shown = dataclasses.asdict(config) | dict(device="")  # GPUs of a machine have numbers
     fix = "give all ranks the same --preset and files"
-    runtime.check_equal(repr(shown), f"the ranks would train different models; {fix}")
+    ranks.check_equal(repr(shown), f"the ranks would train different models; {fix}")
 
 
 def check_unused(given, out):
@@ -110,7 +114,7 @@ def claim(config, folder):
     out = Path(config.out_dir)
     if not folder:
         check_place(config, out)
-    checkpoint.take(out)
+    checkpoint.claim_run_dir(out)
     is_kept = folder and (out / "data" / "meta.json").exists()
     ownership.check_run(out, prepares=not (is_kept or sources.is_ids(config.data)))
 
@@ -221,7 +225,7 @@ def check_ranks_data(config, identity):
     """Raise UserError if the ranks have opened different data."""
     fix = "give a folder that all share"
     sentence = f"the ranks see different data in {data_folder(config)}; {fix}"
-    runtime.check_equal(sorted(identity.items()), sentence)
+    ranks.check_equal(sorted(identity.items()), sentence)
 
 
 # Settings that must be those of the network that --init_from names.
@@ -253,7 +257,7 @@ def load_weights(run, source):
         digest.update(p.contiguous().view(-1).view(torch.uint8).numpy())
     fix = "give a checkpoint that all share, such as RUN/step-100: a run that trains makes new ones"
     sentence = f"the ranks see different weights in --init_from={run.config.init_from}; {fix}"
-    runtime.check_equal(digest.hexdigest(), sentence)
+    ranks.check_equal(digest.hexdigest(), sentence)
     if tokenizer.to_json() != run.corpus.tokenizer.to_json():
         given = f"--init_from={run.config.init_from}"
         raise UserError(f"{given} has other tokens than {run.config.data}; give text")
@@ -276,9 +280,9 @@ def begin(run, folder):
         run.begun = (run.step, state.get("sequences", run.step * batch_size))
     manifest = (folder / "manifest.json").read_bytes() if folder else b""  # of all its files
     fix = "give an --out_dir that all share"
-    runtime.check_equal(manifest, f"the ranks see different checkpoints in {folder}; {fix}")
+    ranks.check_equal(manifest, f"the ranks see different checkpoints in {folder}; {fix}")
     if run.config.overwrite:
-        runtime.on_first_rank(lambda: checkpoint.disown(run.config.out_dir))
+        ranks.on_first_rank(lambda: checkpoint.mark_overwriting(run.config.out_dir))
     run.saved_at = time.monotonic()
     run.log.begin(run.step if folder else -1)
     if run.changed:
@@ -309,17 +313,17 @@ def save(run, finished=False):
     began = time.monotonic()
     state = dict(step=run.step, tokens=run.tokens, sequences=run.sequences(run.step))
     state |= dict(seconds=run.elapsed(), ending=run.ending)
-    state |= dict(finished=finished, launch=runtime.launch_id(), saving=run.saving)
+    state |= dict(finished=finished, launch=ranks.launch_id(), saving=run.saving)
     state |= run.corpus.identity
     weights = run.averaged.state_dict()
     tensors = checkpoint.training_tensors(run.model, run.averaged, run.optimizers)
     where = f"at step {run.step}: not saved. {advice(run)}"
-    runtime.on_all_ranks(lambda: shards.check_finite(weights | tensors, where))
+    ranks.on_all_ranks(lambda: shards.check_finite(weights | tensors, where))
     if run.config.shard:
         with shards.saving(run.config.out_dir, weights, tensors) as found:
-            runtime.on_first_rank(lambda: write(run, state, found()))
+            ranks.on_first_rank(lambda: write(run, state, found()))
     else:
-        runtime.on_first_rank(lambda: write(run, state, in_memory(weights, tensors)))
+        ranks.on_first_rank(lambda: write(run, state, in_memory(weights, tensors)))
     run.saved = run.step
     run.finished = finished
     run.saved_at = time.monotonic()

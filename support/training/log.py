@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 
-from support import environment, runtime, shards
-from support.cli import NO_LIMIT, escaped
+from support import environment, ranks
+from support.devices import peak_flops
 from support.files import write_atomically, writing
-from support.progress import Progress
-from support.runtime import peak_flops
+from support.flags import NO_LIMIT
+from support.terminal import escaped
+from support.training import shards
+from support.training.progress import Progress
 
 
 class Log:
@@ -27,7 +29,7 @@ class Log:
 
     def begin(self, step):
         """Keep the lines up to the step that the run resumes from (-1: none)."""
-        runtime.on_first_rank(lambda: self.keep(step))
+        ranks.on_first_rank(lambda: self.keep(step))
 
     def keep(self, step):
         kept = []
@@ -49,7 +51,7 @@ class Log:
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 values[name] = None
-        runtime.on_first_rank(lambda: self.append(json.dumps(values) + "\n"))
+        ranks.on_first_rank(lambda: self.append(json.dumps(values) + "\n"))
 
     def append(self, line):
         with writing(self.path):

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from support import environment
-from support.cli import UserError, warn
+from support.errors import UserError
 from support.files import naming, read_json
-from support.viewer import PAGE, assemble, bundle, read_part
+from support.terminal import warn
+from support.web.viewer import PAGE, assemble, bundle, read_part
 
 RUNTIME = PAGE / "node_modules" / "onnxruntime-web"
 BINARY = "ort-wasm-simd-threaded"

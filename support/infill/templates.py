@@ -3,7 +3,7 @@
 [MASK] means the same as █, and so does _ where the model's vocabulary has no such character;
 \\[MASK] is the text [MASK]. Programs handle templates as a list of parts: a Literal, a number of
 tokens, or None for [___]. A literal has the ids that it has in a whole text, after what precedes it
-there (support/seams.py).
+there (support/data/seams.py).
 """
 
 import itertools
@@ -14,8 +14,8 @@ import unicodedata
 import torch
 
 from support import files
-from support.cli import UserError
-from support.seams import SPACED, is_space
+from support.data.seams import SPACED, is_space
+from support.errors import UserError
 
 # █ and [MASK]: a token. [___]: a gap of unknown length. \[MASK] is text.
 GAP = re.compile(r"(█|(?<!\\)\[MASK\]|\[___\])")

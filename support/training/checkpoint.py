@@ -15,8 +15,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from support import environment, files, ownership, runtime, shards
-from support.cli import UserError, at_home, check_not_empty, warn
+from support import environment, files, ownership, ranks
+from support.errors import UserError
+from support.flags import at_home, check_not_empty
+from support.terminal import warn
+from support.training import shards
 
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # the others: to resume
 # Settings of earlier versions, and what the program always does now.
@@ -38,7 +41,7 @@ def read_latest(out_dir):
     return ""
 
 
-def disown(out_dir):
+def mark_overwriting(out_dir):
     """Keep --resume from taking the checkpoints of the run that is being overwritten."""
     if checkpoints(out_dir):
         latest = Path(out_dir) / "latest"
@@ -54,8 +57,8 @@ def write_checkpoint(out_dir, name, contents, score=None):
     """Write `contents` as out_dir/name; keep it and the one before it.
 
     They are a dict of file name -> bytes, or -> the Path of a file that moves there. score: how
-    good it is, for the manifest (support/scores.py). Returns its path. Whenever the process is
-    killed, the last complete checkpoint still exists.
+    good it is, for the manifest (scores.py). Returns its path. Whenever the process is killed, the
+    last complete checkpoint still exists.
     """
     final = Path(out_dir) / name
     old = final.with_name(f"{name}.old")
@@ -222,7 +225,7 @@ def check_source(name):
     raise UserError(f"--init_from={name} is no folder; models of a hub cannot be loaded: {kept}")
 
 
-SHIPPED = Path(__file__).parent.parent / "weights" / "shakespeare"
+SHIPPED = Path(__file__).parent.parent.parent / "weights" / "shakespeare"
 
 
 def default_run(out_dir):
@@ -332,14 +335,14 @@ def restore(folder, model, averaged, optimizers):
     return state
 
 
-HELD = []  # file descriptors of locked folders; the system unlocks them when the process ends
-TAKEN = []  # those of them that this process made
+lock_fds = []  # file descriptors of locked folders; the system unlocks them when the process ends
+created_dirs = []  # those of them that this process made
 
 
-def take(out_dir):
+def claim_run_dir(out_dir):
     """Make the folder of a run and lock it; UserError if another process is training there."""
     release()
-    TAKEN.extend([] if out_dir.exists() else [out_dir])
+    created_dirs.extend([] if out_dir.exists() else [out_dir])
     with files.writing(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
         lock(out_dir)
@@ -352,9 +355,9 @@ def lock(out_dir):
     with contextlib.suppress(ImportError, OSError):  # Windows and some file systems have no locks
         import fcntl
 
-        HELD.append(os.open(out_dir, os.O_RDONLY))
+        lock_fds.append(os.open(out_dir, os.O_RDONLY))
         try:
-            fcntl.flock(HELD[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fix = "stop the run that is training there, or give another --out_dir"
             raise UserError(f"--out_dir={out_dir} is in use; {fix}") from None
@@ -362,16 +365,16 @@ def lock(out_dir):
 
 def release():
     """Unlock the folder; an empty one is removed."""
-    while HELD:
-        os.close(HELD.pop())
-    while TAKEN:
+    while lock_fds:
+        os.close(lock_fds.pop())
+    while created_dirs:
         with contextlib.suppress(OSError):
-            TAKEN.pop().rmdir()
+            created_dirs.pop().rmdir()
 
 
 def was_restarted(out_dir):
     """Whether torchrun restarts a run that has saved since this launch: then it resumes."""
-    launch = runtime.launch_id()
+    launch = ranks.launch_id()
     with contextlib.suppress(UserError):
         return bool(launch) and read_state(find_checkpoint(out_dir)).get("launch") == launch
     return False

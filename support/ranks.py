@@ -1,4 +1,4 @@
-"""Devices, random generators, ranks and signals: where and how a run computes."""
+"""Ranks of torchrun: how they meet, compare what they were started with, and agree."""
 
 import atexit
 import contextlib
@@ -6,136 +6,18 @@ import hashlib
 import itertools
 import json
 import os
-import signal
 import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import distributed
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from support.cli import RANKS, RankError, SharedError, UserError, is_first_rank
+from support.errors import RankError, SharedError, UserError
+from support.seeds import seed
+from support.terminal import is_first_rank
 
-
-def seed(*key):
-    """A number for a key such as ("levels", seed, step): the same on all ranks and on resume."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def generator(*key):
-    return torch.Generator().manual_seed(seed(*key))
-
-
-def seed_device(device, *key):
-    """Seed the device's own generator, for dropout; torch.manual_seed seeds all devices."""
-    source = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
-    source.manual_seed(seed(*key))
-
-
-def pick_device(name):
-    """A device's name or "auto" -> torch.device; UserError if it does not exist."""
-    available = {"cuda": torch.cuda.is_available() and torch.cuda.device_count()}
-    available |= {"mps": torch.backends.mps.is_available(), "cpu": 1}
-    if name == "auto":
-        name = next(kind for kind in available if available[kind])
-    with contextlib.suppress(RuntimeError):  # not even the name of a device
-        device = torch.device(name)
-        if device.type == "cpu" or (device.index or 0) < available.get(device.type, 0):
-            return device
-    raise UserError(f"--device={name} is not on this machine; use cpu, cuda, cuda:N, mps or auto")
-
-
-def use_device(name, local_rank, world):
-    """The device of this rank, made the current one; ranks of a machine take different GPUs."""
-    device = pick_device(name)
-    if device.type == "cuda":
-        if world > 1:
-            device = pick_device(f"cuda:{local_rank}")
-        torch.cuda.set_device(device.index or 0)
-        torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
-    return device
-
-
-def default_preset(device):
-    """The preset for a device's name or "auto"."""
-    return "gpu" if pick_device(device).type == "cuda" else "cpu"
-
-
-def pick_dtype(name, device):
-    """The dtype of a name; for "auto" bfloat16 if the hardware multiplies it, else float32."""
-    if name != "auto":
-        return getattr(torch, name)
-    fast = False
-    if device.type == "cpu":
-        features = getattr(torch.cpu, "get_capabilities", dict)()
-        fast = features.get("amx_bf16") or features.get("avx512_bf16")
-    elif device.type == "cuda":  # from Ampere on
-        fast = torch.cuda.get_device_capability(device)[0] >= 8
-    return torch.bfloat16 if fast else torch.float32
-
-
-# Dense bfloat16 TFLOP/s by the makers' data sheets.
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165}
-
-
-def peak_flops(device):
-    """The peak FLOP/s of a known GPU in bfloat16, for MFU; None for any other device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if key in name), None)
-
-
-def flops_per_token(model):
-    """Of forward and backward: 6 a weight, and 12 C T a block with attention."""
-    config = model.config
-    body = sum(p.numel() for p in model.blocks.parameters())
-    objective = model.objective
-    rows = objective.positions  # that the network computes for a token
-    body *= rows
-    # The head, and the last layer's MLP, compute only what is predicted.
-    end = objective.predicted * config.n_embd * model.vocab_size
-    end -= 8 * config.n_embd**2 * (rows - objective.predicted)
-    attending = sum(block.qkv is not None for block in model.blocks)
-    return 6 * (body + end) + 12 * attending * config.n_embd * config.block_size
-
-
-def to_tensors(arrays, device):
-    """numpy arrays as tensors on the device; on the CPU if they would fill much of a GPU."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        if sum(array.nbytes for array in arrays) > 0.15 * free:
-            device = torch.device("cpu")
-    if device.type != "cpu":  # GPUs cannot index uint16; this copies it in host memory first
-        arrays = [x.astype(np.int32) if x.dtype == np.uint16 else x for x in arrays]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that they cannot be written
-        return [torch.from_numpy(array).to(device) for array in arrays]
-
-
-def is_async(device):
-    """Whether Python runs ahead of the device, and waits when it reads a number."""
-    return device.type == "cuda"
-
-
-def to_device(x, device):
-    """x on `device`; the copy to a GPU does not make Python wait."""
-    if is_async(device) and x.device.type == "cpu":
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)
-
-
-def clip_gradients(params, limit):
-    """Scale the gradients down to a total norm of `limit` (0: never); returns the norm before."""
-    norm = get_total_norm([p.grad for p in params if p.grad is not None])
-    total = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # with --shard
-    if limit and (is_async(total.device) or total > limit):  # a GPU's norm is not read
-        clip_grads_with_norm_(params, limit, norm)
-    return total
-
-
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 CONTROL = None  # gloo group for control messages, which never wait for a GPU
 STORE = None  # where the ranks found each other
 
@@ -196,7 +78,7 @@ def how_started(world, given):
     """What all ranks must have alike, name -> text. Each may have a --device of its own."""
     found = {f"--{name}": str(value) for name, value in given.items() if name != "device"}
     digest = hashlib.sha256()
-    folders = [ROOT.glob(f"{name}/*.py") for name in ("support", "variants", "kernels")]
+    folders = [ROOT.glob(f"{name}/**/*.py") for name in ("support", "variants", "kernels")]
     for path in sorted([ROOT / "mdlm.py", *itertools.chain(*folders)]):
         digest.update(path.read_bytes())
     found |= {"WORLD_SIZE": str(world), "torch": torch.__version__}
@@ -363,28 +245,3 @@ def launch_id():
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # in a folder of this torchrun
     return file.rpartition("attempt_")[0] if name == "none" else name
-
-
-class Interrupt:
-    """Ctrl-C, SIGTERM and the end of the terminal (SIGHUP) ask for a stop after the step.
-
-    A second Ctrl-C exits at once. Under nohup, which ignores SIGHUP, the run goes on.
-    """
-
-    MESSAGE = b"\nstopping after this step; a second Ctrl-C exits at once, without saving\n"
-
-    def __init__(self):
-        self.signal = 0
-        signal.signal(signal.SIGINT, self.ask)
-        signal.signal(signal.SIGTERM, self.ask)
-        hangup = getattr(signal, "SIGHUP", None)  # Windows has none
-        if hangup and signal.getsignal(hangup) != signal.SIG_IGN:
-            signal.signal(hangup, self.ask)
-
-    def ask(self, number, frame):
-        if self.signal and number == signal.SIGINT:
-            os._exit(130)
-        self.signal = number
-        if is_first_rank():
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, self.MESSAGE)  # print may be what was interrupted

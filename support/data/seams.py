@@ -22,7 +22,8 @@ import json
 import re
 import unicodedata
 
-from support.cli import UserError, optional
+from support.environment import optional
+from support.errors import UserError
 
 PART = 1 << 16  # characters; the memory that BPE takes grows with the length of a text
 CONTEXT = 256  # characters in front of a part, far more than a token has

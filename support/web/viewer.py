@@ -20,16 +20,16 @@ from pathlib import Path
 
 import torch
 
-from support.cli import UNSAFE, escaped
+from support.infill.templates import joined
 from support.outputs import write
-from support.templates import joined
+from support.terminal import UNSAFE, escaped
 
 FILLED = "\x1b[1;36m"
 NEW = "\x1b[1;7;36m"
 CHANGED = "\x1b[1;7;31m"
 FAINT = "\x1b[2m"
 PLAIN = "\x1b[0m"
-PAGE = Path(__file__).parent / "page"
+PAGE = Path(__file__).parent / "assets"
 ABOUT = """A masked diffusion model writes: each step reveals tokens anywhere in the text, or draws
     doubtful ones again."""
 TAGS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}  # in JSON these occur in strings only
@@ -60,7 +60,7 @@ def highlighted(texts, dimmed=False):
     return "".join(f"{FILLED}{text}{PLAIN}" if filled else text for text, filled in texts)
 
 
-class Watch:
+class TerminalPlayer:
     """The unmasking of one text in the terminal; where there is none, the text of each step."""
 
     def __init__(self, tokenizer, x, mask, steps):
@@ -156,7 +156,7 @@ def likeliest(tokenizer, p, n, first=False):
     return [(tokenizer.piece(v, first), q) for q, v in zip(*map(torch.Tensor.tolist, best))]
 
 
-class Film:
+class HtmlRecorder:
     """The frames of one text: what each step revealed, how surely, and what else was likely."""
 
     def __init__(self, tokenizer, x, mask):
@@ -201,12 +201,12 @@ def settings(model, options):
 
 
 def read_part(name):
-    """A file of support/page/, as text."""
+    """A file of support/web/assets/, as text."""
     return (PAGE / name).read_text(encoding="utf-8")
 
 
 def bundle(*names):
-    """Scripts of support/page/ as one, without the imports and exports that connect them."""
+    """Scripts of support/web/assets/ as one, without the imports and exports that connect them."""
     modules = "\n".join(map(read_part, names))
     return re.sub("^(import .*\n|export )", "", modules, flags=re.MULTILINE)
 
@@ -215,7 +215,7 @@ def assemble(data, scripts, styles, policy="", **parts):
     """The page: viewer.html with these in place of its {{names}}.
 
     data             what the scripts read; a checksum tells them whether it is intact
-    scripts, styles  names of files in support/page/, which become a part of the page
+    scripts, styles  names of files in support/web/assets/, which become a part of the page
     policy           of what the page loads; else it loads nothing. The browser runs the page's own
                      script by its hash alone, so that a damaged one does not run
     """

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from support import records, sources
-from support.cli import UserError, warn
-from support.seams import CONTEXT
+from support.data import records, sources
+from support.data.seams import CONTEXT
+from support.errors import UserError
+from support.terminal import warn
 
 FEW = 20  # records; of fewer the last may be so long that it has to be split
 ESCAPES = (("\r", "\\r"), ("\n", "\\n"), ("\t", "\\t"))  # in --separator

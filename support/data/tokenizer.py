@@ -9,9 +9,11 @@ from collections import Counter
 import numpy as np
 
 from support.arguments import check_text, whole_ids
-from support.cli import UserError, optional, warn
+from support.data.seams import BROKEN, PART, Library, shared
+from support.environment import optional
+from support.errors import UserError
 from support.files import most_bytes, read_json, read_small
-from support.seams import BROKEN, PART, Library, shared
+from support.terminal import warn
 
 KINDS = ("char", "byte", "word", "bpe")
 WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character is part of exactly one match

@@ -10,8 +10,8 @@ common scale (NorMuon: Li et al., 2510.05491). What each is worth: results/muon.
 
 import torch
 
-from support import shards
-from support.runtime import pick_dtype
+from support.devices import pick_dtype
+from support.training import shards
 
 COEFFICIENTS = (
     (8.2218, -23.3469, 16.6338),
@@ -105,7 +105,7 @@ class Muon(torch.optim.Muon):
             for (_, rows), params in alike.items():
                 turns = None
                 if shards.is_spread(params[0]):
-                    turns = shards.Turns(params[0], len(params), first)
+                    turns = shards.MatrixShuffle(params[0], len(params), first)
                 first += len(params)
                 local = [shards.local(p) for p in params]
                 grads = [shards.local(p.grad) for p in params]

@@ -14,12 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from support import files, records
-from support.cli import UserError, optional, warn
+from support import files
+from support.data import records
+from support.data.ids import DTYPES, check_largest, doubt_width, map_ids
+from support.data.records import PART, read_text
+from support.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_from_json
+from support.environment import optional
+from support.errors import UserError
 from support.files import read_json
-from support.ids import DTYPES, check_largest, doubt_width, map_ids
-from support.records import PART, read_text
-from support.tokenizer import Tokenizer, open_tokenizer, tokenizer_from_json
+from support.terminal import warn
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"

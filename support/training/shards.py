@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from support import files, runtime
-from support.cli import RankError, UserError
+from support import files, ranks
+from support.errors import RankError, UserError
 
 ALL = -1  # --shard without a value: all ranks share one model
 
@@ -23,7 +23,7 @@ ALL = -1  # --shard without a value: all ranks share one model
 def check(shard, world):
     """Raise UserError for a --shard that cannot work with `world` ranks."""
     given = "--shard, given here or when the run began,"
-    if shard and not runtime.CONTROL:
+    if shard and not ranks.CONTROL:
         fix = "start with torchrun --standalone --nproc_per_node=RANKS mdlm.py, or give --shard=0"
         raise UserError(f"{given} spreads a model over ranks, and there are none; {fix}")
     if world % sharing(shard, world):
@@ -36,8 +36,8 @@ def sharing(shard, world):
     return world if shard == ALL else shard or 1
 
 
-def make_place(shard, device, dtype, world):
-    """place(module): move it to the device; with --shard only this rank's part of it.
+def make_shard_fn(shard, device, dtype, world):
+    """A function of a module: move it to the device; with --shard only this rank's part of it.
 
     Parts are rows of each parameter, on groups of `shard` ranks; the groups hold the same. In
     computations a module's parameters are whole, in `dtype`; their gradients are summed in float32.
@@ -99,7 +99,7 @@ def fill(p, whole):
     p.copy_(whole)
 
 
-class Turns:
+class MatrixShuffle:
     """n alike matrices (A, B), their rows spread over the ranks; each matrix is one rank's turn.
 
     first: how many had their turn before, so that no rank gets more than its share.
@@ -156,15 +156,15 @@ def saving(out_dir, weights, tensors):
     try:
         with files.writing(out_dir):
             try:
-                save(tensors, storage_writer=state, process_group=runtime.CONTROL)
-                save(weights, storage_writer=model, process_group=runtime.CONTROL)
+                save(tensors, storage_writer=state, process_group=ranks.CONTROL)
+                save(weights, storage_writer=model, process_group=ranks.CONTROL)
             except CheckpointException as e:
                 raise min(e.failures.items())[1][0] from e  # that of the first rank that failed
         mine = f"shard-{distributed.get_rank() + 1:05}-*"
-        written = runtime.all_reduce(torch.tensor(len([*(folder / "state").glob(mine)])))
+        written = ranks.all_reduce(torch.tensor(len([*(folder / "state").glob(mine)])))
         yield lambda: found_in(folder, int(written))
     finally:
-        if runtime.is_first_rank():
+        if ranks.is_first_rank():
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -185,7 +185,7 @@ def load(folder, into):
     from torch.distributed.checkpoint.api import CheckpointException
 
     reader = HuggingFaceStorageReader(folder)
-    group = runtime.CONTROL
+    group = ranks.CONTROL
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no group
@@ -194,7 +194,7 @@ def load(folder, into):
         why = min(e.failures.items())[1][0]
         raise UserError(f"{folder} does not fit its config: {why}") from e
     where = f"in {folder}; take an earlier checkpoint, or train again"
-    runtime.on_all_ranks(lambda: check_finite(into, where))
+    ranks.on_all_ranks(lambda: check_finite(into, where))
 
 
 def check_finite(tensors, where):

@@ -5,8 +5,9 @@ import contextlib
 
 import numpy as np
 
-from support.cli import UserError, warn
-from support.records import SIGNS
+from support.data.records import SIGNS
+from support.errors import UserError
+from support.terminal import warn
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 HEADER = 1024  # bytes

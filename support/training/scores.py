@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from support import environment, files
-from support.checkpoint import SHIPPED
-from support.cli import warn
+from support.terminal import warn
+from support.training.checkpoint import SHIPPED
 
 # A model is barely trained if it scores above this share of the unigram entropy: it knows hardly
 # more than how frequent each token is. Of a run that ended by itself only the latter is certain, as

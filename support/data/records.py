@@ -13,7 +13,8 @@ import stat
 import zlib
 from pathlib import Path
 
-from support.cli import UserError, optional
+from support.environment import optional
+from support.errors import UserError
 
 LARGEST = 1 << 26  # bytes of a record, which is held in memory
 PART = 1 << 24  # characters or ids that are held at a time, so that memory is bounded

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from support.cli import NO_LIMIT
+from support.flags import NO_LIMIT
 
 EVERY = 0.2  # seconds between drawings of the bar
 BESIDE = len("100%|| ") + 16  # columns of the bar beside its words

@@ -6,9 +6,11 @@ import re
 import sys
 from pathlib import Path
 
-from support import cli, plots, records, sources, viewer
-from support.cli import UserError
-from support.templates import joined
+from support import flags, plots, terminal
+from support.data import records, sources
+from support.errors import UserError
+from support.infill.templates import joined
+from support.web import viewer
 
 GROUP = 16  # texts whose words are compared: the share of distinct ones depends on their number
 TEXTS = 16  # for each value, unless --num_samples says otherwise
@@ -33,7 +35,7 @@ def training_text(folder, tokenizer, config):
             text = tokenizer.decode(tokenizer.encode(text))
         return text
     except (OSError, ValueError, UserError) as e:
-        cli.warn(f"known words are not counted: the training text is not here ({e})")
+        terminal.warn(f"known words are not counted: the training text is not here ({e})")
         return None
 
 
@@ -49,7 +51,7 @@ def distinct(texts):
     return sum(len(set(words)) / max(1, len(words)) for words in found) / len(found)
 
 
-class Judge:
+class WordStatistics:
     """The share of words that the training text (None: unknown) has, and of distinct ones."""
 
     def __init__(self, training):
@@ -79,13 +81,13 @@ def variants(options, settings, resolve):
     n = options.num_samples or TEXTS
     found = {}
     for value in values.split(","):
-        given = cli.parse_flags(type(options), [f"--{name}={value}"], "")
+        given = flags.parse_flags(type(options), [f"--{name}={value}"], "")
         how = dataclasses.replace(options, num_samples=n, **given)
         found[f"{name}={value}"] = resolve(how)
     return found
 
 
-def compare(variants, fill, judge, tokens, file):
+def compare(variants, fill, statistics, tokens, file):
     """Write texts with each of the settings, show the first and a table of all; returns pages.
 
     variants  {title: settings}
@@ -104,7 +106,7 @@ def compare(variants, fill, judge, tokens, file):
         seconds = facts[0]["seconds"]
         calls = sum(fact["calls"] for fact in facts) / len(facts)
         row = {"setting": title, "calls": calls, "seconds": seconds, "tokens/s": tokens / seconds}
-        rows.append(row | judge([joined(parts) for parts in texts]))
+        rows.append(row | statistics([joined(parts) for parts in texts]))
         print(json.dumps(rows[-1]), file=file, flush=True)
     if file is not sys.stdout:
         print(plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=3))

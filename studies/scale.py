@@ -1,4 +1,4 @@
-"""The table of docs/scale.md: `python tests/scale.py` prints it, test_shards.py compares.
+"""The table of docs/scale.md: `python studies/scale.py` prints it, test_shards.py compares.
 
 Memory follows the formula whose parts test_shards.py measures; speeds are predictions.
 """

@@ -1,0 +1,1 @@
+"""Data sets and tokenizers: files of all kinds to ids."""

@@ -1,0 +1,13 @@
+"""Mistakes of users: one sentence each, which a program prints and a Python caller catches."""
+
+
+class UserError(ValueError):
+    """A user's mistake in one sentence: what was given, what is accepted, what to do."""
+
+
+class RankError(UserError):
+    """One that may concern this rank alone of several: each says it for itself."""
+
+
+class SharedError(UserError):
+    """One that all ranks raise: the first one says it."""

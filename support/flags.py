@@ -1,0 +1,258 @@
+"""Flags from a dataclass: one field each, with its help, its default and what it accepts."""
+
+import argparse
+import dataclasses
+import functools
+import inspect
+import itertools
+import os
+import re
+import textwrap
+from pathlib import Path
+
+from support import guesses
+from support.errors import UserError
+from support.terminal import STDOUT
+
+NO_LIMIT = 1 << 31
+COUNT = (1, NO_LIMIT)  # bounds of a flag that counts something
+TRUE = ("true", "1", "yes", "on")
+FALSE = ("false", "0", "no", "off")
+READS = "reads"  # what a flag does with the file or folder that it names
+WRITES = "writes"
+MAKES = "makes"  # a folder for files, which the program checks one by one
+
+
+def check_clashes(clashes, given):
+    """Raise UserError for flags that contradict each other: of (flag, "flags it excludes", why)."""
+    for one, others, why in clashes:
+        for other in others.split():
+            if one in given and other in given:
+                raise UserError(f"--{one} and --{other} contradict each other; {why}")
+
+
+def check_effects(given, rules):
+    """Raise UserError for a flag that does nothing in what was asked for.
+
+    given: the names of the flags that were given. rules: of ("flags", whether they have an effect
+    here, what makes them do nothing and what to do about it).
+    """
+    for flags, has_effect, why in rules:
+        for name in flags.split():
+            if name in given and not has_effect:
+                raise UserError(f"--{name} has no effect {why}")
+
+
+def opt(default, meaning, *choices, bounds=None, bare=None, text=False, path=None):
+    """A dataclass field and flag: its default, help, and choices or (low, high) bounds.
+
+    bare: what the flag alone means, where it needs no value. text: white space is a value too.
+    path: READS, WRITES or MAKES, if it names a file or folder: support/outputs.py keeps what is
+    read, and runs, from being replaced. In such a value ~/ is the home folder.
+    """
+    metadata = {"help": meaning, "choices": choices, "bounds": bounds, "bare": bare}
+    metadata |= {"text": text, "path": path}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_fields(options):
+    """Raise UserError for a value that has the wrong type, is no choice or is out of bounds.
+
+    Numbers of numpy and PyTorch and paths become plain ones, in `options` itself.
+    """
+    for field in dataclasses.fields(options):
+        value = plain(getattr(options, field.name))
+        setattr(options, field.name, value)
+        choices = field.metadata["choices"]
+        bounds = field.metadata["bounds"]
+        types = (int, float) if field.type is float else (field.type,)
+        if type(value) not in types or (choices and value not in choices):
+            accepted = ", ".join(choices) or field.type.__name__
+            given = str(value)[:40]
+            raise UserError(f"--{field.name}={given!r} is not accepted; give {accepted}")
+        if bounds and not bounds[0] <= value <= bounds[1]:
+            raise UserError(f"--{field.name}={value} must be from {bounds[0]} to {bounds[1]}")
+
+
+def plain(value):
+    """A number of numpy, or of an array or tensor without axes, and a path as Python's own."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
+def at_home(path):
+    """A path that begins with ~/, which shells leave as it is in --flag=~/path, in full."""
+    return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path
+
+
+def check_not_empty(name, value, text=False):
+    """Raise UserError for an empty value, such as that of a variable that is not set.
+
+    White space is empty too, except in a text.
+    """
+    if isinstance(value, str) and not (value if text else value.strip()):
+        why = "is a variable not set?"
+        raise UserError(f"{name}={value!r} is empty: {why} Give a value (--help lists all)")
+
+
+@functools.cache
+def headings(cls):
+    """Field name -> the last comment line above it in the class: the groups of --help."""
+    found = {}
+    heading = "settings"
+    for line in inspect.getsource(cls).splitlines():
+        line = line.strip()
+        if line.startswith("# "):
+            heading = line[2:]
+        found[line.split(":")[0]] = heading
+    return found
+
+
+def parse_bool(text):
+    if text.lower() in TRUE + FALSE:
+        return text.lower() in TRUE
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose mistakes are UserErrors. No flag is abbreviated, no value empty."""
+
+    def __init__(self, **how):
+        super().__init__(**how, allow_abbrev=False)
+
+    def error(self, message):
+        raise UserError(message)
+
+    def print_help(self, file=None):
+        try:
+            print(self.format_help(), end="", file=file, flush=True)  # argparse ignores failures
+        except BrokenPipeError:
+            raise
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, STDOUT) from e
+
+    def parse_args(self, argv):
+        given, unknown = self.parse_known_args(argv)
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        if unknown:
+            refuse(unknown[0], [flag[2:] for flag in flags])
+        words = [argument.partition("=")[0] for argument in argv]
+        for name, value in vars(given).items():
+            is_flag = f"--{name}" in flags
+            if not is_flag or f"--{name}" in words:  # a default may be empty
+                check_not_empty(f"--{name}" if is_flag else name, value)
+        return given
+
+
+def in_our_words(argv, names, switches, program):
+    """argv with our names for flags that others call otherwise, and underscores for dashes.
+
+    A switch, which needs no value, takes the next argument only if that is true or false.
+    """
+    found = []
+    for argument, following in itertools.zip_longest(argv, argv[1:], fillvalue="true"):
+        flag, equals, value = argument.partition("=")
+        our = flag.startswith("--") and guesses.ours(flag[2:], names, program)
+        if our:
+            argument = f"--{our}{equals}{value}"
+            is_alone = following.strip() and following.lower() not in TRUE + FALSE
+            if our in switches and not equals and is_alone:
+                argument += "=true"
+        found.append(argument)
+    return found
+
+
+def refuse(argument, names, program=""):
+    """Raise UserError for an argument that is none of the flags `names`: say what was meant."""
+    flag, equals, _ = argument.partition("=")
+    if not argument.startswith("-"):
+        if equals and flag in names:
+            raise UserError(f"{argument!r} needs dashes: --{argument}")
+        example = next((name for name in ("data", "out_dir") if name in names), names[0])
+        fix = f"such as --{example}= (--help lists all)"
+        raise UserError(f"{argument!r} needs a flag before it, {fix}")
+    advice = guesses.answer(flag.lstrip("-"), names, program)
+    advice = f"; {advice}" if advice else ""
+    raise UserError(f"there is no flag {flag}{advice} (--help lists all)")
+
+
+def shown_default(value):
+    return "unlimited" if value == NO_LIMIT else value
+
+
+def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, free=""):
+    """The flags given in argv, as a dict of fields of `cls`, whose comments group --help.
+
+    presets: name -> {setting: default}; --help shows the defaults of `preset`.
+    free: the name under which a value without a flag is returned ("": it is refused).
+    """
+    parser = make_parser(cls, description, epilog, presets, preset)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    names = list(fields)
+    switches = [name for name, field in fields.items() if field.type is bool]
+    program = Path(inspect.getsourcefile(cls)).stem
+    n = argv.index("--") if "--" in argv else len(argv)  # what follows -- is no flag
+    given, unknown = parser.parse_known_args(in_our_words(argv[:n], names, switches, program))
+    given = vars(given)
+    words = unknown + argv[n + 1 :]
+    for argument in words if not free else filter(is_flag, unknown):
+        refuse(argument, names, program)
+    for name, value in given.items():
+        check_not_empty(f"--{name}", value, fields[name].metadata["text"])
+        if fields[name].metadata["path"]:
+            given[name] = at_home(value)
+    check_fields(cls(**given))
+    if len(words) > 1:
+        raise UserError(f"{' '.join(words)!r} are {len(words)} values; put a text in quotes")
+    if words:
+        check_not_empty(free, words[0], text=True)
+        given[free] = words[0]
+    return given
+
+
+def is_flag(argument):
+    """Whether an argument looks like a flag: not like -, a number, or a text of several words."""
+    return bool(re.fullmatch(r"(--|-(?!\d))[\w-]*(=.*)?", argument, re.DOTALL)) and argument != "-"
+
+
+def fold(text, first, others):
+    """A text in lines that fit in 80 columns; what they begin with."""
+    indents = dict(initial_indent=first, subsequent_indent=others)
+    return textwrap.fill(text, 79, break_on_hyphens=False, break_long_words=False, **indents)
+
+
+def make_parser(cls, description, epilog, presets, preset):
+    """The Parser of parse_flags."""
+    if presets:
+        varied = dict.fromkeys(name for values in presets.values() for name in values)
+        lines = ["presets:"]
+        for name, values in presets.items():
+            shown = [f"{k}={shown_default(values.get(k, getattr(cls, k)))}" for k in varied]
+            lines.append(fold(" ".join(shown), f"  {name}: ", "    "))
+        epilog = "\n".join([*lines, epilog])
+    parser = Parser(
+        description=description,
+        epilog=epilog,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    defaults = presets[preset] if presets else {}
+    heading = headings(cls)
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(heading.values())}
+    for field in dataclasses.fields(cls):
+        if field.type is bool:
+            kind = dict(type=parse_bool, nargs="?", const=True, metavar="BOOL")
+        else:
+            kind = dict(type=field.type, choices=field.metadata["choices"] or None)
+            if field.metadata["bare"] is not None:
+                kind |= dict(nargs="?", const=field.metadata["bare"])
+        meaning = field.metadata["help"]
+        default = defaults.get(field.name, field.default)
+        if default != "":
+            meaning += f" (default: {shown_default(default)})"
+        group = groups[heading[field.name]]
+        group.add_argument(f"--{field.name}", help=meaning.replace("%", "%%"), **kind)
+    return parser

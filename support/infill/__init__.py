@@ -1,0 +1,1 @@
+"""Gaps: templates, the network calls that fill them, and fills ranked by exact likelihood."""

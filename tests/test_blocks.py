@@ -604,9 +604,22 @@ def test_sample_writes_beyond_the_context(run, capsys):
     assert len(line["text"]) == 100 and line["text"].startswith("to be ")
 
 
+def learned(asks, text_file, tmp_path):
+    """Flags of what is learned: a text, or the ends of its lines from their beginnings."""
+    if not asks:
+        return [f"--data={text_file}"]
+    lines = [line for line in text_file.read_text().splitlines() if 24 < len(line) < 99][:300]
+    pairs = [dict(q=line[: 5 + n % 9], text=line[-12:]) for n, line in enumerate(lines)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return [f"--data={path}", "--prompt_column=q"]
+
+
 @pytest.mark.slow
-def test_compiled_blocks_train_alike(text_file, tmp_path):
-    flags = [f"--data={text_file}", *TINY, "--block_length=8", "--whole=0.5", "--max_steps=6"]
+@pytest.mark.parametrize("asks", [False, True])
+def test_compiled_blocks_train_alike(text_file, tmp_path, asks):
+    data = learned(asks, text_file, tmp_path)
+    flags = [*data, *TINY, "--block_length=8", "--whole=0.5", "--max_steps=6"]
     objective = network(8, 32, whole=0.5).objective
     kinds = {bool(objective.is_whole(step)) for step in range(5)}
     assert kinds == {False, True}, "both kinds of step, not only the last"
@@ -617,9 +630,11 @@ def test_compiled_blocks_train_alike(text_file, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_like_one(text_file, tmp_path):
+@pytest.mark.parametrize("asks", [False, True])
+def test_two_ranks_train_like_one(text_file, tmp_path, asks):
     """Sharded, too: two ranks hold one model."""
-    flags = [f"--data={text_file}", *TINY, "--block_length=8", "--whole=0.5", "--max_steps=5"]
+    data = learned(asks, text_file, tmp_path)
+    flags = [*data, *TINY, "--block_length=8", "--whole=0.5", "--max_steps=5"]
     flags += ["--optimizer=adamw", "--batch_size=4"]
     assert run_mdlm(*flags, f"--out_dir={tmp_path / 'one'}") == 0
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "mdlm.py"]

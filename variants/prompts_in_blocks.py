@@ -36,9 +36,8 @@ class PromptsInBlocks(BlockDiffusion):
     # ---- What `evaluate` asks
     def eval_counts(self, lengths, passes, seed):
         n_scored = self.block_lengths(lengths)
-        return numerics.stratified_counts(n_scored.flatten(), passes, seed).view(
-            passes, *n_scored.shape
-        )
+        counts = numerics.stratified_counts(n_scored.flatten(), passes, seed)
+        return counts.view(passes, *n_scored.shape)
 
     def tally(self, ce, right, rows, counts, T):
         return self.inner.tally(ce, right, rows, counts.clamp(min=1), T)  # some blocks have no row

@@ -44,7 +44,7 @@ PLACE = "Model = View = view_of_documents = masked_share = rotary_tables = atten
 PLACE += " = neighbours = None"
 SOURCES = [View, reference.document_spans, reference.is_visible, reference.masked_share]
 SOURCES += [reference.neighbours, reference.rotary_tables, reference.rotate, reference.prepare]
-SOURCES += [reference.attention_ref, view_of_documents, mdlm.Block, mdlm.Model]
+SOURCES += [reference.attention_ref, view_of_documents, mdlm.Layer, mdlm.Model]
 HELP_TO = "hf: for Hugging Face transformers; page: a web page (needs onnx, onnxscript and npm)"
 # The settings that make the network.
 NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")

@@ -29,7 +29,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import variants
-from support import devices, files, kernels, numerics, plots, ranks, seeds, signals
+from support import devices, files, kernels, numerics, plots, ranks, signals
 from support.arguments import check_evaluation, check_reversing, to_view, truth
 from support.data import sources, texts
 from support.data.ids import DTYPES
@@ -39,11 +39,17 @@ from support.errors import SharedError, UserError
 from support.flags import COUNT, NO_LIMIT, READS, WRITES, opt
 from support.kernels.launch import can_compile
 from support.kernels.reference import rotary_tables
+from support.numerics import generator
 from support.ranks import all_reduce
-from support.seeds import generator
 from support.training import checkpoint, compiling, pace, runs, shards
 from support.training.log import Log, to_preview
-from support.training.optimizers import average, make_optimizers, set_rates, update
+from support.training.optimizers import (
+    average,
+    clip_gradients,
+    make_optimizers,
+    set_rates,
+    update,
+)
 from support.view import View
 from variants.rates import SCHEDULES
 
@@ -191,8 +197,8 @@ def prepare(config, folder, tokenizer=None):
         return
     n = source.survey()  # characters to learn a tokenizer from
     if tokenizer is None:
-        how = (config.tokenizer, config.vocab_size or 16384, sources.has_documents(config))
-        tokenizer = build_tokenizer(*how, source, n, config.end_token)
+        kind = (config.tokenizer, config.vocab_size or 16384, sources.has_documents(config))
+        tokenizer = build_tokenizer(*kind, source, n, config.end_token)
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
@@ -226,14 +232,14 @@ class Corpus:
         self.seed = config.seed
         self.device = device
         V = config.vocab_size
-        how = (T, V, config.end_id, config.bin_dtype)
-        meta, ids, self.tokenizer, self.identity = sources.open_ids(folder, *how)
+        stated = (config.end_id, config.bin_dtype)
+        meta, ids, self.tokenizer, self.identity = sources.open_ids(folder, T, V, *stated)
         self.entropy = meta.get("entropy")
         self.documents = self.tokenizer.end_id is not None
         self.n_documents = 0  # that train
         if self.documents:
-            how = (self.tokenizer.end_id, config.prompt_column)
-            self.n_documents = sources.count_documents(ids[0], *how)
+            end_id = self.tokenizer.end_id
+            self.n_documents = sources.count_documents(ids[0], end_id, config.prompt_column)
         # (W,) where windows start, how many tokens they take, how many of these are learned
         self.train_windows = sources.cut_windows(ids[0], config, self.tokenizer.end_id)
         self.val_windows = sources.cut_windows(ids[1], config, self.tokenizer.end_id)
@@ -288,7 +294,7 @@ class Corpus:
 
 
 # ---- Model: a pre-norm bidirectional transformer
-class Block(nn.Module):
+class Layer(nn.Module):
     def __init__(self, config, attends=True):
         super().__init__()
         C = config.n_embd
@@ -302,7 +308,7 @@ class Block(nn.Module):
         self.adaln = nn.Linear(C, 4 * C, bias=False) if config.time_conditioning else None
 
     def norm(self, x, part, scale, shift, sees, causal, ops):
-        """RMSNorm and a depthwise convolution, thanks to which some blocks need no attention."""
+        """RMSNorm and a depthwise convolution, thanks to which some layers need no attention."""
         h = F.rms_norm(x, x.shape[-1:]).to(x.dtype)  # (B, T, C)
         if self.adaln is not None:
             h = h * (1 + scale) + shift
@@ -330,9 +336,10 @@ class Block(nn.Module):
     def mlp(self, x, h):
         return x + self.dropout(self.down(F.relu(self.up(h), inplace=True).square()))
 
-    def forward(self, x, *how, rows=None):
-        """how: the rest of before_mlp's arguments. rows: of the last layer only these are read."""
-        x, h = self.before_mlp(x, *how)
+    def forward(self, x, *shared, rows=None):
+        """shared: the other arguments of before_mlp, the same for all layers. rows: compute the MLP
+        at these flat positions alone; nobody reads the others of the last layer."""
+        x, h = self.before_mlp(x, *shared)
         if rows is not None:
             x, h = (z.flatten(0, 1).index_select(0, rows.flatten()) for z in (x, h))
             x, h = (z.view(*rows.shape, z.shape[-1]) for z in (x, h))  # (n, C)
@@ -342,7 +349,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A View of tokens and [MASK] in, logits of V tokens out: [MASK] is the embedding's last row.
 
-    shard_fn: called with each block when it is made (--shard spreads it over the ranks).
+    shard_fn: called with each layer when it is made (--shard spreads it over the ranks).
     """
 
     def __init__(self, config, vocab_size, ops, shard_fn=lambda module: module):
@@ -354,7 +361,7 @@ class Model(nn.Module):
         self.ops = ops
         self.embed = nn.Embedding(vocab_size + 1, C)
         attends = [i % config.attention_every == 0 for i in range(config.n_layer)][::-1]
-        self.blocks = nn.ModuleList(shard_fn(Block(config, here)) for here in attends)
+        self.layers = nn.ModuleList(shard_fn(Layer(config, here)) for here in attends)
         self.head = None if config.tie else nn.Linear(C, vocab_size, bias=False)
         self.positions = None
         if config.pos == "learned":
@@ -363,7 +370,7 @@ class Model(nn.Module):
         D = C // config.n_head if config.pos == "rope" else C
         for name, table in zip(("cos", "sin"), rotary_tables(config.block_size, D)):
             self.register_buffer(name, table, persistent=False)
-        # What writes into the residual stream starts at zero: blocks as the identity, loss at ln V.
+        # What writes into the residual stream starts at zero: layers as the identity, loss at ln V.
         for name, p in self.named_parameters():
             if name.endswith(("proj.weight", "down.weight", "head.weight", "adaln.weight")):
                 nn.init.zeros_(p)
@@ -391,10 +398,10 @@ class Model(nn.Module):
             rate = F.silu(self.rate(waves))  # (B, 1, C), or (B, N, C)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too: it is memory-bound
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        how = (cos, sin, rate, view.sees, view.causal, view.cache or self.ops)
-        for block in self.blocks[:-1]:
-            x = block(x, *how)
-        x = self.blocks[-1](x, *how, rows=view.rows)
+        shared = (cos, sin, rate, view.sees, view.causal, view.cache or self.ops)
+        for layer in self.layers[:-1]:
+            x = layer(x, *shared)
+        x = self.layers[-1](x, *shared, rows=view.rows)
         return F.rms_norm(x, (C,)).to(x.dtype)  # CUDA's autocast would leave float32
 
     def forward(self, view, targets=None, weights=None):
@@ -782,7 +789,7 @@ def compute_gradients(run, step, margin_scale):
     loss = 0
     for k in range(n):
         samples = torch.arange(run.micro_batch) + (run.rank * n + k) * run.micro_batch
-        seeds.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
+        numerics.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
         drawn = draw_batch(run, step, margin_scale, samples)
         run.exchange(k == n - 1)  # between ranks, once a step
         with run.autocast():
@@ -797,7 +804,7 @@ def train_step(run, step, progress):
     """One optimizer step; its loss and gradient norm go to run.pending."""
     set_rates(run, step, lr_scale(run.config, step, progress))
     loss = compute_gradients(run, step, margin_scale=min(1.0, 2 * (1 - progress)))
-    norm = devices.clip_gradients(list(run.model.parameters()), run.config.grad_clip)
+    norm = clip_gradients(list(run.model.parameters()), run.config.grad_clip)
     run.pending[step] = torch.stack((loss, norm))
     if not devices.is_async(run.device):
         check_finite(run)  # before the update; a GPU's numbers are read before they are saved

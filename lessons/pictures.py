@@ -93,7 +93,7 @@ def attention_maps(model, xt):
     model.ops = SimpleNamespace(**vars(model.ops) | dict(attention=explicit))
     model(model.objective.view(xt))
     model.ops = ops
-    numbers = [i for i, block in enumerate(model.blocks) if block.qkv is not None]
+    numbers = [i for i, layer in enumerate(model.layers) if layer.qkv is not None]
     return dict(zip(numbers, maps, strict=True))
 
 

@@ -64,7 +64,7 @@ def one_block(model, x0, xt, b):
         return out
 
     cos, sin = model.cos[:n], model.sin[:n]
-    for layer in model.blocks:
+    for layer in model.layers:
         if layer.qkv is not None:
             qkv = layer.qkv(norm(layer.conv[0], x)).view(B, n, 3, model.config.n_head, -1)
             q, k, v = (z.transpose(1, 2) for z in kernels.reference.prepare(qkv, cos, sin, True))

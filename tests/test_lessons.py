@@ -406,7 +406,7 @@ def test_attention_maps_are_what_attention_does(how, monkeypatch):
 def test_time_embedding_is_what_blocks_get():
     model = lively(time_conditioning=True)
     told = []
-    model.blocks[0].adaln.register_forward_hook(lambda layer, args, out: told.append(args[0]))
+    model.layers[0].adaln.register_forward_hook(lambda layer, args, out: told.append(args[0]))
     model(model.objective.view(torch.full((1, 16), model.mask_id)))
     found = load("pictures").time_embedding(model)
     assert found.shape == (101, 32)

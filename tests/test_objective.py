@@ -526,7 +526,7 @@ def test_standard_error_holds_with_few_windows(W, passes):
     "n_layer, every, wanted", [(5, 3, [1, 4]), (4, 4, [3]), (3, 1, [0, 1, 2]), (2, 9, [1])]
 )
 def test_attention_is_counted_from_the_last_block(n_layer, every, wanted):
-    blocks = untrained(n_layer=n_layer, attention_every=every).blocks
+    blocks = untrained(n_layer=n_layer, attention_every=every).layers
     assert [i for i, block in enumerate(blocks) if block.qkv is not None] == wanted
 
 

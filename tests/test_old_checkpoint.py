@@ -1,7 +1,7 @@
 """Checkpoints of earlier versions load, sample and resume.
 
-checkpoint_e2302bb.tar.xz is a run that commit e2302bb (before this layout) stopped at step 10 of
-20, checkpoint_e2302bb.json the losses of its next five steps.
+checkpoint_44a18a0.tar.xz has two runs that commit 44a18a0 saved at step 10 of 20, the second on two
+ranks with --shard; checkpoint_44a18a0.json has the losses of their next ten steps there.
 """
 
 import hashlib
@@ -19,9 +19,12 @@ from support.errors import UserError
 DATA = ROOT / "tests" / "data"
 
 
+WANTED = json.loads((DATA / "checkpoint_44a18a0.json").read_text())
+
+
 @pytest.fixture
 def old_run(tmp_path):
-    shutil.unpack_archive(DATA / "checkpoint_e2302bb.tar.xz", tmp_path / "old")
+    shutil.unpack_archive(DATA / "checkpoint_44a18a0.tar.xz", tmp_path)
     return tmp_path / "old"
 
 
@@ -35,7 +38,7 @@ def change_config(run, change):
 
 def test_old_checkpoint_loads_and_samples(old_run, capsys):
     model, tokenizer, config = mdlm.load(old_run)
-    assert (config.n_layer, config.n_embd, config.block_size) == (2, 32, 32)
+    assert (config.n_layer, config.n_embd, config.block_size) == (3, 32, 32)
     x = torch.full((2, 32), model.mask_id)
     for generate in (sample.generate, mdlm.generate):
         out = generate(model, x, steps=8, generator=torch.Generator().manual_seed(0))
@@ -44,12 +47,15 @@ def test_old_checkpoint_loads_and_samples(old_run, capsys):
 
 
 def test_old_checkpoint_resumes_with_its_losses(old_run):
-    wanted = json.loads((DATA / "checkpoint_e2302bb.json").read_text())["losses"]
     assert run_mdlm("--resume", f"--out_dir={old_run}") == 0
-    assert losses(old_run)[0] == pytest.approx(wanted[0], rel=1e-5)
-    # Since then Muon treats each head apart, from the same moments.
-    assert losses(old_run)[1:5] == pytest.approx(wanted[1:], rel=1e-3)
-    assert len(losses(old_run)) == 10
+    assert losses(old_run)[10:] == pytest.approx(WANTED["old"], rel=1e-5)
+
+
+def test_old_shards_are_joined(old_run):
+    """One process goes on with what two ranks had spread over them."""
+    run = old_run.with_name("sharded")
+    assert run_mdlm("--resume", "--shard=0", f"--out_dir={run}") == 0
+    assert losses(run)[10:] == pytest.approx(WANTED["sharded"], rel=1e-3)
 
 
 def test_retired_settings_are_ignored_with_a_warning(old_run, capsys):

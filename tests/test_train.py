@@ -230,7 +230,7 @@ class Watched(TorchDispatchMode):
 )
 def test_device_does_the_same_in_every_step(trained, monkeypatch, more):
     """Else one CUDA graph could not be all steps: nothing is read, no Python number changes."""
-    monkeypatch.setattr(devices, "is_async", lambda device: True)  # clipping reads no norm
+    monkeypatch.setattr("support.training.optimizers.is_async", lambda device: True)
     monkeypatch.setattr(mdlm, "to_device", lambda x, device: x)
     run = make_run(trained, n_layer=2, warmup_steps=3, lr_schedule="linear", **more)
     draw_batch = mdlm.draw_batch
@@ -241,7 +241,7 @@ def test_device_does_the_same_in_every_step(trained, monkeypatch, more):
         monkeypatch.setattr(mdlm, "draw_batch", lambda *args, drawn=drawn: drawn)
         with Watched() as watched:
             mdlm.compute_gradients(run, step, 1.0 - step / 4)
-            devices.clip_gradients(list(run.model.parameters()), 1.0)
+            mdlm.clip_gradients(list(run.model.parameters()), 1.0)
             mdlm.update(run)
         states = [s for o in run.optimizers for s in (*o.state.values(), *o.param_groups)]
         kept = [x.data_ptr() for x in tree_leaves(states) if isinstance(x, torch.Tensor)]
@@ -255,14 +255,14 @@ def test_few_operations_surround_the_network(trained, monkeypatch):
     run = make_run(trained, optimizer="adamw")
     mdlm.train_step(run, 0, 0.0)  # makes the optimizer's state
     drawn = mdlm.draw_batch(run, 1, 0.0, torch.arange(run.micro_batch))
-    monkeypatch.setattr(devices, "is_async", lambda device: True)  # clipping reads no norm
+    monkeypatch.setattr("support.training.optimizers.is_async", lambda device: True)
     masked = run.model.ops.mask_tokens(drawn[0], drawn[1], run.model.mask_id, 0, 0, drawn[-1])
     run.model.ops.mask_tokens = lambda *args: masked  # one or two launches of the Triton kernel
     run.model(*run.objective.batch(run.model.ops, *drawn)).backward()
     with Watched() as watched:
         mdlm.set_rates(run, 1, 1.0)
         run.objective.batch(run.model.ops, *drawn)
-        devices.clip_gradients(list(run.model.parameters()), 1.0)
+        mdlm.clip_gradients(list(run.model.parameters()), 1.0)
         mdlm.update(run)
     views = ("view", "unsqueeze", "slice", "expand", "alias", "select", "detach", "profiler")
     launched = [name for name, *_ in watched.seen if not any(view in name for view in views)]
@@ -311,7 +311,7 @@ def test_large_gradients_are_clipped_small_ones_untouched():
         ]  # the third has none
         for p, x in zip(params, before, strict=False):
             p.grad = x.clone()
-        norm = devices.clip_gradients(params, limit).item()
+        norm = mdlm.clip_gradients(params, limit).item()
         wanted = torch.cat([x.flatten() for x in before]).norm().item()
         assert norm == pytest.approx(wanted, rel=1e-5)
         after = torch.cat([p.grad.flatten() for p in params[:2]]).norm().item()

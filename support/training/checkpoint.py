@@ -264,11 +264,28 @@ def check_size(folder, config, vocab_size):
         raise UserError(f"{path} does not fit its config: it is too small; train again")
 
 
+def name_now(name):
+    """The name of a tensor of a checkpoint: the layers were called blocks once."""
+    return re.sub(r"^(raw\.)?blocks\.", r"\1layers.", name)
+
+
+def name_then(name):
+    """The name that `name_now` has changed."""
+    return re.sub(r"^(raw\.)?layers\.", r"\1blocks.", name)
+
+
+def names_in(path):
+    """Name of a tensor now -> its name in a safetensors file."""
+    with safe_open(path, "pt") as f:
+        return {name_now(name): name for name in f.keys()}  # noqa: SIM118 (f is no dict)
+
+
 def read_tensors(path, expected=None):
     """A safetensors file as a dict; names and shapes must be those of `expected`, in float32."""
     try:
+        names = names_in(path)
         with safe_open(path, "pt") as f:
-            slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (f is no dict)
+            slices = {name: f.get_slice(stored) for name, stored in names.items()}
             found = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
             wanted = found
             if expected is not None:
@@ -277,7 +294,7 @@ def read_tensors(path, expected=None):
                 if found.get(name) != wanted.get(name):
                     why = f"{name} is missing, unexpected or misshapen"
                     raise UserError(f"{path} does not fit its config: {why}")
-            tensors = {name: f.get_tensor(name) for name in found}
+            tensors = {name: f.get_tensor(stored) for name, stored in names.items()}
     except (SafetensorError, OSError, KeyError, OverflowError, MemoryError) as e:
         raise UserError(f"{path} is no safetensors file: {e}") from e
     for name, t in tensors.items():
@@ -331,7 +348,10 @@ def restore(folder, model, averaged, optimizers):
         for name, t in (into | weights).items():
             t.copy_(tensors[name])
     else:
-        shards.load(folder, into | weights)
+        names = names_in(folder / "model.safetensors")
+        is_old = any(name != stored for name, stored in names.items())
+        into |= weights
+        shards.load(folder, {name_then(name): t for name, t in into.items()} if is_old else into)
     return state
 
 

@@ -1573,7 +1573,6 @@ COMBINED = {
     ("ar", "prompts"): ("--data={pairs}", "--objective=ar", "--prompt_column=prompt"),
     ("ar", "time"): ("", "--objective=ar", "--time_conditioning"),
     ("blocks", "documents"): ("--data={records}", "--block_length=8", "--document_length=given"),
-    ("blocks", "prompts"): ("--data={pairs}", "--block_length=8", "--prompt_column=prompt"),
     ("blocks", "rates"): ("", "--block_length=8", "--masking=bernoulli"),
     ("blocks", "time"): ("", "--block_length=8", "--time_conditioning"),
     ("prompts", "documents"): (

@@ -555,6 +555,11 @@ def test_numbers_of_numpy_and_torch_are_numbers(tiny):
         same |= dict(order=np.str_("random"), temperature=np.float32(0.5))
         found = sample.generate(model, x, samples=[3, 1], forbid=np.array([2]), **same)
         assert torch.equal(found, wanted)
+    for dtype in ("uint8", "int8", "int16", "uint16", "int32", "uint32", "uint64"):
+        for numbers in (np.array([3, 1], dtype), torch.tensor([3, 1], dtype=getattr(torch, dtype))):
+            assert torch.equal(
+                sample.generate(model, x, samples=numbers, forbid=[2], **how), wanted
+            )
     texts = sample.write(model, tokenizer, "th██", n=np.int64(2), max_gap=np.int8(3), seed=1)
     assert texts == sample.write(model, tokenizer, "th██", n=2, max_gap=3, seed=1)
     g = [torch.Generator().manual_seed(1) for _ in range(2)]

@@ -11,6 +11,7 @@ from . import autoregressive, blocks, rates, time_conditioning
 from .autoregressive import Autoregressive
 from .blocks import BlockDiffusion
 from .documents import Documents, Prompts
+from .prompts_in_blocks import PromptsInBlocks
 from .rates import OtherRates
 from .time_conditioning import TimeConditioned
 
@@ -34,7 +35,8 @@ def choose(config, default, end_id=None, mean_length=None):
     elif end_id is not None and config.document_length == "given":
         objective = Documents(objective, *texts)
     if blocks.are_asked(config):
-        objective = BlockDiffusion(objective)
+        answers = end_id is not None and config.prompt_column
+        objective = PromptsInBlocks(objective) if answers else BlockDiffusion(objective)
     if config.time_conditioning:
         objective = TimeConditioned(objective)
     return objective
@@ -46,7 +48,6 @@ REFUSED = {
     ("ar", "prompts"): "prompts are for masked diffusion",
     ("ar", "time"): "an autoregressive model has no mask rate",
     ("blocks", "documents"): "a text goes on block by block until its [END]: its length is learned",
-    ("blocks", "prompts"): "a prompt would have to end where a block ends",
     ("blocks", "rates"): "each block is masked as the default masks a text",
     ("blocks", "time"): "each block has a rate of its own",
     ("prompts", "documents"): "an answer goes on until its [END], so its length is learned",

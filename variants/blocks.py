@@ -77,15 +77,23 @@ class BlockDiffusion(Variant):
         """(B n,) of every block; (B,) in a step of whole texts."""
         if self.is_whole(step):
             return self.inner.mask_counts(step, margin_scale, samples, lengths)
+        return self.block_counts(step, margin_scale, samples, lengths)
+
+    def block_counts(self, step, margin_scale, samples, lengths):
+        """(B n,) how many tokens of each block to mask."""
         S = torch.full((len(samples) * self.n_blocks,), self.block_length)
         return self.texts.mask_counts(step, margin_scale, self.numbers(samples), S)
 
     def batch(self, ops, x0, counts, step, samples):
         if len(counts) == len(x0):
             return self.inner.batch(ops, x0, counts, step, samples)
-        blocks = x0.view(len(counts), -1)
-        view, targets, weights = self.texts.batch(ops, blocks, counts, step, self.numbers(samples))
+        numbers = self.numbers(samples)
+        view, targets, weights = self.block_batch(ops, x0, counts, step, numbers)
         return self.view(view.ids.view(x0.shape), x0, view.rows), targets, weights
+
+    def block_batch(self, ops, x0, counts, step, numbers):
+        """What `texts` makes of the blocks of x0 (B, T), which have these numbers (B n,)."""
+        return self.texts.batch(ops, x0.view(len(counts), -1), counts, step, numbers)
 
     # ---- What the network is shown
     def view(self, xt, x0=None, rows=None):

@@ -226,19 +226,25 @@ class Tokenizer:
         """(n + 1,) where in the text `whole` of n ids each token begins, and its length.
 
         A token's text is what it adds to that of the few before it, if this gives the whole text.
+        A character that is broken so far may be completed by the next tokens: until that is known,
+        its tokens wait.
         """
         found = [0]
         text = ""
         begin = known = 0  # the window, and how many of its tokens have been spelled
+        waiting = []  # texts of the window up to each token that waits
         for stop in range(1, len(ids) + 1):
-            before = self.spell(ids[begin:known])
             both = self.spell(ids[begin:stop])
-            if not both.endswith(BROKEN) or stop - known > WINDOW:
-                text += both[shared(before, both) :]
-                begin = known
-                known = stop
-            found.append(len(text))
-        if whole.startswith(text):
+            waiting.append(both)
+            if both.endswith(BROKEN) and stop - known <= WINDOW and stop < len(ids):
+                continue
+            start = shared(self.spell(ids[begin:known]), both)
+            found += [len(text) + max(0, shared(spelled, both) - start) for spelled in waiting]
+            text += both[start:]
+            waiting = []
+            begin = known
+            known = stop
+        if text == whole:
             return found
         return [shared(self.spell(ids[:stop]), whole) for stop in range(len(ids) + 1)]
 

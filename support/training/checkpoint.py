@@ -324,10 +324,10 @@ def read_state(folder):
         value = state.get(name)
         if type(value) is not kind or not 0 <= value < 1 << 31:
             raise UserError(f"{folder}/state.json is damaged: {name} is {str(value)[:40]!r}")
-    for name in ("tokens", "sequences"):
-        n = state.get(name, 0)  # older states have no sequences
-        if type(n) is not int or not 0 <= n < 1 << 62:
-            raise UserError(f"{folder}/state.json is damaged: {name} is {str(n)[:40]!r}")
+    for name, kind in dict(tokens=int, sequences=int, saving=float).items():
+        value = state.get(name, kind())  # older states have no sequences, no saving
+        if type(value) is not kind or not 0 <= value < 1 << 62:
+            raise UserError(f"{folder}/state.json is damaged: {name} is {str(value)[:40]!r}")
     return state
 
 

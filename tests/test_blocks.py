@@ -484,7 +484,7 @@ def run(text_file, tmp_path_factory):
 
 def test_a_run_of_blocks_resumes_and_is_evaluated(run, text_file, tmp_path, capsys):
     flags = [f"--data={text_file}", *TINY, "--block_length=8", f"--out_dir={tmp_path / 'a'}"]
-    constant = ["--lr_schedule=constant", "--rate_margin=0", "--whole=0.5"]
+    constant = ["--lr_schedule=constant", "--rate_margin=0", "--infill_share=0.5"]
     assert run_mdlm(*flags, *constant, "--max_steps=3") == 0
     assert "4 blocks of 8 tokens" in capsys.readouterr().out
     assert run_mdlm(f"--out_dir={tmp_path / 'a'}", "--resume", "--max_steps=6") == 0
@@ -511,14 +511,14 @@ def test_whole_steps_are_those_without_blocks(text_file, tmp_path, monkeypatch):
         return original(model, *args, **how)
 
     monkeypatch.setattr(mdlm, "evaluate", evaluate)
-    blocks = ["--block_length=8", "--whole=1"]
+    blocks = ["--block_length=8", "--infill_share=1"]
     assert run_mdlm(*flags, *blocks, f"--out_dir={tmp_path / 'b'}") == 0
     ours, *others = (saved(tmp_path / name)[0] for name in "abc")
     for name, theirs in zip("bc", others):
         assert losses(tmp_path / "a") == losses(tmp_path / name)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert set(evaluated) == {4} and len(evaluated) == 4, "averaged and raw, before and after"
-    objective = network(8, 32, whole=0.25).objective
+    objective = network(8, 32, infill_share=0.25).objective
     found = [bool(objective.is_whole(step)) for step in range(1000)]
     assert abs(found.count(True) - 250) < 60 and objective.n_blocks == 4
 
@@ -526,7 +526,7 @@ def test_whole_steps_are_those_without_blocks(text_file, tmp_path, monkeypatch):
 def test_whole_steps_teach_to_fill_gaps(text_file, tmp_path, capsys):
     """One network writes in blocks, and sees the text after a gap where it fills one."""
     out = tmp_path / "o"
-    flags = [f"--data={text_file}", *TINY, "--block_length=8", "--whole=0.5"]
+    flags = [f"--data={text_file}", *TINY, "--block_length=8", "--infill_share=0.5"]
     assert run_mdlm(*flags, "--max_steps=4", f"--out_dir={out}") == 0
     assert "4 blocks of 8 tokens, one after another; in 50% of the steps" in capsys.readouterr().out
     assert mdlm.load(out)[0].objective.n_blocks == 4
@@ -568,7 +568,7 @@ def test_documents_end(text_file, tmp_path, capsys):
     flags = [*TINY, "--block_length=8", "--max_steps=2", f"--out_dir={tmp_path}"]
     assert run_mdlm(*flags, f"--data={text_file}", "--separator=\\n") == 0
     model, tokenizer, config = mdlm.load(tmp_path)
-    assert config.lengths == "learned" and tokenizer.end_id is not None
+    assert config.document_length == "predicted" and tokenizer.end_id is not None
     assert model.objective.end_id == -1
     assert len(sample.write(model, tokenizer, n=2, length=70)) == 2
 
@@ -578,12 +578,16 @@ def test_documents_end(text_file, tmp_path, capsys):
     [
         (mdlm, ["--block_length=5"], ["--block_length=5", "divide --block_size=32"]),
         (mdlm, ["--block_length=64"], ["--block_length=64", "divide"]),
-        (mdlm, ["--whole=0.5"], ["--whole=0.5", "--block_length"]),
+        (mdlm, ["--infill_share=0.5"], ["--infill_share=0.5", "--block_length"]),
         (mdlm, ["--block_length=8", "--objective=ar"], ["--block_length=8", "--objective=ar"]),
         (mdlm, ["--block_length=8", "--masking=bernoulli"], ["=8 and --masking=bernoulli"]),
-        (mdlm, ["--block_length=8", "--max_rate=0.5"], ["--block_length=8", "--max_rate=0.5"]),
+        (mdlm, ["--block_length=8", "--rates=0-0.5"], ["--block_length=8", "--rates=0-0.5"]),
         (mdlm, ["--block_length=8", "--time_conditioning"], ["=8 and --time_conditioning"]),
-        (mdlm, ["--block_length=8", "--lengths=known"], ["--block_length=8", "--lengths=known"]),
+        (
+            mdlm,
+            ["--block_length=8", "--document_length=given"],
+            ["--block_length=8", "--document_length=given"],
+        ),
         (eval, ["--whole"], ["--whole", "leave it out"]),
         (eval, ["--text=To be"], ["--text is for models that fill gaps"]),
         (export, ["--to=hf", "--dest={tmp}/x"], ["--to=hf", "--block_length"]),
@@ -634,8 +638,8 @@ def learned(asks, text_file, tmp_path):
 @pytest.mark.parametrize("asks", [False, True])
 def test_compiled_blocks_train_alike(text_file, tmp_path, asks):
     data = learned(asks, text_file, tmp_path)
-    flags = [*data, *TINY, "--block_length=8", "--whole=0.5", "--max_steps=6"]
-    objective = network(8, 32, whole=0.5).objective
+    flags = [*data, *TINY, "--block_length=8", "--infill_share=0.5", "--max_steps=6"]
+    objective = network(8, 32, infill_share=0.5).objective
     kinds = {bool(objective.is_whole(step)) for step in range(5)}
     assert kinds == {False, True}, "both kinds of step, not only the last"
     for mode in ("on", "off"):
@@ -649,7 +653,7 @@ def test_compiled_blocks_train_alike(text_file, tmp_path, asks):
 def test_two_ranks_train_like_one(text_file, tmp_path, asks):
     """Sharded, too: two ranks hold one model."""
     data = learned(asks, text_file, tmp_path)
-    flags = [*data, *TINY, "--block_length=8", "--whole=0.5", "--max_steps=5"]
+    flags = [*data, *TINY, "--block_length=8", "--infill_share=0.5", "--max_steps=5"]
     flags += ["--optimizer=adamw", "--batch_size=4"]
     assert run_mdlm(*flags, f"--out_dir={tmp_path / 'one'}") == 0
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "mdlm.py"]

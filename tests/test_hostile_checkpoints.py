@@ -272,7 +272,7 @@ def change_config(run, changes):
         (dict(dropout=float("nan")), "dropout"),
         (dict(learning_rate=float("inf")), "learning_rate"),
         (dict(objective="x" * 10**6), "objective"),
-        (dict(mask_schedule="unheard_of"), "mask_schedule"),
+        (dict(mask_schedule="unheard_of"), "unheard_of"),
         (dict(pos=None), "pos"),
         (dict(n_layers=2), "n_layers"),
         (dict(__class__="os"), "__class__"),

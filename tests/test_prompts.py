@@ -112,7 +112,7 @@ def test_only_answers_are_learned(run):
 
 def test_answers_in_blocks_resume_and_are_evaluated(data, tmp_path, capsys):
     flags = [*data, *TINY, "--block_length=8", "--lr_schedule=constant", "--rate_margin=0"]
-    for name, steps, more in (("a", 3, []), ("b", 6, []), ("c", 6, ["--whole=1"])):
+    for name, steps, more in (("a", 3, []), ("b", 6, []), ("c", 6, ["--infill_share=1"])):
         where = f"--out_dir={tmp_path / name}"
         assert run_mdlm(*flags, *more, f"--max_steps={steps}", where) == 0
     assert run_mdlm("--resume", "--max_steps=6", f"--out_dir={tmp_path / 'a'}") == 0
@@ -220,11 +220,15 @@ def test_a_prompt_goes_where_its_answer_goes(tmp_path, n):
         ([dict(q="", a="b")] * 9, [], ["9 empty", "line 1", "is empty"]),
         ([dict(q="c", a="b")] * 9, ["--text_column=q"], ["--prompt_column=q", "name two"]),
         ([dict(q="c", a="b")] * 9, ["--objective=ar"], ["--prompt_column=q", "--objective=ar"]),
-        ([dict(q="c", a="b")] * 9, ["--lengths=known"], ["--prompt_column=q", "--lengths=known"]),
         (
             [dict(q="c", a="b")] * 9,
-            ["--block_length=8", "--lengths=known"],
-            ["--block_length=8", "--lengths=known"],
+            ["--document_length=given"],
+            ["--prompt_column=q", "--document_length=given"],
+        ),
+        (
+            [dict(q="c", a="b")] * 9,
+            ["--block_length=8", "--document_length=given"],
+            ["--block_length=8", "--document_length=given"],
         ),
         (
             [dict(q="c", a="b")] * 9,

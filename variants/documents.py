@@ -53,7 +53,7 @@ class GivenTokens(Variant):
 
 
 class Documents(GivenTokens):
-    """Several documents in a window, each of a known length (--lengths=known)."""
+    """Several documents in a window, each of a known length (--document_length=given)."""
 
     lengths_are_given = True
 
@@ -73,7 +73,7 @@ class Documents(GivenTokens):
         return dict(length_counts=torch.zeros(self.T + 1))
 
     def notes(self):
-        return ["documents of given lengths (--lengths)"]
+        return ["documents of given lengths (--document_length)"]
 
 
 class Prompts(GivenTokens):

@@ -20,7 +20,7 @@ WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character is part of exactly 
 TEXT, MASKED, END = range(3)  # what a stretch of ids is
 WINDOW = 4  # tokens; no character has more bytes
 SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
-# What follows a document in files of the tokenizers library, if --end_token does not say it.
+# What follows a document in files of the tokenizers library, if --end does not say it.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -320,9 +320,9 @@ def open_tokenizer(path, end, end_token=""):
         raise UserError(f"{path} is no file of the tokenizers library: {str(e)[:200]}") from None
     found = [token for token in ((end_token,) if end_token else END_TOKENS) if token in specials]
     if end_token and not found:
-        raise UserError(f"--end_token={end_token} is no special token of {path}; give one")
+        raise UserError(f"--end={end_token} is no special token of {path}; give one")
     if end and not found:
-        raise UserError(f"{path} has none of {', '.join(END_TOKENS)}; name its --end_token")
+        raise UserError(f"{path} has none of {', '.join(END_TOKENS)}; name its --end")
     return Tokenizer("file", content, specials[found[0]]) if end else tokenizer
 
 

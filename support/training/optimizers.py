@@ -8,6 +8,12 @@ from support.training import shards
 from support.training.muon import Muon
 
 
+def effects(config):
+    """Rules of flags.check_effects."""
+    why = f"with --optimizer={config.optimizer}; leave it out, or give --optimizer=muon"
+    return [("muon_lr", config.optimizer == "muon", why)]
+
+
 def make_optimizers(model, config, device):
     """Muon for the matrices of the layers and AdamW for the rest, or AdamW alone: a list."""
     matrices = []

@@ -362,8 +362,7 @@ class Corpus:
     token but a few at the margins is seen once. With documents (an [END] in the vocabulary) windows
     start at a document, or T tokens further in a long one, and are filled up with [END]; with
     --pack a window of training holds as many as there is room for. [END] is not learned, or only
-    the one after a text (objective ar), or all that fill up a window too (--document_length of
-    predicted).
+    the one after a text (objective ar), or, of predicted lengths, all that fill up a window too.
     """
 
     def __init__(self, folder, config, device):

@@ -637,3 +637,12 @@ def test_batches_of_an_evaluation_are_spread(world):
     )
     assert r["windows"] == 8 and seen == set(range(0, V, 4))
     assert r["nelbo"] == pytest.approx(math.log(V))
+
+
+def test_tied_head_scores_a_token_by_its_own_embedding():
+    model = scrambled(tie=True)
+    xt = torch.arange(32).view(2, 16) % (model.vocab_size + 1)
+    features = model.features(model.objective.view(xt))  # (2, 16, C)
+    for id in (0, model.vocab_size - 1):
+        wanted = features @ model.embed.weight[id]
+        torch.testing.assert_close(model(model.objective.view(xt))[..., id], wanted)

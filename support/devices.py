@@ -66,11 +66,11 @@ def flops_per_token(model):
     config = model.config
     body = sum(p.numel() for p in model.layers.parameters())
     objective = model.objective
-    rows = objective.positions  # that the network computes for a token
+    rows = objective.positions_per_token  # that the network computes for a token
     body *= rows
     # The head, and the last layer's MLP, compute only what is predicted.
-    end = objective.predicted * config.n_embd * model.vocab_size
-    end -= 8 * config.n_embd**2 * (rows - objective.predicted)
+    end = objective.predicted_share * config.n_embd * model.vocab_size
+    end -= 8 * config.n_embd**2 * (rows - objective.predicted_share)
     attending = sum(layer.qkv is not None for layer in model.layers)
     return 6 * (body + end) + 12 * attending * config.n_embd * config.block_size
 

@@ -34,4 +34,5 @@ def masked_rows(rows, n_rows, weights, T, waits=None):
     if waits:
         rows = rows[: int(n_rows)]
     weights = torch.where(rows < 0, 0, weights[rows // T])
+    # Padding may point anywhere, as its weight is 0.
     return torch.where(rows < 0, torch.arange(len(rows), device=rows.device), rows), weights

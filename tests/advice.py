@@ -30,12 +30,13 @@ from conftest import sign
 import export
 import mdlm
 import sample
-from support import kernels, numerics, ownership, plots, ranks
+from support import kernels, ownership, plots, ranks
 from support.data import records, sources, texts, tokenizer
 from support.data.tokenizer import Tokenizer
 from support.infill import calls
 from support.kernels import operations
 from support.training import shards
+from variants import rates
 
 
 class Because(str):
@@ -325,7 +326,7 @@ ADVICE["export.py"] = [
 
 ADVICE["mdlm.py"] = [
     ("A run ends after --max_steps or --time_limit", NOTHING),
-    ("With --max_steps alone no clock enters", NOTHING),
+    ("With --max_steps alone the clock plays no part", NOTHING),
     ("compiling, {} (--compile=off starts at once)", MACHINE),
 ]
 
@@ -821,14 +822,6 @@ ADVICE["log.py"] = [
 ]
 
 ADVICE["modeling_mdlm.py"] = Because("it needs a package: Hugging Face transformers")
-
-ADVICE["numerics.py"] = [
-    (
-        "a mask schedule must rise or fall strictly between 0 and 1",
-        lambda at: numerics.invert(lambda u: u / 2, torch.zeros(1)),
-        lambda at: numerics.invert(lambda u: 1 - u, torch.zeros(1)),
-    ),
-]
 
 ADVICE["operations.py"] = [
     (
@@ -1635,7 +1628,12 @@ ADVICE["rates.py"] = [
     ),
     ("--rates={} must be from 0 to 1", "mdlm --rates=0.5-1.5", "mdlm --rates=0.5-1"),
     (
-        "with {}, which says what is masked all the time; leave it out",
+        "it must go from 0 to 1, or from 1 to 0, without a flat or returning part",
+        lambda at: rates.check_schedule("half", lambda u: u / 2),
+        lambda at: rates.check_schedule("down", lambda u: 1 - u**2),
+    ),
+    (
+        "with {}, which sets the mask rates of the whole run; leave it out",
         "mdlm --masking=bernoulli --rate_margin=0.2",
         "mdlm --masking=bernoulli",
     ),

@@ -52,6 +52,7 @@ def _load(ptr, rows, stride, T, D: tl.constexpr, EVEN: tl.constexpr):
 
 @jit
 def _store(ptr, rows, stride, T, x, D: tl.constexpr, EVEN: tl.constexpr):
+    """Store x (M, D) as rows (M,) of a (T, D) matrix; rows beyond its end are skipped."""
     ptrs = ptr + rows[:, None] * stride + tl.arange(0, D)[None, :]
     tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=None if EVEN else rows[:, None] < T)
 
@@ -258,6 +259,7 @@ def _run(kernel, qkv, tensors, spans):
     M, N, warps, stages = tiles(kernel, qkv.dtype, D)
     block = N if kernel is attention_dkdv_kernel else M
     constants = dict(H=H, D=D, BLOCK_M=M, BLOCK_N=N, EVEN=T % max(M, N) == 0)
+    # Spans have 2 lines for documents (one range), and 8 lines for blocks (two ranges).
     constants["R"] = 1 if spans is None else max(1, spans.shape[1] // 4)
     args = (qkv, *tensors, spans, T, D**-0.5)
     grid = (triton.cdiv(T, block) * B * H,)
@@ -271,6 +273,7 @@ def _packed(x):
 
 
 def _forward(qkv, spans):
+    """Return out (B, T, H, D) and lse (B, H, T)."""
     qkv = _packed(qkv)
     out, lse = _fake(qkv, spans)
     if out.numel():
@@ -279,15 +282,18 @@ def _forward(qkv, spans):
 
 
 def _fake(qkv, spans):
+    """Return uninitialized out and lse."""
     B, T, _, H, D = qkv.shape
     return qkv.new_empty((B, T, H, D)), qkv.new_empty((B, H, T), dtype=torch.float32)
 
 
 def _backward(grad, qkv, out, lse, spans):
+    """Return the gradient of qkv (B, T, 3, H, D)."""
     qkv = _packed(qkv)
     grad = _packed(grad)
     dqkv = qkv.new_empty(qkv.shape)
     if dqkv.numel():
+        # The order matters: the first kernel writes delta, the second reads it.
         delta = torch.empty_like(lse)
         _run(attention_dq_kernel, qkv, (grad, out, lse, delta, dqkv), spans)
         _run(attention_dkdv_kernel, qkv, (grad, lse, delta, dqkv), spans)

@@ -111,6 +111,7 @@ def _forward(h, W, targets, weight, dtype):
     V = len(W)
     targets = targets.contiguous()
     weight = weight.contiguous()
+    # The largest weight; the pad makes it positive if there are no rows, or all weights are 0.
     unit = torch.linalg.vector_norm(F.pad(weight, (0, 1), value=1e-30), float("inf"))
     # Pad the vocabulary to a multiple of 64 columns. Rows of logits are then aligned to 128 bytes,
     # and are read and written efficiently for every V.

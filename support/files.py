@@ -139,6 +139,7 @@ def remove(path):
     """
     if path.is_dir() and not path.is_symlink():
         if not path.name.startswith(TMP):
+            # A killed process may have left a folder with the temporary name.
             remove(path.with_name(TMP + path.name))
             path = path.rename(path.with_name(TMP + path.name))
         shutil.rmtree(path)

@@ -135,6 +135,7 @@ def invert(function, values):
 
     Raises UserError unless the function is a mask schedule: strictly monotonic between 0 and 1.
     """
+    # Check the function on a grid.
     grid = function(torch.linspace(0, 1, 4097, dtype=torch.float64))
     rising = grid[-1] > grid[0]
     strict = (grid.diff() > 0) if rising else (grid.diff() < 0)
@@ -142,7 +143,7 @@ def invert(function, values):
         raise UserError("a mask schedule must rise or fall strictly between 0 and 1")
     low = torch.zeros_like(values)
     high = torch.ones_like(values)
-    for _ in range(60):
+    for _ in range(60):  # more bits than float64 has
         middle = (low + high) / 2
         before = (function(middle) < values) == rising
         low = torch.where(before, middle, low)
@@ -183,6 +184,7 @@ def draw(logits, u, temperature, top_k, top_p):
     p = torch.softmax(shifted / max(temperature, 1e-30), -1)
     if top_k or top_p < 1:
         sorted_p, token = p.sort(dim=-1, descending=True, stable=True)
+        # Keep a token if those before it do not reach top_p together.
         sorted_p = torch.where(sorted_p.cumsum(-1) - sorted_p < top_p, sorted_p, 0)
         sorted_p[:, top_k or p.shape[1] :] = 0
         p = torch.zeros_like(p).scatter(-1, token, sorted_p)

@@ -124,22 +124,26 @@ def check(flag, path, read=None, written=None, own=()):
     given = f"{shown(flag)}={path}"
     read = {other: name for other, name in (read or {}).items() if name not in ("", "-")}
     written = {other: name for other, name in (written or {}).items() if name not in ("", "-")}
+    # 1. Another flag names the same file.
     for other, name in (read | written).items():
         if is_same(name, path):
             both = f"{shown(other)} and {shown(flag)}"
             raise UserError(f"{both} name the same file, {path}; give two files")
+    # 2. The file is in a folder that is read, or among the data that a run in it was trained on.
     for other, name in read.items():
         if os.path.isdir(name) and is_read_with(name, path):
             raise UserError(f"{given} would change {shown(other)}={name}, which is read; {FIX}")
         for text in learned_in(name) if os.path.isdir(name) else ():
             if is_same(text, path) or (os.path.isdir(text) and is_read_with(text, path)):
                 raise UserError(f"{given} would change {text}, which {name} learned; {FIX}")
+    # 3. It is a file of a run, a data set or a model.
     why = why_not(path, own)
     if why:
         raise UserError(f"{given} {why}; {FIX}")
+    # 4. It cannot be written.
     folder = Path(path).parent
-    fit = folder.is_dir() and os.access(path if os.path.exists(path) else folder, os.W_OK)
-    if os.path.isdir(path) or not fit:
+    can_write = folder.is_dir() and os.access(path if os.path.exists(path) else folder, os.W_OK)
+    if os.path.isdir(path) or not can_write:
         raise UserError(f"{given} cannot be written; give a file in a folder that you may write to")
 
 
@@ -258,6 +262,7 @@ class Lines:
             self.file = open_output(path)
 
     def write(self, text):
+        """Add text; write it when it ends with a line end."""
         self.unwritten += text.encode()
         if not text.endswith("\n"):
             return

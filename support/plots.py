@@ -141,12 +141,13 @@ def plot_losses(path, out_dirs=()):
             batches = [r for r in log if r.get("loss") is not None]
             xs = [r[x] for r in batches]
             losses = [r["loss"] for r in batches]
+            # Losses of single batches are noisy: draw them pale, below their running mean.
             ax.plot(xs, losses, lw=0.5, alpha=0.25, color=color)
             means, middles = smooth(losses)
             ax.plot([xs[k] for k in middles], means, lw=1.2, alpha=0.7, color=color)
             key, val = validations(log)
             values = [r[key] for r in val]
-            error = [2 * (r[f"{key}_se"] or 0) for r in val]
+            error = [2 * (r[f"{key}_se"] or 0) for r in val]  # about 95 % confidence
             label = escaped(str(out_dir)).replace("$", r"\$")  # matplotlib: $ begins a formula
             if values:
                 label += f": {key[4:].upper()} {values[-1]:.3f}"
@@ -172,7 +173,7 @@ def plot_rates(r, path):
     for ax, key, color, marker in ((loss, "ce", BLUE, "o"), (accuracy, "accuracy", GREEN, "s")):
         ax.plot(range(5, 100, 10), r[key], f"{marker}-", color=color, ms=5)
         ax.set(xlabel="masked, %", xlim=(0, 100), xticks=range(0, 101, 20))
-    known = [math.nan if ce is None else ce for ce in r["ce"]]
+    known = [math.nan if ce is None else ce for ce in r["ce"]]  # None: no window had such a rate
     loss.stairs(known, range(0, 101, 10), fill=True, color=BLUE, alpha=0.15)
     loss.text(50, known[5] / 3, f"area: NELBO {r['nelbo']:.3f}", color=BLUE, ha="center")
     loss.set(ylabel="cross-entropy, nats per token", ylim=(0, None))

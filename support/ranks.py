@@ -222,9 +222,11 @@ def raise_together(error):
 
     error: this rank's error, or None
     """
-    rank, world = 0, 1
+    rank = 0
+    world = 1
     if CONTROL:
-        rank, world = distributed.get_rank(), distributed.get_world_size()
+        rank = distributed.get_rank()
+        world = distributed.get_world_size()
     failed = int(all_reduce(torch.tensor(rank if error else world), "MIN"))
     if failed == world:
         return

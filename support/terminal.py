@@ -102,10 +102,12 @@ class Quiet:
         return getattr(self.stream, name)
 
     def write(self, text):
+        """Write text, ignoring errors."""
         with contextlib.suppress(OSError):
             self.stream.write(text)
 
     def flush(self):
+        """Flush the stream, ignoring errors."""
         with contextlib.suppress(OSError):
             self.stream.flush()
 

@@ -25,6 +25,7 @@ class OncePadded(nn.Module):
         self.at = at
 
     def forward(self, x, *args):
+        """Return the same as the layer: (B, T, C) -> (B, T, C)."""
         x, h = self.layer.before_mlp(x, *args)  # (B, T, C)
         at = self.at
         alike = (x == x[:1, at : at + 1]).all(-1) & (h == h[:1, at : at + 1]).all(-1)  # (B, T)

@@ -163,6 +163,7 @@ class Log:
         """Print a preview: texts x (2, T), in which the model filled what to_preview hides."""
         x0, hidden, title = to_preview(run)
         tokenizer = run.corpus.tokenizer
+        # Each is a triple: the text before, in and after what was hidden.
         first, second = (cut(tokenizer, *row) for row in zip(x.tolist(), hidden))
         _, original, _ = cut(tokenizer, x0[1].tolist(), hidden[1])
         if len(original) > 60:
@@ -185,7 +186,7 @@ class Log:
     def ended(self, run):
         """Print, instead of training, that the run to --resume has already ended."""
         config = run.config
-        longer = ""
+        longer = ""  # suggests twice the limits
         if config.time_limit:
             longer += f" --time_limit={2 * config.time_limit:g}"
         if config.max_steps < NO_LIMIT:

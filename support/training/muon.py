@@ -110,6 +110,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self):
+        """Update all parameters that have a gradient, those of equal shape together."""
         for group in self.param_groups:
             equal_shape = {}
             for p in group["params"]:
@@ -127,6 +128,7 @@ class Muon(torch.optim.Muon):
                 states = [self.state[p] for p in params]
                 for state, p in zip(states, local):
                     if "row_squares" not in state:
+                        # torch.optim.Muon has momentum alone: a state of it keeps that.
                         state.setdefault("momentum_buffer", torch.zeros_like(p))
                         state["row_squares"] = torch.zeros_like(p[:, :1])
                 momenta = [state["momentum_buffer"] for state in states]

@@ -38,7 +38,9 @@ def update_progress(run, interrupt):
     limit = run.config.time_limit
     if limit:
         progress = max(progress, run.elapsed() / (limit - seconds_for_the_end(run)))
+    # Never go back: the time reserved for the end, and so this estimate, may grow.
     progress = max(progress, run.progress)
+    # run.saving: seconds of a save. Extra saves may take a twentieth of the time.
     unsaved = time.monotonic() - run.saved_at > max(SAVE_EVERY, 20 * run.saving)
     values = torch.tensor([progress, interrupt.signal, unsaved], dtype=torch.float64)
     run.progress, stop, run.save_is_due = ranks.all_reduce(values, "MAX").tolist()
@@ -119,7 +121,7 @@ def plan(run, is_last):
         scored_until -= min(CALL_COST * calls * run.per_window, seconds_for_the_end(run) / 4)
         run.log.say(f"evaluating on {how_much(run, n, until)}")
     if ranks.is_late(scored_until):
-        passes = 1
+        passes = 1  # no time is left: score as little as possible
     return Plan(windows, passes, calls, until, scored_until)
 
 

@@ -10,7 +10,8 @@ from support.flags import NO_LIMIT
 
 REFRESH = 0.2  # seconds between updates of the bar
 BAR_COLUMNS = len("100%|| ") + 16  # terminal columns of percentage and bar; the rest is for text
-FIRST_LINES, LATER_LINES = 10.0, 30.0  # seconds between lines: in the first minute, afterwards
+FIRST_GAP = 10.0  # seconds between lines in the first minute
+LATER_GAP = 30.0  # seconds between lines afterwards
 
 
 def duration(seconds):
@@ -75,11 +76,11 @@ class Progress:
     def show(self):
         """Update the display if enough time has passed since the last update."""
         now = time.monotonic()
-        if self.run.step == self.began[0]:
+        if self.run.step == self.began[0]:  # before the first step there is no speed yet
             return
         gap = REFRESH
         if self.bar is None:
-            gap = FIRST_LINES if now - self.began[1] < 60 else LATER_LINES
+            gap = FIRST_GAP if now - self.began[1] < 60 else LATER_GAP
         if now - self.shown_at >= gap:
             self.draw()
 

@@ -50,6 +50,7 @@ def make_shard_fn(shard, device, dtype, world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    # FSDP2 shards over the last dimension of a mesh; of two dimensions, it replicates over the first.
     n = sharing(shard, world)
     if n == world:
         shape = (n,)
@@ -97,6 +98,7 @@ def spread_like(p, t):
         return t
     from torch.distributed.tensor import DTensor
 
+    # On the meta device a tensor has a shape, but no memory.
     whole = torch.empty(p.shape[0], *t.shape[1:], device="meta")
     layout = dict(shape=whole.shape, stride=whole.stride())
     return DTensor.from_local(t, p.device_mesh, p.placements, run_check=False, **layout)
@@ -182,6 +184,7 @@ def saving(out_dir, weights, tensors):
     try:
         with files.writing(out_dir):
             try:
+                # CONTROL is a gloo group, so the exchange of metadata does not need a GPU.
                 save(tensors, storage_writer=state, process_group=ranks.CONTROL)
                 save(weights, storage_writer=model, process_group=ranks.CONTROL)
             except CheckpointException as e:

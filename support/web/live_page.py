@@ -165,6 +165,7 @@ def contents_of(model, tokenizer, config, weights):
     )
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     about = f"{millions:.1f} M parameters in {weights}, context {config.block_size}"
+    # The viewer expects a sample; live.js removes this one when the first text is written.
     empty = dict(title="", tokens=[], given=[], frames=[], calls=0, seconds=0)
     # What the user types for a gap: a character that is not in the vocabulary, as in live.js.
     sign = next((c for c in "█_" if c not in tokenizer.vocab), "[MASK]")

@@ -203,6 +203,7 @@ class HtmlRecorder:
         if torch.equal(step.x[row], self.x):
             return
         self.x = step.x[row]
+        # step.logp has a row for each drawn position of the whole batch, in the order of nonzero().
         of_row = step.drawn.nonzero()[:, 0] == row
         frame = []
         for i, p in zip(step.drawn[row].nonzero()[:, 0].tolist(), step.logp[of_row].exp()):
@@ -222,6 +223,8 @@ class HtmlRecorder:
         n = ids.index(end) if end in ids else len(ids)
         tokens = self.tokenizer.pieces(ids[:n])
         frames = [[change for change in frame if change[0] < n] for frame in self.frames]
+        # Replace ids by texts. A token that was drawn again later is decoded on its own; the final
+        # one has its text within the whole, where an incomplete character is "".
         for change in itertools.chain(*frames):
             i, token = change[:2]
             is_last = token == ids[i]

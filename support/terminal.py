@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import stat
 import sys
 
 # Characters that could control a terminal or reorder its text: control characters except line ends
@@ -16,13 +17,17 @@ STDOUT = "standard output"
 def stdout_fails():
     """Whether standard output cannot be written.
 
-    Python keeps text that it failed to write in its buffer, so flushing fails again.
+    Python keeps text that it failed to write in its buffer, so flushing fails again. Without a
+    buffer (PYTHONUNBUFFERED) nothing is kept: then ask whether the output is a file on a full disk.
     """
     try:
         sys.stdout.flush()
-        return False
     except (OSError, ValueError):
         return True
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # Windows, or not a file
+        output = sys.stdout.fileno()
+        return stat.S_ISREG(os.fstat(output).st_mode) and os.fstatvfs(output).f_bavail == 0
+    return False
 
 
 def make_streams_usable():

@@ -368,7 +368,7 @@ def test_masking_statistics_are_of_both_processes():
         assert abs(statistics.mean(bernoulli) - T * rate) < 4 * sd / 1000**0.5
         assert statistics.stdev(bernoulli) == pytest.approx(sd, rel=0.15)
     densities = pictures.schedule_densities()
-    assert densities["linear"] == pytest.approx([1] * T)
+    assert densities["uniform"] == pytest.approx([1] * T)
     assert sum(densities["cosine"]) == pytest.approx(T) and densities["cosine"][-1] > 3
 
 

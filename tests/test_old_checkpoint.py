@@ -4,6 +4,7 @@ checkpoint_44a18a0.tar.xz has two runs that commit 44a18a0 saved at step 10 of 2
 ranks with --shard; checkpoint_44a18a0.json has the losses of their next ten steps there.
 """
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -14,6 +15,7 @@ from conftest import ROOT, losses, run_mdlm, sign
 
 import mdlm
 import sample
+from support.aliases import ALIASES
 from support.errors import UserError
 
 DATA = ROOT / "tests" / "data"
@@ -76,6 +78,50 @@ def test_unknown_settings_are_refused(old_run):
     change_config(old_run, lambda config: config.update(of_the_future=1))
     with pytest.raises(UserError, match="of_the_future"):
         mdlm.load(old_run)
+
+
+FORMER_NAMES = [name for _, names, _ in ALIASES["mdlm"] for name in names]
+FORMER = [  # what is said by names of before, and by names of now
+    (dict(mask_schedule="cosine"), dict(rates="cosine")),
+    (dict(mask_schedule="linear", min_rate=0.0, max_rate=1.0), dict(rates="uniform")),
+    (dict(min_rate=0.3, max_rate=0.8), dict(rates="0.3-0.8")),
+    (dict(max_rate=1e-6), dict(rates="0-1e-06")),
+    (dict(mask_schedule="cosine", max_rate=0.5), dict(rates="cosine:0-0.5")),
+    (dict(end_token="[EOT]"), dict(end="[EOT]")),
+    (dict(end_token="", end_id=-1), {}),
+    (dict(end_id=0), dict(end="0")),
+    (dict(whole=0.5, block_length=8), dict(infill_share=0.5, block_length=8)),
+    (dict(lengths="known"), dict(document_length="given")),
+    (dict(lengths="learned"), dict(document_length="predicted")),
+]
+
+
+@pytest.mark.parametrize("former, now", FORMER, ids=str)
+def test_former_names_mean_the_same(old_run, former, now):
+    def read(settings):
+        names = [*FORMER_NAMES, *now]
+        change_config(old_run, lambda config: [config.pop(name, None) for name in names])
+        change_config(old_run, lambda config: config.update(settings))
+        return mdlm.read_config(old_run / "step-10")
+
+    assert read(former) == read(now)
+    words = [f"--{name}={value}" for name, value in former.items() if value not in ("", -1)]
+    assert mdlm.parse_args(words) == now
+    apart = [part for word in words for part in word.replace("_", "-").split("=")]
+    assert mdlm.parse_args(apart) == now
+
+
+def test_former_names_are_not_shown(capsys):
+    with pytest.raises(SystemExit):
+        mdlm.parse_args(["--help=all"])
+    shown = capsys.readouterr().out
+    assert not [name for name in FORMER_NAMES if f"--{name} " in shown]
+
+
+def test_new_runs_have_names_of_now_alone(short_run):
+    content = json.loads((short_run / "step-4" / "config.json").read_text())
+    names = {field.name for field in dataclasses.fields(mdlm.Config)}
+    assert content["config"].keys() == names
 
 
 def test_shipped_config_is_unchanged():

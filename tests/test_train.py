@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -571,10 +572,10 @@ def test_fine_tuning_another_network_is_refused(short_run, tmp_path, capsys, fla
         (["--device=cuda:9"], ["cuda:9", "cpu"]),
         (["--device=toaster"], ["toaster", "cpu"]),
         (["--tokenizer=letters"], ["letters", "char"]),
-        (["--mask_schedule=sqrt"], ["sqrt", "cosine"]),
+        (["--rates=sqrt"], ["sqrt", "cosine"]),
         (["--resume", "--overwrite"], ["contradict"]),
         (["--resume"], ["no intact checkpoint"]),
-        (["--min_rate=0.5", "--max_rate=0.2"], ["swap"]),
+        (["--rates=0.5-0.2"], ["swap"]),
         (["--dropout=1.5"], ["dropout"]),
         (["--max_steps=0"], ["max_steps"]),
         (["--time_limit=-1"], ["time_limit"]),
@@ -610,16 +611,20 @@ def test_flags_take_both_spellings():
     assert mdlm.parse_args(["--n_layer", "3", "--tie=true"]) == wanted
 
 
-def help_text(capsys):
+def help_text(capsys, flag="--help=all"):
     with pytest.raises(SystemExit) as stop:
-        mdlm.parse_args(["--help"])
+        mdlm.parse_args([flag])
     assert stop.value.code == 0
     return capsys.readouterr().out
 
 
 def test_help_lists_settings_by_group(capsys):
     shown = help_text(capsys)
-    headings = ["The run", "Data", "Model", "Objective", "Optimizer", "Evaluation and logging"]
+    headings = ["The run", "The machine", "Tokens", "Model", "Training", "Evaluation and logging"]
+    headings += ["Documents (.jsonl, .json, .parquet, folders, --separator, .bin with --end)"]
+    headings += ["Prompts and answers", ".bin files", "Blocks (block diffusion)"]
+    headings += ["Other mask rates, masks and loss weights", "Autoregressive baseline"]
+    headings += ["Time conditioning"]
     places = [shown.index(f"\n{heading}:\n") for heading in headings]
     assert places == sorted(places)
     for name in mdlm.Config.__dataclass_fields__:
@@ -627,11 +632,20 @@ def test_help_lists_settings_by_group(capsys):
     sections = dict(zip(headings, map(slice, places, [*places[1:], None]), strict=True))
     for heading, flag in (
         ("Model", "--n_layer"),
-        ("Objective", "--masking"),
-        ("Data", "--tokenizer"),
+        ("Other mask rates, masks and loss weights", "--masking"),
+        ("Tokens", "--tokenizer"),
     ):
         assert f"\n  {flag} " in shown[sections[heading]]
     assert all(f"  {preset}: " in shown for preset in mdlm.PRESETS)
+
+
+def test_first_screen_of_help_has_what_most_runs_need(capsys):
+    shown = help_text(capsys, "--help")
+    found = re.findall(r"^  --(\w+) ", shown, re.MULTILINE)
+    assert {"data", "out_dir", "preset", "max_steps", "time_limit"} <= set(found)
+    assert 10 <= len(found) <= 16
+    assert all(f"  {preset}: " in shown for preset in mdlm.PRESETS)
+    assert "--help=all shows all" in shown
 
 
 @pytest.mark.parametrize("preset", ["cpu", "gpu"])
@@ -641,7 +655,7 @@ def test_help_shows_defaults_of_this_machine(capsys, monkeypatch, preset):
     config = mdlm.new_config({"preset": preset})
     for name in ("n_layer", "block_size", "dropout", "learning_rate"):
         about = shown[shown.index(f" --{name} ") :]
-        wanted = f"(default: {getattr(config, name)!r})"
+        wanted = f"(default: {getattr(config, name):g})"
         assert wanted in about[: about.index("(default:") + len(wanted)]
 
 

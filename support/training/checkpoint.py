@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from support import environment, files, ownership, ranks
 from support.errors import UserError
-from support.flags import at_home, check_not_empty
+from support.flags import at_home, check_not_empty, modern
 from support.terminal import warn
 from support.training import shards
 
@@ -25,7 +25,7 @@ MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # the othe
 # Settings of earlier versions, and what the program always does now.
 RETIRED = dict(tensorboard=False, beta1=0.9, beta2=0.95, momentum=0.9, eval_passes=1, wandb="")
 # What the program did before a setting existed, where that is not its default.
-BEFORE = dict(lengths="learned", pack=False)
+BEFORE = dict(document_length="predicted", pack=False)
 
 
 def checkpoints(out_dir):
@@ -238,15 +238,16 @@ def default_run(out_dir):
 def read_settings(path, known):
     """The settings in a config.json, a dict; known: the names that there are.
 
-    A setting that the file lacks is newer than the file and takes the value of BEFORE, or its
-    default, which must then reproduce what the program did before. One that no longer exists gets
-    a warning unless it has the value of RETIRED.
+    Former names become those of now. A setting that the file lacks is newer than the file and takes
+    the value of BEFORE, or its default, which must then reproduce what the program did before. One
+    that no longer exists gets a warning unless it has the value of RETIRED.
     """
     content = files.read_json(path, "config")
     kind, version, settings = (content.get(key) for key in ("format", "version", "config"))
     if (kind, version) != ("mdlm", 1) or not isinstance(settings, dict):
         given = f"{path} has version {version!r} of format {kind!r}"
         raise UserError(f"{given}; this program reads version 1 of mdlm")
+    settings = modern(settings, "mdlm")
     for name in sorted(settings.keys() - known - RETIRED.keys()):
         fix = "use the version that wrote it, or train again"
         raise UserError(f"{path} has an unknown setting {name[:40]!r}; {fix}")
@@ -323,10 +324,10 @@ def read_state(folder):
         value = state.get(name)
         if type(value) is not kind or not 0 <= value < 1 << 31:
             raise UserError(f"{folder}/state.json is damaged: {name} is {str(value)[:40]!r}")
-    for name in ("tokens", "sequences"):
-        n = state.get(name, 0)  # older states have no sequences
-        if type(n) is not int or not 0 <= n < 1 << 62:
-            raise UserError(f"{folder}/state.json is damaged: {name} is {str(n)[:40]!r}")
+    for name, kind in dict(tokens=int, sequences=int, saving=float).items():
+        value = state.get(name, kind())  # older states have no sequences, no saving
+        if type(value) is not kind or not 0 <= value < 1 << 62:
+            raise UserError(f"{folder}/state.json is damaged: {name} is {str(value)[:40]!r}")
     return state
 
 

@@ -50,7 +50,7 @@ def make_shard_fn(shard, device, dtype, world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    # FSDP2 shards over the last dimension of a mesh. If there are two, it replicates over the first.
+    # FSDP2 shards over the last dimension of a mesh, and replicates over the first of two.
     n = sharing(shard, world)
     if n == world:
         shape = (n,)

@@ -864,7 +864,7 @@ ADVICE["outputs.py"] = [
         "sample --json={tmp}/o --html={tmp}/p",
     ),
     (
-        "cannot be written; give a file in a folder that is yours",
+        "cannot be written; give a file in a folder that you may write to",
         "sample --json={tmp}/none/o",
         "sample --json={tmp}/o",
     ),
@@ -875,19 +875,24 @@ ADVICE["outputs.py"] = [
         "eval --pictures=none",
     ),
     (
-        "check that path, or give a folder that is yours",
+        "check that path, or give a folder that you may write to",
         "eval --pictures={text}/pictures",
         "eval --pictures={tmp}/pictures",
     ),
     (
-        "give the folder to make, such as {}=my-model",
+        "give the folder to create, such as {}=my-model",
         "export",
         "export --dest=my-model",
     ),
-    ("{} {}; give that of a new folder", "export --dest={run}", "export --dest={tmp}/new"),
+    ("{} exists; give the name of a new folder", "export --dest={run}", "export --dest={tmp}/new"),
+    (
+        "{} {}; give the name of a new folder in an existing one",
+        "export --dest={tmp}/none/new",
+        "export --dest={tmp}/new",
+    ),
     ("{} {}; give a folder elsewhere", "export --dest={run}/hf", "export --dest={tmp}/hf"),
     (
-        "cannot be made; give a folder in one that is yours",
+        "give a folder inside one that you may write to",
         lambda at: not_yours(at, "export --dest={tmp}/theirs/hf"),
         "export --dest={tmp}/hf",
     ),
@@ -914,7 +919,7 @@ ADVICE["live_page.py"] = MACHINE
 
 ADVICE["plots.py"] = [
     (
-        "{}={}: {} is no format of pictures; give .png or .svg",
+        "{}={}: {} is no image format; give .png or .svg",
         lambda at: plots.check_picture("PICTURE", "x.xyz"),
         lambda at: plots.check_picture("PICTURE", "x.png"),
         lambda at: plots.check_picture("PICTURE", "x.svg"),
@@ -1298,7 +1303,7 @@ ADVICE["shards.py"] = [
         lambda at: shards.make_shard_fn(1, torch.device("mps"), torch.float32, 1),
         lambda at: shards.make_shard_fn(0, torch.device("mps"), torch.float32, 1),
     ),
-    ("{}; give an --out_dir that all share", RANKS),
+    ("{}; give an --out_dir that all ranks share", RANKS),
     ("in {}; take an earlier checkpoint, or train again", RANKS),
 ]
 

@@ -704,7 +704,7 @@ def test_unusable_out_dir_is_refused(short_run, tmp_path, capsys):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "precious").write_text("mine")
     assert run_mdlm(f"--data={text}", *TINY, f"--out_dir={tmp_path}") == 2
-    assert "not mdlm's" in capsys.readouterr().err
+    assert "was not written by mdlm" in capsys.readouterr().err
     assert (tmp_path / "data" / "precious").exists()
 
 

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 from support import guesses
+from support.aliases import ALIASES
 from support.errors import UserError
 from support.terminal import STDOUT
 
@@ -41,6 +42,43 @@ def check_effects(given, rules):
         for name in flags.split():
             if name in given and not has_effect:
                 raise UserError(f"--{name} has no effect {why}")
+
+
+def modern(settings, program):
+    """A dict of settings that may have former names and values (aliases.py), with those of now."""
+    settings = dict(settings)
+    for new, former, value_now in ALIASES.get(program, ()):
+        if former.keys() & settings.keys():
+            value = value_now(*(settings.pop(name, default) for name, default in former.items()))
+            if value is not None:
+                settings[new] = value
+    return settings
+
+
+def modern_argv(argv, program):
+    """argv with the flags of now in place of former ones (aliases.py); values are texts here."""
+    names = {name for _, former, _ in ALIASES.get(program, ()) for name in former}
+    argv = list(argv)
+    found = {}
+    rest = []
+    while argv:
+        word = argv.pop(0)
+        flag, equals, value = word.partition("=")
+        name = flag[2:].replace("-", "_")
+        if not flag.startswith("--") or name not in names:
+            rest.append(word)
+            continue
+        if not equals and not (argv and not argv[0].startswith("--")):
+            raise UserError(f"--{name} needs a value: --{name}=VALUE")
+        found[name] = value if equals else argv.pop(0)
+        check_not_empty(f"--{name}", found[name])
+    given = {word.partition("=")[0][2:].replace("-", "_") for word in rest}
+    for name, value in modern(found, program).items():
+        if name in given:
+            former = " and ".join(f"--{each}" for each in found)
+            raise UserError(f"--{name} is what {former} said before; give --{name} alone")
+        rest.append(f"--{name}={value}")
+    return rest
 
 
 def opt(default, meaning, *choices, bounds=None, bare=None, text=False, path=None):
@@ -100,14 +138,15 @@ def check_not_empty(name, value, text=False):
 
 @functools.cache
 def headings(cls):
-    """Field name -> the last comment line above it in the class: the groups of --help."""
+    """Field name -> the last comment line above it in its class: the groups of --help."""
     found = {}
-    heading = "settings"
-    for line in inspect.getsource(cls).splitlines():
-        line = line.strip()
-        if line.startswith("# "):
-            heading = line[2:]
-        found[line.split(":")[0]] = heading
+    for part in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        heading = "settings"
+        for line in inspect.getsource(part).splitlines():
+            line = line.strip()
+            if line.startswith("# "):
+                heading = line[2:]
+            found[line.split(":")[0]] = heading
     return found
 
 
@@ -195,7 +234,8 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, fr
     switches = [name for name, field in fields.items() if field.type is bool]
     program = Path(inspect.getsourcefile(cls)).stem
     n = argv.index("--") if "--" in argv else len(argv)  # what follows -- is no flag
-    given, unknown = parser.parse_known_args(in_our_words(argv[:n], names, switches, program))
+    flags = in_our_words(modern_argv(argv[:n], program), names, switches, program)
+    given, unknown = parser.parse_known_args(flags)
     given = vars(given)
     words = unknown + argv[n + 1 :]
     for argument in words if not free else filter(is_flag, unknown):

@@ -32,7 +32,7 @@ from studies import word_statistics
 from support import arguments, outputs
 from support.data.tokenizer import tokenizer_from_json
 from support.devices import pick_device
-from support.errors import UserError
+from support.errors import NoEffect, UserError
 from support.flags import READS, WRITES, opt
 from support.infill import effects, templates
 from support.infill.calls import Memo, call_size, end_documents, group_size, groups, predict
@@ -357,6 +357,15 @@ def exclude(logits, at, forbid, allowed):
     for place, ids in allowed.items():
         here = at == place
         logits[here] = logits[here].masked_fill(~ids.to(logits.device), -math.inf)
+
+
+def has_effect(model, **settings):
+    """Whether each of the settings, as in `generate`, does something; few calls leave no choice."""
+    try:
+        from_keywords(settings, model)
+    except NoEffect:
+        return False
+    return True
 
 
 def unmask(

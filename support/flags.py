@@ -12,7 +12,7 @@ from pathlib import Path
 
 from support import guesses
 from support.aliases import ALIASES
-from support.errors import UserError
+from support.errors import NoEffect, UserError
 from support.terminal import STDOUT
 
 NO_LIMIT = 1 << 31
@@ -41,7 +41,7 @@ def check_effects(given, rules):
     for flags, has_effect, why in rules:
         for name in flags.split():
             if name in given and not has_effect:
-                raise UserError(f"--{name} has no effect {why}")
+                raise NoEffect(f"--{name} has no effect {why}")
 
 
 def modern(settings, program):

@@ -27,6 +27,7 @@ import sample
 from studies import word_statistics
 from support import cli, kernels, numerics, terminal
 from support.data.tokenizer import Tokenizer, build_tokenizer
+from support.errors import NoEffect
 from support.infill import calls, likelihood, ranking, search
 from support.training import checkpoint
 from support.web import viewer
@@ -263,9 +264,7 @@ def with_effect(how, call):
     while True:
         try:
             return call(**how)
-        except ValueError as e:
-            if " has no effect " not in str(e):
-                raise
+        except NoEffect as e:
             how.pop(str(e).split()[0].removeprefix("--"))
 
 

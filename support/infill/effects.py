@@ -85,6 +85,7 @@ def rules_of_calls(task):
         ("order", chooses(task) or settings.order == "one_shot" or not several, all_at_once),
         ("redraw spacing", corrects(task), no_call),
         ("block", length >= least, fix),
+        ("block", sum(chunk.gaps.sum() for chunk in chunks) > 1, alone),
     ]
 
 

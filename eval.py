@@ -62,7 +62,7 @@ class Options:
         1.0, "divide the logits by this; above 1: a less confident model", bounds=(0.01, 100)
     )
     whole: bool = opt(
-        False, "score a model of mdlm.py --whole as a text in one piece, without blocks"
+        False, "score a model of mdlm.py --infill_share as a text in one piece, without blocks"
     )
     exact: bool = opt(
         False, "measure the exact left-to-right likelihood too: a network call for each token"
@@ -271,8 +271,10 @@ def evaluation(options):
     device = pick_device(options.device)
     read = partial(mdlm.load, device=device, whole=options.whole)
     folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
-    if options.whole and not config.whole:
-        raise UserError(f"--whole is for models of mdlm.py --whole, not {folder}; leave it out")
+    if options.whole and not config.infill_share:
+        raise UserError(
+            f"--whole is for models of mdlm.py --infill_share, not {folder}; leave it out"
+        )
     if options.passes != Options.passes:
         is_exact = model.objective.metric == "nll" or model.objective.n_blocks == config.block_size
         why = f"on {folder}, which predicts token by token, so that each pass is the same"

@@ -5,6 +5,15 @@ use for a flag is not here but in guesses.py.
 """
 
 
+def rates_of(mask_schedule, min_rate, max_rate):
+    span = f"{min_rate}-{max_rate}"  # of all rates too: variants/rates.py shortens that
+    return span if mask_schedule == "linear" else f"{mask_schedule}:{span}"
+
+
+def end_of_id(end_id):
+    return None if str(end_id) == "-1" else str(end_id)
+
+
 def unchanged(value):
     return value
 
@@ -17,6 +26,13 @@ def renamed(**names):
 # Program -> rows of (the name now, the former names with their defaults, a function of the former
 # values, in that order). It returns the value now; None stands for the default.
 ALIASES = {
+    "mdlm": [
+        ("rates", dict(mask_schedule="linear", min_rate=0.0, max_rate=1.0), rates_of),
+        ("end", dict(end_token=""), lambda token: token or None),
+        ("end", dict(end_id=-1), end_of_id),
+        ("infill_share", dict(whole=0.0), unchanged),
+        ("document_length", dict(lengths="known"), renamed(known="given", learned="predicted")),
+    ],
     "sample": [
         ("redraw", dict(redraw="low_confidence"), renamed(doubtful="low_confidence")),
         ("spacing", dict(distance=3), unchanged),

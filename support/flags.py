@@ -35,13 +35,19 @@ def check_clashes(clashes, given):
 def check_effects(given, rules):
     """Raise UserError for a flag that does nothing in what was asked for.
 
-    given: the names of the flags that were given. rules: of ("flags", whether they have an effect
-    here, what makes them do nothing and what to do about it).
+    given: the flags that were given, names or a dict. rules: of ("flags", whether they have an
+    effect here, what makes them do nothing and what to do about it).
     """
     for flags, has_effect, why in rules:
         for name in flags.split():
             if name in given and not has_effect:
                 raise NoEffect(f"--{name} has no effect {why}")
+
+
+def without_off(cls, given):
+    """The given flags of `cls` but for those whose value asks for nothing: it is never refused."""
+    off = {field.name: field.metadata["off"] for field in dataclasses.fields(cls)}
+    return {k: v for k, v in given.items() if v is not False and v not in ("auto", off[k])}
 
 
 def modern(settings, program):
@@ -81,22 +87,37 @@ def modern_argv(argv, program):
     return rest
 
 
-def opt(default, meaning, *choices, bounds=None, bare=None, text=False, path=None):
+def opt(
+    default,
+    meaning,
+    *choices,
+    bounds=None,
+    bare=None,
+    text=False,
+    path=None,
+    common=False,
+    off=None,
+    form=None,
+):
     """A dataclass field and flag: its default, help, and choices or (low, high) bounds.
 
     bare: what the flag alone means, where it needs no value. text: white space is a value too.
     path: READS, WRITES or MAKES, if it names a file or folder: support/outputs.py keeps what is
     read, and runs, from being replaced. In such a value ~/ is the home folder.
+    common: shown on the first screen of --help. off: a value that asks for nothing, beside False
+    and "auto".
+    form: a function of the value that returns it in its usual form, or raises UserError.
     """
     metadata = {"help": meaning, "choices": choices, "bounds": bounds, "bare": bare}
-    metadata |= {"text": text, "path": path}
+    metadata |= {"text": text, "path": path, "common": common, "off": off, "form": form}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def check_fields(options):
     """Raise UserError for a value that has the wrong type, is no choice or is out of bounds.
 
-    Numbers of numpy and PyTorch and paths become plain ones, in `options` itself.
+    Numbers of numpy and PyTorch and paths become plain ones, and values take their usual form, in
+    `options` itself.
     """
     for field in dataclasses.fields(options):
         value = plain(getattr(options, field.name))
@@ -110,6 +131,8 @@ def check_fields(options):
             raise UserError(f"--{field.name}={given!r} is not accepted; give {accepted}")
         if bounds and not bounds[0] <= value <= bounds[1]:
             raise UserError(f"--{field.name}={value} must be from {bounds[0]} to {bounds[1]}")
+        if field.metadata["form"]:
+            setattr(options, field.name, field.metadata["form"](value))
 
 
 def plain(value):
@@ -133,12 +156,12 @@ def check_not_empty(name, value, text=False):
     """
     if isinstance(value, str) and not (value if text else value.strip()):
         why = "is a variable not set?"
-        raise UserError(f"{name}={value!r} is empty: {why} Give a value (--help lists all)")
+        raise UserError(f"{name}={value!r} is empty: {why} Give a value (see --help)")
 
 
 @functools.cache
 def headings(cls):
-    """Field name -> the last comment line above it in its class: the groups of --help."""
+    """Field name -> the last comment line above it in its class: the groups of --help=all."""
     found = {}
     for part in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
         heading = "settings"
@@ -146,7 +169,8 @@ def headings(cls):
             line = line.strip()
             if line.startswith("# "):
                 heading = line[2:]
-            found[line.split(":")[0]] = heading
+            elif field := re.match(r"(\w+): \w+ = ", line):
+                found[field[1]] = heading
     return found
 
 
@@ -211,24 +235,33 @@ def refuse(argument, names, program=""):
         if equals and flag in names:
             raise UserError(f"{argument!r} needs dashes: --{argument}")
         example = next((name for name in ("data", "out_dir") if name in names), names[0])
-        fix = f"such as --{example}= (--help lists all)"
+        fix = f"such as --{example}= (see --help)"
         raise UserError(f"{argument!r} needs a flag before it, {fix}")
     advice = guesses.answer(flag.lstrip("-"), names, program)
     advice = f"; {advice}" if advice else ""
-    raise UserError(f"there is no flag {flag}{advice} (--help lists all)")
+    raise UserError(f"there is no flag {flag}{advice} (see --help)")
 
 
-def shown_default(value):
+def shown_value(value):
+    """A default as --help shows it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
     return "unlimited" if value == NO_LIMIT else value
 
 
 def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, free=""):
-    """The flags given in argv, as a dict of fields of `cls`, whose comments group --help.
+    """The flags given in argv, as a dict of fields of `cls`, whose comments group --help=all.
 
     presets: name -> {setting: default}; --help shows the defaults of `preset`.
     free: the name under which a value without a flag is returned ("": it is refused).
     """
-    parser = make_parser(cls, description, epilog, presets, preset)
+    texts = (description, epilog, presets, preset)
+    all_fields = dataclasses.fields(cls)
+    parser = make_parser(cls, all_fields, *texts)
+    common = [field for field in all_fields if field.metadata["common"]]
+    parser.first_screen = functools.partial(make_parser, cls, common or all_fields, *texts)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     names = list(fields)
     switches = [name for name, field in fields.items() if field.type is bool]
@@ -244,7 +277,9 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, fr
         check_not_empty(f"--{name}", value, fields[name].metadata["text"])
         if fields[name].metadata["path"]:
             given[name] = at_home(value)
-    check_fields(cls(**given))
+    checked = cls(**given)
+    check_fields(checked)
+    given = {name: getattr(checked, name) for name in given}
     if len(words) > 1:
         raise UserError(f"{' '.join(words)!r} are {len(words)} values; put a text in quotes")
     if words:
@@ -264,35 +299,69 @@ def fold(text, first, others):
     return textwrap.fill(text, 79, break_on_hyphens=False, break_long_words=False, **indents)
 
 
-def make_parser(cls, description, epilog, presets, preset):
-    """The Parser of parse_flags."""
+class ShowHelp(argparse.Action):
+    """--help: the flags of most runs; --help=all: all of them, by groups."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        (parser if value == "all" else parser.first_screen()).print_help()
+        parser.exit()
+
+
+def fold_paragraphs(text):
+    """A text whose paragraphs fit in 80 columns; commands, which are indented, stay as they are."""
+    parts = (text or "").strip("\n").split("\n\n")
+    return "\n\n".join(part if part[:1] == " " else fold(part, "", "") for part in parts)
+
+
+def make_parser(cls, fields, description, epilog, presets, preset):
+    """The Parser of `fields`, all of `cls` or the common ones alone; without groups if so."""
+    n = len(dataclasses.fields(cls))
+    is_all = len(fields) == n
     if presets:
-        varied = dict.fromkeys(name for values in presets.values() for name in values)
-        lines = ["presets:"]
-        for name, values in presets.items():
-            shown = [f"{k}={shown_default(values.get(k, getattr(cls, k)))}" for k in varied]
-            lines.append(fold(" ".join(shown), f"  {name}: ", "    "))
-        epilog = "\n".join([*lines, epilog])
+        epilog = f"{describe_presets(cls, fields, presets)}\n{epilog}"
+    if not is_all:
+        epilog += f"\n\n--help=all shows all {n} flags."
     parser = Parser(
-        description=description,
+        usage="%(prog)s [--flag=value ...]",
+        description=fold_paragraphs(description),
         epilog=epilog,
         argument_default=argparse.SUPPRESS,
+        add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     defaults = presets[preset] if presets else {}
-    heading = headings(cls)
+    heading = headings(cls) if is_all else dict.fromkeys(headings(cls), "the flags of most runs")
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(heading.values())}
-    for field in dataclasses.fields(cls):
-        if field.type is bool:
-            kind = dict(type=parse_bool, nargs="?", const=True, metavar="BOOL")
-        else:
-            kind = dict(type=field.type, choices=field.metadata["choices"] or None)
-            if field.metadata["bare"] is not None:
-                kind |= dict(nargs="?", const=field.metadata["bare"])
-        meaning = field.metadata["help"]
-        default = defaults.get(field.name, field.default)
-        if default != "":
-            meaning += f" (default: {shown_default(default)})"
-        group = groups[heading[field.name]]
-        group.add_argument(f"--{field.name}", help=meaning.replace("%", "%%"), **kind)
+    for field in fields:
+        add_flag(groups[heading[field.name]], field, defaults.get(field.name, field.default))
+    how = dict(action=ShowHelp, nargs="?", choices=["all"], metavar="all")
+    how["help"] = "show the flags of most runs, or every flag by --help=all"
+    next(iter(groups.values())).add_argument("-h", "--help", **how)
     return parser
+
+
+def describe_presets(cls, fields, presets):
+    """The presets in lines, each with those of its fields that differ between presets."""
+    varied = dict.fromkeys(name for values in presets.values() for name in values)
+    varied = [name for name in varied if name in {field.name for field in fields}]
+    lines = ["presets:"]
+    for name, values in presets.items():
+        shown = [f"{k}={shown_value(values.get(k, getattr(cls, k)))}" for k in varied]
+        lines.append(fold(" ".join(shown), f"  {name}: ", "    "))
+    return "\n".join(lines)
+
+
+def add_flag(group, field, default):
+    """Add a field to a group of a Parser; default: as --help shows it."""
+    if field.type is bool:
+        kind = dict(type=parse_bool, nargs="?", const=True, metavar="BOOL")
+    else:
+        kind = dict(type=field.type, choices=field.metadata["choices"] or None)
+        if field.metadata["bare"] is not None:
+            kind |= dict(nargs="?", const=field.metadata["bare"])
+        if field.type is not str:
+            kind |= dict(metavar="N" if field.type is int else "X")
+    meaning = field.metadata["help"]
+    if default != "":
+        meaning += f" (default: {shown_value(default)})"
+    group.add_argument(f"--{field.name}", help=meaning.replace("%", "%%"), **kind)

@@ -35,9 +35,9 @@ KINDS = {
     "ar": "--data={text} --objective=ar",
     "blocks": "--data={text} --block_length=4",
     "blocks of 1": "--data={text} --block_length=1",
-    "whole": "--data={text} --block_length=4 --whole=0.5",
+    "whole": "--data={text} --block_length=4 --infill_share=0.5",
     "documents": "--data={records}",
-    "learned lengths": "--data={records} --lengths=learned",
+    "learned lengths": "--data={records} --document_length=predicted",
     "documents ar": "--data={records} --objective=ar",
     "prompts": "--data={pairs} --prompt_column=prompt",
 }

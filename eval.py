@@ -277,8 +277,8 @@ def evaluation(options):
         )
     if options.passes != Options.passes:
         is_exact = model.objective.metric == "nll" or model.objective.n_blocks == config.block_size
-        why = f"on {folder}, which predicts token by token, so that each pass is the same"
-        flags.check_effects(["passes"], [("passes", not is_exact, f"{why}; leave it out")])
+        why = "on a model that predicts token by token, so all passes are alike; leave it out"
+        flags.check_effects(["passes"], [("passes", not is_exact, why)])
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
     scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)

@@ -237,7 +237,7 @@ def from_keywords(keywords, model, length=0, has_given_text=True):
     asked = SamplerSettings(**keywords)
     settings = resolve(asked, model)
     if asked.order == "one_shot" and flags.plain(asked.steps) not in (0, 1):
-        raise UserError("order=one_shot and steps contradict each other; one_shot is one step")
+        raise UserError(f"order=one_shot and steps={asked.steps} contradict each other; give one")
     given = [name for name in changed(asked) if name != "seed"]  # a stream of numbers, like a
     if given:  # generator: programs give one in any case
         fill = torch.ones(1, max(length, model.config.block_size), dtype=torch.bool)

@@ -562,6 +562,7 @@ def test_fine_tuning_another_network_is_refused(short_run, tmp_path, capsys, fla
     "args, words",
     [
         (["--data=missing.txt"], ["missing.txt", "does not exist"]),
+        (["--data=missing", "--text_column=a"], ["missing", "does not exist"]),
         (["--batchsize=4"], ["--batchsize", "--batch_size"]),
         (["--batch_size=7"], ["multiple of 2"]),
         (["--batch_size=many"], ["many"]),

@@ -272,6 +272,9 @@ def main(argv):
     outputs.check_new_folder("dest", options.dest)
     read = partial(mdlm.load, kernel="torch", whole=True)
     folder, loaded = read_newest(default_run(options.out_dir), read)
+    pads = options.pad_to_context and loaded[0].objective.lengths_are_given
+    sees = "on a model of documents of given lengths, which does not see what follows; leave it out"
+    flags.check_effects(given, [("pad_to_context", not pads, sees)])
     if is_page:
         contents = live_page.contents_of(*loaded, options.weights)
         serve = f"{environment.python_command()} -m http.server"

@@ -399,6 +399,11 @@ ADVICE["export.py"] = [
         "export --pad_to_context --dest={tmp}/e",
     ),
     (
+        "on a model of documents of given lengths, which does not see what follows; leave it out",
+        "export --out_dir={documents} --pad_to_context --dest={tmp}/e",
+        "export --out_dir={documents} --dest={tmp}/e",
+    ),
+    (
         "with --to=hf, which keeps float32; leave it out",
         "export --weights=int8 --dest={tmp}/e",
         "export --dest={tmp}/e",

@@ -24,6 +24,7 @@ import sample
 from studies import frontier
 from support import cli
 from support.errors import NoEffect
+from support.infill.calls import to_context
 from support.training import checkpoint, runs
 from support.web import live_page
 
@@ -250,7 +251,7 @@ def check_sample(kinds, tried, kind, context, flags):
 @pytest.mark.parametrize("context", [*CONTEXTS])
 def test_flags_of_sample_have_an_effect(kinds, tried, context):
     n = [*CONTEXTS].index(context)
-    check_sample(kinds, tried, "default", context, SAMPLE[n % 5 :: 5])
+    check_sample(kinds, tried, "default", context, SAMPLE[n % 7 :: 7])
 
 
 @slow
@@ -448,6 +449,16 @@ def test_flags_of_export_have_an_effect(kinds, tried, to, monkeypatch):
     for flag in ("--pad_to_context", "--weights=float32", "--to=page"):
         if flag != f"--to={to}":
             assert has_effect(tried, export.main, base, flag), flag
+
+
+def test_padding_that_nothing_sees_is_refused(kinds, tried):
+    flags = [f"--out_dir={kinds('documents')}", "--dest=new", "--pad_to_context"]
+    assert "has no effect on a model of documents" in tried(export.main, flags)[1]
+    model, tokenizer, config = mdlm.load(kinds("documents"))
+    x = torch.tensor([[0, model.mask_id, 1, tokenizer.end_id]])
+    padded = to_context(model, x)
+    assert len(padded[0]) == config.block_size > 4
+    assert torch.allclose(model(x), model(padded)[:, :4], atol=1e-5)
 
 
 # ---- The lessons' programs

@@ -22,7 +22,7 @@ import re
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -42,24 +42,50 @@ LATE = "not measured: the time is up"
 
 
 @dataclass
-class Options:
-    # all
-    json: str = opt("", "write the results to this file; -: to standard output", path=WRITES)
-    device: str = opt("auto", "cpu, cuda, cuda:1; auto: the best there is")
-    time_limit: float = opt(0.0, "seconds; no case begins later (0: no limit)", bounds=(0, 1e6))
-    seconds: float = opt(0.5, "time to measure one contestant", bounds=(0, 1e4))
+class EveryMode:
+    # Every mode
+    json: str = opt("", "write the results to this file (-: standard output)", path=WRITES)
+    device: str = opt("auto", "cpu, cuda or cuda:1; auto: a GPU if there is one")
+    time_limit: float = opt(
+        0.0, "begin no case after this many seconds (0: no limit)", bounds=(0, 1e6)
+    )
+
+
+@dataclass
+class Timed(EveryMode):
+    # kernels and train
+    seconds: float = opt(0.5, "how long each contestant is timed", bounds=(0, 1e4))
+
+
+@dataclass
+class KernelsOptions(Timed):
     # kernels
-    only: str = opt("", "operations whose name contains this")
+    only: str = opt("", "time only the operations whose name contains this")
+
+
+@dataclass
+class TrainOptions(Timed):
     # train
-    preset: str = opt("all", "of mdlm.py; all: those of the device", "all", *mdlm.PRESETS)
+    preset: str = opt(
+        "all", "preset of mdlm.py to train; all: those of the device", "all", *mdlm.PRESETS
+    )
+
+
+@dataclass
+class SampleOptions(EveryMode):
     # sample
     out_dir: str = opt("out", "run or checkpoint folder of a diffusion model", path=READS)
-    ar_dir: str = opt("", "run folder of an autoregressive model, to compare with", path=READS)
+    ar_dir: str = opt("", "run folder of an autoregressive model that scores texts", path=READS)
     data: str = opt("", "compare with this text or folder (default: the run's)", path=READS)
     num_samples: int = opt(64, "texts for each line and seed", bounds=(1, 1 << 16))
     seed: int = opt(1000, "the first seed", bounds=(0, 1 << 31))
     seeds: int = opt(2, "how many seeds", bounds=(1, 1000))
-    dtype: str = opt("float32", "of the model's products", "float32", "bfloat16")
+    dtype: str = opt("float32", "dtype of matrix products", "float32", "bfloat16")
+
+
+@dataclass
+class Options(SampleOptions, TrainOptions, KernelsOptions):
+    """The flags of all modes; each mode has its own."""
 
 
 # How the table shows the numbers of a row; those without a format are in the JSON alone.
@@ -375,20 +401,46 @@ def bench_training(options, device, table):
 
 
 MODES = dict(kernels=bench_kernels, train=bench_training, sample=frontier.bench_sampling)
+FLAGS = dict(kernels=KernelsOptions, train=TrainOptions, sample=SampleOptions)
 
 
-def main(argv):
+def names_of(mode):
+    return [field.name for field in fields(FLAGS[mode])]
+
+
+def parse(argv):
+    """(mode or "", {flag: value}); --help shows the flags of the mode that is named before it."""
     has_mode = bool(argv) and not argv[0].startswith("-")
     mode = argv[0] if has_mode else ""
     if (has_mode and mode not in MODES) or (not has_mode and set(argv) & set(MODES)):
         raise UserError(f"{' '.join(argv)!r}: first give {', '.join(MODES)} or nothing, then flags")
-    options = Options(**flags.parse_flags(Options, argv[has_mode:], __doc__))
+    asks_for_help = any(word.partition("=")[0] in ("-h", "--help") for word in argv)
+    cls = FLAGS[mode] if mode and asks_for_help else Options
+    return mode, flags.parse_flags(cls, argv[has_mode:], __doc__)
+
+
+def check_mode(mode, given):
+    """Raise UserError for a flag of another mode."""
+    rules = []
+    for name in given:
+        others = " and ".join(other for other in MODES if name in names_of(other))
+        why = f"in bench.py {mode}, only in {others}; leave it out"
+        rules.append((name, name in names_of(mode), why))
+    flags.check_effects(given, rules)
+
+
+def main(argv):
+    mode, given = parse(argv)
+    options = Options(**given)
+    if mode:
+        check_mode(mode, given)
     outputs.check_all(options)
     device = devices.pick_device(options.device)
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device.index or 0)  # where streams and memory are counted
     mode = mode or ("kernels" if cuda else "train")
+    check_mode(mode, given)
     if mode == "kernels" and not cuda:
         raise UserError(f"kernels run on a CUDA device, not on {device}; give train or sample")
     table = ResultsTable(mode, options, device)

@@ -46,22 +46,39 @@ class Options:
     # What to evaluate
     out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
     data: str = opt(
-        "", "text, its last tenth is scored, or folder (default: the run's)", path=READS
+        "",
+        "text, of which the last tenth is scored, or a folder (default: what the run learned)",
+        path=READS,
     )
-    compare: str = opt("", "RUN,RUN,...: the last evaluations in their logs")
-    text: str = opt("", "a text: mask it, and show what the model predicts", text=True)
-    rate: float = opt(0.5, "share of the tokens of --text to mask", bounds=(0, 1))
+    compare: str = opt("", "RUN,RUN,...: a table of the last evaluations in their logs")
+    text: str = opt("", "mask this text, and show what the model predicts in it", text=True)
+    rate: float = opt(0.5, "fraction of the tokens of --text to mask", bounds=(0, 1))
     # How to measure
-    windows: int = opt(4096, "at most N validation windows, evenly spread", bounds=(1, 1 << 31))
-    passes: int = opt(4, "masks per window", bounds=(1, 4096))
-    temperature: float = opt(1.0, "divides the logits; above 1: less sure", bounds=(0.01, 100))
-    whole: bool = opt(False, "score a model of mdlm.py --infill_share without its blocks")
-    exact: bool = opt(False, "also the exact left-to-right likelihood: T network calls a window")
-    device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: the fastest that is there")
-    dtype: str = opt("float32", "bfloat16 is faster, less exact", "float32", "bfloat16")
+    windows: int = opt(
+        4096, "score at most this many validation windows, evenly spread", bounds=(1, 1 << 31)
+    )
+    passes: int = opt(4, "how many random masks of each window are scored", bounds=(1, 4096))
+    temperature: float = opt(
+        1.0, "divide the logits by this; above 1: a less confident model", bounds=(0.01, 100)
+    )
+    whole: bool = opt(
+        False, "score a model of mdlm.py --infill_share as a text in one piece, without blocks"
+    )
+    exact: bool = opt(
+        False, "measure the exact left-to-right likelihood too: a network call for each token"
+    )
+    device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: a GPU if there is one")
+    dtype: str = opt(
+        "float32",
+        "dtype of matrix products; bfloat16 is faster and less exact",
+        "float32",
+        "bfloat16",
+    )
     # What to show
-    json: str = opt("", "write the results to this file as JSON; -: standard output", path=WRITES)
-    pictures: str = opt("", "folder for pictures, or none (default: the run's)", path=MAKES)
+    json: str = opt("", "write the results to this file as JSON (-: standard output)", path=WRITES)
+    pictures: str = opt(
+        "", "folder for the pictures, or none (default: the folder of the run)", path=MAKES
+    )
 
 
 @contextlib.contextmanager
@@ -216,6 +233,8 @@ def check(given):
     flags.check_clashes([("compare", measured, "give one of them")], given)
     measured = "data compare windows passes temperature whole exact dtype pictures"
     flags.check_clashes([("text", measured, "--text measures nothing else")], given)
+    reads = "with --compare, which only reads logs; leave it out"
+    flags.check_effects(given, [("device dtype", not options.compare, reads)])
     if "rate" in given and not options.text:
         raise UserError("--text is missing; give one, --rate alone masks nothing")
     outputs.check_all(options)  # now: measuring takes long
@@ -256,6 +275,10 @@ def evaluation(options):
         raise UserError(
             f"--whole is for models of mdlm.py --infill_share, not {folder}; leave it out"
         )
+    if options.passes != Options.passes:
+        is_exact = model.objective.metric == "nll" or model.objective.n_blocks == config.block_size
+        why = "on a model that predicts token by token, so all passes are alike; leave it out"
+        flags.check_effects(["passes"], [("passes", not is_exact, why)])
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
     scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)

@@ -54,9 +54,17 @@ NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")
 class Options:
     to: str = opt("hf", HELP_TO, "hf", "page")
     out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
-    dest: str = opt("", "the folder to make", path=WRITES)
-    pad_to_context: bool = opt(False, "fill up texts, as in training: for samplers that show parts")
-    weights: str = opt("int8", "of a page: int8 (a fourth of the size)", "int8", "float32")
+    dest: str = opt("", "the folder to make, a new one", path=WRITES)
+    pad_to_context: bool = opt(
+        False,
+        "of --to=hf: fill texts up to the context, as in training, for samplers that pass parts",
+    )
+    weights: str = opt(
+        "int8",
+        "of --to=page: number type of the weights; int8 has a quarter of the size",
+        "int8",
+        "float32",
+    )
 
 
 # ---- Tokenizers
@@ -247,12 +255,27 @@ def contents_of(folder, model, tokenizer, config, options):
 
 
 def main(argv):
-    options = Options(**flags.parse_flags(Options, argv, __doc__))
+    given = flags.parse_flags(Options, argv, __doc__)
+    options = Options(**given)
+    is_page = options.to == "page"
+    pads = is_page and options.pad_to_context
+    rules = [
+        (
+            "pad_to_context",
+            not pads,
+            "with --to=page, whose texts are always filled up; leave it out",
+        )
+    ]
+    rules += [("weights", is_page, "with --to=hf, which keeps float32; leave it out")]
+    flags.check_effects(given, rules)
     dest = Path(options.dest)
     outputs.check_new_folder("dest", options.dest)
     read = partial(mdlm.load, kernel="torch", whole=True)
     folder, loaded = read_newest(default_run(options.out_dir), read)
-    if options.to == "page":
+    pads = options.pad_to_context and loaded[0].objective.lengths_are_given
+    sees = "on a model of documents of given lengths, which does not see what follows; leave it out"
+    flags.check_effects(given, [("pad_to_context", not pads, sees)])
+    if is_page:
         contents = live_page.contents_of(*loaded, options.weights)
         serve = f"{environment.python_command()} -m http.server"
         how = f"{serve} -d {environment.quote(options.dest)} shows it on localhost:8000"

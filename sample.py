@@ -32,11 +32,11 @@ from studies import word_statistics
 from support import arguments, outputs
 from support.data.tokenizer import tokenizer_from_json
 from support.devices import pick_device
-from support.errors import UserError
+from support.errors import NoEffect, UserError
 from support.flags import READS, WRITES, opt
-from support.infill import templates
+from support.infill import effects, templates
 from support.infill.calls import Memo, call_size, end_documents, group_size, groups, predict
-from support.infill.search import hypotheses
+from support.infill.search import all_are_compared, hypotheses
 from support.infill.templates import joined, of_prompt, parse, to_ids, to_texts
 from support.kernels.reference import philox_words
 from support.numerics import draw, reversed_bits, top2_margin, topk_mask
@@ -76,38 +76,91 @@ MEANINGS = "; ".join(f"{name}: {order.meaning}" for name, order in ORDERS.items(
 
 
 @dataclass
-class Options:
+class SamplerSettings:
+    # How to write it
+    steps: int = opt(
+        0,
+        "most network calls for a context of text (0: 32, or 8 for each block of the model)",
+        bounds=(0, 1 << 20),
+    )
+    correct: str = opt(
+        "auto", "how many of these calls draw tokens again, after all are drawn; auto: half of them"
+    )
+    redraw: str = opt(
+        "low_confidence",
+        "which tokens are drawn again: those drawn with the lowest probability, or all in turn",
+        *("low_confidence", "sweep"),
+    )
+    spacing: int = opt(
+        3, "least distance between tokens that one call draws again", bounds=(1, 8192)
+    )
+    order: str = opt("auto", "what to reveal first: " + MEANINGS, "auto", *ORDERS)
+    block: int = opt(
+        0,
+        "finish this many tokens before the next ones (0: all at once, of a text beyond the "
+        "context half a context)",
+        bounds=(0, 8192),
+    )
+    temperature: float = opt(
+        1.0,
+        "below 1: likelier tokens; 0: always the likeliest; above 1: more varied",
+        bounds=(0, 100),
+    )
+    top_k: int = opt(0, "draw only from the k likeliest tokens (0: from all)", bounds=(0, 1 << 31))
+    top_p: float = opt(
+        1.0, "draw only from the likeliest tokens with this total probability", bounds=(1e-9, 1)
+    )
+    cfg: float = opt(
+        0.0, "strength of guidance by the given text (0: none); doubles the calls", bounds=(0, 100)
+    )
+    seed: int = opt(
+        0,
+        "seed of all random numbers; the same seed gives the same text",
+        bounds=(0, (1 << 32) - 1),
+    )
+
+
+@dataclass
+class TextFlags:
     # What to write
     out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
-    prompt: str = opt("", "beginning of the text", text=True)
-    infill: str = opt("", "template: █ is a token to fill, [___] a gap of any length (-: stdin)")
-    batch: str = opt("", "file with a template per line; prints JSON lines", path=READS)
-    length: int = opt(0, "tokens with the prompt (0: context, or drawn)", bounds=(0, 1 << 20))
-    num_samples: int = opt(0, "texts (0: one; of a template the best of 16)", bounds=(0, 1 << 20))
-    candidates: int = opt(0, "show the N likeliest of many fills (0: 3)", bounds=(0, 1024))
+    prompt: str = opt("", "beginning of the text, which stays as it is", text=True)
+    infill: str = opt(
+        "", "text with gaps: each █ is a token to fill, [___] a gap of any length (-: stdin)"
+    )
+    batch: str = opt(
+        "", "file with a text with gaps on each line (-: stdin); writes JSON lines", path=READS
+    )
+    length: int = opt(
+        0,
+        "tokens of the text, with those of the prompt (0: as many as the context, or drawn from "
+        "the lengths of documents)",
+        bounds=(0, 1 << 20),
+    )
+    num_samples: int = opt(
+        0,
+        "how many texts to write (0: one; of a text with gaps the likeliest)",
+        bounds=(0, 1 << 20),
+    )
+    candidates: int = opt(
+        0, "show this many of the likeliest fills, with scores (0: 3)", bounds=(0, 1024)
+    )
     max_gap: int = opt(16, "longest fill of [___], in tokens", bounds=(1, 8192))
-    compare: str = opt("", "NAME=VALUE,VALUE,...: texts with several values of a setting, a table")
-    # How to write it
-    steps: int = opt(0, "most calls for a context of text (0: 32, 8 a block)", bounds=(0, 1 << 20))
-    correct: str = opt("auto", "how many of these calls draw tokens again, when all are drawn")
-    redraw: str = opt("doubtful", "draw the least sure again, or all in turn", "doubtful", "sweep")
-    distance: int = opt(3, "least distance of tokens that a call draws again", bounds=(1, 8192))
-    order: str = opt("auto", "what to reveal first: " + MEANINGS, "auto", *ORDERS)
-    block: int = opt(0, "finish this many tokens before the next (0: auto)", bounds=(0, 8192))
-    temperature: float = opt(1.0, "below 1: likelier tokens, 0: the likeliest", bounds=(0, 100))
-    top_k: int = opt(0, "draw from the k likeliest tokens only (0: all)", bounds=(0, 1 << 31))
-    top_p: float = opt(1.0, "draw from the likeliest tokens of this share", bounds=(1e-9, 1))
-    cfg: float = opt(0.0, "guidance by the given text; doubles the calls", bounds=(0, 100))
-    seed: int = opt(0, "key of all random numbers", bounds=(0, (1 << 32) - 1))
-    device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the best there is")
-    # How to show it
+    compare: str = opt(
+        "", "NAME=VALUE,VALUE,...: write texts with each value of a setting below, and a table"
+    )
+
+
+@dataclass
+class Options(SamplerSettings, TextFlags):
+    # Where to compute, and how to show it
+    device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: a GPU if there is one")
     watch: bool = opt(False, "show the unmasking in the terminal")
     html: str = opt("", "write a page that plays the unmasking to this file", path=WRITES)
     json: str = opt("", "write a JSON object per text to this file (-: stdout)", path=WRITES)
 
 
-NAMES = [field.name for field in fields(Options)]
-SETTINGS = NAMES[NAMES.index("steps") : NAMES.index("device")]  # of the sampler
+SETTINGS = [field.name for field in fields(SamplerSettings)]
 
 
 class Step(NamedTuple):  # what a step of `unmask` did to a batch
@@ -127,47 +180,74 @@ def uniform(seed, step, samples, at):
     return token, *(word.double() / 2**32 for word in others)
 
 
-def resolve(how, model):
-    """Options (or a dict of SETTINGS) without "auto"; UserError for what cannot be followed."""
-    if isinstance(how, dict):
-        unknown = how.keys() - set(SETTINGS)
-        if unknown:
-            raise UserError(f"{min(unknown)} is no setting; give {', '.join(SETTINGS)}")
-        how = Options(**how)
-    how = replace(how, correct=str(flags.plain(how.correct)))
-    flags.check_fields(how)
+def resolve(settings, model):
+    """SamplerSettings without "auto"; UserError for what the model cannot follow."""
+    settings = replace(settings, correct=str(flags.plain(settings.correct)))
+    flags.check_fields(settings)
     config = model.config
     objective = model.objective
-    if how.block > config.block_size:
-        raise UserError(f"block={how.block} is more than the context of {config.block_size}")
+    if settings.block > config.block_size:
+        given = f"block={settings.block}"
+        raise UserError(f"{given} is more than the context of {config.block_size}; give less")
     n = objective.n_blocks
-    steps = 1 if how.order == "one_shot" else how.steps or max(32, 8 * n)
+    steps = 1 if settings.order == "one_shot" else settings.steps or max(32, 8 * n)
     unfit = ()
     if objective.one_by_one:
-        if how.order not in ("auto", "ancestral", "left_to_right"):
-            raise UserError(f"order={how.order}: an autoregressive model needs left_to_right")
-        unfit = ("correct", "redraw", "cfg")
+        if settings.order not in ("auto", "ancestral", "left_to_right"):
+            raise UserError(f"order={settings.order}: an autoregressive model needs left_to_right")
+        unfit = ("cfg",)
         kind = "an autoregressive model"
     elif n > 1:
         unfit = ("block", "cfg")
         kind = f"a model of --block_length={config.block_length}"
     for name in unfit:
-        if getattr(how, name) not in (getattr(Options, name), "0"):
+        if getattr(settings, name) != getattr(SamplerSettings, name):
             raise UserError(f"{name} is not for {kind}; leave it out")
     if objective.one_by_one:
-        how = replace(how, order="left_to_right", correct="0")
-    elif how.order == "auto":
-        how = replace(how, order="confidence" if n > 1 and config.block_length <= 16 else "spread")
-    if how.correct == "auto":  # half of the calls reveal, but 4 to 16 (results/sampling.md)
-        return replace(how, steps=steps, correct=max(0, steps - min(max(steps // 2, 4), 16 * n)))
-    if not re.fullmatch("[0-9]{1,7}", how.correct) or int(how.correct) >= steps:
+        return replace(settings, steps=steps, order="left_to_right", correct=0)
+    if settings.order == "auto":
+        is_small = n > 1 and config.block_length <= 16
+        settings = replace(settings, order="confidence" if is_small else "spread")
+    if settings.correct == "auto":  # half of the calls reveal, but 4 to 16 (results/sampling.md)
+        correct = max(0, steps - min(max(steps // 2, 4), 16 * n))
+        return replace(settings, steps=steps, correct=correct)
+    if not re.fullmatch("[0-9]{1,7}", settings.correct) or int(settings.correct) >= steps:
         accepted = f"auto, or a number below the {steps} steps"
-        raise UserError(f"correct={how.correct} is not accepted; give {accepted}")
-    return replace(how, steps=steps, correct=int(how.correct))
+        raise UserError(f"correct={settings.correct} is not accepted; give {accepted}")
+    return replace(settings, steps=steps, correct=int(settings.correct))
+
+
+def changed(settings):
+    """The names of SamplerSettings that differ from their defaults, which ask for something."""
+    differ = [
+        name for name in SETTINGS if getattr(settings, name) != getattr(SamplerSettings, name)
+    ]
+    return [name for name in differ if (name, str(settings.correct)) != ("correct", "0")]
+
+
+def from_keywords(keywords, model, length=0, has_given_text=True):
+    """Resolved SamplerSettings of a Python caller; UserError for what is wrong or does nothing.
+
+    length: of the texts. Whatever they have to fill, a setting is refused only where it would do
+    nothing in a text that is all [MASK].
+    """
+    keywords = flags.modern(keywords, "sample")
+    if unknown := keywords.keys() - set(SETTINGS):
+        raise UserError(f"{min(unknown)} is no setting; give {', '.join(SETTINGS)}")
+    asked = SamplerSettings(**keywords)
+    settings = resolve(asked, model)
+    if asked.order == "one_shot" and flags.plain(asked.steps) not in (0, 1):
+        raise UserError(f"order=one_shot and steps={asked.steps} contradict each other; give one")
+    given = [name for name in changed(asked) if name != "seed"]  # a stream of numbers, like a
+    if given:  # generator: programs give one in any case
+        fill = torch.ones(1, max(length, model.config.block_size), dtype=torch.bool)
+        chunks = list(plan(model, fill, torch.zeros(1, dtype=torch.int64), settings))
+        effects.check(given, [effects.Task(settings, model, chunks, has_given_text)])
+    return settings
 
 
 @dataclass
-class Block:  # n positions of a text, filled and corrected before the next ones
+class Chunk:  # n positions of a text, filled and corrected before the next ones
     at: range  # the positions
     first: int  # number of its first step
     steps: int  # of the row that needs most
@@ -184,89 +264,91 @@ class Block:  # n positions of a text, filled and corrected before the next ones
         self.doubt[drawn] = -logp.gather(1, token[:, None])[:, 0].double()
 
 
-def plan(model, fill, samples, how):
-    """Yields the Blocks of a text; fill (B, T): positions to fill."""
+def plan(model, fill, samples, settings):
+    """Yields the Chunks of a text; fill (B, T): positions to fill."""
     L = model.config.block_size
     T = fill.shape[1]
-    blocks = model.objective.n_blocks > 1
-    size = L // model.objective.n_blocks if blocks else how.block or max(1, T if T <= L else L // 2)
-    context = L if blocks else min(T, L)  # of which how.steps are the calls
+    size = settings.block or max(1, T if T <= L else L // 2)
+    context = min(T, L)  # of which settings.steps are the calls
+    if model.objective.n_blocks > 1:  # the chunks are the model's blocks
+        size = L // model.objective.n_blocks
+        context = L
     first = 0
     for begin in range(0, T, size):
         end = min(begin + size, T)
         gaps = fill[:, begin:end].clone()
         n = gaps.sum(1)
-        steps = max(1, how.steps * end // context - how.steps * begin // context)
+        steps = max(1, settings.steps * end // context - settings.steps * begin // context)
         if model.objective.one_by_one:
             steps = end - begin
         # A single token would be drawn from the same distribution again.
-        corrections = (n > 1) * (3 * n).clamp(max=steps * how.correct // how.steps)
+        corrections = (n > 1) * (3 * n).clamp(max=steps * settings.correct // settings.steps)
         reveals = steps - corrections
-        if how.order != "ancestral":  # which may reveal nothing in a step
+        if settings.order != "ancestral":  # which may reveal nothing in a step
             reveals = reveals.minimum(n).clamp(min=1)
         index = gaps.cumsum(1) - 1
-        u = uniform(how.seed, first, samples, range(2 + steps))[2]
+        u = uniform(settings.seed, first, samples, range(2 + steps))[2]
         doubt = torch.zeros(gaps.shape, dtype=torch.float64, device=fill.device)
         needed = max([0, *(reveals + corrections).tolist()])
         at = range(begin, end)
-        yield Block(at, first, needed, gaps, reveals, corrections, index, u, doubt)
+        yield Chunk(at, first, needed, gaps, reveals, corrections, index, u, doubt)
         first += steps
 
 
-def how_many(how, block, s, masked, noise):
-    """(B,) how many of the `masked` positions (B, n) to reveal in step s of a block."""
-    left = (block.reveals - s).clamp(min=1).double()  # (B,) steps that reveal, with this one
-    after = (left - 1) / block.reveals  # the share of masks
-    k = masked.sum(1) - (block.gaps.sum(1) * after + 1e-9).long()
-    if how.order == "ancestral":  # the exact reverse process reveals each position on its own
+def how_many(settings, chunk, s, masked, noise):
+    """(B,) how many of the `masked` positions (B, n) to reveal in step s of a chunk."""
+    left = (chunk.reveals - s).clamp(min=1).double()  # (B,) steps that reveal, with this one
+    after = (left - 1) / chunk.reveals  # the share of masks
+    k = masked.sum(1) - (chunk.gaps.sum(1) * after + 1e-9).long()
+    if settings.order == "ancestral":  # the exact reverse process reveals each position on its own
         k = (masked & (noise < 1 / left[:, None])).sum(1)
     return k.clamp(min=0)
 
 
-def to_reveal(how, block, masked, noise, k, logp=None, token=None):
+def to_reveal(settings, chunk, masked, noise, k, logp=None, token=None):
     """(B, n) bool: which of the `masked` positions to reveal, k (B,) in each row.
 
     logp (m, V), token (m,): what the network says there, for orders that need it; all before.
     """
-    order = ORDERS[how.order]
+    order = ORDERS[settings.order]
     if order.network_first and logp is None:
         return masked
     if order.network_first:
         score = torch.zeros(masked.shape, dtype=torch.float64, device=masked.device)
         score[masked] = order.score(logp, token).double()
     else:
-        score = order.score(block.index, block.u[:, :1])
+        score = order.score(chunk.index, chunk.u[:, :1])
     return topk_mask(score, noise, masked, k)
 
 
-def keep_best(how, block, masked, corrected, noise, k, logp, token):
+def keep_best(settings, chunk, masked, corrected, noise, k, logp, token):
     """Of what was drawn at the positions `masked` and `corrected` (B, n), all corrections and the k
     (B,) best others: their positions (B, n), log p (m, V) and tokens (m,)."""
     drawn = masked | corrected
     is_new = masked[drawn]
-    new = to_reveal(how, block, masked, noise, k, logp[is_new], token[is_new])
+    new = to_reveal(settings, chunk, masked, noise, k, logp[is_new], token[is_new])
     keep = (new | corrected)[drawn]
     return new | corrected, logp[keep], token[keep]
 
 
-def to_correct(how, block, s, filled, noise):
+def to_correct(settings, chunk, s, filled, noise):
     """(B, n) bool: which of the `filled` positions to draw again in step s.
 
-    doubtful  those more doubtful than all others nearer than --distance
-    sweep     every --distance'th gap, all in turn: blocked Gibbs sampling, which leaves a Markov
-              chain of a lower order than --distance exactly alone
+    low_confidence  those more doubtful than all others nearer than --spacing
+    sweep           every --spacing'th gap, all in turn: blocked Gibbs sampling, which leaves a
+                    Markov chain of a lower order than --spacing exactly alone
     """
-    c = s - block.reveals  # (B,) number of the correction
-    filled = filled & ((c >= 0) & (c < block.corrections))[:, None]
-    if how.redraw == "doubtful":
-        doubt = (block.doubt + 1e-9 * noise).masked_fill(~filled, -math.inf)
-        peak = F.max_pool1d(doubt[:, None], 2 * how.distance - 1, 1, how.distance - 1)[:, 0]
+    c = s - chunk.reveals  # (B,) number of the correction
+    filled = filled & ((c >= 0) & (c < chunk.corrections))[:, None]
+    if settings.redraw == "low_confidence":
+        doubt = (chunk.doubt + 1e-9 * noise).masked_fill(~filled, -math.inf)
+        peak = F.max_pool1d(doubt[:, None], 2 * settings.spacing - 1, 1, settings.spacing - 1)[:, 0]
         return filled & (doubt == peak)
-    sweep = (c.clamp(min=0) // how.distance)[:, None]
-    turns = torch.arange(how.distance, device=c.device)
+    sweep = (c.clamp(min=0) // settings.spacing)[:, None]
+    turns = torch.arange(settings.spacing, device=c.device)
     turns = turns[reversed_bits(turns).argsort()]  # far from the last turn
-    index = block.index + (block.u.gather(1, 1 + sweep) * how.distance).long()
-    return filled & (index % how.distance == turns[c % how.distance][:, None])
+    index = chunk.index + (chunk.u.gather(1, 1 + sweep) * settings.spacing).long()
+    return filled & (index % settings.spacing == turns[c % settings.spacing][:, None])
 
 
 def exclude(logits, at, forbid, allowed):
@@ -277,28 +359,47 @@ def exclude(logits, at, forbid, allowed):
         logits[here] = logits[here].masked_fill(~ids.to(logits.device), -math.inf)
 
 
-@torch.no_grad()
+def has_effect(model, **settings):
+    """Whether each of the settings, as in `generate`, does something; few calls leave no choice."""
+    try:
+        from_keywords(settings, model)
+    except NoEffect:
+        return False
+    return True
+
+
 def unmask(
-    model, x, fill=None, samples=None, end_id=None, forbid=(), allowed=None, memo=None, **how
+    model, x, fill=None, samples=None, end_id=None, forbid=(), allowed=None, memo=None, **settings
 ):
     """Fill [MASK] positions of x (B, T); yields a Step after each network call.
 
-    fill     (B, T) bool: fill only these; other [MASK] positions stay, as unseen text
-    samples  (B,) the rows' numbers (0 .. B-1); draws depend on seed, number, step and position
-    end_id   the id of [END], if there is one: all that follows a drawn [END] becomes [END]
-    forbid   ids that are never drawn (None is ignored)
-    allowed  {position: (V,) bool, the ids that may be drawn there}; others may have any
-    memo     a likelihood.Memo: a text that the network has seen costs no call
-    how      fields of Options under "How to write it"; ValueError if they cannot be followed
+    fill      (B, T) bool: fill only these; other [MASK] positions stay, as unseen text
+    samples   (B,) the rows' numbers (0 .. B-1); draws depend on seed, number, step and position
+    end_id    the id of [END], if there is one: all that follows a drawn [END] becomes [END]
+    forbid    ids that are never drawn (None is ignored)
+    allowed   {position: (V,) bool, the ids that may be drawn there}; others may have any
+    memo      a likelihood.Memo: a text that the network has seen costs no call
+    settings  SamplerSettings by name; ValueError if one cannot be followed or has no effect
 
-    T may exceed the context: the model then sees the last positions up to the end of a block, half
+    T may exceed the context: the model then sees the last positions up to the end of a chunk, half
     a context by default. Each token of an autoregressive model takes a call.
     """
     may_draw = (end_id, forbid, allowed)
     samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw)
     if memo is not None and not isinstance(memo, Memo):
         raise UserError(f"memo must be a likelihood.Memo, not {arguments.kind_of(memo)}")
-    how = resolve(how, model)
+    settings = from_keywords(settings, model, x.shape[1], has_given_text(model, x))
+    return take_steps(model, x, fill, samples, settings, end_id, forbid, allowed, memo)
+
+
+def has_given_text(model, x):
+    """Whether x (B, T) has a token that is neither [MASK] nor a given [END]."""
+    return bool(((x != model.mask_id) & (x != model.objective.end_id)).any())
+
+
+@torch.no_grad()
+def take_steps(model, x, fill, samples, settings, end_id=None, forbid=(), allowed=None, memo=None):
+    """Yields the Steps of `unmask`, whose arguments are checked; settings: resolved."""
     mask = model.mask_id
     device = x.device
     x = x.to("cpu" if device.type == "mps" else device, copy=True)  # MPS lacks float64
@@ -309,40 +410,52 @@ def unmask(
     model.objective.check_gaps(x, fill)
     cache = model.objective.cache()
     find = partial(predict, memo=memo) if memo else predict
-    for block in plan(model, fill, samples, how):
-        text = x[:, block.at.start : block.at.stop]  # a view: what is drawn is in x
-        for s in range(block.steps):
-            masked = block.gaps & (text == mask)
-            filled = block.gaps & ~masked & (((text == end_id) & block.gaps).cumsum(1) <= 1)
-            u, noise, _ = uniform(how.seed, block.first + s, samples, block.at)
+    forbid = [i for i in forbid if i is not None]
+    for chunk in plan(model, fill, samples, settings):
+        text = x[:, chunk.at.start : chunk.at.stop]  # a view: what is drawn is in x
+        for s in range(chunk.steps):
+            masked = chunk.gaps & (text == mask)
+            filled = chunk.gaps & ~masked & (((text == end_id) & chunk.gaps).cumsum(1) <= 1)
+            u, noise, _ = uniform(settings.seed, chunk.first + s, samples, chunk.at)
             # 1. Where to draw: first reveal masks, then correct what was drawn.
-            k = how_many(how, block, s, masked, noise)
+            k = how_many(settings, chunk, s, masked, noise)
             masked &= (k > 0)[:, None]
-            corrected = to_correct(how, block, s, filled, noise)
-            drawn = to_reveal(how, block, masked, noise, k) | corrected
+            corrected = to_correct(settings, chunk, s, filled, noise)
+            drawn = to_reveal(settings, chunk, masked, noise, k) | corrected
             if not drawn.any():
                 continue
             # 2. Draw there: the network sees all of it masked.
-            logits = find(model, device, x, given, drawn, block.at, how.cfg, cache)
-            exclude(logits, block.at.start + drawn.nonzero()[:, 1], forbid, allowed or {})
-            calls += drawn.any(1) * (2 if how.cfg else 1)
+            logits = find(model, device, x, given, drawn, chunk.at, settings.cfg, cache)
+            exclude(logits, chunk.at.start + drawn.nonzero()[:, 1], forbid, allowed or {})
+            calls += drawn.any(1) * (2 if settings.cfg else 1)
             logp = logits.log_softmax(-1)
-            token = draw(logits, u[drawn], how.temperature, how.top_k, how.top_p)
+            token = draw(logits, u[drawn], settings.temperature, settings.top_k, settings.top_p)
             # 3. Keep it; if the order had to wait for the network, the best of it.
-            if ORDERS[how.order].network_first:
+            if ORDERS[settings.order].network_first:
                 found = (logp, token)
-                drawn, logp, token = keep_best(how, block, masked, corrected, noise, k, *found)
+                drawn, logp, token = keep_best(settings, chunk, masked, corrected, noise, k, *found)
             text[drawn] = token
             if end_id is not None and end_id in token:
                 x[(((x == end_id) & fill).cumsum(1) > 0) & fill] = end_id
-            block.age(drawn, logp, token)
-            everywhere = F.pad(drawn, (block.at.start, x.shape[1] - block.at.stop))
-            yield Step(block.first + s + 1, x.clone(), everywhere, logp, calls.clone())
+            chunk.age(drawn, logp, token)
+            everywhere = F.pad(drawn, (chunk.at.start, x.shape[1] - chunk.at.stop))
+            yield Step(chunk.first + s + 1, x.clone(), everywhere, logp, calls.clone())
         if end_id is not None:
             fill &= x == mask  # not what follows [END]
 
 
-def generate(model, x, generator=None, samples=None, fill=None, expect=None, **how):
+def generate(
+    model,
+    x,
+    generator=None,
+    samples=None,
+    fill=None,
+    expect=None,
+    end_id=None,
+    forbid=(),
+    allowed=None,
+    **settings,
+):
     """Fill the [MASK] positions of x (B, T) as `unmask` does and return the ids (B, T).
 
     seed is the key of the random numbers; without it a generator gives one (None: torch's own).
@@ -350,22 +463,37 @@ def generate(model, x, generator=None, samples=None, fill=None, expect=None, **h
     how many network calls it will still take, at most.
     """
     arguments.check_generator(generator)
-    samples, *_ = arguments.check_filling(model, x, fill, samples, expect=expect)
-    if "memo" in how:
+    may_draw = (end_id, forbid, allowed)
+    samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw, expect)
+    if "memo" in settings:
         raise UserError("memo is for unmask; generate has one of its own, so leave it out")
-    if "seed" not in how:
-        where = generator.device if generator is not None else "cpu"
-        how["seed"] = int(torch.randint(1 << 32, (), generator=generator, device=where))
+    is_seeded = "seed" in settings
+    settings = from_keywords(settings, model, x.shape[1], has_given_text(model, x))
+    if not is_seeded:
+        settings = replace(settings, seed=draw_seed(generator))
+    may_draw = dict(end_id=end_id, forbid=forbid, allowed=allowed)
+    return fill_masks(model, x, settings, fill, samples, expect, may_draw)
+
+
+def draw_seed(generator):
+    """A seed from a torch.Generator; None: from torch's own."""
+    where = generator.device if generator is not None else "cpu"
+    return int(torch.randint(1 << 32, (), generator=generator, device=where))
+
+
+def fill_masks(model, x, settings, fill, samples, expect, may_draw):
+    """What `generate` does, whose arguments are checked; settings: resolved."""
     fill = (x == model.mask_id) & (True if fill is None else fill)
     memo, size = share_calls(model, fill)
     parts = groups(model, len(x), x.device, size, writing=True)
     left = []  # (calls, calls a step) of each part
     if expect:
-        left = [most_calls(model, fill[part], samples[part], how) for part in parts]
+        left = [most_calls(model, fill[part], samples[part], settings) for part in parts]
         expect(sum(calls for calls, _ in left))
     out = x.clone()
     for i, part in enumerate(parts):
-        steps = unmask(model, x[part], fill[part], samples[part], memo=memo, **how)
+        rows = (x[part], fill[part], samples[part])
+        steps = take_steps(model, *rows, settings, memo=memo, **may_draw)
         for done, step in enumerate(steps, 1):
             out[part] = step.x
             if expect:
@@ -386,14 +514,13 @@ def share_calls(model, fill):
     return Memo(), max(most, group_size(model, fill.device))
 
 
-def most_calls(model, fill, samples, how):
+def most_calls(model, fill, samples, settings):
     """How many network calls `unmask` takes at most: in all, and for each step."""
-    how = resolve({name: how[name] for name in how.keys() & SETTINGS}, model)
-    steps = sum(block.steps for block in plan(model, fill, samples.to(fill.device), how))
+    steps = sum(chunk.steps for chunk in plan(model, fill, samples.to(fill.device), settings))
     rows = 1
     if model.objective.n_blocks == 1:
         rows = math.ceil(len(fill) / call_size(model, fill.device))
-    a_step = rows * (2 if how.cfg else 1)
+    a_step = rows * (2 if settings.cfg else 1)
     return steps * a_step, a_step
 
 
@@ -403,32 +530,60 @@ def ends(model, tokenizer, is_template):
     return dict(end_id=tokenizer.end_id) if is_drawn else dict(forbid=[tokenizer.end_id])
 
 
-def fill_gaps(model, tokenizer, how, x, fill, may_end, quick, expect=None, allowed=None):
-    """Fill gaps of a template. may_end: at the end of the text; quick: to compare lengths."""
-    if quick:
-        steps = min(how.get("steps") or 1 << 20, 8 * model.objective.n_blocks)
-        how = how | dict(steps=steps, correct=0)
-    where = dict(fill=fill, expect=expect, allowed=allowed)
-    return generate(model, x, **where, **ends(model, tokenizer, not may_end), **how)
+def quick(settings, model):
+    """Resolved settings that draw the fills which only compare lengths."""
+    most = effects.QUICK_STEPS * model.objective.n_blocks
+    return replace(settings, steps=min(settings.steps, most), correct=0)
 
 
-def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16, **how):
-    """Write n texts: a list of str. how: as in `generate`.
+def fill_gaps(
+    model,
+    tokenizer,
+    settings,
+    x,
+    fill,
+    may_end,
+    is_quick,
+    expect=None,
+    allowed=None,
+    new_seed=None,
+):
+    """Fill gaps of a template. may_end: at the end of the text; is_quick: to compare lengths.
+
+    settings: resolved; new_seed() gives a seed in place of theirs.
+    """
+    if is_quick:
+        settings = quick(settings, model)
+    if new_seed:
+        settings = replace(settings, seed=new_seed())
+    may_draw = dict(allowed=allowed) | ends(model, tokenizer, not may_end)
+    samples = torch.arange(len(x), device=x.device)
+    return fill_masks(model, x, settings, fill, samples, expect, may_draw)
+
+
+def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16, **settings):
+    """Write n texts: a list of str. settings: as in `generate`.
 
     text    None: a text from nothing; "To be███" or "To [___] be": fill it; else its beginning.
             A list of them: n texts of the first, then n of the second, and so on
     length  tokens of a text that is no template (0: the context, or drawn for documents)
     """
-    limits = Options(num_samples=n, length=length, max_gap=max_gap)
+    limits = TextFlags(num_samples=n, length=length, max_gap=max_gap)
     flags.check_fields(limits)
     arguments.check_model(model)
     arguments.check_tokenizer(tokenizer)
     arguments.check_generator(generator)
-    resolve(how, model)  # refuses what it cannot follow, before the work begins
+    from_keywords(settings, model)  # refuses what it cannot follow, before the work begins
     several = list(text) if isinstance(text, (list, tuple)) else [text]
     todo = [to_fill(model, tokenizer, one, limits.length) for one in several]
-    how["generator"] = generator
-    return [done for parts in todo for done in write_parts(model, tokenizer, parts, limits, how)]
+    rows = [to_ids(parts, tokenizer, model.mask_id) for parts, _ in todo]
+    guides = any(has_given_text(model, torch.tensor(ids)) for ids in rows)
+    new_seed = None if "seed" in settings else partial(draw_seed, generator)
+    settings = from_keywords(settings, model, max(map(len, rows), default=0), guides)
+    if limits.max_gap != TextFlags.max_gap and not any(None in parts for parts, _ in todo):
+        raise UserError(f"max_gap={limits.max_gap} has no effect without [___]; leave it out")
+    made = partial(write_parts, model, tokenizer, limits, settings, new_seed, generator)
+    return [done for parts in todo for done in made(*parts)]
 
 
 def to_fill(model, tokenizer, text, length):
@@ -445,23 +600,25 @@ def to_fill(model, tokenizer, text, length):
     return parse(text, tokenizer, config.block_size), True
 
 
-def write_parts(model, tokenizer, todo, limits, how):
+def write_parts(model, tokenizer, limits, settings, new_seed, generator, parts, is_template):
     """The texts of what `to_fill` returned: a list of --num_samples."""
-    parts, template = todo
     device = next(model.parameters()).device
-    generator = how["generator"]
     n = limits.num_samples
     if None in parts:  # the likeliest lengths
-        fill = partial(fill_gaps, model, tokenizer, how)
+        fill = partial(fill_gaps, model, tokenizer, settings, new_seed=new_seed)
         search = (model, tokenizer, parts, 1, fill, device, limits.max_gap)
         parts = hypotheses(*search)[0].parts
     x = torch.tensor(to_ids(parts, tokenizer, model.mask_id), device=device).repeat(n, 1)
-    if not (template or limits.length) and model.objective.lengths_are_given:
+    if not (is_template or limits.length) and model.objective.lengths_are_given:
         where = generator.device if generator is not None else "cpu"
         u = torch.rand(n, generator=generator, device=where)
         x = end_documents(model, x, u.cpu().double())
-    how["allowed"] = templates.allowed_tokens(parts, tokenizer)
-    found = generate(model, x, **ends(model, tokenizer, template), **how).tolist()
+    if new_seed:
+        settings = replace(settings, seed=new_seed())
+    may_draw = ends(model, tokenizer, is_template)
+    may_draw["allowed"] = templates.allowed_tokens(parts, tokenizer)
+    samples = torch.arange(n, device=device)
+    found = fill_masks(model, x, settings, None, samples, None, may_draw).tolist()
     return [joined(to_texts(parts, ids, tokenizer)) for ids in found]
 
 
@@ -471,6 +628,7 @@ CLASHES = [
     ("candidates", "num_samples watch html", "candidates are a ranked list of fills"),
     ("watch", "json", "watch one text, or write many for a program"),
     ("compare", "batch candidates watch", "--compare writes texts with several settings"),
+    ("compare", "max_gap", "--compare needs gaps of known lengths; leave --max_gap out"),
 ]
 
 
@@ -521,34 +679,74 @@ def load(options, given):
     if config.prompt_column and not options.prompt:
         raise UserError("this model learned to answer prompts; give --prompt, no template")
     if config.objective == "ar":
-        for name in ("infill", "batch", "steps", "correct", "distance"):
+        for name in ("infill", "batch"):
             if name in given:
                 raise UserError(f"--{name} is not for an autoregressive model; leave it out")
+    L = config.block_size
+    if config.prompt_column and options.length > L:
+        fix = f"give at most {L}, or leave it out"
+        raise UserError(f"--length={options.length} is more than prompt and answer may have; {fix}")
     return model, tokenizer, config, folder, replace(options, device=str(device))
+
+
+def tasks(model, tokenizer, todo, rows, options):
+    """What is written: an effects.Task for each of `todo` and of the settings `rows`.
+
+    todo: pairs of a template, or None, and its parts.
+    """
+    for settings in rows:
+        for template, parts in todo:
+            is_ranked = None in parts and not is_plain(options, template)
+            is_quick = is_ranked and all_are_compared(model, parts)
+            n = len(to_ids(parts, tokenizer)) - parts.count(None)  # known tokens
+            room = max(1, min(options.max_gap, model.config.block_size - n))
+            x = to_ids([room if part is None else part for part in parts], tokenizer, model.mask_id)
+            x = torch.tensor([x])
+            used = quick(settings, model) if is_quick else settings
+            chunks = list(plan(model, x == model.mask_id, torch.zeros(1, dtype=torch.int64), used))
+            draws_length = not (template or options.length) and model.objective.lengths_are_given
+            facts = (has_given_text(model, x), is_quick, draws_length)
+            yield effects.Task(settings, model, chunks, *facts)
+
+
+def check_effects(model, tokenizer, todo, options, variants, given):
+    """Raise UserError for a flag that has no effect on what is to be written.
+
+    options: not resolved; variants: of --compare, {title: resolved settings}
+    """
+    if "max_gap" in given and not any(None in parts for _, parts in todo):
+        raise UserError("--max_gap has no effect without [___]; leave it out, or write [___]")
+    rows = list(variants.values()) or [resolve(options, model)]
+    names = [name for name in changed(options) if name in given]
+    effects.check(names, tasks(model, tokenizer, todo, rows, options))
+    found = {}
+    for title, task in zip(variants, tasks(model, tokenizer, todo, rows, options)):
+        if (same := found.setdefault(str(effects.essence(task)), title)) != title:
+            given = f"--compare: {same} and {title} write the same texts here"
+            raise UserError(f"{given}; give values that make a difference")
 
 
 def sampled(model, tokenizer, parts, options, template, pages):
     """Fill parts of known lengths --num_samples times: yields (texts, facts), adds to pages."""
     mask = model.mask_id
     ids = torch.tensor(to_ids(parts, tokenizer, mask))
-    how = {name: getattr(options, name) for name in SETTINGS} | ends(model, tokenizer, template)
-    how["allowed"] = templates.allowed_tokens(parts, tokenizer)
-    one_by_one = 1 if options.watch else None
-    for part in groups(
-        model, max(1, options.num_samples), options.device, one_by_one, writing=True
-    ):
+    may_draw = ends(model, tokenizer, template)
+    may_draw["allowed"] = templates.allowed_tokens(parts, tokenizer)
+    size = 1 if options.watch else None
+    for part in groups(model, max(1, options.num_samples), options.device, size, writing=True):
         began = time.monotonic()
         samples = torch.arange(part.start, part.stop)
         x = ids.repeat(len(samples), 1)
         if not (template or options.length) and model.objective.lengths_are_given:
             x = end_documents(model, x, uniform(options.seed, -1, samples, range(1))[2][:, 0])
-        steps = sum(block.steps for block in plan(model, x == mask, samples, options))
+        steps = sum(chunk.steps for chunk in plan(model, x == mask, samples, options))
         films = [viewer.HtmlRecorder(tokenizer, ids, mask) for _ in samples if options.html]
         watches = [
             viewer.TerminalPlayer(tokenizer, ids, mask, steps) for _ in samples if options.watch
         ]
         with terminal.progress("writing", " steps", steps, disable=options.watch) as bar:
-            for step in unmask(model, x.to(options.device), samples=samples, **how):
+            where = (x.to(options.device), None, samples)
+            for step in take_steps(model, *where, options, **may_draw):
                 bar.update()
                 step = Step(step.number, *(tensor.cpu() for tensor in step[1:]))
                 for row, show in [*enumerate(films), *enumerate(watches)]:
@@ -595,8 +793,7 @@ def ranked(model, tokenizer, parts, options):
     began = time.monotonic()
     with terminal.progress("trying fills", " calls") as bar:
         done = Calls(model, bar)
-        how = {name: getattr(options, name) for name in SETTINGS}
-        fill = partial(fill_gaps, model, tokenizer, how)
+        fill = partial(fill_gaps, model, tokenizer, options)
         limits = dict(max_gap=options.max_gap, draws=max(16, 6 * options.candidates))
         limits |= dict(device=options.device, expect=done.expect)
         try:
@@ -614,12 +811,16 @@ def ranked(model, tokenizer, parts, options):
     return fills[0].parts, texts, facts | dict(sequences=done.sequences, candidates=rows)
 
 
+def is_plain(options, template):
+    """Whether texts are written as they come, not ranked."""
+    return bool(options.num_samples or options.watch or options.html or template is None)
+
+
 def answers(model, tokenizer, template, parts, options, pages):
     """Fill parts of a template, or of a text (None); yields ([texts, the best first], facts)."""
-    is_plain = options.num_samples or options.watch or options.html or template is None
-    if not is_plain or None in parts:
+    if not is_plain(options, template) or None in parts:
         parts, texts, facts = ranked(model, tokenizer, parts, options)
-        if not is_plain:
+        if not is_plain(options, template):
             yield texts, facts
             return
         terminal.warn("[___] has its likeliest length now, and is filled again")
@@ -632,8 +833,8 @@ def main(argv):
     options = Options(**given)
     check(options, given)
     model, tokenizer, config, folder, options = load(options, given)
-    variants = word_statistics.variants(options, SETTINGS, partial(resolve, model=model))
-    options = resolve(options, model)
+    variants = word_statistics.variants(options, given, SETTINGS, partial(resolve, model=model))
+    resolve(options, model)  # refuses what the model cannot follow, before templates are read
 
     def to_parts(template):
         if template is None:
@@ -649,6 +850,8 @@ def main(argv):
         return parts
 
     todo = templates.parse_all(options.infill, options.batch, to_parts)
+    check_effects(model, tokenizer, todo, options, variants, given)
+    options = resolve(options, model)
     to_stdout = options.json == "-" or (options.batch and not options.json)
     lines = sys.stdout if to_stdout else outputs.Lines(options.json or os.devnull)
     if to_stdout:

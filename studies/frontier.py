@@ -21,7 +21,7 @@ from support.training.checkpoint import read_newest
 # name -> settings of sample.unmask; the first is the default
 SAMPLERS = {
     "default": dict(),
-    "sweep": dict(redraw="sweep", distance=8),
+    "sweep": dict(redraw="sweep", spacing=8),
     "random order": dict(order="random", correct=0),
     "confidence": dict(order="confidence", correct=0),
 }
@@ -38,13 +38,13 @@ def judge_by(twin, x):
     return dict(twin=each.mean().item(), twin_se=standard_error(each))
 
 
-def write(model, n, seeds, dtype, how):
+def write(model, n, seeds, dtype, settings):
     """The ids (B, T) of n texts from nothing with each seed, and the seconds that one took."""
     device = next(model.parameters()).device
     x = torch.full((n, model.config.block_size), model.mask_id, device=device)
     began = time.monotonic()
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        ids = torch.cat([sample.generate(model, x, seed=seed, **how) for seed in seeds])
+        ids = torch.cat([sample.generate(model, x, seed=seed, **settings) for seed in seeds])
     return ids.cpu(), (time.monotonic() - began) / len(ids)
 
 
@@ -78,15 +78,21 @@ def bench_sampling(options, device, table):
     real = statistics(windows.cpu())
     table.add(dict(sampler="real text", calls=None, seconds=None) | real)
     calls = dict.fromkeys(min(n, config.block_size) for n in CALLS)
-    cases = [(model, name, how, n) for name, how in SAMPLERS.items() for n in calls]
+    cases = [
+        (model, name, settings | dict(steps=n), n)
+        for name, settings in SAMPLERS.items()
+        for n in calls
+    ]
     if twin:
         cases.insert(0, (twin, "AR twin", {}, config.block_size))
-    for writer, name, how, steps in cases:
+    for writer, name, settings, steps in cases:
         if ranks.is_late(table.until):
             table.note(f"the time is up: nothing measured from {name}, {steps} calls on")
             break
-        how = how | dict(steps=steps)
-        x, seconds = write(writer, n, seeds, options.dtype, how)
+        if not sample.has_effect(writer, **settings):
+            table.note(f"{name}, {steps} calls: left out, as so few calls leave it no choice")
+            continue
+        x, seconds = write(writer, n, seeds, options.dtype, settings)
         facts = dict(sampler=name, calls=steps, seconds=seconds)
         by_seed = [statistics(part) for part in x.split(n)]
         table.add(facts | statistics(x) | dict(by_seed=by_seed))

@@ -70,20 +70,27 @@ class WordStatistics:
 
 
 # ---- sample.py --compare
-def variants(options, settings, resolve):
-    """--compare=NAME=VALUE,VALUE,... -> {"NAME=VALUE": resolve(Options)}, {} without --compare."""
+def variants(options, given, settings, resolve):
+    """--compare=NAME=VALUE,VALUE,... -> {"NAME=VALUE": resolve(Options)}, {} without --compare.
+
+    given: the flags of the command line; settings: the names that can be compared.
+    """
     if not options.compare:
         return {}
     name, _, values = options.compare.partition("=")
-    if name not in settings or not values:
+    if not {name, *flags.modern({name: ""}, "sample")} & {*settings} or not values:
         fix = f"give one of {', '.join(settings)}, as in --compare=temperature=0.5,1"
         raise UserError(f"--compare={options.compare} is not accepted; {fix}")
     n = options.num_samples or TEXTS
     found = {}
     for value in values.split(","):
-        given = flags.parse_flags(type(options), [f"--{name}={value}"], "")
-        how = dataclasses.replace(options, num_samples=n, **given)
-        found[f"{name}={value}"] = resolve(how)
+        asked = flags.parse_flags(type(options), [f"--{name}={value}"], "")
+        for same in asked.keys() & given.keys():
+            why = f"as --compare={name} gives it in every row; leave one of them out"
+            raise UserError(f"--{same} has no effect, {why}")
+        if f"{name}={value}" in found:
+            raise UserError(f"--compare has {name}={value} twice; give each value once")
+        found[f"{name}={value}"] = resolve(dataclasses.replace(options, num_samples=n, **asked))
     return found
 
 
@@ -97,9 +104,9 @@ def compare(variants, fill, statistics, tokens, file):
     """
     rows = []
     pages = []
-    for title, how in variants.items():
+    for title, settings in variants.items():
         here = []
-        texts, facts = zip(*fill(how, pages=here))
+        texts, facts = zip(*fill(settings, pages=here))
         pages += [page | dict(title=title) for page in here[:1]]
         if file is not sys.stdout:
             print(f"---- {title}", viewer.highlighted(texts[0]), sep="\n", flush=True)

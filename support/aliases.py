@@ -33,4 +33,8 @@ ALIASES = {
         ("infill_share", dict(whole=0.0), unchanged),
         ("document_length", dict(lengths="known"), renamed(known="given", learned="predicted")),
     ],
+    "sample": [
+        ("redraw", dict(redraw="low_confidence"), renamed(doubtful="low_confidence")),
+        ("spacing", dict(distance=3), unchanged),
+    ],
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from support import guesses
 from support.aliases import ALIASES
-from support.errors import UserError
+from support.errors import NoEffect, UserError
 from support.terminal import STDOUT
 
 NO_LIMIT = 1 << 31
@@ -41,7 +41,7 @@ def check_effects(given, rules):
     for flags, has_effect, why in rules:
         for name in flags.split():
             if name in given and not has_effect:
-                raise UserError(f"--{name} has no effect {why}")
+                raise NoEffect(f"--{name} has no effect {why}")
 
 
 def without_off(cls, given):
@@ -161,15 +161,16 @@ def check_not_empty(name, value, text=False):
 
 @functools.cache
 def headings(cls):
-    """Field name -> the last comment line above it in the class: the groups of --help=all."""
+    """Field name -> the last comment line above it in its class: the groups of --help=all."""
     found = {}
-    heading = "settings"
-    for line in inspect.getsource(cls).splitlines():
-        line = line.strip()
-        if line.startswith("# "):
-            heading = line[2:]
-        elif field := re.match(r"(\w+): \w+ = ", line):
-            found[field[1]] = heading
+    for part in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        heading = "settings"
+        for line in inspect.getsource(part).splitlines():
+            line = line.strip()
+            if line.startswith("# "):
+                heading = line[2:]
+            elif field := re.match(r"(\w+): \w+ = ", line):
+                found[field[1]] = heading
     return found
 
 

@@ -248,6 +248,7 @@ WARNINGS = (
 ADVICE = {}
 
 ADVICE["bench.py"] = [
+    ("in bench.py {}, only in {}; leave it out", "bench train --seeds=2", "bench train"),
     ("give train or sample", "bench kernels", "bench train", "bench sample"),
     ("first give {} or nothing, then flags", "bench training", "bench train", "bench"),
     (
@@ -258,7 +259,95 @@ ADVICE["bench.py"] = [
     ("--only={} is in no name of an operation", MACHINE),
 ]
 
+ADVICE["effects.py"] = [
+    (
+        "where tokens are filled one at a time; leave it out",
+        "sample --block=1 --correct=2",
+        "sample --block=1",
+    ),
+    (
+        "with an autoregressive model, which draws a token in each call; leave it out",
+        "sample --out_dir={ar} --steps=3",
+        "sample --out_dir={ar}",
+    ),
+    (
+        "in a text within the context; leave it out",
+        "sample --out_dir={ar} --block=3",
+        "sample --out_dir={ar}",
+    ),
+    (
+        "in a text of {} tokens; leave it out, or give less",
+        "sample --length=4 --block=9",
+        "sample --length=4",
+        "sample --length=4 --block=2",
+    ),
+    ("where fills of [___] are ranked, which few calls draw;", NOTHING),
+    (
+        "{} leave it out, or give --num_samples",
+        "sample --infill=a[___]b --correct=2",
+        "sample --infill=a[___]b",
+        "sample --infill=a[___]b --correct=2 --num_samples=1",
+    ),
+    (
+        "{} give at most {}",
+        "sample --infill=a[___]b --steps=9",
+        "sample --infill=a[___]b --steps=7",
+    ),
+    (
+        "where one call draws all; leave it out, or give more --steps",
+        "sample --steps=1 --order=random",
+        "sample --steps=1",
+        "sample --steps=2 --order=random",
+    ),
+    (
+        "where no call draws tokens again; leave it out, or raise --correct or --steps",
+        "sample --steps=4 --spacing=2",
+        "sample --steps=4",
+        "sample --steps=4 --spacing=2 --correct=1",
+        "sample --steps=6 --spacing=2",
+    ),
+    (
+        "as there are {} tokens in all; leave it out, or give less",
+        "sample --top_k=9999",
+        "sample",
+        "sample --top_k=3",
+    ),
+    (
+        "without a given text that guides; give some, or leave it out",
+        lambda at: sample.generate(at.model, at.masked, cfg=1.0),
+        lambda at: sample.generate(at.model, at.masked, steps=1),
+        lambda at: generate(at, cfg=1.0),
+    ),
+    (
+        "at --temperature=0; leave one of them out",
+        "sample --temperature=0 --top_k=3",
+        "sample --temperature=0",
+        "sample --top_k=3",
+    ),
+    (
+        "with --top_k=1; leave one of them out",
+        "sample --top_k=1 --temperature=0.5",
+        "sample --top_k=1",
+        "sample --temperature=0.5",
+    ),
+    (
+        "where nothing is random; leave it out",
+        "sample --out_dir={ar} --temperature=0 --seed=3",
+        "sample --out_dir={ar} --temperature=0",
+    ),
+]
+
 ADVICE["eval.py"] = [
+    (
+        "with --compare, which only reads logs; leave it out",
+        "eval --compare={run} --device=cpu",
+        "eval --compare={run}",
+    ),
+    (
+        "so all passes are alike; leave it out",
+        "eval --out_dir={ar} --passes=2",
+        "eval --out_dir={ar}",
+    ),
     (
         "connect to a network, or give --data=FILE",
         lambda at: (no_network(at), at.do("eval --data=shakespeare")),
@@ -305,6 +394,21 @@ ADVICE["eval.py"] = [
 ]
 
 ADVICE["export.py"] = [
+    (
+        "with --to=page, whose texts are always filled up; leave it out",
+        "export --to=page --pad_to_context --dest={tmp}/e",
+        "export --pad_to_context --dest={tmp}/e",
+    ),
+    (
+        "on a model of documents of given lengths, which does not see what follows; leave it out",
+        "export --out_dir={documents} --pad_to_context --dest={tmp}/e",
+        "export --out_dir={documents} --dest={tmp}/e",
+    ),
+    (
+        "with --to=hf, which keeps float32; leave it out",
+        "export --weights=int8 --dest={tmp}/e",
+        "export --dest={tmp}/e",
+    ),
     ("hf: for Hugging Face transformers; page: ", NOTHING),
     (
         "the vocabulary has a token {} of its own; train without it",
@@ -331,6 +435,44 @@ ADVICE["mdlm.py"] = [
 ]
 
 ADVICE["sample.py"] = [
+    (
+        "order=one_shot and steps={} contradict each other; give one",
+        lambda at: generate(at, order="one_shot", steps=4),
+        lambda at: generate(at, order="one_shot"),
+        lambda at: generate(at, steps=4),
+    ),
+    (
+        "is more than the context of {}; give less",
+        lambda at: generate(at, block=999),
+        lambda at: generate(at, block=9),
+    ),
+    (
+        "--compare needs gaps of known lengths; leave --max_gap out",
+        "sample --compare=temperature=0.5,1 --infill=a██ --max_gap=3",
+        "sample --compare=temperature=0.5,1 --infill=a██",
+    ),
+    (
+        "give at most {}, or leave it out",
+        "sample --out_dir={prompts} --prompt=aa --length=99",
+        "sample --out_dir={prompts} --prompt=aa --length=9",
+        "sample --out_dir={prompts} --prompt=aa",
+    ),
+    (
+        "max_gap={} has no effect without [___]; leave it out",
+        lambda at: sample.write(at.model, at.tokenizer, "a█", max_gap=3),
+        lambda at: sample.write(at.model, at.tokenizer, "a█"),
+    ),
+    (
+        "--max_gap has no effect without [___]; leave it out, or write [___]",
+        "sample --infill=a█ --max_gap=3",
+        "sample --infill=a█",
+        "sample --infill=a[___] --max_gap=3",
+    ),
+    (
+        "give values that make a difference",
+        "sample --compare=steps=0,32",
+        "sample --compare=steps=8,32",
+    ),
     (
         "{} is no setting; give {}",
         lambda at: generate(at, step=4),
@@ -400,7 +542,7 @@ ADVICE["sample.py"] = [
         "sample --batch={templates}",
     ),
     (
-        "one_shot is one step",
+        "--order=one_shot and --steps contradict each other; one_shot is one step",
         "sample --order=one_shot --steps=4",
         "sample --order=one_shot",
         "sample --steps=4",
@@ -430,7 +572,7 @@ ADVICE["sample.py"] = [
     ),
     (
         "--{} is not for an autoregressive model; leave it out",
-        "sample --out_dir={ar} --steps=3",
+        "sample --out_dir={ar} --infill=a█",
         "sample --out_dir={ar}",
     ),
     (
@@ -795,6 +937,17 @@ ADVICE["word_statistics.py"] = [
         "give one of {}, as in --compare=temperature=0.5,1",
         "sample --compare=block_size=1,2",
         "sample --compare=temperature=0.5,1",
+    ),
+    (
+        "as --compare={} gives it in every row; leave one of them out",
+        "sample --compare=steps=4,8 --steps=5",
+        "sample --compare=steps=4,8",
+        "sample --steps=5",
+    ),
+    (
+        "--compare has {}={} twice; give each value once",
+        "sample --compare=steps=4,4",
+        "sample --compare=steps=4,8",
     ),
 ]
 

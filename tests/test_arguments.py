@@ -444,7 +444,7 @@ CALLS = {
     "sample.generate": (
         lambda model, tokenizer, x=None, **how: sample.generate(model, x, **how),
         dict(x=TENSORS, fill=MASKS, samples=SAMPLES, generator=GENERATORS, seed=SETTINGS)
-        | dict(steps=SETTINGS, top_k=SETTINGS, block=SETTINGS, distance=COUNTS, forbid=FORBIDDEN)
+        | dict(steps=SETTINGS, top_k=SETTINGS, block=SETTINGS, spacing=COUNTS, forbid=FORBIDDEN)
         | dict(temperature={"nan": float("nan"), "text": "1", "None": None, "negative": -0.5})
         | dict(order={"unknown": "best", "number": 5, "None": None}, nonsense={"any": 1})
         | dict(allowed=ALLOWED, expect=NO_FUNCTIONS, memo={"number": 3})
@@ -548,7 +548,7 @@ def test_models_and_tokenizers_are_told_apart(tiny):
 def test_numbers_of_numpy_and_torch_are_numbers(tiny):
     model, tokenizer = tiny
     x = ids_of(value=model.mask_id)
-    how = dict(steps=4, correct=1, temperature=0.5, top_k=3, seed=5, order="random", distance=2)
+    how = dict(steps=4, correct=1, temperature=0.5, top_k=3, seed=5, order="random", spacing=2)
     wanted = sample.generate(model, x, samples=torch.tensor([3, 1]), forbid=[2], **how)
     for number in (np.int64, torch.tensor, np.array):
         same = {k: v if k in ("order", "temperature") else number(v) for k, v in how.items()}
@@ -560,8 +560,8 @@ def test_numbers_of_numpy_and_torch_are_numbers(tiny):
             assert torch.equal(
                 sample.generate(model, x, samples=numbers, forbid=[2], **how), wanted
             )
-    texts = sample.write(model, tokenizer, "th██", n=np.int64(2), max_gap=np.int8(3), seed=1)
-    assert texts == sample.write(model, tokenizer, "th██", n=2, max_gap=3, seed=1)
+    texts = sample.write(model, tokenizer, "[___]", n=np.int64(2), max_gap=np.int8(3), seed=1)
+    assert texts == sample.write(model, tokenizer, "[___]", n=2, max_gap=3, seed=1)
     g = [torch.Generator().manual_seed(1) for _ in range(2)]
     assert torch.equal(*(mdlm.generate(model, x, n, h) for n, h in zip((3, np.int64(3)), g)))
     windows = ids_of()

@@ -390,7 +390,7 @@ ORDERS = ["spread", "confidence", "left_to_right", "ancestral"]
 
 
 @pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("S, order", [(1, "spread"), (8, "spread"), *((4, o) for o in ORDERS)])
+@pytest.mark.parametrize("S, order", [(1, "auto"), (8, "spread"), *((4, o) for o in ORDERS)])
 def test_draws_are_the_same_without_the_cache(S, order, asks, monkeypatch):
     """Also of an answer, whose prompt may end within a block."""
     model = network(S, end_id=END, prompt_column="q") if asks else network(S)
@@ -399,7 +399,7 @@ def test_draws_are_the_same_without_the_cache(S, order, asks, monkeypatch):
     if asks:
         prompt[:, -1] = END
     x[:, :21] = prompt
-    how = dict(seed=5, order=order, steps=12, end_id=V - 1)
+    how = dict(seed=5, order=order, end_id=V - 1) | (dict(steps=12) if S > 1 else {})
     steps = list(sample.unmask(model, x, **how))
     alone = sample.generate(model, x[1:2], samples=torch.tensor([1]), **how)
     monkeypatch.setattr(sample, "predict", without_cache)
@@ -432,8 +432,10 @@ def test_a_block_takes_eight_calls(T):
     model = network(4)
     *_, last = sample.unmask(model, torch.full((1, T), V))
     assert last.calls.item() == 8 * T // 4
-    assert sample.resolve({}, model).order == "confidence"
-    assert sample.resolve({}, network(32, 64)).order == "spread"  # (results/blocks.md)
+    assert sample.resolve(sample.SamplerSettings(), model).order == "confidence"
+    assert (
+        sample.resolve(sample.SamplerSettings(), network(32, 64)).order == "spread"
+    )  # (results/blocks.md)
 
 
 def test_nothing_to_fill_is_no_mistake():

@@ -40,16 +40,16 @@ def posterior(p):
     return logits
 
 
-def swept(p, logits, distance):
+def swept(p, logits, spacing):
     """The distribution after one whole sweep from p, by enumeration."""
-    options = sample.Options(
-        steps=T + distance, correct=distance, redraw="sweep", distance=distance
+    options = sample.SamplerSettings(
+        steps=T + spacing, correct=spacing, redraw="sweep", spacing=spacing
     )
     toy = Toy(logits, V, T)
     how = sample.resolve(options, toy)
     (block,) = sample.plan(toy, torch.ones(1, T).bool(), torch.zeros(1), how)
     noise = torch.zeros(1, T)
-    for s in range(T, T + distance):
+    for s in range(T, T + spacing):
         drawn = sample.to_correct(how, block, s, torch.ones(1, T).bool(), noise)[0]
         logp = logits(X.masked_fill(drawn, V))  # (256, T, V)
         new = torch.zeros_like(p)
@@ -66,26 +66,26 @@ def variation(p, q):
     return (p - q).abs().sum().item() / 2
 
 
-@pytest.mark.parametrize("order, distance", [(1, 2), (1, 5), (2, 3), (3, 4), (3, 8)])
-def test_sweep_leaves_a_chain_of_lower_order_alone(order, distance):
+@pytest.mark.parametrize("order, spacing", [(1, 2), (1, 5), (2, 3), (3, 4), (3, 8)])
+def test_sweep_leaves_a_chain_of_lower_order_alone(order, spacing):
     p = markov(order)
-    assert variation(swept(p, posterior(p), distance), p) < 1e-12
+    assert variation(swept(p, posterior(p), spacing), p) < 1e-12
 
 
 def test_sweep_is_biased_up_to_the_order():
     p = markov(3)
-    bias = [variation(swept(p, posterior(p), distance), p) for distance in (1, 2, 3, 4)]
+    bias = [variation(swept(p, posterior(p), spacing), p) for spacing in (1, 2, 3, 4)]
     assert bias[0] > bias[1] > bias[2] > 0.005 and bias[3] < 1e-12, bias
 
 
-@pytest.mark.parametrize("order, distance", [(1, 2), (2, 3)])
-def test_drawn_texts_keep_the_chain(order, distance):
+@pytest.mark.parametrize("order, spacing", [(1, 2), (2, 3)])
+def test_drawn_texts_keep_the_chain(order, spacing):
     """Chi-square of 8,000 texts: revealed one at a time, then corrected in two sweeps."""
     p = markov(order)
     n = 8000
-    how = dict(order="random", redraw="sweep", distance=distance, correct=2 * distance)
+    how = dict(order="random", redraw="sweep", spacing=spacing, correct=2 * spacing)
     x = torch.full((n, T), V)
-    x = sample.generate(Toy(posterior(p), V, T), x, seed=5, steps=T + 2 * distance, **how)
+    x = sample.generate(Toy(posterior(p), V, T), x, seed=5, steps=T + 2 * spacing, **how)
     seen = (x * V ** torch.arange(T - 1, -1, -1)).sum(1).bincount(minlength=len(X))
     chi2 = ((seen - n * p) ** 2 / (n * p)).sum().item()
     df = len(X) - 1
@@ -167,9 +167,9 @@ def test_short_gaps_are_drawn_and_redrawn():
     table = torch.randn(3**5, 5, 2, generator=torch.Generator().manual_seed(0))
     model = Toy(lambda xt: table[(xt * 3 ** torch.arange(5)).sum(1)], V, 5)
     x = torch.tensor([[0, V, V, V, 1]])
-    for redraw in ("doubtful", "sweep"):
+    for redraw in ("low_confidence", "sweep"):
         times = torch.zeros(5)
-        for step in sample.unmask(model, x, steps=12, redraw=redraw, distance=3):
+        for step in sample.unmask(model, x, steps=12, redraw=redraw, spacing=3):
             times += step.drawn[0]
             assert step.x[0, 0] == 0 and step.x[0, 4] == 1
         assert times[0] == times[4] == 0 and times[1:4].min() >= 2 and times.sum() == 9
@@ -183,7 +183,7 @@ def test_redrawing_begins_where_the_draw_was_unlikely():
     logits[:, 4] = torch.tensor([0.0, 0.0])
     model = Toy(lambda xt: logits.expand(len(xt), -1, -1), V, 10)
     x = torch.full((50, 10), V)
-    steps = list(sample.unmask(model, x, steps=2, correct=1, order="random", distance=3))
+    steps = list(sample.unmask(model, x, steps=2, correct=1))
     assert steps[1].drawn[:, 4].all() and (steps[1].drawn.sum(1) < 6).all()
     wide = steps[1].drawn[:, :3].sum(1)
     assert (wide <= 1).all()  # two of them would be nearer than three positions

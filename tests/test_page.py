@@ -453,8 +453,9 @@ def test_fills_are_ranked_as_sample_py_ranks_them(browser, shipped, tmp_path):
     shown = browser.js("samples.map(s => s.tokens.join(''))")
     model, tokenizer, config = mdlm.load(WEIGHTS)
     parts = sample.parse("To be, or ███ to be", tokenizer, config.block_size)
-    how = functools.partial(sample.fill_gaps, model, tokenizer, dict(steps=16, seed=0))
-    fills = search.hypotheses(model, tokenizer, parts, 5, how, "cpu", draws=16)
+    settings = sample.resolve(sample.SamplerSettings(steps=16), model)
+    fill = functools.partial(sample.fill_gaps, model, tokenizer, settings)
+    fills = search.hypotheses(model, tokenizer, parts, 5, fill, "cpu", draws=16)
     assert shown == [tokenizer.decode(fill.ids) for fill in fills]
     server.close()
 

@@ -63,7 +63,8 @@ def test_it_answers(kind, request, capsys):
     for flags, words in (
         (["--infill=cat███"], "give --prompt"),
         ([], "give --prompt"),
-        (["--prompt=" + "cat" * 20, "--length=100"], "shorten it"),
+        (["--prompt=" + "cat" * 20], "shorten it"),
+        (["--prompt=cat", "--length=100"], "give at most 32"),
     ):
         assert cli.run(sample.main, [f"--out_dir={run}", *flags]) == 2
         assert words in capsys.readouterr().err

@@ -113,7 +113,7 @@ def test_draws_are_those_without_a_memory(limit, monkeypatch):
     x = torch.full((64, T), V)
     x[:, :4] = torch.tensor([0, 1, 2, 3])
     x[:, 6] = 4
-    for how in (dict(), dict(order="confidence"), dict(cfg=1.0), dict(redraw="sweep", distance=1)):
+    for how in (dict(), dict(order="confidence"), dict(cfg=1.0), dict(redraw="sweep", spacing=1)):
         hidden.clear()
         *_, plain = sample.unmask(model, x, seed=5, **how)
         without = sum(hidden)

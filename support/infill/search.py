@@ -76,6 +76,13 @@ def cut_stretches(parts):
     return [*itertools.pairwise(sorted(cuts))]
 
 
+def all_are_compared(model, parts):
+    """Whether each stretch of parts has a gap of unknown length whose lengths are compared."""
+    ends_open = parts[-1] is None and not model.objective.lengths_are_given
+    stretches = [parts[begin:end] for begin, end in cut_stretches(parts)]
+    return all(None in stretch for stretch in stretches) and not ends_open
+
+
 def length_logp(model):
     """Return log p of each document length, (L + 1,) float64 on the CPU.
 

@@ -302,9 +302,7 @@ def parse_args(argv):
     implied = "--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items())
     notes = flags.fold(implied, "", "    ")
     notes += "\nA run ends after --max_steps or --time_limit; without both as its preset says."
-    notes += (
-        "\nWith --max_steps alone the clock plays no part: such runs repeat to the bit on a CPU."
-    )
+    notes += "\nWith --max_steps alone the clock plays no part: such a run repeats to the bit."
     title = "\n\n".join(__doc__.split("\n\n")[:2])  # with the commands that follow it
     return flags.parse_flags(Config, argv, title, notes, PRESETS, devices.default_preset("auto"))
 

@@ -171,12 +171,13 @@ def test_what_a_model_learned_is_not_replaced(run, capsys, monkeypatch):
     alone = shutil.copytree(run / "step-4", run.parent / "alone")
     shutil.copytree(run, run.parent / "out")
     monkeypatch.chdir(run.parent)
+    more = MORE | dict(bench=["sample", "--device=cpu"])  # which reads a run
     for name, flag in writing_flags():
         if flag in ("dest", "pictures"):
             continue
         for given in ([f"--out_dir={run}"], [f"--out_dir={alone}"], []):
             for path in (text, "soft", "run/../text.txt"):
-                args = [*MORE.get(name, []), *given, f"--{flag}={path}"]
+                args = [*more.get(name, []), *given, f"--{flag}={path}"]
                 assert_refused(call(PROGRAMS[name].main, capsys, *args), "learned")
     assert text.read_text() == "mine"
 

@@ -59,7 +59,7 @@ class Config:
         path=READS,
     )
     out_dir: str = opt("out", "folder for checkpoints, log.jsonl and loss.png", path=WRITES)
-    resume: bool = opt(False, "continue from the last checkpoint in out_dir")
+    resume: bool = opt(False, "continue the run in out_dir; auto: if there is one", "auto")
     overwrite: bool = opt(False, "replace the run in out_dir")
     init_from: str = opt(
         "", "fine-tune the weights of this run or checkpoint, with its tokenizer", path=READS

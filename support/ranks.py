@@ -238,10 +238,3 @@ def ask_first_rank(question, *args):
     if CONTROL:
         distributed.broadcast_object_list(answer, 0, CONTROL)
     return answer[0]
-
-
-def launch_id():
-    """Names this torchrun in all its attempts, on all nodes with --rdzv_id; "" without torchrun."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # in a folder of this torchrun
-    return file.rpartition("attempt_")[0] if name == "none" else name

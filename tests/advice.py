@@ -705,6 +705,12 @@ ADVICE["flags.py"] = [
         lambda at: generate(at, order="up"),
         lambda at: generate(at, order="random"),
     ),
+    (
+        "{} is not accepted; give {}",
+        "mdlm --resume=maybe",
+        "mdlm --resume=false",
+        "mdlm --resume=auto",
+    ),
     ("--{}={} must be from {} to {}", "mdlm --dropout=2", "mdlm --dropout=0.5"),
     ("is empty: {} Give a value", "mdlm --data=", "mdlm --data={text}"),
     ("{} needs dashes: --{}", "mdlm n_layer=1", "mdlm --n_layer=1"),

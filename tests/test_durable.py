@@ -314,6 +314,39 @@ def test_what_a_killed_run_left_is_its_own(run, text_file):
 
 
 # --------------------------------------------------------------------------------------------------
+# --resume=auto
+
+
+def test_resume_auto_begins_or_goes_on(text_file, tmp_path, capsys):
+    argv = [*TINY, f"--data={text_file}", f"--out_dir={tmp_path / 'o'}", "--resume=auto"]
+    assert run_mdlm(*argv, "--max_steps=2") == 0, "there is none: it begins one"
+    assert run_mdlm(*argv, "--max_steps=4") == 0
+    assert [record["step"] for record in read_log(tmp_path / "o") if "loss" in record][-1] == 4
+    assert "resuming from" in capsys.readouterr().out
+    config = json.loads((tmp_path / "o" / "step-4" / "config.json").read_text())["config"]
+    assert config["resume"] is True, "what was decided, as before"
+
+
+def test_resume_auto_replaces_no_run(tmp_path, short_run, capsys):
+    """One that cannot be resumed is refused: it is not begun again."""
+    run = shutil.copytree(short_run, tmp_path / "o")
+    argv = [f"--out_dir={run}", "--resume=auto", "--max_steps=5"]
+    assert run_mdlm(*argv, "--n_layer=3") == 2
+    assert "--n_layer=3 contradicts the run" in capsys.readouterr().err
+    latest = (run / "latest").read_text()
+    (run / "latest").write_text(ownership.OVERWRITING)
+    assert run_mdlm(*argv) == 2
+    assert "cut off" in capsys.readouterr().err
+    (run / "latest").write_text(latest)
+    for folder in run.glob("step-*"):
+        (folder / "model.safetensors").write_bytes(b"")
+    before = content_of(run)
+    assert run_mdlm(*argv) == 2
+    assert "no intact checkpoint" in capsys.readouterr().err
+    assert content_of(run) == before
+
+
+# --------------------------------------------------------------------------------------------------
 # What --resume may change
 
 

@@ -573,6 +573,8 @@ def test_fine_tuning_another_network_is_refused(short_run, tmp_path, capsys, fla
         (["--tokenizer=letters"], ["letters", "char"]),
         (["--mask_schedule=sqrt"], ["sqrt", "cosine"]),
         (["--resume", "--overwrite"], ["contradict"]),
+        (["--resume=auto", "--overwrite"], ["contradict"]),
+        (["--resume=perhaps"], ["perhaps", "true, false, auto"]),
         (["--resume"], ["no intact checkpoint"]),
         (["--min_rate=0.5", "--max_rate=0.2"], ["swap"]),
         (["--dropout=1.5"], ["dropout"]),

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from support import environment, files, ownership, ranks
+from support import environment, files, ownership
 from support.errors import UserError
 from support.flags import at_home, check_not_empty
 from support.terminal import warn
@@ -370,11 +370,3 @@ def release():
     while created_dirs:
         with contextlib.suppress(OSError):
             created_dirs.pop().rmdir()
-
-
-def was_restarted(out_dir):
-    """Whether torchrun restarts a run that has saved since this launch: then it resumes."""
-    launch = ranks.launch_id()
-    with contextlib.suppress(UserError):
-        return bool(launch) and read_state(find_checkpoint(out_dir)).get("launch") == launch
-    return False

@@ -15,6 +15,7 @@ from support.files import read_json, read_small
 
 STEP = re.compile(r"step-\d{1,12}(\.old)?")  # .old: it was being replaced when its run was killed
 OVERWRITING = "overwriting"  # in `latest`, until --overwrite has saved: all checkpoints are older
+LOCK = ".mdlm-lock"  # empty; locked while a run trains in the folder
 LONGEST = 1 << 20  # bytes of a line of a log
 PREPARED = {"train.bin", "val.bin", "tokenizer.json", "meta.json"}
 PICTURES = ("loss.png", "confidence.png", "rates.png", "compare.png")
@@ -40,6 +41,11 @@ def is_latest(path):
         name = "" if path.is_symlink() else read_small(path).strip()
         return name == OVERWRITING or bool(STEP.fullmatch(name))
     return False
+
+
+def is_lock(path):
+    """Whether a file LOCK is that of a run."""
+    return path.is_file() and not path.is_symlink() and path.stat().st_size == 0
 
 
 def is_prepared(folder):
@@ -99,6 +105,7 @@ def foreign(out_dir, prepares):
     own = {
         "latest": lambda path: is_latest(path) or (has_run and path.is_file()),
         "log.jsonl": is_log,
+        LOCK: is_lock,
         "loss.png": lambda path: has_run and path.is_file() and not path.is_symlink(),
     }
     if prepares:

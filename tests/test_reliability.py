@@ -21,7 +21,8 @@ from conftest import CHECKPOINT_FILES, TINY, losses, read_log, saved
 from nursery import Nursery, Run, begin_ranks, has_logged, starter
 
 import mdlm
-from support import files
+from support import files, ownership
+from support.errors import UserError
 from support.training import checkpoint
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and forks")
@@ -365,18 +366,34 @@ def test_ranks_with_other_flags_stop_at_once(run, tmp_path):
     assert not (tmp_path / "o").exists()
 
 
-def test_folders_without_locks_are_used(monkeypatch, tmp_path):
-    """Some network file systems have none."""
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS])
+def test_folders_without_locks_are_used(monkeypatch, tmp_path, recwarn, error):
+    """Some network file systems have none. No file stands for a lock: who would remove it?"""
     fcntl = pytest.importorskip("fcntl")
+    out = tmp_path / "o"
 
     def no_locks(*args):
-        raise OSError(errno.ENOLCK, "No locks available")
+        raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    checkpoint.claim_run_dir(tmp_path / "o")
-    assert (tmp_path / "o").is_dir()
+    checkpoint.claim_run_dir(out)
+    assert out.is_dir() and not list(out.iterdir()) and not list(recwarn)
     checkpoint.release()
-    assert not (tmp_path / "o").exists(), "it was left empty"
+    assert not out.exists(), "it was left empty"
+
+
+def test_a_lock_replaces_no_file(tmp_path):
+    """A file of this name that no run wrote is refused as all others are; it is not emptied."""
+    (tmp_path / "mine").write_text("mine")
+    for make in (lambda p: p.write_text("mine"), lambda p: p.symlink_to(tmp_path / "mine")):
+        path = tmp_path / "o" / ownership.LOCK
+        path.parent.mkdir()
+        make(path)
+        checkpoint.claim_run_dir(path.parent)
+        with pytest.raises(UserError, match="is not mdlm's, and a run would replace it"):
+            ownership.check_run(path.parent, prepares=True)
+        assert path.read_text() == "mine"
+        shutil.rmtree(path.parent)
 
 
 def test_two_runs_never_share_a_folder(run, tmp_path):

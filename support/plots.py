@@ -31,11 +31,20 @@ def try_to_draw(plot, path):
         return False
 
 
-def save(draw, folder, verbose):
-    """Draw {file name: function of a path} into a folder, unless that is None or "none"."""
+def save(draw, folder, verbose, asked=True):
+    """Draw {file name: function of a path} into a folder, unless that is None or "none".
+
+    asked: whether the user gave that folder; else no picture is drawn where matplotlib is missing.
+    """
     if folder in (None, "none"):
         return
-    optional("matplotlib", "a picture (--pictures=none draws none)")
+    try:
+        optional("matplotlib", "a picture (--pictures=none draws none)")
+    except UserError as e:
+        if asked:
+            raise
+        warn(str(e))
+        return
     paths = [Path(folder) / name for name in draw]
     drawn = [try_to_draw(plot, path) for path, plot in zip(paths, draw.values())]
     if not all(drawn):

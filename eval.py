@@ -55,7 +55,7 @@ class Options:
     windows: int = opt(4096, "at most N validation windows, evenly spread", bounds=(1, 1 << 31))
     passes: int = opt(4, "masks per window", bounds=(1, 4096))
     temperature: float = opt(1.0, "divides the logits; above 1: less sure", bounds=(0.01, 100))
-    whole: bool = opt(False, "score a model of mdlm.py --whole without its blocks")
+    whole: bool = opt(False, "score a model of mdlm.py --infill_share without its blocks")
     exact: bool = opt(False, "also the exact left-to-right likelihood: T network calls a window")
     device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: the fastest that is there")
     dtype: str = opt("float32", "bfloat16 is faster, less exact", "float32", "bfloat16")
@@ -252,8 +252,10 @@ def evaluation(options):
     device = pick_device(options.device)
     read = partial(mdlm.load, device=device, whole=options.whole)
     folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
-    if options.whole and not config.whole:
-        raise UserError(f"--whole is for models of mdlm.py --whole, not {folder}; leave it out")
+    if options.whole and not config.infill_share:
+        raise UserError(
+            f"--whole is for models of mdlm.py --infill_share, not {folder}; leave it out"
+        )
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
     scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)

@@ -44,7 +44,7 @@ PLACE = "Model = View = view_of_documents = masked_share = rotary_tables = atten
 PLACE += " = neighbours = None"
 SOURCES = [View, reference.document_spans, reference.is_visible, reference.masked_share]
 SOURCES += [reference.neighbours, reference.rotary_tables, reference.rotate, reference.prepare]
-SOURCES += [reference.attention_ref, view_of_documents, mdlm.Block, mdlm.Model]
+SOURCES += [reference.attention_ref, view_of_documents, mdlm.Layer, mdlm.Model]
 HELP_TO = "hf: for Hugging Face transformers; page: a web page (needs onnx, onnxscript and npm)"
 # The settings that make the network.
 NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")
@@ -162,7 +162,7 @@ def quality(folder, config):
     with contextlib.suppress(UserError):  # no log
         key, logged = plots.validations(plots.read_log(folder.parent))
         for r in logged:
-            if f"step-{r['step']}" == folder.name and not config.whole:  # that of blocks
+            if f"step-{r['step']}" == folder.name and not config.infill_share:  # that of blocks
                 name = {"val_nll": "NLL", "val_nelbo": "NELBO (a bound of the NLL)"}[key]
                 error = f" +- {r[f'{key}_se']:.4f}" if r[f"{key}_se"] else ""
                 return f"validation {name} {r[key]:.4f}{error} nats per token"
@@ -213,7 +213,7 @@ def code(text):
 def contents_of(folder, model, tokenizer, config, options):
     """The files of a Hugging Face model, name -> bytes."""
     if not model.objective.fills_gaps:
-        fit = "masked diffusion, not for --objective=ar or --block_length without --whole"
+        fit = "masked diffusion, not for --objective=ar or --block_length without --infill_share"
         raise UserError(f"--to=hf is for {fit}")
     library, end = to_library(tokenizer)
     end = end or "[PAD]"

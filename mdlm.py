@@ -1,6 +1,6 @@
 """Train a masked diffusion language model: data, model, loss, sampling, evaluation, training loop.
 
-    python mdlm.py                                   # tiny Shakespeare, sized for this machine
+    python mdlm.py                                   # tiny Shakespeare
     python mdlm.py --data=my.txt --time_limit=300    # any text, five minutes
     torchrun --standalone --nproc_per_node=8 mdlm.py --preset=gpt2 --data=FOLDER
 
@@ -29,7 +29,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import variants
-from support import devices, files, kernels, numerics, plots, ranks, seeds, signals
+from support import devices, files, kernels, numerics, plots, ranks, signals
 from support.arguments import check_evaluation, check_reversing, to_view, truth
 from support.data import sources, texts
 from support.data.ids import DTYPES
@@ -39,13 +39,19 @@ from support.errors import SharedError, UserError
 from support.flags import COUNT, NO_LIMIT, READS, WRITES, opt
 from support.kernels.launch import can_compile
 from support.kernels.reference import rotary_tables
+from support.numerics import generator
 from support.ranks import all_reduce
-from support.seeds import generator
 from support.training import checkpoint, compiling, pace, runs, shards
 from support.training.log import Log, to_preview
-from support.training.optimizers import average, make_optimizers, set_rates, update
+from support.training.optimizers import (
+    average,
+    clip_gradients,
+    make_optimizers,
+    set_rates,
+    update,
+)
 from support.view import View
-from variants.rates import SCHEDULES
+from variants import rates
 
 # ---- Config: one flat dataclass; the command line, --help and config.json all come from it
 
@@ -55,79 +61,217 @@ class Config:
     # The run
     data: str = opt(
         "shakespeare",
-        "text, .jsonl, .json, .parquet, folder, shakespeare, patterns, pydoc",
+        "a text file; documents in .jsonl, .json or .parquet; a folder of these or of .bin "
+        "files; or shakespeare, pydoc (Python's reference) or patterns",
         path=READS,
+        common=True,
     )
-    out_dir: str = opt("out", "folder for checkpoints, log.jsonl and loss.png", path=WRITES)
-    resume: bool = opt(False, "continue the run in out_dir; auto: if there is one", "auto")
-    overwrite: bool = opt(False, "replace the run in out_dir")
+    out_dir: str = opt(
+        "out", "folder for checkpoints, log.jsonl and loss.png", path=WRITES, common=True
+    )
+    resume: bool = opt(
+        False, "continue the run in out_dir; auto: if there is one, else begin it", "auto"
+    )
+    overwrite: bool = opt(False, "replace the run in out_dir by a new one", common=True)
     init_from: str = opt(
-        "", "fine-tune the weights of this run or checkpoint, with its tokenizer", path=READS
+        "",
+        "fine-tune: start from the weights of this run or checkpoint, with its tokenizer",
+        path=READS,
+        common=True,
     )
-    preset: str = opt("auto", "size (below); auto: by device", "auto", "cpu", "gpu", "gpt2")
-    seed: int = opt(0, "seed of weights, data order and masks", bounds=(0, (1 << 32) - 1))
-    device: str = opt("auto", "cpu, cuda, cuda:1, mps; auto: the best available")
-    dtype: str = opt("auto", "of matrix products", "auto", "float32", "bfloat16")
-    kernels: str = opt("auto", "auto: Triton on CUDA, else PyTorch", "auto", "triton", "torch")
-    compile: str = opt("auto", "torch.compile; auto: GPU, or from 120 s on", "auto", "on", "off")
-    shard: int = opt(0, "how many ranks share a model (no value: all)", bounds=(-1, 4096), bare=-1)
-    recompute: bool = opt(False, "recompute layers in backward: a third slower, less memory")
-    # Data
+    preset: str = opt(
+        "auto",
+        "size of the model and length of the run (below); auto: gpu if there is a GPU, else cpu",
+        *("auto", "cpu", "gpu", "gpt2"),
+        common=True,
+    )
+    max_steps: int = opt(5000, "end after this many optimizer steps", bounds=COUNT, common=True)
+    time_limit: float = opt(
+        0.0,
+        "end after this many seconds, start and last evaluation included (0: no limit)",
+        bounds=(0, 1e9),
+        common=True,
+    )
+    seed: int = opt(
+        0, "seed of initial weights, data order, masks and dropout", bounds=(0, (1 << 32) - 1)
+    )
+    # The machine
+    device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: a GPU if there is one", common=True)
+    dtype: str = opt(
+        "auto",
+        "dtype of matrix products; auto: bfloat16 where the hardware has it",
+        *("auto", "float32", "bfloat16"),
+    )
+    kernels: str = opt(
+        "auto",
+        "auto: Triton on CUDA, else PyTorch; triton, torch: that one or an error",
+        *("auto", "triton", "torch"),
+    )
+    compile: str = opt(
+        "auto",
+        "use torch.compile; auto: on a GPU, on a CPU if the run takes 120 s or more",
+        *("auto", "on", "off"),
+    )
+    gradient_accumulation_steps: int = opt(
+        1, "split each rank's part of a batch into this many, to save memory", bounds=(1, 1 << 20)
+    )
+    recompute: bool = opt(
+        False, "recompute layers in the backward pass: less memory, a third slower"
+    )
+    shard: int = opt(
+        0,
+        "FSDP: spread the model over groups of this many ranks (the flag alone: over all; "
+        "0: each rank holds all of it)",
+        bounds=(-1, 4096),
+        bare=-1,
+        off=0,
+    )
+    # Tokens
     tokenizer: str = opt(
-        "char", "char, byte, word, bpe, or a tokenizer.json (of Hugging Face)", path=READS
+        "char",
+        "char, byte, word, bpe, or the path of a tokenizer.json of Hugging Face",
+        path=READS,
+        common=True,
     )
-    vocab_size: int = opt(0, "V of word, bpe (0: 16384) or .bin files", bounds=(0, 1 << 24))
-    text_column: str = opt("text", "column of .jsonl, .json, .parquet; a record is a document")
-    prompt_column: str = opt("", "column of prompts, which are given; --text_column: answers")
-    separator: str = opt("", "text between documents (\\n, \\t), which end in [END]", text=True)
-    end_token: str = opt("", "[END] in a tokenizer.json (default: its end of text)")
-    end_id: int = opt(-1, "[END] in a folder of .bin files (-1: none)", bounds=(-1, 1 << 24))
-    bin_dtype: str = opt(
-        "auto", "of ids in .bin files (auto: uint16, or as noted)", "auto", *DTYPES
+    vocab_size: int = opt(
+        0,
+        "size of the vocabulary of word and bpe (0: 16384), or of .bin files without a "
+        "tokenizer.json (0: up to their largest id)",
+        bounds=(0, 1 << 24),
+        off=0,
     )
-    max_bad_records: int = opt(
-        -1, "records to skip (-1: all empty, none damaged)", bounds=(-1, 1 << 31)
-    )
-    pack: bool = opt(True, "several documents of known lengths in a window, where they fit")
-    lengths: str = opt("known", "of documents: given, or [END] is learned", "known", "learned")
     # Model
-    n_layer: int = opt(6, "number of layers", bounds=(1, 1024))
-    n_head: int = opt(6, "attention heads", bounds=(1, 1024))
-    n_embd: int = opt(384, "width C", bounds=(2, 1 << 16))
-    block_size: int = opt(256, "context length T, in tokens", bounds=(1, 8192))
-    block_length: int = opt(0, "finish S tokens before the next (0: all at once)", bounds=(0, 8192))
-    whole: float = opt(0.0, "share of steps with a single block: to fill gaps too", bounds=(0, 1))
+    n_layer: int = opt(6, "number of layers", bounds=(1, 1024), common=True)
+    n_head: int = opt(6, "attention heads of a layer", bounds=(1, 1024))
+    n_embd: int = opt(
+        384, "width of the model, a multiple of 2 n_head", bounds=(2, 1 << 16), common=True
+    )
+    block_size: int = opt(
+        256, "context length: tokens that the model sees at once", bounds=(1, 8192), common=True
+    )
     dropout: float = opt(0.2, "dropout rate", bounds=(0, 0.99))
-    attention_every: int = opt(1, "attention in every k-th layer, from the last", bounds=(1, 1024))
-    conv: int = opt(5, "convolution window before attention and MLP (0: none)", bounds=(0, 63))
+    attention_every: int = opt(
+        1, "put attention in every k-th layer only, counted from the last", bounds=(1, 1024), off=1
+    )
+    conv: int = opt(
+        5,
+        "tokens that the convolution before attention and MLP spans (0: no convolution)",
+        bounds=(0, 63),
+    )
     pos: str = opt("rope", "positional encoding", "rope", "learned", "sinusoidal")
-    tie: bool = opt(False, "share the weights of embedding and head")
-    time_conditioning: bool = opt(False, "tell the model its mask rate (adaLN)")
-    # Objective
-    objective: str = opt("mdlm", "masked diffusion, or autoregressive (baseline)", "mdlm", "ar")
-    masking: str = opt("exact", "exactly l tokens, or each with rate t", "exact", "bernoulli")
-    mask_schedule: str = opt("linear", "distribution of the mask rate", *SCHEDULES)
-    loss_weight: str = opt("bound", "uniform: all masked tokens alike", "bound", "uniform")
-    min_rate: float = opt(0.0, "smallest mask rate in training (above 0: no bound)", bounds=(0, 1))
-    max_rate: float = opt(1.0, "largest mask rate (below 1: no bound)", bounds=(1e-6, 1))
-    rate_margin: float = opt(0.5, "rates left out at both ends early; no variants", bounds=(0, 0.5))
-    # Optimizer
-    batch_size: int = opt(64, "sequences in an optimizer step, all ranks", bounds=(2, 1 << 24))
-    gradient_accumulation_steps: int = opt(1, "micro-batches of a rank", bounds=(1, 1 << 20))
-    max_steps: int = opt(5000, "optimizer steps (unlimited with only --time_limit)", bounds=COUNT)
-    time_limit: float = opt(0.0, "seconds for the whole run (0: no limit)", bounds=(0, 1e9))
-    optimizer: str = opt("muon", "muon: for matrices, AdamW for the rest", "muon", "adamw")
-    muon_lr: float = opt(0.02, "learning rate of Muon", bounds=(0, 1e3))
-    learning_rate: float = opt(3e-3, "learning rate of AdamW", bounds=(0, 1e3))
-    weight_decay: float = opt(0.01, "decoupled; with Muon only for its matrices", bounds=(0, 1e3))
+    tie: bool = opt(False, "share weights between the token embedding and the output layer")
+    # Training
+    batch_size: int = opt(
+        64, "sequences in an optimizer step, of all ranks", bounds=(2, 1 << 24), common=True
+    )
+    rate_margin: float = opt(
+        0.5,
+        "mask rates left out at both ends, at first; from half of the run on all of them come in "
+        "(0: all rates from the start)",
+        bounds=(0, 0.5),
+        off=0,
+    )
+    optimizer: str = opt(
+        "muon", "muon: Muon for the matrices of layers, AdamW for the rest", "muon", "adamw"
+    )
+    muon_lr: float = opt(0.02, "peak learning rate of Muon", bounds=(0, 1e3))
+    learning_rate: float = opt(3e-3, "peak learning rate of AdamW", bounds=(0, 1e3))
+    lr_schedule: str = opt(
+        "trapezoid",
+        "shape of the learning rate's decay (trapezoid: from half of the run on)",
+        *("trapezoid", "cosine", "linear", "constant"),
+    )
+    warmup_steps: int = opt(
+        100, "steps in which the learning rate rises to its peak", bounds=(0, NO_LIMIT)
+    )
+    weight_decay: float = opt(
+        0.01, "decoupled weight decay; with Muon of its matrices only", bounds=(0, 1e3)
+    )
     grad_clip: float = opt(1.0, "largest gradient norm (0: no clipping)", bounds=(0, 1e9))
-    lr_schedule: str = opt("trapezoid", "decay", "trapezoid", "cosine", "linear", "constant")
-    warmup_steps: int = opt(100, "steps of linear warm-up", bounds=(0, NO_LIMIT))
-    ema: float = opt(0.999, "EMA decay (0: off), lower as the rate decays", bounds=(0, 0.999999))
+    ema: float = opt(
+        0.999,
+        "decay of the averaged weights, which are evaluated and saved (0: no average); shortened "
+        "as the learning rate decays",
+        bounds=(0, 0.999999),
+    )
     # Evaluation and logging
     eval_interval: int = opt(0, "steps between evaluations (0: ten a run)", bounds=(0, NO_LIMIT))
-    eval_windows: int = opt(4096, "most windows of the last one (0: all)", bounds=(0, NO_LIMIT))
+    eval_windows: int = opt(
+        4096, "windows of validation text in the last evaluation (0: all)", bounds=(0, NO_LIMIT)
+    )
     log_interval: int = opt(20, "steps between records in log.jsonl", bounds=COUNT)
+    # Documents (.jsonl, .json, .parquet, folders, --separator, .bin with --end)
+    text_column: str = opt("text", "the column of a record that is learned")
+    max_bad_records: int = opt(
+        -1,
+        "stop at more empty or damaged records than this (-1: skip any empty one, stop at the "
+        "first damaged one)",
+        bounds=(-1, 1 << 31),
+        off=-1,
+    )
+    separator: str = opt(
+        "", "text between the documents of a text file, such as \\n\\n or \\t", text=True, off=""
+    )
+    end: str = opt(
+        "",
+        "what ends a document, [END]: a token of --tokenizer=tokenizer.json (default: its own end "
+        "of text), or an id in .bin files (default: they have no documents)",
+        off="",
+    )
+    document_length: str = opt(
+        "given",
+        "given: known before the text, and windows hold whole documents; predicted: [END] is "
+        "learned",
+        *("given", "predicted"),
+    )
+    pack: bool = opt(True, "put several documents of given lengths in a window, if they fit")
+    # Prompts and answers
+    prompt_column: str = opt(
+        "", "the column of prompts, which are given; the model learns --text_column", off=""
+    )
+    # .bin files
+    bin_dtype: str = opt(
+        "auto", "dtype of the ids (auto: uint16, or as meta.json says)", "auto", *DTYPES
+    )
+    # Blocks (block diffusion)
+    block_length: int = opt(
+        0,
+        "tokens in a block; blocks are written from left to right (0: all at once)",
+        bounds=(0, 8192),
+        off=0,
+    )
+    infill_share: float = opt(
+        0.0,
+        "share of the steps without blocks, so that the model learns to fill gaps too",
+        bounds=(0, 1),
+        off=0,
+    )
+    # Other mask rates, masks and loss weights
+    rates: str = opt(
+        "uniform",
+        "distribution of mask rates: uniform, cosine (more high ones), or LOW-HIGH: uniform in "
+        "that range (0.15-0.15: BERT), whose loss is no bound",
+        form=rates.in_short,
+        off="uniform",
+    )
+    masking: str = opt(
+        "exact",
+        "exact: mask exactly l tokens; bernoulli: mask each token with probability t",
+        *("exact", "bernoulli"),
+        off="exact",
+    )
+    loss_weight: str = opt(
+        "bound",
+        "bound: weights that make the loss a bound; uniform: all masked tokens count alike",
+        *("bound", "uniform"),
+        off="bound",
+    )
+    # Autoregressive baseline
+    objective: str = opt(
+        "mdlm", "mdlm: masked diffusion; ar: predict the next token, to compare", "mdlm", "ar"
+    )
+    # Time conditioning
+    time_conditioning: bool = opt(False, "tell the model its mask rate (adaLN)")
 
 
 # What a preset changes (cpu: measured in results/cpu.md). A flag that is given always wins.
@@ -142,7 +286,7 @@ PRESETS = {
     | dict(tokenizer="bpe", vocab_size=50257, eval_windows=1024),
 }
 # What --data=patterns implies. Most of its entropy is in the first symbols: cosine trains these.
-PATTERNS = dict(block_size=64, mask_schedule="cosine", eval_windows=1000)
+PATTERNS = dict(block_size=64, rates="cosine", eval_windows=1000)
 PATTERNS |= dict(lr_schedule="cosine", learning_rate=0.03, batch_size=32, attention_every=1)
 # Flags that may change on --resume, beside runs.CHANGEABLE.
 RESUMABLE = {
@@ -156,9 +300,10 @@ def parse_args(argv):
     """The flags that were given, as a dict of Config fields."""
     implied = "--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items())
     notes = flags.fold(implied, "", "    ")
-    notes += "\nA run ends by --max_steps or --time_limit, or by both; with neither by its preset."
+    notes += "\nA run ends after --max_steps or --time_limit; without both as its preset says."
     notes += "\nWith --max_steps alone no clock enters: on a CPU such runs repeat to the bit."
-    return flags.parse_flags(Config, argv, __doc__, notes, PRESETS, devices.default_preset("auto"))
+    title = "\n\n".join(__doc__.split("\n\n")[:2])  # with the commands that follow it
+    return flags.parse_flags(Config, argv, title, notes, PRESETS, devices.default_preset("auto"))
 
 
 def new_config(given):
@@ -170,7 +315,8 @@ def new_config(given):
     config = Config(**settings | given | {"preset": preset})
     runs.choose_end(config, given, Config(**settings))
     if config.prompt_column or config.block_length not in (0, config.block_size):
-        config.lengths = given.get("lengths", "learned")  # a text goes on until its [END]
+        # A text goes on until its [END].
+        config.document_length = given.get("document_length", "predicted")
     return config
 
 
@@ -191,8 +337,8 @@ def prepare(config, folder, tokenizer=None):
         return
     n = source.survey()  # characters to learn a tokenizer from
     if tokenizer is None:
-        how = (config.tokenizer, config.vocab_size or 16384, sources.has_documents(config))
-        tokenizer = build_tokenizer(*how, source, n, config.end_token)
+        kind = (config.tokenizer, config.vocab_size or 16384, sources.has_documents(config))
+        tokenizer = build_tokenizer(*kind, source, n, config.end)
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
@@ -218,7 +364,7 @@ class Corpus:
     token but a few at the margins is seen once. With documents (an [END] in the vocabulary) windows
     start at a document, or T tokens further in a long one, and are filled up with [END]; with
     --pack a window of training holds as many as there is room for. [END] is not learned, or only
-    the one after a text (objective ar), or all that fill up a window too (--lengths=learned).
+    the one after a text (objective ar), or, of predicted lengths, all that fill up a window too.
     """
 
     def __init__(self, folder, config, device):
@@ -226,19 +372,19 @@ class Corpus:
         self.seed = config.seed
         self.device = device
         V = config.vocab_size
-        how = (T, V, config.end_id, config.bin_dtype)
-        meta, ids, self.tokenizer, self.identity = sources.open_ids(folder, *how)
+        stated = (sources.end_id_of(config), config.bin_dtype)
+        meta, ids, self.tokenizer, self.identity = sources.open_ids(folder, T, V, *stated)
         self.entropy = meta.get("entropy")
         self.documents = self.tokenizer.end_id is not None
         self.n_documents = 0  # that train
         if self.documents:
-            how = (self.tokenizer.end_id, config.prompt_column)
-            self.n_documents = sources.count_documents(ids[0], *how)
+            end_id = self.tokenizer.end_id
+            self.n_documents = sources.count_documents(ids[0], end_id, config.prompt_column)
         # (W,) where windows start, how many tokens they take, how many of these are learned
         self.train_windows = sources.cut_windows(ids[0], config, self.tokenizer.end_id)
         self.val_windows = sources.cut_windows(ids[1], config, self.tokenizer.end_id)
         self.length_counts = sources.count_lengths(*self.train_windows, T)
-        if config.pack and config.lengths == "known" and config.objective == "mdlm":
+        if config.pack and config.document_length == "given" and config.objective == "mdlm":
             self.train_windows = sources.pack_windows(*self.train_windows, T)
         self.mean_size = self.train_windows[1].double().mean().item()
         self.mean_length = self.train_windows[2].double().mean().item()
@@ -288,7 +434,7 @@ class Corpus:
 
 
 # ---- Model: a pre-norm bidirectional transformer
-class Block(nn.Module):
+class Layer(nn.Module):
     def __init__(self, config, attends=True):
         super().__init__()
         C = config.n_embd
@@ -302,7 +448,7 @@ class Block(nn.Module):
         self.adaln = nn.Linear(C, 4 * C, bias=False) if config.time_conditioning else None
 
     def norm(self, x, part, scale, shift, sees, causal, ops):
-        """RMSNorm and a depthwise convolution, thanks to which some blocks need no attention."""
+        """RMSNorm and a depthwise convolution, thanks to which some layers need no attention."""
         h = F.rms_norm(x, x.shape[-1:]).to(x.dtype)  # (B, T, C)
         if self.adaln is not None:
             h = h * (1 + scale) + shift
@@ -330,9 +476,10 @@ class Block(nn.Module):
     def mlp(self, x, h):
         return x + self.dropout(self.down(F.relu(self.up(h), inplace=True).square()))
 
-    def forward(self, x, *how, rows=None):
-        """how: the rest of before_mlp's arguments. rows: of the last layer only these are read."""
-        x, h = self.before_mlp(x, *how)
+    def forward(self, x, *shared, rows=None):
+        """shared: the other arguments of before_mlp, the same for all layers. rows: compute the MLP
+        at these flat positions alone; nobody reads the others of the last layer."""
+        x, h = self.before_mlp(x, *shared)
         if rows is not None:
             x, h = (z.flatten(0, 1).index_select(0, rows.flatten()) for z in (x, h))
             x, h = (z.view(*rows.shape, z.shape[-1]) for z in (x, h))  # (n, C)
@@ -342,7 +489,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A View of tokens and [MASK] in, logits of V tokens out: [MASK] is the embedding's last row.
 
-    shard_fn: called with each block when it is made (--shard spreads it over the ranks).
+    shard_fn: called with each layer when it is made (--shard spreads it over the ranks).
     """
 
     def __init__(self, config, vocab_size, ops, shard_fn=lambda module: module):
@@ -354,7 +501,7 @@ class Model(nn.Module):
         self.ops = ops
         self.embed = nn.Embedding(vocab_size + 1, C)
         attends = [i % config.attention_every == 0 for i in range(config.n_layer)][::-1]
-        self.blocks = nn.ModuleList(shard_fn(Block(config, here)) for here in attends)
+        self.layers = nn.ModuleList(shard_fn(Layer(config, here)) for here in attends)
         self.head = None if config.tie else nn.Linear(C, vocab_size, bias=False)
         self.positions = None
         if config.pos == "learned":
@@ -363,7 +510,7 @@ class Model(nn.Module):
         D = C // config.n_head if config.pos == "rope" else C
         for name, table in zip(("cos", "sin"), rotary_tables(config.block_size, D)):
             self.register_buffer(name, table, persistent=False)
-        # What writes into the residual stream starts at zero: blocks as the identity, loss at ln V.
+        # What writes into the residual stream starts at zero: layers as the identity, loss at ln V.
         for name, p in self.named_parameters():
             if name.endswith(("proj.weight", "down.weight", "head.weight", "adaln.weight")):
                 nn.init.zeros_(p)
@@ -391,10 +538,10 @@ class Model(nn.Module):
             rate = F.silu(self.rate(waves))  # (B, 1, C), or (B, N, C)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too: it is memory-bound
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        how = (cos, sin, rate, view.sees, view.causal, view.cache or self.ops)
-        for block in self.blocks[:-1]:
-            x = block(x, *how)
-        x = self.blocks[-1](x, *how, rows=view.rows)
+        shared = (cos, sin, rate, view.sees, view.causal, view.cache or self.ops)
+        for layer in self.layers[:-1]:
+            x = layer(x, *shared)
+        x = self.layers[-1](x, *shared, rows=view.rows)
         return F.rms_norm(x, (C,)).to(x.dtype)  # CUDA's autocast would leave float32
 
     def forward(self, view, targets=None, weights=None):
@@ -641,8 +788,8 @@ def load(path="out", device="cpu", kernel="auto", whole=False):
     """(model, tokenizer, config) of a checkpoint or a run (its latest one), ready to predict.
 
     Weights are float32: the averaged ones, with --ema. kernel: auto, triton or torch. whole: to
-    fill gaps, a model of blocks that learned it (--whole) becomes one without. Raises UserError, a
-    ValueError, for anything but an intact checkpoint; nothing is unpickled.
+    fill gaps, a model of blocks that learned it (--infill_share) becomes one without. Raises
+    UserError, a ValueError, for anything but an intact checkpoint; nothing is unpickled.
     """
     whole = truth("whole", whole)
     device = devices.pick_device(str(device))
@@ -660,7 +807,7 @@ def read_config(folder):
 def load_from(folder, device, kernel, whole):
     """`load` for the folder of an intact checkpoint."""
     config = read_config(folder)
-    if whole and config.whole:
+    if whole and config.infill_share:
         config.block_length = 0
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")
     checkpoint.check_size(folder, config, tokenizer.vocab_size)  # before memory is taken for it
@@ -782,7 +929,7 @@ def compute_gradients(run, step, margin_scale):
     loss = 0
     for k in range(n):
         samples = torch.arange(run.micro_batch) + (run.rank * n + k) * run.micro_batch
-        seeds.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
+        numerics.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
         drawn = draw_batch(run, step, margin_scale, samples)
         run.exchange(k == n - 1)  # between ranks, once a step
         with run.autocast():
@@ -797,7 +944,7 @@ def train_step(run, step, progress):
     """One optimizer step; its loss and gradient norm go to run.pending."""
     set_rates(run, step, lr_scale(run.config, step, progress))
     loss = compute_gradients(run, step, margin_scale=min(1.0, 2 * (1 - progress)))
-    norm = devices.clip_gradients(list(run.model.parameters()), run.config.grad_clip)
+    norm = clip_gradients(list(run.model.parameters()), run.config.grad_clip)
     run.pending[step] = torch.stack((loss, norm))
     if not devices.is_async(run.device):
         check_finite(run)  # before the update; a GPU's numbers are read before they are saved
@@ -867,12 +1014,15 @@ def save(run, finished=False):
 def make_config(given, folder, world):
     """The Config of the given flags, and what they change of the checkpoint `folder` (or None)."""
     changed = {}
+    old = None
     if folder:
-        config, changed = runs.resumed(read_config(folder), given, folder, RESUMABLE)
+        old = read_config(folder)
+        config, changed = runs.resumed(old, given, folder, RESUMABLE)
     else:
         config = new_config(given)
         runs.check_source(config, given)
     check(config, world)
+    runs.check_effects(given, config, old, variants.effects(config))
     shards.check(config.shard, world)
     runs.check_unused(given, Path(config.out_dir))
     return config, changed

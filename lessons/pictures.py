@@ -57,7 +57,7 @@ def schedule_densities():
     config = mdlm.Config(block_size=T)
     found = {}
     for name in rates.SCHEDULES:
-        variant = dataclasses.replace(config, mask_schedule=name)
+        variant = dataclasses.replace(config, rates=name)
         found[name] = (rates.count_probabilities(variant)[1:] * T).tolist()
     return found
 
@@ -93,7 +93,7 @@ def attention_maps(model, xt):
     model.ops = SimpleNamespace(**vars(model.ops) | dict(attention=explicit))
     model(model.objective.view(xt))
     model.ops = ops
-    numbers = [i for i, block in enumerate(model.blocks) if block.qkv is not None]
+    numbers = [i for i, layer in enumerate(model.layers) if layer.qkv is not None]
     return dict(zip(numbers, maps, strict=True))
 
 
@@ -127,7 +127,7 @@ def draw_masking(counts, schedules, path):
     left.set_title("line: exact number; bars: each token alone (Bernoulli)", fontsize=9)
     rates = [(i + 0.5) / T for i in range(T)]
     for color, (name, density) in zip((BLUE, RED), schedules.items()):
-        right.plot(rates, density, color=color, lw=1.6, label=f"--mask_schedule={name}")
+        right.plot(rates, density, color=color, lw=1.6, label=f"--rates={name}")
     right.axvline(0.15, color=GREY, lw=1.6, ls="--", label="BERT: always 0.15")
     right.set(xlim=(0, 1), ylim=(0, 3), xlabel="mask rate", ylabel="density")
     right.set_title("how often training draws a rate", fontsize=9)
@@ -157,7 +157,9 @@ def main(argv):
     if args.text:
         model, tokenizer, config = mdlm.load(default_run(args.run), whole=True)
         if model.objective.n_blocks > 1:
-            raise UserError(f"{args.run or 'out'} has blocks; give --run without, or of --whole")
+            raise UserError(
+                f"{args.run or 'out'} has blocks; give --run without, or of --infill_share"
+            )
         ids = to_ids(parse(args.text, tokenizer, config.block_size), tokenizer, model.mask_id)
         maps = attention_maps(model, to_context(model, torch.tensor([ids])))
         labels = [text.replace("\n", "↵") for text in tokenizer.pieces(ids)]

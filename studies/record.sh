@@ -17,7 +17,7 @@ for run in seed0 seed1 seed2 ar; do
     elif [ "$run" = ar ]; then
         flags=()  # without those of masks
         for flag in "$@"; do
-            [[ $flag =~ ^--(mask|loss_weight|min_rate|max_rate|rate_margin) ]] || flags+=("$flag")
+            [[ $flag =~ ^--(rate|mask|loss_weight|min_rate|max_rate) ]] || flags+=("$flag")
         done
         flags+=(--objective=ar)
     else

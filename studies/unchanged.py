@@ -55,6 +55,8 @@ RUNS = {
     "blocks 16": "text --block_length=16",
     "blocks whole": "text --block_length=4 --whole=0.4",
     "blocks documents": "documents --block_length=4",
+    "blocks prompts": "pairs --prompt_column=prompt --block_length=4",
+    "blocks prompts whole": "pairs --prompt_column=prompt --block_length=8 --whole=0.4",
     "blocks positions": "text --block_length=8 --pos=learned",
     "blocks accumulated": "text --block_length=4 --whole=0.3 --gradient_accumulation_steps=2",
     "accumulated": "text --gradient_accumulation_steps=2",
@@ -65,10 +67,11 @@ RUNS = {
     "recompute": "text --recompute",
     "patterns": "patterns --block_size=64 --max_steps=20",
 }
-RESUMED = ("default", "ar", "documents", "prompts", "blocks whole")
+RESUMED = ("default", "ar", "documents", "prompts", "blocks whole", "blocks prompts")
 SAMPLED = ("default", "ar", "bernoulli", "time", "documents", "documents learned", "documents ar")
 SAMPLED += ("documents positions", "prompts", "prompts time", "patterns")
 SAMPLED += ("blocks 1", "blocks 4", "blocks 16", "blocks whole", "blocks documents")
+SAMPLED += ("blocks prompts",)
 ORDERS = ("spread", "ancestral", "random", "left_to_right", "one_shot")
 ORDERS += ("confidence", "max_prob", "margin", "entropy")
 # Flags of sample.py. What a model refuses is compared too.
@@ -158,8 +161,14 @@ class Checkout:
             path = run / (run / "latest").read_text().strip() / f"{file}.safetensors"
             for key, t in self.load_file(path).items():
                 content = t.contiguous().numpy().tobytes()
+                key = key.replace("blocks.", "layers.")  # as layers were called once
                 found[f"{file} {key}"] = hashlib.sha256(content).hexdigest()
         return found
+
+    def run_of(self, name):
+        """The log of a run, and checksums of what it saved."""
+        log = (self.out / name / "log.jsonl").read_text()
+        return without_times(log), self.tensors(name)
 
     def results(self):
         """Yields (what was done, what came out)."""
@@ -170,8 +179,7 @@ class Checkout:
             flags += [flag for flag in TINY.split() if flag.partition("=")[0] not in given]
             where = f"--out_dir={self.out / name}"
             code, said = self.call("mdlm", f"--data={data[source]}", *flags, where)
-            log = (self.out / name / "log.jsonl").read_text()
-            yield name, [code, without_times(log), self.tensors(name)] if code == 0 else said
+            yield name, [code, *self.run_of(name)] if code == 0 else said
             how = ["--json=-", "--exact", "--windows=6", "--pictures=none"]
             yield f"{name}: eval", self.call("eval", where, *how)
         where = f"--out_dir={self.out / 'blocks whole'}"
@@ -179,11 +187,13 @@ class Checkout:
         for name in SAMPLED:
             for words in SETTINGS:
                 flags = shlex.split(words)
-                if name.startswith("prompts") and "--prompt" not in words:
+                if "prompts" in name and "--prompt" not in words:
                     flags.append("--prompt=Each")
                 how = [f"--out_dir={self.out / name}", "--json=-", *flags]
                 yield f"{name}: sample {words}", self.call("sample", *how)
         for name in RESUMED:
+            if not (self.out / name).exists():
+                continue  # refused
             run = self.out / f"{name} resumed"
             shutil.copytree(self.out / name, run, ignore=shutil.ignore_patterns("step-60"))
             (run / "latest").write_text("step-40")

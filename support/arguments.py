@@ -136,11 +136,12 @@ def row_numbers(samples, B, device):
     except (TypeError, ValueError, RuntimeError):
         numbers = torch.zeros(0, 0)
     bad = numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool
+    numbers = numbers if bad else numbers.to(torch.int64)  # narrow and unsigned ones compare badly
     if bad or numbers.shape != (B,) or (B and not 0 <= numbers.min() <= numbers.max() < 1 << 32):
         wrong = f"samples must be {B} whole numbers from 0 to {(1 << 32) - 1}, one for each row"
         given = str(samples)[:40] if isinstance(samples, (list, tuple)) else kind_of(samples)
         raise UserError(f"{wrong}, not {given}")
-    return numbers.to(device, torch.int64)
+    return numbers.to(device)
 
 
 def check_ends(model, end_id, forbid):

@@ -25,6 +25,8 @@ from support.terminal import (
 
 # Of an OSError for which a full disk is no reason.
 NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+NO_PLACE += (errno.ENAMETOOLONG,)
+LONGEST = 200  # characters of a path that are shown
 FIRST_RANK_SPEAKS = 2.0  # seconds after which another rank says its own mistake
 
 
@@ -123,8 +125,11 @@ def report_file(error, name):
     if path == STDOUT or (not path and stdout_fails()):
         path = STDOUT
         silence_stdout()
+    path = os.fspath(path or "a file")
+    if len(path) > LONGEST:
+        path = f"{path[:LONGEST]}..."
     fix = "check that path" if error.errno in NO_PLACE else "check that and the free space"
-    warn(f"{name}: {error.strerror or error}: {path or 'a file'}; {fix}")
+    warn(f"{name}: {error.strerror or error}: {path}; {fix}")
     return 2
 
 

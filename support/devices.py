@@ -5,7 +5,6 @@ import warnings
 
 import numpy as np
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from support.errors import UserError
 
@@ -63,16 +62,16 @@ def peak_flops(device):
 
 
 def flops_per_token(model):
-    """Of forward and backward: 6 a weight, and 12 C T a block with attention."""
+    """Of forward and backward: 6 a weight, and 12 C T a layer with attention."""
     config = model.config
-    body = sum(p.numel() for p in model.blocks.parameters())
+    body = sum(p.numel() for p in model.layers.parameters())
     objective = model.objective
     rows = objective.positions  # that the network computes for a token
     body *= rows
     # The head, and the last layer's MLP, compute only what is predicted.
     end = objective.predicted * config.n_embd * model.vocab_size
     end -= 8 * config.n_embd**2 * (rows - objective.predicted)
-    attending = sum(block.qkv is not None for block in model.blocks)
+    attending = sum(layer.qkv is not None for layer in model.layers)
     return 6 * (body + end) + 12 * attending * config.n_embd * config.block_size
 
 
@@ -99,12 +98,3 @@ def to_device(x, device):
     if is_async(device) and x.device.type == "cpu":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
-
-
-def clip_gradients(params, limit):
-    """Scale the gradients down to a total norm of `limit` (0: never); returns the norm before."""
-    norm = get_total_norm([p.grad for p in params if p.grad is not None])
-    total = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # with --shard
-    if limit and (is_async(total.device) or total > limit):  # a GPU's norm is not read
-        clip_grads_with_norm_(params, limit, norm)
-    return total

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 from support import guesses
+from support.aliases import ALIASES
 from support.errors import UserError
 from support.terminal import STDOUT
 
@@ -34,8 +35,8 @@ def check_clashes(clashes, given):
 def check_effects(given, rules):
     """Raise UserError for a flag that does nothing in what was asked for.
 
-    given: the names of the flags that were given. rules: of ("flags", whether they have an effect
-    here, what makes them do nothing and what to do about it).
+    given: the flags that were given, names or a dict. rules: of ("flags", whether they have an
+    effect here, what makes them do nothing and what to do about it).
     """
     for flags, has_effect, why in rules:
         for name in flags.split():
@@ -43,23 +44,81 @@ def check_effects(given, rules):
                 raise UserError(f"--{name} has no effect {why}")
 
 
-def opt(default, meaning, *choices, bounds=None, bare=None, text=False, path=None):
+def without_off(cls, given):
+    """The given flags of `cls` but for those whose value asks for nothing: it is never refused."""
+    off = {field.name: field.metadata["off"] for field in dataclasses.fields(cls)}
+    return {k: v for k, v in given.items() if v is not False and v not in ("auto", off[k])}
+
+
+def modern(settings, program):
+    """A dict of settings that may have former names and values (aliases.py), with those of now."""
+    settings = dict(settings)
+    for new, former, value_now in ALIASES.get(program, ()):
+        if former.keys() & settings.keys():
+            value = value_now(*(settings.pop(name, default) for name, default in former.items()))
+            if value is not None:
+                settings[new] = value
+    return settings
+
+
+def modern_argv(argv, program):
+    """argv with the flags of now in place of former ones (aliases.py); values are texts here."""
+    names = {name for _, former, _ in ALIASES.get(program, ()) for name in former}
+    argv = list(argv)
+    found = {}
+    rest = []
+    while argv:
+        word = argv.pop(0)
+        flag, equals, value = word.partition("=")
+        name = flag[2:].replace("-", "_")
+        if not flag.startswith("--") or name not in names:
+            rest.append(word)
+            continue
+        if not equals and not (argv and not argv[0].startswith("--")):
+            raise UserError(f"--{name} needs a value: --{name}=VALUE")
+        found[name] = value if equals else argv.pop(0)
+        check_not_empty(f"--{name}", found[name])
+    given = {word.partition("=")[0][2:].replace("-", "_") for word in rest}
+    for name, value in modern(found, program).items():
+        if name in given:
+            former = " and ".join(f"--{each}" for each in found)
+            raise UserError(f"--{name} is what {former} said before; give --{name} alone")
+        rest.append(f"--{name}={value}")
+    return rest
+
+
+def opt(
+    default,
+    meaning,
+    *choices,
+    bounds=None,
+    bare=None,
+    text=False,
+    path=None,
+    common=False,
+    off=None,
+    form=None,
+):
     """A dataclass field and flag: its default, help, and choices or (low, high) bounds.
 
     choices of a bool: what it may be beside true and false.
     bare: what the flag alone means, where it needs no value. text: white space is a value too.
     path: READS, WRITES or MAKES, if it names a file or folder: support/outputs.py keeps what is
     read, and runs, from being replaced. In such a value ~/ is the home folder.
+    common: shown on the first screen of --help. off: a value that asks for nothing, beside False
+    and "auto".
+    form: a function of the value that returns it in its usual form, or raises UserError.
     """
     metadata = {"help": meaning, "choices": choices, "bounds": bounds, "bare": bare}
-    metadata |= {"text": text, "path": path}
+    metadata |= {"text": text, "path": path, "common": common, "off": off, "form": form}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def check_fields(options):
     """Raise UserError for a value that has the wrong type, is no choice or is out of bounds.
 
-    Numbers of numpy and PyTorch and paths become plain ones, in `options` itself.
+    Numbers of numpy and PyTorch and paths become plain ones, and values take their usual form, in
+    `options` itself.
     """
     for field in dataclasses.fields(options):
         value = plain(getattr(options, field.name))
@@ -76,6 +135,8 @@ def check_fields(options):
             raise UserError(f"--{field.name}={given!r} is not accepted; give {accepted}")
         if bounds and not bounds[0] <= value <= bounds[1]:
             raise UserError(f"--{field.name}={value} must be from {bounds[0]} to {bounds[1]}")
+        if field.metadata["form"]:
+            setattr(options, field.name, field.metadata["form"](value))
 
 
 def plain(value):
@@ -99,19 +160,20 @@ def check_not_empty(name, value, text=False):
     """
     if isinstance(value, str) and not (value if text else value.strip()):
         why = "is a variable not set?"
-        raise UserError(f"{name}={value!r} is empty: {why} Give a value (--help lists all)")
+        raise UserError(f"{name}={value!r} is empty: {why} Give a value (see --help)")
 
 
 @functools.cache
 def headings(cls):
-    """Field name -> the last comment line above it in the class: the groups of --help."""
+    """Field name -> the last comment line above it in the class: the groups of --help=all."""
     found = {}
     heading = "settings"
     for line in inspect.getsource(cls).splitlines():
         line = line.strip()
         if line.startswith("# "):
             heading = line[2:]
-        found[line.split(":")[0]] = heading
+        elif field := re.match(r"(\w+): \w+ = ", line):
+            found[field[1]] = heading
     return found
 
 
@@ -180,24 +242,33 @@ def refuse(argument, names, program=""):
         if equals and flag in names:
             raise UserError(f"{argument!r} needs dashes: --{argument}")
         example = next((name for name in ("data", "out_dir") if name in names), names[0])
-        fix = f"such as --{example}= (--help lists all)"
+        fix = f"such as --{example}= (see --help)"
         raise UserError(f"{argument!r} needs a flag before it, {fix}")
     advice = guesses.answer(flag.lstrip("-"), names, program)
     advice = f"; {advice}" if advice else ""
-    raise UserError(f"there is no flag {flag}{advice} (--help lists all)")
+    raise UserError(f"there is no flag {flag}{advice} (see --help)")
 
 
-def shown_default(value):
+def shown_value(value):
+    """A default as --help shows it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
     return "unlimited" if value == NO_LIMIT else value
 
 
 def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, free=""):
-    """The flags given in argv, as a dict of fields of `cls`, whose comments group --help.
+    """The flags given in argv, as a dict of fields of `cls`, whose comments group --help=all.
 
     presets: name -> {setting: default}; --help shows the defaults of `preset`.
     free: the name under which a value without a flag is returned ("": it is refused).
     """
-    parser = make_parser(cls, description, epilog, presets, preset)
+    texts = (description, epilog, presets, preset)
+    all_fields = dataclasses.fields(cls)
+    parser = make_parser(cls, all_fields, *texts)
+    common = [field for field in all_fields if field.metadata["common"]]
+    parser.first_screen = functools.partial(make_parser, cls, common or all_fields, *texts)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     names = list(fields)
     switches = {
@@ -205,7 +276,8 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, fr
     }
     program = Path(inspect.getsourcefile(cls)).stem
     n = argv.index("--") if "--" in argv else len(argv)  # what follows -- is no flag
-    given, unknown = parser.parse_known_args(in_our_words(argv[:n], names, switches, program))
+    flags = in_our_words(modern_argv(argv[:n], program), names, switches, program)
+    given, unknown = parser.parse_known_args(flags)
     given = vars(given)
     words = unknown + argv[n + 1 :]
     for argument in words if not free else filter(is_flag, unknown):
@@ -214,7 +286,9 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, fr
         check_not_empty(f"--{name}", value, fields[name].metadata["text"])
         if fields[name].metadata["path"]:
             given[name] = at_home(value)
-    check_fields(cls(**given))
+    checked = cls(**given)
+    check_fields(checked)
+    given = {name: getattr(checked, name) for name in given}
     if len(words) > 1:
         raise UserError(f"{' '.join(words)!r} are {len(words)} values; put a text in quotes")
     if words:
@@ -234,36 +308,70 @@ def fold(text, first, others):
     return textwrap.fill(text, 79, break_on_hyphens=False, break_long_words=False, **indents)
 
 
-def make_parser(cls, description, epilog, presets, preset):
-    """The Parser of parse_flags."""
+class ShowHelp(argparse.Action):
+    """--help: the flags of most runs; --help=all: all of them, by groups."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        (parser if value == "all" else parser.first_screen()).print_help()
+        parser.exit()
+
+
+def fold_paragraphs(text):
+    """A text whose paragraphs fit in 80 columns; commands, which are indented, stay as they are."""
+    parts = (text or "").strip("\n").split("\n\n")
+    return "\n\n".join(part if part[:1] == " " else fold(part, "", "") for part in parts)
+
+
+def make_parser(cls, fields, description, epilog, presets, preset):
+    """The Parser of `fields`, all of `cls` or the common ones alone; without groups if so."""
+    n = len(dataclasses.fields(cls))
+    is_all = len(fields) == n
     if presets:
-        varied = dict.fromkeys(name for values in presets.values() for name in values)
-        lines = ["presets:"]
-        for name, values in presets.items():
-            shown = [f"{k}={shown_default(values.get(k, getattr(cls, k)))}" for k in varied]
-            lines.append(fold(" ".join(shown), f"  {name}: ", "    "))
-        epilog = "\n".join([*lines, epilog])
+        epilog = f"{describe_presets(cls, fields, presets)}\n{epilog}"
+    if not is_all:
+        epilog += f"\n\n--help=all shows all {n} flags."
     parser = Parser(
-        description=description,
+        usage="%(prog)s [--flag=value ...]",
+        description=fold_paragraphs(description),
         epilog=epilog,
         argument_default=argparse.SUPPRESS,
+        add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     defaults = presets[preset] if presets else {}
-    heading = headings(cls)
+    heading = headings(cls) if is_all else dict.fromkeys(headings(cls), "the flags of most runs")
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(heading.values())}
-    for field in dataclasses.fields(cls):
-        if field.type is bool:
-            parse = functools.partial(parse_bool, others=field.metadata["choices"])
-            kind = dict(type=parse, nargs="?", const=True, metavar="BOOL")
-        else:
-            kind = dict(type=field.type, choices=field.metadata["choices"] or None)
-            if field.metadata["bare"] is not None:
-                kind |= dict(nargs="?", const=field.metadata["bare"])
-        meaning = field.metadata["help"]
-        default = defaults.get(field.name, field.default)
-        if default != "":
-            meaning += f" (default: {shown_default(default)})"
-        group = groups[heading[field.name]]
-        group.add_argument(f"--{field.name}", help=meaning.replace("%", "%%"), **kind)
+    for field in fields:
+        add_flag(groups[heading[field.name]], field, defaults.get(field.name, field.default))
+    how = dict(action=ShowHelp, nargs="?", choices=["all"], metavar="all")
+    how["help"] = "show the flags of most runs, or every flag by --help=all"
+    next(iter(groups.values())).add_argument("-h", "--help", **how)
     return parser
+
+
+def describe_presets(cls, fields, presets):
+    """The presets in lines, each with those of its fields that differ between presets."""
+    varied = dict.fromkeys(name for values in presets.values() for name in values)
+    varied = [name for name in varied if name in {field.name for field in fields}]
+    lines = ["presets:"]
+    for name, values in presets.items():
+        shown = [f"{k}={shown_value(values.get(k, getattr(cls, k)))}" for k in varied]
+        lines.append(fold(" ".join(shown), f"  {name}: ", "    "))
+    return "\n".join(lines)
+
+
+def add_flag(group, field, default):
+    """Add a field to a group of a Parser; default: as --help shows it."""
+    if field.type is bool:
+        parse = functools.partial(parse_bool, others=field.metadata["choices"])
+        kind = dict(type=parse, nargs="?", const=True, metavar="BOOL")
+    else:
+        kind = dict(type=field.type, choices=field.metadata["choices"] or None)
+        if field.metadata["bare"] is not None:
+            kind |= dict(nargs="?", const=field.metadata["bare"])
+        if field.type is not str:
+            kind |= dict(metavar="N" if field.type is int else "X")
+    meaning = field.metadata["help"]
+    if default != "":
+        meaning += f" (default: {shown_value(default)})"
+    group.add_argument(f"--{field.name}", help=meaning.replace("%", "%%"), **kind)

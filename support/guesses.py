@@ -98,7 +98,7 @@ ANSWERS = {
         "save_every save_steps save_interval": "each evaluation saves: --eval_interval",
         "num_workers workers dataloader_num_workers": "the data needs no workers; leave it out",
         "mask_ratio mask_rate mask_prob mask_probability mlm_probability": "all mask rates are "
-        "learned; --min_rate and --max_rate narrow them",
+        "learned; --rates gives other ones, such as --rates=0.15-0.15",
         "text start": "sample.py writes texts; to train on a text file give --data=FILE",
     },
     "sample": {

@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 from support.errors import RankError, SharedError, UserError
-from support.seeds import seed
+from support.numerics import seed
 from support.terminal import is_first_rank
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

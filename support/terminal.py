@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import stat
 import sys
 
 # What could command a terminal or reorder its text: control characters except line ends and tabs,
@@ -14,12 +15,19 @@ STDOUT = "standard output"
 
 
 def stdout_fails():
-    """Whether standard output cannot be written: what failed to be written is still held."""
+    """Whether standard output cannot be written.
+
+    What failed to be written is still held, unless Python does not buffer (PYTHONUNBUFFERED): then
+    a file on a full disk tells.
+    """
     try:
         sys.stdout.flush()
-        return False
     except (OSError, ValueError):
         return True
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # Windows; no real stream
+        output = sys.stdout.fileno()
+        return stat.S_ISREG(os.fstat(output).st_mode) and os.fstatvfs(output).f_bavail == 0
+    return False
 
 
 def make_streams_usable():

@@ -184,7 +184,7 @@ def read_twice(at, then):
 
 def open_prompts(at, block_size):
     """Windows of this size from prepared prompts and answers."""
-    config = mdlm.Config(block_size=block_size, prompt_column="prompt", lengths="learned")
+    config = mdlm.Config(block_size=block_size, prompt_column="prompt", document_length="predicted")
     mdlm.Corpus(f"{at['prompts']}/data", config, torch.device("cpu"))
 
 
@@ -298,7 +298,7 @@ ADVICE["eval.py"] = [
         "eval --compare={run}",
     ),
     (
-        "--whole is for models of mdlm.py --whole",
+        "--whole is for models of mdlm.py --infill_share",
         "eval --whole",
         "eval",
         "eval --whole --out_dir={whole}",
@@ -324,7 +324,7 @@ ADVICE["export.py"] = [
         lambda at: export.to_library(Tokenizer("file", of_words({"some": 0, "words": 1}))),
     ),
     (
-        "not for --objective=ar or --block_length without --whole",
+        "not for --objective=ar or --block_length without --infill_share",
         "export --dest={tmp}/e --out_dir={blocks}",
         "export --dest={tmp}/e --out_dir={run}",
         "export --dest={tmp}/e --out_dir={whole}",
@@ -332,7 +332,7 @@ ADVICE["export.py"] = [
 ]
 
 ADVICE["mdlm.py"] = [
-    ("A run ends by --max_steps or --time_limit", NOTHING),
+    ("A run ends after --max_steps or --time_limit", NOTHING),
     ("With --max_steps alone no clock enters", NOTHING),
     ("compiling, {} (--compile=off starts at once)", MACHINE),
 ]
@@ -728,8 +728,27 @@ ADVICE["flags.py"] = [
     ("is empty: {} Give a value", "mdlm --data=", "mdlm --data={text}"),
     ("{} needs dashes: --{}", "mdlm n_layer=1", "mdlm --n_layer=1"),
     ("{} needs a flag before it + such as --{}=", "mdlm {text}", "mdlm --data={text}"),
-    ("there is no flag {}{} (--help lists all)", "mdlm --n_lyer=2", "mdlm --n_layer=2"),
+    ("there is no flag {}{} (see --help)", "mdlm --n_lyer=2", "mdlm --n_layer=2"),
     ("{} are {} values; put a text in quotes", "sample a b", "sample 'a b'"),
+    (
+        "--{} needs a value: --{}=VALUE",
+        "mdlm --whole --block_length=8",
+        "mdlm --whole=1 --block_length=8",
+    ),
+    (
+        "--{} is what {} said before; give --{} alone",
+        "mdlm --rates=0.3-0.8 --min_rate=0.4",
+        "mdlm --rates=0.3-0.8",
+    ),
+]
+
+ADVICE["optimizers.py"] = [
+    (
+        "with --optimizer={}; leave it out, or give --optimizer=muon",
+        "mdlm --optimizer=adamw --muon_lr=0.1",
+        "mdlm --optimizer=adamw",
+        "mdlm --optimizer=muon --muon_lr=0.1",
+    ),
 ]
 
 ADVICE["compiling.py"] = [
@@ -775,11 +794,11 @@ ADVICE["ids.py"] = [
         (ids(*[IDS.astype(np.int64)] * 2), "mdlm --data=ids --bin_dtype=int64"),
     ),
     (
-        "restore the file, or give --vocab_size + , or --end_id={} if it ends documents",
+        "restore the file, or give --vocab_size + , or --end={} if it ends documents",
         ids(np.append(IDS, np.uint16(3000))),
         ids(),
         (ids(np.append(IDS, np.uint16(3000))), "mdlm --data=ids --vocab_size=3001"),
-        (ids(np.append(IDS, np.uint16(3000))), "mdlm --data=ids --end_id=3000"),
+        (ids(np.append(IDS, np.uint16(3000))), "mdlm --data=ids --end=3000"),
     ),
     (
         "restore the file, or give another --bin_dtype",
@@ -1049,7 +1068,7 @@ ADVICE["records.py"] = [
         "give {}, or leave this file out",
         "mdlm --data={records} --text_column=body",
         "mdlm --data={records} --text_column=text",
-        "mdlm --data={text} --text_column=body",
+        "mdlm --data={text}",
     ),
     (
         "convert it with iconv, or give a folder with train.bin and val.bin",
@@ -1059,7 +1078,10 @@ ADVICE["records.py"] = [
     ),
     (
         "{} has no column {}; give .jsonl or .parquet files",
-        ({"folder/a.txt": TEXT}, "mdlm --data=folder --prompt_column=prompt"),
+        (
+            {"folder/a.jsonl": PAIR * 60, "folder/b.txt": TEXT},
+            "mdlm --data=folder --prompt_column=prompt",
+        ),
         ({"folder/a.jsonl": PAIR * 60}, "mdlm --data=folder --prompt_column=prompt"),
     ),
     (
@@ -1109,6 +1131,7 @@ ADVICE["records.py"] = [
 ]
 
 ADVICE["runs.py"] = [
+    ("with --n_layer=1; leave it out", "mdlm --n_layer=1 --attention_every=2", "mdlm --n_layer=1"),
     ("--n_embd={} must be a multiple of {}", "mdlm --n_embd=34", "mdlm --n_embd=36"),
     ("--batch_size={} must be a multiple of {}", "mdlm --batch_size=7", "mdlm --batch_size=8"),
     (
@@ -1345,16 +1368,84 @@ ADVICE["sources.py"] = [
         "mdlm --data={text}",
     ),
     (
-        "give the id that ends documents, or leave --end_id out",
-        "mdlm --data={ids} --vocab_size=20 --end_id=9",
-        "mdlm --data={ids} --vocab_size=20 --end_id=3",
+        "give the id that ends documents, or leave --end out",
+        "mdlm --data={ids} --vocab_size=20 --end=9",
+        "mdlm --data={ids} --vocab_size=20 --end=3",
         "mdlm --data={ids} --vocab_size=20",
     ),
-    ("leave it out", "mdlm --data={documents}/data --end_id=1", "mdlm --data={documents}/data"),
+    ("leave it out", "mdlm --data={documents}/data --end=1", "mdlm --data={documents}/data"),
+    ("with --data={}", NOTHING),
     (
-        "--end_id={} must be below V = {}",
-        "mdlm --data={ids} --vocab_size=7 --end_id=9",
-        "mdlm --data={ids} --vocab_size=7 --end_id=3",
+        "give the number that ends documents",
+        "mdlm --data={ids} --end=x",
+        "mdlm --data={ids} --end=3",
+    ),
+    (
+        "{}, which is no text file; {}",
+        "mdlm --data={records} --separator=x",
+        "mdlm --data={records}",
+    ),
+    ("{}, which has no columns; {}", "mdlm --text_column=a", "mdlm"),
+    ("{}, which has no records; {}", "mdlm --max_bad_records=3", "mdlm"),
+    ("{}, which is no folder of .bin files; {}", "mdlm --bin_dtype=int32", "mdlm"),
+    (
+        "with --init_from, which brings a tokenizer; {}",
+        "mdlm --data={text} --init_from={run} --vocab_size=300",
+        "mdlm --data={text} --init_from={run}",
+    ),
+    (
+        "with --tokenizer={}; {}, or give + {} --tokenizer=word or bpe",
+        "mdlm --vocab_size=300",
+        "mdlm",
+        "mdlm --vocab_size=300 --tokenizer=word",
+        "mdlm --vocab_size=300 --tokenizer=bpe",
+    ),
+    (
+        "{} the tokenizer.json that has this token",
+        "mdlm --data={records} --end=[EOT]",
+        "mdlm --data={records}",
+        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end=[EOT]"),
+    ),
+    ("{}, which is a single text; {}", "mdlm --pack=true", "mdlm"),
+    (
+        "with --objective={}; leave it out",
+        "mdlm --data={records} --objective=ar --pack=true",
+        "mdlm --data={records} --objective=ar",
+    ),
+    (
+        "with --document_length={}, as a window holds one; leave it out",
+        "mdlm --data={records} --document_length=predicted --pack=true",
+        "mdlm --data={records} --document_length=predicted",
+    ),
+    ("{}, a folder of ids; {}", "mdlm --data={ids} --tokenizer=byte", "mdlm --data={ids}"),
+    (
+        "{}, whose tokenizer.json has one; {}",
+        "mdlm --data={documents}/data --vocab_size=300",
+        "mdlm --data={documents}/data",
+    ),
+    (
+        "{}, whose meta.json notes it; {}",
+        "mdlm --data={documents}/data --bin_dtype=uint8",
+        "mdlm --data={documents}/data",
+    ),
+    (
+        "{}, whose header says it; {}",
+        (
+            {"ids/train.bin": of_llm_c(300), "ids/val.bin": of_llm_c(300)},
+            "mdlm --data=ids --bin_dtype=uint16",
+        ),
+        ({"ids/train.bin": of_llm_c(300), "ids/val.bin": of_llm_c(300)}, "mdlm --data=ids"),
+    ),
+    (
+        "{}, which has no documents; {}, or give the --end",
+        "mdlm --data={ids} --pack=true",
+        "mdlm --data={ids}",
+        "mdlm --data={ids} --pack=true --end=3",
+    ),
+    (
+        "--end={} must be below V = {}",
+        "mdlm --data={ids} --vocab_size=7 --end=9",
+        "mdlm --data={ids} --vocab_size=7 --end=3",
     ),
     ("has an unusable dtype, characters or entropy ({}); remove it", ids(dtype="int4"), ids()),
     (
@@ -1364,8 +1455,8 @@ ADVICE["sources.py"] = [
     ),
     (
         "there is no text but the ends of its documents, or no answer; give some",
-        (ids(IDS * 0, IDS * 0), "mdlm --data=ids --end_id=0"),
-        (ids(), "mdlm --data=ids --end_id=0"),
+        (ids(IDS * 0, IDS * 0), "mdlm --data=ids --end=0"),
+        (ids(), "mdlm --data=ids --end=0"),
     ),
 ]
 
@@ -1469,14 +1560,14 @@ ADVICE["tokenizer.py"] = [
         lambda at: to_json(at, 6),
     ),
     (
-        "--end_token={} is no special token of {}; give one",
-        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end_token=some"),
-        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end_token=[EOT]"),
+        "--end={} is no special token of {}; give one",
+        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end=some"),
+        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end=[EOT]"),
     ),
     (
-        "{} has none of {}; name its --end_token",
+        "{} has none of {}; name its --end",
         ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json"),
-        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end_token=[EOT]"),
+        ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end=[EOT]"),
     ),
     (
         "--vocab_size={} is too small; give more than the 256 bytes take",
@@ -1487,10 +1578,10 @@ ADVICE["tokenizer.py"] = [
 
 ADVICE["variants"] = [
     (
-        "leave {} out, or add --lengths=learned",
+        "leave {} out, or add --document_length=predicted",
         "mdlm --data={records} --masking=bernoulli",
         "mdlm --data={records}",
-        "mdlm --data={records} --lengths=learned --masking=bernoulli",
+        "mdlm --data={records} --document_length=predicted --masking=bernoulli",
     ),
     ("leave one of them out", FollowedIn("test_either_of_two_variants_can_be_left_out")),
 ]
@@ -1500,27 +1591,35 @@ COMBINED = {
     ("ar", "blocks"): ("", "--objective=ar", "--block_length=8"),
     ("ar", "prompts"): ("--data={pairs}", "--objective=ar", "--prompt_column=prompt"),
     ("ar", "time"): ("", "--objective=ar", "--time_conditioning"),
-    ("blocks", "documents"): ("", "--block_length=8", "--lengths=known"),
-    ("blocks", "prompts"): ("--data={pairs}", "--block_length=8", "--prompt_column=prompt"),
+    ("blocks", "documents"): ("--data={records}", "--block_length=8", "--document_length=given"),
     ("blocks", "rates"): ("", "--block_length=8", "--masking=bernoulli"),
     ("blocks", "time"): ("", "--block_length=8", "--time_conditioning"),
-    ("prompts", "documents"): ("--data={pairs}", "--prompt_column=prompt", "--lengths=known"),
-    ("prompts", "rates"): (
-        "--data={pairs} --lengths=learned",
+    ("prompts", "documents"): (
+        "--data={pairs}",
         "--prompt_column=prompt",
-        "--max_rate=0.5",
+        "--document_length=given",
+    ),
+    ("prompts", "rates"): (
+        "--data={pairs} --document_length=predicted",
+        "--prompt_column=prompt",
+        "--rates=0-0.5",
     ),
 }
 
 ADVICE["blocks.py"] = [
     (
         "needs a --block_length below",
-        "mdlm --whole=0.5",
-        "mdlm --whole=0.5 --block_length=8",
+        "mdlm --infill_share=0.5",
+        "mdlm --infill_share=0.5 --block_length=8",
     ),
     ("{} must divide --block_size={}", "mdlm --block_length=5", "mdlm --block_length=8"),
     (
-        "take one without blocks, or one of mdlm.py --whole by mdlm.load(path, whole=True)",
+        "with --block_length=1: of a single token there is one mask rate; leave it out",
+        "mdlm --block_length=1 --rate_margin=0.2",
+        "mdlm --block_length=1",
+    ),
+    (
+        "take one without blocks, or one of {}",
         "sample --out_dir={blocks} '--infill=█ and a text of two blocks'",
         "sample --out_dir={run} '--infill=█ and a text of two blocks'",
         "sample --out_dir={whole} '--infill=█ and a text of two blocks'",
@@ -1528,11 +1627,36 @@ ADVICE["blocks.py"] = [
     ),
 ]
 
-ADVICE["rates.py"] = [
+ADVICE["autoregressive.py"] = [
     (
-        "--min_rate={} is above --max_rate; swap them",
-        "mdlm --min_rate=0.9 --max_rate=0.2",
-        "mdlm --min_rate=0.2 --max_rate=0.9",
+        "with --objective=ar, which masks no tokens; leave it out",
+        "mdlm --objective=ar --masking=bernoulli",
+        "mdlm --objective=ar",
+    ),
+]
+
+ADVICE["time_conditioning.py"] = [
+    (
+        "with --time_conditioning, as the model must learn all rates; leave it out",
+        "mdlm --time_conditioning --rate_margin=0.2",
+        "mdlm --time_conditioning",
+    ),
+]
+
+ADVICE["rates.py"] = [
+    ("--rates={}: {} is above {}; swap them", "mdlm --rates=0.9-0.2", "mdlm --rates=0.2-0.9"),
+    (
+        "--rates={} is not accepted; give {} + {} or LOW-HIGH, such as 0.3-0.8",
+        "mdlm --rates=low",
+        "mdlm --rates=uniform",
+        "mdlm --rates=cosine",
+        "mdlm --rates=0.3-0.8",
+    ),
+    ("--rates={} must be from 0 to 1", "mdlm --rates=0.5-1.5", "mdlm --rates=0.5-1"),
+    (
+        "with {}, which says what is masked all the time; leave it out",
+        "mdlm --masking=bernoulli --rate_margin=0.2",
+        "mdlm --masking=bernoulli",
     ),
 ]
 
@@ -1595,7 +1719,7 @@ ADVICE["patterns.py"] = [
 
 ADVICE["pictures.py"] = [
     (
-        "{} has blocks; give --run without, or of --whole",
+        "{} has blocks; give --run without, or of --infill_share",
         "pictures {tmp}/p.png --text=a█ --run={blocks}",
         "pictures {tmp}/p.png --text=a█ --run={run}",
         "pictures {tmp}/p.png --text=a█ --run={whole}",

@@ -27,7 +27,7 @@ from torch import distributed
 
 import mdlm
 from support import cli, devices
-from support.training import checkpoint, muon, shards
+from support.training import checkpoint, muon, optimizers, shards
 
 
 def rank():
@@ -156,7 +156,7 @@ def not_finite(at, what, report, late=""):
     report.RANK its digests: before each update, and at the end.
     """
     forward = mdlm.Model.forward
-    clip = devices.clip_gradients
+    clip = mdlm.clip_gradients
     make_run = mdlm.make_run
     armed = []
     digests = []
@@ -182,11 +182,11 @@ def not_finite(at, what, report, late=""):
         Path(f"{report}.{rank()}").write_text(json.dumps([*digests, digest(runs[0])]))
 
     if late:
-        devices.is_async = lambda device: True
+        devices.is_async = optimizers.is_async = lambda device: True
         mdlm.to_device = lambda x, device: x  # there is no device to copy to
     mdlm.Model.forward = broken_forward
     mdlm.make_run = watched_run
-    devices.clip_gradients = watched_clip
+    mdlm.clip_gradients = watched_clip
     before_step(at, lambda: armed.append(1))
     return write
 
@@ -229,7 +229,7 @@ def peak():
 def measure(report, exactly=""):
     """No fault: write to report.RANK what this rank holds and sends, in bytes."""
     make_run = mdlm.make_run
-    clip = devices.clip_gradients
+    clip = mdlm.clip_gradients
     draw_batch = mdlm.draw_batch
     all_to_all = distributed.all_to_all_single
     found = {"sent": 0, "reduced too early": 0}
@@ -279,7 +279,7 @@ def measure(report, exactly=""):
     mdlm.generate = lambda model, x, *rest: x  # samples would take most of the time
     mdlm.make_run = watched_run
     mdlm.draw_batch = watched_draw
-    devices.clip_gradients = watched_clip
+    mdlm.clip_gradients = watched_clip
     distributed.all_to_all_single = watched_exchange
     return write
 

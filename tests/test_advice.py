@@ -184,7 +184,7 @@ def made(pydoc, short_run, tmp_path_factory):
         advice.IDS.tofile(at / "ids" / name)
     new_run("ar", f"--data={at}/accents", "--objective=ar")
     new_run("blocks", at_text, "--block_length=8")
-    new_run("whole", at_text, "--block_length=8", "--whole=0.5")
+    new_run("whole", at_text, "--block_length=8", "--infill_share=0.5")
     new_run("timed", at_text, "--time_conditioning")
     new_run("documents", f"--data={at}/records.jsonl")
     new_run("prompts", f"--data={at}/pairs.jsonl", "--prompt_column=prompt")

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,17 +21,19 @@ from support import cli, kernels
 from support.arguments import to_view
 from support.infill.calls import groups
 from support.infill.likelihood import chain_rule
+from support.view import masked_rows
+from variants import documents
 from variants.cache import Cache
 
 V = 5
 
 
-def network(S, T=16, **settings):
+def network(S, T=16, end_id=None, mean_length=None, **settings):
     """A float64 network whose weights are all random."""
     flags = dict(n_layer=3, n_head=2, n_embd=16, block_size=T, block_length=S, attention_every=2)
     config = mdlm.Config(**flags | dict(dropout=0.0) | settings)
     torch.manual_seed(1)
-    model = mdlm.make_model(config, V, kernels.REFERENCES).double().eval()
+    model = mdlm.make_model(config, V, kernels.REFERENCES, end_id, mean_length).double().eval()
     model.register_forward_pre_hook(to_view, with_kwargs=True)  # as mdlm.load does
     for p in model.parameters():
         p.data.normal_(0, 0.3)
@@ -61,7 +64,7 @@ def one_block(model, x0, xt, b):
         return out
 
     cos, sin = model.cos[:n], model.sin[:n]
-    for layer in model.blocks:
+    for layer in model.layers:
         if layer.qkv is not None:
             qkv = layer.qkv(norm(layer.conv[0], x)).view(B, n, 3, model.config.n_head, -1)
             q, k, v = (z.transpose(1, 2) for z in kernels.reference.prepare(qkv, cos, sin, True))
@@ -161,6 +164,172 @@ def test_training_loss_is_unbiased(S):
 
 
 # --------------------------------------------------------------------------------------------------
+# Prompts, which are given: they end within a block, where one ends, and after several
+
+END = V - 1
+PROMPTS = (2, 4, 1, 7)  # tokens, with the [END] of each
+
+
+def answerer(S, x0=None, **settings):
+    """A network that learns what follows prompts, in blocks of S of 8 tokens."""
+    mean = None if x0 is None else 8 - sum(PROMPTS) / len(PROMPTS)
+    settings = dict(prompt_column="q", batch_size=4, rate_margin=0.0) | settings
+    return network(S, 8, END, mean, **settings)
+
+
+def prompted():
+    """(4, 8) ids: prompts, their [END] and what is to follow."""
+    x0 = texts(B=4, T=8)[1]
+    for row, n in zip(x0, PROMPTS):
+        row[:n] = row[:n].clamp(max=END - 1)
+        row[n - 1] = END
+    return x0
+
+
+def losses_of_answers(model, x0):
+    """(4,) nats of each text, by the bound: the sum over blocks of n_b times the mean over l of the
+    mean over sets of l scored positions of the mean CE there."""
+    S = model.config.block_length or 8
+    total = torch.zeros(4, dtype=torch.float64)
+    for row, first in enumerate(PROMPTS):
+        for begin in range(0, 8, S):
+            inside = range(max(first, begin), begin + S)
+            n = len(inside)
+            for size in range(1, n + 1):
+                sets = list(itertools.combinations(inside, size))
+                xt = x0[row].repeat(len(sets), 1)
+                for i, s in enumerate(map(list, sets)):
+                    xt[i, s] = V
+                with torch.no_grad():
+                    logp = model(xt, x0=x0[row].expand_as(xt)).log_softmax(-1).double()
+                ce = -logp.gather(2, x0[row].expand_as(xt)[..., None])[..., 0] * (xt == V)
+                total[row] += n * ce.sum().item() / size / len(sets) / n
+    return total
+
+
+def expected_loss(model, x0, monkeypatch):
+    """The training loss, averaged over all counts and all masks that may be drawn."""
+    S = model.config.block_length or 8
+    objective = model.objective
+    numbers = torch.arange(4)
+    scored = objective.scored_mask(x0).view(-1, S)  # (n, S) of all blocks
+    n = len(scored)
+    parts = math.lcm(*range(1, S + 1))
+    share = torch.zeros(n, S + 1, dtype=torch.float64)  # how often a block has each count
+    for i in range(parts):
+        u = torch.full((n // 2,), (i + 0.5) / parts, dtype=torch.float64)
+        monkeypatch.setattr(mdlm.numerics, "stratified", lambda *key, u=u: u)
+        counts = objective.mask_counts(0, 0.0, numbers, objective.scored_mask(x0).sum(1))
+        assert (counts <= scored.sum(1)).all() and ((counts > 0) == scored.any(1)).all()
+        assert counts.sum() <= n * (S + 1) // 2, "what compiled shapes hold"
+        share[torch.arange(n), counts] += 1 / parts
+    found = 0.0
+    for block, size in share[:, 1:].nonzero().tolist():  # of a block the loss is a term of its own
+        size += 1
+        sets = list(itertools.combinations(scored[block].nonzero()[:, 0].tolist(), size))
+        counts = torch.zeros(n, dtype=torch.int64).index_fill(0, torch.tensor([block]), size)
+        for s in map(list, sets):
+            hidden = torch.zeros(n, S, dtype=torch.bool)
+            hidden[block, s] = True
+            with torch.no_grad():
+                drawn = (x0, counts, 0, numbers)
+                loss = model(*objective.batch(hide_these(hidden, ~scored), *drawn)).item()
+            found += loss / len(sets) * share[block, size].item()
+    return found
+
+
+def hide_these(hidden, given):
+    """Operations that mask these positions (B, T), where the objective gives those `given`."""
+
+    def mask_tokens(x0, counts, mask_id, seed, step, samples, fixed):
+        assert torch.equal(fixed, given)
+        rows = hidden.flatten().nonzero()[:, 0]
+        padded = F.pad(rows, (0, x0.numel() - len(rows)), value=-1)
+        return x0.masked_fill(hidden, mask_id), counts, padded, torch.tensor(len(rows))
+
+    return SimpleNamespace(mask_tokens=mask_tokens)
+
+
+@pytest.mark.parametrize("S", [1, 2, 4, 8])
+def test_training_loss_of_answers_is_the_bound(S, monkeypatch):
+    """In expectation over all counts and masks; with blocks of one token it is the chain rule; with
+    one block it is that of prompts without blocks."""
+    x0 = prompted()
+    model = answerer(S, x0)
+    nats = losses_of_answers(model, x0)
+    n_scored = 32 - sum(PROMPTS)
+    loss = expected_loss(model, x0, monkeypatch)
+    assert loss == pytest.approx(nats.sum().item() / n_scored, rel=1e-5)
+    if S == 1:
+        assert torch.allclose(-chain_rule(model, x0).sum(1), nats, atol=1e-5)
+
+
+def test_batches_of_answers_are_the_same_in_parts_and_padded(monkeypatch):
+    """Whatever ranks and accumulation make of them; a GPU's, whose size is static, too."""
+    x0 = prompted()
+    model = answerer(4, x0)
+    drawn = draw(model, x0)
+    made = model.objective.batch(model.ops, *drawn)
+    for at in ([0, 1], [2, 3]):
+        part = draw(model, x0, samples=torch.tensor(at))
+        assert torch.equal(part[1], drawn[1].view(4, -1)[at].flatten())
+        part = model.objective.batch(model.ops, *part)
+        assert torch.equal(part[0].ids, made[0].ids[at])
+    monkeypatch.setattr(documents, "masked_rows", partial(masked_rows, waits=False))
+    padded = model.objective.batch(model.ops, *drawn)
+    assert len(padded[1]) == 4 * 8 * 5 // 4 // 2 > len(made[1])
+    assert model(*padded).item() == pytest.approx(model(*made).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("S", [1, 2, 4])
+def test_evaluation_of_answers_is_the_bound(S):
+    x0 = prompted()
+    model = answerer(S)
+    wanted = losses_of_answers(model, x0)
+    copies = 1 if S == 1 else 200
+    r = mdlm.evaluate(model, x0.repeat(copies, 1), passes=4, batch_size=2000)
+    mean = 8 - sum(PROMPTS) / 4
+    each = torch.tensor(r["by_window"], dtype=torch.float64).view(copies, -1) * mean
+    error = each.std(0) / copies**0.5 if S > 1 else 1e-6
+    assert ((each.mean(0) - wanted).abs() < 4 * error + 1e-5).all()
+    assert r["nelbo"] == pytest.approx(sum(r["by_window"]) / len(each) / 4)
+    assert abs(r["nelbo"] - wanted.mean() / mean) < 0.01
+
+
+def test_error_of_answers_is_that_of_windows():
+    """What other windows and masks would give differs by it: within 4 errors of 60 trials."""
+    model = network(4, end_id=END, prompt_column="q")
+    g = torch.Generator().manual_seed(0)
+    found = []
+    for seed in range(60):
+        x0 = torch.randint(END, (64, 16), generator=g)
+        prompts = torch.randint(1, 14, (64,), generator=g)  # tokens of each, with its [END]
+        x0[torch.arange(64), prompts - 1] = END
+        r = mdlm.evaluate(model, x0, seed=seed)
+        found.append((r["nelbo"], r["se"]))
+    nelbo, error = torch.tensor(found).T
+    assert error.mean().item() == pytest.approx(nelbo.std().item(), rel=4 / (2 * 60) ** 0.5)
+
+
+@pytest.mark.parametrize("S", [2, 4])
+def test_answers_to_no_prompt_are_texts(S, monkeypatch):
+    """With nothing given, blocks are masked, weighed and evaluated as those of text."""
+    _, x0 = texts(B=4, T=8)
+    model = answerer(S, rate_margin=0.5)
+    monkeypatch.setattr(type(model.objective.inner), "scored_mask", lambda _, x0: x0 >= 0)
+    plain = network(S, 8, batch_size=4, rate_margin=0.5)
+    for step in range(3):
+        found = []
+        for m in (model, plain):
+            view, targets, weights = m.objective.batch(m.ops, *draw(m, x0, step, margin_scale=0.5))
+            found.append((view.ids, view.rows, targets, weights))
+        assert all(torch.equal(*pair) for pair in zip(*found))
+    ours, theirs = (mdlm.evaluate(m, x0, passes=2) for m in (model, plain))
+    for key in ("nelbo", "by_window", "ce", "accuracy"):
+        assert ours[key] == pytest.approx(theirs[key])
+
+
+# --------------------------------------------------------------------------------------------------
 # The cache
 
 
@@ -220,11 +389,15 @@ def without_cache(model, device, x, given, drawn, at, cfg, cache):
 ORDERS = ["spread", "confidence", "left_to_right", "ancestral"]
 
 
+@pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("S, order", [(1, "spread"), (8, "spread"), *((4, o) for o in ORDERS)])
-def test_draws_are_the_same_without_the_cache(S, order, monkeypatch):
-    model = network(S)
+def test_draws_are_the_same_without_the_cache(S, order, asks, monkeypatch):
+    """Also of an answer, whose prompt may end within a block."""
+    model = network(S, end_id=END, prompt_column="q") if asks else network(S)
     x = torch.full((3, 42), V)  # the last block is cut off
     prompt = torch.arange(3 * 21).view(3, 21) % (V - 1)  # longer than the context
+    if asks:
+        prompt[:, -1] = END
     x[:, :21] = prompt
     how = dict(seed=5, order=order, steps=12, end_id=V - 1)
     steps = list(sample.unmask(model, x, **how))
@@ -311,7 +484,7 @@ def run(text_file, tmp_path_factory):
 
 def test_a_run_of_blocks_resumes_and_is_evaluated(run, text_file, tmp_path, capsys):
     flags = [f"--data={text_file}", *TINY, "--block_length=8", f"--out_dir={tmp_path / 'a'}"]
-    constant = ["--lr_schedule=constant", "--rate_margin=0", "--whole=0.5"]
+    constant = ["--lr_schedule=constant", "--rate_margin=0", "--infill_share=0.5"]
     assert run_mdlm(*flags, *constant, "--max_steps=3") == 0
     assert "4 blocks of 8 tokens" in capsys.readouterr().out
     assert run_mdlm(f"--out_dir={tmp_path / 'a'}", "--resume", "--max_steps=6") == 0
@@ -338,14 +511,14 @@ def test_whole_steps_are_those_without_blocks(text_file, tmp_path, monkeypatch):
         return original(model, *args, **how)
 
     monkeypatch.setattr(mdlm, "evaluate", evaluate)
-    blocks = ["--block_length=8", "--whole=1"]
+    blocks = ["--block_length=8", "--infill_share=1"]
     assert run_mdlm(*flags, *blocks, f"--out_dir={tmp_path / 'b'}") == 0
     ours, *others = (saved(tmp_path / name)[0] for name in "abc")
     for name, theirs in zip("bc", others):
         assert losses(tmp_path / "a") == losses(tmp_path / name)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert set(evaluated) == {4} and len(evaluated) == 4, "averaged and raw, before and after"
-    objective = network(8, 32, whole=0.25).objective
+    objective = network(8, 32, infill_share=0.25).objective
     found = [bool(objective.is_whole(step)) for step in range(1000)]
     assert abs(found.count(True) - 250) < 60 and objective.n_blocks == 4
 
@@ -353,7 +526,7 @@ def test_whole_steps_are_those_without_blocks(text_file, tmp_path, monkeypatch):
 def test_whole_steps_teach_to_fill_gaps(text_file, tmp_path, capsys):
     """One network writes in blocks, and sees the text after a gap where it fills one."""
     out = tmp_path / "o"
-    flags = [f"--data={text_file}", *TINY, "--block_length=8", "--whole=0.5"]
+    flags = [f"--data={text_file}", *TINY, "--block_length=8", "--infill_share=0.5"]
     assert run_mdlm(*flags, "--max_steps=4", f"--out_dir={out}") == 0
     assert "4 blocks of 8 tokens, one after another; in 50% of the steps" in capsys.readouterr().out
     assert mdlm.load(out)[0].objective.n_blocks == 4
@@ -395,7 +568,7 @@ def test_documents_end(text_file, tmp_path, capsys):
     flags = [*TINY, "--block_length=8", "--max_steps=2", f"--out_dir={tmp_path}"]
     assert run_mdlm(*flags, f"--data={text_file}", "--separator=\\n") == 0
     model, tokenizer, config = mdlm.load(tmp_path)
-    assert config.lengths == "learned" and tokenizer.end_id is not None
+    assert config.document_length == "predicted" and tokenizer.end_id is not None
     assert model.objective.end_id == -1
     assert len(sample.write(model, tokenizer, n=2, length=70)) == 2
 
@@ -405,12 +578,16 @@ def test_documents_end(text_file, tmp_path, capsys):
     [
         (mdlm, ["--block_length=5"], ["--block_length=5", "divide --block_size=32"]),
         (mdlm, ["--block_length=64"], ["--block_length=64", "divide"]),
-        (mdlm, ["--whole=0.5"], ["--whole=0.5", "--block_length"]),
+        (mdlm, ["--infill_share=0.5"], ["--infill_share=0.5", "--block_length"]),
         (mdlm, ["--block_length=8", "--objective=ar"], ["--block_length=8", "--objective=ar"]),
         (mdlm, ["--block_length=8", "--masking=bernoulli"], ["=8 and --masking=bernoulli"]),
-        (mdlm, ["--block_length=8", "--max_rate=0.5"], ["--block_length=8", "--max_rate=0.5"]),
+        (mdlm, ["--block_length=8", "--rates=0-0.5"], ["--block_length=8", "--rates=0-0.5"]),
         (mdlm, ["--block_length=8", "--time_conditioning"], ["=8 and --time_conditioning"]),
-        (mdlm, ["--block_length=8", "--lengths=known"], ["--block_length=8", "--lengths=known"]),
+        (
+            mdlm,
+            ["--block_length=8", "--document_length=given"],
+            ["--block_length=8", "--document_length=given"],
+        ),
         (eval, ["--whole"], ["--whole", "leave it out"]),
         (eval, ["--text=To be"], ["--text is for models that fill gaps"]),
         (export, ["--to=hf", "--dest={tmp}/x"], ["--to=hf", "--block_length"]),
@@ -446,10 +623,23 @@ def test_sample_writes_beyond_the_context(run, capsys):
     assert len(line["text"]) == 100 and line["text"].startswith("to be ")
 
 
+def learned(asks, text_file, tmp_path):
+    """Flags of what is learned: a text, or the ends of its lines from their beginnings."""
+    if not asks:
+        return [f"--data={text_file}"]
+    lines = [line for line in text_file.read_text().splitlines() if 24 < len(line) < 99][:300]
+    pairs = [dict(q=line[: 5 + n % 9], text=line[-12:]) for n, line in enumerate(lines)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return [f"--data={path}", "--prompt_column=q"]
+
+
 @pytest.mark.slow
-def test_compiled_blocks_train_alike(text_file, tmp_path):
-    flags = [f"--data={text_file}", *TINY, "--block_length=8", "--whole=0.5", "--max_steps=6"]
-    objective = network(8, 32, whole=0.5).objective
+@pytest.mark.parametrize("asks", [False, True])
+def test_compiled_blocks_train_alike(text_file, tmp_path, asks):
+    data = learned(asks, text_file, tmp_path)
+    flags = [*data, *TINY, "--block_length=8", "--infill_share=0.5", "--max_steps=6"]
+    objective = network(8, 32, infill_share=0.5).objective
     kinds = {bool(objective.is_whole(step)) for step in range(5)}
     assert kinds == {False, True}, "both kinds of step, not only the last"
     for mode in ("on", "off"):
@@ -459,9 +649,11 @@ def test_compiled_blocks_train_alike(text_file, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_like_one(text_file, tmp_path):
+@pytest.mark.parametrize("asks", [False, True])
+def test_two_ranks_train_like_one(text_file, tmp_path, asks):
     """Sharded, too: two ranks hold one model."""
-    flags = [f"--data={text_file}", *TINY, "--block_length=8", "--whole=0.5", "--max_steps=5"]
+    data = learned(asks, text_file, tmp_path)
+    flags = [*data, *TINY, "--block_length=8", "--infill_share=0.5", "--max_steps=5"]
     flags += ["--optimizer=adamw", "--batch_size=4"]
     assert run_mdlm(*flags, f"--out_dir={tmp_path / 'one'}") == 0
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "mdlm.py"]

@@ -93,13 +93,13 @@ def test_blocks_are_compiled_when_process_ends(monkeypatch, exitcode):
     alive = [True, True, False]
     compiled = []
     said = []
-    monkeypatch.setattr(compiling, "compile_blocks", compiled.append)
+    monkeypatch.setattr(compiling, "compile_layers", compiled.append)
     threads = torch.get_num_threads()
     run = SimpleNamespace(
         compiler=SimpleNamespace(
             is_alive=lambda: alive.pop(0), exitcode=exitcode, threads=threads + 1
         ),
-        model=SimpleNamespace(blocks="blocks"),
+        model=SimpleNamespace(layers="layers"),
         log=SimpleNamespace(say=said.append),
         step=7,
     )
@@ -108,7 +108,7 @@ def test_blocks_are_compiled_when_process_ends(monkeypatch, exitcode):
         assert not compiled
     for _ in range(2):
         compiling.use_compiled(run)
-        assert compiled == ([] if exitcode else ["blocks"]), "once"
+        assert compiled == ([] if exitcode else ["layers"]), "once"
     assert torch.get_num_threads() == threads + 1
     torch.set_num_threads(threads)
     words = f"exit code {exitcode}" if exitcode else "compiled from step 8 on"

@@ -219,7 +219,7 @@ def test_windows_start_at_documents(ids, T):
             expected.append(i)
         if token == 3:
             start = i + 1
-    kind = dict(learned=dict(lengths="learned"), ar=dict(objective="ar"), known=dict())
+    kind = dict(learned=dict(document_length="predicted"), ar=dict(objective="ar"), known=dict())
     found = {}
     for name, more in kind.items():
         config = mdlm.Config(block_size=T, **more)

@@ -535,7 +535,7 @@ def test_advice_about_a_damaged_id_works(tmp_path):
     ids[7::4000] = 50_256
     write_ids(tmp_path, ids, np.uint16)
     for dtype in ("auto", "uint16"):
-        with pytest.raises(UserError, match=r"--vocab_size.*--end_id=50256") as e:
+        with pytest.raises(UserError, match=r"--vocab_size.*--end=50256") as e:
             open_ids(tmp_path, bin_dtype=dtype)
         assert "--bin_dtype" not in str(e.value)
     assert open_ids(tmp_path, V=50_257)[2].vocab_size == 50_257
@@ -617,7 +617,7 @@ def test_an_end_that_never_occurs_is_refused(tmp_path):
     ids = zipf(9000, 500)
     ids[ids == 7] = 8
     write_ids(tmp_path, ids, np.uint16)
-    with pytest.raises(UserError, match=r"has no id 7, which ends a document; .*--end_id"):
+    with pytest.raises(UserError, match=r"has no id 7, which ends a document; .*--end out"):
         open_ids(tmp_path, end_id=7)
     ids[::100] = 7
     write_ids(tmp_path, ids, np.uint16)
@@ -633,11 +633,11 @@ def test_the_number_of_documents_is_said(tmp_path, capsys):
     write_ids(tmp_path / "ids", np.arange(1000) % 25, np.uint16, n_val=100)
     for name, n, more in (
         ("x.jsonl", 54, dict()),
-        ("qa.jsonl", 45, dict(prompt_column="q", lengths="learned")),
+        ("qa.jsonl", 45, dict(prompt_column="q", document_length="predicted")),
         ("t.txt", 54, dict(separator="\\n\\n")),
     ):
         assert prepared(tmp_path / name, tmp_path / f"{name}-ids", **more)[0].n_documents == n
-    flags = [*TINY, "--max_steps=1", "--end_id=24", f"--out_dir={tmp_path / 'o'}"]
+    flags = [*TINY, "--max_steps=1", "--end=24", f"--out_dir={tmp_path / 'o'}"]
     assert run_mdlm(f"--data={tmp_path / 'ids'}", *flags) == 0
     assert " in 36 documents" in capsys.readouterr().out
 
@@ -688,7 +688,7 @@ def test_a_pair_that_is_too_long_is_located(tmp_path):
     records = [dict(q="what", a="x" * (90 if i == 30 else 9)) for i in range(60)]
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    flags = dict(prompt_column="q", text_column="a", block_size=32, lengths="learned")
+    flags = dict(prompt_column="q", text_column="a", block_size=32, document_length="predicted")
     with pytest.raises(UserError, match=r"x\.jsonl, line 31: .* take 96 tokens"):
         prepared(path, tmp_path / "d", **flags)
 
@@ -801,7 +801,7 @@ def test_a_folder_of_five_books_trains(tmp_path):
 def test_no_prompt_is_split_from_its_answer(tmp_path, n):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(f'{{"q": "x{"y" * i}", "a": "z"}}\n' for i in range(n)))
-    flags = dict(prompt_column="q", text_column="a", lengths="learned", block_size=32)
+    flags = dict(prompt_column="q", text_column="a", document_length="predicted", block_size=32)
     _, train, val = prepared(path, tmp_path / "d", **flags)
     assert train.startswith("x") and val.startswith("x")
     assert train.endswith("z|") and val.endswith("z|")
@@ -810,7 +810,9 @@ def test_no_prompt_is_split_from_its_answer(tmp_path, n):
 def test_a_single_pair_is_refused(tmp_path):
     write_jsonl(tmp_path / "x.jsonl", ["answer"])
     (tmp_path / "x.jsonl").write_text('{"q": "a", "text": "b"}')
-    refused(tmp_path / "x.jsonl", "give more records", prompt_column="q", lengths="learned")
+    refused(
+        tmp_path / "x.jsonl", "give more records", prompt_column="q", document_length="predicted"
+    )
 
 
 EMPTY = [None, "", " ", "\n\t\u00a0"]
@@ -906,7 +908,7 @@ def test_an_answer_without_text_skips_its_prompt(tmp_path):
     path = tmp_path / "x.jsonl"
     pairs = [("a", "b"), ("c", None), ("", "d"), ("e", "f")] * 9
     path.write_text("".join(json.dumps(dict(q=q, a=a)) + "\n" for q, a in pairs))
-    flags = dict(prompt_column="q", text_column="a", lengths="learned")
+    flags = dict(prompt_column="q", text_column="a", document_length="predicted")
     assert documents(path, **flags) == ["a", "b", "e", "f"] * 9
 
 

@@ -235,7 +235,7 @@ def packed_by_hand(sizes, T):
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=60))
 def test_packed_windows_hold_all_that_fits(sizes):
     ids = [i for size in sizes for i in (*[1] * (size - 1), 9)]
-    config = mdlm.Config(block_size=12, lengths="learned")  # no document is empty here
+    config = mdlm.Config(block_size=12, document_length="predicted")  # no document is empty here
     starts, taken, _ = windows = sources.cut_windows(torch.tensor(ids).numpy(), config, 9)
     learned = taken - 1
     found = [part.tolist() for part in sources.pack_windows(starts, taken, learned, 12)]
@@ -270,12 +270,12 @@ def test_packed_documents_have_the_same_bound(speeches, tmp_path):
 
 
 def test_older_runs_go_on_learning_the_end(speeches, tmp_path):
-    flags = [*TINY, *speeches, "--lengths=learned", "--lr_schedule=constant"]
+    flags = [*TINY, *speeches, "--document_length=predicted", "--lr_schedule=constant"]
     for name, steps in (("a", 2), ("b", 4)):
         assert run_mdlm(*flags, f"--max_steps={steps}", f"--out_dir={tmp_path / name}") == 0
     folder = tmp_path / "a" / "step-2"
     config = json.loads((folder / "config.json").read_text())
-    del config["config"]["lengths"]  # as an earlier version wrote it
+    del config["config"]["document_length"]  # as an earlier version wrote it
     (folder / "config.json").write_text(json.dumps(config))
     sign(folder)
     assert not mdlm.load(folder)[0].objective.lengths_are_given
@@ -286,7 +286,7 @@ def test_older_runs_go_on_learning_the_end(speeches, tmp_path):
 def test_what_cannot_be_given_lengths_is_refused(speeches, tmp_path, capsys):
     flags = [*TINY, *speeches, "--masking=bernoulli", "--max_steps=1"]
     assert run_mdlm(*flags, f"--out_dir={tmp_path / 'x'}") == 2
-    assert "add --lengths=learned" in capsys.readouterr().err
+    assert "add --document_length=predicted" in capsys.readouterr().err
     assert not (tmp_path / "x").exists(), "the data was prepared for nothing"
     config = mdlm.Config(block_size=8)
     with pytest.raises(ValueError, match="ends of its documents"):

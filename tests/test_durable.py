@@ -28,7 +28,7 @@ import eval
 import export
 import mdlm
 import sample
-from support import cli, devices, errors, files, flags, outputs, ownership, signals, terminal
+from support import cli, errors, files, flags, outputs, ownership, signals, terminal
 from support.ranks import check_alike
 from support.training import checkpoint, scores
 
@@ -395,7 +395,7 @@ def test_advice_after_a_divergence_is_accepted(
         f"--out_dir={out}",
         *flags,
     ]
-    clip = devices.clip_gradients
+    clip = mdlm.clip_gradients
     left = [2]
 
     def diverges(params, limit):
@@ -403,7 +403,7 @@ def test_advice_after_a_divergence_is_accepted(
         return clip(params, limit) * (1 if left[0] >= 0 else float("nan"))
 
     with monkeypatch.context() as patched:
-        patched.setattr(devices, "clip_gradients", diverges)
+        patched.setattr(mdlm, "clip_gradients", diverges)
         assert run_mdlm(*argv) == 2
     advice = capsys.readouterr().err
     named = [name for name, _ in flags_in(advice)]

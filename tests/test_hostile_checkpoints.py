@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 import os
 import pickle
 import random
@@ -271,7 +272,7 @@ def change_config(run, changes):
         (dict(dropout=float("nan")), "dropout"),
         (dict(learning_rate=float("inf")), "learning_rate"),
         (dict(objective="x" * 10**6), "objective"),
-        (dict(mask_schedule="unheard_of"), "mask_schedule"),
+        (dict(mask_schedule="unheard_of"), "unheard_of"),
         (dict(pos=None), "pos"),
         (dict(n_layers=2), "n_layers"),
         (dict(__class__="os"), "__class__"),
@@ -350,6 +351,16 @@ def test_links_are_not_followed(run, tmp_path):
     assert sorted(p.name for p in checkpoint.checkpoints(run)) == ["step-4", "step-5"]
     assert len(list((tmp_path / "precious").iterdir())) == 6
     assert not (run / ".mdlm-tmp-stale").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["step", "seconds", "ending", "finished", "tokens", "saving"])
+@pytest.mark.parametrize("value", ["x", None, -5, [1], math.nan])
+def test_damaged_state_is_refused(run, name, value):
+    path = run / "step-4" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    sign(run / "step-4")
+    with pytest.raises(UserError, match=f"state.json is damaged: {name}"):
+        checkpoint.read_state(run / "step-4")
 
 
 @pytest.mark.parametrize(

@@ -366,7 +366,7 @@ def test_masking_statistics_are_of_both_processes():
         assert abs(statistics.mean(bernoulli) - T * rate) < 4 * sd / 1000**0.5
         assert statistics.stdev(bernoulli) == pytest.approx(sd, rel=0.15)
     densities = pictures.schedule_densities()
-    assert densities["linear"] == pytest.approx([1] * T)
+    assert densities["uniform"] == pytest.approx([1] * T)
     assert sum(densities["cosine"]) == pytest.approx(T) and densities["cosine"][-1] > 3
 
 
@@ -404,7 +404,7 @@ def test_attention_maps_are_what_attention_does(how, monkeypatch):
 def test_time_embedding_is_what_blocks_get():
     model = lively(time_conditioning=True)
     told = []
-    model.blocks[0].adaln.register_forward_hook(lambda layer, args, out: told.append(args[0]))
+    model.layers[0].adaln.register_forward_hook(lambda layer, args, out: told.append(args[0]))
     model(model.objective.view(torch.full((1, 16), model.mask_id)))
     found = load("pictures").time_embedding(model)
     assert found.shape == (101, 32)

@@ -30,15 +30,15 @@ from variants import rates
 
 VARIANTS = [
     dict(masking="bernoulli"),
-    dict(mask_schedule="cosine"),
-    dict(min_rate=0.1),
-    dict(max_rate=0.9),
+    dict(rates="cosine"),
+    dict(rates="0.1-1"),
+    dict(rates="0-0.9"),
     dict(loss_weight="uniform"),
 ]
 # What a newcomer might add to rates.SCHEDULES, and the inverse of each by hand.
 SCHEDULES = {"sqrt": torch.sqrt, "square": torch.square, "falling": lambda u: 1 - u}
 INVERSES = {
-    "linear": lambda t: t,
+    "uniform": lambda t: t,
     "cosine": lambda t: 1 - 2 / math.pi * t.acos(),
     "sqrt": torch.square,
     "square": torch.sqrt,
@@ -111,10 +111,10 @@ def test_uniform_model_has_loss_ln_v(more):
 
 
 @pytest.mark.parametrize("masking", ["exact", "bernoulli"])
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "square"])
+@pytest.mark.parametrize("schedule", ["uniform", "cosine", "square"])
 def test_training_loss_is_unbiased(world, schedules, masking, schedule):
     windows = world.x.repeat(2, 1)[:128]
-    settings = dict(batch_size=128, masking=masking, mask_schedule=schedule)
+    settings = dict(batch_size=128, masking=masking, rates=schedule)
     toy = Toy(world.random, world.V, world.T, **settings)
     truth = exhaustive_nelbo(world.random, windows, world.V).mean().item()
     values = torch.tensor([batch_loss(toy, windows, step) for step in range(300)]).double()
@@ -285,7 +285,7 @@ def test_rates_open_in_the_second_half(short_run, tmp_path, monkeypatch):
 @pytest.mark.parametrize("L", [1, 7, 256, 8192])
 @pytest.mark.parametrize("name", INVERSES)
 def test_weights_of_any_schedule_keep_the_bound(schedules, name, L):
-    config = mdlm.Config(block_size=L, mask_schedule=name)
+    config = mdlm.Config(block_size=L, rates=name)
     P = rates.count_probabilities(config)
     edges = INVERSES[name](torch.arange(L + 1, dtype=torch.float64) / L)
     by_hand = edges.diff().abs()
@@ -298,9 +298,9 @@ def test_weights_of_any_schedule_keep_the_bound(schedules, name, L):
 
 
 @pytest.mark.parametrize("L", [1, 7, 256])
-@pytest.mark.parametrize("name", ["linear", "square", "falling"])
+@pytest.mark.parametrize("name", ["uniform", "square", "falling"])
 def test_bernoulli_weights_keep_the_bound(schedules, name, L):
-    config = mdlm.Config(block_size=L, mask_schedule=name, masking="bernoulli")
+    config = mdlm.Config(block_size=L, rates=name, masking="bernoulli")
     n = torch.arange(L + 1, dtype=torch.float64)
     by_hand = torch.full_like(n, 1 / (L + 1))
     if name == "square":  # the integral of binomial(L, t) dt / (2 sqrt(t)), a beta function
@@ -314,7 +314,7 @@ def test_bernoulli_weights_keep_the_bound(schedules, name, L):
 @pytest.mark.parametrize("masking", ["exact", "bernoulli"])
 @pytest.mark.parametrize("name", INVERSES)
 def test_probabilities_are_those_of_the_draws(schedules, name, masking):
-    settings = dict(n_embd=8, block_size=8, batch_size=1024, mask_schedule=name, masking=masking)
+    settings = dict(n_embd=8, block_size=8, batch_size=1024, rates=name, masking=masking)
     config = mdlm.Config(**settings)
     ops = kernels.select("torch")
     x0 = torch.zeros(1024, 8, dtype=torch.long)
@@ -345,15 +345,15 @@ def test_probabilities_are_those_of_the_draws(schedules, name, masking):
 def test_unsuitable_schedule_is_refused(monkeypatch, schedule, masking):
     monkeypatch.setitem(rates.SCHEDULES, "new", schedule)
     with pytest.raises(UserError, match="strictly between 0 and 1"):
-        untrained(mask_schedule="new", masking=masking)
+        untrained(rates="new", masking=masking)
 
 
 def test_clipped_and_uniform_losses_are_no_bound(capsys, short_run, tmp_path):
     assert rates.is_bound(mdlm.Config())
-    assert rates.is_bound(mdlm.Config(mask_schedule="cosine", masking="bernoulli"))
-    for more in (dict(min_rate=0.15), dict(max_rate=0.5), dict(loss_weight="uniform")):
+    assert rates.is_bound(mdlm.Config(rates="cosine", masking="bernoulli"))
+    for more in (dict(rates="0.15-1"), dict(rates="0-0.5"), dict(loss_weight="uniform")):
         assert not rates.is_bound(mdlm.Config(**more))
-    bert = mdlm.Config(min_rate=0.15, max_rate=0.15, block_size=100)
+    bert = mdlm.Config(rates="0.15-0.15", block_size=100)
     assert (counts_of(bert, 0) == 16).all()  # 1 + floor(0.15 * 100)
     text = short_run.parent / "text.txt"
     flags = ["--max_steps=1", f"--out_dir={tmp_path / 'out'}", "--overwrite", "--eval_windows=2"]
@@ -364,7 +364,7 @@ def test_clipped_and_uniform_losses_are_no_bound(capsys, short_run, tmp_path):
 
 @pytest.mark.parametrize("masking", ["exact", "bernoulli"])
 def test_bert_loss_is_mean_over_masked_tokens(masking):
-    settings = dict(min_rate=0.15, max_rate=0.15, block_size=100, loss_weight="uniform")
+    settings = dict(rates="0.15-0.15", block_size=100, loss_weight="uniform")
     weight = rates.text_weights(mdlm.Config(masking=masking, **settings))
     masked = 16 if masking == "exact" else 15  # 1 + floor(15), and the expected number
     assert weight[masked] == pytest.approx(1, abs=1e-5)
@@ -526,7 +526,7 @@ def test_standard_error_holds_with_few_windows(W, passes):
     "n_layer, every, wanted", [(5, 3, [1, 4]), (4, 4, [3]), (3, 1, [0, 1, 2]), (2, 9, [1])]
 )
 def test_attention_is_counted_from_the_last_block(n_layer, every, wanted):
-    blocks = untrained(n_layer=n_layer, attention_every=every).blocks
+    blocks = untrained(n_layer=n_layer, attention_every=every).layers
     assert [i for i, block in enumerate(blocks) if block.qkv is not None] == wanted
 
 
@@ -637,3 +637,12 @@ def test_batches_of_an_evaluation_are_spread(world):
     )
     assert r["windows"] == 8 and seen == set(range(0, V, 4))
     assert r["nelbo"] == pytest.approx(math.log(V))
+
+
+def test_tied_head_scores_a_token_by_its_own_embedding():
+    model = scrambled(tie=True)
+    xt = torch.arange(32).view(2, 16) % (model.vocab_size + 1)
+    features = model.features(model.objective.view(xt))  # (2, 16, C)
+    for id in (0, model.vocab_size - 1):
+        wanted = features @ model.embed.weight[id]
+        torch.testing.assert_close(model(model.objective.view(xt))[..., id], wanted)

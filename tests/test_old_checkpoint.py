@@ -1,9 +1,10 @@
 """Checkpoints of earlier versions load, sample and resume.
 
-checkpoint_e2302bb.tar.xz is a run that commit e2302bb (before this layout) stopped at step 10 of
-20, checkpoint_e2302bb.json the losses of its next five steps.
+checkpoint_44a18a0.tar.xz has two runs that commit 44a18a0 saved at step 10 of 20, the second on two
+ranks with --shard; checkpoint_44a18a0.json has the losses of their next ten steps there.
 """
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -14,14 +15,18 @@ from conftest import ROOT, losses, run_mdlm, sign
 
 import mdlm
 import sample
+from support.aliases import ALIASES
 from support.errors import UserError
 
 DATA = ROOT / "tests" / "data"
 
 
+WANTED = json.loads((DATA / "checkpoint_44a18a0.json").read_text())
+
+
 @pytest.fixture
 def old_run(tmp_path):
-    shutil.unpack_archive(DATA / "checkpoint_e2302bb.tar.xz", tmp_path / "old")
+    shutil.unpack_archive(DATA / "checkpoint_44a18a0.tar.xz", tmp_path)
     return tmp_path / "old"
 
 
@@ -35,7 +40,7 @@ def change_config(run, change):
 
 def test_old_checkpoint_loads_and_samples(old_run, capsys):
     model, tokenizer, config = mdlm.load(old_run)
-    assert (config.n_layer, config.n_embd, config.block_size) == (2, 32, 32)
+    assert (config.n_layer, config.n_embd, config.block_size) == (3, 32, 32)
     x = torch.full((2, 32), model.mask_id)
     for generate in (sample.generate, mdlm.generate):
         out = generate(model, x, steps=8, generator=torch.Generator().manual_seed(0))
@@ -44,12 +49,15 @@ def test_old_checkpoint_loads_and_samples(old_run, capsys):
 
 
 def test_old_checkpoint_resumes_with_its_losses(old_run):
-    wanted = json.loads((DATA / "checkpoint_e2302bb.json").read_text())["losses"]
     assert run_mdlm("--resume", f"--out_dir={old_run}") == 0
-    assert losses(old_run)[0] == pytest.approx(wanted[0], rel=1e-5)
-    # Since then Muon treats each head apart, from the same moments.
-    assert losses(old_run)[1:5] == pytest.approx(wanted[1:], rel=1e-3)
-    assert len(losses(old_run)) == 10
+    assert losses(old_run)[10:] == pytest.approx(WANTED["old"], rel=1e-5)
+
+
+def test_old_shards_are_joined(old_run):
+    """One process goes on with what two ranks had spread over them."""
+    run = old_run.with_name("sharded")
+    assert run_mdlm("--resume", "--shard=0", f"--out_dir={run}") == 0
+    assert losses(run)[10:] == pytest.approx(WANTED["sharded"], rel=1e-3)
 
 
 def test_retired_settings_are_ignored_with_a_warning(old_run, capsys):
@@ -70,6 +78,50 @@ def test_unknown_settings_are_refused(old_run):
     change_config(old_run, lambda config: config.update(of_the_future=1))
     with pytest.raises(UserError, match="of_the_future"):
         mdlm.load(old_run)
+
+
+FORMER_NAMES = [name for _, names, _ in ALIASES["mdlm"] for name in names]
+FORMER = [  # what is said by names of before, and by names of now
+    (dict(mask_schedule="cosine"), dict(rates="cosine")),
+    (dict(mask_schedule="linear", min_rate=0.0, max_rate=1.0), dict(rates="uniform")),
+    (dict(min_rate=0.3, max_rate=0.8), dict(rates="0.3-0.8")),
+    (dict(max_rate=1e-6), dict(rates="0-1e-06")),
+    (dict(mask_schedule="cosine", max_rate=0.5), dict(rates="cosine:0-0.5")),
+    (dict(end_token="[EOT]"), dict(end="[EOT]")),
+    (dict(end_token="", end_id=-1), {}),
+    (dict(end_id=0), dict(end="0")),
+    (dict(whole=0.5, block_length=8), dict(infill_share=0.5, block_length=8)),
+    (dict(lengths="known"), dict(document_length="given")),
+    (dict(lengths="learned"), dict(document_length="predicted")),
+]
+
+
+@pytest.mark.parametrize("former, now", FORMER, ids=str)
+def test_former_names_mean_the_same(old_run, former, now):
+    def read(settings):
+        names = [*FORMER_NAMES, *now]
+        change_config(old_run, lambda config: [config.pop(name, None) for name in names])
+        change_config(old_run, lambda config: config.update(settings))
+        return mdlm.read_config(old_run / "step-10")
+
+    assert read(former) == read(now)
+    words = [f"--{name}={value}" for name, value in former.items() if value not in ("", -1)]
+    assert mdlm.parse_args(words) == now
+    apart = [part for word in words for part in word.replace("_", "-").split("=")]
+    assert mdlm.parse_args(apart) == now
+
+
+def test_former_names_are_not_shown(capsys):
+    with pytest.raises(SystemExit):
+        mdlm.parse_args(["--help=all"])
+    shown = capsys.readouterr().out
+    assert not [name for name in FORMER_NAMES if f"--{name} " in shown]
+
+
+def test_new_runs_have_names_of_now_alone(short_run):
+    content = json.loads((short_run / "step-4" / "config.json").read_text())
+    names = {field.name for field in dataclasses.fields(mdlm.Config)}
+    assert content["config"].keys() == names
 
 
 def test_shipped_config_is_unchanged():

@@ -79,8 +79,8 @@ def test_help_says_how_a_run_ends(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         mdlm.parse_args(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "max_steps=unlimited time_limit=300.0" in shown
-    assert re.search(r"--time_limit TIME_LIMIT [^(]*\([^)]*\) \(default: 300.0\)", shown)
+    assert "max_steps=unlimited time_limit=300" in shown
+    assert re.search(r"--time_limit X [^(]*\([^)]*\) \(default: 300\)", shown)
     assert str(ALWAYS) not in shown and "no clock" in shown
 
 
@@ -298,7 +298,7 @@ def test_previews_of_other_models(text_file, tmp_path, capsys, more, title):
 
 
 def test_training_loss_that_is_no_bound_is_said(text_file, tmp_path, capsys):
-    said = shown(text_file, tmp_path / "o", capsys, "--max_steps=1", "--max_rate=0.5")
+    said = shown(text_file, tmp_path / "o", capsys, "--max_steps=1", "--rates=0-0.5")
     assert "the training loss is no likelihood bound" in said.out
 
 
@@ -421,7 +421,10 @@ def test_tokens_are_those_of_text(tmp_path, capsys):
     texts = (windows != corpus.tokenizer.end_id).sum(1) + 1.0  # each with its own [END]
     assert abs(texts.mean().item() - corpus.mean_size) < 0.02  # the last one may have none
     assert read_log(tmp_path / "o")[-1]["tokens"] == round(3 * 8 * corpus.mean_size) < 3 * 8 * 16
-    assert run_mdlm(*flags, f"--out_dir={tmp_path / 'p'}", "--objective=ar", "--lengths=known") == 0
+    assert (
+        run_mdlm(*flags, f"--out_dir={tmp_path / 'p'}", "--objective=ar", "--document_length=given")
+        == 0
+    )
     assert losses(tmp_path / "p")
 
 

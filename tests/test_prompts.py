@@ -2,12 +2,15 @@
 
 import itertools
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, counts_of, run_mdlm, tiny_flags
+from conftest import TINY, counts_of, losses, run_mdlm, tiny_flags
 
+import eval
+import export
 import mdlm
 import sample
 from support import cli
@@ -22,19 +25,36 @@ def write(path, records):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run that has learned which animal says what."""
-    folder = tmp_path_factory.mktemp("prompts")
+def data(tmp_path_factory):
+    """Flags of records that say which animal says what."""
     pairs = [dict(q=q, a=a) for q, a in SOUNDS.items()]
-    data = write(folder / "qa.jsonl", pairs * 200)
-    flags = tiny_flags("--n_embd=64", "--batch_size=16", "--max_steps=250", "--muon_lr=0.05")
-    flags += ["--prompt_column=q", "--text_column=a"]
-    assert run_mdlm(f"--data={data}", *flags, f"--out_dir={folder}/out") == 0
-    return folder / "out"
+    path = write(tmp_path_factory.mktemp("pairs") / "qa.jsonl", pairs * 200)
+    return [f"--data={path}", "--prompt_column=q", "--text_column=a"]
 
 
-def test_it_answers(run, capsys):
+def learn(data, out, *more):
+    """A run that has learned it."""
+    flags = tiny_flags("--n_embd=64", "--batch_size=16", "--max_steps=130", "--muon_lr=0.05")
+    assert run_mdlm(*data, *flags, *more, f"--out_dir={out}") == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    return learn(data, tmp_path_factory.mktemp("prompts") / "out")
+
+
+@pytest.fixture(scope="module")
+def run_in_blocks(data, tmp_path_factory):
+    """In blocks of 4: none of the prompts, with their [END], ends where a block does but one."""
+    return learn(data, tmp_path_factory.mktemp("blocks") / "out", "--block_length=4")
+
+
+@pytest.mark.parametrize("kind", ["run", "run_in_blocks"])
+def test_it_answers(kind, request, capsys):
     """With the length that an answer has: [END] is written too."""
+    run = request.getfixturevalue(kind)
+    capsys.readouterr()
     model, tokenizer, _ = mdlm.load(run)
     for q, a in SOUNDS.items():
         assert sample.write(model, tokenizer, q, n=2, temperature=0) == [f"{q}\n{a}"] * 2
@@ -88,6 +108,42 @@ def test_only_answers_are_learned(run):
         assert torch.equal(targets[share > 0], x0.flatten()[scored])
         text = tokenizer.decode(x0[0].tolist())
         assert any(text == q + a for q, a in SOUNDS.items())
+
+
+def test_answers_in_blocks_resume_and_are_evaluated(data, tmp_path, capsys):
+    flags = [*data, *TINY, "--block_length=8", "--lr_schedule=constant", "--rate_margin=0"]
+    for name, steps, more in (("a", 3, []), ("b", 6, []), ("c", 6, ["--infill_share=1"])):
+        where = f"--out_dir={tmp_path / name}"
+        assert run_mdlm(*flags, *more, f"--max_steps={steps}", where) == 0
+    assert run_mdlm("--resume", "--max_steps=6", f"--out_dir={tmp_path / 'a'}") == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    plain = [flag for flag in flags if "block_length" not in flag]
+    assert run_mdlm(*plain, "--max_steps=6", f"--out_dir={tmp_path / 'd'}") == 0
+    assert losses(tmp_path / "c") == losses(tmp_path / "d"), "whole texts are those without blocks"
+    capsys.readouterr()
+    for more in ([], ["--whole", "--exact"]):
+        how = [f"--out_dir={tmp_path / 'c'}", "--json=-", "--pictures=none", "--windows=9", *more]
+        assert cli.run(eval.main, how) == 0
+        r = json.loads(capsys.readouterr().out)
+        assert r["block_length"] == (0 if more else 8)
+        assert math.isfinite(r["nelbo"] + r["se"])
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "words"),
+    [
+        (sample, ["--infill=cat█"], "give --prompt, no template"),
+        (sample, ["--prompt=cat", "--block=4"], "block is not for a model of --block_length=4"),
+        (eval, ["--text=cat"], "--text is for models that fill gaps"),
+        (export, ["--to=hf", "--dest={tmp}/x"], "--block_length without --whole"),
+        (export, ["--to=page", "--dest={tmp}/x"], "not documents"),
+    ],
+)
+def test_what_answers_in_blocks_cannot_do(run_in_blocks, tmp_path, capsys, program, flags, words):
+    flags = [flag.format(tmp=tmp_path) for flag in flags]
+    assert cli.run(program.main, [f"--out_dir={run_in_blocks}", *flags]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and words in said and not (tmp_path / "x").exists()
 
 
 def test_counts_are_uniform_on_answers(run):
@@ -164,7 +220,16 @@ def test_a_prompt_goes_where_its_answer_goes(tmp_path, n):
         ([dict(q="", a="b")] * 9, [], ["9 empty", "line 1", "is empty"]),
         ([dict(q="c", a="b")] * 9, ["--text_column=q"], ["--prompt_column=q", "name two"]),
         ([dict(q="c", a="b")] * 9, ["--objective=ar"], ["--prompt_column=q", "--objective=ar"]),
-        ([dict(q="c", a="b")] * 9, ["--lengths=known"], ["--prompt_column=q", "--lengths=known"]),
+        (
+            [dict(q="c", a="b")] * 9,
+            ["--document_length=given"],
+            ["--prompt_column=q", "--document_length=given"],
+        ),
+        (
+            [dict(q="c", a="b")] * 9,
+            ["--block_length=8", "--document_length=given"],
+            ["--block_length=8", "--document_length=given"],
+        ),
         (
             [dict(q="c", a="b")] * 9,
             ["--masking=bernoulli"],

@@ -197,9 +197,9 @@ def test_padding_computed_once_changes_no_logits(settings):
     for p in model.parameters():
         p.data += torch.randn_like(p, requires_grad=False) / 3
     L = settings["block_size"]
-    blocks = model.blocks
+    blocks = model.layers
     computed = []
-    model.blocks[0].up.register_forward_pre_hook(lambda _, args: computed.append(args[0].numel()))
+    model.layers[0].up.register_forward_pre_hook(lambda _, args: computed.append(args[0].numel()))
     with torch.no_grad():
         for n in (0, 3, L // 2, L):
             x = torch.full((3, L), model.objective.pad_id)
@@ -209,9 +209,9 @@ def test_padding_computed_once_changes_no_logits(settings):
             view = model.objective.view(x, rows=rows)
             found = padding.compute_once(model)(view)
             assert torch.allclose(found, model(view), atol=1e-5)
-            if n == 3 and model.blocks[0].qkv is None and L > 4 and model.rate is None:
+            if n == 3 and model.layers[0].qkv is None and L > 4 and model.rate is None:
                 assert computed[-2] < computed[-1] / 2
-    assert model.blocks is blocks and not any(type(b) is padding.OncePadded for b in blocks)
+    assert model.layers is blocks and not any(type(b) is padding.OncePadded for b in blocks)
     assert padding.compute_once(model) is model, "not where gradients are wanted"
 
 

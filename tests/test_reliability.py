@@ -11,13 +11,14 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHECKPOINT_FILES, TINY, losses, read_log, saved
+from conftest import CHECKPOINT_FILES, ROOT, TINY, losses, read_log, saved
 from nursery import Nursery, Run, begin_ranks, has_logged, starter
 
 import mdlm
@@ -300,6 +301,20 @@ def small_disk(folder, size):
         yield folder
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_full_standard_output_is_named(tmp_path, unbuffered):
+    command = [sys.executable, str(ROOT / "sample.py"), "--help"]
+    code = "from support import cli\nimport sys\nsys.exit(cli.run(lambda _: print('x' * 9999), []))"
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with small_disk(tmp_path / "disk", "4k") as disk:
+        for argv in ([sys.executable, "-c", code], command):
+            with open(disk / "texts", "a") as full:
+                r = subprocess.run(argv, cwd=ROOT, env=env, stdout=full, stderr=subprocess.PIPE)
+            said = r.stderr.decode()
+            assert (r.returncode, said.count("\n")) == (2, 1), said
+            assert "standard output; check that and the free space" in said
 
 
 def test_full_disk_stops_the_run(run, tmp_path):

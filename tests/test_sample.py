@@ -439,7 +439,7 @@ def run(request, pydoc, tmp_path_factory):
     kind = request.param if request.param in ("byte", "word", "bpe") else "char"
     end = request.param in ("documents", "learned")
     tokenizer = build_tokenizer(kind, 400, end, lambda: [(pydoc, end)], len(pydoc))
-    settings = dict(ar=dict(objective="ar"), learned=dict(lengths="learned"))
+    settings = dict(ar=dict(objective="ar"), learned=dict(document_length="predicted"))
     settings = settings.get(request.param, {})
     out = save_model(tmp_path_factory.mktemp(request.param), tokenizer, **settings)
     return SimpleNamespace(kind=request.param, out=out)

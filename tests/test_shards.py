@@ -135,7 +135,7 @@ NETWORKS = {
     "tied": ["--tie", "--pos=learned", "--dropout=0.1"],
     "adaLN": ["--time_conditioning", "--pos=sinusoidal", "--n_head=4"],
     "ar": ["--objective=ar", "--conv=0"],
-    "variant": ["--masking=bernoulli", "--mask_schedule=cosine", "--ema=0"],
+    "variant": ["--masking=bernoulli", "--rates=cosine", "--ema=0"],
     "documents": ["--separator=\\n", "--time_conditioning"],
 }
 

@@ -83,12 +83,12 @@ def test_tokenizer_that_changes_a_text_is_said(text_file, tmp_path, capsys):
 
 
 def test_unusable_tokenizers_are_refused(path, tmp_path, capsys):
-    with pytest.raises(UserError, match="--end_token=<end> is no special token"):
+    with pytest.raises(UserError, match="--end=<end> is no special token"):
         open_tokenizer(path, True, "<end>")
     assert open_tokenizer(path, True, "<pad>").end_id == 0
     content = path.read_text().replace(END, "<fin>")
     (tmp_path / "other.json").write_text(content)
-    with pytest.raises(UserError, match="name its --end_token"):
+    with pytest.raises(UserError, match="name its --end"):
         open_tokenizer(tmp_path / "other.json", True)
     (tmp_path / "no.json").write_text('{"model": 3}')
     for file in ("no.json", "missing.json"):
@@ -116,26 +116,24 @@ def test_folder_of_ids_gets_documents_and_text(path, tmp_path, capsys):
     documents = [library.encode(f"This is the text {i}.").ids for i in range(200)]
     write_ids(tmp_path / "ids", [i for ids in documents for i in (*ids, 1)])
     flags = [*TINY, f"--data={tmp_path / 'ids'}", "--max_steps=2"]
-    assert run_mdlm(*flags, "--end_id=1", f"--out_dir={tmp_path / 'a'}") == 0
+    assert run_mdlm(*flags, "--end=1", f"--out_dir={tmp_path / 'a'}") == 0
     assert "documents of given lengths" in capsys.readouterr().out
     model, tokenizer, _ = mdlm.load(tmp_path / "a")
     assert tokenizer.kind == "id" and model.length_counts.sum() == 200
     (tmp_path / "ids" / "tokenizer.json").write_bytes(path.read_bytes())
-    assert run_mdlm(*flags, "--end_id=1", f"--out_dir={tmp_path / 'b'}") == 0
-    corpus = mdlm.Corpus(
-        tmp_path / "ids", mdlm.Config(block_size=32, end_id=1), torch.device("cpu")
-    )
+    assert run_mdlm(*flags, "--end=1", f"--out_dir={tmp_path / 'b'}") == 0
+    corpus = mdlm.Corpus(tmp_path / "ids", mdlm.Config(block_size=32, end="1"), torch.device("cpu"))
     assert corpus.tokenizer.decode(corpus.windows(1)[0].tolist()) == "This is the text 0."
-    prepared = [*TINY, f"--data={tmp_path / 'own'}", "--max_steps=1", "--end_id=3"]
+    prepared = [*TINY, f"--data={tmp_path / 'own'}", "--max_steps=1", "--end=3"]
     (tmp_path / "own").mkdir()
     (tmp_path / "t.txt").write_text("some text to learn. " * 200)
     mdlm.prepare(mdlm.Config(data=str(tmp_path / "t.txt"), block_size=32), tmp_path / "own")
     assert run_mdlm(*prepared, f"--out_dir={tmp_path / 'd'}") == 2
-    assert "--end_id=3, but" in capsys.readouterr().err
+    assert "--end=3, but" in capsys.readouterr().err
     with pytest.raises(UserError, match="'1' is no id of a text"):
         tokenizer.encode("3 1 4")
-    assert run_mdlm(*flags, "--end_id=400", f"--out_dir={tmp_path / 'c'}") == 2
-    assert "--end_id=400 must be below V = 400" in capsys.readouterr().err
+    assert run_mdlm(*flags, "--end=400", f"--out_dir={tmp_path / 'c'}") == 2
+    assert "--end=400 must be below V = 400" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("magic, dtype", [(20240520, np.uint16), (20240801, np.uint32)])

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -229,7 +230,7 @@ class Watched(TorchDispatchMode):
 )
 def test_device_does_the_same_in_every_step(trained, monkeypatch, more):
     """Else one CUDA graph could not be all steps: nothing is read, no Python number changes."""
-    monkeypatch.setattr(devices, "is_async", lambda device: True)  # clipping reads no norm
+    monkeypatch.setattr("support.training.optimizers.is_async", lambda device: True)
     monkeypatch.setattr(mdlm, "to_device", lambda x, device: x)
     run = make_run(trained, n_layer=2, warmup_steps=3, lr_schedule="linear", **more)
     draw_batch = mdlm.draw_batch
@@ -240,7 +241,7 @@ def test_device_does_the_same_in_every_step(trained, monkeypatch, more):
         monkeypatch.setattr(mdlm, "draw_batch", lambda *args, drawn=drawn: drawn)
         with Watched() as watched:
             mdlm.compute_gradients(run, step, 1.0 - step / 4)
-            devices.clip_gradients(list(run.model.parameters()), 1.0)
+            mdlm.clip_gradients(list(run.model.parameters()), 1.0)
             mdlm.update(run)
         states = [s for o in run.optimizers for s in (*o.state.values(), *o.param_groups)]
         kept = [x.data_ptr() for x in tree_leaves(states) if isinstance(x, torch.Tensor)]
@@ -254,14 +255,14 @@ def test_few_operations_surround_the_network(trained, monkeypatch):
     run = make_run(trained, optimizer="adamw")
     mdlm.train_step(run, 0, 0.0)  # makes the optimizer's state
     drawn = mdlm.draw_batch(run, 1, 0.0, torch.arange(run.micro_batch))
-    monkeypatch.setattr(devices, "is_async", lambda device: True)  # clipping reads no norm
+    monkeypatch.setattr("support.training.optimizers.is_async", lambda device: True)
     masked = run.model.ops.mask_tokens(drawn[0], drawn[1], run.model.mask_id, 0, 0, drawn[-1])
     run.model.ops.mask_tokens = lambda *args: masked  # one or two launches of the Triton kernel
     run.model(*run.objective.batch(run.model.ops, *drawn)).backward()
     with Watched() as watched:
         mdlm.set_rates(run, 1, 1.0)
         run.objective.batch(run.model.ops, *drawn)
-        devices.clip_gradients(list(run.model.parameters()), 1.0)
+        mdlm.clip_gradients(list(run.model.parameters()), 1.0)
         mdlm.update(run)
     views = ("view", "unsqueeze", "slice", "expand", "alias", "select", "detach", "profiler")
     launched = [name for name, *_ in watched.seen if not any(view in name for view in views)]
@@ -310,7 +311,7 @@ def test_large_gradients_are_clipped_small_ones_untouched():
         ]  # the third has none
         for p, x in zip(params, before, strict=False):
             p.grad = x.clone()
-        norm = devices.clip_gradients(params, limit).item()
+        norm = mdlm.clip_gradients(params, limit).item()
         wanted = torch.cat([x.flatten() for x in before]).norm().item()
         assert norm == pytest.approx(wanted, rel=1e-5)
         after = torch.cat([p.grad.flatten() for p in params[:2]]).norm().item()
@@ -568,12 +569,12 @@ def test_fine_tuning_another_network_is_refused(short_run, tmp_path, capsys, fla
         (["--device=cuda:9"], ["cuda:9", "cpu"]),
         (["--device=toaster"], ["toaster", "cpu"]),
         (["--tokenizer=letters"], ["letters", "char"]),
-        (["--mask_schedule=sqrt"], ["sqrt", "cosine"]),
+        (["--rates=sqrt"], ["sqrt", "cosine"]),
         (["--resume", "--overwrite"], ["contradict"]),
         (["--resume=auto", "--overwrite"], ["contradict"]),
         (["--resume=perhaps"], ["perhaps", "true, false, auto"]),
         (["--resume"], ["no intact checkpoint"]),
-        (["--min_rate=0.5", "--max_rate=0.2"], ["swap"]),
+        (["--rates=0.5-0.2"], ["swap"]),
         (["--dropout=1.5"], ["dropout"]),
         (["--max_steps=0"], ["max_steps"]),
         (["--time_limit=-1"], ["time_limit"]),
@@ -609,16 +610,20 @@ def test_flags_take_both_spellings():
     assert mdlm.parse_args(["--n_layer", "3", "--tie=true"]) == wanted
 
 
-def help_text(capsys):
+def help_text(capsys, flag="--help=all"):
     with pytest.raises(SystemExit) as stop:
-        mdlm.parse_args(["--help"])
+        mdlm.parse_args([flag])
     assert stop.value.code == 0
     return capsys.readouterr().out
 
 
 def test_help_lists_settings_by_group(capsys):
     shown = help_text(capsys)
-    headings = ["The run", "Data", "Model", "Objective", "Optimizer", "Evaluation and logging"]
+    headings = ["The run", "The machine", "Tokens", "Model", "Training", "Evaluation and logging"]
+    headings += ["Documents (.jsonl, .json, .parquet, folders, --separator, .bin with --end)"]
+    headings += ["Prompts and answers", ".bin files", "Blocks (block diffusion)"]
+    headings += ["Other mask rates, masks and loss weights", "Autoregressive baseline"]
+    headings += ["Time conditioning"]
     places = [shown.index(f"\n{heading}:\n") for heading in headings]
     assert places == sorted(places)
     for name in mdlm.Config.__dataclass_fields__:
@@ -626,11 +631,20 @@ def test_help_lists_settings_by_group(capsys):
     sections = dict(zip(headings, map(slice, places, [*places[1:], None]), strict=True))
     for heading, flag in (
         ("Model", "--n_layer"),
-        ("Objective", "--masking"),
-        ("Data", "--tokenizer"),
+        ("Other mask rates, masks and loss weights", "--masking"),
+        ("Tokens", "--tokenizer"),
     ):
         assert f"\n  {flag} " in shown[sections[heading]]
     assert all(f"  {preset}: " in shown for preset in mdlm.PRESETS)
+
+
+def test_first_screen_of_help_has_what_most_runs_need(capsys):
+    shown = help_text(capsys, "--help")
+    found = re.findall(r"^  --(\w+) ", shown, re.MULTILINE)
+    assert {"data", "out_dir", "preset", "max_steps", "time_limit"} <= set(found)
+    assert 10 <= len(found) <= 16
+    assert all(f"  {preset}: " in shown for preset in mdlm.PRESETS)
+    assert "--help=all shows all" in shown
 
 
 @pytest.mark.parametrize("preset", ["cpu", "gpu"])
@@ -640,7 +654,7 @@ def test_help_shows_defaults_of_this_machine(capsys, monkeypatch, preset):
     config = mdlm.new_config({"preset": preset})
     for name in ("n_layer", "block_size", "dropout", "learning_rate"):
         about = shown[shown.index(f" --{name} ") :]
-        wanted = f"(default: {getattr(config, name)!r})"
+        wanted = f"(default: {getattr(config, name):g})"
         assert wanted in about[: about.index("(default:") + len(wanted)]
 
 

@@ -7,10 +7,11 @@ count how much. A variant changes some of that and leaves the rest to the object
 
 from support.errors import UserError
 
-from . import blocks, rates
+from . import autoregressive, blocks, rates, time_conditioning
 from .autoregressive import Autoregressive
 from .blocks import BlockDiffusion
 from .documents import Documents, Prompts
+from .prompts_in_blocks import PromptsInBlocks
 from .rates import OtherRates
 from .time_conditioning import TimeConditioned
 
@@ -25,15 +26,17 @@ def choose(config, default, end_id=None, mean_length=None):
     objective = default
     texts = (end_id, mean_length)
     if config.objective == "ar":
-        return Autoregressive(objective, *(texts if config.lengths == "known" else (None, None)))
+        is_given = config.document_length == "given"
+        return Autoregressive(objective, *(texts if is_given else (None, None)))
     if rates.are_other(config):
         objective = OtherRates(objective)
     if end_id is not None and config.prompt_column:
         objective = Prompts(objective, *texts)
-    elif end_id is not None and config.lengths == "known":
+    elif end_id is not None and config.document_length == "given":
         objective = Documents(objective, *texts)
     if blocks.are_asked(config):
-        objective = BlockDiffusion(objective)
+        answers = end_id is not None and config.prompt_column
+        objective = PromptsInBlocks(objective) if answers else BlockDiffusion(objective)
     if config.time_conditioning:
         objective = TimeConditioned(objective)
     return objective
@@ -45,7 +48,6 @@ REFUSED = {
     ("ar", "prompts"): "prompts are for masked diffusion",
     ("ar", "time"): "an autoregressive model has no mask rate",
     ("blocks", "documents"): "a text goes on block by block until its [END]: its length is learned",
-    ("blocks", "prompts"): "a prompt would have to end where a block ends",
     ("blocks", "rates"): "each block is masked as the default masks a text",
     ("blocks", "time"): "each block has a rate of its own",
     ("prompts", "documents"): "an answer goes on until its [END], so its length is learned",
@@ -59,13 +61,13 @@ def asked(config, has_documents):
 
     has_documents: whether the data have any but prompts and answers.
     """
-    known = config.lengths == "known"
+    is_given = config.document_length == "given"
     is_mdlm = config.objective == "mdlm"
     found = {
         "ar": (not is_mdlm, "--objective=ar"),
         "rates": (rates.are_other(config), rates.flag(config)),
         "prompts": (config.prompt_column, f"--prompt_column={config.prompt_column}"),
-        "documents": (has_documents and known and is_mdlm, "--lengths=known"),
+        "documents": (has_documents and is_given and is_mdlm, "--document_length=given"),
         "blocks": (blocks.are_asked(config), f"--block_length={config.block_length}"),
         "time": (config.time_conditioning, "--time_conditioning"),
     }
@@ -75,9 +77,14 @@ def asked(config, has_documents):
 def check(config):
     """Raise UserError for flags of variants that do not fit, whatever the data are."""
     is_asked = blocks.are_asked(config) or bool(config.prompt_column)
-    check_together(config, has_documents=is_asked)  # then --lengths=known was given
+    check_together(config, has_documents=is_asked)  # then this length was given
     blocks.check(config)
-    rates.check(config)
+
+
+def effects(config):
+    """Rules of flags.check_effects: which flags of the objective do something in a run."""
+    found = [*autoregressive.effects(config), *blocks.effects(config)]
+    return [*found, *rates.effects(config), *time_conditioning.effects(config)]
 
 
 def check_together(config, has_documents):
@@ -87,6 +94,6 @@ def check_together(config, has_documents):
         if first in flags and second in flags:
             both = f"{flags[first]} and {flags[second]} cannot be combined"
             fix = "leave one of them out"
-            if first == "documents":  # --lengths=known is the default: it cannot be left out
-                fix = f"leave {flags[second]} out, or add --lengths=learned"
+            if first == "documents":  # a default, which cannot be left out
+                fix = f"leave {flags[second]} out, or add --document_length=predicted"
             raise UserError(f"{both}: {why}; {fix}")

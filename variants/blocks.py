@@ -24,21 +24,28 @@ def are_asked(config):
 
 
 def check(config):
-    """Raise UserError for a --block_length that does not fit, or a --whole without one."""
+    """Raise UserError for a --block_length that does not fit, or --infill_share without blocks."""
     if not are_asked(config):
-        if config.whole:
+        if config.infill_share:
             needs = f"needs a --block_length below --block_size={config.block_size}"
-            raise UserError(f"--whole={config.whole} {needs}")
+            raise UserError(f"--infill_share={config.infill_share} {needs}")
     elif config.block_size % config.block_length:
         given = f"--block_length={config.block_length}"
         raise UserError(f"{given} must divide --block_size={config.block_size}")
 
 
+def effects(config):
+    """Rules of flags.check_effects."""
+    is_one = are_asked(config) and config.block_length == 1 and not config.infill_share
+    why = "with --block_length=1: of a single token there is one mask rate; leave it out"
+    return [("rate_margin", not is_one, why)]
+
+
 class BlockDiffusion(Variant):
     """Each block is a text of S tokens for `texts`, an objective like `inner` but of that length.
 
-    In a share --whole of the steps a window is a single text, as for `inner`: so the model learns
-    to fill gaps too.
+    In --infill_share of the steps a window is a single text, as for `inner`: so the model learns to
+    fill gaps too.
     """
 
     fills_gaps = False
@@ -48,7 +55,7 @@ class BlockDiffusion(Variant):
         self.block_length = self.config.block_length
         self.n_blocks = self.T // self.block_length
         # The masked text, and the clean one that later blocks see.
-        self.positions = 2 - self.config.whole
+        self.positions = 2 - self.config.infill_share
         self.texts = inner.resized(self.block_length, inner.batch_size * self.n_blocks)
 
     @property
@@ -62,23 +69,31 @@ class BlockDiffusion(Variant):
 
     # ---- Training
     def is_whole(self, step):
-        if not self.config.whole:
+        if not self.config.infill_share:
             return False
-        return numerics.stratified(1, "whole", self.seed, step) < self.config.whole
+        return numerics.stratified(1, "whole", self.seed, step) < self.config.infill_share
 
     def mask_counts(self, step, margin_scale, samples, lengths):
         """(B n,) of every block; (B,) in a step of whole texts."""
         if self.is_whole(step):
             return self.inner.mask_counts(step, margin_scale, samples, lengths)
+        return self.block_counts(step, margin_scale, samples, lengths)
+
+    def block_counts(self, step, margin_scale, samples, lengths):
+        """(B n,) how many tokens of each block to mask."""
         S = torch.full((len(samples) * self.n_blocks,), self.block_length)
         return self.texts.mask_counts(step, margin_scale, self.numbers(samples), S)
 
     def batch(self, ops, x0, counts, step, samples):
         if len(counts) == len(x0):
             return self.inner.batch(ops, x0, counts, step, samples)
-        blocks = x0.view(len(counts), -1)
-        view, targets, weights = self.texts.batch(ops, blocks, counts, step, self.numbers(samples))
+        numbers = self.numbers(samples)
+        view, targets, weights = self.block_batch(ops, x0, counts, step, numbers)
         return self.view(view.ids.view(x0.shape), x0, view.rows), targets, weights
+
+    def block_batch(self, ops, x0, counts, step, numbers):
+        """What `texts` makes of the blocks of x0 (B, T), which have these numbers (B n,)."""
+        return self.texts.batch(ops, x0.view(len(counts), -1), counts, step, numbers)
 
     # ---- What the network is shown
     def view(self, xt, x0=None, rows=None):
@@ -122,12 +137,11 @@ class BlockDiffusion(Variant):
         last = torch.where((x != self.mask_id) & ~fill, block, 0)
         if (fill & (block < last.amax(1, keepdim=True))).any():
             given = f"this model (--block_length={S}) does not see text in blocks after a gap"
-            fix = (
-                "take one without blocks, or one of mdlm.py --whole by mdlm.load(path, whole=True)"
-            )
+            learned = "mdlm.py --infill_share by mdlm.load(path, whole=True)"
+            fix = f"take one without blocks, or one of {learned}"
             raise UserError(f"{given}; {fix}")
 
     def notes(self):
-        share = self.config.whole
+        share = self.config.infill_share
         whole = f"; in {share:.0%} of the steps all at once" * (share > 0)
         return [f"{self.n_blocks} blocks of {self.block_length} tokens, one after another{whole}"]

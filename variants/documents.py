@@ -4,6 +4,8 @@
 ends, and only text is predicted and scored.
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 
@@ -31,18 +33,27 @@ class GivenTokens(Variant):
         self.end_id = end_id
         self.mean_length = mean_length or self.T
 
-    def batch(self, ops, x0, counts, step, samples):
-        scored = self.scored_mask(x0)
+    def resized(self, T, batch_size):
+        """The same objective for parts of T tokens, which have their share of the scored ones."""
+        other = copy.copy(self)
+        other.inner = self.inner.resized(T, batch_size)
+        other.mean_length = self.mean_length * T / self.T
+        return other
+
+    def batch(self, ops, x0, counts, step, samples, scored=None):
+        """scored (B, T) bool: the tokens to score, where x0 alone does not tell."""
+        if scored is None:
+            scored = self.scored_mask(x0)
         key = (self.seed, step, samples)
         xt, count, rows, n_rows = ops.mask_tokens(x0, counts, self.mask_id, *key, ~scored)
         B, T = x0.shape
-        weights = (scored.sum(1) / self.mean_length) / (count * B)
+        weights = (scored.sum(1) / self.mean_length) / (count.clamp(min=1) * B)
         rows, weights = masked_rows(rows[: B * (T + 1) // 2], n_rows, weights, T)
         return self.view(xt, rows=rows), x0.flatten()[rows], weights
 
 
 class Documents(GivenTokens):
-    """Several documents in a window, each of a known length (--lengths=known)."""
+    """Several documents in a window, each of a known length (--document_length=given)."""
 
     lengths_are_given = True
 
@@ -62,7 +73,7 @@ class Documents(GivenTokens):
         return dict(length_counts=torch.zeros(self.T + 1))
 
     def notes(self):
-        return ["documents of given lengths (--lengths)"]
+        return ["documents of given lengths (--document_length)"]
 
 
 class Prompts(GivenTokens):

@@ -5,6 +5,8 @@ clipped range (BERT: 15 %) and uniform weights give no bound.
 """
 
 import math
+import re
+from typing import NamedTuple
 
 import torch
 
@@ -14,19 +16,56 @@ from support.view import masked_rows
 
 from .variant import Variant
 
-# Mask schedules map u, uniform in [0, 1), to a mask rate. To add one, write its line here: it must
+# Schedules map u, uniform in [0, 1), to a mask rate. To add one, write its line here: it must
 # rise or fall strictly between 0 and 1. Its weights follow (count_probabilities): the bound stays.
 SCHEDULES = {
-    "linear": lambda u: u,
+    "uniform": lambda u: u,
     "cosine": lambda u: torch.cos(math.pi / 2 * (1 - u)),
 }
 
 
-DEFAULT = dict(masking="exact", mask_schedule="linear", loss_weight="bound", min_rate=0, max_rate=1)
+class Rates(NamedTuple):
+    """A distribution of mask rates: a schedule of SCHEDULES, in the range from low to high."""
+
+    schedule: str
+    low: float
+    high: float
+
+
+RATES = re.compile(r"(?:(\w+):)?(NUMBER)-(NUMBER)".replace("NUMBER", r"\d*\.?\d+(?:e-?\d+)?"))
+
+
+def parse(value):
+    """--rates -> Rates: uniform, cosine, LOW-HIGH, and both as cosine:LOW-HIGH."""
+    names = ("uniform", *SCHEDULES)
+    found = RATES.fullmatch(value)
+    schedule, low, high = found.groups("uniform") if found else (value, "0", "1")
+    if schedule not in names:
+        accepted = f"{', '.join(names)} or LOW-HIGH, such as 0.3-0.8"
+        raise UserError(f"--rates={value[:40]!r} is not accepted; give {accepted}")
+    low = float(low)
+    high = float(high)
+    if low > high:
+        raise UserError(f"--rates={value}: {low:g} is above {high:g}; swap them")
+    if not 1e-6 <= high <= 1:
+        raise UserError(f"--rates={value} must be from 0 to 1, the highest above 0")
+    return Rates(schedule, low, high)
+
+
+def in_short(value):
+    """--rates in its usual form, one for each distribution."""
+    schedule, *span = parse(value)
+    if span == [0, 1]:
+        return schedule
+    shown = "-".join(repr(rate).removesuffix(".0") for rate in span)
+    return shown if schedule == "uniform" else f"{schedule}:{shown}"
+
+
+DEFAULT = dict(masking="exact", rates="uniform", loss_weight="bound")
 
 
 def is_bound(config):
-    return config.loss_weight == "bound" and config.min_rate == 0 and config.max_rate == 1
+    return config.loss_weight == "bound" and parse(config.rates)[1:] == (0, 1)
 
 
 def flag(config):
@@ -42,17 +81,18 @@ def are_other(config):
     return bool(flag(config))
 
 
-def check(config):
-    """Raise UserError for a range of rates without any."""
-    if config.min_rate > config.max_rate:
-        raise UserError(f"--min_rate={config.min_rate} is above --max_rate; swap them")
+def effects(config):
+    """Rules of flags.check_effects."""
+    why = f"with {flag(config)}, which says what is masked all the time; leave it out"
+    return [("rate_margin", not are_other(config), why)]
 
 
 def rates_or_counts(config, u):
     """(N/2,) u in [0, 1) -> (N,) mask rates t if bernoulli, else counts 1 + floor(t T)."""
     T = config.block_size
-    t = SCHEDULES[config.mask_schedule](torch.stack((u, 1 - u), 1).flatten())
-    t = config.min_rate + (config.max_rate - config.min_rate) * t
+    schedule, low, high = parse(config.rates)
+    t = SCHEDULES[schedule](torch.stack((u, 1 - u), 1).flatten())
+    t = low + (high - low) * t
     return t if config.masking == "bernoulli" else 1 + (t * T).long().clamp(max=T - 1)
 
 
@@ -60,11 +100,12 @@ def count_probabilities(config):
     """P(l) of masking l of T tokens, (T+1,) float64, for rates from 0 to 1."""
     T = config.block_size
     count = torch.arange(T + 1, dtype=torch.float64)
-    schedule = SCHEDULES[config.mask_schedule]
+    name = parse(config.rates).schedule
+    schedule = SCHEDULES[name]
     if config.masking == "exact":  # u the inverse of the schedule: P(l) = |u(l/T) - u((l-1)/T)|
         u = numerics.invert(schedule, count / T)
         return u.diff(prepend=u[:1]).abs()
-    if config.mask_schedule == "linear":  # then E[1/t | l] = (T + 1) / l, the textbook weight
+    if name == "uniform":  # then E[1/t | l] = (T + 1) / l, the textbook weight
         return torch.full_like(count, 1 / (T + 1))
     return numerics.binomial_mixture(T, schedule)
 
@@ -85,7 +126,7 @@ def text_weights(config):
 
 
 class OtherRates(Variant):
-    """Masks and weighs texts as --masking, --mask_schedule, --min_rate, --loss_weight ... say."""
+    """Masks and weighs texts as --masking, --rates and --loss_weight say."""
 
     def __init__(self, inner):
         super().__init__(inner)

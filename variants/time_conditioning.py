@@ -9,6 +9,12 @@ from support.kernels.reference import masked_share
 from .variant import Variant
 
 
+def effects(config):
+    """Rules of flags.check_effects."""
+    why = "with --time_conditioning, as the model must learn all rates; leave it out"
+    return [("rate_margin", not config.time_conditioning, why)]
+
+
 class TimeConditioned(Variant):
     """Shows the network the share of text that is masked, in each document on its own."""
 

@@ -51,6 +51,12 @@ def map_ids(path, dtype, stated=True):
     return ids
 
 
+def has_header(path):
+    """Whether a file has a header of llm.c, which says the width of its ids."""
+    size = path.stat().st_size if path.is_file() else 0
+    return size >= HEADER and int(np.fromfile(path, np.int32, 1)[0]) in MAGIC
+
+
 def is_new_header(header, size):
     """Whether a file seems to begin with a header as llm.c's, whose magic number is a date."""
     sizes = [int(header[2]) * width for width in (1, 2, 4, 8)]
@@ -192,5 +198,5 @@ def check_largest(folder, parts, largest, end_id):
             count += len(part) - len(lower)
     if second * 4 + 256 < top and count <= 3:
         what = f"{folder} has the id {top} {count} time(s), and no other one above {second}"
-        fix += f", or --end_id={top} if it ends documents" * (end_id < 0)
+        fix += f", or --end={top} if it ends documents" * (end_id < 0)
         raise UserError(f"{what}: it may be damaged; {fix}")

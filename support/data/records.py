@@ -192,6 +192,11 @@ def find_files(path):
     return found
 
 
+def has_columns(path):
+    """Whether a data set has records with columns; text files in a folder have none."""
+    return any(suffix_of(file) != ".txt" for file in find_files(path))
+
+
 def describe_folder(path):
     """Lines that say what a folder of texts held, what was left out, and what may be a mistake."""
     found, left_out = list_folder(path)

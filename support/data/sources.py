@@ -16,7 +16,7 @@ import torch
 
 from support import files
 from support.data import records
-from support.data.ids import DTYPES, check_largest, doubt_width, map_ids
+from support.data.ids import DTYPES, check_largest, doubt_width, has_header, map_ids
 from support.data.records import PART, read_text
 from support.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_from_json
 from support.environment import optional
@@ -54,6 +54,75 @@ def say_left_out(folder):
 def has_documents(config):
     """Whether the texts of --data end in [END]; for a folder of ids its tokenizer says so."""
     return bool(config.separator) or is_records(config.data)
+
+
+def end_id_of(config):
+    """The id that --end says for .bin files, -1 for none. (In a tokenizer.json it is a token.)"""
+    if not config.end or config.tokenizer.endswith(".json"):
+        return -1
+    if not config.end.isdecimal():
+        fix = "give the number that ends documents"
+        raise UserError(f"--end={config.end} is no id of --data={config.data}; {fix}")
+    return int(config.end)
+
+
+def ids_have_documents(config):
+    """Whether the documents of a folder of ids end in an [END]: by --end, or as prepared here."""
+    path = Path(config.data) / "tokenizer.json"
+    noted = read_json(path, "tokenizer") if path.exists() else {}
+    return bool(config.end) or ("format" in noted and noted.get("end", False) is not False)
+
+
+def effects(config):
+    """Rules of flags.check_effects: which flags about the data do something in a new run."""
+    given = f"with --data={config.data}"
+    leave = "leave it out"
+    if is_ids(config.data):
+        return effects_on_ids(config, given, leave)
+    is_text = not is_records(config.data) and config.data != "patterns"
+    columns = is_records(config.data) and records.has_columns(config.data)
+    learns = config.tokenizer in ("word", "bpe")
+    is_file = config.tokenizer.endswith(".json")
+    kind = f"with --tokenizer={config.tokenizer}; {leave}, or give"
+    brought = f"with --init_from, which brings a tokenizer; {leave}"
+    no_documents = f"{given}, which is a single text; {leave}"
+    return [
+        ("separator", is_text, f"{given}, which is no text file; {leave}"),
+        ("text_column prompt_column", columns, f"{given}, which has no columns; {leave}"),
+        ("max_bad_records", is_records(config.data), f"{given}, which has no records; {leave}"),
+        ("bin_dtype", False, f"{given}, which is no folder of .bin files; {leave}"),
+        ("vocab_size end", not config.init_from, brought),
+        ("vocab_size", learns, f"{kind} --tokenizer=word or bpe"),
+        ("end", is_file, f"{kind} the tokenizer.json that has this token"),
+        ("end document_length pack", has_documents(config), no_documents),
+        effect_of_pack(config),
+    ]
+
+
+def effect_of_pack(config):
+    """The rule of --pack, for data with documents."""
+    if config.objective != "mdlm":
+        return "pack", False, f"with --objective={config.objective}; leave it out"
+    why = f"with --document_length={config.document_length}, as a window holds one; leave it out"
+    return "pack", config.document_length == "given", why
+
+
+def effects_on_ids(config, given, leave):
+    """The same for a folder of ids."""
+    ids = f"{given}, a folder of ids; {leave}"
+    folder = Path(config.data)
+    has_tokenizer = (folder / "tokenizer.json").exists()
+    is_prepared = "source" in read_meta(folder / "meta.json")
+    states_width = has_header(folder / NAMES[0])
+    no_documents = f"{given}, which has no documents; {leave}, or give the --end of its documents"
+    return [
+        ("tokenizer separator text_column prompt_column max_bad_records", False, ids),
+        ("vocab_size", not has_tokenizer, f"{given}, whose tokenizer.json has one; {leave}"),
+        ("bin_dtype", not is_prepared, f"{given}, whose meta.json notes it; {leave}"),
+        ("bin_dtype", not states_width, f"{given}, whose header says it; {leave}"),
+        ("document_length pack", ids_have_documents(config), no_documents),
+        effect_of_pack(config),
+    ]
 
 
 def default_data():
@@ -255,7 +324,7 @@ def dtype_of(meta, bin_dtype):
 def check_end(path, ids, end_id):
     """Raise UserError if no document ends in a file, as its [END] never occurs."""
     if not any((part == end_id).any() for part in parts_of([ids])):
-        fix = "give the id that ends documents, or leave --end_id out"
+        fix = "give the id that ends documents, or leave --end out"
         raise UserError(f"{path} has no id {end_id}, which ends a document; {fix}")
 
 
@@ -271,7 +340,7 @@ def tokenizer_of_ids(path, V, end_id):
         tokenizer = tokenizer_from_json(path)
         if end_id not in (-1, tokenizer.end_id):
             fix = "leave it out"
-            raise UserError(f"--end_id={end_id}, but {path} has {tokenizer.end_id}; {fix}")
+            raise UserError(f"--end={end_id}, but {path} has {tokenizer.end_id}; {fix}")
         return tokenizer
     end = False if end_id < 0 else end_id
     if path.exists():
@@ -280,7 +349,7 @@ def tokenizer_of_ids(path, V, end_id):
     else:
         tokenizer = Tokenizer("id", V, end)
     if end_id >= tokenizer.vocab_size:
-        raise UserError(f"--end_id={end_id} must be below V = {tokenizer.vocab_size}")
+        raise UserError(f"--end={end_id} must be below V = {tokenizer.vocab_size}")
     return tokenizer
 
 
@@ -322,7 +391,7 @@ def cut_windows(ids, config, end_id):
     """(W,) int64: where windows start, how many tokens they take, how many of these are learned.
 
     Without an end_id they follow each other. Else they start at each document, and every T tokens
-    in a longer one. Learned is the text; with --objective=ar its [END]; with --lengths=learned all.
+    in a longer one. Learned is the text; with --objective=ar its [END]; of predicted lengths all.
     """
     T = config.block_size
     if end_id is None:
@@ -343,9 +412,9 @@ def cut_windows(ids, config, end_id):
     starts = sizes.cumsum(dtype=np.int32 if len(ids) + T < 1 << 31 else np.int64)
     starts -= sizes
     learned = np.full_like(sizes, T)
-    if config.lengths == "known":
+    if config.document_length == "given":
         learned = sizes.copy()
-    if config.lengths == "known" and config.objective == "mdlm":
+    if config.document_length == "given" and config.objective == "mdlm":
         learned[last] -= 1
         learned[-1] += ids[-1] != end_id  # the last document may be cut off
     if config.prompt_column:

@@ -20,7 +20,7 @@ WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character is part of exactly 
 TEXT, MASKED, END = range(3)  # what a stretch of ids is
 WINDOW = 4  # tokens; no character has more bytes
 SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
-# What follows a document in files of the tokenizers library, if --end_token does not say it.
+# What follows a document in files of the tokenizers library, if --end does not say it.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -226,19 +226,25 @@ class Tokenizer:
         """(n + 1,) where in the text `whole` of n ids each token begins, and its length.
 
         A token's text is what it adds to that of the few before it, if this gives the whole text.
+        A character that is broken so far may be completed by the next tokens: until that is known,
+        its tokens wait.
         """
         found = [0]
         text = ""
         begin = known = 0  # the window, and how many of its tokens have been spelled
+        waiting = []  # texts of the window up to each token that waits
         for stop in range(1, len(ids) + 1):
-            before = self.spell(ids[begin:known])
             both = self.spell(ids[begin:stop])
-            if not both.endswith(BROKEN) or stop - known > WINDOW:
-                text += both[shared(before, both) :]
-                begin = known
-                known = stop
-            found.append(len(text))
-        if whole.startswith(text):
+            waiting.append(both)
+            if both.endswith(BROKEN) and stop - known <= WINDOW and stop < len(ids):
+                continue
+            start = shared(self.spell(ids[begin:known]), both)
+            found += [len(text) + max(0, shared(spelled, both) - start) for spelled in waiting]
+            text += both[start:]
+            waiting = []
+            begin = known
+            known = stop
+        if text == whole:
             return found
         return [shared(self.spell(ids[:stop]), whole) for stop in range(len(ids) + 1)]
 
@@ -314,9 +320,9 @@ def open_tokenizer(path, end, end_token=""):
         raise UserError(f"{path} is no file of the tokenizers library: {str(e)[:200]}") from None
     found = [token for token in ((end_token,) if end_token else END_TOKENS) if token in specials]
     if end_token and not found:
-        raise UserError(f"--end_token={end_token} is no special token of {path}; give one")
+        raise UserError(f"--end={end_token} is no special token of {path}; give one")
     if end and not found:
-        raise UserError(f"{path} has none of {', '.join(END_TOKENS)}; name its --end_token")
+        raise UserError(f"{path} has none of {', '.join(END_TOKENS)}; name its --end")
     return Tokenizer("file", content, specials[found[0]]) if end else tokenizer
 
 

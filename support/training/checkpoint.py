@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from support import environment, files, ownership
 from support.errors import UserError
-from support.flags import at_home, check_not_empty
+from support.flags import at_home, check_not_empty, modern
 from support.terminal import warn
 from support.training import shards
 
@@ -26,7 +26,7 @@ MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # the othe
 # Settings of earlier versions, and what the program always does now.
 RETIRED = dict(tensorboard=False, beta1=0.9, beta2=0.95, momentum=0.9, eval_passes=1, wandb="")
 # What the program did before a setting existed, where that is not its default.
-BEFORE = dict(lengths="learned", pack=False)
+BEFORE = dict(document_length="predicted", pack=False)
 
 
 def checkpoints(out_dir):
@@ -239,15 +239,16 @@ def default_run(out_dir):
 def read_settings(path, known):
     """The settings in a config.json, a dict; known: the names that there are.
 
-    A setting that the file lacks is newer than the file and takes the value of BEFORE, or its
-    default, which must then reproduce what the program did before. One that no longer exists gets
-    a warning unless it has the value of RETIRED.
+    Former names become those of now. A setting that the file lacks is newer than the file and takes
+    the value of BEFORE, or its default, which must then reproduce what the program did before. One
+    that no longer exists gets a warning unless it has the value of RETIRED.
     """
     content = files.read_json(path, "config")
     kind, version, settings = (content.get(key) for key in ("format", "version", "config"))
     if (kind, version) != ("mdlm", 1) or not isinstance(settings, dict):
         given = f"{path} has version {version!r} of format {kind!r}"
         raise UserError(f"{given}; this program reads version 1 of mdlm")
+    settings = modern(settings, "mdlm")
     for name in sorted(settings.keys() - known - RETIRED.keys()):
         fix = "use the version that wrote it, or train again"
         raise UserError(f"{path} has an unknown setting {name[:40]!r}; {fix}")
@@ -265,11 +266,28 @@ def check_size(folder, config, vocab_size):
         raise UserError(f"{path} does not fit its config: it is too small; train again")
 
 
+def name_now(name):
+    """The name of a tensor of a checkpoint: the layers were called blocks once."""
+    return re.sub(r"^(raw\.)?blocks\.", r"\1layers.", name)
+
+
+def name_then(name):
+    """The name that `name_now` has changed."""
+    return re.sub(r"^(raw\.)?layers\.", r"\1blocks.", name)
+
+
+def names_in(path):
+    """Name of a tensor now -> its name in a safetensors file."""
+    with safe_open(path, "pt") as f:
+        return {name_now(name): name for name in f.keys()}  # noqa: SIM118 (f is no dict)
+
+
 def read_tensors(path, expected=None):
     """A safetensors file as a dict; names and shapes must be those of `expected`, in float32."""
     try:
+        names = names_in(path)
         with safe_open(path, "pt") as f:
-            slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (f is no dict)
+            slices = {name: f.get_slice(stored) for name, stored in names.items()}
             found = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
             wanted = found
             if expected is not None:
@@ -278,7 +296,7 @@ def read_tensors(path, expected=None):
                 if found.get(name) != wanted.get(name):
                     why = f"{name} is missing, unexpected or misshapen"
                     raise UserError(f"{path} does not fit its config: {why}")
-            tensors = {name: f.get_tensor(name) for name in found}
+            tensors = {name: f.get_tensor(stored) for name, stored in names.items()}
     except (SafetensorError, OSError, KeyError, OverflowError, MemoryError) as e:
         raise UserError(f"{path} is no safetensors file: {e}") from e
     for name, t in tensors.items():
@@ -307,10 +325,10 @@ def read_state(folder):
         value = state.get(name)
         if type(value) is not kind or not 0 <= value < 1 << 31:
             raise UserError(f"{folder}/state.json is damaged: {name} is {str(value)[:40]!r}")
-    for name in ("tokens", "sequences"):
-        n = state.get(name, 0)  # older states have no sequences
-        if type(n) is not int or not 0 <= n < 1 << 62:
-            raise UserError(f"{folder}/state.json is damaged: {name} is {str(n)[:40]!r}")
+    for name, kind in dict(tokens=int, sequences=int, saving=float).items():
+        value = state.get(name, kind())  # older states have no sequences, no saving
+        if type(value) is not kind or not 0 <= value < 1 << 62:
+            raise UserError(f"{folder}/state.json is damaged: {name} is {str(value)[:40]!r}")
     return state
 
 
@@ -332,7 +350,10 @@ def restore(folder, model, averaged, optimizers):
         for name, t in (into | weights).items():
             t.copy_(tensors[name])
     else:
-        shards.load(folder, into | weights)
+        names = names_in(folder / "model.safetensors")
+        is_old = any(name != stored for name, stored in names.items())
+        into |= weights
+        shards.load(folder, {name_then(name): t for name, t in into.items()} if is_old else into)
     return state
 
 

@@ -60,14 +60,14 @@ def compile_network(run, compiled, in_background=False):
     config.dtype = str(run.dtype).removeprefix("torch.")
     alone = run.world == 1 and not config.shard and type(run.model).__module__ == "__main__"
     if config.recompute:
-        for block in run.model.blocks:
-            block.forward = functools.partial(recomputed, block.forward, use_reentrant=False)
+        for layer in run.model.layers:
+            layer.forward = functools.partial(recomputed, layer.forward, use_reentrant=False)
     if compiled and (run.device.type == "cpu" or config.shard):
         if in_background and config.time_limit and alone:
             run.log.say(f"compiling in a second process, {TAKES}; training begins without it")
             run.compiler = start_compiler(run)
             return False
-        compile_blocks(run.model.blocks)
+        compile_layers(run.model.layers)
     elif compiled:
         run.network = torch.compile(run.model)
         run.average = torch.compile(average)  # eager it takes a kernel for each parameter
@@ -79,15 +79,15 @@ def compile_network(run, compiled, in_background=False):
     return compiled
 
 
-def compile_blocks(blocks):
-    """C++ takes long to compile: both parts of a block are compiled once, for all blocks.
+def compile_layers(layers):
+    """C++ takes long to compile: both parts of a layer are compiled once, for all layers.
 
     Not the last MLP, which reads masked rows alone: their number may vary.
     """
-    for block in blocks:
-        block.before_mlp = torch.compile(block.before_mlp, options=OPTIONS)
-    for block in blocks[:-1]:
-        block.mlp = torch.compile(block.mlp, options=OPTIONS)
+    for layer in layers:
+        layer.before_mlp = torch.compile(layer.before_mlp, options=OPTIONS)
+    for layer in layers[:-1]:
+        layer.mlp = torch.compile(layer.mlp, options=OPTIONS)
 
 
 def start_compiler(run):
@@ -112,7 +112,7 @@ def fill_cache(model, shape, dtype, threads):
     sys.modules.pop("__mp_main__")
     torch.set_num_threads(threads)
     model = model.to_empty(device="cpu")
-    compile_blocks(model.blocks)
+    compile_layers(model.layers)
     try:
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             view = model.objective.view(torch.zeros(shape, dtype=torch.long))
@@ -131,5 +131,5 @@ def use_compiled(run):
             failed = f"the process that compiles failed (exit code {compiler.exitcode})"
             run.log.say(f"{failed}: training goes on without torch.compile")
         else:
-            compile_blocks(run.model.blocks)
+            compile_layers(run.model.layers)
             run.log.say(f"compiled from step {run.step + 1} on")

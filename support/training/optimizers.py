@@ -1,19 +1,26 @@
 """A run's optimizers and its average; their rates are tensors, for a CUDA graph to read."""
 
 import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from support.devices import is_async
 from support.training import shards
 from support.training.muon import Muon
 
 
+def effects(config):
+    """Rules of flags.check_effects."""
+    why = f"with --optimizer={config.optimizer}; leave it out, or give --optimizer=muon"
+    return [("muon_lr", config.optimizer == "muon", why)]
+
+
 def make_optimizers(model, config, device):
-    """Muon for the matrices of the blocks and AdamW for the rest, or AdamW alone: a list."""
+    """Muon for the matrices of the layers and AdamW for the rest, or AdamW alone: a list."""
     matrices = []
     rest = []
     rows = {}
     for name, p in model.named_parameters():
-        is_matrix = name.startswith("blocks.") and "adaln" not in name and "conv" not in name
+        is_matrix = name.startswith("layers.") and "adaln" not in name and "conv" not in name
         (matrices if is_matrix and config.optimizer == "muon" else rest).append(p)
         if name.endswith("qkv.weight"):  # each head's queries, keys and values apart
             rows[p] = config.n_embd // config.n_head
@@ -32,6 +39,15 @@ def make_optimizers(model, config, device):
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(group["lr"], device=device if is_async(device) else "cpu")
     return optimizers
+
+
+def clip_gradients(params, limit):
+    """Scale the gradients down to a total norm of `limit` (0: never); returns the norm before."""
+    norm = get_total_norm([p.grad for p in params if p.grad is not None])
+    total = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # with --shard
+    if limit and (is_async(total.device) or total > limit):  # a GPU's norm is not read
+        clip_grads_with_norm_(params, limit, norm)
+    return total
 
 
 def set_rates(run, step, scale):

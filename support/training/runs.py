@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save as to_safetensors
 
-from support import files, outputs, ownership, ranks
+from support import files, flags, outputs, ownership, ranks
 from support.data import sources
 from support.data.tokenizer import KINDS
 from support.errors import UserError
 from support.flags import NO_LIMIT, check_fields
 from support.terminal import warn
-from support.training import checkpoint, scores, shards
+from support.training import checkpoint, optimizers, scores, shards
 
 
 def check(config, world=1):
@@ -40,6 +40,21 @@ def check(config, world=1):
         raise UserError(f"--data=patterns has aligned sequences of 64 characters; {why}")
     if config.prompt_column == config.text_column:
         raise UserError(f"--prompt_column={config.prompt_column} is --text_column; name two")
+
+
+def check_effects(given, config, old, rules):
+    """Raise UserError for a flag that does nothing in the run that `config` asks for.
+
+    old: the Config of the run that is resumed (None: a new one). What repeats it is accepted, as
+    torchrun gives the same flags again.
+    """
+    if old:
+        given = {name: value for name, value in given.items() if value != getattr(old, name)}
+    else:
+        rules = [*rules, *sources.effects(config)]
+    why = "with --n_layer=1; leave it out"
+    rules = [*rules, *optimizers.effects(config), ("attention_every", config.n_layer > 1, why)]
+    flags.check_effects(flags.without_off(type(config), given), rules)
 
 
 # What --resume may change of the numbers that a run computes. The log says so.

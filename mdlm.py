@@ -7,7 +7,8 @@
 The model sees a text in which some tokens, at any rate from 0 to 1, are replaced by [MASK], and
 predicts them; its mean loss is a bound of -log p(text), the NELBO (Sahoo et al., 2406.07524; Shi et
 al., 2406.04329; Ou et al., 2406.03736). Read this file from top to bottom; what is not about
-diffusion is in support/. sample.py has a better sampler.
+diffusion is in support/; what a network is shown is a tuple in support/view.py. sample.py has a
+better sampler.
 """
 
 from support import cli, flags
@@ -104,7 +105,7 @@ class Config:
     )
     kernels: str = opt(
         "auto",
-        "auto: Triton on CUDA, else PyTorch; triton, torch: that one or an error",
+        "auto: Triton on CUDA, else PyTorch; triton or torch: stop if that cannot be used",
         *("auto", "triton", "torch"),
     )
     compile: str = opt(
@@ -151,11 +152,11 @@ class Config:
     )
     dropout: float = opt(0.2, "dropout rate", bounds=(0, 0.99))
     attention_every: int = opt(
-        1, "put attention in every k-th layer only, counted from the last", bounds=(1, 1024), off=1
+        1, "only every k-th layer attends; the last one always does", bounds=(1, 1024), off=1
     )
     conv: int = opt(
         5,
-        "tokens that the convolution before attention and MLP spans (0: no convolution)",
+        "width of the convolution before attention and MLP (0: none)",
         bounds=(0, 63),
     )
     pos: str = opt("rope", "positional encoding", "rope", "learned", "sinusoidal")
@@ -166,8 +167,8 @@ class Config:
     )
     rate_margin: float = opt(
         0.5,
-        "mask rates left out at both ends, at first; from half of the run on all of them come in "
-        "(0: all rates from the start)",
+        "mask rates left out at both ends in the first half of a run (0.5: every text is half "
+        "masked); in the second half they come in",
         bounds=(0, 0.5),
         off=0,
     )
@@ -185,13 +186,13 @@ class Config:
         100, "steps in which the learning rate rises to its peak", bounds=(0, NO_LIMIT)
     )
     weight_decay: float = opt(
-        0.01, "decoupled weight decay; with Muon of its matrices only", bounds=(0, 1e3)
+        0.01, "decoupled weight decay; with Muon only on its matrices", bounds=(0, 1e3)
     )
     grad_clip: float = opt(1.0, "largest gradient norm (0: no clipping)", bounds=(0, 1e9))
     ema: float = opt(
         0.999,
-        "decay of the averaged weights, which are evaluated and saved (0: no average); shortened "
-        "as the learning rate decays",
+        "decay of the averaged weights, which are evaluated and saved (0: no average); they "
+        "average over fewer steps as the learning rate falls",
         bounds=(0, 0.999999),
     )
     # Evaluation and logging
@@ -201,11 +202,10 @@ class Config:
     )
     log_interval: int = opt(20, "steps between records in log.jsonl", bounds=COUNT)
     # Documents (.jsonl, .json, .parquet, folders, --separator, .bin with --end)
-    text_column: str = opt("text", "the column of a record that is learned")
+    text_column: str = opt("text", "the column of a record that has the text")
     max_bad_records: int = opt(
         -1,
-        "stop at more empty or damaged records than this (-1: skip any empty one, stop at the "
-        "first damaged one)",
+        "skip up to this many empty or damaged records (-1: all empty ones, no damaged one)",
         bounds=(-1, 1 << 31),
         off=-1,
     )
@@ -214,14 +214,14 @@ class Config:
     )
     end: str = opt(
         "",
-        "what ends a document, [END]: a token of --tokenizer=tokenizer.json (default: its own end "
-        "of text), or an id in .bin files (default: they have no documents)",
+        "what ends a document, called [END]: a token of --tokenizer=tokenizer.json (default: its "
+        "own end of text), or an id in .bin files (default: none)",
         off="",
     )
     document_length: str = opt(
         "given",
-        "given: known before the text, and windows hold whole documents; predicted: [END] is "
-        "learned",
+        "given: a document's length is known before it is written; predicted: the model learns "
+        "where [END] comes",
         *("given", "predicted"),
     )
     pack: bool = opt(True, "put several documents of given lengths in a window, if they fit")
@@ -242,21 +242,22 @@ class Config:
     )
     infill_share: float = opt(
         0.0,
-        "share of the steps without blocks, so that the model learns to fill gaps too",
+        "share of the steps that train on whole windows, not block by block, so that the model "
+        "learns to fill gaps too",
         bounds=(0, 1),
         off=0,
     )
     # Other mask rates, masks and loss weights
     rates: str = opt(
         "uniform",
-        "distribution of mask rates: uniform, cosine (more high ones), or LOW-HIGH: uniform in "
-        "that range (0.15-0.15: BERT), whose loss is no bound",
+        f"distribution of mask rates: {', '.join(rates.SCHEDULES)}, or LOW-HIGH: uniform in that "
+        "range (0.15-0.15: BERT's), and no bound then",
         form=rates.in_short,
         off="uniform",
     )
     masking: str = opt(
         "exact",
-        "exact: mask exactly l tokens; bernoulli: mask each token with probability t",
+        "exact: mask a drawn number of tokens; bernoulli: mask each token with the drawn rate",
         *("exact", "bernoulli"),
         off="exact",
     )
@@ -275,7 +276,8 @@ class Config:
 
 
 # What a preset changes (cpu: measured in results/cpu.md). A flag that is given always wins.
-# CPUs differ in speed by ten times: cpu ends after five minutes, unless --max_steps is given.
+# CPUs differ in speed by ten times: the cpu preset ends after five minutes, unless --max_steps is
+# given.
 PRESETS = {
     "cpu": dict(n_layer=4, n_head=3, n_embd=192, block_size=256, dropout=0.0, batch_size=16)
     | dict(warmup_steps=50, learning_rate=0.01, attention_every=4)
@@ -285,7 +287,8 @@ PRESETS = {
     | dict(warmup_steps=500, max_steps=20000, gradient_accumulation_steps=8, tie=True)
     | dict(tokenizer="bpe", vocab_size=50257, eval_windows=1024),
 }
-# What --data=patterns implies. Most of its entropy is in the first symbols: cosine trains these.
+# What --data=patterns implies. Most of its entropy is in the symbols that are written first,
+# at high mask rates: cosine draws more of those.
 PATTERNS = dict(block_size=64, rates="cosine", eval_windows=1000)
 PATTERNS |= dict(lr_schedule="cosine", learning_rate=0.03, batch_size=32, attention_every=1)
 # Flags that may change on --resume, beside runs.CHANGEABLE.
@@ -301,7 +304,9 @@ def parse_args(argv):
     implied = "--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items())
     notes = flags.fold(implied, "", "    ")
     notes += "\nA run ends after --max_steps or --time_limit; without both as its preset says."
-    notes += "\nWith --max_steps alone no clock enters: on a CPU such runs repeat to the bit."
+    notes += (
+        "\nWith --max_steps alone the clock plays no part: such runs repeat to the bit on a CPU."
+    )
     title = "\n\n".join(__doc__.split("\n\n")[:2])  # with the commands that follow it
     return flags.parse_flags(Config, argv, title, notes, PRESETS, devices.default_preset("auto"))
 
@@ -315,7 +320,7 @@ def new_config(given):
     config = Config(**settings | given | {"preset": preset})
     runs.choose_end(config, given, Config(**settings))
     if config.prompt_column or config.block_length not in (0, config.block_size):
-        # A text goes on until its [END].
+        # Blocks and answers are written until [END], so the model must predict it.
         config.document_length = given.get("document_length", "predicted")
     return config
 
@@ -329,42 +334,47 @@ def check(config, world=1):
 # ---- Data: every source becomes a folder with train.bin, val.bin, tokenizer.json and meta.json
 def prepare(config, folder, tokenizer=None):
     """Tokenize config.data into `folder`: nine tenths of its text train, the rest validates."""
+    # Prompts have [END] too, but are a variant of their own.
     has_documents = sources.has_documents(config) and not config.prompt_column
     variants.check_together(config, has_documents)
     source = texts.open_source(config)
     if source is None:
         sources.write_patterns(folder)
         return
-    n = source.survey()  # characters to learn a tokenizer from
+    n = source.survey()  # how many characters a tokenizer may learn from
     if tokenizer is None:
         kind = (config.tokenizer, config.vocab_size or 16384, sources.has_documents(config))
         tokenizer = build_tokenizer(*kind, source, n, config.end)
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
-        for ids, trains in source.encode(tokenizer):
-            (train if trains else val).write(ids.astype(dtype).tobytes())
+        for ids, is_train in source.encode(tokenizer):
+            (train if is_train else val).write(ids.astype(dtype).tobytes())
     characters = [source.cut, source.n - source.cut]
     meta = dict(source=config.data, dtype=np.dtype(dtype).name, characters=characters)
     sources.write_meta(folder, tokenizer, meta)
 
 
 @functools.lru_cache(maxsize=2)  # a batch may begin in one epoch and end in the next
-def shuffle(W, offsets, seed, epoch):
-    """The order (W,) of an epoch's windows, and their offset below `offsets` (0 if that is 0)."""
+def shuffle(W, n_offsets, seed, epoch):
+    """The order (W,) of an epoch's windows, and by how many tokens they are shifted.
+
+    That is a random number below n_offsets, or 0 if n_offsets is 0.
+    """
     g = generator("epoch", seed, epoch)
-    offset = torch.randint(offsets, (1,), generator=g) if offsets else 0
+    offset = torch.randint(n_offsets, (1,), generator=g) if n_offsets else 0
     return torch.randperm(W, generator=g), offset
 
 
 class Corpus:
     """Windows of T tokens from a folder: one of ours, or one in nanoGPT's format.
 
-    An epoch cuts the training text into windows from a random offset on and shuffles them: every
-    token but a few at the margins is seen once. With documents (an [END] in the vocabulary) windows
-    start at a document, or T tokens further in a long one, and are filled up with [END]; with
-    --pack a window of training holds as many as there is room for. [END] is not learned, or only
-    the one after a text (objective ar), or, of predicted lengths, all that fill up a window too.
+    An epoch cuts the training text into windows, shifted by a random offset of up to T - 1 tokens,
+    and shuffles them: every token but a few at both ends is seen once. With documents (an [END] in
+    the vocabulary) windows start at a document, or T tokens further in a long one, and are filled
+    up with [END]; with --pack a window of training holds as many as there is room for. Which [END]
+    are learned: of given lengths none; with --objective=ar the one that ends a document; of
+    predicted lengths that one and all that fill up the window.
     """
 
     def __init__(self, folder, config, device):
@@ -373,8 +383,9 @@ class Corpus:
         self.device = device
         V = config.vocab_size
         stated = (sources.end_id_of(config), config.bin_dtype)
+        # identity: what --resume compares with.
         meta, ids, self.tokenizer, self.identity = sources.open_ids(folder, T, V, *stated)
-        self.entropy = meta.get("entropy")
+        self.entropy = meta.get("entropy")  # known of patterns
         self.documents = self.tokenizer.end_id is not None
         self.n_documents = 0  # that train
         if self.documents:
@@ -388,11 +399,11 @@ class Corpus:
             self.train_windows = sources.pack_windows(*self.train_windows, T)
         self.mean_size = self.train_windows[1].double().mean().item()
         self.mean_length = self.train_windows[2].double().mean().item()
-        self.offsets = 0  # of an epoch's first window: 0 to offsets - 1
+        self.n_offsets = 0  # by how many tokens, at most one less, an epoch is shifted
         if not self.documents and not meta.get("aligned"):
             W = max(1, len(self.train_windows[0]) - 1)
             self.train_windows = [part[:W] for part in self.train_windows]  # room for the offset
-            self.offsets = min(T, len(ids[0]) - W * T + 1)
+            self.n_offsets = min(T, len(ids[0]) - W * T + 1)
         self.chars_per_token = None
         if meta.get("characters") and not config.prompt_column:
             scored = int(self.val_windows[2].sum()) if self.documents else len(ids[1])
@@ -407,22 +418,22 @@ class Corpus:
         x = ids[(starts + at).clamp(max=len(ids) - 1)].long()
         return to_device(torch.where(at < sizes, x, self.fill_id), self.device)
 
-    def find(self, samples):
-        """Sample numbers (B,), counted from the start of the run -> their (3, B) windows."""
+    def find(self, numbers):
+        """Numbers of sequences (B,), counted from the start of the run -> their (3, B) windows."""
         W = len(self.train_windows[0])
-        epoch = samples // W
-        found = samples.repeat(3, 1)
+        epoch = numbers // W
+        found = numbers.repeat(3, 1)
         for number in epoch.unique().tolist():
             here = epoch == number
-            order, offset = shuffle(W, self.offsets, self.seed, number)
-            at = order[samples[here] % W]
+            order, offset = shuffle(W, self.n_offsets, self.seed, number)
+            at = order[numbers[here] % W]
             found[:, here] = torch.stack([part[at].long() for part in self.train_windows])
             found[0, here] += offset
         return found
 
-    def batch(self, samples):
-        """Windows (B, T) of sample numbers (B,), and how many tokens of each are learned, (B,)."""
-        windows = self.find(samples)
+    def batch(self, numbers):
+        """Windows (B, T) of sequences (B,), by number, and how many tokens of each are learned."""
+        windows = self.find(numbers)
         return self.gather(self.train, windows), windows[2]
 
     def windows(self, most=0):
@@ -448,7 +459,10 @@ class Layer(nn.Module):
         self.adaln = nn.Linear(C, 4 * C, bias=False) if config.time_conditioning else None
 
     def norm(self, x, part, scale, shift, sees, causal, ops):
-        """RMSNorm and a depthwise convolution, thanks to which some layers need no attention."""
+        """RMSNorm, and a depthwise convolution: it mixes neighbours where no attention does.
+
+        part: 0 before attention, -1 before the MLP.
+        """
         h = F.rms_norm(x, x.shape[-1:]).to(x.dtype)  # (B, T, C)
         if self.adaln is not None:
             h = h * (1 + scale) + shift
@@ -461,6 +475,8 @@ class Layer(nn.Module):
         return h + sum(others, first)
 
     def before_mlp(self, x, cos, sin, rate, sees, causal, ops):
+        """Attention: the residual stream and what the MLP reads. Apart from the MLP, as
+        torch.compile compiles both apart (support/training/compiling.py)."""
         B, T, C = x.shape
         scale1 = shift1 = scale2 = shift2 = None
         if self.adaln is not None:
@@ -468,7 +484,8 @@ class Layer(nn.Module):
         if self.qkv is not None:
             h = self.norm(x, 0, scale1, shift1, sees, causal, ops)
             qkv = self.qkv(h).view(B, T, 3, self.n_head, -1)
-            y = ops.attention(qkv, cos, sin, True, causal, sees)  # (B, T, H, D)
+            qk_norm = True
+            y = ops.attention(qkv, cos, sin, qk_norm, causal, sees)  # (B, T, H, D)
             x = x + self.dropout(self.proj(y.reshape(B, T, C)))
         # The MLP reads the second, and adds to the first.
         return x, self.norm(x, -1, scale2, shift2, sees, causal, ops)
@@ -477,8 +494,8 @@ class Layer(nn.Module):
         return x + self.dropout(self.down(F.relu(self.up(h), inplace=True).square()))
 
     def forward(self, x, *shared, rows=None):
-        """shared: the other arguments of before_mlp, the same for all layers. rows: compute the MLP
-        at these flat positions alone; nobody reads the others of the last layer."""
+        """shared: the other arguments of before_mlp, the same for all layers. rows: flat positions;
+        of the last layer only these are needed, so its MLP skips the rest."""
         x, h = self.before_mlp(x, *shared)
         if rows is not None:
             x, h = (z.flatten(0, 1).index_select(0, rows.flatten()) for z in (x, h))
@@ -500,8 +517,9 @@ class Model(nn.Module):
         self.mask_id = vocab_size
         self.ops = ops
         self.embed = nn.Embedding(vocab_size + 1, C)
+        # In which layers; always in the last one.
         attends = [i % config.attention_every == 0 for i in range(config.n_layer)][::-1]
-        self.layers = nn.ModuleList(shard_fn(Layer(config, here)) for here in attends)
+        self.layers = nn.ModuleList(shard_fn(Layer(config, attend)) for attend in attends)
         self.head = None if config.tie else nn.Linear(C, vocab_size, bias=False)
         self.positions = None
         if config.pos == "learned":
@@ -510,7 +528,7 @@ class Model(nn.Module):
         D = C // config.n_head if config.pos == "rope" else C
         for name, table in zip(("cos", "sin"), rotary_tables(config.block_size, D)):
             self.register_buffer(name, table, persistent=False)
-        # What writes into the residual stream starts at zero: layers as the identity, loss at ln V.
+        # These start at zero: layers are the identity, adaLN changes nothing, the loss is ln V.
         for name, p in self.named_parameters():
             if name.endswith(("proj.weight", "down.weight", "head.weight", "adaln.weight")):
                 nn.init.zeros_(p)
@@ -524,7 +542,7 @@ class Model(nn.Module):
         return torch.cat((self.sin[at], self.cos[at]), -1)
 
     def features(self, view):
-        """What the head reads: (B, N, C), or (n, C) at view.rows (n,) of the flat batch."""
+        """What the head reads: (B, N, C), or (*rows.shape, C) at view.rows of the flat batch."""
         C = self.config.n_embd
         x = F.rms_norm(self.embed(view.ids), (C,))  # (B, N, C)
         cos = self.cos[view.at]
@@ -538,6 +556,7 @@ class Model(nn.Module):
             rate = F.silu(self.rate(waves))  # (B, 1, C), or (B, N, C)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too: it is memory-bound
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        # A KV cache computes attention and the convolution's neighbours itself.
         shared = (cos, sin, rate, view.sees, view.causal, view.cache or self.ops)
         for layer in self.layers[:-1]:
             x = layer(x, *shared)
@@ -558,29 +577,30 @@ class Model(nn.Module):
 #
 # NELBO per token = the mean, over l uniform on {1..T} and random sets of l masked positions, of
 # the mean cross-entropy there (Hoogeboom et al., 2110.02037, eq. 7; Ou et al., 2406.03736): an
-# upper bound of -log p(x) / T.
+# upper bound of -log p(x) / T. The integral over t of MDLM and MD4 is the same number: with t
+# uniform, l is uniform on {0..T}, and E[1/t | l] = (T + 1) / l. Drawing l has less variance.
 class MaskedDiffusion:
     """The default: mask l tokens of a text, predict them, average. variants/ has what wraps it.
 
-    T: tokens of a text. batch_size: N, texts in a step's batch, over all ranks.
+    T: tokens of a text. batch_size: texts in a step's batch, over all ranks.
     """
 
     metric = "nelbo"  # what `evaluate` returns
     is_bound = True  # whether the training loss is one, at the end
-    positions = 1.0  # that the network computes for each token, on average
-    predicted = 0.5  # of them
+    positions_per_token = 1.0  # that the network computes, on average (for FLOPs)
+    predicted_share = 0.5  # of the tokens that reach the head, on average (for FLOPs)
     fills_gaps = True  # whether the text after a gap is seen
     one_by_one = False  # whether tokens are written from left to right
     lengths_are_given = False  # whether a text's length is known before it is written
-    end_id = -1  # of an [END] that is given, never predicted
-    n_blocks = 1  # of a window, masked each on its own
-    n_pieces = 1  # of a text, written one after another
+    end_id = -1  # [END] where it is given, never predicted; -1: none
+    n_blocks = 1  # parts of a window that are masked each on its own
+    n_pieces = 1  # parts of a text that a sampler writes one after another
 
     def __init__(self, config, vocab_size):
         self.config = config
         self.seed = config.seed
         self.mask_id = vocab_size
-        self.pad_id = vocab_size  # what follows a short text: [MASK], as it is not known
+        self.pad_id = vocab_size  # fills up a sampler's window: [MASK], as what follows is unknown
         self.T = config.block_size
         self.batch_size = config.batch_size
 
@@ -592,21 +612,22 @@ class MaskedDiffusion:
         return other
 
     def mask_counts(self, step, margin_scale, samples, lengths):
-        """(B,) how many of `lengths` (B,) tokens to mask in each of the samples (B,) of a step.
+        """(B,) how many of `lengths` (B,) tokens to mask in samples (B,), by number in the step.
 
-        Neighbours get l and T + 1 - l, so every batch masks exactly B (T + 1) / 2 tokens: static
-        shapes. l is T / 2 while margin_scale is 1, in the first half of a run, and uniform on
-        {1..T} at 0.
+        Neighbours get l and T + 1 - l: full texts mask exactly B (T + 1) / 2 tokens, shorter ones
+        fewer, so shapes are static. (B is even: support/training/runs.py, check.) While
+        margin_scale is 1, in the first half of a run, l is T / 2 or T / 2 + 1, by the default
+        --rate_margin of 0.5; at 0 it is uniform on {1..T}.
         """
         # A share u of the text for each pair of neighbours, one from each of N / 2 equal intervals.
         u = numerics.stratified(self.batch_size // 2, "levels", self.seed, step)  # in [0, 1)
-        # The margin leaves out both ends, where few masked tokens give a noisy mean, few visible
-        # ones say little: worth twice the steps (results/cpu.md). It ends at 0: then the loss is
-        # the bound. Related: clipped rates (2503.09573), bell-shaped rates (2605.13026).
+        # Both ends are left out at first: the mean over few masked tokens is noisy, and few visible
+        # ones say little. That saves half of the steps (results/cpu.md). The margin ends at 0: then
+        # the loss is the bound. Related: clipped (2503.09573) and bell-shaped rates (2605.13026).
         margin = self.config.rate_margin * margin_scale
         u = (margin + (1 - 2 * margin) * u).repeat_interleave(2)[samples]
         count = 1 + (u * lengths).long().minimum(lengths - 1)
-        count[1::2] = (lengths + 1 - count)[1::2]
+        count[1::2] = (lengths + 1 - count)[1::2]  # the mirror of the one before
         return count
 
     def view(self, xt, x0=None, rows=None):
@@ -619,9 +640,10 @@ class MaskedDiffusion:
     def batch(self, ops, x0, counts, step, samples):
         """The arguments of a network for texts x0 (B, T): a View, targets (n,), weights (n,)."""
         B, T = x0.shape
-        # 1. Mask exactly l tokens of each text.
+        # 1. Mask exactly l tokens of each text. rows (n,): where they are in the flat batch, padded
+        # by mask_tokens; no more than these are masked.
         xt, count, rows, _ = ops.mask_tokens(x0, counts, self.mask_id, self.seed, step, samples)
-        rows = rows[: B * (T + 1) // 2]  # (n,) where they are in the flat batch
+        rows = rows[: B * (T + 1) // 2]
         # 2. Predict what they were.
         targets = x0.flatten()[rows]
         # 3. Average over the masked tokens of a text, and over texts: each token weighs 1 / (B l).
@@ -640,7 +662,7 @@ class MaskedDiffusion:
         """What a run says of its objective, lines of text."""
         return []
 
-    # What `evaluate` and `generate` ask; the rest of this file, and sample.py, never branch on it.
+    # What `evaluate` and `generate` ask of an objective, so that they need not know which it is.
     def eval_counts(self, lengths, passes, seed):
         """(passes, W, n) how many tokens to mask in each of the n blocks of W windows."""
         return numerics.stratified_counts(lengths, passes, seed)
@@ -674,7 +696,7 @@ class MaskedDiffusion:
 def make_model(
     config, vocab_size, ops, end_id=None, mean_length=None, shard_fn=lambda module: module
 ):
-    """A Model with its objective; the other arguments are those of variants.choose and Model."""
+    """A Model with its objective: end_id and mean_length are for variants.choose."""
     objective = variants.choose(config, MaskedDiffusion(config, vocab_size), end_id, mean_length)
     model = Model(config, vocab_size, ops, shard_fn)
     for name, tensor in objective.buffers().items():
@@ -689,8 +711,8 @@ def generate(model, x, steps=64, generator=None):
     """Fill the [MASK] positions of x (B, T) in `steps` network calls, or fewer; returns (B, T).
 
     Going from time s / steps to (s - 1) / steps, each masked position is revealed with probability
-    1 / s, and drawn from the model (Sahoo et al., 2406.07524, eq. 7). What is written in pieces, as
-    blocks are, does so piece by piece, each in at least a call.
+    1 / s, and drawn from the model (Sahoo et al., 2406.07524, eq. 7). A model of blocks writes them
+    one after another, each in at least one call.
     """
     steps = check_reversing(model, x, steps, generator)
     x = x.clone()
@@ -706,13 +728,14 @@ def generate(model, x, steps=64, generator=None):
 
 
 # ---- Evaluation
-LOGITS = 1 << 27  # are made at a time, at most: 512 MiB in float32
+LOGITS = 1 << 27  # made at a time, at most: 512 MiB in float32
 
 
 def score_rows(model, xt, x0, rows, observe=None):
     """Cross-entropy (n,) and whether the likeliest token is right, (n,), at rows of a flat batch.
 
-    A window with more than LOGITS logits goes through the network several times.
+    A batch of `evaluate` has at most LOGITS logits, unless it is one window with more: that goes
+    through the network several times.
     """
     T = x0.shape[1]
     scores = []
@@ -736,9 +759,9 @@ def evaluate(
     the NLL), `se`: its standard error. `by_window`: one mean each; `ce` and `accuracy` (top-1): by
     tenths of the mask rate. (Of an autoregressive model: variants/autoregressive.py, summary.)
     observe(rows, targets, logits) sees each batch: the scored rows (n,) of the flat batch, their
-    tokens (n,), logits (n, V). Each takes windows from everywhere; none but the first begins after
-    the deadline (time.monotonic()). scored (W, T) bool: these tokens alone, the others are given
-    (default: scored_mask of the objective).
+    tokens (n,), logits (n, V). The windows of a batch are spread over all of them, so what is cut
+    short is fair; after the deadline (time.monotonic()) no batch begins but the first. scored
+    (W, T) bool: these tokens alone, the others are given (default: the objective's scored_mask).
     """
     given = (passes, seed, batch_size, observe, deadline, scored)
     passes, seed, batch_size = check_evaluation(model, windows, *given)
@@ -750,7 +773,8 @@ def evaluate(
         scored = objective.scored_mask(windows)
     length = scored.sum(1).cpu()  # (W,)
     count = objective.eval_counts(length, passes, seed)  # (passes, W, n)
-    sums = torch.zeros(4, *count.shape, dtype=torch.float64)  # CE, accuracy, a variant's own, done
+    # Sums of CE, of hits, of what a variant adds, and how often a window was scored.
+    sums = torch.zeros(4, *count.shape, dtype=torch.float64)
     batches = math.ceil(W / batch_size)
     was_training = model.training
     model.eval()
@@ -761,12 +785,12 @@ def evaluate(
             x0 = windows[samples]  # (B, T)
             masked = count[k, at].flatten().to(device)  # (B n,) of each text or block
             never_mask = ~scored[samples].view(len(masked), -1)
-            key = (seed ^ 0x5EED, k, samples)  # other masks than in training
+            key = (seed ^ 0x5EED, k, samples)  # other masks than in training; a pass for a step
             xt, rows, n_rows = objective.hide(model.ops, x0, masked, *key, never_mask)
             rows = rows[: int(n_rows)]
             ce, right = score_rows(model, xt, x0, rows, observe)
-            facts = objective.tally(ce, right, rows, masked, x0.numel() // len(masked))
-            sums[: len(facts), k, at] = facts.view(len(facts), len(at), -1)
+            means = objective.tally(ce, right, rows, masked, x0.numel() // len(masked))
+            sums[: len(means), k, at] = means.view(len(means), len(at), -1)
         sums[3, :, at] = 1
         if ranks.is_late(deadline):
             break
@@ -787,9 +811,10 @@ def select_kernels(name, device, config, dtype=torch.float32):
 def load(path="out", device="cpu", kernel="auto", whole=False):
     """(model, tokenizer, config) of a checkpoint or a run (its latest one), ready to predict.
 
-    Weights are float32: the averaged ones, with --ema. kernel: auto, triton or torch. whole: to
-    fill gaps, a model of blocks that learned it (--infill_share) becomes one without. Raises
-    UserError, a ValueError, for anything but an intact checkpoint; nothing is unpickled.
+    Weights are float32: the averaged ones, with --ema. kernel: auto, triton or torch. whole:
+    load a model of blocks that was trained with --infill_share as one without blocks, which sees
+    the text after a gap. Raises UserError, a ValueError, for anything but an intact checkpoint;
+    nothing is unpickled.
     """
     whole = truth("whole", whole)
     device = devices.pick_device(str(device))
@@ -814,7 +839,7 @@ def load_from(folder, device, kernel, whole):
     ops = select_kernels(kernel, device, config)
     model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id)
     model.load_state_dict(checkpoint.read_tensors(folder / "model.safetensors", model.state_dict()))
-    model.register_forward_pre_hook(to_view, with_kwargs=True)
+    model.register_forward_pre_hook(to_view, with_kwargs=True)  # model(ids) works too
     return model.to(device).eval(), tokenizer, config
 
 
@@ -834,7 +859,7 @@ class Run:
     rank: int = 0
     world: int = 1
     average: Callable = average  # updates `averaged`
-    exchange: Callable = shards.exchange_nothing  # whether the next backward exchanges gradients
+    exchange: Callable = shards.exchange_nothing  # exchange(whether): of the next backward
     windows: torch.Tensor = None  # (W, T) validation text
     compiler: object = None  # the process that compiles, until it is done
     log: Log = None
@@ -851,7 +876,7 @@ class Run:
     saving: float = 0.0  # seconds that the last save took
     saved: int = -1  # step of the last checkpoint
     saved_at: float = 0.0  # time.monotonic() then
-    save_is_due: float = 0.0  # whether that is long ago
+    save_is_due: float = 0.0  # not 0: long ago (a float, as it is reduced over ranks)
     finished: bool = False  # whether that checkpoint is the end of a run
     pending: dict = dataclasses.field(default_factory=dict)  # step -> (loss, norm), not yet read
     loss: float = math.nan  # the last ones that were read
@@ -989,6 +1014,7 @@ def report(run, is_last=False):
         if is_last and ranks.is_late(math.inf):
             return  # cut short by a signal: --resume evaluates again
         run.log.evaluation(run, r, raw, is_last)
+        # All ranks, where they share a model, as each of its calls needs them.
         if (run.rank == 0 or run.config.shard) and run.step and calls:
             show_samples(run, calls)
 
@@ -1032,7 +1058,7 @@ def open_run(given, world):
     """(Config, the checkpoint to resume from or None, what is changed) of the given flags."""
     given, folder = runs.find_run(given)
     if not folder and "data" not in given:
-        with ranks.all_ranks():  # refuses what is wrong before a network is asked
+        with ranks.all_ranks():  # refuses wrong flags before anything is downloaded
             make_config(given, folder, world)
         given = given | {"data": ranks.ask_first_rank(sources.default_data)}
     with ranks.all_ranks():
@@ -1090,7 +1116,7 @@ def compile_run(run, folder):
     run.log.describe(run, folder, compiled)
     if compiling.compile_network(run, compiled, in_background=True):
         run.log.say(f"compiling, {compiling.TAKES} (--compile=off starts at once)")
-        compute_gradients(run, 0, 0.0)
+        compute_gradients(run, 0, 0.0)  # the first call compiles: here, not in the first step
         run.model.zero_grad()
 
 
@@ -1127,7 +1153,7 @@ def train(given, start):
     interrupt = signals.Interrupt()  # installed late: before the first step Ctrl-C may simply exit
     with run.log.progress(run) as show_progress:
         while True:
-            compiling.use_compiled(run)
+            compiling.use_compiled(run)  # as soon as a second process is done with it
             stop = pace.update_progress(run, interrupt)
             show_progress()
             if stop or run.progress >= 1:
@@ -1146,7 +1172,7 @@ def train(given, start):
                 save(run)
     stop = finish(run, stop, interrupt)
     ranks.leave_ranks()
-    return stop and 128 + stop  # as a shell reports the signal
+    return 128 + stop if stop else 0  # as a shell reports the signal
 
 
 def finish(run, stop, interrupt):

@@ -1,11 +1,12 @@
-"""The three operations special to masked diffusion, in Triton: masking, cross-entropy, attention.
+"""Triton kernels for the operations special to masked diffusion: masking, cross-entropy, attention.
 
-operations.py chooses between them and their PyTorch twins, which are in reference.py.
+operations.py chooses between them and their PyTorch equivalents, which are in reference.py.
 
-A package of Hugging Face is called kernels too, and transformers imports it where it is installed.
-So this project imports the folder as support.kernels (see support/__init__.py). `import kernels` in
-the project's folder gives that package if it is installed, else the modules of support.kernels:
-the same objects, as Triton's operators can be registered only once in a process.
+Hugging Face has a package called kernels too, which transformers imports if it is installed. So
+this project imports this folder as support.kernels (see support/__init__.py). `import kernels` in
+the project's folder gives Hugging Face's package if it is installed, else the modules of
+support.kernels. Those must be the same objects, because an operator can be registered only once in
+a process.
 """
 
 import importlib
@@ -16,7 +17,7 @@ from pathlib import Path
 
 
 def find_other():
-    """The spec of an installed package that is called kernels too, or None."""
+    """Return the spec of another installed package called kernels, or None."""
     project = Path(__file__).resolve().parent.parent
     elsewhere = [folder for folder in sys.path if Path(folder).resolve() != project]
     for finder in sys.meta_path:
@@ -27,7 +28,7 @@ def find_other():
 
 
 def hand_over():
-    """Put what `import kernels` shall give in the place of this module: Python returns that."""
+    """Replace this module in sys.modules, so that `import kernels` returns the right package."""
     other = find_other()
     if other:
         sys.modules["kernels"] = importlib.util.module_from_spec(other)

@@ -1,29 +1,30 @@
-"""Bidirectional attention on packed projections.
+"""Bidirectional attention on packed projections, with FlashAttention kernels.
 
     S = scale * Q K^T,   P = softmax(S),   O = P V,     scale = 1 / sqrt(D)
 
-Forward (FlashAttention-2, 2307.08691; online softmax, Milakov and Gimelshein, 1805.02867). A
-program owns a block of queries and walks over the keys with a running maximum m and sum s; S never
-exists whole:
+Forward (FlashAttention-2, 2307.08691; online softmax, Milakov and Gimelshein, 1805.02867): a
+program processes a block of queries. It iterates over blocks of keys with a running maximum m and
+sum s, so that S is never stored:
 
     m' = max(m, max_j S_ij)
     s' = s e^(m-m') + sum_j e^(S_ij-m')
     O' = O e^(m-m') + sum_j e^(S_ij-m') V_j
 
-It saves lse = m + log s, from which the backward rebuilds P = e^(S - lse). Powers are of 2, as the
-hardware's are.
+It saves lse = m + log s, from which backward recomputes P = e^(S - lse). The code computes powers
+of 2 instead of e, because the hardware does.
 
     delta_i = dO_i . O_i          dV = P^T dO          dS = P * (dO V^T - delta)
     dQ = scale * dS K             dK = scale * dS^T Q
 
-dQ sums over keys, dK and dV over queries: two kernels, each owning what it sums, so nothing is
-added atomically and two runs give equal bits. The second builds S^T = K Q^T, as its products need
-it. Q, K and V are read from the packed (B, T, 3, H, D) in place; their gradients go to one such
-buffer. Heads of 32 and 64: for wider ones PyTorch has cuDNN's strong kernel.
+Backward: dQ is a sum over keys, dK and dV are sums over queries. Two kernels compute them, and each
+program owns the rows that it sums. So there are no atomic additions, and two runs give equal bits.
+The second kernel computes S^T = K Q^T, because its products need it. Q, K and V are read in place
+from the packed (B, T, 3, H, D); their gradients are written to one buffer of that shape. The
+kernels support heads of 32 and 64. For wider heads, PyTorch has the fast kernel of cuDNN.
 
-With spans a program visits only the tiles that its rows see. In windows of several documents each
-row sees one range, and positions of a document see each other: the spans of keys also say which
-queries see them. With blocks it is two ranges, and others for keys (reference.block_spans).
+Spans (see reference.py) limit which keys a query sees. A program then visits only the tiles that
+one of its rows sees. With documents, a row sees one range, and it is seen by the same range. With
+blocks, a row sees two ranges, and it is seen by two other ones.
 """
 
 from __future__ import annotations
@@ -34,29 +35,34 @@ from .launch import ENABLED, jit, launch, register, runs_on, tl, triton
 from .reference import MAX_T, attention_ref, prepare
 
 HEAD_DIMS = (32, 64)
-MAX_OURS = 256  # longer windows are better off with cuDNN: reasoned, not measured
+MAX_OURS = 256  # for longer windows cuDNN should be faster: an estimate, not measured
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 constant = tl.constexpr if ENABLED else float
 LOG2E = constant(1.4426950408889634)  # e^x = 2^(x log2 e)
 
 
-# ---- Reading and writing blocks of rows. EVEN: no block reaches beyond the end of the sequence
+# ---- Reading and writing blocks of rows
+# EVEN: T is a multiple of the block sizes, so no block exceeds the sequence and no mask is needed.
 @jit
 def _load(ptr, rows, stride, T, D: tl.constexpr, EVEN: tl.constexpr):
-    """Rows (M,) of a (T, D) matrix, zeros beyond its end."""
+    """Load rows (M,) of a (T, D) matrix, with zeros beyond its end."""
     ptrs = ptr + rows[:, None] * stride + tl.arange(0, D)[None, :]
     return tl.load(ptrs) if EVEN else tl.load(ptrs, mask=rows[:, None] < T, other=0.0)
 
 
 @jit
 def _store(ptr, rows, stride, T, x, D: tl.constexpr, EVEN: tl.constexpr):
+    """Store x (M, D) as rows (M,) of a (T, D) matrix; rows beyond its end are skipped."""
     ptrs = ptr + rows[:, None] * stride + tl.arange(0, D)[None, :]
     tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=None if EVEN else rows[:, None] < T)
 
 
 @jit
 def _place(T, H, BLOCK: tl.constexpr):
-    """A program's rows, sample and head. A head's blocks are neighbours: they share K, V in L2."""
+    """Return a program's rows (BLOCK,), sample and head.
+
+    Successive programs process the same head, so that they share its K and V in the L2 cache.
+    """
     blocks = tl.cdiv(T, BLOCK)
     head = tl.program_id(0) // blocks
     rows = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -65,8 +71,14 @@ def _place(T, H, BLOCK: tl.constexpr):
 
 @jit
 def _range(spans, line, rows, T, STEP: tl.constexpr):
-    """Of a pair of lines of spans: start and end (M,) of what rows see, nothing beyond the end; the
-    first and last position that any of them sees, in steps of tiles."""
+    """Return the range that each row sees, and the range of tiles to visit.
+
+    line: number of the line of `spans` that holds the starts; the next one holds the ends. Without
+    spans all positions are visited.
+
+    Returns start and end (M,) of each row's range (empty for rows beyond the end), and the first
+    and last position that any row sees, the first rounded down to a multiple of STEP.
+    """
     start = rows
     end = rows
     first = 0
@@ -81,12 +93,14 @@ def _range(spans, line, rows, T, STEP: tl.constexpr):
 
 @jit
 def _inside(start, end, at):
-    """(M, N): whether positions `at` (N,) are within each of the ranges (M,)."""
+    """Whether each position `at` (N,) is in each range from start (M,) to end (M,): (M, N)."""
     return (start[:, None] <= at[None, :]) & (at[None, :] < end[:, None])
 
 
-# ---- Kernels. qkv (B, T, 3, H, D), out and grad (B, T, H, D), lse and delta (B, H, T)
-# spans may be None; (B, 2, T) of documents: R = 1; (1, 8, T) of blocks: R = 2
+# ---- Kernels
+# qkv: (B, T, 3, H, D); out and grad: (B, T, H, D); lse and delta: (B, H, T)
+# spans: None or (B, 2, T) of documents, with R = 1; (1, 8, T) of blocks, with R = 2
+# R: number of ranges that a row sees
 @jit
 def attention_forward_kernel(
     qkv,
@@ -102,11 +116,13 @@ def attention_forward_kernel(
     EVEN: tl.constexpr,
     R: tl.constexpr,
 ):
+    """Compute `out` and `lse` for a block of queries."""
     rows, b, h = _place(T, H, BLOCK_M)
     qkv += 3 * b * T * H * D + h * D
     q = _load(qkv, rows, 3 * H * D, T, D, EVEN)  # (BLOCK_M, D)
     scale *= LOG2E
-    top = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: a tile may have no key that a row sees
+    # Not -inf: if a row sees no key of the first tile, -inf - (-inf) would be NaN.
+    top = tl.full((BLOCK_M,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     o = tl.zeros((BLOCK_M, D), tl.float32)
     for r in tl.static_range(R):
@@ -148,7 +164,7 @@ def attention_dq_kernel(
     EVEN: tl.constexpr,
     R: tl.constexpr,
 ):
-    """dQ of a block of queries; also stores delta, which the kernel of dK and dV reads."""
+    """Compute dQ for a block of queries, and delta, which attention_dkdv_kernel reads."""
     rows, b, h = _place(T, H, BLOCK_M)
     qkv += 3 * b * T * H * D + h * D
     here = b * T * H * D + h * D
@@ -170,7 +186,7 @@ def attention_dq_kernel(
             p = tl.exp2(s * (scale * LOG2E) - z[:, None])
             if spans is not None:
                 p = tl.where(_inside(start, end, cols), p, 0.0)
-            elif not EVEN:  # where lse is very negative a key beyond the end would give inf * 0
+            elif not EVEN:  # if lse is very negative, a key beyond the end would give inf * 0
                 p = tl.where(cols[None, :] < T, p, 0.0)
             dp = tl.dot(do, tl.trans(v), input_precision="ieee")
             dq = tl.dot((p * (dp - dl[:, None])).to(k.dtype), k, dq, input_precision="ieee")
@@ -194,7 +210,7 @@ def attention_dkdv_kernel(
     EVEN: tl.constexpr,
     R: tl.constexpr,
 ):
-    """dK and dV of a block of keys. Keys beyond the end give numbers that are never stored."""
+    """Compute dK and dV for a block of keys. Results of keys beyond the end are not stored."""
     cols, b, h = _place(T, H, BLOCK_N)
     qkv += 3 * b * T * H * D + h * D
     grad += b * T * H * D + h * D
@@ -208,7 +224,7 @@ def attention_dkdv_kernel(
         for at in range(first, last, BLOCK_M):
             rows = at + tl.arange(0, BLOCK_M)
             q = _load(qkv, rows, 3 * H * D, T, D, EVEN)
-            # Queries beyond the end: lse = inf makes their p zero.
+            # For queries beyond the end, lse = inf makes p zero.
             z = tl.load(lse + line + rows, mask=rows < T, other=float("inf")) * LOG2E
             s = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
             p = tl.exp2(s * (scale * LOG2E) - z[None, :])
@@ -226,20 +242,24 @@ def attention_dkdv_kernel(
 
 # ---- Launches
 def tiles(kernel, dtype, D):
-    """(BLOCK_M, BLOCK_N, warps, stages): no spills on sm_80, 90, 100; no GPU has timed them."""
+    """Return (BLOCK_M, BLOCK_N, warps, stages) of a kernel.
+
+    With these no registers spill on sm_80, 90 and 100. They have not been timed on a GPU yet.
+    """
     is_dkdv = kernel is attention_dkdv_kernel
-    if dtype == torch.float32:  # to be exact: its products run on no tensor cores
+    if dtype == torch.float32:  # exact products, which do not use tensor cores
         return (D // 2, 16, D // 8, 1) if is_dkdv else (16, 16, 8, 1)
-    # To be timed on sm_90: (128, 128, 8, 3) forward, (128, 128, 8, 2) for dQ.
+    # Candidates to time on sm_90: (128, 128, 8, 3) for forward, (128, 128, 8, 2) for dQ.
     return (2048 // D, 128, 8, 2) if is_dkdv else (128, 64, 8, 2)
 
 
 def _run(kernel, qkv, tensors, spans):
-    """Launch a kernel on a packed qkv: a program for a block of rows of a head of a sample."""
+    """Launch a kernel with one program for each block of rows, head and sample."""
     B, T, _, H, D = qkv.shape
     M, N, warps, stages = tiles(kernel, qkv.dtype, D)
     block = N if kernel is attention_dkdv_kernel else M
     constants = dict(H=H, D=D, BLOCK_M=M, BLOCK_N=N, EVEN=T % max(M, N) == 0)
+    # Spans have 2 lines for documents (one range), and 8 lines for blocks (two ranges).
     constants["R"] = 1 if spans is None else max(1, spans.shape[1] // 4)
     args = (qkv, *tensors, spans, T, D**-0.5)
     grid = (triton.cdiv(T, block) * B * H,)
@@ -247,12 +267,13 @@ def _run(kernel, qkv, tensors, spans):
 
 
 def _packed(x):
-    """x without gaps, at an address from which 16 bytes can be read at a time."""
+    """Return x contiguous, at an address aligned to 16 bytes for wide reads."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _forward(qkv, spans):
+    """Return out (B, T, H, D) and lse (B, H, T)."""
     qkv = _packed(qkv)
     out, lse = _fake(qkv, spans)
     if out.numel():
@@ -261,15 +282,18 @@ def _forward(qkv, spans):
 
 
 def _fake(qkv, spans):
+    """Return uninitialized out and lse."""
     B, T, _, H, D = qkv.shape
     return qkv.new_empty((B, T, H, D)), qkv.new_empty((B, H, T), dtype=torch.float32)
 
 
 def _backward(grad, qkv, out, lse, spans):
+    """Return the gradient of qkv (B, T, 3, H, D)."""
     qkv = _packed(qkv)
     grad = _packed(grad)
     dqkv = qkv.new_empty(qkv.shape)
     if dqkv.numel():
+        # The order matters: the first kernel writes delta, the second reads it.
         delta = torch.empty_like(lse)
         _run(attention_dq_kernel, qkv, (grad, out, lse, delta, dqkv), spans)
         _run(attention_dkdv_kernel, qkv, (grad, lse, delta, dqkv), spans)
@@ -296,10 +320,10 @@ _attention_backward = register(
 def attention(qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=None):
     T, D = qkv.shape[1], qkv.shape[4]
     fits = D in HEAD_DIMS and 1 <= T <= MAX_T and qkv.dtype in DTYPES
-    # What the kernels do not take goes to PyTorch: causal, other head dims, float64.
+    # PyTorch computes what the kernels do not support: causal, other head dims, float64.
     if causal or not fits or not runs_on(qkv):
         return attention_ref(qkv, cos, sin, qk_norm, causal, spans)
-    if cos is not None or qk_norm:  # by PyTorch, which fuses them when it compiles
+    if cos is not None or qk_norm:  # in PyTorch: torch.compile fuses them
         qkv = torch.stack(prepare(qkv, cos, sin, qk_norm), 2)
     if spans is not None:
         spans = spans.contiguous()

@@ -1,19 +1,19 @@
-"""The head and the cross-entropy: the model gives it the masked positions alone.
+"""Head and cross-entropy in one operator, for the masked positions of a batch.
 
     loss = sum_i weight_i * (logsumexp(z_i) - z_i[target_i]),     z_i = W h_i
     dz_i = weight_i * (softmax(z_i) - onehot(target_i))
     dh_i = W^T dz_i,   dW = sum_i dz_i h_i^T
 
-The logits never exist whole, and the gradients are computed together with the loss, while a chunk
-of logits is at hand (as in Liger, 2410.10989, and Wijmans et al., 2411.09009); backward only
-multiplies them by the incoming scalar.
+The full matrix of logits is never stored. Rows are processed in chunks: a matrix product (cuBLAS)
+gives a chunk's logits, a kernel replaces them by dz in place, and two more products give dh and dW.
+So the gradients are computed in the forward pass (as in Liger, 2410.10989, and Wijmans et al.,
+2411.09009), and backward only multiplies them by the incoming gradient of the loss, a scalar.
+Small vocabularies are processed in the same way: a single kernel would only save two launches
+(h200.md).
 
-Rows go in chunks: a product by cuBLAS, a kernel that turns logits into dz in place, two more
-products. For small vocabularies too: one kernel for all of it would save two launches (h200.md).
-
-Half precision: weights are about 1 / (batch * length), too small for float16. dz is therefore kept
-in units of the largest weight, and backward multiplies that in again, in float32. First derivatives
-only.
+Half precision: weights are about 1 / (batch * length), too small for float16. So dz, dh and dW are
+divided by the largest weight, the `unit`, and backward multiplies by it in float32. There are no
+second derivatives.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from torch.autograd.function import once_differentiable
 from .launch import jit, launch, register, runs_on, tl, triton
 from .reference import linear_cross_entropy_ref
 
-# Logits at a time: 5,336 rows at V = 50,304, 0.5 GB in 16 bits. Not by the memory that is free:
-# then a run that is resumed would add in another order.
+# Number of logits in a chunk: 5,336 rows at V = 50,304, 0.5 GB in 16 bits. It does not depend on
+# the free memory: then a resumed run could add up dW in another order, and get other bits.
 CHUNK = 1 << 28
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-# ---- The kernel, a program a row
+# ---- The kernel: one program per row
 @jit
 def _logsumexp(z_ptr, V, limit, BLOCK: tl.constexpr):
-    """log sum exp of the first V columns, in one pass (Milakov and Gimelshein, 1805.02867)."""
+    """Return log sum exp of V columns in one pass (Milakov and Gimelshein, 1805.02867)."""
     col = tl.arange(0, BLOCK)
     top = tl.full((), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)  # summed at the end: one reduction a block, not two
+    # Partial sums, added up at the end: one reduction per block of columns instead of two.
+    total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, limit, BLOCK):
         at = start + col
         z = tl.load(z_ptr + at, mask=at < limit, other=0, eviction_policy="evict_last")
         z = tl.where(at < V, z.to(tl.float32), -float("inf"))
         new = tl.maximum(top, tl.max(z, 0))
-        shift = tl.where(new == -float("inf"), 0.0, new)  # -inf - -inf is no number
+        shift = tl.where(new == -float("inf"), 0.0, new)  # -inf - (-inf) would be NaN
         total = total * tl.exp(top - shift) + tl.exp(z - shift)
         top = new
     return top + tl.log(tl.sum(total, 0))
@@ -53,48 +54,51 @@ def _logsumexp(z_ptr, V, limit, BLOCK: tl.constexpr):
 def ce_chunk_kernel(
     z_ptr, target_ptr, weight_ptr, unit_ptr, loss_ptr, V, limit, BLOCK: tl.constexpr
 ):
-    """Logits (m, limit) become dz in place, in units of the largest weight."""
+    """Replace logits (m, limit) by dz / unit in place, and store the loss of each row.
+
+    Columns from V to limit are padding. unit: the largest weight.
+    """
     i = tl.program_id(0).to(tl.int64)
     weight = tl.load(weight_ptr + i)
     z_ptr += i * limit
     col = tl.arange(0, BLOCK)
     if weight != 0:
         target = tl.load(target_ptr + i).to(tl.int64)
-        # A target outside of [0, V) makes the loss NaN instead of reading foreign memory.
+        # A target outside [0, V) makes the loss NaN instead of reading memory out of bounds.
         known = (target >= 0) & (target < V)
         z_target = tl.load(z_ptr + target, mask=known, other=float("nan")).to(tl.float32)
         lse = _logsumexp(z_ptr, V, limit, BLOCK)
         tl.store(loss_ptr + i, weight * (lse - z_target))
         factor = weight / tl.load(unit_ptr)
-        for start in range(0, limit, BLOCK):  # the row comes from the L2 cache this time
+        for start in range(0, limit, BLOCK):  # second pass: the row is in the L2 cache
             at = start + col
             z = tl.load(z_ptr + at, mask=at < limit, other=0, eviction_policy="evict_first")
             dz = factor * (tl.exp(z.to(tl.float32) - lse) - (at == target).to(tl.float32))
             dz = tl.where(at < V, dz, 0.0)
             tl.store(z_ptr + at, dz.to(z_ptr.dtype.element_ty), mask=at < limit)
-    else:  # padding
+    else:  # a padding row
         tl.store(loss_ptr + i, 0.0)
         for start in range(0, limit, BLOCK):
             at = start + col
             tl.store(z_ptr + at, tl.zeros((BLOCK,), z_ptr.dtype.element_ty), mask=at < limit)
 
 
-# ---- Tiles: they spill no registers on sm_80, 90 and 100 (results/aot.md); no GPU has timed them
+# ---- Block sizes. No registers spill on sm_80, 90 and 100 (results/aot.md). Not timed on GPUs yet
 def row_config(V, dtype):
-    """Blocks of a row of logits, 16 elements a thread.
+    """Return BLOCK and num_warps for rows of V logits: 16 elements per thread.
 
-    Long rows get large programs, so that all rows in flight stay in the L2 cache for the second
-    pass: 2 programs of 16 warps on each of 132 multiprocessors, at 100 KB a row, are 26 MB of 60.
-    In float32 such programs spilled registers on sm_100.
+    Long rows get large programs. Then fewer rows are processed at a time, and they stay in the L2
+    cache for the second pass: 2 programs of 16 warps on each of 132 multiprocessors, with 100 KB
+    per row, need 26 of 60 MB. In float32 such programs spilled registers on sm_100.
     """
-    most = 8192 if V > 16384 and dtype != torch.float32 else 4096
-    block = min(max(triton.next_power_of_2(V), 128), most)
+    largest = 8192 if V > 16384 and dtype != torch.float32 else 4096
+    block = min(max(triton.next_power_of_2(V), 128), largest)
     return dict(BLOCK=block, num_warps=max(block // 512, 1))
 
 
 # ---- The operator
 def _add_product(c, a, b):
-    """c += a @ b, the sum in float32."""
+    """Compute c += a @ b, accumulating in float32."""
     if a.is_cuda and a.dtype != torch.float32:
         torch.ops.aten.addmm.dtype_out(c, a, b, torch.float32, out=c)
     else:
@@ -102,13 +106,15 @@ def _add_product(c, a, b):
 
 
 def _forward(h, W, targets, weight, dtype):
-    """loss; dh in dtype and dW in float32, both in units of `unit`; unit."""
+    """Return (loss, dh / unit in dtype, dW / unit in float32, unit)."""
     M, C = h.shape
     V = len(W)
     targets = targets.contiguous()
     weight = weight.contiguous()
+    # The largest weight; the pad makes it positive if there are no rows, or all weights are 0.
     unit = torch.linalg.vector_norm(F.pad(weight, (0, 1), value=1e-30), float("inf"))
-    # Multiples of 64 columns of logits: rows of 128 bytes, read and written wide whatever V is.
+    # Pad the vocabulary to a multiple of 64 columns. Rows of logits are then aligned to 128 bytes,
+    # and are read and written efficiently for every V.
     limit = triton.cdiv(V, 64) * 64
     W = F.pad(W.to(dtype), (0, 0, 0, limit - V)) if limit > V else W.to(dtype)
     rows = max(1, min(M, CHUNK // limit))
@@ -143,9 +149,9 @@ def _save(ctx, inputs, output):
 
 @once_differentiable
 def _differentiate(ctx, grad, *_):
-    """dh and dW times unit * grad, each in the dtype of its parameter."""
+    """Multiply dh and dW by unit * grad; each gets the dtype of its input."""
     dh, dW, unit = ctx.saved_tensors
-    # (1,), as a 0-dim factor would be rounded to the dtype of dh first, which biases all gradients.
+    # Shape (1,): PyTorch would round a 0-dim factor to the dtype of dh, which biases all gradients.
     factor = (unit * grad)[None]
     dh, dW = ((x * factor).to(dtype) for x, dtype in zip((dh, dW), ctx.dtypes))
     return dh, dW, None, None, None
@@ -164,7 +170,7 @@ def linear_cross_entropy(h, W, targets, weight):
             raise ValueError(f"linear_cross_entropy takes {DTYPES} on a GPU, got {x.dtype}")
     kind = h.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
-    with torch.autocast(kind, enabled=False):  # dtype says what to multiply in
+    with torch.autocast(kind, enabled=False):  # the dtype of products is passed explicitly
         return _linear(h, W, targets, weight, dtype)[0]
 
 

@@ -1,8 +1,8 @@
-"""Triton, where it can run; elsewhere importing the kernels costs and needs nothing.
+"""Imports Triton where it can run, launches kernels, and finds compilers.
 
-Triton is imported if there is a CUDA device, if its interpreter is asked for (TRITON_INTERPRET=1),
-or to compile the kernels without a GPU (MDLM_TRITON=1, tests/aot.py). The programs also ask here
-which compilers this machine has.
+Triton is imported only if there is a CUDA device, if its interpreter is requested
+(TRITON_INTERPRET=1), or to compile the kernels without a GPU (MDLM_TRITON=1, see tests/aot.py).
+Elsewhere the kernels can be imported without Triton.
 """
 
 import functools
@@ -29,29 +29,32 @@ else:
     tl = None
 
     def jit(function):
-        """Leave the function as it is: it is never called."""
+        """Return the function unchanged. Without Triton, no kernel is ever called."""
         return function
 
 
-LAUNCHES = {}  # kernel name -> number of launches: by it tests tell a kernel from its reference
+LAUNCHES = {}  # kernel name -> number of launches, so that tests know that a kernel has run
 
 
 def launch(kernel, grid, *args, **options):
-    """Run a kernel on the device of its first argument, a tensor: it may not be the current one."""
+    """Run a kernel on the device of its first argument, a tensor, even if another is current."""
     LAUNCHES[kernel.fn.__name__] = LAUNCHES.get(kernel.fn.__name__, 0) + 1
     with torch.cuda.device_of(args[0]):  # does nothing on a CPU
         return kernel[grid](*args, **options)
 
 
 def register(name, schema, function, fake, backward=None, save=None):
-    """Make a function the operator mdlm::name, one node for torch.compile; None without Triton.
+    """Register a function as the operator mdlm::name, a single node for torch.compile.
 
-    schema: its signature, in PyTorch's notation; fake: makes outputs of the right shapes and
-    dtypes; backward and save: autograd's backward and setup_context, if it is differentiable.
+    schema: its signature in PyTorch's notation
+    fake: a function that returns empty outputs of the right shapes and dtypes
+    backward, save: autograd's backward and setup_context, if it is differentiable
+
+    Returns the operator, or None without Triton.
     """
     if not ENABLED:
         return None
-    # On a CPU too it launches the kernel, or interpreter tests would prove nothing.
+    # Also on a CPU: there the operator runs the kernel in Triton's interpreter, for tests.
     options = dict(mutates_args=(), device_types=("cuda", "cpu"), schema=schema)
     op = torch.library.custom_op(f"mdlm::{name}", function, **options)
     op.register_fake(fake)
@@ -65,27 +68,27 @@ def runs_on(tensor):
     return ENABLED and (tensor.is_cuda or (INTERPRET and tensor.device.type == "cpu"))
 
 
-@functools.cache  # the same warning once in a process
+@functools.cache  # prints each warning only once in a process
 def warn(message):
-    """Print a warning on stderr, on the first rank only."""
+    """Print a warning on standard error, on the first rank only."""
     if os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr)
 
 
 def c_compilers():
-    """The C compilers that Triton looks for."""
+    """Return the names of the C compilers that Triton looks for."""
     return (os.environ["CC"],) if os.environ.get("CC") else ("gcc", "clang")
 
 
 def can_build(*compilers):
-    """Whether one of these compilers is here, and Python's headers: Triton, inductor need both."""
+    """Whether one of these compilers and Python's headers exist; Triton and Inductor need both."""
     headers = (sysconfig.get_config_var("INCLUDEPY") or "", sysconfig.get_path("include"))
     has_headers = any(Path(folder, "Python.h").exists() for folder in headers)
     return has_headers and any(map(shutil.which, compilers))
 
 
 def can_compile(device):
-    """Whether torch.compile can work for a device: it needs Linux, Triton and a compiler."""
+    """Whether torch.compile can work for a device: that needs Linux, Triton and a compiler."""
     compilers = {"cpu": ("g++",), "cuda": c_compilers()}.get(device.type, ())
     has_triton = importlib.util.find_spec("triton") is not None
     return sys.platform == "linux" and has_triton and can_build(*compilers)

@@ -1,15 +1,15 @@
-"""Random masking: the forward process of a masked diffusion model.
+"""Random masking, the forward process of a masked diffusion model.
 
-A position is masked iff its 32-bit random word is small. The word of (seed, step, sample, position)
-comes from Philox-4x32-10 (Salmon et al., SC'11), a counter-based generator, so a mask depends on
-nothing else: not on the batch, the rank, the device or the kernel that draws it.
+Every position gets a random 32-bit word, a function of (seed, step, sample, position) alone. The
+words come from Philox-4x32-10 (Salmon et al., SC'11), a counter-based generator. So a mask does not
+depend on the batch, the rank, the device or the implementation.
 
     key     = seed_lo | step << 32
-    counter = (sample, position // 4, 0, 0)   -> four words; a position's is number position % 4
+    counter = (sample, position // 4, 0, 0)   -> four words; position p gets word number p % 4
 
-A position is masked iff (word, position) is among the n smallest of its row: exactly n are. Only
-integers are compared, so every implementation gives the same bits. Bernoulli masks, which are there
-to compare with, run in PyTorch.
+To mask exactly n positions of a row, the n smallest pairs (word, position) are masked. Only
+integers are compared, so every implementation returns the same bits. Bernoulli masks, which exist
+for comparison, run in PyTorch.
 """
 
 from __future__ import annotations
@@ -22,40 +22,45 @@ from .reference import MAX_T, mask_tokens_ref, possible_counts
 
 @jit
 def _smallest(number, level, LOG: tl.constexpr, BITS: tl.constexpr):
-    """The level-th smallest of different numbers (BLOCK,) of 32 + LOG bits, by digits."""
-    # A digit is the number of candidates for it with fewer than `level` numbers below them.
+    """Find the level-th smallest of distinct numbers (BLOCK,) of 32 + LOG bits, without sorting.
+
+    The result is built from digits of BITS bits, the most significant first. The next digit is the
+    largest d for which fewer than `level` numbers are below result + d * 2^shift. That is counted
+    for all values of d at once.
+    """
     DIGITS: tl.constexpr = (32 + LOG + BITS - 1) // BITS
     candidate = tl.arange(1, (1 << BITS) + 1).to(tl.int64)
-    found = level * 0
+    result = level * 0
     for i in tl.static_range(DIGITS):
         shift = (DIGITS - 1 - i) * BITS
-        if BITS == 1:  # long rows: one candidate, and no second axis that would take registers
-            bound = found + (tl.full((), 1, tl.int64) << shift)
+        if BITS == 1:  # for long rows: a single candidate, as a second axis would need registers
+            bound = result + (tl.full((), 1, tl.int64) << shift)
             below = tl.sum((number < bound).to(tl.int32), 0)
-            found = tl.where(below < level, bound, found)
+            result = tl.where(below < level, bound, result)
         else:
-            bound = found + (candidate << shift)
+            bound = result + (candidate << shift)
             below = tl.sum((number[:, None] < bound[None, :]).to(tl.int32), 0)
-            found += tl.sum((below < level).to(tl.int64), 0) << shift
-    return found
+            result += tl.sum((below < level).to(tl.int64), 0) << shift
+    return result
 
 
 @jit
 def _words(seed_ptr, step_ptr, sample, BLOCK: tl.constexpr):
-    """Random words (BLOCK,) int64 in [0, 2^32) of the positions of a sample."""
+    """Return random words (BLOCK,) int64 in [0, 2^32) for the positions of a sample."""
     quad = tl.arange(0, BLOCK // 4)
     zero = quad * 0
     seed = tl.load(seed_ptr).to(tl.int64) & 0xFFFFFFFF
     key = seed | (tl.load(step_ptr).to(tl.int64) << 32)
     w0, w1, w2, w3 = tl.philox(key, zero + sample.to(tl.int32), quad, zero, zero)
-    # join puts its arguments side by side in a new last axis: these three interleave the words.
+    # tl.join stacks two tensors along a new last axis. These joins interleave the four words:
+    # w0[0], w1[0], w2[0], w3[0], w0[1], ...
     word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
     return word.to(tl.int64) & 0xFFFFFFFF
 
 
 @jit
 def _counts_around(row, level_ptr, B, T):
-    """The number of masked positions in the rows before this one, and in all B rows, int64."""
+    """Return the number of masked positions in the rows before this one, and in all B, int64."""
     before = tl.zeros((), tl.int64)
     total = tl.zeros((), tl.int64)
     for start in range(0, B, 256):
@@ -86,7 +91,8 @@ def mask_kernel(
     LOG: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """One program a sequence, which reads the counts of all, to know where its own list begins."""
+    """Mask one sequence per program. Each program reads the counts of all sequences, to know where
+    its own list of masked positions begins in `rows`."""
     row = tl.program_id(0)
     position = tl.arange(0, BLOCK)
     inside = position < T
@@ -94,7 +100,8 @@ def mask_kernel(
     free = inside
     if never_mask_ptr is not None:
         free = inside & (tl.load(never_mask_ptr + base + position, mask=inside, other=1) == 0)
-    # The smallest words are masked; where two are equal, the smaller position.
+    # The smallest words are masked. Of two equal words, the one at the smaller position is smaller.
+    # Positions that must not be masked get a number above all others.
     word = _words(seed_ptr, step_ptr, tl.load(sample_ptr + row), BLOCK)
     number = tl.where(free, (word << LOG) | position, 1 << (32 + LOG))
     level = tl.load(level_ptr + row).to(tl.int64)
@@ -104,8 +111,9 @@ def mask_kernel(
     tl.store(xt_ptr + base + position, tl.where(masked, mask_id, x0), mask=inside)
     tl.store(count_ptr + row, tl.sum(masked.to(tl.int64), 0))
     before, total = _counts_around(row, level_ptr, B, T)
-    rank = tl.cumsum(masked.to(tl.int32), 0).to(tl.int64)  # masked ones up to here
-    # Unmasked positions fill the tail after all lists with -1, each a place of its own.
+    rank = tl.cumsum(masked.to(tl.int32), 0).to(tl.int64)  # masked positions up to each one
+    # `rows` begins with the lists of masked positions of all sequences. Each unmasked position
+    # writes a -1 to its own place in the tail.
     place = tl.where(masked, before + rank - 1, total + (base - before) + position - rank)
     tl.store(rows_ptr + place, tl.where(masked, base + position, -1), mask=inside)
     if row == 0:
@@ -113,7 +121,11 @@ def mask_kernel(
 
 
 def config(T, documents=False):
-    """Block, warps, bits of a digit for rows of T: 32 comparisons a thread do not spill."""
+    """Return BLOCK, LOG, BITS and num_warps of mask_kernel for rows of T positions.
+
+    documents: whether there is a never_mask. BITS is chosen so that each thread makes at most 32
+    comparisons at a time: then no registers spill.
+    """
     log = max(4, (T - 1).bit_length())
     warps = 16 if documents and log > 12 else 8
     if log <= 9:
@@ -135,7 +147,7 @@ def _forward(x0, level, mask_id, seed, step, sample_ids, never_mask):
 
 
 def _fake(x0, level, mask_id, seed, step, sample_ids, never_mask):
-    """xt, count, rows, n_rows, not filled in."""
+    """Return uninitialized xt, count, rows and n_rows."""
     B, T = x0.shape
     xt = x0.new_empty((B, T))
     count, rows, n_rows = (x0.new_empty(size, dtype=torch.int64) for size in (B, B * T, ()))
@@ -148,7 +160,7 @@ _mask_tokens = register("mask_tokens", SCHEMA, _forward, _fake)
 
 
 def _scalar(number, device):
-    """A 0-dim int64 tensor. A Python number is filled in on the device: no copy to wait for."""
+    """Return a number as a 0-dim int64 tensor. torch.full avoids a copy from the host."""
     if torch.is_tensor(number):
         return torch.as_tensor(number, dtype=torch.int64, device=device)
     return torch.full((), number, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""The three operations special to masked diffusion. Their PyTorch twins are in reference.py."""
+"""Chooses the implementation of each operation: Triton kernels, or PyTorch (reference.py)."""
 
 from types import SimpleNamespace
 
@@ -22,24 +22,28 @@ TRITON |= dict(linear_cross_entropy=linear_cross_entropy)
 
 
 def attention_of_documents(qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=None):
-    """For long windows: cuDNN's, by PyTorch; where there are documents, the kernel skips others."""
-    f = attention_ref if spans is None else attention
-    return f(qkv, cos, sin, qk_norm, causal, spans)
+    """Attention for long windows: PyTorch's (cuDNN), or the kernel if there are spans.
+
+    The kernel skips tiles of other documents, which PyTorch computes.
+    """
+    implementation = attention_ref if spans is None else attention
+    return implementation(qkv, cos, sin, qk_norm, causal, spans)
 
 
 def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal=False, T=0):
     """Choose the operations for --kernels on a device.
 
-    name      auto: Triton on CUDA, else PyTorch; triton: Triton, or a ValueError; torch: PyTorch
-    head_dim  n_embd / n_head. The attention kernels take 32 and 64; with 128 attention runs in
-              PyTorch (SDPA, where cuDNN is strong), with others too, which triton refuses
-    dtype     of the products
+    name      auto: Triton on CUDA, else PyTorch
+              triton: raise ValueError if Triton cannot run
+              torch: PyTorch
+    head_dim  n_embd / n_head. The attention kernels support 32 and 64. With any other, attention
+              runs in PyTorch (SDPA; for 128 cuDNN is fast); "triton" accepts of these only 128
+    dtype     of matrix products
     causal    whether the model is autoregressive: then attention runs in PyTorch
-    T         tokens of a window: above MAX_OURS auto leaves attention over all to PyTorch
+    T         tokens of a window: above MAX_OURS, "auto" uses PyTorch for attention without spans
 
-    Returns a namespace with name, mask_tokens, attention, neighbours (PyTorch's), and
-    linear_cross_entropy. Warns on stderr if less than was asked for runs in Triton. Raises
-    ValueError, in one sentence, if name cannot run.
+    Returns a namespace with name, mask_tokens, attention, linear_cross_entropy, and neighbours
+    (always in PyTorch). Warns on stderr if an operation that was asked for does not run in Triton.
     """
     if name not in ("auto", "triton", "torch"):
         raise ValueError(f"kernels={name!r} is not accepted; give auto, triton or torch")
@@ -53,14 +57,14 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
         warn(f"{missing}: using plain PyTorch")
     if name == "torch" or missing:
         return SimpleNamespace(**vars(REFERENCES))
-    odd = head_dim not in (None, 128, *HEAD_DIMS)
-    if name == "triton" and odd:
+    is_unsupported = head_dim not in (None, 128, *HEAD_DIMS)
+    if name == "triton" and is_unsupported:
         fix = "change n_embd / n_head, or use --kernels=auto"
         raise ValueError(f"--kernels=triton takes heads of 32, 64 or 128, not {head_dim}; {fix}")
     if INTERPRET and dtype == torch.bfloat16:
         why = "Triton's interpreter (TRITON_INTERPRET=1) multiplies bfloat16 wrongly"
         raise ValueError(f"--kernels={name}: {why}; use --dtype=float32")
-    if odd or (name == "triton" and (causal or head_dim == 128)):
+    if is_unsupported or (name == "triton" and (causal or head_dim == 128)):
         what = "causal attention" if causal else f"n_embd / n_head = {head_dim}: attention"
         warn(f"{what} runs in PyTorch (SDPA): the kernels take heads of 32 and 64, not causal")
     ops = SimpleNamespace(**vars(REFERENCES) | TRITON)
@@ -70,7 +74,7 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
 
 
 def _missing(device):
-    """Why the kernels cannot run on a device; empty if they can."""
+    """Say why the kernels cannot run on a device; "" if they can."""
     if device.type != "cuda":
         interpreted = ENABLED and INTERPRET and device.type == "cpu"
         return "" if interpreted else "The kernels need a CUDA device"
@@ -78,6 +82,6 @@ def _missing(device):
         return "This GPU is too old for Triton here"
     if not ENABLED:
         return "Triton is missing (pip install triton)"
-    if not can_build(*c_compilers()):  # Triton compiles the code that starts its kernels
+    if not can_build(*c_compilers()):  # Triton compiles C code that launches its kernels
         return "Triton finds no C compiler or no Python.h (apt install gcc python3-dev)"
     return ""

@@ -1,18 +1,26 @@
-"""The operations in plain PyTorch: for machines without a GPU, and to test the kernels against."""
+"""The operations in plain PyTorch, for machines without a GPU and as the reference in tests.
+
+Some positions may not see each other: those of different documents, or of different blocks.
+"Spans" say which positions each one attends to; document_spans and block_spans make them.
+"""
 
 import torch
 import torch.nn.functional as F
 
-MAX_T = 8192  # positions share a 64-bit sort key with their random word: 13 bits beside 32
+# Positions share a sort key with their random word: 13 bits for a position and 32 for the word fit
+# well into 64 bits.
+MAX_T = 8192
 
 
+# ---- Masking
 def philox_words(seed, step, sample_ids, T, first=0):
-    """Random words of T positions from `first` on, by Philox-4x32-10 (Salmon et al., SC'11).
+    """Return random 32-bit words for T positions, by Philox-4x32-10 (Salmon et al., SC'11).
 
     seed, step  int or int64 tensor, 0-dim or (n, 1, 1); their low 32 bits are the key
-    sample_ids  (B,) integer; (sample, position // 4, 0, 0) is the counter, which gives four words
+    sample_ids  (B,) integer; each counter (sample, position // 4, 0, 0) gives four words
+    first       the first of the T positions
 
-    Returns (B, T) int64 in [0, 2^32), or (n, B, T).
+    Returns (B, T) int64 in [0, 2^32); (n, B, T) if seed or step is (n, 1, 1).
     """
     low = 0xFFFFFFFF
     c0 = (sample_ids.long() & low)[:, None]
@@ -23,7 +31,8 @@ def philox_words(seed, step, sample_ids, T, first=0):
     k0 = seed & low
     k1 = step & low
     for _ in range(10):
-        # A 64-bit product wraps as a signed number, but its bits are right: mask after every shift.
+        # The product of two 32-bit words overflows int64, but its bits are right. A right shift
+        # copies the sign bit into the upper half, so mask after every shift.
         p0 = c0 * 0xD2511F53
         p2 = c2 * 0xCD9E8D57
         c0 = (p2 >> 32) & low ^ c1 ^ k0
@@ -39,35 +48,42 @@ def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids, never_mask=
     """Mask random positions of x0.
 
     x0          (B, T) int32 or int64, T <= 8192
-    t_or_count  (B,) floating: mask each position at this rate (Bernoulli);
+    t_or_count  (B,) floating point: mask each position with this probability (Bernoulli);
                 (B,) integer: mask exactly this number of positions
     mask_id     the id of [MASK]
     seed, step  int or 0-dim int64 tensor: the key of the generator (their low 32 bits). A CUDA
-                graph keeps ints as they were at its capture: pass tensors, and change their value
-    sample_ids  (B,) integer, the samples' numbers in the global batch: the counter of the generator
-    never_mask       (B, T) bool, positions that are never masked, or None
+                graph keeps the values of ints from its capture: pass tensors and change them
+    sample_ids  (B,) integer, numbers of the samples in the global batch: the generator's counter
+    never_mask  (B, T) bool, positions that are never masked, or None
 
-    Returns xt (B, T), x0 with [MASK] at the masked positions; count (B,) int64, masked positions
-    per row; rows (B*T,) int64, the ascending indices of the masked positions in the flattened
-    batch, padded with -1; n_rows, 0-dim int64, the number of masked positions. Raises ValueError
-    for T > 8192. Nothing synchronises with the host.
+    Returns a tuple:
+        xt      (B, T), x0 with [MASK] at the masked positions
+        count   (B,) int64, the number of masked positions in each row
+        rows    (B*T,) int64, the indices of masked positions in the flattened batch, ascending,
+                padded with -1
+        n_rows  0-dim int64, the number of masked positions
+
+    Raises ValueError if T > 8192. Never synchronizes with the host.
     """
     B, T = x0.shape
     if T > MAX_T:
         raise ValueError(f"mask_tokens takes at most {MAX_T} positions a row, got {T}")
     words = philox_words(seed, step, sample_ids, T)
     if never_mask is not None:
-        words = words.masked_fill(never_mask, 1 << 32)  # above all words
+        words = words.masked_fill(never_mask, 1 << 32)  # larger than every random word
     if t_or_count.is_floating_point():
         masked = words < (t_or_count.double() * 2**32).long()[:, None]
     else:
-        key = words * MAX_T + torch.arange(T, device=x0.device)  # ties fall to the smaller position
+        # Of two equal words, the one at the smaller position counts as smaller.
+        key = words * MAX_T + torch.arange(T, device=x0.device)
         wanted = possible_counts(t_or_count, never_mask).long()[:, None]
         bound = key.sort(dim=1).values.gather(1, (wanted - 1).clamp(0, T - 1))
         masked = (key <= bound) & (wanted > 0)
     xt = torch.where(masked, mask_id, x0)
     flat = masked.flatten()
-    rank = flat.cumsum(0)  # the k-th masked one goes to rows[k - 1], others to a slot cut off
+    # The k-th masked position goes to rows[k - 1]. All others go to an extra slot at the end, which
+    # is cut off. Unlike flat.nonzero(), this does not make the host wait.
+    rank = flat.cumsum(0)
     rows = torch.full((B * T + 1,), -1, dtype=torch.int64, device=x0.device)
     slot = torch.where(flat, rank - 1, B * T)
     rows.scatter_(0, slot, torch.arange(B * T, device=x0.device))
@@ -75,38 +91,48 @@ def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids, never_mask=
 
 
 def possible_counts(count, never_mask):
-    """Counts (B,), none above the number of positions that are not never_mask."""
+    """Limit the counts (B,) to the number of positions in each row that may be masked."""
     return count if never_mask is None else count.minimum((~never_mask).sum(1))
 
 
+# ---- Cross-entropy
 def linear_cross_entropy_ref(h, W, targets, weight):
-    """Head and cross-entropy: the sum over rows i of weight_i * CE(W h_i, targets_i).
+    """Compute the head and the loss: the sum over rows i of weight_i * CE(W h_i, targets_i).
 
-    h        (M, C) features           W       (V, C) head
-    targets  (M,) integer              weight  (M,) float32
+    h        (M, C) features
+    W        (V, C) weights of the head
+    targets  (M,) integer
+    weight   (M,) float32; a row of weight 0 has no effect, whatever its target
 
-    Returns a float32 scalar; gradients flow to h and W. A row of weight 0 counts for nothing.
+    Returns a float32 scalar, differentiable with respect to h and W.
     """
     ce = F.cross_entropy(F.linear(h, W).float(), targets.long(), reduction="none")
     return (ce * weight).sum()
 
 
+# ---- Rotary positions
 def rotary_tables(T, D):
-    """cos, sin (T, D/2) of the angles of T positions."""
+    """Return cos and sin (T, D/2) of the angles of T positions, for heads of D."""
     angles = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
     return angles.cos(), angles.sin()
 
 
 def rotate(x, cos, sin):
-    """Rotary positions (Su et al., 2104.09864): x (B, T, n, H, D); cos, sin (T, D/2)."""
+    """Apply rotary position embeddings (Su et al., 2104.09864).
+
+    x: (B, T, n, H, D); cos, sin: (T, D/2) from rotary_tables. Returns the shape of x.
+    """
     x1, x2 = x.chunk(2, -1)
     cos, sin = (table[:, None, None].to(x.dtype) for table in (cos, sin))
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
 
 
 def prepare(qkv, cos, sin, qk_norm):
-    """q, k, v, each (B, T, H, D) in the dtype of qkv; q and k normalised and rotated."""
-    qk = qkv[:, :, :2]  # together: their backward is then one kernel on a CPU
+    """Split qkv (B, T, 3, H, D) into q, k, v (B, T, H, D), and normalize and rotate q and k.
+
+    The results have the dtype of qkv.
+    """
+    qk = qkv[:, :, :2]  # processed together: on a CPU, their backward is then one kernel
     v = qkv[:, :, 2]
     if qk_norm:
         qk = F.rms_norm(qk, qk.shape[-1:])
@@ -115,11 +141,13 @@ def prepare(qkv, cos, sin, qk_norm):
     return *qk.to(qkv.dtype).unbind(2), v
 
 
+# ---- Spans: which positions see each other
 def document_spans(ends):
-    """Which positions see each other in windows of several documents: those of the same one.
+    """Return the spans of windows of several documents: positions see those of their own document.
 
-    ends (B, T) bool, the last position of each document -> (B, 2, T) int32: where the document of
-    each position starts, and where it ends, exclusive.
+    ends: (B, T) bool, the last position of each document
+
+    Returns (B, 2, T) int32: the start and the end (exclusive) of each position's document.
     """
     T = ends.shape[1]
     after = torch.arange(1, T + 1, device=ends.device)
@@ -129,16 +157,18 @@ def document_spans(ends):
 
 
 def block_spans(T, S, device):
-    """Which positions see each other in rows of 2T, a masked text and then the text itself, of
-    blocks of S tokens: masked text sees its own block and the text of earlier ones; text sees the
-    text of its own block and earlier ones (Arriola et al., 2503.09573).
+    """Return the spans of block diffusion (Arriola et al., 2503.09573) with blocks of S tokens.
 
-    Returns (1, 8, 2T) int32: the starts and ends, exclusive, of the two ranges that each position
-    sees, and of the two that see it.
+    A row has 2T positions: the masked text, followed by the text itself. Masked text sees its own
+    block of masked text, and earlier blocks of the text. Text sees its own and earlier blocks of
+    the text.
+
+    Returns (1, 8, 2T) int32: starts and ends (exclusive) of the two ranges that each position sees,
+    then those of the two ranges of positions that see it.
     """
     start = torch.arange(T, device=device) // S * S
     end = (start + S).clamp(max=T)
-    none = (torch.full_like(start, 2 * T), torch.zeros_like(start))
+    none = (torch.full_like(start, 2 * T), torch.zeros_like(start))  # an empty range
     half = torch.full_like(start, T)
     masked = torch.stack((start, end, half, T + start, start, end, *none))
     text = torch.stack((half, T + end, *none, end, half, T + start, 2 * half))
@@ -146,15 +176,22 @@ def block_spans(T, S, device):
 
 
 def is_visible(spans, at):
-    """Whether positions see those `at`, bool; spans (B, 2, T), or (B, 8, T) of block_spans, `at`
-    broadcast with (B, T, 1)."""
+    """Whether each position sees the positions `at`: bool, (B, T, n) for `at` of (n,).
+
+    spans: (B, 2, T) of document_spans, or (B, 8, T) of block_spans
+    at: positions; any shape that broadcasts with (B, T, 1)
+    """
     ranges = spans[:, :4, :, None].split(2, 1)  # (B, 2, T, 1) each
     visible = [(span[:, 0] <= at) & (at < span[:, 1]) for span in ranges]
     return visible[0] | visible[-1]
 
 
 def masked_share(masked, text, spans):
-    """(B, T) bool each -> the share of text that is masked: (B, 1, 1), or by document (B, T, 1)."""
+    """Return the fraction of text that is masked: (B, 1, 1), or with spans (B, T, 1) by document.
+
+    masked, text: (B, T) bool, masked positions and all positions of text
+    spans: of document_spans, or None
+    """
     if spans is None:
         return masked.float().mean(1)[:, None, None]
     start, end = spans.long().unbind(1)
@@ -164,30 +201,38 @@ def masked_share(masked, text, spans):
 
 
 def neighbours(x, left, k, spans):
-    """x (B, T, C) -> k tensors (B, T, C): what is `left` positions before, ..., k - 1 - left after;
-    0 where there is nothing, or another document. Of block_spans masked text has the text of
-    earlier blocks on its left."""
+    """Return shifted copies of x (B, T, C), the inputs of a convolution over k positions.
+
+    A list of k tensors (B, T, C): for each position, x at `left` positions before it, ..., x at
+    k - 1 - left positions after it. 0 at positions outside the sequence or of another document.
+    With block_spans, the left neighbours of a block of masked text are the text of earlier blocks.
+    """
     T = x.shape[1]
     padded = F.pad(x, (0, 0, left, k - 1 - left))
-    found = [padded[:, i : i + T] for i in range(k)]
+    shifted = [padded[:, i : i + T] for i in range(k)]
     if spans is not None:
         at = torch.arange(T, device=x.device)[:, None] - left
-        found = [z * is_visible(spans[:, :2], at + i) for i, z in enumerate(found)]
+        shifted = [z * is_visible(spans[:, :2], at + i) for i, z in enumerate(shifted)]
         if spans.shape[1] > 2:
             half = T // 2
-            text = neighbours(x.roll(half, 1), left, left, None)  # beside the masked text
+            # The text, aligned with the masked text.
+            text = neighbours(x.roll(half, 1), left, left, None)
             for i, z in enumerate(text):
-                found[i] = found[i] + z * is_visible(spans[:, 2:4], at + i + half)
-    return found
+                shifted[i] = shifted[i] + z * is_visible(spans[:, 2:4], at + i + half)
+    return shifted
+
+
+# ---- Attention
 
 
 def attention_ref(qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=None):
-    """Attention over all positions, those of the same document, or, if causal, the earlier ones.
+    """Compute attention over all positions, over those that spans allow, or causally.
 
-    qkv       (B, T, 3, H, D), the packed projections, any strides
+    qkv       (B, T, 3, H, D), the packed projections, with any strides
     cos, sin  (T, D/2) rotary tables, or None; with the kernels they get no gradient
-    qk_norm   RMS-normalise q and k over D
-    spans     int32, of document_spans or block_spans, or None; not for causal attention
+    qk_norm   whether to normalize q and k over D by their RMS
+    causal    whether a position sees only itself and earlier positions
+    spans     int32, from document_spans or block_spans, or None; not with causal
 
     Returns (B, T, H, D) in the dtype of qkv.
     """

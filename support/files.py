@@ -1,4 +1,4 @@
-"""Atomic files and folders, and JSON from files that may not be trusted."""
+"""Atomic writing of files and folders, and reading of JSON files that may be damaged or hostile."""
 
 import contextlib
 import errno
@@ -12,14 +12,21 @@ from pathlib import Path
 from support.errors import UserError
 from support.signals import signals_wait
 
-TMP = ".mdlm-tmp-"  # prefix of everything that is not complete yet
-FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", -1), errno.EFBIG, errno.EIO)  # of a disk
-MAX_JSON = 1 << 26  # bytes; a larger JSON file is refused unread
+TMP = ".mdlm-tmp-"  # prefix of the names of incomplete files and folders
+# Errors of a disk that is full or fails. Windows has no EDQUOT (quota exceeded).
+FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", -1), errno.EFBIG, errno.EIO)
+MAX_JSON = 1 << 26  # bytes; larger JSON files are not read
+
+
+# ---- Errors of writing
 
 
 @contextlib.contextmanager
 def writing(path):
-    """Within, an OSError becomes a UserError that names `path`, a run's folder or in one."""
+    """Context manager: turn an OSError into a UserError that names the path.
+
+    path: a run's folder, or a file or folder in it
+    """
     try:
         yield
     except OSError as e:
@@ -33,7 +40,7 @@ def writing(path):
 
 
 def has_saved(folder):
-    """Whether a run in a folder has saved a checkpoint, and is not being overwritten."""
+    """Whether a run in a folder has a checkpoint to resume, and is not being overwritten."""
     with contextlib.suppress(OSError, ValueError):
         return (folder / read_small(folder / "latest").strip() / "manifest.json").exists()
     return False
@@ -41,22 +48,28 @@ def has_saved(folder):
 
 @contextlib.contextmanager
 def naming(path):
-    """Within, an OSError names `path`: those of write() and fsync() name no file."""
+    """Context manager: add the path to an OSError. Those of write() and fsync() name no file."""
     try:
         yield
     except OSError as e:
         raise OSError(e.errno, e.strerror or str(e), str(path)) from e
 
 
+# ---- Atomic writing
 def temporary(parent):
-    """A new name in `parent`, which clean() removes. What gets it obeys the umask, unlike what
-    the module tempfile makes."""
+    """Return a new name in `parent` for an incomplete file or folder, which clean() removes.
+
+    The module tempfile is not used because its files ignore the umask.
+    """
     return Path(parent) / f"{TMP}{secrets.token_hex(8)}"
 
 
 @contextlib.contextmanager
 def new_folder(parent):
-    """Yield a temporary folder in `parent`, to be filled and renamed; on failure it is removed."""
+    """Context manager: yield a temporary folder in `parent`, for the caller to fill and rename.
+
+    If it has not been renamed at the end, it is removed.
+    """
     tmp = temporary(parent)
     try:
         tmp.mkdir()
@@ -67,7 +80,7 @@ def new_folder(parent):
 
 
 def write_synced(path, content):
-    """Write bytes and wait until they are on the disk."""
+    """Write bytes to a file and wait until they are on the disk."""
     with naming(path), open(path, "wb") as f:
         f.write(content)
         f.flush()
@@ -75,14 +88,15 @@ def write_synced(path, content):
 
 
 def write_atomically(path, content):
-    """Write bytes under a temporary name, sync, rename: `path` never holds half a file.
+    """Write bytes to a temporary file, sync it, and rename it to `path`.
 
-    A file that is replaced keeps its permissions.
+    So `path` never holds half a file, even after a crash. A file that is replaced keeps its
+    permissions.
     """
     tmp = temporary(path.parent)
     try:
         write_synced(tmp, content)
-        with contextlib.suppress(OSError):  # there is none yet, or its file system has none
+        with contextlib.suppress(OSError):  # there is no old file, or no permissions
             shutil.copymode(path, tmp)
         os.replace(tmp, path)
     finally:
@@ -90,28 +104,28 @@ def write_atomically(path, content):
 
 
 def write_all(f, content):
-    """Write bytes to a file without a buffer, which may take a part of them at a time."""
+    """Write all bytes to an unbuffered file, whose write() may accept only some at a time."""
     while content:
         content = content[f.write(content) :]
 
 
 def to_json(value, indent=None):
-    """A JSON text, in which null stands for NaN and infinity: JSON has none."""
+    """Convert a value to JSON text, with null for NaN and infinity, which JSON does not have."""
     value = json.loads(json.dumps(value), parse_constant=lambda _: None)
     return json.dumps(value, indent=indent)
 
 
 def without_waiting(path, flags):
-    """An opener for open(): a pipe that no process writes is empty, and is not waited for."""
-    never = getattr(os, "O_NONBLOCK", 0)  # not on Windows
-    fd = os.open(path, flags | never)
-    if never:
+    """An opener for open() that does not wait for a writer of a named pipe: the pipe is empty."""
+    nonblocking = getattr(os, "O_NONBLOCK", 0)  # not on Windows
+    fd = os.open(path, flags | nonblocking)
+    if nonblocking:
         os.set_blocking(fd, True)
     return fd
 
 
 def sync(path):
-    """Make a file, or the renames in a folder, durable."""
+    """Wait until a file, or the renames in a folder, are on the disk (nothing on Windows)."""
     if os.name == "posix":
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
@@ -119,9 +133,13 @@ def sync(path):
 
 
 def remove(path):
-    """Remove a file, link or folder. A folder is renamed first: its name never holds half of it."""
+    """Remove a file, link or folder.
+
+    A folder is renamed first, so that its name never refers to a folder that is half removed.
+    """
     if path.is_dir() and not path.is_symlink():
         if not path.name.startswith(TMP):
+            # A killed process may have left a folder with the temporary name.
             remove(path.with_name(TMP + path.name))
             path = path.rename(path.with_name(TMP + path.name))
         shutil.rmtree(path)
@@ -131,7 +149,10 @@ def remove(path):
 
 @contextlib.contextmanager
 def replacing(folder):
-    """Yield a new folder to be filled, which then replaces `folder`; on failure nothing changes."""
+    """Context manager: yield a new folder for the caller to fill, which then replaces `folder`.
+
+    If the caller fails, `folder` stays as it was. Raises UserError if it cannot be written.
+    """
     with writing(folder), new_folder(folder.parent) as tmp:
         yield tmp
         remove(folder)
@@ -139,12 +160,14 @@ def replacing(folder):
 
 
 def clean(folder):
-    """Remove what a killed process left incomplete."""
+    """Remove the incomplete files and folders that a killed process left in a folder."""
     for stale in Path(folder).glob(f"{TMP}*"):
         remove(stale)
 
 
+# ---- Reading
 def sha256_of(path):
+    """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as f:
         while block := f.read(1 << 20):
@@ -153,14 +176,14 @@ def sha256_of(path):
 
 
 def most_bytes(path):
-    """The largest size of a JSON file that is read."""
-    # Ours has another tokenizer.json in a string, in which a letter of 3 bytes may become 6, and a
-    # quote 2. Those of large vocabularies have 36 MB.
+    """Return the maximum size of a JSON file that is read."""
+    # Our tokenizer.json holds the text of another tokenizer.json (36 MB for large vocabularies) as
+    # a JSON string. There a character of 3 bytes may become 6 bytes, and a quote 2.
     return MAX_JSON * (4 if Path(path).name == "tokenizer.json" else 1)
 
 
 def read_small(path):
-    """The text of a UTF-8 file of at most most_bytes(path); else OSError or ValueError."""
+    """Return the text of a UTF-8 file; raise OSError or ValueError if it has none or is too big."""
     if not Path(path).is_file():
         raise FileNotFoundError("it is missing or not a file")
     if Path(path).stat().st_size > most_bytes(path):
@@ -169,7 +192,10 @@ def read_small(path):
 
 
 def read_json(path, what):
-    """The JSON object in a file; raises UserError, which names the file, if there is none."""
+    """Return the JSON object in a file as a dict; raise UserError if the file has none.
+
+    what: what the file should be, for the message, such as "config"
+    """
     try:
         content = json.loads(read_small(path))
         if not isinstance(content, dict):

@@ -1,62 +1,77 @@
-"""Small numerical tools: errors of stratified means, inverse functions, mixtures, draws."""
+"""Small numerical functions: seeds, stratified draws and their errors, sampling of tokens."""
 
 import hashlib
 import math
 
 import torch
 
-from support.errors import UserError
 
-
+# ---- Seeds
 def seed(*key):
-    """A number for a key such as ("levels", seed, step): the same on all ranks and on resume."""
+    """Hash a key such as ("levels", seed, step) to a seed in [0, 2^63).
+
+    Random numbers that are seeded with a key are the same on all ranks and after a resume.
+    """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def generator(*key):
+    """Return a CPU generator seeded with a key."""
     return torch.Generator().manual_seed(seed(*key))
 
 
 def seed_device(device, *key):
-    """Seed the device's own generator, for dropout; torch.manual_seed seeds all devices."""
+    """Seed the default generator of one device, which dropout uses.
+
+    torch.manual_seed would seed the generators of all devices.
+    """
     source = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
     source.manual_seed(seed(*key))
 
 
+# ---- Means and their errors
 def standard_error(values):
-    """Of the mean of values (W,); a single value says nothing about it."""
+    """Return the standard error of the mean of values (W,); infinity for a single value."""
     return values.std().item() / len(values) ** 0.5 if len(values) > 1 else math.inf
 
 
 def segment_mean(values, segment, count):
-    """(n,) float64 on the CPU: sums of values (m,) by their segment (m,), divided by count (n,)."""
+    """Sum values (m,) by their segment (m,) and divide by count (n,): (n,) float64 on the CPU."""
     total = torch.zeros(len(count), device=values.device).index_add(0, segment, values.float())
     return (total / count).cpu().double()
 
 
 def mean_by_bin(values, bin, bins):
-    """Means (bins,) of values (passes, W) by the bin (passes, W) of each."""
+    """Return the mean of values (passes, W) in each bin, (bins,); bin (passes, W) numbers them."""
     bin = bin.flatten()
     total = values.new_zeros(bins).index_add(0, bin, values.flatten())
     return total / bin.bincount(minlength=bins)
 
 
 def by_tenths(values, count, T):
-    """The means of values (passes, W) by tenths of count / T, a list; None where there is none."""
-    means = mean_by_bin(values, (10 * count - 1) // T, 10).tolist()  # 0 % is never, 100 % in 9
+    """Return the mean of values (passes, W) for each tenth of the mask rate count / T.
+
+    count: (passes, W), from 1 to T; T: (W,). Returns a list of 10 numbers, None for an empty tenth.
+    """
+    # -1: a tenth includes its upper end, so that a rate of 100 % falls into the last one.
+    means = mean_by_bin(values, (10 * count - 1) // T, 10).tolist()
     return [None if math.isnan(mean) else mean for mean in means]
 
 
 def stratified(n, *key):
-    """(n,) float64: one draw from each of n equal parts of [0, 1), in random order."""
+    """Draw from each of n equal intervals of [0, 1) once, in random order: (n,) float64."""
     g = generator(*key)
     order = torch.randperm(n, generator=g)
     return (order + torch.rand(n, generator=g, dtype=torch.float64)) / n
 
 
 def stratified_counts(T, passes, seed, n=1):
-    """(passes, W, n) counts in 1..T/n, T (W,); pass k draws from the k-th of `passes` intervals."""
+    """Draw how many tokens of each window are masked, spread evenly: (passes, W, n) int64.
+
+    T: (W,) tokens of each window, in n blocks. A count is from 1 to T / n. Pass k draws it from the
+    k-th of `passes` equal intervals.
+    """
     T = T.repeat_interleave(n) // n
     counts = []
     for k in range(passes):
@@ -66,33 +81,45 @@ def stratified_counts(T, passes, seed, n=1):
 
 
 def stratified_error(values, count, T):
-    """Standard error over windows of the mean of values (passes, W), less what counts explain."""
+    """Return the standard error over windows of the mean of values (passes, W).
+
+    Counts are stratified, so the variance that they explain does not contribute to the error: the
+    mean over similar counts is subtracted first. count: (passes, W) masked tokens of T (W,).
+    """
     n = values.numel()
-    bins = max(1, min(32, n // 8))  # with few values in a bin, each would explain itself
+    bins = max(1, min(32, n // 8))  # with few values per bin, their mean would explain too much
     bin = (count - 1) * bins // T
     residual = (values - mean_by_bin(values, bin, bins)[bin]).mean(0)
     return standard_error(residual * (n / max(n - bins, 1)) ** 0.5)
 
 
 def seen_windows(sums):
-    """Means of each pass over windows, and the windows that there was time for.
+    """Divide sums over evaluations of each window by the number of evaluations.
 
-    sums (k + 1, passes, W, n): k sums, and 1 for each time that a window was scored. The n blocks
-    of a window count like passes over it. Returns (k, passes * n, w) and which windows, (W,) bool.
+    sums: (k + 1, passes, W, n), k sums and the number of times that the window was scored. That is
+        0 if time ran out before it, and 2 if two ranks scored it
+
+    The n blocks of a window count like passes. Returns means (k, passes * n, w) of the w windows
+    that were scored, and which of the windows these are, (W,) bool.
     """
-    *sums, done = sums.transpose(2, 3).flatten(1, 2)
-    seen = done[0] > 0  # some by two ranks
-    return torch.stack([(x / done)[:, seen] for x in sums]), seen
+    *sums, times = sums.transpose(2, 3).flatten(1, 2)
+    seen = times[0] > 0
+    return torch.stack([(x / times)[:, seen] for x in sums]), seen
 
 
 def summary(sums, count, T):
-    """What mdlm.evaluate returns, from sums (4, passes, W, n) of CE, accuracy, what only variants
-    have, and 1, with `count` (passes, W, n) of T (W,) tokens masked in n blocks of a window."""
+    """Return the dict that mdlm.evaluate returns.
+
+    sums: (4, passes, W, n), as in seen_windows: cross-entropy, accuracy, a sum that only variants
+        use, and the number of times that the window was scored
+    count: (passes, W, n) masked tokens in each of a window's n blocks
+    T: (W,) tokens of each window
+    """
     passes, _, n = count.shape
     (ce, hit, _), seen = seen_windows(sums)
     count = count.transpose(1, 2).flatten(0, 1)[:, seen]
     T = T[seen] // n
-    weight = T / T.double().mean()  # a window counts by its length
+    weight = T / T.double().mean()  # windows count in proportion to their length
     mean = (ce * weight).mean().item()
     residual = (ce - mean) * weight
     r = dict(windows=len(T), passes=passes, by_window=(ce * weight).mean(0).tolist())
@@ -100,16 +127,17 @@ def summary(sums, count, T):
     return r | dict(ce=by_tenths(ce, count, T), accuracy=by_tenths(hit, count, T))
 
 
+# ---- Mask schedules
 def invert(function, values):
-    """x (n,) in [0, 1] with function(x) = values (n,) in float64, for a mask schedule."""
+    """Solve function(x) = values (n,) for x (n,) in [0, 1], in float64, by bisection.
+
+    The function must be strictly monotonic, as mask schedules are (variants/rates.py checks them).
+    """
     grid = function(torch.linspace(0, 1, 4097, dtype=torch.float64))
     rising = grid[-1] > grid[0]
-    strict = (grid.diff() > 0) if rising else (grid.diff() < 0)
-    if not strict.all() or grid.min().abs() > 1e-9 or (grid.max() - 1).abs() > 1e-9:
-        raise UserError("a mask schedule must rise or fall strictly between 0 and 1")
     low = torch.zeros_like(values)
     high = torch.ones_like(values)
-    for _ in range(60):
+    for _ in range(60):  # more bits than float64 has
         middle = (low + high) / 2
         before = (function(middle) < values) == rising
         low = torch.where(before, middle, low)
@@ -118,7 +146,11 @@ def invert(function, values):
 
 
 def binomial_mixture(L, function):
-    """P (L+1,) float64 of a binomial distribution of L trials, averaged over rates function(u)."""
+    """Return the probabilities of 0..L masked tokens if each is masked at a random rate.
+
+    The rate is function(u) for u uniform in [0, 1]. Returns (L + 1,) float64, a mixture of binomial
+    distributions.
+    """
     edges = torch.linspace(0, 1, max(1 << 14, 16 * L) + 1, dtype=torch.float64)
     mass = invert(function, edges).diff().abs()
     trials = torch.distributions.Binomial(L, (edges[1:] + edges[:-1]) / 2)
@@ -126,29 +158,41 @@ def binomial_mixture(L, function):
     return torch.stack([(log.exp() * mass).sum() for log in logs])
 
 
+# ---- Sampling of tokens
 def draw(logits, u, temperature, top_k, top_p):
-    """Tokens (n,) from logits (n, V) by inverting the distribution function at u (n,), in float64.
+    """Draw tokens (n,) from logits (n, V), by inverting the cumulative distribution at u (n,).
 
-    (Gumbel noise in float32 lowers the temperature: Zheng et al., 2409.02908.)
+    u: uniform in [0, 1)
+    temperature: 0 gives the likeliest token
+    top_k: number of likeliest tokens to draw from; 0: all
+    top_p: draw from the fewest likeliest tokens whose probabilities reach this sum; 1: all
+
+    Computed in float64: Gumbel noise in float32 would effectively lower the temperature (Zheng et
+    al., 2409.02908).
     """
     if logits.numel() > 1 << 24:  # 128 MiB in float64, and several copies are needed
-        few = max(1, (1 << 24) // logits.shape[1])
-        parts = zip(logits.split(few), u.split(few))
-        return torch.cat([draw(*part, temperature, top_k, top_p) for part in parts])
-    below = (logits - logits.amax(-1, keepdim=True)).double()
-    p = torch.softmax(below / max(temperature, 1e-30), -1)  # at 0 only the likeliest
+        rows = max(1, (1 << 24) // logits.shape[1])
+        chunks = zip(logits.split(rows), u.split(rows))
+        return torch.cat([draw(*chunk, temperature, top_k, top_p) for chunk in chunks])
+    shifted = (logits - logits.amax(-1, keepdim=True)).double()
+    p = torch.softmax(shifted / max(temperature, 1e-30), -1)
     if top_k or top_p < 1:
         sorted_p, token = p.sort(dim=-1, descending=True, stable=True)
+        # Keep a token if those before it do not reach top_p together.
         sorted_p = torch.where(sorted_p.cumsum(-1) - sorted_p < top_p, sorted_p, 0)
         sorted_p[:, top_k or p.shape[1] :] = 0
         p = torch.zeros_like(p).scatter(-1, token, sorted_p)
     cdf = p.cumsum(-1)
-    # The first token whose cdf is above u: its p is not 0, and u * total < total even if rounded.
+    # The first token whose cdf exceeds u * total. Its p is not 0. There always is one: u < 1, and
+    # u * total < total also after rounding.
     return torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)[:, 0]
 
 
 def topk_mask(score, noise, masked, k):
-    """(B, T) bool: the k (B,) masked positions of the highest score, equal ones by their noise."""
+    """Select the k masked positions with the highest score in each row: (B, T) bool.
+
+    score, noise: (B, T); equal scores are ordered by the noise. masked: (B, T) bool. k: (B,).
+    """
     by_noise = noise.argsort(dim=1, stable=True)
     score = score.double().masked_fill(~masked, -math.inf).gather(1, by_noise)
     rank = by_noise.gather(1, score.argsort(dim=1, descending=True, stable=True))
@@ -157,11 +201,13 @@ def topk_mask(score, noise, masked, k):
 
 
 def reversed_bits(i):
-    """Integers below 2^16 with their bits reversed (van der Corput): every stretch of this order
-    is evenly spread."""
+    """Reverse the 16 bits of integers below 2^16 (van der Corput sequence).
+
+    Successive integers become numbers that are evenly spread over the whole range.
+    """
     return sum((i >> bit & 1) << 15 - bit for bit in range(16))
 
 
 def top2_margin(p):
-    """By how much the largest of p (n, V) exceeds the second largest."""
+    """Return by how much the largest of each row of p (n, V) exceeds the second largest: (n,)."""
     return -p.topk(min(2, p.shape[1]))[0].diff().sum(1)

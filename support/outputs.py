@@ -1,8 +1,8 @@
-"""Files that a flag writes: never over an input, nor over what a run, a data set, a checkpoint or
-an export holds.
+"""Output files that a flag names: checked so that they never overwrite something valuable.
 
-Programs call check_all before their work begins, and write with `write` or Lines, which look again:
-a run may have begun meanwhile.
+An output must not replace an input, nor a file of a run, data set, checkpoint or exported model.
+Programs call check_all before their work begins. `write` and Lines check again when they write,
+because a run may have begun in the meantime.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from support.flags import READS, WRITES
 from support.ownership import LOCK, PICTURES, STEP, is_run
 from support.terminal import has_stdout
 
-# What a run's folder keeps for the run, beside checkpoints and data.
+# Files of a run in its folder, besides checkpoints and data.
 RUN_NAMES = ("latest", "log.jsonl", LOCK, *PICTURES)
 MODEL_SUFFIXES = (".safetensors", ".onnx", ".gguf")  # a folder with such a file holds a model
 PAGE = {"index.html", "model.onnx", "weights.bin"}  # of export.py --to=page
@@ -25,7 +25,7 @@ FIX = "give a file elsewhere"
 
 
 def names_in(folder):
-    """The names in a folder, in lower case: some file systems do not tell cases apart."""
+    """Return the names in a folder, in lower case: some file systems ignore case."""
     try:
         return {name.casefold() for name in os.listdir(folder)}
     except OSError:
@@ -33,7 +33,10 @@ def names_in(folder):
 
 
 def what_is_in(folder):
-    """What a folder holds to which no file may be added, in words; "" if nothing."""
+    """Say what a folder holds if no file may be added to it, such as "a checkpoint"; else "".
+
+    A run's folder is not among these: users may add files to it.
+    """
     names = names_in(folder)
     if names & DATA:
         return "a data set"
@@ -45,52 +48,56 @@ def what_is_in(folder):
 
 
 def why_not(path, own=()):
-    """Why a file or folder `path` may not be written, in words; "" if it may.
+    """Say why a file or folder `path` must not be written; "" if it may be.
 
-    own: names of a run's folder that the caller may replace.
+    own: names of files in a run's folder that the caller may replace
     """
     file = Path(os.path.realpath(path))
     if file.exists() and not file.is_file() and not file.is_dir():
         return ""  # a device or a pipe
-    for part in (file, *file.parents):  # what is in a checkpoint or in a run's data, at any depth
-        name = part.name.casefold()
+    for folder in (file, *file.parents):  # inside a checkpoint or a run's data, at any depth
+        name = folder.name.casefold()
         is_kept = STEP.fullmatch(name) or name == "data" or name.startswith(TMP)
-        if is_kept and is_run(part.parent):
-            return f"is a part of a run, that in {part.parent}"
+        if is_kept and is_run(folder.parent):
+            return f"is a part of the run in {folder.parent}"
     name = file.name.casefold()
     if name in RUN_NAMES and name not in own and is_run(file.parent):
-        return f"is a part of a run, that in {file.parent}"
-    found = what_is_in(file.parent)
-    return f"would be a part of {file.parent}, {found}" if found else ""
+        return f"is a part of the run in {file.parent}"
+    content = what_is_in(file.parent)
+    return f"would be a part of {file.parent}, {content}" if content else ""
 
 
 def is_same(one, other):
-    """Whether two paths name one file: by links, other spellings or another case of letters."""
+    """Whether two paths name the same file, also by links, or with another spelling or case."""
     try:
         return os.path.samefile(one, other)
-    except OSError:  # one does not exist yet
+    except OSError:  # one of them does not exist yet
         return os.path.realpath(one).casefold() == os.path.realpath(other).casefold()
 
 
 def is_linked(path):
-    """Whether a file has several names (hard links): who writes to one writes to all."""
+    """Whether a file has several names (hard links): writing to one changes all of them."""
     return os.path.isfile(path) and os.stat(path).st_nlink > 1
 
 
 def is_read_with(folder, path):
-    """Whether `path` would change a folder that is read: it lies there, or is a file of it.
+    """Whether writing `path` would change a folder that is read.
 
-    In the folder of a run only the run's names are kept (why_not).
+    That is so if the path is in the folder, or is a hard link to a file in it. A run's folder may
+    get more files; why_not protects those of the run.
     """
     if is_linked(path):
-        parts = (Path(at, name) for at, _, names in os.walk(folder) for name in names)
-        if any(is_same(part, path) for part in parts):
+        contents = (Path(at, name) for at, _, names in os.walk(folder) for name in names)
+        if any(is_same(file, path) for file in contents):
             return True
     return is_same(folder, Path(os.path.realpath(path)).parent) and not is_run(Path(folder))
 
 
 def learned_in(folder):
-    """The files and folders that a run or checkpoint learned: programs may read them again."""
+    """Yield the data and tokenizer files that a run or checkpoint was trained on.
+
+    Programs may read them again, so no output may replace them.
+    """
     for config in (Path(folder) / "config.json", *Path(folder).glob("step-*/config.json")):
         with contextlib.suppress(UserError):
             settings = read_json(config, "config").get("config")
@@ -100,41 +107,52 @@ def learned_in(folder):
 
 
 def shown(flag):
-    """A flag as it is typed; in capitals an argument without one."""
+    """Return a flag as the user types it: --name, or NAME for a positional argument."""
     return flag if flag.isupper() else f"--{flag}"
 
 
 def check(flag, path, read=None, written=None, own=()):
-    """Raise UserError unless the file --flag=path can be written and replaces nothing.
+    """Raise UserError unless the output file --flag=path can be written and replaces nothing.
 
-    read, written: dicts of other flags -> what they name. "" and "-" name nothing.
+    read, written: dicts of other flags -> the paths that they read or write
+    own: names of files in a run's folder that may be replaced
+
+    The paths "" and "-" (standard output) are not checked.
     """
     if path in ("", "-"):
         return
     given = f"{shown(flag)}={path}"
     read = {other: name for other, name in (read or {}).items() if name not in ("", "-")}
     written = {other: name for other, name in (written or {}).items() if name not in ("", "-")}
+    # 1. Another flag names the same file.
     for other, name in (read | written).items():
         if is_same(name, path):
             both = f"{shown(other)} and {shown(flag)}"
             raise UserError(f"{both} name the same file, {path}; give two files")
+    # 2. The file is in a folder that is read, or among the data that a run in it was trained on.
     for other, name in read.items():
         if os.path.isdir(name) and is_read_with(name, path):
             raise UserError(f"{given} would change {shown(other)}={name}, which is read; {FIX}")
         for text in learned_in(name) if os.path.isdir(name) else ():
             if is_same(text, path) or (os.path.isdir(text) and is_read_with(text, path)):
                 raise UserError(f"{given} would change {text}, which {name} learned; {FIX}")
+    # 3. It is a file of a run, a data set or a model.
     why = why_not(path, own)
     if why:
         raise UserError(f"{given} {why}; {FIX}")
+    # 4. It cannot be written.
     folder = Path(path).parent
-    fit = folder.is_dir() and os.access(path if os.path.exists(path) else folder, os.W_OK)
-    if os.path.isdir(path) or not fit:
-        raise UserError(f"{given} cannot be written; give a file in a folder that is yours")
+    can_write = folder.is_dir() and os.access(path if os.path.exists(path) else folder, os.W_OK)
+    if os.path.isdir(path) or not can_write:
+        raise UserError(f"{given} cannot be written; give a file in a folder that you may write to")
 
 
 def check_folder(flag, path, read=None, names=()):
-    """As check, for files of these names in a folder, which is made; a run's may hold them."""
+    """Create the output folder --flag=path, and check the files of these names in it.
+
+    The folder may be that of a run, whose files of these names may be replaced. Raises UserError
+    under the same conditions as check, and if the folder cannot be created.
+    """
     folder = Path(path)
     if os.path.lexists(folder) and not folder.is_dir():
         raise UserError(f"--{flag}={path} is no folder; give one, or none")
@@ -144,42 +162,51 @@ def check_folder(flag, path, read=None, names=()):
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        fix = "check that path, or give a folder that is yours"
-        raise UserError(f"--{flag}={path} cannot be made ({e.strerror}); {fix}") from None
+        fix = "check that path, or give a folder that you may write to"
+        raise UserError(f"--{flag}={path} cannot be created ({e.strerror}); {fix}") from None
     for name in names:
         check(flag, str(folder / name), read, own=names)
 
 
 def check_new_folder(flag, path):
-    """Raise UserError unless --flag=path names a folder that can be made, outside of all runs."""
+    """Raise UserError unless the folder --flag=path can be created and is not inside a run."""
     given = f"{shown(flag)}={path}"
     if not path:
-        raise UserError(f"give the folder to make, such as {shown(flag)}=my-model")
-    if os.path.lexists(path) or not Path(path).parent.is_dir():
-        why = "exists" if os.path.lexists(path) else "is no name in a folder that exists"
-        raise UserError(f"{given} {why}; give that of a new folder")
+        raise UserError(f"give the folder to create, such as {shown(flag)}=my-model")
+    if os.path.lexists(path):
+        raise UserError(f"{given} exists; give the name of a new folder")
+    if not Path(path).parent.is_dir():
+        why = f"is in {Path(path).parent}, which is not a folder"
+        raise UserError(f"{given} {why}; give the name of a new folder in an existing one")
     why = why_not(path)
     run = next((p for p in Path(os.path.realpath(path)).parents if is_run(p)), None)
     if run and not why:
-        why = f"would be a part of a run, that in {run}"
+        why = f"would be a part of the run in {run}"
     if why:
         raise UserError(f"{given} {why}; give a folder elsewhere")
     if not os.access(Path(path).parent, os.W_OK):
-        raise UserError(f"{given} cannot be made; give a folder in one that is yours")
+        fix = "give a folder inside one that you may write to"
+        raise UserError(f"{given} cannot be created; {fix}")
 
 
 def paths_of(options, what):
-    """Flag -> value, for the flags of a dataclass that name what is read, or written."""
+    """Return {flag: path} for the flags of a dataclass whose paths are read, or written.
+
+    what: READS or WRITES
+    """
     fields = [field for field in dataclasses.fields(options) if field.metadata["path"] == what]
     return {field.name: getattr(options, field.name) for field in fields}
 
 
 def check_all(options, **read):
-    """Check every flag of a dataclass that writes a file; read: more that is read."""
+    """Check every flag of a dataclass that writes a file, and raise UserError as `check` does.
+
+    read: other paths that the program reads, by name
+    """
     written = paths_of(options, WRITES)
     read = paths_of(options, READS) | read
     if read.get("out_dir") == "":
-        read["out_dir"] = "out"  # the default of all programs, where a run is there
+        read["out_dir"] = "out"  # the default of all programs
     for flag, path in written.items():
         others = {other: name for other, name in written.items() if other != flag}
         check(flag, path, read, others)
@@ -187,25 +214,27 @@ def check_all(options, **read):
             raise UserError(f"--{flag}=-: standard output is closed; give a file, or open it")
 
 
+# ---- Writing
 def refuse_kept(path, own=()):
-    """Raise UserError if why_not says why a file that the user names may not be written."""
+    """Raise UserError if why_not has a reason not to write a file."""
     why = why_not(path, own)
     if why:
         raise UserError(f"{path} {why}; {FIX}")
 
 
 def open_output(path):
-    """Open a file, link or device that the user names to write bytes."""
-    if is_linked(path):  # its other names keep what they have
+    """Open a file, link or device that the user names, to write bytes."""
+    if is_linked(path):  # write a new file, so that the other names keep their content
         os.unlink(path)
     return open(path, "wb", buffering=0)
 
 
 def write(path, content, own=()):
-    """Write bytes to a file, link or device that the user names; an OSError names it too.
+    """Write bytes to a file, link or device that the user names.
 
-    A file has what it had before until all is written. What a link or a device leads to is
-    written in place, and so is a file in a folder that is not the user's.
+    A file is replaced atomically: it keeps its old content until all is written. Targets of links,
+    devices, and files in a folder without write permission are written in place. Raises UserError
+    as refuse_kept does; an OSError names the path.
     """
     refuse_kept(path, own)
     path = Path(path)
@@ -219,32 +248,34 @@ def write(path, content, own=()):
 
 
 class Lines:
-    """A text file of lines for print(..., file=, flush=True); an OSError names it.
+    """A text file for print(..., file=lines, flush=True) that holds whole lines only.
 
-    A line is written when its end comes; on a full disk no part of one stays.
+    A line is written when it is complete. If the disk is full, the part that was written is
+    removed. An OSError names the path.
     """
 
     def __init__(self, path):
         self.path = path
-        self.held = b""
+        self.unwritten = b""
         refuse_kept(path)
         with naming(path):
             self.file = open_output(path)
 
     def write(self, text):
-        self.held += text.encode()
+        """Add text; write it when it ends with a line end."""
+        self.unwritten += text.encode()
         if not text.endswith("\n"):
             return
         end = self.file.tell() if self.file.seekable() else None
         with naming(self.path):
             try:
-                write_all(self.file, self.held)
+                write_all(self.file, self.unwritten)
             except OSError:
-                with contextlib.suppress(OSError):  # a device
+                with contextlib.suppress(OSError):  # a device cannot be truncated
                     if end is not None:
                         self.file.truncate(end)
                 raise
-        self.held = b""
+        self.unwritten = b""
 
     def flush(self):
-        pass  # whole lines are not held back
+        """Do nothing: print calls this, but write has written every complete line already."""

@@ -1,4 +1,4 @@
-"""Pictures of runs and models as PNG files that stay readable in print; drawn by matplotlib."""
+"""Plots of training runs and evaluations, drawn with matplotlib."""
 
 import contextlib
 import io
@@ -14,14 +14,17 @@ from support.outputs import write
 from support.ownership import PICTURES
 from support.terminal import escaped, warn
 
-# Colours that colour-blind readers can tell apart (Okabe and Ito, 2008).
+# Colors that colour-blind readers can distinguish (Okabe and Ito, 2008).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666")
 BLUE, RED, GREEN, PURPLE, GREY = COLORS
 
 
 # ---- Folders and files
 def try_to_draw(plot, path):
-    """Call plot(path); returns whether that worked. If not it says why: it is only a picture."""
+    """Call plot(path) and return whether it succeeded.
+
+    A failure only prints a warning: no program should fail because of a picture.
+    """
     try:
         plot(path)
         return True
@@ -32,9 +35,14 @@ def try_to_draw(plot, path):
 
 
 def save(draw, folder, verbose, asked=True):
-    """Draw {file name: function of a path} into a folder, unless that is None or "none".
+    """Draw pictures into a folder.
 
-    asked: whether the user gave that folder; else no picture is drawn where matplotlib is missing.
+    draw: dict of file name -> function of a path
+    folder: None or "none" draws nothing
+    verbose: whether to print the names of the pictures
+    asked: whether the user gave the folder; otherwise missing matplotlib is only a warning
+
+    Raises UserError if matplotlib is missing or a picture could not be drawn.
     """
     if folder in (None, "none"):
         return
@@ -55,7 +63,7 @@ def save(draw, folder, verbose, asked=True):
 
 
 def figure(width, height, *grid, **options):
-    """A matplotlib figure of width x height inches, and its axes."""
+    """Return a matplotlib figure of width x height inches, and its axes (as plt.subplots does)."""
     matplotlib = optional("matplotlib.figure", "a picture")
     fig = matplotlib.Figure((width, height), dpi=150, layout="constrained")
     axes = fig.subplots(*grid, **options)
@@ -66,19 +74,20 @@ def figure(width, height, *grid, **options):
 
 
 def check_picture(flag, path):
-    """Raise UserError for a suffix of which matplotlib draws no pictures."""
+    """Raise UserError if matplotlib does not support the suffix of --flag=path."""
     base = optional("matplotlib.backend_bases", "a picture")
     suffix = Path(path).suffix
     if suffix and suffix[1:].lower() not in base.FigureCanvasBase.get_supported_filetypes():
-        raise UserError(f"{flag}={path}: {suffix} is no format of pictures; give .png or .svg")
+        raise UserError(f"{flag}={path}: {suffix} is no image format; give .png or .svg")
 
 
 def write_figure(fig, path, own=()):
-    """Write a figure as its suffix says, else as PNG; own: see outputs.why_not.
+    """Write a figure in the format of the path's suffix, by default as PNG.
 
-    path: a name, or an open file, which gets a PNG.
+    path: a path, or an open file, which gets a PNG
+    own: names of files in a run's folder that may be replaced (see outputs.why_not)
     """
-    if hasattr(path, "write"):  # an open file, as in a notebook
+    if hasattr(path, "write"):  # an open file, as a notebook gives
         fig.savefig(path)
         return
     content = io.BytesIO()
@@ -88,7 +97,7 @@ def write_figure(fig, path, own=()):
 
 # ---- The log of a run
 def read_log(out_dir):
-    """The records of a run's log.jsonl, a list of dicts; raises UserError if there is no log."""
+    """Return the records of a run's log.jsonl, a list of dicts; raise UserError if it has none."""
     path = Path(out_dir) / "log.jsonl"
     records = []
     with contextlib.suppress(OSError, ValueError):
@@ -101,46 +110,52 @@ def read_log(out_dir):
 
 
 def validations(log):
-    """("val_nelbo" or "val_nll", the records of a log that are evaluations)."""
+    """Return ("val_nelbo" or "val_nll", the records of a log that have it)."""
     key = "val_nll" if any("val_nll" in r for r in log) else "val_nelbo"
     return key, [r for r in log if r.get(key) is not None]
 
 
 def read_entropy(out_dir):
-    """The exact entropy of a run on patterns, nats per token; None for other data."""
+    """Return the exact entropy of the patterns of a run, nats per token; None for other data."""
     with contextlib.suppress(UserError):
         return read_json(Path(out_dir) / "data" / "meta.json", "data").get("entropy")
 
 
 def smooth(values):
-    """Running means over a fortieth of the values (n,), and the index of the middle of each."""
+    """Smooth a list of values with a running mean over a fortieth of them.
+
+    Returns the means, and a range with the index of the middle value of each.
+    """
     width = max(1, len(values) // 40)
     means = [sum(values[i : i + width]) / width for i in range(len(values) - width + 1)]
     return means, range(width // 2, width // 2 + len(means))
 
 
 def plot_losses(path, out_dirs=()):
-    """Draw the losses of runs, of several also over seconds, as a PNG; by default of the run in
-    whose folder it is. Raises UserError for a run without a log.
+    """Plot the training and validation losses of one or more runs.
+
+    path: the picture. out_dirs: folders of runs; by default the folder of the picture. With several
+    runs a second panel shows the losses over time. Raises UserError for a run without a log.
     """
     out_dirs = out_dirs or [path.parent]
     logs = [read_log(out_dir) for out_dir in out_dirs]
     several = len(logs) > 1
     fig, axes = figure(10 if several else 7, 4.2, 1, 1 + several, squeeze=False, sharey=True)
     entropy = read_entropy(out_dirs[0])
-    shown = []  # what must be within the picture: all but the first steps
+    shown = []  # losses that must be within the axes: all but those of the first steps
     for x, ax in zip(("step", "seconds"), axes[0]):
         for out_dir, log, color in zip(out_dirs, logs, itertools.cycle(COLORS)):
             batches = [r for r in log if r.get("loss") is not None]
             xs = [r[x] for r in batches]
             losses = [r["loss"] for r in batches]
+            # Losses of single batches are noisy: draw them pale, below their running mean.
             ax.plot(xs, losses, lw=0.5, alpha=0.25, color=color)
             means, middles = smooth(losses)
             ax.plot([xs[k] for k in middles], means, lw=1.2, alpha=0.7, color=color)
             key, val = validations(log)
             values = [r[key] for r in val]
-            error = [2 * (r[f"{key}_se"] or 0) for r in val]
-            label = escaped(str(out_dir)).replace("$", r"\$")  # a dollar would begin a formula
+            error = [2 * (r[f"{key}_se"] or 0) for r in val]  # about 95 % confidence
+            label = escaped(str(out_dir)).replace("$", r"\$")  # matplotlib: $ begins a formula
             if values:
                 label += f": {key[4:].upper()} {values[-1]:.3f}"
             style = dict(fmt="o-", ms=4, lw=1.6, capsize=2, color=color, label=label)
@@ -158,14 +173,14 @@ def plot_losses(path, out_dirs=()):
     write_figure(fig, path, own=PICTURES)
 
 
-# ---- What eval.py measured: r is its dict of results
+# ---- Results of eval.py: r is its dict
 def plot_rates(r, path):
-    """Cross-entropy, under which the area is the NELBO, and accuracy by mask rate."""
+    """Plot accuracy and cross-entropy by mask rate; the area under the latter is the NELBO."""
     fig, (loss, accuracy) = figure(7.5, 3.2, 1, 2)
     for ax, key, color, marker in ((loss, "ce", BLUE, "o"), (accuracy, "accuracy", GREEN, "s")):
         ax.plot(range(5, 100, 10), r[key], f"{marker}-", color=color, ms=5)
         ax.set(xlabel="masked, %", xlim=(0, 100), xticks=range(0, 101, 20))
-    known = [math.nan if ce is None else ce for ce in r["ce"]]
+    known = [math.nan if ce is None else ce for ce in r["ce"]]  # None: no window had such a rate
     loss.stairs(known, range(0, 101, 10), fill=True, color=BLUE, alpha=0.15)
     loss.text(50, known[5] / 3, f"area: NELBO {r['nelbo']:.3f}", color=BLUE, ha="center")
     loss.set(ylabel="cross-entropy, nats per token", ylim=(0, None))
@@ -174,7 +189,7 @@ def plot_rates(r, path):
 
 
 def plot_confidence(r, path):
-    """Mean confidence and accuracy by position, smoothed; accuracy by confidence."""
+    """Plot mean confidence and accuracy by position, smoothed, and accuracy by confidence."""
     fig, (left, right) = figure(7.5, 3.2, 1, 2)
     for name, color in (("accuracy", RED), ("confidence", BLUE)):
         means, at = smooth(r["by_position"][name])
@@ -182,7 +197,7 @@ def plot_confidence(r, path):
     left.set(xlabel="position in the window", ylabel="running mean over masked tokens")
     left.legend(frameon=False, fontsize=9)
     c = r["calibration"]
-    areas = [8 + 300 * share for share in c["share"]]
+    areas = [8 + 300 * fraction for fraction in c["share"]]
     right.plot([0, 1], [0, 1], color=GREY, lw=1, ls=":")
     right.plot(c["confidence"], c["accuracy"], color=BLUE, lw=1)
     right.scatter(c["confidence"], c["accuracy"], s=areas, color=BLUE, zorder=3, clip_on=False)
@@ -193,7 +208,7 @@ def plot_confidence(r, path):
 
 
 def table(rows, digits):
-    """Rows of words and numbers as aligned columns; None is shown as -."""
+    """Format rows of words and numbers as a text table with aligned columns; None becomes "-"."""
     rows = [["-" if v is None else v for v in row] for row in rows]
     words = [[f"{v:.{digits}f}" if isinstance(v, float) else str(v) for v in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*words)]

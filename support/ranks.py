@@ -1,4 +1,4 @@
-"""Ranks of torchrun: how they meet, compare what they were started with, and agree."""
+"""Ranks of torchrun: how they connect, check that all were started alike, and share errors."""
 
 import atexit
 import contextlib
@@ -18,129 +18,153 @@ from support.numerics import seed
 from support.terminal import is_first_rank
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-CONTROL = None  # gloo group for control messages, which never wait for a GPU
-STORE = None  # where the ranks found each other
+CONTROL = None  # process group for control messages; gloo, so that they never wait for a GPU
+STORE = None  # the key-value store through which the ranks connected
 
 
+# ---- Starting and leaving
 def read_ranks():
-    """(rank, number of ranks, rank on this machine) of the environment; UserError for nonsense."""
-    found = {name: os.environ[name] for name in RANKS if name in os.environ}
-    if not found:
+    """Return (rank, number of ranks, rank on this machine) from the environment.
+
+    Raises RankError if the variables of torchrun are incomplete or contradict each other.
+    """
+    variables = {name: os.environ[name] for name in RANKS if name in os.environ}
+    if not variables:
         return 0, 1, 0
-    numbers = [int(found[name]) for name in RANKS[:3] if found.get(name, "").isdecimal()]
-    if len(found) == len(RANKS) and len(numbers) == 3 and numbers[0] < numbers[1]:
+    numbers = [int(variables[name]) for name in RANKS[:3] if variables.get(name, "").isdecimal()]
+    if len(variables) == len(RANKS) and len(numbers) == 3 and numbers[0] < numbers[1]:
         return tuple(numbers)
-    shown = " ".join(f"{name}={value}" for name, value in found.items())
+    shown = " ".join(f"{name}={value}" for name, value in variables.items())
     fix = "start with torchrun, which sets all five, or unset them"
     raise RankError(f"the environment says {shown}, of {', '.join(RANKS)}; {fix}")
 
 
-MEETING = timedelta(minutes=5)  # ranks may start one after another, but not hours apart
+CONNECT_LIMIT = timedelta(minutes=5)  # within which all ranks must start
 ROOT = Path(__file__).parent.parent
 
 
 def join_ranks(given):
-    """(rank, number of ranks, rank on this machine); under torchrun the ranks meet here.
+    """Connect the ranks under torchrun; return (rank, number of ranks, rank on this machine).
 
-    given: the flags, a dict. UserError on all ranks if they were not started alike.
+    given: the flags of the command line, a dict. Raises UserError on all ranks if they do not
+    connect or were not started alike.
     """
     global CONTROL, STORE
     rank, world, local_rank = read_ranks()
     if world > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun keeps one store for all attempts. Without a prefix the ranks of a second attempt
-        # may read the addresses of the first one's, which are dead, and hang. With a new store for
-        # each (docs/scale.md) nodes count their attempts on their own.
+        # torchrun restarts failed ranks and keeps one store for all attempts. Without a prefix the
+        # ranks of a second attempt could read addresses of the first, which are dead, and hang.
+        # If each attempt has a new store (docs/scale.md), nodes count attempts independently: then
+        # the prefix must not depend on the number.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
             attempt = "any"
         where = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
         fix = "check that address, and that all ranks run"
         try:
-            store = next(distributed.rendezvous("env://", timeout=MEETING))[0]
+            store = next(distributed.rendezvous("env://", timeout=CONNECT_LIMIT))[0]
         except (RuntimeError, ValueError) as e:
-            raise UserError(f"the ranks do not meet at {where} ({e}); {fix}") from None
+            raise UserError(f"the ranks cannot connect at {where} ({e}); {fix}") from None
         STORE = distributed.PrefixStore(attempt, store)
         try:
             if world > 1:
                 check_alike(STORE, rank, world, given)
-        except RuntimeError as e:  # no answer within MEETING
+        except RuntimeError as e:  # no answer within CONNECT_LIMIT
             why = str(e).splitlines()[0]
-            raise RankError(f"the ranks do not all meet at {where} ({why}); {fix}") from None
+            raise RankError(f"not all ranks have connected at {where} ({why}); {fix}") from None
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, store=STORE, rank=rank, world_size=world)
-        wait = timedelta(hours=12)  # while the first rank prepares data or joins a checkpoint
-        CONTROL = distributed.new_group(backend="gloo", timeout=wait)
-        atexit.register(distributed.destroy_process_group)  # else its threads abort a failed run
+        # Long enough for the first rank to prepare data or to join the files of a checkpoint.
+        patience = timedelta(hours=12)
+        CONTROL = distributed.new_group(backend="gloo", timeout=patience)
+        # Without this, threads of the group abort a process that exits with an error.
+        atexit.register(distributed.destroy_process_group)
     return rank, world, local_rank
 
 
 def how_started(world, given):
-    """What all ranks must have alike, name -> text. Each may have a --device of its own."""
-    found = {f"--{name}": str(value) for name, value in given.items() if name != "device"}
+    """Return what must be the same on all ranks, as {name: text}: flags, versions, the source.
+
+    --device is not included: each rank may have its own.
+    """
+    started = {f"--{name}": str(value) for name, value in given.items() if name != "device"}
     digest = hashlib.sha256()
     folders = [ROOT.glob(f"{name}/**/*.py") for name in ("support", "variants", "kernels")]
     for path in sorted([ROOT / "mdlm.py", *itertools.chain(*folders)]):
         digest.update(path.read_bytes())
-    found |= {"WORLD_SIZE": str(world), "torch": torch.__version__}
-    return found | {"the program (checksum)": digest.hexdigest()[:12]}
+    started |= {"WORLD_SIZE": str(world), "torch": torch.__version__}
+    return started | {"the program (checksum)": digest.hexdigest()[:12]}
 
 
 def difference(first, rank, theirs):
-    """How rank `rank` was started in another way than the first one, in words; "" if in the same.
+    """Return a sentence on the first difference between a rank and the first rank; "" if none.
 
-    first, theirs: what how_started says.
+    first, theirs: how_started of the first rank and of rank `rank`
     """
     for name in sorted(first.keys() | theirs.keys()):
-        one, other = (started.get(name, "none") for started in (first, theirs))
-        if one != other:
-            why = f"rank {rank} has {name} {other}, the first rank {one}"
+        expected = first.get(name, "none")
+        actual = theirs.get(name, "none")
+        if expected != actual:
+            why = f"rank {rank} has {name} {actual}, the first rank {expected}"
             return f"the ranks were not started alike: {why}; start all with the same flags"
     return ""
 
 
 def check_alike(store, rank, world, given):
-    """Raise RankError on every rank if one was started with other flags, or another program.
+    """Raise RankError on every rank if one was started with different flags or another program.
 
-    Else they would wait for each other for hours, as each does something else. The first rank
-    compares all; each other one compares itself too, as with another WORLD_SIZE the first one may
-    not know of it.
+    Such ranks would do different things and wait for each other for hours.
+
+    The first rank compares all ranks that it knows. Each other rank also compares itself, because
+    with a different WORLD_SIZE the first one may not know of it.
     """
     mine = how_started(world, given)
     store.set(f"started {rank}", json.dumps(mine))
     if rank:
-        store.wait(["started 0"], MEETING)
-        wrong = difference(json.loads(store.get("started 0")), rank, mine)
-        if not wrong:
-            store.wait(["verdict"], MEETING)
-            wrong = store.get("verdict").decode()
+        store.wait(["started 0"], CONNECT_LIMIT)
+        problem = difference(json.loads(store.get("started 0")), rank, mine)
+        if not problem:
+            store.wait(["verdict"], CONNECT_LIMIT)
+            problem = store.get("verdict").decode()
         store.set(f"read {rank}", "")
     else:
         others = range(1, world)
-        store.wait([f"started {other}" for other in others], MEETING)
-        found = (json.loads(store.get(f"started {other}")) for other in others)
-        found = (difference(mine, other, theirs) for other, theirs in zip(others, found))
-        wrong = next(filter(None, found), "")
-        store.set("verdict", wrong)
-        if wrong:  # the store ends with this rank: until then the others may read it
+        store.wait([f"started {other}" for other in others], CONNECT_LIMIT)
+        problem = ""
+        for other in others:
+            theirs = json.loads(store.get(f"started {other}"))
+            problem = problem or difference(mine, other, theirs)
+        store.set("verdict", problem)
+        if problem:  # the store ends with this process: give the others time to read it
             with contextlib.suppress(RuntimeError):
                 store.wait([f"read {other}" for other in others], timedelta(seconds=10))
-    if wrong:
-        raise RankError(wrong)
+    if problem:
+        raise RankError(problem)
 
 
 def leave_ranks():
-    """Wait for all ranks, then part: in the store, as leaving a collective resets connections."""
+    """Wait for all ranks, then disconnect.
+
+    The ranks wait through the store: a rank that leaves during a collective operation resets the
+    connections of the others.
+    """
     if CONTROL:
-        for word in ("ready", "leaving"):
-            STORE.set(f"{word} {distributed.get_rank()}", "")
-            if word == "ready" or is_first_rank():  # the first rank, which keeps the store, is last
-                STORE.wait([f"{word} {rank}" for rank in range(distributed.get_world_size())])
+        numbers = range(distributed.get_world_size())
+        STORE.set(f"ready {distributed.get_rank()}", "")
+        STORE.wait([f"ready {rank}" for rank in numbers])
+        STORE.set(f"leaving {distributed.get_rank()}", "")
+        if is_first_rank():  # its process holds the store, so it leaves last
+            STORE.wait([f"leaving {rank}" for rank in numbers])
         distributed.destroy_process_group()
         atexit.unregister(distributed.destroy_process_group)
 
 
+# ---- Splitting work, and common decisions
 def share(items):
-    """Every n-th of the items, for the n ranks; all get equally many, if need be twice."""
+    """Return this rank's items: every n-th of them, for n ranks.
+
+    All ranks get the same number. If the items do not divide evenly, some are given to two ranks.
+    """
     if not CONTROL:
         return items
     world = distributed.get_world_size()
@@ -148,16 +172,18 @@ def share(items):
     return [items[(distributed.get_rank() + k * world) % len(items)] for k in range(each)]
 
 
-def all_reduce(values, how="SUM"):
-    """The sum (or MAX, MIN) over ranks of a CPU tensor."""
+def all_reduce(values, operation="SUM"):
+    """Reduce a CPU tensor in place over all ranks by SUM, MAX or MIN, and return it."""
     if CONTROL:
-        distributed.all_reduce(values, getattr(distributed.ReduceOp, how), CONTROL)
+        distributed.all_reduce(values, getattr(distributed.ReduceOp, operation), CONTROL)
     return values
 
 
 def is_late(deadline):
-    """Whether any rank is past the deadline (time.monotonic()), or was asked to stop within
-    stopped_by; asked by all of them."""
+    """Whether any rank is past a deadline (time.monotonic()) or got a signal inside stopped_by.
+
+    All ranks must call this, and all get the same answer.
+    """
     late = time.monotonic() >= deadline or bool(STOP and STOP.signal)
     return all_reduce(torch.tensor(float(late)), "MAX").item() > 0
 
@@ -167,7 +193,7 @@ STOP = None  # the Interrupt of stopped_by
 
 @contextlib.contextmanager
 def stopped_by(interrupt):
-    """Within, it is late for all ranks (is_late) when one of them gets a signal."""
+    """Context manager: a signal to any rank makes is_late true on all ranks."""
     global STOP
     STOP = interrupt
     try:
@@ -176,11 +202,12 @@ def stopped_by(interrupt):
         STOP = None
 
 
+# ---- Errors of one rank, raised on all
 @contextlib.contextmanager
 def all_ranks():
-    """Context manager: what each rank does within; a UserError of one is raised on all of them.
+    """Context manager: a UserError that one rank raises inside is raised on all ranks.
 
-    The first rank says what the first of those that failed would say.
+    All ranks must enter it. The first rank prints the message of the first rank that failed.
     """
     error = None
     try:
@@ -191,44 +218,56 @@ def all_ranks():
 
 
 def raise_together(error):
-    """Raise the UserError of any rank, or return if all have none (None)."""
-    rank, world = 0, 1
+    """Raise the UserError of any rank on all ranks; return if no rank has one.
+
+    error: this rank's error, or None
+    """
+    rank = 0
+    world = 1
     if CONTROL:
-        rank, world = distributed.get_rank(), distributed.get_world_size()
+        rank = distributed.get_rank()
+        world = distributed.get_world_size()
     failed = int(all_reduce(torch.tensor(rank if error else world), "MIN"))
     if failed == world:
         return
-    said = [str(error)]
+    message = [str(error)]
     if CONTROL:
-        distributed.broadcast_object_list(said, failed, CONTROL)
+        distributed.broadcast_object_list(message, failed, CONTROL)
     if error and (rank == 0 or isinstance(error, RankError)):
         raise error
     if error and failed:
         raise RankError(str(error)) from error
-    raise SharedError(f"rank {failed}: {said[0]}" if failed else said[0])
+    raise SharedError(f"rank {failed}: {message[0]}" if failed else message[0])
 
 
 def on_all_ranks(do):
-    """do() of each rank, returned there; a UserError of one is raised on all of them."""
+    """Call do() on each rank and return its result; a UserError of one is raised on all ranks."""
     with all_ranks():
         return do()
 
 
 def check_equal(value, sentence):
-    """Raise SharedError with this sentence on all ranks unless `value` is the same on them."""
+    """Raise SharedError with this sentence on all ranks unless they all have the same `value`."""
+    # float64 holds integers below 2^53 exactly.
     mine = torch.tensor(float(seed(value) % (1 << 40)), dtype=torch.float64)
-    low, high = (all_reduce(mine.clone(), how) for how in ("MIN", "MAX"))
+    low = all_reduce(mine.clone(), "MIN")
+    high = all_reduce(mine.clone(), "MAX")
     if low != high:
         raise SharedError(sentence)
 
 
 def on_first_rank(do):
-    """Call do() on the first rank while the others wait; its UserError is raised on all of them."""
-    on_all_ranks(lambda: is_first_rank() and do())
+    """Call do() on the first rank while the others wait; its UserError is raised on all ranks."""
+    with all_ranks():
+        if is_first_rank():
+            do()
 
 
 def ask_first_rank(question, *args):
-    """question(*args) of the first rank, on all of them; its UserError is raised on all of them."""
+    """Call question(*args) on the first rank, and return the answer on all ranks.
+
+    Its UserError is raised on all ranks.
+    """
     answer = [None]
 
     def ask():

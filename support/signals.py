@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: how they end a program, and how a run stops after its step."""
+"""Handling of Ctrl-C, SIGTERM and SIGHUP: programs clean up, and a run saves after its step."""
 
 import _thread
 import contextlib
@@ -12,27 +12,31 @@ from support.terminal import is_first_rank
 
 
 class Stopped(BaseException):
-    """A signal asks the program to end; what it has opened is cleaned up on the way."""
+    """Raised by a signal that ends the program, so that it cleans up on the way out.
+
+    Like KeyboardInterrupt a BaseException: `except Exception` does not catch it.
+    """
 
 
-CAME = []  # the signals that `stop` has turned into exceptions
+CAME = []  # numbers of the signals that `stop` has turned into exceptions
 
 
 def stop(number, frame):
+    """Signal handler: raise KeyboardInterrupt for Ctrl-C, Stopped for other signals."""
     CAME.append(number)
     raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
 
 
-# Signals that end a program. Ctrl-C raises KeyboardInterrupt, the others raise Stopped.
+# Signals that end a program, besides Ctrl-C. Windows has no SIGHUP.
 ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 @contextlib.contextmanager
 def clean_end():
-    """Within, SIGTERM and SIGHUP raise Stopped, so that no temporary folder is left behind.
+    """Context manager: SIGTERM and SIGHUP raise Stopped, so that temporary files are removed.
 
-    A signal that is ignored (under nohup) or handled already stays so. Ranks end at once, also
-    while they wait for each other, when Python runs no handler.
+    Signals that are ignored (as nohup does) or have a handler already keep it. Under torchrun these
+    signals keep ending the process at once: Python runs no handler while ranks wait for each other.
     """
     before = {}
     CAME.clear()
@@ -50,15 +54,17 @@ def clean_end():
     finally:
         sys.unraisablehook = unraisable
         for number, handler in before.items():
-            if handler is not None:  # of another language
+            if handler is not None:  # None: a handler that was not installed by Python
                 signal.signal(number, handler)
 
 
 def repeat_signal(otherwise, unraisable):
-    """sys.unraisablehook: a signal that came while Python removed an object comes again, soon.
+    """A sys.unraisablehook that sends a signal again after 0.01 s if its exception was ignored.
 
-    There Python ignores what is raised, so that the program would go on. otherwise: another hook,
-    for all that is no signal.
+    Python ignores exceptions raised while it destroys an object (in __del__, for example). Without
+    this, the program would continue as if there had been no signal.
+
+    otherwise: the previous hook, called for all other exceptions
     """
     error = unraisable.exc_value
     number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
@@ -73,10 +79,10 @@ def repeat_signal(otherwise, unraisable):
 
 
 def send_signal(number):
-    """Send a signal to the main thread, unless the program has ended meanwhile."""
+    """Send a signal to the main thread, unless its handler has been removed in the meantime."""
     if not callable(signal.getsignal(number)):
         return
-    if hasattr(signal, "pthread_kill"):  # which also ends a call that waits
+    if hasattr(signal, "pthread_kill"):  # this also interrupts a system call that waits
         signal.pthread_kill(threading.main_thread().ident, number)
     else:
         _thread.interrupt_main(number)
@@ -84,7 +90,10 @@ def send_signal(number):
 
 @contextlib.contextmanager
 def signals_wait():
-    """Within, signals that would end the program wait: a second Ctrl-C interrupts no clean-up."""
+    """Context manager: delay signals that end the program, so that they do not interrupt cleanup.
+
+    The first one that arrives is handled at the end.
+    """
     waiting = []
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -101,9 +110,10 @@ def signals_wait():
 
 
 class Interrupt:
-    """Ctrl-C, SIGTERM and the end of the terminal (SIGHUP) ask for a stop after the step.
+    """Signal handler of a run: Ctrl-C, SIGTERM and SIGHUP request a stop after the current step.
 
-    A second Ctrl-C exits at once. Under nohup, which ignores SIGHUP, the run goes on.
+    `signal` is the number of the signal that arrived, or 0. A second Ctrl-C exits at once. SIGHUP
+    (the terminal was closed) is left alone where nohup ignores it.
     """
 
     MESSAGE = b"\nstopping after this step; a second Ctrl-C exits at once, without saving\n"
@@ -117,9 +127,11 @@ class Interrupt:
             signal.signal(hangup, self.ask)
 
     def ask(self, number, frame):
+        """The handler: remember the signal, and tell the user."""
         if self.signal and number == signal.SIGINT:
             os._exit(130)
         self.signal = number
         if is_first_rank():
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, self.MESSAGE)  # print may be what was interrupted
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                # Not print: the signal may have interrupted print, which cannot be entered twice.
+                os.write(2, self.MESSAGE)

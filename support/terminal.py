@@ -1,4 +1,4 @@
-"""Standard output and error: sentences, progress bars, and streams that are closed or fail."""
+"""Standard output and error: messages, progress bars, and streams that are closed or fail."""
 
 import contextlib
 import os
@@ -6,8 +6,8 @@ import re
 import stat
 import sys
 
-# What could command a terminal or reorder its text: control characters except line ends and tabs,
-# and the marks that turn the direction of writing.
+# Characters that could control a terminal or reorder its text: control characters except line ends
+# and tabs, and marks that change the writing direction.
 UNSAFE = re.compile(
     "\r(?!\n)|[\0-\b\v\f\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f]"
 )
@@ -17,21 +17,21 @@ STDOUT = "standard output"
 def stdout_fails():
     """Whether standard output cannot be written.
 
-    What failed to be written is still held, unless Python does not buffer (PYTHONUNBUFFERED): then
-    a file on a full disk tells.
+    Python keeps text that it failed to write in its buffer, so flushing fails again. Without a
+    buffer (PYTHONUNBUFFERED) nothing is kept: then ask whether the output is a file on a full disk.
     """
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
         return True
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # Windows; no real stream
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # Windows, or not a file
         output = sys.stdout.fileno()
         return stat.S_ISREG(os.fstat(output).st_mode) and os.fstatvfs(output).f_bavail == 0
     return False
 
 
 def make_streams_usable():
-    """Replace closed standard streams, and print "?" where a terminal cannot show a character."""
+    """Replace closed standard streams by os.devnull; print "?" for unencodable characters."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name) or open(os.devnull, mode)
         setattr(sys, name, stream)
@@ -40,51 +40,56 @@ def make_streams_usable():
 
 
 def has_stdout():
-    """Whether there is a standard output: a closed one was replaced by make_streams_usable."""
+    """Whether standard output was open at the start (see make_streams_usable)."""
     return getattr(sys.stdout, "name", "") != os.devnull
 
 
 def silence_stdout():
-    """Keep Python from complaining about standard output again when it exits."""
+    """Redirect standard output to os.devnull, so that Python reports no failure at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def is_first_rank():
-    """True unless torchrun, which sets MASTER_PORT too, says that this is another rank."""
+    """Whether this is the first rank, or a process without torchrun (which sets MASTER_PORT)."""
     return "MASTER_PORT" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 def warn(message, on_every_rank=False):
-    """Print to stderr, by default once however many ranks there are."""
+    """Print a message to standard error, by default on the first rank only."""
     if on_every_rank or is_first_rank():
-        with contextlib.suppress(OSError):  # a terminal that was closed
+        with contextlib.suppress(OSError):  # the terminal was closed
             print(escaped(message), file=sys.stderr, flush=True)
 
 
 def escaped(text):
-    """Text for a terminal: what could command it is shown as \\x1b, \\u202e and the like."""
-    return UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
+    """Make text safe for a terminal: UNSAFE characters become escapes such as \\x1b or \\u202e."""
+    return UNSAFE.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def quoted(text):
-    """Text as a Python string in double quotes, on one line of printable characters."""
-    shown = []
+    """Return text as a Python string literal in double quotes, with printable characters only."""
+    characters = []
     for c in text:
-        if c.isprintable() and c not in '"\\':
-            shown.append(c)
+        if c == '"':
+            characters.append('\\"')
+        elif c.isprintable() and c != "\\":
+            characters.append(c)
         else:
-            shown.append('\\"' if c == '"' else c.encode("unicode_escape").decode())
-    return f'"{"".join(shown)}"'
+            characters.append(c.encode("unicode_escape").decode())
+    return f'"{"".join(characters)}"'
 
 
 def progress(what, unit, total=None, disable=False):
-    """A tqdm bar for work of more than a second; written every ten seconds if not on a terminal."""
-    how = dict(leave=False, delay=1, mininterval=0.1 if sys.stderr.isatty() else 10)
-    return bar(desc=what, unit=unit, total=total, disable=disable, **how)
+    """Return a tqdm bar, which appears only after a second.
+
+    If standard error is not a terminal, the bar is written every ten seconds.
+    """
+    options = dict(leave=False, delay=1, mininterval=0.1 if sys.stderr.isatty() else 10)
+    return bar(desc=what, unit=unit, total=total, disable=disable, **options)
 
 
 def bar(*iterable, **options):
-    """tqdm(...), or where tqdm is missing a bar that shows nothing: no work ends for that."""
+    """Return tqdm(...), or a bar that shows nothing if tqdm is not installed."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -93,7 +98,7 @@ def bar(*iterable, **options):
 
 
 class Quiet:
-    """A stream that may fail, as its reader has gone or its disk is full: no work ends for that."""
+    """A stream whose write errors are ignored: a progress bar must never make the work fail."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -102,16 +107,18 @@ class Quiet:
         return getattr(self.stream, name)
 
     def write(self, text):
+        """Write text, ignoring errors."""
         with contextlib.suppress(OSError):
             self.stream.write(text)
 
     def flush(self):
+        """Flush the stream, ignoring errors."""
         with contextlib.suppress(OSError):
             self.stream.flush()
 
 
 class NoBar:
-    """Has what the programs use of a tqdm bar, and shows nothing."""
+    """Replaces a tqdm bar and shows nothing; has the methods that the programs use."""
 
     def __init__(self, iterable=()):
         self.iterable = iterable

@@ -1,7 +1,7 @@
-"""What a network is shown: the seam between objectives, which make Views, and networks.
+"""View: the input of a network, which objectives make and networks read.
 
-A network takes a View and gives logits, or a loss, at its rows. It knows no objective: documents,
-blocks, prompts and text from left to right differ in the View alone.
+A network takes a View and returns logits, or a loss, at the rows that the View names. It does not
+know the objective: documents, blocks, prompts and autoregressive models differ only in their Views.
 """
 
 from typing import Any, NamedTuple
@@ -11,27 +11,31 @@ from torch import Tensor
 
 
 class View(NamedTuple):
-    """What a network is shown, and where it predicts."""
+    """The tokens that a network sees, and the positions at which it predicts."""
 
     ids: Tensor  # (B, N) tokens, [MASK] where they are hidden
-    at: Tensor  # (N,) or (B, N) their positions
-    sees: Tensor | None = None  # spans (kernels/reference.py): who sees whom; None: all see all
-    rows: Tensor | None = None  # the predicted positions of the flat batch, any shape; None: all
-    causal: bool = False  # each position sees itself and the earlier ones
-    rate: Tensor | None = None  # (B, 1, 1) or (B, N, 1) share of masked text, if a network asks
-    cache: Any = None  # what computes in place of the network's operations and keeps keys, values
+    at: Tensor  # (N,) or (B, N) positions of the tokens in their text
+    # Spans, from document_spans or block_spans in kernels/reference.py: which positions each one
+    # attends to; None: all.
+    sees: Tensor | None = None
+    rows: Tensor | None = None  # indices of predicted positions in the flat batch; None: all
+    causal: bool = False  # each position attends only to itself and earlier positions
+    rate: Tensor | None = None  # (B, 1, 1) or (B, N, 1) mask rate, with --time_conditioning
+    cache: Any = None  # KV cache: replaces the network's operations, stores keys and values
 
 
 def masked_rows(rows, n_rows, weights, T, waits=None):
-    """The rows (n,) of masked positions and their weights (n,), where n is not known before.
+    """Return the rows (n,) of masked positions and the loss weight (n,) of each.
 
-    rows, n_rows: of mask_tokens. weights (B,): of a masked token of each text of T tokens. Python
-    does not wait for a GPU to know n_rows (waits=False): the padding of rows, -1, stays, and weighs
-    nothing.
+    rows, n_rows: as returned by mask_tokens: indices padded with -1, and how many are valid
+    weights: (B,) weight of a masked token in each text of T tokens
+    waits: whether to read n_rows and remove the padding. By default only on a CPU: on a GPU, Python
+        would have to wait for the number. The padding then gets valid indices and weight 0
     """
     if waits is None:
         waits = rows.device.type == "cpu"
     if waits:
         rows = rows[: int(n_rows)]
     weights = torch.where(rows < 0, 0, weights[rows // T])
+    # Padding may point anywhere, as its weight is 0.
     return torch.where(rows < 0, torch.arange(len(rows), device=rows.device), rows), weights

@@ -31,12 +31,13 @@ from conftest import sign
 import export
 import mdlm
 import sample
-from support import environment, kernels, numerics, ownership, plots, ranks
+from support import environment, kernels, ownership, plots, ranks
 from support.data import records, sources, texts, tokenizer
 from support.data.tokenizer import Tokenizer
 from support.infill import calls
 from support.kernels import operations
 from support.training import shards
+from variants import rates
 
 
 class Because(str):
@@ -333,7 +334,7 @@ ADVICE["export.py"] = [
 
 ADVICE["mdlm.py"] = [
     ("A run ends after --max_steps or --time_limit", NOTHING),
-    ("With --max_steps alone no clock enters", NOTHING),
+    ("With --max_steps alone the clock plays no part", NOTHING),
     ("compiling, {} (--compile=off starts at once)", MACHINE),
 ]
 
@@ -841,14 +842,6 @@ ADVICE["log.py"] = [
 
 ADVICE["modeling_mdlm.py"] = Because("it needs a package: Hugging Face transformers")
 
-ADVICE["numerics.py"] = [
-    (
-        "a mask schedule must rise or fall strictly between 0 and 1",
-        lambda at: numerics.invert(lambda u: u / 2, torch.zeros(1)),
-        lambda at: numerics.invert(lambda u: 1 - u, torch.zeros(1)),
-    ),
-]
-
 ADVICE["operations.py"] = [
     (
         "kernels={} is not accepted; give auto, triton or torch",
@@ -890,7 +883,7 @@ ADVICE["outputs.py"] = [
         "sample --json={tmp}/o --html={tmp}/p",
     ),
     (
-        "cannot be written; give a file in a folder that is yours",
+        "cannot be written; give a file in a folder that you may write to",
         "sample --json={tmp}/none/o",
         "sample --json={tmp}/o",
     ),
@@ -901,19 +894,24 @@ ADVICE["outputs.py"] = [
         "eval --pictures=none",
     ),
     (
-        "check that path, or give a folder that is yours",
+        "check that path, or give a folder that you may write to",
         "eval --pictures={text}/pictures",
         "eval --pictures={tmp}/pictures",
     ),
     (
-        "give the folder to make, such as {}=my-model",
+        "give the folder to create, such as {}=my-model",
         "export",
         "export --dest=my-model",
     ),
-    ("{} {}; give that of a new folder", "export --dest={run}", "export --dest={tmp}/new"),
+    ("{} exists; give the name of a new folder", "export --dest={run}", "export --dest={tmp}/new"),
+    (
+        "{} {}; give the name of a new folder in an existing one",
+        "export --dest={tmp}/none/new",
+        "export --dest={tmp}/new",
+    ),
     ("{} {}; give a folder elsewhere", "export --dest={run}/hf", "export --dest={tmp}/hf"),
     (
-        "cannot be made; give a folder in one that is yours",
+        "give a folder inside one that you may write to",
         lambda at: not_yours(at, "export --dest={tmp}/theirs/hf"),
         "export --dest={tmp}/hf",
     ),
@@ -940,7 +938,7 @@ ADVICE["live_page.py"] = MACHINE
 
 ADVICE["plots.py"] = [
     (
-        "{}={}: {} is no format of pictures; give .png or .svg",
+        "{}={}: {} is no image format; give .png or .svg",
         lambda at: plots.check_picture("PICTURE", "x.xyz"),
         lambda at: plots.check_picture("PICTURE", "x.png"),
         lambda at: plots.check_picture("PICTURE", "x.svg"),
@@ -1324,7 +1322,7 @@ ADVICE["shards.py"] = [
         lambda at: shards.make_shard_fn(1, torch.device("mps"), torch.float32, 1),
         lambda at: shards.make_shard_fn(0, torch.device("mps"), torch.float32, 1),
     ),
-    ("{}; give an --out_dir that all share", RANKS),
+    ("{}; give an --out_dir that all ranks share", RANKS),
     ("in {}; take an earlier checkpoint, or train again", RANKS),
 ]
 
@@ -1654,7 +1652,12 @@ ADVICE["rates.py"] = [
     ),
     ("--rates={} must be from 0 to 1", "mdlm --rates=0.5-1.5", "mdlm --rates=0.5-1"),
     (
-        "with {}, which says what is masked all the time; leave it out",
+        "it must go from 0 to 1, or from 1 to 0, without a flat or returning part",
+        lambda at: rates.check_schedule("half", lambda u: u / 2),
+        lambda at: rates.check_schedule("down", lambda u: 1 - u**2),
+    ),
+    (
+        "with {}, which sets the mask rates of the whole run; leave it out",
         "mdlm --masking=bernoulli --rate_margin=0.2",
         "mdlm --masking=bernoulli",
     ),

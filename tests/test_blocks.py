@@ -661,3 +661,12 @@ def test_two_ranks_train_like_one(text_file, tmp_path, asks):
     r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert r.returncode == 0, r.stderr[-3000:]
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+
+
+@pytest.mark.parametrize("steps, calls", [(16, 16), (8, 8), (2, 4)])  # at least one a block
+def test_steps_are_all_calls_of_the_textbook_sampler(steps, calls):
+    model = network(4)
+    made = []
+    model.register_forward_hook(lambda *args: made.append(1))
+    mdlm.generate(model, torch.full((64, 16), V), steps, torch.Generator().manual_seed(0))
+    assert len(made) == calls

@@ -291,3 +291,14 @@ def test_what_cannot_be_given_lengths_is_refused(speeches, tmp_path, capsys):
     config = mdlm.Config(block_size=8)
     with pytest.raises(ValueError, match="ends of its documents"):
         sources.cut_windows(torch.full((20,), 9).numpy(), config, 9)
+
+
+def test_the_rate_is_that_of_a_documents_text():
+    """Not of what ends it, nor of the documents beside it."""
+    config = mdlm.Config(block_size=8, n_layer=1, n_head=2, n_embd=16, time_conditioning=True)
+    model = mdlm.make_model(config, 3, kernels.REFERENCES, end_id=END)
+    mask = model.mask_id
+    view = model.objective.view(torch.tensor([[mask, 1, END, mask, mask, 0, 1, END]]))
+    assert view.rate[0, :, 0].tolist() == [0.5] * 3 + [0.5] * 5
+    view = model.objective.view(torch.tensor([[mask, mask, END, mask, 1, 0, 1, END]]))
+    assert view.rate[0, :, 0].tolist() == [1.0] * 3 + [0.25] * 5

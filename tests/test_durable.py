@@ -256,7 +256,7 @@ def test_a_run_replaces_no_file_of_others(tmp_path, text_file, capsys, files, fl
     capsys.readouterr()
     assert run_mdlm(*argv) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "exists and is not mdlm's" in said
+    assert said.count("\n") == 1 and "was not written by mdlm" in said
     assert content_of(out) == before
 
 
@@ -266,7 +266,7 @@ def test_resume_replaces_no_file_of_the_user(run, quick, capsys):
         (run / name).write_text(content)
         before = content_of(run)
         assert run_mdlm(f"--out_dir={run}", "--resume", "--max_steps=5") == 2
-        assert "exists and is not mdlm's" in capsys.readouterr().err
+        assert "was not written by mdlm" in capsys.readouterr().err
         assert content_of(run) == before
         shutil.rmtree(run / name) if name == "" else (run / name).unlink()
 

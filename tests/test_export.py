@@ -239,7 +239,7 @@ def autoregressive(tmp_path):
     "flags, words",
     [
         (["--dest={tmp}/m", "--out_dir={tmp}/nowhere"], ["nowhere", "mdlm.py"]),
-        (["--out_dir={run}"], ["give the folder to make", "--dest=my-model"]),
+        (["--out_dir={run}"], ["give the folder to create", "--dest=my-model"]),
         (["--out_dir={run}", "--dest={run}"], ["exists", "a new folder"]),
         (["--out_dir={run}", "--dest={tmp}/a/b/c"], ["/a/b/c", "a new folder"]),
         (["--out_dir={run}", "--dest={tmp}/m", "--to=gguf"], ["gguf", "hf"]),

@@ -463,8 +463,8 @@ def test_animation_ends_on_the_text(tmp_path, capsys):
 @pytest.mark.parametrize(
     "name, args, words",
     [
-        ("pictures", ["{tmp}/a.xyz"], ".xyz is no format of pictures"),
-        ("patterns", ["run", "{tmp}/a.txt"], ".txt is no format of pictures"),
+        ("pictures", ["{tmp}/a.xyz"], ".xyz is no image format"),
+        ("patterns", ["run", "{tmp}/a.txt"], ".txt is no image format"),
         ("animate", ["{tmp}/page.html"], "required: picture"),
         ("animate", ["{tmp}/page.html", "{tmp}/a.svg"], "page.html; check that path"),
     ],

@@ -55,7 +55,7 @@ def test_last_evaluation_says_no_more_seconds_than_there_are(ending, left, words
 def test_export_without_a_folder_says_which_flag_names_it(capsys):
     assert cli.run(export.main, ["--to=page"]) == 2
     said = capsys.readouterr().err
-    assert said.endswith(": give the folder to make, such as --dest=my-model\n")
+    assert said.endswith(": give the folder to create, such as --dest=my-model\n")
 
 
 def test_missing_file_is_said_once(tmp_path, capsys):

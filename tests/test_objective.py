@@ -344,7 +344,7 @@ def test_probabilities_are_those_of_the_draws(schedules, name, masking):
 @pytest.mark.parametrize("masking", ["exact", "bernoulli"])
 def test_unsuitable_schedule_is_refused(monkeypatch, schedule, masking):
     monkeypatch.setitem(rates.SCHEDULES, "new", schedule)
-    with pytest.raises(UserError, match="strictly between 0 and 1"):
+    with pytest.raises(UserError, match=r"the schedule new .* must go from 0 to 1"):
         untrained(rates="new", masking=masking)
 
 

@@ -179,7 +179,7 @@ def test_evaluations_take_three_percent_of_the_work(max_steps, fewest, batch_siz
     assert fewest <= on_the_way <= 9
     windows, passes, calls = pace.amounts(run, False)
     assert passes == 1 and windows >= 4
-    scored = on_the_way * (2 * windows + pace.CALL * calls)  # two networks, and the previews
+    scored = on_the_way * (2 * windows + pace.CALL_COST * calls)  # two networks, and the previews
     assert scored <= 0.03 * 3 * max_steps * batch_size
     assert pace.amounts(run, True)[:2] == (435, 4), "the last one has all windows"
 
@@ -378,8 +378,8 @@ def test_bar_that_cannot_be_drawn_ends_no_run(monkeypatch):
     terminal.write = gone
     with it.hidden():
         pass
-    it.draw_bar("refresh")
-    it.draw_bar("close")
+    it.call_bar("refresh")
+    it.call_bar("close")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a terminal")

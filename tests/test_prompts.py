@@ -135,7 +135,7 @@ def test_answers_in_blocks_resume_and_are_evaluated(data, tmp_path, capsys):
         (sample, ["--infill=cat█"], "give --prompt, no template"),
         (sample, ["--prompt=cat", "--block=4"], "block is not for a model of --block_length=4"),
         (eval, ["--text=cat"], "--text is for models that fill gaps"),
-        (export, ["--to=hf", "--dest={tmp}/x"], "--block_length without --whole"),
+        (export, ["--to=hf", "--dest={tmp}/x"], "--block_length without --infill_share"),
         (export, ["--to=page", "--dest={tmp}/x"], "not documents"),
     ],
 )

@@ -203,7 +203,7 @@ def test_compiled_shards_train_alike(run, tmp_path):
     flags = [*SAVED, "--optimizer=adamw", "--eval_windows=4"]
     train(run, 0, tmp_path / "one", *flags)
     said = train(run, 2, tmp_path / "two", *flags, "--compile=on", "--shard", "--recompute")
-    assert "compiled, 2 ranks, a model on 2" in said
+    assert "compiled, 2 ranks, sharded over 2" in said
     assert_equal_losses(tmp_path / "one", tmp_path / "two", 8)
 
 
@@ -300,7 +300,7 @@ def test_a_part_that_nodes_cannot_see_is_named(tmp_path):
     """As on nodes that do not share an --out_dir."""
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "shard-00001-model-00001-of-00001.safetensors").touch()
-    with pytest.raises(errors.UserError, match=r"2 ranks wrote a part .* first one sees 1"):
+    with pytest.raises(errors.UserError, match=r"2 ranks wrote a file .* first rank sees 1"):
         shards.found_in(tmp_path, 2)
 
 

@@ -296,8 +296,8 @@ def test_no_input_is_overwritten(run, tmp_path, capsys):
         assert_one_sentence(r, "name the same file")
     for name in ("latest", "log.jsonl", "step-4/model.safetensors", "step-4/new"):
         flags = [f"--out_dir={run}", f"--json={run}/{name}"]
-        assert_one_sentence(call(sample.main, capsys, *flags), "is a part of a run")
-        assert_one_sentence(call(eval.main, capsys, *flags), "is a part of a run")
+        assert_one_sentence(call(sample.main, capsys, *flags), "is a part of the run")
+        assert_one_sentence(call(eval.main, capsys, *flags), "is a part of the run")
     r = call(eval.main, capsys, f"--out_dir={run}", "--data=x", "--json=x")
     assert_one_sentence(r, "--data and --json name the same file")
     assert path.read_text() == "To█\n" and not (tmp_path / "new").exists()
@@ -306,7 +306,7 @@ def test_no_input_is_overwritten(run, tmp_path, capsys):
 def test_data_folder_with_other_files_is_kept(text_file, run, tmp_path, capsys):
     (run / "data" / "notes").write_text("mine")
     flags = [f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={run}", "--overwrite"]
-    assert_one_sentence(train(capsys, *flags), "data exists and is not mdlm's")
+    assert_one_sentence(train(capsys, *flags), "data was not written by mdlm")
     assert (run / "data" / "notes").read_text() == "mine"
 
 

@@ -559,6 +559,7 @@ def test_fine_tuning_another_network_is_refused(short_run, tmp_path, capsys, fla
     "args, words",
     [
         (["--data=missing.txt"], ["missing.txt", "does not exist"]),
+        (["--data=missing", "--text_column=a"], ["missing", "does not exist"]),
         (["--batchsize=4"], ["--batchsize", "--batch_size"]),
         (["--batch_size=7"], ["multiple of 2"]),
         (["--batch_size=many"], ["many"]),
@@ -702,7 +703,7 @@ def test_unusable_out_dir_is_refused(short_run, tmp_path, capsys):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "precious").write_text("mine")
     assert run_mdlm(f"--data={text}", *TINY, f"--out_dir={tmp_path}") == 2
-    assert "not mdlm's" in capsys.readouterr().err
+    assert "was not written by mdlm" in capsys.readouterr().err
     assert (tmp_path / "data" / "precious").exists()
 
 

@@ -59,7 +59,7 @@ REFUSED = {
 def asked(config, has_documents):
     """The variants that a config asks for: name -> the flag that asks for it.
 
-    has_documents: whether the data have any but prompts and answers.
+    has_documents: whether the data are documents, not prompts and answers.
     """
     is_given = config.document_length == "given"
     is_mdlm = config.objective == "mdlm"
@@ -77,7 +77,7 @@ def asked(config, has_documents):
 def check(config):
     """Raise UserError for flags of variants that do not fit, whatever the data are."""
     is_asked = blocks.are_asked(config) or bool(config.prompt_column)
-    check_together(config, has_documents=is_asked)  # then this length was given
+    check_together(config, has_documents=is_asked)  # these refuse given lengths
     blocks.check(config)
 
 

@@ -55,7 +55,7 @@ class BlockDiffusion(Variant):
         self.block_length = self.config.block_length
         self.n_blocks = self.T // self.block_length
         # The masked text, and the clean one that later blocks see.
-        self.positions = 2 - self.config.infill_share
+        self.positions_per_token = 2 - self.config.infill_share
         self.texts = inner.resized(self.block_length, inner.batch_size * self.n_blocks)
 
     @property
@@ -85,7 +85,7 @@ class BlockDiffusion(Variant):
         return self.texts.mask_counts(step, margin_scale, self.numbers(samples), S)
 
     def batch(self, ops, x0, counts, step, samples):
-        if len(counts) == len(x0):
+        if len(counts) == len(x0):  # a step of whole windows
             return self.inner.batch(ops, x0, counts, step, samples)
         numbers = self.numbers(samples)
         view, targets, weights = self.block_batch(ops, x0, counts, step, numbers)
@@ -104,7 +104,7 @@ class BlockDiffusion(Variant):
         if rows is None:
             rows = torch.arange(B * T, device=xt.device).view(B, T)
         ids = torch.cat((xt, xt if x0 is None else x0), 1)
-        return View(ids, at, spans, rows + rows // T * T)
+        return View(ids, at, spans, rows + rows // T * T)  # row b of xt begins at 2 b T in [xt; x0]
 
     # ---- What `evaluate` and `generate` ask
     def eval_counts(self, lengths, passes, seed):
@@ -126,7 +126,7 @@ class BlockDiffusion(Variant):
         return Cache(self.config)
 
     def check_gaps(self, x, fill):
-        """Raise UserError if a block with text after it in x is to be filled: it would not see it.
+        """Raise UserError if a gap has text in a later block, which this model does not see.
 
         x (B, T) ids; fill (B, T) bool.
         """

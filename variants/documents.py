@@ -15,18 +15,19 @@ from support.view import masked_rows
 from .variant import Variant
 
 
-def view_of_documents(view, end_id, counts_anew):
+def view_of_documents(view, end_id, restart_positions):
     """A View of windows of several documents: each sees itself alone.
 
-    counts_anew: positions begin at 0 in each. (Rotary ones are relative, so they need not.)
+    restart_positions: they begin at 0 in each. (Rotary ones are relative, so they need not.)
     """
     spans = document_spans(view.ids == end_id)
-    at = view.at - spans[:, 0] if counts_anew else view.at  # (B, T) or (T,)
+    starts = spans[:, 0]  # (B, T) where each token's document begins
+    at = view.at - starts if restart_positions else view.at  # (B, T) or (T,)
     return view._replace(sees=spans, at=at)
 
 
 class GivenTokens(Variant):
-    """Masks and scores the tokens of scored_mask alone. A text counts by how many these are."""
+    """Masks and scores the tokens of scored_mask alone; a text weighs by how many these are."""
 
     def __init__(self, inner, end_id, mean_length):
         super().__init__(inner)
@@ -47,6 +48,8 @@ class GivenTokens(Variant):
         key = (self.seed, step, samples)
         xt, count, rows, n_rows = ops.mask_tokens(x0, counts, self.mask_id, *key, ~scored)
         B, T = x0.shape
+        # The mean over masked tokens, times the text's share of all scored tokens. (Where none is
+        # scored, none is masked.)
         weights = (scored.sum(1) / self.mean_length) / (count.clamp(min=1) * B)
         rows, weights = masked_rows(rows[: B * (T + 1) // 2], n_rows, weights, T)
         return self.view(xt, rows=rows), x0.flatten()[rows], weights
@@ -80,5 +83,5 @@ class Prompts(GivenTokens):
     """A prompt and its answer in each window; what follows the first [END] is predicted."""
 
     def scored_mask(self, x0):
-        is_text = x0 != self.end_id
-        return F.pad(~is_text[:, :-1], (1, 0)).cumsum(1) > 0
+        is_end = x0[:, :-1] == self.end_id
+        return F.pad(is_end, (1, 0)).cumsum(1) > 0  # from the token after the first [END] on

@@ -27,7 +27,7 @@ class PromptsInBlocks(BlockDiffusion):
     def block_counts(self, step, margin_scale, samples, lengths):
         n_scored = self.block_lengths(lengths).flatten()  # (B n,)
         counts = self.texts.mask_counts(step, margin_scale, self.numbers(samples), n_scored)
-        return counts.minimum(n_scored)  # of a block with nothing to predict 0, not its mirror
+        return counts.minimum(n_scored)  # the mirror of 0 masks, 1, where nothing is predicted: 0
 
     def block_batch(self, ops, x0, counts, step, numbers):
         scored = self.scored_mask(x0).view(len(counts), -1)  # (B n, S): a block alone cannot tell
@@ -43,8 +43,8 @@ class PromptsInBlocks(BlockDiffusion):
         return self.inner.tally(ce, right, rows, counts.clamp(min=1), T)  # some blocks have no row
 
     def summary(self, sums, counts, scored):
-        """Blocks count by how many of their tokens are scored. Its error is over windows, in bins
-        of how much of a window is masked; `ce` and `accuracy` are by the mask rate of a block."""
+        """Blocks weigh by their scored tokens. The standard error is over windows, stratified by
+        how many tokens of a window are masked; `ce` and `accuracy` are by a block's mask rate."""
         lengths = scored.unflatten(1, (self.n_blocks, -1)).sum(2)  # (W, n)
         length = lengths.sum(1)  # (W,)
         means = (sums * lengths).sum(3, keepdim=True) / length[:, None]  # (4, passes, W, 1)

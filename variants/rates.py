@@ -4,6 +4,7 @@ The bound stays if a count has probability P(l) > 0 for every l and its text wei
 clipped range (BERT: 15 %) and uniform weights give no bound.
 """
 
+import functools
 import math
 import re
 from typing import NamedTuple
@@ -16,8 +17,9 @@ from support.view import masked_rows
 
 from .variant import Variant
 
-# Schedules map u, uniform in [0, 1), to a mask rate. To add one, write its line here: it must
-# rise or fall strictly between 0 and 1. Its weights follow (count_probabilities): the bound stays.
+# Schedules map u, uniform in [0, 1), to a mask rate: the inverse of its distribution function. To
+# add one, write its line here, in functions of torch: it goes from 0 to 1, or from 1 to 0, and
+# never turns back. Its weights follow (count_probabilities): the bound stays.
 SCHEDULES = {
     "uniform": lambda u: u,
     "cosine": lambda u: torch.cos(math.pi / 2 * (1 - u)),
@@ -35,14 +37,25 @@ class Rates(NamedTuple):
 RATES = re.compile(r"(?:(\w+):)?(NUMBER)-(NUMBER)".replace("NUMBER", r"\d*\.?\d+(?:e-?\d+)?"))
 
 
+@functools.cache
+def check_schedule(name, schedule):
+    """Raise UserError for a line of SCHEDULES that is no distribution of all rates from 0 to 1."""
+    grid = schedule(torch.linspace(0, 1, 4097, dtype=torch.float64))
+    first, *_, last = grid.tolist()
+    turns = grid.diff() <= 0 if last > first else grid.diff() >= 0
+    if turns.any() or sorted((round(first, 9), round(last, 9))) != [0, 1]:
+        needs = "it must go from 0 to 1, or from 1 to 0, without a flat or returning part"
+        raise UserError(f"the schedule {name} of variants/rates.py does not work: {needs}")
+
+
 def parse(value):
     """--rates -> Rates: uniform, cosine, LOW-HIGH, and both as cosine:LOW-HIGH."""
-    names = ("uniform", *SCHEDULES)
     found = RATES.fullmatch(value)
     schedule, low, high = found.groups("uniform") if found else (value, "0", "1")
-    if schedule not in names:
-        accepted = f"{', '.join(names)} or LOW-HIGH, such as 0.3-0.8"
+    if schedule not in SCHEDULES:
+        accepted = f"{', '.join(SCHEDULES)} or LOW-HIGH, such as 0.3-0.8"
         raise UserError(f"--rates={value[:40]!r} is not accepted; give {accepted}")
+    check_schedule(schedule, SCHEDULES[schedule])
     low = float(low)
     high = float(high)
     if low > high:
@@ -53,7 +66,7 @@ def parse(value):
 
 
 def in_short(value):
-    """--rates in its usual form, one for each distribution."""
+    """--rates in the shortest way to write it."""
     schedule, *span = parse(value)
     if span == [0, 1]:
         return schedule
@@ -83,7 +96,7 @@ def are_other(config):
 
 def effects(config):
     """Rules of flags.check_effects."""
-    why = f"with {flag(config)}, which says what is masked all the time; leave it out"
+    why = f"with {flag(config)}, which sets the mask rates of the whole run; leave it out"
     return [("rate_margin", not are_other(config), why)]
 
 
@@ -91,7 +104,7 @@ def rates_or_counts(config, u):
     """(N/2,) u in [0, 1) -> (N,) mask rates t if bernoulli, else counts 1 + floor(t T)."""
     T = config.block_size
     schedule, low, high = parse(config.rates)
-    t = SCHEDULES[schedule](torch.stack((u, 1 - u), 1).flatten())
+    t = SCHEDULES[schedule](torch.stack((u, 1 - u), 1).flatten())  # u and its mirror, in turns
     t = low + (high - low) * t
     return t if config.masking == "bernoulli" else 1 + (t * T).long().clamp(max=T - 1)
 
@@ -105,7 +118,7 @@ def count_probabilities(config):
     if config.masking == "exact":  # u the inverse of the schedule: P(l) = |u(l/T) - u((l-1)/T)|
         u = numerics.invert(schedule, count / T)
         return u.diff(prepend=u[:1]).abs()
-    if name == "uniform":  # then E[1/t | l] = (T + 1) / l, the textbook weight
+    if name == "uniform":  # then l is uniform on {0..T}, and E[1/t | l] = (T + 1) / l
         return torch.full_like(count, 1 / (T + 1))
     return numerics.binomial_mixture(T, schedule)
 
@@ -114,13 +127,14 @@ def text_weights(config):
     """(T+1,) float32, made in float64: the weight of a text with l masked tokens."""
     T = config.block_size
     count = torch.arange(T + 1, dtype=torch.float64)
-    weight = torch.ones_like(count)  # a clipped range: the plain mean
     if config.loss_weight == "uniform":  # the sum of CE over its expected number of terms
-        grid = (torch.arange(1 << 13, dtype=torch.float64) + 0.5) / (1 << 14)
-        terms = rates_or_counts(config, grid).double().mean()
+        grid = (torch.arange(1 << 13, dtype=torch.float64) + 0.5) / (1 << 14)  # u below 1/2 alone:
+        terms = rates_or_counts(config, grid).double().mean()  # this adds its mirror
         weight = count / (terms * T if config.masking == "bernoulli" else terms)
     elif is_bound(config):
         weight = 1 / (T * count_probabilities(config))
+    else:  # a clipped range: the plain mean
+        weight = torch.ones_like(count)
     weight[0] = 0  # nothing is masked, so there is nothing to predict
     return weight.float()
 

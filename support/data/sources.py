@@ -75,6 +75,8 @@ def ids_have_documents(config):
 
 def effects(config):
     """Rules of flags.check_effects: which flags about the data do something in a new run."""
+    if config.data not in BUILT_IN and not os.path.exists(config.data):
+        return []  # what is missing says nothing about flags; it is refused where it is opened
     given = f"with --data={config.data}"
     leave = "leave it out"
     if is_ids(config.data):

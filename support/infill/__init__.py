@@ -1,1 +1,1 @@
-"""Gaps: templates, the network calls that fill them, and fills ranked by exact likelihood."""
+"""Infilling: templates with gaps, the network calls that fill them, and ranking by likelihood."""

@@ -1,4 +1,4 @@
-"""Network calls for texts that are being written or scored: how many texts, what each sees."""
+"""Network calls for generation and scoring: batch sizes, and what the model sees of each text."""
 
 import torch
 import torch.nn.functional as F
@@ -7,110 +7,126 @@ from support.errors import UserError
 from support.infill.padding import compute_once
 
 
+# ---- Batch sizes
 def group_size(model, device):
-    """How many sequences to compute at once: at most 2^26 logits."""
+    """Return how many sequences to process at once: at most 2^26 logits (256 MiB in float32)."""
     L = model.config.block_size
-    # On a CPU larger tensors get new pages every time, which costs as much as the products.
+    # On a CPU, memory for larger tensors comes fresh from the system at every call. That costs as
+    # much time as the matrix products.
     tokens = 1 << (11 if torch.device(device).type == "cpu" else 15)
     return max(1, min(tokens // L, (1 << 26) // (L * model.vocab_size)))
 
 
 def call_size(model, device):
-    """How many sequences to give to one network call: on a CPU at most 2^10 tokens.
+    """Return how many sequences to give to one network call: on a CPU at most 2^10 tokens.
 
-    Twice as many no longer fit into its caches: a fifth slower for each sequence.
+    Twice as many tokens no longer fit into its caches, which costs a fifth more time per sequence.
     """
-    few = group_size(model, device)
+    size = group_size(model, device)
     if torch.device(device).type != "cpu":
-        return few
-    return max(1, min(few, (1 << 10) // model.config.block_size))
+        return size
+    return max(1, min(size, (1 << 10) // model.config.block_size))
 
 
 def groups(model, n, device, size=None, writing=False):
-    """Slices of a batch of n, of `size` or group_size rows.
+    """Split a batch of n rows into slices of `size` rows (default: group_size).
 
-    writing: more in blocks, as a call computes one of each; prompts and KV caches take 1 GiB.
+    writing: the rows are being generated. A model of blocks then computes one block per row at a
+    time, so more rows fit, as long as prompts and KV caches take at most 1 GiB.
     """
-    few = group_size(model, device)
+    rows = group_size(model, device)
     if writing:
         c = model.config
-        layers = c.n_layer + 7  # what a prompt's forward needs is counted as seven caches
-        most = (1 << 26) // (layers * c.block_size * c.n_embd)  # of 16 bytes a text
-        few = max(few, min(few * model.objective.n_blocks, most))
-    size = size or few
+        layers = c.n_layer + 7  # the forward pass of a prompt needs as much as seven KV caches
+        max_rows = (1 << 26) // (layers * c.block_size * c.n_embd)  # 16 bytes for each of these
+        rows = max(rows, min(rows * model.objective.n_blocks, max_rows))
+    size = size or rows
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
 
+# ---- Logits at chosen positions
 def checked(logits):
-    """logits (n, V); UserError where they give no probabilities."""
-    if not (logits.amax(-1).abs() < 1e30).all():  # larger ones overflow in sums
+    """Return logits (n, V); raise UserError if they contain NaN, infinity or huge values."""
+    if not (logits.amax(-1).abs() < 1e30).all():  # larger values overflow in sums
         raise UserError("the model predicts NaN or inf: its weights are damaged; train it again")
     return logits
 
 
-MOST_LOGITS = 1 << 24  # that a Memo holds
+MOST_LOGITS = 1 << 24  # numbers that a Memo holds at most: 64 MiB in float32
 
 
 class Memo:
-    """Logits that were computed before, by the text that the network saw and the position.
+    """Remembers logits by position and by the text that the network saw.
 
-    Draws for a short gap come to the same few texts again and again.
+    The many draws for a short gap produce the same few texts again and again.
     """
 
     def __init__(self):
         self.logits = {}  # (bytes of the ids, position) -> (V,)
 
     def logits_at(self, model, xt, row, at, device):
-        """What `logits_at` returns; only texts that are new are computed."""
+        """Return the same as the function logits_at, computing only what is not remembered."""
         texts = [ids.tobytes() for ids in xt.cpu().numpy()]
         keys = [(texts[r], i) for r, i in zip(row.tolist(), at.tolist())]
         if (len(self.logits) + len(keys)) * model.vocab_size > MOST_LOGITS:
+            # Full: forget everything but what this call needs.
             self.logits = {key: self.logits[key] for key in keys if key in self.logits}
         new = {key: i for i, key in enumerate(keys) if key not in self.logits}
         if new:
-            which = torch.tensor([*new.values()], device=xt.device)
-            rows, inverse = row[which].unique(return_inverse=True)
-            found = logits_at(model, xt[rows], inverse, at[which], device)
-            self.logits.update(zip(new, found))
+            places = torch.tensor([*new.values()], device=xt.device)
+            rows, inverse = row[places].unique(return_inverse=True)
+            computed = logits_at(model, xt[rows], inverse, at[places], device)
+            self.logits.update(zip(new, computed))
         return torch.stack([self.logits[key] for key in keys])
 
 
 def logits_at(model, xt, row, at, device):
-    """(n, V) float logits of xt (B, L) at positions `at` (n,) of rows `row` (n,).
+    """Return the logits (n, V) of n positions.
 
-    Equal rows are computed once, in calls of call_size; the last MLP and the head see nothing but
-    these positions. device: the model's.
+    xt: (B, L) tokens, on any device
+    row, at: (n,) the row and the position in xt of each
+    device: the model's device
+
+    Equal rows are computed once, in calls of call_size. The last MLP and the head compute only the
+    n positions.
     """
     xt, same = xt.unique(dim=0, return_inverse=True)
     row = same[row]
     L = xt.shape[1]
-    parts = groups(model, len(xt), device, call_size(model, device))
+    slices = groups(model, len(xt), device, call_size(model, device))
     model = compute_once(model)
-    if len(parts) == 1:
+    if len(slices) == 1:
         view = model.objective.view(xt.to(device), rows=(row * L + at).to(device))
         return checked(model(view).to(xt.device))
     logits = None
-    for part in parts:
-        here = ((row >= part.start) & (row < part.stop)).nonzero()[:, 0]
-        rows = (row[here] - part.start) * L + at[here]
-        view = model.objective.view(xt[part].to(device), rows=rows.to(device))
-        found = checked(model(view)).to(xt.device)
+    for batch in slices:
+        here = ((row >= batch.start) & (row < batch.stop)).nonzero()[:, 0]
+        rows = (row[here] - batch.start) * L + at[here]
+        view = model.objective.view(xt[batch].to(device), rows=rows.to(device))
+        computed = checked(model(view)).to(xt.device)
         if logits is None:
-            logits = found.new_empty(len(row), found.shape[1])
-        logits[here] = found
+            logits = computed.new_empty(len(row), computed.shape[1])
+        logits[here] = computed
     return logits
 
 
 def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None, memo=None):
-    """(n, V) float logits at the n positions `drawn` (B, len(at)) of a range `at` of x (B, T).
+    """Return the logits (n, V) of the n positions to draw.
 
-    The model sees these masked, in a whole context, as in training: a shorter text is followed by
-    [MASK] or [END], of a longer one it sees what ends with `at`. cfg: guidance by the `given`
-    tokens (2410.18514). A model of blocks, of which `at` is one, has a variants.cache.Cache, and
-    sees what that does not know yet. memo: a Memo, for short gaps of many rows.
+    x: (B, T) tokens; T may exceed the context
+    given: (B, T) bool, tokens of the prompt or template; only cfg needs them
+    drawn: (B, len(at)) bool, the positions to draw within the range `at` of positions of x. The
+        model sees them masked
+    cfg: strength of classifier-free guidance by the given tokens (2410.18514); 0 turns it off
+    cache: a variants.cache.Cache for a model of blocks, where `at` is one block. The model then
+        sees only what the cache does not hold yet
+    memo: a Memo, useful for many draws of short gaps
+
+    As in training, the model always sees a whole context: shorter texts are padded with [MASK] or
+    [END], and of longer texts it sees the last tokens up to the end of `at`.
     """
     L = model.config.block_size
-    rows = drawn.any(1) | (cache is not None)  # a cache keeps all texts
+    rows = drawn.any(1) | (cache is not None)  # a cache holds all rows, so none is left out
     window = slice(max(0, at.stop - L), max(L, at.stop))
     if cache:
         window = slice(cache.follow(at.start), at.start + cache.S)
@@ -124,39 +140,45 @@ def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None, memo=None):
         rows = drawn.flatten().nonzero()[:, 0].to(device)
         return checked(model(cache.view(seen.to(device), rows)).to(x.device))
     row, at = drawn.nonzero().T
-    find = memo.logits_at if memo else logits_at
-    logits = find(model, seen, row, at, device)
+    compute = memo.logits_at if memo else logits_at
+    logits = compute(model, seen, row, at, device)
     if cfg:
         seen = seen.masked_fill(F.pad(given[rows, window], pad), model.mask_id)
-        without = find(model, seen, row, at, device)
-        logits = without + (1 + cfg) * (logits - without)
+        unguided = compute(model, seen, row, at, device)
+        logits = unguided + (1 + cfg) * (logits - unguided)
     return logits
 
 
+# ---- From left to right
 def next_logits(model, x, row, at):
-    """(n, V) float logits of x_i given x_j, j < i, for i = at (n,) in rows of x (B, L)."""
+    """Return the logits (n, V) of x_i given x_j, j < i.
+
+    x: (B, L) ids; row, at: (n,) the row and the position i of each.
+    """
     xt = x[row]
-    if not model.objective.one_by_one:  # which sees nothing else anyway
+    if not model.objective.one_by_one:  # autoregressive models see no later token anyway
         later = torch.arange(x.shape[1], device=x.device) >= at[:, None]
         xt = xt.masked_fill(later & model.objective.scored_mask(xt), model.mask_id)
     return logits_at(model, xt, torch.arange(len(row), device=x.device), at, x.device)
 
 
 def next_logp(model, x, row, at):
-    """(n,) float64 on the CPU: log p(x_i | x_j, j < i) for i = at (n,) in rows of x (B, L)."""
+    """Return log p(x_i | x_j, j < i) in nats, (n,) float64 on the CPU; arguments as next_logits."""
     logits = next_logits(model, x, row, at)
     return -F.cross_entropy(logits, x[row, at], reduction="none").cpu().double()
 
 
 def to_context(model, x):
-    """x (B, T) filled up to the context, which the model always saw in training."""
+    """Pad x (B, T) to the context (B, L), because the model saw whole contexts in training."""
     return F.pad(x, (0, model.config.block_size - x.shape[1]), value=model.objective.pad_id)
 
 
 def end_documents(model, x, u):
-    """x (B, T), a beginning and [MASK]: after a length, which is drawn, a row gets [END].
+    """Draw a length for each row and put [END] after it, for models that are given the length.
 
-    u (B,) in [0, 1), on the CPU: which of the lengths of training texts that exceed what is given.
+    x: (B, T), given tokens followed by [MASK]
+    u: (B,) in [0, 1) on the CPU; selects one of the lengths of training texts that exceed the
+        number of given tokens
     """
     known = (x != model.mask_id).sum(1, keepdim=True).cpu()
     counts = model.length_counts.double().cpu()

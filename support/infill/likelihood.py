@@ -1,7 +1,8 @@
-"""Exact likelihoods by the chain rule.
+"""Exact log-likelihoods by the chain rule.
 
-log p(x) = sum_i log p(x_i | x_1 .. x_{i-1}), the others masked: the exact log-likelihood of the
-sampler that goes from left to right. It costs one sequence in a network call for each token.
+log p(x) = sum_i log p(x_i | x_1 .. x_{i-1}), where the model sees x_1 .. x_{i-1} and masks for the
+rest. This is the exact log-likelihood of sampling from left to right. Each token costs one
+sequence in a network call.
 """
 
 import torch
@@ -12,10 +13,14 @@ from support.infill.calls import groups, next_logp, to_context
 
 @torch.no_grad()
 def chain_rule(model, x, batch_size=None, update=lambda n: None):
-    """(B, L) float64: log p(x_i | x_j, j < i) in nats, 0 after T and where no token is learned.
+    """Return log p(x_i | x_j, j < i) in nats for each token, (B, L) float64.
 
-    x (B, T) ids, T at most the context L.
-    batch_size: positions per network call; update(n) is called after n more of them.
+    x: (B, T) ids; T must not exceed the context L
+    batch_size: positions per network call (default: as memory allows)
+    update: called with n whenever n more positions are done
+
+    The result is 0 beyond T, and at tokens on which the model was not trained. Raises UserError for
+    ids outside the vocabulary and for texts that are too long.
     """
     check_ids(model, x, masks=False)
     check_length(model, x)
@@ -25,7 +30,7 @@ def chain_rule(model, x, batch_size=None, update=lambda n: None):
     x = to_context(model, x)
     out = torch.zeros(x.shape, dtype=torch.float64)
     row, at = model.objective.scored_mask(x)[:, :T].nonzero().T
-    for part in groups(model, len(row), x.device, batch_size):
-        out[row[part].cpu(), at[part].cpu()] = next_logp(model, x, row[part], at[part])
-        update(len(row[part]))
+    for batch in groups(model, len(row), x.device, batch_size):
+        out[row[batch].cpu(), at[batch].cpu()] = next_logp(model, x, row[batch], at[batch])
+        update(len(row[batch]))
     return out

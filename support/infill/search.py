@@ -1,4 +1,4 @@
-"""Many fills of a template, of every length that its gaps may have, ranked by exact likelihood."""
+"""Infilling by search: tries many fills of every length, and ranks them by exact likelihood."""
 
 import itertools
 import math
@@ -19,14 +19,19 @@ from support.infill.templates import (
 )
 
 
-class Fill(NamedTuple):  # of a template, or of its beginning
-    parts: list  # every length known
-    ids: list  # up to what ended a gap at the end of the text
-    logp: float  # log p(ids from the first gap on | what precedes it) by the chain rule, in nats
+class Fill(NamedTuple):
+    """A filled template, or the filled beginning of one."""
+
+    parts: list  # of the template, with the lengths of all gaps
+    ids: list  # of a gap at the end of the text: including the token that ends it
+    logp: float  # in nats: log p(ids from the first gap on | what precedes it), by the chain rule
 
 
 def until_break(tokenizer, ids, start=0):
-    """How many ids from `start` on, at least 1, precede [END] or a line break (all without one)."""
+    """Return how many ids from `start` on, at least 1, precede [END] or a line break.
+
+    Without either of them that is all of the ids.
+    """
     texts = tokenizer.pieces(ids, start)
     for i in range(1, len(texts)):
         if ids[start + i] == tokenizer.end_id or "\n" in texts[i]:
@@ -35,29 +40,34 @@ def until_break(tokenizer, ids, start=0):
 
 
 def distinct(rows, tried, at_end, tokenizer):
-    """Of rows of ids that were drawn for `tried` ones, those that differ as texts, each once.
+    """Remove rows that are equal as texts, and those without a space that the template asks for.
 
-    Returns (number of the row, where its ranking begins, Fill). at_end: the last part is a gap at
-    the end of the text, which ends before [END] or a line break.
+    rows: lists of ids, drawn for the pairs `tried` (where ranking begins, Fill)
+    at_end: whether the last part is a gap at the end of the text. It is then cut off before [END]
+        or a line break
+
+    Returns triples (number of the row, where ranking begins, Fill). If every row lacks a space,
+    they are kept.
     """
-    found = {}
-    others = {}  # without a space that the template asks for
-    for i, (row, (begun, fill)) in enumerate(zip(rows, tried)):
+    with_spaces = {}  # text -> triple
+    without = {}
+    for i, (row, (begin, fill)) in enumerate(zip(rows, tried)):
         ids = row[: len(fill.ids)]
         if at_end:
-            gap = fill.parts[-1]
-            kept = until_break(tokenizer, ids, len(ids) - gap)
-            ids = ids[: len(ids) - gap + kept + 1]
-            fill = fill._replace(parts=[*fill.parts[:-1], kept])
-        kept = found if keeps_spaces(fill.parts, ids, tokenizer) else others
-        kept[joined(to_texts(fill.parts, ids, tokenizer))] = (i, begun, fill._replace(ids=ids))
-    return (found or others).values()
+            gap_start = len(ids) - fill.parts[-1]
+            length = until_break(tokenizer, ids, gap_start)
+            ids = ids[: gap_start + length + 1]  # with the token that ends the text
+            fill = fill._replace(parts=[*fill.parts[:-1], length])
+        group = with_spaces if keeps_spaces(fill.parts, ids, tokenizer) else without
+        group[joined(to_texts(fill.parts, ids, tokenizer))] = (i, begin, fill._replace(ids=ids))
+    return (with_spaces or without).values()
 
 
 def cut_stretches(parts):
-    """(begin, end) of the stretches of parts, each up to the next gap of unknown length.
+    """Cut a template into stretches with at most one gap of unknown length, filled one by one.
 
-    Such a gap at the end of the text has one of its own.
+    Returns the pairs (begin, end) of parts. A stretch ends where the next gap of unknown length
+    begins. Such a gap at the end of the text is a stretch of its own.
     """
     unknown = [i for i, part in enumerate(parts) if part is None]
     cuts = {0, *unknown[1:], len(parts)}
@@ -67,28 +77,41 @@ def cut_stretches(parts):
 
 
 def length_logp(model):
-    """(L + 1,) float64 on the CPU: log p of a document's length, where lengths are given."""
-    seen = model.length_counts.double().cpu() + 1
-    return (seen / seen.sum()).log()
+    """Return log p of each document length, (L + 1,) float64 on the CPU.
+
+    The model must be one that is given the length. Lengths count once more than they occur in the
+    training data, so that none has probability 0.
+    """
+    counts = model.length_counts.double().cpu() + 1
+    return (counts / counts.sum()).log()
 
 
 def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, expect=None):
-    """The n likeliest of many fills of a template, distinct as texts: Fills, the likeliest first.
+    """Find the n likeliest of many fills of a template; return distinct Fills, the best first.
 
-    draw(x, fill, may_end, quick) fills positions (B, L) of x (B, L), for each stretch of the
-    template up to the next gap of unknown length. Such a gap is tried with 1 .. max_gap tokens,
-    quickly, and the best 8 (or n) go on. All compete by logp: a gap's sum favours short ones, its
-    mean easy ones. A gap at the end has max_gap tokens, of which those before [END] or a line break
-    are kept; that counts in logp. Of documents with given lengths, log p(length) counts too.
-    expect(calls, stretch, stretches), where it is given, is told how many network calls a stretch
-    will still take at most; draw has an `expect` (calls) then, too. So it has an `allowed`, as
-    sample.unmask, where a tokenizer's first token of a gap has to begin with a space.
+    parts: the template, as from templates.parse
+    draw: function draw(x, fill, may_end, quick), called once for each stretch (see cut_stretches).
+        It draws the positions fill (B, L) bool of x (B, L) and returns x. quick: the stretch has a
+        gap of unknown length, of which many lengths are tried with few draws each. It also gets
+        `allowed` (as in sample.unmask) if the tokenizer requires a gap's first token to begin with
+        a space, and `expect(calls)` if expect is given
+    max_gap: largest length tried for a gap of unknown length
+    draws: number of draws for each stretch and length; fewer for long gaps
+    expect: called as expect(calls, stretch, stretches) with the largest number of network calls
+        that stretch number `stretch` may still take
+
+    After each stretch the best 8 fills (or n, if that is more) continue. Fills compete by logp,
+    which includes the text after the gaps: the sum of log p over the gaps alone would favour short
+    ones, the mean easy ones. For a gap at the end of the text, max_gap tokens are drawn. Those
+    before [END] or a line break are kept, and the token that ends the text counts in logp. If
+    documents have given lengths, log p(length) counts instead.
     """
     L = model.config.block_size
     parts = encode_parts(parts, tokenizer)
     stretches = cut_stretches(parts)
     fills = [Fill([], [], 0.0)]
-    start = [len(to_ids(parts[:1], tokenizer)) if isinstance(parts[0], str) else 0]
+    # Where the ranking of each fill begins: the text before the first gap is given.
+    starts = [len(to_ids(parts[:1], tokenizer)) if isinstance(parts[0], str) else 0]
 
     def tell(number, later, calls):
         if expect:
@@ -100,8 +123,12 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
         is_last = end == len(parts)
         at_end = stretch == [None] and is_last and not model.objective.lengths_are_given
         several = None in stretch and not at_end
-        # 1. Draw: every length after every fill of what precedes.
-        lengths = range(1, max_gap + 1) if several else [max_gap if at_end else 1]
+        # 1. Draw: every length of the gap after every fill of the previous stretches.
+        lengths = [1]  # of no effect: the stretch has no gap of unknown length
+        if several:
+            lengths = range(1, max_gap + 1)
+        elif at_end:
+            lengths = [max_gap]
         tried = []
         for i, length in itertools.product(range(len(fills)), lengths):
             if at_end:
@@ -109,29 +136,30 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
             known = [length if part is None else part for part in stretch]
             ids = fills[i].ids + to_ids(known, tokenizer, model.mask_id)
             if len(ids) <= room:
-                # Short gaps are cheap, and have most of the likely fills.
+                # Draw short gaps more often: they are cheap and have most of the likely fills.
                 each = max(1, draws // (2 * length if several else 1) // len(fills))
-                tried += [(start[i], Fill(fills[i].parts + known, ids, fills[i].logp))] * each
+                tried += [(starts[i], Fill(fills[i].parts + known, ids, fills[i].logp))] * each
         after = model.objective.pad_id if is_last else model.mask_id
         rows = [fill.ids + [after] * (L - len(fill.ids)) for _, fill in tried]
         inside = torch.arange(L) < torch.tensor([len(fill.ids) for _, fill in tried])[:, None]
-        ranking = sum(len(fill.ids) - begun for begun, fill in tried)  # network rows, at most
-        later = math.ceil(ranking / call_size(model, device))
-        how = dict(expect=partial(tell, number, later)) if expect else {}
+        sequences = sum(len(fill.ids) - start for start, fill in tried)  # to rank them, at most
+        later = math.ceil(sequences / call_size(model, device))
+        options = dict(expect=partial(tell, number, later)) if expect else {}
         if allowed := allowed_in_all([fill.parts for _, fill in tried], tokenizer):
-            how["allowed"] = allowed
-        x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several, **how)
-        # 2. Keep what differs.
-        rows, start, fills = zip(*distinct(x.tolist(), tried, at_end, tokenizer))
+            options["allowed"] = allowed
+        x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several, **options)
+        # 2. Keep each text once.
+        rows, starts, fills = zip(*distinct(x.tolist(), tried, at_end, tokenizer))
         x = x[list(rows)]
-        # 3. Rank.
+        # 3. Rank them, and continue with the best.
         stop = torch.tensor([len(fill.ids) for fill in fills])
         known = torch.tensor([fill.logp for fill in fills], dtype=torch.float64)
-        if is_last and model.objective.lengths_are_given:  # a text's length has a probability too
+        if is_last and model.objective.lengths_are_given:
             known += length_logp(model)[stop]
-        most = min(len(fills), n if is_last else max(n, 8))
-        at = (torch.tensor(start), stop)
-        best, logp = likeliest(model, x, *at, known, most, partial(tell, number, 0))
+        n_kept = min(len(fills), n if is_last else max(n, 8))
+        starts = torch.tensor(starts)
+        report = partial(tell, number, 0)
+        best, logp = likeliest(model, x, starts, stop, known, n_kept, report)
         fills = [fills[i]._replace(logp=p) for i, p in zip(best.tolist(), logp.tolist())]
-        start = [len(fill.ids) for fill in fills]
+        starts = [len(fill.ids) for fill in fills]
     return fills

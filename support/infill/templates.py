@@ -1,9 +1,11 @@
 """Templates for infilling: text in which █ is a token to fill and [___] a gap of unknown length.
 
-[MASK] means the same as █, and so does _ where the model's vocabulary has no such character;
-\\[MASK] is the text [MASK]. Programs handle templates as a list of parts: a Literal, a number of
-tokens, or None for [___]. A literal has the ids that it has in a whole text, after what precedes it
-there (support/data/seams.py).
+[MASK] means the same as █, and so does _ if the model's vocabulary has no such character.
+\\[MASK] stands for the text [MASK] itself.
+
+In the code a template is a list of parts: a Literal (given text), a number of tokens to fill, or
+None for [___]. A Literal is tokenized as in the middle of a whole text, after the text that
+precedes it (support/data/seams.py).
 """
 
 import itertools
@@ -17,16 +19,16 @@ from support import files
 from support.data.seams import SPACED, is_space
 from support.errors import UserError
 
-# █ and [MASK]: a token. [___]: a gap of unknown length. \[MASK] is text.
 GAP = re.compile(r"(█|(?<!\\)\[MASK\]|\[___\])")
-GAP_OR_LINE = re.compile(GAP.pattern[:-1] + "|_)")  # where a vocabulary has no _
+GAP_OR_LINE = re.compile(GAP.pattern.removesuffix(")") + "|_)")  # for a vocabulary without _
 LINE_END = re.compile("\r?\n")
 
 
 class Literal(str):
-    """A text that is given, with its ids; those of a prompt may end in [END].
+    """Given text of a template, with its token ids. The ids of a prompt may end in [END].
 
-    lends_space: its last space is in no id of its own; the next token must begin with one
+    lends_space: the last space of the text is in none of the ids. The next token, the first of a
+        gap, must begin with it
     """
 
     def __new__(cls, text, ids, lends_space=False):
@@ -37,7 +39,13 @@ class Literal(str):
 
 
 def encode_literal(text, tokenizer, after_gap, before_gap):
-    """The Literal of a string: where words take the space in front of them, a gap's first does."""
+    """Return the Literal of a string.
+
+    after_gap, before_gap: whether a gap precedes or follows it
+
+    Many tokenizers make the space before a word a part of the word's token. The last space before a
+    gap is then left to the gap's first token (Literal.lends_space).
+    """
     ids = tokenizer.encode_given(text, after_gap)
     if not (before_gap and is_space(text[-1:]) and tokenizer.space_tokens().any()):
         return Literal(text, ids)
@@ -48,77 +56,94 @@ def encode_literal(text, tokenizer, after_gap, before_gap):
 
 
 def encode_parts(parts, tokenizer):
-    """Parts with Literals in place of strings; a string that is not the first follows a gap."""
-    found = []
+    """Return the parts with a Literal instead of each string. Strings alternate with gaps."""
+    encoded = []
     for i, part in enumerate(parts, 1):
         if isinstance(part, str) and not isinstance(part, Literal):
-            part = encode_literal(part, tokenizer, i > 1, i < len(parts))
-        found.append(part)
-    return found
+            part = encode_literal(part, tokenizer, after_gap=i > 1, before_gap=i < len(parts))
+        encoded.append(part)
+    return encoded
+
+
+# ---- Gaps whose first token must begin with a space
 
 
 def borrowing(parts):
-    """Where, in the ids of parts, tokens must begin with the space that a literal lends."""
+    """Return the positions at which a token must begin with the space that a literal lends."""
     ends = itertools.accumulate(len(to_ids([part], None)) for part in parts)
     return [end for part, end in zip(parts, ends) if getattr(part, "lends_space", False)]
 
 
 def allowed_tokens(parts, tokenizer):
-    """{position: (V,) bool, what may be drawn there} for the places where not all tokens may."""
+    """Return {position: (V,) bool, the allowed tokens} for positions with restrictions."""
     return allowed_in_all([parts], tokenizer)
 
 
 def allowed_in_all(templates, tokenizer):
-    """As allowed_tokens, for several lists of parts: what holds in all of them."""
-    places = set.intersection(*(set(borrowing(parts)) for parts in templates))
-    if not places:
+    """Return the same as allowed_tokens, for the restrictions that all of the templates have."""
+    positions = set.intersection(*(set(borrowing(parts)) for parts in templates))
+    if not positions:
         return {}
     allowed = tokenizer.space_tokens().copy()
     if tokenizer.end_id is not None:
         allowed[tokenizer.end_id] = True
-    return dict.fromkeys(sorted(places), torch.from_numpy(allowed))
+    return dict.fromkeys(sorted(positions), torch.from_numpy(allowed))
 
 
 def keeps_spaces(parts, ids, tokenizer):
-    """Whether the tokens of a filled template begin with the spaces that literals lend."""
-    first = [ids[i] for i in borrowing(parts) if i < len(ids)]
-    return all(tokenizer.space_tokens()[i] for i in first)
+    """Whether every token after a literal that lends its space begins with a space."""
+    borrowers = [ids[i] for i in borrowing(parts) if i < len(ids)]
+    return all(tokenizer.space_tokens()[token] for token in borrowers)
+
+
+# ---- Reading templates
 
 
 def read_templates(infill, batch):
-    """The template of --infill or those of a --batch, where "-" is standard input; else [None]."""
+    """Return the templates of --infill or --batch as a list of strings; [None] without either.
+
+    "-" stands for standard input. Each line of a batch is a template.
+    """
     if not batch and infill != "-":
         return [infill or None]
-    how = dict(encoding="utf-8-sig", newline="")  # without a byte order mark; \r\n stays
+    options = dict(encoding="utf-8-sig", newline="")  # skip a byte order mark, keep \r\n
     try:
         if "-" in (infill, batch):
-            sys.stdin.reconfigure(errors="strict", **how)
+            sys.stdin.reconfigure(errors="strict", **options)
             text = sys.stdin.read()
         else:
-            with open(batch, opener=files.without_waiting, **how) as f:
+            with open(batch, opener=files.without_waiting, **options) as f:
                 text = f.read()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"the templates cannot be read ({e}); give UTF-8 text") from None
-    if batch:  # each line is a template, without the \n or \r\n that ends it
-        return LINE_END.split(re.sub("\r?\n\\Z", "", text))
-    return [re.sub("\r?\n\\Z", "", text)]
+    text = re.sub("\r?\n\\Z", "", text)  # the end of the last line is not a part of it
+    return LINE_END.split(text) if batch else [text]
 
 
 def parse_all(infill, batch, to_parts):
-    """All (template or None, parts), before any work begins; errors name the line of the batch."""
-    found = []
+    """Read and parse all templates before any work begins; return pairs (template or None, parts).
+
+    to_parts: the function that parses one. Its UserError is raised with the line of the batch.
+    """
+    parsed = []
     for number, template in enumerate(read_templates(infill, batch), 1):
         try:
-            found.append((template, to_parts(template)))
+            parsed.append((template, to_parts(template)))
         except UserError as e:
             file = "standard input" if batch == "-" else batch
             where = f"line {number} of {file}: " if batch else ""
             raise UserError(f"{where}{e}") from None
-    return found
+    return parsed
 
 
 def of_prompt(prompt, tokenizer, length, config):
-    """The parts of a text that begins with a prompt or ""; length: of both, 0: the context."""
+    """Return the parts of a text that begins with a prompt: the prompt and the tokens after it.
+
+    prompt: may be ""
+    length: tokens of the whole text including the prompt; 0: the context
+
+    Raises UserError if the prompt cannot be encoded or leaves no room.
+    """
     length = length or config.block_size
     ids = tokenizer.encode_given(prompt)
     if prompt and not ids:
@@ -126,7 +151,7 @@ def of_prompt(prompt, tokenizer, length, config):
             f"the tokenizer keeps nothing of {prompt[:40]!r}; give a word, or no prompt"
         )
     literal = encode_literal(prompt, tokenizer, after_gap=False, before_gap=True)
-    if config.prompt_column:  # an answer fits into the context too
+    if config.prompt_column:  # as in training: [END] after the prompt, all within the context
         literal = Literal(prompt + "\n", [*ids, tokenizer.end_id])
         length = min(length, config.block_size)
     n = len(literal.ids)
@@ -136,25 +161,28 @@ def of_prompt(prompt, tokenizer, length, config):
 
 
 def gap_pattern(tokenizer):
-    """What a gap looks like in templates for this tokenizer."""
+    """Return the regular expression of gaps: with _ unless the tokenizer can encode that."""
     try:
-        spells_lines = "_" in tokenizer.decode(tokenizer.encode("_"))
+        knows_underscore = "_" in tokenizer.decode(tokenizer.encode("_"))
     except UserError:
-        spells_lines = False
-    return GAP if spells_lines else GAP_OR_LINE
+        knows_underscore = False
+    return GAP if knows_underscore else GAP_OR_LINE
 
 
 def is_template(text, tokenizer):
+    """Whether a text has a gap."""
     return bool(gap_pattern(tokenizer).search(text))
 
 
 def split(template, gap):
-    """The parts of a template whose gaps match `gap`: literals, numbers of tokens, None."""
+    """Split a template into parts: strings, numbers of tokens, None. gap: see gap_pattern."""
     parts = []
-    for i, part in enumerate(gap.split(template)):
+    # re.split returns text and separators (gaps) in turn; text between two gaps may be empty.
+    for i, piece in enumerate(gap.split(template)):
         if i % 2 == 0:
-            parts += [part.replace("\\[MASK]", "[MASK]")] * bool(part)
-        elif part == "[___]":
+            if piece:
+                parts.append(piece.replace("\\[MASK]", "[MASK]"))
+        elif piece == "[___]":
             parts.append(None)
         elif parts and isinstance(parts[-1], int):
             parts[-1] += 1
@@ -164,14 +192,20 @@ def split(template, gap):
 
 
 def parse(template, tokenizer, context):
-    """The parts of a template; UserError if it has no gap, is too long or cannot be encoded."""
+    """Return the parts of a template.
+
+    context: the maximum number of tokens. Raises UserError if the template has no gap, is too long
+    or cannot be encoded, or if a gap directly follows [___].
+    """
     if not template:
         use = "write a text with █ or [MASK] for each missing token"
         raise UserError(f"the template is empty; {use}")
     gap = gap_pattern(tokenizer)
-    if tokenizer.kind in ("char", "id"):  # which name the position of what they do not know
+    if tokenizer.kind in ("char", "id"):
+        # The errors of these tokenizers name the position of an unknown character. Encode the whole
+        # template once, its gaps replaced by a known character, so that the position is right.
         known = " " if tokenizer.kind == "id" else tokenizer.decode([0])
-        shown = gap.sub(lambda found: known * len(found[0]), template)
+        shown = gap.sub(lambda match: known * len(match[0]), template)
         tokenizer.encode(shown.replace("\\[MASK]", known + "[MASK]"))
     parts = split(template, gap)
     if all(isinstance(part, str) for part in parts):
@@ -189,7 +223,7 @@ def parse(template, tokenizer, context):
 
 
 def to_ids(parts, tokenizer, mask=0):
-    """The ids of parts, `mask` in gaps; a gap of unknown length counts as one token."""
+    """Return the ids of parts, with `mask` in gaps. A gap of unknown length gets one token."""
     ids = []
     for part in encode_parts(parts, tokenizer):
         ids += part.ids if isinstance(part, Literal) else [mask] * (part or 1)
@@ -197,41 +231,49 @@ def to_ids(parts, tokenizer, mask=0):
 
 
 def to_texts(parts, ids, tokenizer):
-    """(text, filled?) of each part of a filled template; literals keep their own characters.
+    """Return (text, whether it was filled) for each part of a filled template.
 
-    Joined they are what the tokenizer decodes, where that keeps a text as it is. A space that a
-    literal ends with, and that comes with the next token again, is not written twice.
+    The text of a literal is its own, even if the tokenizer would decode its ids to a slightly
+    different one. A space that both a literal and the next token contain is written once.
     """
     parts = encode_parts(parts, tokenizer)
     ends = list(itertools.accumulate(len(to_ids([part], tokenizer)) for part in parts))
     texts = []
-    before = ""  # the literal before a gap, if the gap may not begin with a space
+    skip_space = False  # whether the next gap's text must not begin with a space
     for part, text in zip(parts, tokenizer.cut(ids[: ends[-1]], ends[:-1])):
-        filled = not isinstance(part, Literal)
-        if not filled:
-            before = part if has_own_space(part, text, tokenizer) else ""
+        is_filled = not isinstance(part, Literal)
+        if not is_filled:
+            skip_space = bool(part) and has_own_space(part, text, tokenizer)
             text = str(part)
-        elif before and text:
+        elif skip_space and text:
             text = text[1:] if is_space(text) else text
-            before = ""
-        if tokenizer.kind == "id":  # numbers need a space between them
-            text = " " * bool(texts) + text.strip(" ")
-        texts.append((text, filled))
+            skip_space = False
+        if tokenizer.kind == "id":  # numbers, which need a space between them
+            text = text.strip(" ")
+            if texts:
+                text = f" {text}"
+        texts.append((text, is_filled))
     return texts
 
 
 def has_own_space(literal, decoded, tokenizer):
-    """Whether the space that a tokenizer writes after a literal is there, or not wanted there."""
+    """Whether to drop a space with which the gap after a literal begins.
+
+    decoded: the text that the tokenizer decodes the literal's ids to
+
+    That is the case if the literal contains the space already, or if it ends with a character, such
+    as an opening bracket, that no space should follow.
+    """
     last = literal[-1:]
     if last.isspace():
         return literal.lends_space or not decoded[-1:].isspace()
     if tokenizer.kind != "file" or not literal:
         return False
-    # "(███)", "well-███": the ids are the same with a space and without.
-    wanted = last.isalnum() or last in SPACED or unicodedata.category(last) in ("Pe", "Pf")
-    return not wanted and tokenizer.library.forgets_space_after(last)
+    # As in "(███)" and "well-███": this tokenizer has the same ids with a space and without.
+    is_wanted = last.isalnum() or last in SPACED or unicodedata.category(last) in ("Pe", "Pf")
+    return not is_wanted and tokenizer.library.forgets_space_after(last)
 
 
 def joined(texts):
-    """The whole text of what `to_texts` returned."""
+    """Join the texts that `to_texts` returned."""
     return "".join(text for text, _ in texts)

@@ -1,4 +1,4 @@
-"""torch.compile: when a run uses it, what is compiled, and how a run learns meanwhile."""
+"""torch.compile: whether a run uses it, what is compiled, and compiling in a second process."""
 
 import copy
 import functools
@@ -16,17 +16,19 @@ from support.terminal import warn
 from support.training import shards
 from support.training.optimizers import average
 
-# Inductor's own random numbers make dropout slow on a CPU. vec_isa_ok: compile no program only to
-# see whether the compiler knows AVX.
-TAKES = "about 20 s"
-LONG = 120  # seconds: a run that takes less is not compiled
+TAKES = "about 20 s"  # how long compiling takes on a CPU, for messages
+LONG = 120  # seconds: shorter runs on a CPU are not compiled with --compile=auto
+# fallback_random: Inductor's own random numbers make dropout slow on a CPU.
+# vec_isa_ok: assume that the compiler supports AVX instead of compiling a test program to find out.
 OPTIONS = {"fallback_random": True, "cpp.vec_isa_ok": True}
 
 
+# ---- Whether to compile
 def should_compile(run, able):
-    """Whether to compile: as --compile says; auto on a GPU, or if the run takes 120 s or more.
+    """Whether --compile asks for torch.compile; auto: on a GPU, or if the run takes 120 s or more.
 
-    None: that depends on how long a step takes; see is_long.
+    able: whether this rank has a compiler. Returns None if the answer depends on the time of a
+    step, which the caller must measure (see is_long).
     """
     asked = run.config.compile
     able = ranks.all_reduce(torch.tensor(float(able)), "MIN").item() > 0  # on all ranks
@@ -44,33 +46,38 @@ def should_compile(run, able):
 
 
 def is_long(seconds):
-    """Whether a run that takes so many seconds on this rank is worth compiling."""
+    """Whether a run of this many seconds is worth compiling; the slowest rank decides."""
     return ranks.all_reduce(torch.tensor(seconds), "MAX").item() >= LONG
 
 
+# ---- What is compiled
 def compile_network(run, compiled, in_background=False):
-    """Set run.network: the model, compiled, and in DDP with several ranks.
+    """Set run.network to the model, compiled if `compiled`, and in DDP if there are several ranks.
 
-    in_background: a run on a CPU that ends by the clock cannot repeat to the bit anyway, and may
-    begin while a second process compiles. What is compiled in this one waits for its first call:
-    returns whether there is such.
+    in_background: whether compiling may happen in a second process while training begins with the
+    eager network. This is done only on a CPU with --time_limit, because such a run is never
+    repeated bit for bit.
+
+    Returns whether the next call of the network compiles it in this process, which takes a while.
     """
     config = run.config
     config.compile = "on" if compiled else "off"
     config.dtype = str(run.dtype).removeprefix("torch.")
-    alone = run.world == 1 and not config.shard and type(run.model).__module__ == "__main__"
+    # A second process imports the main program. That must be mdlm.py, not a Python caller's script.
+    is_program = type(run.model).__module__ == "__main__"
+    can_spawn = run.world == 1 and not config.shard and is_program
     if config.recompute:
         for layer in run.model.layers:
             layer.forward = functools.partial(recomputed, layer.forward, use_reentrant=False)
     if compiled and (run.device.type == "cpu" or config.shard):
-        if in_background and config.time_limit and alone:
+        if in_background and config.time_limit and can_spawn:
             run.log.say(f"compiling in a second process, {TAKES}; training begins without it")
             run.compiler = start_compiler(run)
             return False
         compile_layers(run.model.layers)
     elif compiled:
         run.network = torch.compile(run.model)
-        run.average = torch.compile(average)  # eager it takes a kernel for each parameter
+        run.average = torch.compile(average)  # eager: one kernel launch per parameter
         if config.optimizer == "muon":
             run.optimizers[0].compile()
     if run.world > 1 and not config.shard:
@@ -80,9 +87,10 @@ def compile_network(run, compiled, in_background=False):
 
 
 def compile_layers(layers):
-    """C++ takes long to compile: both parts of a layer are compiled once, for all layers.
+    """Compile the two halves of each layer, instead of the whole network.
 
-    Not the last MLP, which reads masked rows alone: their number may vary.
+    All layers are alike, so the slow C++ compiler works only once for each half. The last MLP stays
+    eager: it reads only the masked rows, and their number varies from step to step.
     """
     for layer in layers:
         layer.before_mlp = torch.compile(layer.before_mlp, options=OPTIONS)
@@ -90,14 +98,18 @@ def compile_layers(layers):
         layer.mlp = torch.compile(layer.mlp, options=OPTIONS)
 
 
+# ---- Compiling in a second process, while the run trains
 def start_compiler(run):
-    """Start a process that fills the compiler's cache; meanwhile the run uses a thread less."""
+    """Start a process that fills the compiler's cache on disk; return the process.
+
+    Until use_compiled is called, the run uses one thread less, to leave it a core.
+    """
     shape = (run.micro_batch, run.config.block_size)
-    model = copy.deepcopy(run.model).to("meta")  # without numbers: nothing is shared or sent
+    model = copy.deepcopy(run.model).to("meta")  # no weights, so nothing has to be sent
     args = (model, shape, run.dtype, torch.get_num_threads())
     spawn = multiprocessing.get_context("spawn")
     process = spawn.Process(target=fill_cache, args=args, daemon=True)
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run alone
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the run itself handles Ctrl-C
     process.start()
     signal.signal(signal.SIGINT, handler)
     process.threads = torch.get_num_threads()
@@ -106,9 +118,10 @@ def start_compiler(run):
 
 
 def fill_cache(model, shape, dtype, threads):
-    """Compile what training with batches of `shape` (B, T) will need."""
-    # The cache's keys are pickled, and pickle names an object after the first module that has it.
-    # Here that would be __mp_main__, a second name of mdlm.py that the run does not have.
+    """Compile what training with batches of `shape` (B, T) needs; runs in the second process."""
+    # The cache's keys are pickled, and pickle names an object after the first module that holds it.
+    # In this process that would be __mp_main__, a second name of mdlm.py. The run does not know
+    # that name, so it would not find what was cached here.
     sys.modules.pop("__mp_main__")
     torch.set_num_threads(threads)
     model = model.to_empty(device="cpu")
@@ -117,12 +130,12 @@ def fill_cache(model, shape, dtype, threads):
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             view = model.objective.view(torch.zeros(shape, dtype=torch.long))
             model.features(view).sum().backward()
-    except Exception as e:  # whatever it is, the run goes on without
+    except Exception as e:  # any failure: the run continues without torch.compile
         sys.exit(f"torch.compile: {str(e).splitlines()[0]}")
 
 
 def use_compiled(run):
-    """Once the other process is done: compile here too, from its cache."""
+    """When the second process has ended, compile the run's layers from the cache that it filled."""
     if run.compiler and not run.compiler.is_alive():
         compiler = run.compiler
         run.compiler = None

@@ -1,4 +1,4 @@
-"""The log of a run: log.jsonl and the terminal."""
+"""The log of a run: records in log.jsonl, and messages on the terminal."""
 
 import contextlib
 import json
@@ -18,33 +18,41 @@ from support.training.progress import Progress
 
 
 class Log:
-    """Only the first rank's log speaks; `silent` is True on the others."""
+    """Writes log.jsonl and the messages of a run. Only the first rank writes and prints.
+
+    config: the run's Config. start: time.monotonic() when the process began. silent: whether to
+    print nothing (True on all ranks but the first).
+    """
 
     def __init__(self, config, start, silent):
-        self.start = start  # time.monotonic() when the process began
+        self.start = start
         self.silent = silent
         self.path = Path(config.out_dir) / "log.jsonl"
-        self.last = (0, 0.0)  # tokens and time of the last record on training
+        self.last = (0, 0.0)  # tokens and time.monotonic() of the last training record
         self.shown = None  # the Progress, while the run trains
 
+    # ---- log.jsonl
     def begin(self, step):
-        """Keep the lines up to the step that the run resumes from (-1: none)."""
+        """Remove the records after the step that the run resumes from; -1 removes all."""
         ranks.on_first_rank(lambda: self.keep(step))
 
     def keep(self, step):
+        """Rewrite log.jsonl with its records up to a step."""
         kept = []
         if step >= 0 and self.path.exists():
             for line in self.path.read_bytes().splitlines(True):
-                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # cut
+                # A crash may have cut a line, so that it is no JSON, or no record.
+                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                     if json.loads(line)["step"] <= step and line.endswith(b"\n"):
                         kept.append(line)
         with writing(self.path):
             write_atomically(self.path, b"".join(kept))
 
     def record(self, run, values):
-        """Append one JSON object; JSON has no NaN and no infinity, so these become null.
+        """Append a JSON object with step, tokens, seconds and `values` to log.jsonl.
 
-        All ranks call it: if the first one cannot write, all of them stop.
+        NaN and infinity become null, because JSON has neither. All ranks must call this: if the
+        first rank cannot write, all ranks stop.
         """
         seconds = round(run.elapsed(), 3)
         values = dict(step=run.step, tokens=run.tokens, seconds=seconds) | values
@@ -54,48 +62,48 @@ class Log:
         ranks.on_first_rank(lambda: self.append(json.dumps(values) + "\n"))
 
     def append(self, line):
+        """Append a line to log.jsonl; raise UserError if that fails or the file is gone."""
         with writing(self.path):
-            self.path.stat()  # it is gone if its folder was unmounted: begin no new one there
+            # A missing file means that its disk was unmounted. Do not create a new one there.
+            self.path.stat()
             with open(self.path, "a") as f:
                 f.write(line)
 
+    # ---- Before training
     def changes(self, run):
-        """Say what --resume changes of a run, in both logs."""
+        """Record and print which settings --resume changes."""
         self.record(run, dict(changed={name: new for name, (_, new) in run.changed.items()}))
-        said = ", ".join(f"{name} {old} to {new}" for name, (old, new) in run.changed.items())
-        self.say(f"changed from step {run.step} on: {said}; no longer the same run to the bit")
+        changes = ", ".join(f"{name} {old} to {new}" for name, (old, new) in run.changed.items())
+        self.say(f"changed from step {run.step} on: {changes}; no longer the same run to the bit")
 
     def describe(self, run, folder, compiled):
-        """Say what is trained, on what and with what; `folder` is the checkpoint to resume."""
+        """Print the data, the model, when the run ends, and how it computes.
+
+        folder: the checkpoint that the run resumes from, or None.
+        """
         c = run.config
+        self.say(f"data: {describe_data(run)}, V = {run.model.vocab_size}")
         millions = sum(p.numel() for p in run.model.parameters()) / 1e6
         size = f"{c.n_layer} layers x {c.n_embd}, context {c.block_size}, batch {c.batch_size}"
-        ends = [f"{c.max_steps:,} steps"] if c.max_steps < NO_LIMIT else []
-        ends += [f"{c.time_limit:g} seconds"] if c.time_limit else []
-        how = "compiled" if compiled else "eager"
-        threads = f", {torch.get_num_threads()} threads" if run.device.type == "cpu" else ""
-        ranks = f", {run.world} ranks" if run.world > 1 else ""
-        ranks += f", a model on {shards.sharing(c.shard, run.world)}" if c.shard else ""
-        ops = f"{run.model.ops.name} kernels"
-        documents = run.corpus.n_documents
-        documents = f" in {documents:,} document{'s' * (documents != 1)}" * run.corpus.documents
-        text = f"{len(run.corpus.train):,} training tokens{documents}"
-        text += f", {len(run.windows)} validation windows"
-        self.say(f"data: {text}, V = {run.model.vocab_size}")
         self.say(f"preset {c.preset}: {millions:.2f} M parameters, {size}")
-        self.say(f"the run ends after {' or '.join(ends)}")
-        dtype = str(run.dtype).removeprefix("torch.")
-        self.say(f"{run.device}{threads}, {dtype}, {how}{ranks}, {ops}")
+        limits = []
+        if c.max_steps < NO_LIMIT:
+            limits.append(f"{c.max_steps:,} steps")
+        if c.time_limit:
+            limits.append(f"{c.time_limit:g} seconds")
+        self.say(f"the run ends after {' or '.join(limits)}")
+        self.say(describe_hardware(run, compiled))
         if folder:
-            self.say(f"resuming from {folder}, on the data that it learned")
+            self.say(f"resuming from {folder}, on the same data")
         for note in run.objective.notes():
             self.say(note)
         if not run.objective.is_bound:
             self.say("the training loss is no likelihood bound; the evaluation is one")
 
+    # ---- During training
     @contextlib.contextmanager
     def progress(self, run):
-        """A context in which a run is shown: yields what to call after every step."""
+        """Context manager: show the run's progress; yields a function to call after each step."""
         if self.silent:
             yield lambda: None
             return
@@ -107,15 +115,19 @@ class Log:
             self.shown = None
 
     def restart_clock(self, tokens):
-        """Count tokens/s from now on."""
+        """Measure tokens/s from now on, leaving out the time since the last record.
+
+        tokens: the number of tokens trained on so far.
+        """
         self.last = (tokens, time.monotonic())
         if self.shown:
             self.shown.restart_clock(tokens)
 
     def training(self, run, lr_scale, flops_per_token):
-        """A record on training: loss, gradient norm, tokens/s, and MFU if the GPU's peak is known.
+        """Record loss, gradient norm, learning rate, tokens/s, and MFU if the GPU's peak is known.
 
-        Tokens are those of text. What fills up a window of documents is computed too: MFU has it.
+        tokens/s counts tokens of text. The padding of windows of documents is computed as well, so
+        it counts for MFU (model FLOP/s utilization).
         """
         tokens, began = self.last
         speed = (run.tokens - tokens) / max(time.monotonic() - began, 1e-3)  # clocks are coarse
@@ -129,9 +141,13 @@ class Log:
         self.last = (run.tokens, time.monotonic())
 
     def evaluation(self, run, r, raw, is_last):
-        """A line on the evaluation r of the averaged weights, and that of the raw ones."""
+        """Record and print an evaluation.
+
+        r, raw: results of mdlm.evaluate with the averaged and with the raw weights.
+        """
         key = "nll" if "nll" in r else "nelbo"
-        raw = raw[key] if raw["windows"] == r["windows"] else None  # as not comparable
+        # The raw weights may have been scored on fewer windows; that is not comparable.
+        raw = raw[key] if raw["windows"] == r["windows"] else None
         values = {f"val_{key}": r[key], f"val_{key}_se": r["se"], f"val_{key}_raw": raw}
         values["val_bpc"] = None
         if r["windows"] < len(run.windows):
@@ -144,63 +160,103 @@ class Log:
         self.restart_clock(run.tokens)
 
     def samples(self, run, x):
-        """Show x (2, T), what a model wrote in place of the hidden tokens of `to_preview`."""
+        """Print a preview: texts x (2, T), in which the model filled what to_preview hides."""
         x0, hidden, title = to_preview(run)
-        first, second = (cut(run.corpus.tokenizer, *row) for row in zip(x.tolist(), hidden))
-        _, was, _ = cut(run.corpus.tokenizer, x0[1].tolist(), hidden[1])
+        tokenizer = run.corpus.tokenizer
+        # Each is a triple: the text before, in and after what was hidden.
+        first, second = (cut(tokenizer, *row) for row in zip(x.tolist(), hidden))
+        _, original, _ = cut(tokenizer, x0[1].tolist(), hidden[1])
+        if len(original) > 60:
+            original = f"{original[:60]}..."
         texts = {"a text written from nothing:": "".join(first)}
         if run.config.prompt_column:
             texts = {"a prompt, and >>its answer<<:": "{}>>{}<<{}".format(*first)}
-        was = was if len(was) <= 60 else f"{was[:60]}..."
-        texts[title.format(json.dumps(was, ensure_ascii=False))] = "{}>>{}<<{}".format(*second)
+        title = title.format(json.dumps(original, ensure_ascii=False))
+        texts[title] = "{}>>{}<<{}".format(*second)
         for title, text in texts.items():
             self.say(title)
             self.say("  | " + text.replace("\n", "\n  | "))
         self.restart_clock(run.tokens)
 
+    # ---- At the end
     def stopped(self, run):
+        """Print that a signal stopped the run, and how to continue it."""
         self.say(f"stopped at step {run.step} and saved; to continue: {again(run)}")
 
     def ended(self, run):
-        """Said in place of training, where --resume finds a run at its end."""
+        """Print, instead of training, that the run to --resume has already ended."""
         config = run.config
-        longer = f" --time_limit={2 * config.time_limit:g}" * bool(config.time_limit)
+        longer = ""  # suggests twice the limits
+        if config.time_limit:
+            longer += f" --time_limit={2 * config.time_limit:g}"
         if config.max_steps < NO_LIMIT:
             longer += f" --max_steps={2 * config.max_steps}"
         fix = f"raise what ended it: {again(run)}{longer}"
         self.say(f"this run ended at step {run.step}; to go on, {fix}")
 
     def done(self, run):
-        """The last line: what to type next."""
-        now = environment.command("sample.py")
-        now += f" --out_dir={environment.quote(run.config.out_dir)}"
-        now += " --prompt=TEXT" * bool(run.config.prompt_column)
-        self.say(f"done in {run.elapsed():.0f} s. Now type: {now}")
+        """Print the last message of a run: the command that samples from the model."""
+        command = environment.command("sample.py")
+        command += f" --out_dir={environment.quote(run.config.out_dir)}"
+        if run.config.prompt_column:
+            command += " --prompt=TEXT"
+        self.say(f"done in {run.elapsed():.0f} s. Now type: {command}")
 
     def say(self, text, stream=None):
-        """Show a line on standard output (or stderr), without what could command a terminal."""
+        """Print a line to standard output, or to `stream`.
+
+        Escapes control characters. If the output was closed, the error is ignored: the run goes on,
+        and log.jsonl has its numbers.
+        """
         if not self.silent:
             hidden = self.shown.hidden() if self.shown else contextlib.nullcontext()
-            with contextlib.suppress(OSError), hidden:  # the reader may have gone: log.jsonl stays
+            with contextlib.suppress(OSError), hidden:
                 print(escaped(text), file=stream, flush=True)
 
 
-# ---- In words
+# ---- Results and settings in words
+def describe_data(run):
+    """Describe the sizes of the training and validation data."""
+    text = f"{len(run.corpus.train):,} training tokens"
+    if run.corpus.documents:
+        n = run.corpus.n_documents
+        noun = "document" if n == 1 else "documents"
+        text += f" in {n:,} {noun}"
+    return f"{text}, {len(run.windows)} validation windows"
+
+
+def describe_hardware(run, compiled):
+    """Describe device, dtype, compilation, ranks and kernels."""
+    words = [str(run.device)]
+    if run.device.type == "cpu":
+        words.append(f"{torch.get_num_threads()} threads")
+    words.append(str(run.dtype).removeprefix("torch."))
+    words.append("compiled" if compiled else "eager")
+    if run.world > 1:
+        words.append(f"{run.world} ranks")
+    if run.config.shard:
+        words.append(f"sharded over {shards.sharing(run.config.shard, run.world)}")
+    words.append(f"{run.model.ops.name} kernels")
+    return ", ".join(words)
+
+
 def again(run):
-    """What a user types to resume a run."""
+    """Return the command that resumes a run."""
     many = run.world > 1 or run.config.shard
     program = "torchrun ... mdlm.py" if many else environment.command("mdlm.py")
     return f"{program} --out_dir={environment.quote(run.config.out_dir)} --resume"
 
 
 def in_words(run, r, bits, is_last):
-    """An evaluation r as a line; bits: per character, or None."""
+    """Describe the results r of an evaluation in a line. bits: per character, or None."""
     V = run.model.vocab_size
     key = "nll" if "nll" in r else "nelbo"
     if not run.step and not run.config.init_from:
         guess = f"untrained, the model guesses: ln {V} = {math.log(V):.2f} nats per token"
         return f"{guess}; the {key.upper()} of validation text falls from here"
-    text = f"{'the end, ' * is_last}step {run.step}: {key.upper()} {r[key]:.4f}"
+    text = f"step {run.step}: {key.upper()} {r[key]:.4f}"
+    if is_last:
+        text = f"the end, {text}"
     if math.isfinite(r["se"]):
         text += f" +- {r['se']:.4f}"
     text += " nats per token"
@@ -215,10 +271,12 @@ def in_words(run, r, bits, is_last):
     return text
 
 
+# ---- Previews
 def to_preview(run):
-    """Two windows (2, T), which tokens of them to hide, (2, T) bool, and a title for the second.
+    """Return what a preview shows: (windows (2, T), tokens to hide (2, T) bool, a title).
 
-    All of the first: a text from nothing. Of the second a gap, or what follows its beginning.
+    All tokens of the first window are hidden: the model writes a text from nothing. In the second
+    a gap is hidden, or its second half. The title describes the second.
     """
     x0 = run.windows[[0, 1 % len(run.windows)]]
     hidden = run.objective.scored_mask(x0)
@@ -227,7 +285,10 @@ def to_preview(run):
 
 
 def second_preview(model, hidden):
-    """A title with room for what the text was, and the (T,) tokens to hide: a gap, if it can."""
+    """Return a title with {} for the original text, and the tokens (T,) bool to hide.
+
+    hidden: (T,) bool, the tokens of the window that may be hidden.
+    """
     config = model.config
     at = hidden.nonzero()[:, 0]
     n = len(at)
@@ -238,11 +299,12 @@ def second_preview(model, hidden):
         chosen = at[n // 2 :]
     else:
         title = "a gap in validation text, and what the model >>fills in<< ({} was there):"
-        chosen = at[n // 2 - n // 16 :][: max(1, n // 8)]
+        start = n // 2 - n // 16  # a gap of an eighth of the text, in the middle
+        chosen = at[start:][: max(1, n // 8)]
     return title, torch.zeros_like(hidden).index_fill(0, chosen, True)
 
 
 def cut(tokenizer, ids, hidden):
-    """The text of ids before, in and after the hidden (T,) ones, which follow each other."""
+    """Return the text before, in and after the hidden (T,) tokens, which must be contiguous."""
     at = hidden.nonzero()[:, 0].tolist()
     return tokenizer.cut(ids, [at[0], at[-1] + 1])

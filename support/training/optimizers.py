@@ -1,4 +1,8 @@
-"""A run's optimizers and its average; their rates are tensors, for a CUDA graph to read."""
+"""The optimizers of a run, their learning rates, and the moving average (EMA) of the weights.
+
+Learning rates and the EMA weight are tensors, not numbers, so that a CUDA graph reads their current
+values.
+"""
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -9,23 +13,27 @@ from support.training.muon import Muon
 
 
 def effects(config):
-    """Rules of flags.check_effects."""
+    """Return the rules of flags.check_effects: --muon_lr has an effect only with Muon."""
     why = f"with --optimizer={config.optimizer}; leave it out, or give --optimizer=muon"
     return [("muon_lr", config.optimizer == "muon", why)]
 
 
 def make_optimizers(model, config, device):
-    """Muon for the matrices of the layers and AdamW for the rest, or AdamW alone: a list."""
+    """Return a list of optimizers that together update all parameters.
+
+    With --optimizer=muon: Muon for the matrices of the layers, AdamW for everything else.
+    Otherwise AdamW alone.
+    """
     matrices = []
-    rest = []
+    others = []
     rows = {}
     for name, p in model.named_parameters():
         is_matrix = name.startswith("layers.") and "adaln" not in name and "conv" not in name
-        (matrices if is_matrix and config.optimizer == "muon" else rest).append(p)
-        if name.endswith("qkv.weight"):  # each head's queries, keys and values apart
+        (matrices if is_matrix and config.optimizer == "muon" else others).append(p)
+        if name.endswith("qkv.weight"):  # orthogonalize each head's q, k and v separately
             rows[p] = config.n_embd // config.n_head
     adamw = torch.optim.AdamW(
-        rest,
+        others,
         config.learning_rate,
         betas=(0.9, 0.95),
         weight_decay=0.0 if matrices else config.weight_decay,
@@ -42,16 +50,24 @@ def make_optimizers(model, config, device):
 
 
 def clip_gradients(params, limit):
-    """Scale the gradients down to a total norm of `limit` (0: never); returns the norm before."""
+    """Scale the gradients down to a total norm of at most `limit`; return the norm before that.
+
+    limit: 0 turns clipping off.
+    """
     norm = get_total_norm([p.grad for p in params if p.grad is not None])
-    total = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # with --shard
-    if limit and (is_async(total.device) or total > limit):  # a GPU's norm is not read
+    total = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor with --shard
+    # On a GPU, comparing with the limit would make Python wait for the norm, so always clip there:
+    # gradients below the limit stay as they are.
+    if limit and (is_async(total.device) or total > limit):
         clip_grads_with_norm_(params, limit, norm)
     return total
 
 
 def set_rates(run, step, scale):
-    """Fill in the learning rates, `scale` of their peaks, and the EMA's share of new weights."""
+    """Set the learning rates and the EMA weight for a step.
+
+    scale: the learning rate as a fraction of its peak, from the schedule.
+    """
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"].fill_(scale * optimizer.defaults["lr"])
@@ -60,17 +76,20 @@ def set_rates(run, step, scale):
     run.new_share.fill_(min(new, 1))
 
 
-def average(averaged, weights, share):
-    """Move averaged weights towards the new ones, by a share of the way, a 0-dim tensor."""
-    torch._foreach_lerp_(averaged, weights, [share] * len(weights))
+def average(averaged, weights, new_weight):
+    """Update averaged weights in place: averaged += new_weight * (weights - averaged).
+
+    new_weight: a 0-dim tensor.
+    """
+    torch._foreach_lerp_(averaged, weights, [new_weight] * len(weights))
 
 
 @torch.no_grad()
 def update(run):
-    """Update the weights by their gradients, and then their average."""
+    """Make an optimizer step, reset the gradients, and update the averaged weights."""
     for optimizer in run.optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    if run.averaged is not run.model:
+    if run.averaged is not run.model:  # they are the same with --ema=0
         both = ([shards.local(p) for p in m.parameters()] for m in (run.averaged, run.model))
         run.average(*both, run.new_share)

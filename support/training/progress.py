@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal; elsewhere, or without tqdm, a line now and then."""
+"""Progress of a run on standard error: a bar on a terminal, otherwise a line from time to time."""
 
 import contextlib
 import math
@@ -8,13 +8,14 @@ import time
 
 from support.flags import NO_LIMIT
 
-EVERY = 0.2  # seconds between drawings of the bar
-BESIDE = len("100%|| ") + 16  # columns of the bar beside its words
-SOON, LATER = 10.0, 30.0  # seconds between lines, in the first minute and after it
+REFRESH = 0.2  # seconds between updates of the bar
+BAR_COLUMNS = len("100%|| ") + 16  # terminal columns of percentage and bar; the rest is for text
+FIRST_GAP = 10.0  # seconds between lines in the first minute
+LATER_GAP = 30.0  # seconds between lines afterwards
 
 
 def duration(seconds):
-    """1:02:03 for 3723 seconds; ? for infinity."""
+    """Format seconds as h:mm:ss or m:ss: 3723 gives "1:02:03", infinity gives "?"."""
     if not math.isfinite(seconds):
         return "?"
     minutes, seconds = divmod(round(seconds), 60)
@@ -23,7 +24,7 @@ def duration(seconds):
 
 
 def open_bar():
-    """A tqdm bar on standard error, or None where that is no terminal or tqdm is not installed."""
+    """Return a tqdm bar, or None if standard error is no terminal or tqdm is not installed."""
     if not sys.stderr.isatty():
         return None
     try:
@@ -32,82 +33,97 @@ def open_bar():
         return None
 
     class Bar(tqdm):
-        monitor_interval = 0  # no thread: every drawing is asked for
+        monitor_interval = 0  # no monitor thread: the bar is only redrawn on request
 
-    shape = "{percentage:3.0f}%|{bar:16}| {desc}"
-    return Bar(total=1.0, bar_format=shape, ncols=columns(), nrows=24)  # any number of lines
+    layout = "{percentage:3.0f}%|{bar:16}| {desc}"
+    # nrows: tqdm draws nothing on a terminal that reports too few rows. A fixed value avoids that.
+    return Bar(total=1.0, bar_format=layout, ncols=columns(), nrows=24)
 
 
 def columns():
-    """The width of the terminal; 80 where it does not say."""
+    """Return the width of the terminal in columns; 80 if it is unknown."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: a stream without a file
         return os.get_terminal_size(sys.stderr.fileno()).columns or 80
     return 80
 
 
 def first_that_fit(words, room):
-    """As many of the words, joined, as `room` columns hold: none is cut in two."""
+    """Join words with commas, leaving out the last ones if the line exceeds `room` columns.
+
+    At least the first word is kept; no word is cut.
+    """
     while len(", ".join(words)) > room and len(words) > 1:
         words = words[:-1]
     return ", ".join(words)
 
 
 class Progress:
-    """Shown on standard error; what is worth keeping goes to standard output, by Log.say."""
+    """Shows step, time, loss and speed of a run on standard error.
+
+    Messages worth keeping go to standard output instead, through `say` (Log.say).
+    """
 
     def __init__(self, run, say):
         self.run = run
         self.say = say
         self.began = (run.step, time.monotonic())
-        self.shown_at = -math.inf  # time.monotonic() of the last line or drawing
+        self.shown_at = -math.inf  # time.monotonic() of the last update
         self.shown_step = -1
-        self.speed_from = (run.tokens, self.began[1])  # since when tokens are counted
+        self.speed_from = (run.tokens, self.began[1])  # start of the current speed measurement
         self.speed = 0.0  # tokens/s
         self.bar = open_bar()
 
     def show(self):
-        """Show the state, if it is time to."""
+        """Update the display if enough time has passed since the last update."""
         now = time.monotonic()
-        if self.run.step == self.began[0]:
+        if self.run.step == self.began[0]:  # before the first step there is no speed yet
             return
-        gap = EVERY
+        gap = REFRESH
         if self.bar is None:
-            gap = SOON if now - self.began[1] < 60 else LATER
+            gap = FIRST_GAP if now - self.began[1] < 60 else LATER_GAP
         if now - self.shown_at >= gap:
             self.draw()
 
     def draw(self):
+        """Update the display now."""
         run = self.run
         self.shown_at = time.monotonic()
         self.shown_step = run.step
-        done = math.floor(100 * min(1.0, run.progress)) / 100  # 99.6 % is not 100 %
+        done = math.floor(100 * min(1.0, run.progress)) / 100  # round down: 99.6 % is not done
         if self.bar is None:
             text = ", ".join(self.describe("{} elapsed, {} left"))
             self.say(f"{done:4.0%} {text}", sys.stderr)
             return
         self.bar.n = done
         self.bar.ncols = columns()
-        text = first_that_fit(self.describe("{}<{}"), self.bar.ncols - BESIDE)
+        text = first_that_fit(self.describe("{}<{}"), self.bar.ncols - BAR_COLUMNS)
         self.bar.set_description_str(text, refresh=False)
-        self.draw_bar("refresh")
+        self.call_bar("refresh")
 
-    def draw_bar(self, how):
-        """Call a method of the bar; that the terminal is gone ends no run."""
+    def call_bar(self, method):
+        """Call a method of the bar, if there is one. A terminal that was closed is ignored."""
         if self.bar is not None:
             with contextlib.suppress(OSError):
-                getattr(self.bar, how)()
+                getattr(self.bar, method)()
 
-    def describe(self, times):
-        """Step, times (a format), loss and speed: words, of which the last ones matter least."""
+    def describe(self, time_format):
+        """Return step, times, loss and speed as words, the most important first.
+
+        time_format: a format string for the elapsed and the remaining time.
+        """
         run = self.run
         self.measure()
-        of = f"/{run.config.max_steps}" if run.config.max_steps < NO_LIMIT else ""
-        times = times.format(duration(run.elapsed()), duration(self.seconds_left()))
-        loss = [f"loss {run.loss:.4f}"] if math.isfinite(run.loss) else []  # a GPU's is read late
-        return [f"step {run.step}{of}", times, *loss, f"{self.speed:,.0f} tokens/s"]
+        step = f"step {run.step}"
+        if run.config.max_steps < NO_LIMIT:
+            step += f"/{run.config.max_steps}"
+        words = [step, time_format.format(duration(run.elapsed()), duration(self.seconds_left()))]
+        if math.isfinite(run.loss):  # NaN until the first loss has been read from a GPU
+            words.append(f"loss {run.loss:.4f}")
+        words.append(f"{self.speed:,.0f} tokens/s")
+        return words
 
     def measure(self):
-        """Update the speed: over some seconds, so that it can be read."""
+        """Update the speed, averaged over at least 2 s so that the number is readable."""
         now = time.monotonic()
         tokens, since = self.speed_from
         if now - since >= 2 or not self.speed:
@@ -115,11 +131,11 @@ class Progress:
             self.speed_from = (self.run.tokens, now)
 
     def restart_clock(self, tokens):
-        """Leave the time until now out of tokens/s."""
+        """Exclude the time until now, for example of an evaluation, from tokens/s."""
         self.speed_from = (tokens, time.monotonic())
 
     def seconds_left(self):
-        """An estimate for the whole run, with its last evaluation."""
+        """Estimate the seconds until the run ends, including its last evaluation."""
         run = self.run
         left = math.inf
         if run.config.time_limit:
@@ -127,20 +143,20 @@ class Progress:
         steps = run.step - self.began[0]
         if steps and run.config.max_steps < NO_LIMIT:
             per_step = (time.monotonic() - self.began[1]) / steps
-            to_go = (run.config.max_steps - run.step) * per_step
-            left = min(left, to_go + run.ending + run.saving)
+            remaining = (run.config.max_steps - run.step) * per_step
+            left = min(left, remaining + run.ending + run.saving)
         return max(0.0, left)
 
     @contextlib.contextmanager
     def hidden(self):
-        """Take the bar off the terminal while other lines are printed."""
-        self.draw_bar("clear")
+        """Context manager: hide the bar while other lines are printed."""
+        self.call_bar("clear")
         yield
-        self.draw_bar("refresh")
+        self.call_bar("refresh")
 
     def close(self):
-        """Show the state once more; then the bar stays as it is."""
+        """Show the final state and leave the bar on the terminal."""
         if self.run.step > max(self.began[0], self.shown_step) or self.bar is not None:
             self.draw()
-        self.draw_bar("close")
+        self.call_bar("close")
         self.bar = None

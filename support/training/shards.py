@@ -1,7 +1,7 @@
-"""--shard: weights, gradients, moments and averages spread over ranks, by PyTorch's own FSDP2.
+"""--shard: weights, gradients, optimizer state and averages split over ranks, with PyTorch's FSDP2.
 
-Imports of torch.distributed wait until they are needed: they are slow, and not on all systems.
-What a rank holds, what it sends, and which model fits on which machine: docs/scale.md.
+docs/scale.md says what each rank holds and sends, and which model fits on which machine.
+torch.distributed is imported inside functions: the import is slow, and some systems do not have it.
 """
 
 import contextlib
@@ -20,8 +20,9 @@ from support.errors import RankError, UserError
 ALL = -1  # --shard without a value: all ranks share one model
 
 
+# ---- How many ranks share a model
 def check(shard, world):
-    """Raise UserError for a --shard that cannot work with `world` ranks."""
+    """Raise UserError if --shard cannot work with `world` ranks."""
     given = "--shard, given here or when the run began,"
     if shard and not ranks.CONTROL:
         fix = "start with torchrun --standalone --nproc_per_node=RANKS mdlm.py, or give --shard=0"
@@ -32,15 +33,15 @@ def check(shard, world):
 
 
 def sharing(shard, world):
-    """How many ranks share a model."""
+    """Return how many ranks share one model."""
     return world if shard == ALL else shard or 1
 
 
 def make_shard_fn(shard, device, dtype, world):
-    """A function of a module: move it to the device; with --shard only this rank's part of it.
+    """Return a function that moves a module to the device, with --shard only this rank's part.
 
-    Parts are rows of each parameter, on groups of `shard` ranks; the groups hold the same. In
-    computations a module's parameters are whole, in `dtype`; their gradients are summed in float32.
+    Each parameter is split by rows over groups of `shard` ranks; all groups hold the same model.
+    While a module computes, FSDP gathers its parameters in `dtype`; it sums gradients in float32.
     """
     if not shard:
         return lambda module: module.to(device)
@@ -49,49 +50,63 @@ def make_shard_fn(shard, device, dtype, world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    # FSDP2 shards over the last dimension of a mesh, and replicates over the first of two.
     n = sharing(shard, world)
-    shape = (n,) if n == world else (world // n, n)
-    names = ("groups", "shards")[-len(shape) :]
+    if n == world:
+        shape = (n,)
+        names = ("shards",)
+    else:
+        shape = (world // n, n)
+        names = ("groups", "shards")
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     return functools.partial(fully_shard, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
 
 
 def exchange_nothing(now):
-    """What `exchanger` returns for a single rank."""
+    """The function that `exchanger` returns for a single rank: there is nothing to exchange."""
 
 
 def exchanger(network):
-    """f(now): whether the next backward of a network exchanges gradients between the ranks, or adds
-    them up here."""
+    """Return a function f(now) to call before each backward pass of a network.
+
+    f(True): the backward pass sums gradients over ranks. f(False): it only accumulates them on this
+    rank, for gradient accumulation.
+    """
     if isinstance(network, torch.nn.parallel.DistributedDataParallel):
         return functools.partial(setattr, network, "require_backward_grad_sync")
     return getattr(network, "set_requires_gradient_sync", exchange_nothing)
 
 
+# ---- Tensors of which each rank holds a part (DTensors)
 def is_spread(t):
-    return hasattr(t, "to_local")  # a DTensor
+    """Whether a tensor is a DTensor, split over the ranks."""
+    return hasattr(t, "to_local")
 
 
 def local(t):
-    """This rank's part of a tensor; the tensor itself if it is not spread."""
+    """Return this rank's part of a tensor, or the tensor itself if it is not split."""
     return t.to_local() if is_spread(t) else t
 
 
 def spread_like(p, t):
-    """The tensor (A, ...) of which each rank holds a part t, cut like the parameter p (A, ...)."""
+    """Return a DTensor (A, ...) that is split like the parameter p (A, ...).
+
+    t: this rank's part of it. Tensors that need no splitting are returned as they are.
+    """
     if not is_spread(p) or is_spread(t) or t.dim() == 0:
         return t
     from torch.distributed.tensor import DTensor
 
+    # On the meta device a tensor has a shape, but no memory.
     whole = torch.empty(p.shape[0], *t.shape[1:], device="meta")
-    how = dict(shape=whole.shape, stride=whole.stride())
-    return DTensor.from_local(t, p.device_mesh, p.placements, run_check=False, **how)
+    layout = dict(shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(t, p.device_mesh, p.placements, run_check=False, **layout)
 
 
 @torch.no_grad()
 def fill(p, whole):
-    """Copy a whole tensor, which every rank has, into a parameter."""
+    """Copy a whole tensor, which every rank has, into a parameter that may be split."""
     if is_spread(p):
         from torch.distributed.tensor import distribute_tensor
 
@@ -100,51 +115,64 @@ def fill(p, whole):
 
 
 class MatrixShuffle:
-    """n alike matrices (A, B), their rows spread over the ranks; each matrix is one rank's turn.
+    """All-to-all exchange, so that each rank orthogonalizes whole matrices for Muon.
 
-    first: how many had their turn before, so that no rank gets more than its share.
+    n matrices of shape (A, B) are split by rows over the ranks. `gather` gives each rank about
+    n / ranks whole matrices; `scatter` returns the updated rows to the ranks that hold them.
+
+    p: one of the matrices, a DTensor
+    n_before: number of matrices that earlier shuffles distributed. Counting on from there keeps
+        the first ranks from always getting one matrix more.
     """
 
-    def __init__(self, p, n, first):
+    def __init__(self, p, n, n_before):
         self.A = len(p)
         self.group = p.device_mesh.get_group(p.device_mesh.ndim - 1)
-        ranks = self.group.size()
+        n_ranks = self.group.size()
         self.rank = self.group.rank()
-        rows = [len(part) for part in torch.arange(len(p)).chunk(ranks)]
-        self.rows = rows + [0] * (ranks - len(rows))  # of each rank, of every matrix
-        self.turns = [range((rank - first) % ranks, n, ranks) for rank in range(ranks)]
+        rows = [len(chunk) for chunk in torch.arange(len(p)).chunk(n_ranks)]
+        self.rows = rows + [0] * (n_ranks - len(rows))  # rows of every matrix that each rank holds
+        # The numbers of the matrices that each rank orthogonalizes.
+        self.assigned = [range((rank - n_before) % n_ranks, n, n_ranks) for rank in range(n_ranks)]
 
-    def exchange(self, parts, shapes):
-        """Send the k-th of `parts` to rank k; returns what the ranks sent here, of these shapes."""
+    def exchange(self, tensors, shapes):
+        """Send tensors[k] to rank k; return the tensors received, of these shapes, by rank."""
         sizes = [math.prod(shape) for shape in shapes]
-        sent = torch.cat([part.flatten() for part in parts])
-        got = sent.new_empty(sum(sizes))
-        distributed.all_to_all_single(got, sent, sizes, [p.numel() for p in parts], self.group)
-        return [part.view(shape) for part, shape in zip(got.split(sizes), shapes)]
+        sent = torch.cat([t.flatten() for t in tensors])
+        received = sent.new_empty(sum(sizes))
+        distributed.all_to_all_single(
+            received, sent, sizes, [t.numel() for t in tensors], self.group
+        )
+        return [t.view(shape) for t, shape in zip(received.split(sizes), shapes)]
 
     def gather(self, x):
-        """Parts (n, rows of this rank, B) of all matrices -> (m, A, B), whole: its turn."""
-        m = len(self.turns[self.rank])
-        parts = [x[list(turn)] for turn in self.turns]
-        return torch.cat(self.exchange(parts, [(m, rows, x.shape[2]) for rows in self.rows]), 1)
+        """Exchange this rank's rows of all matrices (n, rows, B) for m whole matrices (m, A, B)."""
+        m = len(self.assigned[self.rank])
+        by_rank = [x[list(numbers)] for numbers in self.assigned]
+        return torch.cat(self.exchange(by_rank, [(m, rows, x.shape[2]) for rows in self.rows]), 1)
 
     def scatter(self, x):
-        """The reverse: (m, A, B) -> (n, rows of this rank, B)."""
+        """Undo gather: exchange whole matrices (m, A, B) for this rank's rows (n, rows, B)."""
         rows = self.rows[self.rank]
-        shapes = [(len(turn), rows, x.shape[2]) for turn in self.turns]
-        out = x.new_empty(sum(map(len, self.turns)), rows, x.shape[2])
-        for turn, part in zip(self.turns, self.exchange(x.split(self.rows, 1), shapes)):
-            out[list(turn)] = part
+        shapes = [(len(numbers), rows, x.shape[2]) for numbers in self.assigned]
+        out = x.new_empty(sum(map(len, self.assigned)), rows, x.shape[2])
+        received = self.exchange(x.split(self.rows, 1), shapes)
+        for numbers, matrices in zip(self.assigned, received):
+            out[list(numbers)] = matrices
         return out
 
 
+# ---- Checkpoints
 @contextlib.contextmanager
 def saving(out_dir, weights, tensors):
-    """Within, tensors lie in files of out_dir, one a rank, and the weights in one.
+    """Context manager: write tensors to temporary files in out_dir, for a checkpoint.
 
-    Yields a function that names them, for the first rank: a dict of name -> Path. What writes is
-    PyTorch's torch.distributed.checkpoint, as safetensors, without pickles; the first rank joins
-    the weights, one tensor at a time. UserError if any rank cannot write.
+    weights: dict of name -> tensor, which the first rank joins in one file, a tensor at a time
+    tensors: dict of name -> tensor; each rank writes its part to a file of its own
+
+    Yields a function for the first rank, which returns a dict of file name -> Path. The files are
+    removed at the end unless they have been moved. They are written as safetensors, without
+    pickles, by torch.distributed.checkpoint. Raises UserError if a rank cannot write.
     """
     from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
     from torch.distributed.checkpoint.api import CheckpointException
@@ -156,31 +184,42 @@ def saving(out_dir, weights, tensors):
     try:
         with files.writing(out_dir):
             try:
+                # CONTROL is a gloo group, so the exchange of metadata does not need a GPU.
                 save(tensors, storage_writer=state, process_group=ranks.CONTROL)
                 save(weights, storage_writer=model, process_group=ranks.CONTROL)
             except CheckpointException as e:
-                raise min(e.failures.items())[1][0] from e  # that of the first rank that failed
-        mine = f"shard-{distributed.get_rank() + 1:05}-*"
-        written = ranks.all_reduce(torch.tensor(len([*(folder / "state").glob(mine)])))
-        yield lambda: found_in(folder, int(written))
+                raise min(e.failures.items())[1][0] from e  # the error of the first failed rank
+        own_files = f"shard-{distributed.get_rank() + 1:05}-*"
+        n_files = ranks.all_reduce(torch.tensor(len([*(folder / "state").glob(own_files)])))
+        yield lambda: found_in(folder, int(n_files))
     finally:
         if ranks.is_first_rank():
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def found_in(folder, written):
+def found_in(folder, n_files):
+    """Return the files that the ranks have written to a folder: name in the checkpoint -> Path.
+
+    Raises UserError unless there are n_files of them: ranks on other nodes may have written to a
+    local disk with the same path.
+    """
     with files.writing(folder):
-        parts = sorted((folder / "state").iterdir())
-    if len(parts) != written:
-        why = f"{written} ranks wrote a part to {folder}, and the first one sees {len(parts)}"
-        raise UserError(f"{why}; give an --out_dir that all share")
-    names = (f"state-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts)))
+        paths = sorted((folder / "state").iterdir())
+    n = len(paths)
+    if n != n_files:
+        why = f"{n_files} ranks wrote a file to {folder}, but the first rank sees {n}"
+        raise UserError(f"{why}; give an --out_dir that all ranks share")
+    names = (f"state-{i + 1:05}-of-{n:05}.safetensors" for i in range(n))
     whole = next((folder / "model").glob("*.safetensors"))
-    return {"model.safetensors": whole} | dict(zip(names, parts))
+    return {"model.safetensors": whole} | dict(zip(names, paths))
 
 
 def load(folder, into):
-    """Fill tensors, spread or not, from the safetensors files of a checkpoint."""
+    """Fill tensors, split or not, from the safetensors files of a checkpoint.
+
+    into: dict of name -> tensor. Raises UserError if a tensor is missing or has another shape, and
+    on all ranks if one is not finite.
+    """
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -188,7 +227,7 @@ def load(folder, into):
     group = ranks.CONTROL
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no group
+            warnings.simplefilter("ignore")  # PyTorch warns if there is no process group
             load(into, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as e:
         why = min(e.failures.items())[1][0]
@@ -198,7 +237,10 @@ def load(folder, into):
 
 
 def check_finite(tensors, where):
-    """Raise RankError unless all that this rank holds is finite."""
+    """Raise RankError if a tensor, or this rank's part of it, contains NaN or infinity.
+
+    where: the end of the error message
+    """
     for name, t in tensors.items():
         if not local(t).isfinite().all():
             raise RankError(f"{name} is not finite {where}")

@@ -1,1 +1,1 @@
-"""Pages: the replay of an unmasking, and a model that runs in the browser."""
+"""Web pages: a replay of how a text was unmasked, and a model that runs in the browser."""

@@ -1,9 +1,11 @@
-"""A model as a web page: its ONNX graph, its weights, and the scripts of page/ that run it.
+"""Exports a model as a web page that runs it: ONNX graph, weights, and the scripts of assets/.
 
-The scripts are a part of index.html, so that none can be missing or of another export. It has the
-sizes and checksums of all other files, and says which is missing, damaged or of another export.
-The weights are a file of their own, which page/worker.js turns into the float32 that the graph
-expects: matrices in int8 with a scale for each column, the rest as it is.
+index.html contains the scripts, so that none can be missing or come from another export. It also
+contains the sizes and checksums of all other files, and tells the user which one is missing,
+damaged or from another export.
+
+The weights are in a separate file: matrices in int8 with a scale for each column, the rest in
+float32. assets/model.js converts them to the float32 that the graph expects.
 """
 
 import logging
@@ -25,7 +27,7 @@ from support.web.viewer import PAGE, assemble, bundle, read_part
 
 RUNTIME = PAGE / "node_modules" / "onnxruntime-web"
 BINARY = "ort-wasm-simd-threaded"
-RUNTIME_FILES = {  # the script, what it imports, WebAssembly
+RUNTIME_FILES = {  # device -> the script, the module that it imports, the WebAssembly binary
     "wasm": ("ort.wasm.min.mjs", f"{BINARY}.mjs", f"{BINARY}.wasm"),
     "webgpu": ("ort.webgpu.min.mjs", f"{BINARY}.asyncify.mjs", f"{BINARY}.asyncify.wasm"),
 }
@@ -35,7 +37,7 @@ ABOUT = "A diffusion language model in this page fills gaps as you watch. Nothin
 
 
 def check(model, tokenizer, config):
-    """Raise UserError for a model that the page cannot run."""
+    """Raise UserError if the page cannot run the model, or a package is missing."""
     for fits, what in (
         (config.objective == "mdlm", f"--objective={config.objective}"),
         (tokenizer.kind == "char", f"--tokenizer={tokenizer.kind}"),
@@ -50,8 +52,8 @@ def check(model, tokenizer, config):
 
 
 def is_installed():
-    """Whether npm has installed all of the ONNX Runtime Web that package-lock.json names."""
-    # npm writes this list last, so it is missing where an installation was cut off.
+    """Whether npm has completely installed the version of ONNX Runtime Web in package-lock.json."""
+    # npm writes this list last. If an installation was interrupted, it is missing.
     installed = RUNTIME.parent / ".package-lock.json"
     try:
         locks = [read_json(path, "list of npm") for path in (installed, PAGE / "package-lock.json")]
@@ -63,29 +65,29 @@ def is_installed():
 
 
 def install_runtime():
-    """Fetch ONNX Runtime Web by npm; raises UserError where that fails or takes too long."""
+    """Download ONNX Runtime Web with npm; raise UserError if that fails or takes too long."""
     npm = shutil.which("npm")
     if not npm:
         raise UserError("--to=page needs npm, a part of Node.js; install that (nodejs.org)")
     warn("npm ci: fetching ONNX Runtime Web")
     command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
     needs = "it needs a network the first time"
-    # A file, as what npm has started may keep a pipe open after npm was killed.
-    with tempfile.TemporaryFile() as said:
-        how = dict(cwd=PAGE, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said)
+    # A file instead of a pipe: children of npm could keep a pipe open after npm was killed.
+    with tempfile.TemporaryFile() as errors:
+        streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
         try:
-            run = subprocess.run(command, timeout=NPM_LIMIT, **how)
+            run = subprocess.run(command, timeout=NPM_LIMIT, cwd=PAGE, **streams)
         except subprocess.TimeoutExpired:
-            found = f"npm ci was stopped after {NPM_LIMIT} s in {PAGE}"
-            raise UserError(f"{found}; {needs}: check it, then run this again") from None
-        said.seek(0)
-        why = " ".join(said.read().decode(errors="replace").split())[-300:]
+            problem = f"npm ci was stopped after {NPM_LIMIT} s in {PAGE}"
+            raise UserError(f"{problem}; {needs}: check it, then run this again") from None
+        errors.seek(0)
+        why = " ".join(errors.read().decode(errors="replace").split())[-300:]
     if run.returncode:
         raise UserError(f"npm ci failed in {PAGE} ({why}); {needs}")
 
 
 def read_runtime():
-    """The files of ONNX Runtime Web, name -> bytes; npm brings them, once."""
+    """Return the files of ONNX Runtime Web, {name: bytes}; npm downloads them the first time."""
     if not is_installed():
         install_runtime()
     names = [name for names in RUNTIME_FILES.values() for name in names]
@@ -96,7 +98,7 @@ def read_runtime():
 
 
 class OnIds(torch.nn.Module):
-    """A model as a function of ids (B, T) alone."""
+    """Wraps a model as a function of ids (B, T), without a View."""
 
     def __init__(self, model):
         super().__init__()
@@ -107,7 +109,10 @@ class OnIds(torch.nn.Module):
 
 
 def to_onnx(model, folder):
-    """(the ONNX graph as bytes, the tensors of its data file as (offset, array))."""
+    """Export a model to ONNX; return (the graph as bytes, its weights as (offset, array)).
+
+    offset: bytes from the start of the ONNX data file. folder: for temporary files.
+    """
     import onnx
 
     x = torch.full((1, model.config.block_size), model.mask_id, dtype=torch.int32)
@@ -121,32 +126,37 @@ def to_onnx(model, folder):
     data = (folder / "model.onnx.data").read_bytes()
     tensors = []
     for tensor in graph.initializer:
-        place = {entry.key: int(entry.value) for entry in tensor.external_data[1:]}
-        if place:
-            array = np.frombuffer(data, np.float32, place["length"] // 4, place["offset"])
-            tensors.append((place["offset"], array.reshape(tensor.dims)))
+        # The first entry is the file's name, the others are offset and length in bytes.
+        location = {entry.key: int(entry.value) for entry in tensor.external_data[1:]}
+        if location:
+            array = np.frombuffer(data, np.float32, location["length"] // 4, location["offset"])
+            tensors.append((location["offset"], array.reshape(tensor.dims)))
     return (folder / "model.onnx").read_bytes(), tensors
 
 
 def quantize(array):
-    """A matrix as int8, and the scale of each column: in a product, of each output."""
+    """Quantize a matrix to int8; return it and the scale of each column (of each output)."""
     scale = np.abs(array).max(0).clip(min=1e-30) / np.float32(127)
     return np.round(array / scale).astype(np.int8), scale
 
 
 def contents_of(model, tokenizer, config, weights):
-    """The files of the page, name -> bytes. weights: int8 or float32."""
+    """Return the files of the page, {name: bytes}; weights: "int8" or "float32"."""
     check(model, tokenizer, config)
     contents = read_runtime()
     warn("exporting to ONNX")
     with tempfile.TemporaryDirectory() as folder, naming(folder):
         contents["model.onnx"], arrays = to_onnx(model, Path(folder))
     packed = b""
-    tensors = []  # offset in the data file, number of values, of columns with a scale
+    tensors = []  # (offset in the ONNX data file, number of values, number of scales or 0)
     for offset, array in arrays:
-        columns = array.shape[1] if weights == "int8" and array.ndim == 2 else 0
-        tensors.append((offset, array.size, columns))
-        packed += b"".join(part.tobytes() for part in (quantize(array) if columns else (array,)))
+        if weights == "int8" and array.ndim == 2:
+            integers, scale = quantize(array)
+            packed += integers.tobytes() + scale.tobytes()
+            tensors.append((offset, array.size, array.shape[1]))
+        else:
+            packed += array.tobytes()
+            tensors.append((offset, array.size, 0))
     contents["weights.bin"] = packed
     live = dict(vocab=tokenizer.vocab, context=config.block_size, mask=model.mask_id)
     live |= dict(files={name: (len(c), zlib.crc32(c)) for name, c in contents.items()})
@@ -155,8 +165,10 @@ def contents_of(model, tokenizer, config, weights):
     )
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     about = f"{millions:.1f} M parameters in {weights}, context {config.block_size}"
+    # The viewer expects a sample; live.js removes this one when the first text is written.
     empty = dict(title="", tokens=[], given=[], frames=[], calls=0, seconds=0)
-    sign = next((c for c in "█_" if c not in tokenizer.vocab), "[MASK]")  # as in live.js
+    # What the user types for a gap: a character that is not in the vocabulary, as in live.js.
+    sign = next((c for c in "█_" if c not in tokenizer.vocab), "[MASK]")
     example = "To be, or ███ to be".replace("█", sign)
     if not set(example.replace(sign, "")) <= set(tokenizer.vocab):
         example = ""

@@ -1,8 +1,9 @@
-"""How sample.py shows the unmasking: in the terminal, as lines of JSON, as a page that replays it.
+"""Shows how texts are unmasked: in the terminal, as JSON lines, or as a web page that replays it.
 
-The page is page/viewer.html with one JSON object. Text that a model wrote stays text: no "<" of it
-reaches the HTML parser, the DOM is built from text nodes, and a policy forbids every load and all
-scripts but the page's own, by its hash. A page that is cut off or damaged says so.
+The page is assets/viewer.html with the samples as a JSON object. Text from a model cannot inject
+HTML or scripts: the characters < > & are escaped in the JSON, the DOM is built from text nodes, and
+the page's content security policy allows no loading and no script but its own, identified by a
+hash. A page that is truncated or damaged says so.
 """
 
 import base64
@@ -31,26 +32,37 @@ FAINT = "\x1b[2m"
 PLAIN = "\x1b[0m"
 PAGE = Path(__file__).parent / "assets"
 ABOUT = """A masked diffusion model writes: each step reveals tokens anywhere in the text, or draws
-    doubtful ones again."""
-TAGS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}  # in JSON these occur in strings only
+    tokens of low confidence again."""
+# JSON escapes for characters with a meaning in HTML. In JSON they occur only in strings.
+TAGS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
+
+
+# ---- Text and JSON
 
 
 def json_line(template, texts, facts):
-    """A line of --json; texts: (text, filled?) pairs."""
+    """Return a line of --json.
+
+    template: or None. texts: pairs (text, whether it was filled). facts: dict of further values.
+    """
     line = dict(text=joined(texts))
     if template:
         line |= dict(template=template, fills=[text for text, filled in texts if filled])
     line = json.dumps(line | facts, ensure_ascii=False)
-    # json leaves some characters as they are, though they end lines or command terminals.
-    return UNSAFE.sub(lambda found: json.dumps(found[0])[1:-1], line)
+    # json does not escape some characters that end lines or control terminals.
+    return UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], line)
 
 
 def has_colours(stream):
+    """Whether to print colours: on a terminal that supports them, unless NO_COLOR is set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def highlighted(texts, dimmed=False):
-    """(text, filled?) pairs as one string; for a terminal escaped, the filled ones in colour."""
+    """Join pairs (text, whether it was filled); on a terminal, escape them and colour the filled.
+
+    dimmed: print all in a faint colour instead
+    """
     if sys.stdout.isatty():
         texts = [(escaped(text), filled) for text, filled in texts]
     if not has_colours(sys.stdout):
@@ -60,8 +72,12 @@ def highlighted(texts, dimmed=False):
     return "".join(f"{FILLED}{text}{PLAIN}" if filled else text for text, filled in texts)
 
 
+# ---- The terminal
 class TerminalPlayer:
-    """The unmasking of one text in the terminal; where there is none, the text of each step."""
+    """Shows the unmasking of one text in place; without a terminal, prints the text of each step.
+
+    x: (T,) ids of the text before the first step. mask: the id of [MASK]. steps: their number.
+    """
 
     def __init__(self, tokenizer, x, mask, steps):
         self.tokenizer = tokenizer
@@ -69,24 +85,26 @@ class TerminalPlayer:
         self.steps = steps
         self.given = (x != mask).tolist()
         self.before = x
-        self.number = 0  # of steps shown
+        self.number = 0  # steps shown so far
         self.changes = 0
-        self.height = 0  # lines on the screen
+        self.height = 0  # lines of the current picture
         self.show(x)
 
     def add(self, step, row):
-        """Show a row of a sample.Step."""
+        """Show one row of a sample.Step."""
         self.number += 1
         self.show(step.x[row])
 
     def show(self, x):
+        """Show the text x (T,); mark tokens that differ from the previous one."""
         new = x != self.before
         changed = new & (self.before != self.mask)
         self.before = x
         self.changes += int(changed.sum())
         left = int((x == self.mask).sum())
         status = f"step {self.number} of {self.steps}: {len(x) - left} of {len(x)} tokens"
-        status += f", {self.changes} changes" * (self.changes > 0)
+        if self.changes:
+            status += f", {self.changes} changes"
         if not has_colours(sys.stdout):
             text = escaped(self.tokenizer.decode(x))
             print(status, text, sep="\n", file=sys.stderr, flush=True)
@@ -96,21 +114,30 @@ class TerminalPlayer:
         self.clear()
         print(*lines, f"{FAINT}{status[:width]}{PLAIN}", sep="\n", flush=True)
         self.height = len(lines) + 1
-        time.sleep(0.05)  # or the eye cannot follow
+        time.sleep(0.05)  # so that the eye can follow
 
     def lines(self, x, new, changed, width):
-        """The text in lines of the terminal's width; a dot is a part of an incomplete character."""
+        """Break the text into lines of the terminal's width, with a colour for each token.
+
+        new, changed: (T,) bools. A dot stands for a byte of an incomplete character.
+        """
         lines = [""]
         column = 0
         texts = self.tokenizer.pieces(x)
         for i, (given, fresh, other) in enumerate(zip(self.given, new, changed, strict=True)):
             masked = x[i] == self.mask
-            style = NEW if fresh else FILLED
-            if other:
+            if masked:
+                style = FAINT
+            elif given:
+                style = ""
+            elif other:
                 style = CHANGED
-            style = FAINT if masked else style * (not given)
+            elif fresh:
+                style = NEW
+            else:
+                style = FILLED
             for c in "░" if masked else texts[i]:
-                columns = 1 + (unicodedata.east_asian_width(c) in "WF")
+                columns = 2 if unicodedata.east_asian_width(c) in "WF" else 1
                 if c == "\n" or column + columns > width:
                     lines.append("")
                     column = 0
@@ -121,16 +148,18 @@ class TerminalPlayer:
         return lines
 
     def clear(self):
-        """Remove the picture, before the next one or the text itself."""
+        """Erase the current picture, before the next one or the final text is printed."""
         if self.height:
             print(f"\x1b[{self.height}A\r\x1b[J", end="", flush=True)
         self.height = 0
 
 
 def aligned(tokens, width=68):
-    """Lines of text: the original, its masks, what is predicted, one below the other.
+    """Return lines that show original, masked and predicted text below each other.
 
-    tokens: dicts with text, mark ("" where nothing is masked), likeliest [(text, probability)]
+    tokens: list of dicts with `text`, `likeliest` [(text, probability)] and `mark`, the character
+        of the fourth line ("" for tokens that are not masked)
+    width: columns of the text, after a heading of 12 columns
     """
     names = ("original", "masked", "predicted", "+ is right")
     blocks = [[""] * len(names)]
@@ -148,16 +177,20 @@ def aligned(tokens, width=68):
 
 
 def likeliest(tokenizer, p, n, first=False):
-    """The n likeliest tokens by probabilities p (V,): pairs of text and probability.
+    """Return the n likeliest tokens by probabilities p (V,), as pairs (text, probability).
 
-    first: at the beginning of a text, where some tokenizers write no space.
+    first: whether the token begins a text, where some tokenizers write no space
     """
     best = p.topk(min(n, len(p)))
     return [(tokenizer.piece(v, first), q) for q, v in zip(*map(torch.Tensor.tolist, best))]
 
 
+# ---- The page
 class HtmlRecorder:
-    """The frames of one text: what each step revealed, how surely, and what else was likely."""
+    """Records what each step draws in one text, with probabilities, for the page.
+
+    x: (T,) ids of the text before the first step. mask: the id of [MASK].
+    """
 
     def __init__(self, tokenizer, x, mask):
         self.tokenizer = tokenizer
@@ -166,10 +199,11 @@ class HtmlRecorder:
         self.frames = []
 
     def add(self, step, row):
-        """Keep what a sample.Step did to a row of its batch, if it changed a token."""
+        """Record what a sample.Step drew in a row of its batch, if it changed a token."""
         if torch.equal(step.x[row], self.x):
             return
         self.x = step.x[row]
+        # step.logp has a row for each drawn position of the whole batch, in the order of nonzero().
         of_row = step.drawn.nonzero()[:, 0] == row
         frame = []
         for i, p in zip(step.drawn[row].nonzero()[:, 0].tolist(), step.logp[of_row].exp()):
@@ -181,11 +215,16 @@ class HtmlRecorder:
         self.frames.append(frame)
 
     def page(self, ids):
-        """tokens, given and frames as `write_page` takes them, up to [END]."""
+        """Return a dict of tokens, given and frames for write_page, up to [END].
+
+        ids: the final text
+        """
         end = self.tokenizer.end_id
         n = ids.index(end) if end in ids else len(ids)
         tokens = self.tokenizer.pieces(ids[:n])
         frames = [[change for change in frame if change[0] < n] for frame in self.frames]
+        # Replace ids by texts. A token that was drawn again later is decoded on its own; the final
+        # one has its text within the whole, where an incomplete character is "".
         for change in itertools.chain(*frames):
             i, token = change[:2]
             is_last = token == ids[i]
@@ -194,30 +233,33 @@ class HtmlRecorder:
 
 
 def settings(model, options):
-    """What a page says about its texts: name -> value."""
+    """Return the settings that a page shows, {name: value}."""
     n = sum(p.numel() for p in model.parameters()) / 1e6
     about = dict(model=f"{n:.1f} M parameters, context {model.config.block_size}")
     return about | {name: getattr(options, name) for name in ("order", "temperature", "seed")}
 
 
 def read_part(name):
-    """A file of support/web/assets/, as text."""
+    """Return a file of support/web/assets/ as text."""
     return (PAGE / name).read_text(encoding="utf-8")
 
 
 def bundle(*names):
-    """Scripts of support/web/assets/ as one, without the imports and exports that connect them."""
+    """Join JavaScript modules of support/web/assets/ to one script, without imports and exports."""
     modules = "\n".join(map(read_part, names))
     return re.sub("^(import .*\n|export )", "", modules, flags=re.MULTILINE)
 
 
 def assemble(data, scripts, styles, policy="", **parts):
-    """The page: viewer.html with these in place of its {{names}}.
+    """Build a page from viewer.html, by replacing each {{name}} in it.
 
-    data             what the scripts read; a checksum tells them whether it is intact
-    scripts, styles  names of files in support/web/assets/, which become a part of the page
-    policy           of what the page loads; else it loads nothing. The browser runs the page's own
-                     script by its hash alone, so that a damaged one does not run
+    data             dict that the scripts read; a checksum tells them whether it is intact
+    scripts, styles  names of files in support/web/assets/ to include in the page
+    policy           additions to the content security policy; without them the page loads nothing.
+                     The policy contains the hash of the script, so a damaged script does not run
+    parts            replacements of further names, such as about=...
+
+    Returns the HTML as a string.
     """
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).translate(TAGS)
     checksum = zlib.crc32(text.encode())
@@ -236,11 +278,12 @@ def assemble(data, scripts, styles, policy="", **parts):
 def write_page(path, samples, settings):
     """Write a page that replays `samples`.
 
-    settings  name -> value
-    samples   list of dicts, each of a text of n positions: text, title, calls, seconds,
-              given   n booleans: part of the template
-              tokens  n strings: the final token, "" if another position shows its character
-              frames  for each step what it drew: [position, token, confidence,
+    path      a file that the user names; see outputs.write for the errors
+    settings  dict of name -> value, shown on the page
+    samples   list of dicts, one for each text of n positions, with text, title, calls, seconds and
+              given   n booleans: whether the position is a part of the template
+              tokens  n strings: the final token; "" if its character is shown at another position
+              frames  for each step a list of what it drew: [position, token, confidence,
                       up to 5 alternatives [token, probability]]
     """
     data = dict(samples=samples, settings={name: str(value) for name, value in settings.items()})
@@ -255,11 +298,15 @@ def write_page(path, samples, settings):
     write(path, page.encode())
 
 
-def show(found, facts, with_scores):
-    """Print the texts found: the best, and in a terminal the others, dimmed."""
+def show(candidates, facts, with_scores):
+    """Print ranked texts, the best first: on a terminal or with scores all of them, else the best.
+
+    candidates: lists of pairs (text, whether it was filled)
+    facts: dict whose "candidates" has the score and share of each
+    """
     if not (with_scores or has_colours(sys.stdout)):
-        found = found[:1]
-    for i, texts in enumerate(found):
+        candidates = candidates[:1]
+    for i, texts in enumerate(candidates):
         heading = ""
         if with_scores:
             heading = "{share:6.1%}  log p {score:.2f}  ".format(**facts["candidates"][i])

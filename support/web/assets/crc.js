@@ -1,4 +1,4 @@
-// CRC-32, as zlib.crc32 of Python has it: crypto.subtle, which has SHA-256, is missing on plain http.
+// CRC-32, equal to zlib.crc32 in Python. Not SHA-256: browsers offer crypto.subtle only over https.
 const TABLE = Int32Array.from({length: 256}, (_, value) => {
   for (let bit = 0; bit < 8; bit++) value = value & 1 ? value >>> 1 ^ 0xedb88320 : value >>> 1;
   return value;

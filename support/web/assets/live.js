@@ -1,8 +1,8 @@
-// The form above the viewer: asks the worker to write, and shows each step as it comes. `live` is what page.py wrote:
-// the vocabulary, the source of the worker, and what the worker is told.
+// The form above the viewer. It asks the worker to write a text and shows each step as it arrives. live_page.py writes
+// `live` into the page: the vocabulary, the worker's source, and what the worker needs to load the model.
 const ids = new Map(live.vocab.map((token, id) => [token, id]));
 const tokenOf = id => live.vocab[id];
-// What is typed for a gap: these unless the model has them as characters, and [MASK].
+// What the user types for a gap: _ or █, unless it is a character of the vocabulary, or [MASK].
 const signs = ["_", "█"].filter(c => !ids.has(c)), sign = signs[0] ?? "[MASK]";
 const isGap = part => part === "[MASK]" || signs.includes(part);
 const split = text => text.match(/\[MASK\]|[^]/gu) ?? [];
@@ -15,7 +15,8 @@ function say(text, isError = false) {
   $("said").classList.toggle("error", isError);
 }
 
-// The ids of what is typed, `mask` in its gaps; a text without gaps gets one up to the context.
+// Return the ids of the typed text, with the id of [MASK] in gaps. A text without gaps is followed by a gap that fills
+// the context. Throws a sentence for the user if the text cannot be used.
 function encode(text) {
   const typed = split(text), found = typed.map(part => isGap(part) ? live.mask : ids.get(part));
   const i = found.indexOf(undefined), room = live.context - found.length;
@@ -37,7 +38,7 @@ const asSample = (given, title) => ({
 const asFrame = drawn => drawn.map(([i, id, p, best]) => [i, tokenOf(id), p, best.map(([v, q]) => [tokenOf(v), q])]);
 
 function show(sample, first) {
-  if (!samples[0]?.title) samples.shift();  // the empty one of the beginning
+  if (!samples[0]?.title) samples.shift();  // the page begins with an empty sample
   samples.push(sample);
   samples.splice(0, samples.length - first);
   document.querySelector("footer").hidden = false;
@@ -48,7 +49,7 @@ function show(sample, first) {
 function start(isRank) {
   const typed = $("typed").value;
   const said = JSON.stringify(settingsOf());
-  if (!isRank && said === last) $("seed").value = (Number($("seed").value) + 1) % 2 ** 32;  // once more: another text
+  if (!isRank && said === last) $("seed").value = (Number($("seed").value) + 1) % 2 ** 32;  // repeated: another seed
   try {
     const given = encode(typed), seed = Number($("seed").value);
     if (isRank && !split(typed).some(isGap)) throw `There is no gap to rank fills for: type ${sign} for a character.`;
@@ -64,7 +65,7 @@ function start(isRank) {
     show(writing, 9);
     go(0);
     play(true);
-    if (innerWidth < 544 || innerHeight < 600) document.querySelector("main").scrollIntoView();  // else the form hides it
+    if (innerWidth < 544 || innerHeight < 600) document.querySelector("main").scrollIntoView();  // the form hides it
   } catch (error) {
     say(String(error), true);
   }
@@ -108,7 +109,7 @@ function receive({data}) {
   }
 }
 
-// Show what is new of the text that is being written, and keep what the reader looks at.
+// Update the text that is being written, if it is shown, and keep its tooltip open.
 function refresh() {
   if (samples[which] !== writing) return;
   const open = cursor;
@@ -121,7 +122,7 @@ function begin() {
   $("signs").textContent = signs.join(" or ") || sign;
   $("typed").value = live.example;
   for (const name of fields) if (link.has(name)) $(name).value = link.get(name);
-  addEventListener("hashchange", () => location.reload());  // another link
+  addEventListener("hashchange", () => location.reload());  // the user opened another link to this page
   for (const out of document.querySelectorAll("#settings output")) {
     const input = $(out.htmlFor), update = () => { out.value = input.value; };
     input.addEventListener("input", update);
@@ -137,7 +138,7 @@ function begin() {
     return say("Opened as a file, this page cannot load its model: run python -m http.server in its folder, then open " +
                "http://localhost:8000.", true);
   if (!window.WebAssembly || !window.Worker) return say("This browser has no WebAssembly; use a newer one.", true);
-  // A worker made of a blob inherits this page's policy: it may connect to nothing but the page's own files.
+  // A worker made from a blob inherits this page's policy: it can connect only to the server of this page.
   const blob = new Blob([live.worker], {type: "text/javascript"});
   const refuse = () => say("The browser does not start the model's worker: it is too old, or something blocks it; " +
                            "use Chrome 111, Firefox 114, Safari 16.4 or newer.", true);

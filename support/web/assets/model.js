@@ -1,13 +1,14 @@
-// The network in the browser: ONNX Runtime Web, on WebGPU where there is a GPU, else in WebAssembly.
+// Runs the network in the browser with ONNX Runtime Web: on WebGPU if there is a GPU, else in WebAssembly.
 
 import {crc32} from "./crc.js";
 
-const MOST = 2 ** 26;  // bytes of logits to keep: many calls show the network what it saw before
-const PATIENCE = 60;  // seconds in which a server sends nothing
+const MOST = 2 ** 26;  // bytes of logits to remember: many calls repeat earlier ones
+const PATIENCE = 60;  // seconds to wait for a server that sends nothing
 const UPLOAD = "put all files of one export on the server, then reload.";
 let about, ort, session, known = new Map();
 
-// The bytes of a file of this page as export.py wrote them; else throws what is wrong and what to do.
+// Load a file of this page and return its bytes. If they are not those that export.py wrote, throw a sentence that
+// says what is wrong and what to do.
 async function load(name, report) {
   const [size, checksum] = about.files[name], bytes = new Uint8Array(size), stop = new AbortController();
   let found = 0, timer, answer;
@@ -18,7 +19,7 @@ async function load(name, report) {
   report(name, 0);
   try {
     wait();
-    answer = await fetch(about.place + name, {cache: "no-cache", signal: stop.signal});  // never of an older page
+    answer = await fetch(about.place + name, {cache: "no-cache", signal: stop.signal});  // not an older export's
     const reader = answer.body.getReader();
     for (let part; answer.ok && (part = (await reader.read()).value); wait()) {
       if (found + part.length <= size) bytes.set(part, found);
@@ -44,7 +45,8 @@ async function load(name, report) {
   return bytes;
 }
 
-// The float32 weights that the ONNX file expects, from tensors in float32, or in int8 with a scale for each column.
+// Convert weights.bin to the float32 data that the graph expects. Its tensors are in float32, or in int8 followed by a
+// scale for each column.
 function unpack(packed) {
   const weights = new Float32Array(about.bytes / 4);
   let at = 0;
@@ -62,9 +64,9 @@ function unpack(packed) {
   return new Uint8Array(weights.buffer);
 }
 
-// Start ONNX Runtime on a device, with the graph and the weights that come.
+// Start ONNX Runtime on a device. `coming`: a promise of the bytes of the graph and the weights.
 async function start(device, coming, report) {
-  const files = about.runtime[device];  // the script, what it imports, WebAssembly
+  const files = about.runtime[device];  // the script, the module that it imports, the WebAssembly binary
   const [[graph, packed], [, , binary]] =
     await Promise.all([coming, Promise.all(files.map(name => load(name, report)))]);
   ort = await import(about.place + files[0]);
@@ -75,12 +77,13 @@ async function start(device, coming, report) {
   await predict([[]]);
 }
 
-// Load the model of `described` (what export.py wrote into the page, and its place); returns what it runs on.
-// wanted: a device or null; tell(bytes, of how many) is called as they come.
+// Load the model and return the name of what it runs on. Throws a sentence for the user on failure.
+// described: what export.py wrote into the page, and `place`, its URL. wanted: "webgpu", "wasm" or null.
+// tell(loaded, total): called with numbers of bytes as they arrive.
 export async function open(described, wanted, tell = () => {}) {
   about = described;
   const gpu = wanted !== "wasm" && await navigator.gpu?.requestAdapter().catch(() => null);
-  const slow = gpu?.info?.isFallbackAdapter && wanted !== "webgpu";  // a GPU in software is slower than WebAssembly
+  const slow = gpu?.info?.isFallbackAdapter && wanted !== "webgpu";  // an emulated GPU is slower than WebAssembly
   const loaded = new Map(), add = numbers => [...numbers].reduce((a, b) => a + b, 0);
   const report = (name, bytes) => {
     loaded.set(name, bytes);
@@ -101,13 +104,13 @@ export async function open(described, wanted, tell = () => {}) {
   throw `The model does not start (${String(failed).slice(0, 200)}); it takes Chrome 111, Firefox 114, Safari 16.4 or newer.`;
 }
 
-// Logits (L * V) of each row of ids, which [MASK] follows up to the context L, as in training.
+// Return the logits (L * V) of each row of ids. As in training, rows are padded with [MASK] to the context L.
 export async function predict(rows) {
   const {mask, context} = about, keys = rows.map(row => row.join());
   if (4 * context * mask * (known.size + rows.length) > MOST) known = new Map();
   for (const [i, key] of keys.entries()) {
     if (known.has(key)) continue;
-    await new Promise(resolve => setTimeout(resolve));  // lets a newer request in
+    await new Promise(resolve => setTimeout(resolve));  // let the worker receive a newer request
     const ids = new Int32Array(context).fill(mask);
     ids.set(rows[i]);
     const {logits} = await session.run({ids: new ort.Tensor("int32", ids, [1, context])});

@@ -1,11 +1,13 @@
-// The sampler of sample.py with its defaults: reveal tokens that are far apart, then draw doubtful ones again. Equal
-// seeds give equal texts, up to the last bits of the network's logits.
+// The sampler of sample.py with its defaults: it reveals tokens that are far apart, then draws tokens of low confidence
+// again. Equal seeds give the same text as in Python, up to rounding in the network's logits.
 //
-// predict(rows) is the network: arrays of ids, `mask` at what is hidden -> for each its logits, a Float32Array (L * V).
+// The network is a function predict(rows). It takes arrays of ids, with `mask` at hidden tokens, and returns the logits
+// of each as a Float32Array (L * V).
 
 const AGE = .3, DISTANCE = 3;  // as in sample.py
 
-// T random words of 32 bits, by Philox-4x32-10 (Salmon et al., SC'11), as kernels/reference.py has it.
+// Return T random 32-bit words by Philox-4x32-10 (Salmon et al., SC'11), the same as philox_words in
+// kernels/reference.py.
 export function words(seed, step, sample, T) {
   const found = [], low = n => Number(n & 0xffffffffn), high = n => Number(n >> 32n);
   for (let block = 0; 4 * block < T; block++) {
@@ -21,7 +23,7 @@ export function words(seed, step, sample, T) {
   return found.slice(0, T);
 }
 
-// T numbers in [0, 1); of 53 bits for tokens, of 32 for orders.
+// Return T random numbers in [0, 1), with 53 bits to draw tokens and 32 bits to order positions.
 export function uniform(seed, step, sample, T, purpose) {
   if (purpose !== "token") return words(seed, 4 * step + {noise: 2, row: 3}[purpose], sample, T).map(w => w / 2 ** 32);
   const low = words(seed, 4 * step + 1, sample, T);
@@ -30,7 +32,7 @@ export function uniform(seed, step, sample, T, purpose) {
 
 const reversedBits = i => parseInt([...i.toString(2).padStart(16, "0")].reverse().join(""), 2);
 
-// The log-probabilities of a position, in the float32 of PyTorch.
+// Return the log-probabilities of a position, rounded to float32 as in PyTorch.
 function logSoftmax(logits) {
   const top = logits.reduce((a, b) => Math.max(a, b));
   const below = logits.map(v => v - top);
@@ -38,7 +40,7 @@ function logSoftmax(logits) {
   return below.map(v => v - total);
 }
 
-// The token at which the distribution function exceeds u; temperature 0: the likeliest.
+// Draw a token: the first at which the cumulative distribution exceeds u. Temperature 0 gives the likeliest.
 function drawToken(logp, u, temperature) {
   const top = logp.reduce((a, b) => Math.max(a, b));
   let total = 0;
@@ -46,7 +48,8 @@ function drawToken(logp, u, temperature) {
   return cdf.findIndex(sum => sum > u * total);
 }
 
-// How the gaps of a text are filled: when they are revealed, how often the doubtful are drawn again.
+// Plan how the gaps of a text are filled: the order of positions, and the numbers of steps that reveal tokens
+// (`reveals`) and that draw tokens again (`corrections`).
 export function plan(ids, sample, mask, {seed, steps}) {
   const gaps = [...ids.keys()].filter(i => ids[i] === mask), n = gaps.length;
   const correct = Math.max(0, steps - Math.min(Math.max(steps >> 1, 4), 16));
@@ -57,10 +60,11 @@ export function plan(ids, sample, mask, {seed, steps}) {
   return {sample, gaps, turn, reveals, corrections, ids: [...ids], doubt: ids.map(() => 0)};
 }
 
-// The positions that step s draws: first the next masks, later the filled ones most in doubt within their distance.
+// Return the positions that step s draws: at first the next masked ones in order, later the filled ones of lowest
+// confidence among all within DISTANCE.
 function choose(row, s, mask, noise) {
   const masked = row.gaps.filter(i => row.ids[i] === mask), c = s - row.reveals;
-  const left = (Math.max(row.reveals - s, 1) - 1) / row.reveals;  // the share of gaps that stays masked
+  const left = (Math.max(row.reveals - s, 1) - 1) / row.reveals;  // the fraction of gaps that stays masked
   const k = masked.length - Math.floor(row.gaps.length * left + 1e-9);
   if (k > 0) return masked.sort((a, b) => row.turn.get(a) - row.turn.get(b) || noise[a] - noise[b]).slice(0, k);
   if (c < 0 || c >= row.corrections) return [];
@@ -69,8 +73,8 @@ function choose(row, s, mask, noise) {
   return row.gaps.filter(i => row.ids[i] !== mask && rivals(i).every(j => doubt(j) <= doubt(i)));
 }
 
-// Fill the gaps of rows of `plan`, in place. Yields after each network call, for each row, what was drawn:
-// [position, token, its probability, the five likeliest [token, probability]].
+// Fill the gaps of rows, which `plan` returned, in place. After each network call, yields a list for each row of what
+// was drawn: [position, token, its probability, the five likeliest [token, probability]].
 export async function* unmask(predict, rows, mask, {seed, temperature}) {
   for (let s = 0; s < Math.max(...rows.map(row => row.reveals + row.corrections)); s++) {
     const random = purpose => rows.map(row => uniform(seed, s, row.sample, row.ids.length, purpose));
@@ -82,7 +86,7 @@ export async function* unmask(predict, rows, mask, {seed, temperature}) {
     yield rows.map((row, r) => {
       row.doubt = row.doubt.map(doubt => doubt + AGE);
       return drawn[r].map(i => {
-        const logp = logSoftmax(logits[r].subarray(i * mask, (i + 1) * mask));  // V is the id of [MASK]
+        const logp = logSoftmax(logits[r].subarray(i * mask, (i + 1) * mask));  // the id of [MASK] equals V
         const token = drawToken(logp, u[r][i], temperature), p = v => Math.exp(logp[v]);
         const likeliest = [...logp.keys()].sort((a, b) => logp[b] - logp[a]).slice(0, 5);
         row.ids[i] = token;
@@ -93,8 +97,9 @@ export async function* unmask(predict, rows, mask, {seed, temperature}) {
   }
 }
 
-// The n likeliest of several fills: [{ids, logp}], the best first. logp: of what begins at `start`, given what is before
-// it, by the chain rule. The best so far goes on by a token: none but those of the n are followed to their end.
+// Find the n likeliest of several fills; return [{ids, logp}], the best first. logp is the log-probability of the text
+// from `start` on, given what precedes it, by the chain rule. Each round scores one more token of the fill that is best
+// so far. As no term is positive, fills that cannot win are not scored to their end.
 export async function rank(predict, fills, start, n, mask) {
   const open = fills.map(ids => ({ids, logp: 0, at: start})), best = [];
   while (open.length && best.length < n) {

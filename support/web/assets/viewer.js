@@ -1,15 +1,15 @@
-// Replays texts step by step. It is the page of sample.py --html, and below the form of live.js.
+// Replays texts step by step: on the page of sample.py --html, and below the form of live.js.
 import {crc32} from "./crc.js";
 
 const $ = id => document.getElementById(id);
 
-// Show a sentence in place of the page, and stop.
+// Show an error instead of the page, and stop the script.
 function fail(sentence) {
   Object.assign($("notice"), {textContent: sentence}).style.animation = "none";
   throw new Error(sentence);
 }
 
-// What the page holds, if it is still what was written into it.
+// Return the data in the page, after checking that they are complete and unchanged.
 function readData() {
   const {textContent, dataset} = $("data");
   if (crc32(new TextEncoder().encode(textContent)) !== Number(dataset.crc32))
@@ -23,10 +23,10 @@ const make = (tag, textContent = "", className = "") =>
 const percent = p => (p > 0 && p < .005 ? "<\u00a01" : Math.round(100 * p)) + "\u00a0%";
 const colour = t => `oklch(calc(var(--l) + var(--dl) * ${t}) var(--c) calc(var(--h) + var(--dh) * ${t}))`;
 
-let which = 0, step = 0, timer = 0, cursor = -1;  // the cursor: the token whose tooltip is open
+let which = 0, step = 0, timer = 0, cursor = -1;  // cursor: the token whose tooltip is open, or -1
 let sample, steps, spans, events;
 
-// What a position shows at a step is a pure function of its events: any frame is reached from any other.
+// The token at a position and step depends only on the events of that position, so the viewer can jump to any step.
 const eventAt = (p, s) => events[p].findLast(e => e.step <= s);
 const tokenAt = (p, s) => sample.given[p] ? sample.tokens[p] : eventAt(p, s)?.token ?? null;
 const scale = s => steps > 1 ? (s - 1) / (steps - 1) : 0;
@@ -34,10 +34,10 @@ const scale = s => steps > 1 ? (s - 1) / (steps - 1) : 0;
 function load(i) {
   which = (i + samples.length) % samples.length;
   sample = samples[which];
-  steps = sample.steps ?? sample.frames.length;  // a text that is being written has some to come
+  steps = sample.steps ?? sample.frames.length;  // a text that is being written has steps to come
   events = sample.tokens.map(() => []);
   sample.frames.forEach((frame, s) => frame.forEach(([p, token, confidence, alternatives]) => {
-    const last = events[p].at(-1), same = last?.token === token;  // drawn again: confirmed or changed
+    const last = events[p].at(-1), same = last?.token === token;  // if drawn again: the same token, or another
     events[p].push({step: s + 1, token, confidence, alternatives, since: same ? last.since : s + 1,
                     old: same ? last.old : last?.token});
   }));
@@ -51,7 +51,7 @@ function load(i) {
     [span, ...Array.from(sample.tokens[p].matchAll("\n"), () => make("br"))]));
   [...$("samples").children].forEach((b, k) => b.setAttribute("aria-pressed", k === which));
   const size = sample.tokens.join("").length;
-  $("text").style.setProperty("--zoom", Math.max(1, Math.min(2, 16 / Math.sqrt(size))));  // short texts are large
+  $("text").style.setProperty("--zoom", Math.max(1, Math.min(2, 16 / Math.sqrt(size))));  // enlarge short texts
   $("slider").max = steps;
   $("calls").textContent = `${sample.calls} network calls, ${sample.seconds.toFixed(1)} s`;
   $("bold").textContent = sample.given.includes(true) ? "; bold: given" : "";
@@ -59,7 +59,7 @@ function load(i) {
   go(Math.min(step, steps));
 }
 
-// The samples to choose from.
+// Show a button for each sample.
 function list() {
   $("samples").replaceChildren(...samples.map((s, i) => {
     const button = make("button", s.title);
@@ -144,7 +144,7 @@ $("text").addEventListener("click", under);
 addEventListener("scroll", () => { if (cursor >= 0) point(cursor); }, {passive: true});
 $("play").addEventListener("click", () => play(!timer));
 $("slider").addEventListener("input", () => jump(Number($("slider").value)));
-// A button that the mouse pressed gives the keyboard back, else space would press it again.
+// Remove the focus from a button after a click: otherwise the space bar would press it again.
 document.addEventListener("click", e => { if (e.detail) e.target.closest("button")?.blur(); });
 document.addEventListener("keydown", e => {
   const typing = e.target.closest("textarea, form input") || (e.key === " " && e.target.closest("button"));

@@ -1,10 +1,11 @@
-// Answers the page's requests beside it, so that the page stays responsive.
+// Runs the model in a worker thread, so that the page stays responsive.
 import {open, predict} from "./model.js";
 import {plan, rank, unmask} from "./sampler.js";
 
 const FILLS = 16, SHOWN = 5;
-let mask, current = 0;  // the number of the newest request
+let mask, current = 0;  // current: the number of the newest request; older ones stop
 
+// Write a text, and post each step.
 async function write({id, ids, ...how}) {
   const begun = performance.now(), row = plan(ids, 0, mask, how), steps = row.reveals + row.corrections;
   let calls = 0;
@@ -15,7 +16,7 @@ async function write({id, ids, ...how}) {
   postMessage({id, done: true});
 }
 
-// The likeliest of many fills of a template, as of sample.py --infill.
+// Find the likeliest of many fills of a template, as sample.py --infill does, and post them.
 async function writeRanked({id, ids, ...how}) {
   const begun = performance.now();
   const rows = Array.from({length: FILLS}, (_, sample) => plan(ids, sample, mask, how)), films = rows.map(() => []);
@@ -40,13 +41,13 @@ async function writeRanked({id, ids, ...how}) {
 }
 
 async function answer(data) {
-  if (data.id !== current) return;  // there is a newer request
+  if (data.id !== current) return;  // a newer request has arrived
   try {
     if (data.about) {
       mask = data.about.mask;
       let loading = true;
       const report = (loaded, total) => loading && postMessage({loaded, total});
-      const ready = await open(data.about, data.device, report).finally(() => loading = false);  // others may still come
+      const ready = await open(data.about, data.device, report).finally(() => loading = false);  // a load may go on
       postMessage({ready});
     } else {
       await (data.rank ? writeRanked : write)(data);
@@ -56,7 +57,7 @@ async function answer(data) {
   }
 }
 
-let last = Promise.resolve();  // one after another: a session runs once at a time
+let last = Promise.resolve();  // answers one after another: a session cannot run twice at the same time
 onmessage = ({data}) => {
   current = data.id;
   last = last.then(() => answer(data));

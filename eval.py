@@ -357,7 +357,8 @@ def main(argv):
     print(content if options.json == "-" else words)
     if options.json not in ("", "-"):
         outputs.write(options.json, content.encode())
-    plots.save(draw, options.pictures or folder, verbose=options.json != "-")
+    asked = options.pictures != ""
+    plots.save(draw, options.pictures or folder, verbose=options.json != "-", asked=asked)
     return 0
 
 

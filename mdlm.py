@@ -70,7 +70,9 @@ class Config:
     out_dir: str = opt(
         "out", "folder for checkpoints, log.jsonl and loss.png", path=WRITES, common=True
     )
-    resume: bool = opt(False, "continue from the last checkpoint in out_dir")
+    resume: bool = opt(
+        False, "continue the run in out_dir; auto: if there is one, else begin it", "auto"
+    )
     overwrite: bool = opt(False, "replace the run in out_dir by a new one", common=True)
     init_from: str = opt(
         "",

@@ -101,6 +101,7 @@ def opt(
 ):
     """A dataclass field and flag: its default, help, and choices or (low, high) bounds.
 
+    choices of a bool: what it may be beside true and false.
     bare: what the flag alone means, where it needs no value. text: white space is a value too.
     path: READS, WRITES or MAKES, if it names a file or folder: support/outputs.py keeps what is
     read, and runs, from being replaced. In such a value ~/ is the home folder.
@@ -125,8 +126,11 @@ def check_fields(options):
         choices = field.metadata["choices"]
         bounds = field.metadata["bounds"]
         types = (int, float) if field.type is float else (field.type,)
+        if field.type is bool and choices:
+            choices = (True, False, *choices)
+            types = (bool, str)
         if type(value) not in types or (choices and value not in choices):
-            accepted = ", ".join(choices) or field.type.__name__
+            accepted = ", ".join(map(str, choices)) or field.type.__name__
             given = str(value)[:40]
             raise UserError(f"--{field.name}={given!r} is not accepted; give {accepted}")
         if bounds and not bounds[0] <= value <= bounds[1]:
@@ -174,10 +178,13 @@ def headings(cls):
     return found
 
 
-def parse_bool(text):
+def parse_bool(text, others=()):
     if text.lower() in TRUE + FALSE:
         return text.lower() in TRUE
-    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    if text.lower() in others:
+        return text.lower()
+    accepted = ", ".join(("true", "false", *others))
+    raise argparse.ArgumentTypeError(f"{text!r} is not accepted; give {accepted}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -213,7 +220,8 @@ class Parser(argparse.ArgumentParser):
 def in_our_words(argv, names, switches, program):
     """argv with our names for flags that others call otherwise, and underscores for dashes.
 
-    A switch, which needs no value, takes the next argument only if that is true or false.
+    switches: name -> the values that it takes beside true and false. A switch needs no value, and
+    takes the next argument only if that is one of its values.
     """
     found = []
     for argument, following in itertools.zip_longest(argv, argv[1:], fillvalue="true"):
@@ -221,9 +229,9 @@ def in_our_words(argv, names, switches, program):
         our = flag.startswith("--") and guesses.ours(flag[2:], names, program)
         if our:
             argument = f"--{our}{equals}{value}"
-            is_alone = following.strip() and following.lower() not in TRUE + FALSE
-            if our in switches and not equals and is_alone:
-                argument += "=true"
+            if our in switches and not equals and following.strip():
+                takes = (*TRUE, *FALSE, *switches[our])
+                argument += "" if following.lower() in takes else "=true"
         found.append(argument)
     return found
 
@@ -264,7 +272,9 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, fr
     parser.first_screen = functools.partial(make_parser, cls, common or all_fields, *texts)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     names = list(fields)
-    switches = [name for name, field in fields.items() if field.type is bool]
+    switches = {
+        name: field.metadata["choices"] for name, field in fields.items() if field.type is bool
+    }
     program = Path(inspect.getsourcefile(cls)).stem
     n = argv.index("--") if "--" in argv else len(argv)  # what follows -- is no flag
     flags = in_our_words(modern_argv(argv[:n], program), names, switches, program)
@@ -354,7 +364,8 @@ def describe_presets(cls, fields, presets):
 def add_flag(group, field, default):
     """Add a field to a group of a Parser; default: as --help shows it."""
     if field.type is bool:
-        kind = dict(type=parse_bool, nargs="?", const=True, metavar="BOOL")
+        parse = functools.partial(parse_bool, others=field.metadata["choices"])
+        kind = dict(type=parse, nargs="?", const=True, metavar="BOOL")
     else:
         kind = dict(type=field.type, choices=field.metadata["choices"] or None)
         if field.metadata["bare"] is not None:

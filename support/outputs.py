@@ -13,11 +13,11 @@ from pathlib import Path
 from support.errors import UserError
 from support.files import TMP, naming, read_json, write_all, write_atomically
 from support.flags import READS, WRITES
-from support.ownership import PICTURES, STEP, is_run
+from support.ownership import LOCK, PICTURES, STEP, is_run
 from support.terminal import has_stdout
 
 # Files of a run in its folder, besides checkpoints and data.
-RUN_NAMES = ("latest", "log.jsonl", *PICTURES)
+RUN_NAMES = ("latest", "log.jsonl", LOCK, *PICTURES)
 MODEL_SUFFIXES = (".safetensors", ".onnx", ".gguf")  # a folder with such a file holds a model
 PAGE = {"index.html", "model.onnx", "weights.bin"}  # of export.py --to=page
 DATA = {"train.bin", "val.bin"}

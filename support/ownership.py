@@ -18,6 +18,7 @@ STEP = re.compile(r"step-\d{1,12}(\.old)?")
 # Content of the file `latest` from --overwrite until its first save: the checkpoints are those of
 # the run that is being overwritten.
 OVERWRITING = "overwriting"
+LOCK = ".mdlm-lock"  # an empty file, locked while a run trains in the folder
 MAX_LINE = 1 << 20  # bytes of a line of a log; reading stops there in a file that has no lines
 PREPARED = {"train.bin", "val.bin", "tokenizer.json", "meta.json"}
 PICTURES = ("loss.png", "confidence.png", "rates.png", "compare.png")
@@ -43,6 +44,11 @@ def is_latest(path):
         name = "" if path.is_symlink() else read_small(path).strip()
         return name == OVERWRITING or bool(STEP.fullmatch(name))
     return False
+
+
+def is_lock(path):
+    """Whether a file LOCK is that of a run."""
+    return path.is_file() and not path.is_symlink() and path.stat().st_size == 0
 
 
 def is_prepared(folder):
@@ -106,6 +112,7 @@ def foreign(out_dir, prepares):
     checks = {  # name -> function that tells whether the file at a path is that of a run
         "latest": lambda path: is_latest(path) or (has_run and path.is_file()),
         "log.jsonl": is_log,
+        LOCK: is_lock,
         "loss.png": lambda path: has_run and path.is_file() and not path.is_symlink(),
     }
     if prepares:

@@ -34,18 +34,25 @@ def try_to_draw(plot, path):
         return False
 
 
-def save(draw, folder, verbose):
+def save(draw, folder, verbose, asked=True):
     """Draw pictures into a folder.
 
     draw: dict of file name -> function of a path
     folder: None or "none" draws nothing
     verbose: whether to print the names of the pictures
+    asked: whether the user gave the folder; otherwise missing matplotlib is only a warning
 
     Raises UserError if matplotlib is missing or a picture could not be drawn.
     """
     if folder in (None, "none"):
         return
-    optional("matplotlib", "a picture (--pictures=none draws none)")
+    try:
+        optional("matplotlib", "a picture (--pictures=none draws none)")
+    except UserError as e:
+        if asked:
+            raise
+        warn(str(e))
+        return
     paths = [Path(folder) / name for name in draw]
     drawn = [try_to_draw(plot, path) for path, plot in zip(paths, draw.values())]
     if not all(drawn):

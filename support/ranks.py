@@ -277,14 +277,3 @@ def ask_first_rank(question, *args):
     if CONTROL:
         distributed.broadcast_object_list(answer, 0, CONTROL)
     return answer[0]
-
-
-def launch_id():
-    """Return a name of this torchrun that is the same in all its attempts; "" without torchrun.
-
-    With --rdzv_id it is the same on all nodes too.
-    """
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    # Without --rdzv_id, take the temporary folder that this torchrun created for error files.
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    return file.rpartition("attempt_")[0] if name == "none" else name

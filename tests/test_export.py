@@ -230,10 +230,6 @@ def with_mask_token(tmp_path):
     return [f"--out_dir={tmp_path / 'own'}", f"--dest={tmp_path / 'm'}"]
 
 
-def test_the_source_takes_its_place():
-    assert export.TEMPLATE.read_text(encoding="utf-8").count(f"{export.PLACE}\n") == 1
-
-
 def autoregressive(tmp_path):
     save(tmp_path / "ar", Tokenizer("byte"), objective="ar")
     return [f"--out_dir={tmp_path / 'ar'}", f"--dest={tmp_path / 'm'}"]

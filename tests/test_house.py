@@ -1,4 +1,4 @@
-"""The rules of the source: how long, how plain, and which file may import which."""
+"""The rules of the source that a program can judge: which file may import what, and its format."""
 
 import ast
 import re
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import times
 from conftest import ROOT
+
+from support import environment
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,17 +35,7 @@ SOURCES = [p for p in FILES if p.suffix in (".py", ".html", ".js", ".css")]
 SOURCES = [p for p in SOURCES if p.parts[0] not in ("tests", "lessons")]
 TEXTS = {p: (ROOT / p).read_text(encoding="utf-8") for p in SOURCES}
 TREES = {p: ast.parse(text) for p, text in TEXTS.items() if p.suffix == ".py"}
-MAIN = TREES[Path("mdlm.py")]
 MODULES = {".".join(p.with_suffix("").parts).removesuffix(".__init__"): p for p in TREES}
-
-
-def length(node):
-    """Lines of a function or loop, without its docstring."""
-    total = node.end_lineno - node.lineno + 1
-    first = node.body[0]
-    if not isinstance(node, ast.FunctionDef) or ast.get_docstring(node) is None:
-        return total
-    return total - (first.end_lineno - first.lineno + 1)
 
 
 def imports(nodes, package):
@@ -68,28 +60,6 @@ def imports(nodes, package):
 
 
 GRAPH = {name: imports(ast.walk(TREES[path]), path.parts[0]) for name, path in MODULES.items()}
-
-
-def test_functions_stay_short():
-    long = {}
-    for path, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and length(node) > 60:
-                long[f"{path}:{node.name}"] = length(node)
-    assert long == {}
-
-
-def test_training_loop_stays_short():
-    (train,) = (n for n in MAIN.body if isinstance(n, ast.FunctionDef) and n.name == "train")
-    loops = [length(n) for n in ast.walk(train) if isinstance(n, (ast.For, ast.While))]
-    assert 0 < max(loops) <= 40
-
-
-def test_trainer_follows_the_order_of_ideas():
-    defined = [n.name for n in MAIN.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
-    wanted = ["Config", "prepare", "Corpus", "Model", "MaskedDiffusion", "generate", "evaluate"]
-    wanted += ["load", "train_step", "train"]
-    assert [name for name in defined if name in wanted] == wanted
 
 
 def test_imports_have_no_circle():
@@ -134,6 +104,22 @@ def test_libraries_import_no_program():
         allowed = MAY_IMPORT.get(package, {name.split(".")[0] for name in MODULES})
         upward += [(module, other) for other in used if other.split(".")[0] not in allowed]
     assert upward == []
+
+
+def test_only_needed_packages_are_imported_on_top():
+    """All others are optional: they are imported where they are used."""
+    own = {name.split(".")[0] for name in MODULES}
+    known = {*sys.stdlib_module_names, *own, *environment.NEEDED, "triton"}
+    optional = []
+    for path, tree in TREES.items():
+        if path.name == "modeling_mdlm.py":  # a part of an export
+            continue
+        for node in tree.body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            optional += [(path, name) for name in names if name.split(".")[0] not in known]
+    assert optional == []
 
 
 @pytest.mark.skipif(not RUFF, reason="ruff is not installed")

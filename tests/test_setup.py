@@ -1,6 +1,7 @@
 """Setting up: missing packages, the commands that programs name, the README, pip, name clashes."""
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -10,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +102,7 @@ def test_an_old_python_is_named(monkeypatch, capsys):
         (sample, ["--length=9", "--steps=2"]),
         (sample, ["--batch={tmp}/templates"]),
         (eval, ["--windows=1", "--passes=1", "--exact", "--pictures=none"]),
+        (eval, ["--windows=1", "--passes=1"]),
     ],
 )
 def test_bars_and_pictures_are_no_need(program, flags, short_run, tmp_path, monkeypatch, capfd):
@@ -108,8 +111,10 @@ def test_bars_and_pictures_are_no_need(program, flags, short_run, tmp_path, monk
         hide(monkeypatch, package)
     flags = [flag.format(tmp=tmp_path) for flag in flags]
     assert cli.run(program.main, [*flags, f"--out_dir={short_run}"]) == 0
-    err = capfd.readouterr().err
-    assert err.count("\n") == 1 and "step-4" in err, "it says which model writes, and no more"
+    lines = capfd.readouterr().err.splitlines(keepends=True)
+    assert "step-4" in lines[0], "it says which model writes"
+    draws = program is eval and "--pictures=none" not in flags
+    assert len(lines) == 1 + draws and (not draws or says_one_sentence(lines[1], "matplotlib"))
 
 
 def test_training_needs_neither_bars_nor_pictures(short_run, tmp_path, monkeypatch, capsys):
@@ -135,7 +140,6 @@ def test_training_needs_neither_bars_nor_pictures(short_run, tmp_path, monkeypat
         ("onnxscript", export, ["--to=page", "--dest={tmp}/x"]),
         ("pyarrow", mdlm, ["--data={tmp}/t.parquet", "--out_dir={tmp}/x"]),
         ("matplotlib", eval, ["--pictures={tmp}/x"]),
-        ("matplotlib", eval, ["--compare={run},{run}"]),
     ],
 )
 def test_a_package_of_some_uses_is_named(
@@ -157,6 +161,114 @@ def test_a_package_of_some_uses_is_named(
     err = capsys.readouterr().err
     assert code == 2 and says_one_sentence(err, package)
     assert not (tmp_path / "x").exists()
+
+
+def test_importing_the_programs_imports_no_other_package():
+    """Nor any before the clock has begun."""
+    others = ["tokenizers", "tqdm", "matplotlib", "pooch", "filelock", "transformers", "pyarrow"]
+    code = f"""
+import sys, time
+sys.modules |= dict.fromkeys({others})  # these cannot be imported
+began = time.monotonic()
+import mdlm
+print(mdlm.PROCESS_START - began, time.monotonic() - began)
+import sample, eval, bench, export
+"""
+    r = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert r.returncode == 0, r.stderr
+    start, end = map(float, r.stdout.split())
+    assert 0 < start < end / 4, "the time of a run includes the slow imports"
+
+
+LIGHT = """
+import runpy, sys
+root, hidden, *sys.argv = sys.argv[1:]
+hidden = hidden.split(",")
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, *more):
+        return None if name.split(".")[0] in hidden else self.finder.find_spec(name, *more)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+sys.path.insert(0, root)
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    is_twice = "mdlm" in sys.modules and sys.argv[0].endswith("mdlm.py")
+    assert not is_twice, "running mdlm.py imports it once more"
+"""
+
+
+def needs(*packages):
+    """The packages and all that they need, as pip would install them; "_" for "-"."""
+    found = set()
+    todo = [*packages]
+    while todo:
+        name = re.match(r"[\w.-]+", todo.pop())[0].lower().replace("-", "_")
+        if name not in found:
+            found.add(name)
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                todo += [line for line in metadata.requires(name) or () if "extra ==" not in line]
+    return found
+
+
+@pytest.fixture
+def light(tmp_path):
+    """A function that runs a file where nothing is installed but torch, triton, numpy,
+    safetensors, what these need but for filelock, and `more`."""
+
+    def call(path, *flags, more=()):
+        kept = needs("torch", "triton", "numpy", "safetensors") - {"filelock"} | needs(*more)
+        hidden = [
+            module
+            for module, names in metadata.packages_distributions().items()
+            if not kept & {name.lower().replace("-", "_") for name in names}
+            and not any((ROOT / file).exists() for file in (module, f"{module}.py"))
+        ]
+        assert {"tokenizers", "tqdm", "matplotlib"} <= set(hidden) and "torch" not in hidden
+        command = [sys.executable, "-I", "-c", LIGHT, str(ROOT), ",".join(hidden), str(path)]
+        r = subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, text=True)
+        assert r.returncode == 0, (r.stdout, r.stderr)
+        return r
+
+    return call
+
+
+@pytest.mark.slow
+def test_a_plain_run_needs_four_packages(light, text_file, tmp_path):
+    """With the files that a run leaves, for real: none of the other packages can be imported."""
+    r = light(ROOT / "mdlm.py", f"--data={text_file}", *TINY, "--max_steps=3")
+    for package in ("filelock", "matplotlib"):
+        (line,) = (line for line in r.stderr.splitlines() if package in line)
+        assert says_one_sentence(line + "\n", package)
+    assert "█" not in light(ROOT / "sample.py", "--infill=the ███ of", "--candidates=2").stdout
+    assert (
+        "█"
+        not in light(
+            ROOT / "sample.py", "--infill=To be███", f"--out_dir={checkpoint.SHIPPED}"
+        ).stdout
+    )
+    assert "nelbo" in light(ROOT / "eval.py", "--windows=2", "--passes=1", "--json=-").stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton exists on Linux only")
+def test_the_kernels_need_four_packages(light, tmp_path, monkeypatch):
+    """(And filelock, of torch.compile.)"""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (tmp_path / "kernels.py").write_text("import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))")
+    cases = ROOT / "tests" / "kernels_cases" / "masking_cases.py"
+    flags = [str(cases), "-o", "addopts=", "-q", f"--rootdir={ROOT}"]
+    r = light(tmp_path / "kernels.py", *flags, more=["pytest", "filelock"])
+    assert " passed" in r.stdout
 
 
 def test_other_packages_are_asked_for_where_imported():

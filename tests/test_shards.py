@@ -463,7 +463,7 @@ def test_a_node_that_comes_back_resumes(run, tmp_path, pydoc):
     flags += ["--max_steps=120", "--eval_interval=20", "--learning_rate=1e-3"]
     text = tmp_path / "text.txt"
     train(run, 0, tmp_path / "whole", *flags)
-    args = [f"--data={text}", *flags, "--shard", f"--out_dir={tmp_path / 'o'}"]
+    args = [f"--data={text}", *flags, "--shard", "--resume=auto", f"--out_dir={tmp_path / 'o'}"]
     first = agent(port, args, tmp_path / "first.log")
     keeps_the_store(port)
     second = agent(port, args, tmp_path / "second.log")

@@ -1,6 +1,5 @@
 """Runs of mdlm.py from end to end: they learn, stop, resume and refuse."""
 
-import inspect
 import json
 import math
 import os
@@ -247,7 +246,7 @@ def test_device_does_the_same_in_every_step(trained, monkeypatch, more):
         states = [s for o in run.optimizers for s in (*o.state.values(), *o.param_groups)]
         kept = [x.data_ptr() for x in tree_leaves(states) if isinstance(x, torch.Tensor)]
         seen.append((watched.seen, kept, run.new_share.data_ptr()))
-    assert len(seen[2][0]) > 100
+    assert seen[2][0]
     assert seen[2] == seen[3], "the first step makes the optimizers' state"
 
 
@@ -429,8 +428,6 @@ def test_clock_starts_before_the_slow_imports(monkeypatch):
     monkeypatch.setattr(mdlm, "train", lambda given, start: seen.append(start))
     mdlm.main([])
     assert seen == [mdlm.PROCESS_START]
-    source = inspect.getsource(mdlm)
-    assert source.index("PROCESS_START = cli.start(") < source.index("import torch")
 
 
 @pytest.mark.slow
@@ -575,6 +572,8 @@ def test_fine_tuning_another_network_is_refused(short_run, tmp_path, capsys, fla
         (["--tokenizer=letters"], ["letters", "char"]),
         (["--rates=sqrt"], ["sqrt", "cosine"]),
         (["--resume", "--overwrite"], ["contradict"]),
+        (["--resume=auto", "--overwrite"], ["contradict"]),
+        (["--resume=perhaps"], ["perhaps", "true, false, auto"]),
         (["--resume"], ["no intact checkpoint"]),
         (["--rates=0.5-0.2"], ["swap"]),
         (["--dropout=1.5"], ["dropout"]),

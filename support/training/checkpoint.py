@@ -10,12 +10,13 @@ import json
 import os
 import re
 import time
+import warnings
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from support import environment, files, ownership, ranks
+from support import environment, files, ownership
 from support.errors import UserError
 from support.flags import at_home, check_not_empty, modern
 from support.terminal import warn
@@ -356,7 +357,7 @@ def restore(folder, model, averaged, optimizers):
     return state
 
 
-lock_fds = []  # file descriptors of locked folders; the system unlocks them when the process ends
+locks = []  # of folders; the system unlocks them when the process ends
 created_dirs = []  # those of them that this process made
 
 
@@ -373,29 +374,44 @@ def claim_run_dir(out_dir):
 
 
 def lock(out_dir):
-    with contextlib.suppress(ImportError, OSError):  # Windows and some file systems have no locks
-        import fcntl
+    """Lock the folder of a run; UserError if another process has. Without the package filelock,
+    which comes with torch, the run goes on with a warning."""
+    path = out_dir / ownership.LOCK
+    if os.path.lexists(path) and not ownership.is_lock(path):
+        return  # not ours to write: ownership.check_run refuses it
+    if not environment.is_installed("filelock"):
+        fix = f"do not start a second run there, or type: {environment.pip_install('filelock')}"
+        warn(f"--out_dir={out_dir} is not locked, as there is no package filelock; {fix}")
+        return
+    import filelock
 
-        lock_fds.append(os.open(out_dir, os.O_RDONLY))
-        try:
-            fcntl.flock(lock_fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fix = "stop the run that is training there, or give another --out_dir"
-            raise UserError(f"--out_dir={out_dir} is in use; {fix}") from None
+    # Whoever may write the folder may lock it.
+    found = filelock.FileLock(path, mode=out_dir.stat().st_mode & 0o666)
+    try:
+        # Where there are no locks, newer versions of filelock warn and let a file stand for one,
+        # which a run that is killed on another machine leaves there for good.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            found.acquire(timeout=0)
+        locks.append((found, path))
+    except filelock.Timeout:
+        fix = "stop the run that is training there, or give another --out_dir"
+        raise UserError(f"--out_dir={out_dir} is in use; {fix}") from None
+    except PermissionError:
+        pass  # the lock of another user
+    except (OSError, NotImplementedError, UserWarning):  # some file systems have no locks
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def release():
     """Unlock the folder; an empty one is removed."""
-    while lock_fds:
-        os.close(lock_fds.pop())
+    while locks:
+        found, path = locks.pop()
+        with contextlib.suppress(OSError):  # Windows removes it on release
+            path.unlink()  # before the release: nobody who opens it meanwhile has the lock
+        with contextlib.suppress(OSError):
+            found.release()
     while created_dirs:
         with contextlib.suppress(OSError):
             created_dirs.pop().rmdir()
-
-
-def was_restarted(out_dir):
-    """Whether torchrun restarts a run that has saved since this launch: then it resumes."""
-    launch = ranks.launch_id()
-    with contextlib.suppress(UserError):
-        return bool(launch) and read_state(find_checkpoint(out_dir)).get("launch") == launch
-    return False

@@ -98,15 +98,27 @@ def check_end(given, old, folder):
 def find_run(given):
     """(flags, the checkpoint to resume from or None), of the given flags.
 
-    torchrun repeats the flags that began a run when it restarts: then the run goes on.
+    Of these flags --resume is true or false: the first rank has decided what "auto" is.
     """
     out = Path(given.get("out_dir", "out"))
-    if not given.get("resume") and ranks.ask_first_rank(checkpoint.was_restarted, out):
-        given = {k: v for k, v in given.items() if k != "overwrite"} | {"resume": True}
+    if given.get("resume"):
+        check_resume(given)
+    if given.get("resume") == "auto":
+        given = given | {"resume": ranks.ask_first_rank(holds_run, out)}
     if not given.get("resume"):
         return given, None
-    check_resume(given, out)
-    return given, ranks.ask_first_rank(checkpoint.find_checkpoint, out)  # it reads all of it
+    return given, ranks.ask_first_rank(find_to_resume, out)  # it reads all of the checkpoint
+
+
+def holds_run(out):
+    """Whether a run has saved a checkpoint in `out`, perhaps a damaged one."""
+    return any(map(ownership.is_checkpoint, checkpoint.checkpoints(out)))
+
+
+def find_to_resume(out):
+    """The checkpoint that --resume continues; UserError if there is none."""
+    check_cut_off(out)
+    return checkpoint.find_checkpoint(out)
 
 
 def check_ranks(config):
@@ -118,8 +130,7 @@ def check_ranks(config):
 
 def check_unused(given, out):
     """Raise UserError if a new run would meet another one in its folder."""
-    has_saved = any(map(ownership.is_checkpoint, checkpoint.checkpoints(out)))
-    if has_saved and not (given.get("resume") or given.get("overwrite")):
+    if holds_run(out) and not (given.get("resume") or given.get("overwrite")):
         fix = "give --resume to continue it, --overwrite to replace it, or another --out_dir"
         raise UserError(f"--out_dir={out} already holds a run; {fix}")
 
@@ -148,10 +159,14 @@ def check_place(config, out):
             raise UserError(f"--{name}={path} would be replaced; give another --out_dir")
 
 
-def check_resume(given, out):
-    """Raise UserError where --resume does not make sense."""
+def check_resume(given):
+    """Raise UserError for --resume and --overwrite together."""
     if given.get("overwrite"):
         raise UserError("--resume and --overwrite contradict each other; give one of them")
+
+
+def check_cut_off(out):
+    """Raise UserError for checkpoints that --overwrite had begun to replace."""
     if checkpoint.read_latest(out) == ownership.OVERWRITING:
         before = f"remove {out}/latest to go on with the run before, if it had the same data"
         fix = f"give --overwrite again, or {before}"
@@ -328,7 +343,7 @@ def save(run, finished=False):
     began = time.monotonic()
     state = dict(step=run.step, tokens=run.tokens, sequences=run.sequences(run.step))
     state |= dict(seconds=run.elapsed(), ending=run.ending)
-    state |= dict(finished=finished, launch=ranks.launch_id(), saving=run.saving)
+    state |= dict(finished=finished, saving=run.saving)
     state |= run.corpus.identity
     weights = run.averaged.state_dict()
     tensors = checkpoint.training_tensors(run.model, run.averaged, run.optimizers)

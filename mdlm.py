@@ -71,7 +71,10 @@ class Config:
         "out", "folder for checkpoints, log.jsonl and loss.png", path=WRITES, common=True
     )
     resume: bool = opt(
-        False, "continue the run in out_dir; auto: if there is one, else begin it", "auto"
+        False,
+        "continue the run in out_dir; auto: if there is one, else begin it",
+        "auto",
+        common=True,
     )
     overwrite: bool = opt(False, "replace the run in out_dir by a new one", common=True)
     init_from: str = opt(

@@ -405,7 +405,7 @@ def test_a_lock_replaces_no_file(tmp_path):
         path.parent.mkdir()
         make(path)
         checkpoint.claim_run_dir(path.parent)
-        with pytest.raises(UserError, match="is not mdlm's, and a run would replace it"):
+        with pytest.raises(UserError, match="was not written by mdlm, and a run would replace it"):
             ownership.check_run(path.parent, prepares=True)
         assert path.read_text() == "mine"
         shutil.rmtree(path.parent)

@@ -385,8 +385,8 @@ def lock(out_dir):
         return
     import filelock
 
-    # Whoever may write the folder may lock it.
-    found = filelock.FileLock(path, mode=out_dir.stat().st_mode & 0o666)
+    # Its owner may lock it, and other users who may write the folder.
+    found = filelock.FileLock(path, mode=0o600 | out_dir.stat().st_mode & 0o066)
     try:
         # Where there are no locks, newer versions of filelock warn and let a file stand for one,
         # which a run that is killed on another machine leaves there for good.

@@ -77,7 +77,7 @@ def quick(monkeypatch):
 
 PROGRAMS = dict(sample=sample, eval=eval, bench=bench, export=export)
 # Flags that make a folder, and which command of the program writes something there.
-MORE = dict(bench=["train", "--device=cpu"], eval=["--device=cpu"], sample=["--device=cpu"])
+MORE = dict(bench=["sample", "--device=cpu"], eval=["--device=cpu"], sample=["--device=cpu"])
 
 
 def writing_flags():

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from support.errors import UserError
@@ -31,6 +32,9 @@ def problem():
 
 def is_installed(package):
     try:
+        if package == "pip":
+            # By any other search setuptools takes pip as started, and torch.compile fails later.
+            return PathFinder.find_spec(package) is not None
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):  # hidden, or half imported
         return False

@@ -84,6 +84,14 @@ def test_a_missing_package_is_no_exit_for_importers(monkeypatch):
         exec(minimal, {"__name__": "minimal"})
 
 
+def test_a_hint_leaves_setuptools_as_it_was(monkeypatch):
+    """It takes a search for pip as pip's start: after that, torch.compile cannot import it."""
+    finders = [f for f in sys.meta_path if type(f).__name__ == "DistutilsMetaFinder"]
+    for finder in finders:
+        monkeypatch.setattr(type(finder), "spec_for_pip", lambda self: pytest.fail(), raising=False)
+    assert "pip" in environment.pip_install("torch")
+
+
 def test_an_old_python_is_named(monkeypatch, capsys):
     """Also by a Python that is too old for the rest: what it reads first has no newer syntax."""
     monkeypatch.setattr(sys, "version_info", (3, 9, 6))

@@ -2,7 +2,7 @@
 
     python sample.py                                    # a text from nothing
     python sample.py "ROMEO:" --length=600              # continue a beginning
-    python sample.py "To be███"                         # each █ or [MASK]: a token
+    python sample.py "To be███"                         # each █ is a token
     python sample.py --infill "To [___], or not to be"  # an unknown length
     python sample.py --watch --html=page.html           # see it, and keep it
 

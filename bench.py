@@ -1,8 +1,8 @@
 """Measure kernels, training steps and sampling against plain PyTorch and installed peers.
 
-    python bench.py kernels              # on a GPU: three operations, checked before they are timed
-    python bench.py train --preset=gpu   # training steps: Triton and PyTorch, compiled and eager
-    python bench.py sample --out_dir=out # how well samplers write, by network calls
+    python bench.py kernels               # on a GPU: three operations, checked
+    python bench.py train --preset=gpu    # training steps, all kinds
+    python bench.py sample --out_dir=out  # how well samplers write, by calls
 
 A time is the median over rounds in which the contestants take turns; spread is half its
 interquartile range. `share` of a training step is MFU. A wrong result gets no time.

@@ -1,10 +1,10 @@
 """Evaluate a model: its likelihood with an error, accuracy and calibration; pictures.
 
-    python eval.py                              # the run in out/, else the model in weights/
-    python eval.py --exact --windows=64         # also the exact left-to-right likelihood
-    python eval.py --text="To be, or not to be" # what the model sees and predicts in a text
-    python eval.py --temperature=1.1            # for a model that is too sure of itself
-    python eval.py --compare=out-mdlm,out-ar    # the logs of several runs: a table, loss curves
+    python eval.py                            # the run in out/, else weights/
+    python eval.py --exact --windows=64       # the exact likelihood too
+    python eval.py --text="To be, or not"     # what it predicts in a text
+    python eval.py --temperature=1.1          # for a model too sure of itself
+    python eval.py --compare=out-mdlm,out-ar  # logs of runs: a table, curves
 
 Pictures of a run go into its folder. On a CPU the same command gives the same bits.
 """

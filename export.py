@@ -1,7 +1,7 @@
 """Write a model for other programs.
 
-    python export.py --to=hf --out_dir=out --dest=my-model     # for Hugging Face transformers
-    python export.py --to=page --out_dir=out --dest=my-page   # a web page in which the model runs
+    python export.py --to=hf --out_dir=out --dest=my-model   # for transformers
+    python export.py --to=page --out_dir=out --dest=my-page  # runs in a browser
 
 my-model loads without this project, by AutoModelForMaskedLM with trust_remote_code=True, and
 AutoTokenizer. Its README.md says how. my-page is for any web server:

@@ -1,10 +1,10 @@
 """Sample from a trained model: generate text, continue a prompt, fill gaps, watch it happen.
 
-    python sample.py                                      # a text from nothing
-    python sample.py "ROMEO:" --length=600                # a beginning that stays as it is
-    python sample.py "To be███"                           # each █ (or [MASK]) is a token to fill
-    python sample.py --infill "To [___], or not to be"    # a gap of unknown length
-    python sample.py --watch --html=page.html             # in the terminal, and in a page to keep
+    python sample.py                                    # a text from nothing
+    python sample.py "ROMEO:" --length=600              # continue a beginning
+    python sample.py "To be███"                         # each █ is a token
+    python sample.py --infill "To [___], or not to be"  # an unknown length
+    python sample.py --watch --html=page.html           # see it, and keep it
 
 One loop, two moves. Reveal: draw some of the tokens that are still [MASK]. Correct: mask some that
 were drawn, and draw them again beside all the others. What is drawn in one call is far apart, where

@@ -277,6 +277,8 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, fr
     }
     program = Path(inspect.getsourcefile(cls)).stem
     n = argv.index("--") if "--" in argv else len(argv)  # what follows -- is no flag
+    if not common:  # one screen shows all
+        argv = ["--help" if word == "--help=all" else word for word in argv]
     flags = in_our_words(modern_argv(argv[:n], program), names, switches, program)
     given, unknown = parser.parse_known_args(flags)
     given = vars(given)
@@ -346,6 +348,8 @@ def make_parser(cls, fields, description, epilog, presets, preset):
         add_flag(groups[heading[field.name]], field, defaults.get(field.name, field.default))
     how = dict(action=ShowHelp, nargs="?", choices=["all"], metavar="all")
     how["help"] = "show the flags of most runs, or every flag by --help=all"
+    if not any(field.metadata["common"] for field in dataclasses.fields(cls)):
+        how = dict(action="help", help="show this text")
     next(iter(groups.values())).add_argument("-h", "--help", **how)
     return parser
 

@@ -73,7 +73,7 @@ def program(cleanup=None):
     with clean_end():
         try:
             yield end
-            print(end="", flush=True)  # here, where a full disk is caught
+            flush_streams(end.code)  # here, where a full disk is caught
         except (Exception, KeyboardInterrupt, Stopped) as e:
             end.code = report(e)
             if end.code is None:
@@ -81,6 +81,24 @@ def program(cleanup=None):
         finally:
             if cleanup:
                 cleanup()
+
+
+def flush_streams(code):
+    """Write what standard output and error hold. Else Python would end with exit code 120.
+
+    An OSError of standard output is raised, unless a signal ends the program (code above 128): that
+    may be a terminal that was closed. Standard error that fails ends no work.
+    """
+    try:
+        print(end="", flush=True)
+    except OSError:
+        if code <= 128:
+            raise
+        silence_stdout()
+    try:
+        print(end="", file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def run(main, argv, cleanup=None):

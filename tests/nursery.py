@@ -19,6 +19,7 @@ class Nursery:
     def __init__(self):
         self.folder = tempfile.TemporaryDirectory()
         env = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+        env["PYTHONUNBUFFERED"] = ""  # as users have it: what cannot be written is held
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "tests" / "faults.py")],
             text=True,

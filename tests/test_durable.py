@@ -678,7 +678,7 @@ def test_standard_error_that_fails_ends_no_work(run, monkeypatch, tmp_path):
 @needs_full
 @pytest.mark.parametrize("main", [mdlm.main, eval.main])
 def test_help_that_cannot_be_shown_is_no_success(capsys, monkeypatch, main):
-    monkeypatch.setattr(terminal, "silence_stdout", lambda: None)
+    monkeypatch.setattr(cli, "silence_stdout", lambda: None)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full)
         assert cli.run(main, ["--help"]) == 2
@@ -720,7 +720,7 @@ def test_standard_output_is_blamed_for_itself_alone(capsys, monkeypatch):
     assert "standard output" not in call(broken, capsys).err
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full)
-        monkeypatch.setattr(terminal, "silence_stdout", lambda: None)
+        monkeypatch.setattr(cli, "silence_stdout", lambda: None)
         assert cli.run(lambda argv: print("x", flush=True), []) == 2
         monkeypatch.undo()
         with contextlib.suppress(OSError):

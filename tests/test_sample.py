@@ -25,7 +25,7 @@ from safetensors.torch import save as to_safetensors
 import mdlm
 import sample
 from studies import word_statistics
-from support import cli, kernels, numerics, terminal
+from support import cli, kernels, numerics
 from support.data.tokenizer import Tokenizer, build_tokenizer
 from support.errors import NoEffect
 from support.infill import calls, likelihood, ranking, search
@@ -691,7 +691,7 @@ class TestCharacters:
         ids=lambda a: ascii(a[0]) if a[0].startswith("--") else "",
     )
     def test_mistakes_get_one_sentence_and_code_2(self, run, say, monkeypatch, args, words):
-        monkeypatch.setattr(terminal, "silence_stdout", lambda: None)
+        monkeypatch.setattr(cli, "silence_stdout", lambda: None)
         r = say(run, *args)
         assert r.code == 2 and r.out == ""
         assert r.err.count("\n") == 1 and all(word in r.err for word in words), r.err
@@ -705,7 +705,7 @@ class TestCharacters:
     def test_a_full_disk_gets_one_sentence(self, run, say, monkeypatch):
         if not Path("/dev/full").is_char_device():
             pytest.skip("no /dev/full here")
-        monkeypatch.setattr(terminal, "silence_stdout", lambda: None)
+        monkeypatch.setattr(cli, "silence_stdout", lambda: None)
         r = say(run, "--steps=1", "--json=/dev/full")
         _, sentence = r.err.splitlines()  # after the line on the model
         assert r.code == 2 and "No space" in sentence

@@ -398,7 +398,7 @@ def lock(out_dir):
         fix = "stop the run that is training there, or give another --out_dir"
         raise UserError(f"--out_dir={out_dir} is in use; {fix}") from None
     except PermissionError:
-        pass  # the lock of another user
+        warn(f"--out_dir={out_dir} is not locked: the lock there belongs to another user")
     except (OSError, NotImplementedError, UserWarning):  # some file systems have no locks
         with contextlib.suppress(OSError):
             path.unlink()

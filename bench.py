@@ -2,6 +2,7 @@
 
     python bench.py kernels               # on a GPU: three operations, checked
     python bench.py train --preset=gpu    # training steps, all kinds
+    python bench.py profile --preset=gpu  # on a GPU: what a step consists of
     python bench.py sample --out_dir=out  # how well samplers write, by calls
 
 A time is the median over rounds in which the contestants take turns; spread is half its
@@ -31,11 +32,11 @@ import torch
 
 import mdlm
 from studies import frontier, peers
-from support import devices, outputs, ranks
+from support import devices, numerics, outputs, ranks
 from support.errors import UserError
 from support.files import naming, to_json
 from support.flags import READS, WRITES, opt
-from support.training import compiling
+from support.training import compiling, optimizers
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.int64: 0}  # relative, of a tensor
 LATE = "not measured: the time is up"
@@ -53,7 +54,7 @@ class EveryMode:
 
 @dataclass
 class Timed(EveryMode):
-    # kernels and train
+    # kernels, train and profile
     seconds: float = opt(0.5, "how long each contestant is timed", bounds=(0, 1e4))
 
 
@@ -65,7 +66,7 @@ class KernelsOptions(Timed):
 
 @dataclass
 class TrainOptions(Timed):
-    # train
+    # train and profile
     preset: str = opt(
         "all", "preset of mdlm.py to train; all: those of the device", "all", *mdlm.PRESETS
     )
@@ -344,6 +345,65 @@ def start_step(exact, kernel, config, folder, device, dtype, compiled):
     return run, step, peak_memory(step, device, before)
 
 
+def captured_steps(run):
+    """steps_of(run), whose work on the device is one CUDA graph from the fourth step on."""
+    config = run.config
+    samples = torch.arange(run.micro_batch)
+    out = torch.zeros(2, device=run.device)
+    inputs = replay = None
+
+    def on_device():
+        with run.autocast():
+            view, targets, weights = run.objective.batch(run.model.ops, *inputs)
+            loss = run.network(view, targets, weights)
+        loss.backward()
+        norm = optimizers.clip_gradients(list(run.model.parameters()), config.grad_clip)
+        optimizers.update(run)
+        out.copy_(torch.stack((loss.detach(), norm)))
+
+    for step in itertools.count():
+        optimizers.set_rates(run, step, mdlm.lr_scale(config, step, progress=0.75))
+        numerics.seed_device(run.device, "dropout", config.seed, step, 0, 0)
+        drawn = mdlm.draw_batch(run, step, 0.5, samples)
+        inputs = inputs or [x.clone() for x in drawn]
+        torch._foreach_copy_(inputs, drawn)
+        if step == 3:
+            gc.collect()  # nothing may be freed while a graph is captured
+            replay = captured(on_device, [()])  # its warm-up is this step
+        else:
+            (replay or on_device)()
+        run.pending[step] = out.clone()
+        if (step + 1) % config.log_interval == 0:
+            mdlm.check_finite(run)
+        yield
+
+
+def ten_steps(step, run):
+    """What ten steps of a run are compared by: losses, norms, what changed in weights and EMA."""
+    weights = (*run.model.parameters(), *run.averaged.parameters())
+    before = [p.detach().clone() for p in weights]
+    seen = []
+    for _ in range(10):
+        step()
+        mdlm.check_finite(run)  # reads the loss and the norm
+        seen.append((run.loss, run.grad_norm))
+    changes = torch.cat([(p.detach() - old).flatten() for p, old in zip(weights, before)])
+    return [*torch.tensor(seen).T, *changes.cpu().chunk(2)]
+
+
+def start_captured(config, folder, device, dtype):
+    """What start_step returns, for compiled steps captured as a graph that compute the same."""
+    seen = []
+    for steps in (steps_of, captured_steps):
+        run = start_run(config, folder, device, dtype, "auto", True)
+        step = partial(next, steps(run))
+        seen.append(ten_steps(step, run))
+    errors = [(b - a).norm() / a.norm() for a, b in zip(*seen)]
+    if not max(errors) <= 0.05:  # a frozen rate would be 0.4
+        raise UserError(f"WRONG RESULT, relative errors of ten steps {errors}")
+    return run, step, None
+
+
 def race_steps(config, folder, device, table, options):
     """Time the steps of a preset: PyTorch and Triton, first compiled, as one trains, then eager."""
     dtype = devices.pick_dtype("auto", device)
@@ -371,6 +431,12 @@ def race_steps(config, folder, device, table, options):
                 text = describe(e)
                 broken = kernel != "torch" and text != LATE
                 table.fail(where, name, text, broken or text.startswith("WRONG"))
+        if compiled and device.type == "cuda" and config.gradient_accumulation_steps == 1:
+            try:
+                if not ranks.is_late(table.until):
+                    ready["one CUDA graph"] = start_captured(config, folder, device, dtype)
+            except Exception as e:
+                table.fail(where, "one CUDA graph", describe(e))
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
         raced = race(calls, device, options.seconds)
         base = base or raced.get(f"--kernels=torch, {how}", [None])[0]
@@ -384,24 +450,77 @@ def race_steps(config, folder, device, table, options):
             table.add(where | row)
 
 
+def preset_config(preset):
+    V = 50257 if preset == "gpt2" else 65
+    return mdlm.Config(**mdlm.PRESETS[preset] | dict(preset=preset, vocab_size=V))
+
+
+def write_tokens(folder, V):
+    """A corpus of random tokens."""
+    for name, n in (("train.bin", 4 << 20), ("val.bin", 1 << 14)):
+        ids = np.random.default_rng(0).integers(V, size=n, dtype=np.uint16)
+        with naming(folder):
+            Path(folder, name).write_bytes(ids.tobytes())
+
+
 def bench_training(options, device, table):
     """The steps of each preset that is asked for, on random tokens."""
     torch.set_float32_matmul_precision("high")  # as mdlm.py
     presets = ("gpu", "gpt2", "cpu") if device.type == "cuda" else ("cpu",)
     for preset in presets if options.preset == "all" else (options.preset,):
-        V = 50257 if preset == "gpt2" else 65
-        config = mdlm.Config(**mdlm.PRESETS[preset] | dict(preset=preset, vocab_size=V))
+        config = preset_config(preset)
         torch._dynamo.reset()
         with tempfile.TemporaryDirectory() as folder:
-            for name, n in (("train.bin", 4 << 20), ("val.bin", 1 << 14)):
-                ids = np.random.default_rng(0).integers(V, size=n, dtype=np.uint16)
-                with naming(folder):
-                    Path(folder, name).write_bytes(ids.tobytes())
+            write_tokens(folder, config.vocab_size)
             race_steps(config, folder, device, table, options)
 
 
-MODES = dict(kernels=bench_kernels, train=bench_training, sample=frontier.bench_sampling)
-FLAGS = dict(kernels=KernelsOptions, train=TrainOptions, sample=SampleOptions)
+def bench_profile(options, device, table):
+    """What a compiled training step consists of: how busy the GPU is, and its longest kernels."""
+    torch.set_float32_matmul_precision("high")
+    preset = "gpu" if options.preset == "all" else options.preset
+    config = preset_config(preset)
+    dtype = devices.pick_dtype("auto", device)
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokens(folder, config.vocab_size)
+        run = start_run(config, folder, device, dtype, "auto", True)
+        step = partial(next, steps_of(run))
+        for _ in range(12):
+            step()
+        _, (seconds, _) = race(dict(step=step), device, options.seconds).popitem()
+        n = 5
+        with torch.profiler.profile() as profiler:
+            for _ in range(n):
+                step()
+            torch.cuda.synchronize()
+    kernels = [e for e in profiler.key_averages() if e.device_type.name == "CUDA"]
+    busy = sum(e.self_device_time_total for e in kernels) / n / 1e3
+    launches = sum(e.count for e in kernels) / n
+    ms = seconds * 1e3
+    table.note(
+        f"{preset}: a step takes {ms:.4g} ms; kernels {busy:.4g} ms in {launches:g} launches"
+    )
+    kernels.sort(key=lambda e: -e.self_device_time_total)
+    for e in kernels[:40]:
+        t = e.self_device_time_total / n / 1e3
+        table.add(
+            dict(
+                operation=preset,
+                kernel=e.key[:90].replace("|", "/"),
+                ms=t,
+                share=t / busy,
+                calls=round(e.count / n),
+            )
+        )
+
+
+MODES = dict(
+    kernels=bench_kernels,
+    train=bench_training,
+    profile=bench_profile,
+    sample=frontier.bench_sampling,
+)
+FLAGS = dict(kernels=KernelsOptions, train=TrainOptions, profile=TrainOptions, sample=SampleOptions)
 
 
 def names_of(mode):
@@ -441,8 +560,8 @@ def main(argv):
         torch.cuda.set_device(device.index or 0)  # where streams and memory are counted
     mode = mode or ("kernels" if cuda else "train")
     check_mode(mode, given)
-    if mode == "kernels" and not cuda:
-        raise UserError(f"kernels run on a CUDA device, not on {device}; give train or sample")
+    if mode in ("kernels", "profile") and not cuda:
+        raise UserError(f"{mode} needs a CUDA device, not {device}; give train or sample")
     table = ResultsTable(mode, options, device)
     MODES[mode](options, device, table)
     return table.close()

@@ -31,14 +31,12 @@ from __future__ import annotations
 
 import torch
 
-from .launch import ENABLED, jit, launch, register, runs_on, tl, triton
+from .launch import LOG2E, jit, launch, register, runs_on, tl, triton
 from .reference import MAX_T, attention_ref, prepare
 
 HEAD_DIMS = (32, 64)
 MAX_OURS = 256  # for longer windows cuDNN should be faster: an estimate, not measured
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-constant = tl.constexpr if ENABLED else float
-LOG2E = constant(1.4426950408889634)  # e^x = 2^(x log2 e)
 
 
 # ---- Reading and writing blocks of rows

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .launch import jit, launch, register, runs_on, tl, triton
+from .launch import LOG2E, jit, launch, register, runs_on, tl, triton
 from .reference import linear_cross_entropy_ref
 
 # Number of logits in a chunk: 5,336 rows at V = 50,304, 0.5 GB in 16 bits. It does not depend on
@@ -33,49 +33,52 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # ---- The kernel: one program per row
 @jit
-def _logsumexp(z_ptr, V, limit, BLOCK: tl.constexpr):
-    """Return log sum exp of V columns in one pass (Milakov and Gimelshein, 1805.02867)."""
-    col = tl.arange(0, BLOCK)
-    top = tl.full((), -float("inf"), tl.float32)
-    # Partial sums, added up at the end: one reduction per block of columns instead of two.
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, limit, BLOCK):
-        at = start + col
-        z = tl.load(z_ptr + at, mask=at < limit, other=0, eviction_policy="evict_last")
-        z = tl.where(at < V, z.to(tl.float32), -float("inf"))
-        new = tl.maximum(top, tl.max(z, 0))
-        shift = tl.where(new == -float("inf"), 0.0, new)  # -inf - (-inf) would be NaN
-        total = total * tl.exp(top - shift) + tl.exp(z - shift)
-        top = new
-    return top + tl.log(tl.sum(total, 0))
-
-
-@jit
 def ce_chunk_kernel(
     z_ptr, target_ptr, weight_ptr, unit_ptr, loss_ptr, V, limit, BLOCK: tl.constexpr
 ):
     """Replace logits (m, limit) by dz / unit in place, and store the loss of each row.
 
-    Columns from V to limit are padding. unit: the largest weight.
+    Columns from V to limit are padding; limit < V + BLOCK. unit: the largest weight.
+
+    Two passes over a row: the logarithm of its sum of exponentials (Milakov and Gimelshein,
+    1805.02867), then dz; between them the row stays in the L2 cache. Powers of 2 replace those of
+    e, because the hardware computes them.
     """
     i = tl.program_id(0).to(tl.int64)
     weight = tl.load(weight_ptr + i)
     z_ptr += i * limit
     col = tl.arange(0, BLOCK)
+    whole = V // BLOCK * BLOCK  # no column before this one is padding, so most blocks need no mask
+    rest = whole + col
     if weight != 0:
         target = tl.load(target_ptr + i).to(tl.int64)
         # A target outside [0, V) makes the loss NaN instead of reading memory out of bounds.
         known = (target >= 0) & (target < V)
-        z_target = tl.load(z_ptr + target, mask=known, other=float("nan")).to(tl.float32)
-        lse = _logsumexp(z_ptr, V, limit, BLOCK)
-        tl.store(loss_ptr + i, weight * (lse - z_target))
+        z_target = tl.load(z_ptr + target, mask=known, other=float("nan")).to(tl.float32) * LOG2E
+        z = tl.load(z_ptr + rest, mask=rest < V, other=-float("inf")).to(tl.float32) * LOG2E
+        # Not -inf: -inf - (-inf) would be NaN.
+        top = tl.maximum(tl.max(z, 0), -1e30)
+        # Partial sums, added up at the end: one reduction per block of columns instead of two.
+        total = tl.exp2(z - top)
+        for start in range(0, whole, BLOCK):
+            z = tl.load(z_ptr + start + col, eviction_policy="evict_last").to(tl.float32) * LOG2E
+            new = tl.maximum(top, tl.max(z, 0))
+            total = total * tl.exp2(top - new) + tl.exp2(z - new)
+            top = new
+        lse = top + tl.log2(tl.sum(total, 0))
+        tl.store(loss_ptr + i, weight * (lse - z_target) / LOG2E)
         factor = weight / tl.load(unit_ptr)
-        for start in range(0, limit, BLOCK):  # second pass: the row is in the L2 cache
-            at = start + col
-            z = tl.load(z_ptr + at, mask=at < limit, other=0, eviction_policy="evict_first")
-            dz = factor * (tl.exp(z.to(tl.float32) - lse) - (at == target).to(tl.float32))
-            dz = tl.where(at < V, dz, 0.0)
-            tl.store(z_ptr + at, dz.to(z_ptr.dtype.element_ty), mask=at < limit)
+        for start in range(0, whole, BLOCK):
+            z = tl.load(z_ptr + start + col, eviction_policy="evict_first").to(tl.float32)
+            dz = factor * tl.exp2(z * LOG2E - lse)
+            tl.store(z_ptr + start + col, dz.to(z_ptr.dtype.element_ty))
+        z = tl.load(z_ptr + rest, mask=rest < V, other=-float("inf")).to(tl.float32)
+        dz = factor * tl.exp2(z * LOG2E - lse)
+        tl.store(z_ptr + rest, dz.to(z_ptr.dtype.element_ty), mask=rest < limit)
+        # The target's dz is stored last, over what another thread has stored before the barrier.
+        tl.debug_barrier()
+        dz_target = factor * (tl.exp2(z_target - lse) - 1)
+        tl.store(z_ptr + target, dz_target.to(z_ptr.dtype.element_ty), mask=known)
     else:  # a padding row
         tl.store(loss_ptr + i, 0.0)
         for start in range(0, limit, BLOCK):

@@ -24,9 +24,11 @@ if ENABLED:
     import triton.language as tl
 
     jit = triton.jit
+    LOG2E = tl.constexpr(1.4426950408889634)  # e^x = 2^(x log2 e)
 else:
     triton = None
     tl = None
+    LOG2E = None
 
     def jit(function):
         """Return the function unchanged. Without Triton, no kernel is ever called."""

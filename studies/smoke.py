@@ -1,0 +1,131 @@
+"""The first minute on a GPU: do the kernels compute, in bfloat16, what float64 computes?
+
+    python studies/smoke.py      # 30 s; exit code 1 if anything is wrong
+
+Each operation's results and gradients are compared with float64; PyTorch's error in the same dtype
+stands beside. Then five compiled training steps of preset gpu are compared with plain PyTorch's.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+import bench
+import mdlm
+from studies import peers
+from support import devices, kernels
+from support.kernels.reference import block_spans, document_spans
+from support.training import compiling
+
+STEPS = 5
+
+
+def relative(x, exact):
+    return ((x.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+def compare(name, results, plain, exact, dtype):
+    """Print the errors; whether each is at most twice that of plain PyTorch, or small."""
+    ok = True
+    for part in exact:
+        ours, theirs = (relative(x[part], exact[part]) for x in (results, plain))
+        good = ours <= 2 * theirs + bench.TOLERANCE[dtype] / 20
+        ok &= good
+        print(f"{name:44} {part:5} {ours:.2e} (PyTorch {theirs:.2e}){'' if good else '  WRONG'}")
+    return ok
+
+
+def attention(dtype, B, T, H, D, spans=None, name=""):
+    g = torch.Generator("cuda").manual_seed(0)
+    qkv, grad = (
+        torch.randn(*size, generator=g, device="cuda").to(dtype)
+        for size in ((B, T, 3, H, D), (B, T, H, D))
+    )
+
+    def run(f, dtype):
+        x = qkv.to(dtype).requires_grad_()
+        out = f(x, spans=spans)
+        dq, dk, dv = torch.autograd.grad(out, x, grad.to(dtype))[0].unbind(2)
+        return dict(out=out.detach(), dq=dq, dk=dk, dv=dv)
+
+    ref = kernels.attention_ref
+    results = run(kernels.attention, dtype), run(ref, dtype), run(ref, torch.float64)
+    return compare(f"attention T={T} D={D} {str(dtype)[6:]} {name}", *results, dtype)
+
+
+def head(dtype, M, C, V):
+    g = torch.Generator("cuda").manual_seed(0)
+    h, W = (torch.randn(n, C, generator=g, device="cuda").to(dtype) for n in (M, V))
+    targets = torch.randint(V, (M,), generator=g, device="cuda")
+    weights = torch.rand(M, generator=g, device="cuda") / M
+    weights[-M // 8 :] = 0  # rows of padding
+
+    def run(f, dtype):
+        x, y = h.to(dtype).requires_grad_(), (W / C**0.5).to(dtype).requires_grad_()
+        loss = f(x, y, targets, weights)
+        dh, dW = torch.autograd.grad(loss, (x, y))
+        return dict(loss=loss.detach(), dh=dh, dW=dW)
+
+    def exact(h, W, targets, weights):
+        ce = torch.nn.functional.cross_entropy(h @ W.T, targets, reduction="none")
+        return (ce * weights).sum()
+
+    results = run(kernels.linear_cross_entropy, dtype), run(kernels.linear_cross_entropy_ref, dtype)
+    return compare(f"head V={V} {str(dtype)[6:]}", *results, run(exact, torch.float64), dtype)
+
+
+def masking(B, T):
+    case = peers.masking(torch.device("cuda"), B, T)
+    results, exact = (case.contestants["mdlm"](False, *case.inputs(3)), case.exact(*case.inputs(3)))
+    equal = all(map(torch.equal, results, exact))
+    print(f"masks B={B} T={T}: {'equal bits' if equal else 'WRONG'}")
+    return equal
+
+
+def losses(name):
+    """Those of five compiled steps of preset gpu on random tokens."""
+    device = torch.device("cuda")
+    config = mdlm.Config(**mdlm.PRESETS["gpu"] | dict(preset="gpu", vocab_size=65, dropout=0.0))
+    with tempfile.TemporaryDirectory() as folder:
+        bench.write_tokens(folder, 65)
+        corpus = mdlm.Corpus(folder, config, device)
+        dtype = devices.pick_dtype("auto", device)
+        ops = mdlm.select_kernels(name, device, config, dtype)
+        run = mdlm.make_run(config, corpus, device, dtype, ops)
+        compiling.compile_network(run, True)
+        for step in range(STEPS):
+            mdlm.train_step(run, step, progress=0.75)
+        values = torch.stack([*run.pending.values()]).cpu()
+    return values
+
+
+def main():
+    torch.set_float32_matmul_precision("high")
+    ok = True
+    T = 512
+    ends = torch.rand(8, T, device="cuda") < 0.02
+    spans = {"documents": document_spans(ends), "blocks": block_spans(T // 2, 16, "cuda")}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for D in (32, 64):
+            ok &= attention(dtype, 8, 256, 6, D)
+            ok &= attention(dtype, 8, 111, 3, D)
+            for name, span in spans.items():
+                ok &= attention(dtype, 8, T, 3, D, span, name)
+        for V in (65, 1000, 50304):
+            ok &= head(dtype, 4096, 384, V)
+    for B, T in ((64, 256), (16, 1024), (4, 8192), (2, 5)):
+        ok &= masking(B, T)
+    ours, plain = losses("triton"), losses("torch")
+    print(f"{STEPS} compiled steps, loss and norm: Triton, then PyTorch")
+    print(torch.cat((ours, plain), 1))
+    ok &= bool((ours[:, 0] - plain[:, 0]).abs().max() <= 0.02)
+    print("all agree" if ok else "WRONG: see above")
+    return int(not ok)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -32,11 +32,11 @@ import torch
 
 import mdlm
 from studies import frontier, peers
-from support import devices, numerics, outputs, ranks
+from support import devices, outputs, ranks
 from support.errors import UserError
 from support.files import naming, to_json
 from support.flags import READS, WRITES, opt
-from support.training import compiling, optimizers
+from support.training import compiling, graphs
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.int64: 0}  # relative, of a tensor
 LATE = "not measured: the time is up"
@@ -331,81 +331,24 @@ def gradients(config, *how):
     return [loss] + [p.grad for p in run.model.parameters()]
 
 
-def start_step(exact, kernel, config, folder, device, dtype, compiled):
+def start_step(exact, kernel, config, folder, device, dtype, mode):
     """(run, call of a step, megabytes) of a contestant whose gradients are right."""
-    how = (folder, device, dtype, kernel, compiled)
+    how = (folder, device, dtype, kernel, mode != "eager")
     if exact:
         check_close(gradients(config, *how), exact, dtype)
     gc.collect()  # before memory is counted, return what is no longer used
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     run = start_run(config, *how)
+    if "without" in mode:
+        run.recorder = None
     step = partial(next, steps_of(run))
-    for _ in range(3):  # compiles, and makes the state of the optimizers
+    for _ in range(graphs.WARM_UP + 2):  # compiles, makes the state of the optimizers, records
         step()
     return run, step, peak_memory(step, device, before)
 
 
-def captured_steps(run):
-    """steps_of(run), whose work on the device is one CUDA graph from the fourth step on."""
-    config = run.config
-    samples = torch.arange(run.micro_batch)
-    out = torch.zeros(2, device=run.device)
-    inputs = replay = None
-
-    def on_device():
-        with run.autocast():
-            view, targets, weights = run.objective.batch(run.model.ops, *inputs)
-            loss = run.network(view, targets, weights)
-        loss.backward()
-        norm = optimizers.clip_gradients(list(run.model.parameters()), config.grad_clip)
-        optimizers.update(run)
-        out.copy_(torch.stack((loss.detach(), norm)))
-
-    for step in itertools.count():
-        optimizers.set_rates(run, step, mdlm.lr_scale(config, step, progress=0.75))
-        numerics.seed_device(run.device, "dropout", config.seed, step, 0, 0)
-        drawn = mdlm.draw_batch(run, step, 0.5, samples)
-        inputs = inputs or [x.clone() for x in drawn]
-        torch._foreach_copy_(inputs, drawn)
-        if step == 3:
-            gc.collect()  # nothing may be freed while a graph is captured
-            replay = captured(on_device, [()])  # its warm-up is this step
-        else:
-            (replay or on_device)()
-        run.pending[step] = out.clone()
-        if (step + 1) % config.log_interval == 0:
-            mdlm.check_finite(run)
-        yield
-
-
-def ten_steps(step, run):
-    """What ten steps of a run are compared by: losses, norms, what changed in weights and EMA."""
-    weights = (*run.model.parameters(), *run.averaged.parameters())
-    before = [p.detach().clone() for p in weights]
-    seen = []
-    for _ in range(10):
-        step()
-        mdlm.check_finite(run)  # reads the loss and the norm
-        seen.append((run.loss, run.grad_norm))
-    changes = torch.cat([(p.detach() - old).flatten() for p, old in zip(weights, before)])
-    return [*torch.tensor(seen).T, *changes.cpu().chunk(2)]
-
-
-def start_captured(config, folder, device, dtype):
-    """What start_step returns, for compiled steps captured as a graph that compute the same."""
-    seen = []
-    for steps in (steps_of, captured_steps):
-        run = start_run(config, folder, device, dtype, "auto", True)
-        step = partial(next, steps(run))
-        seen.append(ten_steps(step, run))
-    errors = [(b - a).norm() / a.norm() for a, b in zip(*seen)]
-    if not max(errors) <= 0.05:  # a frozen rate would be 0.4
-        raise UserError(f"WRONG RESULT, relative errors of ten steps {errors}")
-    return run, step, None
-
-
 def race_steps(config, folder, device, table, options):
-    """Time the steps of a preset: PyTorch and Triton, first compiled, as one trains, then eager."""
+    """Time the steps of a preset, PyTorch and Triton: first as one trains."""
     dtype = devices.pick_dtype("auto", device)
     size = f"V={config.vocab_size} T={config.block_size} batch={config.batch_size}"
     where = dict(operation="training step", shape=f"{size} {str(dtype)[6:]}", what=config.preset)
@@ -416,27 +359,23 @@ def race_steps(config, folder, device, table, options):
             exact = gradients(config, folder, device, torch.float32, "torch", False)
     except Exception as e:  # most likely no memory: the others may need less
         table.note("eager PyTorch, the yardstick of the gradients, fails: " + describe(e))
+    # Compiled steps on a GPU are CUDA graphs.
     kernels = ["auto", "torch"] if device.type == "cuda" else ["torch"]
     base = None  # speed-ups are relative to PyTorch, compiled if that works
-    for compiled in (True, False):
+    for how in ("compiled", "compiled, without CUDA graphs", "eager"):
+        if "without" in how and device.type != "cuda":
+            continue
         ready = {}
-        how = "compiled" if compiled else "eager"
         for kernel in kernels:
             name = f"--kernels={kernel}, {how}"
             try:
                 if ranks.is_late(table.until):
                     raise UserError(LATE)
-                ready[name] = start_step(exact, kernel, config, folder, device, dtype, compiled)
+                ready[name] = start_step(exact, kernel, config, folder, device, dtype, how)
             except Exception as e:  # no compiler, no memory, no Triton: the line says what
                 text = describe(e)
                 broken = kernel != "torch" and text != LATE
                 table.fail(where, name, text, broken or text.startswith("WRONG"))
-        if compiled and device.type == "cuda" and config.gradient_accumulation_steps == 1:
-            try:
-                if not ranks.is_late(table.until):
-                    ready["one CUDA graph"] = start_captured(config, folder, device, dtype)
-            except Exception as e:
-                table.fail(where, "one CUDA graph", describe(e))
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
         raced = race(calls, device, options.seconds)
         base = base or raced.get(f"--kernels=torch, {how}", [None])[0]

@@ -39,12 +39,13 @@ from variants.documents import view_of_documents
 
 SUPPORT = Path(__file__).parent / "support"
 TEMPLATE = SUPPORT / "modeling_mdlm.py"
-# A line of TEMPLATE.
-PLACE = "Model = View = view_of_documents = masked_share = rotary_tables = attention_ref"
-PLACE += " = neighbours = None"
+# Two lines of TEMPLATE.
+PLACE = "Model = View = view_of_documents = masked_share = rotary_tables = None\n"
+PLACE += "attention_ref = norm_conv_ref = None\n"
 SOURCES = [View, reference.document_spans, reference.is_visible, reference.masked_share]
-SOURCES += [reference.neighbours, reference.rotary_tables, reference.rotate, reference.prepare]
-SOURCES += [reference.attention_ref, view_of_documents, mdlm.Layer, mdlm.Model]
+SOURCES += [reference.neighbours, reference.norm_conv_ref, reference.rotary_tables]
+SOURCES += [reference.rotate, reference.prepare, reference.attention_ref]
+SOURCES += [view_of_documents, mdlm.Layer, mdlm.Model]
 HELP_TO = "hf: for Hugging Face transformers; page: a web page (needs onnx, onnxscript and npm)"
 # The settings that make the network.
 NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")
@@ -247,7 +248,7 @@ def contents_of(folder, model, tokenizer, config, options):
         "config.json": json.dumps(settings, indent=1),
         "tokenizer.json": library.to_str(),
         "tokenizer_config.json": json.dumps(words, indent=1),
-        "modeling_mdlm.py": before + source + after.partition("\n")[2],
+        "modeling_mdlm.py": before + source + after,
         "README.md": card(folder, model, tokenizer, config, Path(options.dest).name),
     }
     contents = {name: text.encode() for name, text in contents.items()}

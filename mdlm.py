@@ -464,16 +464,10 @@ class Layer(nn.Module):
 
         part: 0 before attention, -1 before the MLP.
         """
-        h = F.rms_norm(x, x.shape[-1:]).to(x.dtype)  # (B, T, C)
-        if self.adaln is not None:
-            h = h * (1 + scale) + shift
-        if self.conv is None:
-            return h
-        conv = self.conv[part].to(h.dtype)  # (k, C)
-        k = len(conv)
+        conv = None if self.conv is None else self.conv[part]  # (k, C)
+        k = 0 if conv is None else len(conv)
         left = k - 1 if causal else k // 2
-        first, *others = (x * w for x, w in zip(ops.neighbours(h, left, k, sees), conv))
-        return h + sum(others, first)
+        return ops.norm_conv(x, conv, left, sees, scale, shift)
 
     def before_mlp(self, x, cos, sin, rate, sees, causal, ops):
         """Attention: the residual stream and what the MLP reads. Apart from the MLP, as
@@ -861,6 +855,7 @@ class Run:
     world: int = 1
     average: Callable = average  # updates `averaged`
     exchange: Callable = shards.exchange_nothing  # exchange(whether): of the next backward
+    recorder: object = None  # graphs.Recorder, where steps are replayed as CUDA graphs
     windows: torch.Tensor = None  # (W, T) validation text
     compiler: object = None  # the process that compiles, until it is done
     log: Log = None
@@ -904,6 +899,12 @@ class Run:
     @property
     def micro_batch(self):  # sequences of this rank at a time
         return self.config.batch_size // self.world // self.config.gradient_accumulation_steps
+
+    def call(self, function, *tensors):
+        """function(run, *tensors), on a GPU perhaps by a CUDA graph: support/training/graphs.py."""
+        if self.recorder:
+            return self.recorder.call(function, self, *tensors)
+        return function(self, *tensors)
 
     def elapsed(self):
         return time.monotonic() - self.log.start + self.seconds
@@ -958,23 +959,33 @@ def compute_gradients(run, step, margin_scale):
         numerics.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
         drawn = draw_batch(run, step, margin_scale, samples)
         run.exchange(k == n - 1)  # between ranks, once a step
-        with run.autocast():
-            view, targets, weights = run.objective.batch(run.model.ops, *drawn)
-            micro_loss = run.network(view, targets, weights) / n
-        micro_loss.backward()
-        loss = loss + micro_loss.detach()
+        loss = loss + run.call(backward, *drawn)
     return loss
+
+
+def backward(run, x0, counts, step, samples):
+    """Add the gradients of a micro-batch, as drawn by draw_batch; returns its part of the loss."""
+    with run.autocast():
+        view, targets, weights = run.objective.batch(run.model.ops, x0, counts, step, samples)
+        loss = run.network(view, targets, weights) / run.config.gradient_accumulation_steps
+    loss.backward()
+    return loss.detach()
+
+
+def clip(run):
+    """Scale the gradients down to a norm of --grad_clip at most; returns the norm before that."""
+    return clip_gradients(list(run.model.parameters()), run.config.grad_clip)
 
 
 def train_step(run, step, progress):
     """One optimizer step; its loss and gradient norm go to run.pending."""
     set_rates(run, step, lr_scale(run.config, step, progress))
     loss = compute_gradients(run, step, margin_scale=min(1.0, 2 * (1 - progress)))
-    norm = clip_gradients(list(run.model.parameters()), run.config.grad_clip)
+    norm = run.call(clip)
     run.pending[step] = torch.stack((loss, norm))
     if not devices.is_async(run.device):
         check_finite(run)  # before the update; a GPU's numbers are read before they are saved
-    update(run)
+    run.call(update)
 
 
 def check_finite(run):

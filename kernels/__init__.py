@@ -54,6 +54,7 @@ else:
         linear_cross_entropy_ref,
         mask_tokens,
         mask_tokens_ref,
-        neighbours,
+        norm_conv,
+        norm_conv_ref,
         select,
     )

@@ -5,20 +5,26 @@ from types import SimpleNamespace
 import torch
 
 from .attention import HEAD_DIMS, MAX_OURS, attention
+from .convolution import norm_conv
 from .cross_entropy import linear_cross_entropy
 from .launch import ENABLED, INTERPRET, c_compilers, can_build, warn
 from .masking import mask_tokens
-from .reference import attention_ref, linear_cross_entropy_ref, mask_tokens_ref, neighbours
+from .reference import (
+    attention_ref,
+    linear_cross_entropy_ref,
+    mask_tokens_ref,
+    norm_conv_ref,
+)
 
 REFERENCES = SimpleNamespace(
     name="torch",
     mask_tokens=mask_tokens_ref,
     attention=attention_ref,
-    neighbours=neighbours,
+    norm_conv=norm_conv_ref,
     linear_cross_entropy=linear_cross_entropy_ref,
 )
 TRITON = dict(name="triton", mask_tokens=mask_tokens, attention=attention)
-TRITON |= dict(linear_cross_entropy=linear_cross_entropy)
+TRITON |= dict(norm_conv=norm_conv, linear_cross_entropy=linear_cross_entropy)
 
 
 def attention_of_documents(qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=None):
@@ -42,8 +48,8 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
     causal    whether the model is autoregressive: then attention runs in PyTorch
     T         tokens of a window: above MAX_OURS, "auto" uses PyTorch for attention without spans
 
-    Returns a namespace with name, mask_tokens, attention, linear_cross_entropy, and neighbours
-    (always in PyTorch). Warns on stderr if an operation that was asked for does not run in Triton.
+    Returns a namespace with name, mask_tokens, attention, norm_conv and linear_cross_entropy.
+    Warns on stderr if an operation that was asked for does not run in Triton.
     """
     if name not in ("auto", "triton", "torch"):
         raise ValueError(f"kernels={name!r} is not accepted; give auto, triton or torch")

@@ -222,6 +222,31 @@ def neighbours(x, left, k, spans):
     return shifted
 
 
+# ---- Normalization and convolution
+def norm_conv_ref(x, weight, left, spans=None, scale=None, shift=None, neighbours=neighbours):
+    """Normalize rows by their RMS, then add a depthwise convolution over positions.
+
+    x             (B, T, C)
+    weight        (k, C): tap i weighs the position i - left places further; None: no convolution
+    left          number of taps before a position
+    spans         int32, from document_spans or block_spans, or None: which positions are seen
+    scale, shift  of adaptive normalization, or None; they broadcast to (B, T, C)
+    neighbours    what returns the shifted copies
+
+    Returns (B, T, C) in the dtype of x.
+    """
+    h = F.rms_norm(x, x.shape[-1:]).to(x.dtype)
+    if scale is not None:
+        h = h * (1 + scale) + shift
+    if weight is None:
+        return h
+    weight = weight.to(h.dtype)
+    first, *others = (
+        x * w for x, w in zip(neighbours(h, left, len(weight), spans), weight, strict=True)
+    )
+    return h + sum(others, first)
+
+
 # ---- Attention
 
 

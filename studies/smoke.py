@@ -3,7 +3,7 @@
     python studies/smoke.py      # 30 s; exit code 1 if anything is wrong
 
 Each operation's results and gradients are compared with float64; PyTorch's error in the same dtype
-stands beside. Then five compiled training steps of preset gpu are compared with plain PyTorch's.
+stands beside. Then eight compiled training steps of preset gpu are compared with plain PyTorch's.
 """
 
 import sys
@@ -21,7 +21,8 @@ from support import devices, kernels
 from support.kernels.reference import block_spans, document_spans
 from support.training import compiling
 
-STEPS = 5
+STEPS = 8  # the last ones are CUDA graphs
+SMALL = {torch.float32: 5e-6, torch.float16: 1e-4, torch.bfloat16: 1e-3}
 
 
 def relative(x, exact):
@@ -33,7 +34,7 @@ def compare(name, results, plain, exact, dtype):
     ok = True
     for part in exact:
         ours, theirs = (relative(x[part], exact[part]) for x in (results, plain))
-        good = ours <= 2 * theirs + bench.TOLERANCE[dtype] / 20
+        good = ours <= 2 * theirs + bench.SMALL[dtype]
         ok &= good
         print(f"{name:44} {part:5} {ours:.2e} (PyTorch {theirs:.2e}){'' if good else '  WRONG'}")
     return ok
@@ -78,6 +79,23 @@ def head(dtype, M, C, V):
     return compare(f"head V={V} {str(dtype)[6:]}", *results, run(exact, torch.float64), dtype)
 
 
+def norm_conv(dtype, B, T, C):
+    g = torch.Generator("cuda").manual_seed(0)
+    x, grad = (torch.randn(B, T, C, generator=g, device="cuda").to(dtype) for _ in range(2))
+    weight = torch.randn(5, C, generator=g, device="cuda") / 2
+
+    def run(f, dtype):
+        inputs = x.to(dtype).requires_grad_(), weight.to(torch.promote_types(dtype, torch.float32))
+        inputs[1].requires_grad_()
+        y = f(*inputs, 2)
+        dx, dw = torch.autograd.grad(y, inputs, grad.to(dtype))
+        return dict(y=y.detach(), dx=dx, dw=dw)
+
+    ref = kernels.norm_conv_ref
+    results = run(kernels.norm_conv, dtype), run(ref, dtype), run(ref, torch.float64)
+    return compare(f"norm and convolution C={C} {str(dtype)[6:]}", *results, dtype)
+
+
 def masking(B, T):
     case = peers.masking(torch.device("cuda"), B, T)
     results, exact = (case.contestants["mdlm"](False, *case.inputs(3)), case.exact(*case.inputs(3)))
@@ -87,7 +105,7 @@ def masking(B, T):
 
 
 def losses(name):
-    """Those of five compiled steps of preset gpu on random tokens."""
+    """Those of eight compiled steps of preset gpu on random tokens."""
     device = torch.device("cuda")
     config = mdlm.Config(**mdlm.PRESETS["gpu"] | dict(preset="gpu", vocab_size=65, dropout=0.0))
     with tempfile.TemporaryDirectory() as folder:
@@ -115,6 +133,8 @@ def main():
             ok &= attention(dtype, 8, 111, 3, D)
             for name, span in spans.items():
                 ok &= attention(dtype, 8, T, 3, D, span, name)
+        for C in (384, 768):
+            ok &= norm_conv(dtype, 16, 256, C)
         for V in (65, 1000, 50304):
             ok &= head(dtype, 4096, 384, V)
     for B, T in ((64, 256), (16, 1024), (4, 8192), (2, 5)):

@@ -18,10 +18,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from support import kernels
-from support.kernels import attention as A
-from support.kernels import cross_entropy as C
 from support.kernels.reference import block_spans, document_spans
 
+# In the package these names are the operations.
+A = sys.modules[kernels.attention.__module__]
+C = sys.modules[kernels.linear_cross_entropy.__module__]
+N = sys.modules[kernels.norm_conv.__module__]
 # BLOCK_M (queries), BLOCK_N (keys), warps, stages
 ROWS = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 4, 3), (64, 128, 4, 2)]
 ROWS += [(64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3)]
@@ -176,6 +178,39 @@ def loss_case(V, rows):
     print("\n".join(text for _, text in sorted(lines)))
 
 
+def norm_case(tokens, width):
+    x, grad = (torch.randn(16, tokens // 16, width, device="cuda").bfloat16() for _ in range(2))
+    weight = torch.randn(5, width, device="cuda")
+    choose = N.tile
+    r = N._forward(x, weight, 2, None)[1]
+    block = choose(width, False)["BLOCK"]
+    for backward in (False, True):
+        present = choose(width, backward)
+        call = functools.partial(N._forward, x, weight, 2, None)
+        if backward:
+            call = functools.partial(N._backward, grad, x, weight, r, 2, None)
+        lines = []
+        for rows in (1, 2, 4, 8, 16, 32):
+            for warps in (1, 2, 4, 8):
+                if not 128 <= rows * block / warps <= 4096:
+                    continue
+                options = dict(ROWS=rows, BLOCK=block, num_warps=warps)
+                for programs in (512, 1024, 2048) if backward else (N.PROGRAMS,):
+                    N.tile = lambda *_, options=options: options
+                    before, N.PROGRAMS = N.PROGRAMS, programs
+                    ms = milliseconds(call, 0.01)
+                    N.tile, N.PROGRAMS = choose, before
+                    mark = "*" if options == present and programs == before else " "
+                    n_bytes = x.numel() * x.element_size() * (3 if backward else 2)
+                    speed = f"{n_bytes / ms / 1e9:.2f} TB/s"
+                    text = f"{mark} {rows} rows, {warps} warps, {programs} programs"
+                    lines.append((ms, f"{text}: {ms:.4f} ms, {speed}"))
+        name = "backward" if backward else "forward"
+        print(f"\nnorm_conv {name}, {tokens} x {width}")
+        print("\n".join(text for _, text in sorted(lines)[:10] if text))
+        print("\n".join(text for _, text in lines if text.startswith("*")))
+
+
 def chunks():
     """Head and loss, forward and backward, by the number of logits in a chunk."""
     M, width, V = 32768, 768, 50304
@@ -218,6 +253,8 @@ def main():
             attention_case(kernel, shape, tiles, known)
     for V, rows in ((50304, 5336), (65, 8192)):
         loss_case(V, rows)
+    norm_case(16384, 384)
+    norm_case(65536, 768)
     chunks()
 
 

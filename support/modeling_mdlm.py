@@ -15,7 +15,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
 # export.py puts their source here:
-Model = View = view_of_documents = masked_share = rotary_tables = attention_ref = neighbours = None
+Model = View = view_of_documents = masked_share = rotary_tables = None
+attention_ref = norm_conv_ref = None
 
 
 class MDLMConfig(PretrainedConfig):
@@ -30,7 +31,7 @@ class MDLMForMaskedLM(PreTrainedModel):
 
     def __init__(self, config):
         super().__init__(config)
-        ops = SimpleNamespace(attention=attention_ref, neighbours=neighbours)
+        ops = SimpleNamespace(attention=attention_ref, norm_conv=norm_conv_ref)
         self.model = Model(config, config.vocab_size - 2, ops)
         # Documents of known lengths: [END] is given, and each sees itself alone.
         self.has_documents = config.end_id >= 0 and not config.prompt_column

@@ -26,11 +26,11 @@ ARCHITECTURES = (80, 90, 100)
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory a program may have
 TYPES = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16)
 OPTIONS = ("num_warps", "num_stages")
-STRIDES = ("C", "limit")  # numbers that usually divide by 16
+STRIDES = ("C", "N", "limit")  # numbers that usually divide by 16
 # The ends of names of cases: of the main ones for sm_90 one of each kernel, and of all cases those
 # that need most registers and memory.
-ONE = r"(bf16 even T|V=50304 bf16|T=256 i64, documents)$"
-MOST = r"(odd T, (documents|blocks)|V=50304 \w+|T=8192 i64(, documents)?)$"
+ONE = r"(bf16 even T|V=50304 bf16|C=384 bf16|T=256 i64, documents)$"
+MOST = r"(odd T, (documents|blocks)|C=4096 \w+, documents|V=50304 \w+|T=8192 i64(, documents)?)$"
 
 
 @dataclasses.dataclass
@@ -76,6 +76,24 @@ def head_cases():
         config = ce.row_config(V, TYPES[dtype])
         main = ARCHITECTURES if (dtype, V) == ("bf16", 50304) else ()
         yield Case(f"head, chunk V={V} {dtype}", ce.ce_chunk_kernel, types, config, main=main)
+
+
+def convolution_cases():
+    """float16 has the tiles of bfloat16."""
+    conv = import_module("support.kernels.convolution")
+    for dtype, C, seen, backward in itertools.product(
+        ("bf16", "fp32"), (384, 768, 4096), ("", ", documents"), (False, True)
+    ):
+        kernel = conv.norm_conv_backward_kernel if backward else conv.norm_conv_forward_kernel
+        types = dict.fromkeys(("x", "y", "dx", "dy"), f"*{dtype}") | dict(spans="*i32")
+        types |= dict.fromkeys(("weight", "r", "dw"), "*fp32")
+        config = dict(EPS=conv.EPS, LEFT=2, K=5) | conv.tile(C, backward)
+        config |= {} if seen else dict(spans=None)
+        config = {n: v for n, v in config.items() if n in kernel.arg_names or n in OPTIONS}
+        types = {n: types.get(n, "i32") for n in kernel.arg_names if n not in config}
+        main = ARCHITECTURES if (dtype, C, seen) == ("bf16", 384, "") else ()
+        name = f"norm and convolution, {'backward' if backward else 'forward'} C={C} {dtype}" + seen
+        yield Case(name, kernel, types, config, main=main)
 
 
 def attention_cases():
@@ -136,7 +154,7 @@ def cases(arch, which="--main"):
 
     The rare ones are on sm_90 only, as they take long.
     """
-    found = [c for make in (masking_cases, head_cases, attention_cases) for c in make()]
+    found = [c for make in (masking_cases, head_cases, convolution_cases, attention_cases) for c in make()]
     if arch != 90:
         some = ("bf16", "T=8192", *(["fp32 even"] if arch == 80 else []))  # it has least memory
         found = [c for c in found if any(word in c.name for word in some)]

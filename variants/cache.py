@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from support.kernels.reference import neighbours, prepare
+from support.kernels.reference import neighbours, norm_conv_ref, prepare
 from support.view import View
 
 
@@ -59,6 +59,9 @@ class Cache:
             at = torch.arange(k.shape[2], device=q.device)
             visible = at // self.S <= at[self.length :, None] // self.S
         return F.scaled_dot_product_attention(q, k, v, visible).transpose(1, 2)
+
+    def norm_conv(self, *args):
+        return norm_conv_ref(*args, neighbours=self.neighbours)
 
     def neighbours(self, x, left, k, spans):
         need = x.shape[1] + left

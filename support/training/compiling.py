@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from support import ranks
 from support.flags import NO_LIMIT
 from support.terminal import warn
-from support.training import shards
+from support.training import graphs, shards
 from support.training.optimizers import average
 
 TAKES = "about 20 s"  # how long compiling takes on a CPU, for messages
@@ -83,6 +83,8 @@ def compile_network(run, compiled, in_background=False):
     if run.world > 1 and not config.shard:
         run.network = torch.nn.parallel.DistributedDataParallel(run.network)
     run.exchange = shards.exchanger(run.network)
+    if graphs.can_record(run, compiled):
+        run.recorder = graphs.Recorder()
     return compiled
 
 

@@ -154,7 +154,11 @@ def cases(arch, which="--main"):
 
     The rare ones are on sm_90 only, as they take long.
     """
-    found = [c for make in (masking_cases, head_cases, convolution_cases, attention_cases) for c in make()]
+    found = [
+        c
+        for make in (masking_cases, head_cases, convolution_cases, attention_cases)
+        for c in make()
+    ]
     if arch != 90:
         some = ("bf16", "T=8192", *(["fp32 even"] if arch == 80 else []))  # it has least memory
         found = [c for c in found if any(word in c.name for word in some)]

@@ -12,6 +12,10 @@ import pytest
 import torch
 from conftest import ROOT, losses, read_log, run_mdlm
 
+import bench
+import mdlm
+from support.training import compiling
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -57,6 +61,32 @@ def test_final_nelbo_agrees(run, seed):
     (_, a, a_se), (_, b, b_se) = (run(kernels, 200, seed) for kernels in ("triton", "torch"))
     print(f"\nseed {seed}: NELBO triton {a:.4f} +- {a_se:.4f}, torch {b:.4f} +- {b_se:.4f}")
     assert abs(a - b) <= 2 * (a_se**2 + b_se**2) ** 0.5
+
+
+def test_steps_as_cuda_graphs_compute_the_same(tmp_path):
+    """Also with dropout, an evaluation between two steps, and rates that change."""
+    values = []
+    for recorded in (True, False):
+        folder = tmp_path / str(recorded)
+        folder.mkdir()
+        config = mdlm.Config(**mdlm.PRESETS["gpu"] | dict(n_layer=2, vocab_size=65, dropout=0.1))
+        bench.write_tokens(folder, 65)
+        device = torch.device("cuda")
+        corpus = mdlm.Corpus(folder, config, device)
+        ops = mdlm.select_kernels("auto", device, config, torch.bfloat16)
+        run = mdlm.make_run(config, corpus, device, torch.bfloat16, ops)
+        compiling.compile_network(run, True)
+        if not recorded:
+            run.recorder = None
+        for step in range(20):
+            mdlm.train_step(run, step, progress=step / 20)
+            if step == 10:
+                mdlm.evaluate(run.averaged, corpus.windows(64))
+        values.append(torch.stack([*run.pending.values()]).cpu())
+        if recorded:
+            assert len(run.recorder.recorded) == 3 and not run.recorder.failed
+    print("\nlosses and norms differ by at most", (values[0] - values[1]).abs().amax(0).tolist())
+    torch.testing.assert_close(*values, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("compiled", ["off", "on"])

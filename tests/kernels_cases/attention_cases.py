@@ -49,7 +49,8 @@ def check(qkv, grad, *args):
     assert out.dtype == qkv.dtype and out.is_contiguous()
     tables = [x.double() if torch.is_tensor(x) else x for x in args]
     exact, exact_d = run(attention_ref, qkv.double(), grad.double(), *tables)
-    plain, plain_d = run(attention_ref, qkv, grad, *args)
+    # Copies, which are aligned: cuDNN's backward fails on other memory, and so does all after it.
+    plain, plain_d = run(attention_ref, qkv.clone(), grad.clone(), *args)
     results = {"out": (out, plain, exact)}
     for i, name in enumerate(("dq", "dk", "dv")):
         results[name] = [d[:, :, i] for d in (dqkv, plain_d, exact_d)]
@@ -218,11 +219,12 @@ def test_the_operator_is_well_formed(utils):
 def test_compiles_as_one_graph():
     qkv, grad, cos, sin = draw(1, 34, 1, 32, HALF)
     whole = torch.compile(attention, fullgraph=True, backend="inductor" if GPU else "aot_eager")
-    launch.LAUNCHES.clear()
-    compiled = run(whole, qkv, grad, cos, sin, True)
-    assert set(launch.LAUNCHES) == KERNELS
-    expected = run(attention, qkv, grad, cos, sin, True)
-    torch.testing.assert_close(compiled, expected, rtol=0, atol=0)
+    for args, atol in (((), 0), ((cos, sin, True), 4e-3)):  # inductor rounds the norm elsewhere
+        launch.LAUNCHES.clear()
+        compiled = run(whole, qkv, grad, *args)
+        assert set(launch.LAUNCHES) == KERNELS
+        expected = run(attention, qkv, grad, *args)
+        torch.testing.assert_close(compiled, expected, rtol=0, atol=atol * GPU)
     wide = draw(1, 10, 1, 48, torch.float32)[0]  # goes to the reference
     torch.testing.assert_close(whole(wide), attention_ref(wide))
 

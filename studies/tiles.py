@@ -25,6 +25,7 @@ from support.kernels.reference import block_spans, document_spans
 A = sys.modules[kernels.attention.__module__]
 C = sys.modules[kernels.linear_cross_entropy.__module__]
 N = sys.modules[kernels.norm_conv.__module__]
+CHOOSE = A.tiles
 # BLOCK_M (queries), BLOCK_N (keys), warps, stages
 ROWS = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 4, 3), (64, 128, 4, 2)]
 ROWS += [(64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3)]
@@ -77,6 +78,7 @@ def compile_one(job):
     i, shape, tile = job
     kernel = list(CANDIDATES)[i]
     try:
+        A.tiles = CHOOSE
         data = make(*shape, tokens=2 * shape[0])
         tensors = tensors_of(kernel, *data)
         A.tiles = lambda *_: tile
@@ -128,8 +130,7 @@ def result_of(kernel, tensors):
 def attention_case(kernel, shape, tiles, troubles):
     """Time the candidates of a kernel; their results are compared with those of the present one."""
     qkv, grad, spans = make(*shape)
-    choose = A.tiles
-    present = choose(kernel, qkv.dtype, shape[1])
+    present = CHOOSE(kernel, qkv.dtype, shape[1])
     tensors = tensors_of(kernel, qkv, grad, spans)
     result = result_of(kernel, tensors)
     call = functools.partial(A._run, kernel, qkv, tensors, spans)
@@ -149,7 +150,7 @@ def attention_case(kernel, shape, tiles, troubles):
             except Exception as e:
                 text = f"{type(e).__name__}: {str(e).splitlines()[0][:60]}"
         lines.append((ms, tile, text))
-    A.tiles = choose
+    A.tiles = CHOOSE
     T, D, kind = shape
     print(f"\n{kernel.fn.__name__} T={T} D={D} {kind}")
     for _, tile, text in sorted(lines):

@@ -19,8 +19,10 @@ of 2 instead of e, because the hardware does.
 Backward: dQ is a sum over keys, dK and dV are sums over queries. Two kernels compute them, and each
 program owns the rows that it sums. So there are no atomic additions, and two runs give equal bits.
 The second kernel computes S^T = K Q^T, because its products need it. Q, K and V are read in place
-from the packed (B, T, 3, H, D); their gradients are written to one buffer of that shape. The
-kernels support heads of 32 and 64. For wider heads, PyTorch has the fast kernel of cuDNN.
+from the packed (B, T, 3, H, D); their gradients are written to one buffer of that shape. Where Q
+and K are normalized and rotated first, a kernel of its own does that, forward and backward; V is
+not copied. The kernels support heads of 32 and 64. For wider heads, PyTorch has the fast kernel of
+cuDNN.
 
 Spans (see reference.py) limit which keys a query sees. A program then visits only the tiles that
 one of its rows sees. With documents, a row sees one range, and it is seen by the same range. With
@@ -32,11 +34,12 @@ from __future__ import annotations
 import torch
 
 from .launch import LOG2E, jit, launch, register, runs_on, tl, triton
-from .reference import MAX_T, attention_ref, prepare
+from .reference import MAX_T, attention_ref
 
 HEAD_DIMS = (32, 64)
 MAX_OURS = 256  # for longer windows cuDNN should be faster: an estimate, not measured
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+EPS = torch.finfo(torch.float32).eps  # that of F.rms_norm, which computes in float32
 
 
 # ---- Reading and writing blocks of rows
@@ -97,10 +100,13 @@ def _inside(start, end, at):
 
 # ---- Kernels
 # qkv: (B, T, 3, H, D); out and grad: (B, T, H, D); lse and delta: (B, H, T)
+# qk: normalized and rotated queries and keys (B, T, 2, H, D); without that it is qkv itself
+# N: parts of qk, 2 or 3
 # spans: None or (B, 2, T) of documents, with R = 1; (1, 8, T) of blocks, with R = 2
 # R: number of ranges that a row sees
 @jit
 def attention_forward_kernel(
+    qk,
     qkv,
     out,
     lse,
@@ -109,6 +115,7 @@ def attention_forward_kernel(
     scale,
     H: tl.constexpr,
     D: tl.constexpr,
+    N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr,
@@ -116,8 +123,9 @@ def attention_forward_kernel(
 ):
     """Compute `out` and `lse` for a block of queries."""
     rows, b, h = _place(T, H, BLOCK_M)
-    qkv += 3 * b * T * H * D + h * D
-    q = _load(qkv, rows, 3 * H * D, T, D, EVEN)  # (BLOCK_M, D)
+    qk += N * b * T * H * D + h * D
+    v_ptr = qkv + 3 * b * T * H * D + (2 * H + h) * D
+    q = _load(qk, rows, N * H * D, T, D, EVEN)  # (BLOCK_M, D)
     scale *= LOG2E
     # Not -inf: if a row sees no key of the first tile, -inf - (-inf) would be NaN.
     top = tl.full((BLOCK_M,), -1e30, tl.float32)
@@ -127,7 +135,7 @@ def attention_forward_kernel(
         start, end, first, last = _range(spans, 2 * (b if R == 1 else r), rows, T, BLOCK_N)
         for at in range(first, last, BLOCK_N):
             cols = at + tl.arange(0, BLOCK_N)
-            k = _load(qkv + H * D, cols, 3 * H * D, T, D, EVEN)
+            k = _load(qk + H * D, cols, N * H * D, T, D, EVEN)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
             if spans is not None:
                 s = tl.where(_inside(start, end, cols), s, float("-inf"))
@@ -137,7 +145,7 @@ def attention_forward_kernel(
             p = tl.exp2(s * scale - new[:, None])
             shrink = tl.exp2(top - new)
             total = total * shrink + tl.sum(p, 1)
-            v = _load(qkv + 2 * H * D, cols, 3 * H * D, T, D, EVEN)
+            v = _load(v_ptr, cols, 3 * H * D, T, D, EVEN)
             o = tl.dot(p.to(v.dtype), v, o * shrink[:, None], input_precision="ieee")
             top = new
     _store(out + b * T * H * D + h * D, rows, H * D, T, o / total[:, None], D, EVEN)
@@ -146,6 +154,7 @@ def attention_forward_kernel(
 
 @jit
 def attention_dq_kernel(
+    qk,
     qkv,
     grad,
     out,
@@ -157,6 +166,7 @@ def attention_dq_kernel(
     scale,
     H: tl.constexpr,
     D: tl.constexpr,
+    N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr,
@@ -164,22 +174,23 @@ def attention_dq_kernel(
 ):
     """Compute dQ for a block of queries, and delta, which attention_dkdv_kernel reads."""
     rows, b, h = _place(T, H, BLOCK_M)
-    qkv += 3 * b * T * H * D + h * D
+    qk += N * b * T * H * D + h * D
+    v_ptr = qkv + 3 * b * T * H * D + (2 * H + h) * D
     here = b * T * H * D + h * D
     line = (b * H + h) * T
     do = _load(grad + here, rows, H * D, T, D, EVEN)
     o = _load(out + here, rows, H * D, T, D, EVEN)
     dl = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     tl.store(delta + line + rows, dl, mask=rows < T)
-    q = _load(qkv, rows, 3 * H * D, T, D, EVEN)
+    q = _load(qk, rows, N * H * D, T, D, EVEN)
     z = tl.load(lse + line + rows, mask=rows < T, other=0.0) * LOG2E
     dq = tl.zeros((BLOCK_M, D), tl.float32)
     for r in tl.static_range(R):
         start, end, first, last = _range(spans, 2 * (b if R == 1 else r), rows, T, BLOCK_N)
         for at in range(first, last, BLOCK_N):
             cols = at + tl.arange(0, BLOCK_N)
-            k = _load(qkv + H * D, cols, 3 * H * D, T, D, EVEN)
-            v = _load(qkv + 2 * H * D, cols, 3 * H * D, T, D, EVEN)
+            k = _load(qk + H * D, cols, N * H * D, T, D, EVEN)
+            v = _load(v_ptr, cols, 3 * H * D, T, D, EVEN)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
             p = tl.exp2(s * (scale * LOG2E) - z[:, None])
             if spans is not None:
@@ -193,6 +204,7 @@ def attention_dq_kernel(
 
 @jit
 def attention_dkdv_kernel(
+    qk,
     qkv,
     grad,
     lse,
@@ -203,6 +215,7 @@ def attention_dkdv_kernel(
     scale,
     H: tl.constexpr,
     D: tl.constexpr,
+    N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr,
@@ -210,18 +223,19 @@ def attention_dkdv_kernel(
 ):
     """Compute dK and dV for a block of keys. Results of keys beyond the end are not stored."""
     cols, b, h = _place(T, H, BLOCK_N)
-    qkv += 3 * b * T * H * D + h * D
+    qk += N * b * T * H * D + h * D
+    v_ptr = qkv + 3 * b * T * H * D + (2 * H + h) * D
     grad += b * T * H * D + h * D
     line = (b * H + h) * T
-    k = _load(qkv + H * D, cols, 3 * H * D, T, D, EVEN)
-    v = _load(qkv + 2 * H * D, cols, 3 * H * D, T, D, EVEN)
+    k = _load(qk + H * D, cols, N * H * D, T, D, EVEN)
+    v = _load(v_ptr, cols, 3 * H * D, T, D, EVEN)
     dk = tl.zeros((BLOCK_N, D), tl.float32)
     dv = tl.zeros((BLOCK_N, D), tl.float32)
     for r in tl.static_range(R):
         start, end, first, last = _range(spans, 2 * b if R == 1 else 4 + 2 * r, cols, T, BLOCK_M)
         for at in range(first, last, BLOCK_M):
             rows = at + tl.arange(0, BLOCK_M)
-            q = _load(qkv, rows, 3 * H * D, T, D, EVEN)
+            q = _load(qk, rows, N * H * D, T, D, EVEN)
             # For queries beyond the end, lse = inf makes p zero.
             z = tl.load(lse + line + rows, mask=rows < T, other=float("inf")) * LOG2E
             s = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
@@ -238,30 +252,102 @@ def attention_dkdv_kernel(
     _store(dqkv + 2 * H * D, cols, 3 * H * D, T, dv, D, EVEN)
 
 
+@jit
+def prepare_kernel(
+    qkv,
+    qk,
+    dqkv,
+    cos,
+    sin,
+    n_rows,
+    T,
+    EPS: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    NORM: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Normalize and rotate queries and keys, or replace the gradients of that by those of qkv.
+
+    Forward reads q and k from qkv, and writes qk. Backward changes the first two parts of dqkv in
+    place. n_rows = B T 2 H: rows of D, in the order of qk. Half a row is rotated with the other
+    half (see reference.rotate).
+    """
+    HALF: tl.constexpr = D // 2
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    j = tl.arange(0, HALF)
+    inside = (i < n_rows)[:, None]
+    token = i // (2 * H)
+    at = ((token * 3 * H + i % (2 * H)) * D)[:, None] + j[None, :]  # in qkv
+    x1 = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(qkv + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    root = tl.full((ROWS, 1), 1.0, tl.float32)
+    if NORM:
+        root = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / D + EPS)[:, None]
+    x1 *= root
+    x2 *= root
+    c = tl.full((ROWS, HALF), 1.0, tl.float32)
+    s = tl.full((ROWS, HALF), 0.0, tl.float32)
+    if cos is not None:
+        place = (token % T)[:, None] * HALF + j[None, :]
+        c = tl.load(cos + place, mask=inside, other=0.0)
+        s = tl.load(sin + place, mask=inside, other=0.0)
+    if BACKWARD:
+        d1 = tl.load(dqkv + at, mask=inside, other=0.0).to(tl.float32)
+        d2 = tl.load(dqkv + at + HALF, mask=inside, other=0.0).to(tl.float32)
+        g1 = d1 * c + d2 * s
+        g2 = d2 * c - d1 * s
+        if NORM:
+            mean = tl.sum(g1 * x1 + g2 * x2, 1)[:, None] / D
+            g1 = root * (g1 - x1 * mean)
+            g2 = root * (g2 - x2 * mean)
+        tl.store(dqkv + at, g1.to(dqkv.dtype.element_ty), mask=inside)
+        tl.store(dqkv + at + HALF, g2.to(dqkv.dtype.element_ty), mask=inside)
+    else:
+        out = qk + i[:, None] * D + j[None, :]
+        tl.store(out, (x1 * c - x2 * s).to(qk.dtype.element_ty), mask=inside)
+        tl.store(out + HALF, (x2 * c + x1 * s).to(qk.dtype.element_ty), mask=inside)
+
+
 # ---- Launches
-def tiles(kernel, dtype, D):
+def tiles(kernel, dtype, D, has_spans=False):
     """Return (BLOCK_M, BLOCK_N, warps, stages) of a kernel.
 
-    With these no registers spill on sm_80, 90 and 100. They have not been timed on a GPU yet.
+    In 16 bits: the fastest on an H200 (results/h200.md). No registers spill on sm_80, 90 and 100.
     """
     is_dkdv = kernel is attention_dkdv_kernel
     if dtype == torch.float32:  # exact products, which do not use tensor cores
         return (D // 2, 16, D // 8, 1) if is_dkdv else (16, 16, 8, 1)
-    # Candidates to time on sm_90: (128, 128, 8, 3) for forward, (128, 128, 8, 2) for dQ.
-    return (2048 // D, 128, 8, 2) if is_dkdv else (128, 64, 8, 2)
+    if is_dkdv:
+        return 32, 64, 4, 3
+    return 64, 64, 4, 2 if has_spans and kernel is attention_dq_kernel else 3
 
 
-def _run(kernel, qkv, tensors, spans):
-    """Launch a kernel with one program for each block of rows, head and sample."""
+def _run(kernel, qk, qkv, tensors, spans):
+    """Launch a kernel with one program for each block of rows, head and sample.
+
+    qk: (B, T, 2, H, D), or qkv if queries and keys are not prepared
+    """
     B, T, _, H, D = qkv.shape
-    M, N, warps, stages = tiles(kernel, qkv.dtype, D)
+    M, N, warps, stages = tiles(kernel, qkv.dtype, D, spans is not None)
     block = N if kernel is attention_dkdv_kernel else M
-    constants = dict(H=H, D=D, BLOCK_M=M, BLOCK_N=N, EVEN=T % max(M, N) == 0)
+    constants = dict(H=H, D=D, N=qk.shape[2], BLOCK_M=M, BLOCK_N=N, EVEN=T % max(M, N) == 0)
     # Spans have 2 lines for documents (one range), and 8 lines for blocks (two ranges).
     constants["R"] = 1 if spans is None else max(1, spans.shape[1] // 4)
-    args = (qkv, *tensors, spans, T, D**-0.5)
+    args = (qk, qkv, *tensors, spans, T, D**-0.5)
     grid = (triton.cdiv(T, block) * B * H,)
     launch(kernel, grid, *args, **constants, num_warps=warps, num_stages=stages)
+
+
+def _prepare(qkv, qk, dqkv, cos, sin, qk_norm):
+    """Write qk, or with dqkv change that."""
+    B, T, _, H, D = qkv.shape
+    n_rows = 2 * B * T * H
+    rows = 2048 // D
+    constants = dict(EPS=EPS, H=H, D=D, NORM=qk_norm, BACKWARD=dqkv is not None, ROWS=rows)
+    args = (qkv, qk, dqkv, cos, sin, n_rows, T)
+    launch(prepare_kernel, (triton.cdiv(n_rows, rows),), *args, **constants, num_warps=4)
 
 
 def _packed(x):
@@ -270,46 +356,56 @@ def _packed(x):
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def _forward(qkv, spans):
-    """Return out (B, T, H, D) and lse (B, H, T)."""
+def _forward(qkv, cos, sin, qk_norm, spans):
+    """Return out (B, T, H, D), lse (B, H, T), and qk (B, T, 2, H, D), or (0,) if that is qkv."""
     qkv = _packed(qkv)
-    out, lse = _fake(qkv, spans)
+    out, lse, qk = _fake(qkv, cos, sin, qk_norm, spans)
     if out.numel():
-        _run(attention_forward_kernel, qkv, (out, lse), spans)
-    return out, lse
+        if len(qk):
+            _prepare(qkv, qk, None, cos, sin, qk_norm)
+        _run(attention_forward_kernel, qk if len(qk) else qkv, qkv, (out, lse), spans)
+    return out, lse, qk
 
 
-def _fake(qkv, spans):
-    """Return uninitialized out and lse."""
+def _fake(qkv, cos, sin, qk_norm, spans):
+    """Return uninitialized out, lse and qk."""
     B, T, _, H, D = qkv.shape
-    return qkv.new_empty((B, T, H, D)), qkv.new_empty((B, H, T), dtype=torch.float32)
+    is_prepared = cos is not None or qk_norm
+    qk = qkv.new_empty((B, T, 2, H, D) if is_prepared else (0,))
+    return qkv.new_empty((B, T, H, D)), qkv.new_empty((B, H, T), dtype=torch.float32), qk
 
 
-def _backward(grad, qkv, out, lse, spans):
+def _backward(grad, qkv, cos, sin, qk_norm, spans, out, lse, qk):
     """Return the gradient of qkv (B, T, 3, H, D)."""
     qkv = _packed(qkv)
     grad = _packed(grad)
     dqkv = qkv.new_empty(qkv.shape)
     if dqkv.numel():
+        both = (qk if len(qk) else qkv, qkv)
         # The order matters: the first kernel writes delta, the second reads it.
         delta = torch.empty_like(lse)
-        _run(attention_dq_kernel, qkv, (grad, out, lse, delta, dqkv), spans)
-        _run(attention_dkdv_kernel, qkv, (grad, lse, delta, dqkv), spans)
+        _run(attention_dq_kernel, *both, (grad, out, lse, delta, dqkv), spans)
+        _run(attention_dkdv_kernel, *both, (grad, lse, delta, dqkv), spans)
+        if len(qk):
+            _prepare(qkv, None, dqkv, cos, sin, qk_norm)
     return dqkv
 
 
 def _save(ctx, inputs, output):
-    qkv, spans = inputs
-    ctx.save_for_backward(qkv, *output, spans)
+    qkv, cos, sin, ctx.qk_norm, spans = inputs
+    ctx.save_for_backward(qkv, cos, sin, spans, *output)
 
 
-def _differentiate(ctx, grad, grad_lse):
-    return _attention_backward(grad, *ctx.saved_tensors), None
+def _differentiate(ctx, grad, *others):
+    qkv, cos, sin, spans, *output = ctx.saved_tensors
+    dqkv = _attention_backward(grad, qkv, cos, sin, ctx.qk_norm, spans, *output)
+    return dqkv, None, None, None, None
 
 
-SCHEMA = "(Tensor qkv, Tensor? spans) -> (Tensor, Tensor)"
+INPUTS = "Tensor qkv, Tensor? cos, Tensor? sin, bool qk_norm, Tensor? spans"
+SCHEMA = f"({INPUTS}) -> (Tensor, Tensor, Tensor)"
 _attention = register("attention", SCHEMA, _forward, _fake, _differentiate, _save)
-BACKWARD = "(Tensor grad, Tensor qkv, Tensor out, Tensor lse, Tensor? spans) -> Tensor"
+BACKWARD = f"(Tensor grad, {INPUTS}, Tensor out, Tensor lse, Tensor qk) -> Tensor"
 _attention_backward = register(
     "attention_backward", BACKWARD, _backward, lambda grad, qkv, *others: qkv.new_empty(qkv.shape)
 )
@@ -321,11 +417,8 @@ def attention(qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=None):
     # PyTorch computes what the kernels do not support: causal, other head dims, float64.
     if causal or not fits or not runs_on(qkv):
         return attention_ref(qkv, cos, sin, qk_norm, causal, spans)
-    if cos is not None or qk_norm:  # in PyTorch: torch.compile fuses them
-        qkv = torch.stack(prepare(qkv, cos, sin, qk_norm), 2)
-    if spans is not None:
-        spans = spans.contiguous()
-    return _attention(qkv, spans)[0]
+    cos, sin, spans = (None if x is None else x.contiguous() for x in (cos, sin, spans))
+    return _attention(qkv, cos, sin, qk_norm, spans)[0]
 
 
 attention.__doc__ = attention_ref.__doc__

@@ -61,13 +61,13 @@ def make(T, D, kind, tokens=32768):
 
 
 def tensors_of(kernel, qkv, grad, spans):
-    """The tensors that a kernel takes after qkv, the right ones in those that it reads."""
-    out, lse = A._forward(qkv, spans)
+    """The tensors that a kernel takes after qk and qkv, with right values where it reads them."""
+    out, lse, _ = A._forward(qkv, None, None, False, spans)
     delta = torch.empty_like(lse)
     dqkv = torch.empty_like(qkv)
     if kernel is A.attention_forward_kernel:
         return out, lse
-    A._run(A.attention_dq_kernel, qkv, (grad, out, lse, delta, dqkv), spans)
+    A._run(A.attention_dq_kernel, qkv, qkv, (grad, out, lse, delta, dqkv), spans)
     if kernel is A.attention_dq_kernel:
         return grad, out, lse, delta, dqkv
     return grad, lse, delta, dqkv
@@ -82,7 +82,7 @@ def compile_one(job):
         data = make(*shape, tokens=2 * shape[0])
         tensors = tensors_of(kernel, *data)
         A.tiles = lambda *_: tile
-        A._run(kernel, data[0], tensors, data[2])
+        A._run(kernel, data[0], data[0], tensors, data[2])
         torch.cuda.synchronize()
     except Exception as e:
         return f"{type(e).__name__}: {str(e).splitlines()[0][:60]}"
@@ -130,10 +130,10 @@ def result_of(kernel, tensors):
 def attention_case(kernel, shape, tiles, troubles):
     """Time the candidates of a kernel; their results are compared with those of the present one."""
     qkv, grad, spans = make(*shape)
-    present = CHOOSE(kernel, qkv.dtype, shape[1])
+    present = CHOOSE(kernel, qkv.dtype, shape[1], spans is not None)
     tensors = tensors_of(kernel, qkv, grad, spans)
     result = result_of(kernel, tensors)
-    call = functools.partial(A._run, kernel, qkv, tensors, spans)
+    call = functools.partial(A._run, kernel, qkv, qkv, tensors, spans)
     call()
     exact = result.float().clone()
     lines = []

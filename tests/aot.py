@@ -26,10 +26,10 @@ ARCHITECTURES = (80, 90, 100)
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory a program may have
 TYPES = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16)
 OPTIONS = ("num_warps", "num_stages")
-STRIDES = ("C", "N", "limit")  # numbers that usually divide by 16
+STRIDES = ("C", "N", "limit", "n_rows")  # numbers that usually divide by 16
 # The ends of names of cases: of the main ones for sm_90 one of each kernel, and of all cases those
 # that need most registers and memory.
-ONE = r"(bf16 even T|V=50304 bf16|C=384 bf16|T=256 i64, documents)$"
+ONE = r"(bf16 even T|V=50304 bf16|C=384 bf16|ward D=64 bf16|T=256 i64, documents)$"
 MOST = r"(odd T, (documents|blocks)|C=4096 \w+, documents|V=50304 \w+|T=8192 i64(, documents)?)$"
 
 
@@ -99,6 +99,15 @@ def convolution_cases():
 def attention_cases():
     """float16 has the tiles of bfloat16."""
     at = import_module("support.kernels.attention")
+    for dtype, D, backward in itertools.product(("bf16", "fp32"), at.HEAD_DIMS, (False, True)):
+        types = dict.fromkeys(("qkv", "qk", "dqkv"), f"*{dtype}")
+        types |= dict(cos="*fp32", sin="*fp32", n_rows="i32", T="i32")
+        config = dict(EPS=at.EPS, H=384 // D, D=D, NORM=True, BACKWARD=backward, ROWS=2048 // D)
+        config |= dict(num_warps=4) | {("qk" if backward else "dqkv"): None}
+        types = {n: kind for n, kind in types.items() if n not in config}
+        main = ARCHITECTURES if (dtype, D) == ("bf16", 64) else ()
+        name = f"norm and rotation, {'backward' if backward else 'forward'} D={D} {dtype}"
+        yield Case(name, at.prepare_kernel, types, config, main=main)
     kernels = (at.attention_forward_kernel, at.attention_dq_kernel, at.attention_dkdv_kernel)
     spans = ("", ", documents", ", blocks")
     for kernel, dtype, D, even, seen in itertools.product(
@@ -106,10 +115,10 @@ def attention_cases():
     ):
         if seen == ", documents" and even:  # odd ones need more
             continue
-        types = dict.fromkeys(("qkv", "grad", "out", "dqkv"), f"*{dtype}") | dict(scale="fp32")
-        types |= dict.fromkeys(("lse", "delta"), "*fp32") | dict(spans="*i32")
-        M, N, warps, stages = at.tiles(kernel, TYPES[dtype], D)
-        config = dict(H=384 // D, D=D, BLOCK_M=M, BLOCK_N=N, EVEN=even)
+        types = dict.fromkeys(("qk", "qkv", "grad", "out", "dqkv"), f"*{dtype}")
+        types |= dict.fromkeys(("lse", "delta"), "*fp32") | dict(spans="*i32", scale="fp32")
+        M, N, warps, stages = at.tiles(kernel, TYPES[dtype], D, bool(seen))
+        config = dict(H=384 // D, D=D, N=2, BLOCK_M=M, BLOCK_N=N, EVEN=even)
         config |= dict(R=1 + (seen == ", blocks"), num_warps=warps, num_stages=stages)
         config |= {} if seen else dict(spans=None)
         types = {n: types.get(n, "i32") for n in kernel.arg_names if n not in config}

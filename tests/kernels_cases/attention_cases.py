@@ -45,7 +45,8 @@ def check(qkv, grad, *args):
     """Output, gradients of q, k, v: at most twice the error of PyTorch in this dtype, plus some."""
     launch.LAUNCHES.clear()
     out, dqkv = run(attention, qkv, grad, *args)
-    assert set(launch.LAUNCHES) == KERNELS, "the reference ran, not the kernels"
+    prepared = {"prepare_kernel"} if args[:1] != () and (args[0] is not None or args[2]) else set()
+    assert set(launch.LAUNCHES) == KERNELS | prepared, "the reference ran, not the kernels"
     assert out.dtype == qkv.dtype and out.is_contiguous()
     tables = [x.double() if torch.is_tensor(x) else x for x in args]
     exact, exact_d = run(attention_ref, qkv.double(), grad.double(), *tables)
@@ -199,7 +200,7 @@ def test_lse_is_log_sum_exp():
     qkv, _, _, _ = draw(1, 45, 2, 32, torch.float32)
     q, k, _ = qkv.double().permute(2, 0, 3, 1, 4)
     exact = torch.logsumexp(q @ k.transpose(-1, -2) * 32**-0.5, -1)
-    lse = torch.ops.mdlm.attention(qkv, None)[1]
+    lse = torch.ops.mdlm.attention(qkv, None, None, False, None)[1]
     torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -210,10 +211,18 @@ ALL_UTILS = [*UTILS, "test_aot_dispatch_dynamic"]
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("utils", [UTILS, pytest.param(ALL_UTILS, marks=pytest.mark.slow)])
 def test_the_operator_is_well_formed(utils):
-    qkv = draw(1, 18, 1, 32, HALF)[0]
+    qkv, _, cos, sin = draw(1, 18, 1, 32, HALF)
     ends = torch.arange(18, device=DEVICE) % 5 == 4
-    args = (qkv.requires_grad_(), document_spans(ends[None]))
-    torch.library.opcheck(torch.ops.mdlm.attention, args, test_utils=utils)
+    for prepared in ((None, None, False), (cos, sin, True)):
+        args = (qkv.requires_grad_(), *prepared, document_spans(ends[None]))
+        torch.library.opcheck(torch.ops.mdlm.attention, args, test_utils=utils)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_and_rotation_each_alone(dtype):
+    qkv, grad, cos, sin = draw(2, 37, 2, 32, dtype)
+    check(qkv, grad, None, None, True)
+    check(qkv, grad, cos, sin, False)
 
 
 def test_compiles_as_one_graph():
@@ -222,7 +231,7 @@ def test_compiles_as_one_graph():
     for args, atol in (((), 0), ((cos, sin, True), 4e-3)):  # inductor rounds the norm elsewhere
         launch.LAUNCHES.clear()
         compiled = run(whole, qkv, grad, *args)
-        assert set(launch.LAUNCHES) == KERNELS
+        assert set(launch.LAUNCHES) == KERNELS | ({"prepare_kernel"} if args else set())
         expected = run(attention, qkv, grad, *args)
         torch.testing.assert_close(compiled, expected, rtol=0, atol=atol * GPU)
     wide = draw(1, 10, 1, 48, torch.float32)[0]  # goes to the reference

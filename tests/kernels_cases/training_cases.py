@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEAD = {"ce_chunk_kernel"}
 ATTENTION = {"attention_forward_kernel", "attention_dq_kernel", "attention_dkdv_kernel"}
+ATTENTION |= {"prepare_kernel", "norm_conv_forward_kernel", "norm_conv_backward_kernel"}
 
 
 def train(name, config, folder, steps, device):

@@ -6,10 +6,8 @@
     g_s  = dy_s + sum_i w_i dy_{s-o_i}
     dx_s = r_s (g_s - h_s mean(g_s h_s)),   dw_i = sum_s dy_{s-o_i} h_s
 
-The sums leave out positions beyond the ends of a sequence, or of another document. Each row is read
-from memory once: its neighbours, which other rows need too, are then in a cache. PyTorch compiles
-the same to kernels that are slower in sum (results/h200.md), and needs 20 launches without
-compiling.
+The sums leave out positions beyond the ends of a sequence, or of another document. A program goes
+through consecutive rows and keeps those that the next one needs, so that it reads each row once.
 
 dw is a sum over all rows. Each program adds up its own; PyTorch adds these partial sums up. So
 there are no atomic additions, and two runs give equal bits.
@@ -24,22 +22,70 @@ from .reference import norm_conv_ref
 
 EPS = torch.finfo(torch.float32).eps  # that of F.rms_norm, which computes in float32
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_C = 8192
+MAX_C = 2048
 MAX_K = 8
-PROGRAMS = 512  # at most, in backward: each writes its part of dw
+PROGRAMS = 1024  # at most: each goes through as many rows as are left for it,
+CHUNK = 8  # but through as many as this at least, since it begins with those before its first one
 
 
 @jit
-def _range(spans, rows, N, T):
-    """Return position t of each row (M,) in its sequence, and the range [start, end) it sees."""
-    t = rows % T
+def _sees(spans, row, T):
+    """Return position t of a row in its sequence, and the range [start, end) that it sees."""
+    t = row % T
     start = t * 0
     end = start + T
     if spans is not None:  # (B, 2, T): line 2 b has the starts of sequence b, the next one the ends
-        at = rows // T * (2 * T) + t
-        start = tl.load(spans + at, mask=rows < N, other=0)
-        end = tl.load(spans + at + T, mask=rows < N, other=0)
+        at = row // T * (2 * T) + t
+        start = tl.load(spans + at)
+        end = tl.load(spans + at + T)
     return t, start, end
+
+
+@jit
+def _row(x, row, N, C, BLOCK: tl.constexpr):
+    """Load a row (BLOCK,) of x (N, C) in float32; zeros beyond its end, and for rows beyond N."""
+    col = tl.arange(0, BLOCK)
+    at = tl.where(col < C, row, -1).to(tl.int64)
+    inside = (at >= 0) & (at < N)
+    return tl.load(x + at * C + col, mask=inside, other=0.0).to(tl.float32)
+
+
+@jit
+def _store(y, row, C, out, BLOCK: tl.constexpr):
+    """Store a row (BLOCK,) of y (N, C)."""
+    col = tl.arange(0, BLOCK)
+    at = (col * 0 + row).to(tl.int64)
+    tl.store(y + at * C + col, out.to(y.dtype.element_ty), mask=col < C)
+
+
+@jit
+def _normalized(x, r, row, first, last, N, C, EPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return h of a row (BLOCK,); store its r if it is one of the rows first .. last - 1."""
+    z = _row(x, row, N, C, BLOCK)
+    root = tl.rsqrt(tl.sum(z * z, 0) / C + EPS)
+    if (row >= first) & (row < last):
+        tl.store(r + row, root)
+    return z * root
+
+
+@jit
+def _taps(weight, C, K: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the K rows (BLOCK,) of weight; 1 is added to the one of the position itself."""
+    col = tl.arange(0, BLOCK)
+    taps = ()
+    for i in tl.static_range(K):
+        w = tl.load(weight + i * C + col, mask=col < C, other=0.0).to(tl.float32)
+        taps = taps + (w + (i == LEFT),)  # noqa: RUF005 (Triton has no *)
+    return taps
+
+
+@jit
+def _moved(window, row, K: tl.constexpr):
+    """Return the window (K rows) without its first row, and with another one at its end."""
+    moved = ()
+    for i in tl.static_range(1, K):
+        moved = moved + (window[i],)  # noqa: RUF005
+    return moved + (row,)  # noqa: RUF005
 
 
 # x, y, dy, dx: (N, C) rows of sequences of T; weight: (K, C); r: (N,) float32
@@ -54,31 +100,30 @@ def norm_conv_forward_kernel(
     N,
     T,
     C,
+    chunk,
     EPS: tl.constexpr,
     LEFT: tl.constexpr,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute ROWS rows of y, and their r, which backward reads."""
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    col = tl.arange(0, BLOCK)
-    t, start, end = _range(spans, rows, N, T)
-    inside = (rows[:, None] < N) & (col[None, :] < C)
-    out = tl.zeros((ROWS, BLOCK), tl.float32)
-    for i in tl.static_range(K):
-        at = t + (i - LEFT)
-        seen = inside & ((start <= at) & (at < end))[:, None]
-        ptrs = x + (rows + (i - LEFT))[:, None] * C + col[None, :]
-        z = tl.load(ptrs, mask=seen, other=0.0).to(tl.float32)
-        root = tl.rsqrt(tl.sum(z * z, 1) / C + EPS)  # (ROWS,)
-        w = tl.load(weight + i * C + col, mask=col < C, other=0.0).to(tl.float32)
-        if i == LEFT:
-            tl.store(r + rows, root, mask=rows < N)
-            w += 1
-        out += w[None, :] * (z * root[:, None])
-    ptrs = y + rows[:, None] * C + col[None, :]
-    tl.store(ptrs, out.to(y.dtype.element_ty), mask=inside)
+    """Compute `chunk` rows of y, and their r, which backward reads."""
+    first = tl.program_id(0) * chunk
+    last = tl.minimum(first + chunk, N)
+    taps = _taps(weight, C, K, LEFT, BLOCK)
+    # h of the rows from `row - LEFT` on, when the loop has moved it
+    window = (tl.zeros((BLOCK,), tl.float32),) * K
+    for i in tl.static_range(K - 1):
+        h = _normalized(x, r, first - LEFT + i, first, last, N, C, EPS, BLOCK)
+        window = _moved(window, h, K)
+    for row in range(first, last):
+        h = _normalized(x, r, row - LEFT + K - 1, first, last, N, C, EPS, BLOCK)
+        window = _moved(window, h, K)
+        t, start, end = _sees(spans, row, T)
+        out = tl.zeros((BLOCK,), tl.float32)
+        for i in tl.static_range(K):
+            at = t + i - LEFT
+            out += tl.where((start <= at) & (at < end), taps[i] * window[i], 0.0)
+        _store(y, row, C, out, BLOCK)
 
 
 @jit
@@ -93,63 +138,59 @@ def norm_conv_backward_kernel(
     N,
     T,
     C,
+    chunk,
     LEFT: tl.constexpr,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute rows of dx, and this program's part of dw: (programs, K, C) float32."""
-    col = tl.arange(0, BLOCK)
+    """Compute `chunk` rows of dx, and their part of dw: (programs, K, C) float32."""
+    first = tl.program_id(0) * chunk
+    last = tl.minimum(first + chunk, N)
+    taps = _taps(weight, C, K, LEFT, BLOCK)
     sums = (tl.zeros((BLOCK,), tl.float32),) * K
-    tiles = tl.cdiv(N, ROWS)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        t, start, end = _range(spans, rows, N, T)
-        inside = (rows[:, None] < N) & (col[None, :] < C)
-        here = rows[:, None] * C + col[None, :]
-        root = tl.load(r + rows, mask=rows < N, other=0.0)[:, None]
-        h = tl.load(x + here, mask=inside, other=0.0).to(tl.float32) * root
-        g = tl.zeros((ROWS, BLOCK), tl.float32)
+    # dy of the rows up to `row + LEFT`, when the loop has moved it
+    window = sums
+    for i in tl.static_range(K - 1):
+        window = _moved(window, _row(dy, first + LEFT - K + 1 + i, N, C, BLOCK), K)
+    for row in range(first, last):
+        window = _moved(window, _row(dy, row + LEFT, N, C, BLOCK), K)
+        root = tl.load(r + row)
+        h = _row(x, row, N, C, BLOCK) * root
+        t, start, end = _sees(spans, row, T)
+        g = tl.zeros((BLOCK,), tl.float32)
         added = ()
         for i in tl.static_range(K):
-            at = t - (i - LEFT)  # documents: a position sees exactly those that see it
-            seen = inside & ((start <= at) & (at < end))[:, None]
-            z = tl.load(dy + here - (i - LEFT) * C, mask=seen, other=0.0).to(tl.float32)
-            w = tl.load(weight + i * C + col, mask=col < C, other=0.0).to(tl.float32)
-            if i == LEFT:
-                w += 1
-            g += w[None, :] * z
-            added = added + (sums[i] + tl.sum(z * h, 0),)  # noqa: RUF005 (Triton has no *)
+            at = t + LEFT - i  # of the row that has this one as its tap i
+            # Documents: a position sees exactly those that see it.
+            d = tl.where((start <= at) & (at < end), window[K - 1 - i], 0.0)
+            g += taps[i] * d
+            added = added + (sums[i] + d * h,)  # noqa: RUF005
         sums = added
-        mean = tl.sum(g * h, 1)[:, None] / C
-        tl.store(dx + here, (root * (g - h * mean)).to(dx.dtype.element_ty), mask=inside)
+        mean = tl.sum(g * h, 0) / C
+        _store(dx, row, C, root * (g - h * mean), BLOCK)
     for i in tl.static_range(K):
-        ptrs = dw + (tl.program_id(0).to(tl.int64) * K + i) * C + col
-        tl.store(ptrs, sums[i], mask=col < C)
+        _store(dw, tl.program_id(0) * K + i, C, sums[i], BLOCK)
 
 
-def tile(C, backward):
-    """Return ROWS, BLOCK and num_warps for rows of C: the fastest on an H200 (results/h200.md).
+def config(C):
+    """Return BLOCK and num_warps for rows of C: 4 elements per thread, 8 of wide rows."""
+    block = max(128, triton.next_power_of_2(C))
+    return dict(BLOCK=block, num_warps=min(16, block // 128))
 
-    In backward a thread holds 8 columns of all rows of its tile, so that the sums over rows need
-    no exchange between warps: that was six times as fast as half the rows with twice the warps.
-    """
-    block = max(256, triton.next_power_of_2(C))
-    warps = block // 256
-    if backward:
-        return dict(ROWS=4, BLOCK=block, num_warps=warps)
-    return dict(ROWS=4, BLOCK=block, num_warps=max(1, warps // 2))
+
+def rows_of_a_program(N):
+    return max(CHUNK, triton.cdiv(N, PROGRAMS))
 
 
 def _forward(x, weight, left, spans):
     """Return y (B, T, C) and r (B, T)."""
     B, T, C = x.shape
     y, r = _fake(x, weight, left, spans)
-    options = tile(C, False)
     if x.numel():
-        grid = (triton.cdiv(B * T, options["ROWS"]),)
-        args = (x.contiguous(), weight.contiguous(), y, r, spans, B * T, T, C, EPS, left)
-        launch(norm_conv_forward_kernel, grid, *args, len(weight), **options)
+        chunk = rows_of_a_program(B * T)
+        args = (x.contiguous(), weight.contiguous(), y, r, spans, B * T, T, C, chunk, EPS, left)
+        grid = (triton.cdiv(B * T, chunk),)
+        launch(norm_conv_forward_kernel, grid, *args, len(weight), **config(C))
     return y, r
 
 
@@ -163,13 +204,14 @@ def _backward(grad, x, weight, r, left, spans):
     """Return dx (B, T, C) and dw (K, C) float32."""
     B, T, C = x.shape
     K = len(weight)
-    options = tile(C, True)
-    programs = min(PROGRAMS, triton.cdiv(B * T, options["ROWS"]))
+    chunk = rows_of_a_program(B * T)
+    programs = triton.cdiv(B * T, chunk)
     dx, _ = _fake_backward(grad, x, weight, r, left, spans)
     dw = weight.new_empty((programs, K, C), dtype=torch.float32)
     if x.numel():
         args = (x.contiguous(), weight.contiguous(), r, grad.contiguous(), dx, dw, spans)
-        launch(norm_conv_backward_kernel, (programs,), *args, B * T, T, C, left, K, **options)
+        sizes = (B * T, T, C, chunk, left, K)
+        launch(norm_conv_backward_kernel, (programs,), *args, *sizes, **config(C))
     return dx, dw.sum(0)
 
 

@@ -181,36 +181,33 @@ def loss_case(V, rows):
 
 
 def norm_case(tokens, width):
+    """The normalization with its convolution, by warps and programs."""
     x, grad = (torch.randn(16, tokens // 16, width, device="cuda").bfloat16() for _ in range(2))
     weight = torch.randn(5, width, device="cuda")
-    choose = N.tile
+    choose, most = N.config, N.PROGRAMS
     r = N._forward(x, weight, 2, None)[1]
-    block = choose(width, False)["BLOCK"]
+    present = choose(width)
     for backward in (False, True):
-        present = choose(width, backward)
         call = functools.partial(N._forward, x, weight, 2, None)
         if backward:
             call = functools.partial(N._backward, grad, x, weight, r, 2, None)
         lines = []
-        for rows in (1, 2, 4, 8, 16, 32):
-            for warps in (1, 2, 4, 8):
-                if not 128 <= rows * block / warps <= 4096:
-                    continue
-                options = dict(ROWS=rows, BLOCK=block, num_warps=warps)
-                for programs in (512, 1024, 2048) if backward else (N.PROGRAMS,):
-                    N.tile = lambda *_, options=options: options
-                    before, N.PROGRAMS = N.PROGRAMS, programs
-                    ms = milliseconds(call, 0.01)
-                    N.tile, N.PROGRAMS = choose, before
-                    mark = "*" if options == present and programs == before else " "
-                    n_bytes = x.numel() * x.element_size() * (3 if backward else 2)
-                    speed = f"{n_bytes / ms / 1e9:.2f} TB/s"
-                    text = f"{mark} {rows} rows, {warps} warps, {programs} programs"
-                    lines.append((ms, f"{text}: {ms:.4f} ms, {speed}"))
-        name = "backward" if backward else "forward"
-        print(f"\nnorm_conv {name}, {tokens} x {width}")
-        print("\n".join(text for _, text in sorted(lines)[:10] if text))
-        print("\n".join(text for _, text in lines if text.startswith("*")))
+        for warps in (1, 2, 4, 8, 16):
+            if not 64 <= present["BLOCK"] / warps <= 512:
+                continue
+            for programs in (512, 1024, 2048, 4096):
+                N.config = lambda _, warps=warps: present | dict(num_warps=warps)
+                N.PROGRAMS = programs
+                ms = milliseconds(call, 0.01)
+                mark = "*" if warps == present["num_warps"] and programs == most else " "
+                n_bytes = x.numel() * x.element_size() * (3 if backward else 2)
+                speed = f"{n_bytes / ms / 1e9:.2f} TB/s"
+                lines.append(
+                    (ms, f"{mark} {warps} warps, {programs} programs: {ms:.4f} ms, {speed}")
+                )
+        N.config, N.PROGRAMS = choose, most
+        print(f"\nnorm_conv {'backward' if backward else 'forward'}, {tokens} x {width}")
+        print("\n".join(text for _, text in sorted(lines)))
 
 
 def chunks():

@@ -30,7 +30,7 @@ STRIDES = ("C", "N", "limit", "n_rows")  # numbers that usually divide by 16
 # The ends of names of cases: of the main ones for sm_90 one of each kernel, and of all cases those
 # that need most registers and memory.
 ONE = r"(bf16 even T|V=50304 bf16|C=384 bf16|ward D=64 bf16|T=256 i64, documents)$"
-MOST = r"(odd T, (documents|blocks)|C=4096 \w+, documents|V=50304 \w+|T=8192 i64(, documents)?)$"
+MOST = r"(odd T, (documents|blocks)|C=2048 \w+, documents|V=50304 \w+|T=8192 i64(, documents)?)$"
 
 
 @dataclasses.dataclass
@@ -82,12 +82,12 @@ def convolution_cases():
     """float16 has the tiles of bfloat16."""
     conv = import_module("support.kernels.convolution")
     for dtype, C, seen, backward in itertools.product(
-        ("bf16", "fp32"), (384, 768, 4096), ("", ", documents"), (False, True)
+        ("bf16", "fp32"), (384, 768, 2048), ("", ", documents"), (False, True)
     ):
         kernel = conv.norm_conv_backward_kernel if backward else conv.norm_conv_forward_kernel
         types = dict.fromkeys(("x", "y", "dx", "dy"), f"*{dtype}") | dict(spans="*i32")
         types |= dict.fromkeys(("weight", "r", "dw"), "*fp32")
-        config = dict(EPS=conv.EPS, LEFT=2, K=5) | conv.tile(C, backward)
+        config = dict(EPS=conv.EPS, LEFT=2, K=5) | conv.config(C)
         config |= {} if seen else dict(spans=None)
         config = {n: v for n, v in config.items() if n in kernel.arg_names or n in OPTIONS}
         types = {n: types.get(n, "i32") for n in kernel.arg_names if n not in config}

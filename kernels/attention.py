@@ -311,7 +311,7 @@ def prepare_kernel(
 
 
 # ---- Launches
-def tiles(kernel, dtype, D, has_spans=False):
+def tiles(kernel, dtype, D, T=0, has_spans=False):
     """Return (BLOCK_M, BLOCK_N, warps, stages) of a kernel.
 
     In 16 bits: the fastest on an H200 (results/h200.md). No registers spill on sm_80, 90 and 100.
@@ -321,6 +321,8 @@ def tiles(kernel, dtype, D, has_spans=False):
         return (D // 2, 16, D // 8, 1) if is_dkdv else (16, 16, 8, 1)
     if is_dkdv:
         return 32, 64, 4, 3
+    if T > 512 and D == 64 and not has_spans:
+        return 128, 64, 8, 3
     return 64, 64, 4, 2 if has_spans and kernel is attention_dq_kernel else 3
 
 
@@ -330,7 +332,7 @@ def _run(kernel, qk, qkv, tensors, spans):
     qk: (B, T, 2, H, D), or qkv if queries and keys are not prepared
     """
     B, T, _, H, D = qkv.shape
-    M, N, warps, stages = tiles(kernel, qkv.dtype, D, spans is not None)
+    M, N, warps, stages = tiles(kernel, qkv.dtype, D, T, spans is not None)
     block = N if kernel is attention_dkdv_kernel else M
     constants = dict(H=H, D=D, N=qk.shape[2], BLOCK_M=M, BLOCK_N=N, EVEN=T % max(M, N) == 0)
     # Spans have 2 lines for documents (one range), and 8 lines for blocks (two ranges).

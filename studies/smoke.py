@@ -34,7 +34,7 @@ def compare(name, results, plain, exact, dtype):
     ok = True
     for part in exact:
         ours, theirs = (relative(x[part], exact[part]) for x in (results, plain))
-        good = ours <= 2 * theirs + bench.SMALL[dtype]
+        good = ours <= 2 * theirs + SMALL[dtype]
         ok &= good
         print(f"{name:44} {part:5} {ours:.2e} (PyTorch {theirs:.2e}){'' if good else '  WRONG'}")
     return ok

@@ -130,7 +130,7 @@ def result_of(kernel, tensors):
 def attention_case(kernel, shape, tiles, troubles):
     """Time the candidates of a kernel; their results are compared with those of the present one."""
     qkv, grad, spans = make(*shape)
-    present = CHOOSE(kernel, qkv.dtype, shape[1], spans is not None)
+    present = CHOOSE(kernel, qkv.dtype, shape[1], shape[0], spans is not None)
     tensors = tensors_of(kernel, qkv, grad, spans)
     result = result_of(kernel, tensors)
     call = functools.partial(A._run, kernel, qkv, qkv, tensors, spans)

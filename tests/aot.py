@@ -117,7 +117,7 @@ def attention_cases():
             continue
         types = dict.fromkeys(("qk", "qkv", "grad", "out", "dqkv"), f"*{dtype}")
         types |= dict.fromkeys(("lse", "delta"), "*fp32") | dict(spans="*i32", scale="fp32")
-        M, N, warps, stages = at.tiles(kernel, TYPES[dtype], D, bool(seen))
+        M, N, warps, stages = at.tiles(kernel, TYPES[dtype], D, 256, bool(seen))
         config = dict(H=384 // D, D=D, N=2, BLOCK_M=M, BLOCK_N=N, EVEN=even)
         config |= dict(R=1 + (seen == ", blocks"), num_warps=warps, num_stages=stages)
         config |= {} if seen else dict(spans=None)

@@ -48,6 +48,7 @@ from support.training.optimizers import (
     average,
     clip_gradients,
     make_optimizers,
+    scale_gradients,
     set_rates,
     update,
 )
@@ -854,6 +855,7 @@ class Run:
     rank: int = 0
     world: int = 1
     average: Callable = average  # updates `averaged`
+    scale_gradients: Callable = scale_gradients  # to clip them
     exchange: Callable = shards.exchange_nothing  # exchange(whether): of the next backward
     recorder: object = None  # graphs.Recorder, where steps are replayed as CUDA graphs
     windows: torch.Tensor = None  # (W, T) validation text
@@ -974,7 +976,7 @@ def backward(run, x0, counts, step, samples):
 
 def clip(run):
     """Scale the gradients down to a norm of --grad_clip at most; returns the norm before that."""
-    return clip_gradients(list(run.model.parameters()), run.config.grad_clip)
+    return clip_gradients(list(run.model.parameters()), run.config.grad_clip, run.scale_gradients)
 
 
 def train_step(run, step, progress):

@@ -255,10 +255,10 @@ def measure(report, exactly=""):
         found["reduced too early"] += size(grads)  # after a micro-batch that was not the last
         return draw_batch(*args)
 
-    def watched_clip(params, limit):
+    def watched_clip(*args):
         found["gradients"] = size([p.grad for p in params])
         found["step"] = peak() - found["before"]
-        return clip(params, limit)
+        return clip(*args)
 
     def watched_exchange(got, sent, sizes, parts, group):
         own = parts[group.rank()]

@@ -14,7 +14,7 @@ from support import ranks
 from support.flags import NO_LIMIT
 from support.terminal import warn
 from support.training import graphs, shards
-from support.training.optimizers import average
+from support.training.optimizers import average, scale_gradients
 
 TAKES = "about 20 s"  # how long compiling takes on a CPU, for messages
 LONG = 120  # seconds: shorter runs on a CPU are not compiled with --compile=auto
@@ -78,6 +78,7 @@ def compile_network(run, compiled, in_background=False):
     elif compiled:
         run.network = torch.compile(run.model)
         run.average = torch.compile(average)  # eager: one kernel launch per parameter
+        run.scale_gradients = torch.compile(scale_gradients)  # likewise
         if config.optimizer == "muon":
             run.optimizers[0].compile()
     if run.world > 1 and not config.shard:

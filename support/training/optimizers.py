@@ -49,16 +49,24 @@ def make_optimizers(model, config, device):
     return optimizers
 
 
-def clip_gradients(params, limit):
+def scale_gradients(tensors, factor):
+    """Multiply tensors in place by a 0-dim tensor."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def clip_gradients(params, limit, scale=scale_gradients):
     """Scale the gradients down to a total norm of at most `limit`; return the norm before that.
 
     limit: 0 turns clipping off.
     """
-    norm = get_total_norm([p.grad for p in params if p.grad is not None])
+    grads = [p.grad for p in params if p.grad is not None]
+    norm = get_total_norm(grads)
     total = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor with --shard
-    # On a GPU, comparing with the limit would make Python wait for the norm, so always clip there:
-    # gradients below the limit stay as they are.
-    if limit and (is_async(total.device) or total > limit):
+    if limit and is_async(total.device) and total is norm:
+        # Comparing with the limit would make Python wait for the norm, so always scale: gradients
+        # below the limit stay as they are.
+        scale(grads, (limit / (norm + 1e-6)).clamp(max=1))
+    elif limit and (is_async(total.device) or total > limit):
         clip_grads_with_norm_(params, limit, norm)
     return total
 

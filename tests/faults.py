@@ -256,7 +256,7 @@ def measure(report, exactly=""):
         return draw_batch(*args)
 
     def watched_clip(*args):
-        found["gradients"] = size([p.grad for p in params])
+        found["gradients"] = size([p.grad for p in args[0]])
         found["step"] = peak() - found["before"]
         return clip(*args)
 

@@ -186,8 +186,8 @@ def norm_case(tokens, width):
     weight = torch.randn(5, width, device="cuda")
     choose, most = N.config, N.PROGRAMS
     r = N._forward(x, weight, 2, None)[1]
-    present = choose(width)
     for backward in (False, True):
+        present = choose(width, backward)
         call = functools.partial(N._forward, x, weight, 2, None)
         if backward:
             call = functools.partial(N._backward, grad, x, weight, r, 2, None)
@@ -196,7 +196,7 @@ def norm_case(tokens, width):
             if not 64 <= present["BLOCK"] / warps <= 512:
                 continue
             for programs in (512, 1024, 2048, 4096):
-                N.config = lambda _, warps=warps: present | dict(num_warps=warps)
+                N.config = lambda *_, warps=warps: present | dict(num_warps=warps)
                 N.PROGRAMS = programs
                 ms = milliseconds(call, 0.01)
                 mark = "*" if warps == present["num_warps"] and programs == most else " "

@@ -87,7 +87,7 @@ def convolution_cases():
         kernel = conv.norm_conv_backward_kernel if backward else conv.norm_conv_forward_kernel
         types = dict.fromkeys(("x", "y", "dx", "dy"), f"*{dtype}") | dict(spans="*i32")
         types |= dict.fromkeys(("weight", "r", "dw"), "*fp32")
-        config = dict(EPS=conv.EPS, LEFT=2, K=5) | conv.config(C)
+        config = dict(EPS=conv.EPS, LEFT=2, K=5) | conv.config(C, backward)
         config |= {} if seen else dict(spans=None)
         config = {n: v for n, v in config.items() if n in kernel.arg_names or n in OPTIONS}
         types = {n: types.get(n, "i32") for n in kernel.arg_names if n not in config}

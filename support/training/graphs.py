@@ -12,7 +12,7 @@ import torch
 
 from support.terminal import warn
 
-WARM_UP = 3  # calls before the recording: they compile, and make the state of the optimizers
+WARM_UP = 3  # steps before the recording: they compile, and make the state of the optimizers
 
 
 def can_record(run, compiled):
@@ -23,7 +23,7 @@ def can_record(run, compiled):
 
 
 class Recorder:
-    """Calls functions of (run, *tensors); from the fourth call on it replays them.
+    """Calls the functions of a step with (run, *tensors); after a few steps it replays them.
 
     Their tensors must have the same shapes in each call, and the functions must be called in the
     same order in each step, because they share their memory. They return a tensor or None.
@@ -36,10 +36,13 @@ class Recorder:
         self.pool = torch.cuda.graph_pool_handle()
 
     def call(self, function, run, *tensors):
-        n = self.calls[function] = self.calls.get(function, 0) + 1
-        if n > WARM_UP and not self.failed and function not in self.recorded:
+        # All are recorded in the same step: each reads what those before it have written, and some
+        # may have been called before the first step.
+        is_warm = self.calls and min(self.calls.values()) >= WARM_UP
+        self.calls[function] = self.calls.get(function, 0) + 1
+        if is_warm and not self.failed and function not in self.recorded:
             self.record(function, run, tensors)
-        if n <= WARM_UP or self.failed:
+        if self.failed or function not in self.recorded:
             return function(run, *tensors)
         graph, inputs, output = self.recorded[function]
         if inputs:

@@ -175,7 +175,9 @@ def norm_conv_backward_kernel(
 def config(C, backward=False):
     """Return BLOCK and num_warps for rows of C: the fastest without spills (results/h200.md)."""
     block = max(512, triton.next_power_of_2(C))
-    return dict(BLOCK=block, num_warps=max(4, block // 256) if backward else block // 512)
+    if backward or block > 1024:
+        return dict(BLOCK=block, num_warps=max(4, block // 256))
+    return dict(BLOCK=block, num_warps=block // 512)
 
 
 def rows_of_a_program(N):

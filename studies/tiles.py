@@ -196,7 +196,8 @@ def norm_case(tokens, width):
             if not 64 <= present["BLOCK"] / warps <= 512:
                 continue
             for programs in (512, 1024, 2048, 4096):
-                N.config = lambda *_, warps=warps: present | dict(num_warps=warps)
+                options = present | dict(num_warps=warps)
+                N.config = lambda *_, options=options: options
                 N.PROGRAMS = programs
                 ms = milliseconds(call, 0.01)
                 mark = "*" if warps == present["num_warps"] and programs == most else " "

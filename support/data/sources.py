@@ -18,7 +18,7 @@ from support import files
 from support.data import records
 from support.data.ids import DTYPES, check_largest, doubt_width, has_header, map_ids
 from support.data.records import PART, read_text
-from support.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_from_json
+from support.data.tokenizer import Tokenizer, describe, tokenizer_from_json
 from support.environment import optional
 from support.errors import UserError
 from support.files import read_json
@@ -69,8 +69,7 @@ def end_id_of(config):
 def ids_have_documents(config):
     """Whether the documents of a folder of ids end in an [END]: by --end, or as prepared here."""
     path = Path(config.data) / "tokenizer.json"
-    noted = read_json(path, "tokenizer") if path.exists() else {}
-    return bool(config.end) or ("format" in noted and noted.get("end", False) is not False)
+    return bool(config.end) or (path.exists() and describe(path)[2] is not False)
 
 
 def effects(config):
@@ -254,7 +253,7 @@ def write_patterns(folder):
 
 def write_meta(folder, tokenizer, meta):
     """Write what open_ids must know about the ids in a folder: tokenizer.json and meta.json."""
-    (folder / "tokenizer.json").write_text(tokenizer.to_json())
+    (folder / "tokenizer.json").write_bytes(tokenizer.to_file().encode())
     if Path(meta["source"]).is_file():
         meta = meta | dict(sha256=files.sha256_of(meta["source"]))
     arrays = [map_ids(folder / name, meta["dtype"]) for name in NAMES]
@@ -296,7 +295,8 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
     highs = [high for _, high in ranges]
     if not (V or (folder / "tokenizer.json").exists()):
         check_largest(folder, parts_of(arrays), highs, end_id)
-    tokenizer = tokenizer_of_ids(folder / "tokenizer.json", V or max(highs) + 1, end_id)
+    path = folder / "tokenizer.json"
+    tokenizer = tokenizer_of_ids(path, V or max(highs) + 1, end_id, is_ours)
     V = tokenizer.vocab_size
     n, name = min(zip(map(len, arrays), NAMES))
     if tokenizer.end_id is None and n < T:
@@ -336,22 +336,21 @@ def count_documents(ids, end_id, prompt_column):
     return ends // 2 if prompt_column else ends + int(ids[-1] != end_id)
 
 
-def tokenizer_of_ids(path, V, end_id):
-    """Ours in a tokenizer.json, or one of the tokenizers library, or one that shows V numbers."""
-    if path.exists() and "format" in read_json(path, "tokenizer"):
-        tokenizer = tokenizer_from_json(path)
-        if end_id not in (-1, tokenizer.end_id):
-            fix = "leave it out"
-            raise UserError(f"--end={end_id}, but {path} has {tokenizer.end_id}; {fix}")
-        return tokenizer
+def tokenizer_of_ids(path, V, end_id, is_ours):
+    """The one in a tokenizer.json, or one that shows V numbers.
+
+    end_id: what --end says, -1 for nothing; a file made elsewhere does not know it (is_ours: the
+    folder was prepared here).
+    """
     end = False if end_id < 0 else end_id
-    if path.exists():
-        tokenizer = open_tokenizer(path, end=False)
+    tokenizer = tokenizer_from_json(path) if path.exists() else Tokenizer("id", V, end)
+    if tokenizer.kind == "file" and tokenizer.end is False and not is_ours:
         tokenizer = Tokenizer("file", tokenizer.vocab, end)
-    else:
-        tokenizer = Tokenizer("id", V, end)
     if end_id >= tokenizer.vocab_size:
         raise UserError(f"--end={end_id} must be below V = {tokenizer.vocab_size}")
+    if end_id not in (-1, tokenizer.end_id):
+        fix = "leave it out"
+        raise UserError(f"--end={end_id}, but {path} has {tokenizer.end_id}; {fix}")
     return tokenizer
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 
 from support.arguments import check_text, whole_ids
+from support.data import tokenizer_json
 from support.data.seams import BROKEN, PART, Library, shared
 from support.environment import optional
 from support.errors import UserError
@@ -21,7 +22,7 @@ TEXT, MASKED, END = range(3)  # what a stretch of ids is
 WINDOW = 4  # tokens; no character has more bytes
 SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
 # What follows a document in files of the tokenizers library, if --end does not say it.
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "[END]")
 
 
 class Tokenizer:
@@ -44,6 +45,7 @@ class Tokenizer:
         self.vocab = vocab
         self.end = end
         self.spaces = None  # what space_tokens found
+        self.file = None  # what to_file found
         if kind == "char":
             size = len(vocab)
             self.table = np.full(max(map(ord, vocab)) + 2, -1, np.int32)  # code point -> id
@@ -265,8 +267,20 @@ class Tokenizer:
         spelled = [bytes([i]) if i < 256 else self.vocab[i - 256].encode() for i in ids]
         return b"".join(spelled).decode("utf-8", "replace")
 
+    def to_file(self):
+        """The text of a tokenizer.json: a JSON of the tokenizers library, or else `to_json`."""
+        if self.file is None:
+            try:
+                self.file = tokenizer_json.to_text(self.kind, self.vocab, self.end)
+            except ValueError:  # the library has none
+                self.file = self.to_json()
+        return self.file
+
     def to_json(self):
-        """What tokenizer_from_json reads. Raises UserError for more than it reads back."""
+        """The small format: earlier runs have it, and all checksums are of it.
+
+        Raises UserError for more than tokenizer_from_json reads.
+        """
         learned = dict(kind=self.kind, vocab=self.vocab, end=self.end)
         text = json.dumps(dict(format="mdlm-tokenizer", version=1, **learned))
         most = most_bytes("tokenizer.json")
@@ -280,13 +294,21 @@ def parts_of(text):
     return [text[i : i + PART] for i in range(0, len(text), PART)]
 
 
-def tokenizer_from_json(path):
-    """The Tokenizer in a file that to_json wrote; raises UserError for anything else."""
+def describe(path):
+    """(kind, vocab, end) of the Tokenizer in a tokenizer.json, as it says; UserError if none is."""
     content = read_json(path, "tokenizer")
-    ours = (content.get("format"), content.get("version")) == ("mdlm-tokenizer", 1)
+    if "format" not in content:
+        return tokenizer_json.describe(read_small(path))
+    ours = (content["format"], content.get("version")) == ("mdlm-tokenizer", 1)
     kind, vocab, end = (content.get(key) for key in ("kind", "vocab", "end"))
     if not ours or type(end) not in (bool, int):
         raise UserError(f"{path} is not a tokenizer that mdlm.py wrote (format version 1)")
+    return kind, vocab, end
+
+
+def tokenizer_from_json(path):
+    """The Tokenizer in a file that to_file wrote; raises UserError for anything else."""
+    kind, vocab, end = describe(path)
     try:
         tokenizer = Tokenizer(kind, vocab, end)
         texts = "".join(vocab) if kind in ("char", "word") else ""
@@ -308,12 +330,17 @@ def tokenizer_from_json(path):
 
 
 def open_tokenizer(path, end, end_token=""):
-    """The Tokenizer of a file of the tokenizers library; end: with the id of [END]."""
+    """The Tokenizer of a file of the tokenizers library; end: with the id of [END].
+
+    The tokenizer.json of a run gives the run's tokenizer, with an [END] or without.
+    """
     try:
-        content = read_small(path)
-        tokenizer = Tokenizer("file", content)
-        added = tokenizer.library.library.get_added_tokens_decoder()
-        specials = {token.content: id for id, token in added.items() if token.special}
+        kind, vocab, _ = tokenizer_json.describe(read_small(path))
+        tokenizer = Tokenizer(kind, vocab)
+        specials = {"[END]": True}
+        if kind == "file":
+            added = tokenizer.library.library.get_added_tokens_decoder()
+            specials = {token.content: id for id, token in added.items() if token.special}
     except UserError:  # it cannot be read, or that library is missing
         raise
     except Exception as e:  # the tokenizers library raises bare Exceptions
@@ -323,7 +350,7 @@ def open_tokenizer(path, end, end_token=""):
         raise UserError(f"--end={end_token} is no special token of {path}; give one")
     if end and not found:
         raise UserError(f"{path} has none of {', '.join(END_TOKENS)}; name its --end")
-    return Tokenizer("file", content, specials[found[0]]) if end else tokenizer
+    return Tokenizer(kind, vocab, specials[found[0]]) if end else tokenizer
 
 
 def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
@@ -333,6 +360,8 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
         some = [piece[:PART] for piece, _ in itertools.islice(pieces(), 100)]
         if any(tokenizer.decode(tokenizer.encode(text)) != text for text in some):
             warn(f"--tokenizer={kind} changes the text: its likelihood is that of what is left")
+        if tokenizer.kind != "file":  # it gives any text back, in parts too
+            return tokenizer
         if cannot := tokenizer.library.what_cannot_be_cut(some[:3]):
             warn(f"--tokenizer={kind}: {cannot}")
         return tokenizer

@@ -375,7 +375,7 @@ def write(run, state, tensors):
     config = dict(format="mdlm", version=1, config=dataclasses.asdict(run.config))
     contents = {
         "config.json": json.dumps(config, indent=1).encode(),
-        "tokenizer.json": run.corpus.tokenizer.to_json().encode(),
+        "tokenizer.json": run.corpus.tokenizer.to_file().encode(),
         "state.json": json.dumps(state).encode(),
     } | tensors
     score = run.score | dict(loss=run.loss if math.isfinite(run.loss) else None)

@@ -23,10 +23,6 @@ from support.terminal import warn
 from support.training import shards
 
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # the others: to resume
-# Settings of earlier versions, and what the program always does now.
-RETIRED = dict(tensorboard=False, beta1=0.9, beta2=0.95, momentum=0.9, eval_passes=1, wandb="")
-# What the program did before a setting existed, where that is not its default.
-BEFORE = dict(document_length="predicted", pack=False)
 
 
 def checkpoints(out_dir):
@@ -240,8 +236,7 @@ def read_settings(path, known):
     """The settings in a config.json, a dict; known: the names that there are.
 
     Former names become those of now. A setting that the file lacks is newer than the file and takes
-    the value of BEFORE, or its default, which must then reproduce what the program did before. One
-    that no longer exists gets a warning unless it has the value of RETIRED.
+    its default, which must then reproduce what the program did before.
     """
     content = files.read_json(path, "config")
     kind, version, settings = (content.get(key) for key in ("format", "version", "config"))
@@ -249,13 +244,10 @@ def read_settings(path, known):
         given = f"{path} has version {version!r} of format {kind!r}"
         raise UserError(f"{given}; this program reads version 1 of mdlm")
     settings = modern(settings, "mdlm")
-    for name in sorted(settings.keys() - known - RETIRED.keys()):
+    for name in sorted(settings.keys() - known):
         fix = "use the version that wrote it, or train again"
         raise UserError(f"{path} has an unknown setting {name[:40]!r}; {fix}")
-    for name in sorted(settings.keys() & RETIRED.keys()):
-        if settings[name] != RETIRED[name]:
-            warn(f"{path}: {name}={str(settings[name])[:40]} is ignored; it is {RETIRED[name]} now")
-    return BEFORE | {name: value for name, value in settings.items() if name in known}
+    return settings
 
 
 def check_size(folder, config, vocab_size):
@@ -321,12 +313,13 @@ def training_tensors(model, averaged, optimizers):
 def read_state(folder):
     """The JSON part of the training state, checked."""
     state = files.read_json(folder / "state.json", "training state")
-    for name, kind in dict(step=int, seconds=float, ending=float, finished=bool).items():
+    kinds = dict(step=int, seconds=float, ending=float, finished=bool, saving=float)
+    for name, kind in kinds.items():
         value = state.get(name)
         if type(value) is not kind or not 0 <= value < 1 << 31:
             raise UserError(f"{folder}/state.json is damaged: {name} is {str(value)[:40]!r}")
-    for name, kind in dict(tokens=int, sequences=int, saving=float).items():
-        value = state.get(name, kind())  # older states have no sequences, no saving
+    for name, kind in dict(tokens=int, sequences=int).items():
+        value = state.get(name, kind())  # older states have no sequences
         if type(value) is not kind or not 0 <= value < 1 << 62:
             raise UserError(f"{folder}/state.json is damaged: {name} is {str(value)[:40]!r}")
     return state

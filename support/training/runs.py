@@ -304,7 +304,7 @@ def begin(run, folder):
         state = checkpoint.restore(folder, run.model, run.averaged, run.optimizers)
         run.score = scores.from_manifest(folder) or scores.from_log(folder)
         for name in ("step", "seconds", "ending", "finished", "saving"):
-            setattr(run, name, state.get(name, getattr(run, name)))  # older states lack "saving"
+            setattr(run, name, state[name])
         run.saved = run.step
         batch_size, _ = run.changed.get("batch_size", (run.config.batch_size, 0))
         run.begun = (run.step, state.get("sequences", run.step * batch_size))

@@ -73,8 +73,8 @@ RUNS = {
     "words of documents": "documents --tokenizer=word --vocab_size=600",
     "bpe of documents": "documents --tokenizer=bpe --vocab_size=400",
     "file of documents": "documents --tokenizer=TOKENIZER",
-    "ids": "ids --end=3",
-    "ids with a file": "ids_with_file --end=3",
+    "ids": "ids --end=1",
+    "ids with a file": "ids_with_file --end=1",
 }
 RESUMED = ("default", "ar", "documents", "prompts", "blocks whole", "blocks prompts")
 RESUMED += ("words", "bpe of documents", "file", "file of documents", "ids with a file")
@@ -126,7 +126,7 @@ def write_data(folder):
     for name in ("ids", "ids_with_file"):
         (folder / name).mkdir()
         for file in ("train.bin", "val.bin"):
-            ids = [i for line in lines for i in (*made.encode(line[:30]).ids, 3)]
+            ids = [i for line in lines for i in (*made.encode(line[:30]).ids, 1)]
             np.array(ids, np.uint16).tofile(folder / name / file)
     shutil.copy(folder / "TOKENIZER.json", folder / "ids_with_file" / "tokenizer.json")
     names = {path.stem: str(path) for path in folder.iterdir()}

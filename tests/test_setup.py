@@ -263,6 +263,11 @@ def test_a_plain_run_needs_four_packages(light, text_file, tmp_path):
         ).stdout
     )
     assert "nelbo" in light(ROOT / "eval.py", "--windows=2", "--passes=1", "--json=-").stdout
+    for kind, size in (("byte", []), ("word", ["--vocab_size=300"])):
+        flags = [f"--data={text_file}", f"--tokenizer={kind}", *size, f"--out_dir={kind}"]
+        light(ROOT / "mdlm.py", *flags, *TINY, "--max_steps=1")
+        light(ROOT / "mdlm.py", "--resume", "--max_steps=2", f"--out_dir={kind}")
+        light(ROOT / "sample.py", "--infill=the ███ of", "--steps=1", f"--out_dir={kind}")
 
 
 @pytest.mark.slow

@@ -75,8 +75,7 @@ def begin_once(content):
 
     As it was, where that cannot be written.
     """
-    from tokenizers import Tokenizer
-
+    tokenizers = environment.optional("tokenizers", "--to=hf")
     parsed = json.loads(content)
     first = dict(type="Metaspace", replacement="▁", prepend_scheme="first", split=False)
     before = dict(type="Prepend", prepend="▁")
@@ -91,7 +90,8 @@ def begin_once(content):
     text = "To be, or not to be:\nthat is  the question."
     try:
         both = [
-            Tokenizer.from_str(c).encode(text, add_special_tokens=False) for c in (content, changed)
+            tokenizers.Tokenizer.from_str(each).encode(text, add_special_tokens=False)
+            for each in (content, changed)
         ]
     except Exception:  # it does not know these words; the tokenizers library raises no other kind
         return content

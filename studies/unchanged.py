@@ -23,6 +23,8 @@ import time
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
+
 TINY = """--device=cpu --compile=off --dtype=float32 --preset=cpu --n_layer=2 --n_head=2 --n_embd=32
     --block_size=32 --batch_size=8 --dropout=0.1 --max_steps=60 --warmup_steps=2 --log_interval=1
     --eval_interval=20 --eval_windows=32"""
@@ -117,9 +119,8 @@ def write_data(folder):
     for name, records in (("documents", documents), ("pairs", pairs)):
         content = "".join(json.dumps(record) + "\n" for record in records)
         (folder / f"{name}.jsonl").write_text(content)
-    import numpy as np
-    import tokenizers
-
+    optional = import_module("support.environment").optional
+    tokenizers = optional("tokenizers", "its runs on a tokenizer.json")
     made = tokenizers.ByteLevelBPETokenizer()
     made.train_from_iterator([text], 400, show_progress=False, special_tokens=["<pad>", "</s>"])
     made.save(str(folder / "TOKENIZER.json"))

@@ -111,6 +111,7 @@ def test_an_old_python_is_named(monkeypatch, capsys):
         (sample, ["--batch={tmp}/templates"]),
         (eval, ["--windows=1", "--passes=1", "--exact", "--pictures=none"]),
         (eval, ["--windows=1", "--passes=1"]),
+        (export, ["--dest={tmp}/hf"]),
     ],
 )
 def test_bars_and_pictures_are_no_need(program, flags, short_run, tmp_path, monkeypatch, capfd):
@@ -143,7 +144,6 @@ def test_training_needs_neither_bars_nor_pictures(short_run, tmp_path, monkeypat
     [
         ("tokenizers", mdlm, ["--data={text}", "--tokenizer=bpe", "--out_dir={tmp}/x"]),
         ("tokenizers", mdlm, ["--data={text}", "--tokenizer={tmp}/t.json", "--out_dir={tmp}/x"]),
-        ("tokenizers", export, ["--to=hf", "--dest={tmp}/x"]),
         ("onnx", export, ["--to=page", "--dest={tmp}/x"]),
         ("onnxscript", export, ["--to=page", "--dest={tmp}/x"]),
         ("pyarrow", mdlm, ["--data={tmp}/t.parquet", "--out_dir={tmp}/x"]),

@@ -139,8 +139,8 @@ def row_numbers(samples, B, device):
     numbers = numbers if bad else numbers.to(torch.int64)  # narrow and unsigned ones compare badly
     if bad or numbers.shape != (B,) or (B and not 0 <= numbers.min() <= numbers.max() < 1 << 32):
         wrong = f"samples must be {B} whole numbers from 0 to {(1 << 32) - 1}, one for each row"
-        given = str(samples)[:40] if isinstance(samples, (list, tuple)) else kind_of(samples)
-        raise UserError(f"{wrong}, not {given}")
+        shown = str(samples)[:40] if isinstance(samples, (list, tuple)) else kind_of(samples)
+        raise UserError(f"{wrong}, not {shown}")
     return numbers.to(device)
 
 
@@ -152,12 +152,12 @@ def check_ends(model, end_id, forbid):
     if isinstance(forbid, (str, bytes)) or not hasattr(forbid, "__iter__"):
         raise UserError(f"forbid must be a list of ids, not {kind_of(forbid)}")
     try:
-        found = {whole_number("an id in forbid", i, 0, V - 1) for i in forbid if i is not None}
+        ids = {whole_number("an id in forbid", i, 0, V - 1) for i in forbid if i is not None}
     except TypeError:  # a tensor without axes
         raise UserError(f"forbid must be a list of ids, not {kind_of(forbid)}") from None
-    if len(found) == V:
+    if len(ids) == V:
         raise UserError(f"forbid has all {V} ids, so nothing can be drawn; leave some out")
-    return end_id, sorted(found)
+    return end_id, sorted(ids)
 
 
 def check_allowed(model, x, allowed):
@@ -229,10 +229,10 @@ def to_view(model, args, kwargs):
     """
     if args and isinstance(args[0], View):
         return None
-    given = named(*args, **kwargs)
+    arguments = named(*args, **kwargs)
     if not torch.compiler.is_compiling():
-        check_input(model, *given)
-    return (model.objective.view(*given),), {}
+        check_input(model, *arguments)
+    return (model.objective.view(*arguments),), {}
 
 
 def named(xt, x0=None, rows=None):

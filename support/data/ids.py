@@ -32,8 +32,8 @@ def map_ids(path, dtype, stated=True):
         dtype = np.dtype(MAGIC[header[0]])
         offset = HEADER
         if int(header[2]) * dtype.itemsize != size - offset:
-            found = f"{path} has a header of llm.c for {header[2]} tokens, and {size} bytes"
-            raise UserError(f"{found}; it is cut off: restore it")
+            what = f"{path} has a header of llm.c for {header[2]} tokens, and {size} bytes"
+            raise UserError(f"{what}; it is cut off: restore it")
     elif is_new_header(header, size):
         known = " and ".join(map(str, MAGIC))
         what = f"{path} has a header with the magic number {header[0]}"
@@ -92,12 +92,12 @@ def check_width(path, ids):
     sample = sample_of(ids)
     if ids.dtype != np.uint16 or not sample.any():
         return
-    found, as_dtype = guess_width(sample)
-    if not found:
+    why, as_dtype = guess_width(sample)
+    if not why:
         return
     right = f"--bin_dtype={as_dtype}" if as_dtype else "write ids there, in little-endian order"
     fix = f"give {right}" if as_dtype else right
-    what = f"{path} is read as uint16, but {found}"
+    what = f"{path} is read as uint16, but {why}"
     raise UserError(f"{what}; {fix} (or --bin_dtype=uint16 if it is right)")
 
 

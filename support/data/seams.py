@@ -124,16 +124,16 @@ class Library:
 
     def fits(self, letter, text, ids):
         """Whether ids after a letter begin with a space as the text does, or do not tell."""
-        found = self.decode_after(self.encode(letter), ids)
-        told = is_space(found) == is_space(text)
+        decoded = self.decode_after(self.encode(letter), ids)
+        told = is_space(decoded) == is_space(text)
         return told or not ids or self.after(letter, f" {text}") == ids
 
     def encode_after_gap(self, text):
         """The ids of a text that follows a gap. Raises UserError if it cannot be cut off."""
         letter = self.letter_before(text)
         if letter is None and self.letters():
-            given = f"this tokenizer cannot encode {text[:40]!r} as what follows a gap"
-            raise UserError(f"{given}; begin it with a space, or let the gap end with the word")
+            what = f"this tokenizer cannot encode {text[:40]!r} as what follows a gap"
+            raise UserError(f"{what}; begin it with a space, or let the gap end with the word")
         return self.after(letter, text) if letter else self.encode(text)
 
     def go_on(self, before, text):
@@ -163,8 +163,8 @@ class Library:
     def encode_all(self, texts):
         """The ids of several texts, encoded side by side."""
         try:
-            found = self.library.encode_batch_fast(texts, add_special_tokens=False)
-            return [encoding.ids for encoding in found]
+            encodings = self.library.encode_batch_fast(texts, add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
         except Exception:
             for word in " ".join(texts).split():
                 self.encode(word)  # names the word that it does not know
@@ -183,15 +183,15 @@ class Library:
 
     def what_cannot_be_cut(self, texts):
         """What this tokenizer cannot do with parts of texts, as words; "" if it can do all."""
-        found = []
+        faults = []
         if not any(map(self.letter_before, self.letters()[:TRIES:8])):
-            found.append("a gap cannot end within a word, nor directly before one")
+            faults.append("a gap cannot end within a word, nor directly before one")
         lengths = [
             (text, n) for text in texts for n in (2 * CONTEXT, 10 * CONTEXT) if n < len(text)
         ]
         if lengths and not any(self.find_cut(text, n) for text, n in lengths):
-            found.append("long texts are cut within tokens")
-        return "; ".join(found)
+            faults.append("long texts are cut within tokens")
+        return "; ".join(faults)
 
     # ---- Decoding
     def decode(self, ids):
@@ -260,8 +260,8 @@ class Library:
     def check_kept(self, text):
         """Raise UserError if encoding loses characters of a text, but for spaces and accents."""
         advice = "leave it out, or take another model"
-        found = self.encoding(text)
-        for id, (begin, end) in zip(found.ids, found.offsets):
+        encoding = self.encoding(text)
+        for id, (begin, end) in zip(encoding.ids, encoding.offsets):
             if id == self.unknown_id():
                 lacks = f"the tokenizer does not know {text[begin:end][:20]!r}"
                 raise UserError(f"{lacks} in {text[:40]!r}; {advice}")

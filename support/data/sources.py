@@ -300,8 +300,8 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
     V = tokenizer.vocab_size
     n, name = min(zip(map(len, arrays), NAMES))
     if tokenizer.end_id is None and n < T:
-        found = f"{name} has {n} tokens, fewer than --block_size={T}"
-        raise UserError(f"{found}; give more text or a smaller block")
+        what = f"{name} has {n} tokens, fewer than --block_size={T}"
+        raise UserError(f"{what}; give more text or a smaller block")
     if smallest < 0 or max(highs) >= V:
         advice = "check tokenizer.json, --vocab_size or --bin_dtype"
         raise UserError(f"{folder} has ids {smallest} to {max(highs)}, but V is {V}; {advice}")

@@ -115,8 +115,7 @@ class Source:
         guesses = [mark.replace("\n", "\r\n"), mark.replace("\r\n", "\n"), mark.strip()]
         guesses += [mark.lower(), mark.upper(), "\n\n", "\r\n\r\n", "\n", "\r\n"]
         guesses = [guess for guess in guesses if guess and guess != mark]
-        found = (guess for guess in guesses if divides(guess, self.texts()))
-        guess = next(found, None)
+        guess = next((guess for guess in guesses if divides(guess, self.texts())), None)
         advice = f"give {as_flag(guess)}, which is, or leave it out" if guess else "leave it out"
         what = f"{as_flag(mark)} is nowhere between two texts of {self.config.data}"
         raise UserError(f"{what}; {advice}")
@@ -128,18 +127,18 @@ class Source:
         """
         done = held = 0
         longest = (0, "")  # tokens of a record, and where it is
-        before = ""  # the end of what the next part goes on after
+        before = ""  # the end of what the next piece goes on after
         for text, end in self():
             k = min(max(self.cut - done, 0), len(text))
             if tokenizer.kind == "file" and 0 < k < len(text):  # some know no part of a word
                 k = before_word(text, k)
                 self.cut = done + k
             done += len(text)
-            for part, trains in ((text[:k], True), (text[k:], False)):
-                if not part:
+            for piece, trains in ((text[:k], True), (text[k:], False)):
+                if not piece:
                     continue
-                ids = self.encode_part(tokenizer, part, before)
-                before = (before + part[-CONTEXT:])[-CONTEXT:]
+                ids = self.encode_piece(tokenizer, piece, before)
+                before = (before + piece[-CONTEXT:])[-CONTEXT:]
                 # A record that is split goes on: its front has no [END].
                 ends_here = end and (self.texts or not trains or k == len(text))
                 if ends_here and tokenizer.end_id is not None:
@@ -158,7 +157,7 @@ class Source:
             what = f"{longest[1]}: a prompt and its answer take {longest[0]} tokens, more than"
             raise UserError(f"{what} --block_size={T}; shorten them or raise it")
 
-    def encode_part(self, tokenizer, text, before):
+    def encode_piece(self, tokenizer, text, before):
         try:
             return tokenizer.encode_array(text, before)
         except UserError as e:

@@ -44,8 +44,8 @@ class Tokenizer:
         self.kind = kind
         self.vocab = vocab
         self.end = end
-        self.spaces = None  # what space_tokens found
-        self.file = None  # what to_file found
+        self.spaces = None  # what space_tokens returns
+        self.file = None  # what to_file returns
         if kind == "char":
             size = len(vocab)
             self.table = np.full(max(map(ord, vocab)) + 2, -1, np.int32)  # code point -> id
@@ -79,8 +79,8 @@ class Tokenizer:
             ids = self.table[np.minimum(codes, len(self.table) - 1)]  # the last entry is always -1
             if (ids < 0).any():
                 i = int((ids < 0).argmax())
-                found = f"the character {text[i]!r} at position {i}"
-                raise UserError(f"{found} is unknown; remove it, or train on text that has it")
+                what = f"the character {text[i]!r} at position {i}"
+                raise UserError(f"{what} is unknown; remove it, or train on text that has it")
             return ids
         if self.kind == "word":
             ids = []
@@ -161,9 +161,9 @@ class Tokenizer:
             elif self.kind in ("bpe", "file"):
                 texts = self.library.decode_each(self.context_ids(), self.library.size)
             texts += [""] * (self.vocab_size - len(texts))  # [END]
-            found = np.array([text.startswith(" ") for text in texts])
+            spaced = np.array([text.startswith(" ") for text in texts])
             longer = any(text.startswith(" ") and text != " " for text in texts)
-            self.spaces = found & longer
+            self.spaces = spaced & longer
         return self.spaces
 
     def locate(self, ids, edges, first=True):
@@ -231,7 +231,7 @@ class Tokenizer:
         A character that is broken so far may be completed by the next tokens: until that is known,
         its tokens wait.
         """
-        found = [0]
+        starts = [0]
         text = ""
         begin = known = 0  # the window, and how many of its tokens have been spelled
         waiting = []  # texts of the window up to each token that waits
@@ -241,13 +241,13 @@ class Tokenizer:
             if both.endswith(BROKEN) and stop - known <= WINDOW and stop < len(ids):
                 continue
             start = shared(self.spell(ids[begin:known]), both)
-            found += [len(text) + max(0, shared(spelled, both) - start) for spelled in waiting]
+            starts += [len(text) + max(0, shared(spelled, both) - start) for spelled in waiting]
             text += both[start:]
             waiting = []
             begin = known
             known = stop
         if text == whole:
-            return found
+            return starts
         return [shared(self.spell(ids[:stop]), whole) for stop in range(len(ids) + 1)]
 
     def context_ids(self):
@@ -285,8 +285,8 @@ class Tokenizer:
         text = json.dumps(dict(format="mdlm-tokenizer", version=1, **learned))
         most = most_bytes("tokenizer.json")
         if len(text) > most:
-            found = f"the tokenizer takes {len(text)} bytes in a checkpoint, more than {most}"
-            raise UserError(f"{found}; take one with a smaller vocabulary")
+            what = f"the tokenizer takes {len(text)} bytes in a checkpoint, more than {most}"
+            raise UserError(f"{what}; take one with a smaller vocabulary")
         return text
 
 
@@ -345,12 +345,12 @@ def open_tokenizer(path, end, end_token=""):
         raise
     except Exception as e:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{path} is no file of the tokenizers library: {str(e)[:200]}") from None
-    found = [token for token in ((end_token,) if end_token else END_TOKENS) if token in specials]
-    if end_token and not found:
+    ends = [token for token in ((end_token,) if end_token else END_TOKENS) if token in specials]
+    if end_token and not ends:
         raise UserError(f"--end={end_token} is no special token of {path}; give one")
-    if end and not found:
+    if end and not ends:
         raise UserError(f"{path} has none of {', '.join(END_TOKENS)}; name its --end")
-    return Tokenizer(kind, vocab, specials[found[0]]) if end else tokenizer
+    return Tokenizer(kind, vocab, specials[ends[0]]) if end else tokenizer
 
 
 def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
@@ -378,8 +378,8 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
     if kind == "bpe":
         return Tokenizer("bpe", train_bpe(sample, size), end)
     counts = Counter()
-    for part in sample:
-        counts.update(WORD.findall(part))
+    for text in sample:
+        counts.update(WORD.findall(text))
     words = [word for word, n in counts.most_common(size - 256) if n > 1]
     return Tokenizer("word", words, end)
 

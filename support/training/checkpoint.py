@@ -27,9 +27,9 @@ MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # the othe
 
 def checkpoints(out_dir):
     """The checkpoint folders of a run: the one that `latest` names, then by descending step."""
-    found = [p for p in Path(out_dir).glob("step-*") if ownership.STEP.fullmatch(p.name)]
+    folders = [p for p in Path(out_dir).glob("step-*") if ownership.STEP.fullmatch(p.name)]
     latest = read_latest(out_dir)
-    return sorted(found, key=lambda p: (p.name != latest, -step_of(p), p.name))
+    return sorted(folders, key=lambda p: (p.name != latest, -step_of(p), p.name))
 
 
 def read_latest(out_dir):
@@ -87,10 +87,10 @@ def write_checkpoint(out_dir, name, contents, score=None):
 
 def remove_all_but_two(final):
     """Keep `final` and the one before it; newer ones belong to a run that was rolled back."""
-    found = [p for p in checkpoints(final.parent) if ownership.is_checkpoint(p)]
-    earlier = [p for p in found if step_of(p) < step_of(final)]
+    ours = [p for p in checkpoints(final.parent) if ownership.is_checkpoint(p)]
+    earlier = [p for p in ours if step_of(p) < step_of(final)]
     before = max(earlier, key=lambda p: (step_of(p), p.suffix != ".old"), default=final)
-    for other in found:
+    for other in ours:
         if other not in (final, before):
             files.remove(other)
 
@@ -148,13 +148,13 @@ def read_newest(path, read):
         if folder:
             before = identity(folder)
             try:
-                found = read(folder)
+                content = read(folder)
             except (UserError, OSError):
                 if identity(folder) == before:
                     raise
             else:
                 if identity(folder) in (before, None):  # removed after all of it was read
-                    return folder, found
+                    return folder, content
         elif not was_removed:
             break
         time.sleep(0.01)
@@ -241,8 +241,8 @@ def read_settings(path, known):
     content = files.read_json(path, "config")
     kind, version, settings = (content.get(key) for key in ("format", "version", "config"))
     if (kind, version) != ("mdlm", 1) or not isinstance(settings, dict):
-        given = f"{path} has version {version!r} of format {kind!r}"
-        raise UserError(f"{given}; this program reads version 1 of mdlm")
+        what = f"{path} has version {version!r} of format {kind!r}"
+        raise UserError(f"{what}; this program reads version 1 of mdlm")
     settings = modern(settings, "mdlm")
     for name in sorted(settings.keys() - known):
         fix = "use the version that wrote it, or train again"
@@ -279,16 +279,16 @@ def read_tensors(path, expected=None):
     try:
         names = names_in(path)
         with safe_open(path, "pt") as f:
-            slices = {name: f.get_slice(stored) for name, stored in names.items()}
-            found = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
-            wanted = found
+            slices = {name: f.get_slice(then) for name, then in names.items()}
+            stored = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
+            wanted = stored
             if expected is not None:
                 wanted = {name: ("F32", list(t.shape)) for name, t in expected.items()}
-            for name in sorted(found | wanted):  # compared before any tensor is read
-                if found.get(name) != wanted.get(name):
+            for name in sorted(stored | wanted):  # compared before any tensor is read
+                if stored.get(name) != wanted.get(name):
                     why = f"{name} is missing, unexpected or misshapen"
                     raise UserError(f"{path} does not fit its config: {why}")
-            tensors = {name: f.get_tensor(stored) for name, stored in names.items()}
+            tensors = {name: f.get_tensor(then) for name, then in names.items()}
     except (SafetensorError, OSError, KeyError, OverflowError, MemoryError) as e:
         raise UserError(f"{path} is no safetensors file: {e}") from e
     for name, t in tensors.items():
@@ -379,14 +379,14 @@ def lock(out_dir):
     import filelock
 
     # Its owner may lock it, and other users who may write the folder.
-    found = filelock.FileLock(path, mode=0o600 | out_dir.stat().st_mode & 0o066)
+    file_lock = filelock.FileLock(path, mode=0o600 | out_dir.stat().st_mode & 0o066)
     try:
         # Where there are no locks, newer versions of filelock warn and let a file stand for one,
         # which a run that is killed on another machine leaves there for good.
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            found.acquire(timeout=0)
-        locks.append((found, path))
+            file_lock.acquire(timeout=0)
+        locks.append((file_lock, path))
     except filelock.Timeout:
         fix = "stop the run that is training there, or give another --out_dir"
         raise UserError(f"--out_dir={out_dir} is in use; {fix}") from None
@@ -400,11 +400,11 @@ def lock(out_dir):
 def release():
     """Unlock the folder; an empty one is removed."""
     while locks:
-        found, path = locks.pop()
+        file_lock, path = locks.pop()
         with contextlib.suppress(OSError):  # Windows removes it on release
             path.unlink()  # before the release: nobody who opens it meanwhile has the lock
         with contextlib.suppress(OSError):
-            found.release()
+            file_lock.release()
     while created_dirs:
         with contextlib.suppress(OSError):
             created_dirs.pop().rmdir()

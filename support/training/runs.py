@@ -289,8 +289,8 @@ def load_weights(run, source):
     sentence = f"the ranks see different weights in --init_from={run.config.init_from}; {fix}"
     ranks.check_equal(digest.hexdigest(), sentence)
     if tokenizer.to_json() != run.corpus.tokenizer.to_json():
-        given = f"--init_from={run.config.init_from}"
-        raise UserError(f"{given} has other tokens than {run.config.data}; give text")
+        what = f"--init_from={run.config.init_from}"
+        raise UserError(f"{what} has other tokens than {run.config.data}; give text")
     for into in (run.model, run.averaged):
         for p, whole in zip(into.parameters(), model.parameters()):
             shards.fill(p, whole)
@@ -332,8 +332,8 @@ def advice(run):
         fixes.append("--dtype=float32")
     fix = ", or ".join(fixes)
     if run.saved < 0:
-        how = " with --overwrite and" * config.overwrite or " with"
-        return f"Nothing is saved yet; start again{how} {fix}"
+        overwrite = "--overwrite and " * config.overwrite
+        return f"Nothing is saved yet; start again with {overwrite}{fix}"
     last = Path(config.out_dir) / f"step-{run.saved}"
     return f"The last good checkpoint is {last}; --resume with {fix}"
 
@@ -350,8 +350,8 @@ def save(run, finished=False):
     where = f"at step {run.step}: not saved. {advice(run)}"
     ranks.on_all_ranks(lambda: shards.check_finite(weights | tensors, where))
     if run.config.shard:
-        with shards.saving(run.config.out_dir, weights, tensors) as found:
-            ranks.on_first_rank(lambda: write(run, state, found()))
+        with shards.saving(run.config.out_dir, weights, tensors) as files_of:
+            ranks.on_first_rank(lambda: write(run, state, files_of()))
     else:
         ranks.on_first_rank(lambda: write(run, state, in_memory(weights, tensors)))
     run.saved = run.step
@@ -363,11 +363,11 @@ def save(run, finished=False):
 
 def in_memory(weights, tensors):
     """The files of a run without --shard, as bytes."""
-    found = {}
-    for name, part in (("model", weights), ("state", tensors)):
-        part = {key: t.detach().cpu().contiguous() for key, t in part.items()}
-        found[f"{name}.safetensors"] = to_safetensors(part)
-    return found
+    contents = {}
+    for name, named in (("model", weights), ("state", tensors)):
+        copies = {key: t.detach().cpu().contiguous() for key, t in named.items()}
+        contents[f"{name}.safetensors"] = to_safetensors(copies)
+    return contents
 
 
 def write(run, state, tensors):

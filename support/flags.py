@@ -45,7 +45,7 @@ def check_effects(given, rules):
 
 
 def without_off(cls, given):
-    """The given flags of `cls` but for those whose value asks for nothing: it is never refused."""
+    """The given flags, without those that turn something off: these are never refused."""
     off = {field.name: field.metadata["off"] for field in dataclasses.fields(cls)}
     return {k: v for k, v in given.items() if v is not False and v not in ("auto", off[k])}
 
@@ -306,7 +306,7 @@ def is_flag(argument):
 
 
 def fold(text, first, others):
-    """A text in lines that fit in 80 columns; what they begin with."""
+    """Wrap a text to 80 columns. first, others: what the first line and the others begin with."""
     indents = dict(initial_indent=first, subsequent_indent=others)
     return textwrap.fill(text, 79, break_on_hyphens=False, break_long_words=False, **indents)
 

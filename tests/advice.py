@@ -1391,7 +1391,7 @@ ADVICE["runs.py"] = [
     ("give an --out_dir that all share", RANKS),
     ("give a checkpoint that all share, such as RUN/step-100", RANKS),
     (
-        "Nothing is saved yet; start again{} {} + with --overwrite and",
+        "Nothing is saved yet; start again with {}{} + --overwrite and",
         FollowedIn("test_advice_after_a_divergence_is_accepted"),
     ),
     (

@@ -1,4 +1,4 @@
-"""What the bytes of a .bin file are: ids of which width, behind a header, and whether that fits."""
+"""Files of ids (.bin): their header, the width of an id, and whether a width is plausible."""
 
 import codecs
 import contextlib
@@ -110,7 +110,7 @@ def doubt_width(path, ids):
 
 
 def guess_width(x):
-    """Of uint16 numbers (n,): (why they seem to be something else, the dtype or None)."""
+    """(why uint16 numbers x (n,) seem to be something else, or ""; that dtype or None)."""
     pairs = x.reshape(-1, 2)
     low, high = pairs[:, 0], pairs[:, 1]  # of numbers of 32 bits
     small = (high < 16) | (high == 0xFFFF)  # also of negative numbers
@@ -150,7 +150,7 @@ def is_text(content):
 
 
 def guess_bytes(x):
-    """The same by the bytes of each number: of two letters they are alike, of an id they differ."""
+    """`guess_width` by the two bytes of each number: of text they are alike, of ids they differ."""
     low = np.bincount(x & 255, minlength=256) / len(x)
     high = np.bincount(x >> 8, minlength=256) / len(x)
     if not low[1:].any() and (high > 0).sum() > 2:
@@ -177,8 +177,8 @@ def entropy(p):
 def check_largest(folder, parts, largest, end_id):
     """Raise UserError for a largest id that makes an implausible vocabulary.
 
-    parts: slices of all ids; largest: the largest id in each of them. As V is the largest id + 1,
-    a single damaged one would take all memory, or make a vocabulary of nothing.
+    parts: slices of all ids; largest: the largest id in each of them. V is the largest id + 1: a
+    single damaged id would take all memory, or add many tokens that never occur.
     """
     top = max(largest)
     fix = "restore the file, or give --vocab_size if it is right"

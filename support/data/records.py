@@ -19,7 +19,7 @@ from support.errors import UserError
 LARGEST = 1 << 26  # bytes of a record, which is held in memory
 PART = 1 << 24  # characters or ids that are held at a time, so that memory is bounded
 CHUNK = 1 << 20  # characters of a .json file that are read at a time
-PROMPT = "prompt"  # what a text ends whose answer follows
+PROMPT = "prompt"  # marks a text that is a prompt: its answer follows
 BLANK = re.compile(r"[ \t\r\n]*")
 KINDS = {
     dict: "an object",
@@ -28,7 +28,7 @@ KINDS = {
     type(None): "null",
     bool: "a truth value",
 }
-# What often lies beside texts without being one.
+# Names of .json files that often lie beside texts but hold none.
 METADATA = {"meta", "metadata", "dataset_info", "dataset_infos", "state", "config", "package"}
 METADATA |= {"tokenizer", "tokenizer_config", "special_tokens_map", "vocab", "generation_config"}
 # Names of files that are rarely meant to be trained on.
@@ -107,7 +107,7 @@ SIGNS = (
 
 
 def check_signs(path):
-    """Raise UserError for a file that begins as a format does which is not read."""
+    """Raise UserError if a file begins like a format that is not read."""
     with open(path, "rb") as f:
         head = f.read(4096)
     for sign, kind, advice in SIGNS:
@@ -218,7 +218,7 @@ def describe_folder(path):
 class Skipped:
     """Counts the records that are left out: empty ones, and damaged ones up to a limit.
 
-    limit (--max_bad_records): most records of both kinds; -1: all empty ones, no damaged one.
+    limit (--max_bad_records): how many may be left out; -1: any empty one, but no damaged one.
     """
 
     def __init__(self, limit=-1):
@@ -231,7 +231,10 @@ class Skipped:
         self.first = None  # where the first one is
 
     def add(self, where, error=None):
-        """Leave a record out; raises UserError (`error`, if it is damaged) above the limit."""
+        """Count a record that is left out: empty or, with an `error`, damaged.
+
+        Raises UserError above the limit.
+        """
         if error and self.limit < 0:
             raise error
         self.first = self.first or where
@@ -249,10 +252,11 @@ class Skipped:
 
 
 def read(path, columns, skipped):
-    """Stream (text, what it ends, where) of the texts in those columns of each record.
+    """Yield (text, end, where) for each text in `columns` of each record.
 
-    It ends a document (True), only a part of one (False), or a prompt (PROMPT). where: a Path for
-    plain text, else a file and the place of a record in it. Raises UserError, which says where.
+    end: True if the text ends a document, False if the document goes on, PROMPT if it is a prompt.
+    where: the Path of plain text, else a file and the place of the record in it. Raises UserError,
+    which says where.
     """
     skipped.clear()
     for file in find_files(path):
@@ -272,7 +276,7 @@ def explain_read_errors(path):
 
 
 def take(record, columns, where, skipped):
-    """Yield (text, what it ends, where) of a record's columns; nothing if it is skipped."""
+    """Yield (text, end, where) for each text in `columns` of a record; nothing if it is skipped."""
     try:
         texts = texts_of(record, columns, where)
     except UserError as e:
@@ -286,7 +290,7 @@ def take(record, columns, where, skipped):
 
 
 def texts_of(record, columns, where):
-    """The texts in those columns of a record, "" for all of them if one is missing (null)."""
+    """The texts in `columns` of a record; if one of them is null or empty, "" for all."""
     if not isinstance(record, dict):
         kind = KINDS.get(type(record), "a number")
         example = json.dumps(dict.fromkeys(columns, "..."))

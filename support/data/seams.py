@@ -92,7 +92,7 @@ class Library:
         return self.encoding(text).ids
 
     def after(self, before, text):
-        """The ids of `text` as it goes on after `before`; None if no token ends between them."""
+        """The ids of `text` after the text `before`; None if no token ends between them."""
         known = self.encode(before)
         ids = self.encode(before + text)
         return ids[len(known) :] if ids[: len(known)] == known else None
@@ -123,7 +123,10 @@ class Library:
         return None
 
     def fits(self, letter, text, ids):
-        """Whether ids after a letter begin with a space as the text does, or do not tell."""
+        """Whether ids after a letter begin with a space if the text does, and only then.
+
+        Also true of a tokenizer that gives both the same ids.
+        """
         decoded = self.decode_after(self.encode(letter), ids)
         told = is_space(decoded) == is_space(text)
         return told or not ids or self.after(letter, f" {text}") == ids
@@ -137,7 +140,10 @@ class Library:
         return self.after(letter, text) if letter else self.encode(text)
 
     def go_on(self, before, text):
-        """The ids of a text after a known one, of which the end matters; as well as it can be."""
+        """The ids of `text` after the text `before`, whatever lies between them.
+
+        If that is no end of a token: as after a letter, or else as a text of its own.
+        """
         if not before:
             return self.encode(text)
         ids = self.after(before, text)
@@ -278,7 +284,7 @@ class Library:
         return self.found_dropped[c]
 
     def changes_nothing(self, c):
-        """The same: without a space around it or, where only whole words are known, with one."""
+        """Whether `c` between two letters changes nothing; between two words, if letters fail."""
         x = self.letters()[0] if self.letters() else ""
         for space in ("", " "):
             with contextlib.suppress(UserError):  # no words are known with it

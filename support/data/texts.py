@@ -1,4 +1,4 @@
-"""The texts of --data as a run reads them: surveyed once, split, encoded; errors name the place."""
+"""The texts of --data: read once to be counted and split, then encoded; errors name the place."""
 
 import collections
 import dataclasses
@@ -31,9 +31,10 @@ def open_source(config):
 
 
 class Source:
-    """The texts of --data, read as often as it is called: each time a stream of (text, end).
+    """The texts of --data. Each call reads them again, as a stream of (text, end).
 
-    end: whether the text ends a document, or PROMPT where it is one. The last tenth validates.
+    end: whether the text ends a document; PROMPT if it is a prompt. The last tenth of the
+    characters validates.
     """
 
     def __init__(self, config, texts):
@@ -56,7 +57,7 @@ class Source:
             yield text, end
 
     def survey(self):
-        """Read all of it once, to know its size; say what it held.
+        """Read all texts once: count their characters, find where validation begins, warn.
 
         Returns how many characters a tokenizer may learn from: nine tenths, all of which train.
         """
@@ -84,10 +85,11 @@ class Source:
         return min(self.cut, int(0.9 * n))
 
     def find_edge(self, edge, before, documents):
-        """Where to split records: at `edge`, the first end of one from nine tenths on, as a rule.
+        """After how many characters validation begins: at `edge` as a rule.
 
-        Where that leaves too little to validate: within a record, but between prompts and answers.
-        before: where the last record but one ends.
+        edge: where the first record ends that ends after nine tenths. If that leaves too little to
+        validate, the record at nine tenths is split; a prompt is never split from its answer, so
+        there it is `before`, where the last record but one ends.
         """
         left = 1 - edge / self.n
         if self.config.prompt_column:
@@ -212,10 +214,7 @@ def as_flag(separator):
 
 
 def to_score(config):
-    """The settings to read a text that a model of documents did not learn: it may be a single one.
-
-    Its records may be empty or damaged as those of the training data were.
-    """
+    """The settings to read a text that is scored: without --separator, if that is not in it."""
     separator = unescape(config.separator)
     if not separator or sources.is_records(config.data):
         return config

@@ -21,7 +21,7 @@ WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character is part of exactly 
 TEXT, MASKED, END = range(3)  # what a stretch of ids is
 WINDOW = 4  # tokens; no character has more bytes
 SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
-# What follows a document in files of the tokenizers library, if --end does not say it.
+# Special tokens that end a document in files of the tokenizers library, unless --end names one.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "[END]")
 
 
@@ -70,7 +70,7 @@ class Tokenizer:
     def encode_array(self, text, before=""):
         """Text -> (n,) integers. Raises UserError naming the first unknown character or id.
 
-        before: the end of the text that it goes on after; a tokenizer.json asks what that is.
+        before: the end of the text before this one, on which the ids of a tokenizer.json depend.
         """
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
@@ -102,9 +102,9 @@ class Tokenizer:
         return self.encode_array(check_text(text)).tolist()
 
     def encode_given(self, text, after_gap=False):
-        """The ids of a text that a user gives; UserError if they lose some of it.
+        """The ids of a user's text; raises UserError if encoding would lose some of it.
 
-        after_gap: not at the beginning of a text, but after tokens that are not known yet.
+        after_gap: the text follows a gap, whose tokens are not known yet.
         """
         if self.kind != "file":
             return self.encode(text)
@@ -112,7 +112,10 @@ class Tokenizer:
         return self.library.encode_after_gap(text) if after_gap else self.encode(text)
 
     def encode_pair(self, given, text):
-        """The ids of a text that a user gives in two parts, which may share the space between."""
+        """The ids of two texts of a user, the second of which goes on after the first.
+
+        A space between them may be the end of the first or the beginning of the second.
+        """
         if self.kind not in ("word", "bpe", "file"):
             return self.encode(given), self.encode(text)
         self.encode_given(given)
@@ -153,7 +156,7 @@ class Tokenizer:
         return text if known is None else known.decode("utf-8", "backslashreplace")
 
     def space_tokens(self):
-        """(V,) bool: the tokens that begin with a space; none, unless some have more than that."""
+        """(V,) bool: which tokens begin with a space; none if no token has more than a space."""
         if self.spaces is None:
             texts = [""] * self.vocab_size
             if self.kind == "word":
@@ -167,7 +170,7 @@ class Tokenizer:
         return self.spaces
 
     def locate(self, ids, edges, first=True):
-        """(the text of ids, where in it the tokens at these edges begin); edges: ascending."""
+        """(the text of ids, where in it the tokens at `edges` begin); edges: in ascending order."""
         ids = [int(i) for i in ids]
         edges = list(edges)
         texts = []
@@ -206,9 +209,9 @@ class Tokenizer:
             start = stop
 
     def spell_from(self, ids, edges, first):
-        """(the text of ids, where in it the tokens at these edges begin).
+        """`locate` for ids of text alone.
 
-        first: at the beginning of a text; else after others, for which a letter stands.
+        first: they begin a text. Otherwise they follow other tokens, for which a letter stands.
         """
         before = [] if first else self.context_ids()
         skipped = self.spell(before)
@@ -225,11 +228,11 @@ class Tokenizer:
         return whole[skip:], [i - skip for i in starts]
 
     def starts_by_windows(self, ids, whole):
-        """(n + 1,) where in the text `whole` of n ids each token begins, and its length.
+        """The places in `whole`, the text of n ids, where each token begins, and its length: n + 1.
 
-        A token's text is what it adds to that of the few before it, if this gives the whole text.
-        A character that is broken so far may be completed by the next tokens: until that is known,
-        its tokens wait.
+        The text of a token is what it adds to the text of the few tokens before it. Tokens that end
+        within a character wait for those that complete it. If the texts of all tokens do not join
+        to `whole`, every beginning of ids is decoded.
         """
         starts = [0]
         text = ""

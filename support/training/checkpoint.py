@@ -22,7 +22,7 @@ from support.flags import at_home, check_not_empty, modern
 from support.terminal import warn
 from support.training import shards
 
-MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # the others: to resume
+MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # --resume needs more
 
 
 def checkpoints(out_dir):
@@ -39,7 +39,7 @@ def read_latest(out_dir):
 
 
 def mark_overwriting(out_dir):
-    """Keep --resume from taking the checkpoints of the run that is being overwritten."""
+    """Mark that --overwrite has begun: --resume must not continue the run that is replaced."""
     if checkpoints(out_dir):
         latest = Path(out_dir) / "latest"
         with files.writing(latest):
@@ -53,9 +53,9 @@ def step_of(checkpoint):
 def write_checkpoint(out_dir, name, contents, score=None):
     """Write `contents` as out_dir/name; keep it and the one before it.
 
-    They are a dict of file name -> bytes, or -> the Path of a file that moves there. score: how
-    good it is, for the manifest (scores.py). Returns its path. Whenever the process is killed, the
-    last complete checkpoint still exists.
+    contents: dict of file name -> bytes, or the Path of a file that is moved there. score: of the
+    model, for the manifest (scores.py). Returns the path of the checkpoint. Whenever the process is
+    killed, the last complete checkpoint still exists.
     """
     final = Path(out_dir) / name
     old = final.with_name(f"{name}.old")
@@ -115,7 +115,7 @@ def verify(folder):
         raise UserError(f"the checkpoint {folder} is damaged or incomplete: {why}") from e
 
 
-TRIES = 20  # to read a checkpoint of a run that is saving, and removes older ones meanwhile
+TRIES = 20  # to read a checkpoint while its run saves newer ones, and removes it
 
 
 def find_checkpoint(path):
@@ -168,7 +168,7 @@ def read_newest(path, read):
 
 
 def identity(folder):
-    """Tells a folder from another one that gets its name later; None if there is none."""
+    """What tells a folder from a later one of the same name; None if there is none."""
     with contextlib.suppress(OSError):
         about = os.stat(folder)
         return about.st_dev, about.st_ino, about.st_mtime_ns
@@ -176,7 +176,7 @@ def identity(folder):
 
 
 def verified(folder):
-    """The folder of a checkpoint that was asked for by its own name."""
+    """Verify a checkpoint that was asked for by its own name; returns its folder."""
     try:
         verify(folder)
         return folder
@@ -199,7 +199,7 @@ def newest(out_dir):
 
 
 def what_else(path):
-    """What a path that holds no checkpoint of ours is instead, if that can be told; else ""."""
+    """What a path without a checkpoint seems to be instead, in words; "" if that is unknown."""
     if path.exists() and not path.is_dir():
         return "a file, and no weights of other programs can be loaded"
     with contextlib.suppress(UserError):
@@ -211,7 +211,7 @@ def what_else(path):
 
 
 def check_source(name):
-    """Raise UserError for an --init_from that no folder can be: as of nanoGPT, or of a hub."""
+    """Raise UserError for an --init_from that is no folder: a word of nanoGPT, a hub's model."""
     if Path(name).exists():
         return
     kept = "--init_from fine-tunes the folder of a run that mdlm.py trained"
@@ -264,7 +264,7 @@ def name_now(name):
 
 
 def name_then(name):
-    """The name that `name_now` has changed."""
+    """The former name of a tensor: the inverse of `name_now`."""
     return re.sub(r"^(raw\.)?layers\.", r"\1blocks.", name)
 
 

@@ -485,17 +485,17 @@ def fill_masks(model, x, settings, fill, samples, expect, may_draw):
     """What `generate` does, whose arguments are checked; settings: resolved."""
     fill = (x == model.mask_id) & (True if fill is None else fill)
     memo, size = share_calls(model, fill)
-    parts = groups(model, len(x), x.device, size, writing=True)
-    left = []  # (calls, calls a step) of each part
+    slices = groups(model, len(x), x.device, size, writing=True)
+    left = []  # (calls, calls a step) of each slice of rows
     if expect:
-        left = [most_calls(model, fill[part], samples[part], settings) for part in parts]
+        left = [most_calls(model, fill[rows], samples[rows], settings) for rows in slices]
         expect(sum(calls for calls, _ in left))
     out = x.clone()
-    for i, part in enumerate(parts):
-        rows = (x[part], fill[part], samples[part])
-        steps = take_steps(model, *rows, settings, memo=memo, **may_draw)
+    for i, rows in enumerate(slices):
+        inputs = (x[rows], fill[rows], samples[rows])
+        steps = take_steps(model, *inputs, settings, memo=memo, **may_draw)
         for done, step in enumerate(steps, 1):
-            out[part] = step.x
+            out[rows] = step.x
             if expect:
                 calls, a_step = left[i]
                 expect(calls - done * a_step + sum(calls for calls, _ in left[i + 1 :]))
@@ -733,9 +733,9 @@ def sampled(model, tokenizer, parts, options, template, pages):
     may_draw = ends(model, tokenizer, template)
     may_draw["allowed"] = templates.allowed_tokens(parts, tokenizer)
     size = 1 if options.watch else None
-    for part in groups(model, max(1, options.num_samples), options.device, size, writing=True):
+    for rows in groups(model, max(1, options.num_samples), options.device, size, writing=True):
         began = time.monotonic()
-        samples = torch.arange(part.start, part.stop)
+        samples = torch.arange(rows.start, rows.stop)
         x = ids.repeat(len(samples), 1)
         if not (template or options.length) and model.objective.lengths_are_given:
             x = end_documents(model, x, uniform(options.seed, -1, samples, range(1))[2][:, 0])

@@ -174,10 +174,10 @@ def entropy(p):
     return -(p[p > 0] * np.log2(p[p > 0])).sum()
 
 
-def check_largest(folder, parts, largest, end_id):
+def check_largest(folder, pieces, largest, end_id):
     """Raise UserError for a largest id that makes an implausible vocabulary.
 
-    parts: slices of all ids; largest: the largest id in each of them. V is the largest id + 1: a
+    pieces: slices of all ids; largest: the largest id in each of them. V is the largest id + 1: a
     single damaged id would take all memory, or add many tokens that never occur.
     """
     top = max(largest)
@@ -191,11 +191,11 @@ def check_largest(folder, parts, largest, end_id):
         return
     second = max(others, default=0)
     count = 0
-    for part, most in zip(parts, largest):
+    for piece, most in zip(pieces, largest):
         if most == top:
-            lower = part[part < top]
+            lower = piece[piece < top]
             second = max(second, int(lower.max()) if len(lower) else 0)
-            count += len(part) - len(lower)
+            count += len(piece) - len(lower)
     if second * 4 + 256 < top and count <= 3:
         what = f"{folder} has the id {top} {count} time(s), and no other one above {second}"
         fix += f", or --end={top} if it ends documents" * (end_id < 0)

@@ -290,11 +290,11 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
     if not is_ours and dtype != np.uint16:
         for name, ids in zip(NAMES, arrays):
             doubt_width(folder / name, ids)
-    ranges = [(int(part.min()), int(part.max())) for part in parts_of(arrays)]
+    ranges = [(int(piece.min()), int(piece.max())) for piece in slices_of(arrays)]
     smallest = min(low for low, _ in ranges)
     highs = [high for _, high in ranges]
     if not (V or (folder / "tokenizer.json").exists()):
-        check_largest(folder, parts_of(arrays), highs, end_id)
+        check_largest(folder, slices_of(arrays), highs, end_id)
     path = folder / "tokenizer.json"
     tokenizer = tokenizer_of_ids(path, V or max(highs) + 1, end_id, is_ours)
     V = tokenizer.vocab_size
@@ -325,14 +325,14 @@ def dtype_of(meta, bin_dtype):
 
 def check_end(path, ids, end_id):
     """Raise UserError if no document ends in a file, as its [END] never occurs."""
-    if not any((part == end_id).any() for part in parts_of([ids])):
+    if not any((piece == end_id).any() for piece in slices_of([ids])):
         fix = "give the id that ends documents, or leave --end out"
         raise UserError(f"{path} has no id {end_id}, which ends a document; {fix}")
 
 
 def count_documents(ids, end_id, prompt_column):
     """How many documents there are in ids (n,), where end_id ends each, and each prompt too."""
-    ends = sum(int((part == end_id).sum()) for part in parts_of([ids]))
+    ends = sum(int((piece == end_id).sum()) for piece in slices_of([ids]))
     return ends // 2 if prompt_column else ends + int(ids[-1] != end_id)
 
 
@@ -374,13 +374,13 @@ def read_meta(path):
 def checksum_of(tokenizer, arrays):
     """CRC-32 of a tokenizer's JSON and all ids: a run resumes on exactly its data."""
     checksum = zlib.crc32(tokenizer.encode())
-    for part in parts_of(arrays):
-        checksum = zlib.crc32(part, checksum)
+    for piece in slices_of(arrays):
+        checksum = zlib.crc32(piece, checksum)
     return checksum
 
 
-def parts_of(arrays):
-    """Slices of memory-mapped arrays; a part that was read leaves the process's memory again."""
+def slices_of(arrays):
+    """Slices of memory-mapped arrays; one that was read leaves the process's memory again."""
     for array in arrays:
         for i in range(0, len(array), PART):
             yield array[i : i + PART]
@@ -399,8 +399,8 @@ def cut_windows(ids, config, end_id):
         starts = torch.arange(len(ids) // T) * T
         return starts, *torch.tensor(T).expand(2, len(starts))
     ends = [np.zeros(0, np.int64)]
-    for i, part in zip(itertools.count(0, PART), parts_of([ids])):
-        ends.append(i + 1 + (part == end_id).nonzero()[0])
+    for i, piece in zip(itertools.count(0, PART), slices_of([ids])):
+        ends.append(i + 1 + (piece == end_id).nonzero()[0])
     ends = np.concatenate(ends)
     prompts = ends[::2]
     if config.prompt_column:
@@ -426,7 +426,7 @@ def cut_windows(ids, config, end_id):
     if not learned.any():
         raise UserError("there is no text but the ends of its documents, or no answer; give some")
     some = slice(None) if learned.all() else learned > 0
-    return [torch.from_numpy(part[some]) for part in (starts, sizes, learned)]
+    return [torch.from_numpy(each[some]) for each in (starts, sizes, learned)]
 
 
 def count_lengths(starts, sizes, learned, T):
@@ -437,7 +437,7 @@ def count_lengths(starts, sizes, learned, T):
 
 def pack_windows(starts, sizes, learned, T):
     """The windows of documents, as many neighbours in one as fit into T tokens."""
-    starts, sizes, learned = (part.numpy() for part in (starts, sizes, learned))
+    starts, sizes, learned = (each.numpy() for each in (starts, sizes, learned))
     end = np.searchsorted(starts + sizes, starts + T, side="right")  # of each, the first too many
     n = i = 0
     while i < len(end):
@@ -447,4 +447,4 @@ def pack_windows(starts, sizes, learned, T):
     first = np.concatenate([[0], end[:-1]])
     begin = starts[first]
     sizes = starts[end - 1] + sizes[end - 1] - begin
-    return [torch.from_numpy(part) for part in (begin, sizes, np.add.reduceat(learned, first))]
+    return [torch.from_numpy(each) for each in (begin, sizes, np.add.reduceat(learned, first))]

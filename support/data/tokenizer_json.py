@@ -55,14 +55,12 @@ def to_text(kind, vocab, end):
 
 def to_content(kind, vocab, end):
     """The JSON of any kind but a file, as a dict. Raises ValueError if it cannot have [MASK]."""
-    parts = dict(
-        char=characters, byte=lambda _: byte_level(BYTES), word=words, bpe=json.loads, id=numbers
-    )
-    content = parts[kind](vocab)
+    write = dict(char=characters, byte=byte_level, word=words, bpe=json.loads, id=numbers)[kind]
+    content = write(vocab)
     if kind == "bpe" and not is_learned(content):
         raise ValueError("it is no byte-level BPE that was learned here")
     tokens = content["model"]["vocab"]
-    if kind == "id" and end is not False:
+    if kind == "id" and type(end) is int:
         tokens = {"[END]" if i == end else token: i for token, i in tokens.items()}
         content["model"]["vocab"] = tokens
     elif type(end) is not bool:
@@ -126,8 +124,8 @@ def numbers(V):
     return library(word_level(map(str, range(V))), dict(type="WhitespaceSplit"), None)
 
 
-def byte_level(tokens):
-    return library(bpe(tokens), BYTE_LEVEL | dict(add_prefix_space=False), BYTE_LEVEL)
+def byte_level(vocab):
+    return library(bpe(BYTES), BYTE_LEVEL | dict(add_prefix_space=False), BYTE_LEVEL)
 
 
 def words(vocab):

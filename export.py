@@ -28,6 +28,7 @@ from safetensors.torch import save as to_safetensors
 
 import mdlm
 from support import files, outputs, plots
+from support.data import tokenizer_json
 from support.errors import UserError
 from support.flags import READS, WRITES, opt
 from support.kernels import reference
@@ -69,44 +70,12 @@ class Options:
 
 
 # ---- Tokenizers
-def spelling_words(words):
-    """A tokenizer of words whose ids follow the 256 bytes, and spell all other words.
-
-    Each word, in the letters of its bytes, gets a mark in front: with it a known one is in the
-    vocabulary. Of an unknown one the mark is dropped, and ## tells its bytes from words of a byte.
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # of visible bytes, then of others
-    visible = [ord(letter) for letter in letters if ord(letter) < 256]
-    letters = dict(zip([*visible, *sorted(set(range(256)) - set(visible))], letters))
-    vocab = {"##" + letter: byte for byte, letter in letters.items()}
-    for i, word in enumerate(words):
-        vocab["▁" + "".join(letters[byte] for byte in word.encode())] = 256 + i
-    how = dict(continuing_subword_prefix="##", ignore_merges=True)
-    made = Tokenizer(models.BPE(vocab=vocab, merges=[], **how))
-    w = r"\p{L}\p{N}_"  # \w and \s of Python
-    s = r"\s\x1c-\x1f"
-    pattern = Regex(rf" ?[{w}]+| ?[^{w}{s}]+|[{s}]")
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(pattern, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            pre_tokenizers.Metaspace("▁", prepend_scheme="always", split=False),
-        ]
-    )
-    strip = decoders.Replace(Regex("^(▁|##)"), "")
-    made.decoder = decoders.Sequence([strip, decoders.ByteLevel()])
-    return made
-
-
 def begin_once(content):
     """A tokenizer.json by which only the beginning of a text gets a space, not what follows [MASK].
 
     As it was, where that cannot be written.
     """
-    from tokenizers import Tokenizer
-
+    tokenizers = environment.optional("tokenizers", "--to=hf")
     parsed = json.loads(content)
     first = dict(type="Metaspace", replacement="▁", prepend_scheme="first", split=False)
     before = dict(type="Prepend", prepend="▁")
@@ -121,7 +90,8 @@ def begin_once(content):
     text = "To be, or not to be:\nthat is  the question."
     try:
         both = [
-            Tokenizer.from_str(c).encode(text, add_special_tokens=False) for c in (content, changed)
+            tokenizers.Tokenizer.from_str(each).encode(text, add_special_tokens=False)
+            for each in (content, changed)
         ]
     except Exception:  # it does not know these words; the tokenizers library raises no other kind
         return content
@@ -129,40 +99,23 @@ def begin_once(content):
 
 
 def to_library(tokenizer):
-    """A Tokenizer -> (one of the tokenizers library with [MASK] = V and [PAD] = V + 1, its [END]).
+    """A Tokenizer -> (tokenizer.json with [MASK] = V and [PAD] = V + 1 as a dict, its [END]).
 
-    Raises UserError where it cannot have these.
+    That of a checkpoint, unless it is a file made elsewhere. Raises UserError where it cannot have
+    these.
     """
-    environment.optional("tokenizers", "--to=hf")
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    kind = tokenizer.kind
-    if kind in ("bpe", "file"):
-        made = Tokenizer.from_str(begin_once(tokenizer.vocab))
-        made.post_processor = None
-        made.no_padding()
-        made.no_truncation()
-    elif kind in ("byte", "word"):
-        made = spelling_words(tokenizer.vocab or [])
-    elif kind == "char":
-        made = Tokenizer(models.WordLevel({c: i for i, c in enumerate(tokenizer.vocab)}, "[UNK]"))
-        made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        made.decoder = decoders.Fuse()
-    else:
-        names = {"[END]" if i == tokenizer.end_id else str(i): i for i in range(tokenizer.vocab)}
-        made = Tokenizer(models.WordLevel(names, "[UNK]"))
-        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    V = tokenizer.vocab_size
-    specials = {"[MASK]": V, "[PAD]": V + 1}
-    if tokenizer.end_id is not None and kind != "file":
-        specials = {"[END]": tokenizer.end_id} | specials
-    for name, id in specials.items():
-        if made.token_to_id(name) not in (None, id):
-            raise UserError(f"the vocabulary has a token {name} of its own; train without it")
-        made.add_special_tokens([name])
-        if made.token_to_id(name) != id:
-            raise UserError(f"some ids below {V} are unused; train with a tokenizer without gaps")
-    return made, None if tokenizer.end_id is None else made.id_to_token(tokenizer.end_id)
+    kind, vocab, end_id = tokenizer.kind, tokenizer.vocab, tokenizer.end_id
+    try:
+        if kind != "file":
+            content = tokenizer_json.to_content(kind, vocab, tokenizer.end)
+            return content, None if end_id is None else "[END]"
+        library = tokenizer.library.library
+        nothing = dict.fromkeys(("truncation", "padding", "post_processor"))
+        content = json.loads(begin_once(vocab)) | nothing
+        tokenizer_json.add_specials(content, library.get_vocab())
+        return content, None if end_id is None else library.id_to_token(end_id)
+    except ValueError as e:
+        raise UserError(f"this tokenizer cannot be exported: {e}") from e
 
 
 # ---- Hugging Face
@@ -224,10 +177,9 @@ def contents_of(folder, model, tokenizer, config, options):
     if not model.objective.fills_gaps:
         fit = "masked diffusion, not for --objective=ar or --block_length without --infill_share"
         raise UserError(f"--to=hf is for {fit}")
-    library, end = to_library(tokenizer)
-    end = end or "[PAD]"
+    tokens, end = to_library(tokenizer)
     V = tokenizer.vocab_size
-    ids = dict(eos_token_id=library.token_to_id(end), pad_token_id=V + 1)
+    ids = dict(eos_token_id=tokenizer.end_id if end else V + 1, pad_token_id=V + 1)
     name = "MDLMForMaskedLM"
     places = dict.fromkeys(["AutoModel", "AutoModelForMaskedLM"], f"modeling_mdlm.{name}")
     places["AutoConfig"] = "modeling_mdlm.MDLMConfig"
@@ -238,7 +190,7 @@ def contents_of(folder, model, tokenizer, config, options):
     settings |= {key: getattr(config, key) for key in NETWORK}
     settings |= dict(pad_to_context=options.pad_to_context, tie_word_embeddings=False)
     words = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size)
-    words |= dict(mask_token="[MASK]", pad_token="[PAD]", eos_token=end)
+    words |= dict(mask_token="[MASK]", pad_token="[PAD]", eos_token=end or "[PAD]")
     words["model_input_names"] = ["input_ids", "attention_mask"]
     words["clean_up_tokenization_spaces"] = False  # a text has the spaces that were learned
     weights = {f"model.{key}": value for key, value in model.named_parameters()}
@@ -246,7 +198,7 @@ def contents_of(folder, model, tokenizer, config, options):
     before, _, after = TEMPLATE.read_text(encoding="utf-8").partition(PLACE)
     contents = {
         "config.json": json.dumps(settings, indent=1),
-        "tokenizer.json": library.to_str(),
+        "tokenizer.json": tokenizer_json.dumps(tokens),
         "tokenizer_config.json": json.dumps(words, indent=1),
         "modeling_mdlm.py": before + source + after,
         "README.md": card(folder, model, tokenizer, config, Path(options.dest).name),

@@ -404,7 +404,7 @@ class Corpus:
         self.n_offsets = 0  # by how many tokens, at most one less, an epoch is shifted
         if not self.documents and not meta.get("aligned"):
             W = max(1, len(self.train_windows[0]) - 1)
-            self.train_windows = [part[:W] for part in self.train_windows]  # room for the offset
+            self.train_windows = [row[:W] for row in self.train_windows]  # room for the offset
             self.n_offsets = min(T, len(ids[0]) - W * T + 1)
         self.chars_per_token = None
         if meta.get("characters") and not config.prompt_column:
@@ -424,14 +424,14 @@ class Corpus:
         """Numbers of sequences (B,), counted from the start of the run -> their (3, B) windows."""
         W = len(self.train_windows[0])
         epoch = numbers // W
-        found = numbers.repeat(3, 1)
+        windows = numbers.repeat(3, 1)
         for number in epoch.unique().tolist():
             here = epoch == number
             order, offset = shuffle(W, self.n_offsets, self.seed, number)
             at = order[numbers[here] % W]
-            found[:, here] = torch.stack([part[at].long() for part in self.train_windows])
-            found[0, here] += offset
-        return found
+            windows[:, here] = torch.stack([row[at].long() for row in self.train_windows])
+            windows[0, here] += offset
+        return windows
 
     def batch(self, numbers):
         """Windows (B, T) of sequences (B,), by number, and how many tokens of each are learned."""
@@ -443,7 +443,7 @@ class Corpus:
         W = len(self.val_windows[0])
         n = min(most or W, W)
         at = torch.arange(n) * W // n
-        return self.gather(self.val, torch.stack([part[at].long() for part in self.val_windows]))
+        return self.gather(self.val, torch.stack([row[at].long() for row in self.val_windows]))
 
 
 # ---- Model: a pre-norm bidirectional transformer
@@ -460,12 +460,12 @@ class Layer(nn.Module):
         self.conv = nn.Parameter(torch.zeros(1 + attends, config.conv, C)) if config.conv else None
         self.adaln = nn.Linear(C, 4 * C, bias=False) if config.time_conditioning else None
 
-    def norm(self, x, part, scale, shift, sees, causal, ops):
+    def norm(self, x, sublayer, scale, shift, sees, causal, ops):
         """RMSNorm, and a depthwise convolution: it mixes neighbours where no attention does.
 
-        part: 0 before attention, -1 before the MLP.
+        sublayer: 0 before attention, -1 before the MLP.
         """
-        conv = None if self.conv is None else self.conv[part]  # (k, C)
+        conv = None if self.conv is None else self.conv[sublayer]  # (k, C)
         k = 0 if conv is None else len(conv)
         left = k - 1 if causal else k // 2
         return ops.norm_conv(x, conv, left, sees, scale, shift)
@@ -615,7 +615,7 @@ class MaskedDiffusion:
         margin_scale is 1, in the first half of a run, l is T / 2 or T / 2 + 1, by the default
         --rate_margin of 0.5; at 0 it is uniform on {1..T}.
         """
-        # A share u of the text for each pair of neighbours, one from each of N / 2 equal intervals.
+        # A fraction u of the text for each pair of neighbours, one from each of N / 2 equal ranges.
         u = numerics.stratified(self.batch_size // 2, "levels", self.seed, step)  # in [0, 1)
         # Both ends are left out at first: the mean over few masked tokens is noisy, and few visible
         # ones say little. That saves half of the steps (results/cpu.md). The margin ends at 0: then
@@ -759,8 +759,8 @@ def evaluate(
     short is fair; after the deadline (time.monotonic()) no batch begins but the first. scored
     (W, T) bool: these tokens alone, the others are given (default: the objective's scored_mask).
     """
-    given = (passes, seed, batch_size, observe, deadline, scored)
-    passes, seed, batch_size = check_evaluation(model, windows, *given)
+    settings = (passes, seed, batch_size, observe, deadline, scored)
+    passes, seed, batch_size = check_evaluation(model, windows, *settings)
     W, T = windows.shape
     batch_size = max(1, min(batch_size, LOGITS // (T * model.vocab_size)))
     device = windows.device

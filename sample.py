@@ -187,8 +187,8 @@ def resolve(settings, model):
     config = model.config
     objective = model.objective
     if settings.block > config.block_size:
-        given = f"block={settings.block}"
-        raise UserError(f"{given} is more than the context of {config.block_size}; give less")
+        what = f"block={settings.block}"
+        raise UserError(f"{what} is more than the context of {config.block_size}; give less")
     n = objective.n_blocks
     steps = 1 if settings.order == "one_shot" else settings.steps or max(32, 8 * n)
     unfit = ()
@@ -298,7 +298,7 @@ def plan(model, fill, samples, settings):
 def how_many(settings, chunk, s, masked, noise):
     """(B,) how many of the `masked` positions (B, n) to reveal in step s of a chunk."""
     left = (chunk.reveals - s).clamp(min=1).double()  # (B,) steps that reveal, with this one
-    after = (left - 1) / chunk.reveals  # the share of masks
+    after = (left - 1) / chunk.reveals  # the fraction of masks
     k = masked.sum(1) - (chunk.gaps.sum(1) * after + 1e-9).long()
     if settings.order == "ancestral":  # the exact reverse process reveals each position on its own
         k = (masked & (noise < 1 / left[:, None])).sum(1)
@@ -406,7 +406,7 @@ def take_steps(model, x, fill, samples, settings, end_id=None, forbid=(), allowe
     fill = x == mask if fill is None else fill.to(x.device) & (x == mask)
     samples = samples.to(x.device)
     calls = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-    given = ~fill & (x != model.objective.end_id)
+    is_given = ~fill & (x != model.objective.end_id)
     model.objective.check_gaps(x, fill)
     cache = model.objective.cache()
     find = partial(predict, memo=memo) if memo else predict
@@ -425,15 +425,15 @@ def take_steps(model, x, fill, samples, settings, end_id=None, forbid=(), allowe
             if not drawn.any():
                 continue
             # 2. Draw there: the network sees all of it masked.
-            logits = find(model, device, x, given, drawn, chunk.at, settings.cfg, cache)
+            logits = find(model, device, x, is_given, drawn, chunk.at, settings.cfg, cache)
             exclude(logits, chunk.at.start + drawn.nonzero()[:, 1], forbid, allowed or {})
             calls += drawn.any(1) * (2 if settings.cfg else 1)
             logp = logits.log_softmax(-1)
             token = draw(logits, u[drawn], settings.temperature, settings.top_k, settings.top_p)
             # 3. Keep it; if the order had to wait for the network, the best of it.
             if ORDERS[settings.order].network_first:
-                found = (logp, token)
-                drawn, logp, token = keep_best(settings, chunk, masked, corrected, noise, k, *found)
+                both = (logp, token)
+                drawn, logp, token = keep_best(settings, chunk, masked, corrected, noise, k, *both)
             text[drawn] = token
             if end_id is not None and end_id in token:
                 x[(((x == end_id) & fill).cumsum(1) > 0) & fill] = end_id
@@ -485,17 +485,17 @@ def fill_masks(model, x, settings, fill, samples, expect, may_draw):
     """What `generate` does, whose arguments are checked; settings: resolved."""
     fill = (x == model.mask_id) & (True if fill is None else fill)
     memo, size = share_calls(model, fill)
-    parts = groups(model, len(x), x.device, size, writing=True)
-    left = []  # (calls, calls a step) of each part
+    slices = groups(model, len(x), x.device, size, writing=True)
+    left = []  # (calls, calls a step) of each slice of rows
     if expect:
-        left = [most_calls(model, fill[part], samples[part], settings) for part in parts]
+        left = [most_calls(model, fill[rows], samples[rows], settings) for rows in slices]
         expect(sum(calls for calls, _ in left))
     out = x.clone()
-    for i, part in enumerate(parts):
-        rows = (x[part], fill[part], samples[part])
-        steps = take_steps(model, *rows, settings, memo=memo, **may_draw)
+    for i, rows in enumerate(slices):
+        inputs = (x[rows], fill[rows], samples[rows])
+        steps = take_steps(model, *inputs, settings, memo=memo, **may_draw)
         for done, step in enumerate(steps, 1):
-            out[part] = step.x
+            out[rows] = step.x
             if expect:
                 calls, a_step = left[i]
                 expect(calls - done * a_step + sum(calls for calls, _ in left[i + 1 :]))
@@ -618,8 +618,8 @@ def write_parts(model, tokenizer, limits, settings, new_seed, generator, parts, 
     may_draw = ends(model, tokenizer, is_template)
     may_draw["allowed"] = templates.allowed_tokens(parts, tokenizer)
     samples = torch.arange(n, device=device)
-    found = fill_masks(model, x, settings, None, samples, None, may_draw).tolist()
-    return [joined(to_texts(parts, ids, tokenizer)) for ids in found]
+    filled = fill_masks(model, x, settings, None, samples, None, may_draw).tolist()
+    return [joined(to_texts(parts, ids, tokenizer)) for ids in filled]
 
 
 CLASHES = [
@@ -719,11 +719,11 @@ def check_effects(model, tokenizer, todo, options, variants, given):
     rows = list(variants.values()) or [resolve(options, model)]
     names = [name for name in changed(options) if name in given]
     effects.check(names, tasks(model, tokenizer, todo, rows, options))
-    found = {}
+    titles = {}
     for title, task in zip(variants, tasks(model, tokenizer, todo, rows, options)):
-        if (same := found.setdefault(str(effects.essence(task)), title)) != title:
-            given = f"--compare: {same} and {title} write the same texts here"
-            raise UserError(f"{given}; give values that make a difference")
+        if (same := titles.setdefault(str(effects.essence(task)), title)) != title:
+            what = f"--compare: {same} and {title} write the same texts here"
+            raise UserError(f"{what}; give values that make a difference")
 
 
 def sampled(model, tokenizer, parts, options, template, pages):
@@ -733,9 +733,9 @@ def sampled(model, tokenizer, parts, options, template, pages):
     may_draw = ends(model, tokenizer, template)
     may_draw["allowed"] = templates.allowed_tokens(parts, tokenizer)
     size = 1 if options.watch else None
-    for part in groups(model, max(1, options.num_samples), options.device, size, writing=True):
+    for rows in groups(model, max(1, options.num_samples), options.device, size, writing=True):
         began = time.monotonic()
-        samples = torch.arange(part.start, part.stop)
+        samples = torch.arange(rows.start, rows.stop)
         x = ids.repeat(len(samples), 1)
         if not (template or options.length) and model.objective.lengths_are_given:
             x = end_documents(model, x, uniform(options.seed, -1, samples, range(1))[2][:, 0])
@@ -805,8 +805,8 @@ def ranked(model, tokenizer, parts, options):
         terminal.warn(f"{len(fills)} different fills were found, not {options.candidates}")
     seconds = time.monotonic() - began
     texts = [to_texts(fill.parts, fill.ids, tokenizer) for fill in fills]
-    share = torch.tensor([fill.logp for fill in fills], dtype=torch.float64).softmax(0).tolist()
-    rows = [dict(text=joined(t), score=f.logp, share=p) for f, t, p in zip(fills, texts, share)]
+    p = torch.tensor([fill.logp for fill in fills], dtype=torch.float64).softmax(0).tolist()
+    rows = [dict(text=joined(t), score=f.logp, share=q) for f, t, q in zip(fills, texts, p)]
     facts = dict(steps=options.steps, calls=done.calls, seconds=seconds, score=fills[0].logp)
     return fills[0].parts, texts, facts | dict(sequences=done.sequences, candidates=rows)
 
@@ -870,12 +870,12 @@ def main(argv):
     hide = not options.batch or (to_stdout and sys.stdout.isatty()) or None
     for template, parts in terminal.bar(todo, unit="template", disable=hide):
         rule = ""  # between texts
-        for found, facts in answers(model, tokenizer, template, parts, options, pages):
+        for texts, facts in answers(model, tokenizer, template, parts, options, pages):
             if not (to_stdout or options.batch):
                 print(rule, end="")
-                viewer.show(found, facts, "candidates" in given)
+                viewer.show(texts, facts, "candidates" in given)
                 rule = "-" * 40 + "\n" if template is None else ""
-            print(viewer.json_line(template, found[0], facts), file=lines, flush=True)
+            print(viewer.json_line(template, texts[0], facts), file=lines, flush=True)
     if options.html:
         about = viewer.settings(model, options)
         about.pop(options.compare.partition("=")[0], None)  # each tab has its own

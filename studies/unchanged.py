@@ -23,6 +23,8 @@ import time
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
+
 TINY = """--device=cpu --compile=off --dtype=float32 --preset=cpu --n_layer=2 --n_head=2 --n_embd=32
     --block_size=32 --batch_size=8 --dropout=0.1 --max_steps=60 --warmup_steps=2 --log_interval=1
     --eval_interval=20 --eval_windows=32"""
@@ -66,12 +68,22 @@ RUNS = {
     "raw": "text --ema=0",
     "recompute": "text --recompute",
     "patterns": "patterns --block_size=64 --max_steps=20",
+    "bytes": "text --tokenizer=byte",
+    "words": "text --tokenizer=word --vocab_size=600",
+    "bpe": "text --tokenizer=bpe --vocab_size=400",
+    "file": "text --tokenizer=TOKENIZER",
+    "words of documents": "documents --tokenizer=word --vocab_size=600",
+    "bpe of documents": "documents --tokenizer=bpe --vocab_size=400",
+    "file of documents": "documents --tokenizer=TOKENIZER",
+    "ids": "ids --end=1",
+    "ids with a file": "ids_with_file --end=1",
 }
 RESUMED = ("default", "ar", "documents", "prompts", "blocks whole", "blocks prompts")
+RESUMED += ("words", "bpe of documents", "file", "file of documents", "ids with a file")
 SAMPLED = ("default", "ar", "bernoulli", "time", "documents", "documents learned", "documents ar")
 SAMPLED += ("documents positions", "prompts", "prompts time", "patterns")
 SAMPLED += ("blocks 1", "blocks 4", "blocks 16", "blocks whole", "blocks documents")
-SAMPLED += ("blocks prompts",)
+SAMPLED += ("blocks prompts", "bytes", "words", "bpe of documents", "file of documents", "ids")
 ORDERS = ("spread", "ancestral", "random", "left_to_right", "one_shot")
 ORDERS += ("confidence", "max_prob", "margin", "entropy")
 # Flags of sample.py. What a model refuses is compared too.
@@ -93,7 +105,10 @@ TIMES = ("seconds", "tokens_per_second", "tokens/s")
 
 
 def write_data(folder):
-    """Text, documents, and prompts with answers, of Python's reference: name -> --data."""
+    """Text, documents, and prompts with answers, of Python's reference: name -> --data.
+
+    TOKENIZER: a tokenizer.json as GPT-2's, which lies beside the second of two folders of ids too.
+    """
     from pydoc_data.topics import topics
 
     text = "\n\n".join(topics[name] for name in sorted(topics))[:60_000]
@@ -104,6 +119,17 @@ def write_data(folder):
     for name, records in (("documents", documents), ("pairs", pairs)):
         content = "".join(json.dumps(record) + "\n" for record in records)
         (folder / f"{name}.jsonl").write_text(content)
+    optional = import_module("support.environment").optional
+    tokenizers = optional("tokenizers", "its runs on a tokenizer.json")
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator([text], 400, show_progress=False, special_tokens=["<pad>", "</s>"])
+    made.save(str(folder / "TOKENIZER.json"))
+    for name in ("ids", "ids_with_file"):
+        (folder / name).mkdir()
+        for file in ("train.bin", "val.bin"):
+            ids = [i for line in lines for i in (*made.encode(line[:30]).ids, 1)]
+            np.array(ids, np.uint16).tofile(folder / name / file)
+    shutil.copy(folder / "TOKENIZER.json", folder / "ids_with_file" / "tokenizer.json")
     names = {path.stem: str(path) for path in folder.iterdir()}
     return names | dict(patterns="patterns")
 
@@ -174,7 +200,7 @@ class Checkout:
         """Yields (what was done, what came out)."""
         data = write_data(self.out)
         for name, words in RUNS.items():
-            source, *flags = words.split()
+            source, *flags = words.replace("TOKENIZER", data["TOKENIZER"]).split()
             given = {flag.partition("=")[0] for flag in flags}
             flags += [flag for flag in TINY.split() if flag.partition("=")[0] not in given]
             where = f"--out_dir={self.out / name}"

@@ -1,6 +1,6 @@
-"""Checks of what Python callers give: one sentence, a UserError (a ValueError), for each mistake.
+"""Checks of the arguments of Python calls: a mistake is a UserError (a ValueError), one sentence.
 
-They run once a call, before any work. Nothing here runs in a training step.
+They run once per call, before any work. Nothing here runs in a training step.
 """
 
 import operator
@@ -110,7 +110,7 @@ def check_length(model, x, name="x"):
 
 
 def check_mask(mask, x, name):
-    """Raise UserError unless `mask`, where to do something, is None or a bool tensor like x."""
+    """Raise UserError unless `mask` is None or a bool tensor of the shape of x."""
     if mask is None:
         return
     if not is_tensor(mask, [torch.bool], x.dim()) or mask.shape != x.shape:
@@ -139,25 +139,25 @@ def row_numbers(samples, B, device):
     numbers = numbers if bad else numbers.to(torch.int64)  # narrow and unsigned ones compare badly
     if bad or numbers.shape != (B,) or (B and not 0 <= numbers.min() <= numbers.max() < 1 << 32):
         wrong = f"samples must be {B} whole numbers from 0 to {(1 << 32) - 1}, one for each row"
-        given = str(samples)[:40] if isinstance(samples, (list, tuple)) else kind_of(samples)
-        raise UserError(f"{wrong}, not {given}")
+        shown = str(samples)[:40] if isinstance(samples, (list, tuple)) else kind_of(samples)
+        raise UserError(f"{wrong}, not {shown}")
     return numbers.to(device)
 
 
 def check_ends(model, end_id, forbid):
-    """(end_id or None, a list of the ids that are never drawn), checked."""
+    """Check end_id and forbid; returns (end_id or None, the list of ids that are never drawn)."""
     V = model.vocab_size
     if end_id is not None:
         end_id = whole_number("end_id", end_id, 0, V - 1)
     if isinstance(forbid, (str, bytes)) or not hasattr(forbid, "__iter__"):
         raise UserError(f"forbid must be a list of ids, not {kind_of(forbid)}")
     try:
-        found = {whole_number("an id in forbid", i, 0, V - 1) for i in forbid if i is not None}
+        ids = {whole_number("an id in forbid", i, 0, V - 1) for i in forbid if i is not None}
     except TypeError:  # a tensor without axes
         raise UserError(f"forbid must be a list of ids, not {kind_of(forbid)}") from None
-    if len(found) == V:
+    if len(ids) == V:
         raise UserError(f"forbid has all {V} ids, so nothing can be drawn; leave some out")
-    return end_id, sorted(found)
+    return end_id, sorted(ids)
 
 
 def check_allowed(model, x, allowed):
@@ -175,7 +175,7 @@ def check_allowed(model, x, allowed):
 
 
 def check_filling(model, x, fill, samples, end_id=None, forbid=(), allowed=None, expect=None):
-    """What sample.unmask and generate are given -> (samples (B,), end_id, forbid), checked."""
+    """Check the arguments of sample.unmask and generate; returns (samples (B,), end_id, forbid)."""
     check_ids(model, x)
     check_mask(fill, x, "fill")
     check_allowed(model, x, allowed)
@@ -189,7 +189,7 @@ def check_filling(model, x, fill, samples, end_id=None, forbid=(), allowed=None,
 
 
 def check_reversing(model, x, steps, generator):
-    """What mdlm.generate is given -> steps, checked."""
+    """Check the arguments of mdlm.generate; returns steps."""
     check_ids(model, x)
     check_length(model, x)
     check_generator(generator, on_cpu=True)
@@ -197,7 +197,7 @@ def check_reversing(model, x, steps, generator):
 
 
 def check_evaluation(model, windows, passes, seed, batch_size, observe, deadline, scored):
-    """What mdlm.evaluate is given -> (passes, seed, batch_size), checked."""
+    """Check the arguments of mdlm.evaluate; returns (passes, seed, batch_size)."""
     if observe is not None and not callable(observe):
         raise UserError(f"observe must be a function, not {kind_of(observe)}")
     if type(plain(deadline)) not in (int, float):
@@ -224,15 +224,15 @@ def check_evaluation(model, windows, passes, seed, batch_size, observe, deadline
 
 
 def to_view(model, args, kwargs):
-    """A forward pre-hook of loaded models: model(xt, x0=None, rows=None) takes ids, too, which are
-    shown as the model's objective shows them. UserError for ids that no call can take.
+    """Forward pre-hook of loaded models, by which model(xt, x0=None, rows=None) takes ids too: the
+    model's objective makes a View of them. Raises UserError for ids that no call can take.
     """
     if args and isinstance(args[0], View):
         return None
-    given = named(*args, **kwargs)
+    arguments = named(*args, **kwargs)
     if not torch.compiler.is_compiling():
-        check_input(model, *given)
-    return (model.objective.view(*given),), {}
+        check_input(model, *arguments)
+    return (model.objective.view(*arguments),), {}
 
 
 def named(xt, x0=None, rows=None):

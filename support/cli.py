@@ -1,4 +1,4 @@
-"""What surrounds a program: its start, and its end in one sentence with an exit code."""
+"""How a program starts, and how errors end it: with one sentence and an exit code."""
 
 import contextlib
 import ctypes
@@ -23,20 +23,20 @@ from support.terminal import (
     warn,
 )
 
-# Of an OSError for which a full disk is no reason.
+# OSErrors that are about a path, not about a full disk.
 NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 NO_PLACE += (errno.ENAMETOOLONG,)
 LONGEST = 200  # characters of a path that are shown
-FIRST_RANK_SPEAKS = 2.0  # seconds after which another rank says its own mistake
+FIRST_RANK_SPEAKS = 2.0  # seconds that another rank waits before it says its own mistake
 
 
 def start(name):
-    """What a program calls first: returns time.monotonic(), from before the slow imports.
+    """The first call of a program: returns time.monotonic(), from before the slow imports.
 
-    If `name` is "__main__", a package that every program needs and that is missing ends it in one
-    sentence with exit code 2, Ctrl-C ends the imports without a traceback, threads that wait spin
-    only briefly, as two programs on one machine would hinder each other (results/threads.md), and
-    the process keeps the memory that it frees (results/cpu.md).
+    If `name` is "__main__", it prepares the process too. If a package that every program needs is
+    missing, it ends with one sentence and exit code 2. Ctrl-C during the imports ends it without a
+    traceback. Threads that wait spin only briefly, as two programs on one machine would slow each
+    other down (results/threads.md). Freed memory is kept (results/cpu.md).
     """
     if name == "__main__":
         if problem := environment.problem():
@@ -61,10 +61,10 @@ def keep_memory():
 
 @contextlib.contextmanager
 def program(cleanup=None):
-    """Context manager of a program: what a user can mend gets one sentence, not a traceback.
+    """Context manager around a program: errors that a user can mend are one sentence, no traceback.
 
-    Yields an object whose `code`, the exit code, the program sets; errors set it too. cleanup() is
-    called at the end in any case.
+    Yields an object with `code`, the exit code: the program sets it, and so do errors. cleanup() is
+    always called at the end.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -84,10 +84,10 @@ def program(cleanup=None):
 
 
 def flush_streams(code):
-    """Write what standard output and error hold. Else Python would end with exit code 120.
+    """Flush standard output and error. (If Python did it at exit, an error would give code 120.)
 
-    An OSError of standard output is raised, unless a signal ends the program (code above 128): that
-    may be a terminal that was closed. Standard error that fails ends no work.
+    Raises the OSError of standard output, unless a signal ends the program (code above 128), as
+    when its terminal was closed. Errors of standard error are ignored: the work is done.
     """
     try:
         print(end="", flush=True)
@@ -109,7 +109,7 @@ def run(main, argv, cleanup=None):
 
 
 def report(error):
-    """Say in one sentence what ended a program; returns its exit code (None: a defect of ours)."""
+    """Print in one sentence what ended a program; returns its exit code, None for a bug."""
     name = Path(sys.argv[0]).name
     if isinstance(error, UserError):
         is_shared = isinstance(error, SharedError)
@@ -130,7 +130,7 @@ def report(error):
     if why:
         warn(f"{name}: {why}", on_every_rank=True)
         return 2
-    # C++ called Python when a signal came, and made another error of it (matplotlib).
+    # A signal came while C++ code called Python (matplotlib), and became another error there.
     return 128 + CAME[-1] if CAME else None
 
 
@@ -152,9 +152,9 @@ def report_file(error, name):
 
 
 def wait_for_first_rank():
-    """Let the first rank say what all would say: when it has ended, torchrun ends the others.
+    """Wait, so that a mistake of all ranks is printed once: torchrun ends them after the first.
 
-    What follows is said where that does not happen: the mistake is this rank's alone.
+    A rank that is still there after that has a mistake of its own, and prints it.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -162,7 +162,7 @@ def wait_for_first_rank():
 
 
 def explain(error):
-    """A sentence for a MemoryError or RuntimeError that is no mistake of the program; else ""."""
+    """A sentence for a MemoryError or RuntimeError that is no bug of the program; else ""."""
     text = str(error)
     words = ("out of memory", "can't allocate memory", "bad_alloc", "not enough memory")
     if isinstance(error, MemoryError) or any(word in text for word in words):

@@ -50,8 +50,8 @@ def setup_command(packages):
     if os.name != "nt":
         activate = f". {activate}"
     if scripts.is_dir() and Path(sys.prefix).resolve() != venv.resolve():  # but not activated
-        found = {path.name for path in venv.glob("[Ll]ib/**/site-packages/*")}
-        return activate if found >= set(packages) else both(activate, pip_install(*wanted, to=""))
+        there = {path.name for path in venv.glob("[Ll]ib/**/site-packages/*")}
+        return activate if there >= set(packages) else both(activate, pip_install(*wanted, to=""))
     is_managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists()
     if is_managed and sys.prefix == sys.base_prefix and requirements.exists():  # pip would refuse
         make = f"{python_command()} -m venv {quote(shorter(venv))}"
@@ -80,9 +80,9 @@ def python_command():
     own = Path(sys.executable or "python")
     for name in ("python", "python3"):
         # Its folder tells environments apart: all their links lead to the Python that made them.
-        found = Path(shutil.which(name) or "")
-        same_folder = found.name and found.parent.resolve() == own.parent.resolve()
-        if same_folder and found.resolve() == own.resolve():
+        other = Path(shutil.which(name) or "")
+        same_folder = other.name and other.parent.resolve() == own.parent.resolve()
+        if same_folder and other.resolve() == own.resolve():
             return name
     return quote(shorter(own))
 

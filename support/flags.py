@@ -45,7 +45,7 @@ def check_effects(given, rules):
 
 
 def without_off(cls, given):
-    """The given flags of `cls` but for those whose value asks for nothing: it is never refused."""
+    """The given flags, without those that turn something off: these are never refused."""
     off = {field.name: field.metadata["off"] for field in dataclasses.fields(cls)}
     return {k: v for k, v in given.items() if v is not False and v not in ("auto", off[k])}
 
@@ -65,7 +65,7 @@ def modern_argv(argv, program):
     """argv with the flags of now in place of former ones (aliases.py); values are texts here."""
     names = {name for _, former, _ in ALIASES.get(program, ()) for name in former}
     argv = list(argv)
-    found = {}
+    former_flags = {}
     rest = []
     while argv:
         word = argv.pop(0)
@@ -76,12 +76,12 @@ def modern_argv(argv, program):
             continue
         if not equals and not (argv and not argv[0].startswith("--")):
             raise UserError(f"--{name} needs a value: --{name}=VALUE")
-        found[name] = value if equals else argv.pop(0)
-        check_not_empty(f"--{name}", found[name])
+        former_flags[name] = value if equals else argv.pop(0)
+        check_not_empty(f"--{name}", former_flags[name])
     given = {word.partition("=")[0][2:].replace("-", "_") for word in rest}
-    for name, value in modern(found, program).items():
+    for name, value in modern(former_flags, program).items():
         if name in given:
-            former = " and ".join(f"--{each}" for each in found)
+            former = " and ".join(f"--{each}" for each in former_flags)
             raise UserError(f"--{name} is what {former} said before; give --{name} alone")
         rest.append(f"--{name}={value}")
     return rest
@@ -131,8 +131,8 @@ def check_fields(options):
             types = (bool, str)
         if type(value) not in types or (choices and value not in choices):
             accepted = ", ".join(map(str, choices)) or field.type.__name__
-            given = str(value)[:40]
-            raise UserError(f"--{field.name}={given!r} is not accepted; give {accepted}")
+            shown = str(value)[:40]
+            raise UserError(f"--{field.name}={shown!r} is not accepted; give {accepted}")
         if bounds and not bounds[0] <= value <= bounds[1]:
             raise UserError(f"--{field.name}={value} must be from {bounds[0]} to {bounds[1]}")
         if field.metadata["form"]:
@@ -166,16 +166,16 @@ def check_not_empty(name, value, text=False):
 @functools.cache
 def headings(cls):
     """Field name -> the last comment line above it in its class: the groups of --help=all."""
-    found = {}
-    for part in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+    titles = {}
+    for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
         heading = "settings"
-        for line in inspect.getsource(part).splitlines():
+        for line in inspect.getsource(base).splitlines():
             line = line.strip()
             if line.startswith("# "):
                 heading = line[2:]
             elif field := re.match(r"(\w+): \w+ = ", line):
-                found[field[1]] = heading
-    return found
+                titles[field[1]] = heading
+    return titles
 
 
 def parse_bool(text, others=()):
@@ -190,8 +190,8 @@ def parse_bool(text, others=()):
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose mistakes are UserErrors. No flag is abbreviated, no value empty."""
 
-    def __init__(self, **how):
-        super().__init__(**how, allow_abbrev=False)
+    def __init__(self, **settings):
+        super().__init__(**settings, allow_abbrev=False)
 
     def error(self, message):
         raise UserError(message)
@@ -223,7 +223,7 @@ def in_our_words(argv, names, switches, program):
     switches: name -> the values that it takes beside true and false. A switch needs no value, and
     takes the next argument only if that is one of its values.
     """
-    found = []
+    words = []
     for argument, following in itertools.zip_longest(argv, argv[1:], fillvalue="true"):
         flag, equals, value = argument.partition("=")
         our = flag.startswith("--") and guesses.ours(flag[2:], names, program)
@@ -232,8 +232,8 @@ def in_our_words(argv, names, switches, program):
             if our in switches and not equals and following.strip():
                 takes = (*TRUE, *FALSE, *switches[our])
                 argument += "" if following.lower() in takes else "=true"
-        found.append(argument)
-    return found
+        words.append(argument)
+    return words
 
 
 def refuse(argument, names, program=""):
@@ -306,7 +306,7 @@ def is_flag(argument):
 
 
 def fold(text, first, others):
-    """A text in lines that fit in 80 columns; what they begin with."""
+    """Wrap a text to 80 columns. first, others: what the first line and the others begin with."""
     indents = dict(initial_indent=first, subsequent_indent=others)
     return textwrap.fill(text, 79, break_on_hyphens=False, break_long_words=False, **indents)
 
@@ -321,8 +321,8 @@ class ShowHelp(argparse.Action):
 
 def fold_paragraphs(text):
     """A text whose paragraphs fit in 80 columns; commands, which are indented, stay as they are."""
-    parts = (text or "").strip("\n").split("\n\n")
-    return "\n\n".join(part if part[:1] == " " else fold(part, "", "") for part in parts)
+    paragraphs = (text or "").strip("\n").split("\n\n")
+    return "\n\n".join(each if each[:1] == " " else fold(each, "", "") for each in paragraphs)
 
 
 def make_parser(cls, fields, description, epilog, presets, preset):
@@ -346,11 +346,11 @@ def make_parser(cls, fields, description, epilog, presets, preset):
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(heading.values())}
     for field in fields:
         add_flag(groups[heading[field.name]], field, defaults.get(field.name, field.default))
-    how = dict(action=ShowHelp, nargs="?", choices=["all"], metavar="all")
-    how["help"] = "show the flags of most runs, or every flag by --help=all"
+    settings = dict(action=ShowHelp, nargs="?", choices=["all"], metavar="all")
+    settings["help"] = "show the flags of most runs, or every flag by --help=all"
     if not any(field.metadata["common"] for field in dataclasses.fields(cls)):
-        how = dict(action="help", help="show this text")
-    next(iter(groups.values())).add_argument("-h", "--help", **how)
+        settings = dict(action="help", help="show this text")
+    next(iter(groups.values())).add_argument("-h", "--help", **settings)
     return parser
 
 

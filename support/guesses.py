@@ -129,10 +129,10 @@ def answer(name, names, program):
     """What to do instead of a flag `name` that `program` does not have, as a part of a sentence."""
     name = name.replace("-", "_")
     for answers in (ANSWERS.get(program, {}), ANSWERS[""]):
-        for asked, found in answers.items():
-            named = set(re.findall(r"--(\w+)", found))
-            if name in asked.split() and (named <= set(names) or ".py" in found):
-                return found
+        for asked, advice in answers.items():
+            named = set(re.findall(r"--(\w+)", advice))
+            if name in asked.split() and (named <= set(names) or ".py" in advice):
+                return advice
     others = [f"{other}.py" for other in PROGRAMS if program and name in flags_of(other)]
     if others and name not in names:
         return f"it belongs to {', '.join(others)}"

@@ -121,7 +121,7 @@ def check(flag, path, read=None, written=None, own=()):
     """
     if path in ("", "-"):
         return
-    given = f"{shown(flag)}={path}"
+    what = f"{shown(flag)}={path}"
     read = {other: name for other, name in (read or {}).items() if name not in ("", "-")}
     written = {other: name for other, name in (written or {}).items() if name not in ("", "-")}
     # 1. Another flag names the same file.
@@ -132,19 +132,19 @@ def check(flag, path, read=None, written=None, own=()):
     # 2. The file is in a folder that is read, or among the data that a run in it was trained on.
     for other, name in read.items():
         if os.path.isdir(name) and is_read_with(name, path):
-            raise UserError(f"{given} would change {shown(other)}={name}, which is read; {FIX}")
+            raise UserError(f"{what} would change {shown(other)}={name}, which is read; {FIX}")
         for text in learned_in(name) if os.path.isdir(name) else ():
             if is_same(text, path) or (os.path.isdir(text) and is_read_with(text, path)):
-                raise UserError(f"{given} would change {text}, which {name} learned; {FIX}")
+                raise UserError(f"{what} would change {text}, which {name} learned; {FIX}")
     # 3. It is a file of a run, a data set or a model.
     why = why_not(path, own)
     if why:
-        raise UserError(f"{given} {why}; {FIX}")
+        raise UserError(f"{what} {why}; {FIX}")
     # 4. It cannot be written.
     folder = Path(path).parent
     can_write = folder.is_dir() and os.access(path if os.path.exists(path) else folder, os.W_OK)
     if os.path.isdir(path) or not can_write:
-        raise UserError(f"{given} cannot be written; give a file in a folder that you may write to")
+        raise UserError(f"{what} cannot be written; give a file in a folder that you may write to")
 
 
 def check_folder(flag, path, read=None, names=()):
@@ -170,23 +170,23 @@ def check_folder(flag, path, read=None, names=()):
 
 def check_new_folder(flag, path):
     """Raise UserError unless the folder --flag=path can be created and is not inside a run."""
-    given = f"{shown(flag)}={path}"
+    what = f"{shown(flag)}={path}"
     if not path:
         raise UserError(f"give the folder to create, such as {shown(flag)}=my-model")
     if os.path.lexists(path):
-        raise UserError(f"{given} exists; give the name of a new folder")
+        raise UserError(f"{what} exists; give the name of a new folder")
     if not Path(path).parent.is_dir():
         why = f"is in {Path(path).parent}, which is not a folder"
-        raise UserError(f"{given} {why}; give the name of a new folder in an existing one")
+        raise UserError(f"{what} {why}; give the name of a new folder in an existing one")
     why = why_not(path)
     run = next((p for p in Path(os.path.realpath(path)).parents if is_run(p)), None)
     if run and not why:
         why = f"would be a part of the run in {run}"
     if why:
-        raise UserError(f"{given} {why}; give a folder elsewhere")
+        raise UserError(f"{what} {why}; give a folder elsewhere")
     if not os.access(Path(path).parent, os.W_OK):
         fix = "give a folder inside one that you may write to"
-        raise UserError(f"{given} cannot be created; {fix}")
+        raise UserError(f"{what} cannot be created; {fix}")
 
 
 def paths_of(options, what):

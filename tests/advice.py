@@ -419,16 +419,6 @@ ADVICE["export.py"] = [
     ),
     ("hf: for Hugging Face transformers; page: ", NOTHING),
     (
-        "the vocabulary has a token {} of its own; train without it",
-        lambda at: export.to_library(Tokenizer("file", of_words({"[MASK]": 0, "some": 1}))),
-        lambda at: export.to_library(Tokenizer("file", of_words({"some": 0, "words": 1}))),
-    ),
-    (
-        "some ids below {} are unused; train with a tokenizer without gaps",
-        lambda at: export.to_library(Tokenizer("file", of_words({"some": 0, "words": 2}))),
-        lambda at: export.to_library(Tokenizer("file", of_words({"some": 0, "words": 1}))),
-    ),
-    (
         "not for --objective=ar or --block_length without --infill_share",
         "export --dest={tmp}/e --out_dir={blocks}",
         "export --dest={tmp}/e --out_dir={run}",
@@ -1401,7 +1391,7 @@ ADVICE["runs.py"] = [
     ("give an --out_dir that all share", RANKS),
     ("give a checkpoint that all share, such as RUN/step-100", RANKS),
     (
-        "Nothing is saved yet; start again{} {} + with --overwrite and",
+        "Nothing is saved yet; start again with {}{} + --overwrite and",
         FollowedIn("test_advice_after_a_divergence_is_accepted"),
     ),
     (
@@ -1690,6 +1680,19 @@ ADVICE["texts.py"] = [
             {"a.jsonl": PAIR.replace("defghi", "d") * 60},
             "mdlm --data=a.jsonl --prompt_column=prompt --block_size=8",
         ),
+    ),
+]
+
+ADVICE["tokenizer_json.py"] = [
+    (
+        "the vocabulary has a token {} of its own; train without it",
+        lambda at: export.to_library(Tokenizer("file", of_words({"[MASK]": 0, "some": 1}))),
+        lambda at: export.to_library(Tokenizer("file", of_words({"some": 0, "words": 1}))),
+    ),
+    (
+        "some ids below {} are unused; train with a tokenizer without gaps",
+        lambda at: export.to_library(Tokenizer("file", of_words({"some": 0, "words": 2}))),
+        lambda at: export.to_library(Tokenizer("file", of_words({"some": 0, "words": 1}))),
     ),
 ]
 

@@ -648,7 +648,7 @@ def test_the_number_of_documents_is_said(tmp_path, capsys):
 
 def test_an_unknown_character_is_located(run, tmp_path, capsys):
     """In every kind of data, when eval.py reads it in the tokens of a run."""
-    known = json.loads((run / "data" / "tokenizer.json").read_text())["vocab"]
+    known = json.loads((run / "data" / "tokenizer.json").read_text())["model"]["vocab"]
     good = "".join(c for c in known if c.isalpha()) + " "
     body = "".join(f"{good}\n" for _ in range(50)) + f"{good}\u2603\n" + f"{good}\n" * 9
     (tmp_path / "t.txt").write_text(body, encoding="utf-8")

@@ -1,14 +1,13 @@
 """Documents of any length: [END] is given, texts see nothing but themselves, each counts right."""
 
 import itertools
-import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, Toy, counts_of, draw, losses, read_log, run_mdlm, sign
+from conftest import TINY, Toy, counts_of, draw, losses, read_log, run_mdlm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -267,20 +266,6 @@ def test_packed_documents_have_the_same_bound(speeches, tmp_path):
     assert se[0] < 0.02 * nelbo[0]
     flags = [*TINY, *speeches, "--pack=false", "--max_steps=3", f"--out_dir={tmp_path / 'out'}"]
     assert run_mdlm(*flags) == 0
-
-
-def test_older_runs_go_on_learning_the_end(speeches, tmp_path):
-    flags = [*TINY, *speeches, "--document_length=predicted", "--lr_schedule=constant"]
-    for name, steps in (("a", 2), ("b", 4)):
-        assert run_mdlm(*flags, f"--max_steps={steps}", f"--out_dir={tmp_path / name}") == 0
-    folder = tmp_path / "a" / "step-2"
-    config = json.loads((folder / "config.json").read_text())
-    del config["config"]["document_length"]  # as an earlier version wrote it
-    (folder / "config.json").write_text(json.dumps(config))
-    sign(folder)
-    assert not mdlm.load(folder)[0].objective.lengths_are_given
-    assert run_mdlm("--resume", "--max_steps=4", f"--out_dir={tmp_path / 'a'}") == 0
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
 def test_what_cannot_be_given_lengths_is_refused(speeches, tmp_path, capsys):

@@ -290,8 +290,9 @@ def test_forged_config_is_refused(run, changes, word):
     [
         ("config.json", b'"version": 1', b'"version": 2', "version 2"),
         ("config.json", b'"format": "mdlm"', b'"format": "gpt"', "'gpt'"),
-        ("tokenizer.json", b'"kind": "char"', b'"kind": "wild"', "tokenizer.json"),
-        ("tokenizer.json", b'"version": 1', b'"version": 2', "tokenizer.json"),
+        ("tokenizer.json", b'"type":"WordLevel"', b'"type":"Wild"', "tokenizer.json"),
+        ("tokenizer.json", b'"version":"1.0"', b'"version":"2.0"', "tokenizer.json"),
+        ("tokenizer.json", b'"version":"1.0"', b'"version":"1.0","new":1', "tokenizer.json"),
     ],
 )
 def test_other_formats_and_versions_are_refused(run, file, old, new, word):

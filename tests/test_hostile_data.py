@@ -146,7 +146,9 @@ def bpe(**changes):
 @pytest.mark.parametrize(
     "content",
     [
-        lambda: json.loads(bpe()["vocab"]),  # a file of the tokenizers library itself
+        lambda: json.loads(bpe()["vocab"]) | {"of_the_future": 1},
+        lambda: json.loads(bpe()["vocab"]) | {"version": "2.0"},
+        lambda: {},
         lambda: bpe(normalizer={"type": "Lowercase"}),  # loses what decoding must restore
         lambda: bpe(pre_tokenizer=None),
         lambda: bpe(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
@@ -164,7 +166,7 @@ def bpe(**changes):
         lambda: ours(kind="other", vocab=["a"]),
         lambda: ours(kind="file", vocab="{}"),
         lambda: ours(kind="id", vocab=9, end=9),
-        lambda: {"added_tokens": [], "model": {"type": "Unigram", "vocab": [["a", 0.0]]}},
+        lambda: {"added_tokens": [], "model": {"type": "Unigram", "vocab": [["a"]]}},
         lambda: [1, 2, 3],
     ],
 )

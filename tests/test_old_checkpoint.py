@@ -16,6 +16,7 @@ from conftest import ROOT, losses, run_mdlm, sign
 import mdlm
 import sample
 from support.aliases import ALIASES
+from support.data.tokenizer import tokenizer_from_json
 from support.errors import UserError
 
 DATA = ROOT / "tests" / "data"
@@ -45,7 +46,7 @@ def test_old_checkpoint_loads_and_samples(old_run, capsys):
     for generate in (sample.generate, mdlm.generate):
         out = generate(model, x, steps=8, generator=torch.Generator().manual_seed(0))
         assert len(tokenizer.decode(out[0].tolist())) == 32
-    assert capsys.readouterr().err == "", "no warning: its retired settings had their defaults"
+    assert capsys.readouterr().err == ""
 
 
 def test_old_checkpoint_resumes_with_its_losses(old_run):
@@ -60,23 +61,17 @@ def test_old_shards_are_joined(old_run):
     assert losses(run)[10:] == pytest.approx(WANTED["sharded"], rel=1e-3)
 
 
-def test_retired_settings_are_ignored_with_a_warning(old_run, capsys):
-    change_config(old_run, lambda config: config.update(momentum=0.8))
-    mdlm.load(old_run)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "momentum=0.8 is ignored" in said
-
-
 def test_missing_settings_get_their_defaults(old_run):
     change_config(old_run, lambda config: [config.pop(name) for name in ("conv", "grad_clip")])
     _, _, config = mdlm.load(old_run)
     assert (config.conv, config.grad_clip) == (5, 1.0)
 
 
-def test_unknown_settings_are_refused(old_run):
-    change_config(old_run, lambda config: config.update(of_the_future=1))
-    with pytest.raises(UserError, match="of_the_future"):
+@pytest.mark.parametrize("name", ["of_the_future", "wandb", "beta1", "eval_passes"])
+def test_unknown_settings_are_refused(old_run, name):
+    """Those of the future, and those that checkpoints from before 44a18a0 have."""
+    change_config(old_run, lambda config: config.update({name: ""}))
+    with pytest.raises(UserError, match=f"{name}'; use the version that wrote it"):
         mdlm.load(old_run)
 
 
@@ -90,7 +85,10 @@ FORMER = [  # what is said by names of before, and by names of now
     (dict(end_token="[EOT]"), dict(end="[EOT]")),
     (dict(end_token="", end_id=-1), {}),
     (dict(end_id=0), dict(end="0")),
-    (dict(whole=0.5, block_length=8), dict(infill_share=0.5, block_length=8)),
+    (
+        dict(whole=0.5, block_length=8, lengths="learned"),
+        dict(infill_share=0.5, block_length=8, document_length="predicted"),
+    ),
     (dict(lengths="known"), dict(document_length="given")),
     (dict(lengths="learned"), dict(document_length="predicted")),
 ]
@@ -124,7 +122,12 @@ def test_new_runs_have_names_of_now_alone(short_run):
     assert content["config"].keys() == names
 
 
-def test_shipped_config_is_unchanged():
-    content = (ROOT / "weights" / "shakespeare" / "config.json").read_bytes()
-    wanted = "b1ac5d7260c1b857e7a06cc10013e63bb4afb81b904a22d72893ed69abdb4d79"
-    assert hashlib.sha256(content).hexdigest() == wanted
+def test_the_shipped_model_has_the_files_of_now():
+    folder = ROOT / "weights" / "shakespeare"
+    config = json.loads((folder / "config.json").read_text())["config"]
+    assert config == dataclasses.asdict(mdlm.read_config(folder))
+    tokenizer = tokenizer_from_json(folder / "tokenizer.json")
+    assert tokenizer.to_file() == (folder / "tokenizer.json").read_text(encoding="utf-8")
+    weights = (folder / "model.safetensors").read_bytes()
+    wanted = "c8023d52c809e0ab29ea1b7cb07aaec4fcc865803fa26790caab9e09c175dd4e"
+    assert hashlib.sha256(weights).hexdigest() == wanted

@@ -111,6 +111,7 @@ def test_an_old_python_is_named(monkeypatch, capsys):
         (sample, ["--batch={tmp}/templates"]),
         (eval, ["--windows=1", "--passes=1", "--exact", "--pictures=none"]),
         (eval, ["--windows=1", "--passes=1"]),
+        (export, ["--dest={tmp}/hf"]),
     ],
 )
 def test_bars_and_pictures_are_no_need(program, flags, short_run, tmp_path, monkeypatch, capfd):
@@ -143,7 +144,6 @@ def test_training_needs_neither_bars_nor_pictures(short_run, tmp_path, monkeypat
     [
         ("tokenizers", mdlm, ["--data={text}", "--tokenizer=bpe", "--out_dir={tmp}/x"]),
         ("tokenizers", mdlm, ["--data={text}", "--tokenizer={tmp}/t.json", "--out_dir={tmp}/x"]),
-        ("tokenizers", export, ["--to=hf", "--dest={tmp}/x"]),
         ("onnx", export, ["--to=page", "--dest={tmp}/x"]),
         ("onnxscript", export, ["--to=page", "--dest={tmp}/x"]),
         ("pyarrow", mdlm, ["--data={tmp}/t.parquet", "--out_dir={tmp}/x"]),
@@ -263,6 +263,11 @@ def test_a_plain_run_needs_four_packages(light, text_file, tmp_path):
         ).stdout
     )
     assert "nelbo" in light(ROOT / "eval.py", "--windows=2", "--passes=1", "--json=-").stdout
+    for kind, size in (("byte", []), ("word", ["--vocab_size=300"])):
+        flags = [f"--data={text_file}", f"--tokenizer={kind}", *size, f"--out_dir={kind}"]
+        light(ROOT / "mdlm.py", *flags, *TINY, "--max_steps=1")
+        light(ROOT / "mdlm.py", "--resume", "--max_steps=2", f"--out_dir={kind}")
+        light(ROOT / "sample.py", "--infill=the ███ of", "--steps=1", f"--out_dir={kind}")
 
 
 @pytest.mark.slow

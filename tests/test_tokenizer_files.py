@@ -1,17 +1,30 @@
 """Tokenizers of the tokenizers library, and folders of ids as others write them."""
 
 import json
+import random
+import shutil
+import sys
+import unicodedata
 
 import numpy as np
 import pytest
+import tokenizer_kinds
 import tokenizers
 import torch
-from conftest import TINY, read_log, run_mdlm
+from conftest import TINY, read_log, run_mdlm, sign
 
+import export
 import mdlm
 import sample
+from support import cli
 from support.data import sources
-from support.data.tokenizer import open_tokenizer, tokenizer_from_json
+from support.data.tokenizer import (
+    Tokenizer,
+    build_tokenizer,
+    open_tokenizer,
+    tokenizer_from_json,
+    train_bpe,
+)
 from support.errors import UserError
 
 END = "<|endoftext|>"
@@ -148,3 +161,166 @@ def test_headers_of_llm_c_are_no_tokens(tmp_path, magic, dtype):
     (tmp_path / "val.bin").write_bytes(header.tobytes() + ids[:-1].tobytes())
     with pytest.raises(UserError, match="header of llm"):
         sources.open_ids(tmp_path, 32, 0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Every tokenizer.json is one of the library
+
+
+TEXT = "The value\n of a class, and of the other: the end.\tNaïve 漢字 🙂 ½\n" * 9
+CHARACTERS = [c for c in map(chr, range(0x110000)) if unicodedata.category(c) not in ("Cn", "Cs")]
+
+
+def own(kind, end):
+    return build_tokenizer(kind, 300, end, lambda: [(TEXT, False)], len(TEXT))
+
+
+def saved(tokenizer, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(tokenizer.to_file().encode())
+    return path
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "word", "bpe"])
+@pytest.mark.parametrize("end", [False, True])
+def test_the_library_reads_each_kind_as_we_do(kind, end, tmp_path):
+    """Random texts of all characters that the tokenizer knows, and random ids: broken bytes too."""
+    ours = own(kind, end)
+    library = tokenizers.Tokenizer.from_file(str(saved(ours, tmp_path)))
+    assert json.loads(library.to_str()) == json.loads(ours.to_file()), "nothing is left out"
+    r = random.Random(0)
+    known = sorted(set(TEXT)) if kind == "char" else CHARACTERS
+    some = sorted(set(TEXT))
+    for _ in range(2000):
+        text = "".join(r.choice(r.choice((known, some))) for _ in range(r.randint(0, 30)))
+        ids = ours.encode(text)
+        assert library.encode(text).ids == ids
+        assert library.decode(ids) == ours.decode(ids) == text
+        ids = r.choices(range(ours.vocab_size), k=r.randint(0, 12))
+        ids = [i for i in ids if i != ours.end_id]
+        assert library.decode(ids) == ours.decode(ids)
+    if kind == "char":
+        with pytest.raises(Exception, match=r"\[UNK\]"):  # unknown: an error, not another character
+            library.encode("The ß")
+    else:
+        text = "".join(f"a{c} {c}, {c}:{c}a" for c in CHARACTERS if c.isspace() or ord(c) < 128)
+        assert library.encode(text).ids == ours.encode(text)
+    V = ours.vocab_size
+    names = {"[MASK]": V, "[PAD]": V + 1} | ({"[END]": V - 1} if end else {})
+    assert {name: library.token_to_id(name) for name in names} == names
+    assert library.decode([*names.values()]) == ""
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "word"])
+def test_plain_kinds_need_no_library(kind, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    for end in (False, True):
+        ours = own(kind, end)
+        read = tokenizer_from_json(saved(ours, tmp_path))
+        assert "format" not in json.loads(ours.to_file())
+        assert read.to_json() == ours.to_json() and read.encode(TEXT) == ours.encode(TEXT)
+
+
+@pytest.mark.parametrize("name", tokenizer_kinds.KINDS)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_file_is_kept_to_the_byte(name, indent, pydoc, tmp_path):
+    """With an [END] it has a post-processor more, which changes nothing."""
+    library = tokenizer_kinds.KINDS[name](pydoc[:9000])
+    library.add_special_tokens(["[CLS]", "<fin>"])
+    ends = [(token, library.token_to_id(token)) for token in ("[CLS]", "<fin>")]
+    around = tokenizers.processors.TemplateProcessing("[CLS] $A", "[CLS] $A $B", ends)
+    for post_processor in (library.post_processor, around):
+        library.post_processor = post_processor
+        content = json.dumps(json.loads(library.to_str()), indent=indent)
+        assert Tokenizer("file", content).to_file() == content
+        ours = Tokenizer("file", content, library.token_to_id("<fin>"))
+        read = tokenizer_from_json(saved(ours, tmp_path))
+        assert (read.kind, read.vocab, read.end) == ("file", content, ours.end)
+        named = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        for texts in (("The value of",), ("The value", "of a class")):
+            for adds in (True, False):
+                a, b = (t.encode(*texts, add_special_tokens=adds) for t in (library, named))
+                assert (a.ids, a.type_ids, a.offsets) == (b.ids, b.type_ids, b.offsets)
+
+
+def test_what_the_library_cannot_say_has_the_small_format(path, tmp_path):
+    """Ids without a text, an [END] that is no special token, and a [MASK] of their own."""
+    with_mask = json.loads(train_bpe([TEXT], 300))
+    with_mask["model"]["vocab"]["[MASK]"] = 300
+    content = json.dumps(json.loads(path.read_text()), separators=(",", ":"))
+    no_place = json.dumps({k: v for k, v in json.loads(content).items() if k != "post_processor"})
+    for ours in (
+        Tokenizer("id", 40, 7),
+        Tokenizer("file", content, 40),
+        Tokenizer("file", no_place, 1),
+        Tokenizer("file", own("char", False).to_file()),  # it would be read as characters
+        Tokenizer("bpe", json.dumps(with_mask, separators=(",", ":"))),
+        Tokenizer("char", ["a", "b"], 1),
+    ):
+        assert ours.to_file() == ours.to_json()
+        read = tokenizer_from_json(saved(ours, tmp_path))
+        assert read.to_json() == ours.to_json()
+
+
+@pytest.mark.parametrize("kind", ["char", "word", "bpe"])
+@pytest.mark.parametrize("end", [False, True])
+def test_runs_with_the_small_format_go_on(kind, end, tmp_path):
+    """Earlier versions wrote it: their data keep their checksum, their checkpoints load."""
+    suffix = "jsonl" if end else "txt"
+    data = tmp_path / f"x.{suffix}"
+    data.write_text("\n".join([json.dumps(dict(text=TEXT))] * 30) if end else TEXT * 30)
+    out = tmp_path / "out"
+    flags = [f"--data={data}", f"--tokenizer={kind}", f"--out_dir={out}", "--max_steps=2"]
+    flags += [] if kind == "char" else ["--vocab_size=300"]
+    assert run_mdlm(*TINY, *flags) == 0
+    before = mdlm.load(out)[1]
+    for folder in (out / "data", out / "step-2"):
+        (folder / "tokenizer.json").write_text(before.to_json())
+    sign(out / "step-2")
+    assert mdlm.load(out)[1].to_json() == before.to_json()
+    assert run_mdlm("--resume", f"--out_dir={out}", "--max_steps=4") == 0
+    assert (out / "step-4" / "tokenizer.json").read_text() == before.to_file()
+    assert run_mdlm("--resume", f"--out_dir={out}", "--max_steps=5") == 0
+
+
+def test_a_run_on_a_file_goes_on_as_such(path, tmp_path):
+    """With documents and without, as text and as a folder of ids with this file beside them."""
+    text = tmp_path / "x.txt"
+    text.write_text(TEXT * 30)
+    records = tmp_path / "x.jsonl"
+    records.write_text("\n".join([json.dumps(dict(text=TEXT))] * 30))
+    write_ids(tmp_path / "ids", [i for _ in range(99) for i in (*plain(path).encode(TEXT).ids, 1)])
+    shutil.copy(path, tmp_path / "ids" / "tokenizer.json")
+    kinds = [
+        [f"--data={text}", f"--tokenizer={path}"],
+        [f"--data={records}", f"--tokenizer={path}"],
+    ]
+    kinds += [[f"--data={tmp_path / 'ids'}", *end] for end in ([], ["--end=1"])]
+    for i, flags in enumerate(kinds):
+        out = tmp_path / f"out{i}"
+        assert run_mdlm(*TINY, *flags, "--max_steps=1", f"--out_dir={out}") == 0
+        saved = out / "step-1" / "tokenizer.json"
+        assert tokenizers.Tokenizer.from_file(str(saved)).get_vocab_size() == 400
+        assert (saved.read_bytes() == path.read_bytes()) == (i in (0, 2)), "without documents"
+        assert mdlm.load(out)[1].end == (False, 1)[i % 2]
+        assert run_mdlm("--resume", f"--out_dir={out}", "--max_steps=2") == 0
+        more = [f"--init_from={out}", "--max_steps=1", f"--out_dir={tmp_path / f'tuned{i}'}"]
+        assert run_mdlm(*TINY, flags[0], *(f for f in flags if "end" in f), *more) == 0
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "word", "bpe"])
+def test_exports_and_other_runs_take_the_file_of_a_run(kind, tmp_path):
+    data = tmp_path / "x.txt"
+    data.write_text(TEXT * 30)
+    size = ["--vocab_size=300"] if kind in ("word", "bpe") else []
+    flags = [*TINY, f"--data={data}", "--max_steps=1"]
+    assert run_mdlm(*flags, f"--tokenizer={kind}", *size, f"--out_dir={tmp_path / 'a'}") == 0
+    file = tmp_path / "a" / "step-1" / "tokenizer.json"
+    assert cli.run(export.main, [f"--out_dir={tmp_path / 'a'}", f"--dest={tmp_path / 'hf'}"]) == 0
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == file.read_bytes()
+    assert run_mdlm(*flags, f"--tokenizer={file}", f"--out_dir={tmp_path / 'b'}") == 0
+    assert (tmp_path / "b" / "step-1" / "tokenizer.json").read_bytes() == file.read_bytes()
+    with_end = open_tokenizer(file, end=True)
+    assert (with_end.kind, with_end.end) == (kind, True)
+    with pytest.raises(UserError, match="--end=</s> is no special token"):
+        open_tokenizer(file, True, "</s>")

@@ -30,8 +30,8 @@ def check(config):
             needs = f"needs a --block_length below --block_size={config.block_size}"
             raise UserError(f"--infill_share={config.infill_share} {needs}")
     elif config.block_size % config.block_length:
-        given = f"--block_length={config.block_length}"
-        raise UserError(f"{given} must divide --block_size={config.block_size}")
+        what = f"--block_length={config.block_length}"
+        raise UserError(f"{what} must divide --block_size={config.block_size}")
 
 
 def effects(config):
@@ -136,12 +136,12 @@ class BlockDiffusion(Variant):
         block = torch.arange(x.shape[1], device=x.device) // S
         last = torch.where((x != self.mask_id) & ~fill, block, 0)
         if (fill & (block < last.amax(1, keepdim=True))).any():
-            given = f"this model (--block_length={S}) does not see text in blocks after a gap"
+            what = f"this model (--block_length={S}) does not see text in blocks after a gap"
             learned = "mdlm.py --infill_share by mdlm.load(path, whole=True)"
             fix = f"take one without blocks, or one of {learned}"
-            raise UserError(f"{given}; {fix}")
+            raise UserError(f"{what}; {fix}")
 
     def notes(self):
-        share = self.config.infill_share
-        whole = f"; in {share:.0%} of the steps all at once" * (share > 0)
+        fraction = self.config.infill_share
+        whole = f"; in {fraction:.0%} of the steps all at once" * (fraction > 0)
         return [f"{self.n_blocks} blocks of {self.block_length} tokens, one after another{whole}"]

@@ -1,4 +1,4 @@
-"""What the bytes of a .bin file are: ids of which width, behind a header, and whether that fits."""
+"""Files of ids (.bin): their header, the width of an id, and whether a width is plausible."""
 
 import codecs
 import contextlib
@@ -32,8 +32,8 @@ def map_ids(path, dtype, stated=True):
         dtype = np.dtype(MAGIC[header[0]])
         offset = HEADER
         if int(header[2]) * dtype.itemsize != size - offset:
-            found = f"{path} has a header of llm.c for {header[2]} tokens, and {size} bytes"
-            raise UserError(f"{found}; it is cut off: restore it")
+            what = f"{path} has a header of llm.c for {header[2]} tokens, and {size} bytes"
+            raise UserError(f"{what}; it is cut off: restore it")
     elif is_new_header(header, size):
         known = " and ".join(map(str, MAGIC))
         what = f"{path} has a header with the magic number {header[0]}"
@@ -92,12 +92,12 @@ def check_width(path, ids):
     sample = sample_of(ids)
     if ids.dtype != np.uint16 or not sample.any():
         return
-    found, as_dtype = guess_width(sample)
-    if not found:
+    why, as_dtype = guess_width(sample)
+    if not why:
         return
     right = f"--bin_dtype={as_dtype}" if as_dtype else "write ids there, in little-endian order"
     fix = f"give {right}" if as_dtype else right
-    what = f"{path} is read as uint16, but {found}"
+    what = f"{path} is read as uint16, but {why}"
     raise UserError(f"{what}; {fix} (or --bin_dtype=uint16 if it is right)")
 
 
@@ -110,7 +110,7 @@ def doubt_width(path, ids):
 
 
 def guess_width(x):
-    """Of uint16 numbers (n,): (why they seem to be something else, the dtype or None)."""
+    """(why uint16 numbers x (n,) seem to be something else, or ""; that dtype or None)."""
     pairs = x.reshape(-1, 2)
     low, high = pairs[:, 0], pairs[:, 1]  # of numbers of 32 bits
     small = (high < 16) | (high == 0xFFFF)  # also of negative numbers
@@ -150,7 +150,7 @@ def is_text(content):
 
 
 def guess_bytes(x):
-    """The same by the bytes of each number: of two letters they are alike, of an id they differ."""
+    """`guess_width` by the two bytes of each number: of text they are alike, of ids they differ."""
     low = np.bincount(x & 255, minlength=256) / len(x)
     high = np.bincount(x >> 8, minlength=256) / len(x)
     if not low[1:].any() and (high > 0).sum() > 2:
@@ -174,11 +174,11 @@ def entropy(p):
     return -(p[p > 0] * np.log2(p[p > 0])).sum()
 
 
-def check_largest(folder, parts, largest, end_id):
+def check_largest(folder, pieces, largest, end_id):
     """Raise UserError for a largest id that makes an implausible vocabulary.
 
-    parts: slices of all ids; largest: the largest id in each of them. As V is the largest id + 1,
-    a single damaged one would take all memory, or make a vocabulary of nothing.
+    pieces: slices of all ids; largest: the largest id in each of them. V is the largest id + 1: a
+    single damaged id would take all memory, or add many tokens that never occur.
     """
     top = max(largest)
     fix = "restore the file, or give --vocab_size if it is right"
@@ -191,11 +191,11 @@ def check_largest(folder, parts, largest, end_id):
         return
     second = max(others, default=0)
     count = 0
-    for part, most in zip(parts, largest):
+    for piece, most in zip(pieces, largest):
         if most == top:
-            lower = part[part < top]
+            lower = piece[piece < top]
             second = max(second, int(lower.max()) if len(lower) else 0)
-            count += len(part) - len(lower)
+            count += len(piece) - len(lower)
     if second * 4 + 256 < top and count <= 3:
         what = f"{folder} has the id {top} {count} time(s), and no other one above {second}"
         fix += f", or --end={top} if it ends documents" * (end_id < 0)

@@ -19,7 +19,7 @@ from support.errors import UserError
 LARGEST = 1 << 26  # bytes of a record, which is held in memory
 PART = 1 << 24  # characters or ids that are held at a time, so that memory is bounded
 CHUNK = 1 << 20  # characters of a .json file that are read at a time
-PROMPT = "prompt"  # what a text ends whose answer follows
+PROMPT = "prompt"  # marks a text that is a prompt: its answer follows
 BLANK = re.compile(r"[ \t\r\n]*")
 KINDS = {
     dict: "an object",
@@ -28,7 +28,7 @@ KINDS = {
     type(None): "null",
     bool: "a truth value",
 }
-# What often lies beside texts without being one.
+# Names of .json files that often lie beside texts but hold none.
 METADATA = {"meta", "metadata", "dataset_info", "dataset_infos", "state", "config", "package"}
 METADATA |= {"tokenizer", "tokenizer_config", "special_tokens_map", "vocab", "generation_config"}
 # Names of files that are rarely meant to be trained on.
@@ -107,7 +107,7 @@ SIGNS = (
 
 
 def check_signs(path):
-    """Raise UserError for a file that begins as a format does which is not read."""
+    """Raise UserError if a file begins like a format that is not read."""
     with open(path, "rb") as f:
         head = f.read(4096)
     for sign, kind, advice in SIGNS:
@@ -160,11 +160,11 @@ def list_folder(path):
         names = sorted(os.listdir(path))
     except OSError as e:
         raise UserError(f"--data={path} cannot be read ({e.strerror}); give a text file") from None
-    found = [Path(path) / name for name in names if name[0] != "."]
-    folders = {p for p in found if p.is_dir()}
-    data = [p for p in found if is_data(p) and p not in folders]
-    others = [p.name for p in found if not is_data(p) and p not in folders]
-    hidden = len(names) - len(found)
+    visible = [Path(path) / name for name in names if name[0] != "."]
+    folders = {p for p in visible if p.is_dir()}
+    data = [p for p in visible if is_data(p) and p not in folders]
+    others = [p.name for p in visible if not is_data(p) and p not in folders]
+    hidden = len(names) - len(visible)
     words = others[:5]
     words += [f"{len(others) - 5} more files"] * (len(others) > 5)
     words += [f"{hidden} hidden"] * (hidden > 0)
@@ -183,13 +183,13 @@ def find_files(path):
     ):
         if (path / sign).exists():
             raise UserError(f"--data={path} is {what}; {fix}")
-    found, left_out = list_folder(path)
-    if not found:
+    data, left_out = list_folder(path)
+    if not data:
         accepted = f"{', '.join(READERS)}, or train.bin and val.bin"
         held = f" (left out: {left_out})" if left_out else ""
         what = f"--data={path} is a folder without files to train on{held}"
         raise UserError(f"{what}; give {accepted}")
-    return found
+    return data
 
 
 def has_columns(path):
@@ -199,14 +199,14 @@ def has_columns(path):
 
 def describe_folder(path):
     """Lines that say what a folder of texts held, what was left out, and what may be a mistake."""
-    found, left_out = list_folder(path)
+    data, left_out = list_folder(path)
     counts = {}
-    for file in found:
+    for file in data:
         counts[suffix_of(file)] = counts.get(suffix_of(file), 0) + 1
     held = ", ".join(f"{n} {suffix}" for suffix, n in counts.items())
     lines = [f"{held} read" + f"; left out: {left_out}" * bool(left_out)]
-    odd = [p.name for p in found if HELD_OUT.search(p.name.lower())]
-    if odd and len(odd) < len(found):
+    odd = [p.name for p in data if HELD_OUT.search(p.name.lower())]
+    if odd and len(odd) < len(data):
         names = ", ".join(odd[:5]) + " ..." * (len(odd) > 5)
         lines.append(f"{names} read too; move away what is not meant for training")
     return lines
@@ -218,7 +218,7 @@ def describe_folder(path):
 class Skipped:
     """Counts the records that are left out: empty ones, and damaged ones up to a limit.
 
-    limit (--max_bad_records): most records of both kinds; -1: all empty ones, no damaged one.
+    limit (--max_bad_records): how many may be left out; -1: any empty one, but no damaged one.
     """
 
     def __init__(self, limit=-1):
@@ -231,7 +231,10 @@ class Skipped:
         self.first = None  # where the first one is
 
     def add(self, where, error=None):
-        """Leave a record out; raises UserError (`error`, if it is damaged) above the limit."""
+        """Count a record that is left out: empty or, with an `error`, damaged.
+
+        Raises UserError above the limit.
+        """
         if error and self.limit < 0:
             raise error
         self.first = self.first or where
@@ -249,10 +252,11 @@ class Skipped:
 
 
 def read(path, columns, skipped):
-    """Stream (text, what it ends, where) of the texts in those columns of each record.
+    """Yield (text, end, where) for each text in `columns` of each record.
 
-    It ends a document (True), only a part of one (False), or a prompt (PROMPT). where: a Path for
-    plain text, else a file and the place of a record in it. Raises UserError, which says where.
+    end: True if the text ends a document, False if the document goes on, PROMPT if it is a prompt.
+    where: the Path of plain text, else a file and the place of the record in it. Raises UserError,
+    which says where.
     """
     skipped.clear()
     for file in find_files(path):
@@ -272,7 +276,7 @@ def explain_read_errors(path):
 
 
 def take(record, columns, where, skipped):
-    """Yield (text, what it ends, where) of a record's columns; nothing if it is skipped."""
+    """Yield (text, end, where) for each text in `columns` of a record; nothing if it is skipped."""
     try:
         texts = texts_of(record, columns, where)
     except UserError as e:
@@ -286,7 +290,7 @@ def take(record, columns, where, skipped):
 
 
 def texts_of(record, columns, where):
-    """The texts in those columns of a record, "" for all of them if one is missing (null)."""
+    """The texts in `columns` of a record; if one of them is null or empty, "" for all."""
     if not isinstance(record, dict):
         kind = KINDS.get(type(record), "a number")
         example = json.dumps(dict.fromkeys(columns, "..."))
@@ -309,10 +313,10 @@ def check_text(text, where):
         raise UserError(f"{where} has half of a surrogate pair at {e.start}; mend it") from None
 
 
-def check_columns(columns, found, where):
+def check_columns(columns, names, where):
     for name in columns:
-        if name not in found:
-            words = ", ".join(found)[:200] or "no column"
+        if name not in names:
+            words = ", ".join(names)[:200] or "no column"
             flag = "--text_column" if name == columns[-1] else "--prompt_column"
             fix = f"give {flag}, or leave this file out"
             raise UserError(f"{where} has no {name!r}, but {words}; {fix}")
@@ -325,13 +329,13 @@ def first_invalid(f):
     line = 1
     while True:
         held = len(decoder.getstate()[0])
-        part = f.read(CHUNK)
+        chunk = f.read(CHUNK)
         try:
-            decoder.decode(part, final=not part)
+            decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as e:
             return at - held + e.start, line + e.object[held : e.start].count(b"\n")
-        at += len(part)
-        line += part.count(b"\n")
+        at += len(chunk)
+        line += chunk.count(b"\n")
 
 
 def read_text(path, size=PART):
@@ -340,8 +344,8 @@ def read_text(path, size=PART):
     try:
         f = open(path, encoding="utf-8-sig", newline="\n")  # without a byte order mark; \r stays
         with f:
-            while part := f.read(size):
-                rest += part
+            while chunk := f.read(size):
+                rest += chunk
                 cut = rest.rfind("\n") + 1 or len(rest)
                 yield rest[:cut]
                 rest = rest[cut:]
@@ -364,14 +368,14 @@ def read_txt(path, columns, skipped):
     check_plain(path)
     held = None
     is_first = True
-    parts = read_text(path)
+    pieces = read_text(path)
     if path.stat().st_size <= PART:  # in one piece, as seams may change what BPE makes of a text
-        parts = ["".join(parts)]
-    for part in parts:
+        pieces = ["".join(pieces)]
+    for piece in pieces:
         if held is not None:
             yield held, False, path
             is_first = False
-        held = part
+        held = piece
     if not held or (is_first and held.isspace()):
         skipped.add(path)
     else:
@@ -510,8 +514,8 @@ def read_parquet(path, columns, skipped):
                     number += 1
                     yield from take(record, columns, f"{path}, row {number}", skipped)
             if not number == expected == file.metadata.num_rows:
-                found = f"{number} rows in place of {expected}"
-                raise UserError(f"--data={path} is no intact parquet file ({found}); {advice}")
+                why = f"{number} rows in place of {expected}"
+                raise UserError(f"--data={path} is no intact parquet file ({why}); {advice}")
     except (pyarrow.ArrowException, UnicodeDecodeError, KeyError) as e:
         why = str(e).replace("\n", " ")[:200]
         raise UserError(f"--data={path} is no intact parquet file ({why}); {advice}") from None

@@ -92,7 +92,7 @@ class Library:
         return self.encoding(text).ids
 
     def after(self, before, text):
-        """The ids of `text` as it goes on after `before`; None if no token ends between them."""
+        """The ids of `text` after the text `before`; None if no token ends between them."""
         known = self.encode(before)
         ids = self.encode(before + text)
         return ids[len(known) :] if ids[: len(known)] == known else None
@@ -123,21 +123,27 @@ class Library:
         return None
 
     def fits(self, letter, text, ids):
-        """Whether ids after a letter begin with a space as the text does, or do not tell."""
-        found = self.decode_after(self.encode(letter), ids)
-        told = is_space(found) == is_space(text)
+        """Whether ids after a letter begin with a space if the text does, and only then.
+
+        Also true of a tokenizer that gives both the same ids.
+        """
+        decoded = self.decode_after(self.encode(letter), ids)
+        told = is_space(decoded) == is_space(text)
         return told or not ids or self.after(letter, f" {text}") == ids
 
     def encode_after_gap(self, text):
         """The ids of a text that follows a gap. Raises UserError if it cannot be cut off."""
         letter = self.letter_before(text)
         if letter is None and self.letters():
-            given = f"this tokenizer cannot encode {text[:40]!r} as what follows a gap"
-            raise UserError(f"{given}; begin it with a space, or let the gap end with the word")
+            what = f"this tokenizer cannot encode {text[:40]!r} as what follows a gap"
+            raise UserError(f"{what}; begin it with a space, or let the gap end with the word")
         return self.after(letter, text) if letter else self.encode(text)
 
     def go_on(self, before, text):
-        """The ids of a text after a known one, of which the end matters; as well as it can be."""
+        """The ids of `text` after the text `before`, whatever lies between them.
+
+        If that is no end of a token: as after a letter, or else as a text of its own.
+        """
         if not before:
             return self.encode(text)
         ids = self.after(before, text)
@@ -163,8 +169,8 @@ class Library:
     def encode_all(self, texts):
         """The ids of several texts, encoded side by side."""
         try:
-            found = self.library.encode_batch_fast(texts, add_special_tokens=False)
-            return [encoding.ids for encoding in found]
+            encodings = self.library.encode_batch_fast(texts, add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
         except Exception:
             for word in " ".join(texts).split():
                 self.encode(word)  # names the word that it does not know
@@ -183,15 +189,15 @@ class Library:
 
     def what_cannot_be_cut(self, texts):
         """What this tokenizer cannot do with parts of texts, as words; "" if it can do all."""
-        found = []
+        faults = []
         if not any(map(self.letter_before, self.letters()[:TRIES:8])):
-            found.append("a gap cannot end within a word, nor directly before one")
+            faults.append("a gap cannot end within a word, nor directly before one")
         lengths = [
             (text, n) for text in texts for n in (2 * CONTEXT, 10 * CONTEXT) if n < len(text)
         ]
         if lengths and not any(self.find_cut(text, n) for text, n in lengths):
-            found.append("long texts are cut within tokens")
-        return "; ".join(found)
+            faults.append("long texts are cut within tokens")
+        return "; ".join(faults)
 
     # ---- Decoding
     def decode(self, ids):
@@ -260,8 +266,8 @@ class Library:
     def check_kept(self, text):
         """Raise UserError if encoding loses characters of a text, but for spaces and accents."""
         advice = "leave it out, or take another model"
-        found = self.encoding(text)
-        for id, (begin, end) in zip(found.ids, found.offsets):
+        encoding = self.encoding(text)
+        for id, (begin, end) in zip(encoding.ids, encoding.offsets):
             if id == self.unknown_id():
                 lacks = f"the tokenizer does not know {text[begin:end][:20]!r}"
                 raise UserError(f"{lacks} in {text[:40]!r}; {advice}")
@@ -278,7 +284,7 @@ class Library:
         return self.found_dropped[c]
 
     def changes_nothing(self, c):
-        """The same: without a space around it or, where only whole words are known, with one."""
+        """Whether `c` between two letters changes nothing; between two words, if letters fail."""
         x = self.letters()[0] if self.letters() else ""
         for space in ("", " "):
             with contextlib.suppress(UserError):  # no words are known with it

@@ -18,7 +18,7 @@ from support import files
 from support.data import records
 from support.data.ids import DTYPES, check_largest, doubt_width, has_header, map_ids
 from support.data.records import PART, read_text
-from support.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_from_json
+from support.data.tokenizer import Tokenizer, describe, tokenizer_from_json
 from support.environment import optional
 from support.errors import UserError
 from support.files import read_json
@@ -69,8 +69,7 @@ def end_id_of(config):
 def ids_have_documents(config):
     """Whether the documents of a folder of ids end in an [END]: by --end, or as prepared here."""
     path = Path(config.data) / "tokenizer.json"
-    noted = read_json(path, "tokenizer") if path.exists() else {}
-    return bool(config.end) or ("format" in noted and noted.get("end", False) is not False)
+    return bool(config.end) or (path.exists() and describe(path)[2] is not False)
 
 
 def effects(config):
@@ -254,7 +253,7 @@ def write_patterns(folder):
 
 def write_meta(folder, tokenizer, meta):
     """Write what open_ids must know about the ids in a folder: tokenizer.json and meta.json."""
-    (folder / "tokenizer.json").write_text(tokenizer.to_json())
+    (folder / "tokenizer.json").write_bytes(tokenizer.to_file().encode())
     if Path(meta["source"]).is_file():
         meta = meta | dict(sha256=files.sha256_of(meta["source"]))
     arrays = [map_ids(folder / name, meta["dtype"]) for name in NAMES]
@@ -291,17 +290,18 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
     if not is_ours and dtype != np.uint16:
         for name, ids in zip(NAMES, arrays):
             doubt_width(folder / name, ids)
-    ranges = [(int(part.min()), int(part.max())) for part in parts_of(arrays)]
+    ranges = [(int(piece.min()), int(piece.max())) for piece in slices_of(arrays)]
     smallest = min(low for low, _ in ranges)
     highs = [high for _, high in ranges]
     if not (V or (folder / "tokenizer.json").exists()):
-        check_largest(folder, parts_of(arrays), highs, end_id)
-    tokenizer = tokenizer_of_ids(folder / "tokenizer.json", V or max(highs) + 1, end_id)
+        check_largest(folder, slices_of(arrays), highs, end_id)
+    path = folder / "tokenizer.json"
+    tokenizer = tokenizer_of_ids(path, V or max(highs) + 1, end_id, is_ours)
     V = tokenizer.vocab_size
     n, name = min(zip(map(len, arrays), NAMES))
     if tokenizer.end_id is None and n < T:
-        found = f"{name} has {n} tokens, fewer than --block_size={T}"
-        raise UserError(f"{found}; give more text or a smaller block")
+        what = f"{name} has {n} tokens, fewer than --block_size={T}"
+        raise UserError(f"{what}; give more text or a smaller block")
     if smallest < 0 or max(highs) >= V:
         advice = "check tokenizer.json, --vocab_size or --bin_dtype"
         raise UserError(f"{folder} has ids {smallest} to {max(highs)}, but V is {V}; {advice}")
@@ -325,33 +325,32 @@ def dtype_of(meta, bin_dtype):
 
 def check_end(path, ids, end_id):
     """Raise UserError if no document ends in a file, as its [END] never occurs."""
-    if not any((part == end_id).any() for part in parts_of([ids])):
+    if not any((piece == end_id).any() for piece in slices_of([ids])):
         fix = "give the id that ends documents, or leave --end out"
         raise UserError(f"{path} has no id {end_id}, which ends a document; {fix}")
 
 
 def count_documents(ids, end_id, prompt_column):
     """How many documents there are in ids (n,), where end_id ends each, and each prompt too."""
-    ends = sum(int((part == end_id).sum()) for part in parts_of([ids]))
+    ends = sum(int((piece == end_id).sum()) for piece in slices_of([ids]))
     return ends // 2 if prompt_column else ends + int(ids[-1] != end_id)
 
 
-def tokenizer_of_ids(path, V, end_id):
-    """Ours in a tokenizer.json, or one of the tokenizers library, or one that shows V numbers."""
-    if path.exists() and "format" in read_json(path, "tokenizer"):
-        tokenizer = tokenizer_from_json(path)
-        if end_id not in (-1, tokenizer.end_id):
-            fix = "leave it out"
-            raise UserError(f"--end={end_id}, but {path} has {tokenizer.end_id}; {fix}")
-        return tokenizer
+def tokenizer_of_ids(path, V, end_id, is_ours):
+    """The one in a tokenizer.json, or one that shows V numbers.
+
+    end_id: what --end says, -1 for nothing; a file made elsewhere does not know it (is_ours: the
+    folder was prepared here).
+    """
     end = False if end_id < 0 else end_id
-    if path.exists():
-        tokenizer = open_tokenizer(path, end=False)
+    tokenizer = tokenizer_from_json(path) if path.exists() else Tokenizer("id", V, end)
+    if tokenizer.kind == "file" and tokenizer.end is False and not is_ours:
         tokenizer = Tokenizer("file", tokenizer.vocab, end)
-    else:
-        tokenizer = Tokenizer("id", V, end)
     if end_id >= tokenizer.vocab_size:
         raise UserError(f"--end={end_id} must be below V = {tokenizer.vocab_size}")
+    if end_id not in (-1, tokenizer.end_id):
+        fix = "leave it out"
+        raise UserError(f"--end={end_id}, but {path} has {tokenizer.end_id}; {fix}")
     return tokenizer
 
 
@@ -375,13 +374,13 @@ def read_meta(path):
 def checksum_of(tokenizer, arrays):
     """CRC-32 of a tokenizer's JSON and all ids: a run resumes on exactly its data."""
     checksum = zlib.crc32(tokenizer.encode())
-    for part in parts_of(arrays):
-        checksum = zlib.crc32(part, checksum)
+    for piece in slices_of(arrays):
+        checksum = zlib.crc32(piece, checksum)
     return checksum
 
 
-def parts_of(arrays):
-    """Slices of memory-mapped arrays; a part that was read leaves the process's memory again."""
+def slices_of(arrays):
+    """Slices of memory-mapped arrays; one that was read leaves the process's memory again."""
     for array in arrays:
         for i in range(0, len(array), PART):
             yield array[i : i + PART]
@@ -400,8 +399,8 @@ def cut_windows(ids, config, end_id):
         starts = torch.arange(len(ids) // T) * T
         return starts, *torch.tensor(T).expand(2, len(starts))
     ends = [np.zeros(0, np.int64)]
-    for i, part in zip(itertools.count(0, PART), parts_of([ids])):
-        ends.append(i + 1 + (part == end_id).nonzero()[0])
+    for i, piece in zip(itertools.count(0, PART), slices_of([ids])):
+        ends.append(i + 1 + (piece == end_id).nonzero()[0])
     ends = np.concatenate(ends)
     prompts = ends[::2]
     if config.prompt_column:
@@ -427,7 +426,7 @@ def cut_windows(ids, config, end_id):
     if not learned.any():
         raise UserError("there is no text but the ends of its documents, or no answer; give some")
     some = slice(None) if learned.all() else learned > 0
-    return [torch.from_numpy(part[some]) for part in (starts, sizes, learned)]
+    return [torch.from_numpy(each[some]) for each in (starts, sizes, learned)]
 
 
 def count_lengths(starts, sizes, learned, T):
@@ -438,7 +437,7 @@ def count_lengths(starts, sizes, learned, T):
 
 def pack_windows(starts, sizes, learned, T):
     """The windows of documents, as many neighbours in one as fit into T tokens."""
-    starts, sizes, learned = (part.numpy() for part in (starts, sizes, learned))
+    starts, sizes, learned = (each.numpy() for each in (starts, sizes, learned))
     end = np.searchsorted(starts + sizes, starts + T, side="right")  # of each, the first too many
     n = i = 0
     while i < len(end):
@@ -448,4 +447,4 @@ def pack_windows(starts, sizes, learned, T):
     first = np.concatenate([[0], end[:-1]])
     begin = starts[first]
     sizes = starts[end - 1] + sizes[end - 1] - begin
-    return [torch.from_numpy(part) for part in (begin, sizes, np.add.reduceat(learned, first))]
+    return [torch.from_numpy(each) for each in (begin, sizes, np.add.reduceat(learned, first))]

@@ -1,4 +1,4 @@
-"""The texts of --data as a run reads them: surveyed once, split, encoded; errors name the place."""
+"""The texts of --data: read once to be counted and split, then encoded; errors name the place."""
 
 import collections
 import dataclasses
@@ -31,9 +31,10 @@ def open_source(config):
 
 
 class Source:
-    """The texts of --data, read as often as it is called: each time a stream of (text, end).
+    """The texts of --data. Each call reads them again, as a stream of (text, end).
 
-    end: whether the text ends a document, or PROMPT where it is one. The last tenth validates.
+    end: whether the text ends a document; PROMPT if it is a prompt. The last tenth of the
+    characters validates.
     """
 
     def __init__(self, config, texts):
@@ -56,7 +57,7 @@ class Source:
             yield text, end
 
     def survey(self):
-        """Read all of it once, to know its size; say what it held.
+        """Read all texts once: count their characters, find where validation begins, warn.
 
         Returns how many characters a tokenizer may learn from: nine tenths, all of which train.
         """
@@ -84,10 +85,11 @@ class Source:
         return min(self.cut, int(0.9 * n))
 
     def find_edge(self, edge, before, documents):
-        """Where to split records: at `edge`, the first end of one from nine tenths on, as a rule.
+        """After how many characters validation begins: at `edge` as a rule.
 
-        Where that leaves too little to validate: within a record, but between prompts and answers.
-        before: where the last record but one ends.
+        edge: where the first record ends that ends after nine tenths. If that leaves too little to
+        validate, the record at nine tenths is split; a prompt is never split from its answer, so
+        there it is `before`, where the last record but one ends.
         """
         left = 1 - edge / self.n
         if self.config.prompt_column:
@@ -115,8 +117,7 @@ class Source:
         guesses = [mark.replace("\n", "\r\n"), mark.replace("\r\n", "\n"), mark.strip()]
         guesses += [mark.lower(), mark.upper(), "\n\n", "\r\n\r\n", "\n", "\r\n"]
         guesses = [guess for guess in guesses if guess and guess != mark]
-        found = (guess for guess in guesses if divides(guess, self.texts()))
-        guess = next(found, None)
+        guess = next((guess for guess in guesses if divides(guess, self.texts())), None)
         advice = f"give {as_flag(guess)}, which is, or leave it out" if guess else "leave it out"
         what = f"{as_flag(mark)} is nowhere between two texts of {self.config.data}"
         raise UserError(f"{what}; {advice}")
@@ -128,18 +129,18 @@ class Source:
         """
         done = held = 0
         longest = (0, "")  # tokens of a record, and where it is
-        before = ""  # the end of what the next part goes on after
+        before = ""  # the end of what the next piece goes on after
         for text, end in self():
             k = min(max(self.cut - done, 0), len(text))
             if tokenizer.kind == "file" and 0 < k < len(text):  # some know no part of a word
                 k = before_word(text, k)
                 self.cut = done + k
             done += len(text)
-            for part, trains in ((text[:k], True), (text[k:], False)):
-                if not part:
+            for piece, trains in ((text[:k], True), (text[k:], False)):
+                if not piece:
                     continue
-                ids = self.encode_part(tokenizer, part, before)
-                before = (before + part[-CONTEXT:])[-CONTEXT:]
+                ids = self.encode_piece(tokenizer, piece, before)
+                before = (before + piece[-CONTEXT:])[-CONTEXT:]
                 # A record that is split goes on: its front has no [END].
                 ends_here = end and (self.texts or not trains or k == len(text))
                 if ends_here and tokenizer.end_id is not None:
@@ -158,7 +159,7 @@ class Source:
             what = f"{longest[1]}: a prompt and its answer take {longest[0]} tokens, more than"
             raise UserError(f"{what} --block_size={T}; shorten them or raise it")
 
-    def encode_part(self, tokenizer, text, before):
+    def encode_piece(self, tokenizer, text, before):
         try:
             return tokenizer.encode_array(text, before)
         except UserError as e:
@@ -213,10 +214,7 @@ def as_flag(separator):
 
 
 def to_score(config):
-    """The settings to read a text that a model of documents did not learn: it may be a single one.
-
-    Its records may be empty or damaged as those of the training data were.
-    """
+    """The settings to read a text that is scored: without --separator, if that is not in it."""
     separator = unescape(config.separator)
     if not separator or sources.is_records(config.data):
         return config

@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 
 from support.arguments import check_text, whole_ids
+from support.data import tokenizer_json
 from support.data.seams import BROKEN, PART, Library, shared
 from support.environment import optional
 from support.errors import UserError
@@ -20,8 +21,8 @@ WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character is part of exactly 
 TEXT, MASKED, END = range(3)  # what a stretch of ids is
 WINDOW = 4  # tokens; no character has more bytes
 SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
-# What follows a document in files of the tokenizers library, if --end does not say it.
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+# Special tokens that end a document in files of the tokenizers library, unless --end names one.
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "[END]")
 
 
 class Tokenizer:
@@ -43,7 +44,8 @@ class Tokenizer:
         self.kind = kind
         self.vocab = vocab
         self.end = end
-        self.spaces = None  # what space_tokens found
+        self.spaces = None  # what space_tokens returns
+        self.file = None  # what to_file returns
         if kind == "char":
             size = len(vocab)
             self.table = np.full(max(map(ord, vocab)) + 2, -1, np.int32)  # code point -> id
@@ -68,7 +70,7 @@ class Tokenizer:
     def encode_array(self, text, before=""):
         """Text -> (n,) integers. Raises UserError naming the first unknown character or id.
 
-        before: the end of the text that it goes on after; a tokenizer.json asks what that is.
+        before: the end of the text before this one, on which the ids of a tokenizer.json depend.
         """
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
@@ -77,8 +79,8 @@ class Tokenizer:
             ids = self.table[np.minimum(codes, len(self.table) - 1)]  # the last entry is always -1
             if (ids < 0).any():
                 i = int((ids < 0).argmax())
-                found = f"the character {text[i]!r} at position {i}"
-                raise UserError(f"{found} is unknown; remove it, or train on text that has it")
+                what = f"the character {text[i]!r} at position {i}"
+                raise UserError(f"{what} is unknown; remove it, or train on text that has it")
             return ids
         if self.kind == "word":
             ids = []
@@ -100,9 +102,9 @@ class Tokenizer:
         return self.encode_array(check_text(text)).tolist()
 
     def encode_given(self, text, after_gap=False):
-        """The ids of a text that a user gives; UserError if they lose some of it.
+        """The ids of a user's text; raises UserError if encoding would lose some of it.
 
-        after_gap: not at the beginning of a text, but after tokens that are not known yet.
+        after_gap: the text follows a gap, whose tokens are not known yet.
         """
         if self.kind != "file":
             return self.encode(text)
@@ -110,7 +112,10 @@ class Tokenizer:
         return self.library.encode_after_gap(text) if after_gap else self.encode(text)
 
     def encode_pair(self, given, text):
-        """The ids of a text that a user gives in two parts, which may share the space between."""
+        """The ids of two texts of a user, the second of which goes on after the first.
+
+        A space between them may be the end of the first or the beginning of the second.
+        """
         if self.kind not in ("word", "bpe", "file"):
             return self.encode(given), self.encode(text)
         self.encode_given(given)
@@ -151,7 +156,7 @@ class Tokenizer:
         return text if known is None else known.decode("utf-8", "backslashreplace")
 
     def space_tokens(self):
-        """(V,) bool: the tokens that begin with a space; none, unless some have more than that."""
+        """(V,) bool: which tokens begin with a space; none if no token has more than a space."""
         if self.spaces is None:
             texts = [""] * self.vocab_size
             if self.kind == "word":
@@ -159,13 +164,13 @@ class Tokenizer:
             elif self.kind in ("bpe", "file"):
                 texts = self.library.decode_each(self.context_ids(), self.library.size)
             texts += [""] * (self.vocab_size - len(texts))  # [END]
-            found = np.array([text.startswith(" ") for text in texts])
+            spaced = np.array([text.startswith(" ") for text in texts])
             longer = any(text.startswith(" ") and text != " " for text in texts)
-            self.spaces = found & longer
+            self.spaces = spaced & longer
         return self.spaces
 
     def locate(self, ids, edges, first=True):
-        """(the text of ids, where in it the tokens at these edges begin); edges: ascending."""
+        """(the text of ids, where in it the tokens at `edges` begin); edges: in ascending order."""
         ids = [int(i) for i in ids]
         edges = list(edges)
         texts = []
@@ -204,9 +209,9 @@ class Tokenizer:
             start = stop
 
     def spell_from(self, ids, edges, first):
-        """(the text of ids, where in it the tokens at these edges begin).
+        """`locate` for ids of text alone.
 
-        first: at the beginning of a text; else after others, for which a letter stands.
+        first: they begin a text. Otherwise they follow other tokens, for which a letter stands.
         """
         before = [] if first else self.context_ids()
         skipped = self.spell(before)
@@ -223,13 +228,13 @@ class Tokenizer:
         return whole[skip:], [i - skip for i in starts]
 
     def starts_by_windows(self, ids, whole):
-        """(n + 1,) where in the text `whole` of n ids each token begins, and its length.
+        """The places in `whole`, the text of n ids, where each token begins, and its length: n + 1.
 
-        A token's text is what it adds to that of the few before it, if this gives the whole text.
-        A character that is broken so far may be completed by the next tokens: until that is known,
-        its tokens wait.
+        The text of a token is what it adds to the text of the few tokens before it. Tokens that end
+        within a character wait for those that complete it. If the texts of all tokens do not join
+        to `whole`, every beginning of ids is decoded.
         """
-        found = [0]
+        starts = [0]
         text = ""
         begin = known = 0  # the window, and how many of its tokens have been spelled
         waiting = []  # texts of the window up to each token that waits
@@ -239,13 +244,13 @@ class Tokenizer:
             if both.endswith(BROKEN) and stop - known <= WINDOW and stop < len(ids):
                 continue
             start = shared(self.spell(ids[begin:known]), both)
-            found += [len(text) + max(0, shared(spelled, both) - start) for spelled in waiting]
+            starts += [len(text) + max(0, shared(spelled, both) - start) for spelled in waiting]
             text += both[start:]
             waiting = []
             begin = known
             known = stop
         if text == whole:
-            return found
+            return starts
         return [shared(self.spell(ids[:stop]), whole) for stop in range(len(ids) + 1)]
 
     def context_ids(self):
@@ -265,14 +270,26 @@ class Tokenizer:
         spelled = [bytes([i]) if i < 256 else self.vocab[i - 256].encode() for i in ids]
         return b"".join(spelled).decode("utf-8", "replace")
 
+    def to_file(self):
+        """The text of a tokenizer.json: a JSON of the tokenizers library, or else `to_json`."""
+        if self.file is None:
+            try:
+                self.file = tokenizer_json.to_text(self.kind, self.vocab, self.end)
+            except ValueError:  # the library has none
+                self.file = self.to_json()
+        return self.file
+
     def to_json(self):
-        """What tokenizer_from_json reads. Raises UserError for more than it reads back."""
+        """The small format: earlier runs have it, and all checksums are of it.
+
+        Raises UserError for more than tokenizer_from_json reads.
+        """
         learned = dict(kind=self.kind, vocab=self.vocab, end=self.end)
         text = json.dumps(dict(format="mdlm-tokenizer", version=1, **learned))
         most = most_bytes("tokenizer.json")
         if len(text) > most:
-            found = f"the tokenizer takes {len(text)} bytes in a checkpoint, more than {most}"
-            raise UserError(f"{found}; take one with a smaller vocabulary")
+            what = f"the tokenizer takes {len(text)} bytes in a checkpoint, more than {most}"
+            raise UserError(f"{what}; take one with a smaller vocabulary")
         return text
 
 
@@ -280,13 +297,21 @@ def parts_of(text):
     return [text[i : i + PART] for i in range(0, len(text), PART)]
 
 
-def tokenizer_from_json(path):
-    """The Tokenizer in a file that to_json wrote; raises UserError for anything else."""
+def describe(path):
+    """(kind, vocab, end) of the Tokenizer in a tokenizer.json, as it says; UserError if none is."""
     content = read_json(path, "tokenizer")
-    ours = (content.get("format"), content.get("version")) == ("mdlm-tokenizer", 1)
+    if "format" not in content:
+        return tokenizer_json.describe(read_small(path))
+    ours = (content["format"], content.get("version")) == ("mdlm-tokenizer", 1)
     kind, vocab, end = (content.get(key) for key in ("kind", "vocab", "end"))
     if not ours or type(end) not in (bool, int):
         raise UserError(f"{path} is not a tokenizer that mdlm.py wrote (format version 1)")
+    return kind, vocab, end
+
+
+def tokenizer_from_json(path):
+    """The Tokenizer in a file that to_file wrote; raises UserError for anything else."""
+    kind, vocab, end = describe(path)
     try:
         tokenizer = Tokenizer(kind, vocab, end)
         texts = "".join(vocab) if kind in ("char", "word") else ""
@@ -308,22 +333,27 @@ def tokenizer_from_json(path):
 
 
 def open_tokenizer(path, end, end_token=""):
-    """The Tokenizer of a file of the tokenizers library; end: with the id of [END]."""
+    """The Tokenizer of a file of the tokenizers library; end: with the id of [END].
+
+    The tokenizer.json of a run gives the run's tokenizer, with an [END] or without.
+    """
     try:
-        content = read_small(path)
-        tokenizer = Tokenizer("file", content)
-        added = tokenizer.library.library.get_added_tokens_decoder()
-        specials = {token.content: id for id, token in added.items() if token.special}
+        kind, vocab, _ = tokenizer_json.describe(read_small(path))
+        tokenizer = Tokenizer(kind, vocab)
+        specials = {"[END]": True}
+        if kind == "file":
+            added = tokenizer.library.library.get_added_tokens_decoder()
+            specials = {token.content: id for id, token in added.items() if token.special}
     except UserError:  # it cannot be read, or that library is missing
         raise
     except Exception as e:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{path} is no file of the tokenizers library: {str(e)[:200]}") from None
-    found = [token for token in ((end_token,) if end_token else END_TOKENS) if token in specials]
-    if end_token and not found:
+    ends = [token for token in ((end_token,) if end_token else END_TOKENS) if token in specials]
+    if end_token and not ends:
         raise UserError(f"--end={end_token} is no special token of {path}; give one")
-    if end and not found:
+    if end and not ends:
         raise UserError(f"{path} has none of {', '.join(END_TOKENS)}; name its --end")
-    return Tokenizer("file", content, specials[found[0]]) if end else tokenizer
+    return Tokenizer(kind, vocab, specials[ends[0]]) if end else tokenizer
 
 
 def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
@@ -333,6 +363,8 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
         some = [piece[:PART] for piece, _ in itertools.islice(pieces(), 100)]
         if any(tokenizer.decode(tokenizer.encode(text)) != text for text in some):
             warn(f"--tokenizer={kind} changes the text: its likelihood is that of what is left")
+        if tokenizer.kind != "file":  # it gives any text back, in parts too
+            return tokenizer
         if cannot := tokenizer.library.what_cannot_be_cut(some[:3]):
             warn(f"--tokenizer={kind}: {cannot}")
         return tokenizer
@@ -349,8 +381,8 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
     if kind == "bpe":
         return Tokenizer("bpe", train_bpe(sample, size), end)
     counts = Counter()
-    for part in sample:
-        counts.update(WORD.findall(part))
+    for text in sample:
+        counts.update(WORD.findall(text))
     words = [word for word, n in counts.most_common(size - 256) if n > 1]
     return Tokenizer("word", words, end)
 

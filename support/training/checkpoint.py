@@ -22,18 +22,14 @@ from support.flags import at_home, check_not_empty, modern
 from support.terminal import warn
 from support.training import shards
 
-MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # the others: to resume
-# Settings of earlier versions, and what the program always does now.
-RETIRED = dict(tensorboard=False, beta1=0.9, beta2=0.95, momentum=0.9, eval_passes=1, wandb="")
-# What the program did before a setting existed, where that is not its default.
-BEFORE = dict(document_length="predicted", pack=False)
+MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # --resume needs more
 
 
 def checkpoints(out_dir):
     """The checkpoint folders of a run: the one that `latest` names, then by descending step."""
-    found = [p for p in Path(out_dir).glob("step-*") if ownership.STEP.fullmatch(p.name)]
+    folders = [p for p in Path(out_dir).glob("step-*") if ownership.STEP.fullmatch(p.name)]
     latest = read_latest(out_dir)
-    return sorted(found, key=lambda p: (p.name != latest, -step_of(p), p.name))
+    return sorted(folders, key=lambda p: (p.name != latest, -step_of(p), p.name))
 
 
 def read_latest(out_dir):
@@ -43,7 +39,7 @@ def read_latest(out_dir):
 
 
 def mark_overwriting(out_dir):
-    """Keep --resume from taking the checkpoints of the run that is being overwritten."""
+    """Mark that --overwrite has begun: --resume must not continue the run that is replaced."""
     if checkpoints(out_dir):
         latest = Path(out_dir) / "latest"
         with files.writing(latest):
@@ -57,9 +53,9 @@ def step_of(checkpoint):
 def write_checkpoint(out_dir, name, contents, score=None):
     """Write `contents` as out_dir/name; keep it and the one before it.
 
-    They are a dict of file name -> bytes, or -> the Path of a file that moves there. score: how
-    good it is, for the manifest (scores.py). Returns its path. Whenever the process is killed, the
-    last complete checkpoint still exists.
+    contents: dict of file name -> bytes, or the Path of a file that is moved there. score: of the
+    model, for the manifest (scores.py). Returns the path of the checkpoint. Whenever the process is
+    killed, the last complete checkpoint still exists.
     """
     final = Path(out_dir) / name
     old = final.with_name(f"{name}.old")
@@ -91,10 +87,10 @@ def write_checkpoint(out_dir, name, contents, score=None):
 
 def remove_all_but_two(final):
     """Keep `final` and the one before it; newer ones belong to a run that was rolled back."""
-    found = [p for p in checkpoints(final.parent) if ownership.is_checkpoint(p)]
-    earlier = [p for p in found if step_of(p) < step_of(final)]
+    ours = [p for p in checkpoints(final.parent) if ownership.is_checkpoint(p)]
+    earlier = [p for p in ours if step_of(p) < step_of(final)]
     before = max(earlier, key=lambda p: (step_of(p), p.suffix != ".old"), default=final)
-    for other in found:
+    for other in ours:
         if other not in (final, before):
             files.remove(other)
 
@@ -119,7 +115,7 @@ def verify(folder):
         raise UserError(f"the checkpoint {folder} is damaged or incomplete: {why}") from e
 
 
-TRIES = 20  # to read a checkpoint of a run that is saving, and removes older ones meanwhile
+TRIES = 20  # to read a checkpoint while its run saves newer ones, and removes it
 
 
 def find_checkpoint(path):
@@ -152,13 +148,13 @@ def read_newest(path, read):
         if folder:
             before = identity(folder)
             try:
-                found = read(folder)
+                content = read(folder)
             except (UserError, OSError):
                 if identity(folder) == before:
                     raise
             else:
                 if identity(folder) in (before, None):  # removed after all of it was read
-                    return folder, found
+                    return folder, content
         elif not was_removed:
             break
         time.sleep(0.01)
@@ -172,7 +168,7 @@ def read_newest(path, read):
 
 
 def identity(folder):
-    """Tells a folder from another one that gets its name later; None if there is none."""
+    """What tells a folder from a later one of the same name; None if there is none."""
     with contextlib.suppress(OSError):
         about = os.stat(folder)
         return about.st_dev, about.st_ino, about.st_mtime_ns
@@ -180,7 +176,7 @@ def identity(folder):
 
 
 def verified(folder):
-    """The folder of a checkpoint that was asked for by its own name."""
+    """Verify a checkpoint that was asked for by its own name; returns its folder."""
     try:
         verify(folder)
         return folder
@@ -203,7 +199,7 @@ def newest(out_dir):
 
 
 def what_else(path):
-    """What a path that holds no checkpoint of ours is instead, if that can be told; else ""."""
+    """What a path without a checkpoint seems to be instead, in words; "" if that is unknown."""
     if path.exists() and not path.is_dir():
         return "a file, and no weights of other programs can be loaded"
     with contextlib.suppress(UserError):
@@ -215,7 +211,7 @@ def what_else(path):
 
 
 def check_source(name):
-    """Raise UserError for an --init_from that no folder can be: as of nanoGPT, or of a hub."""
+    """Raise UserError for an --init_from that is no folder: a word of nanoGPT, a hub's model."""
     if Path(name).exists():
         return
     kept = "--init_from fine-tunes the folder of a run that mdlm.py trained"
@@ -240,22 +236,18 @@ def read_settings(path, known):
     """The settings in a config.json, a dict; known: the names that there are.
 
     Former names become those of now. A setting that the file lacks is newer than the file and takes
-    the value of BEFORE, or its default, which must then reproduce what the program did before. One
-    that no longer exists gets a warning unless it has the value of RETIRED.
+    its default, which must then reproduce what the program did before.
     """
     content = files.read_json(path, "config")
     kind, version, settings = (content.get(key) for key in ("format", "version", "config"))
     if (kind, version) != ("mdlm", 1) or not isinstance(settings, dict):
-        given = f"{path} has version {version!r} of format {kind!r}"
-        raise UserError(f"{given}; this program reads version 1 of mdlm")
+        what = f"{path} has version {version!r} of format {kind!r}"
+        raise UserError(f"{what}; this program reads version 1 of mdlm")
     settings = modern(settings, "mdlm")
-    for name in sorted(settings.keys() - known - RETIRED.keys()):
+    for name in sorted(settings.keys() - known):
         fix = "use the version that wrote it, or train again"
         raise UserError(f"{path} has an unknown setting {name[:40]!r}; {fix}")
-    for name in sorted(settings.keys() & RETIRED.keys()):
-        if settings[name] != RETIRED[name]:
-            warn(f"{path}: {name}={str(settings[name])[:40]} is ignored; it is {RETIRED[name]} now")
-    return BEFORE | {name: value for name, value in settings.items() if name in known}
+    return settings
 
 
 def check_size(folder, config, vocab_size):
@@ -272,7 +264,7 @@ def name_now(name):
 
 
 def name_then(name):
-    """The name that `name_now` has changed."""
+    """The former name of a tensor: the inverse of `name_now`."""
     return re.sub(r"^(raw\.)?layers\.", r"\1blocks.", name)
 
 
@@ -287,16 +279,16 @@ def read_tensors(path, expected=None):
     try:
         names = names_in(path)
         with safe_open(path, "pt") as f:
-            slices = {name: f.get_slice(stored) for name, stored in names.items()}
-            found = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
-            wanted = found
+            slices = {name: f.get_slice(then) for name, then in names.items()}
+            stored = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
+            wanted = stored
             if expected is not None:
                 wanted = {name: ("F32", list(t.shape)) for name, t in expected.items()}
-            for name in sorted(found | wanted):  # compared before any tensor is read
-                if found.get(name) != wanted.get(name):
+            for name in sorted(stored | wanted):  # compared before any tensor is read
+                if stored.get(name) != wanted.get(name):
                     why = f"{name} is missing, unexpected or misshapen"
                     raise UserError(f"{path} does not fit its config: {why}")
-            tensors = {name: f.get_tensor(stored) for name, stored in names.items()}
+            tensors = {name: f.get_tensor(then) for name, then in names.items()}
     except (SafetensorError, OSError, KeyError, OverflowError, MemoryError) as e:
         raise UserError(f"{path} is no safetensors file: {e}") from e
     for name, t in tensors.items():
@@ -321,12 +313,13 @@ def training_tensors(model, averaged, optimizers):
 def read_state(folder):
     """The JSON part of the training state, checked."""
     state = files.read_json(folder / "state.json", "training state")
-    for name, kind in dict(step=int, seconds=float, ending=float, finished=bool).items():
+    kinds = dict(step=int, seconds=float, ending=float, finished=bool, saving=float)
+    for name, kind in kinds.items():
         value = state.get(name)
         if type(value) is not kind or not 0 <= value < 1 << 31:
             raise UserError(f"{folder}/state.json is damaged: {name} is {str(value)[:40]!r}")
-    for name, kind in dict(tokens=int, sequences=int, saving=float).items():
-        value = state.get(name, kind())  # older states have no sequences, no saving
+    for name, kind in dict(tokens=int, sequences=int).items():
+        value = state.get(name, kind())  # older states have no sequences
         if type(value) is not kind or not 0 <= value < 1 << 62:
             raise UserError(f"{folder}/state.json is damaged: {name} is {str(value)[:40]!r}")
     return state
@@ -386,14 +379,14 @@ def lock(out_dir):
     import filelock
 
     # Its owner may lock it, and other users who may write the folder.
-    found = filelock.FileLock(path, mode=0o600 | out_dir.stat().st_mode & 0o066)
+    file_lock = filelock.FileLock(path, mode=0o600 | out_dir.stat().st_mode & 0o066)
     try:
         # Where there are no locks, newer versions of filelock warn and let a file stand for one,
         # which a run that is killed on another machine leaves there for good.
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            found.acquire(timeout=0)
-        locks.append((found, path))
+            file_lock.acquire(timeout=0)
+        locks.append((file_lock, path))
     except filelock.Timeout:
         fix = "stop the run that is training there, or give another --out_dir"
         raise UserError(f"--out_dir={out_dir} is in use; {fix}") from None
@@ -407,11 +400,11 @@ def lock(out_dir):
 def release():
     """Unlock the folder; an empty one is removed."""
     while locks:
-        found, path = locks.pop()
+        file_lock, path = locks.pop()
         with contextlib.suppress(OSError):  # Windows removes it on release
             path.unlink()  # before the release: nobody who opens it meanwhile has the lock
         with contextlib.suppress(OSError):
-            found.release()
+            file_lock.release()
     while created_dirs:
         with contextlib.suppress(OSError):
             created_dirs.pop().rmdir()

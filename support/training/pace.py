@@ -50,9 +50,9 @@ def update_progress(run, interrupt):
 def check_steps(run):
     """Raise SharedError if the time limit has passed before the first step."""
     if run.step == 0:
-        given = f"--time_limit={run.config.time_limit:g} is over before the first step"
+        what = f"--time_limit={run.config.time_limit:g} is over before the first step"
         took = f"after {run.elapsed():.0f} s: nothing is trained; give more time"
-        raise SharedError(f"{given}, {took}")
+        raise SharedError(f"{what}, {took}")
 
 
 # ---- When to evaluate

@@ -1,4 +1,4 @@
-"""What surrounds the training of a run: its flags and folder, clock, losses and checkpoints."""
+"""A run apart from its steps: its flags and folder, where it resumes and ends, what it saves."""
 
 import contextlib
 import dataclasses
@@ -45,8 +45,8 @@ def check(config, world=1):
 def check_effects(given, config, old, rules):
     """Raise UserError for a flag that does nothing in the run that `config` asks for.
 
-    old: the Config of the run that is resumed (None: a new one). What repeats it is accepted, as
-    torchrun gives the same flags again.
+    old: the Config of the run that is resumed (None: a new one). Flags that repeat its values are
+    accepted, as torchrun gives the same flags again.
     """
     if old:
         given = {name: value for name, value in given.items() if value != getattr(old, name)}
@@ -62,11 +62,11 @@ CHANGEABLE = ("batch_size", "learning_rate", "muon_lr", "weight_decay", "grad_cl
 
 
 def choose_end(config, given, before):
-    """Set config.max_steps and time_limit: the given flags, over the end that was there `before`.
+    """Set config.max_steps and time_limit by the given flags and the Config `before`.
 
-    before: the Config of the preset, or of the run that is resumed. If it ends by one of the two
-    alone, the other flag replaces it: with --max_steps no clock enters, with --time_limit no
-    number of steps. (A clock that is taken away, --time_limit=0, leaves the usual number.)
+    before: of the preset, or of the run that is resumed. If it ends by steps alone or by the clock
+    alone, and the other flag is given, that one alone ends the run. --time_limit=0 without
+    --max_steps gives the default number of steps.
     """
     config.max_steps = given.get("max_steps", before.max_steps)
     config.time_limit = given.get("time_limit", before.time_limit)
@@ -79,9 +79,10 @@ def choose_end(config, given, before):
 
 
 def check_end(given, old, folder):
-    """Raise UserError for an end that the run in `folder`, a checkpoint with Config `old`, is past.
+    """Raise UserError for a given --max_steps or --time_limit that the run has passed already.
 
-    A value that the run had already is none: torchrun repeats it, after a crash at the very end.
+    folder: its checkpoint, with Config `old`. The run's own values are accepted: torchrun repeats
+    them, after a crash at the very end.
     """
     state = checkpoint.read_state(folder)
     step = state["step"]
@@ -96,9 +97,9 @@ def check_end(given, old, folder):
 
 
 def find_run(given):
-    """(flags, the checkpoint to resume from or None), of the given flags.
+    """(the given flags, the checkpoint to resume from or None).
 
-    Of these flags --resume is true or false: the first rank has decided what "auto" is.
+    --resume is true or false in the flags that are returned: the first rank decides for "auto".
     """
     out = Path(given.get("out_dir", "out"))
     if given.get("resume"):
@@ -136,7 +137,7 @@ def check_unused(given, out):
 
 
 def claim(config, folder):
-    """Lock the folder of a run, in which nothing but its own may be replaced."""
+    """Lock the folder of a run; UserError if that would replace what is not the run's own."""
     out = Path(config.out_dir)
     if not folder:
         check_place(config, out)
@@ -215,9 +216,9 @@ def data_folder(config):
 
 
 def is_prepared(config, folder):
-    """Whether the run that resumes from `folder` (None: a new one) has its data.
+    """Whether the run that resumes from `folder` (None: a new one) has prepared its data.
 
-    It trains on nothing else, also if its source has changed.
+    It goes on with these, even if their source has changed.
     """
     data = data_folder(config)
     if not folder or not (data / "meta.json").exists():
@@ -229,7 +230,7 @@ def is_prepared(config, folder):
 
 @contextlib.contextmanager
 def explain_data(folder):
-    """Within, unusable data of the run that resumes from `folder` are its own: say what to do."""
+    """Context manager: say what to do if a run that resumes from `folder` has unusable data."""
     try:
         yield
     except UserError as e:
@@ -289,8 +290,8 @@ def load_weights(run, source):
     sentence = f"the ranks see different weights in --init_from={run.config.init_from}; {fix}"
     ranks.check_equal(digest.hexdigest(), sentence)
     if tokenizer.to_json() != run.corpus.tokenizer.to_json():
-        given = f"--init_from={run.config.init_from}"
-        raise UserError(f"{given} has other tokens than {run.config.data}; give text")
+        what = f"--init_from={run.config.init_from}"
+        raise UserError(f"{what} has other tokens than {run.config.data}; give text")
     for into in (run.model, run.averaged):
         for p, whole in zip(into.parameters(), model.parameters()):
             shards.fill(p, whole)
@@ -304,7 +305,7 @@ def begin(run, folder):
         state = checkpoint.restore(folder, run.model, run.averaged, run.optimizers)
         run.score = scores.from_manifest(folder) or scores.from_log(folder)
         for name in ("step", "seconds", "ending", "finished", "saving"):
-            setattr(run, name, state.get(name, getattr(run, name)))  # older states lack "saving"
+            setattr(run, name, state[name])
         run.saved = run.step
         batch_size, _ = run.changed.get("batch_size", (run.config.batch_size, 0))
         run.begun = (run.step, state.get("sequences", run.step * batch_size))
@@ -332,8 +333,8 @@ def advice(run):
         fixes.append("--dtype=float32")
     fix = ", or ".join(fixes)
     if run.saved < 0:
-        how = " with --overwrite and" * config.overwrite or " with"
-        return f"Nothing is saved yet; start again{how} {fix}"
+        overwrite = "--overwrite and " * config.overwrite
+        return f"Nothing is saved yet; start again with {overwrite}{fix}"
     last = Path(config.out_dir) / f"step-{run.saved}"
     return f"The last good checkpoint is {last}; --resume with {fix}"
 
@@ -350,8 +351,8 @@ def save(run, finished=False):
     where = f"at step {run.step}: not saved. {advice(run)}"
     ranks.on_all_ranks(lambda: shards.check_finite(weights | tensors, where))
     if run.config.shard:
-        with shards.saving(run.config.out_dir, weights, tensors) as found:
-            ranks.on_first_rank(lambda: write(run, state, found()))
+        with shards.saving(run.config.out_dir, weights, tensors) as files_of:
+            ranks.on_first_rank(lambda: write(run, state, files_of()))
     else:
         ranks.on_first_rank(lambda: write(run, state, in_memory(weights, tensors)))
     run.saved = run.step
@@ -363,11 +364,11 @@ def save(run, finished=False):
 
 def in_memory(weights, tensors):
     """The files of a run without --shard, as bytes."""
-    found = {}
-    for name, part in (("model", weights), ("state", tensors)):
-        part = {key: t.detach().cpu().contiguous() for key, t in part.items()}
-        found[f"{name}.safetensors"] = to_safetensors(part)
-    return found
+    contents = {}
+    for name, named in (("model", weights), ("state", tensors)):
+        copies = {key: t.detach().cpu().contiguous() for key, t in named.items()}
+        contents[f"{name}.safetensors"] = to_safetensors(copies)
+    return contents
 
 
 def write(run, state, tensors):
@@ -375,7 +376,7 @@ def write(run, state, tensors):
     config = dict(format="mdlm", version=1, config=dataclasses.asdict(run.config))
     contents = {
         "config.json": json.dumps(config, indent=1).encode(),
-        "tokenizer.json": run.corpus.tokenizer.to_json().encode(),
+        "tokenizer.json": run.corpus.tokenizer.to_file().encode(),
         "state.json": json.dumps(state).encode(),
     } | tensors
     score = run.score | dict(loss=run.loss if math.isfinite(run.loss) else None)

@@ -17,12 +17,12 @@ from support import environment, files
 from support.terminal import warn
 from support.training.checkpoint import SHIPPED
 
-# A model is barely trained if it scores above this share of the unigram entropy: it knows hardly
+# A model is barely trained if it scores above this fraction of the unigram entropy: it knows hardly
 # more than how frequent each token is. Of a run that ended by itself only the latter is certain, as
 # there are texts with no more in them (DNA has 0.94).
 STOPPED = 0.85
 ENDED = 0.95
-TYPICAL = 0.75  # the unigram entropy of a text, as a share of ln V, where it is not known
+TYPICAL = 0.75  # the unigram entropy of a text, as a fraction of ln V, where it is not known
 
 
 def unigram_entropy(tokens):

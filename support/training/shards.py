@@ -23,13 +23,13 @@ ALL = -1  # --shard without a value: all ranks share one model
 # ---- How many ranks share a model
 def check(shard, world):
     """Raise UserError if --shard cannot work with `world` ranks."""
-    given = "--shard, given here or when the run began,"
+    what = "--shard, given here or when the run began,"
     if shard and not ranks.CONTROL:
         fix = "start with torchrun --standalone --nproc_per_node=RANKS mdlm.py, or give --shard=0"
-        raise UserError(f"{given} spreads a model over ranks, and there are none; {fix}")
+        raise UserError(f"{what} spreads a model over ranks, and there are none; {fix}")
     if world % sharing(shard, world):
         why = f"is {shard}, which does not divide the {world} ranks"
-        raise UserError(f"{given} {why}; give a number that does, or --shard for all of them")
+        raise UserError(f"{what} {why}; give a number that does, or --shard for all of them")
 
 
 def sharing(shard, world):

@@ -565,6 +565,7 @@ def fill_gaps(
 
     settings: resolved; allowed: pairs, see `places`; new_seed() gives a seed in place of theirs.
     """
+    arguments.check_tokenizer(tokenizer, model)
     if is_quick:
         settings = quick(settings, model)
     if new_seed:
@@ -583,8 +584,7 @@ def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16
     """
     limits = TextFlags(num_samples=n, length=length, max_gap=max_gap)
     flags.check_fields(limits)
-    arguments.check_model(model)
-    arguments.check_tokenizer(tokenizer)
+    arguments.check_tokenizer(tokenizer, model)
     arguments.check_generator(generator)
     from_keywords(settings, model)  # refuses what it cannot follow, before the work begins
     several = list(text) if isinstance(text, (list, tuple)) else [text]

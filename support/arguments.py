@@ -74,11 +74,19 @@ def check_model(model):
         raise UserError(f"model is {kind_of(model)}; give the first thing that mdlm.load returns")
 
 
-def check_tokenizer(tokenizer):
-    """Raise UserError unless it is a tokenizer, as mdlm.load returns it."""
+def check_tokenizer(tokenizer, model):
+    """Raise UserError unless it is a tokenizer, as mdlm.load returns it, and fits the model."""
+    check_model(model)
     if not hasattr(tokenizer, "encode") or not hasattr(tokenizer, "end_id"):
         wrong = f"tokenizer is {kind_of(tokenizer)}"
         raise UserError(f"{wrong}; give the second thing that mdlm.load returns")
+    fix = "give the one that mdlm.load returns with this model"
+    if tokenizer.vocab_size != model.vocab_size:
+        given = f"the tokenizer has {tokenizer.vocab_size} ids, the model {model.vocab_size}"
+        raise UserError(f"{given}; {fix}")
+    if model.objective.end_id not in (-1, tokenizer.end_id):
+        given = f"the tokenizer's [END] is {tokenizer.end_id}, the model's {model.objective.end_id}"
+        raise UserError(f"{given}; {fix}")
 
 
 def check_ids(model, x, name="x", masks=True):

@@ -106,6 +106,15 @@ def write(path, content):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
+def documents_of(at):
+    """(model, tokenizer, config) of documents of given lengths."""
+    return mdlm.load(at["documents"])
+
+
+def write_documents(at, tokenizer):
+    sample.write(documents_of(at)[0], tokenizer, length=2)
+
+
 def flip(path):
     """Change the last byte of a file."""
     content = path.read_bytes()
@@ -648,6 +657,16 @@ ADVICE["arguments.py"] = [
         "{}; give the second thing that mdlm.load returns",
         lambda at: sample.write(at.model, mdlm.load(at.run), "a", length=2),
         lambda at: sample.write(at.model, mdlm.load(at.run)[1], "a", length=2),
+    ),
+    (
+        "the tokenizer has {} ids, the model {} + give the one that mdlm.load returns with this",
+        lambda at: sample.write(at.model, Tokenizer("byte"), "a", length=2),
+        lambda at: sample.write(*mdlm.load(at.run)[:2], "a", length=2),
+    ),
+    (
+        "the tokenizer's [END] is {}, the model's {}",
+        lambda at: write_documents(at, Tokenizer("id", documents_of(at)[0].vocab_size)),
+        lambda at: write_documents(at, documents_of(at)[1]),
     ),
     (
         "{} must be a tensor (B, T) of int64 ids + {}, not {}; give {}",

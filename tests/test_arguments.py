@@ -23,7 +23,7 @@ from support.aliases import ALIASES
 from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.errors import UserError
 from support.flags import parse_flags
-from support.infill import likelihood, templates
+from support.infill import likelihood, ranking, search, templates
 from support.training import checkpoint
 
 PROGRAMS = dict(mdlm=mdlm.Config, sample=sample.Options, eval=eval.Options)
@@ -544,6 +544,38 @@ def test_models_and_tokenizers_are_told_apart(tiny):
     refusal(sample.write, model, None, "a█")
     for call in (sample.generate, mdlm.generate, mdlm.evaluate):
         assert "mdlm.load" in refusal(call, tokenizer, x)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tiny):
+    model, tokenizer = tiny
+    fill = torch.ones(2, T, dtype=torch.bool)
+    x = ids_of(value=model.mask_id)
+    settings = sample.resolve(sample.SamplerSettings(), model)
+    letters = tokenizer.vocab
+    for other in (
+        tokenizer_from_json(SHIPPED / "tokenizer.json"),
+        Tokenizer("byte"),
+        Tokenizer("id", 1 << 20),
+        Tokenizer("char", letters, end=True),
+        Tokenizer("char", letters[:-1]),
+    ):
+        for call in (
+            lambda: sample.write(model, other),
+            lambda: sample.write(model, other, "a", length=8),
+            lambda: sample.write(model, other, "a[___]", max_gap=2),
+            lambda: sample.fill_gaps(model, other, settings, x, fill, False, False),
+            lambda: search.hypotheses(model, other, ["a", 1], 1, None, "cpu"),
+        ):
+            assert "the one that mdlm.load returns with this model" in refusal(call)
+    other = Tokenizer("char", letters, end=3)
+    documents = mdlm.make_model(model.config, model.vocab_size, model.ops, end_id=4)
+    assert "[END]" in refusal(sample.write, documents, other)
+
+
+@pytest.mark.parametrize("kind, x", TENSORS.items())
+def test_ids_that_do_not_fit_are_not_ranked(tiny, kind, x):
+    start = torch.zeros(2, dtype=torch.int64)
+    refusal(ranking.likeliest, tiny[0], x, start, start + 2, start.double(), 1)
 
 
 def test_numbers_of_numpy_and_torch_are_numbers(tiny):

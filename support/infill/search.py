@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from support.arguments import check_tokenizer
 from support.infill.calls import call_size
 from support.infill.ranking import likeliest
 from support.infill.templates import (
@@ -117,6 +118,7 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
     text. Where that is, is known only in the last stretch, so that one ranks the whole text;
     earlier ones choose what continues by logp with [MASK] after it.
     """
+    check_tokenizer(tokenizer, model)
     L = model.config.block_size
     parts = encode_parts(parts, tokenizer)
     stretches = cut_stretches(parts)

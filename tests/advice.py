@@ -902,6 +902,16 @@ ADVICE["flags.py"] = [
         "mdlm --rates=0.3-0.8 --min_rate=0.4",
         "mdlm --rates=0.3-0.8",
     ),
+    (
+        "{} and {} are both --{} now; give --{} alone",
+        "mdlm --end_token=[EOT] --end_id=3 --data={ids}",
+        "mdlm --end=3 --data={ids}",
+    ),
+    (
+        "{} are the same setting; give {} alone",
+        lambda at: generate(at, spacing=2, distance=4),
+        lambda at: generate(at, spacing=2),
+    ),
 ]
 
 ADVICE["optimizers.py"] = [

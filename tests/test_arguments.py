@@ -559,14 +559,16 @@ def test_a_tokenizer_of_another_model_is_refused(tiny):
         Tokenizer("char", letters, end=True),
         Tokenizer("char", letters[:-1]),
     ):
-        for call in (
-            lambda: sample.write(model, other),
-            lambda: sample.write(model, other, "a", length=8),
-            lambda: sample.write(model, other, "a[___]", max_gap=2),
-            lambda: sample.fill_gaps(model, other, settings, x, fill, False, False),
-            lambda: search.hypotheses(model, other, ["a", 1], 1, None, "cpu"),
+        both = (model, other)
+        for call, args in (
+            (sample.write, ()),
+            (sample.write, ("a", 1, 8)),
+            (sample.write, ("a[___]",)),
+            (sample.fill_gaps, (settings, x, fill, False, False)),
+            (search.hypotheses, (["a", 1], 1, None, "cpu")),
         ):
-            assert "the one that mdlm.load returns with this model" in refusal(call)
+            said = refusal(call, *both, *args)
+            assert "the one that mdlm.load returns with this model" in said
     other = Tokenizer("char", letters, end=3)
     documents = mdlm.make_model(model.config, model.vocab_size, model.ops, end_id=4)
     assert "[END]" in refusal(sample.write, documents, other)

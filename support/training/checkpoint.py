@@ -248,7 +248,10 @@ def read_settings(path, known):
     if (kind, version) != ("mdlm", 1) or not isinstance(settings, dict):
         given = f"{path} has version {version!r} of format {kind!r}"
         raise UserError(f"{given}; this program reads version 1 of mdlm")
-    settings = modern(settings, "mdlm")
+    try:
+        settings = modern(settings, "mdlm")
+    except UserError as e:
+        raise UserError(f"{path}: {e}") from e
     for name in sorted(settings.keys() - known - RETIRED.keys()):
         fix = "use the version that wrote it, or train again"
         raise UserError(f"{path} has an unknown setting {name[:40]!r}; {fix}")

@@ -27,6 +27,7 @@ import pytest
 import tokenizers
 import torch
 from conftest import sign
+from safetensors.torch import load_file, save_file
 
 import export
 import mdlm
@@ -138,15 +139,23 @@ def change_data(run):
     flip(run / "data" / "val.bin")
 
 
-def break_weights(at):
-    """The newest checkpoint of {run} gets weights that are not finite."""
-    from safetensors.torch import load_file, save_file
-
+def change_weights(at, change):
+    """Change the dict of tensors of the newest checkpoint of {run}."""
     path = at.run / "step-4" / "model.safetensors"
     tensors = load_file(path)
-    next(iter(tensors.values())).fill_(float("nan"))
+    change(tensors)
     save_file(tensors, path)
     sign(at.run / "step-4")
+
+
+def break_weights(at):
+    """The newest checkpoint of {run} gets weights that are not finite."""
+    change_weights(at, lambda tensors: next(iter(tensors.values())).fill_(float("nan")))
+
+
+def mix_names(at):
+    """The newest checkpoint of {run} gets a tensor under a former name."""
+    change_weights(at, lambda tensors: tensors.update({"blocks.0.up.weight": torch.zeros(1)}))
 
 
 def train_again(at):
@@ -853,6 +862,12 @@ ADVICE["checkpoint.py"] = [
         lambda at: (break_weights(at), at.do("sample")),
         lambda at: (break_weights(at), at.do("sample --out_dir={run}/step-2")),
         lambda at: (break_weights(at), train_again(at), at.do("sample")),
+    ),
+    (
+        "{} has {}; take an earlier checkpoint, or train again",
+        lambda at: (mix_names(at), at.do("sample")),
+        lambda at: (mix_names(at), at.do("sample --out_dir={run}/step-2")),
+        lambda at: (mix_names(at), train_again(at), at.do("sample")),
     ),
     (
         "stop the run that is training there, or give another --out_dir",

@@ -213,7 +213,7 @@ def resolve(settings, model):
         return replace(settings, steps=steps, correct=correct)
     if not re.fullmatch("[0-9]{1,7}", settings.correct) or int(settings.correct) >= steps:
         accepted = f"auto, or a number below the {steps} steps"
-        raise UserError(f"correct={settings.correct} is not accepted; give {accepted}")
+        raise UserError(f"correct={flags.shown(settings.correct)} is not accepted; give {accepted}")
     return replace(settings, steps=steps, correct=int(settings.correct))
 
 
@@ -233,7 +233,7 @@ def from_keywords(keywords, model, length=0, has_given_text=True):
     """
     keywords = flags.modern(keywords, "sample")
     if unknown := keywords.keys() - set(SETTINGS):
-        raise UserError(f"{min(unknown)} is no setting; give {', '.join(SETTINGS)}")
+        raise UserError(f"{flags.shown(min(unknown))} is no setting; give {', '.join(SETTINGS)}")
     asked = SamplerSettings(**keywords)
     settings = resolve(asked, model)
     if asked.order == "one_shot" and flags.plain(asked.steps) not in (0, 1):

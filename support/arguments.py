@@ -9,7 +9,7 @@ import re
 import torch
 
 from support.errors import UserError
-from support.flags import plain
+from support.flags import plain, shown
 from support.view import View
 
 INT64 = (1 << 63) - 1
@@ -20,7 +20,7 @@ def whole_number(name, value, low, high=INT64):
     value = plain(value)
     if type(value) is not int or not low <= value <= high:
         most = f"to {high}" if high < INT64 else "on"
-        raise UserError(f"{name}={str(value)[:40]} must be a whole number from {low} {most}")
+        raise UserError(f"{name}={shown(value)} must be a whole number from {low} {most}")
     return value
 
 
@@ -28,7 +28,7 @@ def truth(name, value):
     """`value`, also of numpy or PyTorch, as a bool; UserError unless it is one."""
     value = plain(value)
     if type(value) is not bool:
-        raise UserError(f"{name}={str(value)[:40]} must be True or False")
+        raise UserError(f"{name}={shown(value)} must be True or False")
     return value
 
 
@@ -147,7 +147,7 @@ def row_numbers(samples, B, device):
     numbers = numbers if bad else numbers.to(torch.int64)  # narrow and unsigned ones compare badly
     if bad or numbers.shape != (B,) or (B and not 0 <= numbers.min() <= numbers.max() < 1 << 32):
         wrong = f"samples must be {B} whole numbers from 0 to {(1 << 32) - 1}, one for each row"
-        given = str(samples)[:40] if isinstance(samples, (list, tuple)) else kind_of(samples)
+        given = shown(samples) if isinstance(samples, (list, tuple)) else kind_of(samples)
         raise UserError(f"{wrong}, not {given}")
     return numbers.to(device)
 

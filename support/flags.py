@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import errno
 import functools
 import inspect
 import itertools
@@ -68,7 +69,7 @@ def in_names_of_now(settings, program):
             types = (int, float) if type(former[name]) is float else (type(former[name]),)
             if type(value) not in types and name != new:
                 accepted = type(former[name]).__name__
-                raise UserError(f"--{name}={str(value)[:40]!r} is not accepted; give {accepted}")
+                raise UserError(f"--{name}={shown(value)!r} is not accepted; give {accepted}")
             values[name] = value
         if names:
             yield new, names, value_now(*values.values())
@@ -200,7 +201,7 @@ def check_fields(options):
             types = (bool, str)
         if type(value) not in types or (choices and value not in choices):
             accepted = ", ".join(map(str, choices)) or field.type.__name__
-            given = str(value)[:40]
+            given = shown(value)
             raise UserError(f"--{field.name}={given!r} is not accepted; give {accepted}")
         if bounds and not bounds[0] <= value <= bounds[1]:
             raise UserError(f"--{field.name}={value} must be from {bounds[0]} to {bounds[1]}")
@@ -217,9 +218,25 @@ def plain(value):
     return value
 
 
+def shown(value, most=40):
+    """A value that is not accepted, as errors show it: in one line, cut off."""
+    return " ".join(str(value).split())[:most]
+
+
 def at_home(path):
     """A path that begins with ~/, which shells leave as it is in --flag=~/path, in full."""
     return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path
+
+
+def check_path(name, path):
+    """Raise UserError if no file can have the path that `name` gives, as it is too long."""
+    try:
+        os.lstat(path)
+    except (OSError, ValueError) as e:
+        if isinstance(e, ValueError) or e.errno == errno.ENAMETOOLONG:
+            why = getattr(e, "strerror", None) or e
+            fix = "give the path of a file or folder"
+            raise UserError(f"{name}={shown(path)}... is no path ({why}); {fix}") from None
 
 
 def check_not_empty(name, value, text=False):
@@ -311,6 +328,8 @@ def refuse(argument, names, program=""):
     if not argument.startswith("-"):
         if equals and flag in names:
             raise UserError(f"{argument!r} needs dashes: --{argument}")
+        if names == ["help"]:
+            raise UserError(f"{shown(argument)!r} is too much: nothing is given here")
         example = next((name for name in ("data", "out_dir") if name in names), names[0])
         fix = f"such as --{example}= (see --help)"
         raise UserError(f"{argument!r} needs a flag before it, {fix}")
@@ -366,6 +385,7 @@ def parse_words(cls, argv, parser, program, free):
         check_not_empty(f"--{name}", value, fields[name].metadata["text"])
         if fields[name].metadata["path"]:
             given[name] = at_home(value)
+            check_path(f"--{name}", given[name])
     given |= {name: fields[name].default for name in defaults}
     checked = cls(**given)
     check_fields(checked)

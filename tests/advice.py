@@ -158,6 +158,13 @@ def mix_names(at):
     change_weights(at, lambda tensors: tensors.update({"blocks.0.up.weight": torch.zeros(1)}))
 
 
+def learn_again(at, cut):
+    """Another run learns the prepared data of {run}, whose meta.json may be cut off."""
+    meta = at.run / "data" / "meta.json"
+    write(meta, meta.read_text()[:9] if cut else meta.read_text())
+    at.do(f"mdlm --data={at.run}/data")
+
+
 def train_again(at):
     at.do("mdlm --out_dir={run} --overwrite", saves=True)
 
@@ -918,6 +925,11 @@ ADVICE["flags.py"] = [
         "mdlm --rates=0.3-0.8",
     ),
     (
+        "{}={}... is no path ({}) + give the path of a file or folder",
+        "mdlm --data=" + 5000 * "a",
+        "mdlm --data={text}",
+    ),
+    (
         "{} and {} are both --{} now; give --{} alone",
         "mdlm --end_token=[EOT] --end_id=3 --data={ids}",
         "mdlm --end=3 --data={ids}",
@@ -950,6 +962,11 @@ ADVICE["files.py"] = [
         "mdlm --out_dir={text}/out",
         "mdlm --out_dir={tmp}/out",
     ),
+    (
+        "restore it from a copy, or make it again",
+        lambda at: learn_again(at, cut=True),
+        lambda at: learn_again(at, cut=False),
+    ),
     ("free some space, or give another --out_dir", MACHINE),
     ("free some space; --resume continues from what was saved", MACHINE),
 ]
@@ -957,7 +974,7 @@ ADVICE["files.py"] = [
 ADVICE["guesses.py"] = FollowedIn("test_an_answer_can_be_typed")
 
 ADVICE["ids.py"] = [
-    ("{}; it is cut off: restore it", ids(of_llm_c(400)), ids(of_llm_c(300))),
+    ("{}: it is cut off; restore it", ids(of_llm_c(400)), ids(of_llm_c(300))),
     ("{}, and {} are known; remove its {} bytes", ids(of_llm_c(300, 20230101)), ids()),
     ("is missing or no regular file; restore it", {"ids/train.bin": bytes(IDS)}, ids()),
     (

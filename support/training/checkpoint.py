@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from support import environment, files, ownership
 from support.errors import UserError
-from support.flags import at_home, check_not_empty, modern
+from support.flags import at_home, check_not_empty, modern, shown
 from support.terminal import warn
 from support.training import shards
 
@@ -134,7 +134,9 @@ def read_newest(path, read):
     looked for again. UserError if there is none, or if read(folder) raises one.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        raise UserError(f"{path!r} is no path; give the folder of a run or a checkpoint")
+        raise UserError(
+            f"{shown(repr(path), 80)} is no path; give the folder of a run or a checkpoint"
+        )
     check_not_empty("the path of a run", os.fspath(path))
     path = at_home(os.fspath(path))
     try:

@@ -250,6 +250,7 @@ def compare(options):
     runs = [*map(flags.at_home, options.compare.split(","))]
     for name in runs:
         flags.check_not_empty("a name in --compare", name)
+        flags.check_path("--compare", name)
     rows = []
     for name in runs:
         key, val = plots.validations(plots.read_log(name))

@@ -293,7 +293,7 @@ PRESETS = {
 }
 # What --data=patterns implies. Most of its entropy is in the symbols that are written first,
 # at high mask rates: cosine draws more of those.
-PATTERNS = dict(block_size=64, rates="cosine", eval_windows=1000)
+PATTERNS = dict(block_size=64, rates="cosine", eval_windows=1000, tokenizer="char", vocab_size=0)
 PATTERNS |= dict(lr_schedule="cosine", learning_rate=0.03, batch_size=32, attention_every=1)
 # Flags that may change on --resume, beside runs.CHANGEABLE.
 RESUMABLE = {

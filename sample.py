@@ -213,7 +213,7 @@ def resolve(settings, model):
         return replace(settings, steps=steps, correct=correct)
     if not re.fullmatch("[0-9]{1,7}", settings.correct) or int(settings.correct) >= steps:
         accepted = f"auto, or a number below the {steps} steps"
-        raise UserError(f"correct={settings.correct} is not accepted; give {accepted}")
+        raise UserError(f"correct={flags.shown(settings.correct)} is not accepted; give {accepted}")
     return replace(settings, steps=steps, correct=int(settings.correct))
 
 
@@ -233,7 +233,7 @@ def from_keywords(keywords, model, length=0, has_given_text=True):
     """
     keywords = flags.modern(keywords, "sample")
     if unknown := keywords.keys() - set(SETTINGS):
-        raise UserError(f"{min(unknown)} is no setting; give {', '.join(SETTINGS)}")
+        raise UserError(f"{flags.shown(min(unknown))} is no setting; give {', '.join(SETTINGS)}")
     asked = SamplerSettings(**keywords)
     settings = resolve(asked, model)
     if asked.order == "one_shot" and flags.plain(asked.steps) not in (0, 1):
@@ -351,11 +351,18 @@ def to_correct(settings, chunk, s, filled, noise):
     return filled & (index % settings.spacing == turns[c % settings.spacing][:, None])
 
 
-def exclude(logits, at, forbid, allowed):
-    """Set those of logits (n, V) at positions (n,) to -inf that must not be drawn; see `unmask`."""
+def places(allowed, x):
+    """Pairs (where (B, T) bool, ids (V,) bool) of an `allowed` of `unmask`, for all rows of x."""
+    at = torch.arange(x.shape[1])
+    return [((at == place).expand(x.shape), ids) for place, ids in (allowed or {}).items()]
+
+
+def exclude(logits, drawn, at, forbid, allowed):
+    """Set those of logits (n, V) to -inf that must not be drawn: ids in forbid, and others than in
+    `allowed` (see `places`). drawn: (B, len(at)) bool, n places in the range `at` of positions."""
     logits[:, forbid] = -math.inf
-    for place, ids in allowed.items():
-        here = at == place
+    for where, ids in allowed:
+        here = where[:, at.start : at.stop].to(drawn.device)[drawn]
         logits[here] = logits[here].masked_fill(~ids.to(logits.device), -math.inf)
 
 
@@ -389,6 +396,7 @@ def unmask(
     if memo is not None and not isinstance(memo, Memo):
         raise UserError(f"memo must be a likelihood.Memo, not {arguments.kind_of(memo)}")
     settings = from_keywords(settings, model, x.shape[1], has_given_text(model, x))
+    allowed = places(allowed, x)
     return take_steps(model, x, fill, samples, settings, end_id, forbid, allowed, memo)
 
 
@@ -398,8 +406,11 @@ def has_given_text(model, x):
 
 
 @torch.no_grad()
-def take_steps(model, x, fill, samples, settings, end_id=None, forbid=(), allowed=None, memo=None):
-    """Yields the Steps of `unmask`, whose arguments are checked; settings: resolved."""
+def take_steps(model, x, fill, samples, settings, end_id=None, forbid=(), allowed=(), memo=None):
+    """Yields the Steps of `unmask`, whose arguments are checked; settings: resolved.
+
+    allowed: pairs, see `places`.
+    """
     mask = model.mask_id
     device = x.device
     x = x.to("cpu" if device.type == "mps" else device, copy=True)  # MPS lacks float64
@@ -426,7 +437,7 @@ def take_steps(model, x, fill, samples, settings, end_id=None, forbid=(), allowe
                 continue
             # 2. Draw there: the network sees all of it masked.
             logits = find(model, device, x, is_given, drawn, chunk.at, settings.cfg, cache)
-            exclude(logits, chunk.at.start + drawn.nonzero()[:, 1], forbid, allowed or {})
+            exclude(logits, drawn, chunk.at, forbid, allowed)
             calls += drawn.any(1) * (2 if settings.cfg else 1)
             logp = logits.log_softmax(-1)
             token = draw(logits, u[drawn], settings.temperature, settings.top_k, settings.top_p)
@@ -471,7 +482,7 @@ def generate(
     settings = from_keywords(settings, model, x.shape[1], has_given_text(model, x))
     if not is_seeded:
         settings = replace(settings, seed=draw_seed(generator))
-    may_draw = dict(end_id=end_id, forbid=forbid, allowed=allowed)
+    may_draw = dict(end_id=end_id, forbid=forbid, allowed=places(allowed, x))
     return fill_masks(model, x, settings, fill, samples, expect, may_draw)
 
 
@@ -482,7 +493,8 @@ def draw_seed(generator):
 
 
 def fill_masks(model, x, settings, fill, samples, expect, may_draw):
-    """What `generate` does, whose arguments are checked; settings: resolved."""
+    """What `generate` does, whose arguments are checked; settings: resolved; may_draw: end_id,
+    forbid and allowed of `take_steps`."""
     fill = (x == model.mask_id) & (True if fill is None else fill)
     memo, size = share_calls(model, fill)
     slices = groups(model, len(x), x.device, size, writing=True)
@@ -493,7 +505,8 @@ def fill_masks(model, x, settings, fill, samples, expect, may_draw):
     out = x.clone()
     for i, rows in enumerate(slices):
         inputs = (x[rows], fill[rows], samples[rows])
-        steps = take_steps(model, *inputs, settings, memo=memo, **may_draw)
+        allowed = [(where[rows], ids) for where, ids in may_draw["allowed"]]
+        steps = take_steps(model, *inputs, settings, memo=memo, **may_draw | dict(allowed=allowed))
         for done, step in enumerate(steps, 1):
             out[rows] = step.x
             if expect:
@@ -545,13 +558,14 @@ def fill_gaps(
     may_end,
     is_quick,
     expect=None,
-    allowed=None,
+    allowed=(),
     new_seed=None,
 ):
     """Fill gaps of a template. may_end: at the end of the text; is_quick: to compare lengths.
 
-    settings: resolved; new_seed() gives a seed in place of theirs.
+    settings: resolved; allowed: pairs, see `places`; new_seed() gives a seed in place of theirs.
     """
+    arguments.check_tokenizer(tokenizer, model)
     if is_quick:
         settings = quick(settings, model)
     if new_seed:
@@ -570,8 +584,7 @@ def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16
     """
     limits = TextFlags(num_samples=n, length=length, max_gap=max_gap)
     flags.check_fields(limits)
-    arguments.check_model(model)
-    arguments.check_tokenizer(tokenizer)
+    arguments.check_tokenizer(tokenizer, model)
     arguments.check_generator(generator)
     from_keywords(settings, model)  # refuses what it cannot follow, before the work begins
     several = list(text) if isinstance(text, (list, tuple)) else [text]
@@ -608,7 +621,8 @@ def write_parts(model, tokenizer, limits, settings, new_seed, generator, parts, 
         fill = partial(fill_gaps, model, tokenizer, settings, new_seed=new_seed)
         search = (model, tokenizer, parts, 1, fill, device, limits.max_gap)
         parts = hypotheses(*search)[0].parts
-    x = torch.tensor(to_ids(parts, tokenizer, model.mask_id), device=device).repeat(n, 1)
+    known = to_ids(parts, tokenizer, model.mask_id)  # none, if the likeliest [___] is empty
+    x = torch.tensor(known, dtype=torch.int64, device=device).repeat(n, 1)
     if not (is_template or limits.length) and model.objective.lengths_are_given:
         where = generator.device if generator is not None else "cpu"
         u = torch.rand(n, generator=generator, device=where)
@@ -616,7 +630,7 @@ def write_parts(model, tokenizer, limits, settings, new_seed, generator, parts, 
     if new_seed:
         settings = replace(settings, seed=new_seed())
     may_draw = ends(model, tokenizer, is_template)
-    may_draw["allowed"] = templates.allowed_tokens(parts, tokenizer)
+    may_draw["allowed"] = places(templates.allowed_tokens(parts, tokenizer), x)
     samples = torch.arange(n, device=device)
     filled = fill_masks(model, x, settings, None, samples, None, may_draw).tolist()
     return [joined(to_texts(parts, ids, tokenizer)) for ids in filled]
@@ -729,9 +743,9 @@ def check_effects(model, tokenizer, todo, options, variants, given):
 def sampled(model, tokenizer, parts, options, template, pages):
     """Fill parts of known lengths --num_samples times: yields (texts, facts), adds to pages."""
     mask = model.mask_id
-    ids = torch.tensor(to_ids(parts, tokenizer, mask))
+    ids = torch.tensor(to_ids(parts, tokenizer, mask), dtype=torch.int64)
     may_draw = ends(model, tokenizer, template)
-    may_draw["allowed"] = templates.allowed_tokens(parts, tokenizer)
+    allowed = templates.allowed_tokens(parts, tokenizer)
     size = 1 if options.watch else None
     for rows in groups(model, max(1, options.num_samples), options.device, size, writing=True):
         began = time.monotonic()
@@ -745,7 +759,11 @@ def sampled(model, tokenizer, parts, options, template, pages):
             viewer.TerminalPlayer(tokenizer, ids, mask, steps) for _ in samples if options.watch
         ]
         with terminal.progress("writing", " steps", steps, disable=options.watch) as bar:
+            may_draw["allowed"] = places(allowed, x)
             where = (x.to(options.device), None, samples)
+            # What stays where nothing is left to fill: the likeliest [___] may be empty.
+            nothing = torch.zeros(0, model.vocab_size)
+            step = Step(0, x, x == mask, nothing, torch.zeros(len(x), dtype=torch.int64))
             for step in take_steps(model, *where, options, **may_draw):
                 bar.update()
                 step = Step(step.number, *(tensor.cpu() for tensor in step[1:]))

@@ -52,7 +52,7 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
     Warns on stderr if an operation that was asked for does not run in Triton.
     """
     if name not in ("auto", "triton", "torch"):
-        raise ValueError(f"kernels={name!r} is not accepted; give auto, triton or torch")
+        raise ValueError(f"kernels={str(name)[:40]!r} is not accepted; give auto, triton or torch")
     device = torch.device(device)
     missing = _missing(device)
     if name == "triton" and missing:

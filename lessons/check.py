@@ -103,9 +103,9 @@ def check(argv):
     """("right", "wrong" or "not checked", a sentence) for these arguments."""
     if len(argv) != 2 or not argv[0].isdecimal() or not 1 <= int(argv[0]) <= LESSONS:
         return "not checked", f"give a lesson, 1 to {LESSONS}, and a file: check.py 1 mask.py"
+    if not os.path.isfile(argv[1]):  # False for a name that is too long, too
+        return "not checked", f"there is no file {argv[1][:80]}"
     path = Path(argv[1]).resolve()
-    if not path.is_file():
-        return "not checked", f"there is no file {argv[1]}"
     verdict, sentence, printed = run(int(argv[0]), path)
     show(printed)
     return verdict, sentence

@@ -6,6 +6,13 @@ share a name, and no two share trade and town, so that a name has one answer, an
 
 import itertools
 import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from support import cli
+from support.flags import Parser
 
 TRADES = """
 barber cooper draper farmer fuller glover grocer hosier hunter joiner
@@ -29,5 +36,11 @@ def make_facts(seed=0):
     return [f"{n} is the {a} of {b}." for n, (a, b) in zip(names, pairs, strict=True)]
 
 
-if __name__ == "__main__":
+def main(argv):
+    Parser(description=__doc__.splitlines()[0]).parse_args(argv)
     print("\n".join(random.Random(1).sample(make_facts() * 21, 6300)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, sys.argv[1:]))

@@ -3,7 +3,14 @@
 Memory follows the formula whose parts test_shards.py measures; speeds are predictions.
 """
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from support import cli
+from support.flags import Parser
 
 TOKENS = 8192  # of a rank at a time
 REACHED = 0.4  # of the peak FLOP/s, in the matrix products
@@ -123,5 +130,11 @@ def table():
     return "\n".join([*lines, *(row(model, machine) for model in MODELS for machine in MACHINES)])
 
 
-if __name__ == "__main__":
+def main(argv):
+    Parser(description=__doc__.splitlines()[0]).parse_args(argv)
     print(table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, sys.argv[1:]))

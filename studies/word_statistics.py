@@ -78,7 +78,7 @@ def variants(options, given, settings, resolve):
     if not options.compare:
         return {}
     name, _, values = options.compare.partition("=")
-    if not {name, *flags.modern({name: ""}, "sample")} & {*settings} or not values:
+    if flags.name_now(name, "sample") not in settings or not values:
         fix = f"give one of {', '.join(settings)}, as in --compare=temperature=0.5,1"
         raise UserError(f"--compare={options.compare} is not accepted; {fix}")
     n = options.num_samples or TEXTS

@@ -9,7 +9,7 @@ import re
 import torch
 
 from support.errors import UserError
-from support.flags import plain
+from support.flags import plain, shown
 from support.view import View
 
 INT64 = (1 << 63) - 1
@@ -20,7 +20,7 @@ def whole_number(name, value, low, high=INT64):
     value = plain(value)
     if type(value) is not int or not low <= value <= high:
         most = f"to {high}" if high < INT64 else "on"
-        raise UserError(f"{name}={str(value)[:40]} must be a whole number from {low} {most}")
+        raise UserError(f"{name}={shown(value)} must be a whole number from {low} {most}")
     return value
 
 
@@ -28,7 +28,7 @@ def truth(name, value):
     """`value`, also of numpy or PyTorch, as a bool; UserError unless it is one."""
     value = plain(value)
     if type(value) is not bool:
-        raise UserError(f"{name}={str(value)[:40]} must be True or False")
+        raise UserError(f"{name}={shown(value)} must be True or False")
     return value
 
 
@@ -74,11 +74,19 @@ def check_model(model):
         raise UserError(f"model is {kind_of(model)}; give the first thing that mdlm.load returns")
 
 
-def check_tokenizer(tokenizer):
-    """Raise UserError unless it is a tokenizer, as mdlm.load returns it."""
+def check_tokenizer(tokenizer, model):
+    """Raise UserError unless it is a tokenizer, as mdlm.load returns it, and fits the model."""
+    check_model(model)
     if not hasattr(tokenizer, "encode") or not hasattr(tokenizer, "end_id"):
         wrong = f"tokenizer is {kind_of(tokenizer)}"
         raise UserError(f"{wrong}; give the second thing that mdlm.load returns")
+    fix = "give the one that mdlm.load returns with this model"
+    if tokenizer.vocab_size != model.vocab_size:
+        given = f"the tokenizer has {tokenizer.vocab_size} ids, the model {model.vocab_size}"
+        raise UserError(f"{given}; {fix}")
+    if model.objective.end_id not in (-1, tokenizer.end_id):
+        given = f"the tokenizer's [END] is {tokenizer.end_id}, the model's {model.objective.end_id}"
+        raise UserError(f"{given}; {fix}")
 
 
 def check_ids(model, x, name="x", masks=True):
@@ -139,8 +147,8 @@ def row_numbers(samples, B, device):
     numbers = numbers if bad else numbers.to(torch.int64)  # narrow and unsigned ones compare badly
     if bad or numbers.shape != (B,) or (B and not 0 <= numbers.min() <= numbers.max() < 1 << 32):
         wrong = f"samples must be {B} whole numbers from 0 to {(1 << 32) - 1}, one for each row"
-        shown = str(samples)[:40] if isinstance(samples, (list, tuple)) else kind_of(samples)
-        raise UserError(f"{wrong}, not {shown}")
+        what = shown(samples) if isinstance(samples, (list, tuple)) else kind_of(samples)
+        raise UserError(f"{wrong}, not {what}")
     return numbers.to(device)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from support.errors import UserError
+from support.flags import shown
 
 
 # ---- Choice of device and dtype
@@ -24,6 +25,7 @@ def pick_device(name):
         device = torch.device(name)
         if device.type == "cpu" or (device.index or 0) < available.get(device.type, 0):
             return device
+    name = shown(name)
     raise UserError(f"--device={name} is not on this machine; use cpu, cuda, cuda:N, mps or auto")
 
 

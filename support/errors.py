@@ -2,7 +2,13 @@
 
 
 class UserError(ValueError):
-    """A user's mistake in one sentence: what was given, what is accepted, what to do."""
+    """A user's mistake in one sentence: what was given, what is accepted, what to do.
+
+    It is one line, whatever was given.
+    """
+
+    def __init__(self, sentence):
+        super().__init__(str(sentence).replace("\n", "\\n"))
 
 
 class RankError(UserError):

@@ -202,4 +202,5 @@ def read_json(path, what):
             raise ValueError("it is not a JSON object")
         return content
     except (OSError, ValueError, RecursionError) as e:
-        raise UserError(f"{path} is no {what} of this program: {e}") from e
+        fix = "restore it from a copy, or make it again"
+        raise UserError(f"{path} is no {what} of this program ({e}); {fix}") from e

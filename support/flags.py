@@ -1,7 +1,9 @@
 """Flags from a dataclass: one field each, with its help, its default and what it accepts."""
 
 import argparse
+import contextlib
 import dataclasses
+import errno
 import functools
 import inspect
 import itertools
@@ -50,20 +52,59 @@ def without_off(cls, given):
     return {k: v for k, v in given.items() if v is not False and v not in ("auto", off[k])}
 
 
-def modern(settings, program):
-    """A dict of settings that may have former names and values (aliases.py), with those of now."""
-    settings = dict(settings)
+FORMER = {}  # name of a flag -> what the command line called it, a sentence; see `naming_former`
+
+
+def in_names_of_now(settings, program):
+    """Yield (name, the former names that are given, the value) for settings with former names.
+
+    settings: a dict. The value is None if what is given is the default of before. Raises UserError
+    for values of a wrong type.
+    """
     for new, former, value_now in ALIASES.get(program, ()):
-        if former.keys() & settings.keys():
-            value = value_now(*(settings.pop(name, default) for name, default in former.items()))
-            if value is not None:
-                settings[new] = value
-    return settings
+        names = [name for name in former if name in settings]
+        values = dict(former)
+        for name in names:
+            value = plain(settings[name])
+            types = (int, float) if type(former[name]) is float else (type(former[name]),)
+            if type(value) not in types and name != new:
+                accepted = type(former[name]).__name__
+                raise UserError(f"--{name}={shown(value)!r} is not accepted; give {accepted}")
+            values[name] = value
+        if names:
+            yield new, names, value_now(*values.values())
 
 
-def modern_argv(argv, program):
-    """argv with the flags of now in place of former ones (aliases.py); values are texts here."""
-    names = {name for _, former, _ in ALIASES.get(program, ()) for name in former}
+def modern(settings, program):
+    """A dict of settings that may have former names and values (aliases.py), with those of now.
+
+    Raises UserError for settings that say the same in two ways.
+    """
+    settings = dict(settings)
+    found = {}  # name -> (what else it is called here, the values that are no default)
+    for new, names, value in in_names_of_now(settings, program):
+        others, values = found.setdefault(new, ([], []))
+        others += names
+        values += [] if value is None else [value]
+    given = {}
+    rest = {name: value for name, value in settings.items() if name_now(name, program) == name}
+    for new, (names, values) in found.items():
+        if (new in settings and new not in names) or len(values) > 1:
+            same = " and ".join(names + [new] * (new in settings))
+            raise UserError(f"{same} are the same setting; give {new} alone")
+        if values:
+            given[new] = values[0]
+    return rest | given
+
+
+def name_now(name, program):
+    """The name of a setting that may be given by a former one."""
+    return next((new for new, former, _ in ALIASES.get(program, ()) if name in former), name)
+
+
+def take_former(argv, program):
+    """(argv without the flags that have former names, {name: text} of those)"""
+    types = {k: type(v) for _, former, _ in ALIASES.get(program, ()) for k, v in former.items()}
     argv = list(argv)
     former_flags = {}
     rest = []
@@ -71,20 +112,49 @@ def modern_argv(argv, program):
         word = argv.pop(0)
         flag, equals, value = word.partition("=")
         name = flag[2:].replace("-", "_")
-        if not flag.startswith("--") or name not in names:
+        if not flag.startswith("--") or name not in types:
             rest.append(word)
             continue
         if not equals and not (argv and not argv[0].startswith("--")):
             raise UserError(f"--{name} needs a value: --{name}=VALUE")
         former_flags[name] = value if equals else argv.pop(0)
         check_not_empty(f"--{name}", former_flags[name])
+        with contextlib.suppress(ValueError):  # in_names_of_now refuses what is no number
+            former_flags[name] = types[name](former_flags[name])
+    return rest, former_flags
+
+
+def modern_argv(argv, program):
+    """argv with the flags of now in place of former ones (aliases.py), and the names of those whose
+    default is asked for by a former one. FORMER gets what is said of them in errors."""
+    rest, former_flags = take_former(argv, program)
     given = {word.partition("=")[0][2:].replace("-", "_") for word in rest}
-    for name, value in modern(former_flags, program).items():
-        if name in given:
-            former = " and ".join(f"--{each}" for each in former_flags)
-            raise UserError(f"--{name} is what {former} said before; give --{name} alone")
-        rest.append(f"--{name}={value}")
-    return rest
+    asked = {}  # name -> the former flags that stand for it
+    defaults = []
+    for new, names, value in in_names_of_now(former_flags, program):
+        former = " and ".join(f"--{name}" for name in names)
+        if new in given:
+            raise UserError(f"--{new} is what {former} said before; give --{new} alone")
+        if new in asked:
+            raise UserError(f"{asked[new]} and {former} are both --{new} now; give --{new} alone")
+        asked[new] = former
+        if value is None:
+            defaults.append(new)
+        else:
+            rest.append(f"--{new}={value}")
+        if names != [new]:
+            typed = " ".join(f"--{name}={former_flags[name]}" for name in names)
+            now = f"the default of --{new}" if value is None else f"--{new}={value}"
+            FORMER[new] = f"{typed} is now {now}"
+    return rest, defaults
+
+
+def naming_former(sentence):
+    """A sentence about flags of now, with the former ones that were given in their place."""
+    for name, said in FORMER.items():
+        if re.search(rf"--{name}\b", sentence) and said not in sentence:
+            sentence = f"{sentence} ({said})"
+    return sentence
 
 
 def opt(
@@ -131,8 +201,8 @@ def check_fields(options):
             types = (bool, str)
         if type(value) not in types or (choices and value not in choices):
             accepted = ", ".join(map(str, choices)) or field.type.__name__
-            shown = str(value)[:40]
-            raise UserError(f"--{field.name}={shown!r} is not accepted; give {accepted}")
+            text = shown(value)
+            raise UserError(f"--{field.name}={text!r} is not accepted; give {accepted}")
         if bounds and not bounds[0] <= value <= bounds[1]:
             raise UserError(f"--{field.name}={value} must be from {bounds[0]} to {bounds[1]}")
         if field.metadata["form"]:
@@ -148,9 +218,25 @@ def plain(value):
     return value
 
 
+def shown(value, most=40):
+    """A value that is not accepted, as errors show it: in one line, cut off."""
+    return " ".join(str(value).split())[:most]
+
+
 def at_home(path):
     """A path that begins with ~/, which shells leave as it is in --flag=~/path, in full."""
     return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path
+
+
+def check_path(name, path):
+    """Raise UserError if no file can have the path that `name` gives, as it is too long."""
+    try:
+        os.lstat(path)
+    except (OSError, ValueError) as e:
+        if isinstance(e, ValueError) or e.errno == errno.ENAMETOOLONG:
+            why = getattr(e, "strerror", None) or e
+            fix = "give the path of a file or folder"
+            raise UserError(f"{name}={shown(path)}... is no path ({why}); {fix}") from None
 
 
 def check_not_empty(name, value, text=False):
@@ -242,6 +328,8 @@ def refuse(argument, names, program=""):
     if not argument.startswith("-"):
         if equals and flag in names:
             raise UserError(f"{argument!r} needs dashes: --{argument}")
+        if names == ["help"]:
+            raise UserError(f"{shown(argument)!r} is too much: nothing is given here")
         example = next((name for name in ("data", "out_dir") if name in names), names[0])
         fix = f"such as --{example}= (see --help)"
         raise UserError(f"{argument!r} needs a flag before it, {fix}")
@@ -270,25 +358,35 @@ def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, fr
     parser = make_parser(cls, all_fields, *texts)
     common = [field for field in all_fields if field.metadata["common"]]
     parser.first_screen = functools.partial(make_parser, cls, common or all_fields, *texts)
+    program = Path(inspect.getsourcefile(cls)).stem
+    try:
+        return parse_words(cls, argv, parser, program, free)
+    except UserError as e:
+        raise type(e)(naming_former(str(e))) from e
+
+
+def parse_words(cls, argv, parser, program, free):
+    """What parse_flags returns, without former names in errors."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    names = list(fields)
     switches = {
         name: field.metadata["choices"] for name, field in fields.items() if field.type is bool
     }
-    program = Path(inspect.getsourcefile(cls)).stem
     n = argv.index("--") if "--" in argv else len(argv)  # what follows -- is no flag
-    if not common:  # one screen shows all
+    if not any(field.metadata["common"] for field in fields.values()):  # one screen shows all
         argv = ["--help" if word == "--help=all" else word for word in argv]
-    flags = in_our_words(modern_argv(argv[:n], program), names, switches, program)
+    flags, defaults = modern_argv(argv[:n], program)
+    flags = in_our_words(flags, list(fields), switches, program)
     given, unknown = parser.parse_known_args(flags)
     given = vars(given)
     words = unknown + argv[n + 1 :]
     for argument in words if not free else filter(is_flag, unknown):
-        refuse(argument, names, program)
+        refuse(argument, list(fields), program)
     for name, value in given.items():
         check_not_empty(f"--{name}", value, fields[name].metadata["text"])
         if fields[name].metadata["path"]:
             given[name] = at_home(value)
+            check_path(f"--{name}", given[name])
+    given |= {name: fields[name].default for name in defaults}
     checked = cls(**given)
     check_fields(checked)
     given = {name: getattr(checked, name) for name in given}

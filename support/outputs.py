@@ -12,7 +12,7 @@ from pathlib import Path
 
 from support.errors import UserError
 from support.files import TMP, naming, read_json, write_all, write_atomically
-from support.flags import READS, WRITES
+from support.flags import READS, WRITES, check_path
 from support.ownership import LOCK, PICTURES, STEP, is_run
 from support.terminal import has_stdout
 
@@ -121,6 +121,7 @@ def check(flag, path, read=None, written=None, own=()):
     """
     if path in ("", "-"):
         return
+    check_path(shown(flag), path)
     what = f"{shown(flag)}={path}"
     read = {other: name for other, name in (read or {}).items() if name not in ("", "-")}
     written = {other: name for other, name in (written or {}).items() if name not in ("", "-")}

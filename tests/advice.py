@@ -27,6 +27,7 @@ import pytest
 import tokenizers
 import torch
 from conftest import sign
+from safetensors.torch import load_file, save_file
 
 import export
 import mdlm
@@ -106,6 +107,15 @@ def write(path, content):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
+def documents_of(at):
+    """(model, tokenizer, config) of documents of given lengths."""
+    return mdlm.load(at["documents"])
+
+
+def write_documents(at, tokenizer):
+    sample.write(documents_of(at)[0], tokenizer, length=2)
+
+
 def flip(path):
     """Change the last byte of a file."""
     content = path.read_bytes()
@@ -129,15 +139,30 @@ def change_data(run):
     flip(run / "data" / "val.bin")
 
 
-def break_weights(at):
-    """The newest checkpoint of {run} gets weights that are not finite."""
-    from safetensors.torch import load_file, save_file
-
+def change_weights(at, change):
+    """Change the dict of tensors of the newest checkpoint of {run}."""
     path = at.run / "step-4" / "model.safetensors"
     tensors = load_file(path)
-    next(iter(tensors.values())).fill_(float("nan"))
+    change(tensors)
     save_file(tensors, path)
     sign(at.run / "step-4")
+
+
+def break_weights(at):
+    """The newest checkpoint of {run} gets weights that are not finite."""
+    change_weights(at, lambda tensors: next(iter(tensors.values())).fill_(float("nan")))
+
+
+def mix_names(at):
+    """The newest checkpoint of {run} gets a tensor under a former name."""
+    change_weights(at, lambda tensors: tensors.update({"blocks.0.up.weight": torch.zeros(1)}))
+
+
+def learn_again(at, cut):
+    """Another run learns the prepared data of {run}, whose meta.json may be cut off."""
+    meta = at.run / "data" / "meta.json"
+    write(meta, meta.read_text()[:9] if cut else meta.read_text())
+    at.do(f"mdlm --data={at.run}/data")
 
 
 def train_again(at):
@@ -640,6 +665,16 @@ ADVICE["arguments.py"] = [
         lambda at: sample.write(at.model, mdlm.load(at.run)[1], "a", length=2),
     ),
     (
+        "the tokenizer has {} ids, the model {} + give the one that mdlm.load returns with this",
+        lambda at: sample.write(at.model, Tokenizer("byte"), "a", length=2),
+        lambda at: sample.write(*mdlm.load(at.run)[:2], "a", length=2),
+    ),
+    (
+        "the tokenizer's [END] is {}, the model's {}",
+        lambda at: write_documents(at, Tokenizer("id", documents_of(at)[0].vocab_size)),
+        lambda at: write_documents(at, documents_of(at)[1]),
+    ),
+    (
         "{} must be a tensor (B, T) of int64 ids + {}, not {}; give {}",
         lambda at: mdlm.generate(at.model, at.x.float()),
         lambda at: mdlm.generate(at.model, at.x),
@@ -826,6 +861,12 @@ ADVICE["checkpoint.py"] = [
         lambda at: (break_weights(at), train_again(at), at.do("sample")),
     ),
     (
+        "{} has {}; take an earlier checkpoint, or train again",
+        lambda at: (mix_names(at), at.do("sample")),
+        lambda at: (mix_names(at), at.do("sample --out_dir={run}/step-2")),
+        lambda at: (mix_names(at), train_again(at), at.do("sample")),
+    ),
+    (
         "stop the run that is training there, or give another --out_dir",
         lambda at: (hold(at), at.do("mdlm --out_dir={run} --resume")),
         lambda at: (hold(at), at.held.release(), at.do("mdlm --out_dir={run} --resume")),
@@ -873,6 +914,21 @@ ADVICE["flags.py"] = [
         "mdlm --rates=0.3-0.8 --min_rate=0.4",
         "mdlm --rates=0.3-0.8",
     ),
+    (
+        "{}={}... is no path ({}) + give the path of a file or folder",
+        "mdlm --data=" + 5000 * "a",
+        "mdlm --data={text}",
+    ),
+    (
+        "{} and {} are both --{} now; give --{} alone",
+        "mdlm --end_token=[EOT] --end_id=3 --data={ids}",
+        "mdlm --end=3 --data={ids}",
+    ),
+    (
+        "{} are the same setting; give {} alone",
+        lambda at: generate(at, spacing=2, distance=4),
+        lambda at: generate(at, spacing=2),
+    ),
 ]
 
 ADVICE["optimizers.py"] = [
@@ -896,6 +952,11 @@ ADVICE["files.py"] = [
         "mdlm --out_dir={text}/out",
         "mdlm --out_dir={tmp}/out",
     ),
+    (
+        "restore it from a copy, or make it again",
+        lambda at: learn_again(at, cut=True),
+        lambda at: learn_again(at, cut=False),
+    ),
     ("free some space, or give another --out_dir", MACHINE),
     ("free some space; --resume continues from what was saved", MACHINE),
 ]
@@ -903,7 +964,7 @@ ADVICE["files.py"] = [
 ADVICE["guesses.py"] = FollowedIn("test_an_answer_can_be_typed")
 
 ADVICE["ids.py"] = [
-    ("{}; it is cut off: restore it", ids(of_llm_c(400)), ids(of_llm_c(300))),
+    ("{}: it is cut off; restore it", ids(of_llm_c(400)), ids(of_llm_c(300))),
     ("{}, and {} are known; remove its {} bytes", ids(of_llm_c(300, 20230101)), ids()),
     ("is missing or no regular file; restore it", {"ids/train.bin": bytes(IDS)}, ids()),
     (

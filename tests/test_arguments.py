@@ -3,8 +3,10 @@
 import dataclasses
 import importlib.util
 import io
+import itertools
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from support.aliases import ALIASES
 from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.errors import UserError
 from support.flags import parse_flags
-from support.infill import likelihood, templates
+from support.infill import likelihood, ranking, search, templates
 from support.training import checkpoint
 
 PROGRAMS = dict(mdlm=mdlm.Config, sample=sample.Options, eval=eval.Options)
@@ -231,6 +233,52 @@ def test_lessons_refuse_unknown_flags_in_a_sentence(tmp_path, capsys):
     assert cli.run(lesson("pictures").main, [str(tmp_path / "x.png"), "--wandb"]) == 2
     said = capsys.readouterr().err
     assert "no flag --wandb" in said and said.count("\n") == 1 and "nearest" not in said
+
+
+@pytest.mark.parametrize("script", ["lessons/facts.py", "studies/scale.py"])
+def test_programs_without_flags_refuse_what_is_given(script):
+    for argument in ("--foo", "--foo=1", "x", "-z"):
+        command = [sys.executable, str(ROOT / script), argument]
+        r = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (r.returncode, r.stdout, r.stderr.count("\n")) == (2, "", 1)
+        assert argument.partition("=")[0] in r.stderr
+
+
+LONG_PATHS = [
+    (name, field.name)
+    for name, cls in PROGRAMS.items()
+    for field in dataclasses.fields(cls)
+    if field.metadata["path"]
+]
+
+
+@pytest.mark.parametrize("program, flag", LONG_PATHS)
+def test_a_path_that_is_too_long_names_its_flag(program, flag):
+    for path in (5000 * "a", "./" + 300 * "a", "a/" * 4000):
+        said = refusal(flags, program, f"--{flag}={path}")
+        assert f"--{flag}=" in said and len(said) < 200
+
+
+def test_other_paths_that_are_too_long_are_named_too(tmp_path, capsys):
+    path = 5000 * "a"
+    assert cli.run(eval.main, [f"--compare={path}"]) == 2
+    assert "--compare=aa" in capsys.readouterr().err
+    assert cli.run(lesson("patterns").main, [str(SHIPPED), f"{path}.png"]) == 2
+    assert "PICTURE=aa" in capsys.readouterr().err
+    assert lesson("check").main(["1", path]) == 2
+    assert "there is no file aa" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("preset", mdlm.PRESETS)
+def test_every_preset_takes_every_kind_of_data(preset, tmp_path, text_file):
+    """What a preset implies contradicts no data: then no advice could be followed."""
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n')
+    (tmp_path / "ids").mkdir()
+    np.arange(9, dtype=np.uint16).tofile(tmp_path / "ids" / "train.bin")
+    for data in ("patterns", text_file, tmp_path / "a.jsonl", tmp_path / "ids"):
+        given = mdlm.parse_args([f"--preset={preset}", f"--data={data}", f"--out_dir={tmp_path}/o"])
+        config, _ = mdlm.make_config(given, None, 1)
+        assert config.preset == preset
 
 
 @pytest.mark.parametrize(
@@ -536,6 +584,32 @@ def test_python_callers_get_one_sentence(tiny, function):
             assert isinstance(said, UserError) and "\n" not in str(said), (where, said)
 
 
+SEVERAL_LINES = {
+    "tensor": torch.zeros(2, 2),
+    "ids": ids_of((3, 3)),
+    "array": np.zeros((3, 3)),
+    "text": "a\nb",
+    "list": ["a\nb"],
+    "long": 9 * [torch.zeros(2, 2)],
+}
+
+
+@pytest.mark.parametrize("function", CALLS)
+def test_refusals_of_values_of_several_lines_are_one_line(tiny, function):
+    """Whatever is refused, by whichever check: a tensor as a path, an array as a number."""
+    call, arguments = CALLS[function]
+    refused = 0
+    for argument, (kind, value) in itertools.product(arguments, SEVERAL_LINES.items()):
+        try:
+            call(*tiny, **dict(x=ids_of(value=tiny[0].mask_id)) | {argument: value})
+        except ValueError as e:
+            refused += 1
+            where = f"{function}({argument}: {kind})"
+            assert isinstance(e, UserError) and "\n" not in str(e), (where, e)
+            assert len(str(e)) < 300, (where, e)
+    assert refused > len(arguments)
+
+
 def test_models_and_tokenizers_are_told_apart(tiny):
     model, tokenizer = tiny
     x = ids_of()
@@ -544,6 +618,40 @@ def test_models_and_tokenizers_are_told_apart(tiny):
     refusal(sample.write, model, None, "a█")
     for call in (sample.generate, mdlm.generate, mdlm.evaluate):
         assert "mdlm.load" in refusal(call, tokenizer, x)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tiny):
+    model, tokenizer = tiny
+    fill = torch.ones(2, T, dtype=torch.bool)
+    x = ids_of(value=model.mask_id)
+    settings = sample.resolve(sample.SamplerSettings(), model)
+    letters = tokenizer.vocab
+    for other in (
+        tokenizer_from_json(SHIPPED / "tokenizer.json"),
+        Tokenizer("byte"),
+        Tokenizer("id", 1 << 20),
+        Tokenizer("char", letters, end=True),
+        Tokenizer("char", letters[:-1]),
+    ):
+        both = (model, other)
+        for call, args in (
+            (sample.write, ()),
+            (sample.write, ("a", 1, 8)),
+            (sample.write, ("a[___]",)),
+            (sample.fill_gaps, (settings, x, fill, False, False)),
+            (search.hypotheses, (["a", 1], 1, None, "cpu")),
+        ):
+            said = refusal(call, *both, *args)
+            assert "the one that mdlm.load returns with this model" in said
+    other = Tokenizer("char", letters, end=3)
+    documents = mdlm.make_model(model.config, model.vocab_size, model.ops, end_id=4)
+    assert "[END]" in refusal(sample.write, documents, other)
+
+
+@pytest.mark.parametrize("kind, x", TENSORS.items())
+def test_ids_that_do_not_fit_are_not_ranked(tiny, kind, x):
+    start = torch.zeros(2, dtype=torch.int64)
+    refusal(ranking.likeliest, tiny[0], x, start, start + 2, start.double(), 1)
 
 
 def test_numbers_of_numpy_and_torch_are_numbers(tiny):

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import CHECKPOINT_FILES, TINY, run_mdlm, sign
+from safetensors.torch import load_file, save_file
 
 import mdlm
 from support.data.tokenizer import tokenizer_from_json
@@ -249,6 +250,29 @@ def test_forged_safetensors_file_is_refused(run, name, content):
         (mdlm.load if name.startswith("model") else resume)(run / "step-4")
 
 
+def former(name):
+    return name.replace("layers.", "blocks.")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors"])
+@pytest.mark.parametrize("kind", ["doubled", "mixed"])
+def test_tensors_under_both_names_of_the_layers_are_refused(run, name, kind):
+    """Which of two tensors counts is not chosen by the order in a file."""
+    path = run / "step-4" / name
+    tensors = load_file(path)
+    of_layers = [name for name in tensors if former(name) != name]
+    some = of_layers if kind == "doubled" else of_layers[:1]
+    others = {former(name): tensors[name] + 1 for name in some}
+    kept = {k: v for k, v in tensors.items() if kind == "doubled" or k not in some}
+    save_file(kept | others, path)
+    sign(run / "step-4")
+    with pytest.raises(UserError, match="both former and present"):
+        (mdlm.load if name.startswith("model") else resume)(run / "step-4")
+    save_file({former(name): t for name, t in tensors.items()}, path)
+    sign(run / "step-4")
+    (mdlm.load if name.startswith("model") else resume)(run / "step-4")
+
+
 def change_config(run, changes):
     path = run / "step-4" / "config.json"
     content = json.loads(path.read_text())
@@ -272,7 +296,8 @@ def change_config(run, changes):
         (dict(dropout=float("nan")), "dropout"),
         (dict(learning_rate=float("inf")), "learning_rate"),
         (dict(objective="x" * 10**6), "objective"),
-        (dict(mask_schedule="unheard_of"), "unheard_of"),
+        (dict(rates="unheard_of"), "unheard_of"),
+        (dict(mask_schedule="unheard_of"), "mask_schedule and rates"),
         (dict(pos=None), "pos"),
         (dict(n_layers=2), "n_layers"),
         (dict(__class__="os"), "__class__"),

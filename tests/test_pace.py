@@ -309,13 +309,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def stepped(monkeypatch, seconds, steps=200):
+def stepped(monkeypatch, seconds, steps=200, ending=0.0):
     """The lines of a run of steps that take so many seconds each, as (time, line)."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     config = mdlm.Config(max_steps=steps)
     run = SimpleNamespace(config=config, step=0, tokens=0, progress=0.0, loss=2.0)
-    run.ending = run.saving = 0.0
+    run.ending = ending
+    run.saving = 0.0
     run.elapsed = lambda: clock.now
     lines = []
     it = progress.Progress(run, lambda text, stream: lines.append((clock.now, text)))
@@ -338,6 +339,13 @@ def test_lines_come_by_time_not_by_steps(monkeypatch, seconds):
     assert lines[-1][1].startswith("100% step 200/200, ")
     assert f"{100 / seconds:,.0f} tokens/s" in lines[-1][1]
     assert "0:00 left, loss 2.0000" in lines[-1][1]
+
+
+def test_nothing_is_left_after_the_last_step(monkeypatch):
+    """Not the seconds of the last evaluation, which has a line of its own."""
+    lines = [line for _, line in stepped(monkeypatch, 30.0, ending=6.0)]
+    assert "0:00 left" in lines[-1] and lines[-1].startswith("100% ")
+    assert "0:36 left" in [line for line in lines if line.startswith(" 99% ")][-1]
 
 
 def test_last_percent_is_not_rounded_up(monkeypatch):

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import sample
 import variants
 from support import terminal
 from support.data.tokenizer import Tokenizer
-from support.infill import calls, likelihood, padding, ranking
+from support.infill import calls, likelihood, padding, ranking, search, templates
 
 V = 6
 T = 7
@@ -122,6 +124,125 @@ def test_draws_are_those_without_a_memory(limit, monkeypatch):
         if limit > 3 * V:
             states = 1 + 2 * V
             assert sum(hidden) <= states * (2 if how.get("cfg") else 1) < without
+
+
+# ---- log p of a fill, against an enumeration of all fills
+
+
+def draw_all(x, fill, may_end, quick, **_):
+    """Fills equal rows with one after another of all that may stand there, in place of a draw."""
+    tokens = range(V if may_end else V - 1)  # the last is [END]
+    texts = {}
+    for row, here in zip(x, fill):
+        at = ((row == V) & here).nonzero()[:, 0]
+        key = tuple(row.tolist()), tuple(at.tolist())
+        texts.setdefault(key, itertools.cycle(itertools.product(tokens, repeat=len(at))))
+        row[at] = torch.tensor(next(texts[key]), dtype=torch.int64)
+    return x
+
+
+def chain_of(model, ids, start, after):
+    """log p(ids[start:] | ids[:start]) in float64, token by token; after: the id past the text."""
+    total = 0.0
+    for i in range(start, len(ids)):
+        xt = torch.full((1, T), after)
+        xt[0, : len(ids)] = torch.tensor([*ids[:i], *[V] * (len(ids) - i)])
+        total += model.logits(xt)[0, i].log_softmax(-1)[ids[i]].item()
+    return total
+
+
+def all_texts(parts, max_gap, ends_open):
+    """Ids of all fills of a template of literals (lists), numbers and None, and what they show.
+
+    ends_open: whether a gap at the end of the text stops at [END] or a line break
+    """
+    found = [([], [])]
+    for i, part in enumerate(parts, 1):
+        choices = [(part, part)] if isinstance(part, list) else []
+        if part is None and ends_open and i == len(parts):
+            for ids in itertools.product(range(V), repeat=max_gap):
+                stops = [k for k, id in enumerate(ids) if id == V - 1 or (k and id == V - 2)]
+                n = stops[0] if stops else max_gap
+                choices.append((list(ids[: n + 1]), list(ids[:n])))
+        elif not isinstance(part, list):
+            for n in range(1, max_gap + 1) if part is None else [part]:
+                for ids in itertools.product(range(V - 1), repeat=n):
+                    choices.append((list(ids), list(ids)))
+        found = [(a + c, b + d) for a, b in found for c, d in choices]
+    return found
+
+
+def fills_of(model, parts, max_gap, draws):
+    """{text: log p} of the fills that `hypotheses` finds where all are drawn."""
+    tokenizer = Tokenizer("char", list("abcd\n"), end=True)
+    parts = [tokenizer.decode(part) if isinstance(part, list) else part for part in parts]
+    limits = dict(max_gap=max_gap, draws=draws)
+    found = search.hypotheses(model, tokenizer, parts, 10**6, draw_all, "cpu", **limits)
+    shown = [templates.joined(templates.to_texts(f.parts, f.ids, tokenizer)) for f in found]
+    assert len(set(shown)) == len(shown)
+    assert [f.logp for f in found] == sorted((f.logp for f in found), reverse=True)
+    return dict(zip(shown, (f.logp for f in found)))
+
+
+@pytest.mark.parametrize(
+    "parts, max_gap", [([[0, 1], None], 1), ([[0, 1], None], 3), ([None], 3), ([[2], 1, None], 2)]
+)
+def test_logp_of_an_open_end_is_the_chain_rule(parts, max_gap):
+    """[END] counts once, also where it is the first token of the gap."""
+    model = random_world(2)
+    start = len(parts[0]) if isinstance(parts[0], list) else 0
+    wanted = {}
+    tokenizer = Tokenizer("char", list("abcd\n"), end=True)
+    total = 0.0
+    for ids, shown in dict.fromkeys((tuple(a), tuple(b)) for a, b in all_texts(parts, max_gap, 1)):
+        text = tokenizer.decode(shown)
+        logp = chain_of(model, list(ids), start, V)
+        wanted[text] = max(logp, wanted.get(text, -math.inf))  # of its two ends, the likelier
+        total += math.exp(logp)
+    if parts == [[0, 1], None] or parts == [None]:
+        assert total == pytest.approx(1), "the fills are not all that may follow"
+    assert fills_of(model, parts, max_gap, 5 * V**max_gap) == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "parts", [[[0], None], [[0], None, [1], None], [None, [2], None, [0]], [1, [2], None]], ids=str
+)
+def test_logp_of_documents_of_given_lengths_is_the_chain_rule(parts):
+    """In every stretch the network sees [END] after the text, as in training."""
+    model = random_world(4)
+    ends = mdlm.MaskedDiffusion(model.config, V)
+    model.objective = variants.choose(model.config, ends, end_id=V - 1)
+    model.length_counts = torch.arange(T + 1) % 3
+    p = (model.length_counts.double() + 1) / (model.length_counts + 1).sum()
+    tokenizer = Tokenizer("char", list("abcd\n"), end=True)
+    start = len(parts[0]) if isinstance(parts[0], list) else 0
+    wanted = {}
+    for ids, _ in all_texts(parts, 2, False):
+        if len(ids) <= T:
+            logp = p[len(ids)].log().item() + chain_of(model, ids, start, V - 1)
+            wanted[tokenizer.decode(ids)] = max(logp, wanted.get(tokenizer.decode(ids), -math.inf))
+    draws = 4 * 30 * 25  # two lengths of up to 30 beginnings, 25 fills of a gap of two
+    assert fills_of(model, parts, 2, draws) == pytest.approx(wanted, abs=1e-4)
+
+
+def test_an_empty_end_is_a_fill(capsys, monkeypatch):
+    """A model that ends the text at once: it is shown, and nothing is left to draw."""
+    tokenizer = Tokenizer("char", list("abcd\n"), end=True)
+    logits = torch.zeros(T, V, dtype=torch.float64)
+    logits[:, V - 1] = 20
+    model = Toy(lambda xt: logits.expand(len(xt), T, V), V, T)
+    model.register_forward_pre_hook = lambda hook: SimpleNamespace(remove=lambda: None)
+    model.parameters = lambda: iter([torch.zeros(1)])
+    for text, shown in (("ab[___]", "ab"), ("[___]", "")):
+        assert sample.write(model, tokenizer, text, n=2) == [shown] * 2
+        parts = sample.parse(text, tokenizer, T)
+        for how in (dict(candidates=2), dict(num_samples=2, html="x"), dict(watch=True)):
+            options = sample.resolve(sample.Options(device="cpu", **how), model)
+            pages = []
+            for texts, _ in sample.answers(model, tokenizer, text, parts, options, pages):
+                assert templates.joined(texts[0]) == shown
+            for page in pages:
+                assert page["text"] == shown and page["tokens"] == list(shown)
 
 
 class Bar:

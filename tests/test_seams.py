@@ -23,7 +23,7 @@ from support import cli, files
 from support.data import seams, sources, texts, tokenizer
 from support.data.tokenizer import Tokenizer, build_tokenizer
 from support.errors import UserError
-from support.infill import templates
+from support.infill import search, templates
 from support.training import log
 from support.web import viewer
 
@@ -228,6 +228,40 @@ def test_first_token_of_a_gap_has_its_space(made, name):
     for gap, more in (("█" * n, {}), ("[___]", dict(max_gap=n))):
         (text,) = sample.write(model, made, f"The {gap} of a class", temperature=0, **more)
         assert text == SENTENCE
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "bert", "gpt2", "bpe", "word"])
+@pytest.mark.parametrize(
+    "template",
+    ["The [___] of a █ class", "The █ of [___] a █ class", "The [___]", "The █ of [___]"],
+)
+@pytest.mark.parametrize("end", [False, True])
+def test_ranked_fills_show_no_space_that_no_id_has(made, name, template, end):
+    """Also where every length puts the gap elsewhere, and the model prefers other tokens."""
+    known = made(name)
+    known = Tokenizer(known.kind, known.vocab, end)
+    V = known.vocab_size
+    T = 24
+    logits = torch.randn(T, V, generator=torch.Generator().manual_seed(0))
+    logits -= 50 * torch.from_numpy(known.space_tokens())  # hardly ever drawn
+    if end:
+        logits[:, known.end_id] = 9
+    model = Toy(lambda xt: logits.expand(len(xt), T, V), V, T)
+    model.parameters = lambda: iter([torch.zeros(1)])
+    fill = functools.partial(
+        sample.fill_gaps, model, known, sample.resolve(sample.SamplerSettings(), model)
+    )
+    parts = templates.parse(template, known, T)
+    found = search.hypotheses(model, known, parts, 40, fill, "cpu", max_gap=4)
+    assert found
+    for one in found:
+        at = templates.borrowing(one.parts)
+        assert at and all(known.space_tokens()[one.ids[i]] for i in at)
+        shown = templates.joined(templates.to_texts(one.parts, one.ids, known))
+        if name != "bert":  # which forgets capitals, and spaces at punctuation
+            assert known.decode(one.ids) == shown
+    for text in sample.write(model, known, template, n=2, max_gap=4):
+        assert text.startswith("The ") and text != "The "
 
 
 # ---- Pieces

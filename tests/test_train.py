@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 import mdlm
 import sample
 from support import cli, devices, errors, flags, signals
-from support.training import checkpoint
+from support.training import checkpoint, runs
 
 CPU = torch.device("cpu")
 
@@ -718,6 +718,47 @@ def test_resume_works_without_source_or_elsewhere(run, tmp_path):
     assert run_mdlm("--resume", "--max_steps=5", f"--out_dir={moved}") == 0
     assert not run.exists()
     assert saved(moved)[1][0] == 5
+
+
+def test_the_same_text_by_another_path_is_accepted_on_resume(run, tmp_path, capsys, monkeypatch):
+    """A path is compared as a file: ./text.txt, /all/of/it/text.txt and a link are text.txt."""
+    config = mdlm.read_config(checkpoint.find_checkpoint(run))
+    text = Path(config.data)
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "link.txt").symlink_to(text)
+    (folder / "copy.txt").write_bytes(text.read_bytes())
+    monkeypatch.chdir(text.parent)
+    for same in (text.name, f"./{text.name}", text.parent / "." / text.name, folder / "link.txt"):
+        argv = ["--resume", f"--data={same}", f"--out_dir={run}", "--max_steps=4"]
+        given, found = runs.find_run(mdlm.parse_args(argv))
+        again, _ = mdlm.make_config(given, found, 1)
+        assert again.data == config.data, "the run keeps the name that it has"
+    for other in (folder / "copy.txt", "pydoc", "./pydoc", folder):
+        argv = ["--resume", f"--data={other}", f"--out_dir={run}", "--max_steps=4"]
+        assert run_mdlm(*argv) == 2
+        assert "contradicts the run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "train.bin", "val.bin"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "other", "gone"])
+def test_damaged_data_of_a_run_get_one_advice(run, capsys, name, damage):
+    path = run / "data" / name
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        kinds = dict(cut=content[: len(content) // 2], empty=b"", other=b"{}")
+        path.write_bytes(kinds[damage])
+    code = run_mdlm("--resume", "--max_steps=5", f"--out_dir={run}")
+    said = capsys.readouterr().err
+    assert code == 2
+    *_, sentence = said.splitlines()
+    if (name, damage) == ("meta.json", "gone"):  # then nothing says whose data they are
+        assert sentence.endswith("; move it away, or give another --out_dir")
+        return
+    assert sentence.count("restore it") == 1 and sentence.count(";") == 1
+    assert sentence.endswith("; restore it, or start again with --overwrite"), sentence
 
 
 def test_run_resumes_only_on_its_text(pydoc, tmp_path, capsys):

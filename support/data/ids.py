@@ -33,7 +33,7 @@ def map_ids(path, dtype, stated=True):
         offset = HEADER
         if int(header[2]) * dtype.itemsize != size - offset:
             what = f"{path} has a header of llm.c for {header[2]} tokens, and {size} bytes"
-            raise UserError(f"{what}; it is cut off: restore it")
+            raise UserError(f"{what}: it is cut off; restore it")
     elif is_new_header(header, size):
         known = " and ".join(map(str, MAGIC))
         what = f"{path} has a header with the magic number {header[0]}"

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import torch
 
+from support.arguments import check_ids, check_length
 from support.infill.calls import call_size, next_logits, to_context
 
 
@@ -129,8 +130,14 @@ def likeliest(model, x, start, stop, known, n, expect=lambda calls: None):
     expect: called with the largest number of network calls that may still follow
 
     Returns (rows (n,), values (n,) in nats), the highest first; ties keep the order of the rows. A
-    row is scored only until it cannot be among the n, and common beginnings are scored once.
+    row is scored only until it cannot be among the n, and common beginnings are scored once. Raises
+    UserError for ids outside the vocabulary and for texts that are too long.
     """
+    check_ids(model, x)
+    check_length(model, x)
+    at = torch.arange(x.shape[1])
+    is_text = (at >= start[:, None]) & (at < stop[:, None])
+    check_ids(model, x.masked_fill(~is_text.to(x.device), 0), masks=False)
     x = to_context(model, x)
     size = call_size(model, x.device)
     race = Race(model, x, start, stop, known, n)

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import torch
 
+from support.arguments import check_tokenizer
 from support.infill.calls import call_size
 from support.infill.ranking import likeliest
 from support.infill.templates import (
-    allowed_in_all,
+    allowed_by_row,
     encode_parts,
     joined,
     keeps_spaces,
@@ -28,13 +29,14 @@ class Fill(NamedTuple):
 
 
 def until_break(tokenizer, ids, start=0):
-    """Return how many ids from `start` on, at least 1, precede [END] or a line break.
+    """Return how many ids from `start` on precede [END] or a line break.
 
-    Without either of them that is all of the ids.
+    Without either of them that is all of the ids. A line break at `start` is text, as after
+    "ROMEO:"; an [END] at `start` is not: then nothing precedes it.
     """
     texts = tokenizer.pieces(ids, start)
-    for i in range(1, len(texts)):
-        if ids[start + i] == tokenizer.end_id or "\n" in texts[i]:
+    for i, text in enumerate(texts):
+        if ids[start + i] == tokenizer.end_id or (i and "\n" in text):
             return i
     return len(texts)
 
@@ -44,23 +46,24 @@ def distinct(rows, tried, at_end, tokenizer):
 
     rows: lists of ids, drawn for the pairs `tried` (where ranking begins, Fill)
     at_end: whether the last part is a gap at the end of the text. It is then cut off before [END]
-        or a line break
+        or a line break. Rows that differ in what cuts them off are both kept
 
-    Returns triples (number of the row, where ranking begins, Fill). If every row lacks a space,
-    they are kept.
+    Returns a list of (number of the row, where ranking begins, Fill, text).
     """
-    with_spaces = {}  # text -> triple
-    without = {}
+    found = {}
     for i, (row, (begin, fill)) in enumerate(zip(rows, tried)):
         ids = row[: len(fill.ids)]
+        ending = ()
         if at_end:
             gap_start = len(ids) - fill.parts[-1]
             length = until_break(tokenizer, ids, gap_start)
             ids = ids[: gap_start + length + 1]  # with the token that ends the text
+            ending = tuple(ids[gap_start + length :])
             fill = fill._replace(parts=[*fill.parts[:-1], length])
-        group = with_spaces if keeps_spaces(fill.parts, ids, tokenizer) else without
-        group[joined(to_texts(fill.parts, ids, tokenizer))] = (i, begin, fill._replace(ids=ids))
-    return (with_spaces or without).values()
+        if keeps_spaces(fill.parts, ids, tokenizer):
+            text = joined(to_texts(fill.parts, ids, tokenizer))
+            found[text, ending] = (i, begin, fill._replace(ids=ids), text)
+    return list(found.values())
 
 
 def cut_stretches(parts):
@@ -100,8 +103,8 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
     draw: function draw(x, fill, may_end, quick), called once for each stretch (see cut_stretches).
         It draws the positions fill (B, L) bool of x (B, L) and returns x. quick: the stretch has a
         gap of unknown length, of which many lengths are tried with few draws each. It also gets
-        `allowed` (as in sample.unmask) if the tokenizer requires a gap's first token to begin with
-        a space, and `expect(calls)` if expect is given
+        `allowed` (as from templates.allowed_by_row) if a gap's first token must begin with a space,
+        and `expect(calls)` if expect is given
     max_gap: largest length tried for a gap of unknown length
     draws: number of draws for each stretch and length; fewer for long gaps
     expect: called as expect(calls, stretch, stretches) with the largest number of network calls
@@ -111,14 +114,18 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
     which includes the text after the gaps: the sum of log p over the gaps alone would favour short
     ones, the mean easy ones. For a gap at the end of the text, max_gap tokens are drawn. Those
     before [END] or a line break are kept, and the token that ends the text counts in logp. If
-    documents have given lengths, log p(length) counts instead.
+    documents have given lengths, log p(length) counts instead, and the network sees [END] after the
+    text. Where that is, is known only in the last stretch, so that one ranks the whole text;
+    earlier ones choose what continues by logp with [MASK] after it.
     """
+    check_tokenizer(tokenizer, model)
     L = model.config.block_size
     parts = encode_parts(parts, tokenizer)
     stretches = cut_stretches(parts)
     fills = [Fill([], [], 0.0)]
     # Where the ranking of each fill begins: the text before the first gap is given.
-    starts = [len(to_ids(parts[:1], tokenizer)) if isinstance(parts[0], str) else 0]
+    first = len(to_ids(parts[:1], tokenizer)) if isinstance(parts[0], str) else 0
+    starts = [first]
 
     def tell(number, later, calls):
         if expect:
@@ -130,6 +137,9 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
         is_last = end == len(parts)
         at_end = stretch == [None] and is_last and not model.objective.lengths_are_given
         several = None in stretch and not at_end
+        if is_last and model.objective.lengths_are_given:
+            fills = [fill._replace(logp=0.0) for fill in fills]
+            starts = [first] * len(fills)
         # 1. Draw: every length of the gap after every fill of the previous stretches.
         lengths = [1]  # of no effect: the stretch has no gap of unknown length
         if several:
@@ -152,21 +162,27 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
         sequences = sum(len(fill.ids) - start for start, fill in tried)  # to rank them, at most
         later = math.ceil(sequences / call_size(model, device))
         options = dict(expect=partial(tell, number, later)) if expect else {}
-        if allowed := allowed_in_all([fill.parts for _, fill in tried], tokenizer):
+        if allowed := allowed_by_row([fill.parts for _, fill in tried], tokenizer, L):
             options["allowed"] = allowed
         x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several, **options)
-        # 2. Keep each text once.
-        rows, starts, fills = zip(*distinct(x.tolist(), tried, at_end, tokenizer))
+        # 2. Keep each text once, or once with each token that ends it.
+        rows, starts, fills, texts = zip(*distinct(x.tolist(), tried, at_end, tokenizer))
         x = x[list(rows)]
         # 3. Rank them, and continue with the best.
         stop = torch.tensor([len(fill.ids) for fill in fills])
         known = torch.tensor([fill.logp for fill in fills], dtype=torch.float64)
         if is_last and model.objective.lengths_are_given:
             known += length_logp(model)[stop]
-        n_kept = min(len(fills), n if is_last else max(n, 8))
+        n_texts = len(set(texts))
+        n_kept = min(n_texts, n if is_last else max(n, 8))
         starts = torch.tensor(starts)
         report = partial(tell, number, 0)
-        best, logp = likeliest(model, x, starts, stop, known, n_kept, report)
-        fills = [fills[i]._replace(logp=p) for i, p in zip(best.tolist(), logp.tolist())]
+        # So many more that n_kept texts are left if each is kept with its likeliest end.
+        n_ranked = n_kept + len(texts) - n_texts
+        best, logp = likeliest(model, x, starts, stop, known, n_ranked, report)
+        ranked = {}
+        for i, p in zip(best.tolist(), logp.tolist()):
+            ranked.setdefault(texts[i], fills[i]._replace(logp=p))
+        fills = list(ranked.values())[:n_kept]
         starts = [len(fill.ids) for fill in fills]
     return fills

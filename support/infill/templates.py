@@ -75,25 +75,43 @@ def borrowing(parts):
 
 
 def allowed_tokens(parts, tokenizer):
-    """Return {position: (V,) bool, the allowed tokens} for positions with restrictions."""
-    return allowed_in_all([parts], tokenizer)
+    """Return {position: (V,) bool, the allowed tokens} for positions with restrictions.
 
-
-def allowed_in_all(templates, tokenizer):
-    """Return the same as allowed_tokens, for the restrictions that all of the templates have."""
-    positions = set.intersection(*(set(borrowing(parts)) for parts in templates))
+    [END] is among them: a text may end after its given beginning.
+    """
+    positions = borrowing(parts)
     if not positions:
         return {}
     allowed = tokenizer.space_tokens().copy()
     if tokenizer.end_id is not None:
         allowed[tokenizer.end_id] = True
-    return dict.fromkeys(sorted(positions), torch.from_numpy(allowed))
+    return dict.fromkeys(positions, torch.from_numpy(allowed))
+
+
+def allowed_by_row(templates, tokenizer, T):
+    """Return pairs (where (B, T) bool, (V,) bool, the tokens that are allowed there).
+
+    templates: the parts of each row's template. Without restrictions the list is empty. [END] is
+    not allowed: the space that a literal lends would be shown without an id that has it.
+    """
+    where = torch.zeros(len(templates), T, dtype=torch.bool)
+    for row, parts in zip(where, templates):
+        row[borrowing(parts)] = True
+    return [(where, torch.from_numpy(starts_with_space(tokenizer)))] if where.any() else []
+
+
+def starts_with_space(tokenizer):
+    """Return (V,) bool: the tokens of text that begin with a space."""
+    found = tokenizer.space_tokens().copy()
+    if tokenizer.end_id is not None:
+        found[tokenizer.end_id] = False
+    return found
 
 
 def keeps_spaces(parts, ids, tokenizer):
     """Whether every token after a literal that lends its space begins with a space."""
-    borrowers = [ids[i] for i in borrowing(parts) if i < len(ids)]
-    return all(tokenizer.space_tokens()[token] for token in borrowers)
+    has_space = starts_with_space(tokenizer)
+    return all(has_space[ids[i]] for i in borrowing(parts) if i < len(ids))
 
 
 # ---- Reading templates
@@ -226,7 +244,7 @@ def to_ids(parts, tokenizer, mask=0):
     """Return the ids of parts, with `mask` in gaps. A gap of unknown length gets one token."""
     ids = []
     for part in encode_parts(parts, tokenizer):
-        ids += part.ids if isinstance(part, Literal) else [mask] * (part or 1)
+        ids += part.ids if isinstance(part, Literal) else [mask] * (1 if part is None else part)
     return ids
 
 
@@ -250,7 +268,7 @@ def to_texts(parts, ids, tokenizer):
             skip_space = False
         if tokenizer.kind == "id":  # numbers, which need a space between them
             text = text.strip(" ")
-            if texts:
+            if texts and text:  # an empty gap adds nothing
                 text = f" {text}"
         texts.append((text, is_filled))
     return texts

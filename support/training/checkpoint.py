@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from support import environment, files, ownership
 from support.errors import UserError
-from support.flags import at_home, check_not_empty, modern
+from support.flags import at_home, check_not_empty, modern, shown
 from support.terminal import warn
 from support.training import shards
 
@@ -130,7 +130,9 @@ def read_newest(path, read):
     looked for again. UserError if there is none, or if read(folder) raises one.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        raise UserError(f"{path!r} is no path; give the folder of a run or a checkpoint")
+        raise UserError(
+            f"{shown(repr(path), 80)} is no path; give the folder of a run or a checkpoint"
+        )
     check_not_empty("the path of a run", os.fspath(path))
     path = at_home(os.fspath(path))
     try:
@@ -243,7 +245,10 @@ def read_settings(path, known):
     if (kind, version) != ("mdlm", 1) or not isinstance(settings, dict):
         what = f"{path} has version {version!r} of format {kind!r}"
         raise UserError(f"{what}; this program reads version 1 of mdlm")
-    settings = modern(settings, "mdlm")
+    try:
+        settings = modern(settings, "mdlm")
+    except UserError as e:
+        raise UserError(f"{path}: {e}") from e
     for name in sorted(settings.keys() - known):
         fix = "use the version that wrote it, or train again"
         raise UserError(f"{path} has an unknown setting {name[:40]!r}; {fix}")
@@ -268,29 +273,44 @@ def name_then(name):
     return re.sub(r"^(raw\.)?layers\.", r"\1blocks.", name)
 
 
+@contextlib.contextmanager
+def explain_safetensors(path):
+    """Context manager: turn what reading a safetensors file raises into a UserError."""
+    try:
+        yield
+    except (SafetensorError, OSError, KeyError, OverflowError, MemoryError) as e:
+        raise UserError(f"{path} is no safetensors file: {e}") from e
+
+
 def names_in(path):
-    """Name of a tensor now -> its name in a safetensors file."""
-    with safe_open(path, "pt") as f:
-        return {name_now(name): name for name in f.keys()}  # noqa: SIM118 (f is no dict)
+    """Name of a tensor now -> its name in a safetensors file.
+
+    Raises UserError for a file with former and present names: which of them count is not known.
+    """
+    with explain_safetensors(path), safe_open(path, "pt") as f:
+        stored = list(f.keys())
+    former = [name for name in stored if name_now(name) != name]
+    present = [name for name in stored if name_then(name) != name]
+    if former and present:
+        both = f"both former and present names: {former[0]} and {present[0]}"
+        raise UserError(f"{path} has {both}; take an earlier checkpoint, or train again")
+    return {name_now(name): name for name in stored}
 
 
 def read_tensors(path, expected=None):
     """A safetensors file as a dict; names and shapes must be those of `expected`, in float32."""
-    try:
-        names = names_in(path)
-        with safe_open(path, "pt") as f:
-            slices = {name: f.get_slice(then) for name, then in names.items()}
-            stored = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
-            wanted = stored
-            if expected is not None:
-                wanted = {name: ("F32", list(t.shape)) for name, t in expected.items()}
-            for name in sorted(stored | wanted):  # compared before any tensor is read
-                if stored.get(name) != wanted.get(name):
-                    why = f"{name} is missing, unexpected or misshapen"
-                    raise UserError(f"{path} does not fit its config: {why}")
-            tensors = {name: f.get_tensor(then) for name, then in names.items()}
-    except (SafetensorError, OSError, KeyError, OverflowError, MemoryError) as e:
-        raise UserError(f"{path} is no safetensors file: {e}") from e
+    names = names_in(path)
+    with explain_safetensors(path), safe_open(path, "pt") as f:
+        slices = {name: f.get_slice(stored) for name, stored in names.items()}
+        kinds = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
+        wanted = kinds
+        if expected is not None:
+            wanted = {name: ("F32", list(t.shape)) for name, t in expected.items()}
+        for name in sorted(kinds | wanted):  # compared before any tensor is read
+            if kinds.get(name) != wanted.get(name):
+                why = f"{name} is missing, unexpected or misshapen"
+                raise UserError(f"{path} does not fit its config: {why}")
+        tensors = {name: f.get_tensor(stored) for name, stored in names.items()}
     for name, t in tensors.items():
         if t.is_floating_point() and not t.isfinite().all():
             fix = "take an earlier checkpoint, or train again"

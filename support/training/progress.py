@@ -135,8 +135,13 @@ class Progress:
         self.speed_from = (tokens, time.monotonic())
 
     def seconds_left(self):
-        """Estimate the seconds until the run ends, including its last evaluation."""
+        """Estimate the seconds until the run ends, including its last evaluation.
+
+        After the last step they are 0.
+        """
         run = self.run
+        if run.progress >= 1:  # the last evaluation says how long it takes
+            return 0.0
         left = math.inf
         if run.config.time_limit:
             left = run.config.time_limit - run.elapsed()

@@ -188,7 +188,7 @@ def resumed(old, given, folder, resumable):
                 changes[name] = value
         elif name in resumable:
             changes[name] = value
-        elif value not in (was, "auto"):
+        elif value not in (was, "auto") and not is_same_path(name, value, was):
             fix = "leave the flag out, or start again with --overwrite"
             was = "none" if was == "" else was
             raise UserError(f"--{name}={value} contradicts the run in {out}, with {was}; {fix}")
@@ -196,6 +196,17 @@ def resumed(old, given, folder, resumable):
     config = dataclasses.replace(old, **changes | dict(out_dir=str(out), overwrite=False))
     choose_end(config, given, old)
     return config, {k: (getattr(old, k), v) for k, v in changes.items() if k in CHANGEABLE}
+
+
+def is_same_path(name, value, was):
+    """Whether two values of a setting name the same file or folder."""
+    if name not in ("data", "tokenizer", "init_from") or not (value and was):
+        return False
+    if {value, was} & {*sources.BUILT_IN, *KINDS}:  # these name no file
+        return False
+    with contextlib.suppress(OSError):
+        return os.path.samefile(value, was)
+    return os.path.abspath(value) == os.path.abspath(was)  # it is gone
 
 
 def check_source(config, given):
@@ -223,7 +234,9 @@ def is_prepared(config, folder):
     data = data_folder(config)
     if not folder or not (data / "meta.json").exists():
         return False
-    if sources.has_changed(config.data, data):
+    with explain_data(folder):
+        has_changed = sources.has_changed(config.data, data)
+    if has_changed:
         warn(f"--data={config.data} has changed; the run goes on with what it learned")
     return True
 
@@ -236,8 +249,9 @@ def explain_data(folder):
     except UserError as e:
         if not folder:
             raise
+        what = str(e).rpartition("; ")[0] or e  # without the advice for data of others
         fix = "restore it, or start again with --overwrite"
-        raise UserError(f"the data of the run cannot be used: {e}; {fix}") from e
+        raise UserError(f"the data of the run cannot be used: {what}; {fix}") from e
 
 
 def check_identity(config, identity, folder):

@@ -500,7 +500,7 @@ def main(argv):
     mode = mode or ("kernels" if cuda else "train")
     check_mode(mode, given)
     if mode in ("kernels", "profile") and not cuda:
-        raise UserError(f"{mode} needs a CUDA device, not {device}; give train or sample")
+        raise UserError(f"{mode} runs on a CUDA device, not on {device}; give train or sample")
     table = ResultsTable(mode, options, device)
     MODES[mode](options, device, table)
     return table.close()

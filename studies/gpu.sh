@@ -3,10 +3,13 @@
 #
 #   TEXT=my.txt NANOGPT=../nanoGPT bash studies/gpu.sh     # 1. figures, the most telling first
 #   PARTS=tests bash studies/gpu.sh                        # 2. every test of the kernels
-#   PARTS=record TEXT=my.txt bash studies/gpu.sh           # 3. the gpu preset, seeds 0, 1, 2
-#   PARTS=shards bash studies/gpu.sh                       # 4. --shard on all GPUs, or on one
+#   PARTS=large bash studies/gpu.sh                        # 3. 124 M parameters
+#   PARTS=record TEXT=my.txt bash studies/gpu.sh           # 4. the gpu preset, seeds 0, 1, 2
+#   PARTS=shards bash studies/gpu.sh                       # 5. --shard on all GPUs, or on one
 #
-# PARTS: of the first call ops train nanogpt large attention alike; the others alone.
+# PARTS: of the first call smoke train profile minute nanogpt tiles ops alike; the others alone.
+# smoke: whether the kernels compute what float64 computes; if not, nothing else is run. While it
+# runs, what is timed later is compiled. minute: a run of 60 seconds on TEXT.
 # NANOGPT: a clone of github.com/karpathy/nanoGPT in which data/shakespeare_char/prepare.py has run;
 # its own train.py then says how long a step of the same size takes (16,384 tokens).
 # OUT: folder of the results (results/). LIMIT: seconds for all (580). PYTHON: the interpreter.
@@ -17,15 +20,15 @@ if [ $# -gt 0 ]; then
     echo "gpu.sh takes no arguments, but: PARTS, LIMIT, OUT, TEXT, NANOGPT, PYTHON in the environment" >&2
     exit 2
 fi
-first="ops train nanogpt large attention alike"
+first="smoke train profile minute nanogpt tiles ops alike"
 PARTS=${PARTS:-$first}
 if [ -z "${PARTS// /}" ]; then
-    echo "PARTS names no part; give some of: $first tests record shards" >&2
+    echo "PARTS names no part; give some of: $first tests large record shards" >&2
     exit 2
 fi
 for name in $PARTS; do
-    [[ " $first tests record shards " == *" $name "* ]] && continue
-    echo "there is no part $name; give some of: $first tests record shards" >&2
+    [[ " $first tests large record shards " == *" $name "* ]] && continue
+    echo "there is no part $name; give some of: $first tests large record shards" >&2
     exit 2
 done
 out=$(realpath -m -- "${OUT:-$(dirname "$0")/../results}")
@@ -82,14 +85,29 @@ bench() {  # name, seconds, arguments of bench.py
 pytest=("$python" -m pytest -q -m "not slow" -p no:cacheprovider -o addopts=)
 alike=tests/test_gpu.py::test_final_nelbo_agrees
 
-bench ops 70 kernels --seconds=0.1  # those of the preset come first
-bench train 200 train --preset=gpu --seconds=1.5
+if [[ " $PARTS " == *" smoke "* ]]; then
+    # Compiled in the meantime, to be found in the cache by the parts that time it.
+    quiet=(--seconds=0 --time_limit=90)
+    [[ " $PARTS " == *" train "* ]] && "$python" bench.py train --preset=gpu "${quiet[@]}" >"$out/warm_train" 2>&1 &
+    [[ " $PARTS " == *" tiles "* ]] && "$python" studies/tiles.py --compile >"$out/warm_tiles" 2>&1 &
+    part smoke 100 "$python" studies/smoke.py
+    wait
+    rm -f "$out"/warm_*
+    if [ "$failed" != 0 ]; then
+        echo "the kernels are wrong here: nothing else is run" | tee -a "$out/gpu.md"
+        exit 1
+    fi
+fi
+bench train 110 train --preset=gpu --seconds=1
+bench profile 50 profile --preset=gpu
+part minute 75 "$python" mdlm.py --preset=gpu --data="${text:-pydoc}" --time_limit=60 --out_dir=out-minute --overwrite
 # With a line of the log a step, its times are of whole steps. The last ones count: the first compile.
 [ -z "$nanogpt" ] || part nanogpt 60 env -C "$nanogpt" "$python" train.py config/train_shakespeare_char.py \
     --max_iters=200 --log_interval=1 --eval_interval=1000 --eval_iters=1 --out_dir=/tmp/nanogpt
-bench large 95 train --preset=gpt2
-bench attention 100 kernels --only=attention --seconds=0.1
+part tiles 60 "$python" studies/tiles.py --time
+bench ops 100 kernels --seconds=0.1  # those of the preset come first
 part alike 100 "${pytest[@]}" -s tests/test_gpu.py -k "not shards" --deselect="$alike[1]" --deselect="$alike[2]"
+bench large 570 train --preset=gpt2
 part shards 570 "${pytest[@]}" -s tests/test_gpu.py -k shards
 part tests 570 "${pytest[@]}" -n 8 tests/kernels_cases/*_cases.py
 part record 570 env OUT=out-record bash studies/record.sh --data="${text:-shakespeare}" --preset=gpu

@@ -10,7 +10,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parent.parent)  # python studies/smoke.py, from anywhere
+
+from support import cli
+
+cli.start(__name__)
 
 import torch
 
@@ -18,6 +23,8 @@ import bench
 import mdlm
 from studies import peers
 from support import devices, kernels
+from support.errors import UserError
+from support.flags import Parser
 from support.kernels.reference import block_spans, document_spans
 from support.training import compiling
 
@@ -121,7 +128,10 @@ def losses(name):
     return values
 
 
-def main():
+def main(argv):
+    Parser(description=__doc__.splitlines()[0]).parse_args(argv)
+    if not torch.cuda.is_available():
+        raise UserError("there is no CUDA device: nothing to compare")
     torch.set_float32_matmul_precision("high")
     ok = True
     T = 512
@@ -143,9 +153,9 @@ def main():
     print(f"{STEPS} compiled steps, loss and norm: Triton, then PyTorch")
     print(torch.cat((ours, plain), 1))
     ok &= bool((ours[:, 0] - plain[:, 0]).abs().max() <= 0.02)
-    print("all agree" if ok else "WRONG: see above")
+    print("all agree" if ok else "not all agree")
     return int(not ok)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.run(main, sys.argv[1:]))

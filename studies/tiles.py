@@ -14,11 +14,18 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parent.parent)  # python studies/tiles.py, from anywhere
+
+from support import cli
+
+cli.start(__name__)
 
 import torch
 
 from support import kernels
+from support.errors import UserError
+from support.flags import Parser
 from support.kernels.reference import block_spans, document_spans
 
 # In the package these names are the operations.
@@ -243,10 +250,16 @@ def chunks():
     C.CHUNK = present
 
 
-def main():
-    troubles = {} if "--time" in sys.argv else compile_all()
-    if "--compile" in sys.argv:
-        return
+def main(argv):
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compile", action="store_true", help="compile the candidates alone")
+    parser.add_argument("--time", action="store_true", help="compile each as it is timed")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        raise UserError("there is no CUDA device: nothing to time")
+    troubles = {} if options.time else compile_all()
+    if options.compile:
+        return 0
     for i, (kernel, tiles) in enumerate(CANDIDATES.items()):
         for shape in SHAPES:
             known = {tile: troubles.get((i, shape, tile)) for tile in tiles}
@@ -256,7 +269,8 @@ def main():
     norm_case(16384, 384)
     norm_case(65536, 768)
     chunks()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(main, sys.argv[1:]))

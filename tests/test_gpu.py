@@ -36,23 +36,25 @@ FLAGS = [
 def run(tmp_path_factory):
     """(losses of all steps, NELBO, its standard error) of a run."""
 
-    def train(kernels, steps, seed):
+    def train(kernels, steps, seed, dtype="bfloat16"):
         out = tmp_path_factory.mktemp(kernels)
         flags = [f"--kernels={kernels}", f"--max_steps={steps}", f"--seed={seed}"]
-        assert run_mdlm(*FLAGS, *flags, f"--out_dir={out}") == 0
+        assert run_mdlm(*FLAGS, *flags, f"--dtype={dtype}", f"--out_dir={out}") == 0
         last = [r for r in read_log(out) if "val_nelbo" in r][-1]
         return losses(out), last["val_nelbo"], last["val_nelbo_se"]
 
     return train
 
 
-def test_first_losses_agree(run):
-    triton, plain = (run(kernels, 50, seed=0)[0] for kernels in ("triton", "torch"))
-    differences = [abs(a - b) for a, b in zip(triton, plain, strict=True)]
-    mean = sum(differences) / 50
-    print(f"\n50 steps: losses differ by at most {max(differences):.5f}, mean {mean:.5f}")
-    assert len(differences) == 50
-    assert max(differences) <= 0.02
+def test_first_losses_are_as_near_to_float32_as_those_of_pytorch(run):
+    """Training amplifies what bfloat16 rounds, so the losses of both drift away from float32's."""
+    exact = run("torch", 50, 0, "float32")[0]
+    drift = {}
+    for kernels in ("triton", "torch"):
+        differences = [abs(a - b) for a, b in zip(run(kernels, 50, 0)[0], exact, strict=True)]
+        drift[kernels] = sum(differences) / 50
+        print(f"\n{kernels}: losses differ by {drift[kernels]:.5f}, at most {max(differences):.5f}")
+    assert drift["triton"] <= 2 * drift["torch"] + 1e-3
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -142,9 +142,9 @@ def test_auto_leaves_long_windows_to_pytorch(as_if, monkeypatch):
     """Not those of documents, of which the kernel skips most."""
     as_if(interpreter=True)
     for name, T, wanted in (
-        ("auto", 256, kernels.attention),
-        ("auto", 257, kernels.attention_of_documents),
-        ("triton", 1024, kernels.attention),
+        ("auto", 1024, kernels.attention),
+        ("auto", 1025, kernels.attention_of_documents),
+        ("triton", 2048, kernels.attention),
     ):
         config = mdlm.Config(n_head=1, n_embd=64, block_size=T)
         ops = mdlm.select_kernels(name, torch.device("cpu"), config)

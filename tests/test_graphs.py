@@ -1,0 +1,116 @@
+"""CUDA graphs of training steps, as far as a machine without a GPU can tell; see test_gpu.py too."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from support.training import graphs, optimizers
+
+
+class Graph:
+    """Stands in for torch.cuda.CUDAGraph: what is called while it records is called by replay."""
+
+    def replay(self):
+        for work in self.works:
+            work()
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Graphs that are being recorded, one at most."""
+    now = []
+
+    @contextlib.contextmanager
+    def record(graph, pool):
+        graph.works = []
+        now.append(graph)
+        yield
+        now.clear()
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    return now
+
+
+def steps(recorder, recording, n, before=0):
+    """A step is forward, update; `before` forwards come first. What each step has computed."""
+    run = SimpleNamespace(model=torch.nn.Linear(1, 1), seen=[])
+    out = torch.zeros(())
+
+    def forward(run, x):
+        def work():
+            out.copy_(x * 2)
+
+        recording[0].works.append(work) if recording else work()
+        return out
+
+    def update(run):
+        def work():
+            run.seen.append(out.item())
+
+        recording[0].works.append(work) if recording else work()
+
+    for i in range(before):
+        recorder.call(forward, run, torch.tensor(-1.0))
+    recorded = []
+    for i in range(n):
+        recorder.call(forward, run, torch.tensor(float(i)))
+        recorder.call(update, run)
+        recorded.append(len(recorder.recorded))
+    return run.seen, recorded
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_step_is_recorded_as_a_whole(recording, before):
+    """Also where its first function was called before: to compile it, say."""
+    seen, recorded = steps(graphs.Recorder(), recording, 8, before)
+    assert seen == [2.0 * i for i in range(8)]
+    assert set(recorded) == {0, 2} and recorded.index(2) == graphs.WARM_UP
+
+
+def test_what_cannot_be_recorded_is_called(recording, monkeypatch, capsys):
+    """A function that waits for the GPU, say; each step is still computed once."""
+
+    @contextlib.contextmanager
+    def fails(graph, pool):
+        yield
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", fails)
+    recorder = graphs.Recorder()
+    run = SimpleNamespace(model=torch.nn.Linear(2, 1))
+    p = run.model.weight
+    calls = []
+
+    def backward(run):
+        calls.append(p.grad)
+        p.grad = torch.ones_like(p)
+
+    for _ in range(graphs.WARM_UP + 3):
+        p.grad = None
+        recorder.call(backward, run)
+    assert recorder.failed and len(calls) == graphs.WARM_UP + 4
+    assert all(grad is None for grad in calls), "of the recording that failed"
+    said = capsys.readouterr().err
+    assert said.count("operation not permitted") == 1 and said.count("\n") == 1
+
+
+def test_gradients_are_clipped_alike_without_reading_the_norm(monkeypatch):
+    """What a GPU does: it scales always."""
+    for size in (0.01, 10.0):
+        clipped = []
+        for is_async in (True, False):
+            monkeypatch.setattr(optimizers, "is_async", lambda device, a=is_async: a)
+            g = torch.Generator().manual_seed(0)
+            params = [torch.nn.Parameter(torch.zeros(n, 3)) for n in (4, 5)]
+            for p in params:
+                p.grad = size * torch.randn(p.shape, generator=g)
+            norm = optimizers.clip_gradients(params, 1.0)
+            clipped.append([norm, *(p.grad for p in params)])
+        assert (clipped[0][0] > 1) == (size > 1)
+        torch.testing.assert_close(*clipped)

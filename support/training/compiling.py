@@ -14,7 +14,7 @@ from support import ranks
 from support.flags import NO_LIMIT
 from support.terminal import warn
 from support.training import graphs, shards
-from support.training.optimizers import average, scale_gradients
+from support.training.optimizers import average, scale_gradients, update
 
 TAKES = "about 20 s"  # how long compiling takes on a CPU, for messages
 LONG = 120  # seconds: shorter runs on a CPU are not compiled with --compile=auto
@@ -85,7 +85,7 @@ def compile_network(run, compiled, in_background=False):
         run.network = torch.nn.parallel.DistributedDataParallel(run.network)
     run.exchange = shards.exchanger(run.network)
     if graphs.can_record(run, compiled):
-        run.recorder = graphs.Recorder()
+        run.recorder = graphs.Recorder(last=update)
     return compiled
 
 

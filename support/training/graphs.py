@@ -27,21 +27,22 @@ class Recorder:
 
     Their tensors must have the same shapes in each call, and the functions must be called in the
     same order in each step, because they share their memory. They return a tensor or None.
+    last: the last function of a step.
     """
 
-    def __init__(self):
-        self.calls = {}  # function -> number of calls
+    def __init__(self, last):
+        self.last = last
+        self.steps = 0  # that have ended
         self.recorded = {}  # function -> (graph, its inputs, its output)
         self.failed = False
         self.pool = torch.cuda.graph_pool_handle()
 
     def call(self, function, run, *tensors):
-        # All are recorded in the same step: each reads what those before it have written, and some
-        # may have been called before the first step.
-        is_warm = self.calls and min(self.calls.values()) >= WARM_UP
-        self.calls[function] = self.calls.get(function, 0) + 1
-        if is_warm and not self.failed and function not in self.recorded:
+        # All are recorded in the same step, as each reads what those before it have written. (Some
+        # may have been called before the first step.)
+        if self.steps >= WARM_UP and not self.failed and function not in self.recorded:
             self.record(function, run, tensors)
+        self.steps += function is self.last
         if self.failed or function not in self.recorded:
             return function(run, *tensors)
         graph, inputs, output = self.recorded[function]

@@ -115,3 +115,13 @@ def test_gradients_are_clipped_alike_without_reading_the_norm(monkeypatch):
             clipped.append([norm, *(p.grad for p in params)])
         assert (clipped[0][0] > 1) == (size > 1)
         torch.testing.assert_close(*clipped)
+
+
+def test_the_average_that_is_compiled_is_the_same():
+    g = torch.Generator().manual_seed(0)
+    averaged, weights = ([torch.randn(n, 3, generator=g) for n in (2, 5)] for _ in range(2))
+    for share in (0.0, 0.1, 0.7, 1.0):
+        results = [[x.clone() for x in averaged] for _ in range(2)]
+        optimizers.average(results[0], weights, torch.tensor(share))
+        optimizers.average_to_compile(results[1], weights, torch.tensor(share))
+        torch.testing.assert_close(*results)

@@ -14,7 +14,7 @@ from support import ranks
 from support.flags import NO_LIMIT
 from support.terminal import warn
 from support.training import graphs, shards
-from support.training.optimizers import average, scale_gradients, update
+from support.training.optimizers import average_to_compile, scale_gradients, update
 
 TAKES = "about 20 s"  # how long compiling takes on a CPU, for messages
 LONG = 120  # seconds: shorter runs on a CPU are not compiled with --compile=auto
@@ -77,8 +77,9 @@ def compile_network(run, compiled, in_background=False):
         compile_layers(run.model.layers)
     elif compiled:
         run.network = torch.compile(run.model)
-        run.average = torch.compile(average)  # eager: one kernel launch per parameter
-        run.scale_gradients = torch.compile(scale_gradients)  # likewise
+        # Eager, these launch a kernel for each parameter.
+        run.average = torch.compile(average_to_compile)
+        run.scale_gradients = torch.compile(scale_gradients)
         if config.optimizer == "muon":
             run.optimizers[0].compile()
     if run.world > 1 and not config.shard:

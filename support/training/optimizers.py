@@ -92,6 +92,12 @@ def average(averaged, weights, new_weight):
     torch._foreach_lerp_(averaged, weights, [new_weight] * len(weights))
 
 
+def average_to_compile(averaged, weights, new_weight):
+    """`average` in operations that torch.compile makes one kernel of; of lerp it makes many."""
+    differences = torch._foreach_sub(weights, averaged)
+    torch._foreach_add_(averaged, torch._foreach_mul(differences, new_weight))
+
+
 @torch.no_grad()
 def update(run):
     """Make an optimizer step, reset the gradients, and update the averaged weights."""

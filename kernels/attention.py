@@ -321,9 +321,12 @@ def tiles(kernel, dtype, D, T=0, has_spans=False):
         return (D // 2, 16, D // 8, 1) if is_dkdv else (16, 16, 8, 1)
     if is_dkdv:
         return 32, 64, 4, 3
-    if T > 512 and D == 64 and not has_spans:
-        return 128, 64, 8, 3
-    return 64, 64, 4, 2 if has_spans and kernel is attention_dq_kernel else 3
+    is_forward = kernel is attention_forward_kernel
+    if has_spans:  # short ranges: small tiles, and less to fetch ahead
+        return 64, 64, 4, 3 if is_forward and D == 64 else 2
+    if is_forward and D == 32:
+        return 128, 64, 4, 3
+    return (128, 64, 8, 3) if T > 512 and D == 64 else (64, 64, 4, 3)
 
 
 def _run(kernel, qk, qkv, tensors, spans):

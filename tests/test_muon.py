@@ -7,7 +7,7 @@ from torch._inductor.utils import run_and_get_code
 
 from support.kernels.launch import can_compile
 from support.training.muon import BETA2, Muon, orthogonalize
-from support.training.optimizers import average
+from support.training.optimizers import average, average_to_compile
 
 SHAPES = ((96, 32), (32, 32), (128, 32), (32, 128), (96, 32), (40, 72))
 
@@ -186,11 +186,12 @@ def test_compiled_update_is_the_same_in_one_graph():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="needs a compiler")
-def test_compiled_average_reads_its_share_anew():
+@pytest.mark.parametrize("function", [average, average_to_compile])
+def test_compiled_average_reads_its_share_anew(function):
     averaged = [torch.zeros(4, 3), torch.zeros(5)]
     weights = [torch.ones(4, 3), torch.ones(5)]
     share = torch.tensor(0.5)
-    compiled = torch.compile(average)
+    compiled = torch.compile(function)
     for value, wanted in ((0.5, 0.5), (0.2, 0.6)):
         share.fill_(value)
         compiled(averaged, weights, share)

@@ -46,7 +46,8 @@ PLACE += "attention_ref = norm_conv_ref = None\n"
 SOURCES = [View, reference.document_spans, reference.is_visible, reference.masked_share]
 SOURCES += [reference.neighbours, reference.norm_conv_ref, reference.rotary_tables]
 SOURCES += [reference.rotate, reference.prepare, reference.attention_ref]
-SOURCES += [view_of_documents, mdlm.Layer, mdlm.Model]
+SOURCES += [view_of_documents, mdlm.RateEmbedding, mdlm.AdaLN, mdlm.no_rate, mdlm.no_scales]
+SOURCES += [mdlm.Layer, mdlm.Model]
 HELP_TO = "hf: for Hugging Face transformers; page: a web page (needs onnx, onnxscript and npm)"
 # The settings that make the network.
 NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")

@@ -54,6 +54,7 @@ from support.training.optimizers import (
 )
 from support.view import View
 from variants import rates
+from variants.time_conditioning import AdaLN, RateEmbedding
 
 # ---- Config: one flat dataclass; the command line, --help and config.json all come from it
 
@@ -447,6 +448,15 @@ class Corpus:
 
 
 # ---- Model: a pre-norm bidirectional transformer
+def no_rate(rate):
+    """The network is not told how much of a text is masked: it can see that."""
+
+
+def no_scales(rate):
+    """So its normalization is the same at all rates (else AdaLN's scale and shift, twice)."""
+    return None, None, None, None
+
+
 class Layer(nn.Module):
     def __init__(self, config, attends=True):
         super().__init__()
@@ -458,7 +468,7 @@ class Layer(nn.Module):
         self.up = nn.Linear(C, 4 * C, bias=False)
         self.down = nn.Linear(4 * C, C, bias=False)
         self.conv = nn.Parameter(torch.zeros(1 + attends, config.conv, C)) if config.conv else None
-        self.adaln = nn.Linear(C, 4 * C, bias=False) if config.time_conditioning else None
+        self.adaln = AdaLN(C, 4 * C, bias=False) if config.time_conditioning else no_scales
 
     def norm(self, x, sublayer, scale, shift, sees, causal, ops):
         """RMSNorm, and a depthwise convolution: it mixes neighbours where no attention does.
@@ -466,17 +476,13 @@ class Layer(nn.Module):
         sublayer: 0 before attention, -1 before the MLP.
         """
         conv = None if self.conv is None else self.conv[sublayer]  # (k, C)
-        k = 0 if conv is None else len(conv)
-        left = k - 1 if causal else k // 2
-        return ops.norm_conv(x, conv, left, sees, scale, shift)
+        return ops.norm_conv(x, conv, causal, sees, scale, shift)
 
     def before_mlp(self, x, cos, sin, rate, sees, causal, ops):
         """Attention: the residual stream and what the MLP reads. Apart from the MLP, as
         torch.compile compiles both apart (support/training/compiling.py)."""
         B, T, C = x.shape
-        scale1 = shift1 = scale2 = shift2 = None
-        if self.adaln is not None:
-            scale1, shift1, scale2, shift2 = self.adaln(rate).chunk(4, -1)
+        scale1, shift1, scale2, shift2 = self.adaln(rate)
         if self.qkv is not None:
             h = self.norm(x, 0, scale1, shift1, sees, causal, ops)
             qkv = self.qkv(h).view(B, T, 3, self.n_head, -1)
@@ -520,7 +526,7 @@ class Model(nn.Module):
         self.positions = None
         if config.pos == "learned":
             self.positions = nn.Parameter(torch.randn(config.block_size, C) / 10)
-        self.rate = nn.Linear(C, C, bias=False) if config.time_conditioning else None
+        self.rate = RateEmbedding(C, C, bias=False) if config.time_conditioning else no_rate
         D = C // config.n_head if config.pos == "rope" else C
         for name, table in zip(("cos", "sin"), rotary_tables(config.block_size, D)):
             self.register_buffer(name, table, persistent=False)
@@ -546,10 +552,7 @@ class Model(nn.Module):
         if self.config.pos != "rope":
             x = x + self.position_vectors(view.at)
             cos = sin = None
-        rate = None
-        if self.rate is not None:
-            waves = torch.cos(view.rate * math.pi * torch.arange(C, device=x.device))
-            rate = F.silu(self.rate(waves))  # (B, 1, C), or (B, N, C)
+        rate = self.rate(view.rate)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too: it is memory-bound
             x = x.to(torch.get_autocast_dtype(x.device.type))
         # A KV cache computes attention and the convolution's neighbours itself.
@@ -857,7 +860,7 @@ class Run:
     average: Callable = average  # updates `averaged`
     scale_gradients: Callable = scale_gradients  # to clip them
     exchange: Callable = shards.exchange_nothing  # exchange(whether): of the next backward
-    recorder: object = None  # graphs.Recorder, where steps are replayed as CUDA graphs
+    call: Callable = None  # `call`, or graphs.Recorder.call, which replays CUDA graphs
     windows: torch.Tensor = None  # (W, T) validation text
     compiler: object = None  # the process that compiles, until it is done
     log: Log = None
@@ -882,6 +885,7 @@ class Run:
     score: dict = dataclasses.field(default_factory=dict)  # the last evaluation, for its checkpoint
 
     def __post_init__(self):
+        self.call = call
         self.new_share = torch.zeros((), device=self.device)  # of new weights, in the EMA
 
     def sequences(self, step):
@@ -901,12 +905,6 @@ class Run:
     @property
     def micro_batch(self):  # sequences of this rank at a time
         return self.config.batch_size // self.world // self.config.gradient_accumulation_steps
-
-    def call(self, function, *tensors):
-        """function(run, *tensors), on a GPU perhaps by a CUDA graph: support/training/graphs.py."""
-        if self.recorder:
-            return self.recorder.call(function, self, *tensors)
-        return function(self, *tensors)
 
     def elapsed(self):
         return time.monotonic() - self.log.start + self.seconds
@@ -952,6 +950,11 @@ def draw_batch(run, step, margin_scale, samples):
     return x0, *(to_device(x, x0.device) for x in (counts, torch.tensor(step), samples))
 
 
+def call(function, run, *tensors):
+    """Call a function of a step; graphs.Recorder.call replays it on a GPU instead."""
+    return function(run, *tensors)
+
+
 def compute_gradients(run, step, margin_scale):
     """Accumulate the gradients of this rank's micro-batches of a step; returns their loss."""
     n = run.config.gradient_accumulation_steps
@@ -961,7 +964,7 @@ def compute_gradients(run, step, margin_scale):
         numerics.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
         drawn = draw_batch(run, step, margin_scale, samples)
         run.exchange(k == n - 1)  # between ranks, once a step
-        loss = loss + run.call(backward, *drawn)
+        loss = loss + run.call(backward, run, *drawn)
     return loss
 
 
@@ -983,11 +986,11 @@ def train_step(run, step, progress):
     """One optimizer step; its loss and gradient norm go to run.pending."""
     set_rates(run, step, lr_scale(run.config, step, progress))
     loss = compute_gradients(run, step, margin_scale=min(1.0, 2 * (1 - progress)))
-    norm = run.call(clip)
+    norm = run.call(clip, run)
     run.pending[step] = torch.stack((loss, norm))
     if not devices.is_async(run.device):
         check_finite(run)  # before the update; a GPU's numbers are read before they are saved
-    run.call(update)
+    run.call(update, run)
 
 
 def check_finite(run):

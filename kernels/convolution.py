@@ -241,7 +241,7 @@ BACKWARD += " -> (Tensor, Tensor)"
 _norm_conv_backward = register("norm_conv_backward", BACKWARD, _backward, _fake_backward)
 
 
-def norm_conv(x, weight, left, spans=None, scale=None, shift=None):
+def norm_conv(x, weight, causal=False, spans=None, scale=None, shift=None):
     has_kernel = (
         weight is not None
         and scale is None
@@ -252,7 +252,8 @@ def norm_conv(x, weight, left, spans=None, scale=None, shift=None):
     )
     # PyTorch computes what the kernels do not support: blocks, adaptive norms, no convolution.
     if not has_kernel or not runs_on(x):
-        return norm_conv_ref(x, weight, left, spans, scale, shift)
+        return norm_conv_ref(x, weight, causal, spans, scale, shift)
+    left = len(weight) - 1 if causal else len(weight) // 2
     return _norm_conv(x, weight, left, None if spans is None else spans.contiguous())[0]
 
 

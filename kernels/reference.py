@@ -223,12 +223,14 @@ def neighbours(x, left, k, spans):
 
 
 # ---- Normalization and convolution
-def norm_conv_ref(x, weight, left, spans=None, scale=None, shift=None, neighbours=neighbours):
+def norm_conv_ref(
+    x, weight, causal=False, spans=None, scale=None, shift=None, neighbours=neighbours
+):
     """Normalize rows by their RMS, then add a depthwise convolution over positions.
 
     x             (B, T, C)
     weight        (k, C): tap i weighs the position i - left places further; None: no convolution
-    left          number of taps before a position
+    causal        whether left = k - 1: no later position is seen; else left = k // 2
     spans         int32, from document_spans or block_spans, or None: which positions are seen
     scale, shift  of adaptive normalization, or None; they broadcast to (B, T, C)
     neighbours    what returns the shifted copies
@@ -241,6 +243,7 @@ def norm_conv_ref(x, weight, left, spans=None, scale=None, shift=None, neighbour
     if weight is None:
         return h
     weight = weight.to(h.dtype)
+    left = len(weight) - 1 if causal else len(weight) // 2
     first, *others = (
         x * w for x, w in zip(neighbours(h, left, len(weight), spans), weight, strict=True)
     )

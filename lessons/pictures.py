@@ -22,7 +22,6 @@ from support import cli
 cli.start(__name__)
 
 import torch
-import torch.nn.functional as F
 
 import mdlm
 from support import outputs
@@ -65,9 +64,7 @@ def schedule_densities():
 @torch.no_grad()
 def time_embedding(model):
     """What --time_conditioning tells the blocks, at mask rates from 0 to 1: (101, C)."""
-    rates = torch.linspace(0, 1, 101)[:, None]
-    waves = torch.cos(rates * math.pi * torch.arange(model.config.n_embd))
-    return F.silu(model.rate(waves))
+    return model.rate(torch.linspace(0, 1, 101)[:, None])
 
 
 @torch.no_grad()
@@ -167,7 +164,7 @@ def main(argv):
         return 0
     if args.run:
         model = mdlm.load(args.run)[0]
-        if model.rate is None:
+        if not model.config.time_conditioning:
             raise UserError(f"{args.run} has no time embedding; train with --time_conditioning")
         draw_time(time_embedding(model), args.picture)
         return 0

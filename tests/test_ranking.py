@@ -330,7 +330,8 @@ def test_padding_computed_once_changes_no_logits(settings):
             view = model.objective.view(x, rows=rows)
             found = padding.compute_once(model)(view)
             assert torch.allclose(found, model(view), atol=1e-5)
-            if n == 3 and model.layers[0].qkv is None and L > 4 and model.rate is None:
+            is_conditioned = model.config.time_conditioning
+            if n == 3 and model.layers[0].qkv is None and L > 4 and not is_conditioned:
                 assert computed[-2] < computed[-1] / 2
     assert model.layers is blocks and not any(type(b) is padding.OncePadded for b in blocks)
     assert padding.compute_once(model) is model, "not where gradients are wanted"

@@ -4,6 +4,12 @@ The optimum does not need it, as the rate can be read off the text (Zheng et al.
 here to compare with.
 """
 
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
 from support.kernels.reference import masked_share
 
 from .variant import Variant
@@ -31,3 +37,22 @@ class TimeConditioned(Variant):
     def batch(self, ops, x0, counts, step, samples):
         view, targets, weights = self.inner.batch(ops, x0, counts, step, samples)
         return self.with_rate(view), targets, weights
+
+
+# ---- What a network does with the rate
+class RateEmbedding(nn.Linear):
+    """A linear layer on cosines of the rate."""
+
+    def forward(self, rate):
+        """What layers are told of mask rates: (B, 1, C), or (B, N, C) of documents."""
+        C = self.in_features
+        waves = torch.cos(rate * math.pi * torch.arange(C, device=rate.device))
+        return F.silu(super().forward(waves))
+
+
+class AdaLN(nn.Linear):
+    """Adaptive normalization (Peebles and Xie, 2212.09748), without gates."""
+
+    def forward(self, rate):
+        """Scale and shift of both norms of a layer, for what RateEmbedding returns."""
+        return super().forward(rate).chunk(4, -1)

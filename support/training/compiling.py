@@ -86,7 +86,7 @@ def compile_network(run, compiled, in_background=False):
         run.network = torch.nn.parallel.DistributedDataParallel(run.network)
     run.exchange = shards.exchanger(run.network)
     if graphs.can_record(run, compiled):
-        run.recorder = graphs.Recorder(last=update)
+        run.call = graphs.Recorder(last=update).call
     return compiled
 
 

@@ -54,18 +54,18 @@ def check(x, weight, grad, *args):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("B", "T", "C", "K", "left"),
+    ("B", "T", "C", "K", "causal"),
     [
-        (2, 33, 96, 5, 2),
-        (1, 1, 32, 5, 2),
-        (3, 5, 130, 3, 1),
-        (2, 2, 64, 5, 4),  # causal
-        (1, 19, 1500, 1, 0),
-        (1, 9, 128, 8, 3),
+        (2, 33, 96, 5, False),
+        (1, 1, 32, 5, False),
+        (3, 5, 130, 3, True),
+        (2, 2, 64, 5, True),
+        (1, 19, 1500, 1, False),
+        (1, 9, 128, 8, False),
     ],
 )
-def test_results_and_gradients(B, T, C, K, left, dtype):
-    check(*draw(B, T, C, K, dtype), left)
+def test_results_and_gradients(B, T, C, K, causal, dtype):
+    check(*draw(B, T, C, K, dtype), causal)
 
 
 @pytest.mark.skipif(not GPU, reason="too large for the interpreter")
@@ -73,9 +73,9 @@ def test_results_and_gradients(B, T, C, K, left, dtype):
 @pytest.mark.parametrize(("B", "T", "C"), [(64, 256, 384), (4, 1024, 768), (2, 301, 2048)])
 def test_sizes_of_training(B, T, C, dtype):
     x, weight, grad = draw(B, T, C, 5, dtype)
-    check(x, weight, grad, 2)
+    check(x, weight, grad)
     ends = torch.rand(B, T, generator=torch.Generator().manual_seed(0)) < 0.02
-    check(x, weight, grad, 2, document_spans(ends.to(DEVICE)))
+    check(x, weight, grad, False, document_spans(ends.to(DEVICE)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,25 +84,25 @@ def test_documents_see_themselves_alone(dtype):
     ends = torch.zeros(2, 40, dtype=torch.bool, device=DEVICE)
     ends[0, [3, 4, 20]] = ends[1, 39] = True
     spans = document_spans(ends)
-    check(x, weight, grad, 2, spans)
+    check(x, weight, grad, False, spans)
     other = x.clone()
     other[0, 4:] = 7.0
-    ours, theirs = (norm_conv(z, weight, 2, spans)[0, :4] for z in (x, other))
+    ours, theirs = (norm_conv(z, weight, False, spans)[0, :4] for z in (x, other))
     assert torch.equal(ours, theirs)
 
 
 def test_more_tiles_than_programs(monkeypatch):
     """Each program then adds up several parts of dw."""
     monkeypatch.setattr(sys.modules[norm_conv.__module__], "PROGRAMS", 2)
-    check(*draw(3, 21, 1000, 5, torch.float32), 2)
+    check(*draw(3, 21, 1000, 5, torch.float32))
 
 
 def test_equal_bits_whatever_the_batch():
     x, weight, grad = draw(4, 17, 96, 5, torch.float16)
     before = x.clone()
-    first = run(norm_conv, x, weight, grad, 2)
-    second = run(norm_conv, x, weight, grad, 2)
-    one = run(norm_conv, x[1:], weight, grad[1:], 2)
+    first = run(norm_conv, x, weight, grad)
+    second = run(norm_conv, x, weight, grad)
+    one = run(norm_conv, x[1:], weight, grad[1:])
     assert torch.equal(x, before), "the input was overwritten"
     assert all(map(torch.equal, first, second))
     assert all(torch.equal(a[1:], b) for a, b in zip(first[:2], one[:2]))
@@ -110,20 +110,20 @@ def test_equal_bits_whatever_the_batch():
 
 def test_any_strides():
     x, weight, grad = draw(2, 12, 64, 5, torch.float32)
-    exact = run(norm_conv, x, weight, grad, 2)
+    exact = run(norm_conv, x, weight, grad)
     strided = (z.transpose(0, 1).contiguous().transpose(0, 1) for z in (x, weight, grad))
-    for a, b in zip(exact, run(norm_conv, *strided, 2), strict=True):
+    for a, b in zip(exact, run(norm_conv, *strided), strict=True):
         assert torch.equal(a, b)
 
 
 def test_no_rows():
-    y, dx, dw = run(norm_conv, *draw(0, 8, 32, 3, torch.float32), 1)
+    y, dx, dw = run(norm_conv, *draw(0, 8, 32, 3, torch.float32))
     assert y.shape == dx.shape == (0, 8, 32) and not dw.any()
 
 
 def test_rows_of_zeros():
     x, weight, grad = draw(1, 6, 32, 3, torch.float32)
-    check(torch.zeros_like(x), weight, 1e-4 * grad, 1)
+    check(torch.zeros_like(x), weight, 1e-4 * grad)
 
 
 @pytest.mark.parametrize("utils", ["test_schema", "test_faketensor", "test_autograd_registration"])
@@ -137,6 +137,6 @@ def test_the_operator_is_well_formed(utils):
 
 def test_compiles_as_one_graph():
     x, weight, grad = draw(2, 24, 64, 5, torch.float32)
-    exact = run(norm_conv, x, weight, grad, 2)
+    exact = run(norm_conv, x, weight, grad)
     compiled = torch.compile(norm_conv, fullgraph=True, backend="aot_eager")
-    assert all(map(torch.equal, exact, run(compiled, x, weight, grad, 2)))
+    assert all(map(torch.equal, exact, run(compiled, x, weight, grad)))

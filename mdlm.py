@@ -594,6 +594,7 @@ class MaskedDiffusion:
     end_id = -1  # [END] where it is given, never predicted; -1: none
     n_blocks = 1  # parts of a window that are masked each on its own
     n_pieces = 1  # parts of a text that a sampler writes one after another
+    steps_are_alike = True  # whether only numbers differ between steps, so that one can be replayed
 
     def __init__(self, config, vocab_size):
         self.config = config

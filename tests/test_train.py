@@ -1,5 +1,7 @@
 """Runs of mdlm.py from end to end: they learn, stop, resume and refuse."""
 
+import dataclasses
+import functools
 import json
 import math
 import os
@@ -32,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 import mdlm
 import sample
-from support import cli, devices, errors, flags, signals
+from support import cli, devices, errors, flags, signals, view
 from support.training import checkpoint, runs
 
 CPU = torch.device("cpu")
@@ -219,20 +221,35 @@ class Watched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        dict(optimizer="adamw"),
-        dict(dropout=0.5, ema=0.0, attention_every=2),
-        dict(objective="ar", pos="learned", conv=0),
-        dict(time_conditioning=True, tie=True),
-    ],
-)
-def test_device_does_the_same_in_every_step(trained, monkeypatch, more):
-    """Else one CUDA graph could not be all steps: nothing is read, no Python number changes."""
+VARIANTS = {
+    "adamw": ["--optimizer=adamw"],
+    "dropout": ["--dropout=0.5", "--ema=0", "--attention_every=2"],
+    "ar": ["--objective=ar", "--pos=learned", "--conv=0"],
+    "time": ["--time_conditioning", "--tie"],
+    "bernoulli": ["--masking=bernoulli"],
+    "cosine": ["--rates=cosine", "--loss_weight=uniform"],
+    "clipped": ["--rates=0.3-0.8"],
+    "documents": ["--separator=\\n\\n"],
+    "predicted": ["--separator=\\n\\n", "--document_length=predicted"],
+    "blocks": ["--block_length=4"],
+    "blocks, whole": ["--block_length=4", "--infill_share=0.5"],
+    "prompts": ["--prompt_column=q"],
+    "prompts in blocks": ["--prompt_column=q", "--block_length=4"],
+}
+
+
+def does_not_vary(folder, monkeypatch):
+    """Whether a run's steps do the same on the device, but for its tensors; and what it says."""
+    config = mdlm.read_config(checkpoint.find_checkpoint(folder))
+    config = dataclasses.replace(config, warmup_steps=3, lr_schedule="linear")
     monkeypatch.setattr("support.training.optimizers.is_async", lambda device: True)
     monkeypatch.setattr(mdlm, "to_device", lambda x, device: x)
-    run = make_run(trained, n_layer=2, warmup_steps=3, lr_schedule="linear", **more)
+    for module in ("documents", "rates"):
+        masked_rows = functools.partial(view.masked_rows, waits=False)
+        monkeypatch.setattr(f"variants.{module}.masked_rows", masked_rows)
+    ops = mdlm.select_kernels("torch", CPU, config)
+    corpus = mdlm.Corpus(folder / "data", config, CPU)
+    run = mdlm.make_run(config, corpus, CPU, torch.float32, ops)
     draw_batch = mdlm.draw_batch
     seen = []
     for step in range(4):
@@ -247,26 +264,23 @@ def test_device_does_the_same_in_every_step(trained, monkeypatch, more):
         kept = [x.data_ptr() for x in tree_leaves(states) if isinstance(x, torch.Tensor)]
         seen.append((watched.seen, kept, run.new_share.data_ptr()))
     assert seen[2][0]
-    assert seen[2] == seen[3], "the first step makes the optimizers' state"
+    # The first step makes the optimizers' state.
+    return seen[2] == seen[3], run.objective.steps_are_alike
 
 
-def test_few_operations_surround_the_network(trained, monkeypatch):
-    """On a GPU each is a launch: batch, clipping, rates, AdamW, average; Muon is compiled apart."""
-    run = make_run(trained, optimizer="adamw")
-    mdlm.train_step(run, 0, 0.0)  # makes the optimizer's state
-    drawn = mdlm.draw_batch(run, 1, 0.0, torch.arange(run.micro_batch))
-    monkeypatch.setattr("support.training.optimizers.is_async", lambda device: True)
-    masked = run.model.ops.mask_tokens(drawn[0], drawn[1], run.model.mask_id, 0, 0, drawn[-1])
-    run.model.ops.mask_tokens = lambda *args: masked  # one or two launches of the Triton kernel
-    run.model(*run.objective.batch(run.model.ops, *drawn)).backward()
-    with Watched() as watched:
-        mdlm.set_rates(run, 1, 1.0)
-        run.objective.batch(run.model.ops, *drawn)
-        mdlm.clip_gradients(list(run.model.parameters()), 1.0)
-        mdlm.update(run)
-    views = ("view", "unsqueeze", "slice", "expand", "alias", "select", "detach", "profiler")
-    launched = [name for name, *_ in watched.seen if not any(view in name for view in views)]
-    assert len(launched) <= 25, launched
+@pytest.mark.parametrize("name", VARIANTS)
+def test_device_does_the_same_in_every_step(name, text_file, tmp_path, monkeypatch):
+    """Else one CUDA graph could not be all steps: nothing is read, no Python number changes."""
+    flags = VARIANTS[name]
+    data = text_file
+    if any("prompt" in flag for flag in flags):
+        data = tmp_path / "qa.jsonl"
+        pairs = [dict(q="q" * (i % 5 + 1), text="a" * (i % 7 + 1)) for i in range(400)]
+        data.write_text("\n".join(map(json.dumps, pairs)))
+    folder = tmp_path / "run"
+    argv = [*tiny_flags(*flags), f"--data={data}", "--max_steps=1", f"--out_dir={folder}"]
+    assert run_mdlm(*argv) == 0
+    assert does_not_vary(folder, monkeypatch) == (("whole" not in name,) * 2)
 
 
 @pytest.mark.parametrize("where", ["weights", "average", "moment"])

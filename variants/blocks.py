@@ -56,6 +56,7 @@ class BlockDiffusion(Variant):
         self.n_blocks = self.T // self.block_length
         # The masked text, and the clean one that later blocks see.
         self.positions_per_token = 2 - self.config.infill_share
+        self.steps_are_alike = not self.config.infill_share
         self.texts = inner.resized(self.block_length, inner.batch_size * self.n_blocks)
 
     @property

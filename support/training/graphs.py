@@ -17,9 +17,8 @@ WARM_UP = 3  # steps before the recording: they compile, and make the state of t
 
 def can_record(run, compiled):
     """Whether the steps of a run can be recorded: compiled, on one GPU, without accumulation."""
-    alone = run.world == 1 and not run.config.shard
-    on_gpu = run.device.type == "cuda"
-    return compiled and alone and on_gpu and run.config.gradient_accumulation_steps == 1
+    alone = run.world == 1 and not run.config.shard and run.config.gradient_accumulation_steps == 1
+    return compiled and alone and run.device.type == "cuda" and run.objective.steps_are_alike
 
 
 class Recorder:

@@ -84,8 +84,11 @@ def _missing(device):
     if device.type != "cuda":
         interpreted = ENABLED and INTERPRET and device.type == "cpu"
         return "" if interpreted else "The kernels need a CUDA device"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "This GPU is too old for Triton here"
+    if torch.version.hip:
+        return "The kernels have not been tried on AMD GPUs"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"The kernels need compute capability 8.0 (sm_80), and this GPU has {major}.{minor}"
     if not ENABLED:
         return "Triton is missing (pip install triton)"
     if not can_build(*c_compilers()):  # Triton compiles C code that launches its kernels

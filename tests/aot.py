@@ -198,7 +198,7 @@ def compile_one(index, arch, which):
         constexprs={(names.index(n),): v for n, v in constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in case.aligned},
     )
-    options = {n: v for n, v in case.config.items() if n in OPTIONS}
+    options = {n: v for n, v in case.config.items() if n in OPTIONS} | dict(enable_fp_fusion=True)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage, sass = disassemble(compiled.asm["cubin"])
     instructions = ("HMMA", "HGMMA", "UTCHMMA")

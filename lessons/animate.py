@@ -3,7 +3,8 @@
     python sample.py --infill "To be, or not ███ ████" --num_samples=1 --html=page.html
     python lessons/animate.py page.html picture.svg            # --dark: for a dark background
 
-It plays twice and ends on the finished text, which is also what shows where nothing may move.
+The picture plays twice and ends with the finished text. A browser that is set to reduce motion
+shows only the finished text.
 """
 
 import colorsys
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import cli, errors, flags, outputs
 
-WIDTH, HEIGHT = 9.6, 27  # of a character's cell, in pixels
+WIDTH, HEIGHT = 9.6, 27  # pixels for each character
 COLUMNS = 80
 STEP = 0.3  # seconds
 HOLD = 5.0  # seconds on the finished text, before it plays again
@@ -38,7 +39,7 @@ def read_sample(path):
 
 
 def layout(tokens):
-    """(column, row) of each token: lines break at newlines, and where a word has no room."""
+    """(column, row) of each token: a line ends at a newline or before a word that does not fit."""
     text = "".join(tokens)
     owner = [i for i, token in enumerate(tokens) for _ in token]
     places = [(0, 0)] * len(tokens)
@@ -58,14 +59,14 @@ def layout(tokens):
 
 
 def color_of(share, dark):
-    """Of a token that appeared after this share of the steps: from violet to orange."""
+    """The color of a token that appeared after this share of the steps: from violet to orange."""
     hue = (0.70 + 0.38 * share) % 1
     rgb = colorsys.hls_to_rgb(hue, 0.72 if dark else 0.36, 0.75)
     return "#" + "".join(f"{round(255 * c):02x}" for c in rgb)
 
 
 class Picture:
-    """Elements of an SVG that are visible from one step to another."""
+    """The elements of an SVG; each is visible from a first step to a last one."""
 
     def __init__(self, steps):
         self.steps = steps
@@ -74,7 +75,7 @@ class Picture:
         self.elements = []
 
     def add(self, element, first=0, last=None):
-        """`element` is an SVG element with {} in place of its class; last=None: it stays."""
+        """Add an SVG element, a text with {} as its class. last=None: visible to the end."""
         at = 100 * STEP / self.seconds
         name = f"s{first}_{'' if last is None else last}"
         frames = f"0%{{opacity:{int(first == 0)}}}{first * at:.2f}%{{opacity:1}}"
@@ -88,12 +89,12 @@ class Picture:
 
 
 def draw(sample, theme):
-    """The SVG of a sample, a text."""
+    """The SVG of a sample, as a string."""
     colors = THEMES[theme]
     tokens = sample["tokens"]
     steps = len(sample["frames"])
     places = layout(tokens)
-    events = [[] for _ in tokens]  # of each position: (step, token)
+    events = [[] for _ in tokens]  # for each position: (step, token)
     for step, frame in enumerate(sample["frames"], 1):
         for position, token, *_ in frame:
             if not events[position] or events[position][-1][1] != token:

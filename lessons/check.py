@@ -2,9 +2,9 @@
 
     python lessons/check.py 1 mask.py     # lesson 1; mask.py holds your function
 
-Prints one line: what is right (exit code 0), or what is wrong (1). Where there is nothing to check,
-as the file is missing, lacks the function, raises an error or does not end, it says so (2). The
-answer runs in a process of its own; what it prints comes first, after "|".
+Prints one line: what is right (exit code 0), or what is wrong (1). If the answer cannot be checked,
+because the file is missing, lacks the function, raises an error or does not end, the line says so
+(2). The answer runs in its own process; what it prints is shown first, each line after "|".
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from support import cli
 cli.start(__name__)
 
 LESSONS = 8
-LIMIT = 60  # seconds for an answer; a right one takes less than ten, most of them to load PyTorch
-SHOWN = 2000  # bytes of what an answer prints
+LIMIT = 60  # seconds for an answer; a right one takes less than ten, mostly to load PyTorch
+SHOWN = 2000  # bytes, at most, that are shown of what an answer prints
 EXIT_CODES = {"right": 0, "wrong": 1, "not checked": 2}
 
 
 def keep_beginning(pipe, kept):
-    """Read a pipe to its end, so that its writer never waits; append what is shown to `kept`."""
+    """Read a pipe to its end, so that its writer never waits; append the first bytes to `kept`."""
     while part := pipe.read1(1 << 16):
         kept += part[: SHOWN + 1 - len(kept)]
 
 
 def stop(process):
-    """Kill a process and, where the system has groups of processes, all that it has started."""
+    """Kill a process and, where the system has process groups, all that it has started."""
     with contextlib.suppress(OSError):
         if os.name == "posix":
             os.killpg(process.pid, signal.SIGKILL)
@@ -68,7 +68,7 @@ def run(lesson, path):
             pass
         finally:
             stop(process)
-        reader.join(1)  # what an answer has started may hold the pipe open
+        reader.join(1)  # a process that the answer started may hold the pipe open
         found = ["not checked", f"{path.name} ended Python ({ending(code)}) before it was checked"]
         if code is None:
             hint = "look for a loop that does not end"
@@ -87,23 +87,23 @@ def ending(code):
 
 
 def visible(text):
-    """Text that a terminal takes no commands from: what cannot be printed is shown as its code."""
+    """Replace unprintable characters by their escape codes: a terminal must not execute them."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def show(printed):
-    """Show what an answer has printed, each line after "|"."""
+    """Print what an answer has printed, each line after "|"."""
     for line in visible(printed[:SHOWN].decode(errors="replace")).splitlines():
         print("|", line)
     if len(printed) > SHOWN:
-        print("| ... it prints more, which is left out here")
+        print("| ... it prints more, which is not shown here")
 
 
 def check(argv):
-    """("right", "wrong" or "not checked", a sentence) for these arguments."""
+    """Check the answer that the arguments name: ("right", "wrong" or "not checked", a sentence)."""
     if len(argv) != 2 or not argv[0].isdecimal() or not 1 <= int(argv[0]) <= LESSONS:
         return "not checked", f"give a lesson, 1 to {LESSONS}, and a file: check.py 1 mask.py"
-    if not os.path.isfile(argv[1]):  # False for a name that is too long, too
+    if not os.path.isfile(argv[1]):  # also False if the name is too long
         return "not checked", f"there is no file {argv[1][:80]}"
     path = Path(argv[1]).resolve()
     verdict, sentence, printed = run(int(argv[0]), path)
@@ -113,7 +113,7 @@ def check(argv):
 
 def main(argv):
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # where a terminal cannot show a character
+        sys.stdout.reconfigure(errors="replace")  # for a terminal that cannot show a character
     try:
         verdict, sentence = check(argv)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The checks of the lessons' exercises. lessons/check.py runs one, in a process of its own:
+"""The checks of the lessons' exercises. lessons/check.py runs one of them in its own process:
 
     python lessons/checks.py VERDICT LESSON FILE    # writes "right", "wrong" or "not checked" and
                                                     # a sentence to the file VERDICT, as JSON
@@ -30,7 +30,7 @@ import torch
 
 MASK = 3  # [MASK] in the small worlds below, after the tokens 0, 1, 2
 BOS = 3
-MEMORY = 4 << 30  # bytes that an answer may take, with PyTorch
+MEMORY = 4 << 30  # bytes that an answer may use, PyTorch included
 
 
 class Wrong(Exception):
@@ -47,7 +47,7 @@ def demand(condition, sentence):
 
 
 def number(value, name):
-    """A float from what a function returned."""
+    """Convert what a function returned to a float."""
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
@@ -63,7 +63,7 @@ def close(value, wanted, name, hint):
 def demand_ids(xt, like, name):
     good = isinstance(xt, torch.Tensor) and xt.shape == like.shape and xt.dtype == like.dtype
     shape = f"a tensor of shape {tuple(like.shape)} and type {like.dtype}"
-    demand(good, f"{name} returns something else than {shape}")
+    demand(good, f"{name} should return {shape}")
 
 
 # ---- Small worlds: every sequence of 3 tokens out of {0, 1, 2} has a known probability
@@ -71,7 +71,7 @@ SEQUENCES = torch.tensor(list(itertools.product(range(3), repeat=3)))  # (27, 3)
 
 
 def probabilities():
-    """(27,) of SEQUENCES: the tokens of one depend strongly on each other."""
+    """(27,) probabilities of SEQUENCES, whose tokens depend strongly on each other."""
     g = torch.Generator().manual_seed(3)
     return torch.softmax(3 * torch.randn(27, generator=g, dtype=torch.float64), 0)
 
@@ -92,8 +92,8 @@ def table_model(xt):
 
 
 # ---- 1: masking
-# Caught: each token with probability l / T (another count), the same mask for every row, a run of
-# neighbours, positions drawn with repeats, the first l tokens, x0 changed in place.
+# Detects: each token masked with probability l / T (another count), the same mask for every row, a
+# run of neighbours, positions drawn with repeats, the first l tokens, x0 changed in place.
 def check_mask(mask):
     T = 8
     x0 = torch.randint(0, 50, (4000, T))
@@ -108,7 +108,7 @@ def check_mask(mask):
     row = int((counts != l).int().argmax())
     wanted = f"row {row} has {int(counts[row])} masks, l says {int(l[row])}"
     demand(torch.equal(counts, l), f"not exactly l tokens are masked: {wanted}")
-    # Each of the 6 pairs of 4 positions has the same probability, and rows differ.
+    # Each of the 6 pairs of 4 positions has the same probability, and rows are drawn separately.
     n = 6000
     pairs = mask(torch.zeros(n, 4, dtype=torch.int64), torch.full((n, 1), 2), 99) == 99
     found = Counter(map(tuple, pairs.tolist()))
@@ -121,7 +121,7 @@ def check_mask(mask):
 
 
 # ---- 2: the loss
-# Caught: divided by the batch's masked count or by all tokens, unmasked tokens scored, sums in
+# Detects: dividing by the batch's masked count or by all tokens, unmasked tokens scored, sums in
 # place of means, base 2, probabilities taken for logits, a float without gradient.
 def check_loss(loss):
     p = torch.full((1, 4, 5), 0.025)
@@ -144,21 +144,21 @@ def check_loss(loss):
 
 
 # ---- 3: BERT's rate or all rates
-# Caught: a sum, weights by rate, the mean of what lies below 15 %, the first tenth.
+# Detects: a sum, weights by rate, the mean of the values below 15 %, the first tenth.
 def check_rates(nelbo, shown):
     for ce in (
         [0.8, 0.9, 1.1, 1.3, 1.5, 1.8, 2.1, 2.4, 2.8, 3.2],
         [float(i**2) for i in range(10)],
     ):
-        hint = "every rate counts alike, so it is the plain mean of the ten"
+        hint = "every rate has the same weight, so it is the plain mean of the ten"
         close(nelbo(list(ce)), sum(ce) / 10, "nelbo", hint)
-        hint = "BERT's training sees nothing but 15 %, which is in the second tenth"
+        hint = "BERT trains only at 15 %, which is in the second tenth"
         close(shown(list(ce)), ce[1], "shown", hint)
     return "the bound is the mean over all rates; training at 15 % shows one of them"
 
 
 # ---- 4: the bound
-# Caught: all subsets alike (large and small ones, where counts should be alike), the empty set
+# Detects: the same weight for all subsets (each count should have the same weight), the empty set
 # counted, sums in place of means, unmasked tokens scored; bits by ln 2 the wrong way round.
 def check_bound(bound, bits):
     def one(model):
@@ -180,13 +180,13 @@ def check_bound(bound, bits):
             given = torch.tensor(x)
             close(bound(log_p, given, MASK), wanted, f"the bound of {x}", hint)
             demand(given.tolist() == x, "bound changes x; work on a copy")
-    hint = "all nats are shared by all characters, and a bit is ln 2 nats"
+    hint = "the sum of nats is shared by all characters, and a bit is ln 2 nats"
     close(bits(2.0, 300, 1000), 0.6 / math.log(2), "bits(2.0, 300, 1000)", hint)
     return "equal to the enumeration, and for true conditionals to -log p(x) / T"
 
 
 # ---- 5: the reverse process
-# Caught: revealing with probability 1/steps, the likeliest token in place of a draw, a fixed
+# Detects: revealing with probability 1/steps, the likeliest token in place of a draw, a fixed
 # number, everything drawn in the first call, left to right, too many calls, x changed in place.
 def check_generate(generate):
     seen = []
@@ -212,22 +212,27 @@ def check_generate(generate):
     wanted = "in 4 steps 100, 75, 50, 25 % should be masked at the calls"
     demand(good, f"{wanted}, here {found}: reveal each with probability 1/s, s = steps .. 1")
     spread = seen[1][:, 10:].sum(1).std().item()
-    apart = "each [MASK] decides on its own whether it is revealed, so the number varies"
+    apart = "each [MASK] is revealed on its own, independently of the others, so the number varies"
     demand(spread > 1.5, f"every text reveals the same number; {apart}")
     places = seen[1][:, 10:].mean(0)
-    demand(places.max() - places.min() < 0.35, f"some places are revealed before others; {apart}")
+    demand(
+        places.max() - places.min() < 0.35, f"some positions are revealed before others; {apart}"
+    )
     # The distribution of three steps, exactly, against counts.
     n = 30000
     found = Counter(map(tuple, generate(exact_model, torch.full((n, 3), MASK), MASK, 3).tolist()))
     wanted = reverse_process(3)
     chi2 = sum((found[x] - n * p) ** 2 / (n * p) for x, p in wanted.items() if n * p >= 5)
-    hint = "draw tokens from the probabilities, not the likeliest one, and look again in each step"
-    demand(chi2 < 100, f"three steps give texts too often or too rarely (chi2 {chi2:.0f}): {hint}")
+    hint = "draw tokens at random from the probabilities, and call the model again in each step"
+    demand(
+        chi2 < 100,
+        f"with three steps some texts occur too often or too rarely (chi2 {chi2:.0f}): {hint}",
+    )
     return "the texts of three steps have the probabilities of the reverse process"
 
 
 def reverse_process(steps):
-    """{sequence: probability} after the textbook process with the true conditionals."""
+    """{sequence: probability} after the reverse process with the true conditionals."""
     states = {(MASK,) * 3: 1.0}
     for s in range(steps, 0, -1):
         after = Counter()
@@ -246,8 +251,8 @@ def reverse_process(steps):
     return states
 
 
-# ---- 6: what a step too few costs
-# Caught: without the half, the largest difference, a divergence, marginals the wrong way round.
+# ---- 6: the error of too few steps
+# Detects: no factor 1/2, the largest difference, a divergence, marginals swapped.
 def check_parallel(parallel_error):
     hint = "half the sum of |p(a, b) - p(a) p(b)|"
     same = torch.eye(2) / 2
@@ -261,7 +266,7 @@ def check_parallel(parallel_error):
 
 
 # ---- 7: the probability of a fill
-# Caught: all gaps from one call, the fill left in sight, a mean, probabilities in place of logs.
+# Detects: all gaps from one call, the fill left in sight, a mean, probabilities in place of logs.
 def check_fill(log_fill):
     for model in (table_model, exact_model):
         for x, gap in (([MASK, 1, MASK], (0, 2)), ([MASK] * 3, (0, 1, 2)), ([0, MASK, 2], (1,))):
@@ -273,7 +278,7 @@ def check_fill(log_fill):
                     wanted += model(xt)[0, i].log_softmax(-1)[token].item()
                     xt[0, i] = token
                 given = torch.tensor(x)
-                hint = "log p of each token, the earlier ones of the gap in place, the later masked"
+                hint = "log p of each token, the gap's earlier ones in place, the later ones masked"
                 found = log_fill(model, given, list(fill), MASK)
                 close(found, wanted, f"log_fill of {x} with {list(fill)}", hint)
                 demand(given.tolist() == x, "log_fill changes x; work on a copy")
@@ -283,8 +288,8 @@ def check_fill(log_fill):
 
 
 # ---- 8: the autoregressive twin
-# Caught: no shift or a roll (the model sees what it predicts), a shift to the left, the first token
-# not scored, a sum over tokens.
+# Detects: no shift or a roll (the model sees what it predicts), a shift to the left, the first
+# token not scored, a sum over tokens.
 def check_autoregressive(ar_inputs, nll):
     x = torch.tensor([[0, 1, 2, 1], [2, 2, 0, 1]])
     before = x.clone()
@@ -293,10 +298,10 @@ def check_autoregressive(ar_inputs, nll):
     demand(torch.equal(x, before), "ar_inputs changes x; work on a copy")
     demand_ids(found, x, "ar_inputs")
     demand(not torch.equal(found, x), "without a shift the model sees the token that it predicts")
-    demand(not (found[:, 0] == x[:, -1]).all(), "the last token came round to the front: a leak")
+    demand(not (found[:, 0] == x[:, -1]).all(), "the last token was moved to the front: a leak")
     hint = f"the input of {x[0].tolist()} should be {wanted[0].tolist()}"
     demand(torch.equal(found, wanted), f"{hint}, here it is {found[0].tolist()}")
-    table = torch.randn(4, 4, 3)  # by the last two inputs
+    table = torch.randn(4, 4, 3)  # logits, by the last two inputs
 
     def causal(inputs):
         last = torch.nn.functional.pad(inputs[:, :-1], (1, 0), value=BOS)
@@ -321,13 +326,13 @@ CHECKS = {
 
 
 def where(error, path):
-    """The last line of the reader's file that an error came through, in words."""
+    """The last line of the reader's file in the traceback, in words; "" if there is none."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     return f" in line {lines[-1]}" if lines else ""
 
 
 def load(path):
-    """The reader's file as a module."""
+    """Import the reader's file as a module."""
     spec = importlib.util.spec_from_file_location("answer", path)
     if spec is None:
         raise Unusable(f"{path} is no Python file; give one that ends in .py")
@@ -337,7 +342,7 @@ def load(path):
 
 
 def check(lesson, path):
-    """What is right in the file; raises Wrong or Unusable."""
+    """Check the file; return what is right in it, or raise Wrong or Unusable."""
     name = Path(path).name
     function, *asked = CHECKS[lesson]
     random.seed(lesson)
@@ -354,7 +359,7 @@ def check(lesson, path):
     except SyntaxError as e:
         line = f" in line {e.lineno}" if e.lineno else ""  # none: it is no text
         raise Unusable(f"{name} is not Python: {e.msg}{line}") from e
-    except BaseException as e:  # SystemExit too: whatever an answer raises
+    except BaseException as e:  # whatever an answer raises, also SystemExit
         what = f"{type(e).__name__}: {e}".splitlines()[0][:300]
         if isinstance(e, MemoryError) or "can't allocate memory" in str(e):
             what = f"a lack of memory; it may take {MEMORY >> 30} GB"
@@ -362,7 +367,7 @@ def check(lesson, path):
 
 
 def judge(lesson, path):
-    """("right", "wrong" or "not checked", a sentence) about the answer in a file."""
+    """Check the answer in a file: ("right", "wrong" or "not checked", a sentence)."""
     try:
         return "right", check(lesson, path)
     except Wrong as e:
@@ -372,7 +377,7 @@ def judge(lesson, path):
 
 
 def limit_memory():
-    """Let an answer that takes too much memory fail alone; where the system cannot, do nothing."""
+    """Limit this process's memory to MEMORY bytes, if the system can."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -387,7 +392,7 @@ def main(argv):
     Path(verdict).write_text(json.dumps(found), encoding="utf-8")
     with contextlib.suppress(Exception):  # an answer may have closed it
         sys.stdout.flush()
-    os._exit(0)  # at once, whatever threads an answer has left
+    os._exit(0)  # at once, even if threads of the answer still run
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Print 300 made-up facts, 21 times each, one a line: python lessons/facts.py > facts.txt
 
-Each line reads "NAME is the TRADE of TOWN." Names, trades and towns have six letters. No two facts
-share a name, and no two share trade and town, so that a name has one answer, and so has a pair.
+Each line is "NAME is the TRADE of TOWN." Names, trades and towns have six letters. Each name occurs
+in one fact only, and so does each pair of trade and town: a question about either has one answer.
 """
 
 import itertools
@@ -25,7 +25,7 @@ Ildham Jorvel Kelmot Lanver Marsby Norvik Ostrey
 
 
 def make_facts(seed=0):
-    """300 strings, always the same for a seed."""
+    """300 strings, the same ones for the same seed."""
     draw = random.Random(seed)
     syllables = ["".join(pair) for pair in itertools.product("bdfklmnrstvz", "aeiou")]
     pairs = list(itertools.product(TRADES.split(), TOWNS.split()))

@@ -1,8 +1,9 @@
-"""The three likeliest tokens of each gap of a template, each given what is written.
+"""Print the three most probable tokens at each gap of a template, given the visible text.
 
     python lessons/likeliest.py weights/shakespeare "To be, or ███ to be"
 
-They come from one network call with all gaps masked, so they do not know of each other.
+The probabilities come from one network call with all gaps masked, so those at one gap do not
+depend on the tokens at another.
 """
 
 import sys
@@ -24,7 +25,7 @@ from support.infill import templates
 def main(argv):
     if len(argv) != 2:
         raise errors.UserError(
-            "give the folder of a run and a template, as in the first lines here"
+            'give the folder of a run and a template: weights/shakespeare "To be, or ███ to be"'
         )
     model, tokenizer, config = mdlm.load(argv[0], whole=True)
     if not model.objective.fills_gaps or "[___]" in argv[1]:

@@ -19,13 +19,13 @@ except ModuleNotFoundError as e:
 import torch.nn as nn
 import torch.nn.functional as F
 
-T, C, HEADS, LAYERS, BATCH = 64, 128, 4, 3, 32  # context, width, heads, blocks, texts in a step
+T, C, HEADS, LAYERS, BATCH = 64, 128, 4, 3, 32  # context, width, heads, blocks, texts per step
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.near = nn.Conv1d(C, C, 5, padding=2, groups=C)  # each character sees its neighbours
+        self.near = nn.Conv1d(C, C, 5, padding=2, groups=C)  # mixes neighbouring characters
         self.qkv = nn.Linear(C, 3 * C)
         self.out = nn.Linear(C, C)
         self.mlp = nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C))
@@ -34,7 +34,7 @@ class Block(nn.Module):
         h = F.rms_norm(x, (C,))
         h = h + self.near(h.mT).mT
         q, k, v = self.qkv(h).view(*h.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v)  # no causal mask: all see all
+        y = F.scaled_dot_product_attention(q, k, v)  # no causal mask: each position attends to all
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.mlp(F.rms_norm(x, (C,)))
 
@@ -42,7 +42,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, V):
         super().__init__()
-        self.mask_id = V  # one more id than there are characters; it is never predicted
+        self.mask_id = V  # an id after those of the characters; it is never predicted
         self.embed = nn.Embedding(V + 1, C)
         self.place = nn.Parameter(torch.randn(T, C) / 10)
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))

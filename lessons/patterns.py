@@ -1,10 +1,11 @@
-"""How many network calls a good sample needs, where "good" is known: valid patterns.
+"""Measure how many network calls a sampler needs to generate valid patterns.
 
     python mdlm.py --data=patterns --max_steps=1000 --out_dir=out-patterns     # four minutes
     python lessons/patterns.py out-patterns patterns.png
 
-A sequence is valid if it repeats its first 2, 3 or 4 symbols. The picture: the share of valid ones
-over network calls, with a band from the worst to the best seed; the speed; and the sequences.
+A sequence is valid if it repeats its first 2, 3 or 4 symbols. The picture shows the share of valid
+sequences against the number of steps, with a band from the worst to the best seed; the speed; and
+some of the sequences.
 """
 
 import sys
@@ -41,7 +42,7 @@ def is_pattern(text):
 
 
 def write(model, tokenizer, n, **settings):
-    """n sequences as texts, and how many tokens were written in a second."""
+    """Generate n sequences; return them as texts, and the speed in tokens per second."""
     x = torch.full((n, model.config.block_size), model.mask_id)
     began = time.monotonic()
     ids = sample.generate(model, x, **settings)
@@ -50,15 +51,15 @@ def write(model, tokenizer, n, **settings):
 
 
 def measure(model, tokenizer, seeds, n):
-    """{sampler: for each number of steps the shares of valid texts by seed}, speeds and texts of
-    the default sampler."""
+    """Return {sampler: for each number of steps, the share of valid texts for each seed}, and the
+    default sampler's speeds and texts."""
     shares = {name: [] for name in SAMPLERS}
     speeds = []
     shown = []
     for name, settings in SAMPLERS.items():
         for steps in STEPS:
             used = settings | dict(steps=steps)
-            if not sample.has_effect(model, **used):  # one call draws all: there is no order
+            if not sample.has_effect(model, **used):  # with one call there is no order
                 used.pop("order")
             found = [write(model, tokenizer, n, seed=seed, **used) for seed in range(seeds)]
             shares[name].append([sum(map(is_pattern, texts)) / n for texts, _ in found])
@@ -71,7 +72,7 @@ def measure(model, tokenizer, seeds, n):
 
 
 def sweet_spot(shares):
-    """The fewest steps with at least 0.95 of the best share of valid sequences."""
+    """The index of the fewest steps with at least 0.95 of the best mean share of valid texts."""
     means = [sum(values) / len(values) for values in shares]
     return next(i for i, mean in enumerate(means) if mean >= 0.95 * max(means))
 

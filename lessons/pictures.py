@@ -1,11 +1,12 @@
-"""Pictures of how masks are drawn, of what a model attends to, and of its time embedding.
+"""Draw statistics of random masks, a model's attention, or its time embedding.
 
-    python lessons/pictures.py masking.png              # 1,000 random masks; how rates are drawn
+    python lessons/pictures.py masking.png              # 1,000 random masks; densities of rates
     python lessons/pictures.py attention.png --text="To be, or ███ to be"    # a map for each head
-    python lessons/pictures.py time.png --run=out-time  # of a run with --time_conditioning
+    python lessons/pictures.py time.png --run=out-time  # for a run with --time_conditioning
 
 The first also prints how many tokens were masked: by exactly l masks, and by masking each token
-with probability t (Bernoulli), as most papers do. Without --run the model in weights/ answers.
+with probability t (Bernoulli), as most papers do. Without --run the second uses the run in out/ or,
+if there is none, the model in weights/.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ RATES = (0.2, 0.5, 0.8)
 
 
 def count_masks(draws=1000):
-    """How many of T tokens are masked, by rate: {rate: two lists (draws,), Bernoulli and exact}."""
+    """The numbers of masked tokens of T: {rate: two lists (draws,), Bernoulli and exact}."""
     x0 = torch.zeros(draws, T, dtype=torch.int64)
     found = {}
     for rate in RATES:
@@ -52,7 +53,7 @@ def count_masks(draws=1000):
 
 
 def schedule_densities():
-    """How often each mask rate is drawn in training: {schedule: (T,), 1 where all are alike}."""
+    """The density of mask rates in training: {schedule: (T,)}, all 1 for a uniform one."""
     config = mdlm.Config(block_size=T)
     found = {}
     for name in rates.SCHEDULES:
@@ -63,15 +64,15 @@ def schedule_densities():
 
 @torch.no_grad()
 def time_embedding(model):
-    """What --time_conditioning tells the blocks, at mask rates from 0 to 1: (101, C)."""
+    """The time embedding that the blocks are given, at mask rates from 0 to 1: (101, C)."""
     return model.rate(torch.linspace(0, 1, 101)[:, None])
 
 
 @torch.no_grad()
 def attention_maps(model, xt):
-    """What each head attends to: {number of the block: (H, T, T) probabilities} for xt (1, T).
+    """The attention weights for xt (1, T): {index of the block: (H, T, T), rows sum to 1}.
 
-    Computed explicitly, as a fused kernel never has them.
+    They are computed here explicitly, because a fused kernel does not return them.
     """
     ops = model.ops
     maps = []
@@ -138,7 +139,7 @@ def draw_time(embedding, path):
     image = ax.imshow(embedding.T.numpy(), cmap="viridis", aspect="auto", extent=(0, 1, C, 0))
     ax.grid(False)
     ax.set(xlabel="mask rate", ylabel="channel")
-    ax.set_title("Time embedding: what the blocks are told about the mask rate", fontsize=10)
+    ax.set_title("Time embedding: the blocks' input that depends on the mask rate", fontsize=10)
     fig.colorbar(image)
     write_figure(fig, path)
 
@@ -146,8 +147,8 @@ def draw_time(embedding, path):
 def main(argv):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("picture", help="PNG or SVG file to write")
-    parser.add_argument("--text", help="draw what a model attends to in this text; █ is a mask")
-    parser.add_argument("--run", help="a run; without --text: its time embedding")
+    parser.add_argument("--text", help="draw the attention of a model in this text; █ is a mask")
+    parser.add_argument("--run", help="folder of a run; without --text its time embedding is drawn")
     args = parser.parse_args(argv)
     outputs.check("PICTURE", args.picture, dict(run=args.run or ""))
     check_picture("PICTURE", args.picture)

@@ -263,6 +263,15 @@ class Library:
             self.found_unknown = -1 if id is None else id
         return self.found_unknown
 
+    def reads_unknown_as(self, id):
+        """Whether characters that the tokenizer does not know get this id.
+
+        A tokenizer that spells them in bytes may name such a token and never use it.
+        """
+        with contextlib.suppress(UserError):
+            return id == self.unknown_id() and id in self.encode(LETTERS[0])
+        return False
+
     def check_kept(self, text):
         """Raise UserError if encoding loses characters of a text, but for spaces and accents."""
         advice = "leave it out, or take another model"

@@ -418,3 +418,28 @@ def test_exports_and_other_runs_take_the_file_of_a_run(kind, tmp_path):
     assert (with_end.kind, with_end.end) == (kind, True)
     with pytest.raises(UserError, match="--end=</s> is no special token"):
         open_tokenizer(file, True, "</s>")
+
+
+@pytest.mark.parametrize("kind", ("char", "byte", "word", "bpe", "file"))
+@pytest.mark.parametrize("end", (False, True))
+def test_other_runs_take_a_file_of_the_small_format(kind, end, path, pydoc, tmp_path):
+    """--tokenizer=RUN/step-N/tokenizer.json of an earlier version."""
+    known = open_tokenizer(path, end) if kind == "file" else own(kind, end)
+    (tmp_path / "tokenizer.json").write_text(known.to_json())
+    for asked in (False, True):
+        read = open_tokenizer(tmp_path / "tokenizer.json", asked)
+        assert (read.kind, read.vocab, read.end_id is not None) == (kind, known.vocab, asked)
+    (tmp_path / "ids.json").write_text(Tokenizer("id", 7).to_json())
+    with pytest.raises(UserError, match="shows numbers, no text; give another"):
+        open_tokenizer(tmp_path / "ids.json", False)
+
+
+def test_empty_vocabularies_are_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())
+    for read in (lambda p: open_tokenizer(p, False), tokenizer_from_json):
+        with pytest.raises(UserError, match="its vocabulary is empty"):
+            read(tmp_path / "tokenizer.json")
+    small = dict(format="mdlm-tokenizer", version=1, kind="char", vocab=[], end=False)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(small))
+    with pytest.raises(UserError, match="its vocabulary is empty"):
+        tokenizer_from_json(tmp_path / "tokenizer.json")

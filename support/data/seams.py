@@ -76,7 +76,10 @@ class Library:
         self.library.no_padding()
         self.library.no_truncation()
         self.library.encode_special_tokens = True  # a text that spells one is a text
-        self.size = max(self.library.get_vocab().values()) + 1
+        vocab = self.library.get_vocab()
+        if not vocab:
+            raise ValueError("its vocabulary is empty")
+        self.size = max(vocab.values()) + 1
         self.found_letters = None
         self.found_unknown = None
         self.found_gain = None

@@ -49,6 +49,8 @@ class Tokenizer:
         self.file = None  # what to_file returns
         if kind == "char":
             size = len(vocab)
+            if not size:
+                raise ValueError("its vocabulary is empty")
             self.table = np.full(max(map(ord, vocab)) + 2, -1, np.int32)  # code point -> id
             self.table[[ord(c) for c in vocab]] = np.arange(size)
         elif kind == "byte":
@@ -358,7 +360,14 @@ def open_tokenizer(path, end, end_token=""):
     The tokenizer.json of a run gives the run's tokenizer, with an [END] or without.
     """
     try:
-        kind, vocab, _ = tokenizer_json.describe(read_small(path))
+        content = read_small(path)
+        if "mdlm-tokenizer" in content[:100]:  # of an earlier run
+            earlier = tokenizer_from_json(path)
+            if earlier.kind == "id":
+                raise UserError(f"{path} shows numbers, no text; give another tokenizer.json")
+            kind, vocab = earlier.kind, earlier.vocab
+        else:
+            kind, vocab, _ = tokenizer_json.describe(content)
         tokenizer = Tokenizer(kind, vocab)
         specials = {"[END]": True}
         if kind == "file":

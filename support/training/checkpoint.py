@@ -372,15 +372,14 @@ def restore(folder, model, averaged, optimizers):
 
 
 locks = []  # of folders; the system unlocks them when the process ends
-created_dirs = []  # those of them that this process made
+created_dirs = []  # those that this process made for them, the outermost first
 
 
 def claim_run_dir(out_dir):
     """Make the folder of a run and lock it; UserError if another process is training there."""
     release()
-    created_dirs.extend([] if out_dir.exists() else [out_dir])
     with files.writing(out_dir):
-        out_dir.mkdir(parents=True, exist_ok=True)
+        created_dirs.extend(files.make_folder(out_dir))
         lock(out_dir)
         files.clean(out_dir)
         with files.new_folder(out_dir):

@@ -439,7 +439,7 @@ def test_a_lock_that_cannot_be_tested_is_refused(tmp_path, of_another_user, caps
     out.mkdir()
     (out / ownership.LOCK).touch()
     of_another_user(may_read=False)
-    with pytest.raises(UserError, match=r"belongs to another user.*if no run trains there remove"):
+    with pytest.raises(UserError, match=r"belongs to another user.*; remove it if no run"):
         checkpoint.claim_run_dir(out)
     assert (out / ownership.LOCK).exists() and not capsys.readouterr().err
 

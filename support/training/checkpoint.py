@@ -446,7 +446,7 @@ def lock(out_dir):
             raise UserError(f"{in_use}; {fix}") from None
         except OSError as e:
             why = f"its lock {path} belongs to another user and cannot be tested ({e.strerror})"
-            fix = "if no run trains there remove it, or chmod a+r it; else give another --out_dir"
+            fix = "remove it if no run trains there, or give another --out_dir"
             raise UserError(f"--out_dir={out_dir}: {why}; {fix}") from None
     except (OSError, NotImplementedError, UserWarning):  # some file systems have no locks
         with contextlib.suppress(OSError):

@@ -109,7 +109,8 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
     expect: called as expect(calls, stretch, stretches) with the largest number of network calls
         that stretch number `stretch` may still take
 
-    After each stretch the best 8 fills (or n, if that is more) continue. Fills compete by logp,
+    After each stretch the best 8 fills (or n, if that is more) continue. Of several sequences of
+    ids with the same text the likeliest counts, with its own logp. Fills compete by logp,
     which includes the text after the gaps: the sum of log p over the gaps alone would favour short
     ones, the mean easy ones. For a gap at the end of the text, max_gap tokens are drawn. Those
     before [END] or a line break are kept, and the token that ends the text counts in logp. If

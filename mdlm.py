@@ -824,8 +824,12 @@ def load(path="out", device="cpu", kernel="auto", whole=False):
 def read_config(folder):
     """The Config of a checkpoint."""
     known = {field.name for field in dataclasses.fields(Config)}
-    config = Config(**checkpoint.read_settings(folder / "config.json", known))
-    check(config)
+    path = folder / "config.json"
+    config = Config(**checkpoint.read_settings(path, known))
+    try:
+        check(config)
+    except UserError as e:
+        raise UserError(f"{path}: {e}") from e
     return config
 
 

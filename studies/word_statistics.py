@@ -81,10 +81,19 @@ def variants(options, given, settings, resolve):
     if flags.name_now(name, "sample") not in settings or not values:
         fix = f"give one of {', '.join(settings)}, as in --compare=temperature=0.5,1"
         raise UserError(f"--compare={options.compare} is not accepted; {fix}")
+    if "" in values.split(","):
+        fix = "give a value between commas, and none at the end"
+        raise UserError(f"--compare={options.compare} has an empty value; {fix}")
     n = options.num_samples or TEXTS
     found = {}
     for value in values.split(","):
-        asked = flags.parse_flags(type(options), [f"--{name}={value}"], "")
+        former = dict(flags.FORMER)  # what the command line has, not a row
+        try:
+            asked = flags.parse_flags(type(options), [f"--{name}={value}"], "")
+        except UserError as e:
+            raise UserError(f"--compare={options.compare}: {e}") from None
+        flags.FORMER.clear()
+        flags.FORMER.update(former)
         for same in asked.keys() & given.keys():
             why = f"as --compare={name} gives it in every row; leave one of them out"
             raise UserError(f"--{same} has no effect, {why}")

@@ -79,6 +79,26 @@ def new_folder(parent):
             shutil.rmtree(tmp, ignore_errors=True)
 
 
+def make_folder(path):
+    """Make a folder and those that it is in; return the new ones, the outermost first.
+
+    If that fails, none of them is left.
+    """
+    missing = [p for p in (*reversed(Path(path).parents), Path(path)) if not os.path.lexists(p)]
+    made = []
+    try:
+        for folder in missing:
+            folder.mkdir(exist_ok=True)  # another process may make it too
+            made.append(folder)
+        Path(path).mkdir(exist_ok=True)  # raises FileExistsError for a file
+    except OSError:
+        for folder in reversed(made):
+            with contextlib.suppress(OSError):  # another process has put something there
+                folder.rmdir()
+        raise
+    return made
+
+
 def write_synced(path, content):
     """Write bytes to a file and wait until they are on the disk."""
     with naming(path), open(path, "wb") as f:

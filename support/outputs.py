@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from support.errors import UserError
-from support.files import TMP, naming, read_json, write_all, write_atomically
+from support.files import TMP, make_folder, naming, read_json, write_all, write_atomically
 from support.flags import READS, WRITES, check_path
 from support.ownership import LOCK, PICTURES, STEP, is_run
 from support.terminal import has_stdout
@@ -161,7 +161,7 @@ def check_folder(flag, path, read=None, names=()):
     if why:
         raise UserError(f"--{flag}={path} {why}; {FIX}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as e:
         fix = "check that path, or give a folder that you may write to"
         raise UserError(f"--{flag}={path} cannot be created ({e.strerror}); {fix}") from None

@@ -18,7 +18,8 @@ def stdout_fails():
     """Whether standard output cannot be written.
 
     Python keeps text that it failed to write in its buffer, so flushing fails again. Without a
-    buffer (PYTHONUNBUFFERED) nothing is kept: then ask whether the output is a file on a full disk.
+    buffer (PYTHONUNBUFFERED), and of a text larger than that, nothing is kept: then ask whether the
+    output is a file on a full disk, or a device that takes not even nothing.
     """
     try:
         sys.stdout.flush()
@@ -26,6 +27,11 @@ def stdout_fails():
         return True
     with contextlib.suppress(OSError, ValueError, AttributeError):  # Windows, or not a file
         output = sys.stdout.fileno()
+        if stat.S_ISCHR(os.fstat(output).st_mode):
+            try:
+                os.write(output, b"")
+            except OSError:
+                return True
         return stat.S_ISREG(os.fstat(output).st_mode) and os.fstatvfs(output).f_bavail == 0
     return False
 

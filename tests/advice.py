@@ -35,7 +35,7 @@ import sample
 from support import environment, kernels, ownership, plots, ranks
 from support.data import records, sources, texts, tokenizer
 from support.data.tokenizer import Tokenizer
-from support.infill import calls
+from support.infill import calls, templates
 from support.kernels import operations
 from support.training import shards
 from variants import rates
@@ -250,6 +250,27 @@ def hold(at):
     """Another process trains in {run}: on the systems here, one with a lock of its own."""
     at.held = filelock.FileLock(at.run / ownership.LOCK)
     at.held.acquire(timeout=0)
+
+
+def fill_lines(at, texts):
+    """--batch with these texts, each before a gap."""
+    (at.tmp / "batch").write_text("".join(f"{text}█\n" for text in texts))
+    at.do("sample --batch={tmp}/batch")
+
+
+def lock_of_another(at):
+    """The path of a lock in {run} that cannot be opened, as that of another user."""
+    path = at.run / ownership.LOCK
+    path.touch()
+    open_file = os.open
+
+    def open_or_fail(name, *args, **how):
+        if os.path.basename(name) == ownership.LOCK and os.path.exists(name):
+            raise PermissionError(13, "Permission denied", str(name))
+        return open_file(name, *args, **how)
+
+    at.patch.setattr(os, "open", open_or_fail)
+    return path
 
 
 def without_filelock(at, command):
@@ -873,6 +894,12 @@ ADVICE["checkpoint.py"] = [
         lambda at: (hold(at), at.do("mdlm --out_dir={tmp}/other"), at.held.release()),
     ),
     (
+        "remove it if no run trains there, or give another --out_dir",
+        lambda at: (lock_of_another(at), at.do("mdlm --out_dir={run} --resume")),
+        lambda at: (lock_of_another(at).unlink(), at.do("mdlm --out_dir={run} --resume")),
+        lambda at: (lock_of_another(at), at.do("mdlm --out_dir={tmp}/other")),
+    ),
+    (
         "do not start a second run there, or type: {}",
         lambda at: without_filelock(at, "mdlm --out_dir={tmp}/other"),
         "mdlm --out_dir={tmp}/other",
@@ -1007,6 +1034,12 @@ ADVICE["word_statistics.py"] = [
         "give one of {}, as in --compare=temperature=0.5,1",
         "sample --compare=block_size=1,2",
         "sample --compare=temperature=0.5,1",
+    ),
+    (
+        "give a value between commas, and none at the end",
+        "sample --compare=steps=4,",
+        "sample --compare=steps=4",
+        "sample --compare=steps=4,8",
     ),
     (
         "as --compare={} gives it in every row; leave one of them out",
@@ -1669,6 +1702,26 @@ ADVICE["templates.py"] = [
         ({"batch": "a█\n"}, "sample --batch=batch"),
     ),
     (
+        "{} cannot be read ({}); give a file of templates",
+        "sample --batch=nowhere",
+        ({"batch": "a█\n"}, "sample --batch=batch"),
+    ),
+    (
+        "--batch={} is a device; give a file of templates, or - for a pipe",
+        "sample --batch=/dev/zero",
+        ({"batch": "a█\n"}, "sample --batch=batch"),
+    ),
+    (
+        "{}; give texts that fit into the context",
+        lambda at: (at.patch.setattr(templates, "MAX_TEMPLATE", 9), fill_lines(at, ["a" * 9])),
+        lambda at: (at.patch.setattr(templates, "MAX_TEMPLATE", 9), fill_lines(at, ["a"])),
+    ),
+    (
+        "{}; give them in several batches",
+        lambda at: (at.patch.setattr(templates, "MAX_BATCH", 9), fill_lines(at, ["a", "b"])),
+        lambda at: (at.patch.setattr(templates, "MAX_BATCH", 9), fill_lines(at, ["a"])),
+    ),
+    (
         "the tokenizer keeps nothing of {}; give a word, or no prompt",
         "sample --out_dir={words} '--prompt= '",
         "sample --out_dir={words} --prompt=some",
@@ -1778,6 +1831,18 @@ ADVICE["tokenizer.py"] = [
         "--end={} is no special token of {}; give one",
         ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end=some"),
         ({"words.json": WORDS}, "mdlm --data={records} --tokenizer=words.json --end=[EOT]"),
+    ),
+    (
+        "{}; remove it from the text, or train with another --end",
+        FollowedIn("test_data_that_spells_the_end_is_refused"),
+    ),
+    (
+        "{}: each would end a document; give another token",
+        FollowedIn("test_the_unknown_token_ends_no_document"),
+    ),
+    (
+        "{} shows numbers, no text; give another tokenizer.json",
+        FollowedIn("test_other_runs_take_a_file_of_the_small_format"),
     ),
     (
         "{} has none of {}; name its --end",

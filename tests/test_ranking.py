@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
 from conftest import ROOT, Toy
 
@@ -223,6 +224,46 @@ def test_logp_of_documents_of_given_lengths_is_the_chain_rule(parts):
             wanted[tokenizer.decode(ids)] = max(logp, wanted.get(tokenizer.decode(ids), -math.inf))
     draws = 4 * 30 * 25  # two lengths of up to 30 beginnings, 25 fills of a gap of two
     assert fills_of(model, parts, 2, draws) == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("parts", [["a", 2, "a"], ["a", None, "a"], ["a", None], [None]], ids=str)
+def test_a_text_has_its_likeliest_ids(parts):
+    """Of several sequences of ids with one text the likeliest counts, whichever is drawn last."""
+    vocab = dict(a=0, b=1, aa=2, ab=3, ba=4)
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    library.decoder = tokenizers.decoders.Fuse()
+    library.add_special_tokens(["[END]"])  # 5
+    tokenizer = Tokenizer("file", library.to_str(), 5)
+    literals = [tokenizer.encode(part) if isinstance(part, str) else part for part in parts]
+    start = 1 if parts[0] == "a" else 0
+    several = False
+    for seed in range(3):
+        model = random_world(seed)
+        wanted = {}
+        for ids, shown in dict.fromkeys((tuple(a), tuple(b)) for a, b in texts_of(literals)):
+            text = tokenizer.decode(shown)
+            logp = chain_of(model, list(ids), start, V)
+            several |= text in wanted
+            wanted[text] = max(logp, wanted.get(text, -math.inf))
+        how = dict(max_gap=2, draws=5 * V**2)
+        best = search.hypotheses(model, tokenizer, parts, 10**6, draw_all, "cpu", **how)
+        shown = [templates.joined(templates.to_texts(f.parts, f.ids, tokenizer)) for f in best]
+        assert dict(zip(shown, (f.logp for f in best))) == pytest.approx(wanted, abs=1e-4)
+        assert len(shown) == len(wanted)
+        few = search.hypotheses(model, tokenizer, parts, 3, draw_all, "cpu", **how)
+        assert [f.logp for f in few] == [f.logp for f in best[:3]]
+    assert several
+
+
+def texts_of(parts):
+    """all_texts of a vocabulary without a line break: an open end stops at [END] alone."""
+    open_end = parts[-1] is None
+    if not open_end:
+        return all_texts(parts, 2, False)
+    tails = itertools.product(range(V), repeat=2)
+    cut = [tail[: tail.index(V - 1) + 1] if V - 1 in tail else tail for tail in tails]
+    heads = all_texts(parts[:-1], 2, False)
+    return [(a + list(c), b + [id for id in c if id != V - 1]) for a, b in heads for c in set(cut)]
 
 
 def test_an_empty_end_is_a_fill(capsys, monkeypatch):

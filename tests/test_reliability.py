@@ -397,6 +397,53 @@ def test_folders_without_locks_are_used(monkeypatch, tmp_path, recwarn, error):
     assert not out.exists(), "it was left empty"
 
 
+@pytest.fixture
+def of_another_user(monkeypatch):
+    """A function that makes locks those of another user: may they be read? None can be written."""
+    open_file = os.open
+
+    def deny(may_read):
+        def open_or_fail(path, flags, *args, **how):
+            writes = flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT)
+            if os.path.basename(path) == ownership.LOCK and (writes or not may_read):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return open_file(path, flags, *args, **how)
+
+        monkeypatch.setattr(os, "open", open_or_fail)
+
+    return deny
+
+
+def test_a_lock_of_another_user_is_tested(tmp_path, of_another_user, recwarn):
+    """While its run lives the folder is in use; what a killed run left locks nothing."""
+    fcntl = pytest.importorskip("fcntl")
+    out = tmp_path / "o"
+    out.mkdir()
+    path = out / ownership.LOCK
+    path.touch()
+    of_another_user(may_read=True)
+    with open(path) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="is in use; stop the run that is training there"):
+            checkpoint.claim_run_dir(out)
+    assert path.exists()
+    checkpoint.claim_run_dir(out)
+    with open(path) as late, pytest.raises(BlockingIOError):
+        fcntl.flock(late, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    checkpoint.release()
+    assert not list(recwarn) and not path.exists()
+
+
+def test_a_lock_that_cannot_be_tested_is_refused(tmp_path, of_another_user, capsys):
+    out = tmp_path / "o"
+    out.mkdir()
+    (out / ownership.LOCK).touch()
+    of_another_user(may_read=False)
+    with pytest.raises(UserError, match=r"belongs to another user.*; remove it if no run"):
+        checkpoint.claim_run_dir(out)
+    assert (out / ownership.LOCK).exists() and not capsys.readouterr().err
+
+
 def test_a_lock_replaces_no_file(tmp_path):
     """A file of this name that no run wrote is refused as all others are; it is not emptied."""
     (tmp_path / "mine").write_text("mine")

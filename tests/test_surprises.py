@@ -24,6 +24,7 @@ import sample
 from support import cli, errors, outputs, plots, ranks, signals, terminal
 from support.data import sources
 from support.flags import parse_flags
+from support.infill import templates
 from support.training import checkpoint
 
 HOSTILE = "a\x1b]0;mine\x07b\x1b[2Jc\x9b1md\u202ee\x7f\rf\n"
@@ -462,6 +463,106 @@ def test_byte_order_mark_of_a_batch_is_skipped(run, tmp_path, capsys, monkeypatc
     for r in (first, second):
         assert r.code == 0, r.err
         assert json.loads(r.out)["text"].startswith("the")
+
+
+@pytest.fixture
+def short_limits(monkeypatch):
+    monkeypatch.setattr(templates, "MAX_TEMPLATE", 1 << 20)
+    monkeypatch.setattr(templates, "MAX_BATCH", 1 << 21)
+
+
+class Endless(io.RawIOBase):
+    """A stream without an end, of which as few bytes are read as the limits say."""
+
+    def __init__(self, block):
+        self.block = block
+        self.n = 0
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        n = len(buffer) // len(self.block) * len(self.block)
+        buffer[:n] = self.block * (n // len(self.block))
+        self.n += n
+        assert self.n < 1 << 23, "it is read without a limit"
+        return n
+
+
+@pytest.mark.parametrize("block, words", [(b"\0", "more than 1 MB"), (b"a\xe2\x96\x88\n", "2 MB")])
+@pytest.mark.parametrize("flag", ["--batch=-", "--infill=-"])
+def test_endless_templates_are_refused(run, capsys, monkeypatch, short_limits, flag, block, words):
+    if flag == "--infill=-":
+        words = "more than 1 MB"  # all lines are one template
+    endless = io.BufferedReader(Endless(block))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(endless))
+    r = call(sample.main, capsys, f"--out_dir={run}", flag)
+    assert_one_sentence(r, "standard input has more than", words.removeprefix("more than "))
+
+
+def test_templates_of_no_file_are_refused(run, tmp_path, capsys):
+    for batch, words in (
+        ("/dev/zero", ["is a device; give a file of templates, or - for a pipe"]),
+        (tmp_path / "nowhere", ["cannot be read (No such file", "give a file of templates"]),
+        (tmp_path, ["cannot be read (Is a directory)", "give a file of templates"]),
+    ):
+        r = call(sample.main, capsys, f"--out_dir={run}", f"--batch={batch}")
+        assert_one_sentence(r, f"--batch={batch} ", *words)
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+def test_templates_come_from_a_pipe(run, name):
+    command = [sys.executable, ROOT / "sample.py", f"--out_dir={run}", "--device=cpu", "--steps=1"]
+    how = dict(input="the█\n".encode(), capture_output=True, timeout=120)
+    r = subprocess.run([*command, f"--batch={name}"], **how)
+    assert r.returncode == 0 and json.loads(r.stdout)["text"].startswith("the"), r.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, words, silent",
+    [
+        (["--compare=distance=1,2", "--distance=2"], "(--distance=2 is now --spacing=2)", "=1"),
+        (["--compare=steps=4,"], "--compare=steps=4, has an empty value", "invalid"),
+        (["--compare=steps=4,x"], "--compare=steps=4,x: ", "Traceback"),
+    ],
+)
+def test_compare_is_named_for_its_mistakes(run, capsys, flags, words, silent):
+    r = call(sample.main, capsys, f"--out_dir={run}", *flags)
+    assert_one_sentence(r, words)
+    assert silent not in r.err.replace(f"{flags[0]}", "")
+
+
+def test_a_device_that_takes_no_output_is_named(run):
+    """Also for a text that is larger than the buffer of standard output."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    program = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from support import cli
+sys.exit(cli.run(lambda argv: print("x" * 100_000) or 0, []))
+"""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", program]
+        r = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert r.returncode == 2 and "standard output" in r.stderr and "a file" not in r.stderr
+
+
+def test_a_path_that_is_too_long_leaves_no_folder(text_file, tmp_path, run, capsys):
+    for name in ("new/" + "x" * 300, f"a/b/{'x' * 300}/c"):
+        assert run_mdlm(*TINY, f"--data={text_file}", f"--out_dir={tmp_path / name}") == 2
+        assert "cannot be written" in capsys.readouterr().err
+        path = tmp_path / name / "o"
+        r = call(eval.main, capsys, f"--out_dir={run}", "--device=cpu", f"--pictures={path}")
+        assert r.code == 2
+        assert not {"new", "a"} & set(os.listdir(tmp_path))
+
+
+def test_folders_made_for_a_run_that_is_refused_go(text_file, tmp_path):
+    checkpoint.claim_run_dir(tmp_path / "a/b/c")
+    assert (tmp_path / "a/b/c").is_dir()
+    checkpoint.release()
+    assert not (tmp_path / "a").exists()
 
 
 def test_fewer_candidates_than_asked_are_said(run, capsys):

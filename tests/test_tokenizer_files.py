@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import sys
 import unicodedata
@@ -11,7 +12,7 @@ import pytest
 import tokenizer_kinds
 import tokenizers
 import torch
-from conftest import TINY, read_log, run_mdlm, sign
+from conftest import TINY, Toy, read_log, run_mdlm, sign
 
 import export
 import mdlm
@@ -113,6 +114,99 @@ def test_unusable_tokenizers_are_refused(path, tmp_path, capsys):
         tokenizer_from_json(tmp_path / "forged.json")
     assert run_mdlm(*TINY, "--tokenizer=gpt2", "--max_steps=1", f"--out_dir={tmp_path}") == 2
     assert "give char, byte, word, bpe or a tokenizer.json" in capsys.readouterr().err
+
+
+def spelling(name, pydoc):
+    """(tokenizer.json, its end token) of a kind that has the token for a text that spells it."""
+    if name in ("t5", "albert"):
+        return tokenizer_kinds.KINDS[name](pydoc), "</s>"
+    models = dict(
+        word_level=tokenizers.models.WordLevel({"[END]": 0, "a": 1, "b": 2, "?": 3}, "?"),
+        word_piece=tokenizers.models.WordPiece({"[END]": 0, "a": 1, "b": 2, "?": 3}, unk_token="?"),
+        bpe=tokenizers.models.BPE(dict(zip("[END]ab▁?", range(9))) | {"[END]": 9}, []),
+    )
+    library = tokenizers.Tokenizer(models[name])
+    if name == "bpe":
+        library.model.ignore_merges = True
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["[END]"])
+    return library, "[END]"
+
+
+SPELL = ("t5", "albert", "word_level", "word_piece", "bpe")
+
+
+@pytest.fixture(params=SPELL)
+def spelled(request, pydoc, tmp_path):
+    library, end = spelling(request.param, pydoc)
+    library.save(str(tmp_path / "spelled.json"))
+    return tmp_path / "spelled.json", end
+
+
+def test_text_never_has_the_id_of_the_end(spelled):
+    """A prompt, a template's literals, a pair, a long text: one sentence that names the token."""
+    tokenizer = open_tokenizer(spelled[0], True)
+    end = spelled[1]
+    assert tokenizer.encode("a b") and tokenizer.end_id not in tokenizer.encode("a b")
+    model = Toy(lambda xt: torch.zeros(*xt.shape, tokenizer.vocab_size), tokenizer.vocab_size, 32)
+    text = f"a {end} b"
+    calls = [
+        lambda: tokenizer.encode(text),
+        lambda: tokenizer.encode_given(text),
+        lambda: tokenizer.encode_given(f" {text}", after_gap=True),
+        lambda: tokenizer.encode_array("a b " * 20_000 + text),
+        lambda: tokenizer.encode_array(text, "a b "),
+        lambda: tokenizer.encode_pair("a", f" {text}"),
+        lambda: tokenizer.encode_pair(text, " b"),
+        lambda: sample.write(model, tokenizer, text),
+        lambda: sample.write(model, tokenizer, f"{text} █"),
+        lambda: sample.write(model, tokenizer, f"a █ {text}"),
+        lambda: sample.write(model, tokenizer, f"a [___] {text}"),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=re.escape(repr(end)) + ".*ends a document; remove it"):
+            call()
+    known = tokenizer_from_json(saved(tokenizer, spelled[0].parent))  # as a run has it
+    with pytest.raises(UserError, match="ends a document"):
+        known.encode(text)
+    assert tokenizer.end_id in open_tokenizer(spelled[0], False).encode(text), "no [END], no matter"
+
+
+def test_data_that_spells_the_end_is_refused(spelled, tmp_path, capsys):
+    path, end = spelled
+    lines = ["a b " * 9] * 30
+    lines[20] = f"a {end} b"
+    (tmp_path / "t.txt").write_text("\n".join(lines))
+    records = "\n".join(json.dumps(dict(text=line)) for line in lines)
+    (tmp_path / "t.jsonl").write_text(records)
+    flags = [f"--tokenizer={path}", f"--end={end}", f"--out_dir={tmp_path / 'o'}", "--max_steps=1"]
+    for data, where in (("t.txt", "t.txt, line 21: "), ("t.jsonl", "t.jsonl, line 21: ")):
+        separator = ["--separator=\\n"] if data == "t.txt" else []
+        assert run_mdlm(*TINY, f"--data={tmp_path / data}", *separator, *flags) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert where in said and f"{end!r}, the token that ends a document; remove it" in said
+        assert not list((tmp_path / "o").glob("data/*.bin"))
+
+
+def test_the_unknown_token_ends_no_document(pydoc, path, tmp_path, capsys):
+    """Each unknown character would end one. A tokenizer of bytes never uses the token."""
+    tokenizer_kinds.unknown_words(pydoc).save(str(tmp_path / "words.json"))
+    (tmp_path / "t.jsonl").write_text('{"text": "the value of"}\n' * 50)
+    for flag in ("--end=[UNK]", "--end_token=[UNK]"):
+        flags = [f"--tokenizer={tmp_path / 'words.json'}", f"--out_dir={tmp_path / 'o'}", flag]
+        assert run_mdlm(*TINY, f"--data={tmp_path / 't.jsonl'}", *flags) == 2
+        assert "characters that the tokenizer does not know" in capsys.readouterr().err
+    known = json.loads((tmp_path / "words.json").read_text())["model"]["vocab"]["[UNK]"]
+    (tmp_path / "ids").mkdir()
+    write_ids(tmp_path / "ids", [5, known] * 200)
+    shutil.copy(tmp_path / "words.json", tmp_path / "ids" / "tokenizer.json")
+    flags = [f"--data={tmp_path / 'ids'}", f"--out_dir={tmp_path / 'o'}", "--bin_dtype=uint16"]
+    assert run_mdlm(*TINY, *flags, f"--end={known}") == 2
+    assert "characters that the tokenizer does not know" in capsys.readouterr().err
+    content = json.loads(path.read_text())
+    content["model"]["unk_token"] = END  # as CLIP's file has it
+    (tmp_path / "bytes.json").write_text(json.dumps(content))
+    assert open_tokenizer(tmp_path / "bytes.json", True, END).end_id is not None
 
 
 def write_ids(folder, ids, header=None):
@@ -324,3 +418,28 @@ def test_exports_and_other_runs_take_the_file_of_a_run(kind, tmp_path):
     assert (with_end.kind, with_end.end) == (kind, True)
     with pytest.raises(UserError, match="--end=</s> is no special token"):
         open_tokenizer(file, True, "</s>")
+
+
+@pytest.mark.parametrize("kind", ("char", "byte", "word", "bpe", "file"))
+@pytest.mark.parametrize("end", (False, True))
+def test_other_runs_take_a_file_of_the_small_format(kind, end, path, pydoc, tmp_path):
+    """--tokenizer=RUN/step-N/tokenizer.json of an earlier version."""
+    known = open_tokenizer(path, end) if kind == "file" else own(kind, end)
+    (tmp_path / "tokenizer.json").write_text(known.to_json())
+    for asked in (False, True):
+        read = open_tokenizer(tmp_path / "tokenizer.json", asked)
+        assert (read.kind, read.vocab, read.end_id is not None) == (kind, known.vocab, asked)
+    (tmp_path / "ids.json").write_text(Tokenizer("id", 7).to_json())
+    with pytest.raises(UserError, match="shows numbers, no text; give another"):
+        open_tokenizer(tmp_path / "ids.json", False)
+
+
+def test_empty_vocabularies_are_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())
+    for read in (lambda p: open_tokenizer(p, False), tokenizer_from_json):
+        with pytest.raises(UserError, match="its vocabulary is empty"):
+            read(tmp_path / "tokenizer.json")
+    small = dict(format="mdlm-tokenizer", version=1, kind="char", vocab=[], end=False)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(small))
+    with pytest.raises(UserError, match="its vocabulary is empty"):
+        tokenizer_from_json(tmp_path / "tokenizer.json")

@@ -76,7 +76,10 @@ class Library:
         self.library.no_padding()
         self.library.no_truncation()
         self.library.encode_special_tokens = True  # a text that spells one is a text
-        self.size = max(self.library.get_vocab().values()) + 1
+        vocab = self.library.get_vocab()
+        if not vocab:
+            raise ValueError("its vocabulary is empty")
+        self.size = max(vocab.values()) + 1
         self.found_letters = None
         self.found_unknown = None
         self.found_gain = None
@@ -262,6 +265,15 @@ class Library:
                 id = json.loads(self.content)["model"].get("unk_id")
             self.found_unknown = -1 if id is None else id
         return self.found_unknown
+
+    def reads_unknown_as(self, id):
+        """Whether characters that the tokenizer does not know get this id.
+
+        A tokenizer that spells them in bytes may name such a token and never use it.
+        """
+        with contextlib.suppress(UserError):
+            return id == self.unknown_id() and id in self.encode(LETTERS[0])
+        return False
 
     def check_kept(self, text):
         """Raise UserError if encoding loses characters of a text, but for spaces and accents."""

@@ -1,6 +1,7 @@
 """Tokenizers: characters, bytes, words, BPE, or a file of the tokenizers library."""
 
 import bisect
+import contextlib
 import itertools
 import json
 import re
@@ -48,6 +49,8 @@ class Tokenizer:
         self.file = None  # what to_file returns
         if kind == "char":
             size = len(vocab)
+            if not size:
+                raise ValueError("its vocabulary is empty")
             self.table = np.full(max(map(ord, vocab)) + 2, -1, np.int32)  # code point -> id
             self.table[[ord(c) for c in vocab]] = np.arange(size)
         elif kind == "byte":
@@ -68,10 +71,27 @@ class Tokenizer:
         self.vocab_size = size + (end is True)
 
     def encode_array(self, text, before=""):
-        """Text -> (n,) integers. Raises UserError naming the first unknown character or id.
+        """Text -> (n,) integers without [END]. Raises UserError naming the first unknown character
+        or id, and for a text that would have the id of [END].
 
         before: the end of the text before this one, on which the ids of a tokenizer.json depend.
         """
+        return self.without_end(self.ids_of(text, before))
+
+    def without_end(self, ids):
+        """The ids of a text; raises UserError if one of them is [END].
+
+        The library does not match special tokens in a text, but a model that sees the whole word
+        may still have it in its vocabulary: Unigram, WordLevel, WordPiece, BPE with ignore_merges.
+        """
+        if type(self.end) is int and self.end in np.asarray(ids):
+            token = self.spell([self.end])
+            what = f"a part of the text is read as {token!r}, the token that ends a document"
+            raise UserError(f"{what}; remove it from the text, or train with another --end")
+        return ids
+
+    def ids_of(self, text, before):
+        """The ids of `encode_array`, [END] among them if the tokenizer has it for the text."""
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
         if self.kind == "char":
@@ -109,7 +129,9 @@ class Tokenizer:
         if self.kind != "file":
             return self.encode(text)
         self.library.check_kept(text)
-        return self.library.encode_after_gap(text) if after_gap else self.encode(text)
+        if after_gap:
+            return self.without_end(self.library.encode_after_gap(text))
+        return self.encode(text)
 
     def encode_pair(self, given, text):
         """The ids of two texts of a user, the second of which goes on after the first.
@@ -338,7 +360,14 @@ def open_tokenizer(path, end, end_token=""):
     The tokenizer.json of a run gives the run's tokenizer, with an [END] or without.
     """
     try:
-        kind, vocab, _ = tokenizer_json.describe(read_small(path))
+        content = read_small(path)
+        if "mdlm-tokenizer" in content[:100]:  # of an earlier run
+            earlier = tokenizer_from_json(path)
+            if earlier.kind == "id":
+                raise UserError(f"{path} shows numbers, no text; give another tokenizer.json")
+            kind, vocab = earlier.kind, earlier.vocab
+        else:
+            kind, vocab, _ = tokenizer_json.describe(content)
         tokenizer = Tokenizer(kind, vocab)
         specials = {"[END]": True}
         if kind == "file":
@@ -353,7 +382,26 @@ def open_tokenizer(path, end, end_token=""):
         raise UserError(f"--end={end_token} is no special token of {path}; give one")
     if end and not ends:
         raise UserError(f"{path} has none of {', '.join(END_TOKENS)}; name its --end")
-    return Tokenizer(kind, vocab, specials[ends[0]]) if end else tokenizer
+    return with_end(tokenizer, specials[ends[0]], ends[0]) if end else tokenizer
+
+
+def with_end(tokenizer, end, name):
+    """The Tokenizer of a file with this id as [END], or with True.
+
+    name: how --end may call it. Raises UserError if it stands for unknown characters: each of them
+    would end a document.
+    """
+    if tokenizer.kind == "file" and end is not True and tokenizer.library.reads_unknown_as(end):
+        what = f"--end={name} is the token of all characters that the tokenizer does not know"
+        raise UserError(f"{what}: each would end a document; give another token")
+    return Tokenizer(tokenizer.kind, tokenizer.vocab, end)
+
+
+def changes(tokenizer, text):
+    """Whether a tokenizer does not give a text back; False if it cannot encode the text."""
+    with contextlib.suppress(UserError):  # `Source.encode` says where that text is
+        return tokenizer.decode(tokenizer.encode(text)) != text
+    return False
 
 
 def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
@@ -361,7 +409,7 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
     if kind.endswith(".json"):
         tokenizer = open_tokenizer(kind, end, end_token)
         some = [piece[:PART] for piece, _ in itertools.islice(pieces(), 100)]
-        if any(tokenizer.decode(tokenizer.encode(text)) != text for text in some):
+        if any(changes(tokenizer, text) for text in some):
             warn(f"--tokenizer={kind} changes the text: its likelihood is that of what is left")
         if tokenizer.kind != "file":  # it gives any text back, in parts too
             return tokenizer

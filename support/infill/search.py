@@ -42,27 +42,26 @@ def until_break(tokenizer, ids, start=0):
 
 
 def distinct(rows, tried, at_end, tokenizer):
-    """Remove rows that are equal as texts, and those without a space that the template asks for.
+    """Remove rows with the same ids and text, and those without a space that the template asks for.
 
     rows: lists of ids, drawn for the pairs `tried` (where ranking begins, Fill)
     at_end: whether the last part is a gap at the end of the text. It is then cut off before [END]
-        or a line break. Rows that differ in what cuts them off are both kept
+        or a line break
 
-    Returns a list of (number of the row, where ranking begins, Fill, text).
+    Rows of other ids are kept even if they show the same text: which of them is the likeliest is
+    not known yet. Returns a list of (number of the row, where ranking begins, Fill, text).
     """
     found = {}
     for i, (row, (begin, fill)) in enumerate(zip(rows, tried)):
         ids = row[: len(fill.ids)]
-        ending = ()
         if at_end:
             gap_start = len(ids) - fill.parts[-1]
             length = until_break(tokenizer, ids, gap_start)
             ids = ids[: gap_start + length + 1]  # with the token that ends the text
-            ending = tuple(ids[gap_start + length :])
             fill = fill._replace(parts=[*fill.parts[:-1], length])
         if keeps_spaces(fill.parts, ids, tokenizer):
             text = joined(to_texts(fill.parts, ids, tokenizer))
-            found[text, ending] = (i, begin, fill._replace(ids=ids), text)
+            found[text, tuple(ids)] = (i, begin, fill._replace(ids=ids), text)
     return list(found.values())
 
 
@@ -110,7 +109,8 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
     expect: called as expect(calls, stretch, stretches) with the largest number of network calls
         that stretch number `stretch` may still take
 
-    After each stretch the best 8 fills (or n, if that is more) continue. Fills compete by logp,
+    After each stretch the best 8 fills (or n, if that is more) continue. Of several sequences of
+    ids with the same text the likeliest counts, with its own logp. Fills compete by logp,
     which includes the text after the gaps: the sum of log p over the gaps alone would favour short
     ones, the mean easy ones. For a gap at the end of the text, max_gap tokens are drawn. Those
     before [END] or a line break are kept, and the token that ends the text counts in logp. If
@@ -165,7 +165,7 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
         if allowed := allowed_by_row([fill.parts for _, fill in tried], tokenizer, L):
             options["allowed"] = allowed
         x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several, **options)
-        # 2. Keep each text once, or once with each token that ends it.
+        # 2. Keep each sequence of ids once; several may show the same text.
         rows, starts, fills, texts = zip(*distinct(x.tolist(), tried, at_end, tokenizer))
         x = x[list(rows)]
         # 3. Rank them, and continue with the best.
@@ -177,7 +177,7 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
         n_kept = min(n_texts, n if is_last else max(n, 8))
         starts = torch.tensor(starts)
         report = partial(tell, number, 0)
-        # So many more that n_kept texts are left if each is kept with its likeliest end.
+        # So many more that n_kept texts are left if each is kept with its likeliest ids.
         n_ranked = n_kept + len(texts) - n_texts
         best, logp = likeliest(model, x, starts, stop, known, n_ranked, report)
         ranked = {}

@@ -8,8 +8,11 @@ None for [___]. A Literal is tokenized as in the middle of a whole text, after t
 precedes it (support/data/seams.py).
 """
 
+import contextlib
 import itertools
+import os
 import re
+import stat
 import sys
 import unicodedata
 
@@ -22,6 +25,8 @@ from support.errors import UserError
 GAP = re.compile(r"(█|(?<!\\)\[MASK\]|\[___\])")
 GAP_OR_LINE = re.compile(GAP.pattern.removesuffix(")") + "|_)")  # for a vocabulary without _
 LINE_END = re.compile("\r?\n")
+MAX_TEMPLATE = 1 << 26  # bytes; a device, or a pipe without an end, must not fill the memory
+MAX_BATCH = 1 << 29
 
 
 class Literal(str):
@@ -124,18 +129,48 @@ def read_templates(infill, batch):
     """
     if not batch and infill != "-":
         return [infill or None]
-    options = dict(encoding="utf-8-sig", newline="")  # skip a byte order mark, keep \r\n
+    name = "standard input" if "-" in (infill, batch) else f"--batch={batch}"
     try:
-        if "-" in (infill, batch):
-            sys.stdin.reconfigure(errors="strict", **options)
-            text = sys.stdin.read()
-        else:
-            with open(batch, opener=files.without_waiting, **options) as f:
-                text = f.read()
-    except (OSError, UnicodeDecodeError) as e:
+        with open_templates(None if "-" in (infill, batch) else batch) as f:
+            content = b"".join(limited_lines(f, name, whole=not batch))
+        text = content.decode("utf-8-sig")  # skip a byte order mark, keep \r\n
+    except UnicodeDecodeError as e:
         raise UserError(f"the templates cannot be read ({e}); give UTF-8 text") from None
+    except OSError as e:
+        why = e.strerror or e
+        raise UserError(f"{name} cannot be read ({why}); give a file of templates") from None
     text = re.sub("\r?\n\\Z", "", text)  # the end of the last line is not a part of it
     return LINE_END.split(text) if batch else [text]
+
+
+def open_templates(batch):
+    """Open a file, a pipe or standard input (None) to read bytes. UserError for other devices."""
+    if batch is None:
+        return contextlib.nullcontext(sys.stdin.buffer)
+    f = open(batch, "rb", opener=files.without_waiting)
+    mode = os.fstat(f.fileno()).st_mode
+    is_stdin = os.path.realpath(batch) == os.path.realpath("/dev/stdin")
+    if (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)) and not is_stdin:
+        f.close()
+        raise UserError(f"--batch={batch} is a device; give a file of templates, or - for a pipe")
+    return f
+
+
+def limited_lines(f, name, whole):
+    """Yield the lines of a binary file; UserError for what is too long to be templates.
+
+    whole: all lines are one template
+    """
+    n = 0
+    while line := f.readline(MAX_TEMPLATE + 1):
+        n += len(line)
+        if max(len(line), n * whole) > MAX_TEMPLATE:
+            what = f"a template of {name} has more than {MAX_TEMPLATE >> 20} MB"
+            raise UserError(f"{what}; give texts that fit into the context")
+        if n > MAX_BATCH:
+            what = f"{name} has more than {MAX_BATCH >> 20} MB of templates"
+            raise UserError(f"{what}; give them in several batches")
+        yield line
 
 
 def parse_all(infill, batch, to_parts):

@@ -6,6 +6,7 @@ the last two are kept. Weights are safetensors and the rest is JSON: nothing is 
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -371,24 +372,49 @@ def restore(folder, model, averaged, optimizers):
 
 
 locks = []  # of folders; the system unlocks them when the process ends
-created_dirs = []  # those of them that this process made
+created_dirs = []  # those that this process made for them, the outermost first
 
 
 def claim_run_dir(out_dir):
     """Make the folder of a run and lock it; UserError if another process is training there."""
     release()
-    created_dirs.extend([] if out_dir.exists() else [out_dir])
     with files.writing(out_dir):
-        out_dir.mkdir(parents=True, exist_ok=True)
+        created_dirs.extend(files.make_folder(out_dir))
         lock(out_dir)
         files.clean(out_dir)
         with files.new_folder(out_dir):
             pass  # it can be written
 
 
+class ReadOnlyLock:
+    """A lock on a file that another user made: flock needs no permission to write the file.
+
+    Raises BlockingIOError if another process holds it, another OSError if that cannot be told.
+    """
+
+    def __init__(self, path):
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), str(path)) from None
+        self.fd = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(self.fd).st_nlink == 0:  # its run removed it just now: it locks nothing
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(path))
+        except OSError:
+            os.close(self.fd)
+            raise
+
+    def release(self):
+        os.close(self.fd)
+
+
 def lock(out_dir):
-    """Lock the folder of a run; UserError if another process has. Without the package filelock,
-    which comes with torch, the run goes on with a warning."""
+    """Lock the folder of a run; UserError if another process has, or if that cannot be told.
+
+    Without the package filelock, which comes with torch, the run goes on with a warning.
+    """
     path = out_dir / ownership.LOCK
     if os.path.lexists(path) and not ownership.is_lock(path):
         return  # not ours to write: ownership.check_run refuses it
@@ -398,6 +424,8 @@ def lock(out_dir):
         return
     import filelock
 
+    in_use = f"--out_dir={out_dir} is in use"
+    fix = "stop the run that is training there, or give another --out_dir"
     # Its owner may lock it, and other users who may write the folder.
     file_lock = filelock.FileLock(path, mode=0o600 | out_dir.stat().st_mode & 0o066)
     try:
@@ -408,10 +436,18 @@ def lock(out_dir):
             file_lock.acquire(timeout=0)
         locks.append((file_lock, path))
     except filelock.Timeout:
-        fix = "stop the run that is training there, or give another --out_dir"
-        raise UserError(f"--out_dir={out_dir} is in use; {fix}") from None
+        raise UserError(f"{in_use}; {fix}") from None
     except PermissionError:
-        warn(f"--out_dir={out_dir} is not locked: the lock there belongs to another user")
+        if not os.path.lexists(path):
+            return  # the folder cannot be written, which is refused
+        try:
+            locks.append((ReadOnlyLock(path), path))
+        except BlockingIOError:
+            raise UserError(f"{in_use}; {fix}") from None
+        except OSError as e:
+            why = f"its lock {path} belongs to another user and cannot be tested ({e.strerror})"
+            fix = "remove it if no run trains there, or give another --out_dir"
+            raise UserError(f"--out_dir={out_dir}: {why}; {fix}") from None
     except (OSError, NotImplementedError, UserWarning):  # some file systems have no locks
         with contextlib.suppress(OSError):
             path.unlink()

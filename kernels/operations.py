@@ -88,7 +88,7 @@ def _missing(device):
         return "The kernels have not been tried on AMD GPUs"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
-        return f"The kernels need compute capability 8.0 (sm_80), and this GPU has {major}.{minor}"
+        return f"This GPU has compute capability {major}.{minor}, below the 8.0 of the kernels"
     if not ENABLED:
         return "Triton is missing (pip install triton)"
     if not can_build(*c_compilers()):  # Triton compiles C code that launches its kernels

@@ -155,6 +155,21 @@ def test_auto_leaves_long_windows_to_pytorch(as_if, monkeypatch):
     assert kernels.attention_of_documents(None, spans=torch.zeros(1)) == "attention"
 
 
+@pytest.mark.parametrize(
+    ("hip", "capability", "words"), [("6.4", (9, 4), "AMD"), (None, (7, 5), "capability 7.5")]
+)
+def test_a_gpu_that_the_kernels_do_not_fit_uses_pytorch(
+    as_if, monkeypatch, capsys, hip, capability, words
+):
+    as_if(interpreter=False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert kernels.select("auto", "cuda", 64).name == "torch"
+    assert words in capsys.readouterr().err
+    with pytest.raises(ValueError, match="CUDA device from sm_80"):
+        kernels.select("triton", "cuda", 64)
+
+
 def test_other_ranks_do_not_warn(as_if, capsys, monkeypatch):
     as_if(interpreter=True)
     monkeypatch.setenv("RANK", "1")

@@ -382,6 +382,8 @@ def parse_words(cls, argv, parser, program, free):
     for argument in words if not free else filter(is_flag, unknown):
         refuse(argument, list(fields), program)
     for name, value in given.items():
+        if value == []:  # what argparse makes of --name=--
+            raise UserError(f"--{name}=-- is not accepted: -- is no value")
         check_not_empty(f"--{name}", value, fields[name].metadata["text"])
         if fields[name].metadata["path"]:
             given[name] = at_home(value)

@@ -239,3 +239,16 @@ def test_flag_that_asks_for_nothing_is_accepted(given):
     given = mdlm.parse_args([f"--{given}"])
     assert flags.without_off(mdlm.Config, given) == {}
     flags.check_effects(flags.without_off(mdlm.Config, given), [(name, False, "here")])
+
+
+@pytest.mark.parametrize("flag", ["data", "out_dir", "max_steps", "end"])
+def test_two_dashes_are_no_value(flag):
+    with pytest.raises(UserError, match=f"--{flag}=-- is not accepted"):
+        mdlm.parse_args([f"--{flag}=--"])
+
+
+def test_a_config_without_settings_says_so(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"format": "mdlm", "version": 1}')
+    with pytest.raises(UserError, match="has no settings"):
+        checkpoint.read_settings(path, {"seed"})

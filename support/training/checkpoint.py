@@ -243,7 +243,9 @@ def read_settings(path, known):
     """
     content = files.read_json(path, "config")
     kind, version, settings = (content.get(key) for key in ("format", "version", "config"))
-    if (kind, version) != ("mdlm", 1) or not isinstance(settings, dict):
+    if (kind, version) == ("mdlm", 1) and not isinstance(settings, dict):
+        raise UserError(f"{path} has no settings: its 'config' is no JSON object")
+    if (kind, version) != ("mdlm", 1):
         what = f"{path} has version {version!r} of format {kind!r}"
         raise UserError(f"{what}; this program reads version 1 of mdlm")
     try:

@@ -1,6 +1,6 @@
 """Measure kernels, training steps and sampling against plain PyTorch and installed peers.
 
-    python bench.py kernels               # on a GPU: three operations, checked
+    python bench.py kernels               # on a GPU: the operations of kernels/, checked
     python bench.py train --preset=gpu    # training steps, all kinds
     python bench.py profile --preset=gpu  # on a GPU: what a step consists of
     python bench.py sample --out_dir=out  # how well samplers write, by calls
@@ -432,25 +432,18 @@ def bench_profile(options, device, table):
             for _ in range(n):
                 step()
             torch.cuda.synchronize()
-    kernels = [e for e in profiler.key_averages() if e.device_type.name == "CUDA"]
+    events = [e for e in profiler.key_averages() if e.device_type.name == "CUDA"]
+    kernels = [e for e in events if not e.is_user_annotation]  # those span kernels
     busy = sum(e.self_device_time_total for e in kernels) / n / 1e3
     launches = sum(e.count for e in kernels) / n
     ms = seconds * 1e3
-    table.note(
-        f"{preset}: a step takes {ms:.4g} ms; kernels {busy:.4g} ms in {launches:g} launches"
-    )
+    of_kernels = f"kernels {busy:.4g} ms in {launches:g} launches"
+    table.note(f"{preset}: a step takes {ms:.4g} ms; {of_kernels}")
     kernels.sort(key=lambda e: -e.self_device_time_total)
     for e in kernels[:40]:
         t = e.self_device_time_total / n / 1e3
-        table.add(
-            dict(
-                operation=preset,
-                kernel=e.key[:90].replace("|", "/"),
-                ms=t,
-                share=t / busy,
-                calls=round(e.count / n),
-            )
-        )
+        row = dict(operation=preset, kernel=e.key[:90].replace("|", "/"), ms=t)
+        table.add(row | dict(share=t / busy, calls=round(e.count / n)))
 
 
 MODES = dict(

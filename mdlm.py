@@ -848,6 +848,11 @@ def load_from(folder, device, kernel, whole):
 
 
 # ---- Training
+def call(function, run, *tensors):
+    """Call a function of a step; graphs.Recorder.call replays it on a GPU instead."""
+    return function(run, *tensors)
+
+
 @dataclasses.dataclass
 class Run:
     """What the steps, reports and checkpoints of a run share."""
@@ -865,7 +870,7 @@ class Run:
     average: Callable = average  # updates `averaged`
     scale_gradients: Callable = scale_gradients  # to clip them
     exchange: Callable = shards.exchange_nothing  # exchange(whether): of the next backward
-    call: Callable = None  # `call`, or graphs.Recorder.call, which replays CUDA graphs
+    call: Callable = call  # or graphs.Recorder.call, which replays CUDA graphs
     windows: torch.Tensor = None  # (W, T) validation text
     compiler: object = None  # the process that compiles, until it is done
     log: Log = None
@@ -890,7 +895,6 @@ class Run:
     score: dict = dataclasses.field(default_factory=dict)  # the last evaluation, for its checkpoint
 
     def __post_init__(self):
-        self.call = call
         self.new_share = torch.zeros((), device=self.device)  # of new weights, in the EMA
 
     def sequences(self, step):
@@ -953,11 +957,6 @@ def draw_batch(run, step, margin_scale, samples):
     x0, lengths = run.corpus.batch(run.sequences(step) + samples)
     counts = run.objective.mask_counts(step, margin_scale, samples, lengths)
     return x0, *(to_device(x, x0.device) for x in (counts, torch.tensor(step), samples))
-
-
-def call(function, run, *tensors):
-    """Call a function of a step; graphs.Recorder.call replays it on a GPU instead."""
-    return function(run, *tensors)
 
 
 def compute_gradients(run, step, margin_scale):

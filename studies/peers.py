@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from support import kernels
-from support.kernels.reference import block_spans
+from support.kernels.reference import block_spans, rotary_tables
 
 compiled = partial(torch.compile, dynamic=False)
 
@@ -53,14 +53,16 @@ def flex(spans):
     mask = create_block_mask(visible, None, None, T, T, spans.device)
     f = partial(compiled(flex_attention), block_mask=mask)
     # q, k, v (B, H, T, D)
-    return lambda qkv, spans: f(*qkv.transpose(1, 3).unbind(2)).transpose(1, 2)
+    return lambda qkv, *tables, spans: f(*qkv.transpose(1, 3).unbind(2)).transpose(1, 2)
 
 
-def attention(device, dtype, B, T, H, D, S=0):
+def attention(device, dtype, B, T, H, D, S=0, prepares=False):
     """On packed projections, whose gradient is packed too, as in the model: there SDPA reads q, k,
-    v by their strides, and its gradients are stacked. S: T rows that block_spans describes."""
+    v by their strides, and its gradients are stacked. S: T rows that block_spans describes.
+    prepares: queries and keys are normalized and rotated first, as in the model."""
     ref = kernels.attention_ref
     spans = block_spans(T // 2, S, device) if S else None
+    tables = [x.to(device) for x in rotary_tables(T, D)] if prepares else (None, None)
 
     def inputs(seed):
         g = torch.Generator(device).manual_seed(seed)
@@ -69,14 +71,16 @@ def attention(device, dtype, B, T, H, D, S=0):
         return qkv.requires_grad_(), grad
 
     def contestant(f):
-        return lambda backward, qkv, grad: outcome(f(qkv, spans=spans), (qkv,), backward, grad)
+        return lambda backward, qkv, grad: outcome(
+            f(qkv, *tables, prepares, spans=spans), (qkv,), backward, grad
+        )
 
     def exact(qkv, grad):
         parts = []
         # One sequence at a time: (1, H, T, T) scores in float64.
         for x, g in zip(qkv.detach().double().split(1), grad.double().split(1)):
             x.requires_grad_()
-            parts.append(outcome(ref(x, spans=spans), (x,), True, g))
+            parts.append(outcome(ref(x, *tables, prepares, spans=spans), (x,), True, g))
         return [torch.cat(part).detach() for part in zip(*parts)]
 
     contestants = yardsticks(contestant, ref)
@@ -94,7 +98,8 @@ def attention(device, dtype, B, T, H, D, S=0):
     # Forward reads q, k, v, writes O; backward reads q, k, v, O, dO, writes dq, dk, dv. Backward
     # computes the scores again, then four gradients.
     cost = {"forward": (2 * product, 4 * n), "forward + backward": (7 * product, 12 * n)}
-    return Case("attention", shape, dtype, cost, inputs, exact, contestants, True)
+    name = "attention with norm and rotation" if prepares else "attention"
+    return Case(name, shape, dtype, cost, inputs, exact, contestants, True)
 
 
 def head_peers():
@@ -146,6 +151,32 @@ def head(device, dtype, M, C, V):
     return Case("head + loss", shape, dtype, cost, inputs, exact, contestants, False)
 
 
+def norm_conv(device, dtype, B, T, C, k=5):
+    """RMSNorm and the convolution over k positions."""
+
+    def inputs(seed):
+        g = torch.Generator(device).manual_seed(seed)
+        x, grad = (torch.randn(B, T, C, generator=g, device=device).to(dtype) for _ in range(2))
+        weight = torch.randn(k, C, generator=g, device=device) / 2
+        return x.requires_grad_(), weight.requires_grad_(), grad
+
+    def contestant(f):
+        return lambda backward, x, weight, grad: outcome(f(x, weight), (x, weight), backward, grad)
+
+    def exact(x, weight, grad):
+        x, weight = (z.detach().double().requires_grad_() for z in (x, weight))
+        results = outcome(kernels.norm_conv_ref(x, weight), (x, weight), True, grad.double())
+        return [z.detach() for z in results]
+
+    contestants = yardsticks(contestant, kernels.norm_conv_ref)
+    contestants["mdlm"] = contestant(kernels.norm_conv)
+    n = B * T * C * dtype.itemsize  # bytes of x
+    # Forward reads x and writes y; backward reads x and dy, and writes dx.
+    cost = {"forward": (0, 2 * n), "forward + backward": (0, 5 * n)}
+    shape = f"B={B} T={T} C={C} {str(dtype)[6:]}"
+    return Case("norm and convolution", shape, dtype, cost, inputs, exact, contestants, True)
+
+
 def masking(device, B, T, V=65):
     """Exact, mirrored counts as in training; returns tokens, counts and ascending row indices."""
 
@@ -180,6 +211,10 @@ def cases(device):
     yield partial(head, device, bf16, 8192, 384, 65)  # first those of the preset gpu
     yield partial(masking, device, 64, 256)
     yield attention_at(256, 64)
+    yield partial(norm_conv, device, bf16, 64, 256, 384)
+    for T in (256, 512, 1024):
+        yield partial(attention_at(T, 64), prepares=True)
+    yield partial(norm_conv, device, bf16, 64, 1024, 768)
     yield partial(head, device, bf16, 32768, 768, 50304)
     for T in (512, 1024):
         yield partial(masking, device, 64, T)

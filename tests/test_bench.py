@@ -236,6 +236,8 @@ def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
         peers.head(CPU, torch.float32, 64, 8, 11),
         peers.attention(CPU, torch.float32, 2, 16, 2, 32),
         peers.attention(CPU, torch.float32, 2, 16, 2, 32, S=4),
+        peers.attention(CPU, torch.float32, 2, 16, 2, 32, prepares=True),
+        peers.norm_conv(CPU, torch.float32, 2, 16, 32),
     ):
         exact = case.exact(*case.inputs(0))
         names = case.contestants.keys() - GPU_ONLY
@@ -246,7 +248,8 @@ def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
                 bench.check(case, name, backward, exact)  # raises if it is wrong
             checked.add((case.name, name))
     assert {("attention", "SDPA FLASH"), ("head + loss", "PyTorch eager")} <= checked
-    assert "attention" in {case for case, name in checked if name == "mdlm"}
+    ours = {case for case, name in checked if name == "mdlm"}
+    assert ours >= {"attention", "attention with norm and rotation", "norm and convolution"}
 
 
 def test_flex_attention_sees_the_same(monkeypatch):

@@ -272,7 +272,8 @@ def test_json_on_stdout_is_alone(tiny, capsys):
 
 
 def test_cases_are_listed():
-    assert {make.func for make in peers.cases(CPU)} == {peers.masking, peers.head, peers.attention}
+    every = {peers.masking, peers.head, peers.attention, peers.norm_conv}
+    assert {make.func for make in peers.cases(CPU)} == every
 
 
 # ---- Training

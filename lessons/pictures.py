@@ -139,7 +139,7 @@ def draw_time(embedding, path):
     image = ax.imshow(embedding.T.numpy(), cmap="viridis", aspect="auto", extent=(0, 1, C, 0))
     ax.grid(False)
     ax.set(xlabel="mask rate", ylabel="channel")
-    ax.set_title("Time embedding: the blocks' input that depends on the mask rate", fontsize=10)
+    ax.set_title("Time embedding: what the layers are told of the mask rate", fontsize=10)
     fig.colorbar(image)
     write_figure(fig, path)
 

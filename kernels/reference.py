@@ -112,8 +112,12 @@ def linear_cross_entropy_ref(h, W, targets, weight):
 
 # ---- Rotary positions
 def rotary_tables(T, D):
-    """Return cos and sin (T, D/2) of the angles of T positions, for heads of D."""
-    angles = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
+    """Return cos and sin (T, D/2) of the angles of T positions, for heads of D: float32.
+
+    Whatever torch's default dtype: bfloat16 does not tell position 257 from 256.
+    """
+    exponents = -torch.arange(0, D, 2, dtype=torch.float32) / D
+    angles = torch.arange(T, dtype=torch.float32)[:, None] * 10000.0**exponents
     return angles.cos(), angles.sin()
 
 

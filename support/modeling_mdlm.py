@@ -4,6 +4,7 @@ MDLMForMaskedLM sees a text in which some tokens are [MASK], and predicts every 
 """
 
 import math  # noqa: F401 (the model uses it)
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple  # noqa: F401 (the model uses it)
 
@@ -96,8 +97,14 @@ class MDLMForMaskedLM(PreTrainedModel):
             layer.register_forward_pre_hook(lambda _, args: hidden.append(args[0][:, :T]))
             for layer in layers
         ]
+        # Weights of less precision compute as in training with --dtype: tables of positions and the
+        # mask rate stay float32.
+        precision = nullcontext()
+        if self.dtype != torch.float32:
+            precision = torch.autocast(ids.device.type, self.dtype)
         try:
-            h = self.model.features(self.view(ids))
+            with precision:
+                h = self.model.features(self.view(ids))
         finally:
             for hook in hooks:
                 hook.remove()

@@ -127,7 +127,7 @@ def embeddings_can_be_exchanged_and_resized(auto, folder, wanted):
     model = auto.from_pretrained(folder, **TRUST).eval()
     V = model.config.vocab_size - 2
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    assert len(embed.weight) == len(head.weight) == len(AutoTokenizer.from_pretrained(folder))
+    assert len(embed.weight) == len(head.weight) == len(AutoTokenizer.from_pretrained(folder, **TRUST))
     assert (embed.weight is head.weight) == model.config.tie
     x, logits = wanted[0]
     with torch.no_grad():
@@ -136,7 +136,8 @@ def embeddings_can_be_exchanged_and_resized(auto, folder, wanted):
             found = model(x).logits
             assert found.shape[-1] == len(embed.weight) == model.config.vocab_size
             assert torch.equal(found[..., :V], logits) and (found[..., V : V + 2] == -1e4).all()
-    x = torch.where(x == V, V + 3, x)  # a text with an added token
+    x = x.clone()
+    x[:, 1] = V + 3  # an added token
     labels = torch.where(torch.rand(x.shape) < 0.5, V + 4, -100)
     model(x, labels=labels).loss.backward()
     assert (model.get_input_embeddings().weight.grad[V + 3] != 0).any()
@@ -174,10 +175,12 @@ def loads_in_bfloat16(auto, folder, wanted):
     for p in exact.parameters():
         p.copy_(p.bfloat16())
     for x, _ in wanted:
-        found, expected = model(x).logits, exact(x).logits
+        V = model.config.mask_token_id
+        found, expected = model(x).logits[..., :V], exact(x).logits[..., :V]
         assert found.dtype == torch.float32
-        error = (found - expected)[..., : model.config.mask_token_id].abs().max()
-        assert error < 0.05 * expected[..., : model.config.mask_token_id].std(), error
+        # Rounded to 8 bits at each of a dozen operations: about 1% of the logits' size.
+        error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+        assert error < 0.03, error
 
 
 def mistakes_are_named(model):
@@ -217,7 +220,8 @@ def texts_and_ids_are_equal(folder, wanted):
             assert tokenizer.decode([*ids, wanted["end"]], skip_special_tokens=True) == back
     again = folder.with_name(f"{folder.name}-again")
     tokenizer.save_pretrained(again)
-    assert AutoTokenizer.from_pretrained(again)(wanted["texts"][:5]).input_ids == wanted["ids"][:5]
+    texts = wanted["texts"][:5]
+    assert AutoTokenizer.from_pretrained(again, **TRUST)(texts).input_ids == wanted["ids"][:5]
 
 
 def fine_tuning_learns(model):

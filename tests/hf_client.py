@@ -127,7 +127,9 @@ def embeddings_can_be_exchanged_and_resized(auto, folder, wanted):
     model = auto.from_pretrained(folder, **TRUST).eval()
     V = model.config.vocab_size - 2
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    assert len(embed.weight) == len(head.weight) == len(AutoTokenizer.from_pretrained(folder, **TRUST))
+    assert (
+        len(embed.weight) == len(head.weight) == len(AutoTokenizer.from_pretrained(folder, **TRUST))
+    )
     assert (embed.weight is head.weight) == model.config.tie
     x, logits = wanted[0]
     with torch.no_grad():

@@ -104,7 +104,7 @@ def run_client(root, *program):
     """A program (default: tests/hf_client.py with root), isolated from this project."""
     program = program or (ROOT / "tests" / "hf_client.py", root)
     environment = dict(HF_HOME=str(root / "cache"), HF_HUB_OFFLINE="1", PATH="/usr/bin:/bin")
-    environment |= dict(CUDA_VISIBLE_DEVICES="")
+    environment |= dict(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     command = [sys.executable, "-I", *program]
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
 
@@ -202,6 +202,20 @@ def test_code_of_the_card_runs(tmp_path):
     environment = dict(HF_HOME=str(tmp_path / "cache"), HF_HUB_OFFLINE="1")
     r = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert r.returncode == 0 and r.stdout.strip(), r.stderr[-2000:]
+
+
+def test_tables_of_positions_do_not_depend_on_the_default_dtype():
+    """transformers makes a model of bfloat16 under that default: 256 and 257 are equal in it."""
+    wanted = export.reference.rotary_tables(512, 8)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = export.reference.rotary_tables(512, 8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b)
+    exact = torch.arange(512).double()[:, None] * 1e4 ** (-torch.arange(0, 8, 2).double() / 8)
+    assert torch.allclose(wanted[0].double(), exact.cos(), atol=1e-4, rtol=0)
 
 
 LOAD_TUNED = """

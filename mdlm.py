@@ -611,6 +611,10 @@ class MaskedDiffusion:
         other.batch_size = batch_size
         return other
 
+    def rate_margin(self, margin_scale):
+        """The share of the mask rates that a step leaves out at either end, 0 to 0.5."""
+        return self.config.rate_margin * margin_scale
+
     def mask_counts(self, step, margin_scale, samples, lengths):
         """(B,) how many of `lengths` (B,) tokens to mask in samples (B,), by number in the step.
 
@@ -624,7 +628,7 @@ class MaskedDiffusion:
         # Both ends are left out at first: the mean over few masked tokens is noisy, and few visible
         # ones say little. That saves half of the steps (results/cpu.md). The margin ends at 0: then
         # the loss is the bound. Related: clipped (2503.09573) and bell-shaped rates (2605.13026).
-        margin = self.config.rate_margin * margin_scale
+        margin = self.rate_margin(margin_scale)
         u = (margin + (1 - 2 * margin) * u).repeat_interleave(2)[samples]
         count = 1 + (u * lengths).long().minimum(lengths - 1)
         count[1::2] = (lengths + 1 - count)[1::2]  # the mirror of the one before
@@ -951,6 +955,11 @@ def lr_scale(config, step, progress):
     return min(1.0, (step + 1) / (config.warmup_steps + 1)) * decay[config.lr_schedule]
 
 
+def margin_scale(progress):
+    """The factor of --rate_margin: 1 in the first half of a run, then down to 0 at its end."""
+    return min(1.0, 2 * (1 - progress))
+
+
 def draw_batch(run, step, margin_scale, samples):
     """What Python draws for samples (B,), numbers in a step's global batch: texts (B, T), counts
     of masks (B,), the step and the samples, on the device. After this there is no host sync."""
@@ -989,7 +998,7 @@ def clip(run):
 def train_step(run, step, progress):
     """One optimizer step; its loss and gradient norm go to run.pending."""
     set_rates(run, step, lr_scale(run.config, step, progress))
-    loss = compute_gradients(run, step, margin_scale=min(1.0, 2 * (1 - progress)))
+    loss = compute_gradients(run, step, margin_scale(progress))
     norm = run.call(clip, run)
     run.pending[step] = torch.stack((loss, norm))
     if not devices.is_async(run.device):
@@ -1185,7 +1194,8 @@ def train(given, start):
             if run.step % config.log_interval == 0:
                 check_finite(run)
                 scale = lr_scale(config, run.step - 1, run.progress)
-                run.log.training(run, scale, devices.flops_per_token(run.model))
+                margin = run.objective.rate_margin(margin_scale(run.progress))
+                run.log.training(run, scale, margin, devices.flops_per_token(run.model))
             if pace.must_evaluate(run):
                 report(run)
                 save(run)

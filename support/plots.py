@@ -5,7 +5,9 @@ import io
 import itertools
 import json
 import math
+import unicodedata
 from pathlib import Path
+from typing import NamedTuple
 
 from support.environment import optional
 from support.errors import UserError
@@ -234,6 +236,96 @@ def plot_confidence(r, path):
     right.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", ylabel="accuracy")
     right.set_xlabel("confidence (area: share of predictions)")
     right.text(0.05, 0.95, f"calibration error {c['ece']:.3f}", va="top", fontsize=9)
+    write_figure(fig, path, own=PICTURES)
+
+
+# ---- Texts
+class Cell(NamedTuple):  # a token in a picture of texts
+    text: str
+    ink: str  # its color
+    face: object = None  # the color behind it
+    below: str = ""  # another text, below it in small letters
+
+
+def visible(text):
+    """A token's text with signs for line ends and tabs; a dot for a part of a character."""
+    return text.replace("\n", "↵").replace("\t", "→").replace("\r", "←") or "·"
+
+
+def columns(text):
+    """The width of a text in a monospaced font."""
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def draw_texts(ax, lines, height=1.0):
+    """Draw lines of Cells in a grid of monospaced characters; a line is `height` characters high.
+
+    Returns the (columns, rows) of the grid, which are the limits of the axes.
+    """
+    rectangle = optional("matplotlib.patches", "a picture").Rectangle
+    font = dict(family="monospace", ha="center", va="center_baseline", parse_math=False)
+    width = max([1, *(sum(max(columns(c.text), columns(c.below)) for c in line) for line in lines)])
+    for row, line in enumerate(lines):
+        x = 0
+        y = height * row
+        for cell in line:
+            size = columns(cell.text)
+            if cell.face is not None:
+                box = rectangle((x, y), size, 1, fc=cell.face, ec="white", lw=0.5, clip_on=False)
+                ax.add_patch(box)
+            for text, down, points, ink in (
+                (cell.text, 0.5, 9, cell.ink),
+                (cell.below, 1.3, 6.5, RED),
+            ):
+                at = x
+                for c in text:  # one by one: a sign of another font may be wider
+                    ax.text(at + columns(c) / 2, y + down, c, size=points, color=ink, **font)
+                    at += columns(c)
+            x += max(size, columns(cell.below))
+    ax.set(xlim=(0, width), ylim=(height * len(lines), 0))
+    ax.axis("off")
+    return width, height * len(lines)
+
+
+def prediction_cells(tokens):
+    """The Cells of plot_predictions, in lines of up to 72 columns."""
+    lines = [[]]
+    for token in tokens:
+        text = visible(token["text"])
+        cell = Cell(text, GREY)
+        if token["mark"]:
+            guess, p = token["likeliest"][0]
+            is_right = token["mark"] == "+"
+            face = (BLUE if is_right else RED, 0.08 + 0.62 * p)
+            cell = Cell(visible(guess).replace(" ", "␣"), "black", face)
+            if not is_right:
+                cell = cell._replace(below=text.replace(" ", "␣"))
+        used = sum(max(columns(c.text), columns(c.below)) for c in lines[-1])
+        if used and used + max(columns(cell.text), columns(cell.below)) > 72:
+            lines.append([])
+        lines[-1].append(cell)
+        if token["text"].endswith("\n"):
+            lines.append([])
+    return [line for line in lines if line]
+
+
+def plot_predictions(tokens, path, most=40):
+    """Plot a text whose masked tokens are replaced by predictions, colored by their confidence.
+
+    tokens: dicts of `text`; `mark`: "+" for right, "x" for wrong, "" for a token that is given; and
+    `likeliest`: [(text, probability)]. The true token stands below a wrong one. most: lines drawn.
+    """
+    lines = prediction_cells(tokens)[:most]
+    legend = [Cell("given   ", GREY)]
+    for word, color in (("right", BLUE), ("wrong", RED)):
+        for p in (0.1, 0.5, 0.9):
+            legend.append(Cell(f" {word} {p:.0%} ", "black", (color, 0.08 + 0.62 * p)))
+        legend.append(Cell("   ", GREY))
+    lines += [[], legend[:-1], [Cell("the likeliest token at each mask; darker: more ", GREY)]]
+    lines[-1].append(Cell("confident; below: the truth", GREY))
+    fig, ax = figure(6.4, 0.2 + 0.29 * len(lines))
+    width, _ = draw_texts(ax, lines, height=1.8)
+    ax.set_xlim(0, max(74, width))
     write_figure(fig, path, own=PICTURES)
 
 

@@ -2010,8 +2010,38 @@ ADVICE["pictures.py"] = [
         "pictures {tmp}/p.png --text=a█ --run={whole}",
     ),
     (
-        "{} has no time embedding; train with --time_conditioning",
+        "--orders={} is not accepted; give two of {}",
+        "pictures {tmp}/p.png --orders=random --run={run}",
+        "pictures {tmp}/p.png --orders=random,spread --run={run}",
+    ),
+    (
+        "; give at most {}, and at least two masks (█)",
+        "pictures {tmp}/p.png --orders=random,spread --text=a█ --run={run}",
+        "pictures {tmp}/p.png --orders=random,spread --text=a██ --run={run}",
+    ),
+    (
+        "[___] has no known length in a picture; write █ for each token",
+        "pictures {tmp}/p.png --text=a[___] --run={run}",
+        "pictures {tmp}/p.png --text=a█ --run={run}",
+    ),
+    (
+        "--steps={} is not accepted; give 2 to 64",
+        "pictures {tmp}/p.png --orders=random,spread --steps=1 --run={run}",
+        "pictures {tmp}/p.png --orders=random,spread --steps=2 --run={run}",
+    ),
+    (
+        "--{} has no effect without {}; give that too",
         "pictures {tmp}/p.png --run={run}",
-        "pictures {tmp}/p.png --run={timed}",
+        "pictures {tmp}/p.png --run={run} --text=a█",
+        "pictures {tmp}/p.png --run={run} --orders=random,spread",
+    ),
+]
+
+ADVICE["figures.py"] = [
+    (
+        "{} is no figure; give {}",
+        "figures speed {tmp}/p.png",
+        "figures baseline {tmp}/p.png",
+        "figures sampling {tmp}/p.png",
     ),
 ]

@@ -105,6 +105,36 @@ def test_logged_margin_is_that_of_the_masks(how, has_margin):
     assert (counts(1.0) != counts(0.0)) == has_margin
 
 
+# ---- Texts
+def token(text, mark="", guess="", p=0.0):
+    return dict(text=text, mark=mark, likeliest=[(guess, p)] if mark else [])
+
+
+def test_predicted_tokens_are_colored_by_confidence_and_the_truth_is_below_wrong_ones():
+    tokens = [token("a"), token("b", "+", "b", 0.9), token(" ", "x", "c", 0.25), token("d\n")]
+    (line,) = plots.prediction_cells(tokens)
+    given, right, wrong, end = line
+    assert (given.text, given.face, given.below) == ("a", None, "")
+    assert (right.text, right.below, right.face[0]) == ("b", "", plots.BLUE)
+    assert (wrong.text, wrong.below, wrong.face[0]) == ("c", "␣", plots.RED)
+    assert right.face[1] > wrong.face[1] > 0 and end.text == "d↵"
+    sure = plots.prediction_cells([token("a", "+", "a", p) for p in (0.0, 0.3, 0.6, 1.0)])[0]
+    alphas = [cell.face[1] for cell in sure]
+    assert alphas == sorted(set(alphas)) and alphas[-1] <= 1
+
+
+def test_predictions_fill_lines_that_fit(drawn):
+    long = [token(f"word{i} ", "x", "語" * 3, 0.5) for i in range(60)]
+    lines = plots.prediction_cells([*long, token("\n"), token("\n"), token("x")])
+    assert [c.below for line in lines for c in line][:60] == [f"word{i}␣" for i in range(60)]
+    for line in lines:
+        assert sum(max(plots.columns(c.text), plots.columns(c.below)) for c in line) <= 72
+    assert [[c.text for c in line] for line in lines[-2:]] == [["↵"], ["x"]]
+    plots.plot_predictions([*long, token("")], None, most=3)
+    words = [t.get_text() for t in drawn[0].axes[0].texts]
+    assert words.count("語") == 3 * sum(len(line) for line in lines[:3])
+
+
 # ---- Pictures of results/
 def test_margins_of_old_logs_are_those_of_their_learning_rates():
     scales = [0.5, 1, 1, 0.5, 0.0]

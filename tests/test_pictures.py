@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from conftest import ROOT
+from webdriver import Browser
 
 import mdlm
 import variants
@@ -133,6 +134,17 @@ def test_predictions_fill_lines_that_fit(drawn):
     plots.plot_predictions([*long, token("")], None, most=3)
     words = [t.get_text() for t in drawn[0].axes[0].texts]
     assert words.count("語") == 3 * sum(len(line) for line in lines[:3])
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_nothing_touches_the_edge_of_the_picture_of_the_readme(theme):
+    browser = Browser()
+    browser.call("/url", url=(ROOT / "results" / f"infill_{theme}.svg").as_uri())
+    ends = "[...document.querySelectorAll('text')].map(t => t.getBBox()).map(b => b.x + b.width)"
+    width = browser.js("document.documentElement.viewBox.baseVal.width")
+    right = max(browser.js(ends))
+    browser.close()
+    assert right <= width - 20
 
 
 # ---- Pictures of results/

@@ -34,7 +34,7 @@ from support import devices, files, kernels, numerics, plots, ranks, signals
 from support.arguments import check_evaluation, check_reversing, to_view, truth
 from support.data import sources, texts
 from support.data.ids import DTYPES
-from support.data.tokenizer import build_tokenizer, tokenizer_from_json
+from support.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_from_json
 from support.devices import to_device
 from support.errors import SharedError, UserError
 from support.flags import COUNT, NO_LIMIT, READS, WRITES, opt
@@ -711,7 +711,12 @@ def make_model(
 
 # ---- Sampling: the textbook reverse process; sample.py has the good sampler
 @torch.no_grad()
-def generate(model, x, steps=64, generator=None):
+def generate(
+    model: Model,
+    x: torch.Tensor,
+    steps: int = 64,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
     """Fill the [MASK] positions of x (B, T) in `steps` network calls, or fewer; returns (B, T).
 
     Going from time s / steps to (s - 1) / steps, each masked position is revealed with probability
@@ -755,8 +760,15 @@ def score_rows(model, xt, x0, rows, observe=None):
 
 @torch.no_grad()
 def evaluate(
-    model, windows, passes=1, seed=0, batch_size=64, observe=None, deadline=math.inf, scored=None
-):
+    model: Model,
+    windows: torch.Tensor,
+    passes: int = 1,
+    seed: int = 0,
+    batch_size: int = 64,
+    observe: Callable | None = None,
+    deadline: float = math.inf,
+    scored: torch.Tensor | None = None,
+) -> dict:
     """Likelihood of validation windows (W, T), nats per token. Deterministic; ranks share the work.
 
     `nelbo`: the mean over windows and passes of the mean CE over masked tokens (an upper bound of
@@ -812,7 +824,12 @@ def select_kernels(name, device, config, dtype=torch.float32):
         raise UserError(str(e)) from e
 
 
-def load(path="out", device="cpu", kernel="auto", whole=False):
+def load(
+    path: str | Path = "out",
+    device: str | torch.device = "cpu",
+    kernel: str = "auto",
+    whole: bool = False,
+) -> tuple[Model, Tokenizer, Config]:
     """(model, tokenizer, config) of a checkpoint or a run (its latest one), ready to predict.
 
     Weights are float32: the averaged ones, with --ema. kernel: auto, triton or torch. whole:

@@ -66,9 +66,7 @@ def register(name, schema, function, fake, backward=None, save=None):
         LIBRARY.impl(name, function, device)
     torch.library.register_fake(f"mdlm::{name}", fake, lib=LIBRARY)
     if backward is not None:
-        torch.library.register_autograd(
-            f"mdlm::{name}", backward, setup_context=save, lib=LIBRARY
-        )
+        torch.library.register_autograd(f"mdlm::{name}", backward, setup_context=save, lib=LIBRARY)
     return getattr(torch.ops.mdlm, name).default
 
 

@@ -1341,7 +1341,7 @@ ADVICE["records.py"] = [
         {"a.json": "[" + RECORD.strip() + "]"},
     ),
     (
-        "--data={} is not UTF-8 text; convert it with iconv",
+        "{}; convert it with iconv",
         {"a.json": '[{"text": "é'.encode("latin-1") + TEXT.encode() + b'"}]'},
         {"a.json": '[{"text": "é' + TEXT + '"}]'},
     ),
@@ -1697,8 +1697,13 @@ ADVICE["sources.py"] = [
 
 ADVICE["templates.py"] = [
     (
-        "the templates cannot be read ({}); give UTF-8 text",
+        "{}; give UTF-8 text, for instance by iconv",
         ({"batch": b"\xe9\n"}, "sample --batch=batch"),
+        ({"batch": "a█\n"}, "sample --batch=batch"),
+    ),
+    (
+        "{} is empty: its size is 0 bytes; give a file of templates",
+        ({"batch": ""}, "sample --batch=batch"),
         ({"batch": "a█\n"}, "sample --batch=batch"),
     ),
     (

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 import export
 import mdlm
 import sample
-from support import environment, kernels, ownership, plots, ranks
+from support import environment, files, kernels, ownership, plots, ranks
 from support.data import records, sources, texts, tokenizer
 from support.data.tokenizer import Tokenizer
 from support.infill import calls, templates
@@ -153,6 +153,22 @@ def break_weights(at):
     change_weights(at, lambda tensors: next(iter(tensors.values())).fill_(float("nan")))
 
 
+class forget_token:
+    """The tokenizer of the newest checkpoint of {run} loses a token, and the manifest agrees."""
+
+    def __init__(self, at):
+        self.path = at.run / "step-4" / "tokenizer.json"
+        self.content = self.path.read_bytes()
+        earlier = tokenizer.tokenizer_from_json(self.path)
+        shorter = Tokenizer(earlier.kind, earlier.vocab[:-1], earlier.end)
+        write(self.path, shorter.to_file())
+        sign(self.path.parent)
+
+    def undo(self):
+        self.path.write_bytes(self.content)
+        sign(self.path.parent)
+
+
 def mix_names(at):
     """The newest checkpoint of {run} gets a tensor under a former name."""
     change_weights(at, lambda tensors: tensors.update({"blocks.0.up.weight": torch.zeros(1)}))
@@ -194,7 +210,7 @@ def unreadable(at):
         raise PermissionError(13, "Permission denied", str(path))
 
     with at.patch.context() as patch:
-        patch.setattr(records, "open", fails, raising=False)
+        patch.setattr(files, "open_regular", fails)
         at.take({"a.txt": TEXT})
 
 
@@ -281,6 +297,17 @@ def without_filelock(at, command):
         at.do(command)
 
 
+def without_locks(at, command):
+    """A command on a file system that has no locks, as some of networks."""
+
+    def no_locks(*args, **how):
+        raise NotImplementedError("no locks here")
+
+    with at.patch.context() as patch:
+        patch.setattr(filelock.FileLock, "acquire", no_locks)
+        at.do(command)
+
+
 def not_yours(at, command):
     """A command in a folder `theirs` that only others may write."""
     (at.tmp / "theirs").mkdir()
@@ -295,6 +322,7 @@ def not_yours(at, command):
 # Sentences that only warn: the program goes on.
 WARNINGS = (
     "do not start a second run there, or type: {}",
+    "do not start a second run there, which would not be noticed",
     "{}: every second id is 0; if that is wrong, give --bin_dtype={}",
     "its lines are JSON: name it .jsonl to learn only their texts",
     "read too; move away what is not meant for training",
@@ -876,6 +904,12 @@ ADVICE["checkpoint.py"] = [
         lambda at: (set_config(at.run, n_embd=4096), train_again(at), at.do("sample")),
     ),
     (
+        "take an earlier checkpoint, or restore the file that was changed",
+        lambda at: (forget_token(at), at.do("sample")),
+        lambda at: (forget_token(at), at.do("sample --out_dir={run}/step-2")),
+        lambda at: (forget_token(at).undo(), at.do("sample")),
+    ),
+    (
         "take an earlier checkpoint, or train again",
         lambda at: (break_weights(at), at.do("sample")),
         lambda at: (break_weights(at), at.do("sample --out_dir={run}/step-2")),
@@ -898,6 +932,11 @@ ADVICE["checkpoint.py"] = [
         lambda at: (lock_of_another(at), at.do("mdlm --out_dir={run} --resume")),
         lambda at: (lock_of_another(at).unlink(), at.do("mdlm --out_dir={run} --resume")),
         lambda at: (lock_of_another(at), at.do("mdlm --out_dir={tmp}/other")),
+    ),
+    (
+        "do not start a second run there, which would not be noticed",
+        lambda at: without_locks(at, "mdlm --out_dir={tmp}/other"),
+        "mdlm --out_dir={tmp}/another",
     ),
     (
         "do not start a second run there, or type: {}",

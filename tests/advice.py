@@ -15,6 +15,7 @@ In place of steps a row may have the reason why nothing is followed here, and so
 test_advice.py takes the steps, and fails for a sentence that advises something and has no row.
 """
 
+import copy
 import gzip
 import io
 import json
@@ -32,7 +33,7 @@ from safetensors.torch import load_file, save_file
 import export
 import mdlm
 import sample
-from support import environment, files, kernels, ownership, plots, ranks
+from support import environment, files, kernels, numerics, ownership, plots, ranks
 from support.data import records, sources, texts, tokenizer
 from support.data.tokenizer import Tokenizer
 from support.infill import calls, templates
@@ -694,6 +695,11 @@ ADVICE["arguments.py"] = [
         lambda at: at.tokenizer.decode([1, 2]),
     ),
     (
+        "model is on meta, without values; give the first thing of mdlm.load",
+        lambda at: evaluate(at, model=copy.deepcopy(at.model).to("meta")),
+        lambda at: evaluate(at, model=mdlm.load(at.run)[0]),
+    ),
+    (
         "ids must be whole numbers (n,); give those that encode returned",
         lambda at: at.tokenizer.decode([0.5]),
         lambda at: at.tokenizer.decode(at.tokenizer.encode("ab")),
@@ -735,8 +741,8 @@ ADVICE["arguments.py"] = [
     ),
     (
         "{} is on {}, the model on {}; move one of them",
-        lambda at: mdlm.generate(at.model, at.x.to("meta")),
-        lambda at: mdlm.generate(at.model, at.x.cpu()),
+        lambda at: evaluate(at, scored=(at.x == 0).to("meta")),
+        lambda at: evaluate(at, scored=(at.x == 0).cpu()),
     ),
     (
         "{} has {} tokens, the context only {}; cut it",
@@ -1093,11 +1099,11 @@ ADVICE["word_statistics.py"] = [
     ),
 ]
 
-ADVICE["calls.py"] = [
+ADVICE["numerics.py"] = [
     (
         "its weights are damaged; train it again",
-        lambda at: calls.checked(torch.full((1, 3), float("nan"))),
-        lambda at: calls.checked(at.model(at.x)[0]),
+        lambda at: numerics.checked(torch.full((1, 3), float("nan"))),
+        lambda at: numerics.checked(at.model(at.x)[0]),
     ),
 ]
 

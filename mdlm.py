@@ -731,7 +731,8 @@ def generate(
             reveal &= x == model.mask_id
             reveal[:, : piece.start] = reveal[:, piece.stop :] = False
             if reveal.any():
-                p = model(model.objective.view(x))[reveal].softmax(-1).cpu()  # (n, V)
+                logits = numerics.checked(model(model.objective.view(x))[reveal])  # (n, V)
+                p = logits.softmax(-1).cpu()
                 x[reveal] = torch.multinomial(p, 1, generator=generator)[:, 0].to(x.device)
     return x
 

@@ -320,9 +320,9 @@ def steps_of(run):
         yield
 
 
-def gradients(config, *how):
+def gradients(config, *run_args):
     """The loss of a step and all gradients, with two layers (soon compiled) and without dropout."""
-    run = start_run(replace(config, n_layer=2, dropout=0.0), *how)
+    run = start_run(replace(config, n_layer=2, dropout=0.0), *run_args)
     g = torch.Generator().manual_seed(0)
     for p in run.model.parameters():
         if not p.any():  # no gradient would reach what lies before it
@@ -331,15 +331,15 @@ def gradients(config, *how):
     return [loss] + [p.grad for p in run.model.parameters()]
 
 
-def start_step(exact, kernel, config, folder, device, dtype, mode):
+def start_step(exact, kernel, config, folder, device, dtype, execution):
     """(run, call of a step, megabytes) of a contestant whose gradients are right."""
-    how = (folder, device, dtype, kernel, mode != "eager")
+    run_args = (folder, device, dtype, kernel, execution != "eager")
     if exact:
-        check_close(gradients(config, *how), exact, dtype)
+        check_close(gradients(config, *run_args), exact, dtype)
     gc.collect()  # before memory is counted, return what is no longer used
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    run = start_run(config, *how)
-    if "without" in mode:
+    run = start_run(config, *run_args)
+    if "without" in execution:
         run.call = mdlm.call
     step = partial(next, steps_of(run))
     for _ in range(graphs.WARM_UP + 2):  # compiles, makes the state of the optimizers, records
@@ -362,23 +362,23 @@ def race_steps(config, folder, device, table, options):
     # Compiled steps on a GPU are CUDA graphs.
     kernels = ["auto", "torch"] if device.type == "cuda" else ["torch"]
     base = None  # speed-ups are relative to PyTorch, compiled if that works
-    for how in ("compiled", "compiled, without CUDA graphs", "eager"):
-        if "without" in how and device.type != "cuda":
+    for execution in ("compiled", "compiled, without CUDA graphs", "eager"):
+        if "without" in execution and device.type != "cuda":
             continue
         ready = {}
         for kernel in kernels:
-            name = f"--kernels={kernel}, {how}"
+            name = f"--kernels={kernel}, {execution}"
             try:
                 if ranks.is_late(table.until):
                     raise UserError(LATE)
-                ready[name] = start_step(exact, kernel, config, folder, device, dtype, how)
+                ready[name] = start_step(exact, kernel, config, folder, device, dtype, execution)
             except Exception as e:  # no compiler, no memory, no Triton: the line says what
                 text = describe(e)
                 broken = kernel != "torch" and text != LATE
                 table.fail(where, name, text, broken or text.startswith("WRONG"))
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
         raced = race(calls, device, options.seconds)
-        base = base or raced.get(f"--kernels=torch, {how}", [None])[0]
+        base = base or raced.get(f"--kernels=torch, {execution}", [None])[0]
         for name, (t, spread) in raced.items():
             run, _, peak_mb = ready[name]
             speed = config.batch_size * config.block_size / t

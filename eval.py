@@ -312,7 +312,7 @@ def show_text(options):
     folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if config.prompt_column or not model.objective.fills_gaps:
         raise UserError(f"--text is for models that fill gaps, and {folder} does not; leave it out")
-    ids = tokenizer.encode_given(options.text)
+    ids = tokenizer.encode_lossless(options.text)
     n = len(ids)
     if not 0 < n <= config.block_size:
         raise UserError(f"--text has {n} tokens; give 1 to {config.block_size}")
@@ -330,8 +330,8 @@ def show_text(options):
             token["likeliest"] = viewer.likeliest(tokenizer, p[i], 3, first=i == 0)
             token["mark"] = "+" if p[i].argmax() == ids[i] else "x"
         tokens.append(token)
-    how = dict(batch_size=group_size(model, device), scored=is_text.expand(DRAWS, -1))
-    r = mdlm.evaluate(model, x0.expand(DRAWS, -1), **how)
+    settings = dict(batch_size=group_size(model, device), scored=is_text.expand(DRAWS, -1))
+    r = mdlm.evaluate(model, x0.expand(DRAWS, -1), **settings)
     r = dict(checkpoint=str(folder), tokens=tokens, ce=r["ce"], accuracy=r["accuracy"])
     return r, text_report(r), None, {}
 

@@ -587,7 +587,7 @@ class MaskedDiffusion:
     metric = "nelbo"  # what `evaluate` returns
     is_bound = True  # whether the training loss is one, at the end
     positions_per_token = 1.0  # that the network computes, on average (for FLOPs)
-    predicted_share = 0.5  # of the tokens that reach the head, on average (for FLOPs)
+    predicted_fraction = 0.5  # of the tokens that reach the head, on average (for FLOPs)
     fills_gaps = True  # whether the text after a gap is seen
     one_by_one = False  # whether tokens are written from left to right
     lengths_are_given = False  # whether a text's length is known before it is written
@@ -778,7 +778,7 @@ def evaluate(
     batches = math.ceil(W / batch_size)
     was_training = model.training
     model.eval()
-    for i in ranks.share(range(batches)):
+    for i in ranks.split_work(range(batches)):
         at = torch.arange(i, W, batches)
         samples = at.to(device)
         for k in range(len(count)):
@@ -895,7 +895,7 @@ class Run:
     score: dict = dataclasses.field(default_factory=dict)  # the last evaluation, for its checkpoint
 
     def __post_init__(self):
-        self.new_share = torch.zeros((), device=self.device)  # of new weights, in the EMA
+        self.new_weight = torch.zeros((), device=self.device)  # of new weights, in the EMA
 
     def sequences(self, step):
         """How many sequences are learned before a step; --resume may have changed batch_size."""

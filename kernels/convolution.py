@@ -42,26 +42,26 @@ def _sees(spans, row, T):
 
 
 @jit
-def _row(x, row, N, C, BLOCK: tl.constexpr):
-    """Load a row (BLOCK,) of x (N, C) in float32; zeros beyond its end, and for rows beyond N."""
-    col = tl.arange(0, BLOCK)
+def _row(x, row, N, C, TILE: tl.constexpr):
+    """Load a row (TILE,) of x (N, C) in float32; zeros beyond its end, and for rows beyond N."""
+    col = tl.arange(0, TILE)
     at = tl.where(col < C, row, -1).to(tl.int64)
     inside = (at >= 0) & (at < N)
     return tl.load(x + at * C + col, mask=inside, other=0.0).to(tl.float32)
 
 
 @jit
-def _store(y, row, C, out, BLOCK: tl.constexpr):
-    """Store a row (BLOCK,) of y (N, C)."""
-    col = tl.arange(0, BLOCK)
+def _store(y, row, C, out, TILE: tl.constexpr):
+    """Store a row (TILE,) of y (N, C)."""
+    col = tl.arange(0, TILE)
     at = (col * 0 + row).to(tl.int64)
     tl.store(y + at * C + col, out.to(y.dtype.element_ty), mask=col < C)
 
 
 @jit
-def _normalized(x, r, row, first, last, N, C, EPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return h of a row (BLOCK,); store its r if it is one of the rows first .. last - 1."""
-    z = _row(x, row, N, C, BLOCK)
+def _normalized(x, r, row, first, last, N, C, EPS: tl.constexpr, TILE: tl.constexpr):
+    """Return h of a row (TILE,); store its r if it is one of the rows first .. last - 1."""
+    z = _row(x, row, N, C, TILE)
     root = tl.rsqrt(tl.sum(z * z, 0) / C + EPS)
     if (row >= first) & (row < last):
         tl.store(r + row, root)
@@ -69,9 +69,9 @@ def _normalized(x, r, row, first, last, N, C, EPS: tl.constexpr, BLOCK: tl.const
 
 
 @jit
-def _taps(weight, C, K: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the K rows (BLOCK,) of weight; 1 is added to that of the position itself."""
-    col = tl.arange(0, BLOCK)
+def _taps(weight, C, K: tl.constexpr, LEFT: tl.constexpr, TILE: tl.constexpr):
+    """Return the K rows (TILE,) of weight; 1 is added to that of the position itself."""
+    col = tl.arange(0, TILE)
     taps = ()
     for i in tl.static_range(K):
         w = tl.load(weight + i * C + col, mask=col < C, other=0.0).to(tl.float32)
@@ -104,26 +104,26 @@ def norm_conv_forward_kernel(
     EPS: tl.constexpr,
     LEFT: tl.constexpr,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Compute `chunk` rows of y, and their r, which backward reads."""
     first = tl.program_id(0) * chunk
     last = tl.minimum(first + chunk, N)
-    taps = _taps(weight, C, K, LEFT, BLOCK)
+    taps = _taps(weight, C, K, LEFT, TILE)
     # h of the rows from `row - LEFT` on, when the loop has moved it
-    window = (tl.zeros((BLOCK,), tl.float32),) * K
+    window = (tl.zeros((TILE,), tl.float32),) * K
     for i in tl.static_range(K - 1):
-        h = _normalized(x, r, first - LEFT + i, first, last, N, C, EPS, BLOCK)
+        h = _normalized(x, r, first - LEFT + i, first, last, N, C, EPS, TILE)
         window = _moved(window, h, K)
     for row in range(first, last):
-        h = _normalized(x, r, row - LEFT + K - 1, first, last, N, C, EPS, BLOCK)
+        h = _normalized(x, r, row - LEFT + K - 1, first, last, N, C, EPS, TILE)
         window = _moved(window, h, K)
         t, start, end = _sees(spans, row, T)
-        out = tl.zeros((BLOCK,), tl.float32)
+        out = tl.zeros((TILE,), tl.float32)
         for i in tl.static_range(K):
             at = t + i - LEFT
             out += tl.where((start <= at) & (at < end), taps[i] * window[i], 0.0)
-        _store(y, row, C, out, BLOCK)
+        _store(y, row, C, out, TILE)
 
 
 @jit
@@ -141,23 +141,23 @@ def norm_conv_backward_kernel(
     chunk,
     LEFT: tl.constexpr,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Compute `chunk` rows of dx, and their part of dw: (programs, K, C) float32."""
     first = tl.program_id(0) * chunk
     last = tl.minimum(first + chunk, N)
-    taps = _taps(weight, C, K, LEFT, BLOCK)
-    sums = (tl.zeros((BLOCK,), tl.float32),) * K
+    taps = _taps(weight, C, K, LEFT, TILE)
+    sums = (tl.zeros((TILE,), tl.float32),) * K
     # dy of the rows up to `row + LEFT`, when the loop has moved it
     window = sums
     for i in tl.static_range(K - 1):
-        window = _moved(window, _row(dy, first + LEFT - K + 1 + i, N, C, BLOCK), K)
+        window = _moved(window, _row(dy, first + LEFT - K + 1 + i, N, C, TILE), K)
     for row in range(first, last):
-        window = _moved(window, _row(dy, row + LEFT, N, C, BLOCK), K)
+        window = _moved(window, _row(dy, row + LEFT, N, C, TILE), K)
         root = tl.load(r + row)
-        h = _row(x, row, N, C, BLOCK) * root
+        h = _row(x, row, N, C, TILE) * root
         t, start, end = _sees(spans, row, T)
-        g = tl.zeros((BLOCK,), tl.float32)
+        g = tl.zeros((TILE,), tl.float32)
         added = ()
         for i in tl.static_range(K):
             at = t + LEFT - i  # of the row that has this one as its tap i
@@ -167,17 +167,17 @@ def norm_conv_backward_kernel(
             added = added + (sums[i] + d * h,)  # noqa: RUF005
         sums = added
         mean = tl.sum(g * h, 0) / C
-        _store(dx, row, C, root * (g - h * mean), BLOCK)
+        _store(dx, row, C, root * (g - h * mean), TILE)
     for i in tl.static_range(K):
-        _store(dw, tl.program_id(0) * K + i, C, sums[i], BLOCK)
+        _store(dw, tl.program_id(0) * K + i, C, sums[i], TILE)
 
 
 def config(C, backward=False):
-    """Return BLOCK and num_warps for rows of C: the fastest without spills (results/h200.md)."""
-    block = max(512, triton.next_power_of_2(C))
-    if backward or block > 1024:
-        return dict(BLOCK=block, num_warps=max(4, block // 256))
-    return dict(BLOCK=block, num_warps=block // 512)
+    """Return TILE and num_warps for rows of C: the fastest without spills (results/h200.md)."""
+    tile = max(512, triton.next_power_of_2(C))
+    if backward or tile > 1024:
+        return dict(TILE=tile, num_warps=max(4, tile // 256))
+    return dict(TILE=tile, num_warps=tile // 512)
 
 
 def rows_of_a_program(N):

@@ -42,24 +42,24 @@ RATES = (0.2, 0.5, 0.8)
 def count_masks(draws=1000):
     """The numbers of masked tokens of T: {rate: two lists (draws,), Bernoulli and exact}."""
     x0 = torch.zeros(draws, T, dtype=torch.int64)
-    found = {}
+    counts = {}
     for rate in RATES:
         bernoulli = torch.full((draws,), rate)
         exact = (bernoulli * T).round().long()
         key = (1, 0, 0, torch.arange(draws))  # the id of [MASK], seed, step, samples
-        masks = [mask_tokens_ref(x0, how, *key) for how in (bernoulli, exact)]
-        found[rate] = [count.tolist() for _, count, _, _ in masks]
-    return found
+        masks = [mask_tokens_ref(x0, masking, *key) for masking in (bernoulli, exact)]
+        counts[rate] = [count.tolist() for _, count, _, _ in masks]
+    return counts
 
 
 def schedule_densities():
     """The density of mask rates in training: {schedule: (T,)}, all 1 for a uniform one."""
     config = mdlm.Config(block_size=T)
-    found = {}
+    densities = {}
     for name in rates.SCHEDULES:
         variant = dataclasses.replace(config, rates=name)
-        found[name] = (rates.count_probabilities(variant)[1:] * T).tolist()
-    return found
+        densities[name] = (rates.count_probabilities(variant)[1:] * T).tolist()
+    return densities
 
 
 @torch.no_grad()
@@ -100,11 +100,11 @@ def draw_attention(maps, labels, path):
     heads = max(map(len, maps.values()))
     size = min(max(2.2, n / 18), 4)  # inches
     fig, axes = figure(size * heads, size * len(maps), len(maps), heads, squeeze=False)
-    for row, (block, found) in zip(axes, maps.items(), strict=True):
-        for head, (ax, p) in enumerate(zip(row, found, strict=True), 1):
+    for row, (layer, heads_maps) in zip(axes, maps.items(), strict=True):
+        for head, (ax, p) in enumerate(zip(row, heads_maps, strict=True), 1):
             ax.imshow(p[:n, :n].numpy(), cmap="Blues", vmin=0)
             ax.grid(False)
-            ax.set_title(f"block {block + 1}, head {head}", fontsize=8)
+            ax.set_title(f"layer {layer + 1}, head {head}", fontsize=8)
             at = range(n) if n <= 72 else []
             ax.set_xticks(at, labels[: len(at)], fontsize=62 * size / n)
             ax.set_yticks(at, labels[: len(at)], fontsize=62 * size / n)

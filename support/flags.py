@@ -81,14 +81,14 @@ def modern(settings, program):
     Raises UserError for settings that say the same in two ways.
     """
     settings = dict(settings)
-    found = {}  # name -> (what else it is called here, the values that are no default)
+    renamed = {}  # name -> (what else it is called here, the values that are no default)
     for new, names, value in in_names_of_now(settings, program):
-        others, values = found.setdefault(new, ([], []))
+        others, values = renamed.setdefault(new, ([], []))
         others += names
         values += [] if value is None else [value]
     given = {}
     rest = {name: value for name, value in settings.items() if name_now(name, program) == name}
-    for new, (names, values) in found.items():
+    for new, (names, values) in renamed.items():
         if (new in settings and new not in names) or len(values) > 1:
             same = " and ".join(names + [new] * (new in settings))
             raise UserError(f"{same} are the same setting; give {new} alone")

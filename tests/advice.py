@@ -1534,11 +1534,11 @@ ADVICE["seams.py"] = [
         "leave it out, or take another model",
         lambda at: Tokenizer(
             "file", of_words({"some": 0, "[UNK]": 1}, unk_token="[UNK]")
-        ).encode_given("some are"),
+        ).encode_lossless("some are"),
         lambda at: Tokenizer(
             "file", of_words({"some": 0, "[UNK]": 1}, unk_token="[UNK]")
-        ).encode_given("some"),
-        lambda at: at.tokenizer.encode_given("some are"),
+        ).encode_lossless("some"),
+        lambda at: at.tokenizer.encode_lossless("some are"),
     ),
 ]
 

@@ -118,7 +118,7 @@ def attention_cases():
         types = dict.fromkeys(("qk", "qkv", "grad", "out", "dqkv"), f"*{dtype}")
         types |= dict.fromkeys(("lse", "delta"), "*fp32") | dict(spans="*i32", scale="fp32")
         M, N, warps, stages = at.tiles(kernel, TYPES[dtype], D, 256, bool(seen))
-        config = dict(H=384 // D, D=D, N=2, BLOCK_M=M, BLOCK_N=N, EVEN=even)
+        config = dict(H=384 // D, D=D, N=2, TILE_M=M, TILE_N=N, EVEN=even)
         config |= dict(R=1 + (seen == ", blocks"), num_warps=warps, num_stages=stages)
         config |= {} if seen else dict(spans=None)
         types = {n: types.get(n, "i32") for n in kernel.arg_names if n not in config}
@@ -205,7 +205,7 @@ def compile_one(index, arch, which):
     return dict(
         name=case.name,
         arch=arch,
-        blocks="x".join(str(v) for n, v in constants.items() if n.startswith("BLOCK")),
+        blocks="x".join(str(v) for n, v in constants.items() if n.startswith("TILE")),
         warps=compiled.metadata.num_warps,
         stages=compiled.metadata.num_stages,
         registers=int(re.search(r"REG:(\d+)", usage)[1]),

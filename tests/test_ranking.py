@@ -179,7 +179,7 @@ def fills_of(model, parts, max_gap, draws):
     parts = [tokenizer.decode(part) if isinstance(part, list) else part for part in parts]
     limits = dict(max_gap=max_gap, draws=draws)
     found = search.hypotheses(model, tokenizer, parts, 10**6, draw_all, "cpu", **limits)
-    shown = [templates.joined(templates.to_texts(f.parts, f.ids, tokenizer)) for f in found]
+    shown = [templates.joined(templates.to_texts(f.segments, f.ids, tokenizer)) for f in found]
     assert len(set(shown)) == len(shown)
     assert [f.logp for f in found] == sorted((f.logp for f in found), reverse=True)
     return dict(zip(shown, (f.logp for f in found)))
@@ -247,7 +247,7 @@ def test_a_text_has_its_likeliest_ids(parts):
             wanted[text] = max(logp, wanted.get(text, -math.inf))
         how = dict(max_gap=2, draws=5 * V**2)
         best = search.hypotheses(model, tokenizer, parts, 10**6, draw_all, "cpu", **how)
-        shown = [templates.joined(templates.to_texts(f.parts, f.ids, tokenizer)) for f in best]
+        shown = [templates.joined(templates.to_texts(f.segments, f.ids, tokenizer)) for f in best]
         assert dict(zip(shown, (f.logp for f in best))) == pytest.approx(wanted, abs=1e-4)
         assert len(shown) == len(wanted)
         few = search.hypotheses(model, tokenizer, parts, 3, draw_all, "cpu", **how)

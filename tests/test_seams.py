@@ -77,7 +77,7 @@ def test_long_texts_have_the_ids_of_the_whole(made, pydoc, monkeypatch, name):
     made = made(name)
     whole = made.library.encode(text) if name in tokenizer_kinds.KINDS else made.encode(text)
     for module in (seams, tokenizer):
-        monkeypatch.setattr(module, "PART", 700, raising=False)
+        monkeypatch.setattr(module, "CHUNK", 700, raising=False)
     ids = made.encode(text)
     if made.kind == "file":
         assert ids[: len(whole) // 2] == whole[: len(whole) // 2], "beyond it no place to cut"
@@ -221,7 +221,7 @@ def test_first_token_of_a_gap_has_its_space(made, name):
     made = made(name)
     ids = made.encode(SENTENCE)
     at = len(made.encode("The"))
-    other = made.encode_given("e", after_gap=True)[0]
+    other = made.encode_lossless("e", after_gap=True)[0]
     assert not made.space_tokens()[other]
     model = Oracle(ids, made.vocab_size, [(at, other)])
     n = len(made.encode_pair("The", " value")[1])
@@ -255,9 +255,9 @@ def test_ranked_fills_show_no_space_that_no_id_has(made, name, template, end):
     found = search.hypotheses(model, known, parts, 40, fill, "cpu", max_gap=4)
     assert found
     for one in found:
-        at = templates.borrowing(one.parts)
+        at = templates.borrowing(one.segments)
         assert at and all(known.space_tokens()[one.ids[i]] for i in at)
-        shown = templates.joined(templates.to_texts(one.parts, one.ids, known))
+        shown = templates.joined(templates.to_texts(one.segments, one.ids, known))
         if name != "bert":  # which forgets capitals, and spaces at punctuation
             assert known.decode(one.ids) == shown
     for text in sample.write(model, known, template, n=2, max_gap=4):
@@ -374,7 +374,7 @@ def test_texts_that_a_tokenizer_keeps_are_taken(made, name):
     if name not in ("words", "unknown words", "letters", "t5", "bert_cased"):
         texts.append("cafe\u0301 of")
     for text in texts:
-        assert made(name).encode_given(text) == made(name).encode(text)
+        assert made(name).encode_lossless(text) == made(name).encode(text)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import torch
 from support import files
 from support.data import records
 from support.data.ids import DTYPES, check_largest, doubt_width, has_header, map_ids
-from support.data.records import PART, read_text
+from support.data.records import PIECE, read_text
 from support.data.tokenizer import Tokenizer, describe, tokenizer_from_json, with_end
 from support.environment import optional
 from support.errors import UserError
@@ -205,7 +205,7 @@ def download_shakespeare():
         raise OSError(str(e) if isinstance(e, ValueError) else type(e).__name__) from None
 
 
-def split_documents(texts, separator, size=PART):
+def split_documents(texts, separator, size=PIECE):
     """Stream (piece of at most about `size` characters, whether it ends a document) of texts."""
     if not separator:
         yield from ((text, False) for text in texts)
@@ -382,8 +382,8 @@ def checksum_of(tokenizer, arrays):
 def slices_of(arrays):
     """Slices of memory-mapped arrays; one that was read leaves the process's memory again."""
     for array in arrays:
-        for i in range(0, len(array), PART):
-            yield array[i : i + PART]
+        for i in range(0, len(array), PIECE):
+            yield array[i : i + PIECE]
             with contextlib.suppress(AttributeError):  # no memory map, or not on Linux
                 array._mmap.madvise(mmap.MADV_DONTNEED)
 
@@ -399,7 +399,7 @@ def cut_windows(ids, config, end_id):
         starts = torch.arange(len(ids) // T) * T
         return starts, *torch.tensor(T).expand(2, len(starts))
     ends = [np.zeros(0, np.int64)]
-    for i, piece in zip(itertools.count(0, PART), slices_of([ids])):
+    for i, piece in zip(itertools.count(0, PIECE), slices_of([ids])):
         ends.append(i + 1 + (piece == end_id).nonzero()[0])
     ends = np.concatenate(ends)
     prompts = ends[::2]

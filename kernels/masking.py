@@ -120,7 +120,7 @@ def mask_kernel(
         tl.store(n_rows_ptr, total)
 
 
-def config(T, documents=False):
+def row_config(T, documents=False):
     """Return TILE, LOG, BITS and num_warps of mask_kernel for rows of T positions.
 
     documents: whether there is a never_mask. BITS is chosen so that each thread makes at most 32
@@ -139,7 +139,7 @@ def _forward(x0, level, mask_id, seed, step, sample_ids, never_mask):
     x0 = x0.contiguous()
     xt, count, rows, n_rows = _fake(x0, level, mask_id, seed, step, sample_ids, never_mask)
     level = possible_counts(level, never_mask)
-    settings = config(T, never_mask is not None)
+    settings = row_config(T, never_mask is not None)
     never_mask = None if never_mask is None else never_mask.contiguous()
     args = (x0, xt, count, rows, n_rows, level.contiguous(), sample_ids.contiguous(), seed, step)
     launch(mask_kernel, (B,), *args, never_mask, mask_id, B, T, **settings)

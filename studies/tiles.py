@@ -191,7 +191,7 @@ def norm_case(tokens, width):
     """The normalization with its convolution, by warps and programs."""
     x, grad = (torch.randn(16, tokens // 16, width, device="cuda").bfloat16() for _ in range(2))
     weight = torch.randn(5, width, device="cuda")
-    choose, most = N.config, N.PROGRAMS
+    choose, most = N.row_config, N.MAX_PROGRAMS
     r = N._forward(x, weight, 2, None)[1]
     for backward in (False, True):
         present = choose(width, backward)
@@ -204,8 +204,8 @@ def norm_case(tokens, width):
                 continue
             for programs in (512, 1024, 2048, 4096):
                 options = present | dict(num_warps=warps)
-                N.config = lambda *_, options=options: options
-                N.PROGRAMS = programs
+                N.row_config = lambda *_, options=options: options
+                N.MAX_PROGRAMS = programs
                 ms = milliseconds(call, 0.01)
                 mark = "*" if warps == present["num_warps"] and programs == most else " "
                 n_bytes = x.numel() * x.element_size() * (3 if backward else 2)
@@ -213,7 +213,7 @@ def norm_case(tokens, width):
                 lines.append(
                     (ms, f"{mark} {warps} warps, {programs} programs: {ms:.4f} ms, {speed}")
                 )
-        N.config, N.PROGRAMS = choose, most
+        N.row_config, N.MAX_PROGRAMS = choose, most
         print(f"\nnorm_conv {'backward' if backward else 'forward'}, {tokens} x {width}")
         print("\n".join(text for _, text in sorted(lines)))
 

@@ -347,13 +347,23 @@ def shown_value(value):
     return "unlimited" if value == NO_LIMIT else value
 
 
-def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, free=""):
+def parse_flags(
+    cls,
+    argv,
+    description,
+    epilog="",
+    presets=None,
+    preset=None,
+    free="",
+    usage="[--flag=value ...]",
+):
     """The flags given in argv, as a dict of fields of `cls`, whose comments group --help=all.
 
     presets: name -> {setting: default}; --help shows the defaults of `preset`.
     free: the name under which a value without a flag is returned ("": it is refused).
+    usage: what follows the program's name, as --help says it.
     """
-    texts = (description, epilog, presets, preset)
+    texts = (usage, description, epilog, presets, preset)
     all_fields = dataclasses.fields(cls)
     parser = make_parser(cls, all_fields, *texts)
     common = [field for field in all_fields if field.metadata["common"]]
@@ -425,7 +435,7 @@ def fold_paragraphs(text):
     return "\n\n".join(each if each[:1] == " " else fold(each, "", "") for each in paragraphs)
 
 
-def make_parser(cls, fields, description, epilog, presets, preset):
+def make_parser(cls, fields, usage, description, epilog, presets, preset):
     """The Parser of `fields`, all of `cls` or the common ones alone; without groups if so."""
     n = len(dataclasses.fields(cls))
     is_all = len(fields) == n
@@ -434,7 +444,7 @@ def make_parser(cls, fields, description, epilog, presets, preset):
     if not is_all:
         epilog += f"\n\n--help=all shows all {n} flags."
     parser = Parser(
-        usage="%(prog)s [--flag=value ...]",
+        usage=f"%(prog)s {usage}",
         description=fold_paragraphs(description),
         epilog=epilog,
         argument_default=argparse.SUPPRESS,

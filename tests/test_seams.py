@@ -58,14 +58,14 @@ def text_of_pydoc():
 
 
 def filled(made, name, template, text, gap):
-    """(Tokenizer, ids of a template whose gap has the tokens of `gap`, its parts as texts)"""
+    """(Tokenizer, ids of a template whose gap has the tokens of `gap`, its segments as texts)"""
     made = made(name)
     n = len(gap)
-    parts = templates.parse(template.replace("█", "█" * n), made, 100)
-    ids = templates.to_ids(parts, made, UNTOLD)
+    segments = templates.parse(template.replace("█", "█" * n), made, 100)
+    ids = templates.to_ids(segments, made, UNTOLD)
     at = ids.index(UNTOLD)
     ids[at : at + n] = gap
-    return ids, templates.to_texts(parts, ids, made)
+    return ids, templates.to_texts(segments, ids, made)
 
 
 # ---- Long texts
@@ -133,8 +133,8 @@ def test_gaps_have_the_ids_of_the_whole_text(made, name, data):
     cut = made.decode(whole[:first])[-1:] + made.decode(whole[:last])[-1:]
     if "\ufffd" in cut or (first and not before):
         return  # within a character, or after a space that the beginning of a text gains
-    parts = [part for part in (before, last - first, after) if part]
-    ids = templates.to_ids(parts, made, UNTOLD)
+    segments = [segment for segment in (before, last - first, after) if segment]
+    ids = templates.to_ids(segments, made, UNTOLD)
     known = [id for id in ids if id != UNTOLD]
     told = known == whole[:first] + whole[last:]
     if not told:  # a word's beginning that no gap precedes; a space that is a token of its own
@@ -143,7 +143,7 @@ def test_gaps_have_the_ids_of_the_whole_text(made, name, data):
         alone = before[-1:].isspace()
         assert part_of_word or alone, (name, before, gap, after)
         return
-    text_again = templates.joined(templates.to_texts(parts, whole, made))
+    text_again = templates.joined(templates.to_texts(segments, whole, made))
     assert text_again == text or text_again.lower() == made.decode(whole).lower()
 
 
@@ -251,8 +251,8 @@ def test_ranked_fills_show_no_space_that_no_id_has(made, name, template, end):
     fill = functools.partial(
         sample.fill_gaps, model, known, sample.resolve(sample.SamplerSettings(), model)
     )
-    parts = templates.parse(template, known, T)
-    found = search.hypotheses(model, known, parts, 40, fill, "cpu", max_gap=4)
+    segments = templates.parse(template, known, T)
+    found = search.hypotheses(model, known, segments, 40, fill, "cpu", max_gap=4)
     assert found
     for one in found:
         at = templates.borrowing(one.segments)
@@ -433,8 +433,8 @@ def test_the_harness_takes_prompts_that_end_in_a_space(made, monkeypatch):
     asked = SimpleNamespace(model=Oracle(ids, made.vocab_size), tokenizer=made, asks=False)
     asked = SimpleNamespace(**vars(asked), room=24, seed=0, ignored=set())
     for prompt, answer in (("The ", "value of a class"), ("The", " value of a class")):
-        how = dict(max_gen_toks=len(ids) - 1)
-        assert harness.Harness.write(asked, prompt, how) == answer
+        settings = dict(max_gen_toks=len(ids) - 1)
+        assert harness.Harness.write(asked, prompt, settings) == answer
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "gemma", "gpt2", "qwen", "words"])
@@ -444,5 +444,5 @@ def test_exported_tokenizers_gain_no_space_after_a_mask(made, name):
     cut = ("The █ of a class",) if name == "words" else ("The█ of a class", "the val█e of")
     for text in cut:
         ids = library.encode(text.replace("█", "[MASK]"), add_special_tokens=False).ids
-        parts = templates.parse(text, made(name), 100)
-        assert ids == templates.to_ids(parts, made(name), made(name).vocab_size)
+        segments = templates.parse(text, made(name), 100)
+        assert ids == templates.to_ids(segments, made(name), made(name).vocab_size)

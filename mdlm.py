@@ -759,9 +759,9 @@ def evaluate(
     the NLL), `se`: its standard error. `by_window`: one mean each; `ce` and `accuracy` (top-1): by
     tenths of the mask rate. (Of an autoregressive model: variants/autoregressive.py, summary.)
     observe(rows, targets, logits) sees each batch: the scored rows (n,) of the flat batch, their
-    tokens (n,), logits (n, V). Each batch has windows from the whole text, so an evaluation that is
-    cut short has seen all of it: after the deadline (time.monotonic()) only the first batch begins. scored
-    (W, T) bool: only these tokens are masked and scored (default: the objective's scored_mask).
+    tokens (n,), logits (n, V). Each batch has windows from the whole text, so an evaluation may be
+    cut short: after the deadline (time.monotonic()) no batch begins but the first. scored (W, T)
+    bool: only these tokens are masked and scored (default: the objective's scored_mask).
     """
     settings = (passes, seed, batch_size, observe, deadline, scored)
     passes, seed, batch_size = check_evaluation(model, windows, *settings)

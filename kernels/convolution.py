@@ -102,7 +102,7 @@ def _slide(window, row, K: tl.constexpr):
 # ---- Kernels
 # x, y, dy, dx: (N, C), the N = B T positions of sequences of T; weight: (K, C); r: (N,) float32
 # spans: None or (B, 2, T) of documents
-# n_rows: rows of a program
+# program_rows: how many rows each program processes
 @jit
 def norm_conv_forward_kernel(
     x,
@@ -113,15 +113,15 @@ def norm_conv_forward_kernel(
     N,
     T,
     C,
-    n_rows,
+    program_rows,
     EPS: tl.constexpr,
     LEFT: tl.constexpr,
     K: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Compute a program's rows of y, and their r, which backward reads."""
-    first = tl.program_id(0) * n_rows
-    last = tl.minimum(first + n_rows, N)
+    first = tl.program_id(0) * program_rows
+    last = tl.minimum(first + program_rows, N)
     taps = _taps(weight, C, K, LEFT, TILE)
     # The window has h of rows `row - LEFT` .. `row - LEFT + K - 1`; here, all but the last.
     window = (tl.zeros((TILE,), tl.float32),) * K
@@ -151,14 +151,14 @@ def norm_conv_backward_kernel(
     N,
     T,
     C,
-    n_rows,
+    program_rows,
     LEFT: tl.constexpr,
     K: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Compute a program's rows of dx, and its sum of dw: one of (programs, K, C) float32."""
-    first = tl.program_id(0) * n_rows
-    last = tl.minimum(first + n_rows, N)
+    first = tl.program_id(0) * program_rows
+    last = tl.minimum(first + program_rows, N)
     taps = _taps(weight, C, K, LEFT, TILE)
     sums = (tl.zeros((TILE,), tl.float32),) * K  # of dw
     # The window has dy of rows `row + LEFT - K + 1` .. `row + LEFT`; here, all but the last.
@@ -204,10 +204,11 @@ def _forward(x, weight, left, spans):
     B, T, C = x.shape
     y, r = _fake(x, weight, left, spans)
     if x.numel():
-        n_rows = rows_per_program(B * T)
-        args = (x.contiguous(), weight.contiguous(), y, r, spans, B * T, T, C, n_rows, EPS, left)
-        grid = (triton.cdiv(B * T, n_rows),)
-        launch(norm_conv_forward_kernel, grid, *args, len(weight), **row_config(C))
+        program_rows = rows_per_program(B * T)
+        args = (x.contiguous(), weight.contiguous(), y, r, spans)
+        sizes = (B * T, T, C, program_rows, EPS, left, len(weight))
+        grid = (triton.cdiv(B * T, program_rows),)
+        launch(norm_conv_forward_kernel, grid, *args, *sizes, **row_config(C))
     return y, r
 
 
@@ -221,13 +222,13 @@ def _backward(grad, x, weight, r, left, spans):
     """Return dx (B, T, C) and dw (K, C) float32."""
     B, T, C = x.shape
     K = len(weight)
-    n_rows = rows_per_program(B * T)
-    programs = triton.cdiv(B * T, n_rows)
+    program_rows = rows_per_program(B * T)
+    programs = triton.cdiv(B * T, program_rows)
     dx, _ = _fake_backward(grad, x, weight, r, left, spans)
     dw = weight.new_empty((programs, K, C), dtype=torch.float32)  # a sum of each program
     if x.numel():
         args = (x.contiguous(), weight.contiguous(), r, grad.contiguous(), dx, dw, spans)
-        sizes = (B * T, T, C, n_rows, left, K)
+        sizes = (B * T, T, C, program_rows, left, K)
         launch(norm_conv_backward_kernel, (programs,), *args, *sizes, **row_config(C, True))
     return dx, dw.sum(0)
 

@@ -167,10 +167,9 @@ def draw_losses(ax, x, log, color, label):
         values = [r[key] for r in records]
         error = [2 * (r[f"{key}_se"] or 0) for r in records]  # about 95 % confidence
         style = dict(fmt="o-", ms=4, lw=1.6, capsize=2, color=color)
-        ax.errorbar(
-            [r[x] for r in records], values, error, **style, label=label if records else None
-        )
-        label = None if part else label
+        shown = label if records else None
+        ax.errorbar([r[x] for r in records], values, error, **style, label=shown)
+        label = None if records else label
     return means[len(means) // 25 :] + [r[key] for r in val if r["step"]]
 
 

@@ -197,7 +197,7 @@ def is_visible(spans, at):
     return visible[0] | visible[-1]
 
 
-def masked_share(masked, text, spans):
+def masked_fraction(masked, text, spans):
     """Return the fraction of text that is masked: (B, 1, 1), or with spans (B, T, 1) by document.
 
     masked, text: (B, T) bool, masked positions and all positions of text

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
 # export.py puts their source here:
-Model = View = view_of_documents = masked_share = rotary_tables = None
+Model = View = view_of_documents = masked_fraction = rotary_tables = None
 attention_ref = norm_conv_ref = None
 
 
@@ -62,7 +62,7 @@ class MDLMForMaskedLM(PreTrainedModel):
             view = view_of_documents(view, self.config.end_id, self.config.pos != "rope")
         if self.config.time_conditioning:
             text = ids != self.config.end_id
-            view = view._replace(rate=masked_share(ids == self.model.mask_id, text, view.sees))
+            view = view._replace(rate=masked_fraction(ids == self.model.mask_id, text, view.sees))
         return view
 
     def forward(
@@ -85,8 +85,8 @@ class MDLMForMaskedLM(PreTrainedModel):
         for n in length.unique().tolist():
             at = keep & (length == n)[:, None]
             if n:
-                found = self.predict(input_ids[at].view(-1, n)).flatten(0, 1)
-                logits[at] = F.pad(found, (0, 2)).to(logits.dtype)
+                predicted = self.predict(input_ids[at].view(-1, n)).flatten(0, 1)
+                logits[at] = F.pad(predicted, (0, 2)).to(logits.dtype)
         logits[..., -2:] = -1e4  # finite, and after division by a temperature too
         loss = None
         if labels is not None:

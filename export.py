@@ -42,9 +42,9 @@ from variants.documents import view_of_documents
 SUPPORT = Path(__file__).parent / "support"
 TEMPLATE = SUPPORT / "modeling_mdlm.py"
 # Two lines of TEMPLATE.
-PLACE = "Model = View = view_of_documents = masked_share = rotary_tables = None\n"
+PLACE = "Model = View = view_of_documents = masked_fraction = rotary_tables = None\n"
 PLACE += "attention_ref = norm_conv_ref = None\n"
-SOURCES = [View, reference.document_spans, reference.is_visible, reference.masked_share]
+SOURCES = [View, reference.document_spans, reference.is_visible, reference.masked_fraction]
 SOURCES += [reference.neighbours, reference.norm_conv_ref, reference.rotary_tables]
 SOURCES += [reference.rotate, reference.prepare, reference.attention_ref]
 SOURCES += [view_of_documents, mdlm.RateEmbedding, mdlm.AdaLN, mdlm.no_rate, mdlm.no_scales]
@@ -235,10 +235,10 @@ def main(argv):
     if is_page:
         contents = live_page.contents_of(*loaded, options.weights)
         serve = f"{environment.python_command()} -m http.server"
-        how = f"{serve} -d {environment.quote(options.dest)} shows it on localhost:8000"
+        hint = f"{serve} -d {environment.quote(options.dest)} shows it on localhost:8000"
     else:
         contents = contents_of(folder, *loaded, options)
-        how = "load it as its README.md says"
+        hint = "load it as its README.md says"
     _, tokenizer, config = loaded
     scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     with files.naming(dest), files.new_folder(dest.parent) as tmp:
@@ -246,7 +246,7 @@ def main(argv):
             files.write_synced(tmp / name, content)
         outputs.check_new_folder("dest", options.dest)  # a run may have begun there meanwhile
         os.rename(tmp, dest)
-    print(f"{environment.quote(dest)}: {how}")
+    print(f"{environment.quote(dest)}: {hint}")
     return 0
 
 

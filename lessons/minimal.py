@@ -19,10 +19,10 @@ except ModuleNotFoundError as e:
 import torch.nn as nn
 import torch.nn.functional as F
 
-T, C, HEADS, LAYERS, BATCH = 64, 128, 4, 3, 32  # context, width, heads, blocks, texts per step
+T, C, HEADS, LAYERS, BATCH = 64, 128, 4, 3, 32  # context, width, heads, layers, texts per step
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.near = nn.Conv1d(C, C, 5, padding=2, groups=C)  # mixes neighbouring characters
@@ -45,12 +45,12 @@ class Model(nn.Module):
         self.mask_id = V  # an id after those of the characters; it is never predicted
         self.embed = nn.Embedding(V + 1, C)
         self.place = nn.Parameter(torch.randn(T, C) / 10)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
         self.head = nn.Linear(C, V)
 
     def forward(self, xt):  # (B, T) ids, some of them mask_id -> (B, T, V) logits
         x = self.embed(xt) + self.place[: xt.shape[1]]
-        return self.head(F.rms_norm(self.blocks(x), (C,)))
+        return self.head(F.rms_norm(self.layers(x), (C,)))
 
 
 def compute_loss(model, x0):
@@ -93,10 +93,19 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--template", default="The ███████ statement", help="█: to be filled")
     args = parser.parse_args()
-    assert "" not in (args.file, args.template), "the file or the template is empty"
+    if "" in (args.file, args.template):
+        parser.error("the file or the template is empty; give another, or leave it out")
     text = "\n".join(topics.values())
-    text = open(args.file, encoding="utf-8", newline="").read() if args.file else text
+    if args.file:
+        try:
+            text = open(args.file, encoding="utf-8", newline="").read()
+        except (OSError, UnicodeError) as e:
+            parser.error(f"{args.file} is no UTF-8 text that can be read ({e}); give another file")
     chars = [*sorted(set(text)), "█"]  # the last one stands for [MASK]
+    if len(text) < 20 * T:
+        parser.error(f"the text has {len(text)} characters; give at least {20 * T}")
+    if len(args.template) > T or not set(args.template) <= set(chars):
+        parser.error(f"give a template of at most {T} characters, all of which occur in the text")
     ids = torch.tensor([chars.index(c) for c in text])
     template = torch.tensor([[chars.index(c) for c in args.template]])
     model = Model(len(chars) - 1)

@@ -4,6 +4,7 @@ MDLMForMaskedLM sees a text in which some tokens are [MASK], and predicts every 
 """
 
 import math  # noqa: F401 (the model uses it)
+from collections.abc import Callable  # noqa: F401 (the model uses it)
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple  # noqa: F401 (the model uses it)
@@ -16,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
 # export.py puts their source here:
-Model = View = view_of_documents = masked_share = rotary_tables = None
+Model = View = view_of_documents = masked_fraction = rotary_tables = None
 attention_ref = norm_conv_ref = None
 
 NEVER = -1e4  # the logit of [MASK] and [PAD]: finite, and after division by a temperature too
@@ -124,7 +125,7 @@ class MDLMForMaskedLM(PreTrainedModel):
             view = view_of_documents(view, self.config.end_id, self.config.pos != "rope")
         if self.config.time_conditioning:
             text = ids != self.config.end_id
-            view = view._replace(rate=masked_share(ids == self.model.mask_id, text, view.sees))
+            view = view._replace(rate=masked_fraction(ids == self.model.mask_id, text, view.sees))
         return view
 
     def forward(
@@ -182,8 +183,8 @@ class MDLMForMaskedLM(PreTrainedModel):
         for n in length.unique().tolist():
             at = keep & (length == n)[:, None]
             if n:
-                found = self.predict(input_ids[at].view(-1, n), output_hidden_states)
-                for output, part in zip(outputs, found, strict=True):
+                predicted = self.predict(input_ids[at].view(-1, n), output_hidden_states)
+                for output, part in zip(outputs, predicted, strict=True):
                     output[at] = part.flatten(0, 1).to(output.dtype)
         logits, *hidden = outputs
         loss = None

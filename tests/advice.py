@@ -15,6 +15,7 @@ In place of steps a row may have the reason why nothing is followed here, and so
 test_advice.py takes the steps, and fails for a sentence that advises something and has no row.
 """
 
+import copy
 import gzip
 import io
 import json
@@ -32,7 +33,7 @@ from safetensors.torch import load_file, save_file
 import export
 import mdlm
 import sample
-from support import environment, kernels, ownership, plots, ranks
+from support import environment, files, kernels, numerics, ownership, plots, ranks
 from support.data import records, sources, texts, tokenizer
 from support.data.tokenizer import Tokenizer
 from support.infill import calls, templates
@@ -64,10 +65,13 @@ IDS = np.arange(300, dtype=np.uint16) % 7
 
 def ids(train=IDS, val=IDS, **meta):
     """The files of a folder of ids; arrays are written as they are."""
-    found = {"ids/train.bin": train, "ids/val.bin": val}
+    contents = {"ids/train.bin": train, "ids/val.bin": val}
     if meta:
-        found["ids/meta.json"] = json.dumps(meta)
-    return {name: part if isinstance(part, str) else bytes(part) for name, part in found.items()}
+        contents["ids/meta.json"] = json.dumps(meta)
+    return {
+        name: content if isinstance(content, str) else bytes(content)
+        for name, content in contents.items()
+    }
 
 
 def of_llm_c(n, magic=20240520):
@@ -76,22 +80,22 @@ def of_llm_c(n, magic=20240520):
 
 
 def npy(array):
-    found = io.BytesIO()
-    np.save(found, array)
-    return found.getvalue()
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
 
 
 def parquet(**columns):
     """A file of Parquet; a row that writes one is skipped where the optional package is missing."""
     arrow = pytest.importorskip("pyarrow")
-    found = io.BytesIO()
-    pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), found)
-    return found.getvalue()
+    buffer = io.BytesIO()
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), buffer)
+    return buffer.getvalue()
 
 
-def of_words(vocab, **how):
+def of_words(vocab, **options):
     """The tokenizer.json of these words and their ids; texts with others cannot be encoded."""
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, **how))
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, **options))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.add_special_tokens([word for word in vocab if word.startswith("[E")])
     return made.to_str()
@@ -153,6 +157,22 @@ def break_weights(at):
     change_weights(at, lambda tensors: next(iter(tensors.values())).fill_(float("nan")))
 
 
+class forget_token:
+    """The tokenizer of the newest checkpoint of {run} loses a token, and the manifest agrees."""
+
+    def __init__(self, at):
+        self.path = at.run / "step-4" / "tokenizer.json"
+        self.content = self.path.read_bytes()
+        earlier = tokenizer.tokenizer_from_json(self.path)
+        shorter = Tokenizer(earlier.kind, earlier.vocab[:-1], earlier.end)
+        write(self.path, shorter.to_file())
+        sign(self.path.parent)
+
+    def undo(self):
+        self.path.write_bytes(self.content)
+        sign(self.path.parent)
+
+
 def mix_names(at):
     """The newest checkpoint of {run} gets a tensor under a former name."""
     change_weights(at, lambda tensors: tensors.update({"blocks.0.up.weight": torch.zeros(1)}))
@@ -190,11 +210,11 @@ def learn(at, content):
 def unreadable(at):
     """A text that only others may read."""
 
-    def fails(path, *how, **more):
+    def fails(path, *options, **more):
         raise PermissionError(13, "Permission denied", str(path))
 
     with at.patch.context() as patch:
-        patch.setattr(records, "open", fails, raising=False)
+        patch.setattr(files, "open_regular", fails)
         at.take({"a.txt": TEXT})
 
 
@@ -220,19 +240,19 @@ def to_json(at, n):
     Tokenizer("char", [chr(i) for i in range(97, 97 + n)]).to_json()
 
 
-def select(at, **how):
+def select(at, **options):
     """Choose the operations, where Triton's interpreter would run them."""
     at.patch.setattr(operations, "_missing", lambda device: "")
     at.patch.setattr(operations, "INTERPRET", True)
-    kernels.select(**how)
+    kernels.select(**options)
 
 
-def evaluate(at, **how):
-    mdlm.evaluate(how.pop("model", at.model), how.pop("windows", at.x), **how)
+def evaluate(at, **options):
+    mdlm.evaluate(options.pop("model", at.model), options.pop("windows", at.x), **options)
 
 
-def generate(at, **how):
-    sample.generate(how.pop("model", at.model), at.x, **how)
+def generate(at, **options):
+    sample.generate(options.pop("model", at.model), at.x, **options)
 
 
 def only(at, id):
@@ -264,10 +284,10 @@ def lock_of_another(at):
     path.touch()
     open_file = os.open
 
-    def open_or_fail(name, *args, **how):
+    def open_or_fail(name, *args, **options):
         if os.path.basename(name) == ownership.LOCK and os.path.exists(name):
             raise PermissionError(13, "Permission denied", str(name))
-        return open_file(name, *args, **how)
+        return open_file(name, *args, **options)
 
     at.patch.setattr(os, "open", open_or_fail)
     return path
@@ -275,9 +295,22 @@ def lock_of_another(at):
 
 def without_filelock(at, command):
     """A command where that package is missing."""
-    found = environment.is_installed
+    installed = environment.is_installed
     with at.patch.context() as patch:
-        patch.setattr(environment, "is_installed", lambda name: name != "filelock" and found(name))
+        patch.setattr(
+            environment, "is_installed", lambda name: name != "filelock" and installed(name)
+        )
+        at.do(command)
+
+
+def without_locks(at, command):
+    """A command on a file system that has no locks, as some of networks."""
+
+    def no_locks(*args, **how):
+        raise NotImplementedError("no locks here")
+
+    with at.patch.context() as patch:
+        patch.setattr(filelock.FileLock, "acquire", no_locks)
         at.do(command)
 
 
@@ -286,7 +319,7 @@ def not_yours(at, command):
     (at.tmp / "theirs").mkdir()
     access = os.access
     at.patch.setattr(
-        os, "access", lambda path, how: "theirs" not in str(path) and access(path, how)
+        os, "access", lambda path, mode: "theirs" not in str(path) and access(path, mode)
     )
     at.do(command)
 
@@ -295,6 +328,7 @@ def not_yours(at, command):
 # Sentences that only warn: the program goes on.
 WARNINGS = (
     "do not start a second run there, or type: {}",
+    "do not start a second run there, which would not be noticed",
     "{}: every second id is 0; if that is wrong, give --bin_dtype={}",
     "its lines are JSON: name it .jsonl to learn only their texts",
     "read too; move away what is not meant for training",
@@ -666,6 +700,11 @@ ADVICE["arguments.py"] = [
         lambda at: at.tokenizer.decode([1, 2]),
     ),
     (
+        "model is on meta, without values; give the first thing of mdlm.load",
+        lambda at: evaluate(at, model=copy.deepcopy(at.model).to("meta")),
+        lambda at: evaluate(at, model=mdlm.load(at.run)[0]),
+    ),
+    (
         "ids must be whole numbers (n,); give those that encode returned",
         lambda at: at.tokenizer.decode([0.5]),
         lambda at: at.tokenizer.decode(at.tokenizer.encode("ab")),
@@ -707,8 +746,8 @@ ADVICE["arguments.py"] = [
     ),
     (
         "{} is on {}, the model on {}; move one of them",
-        lambda at: mdlm.generate(at.model, at.x.to("meta")),
-        lambda at: mdlm.generate(at.model, at.x.cpu()),
+        lambda at: evaluate(at, scored=(at.x == 0).to("meta")),
+        lambda at: evaluate(at, scored=(at.x == 0).cpu()),
     ),
     (
         "{} has {} tokens, the context only {}; cut it",
@@ -876,6 +915,12 @@ ADVICE["checkpoint.py"] = [
         lambda at: (set_config(at.run, n_embd=4096), train_again(at), at.do("sample")),
     ),
     (
+        "take an earlier checkpoint, or restore the file that was changed",
+        lambda at: (forget_token(at), at.do("sample")),
+        lambda at: (forget_token(at), at.do("sample --out_dir={run}/step-2")),
+        lambda at: (forget_token(at).undo(), at.do("sample")),
+    ),
+    (
         "take an earlier checkpoint, or train again",
         lambda at: (break_weights(at), at.do("sample")),
         lambda at: (break_weights(at), at.do("sample --out_dir={run}/step-2")),
@@ -898,6 +943,11 @@ ADVICE["checkpoint.py"] = [
         lambda at: (lock_of_another(at), at.do("mdlm --out_dir={run} --resume")),
         lambda at: (lock_of_another(at).unlink(), at.do("mdlm --out_dir={run} --resume")),
         lambda at: (lock_of_another(at), at.do("mdlm --out_dir={tmp}/other")),
+    ),
+    (
+        "do not start a second run there, which would not be noticed",
+        lambda at: without_locks(at, "mdlm --out_dir={tmp}/other"),
+        "mdlm --out_dir={tmp}/another",
     ),
     (
         "do not start a second run there, or type: {}",
@@ -1054,11 +1104,11 @@ ADVICE["word_statistics.py"] = [
     ),
 ]
 
-ADVICE["calls.py"] = [
+ADVICE["numerics.py"] = [
     (
         "its weights are damaged; train it again",
-        lambda at: calls.checked(torch.full((1, 3), float("nan"))),
-        lambda at: calls.checked(at.model(at.x)[0]),
+        lambda at: numerics.checked(torch.full((1, 3), float("nan"))),
+        lambda at: numerics.checked(at.model(at.x)[0]),
     ),
 ]
 
@@ -1341,7 +1391,7 @@ ADVICE["records.py"] = [
         {"a.json": "[" + RECORD.strip() + "]"},
     ),
     (
-        "--data={} is not UTF-8 text; convert it with iconv",
+        "{}; convert it with iconv",
         {"a.json": '[{"text": "é'.encode("latin-1") + TEXT.encode() + b'"}]'},
         {"a.json": '[{"text": "é' + TEXT + '"}]'},
     ),
@@ -1534,11 +1584,11 @@ ADVICE["seams.py"] = [
         "leave it out, or take another model",
         lambda at: Tokenizer(
             "file", of_words({"some": 0, "[UNK]": 1}, unk_token="[UNK]")
-        ).encode_given("some are"),
+        ).encode_lossless("some are"),
         lambda at: Tokenizer(
             "file", of_words({"some": 0, "[UNK]": 1}, unk_token="[UNK]")
-        ).encode_given("some"),
-        lambda at: at.tokenizer.encode_given("some are"),
+        ).encode_lossless("some"),
+        lambda at: at.tokenizer.encode_lossless("some are"),
     ),
 ]
 
@@ -1697,8 +1747,13 @@ ADVICE["sources.py"] = [
 
 ADVICE["templates.py"] = [
     (
-        "the templates cannot be read ({}); give UTF-8 text",
+        "{}; give UTF-8 text, for instance by iconv",
         ({"batch": b"\xe9\n"}, "sample --batch=batch"),
+        ({"batch": "a█\n"}, "sample --batch=batch"),
+    ),
+    (
+        "{} is empty: its size is 0 bytes; give a file of templates",
+        ({"batch": ""}, "sample --batch=batch"),
         ({"batch": "a█\n"}, "sample --batch=batch"),
     ),
     (
@@ -2010,8 +2065,38 @@ ADVICE["pictures.py"] = [
         "pictures {tmp}/p.png --text=a█ --run={whole}",
     ),
     (
-        "{} has no time embedding; train with --time_conditioning",
+        "--orders={} is not accepted; give two of {}",
+        "pictures {tmp}/p.png --orders=random --run={run}",
+        "pictures {tmp}/p.png --orders=random,spread --run={run}",
+    ),
+    (
+        "; give at most {}, and at least two masks (█)",
+        "pictures {tmp}/p.png --orders=random,spread --text=a█ --run={run}",
+        "pictures {tmp}/p.png --orders=random,spread --text=a██ --run={run}",
+    ),
+    (
+        "[___] has no known length in a picture; write █ for each token",
+        "pictures {tmp}/p.png --text=a[___] --run={run}",
+        "pictures {tmp}/p.png --text=a█ --run={run}",
+    ),
+    (
+        "--steps={} is not accepted; give 2 to 64",
+        "pictures {tmp}/p.png --orders=random,spread --steps=1 --run={run}",
+        "pictures {tmp}/p.png --orders=random,spread --steps=2 --run={run}",
+    ),
+    (
+        "--{} has no effect without {}; give that too",
         "pictures {tmp}/p.png --run={run}",
-        "pictures {tmp}/p.png --run={timed}",
+        "pictures {tmp}/p.png --run={run} --text=a█",
+        "pictures {tmp}/p.png --run={run} --orders=random,spread",
+    ),
+]
+
+ADVICE["figures.py"] = [
+    (
+        "{} is no figure; give {}",
+        "figures speed {tmp}/p.png",
+        "figures baseline {tmp}/p.png",
+        "figures sampling {tmp}/p.png",
     ),
 ]

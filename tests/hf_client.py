@@ -34,9 +34,9 @@ def logits_are_equal(folder, auto, wanted):
         model = auto.from_pretrained(folder, **TRUST).eval()
         V = model.config.vocab_size - 2
         for x, logits in wanted:
-            found = model(x).logits
-            assert torch.equal(found[..., :V], logits), (found[..., :V] - logits).abs().max()
-            assert (found[..., V:] == -1e4).all()
+            exported = model(x).logits
+            assert torch.equal(exported[..., :V], logits), (exported[..., :V] - logits).abs().max()
+            assert (exported[..., V:] == -1e4).all()
         if not again:
             folder = folder.with_name(f"{folder.name}-again")
             model.save_pretrained(folder)
@@ -213,8 +213,10 @@ def texts_and_ids_are_equal(folder, wanted):
     tokenizer = AutoTokenizer.from_pretrained(folder, **TRUST)
     assert tokenizer.mask_token_id == wanted["mask_id"]
     assert tokenizer.pad_token_id == wanted["mask_id"] + 1
-    found = tokenizer(wanted["texts"], add_special_tokens=False).input_ids
-    for text, ids, expected, back in zip(wanted["texts"], found, wanted["ids"], wanted["decoded"]):
+    encoded = tokenizer(wanted["texts"], add_special_tokens=False).input_ids
+    for text, ids, expected, back in zip(
+        wanted["texts"], encoded, wanted["ids"], wanted["decoded"]
+    ):
         assert ids == expected, (text, ids, expected)
         assert tokenizer.decode(ids) == back, (text, back, tokenizer.decode(ids))
         if wanted["end"] is not None:

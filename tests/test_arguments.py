@@ -1,5 +1,6 @@
 """What programs and functions are given: guesses work or are answered, mistakes get a sentence."""
 
+import copy
 import dataclasses
 import importlib.util
 import io
@@ -380,8 +381,8 @@ def test_a_text_without_a_flag_is_written(short_run, capsys):
 
 
 def test_lists_of_texts_are_written_one_by_one(tiny):
-    def write(text, **how):
-        return sample.write(*tiny, text, steps=2, correct=0, seed=3, **how)
+    def write(text, **settings):
+        return sample.write(*tiny, text, steps=2, correct=0, seed=3, **settings)
 
     alone = [write("th███")[0], write("of██")[0]]
     assert write(["th███", "of██"]) == alone == write(("th███", "of██"))
@@ -426,10 +427,10 @@ def test_line_ends_are_those_of_the_text(content, lines, whole, tmp_path, monkey
 
 def test_a_template_of_several_lines_keeps_their_ends():
     tokenizer = Tokenizer("char", list("\n\rab"))
-    parts = templates.parse("a\r\n█\rb\n", tokenizer, 32)
-    assert parts == ["a\r\n", 1, "\rb\n"]
-    ids = templates.to_ids(parts, tokenizer, 2)
-    assert templates.joined(templates.to_texts(parts, ids, tokenizer)) == "a\r\na\rb\n"
+    segments = templates.parse("a\r\n█\rb\n", tokenizer, 32)
+    assert segments == ["a\r\n", 1, "\rb\n"]
+    ids = templates.to_ids(segments, tokenizer, 2)
+    assert templates.joined(templates.to_texts(segments, ids, tokenizer)) == "a\r\na\rb\n"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -458,6 +459,7 @@ TENSORS = {
 }
 TOO_LONG = {"long": ids_of((1, 33))}
 COUNTS = {"zero": 0, "negative": -1, "a fraction": 1.5, "text": "3", "None": None, "bool": True}
+COUNTS["meta"] = torch.ones((), dtype=torch.int64, device="meta")
 SETTINGS = {key: COUNTS[key] for key in COUNTS if key not in ("zero",)}
 GENERATORS = {"a number": 3, "numpy": np.random.default_rng(0), "text": "x"}
 MASKS = {
@@ -466,10 +468,13 @@ MASKS = {
     "dtype": torch.ones(2, T),
     "list": [[True]],
     "numpy": np.ones((2, T), bool),
+    "meta": torch.ones(2, T, dtype=torch.bool, device="meta"),
 }
 FORBIDDEN = {"above": [1 << 20], "negative": [-1], "number": 3, "text": "ab", "fraction": [0.5]}
 FORBIDDEN |= {"tensor": torch.tensor(1), "all": range(1 << 12), "None": None, "nested": [[1]]}
+FORBIDDEN["meta"] = ids_of((2,)).to("meta")
 ALLOWED = {"number": 3, "list": [1], "no tensor": {1: 2}, "shape": {1: torch.ones(3).bool()}}
+ALLOWED["meta"] = {1: torch.ones(65, dtype=torch.bool, device="meta")}
 ALLOWED |= {"text": "ab", "tensor": torch.ones(2, 2), "place": {99: torch.ones(3).bool()}}
 ALLOWED |= {"a place": {"a": torch.ones(3).bool()}, "negative": {-1: torch.ones(3).bool()}}
 NO_FUNCTIONS = {"number": 3, "zero": 0, "text": "x", "tensor": torch.ones(2, 2)}
@@ -477,6 +482,7 @@ ROWS = {"number": 3, "list": [1], "axes": ids_of((2, 2)), "float": torch.ones(2)
 ROWS |= {"above": ids_of((2,), 2 * T), "negative": ids_of((2,), -1)}
 SAMPLES = {"length": torch.arange(3), "negative": torch.tensor([-1, 0]), "float": torch.rand(2)}
 SAMPLES |= {"text": "ab", "shape": torch.zeros(2, 1, dtype=torch.int64), "large": [1 << 32, 0]}
+SAMPLES["meta"] = torch.arange(2, device="meta")
 TEXTS = {"bytes": b"a", "number": 5, "surrogate": "\ud800", "dict": {"a": 1}}
 PATHS = {
     "long": "a" * 5000,
@@ -491,7 +497,7 @@ PATHS = {
 # function: (a call of it with keywords that are right, argument -> wrong values)
 CALLS = {
     "sample.generate": (
-        lambda model, tokenizer, x=None, **how: sample.generate(model, x, **how),
+        lambda model, tokenizer, x=None, **settings: sample.generate(model, x, **settings),
         dict(x=TENSORS, fill=MASKS, samples=SAMPLES, generator=GENERATORS, seed=SETTINGS)
         | dict(steps=SETTINGS, top_k=SETTINGS, block=SETTINGS, spacing=COUNTS, forbid=FORBIDDEN)
         | dict(temperature={"nan": float("nan"), "text": "1", "None": None, "negative": -0.5})
@@ -500,24 +506,24 @@ CALLS = {
         | dict(end_id={"above": 1 << 20, "negative": -1, "fraction": 0.5, "text": "a"}),
     ),
     "sample.unmask": (
-        lambda model, tokenizer, x=None, **how: list(sample.unmask(model, x, **how)),
+        lambda model, tokenizer, x=None, **settings: list(sample.unmask(model, x, **settings)),
         dict(x=TENSORS, fill=MASKS, samples=SAMPLES, forbid=FORBIDDEN, seed=SETTINGS)
         | dict(allowed=ALLOWED, memo=NO_FUNCTIONS),
     ),
     "sample.write": (
-        lambda model, tokenizer, x=None, text="th██", **how: sample.write(
-            model, tokenizer, text, **how
+        lambda model, tokenizer, x=None, text="th██", **settings: sample.write(
+            model, tokenizer, text, **settings
         ),
         dict(text=TEXTS | {"a list": ["a█", 5]}, n=SETTINGS, length=SETTINGS, max_gap=COUNTS)
         | dict(generator=GENERATORS, steps=SETTINGS, fill={"None": None}),
     ),
     "mdlm.generate": (
-        lambda model, tokenizer, x=None, **how: mdlm.generate(model, x, **how),
+        lambda model, tokenizer, x=None, **settings: mdlm.generate(model, x, **settings),
         dict(x=TENSORS | TOO_LONG, steps=COUNTS, generator=GENERATORS),
     ),
     "mdlm.evaluate": (
-        lambda model, tokenizer, x=None, windows=None, **how: mdlm.evaluate(
-            model, ids_of() if windows is None else windows, **how
+        lambda model, tokenizer, x=None, windows=None, **settings: mdlm.evaluate(
+            model, ids_of() if windows is None else windows, **settings
         ),
         dict(
             windows={k: v for k, v in TENSORS.items() if v is not None}
@@ -528,7 +534,7 @@ CALLS = {
             batch_size=COUNTS,
             seed=SETTINGS,
             observe={"number": 3},
-            deadline={"None": None, "text": "soon"},
+            deadline={"None": None, "text": "soon", "nan": float("nan")},
         ),
     ),
     "chain_rule": (
@@ -539,7 +545,7 @@ CALLS = {
         | dict(batch_size={k: v for k, v in COUNTS.items() if v is not None}),
     ),
     "model": (
-        lambda model, tokenizer, x=None, **how: model(x, **how),
+        lambda model, tokenizer, x=None, **settings: model(x, **settings),
         dict(x=TENSORS | TOO_LONG | {"no rows": ids_of((0, T))})
         | dict(
             x0={"number": 3, "shape": ids_of((2, 3)), "sparse": ids_of().to_sparse()}
@@ -548,7 +554,7 @@ CALLS = {
         | dict(rows=ROWS),
     ),
     "mdlm.load": (
-        lambda model, tokenizer, x=None, path=SHIPPED, **how: mdlm.load(path, **how),
+        lambda model, tokenizer, x=None, path=SHIPPED, **settings: mdlm.load(path, **settings),
         dict(path=PATHS, device={"None": None, "number": 5, "text": "gpu7"})
         | dict(kernel={"None": None, "text": "fast"}, whole={"number": 3, "text": "yes"}),
     ),
@@ -562,6 +568,7 @@ CALLS = {
             ids={"None": None, "number": 5, "negative": [-1], "above": [1 << 20], "huge": [1 << 70]}
             | {"float": [1.5], "text": "ab", "texts": ["a"], "2 axes": torch.ones(1, 1).long()}
             | {"no axis": torch.tensor(1), "float tensor": torch.ones(2), "numpy": np.ones((1, 1))}
+            | {"a mask": torch.ones(2).bool(), "truth values": [True, np.bool_(False)]}
         ),
     ),
 }
@@ -608,6 +615,19 @@ def test_refusals_of_values_of_several_lines_are_one_line(tiny, function):
             assert isinstance(e, UserError) and "\n" not in str(e), (where, e)
             assert len(str(e)) < 300, (where, e)
     assert refused > len(arguments)
+
+
+def test_models_without_values_are_refused(tiny):
+    """On meta nothing can be computed; with NaN in its weights a model predicts nothing."""
+    model, tokenizer = (copy.deepcopy(each) for each in tiny)
+    x = ids_of(value=model.mask_id)
+    next(model.parameters()).data.fill_(float("nan"))
+    for kind in ("predicts NaN or inf", "model is on meta"):
+        with pytest.raises(UserError, match=kind):
+            mdlm.generate(model, x) if "NaN" in kind else mdlm.generate(model, x.to("meta"))
+        with pytest.raises(UserError, match=kind):
+            sample.write(model, tokenizer, "th██")
+        model = model.to("meta")
 
 
 def test_models_and_tokenizers_are_told_apart(tiny):
@@ -657,17 +677,17 @@ def test_ids_that_do_not_fit_are_not_ranked(tiny, kind, x):
 def test_numbers_of_numpy_and_torch_are_numbers(tiny):
     model, tokenizer = tiny
     x = ids_of(value=model.mask_id)
-    how = dict(steps=4, correct=1, temperature=0.5, top_k=3, seed=5, order="random", spacing=2)
-    wanted = sample.generate(model, x, samples=torch.tensor([3, 1]), forbid=[2], **how)
+    settings = dict(steps=4, correct=1, temperature=0.5, top_k=3, seed=5, order="random", spacing=2)
+    wanted = sample.generate(model, x, samples=torch.tensor([3, 1]), forbid=[2], **settings)
     for number in (np.int64, torch.tensor, np.array):
-        same = {k: v if k in ("order", "temperature") else number(v) for k, v in how.items()}
+        same = {k: v if k in ("order", "temperature") else number(v) for k, v in settings.items()}
         same |= dict(order=np.str_("random"), temperature=np.float32(0.5))
         found = sample.generate(model, x, samples=[3, 1], forbid=np.array([2]), **same)
         assert torch.equal(found, wanted)
     for dtype in ("uint8", "int8", "int16", "uint16", "int32", "uint32", "uint64"):
         for numbers in (np.array([3, 1], dtype), torch.tensor([3, 1], dtype=getattr(torch, dtype))):
             assert torch.equal(
-                sample.generate(model, x, samples=numbers, forbid=[2], **how), wanted
+                sample.generate(model, x, samples=numbers, forbid=[2], **settings), wanted
             )
     texts = sample.write(model, tokenizer, "[___]", n=np.int64(2), max_gap=np.int8(3), seed=1)
     assert texts == sample.write(model, tokenizer, "[___]", n=2, max_gap=3, seed=1)

@@ -152,7 +152,7 @@ def outcome_of(given, files, out):
         patch.setattr(plots, "try_to_draw", lambda *args: None)
         patch.setattr(mdlm, "show_samples", lambda *args: None)
         patch.setattr(sources, "make_patterns", make_patterns)
-        patch.setattr(mdlm, "report", lambda run, **how: run.step and REPORT(run, **how))
+        patch.setattr(mdlm, "report", lambda run, **settings: run.step and REPORT(run, **settings))
         try:
             mdlm.train(mdlm.parse_args([*argv, f"--out_dir={out}"]), time.monotonic())
         except UserError as e:

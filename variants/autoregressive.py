@@ -22,7 +22,7 @@ class Autoregressive(Variant):
     """Every token is predicted from those before it, and counts alike."""
 
     metric = "nll"
-    predicted_share = 1.0
+    predicted_fraction = 1.0
     fills_gaps = False
     one_by_one = True
 
@@ -40,6 +40,9 @@ class Autoregressive(Variant):
         """Text and the [END] after it, which it learns too; not what fills up a window."""
         is_text = x0 != self.end_id
         return is_text | F.pad(is_text[:, :-1], (1, 0), value=True)
+
+    def rate_margin(self, margin_scale):
+        return 0.0  # there are no mask rates
 
     def mask_counts(self, step, margin_scale, samples, lengths):
         return lengths  # all are predicted

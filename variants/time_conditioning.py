@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from support.kernels.reference import masked_share
+from support.kernels.reference import masked_fraction
 
 from .variant import Variant
 
@@ -24,12 +24,15 @@ def effects(config):
 class TimeConditioned(Variant):
     """Shows the network the share of text that is masked, in each document on its own."""
 
+    def rate_margin(self, margin_scale):
+        return 0.0  # the network must learn all rates
+
     def mask_counts(self, step, margin_scale, samples, lengths):
-        return self.inner.mask_counts(step, 0.0, samples, lengths)  # the network must learn all
+        return self.inner.mask_counts(step, 0.0, samples, lengths)
 
     def with_rate(self, view):
         text = view.ids != self.end_id
-        return view._replace(rate=masked_share(view.ids == self.mask_id, text, view.sees))
+        return view._replace(rate=masked_fraction(view.ids == self.mask_id, text, view.sees))
 
     def view(self, xt, x0=None, rows=None):
         return self.with_rate(self.inner.view(xt, x0, rows))

@@ -243,11 +243,17 @@ def test_a_batch_may_be_a_pipe(run, tmp_path, capsys):
 def test_a_pipe_without_a_writer_is_waited_for_until_ctrl_c(run, tmp_path):
     os.mkfifo(tmp_path / "b")
     command = [sys.executable, "sample.py", f"--out_dir={run}", f"--batch={tmp_path / 'b'}"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        assert "waiting for a program" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
-        assert process.stderr.read().strip() == ""
+    # Whoever started the tests may ignore Ctrl-C, as a shell does for what it runs with &.
+    restore = dict(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    pipes = dict(cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, **pipes, **restore) as process:
+        try:
+            assert "waiting for a program" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+            assert process.stderr.read().strip() == ""
+        finally:
+            process.kill()  # else leaving `with` would wait for it
 
 
 # --------------------------------------------------------------------------------------------------

@@ -340,6 +340,7 @@ def without_mode(small_preset, monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not proven.has_triton(), reason="needs Triton")
 def test_without_a_gpu_the_kernels_come_first(without_mode, capsys):
     """What is known of them is said before training steps are timed; the JSON has it too."""

@@ -66,7 +66,7 @@ def show(table):
     """Add all that is known to a bench.ResultsTable."""
     table.note("Kernels are timed on CUDA devices only, and this machine has none.")
     if not has_triton():
-        table.note("Triton, which could interpret and compile them, is missing (pip install triton).")
+        table.note("Triton, which could interpret or compile them, is missing: pip install triton")
         return
     table.note("What can be known of them here takes about 20 s; training steps follow.")
     interpreted(table)

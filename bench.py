@@ -414,6 +414,11 @@ def start_step(exact, kernel, config, folder, device, dtype, execution):
     return run, step, peak_memory(step, device, before)
 
 
+def step_kernels(device):
+    """The values of --kernels whose steps are compared."""
+    return ["auto", "torch"] if device.type == "cuda" else ["torch"]
+
+
 def race_steps(config, folder, device, table, options):
     """Time the steps of a preset, PyTorch and Triton: first as one trains."""
     dtype = devices.pick_dtype("auto", device)
@@ -427,12 +432,13 @@ def race_steps(config, folder, device, table, options):
     except Exception as e:  # most likely no memory: the others may need less
         table.note("eager PyTorch, the yardstick of the gradients, fails: " + describe(e))
     # Compiled steps on a GPU are CUDA graphs.
-    kernels = ["auto", "torch"] if device.type == "cuda" else ["torch"]
+    kernels = step_kernels(device)
     base = None  # speed-ups are relative to PyTorch, compiled if that works
     for execution in ("compiled", "compiled, without CUDA graphs", "eager"):
         if "without" in execution and device.type != "cuda":
             continue
         ready = {}
+        stopped = None
         for kernel in kernels:
             name = f"--kernels={kernel}, {execution}"
             try:
@@ -443,8 +449,11 @@ def race_steps(config, folder, device, table, options):
                 text = describe(e)
                 broken = kernel != "torch" and text != LATE
                 table.fail(where, name, text, broken or text.startswith("WRONG"))
+            except KeyboardInterrupt as e:  # cut off while it compiles: time those that are ready
+                stopped = e
+                break
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
-        raced = race(calls, device, options.seconds)
+        raced = race(calls, device, 0.2 if stopped else options.seconds)
         base = base or raced.get(f"--kernels=torch, {execution}", [None])[0]
         for name, (t, spread) in raced.items():
             run, _, peak_mb = ready[name]
@@ -454,6 +463,8 @@ def race_steps(config, folder, device, table, options):
             row |= dict(rate=f"{speed:,.0f} tokens/s", share=mfu, peak_mb=peak_mb)
             row |= dict(speed_up=base and base / t, tokens_per_second=speed)
             table.add(where | row)
+        if stopped:
+            raise stopped
 
 
 def preset_config(preset):

@@ -373,6 +373,25 @@ def test_without_triton_it_says_so(without_mode, monkeypatch, capsys):
     assert "pip install triton" in said and "tokens/s" in said
 
 
+def test_a_cut_off_race_keeps_what_is_ready(small_preset, monkeypatch, tmp_path):
+    """Ctrl-C, or a limit of gpu.sh, while the second contestant compiles."""
+    start = bench.start_step
+
+    def cut_off(exact, kernel, *more):
+        if kernel == "auto":
+            raise KeyboardInterrupt
+        return start(exact, kernel, *more)
+
+    monkeypatch.setattr(torch, "compile", lambda model, options: model)
+    monkeypatch.setattr(bench, "step_kernels", lambda device: ["torch", "auto"])
+    monkeypatch.setattr(bench, "start_step", cut_off)
+    path = tmp_path / "train.json"
+    flags = ["train", "--device=cpu", "--seconds=0", f"--json={path}"]
+    assert cli.run(bench.main, flags) == 130
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["contestant"] == "--kernels=torch, compiled" and row["ms"] > 0
+
+
 @pytest.mark.slow
 def test_compiled_gradients_are_within_tolerance(small_preset, ids):
     config = mdlm.Config(**mdlm.PRESETS["cpu"] | dict(vocab_size=20))

@@ -291,6 +291,7 @@ class Parser(argparse.ArgumentParser):
             raise OSError(e.errno, e.strerror, STDOUT) from e
 
     def parse_args(self, argv):
+        check_argv(argv)
         given, unknown = self.parse_known_args(argv)
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         if unknown:
@@ -363,6 +364,7 @@ def parse_flags(
     free: the name under which a value without a flag is returned ("": it is refused).
     usage: what follows the program's name, as --help says it.
     """
+    check_argv(argv)
     texts = (usage, description, epilog, presets, preset)
     all_fields = dataclasses.fields(cls)
     parser = make_parser(cls, all_fields, *texts)
@@ -373,6 +375,13 @@ def parse_flags(
         return parse_words(cls, argv, parser, program, free)
     except UserError as e:
         raise type(e)(naming_former(str(e))) from e
+
+
+def check_argv(argv):
+    """Raise UserError for arguments from Python that are no list of strings."""
+    if not isinstance(argv, (list, tuple)) or not all(isinstance(word, str) for word in argv):
+        given = shown(repr(argv), 80)
+        raise UserError(f'the flags {given} are no list of strings; give ["--flag=value", ...]')
 
 
 def parse_words(cls, argv, parser, program, free):

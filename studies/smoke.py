@@ -24,7 +24,7 @@ import mdlm
 from studies import peers
 from support import devices, kernels
 from support.errors import UserError
-from support.flags import Parser
+from support.flags import Parser, first_line
 from support.kernels.reference import block_spans, document_spans
 from support.training import compiling
 
@@ -129,7 +129,7 @@ def losses(name):
 
 
 def main(argv):
-    Parser(description=__doc__.splitlines()[0]).parse_args(argv)
+    Parser(description=first_line(__doc__)).parse_args(argv)
     if not torch.cuda.is_available():
         raise UserError("there is no CUDA device: nothing to compare")
     torch.set_float32_matmul_precision("high")

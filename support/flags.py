@@ -273,6 +273,11 @@ def parse_bool(text, others=()):
     raise argparse.ArgumentTypeError(f"{text!r} is not accepted; give {accepted}")
 
 
+def first_line(doc):
+    """The first line of a docstring; "" for None, as python -OO keeps none."""
+    return (doc or "").partition("\n")[0]
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose mistakes are UserErrors. No flag is abbreviated, no value empty."""
 
@@ -454,7 +459,7 @@ def make_parser(cls, fields, usage, description, epilog, presets, preset):
         epilog += f"\n\n--help=all shows all {n} flags."
     parser = Parser(
         usage=f"%(prog)s {usage}",
-        description=fold_paragraphs(description),
+        description=fold_paragraphs(description or ""),  # python -OO keeps no docstrings
         epilog=epilog,
         argument_default=argparse.SUPPRESS,
         add_help=False,

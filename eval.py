@@ -52,7 +52,7 @@ class Options:
     )
     compare: str = opt("", "RUN,RUN,...: a table of the last evaluations in their logs")
     text: str = opt("", "mask this text, and show what the model predicts in it", text=True)
-    rate: float = opt(0.5, "fraction of the tokens of --text to mask", bounds=(0, 1))
+    rate: float = opt(0.5, "fraction of the tokens of --text to mask, above 0", bounds=(0, 1))
     # How to measure
     windows: int = opt(
         4096, "score at most this many validation windows, evenly spread", bounds=(1, 1 << 31)
@@ -237,6 +237,8 @@ def check(given):
     flags.check_effects(given, [("device dtype", not options.compare, reads)])
     if "rate" in given and not options.text:
         raise UserError("--text is missing; give one, --rate alone masks nothing")
+    if options.rate == 0:
+        raise UserError("--rate=0 masks nothing, so nothing is predicted; give more, up to 1")
     outputs.check_all(options)  # now: measuring takes long
     if options.pictures not in ("", "none"):
         environment.optional("matplotlib", "--pictures")
@@ -312,7 +314,7 @@ def shows_gaps(model):
 
 @torch.no_grad()
 def predict(model, tokenizer, x0, n, scored, rate):
-    """Mask `rate` of the scored tokens of a text, and predict them.
+    """Mask `rate` of the scored tokens of a text, at least one, and predict them.
 
     x0: (1, T) ids. n: how many of them are the text. scored: (1, T) bool. Returns a dict for each
     of the n tokens: number, text, mark ("+": masked and predicted; "x": masked, another token is

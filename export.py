@@ -30,6 +30,7 @@ from safetensors.torch import save as to_safetensors
 import mdlm
 from support import files, outputs, plots
 from support.data import tokenizer_json
+from support.data.seams import guarded
 from support.errors import UserError
 from support.flags import READS, WRITES, opt
 from support.kernels import reference
@@ -91,29 +92,35 @@ def begin_once(content):
     changed = json.dumps(parsed)
     text = "To be, or not to be:\nthat is  the question."
     try:
-        both = [
-            tokenizers.Tokenizer.from_str(each).encode(text, add_special_tokens=False)
-            for each in (content, changed)
-        ]
-    except Exception:  # it does not know these words; the tokenizers library raises no other kind
+        libraries = [guarded(tokenizers.Tokenizer.from_str, each) for each in (content, changed)]
+        both = [guarded(each.encode, text, add_special_tokens=False) for each in libraries]
+    except Exception:  # it does not know these words: the tokenizers library raises bare Exceptions
         return content
     return changed if both[0].ids == both[1].ids else content
+
+
+def without_dropout(content):
+    """The JSON of a tokenizer, as a dict, without BPE's dropout: a text has the same ids always."""
+    if content["model"].get("dropout"):
+        content = content | dict(model=content["model"] | dict(dropout=None))
+    return content
 
 
 def to_library(tokenizer):
     """A Tokenizer -> (tokenizer.json with [MASK] = V and [PAD] = V + 1 as a dict, its [END]).
 
-    That of a checkpoint, unless it is a file made elsewhere. Raises UserError where it cannot have
-    these.
+    That of a checkpoint, unless it is a file made elsewhere; without BPE's dropout, as in training.
+    Raises UserError where it cannot have these.
     """
     kind, vocab, end_id = tokenizer.kind, tokenizer.vocab, tokenizer.end_id
     try:
         if kind != "file":
-            content = tokenizer_json.to_content(kind, vocab, tokenizer.end)
+            content = without_dropout(tokenizer_json.to_content(kind, vocab, tokenizer.end))
             return content, None if end_id is None else "[END]"
         library = tokenizer.library.library
         nothing = dict.fromkeys(("truncation", "padding", "post_processor"))
-        content = json.loads(begin_once(vocab)) | nothing
+        own = json.dumps(without_dropout(json.loads(vocab)))
+        content = json.loads(begin_once(own)) | nothing
         tokenizer_json.add_specials(content, library.get_vocab())
         return content, None if end_id is None else library.id_to_token(end_id)
     except ValueError as e:

@@ -42,7 +42,7 @@ from support.kernels.launch import can_compile
 from support.kernels.reference import rotary_tables
 from support.numerics import generator
 from support.ranks import all_reduce
-from support.training import checkpoint, compiling, pace, runs, shards
+from support.training import checkpoint, compiling, pace, runs, scope, shards
 from support.training.log import Log, to_preview
 from support.training.optimizers import (
     average,
@@ -310,7 +310,7 @@ def parse_args(argv):
     notes = flags.fold(implied, "", "    ")
     notes += "\nA run ends after --max_steps or --time_limit; without both as its preset says."
     notes += "\nWith --max_steps alone the clock plays no part: such a run repeats to the bit."
-    title = "\n\n".join(__doc__.split("\n\n")[:2])  # with the commands that follow it
+    title = "\n\n".join((__doc__ or "").split("\n\n")[:2])  # with the commands that follow it
     return flags.parse_flags(Config, argv, title, notes, PRESETS, devices.default_preset("auto"))
 
 
@@ -1251,11 +1251,17 @@ def finish(run, stop, interrupt):
     return stop
 
 
-def main(argv):
-    return train(parse_args(argv), PROCESS_START)
+def main(argv, start=None):
+    """Train with these flags, as the command does; returns its exit code.
+
+    start: time.monotonic() from which --time_limit and the log's seconds count (None: now)
+    """
+    start = time.monotonic() if start is None else start
+    with scope.of_a_run():  # of the process: its caller in Python finds it as it was
+        return train(parse_args(argv), start)
 
 
 if __name__ == "__main__":
-    with cli.program(checkpoint.release) as end:
-        end.code = main(sys.argv[1:])
+    with cli.program() as end:
+        end.code = main(sys.argv[1:], PROCESS_START)
     sys.exit(end.code)

@@ -241,7 +241,7 @@ def main():
         with tempfile.TemporaryDirectory() as out:
             print(json.dumps(dict(Checkout(Path(out).resolve()).results())))
         return 0
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("before", help="folder of a checkout")
     parser.add_argument("after", help="folder of another")
     args = parser.parse_args()

@@ -8,6 +8,8 @@ import difflib
 import re
 from pathlib import Path
 
+from support.aliases import ALIASES
+
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ("mdlm", "sample", "eval", "bench", "export")
 NEAR = 0.7  # the least likeness of a name that is proposed: above 0.6, --wandb is like --dataset
@@ -137,8 +139,11 @@ def answer(name, names, program):
     if others and name not in names:
         return f"it belongs to {', '.join(others)}"
     synonyms = " ".join(SYNONYMS.get(program, {}).values()).split()
-    near = difflib.get_close_matches(name.lower(), [*names, *synonyms], n=1, cutoff=NEAR)
-    return f"the nearest is --{ours(near[0], names, program)}" if near else ""
+    former = {k: new for new, old, _ in ALIASES.get(program, ()) for k in old if new in names}
+    known = [*names, *synonyms, *former]
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=NEAR)
+    now = former.get(near[0]) or ours(near[0], names, program) if near else ""
+    return f"the nearest is --{now}" if near else ""
 
 
 def flags_of(program):

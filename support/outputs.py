@@ -117,8 +117,10 @@ def check(flag, path, read=None, written=None, own=()):
     read, written: dicts of other flags -> the paths that they read or write
     own: names of files in a run's folder that may be replaced
 
-    The paths "" and "-" (standard output) are not checked.
+    The paths "" and "-" (standard output) are not checked, but a PICTURE is a file.
     """
+    if (flag, path) == ("PICTURE", "-"):
+        raise UserError("PICTURE=-: no picture is written to standard output; give a file")
     if path in ("", "-"):
         return
     check_path(shown(flag), path)

@@ -376,3 +376,8 @@ def test_mistakes_get_one_sentence(runs, capsys, monkeypatch, flags, words):
     assert evaluate(*(flag.format(runs=runs) for flag in flags)) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and all(word in said for word in words), said
+
+
+def test_rate_of_zero_is_refused(capsys):
+    assert cli.run(eval.main, ["--text=The value", "--rate=0"]) == 2
+    assert "--rate=0 masks nothing" in capsys.readouterr().err

@@ -756,8 +756,10 @@ def evaluate(
     """Likelihood of validation windows (W, T), nats per token. Deterministic; ranks share the work.
 
     `nelbo`: the mean over windows and passes of the mean CE over masked tokens (an upper bound of
-    the NLL), `se`: its standard error. `by_window`: one mean each; `ce` and `accuracy` (top-1): by
-    tenths of the mask rate. (Of an autoregressive model: variants/autoregressive.py, summary.)
+    the NLL), `se`: its standard error. `by_window`, `tokens_by_window`: means (W,) and how many
+    tokens they are of; `by_mask`: tokens masked and their mean CE, (passes, W) lists (not of
+    blocks); `ce` and `accuracy` (top-1): by tenths of the mask rate. (Of an autoregressive model:
+    variants/autoregressive.py, summary.)
     observe(rows, targets, logits) sees each batch: the scored rows (n,) of the flat batch, their
     tokens (n,), logits (n, V). The windows of a batch are spread over all of them, so what is cut
     short is fair; after the deadline (time.monotonic()) no batch begins but the first. scored

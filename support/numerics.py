@@ -123,6 +123,9 @@ def summary(sums, count, T):
     mean = (ce * weight).mean().item()
     residual = (ce - mean) * weight
     r = dict(windows=len(T), passes=passes, by_window=(ce * weight).mean(0).tolist())
+    r |= dict(tokens_by_window=(n * T).tolist())
+    if n == 1:  # with blocks these would be many
+        r |= dict(by_mask=dict(masked=count.tolist(), ce=ce.tolist()))
     r |= dict(nelbo=mean, se=stratified_error(residual, count, T))
     return r | dict(ce=by_tenths(ce, count, T), accuracy=by_tenths(hit, count, T))
 

@@ -56,6 +56,10 @@ class FollowedIn(Because):
 
 # ---- What files hold
 TEXT = "some words, " * 120
+EVALUATION = dict(checkpoint="run/step-1", crc=1, tokenizer=1, block_size=32, nelbo=2.0)
+EVALUATION |= dict(tokens_by_window=[32, 32], by_window=[1.5, 2.5])
+OTHER_EVALUATION = json.dumps(EVALUATION | dict(crc=2))
+EVALUATION = json.dumps(EVALUATION)
 RECORD = '{"text": "some words"}\n'
 PAIR = '{"prompt": "abc", "text": "defghi"}\n'
 LOG = '{"step": 1, "tokens": 9, "seconds": 1.0}\n'
@@ -391,7 +395,38 @@ ADVICE["effects.py"] = [
     ),
 ]
 
+TWO_EVALUATIONS = {"a.json": EVALUATION, "b.json": EVALUATION}
+
+ADVICE["comparing.py"] = [
+    (
+        "is one evaluation; give two, such as a.json,b.json",
+        (TWO_EVALUATIONS, "eval --compare=a.json"),
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json"),
+    ),
+    (
+        "score the same --data and --windows with both, by models of one tokenizer",
+        (TWO_EVALUATIONS | {"b.json": OTHER_EVALUATION}, "eval --compare=a.json,b.json"),
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json"),
+    ),
+    (
+        "write it anew with eval.py --json",
+        (TWO_EVALUATIONS | {"b.json": "{}"}, "eval --compare=a.json,b.json"),
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json"),
+    ),
+]
+
 ADVICE["eval.py"] = [
+    (
+        "give runs alone, or files of --json alone",
+        (TWO_EVALUATIONS, "eval --compare={run},a.json"),
+        "eval --compare={run}",
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json"),
+    ),
+    (
+        "with --compare of files, which draws nothing; leave it out",
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json --pictures=p"),
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json"),
+    ),
     (
         "with --compare, which only reads logs; leave it out",
         "eval --compare={run} --device=cpu",

@@ -307,19 +307,6 @@ def test_compare_shows_what_runs_logged(runs, tmp_path, capsys):
     assert (tmp_path / "compare.png").stat().st_size > 10_000
 
 
-def test_windows_of_two_models_pair_up(runs, tmp_path):
-    files = []
-    for name in ("mdlm", "ar"):
-        files.append(tmp_path / f"{name}.json")
-        flags = [f"--out_dir={runs}/{name}", "--windows=5", "--exact", "--pictures=none"]
-        assert evaluate(*flags, f"--json={files[-1]}") == 0
-    a, b = (json.loads(file.read_text()) for file in files)
-    assert len(a["by_window"]) == 5
-    assert sum(a["by_window"]) / 5 == pytest.approx(a["nelbo"])
-    assert sum(a["exact"]["by_window"]) / 5 == pytest.approx(a["exact"]["nll"])
-    assert a["crc"] == b["crc"], "the same windows"
-
-
 def test_missing_matplotlib_is_one_sentence(runs, capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert evaluate(f"--out_dir={runs}/mdlm", "--windows=2", f"--pictures={tmp_path}/p") == 2

@@ -42,7 +42,7 @@ from support.kernels.launch import can_compile
 from support.kernels.reference import rotary_tables
 from support.numerics import generator
 from support.ranks import all_reduce
-from support.training import checkpoint, compiling, pace, runs, shards
+from support.training import checkpoint, compiling, memory_needs, pace, runs, shards
 from support.training.log import Log, to_preview
 from support.training.optimizers import (
     average,
@@ -1162,10 +1162,12 @@ def setup(given, start):
     run.changed = changed
     run.windows = corpus.windows(config.eval_windows)
     runs.load_weights(run, source)
-    compile_run(run, folder)
-    runs.begin(run, folder)
-    if not folder:
-        report(run)
+    memory_needs.say(run, LOGITS)
+    with memory_needs.explained(run):
+        compile_run(run, folder)
+        runs.begin(run, folder)
+        if not folder:
+            report(run)
     return run
 
 
@@ -1174,7 +1176,7 @@ def train(given, start):
     run = setup(given, start)
     config = run.config
     interrupt = signals.Interrupt()  # installed late: before the first step Ctrl-C may simply exit
-    with run.log.progress(run) as show_progress:
+    with memory_needs.explained(run), run.log.progress(run) as show_progress:
         while True:
             compiling.use_compiled(run)  # as soon as a second process is done with it
             stop = pace.update_progress(run, interrupt)
@@ -1193,7 +1195,8 @@ def train(given, start):
                 save(run)
             elif run.save_is_due:
                 save(run)
-    stop = finish(run, stop, interrupt)
+    with memory_needs.explained(run):
+        stop = finish(run, stop, interrupt)
     ranks.leave_ranks()
     return 128 + stop if stop else 0  # as a shell reports the signal
 

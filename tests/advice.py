@@ -941,9 +941,20 @@ ADVICE["checkpoint.py"] = [
     ),
 ]
 
+ADVICE["memory.py"] = [
+    ("lower --num_samples", MACHINE),
+    ("lower --windows", MACHINE),
+    ("give a smaller --preset, or lower --num_samples", MACHINE),
+    ("lower the batch, the length, or the size of the model", MACHINE),
+]
+
+ADVICE["memory_needs.py"] = [
+    ("this run needs about {} on {}", FollowedIn("test_advice_on_memory_is_followed")),
+    ("a lower --block_size and --n_embd", FollowedIn("test_advice_on_memory_is_followed")),
+]
+
 ADVICE["cli.py"] = [
     ("check that and the free space", MACHINE),
-    ("out of memory; lower the batch, the length, or the size of the model", MACHINE),
     ("--resume continues from what was saved", RANKS),
     ("check that path", MACHINE),
 ]

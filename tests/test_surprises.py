@@ -146,8 +146,11 @@ def test_too_little_memory_is_one_sentence(text_file, tmp_path):
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     r = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert r.returncode == 2 and "Traceback" not in r.stderr
-    (after,) = r.stderr.splitlines()
-    assert "out of memory; lower the batch" in after
+    before, after = r.stderr.splitlines()
+    assert "warning" not in after and "needs about" in before
+    assert "out of memory on cpu, " in after and " more were asked for, with 16384 seq" in after
+    assert after.endswith("start again with --gradient_accumulation_steps=2 or --recompute")
+    assert not list(tmp_path.glob("o/step-*"))
 
 
 def test_gpu_without_memory_is_one_sentence(capsys, monkeypatch, text_file, tmp_path):
@@ -156,7 +159,10 @@ def test_gpu_without_memory_is_one_sentence(capsys, monkeypatch, text_file, tmp_
 
     monkeypatch.setattr(mdlm, "compute_gradients", full)
     flags = [f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={tmp_path}/o"]
-    assert "out of memory; lower the batch" in train(capsys, *flags).err
+    said = train(capsys, *flags).err
+    assert "out of memory on cpu, 3.2 GB more were asked for, with 8 sequences of 32 tokens" in said
+    assert "0.03 M parameters in 2 layers x 32. The last good checkpoint is " in said
+    assert said.endswith("; --resume with --gradient_accumulation_steps=2 or --recompute\n")
 
 
 def test_text_that_changes_while_read_is_refused(tmp_path, monkeypatch):

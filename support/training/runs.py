@@ -345,7 +345,12 @@ def advice(run):
         fixes.append("--grad_clip=1")
     if run.dtype != torch.float32:
         fixes.append("--dtype=float32")
-    fix = ", or ".join(fixes)
+    return go_on(run, ", or ".join(fixes))
+
+
+def go_on(run, fix):
+    """How a run that ended goes on with other flags: a sentence."""
+    config = run.config
     if run.saved < 0:
         overwrite = "--overwrite and " * config.overwrite
         return f"Nothing is saved yet; start again with {overwrite}{fix}"

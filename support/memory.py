@@ -1,5 +1,6 @@
 """How much main memory there is, and what a program says when it is full."""
 
+import importlib
 import os
 import re
 from pathlib import Path
@@ -45,7 +46,7 @@ def explain(error, program):
 # ---- How much there is
 def free_main_memory():
     """Bytes that this process may still take; None where that is not known."""
-    limits = [free_in_machine(), *map(free_in_group, control_groups())]
+    limits = [free_in_machine(), free_in_limit(), *map(free_in_group, control_groups())]
     return min((n for n in limits if n is not None), default=None)
 
 
@@ -60,6 +61,17 @@ def free_in_machine():
             return None
         page, pages = map(os.sysconf, names)
         return page * pages
+
+
+def free_in_limit():
+    """Bytes that are left of the limit that `ulimit -v` sets; None if there is none."""
+    try:
+        resource = importlib.import_module("resource")  # not on Windows
+        most, _ = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (ImportError, OSError):
+        return None
+    return None if most == resource.RLIM_INFINITY else most - pages * resource.getpagesize()
 
 
 def control_groups():

@@ -325,8 +325,8 @@ def test_links_of_a_lesson_resolve(path):
 
 def test_minimal_is_short_and_plain():
     source = (LESSONS / "minimal.py").read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 107, (
-        "a hundred lines, and a sentence where PyTorch is missing"
+    assert len(source.splitlines()) <= 110, (
+        "a hundred lines, a sentence where PyTorch is missing, a quiet end where a reader goes"
     )
     names = set()
     for node in ast.walk(ast.parse(source)):
@@ -334,7 +334,7 @@ def test_minimal_is_short_and_plain():
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module.split(".")[0])
-    assert names <= {"torch", "argparse", "time", "pydoc_data", "sys"}
+    assert names <= {"torch", "argparse", "time", "pydoc_data", "sys", "signal"}
 
 
 def test_minimal_learns_and_fills_gaps(capsys, monkeypatch):

@@ -4,6 +4,7 @@ MDLMForMaskedLM sees a text in which some tokens are [MASK], and predicts every 
 """
 
 import math  # noqa: F401 (the model uses it)
+from collections.abc import Callable  # noqa: F401 (the model uses it)
 from types import SimpleNamespace
 from typing import Any, NamedTuple  # noqa: F401 (the model uses it)
 

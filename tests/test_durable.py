@@ -570,7 +570,7 @@ def test_checkpoint_removed_after_it_was_read_is_described(run, capsys):
 
 def draw(argv):
     """A picture of lessons/pictures.py."""
-    lesson("pictures").draw_time(torch.zeros(3, 2), *argv)
+    lesson("pictures").draw_attention({0: torch.ones(1, 3, 3) / 3}, "abc", *argv)
 
 
 needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")

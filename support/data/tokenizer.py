@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -118,7 +119,7 @@ class Tokenizer:
                     raise UserError(f"{i[:20]!r} is no id of a text; give ids below {self.vocab}")
         return np.array(ids, np.int64)
 
-    def encode(self, text):
+    def encode(self, text: str) -> list[int]:
         return self.encode_array(check_text(text)).tolist()
 
     def encode_given(self, text, after_gap=False):
@@ -150,7 +151,7 @@ class Tokenizer:
                 return known, ids[len(known) :]
         return self.encode(given), self.encode_given(text, after_gap=True)
 
-    def decode(self, ids):
+    def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text; [MASK], the id after the last token, is shown as █."""
         return self.locate(whole_ids(ids, self.vocab_size), [])[0]
 

@@ -343,6 +343,10 @@ ADVICE["bench.py"] = [
         "bench train --time_limit=1e-9",
         "bench train --time_limit=99",
     ),
+    (
+        "is not drawn: no sampler was measured; raise --time_limit",
+        FollowedIn("test_frontier_has_every_sampler"),
+    ),
     ("--only={} is in no name of an operation", MACHINE),
 ]
 

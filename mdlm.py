@@ -40,7 +40,7 @@ from support.errors import SharedError, UserError
 from support.flags import COUNT, NO_LIMIT, READS, WRITES, opt
 from support.kernels.launch import can_compile
 from support.kernels.reference import rotary_tables
-from support.numerics import generator
+from support.numerics import Dropout, generator
 from support.ranks import all_reduce
 from support.training import checkpoint, compiling, memory_needs, pace, runs, shards
 from support.training.log import Log, to_preview
@@ -462,7 +462,7 @@ class Layer(nn.Module):
         super().__init__()
         C = config.n_embd
         self.n_head = config.n_head
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.qkv = nn.Linear(C, 3 * C, bias=False) if attends else None
         self.proj = nn.Linear(C, C, bias=False) if attends else None
         self.up = nn.Linear(C, 4 * C, bias=False)

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple  # noqa: F401 (the model uses it)
 
 import torch
-import torch.nn as nn  # noqa: F401 (the model uses it)
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor  # noqa: F401 (the model uses it)
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
+Dropout = nn.Dropout
 # export.py puts their source here:
 Model = View = view_of_documents = masked_share = rotary_tables = None
 attention_ref = norm_conv_ref = None

@@ -163,6 +163,37 @@ def binomial_mixture(L, function):
     return torch.stack([(log.exp() * mass).sum() for log in logs])
 
 
+# ---- Dropout
+@torch.library.custom_op(
+    "mdlm::dropout_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def dropout_mask(x: torch.Tensor, dropped: int) -> torch.Tensor:
+    """Return the factors of dropout on a CPU, like x: 0 with probability dropped / 2^16.
+
+    Four are drawn at a time, as drawing a number takes longer than all that follows. An operator,
+    because Inductor's own code for this is slower.
+    """
+    words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(1 << 63), None)
+    bits = words.view(torch.int16)[: x.numel()].view(x.shape)
+    keep = bits >= dropped - (1 << 15)
+    return (keep * ((1 << 16) / ((1 << 16) - dropped))).to(x.dtype)
+
+
+@dropout_mask.register_fake
+def _(x, dropped):
+    return x.new_empty(x.shape)
+
+
+class Dropout(torch.nn.Dropout):
+    """PyTorch's dropout, but three times as fast on a CPU (the rate is a multiple of 2^-16)."""
+
+    def forward(self, x):
+        dropped = round(self.p * (1 << 16))
+        if x.device.type != "cpu" or not self.training or not dropped:
+            return super().forward(x)
+        return x * dropout_mask(x.detach(), dropped)
+
+
 # ---- Sampling of tokens
 def draw(logits, u, temperature, top_k, top_p):
     """Draw tokens (n,) from logits (n, V), by inverting the cumulative distribution at u (n,).

@@ -42,7 +42,7 @@ from support.kernels.launch import can_compile
 from support.kernels.reference import rotary_tables
 from support.numerics import Dropout, generator
 from support.ranks import all_reduce
-from support.training import checkpoint, compiling, memory_needs, pace, runs, shards
+from support.training import checkpoint, compiling, memory_needs, pace, runs, shards, trackers
 from support.training.log import Log, to_preview
 from support.training.optimizers import (
     average,
@@ -206,6 +206,12 @@ class Config:
         4096, "windows of validation text in the last evaluation (0: all)", bounds=(0, NO_LIMIT)
     )
     log_interval: int = opt(20, "steps between records in log.jsonl", bounds=COUNT)
+    log: str = opt(
+        "none",
+        "where the numbers of log.jsonl go too: wandb or tensorboard, if it is installed",
+        *("none", "wandb", "tensorboard"),
+        off="none",
+    )
     # Documents (.jsonl, .json, .parquet, folders, --separator, .bin with --end)
     text_column: str = opt("text", "the column of a record that has the text")
     max_bad_records: int = opt(
@@ -300,7 +306,7 @@ PATTERNS |= dict(lr_schedule="cosine", learning_rate=0.03, batch_size=32, attent
 RESUMABLE = {
     *("out_dir", "resume", "device", "kernels", "compile", "shard", "recompute"),
     *("max_steps", "time_limit", "gradient_accumulation_steps"),
-    *("eval_interval", "eval_windows", "log_interval"),
+    *("eval_interval", "eval_windows", "log_interval", "log"),
 }
 
 
@@ -1101,6 +1107,7 @@ def make_config(given, folder, world):
     runs.check_effects(given, config, old, variants.effects(config))
     shards.check(config.shard, world)
     runs.check_unused(given, Path(config.out_dir))
+    trackers.check(config)
     return config, changed
 
 
@@ -1225,6 +1232,7 @@ def train(given, start):
                 save(run)
     with memory_needs.explained(run):
         stop = finish(run, stop, interrupt)
+    run.log.close()
     ranks.leave_ranks()
     return 128 + stop if stop else 0  # as a shell reports the signal
 

@@ -38,6 +38,7 @@ SYNONYMS = {
         ema="ema_decay",
         eval_interval="eval_every eval_steps",
         log_interval="log_every logging_steps",
+        log="logger report_to",
     ),
     "sample": dict(
         out_dir=READ_FROM + " out",
@@ -62,7 +63,8 @@ SYNONYMS = {
 CONFIG_FILES = "there are no configuration files; each setting is a flag"
 LOGGERS = (
     "a run writes its numbers to log.jsonl in its folder, one JSON object a line, and draws "
-    "loss.png; eval.py --compare shows several runs"
+    "loss.png; mdlm.py --log=wandb or --log=tensorboard sends them there too; eval.py --compare "
+    "shows several runs"
 )
 DEVICES = "give --device=cpu, cuda or mps"
 TEXTS = "a text is given by --prompt, a text with gaps by --infill, or either without a flag"

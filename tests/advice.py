@@ -1002,6 +1002,10 @@ ADVICE["memory_needs.py"] = [
     ("a lower --block_size and --n_embd", FollowedIn("test_advice_on_memory_is_followed")),
 ]
 
+ADVICE["trackers.py"] = [
+    ("type: wandb login, or set WANDB_MODE=offline", FollowedIn("test_wandb_without_a_login")),
+]
+
 ADVICE["cli.py"] = [
     ("check that and the free space", MACHINE),
     ("--resume continues from what was saved", RANKS),

@@ -326,10 +326,13 @@ def begin(run, folder):
     manifest = (folder / "manifest.json").read_bytes() if folder else b""  # of all its files
     fix = "give an --out_dir that all share"
     ranks.check_equal(manifest, f"the ranks see different checkpoints in {folder}; {fix}")
+    last = run.step if folder else -1
+    run.log.start_tracker(run.config, last)
     if run.config.overwrite:
         ranks.on_first_rank(lambda: checkpoint.mark_overwriting(run.config.out_dir))
     run.saved_at = time.monotonic()
-    run.log.begin(run.step if folder else -1)
+    run.log.begin(last)
+    run.log.note_tracker(run)
     if run.changed:
         run.log.changes(run)
     run.log.restart_clock(run.tokens)

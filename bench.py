@@ -1,12 +1,19 @@
 """Measure kernels, training steps and sampling against plain PyTorch and installed peers.
 
-    python bench.py kernels               # on a GPU: the operations of kernels/, checked
-    python bench.py train --preset=gpu    # training steps, all kinds
-    python bench.py profile --preset=gpu  # on a GPU: what a step consists of
-    python bench.py sample --out_dir=out  # how well samplers write, by calls
+    python bench.py kernels               # on a GPU: each operation of kernels/, checked and timed
+    python bench.py train --preset=gpu    # a training step: Triton or PyTorch, compiled or not
+    python bench.py profile --preset=gpu  # on a GPU: which kernels take the time of a step
+    python bench.py sample --out_dir=out  # quality of generated texts, by number of network calls
 
-A time is the median over rounds in which the contestants take turns; spread is half its
-interquartile range. `share` of a training step is MFU. A wrong result gets no time.
+Without a mode: kernels on a GPU, else train.
+
+What is compared in a case (mdlm, PyTorch, peers) are its contestants. They are timed in turns; a
+time is the median over rounds, `spread` is half its interquartile range. Results are checked first;
+a contestant with a wrong one gets no time.
+
+`share` of a training step is MFU: the model's FLOP/s, as a fraction of the GPU's peak. In a profile
+it is the fraction of the time of all kernels. `speed_up` is relative to PyTorch: eager for kernels,
+compiled for training steps.
 """
 
 from support import cli, flags, terminal
@@ -48,27 +55,29 @@ class EveryMode:
     json: str = opt("", "write the results to this file (-: standard output)", path=WRITES)
     device: str = opt("auto", "cpu, cuda or cuda:1; auto: a GPU if there is one")
     time_limit: float = opt(
-        0.0, "begin no case after this many seconds (0: no limit)", bounds=(0, 1e6)
+        0.0, "begin no new case after this many seconds (0: no limit)", bounds=(0, 1e6)
     )
 
 
 @dataclass
 class Timed(EveryMode):
     # kernels, train and profile
-    seconds: float = opt(0.5, "how long each contestant is timed", bounds=(0, 1e4))
+    seconds: float = opt(0.5, "seconds of timing for each contestant", bounds=(0, 1e4))
 
 
 @dataclass
 class KernelsOptions(Timed):
     # kernels
-    only: str = opt("", "time only the operations whose name contains this")
+    only: str = opt("", "measure only the operations whose name contains this text")
 
 
 @dataclass
 class TrainOptions(Timed):
     # train and profile
     preset: str = opt(
-        "all", "preset of mdlm.py to train; all: those of the device", "all", *mdlm.PRESETS
+        "all",
+        "preset of mdlm.py; all: each one that suits the device (profile: gpu)",
+        *("all", *mdlm.PRESETS),
     )
 
 
@@ -77,10 +86,14 @@ class SampleOptions(EveryMode):
     # sample
     out_dir: str = opt("out", "run or checkpoint folder of a diffusion model", path=READS)
     ar_dir: str = opt("", "run folder of an autoregressive model that scores texts", path=READS)
-    data: str = opt("", "compare with this text or folder (default: the run's)", path=READS)
-    num_samples: int = opt(64, "texts for each line and seed", bounds=(1, 1 << 16))
+    data: str = opt(
+        "", "compare the texts with this file or folder (default: the run's data)", path=READS
+    )
+    num_samples: int = opt(
+        64, "texts to write for each row of the table and each seed", bounds=(1, 1 << 16)
+    )
     seed: int = opt(1000, "the first seed", bounds=(0, 1 << 31))
-    seeds: int = opt(2, "how many seeds", bounds=(1, 1000))
+    seeds: int = opt(2, "number of seeds: the first and those after it", bounds=(1, 1000))
     dtype: str = opt("float32", "dtype of matrix products", "float32", "bfloat16")
     picture: str = opt(
         "", "draw quality by network calls into this file, .png or .svg", path=WRITES
@@ -331,9 +344,9 @@ def steps_of(run):
         yield
 
 
-def gradients(config, *how):
+def gradients(config, *run_args):
     """The loss of a step and all gradients, with two layers (soon compiled) and without dropout."""
-    run = start_run(replace(config, n_layer=2, dropout=0.0), *how)
+    run = start_run(replace(config, n_layer=2, dropout=0.0), *run_args)
     g = torch.Generator().manual_seed(0)
     for p in run.model.parameters():
         if not p.any():  # no gradient would reach what lies before it
@@ -342,15 +355,15 @@ def gradients(config, *how):
     return [loss] + [p.grad for p in run.model.parameters()]
 
 
-def start_step(exact, kernel, config, folder, device, dtype, mode):
+def start_step(exact, kernel, config, folder, device, dtype, execution):
     """(run, call of a step, megabytes) of a contestant whose gradients are right."""
-    how = (folder, device, dtype, kernel, mode != "eager")
+    run_args = (folder, device, dtype, kernel, execution != "eager")
     if exact:
-        check_close(gradients(config, *how), exact, dtype)
+        check_close(gradients(config, *run_args), exact, dtype)
     gc.collect()  # before memory is counted, return what is no longer used
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    run = start_run(config, *how)
-    if "without" in mode:
+    run = start_run(config, *run_args)
+    if "without" in execution:
         run.call = mdlm.call
     step = partial(next, steps_of(run))
     for _ in range(graphs.WARM_UP + 2):  # compiles, makes the state of the optimizers, records
@@ -373,23 +386,23 @@ def race_steps(config, folder, device, table, options):
     # Compiled steps on a GPU are CUDA graphs.
     kernels = ["auto", "torch"] if device.type == "cuda" else ["torch"]
     base = None  # speed-ups are relative to PyTorch, compiled if that works
-    for how in ("compiled", "compiled, without CUDA graphs", "eager"):
-        if "without" in how and device.type != "cuda":
+    for execution in ("compiled", "compiled, without CUDA graphs", "eager"):
+        if "without" in execution and device.type != "cuda":
             continue
         ready = {}
         for kernel in kernels:
-            name = f"--kernels={kernel}, {how}"
+            name = f"--kernels={kernel}, {execution}"
             try:
                 if ranks.is_late(table.until):
                     raise UserError(LATE)
-                ready[name] = start_step(exact, kernel, config, folder, device, dtype, how)
+                ready[name] = start_step(exact, kernel, config, folder, device, dtype, execution)
             except Exception as e:  # no compiler, no memory, no Triton: the line says what
                 text = describe(e)
                 broken = kernel != "torch" and text != LATE
                 table.fail(where, name, text, broken or text.startswith("WRONG"))
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
         raced = race(calls, device, options.seconds)
-        base = base or raced.get(f"--kernels=torch, {how}", [None])[0]
+        base = base or raced.get(f"--kernels=torch, {execution}", [None])[0]
         for name, (t, spread) in raced.items():
             run, _, peak_mb = ready[name]
             speed = config.batch_size * config.block_size / t
@@ -478,7 +491,8 @@ def parse(argv):
         raise UserError(f"{' '.join(argv)!r}: first give {', '.join(MODES)} or nothing, then flags")
     asks_for_help = any(word.partition("=")[0] in ("-h", "--help") for word in argv)
     cls = FLAGS[mode] if mode and asks_for_help else Options
-    return mode, flags.parse_flags(cls, argv[has_mode:], __doc__)
+    usage = f"{mode or '[' + '|'.join(MODES) + ']'} [--flag=value ...]"
+    return mode, flags.parse_flags(cls, argv[has_mode:], __doc__, usage=usage)
 
 
 def check_mode(mode, given):
@@ -509,8 +523,6 @@ def main(argv):
         raise UserError(f"{mode} runs on a CUDA device, not on {device}; give train or sample")
     table = ResultsTable(mode, options, device)
     MODES[mode](options, device, table)
-    if options.picture:
-        table.draw(options.picture)
     return table.close()
 
 

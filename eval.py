@@ -377,7 +377,7 @@ def show_text(options):
     folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if not shows_gaps(model):
         raise UserError(f"--text is for models that fill gaps, and {folder} does not; leave it out")
-    ids = tokenizer.encode_given(options.text)
+    ids = tokenizer.encode_lossless(options.text)
     n = len(ids)
     if not 0 < n <= config.block_size:
         raise UserError(f"--text has {n} tokens; give 1 to {config.block_size}")
@@ -385,8 +385,8 @@ def show_text(options):
     x0 = to_context(model, torch.tensor([ids], device=device))  # (1, T)
     is_text = torch.arange(x0.shape[1], device=device)[None] < n
     tokens = predict(model, tokenizer, x0, n, is_text, options.rate)
-    how = dict(batch_size=group_size(model, device), scored=is_text.expand(DRAWS, -1))
-    r = mdlm.evaluate(model, x0.expand(DRAWS, -1), **how)
+    settings = dict(batch_size=group_size(model, device), scored=is_text.expand(DRAWS, -1))
+    r = mdlm.evaluate(model, x0.expand(DRAWS, -1), **settings)
     r = dict(checkpoint=str(folder), tokens=tokens, ce=r["ce"], accuracy=r["accuracy"])
     return r, text_report(r), None, {"predictions.png": partial(plots.plot_predictions, tokens)}
 

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save as to_safetensors
 
 import mdlm
@@ -41,9 +42,9 @@ from variants.documents import view_of_documents
 SUPPORT = Path(__file__).parent / "support"
 TEMPLATE = SUPPORT / "modeling_mdlm.py"
 # Two lines of TEMPLATE.
-PLACE = "Model = View = view_of_documents = masked_share = rotary_tables = None\n"
+PLACE = "Model = View = view_of_documents = masked_fraction = rotary_tables = None\n"
 PLACE += "attention_ref = norm_conv_ref = None\n"
-SOURCES = [View, reference.document_spans, reference.is_visible, reference.masked_share]
+SOURCES = [View, reference.document_spans, reference.is_visible, reference.masked_fraction]
 SOURCES += [reference.neighbours, reference.norm_conv_ref, reference.rotary_tables]
 SOURCES += [reference.rotate, reference.prepare, reference.attention_ref]
 SOURCES += [view_of_documents, mdlm.RateEmbedding, mdlm.AdaLN, mdlm.no_rate, mdlm.no_scales]
@@ -189,12 +190,14 @@ def contents_of(folder, model, tokenizer, config, options):
         vocab_size=V + 2, mask_token_id=V, end_id=model.objective.end_id, use_cache=False
     )
     settings |= {key: getattr(config, key) for key in NETWORK}
-    settings |= dict(pad_to_context=options.pad_to_context, tie_word_embeddings=False)
+    settings |= dict(pad_to_context=options.pad_to_context, tie_word_embeddings=config.tie)
     words = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size)
     words |= dict(mask_token="[MASK]", pad_token="[PAD]", eos_token=end or "[PAD]")
     words["model_input_names"] = ["input_ids", "attention_mask"]
     words["clean_up_tokenization_spaces"] = False  # a text has the spaces that were learned
-    weights = {f"model.{key}": value for key, value in model.named_parameters()}
+    weights = {f"model.{key}": value.detach() for key, value in model.named_parameters()}
+    for key in {"model.embed.weight", "model.head.weight"} & weights.keys():  # a row for each id
+        weights[key] = F.pad(weights[key], (0, 0, 0, V + 2 - len(weights[key])))
     source = "\n\n\n".join(map(inspect.getsource, SOURCES))
     before, _, after = TEMPLATE.read_text(encoding="utf-8").partition(PLACE)
     contents = {
@@ -232,10 +235,10 @@ def main(argv):
     if is_page:
         contents = live_page.contents_of(*loaded, options.weights)
         serve = f"{environment.python_command()} -m http.server"
-        how = f"{serve} -d {environment.quote(options.dest)} shows it on localhost:8000"
+        hint = f"{serve} -d {environment.quote(options.dest)} shows it on localhost:8000"
     else:
         contents = contents_of(folder, *loaded, options)
-        how = "load it as its README.md says"
+        hint = "load it as its README.md says"
     _, tokenizer, config = loaded
     scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     with files.naming(dest), files.new_folder(dest.parent) as tmp:
@@ -243,7 +246,7 @@ def main(argv):
             files.write_synced(tmp / name, content)
         outputs.check_new_folder("dest", options.dest)  # a run may have begun there meanwhile
         os.rename(tmp, dest)
-    print(f"{environment.quote(dest)}: {how}")
+    print(f"{environment.quote(dest)}: {hint}")
     return 0
 
 

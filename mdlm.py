@@ -394,13 +394,13 @@ class Corpus:
         stated = (sources.end_id_of(config), config.bin_dtype)
         # identity: what --resume compares with.
         meta, ids, self.tokenizer, self.identity = sources.open_ids(folder, T, V, *stated)
-        self.entropy = meta.get("entropy")  # known of patterns
-        self.documents = self.tokenizer.end_id is not None
-        self.n_documents = 0  # that train
-        if self.documents:
+        self.entropy = meta.get("entropy")  # the exact one, known for --data=patterns
+        self.has_documents = self.tokenizer.end_id is not None
+        self.n_documents = 0  # in the training part
+        if self.has_documents:
             end_id = self.tokenizer.end_id
             self.n_documents = sources.count_documents(ids[0], end_id, config.prompt_column)
-        # (W,) where windows start, how many tokens they take, how many of these are learned
+        # Three rows (W,): where windows start, how many tokens each takes, how many are learned.
         self.train_windows = sources.cut_windows(ids[0], config, self.tokenizer.end_id)
         self.val_windows = sources.cut_windows(ids[1], config, self.tokenizer.end_id)
         self.length_counts = sources.count_lengths(*self.train_windows, T)
@@ -408,14 +408,14 @@ class Corpus:
             self.train_windows = sources.pack_windows(*self.train_windows, T)
         self.mean_size = self.train_windows[1].double().mean().item()
         self.mean_length = self.train_windows[2].double().mean().item()
-        self.n_offsets = 0  # by how many tokens, at most one less, an epoch is shifted
-        if not self.documents and not meta.get("aligned"):
+        self.n_offsets = 0  # an epoch is shifted by fewer tokens than this (0: not at all)
+        if not self.has_documents and not meta.get("aligned"):
             W = max(1, len(self.train_windows[0]) - 1)
             self.train_windows = [row[:W] for row in self.train_windows]  # room for the offset
             self.n_offsets = min(T, len(ids[0]) - W * T + 1)
         self.chars_per_token = None
         if meta.get("characters") and not config.prompt_column:
-            scored = int(self.val_windows[2].sum()) if self.documents else len(ids[1])
+            scored = int(self.val_windows[2].sum()) if self.has_documents else len(ids[1])
             self.chars_per_token = meta["characters"][1] / scored
         self.fill_id = self.tokenizer.end_id or 0  # what fills up a window
         self.train, self.val = devices.to_tensors(ids, device)
@@ -441,7 +441,8 @@ class Corpus:
         return windows
 
     def batch(self, numbers):
-        """Windows (B, T) of sequences (B,), by number, and how many tokens of each are learned."""
+        """Windows (B, T) of sequences (B,), numbered as in `find`, and how many tokens of each are
+        learned (B,)."""
         windows = self.find(numbers)
         return self.gather(self.train, windows), windows[2]
 
@@ -455,11 +456,11 @@ class Corpus:
 
 # ---- Model: a pre-norm bidirectional transformer
 def no_rate(rate):
-    """The network is not told how much of a text is masked: it can see that."""
+    """In place of a RateEmbedding: the network sees how much is masked, and need not be told."""
 
 
 def no_scales(rate):
-    """So its normalization is the same at all rates (else AdaLN's scale and shift, twice)."""
+    """In place of AdaLN, two scales and two shifts: normalization is the same at all rates."""
     return None, None, None, None
 
 
@@ -485,8 +486,8 @@ class Layer(nn.Module):
         return ops.norm_conv(x, conv, causal, sees, scale, shift)
 
     def before_mlp(self, x, cos, sin, rate, sees, causal, ops):
-        """Attention: the residual stream and what the MLP reads. Apart from the MLP, as
-        torch.compile compiles both apart (support/training/compiling.py)."""
+        """Attention; returns the residual stream and the input of the MLP. A method of its own, as
+        torch.compile may compile the halves of a layer apart (support/training/compiling.py)."""
         B, T, C = x.shape
         scale1, shift1, scale2, shift2 = self.adaln(rate)
         if self.qkv is not None:
@@ -495,7 +496,6 @@ class Layer(nn.Module):
             qk_norm = True
             y = ops.attention(qkv, cos, sin, qk_norm, causal, sees)  # (B, T, H, D)
             x = x + self.dropout(self.proj(y.reshape(B, T, C)))
-        # The MLP reads the second, and adds to the first.
         return x, self.norm(x, -1, scale2, shift2, sees, causal, ops)
 
     def mlp(self, x, h):
@@ -525,7 +525,7 @@ class Model(nn.Module):
         self.mask_id = vocab_size
         self.ops = ops
         self.embed = nn.Embedding(vocab_size + 1, C)
-        # In which layers; always in the last one.
+        # Which layers attend: every k-th, counted back from the last.
         attends = [i % config.attention_every == 0 for i in range(config.n_layer)][::-1]
         self.layers = nn.ModuleList(shard_fn(Layer(config, attend)) for attend in attends)
         self.head = None if config.tie else nn.Linear(C, vocab_size, bias=False)
@@ -561,7 +561,7 @@ class Model(nn.Module):
         rate = self.rate(view.rate)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too: it is memory-bound
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        # A KV cache computes attention and the convolution's neighbours itself.
+        # A sampler's KV cache stands in for the ops: it computes attention and convolution itself.
         shared = (cos, sin, rate, view.sees, view.causal, view.cache or self.ops)
         for layer in self.layers[:-1]:
             x = layer(x, *shared)
@@ -590,17 +590,17 @@ class MaskedDiffusion:
     T: tokens of a text. batch_size: texts in a step's batch, over all ranks.
     """
 
-    metric = "nelbo"  # what `evaluate` returns
-    is_bound = True  # whether the training loss is one, at the end
-    positions_per_token = 1.0  # that the network computes, on average (for FLOPs)
-    predicted_share = 0.5  # of the tokens that reach the head, on average (for FLOPs)
+    metric = "nelbo"  # the name of what `evaluate` estimates
+    is_bound = True  # whether the training loss is a bound, in the last steps
+    positions_per_token = 1.0  # positions of the network for a token of text (to count FLOPs)
+    predicted_fraction = 0.5  # of the tokens, on average: these reach the head (to count FLOPs)
     fills_gaps = True  # whether the text after a gap is seen
-    one_by_one = False  # whether tokens are written from left to right
+    one_by_one = False  # whether tokens are written one at a time, from left to right
     lengths_are_given = False  # whether a text's length is known before it is written
-    end_id = -1  # [END] where it is given, never predicted; -1: none
-    n_blocks = 1  # parts of a window that are masked each on its own
+    end_id = -1  # the id of [END] if it is never predicted, as lengths are given; else -1
+    n_blocks = 1  # parts of a window, each masked on its own
     n_pieces = 1  # parts of a text that a sampler writes one after another
-    steps_are_alike = True  # whether only numbers differ between steps, so that one can be replayed
+    steps_are_alike = True  # whether steps differ in numbers alone: then graphs can replay them
 
     def __init__(self, config, vocab_size):
         self.config = config
@@ -622,7 +622,7 @@ class MaskedDiffusion:
         return self.config.rate_margin * margin_scale
 
     def mask_counts(self, step, margin_scale, samples, lengths):
-        """(B,) how many of `lengths` (B,) tokens to mask in samples (B,), by number in the step.
+        """(B,) how many of `lengths` (B,) tokens to mask; samples (B,): as in draw_batch.
 
         Neighbours get l and T + 1 - l: full texts mask exactly B (T + 1) / 2 tokens, shorter ones
         fewer, so shapes are static. (B is even: support/training/runs.py, check.) While
@@ -641,7 +641,7 @@ class MaskedDiffusion:
         return count
 
     def view(self, xt, x0=None, rows=None):
-        """What the network is shown of (B, T) tokens and [MASK]: all see all.
+        """What the network is shown of xt (B, T), tokens and [MASK]: each position sees all.
 
         x0 (B, T): the text without masks, for variants that show it too. rows: where to predict.
         """
@@ -672,7 +672,7 @@ class MaskedDiffusion:
         """What a run says of its objective, lines of text."""
         return []
 
-    # What `evaluate` and `generate` ask of an objective, so that they need not know which it is.
+    # The following is for `evaluate` and `generate`, so that they need not know the objective.
     def eval_counts(self, lengths, passes, seed):
         """(passes, W, n) how many tokens to mask in each of the n blocks of W windows."""
         return numerics.stratified_counts(lengths, passes, seed)
@@ -744,7 +744,7 @@ def generate(
 
 
 # ---- Evaluation
-LOGITS = 1 << 27  # made at a time, at most: 512 MiB in float32
+LOGITS = 1 << 27  # computed at once, at most: 512 MiB in float32
 
 
 def score_rows(model, xt, x0, rows, observe=None):
@@ -755,11 +755,11 @@ def score_rows(model, xt, x0, rows, observe=None):
     """
     T = x0.shape[1]
     scores = []
-    for some in rows.tensor_split(math.ceil(T * model.vocab_size / LOGITS)):
-        logits = model(model.objective.view(xt, x0, some))  # (n, V)
-        targets = x0.flatten()[some]
+    for chunk in rows.tensor_split(math.ceil(T * model.vocab_size / LOGITS)):
+        logits = model(model.objective.view(xt, x0, chunk))  # (n, V)
+        targets = x0.flatten()[chunk]
         if observe:
-            observe(some, targets, logits)
+            observe(chunk, targets, logits)
         ce = F.cross_entropy(logits, targets, reduction="none")
         scores.append((ce, logits.argmax(-1) == targets))
     return map(torch.cat, zip(*scores))
@@ -784,9 +784,9 @@ def evaluate(
     blocks); `ce` and `accuracy` (top-1): by tenths of the mask rate. (Of an autoregressive model:
     variants/autoregressive.py, summary.)
     observe(rows, targets, logits) sees each batch: the scored rows (n,) of the flat batch, their
-    tokens (n,), logits (n, V). The windows of a batch are spread over all of them, so what is cut
-    short is fair; after the deadline (time.monotonic()) no batch begins but the first. scored
-    (W, T) bool: these tokens alone, the others are given (default: the objective's scored_mask).
+    tokens (n,), logits (n, V). Each batch has windows from the whole text, so an evaluation may be
+    cut short: after the deadline (time.monotonic()) no batch begins but the first. scored (W, T)
+    bool: only these tokens are masked and scored (default: the objective's scored_mask).
     """
     settings = (passes, seed, batch_size, observe, deadline, scored)
     passes, seed, batch_size = check_evaluation(model, windows, *settings)
@@ -803,7 +803,7 @@ def evaluate(
     batches = math.ceil(W / batch_size)
     was_training = model.training
     model.eval()
-    for i in ranks.share(range(batches)):
+    for i in ranks.split_work(range(batches)):
         at = torch.arange(i, W, batches)
         samples = at.to(device)
         for k in range(len(count)):
@@ -899,10 +899,10 @@ class Run:
     world: int = 1
     average: Callable = average  # updates `averaged`
     scale_gradients: Callable = scale_gradients  # to clip them
-    exchange: Callable = shards.exchange_nothing  # exchange(whether): of the next backward
+    exchange: Callable = shards.exchange_nothing  # exchange(now): whether backward sums over ranks
     call: Callable = call  # or graphs.Recorder.call, which replays CUDA graphs
     windows: torch.Tensor = None  # (W, T) validation text
-    compiler: object = None  # the process that compiles, until it is done
+    compiler: object = None  # the second process while it compiles, else None
     log: Log = None
     step: int = 0  # steps done
     begun: tuple = (0, 0)  # the step that this process began with, the sequences learned before it
@@ -912,29 +912,29 @@ class Run:
     ending: float = 0.0  # seconds that the last evaluation and its samples will take
     evaluating: float = 0.0  # seconds that evaluations on the way have taken
     per_window: float = 0.0  # seconds to score a window once (0: not yet known)
-    few_windows: int = 0  # that evaluations on the way score (0: not yet chosen)
-    tenth: int = None  # of the run, when it was last asked for an evaluation
+    few_windows: int = 0  # windows that evaluations on the way score (0: not yet chosen)
+    tenth: int = None  # tenths of the run done, when pace.must_evaluate last looked
     saving: float = 0.0  # seconds that the last save took
     saved: int = -1  # step of the last checkpoint
-    saved_at: float = 0.0  # time.monotonic() then
-    save_is_due: float = 0.0  # not 0: long ago (a float, as it is reduced over ranks)
-    finished: bool = False  # whether that checkpoint is the end of a run
+    saved_at: float = 0.0  # when that was, by time.monotonic()
+    save_is_due: float = 0.0  # 1: that was long ago (a float, as it is reduced over ranks)
+    finished: bool = False  # whether the last checkpoint is the end of a run
     pending: dict = dataclasses.field(default_factory=dict)  # step -> (loss, norm), not yet read
-    loss: float = math.nan  # the last ones that were read
+    loss: float = math.nan  # of the last step that was read from `pending`
     grad_norm: float = math.nan
     score: dict = dataclasses.field(default_factory=dict)  # the last evaluation, for its checkpoint
 
     def __post_init__(self):
-        self.new_share = torch.zeros((), device=self.device)  # of new weights, in the EMA
+        self.new_weight = torch.zeros((), device=self.device)  # of the newest weights, in the EMA
 
     def sequences(self, step):
-        """How many sequences are learned before a step; --resume may have changed batch_size."""
+        """Sequences learned before a step. (--resume may have changed batch_size.)"""
         first, before = self.begun
         return before + (step - first) * self.config.batch_size
 
     @property
     def tokens(self):
-        """Tokens of text in the steps done, on average: not what fills up windows of documents."""
+        """Tokens of text learned so far, from their mean number in a window (the rest is [END])."""
         return round(self.sequences(self.step) * self.corpus.mean_size)
 
     @property
@@ -987,8 +987,8 @@ def margin_scale(progress):
 
 
 def draw_batch(run, step, margin_scale, samples):
-    """What Python draws for samples (B,), numbers in a step's global batch: texts (B, T), counts
-    of masks (B,), the step and the samples, on the device. After this there is no host sync."""
+    """Texts (B, T), counts of masks (B,), step and samples, on the device. samples (B,): numbers in
+    the step's batch, of all ranks and micro-batches. After this there is no host sync."""
     x0, lengths = run.corpus.batch(run.sequences(step) + samples)
     counts = run.objective.mask_counts(step, margin_scale, samples, lengths)
     return x0, *(to_device(x, x0.device) for x in (counts, torch.tensor(step), samples))
@@ -1002,13 +1002,13 @@ def compute_gradients(run, step, margin_scale):
         samples = torch.arange(run.micro_batch) + (run.rank * n + k) * run.micro_batch
         numerics.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
         drawn = draw_batch(run, step, margin_scale, samples)
-        run.exchange(k == n - 1)  # between ranks, once a step
+        run.exchange(k == n - 1)  # only the last backward sums gradients over ranks
         loss = loss + run.call(backward, run, *drawn)
     return loss
 
 
 def backward(run, x0, counts, step, samples):
-    """Add the gradients of a micro-batch, as drawn by draw_batch; returns its part of the loss."""
+    """Add the gradients of a micro-batch from draw_batch; returns what it adds to the loss."""
     with run.autocast():
         view, targets, weights = run.objective.batch(run.model.ops, x0, counts, step, samples)
         loss = run.network(view, targets, weights) / run.config.gradient_accumulation_steps
@@ -1045,11 +1045,11 @@ def check_finite(run):
         run.loss, run.grad_norm = values[-1]
 
 
-def timed(run, model, windows, passes=1, until=math.inf):
-    """What `evaluate` returns, and the seconds that it took for each window."""
+def timed(run, model, windows, passes=1, deadline=math.inf):
+    """What `evaluate` returns, and the seconds that it took to score a window once."""
     began = time.monotonic()
     with run.autocast():
-        r = evaluate(model, windows, passes, batch_size=run.micro_batch, deadline=until)
+        r = evaluate(model, windows, passes, batch_size=run.micro_batch, deadline=deadline)
     return r, max(1e-6, (time.monotonic() - began) / (r["passes"] * r["windows"]))
 
 
@@ -1076,7 +1076,7 @@ def report(run, is_last=False):
 
 
 def show_samples(run, calls):
-    """Show what the model writes in some network calls: from nothing, and in real text."""
+    """Show what the model writes in `calls` network calls: from nothing, and in real text."""
     x0, hidden, _ = to_preview(run)
     g = generator("preview", run.config.seed, run.step)
     was_training = run.averaged.training
@@ -1094,7 +1094,10 @@ def save(run, finished=False):
 
 
 def make_config(given, folder, world):
-    """The Config of the given flags, and what they change of the checkpoint `folder` (or None)."""
+    """The Config of the given flags, and {setting: (old, new)} of what they change.
+
+    folder: the checkpoint to resume from, or None for a new run.
+    """
     changed = {}
     old = None
     if folder:
@@ -1112,7 +1115,7 @@ def make_config(given, folder, world):
 
 
 def open_run(given, world):
-    """(Config, the checkpoint to resume from or None, what is changed) of the given flags."""
+    """Find or claim the folder of a run: (Config, checkpoint to resume from or None, changes)."""
     given, folder = runs.find_run(given)
     if not folder and "data" not in given:
         with ranks.all_ranks():  # refuses wrong flags before anything is downloaded
@@ -1212,7 +1215,7 @@ def train(given, start):
     interrupt = signals.Interrupt()  # installed late: before the first step Ctrl-C may simply exit
     with memory_needs.explained(run), run.log.progress(run) as show_progress:
         while True:
-            compiling.use_compiled(run)  # as soon as a second process is done with it
+            compiling.use_compiled(run)  # once the second process, if there is one, is done
             stop = pace.update_progress(run, interrupt)
             show_progress()
             if stop or run.progress >= 1:

@@ -295,7 +295,7 @@ def plan(model, fill, samples, settings):
         first += steps
 
 
-def how_many(settings, chunk, s, masked, noise):
+def count_to_reveal(settings, chunk, s, masked, noise):
     """(B,) how many of the `masked` positions (B, n) to reveal in step s of a chunk."""
     left = (chunk.reveals - s).clamp(min=1).double()  # (B,) steps that reveal, with this one
     after = (left - 1) / chunk.reveals  # the fraction of masks
@@ -437,7 +437,7 @@ def take_steps(model, x, fill, samples, settings, end_id=None, forbid=(), allowe
             filled = chunk.gaps & ~masked & (((text == end_id) & chunk.gaps).cumsum(1) <= 1)
             u, noise, _ = uniform(settings.seed, chunk.first + s, samples, chunk.at)
             # 1. Where to draw: first reveal masks, then correct what was drawn.
-            k = how_many(settings, chunk, s, masked, noise)
+            k = count_to_reveal(settings, chunk, s, masked, noise)
             masked &= (k > 0)[:, None]
             corrected = to_correct(settings, chunk, s, filled, noise)
             drawn = to_reveal(settings, chunk, masked, noise, k) | corrected
@@ -504,7 +504,7 @@ def fill_masks(model, x, settings, fill, samples, expect, may_draw):
     """What `generate` does, whose arguments are checked; settings: resolved; may_draw: end_id,
     forbid and allowed of `take_steps`."""
     fill = (x == model.mask_id) & (True if fill is None else fill)
-    memo, size = share_calls(model, fill)
+    memo, size = merge_calls(model, fill)
     slices = groups(model, len(x), x.device, size, writing=True)
     left = []  # (calls, calls a step) of each slice of rows
     if expect:
@@ -526,7 +526,7 @@ def fill_masks(model, x, settings, fill, samples, expect, may_draw):
 SHORT = 16  # tokens; draws for longer gaps hardly ever come to the same text
 
 
-def share_calls(model, fill):
+def merge_calls(model, fill):
     """(Memo, rows to draw at once) where many rows have short gaps, else (None, None)."""
     longest = max([0, *fill.sum(1).tolist()])
     if model.objective.n_blocks > 1 or longest > SHORT:
@@ -606,18 +606,18 @@ def write(
     from_keywords(settings, model)  # refuses what it cannot follow, before the work begins
     several = list(text) if isinstance(text, (list, tuple)) else [text]
     todo = [to_fill(model, tokenizer, one, limits.length) for one in several]
-    rows = [to_ids(parts, tokenizer, model.mask_id) for parts, _ in todo]
+    rows = [to_ids(segments, tokenizer, model.mask_id) for segments, _ in todo]
     guides = any(has_given_text(model, torch.tensor(ids)) for ids in rows)
     new_seed = None if "seed" in settings else partial(draw_seed, generator)
     settings = from_keywords(settings, model, max(map(len, rows), default=0), guides)
-    if limits.max_gap != TextFlags.max_gap and not any(None in parts for parts, _ in todo):
+    if limits.max_gap != TextFlags.max_gap and not any(None in segments for segments, _ in todo):
         raise UserError(f"max_gap={limits.max_gap} has no effect without [___]; leave it out")
-    made = partial(write_parts, model, tokenizer, limits, settings, new_seed, generator)
-    return [done for parts in todo for done in made(*parts)]
+    made = partial(fill_segments, model, tokenizer, limits, settings, new_seed, generator)
+    return [done for segments in todo for done in made(*segments)]
 
 
 def to_fill(model, tokenizer, text, length):
-    """(the parts, whether it is a template) of a text that `write` is given."""
+    """(the segments, whether it is a template) of a text that `write` is given."""
     config = model.config
     text = arguments.check_text("" if text is None else text)
     if not templates.is_template(text, tokenizer):
@@ -630,15 +630,15 @@ def to_fill(model, tokenizer, text, length):
     return parse(text, tokenizer, config.block_size), True
 
 
-def write_parts(model, tokenizer, limits, settings, new_seed, generator, parts, is_template):
+def fill_segments(model, tokenizer, limits, settings, new_seed, generator, segments, is_template):
     """The texts of what `to_fill` returned: a list of --num_samples."""
     device = next(model.parameters()).device
     n = limits.num_samples
-    if None in parts:  # the likeliest lengths
+    if None in segments:  # the likeliest lengths
         fill = partial(fill_gaps, model, tokenizer, settings, new_seed=new_seed)
-        search = (model, tokenizer, parts, 1, fill, device, limits.max_gap)
-        parts = hypotheses(*search)[0].parts
-    known = to_ids(parts, tokenizer, model.mask_id)  # none, if the likeliest [___] is empty
+        search = (model, tokenizer, segments, 1, fill, device, limits.max_gap)
+        segments = hypotheses(*search)[0].segments
+    known = to_ids(segments, tokenizer, model.mask_id)  # none, if the likeliest [___] is empty
     x = torch.tensor(known, dtype=torch.int64, device=device).repeat(n, 1)
     if not (is_template or limits.length) and model.objective.lengths_are_given:
         where = generator.device if generator is not None else "cpu"
@@ -647,10 +647,10 @@ def write_parts(model, tokenizer, limits, settings, new_seed, generator, parts, 
     if new_seed:
         settings = replace(settings, seed=new_seed())
     may_draw = ends(model, tokenizer, is_template)
-    may_draw["allowed"] = places(templates.allowed_tokens(parts, tokenizer), x)
+    may_draw["allowed"] = places(templates.allowed_tokens(segments, tokenizer), x)
     samples = torch.arange(n, device=device)
     filled = fill_masks(model, x, settings, None, samples, None, may_draw).tolist()
-    return [joined(to_texts(parts, ids, tokenizer)) for ids in filled]
+    return [joined(to_texts(segments, ids, tokenizer)) for ids in filled]
 
 
 CLASHES = [
@@ -723,15 +723,16 @@ def load(options, given):
 def tasks(model, tokenizer, todo, rows, options):
     """What is written: an effects.Task for each of `todo` and of the settings `rows`.
 
-    todo: pairs of a template, or None, and its parts.
+    todo: pairs of a template, or None, and its segments.
     """
     for settings in rows:
-        for template, parts in todo:
-            is_ranked = None in parts and not is_plain(options, template)
-            is_quick = is_ranked and all_are_compared(model, parts)
-            n = len(to_ids(parts, tokenizer)) - parts.count(None)  # known tokens
+        for template, segments in todo:
+            is_ranked = None in segments and not is_plain(options, template)
+            is_quick = is_ranked and all_are_compared(model, segments)
+            n = len(to_ids(segments, tokenizer)) - segments.count(None)  # known tokens
             room = max(1, min(options.max_gap, model.config.block_size - n))
-            x = to_ids([room if part is None else part for part in parts], tokenizer, model.mask_id)
+            known = [room if segment is None else segment for segment in segments]
+            x = to_ids(known, tokenizer, model.mask_id)
             x = torch.tensor([x])
             used = quick(settings, model) if is_quick else settings
             chunks = list(plan(model, x == model.mask_id, torch.zeros(1, dtype=torch.int64), used))
@@ -745,7 +746,7 @@ def check_effects(model, tokenizer, todo, options, variants, given):
 
     options: not resolved; variants: of --compare, {title: resolved settings}
     """
-    if "max_gap" in given and not any(None in parts for _, parts in todo):
+    if "max_gap" in given and not any(None in segments for _, segments in todo):
         raise UserError("--max_gap has no effect without [___]; leave it out, or write [___]")
     rows = list(variants.values()) or [resolve(options, model)]
     names = [name for name in changed(options) if name in given]
@@ -757,12 +758,12 @@ def check_effects(model, tokenizer, todo, options, variants, given):
             raise UserError(f"{what}; give values that make a difference")
 
 
-def sampled(model, tokenizer, parts, options, template, pages):
-    """Fill parts of known lengths --num_samples times: yields (texts, facts), adds to pages."""
+def sampled(model, tokenizer, segments, options, template, pages):
+    """Fill segments of known lengths --num_samples times: yields (texts, facts), adds to pages."""
     mask = model.mask_id
-    ids = torch.tensor(to_ids(parts, tokenizer, mask), dtype=torch.int64)
+    ids = torch.tensor(to_ids(segments, tokenizer, mask), dtype=torch.int64)
     may_draw = ends(model, tokenizer, template)
-    allowed = templates.allowed_tokens(parts, tokenizer)
+    allowed = templates.allowed_tokens(segments, tokenizer)
     size = 1 if options.watch else None
     for rows in groups(model, max(1, options.num_samples), options.device, size, writing=True):
         began = time.monotonic()
@@ -791,7 +792,7 @@ def sampled(model, tokenizer, parts, options, template, pages):
         seconds = (time.monotonic() - began) / len(samples)
         for row, calls in zip(step.x.tolist(), step.calls.tolist()):
             facts = dict(steps=steps, calls=calls, seconds=seconds)
-            texts = to_texts(parts, row, tokenizer)
+            texts = to_texts(segments, row, tokenizer)
             if films:
                 about = dict(text=joined(texts), title=f"sample {len(pages) + 1}")
                 pages.append(facts | about | films.pop(0).page(row))
@@ -823,8 +824,8 @@ class Calls:
         self.bar.total = min(total, self.bar.total or total)
 
 
-def ranked(model, tokenizer, parts, options):
-    """(parts of the likeliest fill, the texts of the --candidates likeliest, facts)"""
+def ranked(model, tokenizer, segments, options):
+    """(segments of the likeliest fill, the texts of the --candidates likeliest, facts)"""
     began = time.monotonic()
     with terminal.progress("trying fills", " calls") as bar:
         done = Calls(model, bar)
@@ -833,17 +834,17 @@ def ranked(model, tokenizer, parts, options):
         limits |= dict(device=options.device, expect=done.expect)
         try:
             n = options.candidates or 3
-            fills = hypotheses(model, tokenizer, parts, n, fill, **limits)
+            fills = hypotheses(model, tokenizer, segments, n, fill, **limits)
         finally:
             done.hook.remove()
     if len(fills) < options.candidates:
         terminal.warn(f"{len(fills)} different fills were found, not {options.candidates}")
     seconds = time.monotonic() - began
-    texts = [to_texts(fill.parts, fill.ids, tokenizer) for fill in fills]
+    texts = [to_texts(fill.segments, fill.ids, tokenizer) for fill in fills]
     p = torch.tensor([fill.logp for fill in fills], dtype=torch.float64).softmax(0).tolist()
     rows = [dict(text=joined(t), score=f.logp, share=q) for f, t, q in zip(fills, texts, p)]
     facts = dict(steps=options.steps, calls=done.calls, seconds=seconds, score=fills[0].logp)
-    return fills[0].parts, texts, facts | dict(sequences=done.sequences, candidates=rows)
+    return fills[0].segments, texts, facts | dict(sequences=done.sequences, candidates=rows)
 
 
 def is_plain(options, template):
@@ -851,15 +852,15 @@ def is_plain(options, template):
     return bool(options.num_samples or options.watch or options.html or template is None)
 
 
-def answers(model, tokenizer, template, parts, options, pages):
-    """Fill parts of a template, or of a text (None); yields ([texts, the best first], facts)."""
-    if not is_plain(options, template) or None in parts:
-        parts, texts, facts = ranked(model, tokenizer, parts, options)
+def answers(model, tokenizer, template, segments, options, pages):
+    """Fill a template, or a text (None), of segments; yields ([texts, the best first], facts)."""
+    if not is_plain(options, template) or None in segments:
+        segments, texts, facts = ranked(model, tokenizer, segments, options)
         if not is_plain(options, template):
             yield texts, facts
             return
         terminal.warn("[___] has its likeliest length now, and is filled again")
-    for texts, facts in sampled(model, tokenizer, parts, options, template is not None, pages):
+    for texts, facts in sampled(model, tokenizer, segments, options, template is not None, pages):
         yield [texts], facts
 
 
@@ -871,20 +872,20 @@ def main(argv):
     variants = word_statistics.variants(options, given, SETTINGS, partial(resolve, model=model))
     resolve(options, model)  # refuses what the model cannot follow, before templates are read
 
-    def to_parts(template):
+    def to_segments(template):
         if template is None:
-            parts = of_prompt(options.prompt, tokenizer, options.length, config)
+            segments = of_prompt(options.prompt, tokenizer, options.length, config)
         else:
-            parts = parse(template, tokenizer, config.block_size)
-        if None in parts and variants:
+            segments = parse(template, tokenizer, config.block_size)
+        if None in segments and variants:
             raise UserError("--compare needs gaps of known lengths; write █ for each token")
-        if options.cfg and not any(isinstance(part, (str, list)) for part in parts):
+        if options.cfg and not any(isinstance(segment, (str, list)) for segment in segments):
             raise UserError("--cfg guides by the given text, and there is none; give some")
-        x = torch.tensor([to_ids(parts, tokenizer, model.mask_id)])
+        x = torch.tensor([to_ids(segments, tokenizer, model.mask_id)])
         model.objective.check_gaps(x, x == model.mask_id)
-        return parts
+        return segments
 
-    todo = templates.parse_all(options.infill, options.batch, to_parts)
+    todo = templates.parse_all(options.infill, options.batch, to_segments)
     check_effects(model, tokenizer, todo, options, variants, given)
     options = resolve(options, model)
     to_stdout = options.json == "-" or (options.batch and not options.json)
@@ -894,18 +895,18 @@ def main(argv):
     scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     pages = []
     if variants:
-        [(template, parts)] = todo
+        [(template, segments)] = todo
         training = word_statistics.training_text(folder, tokenizer, config)
         statistics = word_statistics.WordStatistics(training)
-        fill = partial(sampled, model, tokenizer, parts, template=template is not None)
-        n = to_ids(parts, tokenizer, model.mask_id).count(model.mask_id)
+        fill = partial(sampled, model, tokenizer, segments, template=template is not None)
+        n = to_ids(segments, tokenizer, model.mask_id).count(model.mask_id)
         pages = word_statistics.compare(variants, fill, statistics, n, lines)
         todo = []
     # A bar only on a terminal, and none beside the lines of JSON there.
     hide = not options.batch or (to_stdout and sys.stdout.isatty()) or None
-    for template, parts in terminal.bar(todo, unit="template", disable=hide):
+    for template, segments in terminal.bar(todo, unit="template", disable=hide):
         rule = ""  # between texts
-        for texts, facts in answers(model, tokenizer, template, parts, options, pages):
+        for texts, facts in answers(model, tokenizer, template, segments, options, pages):
             if not (to_stdout or options.batch):
                 print(rule, end="")
                 viewer.show(texts, facts, "candidates" in given)

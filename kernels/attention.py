@@ -3,8 +3,8 @@
     S = scale * Q K^T,   P = softmax(S),   O = P V,     scale = 1 / sqrt(D)
 
 Forward (FlashAttention-2, 2307.08691; online softmax, Milakov and Gimelshein, 1805.02867): a
-program processes a block of queries. It iterates over blocks of keys with a running maximum m and
-sum s, so that S is never stored:
+program processes a tile of queries. It iterates over tiles of keys with a running maximum m and
+sum s (`top` and `total` in the code), so that S is never stored:
 
     m' = max(m, max_j S_ij)
     s' = s e^(m-m') + sum_j e^(S_ij-m')
@@ -18,11 +18,13 @@ of 2 instead of e, because the hardware does.
 
 Backward: dQ is a sum over keys, dK and dV are sums over queries. Two kernels compute them, and each
 program owns the rows that it sums. So there are no atomic additions, and two runs give equal bits.
-The second kernel computes S^T = K Q^T, because its products need it. Q, K and V are read in place
-from the packed (B, T, 3, H, D); their gradients are written to one buffer of that shape. Where Q
-and K are normalized and rotated first, a kernel of its own does that, forward and backward; V is
-not copied. The kernels support heads of 32 and 64. For wider heads, PyTorch has the fast kernel of
-cuDNN.
+The second kernel computes S^T = K Q^T, because its products need it.
+
+Q, K and V are read in place from the packed (B, T, 3, H, D); their gradients are written to one
+buffer of that shape. If Q and K are normalized or rotated first, prepare_kernel writes the results
+to a buffer qk, and in backward turns the gradients of qk into those of Q and K. V is not copied.
+
+The kernels support heads of 32 and 64. For wider heads, PyTorch has the fast kernel of cuDNN.
 
 Spans (see reference.py) limit which keys a query sees. A program then visits only the tiles that
 one of its rows sees. With documents, a row sees one range, and it is seen by the same range. With
@@ -37,13 +39,14 @@ from .launch import LOG2E, jit, launch, register, runs_on, tl, triton
 from .reference import MAX_T, attention_ref
 
 HEAD_DIMS = (32, 64)
-MAX_OURS = 1024  # up to here faster than cuDNN with what surrounds it (results/h200.md)
+MAX_OURS = 1024  # T up to which a layer is faster with these than with cuDNN (results/h200.md)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS = torch.finfo(torch.float32).eps  # that of F.rms_norm, which computes in float32
 
 
-# ---- Reading and writing blocks of rows
-# EVEN: T is a multiple of the block sizes, so no block exceeds the sequence and no mask is needed.
+# ---- Reading and writing tiles of rows
+# A row is the query or the key of one position of one head. EVEN: T is a multiple of the tile
+# sizes, so no tile exceeds the sequence and no mask is needed.
 @jit
 def _load(ptr, rows, stride, T, D: tl.constexpr, EVEN: tl.constexpr):
     """Load rows (M,) of a (T, D) matrix, with zeros beyond its end."""
@@ -59,14 +62,14 @@ def _store(ptr, rows, stride, T, x, D: tl.constexpr, EVEN: tl.constexpr):
 
 
 @jit
-def _place(T, H, BLOCK: tl.constexpr):
-    """Return a program's rows (BLOCK,), sample and head.
+def _place(T, H, TILE: tl.constexpr):
+    """Return a program's rows (TILE,), sample and head.
 
     Successive programs process the same head, so that they share its K and V in the L2 cache.
     """
-    blocks = tl.cdiv(T, BLOCK)
-    head = tl.program_id(0) // blocks
-    rows = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    n_tiles = tl.cdiv(T, TILE)
+    head = tl.program_id(0) // n_tiles
+    rows = (tl.program_id(0) % n_tiles) * TILE + tl.arange(0, TILE)
     return rows, (head // H).to(tl.int64), head % H
 
 
@@ -101,7 +104,7 @@ def _inside(start, end, at):
 # ---- Kernels
 # qkv: (B, T, 3, H, D); out and grad: (B, T, H, D); lse and delta: (B, H, T)
 # qk: normalized and rotated queries and keys (B, T, 2, H, D); without that it is qkv itself
-# N: parts of qk, 2 or 3
+# N: 2 if qk is a buffer of its own, 3 if it is qkv: the size of its third dimension
 # spans: None or (B, 2, T) of documents, with R = 1; (1, 8, T) of blocks, with R = 2
 # R: number of ranges that a row sees
 @jit
@@ -116,27 +119,27 @@ def attention_forward_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
     EVEN: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Compute `out` and `lse` for a block of queries."""
-    rows, b, h = _place(T, H, BLOCK_M)
+    """Compute `out` and `lse` for a tile of queries."""
+    rows, b, h = _place(T, H, TILE_M)
     qk += N * b * T * H * D + h * D
     v_ptr = qkv + 3 * b * T * H * D + (2 * H + h) * D
-    q = _load(qk, rows, N * H * D, T, D, EVEN)  # (BLOCK_M, D)
+    q = _load(qk, rows, N * H * D, T, D, EVEN)  # (TILE_M, D)
     scale *= LOG2E
     # Not -inf: if a row sees no key of the first tile, -inf - (-inf) would be NaN.
-    top = tl.full((BLOCK_M,), -1e30, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    o = tl.zeros((BLOCK_M, D), tl.float32)
+    top = tl.full((TILE_M,), -1e30, tl.float32)
+    total = tl.zeros((TILE_M,), tl.float32)
+    o = tl.zeros((TILE_M, D), tl.float32)
     for r in tl.static_range(R):
-        start, end, first, last = _range(spans, 2 * (b if R == 1 else r), rows, T, BLOCK_N)
-        for at in range(first, last, BLOCK_N):
-            cols = at + tl.arange(0, BLOCK_N)
+        start, end, first, last = _range(spans, 2 * (b if R == 1 else r), rows, T, TILE_N)
+        for at in range(first, last, TILE_N):
+            cols = at + tl.arange(0, TILE_N)
             k = _load(qk + H * D, cols, N * H * D, T, D, EVEN)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # (TILE_M, TILE_N)
             if spans is not None:
                 s = tl.where(_inside(start, end, cols), s, float("-inf"))
             elif not EVEN:
@@ -167,13 +170,13 @@ def attention_dq_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
     EVEN: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Compute dQ for a block of queries, and delta, which attention_dkdv_kernel reads."""
-    rows, b, h = _place(T, H, BLOCK_M)
+    """Compute dQ for a tile of queries, and delta, which attention_dkdv_kernel reads."""
+    rows, b, h = _place(T, H, TILE_M)
     qk += N * b * T * H * D + h * D
     v_ptr = qkv + 3 * b * T * H * D + (2 * H + h) * D
     here = b * T * H * D + h * D
@@ -184,14 +187,14 @@ def attention_dq_kernel(
     tl.store(delta + line + rows, dl, mask=rows < T)
     q = _load(qk, rows, N * H * D, T, D, EVEN)
     z = tl.load(lse + line + rows, mask=rows < T, other=0.0) * LOG2E
-    dq = tl.zeros((BLOCK_M, D), tl.float32)
+    dq = tl.zeros((TILE_M, D), tl.float32)
     for r in tl.static_range(R):
-        start, end, first, last = _range(spans, 2 * (b if R == 1 else r), rows, T, BLOCK_N)
-        for at in range(first, last, BLOCK_N):
-            cols = at + tl.arange(0, BLOCK_N)
+        start, end, first, last = _range(spans, 2 * (b if R == 1 else r), rows, T, TILE_N)
+        for at in range(first, last, TILE_N):
+            cols = at + tl.arange(0, TILE_N)
             k = _load(qk + H * D, cols, N * H * D, T, D, EVEN)
             v = _load(v_ptr, cols, 3 * H * D, T, D, EVEN)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # (TILE_M, TILE_N)
             p = tl.exp2(s * (scale * LOG2E) - z[:, None])
             if spans is not None:
                 p = tl.where(_inside(start, end, cols), p, 0.0)
@@ -216,29 +219,29 @@ def attention_dkdv_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
     EVEN: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Compute dK and dV for a block of keys. Results of keys beyond the end are not stored."""
-    cols, b, h = _place(T, H, BLOCK_N)
+    """Compute dK and dV for a tile of keys. Results of keys beyond the end are not stored."""
+    cols, b, h = _place(T, H, TILE_N)
     qk += N * b * T * H * D + h * D
     v_ptr = qkv + 3 * b * T * H * D + (2 * H + h) * D
     grad += b * T * H * D + h * D
     line = (b * H + h) * T
     k = _load(qk + H * D, cols, N * H * D, T, D, EVEN)
     v = _load(v_ptr, cols, 3 * H * D, T, D, EVEN)
-    dk = tl.zeros((BLOCK_N, D), tl.float32)
-    dv = tl.zeros((BLOCK_N, D), tl.float32)
+    dk = tl.zeros((TILE_N, D), tl.float32)
+    dv = tl.zeros((TILE_N, D), tl.float32)
     for r in tl.static_range(R):
-        start, end, first, last = _range(spans, 2 * b if R == 1 else 4 + 2 * r, cols, T, BLOCK_M)
-        for at in range(first, last, BLOCK_M):
-            rows = at + tl.arange(0, BLOCK_M)
+        start, end, first, last = _range(spans, 2 * b if R == 1 else 4 + 2 * r, cols, T, TILE_M)
+        for at in range(first, last, TILE_M):
+            rows = at + tl.arange(0, TILE_M)
             q = _load(qk, rows, N * H * D, T, D, EVEN)
             # For queries beyond the end, lse = inf makes p zero.
             z = tl.load(lse + line + rows, mask=rows < T, other=float("inf")) * LOG2E
-            s = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
+            s = tl.dot(k, tl.trans(q), input_precision="ieee")  # (TILE_N, TILE_M)
             p = tl.exp2(s * (scale * LOG2E) - z[None, :])
             if spans is not None:
                 p = tl.where(_inside(start, end, rows), p, 0.0)
@@ -268,18 +271,21 @@ def prepare_kernel(
     BACKWARD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Normalize and rotate queries and keys, or replace the gradients of that by those of qkv.
+    """Normalize and rotate queries and keys, or compute the gradients of that.
 
-    Forward reads q and k from qkv, and writes qk. Backward changes the first two parts of dqkv in
-    place. n_rows = B T 2 H: rows of D, in the order of qk. Half a row is rotated with the other
-    half (see reference.rotate).
+    Forward: from q and k in qkv to qk. Backward: in dqkv, the gradients of qk are replaced by those
+    of q and k; what they depend on is computed again from qkv. A program processes ROWS of the
+    n_rows = B T 2 H rows (D,), in the order of qk: the queries of all heads of a token, then its
+    keys. The two halves x1, x2 of a normalized row are rotated together (see reference.rotate):
+
+        y1 = c x1 - s x2,    y2 = c x2 + s x1
     """
     HALF: tl.constexpr = D // 2
-    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    j = tl.arange(0, HALF)
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # rows
+    j = tl.arange(0, HALF)  # columns of a half
     inside = (i < n_rows)[:, None]
     token = i // (2 * H)
-    at = ((token * 3 * H + i % (2 * H)) * D)[:, None] + j[None, :]  # in qkv
+    at = ((token * 3 * H + i % (2 * H)) * D)[:, None] + j[None, :]  # of first halves, in qkv
     x1 = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(qkv + at + HALF, mask=inside, other=0.0).to(tl.float32)
     root = tl.full((ROWS, 1), 1.0, tl.float32)
@@ -287,18 +293,18 @@ def prepare_kernel(
         root = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / D + EPS)[:, None]
     x1 *= root
     x2 *= root
-    c = tl.full((ROWS, HALF), 1.0, tl.float32)
+    c = tl.full((ROWS, HALF), 1.0, tl.float32)  # the angle 0, without tables
     s = tl.full((ROWS, HALF), 0.0, tl.float32)
     if cos is not None:
-        place = (token % T)[:, None] * HALF + j[None, :]
-        c = tl.load(cos + place, mask=inside, other=0.0)
-        s = tl.load(sin + place, mask=inside, other=0.0)
+        angle = (token % T)[:, None] * HALF + j[None, :]  # place in the tables (T, HALF)
+        c = tl.load(cos + angle, mask=inside, other=0.0)
+        s = tl.load(sin + angle, mask=inside, other=0.0)
     if BACKWARD:
         d1 = tl.load(dqkv + at, mask=inside, other=0.0).to(tl.float32)
         d2 = tl.load(dqkv + at + HALF, mask=inside, other=0.0).to(tl.float32)
-        g1 = d1 * c + d2 * s
+        g1 = d1 * c + d2 * s  # rotated back
         g2 = d2 * c - d1 * s
-        if NORM:
+        if NORM:  # dx = (g - x mean(g x)) / RMS, with x the normalized row
             mean = tl.sum(g1 * x1 + g2 * x2, 1)[:, None] / D
             g1 = root * (g1 - x1 * mean)
             g2 = root * (g2 - x2 * mean)
@@ -312,7 +318,7 @@ def prepare_kernel(
 
 # ---- Launches
 def tiles(kernel, dtype, D, T=0, has_spans=False):
-    """Return (BLOCK_M, BLOCK_N, warps, stages) of a kernel.
+    """Return (TILE_M, TILE_N, warps, stages) of a kernel.
 
     In 16 bits: the fastest on an H200 (results/h200.md). No registers spill on sm_80, 90 and 100.
     """
@@ -330,23 +336,26 @@ def tiles(kernel, dtype, D, T=0, has_spans=False):
 
 
 def _run(kernel, qk, qkv, tensors, spans):
-    """Launch a kernel with one program for each block of rows, head and sample.
+    """Launch a kernel with one program for each tile of rows, head and sample.
 
     qk: (B, T, 2, H, D), or qkv if queries and keys are not prepared
     """
     B, T, _, H, D = qkv.shape
     M, N, warps, stages = tiles(kernel, qkv.dtype, D, T, spans is not None)
-    block = N if kernel is attention_dkdv_kernel else M
-    constants = dict(H=H, D=D, N=qk.shape[2], BLOCK_M=M, BLOCK_N=N, EVEN=T % max(M, N) == 0)
+    tile = N if kernel is attention_dkdv_kernel else M
+    constants = dict(H=H, D=D, N=qk.shape[2], TILE_M=M, TILE_N=N, EVEN=T % max(M, N) == 0)
     # Spans have 2 lines for documents (one range), and 8 lines for blocks (two ranges).
     constants["R"] = 1 if spans is None else max(1, spans.shape[1] // 4)
     args = (qk, qkv, *tensors, spans, T, D**-0.5)
-    grid = (triton.cdiv(T, block) * B * H,)
+    grid = (triton.cdiv(T, tile) * B * H,)
     launch(kernel, grid, *args, **constants, num_warps=warps, num_stages=stages)
 
 
 def _prepare(qkv, qk, dqkv, cos, sin, qk_norm):
-    """Write qk, or with dqkv change that."""
+    """Write the normalized and rotated queries and keys of qkv to qk (B, T, 2, H, D).
+
+    With dqkv (and qk None) replace there the gradients of qk by those of q and k.
+    """
     B, T, _, H, D = qkv.shape
     n_rows = 2 * B * T * H
     rows = 2048 // D

@@ -1,15 +1,20 @@
-"""RMSNorm and a short depthwise convolution over positions, in one kernel each way.
+"""RMSNorm, then a short depthwise convolution over positions: one kernel forward, one backward.
+
+Forward, of a row x_t (C,) at position t, with a convolution of K taps w_i (C,):
 
     h_t = r_t x_t,                   r_t = 1 / sqrt(mean(x_t^2) + eps)
-    y_t = h_t + sum_i w_i h_{t+o_i},        o_i = i - left
+    y_t = h_t + sum_i w_i h_{t+o_i},        o_i = i - left,   i = 0 .. K - 1
+
+Backward, where g is the gradient of h:
 
     g_s  = dy_s + sum_i w_i dy_{s-o_i}
     dx_s = r_s (g_s - h_s mean(g_s h_s)),   dw_i = sum_s dy_{s-o_i} h_s
 
-The sums leave out positions beyond the ends of a sequence, or of another document. A program goes
-through consecutive rows and keeps those that the next one needs, so that it reads each row once.
+The sums leave out positions outside the sequence, or in another document. A program processes
+consecutive rows. It keeps the K rows that a position needs in a sliding window, so that it reads
+each row once.
 
-dw is a sum over all rows. Each program adds up its own; PyTorch adds these partial sums up. So
+dw is a sum over all rows. Each program sums its own rows, and PyTorch sums over the programs. So
 there are no atomic additions, and two runs give equal bits.
 """
 
@@ -24,17 +29,17 @@ EPS = torch.finfo(torch.float32).eps  # that of F.rms_norm, which computes in fl
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_C = 2048
 MAX_K = 8
-PROGRAMS = 1024  # at most: each goes through as many rows as are left for it,
-CHUNK = 8  # but through as many as this at least, since it begins with those before its first one
+MAX_PROGRAMS = 1024  # of a launch; with more rows, each program processes more of them
+MIN_ROWS = 8  # of a program: it also reads K - 1 rows of its neighbours, to fill its window
 
 
 @jit
-def _sees(spans, row, T):
+def _visible_range(spans, row, T):
     """Return position t of a row in its sequence, and the range [start, end) that it sees."""
     t = row % T
-    start = t * 0
+    start = t * 0  # zero, as a tensor
     end = start + T
-    if spans is not None:  # (B, 2, T): line 2 b has the starts of sequence b, the next one the ends
+    if spans is not None:  # (B, 2, T): the starts of all positions of a sequence, then the ends
         at = row // T * (2 * T) + t
         start = tl.load(spans + at)
         end = tl.load(spans + at + T)
@@ -42,26 +47,29 @@ def _sees(spans, row, T):
 
 
 @jit
-def _row(x, row, N, C, BLOCK: tl.constexpr):
-    """Load a row (BLOCK,) of x (N, C) in float32; zeros beyond its end, and for rows beyond N."""
-    col = tl.arange(0, BLOCK)
-    at = tl.where(col < C, row, -1).to(tl.int64)
+def _load(x, row, N, C, TILE: tl.constexpr):
+    """Load a row (TILE,) of x (N, C) in float32; zeros beyond column C, and outside the N rows."""
+    col = tl.arange(0, TILE)
+    at = tl.where(col < C, row, -1).to(tl.int64)  # the row; -1 in columns beyond C
     inside = (at >= 0) & (at < N)
     return tl.load(x + at * C + col, mask=inside, other=0.0).to(tl.float32)
 
 
 @jit
-def _store(y, row, C, out, BLOCK: tl.constexpr):
-    """Store a row (BLOCK,) of y (N, C)."""
-    col = tl.arange(0, BLOCK)
+def _store(y, row, C, out, TILE: tl.constexpr):
+    """Store `out` (TILE,) as a row of y (N, C)."""
+    col = tl.arange(0, TILE)
     at = (col * 0 + row).to(tl.int64)
     tl.store(y + at * C + col, out.to(y.dtype.element_ty), mask=col < C)
 
 
 @jit
-def _normalized(x, r, row, first, last, N, C, EPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return h of a row (BLOCK,); store its r if it is one of the rows first .. last - 1."""
-    z = _row(x, row, N, C, BLOCK)
+def _normalized(x, r, row, first, last, N, C, EPS: tl.constexpr, TILE: tl.constexpr):
+    """Return h (TILE,) of a row.
+
+    Also stores its r, if first <= row < last: other rows are those of other programs.
+    """
+    z = _load(x, row, N, C, TILE)
     root = tl.rsqrt(tl.sum(z * z, 0) / C + EPS)
     if (row >= first) & (row < last):
         tl.store(r + row, root)
@@ -69,9 +77,12 @@ def _normalized(x, r, row, first, last, N, C, EPS: tl.constexpr, BLOCK: tl.const
 
 
 @jit
-def _taps(weight, C, K: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the K rows (BLOCK,) of weight; 1 is added to that of the position itself."""
-    col = tl.arange(0, BLOCK)
+def _taps(weight, C, K: tl.constexpr, LEFT: tl.constexpr, TILE: tl.constexpr):
+    """Return the K taps (TILE,), the rows of weight.
+
+    1 is added to the tap of the position itself: so the convolution includes y's first term, h.
+    """
+    col = tl.arange(0, TILE)
     taps = ()
     for i in tl.static_range(K):
         w = tl.load(weight + i * C + col, mask=col < C, other=0.0).to(tl.float32)
@@ -80,16 +91,18 @@ def _taps(weight, C, K: tl.constexpr, LEFT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
-def _moved(window, row, K: tl.constexpr):
-    """Return the window (K rows) without its first row, and with another one at its end."""
+def _slide(window, row, K: tl.constexpr):
+    """Return the window (K rows) without its first row, and with a new row at its end."""
     moved = ()
     for i in tl.static_range(1, K):
         moved = moved + (window[i],)  # noqa: RUF005
     return moved + (row,)  # noqa: RUF005
 
 
-# x, y, dy, dx: (N, C) rows of sequences of T; weight: (K, C); r: (N,) float32
+# ---- Kernels
+# x, y, dy, dx: (N, C), the N = B T positions of sequences of T; weight: (K, C); r: (N,) float32
 # spans: None or (B, 2, T) of documents
+# program_rows: how many rows each program processes
 @jit
 def norm_conv_forward_kernel(
     x,
@@ -100,30 +113,30 @@ def norm_conv_forward_kernel(
     N,
     T,
     C,
-    chunk,
+    program_rows,
     EPS: tl.constexpr,
     LEFT: tl.constexpr,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Compute `chunk` rows of y, and their r, which backward reads."""
-    first = tl.program_id(0) * chunk
-    last = tl.minimum(first + chunk, N)
-    taps = _taps(weight, C, K, LEFT, BLOCK)
-    # h of the rows from `row - LEFT` on, when the loop has moved it
-    window = (tl.zeros((BLOCK,), tl.float32),) * K
+    """Compute a program's rows of y, and their r, which backward reads."""
+    first = tl.program_id(0) * program_rows
+    last = tl.minimum(first + program_rows, N)
+    taps = _taps(weight, C, K, LEFT, TILE)
+    # The window has h of rows `row - LEFT` .. `row - LEFT + K - 1`; here, all but the last.
+    window = (tl.zeros((TILE,), tl.float32),) * K
     for i in tl.static_range(K - 1):
-        h = _normalized(x, r, first - LEFT + i, first, last, N, C, EPS, BLOCK)
-        window = _moved(window, h, K)
+        h = _normalized(x, r, first - LEFT + i, first, last, N, C, EPS, TILE)
+        window = _slide(window, h, K)
     for row in range(first, last):
-        h = _normalized(x, r, row - LEFT + K - 1, first, last, N, C, EPS, BLOCK)
-        window = _moved(window, h, K)
-        t, start, end = _sees(spans, row, T)
-        out = tl.zeros((BLOCK,), tl.float32)
+        h = _normalized(x, r, row - LEFT + K - 1, first, last, N, C, EPS, TILE)
+        window = _slide(window, h, K)
+        t, start, end = _visible_range(spans, row, T)
+        out = tl.zeros((TILE,), tl.float32)
         for i in tl.static_range(K):
             at = t + i - LEFT
             out += tl.where((start <= at) & (at < end), taps[i] * window[i], 0.0)
-        _store(y, row, C, out, BLOCK)
+        _store(y, row, C, out, TILE)
 
 
 @jit
@@ -138,50 +151,52 @@ def norm_conv_backward_kernel(
     N,
     T,
     C,
-    chunk,
+    program_rows,
     LEFT: tl.constexpr,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Compute `chunk` rows of dx, and their part of dw: (programs, K, C) float32."""
-    first = tl.program_id(0) * chunk
-    last = tl.minimum(first + chunk, N)
-    taps = _taps(weight, C, K, LEFT, BLOCK)
-    sums = (tl.zeros((BLOCK,), tl.float32),) * K
-    # dy of the rows up to `row + LEFT`, when the loop has moved it
-    window = sums
+    """Compute a program's rows of dx, and its sum of dw: one of (programs, K, C) float32."""
+    first = tl.program_id(0) * program_rows
+    last = tl.minimum(first + program_rows, N)
+    taps = _taps(weight, C, K, LEFT, TILE)
+    sums = (tl.zeros((TILE,), tl.float32),) * K  # of dw
+    # The window has dy of rows `row + LEFT - K + 1` .. `row + LEFT`; here, all but the last.
+    window = sums  # zeros
     for i in tl.static_range(K - 1):
-        window = _moved(window, _row(dy, first + LEFT - K + 1 + i, N, C, BLOCK), K)
+        window = _slide(window, _load(dy, first + LEFT - K + 1 + i, N, C, TILE), K)
     for row in range(first, last):
-        window = _moved(window, _row(dy, row + LEFT, N, C, BLOCK), K)
+        window = _slide(window, _load(dy, row + LEFT, N, C, TILE), K)
         root = tl.load(r + row)
-        h = _row(x, row, N, C, BLOCK) * root
-        t, start, end = _sees(spans, row, T)
-        g = tl.zeros((BLOCK,), tl.float32)
-        added = ()
+        h = _load(x, row, N, C, TILE) * root
+        t, start, end = _visible_range(spans, row, T)
+        g = tl.zeros((TILE,), tl.float32)
+        new_sums = ()
         for i in tl.static_range(K):
-            at = t + LEFT - i  # of the row that has this one as its tap i
-            # Documents: a position sees exactly those that see it.
+            at = t + LEFT - i  # the position whose tap i weighs this row
+            # A position of a document sees exactly those that see it, so the range fits here too.
             d = tl.where((start <= at) & (at < end), window[K - 1 - i], 0.0)
             g += taps[i] * d
-            added = added + (sums[i] + d * h,)  # noqa: RUF005
-        sums = added
+            new_sums = new_sums + (sums[i] + d * h,)  # noqa: RUF005
+        sums = new_sums
         mean = tl.sum(g * h, 0) / C
-        _store(dx, row, C, root * (g - h * mean), BLOCK)
+        _store(dx, row, C, root * (g - h * mean), TILE)
     for i in tl.static_range(K):
-        _store(dw, tl.program_id(0) * K + i, C, sums[i], BLOCK)
+        _store(dw, tl.program_id(0) * K + i, C, sums[i], TILE)
 
 
-def config(C, backward=False):
-    """Return BLOCK and num_warps for rows of C: the fastest without spills (results/h200.md)."""
-    block = max(512, triton.next_power_of_2(C))
-    if backward or block > 1024:
-        return dict(BLOCK=block, num_warps=max(4, block // 256))
-    return dict(BLOCK=block, num_warps=block // 512)
+# ---- Launches
+def row_config(C, backward=False):
+    """Return TILE and num_warps for rows of C: the fastest without spills (results/h200.md)."""
+    tile = max(512, triton.next_power_of_2(C))
+    if backward or tile > 1024:
+        return dict(TILE=tile, num_warps=max(4, tile // 256))
+    return dict(TILE=tile, num_warps=tile // 512)
 
 
-def rows_of_a_program(N):
-    return max(CHUNK, triton.cdiv(N, PROGRAMS))
+def rows_per_program(N):
+    """Return how many of N rows each program processes."""
+    return max(MIN_ROWS, triton.cdiv(N, MAX_PROGRAMS))
 
 
 def _forward(x, weight, left, spans):
@@ -189,10 +204,11 @@ def _forward(x, weight, left, spans):
     B, T, C = x.shape
     y, r = _fake(x, weight, left, spans)
     if x.numel():
-        chunk = rows_of_a_program(B * T)
-        args = (x.contiguous(), weight.contiguous(), y, r, spans, B * T, T, C, chunk, EPS, left)
-        grid = (triton.cdiv(B * T, chunk),)
-        launch(norm_conv_forward_kernel, grid, *args, len(weight), **config(C))
+        program_rows = rows_per_program(B * T)
+        args = (x.contiguous(), weight.contiguous(), y, r, spans)
+        sizes = (B * T, T, C, program_rows, EPS, left, len(weight))
+        grid = (triton.cdiv(B * T, program_rows),)
+        launch(norm_conv_forward_kernel, grid, *args, *sizes, **row_config(C))
     return y, r
 
 
@@ -206,14 +222,14 @@ def _backward(grad, x, weight, r, left, spans):
     """Return dx (B, T, C) and dw (K, C) float32."""
     B, T, C = x.shape
     K = len(weight)
-    chunk = rows_of_a_program(B * T)
-    programs = triton.cdiv(B * T, chunk)
+    program_rows = rows_per_program(B * T)
+    programs = triton.cdiv(B * T, program_rows)
     dx, _ = _fake_backward(grad, x, weight, r, left, spans)
-    dw = weight.new_empty((programs, K, C), dtype=torch.float32)
+    dw = weight.new_empty((programs, K, C), dtype=torch.float32)  # a sum of each program
     if x.numel():
         args = (x.contiguous(), weight.contiguous(), r, grad.contiguous(), dx, dw, spans)
-        sizes = (B * T, T, C, chunk, left, K)
-        launch(norm_conv_backward_kernel, (programs,), *args, *sizes, **config(C, True))
+        sizes = (B * T, T, C, program_rows, left, K)
+        launch(norm_conv_backward_kernel, (programs,), *args, *sizes, **row_config(C, True))
     return dx, dw.sum(0)
 
 
@@ -228,7 +244,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(x, weight, output[1], spans)
 
 
-def _differentiate(ctx, grad, grad_r):
+def _differentiate(ctx, grad, grad_r):  # r is an output only so that backward can read it
     x, weight, r, spans = ctx.saved_tensors
     dx, dw = _norm_conv_backward(grad, x, weight, r, ctx.left, spans)
     return dx, dw.to(weight.dtype), None, None

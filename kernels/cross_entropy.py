@@ -34,11 +34,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # ---- The kernel: one program per row
 @jit
 def ce_chunk_kernel(
-    z_ptr, target_ptr, weight_ptr, unit_ptr, loss_ptr, V, limit, BLOCK: tl.constexpr
+    z_ptr, target_ptr, weight_ptr, unit_ptr, loss_ptr, V, limit, TILE: tl.constexpr
 ):
     """Replace logits (m, limit) by dz / unit in place, and store the loss of each row.
 
-    Columns from V to limit are padding; limit < V + BLOCK. unit: the largest weight.
+    Columns from V to limit are padding; limit < V + TILE. unit: the largest weight.
 
     Two passes over a row: the logarithm of its sum of exponentials (Milakov and Gimelshein,
     1805.02867), then dz; between them the row stays in the L2 cache. Powers of 2 replace those of
@@ -47,8 +47,8 @@ def ce_chunk_kernel(
     i = tl.program_id(0).to(tl.int64)
     weight = tl.load(weight_ptr + i)
     z_ptr += i * limit
-    col = tl.arange(0, BLOCK)
-    whole = V // BLOCK * BLOCK  # no column before this one is padding, so most blocks need no mask
+    col = tl.arange(0, TILE)
+    whole = V // TILE * TILE  # no column before this one is padding, so most tiles need no mask
     rest = whole + col
     if weight != 0:
         target = tl.load(target_ptr + i).to(tl.int64)
@@ -58,9 +58,9 @@ def ce_chunk_kernel(
         z = tl.load(z_ptr + rest, mask=rest < V, other=-float("inf")).to(tl.float32) * LOG2E
         # Not -inf: -inf - (-inf) would be NaN.
         top = tl.maximum(tl.max(z, 0), -1e30)
-        # Partial sums, added up at the end: one reduction per block of columns instead of two.
+        # Partial sums, added up at the end: one reduction per tile of columns instead of two.
         total = tl.exp2(z - top)
-        for start in range(0, whole, BLOCK):
+        for start in range(0, whole, TILE):
             z = tl.load(z_ptr + start + col, eviction_policy="evict_last").to(tl.float32) * LOG2E
             new = tl.maximum(top, tl.max(z, 0))
             total = total * tl.exp2(top - new) + tl.exp2(z - new)
@@ -68,7 +68,7 @@ def ce_chunk_kernel(
         lse = top + tl.log2(tl.sum(total, 0))
         tl.store(loss_ptr + i, weight * (lse - z_target) / LOG2E)
         factor = weight / tl.load(unit_ptr)
-        for start in range(0, whole, BLOCK):
+        for start in range(0, whole, TILE):
             z = tl.load(z_ptr + start + col, eviction_policy="evict_first").to(tl.float32)
             dz = factor * tl.exp2(z * LOG2E - lse)
             tl.store(z_ptr + start + col, dz.to(z_ptr.dtype.element_ty))
@@ -81,22 +81,22 @@ def ce_chunk_kernel(
         tl.store(z_ptr + target, dz_target.to(z_ptr.dtype.element_ty), mask=known)
     else:  # a padding row
         tl.store(loss_ptr + i, 0.0)
-        for start in range(0, limit, BLOCK):
+        for start in range(0, limit, TILE):
             at = start + col
-            tl.store(z_ptr + at, tl.zeros((BLOCK,), z_ptr.dtype.element_ty), mask=at < limit)
+            tl.store(z_ptr + at, tl.zeros((TILE,), z_ptr.dtype.element_ty), mask=at < limit)
 
 
-# ---- Block sizes: the fastest on an H200 (results/h200.md)
+# ---- Tile sizes: the fastest on an H200 (results/h200.md)
 def row_config(V, dtype):
-    """Return BLOCK and num_warps for rows of V logits: 16 elements per thread.
+    """Return TILE and num_warps for rows of V logits: 16 elements per thread.
 
     Long rows get large programs. Then fewer rows are processed at a time, and they stay in the L2
     cache for the second pass: 2 programs of 16 warps on each of 132 multiprocessors, with 100 KB
     per row, need 26 of 60 MB. In float32 such programs spilled registers on sm_100.
     """
     largest = 8192 if V > 16384 and dtype != torch.float32 else 4096
-    block = min(max(triton.next_power_of_2(V), 128), largest)
-    return dict(BLOCK=block, num_warps=max(block // 512, 1))
+    tile = min(max(triton.next_power_of_2(V), 128), largest)
+    return dict(TILE=tile, num_warps=max(tile // 512, 1))
 
 
 # ---- The operator

@@ -22,7 +22,7 @@ from .reference import MAX_T, mask_tokens_ref, possible_counts
 
 @jit
 def _smallest(number, level, LOG: tl.constexpr, BITS: tl.constexpr):
-    """Find the level-th smallest of distinct numbers (BLOCK,) of 32 + LOG bits, without sorting.
+    """Find the level-th smallest of distinct numbers (TILE,) of 32 + LOG bits, without sorting.
 
     The result is built from digits of BITS bits, the most significant first. The next digit is the
     largest d for which fewer than `level` numbers are below result + d * 2^shift. That is counted
@@ -45,16 +45,16 @@ def _smallest(number, level, LOG: tl.constexpr, BITS: tl.constexpr):
 
 
 @jit
-def _words(seed_ptr, step_ptr, sample, BLOCK: tl.constexpr):
-    """Return random words (BLOCK,) int64 in [0, 2^32) for the positions of a sample."""
-    quad = tl.arange(0, BLOCK // 4)
+def _words(seed_ptr, step_ptr, sample, TILE: tl.constexpr):
+    """Return random words (TILE,) int64 in [0, 2^32) for the positions of a sample."""
+    quad = tl.arange(0, TILE // 4)
     zero = quad * 0
     seed = tl.load(seed_ptr).to(tl.int64) & 0xFFFFFFFF
     key = seed | (tl.load(step_ptr).to(tl.int64) << 32)
     w0, w1, w2, w3 = tl.philox(key, zero + sample.to(tl.int32), quad, zero, zero)
     # tl.join stacks two tensors along a new last axis. These joins interleave the four words:
     # w0[0], w1[0], w2[0], w3[0], w0[1], ...
-    word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
+    word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (TILE,))
     return word.to(tl.int64) & 0xFFFFFFFF
 
 
@@ -87,14 +87,14 @@ def mask_kernel(
     mask_id,
     B,
     T,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
     LOG: tl.constexpr,
     BITS: tl.constexpr,
 ):
     """Mask one sequence per program. Each program reads the counts of all sequences, to know where
     its own list of masked positions begins in `rows`."""
     row = tl.program_id(0)
-    position = tl.arange(0, BLOCK)
+    position = tl.arange(0, TILE)
     inside = position < T
     base = row.to(tl.int64) * T
     free = inside
@@ -102,7 +102,7 @@ def mask_kernel(
         free = inside & (tl.load(never_mask_ptr + base + position, mask=inside, other=1) == 0)
     # The smallest words are masked. Of two equal words, the one at the smaller position is smaller.
     # Positions that must not be masked get a number above all others.
-    word = _words(seed_ptr, step_ptr, tl.load(sample_ptr + row), BLOCK)
+    word = _words(seed_ptr, step_ptr, tl.load(sample_ptr + row), TILE)
     number = tl.where(free, (word << LOG) | position, 1 << (32 + LOG))
     level = tl.load(level_ptr + row).to(tl.int64)
     bound = _smallest(number, tl.minimum(level, T), LOG, BITS)
@@ -120,8 +120,8 @@ def mask_kernel(
         tl.store(n_rows_ptr, total)
 
 
-def config(T, documents=False):
-    """Return BLOCK, LOG, BITS and num_warps of mask_kernel for rows of T positions.
+def row_config(T, documents=False):
+    """Return TILE, LOG, BITS and num_warps of mask_kernel for rows of T positions.
 
     documents: whether there is a never_mask. BITS is chosen so that each thread makes at most 32
     comparisons at a time: then no registers spill.
@@ -131,7 +131,7 @@ def config(T, documents=False):
     if log <= 9:
         warps = 1 if log <= 6 else 4
     bits = max(1, min(4, 9 + warps.bit_length() - log - documents))
-    return dict(BLOCK=1 << log, LOG=log, BITS=bits, num_warps=warps)
+    return dict(TILE=1 << log, LOG=log, BITS=bits, num_warps=warps)
 
 
 def _forward(x0, level, mask_id, seed, step, sample_ids, never_mask):
@@ -139,7 +139,7 @@ def _forward(x0, level, mask_id, seed, step, sample_ids, never_mask):
     x0 = x0.contiguous()
     xt, count, rows, n_rows = _fake(x0, level, mask_id, seed, step, sample_ids, never_mask)
     level = possible_counts(level, never_mask)
-    settings = config(T, never_mask is not None)
+    settings = row_config(T, never_mask is not None)
     never_mask = None if never_mask is None else never_mask.contiguous()
     args = (x0, xt, count, rows, n_rows, level.contiguous(), sample_ids.contiguous(), seed, step)
     launch(mask_kernel, (B,), *args, never_mask, mask_id, B, T, **settings)

@@ -123,8 +123,12 @@ def linear_cross_entropy_ref(h: Tensor, W: Tensor, targets: Tensor, weight: Tens
 
 # ---- Rotary positions
 def rotary_tables(T, D):
-    """Return cos and sin (T, D/2) of the angles of T positions, for heads of D."""
-    angles = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
+    """Return cos and sin (T, D/2) of the angles of T positions, for heads of D: float32.
+
+    Whatever torch's default dtype: bfloat16 does not tell position 257 from 256.
+    """
+    exponents = -torch.arange(0, D, 2, dtype=torch.float32) / D
+    angles = torch.arange(T, dtype=torch.float32)[:, None] * 10000.0**exponents
     return angles.cos(), angles.sin()
 
 
@@ -197,7 +201,7 @@ def is_visible(spans, at):
     return visible[0] | visible[-1]
 
 
-def masked_share(masked, text, spans):
+def masked_fraction(masked, text, spans):
     """Return the fraction of text that is masked: (B, 1, 1), or with spans (B, T, 1) by document.
 
     masked, text: (B, T) bool, masked positions and all positions of text

@@ -34,10 +34,10 @@ THEMES = {
 
 def read_sample(path):
     """The first sample of a page: a dict with tokens, given and frames (support/web/viewer.py)."""
-    found = re.search(r'id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.S)
-    if not found:
+    match = re.search(r'id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.S)
+    if not match:
         raise ValueError("no page")
-    return json.loads(found[1])["samples"][0]
+    return json.loads(match[1])["samples"][0]
 
 
 def layout(tokens):
@@ -60,9 +60,9 @@ def layout(tokens):
     return places
 
 
-def color_of(share, dark):
-    """The color of a token that appeared after this share of the steps: from violet to orange."""
-    hue = (0.70 + 0.38 * share) % 1
+def color_of(fraction, dark):
+    """The color of a token that was written after this fraction of the steps: violet to orange."""
+    hue = (0.70 + 0.38 * fraction) % 1
     rgb = colorsys.hls_to_rgb(hue, 0.72 if dark else 0.36, 0.75)
     return "#" + "".join(f"{round(255 * c):02x}" for c in rgb)
 

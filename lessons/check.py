@@ -31,8 +31,8 @@ EXIT_CODES = {"right": 0, "wrong": 1, "not checked": 2}
 
 def keep_beginning(pipe, kept):
     """Read a pipe to its end, so that its writer never waits; append the first bytes to `kept`."""
-    while part := pipe.read1(1 << 16):
-        kept += part[: SHOWN + 1 - len(kept)]
+    while chunk := pipe.read1(1 << 16):
+        kept += chunk[: SHOWN + 1 - len(kept)]
 
 
 def stop(process):
@@ -69,13 +69,13 @@ def run(lesson, path):
         finally:
             stop(process)
         reader.join(1)  # a process that the answer started may hold the pipe open
-        found = ["not checked", f"{path.name} ended Python ({ending(code)}) before it was checked"]
+        result = ["not checked", f"{path.name} ended Python ({ending(code)}) before it was checked"]
         if code is None:
             hint = "look for a loop that does not end"
-            found[1] = f"{path.name} took more than {LIMIT} s for lesson {lesson}; {hint}"
+            result[1] = f"{path.name} took more than {LIMIT} s for lesson {lesson}; {hint}"
         elif verdict.exists():
-            found = json.loads(verdict.read_text(encoding="utf-8"))
-    return *found, bytes(printed)
+            result = json.loads(verdict.read_text(encoding="utf-8"))
+    return *result, bytes(printed)
 
 
 def ending(code):

@@ -55,9 +55,9 @@ def number(value, name):
 
 
 def close(value, wanted, name, hint):
-    found = number(value, name)
-    good = abs(found - wanted) <= 1e-4 * max(1, abs(wanted))
-    demand(good, f"{name} gives {found:.4f}, it should be {wanted:.4f}: {hint}")
+    result = number(value, name)
+    good = abs(result - wanted) <= 1e-4 * max(1, abs(wanted))
+    demand(good, f"{name} gives {result:.4f}, it should be {wanted:.4f}: {hint}")
 
 
 def demand_ids(xt, like, name):
@@ -111,12 +111,12 @@ def check_mask(mask):
     # Each of the 6 pairs of 4 positions has the same probability, and rows are drawn separately.
     n = 6000
     pairs = mask(torch.zeros(n, 4, dtype=torch.int64), torch.full((n, 1), 2), 99) == 99
-    found = Counter(map(tuple, pairs.tolist()))
+    numbers = Counter(map(tuple, pairs.tolist()))
     least = n / 6 - 6 * math.sqrt(n * 5 / 36)
     most = n / 6 + 6 * math.sqrt(n * 5 / 36)
-    good = len(found) == 6 and all(least < count < most for count in found.values())
-    share = max(found.values()) / n
-    demand(good, f"not every pair of 4 positions is equally likely: one has {share:.0%} of all")
+    good = len(numbers) == 6 and all(least < count < most for count in numbers.values())
+    largest = max(numbers.values()) / n
+    demand(good, f"not every pair of 4 positions is equally likely: one has {largest:.0%} of all")
     return "exactly l tokens of each row, every set of positions equally likely"
 
 
@@ -177,9 +177,9 @@ def check_bound(bound, bits):
             hint = (
                 "the mean over l = 1..3 of the mean over sets of l positions of the mean over them"
             )
-            given = torch.tensor(x)
-            close(bound(log_p, given, MASK), wanted, f"the bound of {x}", hint)
-            demand(given.tolist() == x, "bound changes x; work on a copy")
+            text = torch.tensor(x)
+            close(bound(log_p, text, MASK), wanted, f"the bound of {x}", hint)
+            demand(text.tolist() == x, "bound changes x; work on a copy")
     hint = "the sum of nats is shared by all characters, and a bit is ln 2 nats"
     close(bits(2.0, 300, 1000), 0.6 / math.log(2), "bits(2.0, 300, 1000)", hint)
     return "equal to the enumeration, and for true conditionals to -log p(x) / T"
@@ -204,13 +204,13 @@ def check_generate(generate):
     demand_ids(out, x, "generate")
     demand(not (out == MASK).any(), "some [MASK] is left at the end; in the last step 1/s is 1")
     demand(bool((out[:, :10] == 1).all()), "given tokens have changed; draw at [MASK] alone")
-    shares = [masked[:, 10:].mean().item() for masked in seen]
-    good = len(shares) == 4 and all(
-        abs(a - b) < 0.025 for a, b in zip(shares, (1, 0.75, 0.5, 0.25), strict=True)
+    fractions = [masked[:, 10:].mean().item() for masked in seen]
+    good = len(fractions) == 4 and all(
+        abs(a - b) < 0.025 for a, b in zip(fractions, (1, 0.75, 0.5, 0.25), strict=True)
     )
-    found = ", ".join(f"{share:.0%}" for share in shares)
+    shown = ", ".join(f"{fraction:.0%}" for fraction in fractions)
     wanted = "in 4 steps 100, 75, 50, 25 % should be masked at the calls"
-    demand(good, f"{wanted}, here {found}: reveal each with probability 1/s, s = steps .. 1")
+    demand(good, f"{wanted}, here {shown}: reveal each with probability 1/s, s = steps .. 1")
     spread = seen[1][:, 10:].sum(1).std().item()
     apart = "each [MASK] is revealed on its own, independently of the others, so the number varies"
     demand(spread > 1.5, f"every text reveals the same number; {apart}")
@@ -220,9 +220,9 @@ def check_generate(generate):
     )
     # The distribution of three steps, exactly, against counts.
     n = 30000
-    found = Counter(map(tuple, generate(exact_model, torch.full((n, 3), MASK), MASK, 3).tolist()))
+    numbers = Counter(map(tuple, generate(exact_model, torch.full((n, 3), MASK), MASK, 3).tolist()))
     wanted = reverse_process(3)
-    chi2 = sum((found[x] - n * p) ** 2 / (n * p) for x, p in wanted.items() if n * p >= 5)
+    chi2 = sum((numbers[x] - n * p) ** 2 / (n * p) for x, p in wanted.items() if n * p >= 5)
     hint = "draw tokens at random from the probabilities, and call the model again in each step"
     demand(
         chi2 < 100,
@@ -277,12 +277,12 @@ def check_fill(log_fill):
                 for i, token in zip(gap, fill, strict=True):
                     wanted += model(xt)[0, i].log_softmax(-1)[token].item()
                     xt[0, i] = token
-                given = torch.tensor(x)
+                text = torch.tensor(x)
                 hint = "log p of each token, the gap's earlier ones in place, the later ones masked"
-                found = log_fill(model, given, list(fill), MASK)
-                close(found, wanted, f"log_fill of {x} with {list(fill)}", hint)
-                demand(given.tolist() == x, "log_fill changes x; work on a copy")
-                total += math.exp(number(found, "log_fill"))
+                result = log_fill(model, text, list(fill), MASK)
+                close(result, wanted, f"log_fill of {x} with {list(fill)}", hint)
+                demand(text.tolist() == x, "log_fill changes x; work on a copy")
+                total += math.exp(number(result, "log_fill"))
             demand(abs(total - 1) < 1e-3, "the probabilities of all fills do not sum to 1")
     return "the chain rule: the probabilities of all fills of a gap sum to 1"
 
@@ -294,13 +294,13 @@ def check_autoregressive(ar_inputs, nll):
     x = torch.tensor([[0, 1, 2, 1], [2, 2, 0, 1]])
     before = x.clone()
     wanted = torch.tensor([[BOS, 0, 1, 2], [BOS, 2, 2, 0]])
-    found = ar_inputs(x, BOS)
+    inputs = ar_inputs(x, BOS)
     demand(torch.equal(x, before), "ar_inputs changes x; work on a copy")
-    demand_ids(found, x, "ar_inputs")
-    demand(not torch.equal(found, x), "without a shift the model sees the token that it predicts")
-    demand(not (found[:, 0] == x[:, -1]).all(), "the last token was moved to the front: a leak")
+    demand_ids(inputs, x, "ar_inputs")
+    demand(not torch.equal(inputs, x), "without a shift the model sees the token that it predicts")
+    demand(not (inputs[:, 0] == x[:, -1]).all(), "the last token was moved to the front: a leak")
     hint = f"the input of {x[0].tolist()} should be {wanted[0].tolist()}"
-    demand(torch.equal(found, wanted), f"{hint}, here it is {found[0].tolist()}")
+    demand(torch.equal(inputs, wanted), f"{hint}, here it is {inputs[0].tolist()}")
     table = torch.randn(4, 4, 3)  # logits, by the last two inputs
 
     def causal(inputs):
@@ -388,8 +388,8 @@ def main(argv):
     verdict, lesson, path = argv
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # answers may import mdlm
     limit_memory()
-    found = judge(int(lesson), path)
-    Path(verdict).write_text(json.dumps(found), encoding="utf-8")
+    result = judge(int(lesson), path)
+    Path(verdict).write_text(json.dumps(result), encoding="utf-8")
     with contextlib.suppress(Exception):  # an answer may have closed it
         sys.stdout.flush()
     os._exit(0)  # at once, even if threads of the answer still run

@@ -30,8 +30,8 @@ def main(argv):
     model, tokenizer, config = mdlm.load(argv[0], whole=True)
     if not model.objective.fills_gaps or "[___]" in argv[1]:
         raise errors.UserError("this needs a model that fills gaps, and █ for each missing token")
-    parts = templates.parse(argv[1], tokenizer, config.block_size)
-    ids = templates.to_ids(parts, tokenizer, model.mask_id)
+    segments = templates.parse(argv[1], tokenizer, config.block_size)
+    ids = templates.to_ids(segments, tokenizer, model.mask_id)
     x = torch.tensor([ids + [model.objective.pad_id] * (config.block_size - len(ids))])
     for i, p in enumerate(model(x)[0, : len(ids)].softmax(-1)):
         if ids[i] == model.mask_id:

@@ -20,10 +20,10 @@ except ModuleNotFoundError as e:
 import torch.nn as nn
 import torch.nn.functional as F
 
-T, C, HEADS, LAYERS, BATCH = 64, 128, 4, 3, 32  # context, width, heads, blocks, texts per step
+T, C, HEADS, LAYERS, BATCH = 64, 128, 4, 3, 32  # context, width, heads, layers, texts per step
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.near = nn.Conv1d(C, C, 5, padding=2, groups=C)  # mixes neighbouring characters
@@ -46,12 +46,12 @@ class Model(nn.Module):
         self.mask_id = V  # an id after those of the characters; it is never predicted
         self.embed = nn.Embedding(V + 1, C)
         self.place = nn.Parameter(torch.randn(T, C) / 10)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
         self.head = nn.Linear(C, V)
 
     def forward(self, xt):  # (B, T) ids, some of them mask_id -> (B, T, V) logits
         x = self.embed(xt) + self.place[: xt.shape[1]]
-        return self.head(F.rms_norm(self.blocks(x), (C,)))
+        return self.head(F.rms_norm(self.layers(x), (C,)))
 
 
 def compute_loss(model, x0):

@@ -53,7 +53,7 @@ def write(model, tokenizer, n, **settings):
 def measure(model, tokenizer, seeds, n):
     """Return {sampler: for each number of steps, the share of valid texts for each seed}, and the
     default sampler's speeds and texts."""
-    shares = {name: [] for name in SAMPLERS}
+    fractions = {name: [] for name in SAMPLERS}
     speeds = []
     shown = []
     for name, settings in SAMPLERS.items():
@@ -61,35 +61,35 @@ def measure(model, tokenizer, seeds, n):
             used = settings | dict(steps=steps)
             if not sample.has_effect(model, **used):  # with one call there is no order
                 used.pop("order")
-            found = [write(model, tokenizer, n, seed=seed, **used) for seed in range(seeds)]
-            shares[name].append([sum(map(is_pattern, texts)) / n for texts, _ in found])
+            trials = [write(model, tokenizer, n, seed=seed, **used) for seed in range(seeds)]
+            fractions[name].append([sum(map(is_pattern, texts)) / n for texts, _ in trials])
             if name == "default":
-                speeds.append(sorted(speed for _, speed in found)[seeds // 2])
-                shown.append(found[0][0])
-            best = ", ".join(f"{share:.3f}" for share in shares[name][-1])
+                speeds.append(sorted(speed for _, speed in trials)[seeds // 2])
+                shown.append(trials[0][0])
+            best = ", ".join(f"{fraction:.3f}" for fraction in fractions[name][-1])
             print(f"{name:<13} {steps:>2} steps: valid {best}", flush=True)
-    return shares, speeds, shown
+    return fractions, speeds, shown
 
 
-def sweet_spot(shares):
+def sweet_spot(fractions):
     """The index of the fewest steps with at least 0.95 of the best mean share of valid texts."""
-    means = [sum(values) / len(values) for values in shares]
+    means = [sum(values) / len(values) for values in fractions]
     return next(i for i, mean in enumerate(means) if mean >= 0.95 * max(means))
 
 
-def draw(shares, speeds, shown, path):
+def draw(fractions, speeds, shown, path):
     matplotlib = environment.optional("matplotlib.figure", "a picture")
     fig = matplotlib.Figure((10, 7.2), dpi=130, layout="constrained")
     top, bottom = fig.subfigures(2, 1, height_ratios=[1.1, 1])
     ax = top.subplots()
-    for (name, values), color in zip(shares.items(), COLORS):
+    for (name, values), color in zip(fractions.items(), COLORS):
         means = [sum(v) / len(v) for v in values]
         ax.plot(STEPS, means, "o-", color=color, lw=1.8, label=name)
         ax.fill_between(
             STEPS, list(map(min, values)), list(map(max, values)), color=color, alpha=0.2
         )
-    best = sweet_spot(shares["default"])
-    height = sum(shares["default"][best]) / len(shares["default"][best])
+    best = sweet_spot(fractions["default"])
+    height = sum(fractions["default"][best]) / len(fractions["default"][best])
     ax.plot(STEPS[best], height, "*", color=COLORS[0], ms=18, mec="white")
     words = f"sweet spot: {height:.1%} valid in {STEPS[best]} steps"
     place = dict(textcoords="offset points", xytext=(-14, -2), ha="right")

@@ -57,24 +57,24 @@ WIDEST = 64  # tokens of a text that is drawn for --orders
 def count_masks(draws=1000):
     """The numbers of masked tokens of T: {rate: two lists (draws,), Bernoulli and exact}."""
     x0 = torch.zeros(draws, T, dtype=torch.int64)
-    found = {}
+    counts = {}
     for rate in RATES:
         bernoulli = torch.full((draws,), rate)
         exact = (bernoulli * T).round().long()
         key = (1, 0, 0, torch.arange(draws))  # the id of [MASK], seed, step, samples
-        masks = [mask_tokens_ref(x0, how, *key) for how in (bernoulli, exact)]
-        found[rate] = [count.tolist() for _, count, _, _ in masks]
-    return found
+        masks = [mask_tokens_ref(x0, masking, *key) for masking in (bernoulli, exact)]
+        counts[rate] = [count.tolist() for _, count, _, _ in masks]
+    return counts
 
 
 def schedule_densities():
     """The density of mask rates in training: {schedule: (T,)}, all 1 for a uniform one."""
     config = mdlm.Config(block_size=T)
-    found = {}
+    densities = {}
     for name in rates.SCHEDULES:
         variant = dataclasses.replace(config, rates=name)
-        found[name] = (rates.count_probabilities(variant)[1:] * T).tolist()
-    return found
+        densities[name] = (rates.count_probabilities(variant)[1:] * T).tolist()
+    return densities
 
 
 @torch.no_grad()
@@ -106,12 +106,12 @@ def attention_maps(model, xt):
 
 def draw_attention(maps, labels, path):
     """Draw the maps of the last layer that attends, for the tokens that have labels."""
-    layer, found = max(maps.items())
+    layer, head_maps = max(maps.items())
     n = len(labels)
     size = min(max(2.4, n / 15), 4)  # inches
-    fig, axes = figure(size * len(found) + 0.6, size + 0.9, 1, len(found), squeeze=False)
-    highest = found[:, :n, :n].max().item()
-    for head, (ax, p) in enumerate(zip(axes[0], found, strict=True), 1):
+    fig, axes = figure(size * len(head_maps) + 0.6, size + 0.9, 1, len(head_maps), squeeze=False)
+    highest = head_maps[:, :n, :n].max().item()
+    for head, (ax, p) in enumerate(zip(axes[0], head_maps, strict=True), 1):
         image = ax.imshow(p[:n, :n].numpy(), cmap="Blues", vmin=0, vmax=highest)
         ax.grid(False)
         ax.set_title(f"layer {layer + 1}, head {head}", fontsize=8)
@@ -147,8 +147,8 @@ def draw_masking(counts, schedules, path):
 
 def unmask(model, x, order, steps, seed):
     """The texts x (1, T) before the first step and after each one, (n, T), in this order."""
-    found = sample.unmask(model, x, order=order, correct=0, seed=seed, steps=steps)
-    return torch.cat([x, *(step.x for step in found)])
+    steps_taken = sample.unmask(model, x, order=order, correct=0, seed=seed, steps=steps)
+    return torch.cat([x, *(step.x for step in steps_taken)])
 
 
 def trajectory_cells(tokenizer, texts, mask):
@@ -199,10 +199,10 @@ def draw_trajectories(trajectories, path):
 
 def read_text(text, model, tokenizer):
     """The ids of --text, with masks."""
-    parts = parse(text, tokenizer, model.config.block_size)
-    if None in parts:
+    segments = parse(text, tokenizer, model.config.block_size)
+    if None in segments:
         raise UserError("[___] has no known length in a picture; write █ for each token")
-    return to_ids(parts, tokenizer, model.mask_id)
+    return to_ids(segments, tokenizer, model.mask_id)
 
 
 def check_orders(text):
@@ -228,11 +228,11 @@ def trajectories_of(args):
     if not 2 <= steps <= 64:
         raise UserError(f"--steps={steps} is not accepted; give 2 to 64")
     x = torch.tensor([ids])
-    found = {}
+    cells = {}
     for order in orders:
         texts = unmask(model, x, order, min(steps, ids.count(model.mask_id)), args.seed or 0)
-        found[order] = trajectory_cells(tokenizer, texts, model.mask_id)
-    return found
+        cells[order] = trajectory_cells(tokenizer, texts, model.mask_id)
+    return cells
 
 
 def check(args):

@@ -56,8 +56,8 @@ def bench_sampling(options, device, table):
         path = getattr(options, flag)
         if objective == "ar" and not path:
             continue
-        found = read_newest(path, lambda folder: mdlm.load(folder, device))
-        folders[objective], models[objective] = found
+        loaded = read_newest(path, lambda folder: mdlm.load(folder, device))
+        folders[objective], models[objective] = loaded
         c = models[objective][2]
         if c.objective != objective or c.prompt_column:
             raise UserError(f"--{flag}={path} is no run of --objective={objective} on texts")
@@ -94,5 +94,7 @@ def bench_sampling(options, device, table):
             continue
         x, seconds = write(writer, n, seeds, options.dtype, settings)
         facts = dict(sampler=name, calls=steps, seconds=seconds)
-        by_seed = [statistics(part) for part in x.split(n)]
+        by_seed = [statistics(texts) for texts in x.split(n)]
         table.add(facts | statistics(x) | dict(by_seed=by_seed))
+    if options.picture:
+        table.draw(options.picture)

@@ -42,16 +42,16 @@ LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 KNOWN = {*LENGTHS, "until", "do_sample", "temperature", "top_k", "top_p"}  # generation_kwargs
 
 
-def check_generation(how):
+def check_generation(gen_kwargs):
     """Raise UserError for generation_kwargs of a task, or of --gen_kwargs, that have no meaning."""
     for name in LENGTHS:
-        if how.get(name) is not None:
-            whole_number(name, how[name], 0)
-    until = how.get("until") or []
+        if gen_kwargs.get(name) is not None:
+            whole_number(name, gen_kwargs[name], 0)
+    until = gen_kwargs.get("until") or []
     for stop in until if isinstance(until, (list, tuple)) else [until]:
         if stop is not None and not isinstance(stop, str):
-            given = f"until={str(until)[:40]}"
-            raise UserError(f"{given} is not accepted; give a text, or a list of texts")
+            what = f"until={str(until)[:40]}"
+            raise UserError(f"{what} is not accepted; give a text, or a list of texts")
 
 
 @register_model("mdlm")
@@ -81,27 +81,27 @@ class Harness(LM):
 
         Of all of them before the work begins, which may take hours.
         """
-        found = []
+        encoded = []
         for number, request in enumerate(requests, 1):
             of_task = f" of {task}" if (task := getattr(request, "task_name", None)) else ""
             name = f"request {number}{of_task}"
             for text in request.args[:n]:
                 try:
-                    self.tokenizer.encode_given(text)
+                    self.tokenizer.encode_lossless(text)
                 except UserError as e:
                     raise UserError(f"{name}, {text[:40]!r}: {e}") from None
             ids = self.encode_args(*request.args[:n])
             if n == 2 and not 0 < len(ids[-1]) <= self.room:
-                given = f"{name}, {request.args[1][:40]!r}: an answer has {len(ids[-1])} tokens"
-                raise UserError(f"{given}; the model takes 1 to {self.room}")
-            found.append(ids)
-        return found
+                what = f"{name}, {request.args[1][:40]!r}: an answer has {len(ids[-1])} tokens"
+                raise UserError(f"{what}; the model takes 1 to {self.room}")
+            encoded.append(ids)
+        return encoded
 
     def encode_args(self, prompt, *answer):
         """[the ids of a prompt], and those of its answer if there is one."""
         if answer and not self.asks:
             return self.tokenizer.encode_pair(prompt, *answer)
-        return [self.tokenizer.encode_given(text) for text in (prompt, *answer)]
+        return [self.tokenizer.encode_lossless(text) for text in (prompt, *answer)]
 
     def loglikelihood(self, requests):
         """[(log p(answer | prompt) in nats, whether greedy choices from left to right give it)]"""
@@ -112,7 +112,7 @@ class Harness(LM):
         n = self.room
         texts = [ids for (ids,) in self.encode(requests, 1)]
         cut = ([ids[i : i + n] for i in range(0, len(ids), n)] for ids in texts)
-        return [sum(self.score([], part)[0] for part in parts) for parts in cut]
+        return [sum(self.score([], window)[0] for window in windows) for windows in cut]
 
     def generate_until(self, requests):
         """[what follows the prompt, up to the first of the strings that end it]"""
@@ -123,15 +123,17 @@ class Harness(LM):
         asked = [request.args[1] for request in requests]
         return [self.write(*pair) for pair in terminal.bar(list(zip(prompts, asked)))]
 
-    def write(self, prompt, how):
-        """What follows a prompt; how: the generation_kwargs of a task."""
-        unknown = {name for name in how if name not in KNOWN} - self.ignored
+    def write(self, prompt, gen_kwargs):
+        """What follows a prompt; gen_kwargs: the generation_kwargs of a task."""
+        unknown = {name for name in gen_kwargs if name not in KNOWN} - self.ignored
         if unknown:
             terminal.warn(
                 f"generation_kwargs {', '.join(sorted(unknown))} are not known here; ignored"
             )
             self.ignored |= unknown
-        n = next((how[name] for name in LENGTHS if how.get(name) is not None), 64)  # tokens
+        n = next(
+            (gen_kwargs[name] for name in LENGTHS if gen_kwargs.get(name) is not None), 64
+        )  # tokens
         literal = encode_literal(prompt, self.tokenizer, after_gap=False, before_gap=not self.asks)
         # Of a long prompt the end is kept, half a context at least; sample.py writes on from there.
         prompt = literal.ids[-max(1, self.room - n, self.room // 2) :]
@@ -141,20 +143,20 @@ class Harness(LM):
         if n <= 0:
             return ""
         settings = dict(temperature=0.0)
-        if how.get("do_sample"):
-            settings = {name: how.get(name) for name in ("temperature", "top_k", "top_p")}
+        if gen_kwargs.get("do_sample"):
+            settings = {name: gen_kwargs.get(name) for name in ("temperature", "top_k", "top_p")}
             settings = {name: value for name, value in settings.items() if value is not None}
             settings = self.with_effect(settings)
         device = next(self.model.parameters()).device
         x = torch.tensor([[*prompt, *[self.model.mask_id] * n]], device=device)
         ends = sample.ends(self.model, self.tokenizer, False)
-        parts = [Literal(literal, prompt, literal.lends_space), n]
-        ends["allowed"] = allowed_tokens(parts, self.tokenizer)
+        segments = [Literal(literal, prompt, literal.lends_space), n]
+        ends["allowed"] = allowed_tokens(segments, self.tokenizer)
         ids = sample.generate(self.model, x, seed=self.seed, **ends, **settings)[0].tolist()
         text = "".join(self.tokenizer.pieces(ids, len(prompt)))
         if literal.lends_space:  # it is the prompt's
             text = text.removeprefix(" ")
-        until = how.get("until") or []
+        until = gen_kwargs.get("until") or []
         for stop in [until] if isinstance(until, str) else until:
             text = text.split(stop)[0] if stop else text
         return text
@@ -182,8 +184,8 @@ class Harness(LM):
             scored = torch.zeros_like(x, dtype=torch.bool).index_fill(1, at, True)
             r = mdlm.evaluate(self.model, x, self.draws, self.seed, scored=scored)
             return -n * r["nelbo"], False
-        parts = [at[part] for part in groups(self.model, n, device)]
-        logits = torch.cat([next_logits(self.model, x, 0 * at, at) for at in parts]).double()
+        batches = [at[batch] for batch in groups(self.model, n, device)]
+        logits = torch.cat([next_logits(self.model, x, 0 * at, at) for at in batches]).double()
         logp = -F.cross_entropy(logits, x[0, at], reduction="sum").item()
         return logp, torch.equal(logits.argmax(-1), x[0, at])
 

@@ -76,12 +76,12 @@ def attention(device, dtype, B, T, H, D, S=0, prepares=False):
         )
 
     def exact(qkv, grad):
-        parts = []
+        outcomes = []
         # One sequence at a time: (1, H, T, T) scores in float64.
         for x, g in zip(qkv.detach().double().split(1), grad.double().split(1)):
             x.requires_grad_()
-            parts.append(outcome(ref(x, *tables, prepares, spans=spans), (x,), True, g))
-        return [torch.cat(part).detach() for part in zip(*parts)]
+            outcomes.append(outcome(ref(x, *tables, prepares, spans=spans), (x,), True, g))
+        return [torch.cat(tensors).detach() for tensors in zip(*outcomes)]
 
     contestants = yardsticks(contestant, ref)
     for name in ("EFFICIENT",) if S else ("FLASH", "CUDNN", "EFFICIENT"):
@@ -135,9 +135,9 @@ def head(device, dtype, M, C, V):
         h, W = (x.detach().double().requires_grad_() for x in (h, W))
         loss = 0
         for x, y in zip(h.split(1024), targets.split(1024)):
-            part = F.cross_entropy(x @ W.T, y, reduction="sum") / M
-            part.backward()
-            loss += part.detach()
+            chunk_loss = F.cross_entropy(x @ W.T, y, reduction="sum") / M
+            chunk_loss.backward()
+            loss += chunk_loss.detach()
         return [loss, h.grad, W.grad]
 
     contestants = yardsticks(contestant, kernels.linear_cross_entropy_ref)

@@ -25,7 +25,7 @@ class Model:
     vocabulary: int
 
     @property
-    def block(self):
+    def layer(self):
         return 12 * self.width**2
 
     @property
@@ -34,11 +34,11 @@ class Model:
 
     @property
     def parameters(self):
-        return self.layers * self.block + self.ends
+        return self.layers * self.layer + self.ends
 
     def flops(self, T, recompute):
         """Of forward and backward, for a token; half of the head's rows are masked."""
-        body = self.layers * self.block
+        body = self.layers * self.layer
         again = 2 * body if recompute else 0
         return (
             6 * (body + self.vocabulary * self.width / 2)
@@ -72,7 +72,7 @@ MACHINES = (
 
 def held(model, n, recompute, accumulates=False):
     """Bytes of a rank: state, whole parameters, activations; n ranks share a model (1: none)."""
-    P, R, K = model.parameters, model.ends, model.block
+    P, R, K = model.parameters, model.ends, model.layer
     matrices = model.layers * K
     state = (4 + 4 + 4) * P / n  # weights, gradients, average, in float32
     state += (4 * matrices + 8 * (P - matrices)) / n  # moments of Muon and AdamW
@@ -96,7 +96,7 @@ def sent(model, machine, n):
     groups = machine.ranks // n
     exchange = machine.ring if n <= 8 else machine.exchange
     seconds = (2 * 2 * P + 4 * P) * (1 - 1 / n) / machine.ring  # gathered twice, reduced once
-    seconds += 2 * 4 * model.layers * model.block * (1 - 1 / n) / n / exchange  # Muon
+    seconds += 2 * 4 * model.layers * model.layer * (1 - 1 / n) / n / exchange  # Muon
     return seconds + 2 * 4 * P / n * (1 - 1 / groups) / machine.ring  # between the groups
 
 
@@ -116,7 +116,7 @@ def row(model, machine):
     flags = ["--shard" if n == machine.ranks else f"--shard={n}"] * (n > 1)
     flags += ["--recompute"] * recompute
     cells = [model.name, machine.name, f"`{' '.join(flags)}`" if flags else "none"]
-    cells += [f"{part / 1e9:.1f}" for part in (*held(model, *way), total[way])]
+    cells += [f"{n_bytes / 1e9:.1f}" for n_bytes in (*held(model, *way), total[way])]
     for T in (1024, 4096):
         speed = machine.ranks * TOKENS / seconds(way, T)
         cells.append(f"{speed / 1e3:,.0f} k" if fit else "does not fit")

@@ -39,11 +39,11 @@ def relative(x, exact):
 def compare(name, results, plain, exact, dtype):
     """Print the errors; whether each is at most twice that of plain PyTorch, or small."""
     ok = True
-    for part in exact:
-        ours, theirs = (relative(x[part], exact[part]) for x in (results, plain))
+    for output in exact:
+        ours, theirs = (relative(x[output], exact[output]) for x in (results, plain))
         good = ours <= 2 * theirs + SMALL[dtype]
         ok &= good
-        print(f"{name:44} {part:5} {ours:.2e} (PyTorch {theirs:.2e}){'' if good else '  WRONG'}")
+        print(f"{name:44} {output:5} {ours:.2e} (PyTorch {theirs:.2e}){'' if good else '  WRONG'}")
     return ok
 
 

@@ -33,7 +33,7 @@ A = sys.modules[kernels.attention.__module__]
 C = sys.modules[kernels.linear_cross_entropy.__module__]
 N = sys.modules[kernels.norm_conv.__module__]
 CHOOSE = A.tiles
-# BLOCK_M (queries), BLOCK_N (keys), warps, stages
+# TILE_M (queries), TILE_N (keys), warps, stages
 ROWS = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 4, 3), (64, 128, 4, 2)]
 ROWS += [(64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3)]
 ROWS += [(64, 32, 4, 2), (128, 32, 4, 2), (64, 128, 4, 1), (128, 64, 8, 1), (128, 64, 4, 1)]
@@ -173,15 +173,15 @@ def loss_case(V, rows):
     unit, loss = weight.max(), torch.empty(rows, device="cuda")
     present = C.row_config(V, logits.dtype)
     lines = []
-    for block, warps in LOSS if V > 16384 else [(128, 1), (128, 2), (128, 4), (256, 1), (256, 2)]:
-        options = dict(BLOCK=block, num_warps=warps)
+    for tile, warps in LOSS if V > 16384 else [(128, 1), (128, 2), (128, 4), (256, 1), (256, 2)]:
+        options = dict(TILE=tile, num_warps=warps)
         args = (logits, targets, weight, unit, loss, V, limit)
         call = functools.partial(C.launch, C.ce_chunk_kernel, (rows,), *args, **options)
         ms = milliseconds(call)
         n_bytes = 2 * logits.numel() * 2
         mark = "*" if options == present else " "
         lines.append(
-            (ms, f"{mark} {block} x {warps} warps: {ms:.4f} ms, {n_bytes / ms / 1e9:.2f} TB/s")
+            (ms, f"{mark} {tile} x {warps} warps: {ms:.4f} ms, {n_bytes / ms / 1e9:.2f} TB/s")
         )
     print(f"\nce_chunk_kernel V={V}, {rows} rows")
     print("\n".join(text for _, text in sorted(lines)))
@@ -191,7 +191,7 @@ def norm_case(tokens, width):
     """The normalization with its convolution, by warps and programs."""
     x, grad = (torch.randn(16, tokens // 16, width, device="cuda").bfloat16() for _ in range(2))
     weight = torch.randn(5, width, device="cuda")
-    choose, most = N.config, N.PROGRAMS
+    choose, most = N.row_config, N.MAX_PROGRAMS
     r = N._forward(x, weight, 2, None)[1]
     for backward in (False, True):
         present = choose(width, backward)
@@ -200,12 +200,12 @@ def norm_case(tokens, width):
             call = functools.partial(N._backward, grad, x, weight, r, 2, None)
         lines = []
         for warps in (1, 2, 4, 8, 16):
-            if not 64 <= present["BLOCK"] / warps <= 512:
+            if not 64 <= present["TILE"] / warps <= 512:
                 continue
             for programs in (512, 1024, 2048, 4096):
                 options = present | dict(num_warps=warps)
-                N.config = lambda *_, options=options: options
-                N.PROGRAMS = programs
+                N.row_config = lambda *_, options=options: options
+                N.MAX_PROGRAMS = programs
                 ms = milliseconds(call, 0.01)
                 mark = "*" if warps == present["num_warps"] and programs == most else " "
                 n_bytes = x.numel() * x.element_size() * (3 if backward else 2)
@@ -213,7 +213,7 @@ def norm_case(tokens, width):
                 lines.append(
                     (ms, f"{mark} {warps} warps, {programs} programs: {ms:.4f} ms, {speed}")
                 )
-        N.config, N.PROGRAMS = choose, most
+        N.row_config, N.MAX_PROGRAMS = choose, most
         print(f"\nnorm_conv {'backward' if backward else 'forward'}, {tokens} x {width}")
         print("\n".join(text for _, text in sorted(lines)))
 

@@ -113,7 +113,9 @@ def write_data(folder):
     from pydoc_data.topics import topics
 
     text = "\n\n".join(topics[name] for name in sorted(topics))[:60_000]
-    lines = [part.replace("\n", " ") for part in text.split("\n\n") if len(part) > 24][:900]
+    lines = [
+        paragraph.replace("\n", " ") for paragraph in text.split("\n\n") if len(paragraph) > 24
+    ][:900]
     documents = [dict(text=line[: 25 + len(line) % 20]) for line in lines]
     pairs = [dict(prompt=line[:8], text=line[8 : 22 + len(line) % 9]) for line in lines]
     (folder / "text.txt").write_text(text)
@@ -137,14 +139,14 @@ def write_data(folder):
 
 def without_times(text):
     """Lines of JSON, or of text, without what differs from run to run."""
-    found = []
+    lines = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
             line = json.loads(line)
         if isinstance(line, dict):
             line = {name: value for name, value in line.items() if name not in TIMES}
-        found.append(line)
-    return found
+        lines.append(line)
+    return lines
 
 
 def module(*names):
@@ -183,14 +185,14 @@ class Checkout:
     def tensors(self, name):
         """Checksums of all tensors in the last checkpoint of a run."""
         run = self.out / name
-        found = {}
+        digests = {}
         for file in ("model", "state"):
             path = run / (run / "latest").read_text().strip() / f"{file}.safetensors"
             for key, t in self.load_file(path).items():
                 content = t.contiguous().numpy().tobytes()
                 key = key.replace("blocks.", "layers.")  # as layers were called once
-                found[f"{file} {key}"] = hashlib.sha256(content).hexdigest()
-        return found
+                digests[f"{file} {key}"] = hashlib.sha256(content).hexdigest()
+        return digests
 
     def run_of(self, name):
         """The log of a run, and checksums of what it saved."""
@@ -207,17 +209,17 @@ class Checkout:
             where = f"--out_dir={self.out / name}"
             code, said = self.call("mdlm", f"--data={data[source]}", *flags, where)
             yield name, [code, *self.run_of(name)] if code == 0 else said
-            how = ["--json=-", "--exact", "--windows=6", "--pictures=none"]
-            yield f"{name}: eval", self.call("eval", where, *how)
+            flags_of_call = ["--json=-", "--exact", "--windows=6", "--pictures=none"]
+            yield f"{name}: eval", self.call("eval", where, *flags_of_call)
         where = f"--out_dir={self.out / 'blocks whole'}"
-        yield "blocks whole: eval --whole", self.call("eval", where, "--whole", *how)
+        yield "blocks whole: eval --whole", self.call("eval", where, "--whole", *flags_of_call)
         for name in SAMPLED:
             for words in SETTINGS:
                 flags = shlex.split(words)
                 if "prompts" in name and "--prompt" not in words:
                     flags.append("--prompt=Each")
-                how = [f"--out_dir={self.out / name}", "--json=-", *flags]
-                yield f"{name}: sample {words}", self.call("sample", *how)
+                flags_of_call = [f"--out_dir={self.out / name}", "--json=-", *flags]
+                yield f"{name}: sample {words}", self.call("sample", *flags_of_call)
         for name in RESUMED:
             if not (self.out / name).exists():
                 continue  # refused

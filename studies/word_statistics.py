@@ -48,8 +48,8 @@ def words_of(text):
 def distinct(texts):
     """Distinct words per word, the mean over groups of 16 texts."""
     groups = [texts[i : i + GROUP] for i in range(0, max(1, len(texts) - GROUP + 1), GROUP)]
-    found = [[word for text in group for word in words_of(text)] for group in groups]
-    return sum(len(set(words)) / max(1, len(words)) for words in found) / len(found)
+    lists = [[word for text in group for word in words_of(text)] for group in groups]
+    return sum(len(set(words)) / max(1, len(words)) for words in lists) / len(lists)
 
 
 class WordStatistics:
@@ -59,15 +59,18 @@ class WordStatistics:
         self.known = set(re.findall(r"\w+", training or ""))
 
     def __call__(self, texts):
-        """{"words": share, "words_se": its standard error, "distinct": share}; None: not known."""
-        found = [words_of(text) for text in texts]
-        good = [sum(word in self.known for word in words) for words in found]
-        total = max(1, sum(map(len, found)))
-        share = sum(good) / total
-        spread = sum((k - share * len(words)) ** 2 for k, words in zip(good, found)) ** 0.5 / total
+        """{"words": fraction, "words_se": standard error, "distinct": fraction}; None: unknown."""
+        lists = [words_of(text) for text in texts]
+        good = [sum(word in self.known for word in words) for words in lists]
+        total = max(1, sum(map(len, lists)))
+        known_fraction = sum(good) / total
+        spread = (
+            sum((k - known_fraction * len(words)) ** 2 for k, words in zip(good, lists)) ** 0.5
+            / total
+        )
         if not self.known:
-            share = spread = None
-        return {"words": share, "words_se": spread, "distinct": distinct(texts)}
+            known_fraction = spread = None
+        return {"words": known_fraction, "words_se": spread, "distinct": distinct(texts)}
 
 
 # ---- sample.py --compare
@@ -86,7 +89,7 @@ def variants(options, given, settings, resolve):
         fix = "give a value between commas, and none at the end"
         raise UserError(f"--compare={options.compare} has an empty value; {fix}")
     n = options.num_samples or TEXTS
-    found = {}
+    rows = {}
     for value in values.split(","):
         former = dict(flags.FORMER)  # what the command line has, not a row
         try:
@@ -98,10 +101,10 @@ def variants(options, given, settings, resolve):
         for same in asked.keys() & given.keys():
             why = f"as --compare={name} gives it in every row; leave one of them out"
             raise UserError(f"--{same} has no effect, {why}")
-        if f"{name}={value}" in found:
+        if f"{name}={value}" in rows:
             raise UserError(f"--compare has {name}={value} twice; give each value once")
-        found[f"{name}={value}"] = resolve(dataclasses.replace(options, num_samples=n, **asked))
-    return found
+        rows[f"{name}={value}"] = resolve(dataclasses.replace(options, num_samples=n, **asked))
+    return rows
 
 
 def compare(variants, fill, statistics, tokens, file):
@@ -123,7 +126,7 @@ def compare(variants, fill, statistics, tokens, file):
         seconds = facts[0]["seconds"]
         calls = sum(fact["calls"] for fact in facts) / len(facts)
         row = {"setting": title, "calls": calls, "seconds": seconds, "tokens/s": tokens / seconds}
-        rows.append(row | statistics([joined(parts) for parts in texts]))
+        rows.append(row | statistics([joined(segments) for segments in texts]))
         print(json.dumps(rows[-1]), file=file, flush=True)
     if file is not sys.stdout:
         print(plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=3))

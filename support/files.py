@@ -191,8 +191,8 @@ def sha256_of(path):
     """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
     with open_regular(path) as f:
-        while block := f.read(1 << 20):
-            digest.update(block)
+        while chunk := f.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 

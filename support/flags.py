@@ -81,14 +81,14 @@ def modern(settings, program):
     Raises UserError for settings that say the same in two ways.
     """
     settings = dict(settings)
-    found = {}  # name -> (what else it is called here, the values that are no default)
+    renamed = {}  # name -> (what else it is called here, the values that are no default)
     for new, names, value in in_names_of_now(settings, program):
-        others, values = found.setdefault(new, ([], []))
+        others, values = renamed.setdefault(new, ([], []))
         others += names
         values += [] if value is None else [value]
     given = {}
     rest = {name: value for name, value in settings.items() if name_now(name, program) == name}
-    for new, (names, values) in found.items():
+    for new, (names, values) in renamed.items():
         if (new in settings and new not in names) or len(values) > 1:
             same = " and ".join(names + [new] * (new in settings))
             raise UserError(f"{same} are the same setting; give {new} alone")
@@ -347,13 +347,23 @@ def shown_value(value):
     return "unlimited" if value == NO_LIMIT else value
 
 
-def parse_flags(cls, argv, description, epilog="", presets=None, preset=None, free=""):
+def parse_flags(
+    cls,
+    argv,
+    description,
+    epilog="",
+    presets=None,
+    preset=None,
+    free="",
+    usage="[--flag=value ...]",
+):
     """The flags given in argv, as a dict of fields of `cls`, whose comments group --help=all.
 
     presets: name -> {setting: default}; --help shows the defaults of `preset`.
     free: the name under which a value without a flag is returned ("": it is refused).
+    usage: what follows the program's name, as --help says it.
     """
-    texts = (description, epilog, presets, preset)
+    texts = (usage, description, epilog, presets, preset)
     all_fields = dataclasses.fields(cls)
     parser = make_parser(cls, all_fields, *texts)
     common = [field for field in all_fields if field.metadata["common"]]
@@ -425,7 +435,7 @@ def fold_paragraphs(text):
     return "\n\n".join(each if each[:1] == " " else fold(each, "", "") for each in paragraphs)
 
 
-def make_parser(cls, fields, description, epilog, presets, preset):
+def make_parser(cls, fields, usage, description, epilog, presets, preset):
     """The Parser of `fields`, all of `cls` or the common ones alone; without groups if so."""
     n = len(dataclasses.fields(cls))
     is_all = len(fields) == n
@@ -434,7 +444,7 @@ def make_parser(cls, fields, description, epilog, presets, preset):
     if not is_all:
         epilog += f"\n\n--help=all shows all {n} flags."
     parser = Parser(
-        usage="%(prog)s [--flag=value ...]",
+        usage=f"%(prog)s {usage}",
         description=fold_paragraphs(description),
         epilog=epilog,
         argument_default=argparse.SUPPRESS,

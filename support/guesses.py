@@ -73,7 +73,7 @@ ANSWERS = {
         "config config_file conf yaml": CONFIG_FILES,
         "cpu cuda gpu no_cuda use_cuda mps": DEVICES,
         "wandb wandb_log wandb_project wandb_run_name use_wandb no_wandb": LOGGERS,
-        "tensorboard tb report_to logger log_dir logdir": LOGGERS,
+        "tensorboard tb log_dir logdir": LOGGERS,
         "verbose v debug quiet q": "what a program says cannot be changed",
         "fp16 bf16 amp mixed_precision half": "--dtype gives the type of products",
     },

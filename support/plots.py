@@ -138,11 +138,11 @@ def where_rates_open(log):
 
     From there on a training loss may rise, as texts of few or of nearly all masks are harder.
     """
-    found = [r for r in log if r.get("rate_margin") is not None]
-    widest = max((r["rate_margin"] for r in found), default=0)
-    if not found or found[-1]["rate_margin"] == widest:
+    records = [r for r in log if r.get("rate_margin") is not None]
+    widest = max((r["rate_margin"] for r in records), default=0)
+    if not records or records[-1]["rate_margin"] == widest:
         return None
-    return next(r for r, after in itertools.pairwise(found) if after["rate_margin"] < widest)
+    return next(r for r, after in itertools.pairwise(records) if after["rate_margin"] < widest)
 
 
 def draw_losses(ax, x, log, color, label):
@@ -163,12 +163,13 @@ def draw_losses(ax, x, log, color, label):
     if val:
         label += f": {key[4:].upper()} {val[-1][key]:.3f}"
     # The untrained model's evaluation has no line to the next one: nothing was measured between.
-    for part in ([r for r in val if not r["step"]], [r for r in val if r["step"]]):
-        values = [r[key] for r in part]
-        error = [2 * (r[f"{key}_se"] or 0) for r in part]  # about 95 % confidence
+    for records in ([r for r in val if not r["step"]], [r for r in val if r["step"]]):
+        values = [r[key] for r in records]
+        error = [2 * (r[f"{key}_se"] or 0) for r in records]  # about 95 % confidence
         style = dict(fmt="o-", ms=4, lw=1.6, capsize=2, color=color)
-        ax.errorbar([r[x] for r in part], values, error, **style, label=label if part else None)
-        label = None if part else label
+        shown = label if records else None
+        ax.errorbar([r[x] for r in records], values, error, **style, label=shown)
+        label = None if records else label
     return means[len(means) // 25 :] + [r[key] for r in val if r["step"]]
 
 

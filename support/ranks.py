@@ -82,7 +82,7 @@ def join_ranks(given):
     return rank, world, local_rank
 
 
-def how_started(world, given):
+def start_settings(world, given):
     """Return what must be the same on all ranks, as {name: text}: flags, versions, the source.
 
     --device is not included: each rank may have its own.
@@ -99,7 +99,7 @@ def how_started(world, given):
 def difference(first, rank, theirs):
     """Return a sentence on the first difference between a rank and the first rank; "" if none.
 
-    first, theirs: how_started of the first rank and of rank `rank`
+    first, theirs: start_settings of the first rank and of rank `rank`
     """
     for name in sorted(first.keys() | theirs.keys()):
         expected = first.get(name, "none")
@@ -118,7 +118,7 @@ def check_alike(store, rank, world, given):
     The first rank compares all ranks that it knows. Each other rank also compares itself, because
     with a different WORLD_SIZE the first one may not know of it.
     """
-    mine = how_started(world, given)
+    mine = start_settings(world, given)
     store.set(f"started {rank}", json.dumps(mine))
     if rank:
         store.wait(["started 0"], CONNECT_LIMIT)
@@ -160,7 +160,7 @@ def leave_ranks():
 
 
 # ---- Splitting work, and common decisions
-def share(items):
+def split_work(items):
     """Return this rank's items: every n-th of them, for n ranks.
 
     All ranks get the same number. If the items do not divide evenly, some are given to two ranks.

@@ -69,10 +69,13 @@ IDS = np.arange(300, dtype=np.uint16) % 7
 
 def ids(train=IDS, val=IDS, **meta):
     """The files of a folder of ids; arrays are written as they are."""
-    found = {"ids/train.bin": train, "ids/val.bin": val}
+    contents = {"ids/train.bin": train, "ids/val.bin": val}
     if meta:
-        found["ids/meta.json"] = json.dumps(meta)
-    return {name: part if isinstance(part, str) else bytes(part) for name, part in found.items()}
+        contents["ids/meta.json"] = json.dumps(meta)
+    return {
+        name: content if isinstance(content, str) else bytes(content)
+        for name, content in contents.items()
+    }
 
 
 def of_llm_c(n, magic=20240520):
@@ -81,22 +84,22 @@ def of_llm_c(n, magic=20240520):
 
 
 def npy(array):
-    found = io.BytesIO()
-    np.save(found, array)
-    return found.getvalue()
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
 
 
 def parquet(**columns):
     """A file of Parquet; a row that writes one is skipped where the optional package is missing."""
     arrow = pytest.importorskip("pyarrow")
-    found = io.BytesIO()
-    pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), found)
-    return found.getvalue()
+    buffer = io.BytesIO()
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), buffer)
+    return buffer.getvalue()
 
 
-def of_words(vocab, **how):
+def of_words(vocab, **options):
     """The tokenizer.json of these words and their ids; texts with others cannot be encoded."""
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, **how))
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, **options))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.add_special_tokens([word for word in vocab if word.startswith("[E")])
     return made.to_str()
@@ -211,7 +214,7 @@ def learn(at, content):
 def unreadable(at):
     """A text that only others may read."""
 
-    def fails(path, *how, **more):
+    def fails(path, *options, **more):
         raise PermissionError(13, "Permission denied", str(path))
 
     with at.patch.context() as patch:
@@ -241,19 +244,19 @@ def to_json(at, n):
     Tokenizer("char", [chr(i) for i in range(97, 97 + n)]).to_json()
 
 
-def select(at, **how):
+def select(at, **options):
     """Choose the operations, where Triton's interpreter would run them."""
     at.patch.setattr(operations, "_missing", lambda device: "")
     at.patch.setattr(operations, "INTERPRET", True)
-    kernels.select(**how)
+    kernels.select(**options)
 
 
-def evaluate(at, **how):
-    mdlm.evaluate(how.pop("model", at.model), how.pop("windows", at.x), **how)
+def evaluate(at, **options):
+    mdlm.evaluate(options.pop("model", at.model), options.pop("windows", at.x), **options)
 
 
-def generate(at, **how):
-    sample.generate(how.pop("model", at.model), at.x, **how)
+def generate(at, **options):
+    sample.generate(options.pop("model", at.model), at.x, **options)
 
 
 def only(at, id):
@@ -285,10 +288,10 @@ def lock_of_another(at):
     path.touch()
     open_file = os.open
 
-    def open_or_fail(name, *args, **how):
+    def open_or_fail(name, *args, **options):
         if os.path.basename(name) == ownership.LOCK and os.path.exists(name):
             raise PermissionError(13, "Permission denied", str(name))
-        return open_file(name, *args, **how)
+        return open_file(name, *args, **options)
 
     at.patch.setattr(os, "open", open_or_fail)
     return path
@@ -296,9 +299,11 @@ def lock_of_another(at):
 
 def without_filelock(at, command):
     """A command where that package is missing."""
-    found = environment.is_installed
+    installed = environment.is_installed
     with at.patch.context() as patch:
-        patch.setattr(environment, "is_installed", lambda name: name != "filelock" and found(name))
+        patch.setattr(
+            environment, "is_installed", lambda name: name != "filelock" and installed(name)
+        )
         at.do(command)
 
 
@@ -318,7 +323,7 @@ def not_yours(at, command):
     (at.tmp / "theirs").mkdir()
     access = os.access
     at.patch.setattr(
-        os, "access", lambda path, how: "theirs" not in str(path) and access(path, how)
+        os, "access", lambda path, mode: "theirs" not in str(path) and access(path, mode)
     )
     at.do(command)
 
@@ -1633,11 +1638,11 @@ ADVICE["seams.py"] = [
         "leave it out, or take another model",
         lambda at: Tokenizer(
             "file", of_words({"some": 0, "[UNK]": 1}, unk_token="[UNK]")
-        ).encode_given("some are"),
+        ).encode_lossless("some are"),
         lambda at: Tokenizer(
             "file", of_words({"some": 0, "[UNK]": 1}, unk_token="[UNK]")
-        ).encode_given("some"),
-        lambda at: at.tokenizer.encode_given("some are"),
+        ).encode_lossless("some"),
+        lambda at: at.tokenizer.encode_lossless("some are"),
     ),
 ]
 

@@ -58,7 +58,7 @@ def masking_cases():
     for (T, integer), never_mask in itertools.product(sizes, (False, True)):
         types = pointers(x0=integer, xt=integer, **dict.fromkeys(names, "i64"))
         types |= dict.fromkeys(("mask_id", "B", "T"), "i32")
-        config = masking.config(T, never_mask)
+        config = masking.row_config(T, never_mask)
         if never_mask:
             types |= pointers(never_mask="i1")
         else:
@@ -87,7 +87,7 @@ def convolution_cases():
         kernel = conv.norm_conv_backward_kernel if backward else conv.norm_conv_forward_kernel
         types = dict.fromkeys(("x", "y", "dx", "dy"), f"*{dtype}") | dict(spans="*i32")
         types |= dict.fromkeys(("weight", "r", "dw"), "*fp32")
-        config = dict(EPS=conv.EPS, LEFT=2, K=5) | conv.config(C, backward)
+        config = dict(EPS=conv.EPS, LEFT=2, K=5) | conv.row_config(C, backward)
         config |= {} if seen else dict(spans=None)
         config = {n: v for n, v in config.items() if n in kernel.arg_names or n in OPTIONS}
         types = {n: types.get(n, "i32") for n in kernel.arg_names if n not in config}
@@ -118,7 +118,7 @@ def attention_cases():
         types = dict.fromkeys(("qk", "qkv", "grad", "out", "dqkv"), f"*{dtype}")
         types |= dict.fromkeys(("lse", "delta"), "*fp32") | dict(spans="*i32", scale="fp32")
         M, N, warps, stages = at.tiles(kernel, TYPES[dtype], D, 256, bool(seen))
-        config = dict(H=384 // D, D=D, N=2, BLOCK_M=M, BLOCK_N=N, EVEN=even)
+        config = dict(H=384 // D, D=D, N=2, TILE_M=M, TILE_N=N, EVEN=even)
         config |= dict(R=1 + (seen == ", blocks"), num_warps=warps, num_stages=stages)
         config |= {} if seen else dict(spans=None)
         types = {n: types.get(n, "i32") for n in kernel.arg_names if n not in config}
@@ -163,20 +163,20 @@ def cases(arch, which="--main"):
 
     The rare ones are on sm_90 only, as they take long.
     """
-    found = [
+    chosen = [
         c
         for make in (masking_cases, head_cases, convolution_cases, attention_cases)
         for c in make()
     ]
     if arch != 90:
         some = ("bf16", "T=8192", *(["fp32 even"] if arch == 80 else []))  # it has least memory
-        found = [c for c in found if any(word in c.name for word in some)]
-    found = [v for c in found for v in itertools.islice(variants(c), None if arch == 90 else 1)]
+        chosen = [c for c in chosen if any(word in c.name for word in some)]
+    chosen = [v for c in chosen for v in itertools.islice(variants(c), None if arch == 90 else 1)]
     if which == "--one":
-        return [c for c in found if arch == 90 and arch in c.main and re.search(ONE, c.name)]
+        return [c for c in chosen if arch == 90 and arch in c.main and re.search(ONE, c.name)]
     if which == "--most":
-        return [c for c in found if arch in c.main or re.search(MOST, c.name)]
-    return found if which == "--all" else [c for c in found if arch in c.main]
+        return [c for c in chosen if arch in c.main or re.search(MOST, c.name)]
+    return chosen if which == "--all" else [c for c in chosen if arch in c.main]
 
 
 def compile_one(index, arch, which):
@@ -205,7 +205,7 @@ def compile_one(index, arch, which):
     return dict(
         name=case.name,
         arch=arch,
-        blocks="x".join(str(v) for n, v in constants.items() if n.startswith("BLOCK")),
+        blocks="x".join(str(v) for n, v in constants.items() if n.startswith("TILE")),
         warps=compiled.metadata.num_warps,
         stages=compiled.metadata.num_stages,
         registers=int(re.search(r"REG:(\d+)", usage)[1]),

@@ -232,7 +232,7 @@ def measure(report, exactly=""):
     clip = mdlm.clip_gradients
     draw_batch = mdlm.draw_batch
     all_to_all = distributed.all_to_all_single
-    found = {"sent": 0, "reduced too early": 0}
+    figures = {"sent": 0, "reduced too early": 0}
     runs = []
 
     if exactly:  # what is freed goes back to the system at once, which is slow
@@ -245,36 +245,36 @@ def measure(report, exactly=""):
         peak()
         before = peak()
         runs.append(make_run(*args))
-        found["making"] = peak() - before
+        figures["making"] = peak() - before
         return runs[0]
 
     def watched_draw(*args):
         peak()
-        found["before"] = peak()
+        figures["before"] = peak()
         grads = [p.grad for p in runs[0].model.parameters() if p.grad is not None]
-        found["reduced too early"] += size(grads)  # after a micro-batch that was not the last
+        figures["reduced too early"] += size(grads)  # after a micro-batch that was not the last
         return draw_batch(*args)
 
     def watched_clip(*args):
-        found["gradients"] = size([p.grad for p in args[0]])
-        found["step"] = peak() - found["before"]
+        figures["gradients"] = size([p.grad for p in args[0]])
+        figures["step"] = peak() - figures["before"]
         return clip(*args)
 
-    def watched_exchange(got, sent, sizes, parts, group):
-        own = parts[group.rank()]
-        found["sent"] += (sum(parts) - own) * sent.itemsize
-        return all_to_all(got, sent, sizes, parts, group)
+    def watched_exchange(got, sent, sizes, splits, group):
+        own = splits[group.rank()]
+        figures["sent"] += (sum(splits) - own) * sent.itemsize
+        return all_to_all(got, sent, sizes, splits, group)
 
     def write():
         run = runs[0]
-        found["weights"] = size(run.model.parameters())
-        found["average"] = size(run.averaged.parameters())
+        figures["weights"] = size(run.model.parameters())
+        figures["average"] = size(run.averaged.parameters())
         slots = [s for optimizer in run.optimizers for s in optimizer.state.values()]
-        found["moments"] = size([t for s in slots for t in s.values() if t.dim()])
-        found["steps"] = run.step
-        found["parameters"] = sum(p.numel() for p in run.model.parameters())
-        found["matrices"] = sum(p.numel() for p in run.optimizers[0].param_groups[0]["params"])
-        Path(f"{report}.{rank()}").write_text(json.dumps(found))
+        figures["moments"] = size([t for s in slots for t in s.values() if t.dim()])
+        figures["steps"] = run.step
+        figures["parameters"] = sum(p.numel() for p in run.model.parameters())
+        figures["matrices"] = sum(p.numel() for p in run.optimizers[0].param_groups[0]["params"])
+        Path(f"{report}.{rank()}").write_text(json.dumps(figures))
 
     mdlm.generate = lambda model, x, *rest: x  # samples would take most of the time
     mdlm.make_run = watched_run

@@ -381,8 +381,8 @@ def test_a_text_without_a_flag_is_written(short_run, capsys):
 
 
 def test_lists_of_texts_are_written_one_by_one(tiny):
-    def write(text, **how):
-        return sample.write(*tiny, text, steps=2, correct=0, seed=3, **how)
+    def write(text, **settings):
+        return sample.write(*tiny, text, steps=2, correct=0, seed=3, **settings)
 
     alone = [write("th███")[0], write("of██")[0]]
     assert write(["th███", "of██"]) == alone == write(("th███", "of██"))
@@ -427,10 +427,10 @@ def test_line_ends_are_those_of_the_text(content, lines, whole, tmp_path, monkey
 
 def test_a_template_of_several_lines_keeps_their_ends():
     tokenizer = Tokenizer("char", list("\n\rab"))
-    parts = templates.parse("a\r\n█\rb\n", tokenizer, 32)
-    assert parts == ["a\r\n", 1, "\rb\n"]
-    ids = templates.to_ids(parts, tokenizer, 2)
-    assert templates.joined(templates.to_texts(parts, ids, tokenizer)) == "a\r\na\rb\n"
+    segments = templates.parse("a\r\n█\rb\n", tokenizer, 32)
+    assert segments == ["a\r\n", 1, "\rb\n"]
+    ids = templates.to_ids(segments, tokenizer, 2)
+    assert templates.joined(templates.to_texts(segments, ids, tokenizer)) == "a\r\na\rb\n"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -497,7 +497,7 @@ PATHS = {
 # function: (a call of it with keywords that are right, argument -> wrong values)
 CALLS = {
     "sample.generate": (
-        lambda model, tokenizer, x=None, **how: sample.generate(model, x, **how),
+        lambda model, tokenizer, x=None, **settings: sample.generate(model, x, **settings),
         dict(x=TENSORS, fill=MASKS, samples=SAMPLES, generator=GENERATORS, seed=SETTINGS)
         | dict(steps=SETTINGS, top_k=SETTINGS, block=SETTINGS, spacing=COUNTS, forbid=FORBIDDEN)
         | dict(temperature={"nan": float("nan"), "text": "1", "None": None, "negative": -0.5})
@@ -506,24 +506,24 @@ CALLS = {
         | dict(end_id={"above": 1 << 20, "negative": -1, "fraction": 0.5, "text": "a"}),
     ),
     "sample.unmask": (
-        lambda model, tokenizer, x=None, **how: list(sample.unmask(model, x, **how)),
+        lambda model, tokenizer, x=None, **settings: list(sample.unmask(model, x, **settings)),
         dict(x=TENSORS, fill=MASKS, samples=SAMPLES, forbid=FORBIDDEN, seed=SETTINGS)
         | dict(allowed=ALLOWED, memo=NO_FUNCTIONS),
     ),
     "sample.write": (
-        lambda model, tokenizer, x=None, text="th██", **how: sample.write(
-            model, tokenizer, text, **how
+        lambda model, tokenizer, x=None, text="th██", **settings: sample.write(
+            model, tokenizer, text, **settings
         ),
         dict(text=TEXTS | {"a list": ["a█", 5]}, n=SETTINGS, length=SETTINGS, max_gap=COUNTS)
         | dict(generator=GENERATORS, steps=SETTINGS, fill={"None": None}),
     ),
     "mdlm.generate": (
-        lambda model, tokenizer, x=None, **how: mdlm.generate(model, x, **how),
+        lambda model, tokenizer, x=None, **settings: mdlm.generate(model, x, **settings),
         dict(x=TENSORS | TOO_LONG, steps=COUNTS, generator=GENERATORS),
     ),
     "mdlm.evaluate": (
-        lambda model, tokenizer, x=None, windows=None, **how: mdlm.evaluate(
-            model, ids_of() if windows is None else windows, **how
+        lambda model, tokenizer, x=None, windows=None, **settings: mdlm.evaluate(
+            model, ids_of() if windows is None else windows, **settings
         ),
         dict(
             windows={k: v for k, v in TENSORS.items() if v is not None}
@@ -545,7 +545,7 @@ CALLS = {
         | dict(batch_size={k: v for k, v in COUNTS.items() if v is not None}),
     ),
     "model": (
-        lambda model, tokenizer, x=None, **how: model(x, **how),
+        lambda model, tokenizer, x=None, **settings: model(x, **settings),
         dict(x=TENSORS | TOO_LONG | {"no rows": ids_of((0, T))})
         | dict(
             x0={"number": 3, "shape": ids_of((2, 3)), "sparse": ids_of().to_sparse()}
@@ -554,7 +554,7 @@ CALLS = {
         | dict(rows=ROWS),
     ),
     "mdlm.load": (
-        lambda model, tokenizer, x=None, path=SHIPPED, **how: mdlm.load(path, **how),
+        lambda model, tokenizer, x=None, path=SHIPPED, **settings: mdlm.load(path, **settings),
         dict(path=PATHS, device={"None": None, "number": 5, "text": "gpu7"})
         | dict(kernel={"None": None, "text": "fast"}, whole={"number": 3, "text": "yes"}),
     ),
@@ -677,17 +677,17 @@ def test_ids_that_do_not_fit_are_not_ranked(tiny, kind, x):
 def test_numbers_of_numpy_and_torch_are_numbers(tiny):
     model, tokenizer = tiny
     x = ids_of(value=model.mask_id)
-    how = dict(steps=4, correct=1, temperature=0.5, top_k=3, seed=5, order="random", spacing=2)
-    wanted = sample.generate(model, x, samples=torch.tensor([3, 1]), forbid=[2], **how)
+    settings = dict(steps=4, correct=1, temperature=0.5, top_k=3, seed=5, order="random", spacing=2)
+    wanted = sample.generate(model, x, samples=torch.tensor([3, 1]), forbid=[2], **settings)
     for number in (np.int64, torch.tensor, np.array):
-        same = {k: v if k in ("order", "temperature") else number(v) for k, v in how.items()}
+        same = {k: v if k in ("order", "temperature") else number(v) for k, v in settings.items()}
         same |= dict(order=np.str_("random"), temperature=np.float32(0.5))
         found = sample.generate(model, x, samples=[3, 1], forbid=np.array([2]), **same)
         assert torch.equal(found, wanted)
     for dtype in ("uint8", "int8", "int16", "uint16", "int32", "uint32", "uint64"):
         for numbers in (np.array([3, 1], dtype), torch.tensor([3, 1], dtype=getattr(torch, dtype))):
             assert torch.equal(
-                sample.generate(model, x, samples=numbers, forbid=[2], **how), wanted
+                sample.generate(model, x, samples=numbers, forbid=[2], **settings), wanted
             )
     texts = sample.write(model, tokenizer, "[___]", n=np.int64(2), max_gap=np.int8(3), seed=1)
     assert texts == sample.write(model, tokenizer, "[___]", n=2, max_gap=3, seed=1)

@@ -399,11 +399,11 @@ def test_draws_are_the_same_without_the_cache(S, order, asks, monkeypatch):
     if asks:
         prompt[:, -1] = END
     x[:, :21] = prompt
-    how = dict(seed=5, order=order, end_id=V - 1) | (dict(steps=12) if S > 1 else {})
-    steps = list(sample.unmask(model, x, **how))
-    alone = sample.generate(model, x[1:2], samples=torch.tensor([1]), **how)
+    settings = dict(seed=5, order=order, end_id=V - 1) | (dict(steps=12) if S > 1 else {})
+    steps = list(sample.unmask(model, x, **settings))
+    alone = sample.generate(model, x[1:2], samples=torch.tensor([1]), **settings)
     monkeypatch.setattr(sample, "predict", without_cache)
-    plain = list(sample.unmask(model, x, **how))
+    plain = list(sample.unmask(model, x, **settings))
     assert len(steps) == len(plain) and torch.equal(steps[-1].calls, plain[-1].calls)
     assert all(torch.equal(a.x, b.x) for a, b in zip(steps, plain))
     assert torch.equal(alone[0], steps[-1].x[1])
@@ -448,11 +448,11 @@ def test_end_stops_a_text():
     model = network(4)
     seen = seen_by(model)
     x = torch.full((4, 160), V)
-    how = dict(seed=1, steps=16, order="left_to_right", correct=0)
-    out = sample.generate(model, x, **how)
+    settings = dict(seed=1, steps=16, order="left_to_right", correct=0)
+    out = sample.generate(model, x, **settings)
     full = len(seen)
     seen.clear()
-    *_, last = sample.unmask(model, x, end_id=2, **how)
+    *_, last = sample.unmask(model, x, end_id=2, **settings)
     assert len(seen) < full / 2, "nothing is computed after the last [END]"
     for row, whole in zip(last.x.tolist(), out.tolist()):
         n = row.index(2)
@@ -508,9 +508,9 @@ def test_whole_steps_are_those_without_blocks(text_file, tmp_path, monkeypatch):
     assert run_mdlm(*flags, "--block_length=32", f"--out_dir={tmp_path / 'c'}") == 0
     evaluated = []
 
-    def evaluate(model, *args, original=mdlm.evaluate, **how):
+    def evaluate(model, *args, original=mdlm.evaluate, **settings):
         evaluated.append(model.objective.n_blocks)
-        return original(model, *args, **how)
+        return original(model, *args, **settings)
 
     monkeypatch.setattr(mdlm, "evaluate", evaluate)
     blocks = ["--block_length=8", "--infill_share=1"]

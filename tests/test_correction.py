@@ -46,11 +46,11 @@ def swept(p, logits, spacing):
         steps=T + spacing, correct=spacing, redraw="sweep", spacing=spacing
     )
     toy = Toy(logits, V, T)
-    how = sample.resolve(options, toy)
-    (block,) = sample.plan(toy, torch.ones(1, T).bool(), torch.zeros(1), how)
+    settings = sample.resolve(options, toy)
+    (block,) = sample.plan(toy, torch.ones(1, T).bool(), torch.zeros(1), settings)
     noise = torch.zeros(1, T)
     for s in range(T, T + spacing):
-        drawn = sample.to_correct(how, block, s, torch.ones(1, T).bool(), noise)[0]
+        drawn = sample.to_correct(settings, block, s, torch.ones(1, T).bool(), noise)[0]
         logp = logits(X.masked_fill(drawn, V))  # (256, T, V)
         new = torch.zeros_like(p)
         for values in itertools.product(range(V), repeat=int(drawn.sum())):
@@ -83,9 +83,9 @@ def test_drawn_texts_keep_the_chain(order, spacing):
     """Chi-square of 8,000 texts: revealed one at a time, then corrected in two sweeps."""
     p = markov(order)
     n = 8000
-    how = dict(order="random", redraw="sweep", spacing=spacing, correct=2 * spacing)
+    settings = dict(order="random", redraw="sweep", spacing=spacing, correct=2 * spacing)
     x = torch.full((n, T), V)
-    x = sample.generate(Toy(posterior(p), V, T), x, seed=5, steps=T + 2 * spacing, **how)
+    x = sample.generate(Toy(posterior(p), V, T), x, seed=5, steps=T + 2 * spacing, **settings)
     seen = (x * V ** torch.arange(T - 1, -1, -1)).sum(1).bincount(minlength=len(X))
     chi2 = ((seen - n * p) ** 2 / (n * p)).sum().item()
     df = len(X) - 1
@@ -148,8 +148,8 @@ def test_few_calls_are_closer_with_correction():
     want = chain.trigrams(chain.texts(20_000))
     x = torch.full((800, chain.L), chain.V)
     bias = []
-    for how in (dict(correct=0), dict(redraw="sweep")):
-        found = sample.generate(model, x, seed=3, steps=16, order="random", **how)
+    for settings in (dict(correct=0), dict(redraw="sweep")):
+        found = sample.generate(model, x, seed=3, steps=16, order="random", **settings)
         bias.append(variation(chain.trigrams(found), want))
     assert bias[1] < 0.8 * bias[0], bias
 

@@ -97,8 +97,8 @@ def test_damaged_parquet_gives_no_other_text(tmp_path, flags):
     arrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "x.parquet"
-    how = dict(row_group_size=25, write_page_checksum=True, **flags)
-    arrow.parquet.write_table(arrow.table({"text": TEXTS}), path, **how)
+    settings = dict(row_group_size=25, write_page_checksum=True, **flags)
+    arrow.parquet.write_table(arrow.table({"text": TEXTS}), path, **settings)
     whole = path.read_bytes()
     draw = random.Random(0)
     outcomes = []
@@ -122,8 +122,8 @@ def test_rows_that_a_file_lost_are_missed(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "x.parquet"
-    how = dict(compression="none", use_dictionary=False, write_statistics=False)
-    arrow.parquet.write_table(arrow.table({"text": ["a", "b"] * 30}), path, **how)
+    settings = dict(compression="none", use_dictionary=False, write_statistics=False)
+    arrow.parquet.write_table(arrow.table({"text": ["a", "b"] * 30}), path, **settings)
     whole = path.read_bytes()
     for at in range(len(whole)):  # 120 is the zigzag form of 60, which the page and footer say
         if whole[at] == 120:
@@ -243,11 +243,17 @@ def test_a_batch_may_be_a_pipe(run, tmp_path, capsys):
 def test_a_pipe_without_a_writer_is_waited_for_until_ctrl_c(run, tmp_path):
     os.mkfifo(tmp_path / "b")
     command = [sys.executable, "sample.py", f"--out_dir={run}", f"--batch={tmp_path / 'b'}"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        assert "waiting for a program" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
-        assert process.stderr.read().strip() == ""
+    # Whoever started the tests may ignore Ctrl-C, as a shell does for what it runs with &.
+    restore = dict(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    pipes = dict(cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, **pipes, **restore) as process:
+        try:
+            assert "waiting for a program" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+            assert process.stderr.read().strip() == ""
+        finally:
+            process.kill()  # else leaving `with` would wait for it
 
 
 # --------------------------------------------------------------------------------------------------
@@ -501,8 +507,8 @@ def write_ids(folder, ids, dtype, n_val=4000):
     return folder
 
 
-def open_ids(folder, **how):
-    return sources.open_ids(folder, 32, how.pop("V", 0), **how)
+def open_ids(folder, **settings):
+    return sources.open_ids(folder, 32, settings.pop("V", 0), **settings)
 
 
 @pytest.mark.parametrize("V", [65, 1024, 50257, 65536])

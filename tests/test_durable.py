@@ -349,9 +349,9 @@ def test_changed_batch_repeats_and_skips_no_sample(run, quick, monkeypatch, caps
 
     monkeypatch.setattr(mdlm.Corpus, "batch", watched)
     resume = [f"--out_dir={run}", "--resume"]
-    how = ["--batch_size=4", "--learning_rate=0.001", "--muon_lr=0.01", "--weight_decay=0"]
-    how += ["--grad_clip=0.5", "--dtype=bfloat16"]
-    assert run_mdlm(*resume, "--max_steps=6", *how) == 0
+    settings = ["--batch_size=4", "--learning_rate=0.001", "--muon_lr=0.01", "--weight_decay=0"]
+    settings += ["--grad_clip=0.5", "--dtype=bfloat16"]
+    assert run_mdlm(*resume, "--max_steps=6", *settings) == 0
     said = capsys.readouterr().out
     assert "changed from step 4 on: batch_size 8 to 4, learning_rate 0.01 to 0.001" in said
     assert "no longer the same run" in said
@@ -767,11 +767,11 @@ def test_signal_cuts_the_last_evaluation_short(run, tmp_path, monkeypatch):
     evaluate = mdlm.evaluate
     scored = []
 
-    def struck(model, windows, passes=1, **how):
+    def struck(model, windows, passes=1, **settings):
         if passes == 4:  # the last one
             scored.clear()
             os.kill(os.getpid(), signal.SIGTERM)
-        r = evaluate(model, windows, passes, **how)
+        r = evaluate(model, windows, passes, **settings)
         scored.append(r["windows"] / len(windows))
         return r
 

@@ -95,6 +95,7 @@ UNSEEN = dict(
     compile="the numbers are the same, and the compiler is slow",
     recompute="the numbers are the same, in less memory",
     shard="it needs several ranks",
+    log="it needs a package, and the numbers are the same",
 )
 # What no rule is about, so a third of the contexts will do.
 ALWAYS = ["gradient_accumulation_steps", "n_layer", "n_head", "n_embd", "dropout", "conv", "pos"]
@@ -152,7 +153,7 @@ def outcome_of(given, files, out):
         patch.setattr(plots, "try_to_draw", lambda *args: None)
         patch.setattr(mdlm, "show_samples", lambda *args: None)
         patch.setattr(sources, "make_patterns", make_patterns)
-        patch.setattr(mdlm, "report", lambda run, **how: run.step and REPORT(run, **how))
+        patch.setattr(mdlm, "report", lambda run, **settings: run.step and REPORT(run, **settings))
         try:
             mdlm.train(mdlm.parse_args([*argv, f"--out_dir={out}"]), time.monotonic())
         except UserError as e:

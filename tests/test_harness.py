@@ -114,8 +114,8 @@ def test_tasks_are_scored_by_one_command(run):
 
 def test_text_is_written_up_to_its_end(run):
     asked = harness.Harness(run / "out", device="cpu")
-    how = dict(until=["\n", "."], max_gen_toks=12)
-    (text,) = asked.generate_until([SimpleNamespace(args=("the cat sat on", how))])
+    settings = dict(until=["\n", "."], max_gen_toks=12)
+    (text,) = asked.generate_until([SimpleNamespace(args=("the cat sat on", settings))])
     greedy = dict(length=26, temperature=0, seed=0)
     whole = sample.write(asked.model, asked.tokenizer, "the cat sat on", **greedy)[0]
     assert text == whole[14:].split("\n")[0].split(".")[0] and len(text) < 12
@@ -123,8 +123,8 @@ def test_text_is_written_up_to_its_end(run):
     assert -66 < logp < 0
 
 
-def write(asked, prompt, **how):
-    return asked.generate_until([SimpleNamespace(args=(prompt, how))])[0]
+def write(asked, prompt, **settings):
+    return asked.generate_until([SimpleNamespace(args=(prompt, settings))])[0]
 
 
 @pytest.mark.parametrize("mark", ["█", "[___]", "[MASK]", "_", "[___]█"])
@@ -170,7 +170,7 @@ def test_unmet_request_is_named_before_the_work(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "how, said",
+    "settings, said",
     [
         (dict(max_gen_toks="many"), "max_gen_toks=many must be a whole number"),
         (dict(max_tokens=2.5), "max_tokens=2.5"),
@@ -179,9 +179,9 @@ def test_unmet_request_is_named_before_the_work(run, monkeypatch):
         (dict(until=["a", 3]), "give a text, or a list of texts"),
     ],
 )
-def test_generation_kwargs_without_a_meaning_are_refused(how, said):
+def test_generation_kwargs_without_a_meaning_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
-        harness.check_generation(how)
+        harness.check_generation(settings)
 
 
 def test_generation_kwargs_are_those_of_the_harness(run, capsys):
@@ -211,7 +211,7 @@ def test_the_end_of_a_long_prompt_is_kept(run, monkeypatch):
     asked = harness.Harness(run / "out", device="cpu")
     seen = []
 
-    def generate(model, x, **how):
+    def generate(model, x, **settings):
         seen.append((x != model.mask_id).sum().item())
         assert asked.tokenizer.decode(x[0, : seen[-1]]) == prompt[len(prompt) - seen[-1] :]
         return x.clamp(max=model.mask_id - 1)
@@ -232,8 +232,8 @@ def test_end_stands_between_prompt_and_answer(tmp_path):
     asked = harness.Harness(tmp_path / "out", device="cpu")
     logp, greedy = zip(*ask(asked, *(("x", answer) for answer in "xyz")))
     assert greedy == (False, True, False) and logp[1] > max(logp[0], logp[2]) + 0.5
-    how = dict(until="\n", max_gen_toks=4)
-    assert asked.generate_until([SimpleNamespace(args=("x", how))]) == ["y"]
+    settings = dict(until="\n", max_gen_toks=4)
+    assert asked.generate_until([SimpleNamespace(args=("x", settings))]) == ["y"]
     ((longest, _),) = ask(asked, ("x" * 9, "y" * 31))
     (whole,) = asked.loglikelihood_rolling([SimpleNamespace(args=("y" * 40,))])
     assert longest < -5 and whole < -5, "a context full of an answer is scored too"

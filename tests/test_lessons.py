@@ -391,10 +391,10 @@ def lively(end_id=None, **more):
     return model
 
 
-@pytest.mark.parametrize("how", [{}, dict(end_id=5), dict(objective="ar")], ids=str)
-def test_attention_maps_are_what_attention_does(how, monkeypatch):
+@pytest.mark.parametrize("settings", [{}, dict(end_id=5), dict(objective="ar")], ids=str)
+def test_attention_maps_are_what_attention_does(settings, monkeypatch):
     """With the identity as values (16 tokens, heads of 16) attention returns its probabilities."""
-    model = lively(**how)
+    model = lively(**settings)
     x = torch.randint(11, (1, 16), generator=torch.Generator().manual_seed(4))
     attention = model.ops.attention
     seen = []

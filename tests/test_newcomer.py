@@ -49,7 +49,9 @@ def test_second_run_is_refused_before_anything_is_downloaded(tmp_path, monkeypat
     ],
 )
 def test_last_evaluation_says_no_more_seconds_than_there_are(ending, left, words):
-    assert pace.how_much(SimpleNamespace(ending=ending), 435, time.monotonic() + left) == words
+    assert (
+        pace.describe_amount(SimpleNamespace(ending=ending), 435, time.monotonic() + left) == words
+    )
 
 
 def test_export_without_a_folder_says_which_flag_names_it(capsys):

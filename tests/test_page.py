@@ -54,9 +54,9 @@ const predict = async seen => seen.map(ids => {  // as `network` below
   return Float32Array.from(xt.flatMap((_, i) => table[at(i)]));
 });
 const found = [];
-for (const how of asked) {
-  const plans = rows.map((ids, sample) => plan(ids, sample, V, how)), steps = [];
-  for await (const frames of unmask(predict, plans, V, how)) steps.push(frames);
+for (const settings of asked) {
+  const plans = rows.map((ids, sample) => plan(ids, sample, V, settings)), steps = [];
+  for await (const frames of unmask(predict, plans, V, settings)) steps.push(frames);
   const fills = await rank(predict, plans.map(row => row.ids), n, 3, V);
   found.push({texts: plans.map(row => row.ids), steps, fills});
 }
@@ -99,8 +99,8 @@ def test_sampler_draws_what_sample_py_draws(network):
     answer = json.loads(run.stdout)
     words = philox_words(2**32 - 1, 17, torch.tensor([123456789]), 11)
     assert answer["words"] == words[0].tolist()
-    for how, found in zip(asked, answer["found"], strict=True):
-        steps = list(sample.unmask(model, x, **how))
+    for settings, found in zip(asked, answer["found"], strict=True):
+        steps = list(sample.unmask(model, x, **settings))
         assert found["texts"] == steps[-1].x.tolist()
         assert len(found["steps"]) == len(steps)
         for step, frames in zip(steps, found["steps"]):
@@ -452,10 +452,10 @@ def test_fills_are_ranked_as_sample_py_ranks_them(browser, shipped, tmp_path):
     browser.wait("$('said').textContent.startsWith('The likeliest')")
     shown = browser.js("samples.map(s => s.tokens.join(''))")
     model, tokenizer, config = mdlm.load(WEIGHTS)
-    parts = sample.parse("To be, or ███ to be", tokenizer, config.block_size)
+    segments = sample.parse("To be, or ███ to be", tokenizer, config.block_size)
     settings = sample.resolve(sample.SamplerSettings(steps=16), model)
     fill = functools.partial(sample.fill_gaps, model, tokenizer, settings)
-    fills = search.hypotheses(model, tokenizer, parts, 5, fill, "cpu", draws=16)
+    fills = search.hypotheses(model, tokenizer, segments, 5, fill, "cpu", draws=16)
     assert shown == [tokenizer.decode(fill.ids) for fill in fills]
     server.close()
 

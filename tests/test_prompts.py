@@ -123,8 +123,14 @@ def test_answers_in_blocks_resume_and_are_evaluated(data, tmp_path, capsys):
     assert losses(tmp_path / "c") == losses(tmp_path / "d"), "whole texts are those without blocks"
     capsys.readouterr()
     for more in ([], ["--whole", "--exact"]):
-        how = [f"--out_dir={tmp_path / 'c'}", "--json=-", "--pictures=none", "--windows=9", *more]
-        assert cli.run(eval.main, how) == 0
+        settings = [
+            f"--out_dir={tmp_path / 'c'}",
+            "--json=-",
+            "--pictures=none",
+            "--windows=9",
+            *more,
+        ]
+        assert cli.run(eval.main, settings) == 0
         r = json.loads(capsys.readouterr().out)
         assert r["block_length"] == (0 if more else 8)
         assert math.isfinite(r["nelbo"] + r["se"])

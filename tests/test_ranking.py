@@ -116,15 +116,20 @@ def test_draws_are_those_without_a_memory(limit, monkeypatch):
     x = torch.full((64, T), V)
     x[:, :4] = torch.tensor([0, 1, 2, 3])
     x[:, 6] = 4
-    for how in (dict(), dict(order="confidence"), dict(cfg=1.0), dict(redraw="sweep", spacing=1)):
+    for settings in (
+        dict(),
+        dict(order="confidence"),
+        dict(cfg=1.0),
+        dict(redraw="sweep", spacing=1),
+    ):
         hidden.clear()
-        *_, plain = sample.unmask(model, x, seed=5, **how)
+        *_, plain = sample.unmask(model, x, seed=5, **settings)
         without = sum(hidden)
         hidden.clear()
-        assert torch.equal(sample.generate(model, x, seed=5, **how), plain.x)
+        assert torch.equal(sample.generate(model, x, seed=5, **settings), plain.x)
         if limit > 3 * V:
             states = 1 + 2 * V
-            assert sum(hidden) <= states * (2 if how.get("cfg") else 1) < without
+            assert sum(hidden) <= states * (2 if settings.get("cfg") else 1) < without
 
 
 # ---- log p of a fill, against an enumeration of all fills
@@ -152,63 +157,70 @@ def chain_of(model, ids, start, after):
     return total
 
 
-def all_texts(parts, max_gap, ends_open):
+def all_texts(segments, max_gap, ends_open):
     """Ids of all fills of a template of literals (lists), numbers and None, and what they show.
 
     ends_open: whether a gap at the end of the text stops at [END] or a line break
     """
     found = [([], [])]
-    for i, part in enumerate(parts, 1):
-        choices = [(part, part)] if isinstance(part, list) else []
-        if part is None and ends_open and i == len(parts):
+    for i, segment in enumerate(segments, 1):
+        choices = [(segment, segment)] if isinstance(segment, list) else []
+        if segment is None and ends_open and i == len(segments):
             for ids in itertools.product(range(V), repeat=max_gap):
                 stops = [k for k, id in enumerate(ids) if id == V - 1 or (k and id == V - 2)]
                 n = stops[0] if stops else max_gap
                 choices.append((list(ids[: n + 1]), list(ids[:n])))
-        elif not isinstance(part, list):
-            for n in range(1, max_gap + 1) if part is None else [part]:
+        elif not isinstance(segment, list):
+            for n in range(1, max_gap + 1) if segment is None else [segment]:
                 for ids in itertools.product(range(V - 1), repeat=n):
                     choices.append((list(ids), list(ids)))
         found = [(a + c, b + d) for a, b in found for c, d in choices]
     return found
 
 
-def fills_of(model, parts, max_gap, draws):
+def fills_of(model, segments, max_gap, draws):
     """{text: log p} of the fills that `hypotheses` finds where all are drawn."""
     tokenizer = Tokenizer("char", list("abcd\n"), end=True)
-    parts = [tokenizer.decode(part) if isinstance(part, list) else part for part in parts]
+    segments = [
+        tokenizer.decode(segment) if isinstance(segment, list) else segment for segment in segments
+    ]
     limits = dict(max_gap=max_gap, draws=draws)
-    found = search.hypotheses(model, tokenizer, parts, 10**6, draw_all, "cpu", **limits)
-    shown = [templates.joined(templates.to_texts(f.parts, f.ids, tokenizer)) for f in found]
+    found = search.hypotheses(model, tokenizer, segments, 10**6, draw_all, "cpu", **limits)
+    shown = [templates.joined(templates.to_texts(f.segments, f.ids, tokenizer)) for f in found]
     assert len(set(shown)) == len(shown)
     assert [f.logp for f in found] == sorted((f.logp for f in found), reverse=True)
     return dict(zip(shown, (f.logp for f in found)))
 
 
 @pytest.mark.parametrize(
-    "parts, max_gap", [([[0, 1], None], 1), ([[0, 1], None], 3), ([None], 3), ([[2], 1, None], 2)]
+    "segments, max_gap",
+    [([[0, 1], None], 1), ([[0, 1], None], 3), ([None], 3), ([[2], 1, None], 2)],
 )
-def test_logp_of_an_open_end_is_the_chain_rule(parts, max_gap):
+def test_logp_of_an_open_end_is_the_chain_rule(segments, max_gap):
     """[END] counts once, also where it is the first token of the gap."""
     model = random_world(2)
-    start = len(parts[0]) if isinstance(parts[0], list) else 0
+    start = len(segments[0]) if isinstance(segments[0], list) else 0
     wanted = {}
     tokenizer = Tokenizer("char", list("abcd\n"), end=True)
     total = 0.0
-    for ids, shown in dict.fromkeys((tuple(a), tuple(b)) for a, b in all_texts(parts, max_gap, 1)):
+    for ids, shown in dict.fromkeys(
+        (tuple(a), tuple(b)) for a, b in all_texts(segments, max_gap, 1)
+    ):
         text = tokenizer.decode(shown)
         logp = chain_of(model, list(ids), start, V)
         wanted[text] = max(logp, wanted.get(text, -math.inf))  # of its two ends, the likelier
         total += math.exp(logp)
-    if parts == [[0, 1], None] or parts == [None]:
+    if segments == [[0, 1], None] or segments == [None]:
         assert total == pytest.approx(1), "the fills are not all that may follow"
-    assert fills_of(model, parts, max_gap, 5 * V**max_gap) == pytest.approx(wanted, abs=1e-4)
+    assert fills_of(model, segments, max_gap, 5 * V**max_gap) == pytest.approx(wanted, abs=1e-4)
 
 
 @pytest.mark.parametrize(
-    "parts", [[[0], None], [[0], None, [1], None], [None, [2], None, [0]], [1, [2], None]], ids=str
+    "segments",
+    [[[0], None], [[0], None, [1], None], [None, [2], None, [0]], [1, [2], None]],
+    ids=str,
 )
-def test_logp_of_documents_of_given_lengths_is_the_chain_rule(parts):
+def test_logp_of_documents_of_given_lengths_is_the_chain_rule(segments):
     """In every stretch the network sees [END] after the text, as in training."""
     model = random_world(4)
     ends = mdlm.MaskedDiffusion(model.config, V)
@@ -216,26 +228,30 @@ def test_logp_of_documents_of_given_lengths_is_the_chain_rule(parts):
     model.length_counts = torch.arange(T + 1) % 3
     p = (model.length_counts.double() + 1) / (model.length_counts + 1).sum()
     tokenizer = Tokenizer("char", list("abcd\n"), end=True)
-    start = len(parts[0]) if isinstance(parts[0], list) else 0
+    start = len(segments[0]) if isinstance(segments[0], list) else 0
     wanted = {}
-    for ids, _ in all_texts(parts, 2, False):
+    for ids, _ in all_texts(segments, 2, False):
         if len(ids) <= T:
             logp = p[len(ids)].log().item() + chain_of(model, ids, start, V - 1)
             wanted[tokenizer.decode(ids)] = max(logp, wanted.get(tokenizer.decode(ids), -math.inf))
     draws = 4 * 30 * 25  # two lengths of up to 30 beginnings, 25 fills of a gap of two
-    assert fills_of(model, parts, 2, draws) == pytest.approx(wanted, abs=1e-4)
+    assert fills_of(model, segments, 2, draws) == pytest.approx(wanted, abs=1e-4)
 
 
-@pytest.mark.parametrize("parts", [["a", 2, "a"], ["a", None, "a"], ["a", None], [None]], ids=str)
-def test_a_text_has_its_likeliest_ids(parts):
+@pytest.mark.parametrize(
+    "segments", [["a", 2, "a"], ["a", None, "a"], ["a", None], [None]], ids=str
+)
+def test_a_text_has_its_likeliest_ids(segments):
     """Of several sequences of ids with one text the likeliest counts, whichever is drawn last."""
     vocab = dict(a=0, b=1, aa=2, ab=3, ba=4)
     library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
     library.decoder = tokenizers.decoders.Fuse()
     library.add_special_tokens(["[END]"])  # 5
     tokenizer = Tokenizer("file", library.to_str(), 5)
-    literals = [tokenizer.encode(part) if isinstance(part, str) else part for part in parts]
-    start = 1 if parts[0] == "a" else 0
+    literals = [
+        tokenizer.encode(segment) if isinstance(segment, str) else segment for segment in segments
+    ]
+    start = 1 if segments[0] == "a" else 0
     several = False
     for seed in range(3):
         model = random_world(seed)
@@ -245,24 +261,24 @@ def test_a_text_has_its_likeliest_ids(parts):
             logp = chain_of(model, list(ids), start, V)
             several |= text in wanted
             wanted[text] = max(logp, wanted.get(text, -math.inf))
-        how = dict(max_gap=2, draws=5 * V**2)
-        best = search.hypotheses(model, tokenizer, parts, 10**6, draw_all, "cpu", **how)
-        shown = [templates.joined(templates.to_texts(f.parts, f.ids, tokenizer)) for f in best]
+        settings = dict(max_gap=2, draws=5 * V**2)
+        best = search.hypotheses(model, tokenizer, segments, 10**6, draw_all, "cpu", **settings)
+        shown = [templates.joined(templates.to_texts(f.segments, f.ids, tokenizer)) for f in best]
         assert dict(zip(shown, (f.logp for f in best))) == pytest.approx(wanted, abs=1e-4)
         assert len(shown) == len(wanted)
-        few = search.hypotheses(model, tokenizer, parts, 3, draw_all, "cpu", **how)
+        few = search.hypotheses(model, tokenizer, segments, 3, draw_all, "cpu", **settings)
         assert [f.logp for f in few] == [f.logp for f in best[:3]]
     assert several
 
 
-def texts_of(parts):
+def texts_of(segments):
     """all_texts of a vocabulary without a line break: an open end stops at [END] alone."""
-    open_end = parts[-1] is None
+    open_end = segments[-1] is None
     if not open_end:
-        return all_texts(parts, 2, False)
+        return all_texts(segments, 2, False)
     tails = itertools.product(range(V), repeat=2)
     cut = [tail[: tail.index(V - 1) + 1] if V - 1 in tail else tail for tail in tails]
-    heads = all_texts(parts[:-1], 2, False)
+    heads = all_texts(segments[:-1], 2, False)
     return [(a + list(c), b + [id for id in c if id != V - 1]) for a, b in heads for c in set(cut)]
 
 
@@ -276,11 +292,11 @@ def test_an_empty_end_is_a_fill(capsys, monkeypatch):
     model.parameters = lambda: iter([torch.zeros(1)])
     for text, shown in (("ab[___]", "ab"), ("[___]", "")):
         assert sample.write(model, tokenizer, text, n=2) == [shown] * 2
-        parts = sample.parse(text, tokenizer, T)
-        for how in (dict(candidates=2), dict(num_samples=2, html="x"), dict(watch=True)):
-            options = sample.resolve(sample.Options(device="cpu", **how), model)
+        segments = sample.parse(text, tokenizer, T)
+        for settings in (dict(candidates=2), dict(num_samples=2, html="x"), dict(watch=True)):
+            options = sample.resolve(sample.Options(device="cpu", **settings), model)
             pages = []
-            for texts, _ in sample.answers(model, tokenizer, text, parts, options, pages):
+            for texts, _ in sample.answers(model, tokenizer, text, segments, options, pages):
                 assert templates.joined(texts[0]) == shown
             for page in pages:
                 assert page["text"] == shown and page["tokens"] == list(shown)
@@ -331,8 +347,8 @@ def test_progress_has_a_total_and_ends_there(small, template, monkeypatch):
     monkeypatch.setattr(terminal, "progress", lambda *_, **__: bar)
     model, tokenizer = small
     options = sample.resolve(sample.Options(candidates=2, max_gap=3, device="cpu"), model)
-    parts = sample.parse(template, tokenizer, model.config.block_size)
-    _, _, facts = sample.ranked(model, tokenizer, parts, options)
+    segments = sample.parse(template, tokenizer, model.config.block_size)
+    _, _, facts = sample.ranked(model, tokenizer, segments, options)
     totals = [total for _, total in bar.shown]
     assert None not in totals and totals == sorted(totals, reverse=True)
     assert all(n <= total for n, total in bar.shown) and bar.n == bar.total

@@ -410,11 +410,11 @@ def of_another_user(monkeypatch):
     open_file = os.open
 
     def deny(may_read):
-        def open_or_fail(path, flags, *args, **how):
+        def open_or_fail(path, flags, *args, **settings):
             writes = flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT)
             if os.path.basename(path) == ownership.LOCK and (writes or not may_read):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-            return open_file(path, flags, *args, **how)
+            return open_file(path, flags, *args, **settings)
 
         monkeypatch.setattr(os, "open", open_or_fail)
 

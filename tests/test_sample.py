@@ -40,9 +40,9 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def draws(model, n, **how):
+def draws(model, n, **settings):
     """(n, T) samples from nothing but [MASK]."""
-    return sample.generate(model, torch.full((n, T), V), generator=seeded(), **how)
+    return sample.generate(model, torch.full((n, T), V), generator=seeded(), **settings)
 
 
 def chi_square(x, p):
@@ -61,7 +61,7 @@ def chi_square(x, p):
 
 
 @pytest.mark.parametrize(
-    "how",
+    "settings",
     [
         dict(order="ancestral", steps=100),
         dict(order="spread", steps=T),
@@ -75,9 +75,9 @@ def chi_square(x, p):
     ],
     ids=str,
 )
-def test_one_token_at_a_time_is_exact(world, how):
+def test_one_token_at_a_time_is_exact(world, settings):
     """The posterior is exact, so any choice of positions by what is visible is exact."""
-    found = draws(Toy(world.exact, V, T), 4000, correct=0, **how)
+    found = draws(Toy(world.exact, V, T), 4000, correct=0, **settings)
     assert abs(chi_square(found, world.p)) < 4.5
 
 
@@ -118,7 +118,7 @@ def test_neutral_settings_change_nothing(world):
 
 
 @pytest.mark.parametrize(
-    "how, expected",
+    "settings, expected",
     [
         (dict(), [0.1, 0.4, 0.3, 0.2]),
         (dict(top_k=2), [0, 4 / 7, 3 / 7, 0]),
@@ -128,12 +128,12 @@ def test_neutral_settings_change_nothing(world):
     ],
     ids=str,
 )
-def test_filters_keep_exactly_the_named_tokens(how, expected):
-    how = dict(how)
+def test_filters_keep_exactly_the_named_tokens(settings, expected):
+    settings = dict(settings)
     logits = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log().expand(4000, -1)
     u = (torch.arange(4000) + 0.5).double() / 4000
-    heat = how.pop("temperature", 1.0)
-    token = numerics.draw(logits, u, heat, **(dict(top_k=0, top_p=1.0) | how))
+    heat = settings.pop("temperature", 1.0)
+    token = numerics.draw(logits, u, heat, **(dict(top_k=0, top_p=1.0) | settings))
     assert token.bincount(minlength=4).div(4000).tolist() == pytest.approx(expected, abs=1e-3)
 
 
@@ -228,24 +228,26 @@ def test_unlikely_fills_are_not_followed_to_the_end(world, monkeypatch):
     assert rows.tolist() == world.p.topk(3)[1].tolist() and sum(seen) < 81
 
 
-@pytest.mark.parametrize("parts", [["a", None, "c"], [2, "b"], [None, "b", None], ["a", 1, None]])
-def test_candidates_are_the_likeliest_of_all_lengths(world, parts):
+@pytest.mark.parametrize(
+    "segments", [["a", None, "c"], [2, "b"], [None, "b", None], ["a", 1, None]]
+)
+def test_candidates_are_the_likeliest_of_all_lengths(world, segments):
     tokenizer = Tokenizer("char", list("abc"))
     model = Toy(world.random, V, T)
     asked = sample.SamplerSettings(order="random", temperature=3.0, steps=T)
     fill = partial(sample.fill_gaps, model, tokenizer, sample.resolve(asked, model))
-    found = search.hypotheses(model, tokenizer, parts, 600, fill, "cpu", 2, draws=2000)
+    found = search.hypotheses(model, tokenizer, segments, 600, fill, "cpu", 2, draws=2000)
     gaps = {None: range(1, 3), 1: [1], 2: [2]}
     texts = {""}
-    for i, part in enumerate(parts):
+    for i, segment in enumerate(segments):
         grown = set()
         for text in texts:  # a gap at the end is as long as there is room
-            at_end = part is None and i == len(parts) - 1
-            lengths = [min(2, T - len(text))] if at_end else gaps.get(part, [])
+            at_end = segment is None and i == len(segments) - 1
+            lengths = [min(2, T - len(text))] if at_end else gaps.get(segment, [])
             fills = [fill for n in lengths for fill in itertools.product("abc", repeat=n)]
-            grown |= {text + "".join(fill) for fill in fills or [part]}
+            grown |= {text + "".join(fill) for fill in fills or [segment]}
         texts = grown
-    start = int(isinstance(parts[0], str))
+    start = int(isinstance(segments[0], str))
 
     def score(text):
         return likelihood.chain_rule(model, torch.tensor([tokenizer.encode(text)]))[0, start:].sum()
@@ -259,13 +261,13 @@ def test_candidates_are_the_likeliest_of_all_lengths(world, parts):
 # With any options
 
 
-def with_effect(how, call):
-    """What call(**how) returns, without the settings that it refuses as they do nothing."""
+def with_effect(settings, call):
+    """What call(**settings) returns, without the settings that it refuses as they do nothing."""
     while True:
         try:
-            return call(**how)
+            return call(**settings)
         except NoEffect as e:
-            how.pop(str(e).split()[0].removeprefix("--"))
+            settings.pop(str(e).split()[0].removeprefix("--"))
 
 
 @settings(max_examples=60, deadline=None)
@@ -285,31 +287,31 @@ def with_effect(how, call):
     ar=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_given_tokens_stay_and_rows_are_independent(world, x, ar, seed, **how):
+def test_given_tokens_stay_and_rows_are_independent(world, x, ar, seed, **settings):
     width = len(x[0])
     x = torch.tensor([(row * width)[:width] for row in x])
-    if how["correct"] == 3:
-        how["steps"] += 3
-    if how["order"] == "one_shot":
-        how |= dict(correct=0, steps=0)
+    if settings["correct"] == 3:
+        settings["steps"] += 3
+    if settings["order"] == "one_shot":
+        settings |= dict(correct=0, steps=0)
     model = Toy(world.random, V, T, objective="ar" if ar else "mdlm")
     if ar:
-        how |= dict(order="auto", cfg=0.0)
+        settings |= dict(order="auto", cfg=0.0)
     if (x == V).all(1).any():
-        how["cfg"] = 0.0
+        settings["cfg"] = 0.0
     fill = x == V
 
-    def run(rows, **how):
+    def run(rows, **settings):
         where = dict(generator=seeded(seed), samples=rows, fill=fill[rows])
-        return sample.generate(model, x[rows], **where, **how)
+        return sample.generate(model, x[rows], **where, **settings)
 
     rows = torch.arange(len(x))
-    out = with_effect(how, partial(run, rows))
+    out = with_effect(settings, partial(run, rows))
     assert out.shape == x.shape and out.max() < V and out.min() >= 0
     assert torch.equal(out[~fill], x[~fill])
-    assert torch.equal(out, run(rows, **how))
+    assert torch.equal(out, run(rows, **settings))
     last = torch.tensor([len(x) - 1])
-    assert torch.equal(out[last], run(last, **how))
+    assert torch.equal(out[last], run(last, **settings))
 
 
 def test_network_is_called_at_most_once_a_step(world):
@@ -362,8 +364,8 @@ def test_long_texts_are_written_block_by_block():
     x = torch.full((1, 20), 5)
     x[0, :6] = torch.arange(6) % 5
     seen.clear()
-    how = dict(steps=4, order="left_to_right", correct=0)  # 4 tokens in two steps
-    *_, last = sample.unmask(model, x, **how)
+    settings = dict(steps=4, order="left_to_right", correct=0)  # 4 tokens in two steps
+    *_, last = sample.unmask(model, x, **settings)
     assert last.calls.item() == len(seen) == 1 + 3 * 2 + 1 and (last.x < 5).all()
     for xt, end in zip(seen, (8, 8, 12, 12, 16, 16, 20, 20), strict=True):
         known = xt[0] < 5
@@ -398,7 +400,7 @@ def test_films_keep_confidences_up_to_the_end(world):
 
 
 @pytest.mark.parametrize(
-    "how, words",
+    "settings, words",
     [
         (dict(order="best"), ["best", "ancestral", "one_shot"]),
         (dict(steps=-1), ["steps=-1", "0 to"]),
@@ -409,9 +411,9 @@ def test_films_keep_confidences_up_to_the_end(world):
     ],
     ids=str,
 )
-def test_python_callers_get_a_clear_value_error(world, how, words):
+def test_python_callers_get_a_clear_value_error(world, settings, words):
     with pytest.raises(ValueError) as e:
-        draws(Toy(world.random, V, T), 1, **how)
+        draws(Toy(world.random, V, T), 1, **settings)
     assert all(word in str(e.value) for word in words) and "\n" not in str(e.value)
 
 
@@ -800,10 +802,10 @@ def test_shipped_weights_fill_in_sixty_calls(say):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "vocabulary, samples, how",
+    "vocabulary, samples, settings",
     [(65, 256, ["--order=one_shot"]), (50_257, 18, ["--order=confidence", "--steps=2"])],
 )
-def test_memory_is_bounded_for_256_long_samples(vocabulary, samples, how, tmp_path):
+def test_memory_is_bounded_for_256_long_samples(vocabulary, samples, settings, tmp_path):
     """Peak of the whole program for 1,024 tokens each: all in one step, and by confidence.
 
     The logits of 18 such texts over 50,257 tokens take 3.7 GB at once; 256 would take minutes.
@@ -829,10 +831,10 @@ def test_memory_is_bounded_for_256_long_samples(vocabulary, samples, how, tmp_pa
         "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20\n"
         "print(peak, file=sys.stderr); sys.exit(code)"
     )
-    flags = [f"--out_dir={tmp_path}", f"--num_samples={samples}", "--json=-", *how]
+    flags = [f"--out_dir={tmp_path}", f"--num_samples={samples}", "--json=-", *settings]
     command = [sys.executable, "-c", program, *flags]
     r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert r.returncode == 0 and len(r.stdout.splitlines()) == samples, r.stderr
     peak = float(r.stderr.split()[-1])
-    print(f"vocabulary {vocabulary}, {how[0]}: peak {peak:.2f} GiB")
+    print(f"vocabulary {vocabulary}, {settings[0]}: peak {peak:.2f} GiB")
     assert peak < 3

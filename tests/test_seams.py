@@ -58,14 +58,14 @@ def text_of_pydoc():
 
 
 def filled(made, name, template, text, gap):
-    """(Tokenizer, ids of a template whose gap has the tokens of `gap`, its parts as texts)"""
+    """(Tokenizer, ids of a template whose gap has the tokens of `gap`, its segments as texts)"""
     made = made(name)
     n = len(gap)
-    parts = templates.parse(template.replace("█", "█" * n), made, 100)
-    ids = templates.to_ids(parts, made, UNTOLD)
+    segments = templates.parse(template.replace("█", "█" * n), made, 100)
+    ids = templates.to_ids(segments, made, UNTOLD)
     at = ids.index(UNTOLD)
     ids[at : at + n] = gap
-    return ids, templates.to_texts(parts, ids, made)
+    return ids, templates.to_texts(segments, ids, made)
 
 
 # ---- Long texts
@@ -77,7 +77,7 @@ def test_long_texts_have_the_ids_of_the_whole(made, pydoc, monkeypatch, name):
     made = made(name)
     whole = made.library.encode(text) if name in tokenizer_kinds.KINDS else made.encode(text)
     for module in (seams, tokenizer):
-        monkeypatch.setattr(module, "PART", 700, raising=False)
+        monkeypatch.setattr(module, "CHUNK", 700, raising=False)
     ids = made.encode(text)
     if made.kind == "file":
         assert ids[: len(whole) // 2] == whole[: len(whole) // 2], "beyond it no place to cut"
@@ -133,8 +133,8 @@ def test_gaps_have_the_ids_of_the_whole_text(made, name, data):
     cut = made.decode(whole[:first])[-1:] + made.decode(whole[:last])[-1:]
     if "\ufffd" in cut or (first and not before):
         return  # within a character, or after a space that the beginning of a text gains
-    parts = [part for part in (before, last - first, after) if part]
-    ids = templates.to_ids(parts, made, UNTOLD)
+    segments = [segment for segment in (before, last - first, after) if segment]
+    ids = templates.to_ids(segments, made, UNTOLD)
     known = [id for id in ids if id != UNTOLD]
     told = known == whole[:first] + whole[last:]
     if not told:  # a word's beginning that no gap precedes; a space that is a token of its own
@@ -143,7 +143,7 @@ def test_gaps_have_the_ids_of_the_whole_text(made, name, data):
         alone = before[-1:].isspace()
         assert part_of_word or alone, (name, before, gap, after)
         return
-    text_again = templates.joined(templates.to_texts(parts, whole, made))
+    text_again = templates.joined(templates.to_texts(segments, whole, made))
     assert text_again == text or text_again.lower() == made.decode(whole).lower()
 
 
@@ -221,7 +221,7 @@ def test_first_token_of_a_gap_has_its_space(made, name):
     made = made(name)
     ids = made.encode(SENTENCE)
     at = len(made.encode("The"))
-    other = made.encode_given("e", after_gap=True)[0]
+    other = made.encode_lossless("e", after_gap=True)[0]
     assert not made.space_tokens()[other]
     model = Oracle(ids, made.vocab_size, [(at, other)])
     n = len(made.encode_pair("The", " value")[1])
@@ -251,13 +251,13 @@ def test_ranked_fills_show_no_space_that_no_id_has(made, name, template, end):
     fill = functools.partial(
         sample.fill_gaps, model, known, sample.resolve(sample.SamplerSettings(), model)
     )
-    parts = templates.parse(template, known, T)
-    found = search.hypotheses(model, known, parts, 40, fill, "cpu", max_gap=4)
+    segments = templates.parse(template, known, T)
+    found = search.hypotheses(model, known, segments, 40, fill, "cpu", max_gap=4)
     assert found
     for one in found:
-        at = templates.borrowing(one.parts)
+        at = templates.borrowing(one.segments)
         assert at and all(known.space_tokens()[one.ids[i]] for i in at)
-        shown = templates.joined(templates.to_texts(one.parts, one.ids, known))
+        shown = templates.joined(templates.to_texts(one.segments, one.ids, known))
         if name != "bert":  # which forgets capitals, and spaces at punctuation
             assert known.decode(one.ids) == shown
     for text in sample.write(model, known, template, n=2, max_gap=4):
@@ -374,7 +374,7 @@ def test_texts_that_a_tokenizer_keeps_are_taken(made, name):
     if name not in ("words", "unknown words", "letters", "t5", "bert_cased"):
         texts.append("cafe\u0301 of")
     for text in texts:
-        assert made(name).encode_given(text) == made(name).encode(text)
+        assert made(name).encode_lossless(text) == made(name).encode(text)
 
 
 @pytest.fixture(scope="module")
@@ -433,8 +433,8 @@ def test_the_harness_takes_prompts_that_end_in_a_space(made, monkeypatch):
     asked = SimpleNamespace(model=Oracle(ids, made.vocab_size), tokenizer=made, asks=False)
     asked = SimpleNamespace(**vars(asked), room=24, seed=0, ignored=set())
     for prompt, answer in (("The ", "value of a class"), ("The", " value of a class")):
-        how = dict(max_gen_toks=len(ids) - 1)
-        assert harness.Harness.write(asked, prompt, how) == answer
+        settings = dict(max_gen_toks=len(ids) - 1)
+        assert harness.Harness.write(asked, prompt, settings) == answer
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "gemma", "gpt2", "qwen", "words"])
@@ -444,5 +444,5 @@ def test_exported_tokenizers_gain_no_space_after_a_mask(made, name):
     cut = ("The █ of a class",) if name == "words" else ("The█ of a class", "the val█e of")
     for text in cut:
         ids = library.encode(text.replace("█", "[MASK]"), add_special_tokens=False).ids
-        parts = templates.parse(text, made(name), 100)
-        assert ids == templates.to_ids(parts, made(name), made(name).vocab_size)
+        segments = templates.parse(text, made(name), 100)
+        assert ids == templates.to_ids(segments, made(name), made(name).vocab_size)

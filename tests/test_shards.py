@@ -301,7 +301,7 @@ def test_a_part_that_nodes_cannot_see_is_named(tmp_path):
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "shard-00001-model-00001-of-00001.safetensors").touch()
     with pytest.raises(errors.UserError, match=r"2 ranks wrote a file .* first rank sees 1"):
-        shards.found_in(tmp_path, 2)
+        shards.written_files(tmp_path, 2)
 
 
 def test_forged_parts_are_refused(parts, tmp_path):

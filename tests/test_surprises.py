@@ -519,8 +519,8 @@ def test_templates_of_no_file_are_refused(run, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["-", "/dev/stdin"])
 def test_templates_come_from_a_pipe(run, name):
     command = [sys.executable, ROOT / "sample.py", f"--out_dir={run}", "--device=cpu", "--steps=1"]
-    how = dict(input="the█\n".encode(), capture_output=True, timeout=120)
-    r = subprocess.run([*command, f"--batch={name}"], **how)
+    settings = dict(input="the█\n".encode(), capture_output=True, timeout=120)
+    r = subprocess.run([*command, f"--batch={name}"], **settings)
     assert r.returncode == 0 and json.loads(r.stdout)["text"].startswith("the"), r.stderr
 
 

@@ -152,8 +152,8 @@ def test_text_never_has_the_id_of_the_end(spelled):
     text = f"a {end} b"
     calls = [
         lambda: tokenizer.encode(text),
-        lambda: tokenizer.encode_given(text),
-        lambda: tokenizer.encode_given(f" {text}", after_gap=True),
+        lambda: tokenizer.encode_lossless(text),
+        lambda: tokenizer.encode_lossless(f" {text}", after_gap=True),
         lambda: tokenizer.encode_array("a b " * 20_000 + text),
         lambda: tokenizer.encode_array(text, "a b "),
         lambda: tokenizer.encode_pair("a", f" {text}"),

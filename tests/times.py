@@ -20,22 +20,22 @@ END = "<!-- its end -->"
 
 def promises(document):
     """{name of a test: what its row of the document promises, in bold}"""
-    found = {}
+    sentences = {}
     for row in re.findall(r"(?m)^\| .*\*\*.* \|$", document):
         promise = re.search(r"\*\*(.+?)\*\*", row)[1]
         for name in re.findall(r"`(test_\w+)`", row):
-            found.setdefault(name, promise)
-    return found
+            sentences.setdefault(name, promise)
+    return sentences
 
 
 def docstrings():
     """{name of a test: the first line of its docstring}"""
-    found = {}
+    sentences = {}
     for path in (ROOT / "tests").glob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
-                found[node.name] = ast.get_docstring(node).splitlines()[0]
-    return found
+                sentences[node.name] = ast.get_docstring(node).splitlines()[0]
+    return sentences
 
 
 def table(report, document):

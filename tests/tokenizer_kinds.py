@@ -12,8 +12,8 @@ QWEN = (
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 
 
-def train(library, trainer, text, size, **how):
-    trainer = trainer(vocab_size=size, show_progress=False, **how)
+def train(library, trainer, text, size, **options):
+    trainer = trainer(vocab_size=size, show_progress=False, **options)
     library.train_from_iterator(text.splitlines(keepends=True), trainer)
     return library
 
@@ -89,8 +89,10 @@ def gpt2(text, prefix=False):
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     library.decoder = decoders.ByteLevel()
-    how = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    return train(library, trainers.BpeTrainer, text, 700, special_tokens=["<|endoftext|>"], **how)
+    options = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    return train(
+        library, trainers.BpeTrainer, text, 700, special_tokens=["<|endoftext|>"], **options
+    )
 
 
 def qwen(text):

@@ -63,7 +63,7 @@ def asked(config, has_documents):
     """
     is_given = config.document_length == "given"
     is_mdlm = config.objective == "mdlm"
-    found = {
+    variants_asked = {
         "ar": (not is_mdlm, "--objective=ar"),
         "rates": (rates.are_other(config), rates.flag(config)),
         "prompts": (config.prompt_column, f"--prompt_column={config.prompt_column}"),
@@ -71,7 +71,7 @@ def asked(config, has_documents):
         "blocks": (blocks.are_asked(config), f"--block_length={config.block_length}"),
         "time": (config.time_conditioning, "--time_conditioning"),
     }
-    return {name: flag for name, (is_asked, flag) in found.items() if is_asked}
+    return {name: flag for name, (is_asked, flag) in variants_asked.items() if is_asked}
 
 
 def check(config):
@@ -83,8 +83,8 @@ def check(config):
 
 def effects(config):
     """Rules of flags.check_effects: which flags of the objective do something in a run."""
-    found = [*autoregressive.effects(config), *blocks.effects(config)]
-    return [*found, *rates.effects(config), *time_conditioning.effects(config)]
+    rules = [*autoregressive.effects(config), *blocks.effects(config)]
+    return [*rules, *rates.effects(config), *time_conditioning.effects(config)]
 
 
 def check_together(config, has_documents):

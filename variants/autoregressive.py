@@ -22,7 +22,7 @@ class Autoregressive(Variant):
     """Every token is predicted from those before it, and counts alike."""
 
     metric = "nll"
-    predicted_share = 1.0
+    predicted_fraction = 1.0
     fills_gaps = False
     one_by_one = True
 

@@ -50,8 +50,8 @@ def check_schedule(name, schedule):
 
 def parse(value):
     """--rates -> Rates: uniform, cosine, LOW-HIGH, and both as cosine:LOW-HIGH."""
-    found = RATES.fullmatch(value)
-    schedule, low, high = found.groups("uniform") if found else (value, "0", "1")
+    match = RATES.fullmatch(value)
+    schedule, low, high = match.groups("uniform") if match else (value, "0", "1")
     if schedule not in SCHEDULES:
         accepted = f"{', '.join(SCHEDULES)} or LOW-HIGH, such as 0.3-0.8"
         raise UserError(f"--rates={value[:40]!r} is not accepted; give {accepted}")

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from support.kernels.reference import masked_share
+from support.kernels.reference import masked_fraction
 
 from .variant import Variant
 
@@ -32,7 +32,7 @@ class TimeConditioned(Variant):
 
     def with_rate(self, view):
         text = view.ids != self.end_id
-        return view._replace(rate=masked_share(view.ids == self.mask_id, text, view.sees))
+        return view._replace(rate=masked_fraction(view.ids == self.mask_id, text, view.sees))
 
     def view(self, xt, x0=None, rows=None):
         return self.with_rate(self.inner.view(xt, x0, rows))

@@ -14,7 +14,7 @@ HEADER = 1024  # bytes
 MAGIC = {20240520: "uint16", 20240801: "uint32"}  # of headers: the width of the ids
 MOST = 1 << 24  # ids of a vocabulary, as --vocab_size accepts them
 FEW = 8  # pairs of ids; fewer may be small by chance
-BLOCK = 1 << 18  # ids that are looked at, at the begin, in the middle, at the end
+SAMPLED = 1 << 18  # ids that are looked at, at the begin, in the middle, at the end
 
 
 def map_ids(path, dtype, stated=True):
@@ -78,10 +78,10 @@ def refuse_formats(path, size):
 
 
 def sample_of(ids):
-    """(n,) at most 3 BLOCK ids of an array, in blocks that begin at a multiple of four."""
-    starts = {0, len(ids) // 2 // 4 * 4, max(0, (len(ids) - BLOCK) // 4 * 4)}
-    blocks = [np.asarray(ids[i : i + BLOCK]) for i in sorted(starts)]
-    return np.concatenate([block[: len(block) // 4 * 4] for block in blocks])
+    """(n,) at most 3 SAMPLED ids of an array, in runs that begin at a multiple of four."""
+    starts = {0, len(ids) // 2 // 4 * 4, max(0, (len(ids) - SAMPLED) // 4 * 4)}
+    runs = [np.asarray(ids[i : i + SAMPLED]) for i in sorted(starts)]
+    return np.concatenate([run[: len(run) // 4 * 4] for run in runs])
 
 
 def check_width(path, ids):

@@ -18,7 +18,7 @@ from support.environment import optional
 from support.errors import UserError
 
 LARGEST = 1 << 26  # bytes of a record, which is held in memory
-PART = 1 << 24  # characters or ids that are held at a time, so that memory is bounded
+PIECE = 1 << 24  # characters or ids that are held at a time, so that memory is bounded
 CHUNK = 1 << 20  # characters of a .json file that are read at a time
 PROMPT = "prompt"  # marks a text that is a prompt: its answer follows
 BLANK = re.compile(r"[ \t\r\n]*")
@@ -339,7 +339,7 @@ def first_invalid(f):
         line += chunk.count(b"\n")
 
 
-def read_text(path, size=PART):
+def read_text(path, size=PIECE):
     """Stream a UTF-8 file as texts of about `size` characters, cut after a line if possible."""
     rest = ""
     try:
@@ -370,7 +370,7 @@ def read_txt(path, columns, skipped):
     held = None
     is_first = True
     pieces = read_text(path)
-    if path.stat().st_size <= PART:  # in one piece, as seams may change what BPE makes of a text
+    if path.stat().st_size <= PIECE:  # in one piece, as seams may change what BPE makes of a text
         pieces = ["".join(pieces)]
     for piece in pieces:
         if held is not None:

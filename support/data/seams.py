@@ -1,4 +1,4 @@
-"""A tokenizer of the tokenizers library, and texts and ids that are cut in parts.
+"""A tokenizer of the tokenizers library, and texts and ids that are cut in chunks.
 
 enc: text -> ids and dec: ids -> text. enc(a + b) = enc(a) + enc(b) holds where tokens are
 characters or bytes. Elsewhere a word takes the space in front of it (▁the), the beginning of a text
@@ -13,7 +13,7 @@ are encoded and decoded, and cut:
                       segmentation of a + b (Unigram) contains the best one of b, and WordPiece goes
                       from left to right. So a space is there or not, as b says, and letters go on
                       with a word.
-    a long text       parts, each after the last CONTEXT characters of the one before it.
+    a long text       chunks, each after the last CONTEXT characters of the one before it.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ import unicodedata
 from support.environment import optional
 from support.errors import UserError
 
-PART = 1 << 16  # characters; the memory that BPE takes grows with the length of a text
-CONTEXT = 256  # characters in front of a part, far more than a token has
+CHUNK = 1 << 16  # characters; the memory that BPE takes grows with the length of a text
+CONTEXT = 256  # characters in front of a chunk, far more than a token has
 TRIES = 64  # places for a cut, or letters, that are tried
 WORDS = 1000  # of a vocabulary, that are tried where it has no letters
 # What stands for the text before a gap: first a letter that no token of any tokenizer begins with.
@@ -80,10 +80,10 @@ class Library:
         if not vocab:
             raise ValueError("its vocabulary is empty")
         self.size = max(vocab.values()) + 1
-        self.found_letters = None
-        self.found_unknown = None
-        self.found_gain = None
-        self.found_dropped = {}  # character -> whether it is dropped
+        self.cached_letters = None
+        self.cached_unknown_id = None
+        self.cached_gain = None
+        self.cached_dropped = {}  # character -> whether it is dropped
 
     # ---- Encoding
     def encoding(self, text):
@@ -102,12 +102,12 @@ class Library:
 
     def letters(self):
         """What may stand for the text before a gap: letters, or words where these are unknown."""
-        if self.found_letters is None:
+        if self.cached_letters is None:
             vocab = self.library.get_vocab(with_added_tokens=False)
             words = sorted(filter(str.isalpha, vocab), key=vocab.get)[:WORDS]
             kept = filter(self.is_kept, (*LETTERS, *words))
-            self.found_letters = list(itertools.islice(kept, TRIES))
-        return self.found_letters
+            self.cached_letters = list(itertools.islice(kept, TRIES))
+        return self.cached_letters
 
     def is_kept(self, text):
         """Whether a text has ids from which it comes back, but for spaces around it."""
@@ -157,16 +157,16 @@ class Library:
 
     def encode_long(self, text, before=""):
         """The ids of a text of any length that goes on after `before`, in bounded memory."""
-        places = [self.find_cut(text, end) for end in range(PART, len(text), PART)]
+        places = [self.find_cut(text, end) for end in range(CHUNK, len(text), CHUNK)]
         edges = [0, *(place for place in places if place), len(text)]
-        parts = [text[begin:end] for begin, end in itertools.pairwise(edges)]
+        chunks = [text[begin:end] for begin, end in itertools.pairwise(edges)]
         befores = [end_of(before), *(text[i - CONTEXT : i] for i in edges[1:-1])]
         known = self.encode_all(befores)
-        both = self.encode_all([a + b for a, b in zip(befores, parts)])
+        both = self.encode_all([a + b for a, b in zip(befores, chunks)])
         ids = []
         for i, (a, b) in enumerate(zip(known, both)):
             is_cut = b[: len(a)] == a
-            ids += b[len(a) :] if is_cut else self.go_on(befores[i], parts[i])
+            ids += b[len(a) :] if is_cut else self.go_on(befores[i], chunks[i])
         return ids
 
     def encode_all(self, texts):
@@ -191,7 +191,7 @@ class Library:
         return 0
 
     def what_cannot_be_cut(self, texts):
-        """What this tokenizer cannot do with parts of texts, as words; "" if it can do all."""
+        """What this tokenizer cannot do with chunks of texts, as words; "" if it can do all."""
         faults = []
         if not any(map(self.letter_before, self.letters()[:TRIES:8])):
             faults.append("a gap cannot end within a word, nor directly before one")
@@ -211,16 +211,16 @@ class Library:
 
     def gains_space(self):
         """Whether encoding gives a text a space in front that decoding leaves there (RoBERTa)."""
-        if self.found_gain is None:
-            self.found_gain = False
+        if self.cached_gain is None:
+            self.cached_gain = False
             for letter in LETTERS:
                 with contextlib.suppress(Exception):  # it is not known
                     ids = self.library.encode(letter, add_special_tokens=False).ids
                     text = self.library.decode(ids, skip_special_tokens=False)
                     if text.strip() == letter:
-                        self.found_gain = text.startswith(" ")
+                        self.cached_gain = text.startswith(" ")
                         break
-        return self.found_gain
+        return self.cached_gain
 
     def decode_after(self, before, ids):
         """The text of ids after others."""
@@ -257,14 +257,14 @@ class Library:
     # ---- What is lost
     def unknown_id(self):
         """The id of what the tokenizer does not know, -1 if there is none."""
-        if self.found_unknown is None:
+        if self.cached_unknown_id is None:
             model = self.library.model
             token = getattr(model, "unk_token", None)
             id = self.library.token_to_id(token) if token else None
             if not hasattr(model, "unk_token"):  # Unigram
                 id = json.loads(self.content)["model"].get("unk_id")
-            self.found_unknown = -1 if id is None else id
-        return self.found_unknown
+            self.cached_unknown_id = -1 if id is None else id
+        return self.cached_unknown_id
 
     def reads_unknown_as(self, id):
         """Whether characters that the tokenizer does not know get this id.
@@ -290,10 +290,10 @@ class Library:
 
     def is_dropped(self, c):
         """Whether a character changes nothing between two letters."""
-        if c not in self.found_dropped:
+        if c not in self.cached_dropped:
             is_kept = c.isspace() or unicodedata.category(c) == "Mn"
-            self.found_dropped[c] = not is_kept and self.changes_nothing(c)
-        return self.found_dropped[c]
+            self.cached_dropped[c] = not is_kept and self.changes_nothing(c)
+        return self.cached_dropped[c]
 
     def changes_nothing(self, c):
         """Whether `c` between two letters changes nothing; between two words, if letters fail."""

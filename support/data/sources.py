@@ -17,7 +17,7 @@ import torch
 from support import files
 from support.data import records
 from support.data.ids import DTYPES, check_largest, doubt_width, has_header, map_ids
-from support.data.records import PART, read_text
+from support.data.records import PIECE, read_text
 from support.data.tokenizer import Tokenizer, describe, tokenizer_from_json, with_end
 from support.environment import optional
 from support.errors import UserError
@@ -76,22 +76,22 @@ def effects(config):
     """Rules of flags.check_effects: which flags about the data do something in a new run."""
     if config.data not in BUILT_IN and not os.path.exists(config.data):
         return []  # what is missing says nothing about flags; it is refused where it is opened
-    given = f"with --data={config.data}"
+    with_data = f"with --data={config.data}"
     leave = "leave it out"
     if is_ids(config.data):
-        return effects_on_ids(config, given, leave)
+        return effects_on_ids(config, with_data, leave)
     is_text = not is_records(config.data) and config.data != "patterns"
     columns = is_records(config.data) and records.has_columns(config.data)
     learns = config.tokenizer in ("word", "bpe")
     is_file = config.tokenizer.endswith(".json")
     kind = f"with --tokenizer={config.tokenizer}; {leave}, or give"
     brought = f"with --init_from, which brings a tokenizer; {leave}"
-    no_documents = f"{given}, which is a single text; {leave}"
+    no_documents = f"{with_data}, which is a single text; {leave}"
     return [
-        ("separator", is_text, f"{given}, which is no text file; {leave}"),
-        ("text_column prompt_column", columns, f"{given}, which has no columns; {leave}"),
-        ("max_bad_records", is_records(config.data), f"{given}, which has no records; {leave}"),
-        ("bin_dtype", False, f"{given}, which is no folder of .bin files; {leave}"),
+        ("separator", is_text, f"{with_data}, which is no text file; {leave}"),
+        ("text_column prompt_column", columns, f"{with_data}, which has no columns; {leave}"),
+        ("max_bad_records", is_records(config.data), f"{with_data}, which has no records; {leave}"),
+        ("bin_dtype", False, f"{with_data}, which is no folder of .bin files; {leave}"),
         ("vocab_size end", not config.init_from, brought),
         ("vocab_size", learns, f"{kind} --tokenizer=word or bpe"),
         ("end", is_file, f"{kind} the tokenizer.json that has this token"),
@@ -108,19 +108,21 @@ def effect_of_pack(config):
     return "pack", config.document_length == "given", why
 
 
-def effects_on_ids(config, given, leave):
+def effects_on_ids(config, with_data, leave):
     """The same for a folder of ids."""
-    ids = f"{given}, a folder of ids; {leave}"
+    ids = f"{with_data}, a folder of ids; {leave}"
     folder = Path(config.data)
     has_tokenizer = (folder / "tokenizer.json").exists()
     is_prepared = "source" in read_meta(folder / "meta.json")
     states_width = has_header(folder / NAMES[0])
-    no_documents = f"{given}, which has no documents; {leave}, or give the --end of its documents"
+    no_documents = (
+        f"{with_data}, which has no documents; {leave}, or give the --end of its documents"
+    )
     return [
         ("tokenizer separator text_column prompt_column max_bad_records", False, ids),
-        ("vocab_size", not has_tokenizer, f"{given}, whose tokenizer.json has one; {leave}"),
-        ("bin_dtype", not is_prepared, f"{given}, whose meta.json notes it; {leave}"),
-        ("bin_dtype", not states_width, f"{given}, whose header says it; {leave}"),
+        ("vocab_size", not has_tokenizer, f"{with_data}, whose tokenizer.json has one; {leave}"),
+        ("bin_dtype", not is_prepared, f"{with_data}, whose meta.json notes it; {leave}"),
+        ("bin_dtype", not states_width, f"{with_data}, whose header says it; {leave}"),
         ("document_length pack", ids_have_documents(config), no_documents),
         effect_of_pack(config),
     ]
@@ -205,7 +207,7 @@ def download_shakespeare():
         raise OSError(str(e) if isinstance(e, ValueError) else type(e).__name__) from None
 
 
-def split_documents(texts, separator, size=PART):
+def split_documents(texts, separator, size=PIECE):
     """Stream (piece of at most about `size` characters, whether it ends a document) of texts."""
     if not separator:
         yield from ((text, False) for text in texts)
@@ -382,8 +384,8 @@ def checksum_of(tokenizer, arrays):
 def slices_of(arrays):
     """Slices of memory-mapped arrays; one that was read leaves the process's memory again."""
     for array in arrays:
-        for i in range(0, len(array), PART):
-            yield array[i : i + PART]
+        for i in range(0, len(array), PIECE):
+            yield array[i : i + PIECE]
             with contextlib.suppress(AttributeError):  # no memory map, or not on Linux
                 array._mmap.madvise(mmap.MADV_DONTNEED)
 
@@ -399,7 +401,7 @@ def cut_windows(ids, config, end_id):
         starts = torch.arange(len(ids) // T) * T
         return starts, *torch.tensor(T).expand(2, len(starts))
     ends = [np.zeros(0, np.int64)]
-    for i, piece in zip(itertools.count(0, PART), slices_of([ids])):
+    for i, piece in zip(itertools.count(0, PIECE), slices_of([ids])):
         ends.append(i + 1 + (piece == end_id).nonzero()[0])
     ends = np.concatenate(ends)
     prompts = ends[::2]

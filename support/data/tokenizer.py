@@ -12,7 +12,7 @@ import numpy as np
 
 from support.arguments import check_text, whole_ids
 from support.data import tokenizer_json
-from support.data.seams import BROKEN, PART, Library, shared
+from support.data.seams import BROKEN, CHUNK, Library, shared
 from support.environment import optional
 from support.errors import UserError
 from support.files import most_bytes, read_json, read_small
@@ -110,7 +110,7 @@ class Tokenizer:
         elif self.kind == "file":
             ids = self.library.encode_long(text, before)
         elif self.kind == "bpe":
-            ids = list(itertools.chain(*self.library.encode_all(parts_of(text))))
+            ids = list(itertools.chain(*self.library.encode_all(chunks_of(text))))
         else:
             ids = text.split()
             for i in ids:
@@ -122,7 +122,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self.encode_array(check_text(text)).tolist()
 
-    def encode_given(self, text, after_gap=False):
+    def encode_lossless(self, text, after_gap=False):
         """The ids of a user's text; raises UserError if encoding would lose some of it.
 
         after_gap: the text follows a gap, whose tokens are not known yet.
@@ -134,22 +134,22 @@ class Tokenizer:
             return self.without_end(self.library.encode_after_gap(text))
         return self.encode(text)
 
-    def encode_pair(self, given, text):
+    def encode_pair(self, context, text):
         """The ids of two texts of a user, the second of which goes on after the first.
 
         A space between them may be the end of the first or the beginning of the second.
         """
         if self.kind not in ("word", "bpe", "file"):
-            return self.encode(given), self.encode(text)
-        self.encode_given(given)
-        self.encode_given(text)
-        stripped = given.rstrip()
-        for before, after in ((given, text), (stripped, given[len(stripped) :] + text)):
+            return self.encode(context), self.encode(text)
+        self.encode_lossless(context)
+        self.encode_lossless(text)
+        stripped = context.rstrip()
+        for before, after in ((context, text), (stripped, context[len(stripped) :] + text)):
             known = self.encode(before)
             ids = self.encode(before + after)
             if ids[: len(known)] == known:
                 return known, ids[len(known) :]
-        return self.encode(given), self.encode_given(text, after_gap=True)
+        return self.encode(context), self.encode_lossless(text, after_gap=True)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text; [MASK], the id after the last token, is shown as █."""
@@ -316,8 +316,8 @@ class Tokenizer:
         return text
 
 
-def parts_of(text):
-    return [text[i : i + PART] for i in range(0, len(text), PART)]
+def chunks_of(text):
+    return [text[i : i + CHUNK] for i in range(0, len(text), CHUNK)]
 
 
 def describe(path):
@@ -409,10 +409,10 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
     """A Tokenizer for the text of pieces(): pairs (text, whether a document ends)."""
     if kind.endswith(".json"):
         tokenizer = open_tokenizer(kind, end, end_token)
-        some = [piece[:PART] for piece, _ in itertools.islice(pieces(), 100)]
+        some = [piece[:CHUNK] for piece, _ in itertools.islice(pieces(), 100)]
         if any(changes(tokenizer, text) for text in some):
             warn(f"--tokenizer={kind} changes the text: its likelihood is that of what is left")
-        if tokenizer.kind != "file":  # it gives any text back, in parts too
+        if tokenizer.kind != "file":  # it gives any text back, in chunks too
             return tokenizer
         if cannot := tokenizer.library.what_cannot_be_cut(some[:3]):
             warn(f"--tokenizer={kind}: {cannot}")
@@ -426,7 +426,7 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
         return Tokenizer("char", [chr(c) for c in seen.nonzero()[0]], end)
     if size <= 256:
         raise UserError(f"--vocab_size={size} is too small; give more than the 256 bytes take")
-    sample = first_parts(pieces(), min(train_characters, SAMPLE))
+    sample = first_chunks(pieces(), min(train_characters, SAMPLE))
     if kind == "bpe":
         return Tokenizer("bpe", train_bpe(sample, size), end)
     counts = Counter()
@@ -436,10 +436,10 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
     return Tokenizer("word", words, end)
 
 
-def first_parts(pieces, characters):
-    """The first `characters` of an iterable of (text, ends a document), in small parts."""
+def first_chunks(pieces, characters):
+    """The first `characters` of an iterable of (text, ends a document), in small chunks."""
     for text, _ in pieces:
-        yield from parts_of(text[:characters])
+        yield from chunks_of(text[:characters])
         characters -= min(characters, len(text))
 
 

@@ -12,7 +12,7 @@ from support.infill.calls import call_size
 from support.infill.ranking import likeliest
 from support.infill.templates import (
     allowed_by_row,
-    encode_parts,
+    encode_segments,
     joined,
     keeps_spaces,
     to_ids,
@@ -23,7 +23,7 @@ from support.infill.templates import (
 class Fill(NamedTuple):
     """A filled template, or the filled beginning of one."""
 
-    parts: list  # of the template, with the lengths of all gaps
+    segments: list  # of the template, with the lengths of all gaps
     ids: list  # of a gap at the end of the text: including the token that ends it
     logp: float  # in nats: log p(ids from the first gap on | what precedes it), by the chain rule
 
@@ -45,43 +45,43 @@ def distinct(rows, tried, at_end, tokenizer):
     """Remove rows with the same ids and text, and those without a space that the template asks for.
 
     rows: lists of ids, drawn for the pairs `tried` (where ranking begins, Fill)
-    at_end: whether the last part is a gap at the end of the text. It is then cut off before [END]
-        or a line break
+    at_end: whether the last segment is a gap at the end of the text. It is then cut off before
+        [END] or a line break
 
     Rows of other ids are kept even if they show the same text: which of them is the likeliest is
     not known yet. Returns a list of (number of the row, where ranking begins, Fill, text).
     """
-    found = {}
+    rows_kept = {}
     for i, (row, (begin, fill)) in enumerate(zip(rows, tried)):
         ids = row[: len(fill.ids)]
         if at_end:
-            gap_start = len(ids) - fill.parts[-1]
+            gap_start = len(ids) - fill.segments[-1]
             length = until_break(tokenizer, ids, gap_start)
             ids = ids[: gap_start + length + 1]  # with the token that ends the text
-            fill = fill._replace(parts=[*fill.parts[:-1], length])
-        if keeps_spaces(fill.parts, ids, tokenizer):
-            text = joined(to_texts(fill.parts, ids, tokenizer))
-            found[text, tuple(ids)] = (i, begin, fill._replace(ids=ids), text)
-    return list(found.values())
+            fill = fill._replace(segments=[*fill.segments[:-1], length])
+        if keeps_spaces(fill.segments, ids, tokenizer):
+            text = joined(to_texts(fill.segments, ids, tokenizer))
+            rows_kept[text, tuple(ids)] = (i, begin, fill._replace(ids=ids), text)
+    return list(rows_kept.values())
 
 
-def cut_stretches(parts):
+def cut_stretches(segments):
     """Cut a template into stretches with at most one gap of unknown length, filled one by one.
 
-    Returns the pairs (begin, end) of parts. A stretch ends where the next gap of unknown length
+    Returns the pairs (begin, end) of segments. A stretch ends where the next gap of unknown length
     begins. Such a gap at the end of the text is a stretch of its own.
     """
-    unknown = [i for i, part in enumerate(parts) if part is None]
-    cuts = {0, *unknown[1:], len(parts)}
-    if parts[-1] is None:
-        cuts.add(len(parts) - 1)
+    unknown = [i for i, segment in enumerate(segments) if segment is None]
+    cuts = {0, *unknown[1:], len(segments)}
+    if segments[-1] is None:
+        cuts.add(len(segments) - 1)
     return [*itertools.pairwise(sorted(cuts))]
 
 
-def all_are_compared(model, parts):
-    """Whether each stretch of parts has a gap of unknown length whose lengths are compared."""
-    ends_open = parts[-1] is None and not model.objective.lengths_are_given
-    stretches = [parts[begin:end] for begin, end in cut_stretches(parts)]
+def all_are_compared(model, segments):
+    """Whether each stretch of a template has a gap of unknown length whose lengths are compared."""
+    ends_open = segments[-1] is None and not model.objective.lengths_are_given
+    stretches = [segments[begin:end] for begin, end in cut_stretches(segments)]
     return all(None in stretch for stretch in stretches) and not ends_open
 
 
@@ -95,10 +95,10 @@ def length_logp(model):
     return (counts / counts.sum()).log()
 
 
-def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, expect=None):
+def hypotheses(model, tokenizer, segments, n, draw, device, max_gap=16, draws=16, expect=None):
     """Find the n likeliest of many fills of a template; return distinct Fills, the best first.
 
-    parts: the template, as from templates.parse
+    segments: the template, as from templates.parse
     draw: function draw(x, fill, may_end, quick), called once for each stretch (see cut_stretches).
         It draws the positions fill (B, L) bool of x (B, L) and returns x. quick: the stretch has a
         gap of unknown length, of which many lengths are tried with few draws each. It also gets
@@ -120,11 +120,11 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
     """
     check_tokenizer(tokenizer, model)
     L = model.config.block_size
-    parts = encode_parts(parts, tokenizer)
-    stretches = cut_stretches(parts)
+    segments = encode_segments(segments, tokenizer)
+    stretches = cut_stretches(segments)
     fills = [Fill([], [], 0.0)]
     # Where the ranking of each fill begins: the text before the first gap is given.
-    first = len(to_ids(parts[:1], tokenizer)) if isinstance(parts[0], str) else 0
+    first = len(to_ids(segments[:1], tokenizer)) if isinstance(segments[0], str) else 0
     starts = [first]
 
     def tell(number, later, calls):
@@ -132,9 +132,9 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
             expect(calls + later, number, len(stretches))
 
     for number, (begin, end) in enumerate(stretches, 1):
-        stretch = parts[begin:end]
-        room = L - len(to_ids(parts[end:], tokenizer))
-        is_last = end == len(parts)
+        stretch = segments[begin:end]
+        room = L - len(to_ids(segments[end:], tokenizer))
+        is_last = end == len(segments)
         at_end = stretch == [None] and is_last and not model.objective.lengths_are_given
         several = None in stretch and not at_end
         if is_last and model.objective.lengths_are_given:
@@ -150,19 +150,19 @@ def hypotheses(model, tokenizer, parts, n, draw, device, max_gap=16, draws=16, e
         for i, length in itertools.product(range(len(fills)), lengths):
             if at_end:
                 length = min(length, room - len(fills[i].ids))
-            known = [length if part is None else part for part in stretch]
+            known = [length if segment is None else segment for segment in stretch]
             ids = fills[i].ids + to_ids(known, tokenizer, model.mask_id)
             if len(ids) <= room:
                 # Draw short gaps more often: they are cheap and have most of the likely fills.
                 each = max(1, draws // (2 * length if several else 1) // len(fills))
-                tried += [(starts[i], Fill(fills[i].parts + known, ids, fills[i].logp))] * each
+                tried += [(starts[i], Fill(fills[i].segments + known, ids, fills[i].logp))] * each
         after = model.objective.pad_id if is_last else model.mask_id
         rows = [fill.ids + [after] * (L - len(fill.ids)) for _, fill in tried]
         inside = torch.arange(L) < torch.tensor([len(fill.ids) for _, fill in tried])[:, None]
         sequences = sum(len(fill.ids) - start for start, fill in tried)  # to rank them, at most
         later = math.ceil(sequences / call_size(model, device))
         options = dict(expect=partial(tell, number, later)) if expect else {}
-        if allowed := allowed_by_row([fill.parts for _, fill in tried], tokenizer, L):
+        if allowed := allowed_by_row([fill.segments for _, fill in tried], tokenizer, L):
             options["allowed"] = allowed
         x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several, **options)
         # 2. Keep each sequence of ids once; several may show the same text.

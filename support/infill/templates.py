@@ -3,7 +3,7 @@
 [MASK] means the same as █, and so does _ if the model's vocabulary has no such character.
 \\[MASK] stands for the text [MASK] itself.
 
-In the code a template is a list of parts: a Literal (given text), a number of tokens to fill, or
+In the code a template is a list of segments: a Literal (given text), a number of tokens to fill, or
 None for [___]. A Literal is tokenized as in the middle of a whole text, after the text that
 precedes it (support/data/seams.py).
 """
@@ -53,40 +53,42 @@ def encode_literal(text, tokenizer, after_gap, before_gap):
     Many tokenizers make the space before a word a part of the word's token. The last space before a
     gap is then left to the gap's first token (Literal.lends_space).
     """
-    ids = tokenizer.encode_given(text, after_gap)
+    ids = tokenizer.encode_lossless(text, after_gap)
     if not (before_gap and is_space(text[-1:]) and tokenizer.space_tokens().any()):
         return Literal(text, ids)
     without = text[:-1] if text.endswith(" ") else text.rstrip()
-    shorter = tokenizer.encode_given(without, after_gap)
+    shorter = tokenizer.encode_lossless(without, after_gap)
     lends = bool(without or after_gap) and (text.endswith(" ") or ids == shorter)
     return Literal(text, shorter if lends else ids, lends)
 
 
-def encode_parts(parts, tokenizer):
-    """Return the parts with a Literal instead of each string. Strings alternate with gaps."""
+def encode_segments(segments, tokenizer):
+    """Return the segments with a Literal instead of each string. Strings alternate with gaps."""
     encoded = []
-    for i, part in enumerate(parts, 1):
-        if isinstance(part, str) and not isinstance(part, Literal):
-            part = encode_literal(part, tokenizer, after_gap=i > 1, before_gap=i < len(parts))
-        encoded.append(part)
+    for i, segment in enumerate(segments, 1):
+        if isinstance(segment, str) and not isinstance(segment, Literal):
+            segment = encode_literal(
+                segment, tokenizer, after_gap=i > 1, before_gap=i < len(segments)
+            )
+        encoded.append(segment)
     return encoded
 
 
 # ---- Gaps whose first token must begin with a space
 
 
-def borrowing(parts):
+def borrowing(segments):
     """Return the positions at which a token must begin with the space that a literal lends."""
-    ends = itertools.accumulate(len(to_ids([part], None)) for part in parts)
-    return [end for part, end in zip(parts, ends) if getattr(part, "lends_space", False)]
+    ends = itertools.accumulate(len(to_ids([segment], None)) for segment in segments)
+    return [end for segment, end in zip(segments, ends) if getattr(segment, "lends_space", False)]
 
 
-def allowed_tokens(parts, tokenizer):
+def allowed_tokens(segments, tokenizer):
     """Return {position: (V,) bool, the allowed tokens} for positions with restrictions.
 
     [END] is among them: a text may end after its given beginning.
     """
-    positions = borrowing(parts)
+    positions = borrowing(segments)
     if not positions:
         return {}
     allowed = tokenizer.space_tokens().copy()
@@ -98,27 +100,27 @@ def allowed_tokens(parts, tokenizer):
 def allowed_by_row(templates, tokenizer, T):
     """Return pairs (where (B, T) bool, (V,) bool, the tokens that are allowed there).
 
-    templates: the parts of each row's template. Without restrictions the list is empty. [END] is
+    templates: the segments of each row's template. Without restrictions the list is empty. [END] is
     not allowed: the space that a literal lends would be shown without an id that has it.
     """
     where = torch.zeros(len(templates), T, dtype=torch.bool)
-    for row, parts in zip(where, templates):
-        row[borrowing(parts)] = True
+    for row, segments in zip(where, templates):
+        row[borrowing(segments)] = True
     return [(where, torch.from_numpy(starts_with_space(tokenizer)))] if where.any() else []
 
 
 def starts_with_space(tokenizer):
     """Return (V,) bool: the tokens of text that begin with a space."""
-    found = tokenizer.space_tokens().copy()
+    is_spaced = tokenizer.space_tokens().copy()
     if tokenizer.end_id is not None:
-        found[tokenizer.end_id] = False
-    return found
+        is_spaced[tokenizer.end_id] = False
+    return is_spaced
 
 
-def keeps_spaces(parts, ids, tokenizer):
+def keeps_spaces(segments, ids, tokenizer):
     """Whether every token after a literal that lends its space begins with a space."""
     has_space = starts_with_space(tokenizer)
-    return all(has_space[ids[i]] for i in borrowing(parts) if i < len(ids))
+    return all(has_space[ids[i]] for i in borrowing(segments) if i < len(ids))
 
 
 # ---- Reading templates
@@ -186,15 +188,17 @@ def limited_lines(f, name, whole):
         yield line
 
 
-def parse_all(infill, batch, to_parts):
-    """Read and parse all templates before any work begins; return pairs (template or None, parts).
+def parse_all(infill, batch, to_segments):
+    """Read and parse all templates before any work begins.
 
-    to_parts: the function that parses one. Its UserError is raised with the line of the batch.
+    to_segments: the function that parses one. Its UserError is raised with the line of the batch.
+
+    Returns pairs (template or None, segments).
     """
     parsed = []
     for number, template in enumerate(read_templates(infill, batch), 1):
         try:
-            parsed.append((template, to_parts(template)))
+            parsed.append((template, to_segments(template)))
         except UserError as e:
             file = "standard input" if batch == "-" else batch
             where = f"line {number} of {file}: " if batch else ""
@@ -203,7 +207,7 @@ def parse_all(infill, batch, to_parts):
 
 
 def of_prompt(prompt, tokenizer, length, config):
-    """Return the parts of a text that begins with a prompt: the prompt and the tokens after it.
+    """Return the segments of a text that begins with a prompt: the prompt and the tokens after it.
 
     prompt: may be ""
     length: tokens of the whole text including the prompt; 0: the context
@@ -211,7 +215,7 @@ def of_prompt(prompt, tokenizer, length, config):
     Raises UserError if the prompt cannot be encoded or leaves no room.
     """
     length = length or config.block_size
-    ids = tokenizer.encode_given(prompt)
+    ids = tokenizer.encode_lossless(prompt)
     if prompt and not ids:
         raise UserError(
             f"the tokenizer keeps nothing of {prompt[:40]!r}; give a word, or no prompt"
@@ -223,7 +227,7 @@ def of_prompt(prompt, tokenizer, length, config):
     n = len(literal.ids)
     if n >= length:
         raise UserError(f"the prompt has {n} tokens of {length}; raise --length, or shorten it")
-    return [part for part in (literal, length - n) if part]
+    return [segment for segment in (literal, length - n) if segment]
 
 
 def gap_pattern(tokenizer):
@@ -241,24 +245,24 @@ def is_template(text, tokenizer):
 
 
 def split(template, gap):
-    """Split a template into parts: strings, numbers of tokens, None. gap: see gap_pattern."""
-    parts = []
+    """Split a template into segments: strings, numbers of tokens, None. gap: see gap_pattern."""
+    segments = []
     # re.split returns text and separators (gaps) in turn; text between two gaps may be empty.
     for i, piece in enumerate(gap.split(template)):
         if i % 2 == 0:
             if piece:
-                parts.append(piece.replace("\\[MASK]", "[MASK]"))
+                segments.append(piece.replace("\\[MASK]", "[MASK]"))
         elif piece == "[___]":
-            parts.append(None)
-        elif parts and isinstance(parts[-1], int):
-            parts[-1] += 1
+            segments.append(None)
+        elif segments and isinstance(segments[-1], int):
+            segments[-1] += 1
         else:
-            parts.append(1)
-    return parts
+            segments.append(1)
+    return segments
 
 
 def parse(template, tokenizer, context):
-    """Return the parts of a template.
+    """Return the segments of a template.
 
     context: the maximum number of tokens. Raises UserError if the template has no gap, is too long
     or cannot be encoded, or if a gap directly follows [___].
@@ -273,44 +277,47 @@ def parse(template, tokenizer, context):
         known = " " if tokenizer.kind == "id" else tokenizer.decode([0])
         shown = gap.sub(lambda match: known * len(match[0]), template)
         tokenizer.encode(shown.replace("\\[MASK]", known + "[MASK]"))
-    parts = split(template, gap)
-    if all(isinstance(part, str) for part in parts):
+    segments = split(template, gap)
+    if all(isinstance(segment, str) for segment in segments):
         use = "mark each missing token with █ or [MASK], a gap of unknown length with [___]"
         raise UserError(f"{template[:40]!r} has nothing to fill; {use}")
-    for part, after in itertools.pairwise(parts):
-        if part is None and not isinstance(after, str):
+    for segment, after in itertools.pairwise(segments):
+        if segment is None and not isinstance(after, str):
             use = "write █ for each token"
             raise UserError(f"a gap must not follow [___], or its length cannot be told; {use}")
-    parts = encode_parts(parts, tokenizer)
-    n = len(to_ids(parts, tokenizer))
+    segments = encode_segments(segments, tokenizer)
+    n = len(to_ids(segments, tokenizer))
     if n > context:
         raise UserError(f"the template has {n} tokens, the context only {context}; shorten it")
-    return parts
+    return segments
 
 
-def to_ids(parts, tokenizer, mask=0):
-    """Return the ids of parts, with `mask` in gaps. A gap of unknown length gets one token."""
+def to_ids(segments, tokenizer, mask=0):
+    """Return the ids of segments, with `mask` in gaps. A gap of unknown length gets one token."""
     ids = []
-    for part in encode_parts(parts, tokenizer):
-        ids += part.ids if isinstance(part, Literal) else [mask] * (1 if part is None else part)
+    for segment in encode_segments(segments, tokenizer):
+        if isinstance(segment, Literal):
+            ids += segment.ids
+        else:
+            ids += [mask] * (1 if segment is None else segment)
     return ids
 
 
-def to_texts(parts, ids, tokenizer):
-    """Return (text, whether it was filled) for each part of a filled template.
+def to_texts(segments, ids, tokenizer):
+    """Return (text, whether it was filled) for each segment of a filled template.
 
     The text of a literal is its own, even if the tokenizer would decode its ids to a slightly
     different one. A space that both a literal and the next token contain is written once.
     """
-    parts = encode_parts(parts, tokenizer)
-    ends = list(itertools.accumulate(len(to_ids([part], tokenizer)) for part in parts))
+    segments = encode_segments(segments, tokenizer)
+    ends = list(itertools.accumulate(len(to_ids([segment], tokenizer)) for segment in segments))
     texts = []
     skip_space = False  # whether the next gap's text must not begin with a space
-    for part, text in zip(parts, tokenizer.cut(ids[: ends[-1]], ends[:-1])):
-        is_filled = not isinstance(part, Literal)
+    for segment, text in zip(segments, tokenizer.cut(ids[: ends[-1]], ends[:-1])):
+        is_filled = not isinstance(segment, Literal)
         if not is_filled:
-            skip_space = bool(part) and has_own_space(part, text, tokenizer)
-            text = str(part)
+            skip_space = bool(segment) and has_own_space(segment, text, tokenizer)
+            text = str(segment)
         elif skip_space and text:
             text = text[1:] if is_space(text) else text
             skip_space = False

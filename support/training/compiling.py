@@ -25,10 +25,10 @@ OPTIONS = {"fallback_random": True, "cpp.vec_isa_ok": True}
 
 # ---- Whether to compile
 def should_compile(run, able):
-    """Whether --compile asks for torch.compile; auto: on a GPU, or if the run takes 120 s or more.
+    """Whether to use torch.compile, as --compile says; auto: on a GPU, or if the run is long.
 
-    able: whether this rank has a compiler. Returns None if the answer depends on the time of a
-    step, which the caller must measure (see is_long).
+    able: whether this rank has a compiler. Returns None if that depends on the time of a step,
+    which the caller must measure (see is_long).
     """
     asked = run.config.compile
     able = ranks.all_reduce(torch.tensor(float(able)), "MIN").item() > 0  # on all ranks
@@ -40,7 +40,7 @@ def should_compile(run, able):
     if run.device.type == "cuda":
         return True
     limit = run.config.time_limit or math.inf
-    if run.config.max_steps < NO_LIMIT and limit >= LONG:
+    if run.config.max_steps < NO_LIMIT and limit >= LONG:  # the steps may end the run earlier
         return None
     return is_long(limit)
 
@@ -52,8 +52,12 @@ def is_long(seconds):
 
 # ---- What is compiled
 def compile_network(run, compiled, in_background=False):
-    """Set run.network to the model, compiled if `compiled`, and in DDP if there are several ranks.
+    """Prepare a run to train: compile its network, wrap it in DDP, record its steps.
 
+    Sets run.network and, where they are not the defaults, run.average, run.scale_gradients,
+    run.exchange and run.call.
+
+    compiled: whether to use torch.compile; run.config keeps the answer
     in_background: whether compiling may happen in a second process while training begins with the
     eager network. This is done only on a CPU with --time_limit, because such a run is never
     repeated bit for bit.
@@ -61,6 +65,7 @@ def compile_network(run, compiled, in_background=False):
     Returns whether the next call of the network compiles it in this process, which takes a while.
     """
     config = run.config
+    # What "auto" has become, for the log and the checkpoint.
     config.compile = "on" if compiled else "off"
     config.dtype = str(run.dtype).removeprefix("torch.")
     # A second process imports the main program. That must be mdlm.py, not a Python caller's script.
@@ -77,7 +82,7 @@ def compile_network(run, compiled, in_background=False):
         compile_layers(run.model.layers)
     elif compiled:
         run.network = torch.compile(run.model)
-        # Eager, these launch a kernel for each parameter.
+        # The following are compiled too: eager, they launch a kernel for each parameter.
         run.average = torch.compile(average_to_compile)
         run.scale_gradients = torch.compile(scale_gradients)
         if config.optimizer == "muon":
@@ -122,7 +127,11 @@ def start_compiler(run):
 
 
 def fill_cache(model, shape, dtype, threads):
-    """Compile what training with batches of `shape` (B, T) needs; runs in the second process."""
+    """Compile what training with batches of `shape` (B, T) needs; called in the second process.
+
+    model: a model without weights (on the meta device); they do not matter for the compiler
+    threads: the number that the run uses, as the code depends on it
+    """
     # The cache's keys are pickled, and pickle names an object after the first module that holds it.
     # In this process that would be __mp_main__, a second name of mdlm.py. The run does not know
     # that name, so it would not find what was cached here.
@@ -139,7 +148,10 @@ def fill_cache(model, shape, dtype, threads):
 
 
 def use_compiled(run):
-    """When the second process has ended, compile the run's layers from the cache that it filled."""
+    """Once the second process has ended, compile the run's layers from the cache that it filled.
+
+    Called before each step; does nothing until then, and after that.
+    """
     if run.compiler and not run.compiler.is_alive():
         compiler = run.compiler
         run.compiler = None

@@ -1,9 +1,10 @@
-"""CUDA graphs: the work of a training step is launched by three calls instead of hundreds.
+"""CUDA graphs: Python launches a training step with three calls instead of hundreds.
 
-A small model's step is over before Python has launched it: preset gpu waited for Python for more
-than half of its time (results/h200.md). All shapes of a step are static, and what changes from step
-to step (learning rates, the number of the step, its texts) are tensors. So the kernels of a step
-can be recorded once and replayed.
+A GPU computes the kernels of a small model faster than Python launches them: with preset gpu it was
+idle for more than half of the time (results/h200.md). All shapes of a step are static, and what
+changes from step to step (learning rates, the number of the step, its texts) is in tensors. So the
+kernels can be recorded once, as graphs, and replayed: one graph for each function that run.call
+calls in a step (mdlm.py: backward, clip, update).
 """
 
 import gc
@@ -12,40 +13,45 @@ import torch
 
 from support.terminal import warn
 
-WARM_UP = 3  # steps before the recording: they compile, and make the state of the optimizers
+WARM_UP = 3  # steps before the recording: they compile, and allocate the optimizers' state
 
 
 def can_record(run, compiled):
-    """Whether the steps of a run can be recorded: compiled, on one GPU, without accumulation."""
+    """Whether the steps of a run can be recorded: compiled, on one GPU, without accumulation.
+
+    Nor are steps recorded that differ in more than numbers (objective.steps_are_alike).
+    """
     alone = run.world == 1 and not run.config.shard and run.config.gradient_accumulation_steps == 1
     return compiled and alone and run.device.type == "cuda" and run.objective.steps_are_alike
 
 
 class Recorder:
-    """Calls the functions of a step with (run, *tensors); after a few steps it replays them.
+    """Calls the functions of a step; after WARM_UP steps it records them, and then replays them.
 
-    Their tensors must have the same shapes in each call, and the functions must be called in the
-    same order in each step, because they share their memory. They return a tensor or None.
-    last: the last function of a step.
+    The functions take (run, *tensors) and return a tensor or None. In each step they must be called
+    in the same order, because their graphs share memory, and with tensors of the same shapes.
+
+    last: the function that ends a step
     """
 
     def __init__(self, last):
         self.last = last
-        self.steps = 0  # that have ended
-        self.recorded = {}  # function -> (graph, its inputs, its output)
-        self.failed = False
+        self.steps = 0  # steps that have ended
+        self.recorded = {}  # function -> (graph, the tensors that it reads, its output)
+        self.failed = False  # whether a recording has failed: then nothing is replayed
         self.pool = torch.cuda.graph_pool_handle()
 
     def call(self, function, run, *tensors):
-        # All are recorded in the same step, as each reads what those before it have written. (Some
-        # may have been called before the first step.)
+        """Return function(run, *tensors), replayed if it is recorded."""
+        # Steps are counted, not the calls of each function: all must be recorded in the same step,
+        # as each reads what those before it wrote, and some are also called before the first step.
         if self.steps >= WARM_UP and not self.failed and function not in self.recorded:
             self.record(function, run, tensors)
         self.steps += function is self.last
         if self.failed or function not in self.recorded:
             return function(run, *tensors)
         graph, inputs, output = self.recorded[function]
-        if inputs:
+        if inputs:  # the graph reads these tensors and no others
             torch._foreach_copy_(inputs, tensors)
         graph.replay()
         return output
@@ -53,13 +59,13 @@ class Recorder:
     def record(self, function, run, tensors):
         """Record a call. Nothing is computed: that happens when the graph is replayed.
 
-        If it cannot be recorded, a warning says why, and this step and all others run without.
+        If it cannot be recorded, print a warning with the reason; nothing is replayed from then on.
         """
         inputs = [x.clone() for x in tensors]
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
         params = list(run.model.parameters())
-        grads = [p.grad for p in params]
+        grads = [p.grad for p in params]  # the function may replace them, and then fail
         gc.collect()  # nothing may be freed during the recording
         try:
             with torch.cuda.graph(graph, pool=self.pool):

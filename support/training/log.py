@@ -246,7 +246,7 @@ class Log:
 def describe_data(run):
     """Describe the sizes of the training and validation data."""
     text = f"{len(run.corpus.train):,} training tokens"
-    if run.corpus.documents:
+    if run.corpus.has_documents:
         n = run.corpus.n_documents
         noun = "document" if n == 1 else "documents"
         text += f" in {n:,} {noun}"

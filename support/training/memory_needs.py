@@ -81,7 +81,7 @@ def activations(run):
 
 def logits(run):
     """Bytes of the logits, their softmax and its gradient."""
-    rows = run.micro_batch * run.config.block_size * run.objective.predicted_share
+    rows = run.micro_batch * run.config.block_size * run.objective.predicted_fraction
     n = rows * run.model.vocab_size
     if run.model.ops.name == "triton":
         return run.dtype.itemsize * min(n, SAVED)

@@ -119,7 +119,7 @@ def plan(run, is_last):
     scored_until = until
     if is_last:  # reserve time for the preview, which is always shown at the end
         scored_until -= min(CALL_COST * calls * run.per_window, seconds_for_the_end(run) / 4)
-        run.log.say(f"evaluating on {how_much(run, n, until)}")
+        run.log.say(f"evaluating on {describe_amount(run, n, until)}")
     if ranks.is_late(scored_until):
         passes = 1  # no time is left: score as little as possible
     return Plan(windows, passes, calls, until, scored_until)
@@ -197,7 +197,7 @@ def note(run, plan, score, seconds):
     return calls_in_time(run, plan.calls, plan.until)
 
 
-def how_much(run, n, until):
+def describe_amount(run, n, until):
     """Describe the last evaluation in words: the number of windows, and the seconds it takes."""
     left = max(0.0, until - time.monotonic())
     seconds = min(run.ending, left)

@@ -27,10 +27,10 @@ def check(config, world=1):
     heads = 2 * config.n_head
     if config.n_embd % heads:
         raise UserError(f"--n_embd={config.n_embd} must be a multiple of {heads}, twice --n_head")
-    parts = 2 * world * config.gradient_accumulation_steps
-    if config.batch_size % parts:
+    divisor = 2 * world * config.gradient_accumulation_steps
+    if config.batch_size % divisor:
         why = f"2 (mirrored pairs) x {world} rank(s) x --gradient_accumulation_steps"
-        raise UserError(f"--batch_size={config.batch_size} must be a multiple of {parts}: {why}")
+        raise UserError(f"--batch_size={config.batch_size} must be a multiple of {divisor}: {why}")
     if config.tokenizer not in KINDS and not config.tokenizer.endswith(".json"):
         accepted = f"{', '.join(KINDS)} or a tokenizer.json"
         raise UserError(f"--tokenizer={config.tokenizer} is not accepted; give {accepted}")

@@ -191,13 +191,13 @@ def saving(out_dir, weights, tensors):
                 raise min(e.failures.items())[1][0] from e  # the error of the first failed rank
         own_files = f"shard-{distributed.get_rank() + 1:05}-*"
         n_files = ranks.all_reduce(torch.tensor(len([*(folder / "state").glob(own_files)])))
-        yield lambda: found_in(folder, int(n_files))
+        yield lambda: written_files(folder, int(n_files))
     finally:
         if ranks.is_first_rank():
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def found_in(folder, n_files):
+def written_files(folder, n_files):
     """Return the files that the ranks have written to a folder: name in the checkpoint -> Path.
 
     Raises UserError unless there are n_files of them: ranks on other nodes may have written to a

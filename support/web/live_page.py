@@ -23,7 +23,7 @@ from support import environment
 from support.errors import UserError
 from support.files import naming, read_json
 from support.terminal import warn
-from support.web.viewer import PAGE, assemble, bundle, read_part
+from support.web.viewer import PAGE, assemble, bundle, read_asset
 
 RUNTIME = PAGE / "node_modules" / "onnxruntime-web"
 BINARY = "ort-wasm-simd-threaded"
@@ -181,7 +181,7 @@ def contents_of(model, tokenizer, config, weights):
         styles=["viewer.css", "live.css"],
         policy=POLICY,
         about=ABOUT,
-        composer=read_part("live.html"),
+        composer=read_asset("live.html"),
         program="export.py --to=page",
     )
     return contents | {"index.html": page.encode()}

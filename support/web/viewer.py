@@ -162,18 +162,18 @@ def aligned(tokens, width=68):
     width: columns of the text, after a heading of 12 columns
     """
     names = ("original", "masked", "predicted", "+ is right")
-    blocks = [[""] * len(names)]
+    groups = [[""] * len(names)]
     for token in tokens:
         text = token["text"]
         cells = [text, text, text, ""]
         if token["mark"]:
             cells = [text, "█" * max(1, len(text)), token["likeliest"][0][0], token["mark"]]
         size = max(map(len, cells))
-        if len(blocks[-1][0]) + size > width:
-            blocks.append([""] * len(names))
+        if len(groups[-1][0]) + size > width:
+            groups.append([""] * len(names))
         cells = [cell.replace("\n", "↵").ljust(size) for cell in cells]
-        blocks[-1] = [line + cell for line, cell in zip(blocks[-1], cells)]
-    return [f"{name:<12}{line}" for block in blocks for name, line in zip(names, block)]
+        groups[-1] = [line + cell for line, cell in zip(groups[-1], cells)]
+    return [f"{name:<12}{line}" for group in groups for name, line in zip(names, group)]
 
 
 def likeliest(tokenizer, p, n, first=False):
@@ -239,25 +239,25 @@ def settings(model, options):
     return about | {name: getattr(options, name) for name in ("order", "temperature", "seed")}
 
 
-def read_part(name):
+def read_asset(name):
     """Return a file of support/web/assets/ as text."""
     return (PAGE / name).read_text(encoding="utf-8")
 
 
 def bundle(*names):
     """Join JavaScript modules of support/web/assets/ to one script, without imports and exports."""
-    modules = "\n".join(map(read_part, names))
+    modules = "\n".join(map(read_asset, names))
     return re.sub("^(import .*\n|export )", "", modules, flags=re.MULTILINE)
 
 
-def assemble(data, scripts, styles, policy="", **parts):
+def assemble(data, scripts, styles, policy="", **values):
     """Build a page from viewer.html, by replacing each {{name}} in it.
 
     data             dict that the scripts read; a checksum tells them whether it is intact
     scripts, styles  names of files in support/web/assets/ to include in the page
     policy           additions to the content security policy; without them the page loads nothing.
                      The policy contains the hash of the script, so a damaged script does not run
-    parts            replacements of further names, such as about=...
+    values           replacements of further names, such as about=...
 
     Returns the HTML as a string.
     """
@@ -265,14 +265,14 @@ def assemble(data, scripts, styles, policy="", **parts):
     checksum = zlib.crc32(text.encode())
     script = f'"use strict";\n{bundle(*scripts)}\n$("notice").remove();\n'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    parts |= dict(
+    values |= dict(
         data=f'<script type="application/json" data-crc32="{checksum}" id="data">{text}</script>',
         script=script,
-        style="".join(map(read_part, styles)),
+        style="".join(map(read_asset, styles)),
         policy="default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; "
         f"form-action 'none'; script-src 'sha256-{digest}' {policy}",
     )
-    return re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], read_part("viewer.html"))
+    return re.sub(r"{{(\w+)}}", lambda name: values[name[1]], read_asset("viewer.html"))
 
 
 def write_page(path, samples, settings):

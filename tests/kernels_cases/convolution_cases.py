@@ -93,7 +93,7 @@ def test_documents_see_themselves_alone(dtype):
 
 def test_more_tiles_than_programs(monkeypatch):
     """Each program then adds up several parts of dw."""
-    monkeypatch.setattr(sys.modules[norm_conv.__module__], "PROGRAMS", 2)
+    monkeypatch.setattr(sys.modules[norm_conv.__module__], "MAX_PROGRAMS", 2)
     check(*draw(3, 21, 1000, 5, torch.float32))
 
 

@@ -84,8 +84,8 @@ def test_many_rows_are_listed_in_order(monkeypatch):
     B = 260  # more rows than one chunk of 256 counts
     if DEVICE == "cpu":  # where a row takes 50 ms: as many chunks, of 4
         B = 6
-        config = masking.config
-        monkeypatch.setattr(masking, "config", lambda *args: config(*args) | dict(CHUNK=4))
+        row_config = masking.row_config
+        monkeypatch.setattr(masking, "row_config", lambda *args: row_config(*args) | dict(CHUNK=4))
     level = torch.randint(0, 4, (B,), device=DEVICE)
     x0 = torch.zeros(B, 3, dtype=torch.int64, device=DEVICE)
     check(x0, level, 1, 0, 0, torch.arange(B, device=DEVICE))

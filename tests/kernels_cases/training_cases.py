@@ -128,8 +128,8 @@ def test_a_cuda_graph_reads_seed_and_step(masking, V):
         h = h + kernels.attention((h @ a / 16).view(B, T, 3, H, D), *tables, True).flatten(2)
         listed = rows >= 0
         at = torch.where(listed, rows, 0)
-        share = torch.where(listed, weight[: len(rows)], 0)
-        loss = kernels.linear_cross_entropy(h.flatten(0, 1)[at], W, x0.flatten()[at], share)
+        row_weight = torch.where(listed, weight[: len(rows)], 0)
+        loss = kernels.linear_cross_entropy(h.flatten(0, 1)[at], W, x0.flatten()[at], row_weight)
         return xt, loss.detach(), *torch.autograd.grad(loss, (x, a, W))
 
     torch.cuda.synchronize()

@@ -527,7 +527,7 @@ ADVICE["export.py"] = [
         "export --pad_to_context --dest={tmp}/e",
     ),
     (
-        "on a model of documents of given lengths, which does not see what follows; leave it out",
+        "on a model that does not see what follows a text; leave it out",
         "export --out_dir={documents} --pad_to_context --dest={tmp}/e",
         "export --out_dir={documents} --dest={tmp}/e",
     ),
@@ -538,7 +538,7 @@ ADVICE["export.py"] = [
     ),
     ("hf: for Hugging Face transformers; page: ", NOTHING),
     (
-        "not for --objective=ar or --block_length without --infill_share",
+        "--to=hf is not for --block_length without --infill_share",
         "export --dest={tmp}/e --out_dir={blocks}",
         "export --dest={tmp}/e --out_dir={run}",
         "export --dest={tmp}/e --out_dir={whole}",

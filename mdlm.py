@@ -52,6 +52,7 @@ from support.training.optimizers import (
     set_rates,
     update,
 )
+from support.training.watch import Watch
 from support.view import View
 from variants import rates
 from variants.time_conditioning import AdaLN, RateEmbedding
@@ -1212,6 +1213,7 @@ def train(given, start):
     """Train with the given flags, a dict of Config fields; returns the exit code."""
     run = setup(given, start)
     config = run.config
+    watch = Watch(run)  # of the files of the data
     interrupt = signals.Interrupt()  # installed late: before the first step Ctrl-C may simply exit
     with memory_needs.explained(run), run.log.progress(run) as show_progress:
         while True:
@@ -1220,6 +1222,7 @@ def train(given, start):
             show_progress()
             if stop or run.progress >= 1:
                 break
+            watch.check()
             train_step(run, run.step, run.progress)
             run.step += 1
             # Once in a while: a record in the log; an evaluation; a checkpoint.

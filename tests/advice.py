@@ -1011,6 +1011,10 @@ ADVICE["trackers.py"] = [
     ("type: wandb login, or set WANDB_MODE=offline", FollowedIn("test_wandb_without_a_login")),
 ]
 
+ADVICE["watch.py"] = [
+    ("{}; restore it", FollowedIn("test_data_that_change_under_a_run_are_named")),
+]
+
 ADVICE["cli.py"] = [
     ("check that and the free space", MACHINE),
     ("--resume continues from what was saved", RANKS),

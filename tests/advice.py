@@ -2100,7 +2100,18 @@ ADVICE["likeliest.py"] = [
     ),
 ]
 
-ADVICE["minimal.py"] = [("type: {} -m pip install torch", MACHINE)]
+ADVICE["minimal.py"] = [
+    ("type: {} -m pip install torch", MACHINE),
+    *(
+        (advice, FollowedIn("test_minimal_answers_a_mistake_with_one_sentence"))
+        for advice in (
+            "the file or the template is empty; give another, or leave it out",
+            "{} is no UTF-8 text that can be read ({}); give another file",
+            "the text has {} characters; give at least {}",
+            "give a template of at most {} characters, all of which occur in the text",
+        )
+    ),
+]
 
 ADVICE["patterns.py"] = [
     (

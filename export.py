@@ -3,10 +3,10 @@
     python export.py --to=hf --out_dir=out --dest=my-model   # for transformers
     python export.py --to=page --out_dir=out --dest=my-page  # runs in a browser
 
-my-model loads without this project, by AutoModelForMaskedLM with trust_remote_code=True, and
-AutoTokenizer. Its README.md says how. my-page is for any web server:
-python -m http.server --directory my-page. To make it takes onnx and onnxscript (pip install onnx
-onnxscript), and npm, a part of Node.js.
+my-model loads without this project, by AutoModelForMaskedLM (of a run with --objective=ar by
+AutoModelForCausalLM) with trust_remote_code=True, and AutoTokenizer. Its README.md says how.
+my-page is for any web server: python -m http.server --directory my-page. To make it takes onnx and
+onnxscript (pip install onnx onnxscript), and npm, a part of Node.js.
 """
 
 from support import cli, environment, flags, terminal
@@ -162,8 +162,12 @@ def card(folder, model, tokenizer, config, name):
     )
     fields |= dict(millions=sum(p.numel() for p in model.parameters()) / 1e6)
     fields |= dict(V=tokenizer.vocab_size, kind=tokenizer.kind, pad_id=tokenizer.vocab_size + 1)
-    fields["length"] = length
-    return (SUPPORT / "card.md").read_text(encoding="utf-8").format(**fields)
+    fields |= dict(length=length, more=min(100, length // 2), context=config.block_size)
+    fields["prompt"] = tokenizer.decode([0])
+    with contextlib.suppress(UserError):  # a letter that the vocabulary does not have
+        fields["prompt"] = tokenizer.decode(tokenizer.encode("The"))
+    form = "card_ar.md" if config.objective == "ar" else "card.md"
+    return (SUPPORT / form).read_text(encoding="utf-8").format(**fields)
 
 
 def heading(text):
@@ -183,23 +187,24 @@ def code(text):
 
 def contents_of(folder, model, tokenizer, config, options):
     """The files of a Hugging Face model, name -> bytes."""
-    if not model.objective.fills_gaps:
-        fit = "masked diffusion, not for --objective=ar or --block_length without --infill_share"
-        raise UserError(f"--to=hf is for {fit}")
+    is_causal = config.objective == "ar"
+    if not (model.objective.fills_gaps or is_causal):
+        raise UserError("--to=hf is not for --block_length without --infill_share")
     tokens, end = to_library(tokenizer)
     V = tokenizer.vocab_size
     ids = dict(eos_token_id=tokenizer.end_id if end else V + 1, pad_token_id=V + 1)
-    name = "MDLMForMaskedLM"
-    places = dict.fromkeys(["AutoModel", "AutoModelForMaskedLM"], f"modeling_mdlm.{name}")
+    kind = "ForCausalLM" if is_causal else "ForMaskedLM"
+    name = f"MDLM{kind}"
+    places = dict.fromkeys(["AutoModel", f"AutoModel{kind}"], f"modeling_mdlm.{name}")
     places["AutoConfig"] = "modeling_mdlm.MDLMConfig"
     settings = dict(model_type="mdlm", architectures=[name], auto_map=places, dtype="float32")
-    settings |= ids | dict(
-        vocab_size=V + 2, mask_token_id=V, end_id=model.objective.end_id, use_cache=False
-    )
+    end_id = -1 if is_causal else model.objective.end_id  # a token like others, if it is predicted
+    settings |= ids | dict(vocab_size=V + 2, mask_token_id=V, end_id=end_id, use_cache=False)
     settings |= {key: getattr(config, key) for key in NETWORK}
     settings |= dict(pad_to_context=options.pad_to_context, tie_word_embeddings=config.tie)
     words = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size)
     words |= dict(mask_token="[MASK]", pad_token="[PAD]", eos_token=end or "[PAD]")
+    words["padding_side"] = "left" if is_causal else "right"  # a text goes on at its end
     words["model_input_names"] = ["input_ids", "attention_mask"]
     words["clean_up_tokenization_spaces"] = False  # a text has the spaces that were learned
     weights = {f"model.{key}": value.detach() for key, value in model.named_parameters()}
@@ -236,8 +241,9 @@ def main(argv):
     outputs.check_new_folder("dest", options.dest)
     read = partial(mdlm.load, kernel="torch", whole=True)
     folder, loaded = read_newest(default_run(options.out_dir), read)
-    pads = options.pad_to_context and loaded[0].objective.lengths_are_given
-    sees = "on a model of documents of given lengths, which does not see what follows; leave it out"
+    objective = loaded[0].objective
+    pads = options.pad_to_context and (objective.lengths_are_given or objective.one_by_one)
+    sees = "on a model that does not see what follows a text; leave it out"
     flags.check_effects(given, [("pad_to_context", not pads, sees)])
     if is_page:
         contents = live_page.contents_of(*loaded, options.weights)

@@ -6,6 +6,7 @@ python lessons/minimal.py my.txt --seconds=600 --template "To be███"    # 
 
 import argparse
 import os
+import signal
 import sys
 import time
 from pydoc_data.topics import topics
@@ -90,6 +91,8 @@ def train(model, ids, seconds):
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # python minimal.py | head ends quietly
     parser = argparse.ArgumentParser()
     parser.add_argument("file", nargs="?", help="a text (default: Python's own manual)")
     parser.add_argument("--seconds", type=float, default=120)

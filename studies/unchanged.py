@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -257,4 +258,7 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with contextlib.suppress(BrokenPipeError):
+        sys.exit(main())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # its reader has gone (| head)
+    sys.exit(141)

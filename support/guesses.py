@@ -40,6 +40,7 @@ SYNONYMS = {
         ema="ema_decay",
         eval_interval="eval_every eval_steps",
         log_interval="log_every logging_steps",
+        log="logger report_to",
     ),
     "sample": dict(
         out_dir=READ_FROM + " out",
@@ -64,7 +65,8 @@ SYNONYMS = {
 CONFIG_FILES = "there are no configuration files; each setting is a flag"
 LOGGERS = (
     "a run writes its numbers to log.jsonl in its folder, one JSON object a line, and draws "
-    "loss.png; eval.py --compare shows several runs"
+    "loss.png; mdlm.py --log=wandb or --log=tensorboard sends them there too; eval.py --compare "
+    "shows several runs"
 )
 DEVICES = "give --device=cpu, cuda or mps"
 TEXTS = "a text is given by --prompt, a text with gaps by --infill, or either without a flag"
@@ -73,7 +75,7 @@ ANSWERS = {
         "config config_file conf yaml": CONFIG_FILES,
         "cpu cuda gpu no_cuda use_cuda mps": DEVICES,
         "wandb wandb_log wandb_project wandb_run_name use_wandb no_wandb": LOGGERS,
-        "tensorboard tb report_to logger log_dir logdir": LOGGERS,
+        "tensorboard tb log_dir logdir": LOGGERS,
         "verbose v debug quiet q": "what a program says cannot be changed",
         "fp16 bf16 amp mixed_precision half": "--dtype gives the type of products",
     },

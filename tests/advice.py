@@ -57,6 +57,10 @@ class FollowedIn(Because):
 
 # ---- What files hold
 TEXT = "some words, " * 120
+EVALUATION = dict(checkpoint="run/step-1", crc=1, tokenizer=1, block_size=32, nelbo=2.0)
+EVALUATION |= dict(tokens_by_window=[32, 32], by_window=[1.5, 2.5])
+OTHER_EVALUATION = json.dumps(EVALUATION | dict(crc=2))
+EVALUATION = json.dumps(EVALUATION)
 RECORD = '{"text": "some words"}\n'
 PAIR = '{"prompt": "abc", "text": "defghi"}\n'
 LOG = '{"step": 1, "tokens": 9, "seconds": 1.0}\n'
@@ -344,6 +348,10 @@ ADVICE["bench.py"] = [
         "bench train --time_limit=1e-9",
         "bench train --time_limit=99",
     ),
+    (
+        "is not drawn: no sampler was measured; raise --time_limit",
+        FollowedIn("test_frontier_has_every_sampler"),
+    ),
     ("--only={} is in no name of an operation", MACHINE),
 ]
 
@@ -425,7 +433,38 @@ ADVICE["effects.py"] = [
     ),
 ]
 
+TWO_EVALUATIONS = {"a.json": EVALUATION, "b.json": EVALUATION}
+
+ADVICE["comparing.py"] = [
+    (
+        "is one evaluation; give two, such as a.json,b.json",
+        (TWO_EVALUATIONS, "eval --compare=a.json"),
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json"),
+    ),
+    (
+        "score the same --data and --windows with both, by models of one tokenizer",
+        (TWO_EVALUATIONS | {"b.json": OTHER_EVALUATION}, "eval --compare=a.json,b.json"),
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json"),
+    ),
+    (
+        "write it anew with eval.py --json",
+        (TWO_EVALUATIONS | {"b.json": "{}"}, "eval --compare=a.json,b.json"),
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json"),
+    ),
+]
+
 ADVICE["eval.py"] = [
+    (
+        "give runs alone, or files of --json alone",
+        (TWO_EVALUATIONS, "eval --compare={run},a.json"),
+        "eval --compare={run}",
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json"),
+    ),
+    (
+        "with --compare of files, which draws nothing; leave it out",
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json --pictures=p"),
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json"),
+    ),
     (
         "with --compare, which only reads logs; leave it out",
         "eval --compare={run} --device=cpu",
@@ -488,7 +527,7 @@ ADVICE["export.py"] = [
         "export --pad_to_context --dest={tmp}/e",
     ),
     (
-        "on a model of documents of given lengths, which does not see what follows; leave it out",
+        "on a model that does not see what follows a text; leave it out",
         "export --out_dir={documents} --pad_to_context --dest={tmp}/e",
         "export --out_dir={documents} --dest={tmp}/e",
     ),
@@ -499,7 +538,7 @@ ADVICE["export.py"] = [
     ),
     ("hf: for Hugging Face transformers; page: ", NOTHING),
     (
-        "not for --objective=ar or --block_length without --infill_share",
+        "--to=hf is not for --block_length without --infill_share",
         "export --dest={tmp}/e --out_dir={blocks}",
         "export --dest={tmp}/e --out_dir={run}",
         "export --dest={tmp}/e --out_dir={whole}",
@@ -956,9 +995,28 @@ ADVICE["checkpoint.py"] = [
     ),
 ]
 
+ADVICE["memory.py"] = [
+    ("lower --num_samples", MACHINE),
+    ("lower --windows", MACHINE),
+    ("give a smaller --preset, or lower --num_samples", MACHINE),
+    ("lower the batch, the length, or the size of the model", MACHINE),
+]
+
+ADVICE["memory_needs.py"] = [
+    ("this run needs about {} on {}", FollowedIn("test_advice_on_memory_is_followed")),
+    ("a lower --block_size and --n_embd", FollowedIn("test_advice_on_memory_is_followed")),
+]
+
+ADVICE["trackers.py"] = [
+    ("type: wandb login, or set WANDB_MODE=offline", FollowedIn("test_wandb_without_a_login")),
+]
+
+ADVICE["watch.py"] = [
+    ("{}; restore it", FollowedIn("test_data_that_change_under_a_run_are_named")),
+]
+
 ADVICE["cli.py"] = [
     ("check that and the free space", MACHINE),
-    ("out of memory; lower the batch, the length, or the size of the model", MACHINE),
     ("--resume continues from what was saved", RANKS),
     ("check that path", MACHINE),
 ]

@@ -97,6 +97,7 @@ UNSEEN = dict(
     compile="the numbers are the same, and the compiler is slow",
     recompute="the numbers are the same, in less memory",
     shard="it needs several ranks",
+    log="it needs a package, and the numbers are the same",
 )
 # What no rule is about, so a third of the contexts will do.
 ALWAYS = ["gradient_accumulation_steps", "n_layer", "n_head", "n_embd", "dropout", "conv", "pos"]

@@ -332,7 +332,7 @@ def test_minimal_is_plain_pytorch():
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module.split(".")[0])
-    assert names <= {"torch", "argparse", "os", "time", "pydoc_data", "sys"}
+    assert names <= {"torch", "argparse", "os", "time", "pydoc_data", "sys", "signal"}
 
 
 @pytest.mark.parametrize(

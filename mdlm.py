@@ -479,7 +479,7 @@ class Layer(nn.Module):
         super().__init__()
         C = config.n_embd
         self.n_head = config.n_head
-        self.dropout = Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
         self.qkv = nn.Linear(C, 3 * C, bias=False) if attends else None
         self.proj = nn.Linear(C, C, bias=False) if attends else None
         self.up = nn.Linear(C, 4 * C, bias=False)

@@ -6,6 +6,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -56,17 +57,27 @@ def records_of(path):
             record = b""
 
 
+def written(path):
+    """The records of a .wandb file, when the last one is there: wandb's own process, which lives
+    as long as this one, may write it after finish() has returned."""
+    from wandb.proto import wandb_internal_pb2
+
+    until = time.monotonic() + 30
+    while True:
+        records = [*map(wandb_internal_pb2.Record.FromString, records_of(path))]
+        if (records and records[-1].HasField("exit")) or time.monotonic() > until:
+            return records
+        time.sleep(0.1)
+
+
 def in_wandb(folder):
     """{(step, name): number} and the ids of the offline runs of a folder, from their files."""
     pytest.importorskip("wandb")
-    from wandb.proto import wandb_internal_pb2
-
     found = {}
     ids = []
     for path in sorted(folder.glob("offline-run-*/run-*.wandb")):
         ids.append(path.stem.removeprefix("run-"))
-        for data in records_of(path):
-            record = wandb_internal_pb2.Record.FromString(data)
+        for record in written(path):
             items = {}
             for item in record.history.item:
                 items[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)

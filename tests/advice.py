@@ -501,6 +501,11 @@ ADVICE["eval.py"] = [
     ),
     ("--text is missing; give one", "eval --rate=0.2", "eval --rate=0.2 --text=abc"),
     (
+        "--rate=0 masks nothing, so nothing is predicted; give more, up to 1",
+        "eval --text=abc --rate=0",
+        "eval --text=abc --rate=1",
+    ),
+    (
         "has logged no evaluation yet; wait for one, or leave it out",
         ({"o/log.jsonl": LOG}, "eval --compare={run},o"),
         lambda at: at.take(({"o/log.jsonl": LOG + at.log}, "eval --compare={run},o")),
@@ -1023,6 +1028,10 @@ ADVICE["cli.py"] = [
 
 ADVICE["flags.py"] = [
     (
+        'the flags {} are no list of strings; give ["--flag=value", ...]',
+        FollowedIn("test_flags_from_python_are_a_list_of_strings"),
+    ),
+    (
         "--{}={} is not accepted; give {}",
         lambda at: generate(at, order="up"),
         lambda at: generate(at, order="random"),
@@ -1189,6 +1198,11 @@ ADVICE["modeling_mdlm.py"] = Because("it needs a package: Hugging Face transform
 
 ADVICE["operations.py"] = [
     (
+        "device={} is not on this machine; give cpu or a GPU",
+        lambda at: kernels.select("auto", "cuda:99"),
+        lambda at: kernels.select("auto", "cpu"),
+    ),
+    (
         "kernels={} is not accepted; give auto, triton or torch",
         lambda at: kernels.select("cuda"),
         lambda at: kernels.select("auto"),
@@ -1217,6 +1231,10 @@ ADVICE["operations.py"] = [
 ]
 
 ADVICE["outputs.py"] = [
+    (
+        "PICTURE=-: no picture is written to standard output; give a file",
+        FollowedIn("test_picture_is_not_written_to_a_file_called_dash"),
+    ),
     (
         "--{}=-: standard output is closed; give a file, or open it",
         FollowedIn("test_json_for_a_closed_standard_output_is_refused"),
@@ -1624,6 +1642,10 @@ ADVICE["ranks.py"] = [
 ADVICE["scores.py"] = [("--out_dir={} is the one that ships", NOTHING)]
 
 ADVICE["seams.py"] = [
+    (
+        "take a tokenizer.json that this library has saved",
+        FollowedIn("test_a_file_with_which_the_library_panics_is_named"),
+    ),
     (
         "the tokenizer cannot encode {}; leave out what it lacks",
         (
@@ -2100,6 +2122,20 @@ ADVICE["likeliest.py"] = [
     ),
 ]
 
+ADVICE["scope.py"] = [
+    (
+        "wait for its end, or start another process",
+        FollowedIn("test_a_call_trains_in_a_thread_and_no_second_one_beside_it"),
+    ),
+]
+
+ADVICE["smoke.py"] = [
+    (
+        "set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter",
+        FollowedIn("test_without_a_gpu_the_kernels_come_first"),
+    ),
+]
+
 ADVICE["minimal.py"] = [
     ("type: {} -m pip install torch", MACHINE),
     *(
@@ -2107,7 +2143,7 @@ ADVICE["minimal.py"] = [
         for advice in (
             "the file or the template is empty; give another, or leave it out",
             "{} is no UTF-8 text that can be read ({}); give another file",
-            "the text has {} characters; give at least {}",
+            "the text has {} characters; give {} to {}",
             "give a template of at most {} characters, all of which occur in the text",
         )
     ),

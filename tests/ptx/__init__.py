@@ -8,12 +8,14 @@ sm_120. What is not covered: ptxas itself, tcgen05 (sm_100), time.
     instructions.py  what each instruction does: arithmetic, conversions, loads and stores
     matrices.py      matrix units and what feeds them: mma, wgmma, ldmatrix, cp.async, fences
     memory.py        global and shared memory, with checks of bounds, alignment and races
+    machine.py       registers and memory of a program that runs
     driver.py        stands in for the CUDA driver in Triton's launch path
+    cases.py         runs every kind of call of the project, and prints its errors
 
 All threads of a program execute an instruction at once, as numpy arrays. On a GPU its warps run in
 any order between two barriers. So a result that depends on that order would not be seen in the
-values; memory.py finds it instead: two warps access the same place, one of them writes, and there is
-no barrier in between.
+values; memory.py finds it instead: two warps access the same place, one of them writes, and no
+barrier is in between.
 
 Source of the semantics: NVIDIA, "PTX ISA", 9.0.
 """

@@ -4,8 +4,8 @@ A decoder takes an Instruction and returns a function of the machine and of the 
 it (a mask, or None for all). It refuses what it does not know: a type, a modifier, an operand.
 Decoding happens once, so that a step costs little more than the operation of numpy.
 
-Operations that a GPU approximates (ex2.approx, div.full ...) give the nearest float32 here; on a GPU
-they are off by up to 2 units in the last place. FMA rounds twice (float64, then float32), which
+Operations that a GPU approximates (ex2.approx, div.full ...) give the nearest float32 here; on a
+GPU they are off by up to 2 units in the last place. FMA rounds twice (float64, then float32), which
 differs from one rounding about once in 2^29 times.
 """
 
@@ -263,7 +263,7 @@ def bit_field(op):
     if op.flags() or op.type not in ("u32", "s32") or is_register("".join(op.operands[2:])):
         raise op.unknown()
     first, length = (int(text, 0) for text in op.operands[2:])
-    if not (0 < length and first + length <= 32):
+    if not (length > 0 and first + length <= 32):
         raise op.unknown()
 
     def compute(machine):

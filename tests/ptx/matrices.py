@@ -2,7 +2,7 @@
 
 Products of 16-bit numbers are exact in float32; sums are made in float32, in an order of numpy's.
 
-cp.async and wgmma are asynchronous. Here a copy brings its bytes only at the latest moment, when its
+cp.async and wgmma are asynchronous. Here a copy brings its bytes at the latest moment, when its
 group is waited for, and so does a product its results. What touches them earlier is an error.
 """
 
@@ -13,7 +13,7 @@ import re
 import numpy as np
 
 from .instructions import address_reader, join_halves, need_all, registers_of
-from .machine import WARP, bfloat16_to_float32, is_register, reader
+from .machine import WARP, bfloat16_to_float32, reader
 from .memory import Violation
 
 WARPGROUP = 4  # warps
@@ -36,7 +36,9 @@ def words(op, index):
 # (2 j + 1, i). Lane 8 m + i has the address of row i of matrix number m.
 def matrix_layout(op):
     """Return the number of matrices of ldmatrix and stmatrix, and whether they are transposed."""
-    found = re.fullmatch(r"sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16", ".".join(op.modifiers))
+    found = re.fullmatch(
+        r"sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16", ".".join(op.modifiers)
+    )
     if not found:
         raise op.unknown()
     return int(found[1]), bool(found[2])
@@ -85,8 +87,12 @@ def store_matrices(op):
         first, second = elements(machine, transposed)
         for i, source in enumerate(sources):
             bits = np.broadcast_to(source(machine), machine.threads)
-            matrices[machine.warp, i, first[0], first[1]] = (bits & np.uint32(0xFFFF)).astype(np.uint16)
-            matrices[machine.warp, i, second[0], second[1]] = (bits >> np.uint32(16)).astype(np.uint16)
+            matrices[machine.warp, i, first[0], first[1]] = (bits & np.uint32(0xFFFF)).astype(
+                np.uint16
+            )
+            matrices[machine.warp, i, second[0], second[1]] = (bits >> np.uint32(16)).astype(
+                np.uint16
+            )
         rows = matrices.reshape(-1, 8).view(np.uint8)
         machine.shared.write(address(machine)[which], rows, machine.warp[which])
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ import sys
 import time
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +71,10 @@ def exact(x):
 def compare(ours, reference, inputs, grad, more, names):
     results = differentiate(ours, inputs, grad, *more)
     plain = differentiate(reference, inputs, grad, *more)
-    truth = differentiate(reference, [exact(x) for x in inputs], exact(grad), *map(exact, more))
+    # The kernels add the eps of float32, which F.rms_norm would not take for float64.
+    norm = functools.partial(F.rms_norm, eps=torch.finfo(torch.float32).eps)
+    with mock.patch.object(F, "rms_norm", norm):
+        truth = differentiate(reference, [exact(x) for x in inputs], exact(grad), *map(exact, more))
     return dict(zip(names, zip(results, plain, truth, strict=True), strict=True))
 
 
@@ -145,8 +150,7 @@ def wrong_target(dtype, g, V):
     h = torch.randn(2, 64, generator=g).to(dtype)
     W = torch.randn(V, 64, generator=g).to(dtype)
     loss = kernels.linear_cross_entropy(h, W, torch.tensor([3, 1 << 40]), torch.ones(2))
-    nan = torch.tensor([float("nan")])
-    return {"is NaN": (loss.isnan(), nan.isnan(), nan.isnan())}
+    return {"is NaN": (loss.isnan(), torch.tensor(True), torch.tensor(True))}
 
 
 def masking(dtype, g, B, T, integer, never):
@@ -171,7 +175,7 @@ def training(dtype, g, steps):
     import mdlm
     from support import kernels
 
-    size = dict(n_layer=2, n_head=2, n_embd=64, block_size=32, batch_size=4, vocab_size=65)
+    size = dict(n_layer=2, n_head=2, n_embd=64, block_size=16, batch_size=4, vocab_size=65)
     config = mdlm.Config(**size, dropout=0.0, eval_windows=1, warmup_steps=2)
     with tempfile.TemporaryDirectory() as folder:
         for name in ("train.bin", "val.bin"):

@@ -39,7 +39,12 @@ class Launch:
     args: list  # tensors and numbers, in the order of the PTX
     shared: int  # bytes
 
-    def run(self, ptx=None, grid=None):
+    def copy(self):
+        """The same launch, with copies of the tensors as they are now."""
+        args = [a.clone() if torch.is_tensor(a) else a for a in self.args]
+        return dataclasses.replace(self, args=args)
+
+    def run(self, ptx=None):
         """Run its PTX, or another one, on its arguments; return the number of instructions."""
         program = parse(ptx or self.ptx)
         memory = GlobalMemory(
@@ -47,7 +52,7 @@ class Launch:
         )
         values = [memory.address(a.data_ptr()) if torch.is_tensor(a) else a for a in self.args]
         values += [0, 0]  # pointers to scratch memory, which these kernels do not use
-        return run_grid(program, values, grid or self.grid, memory, self.shared)
+        return run_grid(program, values, self.grid, memory, self.shared)
 
 
 class Driver:
@@ -55,7 +60,7 @@ class Driver:
 
     def __init__(self, architecture):
         self.architecture = architecture
-        self.launches = []  # of the last ones, if `record` is set
+        self.launches = []  # with copies of their arguments, if `record` is set
         self.record = False
         self.instructions = {}  # kernel -> number of instructions that its programs executed
         self.utils = self
@@ -92,7 +97,7 @@ class Driver:
             name = source.fn.__name__
             job = Launch(name, ptx, (x, y, z), [args[i] for i in given], metadata.shared)
             if self.record:
-                self.launches.append(job)
+                self.launches.append(job.copy())
             self.instructions[name] = self.instructions.get(name, 0) + job.run()
 
         return launch

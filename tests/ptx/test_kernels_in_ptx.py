@@ -1,0 +1,81 @@
+"""The kernels, compiled for GPUs and executed by the emulator, agree with float64.
+
+In processes of their own, as Triton decides at import whether it interprets, and has one target.
+"""
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+TRITON = tuple(int(n) for n in importlib.metadata.version("triton").split(".")[:2])
+
+
+def run(program, *args):
+    """The lines of JSON that a program of this folder prints."""
+    environment = os.environ | dict(MDLM_TRITON="1", TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
+    r = subprocess.run(
+        [sys.executable, str(HERE / program), "--json", *args],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    lines = [json.loads(line) for line in r.stdout.splitlines()]
+    assert lines and r.returncode in (0, 1), r.stderr[-3000:]
+    return lines
+
+
+def check(results):
+    """At most twice PyTorch's error in the same type, plus some; the same integers."""
+    for result in results:
+        for name, (error, theirs, bound) in result["errors"].items():
+            if error is not None:
+                where = f"{result['title']} {result['dtype']} sm_{result['arch']}: {name}"
+                assert error <= bound, f"{where}: error {error:.1e}, PyTorch's {theirs:.1e}"
+
+
+def every_kernel():
+    sources = [path.read_text() for path in (ROOT / "kernels").glob("*.py")]
+    return {name for text in sources for name in re.findall(r"^def (\w+_kernel)\(", text, re.M)}
+
+
+def test_every_kernel_runs_in_bfloat16():
+    """As for an H100 (sm_90), with wgmma and cp.async; documents, an odd length, norm, rotation."""
+    results = run("cases.py")
+    assert {name for result in results for name in result["kernels"]} == every_kernel()
+    assert all(result["arch"] == 90 and result["instructions"] > 1000 for result in results)
+    check(results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_every_kind_of_call(arch):
+    results = run("cases.py", "--slow", f"--arch={arch}")
+    assert len(results) >= 12
+    check(results)
+
+
+@pytest.mark.slow
+def test_what_orders_and_bounds_accesses_is_needed():
+    """Barriers, waits, fences and bounds of the PTX, each taken away.
+
+    The emulator says so, or the bits are the same: no result is wrong without a word. Of each kind
+    that a kernel has, but for fences of registers between products, some are found to be needed.
+    """
+    results = run("mutations.py", "--places=2")
+    assert {result["kernel"] for result in results} == every_kernel()
+    caught = {}
+    for result in results:
+        assert result["wrong result"] == 0, result
+        caught[result["mutation"]] = caught.get(result["mutation"], 0) + result["caught"]
+    assert len(caught) == 8 and min(caught.values()) >= 3, caught

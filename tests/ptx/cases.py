@@ -1,6 +1,6 @@
 """Runs every kernel of the project in the emulator, and compares with float64 beside PyTorch.
 
-    python tests/ptx/cases.py                      # the quick ones: sm_90, bfloat16
+    python tests/ptx/cases.py                      # the quick ones: sm_80 and sm_90, bfloat16
     python tests/ptx/cases.py --slow               # of all GPUs and types, as the slow tests do
     python tests/ptx/cases.py --all                # all: half an hour, the table in results/aot.md
     python tests/ptx/cases.py --all --only=blocks  # those whose name has this word
@@ -194,8 +194,79 @@ def training(dtype, g, steps):
     return {"losses": tuple(map(torch.tensor, losses))}
 
 
+def far(dtype, g, kind, *sizes):
+    """Programs whose offsets need more than 32 bits: the same bits as those of the first programs.
+
+    The launches of a small call are repeated as if they were the last ones of a huge call: with the
+    places of programs that come so late, and with pointers as far before the tensors.
+    """
+    from ptx import driver
+
+    device = driver.active()
+    device.record = True
+    CALLS[kind](dtype, g, *sizes)
+    device.record = False
+    results = {}
+    for launch in device.launches:
+        # Of a convolution the first program reads rows before its own, which exist only later.
+        skipped = int(kind == "convolution")
+        launch.grid = (launch.grid[0] - skipped, 1, 1)
+        near = launch.copy()
+        near.run(first=skipped)
+        late = launch.copy()
+        first, shifts, numbers = FAR[kind](late)
+        late.args = [numbers.get(n, a) for n, a in zip(late.names, late.args, strict=True)]
+        late.run(first=skipped + first, shifts=shifts)
+        for name, a, b in zip(late.names, late.args, near.args, strict=True):
+            if torch.is_tensor(a):
+                a, b = (x.reshape(-1).view(torch.uint8) for x in (a, b))
+                results[f"{launch.kernel} {name}"] = (a, b, b)
+    return results
+
+
+def beyond(size, multiple):
+    """The smallest multiple for which a multiple of `size` elements is beyond int32."""
+    return ((1 << 31) // size // multiple + 1) * multiple
+
+
+def far_attention(launch):
+    """One sample: the tensors follow those of earlier samples. Of prepare_kernel: tokens."""
+    tensors = {n: a.numel() for n, a in zip(launch.names, launch.args) if torch.is_tensor(a)}
+    given = dict(zip(launch.names, launch.args, strict=True))
+    if launch.kernel != "prepare_kernel":
+        samples = beyond(tensors["lse"], 1)
+        return samples * launch.grid[0], {n: samples * size for n, size in tensors.items()}, {}
+    rows = 2048 // given["cos"].shape[1] // 2  # of a program
+    D = 2 * given["cos"].shape[1]
+    first = beyond(rows * D, given["T"])
+    shifts = {n: first * rows * D // 2 * 3 for n in ("qkv", "dqkv") if n in given}
+    shifts |= {n: first * rows * D for n in ("qk",) if n in given}
+    return first, shifts, dict(n_rows=given["n_rows"] + first * rows)
+
+
+def far_convolution(launch):
+    """Sequences after many others. Each program has 8 rows."""
+    given = dict(zip(launch.names, launch.args, strict=True))
+    first = beyond(given["chunk"] * given["C"], given["T"])
+    rows = first * given["chunk"]
+    shifts = {name: rows * given["C"] for name in ("x", "y", "dx", "dy") if name in given}
+    shifts |= dict(r=rows, spans=2 * rows)
+    if "dw" in given:
+        shifts["dw"] = first * given["weight"].numel()
+    return first, shifts, dict(N=given["N"] + rows)
+
+
+def far_head(launch):
+    """Rows after many others."""
+    given = dict(zip(launch.names, launch.args, strict=True))
+    first = beyond(given["limit"], 1)
+    shifts = dict.fromkeys(("target_ptr", "weight_ptr", "loss_ptr"), first)
+    return first, shifts | dict(z_ptr=first * given["limit"]), {}
+
+
+FAR = dict(attention=far_attention, convolution=far_convolution, head=far_head)
 CALLS = dict(attention=attention, convolution=convolution, head=head, masking=masking)
-CALLS |= {"wrong target": wrong_target, "training": training}
+CALLS |= {"wrong target": wrong_target, "far offsets": far, "training": training}
 
 
 # ---- Which calls, in which types, for which GPUs
@@ -207,6 +278,8 @@ def calls():
         yield "attention", f"D={D} even T", (1, 256, 2, D, None, False, False), "slow"
         yield "attention", f"D={D} odd T", (2, odd, 1, D, None, True, True), size
         yield "attention", f"D={D} odd T, one row", (1, 1, 1, D, None, False, False), "all"
+        # A multiple of the tiles of keys, but for D=32 not of those of queries.
+        yield "attention", f"D={D} T=192", (1, 192, 1, D, None, False, False), "all"
         yield "attention", f"D={D} even T, long", (1, 640, 1, D, None, False, True), "all"
         yield "attention", f"D={D} even T, norm alone", (1, 128, 1, D, None, True, False), "all"
         yield (
@@ -240,6 +313,10 @@ def calls():
         yield "masking", f"T=8192{also}", (1, 8192, torch.int64, never), "all"
     yield "masking", "T=1", (4, 1, torch.int64, False), "all"
     yield "masking", "T=5, 260 rows", (260, 5, torch.int64, False), "slow"
+    sizes = (1, 70, 1, 64, "documents", True, True)
+    yield "far offsets", "attention", ("attention", *sizes), "slow"
+    yield "far offsets", "convolution", ("convolution", 2, 19, 96, 5, False, True), "slow"
+    yield "far offsets", "head", ("head", 1000, 3, torch.int64), "slow"
     yield "training", "10 steps", (10,), "slow"
 
 
@@ -251,31 +328,29 @@ def all_cases():
         for dtype, arch in itertools.product(DTYPES, ARCHITECTURES):
             if kind == "masking" and dtype != "bf16":  # it has integers alone
                 continue
-            if kind == "training" and dtype != "bf16":
+            if kind in ("training", "far offsets") and dtype != "bf16":
                 continue
             yield Case(kind, name, sizes, dtype, arch, rank(when, kind, name, dtype, arch))
 
 
 def rank(when, kind, name, dtype, arch):
     """When a case runs: bfloat16 on each GPU, the other types and the integers on one of them."""
-    main = 90 if kind in ("masking", "convolution", "head", "wrong target") else arch
     has_products = kind in ("attention", "training")
+    main = arch if has_products or when == "quick" else 90
     if dtype != "bf16":
         main = 80 if dtype == "fp16" else 120
         is_typical = name in ("D=64 odd T", "D=64 blocks of 16, even T", "C=96 K=5", "V=1000")
         when = max(when, "slow" if is_typical else "all", key=ORDER.index)
     if arch != main:
-        return "all" if not has_products else when
-    if when == "quick" and arch != 90:
-        return "slow"
-    return when
+        return when if has_products else "all"
+    return "slow" if when == "quick" and arch == 120 else when
 
 
 # ---- Running them
 def run(case):
     """Run a case in this process, which must be new for its architecture; return a dictionary."""
     torch.set_num_threads(1)
-    from ptx import driver
+    from ptx import driver, memory
 
     device = driver.install(case.arch)
     from support.kernels.launch import LAUNCHES
@@ -284,15 +359,20 @@ def run(case):
     device.instructions.clear()
     began = time.monotonic()
     g = torch.Generator().manual_seed(zlib.crc32(case.title.encode()))
-    results = CALLS[case.kind](DTYPES[case.dtype], g, *case.sizes)
     errors = {}
-    for name, (ours, plain, truth) in results.items():
-        errors[name] = measure(case, ours, plain, truth)
+    said = None
+    try:
+        results = CALLS[case.kind](DTYPES[case.dtype], g, *case.sizes)
+        for name, (ours, plain, truth) in results.items():
+            errors[name] = measure(case, ours, plain, truth)
+    except memory.Violation as violation:
+        said = str(violation)
     return dict(
         title=case.title,
         dtype=case.dtype if case.kind != "masking" else "integers",
         arch=case.arch,
         errors=errors,
+        violation=said,
         kernels=sorted(LAUNCHES),
         instructions=sum(device.instructions.values()),
         seconds=time.monotonic() - began,
@@ -312,7 +392,9 @@ def measure(case, ours, plain, truth):
 
 
 def is_within(result):
-    """Whether each error is within its bound."""
+    """Whether nothing was found wrong, and each error is within its bound."""
+    if result["violation"]:
+        return False
     return all(error is None or error <= bound for error, _, bound in result["errors"].values())
 
 
@@ -345,7 +427,7 @@ def main():
 
 def row(result):
     """A line of the table in results/aot.md."""
-    parts = []
+    parts = [result["violation"]] if result["violation"] else []
     for name, (error, theirs, bound) in result["errors"].items():
         if error is None:
             parts.append(f"{name} =")

@@ -36,7 +36,8 @@ class Launch:
     kernel: str
     ptx: str
     grid: tuple  # of 3
-    args: list  # tensors and numbers, in the order of the PTX
+    names: list  # of the arguments, in the order of the PTX
+    args: list  # tensors and numbers
     shared: int  # bytes
 
     def copy(self):
@@ -44,15 +45,20 @@ class Launch:
         args = [a.clone() if torch.is_tensor(a) else a for a in self.args]
         return dataclasses.replace(self, args=args)
 
-    def run(self, ptx=None):
-        """Run its PTX, or another one, on its arguments; return the number of instructions."""
+    def run(self, ptx=None, first=0, shifts=()):
+        """Run its PTX, or another one, on its arguments; return the number of instructions.
+
+        first: place of the first program; so the arguments are those of the programs from there on
+        shifts: name -> how many elements before an argument's tensor its pointer points
+        """
         program = parse(ptx or self.ptx)
-        memory = GlobalMemory(
-            (f"argument {i}", a) for i, a in enumerate(self.args) if torch.is_tensor(a)
-        )
+        tensors = {n: a for n, a in zip(self.names, self.args) if torch.is_tensor(a)}
+        memory = GlobalMemory(tensors.items())
         values = [memory.address(a.data_ptr()) if torch.is_tensor(a) else a for a in self.args]
+        for name, elements in dict(shifts).items():
+            values[self.names.index(name)] -= elements * tensors[name].element_size()
         values += [0, 0]  # pointers to scratch memory, which these kernels do not use
-        return run_grid(program, values, self.grid, memory, self.shared)
+        return run_grid(program, values, self.grid, memory, self.shared, first)
 
 
 class Driver:
@@ -95,12 +101,18 @@ class Driver:
 
         def launch(x, y, z, stream, ptx, packed, launch_metadata, enter, leave, *args):
             name = source.fn.__name__
-            job = Launch(name, ptx, (x, y, z), [args[i] for i in given], metadata.shared)
+            values = [args[i] for i in given]
+            job = Launch(name, ptx, (x, y, z), [names[i] for i in given], values, metadata.shared)
             if self.record:
                 self.launches.append(job.copy())
             self.instructions[name] = self.instructions.get(name, 0) + job.run()
 
         return launch
+
+
+def active():
+    """The Driver that is installed."""
+    return import_module("triton.runtime").driver.active
 
 
 def install(architecture):

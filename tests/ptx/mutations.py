@@ -85,7 +85,7 @@ def mutate(arch, kind, places):
                 got = outcome(launch, ptx)
                 if isinstance(got, str):
                     counts["caught"] += 1
-                    said[re.sub(r"argument \d+( and .*)?|%r\d+|\d+", "..", got)] += 1
+                    said[re.sub(r"%r\d+|-?\d+", "..", got)] += 1
                 else:
                     same = all(map(torch.equal, got, right))
                     counts["no change" if same else "wrong result"] += 1

@@ -137,13 +137,14 @@ class Program:
         machine.finish()
 
 
-def run_grid(program, values, grid, memory, shared):
+def run_grid(program, values, grid, memory, shared, first=0):
     """Run all programs of a grid, one after another.
 
     values: the arguments: numbers, and addresses in `memory`
     grid: number of programs (x, y, z)
     memory: GlobalMemory of the arguments
     shared: bytes of shared memory of a program
+    first: place of the first program along x; those before it do not run
 
     Returns the number of instructions that they executed together.
     """
@@ -153,7 +154,9 @@ def run_grid(program, values, grid, memory, shared):
     with np.errstate(all="ignore"):
         for number, (z, y, x) in enumerate(places):
             memory.program = number
-            machine = Machine(program.threads, (x, y, z), grid, parameters, memory, shared)
+            place = (first + x, y, z)
+            size = (first + grid[0], *grid[1:])
+            machine = Machine(program.threads, place, size, parameters, memory, shared)
             program.run(machine)
             steps += machine.steps
     return steps

@@ -374,14 +374,19 @@ def split(op, targets):
 
 
 def join(op, sources):
+    """A part that nothing has written is undefined: Triton 3.6 leaves out parts that it ignores."""
     wide = DTYPES[op.type]
     bits = int(op.type[1:]) // len(sources)
     parts = [reader(source, f"b{bits}", op.symbols) for source in sources]
 
     def compute(machine):
         value = wide(0)
-        for i, part in enumerate(parts):
-            value = value | (part(machine).astype(wide) << wide(i * bits))
+        for i, (source, part) in enumerate(zip(sources, parts, strict=True)):
+            if is_register(source) and machine.is_undefined(source):
+                bits_ = poison(machine.threads, UNSIGNED[bits])
+            else:
+                bits_ = part(machine)
+            value = value | (bits_.astype(wide) << wide(i * bits))
         return value
 
     return assign(op, compute)

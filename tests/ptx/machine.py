@@ -75,6 +75,10 @@ class Machine:
         self.in_flight = {}  # registers that wgmma still writes -> their future values
         self.inputs = []  # registers that wgmma still reads
 
+    def is_undefined(self, name):
+        """Whether nothing has written a register."""
+        return name not in self.registers
+
     def get(self, name):
         """Return the bits of a register, (threads,)."""
         value = self.registers.get(name)

@@ -347,6 +347,13 @@ def test_registers_are_split_and_joined():
     assert np.array_equal(machine.get("%r3"), swapped)
 
 
+def test_an_undefined_half_of_a_register_spoils_only_what_reads_it():
+    low = draw("u32", 1)
+    machine = execute("mov.b64 %rd1, {%r1, %r9}; mov.b64 {%r2, %r3}, %rd1;", {"%r1": low})
+    assert np.array_equal(machine.get("%r2"), low)
+    assert (machine.get("%r3") == 0xCDCDCDCD).all()
+
+
 @pytest.mark.parametrize(("kind", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
 def test_conversions_of_16_bits_round_as_pytorch_does(kind, dtype):
     x, y = draw("f32", 1), draw("f32", 2)

@@ -266,7 +266,7 @@ def far_head(launch):
 
 FAR = dict(attention=far_attention, convolution=far_convolution, head=far_head)
 CALLS = dict(attention=attention, convolution=convolution, head=head, masking=masking)
-CALLS |= {"wrong target": wrong_target, "far offsets": far, "training": training}
+CALLS |= {"head, wrong target": wrong_target, "far offsets": far, "training": training}
 
 
 # ---- Which calls, in which types, for which GPUs
@@ -302,8 +302,8 @@ def calls():
     yield "head", "V=65, int32 targets", (65, 9, torch.int32), "all"
     yield "head", "V=1000", (1000, 9, torch.int64), "quick"
     yield "head", "V=50304", (50304, 4, torch.int64), "slow"
-    yield "wrong target", "V=65", (65,), "slow"
-    yield "wrong target", "V=50304", (50304,), "all"
+    yield "head, wrong target", "V=65", (65,), "slow"
+    yield "head, wrong target", "V=50304", (50304,), "all"
     for never in (False, True):
         also = ", never_mask" * never
         yield "masking", f"T=63 int32{also}", (4, 63, torch.int32, never), "slow"

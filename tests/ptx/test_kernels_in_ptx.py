@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 HERE = Path(__file__).parent
@@ -19,17 +20,22 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 TRITON = tuple(int(n) for n in importlib.metadata.version("triton").split(".")[:2])
 
 
-def run(program, *args):
-    """The lines of JSON that a program of this folder prints."""
-    environment = os.environ | dict(MDLM_TRITON="1", TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
-    r = subprocess.run(
-        [sys.executable, str(HERE / program), "--json", *args],
-        env=environment,
+def start(program, *args, **environment):
+    """Run a program of this folder, with Triton as for a GPU unless the environment says else."""
+    options = dict(MDLM_TRITON="1", TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
+    return subprocess.run(
+        [sys.executable, str(HERE / program), *map(str, args)],
+        env=os.environ | options | environment,
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=1200,
     )
+
+
+def run(program, *args):
+    """The lines of JSON that a program of this folder prints."""
+    r = start(program, "--json", *args)
     lines = [json.loads(line) for line in r.stdout.splitlines()]
     assert lines and r.returncode in (0, 1), r.stderr[-3000:]
     return lines
@@ -83,3 +89,22 @@ def test_what_orders_and_bounds_accesses_is_needed():
         assert result["wrong result"] == 0, result
         caught[result["mutation"]] = caught.get(result["mutation"], 0) + result["caught"]
     assert len(caught) == 8 and min(caught.values()) >= 3, caught
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_the_interpreter_gives_the_same(tmp_path, arch):
+    """Triton's operations, of integers, floating-point numbers, tables and matrices."""
+    files = [tmp_path / f"{name}.npz" for name in ("interpreter", "emulator")]
+    r = start("primitives.py", files[0], TRITON_INTERPRET="1", MDLM_TRITON="0")
+    assert r.returncode == 0, r.stderr[-3000:]
+    r = start("primitives.py", files[1], arch, TRITON_DEFAULT_FP_FUSION="1")
+    assert r.returncode == 0, r.stderr[-3000:]
+    interpreted, emulated = map(np.load, files)
+    assert len(interpreted.files) == 7 == len(emulated.files)
+    for name in interpreted.files:
+        if interpreted[name].dtype.kind == "i":
+            assert np.array_equal(emulated[name], interpreted[name]), name
+        else:
+            atol = 1e-4 if "products" in name else 1e-30  # sums of 192 products of about 1
+            np.testing.assert_allclose(emulated[name], interpreted[name], rtol=1e-6, atol=atol)

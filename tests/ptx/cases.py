@@ -7,7 +7,7 @@
     python tests/ptx/cases.py --json               # one JSON object a line
 
 Errors are the largest difference from float64 divided by the largest value. PyTorch's are those of
-the reference in the same type. "=": bits, of integers, that must be equal and are.
+the reference in the same type.
 """
 
 from __future__ import annotations
@@ -369,7 +369,7 @@ def run(case):
         said = str(violation)
     return dict(
         title=case.title,
-        dtype=case.dtype if case.kind != "masking" else "integers",
+        dtype="integers" if case.kind == "masking" else case.dtype,
         arch=case.arch,
         errors=errors,
         violation=said,
@@ -414,27 +414,46 @@ def main():
         and args.only in case.title
         and case.arch in (args.arch or ARCHITECTURES)
     ]
-    if not args.json:
-        print("| call | dtype | sm | largest error / PyTorch's | instructions |")
-        print("| --- | --- | --- | --- | --- |")
-    failed = 0
+    results = []
     for result in run_all(wanted, args.workers):
-        failed += not is_within(result)
-        print(json.dumps(result) if args.json else row(result), flush=True)
+        results.append(result)
+        if args.json:
+            print(json.dumps(result), flush=True)
+        else:
+            print(f"{len(results)}/{len(wanted)} {result['title']}", file=sys.stderr)
+    if not args.json:
+        print_table(results)
+    failed = sum(not is_within(result) for result in results)
     print(f"{len(wanted)} cases, {failed} beyond their bound", file=sys.stderr)
     return int(failed > 0)
 
 
-def row(result):
-    """A line of the table in results/aot.md."""
-    parts = [result["violation"]] if result["violation"] else []
-    for name, (error, theirs, bound) in result["errors"].items():
-        if error is None:
-            parts.append(f"{name} =")
-        else:
-            parts.append(f"{name} {error:.1e} / {theirs:.1e}" + " (!)" * (error > bound))
-    cells = (result["title"], result["dtype"], result["arch"], ", ".join(parts))
-    return f"| {' | '.join(map(str, cells))} | {result['instructions']:,} |"
+def print_table(results):
+    """A row for each call, as in results/aot.md: on which GPUs, the worst error in each type."""
+    print("| call | sm |", " | ".join(DTYPES), "|")
+    print("| --- " * (2 + len(DTYPES)) + "|")
+    by_title = {}
+    for result in results:
+        by_title.setdefault(result["title"], []).append(result)
+    for title, same in by_title.items():
+        archs = sorted({result["arch"] for result in same})
+        cells = [worst([r for r in same if r["dtype"] in (name, "integers")]) for name in DTYPES]
+        print(f"| {title} | {', '.join(map(str, archs))} | {' | '.join(cells)} |")
+
+
+def worst(results):
+    """The output that comes nearest to its bound: its name, our error, PyTorch's."""
+    if not results:
+        return "-"
+    said = [result["violation"] for result in results if result["violation"]]
+    if said:
+        return f"**{said[0]}**"
+    errors = [(*e, name) for r in results for name, e in r["errors"].items() if e[0] is not None]
+    if not errors:
+        return "equal bits"
+    error, theirs, bound, name = max(errors, key=lambda e: e[0] / e[2])
+    text = f"{name} {error:.1e} / {theirs:.1e}"
+    return f"**{text}**" if error > bound else text
 
 
 def run_all(cases, workers):

@@ -243,15 +243,13 @@ def compile_all(which, workers=2, architectures=ARCHITECTURES):
         yield from pool.map(compile_one, *zip(*jobs, strict=True), chunksize=3)
 
 
-HEAD = (
-    "| kernel | sm | warps | registers | shared memory, KiB | spills | tensor-core instructions |"
-)
-HEAD += " executed |"
+HEAD = ("kernel", "sm", "warps", "registers", "shared memory, KiB", "spills")
+HEAD += ("tensor-core instructions", "executed")
 
 if __name__ == "__main__":
     as_json = "--json" in sys.argv
     if not as_json:
-        print(HEAD, "| --- " * 8 + "|", sep="\n")
+        print(f"| {' | '.join(HEAD)} |", "| --- " * len(HEAD) + "|", sep="\n")
     given = [flag for flag in ("--one", "--most", "--all") if flag in sys.argv]
     for r in compile_all(given[0] if given else "--main"):
         products = [f"{r[i]} {i.upper()}" for i in ("hmma", "hgmma", "utchmma") if r[i]]

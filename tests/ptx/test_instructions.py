@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from ptx.machine import Machine, UnknownInstruction
-from ptx.memory import GlobalMemory
-from ptx.program import Program
+from .machine import Machine, UnknownInstruction
+from .memory import GlobalMemory
+from .program import Program
 
 KERNEL = """
 .version 8.7

@@ -23,6 +23,7 @@ from .memory import GlobalMemory
 from .program import Program, run_grid
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}  # bytes, of a program
+INSTALLED = []  # the Driver of this process
 OPERATORS = ("attention", "convolution", "cross_entropy", "masking")
 
 
@@ -110,22 +111,23 @@ class Driver:
         return launch
 
 
-def active():
-    """The Driver that is installed."""
-    return import_module("triton.runtime").driver.active
-
-
 def install(architecture):
     """Make this Triton's driver, and let our operators run their kernels on CPU tensors.
 
-    architecture: 80, 86, 89, 90 or 120
+    architecture: 80, 86, 89, 90 or 120. A process has one: Triton keeps what it has compiled
 
     Returns the Driver.
     """
     runtime = import_module("triton.runtime")
-    knobs = import_module("triton.knobs")
+    if INSTALLED:
+        (driver,) = INSTALLED
+        if driver.architecture != architecture:
+            raise ValueError(f"this process runs kernels for sm_{driver.architecture}")
+        return driver
     driver = Driver(architecture)
+    INSTALLED.append(driver)
     runtime.driver.set_active(driver)
+    knobs = import_module("triton.knobs")
     knobs.runtime.kernel_load_start_hook.add(driver.note_files)
     for name in OPERATORS:
         import_module(f"support.kernels.{name}").runs_on = lambda tensor: True

@@ -278,7 +278,7 @@ def try_it(mutation, may_be_slow=True):
             crashed = "emulator" in name and "Traceback" in r.stderr  # it does not compile
             if r.returncode == 1 and not crashed:
                 caught.append(name)
-            elif r.returncode:
+            elif r.returncode not in (0, 5):  # 5: there is no slow test
                 raise RuntimeError(f"{mutation.what}: {name}\n{r.stdout[-2000:]}{r.stderr[-2000:]}")
     return caught
 

@@ -46,7 +46,7 @@ def check(results):
     for result in results:
         where = f"{result['title']} {result['dtype']} sm_{result['arch']}"
         assert not result["violation"], f"{where}: {result['violation']}"
-        assert result["errors"], where
+        assert result["errors"] and result["instructions"], where
         for name, (error, theirs, bound) in result["errors"].items():
             if error is not None:
                 assert error <= bound, f"{where}: {name} {error:.1e}, PyTorch's {theirs:.1e}"

@@ -454,7 +454,7 @@ def worst(results):
     errors = [(*e, name) for r in results for name, e in r["errors"].items() if e[0] is not None]
     if not errors:
         return "equal bits"
-    error, theirs, bound, name = max(errors, key=lambda e: e[0] / e[2])
+    error, theirs, bound, name = max(errors, key=lambda e: e[0] / max(e[2], 1e-30))
     text = f"{name} {error:.1e} / {theirs:.1e}"
     return f"**{text}**" if error > bound else text
 

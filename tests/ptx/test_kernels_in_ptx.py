@@ -18,6 +18,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 TRITON = tuple(int(n) for n in importlib.metadata.version("triton").split(".")[:2])
+# Older versions leave out fences between cp.async, registers and wgmma: see results/aot.md.
+IS_ORDERED = TRITON >= (3, 9)
+needs_order = pytest.mark.skipif(not IS_ORDERED, reason="needs triton 3.9: results/aot.md")
 
 
 def start(program, *args, **environment):
@@ -59,16 +62,14 @@ def every_kernel():
 
 def test_every_kernel_runs_in_bfloat16():
     """As for an H100 (sm_90), with wgmma and cp.async; documents, an odd length, norm, rotation."""
-    # Triton before 3.7.1 makes no fence between cp.async and wgmma: see results/aot.md.
-    arch = 90 if TRITON >= (3, 8) else 80
-    results = run("cases.py", f"--arch={arch}")
+    results = run("cases.py", f"--arch={90 if IS_ORDERED else 80}")
     assert {name for result in results for name in result["kernels"]} == every_kernel()
     assert min(result["instructions"] for result in results) > 1000
     check(results)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("arch", [80, pytest.param(90, marks=needs_order), 120])
 def test_every_kind_of_call(arch):
     results = run("cases.py", "--slow", f"--arch={arch}")
     assert len(results) >= 12
@@ -76,6 +77,7 @@ def test_every_kind_of_call(arch):
 
 
 @pytest.mark.slow
+@needs_order
 def test_what_orders_and_bounds_accesses_is_needed():
     """Barriers, waits, fences and bounds of the PTX, each taken away.
 

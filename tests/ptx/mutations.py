@@ -1,6 +1,6 @@
 """Breaks the PTX of the kernels on purpose, and shows what the emulator says to it.
 
-    python tests/ptx/mutations.py             # every place: the table in results/aot.md
+    python tests/ptx/mutations.py             # every place, minutes: the table in results/aot.md
     python tests/ptx/mutations.py --places=3  # three places of each kind, as the slow tests do
     python tests/ptx/mutations.py --json      # one JSON object a line
 
@@ -102,19 +102,22 @@ def main():
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
     args = parser.parse_args()
-    if not args.json:
-        print("| kernel | sm | taken away | places |", " | ".join(CAUGHT), "|")
-        print("| --- " * 7 + "|")
     jobs = [(arch, kind, args.places) for arch in args.arch or (80, 90) for kind in CALLS]
+    sums = {}  # of all kernels
     # A process for each job, as Triton has one target in a process.
     with concurrent.futures.ProcessPoolExecutor(args.workers, max_tasks_per_child=1) as pool:
         for results in pool.map(mutate, *zip(*jobs, strict=True)):
             for r in results:
-                counts = " | ".join(str(r[key]) for key in CAUGHT)
-                line = (
-                    f"| {r['kernel']} | {r['arch']} | {r['mutation']} | {r['places']} | {counts} |"
-                )
-                print(json.dumps(r) if args.json else line, flush=True)
+                if args.json:
+                    print(json.dumps(r), flush=True)
+                total = sums.setdefault((r["mutation"], r["arch"]), collections.Counter())
+                total.update({key: r[key] for key in CAUGHT})
+    if not args.json:
+        print("| taken away | sm | places |", " | ".join(CAUGHT), "|")
+        print("| --- " * 6 + "|")
+        for (name, arch), total in sorted(sums.items()):
+            counts = " | ".join(str(total[key]) for key in CAUGHT)
+            print(f"| {name} | {arch} | {total.total()} | {counts} |")
 
 
 if __name__ == "__main__":

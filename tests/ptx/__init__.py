@@ -11,6 +11,8 @@ sm_120. What is not covered: ptxas itself, tcgen05 (sm_100), time.
     machine.py       registers and memory of a program that runs
     driver.py        stands in for the CUDA driver in Triton's launch path
     cases.py         runs every kind of call of the project, and prints its errors
+    primitives.py    Triton's operations one by one, for the interpreter and the emulator
+    mutations.py     breaks the PTX, and source_mutations.py the source of the kernels: what fails?
 
 All threads of a program execute an instruction at once, as numpy arrays. On a GPU its warps run in
 any order between two barriers. So a result that depends on that order would not be seen in the

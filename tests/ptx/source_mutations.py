@@ -167,10 +167,6 @@ cross_entropy.py: swapped sign: dz of the target
 -(tl.exp2(z_target - lse) - 1)
 +(tl.exp2(z_target - lse) + 1)
 
-masking.py: a count of 0 masks one
--(number <= bound) & (level > 0)
-+(number <= bound)
-
 masking.py: positions are listed one too late
 -before + rank - 1
 +before + rank

@@ -125,10 +125,6 @@ attention.py: a document's first position is not seen
 -(start[:, None] <= at[None, :])
 +(start[:, None] < at[None, :])
 
-attention.py: queries beyond the end have lse 0
--other=float("inf")
-+other=0.0
-
 attention.py: blocks: the ranges of those that are seen
 -else 4 + 2 * r
 +else 2 * r

@@ -410,7 +410,7 @@ def main(argv):
     kind = compare if options.compare else show_text if options.text else evaluation
     results, words, folder, draw = kind(options)
     content = to_json(results)
-    if sys.stdout.isatty():
+    if terminal.is_terminal(sys.stdout):
         words = terminal.escaped(words)
     print(content if options.json == "-" else words)
     if options.json not in ("", "-"):

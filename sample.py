@@ -908,7 +908,7 @@ def main(argv):
             pages = word_statistics.compare(variants, fill, statistics, n, lines)
             todo = []
         # A bar only on a terminal, and none beside the lines of JSON there.
-        hide = not options.batch or (to_stdout and sys.stdout.isatty()) or None
+        hide = not options.batch or (to_stdout and terminal.is_terminal(sys.stdout)) or None
         for template, segments in terminal.bar(todo, unit="template", disable=hide):
             rule = ""  # between texts
             for texts, facts in answers(model, tokenizer, template, segments, options, pages):

@@ -48,8 +48,11 @@ def check_effects(given, rules):
 
 def without_off(cls, given):
     """The given flags, without those that turn something off: these are never refused."""
-    off = {field.name: field.metadata["off"] for field in dataclasses.fields(cls)}
-    return {k: v for k, v in given.items() if v is not False and v not in ("auto", off[k])}
+    off = {}
+    for field in dataclasses.fields(cls):
+        has_auto = "auto" in (field.default, *(field.metadata["choices"] or ()))
+        off[field.name] = (field.metadata["off"], *["auto"] * has_auto)
+    return {k: v for k, v in given.items() if v is not False and v not in off[k]}
 
 
 FORMER = {}  # name of a flag -> what the command line called it, a sentence; see `naming_former`
@@ -296,7 +299,7 @@ class Parser(argparse.ArgumentParser):
             raise OSError(e.errno, e.strerror, STDOUT) from e
 
     def parse_args(self, argv):
-        check_argv(argv)
+        argv = checked_argv(argv)
         given, unknown = self.parse_known_args(argv)
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         if unknown:
@@ -369,7 +372,7 @@ def parse_flags(
     free: the name under which a value without a flag is returned ("": it is refused).
     usage: what follows the program's name, as --help says it.
     """
-    check_argv(argv)
+    argv = checked_argv(argv)
     texts = (usage, description, epilog, presets, preset)
     all_fields = dataclasses.fields(cls)
     parser = make_parser(cls, all_fields, *texts)
@@ -382,11 +385,12 @@ def parse_flags(
         raise type(e)(naming_former(str(e))) from e
 
 
-def check_argv(argv):
-    """Raise UserError for arguments from Python that are no list of strings."""
+def checked_argv(argv):
+    """Arguments from Python as a list; UserError if they are no list or tuple of strings."""
     if not isinstance(argv, (list, tuple)) or not all(isinstance(word, str) for word in argv):
         given = shown(repr(argv), 80)
         raise UserError(f'the flags {given} are no list of strings; give ["--flag=value", ...]')
+    return list(argv)
 
 
 def parse_words(cls, argv, parser, program, free):

@@ -56,6 +56,11 @@ def silence_stdout():
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
+def is_terminal(stream):
+    """Whether a stream is a terminal; sys.stderr is None where a program has no console."""
+    return stream is not None and stream.isatty()
+
+
 def is_first_rank():
     """Whether this is the first rank, or a process without torchrun (which sets MASTER_PORT)."""
     return "MASTER_PORT" not in os.environ or os.environ.get("RANK", "0") == "0"
@@ -103,7 +108,7 @@ def progress(what, unit, total=None, disable=False):
 
     If standard error is not a terminal, the bar is written every ten seconds.
     """
-    options = dict(leave=False, delay=1, mininterval=0.1 if sys.stderr.isatty() else 10)
+    options = dict(leave=False, delay=1, mininterval=0.1 if is_terminal(sys.stderr) else 10)
     return bar(desc=what, unit=unit, total=total, disable=disable, **options)
 
 
@@ -112,6 +117,8 @@ def bar(*iterable, **options):
     try:
         from tqdm import tqdm
     except ImportError:
+        return NoBar(*iterable)
+    if sys.stderr is None:
         return NoBar(*iterable)
     return tqdm(*iterable, file=Quiet(sys.stderr), **options)
 

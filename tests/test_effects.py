@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, tiny_flags
+from conftest import ROOT, run_mdlm, tiny_flags
 from test_arguments import lesson
 
 import bench
@@ -505,3 +505,15 @@ def test_flags_of_lessons_have_an_effect(name, kinds, tried, monkeypatch):
     for more in flags:
         assert cli.run(program.main, [*argv, *more]) == 0
     assert len(drawn) == len(flags)
+
+
+@pytest.mark.parametrize("flag", ["--text_column=auto", "--separator=auto"])
+def test_auto_is_a_value_like_others_where_no_choice_has_it(text_file, tmp_path, capsys, flag):
+    """Refused as any other text is: of a text there are no columns, of records no separators."""
+    data = text_file
+    if flag.startswith("--separator"):
+        data = tmp_path / "docs.jsonl"
+        data.write_text('{"text": "some words"}\n' * 400)
+    flags = [f"--data={data}", *tiny_flags("--max_steps=1"), f"--out_dir={tmp_path / 'out'}"]
+    assert run_mdlm(*flags, flag) == 2
+    assert f"{flag.partition('=')[0]} has no effect" in capsys.readouterr().err

@@ -129,8 +129,8 @@ def weights_and_losses(out):
 def test_two_calls_are_two_commands(text_file, tmp_path):
     argv = [a_run(text_file, tmp_path / f"{name}") for name in ("a", "b", "command")]
     before = state_of_process()
-    with torch.no_grad():
-        assert mdlm.main(argv[0]) == 0
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert mdlm.main(tuple(argv[0])) == 0
     assert state_of_process() == before
     torch.manual_seed(1)
     assert not (tmp_path / "a" / ownership.LOCK).exists()
@@ -194,6 +194,22 @@ def test_flags_from_python_are_a_list_of_strings(main, argv):
     with pytest.raises(ValueError, match="no list of strings; give") as e:
         main(argv)
     assert "\n" not in str(e.value)
+
+
+def test_calls_work_without_a_console(text_file, tmp_path, monkeypatch):
+    """sys.stderr and sys.stdout are None in pythonw and in some graphical programs."""
+    for stream in ("stderr", "stdout"):
+        monkeypatch.setattr(sys, stream, None)
+    out = tmp_path / "out"
+    assert mdlm.main(a_run(text_file, out)) == 0
+    page = str(tmp_path / "page.html")
+    assert (
+        sample.main([f"--out_dir={out}", "--infill=a █", "--num_samples=1", f"--html={page}"]) == 0
+    )
+    json_file = tmp_path / "e.json"
+    flags = ["--windows=2", "--pictures=none", f"--json={json_file}"]
+    assert eval.main([f"--out_dir={out}", *flags]) == 0
+    assert json.loads(json_file.read_text())["nelbo"] > 0
 
 
 def test_former_names_of_one_call_are_not_those_of_the_next(text_file, tmp_path):

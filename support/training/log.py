@@ -12,7 +12,7 @@ from support import environment, ranks
 from support.devices import peak_flops
 from support.files import write_atomically, writing
 from support.flags import NO_LIMIT
-from support.terminal import escaped
+from support.terminal import escaped, silence_stdout
 from support.training import shards, trackers
 from support.training.progress import Progress
 
@@ -238,8 +238,13 @@ class Log:
         """
         if not self.silent:
             hidden = self.shown.hidden() if self.shown else contextlib.nullcontext()
-            with contextlib.suppress(OSError), hidden:
-                print(escaped(text), file=stream, flush=True)
+            with contextlib.suppress(OSError):
+                try:
+                    with hidden:
+                        print(escaped(text), file=stream, flush=True)
+                except BrokenPipeError:  # its reader has gone: at exit nothing is left to flush
+                    if stream is None:
+                        silence_stdout()
 
 
 # ---- Results and settings in words

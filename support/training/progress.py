@@ -7,6 +7,7 @@ import sys
 import time
 
 from support.flags import NO_LIMIT
+from support.terminal import is_terminal
 
 REFRESH = 0.2  # seconds between updates of the bar
 BAR_COLUMNS = len("100%|| ") + 16  # terminal columns of percentage and bar; the rest is for text
@@ -25,7 +26,7 @@ def duration(seconds):
 
 def open_bar():
     """Return a tqdm bar, or None if standard error is no terminal or tqdm is not installed."""
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         return None
     try:
         from tqdm import tqdm

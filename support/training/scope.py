@@ -68,7 +68,11 @@ def torch_kept():
     precision = torch.get_float32_matmul_precision()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with contextlib.ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
             yield
     finally:
         torch.set_rng_state(state)

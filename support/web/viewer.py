@@ -23,7 +23,7 @@ import torch
 
 from support.infill.templates import joined
 from support.outputs import write
-from support.terminal import UNSAFE, escaped
+from support.terminal import UNSAFE, escaped, is_terminal
 
 FILLED = "\x1b[1;36m"
 NEW = "\x1b[1;7;36m"
@@ -55,7 +55,8 @@ def json_line(template, texts, facts):
 
 def has_colours(stream):
     """Whether to print colours: on a terminal that supports them, unless NO_COLOR is set."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return is_terminal(stream) and not is_plain
 
 
 def highlighted(texts, dimmed=False):
@@ -63,7 +64,7 @@ def highlighted(texts, dimmed=False):
 
     dimmed: print all in a faint colour instead
     """
-    if sys.stdout.isatty():
+    if is_terminal(sys.stdout):
         texts = [(escaped(text), filled) for text, filled in texts]
     if not has_colours(sys.stdout):
         return joined(texts)

@@ -217,12 +217,13 @@ def check_source(name):
     """Raise UserError for an --init_from that is no folder: a word of nanoGPT, a hub's model."""
     if Path(name).exists():
         return
-    kept = "--init_from fine-tunes the folder of a run that mdlm.py trained"
+    kept = "--init_from fine-tunes the folder of a run that mdlm.py trained, or one with a model"
+    kept += " of Hugging Face: config.json, model.safetensors, tokenizer.json (docs/pretrained.md)"
     if name in ("scratch", "random", "none"):
         raise UserError(f"--init_from={name}: leave it out to start from random weights")
     if name in ("resume", "last", "latest"):
         raise UserError(f"--init_from={name}: to continue the run in --out_dir give --resume")
-    raise UserError(f"--init_from={name} is no folder; models of a hub cannot be loaded: {kept}")
+    raise UserError(f"--init_from={name} is no folder; nothing is loaded from a hub: {kept}")
 
 
 SHIPPED = Path(__file__).parent.parent.parent / "weights" / "shakespeare"
@@ -258,10 +259,14 @@ def read_settings(path, known):
     return settings
 
 
-def check_size(folder, config, vocab_size):
-    """Raise UserError if model.safetensors is too small for its config: forged, or damaged."""
+def check_size(folder, config, vocab_size, least=None):
+    """Raise UserError if model.safetensors is too small for its config: forged, or damaged.
+
+    least: how many numbers it must have, where it is not a network of ours.
+    """
     path = folder / "model.safetensors"
-    least = config.n_embd * (8 * config.n_layer * config.n_embd + vocab_size)
+    if least is None:
+        least = config.n_embd * (8 * config.n_layer * config.n_embd + vocab_size)
     if path.stat().st_size < 4 * least:
         raise UserError(f"{path} does not fit its config: it is too small; train again")
 

@@ -25,6 +25,7 @@ import contextlib
 import copy
 import json
 import os
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,6 +106,11 @@ class Network:
     @property
     def model_type(self):
         return self.settings["model_type"]
+
+    @property
+    def auto_class(self):
+        """The class of the library that loads it."""
+        return CLASSES[self.head]
 
     @property
     def positions(self):
@@ -199,7 +205,7 @@ class Network:
             for name, value in self.settings.items()
         }
         config = Network(settings, self.head).library_config()
-        auto = getattr(library(), CLASSES[self.head])
+        auto = getattr(library(), self.auto_class)
         with explain_library(f"no network of model_type {self.model_type!r} can be made"):
             kind = dict(attn_implementation="sdpa", dtype=torch.float32)
             return auto.from_config(config, **kind)
@@ -609,8 +615,18 @@ class Pretrained(nn.Module):
             body.set_submodule(self.head_place, head)
             for name, key in self.bias_places:
                 body.get_submodule(name).register_parameter(key, head.bias)
-        body.config.use_cache = self.network.settings.get("use_cache", False)
+        settings = self.network.settings
+        for name, value in settings.items():
+            if is_dropout(name, value):  # as it was, not as --dropout trained it
+                setattr(body.config, name, value)
+        body.config.use_cache = settings.get("use_cache", False)
         return body.eval()
+
+    def files_of_library(self):
+        """The files that the library writes for it: config.json, its weights ...; name -> bytes."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.to_library().save_pretrained(folder)
+            return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
 def mask_of(by_type):

@@ -676,7 +676,7 @@ ADVICE["arguments.py"] = [
         lambda at: at.tokenizer.decode(at.tokenizer.encode("ab")),
     ),
     (
-        "{} is no id of this tokenizer; give 0 to {}, which is [MASK]",
+        "{} is no id of this tokenizer; give {}",
         lambda at: at.tokenizer.decode([-1]),
         lambda at: at.tokenizer.decode([0, at.model.mask_id]),
     ),
@@ -704,6 +704,10 @@ ADVICE["arguments.py"] = [
         "{} must be a tensor (B, T) of int64 ids + {}, not {}; give {}",
         lambda at: mdlm.generate(at.model, at.x.float()),
         lambda at: mdlm.generate(at.model, at.x),
+    ),
+    (
+        "{} has {}, which is [MASK]; give the true tokens",
+        FollowedIn("test_own_mask_is_no_token_of_a_text"),
     ),
     (
         "{} has ids from {} to {}; give {}",
@@ -800,7 +804,7 @@ ADVICE["arguments.py"] = [
         lambda at: evaluate(at, model=at.blocks),
     ),
     (
-        "xt must be a tensor (B, T) of int64 ids + {}; give 0 to {}, which is [MASK]",
+        "xt must be a tensor (B, T) of int64 ids + {}; give {}",
         lambda at: at.model(at.x.float()),
         lambda at: at.model(at.x),
         lambda at: at.model(at.masked),
@@ -1815,7 +1819,9 @@ ADVICE["tokenizer_json.py"] = [
     ),
 ]
 
+ADVICE["pretrained.py"] = FollowedIn("test_refused_and_what_helps")
 ADVICE["tokenizer.py"] = [
+    ("{}; remove it from the text", FollowedIn("test_text_with_the_mask_of_an_encoder_is_refused")),
     (
         "{} is unknown; remove it, or train on text that has it",
         "sample --prompt=é",

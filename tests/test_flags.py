@@ -95,6 +95,8 @@ UNSEEN = dict(
     compile="the numbers are the same, and the compiler is slow",
     recompute="the numbers are the same, in less memory",
     shard="it needs several ranks",
+    network="it contradicts the flags of a tiny run; see test_pretrained.py",
+    shift="it is for networks of others; see test_pretrained.py",
 )
 # What no rule is about, so a third of the contexts will do.
 ALWAYS = ["gradient_accumulation_steps", "n_layer", "n_head", "n_embd", "dropout", "conv", "pos"]

@@ -207,7 +207,7 @@ def what_else(path):
         return "a file, and no weights of other programs can be loaded"
     with contextlib.suppress(UserError):
         if "model_type" in files.read_json(path / "config.json", "config"):
-            return "a model of Hugging Face transformers, which cannot be loaded"
+            return "a model of Hugging Face, which --init_from of mdlm.py adapts"
     if (path / "ckpt.pt").exists():
         return "a run of nanoGPT, which cannot be loaded"
     return ""

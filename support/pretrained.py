@@ -44,6 +44,7 @@ from support.view import View
 
 FORMAT = "mdlm-network"
 FILE = "network.json"  # in checkpoints
+SHIFT = "mdlm_shift"  # in the config.json of exports: whether they were trained with --shift
 OLDEST = (5, 2)  # the oldest version of transformers whose decoders can be bidirectional
 MASKS = ("[MASK]", "<mask>", "<|mask|>")  # tokens that stand for a hidden one, in encoders
 MASKED, EMBEDDING, CAUSAL = "masked", "embedding", "causal"  # kinds of heads
@@ -168,13 +169,15 @@ class Network:
                 raise UserError(f"the data have other tokens than {where}; {fix}")
 
     def own_mask(self, tokenizer):
-        """The id of an encoder's own [MASK]; None for a network that gets one."""
-        if self.head == CAUSAL:
-            return None
-        names = [name for name in (self.mask_token, *MASKS) if name]
+        """The id of a [MASK] that the tokenizer has already; None for a network that gets one.
+
+        Decoders have one only if their tokenizer_config.json says so: they are diffusion models.
+        """
+        is_encoder = self.head != CAUSAL
+        names = [name for name in (self.mask_token, *MASKS * is_encoder) if name]
         ids = tokenizer.special_ids()
         own = next((ids[name] for name in names if name in ids), None)
-        if own is None and self.folder:
+        if own is None and is_encoder and self.folder:
             where = self.folder / "tokenizer.json"
             fix = "give an encoder that was trained with masks"
             raise UserError(f"{where} has no token for [MASK] ({', '.join(names)}); {fix}")
@@ -216,7 +219,7 @@ class Network:
         Raises UserError for weights that are not all there, and for networks that cannot be used.
         """
         if self.folder:
-            body = load_library(self.folder, self.head)
+            body = self.load()
             self.weights = body.state_dict()
         else:
             body = self.make_body()
@@ -226,6 +229,20 @@ class Network:
         Pretrained(tried, body, some, self.rows, None).check()
         self.is_checked = True
         return self
+
+    def load(self):
+        """The library's module with the weights of `folder`; UserError if some are missing."""
+        check_weights(self.folder)
+        auto = getattr(library(), self.auto_class)
+        kind = dict(dtype=torch.float32, use_safetensors=True, local_files_only=True)
+        kind |= dict(trust_remote_code=False, output_loading_info=True)
+        kind |= dict(attn_implementation="sdpa", ignore_mismatched_sizes=True)
+        with explain_library(f"{self.folder} cannot be loaded"):
+            body, found = auto.from_pretrained(
+                str(self.folder), config=self.library_config(), **kind
+            )
+        check_loaded(self.folder, body, found)
+        return body
 
     def without_weights(self):
         """A copy that does not hold what was read."""
@@ -368,14 +385,9 @@ def check_weights(folder):
             f.keys()
 
 
-def load_library(folder, head):
-    """The library's module with the weights of a folder; UserError if some are missing."""
-    check_weights(folder)
-    auto = getattr(library(), CLASSES[head])
-    kind = dict(dtype=torch.float32, use_safetensors=True, local_files_only=True)
-    kind |= dict(trust_remote_code=False, output_loading_info=True)
-    with explain_library(f"{folder} cannot be loaded"):
-        body, found = auto.from_pretrained(str(folder), **kind)
+def check_loaded(folder, body, found):
+    """Raise UserError if weights of a folder are missing or damaged; found: what the library says
+    of loading them into the body."""
     missing = sorted(name for name in found["missing_keys"] if "pooler." not in name)
     misshapen = sorted(str(each) for each in found["mismatched_keys"])
     numbered = sorted(name for name in found["unexpected_keys"] if is_of_layer(name))
@@ -390,7 +402,6 @@ def load_library(folder, head):
     for name, t in body.state_dict().items():
         if t.is_floating_point() and not t.isfinite().all():
             raise UserError(f"{folder}: {name} has numbers that are not finite; copy it again")
-    return body
 
 
 def is_of_layer(name):
@@ -574,6 +585,9 @@ class Pretrained(nn.Module):
         view = self.try_view()
         at = torch.arange(6, device=view.ids.device)
         documents = is_visible(view.sees, at)[0]
+        alone = view._replace(sees=None, at=at)
+        if not self.influence(alone).all():
+            self.refuse("is causal, or does not see all of a text")
         if not torch.equal(self.influence(view), documents):
             self.refuse("does not obey a mask of documents")
         other = view._replace(ids=view.ids.roll(1, 1).where(at >= 3, view.ids))
@@ -620,6 +634,7 @@ class Pretrained(nn.Module):
             if is_dropout(name, value):  # as it was, not as --dropout trained it
                 setattr(body.config, name, value)
         body.config.use_cache = settings.get("use_cache", False)
+        setattr(body.config, SHIFT, self.config.shift)
         return body.eval()
 
     def files_of_library(self):
@@ -725,12 +740,16 @@ def implied(given, settings):
     if network.folder:
         result["network"] = str(network.folder / "config.json")
         result["tokenizer"] = str(network.folder / "tokenizer.json")
-        result["shift"] = network.head == CAUSAL and given.get("objective") != "ar"
+        is_shifted = network.head == CAUSAL and given.get("objective") != "ar"
+        result["shift"] = network.settings.get(SHIFT, is_shifted)
         if not Path(result["tokenizer"]).exists():
             fix = "save it there: save_pretrained of a fast tokenizer does"
             raise UserError(f"{flag} has no tokenizer.json; {fix}")
     elif given.get("init_from"):
         result["network"] = str(file_of_run(source))
+        was = files.read_json(file_of_run(source).with_name("config.json"), "config")
+        is_shifted = was.get("config", {}).get("shift") is True
+        result["shift"] = is_shifted and given.get("objective") != "ar"
     return result
 
 

@@ -211,7 +211,7 @@ class Network:
         auto = getattr(library(), self.auto_class)
         with explain_library(f"no network of model_type {self.model_type!r} can be made"):
             kind = dict(attn_implementation="sdpa", dtype=torch.float32)
-            return auto.from_config(config, **kind)
+            return without_pooler(auto.from_config(config, **kind))
 
     def open(self):
         """Read the weights of `folder` and try a network, before any work begins; returns itself.
@@ -242,7 +242,7 @@ class Network:
                 str(self.folder), config=self.library_config(), **kind
             )
         check_loaded(self.folder, body, found)
-        return body
+        return without_pooler(body)
 
     def without_weights(self):
         """A copy that does not hold what was read."""
@@ -273,6 +273,13 @@ class Network:
     def to_json(self):
         facts = dict(format=FORMAT, version=1, head=self.head, mask_id=self.mask_id)
         return json.dumps(facts | dict(config=self.settings), indent=1)
+
+
+def without_pooler(body):
+    """An encoder of the library without the layer that makes one vector of a text."""
+    if getattr(body, "pooler", None) is not None:
+        body.pooler = None
+    return body
 
 
 def is_dropout(name, value):
@@ -438,8 +445,6 @@ class Pretrained(nn.Module):
         self.head_place = ""  # the name of the head in the body
         self.bias_places = []  # other names of its bias
         body.config.use_cache = False
-        if getattr(body, "pooler", None) is not None:
-            body.pooler = None  # it predicts nothing
         embedding = body.get_input_embeddings()
         embedding.padding_idx = None  # it is a token as others, and gets gradients
         if network.head != EMBEDDING:

@@ -231,6 +231,21 @@ def test_loss_and_gradients_are_those_of_the_logits(kind, folder_of):
         assert torch.allclose(found[name], p.grad, atol=1e-6, rtol=1e-4), name
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_and_every_token_learns(kind, folder_of):
+    """DDP needs the first; the library gives no gradient to the token that it takes for padding."""
+    model, _ = wrap(folder_of(kind))
+    ids = random_ids(model, 2, 8)
+    ids[:, 2] = model.body.config.pad_token_id
+    rows = torch.arange(16)
+    model(view_of(ids)._replace(rows=rows), random_ids(model, 16), torch.ones(16)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    h = model.features(view_of(ids))
+    embedding = model.body.get_input_embeddings().weight
+    (grad,) = torch.autograd.grad((h * torch.linspace(-1, 1.3, h.shape[-1])).sum(), embedding)
+    assert (grad[ids.unique()].norm(dim=1) > 0).all()
+
+
 @torch.no_grad()
 def test_mask_of_a_decoder_is_the_mean_of_its_tokens(folder_of):
     model, tokenizer = wrap(folder_of("llama"))
@@ -238,6 +253,21 @@ def test_mask_of_a_decoder_is_the_mean_of_its_tokens(folder_of):
     assert model.mask_id == tokenizer.mask_id == V
     embedding = model.body.get_input_embeddings().weight
     assert len(embedding) == V + 1
+    for weight in (embedding, model.head):
+        assert torch.allclose(weight[V], weight[:V].mean(0), atol=1e-6)
+    assert model(view_of(random_ids(model, 1, 5))).shape[-1] == V
+
+
+@torch.no_grad()
+def test_vocabulary_of_a_network_may_be_padded(tokenizer_of, tmp_path):
+    """Rows for no token are never predicted; the first one becomes [MASK]."""
+    tokenizer = tokenizer_of("llama")
+    V = tokenizer.get_vocab_size()
+    random_network("llama", V + 20).save_pretrained(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model, _ = wrap(tmp_path)
+    embedding = model.body.get_input_embeddings().weight
+    assert model.mask_id == V and len(embedding) == V + 20
     assert torch.allclose(embedding[V], embedding[:V].mean(0), atol=1e-6)
     assert model(view_of(random_ids(model, 1, 5))).shape[-1] == V
 
@@ -380,9 +410,9 @@ def runs(folder_of, some_text, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("kind", FAST)
-def test_fine_tuning_goes_on_from_a_run_and_from_an_export(kind, runs, some_text, tmp_path):
-    out = runs(kind)
+@pytest.mark.parametrize("kind, flag", [("bert", ""), ("llama", ""), ("llama", "--shift=false")])
+def test_fine_tuning_goes_on_from_a_run_and_from_an_export(kind, flag, runs, some_text, tmp_path):
+    out = runs(kind, *[flag] * bool(flag))
     assert cli.run(export.main, [f"--out_dir={out}", f"--dest={tmp_path / 'hf'}"]) == 0
     before = mdlm.load(out)[0]
     for name, source in (("run", out), ("export", tmp_path / "hf")):
@@ -399,7 +429,7 @@ def test_fine_tuning_goes_on_from_a_run_and_from_an_export(kind, runs, some_text
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", FAST)
-def test_export_is_a_model_of_the_library(kind, runs, tmp_path):
+def test_export_is_a_model_of_the_library(kind, runs, folder_of, tmp_path):
     """It has the same logits there, is not causal, and its tokenizer has [MASK]."""
     assert cli.run(export.main, [f"--out_dir={runs(kind)}", f"--dest={tmp_path / 'hf'}"]) == 0
     theirs = auto(kind).from_pretrained(tmp_path / "hf").eval()
@@ -413,6 +443,9 @@ def test_export_is_a_model_of_the_library(kind, runs, tmp_path):
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert words.mask_token_id == model.mask_id
     assert words("some text")["input_ids"] == tokenizer.encode("some text")
+    before = native(kind, folder_of(kind)).config.to_dict()
+    after = theirs.config.to_dict()
+    assert all(after[name] == before[name] for name in before if "dropout" in name)
 
 
 CLIENT = """
@@ -463,8 +496,11 @@ def headless(folder, to):
 
 
 @torch.no_grad()
-def test_sentence_encoder_predicts_by_its_embedding(folder_of, tmp_path):
+def test_sentence_encoder_predicts_by_its_embedding(folder_of, some_text, tmp_path):
     folder = headless(folder_of("bert"), tmp_path / "sentences")
+    with torch.enable_grad():
+        assert run_mdlm(*flags_of(folder, some_text, tmp_path / "out", "--max_steps=1")) == 0
+    assert mdlm.load(tmp_path / "out")[0].network.head == pretrained.EMBEDDING
     model, _ = wrap(folder)
     theirs = transformers.AutoModel.from_pretrained(folder).eval()
     ids = random_ids(model, 2, 9)
@@ -472,19 +508,19 @@ def test_sentence_encoder_predicts_by_its_embedding(folder_of, tmp_path):
     wanted = h @ theirs.get_input_embeddings().weight.T
     known = [i for i in range(model.vocab_size) if i != model.mask_id]
     assert torch.allclose(model(view_of(ids))[..., known], wanted[..., known], atol=1e-5)
-    assert all(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
 def test_documents_are_learned(kind, folder_of, tmp_path, pydoc):
-    """Packed, of given lengths, with the tokenizer's own end of text as [END]."""
+    """Packed, of given lengths; [END] is the tokenizer's own end of text, or what --end says."""
     records = tmp_path / "records.jsonl"
     texts = [pydoc[i : i + 40] for i in range(0, 6000, 40)]
     records.write_text("".join(json.dumps(dict(text=text)) + "\n" for text in texts))
     out = tmp_path / "out"
-    assert run_mdlm(*flags_of(folder_of(kind), records, out, "--block_size=32")) == 0
+    more = ["--block_size=32", *["--end=[CLS]"] * (kind in ENCODERS)]
+    assert run_mdlm(*flags_of(folder_of(kind), records, out, *more)) == 0
     model, tokenizer, _ = mdlm.load(out)
-    end = "[SEP]" if kind in ENCODERS else "<|endoftext|>"
+    end = "[CLS]" if kind in ENCODERS else "<|endoftext|>"
     assert tokenizer.end_id == tokenizer.special_ids()[end]
     assert model.objective.lengths_are_given
     assert sample.write(model, tokenizer, "a ███", n=1)

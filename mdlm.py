@@ -34,7 +34,7 @@ from support import devices, files, kernels, numerics, plots, pretrained, ranks,
 from support.arguments import check_evaluation, check_reversing, to_view, truth
 from support.data import sources, texts
 from support.data.ids import DTYPES
-from support.data.tokenizer import build_tokenizer, tokenizer_from_json
+from support.data.tokenizer import build_tokenizer, tokenizer_of
 from support.devices import to_device
 from support.errors import SharedError, UserError
 from support.flags import COUNT, NO_LIMIT, READS, WRITES, opt
@@ -857,13 +857,13 @@ def load_from(folder, device, kernel, whole):
     config = read_config(folder)
     if whole and config.infill_share:
         config.block_length = 0
-    tokenizer = tokenizer_from_json(folder / "tokenizer.json")
+    tokenizer = tokenizer_of(folder)
     network = pretrained.open_network(config, folder)
     least = network.fit(tokenizer).count_weights() if network else None
     checkpoint.check_size(folder, config, tokenizer.vocab_size, least)  # before memory is taken
     ops = select_kernels(kernel, device, config)
     model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id, network=network)
-    model.load_state_dict(checkpoint.read_tensors(folder / "model.safetensors", model.state_dict()))
+    model.load_state_dict(checkpoint.read_weights(folder, model))
     model.register_forward_pre_hook(to_view, with_kwargs=True)  # model(ids) works too
     return model.to(device).eval(), tokenizer, config
 

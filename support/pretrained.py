@@ -359,10 +359,10 @@ def settings_of(path, content):
 
 # ---- Weights of others
 def is_foreign(folder):
-    """Whether a folder holds a model of the transformers library."""
+    """Whether a folder holds a model of the transformers library, not an export of ours."""
     with contextlib.suppress(UserError):
         content = files.read_json(Path(folder) / "config.json", "config")
-        return isinstance(content.get("model_type"), str) and content.get("format") != "mdlm"
+        return isinstance(content.get("model_type"), str) and content["model_type"] != "mdlm"
     return False
 
 

@@ -20,6 +20,7 @@ from support.terminal import warn
 KINDS = ("char", "byte", "word", "bpe")
 WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character is part of exactly one match
 TEXT, MASKED, END = range(3)  # what a stretch of ids is
+ADDED = ("[MASK]", "[PAD]")  # by export.py, after all tokens
 WINDOW = 4  # tokens; no character has more bytes
 SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
 # Special tokens that end a document in files of the tokenizers library, unless --end names one.
@@ -369,6 +370,23 @@ def tokenizer_from_json(path):
     except Exception as e:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{path} has a tokenizer that cannot be used: {e}") from e
     return tokenizer
+
+
+def tokenizer_of(folder):
+    """The Tokenizer of a checkpoint, or of what export.py --to=hf wrote of a network of ours."""
+    path = folder / "tokenizer.json"
+    config = read_json(folder / "config.json", "config")
+    tokenizer = tokenizer_from_json(path)
+    if config.get("model_type") != "mdlm" or tokenizer.kind != "file":
+        return tokenizer
+    content = read_json(path, "tokenizer")
+    added = [
+        token for token in (content.get("added_tokens") or []) if token["content"] not in ADDED
+    ]
+    bare = Tokenizer("file", tokenizer_json.dumps(content | dict(added_tokens=added)))
+    name = read_json(folder / "tokenizer_config.json", "tokenizer").get("eos_token")
+    specials = bare.special_ids()
+    return with_end(bare, specials[name], name) if name in specials else bare
 
 
 def open_tokenizer(path, end, end_token=""):

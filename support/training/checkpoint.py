@@ -146,6 +146,8 @@ def read_newest(path, read):
     path = Path(path)
     if (path / "manifest.json").exists():
         return path, read(verified(path))
+    if is_export(path):
+        return path, read(path)
     for _ in range(TRIES):
         folder, was_removed = newest(path)
         if folder:
@@ -236,6 +238,21 @@ def default_run(out_dir):
     return SHIPPED
 
 
+def is_export(folder):
+    """Whether a folder is what export.py --to=hf wrote of a network of ours."""
+    with contextlib.suppress(UserError):
+        return files.read_json(folder / "config.json", "config").get("model_type") == "mdlm"
+    return False
+
+
+def settings_of_export(content, known):
+    """The settings of the network in the config.json of an export; all others have defaults."""
+    ours = {name: content[name] for name in known if name in content}
+    ours.pop("vocab_size", None)  # that of the library counts [MASK] and [PAD]
+    is_given = content.get("end_id", -1) >= 0 and not content.get("prompt_column")
+    return ours | dict(document_length="given" if is_given else "predicted")
+
+
 def read_settings(path, known):
     """The settings in a config.json, a dict; known: the names that there are.
 
@@ -243,6 +260,8 @@ def read_settings(path, known):
     its default, which must then reproduce what the program did before.
     """
     content = files.read_json(path, "config")
+    if content.get("model_type") == "mdlm":
+        return settings_of_export(content, known)
     kind, version, settings = (content.get(key) for key in ("format", "version", "config"))
     if (kind, version) == ("mdlm", 1) and not isinstance(settings, dict):
         raise UserError(f"{path} has no settings: its 'config' is no JSON object")
@@ -272,8 +291,9 @@ def check_size(folder, config, vocab_size, least=None):
 
 
 def name_now(name):
-    """The name of a tensor of a checkpoint: the layers were called blocks once."""
-    return re.sub(r"^(raw\.)?blocks\.", r"\1layers.", name)
+    """The name of a tensor of a checkpoint: the layers were called blocks once, and exports put
+    model. in front."""
+    return re.sub(r"^(raw\.)?blocks\.", r"\1layers.", name.removeprefix("model."))
 
 
 def name_then(name):
@@ -324,6 +344,14 @@ def read_tensors(path, expected=None):
             fix = "take an earlier checkpoint, or train again"
             raise UserError(f"{path}: {name} has numbers that are not finite; {fix}")
     return tensors
+
+
+def read_weights(folder, model):
+    """The weights of a checkpoint or an export, with the names and shapes of the model's."""
+    expected = model.state_dict()
+    lacks = [name for name in model.objective.buffers() if is_export(folder)]
+    unknown = {name: torch.ones_like(expected.pop(name)) for name in lacks}  # all are as likely
+    return read_tensors(folder / "model.safetensors", expected) | unknown
 
 
 def training_tensors(model, averaged, optimizers):

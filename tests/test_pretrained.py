@@ -550,6 +550,22 @@ def test_autoregressive_decoder_becomes_diffusion(folder_of, some_text, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAST)
+def test_two_ranks_learn_what_one_learns(kind, folder_of, some_text, tmp_path):
+    """By DDP: every weight has a gradient, and accumulation exchanges them once a step."""
+    found = {}
+    for n in (1, 2):
+        more = ["--gradient_accumulation_steps=2"] if n == 1 else []
+        flags = flags_of(folder_of(kind), some_text, tmp_path / str(n), "--dropout=0", *more)
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
+        command = [sys.executable, *launcher, "mdlm.py", *flags]
+        r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert r.returncode == 0, r.stderr[-2000:]
+        found[n] = torch.tensor(losses(tmp_path / str(n)))
+    assert torch.allclose(found[1], found[2], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAST)
 def test_compiled_layers_give_the_same_losses(kind, folder_of, some_text, tmp_path):
     for name, more in (("eager", []), ("compiled", ["--compile=on"]), ("again", ["--recompute"])):
         flags = flags_of(folder_of(kind), some_text, tmp_path / name, *more)

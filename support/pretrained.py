@@ -553,7 +553,10 @@ class Pretrained(nn.Module):
         """Raise UserError unless tokens see what they must and nothing else, by trying."""
         was_training = self.training
         self.eval()
-        with explain_library(f"a network of model_type {self.network.model_type!r} takes no View"):
+        what = (
+            f"a network of model_type {self.network.model_type!r} fails with a mask and positions"
+        )
+        with explain_library(what):
             self.check_head()
             self.check_documents()
         self.train(was_training)
@@ -752,8 +755,10 @@ def implied(given, settings):
             raise UserError(f"{flag} has no tokenizer.json; {fix}")
     elif given.get("init_from"):
         result["network"] = str(file_of_run(source))
-        was = files.read_json(file_of_run(source).with_name("config.json"), "config")
-        is_shifted = was.get("config", {}).get("shift") is True
+        content = files.read_json(file_of_run(source).with_name("config.json"), "config")
+        was = content.get("config")
+        was = was if isinstance(was, dict) else {}  # damaged: the checkpoint is verified later
+        is_shifted = was.get("shift") is True or was.get("objective") == "ar"
         result["shift"] = is_shifted and given.get("objective") != "ar"
     return result
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from conftest import (
 import export
 import mdlm
 import sample
+from studies import adapt
 from support import cli, pretrained, signals
 from support.data.tokenizer import open_tokenizer
 from support.errors import UserError
@@ -543,9 +545,8 @@ def test_autoregressive_decoder_becomes_diffusion(folder_of, some_text, tmp_path
     config = folder_of("llama") / "config.json"
     flags = flags_of("", some_text, tmp_path / "ar", f"--network={config}", "--objective=ar")
     assert run_mdlm(*[flag for flag in flags if not flag.startswith("--init_from")]) == 0
-    flags = flags_of(tmp_path / "ar", some_text, tmp_path / "out", "--shift")
-    assert run_mdlm(*flags) == 0
-    assert mdlm.load(tmp_path / "out")[0].config.shift
+    assert run_mdlm(*flags_of(tmp_path / "ar", some_text, tmp_path / "out")) == 0
+    assert mdlm.load(tmp_path / "out")[0].config.shift, "it was trained to predict the next token"
 
 
 @pytest.mark.slow
@@ -814,3 +815,20 @@ def test_ids_of_another_tokenizer_are_refused(folder_of, tmp_path, capfd):
         (torch.arange(400) % 30 + 5).to(torch.int16).numpy().tofile(ids / name)
     assert run_mdlm(*flags_of(folder_of("bert"), ids, tmp_path / "out")) == 2
     assert "the data have other tokens than" in capfd.readouterr().err
+
+
+def test_the_study_plans_its_runs(folder_of, some_text, tmp_path, capsys):
+    """Each command is one that mdlm.py takes, and what is missing is said."""
+    flags = [f"--data={some_text}", f"--out_dir={tmp_path}", "--plan"]
+    assert cli.run(adapt.main, flags) == 2
+    assert "--kind=encoder needs a --model; give a folder" in capsys.readouterr().err
+    assert cli.run(adapt.main, ["--kind=decoder"]) == 2
+    assert "--data is missing; give a text file" in capsys.readouterr().err
+    model = f"--model={folder_of('bert')}"
+    assert cli.run(adapt.main, [*flags, model, "--kind=decoder"]) == 2
+    assert "--model has no effect with --kind=decoder" in capsys.readouterr().err
+    for more in ([model], ["--kind=decoder"]):
+        assert cli.run(adapt.main, [*flags, *more]) == 0
+        for line in capsys.readouterr().out.splitlines():
+            argv = shlex.split(line.partition("mdlm.py")[2])
+            assert mdlm.parse_args(argv)["data"] == str(some_text)

@@ -204,7 +204,7 @@ def predict_code(model):
         lines.append(f"{shifted}  # a token is predicted at the one before it")
     if model.mask_id < model.vocab_size:
         lines.append(f"logits[..., {model.mask_id}] = -torch.inf  # [MASK] is never drawn")
-    return "\n".join(f"    {line}" for line in [*lines, "return logits"])
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def contents_of_network(folder, model, tokenizer, config, options):

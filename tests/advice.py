@@ -454,6 +454,10 @@ ADVICE["eval.py"] = [
 
 ADVICE["export.py"] = [
     (
+        "--to=page is for networks of mdlm.py; give --to=hf for those of others",
+        FollowedIn("test_page_of_a_network_of_others_is_refused"),
+    ),
+    (
         "with --to=page, whose texts are always filled up; leave it out",
         "export --to=page --pad_to_context --dest={tmp}/e",
         "export --pad_to_context --dest={tmp}/e",

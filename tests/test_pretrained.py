@@ -450,6 +450,14 @@ def test_export_is_a_model_of_the_library(kind, runs, folder_of, tmp_path):
     assert all(after[name] == before[name] for name in before if "dropout" in name)
 
 
+def test_page_of_a_network_of_others_is_refused(runs, tmp_path, capsys):
+    flags = [f"--out_dir={runs('bert')}", f"--dest={tmp_path / 'it'}"]
+    assert cli.run(export.main, [*flags, "--to=page"]) == 2
+    assert "--to=page is for networks of mdlm.py; give --to=hf" in capsys.readouterr().err
+    assert not (tmp_path / "it").exists()
+    assert cli.run(export.main, [*flags, "--to=hf"]) == 0
+
+
 CLIENT = """
 import sys, torch, transformers
 from pathlib import Path

@@ -5,12 +5,15 @@
     python bench.py profile --preset=gpu  # on a GPU: which kernels take the time of a step
     python bench.py sample --out_dir=out  # quality of generated texts, by number of network calls
 
-Without a mode: kernels on a GPU, else train.
+Without a mode: kernels on a GPU; without one what is known of the kernels there, then train.
 
 What is compared in a case (mdlm, PyTorch, peers) are its contestants. They are timed in turns; a
 time is the median over rounds, `spread` is half its interquartile range. Results are checked first;
 a contestant with a wrong one gets no time.
 
+`share` of an operation is the shortest time that its FLOPs and bytes allow, at the speed that
+products and copies have on this GPU, as a fraction of its time; `error` is relative to float64, and
+`host_us` the microseconds of host time for a call.
 `share` of a training step is MFU: the model's FLOP/s, as a fraction of the GPU's peak. In a profile
 it is the fraction of the time of all kernels. `speed_up` is relative to PyTorch: eager for kernels,
 compiled for training steps.
@@ -27,6 +30,7 @@ import itertools
 import math
 import platform
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +42,7 @@ import numpy as np
 import torch
 
 import mdlm
-from studies import frontier, peers
+from studies import frontier, peers, proven
 from support import devices, outputs, ranks
 from support.errors import UserError
 from support.files import naming, to_json
@@ -104,6 +108,8 @@ class Options(SampleOptions, TrainOptions, KernelsOptions):
 
 # How the table shows the numbers of a row; those without a format are in the JSON alone.
 FORMATS = dict(ms=".4g", spread=".2g", share=".1%", peak_mb=",.0f", speed_up=".2f")
+FORMATS |= dict(error=".1e", pytorch=".1e", host_us=".3g")
+FORMATS |= dict(warps="d", registers="d", shared_kib=".1f", spills="d")
 FORMATS |= dict(calls="d", seconds=".2f", words=".1%", words_se=".1%")
 FORMATS |= dict(twin=".3f", twin_se=".3f", distinct=".3f")
 
@@ -127,6 +133,7 @@ class ResultsTable:
         if device.type == "cuda":
             hardware = torch.cuda.get_device_name(device)
         machine = dict(hardware=hardware, threads=torch.get_num_threads(), cuda=torch.version.cuda)
+        machine |= clocks() if device.type == "cuda" else {}
         self.content = dict(mode=mode, **machine, versions=versions, notes=[], rows=[])
         self.say(", ".join(f"{key} {value}" for key, value in (machine | versions).items()))
         self.write()
@@ -141,6 +148,11 @@ class ResultsTable:
         self.content["notes"].append(text)
         self.say(text)
         self.write()
+
+    def begin(self, title):
+        """A new table: the next line has a header above it."""
+        self.columns = 0
+        self.say(f"\n{title}")
 
     def add(self, row):
         """A line of the table."""
@@ -175,6 +187,18 @@ class ResultsTable:
         if not (self.measured or self.failed):
             raise UserError("nothing was measured: the lines above say why; raise --time_limit")
         return int(self.failed)
+
+
+def clocks():
+    """The GPU's driver, clock, highest clock and power limit, by nvidia-smi; {} without it."""
+    query = "driver_version,clocks.sm,clocks.max.sm,power.limit"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    names = ("driver", "clock", "highest_clock", "power_limit")
+    return dict(zip(names, said.stdout.splitlines()[0].split(", ")))
 
 
 def describe(error):
@@ -238,6 +262,27 @@ def peak_memory(call, device, before=None):
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
+def host_time(call, device, n=10):
+    """Microseconds of host time for a call: until it is launched, not until it is done."""
+    clock(call, 1, device)
+    start = time.perf_counter()
+    for _ in range(n):
+        call()
+    seconds = (time.perf_counter() - start) / n
+    clock(call, 1, device)  # until it is done
+    return seconds * 1e6
+
+
+def ceilings(device, seconds=0.2):
+    """(FLOP/s of a product in bfloat16, bytes/s of a copy), as measured on this device."""
+    n = 8192 if device.type == "cuda" else 256
+    a, b, c = (torch.randn(n, n, device=device).bfloat16() for _ in range(3))
+    source, target = (torch.empty(16 * n * n, dtype=torch.uint8, device=device) for _ in range(2))
+    calls = dict(product=lambda: torch.mm(a, b, out=c), copy=lambda: target.copy_(source))
+    times = race(calls, device, seconds)
+    return 2 * n**3 / times["product"][0], 2 * len(source) / times["copy"][0]
+
+
 def rate(x, unit):
     """As text: 1e12 FLOP/s are 1 TFLOP/s."""
     return f"{x / 1e12:.4g} T{unit}" if x >= 1e12 else f"{x / 1e9:.4g} G{unit}"
@@ -245,23 +290,27 @@ def rate(x, unit):
 
 # ---- Kernels
 def check_close(results, exact, dtype):
-    """Raise UserError if |result - exact| / |exact| of a tensor is too large or NaN."""
+    """The largest |result - exact| / |exact| of a tensor; UserError if it is too large or NaN."""
     errors = [(r.double() - e).norm() / e.double().norm() for r, e in zip(results, exact)]
     error = torch.stack(errors).nan_to_num(math.inf, math.inf).max().item()
     if len(results) != len(exact) or error > TOLERANCE[dtype]:
         raise UserError(f"WRONG RESULT, relative error {error:.2g}")
+    return error
 
 
 def check(case, name, backward, exact):
-    """Raise UserError if a contestant does not compute what it should."""
+    """The relative error of a contestant; UserError if it does not compute what it should."""
     inputs = case.inputs(0)  # fresh ones: some contestants overwrite them
     results = case.contestants[name](backward, *inputs)
     forward_only = case.dtype.is_floating_point and not backward
-    check_close(results, exact[:1] if forward_only else exact, case.dtype)
+    return check_close(results, exact[:1] if forward_only else exact, case.dtype)
 
 
-def measure(case, table, device, seconds):
-    """Check and time the contestants of a case; say what is wrong with those that get no time."""
+def measure(case, table, device, seconds, limits):
+    """Check and time the contestants of a case; say what is wrong with those that get no time.
+
+    limits: FLOP/s and bytes/s of the device, see `ceilings`.
+    """
     first = next(iter(case.contestants))
     exact = case.exact(*case.inputs(0))
     size = sum(x.numel() * x.element_size() for x in case.inputs(0))
@@ -271,14 +320,15 @@ def measure(case, table, device, seconds):
         backward = "backward" in what
         where = dict(operation=case.name, shape=case.shape, what=what)
         calls = {}
-        peaks = {}
+        facts = {}
         with torch.set_grad_enabled(backward):
             for name in case.contestants:
                 try:
-                    check(case, name, backward, exact)
+                    error = check(case, name, backward, exact)
                     f = partial(case.contestants[name], backward)
                     call = partial(next, itertools.starmap(f, itertools.cycle(sets)))
-                    peaks[name] = peak_memory(call, device)
+                    facts[name] = dict(peak_mb=peak_memory(call, device), error=error)
+                    facts[name]["host_us"] = host_time(call, device)
                     calls[name] = captured(f, sets) if case.graph else call
                 except Exception as e:  # a peer may raise anything: its line says what
                     text = describe(e)
@@ -291,7 +341,8 @@ def measure(case, table, device, seconds):
             speed = rate(flops / t, "FLOP/s") if flops else rate(n_bytes / t, "B/s")
             speed_up = times[first][0] / times[name][0] if first in times else None
             row = dict(contestant=name, ms=t * 1e3, spread=spread * 1e3, rate=speed)
-            row |= dict(peak_mb=peaks[name], speed_up=speed_up)
+            row |= dict(share=max(flops / limits[0], n_bytes / limits[1]) / t, speed_up=speed_up)
+            row |= facts[name]
             table.add(where | row | dict(flops=flops, bytes=n_bytes))
 
 
@@ -302,12 +353,15 @@ def bench_kernels(options, device, table):
     if not cases:
         names = ", ".join(dict.fromkeys(case.name for case in every))
         raise UserError(f"--only={options.only} is in no name of an operation; give one of {names}")
+    limits = ceilings(device)
+    both = f"{rate(limits[0], 'FLOP/s')} in a bfloat16 product, {rate(limits[1], 'B/s')} in a copy"
+    table.note(f"share: of what this device does, {both}")
     for case in cases:
         torch._dynamo.reset()  # forget what was compiled for another shape
         if ranks.is_late(table.until):
             table.fail(dict(operation=case.name, shape=case.shape, what=""), "all", LATE)
         else:
-            measure(case, table, device, options.seconds)
+            measure(case, table, device, options.seconds, limits)
         with contextlib.suppress(RuntimeError):  # the allocator may think a capture goes on
             torch.cuda.empty_cache()
 
@@ -360,6 +414,11 @@ def start_step(exact, kernel, config, folder, device, dtype, execution):
     return run, step, peak_memory(step, device, before)
 
 
+def step_kernels(device):
+    """The values of --kernels whose steps are compared."""
+    return ["auto", "torch"] if device.type == "cuda" else ["torch"]
+
+
 def race_steps(config, folder, device, table, options):
     """Time the steps of a preset, PyTorch and Triton: first as one trains."""
     dtype = devices.pick_dtype("auto", device)
@@ -373,12 +432,13 @@ def race_steps(config, folder, device, table, options):
     except Exception as e:  # most likely no memory: the others may need less
         table.note("eager PyTorch, the yardstick of the gradients, fails: " + describe(e))
     # Compiled steps on a GPU are CUDA graphs.
-    kernels = ["auto", "torch"] if device.type == "cuda" else ["torch"]
+    kernels = step_kernels(device)
     base = None  # speed-ups are relative to PyTorch, compiled if that works
     for execution in ("compiled", "compiled, without CUDA graphs", "eager"):
         if "without" in execution and device.type != "cuda":
             continue
         ready = {}
+        stopped = None
         for kernel in kernels:
             name = f"--kernels={kernel}, {execution}"
             try:
@@ -389,8 +449,11 @@ def race_steps(config, folder, device, table, options):
                 text = describe(e)
                 broken = kernel != "torch" and text != LATE
                 table.fail(where, name, text, broken or text.startswith("WRONG"))
+            except KeyboardInterrupt as e:  # cut off while it compiles: time those that are ready
+                stopped = e
+                break
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
-        raced = race(calls, device, options.seconds)
+        raced = race(calls, device, 0.2 if stopped else options.seconds)
         base = base or raced.get(f"--kernels=torch, {execution}", [None])[0]
         for name, (t, spread) in raced.items():
             run, _, peak_mb = ready[name]
@@ -400,6 +463,8 @@ def race_steps(config, folder, device, table, options):
             row |= dict(rate=f"{speed:,.0f} tokens/s", share=mfu, peak_mb=peak_mb)
             row |= dict(speed_up=base and base / t, tokens_per_second=speed)
             table.add(where | row)
+        if stopped:
+            raise stopped
 
 
 def preset_config(preset):
@@ -504,11 +569,15 @@ def main(argv):
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device.index or 0)  # where streams and memory are counted
+    without_gpu = not (mode or cuda)
     mode = mode or ("kernels" if cuda else "train")
     check_mode(mode, given)
     if mode in ("kernels", "profile") and not cuda:
         raise UserError(f"{mode} runs on a CUDA device, not on {device}; give train or sample")
     table = ResultsTable(mode, options, device)
+    if without_gpu and not ranks.is_late(table.until):
+        proven.show(table)
+        table.begin("Training steps")
     MODES[mode](options, device, table)
     return table.close()
 

@@ -2,7 +2,7 @@
 
     python eval.py                            # the run in out/, else weights/
     python eval.py --exact --windows=64       # the exact likelihood too
-    python eval.py --text="To be, or not"     # what it predicts in a text
+    python eval.py --text="To be, or not"     # what it predicts; --pictures=FOLDER draws it
     python eval.py --temperature=1.1          # for a model too sure of itself
     python eval.py --compare=out-mdlm,out-ar  # logs of runs: a table, curves
 
@@ -231,7 +231,7 @@ def check(given):
     options = Options(**given)
     measured = "out_dir data windows passes temperature whole exact"
     flags.check_clashes([("compare", measured, "give one of them")], given)
-    measured = "data compare windows passes temperature whole exact dtype pictures"
+    measured = "data compare windows passes temperature whole exact dtype"
     flags.check_clashes([("text", measured, "--text measures nothing else")], given)
     reads = "with --compare, which only reads logs; leave it out"
     flags.check_effects(given, [("device dtype", not options.compare, reads)])
@@ -297,11 +297,47 @@ def evaluation(options):
     draw["confidence.png"] = partial(plots.plot_confidence, r)
     if config.objective == "mdlm":
         draw["rates.png"] = partial(plots.plot_rates, r)
+    if shows_gaps(model):
+        draw["predictions.png"] = partial(plot_window, model, tokenizer, windows[:1])
     return r, report(r), home, draw
 
 
 # ---- --text: what a model sees and predicts in one text
 DRAWS = 128  # random masks, over which accuracy and cross-entropy are means
+
+
+def shows_gaps(model):
+    return model.objective.fills_gaps and not model.config.prompt_column
+
+
+@torch.no_grad()
+def predict(model, tokenizer, x0, n, scored, rate):
+    """Mask `rate` of the scored tokens of a text, and predict them.
+
+    x0: (1, T) ids. n: how many of them are the text. scored: (1, T) bool. Returns a dict for each
+    of the n tokens: number, text, mark ("+": masked and predicted; "x": masked, another token is
+    likelier; "": not masked), likeliest: [(text, probability)] of three.
+    """
+    count = (rate * scored.sum(1)).round().long().clamp(min=1)
+    key = (model.mask_id, 0x7EA7, 0, torch.zeros(1, dtype=torch.int64, device=x0.device))
+    xt = model.ops.mask_tokens(x0, count, *key, ~scored)[0]
+    p = checked(model(xt)[0]).softmax(-1)  # (T, V)
+    ids = x0[0, :n].tolist()
+    tokens = []
+    for i, text in enumerate(tokenizer.pieces(ids)):
+        token = dict(number=i + 1, text=text, mark="", likeliest=[])
+        if xt[0, i] == model.mask_id:
+            token["likeliest"] = viewer.likeliest(tokenizer, p[i], 3, first=i == 0)
+            token["mark"] = "+" if p[i].argmax() == ids[i] else "x"
+        tokens.append(token)
+    return tokens
+
+
+def plot_window(model, tokenizer, x0, path):
+    """Plot what a model predicts in a window (1, T) of which half is masked."""
+    scored = model.objective.scored_mask(x0)
+    tokens = predict(model, tokenizer, x0, x0.shape[1], scored, 0.5)
+    plots.plot_predictions(tokens, path)
 
 
 @torch.no_grad()
@@ -310,7 +346,7 @@ def show_text(options):
     device = pick_device(options.device)
     read = partial(mdlm.load, device=device, whole=True)
     folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
-    if config.prompt_column or not model.objective.fills_gaps:
+    if not shows_gaps(model):
         raise UserError(f"--text is for models that fill gaps, and {folder} does not; leave it out")
     ids = tokenizer.encode_lossless(options.text)
     n = len(ids)
@@ -319,21 +355,11 @@ def show_text(options):
     scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     x0 = to_context(model, torch.tensor([ids], device=device))  # (1, T)
     is_text = torch.arange(x0.shape[1], device=device)[None] < n
-    count = torch.tensor([max(1, round(options.rate * n))], device=device)
-    key = (model.mask_id, 0x7EA7, 0, torch.zeros(1, dtype=torch.int64, device=device))
-    xt = model.ops.mask_tokens(x0, count, *key, ~is_text)[0]
-    p = checked(model(xt)[0]).softmax(-1)  # (T, V)
-    tokens = []
-    for i, text in enumerate(tokenizer.pieces(ids)):
-        token = dict(number=i + 1, text=text, mark="", likeliest=[])
-        if xt[0, i] == model.mask_id:
-            token["likeliest"] = viewer.likeliest(tokenizer, p[i], 3, first=i == 0)
-            token["mark"] = "+" if p[i].argmax() == ids[i] else "x"
-        tokens.append(token)
+    tokens = predict(model, tokenizer, x0, n, is_text, options.rate)
     settings = dict(batch_size=group_size(model, device), scored=is_text.expand(DRAWS, -1))
     r = mdlm.evaluate(model, x0.expand(DRAWS, -1), **settings)
     r = dict(checkpoint=str(folder), tokens=tokens, ce=r["ce"], accuracy=r["accuracy"])
-    return r, text_report(r), None, {}
+    return r, text_report(r), None, {"predictions.png": partial(plots.plot_predictions, tokens)}
 
 
 def text_report(r):

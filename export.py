@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save as to_safetensors
 
 import mdlm
@@ -253,12 +254,14 @@ def contents_of(folder, model, tokenizer, config, options):
         vocab_size=V + 2, mask_token_id=V, end_id=model.objective.end_id, use_cache=False
     )
     settings |= {key: getattr(config, key) for key in NETWORK}
-    settings |= dict(pad_to_context=options.pad_to_context, tie_word_embeddings=False)
+    settings |= dict(pad_to_context=options.pad_to_context, tie_word_embeddings=config.tie)
     words = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size)
     words |= dict(mask_token="[MASK]", pad_token="[PAD]", eos_token=end or "[PAD]")
     words["model_input_names"] = ["input_ids", "attention_mask"]
     words["clean_up_tokenization_spaces"] = False  # a text has the spaces that were learned
-    weights = {f"model.{key}": value for key, value in model.named_parameters()}
+    weights = {f"model.{key}": value.detach() for key, value in model.named_parameters()}
+    for key in {"model.embed.weight", "model.head.weight"} & weights.keys():  # a row for each id
+        weights[key] = F.pad(weights[key], (0, 0, 0, V + 2 - len(weights[key])))
     source = "\n\n\n".join(map(inspect.getsource, SOURCES))
     before, _, after = TEMPLATE.read_text(encoding="utf-8").partition(PLACE)
     contents = {

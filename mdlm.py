@@ -34,7 +34,7 @@ from support import devices, files, kernels, numerics, plots, pretrained, ranks,
 from support.arguments import check_evaluation, check_reversing, to_view, truth
 from support.data import sources, texts
 from support.data.ids import DTYPES
-from support.data.tokenizer import build_tokenizer, tokenizer_of
+from support.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
 from support.devices import to_device
 from support.errors import SharedError, UserError
 from support.flags import COUNT, NO_LIMIT, READS, WRITES, opt
@@ -627,6 +627,10 @@ class MaskedDiffusion:
         other.batch_size = batch_size
         return other
 
+    def rate_margin(self, margin_scale):
+        """The share of the mask rates that a step leaves out at either end, 0 to 0.5."""
+        return self.config.rate_margin * margin_scale
+
     def mask_counts(self, step, margin_scale, samples, lengths):
         """(B,) how many of `lengths` (B,) tokens to mask; samples (B,): as in draw_batch.
 
@@ -640,7 +644,7 @@ class MaskedDiffusion:
         # Both ends are left out at first: the mean over few masked tokens is noisy, and few visible
         # ones say little. That saves half of the steps (results/cpu.md). The margin ends at 0: then
         # the loss is the bound. Related: clipped (2503.09573) and bell-shaped rates (2605.13026).
-        margin = self.config.rate_margin * margin_scale
+        margin = self.rate_margin(margin_scale)
         u = (margin + (1 - 2 * margin) * u).repeat_interleave(2)[samples]
         count = 1 + (u * lengths).long().minimum(lengths - 1)
         count[1::2] = (lengths + 1 - count)[1::2]  # the mirror of the one before
@@ -725,7 +729,12 @@ def make_model(
 
 # ---- Sampling: the textbook reverse process; sample.py has the good sampler
 @torch.no_grad()
-def generate(model, x, steps=64, generator=None):
+def generate(
+    model: Model,
+    x: torch.Tensor,
+    steps: int = 64,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
     """Fill the [MASK] positions of x (B, T) in `steps` network calls, or fewer; returns (B, T).
 
     Going from time s / steps to (s - 1) / steps, each masked position is revealed with probability
@@ -740,7 +749,8 @@ def generate(model, x, steps=64, generator=None):
             reveal &= x == model.mask_id
             reveal[:, : piece.start] = reveal[:, piece.stop :] = False
             if reveal.any():
-                p = model(model.objective.view(x))[reveal].softmax(-1).cpu()  # (n, V)
+                logits = numerics.checked(model(model.objective.view(x))[reveal])  # (n, V)
+                p = logits.softmax(-1).cpu()
                 x[reveal] = torch.multinomial(p, 1, generator=generator)[:, 0].to(x.device)
     return x
 
@@ -769,8 +779,15 @@ def score_rows(model, xt, x0, rows, observe=None):
 
 @torch.no_grad()
 def evaluate(
-    model, windows, passes=1, seed=0, batch_size=64, observe=None, deadline=math.inf, scored=None
-):
+    model: Model,
+    windows: torch.Tensor,
+    passes: int = 1,
+    seed: int = 0,
+    batch_size: int = 64,
+    observe: Callable | None = None,
+    deadline: float = math.inf,
+    scored: torch.Tensor | None = None,
+) -> dict:
     """Likelihood of validation windows (W, T), nats per token. Deterministic; ranks share the work.
 
     `nelbo`: the mean over windows and passes of the mean CE over masked tokens (an upper bound of
@@ -827,7 +844,12 @@ def select_kernels(name, device, config, dtype=torch.float32):
         raise UserError(str(e)) from e
 
 
-def load(path="out", device="cpu", kernel="auto", whole=False):
+def load(
+    path: str | Path = "out",
+    device: str | torch.device = "cpu",
+    kernel: str = "auto",
+    whole: bool = False,
+) -> tuple[Model, Tokenizer, Config]:
     """(model, tokenizer, config) of a checkpoint or a run (its latest one), ready to predict.
 
     Weights are float32: the averaged ones, with --ema. kernel: auto, triton or torch. whole:
@@ -859,7 +881,7 @@ def load_from(folder, device, kernel, whole):
         config.block_length = 0
     tokenizer = tokenizer_of(folder)
     network = pretrained.open_network(config, folder)
-    least = network.fit(tokenizer).count_weights() if network else None
+    least = pretrained.count_weights(network, tokenizer)
     checkpoint.check_size(folder, config, tokenizer.vocab_size, least)  # before memory is taken
     ops = select_kernels(kernel, device, config)
     model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id, network=network)
@@ -972,6 +994,11 @@ def lr_scale(config, step, progress):
     return min(1.0, (step + 1) / (config.warmup_steps + 1)) * decay[config.lr_schedule]
 
 
+def margin_scale(progress):
+    """The factor of --rate_margin: 1 in the first half of a run, then down to 0 at its end."""
+    return min(1.0, 2 * (1 - progress))
+
+
 def draw_batch(run, step, margin_scale, samples):
     """Texts (B, T), counts of masks (B,), step and samples, on the device. samples (B,): numbers in
     the step's batch, of all ranks and micro-batches. After this there is no host sync."""
@@ -1010,7 +1037,7 @@ def clip(run):
 def train_step(run, step, progress):
     """One optimizer step; its loss and gradient norm go to run.pending."""
     set_rates(run, step, lr_scale(run.config, step, progress))
-    loss = compute_gradients(run, step, margin_scale=min(1.0, 2 * (1 - progress)))
+    loss = compute_gradients(run, step, margin_scale(progress))
     norm = run.call(clip, run)
     run.pending[step] = torch.stack((loss, norm))
     if not devices.is_async(run.device):
@@ -1211,7 +1238,8 @@ def train(given, start):
             if run.step % config.log_interval == 0:
                 check_finite(run)
                 scale = lr_scale(config, run.step - 1, run.progress)
-                run.log.training(run, scale, devices.flops_per_token(run.model))
+                margin = run.objective.rate_margin(margin_scale(run.progress))
+                run.log.training(run, scale, margin, devices.flops_per_token(run.model))
             if pace.must_evaluate(run):
                 report(run)
                 save(run)

@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import NamedTuple
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 import mdlm
 from studies import word_statistics
 from support import arguments, outputs
-from support.data.tokenizer import tokenizer_from_json
+from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.devices import pick_device
 from support.errors import NoEffect, UserError
 from support.flags import READS, WRITES, opt
@@ -376,8 +376,16 @@ def has_effect(model, **settings):
 
 
 def unmask(
-    model, x, fill=None, samples=None, end_id=None, forbid=(), allowed=None, memo=None, **settings
-):
+    model: mdlm.Model,
+    x: torch.Tensor,
+    fill: torch.Tensor | None = None,
+    samples: torch.Tensor | None = None,
+    end_id: int | None = None,
+    forbid: Sequence[int | None] = (),
+    allowed: dict[int, torch.Tensor] | None = None,
+    memo: Memo | None = None,
+    **settings,
+) -> Iterator[Step]:
     """Fill [MASK] positions of x (B, T); yields a Step after each network call.
 
     fill      (B, T) bool: fill only these; other [MASK] positions stay, as unseen text
@@ -456,17 +464,17 @@ def take_steps(model, x, fill, samples, settings, end_id=None, forbid=(), allowe
 
 
 def generate(
-    model,
-    x,
-    generator=None,
-    samples=None,
-    fill=None,
-    expect=None,
-    end_id=None,
-    forbid=(),
-    allowed=None,
+    model: mdlm.Model,
+    x: torch.Tensor,
+    generator: torch.Generator | None = None,
+    samples: torch.Tensor | None = None,
+    fill: torch.Tensor | None = None,
+    expect: Callable[[int], object] | None = None,
+    end_id: int | None = None,
+    forbid: Sequence[int | None] = (),
+    allowed: dict[int, torch.Tensor] | None = None,
     **settings,
-):
+) -> torch.Tensor:
     """Fill the [MASK] positions of x (B, T) as `unmask` does and return the ids (B, T).
 
     seed is the key of the random numbers; without it a generator gives one (None: torch's own).
@@ -575,7 +583,16 @@ def fill_gaps(
     return fill_masks(model, x, settings, fill, samples, expect, may_draw)
 
 
-def write(model, tokenizer, text=None, n=1, length=0, generator=None, max_gap=16, **settings):
+def write(
+    model: mdlm.Model,
+    tokenizer: Tokenizer,
+    text: str | Sequence[str] | None = None,
+    n: int = 1,
+    length: int = 0,
+    generator: torch.Generator | None = None,
+    max_gap: int = 16,
+    **settings,
+) -> list[str]:
     """Write n texts: a list of str. settings: as in `generate`.
 
     text    None: a text from nothing; "To be███" or "To [___] be": fill it; else its beginning.

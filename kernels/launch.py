@@ -35,6 +35,7 @@ else:
         return function
 
 
+LIBRARY = torch.library.Library("mdlm", "FRAGMENT")  # of our operators, as long as it lives
 LAUNCHES = {}  # kernel name -> number of launches, so that tests know that a kernel has run
 
 
@@ -54,17 +55,19 @@ def register(name, schema, function, fake, backward=None, save=None):
     fake: a function that returns empty outputs of the right shapes and dtypes
     backward, save: autograd's backward and setup_context, if it is differentiable
 
-    Returns the operator, or None without Triton.
+    Returns the operator, or None without Triton. A call costs a quarter less host time than one of
+    torch.library.custom_op, which checks more (results/aot.md).
     """
     if not ENABLED:
         return None
+    LIBRARY.define(name + schema)
     # Also on a CPU: there the operator runs the kernel in Triton's interpreter, for tests.
-    options = dict(mutates_args=(), device_types=("cuda", "cpu"), schema=schema)
-    op = torch.library.custom_op(f"mdlm::{name}", function, **options)
-    op.register_fake(fake)
+    for device in ("CUDA", "CPU"):
+        LIBRARY.impl(name, function, device)
+    torch.library.register_fake(f"mdlm::{name}", fake, lib=LIBRARY)
     if backward is not None:
-        op.register_autograd(backward, setup_context=save)
-    return op
+        torch.library.register_autograd(f"mdlm::{name}", backward, setup_context=save, lib=LIBRARY)
+    return getattr(torch.ops.mdlm, name).default
 
 
 def runs_on(tensor):

@@ -4,8 +4,11 @@ Some positions may not see each other: those of different documents, or of diffe
 "Spans" say which positions each one attends to; document_spans and block_spans make them.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 # Positions share a sort key with their random word: 13 bits for a position and 32 for the word fit
 # well into 64 bits.
@@ -44,7 +47,15 @@ def philox_words(seed, step, sample_ids, T, first=0):
     return torch.stack((c0, c1, c2, c3), -1).flatten(-2)[..., first % 4 :][..., :T]
 
 
-def mask_tokens_ref(x0, t_or_count, mask_id, seed, step, sample_ids, never_mask=None):
+def mask_tokens_ref(
+    x0: Tensor,
+    t_or_count: Tensor,
+    mask_id: int,
+    seed: int | Tensor,
+    step: int | Tensor,
+    sample_ids: Tensor,
+    never_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mask random positions of x0.
 
     x0          (B, T) int32 or int64, T <= 8192
@@ -96,7 +107,7 @@ def possible_counts(count, never_mask):
 
 
 # ---- Cross-entropy
-def linear_cross_entropy_ref(h, W, targets, weight):
+def linear_cross_entropy_ref(h: Tensor, W: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
     """Compute the head and the loss: the sum over rows i of weight_i * CE(W h_i, targets_i).
 
     h        (M, C) features
@@ -112,8 +123,12 @@ def linear_cross_entropy_ref(h, W, targets, weight):
 
 # ---- Rotary positions
 def rotary_tables(T, D):
-    """Return cos and sin (T, D/2) of the angles of T positions, for heads of D."""
-    angles = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
+    """Return cos and sin (T, D/2) of the angles of T positions, for heads of D: float32.
+
+    Whatever torch's default dtype: bfloat16 does not tell position 257 from 256.
+    """
+    exponents = -torch.arange(0, D, 2, dtype=torch.float32) / D
+    angles = torch.arange(T, dtype=torch.float32)[:, None] * 10000.0**exponents
     return angles.cos(), angles.sin()
 
 
@@ -224,8 +239,14 @@ def neighbours(x, left, k, spans):
 
 # ---- Normalization and convolution
 def norm_conv_ref(
-    x, weight, causal=False, spans=None, scale=None, shift=None, neighbours=neighbours
-):
+    x: Tensor,
+    weight: Tensor | None,
+    causal: bool = False,
+    spans: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    neighbours: Callable = neighbours,
+) -> Tensor:
     """Normalize rows by their RMS, then add a depthwise convolution over positions.
 
     x             (B, T, C)
@@ -253,7 +274,14 @@ def norm_conv_ref(
 # ---- Attention
 
 
-def attention_ref(qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=None):
+def attention_ref(
+    qkv: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    qk_norm: bool = False,
+    causal: bool = False,
+    spans: Tensor | None = None,
+) -> Tensor:
     """Compute attention over all positions, over those that spans allow, or causally.
 
     qkv       (B, T, 3, H, D), the packed projections, with any strides

@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support import cli, errors, flags, outputs
 
 WIDTH, HEIGHT = 9.6, 27  # pixels for each character
+CAPTION = 7.0  # pixels for each character of the caption, in a wide font
+MARGIN = 24  # pixels at the left and the right
 COLUMNS = 80
 STEP = 0.3  # seconds
 HOLD = 5.0  # seconds on the finished text, before it plays again
@@ -101,7 +103,7 @@ def draw(sample, theme):
                 events[position].append((step, token))
     picture = Picture(steps)
     for position, (column, row) in enumerate(places):
-        x = 24 + column * WIDTH
+        x = MARGIN + column * WIDTH
         y = 30 + row * HEIGHT
         if sample["given"][position]:
             text = escape(tokens[position].replace("\n", ""))
@@ -123,11 +125,15 @@ def draw(sample, theme):
                 is_break = token == "\n"
                 picture.add(words % (colors["mask"] if is_break else color), flash, last)
     height = 30 + (1 + max(row for _, row in places)) * HEIGHT + 20
-    width = max(580, 48 + max(column + 1 for column, _ in places) * WIDTH)
     n = sample["given"].count(False)
     caption = f"{n} tokens, {sample['calls']} network calls. Bold: given. Colour: when it appeared."
     caption += " Red: corrected."
-    line = f'<text class="c" x="24" y="{height - 14:.0f}" fill="{colors["soft"]}">{caption}</text>'
+    longest = max(
+        column + max(1, len(token)) for (column, _), token in zip(places, tokens, strict=True)
+    )
+    width = 2 * MARGIN + max(CAPTION * len(caption), WIDTH * longest)
+    line = f'<text class="c" x="{MARGIN}" y="{height - 14:.0f}" fill="{colors["soft"]}">'
+    line += f"{caption}</text>"
     style = "text{font:16px ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
     style += f".g{{font-weight:700;fill:{colors['ink']}}}.c{{font:13px system-ui,sans-serif}}"
     style += "@media(prefers-reduced-motion:reduce){*{animation:none!important}}"

@@ -93,10 +93,19 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--template", default="The ███████ statement", help="█: to be filled")
     args = parser.parse_args()
-    assert "" not in (args.file, args.template), "the file or the template is empty"
+    if "" in (args.file, args.template):
+        parser.error("the file or the template is empty; give another, or leave it out")
     text = "\n".join(topics.values())
-    text = open(args.file, encoding="utf-8", newline="").read() if args.file else text
+    if args.file:
+        try:
+            text = open(args.file, encoding="utf-8", newline="").read()
+        except (OSError, UnicodeError) as e:
+            parser.error(f"{args.file} is no UTF-8 text that can be read ({e}); give another file")
     chars = [*sorted(set(text)), "█"]  # the last one stands for [MASK]
+    if len(text) < 20 * T:
+        parser.error(f"the text has {len(text)} characters; give at least {20 * T}")
+    if len(args.template) > T or not set(args.template) <= set(chars):
+        parser.error(f"give a template of at most {T} characters, all of which occur in the text")
     ids = torch.tensor([chars.index(c) for c in text])
     template = torch.tensor([[chars.index(c) for c in args.template]])
     model = Model(len(chars) - 1)

@@ -1,12 +1,13 @@
-"""Draw statistics of random masks, a model's attention, or its time embedding.
+"""Draw statistics of random masks, a model's attention, or how two orders unmask a text.
 
     python lessons/pictures.py masking.png              # 1,000 random masks; densities of rates
     python lessons/pictures.py attention.png --text="To be, or ███ to be"    # a map for each head
-    python lessons/pictures.py time.png --run=out-time  # for a run with --time_conditioning
+    python lessons/pictures.py trajectories.png --orders=random,spread       # a row for each step
 
 The first also prints how many tokens were masked: by exactly l masks, and by masking each token
-with probability t (Bernoulli), as most papers do. Without --run the second uses the run in out/ or,
-if there is none, the model in weights/.
+with probability t (Bernoulli), as most papers do. The others use --run, by default the run in out/
+or, if there is none, the model in weights/. With --orders the gaps of --text are filled, or a text
+is written from nothing.
 """
 
 import dataclasses
@@ -25,18 +26,32 @@ cli.start(__name__)
 import torch
 
 import mdlm
+import sample
 from support import outputs
 from support.errors import UserError
 from support.flags import Parser
 from support.infill.calls import to_context
 from support.infill.templates import parse, to_ids
 from support.kernels.reference import is_visible, mask_tokens_ref, prepare
-from support.plots import BLUE, GREEN, GREY, RED, check_picture, figure, write_figure
+from support.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    RED,
+    Cell,
+    check_picture,
+    columns,
+    draw_texts,
+    figure,
+    visible,
+    write_figure,
+)
 from support.training.checkpoint import default_run
 from variants import rates
 
 T = 256
 RATES = (0.2, 0.5, 0.8)
+WIDEST = 64  # tokens of a text that is drawn for --orders
 
 
 def count_masks(draws=1000):
@@ -60,12 +75,6 @@ def schedule_densities():
         variant = dataclasses.replace(config, rates=name)
         densities[name] = (rates.count_probabilities(variant)[1:] * T).tolist()
     return densities
-
-
-@torch.no_grad()
-def time_embedding(model):
-    """The time embedding that the blocks are given, at mask rates from 0 to 1: (101, C)."""
-    return model.rate(torch.linspace(0, 1, 101)[:, None])
 
 
 @torch.no_grad()
@@ -96,20 +105,23 @@ def attention_maps(model, xt):
 
 
 def draw_attention(maps, labels, path):
+    """Draw the maps of the last layer that attends, for the tokens that have labels."""
+    layer, head_maps = max(maps.items())
     n = len(labels)
-    heads = max(map(len, maps.values()))
-    size = min(max(2.2, n / 18), 4)  # inches
-    fig, axes = figure(size * heads, size * len(maps), len(maps), heads, squeeze=False)
-    for row, (layer, heads_maps) in zip(axes, maps.items(), strict=True):
-        for head, (ax, p) in enumerate(zip(row, heads_maps, strict=True), 1):
-            ax.imshow(p[:n, :n].numpy(), cmap="Blues", vmin=0)
-            ax.grid(False)
-            ax.set_title(f"layer {layer + 1}, head {head}", fontsize=8)
-            at = range(n) if n <= 72 else []
-            ax.set_xticks(at, labels[: len(at)], fontsize=62 * size / n)
-            ax.set_yticks(at, labels[: len(at)], fontsize=62 * size / n)
-            ax.tick_params(length=0, pad=1)
-    fig.suptitle("Attention: each row is a token, dark where it looks", fontsize=10)
+    size = min(max(2.4, n / 15), 4)  # inches
+    fig, axes = figure(size * len(head_maps) + 0.6, size + 0.9, 1, len(head_maps), squeeze=False)
+    highest = head_maps[:, :n, :n].max().item()
+    for head, (ax, p) in enumerate(zip(axes[0], head_maps, strict=True), 1):
+        image = ax.imshow(p[:n, :n].numpy(), cmap="Blues", vmin=0, vmax=highest)
+        ax.grid(False)
+        ax.set_title(f"layer {layer + 1}, head {head}", fontsize=8)
+        at = range(n) if n <= 72 else []
+        ax.set_xticks(at, labels[: len(at)], fontsize=62 * size / n)
+        ax.set_yticks(at, labels[: len(at)], fontsize=62 * size / n)
+        ax.tick_params(length=0, pad=1)
+    fig.colorbar(image, ax=axes[0, -1], fraction=0.05)
+    words = "Each row shows which tokens the token at its left reads from (dark: much), "
+    fig.suptitle(words + "before the model predicts the masked ones (█).", fontsize=10)
     write_figure(fig, path)
 
 
@@ -133,41 +145,129 @@ def draw_masking(counts, schedules, path):
     write_figure(fig, path)
 
 
-def draw_time(embedding, path):
-    fig, ax = figure(7, 3)
-    C = embedding.shape[1]
-    image = ax.imshow(embedding.T.numpy(), cmap="viridis", aspect="auto", extent=(0, 1, C, 0))
-    ax.grid(False)
-    ax.set(xlabel="mask rate", ylabel="channel")
-    ax.set_title("Time embedding: what the layers are told of the mask rate", fontsize=10)
-    fig.colorbar(image)
+def unmask(model, x, order, steps, seed):
+    """The texts x (1, T) before the first step and after each one, (n, T), in this order."""
+    steps_taken = sample.unmask(model, x, order=order, correct=0, seed=seed, steps=steps)
+    return torch.cat([x, *(step.x for step in steps_taken)])
+
+
+def trajectory_cells(tokenizer, texts, mask):
+    """Lines of Cells for texts (n, T) of one text's steps; the tokens of a column are as wide.
+
+    Blue behind: a token that the step drew; pale blue: one from before; grey: a mask.
+    """
+    pieces = [[visible(text) for text in tokenizer.pieces(ids)] for ids in texts.tolist()]
+    hidden = texts == mask
+    widths = [
+        max([1, *(columns(text) for text, masked in zip(column, masks) if not masked)])
+        for column, masks in zip(zip(*pieces), hidden.T.tolist())
+    ]
+    lines = []
+    for k, row in enumerate(pieces):
+        line = []
+        for i, (text, width) in enumerate(zip(row, widths)):
+            text += " " * (width - columns(text))
+            if hidden[k, i]:
+                line.append(Cell(" " * width, "black", "#dddddd"))
+            elif not hidden[0, i]:
+                line.append(Cell(text, "black"))
+            elif hidden[k - 1, i]:
+                line.append(Cell(text, "white", BLUE))
+            else:
+                line.append(Cell(text, "black", (BLUE, 0.15)))
+        lines.append(line)
+    return lines
+
+
+def draw_trajectories(trajectories, path):
+    """Draw lines of Cells for each name of an order, side by side."""
+    wide = max(sum(columns(c.text) for c in lines[0]) for lines in trajectories.values())
+    most = max(map(len, trajectories.values()))
+    fig, axes = figure(
+        (0.088 * wide + 0.4) * len(trajectories), 0.19 * most + 0.9, 1, len(trajectories)
+    )
+    for ax, (order, lines) in zip(axes, trajectories.items(), strict=True):
+        draw_texts(ax, lines)
+        ax.set_ylim(most, 0)  # rows of one step are at one height
+        ax.set_title(f"--order={order} --correct=0: {len(lines) - 1} steps", fontsize=9)
+        for step in range(0, len(lines), 4):
+            ax.text(-0.6, step + 0.5, step, size=7, color=GREY, ha="right", va="center_baseline")
+    words = "A text after each step, from top to bottom: dark blue is new, pale was drawn before, "
+    fig.suptitle(words + "grey is masked", fontsize=9)
     write_figure(fig, path)
+
+
+def read_text(text, model, tokenizer):
+    """The ids of --text, with masks."""
+    segments = parse(text, tokenizer, model.config.block_size)
+    if None in segments:
+        raise UserError("[___] has no known length in a picture; write █ for each token")
+    return to_ids(segments, tokenizer, model.mask_id)
+
+
+def check_orders(text):
+    """The names of two orders in the value of --orders."""
+    orders = text.split(",")
+    known = [name for name in sample.ORDERS if name != "one_shot"]
+    if len(set(orders)) != 2 or not set(orders) <= set(known):
+        raise UserError(f"--orders={text} is not accepted; give two of {', '.join(known)}")
+    return orders
+
+
+def trajectories_of(args):
+    """{order: lines of Cells} as --orders, --text, --steps and --seed say."""
+    orders = check_orders(args.orders)
+    model, tokenizer, config = mdlm.load(default_run(args.run), whole=True)
+    ids = [model.mask_id] * min(40, config.block_size)
+    if args.text:
+        ids = read_text(args.text, model, tokenizer)
+    if ids.count(model.mask_id) < 2 or len(ids) > WIDEST:
+        given = f"{len(ids)} tokens, {ids.count(model.mask_id)} of them masks"
+        raise UserError(f"--text has {given}; give at most {WIDEST}, and at least two masks (█)")
+    steps = 12 if args.steps is None else args.steps
+    if not 2 <= steps <= 64:
+        raise UserError(f"--steps={steps} is not accepted; give 2 to 64")
+    x = torch.tensor([ids])
+    cells = {}
+    for order in orders:
+        texts = unmask(model, x, order, min(steps, ids.count(model.mask_id)), args.seed or 0)
+        cells[order] = trajectory_cells(tokenizer, texts, model.mask_id)
+    return cells
+
+
+def check(args):
+    """Raise UserError for a flag that does nothing without another one."""
+    for name, needed in (("steps", ["orders"]), ("seed", ["orders"]), ("run", ["text", "orders"])):
+        if getattr(args, name) is not None and not any(getattr(args, n) for n in needed):
+            flags = " or ".join(f"--{n}" for n in needed)
+            raise UserError(f"--{name} has no effect without {flags}; give that too")
 
 
 def main(argv):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("picture", help="PNG or SVG file to write")
     parser.add_argument("--text", help="draw the attention of a model in this text; █ is a mask")
-    parser.add_argument("--run", help="folder of a run; without --text its time embedding is drawn")
+    parser.add_argument("--orders", help="two orders of sample.py: draw how each unmasks a text")
+    parser.add_argument("--steps", type=int, help="for --orders: the number of steps (default: 12)")
+    parser.add_argument("--seed", type=int, help="for --orders (default: 0)")
+    parser.add_argument("--run", help="folder of a run (default: out, else weights/)")
     args = parser.parse_args(argv)
     outputs.check("PICTURE", args.picture, dict(run=args.run or ""))
     check_picture("PICTURE", args.picture)
+    check(args)
+    if args.orders:
+        draw_trajectories(trajectories_of(args), args.picture)
+        return 0
     if args.text:
-        model, tokenizer, config = mdlm.load(default_run(args.run), whole=True)
+        model, tokenizer, _ = mdlm.load(default_run(args.run), whole=True)
         if model.objective.n_blocks > 1:
             raise UserError(
                 f"{args.run or 'out'} has blocks; give --run without, or of --infill_share"
             )
-        ids = to_ids(parse(args.text, tokenizer, config.block_size), tokenizer, model.mask_id)
+        ids = read_text(args.text, model, tokenizer)
         maps = attention_maps(model, to_context(model, torch.tensor([ids])))
         labels = [text.replace("\n", "↵") for text in tokenizer.pieces(ids)]
         draw_attention(maps, labels, args.picture)
-        return 0
-    if args.run:
-        model = mdlm.load(args.run)[0]
-        if not model.config.time_conditioning:
-            raise UserError(f"{args.run} has no time embedding; train with --time_conditioning")
-        draw_time(time_embedding(model), args.picture)
         return 0
     counts = count_masks()
     print(f"masked tokens of {T}, 1,000 draws, mean +- standard deviation")

@@ -1,11 +1,14 @@
 """The first minute on a GPU: do the kernels compute, in bfloat16, what float64 computes?
 
-    python studies/smoke.py      # 30 s; exit code 1 if anything is wrong
+    python studies/smoke.py                       # 30 s; exit code 1 if anything is wrong
+    TRITON_INTERPRET=1 python studies/smoke.py    # without a GPU: small sizes, in the interpreter
 
 Each operation's results and gradients are compared with float64; PyTorch's error in the same dtype
-stands beside. Then eight compiled training steps of preset gpu are compared with plain PyTorch's.
+stands beside. Then eight compiled training steps of preset gpu are compared with plain PyTorch's
+(on a GPU only). --json writes a JSON object for each line of errors in place of the line.
 """
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -30,6 +33,8 @@ from support.training import compiling
 
 STEPS = 8  # the last ones are CUDA graphs
 SMALL = {torch.float32: 5e-6, torch.float16: 1e-4, torch.bfloat16: 1e-3}
+INTERPRETED = kernels.launch.INTERPRET and not torch.cuda.is_available()
+DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def relative(x, exact):
@@ -38,19 +43,30 @@ def relative(x, exact):
 
 def compare(name, results, plain, exact, dtype):
     """Print the errors; whether each is at most twice that of plain PyTorch, or small."""
-    ok = True
+    errors = {}
+    theirs = {}
     for output in exact:
-        ours, theirs = (relative(x[output], exact[output]) for x in (results, plain))
-        good = ours <= 2 * theirs + SMALL[dtype]
-        ok &= good
-        print(f"{name:44} {output:5} {ours:.2e} (PyTorch {theirs:.2e}){'' if good else '  WRONG'}")
-    return ok
+        errors[output] = relative(results[output], exact[output])
+        theirs[output] = relative(plain[output], exact[output])
+    wrong = [k for k in exact if not errors[k] <= 2 * theirs[k] + SMALL[dtype]]
+    say(name, errors, theirs, wrong)
+    return not wrong
+
+
+def say(name, errors, theirs, wrong):
+    """Print relative errors by output, ours and PyTorch's; wrong: outputs that are too far off."""
+    if "--json" in sys.argv:
+        print(json.dumps(dict(operation=name, errors=errors, pytorch=theirs, wrong=wrong)))
+        return
+    for output, error in errors.items():
+        mark = "  WRONG" if output in wrong else ""
+        print(f"{name:44} {output:5} {error:.2e} (PyTorch {theirs[output]:.2e}){mark}", flush=True)
 
 
 def attention(dtype, B, T, H, D, spans=None, name=""):
-    g = torch.Generator("cuda").manual_seed(0)
+    g = torch.Generator(DEVICE).manual_seed(0)
     qkv, grad = (
-        torch.randn(*size, generator=g, device="cuda").to(dtype)
+        torch.randn(*size, generator=g, device=DEVICE).to(dtype)
         for size in ((B, T, 3, H, D), (B, T, H, D))
     )
 
@@ -62,14 +78,14 @@ def attention(dtype, B, T, H, D, spans=None, name=""):
 
     ref = kernels.attention_ref
     results = run(kernels.attention, dtype), run(ref, dtype), run(ref, torch.float64)
-    return compare(f"attention T={T} D={D} {str(dtype)[6:]} {name}", *results, dtype)
+    return compare(f"attention T={T} D={D} {str(dtype)[6:]} {name}".strip(), *results, dtype)
 
 
 def head(dtype, M, C, V):
-    g = torch.Generator("cuda").manual_seed(0)
-    h, W = (torch.randn(n, C, generator=g, device="cuda").to(dtype) for n in (M, V))
-    targets = torch.randint(V, (M,), generator=g, device="cuda")
-    weights = torch.rand(M, generator=g, device="cuda") / M
+    g = torch.Generator(DEVICE).manual_seed(0)
+    h, W = (torch.randn(n, C, generator=g, device=DEVICE).to(dtype) for n in (M, V))
+    targets = torch.randint(V, (M,), generator=g, device=DEVICE)
+    weights = torch.rand(M, generator=g, device=DEVICE) / M
     weights[-M // 8 :] = 0  # rows of padding
 
     def run(f, dtype):
@@ -87,9 +103,9 @@ def head(dtype, M, C, V):
 
 
 def norm_conv(dtype, B, T, C):
-    g = torch.Generator("cuda").manual_seed(0)
-    x, grad = (torch.randn(B, T, C, generator=g, device="cuda").to(dtype) for _ in range(2))
-    weight = torch.randn(5, C, generator=g, device="cuda") / 2
+    g = torch.Generator(DEVICE).manual_seed(0)
+    x, grad = (torch.randn(B, T, C, generator=g, device=DEVICE).to(dtype) for _ in range(2))
+    weight = torch.randn(5, C, generator=g, device=DEVICE) / 2
 
     def run(f, dtype):
         inputs = x.to(dtype).requires_grad_(), weight.to(torch.promote_types(dtype, torch.float32))
@@ -104,11 +120,11 @@ def norm_conv(dtype, B, T, C):
 
 
 def masking(B, T):
-    case = peers.masking(torch.device("cuda"), B, T)
+    case = peers.masking(torch.device(DEVICE), B, T)
     results, exact = (case.contestants["mdlm"](False, *case.inputs(3)), case.exact(*case.inputs(3)))
-    equal = all(map(torch.equal, results, exact))
-    print(f"masks B={B} T={T}: {'equal bits' if equal else 'WRONG'}")
-    return equal
+    different = sum((r != e).sum().item() for r, e in zip(results, exact, strict=True))
+    say(f"masks B={B} T={T}", dict(ids=different), dict(ids=0), ["ids"] * bool(different))
+    return not different
 
 
 def losses(name):
@@ -128,15 +144,34 @@ def losses(name):
     return values
 
 
+def interpreted():
+    """Compare each operation at small sizes in Triton's interpreter; whether all are right."""
+    B, T = 2, 48
+    ends = torch.rand(B, T) < 0.1
+    ok = masking(4, 64) & masking(2, 5)
+    for dtype in (torch.float32, torch.float16):  # the interpreter multiplies bfloat16 wrongly
+        ok &= head(dtype, 40, 32, 65) & head(dtype, 24, 32, 1000)
+        ok &= norm_conv(dtype, 2, 24, 64)
+        ok &= attention(dtype, B, T, 1, 32) & attention(dtype, B, 33, 1, 64)
+        ok &= attention(dtype, B, T, 1, 32, document_spans(ends), "documents")
+        ok &= attention(dtype, B, T, 1, 32, block_spans(T // 2, 4, "cpu"), "blocks")
+    return ok
+
+
 def main(argv):
-    Parser(description=__doc__.splitlines()[0]).parse_args(argv)
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="a JSON object for each comparison")
+    parser.parse_args(argv)
+    if INTERPRETED:
+        return int(not interpreted())
     if not torch.cuda.is_available():
-        raise UserError("there is no CUDA device: nothing to compare")
+        fix = "set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter"
+        raise UserError(f"there is no CUDA device; {fix}")
     torch.set_float32_matmul_precision("high")
     ok = True
     T = 512
-    ends = torch.rand(8, T, device="cuda") < 0.02
-    spans = {"documents": document_spans(ends), "blocks": block_spans(T // 2, 16, "cuda")}
+    ends = torch.rand(8, T, device=DEVICE) < 0.02
+    spans = {"documents": document_spans(ends), "blocks": block_spans(T // 2, 16, DEVICE)}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for D in (32, 64):
             ok &= attention(dtype, 8, 256, 6, D)

@@ -1,12 +1,13 @@
 """How well texts are written: known and distinct words; settings side by side."""
 
 import dataclasses
+import io
 import json
 import re
 import sys
 from pathlib import Path
 
-from support import flags, plots, terminal
+from support import files, flags, plots, terminal
 from support.data import records, sources
 from support.errors import UserError
 from support.infill.templates import joined
@@ -29,7 +30,7 @@ def training_text(folder, tokenizer, config):
             return tokenizer.decode(ids[:ENOUGH].tolist())
         path = sources.shakespeare() if config.data == "shakespeare" else config.data
         records.check_plain(path)
-        with open(path, encoding="utf-8") as f:
+        with io.TextIOWrapper(files.open_regular(path), encoding="utf-8") as f:
             text = f.read(ENOUGH)
         if tokenizer.kind == "file":  # some write all in small letters
             text = tokenizer.decode(tokenizer.encode(text))

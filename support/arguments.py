@@ -3,6 +3,7 @@
 They run once per call, before any work. Nothing here runs in a training step.
 """
 
+import math
 import operator
 import re
 
@@ -36,7 +37,8 @@ def kind_of(value):
     """A few words about an argument that is not accepted."""
     if isinstance(value, torch.Tensor):
         sparse = "sparse " * (value.layout != torch.strided)
-        return f"a {sparse}tensor {tuple(value.shape)} of {str(value.dtype)[6:]}"
+        empty = " without values, on meta" * value.is_meta
+        return f"a {sparse}tensor {tuple(value.shape)} of {str(value.dtype)[6:]}{empty}"
     return f"of type {type(value).__name__}"
 
 
@@ -66,7 +68,10 @@ def whole_ids(ids, most, mask_id):
     if isinstance(ids, str) or len(getattr(ids, "shape", [1])) != 1:
         raise UserError(f"ids must be a list or tensor (n,) of whole numbers, not {kind_of(ids)}")
     try:
-        ids = [operator.index(i) for i in (ids.tolist() if hasattr(ids, "tolist") else ids)]
+        ids = list(ids.tolist() if hasattr(ids, "tolist") else ids)
+        if any(type(plain(i)) is bool for i in ids):  # a mask is no list of ids
+            raise TypeError
+        ids = [operator.index(i) for i in ids]
     except (TypeError, RuntimeError, ValueError):  # no iterable; floats; tensors of several numbers
         raise UserError("ids must be whole numbers (n,); give those that encode returned") from None
     for i in ids if ids and (min(ids) < 0 or max(ids) > most) else ():
@@ -76,8 +81,8 @@ def whole_ids(ids, most, mask_id):
 
 
 def is_tensor(value, dtypes, dim):
-    """Whether it is a dense tensor of one of these dtypes with `dim` axes."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+    """Whether it is a dense tensor with values, of one of these dtypes and with `dim` axes."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta:
         return False
     return value.dtype in dtypes and value.dim() == dim
 
@@ -86,6 +91,8 @@ def check_model(model):
     """Raise UserError unless it is a model, as mdlm.load returns it."""
     if not hasattr(model, "mask_id") or not hasattr(model, "config"):
         raise UserError(f"model is {kind_of(model)}; give the first thing that mdlm.load returns")
+    if isinstance(model, torch.nn.Module) and next(model.parameters(), torch.ones(())).is_meta:
+        raise UserError("model is on meta, without values; give the first thing of mdlm.load")
 
 
 def check_tokenizer(tokenizer, model):
@@ -159,7 +166,8 @@ def row_numbers(samples, B, device):
         numbers = torch.as_tensor(samples)
     except (TypeError, ValueError, RuntimeError):
         numbers = torch.zeros(0, 0)
-    bad = numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool
+    is_whole = not (numbers.is_floating_point() or numbers.is_complex())
+    bad = numbers.is_meta or not is_whole or numbers.dtype == torch.bool
     numbers = numbers if bad else numbers.to(torch.int64)  # narrow and unsigned ones compare badly
     if bad or numbers.shape != (B,) or (B and not 0 <= numbers.min() <= numbers.max() < 1 << 32):
         wrong = f"samples must be {B} whole numbers from 0 to {(1 << 32) - 1}, one for each row"
@@ -224,8 +232,8 @@ def check_evaluation(model, windows, passes, seed, batch_size, observe, deadline
     """Check the arguments of mdlm.evaluate; returns (passes, seed, batch_size)."""
     if observe is not None and not callable(observe):
         raise UserError(f"observe must be a function, not {kind_of(observe)}")
-    if type(plain(deadline)) not in (int, float):
-        raise UserError(f"deadline must be a time.monotonic(), not {kind_of(deadline)}")
+    if type(plain(deadline)) not in (int, float) or math.isnan(plain(deadline)):
+        raise UserError(f"deadline must be a time.monotonic(), not {shown(deadline)}")
     check_ids(model, windows, "windows", masks=scored is not None)
     check_length(model, windows, "windows")
     W, T = windows.shape
@@ -235,6 +243,8 @@ def check_evaluation(model, windows, passes, seed, batch_size, observe, deadline
     n_blocks = model.objective.n_blocks
     if n_blocks > 1 and T != L:
         raise UserError(f"windows has {T} tokens; a model of blocks needs all {L} of its context")
+    if isinstance(scored, torch.Tensor):
+        check_device(model, scored, "scored")
     check_mask(scored, windows, "scored")
     if scored is not None and (scored & (windows == model.mask_id)).any():
         raise UserError("windows has [MASK] where a token is scored; give the true tokens there")

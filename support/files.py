@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import secrets
@@ -135,15 +136,6 @@ def to_json(value, indent=None):
     return json.dumps(value, indent=indent)
 
 
-def without_waiting(path, flags):
-    """An opener for open() that does not wait for a writer of a named pipe: the pipe is empty."""
-    nonblocking = getattr(os, "O_NONBLOCK", 0)  # not on Windows
-    fd = os.open(path, flags | nonblocking)
-    if nonblocking:
-        os.set_blocking(fd, True)
-    return fd
-
-
 def sync(path):
     """Wait until a file, or the renames in a folder, are on the disk (nothing on Windows)."""
     if os.name == "posix":
@@ -186,10 +178,19 @@ def clean(folder):
 
 
 # ---- Reading
+def open_regular(path, opener=open):
+    """Open a regular file to read bytes; a file that states a size of 0 reads as empty.
+
+    Files that the system makes while they are read, as those of /proc, state a size of 0, and
+    reading some of them (/proc/kmsg) waits for ever.
+    """
+    return opener(path, "rb") if os.stat(path).st_size else io.BytesIO()
+
+
 def sha256_of(path):
     """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
-    with open(path, "rb") as f:
+    with open_regular(path) as f:
         while chunk := f.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
@@ -208,7 +209,8 @@ def read_small(path):
         raise FileNotFoundError("it is missing or not a file")
     if Path(path).stat().st_size > most_bytes(path):
         raise ValueError(f"it has more than {most_bytes(path)} bytes")
-    return Path(path).read_text(encoding="utf-8")
+    with io.TextIOWrapper(open_regular(path), encoding="utf-8") as f:
+        return f.read()
 
 
 def read_json(path, what):

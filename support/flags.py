@@ -214,7 +214,7 @@ def plain(value):
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return value.item()
+        return value if getattr(value, "is_meta", False) else value.item()
     return value
 
 

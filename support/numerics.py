@@ -5,6 +5,8 @@ import math
 
 import torch
 
+from support.errors import UserError
+
 
 # ---- Seeds
 def seed(*key):
@@ -198,6 +200,13 @@ def topk_mask(score, noise, masked, k):
     rank = by_noise.gather(1, score.argsort(dim=1, descending=True, stable=True))
     first = torch.arange(rank.shape[1], device=rank.device) < k[:, None]
     return torch.zeros_like(masked).scatter(1, rank, first) & masked
+
+
+def checked(logits):
+    """Return logits (n, V); raise UserError if they contain NaN, infinity or huge values."""
+    if not (logits.amax(-1).abs() < 1e30).all():  # larger values overflow in sums
+        raise UserError("the model predicts NaN or inf: its weights are damaged; train it again")
+    return logits
 
 
 def reversed_bits(i):

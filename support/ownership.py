@@ -21,7 +21,7 @@ OVERWRITING = "overwriting"
 LOCK = ".mdlm-lock"  # an empty file, locked while a run trains in the folder
 MAX_LINE = 1 << 20  # bytes of a line of a log; reading stops there in a file that has no lines
 PREPARED = {"train.bin", "val.bin", "tokenizer.json", "meta.json"}
-PICTURES = ("loss.png", "confidence.png", "rates.png", "compare.png")
+PICTURES = ("loss.png", "confidence.png", "rates.png", "compare.png", "predictions.png")
 
 
 def is_ours(path):

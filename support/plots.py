@@ -5,7 +5,9 @@ import io
 import itertools
 import json
 import math
+import unicodedata
 from pathlib import Path
+from typing import NamedTuple
 
 from support.environment import optional
 from support.errors import UserError
@@ -131,36 +133,63 @@ def smooth(values):
     return means, range(width // 2, width // 2 + len(means))
 
 
-def plot_losses(path, out_dirs=()):
+def where_rates_open(log):
+    """The last record of a log before --rate_margin lets in more mask rates; None if it does not.
+
+    From there on a training loss may rise, as texts of few or of nearly all masks are harder.
+    """
+    records = [r for r in log if r.get("rate_margin") is not None]
+    widest = max((r["rate_margin"] for r in records), default=0)
+    if not records or records[-1]["rate_margin"] == widest:
+        return None
+    return next(r for r, after in itertools.pairwise(records) if after["rate_margin"] < widest)
+
+
+def draw_losses(ax, x, log, color, label):
+    """Draw the losses of a log over "step" or "seconds"; returns those that must be visible."""
+    batches = [r for r in log if r.get("loss") is not None]
+    xs = [r[x] for r in batches]
+    losses = [r["loss"] for r in batches]
+    # Losses of single batches are noisy: draw them pale, below their running mean.
+    ax.plot(xs, losses, lw=0.5, alpha=0.25, color=color)
+    means, middles = smooth(losses)
+    ax.plot([xs[k] for k in middles], means, lw=1.2, alpha=0.7, color=color)
+    opens = where_rates_open(log)
+    if opens:
+        ax.axvline(opens[x], color=color, lw=1.2, ls="--", alpha=0.7)
+        place = dict(rotation=90, va="top", ha="right", transform=ax.get_xaxis_transform())
+        ax.text(opens[x], 0.98, "more mask rates", color=color, fontsize=7, **place)
+    key, val = validations(log)
+    if val:
+        label += f": {key[4:].upper()} {val[-1][key]:.3f}"
+    # The untrained model's evaluation has no line to the next one: nothing was measured between.
+    for records in ([r for r in val if not r["step"]], [r for r in val if r["step"]]):
+        values = [r[key] for r in records]
+        error = [2 * (r[f"{key}_se"] or 0) for r in records]  # about 95 % confidence
+        style = dict(fmt="o-", ms=4, lw=1.6, capsize=2, color=color)
+        shown = label if records else None
+        ax.errorbar([r[x] for r in records], values, error, **style, label=shown)
+        label = None if records else label
+    return means[len(means) // 25 :] + [r[key] for r in val if r["step"]]
+
+
+def plot_losses(path, out_dirs=(), names=()):
     """Plot the training and validation losses of one or more runs.
 
-    path: the picture. out_dirs: folders of runs; by default the folder of the picture. With several
-    runs a second panel shows the losses over time. Raises UserError for a run without a log.
+    path: the picture. out_dirs: folders of runs; by default the folder of the picture. names: what
+    the legend calls them; by default their folders. With several runs a second panel shows the
+    losses over time. Raises UserError for a run without a log.
     """
     out_dirs = out_dirs or [path.parent]
     logs = [read_log(out_dir) for out_dir in out_dirs]
     several = len(logs) > 1
     fig, axes = figure(10 if several else 7, 4.2, 1, 1 + several, squeeze=False, sharey=True)
     entropy = read_entropy(out_dirs[0])
-    shown = []  # losses that must be within the axes: all but those of the first steps
+    shown = []
     for x, ax in zip(("step", "seconds"), axes[0]):
-        for out_dir, log, color in zip(out_dirs, logs, itertools.cycle(COLORS)):
-            batches = [r for r in log if r.get("loss") is not None]
-            xs = [r[x] for r in batches]
-            losses = [r["loss"] for r in batches]
-            # Losses of single batches are noisy: draw them pale, below their running mean.
-            ax.plot(xs, losses, lw=0.5, alpha=0.25, color=color)
-            means, middles = smooth(losses)
-            ax.plot([xs[k] for k in middles], means, lw=1.2, alpha=0.7, color=color)
-            key, val = validations(log)
-            values = [r[key] for r in val]
-            error = [2 * (r[f"{key}_se"] or 0) for r in val]  # about 95 % confidence
-            label = escaped(str(out_dir)).replace("$", r"\$")  # matplotlib: $ begins a formula
-            if values:
-                label += f": {key[4:].upper()} {values[-1]:.3f}"
-            style = dict(fmt="o-", ms=4, lw=1.6, capsize=2, color=color, label=label)
-            ax.errorbar([r[x] for r in val], values, error, **style)
-            shown += means[len(means) // 25 :] + [r[key] for r in val if r["step"]]
+        for name, log, color in zip(names or out_dirs, logs, itertools.cycle(COLORS)):
+            label = escaped(str(name)).replace("$", r"\$")  # matplotlib: $ begins a formula
+            shown += draw_losses(ax, x, log, color, label)
         if entropy:
             ax.axhline(entropy, color=GREY, lw=1, ls=":", label=f"entropy {entropy:.3f}")
         ax.set_xlabel(x)
@@ -169,7 +198,11 @@ def plot_losses(path, out_dirs=()):
         margin = max(0.05 * (max(shown) - low), 0.01)
         axes[0, 0].set_ylim(low - margin, max(shown) + margin)
     axes[0, 0].set_ylabel("nats per token (pale: training batches)")
-    axes[0, 0].legend(frameon=False, fontsize=9)
+    handles, words = axes[0, 0].get_legend_handles_labels()
+    if any(map(where_rates_open, logs)):
+        handles += axes[0, 0].plot([], [], color=GREY, lw=1.2, ls="--")
+        words.append("from here on few and many masks too (--rate_margin): training loss may rise")
+    fig.legend(handles, words, frameon=False, fontsize=9, loc="outside upper left")
     write_figure(fig, path, own=PICTURES)
 
 
@@ -205,6 +238,132 @@ def plot_confidence(r, path):
     right.set_xlabel("confidence (area: share of predictions)")
     right.text(0.05, 0.95, f"calibration error {c['ece']:.3f}", va="top", fontsize=9)
     write_figure(fig, path, own=PICTURES)
+
+
+# ---- Texts
+class Cell(NamedTuple):  # a token in a picture of texts
+    text: str
+    ink: str  # its color
+    face: object = None  # the color behind it
+    below: str = ""  # another text, below it in small letters
+
+
+def visible(text):
+    """A token's text with signs for line ends and tabs; a dot for a part of a character."""
+    return text.replace("\n", "↵").replace("\t", "→").replace("\r", "←") or "·"
+
+
+def columns(text):
+    """The width of a text in a monospaced font."""
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def draw_texts(ax, lines, height=1.0):
+    """Draw lines of Cells in a grid of monospaced characters; a line is `height` characters high.
+
+    Returns the (columns, rows) of the grid, which are the limits of the axes.
+    """
+    rectangle = optional("matplotlib.patches", "a picture").Rectangle
+    font = dict(family="monospace", ha="center", va="center_baseline", parse_math=False)
+    width = max([1, *(sum(max(columns(c.text), columns(c.below)) for c in line) for line in lines)])
+    for row, line in enumerate(lines):
+        x = 0
+        y = height * row
+        for cell in line:
+            size = columns(cell.text)
+            if cell.face is not None:
+                box = rectangle((x, y), size, 1, fc=cell.face, ec="white", lw=0.5, clip_on=False)
+                ax.add_patch(box)
+            for text, down, points, ink in (
+                (cell.text, 0.5, 9, cell.ink),
+                (cell.below, 1.3, 6.5, RED),
+            ):
+                at = x
+                for c in text:  # one by one: a sign of another font may be wider
+                    ax.text(at + columns(c) / 2, y + down, c, size=points, color=ink, **font)
+                    at += columns(c)
+            x += max(size, columns(cell.below))
+    ax.set(xlim=(0, width), ylim=(height * len(lines), 0))
+    ax.axis("off")
+    return width, height * len(lines)
+
+
+def prediction_cells(tokens):
+    """The Cells of plot_predictions, in lines of up to 72 columns."""
+    lines = [[]]
+    for token in tokens:
+        text = visible(token["text"])
+        cell = Cell(text, GREY)
+        if token["mark"]:
+            guess, p = token["likeliest"][0]
+            is_right = token["mark"] == "+"
+            face = (BLUE if is_right else RED, 0.08 + 0.62 * p)
+            cell = Cell(visible(guess).replace(" ", "␣"), "black", face)
+            if not is_right:
+                cell = cell._replace(below=text.replace(" ", "␣"))
+        used = sum(max(columns(c.text), columns(c.below)) for c in lines[-1])
+        if used and used + max(columns(cell.text), columns(cell.below)) > 72:
+            lines.append([])
+        lines[-1].append(cell)
+        if token["text"].endswith("\n"):
+            lines.append([])
+    return [line for line in lines if line]
+
+
+def plot_predictions(tokens, path, most=40):
+    """Plot a text whose masked tokens are replaced by predictions, colored by their confidence.
+
+    tokens: dicts of `text`; `mark`: "+" for right, "x" for wrong, "" for a token that is given; and
+    `likeliest`: [(text, probability)]. The true token stands below a wrong one. most: lines drawn.
+    """
+    lines = prediction_cells(tokens)[:most]
+    legend = [Cell("given   ", GREY)]
+    for word, color in (("right", BLUE), ("wrong", RED)):
+        for p in (0.1, 0.5, 0.9):
+            legend.append(Cell(f" {word} {p:.0%} ", "black", (color, 0.08 + 0.62 * p)))
+        legend.append(Cell("   ", GREY))
+    lines += [[], legend[:-1], [Cell("the likeliest token at each mask; darker: more ", GREY)]]
+    lines[-1].append(Cell("confident; below: the truth", GREY))
+    fig, ax = figure(6.4, 0.2 + 0.29 * len(lines))
+    width, _ = draw_texts(ax, lines, height=1.8)
+    ax.set_xlim(0, max(74, width))
+    write_figure(fig, path, own=PICTURES)
+
+
+# ---- What bench.py sample measured
+def plot_frontier(rows, path):
+    """Plot known words, likelihood and distinct words over network calls, a line for each sampler.
+
+    rows: those of bench.py sample: dicts of sampler, calls, words, distinct, with a twin also twin
+    (nats per token under it), and words_se, twin_se. Bars: two standard errors.
+    """
+    panels = dict(words="known words (up is better)")
+    if "twin" in rows[0]:
+        panels["twin"] = "nats per token under the twin (down is better)"
+    panels["distinct"] = "distinct words (as real text is best)"
+    fig, axes = figure(4.2 * len(panels), 4.2, 1, len(panels))
+    judges = [r for r in rows if r["sampler"] in ("real text", "AR twin")]
+    samplers = dict.fromkeys(r["sampler"] for r in rows if r not in judges)
+    for ax, (key, label) in zip(axes, panels.items()):
+        for row, style in zip(judges, ("--", ":")):
+            name = row["sampler"]
+            if row["calls"]:
+                name += f", {row['calls']} calls"
+            ax.axhline(row[key], color=GREY, lw=1.2, ls=style, label=name)
+        for name, color in zip(samplers, itertools.cycle(COLORS)):
+            found = [r for r in rows if r["sampler"] == name]
+            error = [2 * r.get(f"{key}_se", 0) for r in found]
+            style = dict(marker="o", ms=4, lw=1.6, capsize=2, color=color, label=name)
+            ax.errorbar([r["calls"] for r in found], [r[key] for r in found], error, **style)
+        calls = sorted({r["calls"] for r in rows if r not in judges})
+        ax.set(xscale="log", xlabel="network calls (left is cheaper)", ylabel=label)
+        ax.set_xticks(calls, calls)
+        ax.minorticks_off()
+    axes[0].yaxis.set_major_formatter("{x:.0%}")
+    axes[0].legend(frameon=False, fontsize=8)
+    title = "Text from nothing: quality by network calls (few distinct words: dull text)"
+    fig.suptitle(title, fontsize=11)
+    write_figure(fig, path)
 
 
 def table(rows, digits):

@@ -132,9 +132,7 @@ class Network:
             return transformers.CONFIG_MAPPING[self.model_type].from_dict(dict(self.settings))
 
     def fit(self, tokenizer):
-        """Choose the id of [MASK] and the rows of the embedding for a tokenizer; returns itself.
-
-        The tokenizer gets the id of [MASK] too.
+        """Choose the id of [MASK], which the tokenizer gets too, and the rows of the embedding.
 
         Raises UserError for a tokenizer that does not fit the weights.
         """
@@ -154,7 +152,6 @@ class Network:
             if name.endswith("_token_id") and isinstance(id, int) and id >= V:
                 self.settings[name] = None
         tokenizer.mask_id = self.mask_id
-        return self
 
     def check_tokenizer(self, tokenizer):
         """Raise UserError for a tokenizer that is not that of the weights."""
@@ -264,11 +261,6 @@ class Network:
         if self.mask_id == V:
             weight = body.get_input_embeddings().weight
             weight[V] = weight[:V].mean(0)
-
-    def count_weights(self):
-        """How many numbers its weights are, without memory for them."""
-        with torch.device("meta"):
-            return sum(p.numel() for p in self.make_body().parameters())
 
     def to_json(self):
         facts = dict(format=FORMAT, version=1, head=self.head, mask_id=self.mask_id)
@@ -720,6 +712,16 @@ def fit(network, tokenizer, corpus=None):
     network.fit(tokenizer)
     if corpus is not None and network.mask_id < tokenizer.vocab_size:
         network.check_data(corpus)
+
+
+def count_weights(network, tokenizer):
+    """How many numbers the weights of a Network are with this tokenizer, without memory for them;
+    None: of no network of others."""
+    if network is None:
+        return None
+    network.fit(tokenizer)
+    with torch.device("meta"):
+        return sum(p.numel() for p in network.make_body().parameters())
 
 
 def has_weights(network):

@@ -5,6 +5,7 @@ import os
 import re
 import stat
 import sys
+import threading
 
 # Characters that could control a terminal or reorder its text: control characters except line ends
 # and tabs, and marks that change the writing direction.
@@ -65,6 +66,18 @@ def warn(message, on_every_rank=False):
     if on_every_rank or is_first_rank():
         with contextlib.suppress(OSError):  # the terminal was closed
             print(escaped(message), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def saying_late(message, seconds=1.0):
+    """Context manager: print a message to standard error if what it encloses takes long."""
+    timer = threading.Timer(seconds, warn, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def escaped(text):

@@ -15,6 +15,7 @@ In place of steps a row may have the reason why nothing is followed here, and so
 test_advice.py takes the steps, and fails for a sentence that advises something and has no row.
 """
 
+import copy
 import gzip
 import io
 import json
@@ -32,7 +33,7 @@ from safetensors.torch import load_file, save_file
 import export
 import mdlm
 import sample
-from support import environment, kernels, ownership, plots, ranks
+from support import environment, files, kernels, numerics, ownership, plots, ranks
 from support.data import records, sources, texts, tokenizer
 from support.data.tokenizer import Tokenizer
 from support.infill import calls, templates
@@ -156,6 +157,22 @@ def break_weights(at):
     change_weights(at, lambda tensors: next(iter(tensors.values())).fill_(float("nan")))
 
 
+class forget_token:
+    """The tokenizer of the newest checkpoint of {run} loses a token, and the manifest agrees."""
+
+    def __init__(self, at):
+        self.path = at.run / "step-4" / "tokenizer.json"
+        self.content = self.path.read_bytes()
+        earlier = tokenizer.tokenizer_from_json(self.path)
+        shorter = Tokenizer(earlier.kind, earlier.vocab[:-1], earlier.end)
+        write(self.path, shorter.to_file())
+        sign(self.path.parent)
+
+    def undo(self):
+        self.path.write_bytes(self.content)
+        sign(self.path.parent)
+
+
 def mix_names(at):
     """The newest checkpoint of {run} gets a tensor under a former name."""
     change_weights(at, lambda tensors: tensors.update({"blocks.0.up.weight": torch.zeros(1)}))
@@ -197,7 +214,7 @@ def unreadable(at):
         raise PermissionError(13, "Permission denied", str(path))
 
     with at.patch.context() as patch:
-        patch.setattr(records, "open", fails, raising=False)
+        patch.setattr(files, "open_regular", fails)
         at.take({"a.txt": TEXT})
 
 
@@ -286,6 +303,17 @@ def without_filelock(at, command):
         at.do(command)
 
 
+def without_locks(at, command):
+    """A command on a file system that has no locks, as some of networks."""
+
+    def no_locks(*args, **how):
+        raise NotImplementedError("no locks here")
+
+    with at.patch.context() as patch:
+        patch.setattr(filelock.FileLock, "acquire", no_locks)
+        at.do(command)
+
+
 def not_yours(at, command):
     """A command in a folder `theirs` that only others may write."""
     (at.tmp / "theirs").mkdir()
@@ -300,6 +328,7 @@ def not_yours(at, command):
 # Sentences that only warn: the program goes on.
 WARNINGS = (
     "do not start a second run there, or type: {}",
+    "do not start a second run there, which would not be noticed",
     "{}: every second id is 0; if that is wrong, give --bin_dtype={}",
     "its lines are JSON: name it .jsonl to learn only their texts",
     "read too; move away what is not meant for training",
@@ -675,6 +704,11 @@ ADVICE["arguments.py"] = [
         lambda at: at.tokenizer.decode([1, 2]),
     ),
     (
+        "model is on meta, without values; give the first thing of mdlm.load",
+        lambda at: evaluate(at, model=copy.deepcopy(at.model).to("meta")),
+        lambda at: evaluate(at, model=mdlm.load(at.run)[0]),
+    ),
+    (
         "ids must be whole numbers (n,); give those that encode returned",
         lambda at: at.tokenizer.decode([0.5]),
         lambda at: at.tokenizer.decode(at.tokenizer.encode("ab")),
@@ -720,8 +754,8 @@ ADVICE["arguments.py"] = [
     ),
     (
         "{} is on {}, the model on {}; move one of them",
-        lambda at: mdlm.generate(at.model, at.x.to("meta")),
-        lambda at: mdlm.generate(at.model, at.x.cpu()),
+        lambda at: evaluate(at, scored=(at.x == 0).to("meta")),
+        lambda at: evaluate(at, scored=(at.x == 0).cpu()),
     ),
     (
         "{} has {} tokens, the context only {}; cut it",
@@ -889,6 +923,12 @@ ADVICE["checkpoint.py"] = [
         lambda at: (set_config(at.run, n_embd=4096), train_again(at), at.do("sample")),
     ),
     (
+        "take an earlier checkpoint, or restore the file that was changed",
+        lambda at: (forget_token(at), at.do("sample")),
+        lambda at: (forget_token(at), at.do("sample --out_dir={run}/step-2")),
+        lambda at: (forget_token(at).undo(), at.do("sample")),
+    ),
+    (
         "take an earlier checkpoint, or train again",
         lambda at: (break_weights(at), at.do("sample")),
         lambda at: (break_weights(at), at.do("sample --out_dir={run}/step-2")),
@@ -911,6 +951,11 @@ ADVICE["checkpoint.py"] = [
         lambda at: (lock_of_another(at), at.do("mdlm --out_dir={run} --resume")),
         lambda at: (lock_of_another(at).unlink(), at.do("mdlm --out_dir={run} --resume")),
         lambda at: (lock_of_another(at), at.do("mdlm --out_dir={tmp}/other")),
+    ),
+    (
+        "do not start a second run there, which would not be noticed",
+        lambda at: without_locks(at, "mdlm --out_dir={tmp}/other"),
+        "mdlm --out_dir={tmp}/another",
     ),
     (
         "do not start a second run there, or type: {}",
@@ -1067,11 +1112,11 @@ ADVICE["word_statistics.py"] = [
     ),
 ]
 
-ADVICE["calls.py"] = [
+ADVICE["numerics.py"] = [
     (
         "its weights are damaged; train it again",
-        lambda at: calls.checked(torch.full((1, 3), float("nan"))),
-        lambda at: calls.checked(at.model(at.x)[0]),
+        lambda at: numerics.checked(torch.full((1, 3), float("nan"))),
+        lambda at: numerics.checked(at.model(at.x)[0]),
     ),
 ]
 
@@ -1354,7 +1399,7 @@ ADVICE["records.py"] = [
         {"a.json": "[" + RECORD.strip() + "]"},
     ),
     (
-        "--data={} is not UTF-8 text; convert it with iconv",
+        "{}; convert it with iconv",
         {"a.json": '[{"text": "é'.encode("latin-1") + TEXT.encode() + b'"}]'},
         {"a.json": '[{"text": "é' + TEXT + '"}]'},
     ),
@@ -1710,8 +1755,13 @@ ADVICE["sources.py"] = [
 
 ADVICE["templates.py"] = [
     (
-        "the templates cannot be read ({}); give UTF-8 text",
+        "{}; give UTF-8 text, for instance by iconv",
         ({"batch": b"\xe9\n"}, "sample --batch=batch"),
+        ({"batch": "a█\n"}, "sample --batch=batch"),
+    ),
+    (
+        "{} is empty: its size is 0 bytes; give a file of templates",
+        ({"batch": ""}, "sample --batch=batch"),
         ({"batch": "a█\n"}, "sample --batch=batch"),
     ),
     (
@@ -2003,7 +2053,18 @@ ADVICE["likeliest.py"] = [
     ),
 ]
 
-ADVICE["minimal.py"] = [("type: {} -m pip install torch", MACHINE)]
+ADVICE["minimal.py"] = [
+    ("type: {} -m pip install torch", MACHINE),
+    *(
+        (advice, FollowedIn("test_minimal_answers_a_mistake_with_one_sentence"))
+        for advice in (
+            "the file or the template is empty; give another, or leave it out",
+            "{} is no UTF-8 text that can be read ({}); give another file",
+            "the text has {} characters; give at least {}",
+            "give a template of at most {} characters, all of which occur in the text",
+        )
+    ),
+]
 
 ADVICE["patterns.py"] = [
     (
@@ -2026,8 +2087,38 @@ ADVICE["pictures.py"] = [
         "pictures {tmp}/p.png --text=a█ --run={whole}",
     ),
     (
-        "{} has no time embedding; train with --time_conditioning",
+        "--orders={} is not accepted; give two of {}",
+        "pictures {tmp}/p.png --orders=random --run={run}",
+        "pictures {tmp}/p.png --orders=random,spread --run={run}",
+    ),
+    (
+        "; give at most {}, and at least two masks (█)",
+        "pictures {tmp}/p.png --orders=random,spread --text=a█ --run={run}",
+        "pictures {tmp}/p.png --orders=random,spread --text=a██ --run={run}",
+    ),
+    (
+        "[___] has no known length in a picture; write █ for each token",
+        "pictures {tmp}/p.png --text=a[___] --run={run}",
+        "pictures {tmp}/p.png --text=a█ --run={run}",
+    ),
+    (
+        "--steps={} is not accepted; give 2 to 64",
+        "pictures {tmp}/p.png --orders=random,spread --steps=1 --run={run}",
+        "pictures {tmp}/p.png --orders=random,spread --steps=2 --run={run}",
+    ),
+    (
+        "--{} has no effect without {}; give that too",
         "pictures {tmp}/p.png --run={run}",
-        "pictures {tmp}/p.png --run={timed}",
+        "pictures {tmp}/p.png --run={run} --text=a█",
+        "pictures {tmp}/p.png --run={run} --orders=random,spread",
+    ),
+]
+
+ADVICE["figures.py"] = [
+    (
+        "{} is no figure; give {}",
+        "figures speed {tmp}/p.png",
+        "figures baseline {tmp}/p.png",
+        "figures sampling {tmp}/p.png",
     ),
 ]

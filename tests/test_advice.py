@@ -142,7 +142,9 @@ def of_mdlm(argv):
 
 
 def main_of(program):
-    """The main() of a program, or of one of the lessons."""
+    """The main() of a program, or of one of the lessons or studies."""
+    if (ROOT / "studies" / f"{program}.py").exists():
+        return importlib.import_module(f"studies.{program}").main
     lesson = ROOT / "lessons" / f"{program}.py"
     if not lesson.exists():
         module = importlib.import_module(program)
@@ -185,7 +187,6 @@ def made(pydoc, short_run, tmp_path_factory):
     new_run("ar", f"--data={at}/accents", "--objective=ar")
     new_run("blocks", at_text, "--block_length=8")
     new_run("whole", at_text, "--block_length=8", "--infill_share=0.5")
-    new_run("timed", at_text, "--time_conditioning")
     new_run("documents", f"--data={at}/records.jsonl")
     new_run("prompts", f"--data={at}/pairs.jsonl", "--prompt_column=prompt")
     new_run("words", f"--data={at}/sentence", f"--tokenizer={at}/words.json")

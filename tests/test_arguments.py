@@ -1,5 +1,6 @@
 """What programs and functions are given: guesses work or are answered, mistakes get a sentence."""
 
+import copy
 import dataclasses
 import importlib.util
 import io
@@ -96,8 +97,9 @@ def test_lessons_take_no_empty_value(tmp_path, capsys, monkeypatch):
         assert said.count("\n") == 1 and ("empty" in said or "no file" in said), said
     for argv in ([""], ["", "--seconds=1"], ["--template="]):
         monkeypatch.setattr(sys, "argv", ["minimal.py", *argv])
-        with pytest.raises(AssertionError, match="empty"):
+        with pytest.raises(SystemExit, match="2"):
             runpy.run_path(str(ROOT / "lessons" / "minimal.py"), run_name="__main__")
+        assert "is empty" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -458,6 +460,7 @@ TENSORS = {
 }
 TOO_LONG = {"long": ids_of((1, 33))}
 COUNTS = {"zero": 0, "negative": -1, "a fraction": 1.5, "text": "3", "None": None, "bool": True}
+COUNTS["meta"] = torch.ones((), dtype=torch.int64, device="meta")
 SETTINGS = {key: COUNTS[key] for key in COUNTS if key not in ("zero",)}
 GENERATORS = {"a number": 3, "numpy": np.random.default_rng(0), "text": "x"}
 MASKS = {
@@ -466,10 +469,13 @@ MASKS = {
     "dtype": torch.ones(2, T),
     "list": [[True]],
     "numpy": np.ones((2, T), bool),
+    "meta": torch.ones(2, T, dtype=torch.bool, device="meta"),
 }
 FORBIDDEN = {"above": [1 << 20], "negative": [-1], "number": 3, "text": "ab", "fraction": [0.5]}
 FORBIDDEN |= {"tensor": torch.tensor(1), "all": range(1 << 12), "None": None, "nested": [[1]]}
+FORBIDDEN["meta"] = ids_of((2,)).to("meta")
 ALLOWED = {"number": 3, "list": [1], "no tensor": {1: 2}, "shape": {1: torch.ones(3).bool()}}
+ALLOWED["meta"] = {1: torch.ones(65, dtype=torch.bool, device="meta")}
 ALLOWED |= {"text": "ab", "tensor": torch.ones(2, 2), "place": {99: torch.ones(3).bool()}}
 ALLOWED |= {"a place": {"a": torch.ones(3).bool()}, "negative": {-1: torch.ones(3).bool()}}
 NO_FUNCTIONS = {"number": 3, "zero": 0, "text": "x", "tensor": torch.ones(2, 2)}
@@ -477,6 +483,7 @@ ROWS = {"number": 3, "list": [1], "axes": ids_of((2, 2)), "float": torch.ones(2)
 ROWS |= {"above": ids_of((2,), 2 * T), "negative": ids_of((2,), -1)}
 SAMPLES = {"length": torch.arange(3), "negative": torch.tensor([-1, 0]), "float": torch.rand(2)}
 SAMPLES |= {"text": "ab", "shape": torch.zeros(2, 1, dtype=torch.int64), "large": [1 << 32, 0]}
+SAMPLES["meta"] = torch.arange(2, device="meta")
 TEXTS = {"bytes": b"a", "number": 5, "surrogate": "\ud800", "dict": {"a": 1}}
 PATHS = {
     "long": "a" * 5000,
@@ -528,7 +535,7 @@ CALLS = {
             batch_size=COUNTS,
             seed=SETTINGS,
             observe={"number": 3},
-            deadline={"None": None, "text": "soon"},
+            deadline={"None": None, "text": "soon", "nan": float("nan")},
         ),
     ),
     "chain_rule": (
@@ -562,6 +569,7 @@ CALLS = {
             ids={"None": None, "number": 5, "negative": [-1], "above": [1 << 20], "huge": [1 << 70]}
             | {"float": [1.5], "text": "ab", "texts": ["a"], "2 axes": torch.ones(1, 1).long()}
             | {"no axis": torch.tensor(1), "float tensor": torch.ones(2), "numpy": np.ones((1, 1))}
+            | {"a mask": torch.ones(2).bool(), "truth values": [True, np.bool_(False)]}
         ),
     ),
 }
@@ -608,6 +616,19 @@ def test_refusals_of_values_of_several_lines_are_one_line(tiny, function):
             assert isinstance(e, UserError) and "\n" not in str(e), (where, e)
             assert len(str(e)) < 300, (where, e)
     assert refused > len(arguments)
+
+
+def test_models_without_values_are_refused(tiny):
+    """On meta nothing can be computed; with NaN in its weights a model predicts nothing."""
+    model, tokenizer = (copy.deepcopy(each) for each in tiny)
+    x = ids_of(value=model.mask_id)
+    next(model.parameters()).data.fill_(float("nan"))
+    for kind in ("predicts NaN or inf", "model is on meta"):
+        with pytest.raises(UserError, match=kind):
+            mdlm.generate(model, x) if "NaN" in kind else mdlm.generate(model, x.to("meta"))
+        with pytest.raises(UserError, match=kind):
+            sample.write(model, tokenizer, "th██")
+        model = model.to("meta")
 
 
 def test_models_and_tokenizers_are_told_apart(tiny):

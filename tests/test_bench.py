@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import bench
 import mdlm
-from studies import frontier, peers, word_statistics
+from studies import frontier, peers, proven, word_statistics
 from support import cli, kernels
 from support.flags import parse_flags
 
@@ -260,6 +260,17 @@ def test_flex_attention_sees_the_same(monkeypatch):
     bench.check_close(case.contestants["FlexAttention"](False, *inputs), exact[:1], torch.float32)
 
 
+def test_rows_say_error_share_and_host_time(tiny):
+    for row in tiny()[1]["rows"]:
+        assert row["error"] == 0 if row["operation"] == "masking" else 0 <= row["error"] < 2e-2
+        assert row["share"] > 0 and row["host_us"] > 0
+
+
+def test_ceilings_are_those_of_this_machine():
+    flops, n_bytes = bench.ceilings(CPU, 0.0)
+    assert 1e6 < flops < 1e16 and 1e7 < n_bytes < 1e14
+
+
 def test_json_on_stdout_is_alone(tiny, capsys):
     flags = ["--seconds=0", "--time_limit=1e-9", "--json=-"]
     assert cli.run(measure_kernels, flags) == 2, "nothing was measured"
@@ -314,6 +325,71 @@ def test_training_is_timed_eager_and_compiled(small_preset, monkeypatch, tmp_pat
     for row in (eager, compiled):
         assert row["tokens_per_second"] == pytest.approx(64 / row["ms"] * 1e3)  # 4 x 16 tokens
         assert row["share"] is None  # the peak of a CPU is not known
+
+
+@pytest.fixture
+def without_mode(small_preset, monkeypatch, tmp_path):
+    """Run bench.py without a mode, on a CPU: (exit code, the JSON)."""
+    monkeypatch.setattr(torch, "compile", lambda model, options: model)
+    path = tmp_path / "bench.json"
+
+    def run():
+        code = cli.run(bench.main, ["--device=cpu", "--seconds=0", f"--json={path}"])
+        return code, json.loads(path.read_text())
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not proven.has_triton(), reason="needs Triton")
+def test_without_a_gpu_the_kernels_come_first(without_mode, capsys):
+    """What is known of them is said before training steps are timed; the JSON has it too."""
+    code, results = without_mode()
+    said = capsys.readouterr().out
+    assert code == 0
+    assert said.index("timed on CUDA devices only") < said.index("tokens/s")
+    errors = {row["operation"]: row for row in results["rows"] if "error" in row}
+    for word in ("masks", "head", "norm and convolution", "attention"):
+        assert any(name.startswith(word) for name in errors)
+    for name, row in errors.items():
+        assert row["error"] <= 2 * row["pytorch"] + (5e-6 if "float32" in name else 1e-4)
+    registers = [row["registers"] for row in results["rows"] if "registers" in row]
+    assert len(registers) >= 7 and all(20 < n <= 255 for n in registers)
+
+
+def test_a_wrong_kernel_fails_without_a_gpu(without_mode, monkeypatch, capsys):
+    row = dict(operation="head", errors=dict(dh=1.0), pytorch=dict(dh=1e-7), wrong=["dh"])
+    rows = {"studies/smoke.py": [row]}
+    monkeypatch.setattr(proven, "has_triton", lambda: True)
+    monkeypatch.setattr(proven, "run", lambda program, *more, **env: (rows.get(program, []), ""))
+    assert without_mode()[0] == 1
+    assert "head, in the interpreter" in capsys.readouterr().err
+
+
+def test_without_triton_it_says_so(without_mode, monkeypatch, capsys):
+    monkeypatch.setattr(proven, "has_triton", lambda: False)
+    assert without_mode()[0] == 0
+    said = capsys.readouterr().out
+    assert "pip install triton" in said and "tokens/s" in said
+
+
+def test_a_cut_off_race_keeps_what_is_ready(small_preset, monkeypatch, tmp_path):
+    """Ctrl-C, or a limit of gpu.sh, while the second contestant compiles."""
+    start = bench.start_step
+
+    def cut_off(exact, kernel, *more):
+        if kernel == "auto":
+            raise KeyboardInterrupt
+        return start(exact, kernel, *more)
+
+    monkeypatch.setattr(torch, "compile", lambda model, options: model)
+    monkeypatch.setattr(bench, "step_kernels", lambda device: ["torch", "auto"])
+    monkeypatch.setattr(bench, "start_step", cut_off)
+    path = tmp_path / "train.json"
+    flags = ["train", "--device=cpu", "--seconds=0", f"--json={path}"]
+    assert cli.run(bench.main, flags) == 130
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["contestant"] == "--kernels=torch, compiled" and row["ms"] > 0
 
 
 @pytest.mark.slow

@@ -9,16 +9,19 @@ import json
 import os
 import pickle
 import random
+import signal
 import socket
+import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, read_log, run_mdlm
+from conftest import ROOT, TINY, read_log, run_mdlm
 
 import eval
 import mdlm
@@ -221,7 +224,7 @@ def test_a_pipe_is_no_text_and_no_tokenizer(tmp_path, text_file, capsys):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such files")
 def test_a_batch_may_be_a_pipe(run, tmp_path, capsys):
-    """It is read once; one that nobody writes is empty, and hangs nothing."""
+    """It is read once, and its writer may come later: then a sentence says what is waited for."""
     read, write = os.pipe()
     os.write(write, "The█\n".encode())
     os.close(write)
@@ -229,7 +232,84 @@ def test_a_batch_may_be_a_pipe(run, tmp_path, capsys):
     assert call(sample.main, capsys, *flags, f"--batch=/dev/fd/{read}")[0] == 0
     os.close(read)
     os.mkfifo(tmp_path / "b")
-    assert call(sample.main, capsys, *flags, f"--batch={tmp_path / 'b'}")[0] == 2
+    writer = threading.Timer(1.5, (tmp_path / "b").write_text, ["The█\nA█\n"])
+    writer.start()
+    code, printed, said = call(sample.main, capsys, *flags, f"--batch={tmp_path / 'b'}")
+    assert code == 0 and len(printed.splitlines()) == 2
+    assert "b is a pipe; waiting for a program that writes to it" in said
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such files")
+def test_a_pipe_without_a_writer_is_waited_for_until_ctrl_c(run, tmp_path):
+    os.mkfifo(tmp_path / "b")
+    command = [sys.executable, "sample.py", f"--out_dir={run}", f"--batch={tmp_path / 'b'}"]
+    # Whoever started the tests may ignore Ctrl-C, as a shell does for what it runs with &.
+    restore = dict(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    pipes = dict(cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, **pipes, **restore) as process:
+        try:
+            assert "waiting for a program" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+            assert process.stderr.read().strip() == ""
+        finally:
+            process.kill()  # else leaving `with` would wait for it
+
+
+# --------------------------------------------------------------------------------------------------
+# Files whose reading waits
+
+
+@pytest.fixture
+def waiting(tmp_path, monkeypatch):
+    """(name) -> a path that stands for a file as /proc/kmsg: regular, of 0 bytes by what its system
+    states, and whoever reads it waits for ever. Here opening it fails the test."""
+    opened = open
+
+    def made(name):
+        path = tmp_path / name
+        path.touch()
+
+        def checked(file, *args, **how):
+            assert file != str(path) and file != path, "it would wait for ever"
+            return opened(file, *args, **how)
+
+        monkeypatch.setattr("builtins.open", checked)
+        monkeypatch.setattr("io.open", checked)
+        return path
+
+    return made
+
+
+@pytest.mark.parametrize("suffix", ["txt", "md", "jsonl", "json", "json.gz"])
+def test_data_whose_reading_waits_are_not_read(waiting, suffix):
+    path = waiting(f"x.{suffix}")
+    refused(path, f"{path} is empty: its size is 0 bytes; give a file with text in it")
+
+
+def test_templates_and_tokenizers_whose_reading_waits_are_not_read(
+    run, text_file, waiting, tmp_path, capsys
+):
+    flags = [f"--out_dir={run}", "--steps=1"]
+    path = tmp_path / "batch"
+    path.touch()
+    code, _, said = call(sample.main, capsys, *flags, f"--batch={path}")
+    assert code == 2 and f"--batch={path} is empty: its size is 0 bytes; give" in said
+    path = waiting("t.json")
+    flags = [*TINY, "--max_steps=1", f"--out_dir={tmp_path / 'o'}", f"--data={text_file}"]
+    assert run_mdlm(*flags, f"--tokenizer={path}") == 2
+    assert str(path) in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not os.access("/proc/kmsg", os.R_OK), reason="the log of the kernel")
+@pytest.mark.parametrize("flag", ["--batch=/proc/kmsg", "--batch=-", "--infill=-"])
+def test_the_log_of_the_kernel_is_not_waited_for(run, flag):
+    command = [sys.executable, "sample.py", f"--out_dir={run}", flag]
+    with open("/proc/kmsg", "rb") as f:
+        r = subprocess.run(command, cwd=ROOT, stdin=f, capture_output=True, text=True, timeout=60)
+    assert (
+        r.returncode == 2 and "is empty: its size is 0 bytes; give a file of templates" in r.stderr
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -303,7 +383,7 @@ def test_json_is_streamed(tmp_path, monkeypatch, size):
         ('"just a string"', ["no JSON object"]),
         ("{" * 99_999, ["no JSON"]),
         ('[{"text": "\\ud800"}]', ["surrogate"]),
-        (b'[{"text": "\xff"}]', ["not UTF-8"]),
+        (b'[{"text": "\xff"}]', ["not UTF-8 text (byte 11), line 1"]),
     ],
 )
 def test_wrong_json_is_named(tmp_path, content, words):

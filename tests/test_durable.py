@@ -201,6 +201,7 @@ def test_new_files_beside_a_run_are_written(run):
 # Sources that open files to write: in a temporary folder, in that of a run, or in one of their own.
 WRITERS = {
     *("mdlm.py", "eval.py", "bench.py", "lessons/checks.py", "studies/unchanged.py"),
+    "studies/figures.py",
     *("support/files.py", "support/outputs.py", "support/plots.py", "support/data/sources.py"),
     "support/training/log.py",
 }
@@ -570,7 +571,7 @@ def test_checkpoint_removed_after_it_was_read_is_described(run, capsys):
 
 def draw(argv):
     """A picture of lessons/pictures.py."""
-    lesson("pictures").draw_time(torch.zeros(3, 2), *argv)
+    lesson("pictures").draw_attention({0: torch.ones(1, 3, 3) / 3}, "abc", *argv)
 
 
 needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")

@@ -249,8 +249,9 @@ def test_running_means_leave_out_what_is_unknown():
 
 
 def test_pictures_are_drawn_into_the_folder(runs, tmp_path, capsys):
-    names = {"loss.png", "rates.png", "confidence.png"}
-    for objective, expected in (("mdlm", names), ("ar", names - {"rates.png"})):
+    names = {"loss.png", "rates.png", "confidence.png", "predictions.png"}
+    of_ar = {"loss.png", "confidence.png"}
+    for objective, expected in (("mdlm", names), ("ar", of_ar)):
         folder = tmp_path / objective
         flags = [f"--out_dir={runs}/{objective}", "--windows=8", f"--pictures={folder}"]
         assert evaluate(*flags) == 0
@@ -285,6 +286,13 @@ def test_text_is_masked_and_predicted(runs, tmp_path, capsys):
     again = mdlm.evaluate(model, calls.to_context(model, x0).expand(128, -1), scored=scored)
     assert r["accuracy"] == pytest.approx(again["accuracy"], abs=1e-6)
     assert f"{r['ce'][4]:.2f}" in said
+
+
+def test_predictions_of_a_text_are_drawn(runs, tmp_path, capsys):
+    flags = [f"--out_dir={runs}/mdlm", "--text=The cat sat.", f"--pictures={tmp_path}/p"]
+    assert evaluate(*flags) == 0
+    assert [p.name for p in (tmp_path / "p").iterdir()] == ["predictions.png"]
+    assert "predictions.png" in capsys.readouterr().out
 
 
 def test_checkpoint_without_log_stays_untouched(runs, monkeypatch):
@@ -324,7 +332,7 @@ def test_missing_matplotlib_is_one_sentence(runs, capsys, monkeypatch, tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert evaluate(f"--out_dir={runs}/mdlm", "--windows=2", f"--pictures={tmp_path}/p") == 2
     said = capsys.readouterr()
-    assert "NELBO" in said.out and "3 of 3 pictures are missing" in said.err
+    assert "NELBO" in said.out and "4 of 4 pictures are missing" in said.err
     assert "matplotlib" in said.err and "Traceback" not in said.err
     draw = plots.plot_losses  # as a run does at its end
     assert not plots.try_to_draw(lambda path: draw(path, [runs / "mdlm"]), tmp_path / "loss.png")
@@ -354,7 +362,6 @@ def test_missing_matplotlib_is_one_sentence(runs, capsys, monkeypatch, tmp_path)
         (["--rate=0.5"], ["--text", "--rate"]),
         (["--text=a", "--rate=1.5"], ["rate", "1"]),
         (["--text=a", "--exact"], ["--text", "--exact"]),
-        (["--text=a", "--pictures=p"], ["--text", "--pictures"]),
         (["--out_dir={runs}/mdlm", "--text=\u2603"], ["\u2603", "position 0"]),
         (["--out_dir={runs}/mdlm", "--text=" + "a" * 999], ["999 tokens", "give 1 to"]),
         (["--out_dir={runs}/ar", "--text=a"], ["--text", "fill gaps"]),

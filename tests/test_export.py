@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY, run_mdlm, tiny_flags
+from safetensors.torch import load_file
 
 import export
 import mdlm
@@ -20,6 +21,10 @@ from support import cli
 from support.data.tokenizer import Tokenizer, open_tokenizer, train_bpe
 from support.training import checkpoint
 
+needs_trainer = pytest.mark.skipif(
+    not (find_spec("transformers") and find_spec("accelerate")),
+    reason="no transformers with accelerate",
+)
 needs_transformers = pytest.mark.skipif(not find_spec("transformers"), reason="no transformers")
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, block_size=24, dropout=0.0, attention_every=2)
 
@@ -95,11 +100,13 @@ def library(pydoc, tmp_path_factory):
     return path
 
 
-def run_client(root, **environment):
-    """tests/hf_client.py, isolated from this project."""
-    command = [sys.executable, "-I", ROOT / "tests" / "hf_client.py", root]
-    more = dict(HF_HOME=str(root / "cache"), HF_HUB_OFFLINE="1", PATH="/usr/bin:/bin")
-    return subprocess.run(command, cwd=root, env=more | environment, capture_output=True, text=True)
+def run_client(root, *program):
+    """A program (default: tests/hf_client.py with root), isolated from this project."""
+    program = program or (ROOT / "tests" / "hf_client.py", root)
+    environment = dict(HF_HOME=str(root / "cache"), HF_HUB_OFFLINE="1", PATH="/usr/bin:/bin")
+    environment |= dict(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-I", *program]
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
 
 
 ARCHITECTURES = [  # every pair of two settings' values is there
@@ -197,6 +204,88 @@ def test_code_of_the_card_runs(tmp_path):
     assert r.returncode == 0 and r.stdout.strip(), r.stderr[-2000:]
 
 
+def test_tables_of_positions_do_not_depend_on_the_default_dtype():
+    """transformers makes a model of bfloat16 under that default: 256 and 257 are equal in it."""
+    wanted = export.reference.rotary_tables(512, 8)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = export.reference.rotary_tables(512, 8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b)
+    exact = torch.arange(512).double()[:, None] * 1e4 ** (-torch.arange(0, 8, 2).double() / 8)
+    assert torch.allclose(wanted[0].double(), exact.cos(), atol=1e-4, rtol=0)
+
+
+LOAD_TUNED = """
+import sys
+import torch
+from transformers import AutoModelForMaskedLM
+torch.set_num_threads(1)
+for folder in sys.argv[1:]:
+    model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True).eval()
+    x, logits = torch.load(f"{folder}.pt")
+    with torch.no_grad():
+        assert torch.equal(model(x).logits, logits), folder
+    print("fine:", folder)
+"""
+
+
+def logits_of_weights(out, folder, x):
+    """Logits for x (B, T) of the network of a run, with the weights of a Hugging Face folder."""
+    model, *_ = mdlm.load(out, kernel="torch")
+    weights = load_file(folder / "model.safetensors")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(weights[f"model.{name}"][: len(p)])
+        return model(model.objective.view(x))
+
+
+@pytest.mark.slow
+@needs_trainer
+def test_trainer_of_transformers_tunes_what_mdlm_loads(tmp_path):
+    """Its own collator. What it saves needs no other folder, and is the network that learned."""
+    root = tmp_path / "exports"
+    root.mkdir()
+    runs = dict(untied=(False, {}), tied=(False, dict(tie=True, pos="learned")))
+    runs["documents"] = (True, dict(time_conditioning=True))
+    for name, (end, settings) in runs.items():
+        save(tmp_path / name, Tokenizer("byte", None, end), **settings)
+        write(root, name, tmp_path / name)
+    r = run_client(root, ROOT / "tests" / "hf_trainer.py", root)
+    assert r.returncode == 0 and r.stdout.count("fine") == 2 * len(runs), r.stderr[-3000:]
+    for name in runs:
+        shutil.rmtree(root / name)
+    r = run_client(root, "-c", LOAD_TUNED, *(f"{name}-tuned" for name in runs))
+    assert r.returncode == 0 and r.stdout.count("fine:") == len(runs), r.stderr[-3000:]
+    for name in runs:
+        x, logits = torch.load(root / f"{name}-tuned.pt")
+        own = logits_of_weights(tmp_path / name, root / f"{name}-tuned", x)
+        assert torch.allclose(own, logits[..., : own.shape[-1]], atol=1e-5, rtol=0)
+
+
+@needs_trainer
+def test_code_of_the_docs_tunes_with_the_trainer(tmp_path):
+    save(tmp_path / "out", Tokenizer("byte"))
+    flags = [f"--out_dir={tmp_path / 'out'}", f"--dest={tmp_path / 'my-model'}"]
+    assert cli.run(export.main, flags) == 0
+    section = (ROOT / "docs" / "export.md").read_text().split("## Fine-tune with")[1]
+    code = section.split("```python\n")[1].split("```")[0]
+    (tmp_path / "mine.txt").write_text("all work and no play " * 200)
+    code += """
+losses = [r["loss"] for r in trainer.state.log_history if "loss" in r]
+assert losses[-1] < 0.7 * losses[0], losses
+x = torch.full((1, 9), tokenizer.mask_token_id)
+torch.save((x, trainer.model.eval()(x).logits.detach()), "my-model-tuned.pt")
+"""
+    r = run_client(tmp_path, "-c", code)
+    assert r.returncode == 0, r.stderr[-3000:]
+    x, logits = torch.load(tmp_path / "my-model-tuned.pt")
+    own = logits_of_weights(tmp_path / "out", tmp_path / "my-model-tuned", x)
+    assert torch.allclose(own, logits[..., : own.shape[-1]], atol=1e-5, rtol=0)
+
+
 @pytest.mark.skipif(not find_spec("diffusers"), reason="no diffusers")
 def test_llada2_pipeline_writes_with_the_shipped_weights(tmp_path):
     assert (
@@ -270,13 +359,14 @@ def test_full_disk_leaves_no_folder(short_run, tmp_path, capsys, monkeypatch):
     assert "No space left" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("kind", ["byte", "documents", "file", "file of documents"])
-def test_export_is_loaded_and_fine_tuned(kind, tmp_path, pydoc, library):
+def test_export_is_loaded_and_fine_tuned(kind, tie, tmp_path, pydoc, library):
     """The network, the tokenizer and its [END] are those of the run that was exported."""
     end = "documents" in kind
     tokenizer = open_tokenizer(library, end) if "file" in kind else Tokenizer("byte", None, end)
     out = tmp_path / "out"
-    save(out, tokenizer)
+    save(out, tokenizer, tie=tie)
     dest = tmp_path / "hf"
     assert cli.run(export.main, [f"--out_dir={out}", f"--dest={dest}"]) == 0
     before, after = (mdlm.load(folder, kernel="torch") for folder in (out, dest))
@@ -288,7 +378,9 @@ def test_export_is_loaded_and_fine_tuned(kind, tmp_path, pydoc, library):
     records = "".join(json.dumps(dict(text=pydoc[i : i + 30])) + "\n" for i in range(0, 3000, 30))
     data = tmp_path / ("data.jsonl" if end else "data.txt")
     data.write_text(records if end else pydoc[:3000], encoding="utf-8")
-    flags = {f"--{name}": value for name, value in SMALL.items()} | {"--learning_rate": 0}
+    flags = {f"--{name}": value for name, value in (SMALL | dict(tie=tie)).items()} | {
+        "--learning_rate": 0
+    }
     given = [f"--init_from={dest}", f"--data={data}", f"--out_dir={tmp_path / 'new'}"]
     given += ["--max_steps=1", "--optimizer=adamw", "--weight_decay=0", "--dropout=0"]
     given += [f"{flag}={value}" for flag, value in flags.items() if flag != "--dropout"]

@@ -20,7 +20,7 @@ from conftest import CHECKPOINT_FILES, TINY, run_mdlm, sign
 from safetensors.torch import load_file, save_file
 
 import mdlm
-from support.data.tokenizer import tokenizer_from_json
+from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.errors import UserError
 from support.training import checkpoint
 
@@ -313,6 +313,21 @@ def test_forged_config_is_refused(run, changes, word):
     said = str(e.value)
     named = ("config.json", "model.safetensors does not fit its config")
     assert len(said.replace(str(run), "")) < 400 and any(name in said for name in named)
+
+
+@pytest.mark.parametrize("n", [-1, 1, 20_000])
+def test_a_tokenizer_of_another_size_is_named(run, n):
+    """Though the manifest was signed again, no sentence blames only the weights."""
+    path = run / "step-4" / "tokenizer.json"
+    tokenizer = tokenizer_from_json(path)
+    V = tokenizer.vocab_size
+    more = [chr(0x4E00 + i) for i in range(n)]
+    changed = Tokenizer("char", tokenizer.vocab[: V + min(n, 0)] + more, tokenizer.end)
+    path.write_bytes(changed.to_file().encode())
+    sign(path.parent)
+    words = f"tokenizer.json has {V + n} tokens, but model.safetensors has vectors of {V};"
+    with pytest.raises(UserError, match=words):
+        mdlm.load(run / "step-4")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from conftest import ROOT
 import eval
 import mdlm
 import sample
-from support import cli, kernels
+from support import cli, kernels, plots
+from support.data.tokenizer import Tokenizer
 from support.flags import parse_flags
 from support.web import viewer
 
@@ -323,11 +324,8 @@ def test_links_of_a_lesson_resolve(path):
 # The programs of the lessons
 
 
-def test_minimal_is_short_and_plain():
+def test_minimal_is_plain_pytorch():
     source = (LESSONS / "minimal.py").read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 107, (
-        "a hundred lines, and a sentence where PyTorch is missing"
-    )
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -335,6 +333,22 @@ def test_minimal_is_short_and_plain():
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module.split(".")[0])
     assert names <= {"torch", "argparse", "time", "pydoc_data", "sys"}
+
+
+@pytest.mark.parametrize(
+    "mistake", ["no file", "no text", "short", "template", "long", "empty", ""]
+)
+def test_minimal_answers_a_mistake_with_one_sentence(mistake, tmp_path):
+    path = tmp_path / "text.txt"
+    content = {"no text": b"\xff\xfe", "short": b"too short"}.get(mistake, b"To be or not. " * 100)
+    if mistake != "no file":
+        path.write_bytes(content)
+    template = {"template": "x█", "long": "T" * 65, "empty": ""}.get(mistake, "To █e")
+    command = [sys.executable, LESSONS / "minimal.py", path, "--seconds=0", "--template", template]
+    r = subprocess.run(command, capture_output=True, text=True)
+    assert r.returncode == (2 if mistake else 0) and "Traceback" not in r.stderr
+    assert r.stderr.count("error:") == bool(mistake)
+    assert bool(r.stdout) != bool(mistake)
 
 
 def test_minimal_learns_and_fills_gaps(capsys, monkeypatch):
@@ -401,14 +415,55 @@ def test_attention_maps_are_what_attention_does(settings, monkeypatch):
         assert torch.allclose(found, expected, atol=1e-6)
 
 
-def test_time_embedding_is_what_blocks_get():
-    model = lively(time_conditioning=True)
-    told = []
-    model.layers[0].adaln.register_forward_hook(lambda layer, args, out: told.append(args[0]))
-    model(model.objective.view(torch.full((1, 16), model.mask_id)))
-    found = load("pictures").time_embedding(model)
-    assert found.shape == (101, 32)
-    assert torch.allclose(found[100], told[0].flatten(), atol=1e-6)
+def test_attention_is_a_row_of_heads_and_a_sentence(monkeypatch):
+    pictures = load("pictures")
+    drawn = []
+    monkeypatch.setattr(pictures, "write_figure", lambda fig, path: drawn.append(fig))
+    maps = {1: torch.full((2, 16, 16), 0.9), 4: torch.rand(2, 16, 16) / 2}
+    pictures.draw_attention(maps, "abc", None)
+    *heads, _ = drawn[0].axes  # the last is the scale
+    assert [ax.get_title() for ax in heads] == ["layer 5, head 1", "layer 5, head 2"]
+    assert len({ax.get_subplotspec().rowspan for ax in heads}) == 1
+    assert "which tokens the token at its left reads from" in drawn[0].get_suptitle()
+    for ax, p in zip(heads, maps[4]):
+        assert torch.equal(torch.from_numpy(ax.images[0].get_array().data), p[:3, :3])
+        assert ax.images[0].get_clim() == (0, maps[4][:, :3, :3].max()), "one scale for all heads"
+
+
+def test_trajectories_show_the_text_after_each_step():
+    pictures = load("pictures")
+    model = lively()
+    tokenizer = Tokenizer("char", list("abcdefghij\n"))
+    x = torch.tensor([[0, 1, *[model.mask_id] * 6, 2]])
+    texts = pictures.unmask(model, x, "left_to_right", 3, seed=1)
+    assert torch.equal(texts[:1], x) and len(texts) == 4
+    final = sample.generate(model, x, order="left_to_right", correct=0, seed=1, steps=3)
+    assert torch.equal(texts[3:], final)
+    lines = pictures.trajectory_cells(tokenizer, texts, model.mask_id)
+    for k, line in enumerate(lines):
+        n = 2 * k  # tokens drawn so far
+        kinds = ["given"] * 2 + ["old"] * max(0, n - 2) + ["new"] * min(n, 2) + ["mask"] * (6 - n)
+        faces = {None: "given", "#dddddd": "mask", plots.BLUE: "new", (plots.BLUE, 0.15): "old"}
+        assert [faces[cell.face] for cell in line] == [*kinds, "given"]
+        words = "".join(cell.text for cell in line).replace(" ", "")
+        shown = [i for i in texts[k].tolist() if i != model.mask_id]
+        assert words == tokenizer.decode(shown).replace("\n", "↵")
+
+
+def test_two_orders_are_drawn_side_by_side(monkeypatch, tmp_path):
+    pictures = load("pictures")
+    drawn = []
+    monkeypatch.setattr(pictures, "write_figure", lambda fig, path: drawn.append(fig))
+    shipped = f"--run={ROOT / 'weights' / 'shakespeare'}"
+    args = ["--orders=random,spread", "--text=To ███ be", "--steps=2", shipped]
+    assert cli.run(pictures.main, [str(tmp_path / "t.png"), *args]) == 0
+    left, right = drawn[0].axes
+    titles = [f"--order={order} --correct=0: 2 steps" for order in ("random", "spread")]
+    assert [ax.get_title() for ax in (left, right)] == titles
+    for ax in (left, right):
+        assert len([p for p in ax.patches if p.get_facecolor()[:3] == (0, 0x72 / 255, 0xB2 / 255)])
+        assert len(ax.patches) == 9, "three masks, before and after each of two steps"
+        assert ax.get_ylim() == (3, 0)
 
 
 def test_pictures_need_no_run_and_refuse_an_empty_one(tmp_path, monkeypatch, capsys):
@@ -433,8 +488,13 @@ def test_pictures_are_drawn(tmp_path, capsys):
         assert (tmp_path / name).stat().st_size > 20_000
     assert "128.0 +- 0.0" in capsys.readouterr().out
     for flags, word in (
-        ([shipped], "no time embedding"),
-        (["--run=nowhere"], "nowhere"),
+        ([shipped], "--run has no effect without --text or --orders"),
+        (["--seed=3", text], "--seed has no effect without --orders"),
+        (["--orders=random,random"], "give two of"),
+        (["--orders=random,one_shot"], "give two of"),
+        (["--orders=random,spread", "--text=To b█", shipped], "5 tokens, 1 of them masks"),
+        (["--orders=random,spread", "--steps=1", shipped], "give 2 to 64"),
+        (["--run=nowhere", text], "nowhere"),
         (["--text=\u2603", shipped], "unknown"),
     ):
         assert cli.run(main, [str(tmp_path / "x.png"), *flags]) == 2

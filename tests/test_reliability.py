@@ -382,8 +382,11 @@ def test_ranks_with_other_flags_stop_at_once(run, tmp_path):
 
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS])
-def test_folders_without_locks_are_used(monkeypatch, tmp_path, recwarn, error):
-    """Some network file systems have none. No file stands for a lock: who would remove it?"""
+def test_folders_without_locks_are_used(monkeypatch, tmp_path, recwarn, capsys, error):
+    """Some network file systems have none. No file stands for a lock: who would remove it?
+
+    A warning says that nothing keeps a second run out.
+    """
     fcntl = pytest.importorskip("fcntl")
     out = tmp_path / "o"
 
@@ -393,6 +396,10 @@ def test_folders_without_locks_are_used(monkeypatch, tmp_path, recwarn, error):
     monkeypatch.setattr(fcntl, "flock", no_locks)
     checkpoint.claim_run_dir(out)
     assert out.is_dir() and not list(out.iterdir()) and not list(recwarn)
+    said = capsys.readouterr().err
+    assert said.startswith(f"--out_dir={out} is not locked, as its file system gives no lock (")
+    assert said.endswith("; do not start a second run there, which would not be noticed\n")
+    assert said.count("\n") == 1
     checkpoint.release()
     assert not out.exists(), "it was left empty"
 

@@ -72,7 +72,11 @@ def test_run_leaves_log_picture_and_checkpoints(trained):
     steps = [r for r in read_log(trained) if "loss" in r]
     assert [r["step"] for r in steps] == list(range(1, 91))
     fields = {"step", "tokens", "seconds", "loss", "grad_norm", "lr_scale", "tokens_per_second"}
+    fields.add("rate_margin")
     assert all(fields == r.keys() for r in steps), "a CPU has no mfu"
+    margins = [r["rate_margin"] for r in steps]
+    assert margins[:46] == [0.5] * 46, "half of the run"
+    assert margins[46:] == pytest.approx([0.5 * (2 - 2 * k / 90) for k in range(46, 90)])
 
 
 def test_run_learns(trained):

@@ -241,11 +241,12 @@ def test_corrections_flash_and_are_counted(page):
         (6, ["t"], "0 changes"),
         (n, ["t", "fresh", "changed"], "2 changes"),
     ):
-        page.js(f"jump({step})")
-        assert [c for c in page.js(shown) if c] == classes and words in page.js(counted)
+        found = page.js(f"(jump({step}), {shown})")  # at once: the last step settles
+        assert [c for c in found if c] == classes and words in page.js(counted)
     page.mouse("[data-p='20']")
     assert f"step {n}, before: ?, confidence" in page.js("document.querySelector('#tip').innerText")
-    red = page.js("getComputedStyle(document.querySelector('.changed')).backgroundColor")
+    color = "getComputedStyle(document.querySelector('.changed')).backgroundColor"
+    red = page.js(f"(jump({n}), {color})")
     page.js("jump(2)")
     assert red != page.js("getComputedStyle(document.querySelector('.fresh')).backgroundColor")
 
@@ -316,6 +317,36 @@ def test_play_stops_at_the_last_step(page):
         "home", "space"
     )  # the mouse left the keyboard free: space does not press that button again
     assert state(page).playing
+
+
+def test_last_step_settles(page):
+    """Its marks stay for a moment: then no box is left, and no token is red."""
+    marks = "document.querySelectorAll('.fresh, .changed, .mask').length"
+    for i, sample in enumerate(SAMPLES[:3]):
+        n = len(sample["frames"])
+        assert page.js(f"(load({i}), jump({n}), {marks})") > 0
+        wait(page, "settled")
+        assert page.js(marks) == 0 and state(page).text == sample["text"]
+        assert page.js(f"(jump({n - 1}), {marks})") > 0, "earlier steps keep theirs"
+    page.js("load(0)")
+    page.mouse("[data-p='20']")
+    page.js("jump(1e6)")
+    wait(page, "settled")
+    assert page.js("document.querySelectorAll('.cursor').length") == 1, "a tooltip stays open"
+
+
+def test_opened_page_plays_once_unless_motion_is_reduced(browser):
+    browser.emulate(prefers_reduced_motion="no-preference")
+    browser.call("/refresh")
+    assert state(browser).playing and state(browser).step < len(SAMPLES[0]["frames"])
+    wait(browser, "settled")
+    assert not state(browser).playing
+    assert state(browser).text == SAMPLES[0]["text"]
+    browser.emulate(prefers_reduced_motion="reduce")
+    browser.call("/refresh")
+    now = state(browser)
+    assert (now.playing, now.text) == (False, SAMPLES[0]["text"])
+    browser.emulate(prefers_reduced_motion="no-preference")
 
 
 def test_nothing_moves_while_playing(page):

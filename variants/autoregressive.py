@@ -41,6 +41,9 @@ class Autoregressive(Variant):
         is_text = x0 != self.end_id
         return is_text | F.pad(is_text[:, :-1], (1, 0), value=True)
 
+    def rate_margin(self, margin_scale):
+        return 0.0  # there are no mask rates
+
     def mask_counts(self, step, margin_scale, samples, lengths):
         return lengths  # all are predicted
 

@@ -74,6 +74,11 @@ class BlockDiffusion(Variant):
             return False
         return numerics.stratified(1, "whole", self.seed, step) < self.config.infill_share
 
+    def rate_margin(self, margin_scale):
+        if self.block_length == 1 and not self.config.infill_share:
+            return 0.0  # a block of a single token has one mask rate
+        return self.inner.rate_margin(margin_scale)
+
     def mask_counts(self, step, margin_scale, samples, lengths):
         """(B n,) of every block; (B,) in a step of whole texts."""
         if self.is_whole(step):

@@ -147,6 +147,9 @@ class OtherRates(Variant):
         self.is_bound = is_bound(self.config)
         self.weights = text_weights(self.config)
 
+    def rate_margin(self, margin_scale):
+        return 0.0  # all steps have the rates of --rates
+
     def mask_counts(self, step, margin_scale, samples, lengths):
         u = numerics.stratified(self.batch_size // 2, "levels", self.seed, step)
         return rates_or_counts(self.config, u)[samples]

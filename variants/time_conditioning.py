@@ -24,8 +24,11 @@ def effects(config):
 class TimeConditioned(Variant):
     """Shows the network the share of text that is masked, in each document on its own."""
 
+    def rate_margin(self, margin_scale):
+        return 0.0  # the network must learn all rates
+
     def mask_counts(self, step, margin_scale, samples, lengths):
-        return self.inner.mask_counts(step, 0.0, samples, lengths)  # the network must learn all
+        return self.inner.mask_counts(step, 0.0, samples, lengths)
 
     def with_rate(self, view):
         text = view.ids != self.end_id

@@ -13,6 +13,7 @@ import stat
 import zlib
 from pathlib import Path
 
+from support import files
 from support.environment import optional
 from support.errors import UserError
 
@@ -108,7 +109,7 @@ SIGNS = (
 
 def check_signs(path):
     """Raise UserError if a file begins like a format that is not read."""
-    with open(path, "rb") as f:
+    with files.open_regular(path) as f:
         head = f.read(4096)
     for sign, kind, advice in SIGNS:
         if head.startswith(sign):
@@ -127,7 +128,7 @@ def check_signs(path):
 def holds_records(path):
     """Whether a text begins with a line that is a JSON object, as files of records do."""
     try:
-        with open(path, "rb") as f:
+        with files.open_regular(path) as f:
             line = f.readline(CHUNK).removeprefix(codecs.BOM_UTF8)
         return line[:1] == b"{" and isinstance(json.loads(line), dict)
     except (OSError, ValueError, RecursionError):
@@ -342,8 +343,8 @@ def read_text(path, size=PIECE):
     """Stream a UTF-8 file as texts of about `size` characters, cut after a line if possible."""
     rest = ""
     try:
-        f = open(path, encoding="utf-8-sig", newline="\n")  # without a byte order mark; \r stays
-        with f:
+        f = files.open_regular(path)
+        with io.TextIOWrapper(f, encoding="utf-8-sig", newline="\n") as f:  # no byte order mark
             while chunk := f.read(size):
                 rest += chunk
                 cut = rest.rfind("\n") + 1 or len(rest)
@@ -352,7 +353,7 @@ def read_text(path, size=PIECE):
     except OSError as e:
         raise UserError(f"--data={path} cannot be read ({e.strerror}); give a text file") from None
     except UnicodeDecodeError:
-        with open(path, "rb") as raw:
+        with files.open_regular(path) as raw:
             at, line = first_invalid(raw)
         advice = "convert it with iconv, or give a folder with train.bin and val.bin"
         what = f"--data={path} is not UTF-8 text (byte {at}), line {line}"
@@ -383,7 +384,8 @@ def read_txt(path, columns, skipped):
 
 
 def open_binary(path):
-    return gzip.open(path) if path.name.lower().endswith(".gz") else open(path, "rb")
+    is_packed = path.name.lower().endswith(".gz")
+    return files.open_regular(path, gzip.open if is_packed else open)
 
 
 def read_jsonl(path, columns, skipped):
@@ -429,7 +431,10 @@ def read_json(path, columns, skipped):
                 place = f"record {number}, line {line}"
                 yield from take(record, columns, f"{path}, {place}", skipped)
     except UnicodeDecodeError:
-        raise UserError(f"--data={path} is not UTF-8 text; convert it with iconv") from None
+        with open_binary(path) as raw:
+            at, line = first_invalid(raw)
+        what = f"--data={path} is not UTF-8 text (byte {at}), line {line}"
+        raise UserError(f"{what}; convert it with iconv") from None
 
 
 def unwrap(value, columns):

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import os
 import shlex
 from pathlib import Path
 
@@ -75,7 +76,10 @@ class Source:
         self.n = n
         self.note_what_was_read()
         if n == 0:
-            what = "; ".join([f"--data={self.config.data} is empty", *self.notes])
+            is_file = os.path.isfile(self.config.data)
+            states_nothing = is_file and not os.path.getsize(self.config.data)
+            why = ": its size is 0 bytes" * states_nothing
+            what = "; ".join([f"--data={self.config.data} is empty{why}", *self.notes])
             raise UserError(f"{what}; give a file with text in it")
         if self.separator and self.texts and documents < 2:
             self.refuse_separator()

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -124,7 +125,7 @@ class Tokenizer:
                     raise UserError(f"{i[:20]!r} is no id of a text; give ids below {self.vocab}")
         return np.array(ids, np.int64)
 
-    def encode(self, text):
+    def encode(self, text: str) -> list[int]:
         return self.encode_array(check_text(text)).tolist()
 
     def encode_lossless(self, text, after_gap=False):
@@ -156,7 +157,7 @@ class Tokenizer:
                 return known, ids[len(known) :]
         return self.encode(context), self.encode_lossless(text, after_gap=True)
 
-    def decode(self, ids):
+    def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text; [MASK] is shown as █."""
         return self.locate(whole_ids(ids, self.last_id, self.mask_id), [])[0]
 

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from support.errors import UserError
 from support.infill.padding import compute_once
+from support.numerics import checked
 
 
 # ---- Batch sizes
@@ -45,13 +45,6 @@ def groups(model, n, device, size=None, writing=False):
 
 
 # ---- Logits at chosen positions
-def checked(logits):
-    """Return logits (n, V); raise UserError if they contain NaN, infinity or huge values."""
-    if not (logits.amax(-1).abs() < 1e30).all():  # larger values overflow in sums
-        raise UserError("the model predicts NaN or inf: its weights are damaged; train it again")
-    return logits
-
-
 MOST_LOGITS = 1 << 24  # numbers that a Memo holds at most: 64 MiB in float32
 
 

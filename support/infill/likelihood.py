@@ -5,6 +5,8 @@ rest. This is the exact log-likelihood of sampling from left to right. Each toke
 sequence in a network call.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from support.arguments import check_ids, check_length, whole_number
@@ -12,7 +14,12 @@ from support.infill.calls import groups, next_logp, to_context
 
 
 @torch.no_grad()
-def chain_rule(model, x, batch_size=None, update=lambda n: None):
+def chain_rule(
+    model: torch.nn.Module,
+    x: torch.Tensor,
+    batch_size: int | None = None,
+    update: Callable[[int], object] = lambda n: None,
+) -> torch.Tensor:
     """Return log p(x_i | x_j, j < i) in nats for each token, (B, L) float64.
 
     x: (B, T) ids; T must not exceed the context L

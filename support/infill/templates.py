@@ -9,6 +9,7 @@ precedes it (support/data/seams.py).
 """
 
 import contextlib
+import io
 import itertools
 import os
 import re
@@ -18,9 +19,10 @@ import unicodedata
 
 import torch
 
-from support import files
+from support.data.records import first_invalid
 from support.data.seams import SPACED, is_space
 from support.errors import UserError
+from support.terminal import saying_late
 
 GAP = re.compile(r"(█|(?<!\\)\[MASK\]|\[___\])")
 GAP_OR_LINE = re.compile(GAP.pattern.removesuffix(")") + "|_)")  # for a vocabulary without _
@@ -134,10 +136,14 @@ def read_templates(infill, batch):
     name = "standard input" if "-" in (infill, batch) else f"--batch={batch}"
     try:
         with open_templates(None if "-" in (infill, batch) else batch) as f:
+            if states_no_size(f):
+                raise UserError(f"{name} is empty: its size is 0 bytes; give a file of templates")
             content = b"".join(limited_lines(f, name, whole=not batch))
         text = content.decode("utf-8-sig")  # skip a byte order mark, keep \r\n
-    except UnicodeDecodeError as e:
-        raise UserError(f"the templates cannot be read ({e}); give UTF-8 text") from None
+    except UnicodeDecodeError:
+        at, line = first_invalid(io.BytesIO(content))
+        what = f"line {line} of {name} is not UTF-8 text (byte {at})"
+        raise UserError(f"{what}; give UTF-8 text, for instance by iconv") from None
     except OSError as e:
         why = e.strerror or e
         raise UserError(f"{name} cannot be read ({why}); give a file of templates") from None
@@ -149,13 +155,20 @@ def open_templates(batch):
     """Open a file, a pipe or standard input (None) to read bytes. UserError for other devices."""
     if batch is None:
         return contextlib.nullcontext(sys.stdin.buffer)
-    f = open(batch, "rb", opener=files.without_waiting)
-    mode = os.fstat(f.fileno()).st_mode
+    mode = os.stat(batch).st_mode
     is_stdin = os.path.realpath(batch) == os.path.realpath("/dev/stdin")
     if (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)) and not is_stdin:
-        f.close()
         raise UserError(f"--batch={batch} is a device; give a file of templates, or - for a pipe")
-    return f
+    with saying_late(f"--batch={batch} is a pipe; waiting for a program that writes to it"):
+        return open(batch, "rb")
+
+
+def states_no_size(f):
+    """Whether a file is a regular one of 0 bytes: it is not read, see files.open_regular."""
+    with contextlib.suppress(OSError):  # a stream in memory
+        about = os.fstat(f.fileno())
+        return stat.S_ISREG(about.st_mode) and about.st_size == 0
+    return False
 
 
 def limited_lines(f, name, whole):

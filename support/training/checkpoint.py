@@ -279,11 +279,20 @@ def read_settings(path, known):
 
 
 def check_size(folder, config, vocab_size, least=None):
-    """Raise UserError if model.safetensors is too small for its config: forged, or damaged.
+    """Raise UserError if model.safetensors fits neither its tokenizer.json nor its config.
 
+    vocab_size: of tokenizer.json. Only the sizes are read: a file may be forged, or damaged.
     least: how many numbers it must have, where it is not a network of ours.
     """
     path = folder / "model.safetensors"
+    stored = names_in(path).get("embed.weight")
+    with explain_safetensors(path), safe_open(path, "pt") as f:
+        shape = f.get_slice(stored).get_shape() if stored else []
+    after = 1 + is_export(folder)  # rows after those of the tokens: [MASK], in exports also [PAD]
+    if shape[1:] == [config.n_embd] and shape[0] != vocab_size + after:
+        what = f"{folder}/tokenizer.json has {vocab_size} tokens, but model.safetensors"
+        fix = "take an earlier checkpoint, or restore the file that was changed"
+        raise UserError(f"{what} has vectors of {shape[0] - after}; {fix}")
     if least is None:
         least = config.n_embd * (8 * config.n_layer * config.n_embd + vocab_size)
     if path.stat().st_size < 4 * least:
@@ -348,10 +357,20 @@ def read_tensors(path, expected=None):
 
 def read_weights(folder, model):
     """The weights of a checkpoint or an export, with the names and shapes of the model's."""
+    path = folder / "model.safetensors"
     expected = model.state_dict()
-    lacks = [name for name in model.objective.buffers() if is_export(folder)]
-    unknown = {name: torch.ones_like(expected.pop(name)) for name in lacks}  # all are as likely
-    return read_tensors(folder / "model.safetensors", expected) | unknown
+    if not is_export(folder):
+        return read_tensors(path, expected)
+    unknown = {name: torch.ones_like(expected.pop(name)) for name in model.objective.buffers()}
+    stored = dict(expected)
+    vocabularies = {"embed.weight", "head.weight"} & expected.keys()
+    for name in vocabularies:  # a row for each id of the library, [MASK] and [PAD] among them
+        C = expected[name].shape[1]
+        stored[name] = torch.empty(model.vocab_size + 2, C, device="meta")
+    tensors = read_tensors(path, stored)
+    for name in vocabularies:
+        tensors[name] = tensors[name][: len(expected[name])]
+    return tensors | unknown  # lengths of documents: all are as likely
 
 
 def training_tensors(model, averaged, optimizers):
@@ -415,10 +434,12 @@ def claim_run_dir(out_dir):
     release()
     with files.writing(out_dir):
         created_dirs.extend(files.make_folder(out_dir))
-        lock(out_dir)
+        warning = lock(out_dir)
         files.clean(out_dir)
         with files.new_folder(out_dir):
             pass  # it can be written
+    if warning:
+        warn(warning)
 
 
 class ReadOnlyLock:
@@ -448,15 +469,15 @@ class ReadOnlyLock:
 def lock(out_dir):
     """Lock the folder of a run; UserError if another process has, or if that cannot be told.
 
-    Without the package filelock, which comes with torch, the run goes on with a warning.
+    Returns a warning, with which the run goes on, or "": some file systems have no locks, and the
+    package filelock, which comes with torch, may be missing.
     """
     path = out_dir / ownership.LOCK
     if os.path.lexists(path) and not ownership.is_lock(path):
-        return  # not ours to write: ownership.check_run refuses it
+        return ""  # not ours to write: ownership.check_run refuses it
     if not environment.is_installed("filelock"):
         fix = f"do not start a second run there, or type: {environment.pip_install('filelock')}"
-        warn(f"--out_dir={out_dir} is not locked, as there is no package filelock; {fix}")
-        return
+        return f"--out_dir={out_dir} is not locked, as there is no package filelock; {fix}"
     import filelock
 
     in_use = f"--out_dir={out_dir} is in use"
@@ -474,7 +495,7 @@ def lock(out_dir):
         raise UserError(f"{in_use}; {fix}") from None
     except PermissionError:
         if not os.path.lexists(path):
-            return  # the folder cannot be written, which is refused
+            return ""  # the folder cannot be written, which is refused
         try:
             locks.append((ReadOnlyLock(path), path))
         except BlockingIOError:
@@ -483,9 +504,13 @@ def lock(out_dir):
             why = f"its lock {path} belongs to another user and cannot be tested ({e.strerror})"
             fix = "remove it if no run trains there, or give another --out_dir"
             raise UserError(f"--out_dir={out_dir}: {why}; {fix}") from None
-    except (OSError, NotImplementedError, UserWarning):  # some file systems have no locks
+    except (OSError, NotImplementedError, UserWarning) as e:  # some file systems have no locks
         with contextlib.suppress(OSError):
             path.unlink()
+        why = f"as its file system gives no lock ({getattr(e, 'strerror', None) or e})"
+        fix = "do not start a second run there, which would not be noticed"
+        return f"--out_dir={out_dir} is not locked, {why}; {fix}"
+    return ""
 
 
 def release():

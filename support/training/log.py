@@ -123,8 +123,10 @@ class Log:
         if self.shown:
             self.shown.restart_clock(tokens)
 
-    def training(self, run, lr_scale, flops_per_token):
-        """Record loss, gradient norm, learning rate, tokens/s, and MFU if the GPU's peak is known.
+    def training(self, run, lr_scale, rate_margin, flops_per_token):
+        """Record loss, gradient norm, learning rate, margin of the mask rates, and tokens/s.
+
+        MFU too, if the GPU's peak is known.
 
         tokens/s counts tokens of text. The padding of windows of documents is computed as well, so
         it counts for MFU (model FLOP/s utilization).
@@ -132,7 +134,7 @@ class Log:
         tokens, began = self.last
         speed = (run.tokens - tokens) / max(time.monotonic() - began, 1e-3)  # clocks are coarse
         values = dict(loss=run.loss, grad_norm=run.grad_norm, lr_scale=lr_scale)
-        values |= dict(tokens_per_second=round(speed))
+        values |= dict(rate_margin=rate_margin, tokens_per_second=round(speed))
         peak = run.dtype == torch.bfloat16 and peak_flops(run.device)
         if peak:
             positions = speed * run.config.block_size / run.corpus.mean_size

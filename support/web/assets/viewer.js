@@ -24,6 +24,8 @@ const percent = p => (p > 0 && p < .005 ? "<\u00a01" : Math.round(100 * p)) + "\
 const colour = t => `oklch(calc(var(--l) + var(--dl) * ${t}) var(--c) calc(var(--h) + var(--dh) * ${t}))`;
 
 let which = 0, step = 0, timer = 0, cursor = -1;  // cursor: the token whose tooltip is open, or -1
+let settling = 0, settled = false;  // settled: the last step is no longer marked, so what is left is the text
+const SETTLE = 900;  // milliseconds that the marks of the last step stay
 let sample, steps, spans, events;
 
 // The token at a position and step depends only on the events of that position, so the viewer can jump to any step.
@@ -70,7 +72,7 @@ function list() {
 
 function draw(p) {
   const token = tokenAt(p, step), event = eventAt(p, step), given = sample.given[p];
-  const fresh = event?.since === step, changed = fresh && event.old !== undefined;
+  const fresh = !settled && event?.since === step, changed = fresh && event.old !== undefined;
   const [head, ...lines] = (token ?? "").split("\n");
   spans[p].replaceChildren(head, ...lines.flatMap(text => [make("i", "\n", "nl"), text]));
   const classes = {given, mask: token === null, fresh, changed};
@@ -82,6 +84,9 @@ function draw(p) {
 
 function go(s) {
   step = Math.max(0, Math.min(steps, Math.round(s) || 0));
+  settled = false;
+  clearTimeout(settling);
+  if (step === steps) settling = setTimeout(settle, SETTLE);
   spans.forEach((_, p) => draw(p));
   const gaps = events.filter((_, p) => !sample.given[p]);
   const past = gaps.map(all => all.filter(e => e.step <= step));
@@ -91,6 +96,12 @@ function go(s) {
   $("slider").value = step;
   $("slider").style.setProperty("--now", step ? colour(scale(step)) : "var(--soft)");
   $("text").setAttribute("aria-label", `Step ${step} of ${steps}: ${text().replace(/█+/g, "…")}`);
+  if (cursor >= 0) point(cursor);
+}
+
+function settle() {
+  settled = true;
+  spans.forEach((_, p) => draw(p));
   if (cursor >= 0) point(cursor);
 }
 
@@ -161,3 +172,7 @@ document.addEventListener("keydown", e => {
 $("facts").textContent = Object.entries(settings).map(([name, value]) => `${name} ${value}`).join(", ");
 list();
 load(0);
+if (!live) {  // a page of finished texts plays the first one, once
+  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  still ? go(steps) : play(true);
+}

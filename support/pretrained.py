@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from support import files
+from support.data.tokenizer import describe
 from support.environment import optional
 from support.errors import UserError
 from support.kernels.reference import document_spans, is_visible
@@ -123,7 +124,7 @@ class Network:
     def first_position(self):
         """The number of the first position: in RoBERTa those up to that of [PAD] are not used."""
         is_roberta = "roberta" in self.model_type or self.model_type in ("camembert", "mpnet")
-        return self.settings["pad_token_id"] + 1 if is_roberta else 0
+        return (self.settings.get("pad_token_id") or 0) + 1 if is_roberta else 0
 
     def library_config(self):
         """The configuration object of the library."""
@@ -144,8 +145,8 @@ class Network:
             self.mask_id = V if own is None else own
             needed = V + (own is None)
             self.settings["vocab_size"] = max(self.rows, needed) if self.folder else needed
-        if self.mask_id > V or self.settings["vocab_size"] < V:
-            rows = self.settings["vocab_size"]
+        rows = self.settings["vocab_size"]
+        if self.mask_id > V or rows < max(V, self.mask_id + 1):
             fix = "give the tokenizer that it was trained with"
             raise UserError(f"the tokenizer has {V} ids, the network {rows}; {fix}")
         for name, id in self.settings.items():  # of another vocabulary
@@ -159,11 +160,9 @@ class Network:
         if tokenizer.vocab_size > self.rows:
             what = f"{where} has {tokenizer.vocab_size} tokens, the network {self.rows}"
             raise UserError(f"{what}; restore the tokenizer that it was trained with")
-        if tokenizer.kind == "file" and tokenizer.vocab != files.read_small(where):
-            own = json.loads(files.read_small(where))["model"]["vocab"]
-            if json.loads(tokenizer.vocab)["model"]["vocab"] != own:
-                fix = "give text, or ids that its tokenizer made"
-                raise UserError(f"the data have other tokens than {where}; {fix}")
+        if not have_equal_tokens(describe(where), (tokenizer.kind, tokenizer.vocab)):
+            fix = "give text, or ids that it made with that file beside them"
+            raise UserError(f"the data have other tokens than {where}; {fix}")
 
     def own_mask(self, tokenizer):
         """The id of a [MASK] that the tokenizer has already; None for a network that gets one.
@@ -274,6 +273,16 @@ def without_pooler(body):
     return body
 
 
+def have_equal_tokens(one, other):
+    """Whether two tokenizers, (kind, vocab, ...) each, have the same tokens; files of the library
+    may differ elsewhere."""
+    vocabs = [
+        json.loads(vocab)["model"]["vocab"] if kind == "file" else vocab
+        for kind, vocab, *_ in (one, other)
+    ]
+    return one[0] == other[0] and vocabs[0] == vocabs[1]
+
+
 def is_dropout(name, value):
     """Whether a setting of the library is a dropout rate."""
     return ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, (int, float))
@@ -284,11 +293,10 @@ def read(path):
     content = files.read_json(path, "network")
     if content.get("format") == FORMAT:
         settings, head, mask_id = (content.get(key) for key in ("config", "head", "mask_id"))
-        kinds = (type(settings), type(mask_id), head in CLASSES)
+        kinds = (type(settings), type(mask_id), head in [*CLASSES])
         if content.get("version") != 1 or kinds != (dict, int, True) or mask_id < 0:
             raise UserError(f"{path} is damaged, or of a later version; restore it from a copy")
-        network = Network(checked_settings(path, settings), head, mask_id)
-        return network
+        return Network(checked_settings(path, settings), head, mask_id)
     return Network(*settings_of(path, content))
 
 
@@ -307,7 +315,7 @@ def checked_settings(path, settings):
         config = transformers.CONFIG_MAPPING[kind].from_dict(dict(settings))
         settings = json.loads(config.to_json_string(use_diff=False))
     for name, most in SIZES.items():
-        size = getattr(config, name, None)
+        size = settings.get(name) if name == "vocab_size" else getattr(config, name, None)
         if type(size) is not int or not 1 <= size <= most:
             what = f"{path} has {name} {str(size)[:40]!r}, not 1 to {most}"
             raise UserError(f"{what}; give the config.json of a language model")

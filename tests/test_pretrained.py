@@ -730,6 +730,24 @@ def test_flags_for_networks_of_others_need_one(some_text, tmp_path, capfd):
     assert "--shift has no effect with the network of mdlm.py" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        (dict(mask_id=-1), "is damaged"),
+        (dict(mask_id="4"), "is damaged"),
+        (dict(head=["masked"]), "is damaged"),
+        (dict(version=2), "is damaged, or of a later version"),
+        (dict(mask_id=300), "the tokenizer has 300 ids, the network 300"),
+        (dict(mask_id=301), "the tokenizer has 300 ids"),
+    ],
+)
+def test_forged_network_is_refused(values, words, runs, tmp_path):
+    folder = shutil.copytree(checkpoint.find_checkpoint(runs("bert")), tmp_path / "step-2")
+    set_in("network.json", **values)(folder)
+    with pytest.raises(UserError, match=words):
+        mdlm.load_from(folder, torch.device("cpu"), "torch", False)
+
+
 @pytest.mark.parametrize("what", ["ids", "network"])
 def test_damaged_checkpoint_is_refused(what, runs, tmp_path):
     """network.json is a part of the checkpoint: by its sum, and by what it says."""
@@ -815,10 +833,13 @@ def test_ids_with_the_mask_of_an_encoder_are_refused(folder_of, tmp_path, capfd)
     assert not (tmp_path / "out").exists()
 
 
-def test_ids_of_another_tokenizer_are_refused(folder_of, tmp_path, capfd):
+@pytest.mark.parametrize("kind", ["llama", ""])
+def test_ids_of_another_tokenizer_are_refused(kind, folder_of, tmp_path, capfd):
+    """Or of none: which tokens they are is not known."""
     ids = tmp_path / "ids"
     ids.mkdir()
-    shutil.copy(folder_of("llama") / "tokenizer.json", ids)
+    if kind:
+        shutil.copy(folder_of(kind) / "tokenizer.json", ids)
     for name in ("train.bin", "val.bin"):
         (torch.arange(400) % 30 + 5).to(torch.int16).numpy().tofile(ids / name)
     assert run_mdlm(*flags_of(folder_of("bert"), ids, tmp_path / "out")) == 2

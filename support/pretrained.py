@@ -776,16 +776,6 @@ def implied(given, settings):
 def check_flags(given, network, flag):
     """Raise UserError for flags that a network of others cannot have."""
     kind = f"{flag}, a network of {network.model_type}"
-    unknown = {
-        "block_length": "whose layers know no blocks",
-        "prompt_column": "which takes no prompts yet",
-        "shard": "which is not sharded yet",
-        "time_conditioning": "which is not told the mask rate",
-        "infill_share": "whose layers know no blocks",
-    }
-    for name, why in unknown.items():
-        if given.get(name):
-            raise UserError(f"--{name} does not work with {kind}, {why}; leave it out")
     if network.head != CAUSAL:
         why = "which sees what follows"
         if given.get("objective") == "ar":
@@ -801,6 +791,24 @@ def check_flags(given, network, flag):
     if most < T:
         fix = f"give {most} or less"
         raise UserError(f"--block_size={T} is above the {most} positions of {kind}; {fix}")
+
+
+# Settings that no network of others has yet, and why.
+LACKING = {
+    "block_length": "whose layers know no blocks",
+    "infill_share": "whose layers know no blocks",
+    "prompt_column": "which takes no prompts yet",
+    "shard": "which is not sharded yet",
+    "time_conditioning": "which is not told the mask rate",
+}
+
+
+def check(config):
+    """Raise UserError for settings that a network of others cannot have; on --resume too."""
+    for name, why in LACKING.items() if config.network else ():
+        if getattr(config, name):
+            kind = f"--network={config.network}, a network of others"
+            raise UserError(f"--{name} does not work with {kind}, {why}; leave it out")
 
 
 def effects(config):

@@ -707,6 +707,17 @@ def test_refused_and_what_helps(
         assert run_mdlm(*base, *helps) == 0
 
 
+def test_a_run_is_not_sharded_when_it_resumes(runs, tmp_path, capfd):
+    out = shutil.copytree(runs("bert"), tmp_path / "out")
+    assert run_mdlm("--resume", "--shard", f"--out_dir={out}", "--max_steps=9") == 2
+    assert "--shard does not work with --network=" in capfd.readouterr().err
+    for name in pretrained.LACKING:
+        config = mdlm.Config(network="config.json")
+        setattr(config, name, 1)
+        with pytest.raises(UserError, match=f"--{name} does not work with"):
+            pretrained.check(config)
+
+
 def test_without_the_library_one_sentence_says_what_to_install(
     folder_of, some_text, tmp_path, capfd, monkeypatch
 ):

@@ -24,6 +24,7 @@ from support.training import checkpoint, optimizers, scores, shards
 def check(config, world=1):
     """Raise UserError for a config that cannot work on `world` ranks."""
     check_fields(config)
+    pretrained.check(config)
     heads = 2 * config.n_head
     if config.n_embd % heads and not config.network:
         raise UserError(f"--n_embd={config.n_embd} must be a multiple of {heads}, twice --n_head")

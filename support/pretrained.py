@@ -53,8 +53,9 @@ NEVER = -3e4  # logit of [MASK] in the loss: its probability is 0, and float16 c
 CLASSES = dict(masked="AutoModelForMaskedLM", embedding="AutoModel", causal="AutoModelForCausalLM")
 SIZES = dict(num_hidden_layers=1024, num_attention_heads=1024, hidden_size=1 << 16)
 SIZES |= dict(vocab_size=1 << 24)
-# What suits weights that are trained already, and an architecture that is not ours.
-FINE_TUNING = dict(optimizer="adamw", learning_rate=3e-4, muon_lr=3e-3, weight_decay=0.01)
+# What suits weights that are trained already (docs/pretrained.md), and what an architecture that is
+# not ours.
+FINE_TUNING = dict(optimizer="muon", learning_rate=3e-4, muon_lr=0.01, weight_decay=0.01)
 FROM_NOTHING = dict(optimizer="adamw", learning_rate=1e-3, muon_lr=0.02, weight_decay=0.1)
 
 

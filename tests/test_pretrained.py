@@ -418,7 +418,7 @@ def test_fine_tuning_goes_on_from_a_run_and_from_an_export(kind, flag, runs, som
     assert cli.run(export.main, [f"--out_dir={out}", f"--dest={tmp_path / 'hf'}"]) == 0
     before = mdlm.load(out)[0]
     for name, source in (("run", out), ("export", tmp_path / "hf")):
-        more = ["--max_steps=1", "--learning_rate=0"]
+        more = ["--max_steps=1", "--optimizer=adamw", "--learning_rate=0"]
         argv = flags_of(source, some_text, tmp_path / name, *more)
         assert run_mdlm(*argv, "--weight_decay=0", "--block_size=12") == 0
         after, _, config = mdlm.load(tmp_path / name)

@@ -43,7 +43,7 @@ import torch
 
 import mdlm
 from studies import frontier, peers, proven
-from support import devices, outputs, ranks
+from support import devices, outputs, plots, ranks
 from support.errors import UserError
 from support.files import naming, to_json
 from support.flags import READS, WRITES, opt
@@ -99,6 +99,9 @@ class SampleOptions(EveryMode):
     seed: int = opt(1000, "the first seed", bounds=(0, 1 << 31))
     seeds: int = opt(2, "number of seeds: the first and those after it", bounds=(1, 1000))
     dtype: str = opt("float32", "dtype of matrix products", "float32", "bfloat16")
+    picture: str = opt(
+        "", "draw quality by network calls into this file, .png or .svg", path=WRITES
+    )
 
 
 @dataclass
@@ -179,6 +182,14 @@ class ResultsTable:
     def write(self):
         if self.path not in ("", "-"):
             outputs.write(self.path, (to_json(self.content, indent=1) + "\n").encode())
+
+    def draw(self, path):
+        """Draw the rows of `bench.py sample`; raises UserError if they are too few."""
+        rows = self.content["rows"]
+        if not any("by_seed" in row for row in rows):
+            raise UserError(f"{path} is not drawn: no sampler was measured; raise --time_limit")
+        plots.plot_frontier(rows, path)
+        self.say(f"picture: {path}")
 
     def close(self):
         """The exit code; raises UserError if nothing was measured."""
@@ -565,6 +576,8 @@ def main(argv):
     if mode:
         check_mode(mode, given)
     outputs.check_all(options)
+    if options.picture:
+        plots.check_picture("--picture", options.picture)  # now: measuring takes long
     device = devices.pick_device(options.device)
     cuda = device.type == "cuda"
     if cuda:

@@ -5,6 +5,7 @@
     python eval.py --text="To be, or not"     # what it predicts; --pictures=FOLDER draws it
     python eval.py --temperature=1.1          # for a model too sure of itself
     python eval.py --compare=out-mdlm,out-ar  # logs of runs: a table, curves
+    python eval.py --compare=a.json,b.json    # two files of --json, window by window
 
 Pictures of a run go into its folder. On a CPU the same command gives the same bits.
 """
@@ -25,7 +26,7 @@ from pathlib import Path
 import torch
 
 import mdlm
-from support import numerics, outputs, plots
+from support import comparing, numerics, outputs, plots
 from support.data import sources, texts
 from support.devices import pick_device
 from support.errors import UserError
@@ -50,9 +51,13 @@ class Options:
         "text, of which the last tenth is scored, or a folder (default: what the run learned)",
         path=READS,
     )
-    compare: str = opt("", "RUN,RUN,...: a table of the last evaluations in their logs")
+    compare: str = opt(
+        "",
+        "RUN,RUN,...: a table of the last evaluations in their logs; or A.json,B.json,...: how "
+        "evaluations of --json differ from the first one, window by window",
+    )
     text: str = opt("", "mask this text, and show what the model predicts in it", text=True)
-    rate: float = opt(0.5, "fraction of the tokens of --text to mask", bounds=(0, 1))
+    rate: float = opt(0.5, "fraction of the tokens of --text to mask, above 0", bounds=(0, 1))
     # How to measure
     windows: int = opt(
         4096, "score at most this many validation windows, evenly spread", bounds=(1, 1 << 31)
@@ -233,10 +238,17 @@ def check(given):
     flags.check_clashes([("compare", measured, "give one of them")], given)
     measured = "data compare windows passes temperature whole exact dtype"
     flags.check_clashes([("text", measured, "--text measures nothing else")], given)
+    files = names_to_compare(options) if options.compare else []
     reads = "with --compare, which only reads logs; leave it out"
-    flags.check_effects(given, [("device dtype", not options.compare, reads)])
+    draws = "with --compare of files, which draws nothing; leave it out"
+    rules = [("device dtype", not files, reads), ("pictures", not is_json(files), draws)]
+    flags.check_effects(given, rules)
+    for name in files:
+        outputs.check("json", options.json, dict(compare=name))
     if "rate" in given and not options.text:
         raise UserError("--text is missing; give one, --rate alone masks nothing")
+    if options.rate == 0:
+        raise UserError("--rate=0 masks nothing, so nothing is predicted; give more, up to 1")
     outputs.check_all(options)  # now: measuring takes long
     if options.pictures not in ("", "none"):
         environment.optional("matplotlib", "--pictures")
@@ -245,12 +257,30 @@ def check(given):
     return options
 
 
-def compare(options):
-    """--compare: (results, words, folder for pictures, pictures) of the last logged evaluations."""
-    runs = [*map(flags.at_home, options.compare.split(","))]
-    for name in runs:
+def names_to_compare(options):
+    """The runs or files of --compare; raises UserError for a mixture of both."""
+    names = [*map(flags.at_home, options.compare.split(","))]
+    for name in names:
         flags.check_not_empty("a name in --compare", name)
         flags.check_path("--compare", name)
+    if is_json(names) != any(name.endswith(".json") for name in names):
+        what = f"--compare={options.compare} names files and runs"
+        raise UserError(f"{what}; give runs alone, or files of --json alone")
+    return names
+
+
+def is_json(names):
+    """Whether all of some names are those of files of --json; False for none."""
+    return bool(names) and all(name.endswith(".json") for name in names)
+
+
+def compare(options):
+    """--compare: (results, words, folder for pictures or None, pictures) of evaluations: the last
+    ones in the logs of runs, or those in files of --json."""
+    runs = names_to_compare(options)
+    if is_json(runs):
+        r = comparing.compare(runs)
+        return r, comparing.in_words(r), None, {}
     rows = []
     for name in runs:
         key, val = plots.validations(plots.read_log(name))
@@ -290,6 +320,7 @@ def evaluation(options):
         r["in_place_of"] = config.data
     r |= dict(objective=config.objective, block_size=config.block_size)
     r |= dict(crc=zlib.crc32(windows.cpu().numpy()), block_length=config.block_length)
+    r |= dict(tokenizer=zlib.crc32(tokenizer.to_json().encode()))
     with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
         r |= evaluate(model, corpus, windows, options.passes, options.exact)
     home = folder.parent if (folder.parent / "log.jsonl").exists() else None
@@ -312,7 +343,7 @@ def shows_gaps(model):
 
 @torch.no_grad()
 def predict(model, tokenizer, x0, n, scored, rate):
-    """Mask `rate` of the scored tokens of a text, and predict them.
+    """Mask `rate` of the scored tokens of a text, at least one, and predict them.
 
     x0: (1, T) ids. n: how many of them are the text. scored: (1, T) bool. Returns a dict for each
     of the n tokens: number, text, mark ("+": masked and predicted; "x": masked, another token is

@@ -3,11 +3,11 @@
     python export.py --to=hf --out_dir=out --dest=my-model   # for transformers
     python export.py --to=page --out_dir=out --dest=my-page  # runs in a browser
 
-my-model loads without this project, by AutoModelForMaskedLM with trust_remote_code=True, and
-AutoTokenizer. Its README.md says how. A network of Hugging Face (docs/pretrained.md) is written as
-that library has it, and needs no code of others. my-page is for any web server:
-python -m http.server --directory my-page. To make it takes onnx and onnxscript (pip install onnx
-onnxscript), and npm, a part of Node.js.
+my-model loads without this project, by AutoModelForMaskedLM (of a run with --objective=ar by
+AutoModelForCausalLM) with trust_remote_code=True, and AutoTokenizer. Its README.md says how. A
+network of Hugging Face (docs/pretrained.md) is written as that library has it, and needs no code of
+others. my-page is for any web server: python -m http.server --directory my-page. To make it takes
+onnx and onnxscript (pip install onnx onnxscript), and npm, a part of Node.js.
 """
 
 from support import cli, environment, flags, terminal
@@ -31,6 +31,7 @@ from safetensors.torch import save as to_safetensors
 import mdlm
 from support import files, outputs, plots, pretrained
 from support.data import tokenizer_json
+from support.data.seams import guarded
 from support.errors import UserError
 from support.flags import READS, WRITES, opt
 from support.kernels import reference
@@ -92,29 +93,35 @@ def begin_once(content):
     changed = json.dumps(parsed)
     text = "To be, or not to be:\nthat is  the question."
     try:
-        both = [
-            tokenizers.Tokenizer.from_str(each).encode(text, add_special_tokens=False)
-            for each in (content, changed)
-        ]
-    except Exception:  # it does not know these words; the tokenizers library raises no other kind
+        libraries = [guarded(tokenizers.Tokenizer.from_str, each) for each in (content, changed)]
+        both = [guarded(each.encode, text, add_special_tokens=False) for each in libraries]
+    except Exception:  # it does not know these words: the tokenizers library raises bare Exceptions
         return content
     return changed if both[0].ids == both[1].ids else content
+
+
+def without_dropout(content):
+    """The JSON of a tokenizer, as a dict, without BPE's dropout: a text has the same ids always."""
+    if content["model"].get("dropout"):
+        content = content | dict(model=content["model"] | dict(dropout=None))
+    return content
 
 
 def to_library(tokenizer):
     """A Tokenizer -> (tokenizer.json with [MASK] = V and [PAD] = V + 1 as a dict, its [END]).
 
-    That of a checkpoint, unless it is a file made elsewhere. Raises UserError where it cannot have
-    these.
+    That of a checkpoint, unless it is a file made elsewhere; without BPE's dropout, as in training.
+    Raises UserError where it cannot have these.
     """
     kind, vocab, end_id = tokenizer.kind, tokenizer.vocab, tokenizer.end_id
     try:
         if kind != "file":
-            content = tokenizer_json.to_content(kind, vocab, tokenizer.end)
+            content = without_dropout(tokenizer_json.to_content(kind, vocab, tokenizer.end))
             return content, None if end_id is None else "[END]"
         library = tokenizer.library.library
         nothing = dict.fromkeys(("truncation", "padding", "post_processor"))
-        content = json.loads(begin_once(vocab)) | nothing
+        own = json.dumps(without_dropout(json.loads(vocab)))
+        content = json.loads(begin_once(own)) | nothing
         tokenizer_json.add_specials(content, library.get_vocab())
         return content, None if end_id is None else library.id_to_token(end_id)
     except ValueError as e:
@@ -134,7 +141,7 @@ def quality(folder, config):
     return "not logged: `python eval.py` of mdlm (--whole) measures it"
 
 
-def card(folder, model, tokenizer, config, name, file="card.md"):
+def card(folder, model, tokenizer, config, name):
     """README.md of the folder `name`: what the model is, how good, how to load it and to sample."""
     size = f"{config.n_layer} layers x {config.n_embd}, context {config.block_size}"
     length = config.block_size
@@ -156,12 +163,17 @@ def card(folder, model, tokenizer, config, name, file="card.md"):
     )
     fields |= dict(millions=sum(p.numel() for p in model.parameters()) / 1e6)
     fields |= dict(V=tokenizer.vocab_size, kind=tokenizer.kind, pad_id=tokenizer.vocab_size + 1)
-    fields["length"] = length
+    fields |= dict(length=length, more=min(100, length // 2), context=config.block_size)
+    fields["prompt"] = tokenizer.decode([0])
+    with contextlib.suppress(UserError):  # a letter that the vocabulary does not have
+        fields["prompt"] = tokenizer.decode(tokenizer.encode("The"))
+    form = "card_ar.md" if config.objective == "ar" else "card.md"
     if config.network:
+        form = "card_network.md"
         fields |= dict(mask_id=model.mask_id, predict=predict_code(model))
         fields |= dict(auto=model.network.auto_class, kind=model.network.model_type)
         fields["end"] = end.replace("tokenizer.eos_token_id", str(tokenizer.end_id))
-    return (SUPPORT / file).read_text(encoding="utf-8").format(**fields)
+    return (SUPPORT / form).read_text(encoding="utf-8").format(**fields)
 
 
 # ---- Networks of Hugging Face, as that library has them
@@ -175,10 +187,13 @@ def tokens_of_network(model, tokenizer):
         content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] != "[PAD]"]
         return content, words | dict(mask_token="[MASK]", eos_token=end)
     library = tokenizer.library.library
-    content = json.loads(vocab) | dict.fromkeys(("truncation", "padding", "post_processor"))
+    content = without_dropout(json.loads(vocab)) | dict.fromkeys(
+        ("truncation", "padding", "post_processor")
+    )
     mask = library.id_to_token(model.mask_id)
     if mask is None:
-        content = json.loads(begin_once(vocab)) | dict.fromkeys(("truncation", "padding"))
+        own = json.dumps(without_dropout(json.loads(vocab)))
+        content = json.loads(begin_once(own)) | dict.fromkeys(("truncation", "padding"))
         content["post_processor"] = None
         mask = "[MASK]"
         try:
@@ -214,7 +229,7 @@ def contents_of_network(folder, model, tokenizer, config, options):
         raise UserError("--to=hf is for masked diffusion, not for --objective=ar")
     content, words = tokens_of_network(model, tokenizer)
     name = Path(options.dest).name
-    text = card(folder, model, tokenizer, config, name, "card_network.md")
+    text = card(folder, model, tokenizer, config, name)
     contents = {
         "tokenizer.json": tokenizer_json.dumps(content).encode(),
         "tokenizer_config.json": json.dumps(words, indent=1).encode(),
@@ -240,23 +255,24 @@ def code(text):
 
 def contents_of(folder, model, tokenizer, config, options):
     """The files of a Hugging Face model, name -> bytes."""
-    if not model.objective.fills_gaps:
-        fit = "masked diffusion, not for --objective=ar or --block_length without --infill_share"
-        raise UserError(f"--to=hf is for {fit}")
+    is_causal = config.objective == "ar"
+    if not (model.objective.fills_gaps or is_causal):
+        raise UserError("--to=hf is not for --block_length without --infill_share")
     tokens, end = to_library(tokenizer)
     V = tokenizer.vocab_size
     ids = dict(eos_token_id=tokenizer.end_id if end else V + 1, pad_token_id=V + 1)
-    name = "MDLMForMaskedLM"
-    places = dict.fromkeys(["AutoModel", "AutoModelForMaskedLM"], f"modeling_mdlm.{name}")
+    kind = "ForCausalLM" if is_causal else "ForMaskedLM"
+    name = f"MDLM{kind}"
+    places = dict.fromkeys(["AutoModel", f"AutoModel{kind}"], f"modeling_mdlm.{name}")
     places["AutoConfig"] = "modeling_mdlm.MDLMConfig"
     settings = dict(model_type="mdlm", architectures=[name], auto_map=places, dtype="float32")
-    settings |= ids | dict(
-        vocab_size=V + 2, mask_token_id=V, end_id=model.objective.end_id, use_cache=False
-    )
+    end_id = -1 if is_causal else model.objective.end_id  # a token like others, if it is predicted
+    settings |= ids | dict(vocab_size=V + 2, mask_token_id=V, end_id=end_id, use_cache=False)
     settings |= {key: getattr(config, key) for key in NETWORK}
     settings |= dict(pad_to_context=options.pad_to_context, tie_word_embeddings=config.tie)
     words = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size)
     words |= dict(mask_token="[MASK]", pad_token="[PAD]", eos_token=end or "[PAD]")
+    words["padding_side"] = "left" if is_causal else "right"  # a text goes on at its end
     words["model_input_names"] = ["input_ids", "attention_mask"]
     words["clean_up_tokenization_spaces"] = False  # a text has the spaces that were learned
     weights = {f"model.{key}": value.detach() for key, value in model.named_parameters()}
@@ -293,8 +309,9 @@ def main(argv):
     outputs.check_new_folder("dest", options.dest)
     read = partial(mdlm.load, kernel="torch", whole=True)
     folder, loaded = read_newest(default_run(options.out_dir), read)
-    pads = options.pad_to_context and loaded[0].objective.lengths_are_given
-    sees = "on a model of documents of given lengths, which does not see what follows; leave it out"
+    objective = loaded[0].objective
+    pads = options.pad_to_context and (objective.lengths_are_given or objective.one_by_one)
+    sees = "on a model that does not see what follows a text; leave it out"
     flags.check_effects(given, [("pad_to_context", not pads, sees)])
     if is_page and loaded[2].network:
         raise UserError("--to=page is for networks of mdlm.py; give --to=hf for those of others")

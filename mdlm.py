@@ -40,9 +40,18 @@ from support.errors import SharedError, UserError
 from support.flags import COUNT, NO_LIMIT, READS, WRITES, opt
 from support.kernels.launch import can_compile
 from support.kernels.reference import rotary_tables
-from support.numerics import generator
+from support.numerics import Dropout, generator
 from support.ranks import all_reduce
-from support.training import checkpoint, compiling, pace, runs, shards
+from support.training import (
+    checkpoint,
+    compiling,
+    memory_needs,
+    pace,
+    runs,
+    scope,
+    shards,
+    trackers,
+)
 from support.training.log import Log, to_preview
 from support.training.optimizers import (
     average,
@@ -52,6 +61,7 @@ from support.training.optimizers import (
     set_rates,
     update,
 )
+from support.training.watch import Watch
 from support.view import View
 from variants import rates
 from variants.time_conditioning import AdaLN, RateEmbedding
@@ -207,6 +217,12 @@ class Config:
         4096, "windows of validation text in the last evaluation (0: all)", bounds=(0, NO_LIMIT)
     )
     log_interval: int = opt(20, "steps between records in log.jsonl", bounds=COUNT)
+    log: str = opt(
+        "none",
+        "where the numbers of log.jsonl go too: wandb or tensorboard, if it is installed",
+        *("none", "wandb", "tensorboard"),
+        off="none",
+    )
     # Documents (.jsonl, .json, .parquet, folders, --separator, .bin with --end)
     text_column: str = opt("text", "the column of a record that has the text")
     max_bad_records: int = opt(
@@ -314,7 +330,7 @@ PATTERNS |= dict(lr_schedule="cosine", learning_rate=0.03, batch_size=32, attent
 RESUMABLE = {
     *("out_dir", "resume", "device", "kernels", "compile", "shard", "recompute"),
     *("max_steps", "time_limit", "gradient_accumulation_steps"),
-    *("eval_interval", "eval_windows", "log_interval"),
+    *("eval_interval", "eval_windows", "log_interval", "log"),
 }
 
 
@@ -324,7 +340,7 @@ def parse_args(argv):
     notes = flags.fold(implied, "", "    ")
     notes += "\nA run ends after --max_steps or --time_limit; without both as its preset says."
     notes += "\nWith --max_steps alone the clock plays no part: such a run repeats to the bit."
-    title = "\n\n".join(__doc__.split("\n\n")[:2])  # with the commands that follow it
+    title = "\n\n".join((__doc__ or "").split("\n\n")[:2])  # with the commands that follow it
     return flags.parse_flags(Config, argv, title, notes, PRESETS, devices.default_preset("auto"))
 
 
@@ -479,7 +495,7 @@ class Layer(nn.Module):
         super().__init__()
         C = config.n_embd
         self.n_head = config.n_head
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
         self.qkv = nn.Linear(C, 3 * C, bias=False) if attends else None
         self.proj = nn.Linear(C, C, bias=False) if attends else None
         self.up = nn.Linear(C, 4 * C, bias=False)
@@ -791,8 +807,10 @@ def evaluate(
     """Likelihood of validation windows (W, T), nats per token. Deterministic; ranks share the work.
 
     `nelbo`: the mean over windows and passes of the mean CE over masked tokens (an upper bound of
-    the NLL), `se`: its standard error. `by_window`: one mean each; `ce` and `accuracy` (top-1): by
-    tenths of the mask rate. (Of an autoregressive model: variants/autoregressive.py, summary.)
+    the NLL), `se`: its standard error. `by_window`, `tokens_by_window`: means (W,) and how many
+    tokens they are of; `by_mask`: tokens masked and their mean CE, (passes, W) lists (not of
+    blocks); `ce` and `accuracy` (top-1): by tenths of the mask rate. (Of an autoregressive model:
+    variants/autoregressive.py, summary.)
     observe(rows, targets, logits) sees each batch: the scored rows (n,) of the flat batch, their
     tokens (n,), logits (n, V). Each batch has windows from the whole text, so an evaluation may be
     cut short: after the deadline (time.monotonic()) no batch begins but the first. scored (W, T)
@@ -1123,6 +1141,7 @@ def make_config(given, folder, world):
     runs.check_effects(given, config, old, variants.effects(config))
     shards.check(config.shard, world)
     runs.check_unused(given, Path(config.out_dir))
+    trackers.check(config)
     return config, changed
 
 
@@ -1213,10 +1232,12 @@ def setup(given, start):
     run.changed = changed
     run.windows = corpus.windows(config.eval_windows)
     runs.load_weights(run, source)
-    compile_run(run, folder)
-    runs.begin(run, folder)
-    if not folder:
-        report(run)
+    memory_needs.say(run, LOGITS)
+    with memory_needs.explained(run):
+        compile_run(run, folder)
+        runs.begin(run, folder)
+        if not folder:
+            report(run)
     return run
 
 
@@ -1224,14 +1245,16 @@ def train(given, start):
     """Train with the given flags, a dict of Config fields; returns the exit code."""
     run = setup(given, start)
     config = run.config
+    watch = Watch(run)  # of the files of the data
     interrupt = signals.Interrupt()  # installed late: before the first step Ctrl-C may simply exit
-    with run.log.progress(run) as show_progress:
+    with memory_needs.explained(run), run.log.progress(run) as show_progress:
         while True:
             compiling.use_compiled(run)  # once the second process, if there is one, is done
             stop = pace.update_progress(run, interrupt)
             show_progress()
             if stop or run.progress >= 1:
                 break
+            watch.check()
             train_step(run, run.step, run.progress)
             run.step += 1
             # Once in a while: a record in the log; an evaluation; a checkpoint.
@@ -1245,7 +1268,9 @@ def train(given, start):
                 save(run)
             elif run.save_is_due:
                 save(run)
-    stop = finish(run, stop, interrupt)
+    with memory_needs.explained(run):
+        stop = finish(run, stop, interrupt)
+    run.log.close()
     ranks.leave_ranks()
     return 128 + stop if stop else 0  # as a shell reports the signal
 
@@ -1274,11 +1299,17 @@ def finish(run, stop, interrupt):
     return stop
 
 
-def main(argv):
-    return train(parse_args(argv), PROCESS_START)
+def main(argv, start=None):
+    """Train with these flags, as the command does; returns its exit code.
+
+    start: time.monotonic() from which --time_limit and the log's seconds count (None: now)
+    """
+    start = time.monotonic() if start is None else start
+    with scope.of_a_run():  # of the process: its caller in Python finds it as it was
+        return train(parse_args(argv), start)
 
 
 if __name__ == "__main__":
-    with cli.program(checkpoint.release) as end:
-        end.code = main(sys.argv[1:])
+    with cli.program() as end:
+        end.code = main(sys.argv[1:], PROCESS_START)
     sys.exit(end.code)

@@ -14,6 +14,8 @@ tokens hardly depend on each other. Without --out_dir and a run in out/, it uses
 from support import cli, flags, terminal
 
 cli.start(__name__)
+
+import contextlib
 import math
 import os
 import re
@@ -889,29 +891,32 @@ def main(argv):
     check_effects(model, tokenizer, todo, options, variants, given)
     options = resolve(options, model)
     to_stdout = options.json == "-" or (options.batch and not options.json)
-    lines = sys.stdout if to_stdout else outputs.Lines(options.json or os.devnull)
     if to_stdout:
-        lines.reconfigure(encoding="utf-8")  # JSON's, whatever the locale's is
+        sys.stdout.reconfigure(encoding="utf-8")  # JSON's, whatever the locale's is
     scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
     pages = []
-    if variants:
-        [(template, segments)] = todo
-        training = word_statistics.training_text(folder, tokenizer, config)
-        statistics = word_statistics.WordStatistics(training)
-        fill = partial(sampled, model, tokenizer, segments, template=template is not None)
-        n = to_ids(segments, tokenizer, model.mask_id).count(model.mask_id)
-        pages = word_statistics.compare(variants, fill, statistics, n, lines)
-        todo = []
-    # A bar only on a terminal, and none beside the lines of JSON there.
-    hide = not options.batch or (to_stdout and sys.stdout.isatty()) or None
-    for template, segments in terminal.bar(todo, unit="template", disable=hide):
-        rule = ""  # between texts
-        for texts, facts in answers(model, tokenizer, template, segments, options, pages):
-            if not (to_stdout or options.batch):
-                print(rule, end="")
-                viewer.show(texts, facts, "candidates" in given)
-                rule = "-" * 40 + "\n" if template is None else ""
-            print(viewer.json_line(template, texts[0], facts), file=lines, flush=True)
+    target = contextlib.nullcontext(sys.stdout)
+    if not to_stdout:
+        target = outputs.Lines(options.json or os.devnull)
+    with target as lines:
+        if variants:
+            [(template, segments)] = todo
+            training = word_statistics.training_text(folder, tokenizer, config)
+            statistics = word_statistics.WordStatistics(training)
+            fill = partial(sampled, model, tokenizer, segments, template=template is not None)
+            n = to_ids(segments, tokenizer, model.mask_id).count(model.mask_id)
+            pages = word_statistics.compare(variants, fill, statistics, n, lines)
+            todo = []
+        # A bar only on a terminal, and none beside the lines of JSON there.
+        hide = not options.batch or (to_stdout and sys.stdout.isatty()) or None
+        for template, segments in terminal.bar(todo, unit="template", disable=hide):
+            rule = ""  # between texts
+            for texts, facts in answers(model, tokenizer, template, segments, options, pages):
+                if not (to_stdout or options.batch):
+                    print(rule, end="")
+                    viewer.show(texts, facts, "candidates" in given)
+                    rule = "-" * 40 + "\n" if template is None else ""
+                print(viewer.json_line(template, texts[0], facts), file=lines, flush=True)
     if options.html:
         about = viewer.settings(model, options)
         about.pop(options.compare.partition("=")[0], None)  # each tab has its own

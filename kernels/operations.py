@@ -1,5 +1,6 @@
 """Chooses the implementation of each operation: Triton kernels, or PyTorch (reference.py)."""
 
+import contextlib
 from types import SimpleNamespace
 
 import torch
@@ -53,7 +54,7 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
     """
     if name not in ("auto", "triton", "torch"):
         raise ValueError(f"kernels={str(name)[:40]!r} is not accepted; give auto, triton or torch")
-    device = torch.device(device)
+    device = _existing(device)
     missing = _missing(device)
     if name == "triton" and missing:
         needs = "Triton, a C compiler, Python's headers and a CUDA device from sm_80 on"
@@ -77,6 +78,16 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
     if name == "auto" and T > MAX_OURS:
         ops.attention = attention_of_documents
     return ops
+
+
+def _existing(name):
+    """The torch.device of a name; raise ValueError for what is none, or a GPU that is not there."""
+    with contextlib.suppress(RuntimeError, TypeError):  # what PyTorch raises for other names
+        device = torch.device(name)
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if device.type != "cuda" or (device.index or 0) < gpus:
+            return device
+    raise ValueError(f"device={str(name)[:40]!r} is not on this machine; give cpu or a GPU")
 
 
 def _missing(device):

@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import cli, errors, flags, outputs
+from support.files import read_small
 
 WIDTH, HEIGHT = 9.6, 27  # pixels for each character
 CAPTION = 7.0  # pixels for each character of the caption, in a wide font
@@ -34,10 +35,30 @@ THEMES = {
 
 def read_sample(path):
     """The first sample of a page: a dict with tokens, given and frames (support/web/viewer.py)."""
-    match = re.search(r'id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.S)
+    path.stat()  # an error that names a file that is missing
+    if not path.is_file():
+        raise ValueError("no file")
+    match = re.search(r'id="data">(.*?)</script>', read_small(path), re.S)
     if not match:
         raise ValueError("no page")
-    return json.loads(match[1])["samples"][0]
+    sample = json.loads(match[1])["samples"][0]
+    check(sample)
+    return sample
+
+
+def check(sample):
+    """Raise ValueError or TypeError for a sample of other types, or whose text is not complete."""
+    tokens, given, frames, calls = (sample[k] for k in ("tokens", "given", "frames", "calls"))
+    kinds = [(tokens, str), (given, bool), (frames, list)]
+    if not tokens or not all(type(v) is list and {*map(type, v)} <= {k} for v, k in kinds):
+        raise ValueError("tokens, given and frames are no lists")
+    written = {i for i, is_given in enumerate(given) if is_given}
+    for position, token, *_ in (entry for frame in frames for entry in frame):
+        if type(position) is not int or type(token) is not str:
+            raise ValueError("an entry of a frame is no position with its token")
+        written.add(position)
+    if type(calls) is not int or len(given) != len(tokens) or written != {*range(len(tokens))}:
+        raise ValueError("not all tokens are given or written")
 
 
 def layout(tokens):
@@ -150,7 +171,7 @@ def draw(sample, theme):
 
 
 def main(argv):
-    parser = flags.Parser(description=__doc__.splitlines()[0])
+    parser = flags.Parser(description=flags.first_line(__doc__))
     parser.add_argument("page", help="a page that sample.py --html wrote")
     parser.add_argument("picture", help="SVG file to write")
     parser.add_argument("--dark", action="store_true", help="for a dark background")
@@ -158,7 +179,7 @@ def main(argv):
     outputs.check("PICTURE", args.picture, dict(PAGE=args.page))
     try:
         svg = draw(read_sample(Path(args.page)), "dark" if args.dark else "light")
-    except (ValueError, LookupError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         fix = "give a page that sample.py --html wrote"
         raise errors.UserError(f"{args.page} is no page of sample.py; {fix}") from None
     outputs.write(args.picture, svg.encode())

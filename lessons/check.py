@@ -112,15 +112,10 @@ def check(argv):
 
 
 def main(argv):
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # for a terminal that cannot show a character
-    try:
-        verdict, sentence = check(argv)
-    except KeyboardInterrupt:
-        return 130
+    verdict, sentence = check(argv)
     print(f"{verdict}:", *visible(sentence).splitlines())
     return EXIT_CODES[verdict]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(cli.run(main, sys.argv[1:]))

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import cli
-from support.flags import Parser
+from support.flags import Parser, first_line
 
 TRADES = """
 barber cooper draper farmer fuller glover grocer hosier hunter joiner
@@ -37,7 +37,7 @@ def make_facts(seed=0):
 
 
 def main(argv):
-    Parser(description=__doc__.splitlines()[0]).parse_args(argv)
+    Parser(description=first_line(__doc__)).parse_args(argv)
     print("\n".join(random.Random(1).sample(make_facts() * 21, 6300)))
     return 0
 

@@ -5,6 +5,8 @@ python lessons/minimal.py my.txt --seconds=600 --template "To be███"    # 
 """
 
 import argparse
+import os
+import signal
 import sys
 import time
 from pydoc_data.topics import topics
@@ -19,6 +21,7 @@ except ModuleNotFoundError as e:
 import torch.nn as nn
 import torch.nn.functional as F
 
+MOST = 10_000_000  # characters of a text that are read
 T, C, HEADS, LAYERS, BATCH = 64, 128, 4, 3, 32  # context, width, heads, layers, texts per step
 
 
@@ -88,8 +91,10 @@ def train(model, ids, seconds):
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # python minimal.py | head ends quietly
     parser = argparse.ArgumentParser()
-    parser.add_argument("file", nargs="?", help="a text; default: Python's own manual")
+    parser.add_argument("file", nargs="?", help="a text (default: Python's own manual)")
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--template", default="The ███████ statement", help="█: to be filled")
     args = parser.parse_args()
@@ -98,12 +103,15 @@ if __name__ == "__main__":
     text = "\n".join(topics.values())
     if args.file:
         try:
-            text = open(args.file, encoding="utf-8", newline="").read()
+            if os.path.exists(args.file) and not os.path.isfile(args.file):
+                raise OSError("it is a folder or a device")
+            text = open(args.file, encoding="utf-8", newline="").read(MOST + 1)
         except (OSError, UnicodeError) as e:
             parser.error(f"{args.file} is no UTF-8 text that can be read ({e}); give another file")
     chars = [*sorted(set(text)), "█"]  # the last one stands for [MASK]
-    if len(text) < 20 * T:
-        parser.error(f"the text has {len(text)} characters; give at least {20 * T}")
+    if not 20 * T <= len(text) <= MOST:
+        n = len(text) if len(text) <= MOST else f"over {MOST}"
+        parser.error(f"the text has {n} characters; give {20 * T} to {MOST}")
     if len(args.template) > T or not set(args.template) <= set(chars):
         parser.error(f"give a template of at most {T} characters, all of which occur in the text")
     ids = torch.tensor([chars.index(c) for c in text])

@@ -25,7 +25,7 @@ import mdlm
 import sample
 from support import outputs
 from support.errors import UserError
-from support.flags import Parser
+from support.flags import Parser, first_line
 from support.plots import check_picture, write_figure
 
 STEPS = (1, 2, 4, 8, 16, 32)
@@ -118,7 +118,7 @@ def draw(fractions, speeds, shown, path):
 
 
 def main(argv):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=first_line(__doc__))
     parser.add_argument("run", help="folder of a run with --data=patterns")
     parser.add_argument("picture", help="PNG or SVG file to write")
     parser.add_argument("--seeds", type=int, default=4)

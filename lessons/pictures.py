@@ -29,7 +29,7 @@ import mdlm
 import sample
 from support import outputs
 from support.errors import UserError
-from support.flags import Parser
+from support.flags import Parser, first_line
 from support.infill.calls import to_context
 from support.infill.templates import parse, to_ids
 from support.kernels.reference import is_visible, mask_tokens_ref, prepare
@@ -244,7 +244,7 @@ def check(args):
 
 
 def main(argv):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=first_line(__doc__))
     parser.add_argument("picture", help="PNG or SVG file to write")
     parser.add_argument("--text", help="draw the attention of a model in this text; █ is a mask")
     parser.add_argument("--orders", help="two orders of sample.py: draw how each unmasks a text")

@@ -81,7 +81,7 @@ FIGURES = dict(baseline=draw_baseline, sampling=draw_sampling)
 
 
 def main(argv):
-    parser = flags.Parser(description=__doc__.splitlines()[0])
+    parser = flags.Parser(description=flags.first_line(__doc__))
     parser.add_argument("figure", help=" or ".join(FIGURES))
     parser.add_argument("picture", help="PNG or SVG file to write")
     args = parser.parse_args(argv)

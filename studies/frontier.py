@@ -96,3 +96,5 @@ def bench_sampling(options, device, table):
         facts = dict(sampler=name, calls=steps, seconds=seconds)
         by_seed = [statistics(texts) for texts in x.split(n)]
         table.add(facts | statistics(x) | dict(by_seed=by_seed))
+    if options.picture:
+        table.draw(options.picture)

@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import cli
-from support.flags import Parser
+from support.flags import Parser, first_line
 
 TOKENS = 8192  # of a rank at a time
 REACHED = 0.4  # of the peak FLOP/s, in the matrix products
@@ -131,7 +131,7 @@ def table():
 
 
 def main(argv):
-    Parser(description=__doc__.splitlines()[0]).parse_args(argv)
+    Parser(description=first_line(__doc__)).parse_args(argv)
     print(table())
     return 0
 

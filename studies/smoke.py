@@ -27,7 +27,7 @@ import mdlm
 from studies import peers
 from support import devices, kernels
 from support.errors import UserError
-from support.flags import Parser
+from support.flags import Parser, first_line
 from support.kernels.reference import block_spans, document_spans
 from support.training import compiling
 
@@ -159,7 +159,7 @@ def interpreted():
 
 
 def main(argv):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=first_line(__doc__))
     parser.add_argument("--json", action="store_true", help="a JSON object for each comparison")
     parser.parse_args(argv)
     if INTERPRETED:

@@ -25,7 +25,7 @@ import torch
 
 from support import kernels
 from support.errors import UserError
-from support.flags import Parser
+from support.flags import Parser, first_line
 from support.kernels.reference import block_spans, document_spans
 
 # In the package these names are the operations.
@@ -251,7 +251,7 @@ def chunks():
 
 
 def main(argv):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=first_line(__doc__))
     parser.add_argument("--compile", action="store_true", help="compile the candidates alone")
     parser.add_argument("--time", action="store_true", help="compile each as it is timed")
     options = parser.parse_args(argv)

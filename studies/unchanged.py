@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -241,7 +242,7 @@ def main():
         with tempfile.TemporaryDirectory() as out:
             print(json.dumps(dict(Checkout(Path(out).resolve()).results())))
         return 0
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("before", help="folder of a checkout")
     parser.add_argument("after", help="folder of another")
     args = parser.parse_args()
@@ -257,4 +258,7 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with contextlib.suppress(BrokenPipeError):
+        sys.exit(main())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # its reader has gone (| head)
+    sys.exit(141)

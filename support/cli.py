@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from support import environment
+from support import environment, memory
 from support.errors import RankError, SharedError, UserError
 from support.flags import FORMER, naming_former
 from support.signals import CAME, Stopped, clean_end
@@ -128,7 +128,7 @@ def report(error):
         return report_file(error, name)
     why = ""
     if isinstance(error, (MemoryError, RuntimeError)):  # of Python, numpy; of PyTorch's allocators
-        why = explain(error)
+        why = explain(error, name)
     if why:
         warn(f"{name}: {why}", on_every_rank=True)
         return 2
@@ -163,12 +163,14 @@ def wait_for_first_rank():
     time.sleep(FIRST_RANK_SPEAKS)
 
 
-def explain(error):
-    """A sentence for a MemoryError or RuntimeError that is no bug of the program; else ""."""
+def explain(error, name):
+    """A sentence for a MemoryError or RuntimeError that is no bug of the program; else "".
+
+    name: of the program's file
+    """
+    if memory.is_full(error):
+        return memory.explain(error, name)
     text = str(error)
-    words = ("out of memory", "can't allocate memory", "bad_alloc", "not enough memory")
-    if isinstance(error, MemoryError) or any(word in text for word in words):
-        return "out of memory; lower the batch, the length, or the size of the model"
     words = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
     if "MASTER_PORT" in os.environ and any(word in text for word in words):
         fix = "--resume continues from what was saved"

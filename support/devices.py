@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import torch
 
+from support import memory
 from support.errors import UserError
 from support.flags import shown
 
@@ -64,6 +65,17 @@ def pick_dtype(name, device):
     return torch.bfloat16 if fast else torch.float32
 
 
+# ---- Memory
+def free_memory(device):
+    """Return the bytes that this process may still take on a device; None if that is not known."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    return memory.free_main_memory()
+
+
 # ---- FLOP/s
 # Part of a GPU's name -> dense bfloat16 TFLOP/s, from the vendors' data sheets.
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165}
@@ -86,11 +98,16 @@ def flops_per_token(model):
     body = rows * sum(p.numel() for p in model.layers.parameters())
     # The head and the last layer's MLP compute only the predicted positions.
     end = objective.predicted_fraction * config.n_embd * model.vocab_size
-    attending = len(model.layers)
     if not config.network:
         end -= 8 * config.n_embd**2 * (rows - objective.predicted_fraction)
-        attending = sum(layer.qkv is not None for layer in model.layers)
-    return 6 * (body + end) + 12 * attending * config.n_embd * config.block_size
+    return 6 * (body + end) + 12 * attending(model) * config.n_embd * config.block_size
+
+
+def attending(model):
+    """Return how many layers attend: of a network of others all."""
+    if model.config.network:
+        return len(model.layers)
+    return sum(layer.qkv is not None for layer in model.layers)
 
 
 # ---- Copies to a device

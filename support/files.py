@@ -117,11 +117,16 @@ def write_atomically(path, content):
     tmp = temporary(path.parent)
     try:
         write_synced(tmp, content)
-        with contextlib.suppress(OSError):  # there is no old file, or no permissions
-            shutil.copymode(path, tmp)
-        os.replace(tmp, path)
+        rename_over(tmp, path)
     finally:
         tmp.unlink(missing_ok=True)
+
+
+def rename_over(tmp, path):
+    """Rename a file that is on the disk to `path`; one that it replaces keeps its permissions."""
+    with contextlib.suppress(OSError):  # there is no old file, or no permissions
+        shutil.copymode(path, tmp)
+    os.replace(tmp, path)
 
 
 def write_all(f, content):

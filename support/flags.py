@@ -273,6 +273,11 @@ def parse_bool(text, others=()):
     raise argparse.ArgumentTypeError(f"{text!r} is not accepted; give {accepted}")
 
 
+def first_line(doc):
+    """The first line of a docstring; "" for None, as python -OO keeps none."""
+    return (doc or "").partition("\n")[0]
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose mistakes are UserErrors. No flag is abbreviated, no value empty."""
 
@@ -291,6 +296,7 @@ class Parser(argparse.ArgumentParser):
             raise OSError(e.errno, e.strerror, STDOUT) from e
 
     def parse_args(self, argv):
+        check_argv(argv)
         given, unknown = self.parse_known_args(argv)
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         if unknown:
@@ -363,6 +369,7 @@ def parse_flags(
     free: the name under which a value without a flag is returned ("": it is refused).
     usage: what follows the program's name, as --help says it.
     """
+    check_argv(argv)
     texts = (usage, description, epilog, presets, preset)
     all_fields = dataclasses.fields(cls)
     parser = make_parser(cls, all_fields, *texts)
@@ -373,6 +380,13 @@ def parse_flags(
         return parse_words(cls, argv, parser, program, free)
     except UserError as e:
         raise type(e)(naming_former(str(e))) from e
+
+
+def check_argv(argv):
+    """Raise UserError for arguments from Python that are no list of strings."""
+    if not isinstance(argv, (list, tuple)) or not all(isinstance(word, str) for word in argv):
+        given = shown(repr(argv), 80)
+        raise UserError(f'the flags {given} are no list of strings; give ["--flag=value", ...]')
 
 
 def parse_words(cls, argv, parser, program, free):
@@ -445,7 +459,7 @@ def make_parser(cls, fields, usage, description, epilog, presets, preset):
         epilog += f"\n\n--help=all shows all {n} flags."
     parser = Parser(
         usage=f"%(prog)s {usage}",
-        description=fold_paragraphs(description),
+        description=fold_paragraphs(description or ""),  # python -OO keeps no docstrings
         epilog=epilog,
         argument_default=argparse.SUPPRESS,
         add_help=False,

@@ -8,6 +8,8 @@ import difflib
 import re
 from pathlib import Path
 
+from support.aliases import ALIASES
+
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ("mdlm", "sample", "eval", "bench", "export")
 NEAR = 0.7  # the least likeness of a name that is proposed: above 0.6, --wandb is like --dataset
@@ -38,6 +40,7 @@ SYNONYMS = {
         ema="ema_decay",
         eval_interval="eval_every eval_steps",
         log_interval="log_every logging_steps",
+        log="logger report_to",
     ),
     "sample": dict(
         out_dir=READ_FROM + " out",
@@ -62,7 +65,8 @@ SYNONYMS = {
 CONFIG_FILES = "there are no configuration files; each setting is a flag"
 LOGGERS = (
     "a run writes its numbers to log.jsonl in its folder, one JSON object a line, and draws "
-    "loss.png; eval.py --compare shows several runs"
+    "loss.png; mdlm.py --log=wandb or --log=tensorboard sends them there too; eval.py --compare "
+    "shows several runs"
 )
 DEVICES = "give --device=cpu, cuda or mps"
 TEXTS = "a text is given by --prompt, a text with gaps by --infill, or either without a flag"
@@ -71,7 +75,7 @@ ANSWERS = {
         "config config_file conf yaml": CONFIG_FILES,
         "cpu cuda gpu no_cuda use_cuda mps": DEVICES,
         "wandb wandb_log wandb_project wandb_run_name use_wandb no_wandb": LOGGERS,
-        "tensorboard tb report_to logger log_dir logdir": LOGGERS,
+        "tensorboard tb log_dir logdir": LOGGERS,
         "verbose v debug quiet q": "what a program says cannot be changed",
         "fp16 bf16 amp mixed_precision half": "--dtype gives the type of products",
     },
@@ -138,8 +142,11 @@ def answer(name, names, program):
     if others and name not in names:
         return f"it belongs to {', '.join(others)}"
     synonyms = " ".join(SYNONYMS.get(program, {}).values()).split()
-    near = difflib.get_close_matches(name.lower(), [*names, *synonyms], n=1, cutoff=NEAR)
-    return f"the nearest is --{ours(near[0], names, program)}" if near else ""
+    former = {k: new for new, old, _ in ALIASES.get(program, ()) for k in old if new in names}
+    known = [*names, *synonyms, *former]
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=NEAR)
+    now = former.get(near[0]) or ours(near[0], names, program) if near else ""
+    return f"the nearest is --{now}" if near else ""
 
 
 def flags_of(program):

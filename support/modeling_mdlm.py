@@ -1,6 +1,7 @@
 """A model that mdlm trained, for Hugging Face transformers: load it with trust_remote_code=True.
 
 MDLMForMaskedLM sees a text in which some tokens are [MASK], and predicts every position at once.
+MDLMForCausalLM, of a run with --objective=ar, predicts the next token.
 """
 
 import math  # noqa: F401 (the model uses it)
@@ -13,9 +14,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor  # noqa: F401 (the model uses it)
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import MaskedLMOutput
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput
 
+Dropout = nn.Dropout
 # export.py puts their source here:
 Model = View = view_of_documents = masked_fraction = rotary_tables = None
 attention_ref = norm_conv_ref = None
@@ -33,6 +35,7 @@ class MDLMConfig(PretrainedConfig):
 class MDLMForMaskedLM(PreTrainedModel):
     config_class = MDLMConfig
     base_model_prefix = "model"
+    output = MaskedLMOutput
     # With tie_word_embeddings:
     _tied_weights_keys: ClassVar = {"model.head.weight": "model.embed.weight"}
 
@@ -189,13 +192,18 @@ class MDLMForMaskedLM(PreTrainedModel):
         logits, *hidden = outputs
         loss = None
         if labels is not None:
-            total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-            loss = total / (labels != -100).sum().clamp(min=1)
+            targets = self.targets(labels)
+            total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            loss = total / (targets != -100).sum().clamp(min=1)
         hidden = tuple(hidden) if output_hidden_states else None
-        output = MaskedLMOutput(loss=loss, logits=logits, hidden_states=hidden)
+        output = self.output(loss=loss, logits=logits, hidden_states=hidden)
         if return_dict is None:
             return_dict = config.return_dict
         return output if return_dict else output.to_tuple()
+
+    def targets(self, labels):
+        """(B, T) what each position should predict."""
+        return labels
 
     def without_random(self, input_ids, labels):
         """input_ids with [MASK] for random ids that are no part of a text. Checks the labels."""
@@ -212,3 +220,38 @@ class MDLMForMaskedLM(PreTrainedModel):
             )
         special = (input_ids == pad_id) | (input_ids == self.config.end_id)
         return input_ids.masked_fill(scored & special & (input_ids != labels), mask_id)
+
+
+class MDLMForCausalLM(MDLMForMaskedLM, GenerationMixin):
+    """An autoregressive model: logits[:, i] predict token i + 1, as in all of transformers.
+
+    In mdlm logits[:, i] predict token i, and the first token of a text too: the network reads
+    [MASK] as the beginning of a text, then the text without its last token.
+    """
+
+    output = CausalLMOutput
+
+    def predict(self, ids, output_hidden_states=False):
+        """As above. After a full context the logits are 0, as the network has no such position."""
+        T = ids.shape[1]
+        room = self.config.block_size - T
+        if room < 0:
+            raise ValueError(f"{T} tokens are more than the context of {self.config.block_size}")
+        begun = F.pad(ids, (1, 0), value=self.model.mask_id)
+        begun = begun if room else begun[:, :-1]
+        found = super().predict(begun, output_hidden_states)
+        return [F.pad(x[:, 1:], (0, 0, 0, T + 1 - begun.shape[1])) for x in found]
+
+    def view(self, ids):
+        return super().view(ids)._replace(causal=True)
+
+    def targets(self, labels):
+        """The next token: labels are those of input_ids, and the first one's is not scored."""
+        return F.pad(labels[:, 1:], (0, 1), value=-100)
+
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **unused):
+        """The arguments of a call: the whole text, as there is no cache."""
+        context = self.config.block_size
+        if input_ids.shape[1] >= context:
+            raise ValueError(f"the context of {context} tokens is full: give fewer max_new_tokens")
+        return dict(input_ids=input_ids, attention_mask=attention_mask)

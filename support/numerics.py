@@ -125,6 +125,9 @@ def summary(sums, count, T):
     mean = (ce * weight).mean().item()
     residual = (ce - mean) * weight
     r = dict(windows=len(T), passes=passes, by_window=(ce * weight).mean(0).tolist())
+    r |= dict(tokens_by_window=(n * T).tolist())
+    if n == 1:  # with blocks these would be many
+        r |= dict(by_mask=dict(masked=count.tolist(), ce=ce.tolist()))
     r |= dict(nelbo=mean, se=stratified_error(residual, count, T))
     return r | dict(ce=by_tenths(ce, count, T), accuracy=by_tenths(hit, count, T))
 
@@ -158,6 +161,37 @@ def binomial_mixture(L, function):
     trials = torch.distributions.Binomial(L, (edges[1:] + edges[:-1]) / 2)
     logs = map(trials.log_prob, torch.arange(L + 1, dtype=torch.float64))
     return torch.stack([(log.exp() * mass).sum() for log in logs])
+
+
+# ---- Dropout
+@torch.library.custom_op(
+    "mdlm::dropout_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def dropout_mask(x: torch.Tensor, dropped: int) -> torch.Tensor:
+    """Return the factors of dropout on a CPU, like x: 0 with probability dropped / 2^16.
+
+    Four are drawn at a time, as drawing a number takes longer than all that follows. An operator,
+    because Inductor's own code for this is slower.
+    """
+    words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(1 << 63), None)
+    bits = words.view(torch.int16)[: x.numel()].view(x.shape)
+    keep = bits >= dropped - (1 << 15)
+    return (keep * ((1 << 16) / ((1 << 16) - dropped))).to(x.dtype)
+
+
+@dropout_mask.register_fake
+def _(x, dropped):
+    return x.new_empty(x.shape)
+
+
+class Dropout(torch.nn.Dropout):
+    """PyTorch's dropout, but three times as fast on a CPU (the rate is a multiple of 2^-16)."""
+
+    def forward(self, x):
+        dropped = round(self.p * (1 << 16))
+        if x.device.type != "cpu" or not self.training or not dropped:
+            return super().forward(x)
+        return x * dropout_mask(x.detach(), dropped)
 
 
 # ---- Sampling of tokens

@@ -11,7 +11,16 @@ import os
 from pathlib import Path
 
 from support.errors import UserError
-from support.files import TMP, make_folder, naming, read_json, write_all, write_atomically
+from support.files import (
+    TMP,
+    make_folder,
+    naming,
+    read_json,
+    rename_over,
+    temporary,
+    write_all,
+    write_atomically,
+)
 from support.flags import READS, WRITES, check_path
 from support.ownership import LOCK, PICTURES, STEP, is_run
 from support.terminal import has_stdout
@@ -117,8 +126,10 @@ def check(flag, path, read=None, written=None, own=()):
     read, written: dicts of other flags -> the paths that they read or write
     own: names of files in a run's folder that may be replaced
 
-    The paths "" and "-" (standard output) are not checked.
+    The paths "" and "-" (standard output) are not checked, but a PICTURE is a file.
     """
+    if (flag, path) == ("PICTURE", "-"):
+        raise UserError("PICTURE=-: no picture is written to standard output; give a file")
     if path in ("", "-"):
         return
     check_path(shown(flag), path)
@@ -239,44 +250,59 @@ def write(path, content, own=()):
     """
     refuse_kept(path, own)
     path = Path(path)
-    is_plain = not path.is_symlink() and (path.is_file() or not path.exists())
     with naming(path):
-        if is_plain and os.access(path.parent, os.W_OK):
+        if is_replaced(path):
             write_atomically(path, content)
         else:
             with open_output(path) as f:
                 write_all(f, content)
 
 
-class Lines:
-    """A text file for print(..., file=lines, flush=True) that holds whole lines only.
+def is_replaced(path):
+    """Whether a file that the user names is written under another name and then renamed: not
+    targets of links, devices, and files in a folder without write permission."""
+    is_plain = not path.is_symlink() and (path.is_file() or not path.exists())
+    return is_plain and os.access(path.parent, os.W_OK)
 
-    A line is written when it is complete. If the disk is full, the part that was written is
-    removed. An OSError names the path.
+
+class Lines:
+    """A context manager, and a text file for print(..., file=lines, flush=True), line by line.
+
+    The file has its name when all is written: until then, and after an error, what had that name
+    before is there. A device, a pipe or the target of a link gets each line when it is complete.
+    An OSError names the path.
     """
 
     def __init__(self, path):
-        self.path = path
+        self.path = Path(path)
         self.unwritten = b""
         refuse_kept(path)
+        self.tmp = temporary(self.path.parent) if is_replaced(self.path) else None
         with naming(path):
-            self.file = open_output(path)
+            self.file = open(self.tmp, "wb", buffering=0) if self.tmp else open_output(path)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, error, *_):
+        try:
+            with naming(self.path):
+                if self.tmp and not error:
+                    os.fsync(self.file.fileno())
+                    self.file.close()
+                    rename_over(self.tmp, self.path)
+        finally:
+            self.file.close()
+            if self.tmp:
+                self.tmp.unlink(missing_ok=True)
 
     def write(self, text):
         """Add text; write it when it ends with a line end."""
         self.unwritten += text.encode()
-        if not text.endswith("\n"):
-            return
-        end = self.file.tell() if self.file.seekable() else None
-        with naming(self.path):
-            try:
+        if text.endswith("\n"):
+            with naming(self.path):
                 write_all(self.file, self.unwritten)
-            except OSError:
-                with contextlib.suppress(OSError):  # a device cannot be truncated
-                    if end is not None:
-                        self.file.truncate(end)
-                raise
-        self.unwritten = b""
+            self.unwritten = b""
 
     def flush(self):
         """Do nothing: print calls this, but write has written every complete line already."""

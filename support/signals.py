@@ -18,6 +18,11 @@ class Stopped(BaseException):
     """
 
 
+def is_main_thread():
+    """Whether this is the main thread: Python lets no other one install signal handlers."""
+    return threading.current_thread() is threading.main_thread()
+
+
 CAME = []  # numbers of the signals that `stop` has turned into exceptions
 
 
@@ -40,7 +45,7 @@ def clean_end():
     """
     before = {}
     CAME.clear()
-    if threading.current_thread() is threading.main_thread():
+    if is_main_thread():
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
     if before.get(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, stop)
@@ -96,7 +101,7 @@ def signals_wait():
     """
     waiting = []
     before = {}
-    if threading.current_thread() is threading.main_thread():
+    if is_main_thread():
         for number in (signal.SIGINT, *ENDING):
             if callable(signal.getsignal(number)):
                 before[number] = signal.signal(number, lambda number, frame: waiting.append(number))
@@ -113,13 +118,16 @@ class Interrupt:
     """Signal handler of a run: Ctrl-C, SIGTERM and SIGHUP request a stop after the current step.
 
     `signal` is the number of the signal that arrived, or 0. A second Ctrl-C exits at once. SIGHUP
-    (the terminal was closed) is left alone where nohup ignores it.
+    (the terminal was closed) is left alone where nohup ignores it. In a thread other than the main
+    one no handler can be installed: signals then end the program, or do what its handlers do.
     """
 
     MESSAGE = b"\nstopping after this step; a second Ctrl-C exits at once, without saving\n"
 
     def __init__(self):
         self.signal = 0
+        if not is_main_thread():
+            return
         signal.signal(signal.SIGINT, self.ask)
         signal.signal(signal.SIGTERM, self.ask)
         hangup = getattr(signal, "SIGHUP", None)  # Windows has none

@@ -57,6 +57,10 @@ class FollowedIn(Because):
 
 # ---- What files hold
 TEXT = "some words, " * 120
+EVALUATION = dict(checkpoint="run/step-1", crc=1, tokenizer=1, block_size=32, nelbo=2.0)
+EVALUATION |= dict(tokens_by_window=[32, 32], by_window=[1.5, 2.5])
+OTHER_EVALUATION = json.dumps(EVALUATION | dict(crc=2))
+EVALUATION = json.dumps(EVALUATION)
 RECORD = '{"text": "some words"}\n'
 PAIR = '{"prompt": "abc", "text": "defghi"}\n'
 LOG = '{"step": 1, "tokens": 9, "seconds": 1.0}\n'
@@ -344,6 +348,10 @@ ADVICE["bench.py"] = [
         "bench train --time_limit=1e-9",
         "bench train --time_limit=99",
     ),
+    (
+        "is not drawn: no sampler was measured; raise --time_limit",
+        FollowedIn("test_frontier_has_every_sampler"),
+    ),
     ("--only={} is in no name of an operation", MACHINE),
 ]
 
@@ -425,7 +433,38 @@ ADVICE["effects.py"] = [
     ),
 ]
 
+TWO_EVALUATIONS = {"a.json": EVALUATION, "b.json": EVALUATION}
+
+ADVICE["comparing.py"] = [
+    (
+        "is one evaluation; give two, such as a.json,b.json",
+        (TWO_EVALUATIONS, "eval --compare=a.json"),
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json"),
+    ),
+    (
+        "score the same --data and --windows with both, by models of one tokenizer",
+        (TWO_EVALUATIONS | {"b.json": OTHER_EVALUATION}, "eval --compare=a.json,b.json"),
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json"),
+    ),
+    (
+        "write it anew with eval.py --json",
+        (TWO_EVALUATIONS | {"b.json": "{}"}, "eval --compare=a.json,b.json"),
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json"),
+    ),
+]
+
 ADVICE["eval.py"] = [
+    (
+        "give runs alone, or files of --json alone",
+        (TWO_EVALUATIONS, "eval --compare={run},a.json"),
+        "eval --compare={run}",
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json"),
+    ),
+    (
+        "with --compare of files, which draws nothing; leave it out",
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json --pictures=p"),
+        (TWO_EVALUATIONS, "eval --compare=a.json,b.json"),
+    ),
     (
         "with --compare, which only reads logs; leave it out",
         "eval --compare={run} --device=cpu",
@@ -462,6 +501,11 @@ ADVICE["eval.py"] = [
     ),
     ("--text is missing; give one", "eval --rate=0.2", "eval --rate=0.2 --text=abc"),
     (
+        "--rate=0 masks nothing, so nothing is predicted; give more, up to 1",
+        "eval --text=abc --rate=0",
+        "eval --text=abc --rate=1",
+    ),
+    (
         "has logged no evaluation yet; wait for one, or leave it out",
         ({"o/log.jsonl": LOG}, "eval --compare={run},o"),
         lambda at: at.take(({"o/log.jsonl": LOG + at.log}, "eval --compare={run},o")),
@@ -492,7 +536,7 @@ ADVICE["export.py"] = [
         "export --pad_to_context --dest={tmp}/e",
     ),
     (
-        "on a model of documents of given lengths, which does not see what follows; leave it out",
+        "on a model that does not see what follows a text; leave it out",
         "export --out_dir={documents} --pad_to_context --dest={tmp}/e",
         "export --out_dir={documents} --dest={tmp}/e",
     ),
@@ -503,7 +547,7 @@ ADVICE["export.py"] = [
     ),
     ("hf: for Hugging Face transformers; page: ", NOTHING),
     (
-        "not for --objective=ar or --block_length without --infill_share",
+        "--to=hf is not for --block_length without --infill_share",
         "export --dest={tmp}/e --out_dir={blocks}",
         "export --dest={tmp}/e --out_dir={run}",
         "export --dest={tmp}/e --out_dir={whole}",
@@ -964,14 +1008,37 @@ ADVICE["checkpoint.py"] = [
     ),
 ]
 
+ADVICE["memory.py"] = [
+    ("lower --num_samples", MACHINE),
+    ("lower --windows", MACHINE),
+    ("give a smaller --preset, or lower --num_samples", MACHINE),
+    ("lower the batch, the length, or the size of the model", MACHINE),
+]
+
+ADVICE["memory_needs.py"] = [
+    ("this run needs about {} on {}", FollowedIn("test_advice_on_memory_is_followed")),
+    ("a lower --block_size and --n_embd", FollowedIn("test_advice_on_memory_is_followed")),
+]
+
+ADVICE["trackers.py"] = [
+    ("type: wandb login, or set WANDB_MODE=offline", FollowedIn("test_wandb_without_a_login")),
+]
+
+ADVICE["watch.py"] = [
+    ("{}; restore it", FollowedIn("test_data_that_change_under_a_run_are_named")),
+]
+
 ADVICE["cli.py"] = [
     ("check that and the free space", MACHINE),
-    ("out of memory; lower the batch, the length, or the size of the model", MACHINE),
     ("--resume continues from what was saved", RANKS),
     ("check that path", MACHINE),
 ]
 
 ADVICE["flags.py"] = [
+    (
+        'the flags {} are no list of strings; give ["--flag=value", ...]',
+        FollowedIn("test_flags_from_python_are_a_list_of_strings"),
+    ),
     (
         "--{}={} is not accepted; give {}",
         lambda at: generate(at, order="up"),
@@ -1139,6 +1206,11 @@ ADVICE["modeling_mdlm.py"] = Because("it needs a package: Hugging Face transform
 
 ADVICE["operations.py"] = [
     (
+        "device={} is not on this machine; give cpu or a GPU",
+        lambda at: kernels.select("auto", "cuda:99"),
+        lambda at: kernels.select("auto", "cpu"),
+    ),
+    (
         "kernels={} is not accepted; give auto, triton or torch",
         lambda at: kernels.select("cuda"),
         lambda at: kernels.select("auto"),
@@ -1167,6 +1239,10 @@ ADVICE["operations.py"] = [
 ]
 
 ADVICE["outputs.py"] = [
+    (
+        "PICTURE=-: no picture is written to standard output; give a file",
+        FollowedIn("test_picture_is_not_written_to_a_file_called_dash"),
+    ),
     (
         "--{}=-: standard output is closed; give a file, or open it",
         FollowedIn("test_json_for_a_closed_standard_output_is_refused"),
@@ -1574,6 +1650,10 @@ ADVICE["ranks.py"] = [
 ADVICE["scores.py"] = [("--out_dir={} is the one that ships", NOTHING)]
 
 ADVICE["seams.py"] = [
+    (
+        "take a tokenizer.json that this library has saved",
+        FollowedIn("test_a_file_with_which_the_library_panics_is_named"),
+    ),
     (
         "the tokenizer cannot encode {}; leave out what it lacks",
         (
@@ -2053,6 +2133,20 @@ ADVICE["likeliest.py"] = [
     ),
 ]
 
+ADVICE["scope.py"] = [
+    (
+        "wait for its end, or start another process",
+        FollowedIn("test_a_call_trains_in_a_thread_and_no_second_one_beside_it"),
+    ),
+]
+
+ADVICE["smoke.py"] = [
+    (
+        "set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter",
+        FollowedIn("test_without_a_gpu_the_kernels_come_first"),
+    ),
+]
+
 ADVICE["minimal.py"] = [
     ("type: {} -m pip install torch", MACHINE),
     *(
@@ -2060,7 +2154,7 @@ ADVICE["minimal.py"] = [
         for advice in (
             "the file or the template is empty; give another, or leave it out",
             "{} is no UTF-8 text that can be read ({}); give another file",
-            "the text has {} characters; give at least {}",
+            "the text has {} characters; give {} to {}",
             "give a template of at most {} characters, all of which occur in the text",
         )
     ),

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoTokenizer,
     logging,
@@ -241,25 +242,80 @@ def fine_tuning_learns(model):
     assert model(x, labels=labels).loss < before
 
 
+@torch.no_grad()
+def a_prompt_is_continued(model, folder, wanted):
+    """generate writes what mdlm writes greedily: of one prompt, and of a padded batch of them."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, **TRUST)
+    prompts = wanted["continued"]
+    settings = dict(do_sample=False, max_new_tokens=len(next(iter(prompts.values()))))
+    for prompt, more in prompts.items():
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        assert model.generate(ids, **settings)[0, ids.shape[1] :].tolist() == more, prompt
+    batch = tokenizer([*prompts], return_tensors="pt", padding=True)
+    assert tokenizer.padding_side == "left"
+    found = model.generate(**batch, **settings)[:, batch.input_ids.shape[1] :].tolist()
+    assert found == [*prompts.values()]
+    assert pipeline("text-generation", model=str(folder), tokenizer=str(folder), **TRUST)(
+        next(iter(prompts)), max_new_tokens=2, do_sample=False, return_full_text=False
+    )
+    try:
+        model.generate(ids, max_new_tokens=model.config.block_size)
+    except ValueError as e:
+        assert "max_new_tokens" in str(e), e
+    else:
+        raise AssertionError("written beyond the context")
+
+
+def next_tokens_are_learned(model, wanted):
+    """The loss is that of the next tokens: labels are the ids, and the first one is not scored."""
+    x, _ = wanted[0]
+    x = x.clamp(max=model.config.mask_token_id - 1)
+    labels = x.clone()
+    labels[0, 4:] = -100
+    output = model(x, labels=labels)
+    logp = output.logits[:, :-1].log_softmax(-1)
+    ce = -logp.gather(2, x[:, 1:, None])[..., 0]
+    scored = labels[:, 1:] != -100
+    assert torch.allclose(output.loss, ce[scored].mean(), atol=1e-5)
+    output.loss.backward()
+    torch.optim.SGD(model.parameters(), 0.01).step()
+    assert model(x, labels=labels).loss < output.loss
+
+
+def check_masked(folder, wanted, logits):
+    for kind in (AutoModel, AutoModelForMaskedLM):
+        model = logits_are_equal(folder, kind, logits)
+    padding_changes_nothing(model)
+    arguments_are_obeyed(model, logits)
+    hidden_states_of_padded_rows_are_those_of_each_alone(model)
+    random_ids_of_collators_are_masked(model)
+    embeddings_can_be_exchanged_and_resized(kind, folder, logits)
+    loads_in_bfloat16(kind, folder, logits)
+    mistakes_are_named(model)
+    fill = pipeline("fill-mask", model=str(folder), tokenizer=str(folder), **TRUST)
+    best = fill(wanted["texts"][0][:3] + fill.tokenizer.mask_token)[0]
+    assert 0 < best["score"] <= 1 and best["token"] < wanted["mask_id"]
+    fine_tuning_learns(model)
+
+
+def check_causal(folder, wanted, logits):
+    for kind in (AutoModel, AutoModelForCausalLM):
+        model = logits_are_equal(folder, kind, logits)
+    padding_changes_nothing(model)
+    hidden_states_of_padded_rows_are_those_of_each_alone(model)
+    loads_in_bfloat16(kind, folder, logits)
+    mistakes_are_named(model)
+    a_prompt_is_continued(model, folder, wanted)
+    next_tokens_are_learned(model, logits)
+
+
 def main(root):
     for folder in sorted(path.parent for path in root.glob("*/config.json")):
         torch.manual_seed(0)
         wanted = json.loads(root.joinpath(f"{folder.name}.json").read_text())
         logits = torch.load(root / f"{folder.name}.pt")
-        for kind in (AutoModel, AutoModelForMaskedLM):
-            model = logits_are_equal(folder, kind, logits)
-        padding_changes_nothing(model)
-        arguments_are_obeyed(model, logits)
-        hidden_states_of_padded_rows_are_those_of_each_alone(model)
-        random_ids_of_collators_are_masked(model)
-        embeddings_can_be_exchanged_and_resized(kind, folder, logits)
-        loads_in_bfloat16(kind, folder, logits)
-        mistakes_are_named(model)
+        (check_causal if "continued" in wanted else check_masked)(folder, wanted, logits)
         texts_and_ids_are_equal(folder, wanted)
-        fill = pipeline("fill-mask", model=str(folder), tokenizer=str(folder), **TRUST)
-        best = fill(wanted["texts"][0][:3] + fill.tokenizer.mask_token)[0]
-        assert 0 < best["score"] <= 1 and best["token"] < wanted["mask_id"]
-        fine_tuning_learns(model)
         print("fine:", folder.name, flush=True)
 
 

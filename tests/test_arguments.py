@@ -192,7 +192,7 @@ def test_tables_of_guesses_fit_the_flags():
     [
         ("mdlm", "--lr=1", ["--learning_rate", "--muon_lr"]),
         ("mdlm", "--epochs=2", ["--max_steps", "--batch_size", "--block_size"]),
-        ("mdlm", "--wandb", ["log.jsonl", "loss.png"]),
+        ("mdlm", "--wandb", ["log.jsonl", "loss.png", "--log=wandb"]),
         ("sample", "--tensorboard", ["log.jsonl"]),
         ("mdlm", "--prompt=a", ["sample.py"]),
         ("mdlm", "--model=gpt2", ["--preset", "--init_from"]),

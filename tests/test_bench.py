@@ -464,7 +464,18 @@ def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(frontier, "CALLS", (8, 16))
     path = tmp_path / "sample.json"
     flags = [f"--out_dir={runs.mdlm}", f"--ar_dir={runs.ar}", "--num_samples=2", f"--json={path}"]
-    assert cli.run(bench.main, ["sample", "--device=cpu", *flags]) == 0
+    picture = tmp_path / "sample.svg"
+    command = ["sample", "--device=cpu", *flags, f"--picture={picture}"]
+    assert cli.run(bench.main, command) == 0
+    drawn = picture.read_text()
+    assert drawn.rstrip().endswith("</svg>")
+    for words in ("quality by network calls", "left is cheaper", "known words", "up is better"):
+        assert words in drawn
+    before = picture.read_bytes()
+    assert cli.run(bench.main, [*command, "--time_limit=1e-9"]) == 2, "nothing to draw"
+    assert picture.read_bytes() == before
+    assert cli.run(bench.main, [*command[:-1], "--picture=a.doc"]) == 2, "before it measures"
+    assert cli.run(bench.main, command) == 0
     rows = json.loads(path.read_text())["rows"]
     names = {*frontier.SAMPLERS, "AR twin", "real text"}
     assert {row["sampler"] for row in rows} == names

@@ -12,6 +12,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -629,12 +631,62 @@ def test_full_disk_leaves_a_file_as_it_was(tmp_path, before):
     assert not before or path.stat().st_mode & 0o777 == 0o640
 
 
-def test_full_disk_leaves_whole_lines(tmp_path):
-    lines = outputs.Lines(tmp_path / "texts.jsonl")
-    print("one", file=lines, flush=True)
-    with file_size_limit(10), pytest.raises(OSError, match=r"texts\.jsonl"):
+@pytest.mark.parametrize("before", [b"", b"before"])
+def test_full_disk_leaves_a_whole_file_of_lines_or_none(tmp_path, before):
+    path = tmp_path / "texts.jsonl"
+    if before:
+        path.write_bytes(before)
+        path.chmod(0o640)
+    with (
+        file_size_limit(10),
+        pytest.raises(OSError, match=r"texts\.jsonl"),
+        outputs.Lines(path) as lines,
+    ):
+        print("one", file=lines, flush=True)
+        assert path.exists() == bool(before) and (not before or path.read_bytes() == before)
         print("a longer line", file=lines, flush=True)
-    assert (tmp_path / "texts.jsonl").read_text() == "one\n"
+    assert [p.read_bytes() for p in tmp_path.iterdir()] == [before] * bool(before)
+    with outputs.Lines(path) as lines:
+        print("two", file=lines, flush=True)
+    assert path.read_text() == "two\n"
+    assert not before or path.stat().st_mode & 0o777 == 0o640
+
+
+WRITES = """
+import os, signal, sys
+sys.path.insert(0, "{root}")
+import {program}
+from support import cli, files
+{patch}
+sys.argv[0] = "{program}.py"
+sys.exit(cli.run({program}.main, sys.argv[1:]))
+"""
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+@pytest.mark.parametrize(
+    "program, flags, moment",
+    [
+        ("sample", "--json={tmp}/f --num_samples=2 --length=8 --steps=1", "os.replace"),
+        ("sample", "--json={tmp}/f --num_samples=2 --length=8 --steps=1", "os.fsync"),
+        ("sample", "--html={tmp}/f --num_samples=1 --length=8 --steps=1", "os.replace"),
+        ("eval", "--json={tmp}/f --windows=1 --passes=1 --pictures=none", "os.replace"),
+        ("bench", "train --preset=cpu --json={tmp}/f", "os.replace"),
+    ],
+)
+def test_killed_program_leaves_the_old_file(run, tmp_path, program, flags, moment):
+    """kill -9 before the new file is complete, or just before it gets its name."""
+    path = tmp_path / "f"
+    path.write_bytes(b"before")
+    patch = f"{moment} = lambda *args: {KILLED}"
+    code = WRITES.format(root=ROOT, program=program, patch=patch)
+    flags = flags.format(tmp=tmp_path).split()
+    flags += [] if program == "bench" else [f"--out_dir={run}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    r = subprocess.run([sys.executable, "-c", code, *flags], env=env, capture_output=True)
+    assert r.returncode == -signal.SIGKILL, r.stderr[-500:]
+    assert path.read_bytes() == b"before"
 
 
 @pytest.mark.parametrize(

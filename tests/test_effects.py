@@ -464,8 +464,9 @@ def test_flags_of_export_have_an_effect(kinds, tried, to, monkeypatch):
 
 
 def test_padding_that_nothing_sees_is_refused(kinds, tried):
-    flags = [f"--out_dir={kinds('documents')}", "--dest=new", "--pad_to_context"]
-    assert "has no effect on a model of documents" in tried(export.main, flags)[1]
+    for kind in ("documents", "ar"):
+        flags = [f"--out_dir={kinds(kind)}", "--dest=new", "--pad_to_context"]
+        assert "has no effect on a model that does not see" in tried(export.main, flags)[1]
     model, tokenizer, config = mdlm.load(kinds("documents"))
     x = torch.tensor([[0, model.mask_id, 1, tokenizer.end_id]])
     padded = to_context(model, x)

@@ -6,6 +6,7 @@ import shutil
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import TINY, Toy, chain_rule, read_log, run_mdlm, sign
@@ -119,8 +120,11 @@ def test_results_repeat_at_any_batch_size(objective):
     assert {k: observed[k] for k in plain} == plain, "measuring more changes nothing"
     for B in (1, 7):
         r = eval.evaluate(model, CORPUS, windows, batch_size=B)
-        for key in plain:
+        masks = r.pop("by_mask", {})
+        for key in plain.keys() - {"by_mask"}:
             assert r[key] == pytest.approx(first[key], abs=1e-5)
+        for key in masks:
+            assert np.allclose(masks[key], first["by_mask"][key], atol=1e-5)
         confidence = first["by_position"]["confidence"]
         assert r["by_position"]["confidence"] == pytest.approx(confidence, abs=1e-5)
         assert r["calibration"]["ece"] == pytest.approx(first["calibration"]["ece"], abs=1e-3)
@@ -315,19 +319,6 @@ def test_compare_shows_what_runs_logged(runs, tmp_path, capsys):
     assert (tmp_path / "compare.png").stat().st_size > 10_000
 
 
-def test_windows_of_two_models_pair_up(runs, tmp_path):
-    files = []
-    for name in ("mdlm", "ar"):
-        files.append(tmp_path / f"{name}.json")
-        flags = [f"--out_dir={runs}/{name}", "--windows=5", "--exact", "--pictures=none"]
-        assert evaluate(*flags, f"--json={files[-1]}") == 0
-    a, b = (json.loads(file.read_text()) for file in files)
-    assert len(a["by_window"]) == 5
-    assert sum(a["by_window"]) / 5 == pytest.approx(a["nelbo"])
-    assert sum(a["exact"]["by_window"]) / 5 == pytest.approx(a["exact"]["nll"])
-    assert a["crc"] == b["crc"], "the same windows"
-
-
 def test_missing_matplotlib_is_one_sentence(runs, capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert evaluate(f"--out_dir={runs}/mdlm", "--windows=2", f"--pictures={tmp_path}/p") == 2
@@ -376,3 +367,8 @@ def test_mistakes_get_one_sentence(runs, capsys, monkeypatch, flags, words):
     assert evaluate(*(flag.format(runs=runs) for flag in flags)) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and all(word in said for word in words), said
+
+
+def test_rate_of_zero_is_refused(capsys):
+    assert cli.run(eval.main, ["--text=The value", "--rate=0"]) == 2
+    assert "--rate=0 masks nothing" in capsys.readouterr().err

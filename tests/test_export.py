@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import export
 import mdlm
+import sample
 from support import cli
 from support.data.tokenizer import Tokenizer, open_tokenizer, train_bpe
 from support.training import checkpoint
@@ -63,14 +64,28 @@ def write(root, name, out, *flags):
         if "--pad_to_context" in flags:
             seen = torch.nn.functional.pad(x, (0, T - n), value=model.objective.pad_id)
         with torch.no_grad():
-            wanted.append((x, model(seen)[:, :n]))
+            logits = model(seen)[:, :n]
+        if config.objective == "ar":  # transformers: logits at i predict token i + 1
+            x, logits = x[:, :-1], logits[:, 1:]
+        wanted.append((x, logits))
     torch.save(wanted, root / f"{name}.pt")
     strings = texts_for(tokenizer)
     ids = [tokenizer.encode(text) for text in strings]
     decoded = [tokenizer.decode(i) for i in ids]
     about = dict(texts=strings, ids=ids, decoded=decoded, end=tokenizer.end_id)
     about["mask_id"] = model.mask_id
+    if config.objective == "ar":
+        about["continued"] = {
+            prompt: greedily(model, tokenizer, prompt) for prompt in ("a", "the b", "of t")
+        }
     (root / f"{name}.json").write_text(json.dumps(about))
+
+
+def greedily(model, tokenizer, prompt, more=16):
+    """The ids that mdlm writes after a prompt."""
+    ids = tokenizer.encode(prompt)
+    x = torch.tensor([ids + [model.mask_id] * more])
+    return sample.generate(model, x, temperature=0)[0, len(ids) :].tolist()
 
 
 def texts_for(tokenizer):
@@ -148,9 +163,14 @@ def test_transformers_gives_equal_logits_texts_and_ids(tmp_path, pydoc, library)
     save(tmp_path / "end", Tokenizer("byte", None, True), time_conditioning=True)
     write(root, "documents", tmp_path / "end")
     write(root, "padded", tmp_path / "rope-False-5", "--pad_to_context")
+    for pos, tie, conv, _ in ARCHITECTURES[::2]:
+        out = tmp_path / f"ar-{pos}"
+        tokenizer = Tokenizer("byte", None, pos == "sinusoidal")  # its [END] is a token like others
+        save(out, tokenizer, objective="ar", pos=pos, tie=not tie, conv=conv)
+        write(root, out.name, out)
     r = run_client(root)
     assert r.returncode == 0, r.stderr[-3000:]
-    assert r.stdout.count("fine:") == len(list(root.glob("*.pt"))) == 18
+    assert r.stdout.count("fine:") == len(list(root.glob("*.pt"))) == 21
 
 
 def test_card_says_what_the_log_says(tmp_path, text_file, capsys):
@@ -194,8 +214,10 @@ def test_card_of_a_checkpoint_alone(short_run, tmp_path):
 
 
 @needs_transformers
-def test_code_of_the_card_runs(tmp_path):
-    save(tmp_path / "out", Tokenizer("byte", None, True), lengths=-1)  # as long as the context
+@pytest.mark.parametrize("objective", ["mdlm", "ar"])
+def test_code_of_the_card_runs(tmp_path, objective):
+    # Documents as long as the context.
+    save(tmp_path / "out", Tokenizer("byte", None, True), lengths=-1, objective=objective)
     assert cli.run(export.main, [f"--out_dir={tmp_path / 'out'}", f"--dest={tmp_path / 'm'}"]) == 0
     code = (tmp_path / "m" / "README.md").read_text().split("```python\n")[1].split("```")[0]
     command = [sys.executable, "-I", "-c", code]
@@ -319,11 +341,6 @@ def with_mask_token(tmp_path):
     return [f"--out_dir={tmp_path / 'own'}", f"--dest={tmp_path / 'm'}"]
 
 
-def autoregressive(tmp_path):
-    save(tmp_path / "ar", Tokenizer("byte"), objective="ar")
-    return [f"--out_dir={tmp_path / 'ar'}", f"--dest={tmp_path / 'm'}"]
-
-
 @pytest.mark.parametrize(
     "flags, words",
     [
@@ -334,7 +351,6 @@ def autoregressive(tmp_path):
         (["--out_dir={run}", "--dest={tmp}/m", "--to=gguf"], ["gguf", "hf"]),
         (["--out_dir={run}", "--dst={tmp}/m"], ["--dst", "--dest"]),
         (with_mask_token, ["[MASK]", "of its own"]),
-        (autoregressive, ["--objective=ar", "masked diffusion"]),
     ],
 )
 def test_mistakes_get_one_sentence_and_leave_nothing(short_run, tmp_path, capsys, flags, words):

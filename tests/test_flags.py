@@ -8,12 +8,14 @@ import io
 import itertools
 import json
 import os
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 from advice import WORDS
-from conftest import read_log
+from conftest import ROOT, read_log
 
 import mdlm
 from support import flags, plots
@@ -97,6 +99,7 @@ UNSEEN = dict(
     shard="it needs several ranks",
     network="it contradicts the flags of a tiny run; see test_pretrained.py",
     shift="it is for networks of others; see test_pretrained.py",
+    log="it needs a package, and the numbers are the same",
 )
 # What no rule is about, so a third of the contexts will do.
 ALWAYS = ["gradient_accumulation_steps", "n_layer", "n_head", "n_embd", "dropout", "conv", "pos"]
@@ -254,3 +257,16 @@ def test_a_config_without_settings_says_so(tmp_path):
     path.write_text('{"format": "mdlm", "version": 1}')
     with pytest.raises(UserError, match="has no settings"):
         checkpoint.read_settings(path, {"seed"})
+
+
+@pytest.mark.parametrize("flag", ["--MASK_SCHEDULE=cosine", "--mask_shedule=cosine"])
+def test_former_names_are_near_too(flag):
+    with pytest.raises(UserError, match=r"no flag .*; the nearest is --rates "):
+        mdlm.main([flag])
+
+
+@pytest.mark.parametrize("program", ["mdlm", "sample", "eval", "bench", "export", "lessons/facts"])
+def test_help_needs_no_docstrings(program):
+    command = [sys.executable, "-OO", f"{program}.py", "--help"]
+    r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert r.returncode == 0 and "usage:" in r.stdout and not r.stderr

@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import struct
@@ -19,7 +20,9 @@ import torch
 from conftest import CHECKPOINT_FILES, TINY, run_mdlm, sign
 from safetensors.torch import load_file, save_file
 
+import eval
 import mdlm
+from support import cli
 from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.errors import UserError
 from support.training import checkpoint
@@ -430,3 +433,34 @@ def test_endless_json_is_refused_unread(run, name, content):
     with bounded(seconds=5), pytest.raises(UserError, match=name):
         mdlm.load(step)
         resume(step)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (dict(format="x"), "version 1 of format 'x', not version 1 of 'mdlm'"),
+        (dict(version=2), "version 2 of format 'mdlm'"),
+        (dict(files=[]), "no JSON object"),
+        (dict(files={"config.json": 5}), "no size and checksum of 'config.json'"),
+        ([], "no JSON object"),
+    ],
+)
+def test_manifest_of_other_content_is_described_as_it_is(run, change, said):
+    folder = checkpoint.checkpoints(run)[0]
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | change if isinstance(change, dict) else change))
+    with pytest.raises(UserError, match=re.escape(said)):
+        checkpoint.verify(folder)
+
+
+@pytest.mark.parametrize("value", ["x", [1], {"a": 1}, True, 10**400])
+@pytest.mark.parametrize("name", ["step", "tokens", "seconds", "loss", "val_nelbo", "val_bpc"])
+def test_log_with_other_types_is_no_log(run, tmp_path, capsys, name, value):
+    log = run / "log.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    log.write_text("".join(json.dumps(r | {name: value}) + "\n" for r in lines))
+    flags = [f"--compare={run}", f"--pictures={tmp_path / 'pictures'}"]
+    assert cli.run(eval.main, flags) == 2
+    said = capsys.readouterr().err
+    assert f"{log} is no log of a run" in said and "Traceback" not in said

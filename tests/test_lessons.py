@@ -332,7 +332,7 @@ def test_minimal_is_plain_pytorch():
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module.split(".")[0])
-    assert names <= {"torch", "argparse", "time", "pydoc_data", "sys"}
+    assert names <= {"torch", "argparse", "os", "time", "pydoc_data", "sys", "signal"}
 
 
 @pytest.mark.parametrize(
@@ -579,3 +579,54 @@ def test_tour_is_shipped_with_its_pictures():
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 5
     assert not any(output["output_type"] == "error" for output in outputs)
     assert "colab.research.google.com/github/OWNER/mdlm" in "".join(tour["cells"][0]["source"])
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/full", "/dev/null", "{tmp}"])
+def test_minimal_reads_no_device_and_no_folder(tmp_path, path):
+    path = path.format(tmp=tmp_path)
+    command = [sys.executable, LESSONS / "minimal.py", path]
+    r = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert r.returncode == 2 and "is a folder or a device" in r.stderr and not r.stdout
+
+
+def test_minimal_reads_no_more_than_it_says(tmp_path):
+    with open(tmp_path / "huge.txt", "w") as f:
+        f.truncate(1 << 36)
+    command = [sys.executable, LESSONS / "minimal.py", tmp_path / "huge.txt"]
+    r = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert r.returncode == 2 and "over 10000000 characters" in r.stderr
+
+
+SAMPLE = dict(
+    tokens=["a", "b"], given=[True, False], frames=[[[1, "b", 0.5, []]]], calls=1, seconds=0.1
+)
+OTHER_VALUES = (None, 5, "ab", [], [None], [[]], [None, None], {}, {"0": 1}, [[[0]]], [["ab"]])
+
+
+@pytest.mark.parametrize("key", ["tokens", "given", "frames", "calls"])
+def test_page_with_other_types_is_no_page(tmp_path, capsys, key):
+    animate = load("animate")
+    page = tmp_path / "page.html"
+    entries = [[[99, "b"]], [[-1, "b"]], [["1", "b"]], [[1, 5]], [[1, None]], [[1.0, "b"]]]
+    for value in (*OTHER_VALUES, *([entry] for entry in entries)):
+        if key == "calls" and value == 5:
+            continue
+        content = json.dumps(dict(samples=[SAMPLE | {key: value}]))
+        page.write_text(f'<script id="data">{content}</script>')
+        assert cli.run(animate.main, [str(page), str(tmp_path / "a.svg")]) == 2, value
+        assert f"{page} is no page of sample.py" in capsys.readouterr().err
+    for content in (None, [], 5, {}, dict(samples=None), dict(samples=[5]), dict(samples="ab")):
+        page.write_text(f'<script id="data">{json.dumps(content)}</script>')
+        assert cli.run(animate.main, [str(page), str(tmp_path / "a.svg")]) == 2, content
+    assert not (tmp_path / "a.svg").exists()
+    page.write_text(f'<script id="data">{json.dumps(dict(samples=[SAMPLE]))}</script>')
+    assert cli.run(animate.main, [str(page), str(tmp_path / "a.svg")]) == 0
+
+
+@pytest.mark.parametrize("name", ["pictures", "animate", "patterns"])
+def test_picture_is_not_written_to_a_file_called_dash(tmp_path, capsys, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    args = {"animate": ["page"], "patterns": ["run"]}.get(name, [])
+    assert cli.run(load(name).main, [*args, "-"]) == 2
+    assert "standard output; give a file" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

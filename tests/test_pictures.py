@@ -25,12 +25,14 @@ def drawn(monkeypatch):
 
 def write_run(folder, steps=40, opens=20):
     """A log with an evaluation each 10 steps, whose rates open after step `opens` (None: never)."""
-    records = [dict(step=0, seconds=0.0, val_nelbo=4.0, val_nelbo_se=0.1)]
+    first = dict(step=0, tokens=0, seconds=0.0)
+    records = [first | dict(val_nelbo=4.0, val_nelbo_se=0.1, val_bpc=None)]
     for step in range(1, steps + 1):
         margin = 0.5 if opens is None or step <= opens else 0.4
-        records.append(dict(step=step, seconds=step / 2, loss=2 + 1 / step, rate_margin=margin))
+        at = dict(step=step, tokens=100 * step, seconds=step / 2)
+        records.append(at | dict(loss=2 + 1 / step, rate_margin=margin))
         if step % 10 == 0:
-            records.append(dict(step=step, seconds=step / 2, val_nelbo=3.0, val_nelbo_se=0.1))
+            records.append(at | dict(val_nelbo=3.0, val_nelbo_se=0.1, val_bpc=None))
     folder.mkdir()
     (folder / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return folder

@@ -1,17 +1,24 @@
 """The Python calls of README.md and docs/python.md: their code runs, and they say their types."""
 
 import inspect
+import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, tiny_flags
 
+import eval
 import mdlm
 import sample
-from support import kernels
+from support import kernels, ownership, signals
 from support.data.tokenizer import Tokenizer
 from support.infill.likelihood import chain_rule
 from support.training.checkpoint import SHIPPED
@@ -88,3 +95,109 @@ def test_public_calls_say_their_types(function):
     for name, parameter in signature.parameters.items():
         is_free = name == "self" or parameter.kind is inspect.Parameter.VAR_KEYWORD
         assert is_free or parameter.annotation is not inspect.Parameter.empty, name
+
+
+# ---- mdlm.main as a call: nothing of a run stays in the process
+def a_run(text_file, out, *more):
+    return [
+        f"--data={text_file}",
+        *tiny_flags("--max_steps=3", "--dropout=0.1"),
+        *more,
+        f"--out_dir={out}",
+    ]
+
+
+def state_of_process():
+    """What a caller of mdlm.main would notice if it changed."""
+    return dict(
+        handlers=[signal.getsignal(n) for n in (signal.SIGINT, *signals.ENDING)],
+        random=torch.get_rng_state().tolist(),
+        threads=torch.get_num_threads(),
+        precision=torch.get_float32_matmul_precision(),
+        dtype=torch.get_default_dtype(),
+        gradients=torch.is_grad_enabled(),
+        environment=dict(os.environ),
+    )
+
+
+def weights_and_losses(out):
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    weights = (out / "step-3" / "model.safetensors").read_bytes()
+    return weights, [r["loss"] for r in records if "loss" in r]
+
+
+def test_two_calls_are_two_commands(text_file, tmp_path):
+    argv = [a_run(text_file, tmp_path / f"{name}") for name in ("a", "b", "command")]
+    before = state_of_process()
+    with torch.no_grad():
+        assert mdlm.main(argv[0]) == 0
+    assert state_of_process() == before
+    torch.manual_seed(1)
+    assert not (tmp_path / "a" / ownership.LOCK).exists()
+    assert mdlm.main(argv[1]) == 0
+    environment = dict(os.environ, OMP_NUM_THREADS=str(torch.get_num_threads()))
+    subprocess.run([sys.executable, "mdlm.py", *argv[2]], cwd=ROOT, env=environment, check=True)
+    first, second, command = (weights_and_losses(tmp_path / n) for n in ("a", "b", "command"))
+    assert first == second == command
+
+
+def test_a_failed_call_leaves_no_folder_and_no_handlers(text_file, tmp_path):
+    (tmp_path / "short.txt").write_text("ab")
+    before = state_of_process()
+    for data, lacks in (
+        (tmp_path / "short.txt", "give more text"),
+        (tmp_path / "none.txt", "exist"),
+    ):
+        with pytest.raises(ValueError, match=lacks):
+            mdlm.main(a_run(data, tmp_path / "out" / "run"))
+        assert not (tmp_path / "out").exists()
+    assert state_of_process() == before
+    assert mdlm.main(a_run(text_file, tmp_path / "out" / "run")) == 0
+
+
+def test_a_call_that_a_signal_stops_gives_the_handlers_back(text_file, tmp_path, monkeypatch):
+    step = mdlm.train_step
+
+    def interrupted(run, *args):
+        step(run, *args)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(mdlm, "train_step", interrupted)
+    before = state_of_process()
+    assert mdlm.main(a_run(text_file, tmp_path / "out")) == 128 + signal.SIGTERM
+    assert state_of_process() == before
+    assert (tmp_path / "out" / "step-1").exists()
+
+
+def test_a_call_trains_in_a_thread_and_no_second_one_beside_it(text_file, tmp_path, monkeypatch):
+    said = []
+    step = mdlm.train_step
+
+    def with_another(run, *args):
+        step(run, *args)
+        with pytest.raises(ValueError, match="another thread of this process is training") as e:
+            mdlm.main(a_run(text_file, tmp_path / "other"))
+        said.append(e)
+
+    monkeypatch.setattr(mdlm, "train_step", with_another)
+    codes = []
+    argv = a_run(text_file, tmp_path / "out")
+    thread = threading.Thread(target=lambda: codes.append(mdlm.main(argv)))
+    thread.start()
+    thread.join()
+    assert codes == [0] and len(said) == 3 and not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("main", [mdlm.main, sample.main, eval.main])
+@pytest.mark.parametrize("argv", ["--data=x", None, [1], {"data": "x"}, b"--data=x"])
+def test_flags_from_python_are_a_list_of_strings(main, argv):
+    with pytest.raises(ValueError, match="no list of strings; give") as e:
+        main(argv)
+    assert "\n" not in str(e.value)
+
+
+def test_former_names_of_one_call_are_not_those_of_the_next(text_file, tmp_path):
+    for flag in ("--lengths=known", "--document_length=given"):
+        with pytest.raises(ValueError, match="document_length") as e:
+            mdlm.main(a_run(text_file, tmp_path / "out", flag))
+        assert ("--lengths" in str(e.value)) == flag.startswith("--lengths")

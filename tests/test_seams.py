@@ -446,3 +446,68 @@ def test_exported_tokenizers_gain_no_space_after_a_mask(made, name):
         ids = library.encode(text.replace("█", "[MASK]"), add_special_tokens=False).ids
         segments = templates.parse(text, made(name), 100)
         assert ids == templates.to_ids(segments, made(name), made(name).vocab_size)
+
+
+# ---- Files that make the tokenizers library choose at random, or panic
+def edited(name, **parts):
+    """The text of a tokenizer.json of a kind, with settings of its parts changed."""
+    content = json.loads(tokenizer_kinds.KINDS[name](text_of_pydoc()).to_str())
+    for part, changed in parts.items():
+        content[part] = (content[part] or {}) | changed
+    return json.dumps(content)
+
+
+def test_dropout_of_a_file_is_off_in_training_and_exports():
+    text = edited("gpt2", model=dict(dropout=0.5))
+    noisy = Tokenizer("file", text)
+    without = Tokenizer("file", edited("gpt2"))
+    assert {tuple(noisy.encode(SENTENCE)) for _ in range(20)} == {tuple(without.encode(SENTENCE))}
+    assert noisy.to_file() == text, "a file is kept to the byte"
+    content, _ = export.to_library(noisy)
+    assert content["model"]["dropout"] is None
+    assert content["model"] == export.to_library(without)[0]["model"]
+
+
+PANICS = {
+    "when it is opened": ("gpt2", dict(model=dict(continuing_subword_prefix="##"))),
+    "with any text": ("gpt2", dict(normalizer=dict(type="Prepend", prepend=""))),
+}
+
+
+@pytest.mark.parametrize("when", PANICS)
+def test_a_file_with_which_the_library_panics_is_named(tmp_path, text_file, capsys, when):
+    name, parts = PANICS[when]
+    path = tmp_path / "odd.json"
+    path.write_text(edited(name, **parts))
+    flags = [f"--data={text_file}", f"--tokenizer={path}", f"--out_dir={tmp_path / 'o'}"]
+    assert run_mdlm(*TINY, *flags) == 2
+    (said,) = [
+        line for line in capsys.readouterr().err.splitlines() if "mdlm" in line or "/" in line
+    ]
+    assert f"{path} cannot be used: the tokenizers library fails with" in said
+    assert not (tmp_path / "o").exists()
+    with pytest.raises(UserError, match="cannot be used: the tokenizers"):
+        tokenizer.tokenizer_from_json(path)
+
+
+def test_panics_with_some_texts_are_sentences(made, monkeypatch):
+    """Wherever the library is called; other BaseExceptions, as Ctrl-C, are not taken for panics."""
+    PanicException = type("PanicException", (BaseException,), {})
+    library = Tokenizer("file", made("gpt2").vocab).library
+    calls = {
+        "encode": lambda: library.encode("a"),
+        "encode_batch_fast": lambda: library.encode_all(["a"]),
+        "decode": lambda: library.decode([1]),
+        "decode_batch": lambda: library.decode_each([1], 3),
+    }
+    for error in (PanicException, KeyboardInterrupt):
+
+        def fails(*_, error=error, **__):
+            raise error("no character")
+
+        names = dict.fromkeys([*calls, "get_vocab"], fails)
+        monkeypatch.setattr(library, "library", SimpleNamespace(**names))
+        for call in calls.values():
+            wanted = UserError if error is PanicException else KeyboardInterrupt
+            with pytest.raises(wanted, match="no character"):
+                call()

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 import mdlm
 import sample
-from support import cli, devices, errors, flags, signals, view
+from support import cli, devices, errors, flags, numerics, signals, view
 from support.training import checkpoint, runs
 
 CPU = torch.device("cpu")
@@ -444,8 +444,11 @@ def test_compilation_that_takes_all_time_is_no_success(
 def test_clock_starts_before_the_slow_imports(monkeypatch):
     seen = []
     monkeypatch.setattr(mdlm, "train", lambda given, start: seen.append(start))
-    mdlm.main([])
+    mdlm.main([], mdlm.PROCESS_START)  # as the program does
     assert seen == [mdlm.PROCESS_START]
+    before = time.monotonic()
+    mdlm.main([])
+    assert before <= seen[1] <= time.monotonic(), "a call from Python counts its own time"
 
 
 @pytest.mark.slow
@@ -855,3 +858,36 @@ def test_program_mistakes_are_not_hidden(short_run, tmp_path, monkeypatch):
         run_mdlm(*flags)
     assert e.type is ValueError
     assert Path(tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("p", [0.1, 0.2, 0.5, 1e-9])
+def test_dropout_has_its_rate_and_mean(p):
+    torch.manual_seed(0)
+    dropout = numerics.Dropout(p)
+    x = torch.ones(3, 333_333, requires_grad=True)  # no multiple of the four values of a word
+    y = dropout(x)
+    y.sum().backward()
+    kept = y > 0
+    rate = round(65536 * p) / 65536
+    error = (rate * (1 - rate) / x.numel()) ** 0.5
+    assert abs((~kept).double().mean().item() - rate) <= 5 * error
+    assert y[kept].unique().tolist() == pytest.approx([1 / (1 - rate)])
+    assert torch.equal(x.grad, y), "backward drops the same values"
+    assert not torch.equal(dropout(x), y) or not rate, "each call draws anew"
+    assert torch.equal(dropout.eval()(x), x)
+
+
+def test_dropout_is_cheap():
+    """PyTorch's own takes three times as long. (Of a whole step: results/cpu.md.)"""
+    x = torch.randn(16, 256, 192, dtype=torch.bfloat16)
+    seconds = {}
+    for cls in (torch.nn.Dropout, numerics.Dropout):
+        dropout = cls(0.1)
+        dropout(x)
+        took = []
+        for _ in range(9):
+            began = time.thread_time()
+            dropout(x)
+            took.append(time.thread_time() - began)
+        seconds[cls] = min(took)
+    assert seconds[numerics.Dropout] < 0.7 * seconds[torch.nn.Dropout]

@@ -76,6 +76,7 @@ class Autoregressive(Variant):
         weight = T / T.double().mean()  # a window counts by its length
         mean = (ce * weight).mean().item()
         r = dict(windows=len(T), passes=len(ce), by_window=(ce * weight).mean(0).tolist())
+        r |= dict(tokens_by_window=T.tolist())
         shifted = (ce * T - first).sum().item() / max((T - first_tokens).sum().item(), 1)
         r |= dict(nll=mean, se=numerics.standard_error(((ce - mean) * weight)[0]))
         return r | dict(ar_shifted=shifted, ce=[mean], accuracy=[hit.mean().item()])

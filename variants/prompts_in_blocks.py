@@ -49,6 +49,7 @@ class PromptsInBlocks(BlockDiffusion):
         length = lengths.sum(1)  # (W,)
         means = (sums * lengths).sum(3, keepdim=True) / length[:, None]  # (4, passes, W, 1)
         r = numerics.summary(means, counts.sum(2, keepdim=True), length)
+        del r["by_mask"]  # of whole windows, not of blocks as what follows
         lengths = lengths.expand(counts.shape)
         some = (lengths > 0) & (sums[3] > 0)  # (passes, W, n): scored, and there was time for it
         for name, x in zip(("ce", "accuracy"), sums):

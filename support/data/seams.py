@@ -32,6 +32,7 @@ WORDS = 1000  # of a vocabulary, that are tried where it has no letters
 # What stands for the text before a gap: first a letter that no token of any tokenizer begins with.
 LETTERS = ("ꝡ", *"xqzjkvwybcdfghlmnprstaeiouXQZ")
 SPACED = ".,;:!?%"  # marks that a space usually follows
+ANY_TEXT = "The value of a class\n"
 BROKEN = "\ufffd"  # of a character whose bytes are not complete
 
 
@@ -53,28 +54,53 @@ def shared(a, b):
     return next((i for i, (c, d) in enumerate(zip(a, b)) if c != d), min(len(a), len(b)))
 
 
+class Panic(UserError):
+    """The tokenizers library failed where it expects no failure; said: what it says of that."""
+
+    def __init__(self, said):
+        self.said = " ".join(said.split())[:200]
+        fix = "take a tokenizer.json that this library has saved"
+        super().__init__(f"the tokenizers library fails with this tokenizer ({self.said}); {fix}")
+
+
+def guarded(function, *args, **settings):
+    """Call a function of the tokenizers library; its panic, a BaseException, is raised as Panic."""
+    try:
+        return function(*args, **settings)
+    except BaseException as e:
+        if type(e).__name__ != "PanicException":
+            raise
+        raise Panic(str(e)) from None
+
+
 @contextlib.contextmanager
 def explain_errors(what):
     """Context manager: turn what the tokenizers library raises into a UserError."""
     try:
         yield
-    except UserError:
-        raise
-    except BaseException as e:  # it raises bare Exceptions; where it panics, something else
-        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+    except UserError as e:
+        if not isinstance(e, Panic):
             raise
+        raise UserError(f"{what} ({e.said})") from None
+    except Exception as e:  # it raises bare Exceptions
         raise UserError(f"{what} ({' '.join(str(e).split())[:200]})") from None
 
 
 class Library:
-    """A tokenizer of the tokenizers library; content: its tokenizer.json. Raises as that does."""
+    """A tokenizer of the tokenizers library; content: its tokenizer.json.
+
+    Raises as the library does, and Panic. Padding, truncation and BPE's dropout, with which a text
+    would get other ids in each call, are off.
+    """
 
     def __init__(self, content):
         tokenizers = optional("tokenizers", "a tokenizer of words or pieces")
         self.content = content
-        self.library = tokenizers.Tokenizer.from_str(content)
+        self.library = guarded(tokenizers.Tokenizer.from_str, content)
         self.library.no_padding()
         self.library.no_truncation()
+        if getattr(self.library.model, "dropout", None):
+            self.library.model.dropout = None
         self.library.encode_special_tokens = True  # a text that spells one is a text
         vocab = self.library.get_vocab()
         if not vocab:
@@ -84,12 +110,21 @@ class Library:
         self.cached_unknown_id = None
         self.cached_gain = None
         self.cached_dropped = {}  # character -> whether it is dropped
+        self.check_no_panic()
+
+    def check_no_panic(self):
+        """Raise Panic if the library panics with any words, as with an empty Prepend."""
+        try:
+            guarded(self.library.encode, ANY_TEXT, add_special_tokens=False)
+        except Exception as e:  # others: it does not know these words
+            if isinstance(e, Panic):
+                raise
 
     # ---- Encoding
     def encoding(self, text):
         """The library's Encoding of a whole text: ids, and offsets in the text."""
         with explain_errors(f"the tokenizer cannot encode {text[:40]!r}; leave out what it lacks"):
-            return self.library.encode(text, add_special_tokens=False)
+            return guarded(self.library.encode, text, add_special_tokens=False)
 
     def encode(self, text):
         return self.encoding(text).ids
@@ -172,7 +207,8 @@ class Library:
     def encode_all(self, texts):
         """The ids of several texts, encoded side by side."""
         try:
-            encodings = self.library.encode_batch_fast(texts, add_special_tokens=False)
+            encode = self.library.encode_batch_fast
+            encodings = guarded(encode, texts, add_special_tokens=False)
             return [encoding.ids for encoding in encodings]
         except Exception:
             for word in " ".join(texts).split():
@@ -206,7 +242,7 @@ class Library:
     def decode(self, ids):
         """The text of ids from the beginning of a text on."""
         with explain_errors("the tokenizer cannot decode what was written"):
-            text = self.library.decode(ids, skip_special_tokens=False)
+            text = guarded(self.library.decode, ids, skip_special_tokens=False)
         return text.removeprefix(" ") if self.gains_space() else text
 
     def gains_space(self):
@@ -215,8 +251,8 @@ class Library:
             self.cached_gain = False
             for letter in LETTERS:
                 with contextlib.suppress(Exception):  # it is not known
-                    ids = self.library.encode(letter, add_special_tokens=False).ids
-                    text = self.library.decode(ids, skip_special_tokens=False)
+                    ids = guarded(self.library.encode, letter, add_special_tokens=False).ids
+                    text = guarded(self.library.decode, ids, skip_special_tokens=False)
                     if text.strip() == letter:
                         self.cached_gain = text.startswith(" ")
                         break
@@ -229,9 +265,10 @@ class Library:
 
     def decode_each(self, before, n):
         """The texts of the tokens 0 .. n - 1, each after some others."""
-        skip = self.library.decode(before, skip_special_tokens=False)
         all_ids = [[*before, i] for i in range(n)]
-        wholes = self.library.decode_batch(all_ids, skip_special_tokens=False)
+        with explain_errors("the tokenizer cannot decode its own tokens"):
+            skip = guarded(self.library.decode, before, skip_special_tokens=False)
+            wholes = guarded(self.library.decode_batch, all_ids, skip_special_tokens=False)
         return [whole[shared(skip, whole) :] for whole in wholes]
 
     def letter_ids(self):

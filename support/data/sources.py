@@ -258,6 +258,8 @@ def write_meta(folder, tokenizer, meta):
     (folder / "tokenizer.json").write_bytes(tokenizer.to_file().encode())
     if Path(meta["source"]).is_file():
         meta = meta | dict(sha256=files.sha256_of(meta["source"]))
+    elif Path(meta["source"]).is_dir():
+        meta = meta | dict(listing=listing_of(meta["source"]))
     arrays = [map_ids(folder / name, meta["dtype"]) for name in NAMES]
     meta["checksum"] = checksum_with(meta, checksum_of(tokenizer.to_json(), arrays))
     (folder / "meta.json").write_text(json.dumps(meta))
@@ -265,14 +267,33 @@ def write_meta(folder, tokenizer, meta):
 
 def checksum_with(meta, checksum):
     """CRC-32 that covers meta.json too, but for the checksum in it."""
-    rest = {name: value for name, value in meta.items() if name != "checksum"}
+    rest = {name: value for name, value in meta.items() if name not in ("checksum", "listing")}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode(), checksum)
 
 
 def has_changed(source, folder):
-    """Whether a text is not any more what write_meta saw when `folder` was made from it."""
-    known = read_meta(folder / "meta.json").get("sha256")
-    return bool(known) and Path(source).is_file() and files.sha256_of(source) != known
+    """Whether a source is not any more what write_meta saw when `folder` was made from it: a text
+    by its content, a folder by the names and sizes of its files."""
+    meta = read_meta(folder / "meta.json")
+    known = meta.get("sha256")
+    if known and Path(source).is_file():
+        return files.sha256_of(source) != known
+    known = meta.get("listing")
+    return bool(known) and Path(source).is_dir() and listing_of(source) != known
+
+
+def files_of(name):
+    """The files that --data names: itself, or those in its folder; none of a built-in text."""
+    if name in BUILT_IN:
+        return []
+    path = Path(name)
+    return records.list_folder(path)[0] if path.is_dir() else [path]
+
+
+def listing_of(folder):
+    """CRC-32 of the names and sizes of the files of a data set in a folder."""
+    rows = [(path.name, path.stat().st_size) for path in files_of(folder)]
+    return zlib.crc32(repr(sorted(rows)).encode())
 
 
 def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):

@@ -12,7 +12,7 @@ import numpy as np
 
 from support.arguments import check_text, whole_ids
 from support.data import tokenizer_json
-from support.data.seams import BROKEN, CHUNK, Library, shared
+from support.data.seams import BROKEN, CHUNK, Library, Panic, guarded, shared
 from support.environment import optional
 from support.errors import UserError
 from support.files import most_bytes, read_json, read_small
@@ -366,6 +366,8 @@ def tokenizer_from_json(path):
         every_byte = "".join(map(chr, range(256)))
         if kind == "bpe" and tokenizer.decode(tokenizer.encode(every_byte)) != every_byte:
             raise ValueError("decoding does not restore the text")
+    except Panic as e:
+        raise UserError(f"{path} cannot be used: {e}") from None
     except UserError:  # that library is missing
         raise
     except Exception as e:  # the tokenizers library raises bare Exceptions
@@ -408,6 +410,8 @@ def open_tokenizer(path, end, end_token=""):
         specials = {"[END]": True}
         if kind == "file":
             specials = tokenizer.special_ids()
+    except Panic as e:
+        raise UserError(f"{path} cannot be used: {e}") from None
     except UserError:  # it cannot be read, or that library is missing
         raise
     except Exception as e:  # the tokenizers library raises bare Exceptions
@@ -486,5 +490,5 @@ def train_bpe(texts, size):
     bpe.decoder = tokenizers.decoders.ByteLevel()
     settings = dict(initial_alphabet=byte_level.alphabet(), show_progress=False)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, **settings)
-    bpe.train_from_iterator(texts, trainer)
+    guarded(bpe.train_from_iterator, texts, trainer)
     return bpe.to_str()

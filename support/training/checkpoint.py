@@ -100,10 +100,16 @@ def verify(folder):
     """Raise UserError unless every file has the size and sha256 that the manifest names."""
     try:
         manifest = json.loads(files.read_small(folder / "manifest.json"))
-        if (manifest["format"], manifest["version"]) != ("mdlm", 1):
-            raise ValueError(f"it has version {manifest['version']!r}, not version 1")
+        if not isinstance(manifest, dict) or not isinstance(manifest["files"], dict):
+            raise ValueError("manifest.json is no JSON object with an object 'files'")
+        kind, version = manifest["format"], manifest["version"]
+        if (kind, version) != ("mdlm", 1):
+            what = f"version {shown(repr(version))} of format {shown(repr(kind))}"
+            raise ValueError(f"manifest.json has {what}, not version 1 of 'mdlm'")
         for name in sorted({*MODEL_FILES, *manifest["files"]}):
             wanted = manifest["files"][name]
+            if not isinstance(wanted, dict):
+                raise ValueError(f"manifest.json has no size and checksum of {shown(repr(name))}")
             size = (folder / name).stat().st_size
             if size != wanted["size"]:
                 raise ValueError(f"{name} has {size} bytes instead of {str(wanted['size'])[:20]}")

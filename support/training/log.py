@@ -13,7 +13,7 @@ from support.devices import peak_flops
 from support.files import write_atomically, writing
 from support.flags import NO_LIMIT
 from support.terminal import escaped
-from support.training import shards
+from support.training import shards, trackers
 from support.training.progress import Progress
 
 
@@ -30,23 +30,44 @@ class Log:
         self.path = Path(config.out_dir) / "log.jsonl"
         self.last = (0, 0.0)  # tokens and time.monotonic() of the last training record
         self.shown = None  # the Progress, while the run trains
+        self.tracker = trackers.Tracker()  # of --log
 
     # ---- log.jsonl
     def begin(self, step):
         """Remove the records after the step that the run resumes from; -1 removes all."""
         ranks.on_first_rank(lambda: self.keep(step))
 
-    def keep(self, step):
-        """Rewrite log.jsonl with its records up to a step."""
+    def lines(self, step):
+        """The lines of log.jsonl up to a step: a list of (bytes, record)."""
         kept = []
         if step >= 0 and self.path.exists():
             for line in self.path.read_bytes().splitlines(True):
                 # A crash may have cut a line, so that it is no JSON, or no record.
                 with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                    if json.loads(line)["step"] <= step and line.endswith(b"\n"):
-                        kept.append(line)
+                    record = json.loads(line)
+                    if record["step"] <= step and line.endswith(b"\n"):
+                        kept.append((line, record))
+        return kept
+
+    def keep(self, step):
+        """Rewrite log.jsonl with its records up to a step."""
         with writing(self.path):
-            write_atomically(self.path, b"".join(kept))
+            write_atomically(self.path, b"".join(line for line, _ in self.lines(step)))
+
+    def start_tracker(self, config, step):
+        """Start what --log asks for, before anything is written: it may be refused."""
+        records = [record for _, record in self.lines(step)]
+
+        def start():
+            self.tracker = trackers.start(config, records)
+
+        ranks.on_first_rank(start)
+
+    def note_tracker(self, run):
+        """Record what --resume needs to go on with the same tracker, if it is new."""
+        new = ranks.ask_first_rank(lambda: self.tracker.id)
+        if new:
+            self.record(run, {run.config.log: new})
 
     def record(self, run, values):
         """Append a JSON object with step, tokens, seconds and `values` to log.jsonl.
@@ -60,6 +81,7 @@ class Log:
             if isinstance(value, float) and not math.isfinite(value):
                 values[name] = None
         ranks.on_first_rank(lambda: self.append(json.dumps(values) + "\n"))
+        self.tracker.add(values)
 
     def append(self, line):
         """Append a line to log.jsonl; raise UserError if that fails or the file is gone."""
@@ -203,6 +225,10 @@ class Log:
         if run.config.prompt_column:
             command += " --prompt=TEXT"
         self.say(f"done in {run.elapsed():.0f} s. Now type: {command}")
+
+    def close(self):
+        """End the tracker of --log, when all is recorded."""
+        self.tracker.close()
 
     def say(self, text, stream=None):
         """Print a line to standard output, or to `stream`.

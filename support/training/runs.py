@@ -329,10 +329,13 @@ def begin(run, folder):
     manifest = (folder / "manifest.json").read_bytes() if folder else b""  # of all its files
     fix = "give an --out_dir that all share"
     ranks.check_equal(manifest, f"the ranks see different checkpoints in {folder}; {fix}")
+    last = run.step if folder else -1
+    run.log.start_tracker(run.config, last)
     if run.config.overwrite:
         ranks.on_first_rank(lambda: checkpoint.mark_overwriting(run.config.out_dir))
     run.saved_at = time.monotonic()
-    run.log.begin(run.step if folder else -1)
+    run.log.begin(last)
+    run.log.note_tracker(run)
     if run.changed:
         run.log.changes(run)
     run.log.restart_clock(run.tokens)
@@ -348,7 +351,12 @@ def advice(run):
         fixes.append("--grad_clip=1")
     if run.dtype != torch.float32:
         fixes.append("--dtype=float32")
-    fix = ", or ".join(fixes)
+    return go_on(run, ", or ".join(fixes))
+
+
+def go_on(run, fix):
+    """How a run that ended goes on with other flags: a sentence."""
+    config = run.config
     if run.saved < 0:
         overwrite = "--overwrite and " * config.overwrite
         return f"Nothing is saved yet; start again with {overwrite}{fix}"

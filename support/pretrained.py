@@ -56,7 +56,7 @@ SIZES |= dict(vocab_size=1 << 24)
 # What suits weights that are trained already (docs/pretrained.md), and what an architecture that is
 # not ours.
 FINE_TUNING = dict(optimizer="muon", learning_rate=3e-4, muon_lr=0.01, weight_decay=0.01)
-FROM_NOTHING = dict(optimizer="adamw", learning_rate=1e-3, muon_lr=0.02, weight_decay=0.1)
+FROM_NOTHING = dict(optimizer="muon", learning_rate=1e-3, muon_lr=0.02, weight_decay=0.1)
 
 
 # ---- The library

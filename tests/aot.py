@@ -1,4 +1,4 @@
-"""Compile the kernels for sm_80, sm_90 and sm_100 without a GPU: registers, spills, instructions.
+"""Compile the kernels for GPUs from sm_80 on without one: registers, spills, instructions.
 
 MDLM_TRITON=1 python tests/aot.py           # the main configurations, a table as in results/aot.md
 MDLM_TRITON=1 python tests/aot.py --one     # a case of each kernel, for sm_90
@@ -22,8 +22,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-ARCHITECTURES = (80, 90, 100)
-SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory a program may have
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+CONSUMER = (86, 89, 120)  # GPUs with less shared memory; only the main cases are compiled for them
+EXECUTED = (80, 90, 120)  # in the emulator, by tests/ptx/cases.py
+# bytes of shared memory a program may have
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10} | dict.fromkeys(CONSUMER, 99 << 10)
 TYPES = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16)
 OPTIONS = ("num_warps", "num_stages")
 STRIDES = ("C", "N", "limit", "n_rows")  # numbers that usually divide by 16
@@ -174,6 +177,8 @@ def cases(arch, which="--main"):
     chosen = [v for c in chosen for v in itertools.islice(variants(c), None if arch == 90 else 1)]
     if which == "--one":
         return [c for c in chosen if arch == 90 and arch in c.main and re.search(ONE, c.name)]
+    if arch in CONSUMER:
+        return [c for c in chosen if arch in c.main]
     if which == "--most":
         return [c for c in chosen if arch in c.main or re.search(MOST, c.name)]
     return chosen if which == "--all" else [c for c in chosen if arch in c.main]
@@ -238,17 +243,17 @@ def compile_all(which, workers=2, architectures=ARCHITECTURES):
         yield from pool.map(compile_one, *zip(*jobs, strict=True), chunksize=3)
 
 
-HEAD = (
-    "| kernel | sm | warps | registers | shared memory, KiB | spills | tensor-core instructions |"
-)
+HEAD = ("kernel", "sm", "warps", "registers", "shared memory, KiB", "spills")
+HEAD += ("tensor-core instructions", "executed")
 
 if __name__ == "__main__":
     as_json = "--json" in sys.argv
     if not as_json:
-        print(HEAD, "| --- " * 7 + "|", sep="\n")
+        print(f"| {' | '.join(HEAD)} |", "| --- " * len(HEAD) + "|", sep="\n")
     given = [flag for flag in ("--one", "--most", "--all") if flag in sys.argv]
     for r in compile_all(given[0] if given else "--main"):
         products = [f"{r[i]} {i.upper()}" for i in ("hmma", "hgmma", "utchmma") if r[i]]
         row = f"| {r['name']} | {r['arch']} | {r['warps']} | {r['registers']} "
-        row += f"| {r['shared'] / 1024:.1f} | {r['spills']} | {' '.join(products) or '-'} |"
+        row += f"| {r['shared'] / 1024:.1f} | {r['spills']} | {' '.join(products) or '-'} "
+        row += f"| {'yes' if r['arch'] in EXECUTED else 'no'} |"
         print(json.dumps(r) if as_json else row, flush=True)

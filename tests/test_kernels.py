@@ -1,4 +1,4 @@
-"""The Triton kernels: against their references, and compiled for three generations of GPUs.
+"""The Triton kernels: against their references, and compiled for all GPUs from sm_80 on.
 
 The files of kernels_cases run in a process of their own, since Triton decides at import whether it
 interprets: natively where there is a GPU, else in the interpreter on the CPU.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from aot import SHARED
+from aot import ARCHITECTURES, SHARED
 from conftest import TINY, losses, run_mdlm
 
 import mdlm
@@ -58,7 +58,7 @@ def test_the_oldest_triton_compiles_and_agrees(tmp_path):
     r = run(HERE / "aot.py", "--json", "--main", MDLM_TRITON="1", **old)
     assert r.returncode == 0, r.stderr[-3000:]
     compiled = [json.loads(line) for line in r.stdout.splitlines()]
-    assert {case["arch"] for case in compiled} == {80, 90, 100}
+    assert {case["arch"] for case in compiled} == set(ARCHITECTURES)
     assert {case["name"] for case in compiled if case["spills"] and case["arch"] > 80} == set()
     files = sorted((HERE / "kernels_cases").glob("*_cases.py"))
     args = ("-n0", "-m", "not slow", "-p", "no:cacheprovider", *files)
@@ -197,7 +197,7 @@ def test_a_gpu_without_a_compiler_uses_pytorch(as_if, monkeypatch, capsys, compi
 
 @pytest.mark.parametrize(
     ("cases", "architectures"),
-    [("--one", {90}), pytest.param("--most", {80, 90, 100}, marks=pytest.mark.slow)],
+    [("--one", {90}), pytest.param("--most", set(ARCHITECTURES), marks=pytest.mark.slow)],
 )
 def test_kernels_compile_without_spills(cases, architectures):
     """Within shared memory, with tensor cores for products in 16 bits; slow: for all GPUs."""

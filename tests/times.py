@@ -31,7 +31,7 @@ def promises(document):
 def docstrings():
     """{name of a test: the first line of its docstring}"""
     sentences = {}
-    for path in (ROOT / "tests").glob("test_*.py"):
+    for path in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
                 sentences[node.name] = ast.get_docstring(node).splitlines()[0]

@@ -4,9 +4,10 @@
     python export.py --to=page --out_dir=out --dest=my-page  # runs in a browser
 
 my-model loads without this project, by AutoModelForMaskedLM (of a run with --objective=ar by
-AutoModelForCausalLM) with trust_remote_code=True, and AutoTokenizer. Its README.md says how.
-my-page is for any web server: python -m http.server --directory my-page. To make it takes onnx and
-onnxscript (pip install onnx onnxscript), and npm, a part of Node.js.
+AutoModelForCausalLM) with trust_remote_code=True, and AutoTokenizer. Its README.md says how. A
+network of Hugging Face (docs/pretrained.md) is written as that library has it, and needs no code of
+others. my-page is for any web server: python -m http.server --directory my-page. To make it takes
+onnx and onnxscript (pip install onnx onnxscript), and npm, a part of Node.js.
 """
 
 from support import cli, environment, flags, terminal
@@ -28,7 +29,7 @@ import torch.nn.functional as F
 from safetensors.torch import save as to_safetensors
 
 import mdlm
-from support import files, outputs, plots
+from support import files, outputs, plots, pretrained
 from support.data import tokenizer_json
 from support.data.seams import guarded
 from support.errors import UserError
@@ -167,7 +168,74 @@ def card(folder, model, tokenizer, config, name):
     with contextlib.suppress(UserError):  # a letter that the vocabulary does not have
         fields["prompt"] = tokenizer.decode(tokenizer.encode("The"))
     form = "card_ar.md" if config.objective == "ar" else "card.md"
+    if config.network:
+        form = "card_network.md"
+        fields |= dict(mask_id=model.mask_id, predict=predict_code(model))
+        fields |= dict(auto=model.network.auto_class, kind=model.network.model_type)
+        fields["end"] = end.replace("tokenizer.eos_token_id", str(tokenizer.end_id))
     return (SUPPORT / form).read_text(encoding="utf-8").format(**fields)
+
+
+# ---- Networks of Hugging Face, as that library has them
+def tokens_of_network(model, tokenizer):
+    """(tokenizer.json with the network's [MASK] as a dict, tokenizer_config.json as a dict)."""
+    kind, vocab = tokenizer.kind, tokenizer.vocab
+    words = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
+    words["model_max_length"] = model.config.block_size
+    if kind != "file":  # ours: without the [PAD] for which the network has no row
+        content, end = to_library(tokenizer)
+        content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] != "[PAD]"]
+        return content, words | dict(mask_token="[MASK]", eos_token=end)
+    library = tokenizer.library.library
+    content = without_dropout(json.loads(vocab)) | dict.fromkeys(
+        ("truncation", "padding", "post_processor")
+    )
+    mask = library.id_to_token(model.mask_id)
+    if mask is None:
+        own = json.dumps(without_dropout(json.loads(vocab)))
+        content = json.loads(begin_once(own)) | dict.fromkeys(("truncation", "padding"))
+        content["post_processor"] = None
+        mask = "[MASK]"
+        try:
+            tokenizer_json.add_mask(content, library.get_vocab(), mask)
+        except ValueError as e:
+            raise UserError(f"this tokenizer cannot be exported: {e}") from e
+    words["mask_token"] = mask
+    if tokenizer.end_id is not None:
+        words["eos_token"] = library.id_to_token(tokenizer.end_id)
+    pad = next((p for p in ("[PAD]", "<pad>") if p in tokenizer.special_ids()), None)
+    return content, words | (dict(pad_token=pad) if pad else {})
+
+
+def predict_code(model):
+    """The lines of the card that give logits."""
+    network = model.network
+    lines = [f"logits = model(x).logits[..., :{model.vocab_size}]"]
+    if network.head == pretrained.EMBEDDING:
+        lines = ["h = model(x).last_hidden_state"]
+        weight = f"model.get_input_embeddings().weight[:{model.vocab_size}]"
+        lines.append(f"logits = h @ {weight}.T  # the embedding is the head")
+    if model.config.shift:
+        shifted = "logits = torch.cat((logits[:, :1], logits[:, :-1]), 1)"
+        lines.append(f"{shifted}  # a token is predicted at the one before it")
+    if model.mask_id < model.vocab_size:
+        lines.append(f"logits[..., {model.mask_id}] = -torch.inf  # [MASK] is never drawn")
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def contents_of_network(folder, model, tokenizer, config, options):
+    """The files of a network of Hugging Face: its own ones, without code of ours."""
+    if not model.objective.fills_gaps:
+        raise UserError("--to=hf is for masked diffusion, not for --objective=ar")
+    content, words = tokens_of_network(model, tokenizer)
+    name = Path(options.dest).name
+    text = card(folder, model, tokenizer, config, name)
+    contents = {
+        "tokenizer.json": tokenizer_json.dumps(content).encode(),
+        "tokenizer_config.json": json.dumps(words, indent=1).encode(),
+        "README.md": text.encode(),
+    }
+    return contents | model.files_of_library()
 
 
 def heading(text):
@@ -245,12 +313,15 @@ def main(argv):
     pads = options.pad_to_context and (objective.lengths_are_given or objective.one_by_one)
     sees = "on a model that does not see what follows a text; leave it out"
     flags.check_effects(given, [("pad_to_context", not pads, sees)])
+    if is_page and loaded[2].network:
+        raise UserError("--to=page is for networks of mdlm.py; give --to=hf for those of others")
     if is_page:
         contents = live_page.contents_of(*loaded, options.weights)
         serve = f"{environment.python_command()} -m http.server"
         hint = f"{serve} -d {environment.quote(options.dest)} shows it on localhost:8000"
     else:
-        contents = contents_of(folder, *loaded, options)
+        of_kind = contents_of_network if loaded[2].network else contents_of
+        contents = of_kind(folder, *loaded, options)
         hint = "load it as its README.md says"
     _, tokenizer, config = loaded
     scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)

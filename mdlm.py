@@ -30,11 +30,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import variants
-from support import devices, files, kernels, numerics, plots, ranks, signals
+from support import devices, files, kernels, numerics, plots, pretrained, ranks, signals
 from support.arguments import check_evaluation, check_reversing, to_view, truth
 from support.data import sources, texts
 from support.data.ids import DTYPES
-from support.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_from_json
+from support.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
 from support.devices import to_device
 from support.errors import SharedError, UserError
 from support.flags import COUNT, NO_LIMIT, READS, WRITES, opt
@@ -91,7 +91,8 @@ class Config:
     overwrite: bool = opt(False, "replace the run in out_dir by a new one", common=True)
     init_from: str = opt(
         "",
-        "fine-tune: start from the weights of this run or checkpoint, with its tokenizer",
+        "fine-tune: start from the weights of this run or checkpoint, or of this folder of "
+        "Hugging Face (BERT, Llama ...), with its tokenizer",
         path=READS,
         common=True,
     )
@@ -294,6 +295,19 @@ class Config:
     )
     # Time conditioning
     time_conditioning: bool = opt(False, "tell the model its mask rate (adaLN)")
+    # Networks of Hugging Face
+    network: str = opt(
+        "",
+        "train the architecture of this config.json of Hugging Face from random weights "
+        "(for its weights: --init_from)",
+        path=READS,
+        off="",
+    )
+    shift: bool = opt(
+        False,
+        "predict a token at the position before it, as decoders were trained (on with "
+        "--init_from=DECODER)",
+    )
 
 
 # What a preset changes (cpu: measured in results/cpu.md). A flag that is given always wins.
@@ -336,6 +350,7 @@ def new_config(given):
     if preset == "auto":
         preset = devices.default_preset(given.get("device", "auto"))
     settings = PRESETS[preset] | (PATTERNS if given.get("data") == "patterns" else {})
+    settings |= pretrained.implied(given, settings)
     config = Config(**settings | given | {"preset": preset})
     runs.choose_end(config, given, Config(**settings))
     if config.prompt_column or config.block_length not in (0, config.block_size):
@@ -351,7 +366,7 @@ def check(config, world=1):
 
 
 # ---- Data: every source becomes a folder with train.bin, val.bin, tokenizer.json and meta.json
-def prepare(config, folder, tokenizer=None):
+def prepare(config, folder, tokenizer=None, network=None):
     """Tokenize config.data into `folder`: nine tenths of its text train, the rest validates."""
     # Prompts have [END] too, but are a variant of their own.
     has_documents = sources.has_documents(config) and not config.prompt_column
@@ -364,6 +379,7 @@ def prepare(config, folder, tokenizer=None):
     if tokenizer is None:
         kind = (config.tokenizer, config.vocab_size or 16384, sources.has_documents(config))
         tokenizer = build_tokenizer(*kind, source, n, config.end)
+    pretrained.fit(network, tokenizer)  # no text may have the [MASK] of an encoder
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
@@ -612,11 +628,11 @@ class MaskedDiffusion:
     n_pieces = 1  # parts of a text that a sampler writes one after another
     steps_are_alike = True  # whether steps differ in numbers alone: then graphs can replay them
 
-    def __init__(self, config, vocab_size):
+    def __init__(self, config, mask_id):
         self.config = config
         self.seed = config.seed
-        self.mask_id = vocab_size
-        self.pad_id = vocab_size  # fills up a sampler's window: [MASK], as what follows is unknown
+        self.mask_id = mask_id
+        self.pad_id = mask_id  # fills up a sampler's window: [MASK], as what follows is unknown
         self.T = config.block_size
         self.batch_size = config.batch_size
 
@@ -714,11 +730,13 @@ class MaskedDiffusion:
 
 
 def make_model(
-    config, vocab_size, ops, end_id=None, mean_length=None, shard_fn=lambda module: module
+    config, vocab_size, ops, end_id=None, mean_length=None, shard_fn=lambda m: m, network=None
 ):
-    """A Model with its objective: end_id and mean_length are for variants.choose."""
-    objective = variants.choose(config, MaskedDiffusion(config, vocab_size), end_id, mean_length)
-    model = Model(config, vocab_size, ops, shard_fn)
+    """A Model, or what a pretrained.Network builds, with its objective: end_id and mean_length are
+    for variants.choose."""
+    model = (network.build if network else Model)(config, vocab_size, ops, shard_fn)
+    objective = MaskedDiffusion(config, model.mask_id)
+    objective = variants.choose(config, objective, end_id, mean_length)
     for name, tensor in objective.buffers().items():
         model.register_buffer(name, tensor)
     model.objective = objective
@@ -836,7 +854,8 @@ def evaluate(
 # ---- Load (support/training: runs.py saves, checkpoint.py keeps checkpoints intact)
 def select_kernels(name, device, config, dtype=torch.float32):
     """The ops for --kernels: the one place where a ValueError becomes a UserError."""
-    shape = (config.n_embd // config.n_head, dtype, config.objective == "ar", config.block_size)
+    head_dim = None if config.network else config.n_embd // config.n_head  # None: not our attention
+    shape = (head_dim, dtype, config.objective == "ar", config.block_size)
     try:
         return kernels.select(name, device, *shape)
     except ValueError as e:
@@ -878,11 +897,13 @@ def load_from(folder, device, kernel, whole):
     config = read_config(folder)
     if whole and config.infill_share:
         config.block_length = 0
-    tokenizer = tokenizer_from_json(folder / "tokenizer.json")
-    checkpoint.check_size(folder, config, tokenizer.vocab_size)  # before memory is taken for it
+    tokenizer = tokenizer_of(folder)
+    network = pretrained.open_network(config, folder)
+    least = pretrained.count_weights(network, tokenizer)
+    checkpoint.check_size(folder, config, tokenizer.vocab_size, least)  # before memory is taken
     ops = select_kernels(kernel, device, config)
-    model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id)
-    model.load_state_dict(checkpoint.read_tensors(folder / "model.safetensors", model.state_dict()))
+    model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id, network=network)
+    model.load_state_dict(checkpoint.read_weights(folder, model))
     model.register_forward_pre_hook(to_view, with_kwargs=True)  # model(ids) works too
     return model.to(device).eval(), tokenizer, config
 
@@ -962,14 +983,14 @@ class Run:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
 
-def make_run(config, corpus, device, dtype, ops, rank=0, world=1):
-    """A Run with fresh weights, not compiled."""
+def make_run(config, corpus, device, dtype, ops, rank=0, world=1, network=None):
+    """A Run with fresh weights, not compiled. network: a pretrained.Network, or None: ours."""
     shard_fn = shards.make_shard_fn(config.shard, device, dtype, world)
     texts = (corpus.tokenizer.end_id, corpus.mean_length)
 
     def build():
         torch.manual_seed(config.seed)
-        model = make_model(config, corpus.tokenizer.vocab_size, ops, *texts, shard_fn)
+        model = make_model(config, corpus.tokenizer.vocab_size, ops, *texts, shard_fn, network)
         if model.objective.lengths_are_given:
             model.length_counts.copy_(corpus.length_counts)
         return model
@@ -1140,7 +1161,7 @@ def open_run(given, world):
     return config, folder, changed
 
 
-def open_data(config, folder, device, source):
+def open_data(config, folder, device, source, network=None):
     """The Corpus of config.data: a folder of ids as it is; all else is prepared in out_dir/data.
 
     Other data there is replaced only after the new one, with the tokenizer of `source` (what
@@ -1153,7 +1174,7 @@ def open_data(config, folder, device, source):
         first = ranks.is_first_rank() and not sources.is_ids(config.data)
         if first and not runs.is_prepared(config, folder):
             with files.replacing(data) as new:
-                prepare(config, new, source and source[1])
+                prepare(config, new, source and source[1], network)
                 with runs.explain_data(folder):
                     corpus = Corpus(new, config, torch.device("cpu"))
                 runs.check_identity(config, corpus.identity, folder)
@@ -1161,6 +1182,7 @@ def open_data(config, folder, device, source):
     with ranks.all_ranks():
         with runs.explain_data(folder):
             corpus = Corpus(data, config, device)
+        pretrained.fit(network, corpus.tokenizer, corpus)
         runs.check_identity(config, corpus.identity, folder)
     runs.check_ranks_data(config, corpus.identity)
     if sources.is_ids(config.data) and not folder and ranks.is_first_rank():
@@ -1199,12 +1221,13 @@ def setup(given, start):
         dtype = devices.pick_dtype(config.dtype, device)
         ops = select_kernels(config.kernels, device, config, dtype)
     log = Log(config, start, silent=rank > 0)
+    network = ranks.on_all_ranks(lambda: pretrained.open_network(config, folder))
     source = None
-    if config.init_from and not folder:
+    if config.init_from and not folder and not pretrained.has_weights(network):
         source = ranks.on_all_ranks(lambda: load(config.init_from))
     log.say("reading the data")
-    corpus = open_data(config, folder, device, source)
-    run = make_run(config, corpus, device, dtype, ops, rank, world)
+    corpus = open_data(config, folder, device, source, network)
+    run = make_run(config, corpus, device, dtype, ops, rank, world, network)
     run.log = log
     run.changed = changed
     run.windows = corpus.windows(config.eval_windows)

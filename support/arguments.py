@@ -49,8 +49,22 @@ def check_text(text):
     return text
 
 
-def whole_ids(ids, most):
-    """Ids (n,) of a list, an array or a tensor as ints; UserError unless they are 0 to `most`."""
+def accepted_ids(most, mask_id):
+    """The ids from 0 to `most`, and which of them is [MASK], in words."""
+    which = "which is [MASK]" if mask_id == most else f"[MASK] is {mask_id}"
+    return f"0 to {most}, {which}"
+
+
+def last_id(model):
+    """The largest id that a model takes: [MASK] of ours, a token of an encoder of others."""
+    return max(model.vocab_size - 1, model.mask_id)
+
+
+def whole_ids(ids, most, mask_id):
+    """Ids (n,) of a list, an array or a tensor as ints; UserError unless they are 0 to `most`.
+
+    mask_id: which of them is [MASK], for the message.
+    """
     if isinstance(ids, str) or len(getattr(ids, "shape", [1])) != 1:
         raise UserError(f"ids must be a list or tensor (n,) of whole numbers, not {kind_of(ids)}")
     try:
@@ -62,7 +76,7 @@ def whole_ids(ids, most):
         raise UserError("ids must be whole numbers (n,); give those that encode returned") from None
     for i in ids if ids and (min(ids) < 0 or max(ids) > most) else ():
         if not 0 <= i <= most:
-            raise UserError(f"{i} is no id of this tokenizer; give 0 to {most}, which is [MASK]")
+            raise UserError(f"{i} is no id of this tokenizer; give {accepted_ids(most, mask_id)}")
     return ids
 
 
@@ -97,17 +111,19 @@ def check_tokenizer(tokenizer, model):
 
 
 def check_ids(model, x, name="x", masks=True):
-    """Raise UserError unless x is (B, T) int64 in 0..V, V being [MASK] (only if masks)."""
+    """Raise UserError unless x is (B, T) int64 of tokens, or of [MASK] if masks."""
     check_model(model)
-    V = model.vocab_size
-    accepted = f"0 to {V}, which is [MASK]" if masks else f"0 to {V - 1}"
+    most = last_id(model) if masks else model.vocab_size - 1
+    accepted = accepted_ids(most, model.mask_id) if masks else f"0 to {most}"
     if not is_tensor(x, [torch.int64], 2):
         wrong = f"{name} must be a tensor (B, T) of int64 ids"
         raise UserError(f"{wrong}, not {kind_of(x)}; give {accepted}")
     check_device(model, x, name)
     low, high = x.aminmax() if x.numel() else (0, 0)
-    if low < 0 or high > V - (not masks):
+    if low < 0 or high > most:
         raise UserError(f"{name} has ids from {low} to {high}; give {accepted}")
+    if not masks and (x == model.mask_id).any():
+        raise UserError(f"{name} has {model.mask_id}, which is [MASK]; give the true tokens")
 
 
 def check_device(model, x, name):
@@ -262,11 +278,11 @@ def check_input(model, xt, x0, rows):
 
     The range of ids on a GPU is not read, as Python would wait for it.
     """
-    V = model.vocab_size
+    most = last_id(model)
     kinds = (torch.int64, torch.int32)
     if not is_tensor(xt, kinds, 2):
         wrong = f"xt must be a tensor (B, T) of int64 ids, not {kind_of(xt)}"
-        raise UserError(f"{wrong}; give 0 to {V}, which is [MASK]")
+        raise UserError(f"{wrong}; give {accepted_ids(most, model.mask_id)}")
     if not xt.numel():
         raise UserError(f"xt is empty, {tuple(xt.shape)}; give at least a row of a token")
     if x0 is not None and (not is_tensor(x0, kinds, 2) or x0.shape != xt.shape):
@@ -278,7 +294,8 @@ def check_input(model, xt, x0, rows):
     if xt.device.type != "cpu":
         return
     for name, ids in (("xt", xt), ("x0", x0)):
-        if ids is not None and not 0 <= ids.min() <= ids.max() <= V:
-            raise UserError(f"{name} has ids below 0 or above {V}, which is [MASK]")
+        if ids is not None and not 0 <= ids.min() <= ids.max() <= most:
+            accepted = accepted_ids(most, model.mask_id)
+            raise UserError(f"{name} has ids from {ids.min()} to {ids.max()}; give {accepted}")
     if rows is not None and rows.numel() and not 0 <= rows.min() <= rows.max() < xt.numel():
         raise UserError(f"rows has numbers that are not from 0 to {xt.numel() - 1}")

@@ -98,9 +98,16 @@ def flops_per_token(model):
     body = rows * sum(p.numel() for p in model.layers.parameters())
     # The head and the last layer's MLP compute only the predicted positions.
     end = objective.predicted_fraction * config.n_embd * model.vocab_size
-    end -= 8 * config.n_embd**2 * (rows - objective.predicted_fraction)
-    attending = sum(layer.qkv is not None for layer in model.layers)
-    return 6 * (body + end) + 12 * attending * config.n_embd * config.block_size
+    if not config.network:
+        end -= 8 * config.n_embd**2 * (rows - objective.predicted_fraction)
+    return 6 * (body + end) + 12 * attending(model) * config.n_embd * config.block_size
+
+
+def attending(model):
+    """Return how many layers attend: of a network of others all."""
+    if model.config.network:
+        return len(model.layers)
+    return sum(layer.qkv is not None for layer in model.layers)
 
 
 # ---- Copies to a device

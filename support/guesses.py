@@ -90,9 +90,10 @@ ANSWERS = {
         "fp16 bf16 amp mixed_precision half precision": "give --dtype=bfloat16 or float32",
         "no_compile": "give --compile=off",
         "model model_name model_name_or_path": "the size is --preset, or --n_layer, --n_head and "
-        "--n_embd; --init_from=FOLDER fine-tunes a run of mdlm.py",
+        "--n_embd; --init_from=FOLDER fine-tunes a run of mdlm.py or a model of Hugging Face",
         "checkpoint ckpt load load_from pretrained from_pretrained finetune": "--init_from=FOLDER "
-        "fine-tunes a run of mdlm.py, --resume continues the one in --out_dir",
+        "fine-tunes a run of mdlm.py or a model of Hugging Face, --resume continues the run in "
+        "--out_dir",
         "resume_from resume_from_checkpoint": "--resume continues the run in --out_dir",
         "val_data val_file valid_file validation_file test_file eval_data val_split": "the last "
         "tenth of --data validates",

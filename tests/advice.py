@@ -527,6 +527,10 @@ ADVICE["eval.py"] = [
 
 ADVICE["export.py"] = [
     (
+        "--to=page is for networks of mdlm.py; give --to=hf for those of others",
+        FollowedIn("test_page_of_a_network_of_others_is_refused"),
+    ),
+    (
         "with --to=page, whose texts are always filled up; leave it out",
         "export --to=page --pad_to_context --dest={tmp}/e",
         "export --pad_to_context --dest={tmp}/e",
@@ -754,7 +758,7 @@ ADVICE["arguments.py"] = [
         lambda at: at.tokenizer.decode(at.tokenizer.encode("ab")),
     ),
     (
-        "{} is no id of this tokenizer; give 0 to {}, which is [MASK]",
+        "{} is no id of this tokenizer; give {}",
         lambda at: at.tokenizer.decode([-1]),
         lambda at: at.tokenizer.decode([0, at.model.mask_id]),
     ),
@@ -782,6 +786,10 @@ ADVICE["arguments.py"] = [
         "{} must be a tensor (B, T) of int64 ids + {}, not {}; give {}",
         lambda at: mdlm.generate(at.model, at.x.float()),
         lambda at: mdlm.generate(at.model, at.x),
+    ),
+    (
+        "{} has {}, which is [MASK]; give the true tokens",
+        FollowedIn("test_own_mask_is_no_token_of_a_text"),
     ),
     (
         "{} has ids from {} to {}; give {}",
@@ -878,7 +886,7 @@ ADVICE["arguments.py"] = [
         lambda at: evaluate(at, model=at.blocks),
     ),
     (
-        "xt must be a tensor (B, T) of int64 ids + {}; give 0 to {}, which is [MASK]",
+        "xt must be a tensor (B, T) of int64 ids + {}; give {}",
         lambda at: at.model(at.x.float()),
         lambda at: at.model(at.x),
         lambda at: at.model(at.masked),
@@ -1945,7 +1953,10 @@ ADVICE["tokenizer_json.py"] = [
     ),
 ]
 
+ADVICE["pretrained.py"] = FollowedIn("test_refused_and_what_helps")
+ADVICE["adapt.py"] = FollowedIn("test_the_study_plans_its_runs")
 ADVICE["tokenizer.py"] = [
+    ("{}; remove it from the text", FollowedIn("test_text_with_the_mask_of_an_encoder_is_refused")),
     (
         "{} is unknown; remove it, or train on text that has it",
         "sample --prompt=é",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_mdlm
+from conftest import ROOT, TINY, run_mdlm, tiny_flags
 from safetensors.torch import load_file
 
 import export
@@ -373,3 +373,35 @@ def test_full_disk_leaves_no_folder(short_run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(export.files, "write_synced", full)
     assert cli.run(export.main, [f"--out_dir={short_run}", f"--dest={tmp_path / 'm'}"]) == 2
     assert "No space left" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("kind", ["byte", "documents", "file", "file of documents"])
+def test_export_is_loaded_and_fine_tuned(kind, tie, tmp_path, pydoc, library):
+    """The network, the tokenizer and its [END] are those of the run that was exported."""
+    end = "documents" in kind
+    tokenizer = open_tokenizer(library, end) if "file" in kind else Tokenizer("byte", None, end)
+    out = tmp_path / "out"
+    save(out, tokenizer, tie=tie)
+    dest = tmp_path / "hf"
+    assert cli.run(export.main, [f"--out_dir={out}", f"--dest={dest}"]) == 0
+    before, after = (mdlm.load(folder, kernel="torch") for folder in (out, dest))
+    assert before[1].encode(pydoc[:500]) == after[1].encode(pydoc[:500])
+    assert before[1].end_id == after[1].end_id and before[1].vocab_size == after[1].vocab_size
+    assert before[2].document_length == after[2].document_length or not end
+    x = torch.randint(before[0].mask_id + 1, (2, 24))
+    assert torch.equal(before[0](x), after[0](x))
+    records = "".join(json.dumps(dict(text=pydoc[i : i + 30])) + "\n" for i in range(0, 3000, 30))
+    data = tmp_path / ("data.jsonl" if end else "data.txt")
+    data.write_text(records if end else pydoc[:3000], encoding="utf-8")
+    flags = {f"--{name}": value for name, value in (SMALL | dict(tie=tie)).items()} | {
+        "--learning_rate": 0
+    }
+    given = [f"--init_from={dest}", f"--data={data}", f"--out_dir={tmp_path / 'new'}"]
+    given += ["--max_steps=1", "--optimizer=adamw", "--weight_decay=0", "--dropout=0"]
+    given += [f"{flag}={value}" for flag, value in flags.items() if flag != "--dropout"]
+    assert run_mdlm(*tiny_flags(*given)) == 0
+    tuned = mdlm.load(tmp_path / "new", kernel="torch")[0]
+    theirs = tuned.state_dict()
+    for name, p in before[0].named_parameters():
+        assert torch.equal(theirs[name], p), name

@@ -97,6 +97,8 @@ UNSEEN = dict(
     compile="the numbers are the same, and the compiler is slow",
     recompute="the numbers are the same, in less memory",
     shard="it needs several ranks",
+    network="it contradicts the flags of a tiny run; see test_pretrained.py",
+    shift="it is for networks of others; see test_pretrained.py",
     log="it needs a package, and the numbers are the same",
 )
 # What no rule is about, so a third of the contexts will do.

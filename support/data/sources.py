@@ -92,7 +92,7 @@ def effects(config):
         ("text_column prompt_column", columns, f"{with_data}, which has no columns; {leave}"),
         ("max_bad_records", is_records(config.data), f"{with_data}, which has no records; {leave}"),
         ("bin_dtype", False, f"{with_data}, which is no folder of .bin files; {leave}"),
-        ("vocab_size end", not config.init_from, brought),
+        ("vocab_size end", not config.init_from or is_file, brought),
         ("vocab_size", learns, f"{kind} --tokenizer=word or bpe"),
         ("end", is_file, f"{kind} the tokenizer.json that has this token"),
         ("end document_length pack", has_documents(config), no_documents),

@@ -21,6 +21,7 @@ from support.terminal import warn
 KINDS = ("char", "byte", "word", "bpe")
 WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character is part of exactly one match
 TEXT, MASKED, END = range(3)  # what a stretch of ids is
+ADDED = ("[MASK]", "[PAD]")  # by export.py, after all tokens
 WINDOW = 4  # tokens; no character has more bytes
 SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
 # Special tokens that end a document in files of the tokenizers library, unless --end names one.
@@ -39,7 +40,8 @@ class Tokenizer:
     id     V itself: ids are shown as numbers, as their text is not known
 
     end: the id of [END], which follows each document and decodes to nothing; True: one after all
-    others; False: there is none.
+    others; False: there is none. mask_id: the id of [MASK]: V, after all tokens, or a token that
+    the tokenizer of an encoder has for it, which no text may have (support/pretrained.py says so).
     """
 
     def __init__(self, kind, vocab=None, end=False):
@@ -70,6 +72,7 @@ class Tokenizer:
         if end is False:
             self.end_id = None
         self.vocab_size = size + (end is True)
+        self.mask_id = self.vocab_size
 
     def encode_array(self, text, before=""):
         """Text -> (n,) integers without [END]. Raises UserError naming the first unknown character
@@ -80,7 +83,7 @@ class Tokenizer:
         return self.without_end(self.ids_of(text, before))
 
     def without_end(self, ids):
-        """The ids of a text; raises UserError if one of them is [END].
+        """The ids of a text; raises UserError if one of them is [END] or [MASK].
 
         The library does not match special tokens in a text, but a model that sees the whole word
         may still have it in its vocabulary: Unigram, WordLevel, WordPiece, BPE with ignore_merges.
@@ -89,6 +92,9 @@ class Tokenizer:
             token = self.spell([self.end])
             what = f"a part of the text is read as {token!r}, the token that ends a document"
             raise UserError(f"{what}; remove it from the text, or train with another --end")
+        if self.mask_id < self.vocab_size and self.mask_id in np.asarray(ids):
+            what = f"a part of the text is read as {self.spell([self.mask_id])!r}, which is [MASK]"
+            raise UserError(f"{what}; remove it from the text")
         return ids
 
     def ids_of(self, text, before):
@@ -152,8 +158,20 @@ class Tokenizer:
         return self.encode(context), self.encode_lossless(text, after_gap=True)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Ids -> text; [MASK], the id after the last token, is shown as █."""
-        return self.locate(whole_ids(ids, self.vocab_size), [])[0]
+        """Ids -> text; [MASK] is shown as █."""
+        return self.locate(whole_ids(ids, self.last_id, self.mask_id), [])[0]
+
+    @property
+    def last_id(self):
+        """The largest id of a token or [MASK]."""
+        return max(self.vocab_size - 1, self.mask_id)
+
+    def special_ids(self):
+        """Special token -> its id, of a file of the tokenizers library."""
+        if self.kind != "file":
+            return {}
+        added = self.library.library.get_added_tokens_decoder()
+        return {token.content: id for id, token in added.items() if token.special}
 
     def cut(self, ids, edges):
         """The texts of ids[: edges[0]], ids[edges[0] : edges[1]] ...; joined they are decode(ids).
@@ -223,7 +241,7 @@ class Tokenizer:
         """Runs of tokens, of [MASK] and of [END]: (which, where they start, where they stop)."""
 
         def what(id):
-            return END if id == self.end_id else MASKED if id == self.vocab_size else TEXT
+            return END if id == self.end_id else MASKED if id == self.mask_id else TEXT
 
         start = 0
         for kind, run in itertools.groupby(ids, key=what):
@@ -357,6 +375,23 @@ def tokenizer_from_json(path):
     return tokenizer
 
 
+def tokenizer_of(folder):
+    """The Tokenizer of a checkpoint, or of what export.py --to=hf wrote of a network of ours."""
+    path = folder / "tokenizer.json"
+    config = read_json(folder / "config.json", "config")
+    tokenizer = tokenizer_from_json(path)
+    if config.get("model_type") != "mdlm" or tokenizer.kind != "file":
+        return tokenizer
+    content = read_json(path, "tokenizer")
+    added = [
+        token for token in (content.get("added_tokens") or []) if token["content"] not in ADDED
+    ]
+    bare = Tokenizer("file", tokenizer_json.dumps(content | dict(added_tokens=added)))
+    name = read_json(folder / "tokenizer_config.json", "tokenizer").get("eos_token")
+    specials = bare.special_ids()
+    return with_end(bare, specials[name], name) if name in specials else bare
+
+
 def open_tokenizer(path, end, end_token=""):
     """The Tokenizer of a file of the tokenizers library; end: with the id of [END].
 
@@ -374,8 +409,7 @@ def open_tokenizer(path, end, end_token=""):
         tokenizer = Tokenizer(kind, vocab)
         specials = {"[END]": True}
         if kind == "file":
-            added = tokenizer.library.library.get_added_tokens_decoder()
-            specials = {token.content: id for id, token in added.items() if token.special}
+            specials = tokenizer.special_ids()
     except Panic as e:
         raise UserError(f"{path} cannot be used: {e}") from None
     except UserError:  # it cannot be read, or that library is missing

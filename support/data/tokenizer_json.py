@@ -90,6 +90,23 @@ def add_specials(content, tokens, end=False):
     content["added_tokens"] = [*(content.get("added_tokens") or []), *special]
 
 
+def add_mask(content, tokens, name):
+    """Add [MASK] alone, as V, to the JSON of a file that has these tokens: name -> id.
+
+    Raises ValueError if there is no room.
+    """
+    V = len(tokens)
+    if sorted(tokens.values()) != list(range(V)):
+        raise ValueError(f"some ids below {V} are unused; train with a tokenizer without gaps")
+    if name in tokens:
+        raise ValueError(f"the vocabulary has a token {name} of its own; train without it")
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    content["added_tokens"] = [
+        *(content.get("added_tokens") or []),
+        dict(id=V, content=name) | flags,
+    ]
+
+
 def library(model, pre_tokenizer, decoder):
     """The JSON of the library, of these parts."""
     content = dict(version="1.0", truncation=None, padding=None, added_tokens=[], normalizer=None)

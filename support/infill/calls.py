@@ -138,7 +138,8 @@ def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None, memo=None):
     if cfg:
         seen = seen.masked_fill(F.pad(given[rows, window], pad), model.mask_id)
         unguided = compute(model, seen, row, at, device)
-        logits = unguided + (1 + cfg) * (logits - unguided)
+        guided = unguided + (1 + cfg) * (logits - unguided)
+        logits = torch.where(logits == -torch.inf, logits, guided)  # never drawn
     return logits
 
 

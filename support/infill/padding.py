@@ -47,6 +47,8 @@ def compute_once(model):
     """
     if not isinstance(model, nn.Module) or model.training or torch.is_grad_enabled():
         return model
+    if model.config.network:  # all of its layers attend
+        return model
     attends = [layer.qkv is not None for layer in model.layers[:-1]]
     n_layers = attends.index(True) if True in attends else len(attends)  # before any attention
     # The last position that the end of the context does not reach through the convolutions of these

@@ -152,6 +152,8 @@ def read_newest(path, read):
     path = Path(path)
     if (path / "manifest.json").exists():
         return path, read(verified(path))
+    if is_export(path):
+        return path, read(path)
     for _ in range(TRIES):
         folder, was_removed = newest(path)
         if folder:
@@ -213,7 +215,7 @@ def what_else(path):
         return "a file, and no weights of other programs can be loaded"
     with contextlib.suppress(UserError):
         if "model_type" in files.read_json(path / "config.json", "config"):
-            return "a model of Hugging Face transformers, which cannot be loaded"
+            return "a model of Hugging Face, which --init_from of mdlm.py adapts"
     if (path / "ckpt.pt").exists():
         return "a run of nanoGPT, which cannot be loaded"
     return ""
@@ -223,12 +225,13 @@ def check_source(name):
     """Raise UserError for an --init_from that is no folder: a word of nanoGPT, a hub's model."""
     if Path(name).exists():
         return
-    kept = "--init_from fine-tunes the folder of a run that mdlm.py trained"
+    kept = "--init_from fine-tunes the folder of a run that mdlm.py trained, or one with a model"
+    kept += " of Hugging Face: config.json, model.safetensors, tokenizer.json (docs/pretrained.md)"
     if name in ("scratch", "random", "none"):
         raise UserError(f"--init_from={name}: leave it out to start from random weights")
     if name in ("resume", "last", "latest"):
         raise UserError(f"--init_from={name}: to continue the run in --out_dir give --resume")
-    raise UserError(f"--init_from={name} is no folder; models of a hub cannot be loaded: {kept}")
+    raise UserError(f"--init_from={name} is no folder; nothing is loaded from a hub: {kept}")
 
 
 SHIPPED = Path(__file__).parent.parent.parent / "weights" / "shakespeare"
@@ -241,6 +244,21 @@ def default_run(out_dir):
     return SHIPPED
 
 
+def is_export(folder):
+    """Whether a folder is what export.py --to=hf wrote of a network of ours."""
+    with contextlib.suppress(UserError):
+        return files.read_json(folder / "config.json", "config").get("model_type") == "mdlm"
+    return False
+
+
+def settings_of_export(content, known):
+    """The settings of the network in the config.json of an export; all others have defaults."""
+    ours = {name: content[name] for name in known if name in content}
+    ours.pop("vocab_size", None)  # that of the library counts [MASK] and [PAD]
+    is_given = content.get("end_id", -1) >= 0 and not content.get("prompt_column")
+    return ours | dict(document_length="given" if is_given else "predicted")
+
+
 def read_settings(path, known):
     """The settings in a config.json, a dict; known: the names that there are.
 
@@ -248,6 +266,8 @@ def read_settings(path, known):
     its default, which must then reproduce what the program did before.
     """
     content = files.read_json(path, "config")
+    if content.get("model_type") == "mdlm":
+        return settings_of_export(content, known)
     kind, version, settings = (content.get(key) for key in ("format", "version", "config"))
     if (kind, version) == ("mdlm", 1) and not isinstance(settings, dict):
         raise UserError(f"{path} has no settings: its 'config' is no JSON object")
@@ -264,27 +284,31 @@ def read_settings(path, known):
     return settings
 
 
-def check_size(folder, config, vocab_size):
+def check_size(folder, config, vocab_size, least=None):
     """Raise UserError if model.safetensors fits neither its tokenizer.json nor its config.
 
     vocab_size: of tokenizer.json. Only the sizes are read: a file may be forged, or damaged.
+    least: how many numbers it must have, where it is not a network of ours.
     """
     path = folder / "model.safetensors"
     stored = names_in(path).get("embed.weight")
     with explain_safetensors(path), safe_open(path, "pt") as f:
         shape = f.get_slice(stored).get_shape() if stored else []
-    if shape[1:] == [config.n_embd] and shape[0] != vocab_size + 1:  # [MASK] is the last row
+    after = 1 + is_export(folder)  # rows after those of the tokens: [MASK], in exports also [PAD]
+    if shape[1:] == [config.n_embd] and shape[0] != vocab_size + after:
         what = f"{folder}/tokenizer.json has {vocab_size} tokens, but model.safetensors"
         fix = "take an earlier checkpoint, or restore the file that was changed"
-        raise UserError(f"{what} has vectors of {shape[0] - 1}; {fix}")
-    least = config.n_embd * (8 * config.n_layer * config.n_embd + vocab_size)
+        raise UserError(f"{what} has vectors of {shape[0] - after}; {fix}")
+    if least is None:
+        least = config.n_embd * (8 * config.n_layer * config.n_embd + vocab_size)
     if path.stat().st_size < 4 * least:
         raise UserError(f"{path} does not fit its config: it is too small; train again")
 
 
 def name_now(name):
-    """The name of a tensor of a checkpoint: the layers were called blocks once."""
-    return re.sub(r"^(raw\.)?blocks\.", r"\1layers.", name)
+    """The name of a tensor of a checkpoint: the layers were called blocks once, and exports put
+    model. in front."""
+    return re.sub(r"^(raw\.)?blocks\.", r"\1layers.", name.removeprefix("model."))
 
 
 def name_then(name):
@@ -335,6 +359,24 @@ def read_tensors(path, expected=None):
             fix = "take an earlier checkpoint, or train again"
             raise UserError(f"{path}: {name} has numbers that are not finite; {fix}")
     return tensors
+
+
+def read_weights(folder, model):
+    """The weights of a checkpoint or an export, with the names and shapes of the model's."""
+    path = folder / "model.safetensors"
+    expected = model.state_dict()
+    if not is_export(folder):
+        return read_tensors(path, expected)
+    unknown = {name: torch.ones_like(expected.pop(name)) for name in model.objective.buffers()}
+    stored = dict(expected)
+    vocabularies = {"embed.weight", "head.weight"} & expected.keys()
+    for name in vocabularies:  # a row for each id of the library, [MASK] and [PAD] among them
+        C = expected[name].shape[1]
+        stored[name] = torch.empty(model.vocab_size + 2, C, device="meta")
+    tensors = read_tensors(path, stored)
+    for name in vocabularies:
+        tensors[name] = tensors[name][: len(expected[name])]
+    return tensors | unknown  # lengths of documents: all are as likely
 
 
 def training_tensors(model, averaged, optimizers):

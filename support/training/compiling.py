@@ -80,6 +80,8 @@ def compile_network(run, compiled, in_background=False):
             run.compiler = start_compiler(run)
             return False
         compile_layers(run.model.layers)
+    elif compiled and config.network:
+        compile_layers(run.model.layers)  # what is around them is not made to be compiled
     elif compiled:
         run.network = torch.compile(run.model)
         # The following are compiled too: eager, they launch a kernel for each parameter.
@@ -99,8 +101,13 @@ def compile_layers(layers):
     """Compile the two halves of each layer, instead of the whole network.
 
     All layers are alike, so the slow C++ compiler works only once for each half. The last MLP stays
-    eager: it reads only the masked rows, and their number varies from step to step.
+    eager: it reads only the masked rows, and their number varies from step to step. Layers of
+    others are compiled whole.
     """
+    if not hasattr(layers[0], "before_mlp"):
+        for layer in layers:
+            layer.compile(options=OPTIONS)
+        return
     for layer in layers:
         layer.before_mlp = torch.compile(layer.before_mlp, options=OPTIONS)
     for layer in layers[:-1]:

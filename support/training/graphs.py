@@ -21,8 +21,10 @@ def can_record(run, compiled):
 
     Nor are steps recorded that differ in more than numbers (objective.steps_are_alike).
     """
-    alone = run.world == 1 and not run.config.shard and run.config.gradient_accumulation_steps == 1
-    return compiled and alone and run.device.type == "cuda" and run.objective.steps_are_alike
+    config = run.config
+    alone = run.world == 1 and not config.shard and config.gradient_accumulation_steps == 1
+    is_whole = compiled and not config.network  # of networks of others only the layers are compiled
+    return is_whole and alone and run.device.type == "cuda" and run.objective.steps_are_alike
 
 
 class Recorder:

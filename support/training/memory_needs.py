@@ -70,8 +70,7 @@ def activations(run):
         attention += 3
         if run.device.type == "cpu" and config.block_size <= 512:  # attention_ref keeps its scores
             attention += 2 * config.block_size * config.n_head / config.n_embd
-    attending = sum(layer.qkv is not None for layer in run.model.layers)
-    kept = mlp * config.n_layer + attention * attending
+    kept = mlp * config.n_layer + attention * devices.attending(run.model)
     if config.recompute:
         kept = config.n_layer + mlp + attention
     numbers = (kept + TEMPORARY) * tokens * config.n_embd

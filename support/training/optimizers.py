@@ -27,8 +27,9 @@ def make_optimizers(model, config, device):
     matrices = []
     others = []
     rows = {}
+    in_layers = set(model.layers.parameters())
     for name, p in model.named_parameters():
-        is_matrix = name.startswith("layers.") and "adaln" not in name and "conv" not in name
+        is_matrix = p in in_layers and p.dim() == 2 and "adaln" not in name
         (matrices if is_matrix and config.optimizer == "muon" else others).append(p)
         if name.endswith("qkv.weight"):  # orthogonalize each head's q, k and v separately
             rows[p] = config.n_embd // config.n_head

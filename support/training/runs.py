@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save as to_safetensors
 
-from support import files, flags, outputs, ownership, ranks
+from support import files, flags, outputs, ownership, pretrained, ranks
 from support.data import sources
 from support.data.tokenizer import KINDS
 from support.errors import UserError
@@ -24,8 +24,9 @@ from support.training import checkpoint, optimizers, scores, shards
 def check(config, world=1):
     """Raise UserError for a config that cannot work on `world` ranks."""
     check_fields(config)
+    pretrained.check(config)
     heads = 2 * config.n_head
-    if config.n_embd % heads:
+    if config.n_embd % heads and not config.network:
         raise UserError(f"--n_embd={config.n_embd} must be a multiple of {heads}, twice --n_head")
     divisor = 2 * world * config.gradient_accumulation_steps
     if config.batch_size % divisor:
@@ -53,7 +54,8 @@ def check_effects(given, config, old, rules):
     else:
         rules = [*rules, *sources.effects(config)]
     why = "with --n_layer=1; leave it out"
-    rules = [*rules, *optimizers.effects(config), ("attention_every", config.n_layer > 1, why)]
+    rules = [*rules, *optimizers.effects(config), *pretrained.effects(config)]
+    rules.append(("attention_every", config.n_layer > 1, why))
     flags.check_effects(flags.without_off(type(config), given), rules)
 
 
@@ -200,7 +202,7 @@ def resumed(old, given, folder, resumable):
 
 def is_same_path(name, value, was):
     """Whether two values of a setting name the same file or folder."""
-    if name not in ("data", "tokenizer", "init_from") or not (value and was):
+    if name not in ("data", "tokenizer", "init_from", "network") or not (value and was):
         return False
     if {value, was} & {*sources.BUILT_IN, *KINDS}:  # these name no file
         return False
@@ -280,7 +282,8 @@ NETWORK += ("time_conditioning",)
 
 def check_network(config, source):
     """Raise UserError unless the network of --init_from is that of `config`."""
-    names = NETWORK + ("block_size",) * (config.pos == "learned")
+    positions_are_ours = config.pos == "learned" and not config.network
+    names = NETWORK + ("block_size",) * positions_are_ours
     different = [name for name in names if getattr(source[2], name) != getattr(config, name)]
     if different:
         values = " and ".join(f"{name}={getattr(source[2], name)!r}" for name in different)
@@ -401,6 +404,8 @@ def write(run, state, tensors):
         "tokenizer.json": run.corpus.tokenizer.to_file().encode(),
         "state.json": json.dumps(state).encode(),
     } | tensors
+    if run.config.network:
+        contents[pretrained.FILE] = run.model.network.to_json().encode()
     score = run.score | dict(loss=run.loss if math.isfinite(run.loss) else None)
     saved = checkpoint.write_checkpoint(run.config.out_dir, f"step-{run.step}", contents, score)
     if run.config.overwrite and run.saved < 0:  # the first one: the old run may go now

@@ -1,0 +1,875 @@
+"""Networks of transformers are what they were there, and see, learn and write as a View says."""
+
+import itertools
+import json
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import (
+    ROOT,
+    StopAt,
+    chain_rule,
+    draw,
+    exhaustive_nelbo,
+    losses,
+    run_mdlm,
+    saved,
+    tiny_flags,
+)
+
+import export
+import mdlm
+import sample
+from studies import adapt
+from support import cli, pretrained, signals
+from support.data.tokenizer import open_tokenizer
+from support.errors import UserError
+from support.infill import likelihood
+from support.kernels import REFERENCES
+from support.kernels.reference import document_spans
+from support.training import checkpoint
+from support.view import View
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+ENCODERS = ("bert", "roberta", "modernbert")
+# Tiny networks; the windows of those that slide are shorter than the texts of the tests.
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+SIZES |= dict(max_position_embeddings=66)
+ONE_KEY = dict(num_key_value_heads=1)
+FAMILIES = {
+    "bert": {},
+    "roberta": dict(pad_token_id=1),
+    "modernbert": dict(local_attention=8, global_attn_every_n_layers=2),
+    "gpt2": {},
+    "llama": ONE_KEY,
+    "qwen2": ONE_KEY,
+    "qwen3": dict(num_key_value_heads=1, head_dim=16),
+    "mistral": dict(num_key_value_heads=1, sliding_window=4),
+    "smollm3": dict(num_key_value_heads=1, no_rope_layers=[1, 0]),
+    "gemma3_text": dict(num_key_value_heads=1, head_dim=16, sliding_window=4)
+    | dict(layer_types=["sliding_attention", "full_attention"]),
+}
+KINDS = list(FAMILIES)
+SLIDING = ("modernbert", "mistral", "gemma3_text")
+FAST = ("bert", "llama")  # an encoder and a decoder
+
+
+def auto(kind):
+    is_encoder = kind in ENCODERS
+    return transformers.AutoModelForMaskedLM if is_encoder else transformers.AutoModelForCausalLM
+
+
+def make_tokenizer(text, is_encoder):
+    """A WordPiece with [MASK], or a byte-level BPE with <|endoftext|>."""
+    library = tokenizers
+    if is_encoder:
+        made = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
+        made.normalizer = library.normalizers.BertNormalizer()
+        made.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+        made.decoder = library.decoders.WordPiece()
+        special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+        trainer = library.trainers.WordPieceTrainer
+    else:
+        made = library.Tokenizer(library.models.BPE())
+        made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = library.decoders.ByteLevel()
+        special = ["<|endoftext|>"]
+        trainer = library.trainers.BpeTrainer
+    learned = trainer(vocab_size=300, special_tokens=special, show_progress=False)
+    made.train_from_iterator([text], learned)
+    return made
+
+
+def random_network(kind, V, **more):
+    """A network of the library whose weights are large enough to tell it from others."""
+    ids = dict.fromkeys(("pad", "bos", "eos", "cls", "sep"), 0)
+    ids = {f"{name}_token_id": id for name, id in ids.items()}
+    settings = SIZES | ids | FAMILIES[kind] | dict(vocab_size=V) | more
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    torch.manual_seed(0)
+    network = auto(kind).from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    with torch.no_grad():
+        for p in network.parameters():
+            if p.dim() == 2:
+                p.normal_(0, 0.2)
+    return network.eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer_of(pydoc):
+    made = {is_encoder: make_tokenizer(pydoc[:20_000], is_encoder) for is_encoder in (True, False)}
+    return lambda kind: made[kind in ENCODERS]
+
+
+@pytest.fixture(scope="session")
+def folder_of(tokenizer_of, tmp_path_factory):
+    """A function: kind -> a folder of Hugging Face with such a network; not to be changed."""
+    at = tmp_path_factory.mktemp("networks")
+
+    def folder(kind):
+        if not (at / kind).exists():
+            tokenizer = tokenizer_of(kind)
+            random_network(kind, tokenizer.get_vocab_size()).save_pretrained(at / kind)
+            tokenizer.save(str(at / kind / "tokenizer.json"))
+        return at / kind
+
+    return folder
+
+
+def wrap(folder, **given):
+    """(model, tokenizer) of a folder, as a run begins with it."""
+    given = dict(init_from=str(folder), block_size=16) | given
+    config = mdlm.new_config(given)
+    network = pretrained.open_network(config, None)
+    tokenizer = open_tokenizer(folder / "tokenizer.json", False)
+    network.fit(tokenizer)
+    end_id = given.get("end_id")
+    model = mdlm.make_model(config, tokenizer.vocab_size, REFERENCES, end_id, network=network)
+    return model.eval(), tokenizer
+
+
+def native(kind, folder, is_causal=False):
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if kind not in ENCODERS:
+        config.is_causal = is_causal
+    return auto(kind).from_pretrained(folder, config=config, dtype=torch.float32).eval()
+
+
+def random_ids(model, *shape, seed=0):
+    """Ids of text, without [MASK]."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(model.vocab_size - 1, shape, generator=g)
+    return torch.where(ids >= model.mask_id, ids + 1, ids)
+
+
+def view_of(ids):
+    return View(ids, torch.arange(ids.shape[1]))
+
+
+# ---- A network is what it was
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_are_those_of_the_library(kind, folder_of):
+    """To the last bit, above the window of layers that have one; logits within 1e-5."""
+    model, _ = wrap(folder_of(kind), shift=False)
+    theirs = native(kind, folder_of(kind))
+    ids = random_ids(model, 3, 14)
+    seen = []
+    model.body.base_model.register_forward_hook(lambda *call: seen.append(call[-1][0]))
+    logits = model(view_of(ids))
+    assert torch.equal(seen[0], theirs.base_model(input_ids=ids)[0])
+    wanted = theirs(input_ids=ids).logits[..., : model.vocab_size]
+    known = torch.arange(model.vocab_size) != model.mask_id
+    assert torch.allclose(logits[..., known], wanted[..., known], atol=1e-5, rtol=1e-5)
+    assert (logits[..., ~known] == -math.inf).all()
+    if kind in SLIDING:
+        model.masks = lambda view: torch.ones(1, 1, 14, 14, dtype=torch.bool)
+        assert not torch.allclose(model(view_of(ids)), logits, atol=1e-2), "the window is tested"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ENCODERS])
+def test_causal_view_is_the_decoder_as_it_was(kind, folder_of):
+    model, _ = wrap(folder_of(kind))
+    theirs = native(kind, folder_of(kind), is_causal=True)
+    ids = random_ids(model, 3, 14)
+    logits = model(view_of(ids)._replace(causal=True))
+    wanted = theirs(input_ids=ids).logits[..., : model.vocab_size]
+    assert torch.allclose(logits, wanted, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_document_sees_no_other_one(kind, folder_of):
+    """Documents side by side are predicted as each alone: masks, windows, positions, --shift."""
+    model, _ = wrap(folder_of(kind), shift=kind not in ENCODERS)
+    ids = random_ids(model, 2, 16)
+    lengths = (6, 1, 9)
+    ends = torch.zeros(2, 16, dtype=torch.bool)
+    starts = [*itertools.accumulate(lengths, initial=0)]
+    ends[:, [start - 1 for start in starts[1:]]] = True
+    at = torch.cat([torch.arange(n) for n in lengths]).expand(2, -1)
+    packed = model(View(ids, at, sees=document_spans(ends)))
+    alone = torch.cat([model(view_of(ids[:, i:j])) for i, j in itertools.pairwise(starts)], 1)
+    assert torch.allclose(packed, alone, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", FAST)
+def test_rows_are_those_of_the_whole(kind, folder_of):
+    model, _ = wrap(folder_of(kind))
+    ids = random_ids(model, 2, 9)
+    rows = torch.tensor([0, 3, 8, 9, 17])
+    whole = model(view_of(ids)).flatten(0, 1)[rows]
+    assert torch.allclose(model(view_of(ids)._replace(rows=rows)), whole, atol=1e-6)
+    if kind not in ENCODERS:
+        unshifted, _ = wrap(folder_of(kind), shift=False)
+        logits = unshifted(view_of(ids)).flatten(0, 1)
+        assert torch.equal(whole, logits[[0, 2, 7, 9, 16]]), "the first token: at its own place"
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_loss_and_gradients_are_those_of_the_logits(kind, folder_of):
+    model, _ = wrap(folder_of(kind))
+    ids = random_ids(model, 2, 9)
+    rows = torch.tensor([0, 3, 8, 9, 17])
+    view = view_of(ids)._replace(rows=rows)
+    targets = random_ids(model, 5, seed=1)
+    weights = torch.linspace(0.1, 1, 5)
+    model(view, targets, weights).backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    ce = torch.nn.functional.cross_entropy(model(view), targets, reduction="none")
+    (ce * weights).sum().backward()
+    for name, p in model.named_parameters():
+        assert torch.allclose(found[name], p.grad, atol=1e-6, rtol=1e-4), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_and_every_token_learns(kind, folder_of):
+    """DDP needs the first; the library gives no gradient to the token that it takes for padding."""
+    model, _ = wrap(folder_of(kind))
+    ids = random_ids(model, 2, 8)
+    ids[:, 2] = model.body.config.pad_token_id
+    rows = torch.arange(16)
+    model(view_of(ids)._replace(rows=rows), random_ids(model, 16), torch.ones(16)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    h = model.features(view_of(ids))
+    embedding = model.body.get_input_embeddings().weight
+    (grad,) = torch.autograd.grad((h * torch.linspace(-1, 1.3, h.shape[-1])).sum(), embedding)
+    assert (grad[ids.unique()].norm(dim=1) > 0).all()
+
+
+@torch.no_grad()
+def test_mask_of_a_decoder_is_the_mean_of_its_tokens(folder_of):
+    model, tokenizer = wrap(folder_of("llama"))
+    V = tokenizer.vocab_size
+    assert model.mask_id == tokenizer.mask_id == V
+    embedding = model.body.get_input_embeddings().weight
+    assert len(embedding) == V + 1
+    for weight in (embedding, model.head):
+        assert torch.allclose(weight[V], weight[:V].mean(0), atol=1e-6)
+    assert model(view_of(random_ids(model, 1, 5))).shape[-1] == V
+
+
+@torch.no_grad()
+def test_vocabulary_of_a_network_may_be_padded(tokenizer_of, tmp_path):
+    """Rows for no token are never predicted; the first one becomes [MASK]."""
+    tokenizer = tokenizer_of("llama")
+    V = tokenizer.get_vocab_size()
+    random_network("llama", V + 20).save_pretrained(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model, _ = wrap(tmp_path)
+    embedding = model.body.get_input_embeddings().weight
+    assert model.mask_id == V and len(embedding) == V + 20
+    assert torch.allclose(embedding[V], embedding[:V].mean(0), atol=1e-6)
+    assert model(view_of(random_ids(model, 1, 5))).shape[-1] == V
+
+
+# ---- What a network must not do
+def test_network_that_ignores_masks_is_refused(folder_of, monkeypatch):
+    masks = pretrained.Pretrained.masks
+
+    def of_causal_views_alone(model, view):
+        return masks(model, view) if view.causal else None
+
+    monkeypatch.setattr(pretrained.Pretrained, "masks", of_causal_views_alone)
+    with pytest.raises(UserError, match="'bert' does not obey a mask of documents"):
+        wrap(folder_of("bert"))
+
+
+def test_network_that_ignores_causal_masks_is_refused(folder_of, monkeypatch):
+    masks = pretrained.Pretrained.masks
+    unmasked = lambda model, view: masks(model, view._replace(causal=False))  # noqa: E731
+    monkeypatch.setattr(pretrained.Pretrained, "masks", unmasked)
+    with pytest.raises(UserError, match="'llama' does not obey a causal mask"):
+        wrap(folder_of("llama"))
+
+
+def test_network_that_counts_positions_otherwise_is_refused(folder_of, monkeypatch):
+    monkeypatch.setattr(pretrained.Network, "first_position", 0)
+    with pytest.raises(UserError, match="'roberta' does not compute the same with positions"):
+        wrap(folder_of("roberta"))
+
+
+def test_network_that_changes_its_logits_is_refused(tokenizer_of, tmp_path):
+    V = tokenizer_of("gemma3_text").get_vocab_size()
+    random_network("gemma3_text", V, final_logit_softcapping=30.0).save_pretrained(tmp_path)
+    tokenizer_of("gemma3_text").save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="'gemma3_text' changes its logits after the head"):
+        wrap(tmp_path)
+
+
+# ---- The bound, by enumeration
+def small(kind, V=6, T=3, **settings):
+    """A network of a few tokens, all weights random; of an encoder one of them is [MASK]."""
+    made = json.loads(random_network(kind, V).config.to_json_string(use_diff=False))
+    network = pretrained.Network(*pretrained.settings_of(ROOT / "config.json", made))
+    own = {"[MASK]": 2} if kind in ENCODERS else {}
+    network.fit(SimpleNamespace(vocab_size=V, special_ids=lambda: own))
+    config = mdlm.Config(block_size=T, n_layer=2, dropout=0, network="config.json", **settings)
+    torch.manual_seed(1)
+    model = mdlm.make_model(config, V, REFERENCES, network=network).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.7)
+    return model
+
+
+BOTH = [("bert", {}), ("llama", dict(shift=True)), ("llama", {})]
+
+
+def with_mask(model):
+    """The function of ids, with V for [MASK], to logits."""
+    V = model.vocab_size
+    return lambda xt: model(view_of(torch.where(xt == V, model.mask_id, xt)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind, settings", BOTH)
+def test_nelbo_and_training_loss_are_those_of_enumeration(kind, settings):
+    model = small(kind, batch_size=32, rate_margin=0.0, **settings)
+    x0 = random_ids(model, 32, 3)
+    truth = exhaustive_nelbo(with_mask(model), x0, model.vocab_size).mean().item()
+    evaluated = [mdlm.evaluate(model, x0, passes=4, seed=i)["nelbo"] for i in range(12)]
+    trained = []
+    for step in range(60):
+        made = model.objective.batch(model.ops, *draw(model, x0, step))
+        trained.append(model(*made).item())
+    for values in map(torch.tensor, (evaluated, trained)):
+        error = values.std().item() / len(values) ** 0.5
+        assert abs(values.mean().item() - truth) < 4 * error
+        assert error < 0.02 * truth, "so that a wrong weight would be seen"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind, settings", BOTH)
+def test_exact_likelihoods_of_all_texts_sum_to_one(kind, settings):
+    model = small(kind, T=2, **settings)
+    tokens = [i for i in range(model.vocab_size) if i != model.mask_id]
+    x = torch.tensor([*itertools.product(tokens, repeat=2)])
+    logp = likelihood.chain_rule(model, x)
+    assert abs(logp.sum(1).exp().sum().item() - 1) < 1e-5
+    wanted = chain_rule(with_mask(model), x, model.vocab_size, range(2))
+    assert torch.allclose(-logp.mean(1), wanted, atol=1e-5)
+
+
+# ---- Runs
+def flags_of(folder, text_file, out, *more):
+    given = ["--block_size=16", "--max_steps=4", "--eval_windows=4", "--batch_size=4", *more]
+    flags = [f"--init_from={folder}", f"--data={text_file}", f"--out_dir={out}", *given]
+    sizes = ("--n_layer", "--n_head", "--n_embd", "--dropout")
+    return [flag for flag in tiny_flags(*flags) if not flag.startswith(sizes)]
+
+
+@pytest.fixture(scope="module")
+def some_text(pydoc, tmp_path_factory):
+    path = tmp_path_factory.mktemp("some") / "text.txt"
+    path.write_text(pydoc[:6000], encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+def test_a_run_resumes_to_the_bit(kind, optimizer, folder_of, some_text, tmp_path, monkeypatch):
+    more = [f"--optimizer={optimizer}", "--dropout=0.1", "--learning_rate=0.01"]
+    whole = flags_of(folder_of(kind), some_text, tmp_path / "whole", *more)
+    assert run_mdlm(*whole) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(signals, "Interrupt", lambda: StopAt(2))
+        assert run_mdlm(*flags_of(folder_of(kind), some_text, tmp_path / "cut", *more)) > 2
+    assert run_mdlm("--resume", f"--out_dir={tmp_path / 'cut'}", "--device=cpu") == 0
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    first, second = (saved(tmp_path / name)[0] for name in ("cut", "whole"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    model, tokenizer, _ = mdlm.load(tmp_path / "cut")
+    assert tokenizer.mask_id == model.mask_id
+    texts = sample.write(model, tokenizer, "the █████ of", n=2, steps=2)
+    assert all("█" not in text for text in texts)
+
+
+@pytest.fixture(scope="module")
+def runs(folder_of, some_text, tmp_path_factory):
+    """A function: kind -> a run that began with such a network; not to be changed."""
+    at = tmp_path_factory.mktemp("runs")
+
+    def run(kind, *more):
+        out = at / "-".join([kind, *(flag.strip("-") for flag in more)])
+        if not out.exists():
+            flags = ["--max_steps=2", "--learning_rate=0.01", *more]
+            assert run_mdlm(*flags_of(folder_of(kind), some_text, out, *flags)) == 0
+        return out
+
+    return run
+
+
+@pytest.mark.parametrize("kind, flag", [("bert", ""), ("llama", ""), ("llama", "--shift=false")])
+def test_fine_tuning_goes_on_from_a_run_and_from_an_export(kind, flag, runs, some_text, tmp_path):
+    out = runs(kind, *[flag] * bool(flag))
+    assert cli.run(export.main, [f"--out_dir={out}", f"--dest={tmp_path / 'hf'}"]) == 0
+    before = mdlm.load(out)[0]
+    for name, source in (("run", out), ("export", tmp_path / "hf")):
+        more = ["--max_steps=1", "--optimizer=adamw", "--learning_rate=0"]
+        argv = flags_of(source, some_text, tmp_path / name, *more)
+        assert run_mdlm(*argv, "--weight_decay=0", "--block_size=12") == 0
+        after, _, config = mdlm.load(tmp_path / name)
+        assert config.shift == before.config.shift
+        assert after.mask_id == before.mask_id
+        theirs = before.state_dict()
+        for key, p in after.state_dict().items():
+            assert torch.allclose(p, theirs[key], atol=1e-7), key
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", FAST)
+def test_export_is_a_model_of_the_library(kind, runs, folder_of, tmp_path):
+    """It has the same logits there, is not causal, and its tokenizer has [MASK]."""
+    assert cli.run(export.main, [f"--out_dir={runs(kind)}", f"--dest={tmp_path / 'hf'}"]) == 0
+    theirs = auto(kind).from_pretrained(tmp_path / "hf").eval()
+    model, tokenizer, _ = mdlm.load(runs(kind))
+    model.config.shift = False
+    ids = random_ids(model, 2, 16)
+    ids[:, ::3] = model.mask_id
+    known = [i for i in range(model.vocab_size) if i != model.mask_id]
+    wanted = model(view_of(ids))[..., known]
+    assert torch.allclose(theirs(input_ids=ids).logits[..., known], wanted, atol=1e-5, rtol=1e-5)
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert words.mask_token_id == model.mask_id
+    assert words("some text")["input_ids"] == tokenizer.encode("some text")
+    before = native(kind, folder_of(kind)).config.to_dict()
+    after = theirs.config.to_dict()
+    assert all(after[name] == before[name] for name in before if "dropout" in name)
+
+
+def test_page_of_a_network_of_others_is_refused(runs, tmp_path, capsys):
+    flags = [f"--out_dir={runs('bert')}", f"--dest={tmp_path / 'it'}"]
+    assert cli.run(export.main, [*flags, "--to=page"]) == 2
+    assert "--to=page is for networks of mdlm.py; give --to=hf" in capsys.readouterr().err
+    assert not (tmp_path / "it").exists()
+    assert cli.run(export.main, [*flags, "--to=hf"]) == 0
+
+
+CLIENT = """
+import sys, torch, transformers
+from pathlib import Path
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    code = (folder / "README.md").read_text().split("```python\\n")[1].split("```")[0]
+    names = {}
+    exec(code.replace('"' + folder.name + '"', repr(str(folder))), names)
+    ids, wanted = torch.load(folder.parent.parent / (folder.name + ".pt"))
+    with torch.no_grad():
+        for row, logits in zip(ids, wanted):
+            found = names["predict"](row[None])[0]
+            assert torch.allclose(found, logits, atol=1e-5, rtol=1e-5), folder
+    print("fine:", folder.name)
+"""
+
+
+@pytest.mark.slow
+def test_exports_sample_without_this_project(runs, folder_of, some_text, tmp_path):
+    """The card's code, in a process of its own, predicts what mdlm predicts: every family."""
+    exports = tmp_path / "exports"
+    exports.mkdir()
+    sources = {kind: runs(kind) for kind in KINDS}
+    sentences = headless(folder_of("bert"), tmp_path / "sentences")
+    assert run_mdlm(*flags_of(sentences, some_text, tmp_path / "headless", "--max_steps=1")) == 0
+    sources["headless"] = tmp_path / "headless"
+    for kind, out in sources.items():
+        dest = exports / kind
+        assert cli.run(export.main, [f"--out_dir={out}", f"--dest={dest}"]) == 0
+        model, _, _ = mdlm.load(out)
+        ids = random_ids(model, 2, 16)
+        ids[:, ::3] = model.mask_id
+        torch.save((ids, model(view_of(ids)).detach()), tmp_path / f"{kind}.pt")
+    command = [sys.executable, "-I", "-c", CLIENT, exports]
+    more = dict(HF_HOME=str(tmp_path / "cache"), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    r = subprocess.run(command, env=os.environ | more, capture_output=True, text=True)
+    assert r.returncode == 0, r.stderr[-3000:]
+    assert r.stdout.count("fine:") == len(sources)
+
+
+def headless(folder, to):
+    """A copy of a folder as sentence encoders are: without the head."""
+    shutil.copytree(folder, to)
+    body = transformers.AutoModel.from_pretrained(to)
+    body.save_pretrained(to)
+    return to
+
+
+@torch.no_grad()
+def test_sentence_encoder_predicts_by_its_embedding(folder_of, some_text, tmp_path):
+    folder = headless(folder_of("bert"), tmp_path / "sentences")
+    with torch.enable_grad():
+        assert run_mdlm(*flags_of(folder, some_text, tmp_path / "out", "--max_steps=1")) == 0
+    assert mdlm.load(tmp_path / "out")[0].network.head == pretrained.EMBEDDING
+    model, _ = wrap(folder)
+    theirs = transformers.AutoModel.from_pretrained(folder).eval()
+    ids = random_ids(model, 2, 9)
+    h = theirs(input_ids=ids).last_hidden_state
+    wanted = h @ theirs.get_input_embeddings().weight.T
+    known = [i for i in range(model.vocab_size) if i != model.mask_id]
+    assert torch.allclose(model(view_of(ids))[..., known], wanted[..., known], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
+def test_documents_are_learned(kind, folder_of, tmp_path, pydoc):
+    """Packed, of given lengths; [END] is the tokenizer's own end of text, or what --end says."""
+    records = tmp_path / "records.jsonl"
+    texts = [pydoc[i : i + 40] for i in range(0, 6000, 40)]
+    records.write_text("".join(json.dumps(dict(text=text)) + "\n" for text in texts))
+    out = tmp_path / "out"
+    more = ["--block_size=32", *["--end=[CLS]"] * (kind in ENCODERS)]
+    assert run_mdlm(*flags_of(folder_of(kind), records, out, *more)) == 0
+    model, tokenizer, _ = mdlm.load(out)
+    end = "[CLS]" if kind in ENCODERS else "<|endoftext|>"
+    assert tokenizer.end_id == tokenizer.special_ids()[end]
+    assert model.objective.lengths_are_given
+    assert sample.write(model, tokenizer, "a ███", n=1)
+
+
+def test_network_begins_from_nothing(folder_of, some_text, tmp_path):
+    """--network with our characters: [MASK] is a further row, as of our own networks."""
+    out = tmp_path / "out"
+    config = folder_of("bert") / "config.json"
+    flags = flags_of("", some_text, out, f"--network={config}", "--max_steps=2")
+    assert run_mdlm(*[flag for flag in flags if not flag.startswith("--init_from")]) == 0
+    model, tokenizer, _ = mdlm.load(out)
+    assert tokenizer.kind == "char" and model.mask_id == tokenizer.vocab_size
+    assert len(model.body.get_input_embeddings().weight) == model.mask_id + 1
+    assert sample.write(model, tokenizer, "the ███", n=1)
+
+
+@pytest.mark.slow
+def test_autoregressive_decoder_becomes_diffusion(folder_of, some_text, tmp_path):
+    config = folder_of("llama") / "config.json"
+    flags = flags_of("", some_text, tmp_path / "ar", f"--network={config}", "--objective=ar")
+    assert run_mdlm(*[flag for flag in flags if not flag.startswith("--init_from")]) == 0
+    assert run_mdlm(*flags_of(tmp_path / "ar", some_text, tmp_path / "out")) == 0
+    assert mdlm.load(tmp_path / "out")[0].config.shift, "it was trained to predict the next token"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAST)
+def test_two_ranks_learn_what_one_learns(kind, folder_of, some_text, tmp_path):
+    """By DDP: every weight has a gradient, and accumulation exchanges them once a step."""
+    found = {}
+    for n in (1, 2):
+        more = ["--gradient_accumulation_steps=2"] if n == 1 else []
+        more += ["--dropout=0", "--optimizer=adamw"]
+        flags = flags_of(folder_of(kind), some_text, tmp_path / str(n), *more)
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
+        command = [sys.executable, *launcher, "mdlm.py", *flags]
+        r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert r.returncode == 0, r.stderr[-2000:]
+        found[n] = torch.tensor(losses(tmp_path / str(n)))
+    assert torch.allclose(found[1], found[2], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAST)
+def test_compiled_layers_give_the_same_losses(kind, folder_of, some_text, tmp_path):
+    for name, more in (("eager", []), ("compiled", ["--compile=on"]), ("again", ["--recompute"])):
+        flags = flags_of(folder_of(kind), some_text, tmp_path / name, "--optimizer=adamw", *more)
+        assert run_mdlm(*flags) == 0
+    eager = losses(tmp_path / "eager")
+    for name in ("compiled", "again"):
+        assert torch.allclose(*map(torch.tensor, (eager, losses(tmp_path / name))), atol=1e-4)
+
+
+# ---- Refused
+def without(*names):
+    def change(folder):
+        for name in names:
+            (folder / name).unlink()
+
+    return change
+
+
+def set_in(name, **values):
+    def change(folder):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | values))
+
+    return change
+
+
+def only_pickles(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def in_parts_of_which_one_is_missing(folder):
+    network = transformers.AutoModelForMaskedLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    network.save_pretrained(folder, max_shard_size="20KB")
+    next(folder.glob("model-00002*")).unlink()
+
+
+def damaged(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def without_head(folder):
+    """The weights of a masked language model lack a part of the head."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["cls.predictions.transform.dense.weight"]
+    save_file(tensors, folder / "model.safetensors", dict(format="pt"))
+
+
+def not_finite(folder):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    next(iter(tensors.values())).fill_(float("nan"))
+    save_file(tensors, folder / "model.safetensors", dict(format="pt"))
+
+
+def with_more_tokens(folder):
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([f"more{i}" for i in range(9)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def without_mask_token(folder):
+    text = (folder / "tokenizer.json").read_text().replace("[MASK]", "[NONE]")
+    (folder / "tokenizer.json").write_text(text)
+
+
+def remote(folder):
+    places = dict(AutoConfig="configuration_new.NewConfig")
+    set_in("config.json", model_type="new", auto_map=places)(folder)
+
+
+def nothing(folder):
+    pass
+
+
+# What is done to a folder of BERT, or the kind of network; flags; words of the sentence; and flags
+# with which it works, if any do.
+REFUSED = [
+    (only_pickles, [], "only pytorch_model.bin, a pickle, which is never loaded", None),
+    (without("model.safetensors"), [], "has no model.safetensors", None),
+    (in_parts_of_which_one_is_missing, [], "lacks model-00002", None),
+    (damaged, [], "is no safetensors file", None),
+    (without_head, [], "lacks the weights cls.predictions.transform.dense.weight", None),
+    (not_finite, [], "has numbers that are not finite", None),
+    (set_in("config.json", num_hidden_layers=1), [], "weights of more layers", None),
+    (set_in("config.json", hidden_size=16), [], "does not fit its config.json", None),
+    (set_in("config.json", hidden_size=0), [], "has hidden_size '0'", None),
+    (set_in("config.json", model_type="nonesuch"), [], "has the model_type 'nonesuch'", None),
+    (set_in("config.json", model_type="vit"), [], "which is no language model", None),
+    (remote, [], "code of others is never run", None),
+    (without("tokenizer.json"), [], "has no tokenizer.json", None),
+    (with_more_tokens, [], "restore the tokenizer that it was trained with", None),
+    (without_mask_token, [], "has no token for [MASK]", None),
+    (nothing, ["--block_size=128"], "is above the 66 positions", ["--block_size=66"]),
+    (nothing, ["--n_layer=2"], "--n_layer has no effect with --network=", []),
+    (nothing, ["--conv=3"], "--conv has no effect with --network=", []),
+    (nothing, ["--shift"], "--shift does not work with", []),
+    (nothing, ["--objective=ar"], "--objective=ar does not work with", []),
+    (nothing, ["--block_length=4"], "whose layers know no blocks", []),
+    (nothing, ["--time_conditioning"], "which is not told the mask rate", []),
+    (nothing, ["--shard"], "which is not sharded yet", []),
+    (nothing, ["--tokenizer=byte"], "--init_from brings a tokenizer", []),
+    (nothing, ["--network={folder}/config.json"], "--init_from brings a network", []),
+    ("llama", ["--shift", "--objective=ar"], "predicts the next token anyway", ["--objective=ar"]),
+]
+
+
+@pytest.mark.parametrize("change, flags, words, helps", REFUSED)
+def test_refused_and_what_helps(
+    change, flags, words, helps, folder_of, some_text, tmp_path, capfd, monkeypatch
+):
+    """One sentence, exit code 2, and nothing is left."""
+    kind = change if isinstance(change, str) else "bert"
+    folder = shutil.copytree(folder_of(kind), tmp_path / "hf")
+    if callable(change):
+        change(folder)
+    capfd.readouterr()
+    out = tmp_path / "out"
+    base = flags_of(folder, some_text, out, "--max_steps=1")
+    assert run_mdlm(*base, *(flag.format(folder=folder) for flag in flags)) == 2
+    said = capfd.readouterr().err.strip().splitlines()
+    assert words in said[-1] and "Traceback" not in "".join(said), said
+    assert not out.exists()
+    if helps is not None:
+        monkeypatch.setattr(mdlm, "report", lambda *args, **more: None)
+        assert run_mdlm(*base, *helps) == 0
+
+
+def test_a_run_is_not_sharded_when_it_resumes(runs, tmp_path, capfd):
+    out = shutil.copytree(runs("bert"), tmp_path / "out")
+    assert run_mdlm("--resume", "--shard", f"--out_dir={out}", "--max_steps=9") == 2
+    assert "--shard does not work with --network=" in capfd.readouterr().err
+    for name in pretrained.LACKING:
+        config = mdlm.Config(network="config.json")
+        setattr(config, name, 1)
+        with pytest.raises(UserError, match=f"--{name} does not work with"):
+            pretrained.check(config)
+
+
+def test_without_the_library_one_sentence_says_what_to_install(
+    folder_of, some_text, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert run_mdlm(*flags_of(folder_of("bert"), some_text, tmp_path / "out")) == 2
+    said = capfd.readouterr().err
+    assert "needs the package transformers" in said and "pip install transformers" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_old_library_is_refused(folder_of, monkeypatch):
+    folder = folder_of("bert")
+    library = sys.modules["transformers"]  # it has put another one there since it was imported
+    monkeypatch.setattr(library, "__version__", "4.57.1")
+    with pytest.raises(UserError, match=r"transformers 4\.57\.1 is older than 5\.2"):
+        wrap(folder)
+
+
+def test_flags_for_networks_of_others_need_one(some_text, tmp_path, capfd):
+    assert run_mdlm(*tiny_flags(f"--data={some_text}", "--shift", f"--out_dir={tmp_path}/o")) == 2
+    assert "--shift has no effect with the network of mdlm.py" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        (dict(mask_id=-1), "is damaged"),
+        (dict(mask_id="4"), "is damaged"),
+        (dict(head=["masked"]), "is damaged"),
+        (dict(version=2), "is damaged, or of a later version"),
+        (dict(mask_id=300), "the tokenizer has 300 ids, the network 300"),
+        (dict(mask_id=301), "the tokenizer has 300 ids"),
+    ],
+)
+def test_forged_network_is_refused(values, words, runs, tmp_path):
+    folder = shutil.copytree(checkpoint.find_checkpoint(runs("bert")), tmp_path / "step-2")
+    set_in("network.json", **values)(folder)
+    with pytest.raises(UserError, match=words):
+        mdlm.load_from(folder, torch.device("cpu"), "torch", False)
+
+
+@pytest.mark.parametrize("what", ["ids", "network"])
+def test_damaged_checkpoint_is_refused(what, runs, tmp_path):
+    """network.json is a part of the checkpoint: by its sum, and by what it says."""
+    folder = shutil.copytree(checkpoint.find_checkpoint(runs("bert")), tmp_path / "step-2")
+    network = json.loads((folder / "network.json").read_text())
+    network["mask_id"] = -1 if what == "ids" else 4
+    (folder / "network.json").write_text(json.dumps(network))
+    with pytest.raises(UserError, match=r"network\.json"):
+        mdlm.load(folder)
+
+
+def test_forged_network_takes_no_memory(runs, tmp_path):
+    """A checkpoint whose network.json asks for more weights than it has."""
+    folder = shutil.copytree(checkpoint.find_checkpoint(runs("bert")), tmp_path / "step-2")
+    network = json.loads((folder / "network.json").read_text())
+    network["config"] |= dict(hidden_size=1 << 14, intermediate_size=1 << 20)
+    (folder / "network.json").write_text(json.dumps(network))
+    with pytest.raises(UserError, match="too small"):
+        mdlm.load_from(folder, torch.device("cpu"), "torch", False)
+
+
+# ---- Encoders' own [MASK]
+def test_text_with_the_mask_of_an_encoder_is_refused(tokenizer_of, tmp_path, folder_of):
+    """A text that spells [MASK] is a text; a tokenizer that reads it as the token is refused."""
+    _, tokenizer = wrap(folder_of("bert"))
+    assert tokenizer.mask_id not in tokenizer.encode("a [MASK] b")
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "[MASK]": 1, "[UNK]": 2}, unk_token="[UNK]")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(["[MASK]"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    read = open_tokenizer(tmp_path / "tokenizer.json", False)
+    assert read.encode("a [MASK] a") == [0, 1, 0]
+    read.mask_id = 1
+    assert read.decode([0, 1]) == "a█" or read.decode([0, 1]) == "a █"
+    with pytest.raises(UserError, match=r"is read as '\[MASK\]', which is \[MASK\]; remove it"):
+        read.encode("a [MASK] a")
+
+
+def test_own_mask_is_no_token_of_a_text(folder_of):
+    model, tokenizer = wrap(folder_of("bert"))
+    x = torch.full((2, 16), model.mask_id)
+    with pytest.raises(UserError, match=f"windows has {model.mask_id}, which is .MASK."):
+        mdlm.evaluate(model, x)
+    with pytest.raises(UserError, match=rf"give 0 to {model.vocab_size - 1}, \[MASK\] is 4"):
+        sample.generate(model, x + model.vocab_size, steps=1)
+    with pytest.raises(UserError, match=rf"\[MASK\] is {model.mask_id}"):
+        tokenizer.decode([model.vocab_size])
+    x[:, 0] = 7
+    filled = sample.generate(model, x, steps=4, cfg=1.0)
+    assert (filled != model.mask_id).all()
+
+
+@torch.no_grad()
+def test_own_mask_is_never_drawn(folder_of):
+    """Nor where the network likes it best, with guidance or without."""
+    model, _ = wrap(folder_of("bert"))
+    model.bias[model.mask_id] = 1e3
+    x = torch.full((4, 16), model.mask_id)
+    x[:, 0] = 7
+    for cfg in (0.0, 1.5):
+        assert (sample.generate(model, x, steps=2, cfg=cfg) != model.mask_id).all()
+    targets = random_ids(model, 4)
+    view = view_of(x)._replace(rows=torch.tensor([1, 20, 33, 50]))
+    loss = model(view, targets, torch.full((4,), 0.25))
+    ce = torch.nn.functional.cross_entropy(model(view), targets)
+    assert torch.allclose(loss, ce, rtol=1e-5)
+
+
+def test_ids_with_the_mask_of_an_encoder_are_refused(folder_of, tmp_path, capfd):
+    ids = tmp_path / "ids"
+    ids.mkdir()
+    shutil.copy(folder_of("bert") / "tokenizer.json", ids)
+    text = (torch.arange(400) % 30 + 5).to(torch.int16).numpy()
+    for name in ("train.bin", "val.bin"):
+        text.tofile(ids / name)
+    assert run_mdlm(*flags_of(folder_of("bert"), ids, tmp_path / "fine", "--max_steps=1")) == 0
+    text[33] = 4
+    text.tofile(ids / "train.bin")
+    assert run_mdlm(*flags_of(folder_of("bert"), ids, tmp_path / "out")) == 2
+    assert "the data have the id 4, which is [MASK]; remove it" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["llama", ""])
+def test_ids_of_another_tokenizer_are_refused(kind, folder_of, tmp_path, capfd):
+    """Or of none: which tokens they are is not known."""
+    ids = tmp_path / "ids"
+    ids.mkdir()
+    if kind:
+        shutil.copy(folder_of(kind) / "tokenizer.json", ids)
+    for name in ("train.bin", "val.bin"):
+        (torch.arange(400) % 30 + 5).to(torch.int16).numpy().tofile(ids / name)
+    assert run_mdlm(*flags_of(folder_of("bert"), ids, tmp_path / "out")) == 2
+    assert "the data have other tokens than" in capfd.readouterr().err
+
+
+def test_the_study_plans_its_runs(folder_of, some_text, tmp_path, capsys):
+    """Each command is one that mdlm.py takes, and what is missing is said."""
+    flags = [f"--data={some_text}", f"--out_dir={tmp_path}", "--plan"]
+    assert cli.run(adapt.main, flags) == 2
+    assert "--kind=encoder needs a --model; give a folder" in capsys.readouterr().err
+    assert cli.run(adapt.main, ["--kind=decoder"]) == 2
+    assert "--data is missing; give a text file" in capsys.readouterr().err
+    model = f"--model={folder_of('bert')}"
+    assert cli.run(adapt.main, [*flags, model, "--kind=decoder"]) == 2
+    assert "--model has no effect with --kind=decoder" in capsys.readouterr().err
+    for more in ([model], ["--kind=decoder"]):
+        assert cli.run(adapt.main, [*flags, *more]) == 0
+        for line in capsys.readouterr().out.splitlines():
+            argv = shlex.split(line.partition("mdlm.py")[2])
+            assert mdlm.parse_args(argv)["data"] == str(some_text)

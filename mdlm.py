@@ -1221,10 +1221,11 @@ def setup(given, start):
         dtype = devices.pick_dtype(config.dtype, device)
         ops = select_kernels(config.kernels, device, config, dtype)
     log = Log(config, start, silent=rank > 0)
-    network = ranks.on_all_ranks(lambda: pretrained.open_network(config, folder))
     source = None
-    if config.init_from and not folder and not pretrained.has_weights(network):
-        source = ranks.on_all_ranks(lambda: load(config.init_from))
+    with ranks.all_ranks():
+        network = pretrained.open_network(config, folder)
+        if config.init_from and not folder and not pretrained.has_weights(network):
+            source = load(config.init_from)
     log.say("reading the data")
     corpus = open_data(config, folder, device, source, network)
     run = make_run(config, corpus, device, dtype, ops, rank, world, network)

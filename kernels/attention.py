@@ -34,6 +34,7 @@ blocks, a row sees two ranges, and it is seen by two other ones.
 from __future__ import annotations
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .launch import LOG2E, jit, launch, register, runs_on, tl, triton
 from .reference import MAX_T, attention_ref
@@ -80,8 +81,8 @@ def _range(spans, line, rows, T, STEP: tl.constexpr):
     line: number of the line of `spans` that holds the starts; the next one holds the ends. Without
     spans all positions are visited.
 
-    Returns start and end (M,) of each row's range (empty for rows beyond the end), and the first
-    and last position that any row sees, the first rounded down to a multiple of STEP.
+    Returns start and end (M,) of each row's range (empty for rows beyond the end), and the range
+    [first, last) of positions to visit; first is rounded down to a multiple of STEP.
     """
     start = rows
     end = rows
@@ -408,8 +409,11 @@ def _backward(grad, qkv, cos, sin, qk_norm, spans, out, lse, qk):
 def _save(ctx, inputs, output):
     qkv, cos, sin, ctx.qk_norm, spans = inputs
     ctx.save_for_backward(qkv, cos, sin, spans, *output)
+    ctx.mark_non_differentiable(*output[1:])  # outputs only so that backward can read them
+    ctx.set_materialize_grads(False)
 
 
+@once_differentiable
 def _differentiate(ctx, grad, *others):
     qkv, cos, sin, spans, *output = ctx.saved_tensors
     dqkv = _attention_backward(grad, qkv, cos, sin, ctx.qk_norm, spans, *output)
@@ -431,6 +435,10 @@ def attention(qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=None):
     # PyTorch computes what the kernels do not support: causal, other head dims, float64.
     if causal or not fits or not runs_on(qkv):
         return attention_ref(qkv, cos, sin, qk_norm, causal, spans)
+    if cos is not None and len(cos) < T:
+        raise ValueError(f"attention needs a row of cos and sin for each of {T} positions")
+    if spans is not None and spans.shape[1] == 2:  # documents: the kernels read those of each text
+        spans = spans.expand(len(qkv), -1, -1)
     cos, sin, spans = (None if x is None else x.contiguous() for x in (cos, sin, spans))
     return _attention(qkv, cos, sin, qk_norm, spans)[0]
 

@@ -21,6 +21,7 @@ there are no atomic additions, and two runs give equal bits.
 from __future__ import annotations
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .launch import jit, launch, register, runs_on, tl, triton
 from .reference import norm_conv_ref
@@ -242,8 +243,11 @@ def _fake_backward(grad, x, weight, r, left, spans):
 def _save(ctx, inputs, output):
     x, weight, ctx.left, spans = inputs
     ctx.save_for_backward(x, weight, output[1], spans)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
+@once_differentiable
 def _differentiate(ctx, grad, grad_r):  # r is an output only so that backward can read it
     x, weight, r, spans = ctx.saved_tensors
     dx, dw = _norm_conv_backward(grad, x, weight, r, ctx.left, spans)
@@ -270,6 +274,8 @@ def norm_conv(x, weight, causal=False, spans=None, scale=None, shift=None):
     if not has_kernel or not runs_on(x):
         return norm_conv_ref(x, weight, causal, spans, scale, shift)
     left = len(weight) - 1 if causal else len(weight) // 2
+    if spans is not None:  # the kernels read those of each text
+        spans = spans.expand(len(x), -1, -1)
     return _norm_conv(x, weight, left, None if spans is None else spans.contiguous())[0]
 
 

@@ -174,7 +174,7 @@ def linear_cross_entropy(h, W, targets, weight):
     kind = h.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
     with torch.autocast(kind, enabled=False):  # the dtype of products is passed explicitly
-        return _linear(h, W, targets, weight, dtype)[0]
+        return _linear(h, W, targets, weight.float(), dtype)[0]
 
 
 linear_cross_entropy.__doc__ = linear_cross_entropy_ref.__doc__

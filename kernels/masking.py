@@ -143,6 +143,8 @@ def _forward(x0, level, mask_id, seed, step, sample_ids, never_mask):
     never_mask = None if never_mask is None else never_mask.contiguous()
     args = (x0, xt, count, rows, n_rows, level.contiguous(), sample_ids.contiguous(), seed, step)
     launch(mask_kernel, (B,), *args, never_mask, mask_id, B, T, **settings)
+    if B == 0:  # no program has written it
+        n_rows.zero_()
     return xt, count, rows, n_rows
 
 

@@ -252,6 +252,29 @@ def test_autocast_gradient_reaches_the_projection():
     torch.testing.assert_close(*gradients, rtol=2e-2, atol=2e-2)
 
 
+def test_second_derivatives_are_refused():
+    qkv, _, cos, sin = draw(1, 9, 1, 32, torch.float32)
+    qkv.requires_grad_()
+    (dqkv,) = torch.autograd.grad(attention(qkv, cos, sin, True).sum(), qkv, create_graph=True)
+    with pytest.raises(RuntimeError):
+        dqkv.sum().backward()
+
+
+def test_documents_of_one_text_serve_all():
+    qkv, grad, _, _ = draw(3, 33, 1, 32, torch.float32)
+    spans = split(3, 33)[:1]
+    results = (
+        run(f, qkv, grad, None, None, False, False, spans) for f in (attention, attention_ref)
+    )
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_tables_that_are_too_short_are_refused():
+    qkv, _, cos, sin = draw(1, 9, 1, 32, torch.float32)
+    with pytest.raises(ValueError, match="each of 9 positions"):
+        attention(qkv, cos[:8], sin[:8])
+
+
 def test_an_empty_batch():
     qkv = torch.zeros(0, 5, 3, 1, 32, device=DEVICE, requires_grad=True)
     y = attention(qkv)

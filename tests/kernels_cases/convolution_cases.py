@@ -68,6 +68,14 @@ def test_results_and_gradients(B, T, C, K, causal, dtype):
     check(*draw(B, T, C, K, dtype), causal)
 
 
+def test_second_derivatives_are_refused():
+    x, weight, _ = draw(1, 9, 32, 5, torch.float32)
+    x.requires_grad_()
+    (dx,) = torch.autograd.grad(norm_conv(x, weight).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        dx.sum().backward()
+
+
 @pytest.mark.skipif(not GPU, reason="too large for the interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("B", "T", "C"), [(64, 256, 384), (4, 1024, 768), (2, 301, 2048)])

@@ -121,3 +121,10 @@ def test_compiles_as_one_graph():
     compiled = torch.compile(mask_tokens, fullgraph=True, backend="aot_eager")
     for got, wanted in zip(compiled(*args), mask_tokens_ref(*args), strict=True):
         assert torch.equal(got, wanted)
+
+
+def test_no_rows_have_no_masks():
+    x0 = torch.zeros((0, 9), dtype=torch.int64, device=DEVICE)
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    xt, count, rows, n_rows = mask_tokens(x0, none, 65, 0, 0, none)
+    assert xt.shape == (0, 9) and len(count) == len(rows) == 0 and int(n_rows) == 0

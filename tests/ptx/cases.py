@@ -200,7 +200,8 @@ def far(dtype, g, kind, *sizes):
     """Programs whose offsets need more than 32 bits: the same bits as those of the first programs.
 
     The launches of a small call are repeated as if they were the last ones of a huge call: with the
-    places of programs that come so late, and with pointers as far before the tensors.
+    places of programs that come so late, and with pointers as far before the tensors. Their outputs
+    are filled before, so that a launch that writes nothing is seen.
     """
     from ptx import driver
 
@@ -214,16 +215,31 @@ def far(dtype, g, kind, *sizes):
         # Of a convolution the first program reads rows before its own, which exist only later.
         skipped = int(kind == "convolution")
         launch.grid = (launch.grid[0] - skipped, 1, 1)
+        launch = launch.copy()
+        given = dict(zip(launch.names, launch.args, strict=True))
+        for name in OUTPUTS[launch.kernel] & given.keys():
+            given[name].view(torch.uint8).fill_(UNWRITTEN)
         near = launch.copy()
         near.run(first=skipped)
         late = launch.copy()
         first, shifts, numbers = FAR[kind](late)
+        missing = {*shifts, *numbers} - set(late.names)
+        if missing:
+            raise ValueError(
+                f"{launch.kernel} has no argument {sorted(missing)}: mend FAR in cases.py"
+            )
         late.args = [numbers.get(n, a) for n, a in zip(late.names, late.args, strict=True)]
         late.run(first=skipped + first, shifts=shifts)
-        for name, a, b in zip(late.names, late.args, near.args, strict=True):
+        changed = set()
+        for name, a, b, c in zip(late.names, late.args, near.args, launch.args, strict=True):
             if torch.is_tensor(a):
-                a, b = (x.reshape(-1).view(torch.uint8) for x in (a, b))
+                a, b, c = (x.reshape(-1).view(torch.uint8) for x in (a, b, c))
                 results[f"{launch.kernel} {name}"] = (a, b, b)
+                if not torch.equal(a, c):
+                    changed.add(name)
+        written = (OUTPUTS[launch.kernel] | IN_PLACE.get(launch.kernel, set())) & given.keys()
+        yes = torch.tensor(True)
+        results[f"{launch.kernel} writes"] = (torch.tensor(changed == written), yes, yes)
     return results
 
 
@@ -250,8 +266,8 @@ def far_attention(launch):
 def far_convolution(launch):
     """Sequences after many others. Each program has 8 rows."""
     given = dict(zip(launch.names, launch.args, strict=True))
-    first = beyond(given["chunk"] * given["C"], given["T"])
-    rows = first * given["chunk"]
+    first = beyond(given["program_rows"] * given["C"], given["T"])
+    rows = first * given["program_rows"]
     shifts = {name: rows * given["C"] for name in ("x", "y", "dx", "dy") if name in given}
     shifts |= dict(r=rows, spans=2 * rows)
     if "dw" in given:
@@ -267,6 +283,18 @@ def far_head(launch):
     return first, shifts | dict(z_ptr=first * given["limit"]), {}
 
 
+# What each kernel writes: the arguments that it only writes, and those that it also reads.
+OUTPUTS = dict(
+    attention_forward_kernel={"out", "lse"},
+    attention_dq_kernel={"delta", "dqkv"},
+    attention_dkdv_kernel={"dqkv"},
+    prepare_kernel={"qk"},
+    norm_conv_forward_kernel={"y", "r"},
+    norm_conv_backward_kernel={"dx", "dw"},
+    ce_chunk_kernel={"loss_ptr"},
+)
+IN_PLACE = dict(prepare_kernel={"dqkv"}, ce_chunk_kernel={"z_ptr"})
+UNWRITTEN = 0xA5  # each byte of what is only written, before a launch
 FAR = dict(attention=far_attention, convolution=far_convolution, head=far_head)
 CALLS = dict(attention=attention, convolution=convolution, head=head, masking=masking)
 CALLS |= {"head, wrong target": wrong_target, "far offsets": far, "training": training}

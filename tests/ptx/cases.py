@@ -309,7 +309,8 @@ def calls():
     for D in (32, 64):
         odd = 130 + 40 * (D == 32)
         size = "slow" if D == 64 else "all"
-        yield "attention", f"D={D} even T", (1, 256, 2, D, None, False, False), "slow"
+        whole = D == 64  # with norm and rotation, as models have them
+        yield "attention", f"D={D} even T", (1, 256, 2, D, None, whole, whole), "slow"
         yield "attention", f"D={D} odd T", (2, odd, 1, D, None, True, True), size
         yield "attention", f"D={D} odd T, one row", (1, 1, 1, D, None, False, False), "all"
         # A multiple of the tiles of keys, but for D=32 not of those of queries.
@@ -325,7 +326,7 @@ def calls():
         )
         when = "quick" if D == 64 else "all"
         yield "attention", f"D={D} documents, odd T", (1, odd, 1, D, "documents", True, True), when
-        yield "attention", f"D={D} blocks of 16, even T", (1, 128, 1, D, 16, False, False), size
+        yield "attention", f"D={D} blocks of 16, even T", (1, 128, 1, D, 16, whole, whole), size
         yield "attention", f"D={D} blocks of 15, odd T", (1, 150, 2, D, 15, True, True), "slow"
     yield "convolution", "C=96 K=5", (2, 19, 96, 5, False, False), "slow"
     yield "convolution", "C=96 K=5, documents", (2, 37, 96, 5, False, True), "quick"
@@ -409,6 +410,7 @@ def run(case):
 
     LAUNCHES.clear()
     device.instructions.clear()
+    device.executed.clear()
     began = time.monotonic()
     g = torch.Generator().manual_seed(zlib.crc32(case.title.encode()))
     errors = {}
@@ -432,6 +434,7 @@ def run(case):
         violation=said,
         crashed=crashed,
         kernels=sorted(LAUNCHES),
+        executed=sorted(device.executed),
         instructions=sum(device.instructions.values()),
         seconds=time.monotonic() - began,
     )

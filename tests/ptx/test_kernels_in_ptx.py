@@ -14,6 +14,7 @@ import sys
 import types
 from pathlib import Path
 
+import aot
 import numpy as np
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_a_call_that_fails_is_a_result(monkeypatch, error, crashed):
     def fail(*args):
         raise memory.Violation(error) if isinstance(error, str) else error
 
-    device = types.SimpleNamespace(instructions={})
+    device = types.SimpleNamespace(instructions={}, executed=set())
     monkeypatch.setattr(driver, "install", lambda arch: device)
     monkeypatch.setitem(cases.CALLS, "head", fail)
     threads = torch.get_num_threads()
@@ -94,6 +95,19 @@ def test_a_call_that_fails_is_a_result(monkeypatch, error, crashed):
     monkeypatch.setattr(cases, "run_all", lambda *args: [result])
     monkeypatch.setattr(sys, "argv", ["cases.py"])
     assert cases.main() == (2 if crashed else 1)
+
+
+def test_aot_takes_as_executed_what_was_within_its_bounds(tmp_path):
+    """On its own architecture; of the constants, the number of heads alone may be another one."""
+    types = {"x": "*bf16", "n": "i32"}
+    text, other = (driver.describe("a_kernel", types, dict(H=2, D=D), 4, 3) for D in (32, 64))
+    assert text == driver.describe("a_kernel", types, dict(H=6, D=32), 4, 3) != other
+    good = dict(arch=80, errors={"y": [0.0, 0.0, 1.0]}, violation=None, instructions=1)
+    bad = good | dict(errors={"y": [2.0, 0.0, 1.0]})
+    lines = [good | dict(executed=[text]), bad | dict(executed=[other])]
+    path = tmp_path / "cases.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert aot.read_executed(path) == {(80, text)}
 
 
 def test_a_program_that_crashes_is_no_error_beyond_its_bound():
@@ -129,7 +143,13 @@ def test_every_kernel_runs_in_bfloat16():
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, pytest.param(90, marks=needs_order), 120])
 def test_every_kind_of_call(arch):
-    assert len(run_cases("slow", arch)) >= 12
+    results = run_cases("slow", arch)
+    assert len(results) >= 12
+    if arch == 90:  # what tests/aot.py --one compiles is executed, with its types and constants
+        compiled, code = run("../aot.py", "--one")
+        executed = {text for result in results for text in result["executed"]}
+        assert code == 0 and len(compiled) >= 5
+        assert {case["described"] for case in compiled} <= executed
 
 
 @pytest.mark.slow

@@ -5,6 +5,11 @@ MDLM_TRITON=1 python tests/aot.py --one     # a case of each kernel, for sm_90
 MDLM_TRITON=1 python tests/aot.py --most    # those that need most, too: what the slow tests compile
 MDLM_TRITON=1 python tests/aot.py --all     # many more, the rarest for sm_90 alone
 MDLM_TRITON=1 python tests/aot.py --json    # one JSON object a line
+
+With a column that says which of them the emulator executes, as in results/aot.md:
+
+python tests/ptx/cases.py --slow --json > cases.jsonl
+MDLM_TRITON=1 python tests/aot.py --executed=cases.jsonl
 """
 
 import concurrent.futures
@@ -22,9 +27,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from ptx import driver
+
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 CONSUMER = (86, 89, 120)  # GPUs with less shared memory; only the main cases are compiled for them
-EXECUTED = (80, 90, 120)  # in the emulator, by tests/ptx/cases.py
 # bytes of shared memory a program may have
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10} | dict.fromkeys(CONSUMER, 99 << 10)
 TYPES = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16)
@@ -204,12 +210,16 @@ def compile_one(index, arch, which):
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in case.aligned},
     )
     options = {n: v for n, v in case.config.items() if n in OPTIONS} | dict(enable_fp_fusion=True)
+    types = {n: kind for n, kind in case.types.items() if n not in constants}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage, sass = disassemble(compiled.asm["cubin"])
+    options = (compiled.metadata.num_warps, compiled.metadata.num_stages)
+    described = driver.describe(case.kernel.fn.__name__, types, constants, *options)
     instructions = ("HMMA", "HGMMA", "UTCHMMA")
     return dict(
         name=case.name,
         arch=arch,
+        described=described,
         blocks="x".join(str(v) for n, v in constants.items() if n.startswith("TILE")),
         warps=compiled.metadata.num_warps,
         stages=compiled.metadata.num_stages,
@@ -243,17 +253,33 @@ def compile_all(which, workers=2, architectures=ARCHITECTURES):
         yield from pool.map(compile_one, *zip(*jobs, strict=True), chunksize=3)
 
 
-HEAD = ("kernel", "sm", "warps", "registers", "shared memory, KiB", "spills")
-HEAD += ("tensor-core instructions", "executed")
+def read_executed(path):
+    """What the emulator executed: pairs of an architecture and what was compiled.
+
+    path: the lines that tests/ptx/cases.py --json prints; of them, the cases within their bounds
+    """
+    from ptx import cases
+
+    results = map(json.loads, Path(path).read_text().splitlines())
+    return {(r["arch"], text) for r in results if cases.is_within(r) for text in r["executed"]}
+
+
+HEAD = ["kernel", "sm", "warps", "registers", "shared memory, KiB", "spills"]
+HEAD += ["tensor-core instructions"]
 
 if __name__ == "__main__":
     as_json = "--json" in sys.argv
+    files = [arg.partition("=")[2] for arg in sys.argv if arg.startswith("--executed=")]
+    executed = read_executed(files[0]) if files else None
     if not as_json:
+        HEAD += ["executed"] if files else []
         print(f"| {' | '.join(HEAD)} |", "| --- " * len(HEAD) + "|", sep="\n")
     given = [flag for flag in ("--one", "--most", "--all") if flag in sys.argv]
     for r in compile_all(given[0] if given else "--main"):
         products = [f"{r[i]} {i.upper()}" for i in ("hmma", "hgmma", "utchmma") if r[i]]
         row = f"| {r['name']} | {r['arch']} | {r['warps']} | {r['registers']} "
         row += f"| {r['shared'] / 1024:.1f} | {r['spills']} | {' '.join(products) or '-'} "
-        row += f"| {'yes' if r['arch'] in EXECUTED else 'no'} |"
+        if files:
+            row += f"| {'yes' if (r['arch'], r['described']) in executed else 'no'} "
+        row += "|"
         print(json.dumps(r) if as_json else row, flush=True)

@@ -1,10 +1,12 @@
 """Runs every kernel of the project in the emulator, and compares with float64 beside PyTorch.
 
     python tests/ptx/cases.py                      # the quick ones: sm_80 and sm_90, bfloat16
-    python tests/ptx/cases.py --slow               # of all GPUs and types, as the slow tests do
-    python tests/ptx/cases.py --all                # all, 20 minutes: the table in results/aot.md
+    python tests/ptx/cases.py --slow               # as the slow tests: the table in results/aot.md
+    python tests/ptx/cases.py --all                # each call in each type for each GPU: 20 minutes
     python tests/ptx/cases.py --all --only=blocks  # those whose name has this word
     python tests/ptx/cases.py --json               # one JSON object a line
+
+Exit codes: 0, all is within its bounds; 1, something is not; 2, a call or this program crashed.
 
 Errors are the largest difference from float64 divided by the largest value. PyTorch's are those of
 the reference in the same type.
@@ -22,6 +24,7 @@ import math
 import os
 import sys
 import time
+import traceback
 import zlib
 from pathlib import Path
 from unittest import mock
@@ -200,7 +203,8 @@ def far(dtype, g, kind, *sizes):
     """Programs whose offsets need more than 32 bits: the same bits as those of the first programs.
 
     The launches of a small call are repeated as if they were the last ones of a huge call: with the
-    places of programs that come so late, and with pointers as far before the tensors.
+    places of programs that come so late, and with pointers as far before the tensors. Their outputs
+    are filled before, so that a launch that writes nothing is seen.
     """
     from ptx import driver
 
@@ -214,16 +218,31 @@ def far(dtype, g, kind, *sizes):
         # Of a convolution the first program reads rows before its own, which exist only later.
         skipped = int(kind == "convolution")
         launch.grid = (launch.grid[0] - skipped, 1, 1)
+        launch = launch.copy()
+        given = dict(zip(launch.names, launch.args, strict=True))
+        for name in OUTPUTS[launch.kernel] & given.keys():
+            given[name].view(torch.uint8).fill_(UNWRITTEN)
         near = launch.copy()
         near.run(first=skipped)
         late = launch.copy()
         first, shifts, numbers = FAR[kind](late)
+        missing = {*shifts, *numbers} - set(late.names)
+        if missing:
+            raise ValueError(
+                f"{launch.kernel} has no argument {sorted(missing)}: mend FAR in cases.py"
+            )
         late.args = [numbers.get(n, a) for n, a in zip(late.names, late.args, strict=True)]
         late.run(first=skipped + first, shifts=shifts)
-        for name, a, b in zip(late.names, late.args, near.args, strict=True):
+        changed = set()
+        for name, a, b, c in zip(late.names, late.args, near.args, launch.args, strict=True):
             if torch.is_tensor(a):
-                a, b = (x.reshape(-1).view(torch.uint8) for x in (a, b))
+                a, b, c = (x.reshape(-1).view(torch.uint8) for x in (a, b, c))
                 results[f"{launch.kernel} {name}"] = (a, b, b)
+                if not torch.equal(a, c):
+                    changed.add(name)
+        written = (OUTPUTS[launch.kernel] | IN_PLACE.get(launch.kernel, set())) & given.keys()
+        yes = torch.tensor(True)
+        results[f"{launch.kernel} writes"] = (torch.tensor(changed == written), yes, yes)
     return results
 
 
@@ -250,8 +269,8 @@ def far_attention(launch):
 def far_convolution(launch):
     """Sequences after many others. Each program has 8 rows."""
     given = dict(zip(launch.names, launch.args, strict=True))
-    first = beyond(given["chunk"] * given["C"], given["T"])
-    rows = first * given["chunk"]
+    first = beyond(given["program_rows"] * given["C"], given["T"])
+    rows = first * given["program_rows"]
     shifts = {name: rows * given["C"] for name in ("x", "y", "dx", "dy") if name in given}
     shifts |= dict(r=rows, spans=2 * rows)
     if "dw" in given:
@@ -267,6 +286,18 @@ def far_head(launch):
     return first, shifts | dict(z_ptr=first * given["limit"]), {}
 
 
+# What each kernel writes: the arguments that it only writes, and those that it also reads.
+OUTPUTS = dict(
+    attention_forward_kernel={"out", "lse"},
+    attention_dq_kernel={"delta", "dqkv"},
+    attention_dkdv_kernel={"dqkv"},
+    prepare_kernel={"qk"},
+    norm_conv_forward_kernel={"y", "r"},
+    norm_conv_backward_kernel={"dx", "dw"},
+    ce_chunk_kernel={"loss_ptr"},
+)
+IN_PLACE = dict(prepare_kernel={"dqkv"}, ce_chunk_kernel={"z_ptr"})
+UNWRITTEN = 0xA5  # each byte of what is only written, before a launch
 FAR = dict(attention=far_attention, convolution=far_convolution, head=far_head)
 CALLS = dict(attention=attention, convolution=convolution, head=head, masking=masking)
 CALLS |= {"head, wrong target": wrong_target, "far offsets": far, "training": training}
@@ -278,7 +309,8 @@ def calls():
     for D in (32, 64):
         odd = 130 + 40 * (D == 32)
         size = "slow" if D == 64 else "all"
-        yield "attention", f"D={D} even T", (1, 256, 2, D, None, False, False), "slow"
+        whole = D == 64  # with norm and rotation, as models have them
+        yield "attention", f"D={D} even T", (1, 256, 2, D, None, whole, whole), "slow"
         yield "attention", f"D={D} odd T", (2, odd, 1, D, None, True, True), size
         yield "attention", f"D={D} odd T, one row", (1, 1, 1, D, None, False, False), "all"
         # A multiple of the tiles of keys, but for D=32 not of those of queries.
@@ -294,7 +326,7 @@ def calls():
         )
         when = "quick" if D == 64 else "all"
         yield "attention", f"D={D} documents, odd T", (1, odd, 1, D, "documents", True, True), when
-        yield "attention", f"D={D} blocks of 16, even T", (1, 128, 1, D, 16, False, False), size
+        yield "attention", f"D={D} blocks of 16, even T", (1, 128, 1, D, 16, whole, whole), size
         yield "attention", f"D={D} blocks of 15, odd T", (1, 150, 2, D, 15, True, True), "slow"
     yield "convolution", "C=96 K=5", (2, 19, 96, 5, False, False), "slow"
     yield "convolution", "C=96 K=5, documents", (2, 37, 96, 5, False, True), "quick"
@@ -352,9 +384,24 @@ def rank(when, kind, name, dtype, arch):
     return "slow" if when == "quick" and arch == 120 else when
 
 
+def chosen_cases(which, architectures=ARCHITECTURES, only=""):
+    """The cases of quick, slow or all, for some GPUs, with `only` in their title."""
+    return [
+        case
+        for case in all_cases()
+        if ORDER.index(case.when) <= ORDER.index(which)
+        and only in case.title
+        and case.arch in architectures
+    ]
+
+
 # ---- Running them
 def run(case):
-    """Run a case in this process, which must be new for its architecture; return a dictionary."""
+    """Run a case in this process, which must be new for its architecture; return a dictionary.
+
+    violation: what the emulator found, or the exception with which the call ended, or None
+    crashed: whether it was such an exception; it does not end the other cases
+    """
     torch.set_num_threads(1)
     from ptx import driver, memory
 
@@ -363,23 +410,31 @@ def run(case):
 
     LAUNCHES.clear()
     device.instructions.clear()
+    device.executed.clear()
     began = time.monotonic()
     g = torch.Generator().manual_seed(zlib.crc32(case.title.encode()))
     errors = {}
     said = None
+    crashed = False
     try:
         results = CALLS[case.kind](DTYPES[case.dtype], g, *case.sizes)
         for name, (ours, plain, truth) in results.items():
             errors[name] = measure(case, ours, plain, truth)
     except memory.Violation as violation:
         said = str(violation)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        crashed = True
+        traceback.print_exc()
     return dict(
         title=case.title,
         dtype="integers" if case.kind == "masking" else case.dtype,
         arch=case.arch,
         errors=errors,
         violation=said,
+        crashed=crashed,
         kernels=sorted(LAUNCHES),
+        executed=sorted(device.executed),
         instructions=sum(device.instructions.values()),
         seconds=time.monotonic() - began,
     )
@@ -387,10 +442,11 @@ def run(case):
 
 def measure(case, ours, plain, truth):
     """Return our error, PyTorch's and the bound; None, None, None of integers that are equal."""
+    if ours.shape != truth.shape:
+        return math.inf, 0.0, 0.0
     if not truth.is_floating_point():
-        if ours.shape != truth.shape or not torch.equal(ours, truth.to(ours.dtype)):
-            return math.inf, 0.0, 0.0
-        return None, None, None
+        is_same = torch.equal(ours, truth.to(ours.dtype))
+        return (None, None, None) if is_same else (math.inf, 0.0, 0.0)
     size = truth.double().abs().max().clamp(min=1e-30)
     error = ((ours.double() - truth.double()).abs().max() / size).item()
     theirs = ((plain.double() - truth.double()).abs().max() / size).item()
@@ -413,13 +469,7 @@ def main():
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
     args = parser.parse_args()
-    wanted = [
-        case
-        for case in all_cases()
-        if ORDER.index(case.when) <= ORDER.index(args.which)
-        and args.only in case.title
-        and case.arch in (args.arch or ARCHITECTURES)
-    ]
+    wanted = chosen_cases(args.which, args.arch or ARCHITECTURES, args.only)
     results = []
     for result in run_all(wanted, args.workers):
         results.append(result)
@@ -431,35 +481,44 @@ def main():
         print_table(results)
     failed = sum(not is_within(result) for result in results)
     print(f"{len(wanted)} cases, {failed} beyond their bound", file=sys.stderr)
-    return int(failed > 0)
+    return 2 if any(result["crashed"] for result in results) else int(failed > 0)
 
 
 def print_table(results):
-    """A row for each call, as in results/aot.md: on which GPUs, the worst error in each type."""
-    print("| call | sm |", " | ".join(DTYPES), "|")
-    print("| --- " * (2 + len(DTYPES)) + "|")
+    """A row for each call, as in results/aot.md: in each type the GPUs, and the worst error."""
+    print("| call |", " | ".join(DTYPES), "|")
+    print("| --- " * (1 + len(DTYPES)) + "|")
     by_title = {}
     for result in results:
         by_title.setdefault(result["title"], []).append(result)
     for title, same in by_title.items():
-        archs = sorted({result["arch"] for result in same})
-        cells = [worst([r for r in same if r["dtype"] in (name, "integers")]) for name in DTYPES]
-        print(f"| {title} | {', '.join(map(str, archs))} | {' | '.join(cells)} |")
+        cells = [cell([r for r in same if r["dtype"] in (name, "integers")]) for name in DTYPES]
+        print(f"| {title} | {' | '.join(cells)} |")
+
+
+def cell(results):
+    """The GPUs on which a call ran in a type, and its worst output there."""
+    archs = sorted({result["arch"] for result in results})
+    return f"{', '.join(map(str, archs))}: {worst(results)}" if archs else "-"
 
 
 def worst(results):
     """The output that comes nearest to its bound: its name, our error, PyTorch's."""
-    if not results:
-        return "-"
     said = [result["violation"] for result in results if result["violation"]]
     if said:
         return f"**{said[0]}**"
     errors = [(*e, name) for r in results for name, e in r["errors"].items() if e[0] is not None]
     if not errors:
         return "equal bits"
-    error, theirs, bound, name = max(errors, key=lambda e: e[0] / max(e[2], 1e-30))
+    error, theirs, bound, name = max(errors, key=nearness)
     text = f"{name} {error:.1e} / {theirs:.1e}"
-    return f"**{text}**" if error > bound else text
+    return text if error <= bound else f"**{text}**"
+
+
+def nearness(measured):
+    """The error divided by its bound; infinite where either is NaN, so that it is the largest."""
+    ratio = measured[0] / max(measured[2], 1e-30)
+    return math.inf if math.isnan(ratio) else ratio
 
 
 def run_all(cases, workers):
@@ -473,4 +532,9 @@ def run_all(cases, workers):
 if __name__ == "__main__":
     os.environ["MDLM_TRITON"] = "1"  # the kernels are compiled by Triton, with no GPU
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.exit(main())
+    try:
+        code = main()
+    except Exception:  # Python's own exit code, 1, is that of an error beyond its bound
+        traceback.print_exc()
+        code = 2
+    sys.exit(code)

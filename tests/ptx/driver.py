@@ -30,6 +30,20 @@ OPERATORS = ("attention", "convolution", "cross_entropy", "masking")
 parse = functools.cache(Program)
 
 
+def describe(kernel, types, constants, warps, stages):
+    """What was compiled, as text: equal for tests/aot.py and for a launch here if the code is.
+
+    kernel: its name; types: argument -> type as Triton writes it, such as "*bf16"
+    constants: argument -> value. That of H, the number of heads, is left out: calls in the emulator
+    have fewer heads than a model, and it is only a factor of offsets
+
+    Which numbers and addresses are multiples of 16 is left out, too.
+    """
+    parts = [f"{name}: {kind}" for name, kind in types.items() if kind.startswith("*")]
+    parts += [f"{name}={value}" for name, value in constants.items() if name != "H"]
+    return f"{kernel}({', '.join(sorted(parts))}), {warps} warps, {stages} stages"
+
+
 @dataclasses.dataclass
 class Launch:
     """A launch, so that a test can run its PTX again, changed."""
@@ -70,6 +84,7 @@ class Driver:
         self.launches = []  # with copies of their arguments, if `record` is set
         self.record = False
         self.instructions = {}  # kernel -> number of instructions that its programs executed
+        self.executed = set()  # what `describe` says of each kernel that was launched
         self.utils = self
         self.ptx = None  # of the kernel that is being loaded
 
@@ -97,8 +112,11 @@ class Driver:
     def launcher_cls(self, source, metadata):
         """Return what launches a kernel."""
         names = list(source.signature)
-        constants = {names[path[0]] for path in source.constants}
+        constants = {names[path[0]]: value for path, value in source.constants.items()}
         given = [i for i, name in enumerate(names) if name not in constants]
+        options = (metadata.num_warps, metadata.num_stages)
+        types = {names[i]: source.signature[names[i]] for i in given}
+        described = describe(source.fn.__name__, types, constants, *options)
 
         def launch(x, y, z, stream, ptx, packed, launch_metadata, enter, leave, *args):
             name = source.fn.__name__
@@ -106,6 +124,7 @@ class Driver:
             job = Launch(name, ptx, (x, y, z), [names[i] for i in given], values, metadata.shared)
             if self.record:
                 self.launches.append(job.copy())
+            self.executed.add(described)
             self.instructions[name] = self.instructions.get(name, 0) + job.run()
 
         return launch

@@ -13,7 +13,7 @@ import re
 import numpy as np
 
 from .instructions import address_reader, join_halves, need_all, registers_of
-from .machine import WARP, bfloat16_to_float32, reader
+from .machine import NO_FENCE, WARP, bfloat16_to_float32, reader
 from .memory import Violation
 
 WARPGROUP = 4  # warps
@@ -201,7 +201,8 @@ def finish_products(machine, products):
             users.count -= 1
             if users.count == 0:
                 del machine.in_flight[name]
-                machine.put(name, users.value)
+                # Not `put`: what wgmma writes itself needs no fence before the next wgmma.
+                machine.registers[name] = users.value.view(np.uint32)
 
 
 class Future:
@@ -277,7 +278,12 @@ def warpgroup_multiply(op):
 
 
 def check_fence(machine, registers):
-    """A register that was written must be fenced before wgmma uses it, but for its own results."""
+    """A register that was written must be fenced before wgmma uses it, but for its own results.
+
+    The first wgmma needs a fence whatever its registers are.
+    """
+    if machine.register_fence == NO_FENCE:
+        raise Violation("the first wgmma has no wgmma.fence before it")
     for name in registers:
         if name not in machine.in_flight and machine.written.get(name, -1) > machine.register_fence:
             raise Violation(f"wgmma uses {name}, which was written with no wgmma.fence since")

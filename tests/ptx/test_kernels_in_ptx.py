@@ -4,15 +4,22 @@ In processes of their own, as Triton decides at import whether it interprets, an
 """
 
 import importlib.metadata
+import itertools
 import json
+import math
 import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import aot
 import numpy as np
 import pytest
+import torch
+
+from . import cases, driver, memory
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -37,11 +44,23 @@ def start(program, *args, **environment):
 
 
 def run(program, *args):
-    """The lines of JSON that a program of this folder prints."""
+    """The lines of JSON that a program of this folder prints, and its exit code."""
     r = start(program, "--json", *args)
-    lines = [json.loads(line) for line in r.stdout.splitlines()]
-    assert lines and r.returncode in (0, 1), r.stderr[-3000:]
-    return lines
+    assert r.returncode in (0, 1), r.stderr[-3000:]
+    return [json.loads(line) for line in r.stdout.splitlines()], r.returncode
+
+
+def run_cases(which, arch):
+    """The results of all cases of a GPU, each within its bounds."""
+    results, code = run("cases.py", *(["--slow"] if which == "slow" else []), f"--arch={arch}")
+    check(results)
+    assert code == 0
+    wanted = [(case.title, case.dtype, case.arch) for case in cases.chosen_cases(which, (arch,))]
+    # The results of integers do not name the type of their case, bf16.
+    dtypes = {"integers": "bf16"}
+    got = [(r["title"], dtypes.get(r["dtype"], r["dtype"]), r["arch"]) for r in results]
+    assert got == wanted and wanted
+    return results
 
 
 def check(results):
@@ -55,6 +74,59 @@ def check(results):
                 assert error <= bound, f"{where}: {name} {error:.1e}, PyTorch's {theirs:.1e}"
 
 
+CASE = cases.chosen_cases("quick", (80,), "head")[0]
+
+
+@pytest.mark.parametrize(("error", "crashed"), [(KeyError("chunk"), True), ("race", False)])
+def test_a_call_that_fails_is_a_result(monkeypatch, error, crashed):
+    """So the other calls run, and the exit code says whether it crashed (2)."""
+
+    def fail(*args):
+        raise memory.Violation(error) if isinstance(error, str) else error
+
+    device = types.SimpleNamespace(instructions={}, executed=set())
+    monkeypatch.setattr(driver, "install", lambda arch: device)
+    monkeypatch.setitem(cases.CALLS, "head", fail)
+    threads = torch.get_num_threads()
+    result = cases.run(CASE)
+    torch.set_num_threads(threads)
+    assert result["violation"] in ("race", "KeyError: 'chunk'") and result["crashed"] == crashed
+    assert not cases.is_within(result)
+    monkeypatch.setattr(cases, "run_all", lambda *args: [result])
+    monkeypatch.setattr(sys, "argv", ["cases.py"])
+    assert cases.main() == (2 if crashed else 1)
+
+
+def test_aot_takes_as_executed_what_was_within_its_bounds(tmp_path):
+    """On its own architecture; of the constants, the number of heads alone may be another one."""
+    types = {"x": "*bf16", "n": "i32"}
+    text, other = (driver.describe("a_kernel", types, dict(H=2, D=D), 4, 3) for D in (32, 64))
+    assert text == driver.describe("a_kernel", types, dict(H=6, D=32), 4, 3) != other
+    good = dict(arch=80, errors={"y": [0.0, 0.0, 1.0]}, violation=None, instructions=1)
+    bad = good | dict(errors={"y": [2.0, 0.0, 1.0]})
+    lines = [good | dict(executed=[text]), bad | dict(executed=[other])]
+    path = tmp_path / "cases.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert aot.read_executed(path) == {(80, text)}
+
+
+def test_a_program_that_crashes_is_no_error_beyond_its_bound():
+    """Exit code 2, not Python's 1."""
+    assert start("cases.py", "--workers=0").returncode == 2
+
+
+@pytest.mark.parametrize("ours", [[1.0, math.nan], [1.0, math.inf], [1.0, 2.0, 3.0], [1.0, 2.5]])
+def test_what_is_wrong_is_marked_in_the_table(ours):
+    """NaN too, whatever the other outputs are; and a result of another shape."""
+    truth = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    errors = dict(y=cases.measure(CASE, torch.tensor(ours), truth.float(), truth))
+    good = cases.measure(CASE, truth.float(), truth.float(), truth)
+    for parts in (errors | dict(z=good), dict(z=good) | errors):
+        result = dict(arch=80, errors=parts, violation=None, instructions=1)
+        assert not cases.is_within(result)
+        assert cases.cell([result]).startswith("80: **y ")
+
+
 def every_kernel():
     sources = [path.read_text() for path in (ROOT / "kernels").glob("*.py")]
     return {name for text in sources for name in re.findall(r"^def (\w+_kernel)\(", text, re.M)}
@@ -62,19 +134,22 @@ def every_kernel():
 
 def test_every_kernel_runs_in_bfloat16():
     """As for an H100 (sm_90), with wgmma and cp.async; documents, an odd length, norm, rotation."""
-    results = run("cases.py", f"--arch={90 if IS_ORDERED else 80}")
+    results = run_cases("quick", 90 if IS_ORDERED else 80)
     assert len(results) == 4
     assert {name for result in results for name in result["kernels"]} == every_kernel()
     assert min(result["instructions"] for result in results) > 1000
-    check(results)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, pytest.param(90, marks=needs_order), 120])
 def test_every_kind_of_call(arch):
-    results = run("cases.py", "--slow", f"--arch={arch}")
+    results = run_cases("slow", arch)
     assert len(results) >= 12
-    check(results)
+    if arch == 90:  # what tests/aot.py --one compiles is executed, with its types and constants
+        compiled, code = run("../aot.py", "--one")
+        executed = {text for result in results for text in result["executed"]}
+        assert code == 0 and len(compiled) >= 5
+        assert {case["described"] for case in compiled} <= executed
 
 
 @pytest.mark.slow
@@ -84,8 +159,10 @@ def test_what_orders_and_bounds_accesses_is_needed():
 
     The emulator says so, or the bits are the same. Without a bound a value may be wrong instead.
     """
-    results = run("mutations.py", "--places=2")
-    assert {result["kernel"] for result in results} == every_kernel()
+    results, code = run("mutations.py", "--places=2")
+    assert code == 0
+    pairs = {(result["kernel"], result["arch"]) for result in results}
+    assert pairs == {*itertools.product(every_kernel(), (80, 90))}
     caught = {}
     for result in results:
         kind = result["mutation"]

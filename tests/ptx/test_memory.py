@@ -240,6 +240,24 @@ def test_nothing_touches_what_a_product_uses(text, words):
         product(f"{FILL} bar.sync 0; {FENCE} {ORDER} {text}")
 
 
+def test_the_first_product_needs_a_fence_of_registers():
+    """Also if nothing has written its registers: with results that count as zeros."""
+    whole = f"{PRODUCT} {names(50, 16)}, %rd2, %rd2, 0, 1, 1, 0, 0; {END} {UNTIL}"
+    product(f"{FILL} bar.sync 0; {FENCE} {ORDER} {whole}")
+    with pytest.raises(Violation, match=r"first wgmma has no wgmma\.fence"):
+        product(f"{FILL} bar.sync 0; {FENCE} {whole}")
+
+
+def test_results_need_no_fence_between_two_products():
+    """Whether the fence of the second is before or after the wait; but what else writes them."""
+    start = f"{FILL} bar.sync 0; {FENCE} {ORDER} {ISSUE} {END}"
+    for between in (UNTIL, f"{ORDER} {UNTIL}", f"{UNTIL} {ORDER}"):
+        text = f"{start} {between} {ISSUE} {END} {UNTIL}"
+        assert (product(text).get("%r10") == 0).all()
+    with pytest.raises(Violation, match=r"%r10, which was written with no wgmma\.fence since"):
+        product(f"{start} {ORDER} {UNTIL} mov.b32 %r10, 0; {ISSUE} {END} {UNTIL}")
+
+
 def test_a_chain_of_products_adds_up():
     chain = f"{FILL} bar.sync 0; {FENCE} {ORDER} {ISSUE} {ISSUE} {END} {ISSUE} {END} {UNTIL}"
     assert (product(chain).get("%r10") == 0).all()

@@ -57,6 +57,32 @@ def handlers_kept():
 
 
 @contextlib.contextmanager
+def autocast_kept():
+    """Context manager: without the caller's autocast, which is on again at the end.
+
+    No autocast(enabled=False) around the run: PyTorch keeps what it has cast, also of weights that
+    an optimizer has changed since, until the outermost autocast ends. So if the caller is in one,
+    nothing is kept.
+    """
+    kinds = ("cpu", "cuda")
+    before = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
+    keeps = torch.is_autocast_cache_enabled()
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    if depth > 1:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(keeps)
+        for kind, enabled in before.items():
+            torch.set_autocast_enabled(kind, enabled)
+
+
+@contextlib.contextmanager
 def torch_kept():
     """Context manager: PyTorch's defaults, with gradients; then the caller's settings again."""
     on_gpu = torch.cuda.is_initialized()
@@ -68,11 +94,7 @@ def torch_kept():
     precision = torch.get_float32_matmul_precision()
     torch.set_default_dtype(torch.float32)
     try:
-        with contextlib.ExitStack() as stack:
-            for kind in ("cpu", "cuda"):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
+        with torch.inference_mode(False), torch.enable_grad(), autocast_kept():
             yield
     finally:
         torch.set_rng_state(state)

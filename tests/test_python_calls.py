@@ -116,7 +116,8 @@ def state_of_process():
         precision=torch.get_float32_matmul_precision(),
         dtype=torch.get_default_dtype(),
         gradients=torch.is_grad_enabled(),
-        environment=dict(os.environ),
+        # Of the compiler, which sets it when it is imported for the first time.
+        environment={k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"},
     )
 
 

@@ -69,7 +69,7 @@ def masking_cases():
         types |= dict.fromkeys(("mask_id", "B", "T"), "i32")
         config = masking.row_config(T, never_mask)
         if never_mask:
-            types |= pointers(never_mask="i1")
+            types |= pointers(never_mask="u1")  # what Triton calls a bool
         else:
             config |= dict(never_mask_ptr=None)
         main = (90,) if T == 256 else ()

@@ -80,6 +80,7 @@ def test_large_seeds_and_steps_as_tensors():
     assert torch.equal(by_tensors[0], by_numbers[0])
 
 
+@pytest.mark.slow  # in the interpreter
 def test_many_rows_are_listed_in_order():
     """Each program reads the counts of all rows, 256 at a time: here twice."""
     B = 260

@@ -2133,6 +2133,10 @@ ADVICE["likeliest.py"] = [
     ),
 ]
 
+ADVICE["attention.py"] = [
+    ("attention needs a row of cos and sin for each of {} positions", NOTHING),
+]
+
 ADVICE["scope.py"] = [
     (
         "wait for its end, or start another process",

@@ -407,6 +407,7 @@ def test_a_mode_of_bench_takes_its_own_flags_alone(tried, monkeypatch):
         bench, "MODES", {mode: lambda *args: begun.append(1) for mode in bench.MODES}
     )
     monkeypatch.setattr(bench.ResultsTable, "close", lambda table: 0)
+    monkeypatch.setattr(bench.proven, "show", lambda table: None)  # takes 20 s
     for mode in ("", "train", "sample"):
         own = bench.names_of(mode or "train")
         for field in dataclasses.fields(bench.Options):

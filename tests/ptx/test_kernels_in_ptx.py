@@ -34,7 +34,7 @@ def start(program, *args, **environment):
     """Run a program of this folder, with Triton as for a GPU unless the environment says else."""
     options = dict(MDLM_TRITON="1", TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
     return subprocess.run(
-        [sys.executable, str(HERE / program), *map(str, args)],
+        [sys.executable, str((HERE / program).resolve()), *map(str, args)],
         env=os.environ | options | environment,
         cwd=ROOT,
         capture_output=True,

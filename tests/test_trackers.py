@@ -109,7 +109,9 @@ def test_tensorboard_has_what_the_log_has(text_file, tmp_path, monkeypatch):
     assert run_mdlm("--resume", f"--out_dir={out}") == 0
     assert len(list((out / "tensorboard").iterdir())) == 2
     check_same(in_tensorboard(out / "tensorboard"), out)
+    before = {*(out / "tensorboard").iterdir()}  # others may have written some of them
     assert run_mdlm(*flags_of(text_file, out, "tensorboard", "--overwrite", "--max_steps=3")) == 0
+    assert before < {*(out / "tensorboard").iterdir()}
     found = in_tensorboard(out / "tensorboard")
     assert max(step for step, _ in found) == 3, "nothing of the run before"
     check_same(found, out)

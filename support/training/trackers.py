@@ -99,11 +99,10 @@ class TensorBoard(Guarded):
         optional("tensorboard", "--log=tensorboard")
         writers = optional("torch.utils.tensorboard", "--log=tensorboard")
         folder = Path(config.out_dir) / "tensorboard"
-        if config.overwrite:  # the run before
-            for events in folder.glob("events.out.tfevents.*"):
-                events.unlink()
-        step = log[-1]["step"] if log else None
-        self.writer = writers.SummaryWriter(folder, purge_step=None if step is None else step + 1)
+        # From this step on TensorBoard hides what is there: all of the run that --overwrite
+        # replaces. The files stay, as others may have written them.
+        first = log[-1]["step"] + 1 if log else 0
+        self.writer = writers.SummaryWriter(folder, purge_step=first)
         if not log:
             settings = json.dumps(dataclasses.asdict(config), indent=1)
             self.writer.add_text("config", f"```json\n{settings}\n```", 0)

@@ -288,6 +288,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**settings, allow_abbrev=False)
 
     def error(self, message):
+        number = re.fullmatch(r"argument (--\w+): invalid (int|float) value: (.*)", message)
+        if number:  # argparse does not say what is accepted
+            accepted = dict(int="a whole number such as 4", float="a number such as 0.5")
+            message = f"{number[1]}={number[3]} is not accepted; give {accepted[number[2]]}"
         raise UserError(message)
 
     def print_help(self, file=None):

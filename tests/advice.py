@@ -1036,6 +1036,12 @@ ADVICE["cli.py"] = [
 
 ADVICE["flags.py"] = [
     (
+        "{}={} is not accepted; give {} + a whole number such as 4",
+        "mdlm --n_layer=two",
+        "mdlm --n_layer=4",
+    ),
+    ("a number such as 0.5", "mdlm --dropout=some", "mdlm --dropout=0.5"),
+    (
         'the flags {} are no list of strings; give ["--flag=value", ...]',
         FollowedIn("test_flags_from_python_are_a_list_of_strings"),
     ),

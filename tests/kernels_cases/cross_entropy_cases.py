@@ -15,7 +15,7 @@ from support.kernels import launch, linear_cross_entropy
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.float16  # the interpreter multiplies bfloat16 wrongly
 DTYPES = [torch.float32, HALF] + [torch.bfloat16] * (DEVICE == "cuda")
-ABSOLUTE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+FRACTION = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 SIZES = pytest.mark.parametrize("V", [65])
 ops = torch.ops.mdlm
 
@@ -51,12 +51,11 @@ def by_torch(h, W, targets, weight, dtype):
 
 
 def assert_close(got, exact, plain, dtype):
-    """At most twice the error of the plain operation in this dtype, plus a small absolute term."""
+    """At most twice the error of the plain operation in this dtype, plus a small fraction of the
+    largest value: few numbers are summed, and the plain operation may be exact by chance."""
     for name, x, e, p in zip(("loss", "dh", "dW"), got, exact, plain, strict=True):
         error = (x.double() - e).abs()
-        bound = 2 * (p.double() - e).abs().max() + ABSOLUTE[dtype]
-        if name == "loss":
-            bound = bound + ABSOLUTE[dtype] * e.abs()
+        bound = 2 * (p.double() - e).abs().max() + FRACTION[dtype] * e.abs().max()
         assert error.max() <= bound, (name, error.max(), bound)
 
 

@@ -71,6 +71,7 @@ class Options:
         "int8",
         "float32",
     )
+    trust_remote_code: bool = opt(False, "run the code that came with the network of others")
 
 
 # ---- Tokenizers
@@ -307,7 +308,8 @@ def main(argv):
     flags.check_effects(given, rules)
     dest = Path(options.dest)
     outputs.check_new_folder("dest", options.dest)
-    read = partial(mdlm.load, kernel="torch", whole=True)
+    trusted = options.trust_remote_code
+    read = partial(mdlm.load, kernel="torch", whole=True, trust_remote_code=trusted)
     folder, loaded = read_newest(default_run(options.out_dir), read)
     objective = loaded[0].objective
     pads = options.pad_to_context and (objective.lengths_are_given or objective.one_by_one)

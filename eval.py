@@ -242,7 +242,10 @@ def check(given):
     files = names_to_compare(options) if options.compare else []
     reads = "with --compare, which only reads logs; leave it out"
     draws = "with --compare of files, which draws nothing; leave it out"
-    rules = [("device dtype trust_remote_code", not files, reads), ("pictures", not is_json(files), draws)]
+    rules = [
+        ("device dtype trust_remote_code", not files, reads),
+        ("pictures", not is_json(files), draws),
+    ]
     flags.check_effects(given, rules)
     for name in files:
         outputs.check("json", options.json, dict(compare=name))

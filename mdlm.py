@@ -878,8 +878,9 @@ def load(
 
     Weights are float32: the averaged ones, with --ema. kernel: auto, triton or torch. whole:
     load a model of blocks that was trained with --infill_share as one without blocks, which sees
-    the text after a gap. trust_remote_code: run the code that came with its network. Raises UserError, a ValueError, for anything but an intact checkpoint;
-    nothing is unpickled.
+    the text after a gap. trust_remote_code: run the code that came with its network; nothing else
+    is run, and nothing is unpickled. Raises UserError, a ValueError, for anything but an intact
+    checkpoint.
     """
     whole = truth("whole", whole)
     trusted = truth("trust_remote_code", trust_remote_code)

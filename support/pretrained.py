@@ -207,14 +207,20 @@ class Network:
         }
         config = Network(settings, self.head, code=self.code).library_config()
         with explain_library(f"no network of model_type {self.model_type!r} can be made"):
-            kind = dict(attn_implementation="sdpa", dtype=torch.float32)
-            if self.code is None:
-                return without_pooler(getattr(library(), self.auto_class).from_config(config, **kind))
-            return without_pooler(self.own_class()._from_config(config, **kind))
+            kind = self.network_class()
+            make = kind.from_config if self.code is None else kind._from_config
+            return without_pooler(make(config, **self.loading(kind)))
 
-    def own_class(self):
-        """The class of the network where code comes with it."""
+    def network_class(self):
+        """The class that makes it: one of the library, which has it made, or of the code."""
+        if self.code is None:
+            return getattr(library(), self.auto_class)
         return self.code.find(self.settings["auto_map"][self.auto_class])
+
+    def loading(self, kind):
+        """How the library is to make it, of the network_class `kind`."""
+        has_sdpa = self.code is None or getattr(kind, "_supports_sdpa", False)
+        return dict(attn_implementation="sdpa" if has_sdpa else "eager", dtype=torch.float32)
 
     def open(self):
         """Read the weights of `folder` and try a network, before any work begins; returns itself.
@@ -236,14 +242,12 @@ class Network:
     def load(self):
         """The library's module with the weights of `folder`; UserError if some are missing."""
         check_weights(self.folder)
-        kind = dict(dtype=torch.float32, use_safetensors=True, local_files_only=True)
-        kind |= dict(trust_remote_code=False, output_loading_info=True)
-        kind |= dict(attn_implementation="sdpa", ignore_mismatched_sizes=True)
+        only = dict(use_safetensors=True, local_files_only=True, trust_remote_code=False)
+        only |= dict(output_loading_info=True, ignore_mismatched_sizes=True)
         with explain_library(f"{self.folder} cannot be loaded"):
-            auto = self.own_class() if self.code else getattr(library(), self.auto_class)
-            body, found = auto.from_pretrained(
-                str(self.folder), config=self.library_config(), **kind
-            )
+            kind = self.network_class()
+            only |= dict(config=self.library_config()) | self.loading(kind)
+            body, found = kind.from_pretrained(str(self.folder), **only)
         check_loaded(self.folder, body, found)
         return without_pooler(body)
 
@@ -853,7 +857,8 @@ def check(config):
 def effects(config):
     """Rules of flags.check_effects: which flags do something with a network of others, or ours."""
     with_network = f"with --network={config.network}, which says it; leave it out"
+    ours = "with the network of mdlm.py; leave it out"
     return [
         ("n_layer n_head n_embd attention_every conv pos tie", not config.network, with_network),
-        ("shift trust_remote_code", bool(config.network), "with the network of mdlm.py; leave it out"),
+        ("shift trust_remote_code", bool(config.network), ours),
     ]

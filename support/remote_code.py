@@ -31,9 +31,10 @@ def classes_of(settings):
 def check_trust(is_trusted, where, names):
     """Raise UserError unless the user trusts the files `names` of the folder `where`."""
     if not is_trusted:
-        shown = ", ".join(sorted(names))[:200]
+        names = ", ".join(sorted(names))[:200]
         fix = "read it, then give --trust_remote_code (in Python trust_remote_code=True)"
-        raise UserError(f"the network of {where} is code of others ({shown}), never run unasked; {fix}")
+        what = f"the network of {where} is code of others ({names})"
+        raise UserError(f"{what}, never run unasked; {fix}")
 
 
 def check_effect(is_trusted, network):
@@ -65,8 +66,8 @@ def of_folder(path, classes, is_trusted):
 def of_checkpoint(path, listed, is_trusted):
     """The Code beside a network.json; listed: what Code.listed gave when it was written."""
     folder = path.parent
-    names = [*listed] if isinstance(listed, dict) else [""]
-    if any(Path(name).name != name or not name.endswith(".py") for name in names):
+    names = [*listed] if isinstance(listed, dict) else []
+    if not names or any(Path(name).name != name or not name.endswith(".py") for name in names):
         raise UserError(f"{path} is damaged, or of a later version; restore it from a copy")
     check_trust(is_trusted, folder, names)
     try:

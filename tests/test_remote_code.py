@@ -8,14 +8,14 @@ import sys
 
 import pytest
 import torch
-from conftest import StopAt, losses, run_mdlm, saved
+from conftest import ROOT, StopAt, losses, run_mdlm, saved
 from test_pretrained import flags_of, make_tokenizer, random_ids, set_in, some_text, view_of
 
 import eval
 import export
 import mdlm
 import sample
-from support import cli, pretrained, signals
+from support import cli, remote_code, signals
 from support.errors import UserError
 from support.training import checkpoint
 
@@ -58,7 +58,8 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(C)
         self.qkv = nn.Linear(C, 3 * C)
         self.proj = nn.Linear(C, C)
-        self.mlp = nn.Sequential(nn.LayerNorm(C), nn.Linear(C, 2 * C), nn.GELU(), nn.Linear(2 * C, C))
+        mlp = nn.Linear(C, 2 * C), nn.GELU(), nn.Linear(2 * C, C)
+        self.mlp = nn.Sequential(nn.LayerNorm(C), *mlp)
 
     def forward(self, x, mask, causal):
         B, T, C = x.shape
@@ -236,3 +237,159 @@ def in_another_process(auto, folder):
     command = [sys.executable, "-I", "-c", NATIVE, auto]
     r = subprocess.run(command, cwd=folder, env=os.environ | more, capture_output=True, text=True)
     assert r.returncode == 0, r.stderr[-3000:]
+
+
+# ---- Without a word it never runs
+def of_run(program, *more):
+    return lambda run, folder, tmp: cli.run(program, [f"--out_dir={run}", *more])
+
+
+def of_mdlm(*flags):
+    def command(run, folder, tmp):
+        names = dict(run=run, folder=folder)
+        (tmp / "text.txt").write_text("some words, " * 120)
+        argv = flags_of("", tmp / "text.txt", tmp / "out", "--max_steps=1")
+        argv = [flag for flag in argv if not flag.startswith("--init_from")]
+        return run_mdlm(*argv, *(flag.format(**names) for flag in flags))
+
+    return command
+
+
+def resume(run, folder, tmp):
+    shutil.copytree(run, tmp / "out")
+    return run_mdlm("--resume", f"--out_dir={tmp / 'out'}", "--max_steps=4")
+
+
+def in_python(run, folder, tmp):
+    with pytest.raises(UserError, match="trust_remote_code=True") as error:
+        mdlm.load(run)
+    print(error.value, file=sys.stderr)
+    return 2
+
+
+COMMANDS = {
+    "init_from a folder": of_mdlm("--init_from={folder}"),
+    "init_from a run": of_mdlm("--init_from={run}"),
+    "network": of_mdlm("--network={folder}/config.json", "--tokenizer={folder}/tokenizer.json"),
+    "resume": resume,
+    "sample": of_run(sample.main, "--infill=the [___] of"),
+    "eval": of_run(eval.main, "--pictures=none"),
+    "eval a text": of_run(eval.main, "--text=the name of", "--pictures=none"),
+    "export": of_run(export.main, "--dest=hf"),
+    "mdlm.load": in_python,
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_code_does_not_run_unasked(name, folder_of, runs, tmp_path, capfd, monkeypatch):
+    """Though the run was begun with the flag, and its config.json says that it is trusted."""
+    folder = folder_of("masked")
+    run = shutil.copytree(runs("masked"), tmp_path / "run")
+    step = checkpoint.find_checkpoint(run)
+    assert json.loads((step / "config.json").read_text())["config"]["trust_remote_code"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(remote_code.Code, "find", lambda *args: pytest.fail("it was run"))
+    before = sorted(run.rglob("*"))
+    capfd.readouterr()
+    assert COMMANDS[name](run, folder, tmp_path) == 2
+    said = capfd.readouterr().err.strip().splitlines()
+    assert "configuration_tiny.py, modeling_tiny.py), never run unasked" in said[-1]
+    assert "--trust_remote_code" in said[-1]
+    assert sorted(run.rglob("*")) == before
+    assert name == "resume" or not (tmp_path / "out").exists()
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.slow
+def test_no_process_runs_code_unasked(folder_of, runs, tmp_path, ran):
+    """In processes of their own: what the library does of itself counts too."""
+    code = (
+        "import sys, sample; from support import cli; sys.exit(cli.run(sample.main, sys.argv[1:]))"
+    )
+    for flags, wanted in (([], 2), ([TRUST], 0)):
+        argv = [f"--out_dir={runs('masked')}", "--infill=the █", "--steps=1", *flags]
+        r = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True)
+        assert r.returncode == wanted, r.stderr
+        assert ran() == (wanted == 0)
+
+
+def test_network_of_others_that_ignores_its_mask_is_refused(folder_of, some_text, tmp_path, capfd):
+    argv = flags_of(folder_of("masked", True), some_text, tmp_path / "out", TRUST)
+    assert run_mdlm(*argv) == 2
+    assert "'tiny' does not obey a mask of documents" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def changed(name, *, add=b"", remove=False):
+    def change(folder):
+        path = folder / name
+        path.unlink() if remove else path.write_bytes(path.read_bytes() + add)
+
+    return change
+
+
+def of_a_hub(folder):
+    text = (
+        (folder / "config.json").read_text().replace("modeling_tiny.", "some/repo--modeling_tiny.")
+    )
+    (folder / "config.json").write_text(text)
+
+
+def without_code(folder):
+    set_in("config.json", model_type="bert", auto_map=None)(folder)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (changed("modeling_tiny.py", remove=True), "modeling_tiny.py"),
+        (changed("configuration_tiny.py", remove=True), "configuration_tiny.py"),
+        (changed("modeling_tiny.py", add=b"\nimport nonesuch\n"), "No module named 'nonesuch'"),
+        (changed("modeling_tiny.py", add=b"\n1 +\n"), "invalid syntax"),
+        (of_a_hub, "takes code from some/repo of a hub, which is never asked; copy its *.py"),
+        (without_code, "--trust_remote_code has no effect on a network that comes without code"),
+    ],
+)
+def test_unfit_code_is_one_sentence(change, words, folder_of, some_text, tmp_path, capfd):
+    folder = shutil.copytree(folder_of("masked"), tmp_path / "hf")
+    change(folder)
+    assert run_mdlm(*flags_of(folder, some_text, tmp_path / "out", TRUST)) == 2
+    said = capfd.readouterr().err.strip().splitlines()
+    assert words in said[-1] and "Traceback" not in "".join(said), said
+    assert not (tmp_path / "out").exists()
+
+
+def test_code_of_a_checkpoint_is_what_it_was(runs, tmp_path):
+    """By the manifest, and by network.json where a manifest was made again."""
+    step = checkpoint.find_checkpoint(runs("masked"))
+    for name in ("modeling_tiny.py", "configuration_tiny.py"):
+        folder = shutil.copytree(step, tmp_path / name)
+        changed(name, add=b"\n")(folder)
+        with pytest.raises(UserError, match=name):
+            mdlm.load(folder, trust_remote_code=True)
+        with pytest.raises(UserError, match=f"{name} is not what network.json says"):
+            mdlm.load_from(folder, torch.device("cpu"), "torch", False, trusted=True)
+    network = json.loads((folder / "network.json").read_text())
+    for listed in ({"../a.py": ""}, {"a.txt": ""}, {}, ["a.py"], "a.py", 3):
+        (folder / "network.json").write_text(json.dumps(network | dict(code=listed)))
+        with pytest.raises(UserError, match=r"network\.json is damaged"):
+            mdlm.load_from(folder, torch.device("cpu"), "torch", False, trusted=True)
+
+
+def test_trust_without_effect_is_refused(tmp_path, capfd):
+    """Of our own networks, by each program; a program that loads none says so too."""
+    shipped = str(checkpoint.SHIPPED)
+    no_code = "on a network that comes without code; leave it out"
+    for call, words in (
+        (lambda: run_mdlm(TRUST, f"--out_dir={tmp_path / 'out'}"), no_code),
+        (lambda: cli.run(sample.main, [f"--out_dir={shipped}", TRUST]), no_code),
+        (lambda: cli.run(eval.main, [f"--out_dir={shipped}", TRUST]), no_code),
+        (lambda: cli.run(export.main, [f"--out_dir={shipped}", TRUST, "--dest=x"]), no_code),
+        (lambda: cli.run(eval.main, [TRUST, f"--compare={shipped}"]), "with --compare, which only"),
+    ):
+        assert call() == 2
+        assert f"--trust_remote_code has no effect {words}" in capfd.readouterr().err
+    with pytest.raises(UserError, match="trust_remote_code has no effect"):
+        mdlm.load(shipped, trust_remote_code=True)
+    with pytest.raises(UserError, match="trust_remote_code=yes must be True or False"):
+        mdlm.load(shipped, trust_remote_code="yes")

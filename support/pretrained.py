@@ -663,8 +663,8 @@ class Pretrained(nn.Module):
         return grad.abs().sum(-1) > 0
 
     # ---- Out again
-    def to_library(self):
-        """A copy of the library's module with its head in place."""
+    def to_library(self, end_id=None):
+        """A copy of the library's module with its head in place; end_id: of [END], if there is."""
         body = copy.deepcopy(self.body)
         if self.head_place:
             weight = body.get_input_embeddings().weight
@@ -683,13 +683,22 @@ class Pretrained(nn.Module):
             if is_dropout(name, value):  # as it was, not as --dropout trained it
                 setattr(body.config, name, value)
         body.config.use_cache = settings.get("use_cache", False)
-        setattr(body.config, SHIFT, self.config.shift)
+        is_causal = self.config.objective == "ar"
+        setattr(body.config, SHIFT, self.config.shift or is_causal)
+        if is_causal:
+            ids = dict(bos_token_id=self.mask_id, eos_token_id=end_id)
+            body.config.update(dict(is_causal=True) | ids)
+            if body.can_generate():
+                rows = range(len(body.get_input_embeddings().weight))
+                never = [i for i in rows if i >= self.vocab_size or i == self.mask_id]
+                ids |= dict(pad_token_id=end_id, suppress_tokens=never)
+                body.generation_config.update(**ids)
         return body.eval()
 
-    def files_of_library(self):
+    def files_of_library(self, end_id=None):
         """The files that the library writes for it: config.json, its weights ...; name -> bytes."""
         with tempfile.TemporaryDirectory() as folder:
-            self.to_library().save_pretrained(folder)
+            self.to_library(end_id).save_pretrained(folder)
             found = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
         return found | (self.network.code.sources if self.network.code else {})
 
@@ -801,8 +810,8 @@ def implied(given, settings):
     if network.folder:
         result["network"] = str(network.folder / "config.json")
         result["tokenizer"] = str(network.folder / "tokenizer.json")
-        is_shifted = network.head == CAUSAL and given.get("objective") != "ar"
-        result["shift"] = network.settings.get(SHIFT, is_shifted)
+        is_shifted = network.settings.get(SHIFT, network.head == CAUSAL)
+        result["shift"] = is_shifted and given.get("objective") != "ar"
         if not Path(result["tokenizer"]).exists():
             fix = "save it there: save_pretrained of a fast tokenizer does"
             raise UserError(f"{flag} has no tokenizer.json; {fix}")

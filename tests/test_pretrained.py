@@ -548,6 +548,59 @@ def test_network_begins_from_nothing(folder_of, some_text, tmp_path):
     assert sample.write(model, tokenizer, "the ███", n=1)
 
 
+def ar_run(config, text_file, out, *more):
+    """A run of a decoder from nothing that predicts the next token."""
+    more = ["--objective=ar", "--learning_rate=0.01", *more]
+    flags = flags_of("", text_file, out, f"--network={config}", *more)
+    assert run_mdlm(*[flag for flag in flags if not flag.startswith("--init_from")]) == 0
+    return out
+
+
+@pytest.mark.parametrize("kind", ["llama", *[pytest.param("gpt2", marks=pytest.mark.slow)]])
+@torch.no_grad()
+def test_autoregressive_export_generates_in_the_library(kind, folder_of, some_text, tmp_path):
+    """As it writes here, with the same likelihoods; and it goes on from there in both ways."""
+    words = f"--tokenizer={folder_of(kind)}/tokenizer.json"
+    with torch.enable_grad():
+        out = ar_run(folder_of(kind) / "config.json", some_text, tmp_path / "ar", words)
+    hf = tmp_path / "hf"
+    assert cli.run(export.main, [f"--out_dir={out}", f"--dest={hf}"]) == 0
+    model, tokenizer, _ = mdlm.load(out)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf).eval()
+    begins = transformers.AutoTokenizer.from_pretrained(hf)
+    assert theirs.config.is_causal and begins.bos_token_id == model.mask_id
+    assert theirs.generation_config.bos_token_id == model.mask_id
+    ids = begins("the name", return_tensors="pt").input_ids
+    assert ids[0].tolist() == [model.mask_id, *tokenizer.encode("the name")]
+    n = 16 - (ids.shape[1] - 1)
+    written = theirs.generate(ids, do_sample=False, max_new_tokens=n)[0, 1:]
+    (text,) = sample.write(model, tokenizer, "the name", length=16, temperature=0.0)
+    assert len(written) == 16 and tokenizer.decode(written) == text
+    # The likelihood of a text.
+    x = random_ids(model, 2, 16)
+    begun = torch.cat((torch.full_like(x[:, :1], model.mask_id), x[:, :-1]), 1)
+    logits = theirs(begun).logits[..., : model.vocab_size]
+    found = -torch.nn.functional.cross_entropy(logits.mT, x, reduction="none").double()
+    assert torch.allclose(found, likelihood.chain_rule(model, x), atol=1e-5)
+    nll = mdlm.evaluate(model, x)["nll"]
+    assert abs(nll + found.mean().item()) < 1e-5
+    # On from there.
+    same = ["--max_steps=1", "--optimizer=adamw", "--learning_rate=0", "--weight_decay=0"]
+    for objective in ("ar", "mdlm"):
+        argv = flags_of(
+            hf, some_text, tmp_path / f"on-{objective}", f"--objective={objective}", *same
+        )
+        with torch.enable_grad():
+            assert run_mdlm(*argv) == 0
+        after, _, config = mdlm.load(tmp_path / f"on-{objective}")
+        assert config.shift == (objective == "mdlm") and after.mask_id == model.mask_id
+        for (name, p), (_, q) in zip(after.state_dict().items(), model.state_dict().items()):
+            assert torch.allclose(p, q, atol=1e-7), name
+    again = mdlm.load(tmp_path / "on-ar")[0]
+    logp = likelihood.chain_rule(again, x)
+    assert torch.allclose(logp, likelihood.chain_rule(model, x), atol=1e-5)
+
+
 @pytest.mark.slow
 def test_autoregressive_decoder_becomes_diffusion(folder_of, some_text, tmp_path):
     config = folder_of("llama") / "config.json"

@@ -572,10 +572,15 @@ def test_autoregressive_export_generates_in_the_library(kind, folder_of, some_te
     assert theirs.generation_config.bos_token_id == model.mask_id
     ids = begins("the name", return_tensors="pt").input_ids
     assert ids[0].tolist() == [model.mask_id, *tokenizer.encode("the name")]
+    assert theirs.generation_config.suppress_tokens == [model.mask_id], "it is never drawn"
     n = 16 - (ids.shape[1] - 1)
     written = theirs.generate(ids, do_sample=False, max_new_tokens=n)[0, 1:]
     (text,) = sample.write(model, tokenizer, "the name", length=16, temperature=0.0)
     assert len(written) == 16 and tokenizer.decode(written) == text
+    code = (hf / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    names = {}
+    exec(code.replace('"hf"', repr(str(hf))), names)
+    assert names["ids"][0, 0] == model.mask_id and len(names["written"][0]) > len(names["ids"][0])
     # The likelihood of a text.
     x = random_ids(model, 2, 16)
     begun = torch.cat((torch.full_like(x[:, :1], model.mask_id), x[:, :-1]), 1)
@@ -587,12 +592,11 @@ def test_autoregressive_export_generates_in_the_library(kind, folder_of, some_te
     # On from there.
     same = ["--max_steps=1", "--optimizer=adamw", "--learning_rate=0", "--weight_decay=0"]
     for objective in ("ar", "mdlm"):
-        argv = flags_of(
-            hf, some_text, tmp_path / f"on-{objective}", f"--objective={objective}", *same
-        )
+        out = tmp_path / f"on-{objective}"
+        argv = flags_of(hf, some_text, out, f"--objective={objective}", *same)
         with torch.enable_grad():
             assert run_mdlm(*argv) == 0
-        after, _, config = mdlm.load(tmp_path / f"on-{objective}")
+        after, _, config = mdlm.load(out)
         assert config.shift == (objective == "mdlm") and after.mask_id == model.mask_id
         for (name, p), (_, q) in zip(after.state_dict().items(), model.state_dict().items()):
             assert torch.allclose(p, q, atol=1e-7), name

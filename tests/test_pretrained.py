@@ -24,6 +24,7 @@ from conftest import (
     tiny_flags,
 )
 
+import eval
 import export
 import mdlm
 import sample
@@ -448,6 +449,44 @@ def test_export_is_a_model_of_the_library(kind, runs, folder_of, tmp_path):
     before = native(kind, folder_of(kind)).config.to_dict()
     after = theirs.config.to_dict()
     assert all(after[name] == before[name] for name in before if "dropout" in name)
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
+def test_programs_work_with_a_network_of_others(kind, runs, tmp_path, capsys):
+    """Each way to look at a model: in a terminal, as a page, ranked, exactly, compared."""
+    out = f"--out_dir={runs(kind)}"
+    for name, flags in (
+        ("watch", ["--watch", "--infill=the ███ of"]),
+        ("html", ["--html={tmp}/page.html", "--prompt=the", "--length=9"]),
+        ("guided", ["--infill=the ███ of", "--cfg=1", "--num_samples=2"]),
+        ("compared", ["--infill=the ███ of", "--compare=steps=1,2"]),
+        ("ranked", ["--infill=the [___] of", "--candidates=4", "--max_gap=2"]),
+    ):
+        flags = [flag.format(tmp=tmp_path) for flag in flags]
+        argv = [out, *flags, "--steps=2"] if name != "compared" else [out, *flags]
+        json_file = [] if name == "watch" else [f"--json={tmp_path}/{name}"]
+        assert cli.run(sample.main, [*argv, *json_file]) == 0, name
+    assert "█" not in json.loads((tmp_path / "html").read_text())["text"]
+    assert (tmp_path / "page.html").stat().st_size > 1000
+    model, tokenizer, _ = mdlm.load(runs(kind))
+    candidates = json.loads((tmp_path / "ranked").read_text())["candidates"]
+    scores = [candidate["score"] for candidate in candidates]
+    assert len(scores) > 1 and scores == sorted(scores, reverse=True)
+    before = len(tokenizer.encode("the"))
+    for candidate in candidates:
+        x = torch.tensor([tokenizer.encode(candidate["text"])])
+        exact = likelihood.chain_rule(model, x)[0, before:].sum().item()
+        assert candidate["score"] >= exact - 1e-4, "the likeliest of the ids that have this text"
+    for name in ("a", "b"):
+        flags = [out, "--windows=4", "--exact", "--pictures=none", f"--json={tmp_path}/{name}.json"]
+        assert cli.run(eval.main, flags) == 0
+    r = json.loads((tmp_path / "a.json").read_text())
+    assert r["exact"]["nll"] < r["nelbo"] + 4 * r["se"]
+    capsys.readouterr()
+    assert cli.run(eval.main, [f"--compare={tmp_path}/a.json,{tmp_path}/b.json"]) == 0
+    assert cli.run(eval.main, [f"--compare={runs(kind)},{runs(kind)}", "--pictures=none"]) == 0
+    assert cli.run(eval.main, [out, "--text=the name of", "--pictures=none"]) == 0
+    assert "name" in capsys.readouterr().out
 
 
 def test_page_of_a_network_of_others_is_refused(runs, tmp_path, capsys):

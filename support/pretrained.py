@@ -81,7 +81,8 @@ def explain_library(what):
     except UserError:
         raise
     except Exception as e:  # it raises errors of all kinds
-        why = " ".join(str(e).split())[:200] or type(e).__name__
+        said = " ".join(str(e).split())[:200]
+        why = f"{type(e).__name__} {said}".strip() if isinstance(e, KeyError) or not said else said
         raise UserError(f"{what} ({why}); give another one") from e
 
 
@@ -318,10 +319,15 @@ def read(path, trust_remote_code):
         return Network(checked_settings(path, settings, code), head, mask_id, code=code)
     classes = remote_code.classes_of(content)
     code = None
-    if classes and (trust_remote_code or content.get("model_type") not in library().CONFIG_MAPPING):
+    if classes and (trust_remote_code or not is_known(content.get("model_type"))):
         code = remote_code.of_folder(path, classes, trust_remote_code)
         content["auto_map"] = classes
     return Network(*settings_of(path, content, code), code=code)
+
+
+def is_known(model_type):
+    """Whether the library has this model_type, of a file."""
+    return isinstance(model_type, str) and model_type in library().CONFIG_MAPPING
 
 
 def config_class(settings, code):
@@ -334,10 +340,9 @@ def config_class(settings, code):
 def checked_settings(path, settings, code=None):
     """Settings that the class of their model_type takes, with all its defaults."""
     kind = settings.get("model_type")
-    transformers = library()
-    if code is None and (not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING):
+    if code is None and not is_known(kind):
         what = f"{path} has the model_type {str(kind)[:40]!r}"
-        version = transformers.__version__
+        version = library().__version__
         raise UserError(f"{what}, which transformers {version} does not have; give another one")
     with explain_library(f"{path} cannot be read by transformers"):
         config = config_class(settings, code).from_dict(dict(settings))

@@ -54,6 +54,9 @@ def of_folder(path, classes, is_trusted):
     module = optional("transformers.dynamic_module_utils", "a network of Hugging Face")
     names = {f"{name.partition('.')[0]}.py" for name in classes.values()}
     check_trust(is_trusted, folder, names)
+    if outside := [name for name in names if Path(name).name != name or name == ".py"]:
+        fix = "copy its *.py files beside it, and name them MODULE.CLASS in auto_map"
+        raise UserError(f"{path} takes code from {outside[0][:80]}, which is not beside it; {fix}")
     try:
         for name in [*names]:
             names |= {Path(p).name for p in module.get_relative_import_files(folder / name)}

@@ -11,6 +11,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import tokenizer_kinds
 import torch
 from conftest import (
     ROOT,
@@ -573,6 +574,52 @@ def test_documents_are_learned(kind, folder_of, tmp_path, pydoc):
     assert tokenizer.end_id == tokenizer.special_ids()[end]
     assert model.objective.lengths_are_given
     assert sample.write(model, tokenizer, "a ███", n=1)
+
+
+# A family, the tokenizer that its models have, and the [MASK] of encoders.
+OWN_TOKENIZERS = [
+    ("llama", "llama", ""),
+    ("gemma3_text", "gemma", ""),
+    ("qwen3", "qwen", ""),
+    ("bert", "bert_cased", "[MASK]"),
+    ("roberta", "roberta", "<mask>"),
+    ("roberta", "albert", "<mask>"),  # as XLM-RoBERTa's
+    ("modernbert", "gpt2", "[MASK]"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, words, mask", OWN_TOKENIZERS)
+def test_tokenizers_stay_what_they_are(kind, words, mask, pydoc, some_text, tmp_path):
+    """Adapted, exported, and adapted again: the same ids for a text, and seams at gaps."""
+    theirs = tokenizer_kinds.KINDS[words](pydoc[:20_000])
+    if mask and theirs.token_to_id(mask) is None:  # RoBERTa's takes the space before it
+        is_eager = words != "bert_cased"
+        theirs.add_special_tokens([tokenizers.AddedToken(mask, lstrip=is_eager, special=True)])
+    V = theirs.get_vocab_size()
+    random_network(kind, V).save_pretrained(tmp_path / "hf")
+    theirs.save(str(tmp_path / "hf" / "tokenizer.json"))
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(dict(mask_token=mask)))
+    text = "the name of the class, and its value"
+    ids = theirs.encode(text, add_special_tokens=False).ids
+    source = tmp_path / "hf"
+    for turn in ("first", "second"):
+        out = tmp_path / turn
+        assert run_mdlm(*flags_of(source, some_text, out, "--max_steps=1")) == 0
+        model, tokenizer, _ = mdlm.load(out)
+        assert tokenizer.encode(text) == ids
+        assert model.mask_id == (theirs.token_to_id(mask) if mask else V)
+        (written,) = sample.write(model, tokenizer, "the name ███ the class", n=1)
+        assert written.startswith("the name") and written.endswith("the class")
+        source = tmp_path / f"{turn}-hf"
+        assert cli.run(export.main, [f"--out_dir={out}", f"--dest={source}"]) == 0
+        exported = transformers.AutoTokenizer.from_pretrained(source)
+        assert exported(text)["input_ids"] == ids
+        gap = exported(f"the name{exported.mask_token} the class")["input_ids"]
+        begin, end = (tokenizer.encode(part) for part in ("the name", "the name the class"))
+        assert gap[: len(begin)] == begin and gap[len(begin)] == model.mask_id
+        if words not in ("bert_cased",):
+            assert gap[len(begin) + 1 :] == end[len(begin) :], "the space after a gap stays"
 
 
 def test_network_begins_from_nothing(folder_of, some_text, tmp_path):

@@ -334,6 +334,13 @@ def of_a_hub(folder):
     (folder / "config.json").write_text(text)
 
 
+def of_another_folder(folder):
+    (folder.parent / "modeling_tiny.py").write_text(f"IGNORES = False\n{MODELING}")
+    text = (folder / "config.json").read_text()
+    name = str(folder.parent / "modeling_tiny")
+    (folder / "config.json").write_text(text.replace("modeling_tiny.", f"{name}."))
+
+
 def without_code(folder):
     set_in("config.json", model_type="bert", auto_map=None)(folder)
 
@@ -346,6 +353,7 @@ def without_code(folder):
         (changed("modeling_tiny.py", add=b"\nimport nonesuch\n"), "No module named 'nonesuch'"),
         (changed("modeling_tiny.py", add=b"\n1 +\n"), "invalid syntax"),
         (of_a_hub, "takes code from some/repo of a hub, which is never asked; copy its *.py"),
+        (of_another_folder, "modeling_tiny.py, which is not beside it; copy its *.py"),
         (without_code, "--trust_remote_code has no effect on a network that comes without code"),
     ],
 )

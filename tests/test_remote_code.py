@@ -305,8 +305,10 @@ def test_code_does_not_run_unasked(name, folder_of, runs, tmp_path, capfd, monke
 @pytest.mark.slow
 def test_no_process_runs_code_unasked(folder_of, runs, tmp_path, ran):
     """In processes of their own: what the library does of itself counts too."""
+    out = runs("masked")
+    ran()
     for flags, wanted in (([], 2), ([TRUST], 0)):
-        argv = [f"--out_dir={runs('masked')}", "--infill=the █", "--steps=1", *flags]
+        argv = [f"--out_dir={out}", "--infill=the █", "--steps=1", *flags]
         r = subprocess.run([sys.executable, "sample.py", *argv], cwd=ROOT, capture_output=True)
         assert r.returncode == wanted, r.stderr
         assert ran() == (wanted == 0)

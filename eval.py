@@ -79,6 +79,7 @@ class Options:
         "float32",
         "bfloat16",
     )
+    trust_remote_code: bool = opt(False, "run the code that came with the network of others")
     # What to show
     json: str = opt("", "write the results to this file as JSON (-: standard output)", path=WRITES)
     pictures: str = opt(
@@ -241,7 +242,10 @@ def check(given):
     files = names_to_compare(options) if options.compare else []
     reads = "with --compare, which only reads logs; leave it out"
     draws = "with --compare of files, which draws nothing; leave it out"
-    rules = [("device dtype", not files, reads), ("pictures", not is_json(files), draws)]
+    rules = [
+        ("device dtype trust_remote_code", not files, reads),
+        ("pictures", not is_json(files), draws),
+    ]
     flags.check_effects(given, rules)
     for name in files:
         outputs.check("json", options.json, dict(compare=name))
@@ -300,7 +304,8 @@ def compare(options):
 def evaluation(options):
     """(results, words, folder for pictures or None, pictures) of one model."""
     device = pick_device(options.device)
-    read = partial(mdlm.load, device=device, whole=options.whole)
+    trusted = options.trust_remote_code
+    read = partial(mdlm.load, device=device, whole=options.whole, trust_remote_code=trusted)
     folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if options.whole and not config.infill_share:
         raise UserError(
@@ -375,7 +380,8 @@ def plot_window(model, tokenizer, x0, path):
 def show_text(options):
     """--text: (results, words, folder for pictures or None, pictures)."""
     device = pick_device(options.device)
-    read = partial(mdlm.load, device=device, whole=True)
+    trusted = options.trust_remote_code
+    read = partial(mdlm.load, device=device, whole=True, trust_remote_code=trusted)
     folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if not shows_gaps(model):
         raise UserError(f"--text is for models that fill gaps, and {folder} does not; leave it out")

@@ -6,8 +6,9 @@
 my-model loads without this project, by AutoModelForMaskedLM (of a run with --objective=ar by
 AutoModelForCausalLM) with trust_remote_code=True, and AutoTokenizer. Its README.md says how. A
 network of Hugging Face (docs/pretrained.md) is written as that library has it, and needs no code of
-others. my-page is for any web server: python -m http.server --directory my-page. To make it takes
-onnx and onnxscript (pip install onnx onnxscript), and npm, a part of Node.js.
+others unless it came with its own. my-page is for any web server: python -m http.server --directory
+my-page. To make it takes onnx and onnxscript (pip install onnx onnxscript), and npm, a part of
+Node.js.
 """
 
 from support import cli, environment, flags, terminal
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from safetensors.torch import save as to_safetensors
 
 import mdlm
-from support import files, outputs, plots, pretrained
+from support import files, outputs, plots
 from support.data import tokenizer_json
 from support.data.seams import guarded
 from support.errors import UserError
@@ -71,6 +72,7 @@ class Options:
         "int8",
         "float32",
     )
+    trust_remote_code: bool = opt(False, "run the code that came with the network of others")
 
 
 # ---- Tokenizers
@@ -169,9 +171,14 @@ def card(folder, model, tokenizer, config, name):
         fields["prompt"] = tokenizer.decode(tokenizer.encode("The"))
     form = "card_ar.md" if config.objective == "ar" else "card.md"
     if config.network:
-        form = "card_network.md"
+        network = model.network
+        form = "card_network_ar.md" if config.objective == "ar" else "card_network.md"
         fields |= dict(mask_id=model.mask_id, predict=predict_code(model))
-        fields |= dict(auto=model.network.auto_class, kind=model.network.model_type)
+        fields |= dict(auto=network.auto_class, kind=network.model_type, logits=true_logits(model))
+        fields |= dict(trust="", loads="it loads without code of others")
+        if network.code:
+            trust = ", trust_remote_code=True"
+            fields |= dict(trust=trust, loads="its *.py files are those of the model before")
         fields["end"] = end.replace("tokenizer.eos_token_id", str(tokenizer.end_id))
     return (SUPPORT / form).read_text(encoding="utf-8").format(**fields)
 
@@ -207,11 +214,15 @@ def tokens_of_network(model, tokenizer):
     return content, words | (dict(pad_token=pad) if pad else {})
 
 
+def true_logits(model):
+    """The code for the library's logits without those of rows that are no token of a text."""
+    return f"model(x).logits[..., :{model.vocab_size}]"
+
+
 def predict_code(model):
     """The lines of the card that give logits."""
-    network = model.network
-    lines = [f"logits = model(x).logits[..., :{model.vocab_size}]"]
-    if network.head == pretrained.EMBEDDING:
+    lines = [f"logits = {true_logits(model)}"]
+    if not model.head_place:
         lines = ["h = model(x).last_hidden_state"]
         weight = f"model.get_input_embeddings().weight[:{model.vocab_size}]"
         lines.append(f"logits = h @ {weight}.T  # the embedding is the head")
@@ -225,9 +236,11 @@ def predict_code(model):
 
 def contents_of_network(folder, model, tokenizer, config, options):
     """The files of a network of Hugging Face: its own ones, without code of ours."""
-    if not model.objective.fills_gaps:
-        raise UserError("--to=hf is for masked diffusion, not for --objective=ar")
     content, words = tokens_of_network(model, tokenizer)
+    if config.objective == "ar":
+        begin = words["mask_token"]
+        words |= dict(bos_token=begin, model_input_names=["input_ids", "attention_mask"])
+        content["post_processor"] = tokenizer_json.prepend(begin, model.mask_id)
     name = Path(options.dest).name
     text = card(folder, model, tokenizer, config, name)
     contents = {
@@ -235,7 +248,7 @@ def contents_of_network(folder, model, tokenizer, config, options):
         "tokenizer_config.json": json.dumps(words, indent=1).encode(),
         "README.md": text.encode(),
     }
-    return contents | model.files_of_library()
+    return contents | model.files_of_library(tokenizer.end_id)
 
 
 def heading(text):
@@ -307,7 +320,8 @@ def main(argv):
     flags.check_effects(given, rules)
     dest = Path(options.dest)
     outputs.check_new_folder("dest", options.dest)
-    read = partial(mdlm.load, kernel="torch", whole=True)
+    trusted = options.trust_remote_code
+    read = partial(mdlm.load, kernel="torch", whole=True, trust_remote_code=trusted)
     folder, loaded = read_newest(default_run(options.out_dir), read)
     objective = loaded[0].objective
     pads = options.pad_to_context and (objective.lengths_are_given or objective.one_by_one)

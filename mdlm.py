@@ -308,6 +308,11 @@ class Config:
         "predict a token at the position before it, as decoders were trained (on with "
         "--init_from=DECODER)",
     )
+    trust_remote_code: bool = opt(
+        False,
+        "run the code that came with the network of --init_from or --network, or with a run; "
+        "never remembered, so give it each time",
+    )
 
 
 # What a preset changes (cpu: measured in results/cpu.md). A flag that is given always wins.
@@ -329,7 +334,7 @@ PATTERNS |= dict(lr_schedule="cosine", learning_rate=0.03, batch_size=32, attent
 # Flags that may change on --resume, beside runs.CHANGEABLE.
 RESUMABLE = {
     *("out_dir", "resume", "device", "kernels", "compile", "shard", "recompute"),
-    *("max_steps", "time_limit", "gradient_accumulation_steps"),
+    *("max_steps", "time_limit", "gradient_accumulation_steps", "trust_remote_code"),
     *("eval_interval", "eval_windows", "log_interval", "log"),
 }
 
@@ -867,24 +872,28 @@ def load(
     device: str | torch.device = "cpu",
     kernel: str = "auto",
     whole: bool = False,
+    trust_remote_code: bool = False,
 ) -> tuple[Model, Tokenizer, Config]:
     """(model, tokenizer, config) of a checkpoint or a run (its latest one), ready to predict.
 
     Weights are float32: the averaged ones, with --ema. kernel: auto, triton or torch. whole:
     load a model of blocks that was trained with --infill_share as one without blocks, which sees
-    the text after a gap. Raises UserError, a ValueError, for anything but an intact checkpoint;
-    nothing is unpickled.
+    the text after a gap. trust_remote_code: run the code that came with its network; nothing else
+    is run, and nothing is unpickled. Raises UserError, a ValueError, for anything but an intact
+    checkpoint.
     """
     whole = truth("whole", whole)
+    trusted = truth("trust_remote_code", trust_remote_code)
     device = devices.pick_device(str(device))
-    return checkpoint.read_newest(path, lambda folder: load_from(folder, device, kernel, whole))[1]
+    read = functools.partial(load_from, device=device, kernel=kernel, whole=whole, trusted=trusted)
+    return checkpoint.read_newest(path, read)[1]
 
 
 def read_config(folder):
-    """The Config of a checkpoint."""
+    """The Config of a checkpoint; it trusts no code."""
     known = {field.name for field in dataclasses.fields(Config)}
     path = folder / "config.json"
-    config = Config(**checkpoint.read_settings(path, known))
+    config = Config(**checkpoint.read_settings(path, known) | {"trust_remote_code": False})
     try:
         check(config)
     except UserError as e:
@@ -892,9 +901,9 @@ def read_config(folder):
     return config
 
 
-def load_from(folder, device, kernel, whole):
+def load_from(folder, device, kernel, whole, trusted=False):
     """`load` for the folder of an intact checkpoint."""
-    config = read_config(folder)
+    config = dataclasses.replace(read_config(folder), trust_remote_code=trusted)
     if whole and config.infill_share:
         config.block_length = 0
     tokenizer = tokenizer_of(folder)
@@ -1225,7 +1234,7 @@ def setup(given, start):
     with ranks.all_ranks():
         network = pretrained.open_network(config, folder)
         if config.init_from and not folder and not pretrained.has_weights(network):
-            source = load(config.init_from)
+            source = load(config.init_from, trust_remote_code=config.trust_remote_code)
     log.say("reading the data")
     corpus = open_data(config, folder, device, source, network)
     run = make_run(config, corpus, device, dtype, ops, rank, world, network)

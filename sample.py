@@ -157,6 +157,7 @@ class TextFlags:
 class Options(SamplerSettings, TextFlags):
     # Where to compute, and how to show it
     device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: a GPU if there is one")
+    trust_remote_code: bool = opt(False, "run the code that came with the network of others")
     watch: bool = opt(False, "show the unmasking in the terminal")
     html: str = opt("", "write a page that plays the unmasking to this file", path=WRITES)
     json: str = opt("", "write a JSON object per text to this file (-: stdout)", path=WRITES)
@@ -707,7 +708,8 @@ def load(options, given):
     """(model, tokenizer, config, folder, options) of --out_dir, of out/ or of weights/."""
     device = pick_device(options.device)
     gaps = bool(options.infill or options.batch)
-    read = partial(mdlm.load, device=device, whole=gaps)
+    trusted = options.trust_remote_code
+    read = partial(mdlm.load, device=device, whole=gaps, trust_remote_code=trusted)
     folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if config.prompt_column and not options.prompt:
         raise UserError("this model learned to answer prompts; give --prompt, no template")

@@ -61,7 +61,16 @@ class Harness(LM):
     All are text as it is: what marks a gap in a template of sample.py is none here.
     """
 
-    def __init__(self, out_dir=None, draws=64, seed=0, device=None, batch_size=1, max_batch_size=1):
+    def __init__(
+        self,
+        out_dir=None,
+        draws=64,
+        seed=0,
+        device=None,
+        batch_size=1,
+        max_batch_size=1,
+        trust_remote_code=False,
+    ):
         super().__init__()
         flags.check_not_empty("out_dir", out_dir)
         for name, value in (("draws", draws), ("seed", seed)):
@@ -69,7 +78,9 @@ class Harness(LM):
                 raise UserError(f"{name}={value} of --model_args is not accepted; give a number")
         folder = checkpoint.default_run(out_dir)
         device = device if torch.cuda.is_available() else "auto"  # lm_eval asks for cuda:0
-        self.model, self.tokenizer, config = mdlm.load(folder, device or "auto")
+        self.model, self.tokenizer, config = mdlm.load(
+            folder, device or "auto", trust_remote_code=trust_remote_code
+        )
         self.asks = bool(config.prompt_column)  # then [END] follows a prompt
         self.room = config.block_size - self.asks
         self.draws = max(1, draws)

@@ -34,7 +34,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import safe_open
 
-from support import files
+from support import files, remote_code
 from support.data.tokenizer import describe
 from support.environment import optional
 from support.errors import UserError
@@ -50,7 +50,7 @@ OLDEST = (5, 2)  # the oldest version of transformers whose decoders can be bidi
 MASKS = ("[MASK]", "<mask>", "<|mask|>")  # tokens that stand for a hidden one, in encoders
 MASKED, EMBEDDING, CAUSAL = "masked", "embedding", "causal"  # kinds of heads
 NEVER = -3e4  # logit of [MASK] in the loss: its probability is 0, and float16 can hold it
-CLASSES = dict(masked="AutoModelForMaskedLM", embedding="AutoModel", causal="AutoModelForCausalLM")
+CLASSES = dict(masked="AutoModelForMaskedLM", causal="AutoModelForCausalLM", embedding="AutoModel")
 SIZES = dict(num_hidden_layers=1024, num_attention_heads=1024, hidden_size=1 << 16)
 SIZES |= dict(vocab_size=1 << 24)
 # What suits weights that are trained already (docs/pretrained.md), and what an architecture that is
@@ -81,7 +81,8 @@ def explain_library(what):
     except UserError:
         raise
     except Exception as e:  # it raises errors of all kinds
-        why = " ".join(str(e).split())[:200] or type(e).__name__
+        said = " ".join(str(e).split())[:200]
+        why = f"{type(e).__name__} {said}".strip() if isinstance(e, KeyError) or not said else said
         raise UserError(f"{what} ({why}); give another one") from e
 
 
@@ -94,14 +95,16 @@ class Network:
               embedding: its AutoModel, an encoder whose head is its embedding
     mask_id   the id of [MASK]; None until `fit` is told the tokenizer
     folder    where its weights are, or None: random ones
+    code      a remote_code.Code with its classes, or None: they are the library's
     """
 
-    def __init__(self, settings, head, mask_id=None, folder=None, mask_token=""):
+    def __init__(self, settings, head, mask_id=None, folder=None, mask_token="", code=None):
         self.settings = settings
         self.head = head
         self.mask_id = mask_id
         self.folder = folder
         self.mask_token = mask_token
+        self.code = code
         self.rows = settings["vocab_size"]  # of the embedding in `folder`
         self.weights = None  # those of `folder`, name -> tensor, until networks are built
         self.is_checked = False  # whether such a network has passed Pretrained.check
@@ -129,9 +132,8 @@ class Network:
 
     def library_config(self):
         """The configuration object of the library."""
-        transformers = library()
         with explain_library(f"the config.json of model_type {self.model_type!r} cannot be used"):
-            return transformers.CONFIG_MAPPING[self.model_type].from_dict(dict(self.settings))
+            return config_class(self.settings, self.code).from_dict(dict(self.settings))
 
     def fit(self, tokenizer):
         """Choose the id of [MASK], which the tokenizer gets too, and the rows of the embedding.
@@ -204,11 +206,22 @@ class Network:
             name: dropout if is_dropout(name, value) else value
             for name, value in self.settings.items()
         }
-        config = Network(settings, self.head).library_config()
-        auto = getattr(library(), self.auto_class)
+        config = Network(settings, self.head, code=self.code).library_config()
         with explain_library(f"no network of model_type {self.model_type!r} can be made"):
-            kind = dict(attn_implementation="sdpa", dtype=torch.float32)
-            return without_pooler(auto.from_config(config, **kind))
+            kind = self.network_class()
+            make = kind.from_config if self.code is None else kind._from_config
+            return without_pooler(make(config, **self.loading(kind)))
+
+    def network_class(self):
+        """The class that makes it: one of the library, which has it made, or of the code."""
+        if self.code is None:
+            return getattr(library(), self.auto_class)
+        return self.code.find(self.settings["auto_map"][self.auto_class])
+
+    def loading(self, kind):
+        """How the library is to make it, of the network_class `kind`."""
+        has_sdpa = self.code is None or getattr(kind, "_supports_sdpa", False)
+        return dict(attn_implementation="sdpa" if has_sdpa else "eager", dtype=torch.float32)
 
     def open(self):
         """Read the weights of `folder` and try a network, before any work begins; returns itself.
@@ -222,7 +235,7 @@ class Network:
             body = self.make_body()
         depth = self.library_config().num_hidden_layers
         some = SimpleNamespace(n_layer=depth, shift=False)
-        tried = Network(self.settings, self.head, mask_id=0)
+        tried = Network(self.settings, self.head, mask_id=0, code=self.code)
         Pretrained(tried, body, some, self.rows, None).check()
         self.is_checked = True
         return self
@@ -230,14 +243,12 @@ class Network:
     def load(self):
         """The library's module with the weights of `folder`; UserError if some are missing."""
         check_weights(self.folder)
-        auto = getattr(library(), self.auto_class)
-        kind = dict(dtype=torch.float32, use_safetensors=True, local_files_only=True)
-        kind |= dict(trust_remote_code=False, output_loading_info=True)
-        kind |= dict(attn_implementation="sdpa", ignore_mismatched_sizes=True)
+        only = dict(use_safetensors=True, local_files_only=True, trust_remote_code=False)
+        only |= dict(output_loading_info=True, ignore_mismatched_sizes=True)
         with explain_library(f"{self.folder} cannot be loaded"):
-            body, found = auto.from_pretrained(
-                str(self.folder), config=self.library_config(), **kind
-            )
+            kind = self.network_class()
+            only |= dict(config=self.library_config()) | self.loading(kind)
+            body, found = kind.from_pretrained(str(self.folder), **only)
         check_loaded(self.folder, body, found)
         return without_pooler(body)
 
@@ -264,7 +275,12 @@ class Network:
 
     def to_json(self):
         facts = dict(format=FORMAT, version=1, head=self.head, mask_id=self.mask_id)
+        facts |= dict(code=self.code.listed()) if self.code else {}
         return json.dumps(facts | dict(config=self.settings), indent=1)
+
+    def files(self):
+        """The files of a checkpoint, beside those of any run: name -> bytes."""
+        return {FILE: self.to_json().encode()} | (self.code.sources if self.code else {})
 
 
 def without_pooler(body):
@@ -289,7 +305,7 @@ def is_dropout(name, value):
     return ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, (int, float))
 
 
-def read(path):
+def read(path, trust_remote_code):
     """The Network of a config.json of Hugging Face or of a network.json; UserError for others."""
     content = files.read_json(path, "network")
     if content.get("format") == FORMAT:
@@ -297,23 +313,39 @@ def read(path):
         kinds = (type(settings), type(mask_id), head in [*CLASSES])
         if content.get("version") != 1 or kinds != (dict, int, True) or mask_id < 0:
             raise UserError(f"{path} is damaged, or of a later version; restore it from a copy")
-        return Network(checked_settings(path, settings), head, mask_id)
-    return Network(*settings_of(path, content))
+        code = None
+        if "code" in content:
+            code = remote_code.of_checkpoint(path, content["code"], trust_remote_code)
+        return Network(checked_settings(path, settings, code), head, mask_id, code=code)
+    classes = remote_code.classes_of(content)
+    code = None
+    if classes and (trust_remote_code or not is_known(content.get("model_type"))):
+        code = remote_code.of_folder(path, classes, trust_remote_code)
+        content["auto_map"] = classes
+    return Network(*settings_of(path, content, code), code=code)
 
 
-def checked_settings(path, settings):
-    """Settings that the library's class of their model_type takes, with all its defaults."""
+def is_known(model_type):
+    """Whether the library has this model_type, of a file."""
+    return isinstance(model_type, str) and model_type in library().CONFIG_MAPPING
+
+
+def config_class(settings, code):
+    """The library's class of the settings, or that of the Code that comes with them."""
+    if code is not None:
+        return code.find(settings["auto_map"]["AutoConfig"])
+    return library().CONFIG_MAPPING[settings["model_type"]]
+
+
+def checked_settings(path, settings, code=None):
+    """Settings that the class of their model_type takes, with all its defaults."""
     kind = settings.get("model_type")
-    transformers = library()
-    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+    if code is None and not is_known(kind):
         what = f"{path} has the model_type {str(kind)[:40]!r}"
-        if "auto_map" in settings:
-            fix = "code of others is never run, so give a model that the library has"
-            raise UserError(f"{what}, whose code comes with it; {fix}")
-        version = transformers.__version__
+        version = library().__version__
         raise UserError(f"{what}, which transformers {version} does not have; give another one")
     with explain_library(f"{path} cannot be read by transformers"):
-        config = transformers.CONFIG_MAPPING[kind].from_dict(dict(settings))
+        config = config_class(settings, code).from_dict(dict(settings))
         settings = json.loads(config.to_json_string(use_diff=False))
     for name, most in SIZES.items():
         size = settings.get(name) if name == "vocab_size" else getattr(config, name, None)
@@ -327,18 +359,20 @@ def checked_settings(path, settings):
     return settings
 
 
-def settings_of(path, content):
+def settings_of(path, content, code=None):
     """The arguments of Network for the config.json of a model of Hugging Face."""
     if "model_type" not in content:
         raise UserError(f"{path} names no model_type; give the config.json of Hugging Face")
-    settings = checked_settings(path, content)
+    settings = checked_settings(path, content, code)
     auto = library().models.auto.modeling_auto
     kind = settings["model_type"]
     names = settings.get("architectures") or []
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     causal = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if name.endswith(("ForCausalLM", "LMHeadModel")) and causal:
+    if code is not None:
+        head = head_of_code(settings["auto_map"], name)
+    elif name.endswith(("ForCausalLM", "LMHeadModel")) and causal:
         head = CAUSAL
     elif masked:
         trained = not name or name.endswith(("ForMaskedLM", "ForPreTraining"))
@@ -346,6 +380,8 @@ def settings_of(path, content):
     elif causal:
         head = CAUSAL
     else:
+        head = None
+    if head is None:
         what = f"{path} has the model_type {kind!r}, which is no language model"
         raise UserError(f"{what}; give an encoder such as BERT or a decoder such as Llama")
     if head == CAUSAL:
@@ -356,6 +392,14 @@ def settings_of(path, content):
         token = files.read_json(words, "tokenizer's settings").get("mask_token") or ""
         mask_token = token.get("content", "") if isinstance(token, dict) else str(token)
     return settings, head, None, None, mask_token
+
+
+def head_of_code(classes, name):
+    """The kind of head of code of others: that of the class `name`, if an auto_map has it, else the
+    first of the three that it has; None if it has none."""
+    heads = [head for head, auto in CLASSES.items() if auto in classes]
+    own = [head for head in heads if classes[CLASSES[head]].endswith(f".{name}")]
+    return next(iter(own + heads), None)
 
 
 # ---- Weights of others
@@ -448,8 +492,9 @@ class Pretrained(nn.Module):
         body.config.use_cache = False
         embedding = body.get_input_embeddings()
         embedding.padding_idx = None  # it is a token as others, and gets gradients
-        if network.head != EMBEDDING:
-            self.take_head(body.get_output_embeddings(), embedding)
+        head = body.get_output_embeddings()
+        if network.head != EMBEDDING or head is not None:
+            self.take_head(head, embedding)
         lists = [(n, m) for n, m in body.named_modules() if isinstance(m, nn.ModuleList)]
         depth = config.n_layer
         self.layers_name = next((name for name, m in lists if len(m) == depth), None)
@@ -623,8 +668,8 @@ class Pretrained(nn.Module):
         return grad.abs().sum(-1) > 0
 
     # ---- Out again
-    def to_library(self):
-        """A copy of the library's module with its head in place."""
+    def to_library(self, end_id=None):
+        """A copy of the library's module with its head in place; end_id: of [END], if there is."""
         body = copy.deepcopy(self.body)
         if self.head_place:
             weight = body.get_input_embeddings().weight
@@ -643,14 +688,24 @@ class Pretrained(nn.Module):
             if is_dropout(name, value):  # as it was, not as --dropout trained it
                 setattr(body.config, name, value)
         body.config.use_cache = settings.get("use_cache", False)
-        setattr(body.config, SHIFT, self.config.shift)
+        is_causal = self.config.objective == "ar"
+        setattr(body.config, SHIFT, self.config.shift or is_causal)
+        if is_causal:
+            ids = dict(bos_token_id=self.mask_id, eos_token_id=end_id)
+            body.config.update(dict(is_causal=True) | ids)
+            if body.can_generate():
+                rows = range(len(body.get_input_embeddings().weight))
+                never = [i for i in rows if i >= self.vocab_size or i == self.mask_id]
+                ids |= dict(pad_token_id=end_id, suppress_tokens=never)
+                body.generation_config.update(**ids)
         return body.eval()
 
-    def files_of_library(self):
+    def files_of_library(self, end_id=None):
         """The files that the library writes for it: config.json, its weights ...; name -> bytes."""
         with tempfile.TemporaryDirectory() as folder:
-            self.to_library().save_pretrained(folder)
-            return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+            self.to_library(end_id).save_pretrained(folder)
+            found = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+        return found | (self.network.code.sources if self.network.code else {})
 
 
 def mask_of(by_type):
@@ -681,19 +736,20 @@ def windows_of(config):
 def find_network(given):
     """The Network that the flags of a new run ask for; None: ours."""
     source = given.get("init_from")
+    is_trusted = given.get("trust_remote_code", False)
+    network = None
     if given.get("network"):
         if source:
             raise UserError("--init_from brings a network; leave --network out")
-        return read(Path(given["network"]))
-    if not source:
-        return None
-    if is_foreign(source):
-        network = read(Path(source) / "config.json")
+        network = read(Path(given["network"]), is_trusted)
+    elif source and is_foreign(source):
+        network = read(Path(source) / "config.json", is_trusted)
         network.folder = Path(source)
         check_weights(network.folder)
-        return network
-    path = file_of_run(source)
-    return read(path) if path else None
+    elif source and (path := file_of_run(source)):
+        network = read(path, is_trusted)
+    remote_code.check_effect(is_trusted, network)
+    return network
 
 
 def file_of_run(source):
@@ -705,13 +761,15 @@ def file_of_run(source):
 def open_network(config, folder):
     """The Network of a run with this Config; None: ours. folder: the checkpoint that it resumes
     from, or None."""
+    is_trusted = config.trust_remote_code
+    if folder:
+        network = read(folder / FILE, is_trusted) if config.network else None
+        remote_code.check_effect(is_trusted, network)
+        return network
     if not config.network:
         return None
-    if folder:
-        return read(folder / FILE)
-    if config.init_from:
-        return find_network(dict(init_from=config.init_from)).open()
-    return read(Path(config.network)).open()
+    source = dict(init_from=config.init_from) if config.init_from else dict(network=config.network)
+    return find_network(source | dict(trust_remote_code=is_trusted)).open()
 
 
 def fit(network, tokenizer, corpus=None):
@@ -743,8 +801,6 @@ def implied(given, settings):
 
     given: the flags of a new run. Raises UserError for flags that do not go with such a network.
     """
-    if "network" not in given and "init_from" not in given:
-        return {}
     network = find_network(given)
     if network is None:
         return {}
@@ -759,8 +815,8 @@ def implied(given, settings):
     if network.folder:
         result["network"] = str(network.folder / "config.json")
         result["tokenizer"] = str(network.folder / "tokenizer.json")
-        is_shifted = network.head == CAUSAL and given.get("objective") != "ar"
-        result["shift"] = network.settings.get(SHIFT, is_shifted)
+        is_shifted = network.settings.get(SHIFT, network.head == CAUSAL)
+        result["shift"] = is_shifted and given.get("objective") != "ar"
         if not Path(result["tokenizer"]).exists():
             fix = "save it there: save_pretrained of a fast tokenizer does"
             raise UserError(f"{flag} has no tokenizer.json; {fix}")
@@ -781,7 +837,7 @@ def check_flags(given, network, flag):
         why = "which sees what follows"
         if given.get("objective") == "ar":
             raise UserError(f"--objective=ar does not work with {kind}, {why}; leave it out")
-        if given.get("shift"):
+        if given.get("shift") and not network.code:
             why = "which was trained to predict a token at its own position"
             raise UserError(f"--shift does not work with {kind}, {why}; leave it out")
     if given.get("shift") and given.get("objective") == "ar":
@@ -815,7 +871,8 @@ def check(config):
 def effects(config):
     """Rules of flags.check_effects: which flags do something with a network of others, or ours."""
     with_network = f"with --network={config.network}, which says it; leave it out"
+    ours = "with the network of mdlm.py; leave it out"
     return [
         ("n_layer n_head n_embd attention_every conv pos tie", not config.network, with_network),
-        ("shift", bool(config.network), "with the network of mdlm.py; leave it out"),
+        ("shift trust_remote_code", bool(config.network), ours),
     ]

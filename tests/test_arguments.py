@@ -287,6 +287,7 @@ def test_every_preset_takes_every_kind_of_data(preset, tmp_path, text_file):
     "name, words",
     [
         ("gpt2", "nothing is loaded from a hub"),
+        ("gpt2", "hf download NAME --local-dir FOLDER"),
         ("gpt2-xl", "docs/pretrained.md"),
         ("kuleshov-group/mdlm-owt", "nothing is loaded from a hub"),
         ("scratch", "leave it out"),

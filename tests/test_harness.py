@@ -12,13 +12,16 @@ import torch
 from conftest import ROOT, TINY, Toy, exhaustive_nelbo, run_mdlm
 
 import sample
-from support import cli
+from support import cli, pretrained
 from support.data.tokenizer import Tokenizer
 from support.infill import likelihood
 
 pytest.importorskip("lm_eval", reason="no lm_eval")
+from test_pretrained import flags_of, folder_of, random_ids, tokenizer_of
+
 from studies import harness
 
+folder_of, tokenizer_of = folder_of, tokenizer_of  # fixtures
 TASK = """
 task: {name}
 dataset_path: json
@@ -121,6 +124,90 @@ def test_text_is_written_up_to_its_end(run):
     assert text == whole[14:].split("\n")[0].split(".")[0] and len(text) < 12
     (logp,) = asked.loglikelihood_rolling([SimpleNamespace(args=("the cat sat on a mat.\n" * 3,))])
     assert -66 < logp < 0
+
+
+# ---- Networks of others
+@pytest.fixture(scope="module")
+def adapted(folder_of, pydoc, tmp_path_factory):
+    """A function: kind -> a run that began with such a network."""
+    at = tmp_path_factory.mktemp("adapted")
+
+    def out(kind):
+        if not (at / kind).exists():
+            (at / "text.txt").write_text(pydoc[:6000])
+            more = ["--block_size=32", "--learning_rate=0.01"]
+            with torch.enable_grad():
+                assert run_mdlm(*flags_of(folder_of(kind), at / "text.txt", at / kind, *more)) == 0
+        return at / kind
+
+    return out
+
+
+KINDS = ["bert", "llama"]  # an encoder with a [MASK] of its own, a decoder with --shift
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_networks_of_others_give_their_probabilities(kind, adapted):
+    asked = harness.Harness(adapted(kind), device="cpu")
+    model, tokenizer = asked.model, asked.tokenizer
+    assert isinstance(model, pretrained.Pretrained) and model.config.shift == (kind == "llama")
+    prompt = tokenizer.encode("the name of")
+    ids = [i for i in range(model.vocab_size) if i != model.mask_id]
+    logp = torch.tensor([asked.score(prompt, [i])[0] for i in ids], dtype=torch.float64)
+    assert logp.exp().sum().item() == pytest.approx(1, abs=1e-6), "no answer is [MASK]"
+    ((logp, is_greedy),) = ask(asked, ("the name of", " the class"))
+    whole = tokenizer.encode("the name of the class")
+    assert whole[: len(prompt)] == prompt
+    exact = likelihood.chain_rule(model, torch.tensor([whole]))[0, len(prompt) : len(whole)]
+    assert logp == pytest.approx(exact.sum().item(), abs=1e-5) and not is_greedy
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
+def test_networks_of_others_give_the_bound_of_long_answers(kind, adapted):
+    """Its mean over seeds is that of all sets of masks, where the prompt is seen."""
+    asked = harness.Harness(adapted(kind), draws=2, device="cpu")
+    model, tokenizer = asked.model, asked.tokenizer
+    prompt, answer = tokenizer.encode("the name of"), random_ids(model, 3).tolist()
+    n = len(prompt)
+    x = torch.full((1, 32), model.mask_id)
+    x[0, : n + 3] = torch.tensor([*prompt, *answer])
+
+    def with_prompt(masked):  # (B, 3), where V stands for [MASK] -> logits (B, 3, V)
+        whole = x.repeat(len(masked), 1)
+        whole[:, n : n + 3] = torch.where(masked == model.vocab_size, model.mask_id, masked)
+        return model(whole)[:, n : n + 3]
+
+    wanted = -3 * exhaustive_nelbo(with_prompt, torch.tensor([answer]), model.vocab_size).item()
+    found = []
+    for asked.seed in range(100):
+        found.append(asked.score(prompt, answer)[0])
+    found = torch.tensor(found)
+    assert abs(found.mean() - wanted) < 4 * found.std() / len(found) ** 0.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_networks_of_others_write(kind, adapted):
+    asked = harness.Harness(adapted(kind), device="cpu")
+    prompt = asked.tokenizer.decode(asked.tokenizer.encode("the name of"))
+    n = len(asked.tokenizer.encode(prompt)) + 8
+    whole = sample.write(asked.model, asked.tokenizer, prompt, length=n, temperature=0, seed=0)[0]
+    assert whole.startswith(prompt)
+    assert write(asked, prompt, max_gen_toks=8) == whole[len(prompt) :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_networks_of_others_are_scored_by_one_command(kind, adapted, run, tmp_path):
+    flags = ["--model=mdlm", f"--model_args=out_dir={adapted(kind)}", f"--include_path={run}"]
+    flags += ["--tasks=mdlm_choice,mdlm_write", f"--output_path={tmp_path}/r"]
+    command = [sys.executable, ROOT / "studies" / "harness.py", "run", *flags]
+    environment = os.environ | dict(HF_HOME=str(run / "cache"), HF_HUB_OFFLINE="1")
+    r = subprocess.run(command, cwd=run, env=environment, capture_output=True, text=True)
+    assert r.returncode == 0, r.stderr[-2000:]
+    (written,) = tmp_path.glob("r/**/results*.json")
+    assert {"mdlm_choice", "mdlm_write"} <= json.loads(written.read_text())["results"].keys()
 
 
 def write(asked, prompt, **settings):

@@ -11,6 +11,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import tokenizer_kinds
 import torch
 from conftest import (
     ROOT,
@@ -24,6 +25,7 @@ from conftest import (
     tiny_flags,
 )
 
+import eval
 import export
 import mdlm
 import sample
@@ -450,6 +452,44 @@ def test_export_is_a_model_of_the_library(kind, runs, folder_of, tmp_path):
     assert all(after[name] == before[name] for name in before if "dropout" in name)
 
 
+@pytest.mark.parametrize("kind", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
+def test_programs_work_with_a_network_of_others(kind, runs, tmp_path, capsys):
+    """Each way to look at a model: in a terminal, as a page, ranked, exactly, compared."""
+    out = f"--out_dir={runs(kind)}"
+    for name, flags in (
+        ("watch", ["--watch", "--infill=the ███ of"]),
+        ("html", ["--html={tmp}/page.html", "--prompt=the", "--length=9"]),
+        ("guided", ["--infill=the ███ of", "--cfg=1", "--num_samples=2"]),
+        ("compared", ["--infill=the ███ of", "--compare=steps=1,2"]),
+        ("ranked", ["--infill=the [___] of", "--candidates=4", "--max_gap=2"]),
+    ):
+        flags = [flag.format(tmp=tmp_path) for flag in flags]
+        argv = [out, *flags, "--steps=2"] if name != "compared" else [out, *flags]
+        json_file = [] if name == "watch" else [f"--json={tmp_path}/{name}"]
+        assert cli.run(sample.main, [*argv, *json_file]) == 0, name
+    assert "█" not in json.loads((tmp_path / "html").read_text())["text"]
+    assert (tmp_path / "page.html").stat().st_size > 1000
+    model, tokenizer, _ = mdlm.load(runs(kind))
+    candidates = json.loads((tmp_path / "ranked").read_text())["candidates"]
+    scores = [candidate["score"] for candidate in candidates]
+    assert len(scores) > 1 and scores == sorted(scores, reverse=True)
+    before = len(tokenizer.encode("the"))
+    for candidate in candidates:
+        x = torch.tensor([tokenizer.encode(candidate["text"])])
+        exact = likelihood.chain_rule(model, x)[0, before:].sum().item()
+        assert candidate["score"] >= exact - 1e-4, "the likeliest of the ids that have this text"
+    for name in ("a", "b"):
+        flags = [out, "--windows=4", "--exact", "--pictures=none", f"--json={tmp_path}/{name}.json"]
+        assert cli.run(eval.main, flags) == 0
+    r = json.loads((tmp_path / "a.json").read_text())
+    assert r["exact"]["nll"] < r["nelbo"] + 4 * r["se"]
+    capsys.readouterr()
+    assert cli.run(eval.main, [f"--compare={tmp_path}/a.json,{tmp_path}/b.json"]) == 0
+    assert cli.run(eval.main, [f"--compare={runs(kind)},{runs(kind)}", "--pictures=none"]) == 0
+    assert cli.run(eval.main, [out, "--text=the name of", "--pictures=none"]) == 0
+    assert "name" in capsys.readouterr().out
+
+
 def test_page_of_a_network_of_others_is_refused(runs, tmp_path, capsys):
     flags = [f"--out_dir={runs('bert')}", f"--dest={tmp_path / 'it'}"]
     assert cli.run(export.main, [*flags, "--to=page"]) == 2
@@ -536,6 +576,52 @@ def test_documents_are_learned(kind, folder_of, tmp_path, pydoc):
     assert sample.write(model, tokenizer, "a ███", n=1)
 
 
+# A family, the tokenizer that its models have, and the [MASK] of encoders.
+OWN_TOKENIZERS = [
+    ("llama", "llama", ""),
+    ("gemma3_text", "gemma", ""),
+    ("qwen3", "qwen", ""),
+    ("bert", "bert_cased", "[MASK]"),
+    ("roberta", "roberta", "<mask>"),
+    ("roberta", "albert", "<mask>"),  # as XLM-RoBERTa's
+    ("modernbert", "gpt2", "[MASK]"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, words, mask", OWN_TOKENIZERS)
+def test_tokenizers_stay_what_they_are(kind, words, mask, pydoc, some_text, tmp_path):
+    """Adapted, exported, and adapted again: the same ids for a text, and seams at gaps."""
+    theirs = tokenizer_kinds.KINDS[words](pydoc[:20_000])
+    if mask and theirs.token_to_id(mask) is None:  # RoBERTa's takes the space before it
+        is_eager = words != "bert_cased"
+        theirs.add_special_tokens([tokenizers.AddedToken(mask, lstrip=is_eager, special=True)])
+    V = theirs.get_vocab_size()
+    random_network(kind, V).save_pretrained(tmp_path / "hf")
+    theirs.save(str(tmp_path / "hf" / "tokenizer.json"))
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(dict(mask_token=mask)))
+    text = "the name of the class, and its value"
+    ids = theirs.encode(text, add_special_tokens=False).ids
+    source = tmp_path / "hf"
+    for turn in ("first", "second"):
+        out = tmp_path / turn
+        assert run_mdlm(*flags_of(source, some_text, out, "--max_steps=1")) == 0
+        model, tokenizer, _ = mdlm.load(out)
+        assert tokenizer.encode(text) == ids
+        assert model.mask_id == (theirs.token_to_id(mask) if mask else V)
+        (written,) = sample.write(model, tokenizer, "the name ███ the class", n=1)
+        assert written.startswith("the name") and written.endswith("the class")
+        source = tmp_path / f"{turn}-hf"
+        assert cli.run(export.main, [f"--out_dir={out}", f"--dest={source}"]) == 0
+        exported = transformers.AutoTokenizer.from_pretrained(source)
+        assert exported(text)["input_ids"] == ids
+        gap = exported(f"the name{exported.mask_token} the class")["input_ids"]
+        begin, end = (tokenizer.encode(part) for part in ("the name", "the name the class"))
+        assert gap[: len(begin)] == begin and gap[len(begin)] == model.mask_id
+        if words not in ("bert_cased",):
+            assert gap[len(begin) + 1 :] == end[len(begin) :], "the space after a gap stays"
+
+
 def test_network_begins_from_nothing(folder_of, some_text, tmp_path):
     """--network with our characters: [MASK] is a further row, as of our own networks."""
     out = tmp_path / "out"
@@ -546,6 +632,63 @@ def test_network_begins_from_nothing(folder_of, some_text, tmp_path):
     assert tokenizer.kind == "char" and model.mask_id == tokenizer.vocab_size
     assert len(model.body.get_input_embeddings().weight) == model.mask_id + 1
     assert sample.write(model, tokenizer, "the ███", n=1)
+
+
+def ar_run(config, text_file, out, *more):
+    """A run of a decoder from nothing that predicts the next token."""
+    more = ["--objective=ar", "--learning_rate=0.01", *more]
+    flags = flags_of("", text_file, out, f"--network={config}", *more)
+    assert run_mdlm(*[flag for flag in flags if not flag.startswith("--init_from")]) == 0
+    return out
+
+
+@pytest.mark.parametrize("kind", ["llama", *[pytest.param("gpt2", marks=pytest.mark.slow)]])
+@torch.no_grad()
+def test_autoregressive_export_generates_in_the_library(kind, folder_of, some_text, tmp_path):
+    """As it writes here, with the same likelihoods; and it goes on from there in both ways."""
+    words = f"--tokenizer={folder_of(kind)}/tokenizer.json"
+    with torch.enable_grad():
+        out = ar_run(folder_of(kind) / "config.json", some_text, tmp_path / "ar", words)
+    hf = tmp_path / "hf"
+    assert cli.run(export.main, [f"--out_dir={out}", f"--dest={hf}"]) == 0
+    model, tokenizer, _ = mdlm.load(out)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf).eval()
+    begins = transformers.AutoTokenizer.from_pretrained(hf)
+    assert theirs.config.is_causal and begins.bos_token_id == model.mask_id
+    assert theirs.generation_config.bos_token_id == model.mask_id
+    ids = begins("the name", return_tensors="pt").input_ids
+    assert ids[0].tolist() == [model.mask_id, *tokenizer.encode("the name")]
+    assert theirs.generation_config.suppress_tokens == [model.mask_id], "it is never drawn"
+    n = 16 - (ids.shape[1] - 1)
+    written = theirs.generate(ids, do_sample=False, max_new_tokens=n)[0, 1:]
+    (text,) = sample.write(model, tokenizer, "the name", length=16, temperature=0.0)
+    assert len(written) == 16 and tokenizer.decode(written) == text
+    code = (hf / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    names = {}
+    exec(code.replace('"hf"', repr(str(hf))), names)
+    assert names["ids"][0, 0] == model.mask_id and len(names["written"][0]) > len(names["ids"][0])
+    # The likelihood of a text.
+    x = random_ids(model, 2, 16)
+    begun = torch.cat((torch.full_like(x[:, :1], model.mask_id), x[:, :-1]), 1)
+    logits = theirs(begun).logits[..., : model.vocab_size]
+    found = -torch.nn.functional.cross_entropy(logits.mT, x, reduction="none").double()
+    assert torch.allclose(found, likelihood.chain_rule(model, x), atol=1e-5)
+    nll = mdlm.evaluate(model, x)["nll"]
+    assert abs(nll + found.mean().item()) < 1e-5
+    # On from there.
+    same = ["--max_steps=1", "--optimizer=adamw", "--learning_rate=0", "--weight_decay=0"]
+    for objective in ("ar", "mdlm"):
+        out = tmp_path / f"on-{objective}"
+        argv = flags_of(hf, some_text, out, f"--objective={objective}", *same)
+        with torch.enable_grad():
+            assert run_mdlm(*argv) == 0
+        after, _, config = mdlm.load(out)
+        assert config.shift == (objective == "mdlm") and after.mask_id == model.mask_id
+        for (name, p), (_, q) in zip(after.state_dict().items(), model.state_dict().items()):
+            assert torch.allclose(p, q, atol=1e-7), name
+    again = mdlm.load(tmp_path / "on-ar")[0]
+    logp = likelihood.chain_rule(again, x)
+    assert torch.allclose(logp, likelihood.chain_rule(model, x), atol=1e-5)
 
 
 @pytest.mark.slow

@@ -107,6 +107,15 @@ def add_mask(content, tokens, name):
     ]
 
 
+def prepend(name, id):
+    """A post-processor that puts a special token in front of a text."""
+    first = dict(SpecialToken=dict(id=name, type_id=0))
+    text, more = (dict(Sequence=dict(id=which, type_id=0)) for which in "AB")
+    tokens = {name: dict(id=name, ids=[id], tokens=[name])}
+    sequences = dict(single=[first, text], pair=[first, text, more])
+    return dict(type="TemplateProcessing", special_tokens=tokens) | sequences
+
+
 def library(model, pre_tokenizer, decoder):
     """The JSON of the library, of these parts."""
     content = dict(version="1.0", truncation=None, padding=None, added_tokens=[], normalizer=None)

@@ -231,6 +231,7 @@ def check_source(name):
         raise UserError(f"--init_from={name}: leave it out to start from random weights")
     if name in ("resume", "last", "latest"):
         raise UserError(f"--init_from={name}: to continue the run in --out_dir give --resume")
+    kept += ". To get one from a hub: hf download NAME --local-dir FOLDER"
     raise UserError(f"--init_from={name} is no folder; nothing is loaded from a hub: {kept}")
 
 

@@ -405,7 +405,7 @@ def write(run, state, tensors):
         "state.json": json.dumps(state).encode(),
     } | tensors
     if run.config.network:
-        contents[pretrained.FILE] = run.model.network.to_json().encode()
+        contents |= run.model.network.files()
     score = run.score | dict(loss=run.loss if math.isfinite(run.loss) else None)
     saved = checkpoint.write_checkpoint(run.config.out_dir, f"step-{run.step}", contents, score)
     if run.config.overwrite and run.saved < 0:  # the first one: the old run may go now

@@ -1,0 +1,404 @@
+"""Code that comes with a network runs when it is trusted on that command line, and never else."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, StopAt, losses, run_mdlm, saved
+from test_pretrained import flags_of, make_tokenizer, random_ids, set_in, some_text, view_of
+
+import eval
+import export
+import mdlm
+import sample
+from support import cli, remote_code, signals
+from support.errors import UserError
+from support.training import checkpoint
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+some_text = some_text  # a fixture
+TRUST = "--trust_remote_code"
+CONFIGURATION = """
+from transformers import PretrainedConfig
+
+
+class TinyConfig(PretrainedConfig):
+    model_type = "tiny"
+
+    def __init__(self, hidden_size=32, num_hidden_layers=2, max_position_embeddings=64, **more):
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = 2
+        self.max_position_embeddings = max_position_embeddings
+        super().__init__(**more)
+"""
+MODELING = """
+import os
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import MaskedLMOutput
+
+from .configuration_tiny import TinyConfig
+
+if "TINY_RAN" in os.environ:  # of a test: says that this code has run
+    open(os.environ["TINY_RAN"], "a").write("x")
+
+
+class Layer(nn.Module):
+    def __init__(self, C):
+        super().__init__()
+        self.norm = nn.LayerNorm(C)
+        self.qkv = nn.Linear(C, 3 * C)
+        self.proj = nn.Linear(C, C)
+        mlp = nn.Linear(C, 2 * C), nn.GELU(), nn.Linear(2 * C, C)
+        self.mlp = nn.Sequential(nn.LayerNorm(C), *mlp)
+
+    def forward(self, x, mask, causal):
+        B, T, C = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(B, T, 3, 2, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal and mask is None)
+        x = x + self.proj(y.transpose(1, 2).reshape(B, T, C))
+        return x + self.mlp(x)
+
+
+class TinyForMaskedLM(PreTrainedModel):
+    config_class = TinyConfig
+    base_model_prefix = "tiny"
+    _supports_sdpa = True
+    causal = False
+
+    def __init__(self, config):
+        super().__init__(config)
+        C = config.hidden_size
+        self.embed = nn.Embedding(config.vocab_size, C)
+        self.at = nn.Embedding(config.max_position_embeddings, C)
+        self.layers = nn.ModuleList(Layer(C) for _ in range(config.num_hidden_layers))
+        self.lm_head = nn.Linear(C, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def set_input_embeddings(self, value):
+        self.embed = value
+
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, **more
+    ):
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        if position_ids is None:
+            position_ids = torch.arange(x.shape[1], device=x.device)[None]
+        x = x + self.at(position_ids)
+        mask = attention_mask
+        if mask is not None and mask.dim() == 2:
+            mask = None
+        if IGNORES:
+            mask = None
+        for layer in self.layers:
+            x = layer(x, mask, self.causal and getattr(self.config, "is_causal", True))
+        return MaskedLMOutput(logits=self.lm_head(x))
+
+
+class TinyForCausalLM(TinyForMaskedLM, GenerationMixin):
+    causal = True
+"""
+KINDS = {"masked": "TinyForMaskedLM", "causal": "TinyForCausalLM", "auto": "TinyForMaskedLM"}
+AUTO = {"masked": "AutoModelForMaskedLM", "causal": "AutoModelForCausalLM", "auto": "AutoModel"}
+
+
+@pytest.fixture(scope="module")
+def folder_of(pydoc, tmp_path_factory):
+    """A function: kind -> a folder of such a network with its code; not to be changed."""
+    at = tmp_path_factory.mktemp("remote")
+
+    def folder(kind, ignores=False):
+        path = at / f"{kind}-{ignores}"
+        if path.exists():
+            return path
+        path.mkdir()
+        tokenizer = make_tokenizer(pydoc[:20_000], kind != "causal")
+        tokenizer.save(str(path / "tokenizer.json"))
+        (path / "configuration_tiny.py").write_text(CONFIGURATION)
+        (path / "modeling_tiny.py").write_text(f"IGNORES = {ignores}\n{MODELING}")
+        auto_map = {
+            "AutoConfig": "configuration_tiny.TinyConfig",
+            AUTO[kind]: f"modeling_tiny.{KINDS[kind]}",
+        }
+        settings = dict(model_type="tiny", architectures=[KINDS[kind]], auto_map=auto_map)
+        settings |= dict(vocab_size=tokenizer.get_vocab_size(), hidden_size=32)
+        (path / "config.json").write_text(json.dumps(settings))
+        trust = dict(trust_remote_code=True, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(path, **trust)
+        torch.manual_seed(0)
+        network = getattr(transformers, AUTO[kind]).from_config(config, trust_remote_code=True)
+        with torch.no_grad():
+            for p in network.parameters():
+                if p.dim() == 2:
+                    p.normal_(0, 0.2)
+        weights = {name: p.detach().clone() for name, p in network.named_parameters()}
+        from safetensors.torch import save_file
+
+        save_file(weights, path / "model.safetensors", dict(format="pt"))
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder_of, some_text, tmp_path_factory):
+    """A function: kind -> a run of three steps of such a network; not to be changed."""
+    at = tmp_path_factory.mktemp("runs")
+
+    def run(kind):
+        if not (at / kind).exists():
+            argv = flags_of(folder_of(kind), some_text, at / kind, TRUST, "--max_steps=3")
+            assert run_mdlm(*argv) == 0
+        return at / kind
+
+    return run
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch):
+    """A function: whether the code has run in another process since it was asked before."""
+    file = tmp_path / "ran"
+    monkeypatch.setenv("TINY_RAN", str(file))
+
+    def ask():
+        was = file.exists()
+        file.unlink(missing_ok=True)
+        return was
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    "kind", ["masked", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("causal", "auto"))]
+)
+def test_trusted_code_trains_resumes_samples_and_leaves(
+    kind, folder_of, runs, some_text, tmp_path, monkeypatch
+):
+    whole = runs(kind)
+    with monkeypatch.context() as patch:
+        patch.setattr(signals, "Interrupt", lambda: StopAt(1))
+        argv = flags_of(folder_of(kind), some_text, tmp_path / "cut", TRUST, "--max_steps=3")
+        assert run_mdlm(*argv) > 2
+    assert run_mdlm("--resume", TRUST, f"--out_dir={tmp_path / 'cut'}", "--device=cpu") == 0
+    assert losses(tmp_path / "cut") == losses(whole)
+    first, second = (saved(path)[0] for path in (tmp_path / "cut", whole))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    newest = checkpoint.find_checkpoint(whole)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    for name in ("configuration_tiny.py", "modeling_tiny.py"):
+        assert name in manifest["files"]
+        assert (newest / name).read_bytes() == (folder_of(kind) / name).read_bytes()
+    out = f"--out_dir={whole}"
+    argv = [out, TRUST, "--infill", "the [___] of", f"--json={tmp_path / 'written'}"]
+    assert cli.run(sample.main, argv) == 0
+    assert cli.run(eval.main, [out, TRUST, "--windows=4", "--pictures=none"]) == 0
+    assert cli.run(export.main, [out, TRUST, f"--dest={tmp_path / 'hf'}"]) == 0
+    model, _, config = mdlm.load(whole, trust_remote_code=True)
+    assert config.shift == (kind == "causal")
+    model.config.shift = False
+    ids = random_ids(model, 2, 12)
+    ids[:, ::3] = model.mask_id
+    with torch.no_grad():
+        torch.save((ids, model(view_of(ids))), tmp_path / "wanted")
+    shutil.rmtree(tmp_path / "cut")
+    in_another_process(AUTO[kind], tmp_path)
+    again = flags_of(tmp_path / "hf", some_text, tmp_path / "again", TRUST, "--max_steps=1")
+    assert run_mdlm(*again) == 0
+    assert mdlm.load(tmp_path / "again", trust_remote_code=True)[0].mask_id == model.mask_id
+
+
+NATIVE = """
+import sys, torch, transformers
+ids, wanted = torch.load("wanted")
+auto = getattr(transformers, sys.argv[1])
+theirs = auto.from_pretrained("hf", trust_remote_code=True).eval()
+with torch.no_grad():
+    found = theirs(input_ids=ids).logits[..., : wanted.shape[-1]]
+known = wanted[0, 0] > -float("inf")
+assert torch.allclose(found[..., known], wanted[..., known], atol=1e-5, rtol=1e-5)
+words = transformers.AutoTokenizer.from_pretrained("hf")
+assert words.mask_token_id == int(ids[0, 0])
+"""
+
+
+def in_another_process(auto, folder):
+    """The export in `folder` is loaded by transformers alone, and has the logits that it had."""
+    more = dict(HF_HOME=str(folder / "cache"), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-I", "-c", NATIVE, auto]
+    r = subprocess.run(command, cwd=folder, env=os.environ | more, capture_output=True, text=True)
+    assert r.returncode == 0, r.stderr[-3000:]
+
+
+# ---- Without a word it never runs
+def of_run(program, *more):
+    return lambda run, folder, tmp: cli.run(program, [f"--out_dir={run}", *more])
+
+
+def of_mdlm(*flags):
+    def command(run, folder, tmp):
+        names = dict(run=run, folder=folder)
+        (tmp / "text.txt").write_text("some words, " * 120)
+        argv = flags_of("", tmp / "text.txt", tmp / "out", "--max_steps=1")
+        argv = [flag for flag in argv if not flag.startswith("--init_from")]
+        return run_mdlm(*argv, *(flag.format(**names) for flag in flags))
+
+    return command
+
+
+def resume(run, folder, tmp):
+    shutil.copytree(run, tmp / "out")
+    return run_mdlm("--resume", f"--out_dir={tmp / 'out'}", "--max_steps=4")
+
+
+def in_python(run, folder, tmp):
+    with pytest.raises(UserError, match="trust_remote_code=True") as error:
+        mdlm.load(run)
+    print(error.value, file=sys.stderr)
+    return 2
+
+
+COMMANDS = {
+    "init_from a folder": of_mdlm("--init_from={folder}"),
+    "init_from a run": of_mdlm("--init_from={run}"),
+    "network": of_mdlm("--network={folder}/config.json", "--tokenizer={folder}/tokenizer.json"),
+    "resume": resume,
+    "sample": of_run(sample.main, "--infill=the [___] of"),
+    "eval": of_run(eval.main, "--pictures=none"),
+    "eval a text": of_run(eval.main, "--text=the name of", "--pictures=none"),
+    "export": of_run(export.main, "--dest=hf"),
+    "mdlm.load": in_python,
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_code_does_not_run_unasked(name, folder_of, runs, tmp_path, capfd, monkeypatch):
+    """Though the run was begun with the flag, and its config.json says that it is trusted."""
+    folder = folder_of("masked")
+    run = shutil.copytree(runs("masked"), tmp_path / "run")
+    step = checkpoint.find_checkpoint(run)
+    assert json.loads((step / "config.json").read_text())["config"]["trust_remote_code"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(remote_code.Code, "find", lambda *args: pytest.fail("it was run"))
+    before = sorted(run.rglob("*"))
+    capfd.readouterr()
+    assert COMMANDS[name](run, folder, tmp_path) == 2
+    said = capfd.readouterr().err.strip().splitlines()
+    assert "configuration_tiny.py, modeling_tiny.py), never run unasked" in said[-1]
+    assert "--trust_remote_code" in said[-1]
+    assert sorted(run.rglob("*")) == before
+    assert name == "resume" or not (tmp_path / "out").exists()
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.slow
+def test_no_process_runs_code_unasked(folder_of, runs, tmp_path, ran):
+    """In processes of their own: what the library does of itself counts too."""
+    out = runs("masked")
+    ran()
+    for flags, wanted in (([], 2), ([TRUST], 0)):
+        argv = [f"--out_dir={out}", "--infill=the █", "--steps=1", *flags]
+        r = subprocess.run([sys.executable, "sample.py", *argv], cwd=ROOT, capture_output=True)
+        assert r.returncode == wanted, r.stderr
+        assert ran() == (wanted == 0)
+
+
+def test_network_of_others_that_ignores_its_mask_is_refused(folder_of, some_text, tmp_path, capfd):
+    argv = flags_of(folder_of("masked", True), some_text, tmp_path / "out", TRUST)
+    assert run_mdlm(*argv) == 2
+    assert "'tiny' does not obey a mask of documents" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def changed(name, *, add=b"", remove=False):
+    def change(folder):
+        path = folder / name
+        path.unlink() if remove else path.write_bytes(path.read_bytes() + add)
+
+    return change
+
+
+def of_a_hub(folder):
+    text = (
+        (folder / "config.json").read_text().replace("modeling_tiny.", "some/repo--modeling_tiny.")
+    )
+    (folder / "config.json").write_text(text)
+
+
+def of_another_folder(folder):
+    (folder.parent / "modeling_tiny.py").write_text(f"IGNORES = False\n{MODELING}")
+    text = (folder / "config.json").read_text()
+    name = str(folder.parent / "modeling_tiny")
+    (folder / "config.json").write_text(text.replace("modeling_tiny.", f"{name}."))
+
+
+def without_code(folder):
+    set_in("config.json", model_type="bert", auto_map=None)(folder)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (changed("modeling_tiny.py", remove=True), "modeling_tiny.py"),
+        (changed("configuration_tiny.py", remove=True), "configuration_tiny.py"),
+        (changed("modeling_tiny.py", add=b"\nimport nonesuch\n"), "No module named 'nonesuch'"),
+        (changed("modeling_tiny.py", add=b"\n1 +\n"), "invalid syntax"),
+        (of_a_hub, "takes code from some/repo of a hub, which is never asked; copy its *.py"),
+        (of_another_folder, "modeling_tiny.py, which is not beside it; copy its *.py"),
+        (without_code, "--trust_remote_code has no effect on a network that comes without code"),
+    ],
+)
+def test_unfit_code_is_one_sentence(change, words, folder_of, some_text, tmp_path, capfd):
+    folder = shutil.copytree(folder_of("masked"), tmp_path / "hf")
+    change(folder)
+    assert run_mdlm(*flags_of(folder, some_text, tmp_path / "out", TRUST)) == 2
+    said = capfd.readouterr().err.strip().splitlines()
+    assert words in said[-1] and "Traceback" not in "".join(said), said
+    assert not (tmp_path / "out").exists()
+
+
+def test_code_of_a_checkpoint_is_what_it_was(runs, tmp_path):
+    """By the manifest, and by network.json where a manifest was made again."""
+    step = checkpoint.find_checkpoint(runs("masked"))
+    for name in ("modeling_tiny.py", "configuration_tiny.py"):
+        folder = shutil.copytree(step, tmp_path / name)
+        changed(name, add=b"\n")(folder)
+        with pytest.raises(UserError, match=name):
+            mdlm.load(folder, trust_remote_code=True)
+        with pytest.raises(UserError, match=f"{name} is not what network.json says"):
+            mdlm.load_from(folder, torch.device("cpu"), "torch", False, trusted=True)
+    network = json.loads((folder / "network.json").read_text())
+    for listed in ({"../a.py": ""}, {"a.txt": ""}, {}, ["a.py"], "a.py", 3):
+        (folder / "network.json").write_text(json.dumps(network | dict(code=listed)))
+        with pytest.raises(UserError, match=r"network\.json is damaged"):
+            mdlm.load_from(folder, torch.device("cpu"), "torch", False, trusted=True)
+
+
+def test_trust_without_effect_is_refused(tmp_path, capfd):
+    """Of our own networks, by each program; a program that loads none says so too."""
+    shipped = str(checkpoint.SHIPPED)
+    no_code = "on a network that comes without code; leave it out"
+    for call, words in (
+        (lambda: run_mdlm(TRUST, f"--out_dir={tmp_path / 'out'}"), no_code),
+        (lambda: cli.run(sample.main, [f"--out_dir={shipped}", TRUST]), no_code),
+        (lambda: cli.run(eval.main, [f"--out_dir={shipped}", TRUST]), no_code),
+        (lambda: cli.run(export.main, [f"--out_dir={shipped}", TRUST, "--dest=x"]), no_code),
+        (lambda: cli.run(eval.main, [TRUST, f"--compare={shipped}"]), "with --compare, which only"),
+    ):
+        assert call() == 2
+        assert f"--trust_remote_code has no effect {words}" in capfd.readouterr().err
+    with pytest.raises(UserError, match="trust_remote_code has no effect"):
+        mdlm.load(shipped, trust_remote_code=True)
+    with pytest.raises(UserError, match="trust_remote_code=yes must be True or False"):
+        mdlm.load(shipped, trust_remote_code="yes")

@@ -21,9 +21,10 @@ from conftest import ROOT
 import eval
 import mdlm
 import sample
-from support import cli, kernels, plots
+from support import cli, kernels, plots, pretrained
 from support.data.tokenizer import Tokenizer
 from support.flags import parse_flags
+from support.view import View
 from support.web import viewer
 
 LESSONS = ROOT / "lessons"
@@ -257,6 +258,19 @@ def test_usual_mistake_is_named(tmp_path, capsys, mistake):
     code, said = ask(tmp_path, capsys, lesson, RIGHT[lesson].replace(old, new, 1))
     assert (code, said[:7]) == (1, "wrong: "), said
     assert word in said and said.count("\n") == 1
+
+
+def test_answer_to_lesson_9_is_what_shifted_networks_do():
+    """Rows of the library's features in the order in which tokens are predicted, documents too."""
+    answer = {}
+    exec(RIGHT[9], answer)
+    h = torch.randn(2, 6, 5)
+    at = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 3]])
+    decoder = SimpleNamespace(config=SimpleNamespace(shift=True))
+    decoder.body = SimpleNamespace(get_input_embeddings=lambda: lambda ids: None)
+    decoder.encode = lambda embedded, view: h
+    features = pretrained.Pretrained.features(decoder, View(at, at))
+    assert torch.equal(features[..., :-1], answer["align"](h, at))
 
 
 @pytest.mark.parametrize(

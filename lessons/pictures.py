@@ -167,22 +167,28 @@ def draw_masking(counts, schedules, path):
 def draw_rates(evaluations, path, dark=False):
     """Draw the cross-entropy by mask rate of each evaluation; the area below it is the NELBO.
 
-    evaluations: {name: a dict of eval.py --json}, the curve that is above the others first
+    evaluations: {name: a dict of eval.py --json}. Between two curves the area has the color of the
+    lower one, the better model.
     """
-    colors = DARK if dark else LIGHT
+    colors = itertools.cycle(DARK if dark else LIGHT)
+    curves = []
     matplotlib = optional("matplotlib", "a picture")
     with matplotlib.rc_context(DARK_STYLE if dark else {}):
         fig, ax = figure(7.5, 3.6)
-        for (name, r), color in zip(evaluations.items(), itertools.cycle(colors)):
+        for (name, r), color in zip(evaluations.items(), colors):
             known = [math.nan if ce is None else ce for ce in r["ce"]]  # None: no such rate
-            label = f"{name}: area (NELBO) {r['nelbo']:.2f}"
+            label = f"{name}: NELBO {r['nelbo']:.2f}, the area below"
             ax.plot(range(5, 100, 10), known, "o-", color=color, ms=5, label=label)
-            ax.stairs(known, range(0, 101, 10), fill=True, color=color, alpha=0.2)
+            curves.append((known, color))
+        pairs = itertools.permutations(curves, 2) if len(curves) == 2 else ()
+        for (low, color), (high, _) in pairs:
+            top = [a + max(0, b - a) for a, b in zip(low, high)]
+            ax.stairs(top, range(0, 101, 10), baseline=low, fill=True, color=color, alpha=0.3)
         ax.set(xlabel="masked, %", xlim=(0, 100), xticks=range(0, 101, 10), ylim=(0, None))
         ax.set_ylabel("cross-entropy, nats per masked token")
         ax.axvline(15, color=INK if dark else GREY, lw=1.2, ls="--")
         ax.text(16, 0.03, "BERT: 15 %", transform=ax.get_xaxis_transform(), fontsize=9)
-        ax.legend(frameon=False, loc="upper left", fontsize=9)
+        ax.legend(frameon=False, loc="lower center", fontsize=9)
         write_figure(fig, path)
 
 

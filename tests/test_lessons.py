@@ -566,7 +566,7 @@ def test_losses_by_rate_are_drawn_for_each_evaluation(monkeypatch, tmp_path, cap
             assert list(curve.get_ydata()) == pytest.approx(given, nan_ok=True)
             assert curve.get_color() == color
         labels = [text.get_text() for text in ax.get_legend().get_texts()]
-        assert labels == ["bert: area (NELBO) 2.00", "writer: area (NELBO) 2.00"]
+        assert labels == [f"{name}: NELBO 2.00, the area below" for name in ce]
     for more, word in (
         (["--orders=random,spread"], "--compare and --orders contradict"),
         (["--compare=bert.json"], "one evaluation; give two"),

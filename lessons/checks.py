@@ -313,6 +313,73 @@ def check_autoregressive(ar_inputs, nll):
     return "each token is predicted from the earlier ones alone, and all are scored"
 
 
+# ---- 9: from BERT to a writer
+# Detects: no shift, a shift the wrong way, a roll (the last row wraps around), a first token that
+# another document or text predicts, T - 1 rows, [MASK] that can be drawn, logits changed in place;
+# a mask row of zeros, of one token, in front, a mean of each row, the embedding changed.
+def check_decoder(align, add_mask_row):
+    T, V, C = 6, 5, 3
+    whole, packed = [0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]
+    logits = torch.randn(2, T, V + 1)
+    before = logits.clone()
+    check_rows(align(logits, torch.tensor([whole, packed])), before)
+    demand(torch.equal(logits, before), "align changes logits; work on a copy")
+    embedding = torch.randn(V, C)
+    before = embedding.clone()
+    result = add_mask_row(embedding)
+    demand(torch.equal(embedding, before), "add_mask_row changes embedding; work on a copy")
+    check_embedding(result, before)
+    result.detach().zero_()
+    good = torch.equal(embedding, before)
+    demand(good, "the new embedding shares its memory with the old one; return a copy")
+    return "a token is predicted at the position before it, the first of a document at its own"
+
+
+def check_rows(result, logits):
+    """Compare with the rows of logits (2, T, V + 1), the second text of which is two documents."""
+    B, T, columns = logits.shape
+    wanted = [[0, 0, 1, 2, 3, 4], [0, 0, 1, 3, 3, 4]]
+    shape = getattr(result, "shape", None)
+    why = "align returns T - 1 rows for T tokens: a first token has none before it, but needs one"
+    demand(shape != (B, T - 1, columns) and shape != (B, T - 1, columns - 1), why)
+    hint = "leave it out, it is the last"
+    why = "the column of [MASK] is still there, but [MASK] is never predicted"
+    demand(shape != logits.shape, f"{why}: {hint}")
+    demand_ids(result, logits[..., 1:], "align")
+    equal = (result[:, :, None, None] == logits[..., :-1]).all(-1)  # (B, T, B, T)
+    other = (result[:, :, None, None] == logits[..., 1:]).all(-1)
+    demand(not other.any(), f"the column of token 0 is left out, not that of [MASK]: {hint}")
+    demand(equal.flatten(2).any(2).all(), "a row that align returns is none of the rows of logits")
+    places = equal.flatten(2).int().argmax(2)
+    good = torch.equal(places // T, torch.arange(B)[:, None].expand(B, T))
+    demand(good, "a text has the row of another text, which knows nothing of it")
+    rows = (places % T).tolist()
+    demand(rows[0] != [0, 1, 2, 3, 4, 5], "nothing is shifted: row i still predicts token i + 1")
+    hint = "token i is predicted by row i - 1"
+    demand(rows[0][1:-1] != [2, 3, 4, 5], f"a shift in the wrong direction: {hint}")
+    hint = "a first token is predicted at its own position"
+    demand(rows[0][0] != T - 1, f"the last row is wrapped around to the first token: {hint}")
+    why = "the first token of the second document is predicted by the document before it"
+    demand(rows[0] != wanted[0] or rows[1][3] != 2, f"{why}: where `at` is 0, {hint}")
+    for found, right in zip(rows, wanted, strict=True):
+        demand(found == right, f"the rows of {T} tokens are {found}, they should be {right}")
+
+
+def check_embedding(result, embedding):
+    """Compare with embedding (V, C) and a further row, the mean of the others."""
+    V, C = embedding.shape
+    demand_ids(result, embedding.new_empty(V + 1, C), "add_mask_row")
+    why = "the new row is in front, so each token gets the row of the one before it"
+    demand(not torch.equal(result[1:], embedding), f"{why}: append it, the id of [MASK] is V")
+    demand(torch.equal(result[:-1], embedding), "the rows of the V tokens have changed")
+    row = result[-1]
+    hint = "take the mean of the V others, a token of which nothing is known"
+    demand(row.any(), f"the row of [MASK] is zero, which a norm cannot scale: {hint}")
+    demand(not (row == embedding).all(1).any(), f"the row of [MASK] is that of a token: {hint}")
+    good = torch.allclose(row, embedding.mean(0), atol=1e-5)
+    demand(good, "the row of [MASK] is not the mean of the V others, taken for each of C numbers")
+
+
 CHECKS = {
     1: (check_mask, "mask"),
     2: (check_loss, "loss"),
@@ -322,6 +389,7 @@ CHECKS = {
     6: (check_parallel, "parallel_error"),
     7: (check_fill, "log_fill"),
     8: (check_autoregressive, "ar_inputs", "nll"),
+    9: (check_decoder, "align", "add_mask_row"),
 }
 
 

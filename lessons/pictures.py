@@ -1,16 +1,18 @@
-"""Draw statistics of random masks, a model's attention, or how two orders unmask a text.
+"""Draw random masks, a model's attention, how orders unmask a text, or losses by mask rate.
 
     python lessons/pictures.py masking.png              # 1,000 random masks; densities of rates
     python lessons/pictures.py attention.png --text="To be, or ███ to be"    # a map for each head
     python lessons/pictures.py trajectories.png --orders=random,spread       # a row for each step
+    python lessons/pictures.py rates.png --compare=bert.json,writer.json     # a curve a model
 
 The first also prints how many tokens were masked: by exactly l masks, and by masking each token
 with probability t (Bernoulli), as most papers do. The others use --run, by default the run in out/
 or, if there is none, the model in weights/. With --orders the gaps of --text are filled, or a text
-is written from nothing.
+is written from nothing. --compare takes files that eval.py --json wrote.
 """
 
 import dataclasses
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -27,9 +29,17 @@ import torch
 
 import mdlm
 import sample
-from support import outputs
+from support import comparing, outputs
+from support.environment import optional
 from support.errors import UserError
-from support.flags import Parser, first_line
+from support.flags import (
+    Parser,
+    at_home,
+    check_clashes,
+    check_not_empty,
+    check_path,
+    first_line,
+)
 from support.infill.calls import to_context
 from support.infill.templates import parse, to_ids
 from support.kernels.reference import is_visible, mask_tokens_ref, prepare
@@ -43,6 +53,7 @@ from support.plots import (
     columns,
     draw_texts,
     figure,
+    is_number,
     visible,
     write_figure,
 )
@@ -52,6 +63,14 @@ from variants import rates
 T = 256
 RATES = (0.2, 0.5, 0.8)
 WIDEST = 64  # tokens of a text that is drawn for --orders
+# Colors of a picture for a dark background, in place of plots.COLORS and of black on white.
+LIGHT = (RED, BLUE, GREEN)
+DARK = ("#FF9D5C", "#6CB8F0", "#4CD6A8")
+INK = "#eceef4"
+PAPER = "#0f1118"
+DARK_STYLE = {"figure.facecolor": PAPER, "axes.facecolor": PAPER, "grid.color": INK}
+DARK_STYLE |= dict.fromkeys(("text.color", "xtick.color", "ytick.color"), INK)
+DARK_STYLE |= {"axes.labelcolor": INK, "axes.edgecolor": INK}
 
 
 def count_masks(draws=1000):
@@ -143,6 +162,60 @@ def draw_masking(counts, schedules, path):
     right.set_title("how often training draws a rate", fontsize=9)
     right.legend(frameon=False, fontsize=8)
     write_figure(fig, path)
+
+
+def draw_rates(evaluations, path, dark=False):
+    """Draw the cross-entropy by mask rate of each evaluation; the area below it is the NELBO.
+
+    evaluations: {name: a dict of eval.py --json}. Between two curves the area has the color of the
+    lower one, the better model.
+    """
+    colors = itertools.cycle(DARK if dark else LIGHT)
+    curves = []
+    matplotlib = optional("matplotlib", "a picture")
+    with matplotlib.rc_context(DARK_STYLE if dark else {}):
+        fig, ax = figure(7.5, 3.6)
+        for (name, r), color in zip(evaluations.items(), colors):
+            known = [math.nan if ce is None else ce for ce in r["ce"]]  # None: no such rate
+            label = f"{name}: NELBO {r['nelbo']:.2f}, the area below"
+            ax.plot(range(5, 100, 10), known, "o-", color=color, ms=5, label=label)
+            curves.append((known, color))
+        pairs = itertools.permutations(curves, 2) if len(curves) == 2 else ()
+        for (low, color), (high, _) in pairs:
+            top = [a + max(0, b - a) for a, b in zip(low, high)]
+            ax.stairs(top, range(0, 101, 10), baseline=low, fill=True, color=color, alpha=0.3)
+        ax.set(xlabel="masked, %", xlim=(0, 100), xticks=range(0, 101, 10), ylim=(0, None))
+        ax.set_ylabel("cross-entropy, nats per masked token")
+        ax.axvline(15, color=INK if dark else GREY, lw=1.2, ls="--")
+        ax.text(16, 0.03, "BERT: 15 %", transform=ax.get_xaxis_transform(), fontsize=9)
+        ax.legend(frameon=False, loc="lower center", fontsize=9)
+        write_figure(fig, path)
+
+
+def has_rates(r):
+    """Whether a dict of eval.py --json has the cross-entropies of ten mask rates, and the NELBO."""
+    ce = r.get("ce")
+    known = [x for x in ce if x is not None] if isinstance(ce, list) and len(ce) == 10 else []
+    return bool(known) and all(map(is_number, [*known, r.get("nelbo")]))
+
+
+def evaluations_of(args):
+    """{name of a file without its suffix: what eval.py --json wrote there} of --compare."""
+    names = [at_home(name) for name in args.compare.split(",")]
+    for name in names:
+        check_not_empty("a name in --compare", name)
+        check_path("--compare", name)
+        outputs.check("PICTURE", args.picture, dict(compare=name))
+    comparing.compare(names)  # raises UserError unless all scored the same windows
+    evaluations = {}
+    for name in names:
+        r = comparing.read_evaluation(name)
+        if not has_rates(r):
+            fix = "give evaluations of diffusion models"
+            raise UserError(f"{name} has no cross-entropy by mask rate; {fix}")
+        stem = Path(name).stem
+        evaluations[name if stem in evaluations else stem] = r
+    return evaluations
 
 
 def unmask(model, x, order, steps, seed):
@@ -237,10 +310,13 @@ def trajectories_of(args):
 
 def check(args):
     """Raise UserError for a flag that does nothing without another one."""
-    for name, needed in (("steps", ["orders"]), ("seed", ["orders"]), ("run", ["text", "orders"])):
+    needs = dict(steps=["orders"], seed=["orders"], run=["text", "orders"], dark=["compare"])
+    for name, needed in needs.items():
         if getattr(args, name) is not None and not any(getattr(args, n) for n in needed):
             flags = " or ".join(f"--{n}" for n in needed)
             raise UserError(f"--{name} has no effect without {flags}; give that too")
+    given = [name for name, value in vars(args).items() if value is not None]
+    check_clashes([("compare", "text orders", "give one of them")], given)
 
 
 def main(argv):
@@ -251,10 +327,15 @@ def main(argv):
     parser.add_argument("--steps", type=int, help="for --orders: the number of steps (default: 12)")
     parser.add_argument("--seed", type=int, help="for --orders (default: 0)")
     parser.add_argument("--run", help="folder of a run (default: out, else weights/)")
+    parser.add_argument("--compare", help="files of eval.py --json: cross-entropy by mask rate")
+    parser.add_argument("--dark", action="store_const", const=True, help="for --compare: dark")
     args = parser.parse_args(argv)
     outputs.check("PICTURE", args.picture, dict(run=args.run or ""))
     check_picture("PICTURE", args.picture)
     check(args)
+    if args.compare:
+        draw_rates(evaluations_of(args), args.picture, bool(args.dark))
+        return 0
     if args.orders:
         draw_trajectories(trajectories_of(args), args.picture)
         return 0

@@ -59,6 +59,7 @@ class FollowedIn(Because):
 TEXT = "some words, " * 120
 EVALUATION = dict(checkpoint="run/step-1", crc=1, tokenizer=1, block_size=32, nelbo=2.0)
 EVALUATION |= dict(tokens_by_window=[32, 32], by_window=[1.5, 2.5])
+EVALUATION_BY_RATE = json.dumps(EVALUATION | dict(ce=[1.0] * 10))
 OTHER_EVALUATION = json.dumps(EVALUATION | dict(crc=2))
 EVALUATION = json.dumps(EVALUATION)
 RECORD = '{"text": "some words"}\n'
@@ -434,6 +435,7 @@ ADVICE["effects.py"] = [
 ]
 
 TWO_EVALUATIONS = {"a.json": EVALUATION, "b.json": EVALUATION}
+TWO_RATES = dict.fromkeys(TWO_EVALUATIONS, EVALUATION_BY_RATE)
 
 ADVICE["comparing.py"] = [
     (
@@ -2215,6 +2217,11 @@ ADVICE["pictures.py"] = [
         "pictures {tmp}/p.png --run={run}",
         "pictures {tmp}/p.png --run={run} --text=a█",
         "pictures {tmp}/p.png --run={run} --orders=random,spread",
+    ),
+    (
+        "{} has no cross-entropy by mask rate; give evaluations of diffusion models",
+        (TWO_EVALUATIONS, "pictures {tmp}/p.png --compare=a.json,b.json"),
+        (TWO_RATES, "pictures {tmp}/p.png --compare=a.json,b.json"),
     ),
 ]
 

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import itertools
 import json
+import math
 import re
 import shlex
 import statistics
@@ -20,9 +21,10 @@ from conftest import ROOT
 import eval
 import mdlm
 import sample
-from support import cli, kernels, plots
+from support import cli, kernels, plots, pretrained
 from support.data.tokenizer import Tokenizer
 from support.flags import parse_flags
+from support.view import View
 from support.web import viewer
 
 LESSONS = ROOT / "lessons"
@@ -109,6 +111,14 @@ def ar_inputs(x, bos):
 def nll(model, x, bos):
     return F.cross_entropy(model(ar_inputs(x, bos)).mT, x)
 """,
+    9: """
+import torch
+def align(logits, at):
+    rows = torch.arange(at.shape[1]) - (at > 0).long()
+    return logits.take_along_dim(rows[..., None], 1)[..., :-1]
+def add_mask_row(embedding):
+    return torch.cat((embedding, embedding.mean(0, keepdim=True)))
+""",
 }
 # The usual mistakes: lesson, what is replaced in the right answer, by what, a word of the sentence.
 WRONG = {
@@ -182,6 +192,49 @@ WRONG = {
         "first included",
     ),
     "a sum over tokens": (8, ".mT, x)", '.mT, x, reduction="sum")', "mean of -log p"),
+    "not aligned": (9, "- (at > 0).long()", "+ 0 * at", "nothing is shifted"),
+    "aligned the other way": (9, "- (at > 0).long()", "+ (at < 5).long()", "wrong direction"),
+    "aligned by a roll": (9, "- (at > 0).long()", "- 1 + 6 * (at[:1] == 0)", "wrapped around"),
+    "documents forgotten": (9, "(at > 0)", "(at[:1] > 0)", "document before it"),
+    "texts forgotten": (
+        9,
+        "logits.take_along_dim(rows[..., None], 1)",
+        "logits.flatten(0, 1).roll(1, 0).view(logits.shape)",
+        "another text",
+    ),
+    "one row less": (9, "[..., :-1]", "[:, 1:, :-1]", "T - 1 rows"),
+    "[MASK] may be drawn": (9, "[..., :-1]", "", "column of [MASK]"),
+    "the column of token 0 left out": (9, "[..., :-1]", "[..., 1:]", "column of token 0"),
+    "the column hidden in place": (
+        9,
+        "    rows =",
+        "    logits[..., -1] = -torch.inf\n    rows =",
+        "align changes logits",
+    ),
+    "probabilities": (9, "[..., :-1]", "[..., :-1].softmax(-1)", "none of the rows"),
+    "a mask row of zeros": (9, "embedding.mean(0, keepdim=True)", "embedding[:1] * 0", "is zero"),
+    "a mask row of a token": (9, "embedding.mean(0, keepdim=True)", "embedding[:1]", "of a token"),
+    "a sum of rows": (9, "mean(0", "sum(0", "is not the mean"),
+    "the mask in front": (
+        9,
+        "(embedding, embedding.mean(0, keepdim=True))",
+        "(embedding.mean(0, keepdim=True), embedding)",
+        "in front",
+    ),
+    "the embedding centered": (9, "((embedding,", "((embedding - embedding.mean(0),", "V tokens"),
+    "the embedding enlarged in place": (
+        9,
+        "return torch.cat((embedding, embedding.mean(0, keepdim=True)))",
+        "mean = embedding.mean(0)\n    embedding.resize_(6, 3)[-1] = mean\n    return embedding",
+        "add_mask_row changes embedding",
+    ),
+    "memory of the caller": (
+        9,
+        "return torch.cat((embedding, embedding.mean(0, keepdim=True)))",
+        "whole = torch.cat((embedding, embedding.mean(0, keepdim=True)))\n"
+        "    embedding.set_(whole[:-1])\n    return whole",
+        "shares its memory",
+    ),
 }
 
 
@@ -207,6 +260,19 @@ def test_usual_mistake_is_named(tmp_path, capsys, mistake):
     assert word in said and said.count("\n") == 1
 
 
+def test_answer_to_lesson_9_is_what_shifted_networks_do():
+    """Rows of the library's features in the order in which tokens are predicted, documents too."""
+    answer = {}
+    exec(RIGHT[9], answer)
+    h = torch.randn(2, 6, 5)
+    at = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 3]])
+    decoder = SimpleNamespace(config=SimpleNamespace(shift=True))
+    decoder.body = SimpleNamespace(get_input_embeddings=lambda: lambda ids: None)
+    decoder.encode = lambda embedded, view: h
+    features = pretrained.Pretrained.features(decoder, View(at, at))
+    assert torch.equal(features[..., :-1], answer["align"](h, at))
+
+
 @pytest.mark.parametrize(
     "source, word",
     [
@@ -226,7 +292,7 @@ def test_file_that_cannot_be_checked(tmp_path, capsys, source, word):
 
 
 def test_bad_usage_has_no_traceback(tmp_path, capsys):
-    for argv in ([], ["1"], ["9", "x.py"], ["one", "x.py"], ["1", "x.py", "y"], ["1", "none.py"]):
+    for argv in ([], ["1"], ["10", "x.py"], ["one", "x.py"], ["1", "x.py", "y"], ["1", "none.py"]):
         assert check.main(argv) == 2
         said = capsys.readouterr().out
         assert said.startswith("not checked: ") and said.count("\n") == 1
@@ -297,9 +363,9 @@ def commands(path):
     return [shlex.split(line, comments=True) for line in found]
 
 
-def test_there_are_eight_lessons():
+def test_each_check_has_its_lesson():
     names = [path.name[:2] for path in TEXTS if path.name[0].isdigit()]
-    assert names == [f"{n}_" for n in range(1, 9)]
+    assert names == [f"{n}_" for n in checks.CHECKS]
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
@@ -476,6 +542,43 @@ def test_pictures_need_no_run_and_refuse_an_empty_one(tmp_path, monkeypatch, cap
     assert drawn == [picture]
     assert cli.run(pictures.main, [picture, "--run="]) == 2
     assert "--run='' is empty" in capsys.readouterr().err
+
+
+def test_losses_by_rate_are_drawn_for_each_evaluation(monkeypatch, tmp_path, capsys):
+    """The points are the values of the files, in their order, the legend names them."""
+    pictures = load("pictures")
+    drawn = []
+    monkeypatch.setattr(pictures, "write_figure", lambda fig, path: drawn.append(fig))
+    ce = {"bert": [float(i) for i in range(10)], "writer": [None, *[2.0] * 9]}
+    for name, values in ce.items():
+        r = dict(checkpoint="run", crc=1, tokenizer=1, block_size=4, nelbo=2.0, ce=values)
+        r |= dict(tokens_by_window=[4], by_window=[2.0])
+        (tmp_path / f"{name}.json").write_text(json.dumps(r))
+    monkeypatch.chdir(tmp_path)
+    args = ["x.png", "--compare=bert.json,writer.json"]
+    for more, colors in ([], pictures.LIGHT), (["--dark"], pictures.DARK):
+        assert cli.run(pictures.main, [*args, *more]) == 0
+        (ax,) = drawn.pop().axes
+        curves = [line for line in ax.lines if line.get_marker() == "o"]
+        for curve, values, color in zip(curves, ce.values(), colors):
+            assert list(curve.get_xdata()) == [*range(5, 100, 10)]
+            given = [math.nan if y is None else y for y in values]
+            assert list(curve.get_ydata()) == pytest.approx(given, nan_ok=True)
+            assert curve.get_color() == color
+        labels = [text.get_text() for text in ax.get_legend().get_texts()]
+        assert labels == [f"{name}: NELBO 2.00, the area below" for name in ce]
+    for more, word in (
+        (["--orders=random,spread"], "--compare and --orders contradict"),
+        (["--compare=bert.json"], "one evaluation; give two"),
+        (["--compare=bert.json,"], "a name in --compare"),
+    ):
+        assert cli.run(pictures.main, [*args, *more]) == 2
+        assert word in capsys.readouterr().err
+    (tmp_path / "writer.json").write_text(json.dumps(r | dict(ce=[2.0] * 9)))
+    assert cli.run(pictures.main, args) == 2
+    assert "has no cross-entropy by mask rate" in capsys.readouterr().err
+    assert cli.run(pictures.main, ["x.png", "--dark"]) == 2
+    assert "--dark has no effect without --compare" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.devices import pick_device
 from support.errors import NoEffect, UserError
 from support.flags import READS, WRITES, opt
-from support.infill import effects, templates
+from support.infill import adaptive, effects, templates
 from support.infill.calls import Memo, call_size, end_documents, group_size, groups, predict
 from support.infill.search import all_are_compared, hypotheses
 from support.infill.templates import joined, of_prompt, parse, to_ids, to_texts
@@ -97,6 +97,18 @@ class SamplerSettings:
         3, "least distance between tokens that one call draws again", bounds=(1, 8192)
     )
     order: str = opt("auto", "what to reveal first: " + MEANINGS, "auto", *ORDERS)
+    threshold: float = opt(
+        0.0,
+        "reveal all tokens of a higher probability than this in a call, and at least one (0: off); "
+        "then --steps are the most",
+        bounds=(0, 1),
+    )
+    entropy_bound: float = opt(
+        0.0,
+        "reveal in order of entropy in a call, as long as their sum without the largest is at most "
+        "this, in nats (0: off); then --steps are the most",
+        bounds=(0, 1e4),
+    )
     block: int = opt(
         0,
         "finish this many tokens before the next ones (0: all at once, of a text beyond the "
@@ -192,12 +204,13 @@ def resolve(settings, model):
         what = f"block={settings.block}"
         raise UserError(f"{what} is more than the context of {config.block_size}; give less")
     n = objective.n_blocks
+    is_adaptive = adaptive.rule_of(settings) is not None
     steps = 1 if settings.order == "one_shot" else settings.steps or max(32, 8 * n)
     unfit = ()
     if objective.one_by_one:
         if settings.order not in ("auto", "ancestral", "left_to_right"):
             raise UserError(f"order={settings.order}: an autoregressive model needs left_to_right")
-        unfit = ("cfg",)
+        unfit = ("cfg", "threshold", "entropy_bound")
         kind = "an autoregressive model"
     elif n > 1:
         unfit = ("block", "cfg")
@@ -207,6 +220,9 @@ def resolve(settings, model):
             raise UserError(f"{name} is not for {kind}; leave it out")
     if objective.one_by_one:
         return replace(settings, steps=steps, order="left_to_right", correct=0)
+    if is_adaptive:
+        settings = adaptive.resolve(settings, config.block_size)
+        steps = settings.steps
     if settings.order == "auto":
         is_small = n > 1 and config.block_length <= 16
         settings = replace(settings, order="confidence" if is_small else "spread")
@@ -254,7 +270,7 @@ class Chunk:  # n positions of a text, filled and corrected before the next ones
     first: int  # number of its first step
     steps: int  # of the row that needs most
     gaps: torch.Tensor  # (B, n) bool: positions to fill
-    reveals: torch.Tensor  # (B,) steps that reveal; after them
+    reveals: torch.Tensor  # (B,) steps that reveal, at most if that is adaptive; after them
     corrections: torch.Tensor  # (B,) steps that correct
     index: torch.Tensor  # (B, n) the number of each gap in its row
     u: torch.Tensor  # (B, 2 + steps) random numbers of the row: for its order, for each sweep
@@ -264,6 +280,15 @@ class Chunk:  # n positions of a text, filled and corrected before the next ones
         """After a call that drew the tokens (m,) from logp (m, V) at `drawn` (B, n)."""
         self.doubt += DOUBT_PER_CALL
         self.doubt[drawn] = -logp.gather(1, token[:, None])[:, 0].double()
+
+    def begin_to_correct(self, s, masked):
+        """After step s: rows without `masked` (B, n) positions correct from the next step on."""
+        is_done = ~masked.any(1)
+        self.reveals = torch.where(is_done, self.reveals.clamp(max=s + 1), self.reveals)
+
+    def goes_on(self, s):
+        """Whether step s has something to do in any row."""
+        return bool((s < self.reveals + self.corrections).any())
 
 
 def plan(model, fill, samples, settings):
@@ -302,13 +327,16 @@ def count_to_reveal(settings, chunk, s, masked, noise):
     left = (chunk.reveals - s).clamp(min=1).double()  # (B,) steps that reveal, with this one
     after = (left - 1) / chunk.reveals  # the fraction of masks
     k = masked.sum(1) - (chunk.gaps.sum(1) * after + 1e-9).long()
+    if adaptive.rule_of(settings):  # at least these: what the network says comes later
+        k = k.clamp(min=1).minimum(masked.sum(1))
     if settings.order == "ancestral":  # the exact reverse process reveals each position on its own
         k = (masked & (noise < 1 / left[:, None])).sum(1)
     return k.clamp(min=0)
 
 
 def to_reveal(settings, chunk, masked, noise, k, logp=None, token=None):
-    """(B, n) bool: which of the `masked` positions to reveal, k (B,) in each row.
+    """(B, n) bool: which of the `masked` positions to reveal, k (B,) in each row, at least where
+    the number is adaptive.
 
     logp (m, V), token (m,): what the network says there, for orders that need it; all before.
     """
@@ -318,6 +346,8 @@ def to_reveal(settings, chunk, masked, noise, k, logp=None, token=None):
     if order.network_first:
         score = torch.zeros(masked.shape, dtype=torch.float64, device=masked.device)
         score[masked] = order.score(logp, token).double()
+        if adaptive.rule_of(settings):
+            k = k.maximum(adaptive.count(settings, score, masked))
     else:
         score = order.score(chunk.index, chunk.u[:, :1])
     return topk_mask(score, noise, masked, k)
@@ -432,9 +462,12 @@ def take_steps(model, x, fill, samples, settings, end_id=None, forbid=(), allowe
     cache = model.objective.cache()
     find = partial(predict, memo=memo) if memo else predict
     forbid = [i for i in forbid if i is not None]
+    is_adaptive = adaptive.rule_of(settings) is not None
     for chunk in plan(model, fill, samples, settings):
         text = x[:, chunk.at.start : chunk.at.stop]  # a view: what is drawn is in x
         for s in range(chunk.steps):
+            if is_adaptive and not chunk.goes_on(s):
+                break
             masked = chunk.gaps & (text == mask)
             filled = chunk.gaps & ~masked & (((text == end_id) & chunk.gaps).cumsum(1) <= 1)
             u, noise, _ = uniform(settings.seed, chunk.first + s, samples, chunk.at)
@@ -459,6 +492,8 @@ def take_steps(model, x, fill, samples, settings, end_id=None, forbid=(), allowe
             if end_id is not None and end_id in token:
                 x[(((x == end_id) & fill).cumsum(1) > 0) & fill] = end_id
             chunk.age(drawn, logp, token)
+            if is_adaptive:
+                chunk.begin_to_correct(s, chunk.gaps & (text == mask))
             everywhere = F.pad(drawn, (chunk.at.start, x.shape[1] - chunk.at.stop))
             yield Step(chunk.first + s + 1, x.clone(), everywhere, logp, calls.clone())
         if end_id is not None:

@@ -38,6 +38,15 @@ from support.errors import NoEffect, UserError
 from support.flags import READS, WRITES, opt
 from support.infill import adaptive, effects, templates
 from support.infill.calls import Memo, call_size, end_documents, group_size, groups, predict
+from support.infill.probabilities import (
+    TokenLogprob,
+    as_json,
+    drawn_in_search,
+    note_draws,
+    token_logprobs,
+)
+from support.infill.probabilities import logprobs as logprobs
+from support.infill.probabilities import score as score
 from support.infill.search import all_are_compared, hypotheses
 from support.infill.templates import joined, of_prompt, parse, to_ids, to_texts
 from support.kernels.reference import philox_words
@@ -172,6 +181,12 @@ class Options(SamplerSettings, TextFlags):
     watch: bool = opt(False, "show the unmasking in the terminal")
     html: str = opt("", "write a page that plays the unmasking to this file", path=WRITES)
     json: str = opt("", "write a JSON object per text to this file (-: stdout)", path=WRITES)
+    logprobs: int = opt(
+        0,
+        "add to each line of --json and --batch the log-probabilities of all tokens, with this "
+        "many of the likeliest (0: none); a sequence in a network call for each token",
+        bounds=(0, 1024),
+    )
 
 
 SETTINGS = [field.name for field in fields(SamplerSettings)]
@@ -537,9 +552,9 @@ def draw_seed(generator):
     return int(torch.randint(1 << 32, (), generator=generator, device=where))
 
 
-def fill_masks(model, x, settings, fill, samples, expect, may_draw):
+def fill_masks(model, x, settings, fill, samples, expect, may_draw, drawn=None):
     """What `generate` does, whose arguments are checked; settings: resolved; may_draw: end_id,
-    forbid and allowed of `take_steps`."""
+    forbid and allowed of `take_steps`; drawn (B, T) float64: gets log p of what is drawn."""
     fill = (x == model.mask_id) & (True if fill is None else fill)
     memo, size = merge_calls(model, fill)
     slices = groups(model, len(x), x.device, size, writing=True)
@@ -554,6 +569,8 @@ def fill_masks(model, x, settings, fill, samples, expect, may_draw):
         steps = take_steps(model, *inputs, settings, memo=memo, **may_draw | dict(allowed=allowed))
         for done, step in enumerate(steps, 1):
             out[rows] = step.x
+            if drawn is not None:
+                note_draws(drawn[rows], step)
             if expect:
                 calls, a_step = left[i]
                 expect(calls - done * a_step + sum(calls for calls, _ in left[i + 1 :]))
@@ -605,10 +622,12 @@ def fill_gaps(
     expect=None,
     allowed=(),
     new_seed=None,
+    draws=None,
 ):
     """Fill gaps of a template. may_end: at the end of the text; is_quick: to compare lengths.
 
-    settings: resolved; allowed: pairs, see `places`; new_seed() gives a seed in place of theirs.
+    settings: resolved; allowed: pairs, see `places`; new_seed() gives a seed in place of theirs;
+    draws: a list that gets what was drawn, see `drawn_in_search`.
     """
     arguments.check_tokenizer(tokenizer, model)
     if is_quick:
@@ -617,7 +636,17 @@ def fill_gaps(
         settings = replace(settings, seed=new_seed())
     may_draw = dict(allowed=allowed) | ends(model, tokenizer, not may_end)
     samples = torch.arange(len(x), device=x.device)
-    return fill_masks(model, x, settings, fill, samples, expect, may_draw)
+    if draws is None:
+        return fill_masks(model, x, settings, fill, samples, expect, may_draw)
+    drawn = not_drawn(x)
+    x = fill_masks(model, x, settings, fill, samples, expect, may_draw, drawn)
+    draws.append((x.cpu(), drawn.cpu(), fill.cpu()))
+    return x
+
+
+def not_drawn(x):
+    """(B, T) NaN on the CPU, for `note_draws`: the text x (B, T) before the first draw."""
+    return torch.full(x.shape, math.nan, dtype=torch.float64)
 
 
 def write(
@@ -636,6 +665,39 @@ def write(
             A list of them: n texts of the first, then n of the second, and so on
     length  tokens of a text that is no template (0: the context, or drawn for documents)
     """
+    rows = write_ids(model, tokenizer, text, n, length, generator, max_gap, settings)
+    return [joined(to_texts(segments, ids, tokenizer)) for segments, ids, _ in rows]
+
+
+def write_with_logprobs(
+    model: mdlm.Model,
+    tokenizer: Tokenizer,
+    text: str | Sequence[str] | None = None,
+    n: int = 1,
+    length: int = 0,
+    generator: torch.Generator | None = None,
+    max_gap: int = 16,
+    k: int = 5,
+    **settings,
+) -> list[tuple[str, list[TokenLogprob]]]:
+    """The texts that `write` returns for these arguments, and the log-probabilities of their tokens.
+
+    k       how many of the likeliest tokens are named at each place
+
+    A token's `drawn` is log p of its last draw, given what the network saw then, at temperature 1,
+    and with guidance if there is one.
+    """
+    k = arguments.whole_number("k", k, 1)
+    rows = write_ids(model, tokenizer, text, n, length, generator, max_gap, settings)
+    made = []
+    for segments, ids, drawn in rows:
+        tokens = token_logprobs(model, tokenizer, ids, drawn, k)
+        made.append((joined(to_texts(segments, ids, tokenizer)), tokens))
+    return made
+
+
+def write_ids(model, tokenizer, text, n, length, generator, max_gap, settings):
+    """(segments, ids, log p when they were drawn) of each text of `write`."""
     limits = TextFlags(num_samples=n, length=length, max_gap=max_gap)
     flags.check_fields(limits)
     arguments.check_tokenizer(tokenizer, model)
@@ -668,7 +730,7 @@ def to_fill(model, tokenizer, text, length):
 
 
 def fill_segments(model, tokenizer, limits, settings, new_seed, generator, segments, is_template):
-    """The texts of what `to_fill` returned: a list of --num_samples."""
+    """What `write_ids` returns, of what `to_fill` returned: a list of --num_samples."""
     device = next(model.parameters()).device
     n = limits.num_samples
     if None in segments:  # the likeliest lengths
@@ -686,8 +748,9 @@ def fill_segments(model, tokenizer, limits, settings, new_seed, generator, segme
     may_draw = ends(model, tokenizer, is_template)
     may_draw["allowed"] = places(templates.allowed_tokens(segments, tokenizer), x)
     samples = torch.arange(n, device=device)
-    filled = fill_masks(model, x, settings, None, samples, None, may_draw).tolist()
-    return [joined(to_texts(segments, ids, tokenizer)) for ids in filled]
+    drawn = not_drawn(x)
+    filled = fill_masks(model, x, settings, None, samples, None, may_draw, drawn).tolist()
+    return [(segments, *row) for row in zip(filled, drawn)]
 
 
 CLASHES = [
@@ -696,6 +759,7 @@ CLASHES = [
     ("candidates", "num_samples watch html", "candidates are a ranked list of fills"),
     ("watch", "json", "watch one text, or write many for a program"),
     ("compare", "batch candidates watch", "--compare writes texts with several settings"),
+    ("compare", "logprobs", "the lines of --compare have no texts"),
     ("compare", "max_gap", "--compare needs gaps of known lengths; leave --max_gap out"),
 ]
 
@@ -728,6 +792,8 @@ def check(options, given):
     for name in ("candidates", "max_gap"):
         if name in given and not (options.infill or options.batch):
             raise UserError(f"--{name} needs a template; give --infill or --batch")
+    if options.logprobs and not (options.json or options.batch):
+        raise UserError("--logprobs is written to lines of JSON; give --json or --batch")
     for name in ("infill", "batch", "html", "json"):
         if given.get(name) == "" or (name, options.html) == ("html", "-"):
             raise UserError(f"--{name}={given[name]} is no file or text; give one or leave it out")
@@ -819,20 +885,25 @@ def sampled(model, tokenizer, segments, options, template, pages):
             # What stays where nothing is left to fill: the likeliest [___] may be empty.
             nothing = torch.zeros(0, model.vocab_size)
             step = Step(0, x, x == mask, nothing, torch.zeros(len(x), dtype=torch.int64))
+            drawn = not_drawn(x)
             for step in take_steps(model, *where, options, **may_draw):
                 bar.update()
                 step = Step(step.number, *(tensor.cpu() for tensor in step[1:]))
+                note_draws(drawn, step)
                 for row, show in [*enumerate(films), *enumerate(watches)]:
                     show.add(step, row)
         for watch in watches:
             watch.clear()
         seconds = (time.monotonic() - began) / len(samples)
-        for row, calls in zip(step.x.tolist(), step.calls.tolist()):
+        for row, calls, logp in zip(step.x.tolist(), step.calls.tolist(), drawn):
             facts = dict(steps=steps, calls=calls, seconds=seconds)
             texts = to_texts(segments, row, tokenizer)
             if films:
                 about = dict(text=joined(texts), title=f"sample {len(pages) + 1}")
                 pages.append(facts | about | films.pop(0).page(row))
+            if options.logprobs:
+                tokens = token_logprobs(model, tokenizer, row, logp, options.logprobs)
+                facts["logprobs"] = as_json(tokens)
             yield texts, facts
 
 
@@ -866,7 +937,8 @@ def ranked(model, tokenizer, segments, options):
     began = time.monotonic()
     with terminal.progress("trying fills", " calls") as bar:
         done = Calls(model, bar)
-        fill = partial(fill_gaps, model, tokenizer, options)
+        draws = [] if options.logprobs else None
+        fill = partial(fill_gaps, model, tokenizer, options, draws=draws)
         limits = dict(max_gap=options.max_gap, draws=max(16, 6 * options.candidates))
         limits |= dict(device=options.device, expect=done.expect)
         try:
@@ -881,7 +953,22 @@ def ranked(model, tokenizer, segments, options):
     p = torch.tensor([fill.logp for fill in fills], dtype=torch.float64).softmax(0).tolist()
     rows = [dict(text=joined(t), score=f.logp, share=q) for f, t, q in zip(fills, texts, p)]
     facts = dict(steps=options.steps, calls=done.calls, seconds=seconds, score=fills[0].logp)
-    return fills[0].segments, texts, facts | dict(sequences=done.sequences, candidates=rows)
+    facts |= dict(sequences=done.sequences, candidates=rows)
+    if options.logprobs:
+        facts["logprobs"] = as_json(of_fill(model, tokenizer, fills[0], draws, options.logprobs))
+    return fills[0].segments, texts, facts
+
+
+def of_fill(model, tokenizer, fill, draws, k):
+    """The TokenLogprobs of a search.Fill; draws: as in `drawn_in_search`."""
+    is_filled = []
+    for segment in fill.segments:
+        n = len(to_ids([segment], tokenizer))
+        is_filled += [isinstance(segment, int)] * n
+    n = len(is_filled)
+    is_filled += [True] * (len(fill.ids) - n)  # what ends the text
+    drawn = drawn_in_search(draws, fill.ids, is_filled)
+    return token_logprobs(model, tokenizer, fill.ids, drawn, k, n)
 
 
 def is_plain(options, template):

@@ -680,7 +680,7 @@ def write_with_logprobs(
     k: int = 5,
     **settings,
 ) -> list[tuple[str, list[TokenLogprob]]]:
-    """The texts that `write` returns for these arguments, and the log-probabilities of their tokens.
+    """The texts that `write` returns for these arguments, each with its tokens' log-probabilities.
 
     k       how many of the likeliest tokens are named at each place
 

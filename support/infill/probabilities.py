@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from support.arguments import check_ids, check_text, check_tokenizer, whole_number
+from support.data.tokenizer import Tokenizer
 from support.errors import UserError
 from support.infill.calls import call_size, checked, groups, logits_at, to_context
 from support.infill.padding import compute_once
@@ -95,7 +96,8 @@ def window_start(model, i, T):
 def predict_each(model, ids, shown):
     """Yield (position, logits (V,)) of the tokens `shown` (T,) of a text ids (T,).
 
-    Those that the model is not trained to predict are left out. T may exceed the context: each token then has a context of its own, see window_start.
+    Those that the model is not trained to predict are left out. T may exceed the context: each
+    token then has a context of its own, see window_start.
     """
     T = len(ids)
     L = model.config.block_size
@@ -145,7 +147,7 @@ def token_logprobs(model, tokenizer, ids, drawn=None, k=5, n=None):
 
 
 def logprobs(
-    model: torch.nn.Module, tokenizer, texts: str | Sequence[str], k: int = 5
+    model: torch.nn.Module, tokenizer: Tokenizer, texts: str | Sequence[str], k: int = 5
 ) -> list[list[TokenLogprob]]:
     """The TokenLogprobs of each text as it is: a list for each.
 
@@ -214,7 +216,7 @@ def drawn_in_search(draws, ids, is_filled):
 @torch.no_grad()
 def score(
     model: torch.nn.Module,
-    tokenizer,
+    tokenizer: Tokenizer,
     texts: str | tuple[str, str] | Sequence[str | tuple[str, str]],
     passes: int = 64,
     seed: int = 0,

@@ -1,7 +1,7 @@
 """An adaptive number of calls beside a fixed one: how well texts are written, by their mean calls.
 
-    python studies/adaptive.py --data=tinyshakespeare.txt --entropy_bound=8,16 --correct=16
-    python studies/adaptive.py --out_dir=s4 --data=tinyshakespeare.txt --threshold=.9,.7
+    python studies/adaptive_calls.py --data=tinyshakespeare.txt --entropy_bound=8,16 --correct=16
+    python studies/adaptive_calls.py --out_dir=s4 --data=tinyshakespeare.txt --threshold=.9,.7
 
 Each row: texts from nothing, judged by their known words, their distinct words, and the nats per
 character of a 6-gram model of the training text (Witten and Bell's interpolation), as in

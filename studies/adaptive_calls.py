@@ -2,11 +2,14 @@
 
     python studies/adaptive_calls.py --data=tinyshakespeare.txt --entropy_bound=8,16 --correct=16
     python studies/adaptive_calls.py --out_dir=s4 --data=tinyshakespeare.txt --threshold=.9,.7
+    python studies/adaptive_calls.py --data=tinyshakespeare.txt --threshold=.9 --gaps
 
 Each row: texts from nothing, judged by their known words, their distinct words, and the nats per
 character of a 6-gram model of the training text (Witten and Bell's interpolation), as in
 results/sampling.md. No number says it alone: a low one under the 6-gram model may be bought with
-dull texts (Pynadath et al., 2604.02718). Seconds are those of the processor, for a text.
+dull texts (Pynadath et al., 2604.02718). Seconds are those of the processor, for a text. --gaps: the texts are
+validation windows in which 8 of every 32 characters are filled; `right` is the share that is drawn
+as it was.
 """
 
 import collections
@@ -40,7 +43,7 @@ class Options:
     correct: str = opt("auto", "values of --correct")
     order: str = opt("auto", "values of --order")
     num_samples: int = opt(16, "texts of each row", bounds=(1, 4096))
-    length: int = opt(0, "tokens of a text (0: the context)", bounds=(0, 1 << 20))
+    gaps: bool = opt(False, "fill gaps in real text, in place of texts from nothing")
     seed: int = opt(1000, "the seed of all rows", bounds=(0, 1 << 31))
 
 
@@ -86,13 +89,12 @@ def rows_of(options):
                     yield {name: kind(value)} | shared
 
 
-def write(model, n, length, seed, settings):
-    """(ids (n, T), network calls (n,), processor seconds for a text) of texts from nothing."""
-    x = torch.full((n, length), model.mask_id)
+def write(model, x, seed, settings):
+    """(ids (n, T), network calls (n,), processor seconds for a text) of the gaps of x (n, T)."""
     began = time.process_time()
     with torch.autocast("cpu", torch.bfloat16):
         *_, last = sample.unmask(model, x, seed=seed, **settings)
-    return last.x, last.calls, (time.process_time() - began) / n
+    return last.x, last.calls.double(), (time.process_time() - began) / len(x)
 
 
 def main(argv):
@@ -110,13 +112,22 @@ def main(argv):
         print(json.dumps(row), flush=True)
 
     real = text[len(training) :]
-    add(dict(sampler="real text"), [real[i : i + T] for i in range(0, len(real) - T + 1, T)])
+    windows = [real[i : i + T] for i in range(0, len(real) - T + 1, T)]
+    add(dict(sampler="real text"), windows)
+    n = options.num_samples
+    x0 = torch.tensor([tokenizer.encode(text) for text in windows[:: len(windows) // n][:n]])
+    hidden = torch.ones_like(x0, dtype=torch.bool)
+    if options.gaps:
+        hidden &= (torch.arange(T) - 12) % 32 < 8
     for settings in rows_of(options):
-        made = write(model, options.num_samples, options.length or T, options.seed, settings)
-        x, calls, seconds = made
-        calls = calls.double() * T / x.shape[1]  # for a context
+        x = torch.where(hidden, model.mask_id, x0)
+        x, calls, seconds = write(model, x, options.seed, settings)
         row = settings | dict(calls=calls.mean().item(), spread=calls.std().item())
-        add(row | dict(seconds=seconds), [tokenizer.decode(ids) for ids in x.tolist()])
+        row |= dict(seconds=seconds)
+        if options.gaps:
+            right = (x == x0)[hidden].view(len(x), -1).double().mean(1)
+            row |= dict(right=right.mean().item(), right_se=standard_error(right))
+        add(row, [tokenizer.decode(ids) for ids in x.tolist()])
     return 0
 
 

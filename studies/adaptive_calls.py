@@ -7,9 +7,10 @@
 Each row: texts from nothing, judged by their known words, their distinct words, and the nats per
 character of a 6-gram model of the training text (Witten and Bell's interpolation), as in
 results/sampling.md. No number says it alone: a low one under the 6-gram model may be bought with
-dull texts (Pynadath et al., 2604.02718). Seconds are those of the processor, for a text. --gaps: the texts are
-validation windows in which 8 of every 32 characters are filled; `right` is the share that is drawn
-as it was.
+dull texts (Pynadath et al., 2604.02718). Seconds are those of the processor, for a text.
+
+--gaps: the texts are validation windows in which 8 of every 32 characters are filled; `right` is
+the share of these that are drawn as they were.
 """
 
 import collections

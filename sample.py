@@ -36,8 +36,17 @@ from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.devices import pick_device
 from support.errors import NoEffect, UserError
 from support.flags import READS, WRITES, opt
-from support.infill import effects, templates
+from support.infill import adaptive, effects, templates
 from support.infill.calls import Memo, call_size, end_documents, group_size, groups, predict
+from support.infill.probabilities import (
+    TokenLogprob,
+    as_json,
+    drawn_in_search,
+    note_draws,
+    token_logprobs,
+)
+from support.infill.probabilities import logprobs as logprobs
+from support.infill.probabilities import score as score
 from support.infill.search import all_are_compared, hypotheses
 from support.infill.templates import joined, of_prompt, parse, to_ids, to_texts
 from support.kernels.reference import philox_words
@@ -97,6 +106,18 @@ class SamplerSettings:
         3, "least distance between tokens that one call draws again", bounds=(1, 8192)
     )
     order: str = opt("auto", "what to reveal first: " + MEANINGS, "auto", *ORDERS)
+    threshold: float = opt(
+        0.0,
+        "reveal all tokens of a higher probability than this in a call, and at least one (0: off); "
+        "then --steps are the most",
+        bounds=(0, 1),
+    )
+    entropy_bound: float = opt(
+        0.0,
+        "reveal in order of entropy in a call, as long as their sum without the largest is at most "
+        "this, in nats (0: off); then --steps are the most",
+        bounds=(0, 1e4),
+    )
     block: int = opt(
         0,
         "finish this many tokens before the next ones (0: all at once, of a text beyond the "
@@ -161,6 +182,12 @@ class Options(SamplerSettings, TextFlags):
     watch: bool = opt(False, "show the unmasking in the terminal")
     html: str = opt("", "write a page that plays the unmasking to this file", path=WRITES)
     json: str = opt("", "write a JSON object per text to this file (-: stdout)", path=WRITES)
+    logprobs: int = opt(
+        0,
+        "add to each line of --json and --batch the log-probabilities of all tokens, with this "
+        "many of the likeliest (0: none); a sequence in a network call for each token",
+        bounds=(0, 1024),
+    )
 
 
 SETTINGS = [field.name for field in fields(SamplerSettings)]
@@ -193,12 +220,13 @@ def resolve(settings, model):
         what = f"block={settings.block}"
         raise UserError(f"{what} is more than the context of {config.block_size}; give less")
     n = objective.n_blocks
+    is_adaptive = adaptive.rule_of(settings) is not None
     steps = 1 if settings.order == "one_shot" else settings.steps or max(32, 8 * n)
     unfit = ()
     if objective.one_by_one:
         if settings.order not in ("auto", "ancestral", "left_to_right"):
             raise UserError(f"order={settings.order}: an autoregressive model needs left_to_right")
-        unfit = ("cfg",)
+        unfit = ("cfg", "threshold", "entropy_bound")
         kind = "an autoregressive model"
     elif n > 1:
         unfit = ("block", "cfg")
@@ -208,6 +236,9 @@ def resolve(settings, model):
             raise UserError(f"{name} is not for {kind}; leave it out")
     if objective.one_by_one:
         return replace(settings, steps=steps, order="left_to_right", correct=0)
+    if is_adaptive:
+        settings = adaptive.resolve(settings, config.block_size)
+        steps = settings.steps
     if settings.order == "auto":
         is_small = n > 1 and config.block_length <= 16
         settings = replace(settings, order="confidence" if is_small else "spread")
@@ -255,7 +286,7 @@ class Chunk:  # n positions of a text, filled and corrected before the next ones
     first: int  # number of its first step
     steps: int  # of the row that needs most
     gaps: torch.Tensor  # (B, n) bool: positions to fill
-    reveals: torch.Tensor  # (B,) steps that reveal; after them
+    reveals: torch.Tensor  # (B,) steps that reveal, at most if that is adaptive; after them
     corrections: torch.Tensor  # (B,) steps that correct
     index: torch.Tensor  # (B, n) the number of each gap in its row
     u: torch.Tensor  # (B, 2 + steps) random numbers of the row: for its order, for each sweep
@@ -265,6 +296,15 @@ class Chunk:  # n positions of a text, filled and corrected before the next ones
         """After a call that drew the tokens (m,) from logp (m, V) at `drawn` (B, n)."""
         self.doubt += DOUBT_PER_CALL
         self.doubt[drawn] = -logp.gather(1, token[:, None])[:, 0].double()
+
+    def begin_to_correct(self, s, masked):
+        """After step s: rows without `masked` (B, n) positions correct from the next step on."""
+        is_done = ~masked.any(1)
+        self.reveals = torch.where(is_done, self.reveals.clamp(max=s + 1), self.reveals)
+
+    def goes_on(self, s):
+        """Whether step s has something to do in any row."""
+        return bool((s < self.reveals + self.corrections).any())
 
 
 def plan(model, fill, samples, settings):
@@ -303,13 +343,16 @@ def count_to_reveal(settings, chunk, s, masked, noise):
     left = (chunk.reveals - s).clamp(min=1).double()  # (B,) steps that reveal, with this one
     after = (left - 1) / chunk.reveals  # the fraction of masks
     k = masked.sum(1) - (chunk.gaps.sum(1) * after + 1e-9).long()
+    if adaptive.rule_of(settings):  # at least these: what the network says comes later
+        k = k.clamp(min=1).minimum(masked.sum(1))
     if settings.order == "ancestral":  # the exact reverse process reveals each position on its own
         k = (masked & (noise < 1 / left[:, None])).sum(1)
     return k.clamp(min=0)
 
 
 def to_reveal(settings, chunk, masked, noise, k, logp=None, token=None):
-    """(B, n) bool: which of the `masked` positions to reveal, k (B,) in each row.
+    """(B, n) bool: which of the `masked` positions to reveal, k (B,) in each row, at least where
+    the number is adaptive.
 
     logp (m, V), token (m,): what the network says there, for orders that need it; all before.
     """
@@ -319,6 +362,8 @@ def to_reveal(settings, chunk, masked, noise, k, logp=None, token=None):
     if order.network_first:
         score = torch.zeros(masked.shape, dtype=torch.float64, device=masked.device)
         score[masked] = order.score(logp, token).double()
+        if adaptive.rule_of(settings):
+            k = k.maximum(adaptive.count(settings, score, masked))
     else:
         score = order.score(chunk.index, chunk.u[:, :1])
     return topk_mask(score, noise, masked, k)
@@ -433,9 +478,12 @@ def take_steps(model, x, fill, samples, settings, end_id=None, forbid=(), allowe
     cache = model.objective.cache()
     find = partial(predict, memo=memo) if memo else predict
     forbid = [i for i in forbid if i is not None]
+    is_adaptive = adaptive.rule_of(settings) is not None
     for chunk in plan(model, fill, samples, settings):
         text = x[:, chunk.at.start : chunk.at.stop]  # a view: what is drawn is in x
         for s in range(chunk.steps):
+            if is_adaptive and not chunk.goes_on(s):
+                break
             masked = chunk.gaps & (text == mask)
             filled = chunk.gaps & ~masked & (((text == end_id) & chunk.gaps).cumsum(1) <= 1)
             u, noise, _ = uniform(settings.seed, chunk.first + s, samples, chunk.at)
@@ -460,6 +508,8 @@ def take_steps(model, x, fill, samples, settings, end_id=None, forbid=(), allowe
             if end_id is not None and end_id in token:
                 x[(((x == end_id) & fill).cumsum(1) > 0) & fill] = end_id
             chunk.age(drawn, logp, token)
+            if is_adaptive:
+                chunk.begin_to_correct(s, chunk.gaps & (text == mask))
             everywhere = F.pad(drawn, (chunk.at.start, x.shape[1] - chunk.at.stop))
             yield Step(chunk.first + s + 1, x.clone(), everywhere, logp, calls.clone())
         if end_id is not None:
@@ -503,9 +553,9 @@ def draw_seed(generator):
     return int(torch.randint(1 << 32, (), generator=generator, device=where))
 
 
-def fill_masks(model, x, settings, fill, samples, expect, may_draw):
+def fill_masks(model, x, settings, fill, samples, expect, may_draw, drawn=None):
     """What `generate` does, whose arguments are checked; settings: resolved; may_draw: end_id,
-    forbid and allowed of `take_steps`."""
+    forbid and allowed of `take_steps`; drawn (B, T) float64: gets log p of what is drawn."""
     fill = (x == model.mask_id) & (True if fill is None else fill)
     memo, size = merge_calls(model, fill)
     slices = groups(model, len(x), x.device, size, writing=True)
@@ -520,6 +570,8 @@ def fill_masks(model, x, settings, fill, samples, expect, may_draw):
         steps = take_steps(model, *inputs, settings, memo=memo, **may_draw | dict(allowed=allowed))
         for done, step in enumerate(steps, 1):
             out[rows] = step.x
+            if drawn is not None:
+                note_draws(drawn[rows], step)
             if expect:
                 calls, a_step = left[i]
                 expect(calls - done * a_step + sum(calls for calls, _ in left[i + 1 :]))
@@ -571,10 +623,12 @@ def fill_gaps(
     expect=None,
     allowed=(),
     new_seed=None,
+    draws=None,
 ):
     """Fill gaps of a template. may_end: at the end of the text; is_quick: to compare lengths.
 
-    settings: resolved; allowed: pairs, see `places`; new_seed() gives a seed in place of theirs.
+    settings: resolved; allowed: pairs, see `places`; new_seed() gives a seed in place of theirs;
+    draws: a list that gets what was drawn, see `drawn_in_search`.
     """
     arguments.check_tokenizer(tokenizer, model)
     if is_quick:
@@ -583,7 +637,17 @@ def fill_gaps(
         settings = replace(settings, seed=new_seed())
     may_draw = dict(allowed=allowed) | ends(model, tokenizer, not may_end)
     samples = torch.arange(len(x), device=x.device)
-    return fill_masks(model, x, settings, fill, samples, expect, may_draw)
+    if draws is None:
+        return fill_masks(model, x, settings, fill, samples, expect, may_draw)
+    drawn = not_drawn(x)
+    x = fill_masks(model, x, settings, fill, samples, expect, may_draw, drawn)
+    draws.append((x.cpu(), drawn.cpu(), fill.cpu()))
+    return x
+
+
+def not_drawn(x):
+    """(B, T) NaN on the CPU, for `note_draws`: the text x (B, T) before the first draw."""
+    return torch.full(x.shape, math.nan, dtype=torch.float64)
 
 
 def write(
@@ -602,6 +666,39 @@ def write(
             A list of them: n texts of the first, then n of the second, and so on
     length  tokens of a text that is no template (0: the context, or drawn for documents)
     """
+    rows = write_ids(model, tokenizer, text, n, length, generator, max_gap, settings)
+    return [joined(to_texts(segments, ids, tokenizer)) for segments, ids, _ in rows]
+
+
+def write_with_logprobs(
+    model: mdlm.Model,
+    tokenizer: Tokenizer,
+    text: str | Sequence[str] | None = None,
+    n: int = 1,
+    length: int = 0,
+    generator: torch.Generator | None = None,
+    max_gap: int = 16,
+    k: int = 5,
+    **settings,
+) -> list[tuple[str, list[TokenLogprob]]]:
+    """The texts that `write` returns for these arguments, each with its tokens' log-probabilities.
+
+    k       how many of the likeliest tokens are named at each place
+
+    A token's `drawn` is log p of its last draw, given what the network saw then, at temperature 1,
+    and with guidance if there is one.
+    """
+    k = arguments.whole_number("k", k, 1)
+    rows = write_ids(model, tokenizer, text, n, length, generator, max_gap, settings)
+    made = []
+    for segments, ids, drawn in rows:
+        tokens = token_logprobs(model, tokenizer, ids, drawn, k)
+        made.append((joined(to_texts(segments, ids, tokenizer)), tokens))
+    return made
+
+
+def write_ids(model, tokenizer, text, n, length, generator, max_gap, settings):
+    """(segments, ids, log p when they were drawn) of each text of `write`."""
     limits = TextFlags(num_samples=n, length=length, max_gap=max_gap)
     flags.check_fields(limits)
     arguments.check_tokenizer(tokenizer, model)
@@ -634,7 +731,7 @@ def to_fill(model, tokenizer, text, length):
 
 
 def fill_segments(model, tokenizer, limits, settings, new_seed, generator, segments, is_template):
-    """The texts of what `to_fill` returned: a list of --num_samples."""
+    """What `write_ids` returns, of what `to_fill` returned: a list of --num_samples."""
     device = next(model.parameters()).device
     n = limits.num_samples
     if None in segments:  # the likeliest lengths
@@ -652,8 +749,9 @@ def fill_segments(model, tokenizer, limits, settings, new_seed, generator, segme
     may_draw = ends(model, tokenizer, is_template)
     may_draw["allowed"] = places(templates.allowed_tokens(segments, tokenizer), x)
     samples = torch.arange(n, device=device)
-    filled = fill_masks(model, x, settings, None, samples, None, may_draw).tolist()
-    return [joined(to_texts(segments, ids, tokenizer)) for ids in filled]
+    drawn = not_drawn(x)
+    filled = fill_masks(model, x, settings, None, samples, None, may_draw, drawn).tolist()
+    return [(segments, *row) for row in zip(filled, drawn)]
 
 
 CLASHES = [
@@ -662,6 +760,7 @@ CLASHES = [
     ("candidates", "num_samples watch html", "candidates are a ranked list of fills"),
     ("watch", "json", "watch one text, or write many for a program"),
     ("compare", "batch candidates watch", "--compare writes texts with several settings"),
+    ("compare", "logprobs", "the lines of --compare have no texts"),
     ("compare", "max_gap", "--compare needs gaps of known lengths; leave --max_gap out"),
 ]
 
@@ -694,6 +793,8 @@ def check(options, given):
     for name in ("candidates", "max_gap"):
         if name in given and not (options.infill or options.batch):
             raise UserError(f"--{name} needs a template; give --infill or --batch")
+    if options.logprobs and not (options.json or options.batch):
+        raise UserError("--logprobs is written to lines of JSON; give --json or --batch")
     for name in ("infill", "batch", "html", "json"):
         if given.get(name) == "" or (name, options.html) == ("html", "-"):
             raise UserError(f"--{name}={given[name]} is no file or text; give one or leave it out")
@@ -786,20 +887,25 @@ def sampled(model, tokenizer, segments, options, template, pages):
             # What stays where nothing is left to fill: the likeliest [___] may be empty.
             nothing = torch.zeros(0, model.vocab_size)
             step = Step(0, x, x == mask, nothing, torch.zeros(len(x), dtype=torch.int64))
+            drawn = not_drawn(x)
             for step in take_steps(model, *where, options, **may_draw):
                 bar.update()
                 step = Step(step.number, *(tensor.cpu() for tensor in step[1:]))
+                note_draws(drawn, step)
                 for row, show in [*enumerate(films), *enumerate(watches)]:
                     show.add(step, row)
         for watch in watches:
             watch.clear()
         seconds = (time.monotonic() - began) / len(samples)
-        for row, calls in zip(step.x.tolist(), step.calls.tolist()):
+        for row, calls, logp in zip(step.x.tolist(), step.calls.tolist(), drawn):
             facts = dict(steps=steps, calls=calls, seconds=seconds)
             texts = to_texts(segments, row, tokenizer)
             if films:
                 about = dict(text=joined(texts), title=f"sample {len(pages) + 1}")
                 pages.append(facts | about | films.pop(0).page(row))
+            if options.logprobs:
+                tokens = token_logprobs(model, tokenizer, row, logp, options.logprobs)
+                facts["logprobs"] = as_json(tokens)
             yield texts, facts
 
 
@@ -833,7 +939,8 @@ def ranked(model, tokenizer, segments, options):
     began = time.monotonic()
     with terminal.progress("trying fills", " calls") as bar:
         done = Calls(model, bar)
-        fill = partial(fill_gaps, model, tokenizer, options)
+        draws = [] if options.logprobs else None
+        fill = partial(fill_gaps, model, tokenizer, options, draws=draws)
         limits = dict(max_gap=options.max_gap, draws=max(16, 6 * options.candidates))
         limits |= dict(device=options.device, expect=done.expect)
         try:
@@ -848,7 +955,22 @@ def ranked(model, tokenizer, segments, options):
     p = torch.tensor([fill.logp for fill in fills], dtype=torch.float64).softmax(0).tolist()
     rows = [dict(text=joined(t), score=f.logp, share=q) for f, t, q in zip(fills, texts, p)]
     facts = dict(steps=options.steps, calls=done.calls, seconds=seconds, score=fills[0].logp)
-    return fills[0].segments, texts, facts | dict(sequences=done.sequences, candidates=rows)
+    facts |= dict(sequences=done.sequences, candidates=rows)
+    if options.logprobs:
+        facts["logprobs"] = as_json(of_fill(model, tokenizer, fills[0], draws, options.logprobs))
+    return fills[0].segments, texts, facts
+
+
+def of_fill(model, tokenizer, fill, draws, k):
+    """The TokenLogprobs of a search.Fill; draws: as in `drawn_in_search`."""
+    is_filled = []
+    for segment in fill.segments:
+        n = len(to_ids([segment], tokenizer))
+        is_filled += [isinstance(segment, int)] * n
+    n = len(is_filled)
+    is_filled += [True] * (len(fill.ids) - n)  # what ends the text
+    drawn = drawn_in_search(draws, fill.ids, is_filled)
+    return token_logprobs(model, tokenizer, fill.ids, drawn, k, n)
 
 
 def is_plain(options, template):

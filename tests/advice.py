@@ -356,6 +356,44 @@ ADVICE["bench.py"] = [
     ("--only={} is in no name of an operation", MACHINE),
 ]
 
+ADVICE["adaptive.py"] = [
+    (
+        "threshold and entropy_bound are two rules for the same; give one",
+        "sample --threshold=0.5 --entropy_bound=1",
+        "sample --threshold=0.5",
+        "sample --entropy_bound=1",
+    ),
+    (
+        "{} contradict each other; give order={}",
+        "sample --threshold=0.5 --order=spread",
+        "sample --threshold=0.5 --order=confidence",
+        "sample --threshold=0.5 --order=max_prob",
+    ),
+]
+
+ADVICE["probabilities.py"] = [
+    (
+        "passes={} is odd; give an even number",
+        lambda at: sample.score(at.model, at.tokenizer, "ab", passes=3),
+        lambda at: sample.score(at.model, at.tokenizer, "ab", passes=4),
+    ),
+    (
+        "this model learned to answer prompts; give pairs (prompt, answer)",
+        lambda at: sample.score(*mdlm.load(at["prompts"])[:2], "aa"),
+        lambda at: sample.score(*mdlm.load(at["prompts"])[:2], ("aa", "d")),
+    ),
+    (
+        "{} has no token to score; give some text",
+        lambda at: sample.score(at.model, at.tokenizer, ""),
+        lambda at: sample.score(at.model, at.tokenizer, "a"),
+    ),
+    (
+        "a pair has {} tokens, the context only {}; shorten it",
+        lambda at: sample.score(at.model, at.tokenizer, ("a" * 20, "b" * 20)),
+        lambda at: sample.score(at.model, at.tokenizer, ("a" * 9, "b" * 9)),
+    ),
+]
+
 ADVICE["effects.py"] = [
     (
         "where tokens are filled one at a time; leave it out",
@@ -674,6 +712,12 @@ ADVICE["sample.py"] = [
         "sample --order=one_shot --steps=4",
         "sample --order=one_shot",
         "sample --steps=4",
+    ),
+    (
+        "--logprobs is written to lines of JSON; give --json or --batch",
+        "sample --logprobs=2",
+        "sample --logprobs=2 --json=-",
+        "sample --logprobs=2 --batch={templates}",
     ),
     (
         "--{} needs a template; give --infill or --batch",

@@ -150,6 +150,8 @@ SAMPLE = [
     "--order=random",
     "--order=confidence",
     "--order=one_shot",
+    "--threshold=0.3",
+    "--entropy_bound=0.5",
     "--block=3",
     "--temperature=0.3",
     "--top_k=2",
@@ -166,6 +168,7 @@ SAMPLE = [
     "--batch=batch",
     "--compare=temperature=1,2",
     "--json=out.json",
+    "--logprobs=2",
 ]
 ABSENT = {
     "--out_dir": "another model, as all other tests show",

@@ -30,6 +30,9 @@ PUBLIC = [
     sample.write,
     sample.generate,
     sample.unmask,
+    sample.write_with_logprobs,
+    sample.logprobs,
+    sample.score,
     Tokenizer.encode,
     Tokenizer.decode,
     chain_rule,
@@ -61,6 +64,10 @@ def test_code_of_the_python_page_runs(in_clone):
         exec(compile(block, "docs/python.md", "exec"), names)
     assert len(blocks) >= 7
     assert names["best"] == "t", "of: To be, or no█ to be"
+    assert names["doubtful"].text == "q" and names["doubtful"].likeliest[0][0] == "o"
+    right, wrong = names["scores"]
+    assert wrong.logp < right.logp < 0 < right.se < right.nelbo
+    assert names["letters"][11].drawn < 0 and names["letters"][0].drawn is None
     assert names["logp"] < 0 < names["result"]["nelbo"]
     assert names["loss"].requires_grad and names["W"].grad.isfinite().all()
     assert (names["tokens"] != names["model"].mask_id).all()

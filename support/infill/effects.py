@@ -74,6 +74,7 @@ def rules_of_calls(task):
     no_call = "where no call draws tokens again; leave it out, or raise --correct or --steps"
     return [
         ("order", several or is_in_turn, alone),
+        ("threshold entropy_bound", several, alone),
         ("correct redraw spacing", several, alone),
         ("steps", several or not is_one_by_one(task), alone),  # at most so many, otherwise
         (
@@ -83,6 +84,7 @@ def rules_of_calls(task):
         ),
         ("steps", not task.is_quick or settings.steps <= most, f"{quick} give at most {most}"),
         ("order", chooses(task) or settings.order == "one_shot" or not several, all_at_once),
+        ("threshold entropy_bound", chooses(task) or not several, all_at_once),
         ("redraw spacing", corrects(task), no_call),
         ("block", length >= least, fix),
         ("block", sum(chunk.gaps.sum() for chunk in chunks) > 1, alone),
@@ -128,7 +130,8 @@ def essence(task):
         idle.add("order")
     if is_greedy(task.settings):
         idle.add("temperature")
-    shared = ("order", "redraw", "spacing", "temperature", "top_k", "top_p", "cfg", "seed")
+    shared = ("order", "threshold", "entropy_bound", "redraw", "spacing")
+    shared += ("temperature", "top_k", "top_p", "cfg", "seed")
     decides = {name: getattr(task.settings, name) for name in shared if name not in idle}
     plan = [(c.at, c.first, c.reveals.tolist(), c.corrections.tolist()) for c in task.chunks]
     return decides, is_greedy(task.settings), plan

@@ -2006,6 +2006,7 @@ ADVICE["tokenizer_json.py"] = [
 ]
 
 ADVICE["pretrained.py"] = FollowedIn("test_refused_and_what_helps")
+ADVICE["remote_code.py"] = FollowedIn("test_unfit_code_is_one_sentence")
 ADVICE["adapt.py"] = FollowedIn("test_the_study_plans_its_runs")
 ADVICE["tokenizer.py"] = [
     ("{}; remove it from the text", FollowedIn("test_text_with_the_mask_of_an_encoder_is_refused")),

@@ -359,13 +359,19 @@ def without_code(folder):
         (without_code, "--trust_remote_code has no effect on a network that comes without code"),
     ],
 )
-def test_unfit_code_is_one_sentence(change, words, folder_of, some_text, tmp_path, capfd):
+def test_unfit_code_is_one_sentence(
+    change, words, folder_of, some_text, tmp_path, capfd, monkeypatch
+):
+    """And what it advises helps: the files as they were, or no flag."""
     folder = shutil.copytree(folder_of("masked"), tmp_path / "hf")
     change(folder)
     assert run_mdlm(*flags_of(folder, some_text, tmp_path / "out", TRUST)) == 2
     said = capfd.readouterr().err.strip().splitlines()
     assert words in said[-1] and "Traceback" not in "".join(said), said
     assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(mdlm, "report", lambda *args, **more: None)
+    shutil.copytree(folder_of("masked"), folder, dirs_exist_ok=True)
+    assert run_mdlm(*flags_of(folder, some_text, tmp_path / "out", TRUST, "--max_steps=1")) == 0
 
 
 def test_code_of_a_checkpoint_is_what_it_was(runs, tmp_path):

@@ -697,7 +697,7 @@ class Pretrained(nn.Module):
                 rows = range(len(body.get_input_embeddings().weight))
                 never = [i for i in rows if i >= self.vocab_size or i == self.mask_id]
                 ids |= dict(pad_token_id=end_id, suppress_tokens=never)
-                body.generation_config.update(**ids)
+                body.generation_config.update(**ids, use_cache=body.config.use_cache)
         return body.eval()
 
     def files_of_library(self, end_id=None):

@@ -659,6 +659,7 @@ def test_autoregressive_export_generates_in_the_library(kind, folder_of, some_te
     ids = begins("the name", return_tensors="pt").input_ids
     assert ids[0].tolist() == [model.mask_id, *tokenizer.encode("the name")]
     assert theirs.generation_config.suppress_tokens == [model.mask_id], "it is never drawn"
+    assert theirs.generation_config.use_cache, "as the library has it"
     n = 16 - (ids.shape[1] - 1)
     written = theirs.generate(ids, do_sample=False, max_new_tokens=n)[0, 1:]
     (text,) = sample.write(model, tokenizer, "the name", length=16, temperature=0.0)

@@ -228,7 +228,7 @@ with torch.no_grad():
     found = theirs(input_ids=ids).logits[..., : wanted.shape[-1]]
 known = wanted[0, 0] > -float("inf")
 assert torch.allclose(found[..., known], wanted[..., known], atol=1e-5, rtol=1e-5)
-words = transformers.AutoTokenizer.from_pretrained("hf")
+words = transformers.AutoTokenizer.from_pretrained("hf", trust_remote_code=True)
 assert words.mask_token_id == int(ids[0, 0])
 """
 

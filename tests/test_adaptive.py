@@ -211,6 +211,9 @@ def test_corrections_follow_in_each_row():
     for row, steps in begun.items():
         assert torch.equal(steps[0].x[row], without.x[row]), "the same text before them"
         assert len([s for s in steps if s.drawn[row].any()]) == 4
+    for row in range(6):
+        busy = [step.number for step in plain(correct=3) if step.drawn[row].any()]
+        assert busy == [*range(1, len(busy) + 1)], "no row waits for others"
 
 
 @pytest.mark.parametrize(

@@ -522,6 +522,25 @@ CALLS = {
         dict(text=TEXTS | {"a list": ["a█", 5]}, n=SETTINGS, length=SETTINGS, max_gap=COUNTS)
         | dict(generator=GENERATORS, steps=SETTINGS, fill={"None": None}),
     ),
+    "sample.score": (
+        lambda model, tokenizer, x=None, texts="th", **settings: sample.score(
+            model, tokenizer, texts, **settings
+        ),
+        dict(texts=TEXTS | {"a list": ["a", 5], "a pair": ("a", "b" * 99), "set": {"a"}})
+        | dict(passes=COUNTS | {"odd": 3}, seed=SETTINGS),
+    ),
+    "sample.logprobs": (
+        lambda model, tokenizer, x=None, texts="th", **settings: sample.logprobs(
+            model, tokenizer, texts, **settings
+        ),
+        dict(texts=TEXTS | {"a list": ["a", 5], "a pair": [("a", "b")]}, k=COUNTS),
+    ),
+    "sample.write_with_logprobs": (
+        lambda model, tokenizer, x=None, text="th██", **settings: sample.write_with_logprobs(
+            model, tokenizer, text, **settings
+        ),
+        dict(text=TEXTS, k=COUNTS, n=SETTINGS),
+    ),
     "mdlm.generate": (
         lambda model, tokenizer, x=None, **settings: mdlm.generate(model, x, **settings),
         dict(x=TENSORS | TOO_LONG, steps=COUNTS, generator=GENERATORS),

@@ -242,8 +242,8 @@ def score(
     if passes % 2:
         raise UserError(f"passes={passes} is odd; give an even number, as masks come in pairs")
     seed = whole_number("seed", seed, 0, (1 << 32) - 1)
-    is_one = isinstance(texts, str) or is_pair(texts)
-    cuts = [cut_windows(model, tokenizer, text) for text in ([texts] if is_one else list(texts))]
+    is_list = isinstance(texts, (list, tuple)) and not is_pair(texts)
+    cuts = [cut_windows(model, tokenizer, text) for text in (texts if is_list else [texts])]
     windows = [window for several in cuts for window in several]
     if not windows:
         return []

@@ -260,7 +260,7 @@ class Automaton:
         self.C = next.shape[1]
         leads = self.next != self.S
         D = max(1, int(leads.sum(1).max()))
-        order = leads.int().argsort(1, descending=True, stable=True)[:, :D]
+        order = leads.int().argsort(dim=1, descending=True, stable=True)[:, :D]
         self.follows = order.masked_fill(~leads.gather(1, order), self.C)
         dead = torch.full((self.S + 1, 1), self.S)
         self.after = torch.cat([self.next, dead], 1).gather(1, self.follows)

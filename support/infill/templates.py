@@ -1,8 +1,8 @@
 """Templates for infilling: text in which █ is a token to fill and [___] a gap of unknown length.
 
 [MASK] means the same as █, and so does _ if the model's vocabulary has no such character.
-\\[MASK] stands for the text [MASK] itself. [___:REGEX] and [███:REGEX] are gaps whose fill must match
-a regular expression, [___|yes|no] is one whose fill is in a list (constraint.py).
+\\[MASK] stands for the text [MASK] itself. The fills of [___:REGEX] and [███:REGEX] must match a
+regular expression, that of [___|yes|no] is one of a list (constraint.py).
 
 In the code a template is a list of segments: a Literal (given text), a number of tokens to fill,
 None for [___], or a ConstrainedGap. A Literal is tokenized as in the middle of a whole text, after
@@ -147,11 +147,12 @@ def with_length(segment, length):
 def check_lengths(segments, max_gap):
     """Raise UserError for a gap that no text of at most max_gap tokens can fill."""
     for segment in segments:
-        if isinstance(segment, ConstrainedGap) and is_open(segment) and not segment.spelled:
-            if segment.automaton.shortest > max_gap:
-                least = segment.automaton.shortest
-                what = f"{segment.pattern[:40]!r} needs at least {least} tokens"
-                raise UserError(f"{what}, more than max_gap={max_gap}; raise --max_gap")
+        if segment is None or not has_lengths([segment]):
+            continue
+        least = segment.automaton.shortest
+        if least > max_gap:
+            what = f"{segment.pattern[:40]!r} needs at least {least} tokens"
+            raise UserError(f"{what}, more than max_gap={max_gap}; raise --max_gap")
 
 
 def matches(segments, texts, tokenizer):
@@ -447,7 +448,7 @@ def parse(template, tokenizer, context):
 
 
 def to_ids(segments, tokenizer, mask=0):
-    """Return the ids of segments, with `mask` in gaps: in those of unknown length as few as can be."""
+    """Return the ids of segments, with `mask` in gaps: in those of unknown length the fewest."""
     ids = []
     for segment in encode_segments(segments, tokenizer):
         if isinstance(segment, Literal):

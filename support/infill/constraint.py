@@ -539,7 +539,7 @@ def draw_matching(constraints, x, asked, at, is_ahead_known, logits, u, sampling
         rows = has_draw.nonzero()[:, 0]
         automaton = constraint.automaton.to(logits.device)
         size = max(1, PASS // automaton.follows.numel())
-        for some in rows.split(size):
+        for some in rows.split(size) if len(rows) else ():
             chain = Chain(constraint.of_rows(some.cpu()), automaton, x[some], at)
             chain.read(asked[some], number[some], logits, is_ahead_known)
             chain.draw(logits, u, sampling, token, logp)
@@ -614,7 +614,7 @@ class Chain:
                 bias = b.gather(1, automaton.next[state[drawn]])[:, automaton.classes]  # (r, V)
                 wanted = logits[row[drawn]].double() + bias
                 if (wanted.amax(1) == -torch.inf).any():
-                    fix = "leave out what forbids tokens, or change the pattern"
+                    fix = "change the pattern, or what is given or forbidden there"
                     raise UserError(
                         f"nothing that matches {automaton.pattern[:40]!r} can be drawn "
                         f"at a gap; {fix}"

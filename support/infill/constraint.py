@@ -78,6 +78,9 @@ def check_pattern(pattern):
         raise UserError(f"{shown} has an anchor, and a pattern matches the whole gap; {fix}")
     if re.search(r"\(\?<?[=!>]", rest):
         raise UserError(f"{shown} looks around, which no automaton can; write what the gap has")
+    if any(re.fullmatch(r"\\[1-9]", each) for each in escapes) or "(?P=" in rest:
+        fix = "write a list of texts: [___|aa|bb]"
+        raise UserError(f"{shown} refers back, which no automaton can; {fix}")
     if re.search(r"[*+?}]\+", rest):
         fix = "leave out the second sign"
         raise UserError(f"{shown} has a possessive count, which is not known; {fix}")

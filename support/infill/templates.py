@@ -31,6 +31,7 @@ from support.terminal import saying_late
 GAP = re.compile(r"((?<!\\)\[(?:___|█+)[:|]|█|(?<!\\)\[MASK\]|\[___\])")
 GAP_OR_LINE = re.compile(GAP.pattern.removesuffix(")") + "|_)")  # for a vocabulary without _
 OPENING = re.compile(r"(?:___|█+)[:|]")
+ESCAPE = re.compile(rf"\\(?=\[(?:MASK\]|{OPENING.pattern}))")  # \ before text that is no mark
 LINE_END = re.compile("\r?\n")
 MAX_TEMPLATE = 1 << 26  # bytes; a device, or a pipe without an end, must not fill the memory
 MAX_BATCH = 1 << 29
@@ -335,20 +336,28 @@ def is_template(text, tokenizer):
     return bool(gap_pattern(tokenizer).search(text))
 
 
-def pieces(template, gap):
+def pieces(template, gap, escape=""):
     """Cut a template into text and marks of gaps, in turn; text between two marks may be empty.
 
-    gap: see gap_pattern. Raises UserError for a gap that must match and has no end.
+    gap: see gap_pattern. escape: stands for a backslash that says that no mark follows. Raises
+    UserError for a gap that must match and has no end.
     """
+    escapes = {match.start() for match in ESCAPE.finditer(template)}
+
+    def text(begin, end):
+        if not escapes:
+            return template[begin:end]
+        return "".join(escape if i in escapes else template[i] for i in range(begin, end))
+
     cut = []
     at = 0
     while mark := gap.search(template, at):
         end = mark.end()
-        if len(mark[0]) > 1 and mark[0][-1] in ":|":
+        if mark[0][0] == "[" and mark[0][-1] in ":|":
             end = end_of_pattern(template, end, is_pattern=mark[0][-1] == ":")
-        cut += [template[at : mark.start()], template[mark.start() : end]]
+        cut += [text(at, mark.start()), template[mark.start() : end]]
         at = end
-    return [*cut, template[at:]]
+    return [*cut, text(at, len(template))]
 
 
 def end_of_pattern(template, start, is_pattern):
@@ -394,16 +403,10 @@ def constrained_gap(mark):
 def split(template, gap):
     """Split a template into segments, of which texts are strings. gap: see gap_pattern."""
     segments = []
-    cut = pieces(template, gap)
-    at = 0
-    for i, piece in enumerate(cut):
-        at += len(piece)
+    for i, piece in enumerate(pieces(template, gap)):
         if i % 2 == 0:
-            text = re.sub(r"\\(?=\[(?:MASK\]|___[:|]))", "", piece)
-            if text.endswith("\\[") and OPENING.match(template, at):
-                text = text[:-2] + "["
-            if text:
-                segments.append(text)
+            if piece:
+                segments.append(piece)
         elif piece == "[___]":
             segments.append(None)
         elif len(piece) > 1 and piece != "[MASK]":
@@ -429,9 +432,8 @@ def parse(template, tokenizer, context):
         # The errors of these tokenizers name the position of an unknown character. Encode the whole
         # template once, its gaps replaced by a known character, so that the position is right.
         known = " " if tokenizer.kind == "id" else tokenizer.decode([0])
-        cut = pieces(template, gap)
-        shown = "".join(known * len(cut[i]) if i % 2 else cut[i] for i in range(len(cut)))
-        tokenizer.encode(shown.replace("\\[MASK]", known + "[MASK]"))
+        cut = pieces(template, gap, known)
+        tokenizer.encode("".join(known * len(cut[i]) if i % 2 else cut[i] for i in range(len(cut))))
     segments = split(template, gap)
     if all(isinstance(segment, str) for segment in segments):
         use = "mark each missing token with █ or [MASK], a gap of unknown length with [___]"

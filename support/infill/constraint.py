@@ -541,7 +541,8 @@ def draw_matching(constraints, x, asked, at, is_ahead_known, logits, u, sampling
         has_draw = (constraint.inside(at, asked.device) & asked).any(1)
         rows = has_draw.nonzero()[:, 0]
         automaton = constraint.automaton.to(logits.device)
-        size = max(1, PASS // automaton.follows.numel())
+        longest = int(constraint.length.max())
+        size = max(1, PASS // (automaton.follows.numel() + longest * automaton.S))
         for some in rows.split(size) if len(rows) else ():
             chain = Chain(constraint.of_rows(some.cpu()), automaton, x[some], at)
             chain.read(asked[some], number[some], logits, is_ahead_known)
@@ -586,51 +587,62 @@ class Chain:
         self.backward(mass)
 
     def backward(self, mass):
-        """Set self.ahead: for n = 0 .. N the log b (R, S + 1) with n tokens to come."""
+        """Set self.ahead (N + 1, R, S + 1): log b with 0 .. N tokens to come, whose largest is 0.
+
+        Raises UserError if nothing that matches can be drawn.
+        """
         automaton = self.automaton
         R = len(mass)
+        to_come = torch.arange(1, self.N + 1, device=mass.device)[:, None]
+        offset = self.length - to_come  # (N, R)
         rows = torch.arange(R, device=mass.device)
-        self.ahead = [log_of(automaton.can_end(0).to(mass.device)).expand(R, -1)]
+        mass = mass[rows, offset.clamp(min=0)]  # (N, R, C + 1)
+        is_unknown = offset >= self.known
+        reached = [log_of(automaton.can_end(n)).to(mass.device) for n in range(self.N + 1)]
+        ahead = [reached[0].expand(R, -1)]
+        some_unknown = is_unknown.any(1).tolist()
         for n in range(1, self.N + 1):
-            offset = self.length - n
-            here = mass[rows, offset.clamp(min=0)]  # (R, C + 1)
-            terms = here[:, automaton.follows] + self.ahead[-1][:, automaton.after]
+            terms = mass[n - 1][:, automaton.follows] + ahead[-1][:, automaton.after]
             b = terms.logsumexp(-1)
-            b = b - b.amax(1, keepdim=True).clamp(min=-1e300)  # the best state has 1
-            # Nothing is known: what can still be reached.
-            reached = log_of(automaton.can_end(n).to(mass.device))
-            self.ahead.append(torch.where((offset >= self.known)[:, None], reached, b))
+            b = b - b.amax(1, keepdim=True).clamp(min=-1e300)
+            if some_unknown[n - 1]:  # the network says nothing: what can still be reached
+                b = torch.where(is_unknown[n - 1, :, None], reached[n], b)
+            ahead.append(b)
+        self.ahead = torch.stack(ahead)
+        if (self.ahead[self.length, rows, 0] == -torch.inf).any():
+            what = f"nothing that matches {automaton.pattern[:40]!r} can be drawn at a gap"
+            raise UserError(f"{what}; change the pattern, or what is given or forbidden there")
 
     def draw(self, logits, u, sampling, token, logp):
         """Draw from the left, in place; see draw_matching."""
         automaton = self.automaton
-        ahead = torch.stack(self.ahead)  # (N + 1, R, S + 1)
-        state = torch.zeros(len(self.length), dtype=torch.int64, device=logits.device)
-        for offset in range(int(self.known.max())):
-            is_here = self.is_gap[:, offset] & (offset < self.known)
+        V = len(automaton.classes)
+        known = self.known.minimum(self.length)
+        rows = torch.arange(len(self.length), device=logits.device)
+        state = torch.zeros_like(rows)
+        constrained = []
+        for offset in range(int(known.max())):
             row = self.row[:, offset]
-            drawn = (is_here & (row >= 0)).nonzero()[:, 0]
-            ids = self.ids[:, offset].clone()
+            is_drawn = row >= 0
+            if (offset >= known).any() or not is_drawn.all():
+                drawn = (is_drawn & (offset < known)).nonzero()[:, 0]
+            else:
+                drawn = rows
+            id = self.ids[:, offset]
             if len(drawn):
-                to_come = self.length[drawn] - offset - 1
-                b = ahead[to_come, drawn]  # (r, S + 1)
-                bias = b.gather(1, automaton.next[state[drawn]])[:, automaton.classes]  # (r, V)
-                wanted = logits[row[drawn]].double() + bias
-                if (wanted.amax(1) == -torch.inf).any():
-                    fix = "change the pattern, or what is given or forbidden there"
-                    raise UserError(
-                        f"nothing that matches {automaton.pattern[:40]!r} can be drawn "
-                        f"at a gap; {fix}"
-                    )
-                new = numerics.draw(wanted, u[row[drawn]], *sampling)
-                token[row[drawn]] = new
-                logp[row[drawn]] = wanted.log_softmax(-1).to(logp.dtype)
-                ids[drawn] = new
-            is_token = is_here & (ids < len(automaton.classes))
-            moved = automaton.next[
-                state, automaton.classes[ids.clamp(max=len(automaton.classes) - 1)]
-            ]
-            state = torch.where(is_token, moved, state)
+                at = row[drawn]
+                b = self.ahead[self.length[drawn] - offset - 1, drawn]  # (r, S + 1)
+                b = b.gather(1, automaton.next[state[drawn]])  # (r, C)
+                wanted = logits[at].double() + b[:, automaton.classes]  # (r, V)
+                new = numerics.draw(wanted, u[at], *sampling)
+                token[at] = new
+                constrained.append((at, wanted))
+                id = id.index_put((drawn,), new)
+            moved = automaton.next[state, automaton.classes[id.clamp(max=V - 1)]]
+            state = torch.where(offset < known, moved, state)
+        at = torch.cat([at for at, _ in constrained])
+        wanted = torch.cat([wanted for _, wanted in constrained])
+        logp[at] = wanted.log_softmax(-1).to(logp.dtype)
 
 
 def log_of(is_true):

@@ -41,7 +41,6 @@ from support.infill.calls import Memo, call_size, end_documents, group_size, gro
 from support.infill.constraint import ConstrainedGap, ask_ahead, draw_matching
 from support.infill.search import all_are_compared, hypotheses
 from support.infill.templates import (
-    checked_texts,
     has_open,
     is_open,
     joined,
@@ -703,7 +702,10 @@ def fill_segments(model, tokenizer, limits, settings, new_seed, generator, segme
     may_draw["constraints"] = constraint.by_row([segments] * n)
     samples = torch.arange(n, device=device)
     filled = fill_masks(model, x, settings, None, samples, None, may_draw).tolist()
-    return [joined(checked_texts(segments, ids, tokenizer)) for ids in filled]
+    texts = [to_texts(segments, ids, tokenizer) for ids in filled]
+    for one in texts:
+        templates.check_match(segments, one, tokenizer)
+    return [joined(one) for one in texts]
 
 
 CLASHES = [
@@ -849,7 +851,8 @@ def sampled(model, tokenizer, segments, options, template, pages):
         seconds = (time.monotonic() - began) / len(samples)
         for row, calls in zip(step.x.tolist(), step.calls.tolist()):
             facts = dict(steps=steps, calls=calls, seconds=seconds)
-            texts = checked_texts(segments, row, tokenizer)
+            texts = to_texts(segments, row, tokenizer)
+            templates.check_match(segments, texts, tokenizer)
             if films:
                 about = dict(text=joined(texts), title=f"sample {len(pages) + 1}")
                 pages.append(facts | about | films.pop(0).page(row))

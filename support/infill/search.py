@@ -16,6 +16,7 @@ from support.infill.ranking import likeliest
 from support.infill.templates import (
     allowed_by_row,
     check_lengths,
+    check_match,
     encode_segments,
     has_open,
     is_open,
@@ -109,8 +110,7 @@ def distinct(rows, tried, at_end, tokenizer, end=None):
                 ids = [*ids, end] if end is not None and len(ids) < len(row) else ids
                 rows_kept[text, tuple(ids)] = (i, begin, fill._replace(ids=ids), text)
     if not rows_kept:
-        what = "no fill was found that matches as it is shown: tokens beside it change its text"
-        raise UserError(f"{what}; leave a space, or leave the pattern out")
+        check_match(fill.segments, texts, tokenizer)  # of the last one
     return list(rows_kept.values())
 
 

@@ -166,6 +166,13 @@ def matches(segments, texts, tokenizer):
     return True
 
 
+def check_match(segments, texts, tokenizer):
+    """Raise UserError if a gap that must match does not in texts from `to_texts`."""
+    if not matches(segments, texts, tokenizer):
+        what = "a gap does not match as it is shown: the tokens beside it change its text"
+        raise UserError(f"{what}; leave a space, or leave the pattern out")
+
+
 # ---- Gaps whose first token must begin with a space
 
 
@@ -502,15 +509,6 @@ def has_own_space(literal, decoded, tokenizer):
     # As in "(███)" and "well-███": this tokenizer has the same ids with a space and without.
     is_wanted = last.isalnum() or last in SPACED or unicodedata.category(last) in ("Pe", "Pf")
     return not is_wanted and tokenizer.library.forgets_space_after(last)
-
-
-def checked_texts(segments, ids, tokenizer):
-    """`to_texts`; raises UserError if a gap that must match does not, as it is shown."""
-    texts = to_texts(segments, ids, tokenizer)
-    if not matches(segments, texts, tokenizer):
-        what = "a gap does not match as it is shown: the tokens beside it change its text"
-        raise UserError(f"{what}; leave a space, or leave the pattern out")
-    return texts
 
 
 def joined(texts):

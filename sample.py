@@ -36,8 +36,9 @@ from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.devices import pick_device
 from support.errors import NoEffect, UserError
 from support.flags import READS, WRITES, opt
-from support.infill import adaptive, effects, templates
+from support.infill import adaptive, constraint, effects, templates
 from support.infill.calls import Memo, call_size, end_documents, group_size, groups, predict
+from support.infill.constraint import ConstrainedGap, ask_ahead, draw_matching
 from support.infill.probabilities import (
     TokenLogprob,
     as_json,
@@ -48,7 +49,17 @@ from support.infill.probabilities import (
 from support.infill.probabilities import logprobs as logprobs
 from support.infill.probabilities import score as score
 from support.infill.search import all_are_compared, hypotheses
-from support.infill.templates import joined, of_prompt, parse, to_ids, to_texts
+from support.infill.templates import (
+    has_open,
+    is_open,
+    joined,
+    length_of,
+    of_prompt,
+    parse,
+    to_ids,
+    to_texts,
+    with_length,
+)
 from support.kernels.reference import philox_words
 from support.numerics import draw, reversed_bits, top2_margin, topk_mask
 from support.training import scores
@@ -432,6 +443,7 @@ def unmask(
     forbid: Sequence[int | None] = (),
     allowed: dict[int, torch.Tensor] | None = None,
     memo: Memo | None = None,
+    matches: dict[int, ConstrainedGap] | None = None,
     **settings,
 ) -> Iterator[Step]:
     """Fill [MASK] positions of x (B, T); yields a Step after each network call.
@@ -442,6 +454,8 @@ def unmask(
     forbid    ids that are never drawn (None is ignored)
     allowed   {position: (V,) bool, the ids that may be drawn there}; others may have any
     memo      a likelihood.Memo: a text that the network has seen costs no call
+    matches   {position: constraint.gap(pattern, length, tokenizer)}: the tokens of the gap that
+              begins there match
     settings  SamplerSettings by name; ValueError if one cannot be followed or has no effect
 
     T may exceed the context: the model then sees the last positions up to the end of a chunk, half
@@ -452,8 +466,13 @@ def unmask(
     if memo is not None and not isinstance(memo, Memo):
         raise UserError(f"memo must be a likelihood.Memo, not {arguments.kind_of(memo)}")
     settings = from_keywords(settings, model, x.shape[1], has_given_text(model, x))
-    allowed = places(allowed, x)
-    return take_steps(model, x, fill, samples, settings, end_id, forbid, allowed, memo)
+    may_draw = (
+        end_id,
+        forbid,
+        places(allowed, x),
+        constraint.everywhere(model, x, matches, end_id),
+    )
+    return take_steps(model, x, fill, samples, settings, *may_draw, memo)
 
 
 def has_given_text(model, x):
@@ -462,10 +481,21 @@ def has_given_text(model, x):
 
 
 @torch.no_grad()
-def take_steps(model, x, fill, samples, settings, end_id=None, forbid=(), allowed=(), memo=None):
+def take_steps(
+    model,
+    x,
+    fill,
+    samples,
+    settings,
+    end_id=None,
+    forbid=(),
+    allowed=(),
+    constraints=(),
+    memo=None,
+):
     """Yields the Steps of `unmask`, whose arguments are checked; settings: resolved.
 
-    allowed: pairs, see `places`.
+    allowed: pairs, see `places`; constraints: see constraint.by_row.
     """
     mask = model.mask_id
     device = x.device
@@ -494,12 +524,21 @@ def take_steps(model, x, fill, samples, settings, end_id=None, forbid=(), allowe
             drawn = to_reveal(settings, chunk, masked, noise, k) | corrected
             if not drawn.any():
                 continue
+            asked = drawn
+            if constraints and not model.objective.one_by_one:
+                asked = ask_ahead(constraints, drawn, chunk.gaps & (text == mask), chunk.at)
             # 2. Draw there: the network sees all of it masked.
-            logits = find(model, device, x, is_given, drawn, chunk.at, settings.cfg, cache)
-            exclude(logits, drawn, chunk.at, forbid, allowed)
+            logits = find(model, device, x, is_given, asked, chunk.at, settings.cfg, cache)
+            exclude(logits, asked, chunk.at, forbid, allowed)
             calls += drawn.any(1) * (2 if settings.cfg else 1)
             logp = logits.log_softmax(-1)
-            token = draw(logits, u[drawn], settings.temperature, settings.top_k, settings.top_p)
+            rule = (settings.temperature, settings.top_k, settings.top_p)
+            token = draw(logits, u[asked], *rule)
+            if constraints:
+                is_ahead_known = not model.objective.one_by_one
+                asking = (asked, chunk.at, is_ahead_known)
+                draw_matching(constraints, x, *asking, logits, u[asked], rule, token, logp)
+                token, logp = token[drawn[asked]], logp[drawn[asked]]
             # 3. Keep it; if the order had to wait for the network, the best of it.
             if ORDERS[settings.order].network_first:
                 both = (logp, token)
@@ -526,6 +565,7 @@ def generate(
     end_id: int | None = None,
     forbid: Sequence[int | None] = (),
     allowed: dict[int, torch.Tensor] | None = None,
+    matches: dict[int, ConstrainedGap] | None = None,
     **settings,
 ) -> torch.Tensor:
     """Fill the [MASK] positions of x (B, T) as `unmask` does and return the ids (B, T).
@@ -544,6 +584,7 @@ def generate(
     if not is_seeded:
         settings = replace(settings, seed=draw_seed(generator))
     may_draw = dict(end_id=end_id, forbid=forbid, allowed=places(allowed, x))
+    may_draw["constraints"] = constraint.everywhere(model, x, matches, end_id)
     return fill_masks(model, x, settings, fill, samples, expect, may_draw)
 
 
@@ -555,7 +596,8 @@ def draw_seed(generator):
 
 def fill_masks(model, x, settings, fill, samples, expect, may_draw, drawn=None):
     """What `generate` does, whose arguments are checked; settings: resolved; may_draw: end_id,
-    forbid and allowed of `take_steps`; drawn (B, T) float64: gets log p of what is drawn."""
+    forbid, allowed and constraints of `take_steps`; drawn (B, T) float64: gets log p of what is
+    drawn."""
     fill = (x == model.mask_id) & (True if fill is None else fill)
     memo, size = merge_calls(model, fill)
     slices = groups(model, len(x), x.device, size, writing=True)
@@ -567,7 +609,9 @@ def fill_masks(model, x, settings, fill, samples, expect, may_draw, drawn=None):
     for i, rows in enumerate(slices):
         inputs = (x[rows], fill[rows], samples[rows])
         allowed = [(where[rows], ids) for where, ids in may_draw["allowed"]]
-        steps = take_steps(model, *inputs, settings, memo=memo, **may_draw | dict(allowed=allowed))
+        of_rows = [each.of_rows(rows) for each in may_draw["constraints"]]
+        own = may_draw | dict(allowed=allowed, constraints=of_rows)
+        steps = take_steps(model, *inputs, settings, memo=memo, **own)
         for done, step in enumerate(steps, 1):
             out[rows] = step.x
             if drawn is not None:
@@ -622,20 +666,22 @@ def fill_gaps(
     is_quick,
     expect=None,
     allowed=(),
+    constraints=(),
     new_seed=None,
     draws=None,
 ):
     """Fill gaps of a template. may_end: at the end of the text; is_quick: to compare lengths.
 
-    settings: resolved; allowed: pairs, see `places`; new_seed() gives a seed in place of theirs;
-    draws: a list that gets what was drawn, see `drawn_in_search`.
+    settings: resolved; allowed: pairs, see `places`; constraints: see constraint.by_row; new_seed()
+    gives a seed in place of theirs; draws: a list that gets what was drawn, see `drawn_in_search`.
     """
     arguments.check_tokenizer(tokenizer, model)
     if is_quick:
         settings = quick(settings, model)
     if new_seed:
         settings = replace(settings, seed=new_seed())
-    may_draw = dict(allowed=allowed) | ends(model, tokenizer, not may_end)
+    may_draw = dict(allowed=allowed, constraints=constraints)
+    may_draw |= ends(model, tokenizer, not may_end)
     samples = torch.arange(len(x), device=x.device)
     if draws is None:
         return fill_masks(model, x, settings, fill, samples, expect, may_draw)
@@ -710,7 +756,10 @@ def write_ids(model, tokenizer, text, n, length, generator, max_gap, settings):
     guides = any(has_given_text(model, torch.tensor(ids)) for ids in rows)
     new_seed = None if "seed" in settings else partial(draw_seed, generator)
     settings = from_keywords(settings, model, max(map(len, rows), default=0), guides)
-    if limits.max_gap != TextFlags.max_gap and not any(None in segments for segments, _ in todo):
+    for segments, _ in todo:
+        templates.check_lengths(segments, limits.max_gap)
+    is_searched = any(templates.has_lengths(segments) for segments, _ in todo)
+    if limits.max_gap != TextFlags.max_gap and not is_searched:
         raise UserError(f"max_gap={limits.max_gap} has no effect without [___]; leave it out")
     made = partial(fill_segments, model, tokenizer, limits, settings, new_seed, generator)
     return [done for segments in todo for done in made(*segments)]
@@ -734,7 +783,7 @@ def fill_segments(model, tokenizer, limits, settings, new_seed, generator, segme
     """What `write_ids` returns, of what `to_fill` returned: a list of --num_samples."""
     device = next(model.parameters()).device
     n = limits.num_samples
-    if None in segments:  # the likeliest lengths
+    if templates.has_open(segments):  # the likeliest lengths
         fill = partial(fill_gaps, model, tokenizer, settings, new_seed=new_seed)
         search = (model, tokenizer, segments, 1, fill, device, limits.max_gap)
         segments = hypotheses(*search)[0].segments
@@ -748,9 +797,12 @@ def fill_segments(model, tokenizer, limits, settings, new_seed, generator, segme
         settings = replace(settings, seed=new_seed())
     may_draw = ends(model, tokenizer, is_template)
     may_draw["allowed"] = places(templates.allowed_tokens(segments, tokenizer), x)
+    may_draw["constraints"] = constraint.by_row([segments] * n)
     samples = torch.arange(n, device=device)
     drawn = not_drawn(x)
     filled = fill_masks(model, x, settings, None, samples, None, may_draw, drawn).tolist()
+    for ids in filled:
+        templates.check_match(segments, to_texts(segments, ids, tokenizer), tokenizer)
     return [(segments, *row) for row in zip(filled, drawn)]
 
 
@@ -799,7 +851,7 @@ def check(options, given):
         if given.get(name) == "" or (name, options.html) == ("html", "-"):
             raise UserError(f"--{name}={given[name]} is no file or text; give one or leave it out")
     arguments.check_text(options.prompt + options.infill)
-    if re.search("█|\\[___\\]", options.prompt):
+    if re.search("█|\\[___[]:|]", options.prompt):
         raise UserError("--prompt has gaps; give it as --infill, or without a flag before it")
     stdin = dict(stdin="/dev/stdin") if "-" in (options.infill, options.batch) else {}
     outputs.check_all(options, **stdin)
@@ -832,11 +884,12 @@ def tasks(model, tokenizer, todo, rows, options):
     """
     for settings in rows:
         for template, segments in todo:
-            is_ranked = None in segments and not is_plain(options, template)
+            is_ranked = has_open(segments) and not is_plain(options, template)
             is_quick = is_ranked and all_are_compared(model, segments)
-            n = len(to_ids(segments, tokenizer)) - segments.count(None)  # known tokens
+            unknown = sum(length_of(segment) for segment in segments if is_open(segment))
+            n = len(to_ids(segments, tokenizer)) - unknown  # known tokens
             room = max(1, min(options.max_gap, model.config.block_size - n))
-            known = [room if segment is None else segment for segment in segments]
+            known = [with_length(segment, room) for segment in segments]
             x = to_ids(known, tokenizer, model.mask_id)
             x = torch.tensor([x])
             used = quick(settings, model) if is_quick else settings
@@ -851,7 +904,7 @@ def check_effects(model, tokenizer, todo, options, variants, given):
 
     options: not resolved; variants: of --compare, {title: resolved settings}
     """
-    if "max_gap" in given and not any(None in segments for _, segments in todo):
+    if "max_gap" in given and not any(templates.has_lengths(segments) for _, segments in todo):
         raise UserError("--max_gap has no effect without [___]; leave it out, or write [___]")
     rows = list(variants.values()) or [resolve(options, model)]
     names = [name for name in changed(options) if name in given]
@@ -869,6 +922,7 @@ def sampled(model, tokenizer, segments, options, template, pages):
     ids = torch.tensor(to_ids(segments, tokenizer, mask), dtype=torch.int64)
     may_draw = ends(model, tokenizer, template)
     allowed = templates.allowed_tokens(segments, tokenizer)
+    constraints = constraint.by_row([segments])
     size = 1 if options.watch else None
     for rows in groups(model, max(1, options.num_samples), options.device, size, writing=True):
         began = time.monotonic()
@@ -883,6 +937,8 @@ def sampled(model, tokenizer, segments, options, template, pages):
         ]
         with terminal.progress("writing", " steps", steps, disable=options.watch) as bar:
             may_draw["allowed"] = places(allowed, x)
+            one = torch.zeros_like(samples)  # all rows are alike
+            may_draw["constraints"] = [each.of_rows(one) for each in constraints]
             where = (x.to(options.device), None, samples)
             # What stays where nothing is left to fill: the likeliest [___] may be empty.
             nothing = torch.zeros(0, model.vocab_size)
@@ -900,6 +956,7 @@ def sampled(model, tokenizer, segments, options, template, pages):
         for row, calls, logp in zip(step.x.tolist(), step.calls.tolist(), drawn):
             facts = dict(steps=steps, calls=calls, seconds=seconds)
             texts = to_texts(segments, row, tokenizer)
+            templates.check_match(segments, texts, tokenizer)
             if films:
                 about = dict(text=joined(texts), title=f"sample {len(pages) + 1}")
                 pages.append(facts | about | films.pop(0).page(row))
@@ -980,7 +1037,7 @@ def is_plain(options, template):
 
 def answers(model, tokenizer, template, segments, options, pages):
     """Fill a template, or a text (None), of segments; yields ([texts, the best first], facts)."""
-    if not is_plain(options, template) or None in segments:
+    if not is_plain(options, template) or has_open(segments):
         segments, texts, facts = ranked(model, tokenizer, segments, options)
         if not is_plain(options, template):
             yield texts, facts
@@ -1003,7 +1060,8 @@ def main(argv):
             segments = of_prompt(options.prompt, tokenizer, options.length, config)
         else:
             segments = parse(template, tokenizer, config.block_size)
-        if None in segments and variants:
+        templates.check_lengths(segments, options.max_gap)
+        if has_open(segments) and variants:
             raise UserError("--compare needs gaps of known lengths; write █ for each token")
         if options.cfg and not any(isinstance(segment, (str, list)) for segment in segments):
             raise UserError("--cfg guides by the given text, and there is none; give some")

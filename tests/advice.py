@@ -1953,6 +1953,18 @@ ADVICE["templates.py"] = [
     ),
 ]
 
+CONSTRAINED = FollowedIn("test_a_refused_pattern_can_be_mended")
+ADVICE["constraint.py"] = CONSTRAINED
+ADVICE["templates.py"] += [
+    ("no text of {} tokens matches {} + {}; write another number of █, or [___:...]", CONSTRAINED),
+    ("{}, more than max_gap={}; raise --max_gap", CONSTRAINED),
+    ("{}; write one, or \\\\[ for the text", CONSTRAINED),
+    (
+        "{}; leave a space, or leave the pattern out",
+        Because("no tokenizer of the tests does that: others are refused before"),
+    ),
+]
+
 ADVICE["texts.py"] = [
     ("{}; give a file with text in it", {"a.txt": ""}, {"a.txt": TEXT}),
     (

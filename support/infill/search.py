@@ -1,5 +1,6 @@
 """Infilling by search: tries many fills of every length, and ranks them by exact likelihood."""
 
+import contextlib
 import itertools
 import math
 from functools import partial
@@ -8,15 +9,23 @@ from typing import NamedTuple
 import torch
 
 from support.arguments import check_tokenizer
+from support.errors import UserError
+from support.infill import constraint
 from support.infill.calls import call_size
 from support.infill.ranking import likeliest
 from support.infill.templates import (
     allowed_by_row,
+    check_lengths,
+    check_match,
     encode_segments,
+    has_open,
+    is_open,
     joined,
     keeps_spaces,
+    matches,
     to_ids,
     to_texts,
+    with_length,
 )
 
 
@@ -41,12 +50,47 @@ def until_break(tokenizer, ids, start=0):
     return len(texts)
 
 
-def distinct(rows, tried, at_end, tokenizer):
-    """Remove rows with the same ids and text, and those without a space that the template asks for.
+class Way(NamedTuple):
+    """How a gap of unknown length may be filled."""
+
+    length: int
+    draws: int = 0  # of how many fills; 0: as many as of a gap of known length
+    ids: tuple | None = None  # this fill alone
+
+
+def ways_to_fill(gap, max_gap, draws):
+    """Return the Ways of a gap of unknown length; draws: how many fills of a known one are drawn.
+
+    Short gaps are drawn more often: they are cheap and have most of the likely fills. A list of
+    texts needs no draws.
+    """
+    if gap is not None and gap.spelled:
+        return [Way(len(ids), 1, ids) for ids in gap.spelled]
+    lengths = range(1, max_gap + 1) if gap is None else gap.automaton.lengths(max_gap)
+    least = 1 if gap is None else draws // len(lengths)
+    return [Way(n, max(1, least, draws // (2 * max(1, n)))) for n in lengths]
+
+
+def line_end(model, tokenizer):
+    """The id that ends a text of unknown length, [END] or a line break; None if there is none."""
+    if model.objective.lengths_are_given:
+        return None
+    if tokenizer.end_id is not None:
+        return tokenizer.end_id
+    with contextlib.suppress(UserError):
+        ids = tokenizer.encode_lossless("\n", after_gap=True)
+        return ids[0] if len(ids) == 1 else None
+    return None
+
+
+def distinct(rows, tried, at_end, tokenizer, end=None):
+    """Remove rows with the same ids and text, those without a space that the template asks for, and
+    those with a gap that must match and does not.
 
     rows: lists of ids, drawn for the pairs `tried` (where ranking begins, Fill)
     at_end: whether the last segment is a gap at the end of the text. It is then cut off before
         [END] or a line break
+    end: the id that ends the text after a gap that must match, if that is at the end of the text
 
     Rows of other ids are kept even if they show the same text: which of them is the likeliest is
     not known yet. Returns a list of (number of the row, where ranking begins, Fill, text).
@@ -60,8 +104,13 @@ def distinct(rows, tried, at_end, tokenizer):
             ids = ids[: gap_start + length + 1]  # with the token that ends the text
             fill = fill._replace(segments=[*fill.segments[:-1], length])
         if keeps_spaces(fill.segments, ids, tokenizer):
-            text = joined(to_texts(fill.segments, ids, tokenizer))
-            rows_kept[text, tuple(ids)] = (i, begin, fill._replace(ids=ids), text)
+            texts = to_texts(fill.segments, ids, tokenizer)
+            if matches(fill.segments, texts, tokenizer):
+                text = joined(texts)
+                ids = [*ids, end] if end is not None and len(ids) < len(row) else ids
+                rows_kept[text, tuple(ids)] = (i, begin, fill._replace(ids=ids), text)
+    if not rows_kept:
+        check_match(fill.segments, texts, tokenizer)  # of the last one
     return list(rows_kept.values())
 
 
@@ -71,7 +120,7 @@ def cut_stretches(segments):
     Returns the pairs (begin, end) of segments. A stretch ends where the next gap of unknown length
     begins. Such a gap at the end of the text is a stretch of its own.
     """
-    unknown = [i for i, segment in enumerate(segments) if segment is None]
+    unknown = [i for i, segment in enumerate(segments) if is_open(segment)]
     cuts = {0, *unknown[1:], len(segments)}
     if segments[-1] is None:
         cuts.add(len(segments) - 1)
@@ -82,7 +131,7 @@ def all_are_compared(model, segments):
     """Whether each stretch of a template has a gap of unknown length whose lengths are compared."""
     ends_open = segments[-1] is None and not model.objective.lengths_are_given
     stretches = [segments[begin:end] for begin, end in cut_stretches(segments)]
-    return all(None in stretch for stretch in stretches) and not ends_open
+    return all(map(has_open, stretches)) and not ends_open
 
 
 def length_logp(model):
@@ -121,6 +170,7 @@ def hypotheses(model, tokenizer, segments, n, draw, device, max_gap=16, draws=16
     check_tokenizer(tokenizer, model)
     L = model.config.block_size
     segments = encode_segments(segments, tokenizer)
+    check_lengths(segments, max_gap)
     stretches = cut_stretches(segments)
     fills = [Fill([], [], 0.0)]
     # Where the ranking of each fill begins: the text before the first gap is given.
@@ -136,25 +186,31 @@ def hypotheses(model, tokenizer, segments, n, draw, device, max_gap=16, draws=16
         room = L - len(to_ids(segments[end:], tokenizer))
         is_last = end == len(segments)
         at_end = stretch == [None] and is_last and not model.objective.lengths_are_given
-        several = None in stretch and not at_end
+        several = has_open(stretch) and not at_end
         if is_last and model.objective.lengths_are_given:
             fills = [fill._replace(logp=0.0) for fill in fills]
             starts = [first] * len(fills)
-        # 1. Draw: every length of the gap after every fill of the previous stretches.
-        lengths = [1]  # of no effect: the stretch has no gap of unknown length
+        # 1. Draw: every length of the gap after every fill of the previous stretches; each text, if
+        # the gap has a list of them.
+        ways = [Way(1)]  # of no effect: the stretch has no gap of unknown length
         if several:
-            lengths = range(1, max_gap + 1)
+            ways = ways_to_fill(next(filter(is_open, stretch)), max_gap, draws)
         elif at_end:
-            lengths = [max_gap]
+            ways = [Way(max_gap)]
         tried = []
-        for i, length in itertools.product(range(len(fills)), lengths):
+        for i, way in itertools.product(range(len(fills)), ways):
+            length = way.length
             if at_end:
                 length = min(length, room - len(fills[i].ids))
-            known = [length if segment is None else segment for segment in stretch]
-            ids = fills[i].ids + to_ids(known, tokenizer, model.mask_id)
+            known = [with_length(segment, length) for segment in stretch]
+            ids = list(fills[i].ids)
+            for segment, one in zip(stretch, known):
+                is_told = is_open(segment) and way.ids is not None
+                ids += way.ids if is_told else to_ids([one], tokenizer, model.mask_id)
             if len(ids) <= room:
-                # Draw short gaps more often: they are cheap and have most of the likely fills.
-                each = max(1, draws // (2 * length if several else 1) // len(fills))
+                each = max(1, (way.draws or draws) // len(fills))
+                if way.ids is not None and model.mask_id not in ids[len(fills[i].ids) :]:
+                    each = 1  # there is nothing to draw
                 tried += [(starts[i], Fill(fills[i].segments + known, ids, fills[i].logp))] * each
         after = model.objective.pad_id if is_last else model.mask_id
         rows = [fill.ids + [after] * (L - len(fill.ids)) for _, fill in tried]
@@ -162,12 +218,22 @@ def hypotheses(model, tokenizer, segments, n, draw, device, max_gap=16, draws=16
         sequences = sum(len(fill.ids) - start for start, fill in tried)  # to rank them, at most
         later = math.ceil(sequences / call_size(model, device))
         options = dict(expect=partial(tell, number, later)) if expect else {}
-        if allowed := allowed_by_row([fill.segments for _, fill in tried], tokenizer, L):
+        templates = [fill.segments for _, fill in tried]
+        if allowed := allowed_by_row(templates, tokenizer, L):
             options["allowed"] = allowed
+        if constraints := constraint.by_row(templates):
+            options["constraints"] = constraints
         x = draw(torch.tensor(rows, device=device), inside.to(device), at_end, several, **options)
         # 2. Keep each sequence of ids once; several may show the same text.
-        rows, starts, fills, texts = zip(*distinct(x.tolist(), tried, at_end, tokenizer))
+        end = None
+        if is_last and is_open(segments[-1]) and not at_end:
+            end = line_end(model, tokenizer)
+        kept = distinct(x.tolist(), tried, at_end, tokenizer, end)
+        rows, starts, fills, texts = zip(*kept)
         x = x[list(rows)]
+        if end is not None:
+            for row, fill in zip(x, fills):
+                row[: len(fill.ids)] = torch.tensor(fill.ids)
         # 3. Rank them, and continue with the best.
         stop = torch.tensor([len(fill.ids) for fill in fills])
         known = torch.tensor([fill.logp for fill in fills], dtype=torch.float64)

@@ -1,11 +1,12 @@
 """Templates for infilling: text in which █ is a token to fill and [___] a gap of unknown length.
 
 [MASK] means the same as █, and so does _ if the model's vocabulary has no such character.
-\\[MASK] stands for the text [MASK] itself.
+\\[MASK] stands for the text [MASK] itself. The fills of [___:REGEX] and [███:REGEX] must match a
+regular expression, that of [___|yes|no] is one of a list (constraint.py).
 
-In the code a template is a list of segments: a Literal (given text), a number of tokens to fill, or
-None for [___]. A Literal is tokenized as in the middle of a whole text, after the text that
-precedes it (support/data/seams.py).
+In the code a template is a list of segments: a Literal (given text), a number of tokens to fill,
+None for [___], or a ConstrainedGap. A Literal is tokenized as in the middle of a whole text, after
+the text that precedes it (support/data/seams.py).
 """
 
 import contextlib
@@ -22,10 +23,15 @@ import torch
 from support.data.records import first_invalid
 from support.data.seams import SPACED, is_space
 from support.errors import UserError
+from support.infill import constraint
+from support.infill.constraint import ConstrainedGap
 from support.terminal import saying_late
 
-GAP = re.compile(r"(█|(?<!\\)\[MASK\]|\[___\])")
+# Marks of gaps, and what begins one that must match.
+GAP = re.compile(r"((?<!\\)\[(?:___|█+)[:|]|█|(?<!\\)\[MASK\]|\[___\])")
 GAP_OR_LINE = re.compile(GAP.pattern.removesuffix(")") + "|_)")  # for a vocabulary without _
+OPENING = re.compile(r"(?:___|█+)[:|]")
+ESCAPE = re.compile(rf"\\(?=\[(?:MASK\]|{OPENING.pattern}))")  # \ before text that is no mark
 LINE_END = re.compile("\r?\n")
 MAX_TEMPLATE = 1 << 26  # bytes; a device, or a pipe without an end, must not fill the memory
 MAX_BATCH = 1 << 29
@@ -63,15 +69,108 @@ def encode_literal(text, tokenizer, after_gap, before_gap):
 
 
 def encode_segments(segments, tokenizer):
-    """Return the segments with a Literal instead of each string. Strings alternate with gaps."""
+    """Return the segments with a Literal instead of each string. Strings alternate with gaps.
+
+    Each ConstrainedGap has its automaton then, which depends on what precedes it.
+    """
     encoded = []
     for i, segment in enumerate(segments, 1):
         if isinstance(segment, str) and not isinstance(segment, Literal):
             segment = encode_literal(
                 segment, tokenizer, after_gap=i > 1, before_gap=i < len(segments)
             )
+        elif isinstance(segment, ConstrainedGap) and segment.automaton is None:
+            segment = place_constrained(segment, encoded, tokenizer)
         encoded.append(segment)
     return encoded
+
+
+# ---- Gaps that must match
+def place_constrained(gap, before, tokenizer):
+    """Return a ConstrainedGap with its automaton, and the ids of its choices.
+
+    before: the encoded segments that precede it. Raises UserError if no text can match.
+    """
+    ids = to_ids(before, tokenizer)
+    last = before[-1] if before else None
+    space = "drop" if tokenizer.kind == "id" else ""
+    if isinstance(last, Literal) and last:
+        start = len(ids) - len(last.ids)
+        decoded = tokenizer.cut(ids, [start])[1]
+        if has_own_space(last, decoded, tokenizer):
+            space = "lent" if last.lends_space else "drop"
+    automaton = constraint.automaton_of(gap.pattern, tokenizer, not ids, space)
+    gap = gap._replace(automaton=automaton)
+    if gap.length is not None and not automaton.fits(gap.length):
+        what = f"no text of {gap.length} tokens matches {gap.pattern[:40]!r}"
+        raise UserError(f"{what}; write another number of █, or [___:...]")
+    lead = " " if space == "lent" else ""
+    spelled = [spell_choice(lead + text, tokenizer, bool(ids)) for text in gap.choices]
+    known = tuple(ids for ids in spelled if ids is not None and automaton.takes(ids))
+    return gap._replace(spelled=known)
+
+
+def spell_choice(text, tokenizer, is_after_text):
+    """The ids of one of a list of texts, as a tuple; None if the tokenizer does not know it."""
+    with contextlib.suppress(UserError):
+        return tuple(tokenizer.encode_lossless(text, is_after_text))
+    return None
+
+
+def length_of(gap):
+    """The number of tokens of a gap; the least, if it is unknown."""
+    if isinstance(gap, ConstrainedGap):
+        return gap.least
+    return 1 if gap is None else gap
+
+
+def is_open(segment):
+    """Whether a segment is a gap of unknown length."""
+    return segment is None or (isinstance(segment, ConstrainedGap) and segment.length is None)
+
+
+def has_open(segments):
+    return any(map(is_open, segments))
+
+
+def has_lengths(segments):
+    """Whether a gap is tried with several lengths, up to the longest that is wanted."""
+    return any(is_open(each) and not (each is not None and each.spelled) for each in segments)
+
+
+def with_length(segment, length):
+    """A segment, of `length` tokens if it is a gap of unknown length."""
+    if segment is None:
+        return length
+    return segment._replace(length=length) if is_open(segment) else segment
+
+
+def check_lengths(segments, max_gap):
+    """Raise UserError for a gap that no text of at most max_gap tokens can fill."""
+    for segment in segments:
+        if segment is None or not has_lengths([segment]):
+            continue
+        least = segment.automaton.shortest
+        if least > max_gap:
+            what = f"{segment.pattern[:40]!r} needs at least {least} tokens"
+            raise UserError(f"{what}, more than max_gap={max_gap}; raise --max_gap")
+
+
+def matches(segments, texts, tokenizer):
+    """Whether all gaps that must match do so in texts from `to_texts`."""
+    for segment, (text, _) in zip(segments, texts):
+        if isinstance(segment, ConstrainedGap):
+            shown = text.strip(" ") if tokenizer.kind == "id" else text  # between numbers
+            if not segment.automaton.matches(shown):
+                return False
+    return True
+
+
+def check_match(segments, texts, tokenizer):
+    """Raise UserError if a gap that must match does not in texts from `to_texts`."""
+    if not matches(segments, texts, tokenizer):
+        what = "a gap does not match as it is shown: the tokens beside it change its text"
+        raise UserError(f"{what}; leave a space, or leave the pattern out")
 
 
 # ---- Gaps whose first token must begin with a space
@@ -244,16 +343,81 @@ def is_template(text, tokenizer):
     return bool(gap_pattern(tokenizer).search(text))
 
 
+def pieces(template, gap, escape=""):
+    """Cut a template into text and marks of gaps, in turn; text between two marks may be empty.
+
+    gap: see gap_pattern. escape: stands for a backslash that says that no mark follows. Raises
+    UserError for a gap that must match and has no end.
+    """
+    escapes = {match.start() for match in ESCAPE.finditer(template)}
+
+    def text(begin, end):
+        if not escapes:
+            return template[begin:end]
+        return "".join(escape if i in escapes else template[i] for i in range(begin, end))
+
+    cut = []
+    at = 0
+    while mark := gap.search(template, at):
+        end = mark.end()
+        if mark[0][0] == "[" and mark[0][-1] in ":|":
+            end = end_of_pattern(template, end, is_pattern=mark[0][-1] == ":")
+        cut += [text(at, mark.start()), template[mark.start() : end]]
+        at = end
+    return [*cut, text(at, len(template))]
+
+
+def end_of_pattern(template, start, is_pattern):
+    """Return where the bracket ends that has a pattern, or a list of texts, from `start` on.
+
+    It is closed by the first ] outside of a character class of the pattern.
+    """
+    in_class = False
+    i = start
+    while i < len(template):
+        c = template[i]
+        if c == "\\":
+            i += 1
+        elif c == "]" and not in_class:
+            return i + 1
+        elif c == "]":
+            in_class = False
+        elif c == "[" and is_pattern and not in_class:
+            in_class = True
+            i += len(re.match(r"\^?\]?", template[i + 1 : i + 3])[0])  # these begin a class
+        i += 1
+    what = f"the gap [{template[:start].rpartition('[')[2]}... has no ] at its end"
+    raise UserError(f"{what}; write one, or \\[ for the text")
+
+
+def constrained_gap(mark):
+    """Return the ConstrainedGap of [___:REGEX], [███:REGEX] or [___|text|text]."""
+    opening = OPENING.match(mark, 1)
+    inner = mark[opening.end() : -1]
+    length = None if mark[1] == "_" else opening.end() - 2
+    if mark[opening.end() - 1] == ":":
+        return ConstrainedGap(inner, length)
+    texts = [""]
+    for sign in re.findall(r"\\[]|:\\]|.", inner, re.DOTALL):
+        if sign == "|":
+            texts.append("")
+        else:
+            texts[-1] += sign[-1]
+    texts = tuple(dict.fromkeys(texts))
+    return ConstrainedGap(constraint.pattern_of_choices(texts), length, choices=texts)
+
+
 def split(template, gap):
-    """Split a template into segments: strings, numbers of tokens, None. gap: see gap_pattern."""
+    """Split a template into segments, of which texts are strings. gap: see gap_pattern."""
     segments = []
-    # re.split returns text and separators (gaps) in turn; text between two gaps may be empty.
-    for i, piece in enumerate(gap.split(template)):
+    for i, piece in enumerate(pieces(template, gap)):
         if i % 2 == 0:
             if piece:
-                segments.append(piece.replace("\\[MASK]", "[MASK]"))
+                segments.append(piece)
         elif piece == "[___]":
             segments.append(None)
+        elif len(piece) > 1 and piece != "[MASK]":
+            segments.append(constrained_gap(piece))
         elif segments and isinstance(segments[-1], int):
             segments[-1] += 1
         else:
@@ -275,14 +439,14 @@ def parse(template, tokenizer, context):
         # The errors of these tokenizers name the position of an unknown character. Encode the whole
         # template once, its gaps replaced by a known character, so that the position is right.
         known = " " if tokenizer.kind == "id" else tokenizer.decode([0])
-        shown = gap.sub(lambda match: known * len(match[0]), template)
-        tokenizer.encode(shown.replace("\\[MASK]", known + "[MASK]"))
+        cut = pieces(template, gap, known)
+        tokenizer.encode("".join(known * len(cut[i]) if i % 2 else cut[i] for i in range(len(cut))))
     segments = split(template, gap)
     if all(isinstance(segment, str) for segment in segments):
         use = "mark each missing token with █ or [MASK], a gap of unknown length with [___]"
         raise UserError(f"{template[:40]!r} has nothing to fill; {use}")
     for segment, after in itertools.pairwise(segments):
-        if segment is None and not isinstance(after, str):
+        if is_open(segment) and not isinstance(after, str):
             use = "write █ for each token"
             raise UserError(f"a gap must not follow [___], or its length cannot be told; {use}")
     segments = encode_segments(segments, tokenizer)
@@ -293,13 +457,13 @@ def parse(template, tokenizer, context):
 
 
 def to_ids(segments, tokenizer, mask=0):
-    """Return the ids of segments, with `mask` in gaps. A gap of unknown length gets one token."""
+    """Return the ids of segments, with `mask` in gaps: in those of unknown length the fewest."""
     ids = []
     for segment in encode_segments(segments, tokenizer):
         if isinstance(segment, Literal):
             ids += segment.ids
         else:
-            ids += [mask] * (1 if segment is None else segment)
+            ids += [mask] * length_of(segment)
     return ids
 
 

@@ -19,7 +19,7 @@ from support import cli, remote_code, signals
 from support.errors import UserError
 from support.training import checkpoint
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 some_text = some_text  # a fixture
 TRUST = "--trust_remote_code"

@@ -813,7 +813,7 @@ REFUSED = [
     (set_in("config.json", hidden_size=0), [], "has hidden_size '0'", None),
     (set_in("config.json", model_type="nonesuch"), [], "has the model_type 'nonesuch'", None),
     (set_in("config.json", model_type="vit"), [], "which is no language model", None),
-    (remote, [], "code of others is never run", None),
+    (remote, [], "never run unasked; read it, then give --trust_remote_code", None),
     (without("tokenizer.json"), [], "has no tokenizer.json", None),
     (with_more_tokens, [], "restore the tokenizer that it was trained with", None),
     (without_mask_token, [], "has no token for [MASK]", None),

@@ -374,7 +374,7 @@ def check_embedding(result, embedding):
     demand(torch.equal(result[:-1], embedding), "the rows of the V tokens have changed")
     row = result[-1]
     hint = "take the mean of the V others, a token of which nothing is known"
-    demand(row.any(), f"the row of [MASK] is zero, which a norm cannot scale: {hint}")
+    demand(row.any(), f"the row of [MASK] is zero, so the first layer gets nothing of it: {hint}")
     demand(not (row == embedding).all(1).any(), f"the row of [MASK] is that of a token: {hint}")
     good = torch.allclose(row, embedding.mean(0), atol=1e-5)
     demand(good, "the row of [MASK] is not the mean of the V others, taken for each of C numbers")

@@ -1,6 +1,6 @@
 """An adaptive number of calls beside a fixed one: how well texts are written, by their mean calls.
 
-    python studies/adaptive_calls.py --data=tinyshakespeare.txt --entropy_bound=8,16 --correct=16
+    python studies/adaptive_calls.py --data=tinyshakespeare.txt --steps=32,64 --entropy_bound=8
     python studies/adaptive_calls.py --out_dir=s4 --data=tinyshakespeare.txt --threshold=.9,.7
     python studies/adaptive_calls.py --data=tinyshakespeare.txt --threshold=.9 --gaps
 
@@ -38,7 +38,7 @@ from support.training.checkpoint import default_run
 class Options:
     out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
     data: str = opt("", "the text that it has learned, of which nine tenths train", path=READS)
-    steps: str = opt("8,16,32,64", "fixed numbers of calls for a context")
+    steps: str = opt("", "fixed numbers of calls for a context")
     threshold: str = opt("", "values of --threshold")
     entropy_bound: str = opt("", "values of --entropy_bound")
     correct: str = opt("auto", "values of --correct")

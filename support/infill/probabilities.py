@@ -181,9 +181,9 @@ def as_json(tokens):
 
 # ---- What was drawn
 def note_draws(logp, step):
-    """Write log p of the tokens that a sample.Step drew into logp (B, T), float64."""
+    """Write log p of the tokens that a sample.Step drew into logp (B, T), float64 on the CPU."""
     token = step.x[step.drawn][:, None]
-    logp[step.drawn] = step.logp.to(token.device).gather(1, token)[:, 0].double()
+    logp[step.drawn.cpu()] = step.logp.gather(1, token)[:, 0].cpu().double()
 
 
 def drawn_in_search(draws, ids, is_filled):

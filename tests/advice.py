@@ -1958,7 +1958,7 @@ ADVICE["constraint.py"] = CONSTRAINED
 ADVICE["templates.py"] += [
     ("no text of {} tokens matches {} + {}; write another number of █, or [___:...]", CONSTRAINED),
     ("{}, more than max_gap={}; raise --max_gap", CONSTRAINED),
-    ("{}; write one, or \\\\[ for the text", CONSTRAINED),
+    ("{}; write one, or \\[ for the text", CONSTRAINED),
     (
         "{}; leave a space, or leave the pattern out",
         Because("no tokenizer of the tests does that: others are refused before"),

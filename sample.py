@@ -889,9 +889,12 @@ def tasks(model, tokenizer, todo, rows, options):
             unknown = sum(length_of(segment) for segment in segments if is_open(segment))
             n = len(to_ids(segments, tokenizer)) - unknown  # known tokens
             room = max(1, min(options.max_gap, model.config.block_size - n))
-            known = [with_length(segment, room) for segment in segments]
-            x = to_ids(known, tokenizer, model.mask_id)
-            x = torch.tensor([x])
+            x = []
+            for segment in segments:
+                texts = getattr(segment, "spelled", ()) if is_ranked and is_open(segment) else ()
+                known = to_ids([with_length(segment, room)], tokenizer, model.mask_id)
+                x += texts[0] if texts else known  # a list of texts is ranked without draws
+            x = torch.tensor([x], dtype=torch.int64)
             used = quick(settings, model) if is_quick else settings
             chunks = list(plan(model, x == model.mask_id, torch.zeros(1, dtype=torch.int64), used))
             draws_length = not (template or options.length) and model.objective.lengths_are_given

@@ -41,7 +41,7 @@ from support.flags import (
     first_line,
 )
 from support.infill.calls import to_context
-from support.infill.templates import parse, to_ids
+from support.infill.templates import has_open, parse, to_ids
 from support.kernels.reference import is_visible, mask_tokens_ref, prepare
 from support.plots import (
     BLUE,
@@ -273,7 +273,7 @@ def draw_trajectories(trajectories, path):
 def read_text(text, model, tokenizer):
     """The ids of --text, with masks."""
     segments = parse(text, tokenizer, model.config.block_size)
-    if None in segments:
+    if has_open(segments):
         raise UserError("[___] has no known length in a picture; write █ for each token")
     return to_ids(segments, tokenizer, model.mask_id)
 

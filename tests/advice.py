@@ -1954,11 +1954,17 @@ ADVICE["templates.py"] = [
 ]
 
 CONSTRAINED = FollowedIn("test_a_refused_pattern_can_be_mended")
+ADVICE["effects.py"] += [
+    (
+        "where texts of a list are ranked and nothing is drawn; leave it out",
+        FollowedIn("test_a_list_that_is_ranked_needs_no_setting_of_draws"),
+    )
+]
 ADVICE["constraint.py"] = CONSTRAINED
 ADVICE["templates.py"] += [
     ("no text of {} tokens matches {} + {}; write another number of █, or [___:...]", CONSTRAINED),
     ("{}, more than max_gap={}; raise --max_gap", CONSTRAINED),
-    ("{}; write one, or \\\\[ for the text", CONSTRAINED),
+    ("{}; write one, or \\[ for the text", CONSTRAINED),
     (
         "{}; leave a space, or leave the pattern out",
         Because("no tokenizer of the tests does that: others are refused before"),

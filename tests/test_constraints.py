@@ -622,3 +622,43 @@ def test_the_program_fills_what_must_match(short_run, tmp_path, capfd):
     assert cli.run(sample.main, [f"--batch={batch}", *flags]) == 2
     out = capfd.readouterr()
     assert not out.out and "line 2 of" in out.err and "no regular expression" in out.err
+
+
+def test_a_list_that_is_ranked_needs_no_setting_of_draws(short_run, capfd):
+    flags = [f"--out_dir={short_run}", "--infill=a [___|yes|no] b"]
+    for setting in ("--temperature=0.5", "--seed=3", "--steps=8"):
+        assert cli.run(sample.main, [*flags, setting]) == 2
+        assert "nothing is drawn; leave it out" in capfd.readouterr().err
+    assert cli.run(sample.main, flags) == 0
+    assert cli.run(sample.main, [*flags, "--num_samples=1", "--seed=3"]) == 0  # it is drawn again
+
+
+# ---- What it costs
+
+
+@slow
+@pytest.mark.parametrize("V, most, width", [(65, 1.1, 128), (50_257, 1.3, 768)])
+def test_a_constraint_of_fifty_states_costs_little(V, most, width):
+    """Processor time of a call that fills 8 tokens of 256, with and without it, in turns."""
+    rng = np.random.default_rng(0)
+    letters = list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ,.-'!?;:&3\n$")[:65]
+    tokenizer = Tokenizer("char", letters)
+    if V > 65:
+        made = {"".join(rng.choice(letters, rng.integers(1, 9))) for _ in range(2 * V)}
+        tokenizer = Tokenizer("word", sorted(made)[: V - 256])
+    flags = dict(n_layer=12, n_head=width // 64, n_embd=width, block_size=256, dropout=0.0)
+    model = mdlm.make_model(mdlm.Config(**flags), V, kernels.REFERENCES).eval()
+    gap = constraint.gap("([A-Z][a-z]{0,11}, ){0,2}[a-z ]{1,16}[.!?]?", 8, tokenizer)
+    assert 40 <= gap.automaton.S <= 60
+    x = torch.randint(60, (1, 256))
+    x[:, 10:18] = model.mask_id
+    ways = [{}, dict(matches={10: gap})]
+    seconds = [[], []]
+    for _ in range(7):
+        for way, times in zip(ways, seconds):
+            began = time.process_time()
+            list(sample.unmask(model, x, order="one_shot", seed=0, **way))
+            times.append(time.process_time() - began)
+    free, bound = map(np.median, seconds)
+    print(f"V = {V}: {bound / free:.3f} times {free * 1000:.0f} ms")
+    assert bound <= most * free

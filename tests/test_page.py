@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import itertools
 import json
 import math
 import os
@@ -28,7 +29,7 @@ import sample
 from support import cli
 from support.data.tokenizer import Tokenizer
 from support.flags import parse_flags
-from support.infill import ranking, search
+from support.infill import constraint, ranking, search
 from support.kernels.reference import philox_words
 from support.web import live_page, viewer
 
@@ -118,6 +119,107 @@ def test_sampler_draws_what_sample_py_draws(network):
         texts = steps[-1].x[rows].tolist()
         assert [fill["ids"] for fill in found["fills"]] == texts
         assert np.allclose([fill["logp"] for fill in found["fills"]], logp, atol=1e-5)
+
+
+MATCHES = """
+import {toAutomaton, toPattern} from %s;
+import {plan, unmask} from %s;
+const {rows, T, V, table, asked, vocab, texts, wrong} = JSON.parse(process.argv[1]);
+const predict = async seen => seen.map(ids => {  // as `network` below
+  const xt = [...ids, ...Array(T).fill(V)].slice(0, T);
+  const total = xt.reduce((sum, id) => sum + id + 1, 0);
+  const at = i => (31 * total + 7 * (xt[i - 1] ?? V) + 3 * (xt[i + 1] ?? V) + i) %% table.length;
+  return Float32Array.from(xt.flatMap((_, i) => table[at(i)]));
+});
+const takes = ({next, accepts}, text) =>
+  !!accepts[[...text].reduce((q, c) => q < 0 ? q : next[q * V + vocab.indexOf(c)], 0)];
+const found = [], language = {}, said = {};
+for (const {gaps, ...settings} of asked) {
+  const matches = gaps.map(([start, length, pattern]) =>
+    ({start, length, ...toAutomaton(pattern, vocab)}));
+  const plans = rows.map((ids, sample) => plan(ids, sample, V, {...settings, matches})), p = [];
+  for await (const frames of unmask(predict, plans, V, settings))
+    p.push(...frames.flat().map(([, , q]) => q));
+  found.push({texts: plans.map(row => row.ids), p});
+}
+for (const [pattern, some] of Object.entries(texts)) {
+  const automaton = toAutomaton(pattern, vocab);
+  language[pattern] = some.filter(text => takes(automaton, text));
+}
+for (const pattern of wrong) {
+  try { toAutomaton(pattern, vocab); } catch (error) { said[pattern] = String(error); }
+}
+const automaton = toAutomaton(toPattern("a|b\\\\]c|[d|"), [...vocab, "[", "]"]);
+const list = ["a", "b]c", "[d", "", "b", "a|", "bc"].map(text => [...text].reduce((q, c) =>
+  q < 0 ? q : automaton.next[q * (V + 2) + [...vocab, "[", "]"].indexOf(c)], 0));
+const accepted = list.map(q => automaton.accepts[q] ?? 0);
+console.log(JSON.stringify({found, language, said, list: accepted}));
+"""
+PATTERNS = [
+    "[a-c]{2}d?",
+    "(ab|c)*",
+    "a?b+[^a]*",
+    "(?i:B|cd?)+",
+    "a|ab|b{3,}?",
+    ".*\\x61",
+    "\\w\\D?[e\\]-]*",
+]
+WRONG = [
+    "(a",
+    "a)",
+    "^a",
+    "a$",
+    "a{2,1}",
+    "[a&&b]",
+    "(a)\\1",
+    "(?=a)a",
+    "a*+",
+    "[b-a]",
+    "a\\b",
+    "*",
+    "a{x}",
+]
+
+
+def test_page_draws_the_constrained_fills_of_sample_py(network):
+    """Equal seeds, several gaps; patterns match as in Python; a wrong one is a sentence."""
+    pytest.importorskip("outlines_core")
+    if not shutil.which("node"):
+        pytest.skip("no Node.js")
+    model, table = network
+    V, T = model.vocab_size, model.config.block_size
+    letters = Tokenizer("char", list("abcde"))
+    x = torch.full((3, 20), V)
+    x[:, :4] = torch.tensor([0, 1, 2, 3])
+    x[:, 11] = 2
+    gaps = [(5, 4, "[ab]c?(d|ea?)+"), (12, 6, "(ab|c|de){3,4}b?")]
+    asked = [dict(seed=s, steps=k, temperature=t, gaps=gaps) for s, k, t in
+             ((0, 16, 1), (5, 7, 0.7), (7, 40, 1.3), (9, 1, 1), (8, 32, 0))]  # fmt: skip
+    some = ["".join(t) for n in range(5) for t in itertools.product("abcde", repeat=n)]
+    given = dict(rows=x.tolist(), T=T, V=V, table=table.tolist(), asked=asked, vocab=letters.vocab)
+    given |= dict(texts=dict.fromkeys(PATTERNS, some), wrong=WRONG)
+    paths = [json.dumps((live_page.PAGE / f).as_uri()) for f in ("pattern.js", "sampler.js")]
+    command = ["node", "--input-type=module", "-e", MATCHES % tuple(paths), json.dumps(given)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    answer = json.loads(run.stdout)
+    for pattern, taken in answer["language"].items():
+        assert taken == [text for text in some if re.fullmatch(pattern, text)], pattern
+        automaton = constraint.automaton_of(pattern, letters)
+        assert taken == [text for text in some if automaton.takes(letters.encode(text))], pattern
+    assert answer["said"].keys() == set(WRONG)
+    assert all("no pattern that this page takes" in said for said in answer["said"].values())
+    assert answer["list"] == [1, 1, 1, 1, 0, 0, 0]
+    for settings, found in zip(asked, answer["found"], strict=True):
+        matches = {at: constraint.gap(p, n, letters) for at, n, p in settings.pop("gaps")}
+        steps = list(sample.unmask(model, x, matches=matches, **settings))
+        assert found["texts"] == steps[-1].x.tolist()
+        for at, n, pattern in gaps:
+            for ids in found["texts"]:
+                assert re.fullmatch(pattern, letters.decode(ids[at : at + n]))
+        tokens = [step.x[step.drawn][:, None] for step in steps]
+        p = [step.logp.exp().gather(1, token)[:, 0] for step, token in zip(steps, tokens)]
+        assert np.allclose(found["p"], torch.cat(p), atol=1e-6)
 
 
 LOADER = """
@@ -747,6 +849,34 @@ def test_wrong_texts_get_one_sentence(live):
     live.js("$('typed').value = 'ab'")
     live.js("start(true)")
     assert "no gap to rank" in say(live)
+
+
+@slow
+def test_a_typed_pattern_is_matched(live):
+    """Written and ranked; texts around it keep their places; wrong patterns are one sentence."""
+    for text, pattern in (
+        ("a[███:[b<]+&?]b_", "a[b<]+&?b."),
+        ("[██|ab|<>] [█:b]", "(ab|<>) b"),
+    ):
+        live.js(f"$('typed').value = {json.dumps(text)}")
+        live.js("start(false)")
+        live.wait("writing === null")
+        shown = live.js("samples.at(-1).tokens.join('')")
+        assert re.fullmatch(f"(?s:{pattern})", shown), shown
+        live.js("start(true)")
+        live.wait("$('said').textContent.startsWith('The likeliest')")
+        for shown in live.js("samples.map(s => s.tokens.join(''))"):
+            assert re.fullmatch(f"(?s:{pattern})", shown), shown
+    for text, said in (
+        ("a[██:b", "The gap [██:b has no ] at its end; write one."),
+        ("a[██:b]", "No text of 2 characters of this model matches b; change one of them."),
+        ("a[██:(b]", '"(b" is no pattern that this page takes: a ( has no ).'),
+        ("a[██:b+]é", 'The model never saw the character "é" (position 9); remove it.'),
+        ("a[___:b]", "[___], a gap of unknown length, is for sample.py --infill"),
+    ):
+        live.js(f"$('typed').value = {json.dumps(text)}")
+        live.js("start(false)")
+        assert say(live).startswith(said)
 
 
 @slow

@@ -60,9 +60,11 @@ class ConstrainedGap(NamedTuple):
     @property
     def least(self):
         """The smallest number of tokens."""
-        if self.length is not None or self.automaton is None:
-            return 1 if self.length is None else self.length
-        return self.automaton.shortest
+        if self.length is not None:
+            return self.length
+        if self.spelled:
+            return min(map(len, self.spelled))
+        return 1 if self.automaton is None else self.automaton.shortest
 
 
 # ---- Patterns
@@ -121,7 +123,7 @@ def run_builder(pattern):
     return np.frombuffer(run.stdout, np.int32)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)
 def byte_automaton(pattern):
     """Return (next (Q + 1, 256) int32, accepts (Q + 1,) bool) over bytes; state Q is dead.
 
@@ -350,7 +352,7 @@ def without_space(text, space):
     return text[len(shown[0].encode()) :] if shown[0].isspace() else text
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=32)
 def automaton_of(pattern, tokenizer, is_first=False, space=""):
     """Return the Automaton of a pattern over the tokens of a tokenizer.
 

@@ -54,7 +54,10 @@ def corrects(task):
 
 def rules_of(task):
     """The rules of flags.check_effects for the settings of a task."""
-    return [*rules_of_calls(task), *rules_of_draws(task)]
+    names = "order correct redraw spacing steps block temperature top_k top_p cfg seed"
+    draws = any(chunk.gaps.any() for chunk in task.chunks)
+    ranked = "where texts of a list are ranked and nothing is drawn; leave it out"
+    return [(names, draws, ranked), *rules_of_calls(task), *rules_of_draws(task)]
 
 
 def rules_of_calls(task):

@@ -177,7 +177,7 @@ def contents_of(model, tokenizer, config, weights):
     data = dict(samples=[empty], settings=dict(model=about), live=live)
     page = assemble(
         data,
-        scripts=["crc.js", "viewer.js", "live.js"],
+        scripts=["crc.js", "pattern.js", "viewer.js", "live.js"],
         styles=["viewer.css", "live.css"],
         policy=POLICY,
         about=ABOUT,

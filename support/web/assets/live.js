@@ -5,7 +5,43 @@ const tokenOf = id => live.vocab[id];
 // What the user types for a gap: _ or █, unless it is a character of the vocabulary, or [MASK].
 const signs = ["_", "█"].filter(c => !ids.has(c)), sign = signs[0] ?? "[MASK]";
 const isGap = part => part === "[MASK]" || signs.includes(part);
-const split = text => text.match(/\[MASK\]|[^]/gu) ?? [];
+// The parts of a text: characters, and signs of gaps. Of [███:PATTERN] and [███|TEXT|TEXT] only the signs are left, and
+// the pattern is noted in `matches`. `places` has where each part stands. Throws a sentence if a bracket is not closed.
+function read(text) {
+  const parts = [], places = [], matches = [];
+  for (let at = 0; at < text.length;) {
+    const opening = /^\[(█+)([:|])/.exec(text.slice(at));
+    if (!opening || ids.has("█") || text[at - 1] === "\\") {
+      const [part] = text.slice(at).match(/^(?:\[MASK\]|[^])/u);
+      parts.push(part);
+      places.push(at);
+      at += part.length;
+      continue;
+    }
+    const from = at + opening[0].length, end = endOf(text, from, opening[2] === ":"), inner = text.slice(from, end);
+    if (end < 0) throw `The gap ${text.slice(at, at + 20)} has no ] at its end; write one.`;
+    const pattern = opening[2] === ":" ? inner : toPattern(inner), {length} = opening[1];
+    matches.push({start: parts.length, length, pattern, shown: inner});
+    for (let i = 1; i <= length; i++) places.push(at + i) && parts.push("█");
+    at = end + 1;
+  }
+  return {parts, places, matches};
+}
+
+// Where the ] stands that closes a gap, outside of a character class of its pattern; -1 if there is none.
+function endOf(text, from, isPattern) {
+  for (let i = from, inClass = false; i < text.length; i++) {
+    if (text[i] === "\\") i++;
+    else if (text[i] === "]" && !inClass) return i;
+    else if (text[i] === "]") inClass = false;
+    else if (text[i] === "[" && isPattern && !inClass) {
+      inClass = true;
+      i += /^\^?\]?/.exec(text.slice(i + 1))[0].length;
+    }
+  }
+  return -1;
+}
+const split = text => read(text).parts;
 const fields = ["typed", "steps", "temperature", "seed"];
 const link = new URLSearchParams(location.hash.slice(1));
 let worker, ready = false, request = 0, writing = null, last = "";
@@ -18,17 +54,24 @@ function say(text, isError = false) {
 // Return the ids of the typed text, with the id of [MASK] in gaps. A text without gaps is followed by a gap that fills
 // the context. Throws a sentence for the user if the text cannot be used.
 function encode(text) {
-  const typed = split(text), found = typed.map(part => isGap(part) ? live.mask : ids.get(part));
+  const {parts: typed, places} = read(text), found = typed.map(part => isGap(part) ? live.mask : ids.get(part));
   const i = found.indexOf(undefined), room = live.context - found.length;
-  if (text.includes("[___]") && !["[", "_", "]"].every(c => ids.has(c)))
+  if (/\[___[\]:|]/.test(text) && !["[", "_", "]"].every(c => ids.has(c)))
     throw `[___], a gap of unknown length, is for sample.py --infill; here type ${sign} for each character.`;
-  const position = Array.from(typed.slice(0, i).join("")).length + 1;
+  const position = Array.from(text.slice(0, places[i])).length + 1;
   if (i >= 0) throw `The model never saw the character "${typed[i]}" (position ${position}); remove it.`;
   if (room < 0) throw `The text has ${found.length} characters, the model takes ${live.context}; shorten it.`;
   if (found.includes(live.mask)) return found;
   if (room === 0) throw `There is nothing to fill: type ${sign} where a character is missing.`;
   return [...found, ...Array(room).fill(live.mask)];
 }
+
+// Return the gaps that must match, with their automata. Throws a sentence for one that no text of its length matches.
+const matchesOf = text => read(text).matches.map(({start, length, pattern, shown}) => {
+  const {next, accepts, fits} = toAutomaton(pattern, live.vocab);
+  if (!fits(length)) throw `No text of ${length} characters of this model matches ${shown}; change one of them.`;
+  return {start, length, next, accepts};
+});
 
 const megabytes = bytes => (bytes / 1e6).toFixed(1);
 const settingsOf = () => Object.fromEntries(fields.map(name => [name, $(name).value]));
@@ -51,13 +94,13 @@ function start(isRank) {
   const said = JSON.stringify(settingsOf());
   if (!isRank && said === last) $("seed").value = (Number($("seed").value) + 1) % 2 ** 32;  // repeated: another seed
   try {
-    const given = encode(typed), seed = Number($("seed").value);
+    const given = encode(typed), matches = matchesOf(typed), seed = Number($("seed").value);
     if (isRank && !split(typed).some(isGap)) throw `There is no gap to rank fills for: type ${sign} for a character.`;
     if (!isRank) last = JSON.stringify(settingsOf());
     history.replaceState(null, "", "#" + new URLSearchParams({...Object.fromEntries(link), ...settingsOf()}));
     if (samples.at(-1) === writing) isRank ? receive({data: {id: request, done: true}}) : samples.pop();  // unfinished
     writing = isRank ? {given} : asSample(given, `${typed.slice(0, 16).replace(/\n/g, "↵") || "text"}, seed ${seed}`);
-    const how = {seed, steps: Number($("steps").value), temperature: Number($("temperature").value)};
+    const how = {seed, steps: Number($("steps").value), temperature: Number($("temperature").value), matches};
     worker.postMessage({id: ++request, rank: isRank, ids: given, ...how});
     say(isRank ? "trying fills" : "");
     if (isRank) return;
@@ -120,6 +163,7 @@ function refresh() {
 function begin() {
   $("facts").textContent = settings.model;
   $("signs").textContent = signs.join(" or ") || sign;
+  $("patterns").hidden = ids.has("█");
   $("typed").value = live.example;
   for (const name of fields) if (link.has(name)) $(name).value = link.get(name);
   addEventListener("hashchange", () => location.reload());  // the user opened another link to this page

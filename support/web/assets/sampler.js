@@ -50,14 +50,15 @@ function drawToken(logp, u, temperature) {
 
 // Plan how the gaps of a text are filled: the order of positions, and the numbers of steps that reveal tokens
 // (`reveals`) and that draw tokens again (`corrections`).
-export function plan(ids, sample, mask, {seed, steps}) {
+// matches: gaps that must match, [{start, length, next, accepts}] with an automaton of pattern.js.
+export function plan(ids, sample, mask, {seed, steps, matches = []}) {
   const gaps = [...ids.keys()].filter(i => ids[i] === mask), n = gaps.length;
   const correct = Math.max(0, steps - Math.min(Math.max(steps >> 1, 4), 16));
   const corrections = n > 1 ? Math.min(3 * n, correct) : 0;
   const reveals = Math.max(1, Math.min(steps - corrections, n));
   const first = Math.floor(uniform(seed, 0, sample, 1, "row")[0] * 2 ** 16);
   const turn = new Map(gaps.map((i, k) => [i, reversedBits((k + first) % 2 ** 16)]));
-  return {sample, gaps, turn, reveals, corrections, ids: [...ids], doubt: ids.map(() => 0)};
+  return {sample, gaps, turn, reveals, corrections, matches, ids: [...ids], doubt: ids.map(() => 0)};
 }
 
 // Return the positions that step s draws: at first the next masked ones in order, later the filled ones of lowest
@@ -73,6 +74,41 @@ function choose(row, s, mask, noise) {
   return row.gaps.filter(i => row.ids[i] !== mask && rivals(i).every(j => doubt(j) <= doubt(i)));
 }
 
+function logSumExp(values) {
+  const top = values.reduce((a, b) => Math.max(a, b), -Infinity);
+  return top === -Infinity ? top : top + Math.log(values.reduce((sum, v) => sum + Math.exp(v - top), 0));
+}
+
+// Draw a gap that must match from the product of the marginals at its masks, given a match, as constraint.py does: what
+// follows a state is weighed from the right, then drawn from the left. Returns a Map from position to the logits of the
+// tokens there, given what was drawn before. seen: a text with `mask` where tokens are drawn; logits: all of the text's.
+function constrain({start, length, next, accepts}, seen, logits, mask, u, temperature) {
+  const S = accepts.length, at = i => logits.subarray((start + i) * mask, (start + i + 1) * mask);
+  const to = (q, v) => next[q * mask + v];
+  const ahead = [Float64Array.from(accepts, a => a ? 0 : -Infinity)];  // log-weights of the states, 0, 1 ... tokens before the end
+  for (let n = 1; n <= length; n++) {
+    const id = seen[start + length - n], later = ahead[n - 1], p = at(length - n), total = logSumExp(p);
+    const of = q => {
+      const weight = v => to(q, v) < 0 ? -Infinity : later[to(q, v)];
+      return id === mask ? logSumExp(Float64Array.from(p, (logit, v) => logit - total + weight(v))) : weight(id);
+    };
+    const b = Float64Array.from({length: S}, (_, q) => of(q)), top = Math.max(...b);
+    ahead.push(b.map(w => w - top));
+  }
+  const found = new Map();
+  for (let i = 0, q = 0; i < length; i++) {
+    let id = seen[start + i];
+    if (id === mask) {
+      const later = ahead[length - i - 1];
+      const wanted = Float64Array.from(at(i), (logit, v) => to(q, v) < 0 ? -Infinity : logit + later[to(q, v)]);
+      id = drawToken(wanted, u[start + i], temperature);
+      found.set(start + i, {id, wanted});
+    }
+    q = to(q, id);
+  }
+  return found;
+}
+
 // Fill the gaps of rows, which `plan` returned, in place. After each network call, yields a list for each row of what
 // was drawn: [position, token, its probability, the five likeliest [token, probability]].
 export async function* unmask(predict, rows, mask, {seed, temperature}) {
@@ -85,9 +121,13 @@ export async function* unmask(predict, rows, mask, {seed, temperature}) {
     const logits = await predict(seen);
     yield rows.map((row, r) => {
       row.doubt = row.doubt.map(doubt => doubt + AGE);
+      const isHere = ({start, length}) => drawn[r].some(i => i >= start && i < start + length);
+      const bound = row.matches.filter(isHere).map(match => constrain(match, seen[r], logits[r], mask, u[r], temperature));
+      const given = new Map(bound.flatMap(found => [...found]));
       return drawn[r].map(i => {
-        const logp = logSoftmax(logits[r].subarray(i * mask, (i + 1) * mask));  // the id of [MASK] equals V
-        const token = drawToken(logp, u[r][i], temperature), p = v => Math.exp(logp[v]);
+        const own = logits[r].subarray(i * mask, (i + 1) * mask);  // the id of [MASK] equals V
+        const logp = logSoftmax(given.get(i)?.wanted ?? own), p = v => Math.exp(logp[v]);
+        const token = given.get(i)?.id ?? drawToken(logp, u[r][i], temperature);
         const likeliest = [...logp.keys()].sort((a, b) => logp[b] - logp[a]).slice(0, 5);
         row.ids[i] = token;
         row.doubt[i] = -logp[token];

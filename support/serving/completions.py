@@ -1,0 +1,439 @@
+"""What clients ask for: the fields of OpenAI's /v1/completions and of llama.cpp's /infill.
+
+`of_completion` and `of_infill` turn the JSON of a request into a Job, which says what is written;
+`Writer` turns what was written into the JSON of an answer, whole or in parts. Nothing here knows
+HTTP or computes anything.
+
+A field that would change the answer and that is not supported is refused; one that changes nothing
+(`user`) is ignored, and so is a value that asks for nothing (`presence_penalty` of 0).
+"""
+
+import difflib
+import json
+import math
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from support.errors import UserError
+from support.flags import shown
+from support.guesses import NEAR
+
+MOST_STOPS = 4  # as OpenAI has it
+# Fields of /v1/completions that say nothing about the text.
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+# Fields that are not supported, and the values of theirs that ask for nothing.
+IDLE = {
+    "best_of": (None, 1),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    # To come: see TO_COME.
+    "logprobs": (None, False),
+    "threshold": (None,),
+    "regex": (None,),
+    "choices": (None,),
+}
+TO_COME = {"logprobs", "threshold", "regex", "choices"}
+# Fields with the name and the meaning of a flag of sample.py: name -> its type.
+SETTINGS = {
+    "steps": int,
+    "correct": str,
+    "redraw": str,
+    "spacing": int,
+    "order": str,
+    "block": int,
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "cfg": float,
+    "seed": int,
+}
+OTHERS = {"model", "prompt", "suffix", "infill", "max_tokens", "n", "stop", "echo", "stream"}
+OTHERS |= {"stream_options"}
+# Of llama.cpp's server: fields about its cache, its sampler's threads, and what it returns.
+IGNORED_BY_INFILL = {
+    *("input_extra", "cache_prompt", "id_slot", "n_cache_reuse", "n_keep", "t_max_prompt_ms"),
+    *("t_max_predict_ms", "n_indent", "samplers", "response_fields", "timings_per_token"),
+    *("return_progress", "n_probs", "min_keep", "post_sampling_probs", "return_tokens"),
+    *("top_n_sigma", "min_p", "typical_p", "repeat_last_n", "model", "speculative.n_max"),
+    *("speculative.n_min", "speculative.p_min", "lora", "ignore_eos"),
+}
+
+
+class Invalid(UserError):
+    """A request that is refused: the sentence, the field that it is about, the HTTP status."""
+
+    def __init__(self, sentence, param=None, status=400, code=None):
+        super().__init__(sentence)
+        self.param = param
+        self.status = status
+        self.code = code
+
+
+@dataclass
+class Bounds:
+    """The most that a request may ask for."""
+
+    prompts: int = 16
+    n: int = 16  # texts of a prompt
+    max_tokens: int = 2048
+    max_gap: int = 16
+    stop: int = 256  # characters
+
+
+@dataclass
+class Job:
+    """What is written for a request."""
+
+    prompts: list  # texts, or pairs of a text before and after a gap, or templates
+    kind: str  # "continue" a text, fill the "gap" of a pair, or fill a "template"
+    n: int = 1  # texts of each prompt
+    max_tokens: int = 16  # of a text that goes on, or the longest gap
+    settings: dict = field(default_factory=dict)  # of sample.SamplerSettings
+    stop: list = field(default_factory=list)
+    echo: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    cut: bool = False  # cut what is before and after a gap to the context, instead of refusing it
+
+
+def refuse(sentence, param=None, **how):
+    raise Invalid(sentence, param, **how)
+
+
+# ---- Values
+def is_number(value):
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def whole(body, name, default, low, high):
+    """A whole number of a request, or its default if there is none."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is float and value.is_integer():
+        value = int(value)
+    if type(value) is not int or not low <= value <= high:
+        is_large = type(value) is int and value > high
+        sentence = f"{name}={short(value)} must be a whole number from {low} to {high}"
+        refuse(sentence, name, status=422 if is_large else 400)
+    return value
+
+
+def truth(body, name):
+    value = body.get(name)
+    if value is None:
+        return False
+    if type(value) is not bool:
+        refuse(f"{name}={short(value)} must be true or false", name)
+    return value
+
+
+def text(body, name, default=None):
+    value = body.get(name)
+    if value is None:
+        return default
+    return checked_text(value, name)
+
+
+def checked_text(value, name):
+    """A text that UTF-8 can encode."""
+    if not isinstance(value, str):
+        refuse(f"{name} must be a text, not {kind(value)}", name)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        refuse(f"{name} has half a surrogate pair, which is no text; send valid UTF-8", name)
+    return value
+
+
+def kind(value):
+    """The kind of a value of JSON, in a word."""
+    names = {str: "text", bool: "boolean", list: "list", dict: "object", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def short(value):
+    return shown(json.dumps(value))
+
+
+def settings_of(body):
+    """The fields that are settings of the sampler. Those that are left out keep their defaults;
+    without a seed one is drawn."""
+    settings = {}
+    for name, wanted in SETTINGS.items():
+        value = body.get(name)
+        if value is None:
+            continue
+        if wanted is float and is_number(value):
+            value = float(value)
+        if wanted is int and type(value) is float and is_number(value) and value.is_integer():
+            value = int(value)
+        if name == "correct" and type(value) is int:
+            value = str(value)
+        if type(value) is not wanted or (wanted is float and not math.isfinite(value)):
+            accepted = dict(int="a whole number", float="a number", str="a text")[wanted.__name__]
+            refuse(f"{name}={short(value)} must be {accepted}", name)
+        settings[name] = value
+    if settings.get("seed", -1) < 0:  # -1 of llama.cpp: any
+        settings["seed"] = secrets.randbits(32)
+    settings["seed"] &= (1 << 32) - 1
+    return settings
+
+
+def stops_of(body, bounds):
+    """The texts before which an answer is cut off."""
+    stop = body.get("stop")
+    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS:
+        refuse(f"stop must be a text or a list of at most {MOST_STOPS} texts", "stop")
+    for one in stops:
+        if not 0 < len(checked_text(one, "stop")) <= bounds.stop:
+            refuse(f"a text of stop must have 1 to {bounds.stop} characters", "stop")
+    return stops
+
+
+def check_fields(body, known, ignored):
+    """Refuse a body that is no object, and fields that are unknown or not supported."""
+    if not isinstance(body, dict):
+        refuse(f"the body must be a JSON object, not {kind(body)}")
+    for name, value in body.items():
+        if name in IDLE:
+            if value in IDLE[name] and not (value is True and 1 in IDLE[name]):
+                continue
+            when = "is not supported yet" if name in TO_COME else "is not supported"
+            refuse(f"{name} {when} by this server; leave it out", name, code="unsupported")
+        if name not in known and name not in ignored:
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=NEAR)
+            fix = f"the nearest is {near[0]}" if near else "leave it out"
+            refuse(f"there is no field {shown(name)!r}; {fix}", shown(name))
+
+
+# ---- Requests
+def of_completion(body, bounds):
+    """The Job of a body of /v1/completions; Invalid for what cannot be done."""
+    check_fields(body, OTHERS | SETTINGS.keys(), IGNORED)
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        refuse(f"stream_options must be an object, not {kind(options)}", "stream_options")
+    job = Job(
+        *prompts_of(body, bounds),
+        n=whole(body, "n", 1, 1, bounds.n),
+        settings=settings_of(body),
+        stop=stops_of(body, bounds),
+        echo=truth(body, "echo"),
+        stream=truth(body, "stream"),
+        include_usage=truth(options or {}, "include_usage"),
+    )
+    most = bounds.max_tokens if job.kind == "continue" else bounds.max_gap
+    default = min(16, most)
+    job.max_tokens = whole(body, "max_tokens", default, 1, most)
+    return job
+
+
+def prompts_of(body, bounds):
+    """(prompts, kind) of a Job."""
+    template = body.get("infill")
+    if template is not None:
+        for name in ("prompt", "suffix"):
+            if body.get(name) is not None:
+                refuse(f"infill is a whole text with gaps; leave {name} out", name)
+    name = "prompt" if template is None else "infill"
+    given = template if template is not None else body.get("prompt")
+    prompts = [""] if given is None else given if isinstance(given, list) else [given]
+    if not 1 <= len(prompts) <= bounds.prompts:
+        most = f"1 to {bounds.prompts} texts"
+        sentence = f"{name} must be a text or a list of {most}, not {len(prompts)}"
+        refuse(sentence, name, status=422 if prompts else 400)
+    if any(type(prompt) is int or isinstance(prompt, list) for prompt in prompts):
+        refuse(f"{name} must be text, not ids of tokens; send the text", name)
+    prompts = [checked_text(prompt, name) for prompt in prompts]
+    if template is not None:
+        return prompts, "template"
+    suffix = text(body, "suffix")
+    if not suffix:  # "" is what clients send for none
+        return prompts, "continue"
+    return [(prompt, suffix) for prompt in prompts], "gap"
+
+
+def of_infill(body, bounds):
+    """The Job of a body of llama.cpp's /infill."""
+    known = {"input_prefix", "input_suffix", "prompt", "n_predict", "stop", "stream"}
+    check_fields(body, known | SETTINGS.keys(), IGNORED_BY_INFILL)
+    # llama.cpp: what the text in the gap begins with, which is known.
+    before = text(body, "input_prefix", "") + text(body, "prompt", "")
+    after = text(body, "input_suffix", "")
+    n = whole(body, "n_predict", -1, -1, 1 << 31)
+    n = bounds.max_gap if n in (-1, 0) else min(n, bounds.max_gap)
+    return Job(
+        [(before, after)],
+        "gap",
+        max_tokens=n,
+        settings=settings_of(body),
+        stop=stops_of(body, bounds),
+        stream=truth(body, "stream"),
+        cut=True,
+    )
+
+
+# ---- Answers
+@dataclass
+class Text:
+    """One text that was written: what was filled, all of it, and how it ended."""
+
+    filled: str
+    whole: str
+    tokens: int
+    is_ended: bool = False  # by [END], or as the text in a gap fits what follows
+
+
+def cut_at(written, stops):
+    """(the text before the first of `stops`, which one it was or "")"""
+    found = [(written.find(stop), stop) for stop in stops if stop in written]
+    if not found:
+        return written, ""
+    at, stop = min(found)
+    return written[:at], stop
+
+
+def safe_length(written, stops):
+    """How many characters of a text that goes on can be sent: none that may belong to a stop, nor
+    half a character."""
+    n = len(written.rstrip("\ufffd"))
+    for stop in stops:
+        for k in range(min(len(stop) - 1, n), 0, -1):
+            if written[:n].endswith(stop[:k]):
+                n -= k
+                break
+    return n
+
+
+@dataclass
+class Progress:
+    """What a client has been sent of one text, as it grows."""
+
+    stops: list
+    sent: str = ""
+    is_done: bool = False
+
+    def grow(self, written, is_whole=False):
+        """What is new in `written`, which cannot change any more; is_whole: it is all of it."""
+        if self.is_done:
+            return ""
+        kept, stop = cut_at(written, self.stops)
+        self.is_done = is_whole or bool(stop)
+        if not self.is_done:
+            kept = kept[: safe_length(kept, self.stops)]
+        # A tokenizer may decode the end of an unfinished text otherwise: that waits.
+        if not kept.startswith(self.sent):
+            return "" if not self.is_done else kept[len(self.sent) :]
+        new = kept[len(self.sent) :]
+        self.sent = kept
+        return new
+
+
+def finish_of(text, stop, job):
+    """OpenAI's finish_reason."""
+    return "stop" if stop or text.is_ended else "length"
+
+
+def shown_text(text, job):
+    """(what a client gets of a text, the stop that cut it or "")"""
+    written, stop = cut_at(text.filled, job.stop)
+    if job.kind == "template":
+        return cut_at(text.whole, job.stop)
+    if job.echo:
+        begin, _, end = text.whole.partition(text.filled) if text.filled else (text.whole, "", "")
+        written = begin + written + ("" if stop else end)
+    return written, stop
+
+
+class Completion:
+    """The answers of /v1/completions."""
+
+    def __init__(self, job, model, prompt_tokens=0):
+        self.job = job
+        self.about = dict(
+            id=f"cmpl-{secrets.token_hex(12)}",
+            object="text_completion",
+            created=int(time.time()),
+            model=model,
+        )
+        self.prompt_tokens = prompt_tokens
+        self.tokens = 0
+
+    def usage(self):
+        total = self.prompt_tokens + self.tokens
+        names = ("prompt_tokens", "completion_tokens", "total_tokens")
+        return dict(zip(names, (self.prompt_tokens, self.tokens, total)))
+
+    def choice(self, index, written, reason=None):
+        return dict(index=index, text=written, logprobs=None, finish_reason=reason)
+
+    def whole(self, texts):
+        """The answer with all texts."""
+        choices = []
+        for index, text in enumerate(texts):
+            written, stop = shown_text(text, self.job)
+            choices.append(self.choice(index, written, finish_of(text, stop, self.job)))
+            self.tokens += text.tokens
+        seed = self.job.settings["seed"]
+        return self.about | dict(choices=choices, usage=self.usage(), seed=seed)
+
+    def part(self, index, new):
+        return self.about | dict(choices=[self.choice(index, new)])
+
+    def last_part(self, index, new, text):
+        self.tokens += text.tokens
+        _, stop = shown_text(text, self.job)
+        reason = finish_of(text, stop, self.job)
+        return self.about | dict(choices=[self.choice(index, new, reason)])
+
+    def end(self):
+        """What follows the parts of all texts."""
+        return [self.about | dict(choices=[], usage=self.usage())] * self.job.include_usage
+
+
+class Infill:
+    """The answers of /infill."""
+
+    def __init__(self, job, model, prompt_tokens=0):
+        self.job = job
+        self.model = model
+        self.prompt_tokens = prompt_tokens
+        self.began = time.monotonic()
+
+    def whole(self, texts):
+        return self.last_part(0, None, texts[0])
+
+    def part(self, index, new):
+        return dict(content=new, stop=False)
+
+    def last_part(self, index, new, text):
+        """The last part of a stream, with what it adds; or the whole answer, if that is None."""
+        written, stop = shown_text(text, self.job)
+        ms = 1e3 * (time.monotonic() - self.began)
+        return dict(
+            content=written if new is None else new,
+            stop=True,
+            model=self.model,
+            stop_type="word" if stop else "eos" if text.is_ended else "limit",
+            stopping_word=stop,
+            tokens_predicted=text.tokens,
+            tokens_evaluated=self.prompt_tokens,
+            tokens_cached=0,
+            truncated=False,
+            has_new_line="\n" in written,
+            generation_settings=dict(self.job.settings, n_predict=self.job.max_tokens),
+            timings=dict(
+                prompt_n=self.prompt_tokens,
+                prompt_ms=0.0,
+                predicted_n=text.tokens,
+                predicted_ms=ms,
+                predicted_per_second=1e3 * text.tokens / max(ms, 1e-9),
+            ),
+        )
+
+    def end(self):
+        return []

@@ -28,7 +28,7 @@ import torch
 
 import mdlm
 import sample
-from support import arguments, environment
+from support import environment
 from support.devices import pick_device
 from support.errors import UserError
 from support.flags import READS, opt
@@ -360,7 +360,7 @@ def make_protocol(most):
 
 
 async def serve(server, options, sock):
-    """Answer until SIGTERM, SIGINT or SIGHUP; then finish what has begun, within --drain seconds."""
+    """Answer until SIGTERM, SIGINT or SIGHUP; then finish what has begun, within --drain."""
     uvicorn = environment.optional("uvicorn", "serve.py")
     config = uvicorn.Config(
         app.make_app(server),

@@ -112,6 +112,7 @@ class Engine:
     def __post_init__(self):
         self.new = deque()  # Requests that have not begun
         self.active = deque()  # those that wait for the network, the longest waiting first
+        self.n_active = 0  # of all that have begun
         self.changed = threading.Condition()
         self.closing = False
         self.quick = {}  # id of a model -> (the model, what compute_once makes of it)
@@ -137,7 +138,7 @@ class Engine:
 
     def waiting(self):
         """(how many requests wait to begin, how many are computed)"""
-        return len(self.new), len(self.active)
+        return len(self.new), self.n_active
 
     # ---- The loop
     @torch.no_grad()
@@ -161,7 +162,7 @@ class Engine:
             request.done(None, Closed())
 
     def begin_new(self):
-        while self.new and len(self.active) < self.most_active:
+        while self.new and self.n_active < self.most_active:
             with self.changed:
                 request = self.new.popleft()
             self.resume(request)
@@ -179,6 +180,7 @@ class Engine:
     def resume(self, request, logits=None, error=None):
         """Run a request until it waits for the network again, or ends."""
         if request.greenlet is None:
+            self.n_active += 1
             if error or request.error:
                 self.finish(request, None, error or request.error)
                 return
@@ -201,6 +203,7 @@ class Engine:
         return Standin(model, self.greenlet)
 
     def finish(self, request, result, error):
+        self.n_active -= 1
         if isinstance(error, (GivenUp, Closed)):
             self.counts.given_up += 1
         elif error:

@@ -84,7 +84,7 @@ class Writer:
         self.max_prompt = max_prompt
 
     def model_of(self, job):
-        return self.model if job.kind == "continue" else self.filler
+        return self.model if job.kind in ("continue", "score") else self.filler
 
     # ---- What is asked for, as segments of templates
     def segments(self, job, prompt):
@@ -156,6 +156,11 @@ class Writer:
 
     def count(self, job):
         """Tokens of given text of a Job; UserError for what cannot be written."""
+        if job.kind == "score":
+            texts = ["".join(prompt) for prompt in job.prompts]
+            sizes = [len(self.tokenizer.encode_lossless(text)) for text in texts]
+            self.check_length(max(sizes))
+            return sum(sizes)
         sample.resolve(sample.SamplerSettings(**job.settings), self.model_of(job))
         given = 0
         for prompt in job.prompts:
@@ -171,6 +176,10 @@ class Writer:
         it returns whether no more of that text is needed.
         """
         model = stand_in(self.model_of(job))
+        if job.kind == "score":
+            return sample.score(
+                model, self.tokenizer, job.prompts, job.passes, job.settings["seed"]
+            )
         settings = sample.resolve(sample.SamplerSettings(**job.settings), model)
         texts = []
         for prompt in job.prompts:
@@ -184,7 +193,8 @@ class Writer:
 
     def fill(self, model, segments, settings, job, tell):
         """The n likeliest fills, as `sample.py --infill --candidates=n` ranks them."""
-        fill = partial(sample.fill_gaps, model, self.tokenizer, settings)
+        draws = None if job.logprobs is None else []
+        fill = partial(sample.fill_gaps, model, self.tokenizer, settings, draws=draws)
         candidates = job.n if job.n > 1 else 0
         limits = dict(max_gap=job.max_tokens, draws=max(16, 6 * candidates))
         limits |= dict(device=next(self.filler.parameters()).device)
@@ -195,8 +205,20 @@ class Writer:
             n = sum(segment for segment in found.segments if isinstance(segment, int))
             filled = "".join(part for part, is_filled in parts if is_filled)
             texts.append(Text(filled, joined(parts), n, is_ended=True))
+            if draws is not None:
+                tokens = sample.of_fill(model, self.tokenizer, found, draws, job.logprobs)
+                texts[-1].logprobs = self.filled_alone(found, tokens)
             tell(i, filled, texts[-1])
         return texts
+
+    def filled_alone(self, found, tokens):
+        """The TokenLogprobs of a search.Fill, without those of given text and of [END]."""
+        is_filled = []
+        for segment in found.segments:
+            n = len(to_ids([segment], self.tokenizer))
+            is_filled += [isinstance(segment, int)] * n
+        shown = [f for f, i in zip(is_filled, found.ids) if i != self.tokenizer.end_id]
+        return [token for token, f in zip(tokens, shown) if f]
 
     def go_on(self, model, segments, settings, job, tell):
         """n texts after a prompt, with the numbers 0 .. n - 1 of the seed."""
@@ -216,9 +238,12 @@ class Writer:
                 ends[chunk.first] = chunk.at.start
             told = set()
             done = [False] * len(x)
+            drawn = sample.not_drawn(x)
             may_draw["allowed"] = sample.places(allowed, x)
             for step in sample.take_steps(model, x.to(device), None, samples, settings, **may_draw):
                 x = step.x
+                if job.logprobs is not None:
+                    sample.note_draws(drawn, step)
                 final = max(end for first, end in ends.items() if first < step.number)
                 if job.stream and final not in told:
                     told.add(final)
@@ -229,8 +254,20 @@ class Writer:
                         break
             for row, row_ids in enumerate(x.tolist()):
                 texts.append(self.text_of(segments, row_ids, job))
+                if job.logprobs is not None:
+                    texts[-1].logprobs = self.logprobs_of(model, segments, row_ids, drawn[row], job)
                 tell(rows.start + row, texts[-1].filled, texts[-1])
         return texts
+
+    def logprobs_of(self, model, segments, ids, drawn, job):
+        """The TokenLogprobs of what was written after a prompt."""
+        given = [segment for segment in segments if isinstance(segment, str)]
+        given = to_ids(given, self.tokenizer)
+        n = len(given) + job.max_tokens
+        tokens = sample.token_logprobs(
+            model, self.tokenizer, ids, drawn, job.logprobs, min(n, len(ids))
+        )
+        return tokens[len([i for i in given if i != self.tokenizer.end_id]) :]
 
     def text_of(self, segments, ids, job):
         """The Text of the ids of a text that goes on, or of its beginning."""

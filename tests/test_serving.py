@@ -288,7 +288,8 @@ def test_completion_fields():
         (dict(stream="yes"), "stream", 400),
         (dict(presence_penalty=0.5), "presence_penalty", 400),
         (dict(best_of=4), "best_of", 400),
-        (dict(logprobs=2), "logprobs", 400),
+        (dict(logprobs=-1), "logprobs", 400),
+        (dict(regex="a+"), "regex", 400),
         (dict(max_token=4), "max_token", 400),
         (dict(infill="a█", suffix="b"), "suffix", 400),
         ([], None, 400),
@@ -436,6 +437,28 @@ def test_stop_cuts(client):
     assert cut.text == text[: text.index(stop)] and cut.finish_reason == "stop"
     parts = client.completions.create(**about, stop=[stop], stream=True)
     assert "".join(chunk.choices[0].text for chunk in parts) == cut.text
+
+
+def test_logprobs_and_scores_are_those_of_python(client, server, short_run):
+    about = dict(model="out", prompt="The ", max_tokens=6, seed=4, logprobs=2)
+    model, tokenizer, _ = mdlm.load(short_run)
+    choice = client.completions.create(**about).choices[0]
+    assert choice.logprobs.tokens == list(choice.text)
+    assert choice.logprobs.text_offset == list(range(6))
+    settings = dict(length=10, seed=4, k=2)
+    ((text, tokens),) = sample.write_with_logprobs(model, tokenizer, "The ", **settings)
+    assert text == "The " + choice.text
+    assert choice.logprobs.token_logprobs == pytest.approx([t.logp for t in tokens[4:]], abs=1e-5)
+    assert choice.logprobs.drawn == pytest.approx([t.drawn for t in tokens[4:]], abs=1e-5)
+    assert choice.logprobs.top_logprobs[0].keys() == dict(tokens[4].likeliest).keys()
+    filled = client.completions.create(**about | dict(suffix=" is", max_tokens=2)).choices[0]
+    assert filled.logprobs.tokens == list(filled.text)
+    body = dict(input=["The first", ["The ", "rest"]], passes=4)
+    r = httpx.post(f"{server.url}/v1/score", json=body, timeout=60).json()
+    wanted = sample.score(model, tokenizer, ["The first", ("The ", "rest")], passes=4)
+    for found, score in zip(r["data"], wanted, strict=True):
+        assert found["logp"] == pytest.approx(score.logp, abs=1e-4)
+        assert found["nelbo"] == pytest.approx(score.nelbo, abs=1e-4)
 
 
 def test_errors_are_those_of_openai(client, server):

@@ -299,7 +299,7 @@ async def compute(server, of_body, make_answer, scope, receive, send):
         raise Closed()
     body = await read_body(receive, headers, server.max_body)
     job = of_body(body, server.bounds)
-    if of_body is completions.of_completion:
+    if of_body is not completions.of_infill:  # editors name any
         check_name(server, body)
     answer = make_answer(job, server.name)
     computation = Computation(server, job, answer)
@@ -359,6 +359,7 @@ WRITES = {
         compute, of_body=completions.of_completion, make_answer=completions.Completion
     ),
     "/infill": partial(compute, of_body=completions.of_infill, make_answer=completions.Infill),
+    "/v1/score": partial(compute, of_body=completions.of_score, make_answer=completions.Scores),
 }
 SHOWS = {
     "/v1/models": show_models,

@@ -29,12 +29,10 @@ IDLE = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
     # To come: see TO_COME.
-    "logprobs": (None, False),
-    "threshold": (None,),
     "regex": (None,),
     "choices": (None,),
 }
-TO_COME = {"logprobs", "threshold", "regex", "choices"}
+TO_COME = {"regex", "choices"}
 # Fields with the name and the meaning of a flag of sample.py: name -> its type.
 SETTINGS = {
     "steps": int,
@@ -42,6 +40,8 @@ SETTINGS = {
     "redraw": str,
     "spacing": int,
     "order": str,
+    "threshold": float,
+    "entropy_bound": float,
     "block": int,
     "temperature": float,
     "top_k": int,
@@ -50,7 +50,7 @@ SETTINGS = {
     "seed": int,
 }
 OTHERS = {"model", "prompt", "suffix", "infill", "max_tokens", "n", "stop", "echo", "stream"}
-OTHERS |= {"stream_options"}
+OTHERS |= {"stream_options", "logprobs"}
 # Of llama.cpp's server: fields about its cache, its sampler's threads, and what it returns.
 IGNORED_BY_INFILL = {
     *("input_extra", "cache_prompt", "id_slot", "n_cache_reuse", "n_keep", "t_max_prompt_ms"),
@@ -80,6 +80,8 @@ class Bounds:
     max_tokens: int = 2048
     max_gap: int = 16
     stop: int = 256  # characters
+    logprobs: int = 32  # likeliest tokens at each place
+    passes: int = 1024
 
 
 @dataclass
@@ -87,7 +89,7 @@ class Job:
     """What is written for a request."""
 
     prompts: list  # texts, or pairs of a text before and after a gap, or templates
-    kind: str  # "continue" a text, fill the "gap" of a pair, or fill a "template"
+    kind: str  # "continue" a text, fill the "gap" of a pair, fill a "template", or "score" a text
     n: int = 1  # texts of each prompt
     max_tokens: int = 16  # of a text that goes on, or the longest gap
     settings: dict = field(default_factory=dict)  # of sample.SamplerSettings
@@ -95,6 +97,8 @@ class Job:
     echo: bool = False
     stream: bool = False
     include_usage: bool = False
+    logprobs: int | None = None  # how many of the likeliest tokens are named at each place
+    passes: int = 64  # random masks of a text that is scored
     cut: bool = False  # cut what is before and after a gap to the context, instead of refusing it
 
 
@@ -182,6 +186,12 @@ def settings_of(body):
     return settings
 
 
+def logprobs_of(body, bounds):
+    if body.get("logprobs") is False:
+        return None
+    return whole(body, "logprobs", None, 0, bounds.logprobs)
+
+
 def stops_of(body, bounds):
     """The texts before which an answer is cut off."""
     stop = body.get("stop")
@@ -222,6 +232,7 @@ def of_completion(body, bounds):
         n=whole(body, "n", 1, 1, bounds.n),
         settings=settings_of(body),
         stop=stops_of(body, bounds),
+        logprobs=logprobs_of(body, bounds),
         echo=truth(body, "echo"),
         stream=truth(body, "stream"),
         include_usage=truth(options or {}, "include_usage"),
@@ -277,6 +288,28 @@ def of_infill(body, bounds):
     )
 
 
+def of_score(body, bounds):
+    """The Job of a body of /v1/score."""
+    check_fields(body, {"model", "input", "passes", "seed"}, IGNORED)
+    given = body.get("input")
+    texts = given if isinstance(given, list) else [given]
+    if not 1 <= len(texts) <= bounds.prompts:
+        most = f"1 to {bounds.prompts} texts"
+        refuse(f"input must be a text or a list of {most}", "input", status=422 if texts else 400)
+    pairs = [each for each in texts if isinstance(each, list)]
+    if any(len(pair) != 2 for pair in pairs):
+        refuse("a list in input must be a pair, [context, text]", "input")
+    prompts = [
+        tuple(checked_text(part, "input") for part in each)
+        if isinstance(each, list)
+        else checked_text(each, "input")
+        for each in texts
+    ]
+    passes = whole(body, "passes", 64, 2, bounds.passes)
+    seed = whole(body, "seed", 0, 0, (1 << 32) - 1)
+    return Job(prompts, "score", settings=dict(seed=seed), passes=passes)
+
+
 # ---- Answers
 @dataclass
 class Text:
@@ -286,6 +319,7 @@ class Text:
     whole: str
     tokens: int
     is_ended: bool = False  # by [END], or as the text in a gap fits what follows
+    logprobs: list | None = None  # a support.infill.probabilities.TokenLogprob for each
 
 
 def cut_at(written, stops):
@@ -349,6 +383,29 @@ def shown_text(text, job):
     return written, stop
 
 
+def shown_logprobs(text, written):
+    """The logprobs of a choice, as OpenAI has them, of what is left of a text after `stop`: each
+    token's log p given all others. `drawn`: when it was drawn (not in OpenAI's)."""
+    if text.logprobs is None:
+        return None
+    tokens = []
+    offsets = []
+    at = 0
+    for token in text.logprobs:
+        if at >= len(written):
+            break
+        tokens.append(token)
+        offsets.append(at)
+        at += len(token.text)
+    return dict(
+        tokens=[token.text for token in tokens],
+        token_logprobs=[token.logp for token in tokens],
+        top_logprobs=[dict(token.likeliest) for token in tokens],
+        text_offset=offsets,
+        drawn=[token.drawn for token in tokens],
+    )
+
+
 class Completion:
     """The answers of /v1/completions."""
 
@@ -368,15 +425,17 @@ class Completion:
         names = ("prompt_tokens", "completion_tokens", "total_tokens")
         return dict(zip(names, (self.prompt_tokens, self.tokens, total)))
 
-    def choice(self, index, written, reason=None):
-        return dict(index=index, text=written, logprobs=None, finish_reason=reason)
+    def choice(self, index, written, reason=None, logprobs=None):
+        return dict(index=index, text=written, logprobs=logprobs, finish_reason=reason)
 
     def whole(self, texts):
         """The answer with all texts."""
         choices = []
         for index, text in enumerate(texts):
             written, stop = shown_text(text, self.job)
-            choices.append(self.choice(index, written, finish_of(text, stop, self.job)))
+            logprobs = shown_logprobs(text, cut_at(text.filled, self.job.stop)[0])
+            reason = finish_of(text, stop, self.job)
+            choices.append(self.choice(index, written, reason, logprobs))
             self.tokens += text.tokens
         seed = self.job.settings["seed"]
         return self.about | dict(choices=choices, usage=self.usage(), seed=seed)
@@ -388,7 +447,8 @@ class Completion:
         self.tokens += text.tokens
         _, stop = shown_text(text, self.job)
         reason = finish_of(text, stop, self.job)
-        return self.about | dict(choices=[self.choice(index, new, reason)])
+        logprobs = shown_logprobs(text, cut_at(text.filled, self.job.stop)[0])
+        return self.about | dict(choices=[self.choice(index, new, reason, logprobs)])
 
     def end(self):
         """What follows the parts of all texts."""
@@ -437,3 +497,16 @@ class Infill:
 
     def end(self):
         return []
+
+
+class Scores:
+    """The answers of /v1/score."""
+
+    def __init__(self, job, model, prompt_tokens=0):
+        self.job = job
+        self.model = model
+        self.prompt_tokens = prompt_tokens
+
+    def whole(self, scores):
+        data = [dict(index=i, object="score", **score._asdict()) for i, score in enumerate(scores)]
+        return dict(object="list", model=self.model, data=data, seed=self.job.settings["seed"])

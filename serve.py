@@ -91,6 +91,8 @@ class Writer:
         """The segments of a prompt of a Job; UserError for one that cannot be written."""
         if job.kind == "continue":
             return self.continued(job, prompt)
+        if not job.max_tokens:
+            return []
         config = self.filler.config
         if config.objective == "ar" or config.prompt_column:
             what = "this model fills no gaps, it only goes on; send a prompt without a suffix"
@@ -185,7 +187,9 @@ class Writer:
         for prompt in job.prompts:
             segments = self.segments(job, prompt)
             tell = partial(tell_from, emit, len(texts))
-            if job.kind == "continue":
+            if not job.max_tokens:
+                texts.append(Text("", "", 0))
+            elif job.kind == "continue":
                 texts += self.go_on(model, segments, settings, job, tell)
             else:
                 texts += self.fill(model, segments, settings, job, tell)

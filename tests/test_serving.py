@@ -381,16 +381,19 @@ def client(server):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def alone(run, *argv):
-    """The texts that sample.py writes with these flags."""
-    command = [sys.executable, str(ROOT / "sample.py"), f"--out_dir={run}", "--json=-", *argv]
-    environment = os.environ | dict(OMP_NUM_THREADS="1")
-    r = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert r.returncode == 0, r.stderr
-    return [json.loads(line) for line in r.stdout.splitlines()]
+@pytest.fixture
+def alone(tmp_path):
+    """A function of flags: the objects that sample.py writes with them."""
+
+    def objects(run, *argv):
+        file = tmp_path / "lines.json"
+        assert sample.main([f"--out_dir={run}", "--device=cpu", f"--json={file}", *argv]) == 0
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+    return objects
 
 
-def test_openai_client_gets_what_sample_writes(client, short_run):
+def test_openai_client_gets_what_sample_writes(client, short_run, alone):
     answer = client.completions.create(
         model="out", prompt="The ", max_tokens=12, n=2, seed=3, temperature=0.8
     )
@@ -402,7 +405,7 @@ def test_openai_client_gets_what_sample_writes(client, short_run):
     assert answer.usage.completion_tokens == 24 and answer.usage.prompt_tokens == 4
 
 
-def test_openai_client_fills_gaps(client, short_run):
+def test_openai_client_fills_gaps(client, short_run, alone):
     answer = client.completions.create(
         model="out", prompt="The ", suffix=" is", max_tokens=3, n=2, seed=1
     )
@@ -484,13 +487,21 @@ def test_models_health_and_metrics(client, server):
     assert re.search(r"^mdlm_calls_total [1-9]", text, re.M)
 
 
-def test_infill_of_llama_cpp(server, short_run):
+def test_infill_of_llama_cpp(server, short_run, alone):
     body = dict(input_prefix="The ", input_suffix=" is", n_predict=3, seed=1, stream=False)
     body |= dict(cache_prompt=True, samplers=["top_k"], input_extra=[], prompt="")
     answer = httpx.post(f"{server.url}/infill", json=body, timeout=60).json()
     (wanted,) = alone(short_run, "--infill=The [___] is", "--max_gap=3", "--seed=1")
     assert f"The {answer['content']} is" == wanted["text"]
     assert answer["stop"] is True and answer["stop_type"] == "eos"
+    picks = body | dict(response_fields=["content", "timings/predicted_n", "nothing"])
+    found = httpx.post(f"{server.url}/infill", json=picks, timeout=60).json()
+    assert found == {
+        "content": answer["content"],
+        "timings/predicted_n": answer["tokens_predicted"],
+    }
+    none = body | dict(n_predict=0, input_prefix="", input_suffix="", temperature=0.0)
+    assert httpx.post(f"{server.url}/infill", json=none, timeout=60).json()["content"] == ""
     long = body | dict(input_prefix="x = 1\n" * 40, input_suffix="\ny = 2" * 40, stream=True)
     events = [
         json.loads(line[6:])
@@ -685,7 +696,7 @@ def blocks_run(text_file, tmp_path_factory):
     return out
 
 
-def test_blocks_stream_as_they_are_written(blocks_run):
+def test_blocks_stream_as_they_are_written(blocks_run, alone):
     """And fill gaps, if they learned to."""
     with serving(f"--out_dir={blocks_run}") as found:
         url = f"{found.url}/v1/completions"

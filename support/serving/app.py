@@ -417,7 +417,8 @@ class Guarded:
                 await send_json(watched, status, refused.content, more)
         finally:
             self.server.running -= 1
-            self.server.metrics.count(self.path, status, time.monotonic() - began)
+            path = self.path.partition("/{")[0]
+            self.server.metrics.count(path, status, time.monotonic() - began)
 
 
 def allow(origin):

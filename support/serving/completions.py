@@ -51,13 +51,13 @@ SETTINGS = {
 }
 OTHERS = {"model", "prompt", "suffix", "infill", "max_tokens", "n", "stop", "echo", "stream"}
 OTHERS |= {"stream_options", "logprobs"}
-# Of llama.cpp's server: fields about its cache, its sampler's threads, and what it returns.
+# Of llama.cpp's server: fields about its caches, its time and what it returns beside the text; and
+# the files beside the one that is edited, for which the contexts here have no room.
 IGNORED_BY_INFILL = {
-    *("input_extra", "cache_prompt", "id_slot", "n_cache_reuse", "n_keep", "t_max_prompt_ms"),
-    *("t_max_predict_ms", "n_indent", "samplers", "response_fields", "timings_per_token"),
-    *("return_progress", "n_probs", "min_keep", "post_sampling_probs", "return_tokens"),
-    *("top_n_sigma", "min_p", "typical_p", "repeat_last_n", "model", "speculative.n_max"),
-    *("speculative.n_min", "speculative.p_min", "lora", "ignore_eos"),
+    *("cache_prompt", "id_slot", "n_cache_reuse", "n_keep", "t_max_prompt_ms", "t_max_predict_ms"),
+    *("n_indent", "samplers", "timings_per_token", "return_progress", "n_probs", "return_tokens"),
+    *("min_keep", "post_sampling_probs", "model", "input_extra"),
+    *("speculative.n_max", "speculative.n_min", "speculative.p_min"),
 }
 
 
@@ -99,6 +99,7 @@ class Job:
     include_usage: bool = False
     logprobs: int | None = None  # how many of the likeliest tokens are named at each place
     passes: int = 64  # random masks of a text that is scored
+    fields: list | None = None  # of the answer of /infill, those that are returned; None: all
     cut: bool = False  # cut what is before and after a gap to the context, instead of refusing it
 
 
@@ -271,12 +272,16 @@ def prompts_of(body, bounds):
 def of_infill(body, bounds):
     """The Job of a body of llama.cpp's /infill."""
     known = {"input_prefix", "input_suffix", "prompt", "n_predict", "stop", "stream"}
+    known.add("response_fields")
     check_fields(body, known | SETTINGS.keys(), IGNORED_BY_INFILL)
     # llama.cpp: what the text in the gap begins with, which is known.
     before = text(body, "input_prefix", "") + text(body, "prompt", "")
     after = text(body, "input_suffix", "")
     n = whole(body, "n_predict", -1, -1, 1 << 31)
-    n = bounds.max_gap if n in (-1, 0) else min(n, bounds.max_gap)
+    fields = body.get("response_fields")
+    if fields is not None and not isinstance(fields, list):
+        refuse(f"response_fields must be a list, not {kind(fields)}", "response_fields")
+    n = bounds.max_gap if n < 0 else min(n, bounds.max_gap)  # 0: editors fill llama.cpp's caches
     return Job(
         [(before, after)],
         "gap",
@@ -284,6 +289,7 @@ def of_infill(body, bounds):
         settings=settings_of(body),
         stop=stops_of(body, bounds),
         stream=truth(body, "stream"),
+        fields=fields,
         cut=True,
     )
 
@@ -455,6 +461,19 @@ class Completion:
         return [self.about | dict(choices=[], usage=self.usage())] * self.job.include_usage
 
 
+def picked(answer, paths):
+    """Those fields of an answer that are there, as llama.cpp has it: "timings/predicted_n" too, by
+    that name."""
+    found = {}
+    for path in paths:
+        value = answer
+        for name in str(path).split("/"):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            found[str(path)] = value
+    return found
+
+
 class Infill:
     """The answers of /infill."""
 
@@ -474,7 +493,7 @@ class Infill:
         """The last part of a stream, with what it adds; or the whole answer, if that is None."""
         written, stop = shown_text(text, self.job)
         ms = 1e3 * (time.monotonic() - self.began)
-        return dict(
+        all_fields = dict(
             content=written if new is None else new,
             stop=True,
             model=self.model,
@@ -494,6 +513,7 @@ class Infill:
                 predicted_per_second=1e3 * text.tokens / max(ms, 1e-9),
             ),
         )
+        return all_fields if self.job.fields is None else picked(all_fields, self.job.fields)
 
     def end(self):
         return []

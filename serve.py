@@ -14,6 +14,7 @@ from support import cli, flags, terminal
 cli.start(__name__)
 
 import asyncio
+import html
 import json
 import os
 import signal
@@ -40,6 +41,7 @@ from support.serving import app, completions, engine
 from support.serving.completions import Invalid, Text
 from support.training import scores
 from support.training.checkpoint import default_run, read_newest
+from support.web.viewer import read_asset
 
 KEY = "MDLM_API_KEY"  # the environment variable in place of --api_key
 HEAD_SECONDS = 10.0  # in which the head of a request must have come, and between two of them
@@ -187,7 +189,9 @@ class Writer:
         for prompt in job.prompts:
             segments = self.segments(job, prompt)
             tell = partial(tell_from, emit, len(texts))
-            if not job.max_tokens:
+            if job.watch and None not in segments:
+                texts.append(self.show(model, segments, settings, job, emit))
+            elif not job.max_tokens:
                 texts.append(Text("", "", 0))
             elif job.kind == "continue":
                 texts += self.go_on(model, segments, settings, job, tell)
@@ -214,6 +218,31 @@ class Writer:
                 texts[-1].logprobs = self.filled_alone(found, tokens)
             tell(i, filled, texts[-1])
         return texts
+
+    def show(self, model, segments, settings, job, emit):
+        """A Text, after each network call of which emit gets what there is, with █ for masks."""
+        x = torch.tensor([to_ids(segments, self.tokenizer, model.mask_id)])
+        samples = torch.arange(1)
+        if job.kind == "continue" and model.objective.lengths_are_given:
+            x = end_documents(
+                model, x, sample.uniform(settings.seed, -1, samples, range(1))[2][:, 0]
+            )
+        may_draw = sample.ends(model, self.tokenizer, job.kind == "template")
+        allowed = templates.allowed_tokens(segments, self.tokenizer)
+        may_draw["allowed"] = sample.places(allowed, x)
+        steps = sum(c.steps for c in sample.plan(model, x == model.mask_id, samples, settings))
+        device = next(self.model.parameters()).device
+        for step in sample.take_steps(model, x.to(device), None, samples, settings, **may_draw):
+            x = step.x
+            written = joined(to_texts(segments, x[0].tolist(), self.tokenizer))
+            emit(0, dict(text=written, step=step.number, steps=steps))
+        ids = x[0].tolist()
+        parts = to_texts(segments, ids, self.tokenizer)
+        n = sum(segment for segment in segments if isinstance(segment, int))
+        filled = "".join(part for part, is_filled in parts if is_filled)
+        text = Text(filled, joined(parts), n)
+        emit(0, "", text)
+        return text
 
     def filled_alone(self, found, tokens):
         """The TokenLogprobs of a search.Fill, without those of given text and of [END]."""
@@ -481,6 +510,8 @@ def main(argv):
     server.origins = origins(options)
     server.max_body = options.max_body
     server.time_limit = options.time_limit
+    about = f"{name}: {config.n_layer} layers x {config.n_embd}, context {config.block_size}"
+    app.use_page(server, read_asset("serve.html").replace("ABOUT", html.escape(about)))
     engine.start(computes)
     asyncio.run(serve(server, options, sock))
     return 0

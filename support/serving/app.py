@@ -6,6 +6,8 @@ No text of a client is in any log, and in no error beyond the words that it is a
 """
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import json
 import re
@@ -56,6 +58,8 @@ class Server:
     max_body: int = 1 << 20
     time_limit: float = 600.0
     metrics: Metrics = field(default_factory=Metrics)
+    page: bytes = b""
+    page_policy: str = "script-src 'none'"
     draining: bool = False
     running: int = 0  # requests that are answered now
 
@@ -162,8 +166,11 @@ def check_origin(server, headers):
     have made its own name point here. Returns the origin to allow, or ""."""
     host = headers.get("host", "")
     name = re.sub(r":\d*$", "", host).strip("[]")
-    if server.host in LOOPBACK and name not in LOOPBACK:
-        raise Refused(403, "this server answers to localhost alone; use that as its name")
+    known = (*LOOPBACK, *(re.sub(r"^https?://|:\d+$", "", origin) for origin in server.origins))
+    if server.host in LOOPBACK and name not in known:
+        raise Refused(
+            403, "this server answers to localhost alone; use that name, or give --origin"
+        )
     origin = headers.get("origin", "")
     if not origin or origin in (f"http://{host}", f"https://{host}"):
         return ""
@@ -222,6 +229,9 @@ class Computation:
         end. Returns whether the client needs no more of it. (In the engine's thread.)"""
         job = self.job
         if not job.stream:
+            return False
+        if job.watch:
+            emit("part", written if text is None else answer.last_part(index, "", text))
             return False
         if index not in self.progress:
             self.progress[index] = completions.Progress(job.stop)
@@ -299,7 +309,7 @@ async def compute(server, of_body, make_answer, scope, receive, send):
         raise Closed()
     body = await read_body(receive, headers, server.max_body)
     job = of_body(body, server.bounds)
-    if of_body is not completions.of_infill:  # editors name any
+    if of_body in (completions.of_completion, completions.of_score):  # editors name any
         check_name(server, body)
     answer = make_answer(job, server.name)
     computation = Computation(server, job, answer)
@@ -348,6 +358,14 @@ async def show_health(server, scope, receive, send):
     return status
 
 
+async def show_page(server, scope, receive, send):
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; {server.page_policy}"
+    policy += "; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    more = [(b"content-security-policy", policy.encode())]
+    await send_bytes(send, 200, server.page, b"text/html; charset=utf-8", more)
+    return 200
+
+
 async def show_metrics(server, scope, receive, send):
     content = server.metrics.text(server.engine).encode()
     await send_bytes(send, 200, content, b"text/plain; version=0.0.4; charset=utf-8")
@@ -365,9 +383,13 @@ SHOWS = {
     "/v1/models": show_models,
     "/v1/models/{name:path}": show_models,
     "/health": show_health,
+    "/": show_page,
     "/metrics": show_metrics,
 }
-OPEN = ("/health",)  # without a key: programs that watch a server have none
+PAGE = "/page"  # what the page calls
+WRITES[PAGE] = partial(compute, of_body=completions.of_page, make_answer=completions.Watched)
+# Without a key: programs that watch a server have none; the page asks for it.
+OPEN = ("/health", "/")
 
 
 class Guarded:
@@ -431,17 +453,24 @@ def allow(origin):
 
 
 async def find_nothing(server, scope, receive, send):
-    paths = ", ".join(path for path in [*WRITES, *SHOWS] if "{" not in path)
+    paths = ", ".join(path for path in [*WRITES, *SHOWS] if "{" not in path and path != PAGE)
     raise Refused(404, f"there is no such path here; the paths are {paths}")
 
 
-def make_app(server, pages=()):
-    """The Starlette application. pages: more routes, (path, methods, function)."""
+def use_page(server, page):
+    """Serve a page of HTML at "/", whose one script alone may run."""
+    script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    server.page = page.encode()
+    server.page_policy = f"script-src 'sha256-{digest}'"
+
+
+def make_app(server):
+    """The Starlette application."""
     routing = environment.optional("starlette.routing", "serve.py")
     applications = environment.optional("starlette.applications", "serve.py")
     table = [(path, ["POST"], function) for path, function in WRITES.items()]
     table += [(path, ["GET", "HEAD"], function) for path, function in SHOWS.items()]
-    table += pages
     # Methods are checked by Guarded, whose errors are JSON.
     routes = [
         routing.Route(path, Guarded(server, path, methods, function))

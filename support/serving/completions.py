@@ -20,6 +20,7 @@ from support.flags import shown
 from support.guesses import NEAR
 
 MOST_STOPS = 4  # as OpenAI has it
+MOST_STEPS = 1 << 13  # of a context; random numbers of all are drawn at once
 # Fields of /v1/completions that say nothing about the text.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 # Fields that are not supported, and the values of theirs that ask for nothing.
@@ -99,6 +100,7 @@ class Job:
     include_usage: bool = False
     logprobs: int | None = None  # how many of the likeliest tokens are named at each place
     passes: int = 64  # random masks of a text that is scored
+    watch: bool = False  # show the text after each network call: of the page
     fields: list | None = None  # of the answer of /infill, those that are returned; None: all
     cut: bool = False  # cut what is before and after a gap to the context, instead of refusing it
 
@@ -180,6 +182,8 @@ def settings_of(body):
         if type(value) is not wanted or (wanted is float and not math.isfinite(value)):
             accepted = dict(int="a whole number", float="a number", str="a text")[wanted.__name__]
             refuse(f"{name}={short(value)} must be {accepted}", name)
+        if name == "steps" and value > MOST_STEPS:
+            refuse(f"steps={value} must be at most {MOST_STEPS}", name, status=422)
         settings[name] = value
     if settings.get("seed", -1) < 0:  # -1 of llama.cpp: any
         settings["seed"] = secrets.randbits(32)
@@ -314,6 +318,19 @@ def of_score(body, bounds):
     passes = whole(body, "passes", 64, 2, bounds.passes)
     seed = whole(body, "seed", 0, 0, (1 << 32) - 1)
     return Job(prompts, "score", settings=dict(seed=seed), passes=passes)
+
+
+def of_page(body, bounds):
+    """The Job of what the page asks for: a text to go on with, or a template, which is watched."""
+    known = {"infill", "prompt", "max_tokens"}
+    check_fields(body, known | SETTINGS.keys(), set())
+    prompts, kind = prompts_of(body, bounds)
+    most = bounds.max_tokens if kind == "continue" else bounds.max_gap
+    n = whole(body, "max_tokens", min(256, most), 1, most)
+    job = Job(prompts[:1], kind, max_tokens=n, settings=settings_of(body))
+    job.stream = True
+    job.watch = True
+    return job
 
 
 # ---- Answers
@@ -530,3 +547,17 @@ class Scores:
     def whole(self, scores):
         data = [dict(index=i, object="score", **score._asdict()) for i, score in enumerate(scores)]
         return dict(object="list", model=self.model, data=data, seed=self.job.settings["seed"])
+
+
+class Watched:
+    """The events of the page: the text after each network call, then how it ended."""
+
+    def __init__(self, job, model, prompt_tokens=0):
+        self.job = job
+        self.prompt_tokens = prompt_tokens
+
+    def last_part(self, index, new, text):
+        return dict(text=text.whole, done=True, seed=self.job.settings["seed"])
+
+    def end(self):
+        return []

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +36,11 @@ httpx = pytest.importorskip("httpx")
 from support.serving import engine as engines
 
 V = 11
+PATIENCE = 120  # seconds, as the machine may have other work
+get, post, options, request = (
+    partial(getattr(httpx, name), timeout=PATIENCE)
+    for name in ("get", "post", "options", "request")
+)
 
 
 def network(block_length=0, block_size=32, **more):
@@ -120,7 +126,7 @@ def running(**limits):
     thread = engines.start(engine)
     yield engine
     engine.close()
-    thread.join(20)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -140,7 +146,7 @@ class Answer:
         self.event.set()
 
     def wait(self):
-        assert self.event.wait(60), "a request was lost"
+        assert self.event.wait(PATIENCE), "a request was lost"
         if self.error:
             raise self.error
         return self.result
@@ -457,7 +463,7 @@ def test_logprobs_and_scores_are_those_of_python(client, server, short_run):
     filled = client.completions.create(**about | dict(suffix=" is", max_tokens=2)).choices[0]
     assert filled.logprobs.tokens == list(filled.text)
     body = dict(input=["The first", ["The ", "rest"]], passes=4)
-    r = httpx.post(f"{server.url}/v1/score", json=body, timeout=60).json()
+    r = post(f"{server.url}/v1/score", json=body).json()
     wanted = sample.score(model, tokenizer, ["The first", ("The ", "rest")], passes=4)
     for found, score in zip(r["data"], wanted, strict=True):
         assert found["logp"] == pytest.approx(score.logp, abs=1e-4)
@@ -480,8 +486,8 @@ def test_errors_are_those_of_openai(client, server):
 def test_models_health_and_metrics(client, server):
     assert [model.id for model in client.models.list()] == ["out"]
     assert client.models.retrieve("out").owned_by == "mdlm"
-    assert httpx.get(f"{server.url}/health").json() == dict(status="ok")
-    text = httpx.get(f"{server.url}/metrics").text
+    assert get(f"{server.url}/health").json() == dict(status="ok")
+    text = get(f"{server.url}/metrics").text
     for line in text.splitlines():
         assert line.startswith("# ") or re.fullmatch(r"mdlm_\w+(\{[^{}]*\})? [-+.\de]+", line), line
     assert re.search(r"^mdlm_calls_total [1-9]", text, re.M)
@@ -490,22 +496,22 @@ def test_models_health_and_metrics(client, server):
 def test_infill_of_llama_cpp(server, short_run, alone):
     body = dict(input_prefix="The ", input_suffix=" is", n_predict=3, seed=1, stream=False)
     body |= dict(cache_prompt=True, samplers=["top_k"], input_extra=[], prompt="")
-    answer = httpx.post(f"{server.url}/infill", json=body, timeout=60).json()
+    answer = post(f"{server.url}/infill", json=body).json()
     (wanted,) = alone(short_run, "--infill=The [___] is", "--max_gap=3", "--seed=1")
     assert f"The {answer['content']} is" == wanted["text"]
     assert answer["stop"] is True and answer["stop_type"] == "eos"
     picks = body | dict(response_fields=["content", "timings/predicted_n", "nothing"])
-    found = httpx.post(f"{server.url}/infill", json=picks, timeout=60).json()
+    found = post(f"{server.url}/infill", json=picks).json()
     assert found == {
         "content": answer["content"],
         "timings/predicted_n": answer["tokens_predicted"],
     }
     none = body | dict(n_predict=0, input_prefix="", input_suffix="", temperature=0.0)
-    assert httpx.post(f"{server.url}/infill", json=none, timeout=60).json()["content"] == ""
+    assert post(f"{server.url}/infill", json=none).json()["content"] == ""
     long = body | dict(input_prefix="x = 1\n" * 40, input_suffix="\ny = 2" * 40, stream=True)
     events = [
         json.loads(line[6:])
-        for line in httpx.post(f"{server.url}/infill", json=long, timeout=60).text.split("\n\n")
+        for line in post(f"{server.url}/infill", json=long).text.split("\n\n")
         if line.startswith("data: ")
     ]
     assert events[-1]["stop"] is True and events[-1]["tokens_evaluated"] <= 32
@@ -527,14 +533,14 @@ def test_infill_of_llama_cpp(server, short_run, alone):
     ],
 )
 def test_every_refusal_is_one_json_sentence(server, method, path, body, status):
-    r = httpx.request(method, server.url + path, content=body)
+    r = request(method, server.url + path, content=body)
     assert r.status_code == status
     error = r.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert "\n" not in error["message"] and len(error["message"]) < 300
 
 
-def talk(server, content, seconds=15):
+def talk(server, content, seconds=PATIENCE):
     """What the server answers to bytes."""
     host, port = server.url[7:].split(":")
     with socket.create_connection((host, int(port)), seconds) as s:
@@ -562,14 +568,14 @@ def test_body_of_100_mb_is_not_read_into_memory(server):
             yield b" " * (1 << 20)
 
     with contextlib.suppress(httpx.HTTPError):  # it may be cut off while it sends
-        assert httpx.post(f"{server.url}/v1/completions", content=parts()).status_code == 413
+        assert post(f"{server.url}/v1/completions", content=parts()).status_code == 413
     status = Path(f"/proc/{server.process.pid}/status").read_text()
     assert int(re.search(r"VmHWM:\s+(\d+)", status)[1]) < 1 << 20, "less than 1 GiB in all"
 
 
 def test_pages_of_other_sites_are_kept_out(server):
     for headers in (dict(origin="https://evil.example"), dict(host="evil.example")):
-        r = httpx.get(f"{server.url}/v1/models", headers=headers)
+        r = get(f"{server.url}/v1/models", headers=headers)
         assert r.status_code == 403 and "access-control-allow-origin" not in r.headers
 
 
@@ -581,19 +587,19 @@ def test_any_body_is_answered(server, body):
     except ValueError:
         return
     for path in ("/v1/completions", "/infill"):
-        r = httpx.post(server.url + path, content=content.encode(), timeout=60)
+        r = post(server.url + path, content=content.encode())
         assert r.status_code in (200, 400, 404, 422), r.text
         assert r.status_code == 200 or r.json()["error"]["message"]
 
 
 def metric(server, name):
-    text = httpx.get(f"{server.url}/metrics", headers=getattr(server, "headers", {})).text
+    text = get(f"{server.url}/metrics", headers=getattr(server, "headers", {})).text
     return float(re.search(rf"^mdlm_{name} (\S+)", text, re.M)[1])
 
 
 def wait_for(server, name, value):
     """Until a metric has this value, or more."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while metric(server, name) < value:
         assert time.monotonic() < deadline, f"{name} stays below {value}"
         time.sleep(0.02)
@@ -610,7 +616,7 @@ def test_client_that_leaves_in_mid_stream_stops_costing(server):
             httpx.stream("POST", url, json=body, timeout=1.0) as r,
         ):
             next(r.iter_bytes())
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while metric(server, "active") and time.monotonic() < deadline:
         time.sleep(0.05)
     assert metric(server, "active") == 0
@@ -620,10 +626,10 @@ def test_client_that_leaves_in_mid_stream_stops_costing(server):
 def test_no_text_of_a_client_is_in_the_log(short_run):
     with serving(f"--out_dir={short_run}") as found:
         for prompt in ("secretword ", "secret\u4e00word"):
-            httpx.post(f"{found.url}/v1/completions", json=dict(prompt=prompt, max_tokens=1))
-        httpx.get(f"{found.url}/secretword")
+            post(f"{found.url}/v1/completions", json=dict(prompt=prompt, max_tokens=1))
+        get(f"{found.url}/secretword")
         found.process.send_signal(signal.SIGTERM)
-        out, err = found.process.communicate(timeout=30)
+        out, err = found.process.communicate(timeout=PATIENCE)
     assert found.process.returncode == 0
     assert "secret" not in out + err
 
@@ -634,18 +640,17 @@ def test_sigterm_finishes_what_has_begun(short_run):
         body = dict(prompt="a", max_tokens=100, steps=64, seed=1)
         with ThreadPoolExecutor(8) as pool:
             answers = [
-                pool.submit(httpx.post, f"{found.url}/v1/completions", json=body, timeout=120)
-                for _ in range(4)
+                pool.submit(post, f"{found.url}/v1/completions", json=body) for _ in range(4)
             ]
             wait_for(found, "active", 4)
             found.process.send_signal(signal.SIGTERM)
-            while httpx.get(f"{found.url}/health").status_code == 200:
+            while get(f"{found.url}/health").status_code == 200:
                 time.sleep(0.02)
-            refused = httpx.post(f"{found.url}/v1/completions", json=body)
+            refused = post(f"{found.url}/v1/completions", json=body)
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
             texts = {a.result().json()["choices"][0]["text"] for a in answers}
         assert len(texts) == 1
-        assert found.process.wait(30) == 0
+        assert found.process.wait(PATIENCE) == 0
 
 
 def test_drain_ends(short_run):
@@ -653,11 +658,11 @@ def test_drain_ends(short_run):
     with serving(f"--out_dir={short_run}", "--drain=0.2") as found:
         body = dict(prompt="a", max_tokens=2000, steps=8000, n=16)
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(httpx.post, f"{found.url}/v1/completions", json=body, timeout=60)
+            answer = pool.submit(post, f"{found.url}/v1/completions", json=body)
             wait_for(found, "active", 1)
             found.process.send_signal(signal.SIGTERM)
             assert answer.result().status_code == 503
-        assert found.process.wait(30) == 0
+        assert found.process.wait(PATIENCE) == 0
 
 
 def test_key_and_queue(short_run):
@@ -666,24 +671,24 @@ def test_key_and_queue(short_run):
         found.headers = dict(authorization="Bearer abc")
         url = f"{found.url}/v1/completions"
         for headers in ({}, dict(authorization="Bearer abd"), dict(authorization="abc")):
-            r = httpx.post(url, json={}, headers=headers)
+            r = post(url, json={}, headers=headers)
             assert r.status_code == 401 and r.json()["error"]["code"] == "invalid_api_key"
-        r = httpx.options(url, headers=dict(origin="https://a.example"))
+        r = options(url, headers=dict(origin="https://a.example"))
         assert r.headers["access-control-allow-origin"] == "https://a.example"
         body = dict(prompt="a", max_tokens=200, steps=200, seed=1)
 
-        def post():
-            return httpx.post(url, json=body, headers=found.headers, timeout=120).status_code
+        def ask():
+            return post(url, json=body, headers=found.headers).status_code
 
         with ThreadPoolExecutor(8) as pool:
-            codes = [pool.submit(post) for _ in range(8)]
+            codes = [pool.submit(ask) for _ in range(8)]
             codes = sorted(code.result() for code in codes)
     assert set(codes) == {200, 429} and codes.count(200) >= 2
 
 
 def test_host_beyond_this_machine_needs_a_key(short_run):
     process = program_of(f"--out_dir={short_run}", "--host=0.0.0.0")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2 and "give --api_key=KEY" in err and "Traceback" not in err
 
 
@@ -701,13 +706,13 @@ def test_blocks_stream_as_they_are_written(blocks_run, alone):
     with serving(f"--out_dir={blocks_run}") as found:
         url = f"{found.url}/v1/completions"
         body = dict(prompt="The ", max_tokens=24, seed=2)
-        whole = httpx.post(url, json=body, timeout=60).json()["choices"][0]["text"]
-        lines = httpx.post(url, json=body | dict(stream=True), timeout=60).text.split("\n\n")
+        whole = post(url, json=body).json()["choices"][0]["text"]
+        lines = post(url, json=body | dict(stream=True)).text.split("\n\n")
         parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         texts = [part["choices"][0]["text"] for part in parts]
         assert "".join(texts) == whole
         assert len([text for text in texts if text]) >= 5, "block by block"
-        filled = httpx.post(url, json=body | dict(suffix=" is", max_tokens=2), timeout=60).json()
+        filled = post(url, json=body | dict(suffix=" is", max_tokens=2)).json()
         assert filled["choices"][0]["finish_reason"] == "stop"
     (wanted,) = alone(blocks_run, "--prompt=The ", "--length=28", "--seed=2")
     assert "The " + whole == wanted["text"]

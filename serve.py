@@ -45,7 +45,7 @@ from support.web.viewer import read_asset
 
 KEY = "MDLM_API_KEY"  # the environment variable in place of --api_key
 HEAD_SECONDS = 10.0  # in which the head of a request must have come, and between two of them
-END_SECONDS = 2.0  # after --drain, in which what is cut short is told so
+END_SECONDS = 5.0  # after --drain, in which what is cut short is told so
 HEADER_BYTES = 1 << 15
 
 

@@ -1035,7 +1035,7 @@ def of_fill(model, tokenizer, fill, draws, k):
     is_filled = []
     for segment in fill.segments:
         n = len(to_ids([segment], tokenizer))
-        is_filled += [isinstance(segment, int)] * n
+        is_filled += [not isinstance(segment, str)] * n
     n = len(is_filled)
     is_filled += [True] * (len(fill.ids) - n)  # what ends the text
     drawn = drawn_in_search(draws, fill.ids, is_filled)

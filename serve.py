@@ -33,8 +33,9 @@ from support import environment
 from support.devices import pick_device
 from support.errors import UserError
 from support.flags import READS, opt
-from support.infill import templates
+from support.infill import constraint, templates
 from support.infill.calls import end_documents, groups
+from support.infill.constraint import ConstrainedGap, pattern_of_choices
 from support.infill.search import hypotheses
 from support.infill.templates import encode_segments, joined, of_prompt, parse, to_ids, to_texts
 from support.serving import app, completions, engine
@@ -103,6 +104,7 @@ class Writer:
             segments = parse(prompt, self.tokenizer, config.block_size)
         else:
             segments = self.around_gap(job, *prompt)
+        templates.check_lengths(segments, job.max_tokens)
         x = torch.tensor([to_ids(segments, self.tokenizer, self.filler.mask_id)])
         self.filler.objective.check_gaps(x, x == self.filler.mask_id)
         return segments
@@ -131,7 +133,12 @@ class Writer:
         if job.cut:
             room = L - min(job.max_tokens, max(1, L // 2))
             before, after = self.cut(before, after, room)
-        segments = [text for text in (before, None, after) if text != ""]
+        gap = None
+        if job.regex is not None:
+            gap = ConstrainedGap(job.regex)
+        elif job.choices:
+            gap = ConstrainedGap(pattern_of_choices(job.choices), choices=job.choices)
+        segments = [segment for segment in (before, gap, after) if segment != ""]
         segments = encode_segments(segments, self.tokenizer)
         n = len(to_ids(segments, self.tokenizer))
         if n > L:
@@ -189,7 +196,7 @@ class Writer:
         for prompt in job.prompts:
             segments = self.segments(job, prompt)
             tell = partial(tell_from, emit, len(texts))
-            if job.watch and None not in segments:
+            if job.watch and not templates.has_open(segments):
                 texts.append(self.show(model, segments, settings, job, emit))
             elif not job.max_tokens:
                 texts.append(Text("", "", 0))
@@ -210,7 +217,7 @@ class Writer:
         texts = []
         for i, found in enumerate(fills[: job.n]):
             parts = to_texts(found.segments, found.ids, self.tokenizer)
-            n = sum(segment for segment in found.segments if isinstance(segment, int))
+            n = filled_tokens(found.segments)
             filled = "".join(part for part, is_filled in parts if is_filled)
             texts.append(Text(filled, joined(parts), n, is_ended=True))
             if draws is not None:
@@ -230,6 +237,7 @@ class Writer:
         may_draw = sample.ends(model, self.tokenizer, job.kind == "template")
         allowed = templates.allowed_tokens(segments, self.tokenizer)
         may_draw["allowed"] = sample.places(allowed, x)
+        may_draw["constraints"] = constraint.by_row([segments])
         steps = sum(c.steps for c in sample.plan(model, x == model.mask_id, samples, settings))
         device = next(self.model.parameters()).device
         for step in sample.take_steps(model, x.to(device), None, samples, settings, **may_draw):
@@ -238,7 +246,7 @@ class Writer:
             emit(0, dict(text=written, step=step.number, steps=steps))
         ids = x[0].tolist()
         parts = to_texts(segments, ids, self.tokenizer)
-        n = sum(segment for segment in segments if isinstance(segment, int))
+        n = filled_tokens(segments)
         filled = "".join(part for part, is_filled in parts if is_filled)
         text = Text(filled, joined(parts), n)
         emit(0, "", text)
@@ -249,7 +257,7 @@ class Writer:
         is_filled = []
         for segment in found.segments:
             n = len(to_ids([segment], self.tokenizer))
-            is_filled += [isinstance(segment, int)] * n
+            is_filled += [not isinstance(segment, str)] * n
         shown = [f for f, i in zip(is_filled, found.ids) if i != self.tokenizer.end_id]
         return [token for token, f in zip(tokens, shown) if f]
 
@@ -315,6 +323,11 @@ class Writer:
         parts = to_texts([*given, n_written], ids[: n + n_written], self.tokenizer)
         filled = "".join(part for part, is_filled in parts if is_filled)
         return Text(filled, joined(parts), n_written, is_ended)
+
+
+def filled_tokens(segments):
+    """How many tokens the gaps of segments of known lengths have."""
+    return sum(templates.length_of(each) for each in segments if not isinstance(each, str))
 
 
 def tell_from(emit, first, index, *written):

@@ -295,7 +295,10 @@ def test_completion_fields():
         (dict(presence_penalty=0.5), "presence_penalty", 400),
         (dict(best_of=4), "best_of", 400),
         (dict(logprobs=-1), "logprobs", 400),
-        (dict(regex="a+"), "regex", 400),
+        (dict(regex=5), "regex", 400),
+        (dict(regex="a+", choices=["a"]), "choices", 400),
+        (dict(choices=[]), "choices", 400),
+        (dict(choices=["a"] * 300), "choices", 422),
         (dict(max_token=4), "max_token", 400),
         (dict(infill="a█", suffix="b"), "suffix", 400),
         ([], None, 400),
@@ -468,6 +471,21 @@ def test_logprobs_and_scores_are_those_of_python(client, server, short_run):
     for found, score in zip(r["data"], wanted, strict=True):
         assert found["logp"] == pytest.approx(score.logp, abs=1e-4)
         assert found["nelbo"] == pytest.approx(score.nelbo, abs=1e-4)
+
+
+def test_fills_match(server, short_run):
+    pytest.importorskip("outlines_core")
+    url = f"{server.url}/v1/completions"
+    body = dict(prompt="The ", suffix=" is", max_tokens=4, seed=1, n=3)
+    found = post(url, json=body | dict(regex="[a-c]{2,3}")).json()["choices"]
+    assert found and all(re.fullmatch("[a-c]{2,3}", choice["text"]) for choice in found)
+    found = post(url, json=body | dict(choices=["one", "two"], logprobs=1)).json()["choices"]
+    assert {choice["text"] for choice in found} == {"one", "two"}
+    assert all(len(choice["logprobs"]["tokens"]) == 3 for choice in found)
+    end = post(url, json=dict(prompt="The ", regex="[0-9]{2}", max_tokens=4)).json()["choices"]
+    assert re.fullmatch("[0-9]{2}", end[0]["text"])
+    wrong = post(url, json=body | dict(regex="(a"))
+    assert wrong.status_code == 400 and "brackets" in wrong.json()["error"]["message"]
 
 
 def test_errors_are_those_of_openai(client, server):

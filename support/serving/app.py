@@ -60,6 +60,7 @@ class Server:
     metrics: Metrics = field(default_factory=Metrics)
     page: bytes = b""
     page_policy: str = "script-src 'none'"
+    building: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     draining: bool = False
     running: int = 0  # requests that are answered now
 
@@ -312,6 +313,9 @@ async def compute(server, of_body, make_answer, scope, receive, send):
     if of_body in (completions.of_completion, completions.of_score):  # editors name any
         check_name(server, body)
     answer = make_answer(job, server.name)
+    if job.must_match:  # not in the engine's thread, where all would wait
+        async with server.building:
+            await asyncio.to_thread(server.count, job)
     computation = Computation(server, job, answer)
     left = asyncio.ensure_future(until_disconnected(receive))
     try:

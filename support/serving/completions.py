@@ -11,6 +11,7 @@ A field that would change the answer and that is not supported is refused; one t
 import difflib
 import json
 import math
+import re
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -29,11 +30,7 @@ IDLE = {
     "logit_bias": (None, {}),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
-    # To come: see TO_COME.
-    "regex": (None,),
-    "choices": (None,),
 }
-TO_COME = {"regex", "choices"}
 # Fields with the name and the meaning of a flag of sample.py: name -> its type.
 SETTINGS = {
     "steps": int,
@@ -51,7 +48,7 @@ SETTINGS = {
     "seed": int,
 }
 OTHERS = {"model", "prompt", "suffix", "infill", "max_tokens", "n", "stop", "echo", "stream"}
-OTHERS |= {"stream_options", "logprobs"}
+OTHERS |= {"stream_options", "logprobs", "regex", "choices"}
 # Of llama.cpp's server: fields about its caches, its time and what it returns beside the text; and
 # the files beside the one that is edited, for which the contexts here have no room.
 IGNORED_BY_INFILL = {
@@ -81,6 +78,7 @@ class Bounds:
     max_tokens: int = 2048
     max_gap: int = 16
     stop: int = 256  # characters
+    choices: int = 256
     logprobs: int = 32  # likeliest tokens at each place
     passes: int = 1024
 
@@ -91,6 +89,8 @@ class Job:
 
     prompts: list  # texts, or pairs of a text before and after a gap, or templates
     kind: str  # "continue" a text, fill the "gap" of a pair, fill a "template", or "score" a text
+    regex: str | None = None  # what the fill of a gap must match
+    choices: tuple = ()  # or one of which it must be
     n: int = 1  # texts of each prompt
     max_tokens: int = 16  # of a text that goes on, or the longest gap
     settings: dict = field(default_factory=dict)  # of sample.SamplerSettings
@@ -103,6 +103,14 @@ class Job:
     watch: bool = False  # show the text after each network call: of the page
     fields: list | None = None  # of the answer of /infill, those that are returned; None: all
     cut: bool = False  # cut what is before and after a gap to the context, instead of refusing it
+
+    @property
+    def must_match(self):
+        """Whether a gap has a pattern, whose automaton may take seconds to build."""
+        marks = [
+            re.search(r"\[(?:___|█+)[:|]", one) for one in self.prompts if self.kind == "template"
+        ]
+        return self.regex is not None or bool(self.choices) or any(marks)
 
 
 def refuse(sentence, param=None, **how):
@@ -191,6 +199,17 @@ def settings_of(body):
     return settings
 
 
+def choices_of(body, bounds):
+    choices = body.get("choices")
+    if choices is None:
+        return ()
+    if not isinstance(choices, list) or not choices:
+        refuse("choices must be a list of texts", "choices")
+    if len(choices) > bounds.choices:
+        refuse(f"choices must be at most {bounds.choices} texts", "choices", status=422)
+    return tuple(dict.fromkeys(checked_text(choice, "choices") for choice in choices))
+
+
 def logprobs_of(body, bounds):
     if body.get("logprobs") is False:
         return None
@@ -217,8 +236,8 @@ def check_fields(body, known, ignored):
         if name in IDLE:
             if value in IDLE[name] and not (value is True and 1 in IDLE[name]):
                 continue
-            when = "is not supported yet" if name in TO_COME else "is not supported"
-            refuse(f"{name} {when} by this server; leave it out", name, code="unsupported")
+            what = f"{name} is not supported by this server"
+            refuse(f"{what}; leave it out", name, code="unsupported")
         if name not in known and name not in ignored:
             near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=NEAR)
             fix = f"the nearest is {near[0]}" if near else "leave it out"
@@ -232,8 +251,20 @@ def of_completion(body, bounds):
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
         refuse(f"stream_options must be an object, not {kind(options)}", "stream_options")
+    prompts, kind = prompts_of(body, bounds)
+    regex = text(body, "regex")
+    choices = choices_of(body, bounds)
+    if regex is not None or choices:
+        if kind == "template" or (regex is not None and choices):
+            sentence = "regex, choices and infill contradict each other; give one of them"
+            refuse(sentence, "choices" if choices else "regex")
+        if kind == "continue":  # a gap at the end of the text
+            prompts, kind = [(prompt, "") for prompt in prompts], "gap"
     job = Job(
-        *prompts_of(body, bounds),
+        prompts,
+        kind,
+        regex=regex,
+        choices=choices,
         n=whole(body, "n", 1, 1, bounds.n),
         settings=settings_of(body),
         stop=stops_of(body, bounds),

@@ -251,18 +251,18 @@ def of_completion(body, bounds):
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
         refuse(f"stream_options must be an object, not {kind(options)}", "stream_options")
-    prompts, kind = prompts_of(body, bounds)
+    prompts, way = prompts_of(body, bounds)
     regex = text(body, "regex")
     choices = choices_of(body, bounds)
     if regex is not None or choices:
-        if kind == "template" or (regex is not None and choices):
+        if way == "template" or (regex is not None and choices):
             sentence = "regex, choices and infill contradict each other; give one of them"
             refuse(sentence, "choices" if choices else "regex")
-        if kind == "continue":  # a gap at the end of the text
-            prompts, kind = [(prompt, "") for prompt in prompts], "gap"
+        if way == "continue":  # a gap at the end of the text
+            prompts, way = [(prompt, "") for prompt in prompts], "gap"
     job = Job(
         prompts,
-        kind,
+        way,
         regex=regex,
         choices=choices,
         n=whole(body, "n", 1, 1, bounds.n),

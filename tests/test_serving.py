@@ -20,6 +20,7 @@ import torch
 from conftest import ROOT, TINY, run_mdlm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from webdriver import Browser
 
 import mdlm
 import sample
@@ -33,6 +34,7 @@ greenlet = pytest.importorskip("greenlet")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
+from studies import serving as study
 from support.serving import engine as engines
 
 V = 11
@@ -734,3 +736,68 @@ def test_blocks_stream_as_they_are_written(blocks_run, alone):
         assert filled["choices"][0]["finish_reason"] == "stop"
     (wanted,) = alone(blocks_run, "--prompt=The ", "--length=28", "--seed=2")
     assert "The " + whole == wanted["text"]
+
+
+# ---- Long ones
+@pytest.mark.slow
+def test_idle_and_slow_connections_keep_none_out(short_run):
+    """2,000 that send nothing, and one that sends its body byte by byte."""
+    with serving(f"--out_dir={short_run}", "--max_connections=100") as found:
+        host, port = found.url[7:].split(":")
+        idle = []
+        for _ in range(2000):
+            with contextlib.suppress(OSError):
+                idle.append(socket.create_connection((host, int(port)), 5))
+        began = time.monotonic()
+        assert get(f"{found.url}/health").status_code == 200
+        assert time.monotonic() - began < 5
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
+        with socket.create_connection((host, int(port)), PATIENCE) as slow:
+            slow.sendall(head)
+            for _ in range(45):
+                with contextlib.suppress(OSError):
+                    slow.sendall(b" ")
+                time.sleep(1)
+            assert slow.recv(1 << 16).startswith(b"HTTP/1.1 408")
+        for each in idle:
+            each.close()
+        assert get(f"{found.url}/health").status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["whole", "blocks"])
+def test_load_gives_each_client_its_own_text(kind, short_run, blocks_run, capsys):
+    run = dict(whole=short_run, blocks=blocks_run)[kind]
+    flags = ["--mode=load", "--clients=16", "--seconds=10", f"--out_dir={run}"]
+    assert study.main(flags) == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_page_writes_fills_and_stops(short_run):
+    """And says what is wrong, and that the server has gone."""
+    with serving(f"--out_dir={short_run}") as found, contextlib.closing(Browser()) as browser:
+
+        def ask(text, **fields):
+            for name, value in (dict(typed=text, seed="1", tokens="20", steps="") | fields).items():
+                browser.js(f"(document.getElementById({name!r}).value = {json.dumps(value)}, 1)")
+            browser.js("(document.getElementById('write').click(), 1)")
+
+        said = "document.getElementById('said').textContent"
+        browser.call("/url", url=found.url)
+        for text in ("The ", "The ██ is", "The [___] is"):
+            ask(text)
+            browser.wait(f"{said}.endsWith('seed 1')")
+            shown = browser.js("document.getElementById('text').textContent")
+            assert shown.startswith("The ") and "█" not in shown and len(shown) > 7
+        ask("The █", tokens="20")
+        browser.wait(f"{said}.endsWith('seed 1')")
+        ask("\u4e00█")
+        browser.wait(f"{said}.includes('character')")
+        ask("The ", tokens="2000", steps="2000")
+        browser.wait(f"{said}.startsWith('call')")
+        browser.js("(document.getElementById('stop').click(), 1)")
+        browser.wait(f"{said} === 'stopped'")
+        found.process.kill()
+        found.process.wait()
+        ask("The ")
+        browser.wait(f"{said}.includes('does not answer')")

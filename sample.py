@@ -215,10 +215,20 @@ class Step(NamedTuple):  # what a step of `unmask` did to a batch
 def uniform(seed, step, samples, at):
     """For the tokens, ties and rows of a step: (B, n) float64 in [0, 1) each, Philox words of
     (seed, step, sample, position) at a range of n positions; 53 bits a token."""
-    streams = 4 * step + torch.arange(4, device=samples.device)[:, None, None]
-    high, low, *others = philox_words(seed, streams, samples, len(at), at.start)
-    token = ((high << 21) | (low >> 11)).double() / 2**53
-    return token, *(word.double() / 2**32 for word in others)
+    return next(uniforms(seed, range(step, step + 1), samples, at))
+
+
+def uniforms(seed, steps, samples, at):
+    """Yields `uniform` of each of a range of steps. Several are computed at once: of short texts
+    the number of operations counts, not their size."""
+    device = samples.device
+    some = max(1, (1 << 12) // max(1, len(samples) * len(at)))
+    for first in range(steps.start, steps.stop, some):
+        streams = torch.arange(4 * first, 4 * min(first + some, steps.stop), device=device)
+        words = philox_words(seed, streams[:, None, None], samples, len(at), at.start)
+        high, low, *others = words.unflatten(0, (-1, 4)).unbind(1)  # (steps, B, n) each
+        token = ((high << 21) | (low >> 11)).double() / 2**53
+        yield from zip(token, *(word.double() / 2**32 for word in others))
 
 
 def resolve(settings, model):
@@ -511,12 +521,14 @@ def take_steps(
     is_adaptive = adaptive.rule_of(settings) is not None
     for chunk in plan(model, fill, samples, settings):
         text = x[:, chunk.at.start : chunk.at.stop]  # a view: what is drawn is in x
+        steps = range(chunk.first, chunk.first + chunk.steps)
+        numbers = uniforms(settings.seed, steps, samples, chunk.at)
         for s in range(chunk.steps):
             if is_adaptive and not chunk.goes_on(s):
                 break
             masked = chunk.gaps & (text == mask)
             filled = chunk.gaps & ~masked & (((text == end_id) & chunk.gaps).cumsum(1) <= 1)
-            u, noise, _ = uniform(settings.seed, chunk.first + s, samples, chunk.at)
+            u, noise, _ = next(numbers)
             # 1. Where to draw: first reveal masks, then correct what was drawn.
             k = count_to_reveal(settings, chunk, s, masked, noise)
             masked &= (k > 0)[:, None]
@@ -1026,7 +1038,7 @@ def of_fill(model, tokenizer, fill, draws, k):
     is_filled = []
     for segment in fill.segments:
         n = len(to_ids([segment], tokenizer))
-        is_filled += [isinstance(segment, int)] * n
+        is_filled += [not isinstance(segment, str)] * n
     n = len(is_filled)
     is_filled += [True] * (len(fill.ids) - n)  # what ends the text
     drawn = drawn_in_search(draws, fill.ids, is_filled)

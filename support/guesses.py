@@ -11,7 +11,7 @@ from pathlib import Path
 from support.aliases import ALIASES
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = ("mdlm", "sample", "eval", "bench", "export")
+PROGRAMS = ("mdlm", "sample", "eval", "bench", "export", "serve")
 NEAR = 0.7  # the least likeness of a name that is proposed: above 0.6, --wandb is like --dataset
 
 # Program -> our flag -> other names that mean exactly the same.
@@ -59,6 +59,13 @@ SYNONYMS = {
     "eval": dict(out_dir=READ_FROM + " out", data="dataset file", compare="runs"),
     "bench": dict(out_dir=READ_FROM + " out", num_samples="samples n_samples"),
     "export": dict(out_dir=READ_FROM, dest="out output output_dir destination", to="format"),
+    "serve": dict(
+        out_dir=READ_FROM + " out",
+        api_key="key",
+        origin="cors origins allow_origins allowed_origins",
+        max_tokens="n_predict",
+        max_active="parallel max_num_seqs np",
+    ),
 }
 
 # Flags that mean nothing here -> what there is instead.
@@ -116,6 +123,10 @@ ANSWERS = {
     "eval": {"output output_file out_file save": "--json writes the results, --pictures pictures"},
     "bench": {"output output_file out_file save": "--json writes the results"},
     "export": {},
+    "serve": {
+        "workers num_workers": "one process computes all requests together; leave it out",
+        "ssl ssl_keyfile ssl_certfile": "it has no TLS; put a proxy before it that has",
+    },
 }
 
 

@@ -1149,6 +1149,9 @@ ADVICE["compiling.py"] = [
 ]
 
 ADVICE["environment.py"] = FollowedIn("test_the_advice_for_a_missing_package_works")
+ADVICE["serve.py"] = FollowedIn("test_host_beyond_this_machine_needs_a_key")
+ADVICE["app.py"] = FollowedIn("test_every_refusal_is_one_json_sentence")
+ADVICE["completions.py"] = FollowedIn("test_wrong_field_is_named")
 
 ADVICE["files.py"] = [
     (

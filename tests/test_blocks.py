@@ -411,9 +411,11 @@ def test_draws_are_the_same_without_the_cache(S, order, asks, monkeypatch):
 
 
 def seen_by(model):
-    """A list that grows by the number of tokens in each network call."""
+    """A list that grows by the number of tokens in each network call, without its padding."""
     seen = []
-    model.embed.register_forward_pre_hook(lambda _, args: seen.append(args[0].numel()))
+    model.register_forward_pre_hook(
+        lambda _, args: seen.append(sum(view.ids.numel() for view in args[0].cache.views))
+    )
     return seen
 
 

@@ -265,7 +265,9 @@ def test_former_names_are_near_too(flag):
         mdlm.main([flag])
 
 
-@pytest.mark.parametrize("program", ["mdlm", "sample", "eval", "bench", "export", "lessons/facts"])
+@pytest.mark.parametrize(
+    "program", ["mdlm", "sample", "eval", "bench", "export", "serve", "lessons/facts"]
+)
 def test_help_needs_no_docstrings(program):
     command = [sys.executable, "-OO", f"{program}.py", "--help"]
     r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

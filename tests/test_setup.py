@@ -26,6 +26,7 @@ import eval
 import export
 import mdlm
 import sample
+import serve
 from support import cli, environment, errors
 from support.flags import parse_flags
 from support.training import checkpoint, log
@@ -434,7 +435,7 @@ def test_the_advice_for_a_missing_package_works(state, clone, tmp_path, monkeypa
 
 TEXTS = [p for p in FILES if p.suffix in (".md", ".ipynb", ".py", ".sh", ".yml") or p.name == "run"]
 PROGRAMS = {"mdlm": mdlm.Config, "sample": sample.Options, "eval": eval.Options}
-PROGRAMS |= {"export": export.Options, "bench": bench.Options}
+PROGRAMS |= {"export": export.Options, "bench": bench.Options, "serve": serve.Options}
 
 
 def test_readme_has_one_line_for_each_start():

@@ -52,20 +52,80 @@ class Cache:
 
     def attention(self, qkv, cos, sin, qk_norm, causal, spans):
         q, k, v = prepare(qkv, cos, sin, qk_norm)
-        kv = self.extend(torch.stack((k, v), 2))  # (B, length + n, 2, H, D)
-        q, k, v = (z.transpose(1, 2) for z in (q, *kv.unbind(2)))
-        visible = None
-        if q.shape[2] > self.S:
-            at = torch.arange(k.shape[2], device=q.device)
-            visible = at // self.S <= at[self.length :, None] // self.S
-        return F.scaled_dot_product_attention(q, k, v, visible).transpose(1, 2)
+        return self.attend(q, torch.stack((k, v), 2))
 
     def norm_conv(self, *args):
         return norm_conv_ref(*args, neighbours=self.neighbours)
 
     def neighbours(self, x, left, k, spans):
-        need = x.shape[1] + left
+        return [
+            z.reshape(x.shape) for z in neighbours_in_blocks([self.reach(x, left)], left, k, self.S)
+        ]
+
+    def attend(self, q, kv):
+        """Attention of q (B, n, H, D) to what is kept and to keys and values kv (B, n, 2, H, D)."""
+        k, v = (z.transpose(1, 2) for z in self.extend(kv).unbind(2))  # (B, H, length + n, D)
+        visible = None
+        if q.shape[1] > self.S:
+            at = torch.arange(k.shape[2], device=q.device)
+            visible = at // self.S <= at[self.length :, None] // self.S
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, visible).transpose(1, 2)
+
+    def reach(self, x, left):
+        """x (B, n, C) and the `left` positions before it, (B, left + n, C); before a text 0."""
+        need = left + x.shape[1]
         near = self.extend(x)[:, -need:]
-        near = F.pad(near, (0, 0, need - near.shape[1], 0))
-        blocks = near.unfold(1, left + self.S, self.S).flatten(0, 1).mT  # (B n/S, left + S, C)
-        return [z[:, left:].reshape(x.shape) for z in neighbours(blocks, left, k, None)]
+        return F.pad(near, (0, 0, need - near.shape[1], 0))
+
+    @staticmethod
+    def joint(views, padding):
+        return JointCache(views, padding)
+
+
+def neighbours_in_blocks(texts, left, k, S):
+    """`neighbours` of blocks of S tokens: k tensors (tokens, C).
+
+    texts: of (B, left + n, C), n tokens in whole blocks and what precedes them
+    """
+    blocks = [near.unfold(1, left + S, S).flatten(0, 1).mT for near in texts]
+    blocks = torch.cat(blocks) if len(blocks) > 1 else blocks[0]  # (all blocks, left + S, C)
+    return [z[:, left:].flatten(0, 1) for z in neighbours(blocks, left, k, None)]
+
+
+class JointCache:
+    """Stands for the Caches of several Views, of which a network sees a single row (1, M, C): the
+    tokens of one after those of the other, then `padding` tokens, which see nothing.
+
+    Whatever does not mix tokens is one product for all; attention and convolution are each Cache's.
+    views: in the order of their lengths
+    """
+
+    def __init__(self, views, padding):
+        self.views = views
+        self.padding = padding
+
+    def parts(self, x):
+        """x (1, M, ...) -> for each View its Cache and its (B, n, ...)."""
+        sizes = [view.ids.numel() for view in self.views]
+        for view, part in zip(self.views, x[0].split([*sizes, self.padding])):
+            yield view.cache, part.unflatten(0, view.ids.shape)
+
+    def attention(self, qkv, cos, sin, qk_norm, causal, spans):
+        q, k, v = prepare(qkv, cos, sin, qk_norm)  # (1, M, H, D)
+        kv = torch.stack((k, v), 2)
+        seen = [
+            cache.attend(queries, kept).flatten(0, 1)
+            for (cache, queries), (_, kept) in zip(self.parts(q), self.parts(kv))
+        ]
+        return torch.cat((*seen, q.new_zeros(self.padding, *q.shape[2:])))[None]
+
+    def norm_conv(self, *args):
+        return norm_conv_ref(*args, neighbours=self.neighbours)
+
+    def neighbours(self, x, left, k, spans):
+        by_length = {}
+        for cache, part in self.parts(x):
+            by_length.setdefault(part.shape[1], []).append(cache.reach(part, left))
+        texts = [torch.cat(near) if len(near) > 1 else near[0] for near in by_length.values()]
+        shifted = neighbours_in_blocks(texts, left, k, self.views[0].cache.S)
+        return [F.pad(z, (0, 0, 0, self.padding))[None] for z in shifted]

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from support.infill.merging import compute
 from support.infill.padding import compute_once
 from support.numerics import checked
 
@@ -90,13 +91,13 @@ def logits_at(model, xt, row, at, device):
     model = compute_once(model)
     if len(slices) == 1:
         view = model.objective.view(xt.to(device), rows=(row * L + at).to(device))
-        return checked(model(view).to(xt.device))
+        return checked(compute(model, [view])[0].to(xt.device))
     logits = None
     for batch in slices:
         here = ((row >= batch.start) & (row < batch.stop)).nonzero()[:, 0]
         rows = (row[here] - batch.start) * L + at[here]
         view = model.objective.view(xt[batch].to(device), rows=rows.to(device))
-        computed = checked(model(view)).to(xt.device)
+        computed = checked(compute(model, [view])[0]).to(xt.device)
         if logits is None:
             logits = computed.new_empty(len(row), computed.shape[1])
         logits[here] = computed
@@ -131,13 +132,14 @@ def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None, memo=None):
     seen = F.pad(seen, pad, value=model.objective.pad_id).masked_fill(drawn, model.mask_id)
     if cache:
         rows = drawn.flatten().nonzero()[:, 0].to(device)
-        return checked(model(cache.view(seen.to(device), rows)).to(x.device))
+        view = cache.view(seen.to(device), rows)
+        return checked(compute(model, [view])[0].to(x.device))
     row, at = drawn.nonzero().T
-    compute = memo.logits_at if memo else logits_at
-    logits = compute(model, seen, row, at, device)
+    find = memo.logits_at if memo else logits_at
+    logits = find(model, seen, row, at, device)
     if cfg:
         seen = seen.masked_fill(F.pad(given[rows, window], pad), model.mask_id)
-        unguided = compute(model, seen, row, at, device)
+        unguided = find(model, seen, row, at, device)
         guided = unguided + (1 + cfg) * (logits - unguided)
         logits = torch.where(logits == -torch.inf, logits, guided)  # never drawn
     return logits

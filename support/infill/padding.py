@@ -11,6 +11,8 @@ import copy
 import torch
 import torch.nn as nn
 
+from support.infill.merging import pad_rows
+
 
 class OncePadded(nn.Module):
     """A layer without attention whose MLP computes equal positions once.
@@ -33,7 +35,8 @@ class OncePadded(nn.Module):
             return self.layer.mlp(x, h)
         alike[0, at] = False  # this one is computed, for all that are alike
         rest = (~alike).flatten().nonzero()[:, 0]
-        computed = self.layer.mlp(*(z.flatten(0, 1)[rest] for z in (x, h)))  # (n, C)
+        rows = pad_rows(rest)
+        computed = self.layer.mlp(*(z.flatten(0, 1)[rows] for z in (x, h)))[: len(rest)]  # (n, C)
         out = computed[rest == at].expand(alike.numel(), -1).clone()
         out[rest] = computed
         return out.view(x.shape)

@@ -16,6 +16,7 @@ from support.arguments import check_ids, check_text, check_tokenizer, whole_numb
 from support.data.tokenizer import Tokenizer
 from support.errors import UserError
 from support.infill.calls import call_size, checked, groups, logits_at, to_context
+from support.infill.merging import compute
 from support.infill.padding import compute_once
 from support.numerics import generator
 
@@ -39,7 +40,7 @@ class Score(NamedTuple):
 
 
 def device_of(model):
-    return next(model.parameters()).device if isinstance(model, torch.nn.Module) else "cpu"
+    return next(model.parameters()).device if hasattr(model, "parameters") else "cpu"
 
 
 # ---- Each token given the others
@@ -69,7 +70,7 @@ def predictions(
                 row, i = (where[batch] & (here == place)).nonzero().T
                 if len(row):
                     view = objective.view(xt[batch], x[batch], row * L + i)
-                    yield row + batch.start, i, checked(model(view))
+                    yield row + batch.start, i, checked(compute(model, [view])[0])
         return
     rows, places = where.nonzero().T
     for batch in groups(model, len(rows), x.device):
@@ -338,7 +339,7 @@ def masked_bound(model, x, scored, passes, seed):
         masked = counts[batch].flatten()
         xt, rows, n_rows = objective.hide(model.ops, x0, masked, seed, 0, samples, never_mask)
         rows = rows[: int(n_rows)]
-        logits = checked(network(objective.view(xt, x0, rows)))
+        logits = checked(compute(network, [objective.view(xt, x0, rows)])[0])
         ce = F.cross_entropy(logits, x0.flatten()[rows], reduction="none").cpu().double()
         block = rows.cpu() // (L // n_blocks) + batch.start * n_blocks
         sums.view(-1).index_add_(0, block, ce)

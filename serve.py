@@ -1,0 +1,534 @@
+"""Serve a trained model over HTTP: OpenAI's completions with a suffix, llama.cpp's infill.
+
+    python serve.py --out_dir=out                    # http://127.0.0.1:8000
+    curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "ROMEO:", "max_tokens": 80}'
+
+Many clients are computed together: each request runs what sample.py runs, and the network calls of
+all that wait are one call (support/serving/engine.py). The same seed gives the text that sample.py
+gives, whatever else is computed. docs/serving.md says what each field means for a model that writes
+everywhere at once. Needs the packages starlette, uvicorn and greenlet.
+"""
+
+from support import cli, flags, terminal
+
+cli.start(__name__)
+
+import asyncio
+import html
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import mdlm
+import sample
+from support import environment
+from support.devices import pick_device
+from support.errors import UserError
+from support.flags import READS, opt
+from support.infill import constraint, templates
+from support.infill.calls import end_documents, groups
+from support.infill.constraint import ConstrainedGap, pattern_of_choices
+from support.infill.search import hypotheses
+from support.infill.templates import encode_segments, joined, of_prompt, parse, to_ids, to_texts
+from support.serving import app, completions, engine
+from support.serving.completions import Invalid, Text
+from support.training import scores
+from support.training.checkpoint import default_run, read_newest
+from support.web.viewer import read_asset
+
+KEY = "MDLM_API_KEY"  # the environment variable in place of --api_key
+HEAD_SECONDS = 10.0  # in which the head of a request must have come, and between two of them
+END_SECONDS = 5.0  # after --drain, in which what is cut short is told so
+HEADER_BYTES = 1 << 15
+
+
+@dataclass
+class Options:
+    # What is served, and where
+    out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
+    host: str = opt("127.0.0.1", "address to listen on; beyond this machine it needs --api_key")
+    port: int = opt(8000, "port to listen on (0: any that is free)", bounds=(0, 65535))
+    api_key: str = opt("", f"key that clients must send (default: the variable {KEY}, if set)")
+    origin: str = opt("", "sites whose pages may use it, as https://example.org,https://...")
+    device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: a GPU if there is one")
+    drain: float = opt(
+        10.0, "after SIGTERM, seconds to finish what has begun", bounds=(0, 24 * 3600)
+    )
+    # The most that a request may ask for
+    max_tokens: int = opt(2048, "tokens written after a prompt", bounds=(1, 1 << 20))
+    max_prompt: int = opt(8192, "tokens of a prompt", bounds=(1, 1 << 20))
+    max_gap: int = opt(16, "longest fill of a gap, in tokens", bounds=(1, 8192))
+    max_prompts: int = opt(16, "prompts of a request", bounds=(1, 1024))
+    max_n: int = opt(16, "texts of a prompt", bounds=(1, 1024))
+    max_body: int = opt(1 << 20, "bytes of a request", bounds=(1 << 10, 1 << 30))
+    time_limit: float = opt(600.0, "seconds of a request", bounds=(0.1, 24 * 3600))
+    # The most that is served at a time
+    max_active: int = opt(64, "requests that are computed at a time", bounds=(1, 4096))
+    max_waiting: int = opt(256, "requests that wait until others end", bounds=(0, 1 << 16))
+    max_connections: int = opt(512, "open connections", bounds=(1, 1 << 16))
+
+
+# ---- What is written for a Job (in a greenlet of the engine; see support/serving/engine.py)
+class Writer:
+    """Writes what Jobs ask for, as sample.py does."""
+
+    def __init__(self, model, filler, tokenizer, max_prompt=8192):
+        self.model = model  # that goes on
+        self.filler = filler  # that fills gaps: the same, or loaded with whole=True
+        self.tokenizer = tokenizer
+        self.max_prompt = max_prompt
+
+    def model_of(self, job):
+        return self.model if job.kind in ("continue", "score") else self.filler
+
+    # ---- What is asked for, as segments of templates
+    def segments(self, job, prompt):
+        """The segments of a prompt of a Job; UserError for one that cannot be written."""
+        if job.kind == "continue":
+            return self.continued(job, prompt)
+        if not job.max_tokens:
+            return []
+        config = self.filler.config
+        if config.objective == "ar" or config.prompt_column:
+            what = "this model fills no gaps, it only goes on; send a prompt without a suffix"
+            raise Invalid(what, "suffix", code="unsupported")
+        if job.kind == "template":
+            segments = parse(prompt, self.tokenizer, config.block_size)
+        else:
+            segments = self.around_gap(job, *prompt)
+        templates.check_lengths(segments, job.max_tokens)
+        x = torch.tensor([to_ids(segments, self.tokenizer, self.filler.mask_id)])
+        self.filler.objective.check_gaps(x, x == self.filler.mask_id)
+        return segments
+
+    def continued(self, job, prompt):
+        """A prompt, and what is written after it."""
+        model = self.model
+        most = 1 << 30
+        segments = of_prompt(prompt, self.tokenizer, most, model.config)
+        n = 0 if isinstance(segments[0], int) else len(segments[0].ids)
+        self.check_length(n)
+        if model.objective.lengths_are_given:  # a length is drawn, within the context
+            most = model.config.block_size
+        else:
+            most = n + job.max_tokens
+        return of_prompt(prompt, self.tokenizer, most, model.config)
+
+    def check_length(self, n):
+        if n > self.max_prompt:
+            what = f"the prompt has {n} tokens, and this server takes {self.max_prompt}; shorten it"
+            raise Invalid(what, "prompt", status=422, code="context_length_exceeded")
+
+    def around_gap(self, job, before, after):
+        """The texts before and after a gap, cut to the context if the Job says so."""
+        L = self.filler.config.block_size
+        if job.cut:
+            room = L - min(job.max_tokens, max(1, L // 2))
+            before, after = self.cut(before, after, room)
+        gap = None
+        if job.regex is not None:
+            gap = ConstrainedGap(job.regex)
+        elif job.choices:
+            gap = ConstrainedGap(pattern_of_choices(job.choices), choices=job.choices)
+        segments = [segment for segment in (before, gap, after) if segment != ""]
+        segments = encode_segments(segments, self.tokenizer)
+        n = len(to_ids(segments, self.tokenizer))
+        if n > L:
+            what = f"prompt and suffix have {n - 1} tokens, and the context {L}; shorten them"
+            raise Invalid(what, "prompt", status=422, code="context_length_exceeded")
+        return segments
+
+    def cut(self, before, after, room):
+        """The end of `before` and the begin of `after`, `room` tokens together: of `after` at most
+        a quarter, or what `before` leaves."""
+        ends = [self.tokenizer.encode(text) for text in (before, after)]
+        n_after = min(len(ends[1]), max(room // 4, room - len(ends[0])))
+        n_before = min(len(ends[0]), room - n_after)
+        # Cut at characters: what ids decode to may be encoded otherwise.
+        while n_before < len(self.tokenizer.encode(before)):
+            excess = len(self.tokenizer.encode(before)) - n_before
+            before = (
+                before[max(1, excess // 8) :] if self.tokenizer.kind != "char" else before[excess:]
+            )
+        while n_after < len(self.tokenizer.encode(after)):
+            excess = len(self.tokenizer.encode(after)) - n_after
+            after = (
+                after[: -max(1, excess // 8)] if self.tokenizer.kind != "char" else after[:-excess]
+            )
+        return before, after
+
+    def count(self, job):
+        """Tokens of given text of a Job; UserError for what cannot be written."""
+        if job.kind == "score":
+            texts = ["".join(prompt) for prompt in job.prompts]
+            sizes = [len(self.tokenizer.encode_lossless(text)) for text in texts]
+            self.check_length(max(sizes))
+            return sum(sizes)
+        sample.resolve(sample.SamplerSettings(**job.settings), self.model_of(job))
+        given = 0
+        for prompt in job.prompts:
+            segments = self.segments(job, prompt)
+            given += sum(len(s.ids) for s in segments if isinstance(s, str))
+        return given
+
+    # ---- Writing
+    def write(self, job, stand_in, emit):
+        """The completions.Texts of all prompts of a Job: n of the first, then n of the second ...
+
+        emit(index, written, text): what of a text cannot change any more, and at its end the Text;
+        it returns whether no more of that text is needed.
+        """
+        model = stand_in(self.model_of(job))
+        if job.kind == "score":
+            return sample.score(
+                model, self.tokenizer, job.prompts, job.passes, job.settings["seed"]
+            )
+        settings = sample.resolve(sample.SamplerSettings(**job.settings), model)
+        texts = []
+        for prompt in job.prompts:
+            segments = self.segments(job, prompt)
+            tell = partial(tell_from, emit, len(texts))
+            if job.watch and not templates.has_open(segments):
+                texts.append(self.show(model, segments, settings, job, emit))
+            elif not job.max_tokens:
+                texts.append(Text("", "", 0))
+            elif job.kind == "continue":
+                texts += self.go_on(model, segments, settings, job, tell)
+            else:
+                texts += self.fill(model, segments, settings, job, tell)
+        return texts
+
+    def fill(self, model, segments, settings, job, tell):
+        """The n likeliest fills, as `sample.py --infill --candidates=n` ranks them."""
+        draws = None if job.logprobs is None else []
+        fill = partial(sample.fill_gaps, model, self.tokenizer, settings, draws=draws)
+        candidates = job.n if job.n > 1 else 0
+        limits = dict(max_gap=job.max_tokens, draws=max(16, 6 * candidates))
+        limits |= dict(device=next(self.filler.parameters()).device)
+        fills = hypotheses(model, self.tokenizer, segments, candidates or 3, fill, **limits)
+        texts = []
+        for i, found in enumerate(fills[: job.n]):
+            parts = to_texts(found.segments, found.ids, self.tokenizer)
+            n = filled_tokens(found.segments)
+            filled = "".join(part for part, is_filled in parts if is_filled)
+            texts.append(Text(filled, joined(parts), n, is_ended=True))
+            if draws is not None:
+                tokens = sample.of_fill(model, self.tokenizer, found, draws, job.logprobs)
+                texts[-1].logprobs = self.filled_alone(found, tokens)
+            tell(i, filled, texts[-1])
+        return texts
+
+    def show(self, model, segments, settings, job, emit):
+        """A Text, after each network call of which emit gets what there is, with █ for masks."""
+        x = torch.tensor([to_ids(segments, self.tokenizer, model.mask_id)])
+        samples = torch.arange(1)
+        if job.kind == "continue" and model.objective.lengths_are_given:
+            x = end_documents(
+                model, x, sample.uniform(settings.seed, -1, samples, range(1))[2][:, 0]
+            )
+        may_draw = sample.ends(model, self.tokenizer, job.kind == "template")
+        allowed = templates.allowed_tokens(segments, self.tokenizer)
+        may_draw["allowed"] = sample.places(allowed, x)
+        may_draw["constraints"] = constraint.by_row([segments])
+        steps = sum(c.steps for c in sample.plan(model, x == model.mask_id, samples, settings))
+        device = next(self.model.parameters()).device
+        for step in sample.take_steps(model, x.to(device), None, samples, settings, **may_draw):
+            x = step.x
+            written = joined(to_texts(segments, x[0].tolist(), self.tokenizer))
+            emit(0, dict(text=written, step=step.number, steps=steps))
+        ids = x[0].tolist()
+        parts = to_texts(segments, ids, self.tokenizer)
+        n = filled_tokens(segments)
+        filled = "".join(part for part, is_filled in parts if is_filled)
+        text = Text(filled, joined(parts), n)
+        emit(0, "", text)
+        return text
+
+    def filled_alone(self, found, tokens):
+        """The TokenLogprobs of a search.Fill, without those of given text and of [END]."""
+        is_filled = []
+        for segment in found.segments:
+            n = len(to_ids([segment], self.tokenizer))
+            is_filled += [not isinstance(segment, str)] * n
+        shown = [f for f, i in zip(is_filled, found.ids) if i != self.tokenizer.end_id]
+        return [token for token, f in zip(tokens, shown) if f]
+
+    def go_on(self, model, segments, settings, job, tell):
+        """n texts after a prompt, with the numbers 0 .. n - 1 of the seed."""
+        device = next(self.model.parameters()).device
+        ids = torch.tensor(to_ids(segments, self.tokenizer, model.mask_id), dtype=torch.int64)
+        may_draw = sample.ends(model, self.tokenizer, False)
+        allowed = templates.allowed_tokens(segments, self.tokenizer)
+        texts = []
+        for rows in groups(model, job.n, device, writing=True):
+            samples = torch.arange(rows.start, rows.stop)
+            x = ids.repeat(len(samples), 1)
+            if model.objective.lengths_are_given:
+                u = sample.uniform(settings.seed, -1, samples, range(1))[2][:, 0]
+                x = end_documents(model, x, u)
+            ends = {}  # number of the first step after a part of the text -> where that part ends
+            for chunk in sample.plan(model, x == model.mask_id, samples, settings):
+                ends[chunk.first] = chunk.at.start
+            told = set()
+            done = [False] * len(x)
+            drawn = sample.not_drawn(x)
+            may_draw["allowed"] = sample.places(allowed, x)
+            for step in sample.take_steps(model, x.to(device), None, samples, settings, **may_draw):
+                x = step.x
+                if job.logprobs is not None:
+                    sample.note_draws(drawn, step)
+                final = max(end for first, end in ends.items() if first < step.number)
+                if job.stream and final not in told:
+                    told.add(final)
+                    for row, row_ids in enumerate(x.tolist()):
+                        written = self.text_of(segments, row_ids[:final], job).filled
+                        done[row] |= tell(rows.start + row, written)
+                    if all(done):
+                        break
+            for row, row_ids in enumerate(x.tolist()):
+                texts.append(self.text_of(segments, row_ids, job))
+                if job.logprobs is not None:
+                    texts[-1].logprobs = self.logprobs_of(model, segments, row_ids, drawn[row], job)
+                tell(rows.start + row, texts[-1].filled, texts[-1])
+        return texts
+
+    def logprobs_of(self, model, segments, ids, drawn, job):
+        """The TokenLogprobs of what was written after a prompt."""
+        given = [segment for segment in segments if isinstance(segment, str)]
+        given = to_ids(given, self.tokenizer)
+        n = len(given) + job.max_tokens
+        tokens = sample.token_logprobs(
+            model, self.tokenizer, ids, drawn, job.logprobs, min(n, len(ids))
+        )
+        return tokens[len([i for i in given if i != self.tokenizer.end_id]) :]
+
+    def text_of(self, segments, ids, job):
+        """The Text of the ids of a text that goes on, or of its beginning."""
+        given = [segment for segment in segments if isinstance(segment, str)]
+        n = len(to_ids(given, self.tokenizer))
+        written = ids[n : n + job.max_tokens]
+        end = self.tokenizer.end_id
+        is_ended = end is not None and end in written
+        n_written = written.index(end) if is_ended else len(written)
+        if not n_written:
+            return Text("", "".join(given), 0, is_ended)
+        parts = to_texts([*given, n_written], ids[: n + n_written], self.tokenizer)
+        filled = "".join(part for part, is_filled in parts if is_filled)
+        return Text(filled, joined(parts), n_written, is_ended)
+
+
+def filled_tokens(segments):
+    """How many tokens the gaps of segments of known lengths have."""
+    return sum(templates.length_of(each) for each in segments if not isinstance(each, str))
+
+
+def tell_from(emit, first, index, *written):
+    return emit(first + index, *written)
+
+
+# ---- The process
+def check(options):
+    """Raise UserError for flags that contradict each other."""
+    if options.host not in app.LOOPBACK and not options.api_key:
+        what = f"--host={options.host} can be reached from other machines"
+        raise UserError(f"{what}; give --api_key=KEY, or leave --host out")
+    for origin in origins(options):
+        scheme, _, rest = origin.partition("://")
+        if scheme not in ("http", "https") or not rest or "/" in rest:
+            what = f"--origin={flags.shown(origin)} is no origin"
+            raise UserError(f"{what}; give it as https://example.org, without a path")
+    if not options.api_key.isascii() or any(c.isspace() for c in options.api_key):
+        raise UserError("--api_key has characters that no header can have; give ASCII, no spaces")
+
+
+def origins(options):
+    return tuple(part.strip() for part in options.origin.split(",") if part.strip())
+
+
+def load(options):
+    """(Writer, name, folder, config, device)"""
+    device = pick_device(options.device)
+    run = default_run(options.out_dir)
+    read = partial(mdlm.load, device=device)
+    folder, (model, tokenizer, config) = read_newest(run, read)
+    filler = model
+    if config.infill_share:  # learned to fill gaps too, by another View
+        filler = mdlm.load_from(folder, device, "auto", True)[0]
+        for name, p in model.named_parameters():  # the same numbers, once
+            owner, _, key = name.rpartition(".")
+            setattr(filler.get_submodule(owner), key, p)
+    name = Path(run).resolve().name
+    return Writer(model, filler, tokenizer, options.max_prompt), name, folder, config, device
+
+
+def listen(options):
+    """A socket that listens; UserError if that cannot be."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    if os.name != "nt":
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((options.host, options.port))
+    except OSError as e:
+        where = f"{options.host}:{options.port}"
+        fix = "give another --port (0: any that is free) or --host"
+        raise UserError(f"{where} cannot be listened on ({e.strerror or e}); {fix}") from None
+    sock.setblocking(False)
+    return sock
+
+
+def make_protocol(most):
+    """uvicorn's protocol of a connection, with bounds that it lacks: how long the head of a request
+    may take, and how many connections there are. Errors before a request are JSON too."""
+    h11_impl = environment.optional("uvicorn.protocols.http.h11_impl", "serve.py")
+    idle = {}  # connections without a request in progress, the oldest first
+
+    class Bounded(h11_impl.H11Protocol):
+        timer = None
+
+        def connection_made(self, transport):
+            super().connection_made(transport)
+            self.wait()
+            if len(self.connections) > most:
+                oldest = next(iter(idle))
+                oldest.refuse(503, "too many connections; try again later")
+
+        def connection_lost(self, error):
+            self.stop_waiting()
+            super().connection_lost(error)
+
+        def handle_events(self):
+            super().handle_events()
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.stop_waiting()
+
+        def on_response_complete(self):
+            self.wait()
+            super().on_response_complete()
+
+        def wait(self):
+            """A request must begin within HEAD_SECONDS."""
+            self.stop_waiting()
+            idle[self] = True
+            self.timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+        def stop_waiting(self):
+            idle.pop(self, None)
+            if self.timer:
+                self.timer.cancel()
+                self.timer = None
+
+        def refuse(self, status, message):
+            """Answer without a request, and close."""
+            idle.pop(self, None)
+            body = json.dumps(app.error_of(status, message)).encode()
+            about = f"content-type: application/json\r\ncontent-length: {len(body)}"
+            head = f"HTTP/1.1 {status} Refused\r\n{about}\r\nconnection: close\r\n\r\n"
+            if not self.transport.is_closing():
+                self.transport.write(head.encode() + body)
+                self.transport.close()
+
+        def send_400_response(self, message):
+            self.refuse(400, "this is no HTTP request that is accepted; send HTTP/1.1")
+
+    return Bounded
+
+
+async def serve(server, options, sock):
+    """Answer until SIGTERM, SIGINT or SIGHUP; then finish what has begun, within --drain."""
+    uvicorn = environment.optional("uvicorn", "serve.py")
+    config = uvicorn.Config(
+        app.make_app(server),
+        http=make_protocol(options.max_connections),
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        backlog=128,
+        timeout_keep_alive=int(HEAD_SECONDS),
+        timeout_graceful_shutdown=int(END_SECONDS) + 1,
+        h11_max_incomplete_event_size=HEADER_BYTES,
+    )
+    host = uvicorn.Server(config)
+    stop = asyncio.Event()
+    on_signals(stop.set)
+    running = asyncio.ensure_future(host._serve([sock]))
+    while not host.started and not running.done():
+        await asyncio.sleep(0.01)
+    say_ready(options, sock)
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+    server.draining = True
+    stop.clear()
+    terminal.warn(f"serve.py: stopping; finishing {server.running} requests")
+    deadline = time.monotonic() + options.drain
+    # A second signal ends it at once.
+    while server.running and time.monotonic() < deadline and not stop.is_set():
+        await asyncio.sleep(0.05)
+    server.engine.close()
+    deadline = time.monotonic() + END_SECONDS
+    while server.running and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    host.should_exit = True
+    await running
+
+
+def on_signals(function):
+    """Call a function in the event loop at a signal that ends the program."""
+    loop = asyncio.get_running_loop()
+    for name in ("SIGTERM", "SIGINT", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is None or signal.getsignal(number) == signal.SIG_IGN:  # as nohup does
+            continue
+        try:
+            loop.add_signal_handler(number, function)
+        except NotImplementedError:  # Windows
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(function))
+
+
+def say_ready(options, sock):
+    host, port = sock.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    print(f"serving on http://{host}:{port}; Ctrl-C stops it", flush=True)
+
+
+def main(argv):
+    options = Options(**flags.parse_flags(Options, argv, __doc__))
+    options.api_key = options.api_key or os.environ.get(KEY, "")
+    check(options)
+    for package in ("starlette", "uvicorn", "greenlet"):
+        environment.optional(package, "serve.py")
+    sock = listen(options)
+    writer, name, folder, config, device = load(options)
+    scores.introduce(folder, config, writer.tokenizer.vocab_size, options.out_dir)
+    bounds = completions.Bounds(
+        options.max_prompts, options.max_n, options.max_tokens, options.max_gap
+    )
+    computes = engine.Engine(device, options.max_active, options.max_waiting)
+    created = int((folder / "config.json").stat().st_mtime)
+    server = app.Server(computes, writer.write, writer.count, name, created, bounds)
+    server.host = options.host
+    server.api_key = options.api_key
+    server.origins = origins(options)
+    server.max_body = options.max_body
+    server.time_limit = options.time_limit
+    about = f"{name}: {config.n_layer} layers x {config.n_embd}, context {config.block_size}"
+    app.use_page(server, read_asset("serve.html").replace("ABOUT", html.escape(about)))
+    engine.start(computes)
+    asyncio.run(serve(server, options, sock))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, sys.argv[1:]))

@@ -1,0 +1,216 @@
+"""How fast serve.py answers many clients, whether it answers right, and whether its memory grows.
+
+    python studies/serving.py --mode=speed --out_dir=out-blocks    # 1, 8, 32 clients
+    python studies/serving.py --mode=load --clients=64 --seconds=120
+    python studies/serving.py --mode=memory --requests=10000
+
+speed: the same requests one after another and by many clients, in turns, and their ratio. load:
+clients with mixed requests, some of which leave; every answer must be the text that the sampler
+writes alone. memory: the server's resident memory along many requests. Needs the package httpx.
+"""
+
+import asyncio
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from support import cli, flags
+
+cli.start(__name__)
+
+import serve
+from support import environment
+from support.flags import READS, opt
+from support.serving import completions
+
+
+@dataclass
+class Options:
+    out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
+    mode: str = opt("speed", "what to measure", "speed", "load", "memory")
+    clients: int = opt(64, "clients of --mode=load", bounds=(1, 1024))
+    seconds: float = opt(120.0, "how long --mode=load lasts", bounds=(1, 86400))
+    requests: int = opt(
+        0,
+        "requests of --mode=memory (0: 10000), or of each turn of speed (0: 32)",
+        bounds=(0, 1 << 20),
+    )
+    turns: int = opt(3, "turns of --mode=speed", bounds=(1, 100))
+    max_tokens: int = opt(64, "tokens of each request of --mode=speed", bounds=(1, 2048))
+
+
+@contextmanager
+def serving(options):
+    """A server: (its URL, its process)."""
+    command = [sys.executable, str(ROOT / "serve.py"), "--port=0", "--device=cpu"]
+    command += [f"--out_dir={options.out_dir}"] * bool(options.out_dir)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
+    try:
+        for line in process.stdout:
+            if found := re.search(r"http://[^;]+", line):
+                break
+        yield found[0], process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def post(client, body, path="/v1/completions"):
+    """(the answer, seconds)"""
+    began = time.monotonic()
+    r = await client.post(path, json=body)
+    return r, time.monotonic() - began
+
+
+async def by_clients(url, n, bodies):
+    """Seconds in which n clients have all bodies answered, each one after another."""
+    httpx = environment.optional("httpx", "studies/serving.py")
+    todo = iter(bodies)
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+
+        async def work():
+            for body in todo:
+                r, _ = await post(client, body)
+                r.raise_for_status()
+
+        began = time.monotonic()
+        await asyncio.gather(*(work() for _ in range(n)))
+        return time.monotonic() - began
+
+
+def measure_speed(options):
+    n = options.requests or 32
+    bodies = [dict(prompt="", max_tokens=options.max_tokens, seed=i) for i in range(n)]
+    seconds = {1: [], 8: [], 32: []}
+    with serving(options) as (url, _):
+        asyncio.run(by_clients(url, 1, bodies[:2]))
+        for _ in range(options.turns):
+            for clients, measured in seconds.items():
+                measured.append(asyncio.run(by_clients(url, clients, bodies)))
+    best = {clients: min(measured) for clients, measured in seconds.items()}
+    for clients, measured in seconds.items():
+        median = statistics.median(measured)
+        row = dict(clients=clients, requests=n, best=best[clients], median=median)
+        print(json.dumps(row | dict(times_as_fast=best[1] / best[clients])), flush=True)
+
+
+def mixed_bodies(writer):
+    """Different requests that the model can answer."""
+    rng = random.Random(0)
+    bodies = []
+    for i in range(24):
+        body = dict(prompt="", max_tokens=rng.choice((8, 32, 100)), seed=i, n=rng.choice((1, 1, 3)))
+        body |= rng.choice(
+            ({}, dict(temperature=0.7), dict(steps=16), dict(stop=["e"]), dict(top_p=0.9))
+        )
+        bodies.append(body)
+    if writer.filler.objective.n_blocks == 1 and writer.filler.config.objective != "ar":
+        mark = writer.tokenizer.decode([0])
+        bodies += [dict(prompt="", suffix=mark, max_tokens=3, seed=i) for i in range(4)]
+    return bodies
+
+
+def alone(writer, body):
+    """What the server must answer: the texts that are written without a server."""
+    job = completions.of_completion(body, completions.Bounds())
+    texts = writer.write(job, lambda model: model, lambda *_: False)
+    return [completions.shown_text(text, job)[0] for text in texts]
+
+
+async def load(url, options, bodies, wanted):
+    httpx = environment.optional("httpx", "studies/serving.py")
+    until = time.monotonic() + options.seconds
+    seconds = []
+    problems = []
+    left = 0
+
+    async def client(number):
+        nonlocal left
+        rng = random.Random(number)
+        async with httpx.AsyncClient(base_url=url, timeout=600) as connection:
+            while time.monotonic() < until:
+                i = rng.randrange(len(bodies))
+                try:
+                    if rng.random() < 0.05:  # it does not wait for the answer
+                        left += 1
+                        await asyncio.wait_for(post(connection, bodies[i]), 0.05)
+                        continue
+                    if rng.random() < 0.3:
+                        texts, took = await streamed(connection, bodies[i])
+                    else:
+                        r, took = await post(connection, bodies[i])
+                        texts = [choice["text"] for choice in r.json()["choices"]]
+                    seconds.append(took)
+                    if texts != wanted[i]:
+                        problems.append(f"request {i} got another text")
+                except asyncio.TimeoutError:
+                    pass
+                except Exception as e:
+                    problems.append(f"request {i}: {e!r}")
+
+    await asyncio.gather(*(client(i) for i in range(options.clients)))
+    return seconds, problems, left
+
+
+async def streamed(connection, body):
+    began = time.monotonic()
+    texts = [""] * body.get("n", 1)
+    async with connection.stream("POST", "/v1/completions", json=body | dict(stream=True)) as r:
+        async for line in r.aiter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    texts[choice["index"]] += choice["text"]
+    return texts, time.monotonic() - began
+
+
+def measure_load(options):
+    writer, *_ = serve.load(serve.Options(out_dir=options.out_dir, device="cpu"))
+    bodies = mixed_bodies(writer)
+    wanted = [alone(writer, body) for body in bodies]
+    with serving(options) as (url, process):
+        seconds, problems, left = asyncio.run(load(url, options, bodies, wanted))
+        memory = resident(process)
+    seconds.sort()
+    row = dict(clients=options.clients, answers=len(seconds), left=left, problems=len(problems))
+    row |= dict(median=seconds[len(seconds) // 2], p95=seconds[int(0.95 * len(seconds))])
+    print(json.dumps(row | dict(resident_mb=memory)), flush=True)
+    for problem in problems[:10]:
+        print(problem)
+    return 1 if problems else 0
+
+
+def resident(process):
+    """Resident memory of a process in MB (Linux)."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
+
+
+def measure_memory(options):
+    n = options.requests or 10_000
+    body = dict(prompt="", max_tokens=4, steps=2)
+    with serving(options) as (url, process):
+        for done in range(0, n, n // 10):
+            bodies = [body | dict(seed=done + i, stream=i % 3 == 0) for i in range(n // 10)]
+            asyncio.run(by_clients(url, 8, bodies))
+            row = dict(requests=done + n // 10, resident_mb=resident(process))
+            print(json.dumps(row), flush=True)
+
+
+def main(argv):
+    options = Options(**flags.parse_flags(Options, argv, __doc__))
+    measures = dict(speed=measure_speed, load=measure_load, memory=measure_memory)
+    return measures[options.mode](options) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, sys.argv[1:]))

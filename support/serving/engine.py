@@ -1,0 +1,320 @@
+"""Computes the requests of many clients in one thread, and merges their network calls.
+
+Each request is an ordinary function that writes, fills or ranks texts. It runs in a greenlet, a
+function that can be put aside in the middle: in place of the network it is given a Standin, whose
+call puts the request aside and hands its View to the engine. As soon as every request waits for the
+network, the engine computes the Views that wait longest in one call (support/infill/merging.py).
+
+So each request has a plan, an order and a temperature of its own, and long texts do not hold up
+short ones by more than a call. A request that is given up, or takes too long, ends at its next
+call.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from support import environment, memory
+from support.infill.calls import call_size
+from support.infill.merging import are_alike, compute
+from support.infill.padding import compute_once
+from support.terminal import warn
+from support.view import View
+
+
+class GivenUp(Exception):
+    """Raised in a request, at a network call, when its client has left."""
+
+
+class TookTooLong(Exception):
+    """Raised in a request, at a network call, after its time limit."""
+
+
+class Full(Exception):
+    """Raised by Engine.submit: too many requests wait."""
+
+
+class Closed(Exception):
+    """Raised by Engine.submit, and in requests that are cut short: the server stops."""
+
+
+class Standin:
+    """Stands in for a model, in a request: its calls wait until the engine has computed them."""
+
+    def __init__(self, model, greenlet):
+        self.__dict__.update(model=model, greenlet=greenlet)
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def __call__(self, view, *more, **rows):
+        if not isinstance(view, View):
+            view = self.model.objective.view(view, *more, **rows)
+        return self.greenlet.getcurrent().parent.switch((self.model, view))
+
+
+@dataclass
+class Request:
+    """A function that is computed, and who is told what comes of it."""
+
+    work: Callable  # work(model) -> its result; `model` is a function: model -> Standin
+    done: Callable  # done(result, error) is called once, in the engine's thread; one is None
+    deadline: float = float("inf")  # time.monotonic() after which it ends
+    error: Exception | None = None  # is raised in it at its next network call
+    seconds: float = 0.0  # that its part of network calls took
+    greenlet: Any = None
+    waits_for: Any = None  # (model, View)
+    calls: int = 0
+    rows: int = 0
+
+    def give_up(self):
+        """End it at its next network call; from any thread."""
+        self.error = self.error or GivenUp()
+
+
+@dataclass
+class Counts:
+    """What an engine has done so far."""
+
+    calls: int = 0  # network calls
+    views: int = 0  # calls of requests, which they were merged from
+    sequences: int = 0
+    tokens: int = 0  # that the network saw
+    seconds: float = 0.0  # in the network
+    busy_seconds: float = 0.0  # in all
+    shed: int = 0  # merged calls that were taken apart, as memory was full
+    failed: int = 0
+    finished: int = 0
+    given_up: int = 0
+
+
+@dataclass
+class Engine:
+    """Runs Requests. `run` is its loop, for a thread; other methods may be called from any.
+
+    most_active: requests that are computed at a time; others wait
+    most_waiting: those that may wait; `submit` raises Full for more
+    """
+
+    device: torch.device
+    most_active: int = 64
+    most_waiting: int = 256
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self):
+        self.new = deque()  # Requests that have not begun
+        self.active = deque()  # those that wait for the network, the longest waiting first
+        self.n_active = 0  # of all that have begun
+        self.changed = threading.Condition()
+        self.closing = False
+        self.quick = {}  # id of a model -> (the model, what compute_once makes of it)
+        self.most_sequences = None  # in a call, after memory was full
+        self.greenlet = environment.optional("greenlet", "serve.py")
+
+    # ---- For other threads
+    def submit(self, request):
+        """Add a Request; Full if too many wait, Closed after `close`."""
+        with self.changed:
+            if self.closing:
+                raise Closed()
+            if len(self.new) >= self.most_waiting:
+                raise Full()
+            self.new.append(request)
+            self.changed.notify()
+
+    def close(self):
+        """Cut short what is not finished, and end the loop."""
+        with self.changed:
+            self.closing = True
+            self.changed.notify()
+
+    def waiting(self):
+        """(how many requests wait to begin, how many are computed)"""
+        return len(self.new), self.n_active
+
+    # ---- The loop
+    @torch.no_grad()
+    def run(self):
+        """Compute Requests until `close`."""
+        while True:
+            with self.changed:
+                while not (self.new or self.active or self.closing):
+                    self.changed.wait()
+                if self.closing:
+                    break
+            began = time.monotonic()
+            self.begin_new()
+            self.end_some()
+            if self.active:
+                self.call_network()
+            self.counts.busy_seconds += time.monotonic() - began
+        while self.active:
+            self.resume(self.active.popleft(), error=Closed())
+        for request in self.new:
+            request.done(None, Closed())
+
+    def begin_new(self):
+        while self.new and self.n_active < self.most_active:
+            with self.changed:
+                request = self.new.popleft()
+            self.resume(request)
+
+    def end_some(self):
+        """Raise in requests what ends them: their client has left, or their time is over."""
+        now = time.monotonic()
+        for request in [*self.active]:
+            if request.error is None and now > request.deadline:
+                request.error = TookTooLong()
+            if request.error:
+                self.active.remove(request)
+                self.resume(request, error=request.error)
+
+    def resume(self, request, logits=None, error=None):
+        """Run a request until it waits for the network again, or ends."""
+        if request.greenlet is None:
+            self.n_active += 1
+            if error or request.error:
+                self.finish(request, None, error or request.error)
+                return
+            request.greenlet = self.greenlet.greenlet(lambda *_: request.work(self.stand_in))
+        try:
+            if error:
+                answer = request.greenlet.throw(error)
+            else:
+                answer = request.greenlet.switch(logits)
+        except Exception as e:
+            self.finish(request, None, e)
+            return
+        if request.greenlet.dead:
+            self.finish(request, answer, None)
+        else:
+            request.waits_for = answer
+            self.active.append(request)
+
+    def stand_in(self, model):
+        return Standin(model, self.greenlet)
+
+    def finish(self, request, result, error):
+        self.n_active -= 1
+        if isinstance(error, (GivenUp, Closed)):
+            self.counts.given_up += 1
+        elif error:
+            self.counts.failed += 1
+        else:
+            self.counts.finished += 1
+        with contextlib.suppress(RuntimeError):  # whom to tell is gone: the server has stopped
+            request.done(result, error)
+
+    # ---- The network
+    def choose(self):
+        """Take the requests of the next call: the longest waiting one, and those that go with it.
+
+        On CPUs texts in one piece are at most as many as one request gives to a call: more do not
+        fit into the caches of a core, and gain nothing.
+        """
+        first = self.active.popleft()
+        model, view = first.waits_for
+        most = self.most_sequences or most_sequences(model, view, self.device)
+        chosen = [first]
+        size = len(view.ids)
+        kept = deque()
+        while self.active:
+            request = self.active.popleft()
+            other_model, other = request.waits_for
+            fits = size + len(other.ids) <= most
+            if fits and other_model is model and are_alike(view, other):
+                chosen.append(request)
+                size += len(other.ids)
+            else:
+                kept.append(request)
+        self.active = kept
+        return chosen
+
+    def call_network(self):
+        chosen = self.choose()
+        for request, logits, error in self.computed(chosen):
+            self.resume(request, logits, error)
+
+    def computed(self, requests):
+        """[(request, its logits or None, an error or None)] of one call.
+
+        If that fails, each is computed alone, so that a mistake of one fails no other. A full
+        memory lowers how much is merged from then on.
+        """
+        try:
+            return list(zip(requests, self.compute(requests), [None] * len(requests)))
+        except Exception as e:
+            error = e
+        is_full = memory.is_full(error)
+        if is_full:
+            free_memory(self.device)
+            self.counts.shed += 1
+            n = sum(len(request.waits_for[1].ids) for request in requests)
+            self.most_sequences = max(1, n // 2)
+        if len(requests) == 1:
+            return [(requests[0], None, error)]
+        return [result for request in requests for result in self.computed([request])]
+
+    def compute(self, requests):
+        """The logits of each of the requests, which wait for one model."""
+        model = requests[0].waits_for[0]
+        views = [request.waits_for[1] for request in requests]
+        began = time.monotonic()
+        results = compute(self.quick_model(model, views[0]), views)
+        seconds = time.monotonic() - began
+        counts = self.counts
+        counts.calls += 1
+        counts.views += len(views)
+        counts.sequences += sum(len(view.ids) for view in views)
+        n = sum(view.ids.numel() for view in views)
+        counts.tokens += n
+        counts.seconds += seconds
+        for request, view in zip(requests, views):
+            request.calls += 1
+            request.rows += len(view.ids)
+            request.seconds += seconds * view.ids.numel() / n
+        return results
+
+    def quick_model(self, model, view):
+        if view.cache is not None or not isinstance(model, nn.Module):
+            return model
+        if id(model) not in self.quick:
+            self.quick[id(model)] = (model, compute_once(model))
+        return self.quick[id(model)][1]
+
+
+def most_sequences(model, view, device):
+    """How many sequences like those of a View one call takes at most."""
+    if view.cache is None:
+        return call_size(model, device)
+    tokens = (1 << 10) if device.type == "cpu" else (1 << 15)
+    return max(1, tokens // view.ids.shape[1])
+
+
+def free_memory(device):
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def start(engine):
+    """Run an engine in a thread; returns the thread. If the loop fails, the process ends: without
+    it no request would ever be answered."""
+
+    def run():
+        try:
+            engine.run()
+        except BaseException as e:
+            warn(f"serve.py: the engine failed ({type(e).__name__}), so the server ends")
+            os._exit(70)
+
+    thread = threading.Thread(target=run, name="engine", daemon=True)
+    thread.start()
+    return thread

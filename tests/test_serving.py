@@ -1,0 +1,803 @@
+"""serve.py: many clients get what each would get alone, and none can harm another."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, TINY, run_mdlm
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from webdriver import Browser
+
+import mdlm
+import sample
+from support import kernels
+from support.infill import merging
+from support.infill.padding import compute_once
+from support.serving import completions
+from support.serving.completions import Bounds, Invalid, of_completion, of_infill
+
+greenlet = pytest.importorskip("greenlet")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+httpx = pytest.importorskip("httpx")
+from studies import serving as study
+from support.serving import engine as engines
+
+V = 11
+PATIENCE = 120  # seconds, as the machine may have other work
+get, post, options, request = (
+    partial(getattr(httpx, name), timeout=PATIENCE)
+    for name in ("get", "post", "options", "request")
+)
+
+
+def network(block_length=0, block_size=32, **more):
+    """A float32 network whose weights are all random."""
+    config = mdlm.Config(n_layer=3, n_head=2, n_embd=32, block_size=block_size, dropout=0.0)
+    config.block_length = block_length
+    config.attention_every = 2
+    config.document_length = "predicted"
+    for name, value in more.items():
+        setattr(config, name, value)
+    torch.manual_seed(1)
+    model = mdlm.make_model(config, V, kernels.REFERENCES).eval()
+    for p in model.parameters():
+        p.data.normal_(0, 0.3)
+    return model
+
+
+# ---- A row does not depend on its batch
+def test_texts_in_one_piece_get_the_same_bits_in_any_call():
+    """Alone, among others in any order, and with equal padding computed once."""
+    model = network(block_size=64)
+    quick = compute_once(model)
+    g = torch.Generator().manual_seed(0)
+
+    def view():
+        B = int(torch.randint(1, 5, (), generator=g))
+        x = torch.full((B, 64), model.mask_id)
+        for row in x:
+            n = int(torch.randint(1, 64, (), generator=g))
+            row[:n] = torch.randint(V, (n,), generator=g)
+        n = int(torch.randint(1, 12, (), generator=g))
+        return model.objective.view(x, rows=torch.randperm(B * 64, generator=g)[:n].sort().values)
+
+    with torch.no_grad():
+        views = [view() for _ in range(8)]
+        alone = [merging.compute(model, [each])[0] for each in views]
+        for _ in range(12):
+            pick = torch.randperm(8, generator=g)[: int(torch.randint(1, 9, (), generator=g))]
+            for one in (model, quick):
+                found = merging.compute(one, [views[i] for i in pick])
+                assert all(a.equal(alone[i]) for a, i in zip(found, pick))
+
+
+@pytest.mark.parametrize("S", [1, 2, 3, 4, 8])
+def test_blocks_get_the_same_bits_in_any_call(S):
+    """Each text is at a block of its own, and some see their last block for the first time."""
+    model = network(S, block_size=24)
+    g = torch.Generator().manual_seed(0)
+    texts = [torch.randint(V, (B, 8 * S), generator=g) for B in (1, 2, 1, 3)]
+    begins = [0, 2, 1, 0]
+
+    def view(cache, x, n):
+        window = slice(cache.follow(n * S), (n + 1) * S)
+        ids = x[:, window].clone()
+        ids[:, -S:] = model.mask_id
+        rows = torch.arange(ids.numel()).view(ids.shape)[:, -S:].flatten()
+        return cache.view(ids, rows)
+
+    def numbers(begin):
+        return [n for n in range(begin, begin + 4) for _ in range(2)]
+
+    with torch.no_grad():
+        alone = []
+        for x, begin in zip(texts, begins):
+            cache = model.objective.cache()
+            alone.append([merging.compute(model, [view(cache, x, n)])[0] for n in numbers(begin)])
+        caches = [model.objective.cache() for _ in texts]
+        done = [0] * len(texts)
+        while min(done) < 8:
+            here = [i for i in range(4) if done[i] < 8 and torch.rand((), generator=g) < 0.6]
+            if not here:
+                continue
+            views = [view(caches[i], texts[i], numbers(begins[i])[done[i]]) for i in here]
+            for i, found in zip(here, merging.compute(model, views)):
+                assert found.equal(alone[i][done[i]])
+                done[i] += 1
+
+
+# ---- The engine
+@contextlib.contextmanager
+def running(**limits):
+    engine = engines.Engine(torch.device("cpu"), **limits)
+    thread = engines.start(engine)
+    yield engine
+    engine.close()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+class Answer:
+    """Submits a function of a model, and waits for what comes of it."""
+
+    def __init__(self, engine, model, function, deadline=float("inf")):
+        self.event = threading.Event()
+        self.request = engines.Request(
+            lambda stand_in: function(stand_in(model)), self.done, deadline
+        )
+        engine.submit(self.request)
+
+    def done(self, result, error):
+        self.result = result
+        self.error = error
+        self.event.set()
+
+    def wait(self):
+        assert self.event.wait(PATIENCE), "a request was lost"
+        if self.error:
+            raise self.error
+        return self.result
+
+
+def texts_of(model, seed, **more):
+    x = torch.full((2, 32), model.mask_id)
+    x[:, : seed % 7] = seed % V
+    return sample.generate(model, x, seed=seed, **more)
+
+
+@pytest.mark.parametrize("S", [0, 4])
+def test_requests_together_get_what_each_gets_alone(S):
+    """Whatever their steps, orders and temperatures."""
+    model = network(S)
+    kinds = [{}, dict(steps=48, order="margin"), dict(temperature=0.5), dict(steps=24)]
+    alone = [texts_of(model, i, **kinds[i % 4]) for i in range(9)]
+    with running() as engine:
+        answers = [
+            Answer(engine, model, lambda m, i=i: texts_of(m, i, **kinds[i % 4])) for i in range(9)
+        ]
+        assert all(a.wait().equal(b) for a, b in zip(answers, alone))
+    assert engine.counts.calls < 0.6 * engine.counts.views, "calls are merged"
+
+
+def test_short_text_does_not_wait_for_a_long_one():
+    model = network()
+    order = []
+    with running() as engine:
+        long = Answer(engine, model, lambda m: [texts_of(m, i, steps=30) for i in range(8)])
+        long.request.done = lambda *_: (order.append("long"), long.done(*_))
+        short = Answer(engine, model, lambda m: texts_of(m, 1, steps=4))
+        short.request.done = lambda *_: (order.append("short"), short.done(*_))
+        long.wait()
+        short.wait()
+    assert order == ["short", "long"]
+
+
+def test_request_that_fails_fails_alone():
+    model = network()
+
+    def fail(m):
+        texts_of(m, 1, steps=4)
+        raise ZeroDivisionError
+
+    with running() as engine:
+        wrong = Answer(engine, model, fail)
+        right = Answer(engine, model, lambda m: texts_of(m, 2, steps=8))
+        assert right.wait().equal(texts_of(model, 2, steps=8))
+        with pytest.raises(ZeroDivisionError):
+            wrong.wait()
+
+
+def test_view_that_fails_fails_its_request_alone():
+    model = network()
+
+    def fail(m):
+        return m(m.objective.view(torch.full((1, 32), 99)))  # no such id
+
+    with running() as engine:
+        wrong = Answer(engine, model, fail)
+        right = Answer(engine, model, lambda m: texts_of(m, 2, steps=8))
+        assert right.wait().equal(texts_of(model, 2, steps=8))
+        with pytest.raises(IndexError):
+            wrong.wait()
+
+
+def test_full_memory_lowers_what_is_merged(monkeypatch):
+    model = network()
+    forward = mdlm.Model.forward
+
+    def limited(self, view, *more):
+        if len(view.ids) > 4:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: out of memory")
+        return forward(self, view, *more)
+
+    monkeypatch.setattr(mdlm.Model, "forward", limited)
+    with running() as engine:
+        answers = [Answer(engine, model, lambda m, i=i: texts_of(m, i)) for i in range(6)]
+        assert all(a.wait().equal(texts_of(model, i)) for i, a in enumerate(answers))
+    assert 1 <= engine.counts.shed <= 3
+
+
+def test_given_up_request_ends_within_a_call():
+    model = network()
+    calls = []
+    model.register_forward_pre_hook(lambda *_: calls.append(time.monotonic()))
+    with running() as engine:
+        answer = Answer(engine, model, lambda m: [texts_of(m, i) for i in range(1000)])
+        while len(calls) < 3:
+            time.sleep(0.001)
+        answer.request.give_up()
+        n = len(calls)
+        with pytest.raises(engines.GivenUp):
+            answer.wait()
+        assert len(calls) <= n + 2
+    assert engine.counts.given_up == 1
+
+
+def test_limits_of_the_engine():
+    model = network()
+    with running(most_active=1, most_waiting=1) as engine:
+        late = Answer(
+            engine, model, lambda m: [texts_of(m, i) for i in range(1000)], time.monotonic() + 0.2
+        )
+        while engine.waiting()[0]:
+            time.sleep(0.001)
+        second = Answer(engine, model, lambda m: texts_of(m, 0, steps=2))
+        with pytest.raises(engines.Full):
+            Answer(engine, model, lambda m: texts_of(m, 0, steps=2))
+        with pytest.raises(engines.TookTooLong):
+            late.wait()
+        second.wait()
+    with pytest.raises(engines.Closed):
+        Answer(engine, model, lambda m: texts_of(m, 0, steps=2))
+
+
+# ---- What clients ask for
+def test_completion_fields():
+    job = of_completion(dict(prompt="a", n=3, stop="x", seed=5, top_p=1, user="me"), Bounds())
+    assert (job.prompts, job.kind, job.n, job.stop) == (["a"], "continue", 3, ["x"])
+    assert job.settings == dict(seed=5, top_p=1.0)
+    job = of_completion(dict(prompt=["a", "b"], suffix="c", max_tokens=4), Bounds())
+    assert (job.prompts, job.kind, job.max_tokens) == ([("a", "c"), ("b", "c")], "gap", 4)
+    assert of_completion(dict(infill="a█"), Bounds()).kind == "template"
+    seeds = {of_completion({}, Bounds()).settings["seed"] for _ in range(9)}
+    assert len(seeds) == 9, "without a seed each request has its own"
+
+
+@pytest.mark.parametrize(
+    "body, param, status",
+    [
+        (dict(prompt=5), "prompt", 400),
+        (dict(prompt=[]), "prompt", 400),
+        (dict(prompt=["a"] * 17), "prompt", 422),
+        (dict(prompt=[[1, 2]]), "prompt", 400),
+        (dict(prompt="\ud800"), "prompt", 400),
+        (dict(max_tokens=0), "max_tokens", 400),
+        (dict(max_tokens=9999), "max_tokens", 422),
+        (dict(max_tokens=True), "max_tokens", 400),
+        (dict(n="2"), "n", 400),
+        (dict(temperature="hot"), "temperature", 400),
+        (dict(stop=["a"] * 5), "stop", 400),
+        (dict(stop=""), "stop", 400),
+        (dict(stream="yes"), "stream", 400),
+        (dict(presence_penalty=0.5), "presence_penalty", 400),
+        (dict(best_of=4), "best_of", 400),
+        (dict(logprobs=-1), "logprobs", 400),
+        (dict(regex=5), "regex", 400),
+        (dict(regex="a+", choices=["a"]), "choices", 400),
+        (dict(choices=[]), "choices", 400),
+        (dict(choices=["a"] * 300), "choices", 422),
+        (dict(max_token=4), "max_token", 400),
+        (dict(infill="a█", suffix="b"), "suffix", 400),
+        ([], None, 400),
+    ],
+)
+def test_wrong_field_is_named(body, param, status):
+    with pytest.raises(Invalid) as e:
+        of_completion(body, Bounds())
+    assert (e.value.param, e.value.status) == (param, status)
+    assert "\n" not in str(e.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=8,
+)
+NAMES = [*completions.OTHERS, *completions.SETTINGS, *completions.IDLE, "input_prefix", "n_predict"]
+BODIES = st.dictionaries(st.sampled_from(sorted(set(NAMES))), JSON, max_size=5) | JSON
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(BODIES)
+def test_any_body_is_a_job_or_refused(body):
+    for read in (of_completion, of_infill):
+        try:
+            job = read(body, Bounds())
+        except Invalid as e:
+            assert e.status in (400, 422)
+        else:
+            assert (
+                1 <= job.n <= 16 and job.max_tokens <= 2048 and 0 <= job.settings["seed"] < 1 << 32
+            )
+
+
+def test_stream_sends_what_no_stop_can_take_back():
+    progress = completions.Progress(["END", "\n\n"])
+    sent = [progress.grow(text) for text in ("ab", "abE", "abEN", "abENx", "abENx\n", "abENx\n\nq")]
+    assert sent == ["ab", "", "", "ENx", "", ""]
+    assert progress.is_done and progress.sent == "abENx"
+    progress = completions.Progress([])
+    assert [progress.grow("a\ufffd"), progress.grow("aé", True)] == ["a", "é"]
+
+
+def test_first_stop_cuts():
+    assert completions.cut_at("abcabc", ["bc", "c"]) == ("a", "bc")
+    assert completions.cut_at("abc", ["x"]) == ("abc", "")
+
+
+# ---- A process, and clients
+def program_of(*argv):
+    environment = os.environ | dict(OMP_NUM_THREADS="1")
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "serve.py"), "--port=0", "--device=cpu", *map(str, argv)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+@contextlib.contextmanager
+def serving(*argv):
+    """A server, with its `url`; ended if a test does not."""
+    process = program_of(*argv)
+    try:
+        for line in process.stdout:
+            if found := re.search(r"http://\S+?(?=;)", line):
+                break
+        else:
+            raise AssertionError(process.stderr.read())
+        yield SimpleNamespace(url=found[0], process=process)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server(short_run):
+    with serving(f"--out_dir={short_run}", "--max_body=65536", "--max_active=8") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A function of flags: the objects that sample.py writes with them."""
+
+    def objects(run, *argv):
+        file = tmp_path / "lines.json"
+        assert sample.main([f"--out_dir={run}", "--device=cpu", f"--json={file}", *argv]) == 0
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+    return objects
+
+
+def test_openai_client_gets_what_sample_writes(client, short_run, alone):
+    answer = client.completions.create(
+        model="out", prompt="The ", max_tokens=12, n=2, seed=3, temperature=0.8
+    )
+    flags = ["--prompt=The ", "--length=16", "--num_samples=2", "--seed=3", "--temperature=0.8"]
+    wanted = [each["text"] for each in alone(short_run, *flags)]
+    assert ["The " + choice.text for choice in answer.choices] == wanted
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 24 and answer.usage.prompt_tokens == 4
+
+
+def test_openai_client_fills_gaps(client, short_run, alone):
+    answer = client.completions.create(
+        model="out", prompt="The ", suffix=" is", max_tokens=3, n=2, seed=1
+    )
+    (wanted,) = alone(
+        short_run, "--infill=The [___] is", "--max_gap=3", "--candidates=2", "--seed=1"
+    )
+    wanted = [each["text"] for each in wanted["candidates"]]
+    assert [f"The {choice.text} is" for choice in answer.choices] == wanted
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_openai_client_streams(client):
+    about = dict(model="out", prompt=["The ", "a"], max_tokens=20, seed=4)
+    whole = client.completions.create(**about)
+    texts = ["", ""]
+    usage = None
+    for chunk in client.completions.create(
+        **about, stream=True, stream_options=dict(include_usage=True)
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+        usage = chunk.usage or usage
+    assert texts == [choice.text for choice in whole.choices]
+    assert usage.completion_tokens == 40
+
+
+def test_stop_cuts(client):
+    about = dict(model="out", prompt="The ", max_tokens=28, seed=4)
+    text = client.completions.create(**about).choices[0].text
+    stop = text[9:11]
+    cut = client.completions.create(**about, stop=[stop]).choices[0]
+    assert cut.text == text[: text.index(stop)] and cut.finish_reason == "stop"
+    parts = client.completions.create(**about, stop=[stop], stream=True)
+    assert "".join(chunk.choices[0].text for chunk in parts) == cut.text
+
+
+def test_logprobs_and_scores_are_those_of_python(client, server, short_run):
+    about = dict(model="out", prompt="The ", max_tokens=6, seed=4, logprobs=2)
+    model, tokenizer, _ = mdlm.load(short_run)
+    choice = client.completions.create(**about).choices[0]
+    assert choice.logprobs.tokens == list(choice.text)
+    assert choice.logprobs.text_offset == list(range(6))
+    settings = dict(length=10, seed=4, k=2)
+    ((text, tokens),) = sample.write_with_logprobs(model, tokenizer, "The ", **settings)
+    assert text == "The " + choice.text
+    assert choice.logprobs.token_logprobs == pytest.approx([t.logp for t in tokens[4:]], abs=1e-5)
+    assert choice.logprobs.drawn == pytest.approx([t.drawn for t in tokens[4:]], abs=1e-5)
+    assert choice.logprobs.top_logprobs[0].keys() == dict(tokens[4].likeliest).keys()
+    filled = client.completions.create(**about | dict(suffix=" is", max_tokens=2)).choices[0]
+    assert filled.logprobs.tokens == list(filled.text)
+    body = dict(input=["The first", ["The ", "rest"]], passes=4)
+    r = post(f"{server.url}/v1/score", json=body).json()
+    wanted = sample.score(model, tokenizer, ["The first", ("The ", "rest")], passes=4)
+    for found, score in zip(r["data"], wanted, strict=True):
+        assert found["logp"] == pytest.approx(score.logp, abs=1e-4)
+        assert found["nelbo"] == pytest.approx(score.nelbo, abs=1e-4)
+
+
+def test_fills_match(server, short_run):
+    pytest.importorskip("outlines_core")
+    url = f"{server.url}/v1/completions"
+    body = dict(prompt="The ", suffix=" is", max_tokens=4, seed=1, n=3)
+    found = post(url, json=body | dict(regex="[a-c]{2,3}")).json()["choices"]
+    assert found and all(re.fullmatch("[a-c]{2,3}", choice["text"]) for choice in found)
+    found = post(url, json=body | dict(choices=["one", "two"], logprobs=1)).json()["choices"]
+    assert {choice["text"] for choice in found} == {"one", "two"}
+    assert all(len(choice["logprobs"]["tokens"]) == 3 for choice in found)
+    end = post(url, json=dict(prompt="The ", regex="[0-9]{2}", max_tokens=4)).json()["choices"]
+    assert re.fullmatch("[0-9]{2}", end[0]["text"])
+    wrong = post(url, json=body | dict(regex="(a"))
+    assert wrong.status_code == 400 and "brackets" in wrong.json()["error"]["message"]
+
+
+def test_errors_are_those_of_openai(client, server):
+    openai = pytest.importorskip("openai")
+    for kind, fields in (
+        (openai.BadRequestError, dict(prompt="The \u4e00")),  # a character that it does not know
+        (openai.BadRequestError, dict(prompt="a", temperature=-1)),
+        (openai.UnprocessableEntityError, dict(prompt="a", max_tokens=5000)),
+        (openai.NotFoundError, dict(prompt="a", model="gpt-9")),
+    ):
+        with pytest.raises(kind) as e:
+            client.completions.create(**dict(model="out") | fields)
+        assert e.value.body["message"] and "--" not in e.value.body["message"]
+
+
+def test_models_health_and_metrics(client, server):
+    assert [model.id for model in client.models.list()] == ["out"]
+    assert client.models.retrieve("out").owned_by == "mdlm"
+    assert get(f"{server.url}/health").json() == dict(status="ok")
+    text = get(f"{server.url}/metrics").text
+    for line in text.splitlines():
+        assert line.startswith("# ") or re.fullmatch(r"mdlm_\w+(\{[^{}]*\})? [-+.\de]+", line), line
+    assert re.search(r"^mdlm_calls_total [1-9]", text, re.M)
+
+
+def test_infill_of_llama_cpp(server, short_run, alone):
+    body = dict(input_prefix="The ", input_suffix=" is", n_predict=3, seed=1, stream=False)
+    body |= dict(cache_prompt=True, samplers=["top_k"], input_extra=[], prompt="")
+    answer = post(f"{server.url}/infill", json=body).json()
+    (wanted,) = alone(short_run, "--infill=The [___] is", "--max_gap=3", "--seed=1")
+    assert f"The {answer['content']} is" == wanted["text"]
+    assert answer["stop"] is True and answer["stop_type"] == "eos"
+    picks = body | dict(response_fields=["content", "timings/predicted_n", "nothing"])
+    found = post(f"{server.url}/infill", json=picks).json()
+    assert found == {
+        "content": answer["content"],
+        "timings/predicted_n": answer["tokens_predicted"],
+    }
+    none = body | dict(n_predict=0, input_prefix="", input_suffix="", temperature=0.0)
+    assert post(f"{server.url}/infill", json=none).json()["content"] == ""
+    long = body | dict(input_prefix="x = 1\n" * 40, input_suffix="\ny = 2" * 40, stream=True)
+    events = [
+        json.loads(line[6:])
+        for line in post(f"{server.url}/infill", json=long).text.split("\n\n")
+        if line.startswith("data: ")
+    ]
+    assert events[-1]["stop"] is True and events[-1]["tokens_evaluated"] <= 32
+
+
+@pytest.mark.parametrize(
+    "method, path, body, status",
+    [
+        ("GET", "/v1/nothing", None, 404),
+        ("POST", "/v1/fix", b"{}", 404),
+        ("GET", "/v1/completions", None, 405),
+        ("FOO", "/v1/completions", None, 405),
+        ("POST", "/v1/completions", b"{", 400),
+        ("POST", "/v1/completions", b"[" * 60000, 400),
+        ("POST", "/v1/completions", b"\xff", 400),
+        ("POST", "/v1/completions", b'{"temperature": NaN}', 400),
+        ("POST", "/v1/completions", b'{"n": ' + b"9" * 9999 + b"}", 400),
+        ("POST", "/v1/completions", b" " * 70000, 413),
+    ],
+)
+def test_every_refusal_is_one_json_sentence(server, method, path, body, status):
+    r = request(method, server.url + path, content=body)
+    assert r.status_code == status
+    error = r.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"] and len(error["message"]) < 300
+
+
+def talk(server, content, seconds=PATIENCE):
+    """What the server answers to bytes."""
+    host, port = server.url[7:].split(":")
+    with socket.create_connection((host, int(port)), seconds) as s:
+        s.sendall(content)
+        answer = b""
+        while part := s.recv(1 << 16):
+            answer += part
+            if b"}" in answer:
+                break
+    return answer
+
+
+def test_no_http_is_refused_in_json(server):
+    answer = talk(server, b"nonsense\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400") and b'"error"' in answer
+
+
+def test_body_of_100_mb_is_not_read_into_memory(server):
+    size = 100 << 20
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n"
+    assert talk(server, head.encode() + b" " * 1000).startswith(b"HTTP/1.1 413")
+
+    def parts():
+        for _ in range(100):
+            yield b" " * (1 << 20)
+
+    with contextlib.suppress(httpx.HTTPError):  # it may be cut off while it sends
+        assert post(f"{server.url}/v1/completions", content=parts()).status_code == 413
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    assert int(re.search(r"VmHWM:\s+(\d+)", status)[1]) < 1 << 20, "less than 1 GiB in all"
+
+
+def test_pages_of_other_sites_are_kept_out(server):
+    for headers in (dict(origin="https://evil.example"), dict(host="evil.example")):
+        r = get(f"{server.url}/v1/models", headers=headers)
+        assert r.status_code == 403 and "access-control-allow-origin" not in r.headers
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(BODIES.filter(lambda body: "max_tokens" not in (body if isinstance(body, dict) else {})))
+def test_any_body_is_answered(server, body):
+    try:
+        content = json.dumps(body)
+    except ValueError:
+        return
+    for path in ("/v1/completions", "/infill"):
+        r = post(server.url + path, content=content.encode())
+        assert r.status_code in (200, 400, 404, 422), r.text
+        assert r.status_code == 200 or r.json()["error"]["message"]
+
+
+def metric(server, name):
+    text = get(f"{server.url}/metrics", headers=getattr(server, "headers", {})).text
+    return float(re.search(rf"^mdlm_{name} (\S+)", text, re.M)[1])
+
+
+def wait_for(server, name, value):
+    """Until a metric has this value, or more."""
+    deadline = time.monotonic() + PATIENCE
+    while metric(server, name) < value:
+        assert time.monotonic() < deadline, f"{name} stays below {value}"
+        time.sleep(0.02)
+
+
+def test_client_that_leaves_in_mid_stream_stops_costing(server):
+    """And one that leaves before anything was sent."""
+    before = metric(server, "given_up_total")
+    for stream in (True, False):
+        body = dict(prompt="a", max_tokens=2000, n=16, seed=1, stream=stream, steps=4000)
+        url = f"{server.url}/v1/completions"
+        with (
+            contextlib.suppress(httpx.ReadTimeout),
+            httpx.stream("POST", url, json=body, timeout=1.0) as r,
+        ):
+            next(r.iter_bytes())
+    deadline = time.monotonic() + PATIENCE
+    while metric(server, "active") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert metric(server, "active") == 0
+    assert metric(server, "given_up_total") == before + 2
+
+
+def test_no_text_of_a_client_is_in_the_log(short_run):
+    with serving(f"--out_dir={short_run}") as found:
+        for prompt in ("secretword ", "secret\u4e00word"):
+            post(f"{found.url}/v1/completions", json=dict(prompt=prompt, max_tokens=1))
+        get(f"{found.url}/secretword")
+        found.process.send_signal(signal.SIGTERM)
+        out, err = found.process.communicate(timeout=PATIENCE)
+    assert found.process.returncode == 0
+    assert "secret" not in out + err
+
+
+def test_sigterm_finishes_what_has_begun(short_run):
+    """New requests get 503 meanwhile."""
+    with serving(f"--out_dir={short_run}", "--drain=60") as found:
+        body = dict(prompt="a", max_tokens=100, steps=64, seed=1)
+        with ThreadPoolExecutor(8) as pool:
+            answers = [
+                pool.submit(post, f"{found.url}/v1/completions", json=body) for _ in range(4)
+            ]
+            wait_for(found, "active", 4)
+            found.process.send_signal(signal.SIGTERM)
+            while get(f"{found.url}/health").status_code == 200:
+                time.sleep(0.02)
+            refused = post(f"{found.url}/v1/completions", json=body)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
+            texts = {a.result().json()["choices"][0]["text"] for a in answers}
+        assert len(texts) == 1
+        assert found.process.wait(PATIENCE) == 0
+
+
+def test_drain_ends(short_run):
+    """What is not finished by then is told so."""
+    with serving(f"--out_dir={short_run}", "--drain=0.2") as found:
+        body = dict(prompt="a", max_tokens=2000, steps=8000, n=16)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(post, f"{found.url}/v1/completions", json=body)
+            wait_for(found, "active", 1)
+            found.process.send_signal(signal.SIGTERM)
+            assert answer.result().status_code == 503
+        assert found.process.wait(PATIENCE) == 0
+
+
+def test_key_and_queue(short_run):
+    flags = ["--api_key=abc", "--max_active=1", "--max_waiting=1", "--origin=https://a.example"]
+    with serving(f"--out_dir={short_run}", *flags) as found:
+        found.headers = dict(authorization="Bearer abc")
+        url = f"{found.url}/v1/completions"
+        for headers in ({}, dict(authorization="Bearer abd"), dict(authorization="abc")):
+            r = post(url, json={}, headers=headers)
+            assert r.status_code == 401 and r.json()["error"]["code"] == "invalid_api_key"
+        r = options(url, headers=dict(origin="https://a.example"))
+        assert r.headers["access-control-allow-origin"] == "https://a.example"
+        body = dict(prompt="a", max_tokens=200, steps=200, seed=1)
+
+        def ask():
+            return post(url, json=body, headers=found.headers).status_code
+
+        with ThreadPoolExecutor(8) as pool:
+            codes = [pool.submit(ask) for _ in range(8)]
+            codes = sorted(code.result() for code in codes)
+    assert set(codes) == {200, 429} and codes.count(200) >= 2
+
+
+def test_host_beyond_this_machine_needs_a_key(short_run):
+    process = program_of(f"--out_dir={short_run}", "--host=0.0.0.0")
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 2 and "give --api_key=KEY" in err and "Traceback" not in err
+
+
+# ---- Models of blocks
+@pytest.fixture(scope="module")
+def blocks_run(text_file, tmp_path_factory):
+    out = tmp_path_factory.mktemp("blocks") / "out"
+    flags = ["--max_steps=3", "--block_length=4", "--infill_share=0.5", "--eval_windows=2"]
+    assert run_mdlm(f"--data={text_file}", *TINY, *flags, f"--out_dir={out}") == 0
+    return out
+
+
+def test_blocks_stream_as_they_are_written(blocks_run, alone):
+    """And fill gaps, if they learned to."""
+    with serving(f"--out_dir={blocks_run}") as found:
+        url = f"{found.url}/v1/completions"
+        body = dict(prompt="The ", max_tokens=24, seed=2)
+        whole = post(url, json=body).json()["choices"][0]["text"]
+        lines = post(url, json=body | dict(stream=True)).text.split("\n\n")
+        parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        texts = [part["choices"][0]["text"] for part in parts]
+        assert "".join(texts) == whole
+        assert len([text for text in texts if text]) >= 5, "block by block"
+        filled = post(url, json=body | dict(suffix=" is", max_tokens=2)).json()
+        assert filled["choices"][0]["finish_reason"] == "stop"
+    (wanted,) = alone(blocks_run, "--prompt=The ", "--length=28", "--seed=2")
+    assert "The " + whole == wanted["text"]
+
+
+# ---- Long ones
+@pytest.mark.slow
+def test_idle_and_slow_connections_keep_none_out(short_run):
+    """2,000 that send nothing, and one that sends its body byte by byte."""
+    with serving(f"--out_dir={short_run}", "--max_connections=100") as found:
+        host, port = found.url[7:].split(":")
+        idle = []
+        for _ in range(2000):
+            with contextlib.suppress(OSError):
+                idle.append(socket.create_connection((host, int(port)), 5))
+        began = time.monotonic()
+        assert get(f"{found.url}/health").status_code == 200
+        assert time.monotonic() - began < 5
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
+        with socket.create_connection((host, int(port)), PATIENCE) as slow:
+            slow.sendall(head)
+            for _ in range(45):
+                with contextlib.suppress(OSError):
+                    slow.sendall(b" ")
+                time.sleep(1)
+            assert slow.recv(1 << 16).startswith(b"HTTP/1.1 408")
+        for each in idle:
+            each.close()
+        assert get(f"{found.url}/health").status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["whole", "blocks"])
+def test_load_gives_each_client_its_own_text(kind, short_run, blocks_run, capsys):
+    run = dict(whole=short_run, blocks=blocks_run)[kind]
+    flags = ["--mode=load", "--clients=16", "--seconds=10", f"--out_dir={run}"]
+    assert study.main(flags) == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_page_writes_fills_and_stops(short_run):
+    """And says what is wrong, and that the server has gone."""
+    with serving(f"--out_dir={short_run}") as found, contextlib.closing(Browser()) as browser:
+
+        def ask(text, **fields):
+            for name, value in (dict(typed=text, seed="1", tokens="20", steps="") | fields).items():
+                browser.js(f"(document.getElementById({name!r}).value = {json.dumps(value)}, 1)")
+            browser.js("(document.getElementById('write').click(), 1)")
+
+        said = "document.getElementById('said').textContent"
+        browser.call("/url", url=found.url)
+        for text in ("The ", "The ██ is", "The [___] is"):
+            ask(text)
+            browser.wait(f"{said}.endsWith('seed 1')")
+            shown = browser.js("document.getElementById('text').textContent")
+            assert shown.startswith("The ") and "█" not in shown and len(shown) > 7
+        ask("The █", tokens="20")
+        browser.wait(f"{said}.endsWith('seed 1')")
+        ask("\u4e00█")
+        browser.wait(f"{said}.includes('character')")
+        ask("The ", tokens="2000", steps="2000")
+        browser.wait(f"{said}.startsWith('call')")
+        browser.js("(document.getElementById('stop').click(), 1)")
+        browser.wait(f"{said} === 'stopped'")
+        found.process.kill()
+        found.process.wait()
+        ask("The ")
+        browser.wait(f"{said}.includes('does not answer')")

@@ -59,6 +59,7 @@ class Options:
     api_key: str = opt("", f"key that clients must send (default: the variable {KEY}, if set)")
     origin: str = opt("", "sites whose pages may use it, as https://example.org,https://...")
     device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: a GPU if there is one")
+    trust_remote_code: bool = opt(False, "run the code that came with the network of others")
     drain: float = opt(
         10.0, "after SIGTERM, seconds to finish what has begun", bounds=(0, 24 * 3600)
     )
@@ -357,7 +358,7 @@ def load(options):
     """(Writer, name, folder, config, device)"""
     device = pick_device(options.device)
     run = default_run(options.out_dir)
-    read = partial(mdlm.load, device=device)
+    read = partial(mdlm.load, device=device, trust_remote_code=options.trust_remote_code)
     folder, (model, tokenizer, config) = read_newest(run, read)
     filler = model
     if config.infill_share:  # learned to fill gaps too, by another View

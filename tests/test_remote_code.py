@@ -15,6 +15,7 @@ import eval
 import export
 import mdlm
 import sample
+import serve
 from support import cli, remote_code, signals
 from support.errors import UserError
 from support.training import checkpoint
@@ -279,6 +280,7 @@ COMMANDS = {
     "eval": of_run(eval.main, "--pictures=none"),
     "eval a text": of_run(eval.main, "--text=the name of", "--pictures=none"),
     "export": of_run(export.main, "--dest=hf"),
+    "serve": of_run(serve.main, "--port=0"),
     "mdlm.load": in_python,
 }
 

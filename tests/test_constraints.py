@@ -121,7 +121,7 @@ def test_one_call_draws_the_product_of_marginals_given_a_match(pattern, standing
     for place, id in standing.items():
         x[0, place] = id
     want = direct(model, x, pattern, 4, 3)
-    n = 4000
+    n = 2500
     step = fills_of(model, x.repeat(n, 1), pattern, 4, 3, order="one_shot", seed=3)
     texts = [LETTERS.decode(ids) for ids in step.x[:, 3:7].tolist()]
     assert set(texts) <= set(want)
@@ -287,7 +287,7 @@ MODELS = dict(
 KINDS = st.sampled_from([*["plain"] * 5, "long", "ar", "blocks"])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(patterns(), WAYS, st.integers(0, 99), KINDS)
 @example("(a|b)*a(a|b){4}", dict(steps=3, seed=0, order="confidence"), 0, "plain")
 @example("(ab|c){3,9}", dict(steps=8, seed=0), 0, "blocks")
@@ -304,7 +304,7 @@ def test_every_fill_of_a_thousand_patterns_matches(pattern, way, seed, kind):
     matched(pattern, way, seed, MODELS[kind], kind)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(patterns())
 @example("a|ab")
 @example("a*?|b")
@@ -325,8 +325,8 @@ def test_automata_agree_with_python(pattern):
 
 @pytest.fixture(scope="module")
 def made(pydoc):
-    """name -> Tokenizer of 15,000 characters."""
-    text = pydoc[:15_000] + "\nThe value of a class (x) the val e"
+    """name -> Tokenizer of 6,000 characters."""
+    text = pydoc[:6000] + "\nThe value of a class (x) the val e"
     known = {"id": Tokenizer("id", 40, 3)}
 
     def make(name):
@@ -449,7 +449,7 @@ def test_exact_likelihood_corrects_what_marginals_miss():
     )
     truth = p * fits
     truth = truth / truth.sum()
-    n = 6400
+    n = 3200
     x = torch.tensor(given).repeat(n, 1)
     matches = {1: constraint.gap(pattern, 6, digits)}
     settings = dict(order="random", steps=6, correct=0, seed=1)

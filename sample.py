@@ -1038,7 +1038,8 @@ def of_fill(model, tokenizer, fill, draws, k):
     is_filled = []
     for segment in fill.segments:
         n = len(to_ids([segment], tokenizer))
-        is_filled += [not isinstance(segment, str)] * n
+        is_listed = getattr(segment, "spelled", None)  # each text of a list is tried: none is drawn
+        is_filled += [not (isinstance(segment, str) or is_listed)] * n
     n = len(is_filled)
     is_filled += [True] * (len(fill.ids) - n)  # what ends the text
     drawn = drawn_in_search(draws, fill.ids, is_filled)

@@ -240,6 +240,24 @@ def test_the_single_draw_of_a_gap_is_the_conditional(run, capsys):
     assert token["drawn"] == pytest.approx(token["logp"], abs=1e-5)
 
 
+@pytest.mark.parametrize("more", [[], ["--num_samples=1"], ["--threshold=0.3"]], ids=str)
+def test_gaps_with_a_pattern_have_them_too(run, capsys, more):
+    flags = [f"--out_dir={run}", "--logprobs=1", "--json=-", *more]
+    for template, given in (("a[___:b{1,4}]e█", "ae"), ("c[███:[ab]+] e", "c e")):
+        (line,) = lines_of(capsys, *flags, f"--infill={template}")
+        tokens = line["logprobs"]
+        assert "".join(token["text"] for token in tokens) == line["text"]
+        assert "".join(token["text"] for token in tokens if token["drawn"] is None) == given
+
+
+def test_texts_of_a_list_are_tried_not_drawn(run, capsys):
+    flags = [f"--out_dir={run}", "--logprobs=1", "--json=-", "--infill=a[___|b|dd]c█e"]
+    (line,) = lines_of(capsys, *flags)
+    tried = line["fills"][0]
+    is_drawn = [token["drawn"] is not None for token in line["logprobs"]]
+    assert is_drawn == [False] * (2 + len(tried)) + [True, False]
+
+
 @pytest.mark.parametrize(
     "argv, words",
     [

@@ -393,6 +393,8 @@ def to_reveal(settings, chunk, masked, noise, k, logp=None, token=None):
 def keep_best(settings, chunk, masked, corrected, noise, k, logp, token):
     """Of what was drawn at the positions `masked` and `corrected` (B, n), all corrections and the k
     (B,) best others: their positions (B, n), log p (m, V) and tokens (m,)."""
+    if not masked.any():  # a call that corrects: all of it is kept
+        return corrected, logp, token
     drawn = masked | corrected
     is_new = masked[drawn]
     new = to_reveal(settings, chunk, masked, noise, k, logp[is_new], token[is_new])
@@ -408,7 +410,10 @@ def to_correct(settings, chunk, s, filled, noise):
                     Markov chain of a lower order than --spacing exactly alone
     """
     c = s - chunk.reveals  # (B,) number of the correction
-    filled = filled & ((c >= 0) & (c < chunk.corrections))[:, None]
+    is_turn = (c >= 0) & (c < chunk.corrections)
+    if not is_turn.any():
+        return torch.zeros_like(filled)
+    filled = filled & is_turn[:, None]
     if settings.redraw == "low_confidence":
         doubt = (chunk.doubt + 1e-9 * noise).masked_fill(~filled, -math.inf)
         peak = F.max_pool1d(doubt[:, None], 2 * settings.spacing - 1, 1, settings.spacing - 1)[:, 0]
@@ -429,7 +434,8 @@ def places(allowed, x):
 def exclude(logits, drawn, at, forbid, allowed):
     """Set those of logits (n, V) to -inf that must not be drawn: ids in forbid, and others than in
     `allowed` (see `places`). drawn: (B, len(at)) bool, n places in the range `at` of positions."""
-    logits[:, forbid] = -math.inf
+    if forbid:
+        logits[:, forbid] = -math.inf
     for where, ids in allowed:
         here = where[:, at.start : at.stop].to(drawn.device)[drawn]
         logits[here] = logits[here].masked_fill(~ids.to(logits.device), -math.inf)

@@ -120,7 +120,8 @@ def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None, memo=None):
     [END], and of longer texts it sees the last tokens up to the end of `at`.
     """
     L = model.config.block_size
-    rows = drawn.any(1) | (cache is not None)  # a cache holds all rows, so none is left out
+    # A cache holds all rows, so none is left out.
+    rows = slice(None) if cache is not None else drawn.any(1)
     window = slice(max(0, at.stop - L), max(L, at.stop))
     if cache:
         window = slice(cache.follow(at.start), at.start + cache.S)

@@ -9,6 +9,7 @@ import torch
 from conftest import ROOT, Toy
 
 import sample
+from studies import lengths
 from support.data.tokenizer import Tokenizer
 from support.infill import likelihood, search
 from support.infill.lengths import length_scores
@@ -239,3 +240,24 @@ def test_shipped_weights_find_the_same_in_a_third_of_the_sequences(capsys):
     d = json.loads(capsys.readouterr().out)
     assert (d["text"], round(d["score"], 2)) == ("To me, or not to be", -20.81)
     assert d["sequences"] <= 130
+
+
+def test_the_yardstick_hides_one_gap_in_a_line_and_counts_what_it_was():
+    text = "\n".join(f"the word number {n} stands here, and more follow it." for n in range(30))
+    gaps = lengths.choose_gaps(text, 9, 16, seed=1)
+    assert gaps == lengths.choose_gaps(text, 9, 16, seed=1)
+    assert [kind for kind, *_ in gaps[:3]] == list(lengths.KINDS)
+    assert len({line for _, line, *_ in gaps}) == 9
+    for kind, line, begin, end in gaps:
+        words = line[begin:end].split()
+        assert 0 < begin and end < len(line) and end - begin <= 16
+        assert kind == "half a line" or len(words) in (lengths.KINDS.index(kind) + 1, 3)
+    gap = ("word", "the cat sat", 4, 7)
+    shown = [dict(text=t) for t in ("the dog sat", "the cat sat")]
+    answer = dict(text="the dog sat", candidates=shown, score=-3.0, calls=2, seconds=1.0)
+    row = lengths.compare(gap, -5.0, answer)
+    assert row["found"] == "dog" and row["exact_length"] and not row["exact"] and row["among"]
+    assert row["gain"] == 2 and row["sequences"] is None
+    rows = [dict(name="search") | row, dict(name="before") | row | dict(seconds=4.0)]
+    line = lengths.table(rows).splitlines()[2]
+    assert line.startswith("| all | search | 1 | 100.0") and line.endswith("| 1.0 | 0.25 |")

@@ -250,7 +250,7 @@ def test_the_yardstick_hides_one_gap_in_a_line_and_counts_what_it_was():
     assert len({line for _, line, *_ in gaps}) == 9
     for kind, line, begin, end in gaps:
         words = line[begin:end].split()
-        assert 0 < begin and end < len(line) and end - begin <= 16
+        assert begin > 0 and end < len(line) and end - begin <= 16
         assert kind == "half a line" or len(words) in (lengths.KINDS.index(kind) + 1, 3)
     gap = ("word", "the cat sat", 4, 7)
     shown = [dict(text=t) for t in ("the dog sat", "the cat sat")]

@@ -30,8 +30,8 @@ from support.infill.templates import (
     with_length,
 )
 
-N_LENGTHS = 5  # lengths of a gap that are filled, of all those that one call compares
-N_SPARE = 2  # fills that are ranked beyond those asked for, of all those drawn
+N_LENGTHS = 4  # lengths of a gap that are filled, of all those that one call compares
+N_SPARE = 1  # fills that are ranked beyond those asked for, of all those drawn
 
 
 class Fill(NamedTuple):
@@ -273,7 +273,7 @@ def hypotheses(model, tokenizer, segments, n, draw, device, max_gap=16, draws=16
     expect: called as expect(calls, stretch, stretches) with the largest number of network calls
         that stretch number `stretch` may still take
 
-    Of more than 5 lengths (n, if that is more) one call over all of them says which to fill, see
+    Of more than 4 lengths (n, if that is more) one call over all of them says which to fill, see
     lengths.py, and of these fills those are ranked that are the likeliest by their draws.
 
     After each stretch the best 8 fills (or n, if that is more) continue. Of several sequences of
@@ -322,8 +322,10 @@ def hypotheses(model, tokenizer, segments, n, draw, device, max_gap=16, draws=16
         is_chosen = several and None in stretch and len(tried) > n_chosen
         if is_chosen:
             # Few lengths are left, so that there are more draws for each.
-            counts = [max(2, draws // (trial.length + 3) // len(fills)) for trial in tried]
-            tried = [trial._replace(count=count) for trial, count in zip(tried, counts)]
+            share = 7 * draws / 4 / len(fills)
+            tried = [
+                trial._replace(count=max(1, int(share / (trial.length + 4)))) for trial in tried
+            ]
             tell(number, 0, most_calls(model, tried, n_chosen, device))
             tried = promising(model, tried, n_chosen, after, device)
         # 3. Draw.

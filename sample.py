@@ -687,11 +687,13 @@ def fill_gaps(
     constraints=(),
     new_seed=None,
     draws=None,
+    drawn=None,
 ):
     """Fill gaps of a template. may_end: at the end of the text; is_quick: to compare lengths.
 
     settings: resolved; allowed: pairs, see `places`; constraints: see constraint.by_row; new_seed()
-    gives a seed in place of theirs; draws: a list that gets what was drawn, see `drawn_in_search`.
+    gives a seed in place of theirs; draws: a list that gets what was drawn, see `drawn_in_search`;
+    drawn (B, T) float64 on the CPU: gets log p of what is drawn.
     """
     arguments.check_tokenizer(tokenizer, model)
     if is_quick:
@@ -701,11 +703,11 @@ def fill_gaps(
     may_draw = dict(allowed=allowed, constraints=constraints)
     may_draw |= ends(model, tokenizer, not may_end)
     samples = torch.arange(len(x), device=x.device)
-    if draws is None:
-        return fill_masks(model, x, settings, fill, samples, expect, may_draw)
-    drawn = not_drawn(x)
+    if drawn is None and draws is not None:
+        drawn = not_drawn(x)
     x = fill_masks(model, x, settings, fill, samples, expect, may_draw, drawn)
-    draws.append((x.cpu(), drawn.cpu(), fill.cpu()))
+    if draws is not None:
+        draws.append((x.cpu(), drawn, fill.cpu()))
     return x
 
 

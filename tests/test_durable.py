@@ -203,7 +203,7 @@ def test_new_files_beside_a_run_are_written(run):
 # Sources that open files to write: in a temporary folder, in that of a run, or in one of their own.
 WRITERS = {
     *("mdlm.py", "eval.py", "bench.py", "lessons/checks.py", "studies/unchanged.py"),
-    *("studies/adapt.py", "studies/figures.py"),
+    *("studies/adapt.py", "studies/figures.py", "studies/english.py", "studies/lengths.py"),
     *("support/files.py", "support/outputs.py", "support/plots.py", "support/data/sources.py"),
     "support/training/log.py",
 }

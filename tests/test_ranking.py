@@ -341,12 +341,22 @@ def small():
     return model.eval(), Tokenizer("char", list("abc \nd"))
 
 
-@pytest.mark.parametrize("template", ["ab██ca", "a[___]b", "a[___]bc[___]d", "ab[___]", "█b█ c█"])
-def test_progress_has_a_total_and_ends_there(small, template, monkeypatch):
+@pytest.mark.parametrize(
+    "template, max_gap",
+    [
+        ("ab██ca", 3),
+        ("a[___]b", 3),
+        ("a[___]bc[___]d", 3),
+        ("a[___]bc[___]d", 9),
+        ("ab[___]", 3),
+        ("█b█ c█", 3),
+    ],
+)
+def test_progress_has_a_total_and_ends_there(small, template, max_gap, monkeypatch):
     bar = Bar()
     monkeypatch.setattr(terminal, "progress", lambda *_, **__: bar)
     model, tokenizer = small
-    options = sample.resolve(sample.Options(candidates=2, max_gap=3, device="cpu"), model)
+    options = sample.resolve(sample.Options(candidates=2, max_gap=max_gap, device="cpu"), model)
     segments = sample.parse(template, tokenizer, model.config.block_size)
     _, _, facts = sample.ranked(model, tokenizer, segments, options)
     totals = [total for _, total in bar.shown]

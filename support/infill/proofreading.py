@@ -79,6 +79,14 @@ class Fixed(NamedTuple):
     changes: list  # of Change
 
 
+def fix(model, tokenizer, text, min_gain=MIN_GAIN):
+    """Proofread a text: Fixed(the new text, the changes)."""
+    reader = Proofreader(model, tokenizer, min_gain)
+    parts = [part for parts in reader.parts([text]) for part in parts]
+    changes = [part.change for part in parts if part.change]
+    return Fixed("".join(part.after for part in parts), changes)
+
+
 def check_model(model, tokenizer):
     """Raise UserError for a model that cannot see the text on both sides of a token."""
     check_tokenizer(tokenizer, model)

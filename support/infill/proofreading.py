@@ -17,6 +17,7 @@ back byte for byte. What was measured: results/proofreading.md.
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -210,12 +211,25 @@ class Cutter:
                 yield from zip(ids, starts, stops)
             return
         library = self.tokenizer.library
-        encoding = library.encoding(before + text)
         special = {self.tokenizer.end_id, self.mask, library.unknown_id()}
-        for id, (start, stop) in zip(encoding.ids, encoding.offsets):
+        for id, start, stop in self.encoded(before + text):
             if stop > len(before):
                 start = max(0, start - len(before))
                 yield (self.mask if id in special else id), start, stop - len(before)
+
+    def encoded(self, text):
+        """Yield (id, start, stop) for the tokens of the library; unknown words are [MASK]."""
+        try:
+            encoding = self.tokenizer.library.encoding(text)
+            yield from ((id, *span) for id, span in zip(encoding.ids, encoding.offsets))
+        except UserError:  # it refuses a text for one word: ask for each alone
+            for word in re.finditer(r"\w+|[^\w\s]", text):
+                try:
+                    encoding = self.tokenizer.library.encoding(word[0])
+                    spans = zip(encoding.ids, encoding.offsets)
+                except UserError:
+                    spans = [(self.mask, (0, len(word[0])))]
+                yield from ((id, word.start() + a, word.start() + b) for id, (a, b) in spans)
 
     def written(self, id, token):
         """The bytes of another token in the place of a Token (None: between two tokens)."""

@@ -896,9 +896,6 @@ def check(options, given):
         flags.check_effects(given, [(" ".join(given.keys() - FIXING), False, NO_DRAW)])
     if (options.output, options.json) == ("-", "-"):
         raise UserError("--output=- and --json=- are both standard output; give a file for one")
-    for name in ("output", "min_gain"):
-        if name in given and not options.fix:
-            raise UserError(f"--{name} needs a text to proofread; give --fix")
     if options.order == "one_shot" and "steps" in given:
         raise UserError("--order=one_shot and --steps contradict each other; one_shot is one step")
     for name in ("candidates", "max_gap"):
@@ -916,6 +913,9 @@ def check(options, given):
     stdin = dict(stdin="/dev/stdin") if reads_stdin else {}
     outputs.check_all(replace(options, output=""), **stdin)
     fixing.check_output(options)
+    for name in ("output", "min_gain"):
+        if name in given and not options.fix:
+            raise UserError(f"--{name} needs a text to proofread; give --fix")
 
 
 def load(options, given):

@@ -35,12 +35,12 @@ EVERY = 8  # every g-th token is masked to find doubtful ones
 REACH = 8  # tokens after an edit whose likelihood decides
 NEAR = 4  # tokens on both sides of an edit whose pseudo-likelihood prunes
 SPARSE = 3  # every third of these is masked at once
-APART = 2 * (REACH + NEAR)  # tokens between edits that share a call
+APART = REACH + 2 * NEAR  # tokens between edits that share a call
 RIVALS = 2  # edits near each other of which the likelihood decides
 ROUNDS = 3  # of a window: a repaired mistake makes others near it easier to see
 # Nats. What is below is not looked at: doubt of a token, and what a proposal promises.
 DOUBT = 3.0
-PROMISE = 3.0
+PROMISE = 4.0
 MIN_GAIN = 10.0  # of an edit that is kept
 MOST = 1 << 24  # logits that are held at a time
 PIECE = 1 << 16  # characters that are tokenized at a time
@@ -561,7 +561,7 @@ class Proofreader:
             known = [token.number for token in window[:start] if token.number is not None]
             made.append((max(known, default=-1) + 0.5, edit))
             window[start : edit.stop + shift] = new
-            near.update(range(start - APART, start + len(new) + APART))
+            near.update(range(start - REACH, start + len(new) + REACH))
             shift += len(new) - (edit.stop - edit.start)
         return window, end + shift, near
 

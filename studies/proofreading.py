@@ -20,27 +20,33 @@ spoiled: right characters that are wrong afterwards, per 1,000; left: the edit d
 text, per mistake.
 """
 
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parent.parent)  # python studies/proofreading.py, from anywhere
+
+from support import cli, flags, outputs, plots
+
+cli.start(__name__)
+
 import difflib
 import heapq
 import json
 import math
+import os
 import random
 import re
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 import numpy as np
 import torch
 
 import mdlm
-from support import cli, environment, flags, outputs, plots
+from support import environment
 from support.errors import UserError
 from support.flags import READS, WRITES, opt
 from support.infill import proofreading
@@ -477,7 +483,7 @@ def main(argv):
     else:
         rows = table(options, training, text[cut:], *arguments)
     kept = []
-    with outputs.Lines(options.json or "/dev/null") as lines:
+    with outputs.Lines(options.json or os.devnull) as lines:
         for row in rows:
             kept.append(row)
             print(json.dumps(row), file=lines, flush=True)

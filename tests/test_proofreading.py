@@ -309,7 +309,7 @@ def test_standard_input(proofread, monkeypatch):
     [
         (b"", "--fix=a.txt is empty: its size is 0 bytes"),
         (b"abc\ndef\n\xff\xfe", "line 3 of --fix=a.txt is not UTF-8 text (byte 8)"),
-        (b"abc\n" * 40_000 + b"\xc3", "line 40001 of --fix=a.txt is not UTF-8 text (byte 160000)"),
+        (b"ABC\n" * 40_000 + b"\xc3", "line 40001 of --fix=a.txt is not UTF-8 text (byte 160000)"),
         (bytes(range(256)), "line 2 of --fix=a.txt is not UTF-8 text (byte 128)"),
     ],
     ids=["empty", "bytes", "cut off", "binary"],
@@ -319,6 +319,9 @@ def test_what_is_no_text_is_refused(proofread, tmp_path, content, said):
     code, out, err = proofread("--fix=a.txt", "--output=b.txt", "--json=c.json")
     assert (code, out) == (2, "") and said in err and err.count("\n") == 1
     assert os.listdir(tmp_path) == ["a.txt"]
+    (tmp_path / "a.txt").write_bytes(content.decode("latin-1").encode() or b"abc")  # as iconv does
+    assert proofread("--fix=a.txt", "--output=b.txt", "--min_gain=1000")[0] == 0
+    assert (tmp_path / "b.txt").read_bytes() == (tmp_path / "a.txt").read_bytes()
 
 
 def test_damage_in_a_pipe_leaves_no_file(proofread, monkeypatch, tmp_path):
@@ -376,6 +379,9 @@ def test_models_that_cannot_are_refused():
     for config in (dict(objective="ar"), dict(block_length=8), dict(prompt_column="prompt")):
         with pytest.raises(UserError, match="cannot proofread"):
             sample.fix(*alphabet(**config), "abc")
+    whole, tokenizer = alphabet(block_length=8, infill_share=0.5)
+    whole.objective = alphabet()[0].objective  # as mdlm.load(path, whole=True) has it
+    assert sample.fix(whole, tokenizer, "abc").text == "abc"
     with pytest.raises(ValueError, match="min_gain"):
         sample.fix(*alphabet(), "abc", min_gain=-1)
     with pytest.raises(ValueError, match="no string"):

@@ -191,10 +191,10 @@ class TextFlags:
         "write the text of --fix with the changes to this file, which may be the same (-: stdout)",
         path=WRITES,
     )
-    min_gain: float = opt(
-        proofreading.MIN_GAIN,
-        "nats by which a change of --fix makes the text likelier; more: fewer, surer changes",
-        bounds=(0, 1000),
+    caution: float = opt(
+        0.0,
+        "nats by which a change of --fix must gain more than by default; below 0: more changes",
+        bounds=(-1000, 1000),
     )
     compare: str = opt(
         "", "NAME=VALUE,VALUE,...: write texts with each value of a setting below, and a table"
@@ -835,22 +835,22 @@ def fill_segments(model, tokenizer, limits, settings, new_seed, generator, segme
 
 
 def fix(
-    model: mdlm.Model, tokenizer: Tokenizer, text: str, min_gain: float = proofreading.MIN_GAIN
+    model: mdlm.Model, tokenizer: Tokenizer, text: str, caution: float = 0.0
 ) -> proofreading.Fixed:
     """Proofread a text: (text, changes), the new text and a list of proofreading.Change.
 
-    min_gain: nats by which a change makes the text likelier. ValueError for a model that does not
+    caution: nats that a change must gain beyond the default. ValueError for a model that does not
     see the text on both sides of a token.
     """
-    limits = TextFlags(min_gain=min_gain)
+    limits = TextFlags(caution=caution)
     flags.check_fields(limits)
-    return proofreading.fix(model, tokenizer, arguments.check_text(text), limits.min_gain)
+    return proofreading.fix(model, tokenizer, arguments.check_text(text), limits.caution)
 
 
 FIXING = {
     "fix",
     "output",
-    "min_gain",
+    "caution",
     "out_dir",
     "device",
     "html",
@@ -913,7 +913,7 @@ def check(options, given):
     stdin = dict(stdin="/dev/stdin") if reads_stdin else {}
     outputs.check_all(replace(options, output=""), **stdin)
     fixing.check_output(options)
-    for name in ("output", "min_gain"):
+    for name in ("output", "caution"):
         if name in given and not options.fix:
             raise UserError(f"--{name} needs a text to proofread; give --fix")
 
@@ -1117,7 +1117,7 @@ def main(argv):
     check(options, given)
     model, tokenizer, config, folder, options = load(options, given)
     if options.fix:
-        reader = proofreading.Proofreader(model, tokenizer, options.min_gain)
+        reader = proofreading.Proofreader(model, tokenizer, options.caution)
         scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
         fixing.fix_file(options, reader)
         return 0

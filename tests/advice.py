@@ -617,8 +617,8 @@ ADVICE["sample.py"] = [
     ),
     (
         "--{} needs a text to proofread; give --fix",
-        "sample --min_gain=3",
-        "sample --min_gain=3 --fix={text}",
+        "sample --caution=3",
+        "sample --caution=3 --fix={text}",
     ),
     (
         "order=one_shot and steps={} contradict each other; give one",

@@ -66,7 +66,7 @@ def test_every_kind_of_mistake_is_repaired(kind, wrong, before, after):
     assert fixed.text == LETTERS * 3
     [change] = fixed.changes
     assert (change.kind, change.before, change.after) == (kind, before, after)
-    assert text[change.position :].startswith(before) and change.gain > proofreading.MIN_GAIN
+    assert text[change.position :].startswith(before) and change.gain > proofreading.LEAST[kind]
     assert (change.line, change.column) == (2, change.position - len(LETTERS) + 1)
 
 
@@ -127,7 +127,7 @@ def test_what_is_not_doubtful_stays_byte_for_byte(odd, has_end):
     odd = "".join(c for c in odd if c not in LETTERS[:-1])
     text = "".join(a + b for a, b in itertools.zip_longest([LINE], [odd], fillvalue=""))
     text = text.replace("\n", "\r\n") + "\n" * has_end
-    fixed = sample.fix(*alphabet(), text, min_gain=1000)
+    fixed = sample.fix(*alphabet(), text, caution=1000)
     assert (fixed.text, fixed.changes) == (text, [])
 
 
@@ -283,7 +283,7 @@ def test_json_has_an_object_for_each_change(proofread, tmp_path):
 def test_the_page_shows_text_as_text(proofread, tmp_path):
     text = WRONG + "<B>&\x1b"
     (tmp_path / "a.txt").write_bytes(text.encode())
-    assert proofread("--fix=a.txt", "--html=page.html", "--min_gain=11")[0] == 0
+    assert proofread("--fix=a.txt", "--html=page.html", "--caution=1")[0] == 0
     page = (tmp_path / "page.html").read_text()
     assert "<del>z</del><ins>j</ins>" in page and page.endswith("</html>\n")
     assert "&lt;B&gt;&amp;\\x1b" in page and "<B>" not in page
@@ -320,7 +320,7 @@ def test_what_is_no_text_is_refused(proofread, tmp_path, content, said):
     assert (code, out) == (2, "") and said in err and err.count("\n") == 1
     assert os.listdir(tmp_path) == ["a.txt"]
     (tmp_path / "a.txt").write_bytes(content.decode("latin-1").encode() or b"abc")  # as iconv does
-    assert proofread("--fix=a.txt", "--output=b.txt", "--min_gain=1000")[0] == 0
+    assert proofread("--fix=a.txt", "--output=b.txt", "--caution=1000")[0] == 0
     assert (tmp_path / "b.txt").read_bytes() == (tmp_path / "a.txt").read_bytes()
 
 
@@ -382,8 +382,8 @@ def test_models_that_cannot_are_refused():
     whole, tokenizer = alphabet(block_length=8, infill_share=0.5)
     whole.objective = alphabet()[0].objective  # as mdlm.load(path, whole=True) has it
     assert sample.fix(whole, tokenizer, "abc").text == "abc"
-    with pytest.raises(ValueError, match="min_gain"):
-        sample.fix(*alphabet(), "abc", min_gain=-1)
+    with pytest.raises(ValueError, match="caution"):
+        sample.fix(*alphabet(), "abc", caution=1e9)
     with pytest.raises(ValueError, match="no string"):
         sample.fix(*alphabet(), b"abc")
     with pytest.raises(ValueError, match="ids"):
@@ -394,7 +394,7 @@ def test_models_that_cannot_are_refused():
 def test_a_short_context_loses_nothing(T):
     """Windows of one token, too; changes only where the context shows enough."""
     text = LETTERS + "é" + LETTERS
-    fixed = sample.fix(*alphabet(T=T), text, min_gain=1000)
+    fixed = sample.fix(*alphabet(T=T), text, caution=1000)
     assert fixed.text == text
 
 

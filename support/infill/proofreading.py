@@ -39,9 +39,10 @@ APART = REACH + 2 * NEAR  # tokens between edits that share a call
 RIVALS = 2  # edits near each other of which the likelihood decides
 ROUNDS = 3  # of a window: a repaired mistake makes others near it easier to see
 # Nats. What is below is not looked at: doubt of a token, and what a proposal promises.
-DOUBT = 3.0
-PROMISE = 4.0
-MIN_GAIN = 10.0  # of an edit that is kept
+DOUBT = 4.0
+PROMISE = 5.0
+# What an edit must gain: chosen on training text with synthetic mistakes.
+LEAST = dict(substitution=11.0, insertion=9.0, deletion=15.0, swap=9.0)
 MOST = 1 << 24  # logits that are held at a time
 PIECE = 1 << 16  # characters that are tokenized at a time
 
@@ -80,9 +81,9 @@ class Fixed(NamedTuple):
     changes: list  # of Change
 
 
-def fix(model, tokenizer, text, min_gain=MIN_GAIN):
+def fix(model, tokenizer, text, caution=0.0):
     """Proofread a text: Fixed(the new text, the changes)."""
-    reader = Proofreader(model, tokenizer, min_gain)
+    reader = Proofreader(model, tokenizer, caution)
     parts = [part for parts in reader.parts([text]) for part in parts]
     changes = [part.change for part in parts if part.change]
     return Fixed("".join(part.after for part in parts), changes)
@@ -335,15 +336,20 @@ class Asker:
 class Proofreader:
     """Corrects a text window by window.
 
-    model, tokenizer: as mdlm.load returns them. min_gain: nats that an edit must gain
+    model, tokenizer: as mdlm.load returns them
+    caution: nats that an edit must gain beyond the threshold of its kind
     """
 
-    def __init__(self, model, tokenizer, min_gain=MIN_GAIN):
+    def __init__(self, model, tokenizer, caution=0.0):
         check_model(model, tokenizer)
         self.cutter = Cutter(tokenizer)
         self.ask = Asker(model, self.cutter.barred(model.vocab_size))
         self.mask = model.mask_id
-        self.min_gain = min_gain
+        self.least = {kind: least + caution for kind, least in LEAST.items()}
+        # A character too many, or another one, could have been any: a prior that an honest
+        # comparison of the kinds needs.
+        any_token = math.log(model.vocab_size)
+        self.prior = dict(substitution=any_token, deletion=any_token, insertion=0.0, swap=0.0)
         L = model.config.block_size
         self.margin = L // 8  # tokens on both sides of what a window corrects
         self.stride = max(1, L - 2 * self.margin)
@@ -456,6 +462,7 @@ class Proofreader:
                         if text[i] != self.mask:
                             asked.about((edit, sign), rows[i % SPARSE], i, text[i])
         promise = self.sums(asked) if edits else {}
+        promise = {edit: value - self.prior[edit.kind] for edit, value in promise.items()}
         kept = []
         for edit in sorted(promise, key=lambda edit: (-promise[edit], edit.start, edit.kind)):
             rivals = sum(abs(edit.start - other.start) <= NEAR for other in kept)
@@ -519,12 +526,13 @@ class Proofreader:
     def best_apart(self, window, edits):
         """The Edits that gain enough, the best first, without those near a better one."""
         kept = []
-        for edit in sorted(edits, key=lambda edit: (-edit.gain, edit.start)):
+        excess = {edit: edit.gain - self.least[edit.kind] for edit in edits}
+        for edit in sorted(edits, key=lambda edit: (-excess[edit], edit.start)):
             far = (
                 edit.start >= other.stop + REACH or other.start >= edit.stop + REACH
                 for other in kept
             )
-            if edit.gain > self.min_gain and all(far) and self.is_readable(window, edit):
+            if excess[edit] > 0 and all(far) and self.is_readable(window, edit):
                 kept.append(edit)
         return sorted(kept, key=lambda edit: edit.start)
 

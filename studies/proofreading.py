@@ -210,7 +210,7 @@ class Speller:
     WORD = re.compile(r"[^\s\-]+")
     EDGES = ".,;:!?'\"()&$"
 
-    def __init__(self, training, most=2, shortest=1):
+    def __init__(self, training, most=1, shortest=1):
         symspellpy = environment.optional("symspellpy", "the method symspell")
         self.top = symspellpy.Verbosity.TOP
         self.most = most
@@ -303,7 +303,7 @@ class BeamSearch:
     States that end in the same characters at the same place go on alike: the better one stays.
     """
 
-    def __init__(self, model, rate=0.02):
+    def __init__(self, model, rate=0.003):
         self.model = model
         self.rate = rate
 
@@ -457,8 +457,8 @@ def table(options, training, validation, model, tokenizer, alphabet):
     for rate in (0.02, 0.01, 0.05):
         size = options.characters if rate == 0.02 else options.others
         text = validation[options.begin : options.begin + size]
-        for source in ("random", "keyboard") if size else ():
-            for which, kinds in (("substitutions", KINDS[:1]), ("all", KINDS)):
+        for which, kinds in (("all", KINDS), ("substitutions", KINDS[:1])) if size else ():
+            for source in ("random", "keyboard"):
                 for name, method in methods.items():
                     about = dict(rate=rate, source=source, kinds=which, method=name)
                     n, seconds = measure(text, rate, source, kinds, alphabet, options.seed, method)

@@ -46,7 +46,7 @@ def alphabet(T=32, letters=LETTERS, **config):
             is_known = (seen != V) & (at >= d) & (at < xt.shape[1] + d)
             weight = (3.0 if d > 0 else 1.5) / abs(d) ** 0.5
             votes.scatter_add_(2, wanted[..., None], weight * is_known[..., None])
-        XX
+        return 3 * votes[..., :V]
 
     return Toy(logits, V, T, **config), Tokenizer("char", list(letters))
 

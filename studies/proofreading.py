@@ -69,6 +69,7 @@ class Options:
     dtype: str = opt("float32", "of the network", "float32", "bfloat16")
     tune: bool = opt(False, "choose settings on training text")
     seed: int = opt(0, "of the mistakes", bounds=(0, 1 << 31))
+    kinds: str = opt("", "of mistakes (default: both)", "", "all", "substitutions")
     methods: str = opt("nothing,symspell,6-gram,mdlm", "which to measure")
     json: str = opt("", "write a JSON object per row to this file", path=WRITES)
 
@@ -458,7 +459,7 @@ def table(options, training, validation, model, tokenizer, alphabet):
         size = options.characters if rate == 0.02 else options.others
         text = validation[options.begin : options.begin + size]
         for which, kinds in (("all", KINDS), ("substitutions", KINDS[:1])) if size else ():
-            for source in ("random", "keyboard"):
+            for source in ("random", "keyboard") if options.kinds in ("", which) else ():
                 for name, method in methods.items():
                     about = dict(rate=rate, source=source, kinds=which, method=name)
                     n, seconds = measure(text, rate, source, kinds, alphabet, options.seed, method)

@@ -41,8 +41,10 @@ ROUNDS = 3  # of a window: a repaired mistake makes others near it easier to see
 # Nats. What is below is not looked at: doubt of a token, and what a proposal promises.
 DOUBT = 4.0
 PROMISE = 5.0
-# What an edit must gain: chosen on training text with synthetic mistakes.
-LEAST = dict(substitution=11.0, insertion=9.0, deletion=15.0, swap=9.0)
+MIN_GAIN = 8.0  # of an edit that is kept, beyond its PRIOR; chosen on training text
+# What an edit must gain because of its kind, as multiples of log V. A token too many, or another
+# one, could have been any of V; and a shorter text is likelier by what a token says, about 0.4.
+PRIOR = dict(substitution=1.0, insertion=-0.4, deletion=1.4, swap=0.0)
 MOST = 1 << 24  # logits that are held at a time
 PIECE = 1 << 16  # characters that are tokenized at a time
 
@@ -345,12 +347,9 @@ class Proofreader:
         self.cutter = Cutter(tokenizer)
         self.ask = Asker(model, self.cutter.barred(model.vocab_size))
         self.mask = model.mask_id
-        self.least = {kind: least + caution for kind, least in LEAST.items()}
-        # A character too many, or another one, could have been any: a prior that an honest
-        # comparison of the kinds needs.
-        any_token = math.log(model.vocab_size)
-        self.prior = dict(substitution=any_token, deletion=any_token, insertion=0.0, swap=0.0)
-        L = model.config.block_size
+        self.prior = {kind: n * math.log(model.vocab_size) for kind, n in PRIOR.items()}
+        self.least = {kind: MIN_GAIN + nats + caution for kind, nats in self.prior.items()}
+        L = self.context = model.config.block_size
         self.margin = L // 8  # tokens on both sides of what a window corrects
         self.stride = max(1, L - 2 * self.margin)
         self.judged = None  # a list: gets (number of the token, Edit) of all that was judged
@@ -385,8 +384,8 @@ class Proofreader:
         made = []
         near = None  # in later rounds: only what is near a change
         for _ in range(ROUNDS):
-            ids = [token.id for token in window]
-            edits = self.propose(ids, window, begin, end, near)
+            ids = [token.id for token in window[: self.context]]  # insertions may exceed it
+            edits = self.propose(ids, window, begin, min(end, len(ids)), near)
             edits = self.decide(ids, self.prune(ids, edits))
             if self.judged is not None:
                 last = len(window) - 1
@@ -519,7 +518,7 @@ class Proofreader:
                 packs.append([edit])
             else:
                 pack.append(edit)
-        packs = (Pack(ids, pack, self.ask.model.config.block_size) for pack in packs)
+        packs = (Pack(ids, pack, self.context) for pack in packs)
         return [pack for pack in packs if pack.edits]
 
     # ---- What is kept

@@ -38,6 +38,7 @@ def alphabet(T=32, letters=LETTERS, **config):
     """
 
     def logits(xt):
+        assert xt.shape[1] == T
         votes = torch.zeros(*xt.shape, V + 1)
         for d in (-4, -3, -2, -1, 1, 2, 3, 4):
             seen = xt.roll(d, 1)

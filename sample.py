@@ -4,6 +4,7 @@
     python sample.py "ROMEO:" --length=600              # continue a beginning
     python sample.py "To be███"                         # each █ is a token
     python sample.py --infill "To [___], or not to be"  # an unknown length
+    python sample.py --fix=letter.txt                   # find mistakes, show what to change
     python sample.py --watch --html=page.html           # see it, and keep it
 
 One loop, two moves. Reveal: draw some of the tokens that are still [MASK]. Correct: mask some that
@@ -36,7 +37,7 @@ from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.devices import pick_device
 from support.errors import NoEffect, UserError
 from support.flags import READS, WRITES, opt
-from support.infill import adaptive, constraint, effects, templates
+from support.infill import adaptive, constraint, effects, fixing, proofreading, templates
 from support.infill.calls import Memo, call_size, end_documents, group_size, groups, predict
 from support.infill.constraint import ConstrainedGap, ask_ahead, draw_matching
 from support.infill.probabilities import (
@@ -180,6 +181,21 @@ class TextFlags:
         0, "show this many of the likeliest fills, with scores (0: 3)", bounds=(0, 1024)
     )
     max_gap: int = opt(16, "longest fill of [___], in tokens", bounds=(1, 8192))
+    fix: str = opt(
+        "",
+        "proofread this text file (-: stdin) and show what to change; the file stays as it is",
+        path=READS,
+    )
+    output: str = opt(
+        "",
+        "write the text of --fix with the changes to this file, which may be the same (-: stdout)",
+        path=WRITES,
+    )
+    caution: float = opt(
+        0.0,
+        "nats by which a change of --fix must gain more than by default; below 0: more changes",
+        bounds=(-1000, 1000),
+    )
     compare: str = opt(
         "", "NAME=VALUE,VALUE,...: write texts with each value of a setting below, and a table"
     )
@@ -826,6 +842,30 @@ def fill_segments(model, tokenizer, limits, settings, new_seed, generator, segme
     return [(segments, *row) for row in zip(filled, drawn)]
 
 
+def fix(
+    model: mdlm.Model, tokenizer: Tokenizer, text: str, caution: float = 0.0
+) -> proofreading.Fixed:
+    """Proofread a text: (text, changes), the new text and a list of proofreading.Change.
+
+    caution: nats that a change must gain beyond the default. ValueError for a model that does not
+    see the text on both sides of a token.
+    """
+    limits = TextFlags(caution=caution)
+    flags.check_fields(limits)
+    return proofreading.fix(model, tokenizer, arguments.check_text(text), limits.caution)
+
+
+FIXING = {
+    "fix",
+    "output",
+    "caution",
+    "out_dir",
+    "device",
+    "html",
+    "json",
+    "trust_remote_code",
+}  # flags of --fix
+NO_DRAW = "with --fix, which draws nothing; leave it out"
 CLASHES = [
     ("infill", "prompt batch length", "a template says by itself what to write"),
     ("batch", "prompt length watch html num_samples", "leave one of them out"),
@@ -843,7 +883,7 @@ def place_text(given):
     text = given.pop("text", None)
     if text is None:
         return given
-    for name in ("prompt", "infill", "batch"):
+    for name in ("prompt", "infill", "batch", "fix"):
         if name in given:
             raise UserError(f"{text[:40]!r} is a second text, beside --{name}; give one of them")
     if os.path.exists(text):
@@ -860,6 +900,10 @@ def place_text(given):
 def check(options, given):
     """Raise UserError for flags that contradict each other; given: those of the command line."""
     flags.check_clashes(CLASHES, given)
+    if options.fix:
+        flags.check_effects(given, [(" ".join(given.keys() - FIXING), False, NO_DRAW)])
+    if (options.output, options.json) == ("-", "-"):
+        raise UserError("--output=- and --json=- are both standard output; give a file for one")
     if options.order == "one_shot" and "steps" in given:
         raise UserError("--order=one_shot and --steps contradict each other; one_shot is one step")
     for name in ("candidates", "max_gap"):
@@ -873,18 +917,23 @@ def check(options, given):
     arguments.check_text(options.prompt + options.infill)
     if re.search("█|\\[___[]:|]", options.prompt):
         raise UserError("--prompt has gaps; give it as --infill, or without a flag before it")
-    stdin = dict(stdin="/dev/stdin") if "-" in (options.infill, options.batch) else {}
-    outputs.check_all(options, **stdin)
+    reads_stdin = "-" in (options.infill, options.batch, options.fix)
+    stdin = dict(stdin="/dev/stdin") if reads_stdin else {}
+    outputs.check_all(replace(options, output=""), **stdin)
+    fixing.check_output(options)
+    for name in ("output", "caution"):
+        if name in given and not options.fix:
+            raise UserError(f"--{name} needs a text to proofread; give --fix")
 
 
 def load(options, given):
     """(model, tokenizer, config, folder, options) of --out_dir, of out/ or of weights/."""
     device = pick_device(options.device)
-    gaps = bool(options.infill or options.batch)
+    gaps = bool(options.infill or options.batch or options.fix)
     trusted = options.trust_remote_code
     read = partial(mdlm.load, device=device, whole=gaps, trust_remote_code=trusted)
     folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
-    if config.prompt_column and not options.prompt:
+    if config.prompt_column and not (options.prompt or options.fix):
         raise UserError("this model learned to answer prompts; give --prompt, no template")
     if config.objective == "ar":
         for name in ("infill", "batch"):
@@ -1076,6 +1125,11 @@ def main(argv):
     options = Options(**given)
     check(options, given)
     model, tokenizer, config, folder, options = load(options, given)
+    if options.fix:
+        reader = proofreading.Proofreader(model, tokenizer, options.caution)
+        scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
+        fixing.fix_file(options, reader)
+        return 0
     variants = word_statistics.variants(options, given, SETTINGS, partial(resolve, model=model))
     resolve(options, model)  # refuses what the model cannot follow, before templates are read
 

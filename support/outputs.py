@@ -304,5 +304,10 @@ class Lines:
                 write_all(self.file, self.unwritten)
             self.unwritten = b""
 
+    def put(self, content):
+        """Write bytes at once."""
+        with naming(self.path):
+            write_all(self.file, content)
+
     def flush(self):
         """Do nothing: print calls this, but write has written every complete line already."""

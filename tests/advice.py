@@ -600,7 +600,26 @@ ADVICE["mdlm.py"] = [
     ("compiling, {} (--compile=off starts at once)", MACHINE),
 ]
 
+ADVICE["proofreading.py"] = FollowedIn("test_models_that_cannot_are_refused")
+ADVICE["fixing.py"] = FollowedIn("test_what_is_no_text_is_refused")
 ADVICE["sample.py"] = [
+    (
+        "with --fix, which draws nothing; leave it out",
+        "sample --fix={text} --steps=3",
+        "sample --fix={text}",
+        "sample --steps=3",
+    ),
+    (
+        "--output=- and --json=- are both standard output; give a file for one",
+        "sample --fix={text} --output=- --json=-",
+        "sample --fix={text} --output=- --json={tmp}/changes",
+        "sample --fix={text} --output={tmp}/new --json=-",
+    ),
+    (
+        "--{} needs a text to proofread; give --fix",
+        "sample --caution=3",
+        "sample --caution=3 --fix={text}",
+    ),
     (
         "order=one_shot and steps={} contradict each other; give one",
         lambda at: generate(at, order="one_shot", steps=4),

@@ -48,8 +48,12 @@ def json_line(template, texts, facts):
     line = dict(text=joined(texts))
     if template:
         line |= dict(template=template, fills=[text for text, filled in texts if filled])
-    line = json.dumps(line | facts, ensure_ascii=False)
-    # json does not escape some characters that end lines or control terminals.
+    return safe_json(line | facts)
+
+
+def safe_json(value):
+    """Return a value as a line of JSON, without characters that end lines or control terminals."""
+    line = json.dumps(value, ensure_ascii=False)
     return UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], line)
 
 

@@ -1,0 +1,254 @@
+"""Proofreading of a file (sample.py --fix): reads it, shows what changes, writes the new text.
+
+All of it goes window by window, so that memory does not grow with the file, nor with a line.
+"""
+
+import codecs
+import contextlib
+import html
+import os
+import stat
+import sys
+from pathlib import Path
+
+from support import outputs
+from support.errors import UserError
+from support.infill.templates import states_no_size
+from support.terminal import escaped, is_terminal, progress, saying_late, warn
+from support.web import viewer
+
+CHUNK = 1 << 16  # bytes that are read at a time
+AROUND = 40  # characters that are shown before and after a change
+REMOVED = "\x1b[9;31m"
+ADDED = "\x1b[1;32m"
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>mdlm: proofreading</title>
+<style>
+:root { color-scheme: light dark; }
+body { margin: 2rem auto; max-width: 60rem; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 15px/1.6 ui-monospace, monospace; }
+del { color: #c22; }
+ins { color: #182; font-weight: bold; text-decoration: none; border-bottom: 2px solid; }
+@media (prefers-color-scheme: dark) { del { color: #f88; } ins { color: #7d7; } }
+</style>
+</head>
+<body>
+<h1>Proofreading</h1>
+<p>Point at a change to see by how many nats it makes the text likelier.</p>
+<pre>"""
+
+
+# ---- Reading
+def open_text(path):
+    """Open the file of --fix, a pipe or standard input ("-") to read bytes."""
+    if path == "-":
+        return contextlib.nullcontext(sys.stdin.buffer)
+    mode = os.stat(path).st_mode
+    is_stdin = os.path.realpath(path) == os.path.realpath("/dev/stdin")
+    if (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)) and not is_stdin:
+        raise UserError(f"--fix={path} is a device; give a text file, or - for a pipe")
+    with saying_late(f"--fix={path} is a pipe; waiting for a program that writes to it"):
+        return open(path, "rb")
+
+
+def pieces(f, name):
+    """Yield the text of a binary file in pieces; UserError for what is not UTF-8, or empty."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    read = getattr(f, "read1", f.read)  # of a pipe, what is there
+    at = 0
+    line = 1
+    while True:
+        held = len(decoder.getstate()[0])
+        chunk = read(CHUNK)
+        if not (chunk or at):
+            raise UserError(f"{name} is empty: its size is 0 bytes; give a text file")
+        try:
+            text = decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as e:
+            line += e.object[held : e.start].count(b"\n")
+            what = f"line {line} of {name} is not UTF-8 text (byte {at - held + e.start})"
+            raise UserError(f"{what}; give UTF-8 text, for instance by iconv") from None
+        if text:
+            yield text
+        if not chunk:
+            return
+        at += len(chunk)
+        line += chunk.count(b"\n")
+
+
+@contextlib.contextmanager
+def reading(path):
+    """Context manager: the pieces of a text, which is checked before the first one if it can be."""
+    name = "standard input" if path == "-" else f"--fix={path}"
+    try:
+        with open_text(path) as f:
+            if states_no_size(f):
+                raise UserError(f"{name} is empty: its size is 0 bytes; give a text file")
+            if path != "-" and f.seekable():
+                for _ in pieces(f, name):
+                    pass
+                f.seek(0)
+            yield pieces(f, name)
+    except OSError as e:
+        if e.filename is None or e.filename != path:  # of an output
+            raise
+        why = e.strerror or e
+        raise UserError(f"{name} cannot be read ({why}); give a text file") from None
+
+
+# ---- Where the new text goes
+def check_output(options):
+    """Raise UserError unless --output can be written; it may be the file of --fix itself."""
+    path = options.output
+    if path in ("", "-"):
+        return
+    others = {flag: getattr(options, flag) for flag in ("json", "html")}
+    is_same = options.fix != "-" and outputs.is_same(path, options.fix)
+    read = dict(out_dir=options.out_dir or "out") | ({} if is_same else dict(fix=options.fix))
+    outputs.check("output", path, read, others)
+    if is_same and not outputs.is_replaced(Path(path)):
+        what = f"--output={path} would be written while it is read"
+        raise UserError(f"{what}, as it is a link or in a closed folder; give another file")
+
+
+class Nothing:
+    """Stands for an output that was not asked for."""
+
+    def put(self, content):
+        pass
+
+
+class Standard:
+    """Standard output, for the new text and nothing else."""
+
+    def put(self, content):
+        sys.stdout.buffer.write(content)
+        sys.stdout.buffer.flush()
+
+
+def open_output(path):
+    """A context manager of what --output, --html or --json name, with a method put(bytes)."""
+    if path in ("", "-"):
+        return contextlib.nullcontext(Standard() if path else Nothing())
+    return outputs.Lines(path)
+
+
+# ---- Showing changes
+class Shown:
+    """Prints the lines that are changed, of long lines what is around the changes.
+
+    In colours, or as [-removed-]{+added+} where there are none.
+    """
+
+    def __init__(self, stream):
+        self.stream = stream
+        self.has_colours = viewer.has_colours(stream)
+        self.begin("")
+
+    def begin(self, before, is_cut=False):
+        self.before = before
+        self.is_cut = is_cut
+        self.line = None  # number of the line that is shown
+        self.texts = []
+        self.after = ""
+
+    def add(self, part):
+        """Show a proofreading.Part, if it is a change or near one."""
+        if part.change:
+            self.line = self.line or part.change.line
+            self.texts += [self.after, self.mark(part)]
+            self.after = ""
+            return
+        for i, text in enumerate(part.after.split("\n")):
+            if i:
+                self.end()
+            self.keep(text.removesuffix("\r"))
+
+    def keep(self, text):
+        if self.line is None:
+            before = self.before + text
+            self.is_cut = self.is_cut or len(before) > AROUND
+            self.before = before[-AROUND:]
+            return
+        self.after += text
+        if len(self.after) > 2 * AROUND:
+            after = self.after
+            self.after = after[:AROUND] + "…"
+            self.end()
+            self.begin(after[-AROUND:], is_cut=True)
+
+    def end(self):
+        """End the line that is shown."""
+        if self.line is not None:
+            cut = "…" if self.is_cut else ""
+            text = "".join([cut, self.plain(self.before), *self.texts, self.plain(self.after)])
+            print(f"{self.line}: {text}", file=self.stream, flush=True)
+        self.begin("")
+
+    def plain(self, text):
+        return escaped(text) if is_terminal(self.stream) else text
+
+    def mark(self, part):
+        before, after = (
+            self.plain(text.replace("\r\n", "\n").replace("\n", "↵"))
+            for text in (part.before, part.after)
+        )
+        if self.has_colours:
+            removed = f"{REMOVED}{before}{viewer.PLAIN}" if before else ""
+            return removed + (f"{ADDED}{after}{viewer.PLAIN}" if after else "")
+        return (f"[-{before}-]" if before else "") + (f"{{+{after}+}}" if after else "")
+
+
+def to_html(part):
+    """A proofreading.Part for the page."""
+
+    def safe(text):
+        return html.escape(escaped(text))
+
+    if not part.change:
+        return safe(part.after)
+    change = part.change
+    old = f"<del>{safe(part.before)}</del>" if part.before else ""
+    new = f"<ins>{safe(part.after)}</ins>" if part.after else ""
+    about = f"line {change.line}: {change.kind}, {change.gain:.1f} nats"
+    return f'<span title="{about}">{old}{new}</span>'
+
+
+def fix_file(options, reader):
+    """Proofread the file of --fix with a proofreading.Proofreader; returns the number of changes.
+
+    The changes are printed, unless standard output is that of --output or --json.
+    """
+    is_free = "-" not in (options.output, options.json)
+    n = characters = 0
+    with contextlib.ExitStack() as stack:
+        texts = stack.enter_context(reading(options.fix))
+        text, page, lines = (
+            stack.enter_context(open_output(path))
+            for path in (options.output, options.html, options.json)
+        )
+        shown = Shown(sys.stdout) if is_free else None
+        hide = is_free and is_terminal(sys.stdout)  # what is shown there says how far it is
+        bar = stack.enter_context(progress("proofreading", " characters", disable=hide))
+        page.put(PAGE.encode())
+        for part in (part for parts in reader.parts(texts) for part in parts):
+            text.put(part.after.encode())
+            page.put(to_html(part).encode())
+            if shown:
+                shown.add(part)
+            characters += len(part.before)
+            bar.update(len(part.before))
+            if part.change:
+                n += 1
+                lines.put(f"{viewer.safe_json(part.change._asdict())}\n".encode())
+        if shown:
+            shown.end()
+        page.put(b"</pre>\n</body>\n</html>\n")
+    warn(f"{n} changes in {characters} characters")
+    return n

@@ -1,0 +1,723 @@
+"""Proofreading: finds tokens that do not belong in a text, without marks, and what to write there.
+
+A text is read window by window; each window is corrected in rounds of four steps.
+
+1. Doubt. Every g-th token is masked, in g calls all of them once. An unlikely token is doubtful.
+2. Propose, at doubtful tokens: another token; of characters and bytes also one more, one less, or
+   two swapped.
+3. Prune by the pseudo-likelihood of the neighbourhood, the sum of log p(x_j | all others): a
+   mistake makes its neighbours unlikely too.
+4. Decide by the likelihood. With R the tokens from the edit on to REACH tokens after it, the gain
+   is log p(R after | all others) - log p(R before | all others), exactly, by the chain rule. What
+   gains more than a threshold is kept.
+
+Edits that are far apart share calls. Nothing else is changed: a text without doubtful tokens comes
+back byte for byte. What was measured: results/proofreading.md.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from support.arguments import check_tokenizer
+from support.data.seams import CONTEXT
+from support.data.tokenizer import WORD
+from support.errors import UserError
+from support.infill.calls import call_size, logits_at
+
+EVERY = 8  # every g-th token is masked to find doubtful ones
+REACH = 8  # tokens after an edit whose likelihood decides
+NEAR = 4  # tokens on both sides of an edit whose pseudo-likelihood prunes
+SPARSE = 3  # every third of these is masked at once
+APART = REACH + 2 * NEAR  # tokens between edits that share a call
+RIVALS = 2  # edits near each other of which the likelihood decides
+ROUNDS = 3  # of a window: a repaired mistake makes others near it easier to see
+# Nats. What is below is not looked at: doubt of a token, and what a proposal promises.
+DOUBT = 4.0
+PROMISE = 5.0
+MIN_GAIN = 8.0  # of an edit that is kept, beyond its PRIOR; chosen on training text
+# What an edit must gain because of its kind, as multiples of log V. A token too many, or another
+# one, could have been any of V; and a shorter text is likelier by what a token says, about 0.4.
+PRIOR = dict(substitution=1.0, insertion=-0.4, deletion=1.4, swap=0.0)
+MOST = 1 << 24  # logits that are held at a time
+PIECE = 1 << 16  # characters that are tokenized at a time
+
+
+class Change(NamedTuple):
+    """What proofreading changes in a text.
+
+    position: of the first character that is changed, from 0; line and column: the same, from 1
+    kind: substitution, insertion, deletion or swap; several near each other are a substitution
+    gain: nats by which the text becomes likelier, see `Proofreader.gains`
+    p_before, p_after: probability of the tokens that were there, and are there now, given all
+        others; None if there is no token, and if there are several
+    """
+
+    position: int
+    line: int
+    column: int
+    kind: str
+    before: str
+    after: str
+    gain: float
+    p_before: float | None
+    p_after: float | None
+
+
+class Part(NamedTuple):
+    """A part of a text: what was there, what is there now, and the Change (None: it is kept)."""
+
+    before: str
+    after: str
+    change: Change | None = None
+
+
+class Fixed(NamedTuple):
+    text: str
+    changes: list  # of Change
+
+
+def fix(model, tokenizer, text, caution=0.0):
+    """Proofread a text: Fixed(the new text, the changes)."""
+    reader = Proofreader(model, tokenizer, caution)
+    parts = [part for parts in reader.parts([text]) for part in parts]
+    changes = [part.change for part in parts if part.change]
+    return Fixed("".join(part.after for part in parts), changes)
+
+
+def check_model(model, tokenizer):
+    """Raise UserError for a model that cannot see the text on both sides of a token."""
+    check_tokenizer(tokenizer, model)
+    config = model.config
+    if model.objective.one_by_one:
+        what = "an autoregressive model sees no text after a token, so it cannot proofread"
+        raise UserError(f"{what}; give a masked diffusion model")
+    if config.prompt_column:
+        raise UserError("a model of answers to prompts cannot proofread; give one of whole texts")
+    if model.objective.n_blocks > 1:
+        what = "a model of --block_length sees no text after a block, so it cannot proofread"
+        raise UserError(f"{what}; give one without, or one of --infill_share")
+
+
+# ---- Tokens of a text that must come back byte for byte
+@dataclass
+class Token:
+    id: int  # [MASK]: a character that the model has never seen
+    own: bytes  # its text
+    lead: bytes = b""  # text before it that belongs to no token and stays
+    number: int | None = None  # in the file; None: inserted
+    is_changed: bool = False
+
+
+def without_returns(text):
+    """(the text with \\n for \\r\\n, the places of these \\n in it)"""
+    if "\r\n" not in text:
+        return text, set()
+    ends = np.cumsum([len(piece) + 1 for piece in text.split("\r\n")][:-1]) - 1
+    return text.replace("\r\n", "\n"), set(ends.tolist())
+
+
+def with_returns(text, start, stop, ends):
+    """text[start:stop] in bytes, with \\r\\n at the places `ends`."""
+    piece = text[start:stop]
+    if ends and "\n" in piece:
+        pairs = enumerate(piece, start)
+        piece = "".join("\r\n" if i in ends else c for i, c in pairs)
+    return piece.encode()
+
+
+class Cutter:
+    """Cuts a text into Tokens that join to its bytes. Line ends \\r\\n are shown as \\n.
+
+    Raises UserError for a tokenizer whose ids stand for no text.
+    """
+
+    def __init__(self, tokenizer):
+        if tokenizer.kind == "id":
+            what = "this model learned ids, whose text is not known"
+            raise UserError(f"{what}; --fix needs one that learned text")
+        self.tokenizer = tokenizer
+        self.mask = tokenizer.mask_id
+        self.by_character = tokenizer.kind in ("char", "byte")
+        self.keeps_returns = tokenizer.kind == "char" and "\r" in tokenizer.vocab
+        self.newline = b"\n"  # as the file ends its lines
+
+    def tokens(self, pieces: Iterable[str]) -> Iterator[Token]:
+        """Tokens of a text that comes in pieces."""
+        text = before = ""
+        for piece in itertools.chain(pieces, [None]):
+            text += piece or ""
+            n = len(text) if piece is None else self.ready(text)
+            yield from self.cut(text[:n], before)
+            before = (before + text[:n])[-CONTEXT:]
+            text = text[n:]
+
+    def ready(self, text):
+        """How many characters of a text can be cut into tokens before the next ones are known."""
+        if self.by_character:
+            return len(text) - text.endswith("\r")
+        spaces = (i for i in range(len(text) - 1, 0, -1) if text[i].isspace())
+        n = next((i for i in spaces if not text[i - 1].isspace()), 0)
+        return n if n or len(text) < PIECE else len(text) - text.endswith("\r")
+
+    def cut(self, text, before):
+        """Tokens of `text`, which goes on after `before`."""
+        ends = set()
+        if not self.keeps_returns:
+            text, ends = without_returns(text)
+            before = before.replace("\r\n", "\n")
+        if text and ends:
+            self.newline = b"\r\n"
+        elif "\n" in text:
+            self.newline = b"\n"
+        if self.tokenizer.kind == "char":
+            table = self.tokenizer.table
+            codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+            ids = table[np.minimum(codes, len(table) - 1)]
+            for i, (c, id) in enumerate(zip(text, ids.tolist())):
+                own = b"\r\n" if i in ends else c.encode()
+                yield Token(id if id >= 0 else self.mask, own)
+        elif self.tokenizer.kind == "byte":
+            for i, c in enumerate(text):
+                for byte in c.encode():
+                    yield Token(byte, b"\r\n" if i in ends else bytes([byte]))
+        else:
+            yield from self.cut_words(text, before, ends)
+
+    def cut_words(self, text, before, ends):
+        """`cut` where tokens are longer than a character."""
+        end = last = 0
+        for id, start, stop in self.spans(text, before):
+            start = max(start, end)
+            last = max(stop, start)
+            lead = with_returns(text, end, start, ends)
+            yield Token(id, with_returns(text, start, last, ends), lead)
+            end = last
+        if end < len(text):
+            yield Token(self.mask, with_returns(text, end, len(text), ends))
+
+    def spans(self, text, before):
+        """Yield (id, start, stop) for the tokens of a text; ids that are no text are [MASK]."""
+        if self.tokenizer.kind == "word":
+            for match in WORD.finditer(text):
+                id = self.tokenizer.index.get(match[0])
+                # Other words are spelled in bytes, which are as many tokens without text.
+                ids = [id] if id is not None else match[0].encode()
+                stops = [match.start()] * (len(ids) - 1) + [match.end()]
+                starts = [match.start()] * len(ids)
+                yield from zip(ids, starts, stops)
+            return
+        library = self.tokenizer.library
+        special = {self.tokenizer.end_id, self.mask, library.unknown_id()}
+        for id, start, stop in self.encoded(before + text):
+            if stop > len(before):
+                start = max(0, start - len(before))
+                yield (self.mask if id in special else id), start, stop - len(before)
+
+    def encoded(self, text):
+        """Yield (id, start, stop) for the tokens of the library; unknown words are [MASK]."""
+        try:
+            encoding = self.tokenizer.library.encoding(text)
+            yield from ((id, *span) for id, span in zip(encoding.ids, encoding.offsets))
+        except UserError:  # it refuses a text for one word: ask for each alone
+            for word in re.finditer(r"\w+|[^\w\s]", text):
+                try:
+                    encoding = self.tokenizer.library.encoding(word[0])
+                    spans = zip(encoding.ids, encoding.offsets)
+                except UserError:
+                    spans = [(self.mask, (0, len(word[0])))]
+                yield from ((id, word.start() + a, word.start() + b) for id, (a, b) in spans)
+
+    def written(self, id, token):
+        """The bytes of another token in the place of a Token (None: between two tokens)."""
+        if self.tokenizer.kind == "char":
+            text = self.tokenizer.vocab[id].encode()
+        elif self.tokenizer.kind == "byte":
+            text = bytes([id])
+        else:
+            text = self.tokenizer.piece(id).encode()
+            if token.lead[-1:].isspace():
+                text = text.removeprefix(b" ")
+        return self.newline if text == b"\n" else text
+
+    def barred(self, vocab_size):
+        """(V,) bool: the ids that are not proposed, as they are no text, or no text alone."""
+        barred = torch.zeros(vocab_size, dtype=torch.bool)
+        if self.tokenizer.kind == "byte":
+            barred[128:] = True
+        elif self.tokenizer.kind == "word":
+            barred[:256] = True
+        elif not self.by_character:
+            special = {*self.tokenizer.special_ids().values(), self.tokenizer.library.unknown_id()}
+            barred[[id for id in special if id is not None and id < vocab_size]] = True
+        for id in (self.tokenizer.end_id, self.mask):
+            if id is not None and id < vocab_size:
+                barred[id] = True
+        return barred
+
+    def reads_as(self, tokens):
+        """Whether the text of tokens, where a word was changed, has these ids."""
+        if self.by_character:
+            return True
+        text = b"".join(token.lead + token.own for token in tokens).decode(errors="replace")
+        shown = text.replace("\r\n", "\n")
+        return [id for id, _, _ in self.spans(shown, "")] == [token.id for token in tokens]
+
+
+# ---- What the network says
+class Answers(NamedTuple):
+    """Of n masked positions: log p of the token that is asked for, and the likeliest other one."""
+
+    logp: list
+    best: list
+    best_logp: list
+
+
+DTYPES = (torch.float64, torch.int64, torch.float64)  # of Answers
+
+
+class Edit(NamedTuple):
+    """tokens[start:stop] of a window become `ids`."""
+
+    start: int
+    stop: int
+    ids: tuple
+    kind: str
+    single: float = 0.0  # gain at the token alone, log p(new | all others) - log p(old | others)
+    p_before: float | None = None
+    p_after: float | None = None
+    gain: float = -math.inf
+
+
+class Asker:
+    """Asks a network about masked tokens; barred (V,) bool: ids that are never the best."""
+
+    def __init__(self, model, barred):
+        self.model = model
+        self.device = next(model.parameters()).device if hasattr(model, "parameters") else "cpu"
+        self.barred = barred
+
+    @torch.no_grad()
+    def __call__(self, rows, row, at, asked):
+        """Answers at n masked positions.
+
+        rows: texts of at most a context, as lists of ids
+        row, at: the row and position of each; asked: the id of each (-1: only the best one)
+        """
+        L = self.model.config.block_size
+        pad = self.model.objective.pad_id
+        row, at, asked = (torch.tensor(values, dtype=torch.int64) for values in (row, at, asked))
+        size = call_size(self.model, self.device)
+        answers = [Answers(*(torch.zeros(0, dtype=kind) for kind in DTYPES))]
+        places = []
+        for begin in range(0, len(rows), size):
+            x = torch.tensor([ids + [pad] * (L - len(ids)) for ids in rows[begin : begin + size]])
+            here = ((row >= begin) & (row < begin + size)).nonzero()[:, 0]
+            for some in here.split(max(1, MOST // self.model.vocab_size)) if len(here) else ():
+                logits = logits_at(self.model, x, row[some] - begin, at[some], self.device)
+                answers.append(self.answer(logits.float().log_softmax(-1), asked[some]))
+                places.append(some)
+        order = torch.cat(places).argsort() if places else []
+        return Answers(*(torch.cat(values)[order].tolist() for values in zip(*answers)))
+
+    def answer(self, logp, asked):
+        """Answers from log p (n, V) about the ids `asked` (n,)."""
+        given = asked.clamp(min=0)[:, None]
+        own = logp.gather(1, given)[:, 0]
+        is_other = torch.arange(logp.shape[1]) != asked[:, None]
+        best_logp, best = logp.masked_fill(~(is_other & ~self.barred), -math.inf).max(1)
+        return Answers(own.double(), best, best_logp.double())
+
+
+class Proofreader:
+    """Corrects a text window by window.
+
+    model, tokenizer: as mdlm.load returns them
+    caution: nats that an edit must gain beyond the threshold of its kind
+    """
+
+    def __init__(self, model, tokenizer, caution=0.0):
+        check_model(model, tokenizer)
+        self.cutter = Cutter(tokenizer)
+        self.ask = Asker(model, self.cutter.barred(model.vocab_size))
+        self.mask = model.mask_id
+        self.prior = {kind: n * math.log(model.vocab_size) for kind, n in PRIOR.items()}
+        self.least = {kind: MIN_GAIN + nats + caution for kind, nats in self.prior.items()}
+        L = self.context = model.config.block_size
+        self.margin = L // 8  # tokens on both sides of what a window corrects
+        self.stride = max(1, L - 2 * self.margin)
+        self.judged = None  # a list: gets (number of the token, Edit) of all that was judged
+
+    # ---- Windows
+    def parts(self, pieces: Iterable[str]) -> Iterator[list]:
+        """Yield a list of Parts for each window of a text, which comes in pieces."""
+        stream = numbered(self.cutter.tokens(pieces))
+        place = Place()
+        before = []  # corrected tokens
+        ahead = []  # tokens to come
+        while True:
+            ahead += itertools.islice(stream, self.stride + self.margin - len(ahead))
+            if not ahead:
+                return
+            last = ahead[: self.stride][-1].number
+            begin = len(before)
+            end = begin + len(ahead[: self.stride])
+            window, edits = self.correct(before + ahead, begin, end)
+            done = finished(window[begin:], last)
+            last = max([last, *(token.number for token in done if token.number is not None)])
+            n = sum(token.number <= last for token in ahead)
+            yield place.compare(ahead[:n], done, edits)
+            ahead = ahead[n:]
+            before = (before + done)[-self.margin :] if self.margin else []
+
+    def correct(self, window, begin, end):
+        """Correct the tokens begin..end of a window: (its tokens, [(key, Edit), ...]).
+
+        A key is half more than the number of the token before an edit.
+        """
+        made = []
+        near = None  # in later rounds: only what is near a change
+        for _ in range(ROUNDS):
+            ids = [token.id for token in window[: self.context]]  # insertions may exceed it
+            edits = self.propose(ids, window, begin, min(end, len(ids)), near)
+            edits = self.decide(ids, self.prune(ids, edits))
+            if self.judged is not None:
+                last = len(window) - 1
+                self.judged += [(window[min(edit.start, last)].number, edit) for edit in edits]
+            edits = self.best_apart(window, edits)
+            if not edits:
+                break
+            window, end, near = self.apply(window, end, edits, made)
+        return window, made
+
+    # ---- 1. Doubt
+    def doubts(self, ids, begin, end):
+        """Answers for the tokens begin..end of a window, each masked with every g-th other one."""
+        where = [i for i in range(begin, end) if ids[i] != self.mask]
+        rows = [self.thinned(ids, EVERY, phase) for phase in range(EVERY)]
+        answers = self.ask(rows, [i % EVERY for i in where], where, [ids[i] for i in where])
+        return dict(zip(where, zip(*answers)))
+
+    def thinned(self, ids, every, phase):
+        """The ids with every such position masked."""
+        ids = list(ids)
+        ids[phase::every] = [self.mask] * len(ids[phase::every])
+        return ids
+
+    # ---- 2. Propose
+    def propose(self, ids, window, begin, end, near):
+        """The Edits that may repair a doubtful token begin..end of a window."""
+        edits = []
+        seams = []  # places at which a token may be missing
+        for i, (logp, best, best_logp) in self.doubts(ids, begin, end).items():
+            if logp > -DOUBT or (near is not None and i not in near):
+                continue
+            p = math.exp(logp)
+            if is_whole(window[i]):
+                new = dict(single=best_logp - logp, p_before=p, p_after=math.exp(best_logp))
+                edits.append(Edit(i, i + 1, (int(best),), "substitution", **new))
+            if not self.cutter.by_character:
+                continue
+            if is_whole(window[i]):
+                edits.append(Edit(i, i + 1, (), "deletion", p_before=p))
+            pairs = [(j, j + 2) for j in (i - 1, i) if begin <= j < j + 2 <= len(ids)]
+            for j, k in pairs:
+                pair = ids[j:k]
+                if pair[0] != pair[1] and self.mask not in pair and all(map(is_whole, window[j:k])):
+                    edits.append(Edit(j, k, (pair[1], pair[0]), "swap"))
+            seams += [j for j in (i, i + 1) if j == len(ids) or begins(window[j])]
+        missing = [Edit(j, j, (self.mask,), "insertion") for j in dict.fromkeys(seams)]
+        return list(dict.fromkeys(edits)) + self.filled(ids, missing)
+
+    def filled(self, ids, edits):
+        """Insertions of [MASK], with the likeliest token in its place."""
+        asked = Questions()
+        for pack in self.packs(ids, edits):
+            row = asked.add(pack.after)
+            for edit, start in zip(pack.edits, pack.starts):
+                asked.about(edit, row, start, -1)
+        answers = self.ask(*asked.questions())
+        return [
+            edit._replace(ids=(int(best),), p_after=math.exp(logp))
+            for edit, best, logp in zip(asked.owners, answers.best, answers.best_logp)
+        ]
+
+    # ---- 3. Prune
+    def prune(self, ids, edits):
+        """The Edits that make their neighbourhood likelier, at most RIVALS near each other."""
+        asked = Questions()
+        before = [asked.add(self.thinned(ids, SPARSE, phase)) for phase in range(SPARSE)]
+        for pack in self.packs(ids, edits):
+            after = [asked.add(self.thinned(pack.after, SPARSE, phase)) for phase in range(SPARSE)]
+            for (text, sign, starts, stops), rows in zip(pack.sides(), (after, before)):
+                for edit, start, stop, room in zip(pack.edits, starts, stops, pack.room):
+                    for i in range(max(0, start - NEAR), stop + min(NEAR, room)):
+                        if text[i] != self.mask:
+                            asked.about((edit, sign), rows[i % SPARSE], i, text[i])
+        promise = self.sums(asked) if edits else {}
+        promise = {edit: value - self.prior[edit.kind] for edit, value in promise.items()}
+        kept = []
+        for edit in sorted(promise, key=lambda edit: (-promise[edit], edit.start, edit.kind)):
+            rivals = sum(abs(edit.start - other.start) <= NEAR for other in kept)
+            if promise[edit] > PROMISE and rivals < RIVALS:
+                kept.append(edit)
+        return sorted(kept, key=lambda edit: edit.start)
+
+    # ---- 4. Decide
+    def decide(self, ids, edits):
+        """The Edits with their gains.
+
+        The chain rule reads R from left to right: token i is asked for while it and the rest of R
+        are masked. For a substitution the order in which the token comes last says the same of a
+        perfect network, `single`; the gain is the mean of both.
+        """
+        asked = Questions()
+        for pack in self.packs(ids, edits):
+            for text, sign, starts, stops in pack.sides():
+                regions = [
+                    range(start, stop + min(REACH, after))
+                    for start, stop, after in zip(starts, stops, pack.room)
+                ]
+                for k in range(max(map(len, regions))):
+                    row = asked.add(text)
+                    for edit, region in zip(pack.edits, regions):
+                        for i in region[k:]:
+                            asked.rows[row][i] = self.mask
+                        if k < len(region) and text[region[k]] != self.mask:
+                            asked.about((edit, sign), row, region[k], text[region[k]])
+        gain = self.sums(asked)
+        decided = []
+        for edit in edits:
+            if edit in gain:
+                value = gain[edit]
+                if edit.kind == "substitution":
+                    value = (value + edit.single) / 2
+                decided.append(edit._replace(gain=float(value)))
+        return decided
+
+    def sums(self, asked):
+        """{Edit: sum of log p of its questions, less those of the text before it}"""
+        total = {}
+        for (edit, sign), logp in zip(asked.owners, self.ask(*asked.questions()).logp):
+            total[edit] = total.get(edit, 0.0) + sign * logp
+        return total
+
+    def packs(self, ids, edits):
+        """Packs of Edits that share calls, each far enough from the others in its pack."""
+        packs = []
+        for edit in sorted(edits, key=lambda edit: edit.start):
+            free = (pack for pack in packs if edit.start >= pack[-1].stop + APART)
+            pack = next(free, None)
+            if pack is None:
+                packs.append([edit])
+            else:
+                pack.append(edit)
+        packs = (Pack(ids, pack, self.context) for pack in packs)
+        return [pack for pack in packs if pack.edits]
+
+    # ---- What is kept
+    def best_apart(self, window, edits):
+        """The Edits that gain enough, the best first, without those near a better one."""
+        kept = []
+        excess = {edit: edit.gain - self.least[edit.kind] for edit in edits}
+        for edit in sorted(edits, key=lambda edit: (-excess[edit], edit.start)):
+            far = (
+                edit.start >= other.stop + REACH or other.start >= edit.stop + REACH
+                for other in kept
+            )
+            if excess[edit] > 0 and all(far) and self.is_readable(window, edit):
+                kept.append(edit)
+        return sorted(kept, key=lambda edit: edit.start)
+
+    def is_readable(self, window, edit):
+        """Whether the new text has the ids by which the edit was judged."""
+        if self.cutter.by_character:
+            return True
+        low = max(0, edit.start - 3)
+        after = window[edit.stop : edit.stop + 3]
+        new = [*window[low : edit.start], *self.new_tokens(window, edit), *after]
+        old = [*window[low : edit.stop], *after]
+        return self.cutter.reads_as(old) and self.cutter.reads_as(new)
+
+    def new_tokens(self, window, edit):
+        """The Tokens of an edit."""
+        old = window[edit.start : edit.stop]
+        texts = [token.own for token in reversed(old)]
+        if edit.kind != "swap":
+            texts = [self.cutter.written(id, old[0] if old else None) for id in edit.ids]
+        tokens = [Token(id, text, is_changed=True) for id, text in zip(edit.ids, texts)]
+        for new, replaced in zip(tokens, old):
+            new.lead = replaced.lead
+            new.number = replaced.number
+        return tokens
+
+    def apply(self, window, end, edits, made):
+        """(the window after the edits, its end, the places near a change); adds to `made`."""
+        shift = 0
+        near = set()
+        window = list(window)
+        for edit in edits:
+            start = edit.start + shift
+            new = self.new_tokens(window, edit._replace(start=start, stop=edit.stop + shift))
+            known = [token.number for token in window[:start] if token.number is not None]
+            made.append((max(known, default=-1) + 0.5, edit))
+            window[start : edit.stop + shift] = new
+            near.update(range(start - REACH, start + len(new) + REACH))
+            shift += len(new) - (edit.stop - edit.start)
+        return window, end + shift, near
+
+
+# ---- Tokens and edits of a window
+def numbered(tokens):
+    """Tokens with their numbers."""
+    for number, token in enumerate(tokens):
+        token.number = number
+        yield token
+
+
+def is_whole(token):
+    """Whether a token is whole characters, so that another can take its place."""
+    return bool(token.own) and token.own.decode(errors="replace").encode() == token.own
+
+
+def begins(token):
+    """Whether no character goes on from the token before it."""
+    return not token.own or token.own[0] & 0xC0 != 0x80
+
+
+def finished(tokens, last):
+    """The tokens up to number `last`, with those that were changed after it; whole characters."""
+    for i, token in enumerate(tokens):
+        is_ahead = token.number is not None and token.number > last
+        if is_ahead and not token.is_changed and begins(token):
+            return tokens[:i]
+    return tokens
+
+
+class Pack:
+    """Edits of a text that are far apart, made at once.
+
+    before, after: ids without and with them. edits: those that fit into the context
+    starts: in `after`. room: tokens after each edit up to the end of the context or the text
+    """
+
+    def __init__(self, ids, edits, context):
+        self.before = ids
+        self.edits = []
+        self.after = []
+        self.starts = []
+        end = 0
+        for edit in edits:
+            start = len(self.after) + edit.start - end
+            if max(start + len(edit.ids), edit.stop) > context:
+                break
+            self.after += [*ids[end : edit.start], *edit.ids]
+            self.edits.append(edit)
+            self.starts.append(start)
+            end = edit.stop
+        shift = len(self.after) - end
+        self.after = (self.after + ids[end:])[:context]
+        longest = min(len(ids), context, context - shift)
+        self.room = [longest - edit.stop for edit in self.edits]
+
+    def sides(self):
+        """(ids, sign, starts, stops of the edits in them) after the edits, and before."""
+        stops = [start + len(edit.ids) for edit, start in zip(self.edits, self.starts)]
+        yield self.after, 1, self.starts, stops
+        yield self.before, -1, [e.start for e in self.edits], [e.stop for e in self.edits]
+
+
+class Questions:
+    """Masked positions to ask about: rows of ids, and for each question its owner."""
+
+    def __init__(self):
+        self.rows = []
+        self.owners = []
+        self.row = []
+        self.at = []
+        self.asked = []
+
+    def add(self, ids):
+        """Add a row; returns its number."""
+        self.rows.append(list(ids))
+        return len(self.rows) - 1
+
+    def about(self, owner, row, at, asked):
+        self.owners.append(owner)
+        self.row.append(row)
+        self.at.append(at)
+        self.asked.append(asked)
+
+    def questions(self):
+        """The arguments of an Asker."""
+        return self.rows, self.row, self.at, self.asked
+
+
+# ---- What was changed, and where
+class Place:
+    """Follows a text: its characters, lines and columns."""
+
+    def __init__(self):
+        self.position = 0
+        self.line = 1
+        self.column = 1
+
+    def after(self, text):
+        """Go on to the end of a text."""
+        self.position += len(text)
+        lines = text.count("\n")
+        self.line += lines
+        self.column = len(text) - text.rfind("\n") if lines else self.column + len(text)
+
+    def compare(self, original, done, edits):
+        """Parts of the `original` tokens of a window and of what is `done`; edits: with keys."""
+        parts = []
+        kept = b""
+        old = new = b""  # since the last token that was kept
+        at = 0
+        low = original[0].number - 1
+        for token in [*done, None]:
+            is_kept = token is None or not token.is_changed
+            if not is_kept:
+                new += token.lead + token.own
+                continue
+            number = original[-1].number + 1 if token is None else token.number
+            while at < len(original) and original[at].number < number:
+                old += original[at].lead + original[at].own
+                at += 1
+            if old != new:
+                if kept:
+                    parts.append(self.kept(kept))
+                    kept = b""
+                near = [edit for key, edit in edits if low < key < number]
+                parts.append(self.change(old.decode(), new.decode(), near))
+            else:
+                kept += old
+            old = new = b""
+            if token is not None:
+                kept += token.lead + token.own
+                at += 1
+                low = number
+        if kept:
+            parts.append(self.kept(kept))
+        return parts
+
+    def kept(self, text):
+        text = text.decode()
+        self.after(text)
+        return Part(text, text)
+
+    def change(self, before, after, edits):
+        """A Part that is changed; text that both have at their ends is not a part of the Change."""
+        kind = edits[0].kind if len(edits) == 1 else "substitution"
+        p_before, p_after = edits[0][5:7] if len(edits) == 1 else (None, None)
+        gain = sum(edit.gain for edit in edits)
+        where = (self.position, self.line, self.column)
+        self.after(before)
+        return Part(before, after, Change(*where, kind, before, after, gain, p_before, p_after))

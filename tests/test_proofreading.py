@@ -1,0 +1,425 @@
+"""Proofreading: mistakes are found and repaired, and everything else comes back byte for byte."""
+
+import io
+import itertools
+import json
+import os
+import random
+import sys
+import threading
+import tracemalloc
+
+import pytest
+import tokenizer_kinds
+import torch
+from conftest import ROOT, Toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mdlm
+import sample
+from support import cli
+from support.data.tokenizer import Tokenizer
+from support.errors import UserError
+from support.infill import fixing, proofreading
+from support.infill.proofreading import Edit, Proofreader
+from support.training import checkpoint
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz\n"
+V = len(LETTERS)
+LINE = LETTERS * 4
+
+
+def alphabet(T=32, letters=LETTERS, **config):
+    """A model of a language that says the alphabet again and again, and its tokenizer.
+
+    Each of the eight tokens around a position votes for what should stand there: nearer ones more,
+    and those before it more, so that a missing token is doubtful.
+    """
+
+    def logits(xt):
+        assert xt.shape[1] == T
+        votes = torch.zeros(*xt.shape, V + 1)
+        for d in (-4, -3, -2, -1, 1, 2, 3, 4):
+            seen = xt.roll(d, 1)
+            wanted = (seen + d) % V
+            at = torch.arange(xt.shape[1])
+            is_known = (seen != V) & (at >= d) & (at < xt.shape[1] + d)
+            weight = (3.0 if d > 0 else 1.5) / abs(d) ** 0.5
+            votes.scatter_add_(2, wanted[..., None], weight * is_known[..., None])
+        return 3 * votes[..., :V]
+
+    return Toy(logits, V, T, **config), Tokenizer("char", list(letters))
+
+
+@pytest.mark.parametrize(
+    "kind, wrong, before, after",
+    [
+        ("substitution", "abcdefghizklmnop", "z", "j"),
+        ("insertion", "abcdefghiklmnop", "", "j"),
+        ("deletion", "abcdefghijqklmnop", "q", ""),
+        ("swap", "abcdefghjiklmnop", "ji", "ij"),
+    ],
+)
+def test_every_kind_of_mistake_is_repaired(kind, wrong, before, after):
+    text = LETTERS + wrong + "qrstuvwxyz\n" + LETTERS
+    fixed = sample.fix(*alphabet(), text)
+    assert fixed.text == LETTERS * 3
+    [change] = fixed.changes
+    assert (change.kind, change.before, change.after) == (kind, before, after)
+    assert (
+        text[change.position :].startswith(before)
+        and change.gain > Proofreader(*alphabet()).least[kind]
+    )
+    assert (change.line, change.column) == (2, change.position - len(LETTERS) + 1)
+
+
+def test_the_gain_is_the_exact_likelihood():
+    """log p(R | all others) by the chain rule, before and after, in a world where it is known."""
+    V = 5
+    T = 12
+    table = torch.randn(997, T, V, generator=torch.Generator().manual_seed(0))
+    power = torch.randint(1, 997, (T,), generator=torch.Generator().manual_seed(1))
+    model = Toy(lambda xt: table[(xt * power).sum(-1) % 997], V, T)
+    reader = Proofreader(model, Tokenizer("char", list("abcde")))
+    ids = [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+
+    def direct(text, start, stop):
+        """log p(text[start:stop] | the rest), term by term."""
+        total = 0.0
+        for i in range(start, stop):
+            seen = torch.tensor([text])
+            seen[0, i:stop] = V
+            total += model(seen)[0, i].log_softmax(-1)[text[i]].item()
+        return total
+
+    edits = [
+        Edit(3, 5, (4, 3), "swap"),
+        Edit(2, 3, (), "deletion"),
+        Edit(10, 10, (2,), "insertion"),  # the last token leaves the context: it counts in none
+        Edit(1, 2, (4,), "substitution", single=0.5),
+    ]
+    for edit in edits:
+        [decided] = reader.decide(ids, [edit])
+        after = ids[: edit.start] + list(edit.ids) + ids[edit.stop :]
+        room = min(proofreading.REACH, T - edit.start - len(edit.ids), T - edit.stop)
+        gain = direct([*after, V][:T], edit.start, edit.start + len(edit.ids) + room)
+        gain -= direct(ids, edit.start, edit.stop + room)
+        if edit.kind == "substitution":
+            gain = (gain + 0.5) / 2
+        assert decided.gain == pytest.approx(gain, abs=1e-5)
+
+
+def test_edits_that_share_calls_gain_what_they_gain_alone():
+    model, tokenizer = alphabet(T=128)
+    reader = Proofreader(model, tokenizer)
+    ids = [LETTERS.index(c) for c in LINE]
+    edits = [
+        Edit(5, 6, (), "deletion"),
+        Edit(40, 40, (3,), "insertion"),
+        Edit(75, 77, (1, 2), "swap"),
+    ]
+    alone = [reader.decide(ids, [edit])[0].gain for edit in edits]
+    assert [edit.gain for edit in reader.decide(ids, edits)] == pytest.approx(alone, abs=1e-5)
+
+
+# ---- What stays
+@settings(max_examples=25, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), st.booleans())
+def test_what_is_not_doubtful_stays_byte_for_byte(odd, has_end):
+    """Characters that the model never saw, all kinds of line ends, none at the end."""
+    odd = "".join(c for c in odd if c not in LETTERS[:-1])
+    text = "".join(a + b for a, b in itertools.zip_longest([LINE], [odd], fillvalue=""))
+    text = text.replace("\n", "\r\n") + "\n" * has_end
+    fixed = sample.fix(*alphabet(), text, caution=1000)
+    assert (fixed.text, fixed.changes) == (text, [])
+
+
+def test_line_ends_of_windows_are_kept():
+    text = LINE.replace("\n", "\r\n")
+    assert sample.fix(*alphabet(), text).text == text
+    wrong = text.replace("mno", "mo", 1).replace("z\r\na", "za", 1)  # a lost line end, too
+    assert sample.fix(*alphabet(), wrong).text.count("\r\n") == text.count("\r\n")
+
+
+def test_unknown_characters_are_hidden_and_kept():
+    text = LETTERS + "abcdéfghizklm€opqrstuvwxyz\n" + LETTERS
+    fixed = sample.fix(*alphabet(), text)
+    assert fixed.text == text.replace("z", "\0").replace("i\0k", "ijk").replace("\0", "z")
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "word", "bpe", *tokenizer_kinds.KINDS])
+def test_tokens_join_to_the_text(kind, pydoc):
+    """Of every kind of tokenizer, also of those that change a text."""
+    text = "A tuple, é 🙂\r\nnot  a List\u2028 of  things.\n\t(x_1 == 3)\r\n" + pydoc[:3000]
+    if kind in tokenizer_kinds.KINDS:
+        library = tokenizer_kinds.KINDS[kind](pydoc[:20_000])
+        tokenizer = Tokenizer("file", library.to_str())
+    else:
+        tokenizer = Tokenizer(kind, sorted(set(pydoc))) if kind == "char" else small(kind, pydoc)
+    cutter = proofreading.Cutter(tokenizer)
+    pieces = [text[i : i + 700] for i in range(0, len(text), 700)]
+    tokens = list(cutter.tokens(pieces))
+    assert b"".join(token.lead + token.own for token in tokens) == text.encode()
+    assert sum(token.id != tokenizer.mask_id for token in tokens) > 100
+
+
+def small(kind, text):
+    from support.data.tokenizer import build_tokenizer
+
+    return build_tokenizer(kind, 600, False, lambda: [(text[:20_000], False)], 20_000)
+
+
+def test_words_are_replaced_by_words():
+    """Of a tokenizer of words the tokens are substituted, with the spaces that they had."""
+    words = [" one", " two", " three", " four"]
+    tokenizer = Tokenizer("word", words)
+    n = tokenizer.vocab_size
+
+    def logits(xt):
+        out = torch.zeros(*xt.shape, n)
+        for d in (-2, -1, 1, 2):
+            seen = xt.roll(d, 1)
+            is_known = (seen >= 256) & (seen < n)
+            wanted = (seen - 256 + d) % 4 + 256
+            out.scatter_add_(2, wanted[..., None], 6.0 * is_known[..., None])
+        return out
+
+    text = " one two three four" * 3
+    wrong = text.replace("two three", "two two", 1)
+    fixed = sample.fix(Toy(logits, n, 16), tokenizer, wrong)
+    assert fixed.text == text
+    assert [(c.before.strip(), c.after.strip()) for c in fixed.changes] == [("two", "three")]
+
+
+# ---- Streams
+def test_windows_do_not_depend_on_how_a_text_arrives():
+    rng = random.Random(0)
+    text = LETTERS * 12
+    for i in sorted(rng.sample(range(20, len(text) - 20, 25), 8), reverse=True):
+        text = text[:i] + text[i + 1 :] if i % 2 else text[:i] + "q" + text[i:]
+    reader = Proofreader(*alphabet())
+    results = []
+    for size in (1, 7, 1000):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        results.append([part for parts in reader.parts(pieces) for part in parts])
+    assert results[0] == results[1] == results[2]
+    assert "".join(part.before for part in results[0]) == text
+    assert "".join(part.after for part in results[0]) == LETTERS * 12
+
+
+def test_more_insertions_than_a_context_has_room_for():
+    text = LETTERS * 6
+    wrong = "".join(c for i, c in enumerate(text) if i < 8 or i % 10)
+    fixed = sample.fix(*alphabet(T=64), wrong)
+    assert len(wrong) < len(fixed.text) <= len(text)
+
+
+def test_an_endless_line_takes_no_more_memory():
+    """Windows appear as they are done, and nothing of those before them is kept."""
+    read = 0
+
+    def endless():
+        nonlocal read
+        while True:
+            read += 1
+            yield "abcdefghijklmnopqrstuvwxyz~" * 20
+
+    shown = fixing.Shown(io.StringIO())
+    reader = Proofreader(*alphabet(letters=LETTERS[:-1] + "~"))
+    sizes = []
+    tracemalloc.start()
+    for n, parts in enumerate(itertools.islice(reader.parts(endless()), 120), 1):
+        for part in parts:
+            shown.add(part)
+        assert read * 540 < n * 24 + 540 + 64, "more was read than the next window needs"
+        if n % 60 == 0:
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert sizes[1] < sizes[0] + 50_000
+    assert len(shown.before) <= fixing.AROUND
+
+
+# ---- Files
+@pytest.fixture
+def proofread(monkeypatch, tmp_path, capfdbinary):
+    """A function: flags -> (exit code, standard output, standard error) of sample.py."""
+    model, tokenizer = alphabet()
+    monkeypatch.chdir(tmp_path)
+    loaded = (tmp_path, (model, tokenizer, model.config))
+    monkeypatch.setattr(sample, "read_newest", lambda *_: loaded)
+    monkeypatch.setattr(sample.scores, "introduce", lambda *_: None)
+    monkeypatch.setattr(sample, "default_run", lambda out: out)
+
+    def run(*flags):
+        code = cli.run(sample.main, list(flags), checkpoint.release)
+        out, err = capfdbinary.readouterr()
+        return code, out.decode(), err.decode()
+
+    return run
+
+
+WRONG = LETTERS + "abcdefghizklmnopqrstuvwxyz\n" + LETTERS
+
+
+def test_changes_are_shown_and_the_file_stays(proofread, tmp_path):
+    (tmp_path / "a.txt").write_bytes(WRONG.encode())
+    code, out, err = proofread("--fix=a.txt")
+    assert (code, out) == (0, "2: abcdefghi[-z-]{+j+}klmnopqrstuvwxyz\n")
+    assert err == f"1 changes in {len(WRONG)} characters\n"
+    assert (tmp_path / "a.txt").read_bytes() == WRONG.encode()
+
+
+def test_output_may_be_the_file_itself(proofread, tmp_path):
+    for name in ("b.txt", "a.txt"):
+        (tmp_path / "a.txt").write_bytes(WRONG.encode())
+        assert proofread("--fix=a.txt", f"--output={name}")[0] == 0
+        assert (tmp_path / name).read_text() == LETTERS * 3
+    (tmp_path / "link").symlink_to("a.txt")
+    code, _, err = proofread("--fix=a.txt", "--output=link")
+    assert code == 2 and "while it is read" in err
+    code, out, _ = proofread("--fix=b.txt", "--output=-")
+    assert (code, out) == (0, LETTERS * 3)
+
+
+def test_json_has_an_object_for_each_change(proofread, tmp_path):
+    (tmp_path / "a.txt").write_bytes(WRONG.encode())
+    code, out, _ = proofread("--fix=a.txt", "--json=-")
+    [line] = out.splitlines()
+    [change] = sample.fix(*alphabet(), WRONG).changes
+    assert code == 0 and json.loads(line) == change._asdict()
+    assert 0 < change.p_before < 0.01 < 0.9 < change.p_after <= 1
+
+
+def test_the_page_shows_text_as_text(proofread, tmp_path):
+    text = WRONG + "<B>&\x1b"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    assert proofread("--fix=a.txt", "--html=page.html", "--caution=1")[0] == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "<del>z</del><ins>j</ins>" in page and page.endswith("</html>\n")
+    assert "&lt;B&gt;&amp;\\x1b" in page and "<B>" not in page
+
+
+def test_caution_keeps_surer_changes_alone(proofread, tmp_path):
+    (tmp_path / "a.txt").write_bytes(WRONG.encode())
+    [change] = sample.fix(*alphabet(), WRONG).changes
+    excess = change.gain - Proofreader(*alphabet()).least[change.kind]
+    for caution, n in ((excess - 0.1, 1), (excess + 0.1, 0)):
+        assert proofread("--fix=a.txt", f"--caution={caution}")[2].startswith(f"{n} changes")
+
+
+def test_a_pipe_is_read_as_it_comes(proofread, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=[WRONG])
+    writer.start()
+    code, out, _ = proofread("--fix=pipe")
+    writer.join()
+    assert code == 0 and "[-z-]{+j+}" in out
+
+
+def test_standard_input(proofread, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(WRONG.encode())))
+    code, out, _ = proofread("--fix=-", "--output=-")
+    assert (code, out) == (0, LETTERS * 3)
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"", "--fix=a.txt is empty: its size is 0 bytes"),
+        (b"abc\ndef\n\xff\xfe", "line 3 of --fix=a.txt is not UTF-8 text (byte 8)"),
+        (b"ABC\n" * 40_000 + b"\xc3", "line 40001 of --fix=a.txt is not UTF-8 text (byte 160000)"),
+        (bytes(range(256)), "line 2 of --fix=a.txt is not UTF-8 text (byte 128)"),
+    ],
+    ids=["empty", "bytes", "cut off", "binary"],
+)
+def test_what_is_no_text_is_refused(proofread, tmp_path, content, said):
+    (tmp_path / "a.txt").write_bytes(content)
+    code, out, err = proofread("--fix=a.txt", "--output=b.txt", "--json=c.json")
+    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
+    assert os.listdir(tmp_path) == ["a.txt"]
+    (tmp_path / "a.txt").write_bytes(content[-60:].decode("latin-1").encode() or b"abc")
+    assert proofread("--fix=a.txt", "--output=b.txt", "--caution=1000")[0] == 0
+    assert (tmp_path / "b.txt").read_bytes() == (tmp_path / "a.txt").read_bytes()
+
+
+def test_damage_in_a_pipe_leaves_no_file(proofread, monkeypatch, tmp_path):
+    stream = io.BytesIO(WRONG.encode() * 40 + b"\xff")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
+    monkeypatch.setattr(fixing, "CHUNK", 100)
+    code, _, err = proofread("--fix=-", "--output=b.txt")
+    assert code == 2 and "line 121 of standard input is not UTF-8 text (byte 3240)" in err
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "path, said",
+    [
+        ("/dev/zero", "is a device"),
+        (".", "cannot be read (Is a directory)"),
+        ("gone.txt", "cannot be read (No such file or directory)"),
+        ("closed.txt", "cannot be read (Permission denied)"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(proofread, tmp_path, path, said):
+    if path == "closed.txt":
+        (tmp_path / path).write_text(WRONG)
+        (tmp_path / path).chmod(0)
+        if os.access(tmp_path / path, os.R_OK):
+            pytest.skip("root may read everything")
+    code, out, err = proofread(f"--fix={path}")
+    assert (code, out) == (2, "") and f"--fix={path} {said}" in err and err.count("\n") == 1
+
+
+def test_a_flag_without_effect_is_refused(proofread, tmp_path):
+    (tmp_path / "a.txt").write_text(WRONG)
+    for flag in ("--steps=3", "--seed=1", "--watch", "--prompt=a", "--max_gap=3"):
+        code, _, err = proofread("--fix=a.txt", flag)
+        assert code == 2 and flag.split("=")[0] in err, flag
+    code, _, err = proofread("--output=b.txt")
+    assert code == 2 and "give --fix" in err
+    code, _, err = proofread("--fix=a.txt", "--json=-", "--output=-")
+    assert code == 2 and "give a file for one" in err
+
+
+def test_a_long_line_is_shown_around_its_changes():
+    stream = io.StringIO()
+    shown = fixing.Shown(stream)
+    change = proofreading.Change(200, 1, 201, "swap", "ab", "ba", 12.0, None, None)
+    kept = proofreading.Part("x" * 200, "x" * 200)
+    for part in (kept, proofreading.Part("ab", "ba", change), kept, kept):
+        shown.add(part)
+    shown.end()
+    assert stream.getvalue() == f"1: …{'x' * 40}[-ab-]{{+ba+}}{'x' * 40}…\n"
+
+
+# ---- Models
+def test_models_that_cannot_are_refused():
+    for config in (dict(objective="ar"), dict(block_length=8), dict(prompt_column="prompt")):
+        with pytest.raises(UserError, match="cannot proofread"):
+            sample.fix(*alphabet(**config), "abc")
+    whole, tokenizer = alphabet(block_length=8, infill_share=0.5)
+    whole.objective = alphabet()[0].objective  # as mdlm.load(path, whole=True) has it
+    assert sample.fix(whole, tokenizer, "abc").text == "abc"
+    with pytest.raises(ValueError, match="caution"):
+        sample.fix(*alphabet(), "abc", caution=1e9)
+    with pytest.raises(ValueError, match="no string"):
+        sample.fix(*alphabet(), b"abc")
+    with pytest.raises(ValueError, match="ids"):
+        sample.fix(Toy(None, 9, 8), Tokenizer("id", 9), "1 2")
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 5, 8])
+def test_a_short_context_loses_nothing(T):
+    """Windows of one token, too; changes only where the context shows enough."""
+    text = LETTERS + "é" + LETTERS
+    fixed = sample.fix(*alphabet(T=T), text, caution=1000)
+    assert fixed.text == text
+
+
+def test_the_shipped_weights_repair_a_sentence():
+    model, tokenizer, _ = mdlm.load(ROOT / "weights" / "shakespeare")
+    fixed = sample.fix(model, tokenizer, "My lord, I will not spaek of it again.\n")
+    assert fixed.text == "My lord, I will not speak of it again.\n"
+    [change] = fixed.changes
+    assert (change.position, change.kind, change.before, change.after) == (22, "swap", "ae", "ea")

@@ -1985,7 +1985,7 @@ ADVICE["effects.py"] += [
 ADVICE["constraint.py"] = CONSTRAINED
 ADVICE["templates.py"] += [
     ("no text of {} tokens matches {} + {}; write another number of █, or [___:...]", CONSTRAINED),
-    ("{}, more than max_gap={}; raise --max_gap", CONSTRAINED),
+    ("{} needs at least {} tokens + {}, more than max_gap={}; raise --max_gap", CONSTRAINED),
     ("{}; write one, or \\[ for the text", CONSTRAINED),
     (
         "{}; leave a space, or leave the pattern out",

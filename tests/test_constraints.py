@@ -304,6 +304,12 @@ def test_every_fill_of_a_thousand_patterns_matches(pattern, way, seed, kind):
     matched(pattern, way, seed, MODELS[kind], kind)
 
 
+@pytest.mark.parametrize("way", [dict(threshold=0.6), dict(entropy_bound=0.5)], ids=str)
+def test_fills_match_where_the_network_says_how_many_are_revealed(way):
+    for seed in range(3):
+        matched("(ab|c){2,9}d?", dict(way, seed=seed), seed, MODELS["plain"], "plain")
+
+
 @settings(max_examples=40, deadline=None)
 @given(patterns())
 @example("a|ab")

@@ -13,22 +13,27 @@ dull texts (Pynadath et al., 2604.02718). Seconds are those of the processor, fo
 the share of these that are drawn as they were.
 """
 
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parent.parent)  # python studies/adaptive_calls.py, anywhere
+
+from support import cli, flags
+
+cli.start(__name__)
+
 import collections
 import json
 import math
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
 import mdlm
 import sample
 from studies.word_statistics import WordStatistics
-from support import cli, flags
 from support.flags import READS, opt
 from support.numerics import standard_error
 from support.training.checkpoint import default_run

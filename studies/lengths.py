@@ -18,23 +18,28 @@ all of them alike. --results gets a line for each gap and contestant. A study th
 on after them, so it can be run in parts (--gaps=40, then --gaps=80 ...); the table is of all.
 """
 
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # python studies/lengths.py, from anywhere
+
+from support import cli, flags
+
+cli.start(__name__)
+
 import json
 import random
 import re
 import statistics
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 import torch
 
 import mdlm
-from support import cli, flags
 from support.errors import UserError
 from support.flags import READS, WRITES, opt
 from support.infill.ranking import likeliest

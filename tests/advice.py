@@ -2048,6 +2048,8 @@ ADVICE["tokenizer_json.py"] = [
 ADVICE["pretrained.py"] = FollowedIn("test_refused_and_what_helps")
 ADVICE["remote_code.py"] = FollowedIn("test_unfit_code_is_one_sentence")
 ADVICE["adapt.py"] = FollowedIn("test_the_study_plans_its_runs")
+ADVICE["lengths.py"] = FollowedIn("test_the_yardstick_says_what_it_needs")
+ADVICE["english.py"] = Because("it downloads packages of Debian")
 ADVICE["tokenizer.py"] = [
     ("{}; remove it from the text", FollowedIn("test_text_with_the_mask_of_an_encoder_is_refused")),
     (
@@ -2304,7 +2306,7 @@ ADVICE["pictures.py"] = [
         "pictures {tmp}/p.png --run={run} --orders=random,spread",
     ),
     (
-        "{} has no cross-entropy by mask rate; give evaluations of diffusion models",
+        "give evaluations of diffusion models",
         (TWO_EVALUATIONS, "pictures {tmp}/p.png --compare=a.json,b.json"),
         (TWO_RATES, "pictures {tmp}/p.png --compare=a.json,b.json"),
     ),

@@ -26,8 +26,10 @@ def build(pattern):
     The library finds the first of several matches: of `a|ab` it would only take "a". So the pattern
     is built with a last character, which makes all but whole matches fail.
     """
-    from outlines_core import Index, Vocabulary
-
+    try:
+        from outlines_core import Index, Vocabulary
+    except ImportError as e:  # started by hand; constraint.py asks for it before
+        raise ValueError(f"{e}; type: pip install outlines-core") from e
     end = 256  # the library's token for the end of a text
     vocabulary = Vocabulary(end, {bytes([i]): [i] for i in range(256)})
     index = Index(f"(?:{pattern}){LAST}", vocabulary)

@@ -126,7 +126,7 @@ def test_only_the_most_promising_lengths_are_filled():
         [(x, options)] = calls
         filled = x[:, 2:].eq(V).long().cumprod(1).sum(1)
         assert set(filled.tolist()) == wanted and "drawn" in options
-        each = {n: 28 // (n + 4) for n in wanted}
+        each = {n: 36 // (n + 5) for n in wanted}
         assert dict(zip(*map(torch.Tensor.tolist, filled.unique(return_counts=True)))) == each
 
 

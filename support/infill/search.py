@@ -322,9 +322,9 @@ def hypotheses(model, tokenizer, segments, n, draw, device, max_gap=16, draws=16
         is_chosen = several and None in stretch and len(tried) > n_chosen
         if is_chosen:
             # Few lengths are left, so that there are more draws for each.
-            share = 7 * draws / 4 / len(fills)
+            share = 9 * draws / 4 / len(fills)
             tried = [
-                trial._replace(count=max(1, int(share / (trial.length + 4)))) for trial in tried
+                trial._replace(count=max(1, int(share / (trial.length + 5)))) for trial in tried
             ]
             tell(number, 0, most_calls(model, tried, n_chosen, device))
             tried = promising(model, tried, n_chosen, after, device)

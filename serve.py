@@ -168,7 +168,7 @@ class Writer:
 
     def count(self, job):
         """Tokens of given text of a Job; UserError for what cannot be written."""
-        if job.kind == "score":
+        if job.kind in ("score", "fix"):
             texts = ["".join(prompt) for prompt in job.prompts]
             sizes = [len(self.tokenizer.encode_lossless(text)) for text in texts]
             self.check_length(max(sizes))
@@ -188,6 +188,8 @@ class Writer:
         it returns whether no more of that text is needed.
         """
         model = stand_in(self.model_of(job))
+        if job.kind == "fix":
+            return [sample.fix(model, self.tokenizer, one, job.caution) for one in job.prompts]
         if job.kind == "score":
             return sample.score(
                 model, self.tokenizer, job.prompts, job.passes, job.settings["seed"]

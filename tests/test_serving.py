@@ -490,6 +490,18 @@ def test_fills_match(server, short_run):
     assert wrong.status_code == 400 and "brackets" in wrong.json()["error"]["message"]
 
 
+def test_proofreading_is_that_of_python(server, short_run):
+    model, tokenizer, _ = mdlm.load(short_run)
+    text = "The valeu of the object is is returned"
+    body = dict(input=[text, "The name"], caution=0)
+    r = post(f"{server.url}/v1/fix", json=body)
+    assert r.status_code == 200, r.text
+    for found, one in zip(r.json()["data"], body["input"], strict=True):
+        wanted = sample.fix(model, tokenizer, one)
+        assert found["text"] == wanted.text
+        assert [c["position"] for c in found["changes"]] == [c.position for c in wanted.changes]
+
+
 def test_errors_are_those_of_openai(client, server):
     openai = pytest.importorskip("openai")
     for kind, fields in (
@@ -541,7 +553,7 @@ def test_infill_of_llama_cpp(server, short_run, alone):
     "method, path, body, status",
     [
         ("GET", "/v1/nothing", None, 404),
-        ("POST", "/v1/fix", b"{}", 404),
+        ("POST", "/v1/fix", b"{}", 400),
         ("GET", "/v1/completions", None, 405),
         ("FOO", "/v1/completions", None, 405),
         ("POST", "/v1/completions", b"{", 400),

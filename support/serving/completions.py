@@ -100,6 +100,7 @@ class Job:
     include_usage: bool = False
     logprobs: int | None = None  # how many of the likeliest tokens are named at each place
     passes: int = 64  # random masks of a text that is scored
+    caution: float = 0.0  # nats that a change must gain beyond the default, of a text that is fixed
     watch: bool = False  # show the text after each network call: of the page
     fields: list | None = None  # of the answer of /infill, those that are returned; None: all
     cut: bool = False  # cut what is before and after a gap to the context, instead of refusing it
@@ -364,6 +365,21 @@ def of_page(body, bounds):
     return job
 
 
+def of_fix(body, bounds):
+    """The Job of a body of /v1/fix."""
+    check_fields(body, {"model", "input", "caution"}, IGNORED)
+    given = body.get("input")
+    texts = given if isinstance(given, list) else [given]
+    if not 1 <= len(texts) <= bounds.prompts:
+        most = f"1 to {bounds.prompts} texts"
+        refuse(f"input must be a text or a list of {most}", "input", status=422 if texts else 400)
+    caution = body.get("caution", 0)
+    if not is_number(caution):
+        refuse(f"caution={short(caution)} must be a number of nats", "caution")
+    prompts = [checked_text(each, "input") for each in texts]
+    return Job(prompts, "fix", settings=dict(seed=0), caution=float(caution))
+
+
 # ---- Answers
 @dataclass
 class Text:
@@ -578,6 +594,21 @@ class Scores:
     def whole(self, scores):
         data = [dict(index=i, object="score", **score._asdict()) for i, score in enumerate(scores)]
         return dict(object="list", model=self.model, data=data, seed=self.job.settings["seed"])
+
+
+class Fixes:
+    """The answers of /v1/fix."""
+
+    def __init__(self, job, model, prompt_tokens=0):
+        self.model = model
+        self.prompt_tokens = prompt_tokens
+
+    def whole(self, results):
+        data = [
+            dict(index=i, text=one.text, changes=[change._asdict() for change in one.changes])
+            for i, one in enumerate(results)
+        ]
+        return dict(object="list", model=self.model, data=data)
 
 
 class Watched:

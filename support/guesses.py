@@ -116,7 +116,7 @@ ANSWERS = {
     "sample": {
         "max_new_tokens max_tokens new_tokens": "--length counts the tokens of the prompt too",
         "text input": TEXTS,
-        "output output_file out_file save": "--json and --html write files",
+        "output_file out_file save": "--json and --html write files, --output a text of --fix",
         "batch_size": "as many texts are written at once as memory allows; leave it out",
         "block_length": "it is a setting of training; --block finishes as many tokens at a time",
     },

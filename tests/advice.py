@@ -2049,6 +2049,7 @@ ADVICE["pretrained.py"] = FollowedIn("test_refused_and_what_helps")
 ADVICE["remote_code.py"] = FollowedIn("test_unfit_code_is_one_sentence")
 ADVICE["adapt.py"] = FollowedIn("test_the_study_plans_its_runs")
 ADVICE["lengths.py"] = FollowedIn("test_the_yardstick_says_what_it_needs")
+ADVICE["build_automaton.py"] = MACHINE
 ADVICE["english.py"] = Because("it downloads packages of Debian")
 ADVICE["tokenizer.py"] = [
     ("{}; remove it from the text", FollowedIn("test_text_with_the_mask_of_an_encoder_is_refused")),
@@ -2273,6 +2274,12 @@ ADVICE["patterns.py"] = [
 ]
 
 ADVICE["pictures.py"] = [
+    ("lower center", NOTHING),
+    (
+        "give one of them",
+        "pictures {tmp}/p.png --run={run} --text=a█ --compare=a.json,b.json",
+        (TWO_RATES, "pictures {tmp}/p.png --compare=a.json,b.json"),
+    ),
     (
         "{} has blocks; give --run without, or of --infill_share",
         "pictures {tmp}/p.png --text=a█ --run={blocks}",

@@ -174,6 +174,7 @@ ABSENT = {
     "--out_dir": "another model, as all other tests show",
     "--device": "the same texts on any device",
     "--watch": "what it shows is no text (test_watch_is_plain_lines_in_a_pipe)",
+    "--trust_remote_code": "who may run code (test_remote_code.py)",
     "--fix": "another task (test_changes_are_shown_and_the_file_stays)",
     "--output": "of --fix (test_output_may_be_the_file_itself)",
     "--caution": "of --fix (test_caution_keeps_surer_changes_alone)",

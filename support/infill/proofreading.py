@@ -41,7 +41,7 @@ ROUNDS = 3  # of a window: a repaired mistake makes others near it easier to see
 # Nats. What is below is not looked at: doubt of a token, and what a proposal promises.
 DOUBT = 4.0
 PROMISE = 5.0
-MIN_GAIN = 8.0  # of an edit that is kept, beyond its PRIOR; chosen on training text
+MIN_GAIN = 5.0  # of an edit that is kept, beyond its PRIOR; chosen on training text
 # What an edit must gain because of its kind, as multiples of log V. A token too many, or another
 # one, could have been any of V; and a shorter text is likelier by what a token says, about 0.4.
 PRIOR = dict(substitution=1.0, insertion=-0.4, deletion=1.4, swap=0.0)

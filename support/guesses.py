@@ -112,6 +112,8 @@ ANSWERS = {
         "mask_ratio mask_rate mask_prob mask_probability mlm_probability": "all mask rates are "
         "learned; --rates gives other ones, such as --rates=0.15-0.15",
         "text start": "sample.py writes texts; to train on a text file give --data=FILE",
+        "lora lora_r lora_rank lora_alpha peft freeze": "all weights are trained; there is no LoRA "
+        "yet",
     },
     "sample": {
         "max_new_tokens max_tokens new_tokens": "--length counts the tokens of the prompt too",

@@ -53,6 +53,8 @@ NEVER = -3e4  # logit of [MASK] in the loss: its probability is 0, and float16 c
 CLASSES = dict(masked="AutoModelForMaskedLM", causal="AutoModelForCausalLM", embedding="AutoModel")
 SIZES = dict(num_hidden_layers=1024, num_attention_heads=1024, hidden_size=1 << 16)
 SIZES |= dict(vocab_size=1 << 24)
+# Settings that say in which layers a token sees a window, as `windows_of` reads them.
+WINDOWS = {"sliding_window", "use_sliding_window", "sliding_window_pattern", "max_window_layers"}
 # What suits weights that are trained already (docs/pretrained.md), and what an architecture that is
 # not ours.
 FINE_TUNING = dict(optimizer="muon", learning_rate=3e-4, muon_lr=0.01, weight_decay=0.01)
@@ -352,6 +354,10 @@ def checked_settings(path, settings, code=None):
         if type(size) is not int or not 1 <= size <= most:
             what = f"{path} has {name} {str(size)[:40]!r}, not 1 to {most}"
             raise UserError(f"{what}; give the config.json of a language model")
+    windows = [name for name in settings if "window" in name and settings[name]]
+    if unknown := [name for name in windows if name.lstrip("_") not in WINDOWS]:
+        what = f"{path} has {unknown[0][:40]}={str(settings[unknown[0]])[:40]}"
+        raise UserError(f"{what}, a window that this project does not know; give another network")
     others = set(settings.get("layer_types") or []) - {"full_attention", "sliding_attention"}
     if others:
         what = f"{path} has layers of {', '.join(sorted(others))}"

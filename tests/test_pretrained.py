@@ -94,7 +94,7 @@ def random_network(kind, V, **more):
     """A network of the library whose weights are large enough to tell it from others."""
     ids = dict.fromkeys(("pad", "bos", "eos", "cls", "sep"), 0)
     ids = {f"{name}_token_id": id for name, id in ids.items()}
-    settings = SIZES | ids | FAMILIES[kind] | dict(vocab_size=V) | more
+    settings = SIZES | ids | FAMILIES.get(kind, {}) | dict(vocab_size=V) | more
     config = transformers.AutoConfig.for_model(kind, **settings)
     torch.manual_seed(0)
     network = auto(kind).from_config(config, attn_implementation="sdpa", dtype=torch.float32)
@@ -177,6 +177,42 @@ def test_hidden_states_are_those_of_the_library(kind, folder_of):
         assert not torch.allclose(model(view_of(ids)), logits, atol=1e-2), "the window is tested"
 
 
+HALF = dict(layer_types=["sliding_attention", "full_attention"])
+WINDOWED = {
+    "phi3": {},
+    "starcoder2": {},
+    "olmo3": HALF,
+    "qwen2": dict(use_sliding_window=True, max_window_layers=0),
+    "smollm3": dict(use_sliding_window=True, no_rope_layers=[1, 0]) | HALF,
+    "mixtral": dict(num_local_experts=2),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_windows_of_more_families_are_those_of_the_library(kind, tokenizer_of, tmp_path):
+    tokenizer = tokenizer_of(kind)
+    own = ONE_KEY | dict(sliding_window=4) | WINDOWED[kind]
+    random_network(kind, tokenizer.get_vocab_size(), **own).save_pretrained(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model, _ = wrap(tmp_path, shift=False)
+    ids = random_ids(model, 3, 14)
+    for is_causal in (False, True):
+        logits = model(view_of(ids)._replace(causal=is_causal))
+        wanted = native(kind, tmp_path, is_causal)(input_ids=ids).logits[..., : model.vocab_size]
+        assert torch.allclose(logits, wanted, atol=1e-5, rtol=1e-5)
+    model.masks = lambda view: torch.ones(1, 1, 14, 14, dtype=torch.bool)
+    assert not torch.allclose(model(view_of(ids)), logits, atol=1e-2), "the window is tested"
+
+
+def test_unknown_window_is_refused(folder_of, tmp_path):
+    shutil.copytree(folder_of("bert"), tmp_path / "bert")
+    path = tmp_path / "bert" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(attention_window=4)))
+    with pytest.raises(UserError, match="has attention_window=4, a window that this project does"):
+        wrap(tmp_path / "bert")
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ENCODERS])
 def test_causal_view_is_the_decoder_as_it_was(kind, folder_of):
@@ -202,6 +238,26 @@ def test_a_document_sees_no_other_one(kind, folder_of):
     packed = model(View(ids, at, sees=document_spans(ends)))
     alone = torch.cat([model(view_of(ids[:, i:j])) for i, j in itertools.pairwise(starts)], 1)
     assert torch.allclose(packed, alone, atol=1e-5, rtol=1e-5)
+    document = at[:1].eq(0).cumsum(1)
+    influence = model.influence(View(ids[:1], at[:1], sees=document_spans(ends[:1])))
+    assert not influence[document != document.T].any() and influence.diagonal().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_masked_hidden_states_are_those_of_the_library(kind, folder_of):
+    """To the last bit: of a text of 10 tokens before 4 that it does not see."""
+    model, _ = wrap(folder_of(kind), shift=False)
+    theirs = native(kind, folder_of(kind))
+    ids = random_ids(model, 2, 14)
+    ends = torch.zeros(2, 14, dtype=torch.bool)
+    ends[:, [9, 13]] = True
+    seen = []
+    model.body.base_model.register_forward_hook(lambda *call: seen.append(call[-1][0]))
+    model(View(ids, torch.arange(14), sees=document_spans(ends)))
+    is_text = (torch.arange(14) < 10).long().expand(2, -1)
+    wanted = theirs.base_model(input_ids=ids, attention_mask=is_text)[0]
+    assert torch.equal(seen[0][:, :10], wanted[:, :10])
 
 
 @torch.no_grad()

@@ -358,7 +358,7 @@ def without_code(folder):
         (changed("modeling_tiny.py", add=b"\nimport nonesuch\n"), "No module named 'nonesuch'"),
         (changed("modeling_tiny.py", add=b"\n1 +\n"), "invalid syntax"),
         (of_a_hub, "takes code from some/repo of a hub, which is never asked; copy its *.py"),
-        (of_another_folder, "modeling_tiny.py, which is not beside it; copy its *.py"),
+        (of_another_folder, "which is not beside it; copy its *.py files beside it"),
         (without_code, "--trust_remote_code has no effect on a network that comes without code"),
     ],
 )

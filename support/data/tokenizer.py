@@ -449,11 +449,11 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
         tokenizer = open_tokenizer(kind, end, end_token)
         some = [piece[:CHUNK] for piece, _ in itertools.islice(pieces(), 100)]
         if any(changes(tokenizer, text) for text in some):
-            warn(f"--tokenizer={kind} changes the text: its likelihood is that of what is left")
+            warn(f"the tokenizer {kind} changes the text: its likelihood is that of what is left")
         if tokenizer.kind != "file":  # it gives any text back, in chunks too
             return tokenizer
         if cannot := tokenizer.library.what_cannot_be_cut(some[:3]):
-            warn(f"--tokenizer={kind}: {cannot}")
+            warn(f"the tokenizer {kind}: {cannot}")
         return tokenizer
     if kind == "byte":
         return Tokenizer("byte", None, end)

@@ -1924,7 +1924,7 @@ ADVICE["templates.py"] = [
         ({"batch": "a█\n"}, "sample --batch=batch"),
     ),
     (
-        "--batch={} is a device; give a file of templates, or - for a pipe",
+        "--{}={} is a device; give {}, or - for a pipe",
         "sample --batch=/dev/zero",
         ({"batch": "a█\n"}, "sample --batch=batch"),
     ),

@@ -261,3 +261,17 @@ def closed_sockets_kill_no_test():
     """A program that a test ran in this process may have left SIGPIPE to the system."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+
+def hashed_world(T, V, seed, hidden=None):
+    """A random Toy in float64: logits by a hash of all it sees; rows it was given in `hidden`."""
+    g = torch.Generator().manual_seed(seed)
+    table = 2 * torch.randn(997, T, V, generator=g, dtype=torch.float64)
+    power = torch.randint(1, 997, (T,), generator=g)
+
+    def logits(xt):
+        if hidden is not None:
+            hidden.append(len(xt))
+        return table[(xt * power).sum(-1) % 997]
+
+    return Toy(logits, V, T)

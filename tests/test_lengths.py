@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from conftest import ROOT, Toy
+from conftest import ROOT, Toy, hashed_world
 
 import sample
 from studies import lengths
@@ -19,20 +19,7 @@ from support.infill.templates import joined, parse, to_texts
 LETTERS = list("abcde")
 V = len(LETTERS)
 T = 24
-
-
-def random_world(seed, hidden=None):
-    """A random model in float64: logits by a hash of all it sees; rows it was given in `hidden`."""
-    g = torch.Generator().manual_seed(seed)
-    table = 2 * torch.randn(997, T, V, generator=g, dtype=torch.float64)
-    power = torch.randint(1, 997, (T,), generator=g)
-
-    def logits(xt):
-        if hidden is not None:
-            hidden.append(len(xt))
-        return table[(xt * power).sum(-1) % 997]
-
-    return Toy(logits, V, T)
+random_world = functools.partial(hashed_world, T, V)
 
 
 def knowing(text, gap):

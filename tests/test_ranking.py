@@ -1,5 +1,6 @@
 """Ranked fills: the likeliest of those drawn, exactly, in few rows of the network."""
 
+import functools
 import itertools
 import json
 import math
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 import torch
-from conftest import ROOT, Toy
+from conftest import ROOT, Toy, hashed_world
 
 import kernels
 import mdlm
@@ -20,20 +21,7 @@ from support.infill import calls, likelihood, padding, ranking, search, template
 
 V = 6
 T = 7
-
-
-def random_world(seed, hidden=None):
-    """A random model in float64: logits by a hash of all it sees; rows it was given in `hidden`."""
-    g = torch.Generator().manual_seed(seed)
-    table = 2 * torch.randn(997, T, V, generator=g, dtype=torch.float64)
-    power = torch.randint(1, 997, (T,), generator=g)
-
-    def logits(xt):
-        if hidden is not None:
-            hidden.append(len(xt))
-        return table[(xt * power).sum(-1) % 997]
-
-    return Toy(logits, V, T)
+random_world = functools.partial(hashed_world, T, V)
 
 
 def all_fills(at):

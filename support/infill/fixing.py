@@ -6,15 +6,13 @@ All of it goes window by window, so that memory does not grow with the file, nor
 import codecs
 import contextlib
 import html
-import os
-import stat
 import sys
 from pathlib import Path
 
 from support import outputs
 from support.errors import UserError
-from support.infill.templates import states_no_size
-from support.terminal import escaped, is_terminal, progress, saying_late, warn
+from support.infill.templates import open_input, states_no_size
+from support.terminal import escaped, is_terminal, progress, warn
 from support.web import viewer
 
 CHUNK = 1 << 16  # bytes that are read at a time
@@ -45,18 +43,6 @@ ins { color: #182; font-weight: bold; text-decoration: none; border-bottom: 2px 
 
 
 # ---- Reading
-def open_text(path):
-    """Open the file of --fix, a pipe or standard input ("-") to read bytes."""
-    if path == "-":
-        return contextlib.nullcontext(sys.stdin.buffer)
-    mode = os.stat(path).st_mode
-    is_stdin = os.path.realpath(path) == os.path.realpath("/dev/stdin")
-    if (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)) and not is_stdin:
-        raise UserError(f"--fix={path} is a device; give a text file, or - for a pipe")
-    with saying_late(f"--fix={path} is a pipe; waiting for a program that writes to it"):
-        return open(path, "rb")
-
-
 def pieces(f, name):
     """Yield the text of a binary file in pieces; UserError for what is not UTF-8, or empty."""
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -87,7 +73,7 @@ def reading(path):
     """Context manager: the pieces of a text, which is checked before the first one if it can be."""
     name = "standard input" if path == "-" else f"--fix={path}"
     try:
-        with open_text(path) as f:
+        with open_input("fix", path, "a text file") as f:
             if states_no_size(f):
                 raise UserError(f"{name} is empty: its size is 0 bytes; give a text file")
             if path != "-" and f.seekable():

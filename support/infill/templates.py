@@ -234,7 +234,8 @@ def read_templates(infill, batch):
         return [infill or None]
     name = "standard input" if "-" in (infill, batch) else f"--batch={batch}"
     try:
-        with open_templates(None if "-" in (infill, batch) else batch) as f:
+        source = "-" if "-" in (infill, batch) else batch
+        with open_input("batch", source, "a file of templates") as f:
             if states_no_size(f):
                 raise UserError(f"{name} is empty: its size is 0 bytes; give a file of templates")
             content = b"".join(limited_lines(f, name, whole=not batch))
@@ -250,16 +251,19 @@ def read_templates(infill, batch):
     return LINE_END.split(text) if batch else [text]
 
 
-def open_templates(batch):
-    """Open a file, a pipe or standard input (None) to read bytes. UserError for other devices."""
-    if batch is None:
+def open_input(flag, path, accepted):
+    """Open the file of a flag, a pipe or standard input ("-") to read bytes.
+
+    accepted: what to give. Raises UserError for other devices.
+    """
+    if path == "-":
         return contextlib.nullcontext(sys.stdin.buffer)
-    mode = os.stat(batch).st_mode
-    is_stdin = os.path.realpath(batch) == os.path.realpath("/dev/stdin")
+    mode = os.stat(path).st_mode
+    is_stdin = os.path.realpath(path) == os.path.realpath("/dev/stdin")
     if (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)) and not is_stdin:
-        raise UserError(f"--batch={batch} is a device; give a file of templates, or - for a pipe")
-    with saying_late(f"--batch={batch} is a pipe; waiting for a program that writes to it"):
-        return open(batch, "rb")
+        raise UserError(f"--{flag}={path} is a device; give {accepted}, or - for a pipe")
+    with saying_late(f"--{flag}={path} is a pipe; waiting for a program that writes to it"):
+        return open(path, "rb")
 
 
 def states_no_size(f):

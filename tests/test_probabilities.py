@@ -242,6 +242,7 @@ def test_the_single_draw_of_a_gap_is_the_conditional(run, capsys):
 
 @pytest.mark.parametrize("more", [[], ["--num_samples=1"], ["--threshold=0.3"]], ids=str)
 def test_gaps_with_a_pattern_have_them_too(run, capsys, more):
+    pytest.importorskip("outlines_core")
     flags = [f"--out_dir={run}", "--logprobs=1", "--json=-", *more]
     for template, given in (("a[___:b{1,4}]e█", "ae"), ("c[███:[ab]+] e", "c e")):
         (line,) = lines_of(capsys, *flags, f"--infill={template}")
@@ -251,6 +252,7 @@ def test_gaps_with_a_pattern_have_them_too(run, capsys, more):
 
 
 def test_texts_of_a_list_are_tried_not_drawn(run, capsys):
+    pytest.importorskip("outlines_core")
     flags = [f"--out_dir={run}", "--logprobs=1", "--json=-", "--infill=a[___|b|dd]c█e"]
     (line,) = lines_of(capsys, *flags)
     tried = line["fills"][0]

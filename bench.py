@@ -99,6 +99,7 @@ class SampleOptions(EveryMode):
     seed: int = opt(1000, "the first seed", bounds=(0, 1 << 31))
     seeds: int = opt(2, "number of seeds: the first and those after it", bounds=(1, 1000))
     dtype: str = opt("float32", "dtype of matrix products", "float32", "bfloat16")
+    trust_remote_code: bool = opt(False, "run the code that came with the network of others")
     picture: str = opt(
         "", "draw quality by network calls into this file, .png or .svg", path=WRITES
     )

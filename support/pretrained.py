@@ -611,6 +611,7 @@ class Pretrained(nn.Module):
         with explain_library(what):
             self.check_head()
             self.check_documents()
+            self.check_windows()
         self.train(was_training)
 
     def try_view(self, n=6):
@@ -660,6 +661,23 @@ class Pretrained(nn.Module):
             self.influence(causal), at[:, None] >= at
         ):
             self.refuse("does not obey a causal mask")
+
+    def check_windows(self):
+        """Layers with a sliding window must obey it: with windows of width 0 no token may see
+        another one, and all may if one kind of layers has none."""
+        windows = self.windows
+        if not any(windows.values()):
+            return
+        view = self.try_view()._replace(sees=None)
+        try:
+            for free in (None, *windows):  # the kind of layers without a window
+                self.windows = {kind: None if kind == free else 0 for kind in windows}
+                seen = self.influence(view)
+                itself = torch.eye(len(seen), dtype=torch.bool, device=seen.device)
+                if not torch.equal(seen, itself if free is None else torch.ones_like(itself)):
+                    self.refuse("does not obey the sliding windows of its layers")
+        finally:
+            self.windows = windows
 
     def influence(self, view):
         """(N, N) bool: whether the features at i depend on the token at j, by gradients."""

@@ -206,6 +206,32 @@ def test_windows_of_more_families_are_those_of_the_library(kind, tokenizer_of, t
     assert not torch.allclose(model(view_of(ids)), logits, atol=1e-2), "the window is tested"
 
 
+@pytest.mark.parametrize(
+    "kind, dropped",
+    [*((kind, "all") for kind in SLIDING), ("modernbert", "one"), ("gemma3_text", "one")],
+)
+def test_a_dropped_window_is_refused(kind, dropped, folder_of, tmp_path, monkeypatch):
+    """Also a long one, by a library that takes a mask, but not that of each kind of layers."""
+    folder = shutil.copytree(folder_of(kind), tmp_path / "folder")
+    name = "local_attention" if kind == "modernbert" else "sliding_window"
+    set_in("config.json", **{name: 4096})(folder)
+    assert dropped == "all" or len(wrap(folder)[0].windows) == 2
+    encode = pretrained.Pretrained.encode
+
+    def drop(model, embedded, view):
+        windows = model.windows
+        last = [*windows][-1]
+        model.windows = dict.fromkeys(windows, windows[last] if dropped == "one" else None)
+        try:
+            return encode(model, embedded, view)
+        finally:
+            model.windows = windows
+
+    monkeypatch.setattr(pretrained.Pretrained, "encode", drop)
+    with pytest.raises(UserError, match="does not obey the sliding windows of its layers"):
+        wrap(folder)
+
+
 def test_unknown_window_is_refused(folder_of, tmp_path):
     shutil.copytree(folder_of("bert"), tmp_path / "bert")
     path = tmp_path / "bert" / "config.json"

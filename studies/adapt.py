@@ -22,22 +22,28 @@ work, --max_steps makes a fairer comparison than a time limit. With --cores=2 tw
 time, each on a core of its own (Linux).
 """
 
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # python studies/adapt.py, from anywhere
+
+from support import cli, flags
+
+cli.start(__name__)
+
 import json
 import os
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from queue import Queue
 
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from support import cli, environment, flags
+from support import environment
 from support.errors import UserError
 from support.flags import READS, WRITES, opt
 from support.training.pace import EVALUATIONS

@@ -13,19 +13,24 @@ train:   takes the flags of mdlm.py, for a decoder with --shift: a given [MASK] 
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # python studies/first_token.py, from anywhere
+
+from support import cli, flags
+
+cli.start(__name__)
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 import eval
 import mdlm
 from studies import adapt
-from support import cli, flags
 from support.errors import UserError
 from support.flags import READS, opt
 from support.numerics import standard_error
@@ -111,6 +116,8 @@ def measure(argv):
 def main(argv):
     modes = dict(measure=measure, train=train)
     if not argv or argv[0] not in modes:
+        if set(argv) & {"-h", "--help"}:
+            return measure(argv)
         given = argv[0] if argv else "nothing"
         raise UserError(f"{given} is no mode; give {' or '.join(modes)}, and then the flags")
     return modes[argv[0]](argv[1:])

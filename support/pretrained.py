@@ -23,6 +23,7 @@ and is predicted at its own position.
 
 import contextlib
 import copy
+import inspect
 import json
 import os
 import tempfile
@@ -496,6 +497,8 @@ class Pretrained(nn.Module):
         self.head_place = ""  # the name of the head in the body
         self.bias_places = []  # other names of its bias
         body.config.use_cache = False
+        takes = inspect.signature(body.forward).parameters
+        self.cache_name = "cache" if "cache" in takes else "past_key_values"
         embedding = body.get_input_embeddings()
         embedding.padding_idx = None  # it is a token as others, and gets gradients
         head = body.get_output_embeddings()
@@ -537,20 +540,25 @@ class Pretrained(nn.Module):
         return self.body.get_input_embeddings().weight if self.head is None else self.head
 
     def masks(self, view):
-        """The library's attention_mask of a View: bool (B or 1, 1, N, N), None where all is seen,
-        or a dict of these for the kinds of layers."""
+        """The library's attention_mask of a View: bool (B or 1, 1, queries, keys), None where all
+        is seen, or a dict of these for the kinds of layers."""
         N = view.ids.shape[1]
         at = torch.arange(N, device=view.ids.device)
-        visible = None  # (B or 1, N, N)
+        visible = None  # (B or 1, N, N), of a call with a cache (1, N, all that is kept and these)
         if view.sees is not None:
             visible = is_visible(view.sees, at)
         if view.causal:
             visible = (at[:, None] >= at)[None]
+        # Windows are of positions in the text, of which rows of blocks have each one twice.
+        of_queries = of_keys = at if view.at.dim() > 1 else view.at
+        if view.cache is not None:
+            of_keys = torch.arange(view.cache.length + N, device=at.device)
+            visible = (of_keys // view.cache.S <= of_queries[:, None] // view.cache.S)[None]
         by_type = {}
         for kind, window in self.windows.items():
             mask = visible
-            if window is not None and window < N:
-                distance = (at[:, None] - at).abs()
+            if window is not None and window < len(of_keys):
+                distance = (of_queries[:, None] - of_keys).abs()
                 # As the library: a causal window counts the position itself.
                 near = (distance < window if view.causal else distance <= window)[None]
                 mask = near if mask is None else mask & near
@@ -562,6 +570,8 @@ class Pretrained(nn.Module):
         B, N, _ = embedded.shape
         at = (view.at + self.network.first_position).expand(B, N)
         inputs = dict(inputs_embeds=embedded, position_ids=at, attention_mask=self.masks(view))
+        if view.cache is not None:
+            inputs |= {self.cache_name: view.cache.update(), "use_cache": True}
         return output_of(self.body(**inputs))
 
     def features(self, view):
@@ -575,7 +585,10 @@ class Pretrained(nn.Module):
         if self.config.shift and not view.causal:  # a causal View is shifted already
             if rows is None:
                 rows = torch.arange(B * N, device=h.device).view(B, N)
-            rows = rows - (view.at > 0).expand(B, N).flatten()[rows].long()
+            left = torch.arange(-1, N - 1, device=h.device) if view.before is None else view.before
+            offset = torch.arange(B, device=h.device)[:, None] * N
+            here = torch.arange(B * N, device=h.device).view(B, N)
+            rows = torch.where(view.at > 0, left + offset, here).flatten()[rows]
         return h if rows is None else h.flatten(0, 1)[rows]
 
     def forward(self, view, targets=None, weights=None):
@@ -668,7 +681,8 @@ class Pretrained(nn.Module):
         windows = self.windows
         if not any(windows.values()):
             return
-        view = self.try_view()._replace(sees=None)
+        view = self.try_view()
+        view = view._replace(sees=None, at=torch.arange(6, device=view.ids.device))
         try:
             for free in (None, *windows):  # the kind of layers without a window
                 self.windows = {kind: None if kind == free else 0 for kind in windows}
@@ -864,6 +878,9 @@ def check_flags(given, network, flag):
         if given.get("shift") and not network.code:
             why = "which was trained to predict a token at its own position"
             raise UserError(f"--shift does not work with {kind}, {why}; leave it out")
+        if given.get("block_length"):
+            fix = "give a decoder, or leave it out"
+            raise UserError(f"--block_length does not work with {kind}, an encoder; {fix}")
     if given.get("shift") and given.get("objective") == "ar":
         why = "which predicts the next token anyway"
         raise UserError(f"--shift has no effect with --objective=ar, {why}; leave it out")
@@ -876,8 +893,6 @@ def check_flags(given, network, flag):
 
 # Settings that no network of others has yet, and why.
 LACKING = {
-    "block_length": "whose layers know no blocks",
-    "infill_share": "whose layers know no blocks",
     "prompt_column": "which takes no prompts yet",
     "shard": "which is not sharded yet",
     "time_conditioning": "which is not told the mask rate",

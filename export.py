@@ -236,6 +236,7 @@ def predict_code(model):
 
 def contents_of_network(folder, model, tokenizer, config, options):
     """The files of a network of Hugging Face: its own ones, without code of ours."""
+    check_whole(model, config.objective == "ar")
     content, words = tokens_of_network(model, tokenizer)
     if config.objective == "ar":
         begin = words["mask_token"]
@@ -266,11 +267,16 @@ def code(text):
     return f"{fence}{space}{shown}{space}{fence}"
 
 
+def check_whole(model, is_causal):
+    """Raise UserError for a model of blocks alone: plain calls of the library see whole texts."""
+    if not (model.objective.fills_gaps or is_causal):
+        raise UserError("--to=hf is not for --block_length without --infill_share")
+
+
 def contents_of(folder, model, tokenizer, config, options):
     """The files of a Hugging Face model, name -> bytes."""
     is_causal = config.objective == "ar"
-    if not (model.objective.fills_gaps or is_causal):
-        raise UserError("--to=hf is not for --block_length without --infill_share")
+    check_whole(model, is_causal)
     tokens, end = to_library(tokenizer)
     V = tokenizer.vocab_size
     ids = dict(eos_token_id=tokenizer.end_id if end else V + 1, pad_token_id=V + 1)

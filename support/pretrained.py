@@ -893,7 +893,6 @@ def check_flags(given, network, flag):
 
 # Settings that no network of others has yet, and why.
 LACKING = {
-    "prompt_column": "which takes no prompts yet",
     "shard": "which is not sharded yet",
     "time_conditioning": "which is not told the mask rate",
 }

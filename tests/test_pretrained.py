@@ -905,7 +905,7 @@ REFUSED = [
     (nothing, ["--conv=3"], "--conv has no effect with --network=", []),
     (nothing, ["--shift"], "--shift does not work with", []),
     (nothing, ["--objective=ar"], "--objective=ar does not work with", []),
-    (nothing, ["--block_length=4"], "whose layers know no blocks", []),
+    (nothing, ["--block_length=4"], "--block_length does not work with", []),
     (nothing, ["--time_conditioning"], "which is not told the mask rate", []),
     (nothing, ["--shard"], "which is not sharded yet", []),
     (nothing, ["--tokenizer=byte"], "--init_from brings a tokenizer", []),

@@ -1,5 +1,7 @@
 """Decoders of others in blocks: causal across blocks, bidirectional within them."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from test_pretrained import (
 )
 
 import eval
+import export
 import mdlm
 import sample
 from support import cli, signals
@@ -152,6 +155,19 @@ def test_a_run_in_blocks_resumes_to_the_bit_and_writes(
     assert "in blocks of 4" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("share, code", [("0", 2), ("0.5", 0)])
+def test_what_cannot_see_whole_texts_is_not_exported(
+    share, code, folder_of, some_text, tmp_path, capfd
+):
+    more = [f"--block_length={S}", f"--infill_share={share}", "--max_steps=1"]
+    assert run_mdlm(*flags_of(folder_of("llama"), some_text, tmp_path / "run", *more)) == 0
+    argv = [f"--out_dir={tmp_path / 'run'}", f"--dest={tmp_path / 'hf'}"]
+    assert cli.run(export.main, argv) == code
+    said = capfd.readouterr().err
+    assert (code == 0) == (tmp_path / "hf").exists()
+    assert code == 0 or "--to=hf is not for --block_length without --infill_share" in said
+
+
 def test_nelbo_of_blocks_is_that_of_enumeration(folder_of):
     """Of 3 tokens in blocks of 3, 1 and, with 4, of 2: all sets of masked positions of a block."""
     for length in (1, 2, 4):
@@ -178,3 +194,27 @@ def test_an_encoder_in_blocks_is_refused(kind, folder_of, some_text, tmp_path, c
     assert run_mdlm(*argv) == 2
     assert "--block_length does not work with" in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+# ---- Prompts and answers
+SOUNDS = {"cat": "meow", "a dog": "woof", "the old cow": "moo", "me": "i am a model"}
+
+
+@pytest.mark.parametrize(
+    "kind, more", [("llama", []), ("llama", [f"--block_length={S}"]), ("bert", [])]
+)
+def test_it_answers(kind, more, folder_of, tmp_path, capsys):
+    """What it was tuned on, on whole windows and in blocks, and with the tokenizer's own [END]."""
+    pairs = tmp_path / "qa.jsonl"
+    rows = [json.dumps(dict(q=q, a=a)) + "\n" for q, a in SOUNDS.items()]
+    pairs.write_text("".join(rows * 50))
+    argv = flags_of(folder_of(kind), pairs, tmp_path / "run", "--prompt_column=q", *more)
+    argv += ["--text_column=a", "--max_steps=150", "--batch_size=16", "--learning_rate=0.01"]
+    argv += ["--block_size=24", "--optimizer=muon", "--muon_lr=0.05"]
+    assert run_mdlm(*argv) == 0
+    capsys.readouterr()
+    for q, a in SOUNDS.items():
+        argv = [f"--out_dir={tmp_path / 'run'}", f"--prompt={q}", "--json=-", "--temperature=0"]
+        assert cli.run(sample.main, argv) == 0
+        prompt, _, answer = json.loads(capsys.readouterr().out)["text"].partition("\n")
+        assert (prompt, answer.replace(" ", "")) == (q, a.replace(" ", ""))

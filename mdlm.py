@@ -308,6 +308,11 @@ class Config:
         "predict a token at the position before it, as decoders were trained (on with "
         "--init_from=DECODER)",
     )
+    lora: int = opt(
+        0,
+        "train only adapters of this rank (LoRA) and the embedding of [MASK] (0: all weights)",
+        bounds=(0, 1 << 10),
+    )
     trust_remote_code: bool = opt(
         False,
         "run the code that came with the network of --init_from or --network, or with a run; "

@@ -35,7 +35,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import safe_open
 
-from support import files, remote_code
+from support import files, lora, remote_code
 from support.data.tokenizer import describe
 from support.environment import optional
 from support.errors import UserError
@@ -59,6 +59,7 @@ WINDOWS = {"sliding_window", "use_sliding_window", "sliding_window_pattern", "ma
 # What suits weights that are trained already (docs/pretrained.md), and what an architecture that is
 # not ours.
 FINE_TUNING = dict(optimizer="muon", learning_rate=3e-4, muon_lr=0.01, weight_decay=0.01)
+LORA = dict(optimizer="adamw", learning_rate=1e-3, weight_decay=0.0)
 FROM_NOTHING = dict(optimizer="muon", learning_rate=1e-3, muon_lr=0.02, weight_decay=0.1)
 
 
@@ -111,6 +112,8 @@ class Network:
         self.rows = settings["vocab_size"]  # of the embedding in `folder`
         self.weights = None  # those of `folder`, name -> tensor, until networks are built
         self.is_checked = False  # whether such a network has passed Pretrained.check
+        self.base = None  # lora.identity of the weights that adapters are for
+        self.adapted = None  # a network with adapters that was built, whose weights others share
 
     @property
     def model_type(self):
@@ -201,6 +204,10 @@ class Network:
         if not self.is_checked:
             model.check()
             self.is_checked = True
+        if config.lora:
+            lora.add(model, config.lora, config.dropout)
+            lora.share(self.adapted or model, model)
+            self.adapted = model
         return model
 
     def make_body(self, dropout=0.0):
@@ -243,6 +250,13 @@ class Network:
         self.is_checked = True
         return self
 
+    def load_base(self):
+        """Read the weights that the adapters of a run with --lora are for."""
+        folder = Path(self.base["folder"])
+        first = read(folder / "config.json", self.code is not None)
+        first.folder = folder
+        self.weights = first.load().state_dict()
+
     def load(self):
         """The library's module with the weights of `folder`; UserError if some are missing."""
         check_weights(self.folder)
@@ -258,7 +272,7 @@ class Network:
     def without_weights(self):
         """A copy that does not hold what was read."""
         other = copy.copy(self)
-        other.weights = None
+        other.weights = other.adapted = None
         return other
 
     @torch.no_grad()
@@ -279,6 +293,7 @@ class Network:
     def to_json(self):
         facts = dict(format=FORMAT, version=1, head=self.head, mask_id=self.mask_id)
         facts |= dict(code=self.code.listed()) if self.code else {}
+        facts |= dict(base=self.base) if self.base else {}
         return json.dumps(facts | dict(config=self.settings), indent=1)
 
     def files(self):
@@ -319,7 +334,11 @@ def read(path, trust_remote_code):
         code = None
         if "code" in content:
             code = remote_code.of_checkpoint(path, content["code"], trust_remote_code)
-        return Network(checked_settings(path, settings, code), head, mask_id, code=code)
+        network = Network(checked_settings(path, settings, code), head, mask_id, code=code)
+        if "base" in content:
+            lora.check_identity(content["base"], path)
+            network.base = content["base"]
+        return network
     classes = remote_code.classes_of(content)
     code = None
     if classes and (trust_remote_code or not is_known(content.get("model_type"))):
@@ -496,6 +515,8 @@ class Pretrained(nn.Module):
         self.bias = None  # of the head
         self.head_place = ""  # the name of the head in the body
         self.bias_places = []  # other names of its bias
+        self.mask_vector = None  # with --lora: the embedding of [MASK]
+        self.frozen = None  # with --lora: the weights that are not trained
         body.config.use_cache = False
         takes = inspect.signature(body.forward).parameters
         self.cache_name = "cache" if "cache" in takes else "past_key_values"
@@ -574,12 +595,19 @@ class Pretrained(nn.Module):
             inputs |= {self.cache_name: view.cache.update(), "use_cache": True}
         return output_of(self.body(**inputs))
 
+    def embed(self, ids):
+        """The embeddings of ids (B, N)."""
+        embedded = self.body.get_input_embeddings()(ids)
+        if self.mask_vector is None:
+            return embedded
+        return torch.where((ids == self.mask_id)[..., None], self.mask_vector, embedded)
+
     def features(self, view):
         """What the head reads: (B, N, C), or (*rows.shape, C) at view.rows of the flat batch.
 
         With --shift that of a token is at the position before it, unless it begins a text.
         """
-        h = self.encode(self.body.get_input_embeddings()(view.ids), view)
+        h = self.encode(self.embed(view.ids), view)
         B, N, _ = h.shape
         rows = view.rows
         if self.config.shift and not view.causal:  # a causal View is shifted already
@@ -708,6 +736,8 @@ class Pretrained(nn.Module):
     # ---- Out again
     def to_library(self, end_id=None):
         """A copy of the library's module with its head in place; end_id: of [END], if there is."""
+        if self.frozen is not None:
+            return lora.merge(self).to_library(end_id)
         body = copy.deepcopy(self.body)
         if self.head_place:
             weight = body.get_input_embeddings().weight
@@ -786,6 +816,9 @@ def find_network(given):
         check_weights(network.folder)
     elif source and (path := file_of_run(source)):
         network = read(path, is_trusted)
+        if network.base:
+            fix = "export it, which merges its adapters, and give that folder"
+            raise UserError(f"--init_from={source} is a run with --lora; {fix}")
     remote_code.check_effect(is_trusted, network)
     return network
 
@@ -803,11 +836,16 @@ def open_network(config, folder):
     if folder:
         network = read(folder / FILE, is_trusted) if config.network else None
         remote_code.check_effect(is_trusted, network)
+        if network and network.base:
+            network.load_base()
         return network
     if not config.network:
         return None
     source = dict(init_from=config.init_from) if config.init_from else dict(network=config.network)
-    return find_network(source | dict(trust_remote_code=is_trusted)).open()
+    network = find_network(source | dict(trust_remote_code=is_trusted)).open()
+    if config.lora:
+        network.base = lora.identity(network.folder)
+    return network
 
 
 def fit(network, tokenizer, corpus=None):
@@ -825,6 +863,8 @@ def count_weights(network, tokenizer):
     if network is None:
         return None
     network.fit(tokenizer)
+    if network.base:  # they are not in the checkpoint
+        return 1
     with torch.device("meta"):
         return sum(p.numel() for p in network.make_body().parameters())
 
@@ -850,6 +890,7 @@ def implied(given, settings):
     result |= dict(n_embd=sizes.hidden_size, attention_every=1, conv=0, pos="learned", tie=False)
     result |= dict(dropout=0.0, block_size=min(settings["block_size"], network.positions))
     result |= FINE_TUNING if given.get("init_from") else FROM_NOTHING
+    result |= LORA if given.get("lora") else {}
     if network.folder:
         result["network"] = str(network.folder / "config.json")
         result["tokenizer"] = str(network.folder / "tokenizer.json")
@@ -881,6 +922,11 @@ def check_flags(given, network, flag):
         if given.get("block_length"):
             fix = "give a decoder, or leave it out"
             raise UserError(f"--block_length does not work with {kind}, an encoder; {fix}")
+    if given.get("lora"):
+        lora.library()
+        if not network.folder:
+            needs = "needs weights to adapt; give a folder of Hugging Face with --init_from"
+            raise UserError(f"--lora={given['lora']} {needs}")
     if given.get("shift") and given.get("objective") == "ar":
         why = "which predicts the next token anyway"
         raise UserError(f"--shift has no effect with --objective=ar, {why}; leave it out")
@@ -912,5 +958,5 @@ def effects(config):
     ours = "with the network of mdlm.py; leave it out"
     return [
         ("n_layer n_head n_embd attention_every conv pos tie", not config.network, with_network),
-        ("shift trust_remote_code", bool(config.network), ours),
+        ("shift trust_remote_code lora", bool(config.network), ours),
     ]

@@ -58,23 +58,18 @@ def add(model, rank, dropout):
     Of B A, which is added to a linear map, B is zero at first, so nothing changes.
     """
     peft = library()
-    kinds = (nn.Linear, *conv1d())
+    from transformers.pytorch_utils import Conv1D  # linear maps of GPT-2, with W transposed
+
     prefix = model.layers_name + "."
-    modules = model.body.named_modules()
-    names = [n for n, m in modules if n.startswith(prefix) and isinstance(m, kinds)]
+    maps = [m for m in model.body.named_modules() if isinstance(m[1], (nn.Linear, Conv1D))]
+    names = [name for name, _ in maps if name.startswith(prefix)]
     settings = dict(r=rank, lora_alpha=2 * rank, lora_dropout=dropout, target_modules=names)
+    settings |= dict(fan_in_fan_out=any(isinstance(m, Conv1D) for _, m in maps))
     peft.inject_adapter_in_model(peft.LoraConfig(**settings), model.body)
     with torch.no_grad():
         at = torch.tensor([model.mask_id], device=model.head_weight.device)
         model.mask_vector = nn.Parameter(model.body.get_input_embeddings()(at)[0].clone())
     freeze(model)
-
-
-def conv1d():
-    """The class of GPT-2's linear maps, as a tuple."""
-    from transformers.pytorch_utils import Conv1D
-
-    return (Conv1D,)
 
 
 def is_trained(name):

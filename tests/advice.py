@@ -2047,6 +2047,7 @@ ADVICE["tokenizer_json.py"] = [
 
 ADVICE["pretrained.py"] = FollowedIn("test_refused_and_what_helps")
 ADVICE["remote_code.py"] = FollowedIn("test_unfit_code_is_one_sentence")
+ADVICE["lora.py"] = FollowedIn("test_mistakes_get_one_sentence")
 ADVICE["first_token.py"] = FollowedIn("test_first_tokens_are_measured")
 ADVICE["adapt.py"] = FollowedIn("test_the_study_plans_its_runs")
 ADVICE["lengths.py"] = FollowedIn("test_the_yardstick_says_what_it_needs")

@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from support import files, lora, remote_code
+from support.chat import ChatTemplate
 from support.data.tokenizer import describe
 from support.environment import optional
 from support.errors import UserError
@@ -59,7 +60,7 @@ WINDOWS = {"sliding_window", "use_sliding_window", "sliding_window_pattern", "ma
 # What suits weights that are trained already (docs/pretrained.md), and what an architecture that is
 # not ours.
 FINE_TUNING = dict(optimizer="muon", learning_rate=3e-4, muon_lr=0.01, weight_decay=0.01)
-LORA = dict(optimizer="adamw", learning_rate=1e-3, weight_decay=0.0)
+LORA = dict(optimizer="adamw", learning_rate=3e-3, weight_decay=0.0)
 FROM_NOTHING = dict(optimizer="muon", learning_rate=1e-3, muon_lr=0.02, weight_decay=0.1)
 
 
@@ -112,6 +113,7 @@ class Network:
         self.rows = settings["vocab_size"]  # of the embedding in `folder`
         self.weights = None  # those of `folder`, name -> tensor, until networks are built
         self.is_checked = False  # whether such a network has passed Pretrained.check
+        self.chat = None  # the chat.ChatTemplate of its tokenizer
         self.base = None  # lora.identity of the weights that adapters are for
         self.adapted = None  # a network with adapters that was built, whose weights others share
 
@@ -162,6 +164,9 @@ class Network:
             if name.endswith("_token_id") and isinstance(id, int) and id >= V:
                 self.settings[name] = None
         tokenizer.mask_id = self.mask_id
+        tokenizer.chat = self.chat
+        if self.chat:
+            self.chat.forbid(tokenizer.special_ids())
 
     def check_tokenizer(self, tokenizer):
         """Raise UserError for a tokenizer that is not that of the weights."""
@@ -294,6 +299,7 @@ class Network:
         facts = dict(format=FORMAT, version=1, head=self.head, mask_id=self.mask_id)
         facts |= dict(code=self.code.listed()) if self.code else {}
         facts |= dict(base=self.base) if self.base else {}
+        facts |= dict(chat=self.chat.to_json()) if self.chat else {}
         return json.dumps(facts | dict(config=self.settings), indent=1)
 
     def files(self):
@@ -338,13 +344,17 @@ def read(path, trust_remote_code):
         if "base" in content:
             lora.check_identity(content["base"], path)
             network.base = content["base"]
+        if "chat" in content:
+            network.chat = ChatTemplate.from_json(content["chat"], path)
         return network
     classes = remote_code.classes_of(content)
     code = None
     if classes and (trust_remote_code or not is_known(content.get("model_type"))):
         code = remote_code.of_folder(path, classes, trust_remote_code)
         content["auto_map"] = classes
-    return Network(*settings_of(path, content, code), code=code)
+    network = Network(*settings_of(path, content, code), code=code)
+    network.chat = ChatTemplate.of_folder(path.parent)
+    return network
 
 
 def is_known(model_type):
@@ -855,6 +865,12 @@ def fit(network, tokenizer, corpus=None):
     network.fit(tokenizer)
     if corpus is not None and network.mask_id < tokenizer.vocab_size:
         network.check_data(corpus)
+
+
+def chat_template(network, tokenizer):
+    """The chat.ChatTemplate of a Network, or of a tokenizer that has met one; None if neither is
+    there or has one."""
+    return network.chat if network else getattr(tokenizer, "chat", None)
 
 
 def count_weights(network, tokenizer):

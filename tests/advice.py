@@ -1574,6 +1574,7 @@ ADVICE["records.py"] = [
 ]
 
 ADVICE["runs.py"] = [
+    ("{} contradict each other; give one of them", FollowedIn("test_mistakes_get_one_sentence")),
     ("with --n_layer=1; leave it out", "mdlm --n_layer=1 --attention_every=2", "mdlm --n_layer=1"),
     ("--n_embd={} must be a multiple of {}", "mdlm --n_embd=34", "mdlm --n_embd=36"),
     ("--batch_size={} must be a multiple of {}", "mdlm --batch_size=7", "mdlm --batch_size=8"),

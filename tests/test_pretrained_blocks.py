@@ -29,7 +29,13 @@ pytest.importorskip("transformers")
 folder_of, some_text, tokenizer_of = folder_of, some_text, tokenizer_of  # fixtures
 DECODERS = [kind for kind in FAMILIES if kind not in ENCODERS]
 FULL = [kind for kind in DECODERS if "sliding_window" not in FAMILIES[kind]]
+FAST = ("llama", "gemma3_text")
 S, T = 4, 16
+
+
+def slow_but(fast, kinds):
+    """The kinds as parameters, slow but for those in `fast`."""
+    return [kind if kind in fast else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
 
 
 def texts(model, T=T, seed=0):
@@ -41,7 +47,7 @@ def texts(model, T=T, seed=0):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", slow_but(FAST, DECODERS))
 @pytest.mark.parametrize("shift", [True, False])
 def test_a_block_sees_itself_and_the_clean_text_before_it(kind, shift, folder_of):
     """All blocks in one call are as each alone in the library, with a mask written out by hand."""
@@ -70,7 +76,7 @@ def test_a_block_sees_itself_and_the_clean_text_before_it(kind, shift, folder_of
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", FULL)
+@pytest.mark.parametrize("kind", slow_but(FAST, FULL))
 def test_blocks_of_one_token_are_the_decoder_as_it_was(kind, folder_of):
     """Weights that predicted the next token do so at once, but for the first one of a text."""
     model, _ = wrap(folder_of(kind), block_length=1)
@@ -83,7 +89,7 @@ def test_blocks_of_one_token_are_the_decoder_as_it_was(kind, folder_of):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", slow_but(FAST, DECODERS))
 @pytest.mark.parametrize("shift", [True, False])
 def test_the_cache_sees_what_training_sees(kind, shift, folder_of):
     """Of 4 T tokens too: then as in a window that holds the last ones alone."""

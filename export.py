@@ -242,6 +242,9 @@ def contents_of_network(folder, model, tokenizer, config, options):
         begin = words["mask_token"]
         words |= dict(bos_token=begin, model_input_names=["input_ids", "attention_mask"])
         content["post_processor"] = tokenizer_json.prepend(begin, model.mask_id)
+    if config.chat_column:  # what a template may write must stay as it was
+        template = model.network.chat
+        words |= template.tokens | dict(chat_template=template.template)
     name = Path(options.dest).name
     text = card(folder, model, tokenizer, config, name)
     contents = {

@@ -10,6 +10,7 @@ from conftest import run_mdlm
 from test_pretrained import flags_of, random_network
 
 import eval
+import export
 import mdlm
 import sample
 from support import cli
@@ -116,6 +117,17 @@ def test_the_run_keeps_the_template(run, talks, tmp_path):
     assert cli.run(eval.main, argv) == 0
     argv = flags_of(run, talks, tmp_path / "more", "--chat_column=messages", "--max_steps=1")
     assert run_mdlm(*argv, "--block_size=48") == 0
+
+
+def test_an_export_has_the_template(run, talks, tmp_path):
+    """For the library, and for --init_from."""
+    assert cli.run(export.main, [f"--out_dir={run}", f"--dest={tmp_path / 'hf'}"]) == 0
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    settings = dict(add_generation_prompt=True, tokenize=False)
+    wanted = "<|im_start|>user\ncat<|im_end|>\n<|im_start|>assistant\n"
+    assert library.apply_chat_template(TALKS[0][:1], **settings) == wanted
+    argv = flags_of(tmp_path / "hf", talks, tmp_path / "more", "--chat_column=messages")
+    assert run_mdlm(*argv, "--block_size=48", "--max_steps=1") == 0
 
 
 def test_templates_are_found_where_folders_have_them(folder, tmp_path):

@@ -35,7 +35,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import safe_open
 
-from support import files, lora, remote_code
+from support import files, lora, parts, remote_code
 from support.chat import ChatTemplate
 from support.data.tokenizer import describe
 from support.environment import optional
@@ -113,6 +113,7 @@ class Network:
         self.rows = settings["vocab_size"]  # of the embedding in `folder`
         self.weights = None  # those of `folder`, name -> tensor, until networks are built
         self.is_checked = False  # whether such a network has passed Pretrained.check
+        self.is_resumed = False  # whether a checkpoint has its weights
         self.chat = None  # the chat.ChatTemplate of its tokenizer
         self.base = None  # lora.identity of the weights that adapters are for
         self.adapted = None  # a network with adapters that was built, whose weights others share
@@ -201,7 +202,12 @@ class Network:
                 raise UserError(f"the data have the id {self.mask_id}, which is [MASK]; {fix}")
 
     def build(self, config, vocab_size, ops, shard_fn=None):
-        """A Pretrained with the weights of `folder`, or with random ones."""
+        """A Pretrained with the weights of `folder`, or with random ones.
+
+        shard_fn: called with each layer with --shard, to spread it over the ranks.
+        """
+        if config.shard:
+            return self.build_in_parts(config, vocab_size, ops, shard_fn)
         body = self.make_body(config.dropout)
         if self.weights:
             self.copy_weights(body, vocab_size)
@@ -213,6 +219,31 @@ class Network:
             lora.add(model, config.lora, config.dropout)
             lora.share(self.adapted or model, model)
             self.adapted = model
+        return model
+
+    def build_in_parts(self, config, V, ops, shard_fn):
+        """`build` for ranks that never hold the whole network, unless its weights are random."""
+        is_known = self.weights is not None or self.is_resumed
+        with parts.on_meta() if is_known else contextlib.nullcontext():
+            body = self.make_body(config.dropout)
+        model = Pretrained(self, body, config, V, ops)
+        head = {"head": [f"{model.head_place}.weight"]}
+        others = [".".join(place) for place in model.bias_places]
+        head["bias"] = [f"{model.head_place}.bias", *others]
+
+        def find(name, shape):
+            if self.is_resumed:  # all will be loaded
+                return torch.zeros(shape)
+            t = self.weights.find(head.get(name, [name.removeprefix("body.")]))
+            if t.shape != shape:  # of the vocabulary: [MASK] has a row of its own
+                rows = t[:V].mean(0).expand(shape[0] - min(len(t), shape[0]), *t.shape[1:])
+                t = torch.cat((t[: shape[0]], rows))
+            return t
+
+        for layer in model.layers:
+            parts.fill(model, layer, find)
+            shard_fn(layer)
+        parts.fill(model, model, find)
         return model
 
     def make_body(self, dropout=0.0):
@@ -238,19 +269,26 @@ class Network:
         has_sdpa = self.code is None or getattr(kind, "_supports_sdpa", False)
         return dict(attn_implementation="sdpa" if has_sdpa else "eager", dtype=torch.float32)
 
-    def open(self):
+    def open(self, in_parts=False):
         """Read the weights of `folder` and try a network, before any work begins; returns itself.
 
+        in_parts: read them only where they are used; a shallow network with random ones is tried.
         Raises UserError for weights that are not all there, and for networks that cannot be used.
         """
-        if self.folder:
+        settings = self.settings
+        if in_parts:
+            settings = parts.shallow(settings, self.library_config())
+            body = Network(settings, self.head, code=self.code).make_body()
+            if self.folder:
+                self.weights = parts.WeightFiles(self.folder, body.base_model_prefix)
+        elif self.folder:
             body = self.load()
             self.weights = body.state_dict()
         else:
             body = self.make_body()
-        depth = self.library_config().num_hidden_layers
+        tried = Network(settings, self.head, mask_id=0, code=self.code)
+        depth = tried.library_config().num_hidden_layers
         some = SimpleNamespace(n_layer=depth, shift=False)
-        tried = Network(self.settings, self.head, mask_id=0, code=self.code)
         Pretrained(tried, body, some, self.rows, None).check()
         self.is_checked = True
         return self
@@ -846,13 +884,16 @@ def open_network(config, folder):
     if folder:
         network = read(folder / FILE, is_trusted) if config.network else None
         remote_code.check_effect(is_trusted, network)
+        if network:
+            network.is_resumed = True
         if network and network.base:
             network.load_base()
         return network
     if not config.network:
         return None
     source = dict(init_from=config.init_from) if config.init_from else dict(network=config.network)
-    network = find_network(source | dict(trust_remote_code=is_trusted)).open()
+    network = find_network(source | dict(trust_remote_code=is_trusted))
+    network.open(in_parts=bool(config.shard))
     if config.lora:
         network.base = lora.identity(network.folder)
     return network
@@ -955,7 +996,6 @@ def check_flags(given, network, flag):
 
 # Settings that no network of others has yet, and why.
 LACKING = {
-    "shard": "which is not sharded yet",
     "time_conditioning": "which is not told the mask rate",
 }
 
@@ -966,6 +1006,9 @@ def check(config):
         if getattr(config, name):
             kind = f"--network={config.network}, a network of others"
             raise UserError(f"--{name} does not work with {kind}, {why}; leave it out")
+    if config.lora and config.shard:
+        fix = "leave one of them out"
+        raise UserError(f"--lora={config.lora} and --shard cannot be combined yet; {fix}")
 
 
 def effects(config):

@@ -2053,6 +2053,7 @@ ADVICE["tokenizer_json.py"] = [
 
 ADVICE["pretrained.py"] = FollowedIn("test_refused_and_what_helps")
 ADVICE["remote_code.py"] = FollowedIn("test_unfit_code_is_one_sentence")
+ADVICE["parts.py"] = FollowedIn("test_names_that_ranks_cannot_read_are_one_sentence")
 ADVICE["chat.py"] = FollowedIn("test_mistakes_get_one_sentence")
 ADVICE["lora.py"] = FollowedIn("test_mistakes_get_one_sentence")
 ADVICE["first_token.py"] = FollowedIn("test_first_tokens_are_measured")

@@ -700,6 +700,7 @@ class Pretrained(nn.Module):
         with explain_library(what):
             self.check_head()
             self.check_documents()
+            self.check_positions()
             self.check_windows()
         self.train(was_training)
 
@@ -750,6 +751,17 @@ class Pretrained(nn.Module):
             self.influence(causal), at[:, None] >= at
         ):
             self.refuse("does not obey a causal mask")
+
+    @torch.no_grad()
+    def check_positions(self):
+        """Tokens in another order, at their positions, must be the same text."""
+        view = self.try_view()
+        order = torch.tensor([3, 0, 5, 1, 4, 2], device=view.ids.device)
+        view = view._replace(sees=None, at=torch.arange(6, device=order.device))
+        moved = view._replace(ids=view.ids[:, order], at=order)
+        wanted = self.features(view)[:, order]
+        if not torch.allclose(self.features(moved), wanted, rtol=1e-4, atol=1e-5):
+            self.refuse("does not take the positions that it is given")
 
     def check_windows(self):
         """Layers with a sliding window must obey it: with windows of width 0 no token may see

@@ -123,6 +123,14 @@ def from_nothing(model):
     return [f"--network={config}", "--tokenizer=bpe", f"--vocab_size={LLAMA['vocab_size']}"]
 
 
+def run_program(program, **more):
+    """Run a command, whose output is no part of ours; UserError if it fails."""
+    code = subprocess.run(program, stdout=sys.stderr, **more).returncode
+    if code:
+        what = f"mdlm.py ended with code {code}, as it says above"
+        raise UserError(f"{what}; mend that, or give another --out_dir")
+
+
 def train_all(runs, cores):
     """Train what `commands` says: one run at a time, or `cores` of them, each on one core."""
     free = Queue()
@@ -132,13 +140,13 @@ def train_all(runs, cores):
     def train(argv):
         program = [sys.executable, ROOT / "mdlm.py", *argv, "--resume=auto"]
         if not cores:
-            subprocess.run(program, check=True, stdout=sys.stderr)
+            run_program(program)
             return
         core = free.get()
         environ = os.environ | dict(OMP_NUM_THREADS="1")
         try:
             program = ["taskset", "-c", str(core), *program]
-            subprocess.run(program, check=True, env=environ, stdout=sys.stderr)
+            run_program(program, env=environ)
         finally:
             free.put(core)
 

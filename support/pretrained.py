@@ -758,9 +758,9 @@ class Pretrained(nn.Module):
         view = self.try_view()
         order = torch.tensor([3, 0, 5, 1, 4, 2], device=view.ids.device)
         view = view._replace(sees=None, at=torch.arange(6, device=order.device))
-        moved = view._replace(ids=view.ids[:, order], at=order)
-        wanted = self.features(view)[:, order]
-        if not torch.allclose(self.features(moved), wanted, rtol=1e-4, atol=1e-5):
+        embedded = self.embed(view.ids)
+        moved = self.encode(embedded[:, order], view._replace(at=order))
+        if not torch.allclose(moved, self.encode(embedded, view)[:, order], rtol=1e-4, atol=1e-5):
             self.refuse("does not take the positions that it is given")
 
     def check_windows(self):

@@ -743,11 +743,9 @@ class Place:
 
     def change(self, before, after, edits):
         """A Part that is changed; text that both have at their ends is not a part of the Change."""
-        kind = edits[0].kind if len(edits) == 1 else "substitution"
-        p_before, p_after = (
-            (edits[0].p_before, edits[0].p_after) if len(edits) == 1 else (None, None)
-        )
+        only = edits[0] if len(edits) == 1 else Edit(0, 0, (), "substitution")
         gain = sum(edit.gain for edit in edits)
         where = (self.position, self.line, self.column)
         self.after(before)
-        return Part(before, after, Change(*where, kind, before, after, gain, p_before, p_after))
+        said = (only.kind, before, after, gain, only.p_before, only.p_after)
+        return Part(before, after, Change(*where, *said))

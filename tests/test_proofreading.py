@@ -125,7 +125,7 @@ def test_edits_that_share_calls_gain_what_they_gain_alone():
 # ---- What mistakes are likely
 def test_the_prior_is_a_distribution_that_knows_the_keyboard():
     prior = mistakes.Prior(list(LETTERS), V)
-    for table in (prior.wrong, torch.tensor(prior.slip)):
+    for table in (prior.wrong, torch.tensor(prior.slip, dtype=torch.float64)):
         assert torch.allclose(table.exp().sum(1), torch.ones(V).double())
     s, w, z, p, end = map(LETTERS.index, "swzp\n")
     each = math.log(0.98 / 0.005)  # 2 % of mistakes in four kinds

@@ -38,12 +38,12 @@ REACH = 8  # tokens after an edit whose likelihood decides
 NEAR = 4  # tokens on both sides of an edit whose pseudo-likelihood prunes
 SPARSE = 3  # every third of these is masked at once
 APART = REACH + 2 * NEAR  # tokens between edits that share a call
-RIVALS = 2  # edits near each other of which the likelihood decides
+RIVALS = 3  # edits near each other of which the likelihood decides
 ROUNDS = 3  # of a window: a repaired mistake makes others near it easier to see
 # Nats. What is below is not looked at: doubt of a token, and what a proposal promises beyond its
 # cost.
 DOUBT = 4.0
-PROMISE = 0.0
+PROMISE = -3.0
 MOST = 1 << 24  # logits that are held at a time
 PIECE = 1 << 16  # characters that are tokenized at a time
 

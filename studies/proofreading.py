@@ -66,6 +66,7 @@ START = "\n"
 PIECE = 1100  # characters of text that have their own mistakes
 DRAWS = 200  # of pieces, for a standard error
 ABOUT = ("rate", "source", "kinds", "method", "begin")  # of a row; the rest is summed
+SUMMED = ("mistakes", "characters", "seconds")  # of every row
 
 
 @dataclass
@@ -540,11 +541,22 @@ def table(rows):
 
 
 def read_rows(paths):
-    """The rows of files of --json."""
+    """The rows of files of --json. Raises UserError for other files."""
+    fix = "give files that --json of this study wrote"
     rows = []
     for path in paths:
-        with open(path, encoding="utf-8") as f:
-            rows += map(json.loads, f)
+        try:
+            with open(path, encoding="utf-8") as f:
+                rows += map(json.loads, f)
+            is_table = all(
+                isinstance(row, dict) and {*ABOUT, *SUMMED} <= row.keys() for row in rows
+            )
+        except (OSError, ValueError) as e:
+            raise UserError(f"--join={path} cannot be read ({e}); {fix}") from None
+        if not is_table:
+            raise UserError(f"--join={path} has no counts of this study; {fix}")
+    if not rows:
+        raise UserError(f"--join names empty files; {fix}")
     return rows
 
 

@@ -199,6 +199,18 @@ def test_the_study_joins_pieces(tmp_path, capsys):
     assert "keyboard" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "content, said",
+    [(None, "cannot be read"), ("no JSON", "cannot be read"), ("[1]", "no counts"), ("", "empty")],
+)
+def test_what_the_study_cannot_join_is_refused(tmp_path, capsys, content, said):
+    if content is not None:
+        (tmp_path / "a").write_text(content)
+    assert cli.run(study.main, [f"--join={tmp_path}/a"]) == 2
+    err = capsys.readouterr().err
+    assert said in err and "give files that --json" in err and err.count("\n") == 1
+
+
 def test_the_6_gram_model_has_the_same_prior():
     model = study.NGrams("the cat sat on the mat\n" * 50 + "q")
     search = study.BeamSearch(model)

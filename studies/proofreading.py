@@ -80,6 +80,7 @@ class Options:
     tune: bool = opt(False, "choose settings on training text")
     seed: int = opt(0, "of the mistakes", bounds=(0, 1 << 31))
     kinds: str = opt("", "of mistakes (default: both)", "", "all", "substitutions")
+    source: str = opt("", "of mistakes (default: both)", "", "random", "keyboard")
     methods: str = opt("nothing,symspell,6-gram,mdlm", "which to measure")
     json: str = opt("", "write the counts of each piece of text to this file", path=WRITES)
     join: str = opt("", "measure nothing: the table of these files of --json (commas between)")
@@ -485,6 +486,7 @@ def pieces(options, training, validation, model, tokenizer, alphabet):
             size = options.characters if rate == 0.02 else options.others
             text = validation[begin : options.begin + size][:PIECE]
             sources = ("random", "keyboard") if text else ()
+            sources = [source for source in sources if options.source in ("", source)]
             for (which, kinds), source in itertools.product(sets, sources):
                 seed = f"{options.seed} {begin}"
                 for name, method in methods.items():

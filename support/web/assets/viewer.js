@@ -131,7 +131,7 @@ function point(p) {
   const token = tokenAt(p, step), event = eventAt(p, step), given = sample.given[p];
   const was = event?.old === undefined ? "" : `, before: ${visible(event.old)}`;
   const about = given ? "given" : !event ? "masked"
-    : `step ${event.since}${was}, confidence ${percent(event.confidence)}`;
+    : `step ${event.since}${was}${event.confidence == null ? "" : `, confidence ${percent(event.confidence)}`}`;
   const head = make("p", about);
   if (token !== null) head.prepend(make("b", visible(token)), " ");
   const rows = (given || !event ? [] : event.alternatives ?? []).map(([other, share]) => {

@@ -41,7 +41,7 @@ async function writeRanked({id, ids, ...how}) {
 }
 
 async function answer(data) {
-  if (data.id !== current) return;  // a newer request has arrived
+  if (data.id !== current || data.stop) return;  // a newer request has arrived, or none is wanted any more
   try {
     if (data.about) {
       mask = data.about.mask;

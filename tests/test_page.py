@@ -489,7 +489,7 @@ def write(browser, text, **settings):
     """Set the form, press Write, wait for the end; the text."""
     for name, value in dict(typed=text, **settings).items():
         browser.js(f"$('{name}').value = {json.dumps(str(value))}")
-    browser.js("start(false)")
+    browser.js("start()")
     browser.wait("writing === null")
     return browser.js("samples.at(-1).tokens.join('')")
 
@@ -679,7 +679,7 @@ def test_a_text_is_shown_while_it_is_written(live):
     """Play begins before the last call; a pause keeps the step, the text goes on."""
     live.js("$('typed').value = ''")
     live.js("$('steps').value = 128")
-    live.js("start(false)")
+    live.js("start()")
     live.wait("writing?.frames.length > 2")
     live.js("play(false)")
     step = live.js("step")
@@ -692,7 +692,7 @@ def test_a_text_is_shown_while_it_is_written(live):
 def test_a_newer_request_replaces_an_older(live):
     live.js("$('typed').value = ''")
     live.js("$('steps').value = 128")
-    live.js("start(false)")
+    live.js("start()")
     live.wait("writing?.frames.length > 2")
     assert write(live, "a█b", steps=4).startswith("a")
     assert live.js("samples.length") == 1 and live.js("samples[0].frames.length") <= 4
@@ -744,7 +744,7 @@ def test_hostile_text_stays_text(live):
     assert write(live, attack + "█", steps=4).startswith(attack)
     assert live.js("text()").startswith(attack)
     live.js("$('typed').value = '<img src=x onerror=alert(1)>'")
-    live.js("start(false)")
+    live.js("start()")
     assert say(live).startswith('The model never saw the character "i" (position 2)')
     fragment = "#typed=" + urllib.parse.quote(attack) + "&seed=<script>"
     live.js(f"location.hash = {json.dumps(fragment)}")
@@ -807,7 +807,7 @@ def test_character_of_the_model_is_no_gap(browser, tiny, tmp_path, letters, sign
     assert text.startswith(f"{literal}a") and len(text) == len(literal) + 4
     assert browser.js("samples.at(-1).given") == [True] * (len(literal) + 1) + [False, True, False]
     browser.js(f"$('typed').value = {json.dumps('[MASK]' + 'a' * 31)}")
-    browser.js("start(false)")
+    browser.js("start()")
     assert browser.js("$('said').className") == "", "[MASK] is one of 32 characters"
     browser.wait("writing === null")
     for typed, wanted in (
@@ -819,7 +819,7 @@ def test_character_of_the_model_is_no_gap(browser, tiny, tmp_path, letters, sign
         ),
     ):
         browser.js(f"$('typed').value = {json.dumps(typed)}")
-        browser.js("start(true)")
+        browser.js("start('rank')")
         assert wanted in say(browser)
     server.close()
 
@@ -844,10 +844,10 @@ def test_wrong_texts_get_one_sentence(live):
         ("aé", 'The model never saw the character "é" (position 2); remove it.'),
     ):
         live.js(f"$('typed').value = {json.dumps(text)}")
-        live.js("start(false)")
+        live.js("start()")
         assert say(live) == said and live.js("samples[0].title") == ""
     live.js("$('typed').value = 'ab'")
-    live.js("start(true)")
+    live.js("start('rank')")
     assert "no gap to rank" in say(live)
 
 
@@ -859,11 +859,11 @@ def test_a_typed_pattern_is_matched(live):
         ("[██|ab|<>] [█:b]", "(ab|<>) b"),
     ):
         live.js(f"$('typed').value = {json.dumps(text)}")
-        live.js("start(false)")
+        live.js("start()")
         live.wait("writing === null")
         shown = live.js("samples.at(-1).tokens.join('')")
         assert re.fullmatch(f"(?s:{pattern})", shown), shown
-        live.js("start(true)")
+        live.js("start('rank')")
         live.wait("$('said').textContent.startsWith('The likeliest')")
         for shown in live.js("samples.map(s => s.tokens.join(''))"):
             assert re.fullmatch(f"(?s:{pattern})", shown), shown
@@ -875,7 +875,7 @@ def test_a_typed_pattern_is_matched(live):
         ("a[___:b]", "[___], a gap of unknown length, is for sample.py --infill"),
     ):
         live.js(f"$('typed').value = {json.dumps(text)}")
-        live.js("start(false)")
+        live.js("start()")
         assert say(live).startswith(said)
 
 
@@ -886,9 +886,9 @@ def test_ranking_ends_what_is_being_written(live):
     live.js("$('steps').value = 128")
     script = """const [done] = arguments;
       worker.addEventListener("message", ({data}) => {
-        if (data.frame && writing.frames.length === 2) done(start(true));
+        if (data.frame && writing.frames.length === 2) done(start("rank"));
       });
-      start(false);"""
+      start();"""
     live.call("/execute/async", script=script, args=[])  # in the page: it writes faster than we ask
     live.press("down", "up")
     assert live.js("samples.length") == 1 and live.js("steps === sample.frames.length")
@@ -925,7 +925,7 @@ def test_keyboard_alone_is_enough(live):
     labels = live.js("""[...document.querySelectorAll("input, textarea, button")]
       .filter(e => e.checkVisibility())
       .map(e => e.labels?.[0]?.innerText || e.getAttribute("aria-label") || e.textContent)""")
-    assert len(labels) == 6 and all(labels)
+    assert len(labels) == 7 and all(labels)  # with Stop, which can be pressed while it writes
 
 
 @slow

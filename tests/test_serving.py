@@ -63,7 +63,11 @@ def network(block_length=0, block_size=32, **more):
 # ---- A row does not depend on its batch
 def test_texts_in_one_piece_get_the_same_bits_in_any_call():
     """Alone, among others in any order, and with equal padding computed once."""
-    model = network(block_size=64)
+    check_pieces()
+
+
+def check_pieces(**more):
+    model = network(block_size=64, **more)
     quick = compute_once(model)
     g = torch.Generator().manual_seed(0)
 
@@ -89,7 +93,11 @@ def test_texts_in_one_piece_get_the_same_bits_in_any_call():
 @pytest.mark.parametrize("S", [1, 2, 3, 4, 8])
 def test_blocks_get_the_same_bits_in_any_call(S):
     """Each text is at a block of its own, and some see their last block for the first time."""
-    model = network(S, block_size=24)
+    check_blocks(S)
+
+
+def check_blocks(S, **more):
+    model = network(S, block_size=24, **more)
     g = torch.Generator().manual_seed(0)
     texts = [torch.randint(V, (B, 8 * S), generator=g) for B in (1, 2, 1, 3)]
     begins = [0, 2, 1, 0]
@@ -119,6 +127,15 @@ def test_blocks_get_the_same_bits_in_any_call(S):
             for i, found in zip(here, merging.compute(model, views)):
                 assert found.equal(alone[i][done[i]])
                 done[i] += 1
+
+
+def test_two_threads_give_the_same_bits_in_any_call():
+    """In a network so wide that MKL shares its products out to both of them."""
+    code = "import torch; torch.set_num_threads(2); import test_serving as t; "
+    code += "t.check_pieces(n_embd=256); t.check_blocks(4, n_embd=256)"
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 # ---- The engine

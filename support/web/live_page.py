@@ -213,13 +213,11 @@ def examples(tokenizer, sign, fills=True, patterns=True, open_gaps=False, fixes=
 
     gap = "[___:[A-Z][a-z]+]" if open_gaps else "[██████:[A-Z][a-z]+]"
     found = []
-    if fills:
-        before, after = ("To be, or ", " to be") if is_known("To be, or to be") else ("", "")
-        text = f"{before}{sign * 3}{after}" if before else sign * 8
+    if fills and is_known("To be, or to be"):
+        text = f"To be, or {sign * 3} to be"
         found.append(dict(label="fill a gap", text=text, what="write"))
-    if fills and open_gaps and is_known("To be, or to be"):
         text = "To be, or [___] to be"
-        found.append(dict(label="a gap of any length", text=text, what="rank"))
+        found += [dict(label="a gap of any length", text=text, what="rank")] * open_gaps
     if is_known("ROMEO:\n"):
         found.append(dict(label="go on from \u201cROMEO:\u201d", text="ROMEO:\n", what="write"))
     if fills and patterns and is_known("My name is ."):

@@ -20,7 +20,6 @@ import torch
 from conftest import ROOT, TINY, run_mdlm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from webdriver import Browser
 
 import mdlm
 import sample
@@ -281,6 +280,16 @@ def test_limits_of_the_engine():
         second.wait()
     with pytest.raises(engines.Closed):
         Answer(engine, model, lambda m: texts_of(m, 0, steps=2))
+
+
+def test_without_a_queue_one_request_is_computed():
+    model = network()
+    with running(most_active=1, most_waiting=0) as engine:
+        first = Answer(engine, model, lambda m: [texts_of(m, i, steps=30) for i in range(8)])
+        with pytest.raises(engines.Full):
+            Answer(engine, model, lambda m: texts_of(m, 0, steps=2))
+        first.wait()
+        Answer(engine, model, lambda m: texts_of(m, 0, steps=2)).wait()
 
 
 # ---- What clients ask for
@@ -799,34 +808,3 @@ def test_load_gives_each_client_its_own_text(kind, short_run, blocks_run, capsys
     run = dict(whole=short_run, blocks=blocks_run)[kind]
     flags = ["--mode=load", "--clients=16", "--seconds=10", f"--out_dir={run}"]
     assert study.main(flags) == 0, capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_page_writes_fills_and_stops(short_run):
-    """And says what is wrong, and that the server has gone."""
-    with serving(f"--out_dir={short_run}") as found, contextlib.closing(Browser()) as browser:
-
-        def ask(text, **fields):
-            for name, value in (dict(typed=text, seed="1", tokens="20", steps="") | fields).items():
-                browser.js(f"(document.getElementById({name!r}).value = {json.dumps(value)}, 1)")
-            browser.js("(document.getElementById('write').click(), 1)")
-
-        said = "document.getElementById('said').textContent"
-        browser.call("/url", url=found.url)
-        for text in ("The ", "The ██ is", "The [___] is"):
-            ask(text)
-            browser.wait(f"{said}.endsWith('seed 1')")
-            shown = browser.js("document.getElementById('text').textContent")
-            assert shown.startswith("The ") and "█" not in shown and len(shown) > 7
-        ask("The █", tokens="20")
-        browser.wait(f"{said}.endsWith('seed 1')")
-        ask("\u4e00█")
-        browser.wait(f"{said}.includes('character')")
-        ask("The ", tokens="2000", steps="2000")
-        browser.wait(f"{said}.startsWith('call')")
-        browser.js("(document.getElementById('stop').click(), 1)")
-        browser.wait(f"{said} === 'stopped'")
-        found.process.kill()
-        found.process.wait()
-        ask("The ")
-        browser.wait(f"{said}.includes('does not answer')")

@@ -125,7 +125,7 @@ class Engine:
         with self.changed:
             if self.closing:
                 raise Closed()
-            if len(self.new) >= self.most_waiting:
+            if self.n_active + len(self.new) >= self.most_active + self.most_waiting:
                 raise Full()
             self.new.append(request)
             self.changed.notify()

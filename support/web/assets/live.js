@@ -21,6 +21,7 @@ function show(sample, first) {
   samples.push(sample);
   samples.splice(0, samples.length - first);
   display("film");
+  $("controls").hidden = sample.frames.length === 1;  // of a ranked fill, whose calls are not recorded
   list();
   load(samples.length - 1);
 }
@@ -30,6 +31,7 @@ function display(what) {
   document.querySelector("main").dataset.shows = what;
   for (const [id, name] of [["text", "film"], ["proof", "proof"], ["hint", "hint"]]) $(id).hidden = what !== name;
   for (const part of document.querySelectorAll("footer, #samples")) part.hidden = what !== "film";
+  if (what !== "hint" && (innerWidth < 544 || innerHeight < 600)) $("actions").scrollIntoView();  // the form hides it
 }
 
 // End what is being written; what there is of it stays or, if `isForgotten`, goes.
@@ -90,10 +92,10 @@ function receive(data) {
   } else if (data.given) {  // the text before the first call
     Object.assign(writing, {given: data.given, tokens: data.tokens, frames: [], steps: data.steps, calls: 0, seconds: 0});
     say("");
+    if (samples[0]?.share !== undefined) samples.length = 0;  // ranked fills, which this is none of
     show(writing, 9);
     go(0);
     play(true);
-    if (innerWidth < 544 || innerHeight < 600) $("actions").scrollIntoView();  // the form hides it
   } else if (data.frame) {
     writing.frames.push(data.frame);
     for (const [i, token] of data.frame) writing.tokens[i] = token;

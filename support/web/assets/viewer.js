@@ -52,7 +52,7 @@ function load(i) {
   $("text").replaceChildren(...spans.flatMap((span, p) =>
     [span, ...Array.from(sample.tokens[p].matchAll("\n"), () => make("br"))]));
   [...$("samples").children].forEach((b, k) => b.setAttribute("aria-pressed", k === which));
-  const size = sample.tokens.join("").length;
+  const size = sample.tokens.reduce((n, token) => n + Math.max(1, token.length), 0);
   $("text").style.setProperty("--zoom", Math.max(1, Math.min(2, 16 / Math.sqrt(size))));  // enlarge short texts
   $("slider").max = steps;
   $("calls").textContent = `${sample.calls} network calls, ${sample.seconds.toFixed(1)} s`;

@@ -300,6 +300,8 @@ def test_completion_fields():
     job = of_completion(dict(prompt=["a", "b"], suffix="c", max_tokens=4), Bounds())
     assert (job.prompts, job.kind, job.max_tokens) == ([("a", "c"), ("b", "c")], "gap", 4)
     assert of_completion(dict(infill="a█"), Bounds()).kind == "template"
+    job = of_completion(dict(prompt="", infill="a█"), Bounds())  # the openai package sends a prompt
+    assert (job.kind, job.prompts) == ("template", ["a█"])
     seeds = {of_completion({}, Bounds()).settings["seed"] for _ in range(9)}
     assert len(seeds) == 9, "without a seed each request has its own"
 

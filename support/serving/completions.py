@@ -286,7 +286,7 @@ def prompts_of(body, bounds):
     template = body.get("infill")
     if template is not None:
         for name in ("prompt", "suffix"):
-            if body.get(name) is not None:
+            if body.get(name) not in (None, ""):  # "": clients that must send a prompt
                 refuse(f"infill is a whole text with gaps; leave {name} out", name)
     name = "prompt" if template is None else "infill"
     given = template if template is not None else body.get("prompt")

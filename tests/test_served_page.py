@@ -84,14 +84,20 @@ def test_page_runs_its_own_script_alone(server):
 
 
 @pytest.mark.parametrize(
-    "settings, fills, fixes", [({}, True, True), (dict(objective="ar"), False, False)]
+    "settings, fills, fixes, steps",
+    [
+        ({}, True, True, dict(max=128, value=32)),
+        (dict(objective="ar"), False, False, None),
+        (dict(block_length=4), False, False, dict(min=8, max=128, step=8, value=64)),
+    ],
 )
-def test_page_offers_what_the_model_can(settings, fills, fixes):
-    model = network(0, 32, **settings)
+def test_page_offers_what_the_model_can(settings, fills, fixes, steps):
+    model = network(**settings)
     tokenizer = mdlm.Tokenizer("char", list("abcdefghij"), True)
     html = served_page.page(model, model, tokenizer, "out", "CPU", True, 100)
     live = json.loads(re.search(r'id="data">(.*?)</script>', html)[1])["live"]
     assert (live["fills"], live["fixes"], live["key"]) == (fills, fixes, True)
+    assert live["steps"] == steps and live["blocks"] == (8 if "block_length" in settings else 1)
     assert live["examples"] == [], "the model knows none of their characters"
 
 

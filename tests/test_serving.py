@@ -130,8 +130,10 @@ def check_blocks(S, **more):
 
 def test_two_threads_give_the_same_bits_in_any_call():
     """In a network so wide that MKL shares its products out to both of them."""
-    code = "import torch; torch.set_num_threads(2); import test_serving as t; "
-    code += "t.check_pieces(n_embd=256); t.check_blocks(4, n_embd=256)"
+    # Set after the import, which sets one thread.
+    code = "import torch, test_serving as t; torch.set_num_threads(2); "
+    code += "t.check_pieces(n_embd=256); t.check_blocks(4, n_embd=256); "
+    code += "assert torch.get_num_threads() == 2"
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -3,7 +3,8 @@
 from support import environment
 from support.errors import UserError
 from support.infill.proofreading import check_model
-from support.infill.templates import gap_pattern
+from support.infill.templates import GAP_OR_LINE, gap_pattern
+from support.serving.completions import MOST_STEPS
 from support.web import live_page
 
 ABOUT = f"{live_page.DIFFUSION} The server logs no text."
@@ -18,14 +19,18 @@ def page(model, filler, tokenizer, about, device, has_key, most_tokens):
     most_tokens: that may be written after a prompt
     """
     gap = gap_pattern(tokenizer)
-    signs = ["█", *["_"] * ("_" in gap.pattern.removesuffix("[___\\]"))]
+    signs = ["█", "_"] if gap is GAP_OR_LINE else ["█"]
     fills = filler.config.objective != "ar" and not filler.config.prompt_column
+    fills = fills and filler.objective.n_blocks == 1
     n = model.objective.n_blocks
-    steps = dict(min=n, max=16 * n, step=n, value=8 * n) if n > 1 else dict(max=128, value=32)
+    steps = dict(max=128, value=32)
+    if n > 1:  # a call for each block at least, eight as sample.py has it
+        steps = dict(min=n, max=min(16 * n, MOST_STEPS // n * n), step=n, value=8 * n)
     live = dict(
         gap=gap.pattern,
         signs=signs,
         fills=fills,
+        blocks=n,
         matches=environment.is_installed("outlines_core"),
         fixes=can_fix(filler, tokenizer),
         key=has_key,

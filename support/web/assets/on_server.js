@@ -61,7 +61,10 @@ const source = {
     return hasGap ? {infill: typed, rank: how.rank} : {prompt: typed, max_tokens: how.tokens};
   },
   ask(id, {seed, steps, temperature}, text) {
-    follow(id, text.fix === undefined ? {...text, seed, steps: steps ?? undefined, temperature} : text);
+    if (text.fix !== undefined) return follow(id, text);
+    // A model of blocks, which takes 8 calls for each by default, fills gaps as one without: in 32.
+    if (text.infill !== undefined && live.blocks > 1) steps = Math.ceil(4 * steps / live.blocks);
+    follow(id, {...text, seed, steps: steps ?? undefined, temperature});
   },
   stop() {
     controller?.abort();

@@ -65,7 +65,7 @@ def test_texts_in_one_piece_get_the_same_bits_in_any_call():
     check_pieces()
 
 
-def check_pieces(**more):
+def check_pieces(calls=12, **more):
     model = network(block_size=64, **more)
     quick = compute_once(model)
     g = torch.Generator().manual_seed(0)
@@ -82,7 +82,7 @@ def check_pieces(**more):
     with torch.no_grad():
         views = [view() for _ in range(8)]
         alone = [merging.compute(model, [each])[0] for each in views]
-        for _ in range(12):
+        for _ in range(calls):
             pick = torch.randperm(8, generator=g)[: int(torch.randint(1, 9, (), generator=g))]
             for one in (model, quick):
                 found = merging.compute(one, [views[i] for i in pick])
@@ -132,7 +132,7 @@ def test_two_threads_give_the_same_bits_in_any_call():
     """In a network so wide that MKL shares its products out to both of them."""
     # Set after the import, which sets one thread.
     code = "import torch, test_serving as t; torch.set_num_threads(2); "
-    code += "t.check_pieces(n_embd=256); t.check_blocks(4, n_embd=256); "
+    code += "t.check_pieces(4, n_embd=256); t.check_blocks(4, n_embd=256); "
     code += "assert torch.get_num_threads() == 2"
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True)

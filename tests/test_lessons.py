@@ -281,7 +281,7 @@ WRONG = {
     "b twice": (10, "b[i + 1][next[q]]", "b[i + 1][next[q]] ** 2", "of b is counted twice"),
     "b alone": (10, "= p[i] *", "= 0 * p[i] +", "p is left out; the"),
     "the likeliest fill": (10, "torch.multinomial(weight, 1)", "weight.argmax()", "the same fill"),
-    "the first state kept": (10, "        q = next[q, v]\n", "", "dead end"),
+    "the first state kept": (10, "        q = next[q, v]\n", "", "follow the state"),
     "states in place of a fill": (10, "append(v)", "append(int(next[q, v]) + 1)", "below 3"),
     "no fill": (10, "return fill", "return None", "not a list"),
     "marginals weighed in place": (

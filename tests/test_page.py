@@ -29,7 +29,7 @@ import sample
 from support import cli
 from support.data.tokenizer import Tokenizer
 from support.flags import parse_flags
-from support.infill import constraint, ranking, search
+from support.infill import constraint, ranking, search, templates
 from support.kernels.reference import philox_words
 from support.web import live_page, viewer
 
@@ -220,6 +220,95 @@ def test_page_draws_the_constrained_fills_of_sample_py(network):
         tokens = [step.x[step.drawn][:, None] for step in steps]
         p = [step.logp.exp().gather(1, token)[:, 0] for step, token in zip(steps, tokens)]
         assert np.allclose(found["p"], torch.cat(p), atol=1e-6)
+
+
+SEARCH = """
+import {plan, unmask} from %s;
+import {search} from %s;
+const {page, T, V, table, asked, vocab, wrong} = JSON.parse(process.argv[1]);
+const predict = async seen => seen.map(ids => {  // as `network` below
+  const xt = [...ids, ...Array(T).fill(V)].slice(0, T);
+  const total = xt.reduce((sum, id) => sum + id + 1, 0);
+  const at = i => (31 * total + 7 * (xt[i - 1] ?? V) + 3 * (xt[i + 1] ?? V) + i) %% table.length;
+  return Float32Array.from(xt.flatMap((_, i) => table[at(i)]));
+});
+// The page's own script reads the text; it finds no page here.
+const element = {classList: {toggle() {}}, addEventListener() {}};
+const about = {live: {vocab, mask: V, context: T}, settings: {}, location: {hash: "", protocol: "file:"}, $: () => element};
+Object.assign(about, {document: {querySelector: () => element, querySelectorAll: () => []}, addEventListener() {}});
+const toSegments = new Function(...Object.keys(about), `${page}
+  return text => segmentsOf(encode(text), matchesOf(text));`)(...Object.values(about));
+const found = [], said = {};
+for (const {template, n, ...settings} of asked) {
+  const how = {...settings, context: T, end: vocab.indexOf("\\n")};
+  const fills = await search(predict, toSegments(template), n, V, how);
+  const row = plan(fills[0].given, 0, V, {...settings, matches: fills[0].matches});
+  for await (const frames of unmask(predict, [row], V, settings));
+  found.push({fills, written: row.ids});
+}
+for (const template of wrong) {
+  try { toSegments(template); } catch (error) { said[template] = String(error); }
+}
+console.log(JSON.stringify({found, said}));
+"""
+OPEN = [
+    "a[___:[ab]c?(d|ba?)+]cb",
+    "[___|ab|c|dd|dé]b_a[___:(ab|c)*]",
+    "_[___:[^a]{2,3}|d+]b[██:ab|cd]",
+    "d[___:c*]a[___|a|]b[___:.]",
+]
+WRONG_OPEN = {
+    "a[___:b]_": "A gap must not follow one of unknown length",
+    "[___:b{17}]": "No text of up to 16 characters of this model matches b{17}; change it.",
+    "[___|é|xa]": "The model never saw the characters of é|xa; change them.",
+    "a[___:b*]" + "a" * 24: "The text has 25 characters, the model takes 24; shorten it.",
+    "[___:aa]" + "a" * 23: "The text has at least 25 characters, the model takes 24; shorten it.",
+    "[___]a": "[___], a gap of unknown length, is for sample.py --infill",
+}
+
+
+def test_page_finds_the_lengths_that_sample_py_finds(network):
+    """Fills of gaps of unknown length, their log p, and the text that is written then."""
+    pytest.importorskip("outlines_core")
+    if not shutil.which("node"):
+        pytest.skip("no Node.js")
+    model, table = network
+    letters = Tokenizer("char", list("abcd\n"))
+    V, T = model.vocab_size, model.config.block_size
+    asked = [
+        dict(template=template, n=1 + 4 * (i % 2), seed=i, steps=6 + 10 * i, temperature=1 + i / 8)
+        for i, template in enumerate(OPEN)
+    ]
+    page = viewer.bundle("pattern.js", "live.js")
+    given = dict(page=page, T=T, V=V, table=table.tolist(), asked=asked, vocab=letters.vocab)
+    paths = [json.dumps((live_page.PAGE / f).as_uri()) for f in ("sampler.js", "search.js")]
+    given |= dict(wrong=list(WRONG_OPEN))
+    command = ["node", "--input-type=module", "-e", SEARCH % tuple(paths), json.dumps(given)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    answer = json.loads(run.stdout)
+    for template, sentence in WRONG_OPEN.items():
+        assert answer["said"][template].startswith(sentence)
+    for settings, found in zip(asked, answer["found"], strict=True):
+        segments = sample.parse(settings.pop("template"), letters, T)
+        n = settings.pop("n")
+        resolved = sample.resolve(sample.SamplerSettings(**settings), model)
+        fill = functools.partial(sample.fill_gaps, model, letters, resolved)
+        fills = search.hypotheses(model, letters, segments, n, fill, "cpu", draws=16)
+        texts = [templates.joined(templates.to_texts(*fill[:2], letters)) for fill in fills]
+        assert [letters.decode(fill["ids"]) for fill in found["fills"]] == texts
+        logp = [fill.logp for fill in fills]
+        assert np.allclose([fill["logp"] for fill in found["fills"]], logp, atol=1e-5)
+        for fill in found["fills"]:
+            drawn = {i for frame in fill["frames"] for i, *_ in frame}
+            assert drawn == {i for i, id in enumerate(fill["given"]) if id == V}
+        known = [len(templates.to_ids([segment], letters)) for segment in fills[0].segments]
+        starts = [0, *itertools.accumulate(known)]
+        pairs = zip(starts, fills[0].segments)
+        matches = {at: each for at, each in pairs if getattr(each, "automaton", 0) and each.length}
+        x = torch.tensor([templates.to_ids(fills[0].segments, letters, V)])
+        *_, step = sample.unmask(model, x, matches=matches, **settings)
+        assert found["written"] == step.x[0].tolist()
 
 
 LOADER = """
@@ -857,6 +946,8 @@ def test_a_typed_pattern_is_matched(live):
     for text, pattern in (
         ("a[███:[b<]+&?]b_", "a[b<]+&?b."),
         ("[██|ab|<>] [█:b]", "(ab|<>) b"),
+        ("a[___:[b<]{1,3}&]b_", "a[b<]{1,3}&b."),
+        ("[___|ab|<>&] b[___:a{2,3}]", "(ab|<>&) ba{2,3}"),
     ):
         live.js(f"$('typed').value = {json.dumps(text)}")
         live.js("start(false)")
@@ -872,7 +963,8 @@ def test_a_typed_pattern_is_matched(live):
         ("a[██:b]", "No text of 2 characters of this model matches b; change one of them."),
         ("a[██:(b]", '"(b" is no pattern that this page takes: a ( has no ).'),
         ("a[██:b+]é", 'The model never saw the character "é" (position 9); remove it.'),
-        ("a[___:b]", "[___], a gap of unknown length, is for sample.py --infill"),
+        ("a[___]", "[___], a gap of unknown length, is for sample.py --infill"),
+        ("a[___:b]_", "A gap must not follow one of unknown length"),
     ):
         live.js(f"$('typed').value = {json.dumps(text)}")
         live.js("start(false)")

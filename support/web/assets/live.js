@@ -4,13 +4,16 @@ const ids = new Map(live.vocab.map((token, id) => [token, id]));
 const tokenOf = id => live.vocab[id];
 // What the user types for a gap: _ or █, unless it is a character of the vocabulary, or [MASK].
 const signs = ["_", "█"].filter(c => !ids.has(c)), sign = signs[0] ?? "[MASK]";
-const isGap = part => part === "[MASK]" || signs.includes(part);
-// The parts of a text: characters, and signs of gaps. Of [███:PATTERN] and [███|TEXT|TEXT] only the signs are left, and
-// the pattern is noted in `matches`. `places` has where each part stands. Throws a sentence if a bracket is not closed.
+const OPEN = "[___]";  // a gap of unknown length
+const MOST_TRIED = 16;  // characters of such a gap, as sample.py tries by default
+const isGap = part => part === "[MASK]" || part === OPEN || signs.includes(part);
+// The parts of a text: characters, and signs of gaps. Of [███:PATTERN] and [███|TEXT|TEXT] only the signs are left, of
+// [___:PATTERN] and [___|TEXT|TEXT] one OPEN, and the pattern is noted in `matches`. `places` has where each part stands.
+// Throws a sentence if a bracket is not closed.
 function read(text) {
   const parts = [], places = [], matches = [];
   for (let at = 0; at < text.length;) {
-    const opening = /^\[(█+)([:|])/.exec(text.slice(at));
+    const opening = /^\[(█+|___)([:|])/.exec(text.slice(at));
     if (!opening || ids.has("█") || text[at - 1] === "\\") {
       const [part] = text.slice(at).match(/^(?:\[MASK\]|[^])/u);
       parts.push(part);
@@ -20,9 +23,10 @@ function read(text) {
     }
     const from = at + opening[0].length, end = endOf(text, from, opening[2] === ":"), inner = text.slice(from, end);
     if (end < 0) throw `The gap ${text.slice(at, at + 20)} has no ] at its end; write one.`;
-    const pattern = opening[2] === ":" ? inner : toPattern(inner), {length} = opening[1];
-    matches.push({start: parts.length, length, pattern, shown: inner});
-    for (let i = 1; i <= length; i++) places.push(at + i) && parts.push("█");
+    const texts = opening[2] === "|" ? toTexts(inner) : null, pattern = texts ? toPattern(inner) : inner;
+    const isOpen = opening[1] === "___", length = isOpen ? 1 : opening[1].length;
+    matches.push({start: parts.length, length, isOpen, texts, pattern, shown: inner});
+    for (let i = 1; i <= length; i++) places.push(at + i) && parts.push(isOpen ? OPEN : "█");
     at = end + 1;
   }
   return {parts, places, matches};
@@ -51,27 +55,58 @@ function say(text, isError = false) {
   $("said").classList.toggle("error", isError);
 }
 
-// Return the ids of the typed text, with the id of [MASK] in gaps. A text without gaps is followed by a gap that fills
-// the context. Throws a sentence for the user if the text cannot be used.
+// Return the ids of the typed text, with the id of [MASK] in gaps, one for each of unknown length. A text without gaps is
+// followed by a gap that fills the context. Throws a sentence for the user if the text cannot be used.
 function encode(text) {
   const {parts: typed, places} = read(text), found = typed.map(part => isGap(part) ? live.mask : ids.get(part));
-  const i = found.indexOf(undefined), room = live.context - found.length;
-  if (/\[___[\]:|]/.test(text) && !["[", "_", "]"].every(c => ids.has(c)))
+  const i = found.indexOf(undefined), n = typed.filter(part => part !== OPEN).length, room = live.context - n;
+  if (/\[___\]/.test(text) && !["[", "_", "]"].every(c => ids.has(c)))
     throw `[___], a gap of unknown length, is for sample.py --infill; here type ${sign} for each character.`;
   const position = Array.from(text.slice(0, places[i])).length + 1;
   if (i >= 0) throw `The model never saw the character "${typed[i]}" (position ${position}); remove it.`;
-  if (room < 0) throw `The text has ${found.length} characters, the model takes ${live.context}; shorten it.`;
+  if (room < 0) throw `The text has ${n} characters, the model takes ${live.context}; shorten it.`;
   if (found.includes(live.mask)) return found;
   if (room === 0) throw `There is nothing to fill: type ${sign} where a character is missing.`;
   return [...found, ...Array(room).fill(live.mask)];
 }
 
-// Return the gaps that must match, with their automata. Throws a sentence for one that no text of its length matches.
-const matchesOf = text => read(text).matches.map(({start, length, pattern, shown}) => {
+// Return the gaps that must match, with their automata. Throws a sentence for one that no text of its lengths matches.
+const matchesOf = text => read(text).matches.map(({start, length, isOpen, texts, pattern, shown}) => {
   const {next, accepts, fits} = toAutomaton(pattern, live.vocab);
+  if (isOpen) return {start, next, accepts, ...lengthsOf(texts, fits, shown)};
   if (!fits(length)) throw `No text of ${length} characters of this model matches ${shown}; change one of them.`;
   return {start, length, next, accepts};
 });
+
+// Return what is tried at a gap of unknown length: {least, lengths, texts}, the texts of a list as ids, or null.
+function lengthsOf(texts, fits, shown) {
+  const known = texts?.map(text => Array.from(text, c => ids.get(c))).filter(text => !text.includes(undefined)) ?? null;
+  const lengths = known?.map(text => text.length) ?? [...Array(MOST_TRIED + 1).keys()].filter(fits);
+  if (!lengths.length) throw texts ? `The model never saw the characters of ${shown}; change them.`
+    : `No text of up to ${MOST_TRIED} characters of this model matches ${shown}; change it.`;
+  return {least: Math.min(...lengths), lengths, texts: known};
+}
+
+// Return a text with gaps of unknown length in segments, as search.js takes them. Throws a sentence if it is too long, or
+// if a gap follows such a one.
+function segmentsOf(given, matches) {
+  const segments = [], starting = new Map(matches.map(match => [match.start, match]));
+  for (let i = 0; i < given.length;) {
+    const match = starting.get(i), last = segments.at(-1), isMask = given[i] === live.mask;
+    if (last?.least !== undefined && isMask)
+      throw `A gap must not follow one of unknown length, which could not be told; type ${sign} for each character.`;
+    if (match) segments.push(match);
+    else if (isMask && last?.isPlain) last.length++;
+    else if (isMask) segments.push({length: 1, isPlain: true});
+    else if (last?.ids) last.ids.push(given[i]);
+    else segments.push({ids: [given[i]]});
+    i += match?.length ?? 1;
+  }
+  const least = segments.reduce((sum, segment) => sum + (segment.ids?.length ?? segment.length ?? segment.least), 0);
+  if (least > live.context)
+    throw `The text has at least ${least} characters, the model takes ${live.context}; shorten it.`;
+  return segments;
+}
 
 const megabytes = bytes => (bytes / 1e6).toFixed(1);
 const settingsOf = () => Object.fromEntries(fields.map(name => [name, $(name).value]));
@@ -95,23 +130,30 @@ function start(isRank) {
   if (!isRank && said === last) $("seed").value = (Number($("seed").value) + 1) % 2 ** 32;  // repeated: another seed
   try {
     const given = encode(typed), matches = matchesOf(typed), seed = Number($("seed").value);
+    const segments = matches.some(match => match.lengths) ? segmentsOf(given, matches) : null;
     if (isRank && !split(typed).some(isGap)) throw `There is no gap to rank fills for: type ${sign} for a character.`;
     if (!isRank) last = JSON.stringify(settingsOf());
     history.replaceState(null, "", "#" + new URLSearchParams({...Object.fromEntries(link), ...settingsOf()}));
     if (samples.at(-1) === writing) isRank ? receive({data: {id: request, done: true}}) : samples.pop();  // unfinished
-    writing = isRank ? {given} : asSample(given, `${typed.slice(0, 16).replace(/\n/g, "↵") || "text"}, seed ${seed}`);
-    const how = {seed, steps: Number($("steps").value), temperature: Number($("temperature").value), matches};
-    worker.postMessage({id: ++request, rank: isRank, ids: given, ...how});
-    say(isRank ? "trying fills" : "");
-    if (isRank) return;
-    Object.assign(writing, {steps: how.steps, calls: 0, seconds: 0});
-    show(writing, 9);
-    go(0);
-    play(true);
-    if (innerWidth < 544 || innerHeight < 600) document.querySelector("main").scrollIntoView();  // the form hides it
+    const title = `${typed.slice(0, 16).replace(/\n/g, "↵") || "text"}, seed ${seed}`;
+    const how = {seed, steps: Number($("steps").value), temperature: Number($("temperature").value)};
+    writing = {given, title};
+    if (segments) worker.postMessage({id: ++request, rank: isRank, segments, end: ids.get("\n") ?? null, ...how});
+    else worker.postMessage({id: ++request, rank: isRank, ids: given, matches, ...how});
+    say(isRank || segments ? "trying fills" : "");
+    if (!isRank && !segments) present(given, how.steps);
   } catch (error) {
     say(String(error), true);
   }
+}
+
+// Show the text that is going to be written, with the id of [MASK] in its gaps.
+function present(given, steps) {
+  writing = Object.assign(asSample(given, writing.title), {steps, calls: 0, seconds: 0});
+  show(writing, 9);
+  go(0);
+  play(true);
+  if (innerWidth < 544 || innerHeight < 600) document.querySelector("main").scrollIntoView();  // the form hides it
 }
 
 function receive({data}) {
@@ -129,6 +171,9 @@ function receive({data}) {
     return;
   } else if (data.tried && !data.fills) {
     say(`trying fills: ${data.tried} texts shown to the network`);
+  } else if (data.given) {  // the gaps have their likeliest lengths
+    say("");
+    present(data.given, data.steps);
   } else if (data.frame) {
     writing.frames.push(asFrame(data.frame));
     writing.tokens = data.ids.map(id => tokenOf(id) ?? "");
@@ -140,8 +185,8 @@ function receive({data}) {
     writing = null;
   } else if (data.fills) {
     samples.length = 0;
-    for (const {ids, frames, share} of data.fills) {
-      const sample = asSample(writing.given), tokens = ids.map(tokenOf);
+    for (const {ids, given, frames, share} of data.fills) {
+      const sample = asSample(given), tokens = ids.map(tokenOf);
       const filled = tokens.map((t, i) => sample.given[i] ? "\0" : t).join("").split(/\0+/).filter(Boolean).join("…");
       show(Object.assign(sample, {tokens, frames: frames.map(asFrame), calls: data.tried, seconds: data.seconds,
                                   title: `${percent(share)} ${filled.replaceAll("\n", "↵")}`}), data.fills.length);

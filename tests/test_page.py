@@ -18,6 +18,7 @@ from statistics import median
 
 import numpy as np
 import pytest
+import test_proofreading
 import torch
 from conftest import ROOT, Toy
 from test_export import save
@@ -309,6 +310,68 @@ def test_page_finds_the_lengths_that_sample_py_finds(network):
         x = torch.tensor([templates.to_ids(fills[0].segments, letters, V)])
         *_, step = sample.unmask(model, x, matches=matches, **settings)
         assert found["written"] == step.x[0].tolist()
+
+
+PROOFREAD = """
+import {proofread} from %s;
+const {texts, T, vocab} = JSON.parse(process.argv[1]), V = vocab.length, f = Math.fround;
+const predict = async seen => seen.map(ids => {  // as `alphabet` of test_proofreading.py
+  const votes = new Float32Array(T * V), xt = [...ids, ...Array(T).fill(V)].slice(0, T);
+  for (const d of [-4, -3, -2, -1, 1, 2, 3, 4])
+    for (let at = Math.max(0, d); at < Math.min(T, T + d); at++)
+      if (xt[at - d] !== V) votes[at * V + (xt[at - d] + d + V) %% V] += f((d > 0 ? 3 : 1.5) / Math.abs(d) ** .5);
+  return votes.map(vote => 3 * vote);
+});
+const found = [];
+for (const text of texts) {
+  const parts = [];
+  for await (const window of proofread(predict, text, vocab, T)) parts.push(...window);
+  found.push(parts);
+}
+console.log(JSON.stringify(found));
+"""
+
+
+def test_page_proofreads_as_sample_fix_does():
+    """Every kind of change, over several windows: where it is, what it gains, and what is kept."""
+    if not shutil.which("node"):
+        pytest.skip("no Node.js")
+    line = test_proofreading.LETTERS
+    wrong = ["abcdefghizklmnop", "abcdefghiklmnop", "abcdefghijqklmnop", "abcdefghjiklmnop"]
+    texts = [line + each + line[16:] + line for each in wrong]
+    texts += [
+        line * 3,
+        "a",
+        "bc",
+        "\u00e9" + line + "a\U0001f600" + line[2:] * 3 + "zz",
+        line[:20] + "ts" + line[22:] + "abcxefg" + line[7:18] + line[19:] + line[:5] + line[6:] * 2,
+        "".join(line[(i * i) % 27] if i % 9 == 0 else line[i % 27] for i in range(120)),
+    ]
+    given = json.dumps(dict(texts=texts, T=32, vocab=list(line)))
+    code = PROOFREAD % json.dumps((live_page.PAGE / "proofread.js").as_uri())
+    command = ["node", "--input-type=module", "-e", code, given]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    kinds = set()
+    for text, parts in zip(texts, json.loads(run.stdout), strict=True):
+        fixed = sample.fix(*test_proofreading.alphabet(), text)
+        assert "".join(part["before"] for part in parts) == text
+        assert "".join(part["after"] for part in parts) == fixed.text
+        position = 0
+        changes = []
+        for part in parts:
+            if part["change"]:
+                changes.append((position, part))
+            position += len(part["before"])
+        assert len(changes) == len(fixed.changes)
+        for (at, part), change in zip(changes, fixed.changes):
+            found = (at, part["before"], part["after"], part["change"]["kind"])
+            assert found == (change.position, change.before, change.after, change.kind)
+            assert part["change"]["gain"] == pytest.approx(change.gain, abs=1e-4)
+            for name, p in (("pBefore", change.p_before), ("pAfter", change.p_after)):
+                assert part["change"][name] == (p and pytest.approx(p, rel=1e-4))
+            kinds.add(change.kind)
+    assert kinds == {"substitution", "insertion", "deletion", "swap"}
 
 
 LOADER = """

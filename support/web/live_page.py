@@ -160,7 +160,8 @@ def contents_of(model, tokenizer, config, weights):
     contents["weights.bin"] = packed
     live = dict(vocab=tokenizer.vocab, context=config.block_size, mask=model.mask_id)
     live |= dict(files={name: (len(c), zlib.crc32(c)) for name, c in contents.items()})
-    worker = bundle("crc.js", "sampler.js", "search.js", "model.js", "worker.js")
+    names = ("crc", "sampler", "search", "proofread", "model", "worker")
+    worker = bundle(*(f"{name}.js" for name in names))
     live |= dict(runtime=RUNTIME_FILES, worker=worker)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     about = f"{millions:.1f} M parameters in {weights}, context {config.block_size}"

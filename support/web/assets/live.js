@@ -48,7 +48,8 @@ function endOf(text, from, isPattern) {
 const split = text => read(text).parts;
 const fields = ["typed", "steps", "temperature", "seed"];
 const link = new URLSearchParams(location.hash.slice(1));
-let worker, ready = false, request = 0, writing = null, last = "";
+let worker, ready = false, request = 0, writing = null, last = "", doing = "";
+let proof = null;  // a text that is proofread: {text, parts}, parts of proofread.js, with `isTaken` once that is decided
 
 function say(text, isError = false) {
   $("said").textContent = text;
@@ -124,7 +125,73 @@ function show(sample, first) {
   load(samples.length - 1);
 }
 
+// End what is being written: a text that is shown stays as it is.
+function stopWriting() {
+  if (writing && samples.at(-1) === writing) receive({data: {id: request, done: true}});
+  writing = null;
+}
+
+// Find mistakes in the typed text, and offer what to write there.
+function proofread() {
+  const text = $("typed").value;
+  if (!text) return say("There is nothing to proofread: type a text.", true);
+  stopWriting();
+  endProof();
+  proof = {text, parts: []};
+  doing = "proofreading";
+  worker.postMessage({id: ++request, text, vocab: live.vocab});
+  say(doing);
+}
+
+// Remove what was found. The text stays, with the changes that were accepted.
+function endProof() {
+  if (!proof) return;
+  worker.postMessage({id: ++request});  // it may still be looking
+  proof = null;
+  $("proof").hidden = true;
+  $("proof").replaceChildren();
+}
+
+// Show the parts of a window: what is kept as it is, a change with its buttons.
+function showParts(parts) {
+  $("proof").hidden = false;
+  for (const part of parts) {
+    proof.parts.push(part);
+    const {before, after, change} = part;
+    if (!change) {
+      $("proof").append(before);
+      continue;
+    }
+    const {kind, gain, pBefore, pAfter} = change, node = make("span", "", "change"), shown = c => c.replaceAll("\n", "↵");
+    const p = (name, value) => value === null ? "" : `, ${name} ${percent(value)}`;
+    node.title = `${kind}: ${gain.toFixed(1)} nats likelier${p("before", pBefore)}${p("after", pAfter)}`;
+    if (before) node.append(make("del", shown(before)));
+    if (after) node.append(make("ins", shown(after)));
+    for (const [sign, name, isTaken] of [["✓", "Accept", true], ["✗", "Reject", false]]) {
+      const button = make("button", sign);
+      button.type = "button";
+      button.setAttribute("aria-label", `${name}: ${shown(before) || "nothing"} becomes ${shown(after) || "nothing"}`);
+      button.addEventListener("click", () => decide(part, node, isTaken));
+      node.append(button);
+    }
+    $("proof").append(node);
+  }
+}
+
+// Accept or reject a change: the typed text has it, or has not.
+function decide(part, node, isTaken) {
+  part.isTaken = isTaken;
+  const next = [...$("proof").querySelectorAll("button")].find(button =>
+    node.compareDocumentPosition(button) & Node.DOCUMENT_POSITION_FOLLOWING && !node.contains(button));
+  node.replaceWith(isTaken ? part.after : part.before);
+  next?.focus();
+  const {text, parts} = proof, read = parts.reduce((sum, {before}) => sum + before.length, 0);
+  const whole = parts.map(({before, after, isTaken}) => isTaken ? after : before).join("") + text.slice(read);
+  $("typed").value = whole;
+}
+
 function start(isRank) {
+  endProof();
   const typed = $("typed").value;
   const said = JSON.stringify(settingsOf());
   if (!isRank && said === last) $("seed").value = (Number($("seed").value) + 1) % 2 ** 32;  // repeated: another seed
@@ -140,7 +207,8 @@ function start(isRank) {
     writing = {given, title};
     if (segments) worker.postMessage({id: ++request, rank: isRank, segments, end: ids.get("\n") ?? null, ...how});
     else worker.postMessage({id: ++request, rank: isRank, ids: given, matches, ...how});
-    say(isRank || segments ? "trying fills" : "");
+    doing = isRank || segments ? "trying fills" : "";
+    say(doing);
     if (!isRank && !segments) present(given, how.steps);
   } catch (error) {
     say(String(error), true);
@@ -161,7 +229,7 @@ function receive({data}) {
     ready = true;
     $("facts").textContent = `${settings.model}, ${data.ready}`;
     say("");
-    for (const name of ["write", "rank"]) $(name).disabled = false;
+    for (const name of ["write", "rank", "fix"]) $(name).disabled = false;
     if (fields.some(name => link.has(name)) && $("composer").reportValidity()) start(false);
   } else if (data.total) {
     say(`loading the model and what runs it: ${megabytes(data.loaded)} of ${megabytes(data.total)} MB`);
@@ -170,7 +238,13 @@ function receive({data}) {
   } else if (data.id !== request) {
     return;
   } else if (data.tried && !data.fills) {
-    say(`trying fills: ${data.tried} texts shown to the network`);
+    say(`${doing}: ${data.tried} texts shown to the network`);
+  } else if (data.parts) {
+    showParts(data.parts);
+  } else if (data.isFixed) {
+    const n = proof.parts.filter(({change}) => change).length;
+    if (!n) endProof();
+    say(n ? `${n} ${n === 1 ? "change" : "changes"} proposed: accept (✓) or reject (✗) each.` : "No mistake was found.");
   } else if (data.given) {  // the gaps have their likeliest lengths
     say("");
     present(data.given, data.steps);
@@ -217,12 +291,17 @@ function begin() {
     input.addEventListener("input", update);
     update();
   }
-  for (const name of ["write", "rank"]) $(name).disabled = true;
+  for (const name of ["write", "rank", "fix"]) $(name).disabled = true;
   document.querySelector("footer").hidden = true;
   const isDone = e => e.key === "Enter" && (e.ctrlKey || e.metaKey);
   $("typed").addEventListener("keydown", e => isDone(e) && $("composer").requestSubmit());
   $("composer").addEventListener("submit", e => { e.preventDefault(); if (ready) start(false); });
   $("rank").addEventListener("click", () => { if ($("composer").reportValidity()) start(true); });
+  $("fix").addEventListener("click", proofread);
+  $("typed").addEventListener("input", () => {
+    if (proof) say("");
+    endProof();
+  });
   if (location.protocol === "file:")
     return say("Opened as a file, this page cannot load its model: run python -m http.server in its folder, then open " +
                "http://localhost:8000.", true);

@@ -33,7 +33,7 @@ export function uniform(seed, step, sample, T, purpose) {
 const reversedBits = i => parseInt([...i.toString(2).padStart(16, "0")].reverse().join(""), 2);
 
 // Return the log-probabilities of a position, rounded to float32 as in PyTorch.
-function logSoftmax(logits) {
+export function logSoftmax(logits) {
   const top = logits.reduce((a, b) => Math.max(a, b));
   const below = logits.map(v => v - top);
   const total = Math.fround(Math.log(below.reduce((sum, v) => sum + Math.exp(v), 0)));

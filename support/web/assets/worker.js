@@ -1,5 +1,6 @@
 // Runs the model in a worker thread, so that the page stays responsive.
 import {open, predict} from "./model.js";
+import {proofread} from "./proofread.js";
 import {plan, rank, unmask} from "./sampler.js";
 import {search} from "./search.js";
 
@@ -57,6 +58,12 @@ async function writeRanked({id, ids, segments, ...how}) {
     ({ids, given, logp, share: Math.exp(logp) / total, frames}))});
 }
 
+// Proofread a text, and post the parts of each window.
+async function fix({id, text, vocab}) {
+  for await (const parts of proofread(counted(id), text, vocab, context)) postMessage({id, parts});
+  postMessage({id, isFixed: true});
+}
+
 async function answer(data) {
   if (data.id !== current) return;  // a newer request has arrived
   try {
@@ -66,7 +73,9 @@ async function answer(data) {
       const report = (loaded, total) => loading && postMessage({loaded, total});
       const ready = await open(data.about, data.device, report).finally(() => loading = false);  // a load may go on
       postMessage({ready});
-    } else {
+    } else if (data.text) {
+      await fix(data);
+    } else if (data.segments || data.ids) {
       await (data.rank ? writeRanked : write)(data);
     }
   } catch (error) {

@@ -252,7 +252,7 @@ WRONG = {
         "    embedding.set_(whole[:-1])\n    return whole",
         "shares its memory",
     ),
-    "all states accept": (10, "accepts.to(p.dtype)", "torch.ones(len(next))", "where a state accepts"),
+    "all states accept": (10, "accepts.to(p.dtype)", "torch.ones(len(next))", "a state accepts"),
     "the likeliest match": (10, ".sum(1))", ".amax(1))", "likeliest match"),
     "a state counted twice": (10, ".sum(1))", ".sum(1) + accepts)", "counted twice"),
     "fills counted": (10, "(row * b[0][next])", "b[0][next]", "p is left out, so"),

@@ -235,8 +235,11 @@ const predict = async seen => seen.map(ids => {  // as `network` below
 });
 // The page's own script reads the text; it finds no page here.
 const element = {classList: {toggle() {}}, addEventListener() {}};
-const about = {live: {vocab, mask: V, context: T}, settings: {}, location: {hash: "", protocol: "file:"}, $: () => element};
-Object.assign(about, {document: {querySelector: () => element, querySelectorAll: () => []}, addEventListener() {}});
+const about = {
+  live: {vocab, mask: V, context: T}, settings: {}, location: {hash: "", protocol: "file:"},
+  $: () => element, document: {querySelector: () => element, querySelectorAll: () => []},
+  addEventListener() {},
+};
 const toSegments = new Function(...Object.keys(about), `${page}
   return text => segmentsOf(encode(text), matchesOf(text));`)(...Object.values(about));
 const found = [], said = {};
@@ -319,7 +322,8 @@ const predict = async seen => seen.map(ids => {  // as `alphabet` of test_proofr
   const votes = new Float32Array(T * V), xt = [...ids, ...Array(T).fill(V)].slice(0, T);
   for (const d of [-4, -3, -2, -1, 1, 2, 3, 4])
     for (let at = Math.max(0, d); at < Math.min(T, T + d); at++)
-      if (xt[at - d] !== V) votes[at * V + (xt[at - d] + d + V) %% V] += f((d > 0 ? 3 : 1.5) / Math.abs(d) ** .5);
+      if (xt[at - d] !== V)
+        votes[at * V + (xt[at - d] + d + V) %% V] += f((d > 0 ? 3 : 1.5) / Math.abs(d) ** .5);
   return votes.map(vote => 3 * vote);
 });
 const found = [];
@@ -1035,6 +1039,54 @@ def test_a_typed_pattern_is_matched(live):
 
 
 @slow
+def test_page_finds_the_mistakes_that_sample_py_finds(browser, shipped):
+    server = visit(browser, shipped)
+    text = "ROMEO:\nI wlil not speak of thee, my loord, nor of teh king."
+    browser.js(f"$('typed').value = {json.dumps(text)}")
+    browser.js("$('fix').click()")
+    browser.wait("/proposed|No mistake/.test($('said').textContent)", seconds=300)
+    model, tokenizer, _ = mdlm.load(WEIGHTS)
+    fixed = sample.fix(model, tokenizer, text)
+    assert fixed.changes
+    shown = browser.js("proof.parts.filter(p => p.change).map(p => [p.before, p.after])")
+    assert shown == [[change.before, change.after] for change in fixed.changes]
+    accepting = "document.querySelectorAll('#proof button[aria-label^=Accept]')"
+    browser.js(f"{accepting}.forEach(button => button.click())")
+    assert browser.js("$('typed').value") == fixed.text
+    server.close()
+
+
+@slow
+def test_changes_are_accepted_and_rejected_one_by_one(live):
+    """Marked in the text with the new one beside; the typed text has what was accepted."""
+    live.js("$('typed').value = 'ab/b <'")
+    live.js("$('fix').click()")
+    live.wait("$('said').textContent === 'No mistake was found.'")
+    assert live.js("$('proof').hidden && proof === null")
+    change = dict(kind="substitution", gain=9.5, pBefore=0.01, pAfter=0.5)
+    parts = [("ab", "ab", None), ("/", "<b>", change), ("b", "b", None), (" ", "", change)]
+    parts = [dict(before=before, after=after, change=one) for before, after, one in parts]
+    live.js("proof = {text: $('typed').value, parts: []}")
+    live.js(f"showParts({json.dumps(parts)})")
+    texts = "[...document.querySelectorAll('#proof del, #proof ins')].map(e => e.textContent)"
+    assert live.js(texts) == ["/", "<b>", " "]
+    live.js("document.querySelector('#proof button').focus()")
+    live.press("space")
+    assert live.js("$('typed').value") == "ab<b>b <" and live.js(texts) == [" "]
+    focused = "document.activeElement.getAttribute('aria-label')"
+    assert live.js(focused) == "Accept:   becomes nothing"
+    live.press("tab", "space")
+    assert live.js("$('typed').value") == "ab<b>b <" and live.js(texts) == []
+    assert live.js("$('proof').textContent") == "ab<b>b " and not live.js("$('proof').hidden")
+    live.js("$('typed').focus()")
+    live.type("a")
+    assert live.js("$('proof').hidden && proof === null"), "the text is another one now"
+    live.js("$('typed').value = ''")
+    live.js("$('fix').click()")
+    assert say(live) == "There is nothing to proofread: type a text."
+
+
+@slow
 def test_ranking_ends_what_is_being_written(live):
     """The text stays as it is; tabs, keys and the timer go on; more gaps than one in a title."""
     live.js("$('typed').value = 'a__ b__' + 'a'.repeat(20)")
@@ -1075,12 +1127,12 @@ def test_keyboard_alone_is_enough(live):
         names.append(live.js("document.activeElement.id"))
         if names[-1] == "steps":
             live.press("right")
-    assert names[:6] == ["typed", "steps", "temperature", "seed", "write", "rank"]
+    assert names[:7] == ["typed", "steps", "temperature", "seed", "write", "rank", "fix"]
     assert live.js("$('steps').value") == "17"
     labels = live.js("""[...document.querySelectorAll("input, textarea, button")]
       .filter(e => e.checkVisibility())
       .map(e => e.labels?.[0]?.innerText || e.getAttribute("aria-label") || e.textContent)""")
-    assert len(labels) == 6 and all(labels)
+    assert len(labels) == 7 and all(labels)
 
 
 @slow

@@ -50,7 +50,7 @@ export async function search(predict, segments, n, mask, {context, end, ...how})
       for (const way of waysToFill(stretch.find(isOpen))) {
         const trial = extended(fill, stretch, way, mask);
         if (trial.ids.length + later > context) continue;
-        const count = trial.ids.includes(mask) ? Math.max(1, Math.floor(way.draws / fills.length)) : 1;
+        const count = Math.max(1, Math.floor(way.draws / fills.length));
         const quick = {...how, steps: Math.min(how.steps, QUICK_STEPS), correct: 0, matches: trial.matches};
         for (let i = 0; i < count; i++) {
           tried.push(trial);

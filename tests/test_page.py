@@ -317,8 +317,8 @@ def test_page_finds_the_lengths_that_sample_py_finds(network):
 
 PROOFREAD = """
 import {proofread} from %s;
-const {texts, T, vocab} = JSON.parse(process.argv[1]), V = vocab.length, f = Math.fround;
-const predict = async seen => seen.map(ids => {  // as `alphabet` of test_proofreading.py
+const f = Math.fround, found = [];
+const alphabet = (T, V) => async seen => seen.map(ids => {  // as in test_proofreading.py
   const votes = new Float32Array(T * V), xt = [...ids, ...Array(T).fill(V)].slice(0, T);
   for (const d of [-4, -3, -2, -1, 1, 2, 3, 4])
     for (let at = Math.max(0, d); at < Math.min(T, T + d); at++)
@@ -326,9 +326,14 @@ const predict = async seen => seen.map(ids => {  // as `alphabet` of test_proofr
         votes[at * V + (xt[at - d] + d + V) %% V] += f((d > 0 ? 3 : 1.5) / Math.abs(d) ** .5);
   return votes.map(vote => 3 * vote);
 });
-const found = [];
-for (const text of texts) {
-  const parts = [];
+const network = (T, V, table) => async seen => seen.map(ids => {  // as `network` below
+  const xt = [...ids, ...Array(T).fill(V)].slice(0, T);
+  const total = xt.reduce((sum, id) => sum + id + 1, 0);
+  const at = i => (31 * total + 7 * (xt[i - 1] ?? V) + 3 * (xt[i + 1] ?? V) + i) %% table.length;
+  return Float32Array.from(xt.flatMap((_, i) => table[at(i)]));
+});
+for (const {text, T, vocab, table} of JSON.parse(process.argv[1])) {
+  const parts = [], predict = (table ? network : alphabet)(T, vocab.length, table);
   for await (const window of proofread(predict, text, vocab, T)) parts.push(...window);
   found.push(parts);
 }
@@ -336,8 +341,11 @@ console.log(JSON.stringify(found));
 """
 
 
-def test_page_proofreads_as_sample_fix_does():
-    """Every kind of change, over several windows: where it is, what it gains, and what is kept."""
+def test_page_proofreads_as_sample_fix_does(network):
+    """Every kind of change, over several windows: where it is, what it gains, and what is kept.
+
+    In a world that repeats the alphabet, and where each token depends on all others.
+    """
     if not shutil.which("node"):
         pytest.skip("no Node.js")
     line = test_proofreading.LETTERS
@@ -351,14 +359,21 @@ def test_page_proofreads_as_sample_fix_does():
         line[:20] + "ts" + line[22:] + "abcxefg" + line[7:18] + line[19:] + line[:5] + line[6:] * 2,
         "".join(line[(i * i) % 27] if i % 9 == 0 else line[i % 27] for i in range(120)),
     ]
-    given = json.dumps(dict(texts=texts, T=32, vocab=list(line)))
+    model, table = network
+    g = torch.Generator().manual_seed(0)
+    noise = ["".join(chr(97 + i) for i in torch.randint(5, (60,), generator=g)) for _ in range(3)]
+    cases = [dict(text=text, T=32, vocab=list(line)) for text in texts]
+    cases += [dict(text=text, T=24, vocab=list("abcde"), table=table.tolist()) for text in noise]
+    worlds = [test_proofreading.alphabet()] * len(texts)
+    worlds += [(model, Tokenizer("char", list("abcde")))] * len(noise)
     code = PROOFREAD % json.dumps((live_page.PAGE / "proofread.js").as_uri())
-    command = ["node", "--input-type=module", "-e", code, given]
+    command = ["node", "--input-type=module", "-e", code, json.dumps(cases)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     kinds = set()
-    for text, parts in zip(texts, json.loads(run.stdout), strict=True):
-        fixed = sample.fix(*test_proofreading.alphabet(), text)
+    for case, world, parts in zip(cases, worlds, json.loads(run.stdout), strict=True):
+        text = case["text"]
+        fixed = sample.fix(*world, text)
         assert "".join(part["before"] for part in parts) == text
         assert "".join(part["after"] for part in parts) == fixed.text
         position = 0

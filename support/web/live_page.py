@@ -164,16 +164,17 @@ def contents_of(model, tokenizer, config, weights):
     contents["weights.bin"] = packed
     live = dict(vocab=tokenizer.vocab, context=config.block_size, mask=model.mask_id)
     live |= dict(files={name: (len(c), zlib.crc32(c)) for name, c in contents.items()})
-    live |= dict(
-        runtime=RUNTIME_FILES, worker=bundle("crc.js", "sampler.js", "model.js", "worker.js")
-    )
+    names = ("crc", "sampler", "search", "proofread", "model", "worker")
+    worker = bundle(*(f"{name}.js" for name in names))
+    live |= dict(runtime=RUNTIME_FILES, worker=worker)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     about = f"{millions:.1f} M parameters in {weights}, context {config.block_size}"
     # What the user types for a gap: a character that is not in the vocabulary, as in in_browser.js.
     sign = next((c for c in "█_" if c not in tokenizer.vocab), "[MASK]")
     size = max(offset + 4 * n for offset, n, _ in tensors)
     live |= dict(tensors=tensors, bytes=size)
-    live |= dict(examples=examples(tokenizer, sign, patterns="█" not in tokenizer.vocab))
+    can = dict(patterns="█" not in tokenizer.vocab, fixes=True)
+    live |= dict(fixes=True, examples=examples(tokenizer, sign, **can))
     scripts = ["crc.js", "pattern.js", "viewer.js", "in_browser.js", "live.js"]
     about_page = dict(policy=POLICY, about=ABOUT, program="export.py --to=page")
     page = compose(live, about, scripts, **about_page)
@@ -203,7 +204,7 @@ def examples(tokenizer, sign, fills=True, patterns=True, open_gaps=False, fixes=
     is done with it ("write", "rank" or "fix"). The first is in the field at once.
 
     sign: what is typed for a mask. fills, patterns, open_gaps, fixes: whether gaps are filled, may
-    have patterns, may have an unknown length; whether texts are proofread
+    have patterns, may have an unknown length without one; whether texts are proofread
     """
 
     def is_known(text):
@@ -211,7 +212,6 @@ def examples(tokenizer, sign, fills=True, patterns=True, open_gaps=False, fixes=
             return tokenizer.decode(tokenizer.encode_lossless(text)) == text
         return False
 
-    gap = "[___:[A-Z][a-z]+]" if open_gaps else "[██████:[A-Z][a-z]+]"
     found = []
     if fills and is_known("To be, or to be"):
         text = f"To be, or {sign * 3} to be"
@@ -221,7 +221,7 @@ def examples(tokenizer, sign, fills=True, patterns=True, open_gaps=False, fixes=
     if is_known("ROMEO:\n"):
         found.append(dict(label="go on from \u201cROMEO:\u201d", text="ROMEO:\n", what="write"))
     if fills and patterns and is_known("My name is ."):
-        text = f"My name is {gap}."
+        text = "My name is [___:[A-Z][a-z]+]."
         found.append(dict(label="a gap that must match", text=text, what="rank"))
     if fixes and is_known(MISTAKES):
         found.append(dict(label="proofread", text=MISTAKES, what="fix"))

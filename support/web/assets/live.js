@@ -5,6 +5,10 @@
 //   source.stop(id)           ends what is being written
 //   source.open()             called once; calls `receive` with {ready}
 //   source.fields, source.help: the names of the fields that count, and how to type gaps
+//
+// What `receive` gets of a request: {tried}, how many texts the network has seen; {given, tokens, steps}, the text before
+// the first call, then {frame, calls, seconds} of each; {fills}, ranked; {parts}, the next of a text that is proofread, as
+// from proofread.js; {done} or {error} at the end.
 const link = new URLSearchParams(location.hash.slice(1));
 let ready = false, request = 0, writing = null, last = "";
 
@@ -34,13 +38,11 @@ function display(what) {
   if (what !== "hint" && (innerWidth < 544 || innerHeight < 600)) $("actions").scrollIntoView();  // the form hides it
 }
 
-// End what is being written; what there is of it stays or, if `isForgotten`, goes.
+// End what is being written; what there is of it stays, if `isForgotten` until the next text is shown.
 function leave(isForgotten) {
   if (!writing) return;
-  const isShown = samples.at(-1) === writing;
-  if (isShown && isForgotten) samples.pop();
-  if (isShown && !isForgotten) {
-    writing.steps = writing.frames.length;
+  if (samples.at(-1) === writing) {
+    Object.assign(writing, {steps: writing.frames.length, isForgotten});
     refresh();
   }
   writing = null;
@@ -55,6 +57,7 @@ function start(what = "write") {
   const number = name => $(name).disabled ? null : Number($(name).value);
   const how = {rank, fix, ...Object.fromEntries(["tokens", "steps", "temperature", "seed"].map(n => [n, number(n)]))};
   try {
+    if (fix && !typed.trim()) throw "There is no text to proofread; type one.";
     const read = source.read(typed, how);
     if (what === "write") last = JSON.stringify(settingsOf());
     history.replaceState(null, "", "#" + new URLSearchParams({...Object.fromEntries(link), ...settingsOf()}));
@@ -93,6 +96,7 @@ function receive(data) {
     Object.assign(writing, {given: data.given, tokens: data.tokens, frames: [], steps: data.steps, calls: 0, seconds: 0});
     say("");
     if (samples[0]?.share !== undefined) samples.length = 0;  // ranked fills, which this is none of
+    if (samples.at(-1)?.isForgotten) samples.pop();
     show(writing, 9);
     go(0);
     play(true);
@@ -113,17 +117,16 @@ function receive(data) {
     say("The likeliest of many fills, by the probability of the text from the first gap on.");
     load(0);
     go(1e6);
-  } else if (data.changes) {
-    showProof(writing.typed, data.changes);
-    writing = null;
-    $("stop").disabled = true;
+  } else if (data.parts) {
+    if (!writing.isProof) openProof(writing.typed);
+    writing.isProof = true;
+    showParts(data.parts);
   } else if (data.done) {
     if (data.sample) Object.assign(writing, data.sample);
+    if (writing.what === "fix") sayChanges();
     leave(false);
-  } else if (data.tried && writing?.what === "rank") {
-    say(`trying fills: ${data.tried} texts shown to the network`);
-  } else if (data.tried && writing?.what === "fix") {
-    say(`proofreading: ${data.tried} texts shown to the network`);
+  } else if (data.tried && writing && !writing.given) {
+    say(`${writing.what === "fix" ? "proofreading" : "trying fills"}: ${data.tried} texts shown to the network`);
   }
 }
 
@@ -136,26 +139,33 @@ function refresh() {
 }
 
 // ---- Proofreading: each change is a button that accepts or rejects it
-function showProof(typed, changes) {
-  const characters = Array.from(typed), parts = [];
-  let at = 0;
-  for (const change of changes) {
-    parts.push(characters.slice(at, change.position).join(""));
-    parts.push(toButton(change));
-    at = change.position + Array.from(change.before).length;
-  }
-  parts.push(characters.slice(at).join(""));
-  $("proof-text").replaceChildren(...parts);
-  $("judge").hidden = !changes.length;
+function openProof(typed) {
+  $("proof-text").replaceChildren(make("span", typed, "unread"));
+  $("judge").hidden = true;
   display("proof");
-  const n = changes.length === 1 ? "One change" : `${changes.length} changes`;
-  say(changes.length ? `${n}: press one to reject or accept it, then use the text.` : "Nothing to change was found.");
 }
 
-function toButton({before, after, gain}) {
+// Show parts in place of the beginning of what is unread.
+function showParts(parts) {
+  const unread = $("proof-text").lastChild;
+  for (const part of parts) {
+    unread.before(part.change ? toButton(part) : part.before);
+    unread.textContent = unread.textContent.slice(part.before.length);
+    if (part.change) $("judge").hidden = false;
+  }
+}
+
+function sayChanges() {
+  const {length} = changesShown(), n = length === 1 ? "One change" : `${length} changes`;
+  say(length ? `${n}: press one to reject or accept it, then use the text.` : "Nothing to change was found.");
+}
+
+function toButton({before, after, change: {kind, gain, pBefore, pAfter}}) {
   const button = make("button", "", "change"), visible = text => text.replaceAll("\n", "↵");
   button.append(make("del", visible(before)), make("ins", visible(after)));
-  Object.assign(button, {type: "button", title: `likelier by ${gain.toFixed(1)} nats`});
+  const p = (name, value) => value === null ? "" : `, ${name} ${percent(value)}`;
+  const title = `${kind}: ${gain.toFixed(1)} nats likelier${p("before", pBefore)}${p("after", pAfter)}`;
+  Object.assign(button, {type: "button", title});
   Object.assign(button.dataset, {before, after});
   button.setAttribute("aria-label", `${before || "nothing"} becomes ${after || "nothing"}`);
   button.addEventListener("click", () => accept(button, button.ariaPressed !== "true"));
@@ -190,10 +200,10 @@ function addChip({label, text, what, tokens}) {
 
 function begin() {
   $("facts").textContent = settings.model;
-  $("help").textContent = source.help;
   live.examples.forEach(addChip);
   $("typed").value = live.examples[0]?.text ?? "";
   const {fills = true, fixes, key, steps, most_tokens} = live;
+  $("help").textContent = source.help + (fixes ? " Proofread finds mistakes in a text without gaps." : "");
   $("rank").hidden = !fills;
   $("proofread").hidden = !fixes;
   $("locked").hidden = !key;

@@ -25,6 +25,20 @@ function sentence({message, code}) {
   return message[0].toUpperCase() + message.slice(1) + (message.endsWith(".") ? "" : ".");
 }
 
+// The parts of a text that was proofread, as from proofread.js.
+function toParts(typed, changes) {
+  const characters = Array.from(typed), parts = [];
+  let at = 0;
+  const keep = kept => kept && parts.push({before: kept, after: kept, change: null});
+  for (const {position, before, after, kind, gain, p_before: pBefore, p_after: pAfter} of changes) {
+    keep(characters.slice(at, position).join(""));
+    parts.push({before, after, change: {kind, gain, pBefore, pAfter}});
+    at = position + Array.from(before).length;
+  }
+  keep(characters.slice(at).join(""));
+  return parts;
+}
+
 async function follow(id, body) {
   controller?.abort();
   const {signal} = controller = new AbortController();
@@ -38,6 +52,7 @@ async function follow(id, body) {
       if (event.error) throw sentence(event.error);
       hasBegun = true;
       isDone = Boolean(event.done);
+      if (event.changes) receive({id, parts: toParts(body.fix, event.changes)});
       receive({...event, id});
     }
     if (!isDone) throw "The server ended before the text was written; try again.";
@@ -56,7 +71,6 @@ const source = {
   read(typed, how) {
     const hasGap = live.fills && isGap.test(typed);
     if (how.rank && !hasGap) throw `There is no gap to rank fills for: type ${live.signs[0]} for a token, or [___].`;
-    if (how.fix && !typed.trim()) throw "There is no text to proofread; type one.";
     if (how.fix) return {fix: typed};
     return hasGap ? {infill: typed, rank: how.rank} : {prompt: typed, max_tokens: how.tokens};
   },

@@ -14,8 +14,8 @@ from support import cli, flags, terminal
 cli.start(__name__)
 
 import asyncio
-import html
 import json
+import math
 import os
 import signal
 import socket
@@ -36,16 +36,19 @@ from support.flags import READS, opt
 from support.infill import constraint, templates
 from support.infill.calls import end_documents, groups
 from support.infill.constraint import ConstrainedGap, pattern_of_choices
+from support.infill.probabilities import drawn_in_search
 from support.infill.search import hypotheses
 from support.infill.templates import encode_segments, joined, of_prompt, parse, to_ids, to_texts
 from support.serving import app, completions, engine
 from support.serving.completions import Invalid, Text
 from support.training import scores
 from support.training.checkpoint import default_run, read_newest
-from support.web.viewer import read_asset
+from support.web.served_page import page
+from support.web.viewer import HtmlRecorder
 
 KEY = "MDLM_API_KEY"  # the environment variable in place of --api_key
 HEAD_SECONDS = 10.0  # in which the head of a request must have come, and between two of them
+SHOWN = 5  # ranked fills on the page
 END_SECONDS = 5.0  # after --drain, in which what is cut short is told so
 HEADER_BYTES = 1 << 15
 
@@ -188,6 +191,10 @@ class Writer:
         it returns whether no more of that text is needed.
         """
         model = stand_in(self.model_of(job))
+        if job.kind == "fix" and job.watch:
+            changes = sample.fix(model, self.tokenizer, job.prompts[0], job.caution).changes
+            emit(0, dict(done=True, changes=[change._asdict() for change in changes]))
+            return []
         if job.kind == "fix":
             return [sample.fix(model, self.tokenizer, one, job.caution) for one in job.prompts]
         if job.kind == "score":
@@ -199,8 +206,9 @@ class Writer:
         for prompt in job.prompts:
             segments = self.segments(job, prompt)
             tell = partial(tell_from, emit, len(texts))
-            if job.watch and not templates.has_open(segments):
-                texts.append(self.show(model, segments, settings, job, emit))
+            if job.watch:
+                is_ranked = job.rank or templates.has_open(segments)
+                (self.show_fills if is_ranked else self.show)(model, segments, settings, job, emit)
             elif not job.max_tokens:
                 texts.append(Text("", "", 0))
             elif job.kind == "continue":
@@ -212,11 +220,7 @@ class Writer:
     def fill(self, model, segments, settings, job, tell):
         """The n likeliest fills, as `sample.py --infill --candidates=n` ranks them."""
         draws = None if job.logprobs is None else []
-        fill = partial(sample.fill_gaps, model, self.tokenizer, settings, draws=draws)
-        candidates = job.n if job.n > 1 else 0
-        limits = dict(max_gap=job.max_tokens, draws=max(16, 6 * candidates))
-        limits |= dict(device=next(self.filler.parameters()).device)
-        fills = hypotheses(model, self.tokenizer, segments, candidates or 3, fill, **limits)
+        fills = self.ranked(model, segments, settings, job.n, job.max_tokens, draws)
         texts = []
         for i, found in enumerate(fills[: job.n]):
             parts = to_texts(found.segments, found.ids, self.tokenizer)
@@ -229,31 +233,13 @@ class Writer:
             tell(i, filled, texts[-1])
         return texts
 
-    def show(self, model, segments, settings, job, emit):
-        """A Text, after each network call of which emit gets what there is, with █ for masks."""
-        x = torch.tensor([to_ids(segments, self.tokenizer, model.mask_id)])
-        samples = torch.arange(1)
-        if job.kind == "continue" and model.objective.lengths_are_given:
-            x = end_documents(
-                model, x, sample.uniform(settings.seed, -1, samples, range(1))[2][:, 0]
-            )
-        may_draw = sample.ends(model, self.tokenizer, job.kind == "template")
-        allowed = templates.allowed_tokens(segments, self.tokenizer)
-        may_draw["allowed"] = sample.places(allowed, x)
-        may_draw["constraints"] = constraint.by_row([segments])
-        steps = sum(c.steps for c in sample.plan(model, x == model.mask_id, samples, settings))
-        device = next(self.model.parameters()).device
-        for step in sample.take_steps(model, x.to(device), None, samples, settings, **may_draw):
-            x = step.x
-            written = joined(to_texts(segments, x[0].tolist(), self.tokenizer))
-            emit(0, dict(text=written, step=step.number, steps=steps))
-        ids = x[0].tolist()
-        parts = to_texts(segments, ids, self.tokenizer)
-        n = filled_tokens(segments)
-        filled = "".join(part for part, is_filled in parts if is_filled)
-        text = Text(filled, joined(parts), n)
-        emit(0, "", text)
-        return text
+    def ranked(self, model, segments, settings, n, max_gap, draws):
+        """The n likeliest search.Fills, three for one; draws: a list, or None (see fill_gaps)."""
+        fill = partial(sample.fill_gaps, model, self.tokenizer, settings, draws=draws)
+        candidates = n if n > 1 else 0
+        limits = dict(max_gap=max_gap, draws=max(16, 6 * candidates))
+        limits |= dict(device=next(self.filler.parameters()).device)
+        return hypotheses(model, self.tokenizer, segments, candidates or 3, fill, **limits)
 
     def filled_alone(self, found, tokens):
         """The TokenLogprobs of a search.Fill, without those of given text and of [END]."""
@@ -326,6 +312,66 @@ class Writer:
         parts = to_texts([*given, n_written], ids[: n + n_written], self.tokenizer)
         filled = "".join(part for part, is_filled in parts if is_filled)
         return Text(filled, joined(parts), n_written, is_ended)
+
+    # ---- For the page: it gets dicts, which support/web/assets/live.js reads
+    def show(self, model, segments, settings, job, emit):
+        """Write a text; emit what each network call draws, and at last the whole film of it."""
+        began = time.monotonic()
+        is_template = job.kind == "template"
+        ids = torch.tensor(to_ids(segments, self.tokenizer, model.mask_id), dtype=torch.int64)
+        x = ids[None]
+        samples = torch.arange(1)
+        if not is_template and model.objective.lengths_are_given:
+            u = sample.uniform(settings.seed, -1, samples, range(1))[2][:, 0]
+            x = end_documents(model, x, u)
+        may_draw = sample.ends(model, self.tokenizer, is_template)
+        may_draw["allowed"] = sample.places(templates.allowed_tokens(segments, self.tokenizer), x)
+        may_draw["constraints"] = constraint.by_row([segments])
+        steps = sum(c.steps for c in sample.plan(model, x == model.mask_id, samples, settings))
+        film = HtmlRecorder(self.tokenizer, ids, model.mask_id)
+        n = length_without_end(x[0].tolist(), self.tokenizer)
+        tokens, given = film.shown()
+        emit(0, dict(tokens=tokens[:n], given=given[:n], steps=steps))
+        facts = dict(calls=0, seconds=0.0)
+        device = next(self.model.parameters()).device
+        for step in sample.take_steps(model, x.to(device), None, samples, settings, **may_draw):
+            step = sample.Step(step.number, *(tensor.cpu() for tensor in step[1:]))
+            x = step.x
+            facts = dict(calls=int(step.calls[0]), seconds=time.monotonic() - began)
+            if film.add(step, 0):
+                emit(0, facts | dict(frame=film.newest()))
+        emit(0, dict(done=True, sample=facts | film.page(x[0].tolist())))
+
+    def show_fills(self, model, segments, settings, job, emit):
+        """Emit the likeliest fills of a template, with the share of each among them."""
+        began = time.monotonic()
+        draws = []
+        n = SHOWN if job.rank else 1
+        fills = self.ranked(model, segments, settings, n, job.max_tokens, draws)[:SHOWN]
+        p = torch.tensor([fill.logp for fill in fills], dtype=torch.float64).softmax(0).tolist()
+        shown = [dict(share=q) | self.still(fill, draws) for fill, q in zip(fills, p)]
+        emit(0, dict(done=True, fills=shown, seconds=time.monotonic() - began))
+
+    def still(self, fill, draws):
+        """A search.Fill as a film of one frame."""
+        is_given = []
+        for segment in fill.segments:
+            is_given += [isinstance(segment, str)] * len(to_ids([segment], self.tokenizer))
+        n = length_without_end(fill.ids, self.tokenizer)
+        is_given = (is_given + [False] * n)[:n]
+        tokens = self.tokenizer.pieces(fill.ids[:n])
+        drawn = drawn_in_search(draws, fill.ids[:n], [not each for each in is_given])
+        frame = [
+            [i, tokens[i], None if math.isnan(logp) else round(math.exp(logp), 4), []]
+            for i, logp in enumerate(drawn.tolist())
+            if not is_given[i]
+        ]
+        return dict(tokens=tokens, given=is_given, frames=[frame])
+
+
+def length_without_end(ids, tokenizer):
+    """How many ids precede [END]."""
+    return ids.index(tokenizer.end_id) if tokenizer.end_id in ids else len(ids)
 
 
 def filled_tokens(segments):
@@ -527,7 +573,18 @@ def main(argv):
     server.max_body = options.max_body
     server.time_limit = options.time_limit
     about = f"{name}: {config.n_layer} layers x {config.n_embd}, context {config.block_size}"
-    app.use_page(server, read_asset("serve.html").replace("ABOUT", html.escape(about)))
+    device_name = "GPU" if device.type == "cuda" else device.type.upper()
+    has_key = bool(options.api_key)
+    html = page(
+        writer.model,
+        writer.filler,
+        writer.tokenizer,
+        about,
+        device_name,
+        has_key,
+        options.max_tokens,
+    )
+    app.use_page(server, html)
     engine.start(computes)
     asyncio.run(serve(server, options, sock))
     return 0

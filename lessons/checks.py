@@ -380,6 +380,200 @@ def check_embedding(result, embedding):
     demand(good, "the row of [MASK] is not the mean of the V others, taken for each of C numbers")
 
 
+# ---- 10: gaps that must match
+# Detects in backward: states that do not accept at the end, the largest term in place of the sum, a
+# state that accepts counted before the gap is full, p left out, its rows from the wrong end, tokens
+# that lead to one state counted once, rows divided by a number. In draw: no filter (dead ends), b
+# only asked whether it is above 0, the b of the place before, p or b twice, p left out, the
+# likeliest token, the first state kept, arguments changed.
+def table_of(text):
+    """A string of digits for each state -> (S, V) int64: the state after each token."""
+    return torch.tensor([[int(state) for state in row] for row in text.split()])
+
+
+# The lesson's example: the tokens are n s o e t w a and any other; state 7 is the dead end.
+LETTERS = "nsoetwa."
+SO_NOT_NOW_SEA = table_of("12777777 77377777 77457777 77776677 77777777 77777767 77777777 77777777")
+BY_HAND = {0: dict(n=0.3, s=0.6), 1: dict(o=0.8, e=0.2), 2: dict(t=0.5, w=0.2, a=0.1)}
+# Another one, of three tokens: two tokens lead to the same state, one state accepts and goes on.
+LOOP = table_of("124 331 344 441 444")
+
+
+def backward_by(p, next, accepts, step):
+    """(n + 1, S): b where step(row of p, (S, V) b of the states after) is what one token adds."""
+    b = [accepts.to(p.dtype)]
+    for row in p.flip(0):
+        b.insert(0, step(row, b[0][next]))
+    return torch.stack(b)
+
+
+def wrong_backwards(p, next, accepts):
+    """{sentence: what backward gives if it makes this mistake}"""
+
+    def right(row, after):
+        return (row * after).sum(1)
+
+    def once(row, after):
+        is_first = torch.stack([(next[:, :v] != next[:, v, None]).all(1) for v in range(len(row))])
+        return (row * after * is_first.T).sum(1)
+
+    def early(row, after):
+        return right(row, after) + accepts
+
+    def one(rows, step):
+        return backward_by(rows, next, accepts, step)
+
+    everywhere = torch.ones_like(accepts)
+    hint = "that is the likeliest match, not the probability of all"
+    return {
+        "b[n] is 1 for every state; it is 1 where a state accepts, else 0": backward_by(
+            p, next, everywhere, right
+        ),
+        f"the largest term is taken in place of the sum: {hint}": one(
+            p, lambda row, after: (row * after).amax(1)
+        ),
+        "a state that accepts is counted twice, also before the gap is full: only in b[n]": one(
+            p, early
+        ),
+        "p is left out, so b counts the fills that match; weigh each token by p[i]": one(
+            p, lambda row, after: after.sum(1)
+        ),
+        "the rows of p are taken from the wrong end: b[i] is made of p[i] and b[i + 1]": one(
+            p.flip(0), right
+        ),
+        "tokens that lead to the same state are counted once; sum over tokens, not states": one(
+            p, once
+        ),
+    }
+
+
+def check_backward(backward, p, next, accepts, name):
+    """Compare with the sum over all sequences of tokens."""
+    n, V = p.shape
+    given = [each.clone() for each in (p, next, accepts)]
+    b = backward(p, next, accepts)
+    unchanged = all(map(torch.equal, given, (p, next, accepts)))
+    demand(unchanged, "backward changes p, next or accepts; work on a copy")
+    good = isinstance(b, torch.Tensor) and b.shape == (n + 1, len(next)) and b.is_floating_point()
+    demand(good, f"backward should return a float tensor of shape {(n + 1, len(next))}")
+    wanted = torch.zeros(n + 1, len(next), dtype=torch.float64)
+    for i in range(n + 1):
+        for fill in itertools.product(range(V), repeat=n - i):
+            states = torch.arange(len(next))
+            weight = 1.0
+            for place, v in enumerate(fill, i):
+                weight *= p[place, v].item()
+                states = next[states, v]
+            wanted[i] += weight * accepts[states]
+    b = b.double()
+    for sentence, wrong in wrong_backwards(p.double(), next, accepts).items():
+        differs = not torch.allclose(wrong, wanted, atol=1e-6)
+        demand(not (differs and torch.allclose(b, wrong, atol=1e-6)), f"{name}: {sentence}")
+    ratio = b / wanted
+    known = wanted > 0
+    scaled = all(row[each].std(correction=0) < 1e-5 for row, each in zip(ratio, known, strict=True))
+    is_right = torch.allclose(b, wanted, atol=1e-6)
+    why = "each row of b is right up to a factor; here leave it as it is, a probability"
+    demand(is_right or not scaled or (b[~known] != 0).any(), f"{name}: {why}")
+    i, q = divmod(int((b - wanted).abs().argmax()), len(next))
+    hint = "the sum over tokens v of p[i, v] b[i + 1, next[q, v]]"
+    found = f"b[{i}, {q}] is {b[i, q]:.4f}, it should be {wanted[i, q]:.4f}"
+    demand(is_right, f"{name}: {found}: {hint}")
+
+
+def fills_by(p, next, weight):
+    """{fill: probability} if v is drawn in proportion to weight(i, q, v) in state q."""
+    fills = {(): (1.0, 0)}
+    for i in range(len(p)):
+        after = {}
+        for fill, (value, q) in fills.items():
+            weights = [float(weight(i, q, v)) for v in range(p.shape[1])]
+            for v, each in enumerate(weights):
+                if each > 0:
+                    after[(*fill, v)] = (value * each / sum(weights), int(next[q, v]))
+        fills = after
+    return {fill: value for fill, (value, _) in fills.items()}
+
+
+def chi_squared(counts, wanted):
+    """Of counts of fills, against their probabilities."""
+    n = counts.total()
+    if any(fill not in wanted for fill in counts):
+        return math.inf
+    return sum((counts[fill] - n * p) ** 2 / (n * p) for fill, p in wanted.items())
+
+
+def one_fill(draw, p, next, b):
+    """A fill as a tuple of n tokens."""
+    try:
+        fill = draw(p, next, b)
+    except (RuntimeError, ValueError) as e:
+        if "weights" not in str(e) and "sum of prob" not in str(e):
+            raise
+        hint = "weigh v by p[i, v] b[i + 1, next[q, v]], and follow the state"
+        raise Wrong(f"at some token of a gap all weights are 0: {hint}") from None
+    try:
+        fill = tuple(int(v) for v in fill)
+    except (TypeError, ValueError, RuntimeError):
+        raise Wrong(f"draw returns a {type(fill).__name__}, not a list of tokens") from None
+    good = len(fill) == len(p) and all(0 <= v < p.shape[1] for v in fill)
+    demand(good, f"draw returns {list(fill)[:9]}, not {len(p)} tokens below {p.shape[1]}")
+    return fill
+
+
+def check_draw(draw, p, next, accepts, b):
+    """Compare how often each fill is drawn with the product of the rows of p, given a match."""
+    given = [each.clone() for each in (p, next, b)]
+    one_fill(draw, p, next, b)
+    unchanged = all(map(torch.equal, given, (p, next, b)))
+    demand(unchanged, "draw changes p, next or b; work on a copy")
+    counts = Counter(one_fill(draw, p, next, b) for _ in range(3000))
+    for fill in counts:
+        q = 0
+        for v in fill:
+            q = int(next[q, v])
+        why = f"draws {list(fill)}, which does not match: it went into a dead end"
+        demand(accepts[q], f"{why}; weigh each token by b[i + 1] of the state that it leads to")
+    hint = "draw at random, in proportion to the weights"
+    demand(len(counts) > 1, f"draw always gives the same fill: {hint}")
+
+    def after(i, q, v):
+        return b[i + 1, next[q, v]]
+
+    wrong = {
+        "all draws match, but b is only asked whether it is above 0; it is a weight": (
+            lambda i, q, v: p[i, v] * (after(i, q, v) > 0)
+        ),
+        "the weight of p is counted twice": lambda i, q, v: p[i, v] ** 2 * after(i, q, v),
+        "the weight of b is counted twice": lambda i, q, v: p[i, v] * after(i, q, v) ** 2,
+        "p is left out; the weight of v is p[i, v] b[i + 1, next[q, v]]": after,
+    }
+    fills = fills_by(p, next, lambda i, q, v: p[i, v] * after(i, q, v))
+    is_right = chi_squared(counts, fills) < 80
+    for sentence, weight in wrong.items():
+        found = chi_squared(counts, fills_by(p, next, weight))
+        demand(is_right or found > 80, sentence)
+    why = "some fills are drawn too often or too rarely"
+    demand(is_right, f"{why}: the weight of v is p[i, v] b[i + 1, next[q, v]]")
+
+
+def check_matching(backward, draw):
+    p = torch.zeros(3, len(LETTERS))
+    for row, values in zip(p, BY_HAND.values(), strict=True):
+        for letter, value in values.items():
+            row[LETTERS.index(letter)] = value
+        row[-1] = 1 - row.sum()
+    accepts = torch.zeros(8, dtype=torch.bool)
+    accepts[[4, 6]] = True  # after "so", and after three letters
+    check_backward(backward, p, SO_NOT_NOW_SEA, accepts, "in the lesson's example")
+    p = torch.tensor([[0.3, 0.5, 0.2], [0.5, 0.2, 0.3], [0.2, 0.35, 0.45], [0.6, 0.3, 0.1]])
+    accepts = torch.tensor([False, False, False, True, False])
+    check_backward(backward, p, LOOP, accepts, "with four tokens out of three")
+    b = backward(p, LOOP, accepts)
+    check_draw(draw, p, LOOP, accepts, b)
+    return "every fill matches, as often as the product of the marginals says of those that match"
+
+
 CHECKS = {
     1: (check_mask, "mask"),
     2: (check_loss, "loss"),
@@ -390,6 +584,7 @@ CHECKS = {
     7: (check_fill, "log_fill"),
     8: (check_autoregressive, "ar_inputs", "nll"),
     9: (check_decoder, "align", "add_mask_row"),
+    10: (check_matching, "backward", "draw"),
 }
 
 

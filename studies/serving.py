@@ -6,7 +6,8 @@
 
 speed: the same requests one after another and by many clients, in turns, and their ratio. load:
 clients with mixed requests, some of which leave; every answer must be the text that the sampler
-writes alone. memory: the server's resident memory along many requests. Needs the package httpx.
+writes alone. memory: the server's resident memory along many requests. Each prints a table for
+results/serving.md. Needs the package httpx.
 """
 
 import asyncio
@@ -65,6 +66,15 @@ def serving(options):
         process.wait()
 
 
+def print_row(*cells):
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def print_head(*names):
+    print_row(*names)
+    print_row(*["---"] * len(names))
+
+
 async def post(client, body, path="/v1/completions"):
     """(the answer, seconds)"""
     began = time.monotonic()
@@ -97,11 +107,12 @@ def measure_speed(options):
         for _ in range(options.turns):
             for clients, measured in seconds.items():
                 measured.append(asyncio.run(by_clients(url, clients, bodies)))
-    best = {clients: min(measured) for clients, measured in seconds.items()}
+    print_head("clients", "requests", "seconds, median", "least", "times as fast as one client")
     for clients, measured in seconds.items():
+        # Of each turn, as other work on the machine changes from turn to turn.
+        faster = statistics.median(one / each for one, each in zip(seconds[1], measured))
         median = statistics.median(measured)
-        row = dict(clients=clients, requests=n, best=best[clients], median=median)
-        print(json.dumps(row | dict(times_as_fast=best[1] / best[clients])), flush=True)
+        print_row(clients, n, f"{median:.2f}", f"{min(measured):.2f}", f"{faster:.2f}")
 
 
 def mixed_bodies(writer):
@@ -181,12 +192,16 @@ def measure_load(options):
         seconds, problems, left = asyncio.run(load(url, options, bodies, wanted))
         memory = resident(process)
     seconds.sort()
-    row = dict(clients=options.clients, answers=len(seconds), left=left, problems=len(problems))
-    row |= dict(median=seconds[len(seconds) // 2], p95=seconds[int(0.95 * len(seconds))])
-    print(json.dumps(row | dict(resident_mb=memory)), flush=True)
+    head = ("clients", "seconds", "answers", "clients that left", "wrong, lost or failed")
+    print_head(*head, "seconds of an answer, median", "95th percentile", "resident MB")
+    times = ["", ""]
+    if seconds:
+        times = [f"{seconds[int(q * len(seconds))]:.2f}" for q in (0.5, 0.95)]
+    counts = (options.clients, f"{options.seconds:g}", len(seconds), left, len(problems))
+    print_row(*counts, *times, f"{memory:.0f}")
     for problem in problems[:10]:
         print(problem)
-    return 1 if problems else 0
+    return 1 if problems or not seconds else 0
 
 
 def resident(process):
@@ -198,12 +213,15 @@ def resident(process):
 def measure_memory(options):
     n = options.requests or 10_000
     body = dict(prompt="", max_tokens=4, steps=2)
+    part = -(-n // 10)
     with serving(options) as (url, process):
-        for done in range(0, n, n // 10):
-            bodies = [body | dict(seed=done + i, stream=i % 3 == 0) for i in range(n // 10)]
+        print_head("requests", "resident MB")
+        print_row(0, f"{resident(process):.0f}")
+        for done in range(0, n, part):
+            numbers = range(done, min(done + part, n))
+            bodies = [body | dict(seed=i, stream=i % 3 == 0) for i in numbers]
             asyncio.run(by_clients(url, 8, bodies))
-            row = dict(requests=done + n // 10, resident_mb=resident(process))
-            print(json.dumps(row), flush=True)
+            print_row(numbers.stop, f"{resident(process):.0f}")
 
 
 def main(argv):

@@ -1380,6 +1380,7 @@ ADVICE["pace.py"] = [
 ]
 
 ADVICE["live_page.py"] = MACHINE
+ADVICE["served_page.py"] = NOTHING
 
 ADVICE["plots.py"] = [
     (

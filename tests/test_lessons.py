@@ -119,6 +119,23 @@ def align(logits, at):
 def add_mask_row(embedding):
     return torch.cat((embedding, embedding.mean(0, keepdim=True)))
 """,
+    10: """
+import torch
+def backward(p, next, accepts):
+    b = [accepts.to(p.dtype)]
+    for row in p.flip(0):
+        b.insert(0, (row * b[0][next]).sum(1))
+    return torch.stack(b)
+def draw(p, next, b):
+    fill = []
+    q = 0
+    for i in range(len(p)):
+        weight = p[i] * b[i + 1][next[q]]
+        v = int(torch.multinomial(weight, 1))
+        fill.append(v)
+        q = next[q, v]
+    return fill
+""",
 }
 # The usual mistakes: lesson, what is replaced in the right answer, by what, a word of the sentence.
 WRONG = {
@@ -235,6 +252,44 @@ WRONG = {
         "    embedding.set_(whole[:-1])\n    return whole",
         "shares its memory",
     ),
+    "all states accept": (10, "accepts.to(p.dtype)", "torch.ones(len(next))", "a state accepts"),
+    "the likeliest match": (10, ".sum(1))", ".amax(1))", "likeliest match"),
+    "a state counted twice": (10, ".sum(1))", ".sum(1) + accepts)", "counted twice"),
+    "fills counted": (10, "(row * b[0][next])", "b[0][next]", "p is left out, so"),
+    "from the wrong end": (10, "p.flip(0)", "p", "wrong end"),
+    "states in place of tokens": (
+        10,
+        "(row * b[0][next]).sum(1)",
+        "torch.stack([(row * b[0][to])[[to.tolist().index(q) for q in to.unique()]].sum()"
+        " for to in next])",
+        "once",
+    ),
+    "a backward pass with rows divided": (
+        10,
+        "torch.stack(b)",
+        "torch.stack([row / row.max() for row in b])",
+        "up to a factor",
+    ),
+    "one row of b too few": (10, "torch.stack(b)", "torch.stack(b[1:])", "of shape (4, 8)"),
+    "another value of b": (10, "torch.stack(b)", "torch.stack(b) ** 2", "it should be"),
+    "marginals changed": (10, ".sum(1))", ".sum(1))\n        p.mul_(0.5)", "backward changes"),
+    "the backward pass forgotten": (10, " * b[i + 1][next[q]]", "", "dead end"),
+    "what can be reached": (10, "* b[i + 1][next[q]]", "* (b[i + 1][next[q]] > 0)", "above 0"),
+    "b of the place before": (10, "b[i + 1]", "b[i]", "dead end"),
+    "b of the state itself": (10, "b[i + 1][next[q]]", "b[i + 1][q]", "weights are 0"),
+    "p twice": (10, "= p[i] *", "= p[i] ** 2 *", "of p is counted twice"),
+    "b twice": (10, "b[i + 1][next[q]]", "b[i + 1][next[q]] ** 2", "of b is counted twice"),
+    "b alone": (10, "= p[i] *", "= 0 * p[i] +", "p is left out; the"),
+    "the likeliest fill": (10, "torch.multinomial(weight, 1)", "weight.argmax()", "the same fill"),
+    "the first state kept": (10, "        q = next[q, v]\n", "", "follow the state"),
+    "states in place of a fill": (10, "append(v)", "append(int(next[q, v]) + 1)", "below 3"),
+    "no fill": (10, "return fill", "return None", "not a list"),
+    "marginals weighed in place": (
+        10,
+        "p[i] * b[i + 1][next[q]]",
+        "p[i].mul_(b[i + 1][next[q]])",
+        "draw changes",
+    ),
 }
 
 
@@ -292,7 +347,7 @@ def test_file_that_cannot_be_checked(tmp_path, capsys, source, word):
 
 
 def test_bad_usage_has_no_traceback(tmp_path, capsys):
-    for argv in ([], ["1"], ["10", "x.py"], ["one", "x.py"], ["1", "x.py", "y"], ["1", "none.py"]):
+    for argv in ([], ["1"], ["11", "x.py"], ["one", "x.py"], ["1", "x.py", "y"], ["1", "none.py"]):
         assert check.main(argv) == 2
         said = capsys.readouterr().out
         assert said.startswith("not checked: ") and said.count("\n") == 1
@@ -364,8 +419,8 @@ def commands(path):
 
 
 def test_each_check_has_its_lesson():
-    names = [path.name[:2] for path in TEXTS if path.name[0].isdigit()]
-    assert names == [f"{n}_" for n in checks.CHECKS]
+    numbers = [int(path.name.split("_")[0]) for path in TEXTS if path.name[0].isdigit()]
+    assert sorted(numbers) == list(checks.CHECKS)
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)

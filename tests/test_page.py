@@ -18,6 +18,7 @@ from statistics import median
 
 import numpy as np
 import pytest
+import test_proofreading
 import torch
 from conftest import ROOT, Toy
 from test_export import save
@@ -29,7 +30,7 @@ import sample
 from support import cli
 from support.data.tokenizer import Tokenizer
 from support.flags import parse_flags
-from support.infill import constraint, ranking, search
+from support.infill import constraint, ranking, search, templates
 from support.kernels.reference import philox_words
 from support.web import live_page, viewer
 
@@ -220,6 +221,170 @@ def test_page_draws_the_constrained_fills_of_sample_py(network):
         tokens = [step.x[step.drawn][:, None] for step in steps]
         p = [step.logp.exp().gather(1, token)[:, 0] for step, token in zip(steps, tokens)]
         assert np.allclose(found["p"], torch.cat(p), atol=1e-6)
+
+
+SEARCH = """
+import {plan, unmask} from %s;
+import {search} from %s;
+const {reading, T, V, table, asked, vocab, wrong} = JSON.parse(process.argv[1]);
+const predict = async seen => seen.map(ids => {  // as `network` below
+  const xt = [...ids, ...Array(T).fill(V)].slice(0, T);
+  const total = xt.reduce((sum, id) => sum + id + 1, 0);
+  const at = i => (31 * total + 7 * (xt[i - 1] ?? V) + 3 * (xt[i + 1] ?? V) + i) %% table.length;
+  return Float32Array.from(xt.flatMap((_, i) => table[at(i)]));
+});
+// The page's own script reads the text.
+const source = new Function("live", `${reading} return source;`)({vocab, mask: V, context: T});
+const toSegments = text => source.read(text, {}).segments;
+const found = [], said = {};
+for (const {template, n, ...settings} of asked) {
+  const how = {...settings, context: T, end: vocab.indexOf("\\n")};
+  const fills = await search(predict, toSegments(template), n, V, how);
+  const row = plan(fills[0].given, 0, V, {...settings, matches: fills[0].matches});
+  for await (const frames of unmask(predict, [row], V, settings));
+  found.push({fills, written: row.ids});
+}
+for (const template of wrong) {
+  try { toSegments(template); } catch (error) { said[template] = String(error); }
+}
+console.log(JSON.stringify({found, said}));
+"""
+OPEN = [
+    "a[___:[ab]c?(d|ba?)+]cb",
+    "[___|ab|c|dd|dé]b_a[___:(ab|c)*]",
+    "_[___:[^a]{2,3}|d+]b[██:ab|cd]",
+    "d[___:c*]a[___|a|]b[___:.]",
+]
+WRONG_OPEN = {
+    "a[___:b]_": "A gap must not follow one of unknown length",
+    "[___:b{17}]": "No text of up to 16 characters of this model matches b{17}; change it.",
+    "[___|é|xa]": "The model never saw the characters of é|xa; change them.",
+    "a[___:b*]" + "a" * 24: "The text has 25 characters, the model takes 24; shorten it.",
+    "[___:aa]" + "a" * 23: "The text has at least 25 characters, the model takes 24; shorten it.",
+    "[___]a": "[___], a gap of unknown length, is for sample.py --infill",
+}
+
+
+def test_page_finds_the_lengths_that_sample_py_finds(network):
+    """Fills of gaps of unknown length, their log p, and the text that is written then."""
+    pytest.importorskip("outlines_core")
+    if not shutil.which("node"):
+        pytest.skip("no Node.js")
+    model, table = network
+    letters = Tokenizer("char", list("abcd\n"))
+    V, T = model.vocab_size, model.config.block_size
+    asked = [
+        dict(template=template, n=1 + 4 * (i % 2), seed=i, steps=6 + 10 * i, temperature=1 + i / 8)
+        for i, template in enumerate(OPEN)
+    ]
+    reading = viewer.bundle("pattern.js", "in_browser.js")
+    given = dict(reading=reading, T=T, V=V, table=table.tolist(), asked=asked, vocab=letters.vocab)
+    paths = [json.dumps((live_page.PAGE / f).as_uri()) for f in ("sampler.js", "search.js")]
+    given |= dict(wrong=list(WRONG_OPEN))
+    command = ["node", "--input-type=module", "-e", SEARCH % tuple(paths), json.dumps(given)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    answer = json.loads(run.stdout)
+    for template, sentence in WRONG_OPEN.items():
+        assert answer["said"][template].startswith(sentence)
+    for settings, found in zip(asked, answer["found"], strict=True):
+        segments = sample.parse(settings.pop("template"), letters, T)
+        n = settings.pop("n")
+        resolved = sample.resolve(sample.SamplerSettings(**settings), model)
+        fill = functools.partial(sample.fill_gaps, model, letters, resolved)
+        fills = search.hypotheses(model, letters, segments, n, fill, "cpu", draws=16)
+        texts = [templates.joined(templates.to_texts(*fill[:2], letters)) for fill in fills]
+        assert [letters.decode(fill["ids"]) for fill in found["fills"]] == texts
+        logp = [fill.logp for fill in fills]
+        assert np.allclose([fill["logp"] for fill in found["fills"]], logp, atol=1e-5)
+        for fill in found["fills"]:
+            drawn = {i for frame in fill["frames"] for i, *_ in frame}
+            assert drawn == {i for i, id in enumerate(fill["given"]) if id == V}
+        known = [len(templates.to_ids([segment], letters)) for segment in fills[0].segments]
+        starts = [0, *itertools.accumulate(known)]
+        pairs = zip(starts, fills[0].segments)
+        matches = {at: each for at, each in pairs if getattr(each, "automaton", 0) and each.length}
+        x = torch.tensor([templates.to_ids(fills[0].segments, letters, V)])
+        *_, step = sample.unmask(model, x, matches=matches, **settings)
+        assert found["written"] == step.x[0].tolist()
+
+
+PROOFREAD = """
+import {proofread} from %s;
+const f = Math.fround, found = [];
+const alphabet = (T, V) => async seen => seen.map(ids => {  // as in test_proofreading.py
+  const votes = new Float32Array(T * V), xt = [...ids, ...Array(T).fill(V)].slice(0, T);
+  for (const d of [-4, -3, -2, -1, 1, 2, 3, 4])
+    for (let at = Math.max(0, d); at < Math.min(T, T + d); at++)
+      if (xt[at - d] !== V)
+        votes[at * V + (xt[at - d] + d + V) %% V] += f((d > 0 ? 3 : 1.5) / Math.abs(d) ** .5);
+  return votes.map(vote => 3 * vote);
+});
+const network = (T, V, table) => async seen => seen.map(ids => {  // as `network` below
+  const xt = [...ids, ...Array(T).fill(V)].slice(0, T);
+  const total = xt.reduce((sum, id) => sum + id + 1, 0);
+  const at = i => (31 * total + 7 * (xt[i - 1] ?? V) + 3 * (xt[i + 1] ?? V) + i) %% table.length;
+  return Float32Array.from(xt.flatMap((_, i) => table[at(i)]));
+});
+for (const {text, T, vocab, table} of JSON.parse(process.argv[1])) {
+  const parts = [], predict = (table ? network : alphabet)(T, vocab.length, table);
+  for await (const window of proofread(predict, text, vocab, T)) parts.push(...window);
+  found.push(parts);
+}
+console.log(JSON.stringify(found));
+"""
+
+
+def test_page_proofreads_as_sample_fix_does(network):
+    """Every kind of change, over several windows: where it is, what it gains, and what is kept.
+
+    In a world that repeats the alphabet, and where each token depends on all others.
+    """
+    if not shutil.which("node"):
+        pytest.skip("no Node.js")
+    line = test_proofreading.LETTERS
+    wrong = ["abcdefghizklmnop", "abcdefghiklmnop", "abcdefghijqklmnop", "abcdefghjiklmnop"]
+    texts = [line + each + line[16:] + line for each in wrong]
+    texts += [
+        line * 3,
+        "a",
+        "bc",
+        "\u00e9" + line + "a\U0001f600" + line[2:] * 3 + "zz",
+        line[:20] + "ts" + line[22:] + "abcxefg" + line[7:18] + line[19:] + line[:5] + line[6:] * 2,
+        "".join(line[(i * i) % 27] if i % 9 == 0 else line[i % 27] for i in range(120)),
+    ]
+    model, table = network
+    g = torch.Generator().manual_seed(0)
+    noise = ["".join(chr(97 + i) for i in torch.randint(5, (60,), generator=g)) for _ in range(3)]
+    cases = [dict(text=text, T=32, vocab=list(line)) for text in texts]
+    cases += [dict(text=text, T=24, vocab=list("abcde"), table=table.tolist()) for text in noise]
+    worlds = [test_proofreading.alphabet()] * len(texts)
+    worlds += [(model, Tokenizer("char", list("abcde")))] * len(noise)
+    code = PROOFREAD % json.dumps((live_page.PAGE / "proofread.js").as_uri())
+    command = ["node", "--input-type=module", "-e", code, json.dumps(cases)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    kinds = set()
+    for case, world, parts in zip(cases, worlds, json.loads(run.stdout), strict=True):
+        text = case["text"]
+        fixed = sample.fix(*world, text)
+        assert "".join(part["before"] for part in parts) == text
+        assert "".join(part["after"] for part in parts) == fixed.text
+        position = 0
+        changes = []
+        for part in parts:
+            if part["change"]:
+                changes.append((position, part))
+            position += len(part["before"])
+        assert len(changes) == len(fixed.changes)
+        for (at, part), change in zip(changes, fixed.changes):
+            found = (at, part["before"], part["after"], part["change"]["kind"])
+            assert found == (change.position, change.before, change.after, change.kind)
+            assert part["change"]["gain"] == pytest.approx(change.gain, abs=1e-4)
+            for name, p in (("pBefore", change.p_before), ("pAfter", change.p_after)):
+                assert part["change"][name] == (p and pytest.approx(p, rel=1e-4))
+            kinds.add(change.kind)
+    assert kinds == {"substitution", "insertion", "deletion", "swap"}
 
 
 LOADER = """
@@ -489,7 +654,7 @@ def write(browser, text, **settings):
     """Set the form, press Write, wait for the end; the text."""
     for name, value in dict(typed=text, **settings).items():
         browser.js(f"$('{name}').value = {json.dumps(str(value))}")
-    browser.js("start(false)")
+    browser.js("start()")
     browser.wait("writing === null")
     return browser.js("samples.at(-1).tokens.join('')")
 
@@ -547,14 +712,19 @@ def test_equal_seeds_give_equal_texts(browser, shipped):
 
 
 @slow
-def test_fills_are_ranked_as_sample_py_ranks_them(browser, shipped, tmp_path):
+@pytest.mark.parametrize(
+    "template", ["To be, or ███ to be", "The [___|king|duke|fool] is [___:d(ea|rea)d]!"]
+)
+def test_fills_are_ranked_as_sample_py_ranks_them(browser, shipped, template):
+    if "[" in template:
+        pytest.importorskip("outlines_core")
     server = visit(browser, shipped)
-    browser.js("$('typed').value = 'To be, or ███ to be'")
+    browser.js(f"$('typed').value = {json.dumps(template)}")
     browser.js("$('rank').click()")
     browser.wait("$('said').textContent.startsWith('The likeliest')")
     shown = browser.js("samples.map(s => s.tokens.join(''))")
     model, tokenizer, config = mdlm.load(WEIGHTS)
-    segments = sample.parse("To be, or ███ to be", tokenizer, config.block_size)
+    segments = sample.parse(template, tokenizer, config.block_size)
     settings = sample.resolve(sample.SamplerSettings(steps=16), model)
     fill = functools.partial(sample.fill_gaps, model, tokenizer, settings)
     fills = search.hypotheses(model, tokenizer, segments, 5, fill, "cpu", draws=16)
@@ -679,7 +849,7 @@ def test_a_text_is_shown_while_it_is_written(live):
     """Play begins before the last call; a pause keeps the step, the text goes on."""
     live.js("$('typed').value = ''")
     live.js("$('steps').value = 128")
-    live.js("start(false)")
+    live.js("start()")
     live.wait("writing?.frames.length > 2")
     live.js("play(false)")
     step = live.js("step")
@@ -692,7 +862,7 @@ def test_a_text_is_shown_while_it_is_written(live):
 def test_a_newer_request_replaces_an_older(live):
     live.js("$('typed').value = ''")
     live.js("$('steps').value = 128")
-    live.js("start(false)")
+    live.js("start()")
     live.wait("writing?.frames.length > 2")
     assert write(live, "a█b", steps=4).startswith("a")
     assert live.js("samples.length") == 1 and live.js("samples[0].frames.length") <= 4
@@ -744,7 +914,7 @@ def test_hostile_text_stays_text(live):
     assert write(live, attack + "█", steps=4).startswith(attack)
     assert live.js("text()").startswith(attack)
     live.js("$('typed').value = '<img src=x onerror=alert(1)>'")
-    live.js("start(false)")
+    live.js("start()")
     assert say(live).startswith('The model never saw the character "i" (position 2)')
     fragment = "#typed=" + urllib.parse.quote(attack) + "&seed=<script>"
     live.js(f"location.hash = {json.dumps(fragment)}")
@@ -807,7 +977,7 @@ def test_character_of_the_model_is_no_gap(browser, tiny, tmp_path, letters, sign
     assert text.startswith(f"{literal}a") and len(text) == len(literal) + 4
     assert browser.js("samples.at(-1).given") == [True] * (len(literal) + 1) + [False, True, False]
     browser.js(f"$('typed').value = {json.dumps('[MASK]' + 'a' * 31)}")
-    browser.js("start(false)")
+    browser.js("start()")
     assert browser.js("$('said').className") == "", "[MASK] is one of 32 characters"
     browser.wait("writing === null")
     for typed, wanted in (
@@ -819,7 +989,7 @@ def test_character_of_the_model_is_no_gap(browser, tiny, tmp_path, letters, sign
         ),
     ):
         browser.js(f"$('typed').value = {json.dumps(typed)}")
-        browser.js("start(true)")
+        browser.js("start('rank')")
         assert wanted in say(browser)
     server.close()
 
@@ -844,10 +1014,10 @@ def test_wrong_texts_get_one_sentence(live):
         ("aé", 'The model never saw the character "é" (position 2); remove it.'),
     ):
         live.js(f"$('typed').value = {json.dumps(text)}")
-        live.js("start(false)")
+        live.js("start()")
         assert say(live) == said and live.js("samples[0].title") == ""
     live.js("$('typed').value = 'ab'")
-    live.js("start(true)")
+    live.js("start('rank')")
     assert "no gap to rank" in say(live)
 
 
@@ -857,13 +1027,15 @@ def test_a_typed_pattern_is_matched(live):
     for text, pattern in (
         ("a[███:[b<]+&?]b_", "a[b<]+&?b."),
         ("[██|ab|<>] [█:b]", "(ab|<>) b"),
+        ("a[___:[b<]{1,3}&]b_", "a[b<]{1,3}&b."),
+        ("[___|ab|<>&] b[___:a{2,3}]", "(ab|<>&) ba{2,3}"),
     ):
         live.js(f"$('typed').value = {json.dumps(text)}")
-        live.js("start(false)")
+        live.js("start()")
         live.wait("writing === null")
         shown = live.js("samples.at(-1).tokens.join('')")
         assert re.fullmatch(f"(?s:{pattern})", shown), shown
-        live.js("start(true)")
+        live.js("start('rank')")
         live.wait("$('said').textContent.startsWith('The likeliest')")
         for shown in live.js("samples.map(s => s.tokens.join(''))"):
             assert re.fullmatch(f"(?s:{pattern})", shown), shown
@@ -872,11 +1044,65 @@ def test_a_typed_pattern_is_matched(live):
         ("a[██:b]", "No text of 2 characters of this model matches b; change one of them."),
         ("a[██:(b]", '"(b" is no pattern that this page takes: a ( has no ).'),
         ("a[██:b+]é", 'The model never saw the character "é" (position 9); remove it.'),
-        ("a[___:b]", "[___], a gap of unknown length, is for sample.py --infill"),
+        ("a[___]", "[___], a gap of unknown length, is for sample.py --infill"),
+        ("a[___:b]_", "A gap must not follow one of unknown length"),
     ):
         live.js(f"$('typed').value = {json.dumps(text)}")
-        live.js("start(false)")
+        live.js("start()")
         assert say(live).startswith(said)
+
+
+@slow
+def test_page_finds_the_mistakes_that_sample_py_finds(browser, shipped):
+    server = visit(browser, shipped)
+    text = "ROMEO:\nI wlil not speak of thee, my loord, nor of teh king."
+    browser.js(f"$('typed').value = {json.dumps(text)}")
+    browser.js("$('proofread').click()")
+    browser.wait("writing === null", seconds=300)
+    model, tokenizer, _ = mdlm.load(WEIGHTS)
+    fixed = sample.fix(model, tokenizer, text)
+    assert fixed.changes
+    shown = browser.js("changesShown().map(b => [b.dataset.before, b.dataset.after])")
+    assert shown == [[change.before, change.after] for change in fixed.changes]
+    browser.js("$('use').click()")
+    assert browser.js("$('typed').value") == fixed.text
+    server.close()
+
+
+@slow
+def test_changes_are_accepted_and_rejected_one_by_one(live):
+    """Shown as windows are read, beside what was there; the field gets what is accepted."""
+    live.js("$('typed').value = 'ab/b <'")
+    live.js("$('proofread').click()")
+    live.wait("$('said').textContent === 'Nothing to change was found.'")
+    assert live.js("proofText()") == "ab/b <" and not live.js("$('judge').checkVisibility()")
+    change = dict(kind="substitution", gain=9.5, pBefore=0.01, pAfter=0.5)
+    parts = [("ab", "ab", None), ("/", "<b>", change), ("b", "b", None), (" ", "", change)]
+    parts = [dict(before=before, after=after, change=one) for before, after, one in parts]
+    live.js("openProof($('typed').value)")
+    texts = "[...document.querySelectorAll('#proof del, #proof ins')].map(e => e.textContent)"
+    for window in (parts[:2], parts[2:]):
+        live.js(f"showParts({json.dumps(window)})")
+    assert live.js(texts) == ["/", "<b>", " ", ""]
+    assert live.js("document.querySelector('.unread').textContent") == "<"
+    assert live.js("proofText()") == "ab<b>b<"
+    said = "substitution: 9.5 nats likelier, before 1\u00a0%, after 50\u00a0%"
+    assert live.js("changesShown()[0].title") == said
+    live.js("changesShown()[0].focus()")
+    assert live.js("document.activeElement.ariaLabel") == "/ becomes <b>"
+    live.press("space")
+    assert live.js("proofText()") == "ab/b<"
+    live.press("tab", "space")
+    assert live.js("proofText()") == "ab/b <" and len(live.js("changesShown()")) == 2
+    live.js("$('accept').click()")
+    assert live.js("proofText()") == "ab<b>b<"
+    live.js("$('reject').click()")
+    live.press("space")
+    live.js("$('use').click()")
+    assert live.js("$('typed').value") == live.js("proofText()") == "ab/b<"
+    live.js("$('typed').value = ' '")
+    live.js("$('proofread').click()")
+    assert say(live) == "There is no text to proofread; type one."
 
 
 @slow
@@ -886,9 +1112,9 @@ def test_ranking_ends_what_is_being_written(live):
     live.js("$('steps').value = 128")
     script = """const [done] = arguments;
       worker.addEventListener("message", ({data}) => {
-        if (data.frame && writing.frames.length === 2) done(start(true));
+        if (data.frame && writing.frames.length === 2) done(start("rank"));
       });
-      start(false);"""
+      start();"""
     live.call("/execute/async", script=script, args=[])  # in the page: it writes faster than we ask
     live.press("down", "up")
     assert live.js("samples.length") == 1 and live.js("steps === sample.frames.length")
@@ -920,12 +1146,12 @@ def test_keyboard_alone_is_enough(live):
         names.append(live.js("document.activeElement.id"))
         if names[-1] == "steps":
             live.press("right")
-    assert names[:6] == ["typed", "steps", "temperature", "seed", "write", "rank"]
+    assert names[:7] == ["typed", "steps", "temperature", "seed", "write", "rank", "proofread"]
     assert live.js("$('steps').value") == "17"
     labels = live.js("""[...document.querySelectorAll("input, textarea, button")]
       .filter(e => e.checkVisibility())
       .map(e => e.labels?.[0]?.innerText || e.getAttribute("aria-label") || e.textContent)""")
-    assert len(labels) == 6 and all(labels)
+    assert len(labels) == 8 and all(labels)  # with Stop, which can be pressed while it writes
 
 
 @slow

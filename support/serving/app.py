@@ -29,6 +29,7 @@ from support.terminal import warn
 BODY_SECONDS = 30.0  # in which a body must have come
 WRITE_SECONDS = 30.0  # in which a client must take what it is sent
 PING_SECONDS = 15.0  # after which a stream without news gets a comment
+WATCH_SECONDS = 0.25  # after which the page is told how much the network has seen
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 TYPES |= {500: "server_error", 503: "server_error"}
@@ -232,7 +233,7 @@ class Computation:
         if not job.stream:
             return False
         if job.watch:
-            emit("part", written if text is None else answer.last_part(index, "", text))
+            emit("part", written | dict(tried=self.request.rows))
             return False
         if index not in self.progress:
             self.progress[index] = completions.Progress(job.stop)
@@ -245,11 +246,11 @@ class Computation:
         emit("part", answer.last_part(index, whole[len(progress.sent) :], text))
         return True
 
-    async def next(self, left):
+    async def next(self, left, patience=PING_SECONDS):
         """The next pair; ("left", None) if the client leaves before it, ("ping", None) if there is
-        no news for long. left: a task that ends when the client leaves."""
+        no news for `patience` seconds. left: a task that ends when the client leaves."""
         news = asyncio.ensure_future(self.queue.get())
-        await asyncio.wait((news, left), timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((news, left), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         if news.done():
             return news.result()
         news.cancel()
@@ -276,8 +277,9 @@ async def answer_stream(computation, answer, send, left):
         event = dict(type="http.response.body", body=content, more_body=True)
         await asyncio.wait_for(send(event), WRITE_SECONDS)
 
+    is_watched = computation.job.watch
     while True:
-        what, value = await computation.next(left)
+        what, value = await computation.next(left, WATCH_SECONDS if is_watched else PING_SECONDS)
         if what == "left":
             return 499
         if what == "failed" and not is_open:
@@ -290,7 +292,8 @@ async def answer_stream(computation, answer, send, left):
         elif what == "part":
             await push(to_event(value))
         elif what == "ping" and is_open:
-            await push(b": still writing\n\n")
+            tried = dict(tried=computation.request.rows)
+            await push(to_event(tried) if is_watched else b": still writing\n\n")
         elif what in ("done", "failed"):
             if what == "failed":
                 await push(to_event(explained(value).content))

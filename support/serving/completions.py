@@ -102,6 +102,7 @@ class Job:
     passes: int = 64  # random masks of a text that is scored
     caution: float = 0.0  # nats that a change must gain beyond the default, of a text that is fixed
     watch: bool = False  # show the text after each network call: of the page
+    rank: bool = False  # show the likeliest fills: of the page
     fields: list | None = None  # of the answer of /infill, those that are returned; None: all
     cut: bool = False  # cut what is before and after a gap to the context, instead of refusing it
 
@@ -285,7 +286,7 @@ def prompts_of(body, bounds):
     template = body.get("infill")
     if template is not None:
         for name in ("prompt", "suffix"):
-            if body.get(name) is not None:
+            if body.get(name) not in (None, ""):  # "": clients that must send a prompt
                 refuse(f"infill is a whole text with gaps; leave {name} out", name)
     name = "prompt" if template is None else "infill"
     given = template if template is not None else body.get("prompt")
@@ -353,13 +354,18 @@ def of_score(body, bounds):
 
 
 def of_page(body, bounds):
-    """The Job of what the page asks for: a text to go on with, or a template, which is watched."""
-    known = {"infill", "prompt", "max_tokens"}
+    """The Job of what the page asks for: a text to go on with, a template to fill, or one whose
+    fills are ranked ("rank"), or a text to proofread ("fix"). It is watched."""
+    known = {"infill", "prompt", "max_tokens", "rank", "fix"}
     check_fields(body, known | SETTINGS.keys(), set())
-    prompts, kind = prompts_of(body, bounds)
-    most = bounds.max_tokens if kind == "continue" else bounds.max_gap
-    n = whole(body, "max_tokens", min(256, most), 1, most)
-    job = Job(prompts[:1], kind, max_tokens=n, settings=settings_of(body))
+    if body.get("fix") is not None:
+        job = Job([text(body, "fix")], "fix", settings=dict(seed=0))
+    else:
+        prompts, kind = prompts_of(body, bounds)
+        most = bounds.max_tokens if kind == "continue" else bounds.max_gap
+        n = whole(body, "max_tokens", min(256, most), 1, most)
+        job = Job(prompts[:1], kind, max_tokens=n, settings=settings_of(body))
+        job.rank = truth(body, "rank")
     job.stream = True
     job.watch = True
     return job
@@ -612,14 +618,10 @@ class Fixes:
 
 
 class Watched:
-    """The events of the page: the text after each network call, then how it ended."""
+    """The answers of the page: all that it gets are the events of serve.Writer.show."""
 
     def __init__(self, job, model, prompt_tokens=0):
-        self.job = job
         self.prompt_tokens = prompt_tokens
-
-    def last_part(self, index, new, text):
-        return dict(text=text.whole, done=True, seed=self.job.settings["seed"])
 
     def end(self):
         return []

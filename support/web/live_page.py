@@ -8,6 +8,7 @@ The weights are in a separate file: matrices in int8 with a scale for each colum
 float32. assets/model.js converts them to the float32 that the graph expects.
 """
 
+import contextlib
 import logging
 import shutil
 import subprocess
@@ -33,7 +34,10 @@ RUNTIME_FILES = {  # device -> the script, the module that it imports, the WebAs
 }
 NPM_LIMIT = 600  # seconds
 POLICY = "'self' 'wasm-unsafe-eval'; connect-src 'self'; worker-src blob:"
-ABOUT = "A diffusion language model in this page fills gaps as you watch. Nothing typed leaves it."
+DIFFUSION = """Diffusion: each call of the network sees the whole text, fills some of its masks
+    anywhere, and draws again what it doubts."""
+ABOUT = f"{DIFFUSION} Nothing typed leaves this page."
+MISTAKES = "But soft, what lihgt through yonder windw breaks?"
 
 
 def check(model, tokenizer, config):
@@ -160,28 +164,65 @@ def contents_of(model, tokenizer, config, weights):
     contents["weights.bin"] = packed
     live = dict(vocab=tokenizer.vocab, context=config.block_size, mask=model.mask_id)
     live |= dict(files={name: (len(c), zlib.crc32(c)) for name, c in contents.items()})
-    live |= dict(
-        runtime=RUNTIME_FILES, worker=bundle("crc.js", "sampler.js", "model.js", "worker.js")
-    )
+    names = ("crc", "sampler", "search", "proofread", "model", "worker")
+    worker = bundle(*(f"{name}.js" for name in names))
+    live |= dict(runtime=RUNTIME_FILES, worker=worker)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     about = f"{millions:.1f} M parameters in {weights}, context {config.block_size}"
+    # What the user types for a gap: a character that is not in the vocabulary, as in in_browser.js.
+    sign = next((c for c in "█_" if c not in tokenizer.vocab), "[MASK]")
+    size = max(offset + 4 * n for offset, n, _ in tensors)
+    live |= dict(tensors=tensors, bytes=size)
+    can = dict(patterns="█" not in tokenizer.vocab, fixes=True)
+    live |= dict(fixes=True, examples=examples(tokenizer, sign, **can))
+    scripts = ["crc.js", "pattern.js", "viewer.js", "in_browser.js", "live.js"]
+    about_page = dict(policy=POLICY, about=ABOUT, program="export.py --to=page")
+    page = compose(live, about, scripts, **about_page)
+    return contents | {"index.html": page.encode()}
+
+
+def compose(live, model, scripts, **values):
+    """Build the live page, whose form is the same wherever a text is computed; returns its HTML.
+
+    live: what live.js and the source of `scripts` read. model: what the page says of the model.
+    values: policy, about and program of viewer.assemble
+    """
     # The viewer expects a sample; live.js removes this one when the first text is written.
     empty = dict(title="", tokens=[], given=[], frames=[], calls=0, seconds=0)
-    # What the user types for a gap: a character that is not in the vocabulary, as in live.js.
-    sign = next((c for c in "█_" if c not in tokenizer.vocab), "[MASK]")
-    example = "To be, or ███ to be".replace("█", sign)
-    if not set(example.replace(sign, "")) <= set(tokenizer.vocab):
-        example = ""
-    size = max(offset + 4 * n for offset, n, _ in tensors)
-    live |= dict(tensors=tensors, bytes=size, example=example)
-    data = dict(samples=[empty], settings=dict(model=about), live=live)
-    page = assemble(
-        data,
-        scripts=["crc.js", "pattern.js", "viewer.js", "live.js"],
+    return assemble(
+        dict(samples=[empty], settings=dict(model=model), live=live),
+        scripts=scripts,
         styles=["viewer.css", "live.css"],
-        policy=POLICY,
-        about=ABOUT,
         composer=read_asset("live.html"),
-        program="export.py --to=page",
+        main=read_asset("live_main.html"),
+        **values,
     )
-    return contents | {"index.html": page.encode()}
+
+
+def examples(tokenizer, sign, fills=True, patterns=True, open_gaps=False, fixes=False):
+    """Return the examples that the model has the characters for, as dicts of label, text and what
+    is done with it ("write", "rank" or "fix"). The first is in the field at once.
+
+    sign: what is typed for a mask. fills, patterns, open_gaps, fixes: whether gaps are filled, may
+    have patterns, may have an unknown length without one; whether texts are proofread
+    """
+
+    def is_known(text):
+        with contextlib.suppress(UserError):
+            return tokenizer.decode(tokenizer.encode_lossless(text)) == text
+        return False
+
+    found = []
+    if fills and is_known("To be, or to be"):
+        text = f"To be, or {sign * 3} to be"
+        found.append(dict(label="fill a gap", text=text, what="write"))
+        text = "To be, or [___] to be"
+        found += [dict(label="a gap of any length", text=text, what="rank")] * open_gaps
+    if is_known("ROMEO:\n"):
+        found.append(dict(label="go on from \u201cROMEO:\u201d", text="ROMEO:\n", what="write"))
+    if fills and patterns and is_known("My name is ."):
+        text = "My name is [___:[A-Z][a-z]+]."
+        found.append(dict(label="a gap that must match", text=text, what="rank"))
+    if fixes and is_known(MISTAKES):
+        found.append(dict(label="proofread", text=MISTAKES, what="fix"))
+    return found

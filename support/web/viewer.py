@@ -204,9 +204,9 @@ class HtmlRecorder:
         self.frames = []
 
     def add(self, step, row):
-        """Record what a sample.Step drew in a row of its batch, if it changed a token."""
+        """Record what a sample.Step drew in a row of its batch; False if it changed no token."""
         if torch.equal(step.x[row], self.x):
-            return
+            return False
         self.x = step.x[row]
         # step.logp has a row for each drawn position of the whole batch, in the order of nonzero().
         of_row = step.drawn.nonzero()[:, 0] == row
@@ -218,6 +218,24 @@ class HtmlRecorder:
             ]
             frame.append([i, token, round(float(p[token]), 4), others])
         self.frames.append(frame)
+        return True
+
+    def shown(self):
+        """Return (texts, given) of the text before the first step: "" for each mask."""
+        tokens = []
+        for is_given, run in itertools.groupby(
+            zip(self.given, self.x.tolist()), lambda both: both[0]
+        ):
+            ids = [id for _, id in run]
+            tokens += self.tokenizer.pieces(ids) if is_given else [""] * len(ids)
+        return tokens, self.given
+
+    def newest(self):
+        """Return what the newest step drew, with texts in place of ids, each decoded on its own."""
+        return [
+            [i, self.tokenizer.piece(token, first=i == 0), *more]
+            for i, token, *more in self.frames[-1]
+        ]
 
     def page(self, ids):
         """Return a dict of tokens, given and frames for write_page, up to [END].
@@ -298,6 +316,7 @@ def write_page(path, samples, settings):
         styles=["viewer.css"],
         about=ABOUT,
         composer="",
+        main="",
         program="sample.py --html",
     )
     write(path, page.encode())

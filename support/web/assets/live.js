@@ -1,154 +1,132 @@
-// The form above the viewer. It asks the worker to write a text and shows each step as it arrives. live_page.py writes
-// `live` into the page: the vocabulary, the worker's source, and what the worker needs to load the model.
-const ids = new Map(live.vocab.map((token, id) => [token, id]));
-const tokenOf = id => live.vocab[id];
-// What the user types for a gap: _ or █, unless it is a character of the vocabulary, or [MASK].
-const signs = ["_", "█"].filter(c => !ids.has(c)), sign = signs[0] ?? "[MASK]";
-const isGap = part => part === "[MASK]" || signs.includes(part);
-// The parts of a text: characters, and signs of gaps. Of [███:PATTERN] and [███|TEXT|TEXT] only the signs are left, and
-// the pattern is noted in `matches`. `places` has where each part stands. Throws a sentence if a bracket is not closed.
-function read(text) {
-  const parts = [], places = [], matches = [];
-  for (let at = 0; at < text.length;) {
-    const opening = /^\[(█+)([:|])/.exec(text.slice(at));
-    if (!opening || ids.has("█") || text[at - 1] === "\\") {
-      const [part] = text.slice(at).match(/^(?:\[MASK\]|[^])/u);
-      parts.push(part);
-      places.push(at);
-      at += part.length;
-      continue;
-    }
-    const from = at + opening[0].length, end = endOf(text, from, opening[2] === ":"), inner = text.slice(from, end);
-    if (end < 0) throw `The gap ${text.slice(at, at + 20)} has no ] at its end; write one.`;
-    const pattern = opening[2] === ":" ? inner : toPattern(inner), {length} = opening[1];
-    matches.push({start: parts.length, length, pattern, shown: inner});
-    for (let i = 1; i <= length; i++) places.push(at + i) && parts.push("█");
-    at = end + 1;
-  }
-  return {parts, places, matches};
-}
-
-// Where the ] stands that closes a gap, outside of a character class of its pattern; -1 if there is none.
-function endOf(text, from, isPattern) {
-  for (let i = from, inClass = false; i < text.length; i++) {
-    if (text[i] === "\\") i++;
-    else if (text[i] === "]" && !inClass) return i;
-    else if (text[i] === "]") inClass = false;
-    else if (text[i] === "[" && isPattern && !inClass) {
-      inClass = true;
-      i += /^\^?\]?/.exec(text.slice(i + 1))[0].length;
-    }
-  }
-  return -1;
-}
-const split = text => read(text).parts;
-const fields = ["typed", "steps", "temperature", "seed"];
+// The form above the viewer, of two pages: where a text is computed is `source`, of in_browser.js or of on_server.js.
+//
+//   source.read(typed, how)   what `ask` needs of a text; throws a sentence for the user if the text cannot be used
+//   source.ask(id, how, read) begins to write; calls `receive` with what happens
+//   source.stop(id)           ends what is being written
+//   source.open()             called once; calls `receive` with {ready}
+//   source.fields, source.help: the names of the fields that count, and how to type gaps
+//
+// What `receive` gets of a request: {tried}, how many texts the network has seen; {given, tokens, steps}, the text before
+// the first call, then {frame, calls, seconds} of each; {fills}, ranked; {parts}, the next of a text that is proofread, as
+// from proofread.js; {done} or {error} at the end.
 const link = new URLSearchParams(location.hash.slice(1));
-let worker, ready = false, request = 0, writing = null, last = "";
+let ready = false, request = 0, writing = null, last = "";
 
 function say(text, isError = false) {
   $("said").textContent = text;
   $("said").classList.toggle("error", isError);
 }
 
-// Return the ids of the typed text, with the id of [MASK] in gaps. A text without gaps is followed by a gap that fills
-// the context. Throws a sentence for the user if the text cannot be used.
-function encode(text) {
-  const {parts: typed, places} = read(text), found = typed.map(part => isGap(part) ? live.mask : ids.get(part));
-  const i = found.indexOf(undefined), room = live.context - found.length;
-  if (/\[___[\]:|]/.test(text) && !["[", "_", "]"].every(c => ids.has(c)))
-    throw `[___], a gap of unknown length, is for sample.py --infill; here type ${sign} for each character.`;
-  const position = Array.from(text.slice(0, places[i])).length + 1;
-  if (i >= 0) throw `The model never saw the character "${typed[i]}" (position ${position}); remove it.`;
-  if (room < 0) throw `The text has ${found.length} characters, the model takes ${live.context}; shorten it.`;
-  if (found.includes(live.mask)) return found;
-  if (room === 0) throw `There is nothing to fill: type ${sign} where a character is missing.`;
-  return [...found, ...Array(room).fill(live.mask)];
-}
-
-// Return the gaps that must match, with their automata. Throws a sentence for one that no text of its length matches.
-const matchesOf = text => read(text).matches.map(({start, length, pattern, shown}) => {
-  const {next, accepts, fits} = toAutomaton(pattern, live.vocab);
-  if (!fits(length)) throw `No text of ${length} characters of this model matches ${shown}; change one of them.`;
-  return {start, length, next, accepts};
-});
-
-const megabytes = bytes => (bytes / 1e6).toFixed(1);
-const settingsOf = () => Object.fromEntries(fields.map(name => [name, $(name).value]));
-const asSample = (given, title) => ({
-  title, given: given.map(id => id !== live.mask), tokens: given.map(id => tokenOf(id) ?? ""), frames: [],
-});
-const asFrame = drawn => drawn.map(([i, id, p, best]) => [i, tokenOf(id), p, best.map(([v, q]) => [tokenOf(v), q])]);
+const settingsOf = () => Object.fromEntries(source.fields.map(name => [name, $(name).value]));
+const titleOf = typed => `${typed.slice(0, 16).replace(/\n/g, "↵") || "text"}, seed ${Number($("seed").value)}`;
 
 function show(sample, first) {
   if (!samples[0]?.title) samples.shift();  // the page begins with an empty sample
   samples.push(sample);
   samples.splice(0, samples.length - first);
-  document.querySelector("footer").hidden = false;
+  display("film");
+  $("controls").hidden = sample.frames.length === 1;  // of a ranked fill, whose calls are not recorded
   list();
   load(samples.length - 1);
 }
 
-function start(isRank) {
-  const typed = $("typed").value;
+// What is below the form: the "film" of a text, its "proof", or the "hint" of an empty page.
+function display(what) {
+  document.querySelector("main").dataset.shows = what;
+  for (const [id, name] of [["text", "film"], ["proof", "proof"], ["hint", "hint"]]) $(id).hidden = what !== name;
+  for (const part of document.querySelectorAll("footer, #samples")) part.hidden = what !== "film";
+  if (what !== "hint" && (innerWidth < 544 || innerHeight < 600)) $("actions").scrollIntoView();  // the form hides it
+}
+
+// End what is being written; what there is of it stays, if `isForgotten` until the next text is shown.
+function leave(isForgotten) {
+  if (!writing) return;
+  if (samples.at(-1) === writing) {
+    Object.assign(writing, {steps: writing.frames.length, isForgotten});
+    refresh();
+  }
+  writing = null;
+  $("stop").disabled = true;
+}
+
+// Write a text, "rank" the fills of one, or "fix" it.
+function start(what = "write") {
+  const typed = $("typed").value, rank = what === "rank", fix = what === "fix";
   const said = JSON.stringify(settingsOf());
-  if (!isRank && said === last) $("seed").value = (Number($("seed").value) + 1) % 2 ** 32;  // repeated: another seed
+  if (what === "write" && said === last) $("seed").value = (Number($("seed").value) + 1) % 2 ** 32;  // another text
+  const number = name => $(name).disabled ? null : Number($(name).value);
+  const how = {rank, fix, ...Object.fromEntries(["tokens", "steps", "temperature", "seed"].map(n => [n, number(n)]))};
   try {
-    const given = encode(typed), matches = matchesOf(typed), seed = Number($("seed").value);
-    if (isRank && !split(typed).some(isGap)) throw `There is no gap to rank fills for: type ${sign} for a character.`;
-    if (!isRank) last = JSON.stringify(settingsOf());
+    if (fix && !typed.trim()) throw "There is no text to proofread; type one.";
+    const read = source.read(typed, how);
+    if (what === "write") last = JSON.stringify(settingsOf());
     history.replaceState(null, "", "#" + new URLSearchParams({...Object.fromEntries(link), ...settingsOf()}));
-    if (samples.at(-1) === writing) isRank ? receive({data: {id: request, done: true}}) : samples.pop();  // unfinished
-    writing = isRank ? {given} : asSample(given, `${typed.slice(0, 16).replace(/\n/g, "↵") || "text"}, seed ${seed}`);
-    const how = {seed, steps: Number($("steps").value), temperature: Number($("temperature").value), matches};
-    worker.postMessage({id: ++request, rank: isRank, ids: given, ...how});
-    say(isRank ? "trying fills" : "");
-    if (isRank) return;
-    Object.assign(writing, {steps: how.steps, calls: 0, seconds: 0});
-    show(writing, 9);
-    go(0);
-    play(true);
-    if (innerWidth < 544 || innerHeight < 600) document.querySelector("main").scrollIntoView();  // the form hides it
+    leave(what === "write");
+    writing = {title: titleOf(typed), typed, what};
+    $("stop").disabled = false;
+    say({write: "waiting", rank: "trying fills", fix: "proofreading"}[what]);
+    source.ask(++request, how, read);
   } catch (error) {
     say(String(error), true);
   }
 }
 
-function receive({data}) {
+function stop() {
+  source.stop(++request);
+  leave(false);
+  say("stopped");
+}
+
+function receive(data) {
   if (data.ready) {
     ready = true;
     $("facts").textContent = `${settings.model}, ${data.ready}`;
     say("");
-    for (const name of ["write", "rank"]) $(name).disabled = false;
-    if (fields.some(name => link.has(name)) && $("composer").reportValidity()) start(false);
+    for (const button of document.querySelectorAll("#write, #rank, #proofread, #chips button")) button.disabled = false;
+    const isAsked = source.fields.some(name => link.has(name)) && $("locked").hidden;
+    if (isAsked && $("composer").reportValidity()) start();
   } else if (data.total) {
-    say(`loading the model and what runs it: ${megabytes(data.loaded)} of ${megabytes(data.total)} MB`);
-  } else if (data.error) {
-    say(data.error, true);
-  } else if (data.id !== request) {
+    say(source.loading(data));
+  } else if (data.id !== undefined && data.id !== request) {
     return;
-  } else if (data.tried && !data.fills) {
-    say(`trying fills: ${data.tried} texts shown to the network`);
+  } else if (data.error) {
+    leave(false);
+    say(data.error, true);
+  } else if (data.given) {  // the text before the first call
+    Object.assign(writing, {given: data.given, tokens: data.tokens, frames: [], steps: data.steps, calls: 0, seconds: 0});
+    say("");
+    if (samples[0]?.share !== undefined) samples.length = 0;  // ranked fills, which this is none of
+    if (samples.at(-1)?.isForgotten) samples.pop();
+    show(writing, 9);
+    go(0);
+    play(true);
   } else if (data.frame) {
-    writing.frames.push(asFrame(data.frame));
-    writing.tokens = data.ids.map(id => tokenOf(id) ?? "");
-    Object.assign(writing, {steps: data.steps, calls: data.calls, seconds: data.seconds});
+    writing.frames.push(data.frame);
+    for (const [i, token] of data.frame) writing.tokens[i] = token;
+    Object.assign(writing, {calls: data.calls, seconds: data.seconds});
     refresh();
-  } else if (data.done) {
-    writing.steps = writing.frames.length;
-    refresh();
-    writing = null;
   } else if (data.fills) {
     samples.length = 0;
-    for (const {ids, frames, share} of data.fills) {
-      const sample = asSample(writing.given), tokens = ids.map(tokenOf);
-      const filled = tokens.map((t, i) => sample.given[i] ? "\0" : t).join("").split(/\0+/).filter(Boolean).join("…");
-      show(Object.assign(sample, {tokens, frames: frames.map(asFrame), calls: data.tried, seconds: data.seconds,
-                                  title: `${percent(share)} ${filled.replaceAll("\n", "↵")}`}), data.fills.length);
+    for (const fill of data.fills) {
+      const sample = {...fill, calls: data.tried, seconds: data.seconds};
+      const filled = sample.tokens.map((t, i) => sample.given[i] ? "\0" : t).join("").split(/\0+/).filter(Boolean).join("…");
+      show({...sample, title: `${percent(sample.share)} ${filled.replaceAll("\n", "↵")}`}, data.fills.length);
     }
+    writing = null;
+    $("stop").disabled = true;
     say("The likeliest of many fills, by the probability of the text from the first gap on.");
     load(0);
     go(1e6);
+  } else if (data.parts) {
+    if (!writing.isProof) openProof(writing.typed);
+    writing.isProof = true;
+    showParts(data.parts);
+  } else if (data.done) {
+    if (data.sample) Object.assign(writing, data.sample);
+    if (writing.what === "fix") sayChanges();
+    leave(false);
+  } else if (data.tried && writing && !writing.given) {
+    say(`${writing.what === "fix" ? "proofreading" : "trying fills"}: ${data.tried} texts shown to the network`);
   }
 }
 
@@ -160,42 +138,99 @@ function refresh() {
   point(open);
 }
 
+// ---- Proofreading: each change is a button that accepts or rejects it
+function openProof(typed) {
+  $("proof-text").replaceChildren(make("span", typed, "unread"));
+  $("judge").hidden = true;
+  display("proof");
+}
+
+// Show parts in place of the beginning of what is unread.
+function showParts(parts) {
+  const unread = $("proof-text").lastChild;
+  for (const part of parts) {
+    unread.before(part.change ? toButton(part) : part.before);
+    unread.textContent = unread.textContent.slice(part.before.length);
+    if (part.change) $("judge").hidden = false;
+  }
+}
+
+function sayChanges() {
+  const {length} = changesShown(), n = length === 1 ? "One change" : `${length} changes`;
+  say(length ? `${n}: press one to reject or accept it, then use the text.` : "Nothing to change was found.");
+}
+
+function toButton({before, after, change: {kind, gain, pBefore, pAfter}}) {
+  const button = make("button", "", "change"), visible = text => text.replaceAll("\n", "↵");
+  button.append(make("del", visible(before)), make("ins", visible(after)));
+  const p = (name, value) => value === null ? "" : `, ${name} ${percent(value)}`;
+  const title = `${kind}: ${gain.toFixed(1)} nats likelier${p("before", pBefore)}${p("after", pAfter)}`;
+  Object.assign(button, {type: "button", title});
+  Object.assign(button.dataset, {before, after});
+  button.setAttribute("aria-label", `${before || "nothing"} becomes ${after || "nothing"}`);
+  button.addEventListener("click", () => accept(button, button.ariaPressed !== "true"));
+  accept(button, true);
+  return button;
+}
+
+const accept = (button, isAccepted) => { button.ariaPressed = String(isAccepted); };
+const changesShown = () => [...document.querySelectorAll(".change")];
+const proofText = () => [...$("proof-text").childNodes].map(node =>
+  node.nodeName !== "BUTTON" ? node.textContent : node.dataset[node.ariaPressed === "true" ? "after" : "before"]).join("");
+
+// ---- The form
+// Replace the typed text so that the browser's undo brings it back.
+function type(text) {
+  $("typed").focus({preventScroll: true});
+  $("typed").select();
+  if (!document.execCommand("insertText", false, text)) $("typed").value = text;
+}
+
+function addChip({label, text, what, tokens}) {
+  const button = make("button", label);
+  Object.assign(button, {type: "button", disabled: true});
+  button.addEventListener("click", () => {
+    type(text);
+    button.focus({preventScroll: true});
+    if (tokens) $("tokens").value = tokens;
+    if ($("composer").reportValidity()) start(what);
+  });
+  $("chips").append(button);
+}
+
 function begin() {
   $("facts").textContent = settings.model;
-  $("signs").textContent = signs.join(" or ") || sign;
-  $("patterns").hidden = ids.has("█");
-  $("typed").value = live.example;
-  for (const name of fields) if (link.has(name)) $(name).value = link.get(name);
+  live.examples.forEach(addChip);
+  $("typed").value = live.examples[0]?.text ?? "";
+  const {fills = true, fixes, key, steps, most_tokens} = live;
+  $("help").textContent = source.help + (fixes ? " Proofread finds mistakes in a text without gaps." : "");
+  $("rank").hidden = !fills;
+  $("proofread").hidden = !fixes;
+  $("locked").hidden = !key;
+  $("length").hidden = $("tokens").disabled = !most_tokens;
+  if (most_tokens) Object.assign($("tokens"), {max: most_tokens, value: Math.min(200, most_tokens)});
+  if (steps) Object.assign($("steps"), steps);
+  $("calls-asked").hidden = $("steps").disabled = steps === null;
+  for (const name of source.fields) if (link.has(name)) $(name).value = link.get(name);
   addEventListener("hashchange", () => location.reload());  // the user opened another link to this page
   for (const out of document.querySelectorAll("#settings output")) {
     const input = $(out.htmlFor), update = () => { out.value = input.value; };
     input.addEventListener("input", update);
     update();
   }
-  for (const name of ["write", "rank"]) $(name).disabled = true;
-  document.querySelector("footer").hidden = true;
+  for (const button of document.querySelectorAll("#write, #rank, #proofread")) button.disabled = true;
+  display("hint");
   const isDone = e => e.key === "Enter" && (e.ctrlKey || e.metaKey);
+  const press = (id, act) => $(id).addEventListener("click", act);
   $("typed").addEventListener("keydown", e => isDone(e) && $("composer").requestSubmit());
-  $("composer").addEventListener("submit", e => { e.preventDefault(); if (ready) start(false); });
-  $("rank").addEventListener("click", () => { if ($("composer").reportValidity()) start(true); });
-  if (location.protocol === "file:")
-    return say("Opened as a file, this page cannot load its model: run python -m http.server in its folder, then open " +
-               "http://localhost:8000.", true);
-  if (!window.WebAssembly || !window.Worker) return say("This browser has no WebAssembly; use a newer one.", true);
-  // A worker made from a blob inherits this page's policy: it can connect only to the server of this page.
-  const blob = new Blob([live.worker], {type: "text/javascript"});
-  const refuse = () => say("The browser does not start the model's worker: it is too old, or something blocks it; " +
-                           "use Chrome 111, Firefox 114, Safari 16.4 or newer.", true);
-  try {
-    worker = new Worker(URL.createObjectURL(blob), {type: "module"});
-  } catch {
-    return refuse();
-  }
-  worker.addEventListener("message", receive);
-  worker.addEventListener("error", refuse);
-  const place = new URL("./", document.baseURI).href;
-  worker.postMessage({about: {...live, place, vocab: undefined, worker: undefined}, device: link.get("device")});
-  say("loading the model and what runs it");
+  $("composer").addEventListener("submit", e => { e.preventDefault(); if (ready) start(); });
+  press("rank", () => { if ($("composer").reportValidity()) start("rank"); });
+  press("proofread", () => { if ($("composer").reportValidity()) start("fix"); });
+  press("stop", stop);
+  press("accept", () => changesShown().forEach(button => accept(button, true)));
+  press("reject", () => changesShown().forEach(button => accept(button, false)));
+  press("use", () => { type(proofText()); say("The text is in the field."); });
+  source.open();
 }
 
 begin();

@@ -166,6 +166,15 @@ export function toAutomaton(pattern, vocab) {
   return {next, accepts, fits};
 }
 
-// Return the pattern of a list of texts, a|b|c, in which \] \| \: \\ stand for themselves.
-export const toPattern = list => list.match(/\\[\]|:\\]|[^]/gu)?.map(c => c === "|" ? c : `\\x{${
-  [...c].at(-1).codePointAt(0).toString(16)}}`).join("") ?? "";
+// Return the texts of a list a|b|c, in which \] \| \: \\ stand for themselves; each of them once.
+export function toTexts(list) {
+  const texts = [""];
+  for (const [sign] of list.matchAll(/\\[\]|:\\]|[^]/gu))
+    if (sign === "|") texts.push("");
+    else texts[texts.length - 1] += [...sign].at(-1);
+  return [...new Set(texts)];
+}
+
+// Return the pattern of a list of texts.
+export const toPattern = list => toTexts(list).map(text => Array.from(text, c => `\\x{${c.codePointAt(0).toString(16)}}`)
+  .join("")).join("|");

@@ -33,7 +33,7 @@ export function uniform(seed, step, sample, T, purpose) {
 const reversedBits = i => parseInt([...i.toString(2).padStart(16, "0")].reverse().join(""), 2);
 
 // Return the log-probabilities of a position, rounded to float32 as in PyTorch.
-function logSoftmax(logits) {
+export function logSoftmax(logits) {
   const top = logits.reduce((a, b) => Math.max(a, b));
   const below = logits.map(v => v - top);
   const total = Math.fround(Math.log(below.reduce((sum, v) => sum + Math.exp(v), 0)));
@@ -48,12 +48,14 @@ function drawToken(logp, u, temperature) {
   return cdf.findIndex(sum => sum > u * total);
 }
 
+const usualCorrections = steps => Math.max(0, steps - Math.min(Math.max(steps >> 1, 4), 16));
+
 // Plan how the gaps of a text are filled: the order of positions, and the numbers of steps that reveal tokens
 // (`reveals`) and that draw tokens again (`corrections`).
 // matches: gaps that must match, [{start, length, next, accepts}] with an automaton of pattern.js.
-export function plan(ids, sample, mask, {seed, steps, matches = []}) {
+// correct: how many of the steps draw tokens again, at most.
+export function plan(ids, sample, mask, {seed, steps, matches = [], correct = usualCorrections(steps)}) {
   const gaps = [...ids.keys()].filter(i => ids[i] === mask), n = gaps.length;
-  const correct = Math.max(0, steps - Math.min(Math.max(steps >> 1, 4), 16));
   const corrections = n > 1 ? Math.min(3 * n, correct) : 0;
   const reveals = Math.max(1, Math.min(steps - corrections, n));
   const first = Math.floor(uniform(seed, 0, sample, 1, "row")[0] * 2 ** 16);
@@ -109,8 +111,14 @@ function constrain({start, length, next, accepts}, seen, logits, mask, u, temper
   return found;
 }
 
+// What is shown of a token: its position, itself, its probability, the five likeliest [token, probability].
+function asDrawn(i, token, logp) {
+  const likeliest = [...logp.keys()].sort((a, b) => logp[b] - logp[a]).slice(0, 5), p = v => Math.exp(logp[v]);
+  return [i, token, p(token), likeliest.map(v => [v, p(v)])];
+}
+
 // Fill the gaps of rows, which `plan` returned, in place. After each network call, yields a list for each row of what
-// was drawn: [position, token, its probability, the five likeliest [token, probability]].
+// was drawn, as from `asDrawn`.
 export async function* unmask(predict, rows, mask, {seed, temperature}) {
   for (let s = 0; s < Math.max(...rows.map(row => row.reveals + row.corrections)); s++) {
     const random = purpose => rows.map(row => uniform(seed, s, row.sample, row.ids.length, purpose));
@@ -118,30 +126,35 @@ export async function* unmask(predict, rows, mask, {seed, temperature}) {
     const drawn = rows.map((row, r) => choose(row, s, mask, noise[r]).sort((a, b) => a - b));
     const seen = rows.map((row, r) => row.ids.map((id, i) => drawn[r].includes(i) ? mask : id));
     if (!drawn.some(all => all.length)) continue;
-    const logits = await predict(seen);
+    const found = await predict(seen.filter((_, r) => drawn[r].length));
+    const logits = drawn.map(all => all.length ? found.shift() : null);
     yield rows.map((row, r) => {
       row.doubt = row.doubt.map(doubt => doubt + AGE);
       const isHere = ({start, length}) => drawn[r].some(i => i >= start && i < start + length);
       const bound = row.matches.filter(isHere).map(match => constrain(match, seen[r], logits[r], mask, u[r], temperature));
-      const given = new Map(bound.flatMap(found => [...found]));
+      const given = new Map(bound.flatMap(tokens => [...tokens]));
       return drawn[r].map(i => {
         const own = logits[r].subarray(i * mask, (i + 1) * mask);  // the id of [MASK] equals V
-        const logp = logSoftmax(given.get(i)?.wanted ?? own), p = v => Math.exp(logp[v]);
+        const logp = logSoftmax(given.get(i)?.wanted ?? own);
         const token = given.get(i)?.id ?? drawToken(logp, u[r][i], temperature);
-        const likeliest = [...logp.keys()].sort((a, b) => logp[b] - logp[a]).slice(0, 5);
         row.ids[i] = token;
         row.doubt[i] = -logp[token];
-        return [i, token, p(token), likeliest.map(v => [v, p(v)])];
+        return asDrawn(i, token, logp);
       });
     });
   }
 }
 
 // Find the n likeliest of several fills; return [{ids, logp}], the best first. logp is the log-probability of the text
-// from `start` on, given what precedes it, by the chain rule. Each round scores one more token of the fill that is best
-// so far. As no term is positive, fills that cannot win are not scored to their end.
-export async function rank(predict, fills, start, n, mask) {
-  const open = fills.map(ids => ({ids, logp: 0, at: start})), best = [];
+// from `start` on, given what precedes it, by the chain rule.
+export const rank = (predict, fills, start, n, mask) =>
+  race(predict, fills.map(ids => ({ids, logp: 0, at: start})), n, mask);
+
+// Find the n fills [{ids, logp, at}] with the highest logp + log p(ids from `at` on, given what precedes them), the best
+// first; `logp` has that then. Each round scores one more token of the fill that is best so far. As no term is positive,
+// fills that cannot win are not scored to their end. A fill with `scored`, a Map, gets what `asDrawn` says of each token.
+export async function race(predict, fills, n, mask) {
+  const open = [...fills], best = [];
   while (open.length && best.length < n) {
     const fill = open.sort((a, b) => b.logp - a.logp)[0], {ids, at} = fill;
     if (at === ids.length) {
@@ -149,7 +162,9 @@ export async function rank(predict, fills, start, n, mask) {
       continue;
     }
     const [logits] = await predict([ids.map((id, i) => i < at ? id : mask)]);
-    fill.logp += logSoftmax(logits.subarray(at * mask, (at + 1) * mask))[ids[at]];
+    const logp = logSoftmax(logits.subarray(at * mask, (at + 1) * mask));
+    fill.scored?.set(at, asDrawn(at, ids[at], logp));
+    fill.logp += logp[ids[at]];
     fill.at++;
   }
   return best;

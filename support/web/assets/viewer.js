@@ -52,7 +52,7 @@ function load(i) {
   $("text").replaceChildren(...spans.flatMap((span, p) =>
     [span, ...Array.from(sample.tokens[p].matchAll("\n"), () => make("br"))]));
   [...$("samples").children].forEach((b, k) => b.setAttribute("aria-pressed", k === which));
-  const size = sample.tokens.join("").length;
+  const size = sample.tokens.reduce((n, token) => n + Math.max(1, token.length), 0);
   $("text").style.setProperty("--zoom", Math.max(1, Math.min(2, 16 / Math.sqrt(size))));  // enlarge short texts
   $("slider").max = steps;
   $("calls").textContent = `${sample.calls} network calls, ${sample.seconds.toFixed(1)} s`;
@@ -131,7 +131,7 @@ function point(p) {
   const token = tokenAt(p, step), event = eventAt(p, step), given = sample.given[p];
   const was = event?.old === undefined ? "" : `, before: ${visible(event.old)}`;
   const about = given ? "given" : !event ? "masked"
-    : `step ${event.since}${was}, confidence ${percent(event.confidence)}`;
+    : `step ${event.since}${was}${event.confidence == null ? "" : `, confidence ${percent(event.confidence)}`}`;
   const head = make("p", about);
   if (token !== null) head.prepend(make("b", visible(token)), " ");
   const rows = (given || !event ? [] : event.alternatives ?? []).map(([other, share]) => {

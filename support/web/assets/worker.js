@@ -1,54 +1,80 @@
 // Runs the model in a worker thread, so that the page stays responsive.
 import {open, predict} from "./model.js";
+import {proofread} from "./proofread.js";
 import {plan, rank, unmask} from "./sampler.js";
+import {search} from "./search.js";
 
-const FILLS = 16, SHOWN = 5;
-let mask, current = 0;  // current: the number of the newest request; older ones stop
+const FILLS = 16, SHOWN = 5, RANKED = 3;
+let context, mask, current = 0;  // current: the number of the newest request; older ones stop
 
-// Write a text, and post each step.
-async function write({id, ids, ...how}) {
-  const begun = performance.now(), row = plan(ids, 0, mask, how), steps = row.reveals + row.corrections;
-  let calls = 0;
-  for await (const [frame] of unmask(predict, [row], mask, how)) {
-    if (id !== current) return;
-    postMessage({id, frame, ids: row.ids, steps, calls: ++calls, seconds: (performance.now() - begun) / 1000});
-  }
-  postMessage({id, done: true});
-}
-
-// Find the likeliest of many fills of a template, as sample.py --infill does, and post them.
-async function writeRanked({id, ids, ...how}) {
-  const begun = performance.now();
-  const rows = Array.from({length: FILLS}, (_, sample) => plan(ids, sample, mask, how)), films = rows.map(() => []);
-  let tried = 0;
+// A `predict` that posts how many texts the network has seen, and ends a request that is not the newest.
+function counted(id) {
   const look = async seen => {
     const found = [];
     for (const row of seen) {
       if (id !== current) throw null;
-      postMessage({id, tried: ++tried});
+      postMessage({id, tried: ++look.tried});
       found.push(...await predict([row]));
     }
     return found;
   };
+  return Object.assign(look, {tried: 0});
+}
+
+// Write a text, and post each step. Gaps of unknown length have their likeliest lengths then, which a search finds.
+async function write({id, ids, segments, matches, ...how}) {
+  const begun = performance.now();
+  if (segments) {
+    const [likeliest] = await search(counted(id), segments, RANKED, mask, {context, ...how});
+    ({given: ids, matches} = likeliest);
+  }
+  const row = plan(ids, 0, mask, {...how, matches}), steps = row.reveals + row.corrections;
+  postMessage({id, given: ids, steps});
+  let calls = 0;
+  for await (const [frame] of unmask(predict, [row], mask, how)) {
+    if (id !== current) return;
+    postMessage({id, frame, calls: ++calls, seconds: (performance.now() - begun) / 1000});
+  }
+  postMessage({id, done: true});
+}
+
+// Draw fills of a template, and return the likeliest.
+async function drawFills(look, ids, how) {
+  const rows = Array.from({length: FILLS}, (_, sample) => plan(ids, sample, mask, how)), films = rows.map(() => []);
   for await (const frames of unmask(look, rows, mask, how)) frames.forEach((frame, r) => films[r].push(frame));
   const texts = rows.map(row => row.ids.join());
   const different = rows.filter((row, r) => texts.indexOf(texts[r]) === r).map(row => row.ids);
   const fills = await rank(look, different, ids.indexOf(mask), SHOWN, mask);
+  return fills.map(fill => ({...fill, given: ids, frames: films[texts.indexOf(fill.ids.join())]}));
+}
+
+// Find the likeliest of many fills of a template, as sample.py --infill does, and post them.
+async function writeRanked({id, ids, segments, ...how}) {
+  const begun = performance.now(), look = counted(id);
+  const fills = segments ? await search(look, segments, SHOWN, mask, {context, ...how}) : await drawFills(look, ids, how);
   const total = fills.reduce((sum, fill) => sum + Math.exp(fill.logp), 0);
   const seconds = (performance.now() - begun) / 1000;
-  postMessage({id, seconds, tried, fills: fills.map(({ids, logp}) =>
-    ({ids, logp, share: Math.exp(logp) / total, frames: films[texts.indexOf(ids.join())]}))});
+  postMessage({id, seconds, tried: look.tried, fills: fills.map(({ids, given, logp, frames}) =>
+    ({ids, given, logp, share: Math.exp(logp) / total, frames}))});
+}
+
+// Proofread a text, and post the parts of each window.
+async function fix({id, text, vocab}) {
+  for await (const parts of proofread(counted(id), text, vocab, context)) postMessage({id, parts});
+  postMessage({id, done: true});
 }
 
 async function answer(data) {
-  if (data.id !== current) return;  // a newer request has arrived
+  if (data.id !== current || data.stop) return;  // a newer request has arrived, or none is wanted any more
   try {
     if (data.about) {
-      mask = data.about.mask;
+      ({mask, context} = data.about);
       let loading = true;
       const report = (loaded, total) => loading && postMessage({loaded, total});
       const ready = await open(data.about, data.device, report).finally(() => loading = false);  // a load may go on
       postMessage({ready});
+    } else if (data.text) {
+      await fix(data);
     } else {
       await (data.rank ? writeRanked : write)(data);
     }

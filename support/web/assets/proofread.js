@@ -1,0 +1,246 @@
+// Finds characters that do not belong in a text, and what to write there, as support/infill/proofreading.py does: doubtful
+// characters get proposals, the pseudo-likelihood of their neighbours prunes these, and the exact likelihood decides.
+
+import {logSoftmax} from "./sampler.js";
+
+const EVERY = 8;  // every so many characters one is masked to find doubtful ones
+const REACH = 8;  // characters after an edit whose likelihood decides
+const NEAR = 4;  // characters on both sides of an edit whose pseudo-likelihood prunes
+const SPARSE = 3;  // every third of these is masked at once
+const APART = REACH + 2 * NEAR;  // characters between edits that share a call
+const RIVALS = 2, ROUNDS = 3, DOUBT = 4, PROMISE = 5, MIN_GAIN = 5;
+const PRIOR = {substitution: 1, insertion: -.4, deletion: 1.4, swap: 0};  // multiples of log V
+
+const byStart = (a, b) => a.start - b.start;
+const span = (start, stop) => Array.from({length: Math.max(0, stop - start)}, (_, i) => start + i);
+
+// The ids with every so many of them masked.
+const thinned = (ids, every, phase, mask) => ids.map((id, i) => i % every === phase ? mask : id);
+
+// Edits of a text that are far apart, made at once. before, after: ids without and with them. edits: those that fit into
+// the context. starts: in `after`. room: characters after each edit up to the end of the context or the text.
+function packed(ids, edits, context) {
+  const kept = [], starts = [];
+  let after = [], end = 0;
+  for (const edit of edits) {
+    const start = after.length + edit.start - end;
+    if (Math.max(start + edit.ids.length, edit.stop) > context) break;
+    after.push(...ids.slice(end, edit.start), ...edit.ids);
+    kept.push(edit);
+    starts.push(start);
+    end = edit.stop;
+  }
+  const shift = after.length - end, longest = Math.min(ids.length, context, context - shift);
+  after = [...after, ...ids.slice(end)].slice(0, context);
+  return {before: ids, after, edits: kept, starts, room: kept.map(edit => longest - edit.stop)};
+}
+
+// [{text, sign, places}] of a pack after its edits and before them; places: [{edit, start, stop, room}].
+const sidesOf = ({before, after, edits, starts, room}) => [
+  {text: after, sign: 1, places: edits.map((edit, k) =>
+    ({edit, start: starts[k], stop: starts[k] + edit.ids.length, room: room[k]}))},
+  {text: before, sign: -1, places: edits.map((edit, k) => ({edit, start: edit.start, stop: edit.stop, room: room[k]}))},
+];
+
+// Packs of edits that share calls, each far enough from the others in its pack.
+function packsOf(ids, edits, context) {
+  const packs = [];
+  for (const edit of [...edits].sort(byStart)) {
+    const free = packs.find(pack => edit.start >= pack.at(-1).stop + APART);
+    free ? free.push(edit) : packs.push([edit]);
+  }
+  return packs.map(pack => packed(ids, pack, context)).filter(pack => pack.edits.length);
+}
+
+// The parts of a text: `original` and what is `done`, both tokens. made: the edits between, as `correct` returns them.
+function compare(original, done, made) {
+  const parts = [];
+  let kept = "", old = "", fresh = "", at = 0, low = original[0].number - 1;
+  const keep = () => {
+    if (kept) parts.push({before: kept, after: kept, change: null});
+    kept = "";
+  };
+  for (const token of [...done, null]) {
+    if (token?.isChanged) {
+      fresh += token.own;
+      continue;
+    }
+    const number = token?.number ?? original.at(-1).number + 1;
+    for (; at < original.length && original[at].number < number; at++) old += original[at].own;
+    if (old !== fresh) {
+      keep();
+      const edits = made.filter(({key}) => low < key && key < number).map(({edit}) => edit);
+      const {kind, pBefore, pAfter} = edits.length === 1 ? edits[0] : {kind: "substitution", pBefore: null, pAfter: null};
+      const gain = edits.reduce((sum, edit) => sum + edit.gain, 0);
+      parts.push({before: old, after: fresh, change: {kind, gain, pBefore, pAfter}});
+    } else kept += old;
+    old = fresh = "";
+    if (!token) break;
+    kept += token.own;
+    at++;
+    low = number;
+  }
+  keep();
+  return parts;
+}
+
+// Proofread a text, window by window. vocab: the model's characters, whose number is the id of [MASK]. Yields a list of
+// parts for each window, [{before, after, change}]; change: null for what is kept, else {kind, gain, pBefore, pAfter},
+// the gain in nats. Characters that the model never saw are shown to it as [MASK], and stay.
+export async function* proofread(predict, text, vocab, context) {
+  const mask = vocab.length, ids = new Map(vocab.map((own, id) => [own, id]));
+  const tokens = Array.from(text, (own, number) => ({own, number, id: ids.get(own) ?? mask}));
+  const prior = Object.fromEntries(Object.entries(PRIOR).map(([kind, n]) => [kind, n * Math.log(mask)]));
+  const margin = context >> 3, stride = Math.max(1, context - 2 * margin);
+
+  // Answer questions about masked places: [{row, at, id, ...}], row: ids; id: the character that is asked for, or -1.
+  // Adds `logp` of it, and the likeliest other one, `best`, with `bestLogp`.
+  async function ask(questions) {
+    for (const row of new Set(questions.map(question => question.row))) {
+      const [logits] = await predict([row]);
+      for (const question of questions.filter(each => each.row === row)) {
+        const {at, id} = question, logp = logSoftmax(logits.subarray(at * mask, (at + 1) * mask));
+        const best = logp.reduce((a, p, v) => v !== id && (a < 0 || p > logp[a]) ? v : a, -1);
+        Object.assign(question, {logp: logp[id], best, bestLogp: logp[best]});
+      }
+    }
+    return questions;
+  }
+
+  // A Map from edits to the sums of log p of their questions, less those of the text before.
+  async function sums(questions) {
+    const total = new Map();
+    for (const {edit, sign, logp} of await ask(questions)) total.set(edit, (total.get(edit) ?? 0) + sign * logp);
+    return total;
+  }
+
+  // 1. Doubt: each character masked with every eighth other one.
+  function doubts(ids, begin, end) {
+    const rows = span(0, EVERY).map(phase => thinned(ids, EVERY, phase, mask));
+    const places = span(begin, end).filter(i => ids[i] !== mask);
+    return ask(places.map(i => ({row: rows[i % EVERY], at: i, id: ids[i]})));
+  }
+
+  // 2. Propose, at doubtful characters: another one, one more, one less, or two swapped.
+  async function propose(ids, begin, end, near) {
+    const edits = [], seams = new Set(), swaps = new Set();
+    for (const {at: i, logp, best, bestLogp} of await doubts(ids, begin, end)) {
+      if (logp > -DOUBT || near && !near.has(i)) continue;
+      const p = Math.exp(logp), other = {single: bestLogp - logp, pBefore: p, pAfter: Math.exp(bestLogp)};
+      edits.push({start: i, stop: i + 1, ids: [best], kind: "substitution", ...other});
+      edits.push({start: i, stop: i + 1, ids: [], kind: "deletion", pBefore: p, pAfter: null});
+      for (const j of [i - 1, i]) {
+        const [first, second] = [ids[j], ids[j + 1]], isHere = begin <= j && j + 2 <= ids.length;
+        if (!isHere || first === second || first === mask || second === mask || swaps.has(j)) continue;
+        swaps.add(j);
+        edits.push({start: j, stop: j + 2, ids: [second, first], kind: "swap", pBefore: null, pAfter: null});
+      }
+      seams.add(i).add(i + 1);
+    }
+    const missing = [...seams].map(j =>
+      ({start: j, stop: j, ids: [mask], kind: "insertion", pBefore: null, pAfter: null}));
+    return [...edits, ...await filled(ids, missing)];
+  }
+
+  // Insertions of [MASK], with the likeliest character in its place.
+  async function filled(ids, edits) {
+    const questions = packsOf(ids, edits, context).flatMap(({after, edits, starts}) =>
+      edits.map((edit, k) => ({edit, row: after, at: starts[k], id: -1})));
+    return (await ask(questions)).map(({edit, best, bestLogp}) => ({...edit, ids: [best], pAfter: Math.exp(bestLogp)}));
+  }
+
+  // 3. Prune: the edits that make their neighbourhood likelier, at most RIVALS near each other.
+  async function prune(ids, edits) {
+    const thinnings = text => span(0, SPARSE).map(phase => thinned(text, SPARSE, phase, mask));
+    const before = thinnings(ids), questions = [];
+    for (const pack of packsOf(ids, edits, context)) {
+      for (const {text, sign, places} of sidesOf(pack)) {
+        const rows = sign > 0 ? thinnings(text) : before;
+        for (const {edit, start, stop, room} of places)
+          for (const i of span(Math.max(0, start - NEAR), stop + Math.min(NEAR, room)))
+            if (text[i] !== mask) questions.push({edit, sign, row: rows[i % SPARSE], at: i, id: text[i]});
+      }
+    }
+    const promise = await sums(questions), kept = [];
+    for (const [edit, value] of promise) promise.set(edit, value - prior[edit.kind]);
+    const order = (a, b) => promise.get(b) - promise.get(a) || byStart(a, b) || (a.kind < b.kind ? -1 : a.kind > b.kind);
+    for (const edit of [...promise.keys()].sort(order)) {
+      const rivals = kept.filter(other => Math.abs(edit.start - other.start) <= NEAR).length;
+      if (promise.get(edit) > PROMISE && rivals < RIVALS) kept.push(edit);
+    }
+    return kept.sort(byStart);
+  }
+
+  // 4. Decide: the edits with their gains. The chain rule reads from left to right.
+  async function decide(ids, edits) {
+    const questions = [];
+    for (const pack of packsOf(ids, edits, context)) {
+      for (const {text, sign, places} of sidesOf(pack)) {
+        const regions = places.map(({edit, start, stop, room}) => ({edit, at: span(start, stop + Math.min(REACH, room))}));
+        for (const k of span(0, Math.max(...regions.map(({at}) => at.length)))) {
+          const row = [...text];
+          for (const {edit, at} of regions) {
+            for (const i of at.slice(k)) row[i] = mask;
+            if (k < at.length && text[at[k]] !== mask) questions.push({edit, sign, row, at: at[k], id: text[at[k]]});
+          }
+        }
+      }
+    }
+    const gains = await sums(questions);
+    return edits.filter(edit => gains.has(edit)).map(edit => {
+      const gain = gains.get(edit);
+      return {...edit, gain: edit.kind === "substitution" ? (gain + edit.single) / 2 : gain};
+    });
+  }
+
+  // The edits that gain enough, the best first, without those near a better one.
+  function bestApart(edits) {
+    const excess = edit => edit.gain - MIN_GAIN - prior[edit.kind], kept = [];
+    for (const edit of [...edits].sort((a, b) => excess(b) - excess(a) || byStart(a, b))) {
+      const isFar = other => edit.start >= other.stop + REACH || other.start >= edit.stop + REACH;
+      if (excess(edit) > 0 && kept.every(isFar)) kept.push(edit);
+    }
+    return kept.sort(byStart);
+  }
+
+  // Correct the characters begin..end of a window, in rounds: {window, made}. made: [{key, edit}], where a key is half
+  // more than the number of the character before an edit.
+  async function correct(window, begin, end) {
+    const made = [];
+    let near = null;  // in later rounds: only what is near a change
+    for (let round = 0; round < ROUNDS; round++) {
+      const ids = window.slice(0, context).map(token => token.id);  // insertions may exceed it
+      const proposed = await propose(ids, begin, Math.min(end, ids.length), near);
+      const edits = bestApart(await decide(ids, await prune(ids, proposed)));
+      if (!edits.length) break;
+      let shift = 0;
+      near = new Set();
+      window = [...window];
+      for (const edit of edits) {
+        const start = edit.start + shift, old = window.slice(start, edit.stop + shift);
+        const fresh = edit.ids.map((id, k) => ({id, isChanged: true, number: old[k]?.number ?? null,
+                                                own: edit.kind === "swap" ? old[1 - k].own : vocab[id]}));
+        const known = window.slice(0, start).map(token => token.number).filter(number => number !== null);
+        made.push({key: (known.length ? Math.max(...known) : -1) + .5, edit});
+        window.splice(start, old.length, ...fresh);
+        for (const i of span(start - REACH, start + fresh.length + REACH)) near.add(i);
+        shift += fresh.length - old.length;
+      }
+      end += shift;
+    }
+    return {window, made};
+  }
+
+  let before = [];  // corrected tokens
+  for (let at = 0; at < tokens.length;) {
+    const ahead = tokens.slice(at, at + stride + margin), own = ahead.slice(0, stride), begin = before.length;
+    const {window, made} = await correct([...before, ...ahead], begin, begin + own.length);
+    const limit = own.at(-1).number, all = window.slice(begin);
+    const isAhead = ({number, isChanged}) => number !== null && number > limit && !isChanged;
+    const stop = all.findIndex(isAhead), done = stop < 0 ? all : all.slice(0, stop);
+    const last = Math.max(limit, ...done.map(token => token.number ?? -1));
+    yield compare(tokens.slice(at, last + 1), done, made);
+    before = margin ? [...before, ...done].slice(-margin) : [];
+    at = last + 1;
+  }
+}

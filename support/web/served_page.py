@@ -1,0 +1,52 @@
+"""The live page of serve.py: that of export.py --to=page, whose texts the server computes."""
+
+from support import environment
+from support.errors import UserError
+from support.infill.proofreading import check_model
+from support.infill.templates import GAP_OR_LINE, gap_pattern
+from support.serving.completions import MOST_STEPS
+from support.web import live_page
+
+ABOUT = f"{live_page.DIFFUSION} The server logs no text."
+SCRIPTS = ["crc.js", "viewer.js", "on_server.js", "live.js"]
+
+
+def page(model, filler, tokenizer, about, device, has_key, most_tokens):
+    """Return the page as HTML.
+
+    model, filler: the model that goes on, and that fills gaps
+    about: what the page says of the model. has_key: whether clients need one
+    most_tokens: that may be written after a prompt
+    """
+    gap = gap_pattern(tokenizer)
+    signs = ["█", "_"] if gap is GAP_OR_LINE else ["█"]
+    fills = filler.config.objective != "ar" and not filler.config.prompt_column
+    fills = fills and filler.objective.n_blocks == 1
+    n = model.objective.n_blocks
+    steps = dict(max=128, value=32)
+    if n > 1:  # a call for each block at least, eight as sample.py has it
+        steps = dict(min=n, max=min(16 * n, MOST_STEPS // n * n), step=n, value=8 * n)
+    live = dict(
+        gap=gap.pattern,
+        signs=signs,
+        fills=fills,
+        blocks=n,
+        matches=environment.is_installed("outlines_core"),
+        fixes=can_fix(filler, tokenizer),
+        key=has_key,
+        device=device,
+        steps=None if model.objective.one_by_one else steps,
+        most_tokens=most_tokens,
+    )
+    can = dict(fills=fills, patterns=live["matches"], fixes=live["fixes"])
+    live["examples"] = live_page.examples(tokenizer, signs[0], open_gaps=True, **can)
+    policy = "; connect-src 'self'"
+    return live_page.compose(live, about, SCRIPTS, policy=policy, about=ABOUT, program="serve.py")
+
+
+def can_fix(model, tokenizer):
+    try:
+        check_model(model, tokenizer)
+    except UserError:
+        return False
+    return True

@@ -1,0 +1,310 @@
+"""The page of serve.py: the form and the viewer of test_page.py, and a server that computes."""
+
+import json
+import re
+import time
+from contextlib import closing
+
+import pytest
+from conftest import ROOT
+from webdriver import Browser
+
+import mdlm
+import sample
+from support.errors import UserError
+from support.web import live_page, served_page
+
+for package in ("greenlet", "starlette", "uvicorn"):
+    pytest.importorskip(package)
+httpx = pytest.importorskip("httpx")
+from test_serving import get, network, post, serving, wait_for
+
+SAID = "$('said').textContent"
+LOADED = "typeof ready !== 'undefined' && ready"
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server(short_run):
+    with serving(f"--out_dir={short_run}") as found:
+        yield found
+
+
+# ---- Without a browser
+def events(server, **body):
+    """What the page gets; each event but the last says what is written so far."""
+    r = post(f"{server.url}/page", json=body)
+    assert r.status_code == 200, r.text
+    found = [json.loads(line[6:]) for line in r.text.split("\n\n") if line.startswith("data: ")]
+    assert [event for event in found if event.get("done")] == found[-1:]
+    return found
+
+
+def test_page_is_sent_each_call(server, short_run):
+    """The text that the frames add up to is that of sample.py."""
+    model, tokenizer, _ = mdlm.load(short_run)
+    begin, *found, end = events(server, prompt="The ", max_tokens=12, seed=3)
+    frames = [event for event in found if "frame" in event]  # others say that it goes on
+    assert "".join(begin["tokens"]) == "The " and begin["given"] == [True] * 4 + [False] * 12
+    tokens = list(begin["tokens"])
+    for event in frames:
+        for i, token, p, likeliest in event["frame"]:
+            assert not begin["given"][i] and 0 <= p <= 1 and len(likeliest) == 5
+            tokens[i] = token
+    assert tokens == end["sample"]["tokens"]
+    assert 8 < len(frames) <= end["sample"]["calls"]
+    assert end["sample"]["frames"] == [event["frame"] for event in frames]
+    (wanted,) = sample.write(model, tokenizer, "The ", n=1, length=16, seed=3)
+    assert "".join(tokens) == wanted
+
+
+def test_page_gets_ranked_fills_and_changes(server, short_run):
+    model, tokenizer, _ = mdlm.load(short_run)
+    *_, end = events(server, infill="The [___] is", seed=1, rank=True)
+    assert 1 < len(end["fills"]) <= 5
+    assert sum(fill["share"] for fill in end["fills"]) == pytest.approx(1)
+    for fill in end["fills"]:
+        text = "".join(fill["tokens"])
+        assert re.fullmatch(r"The .+ is", text, re.S)
+        filled = [i for i, is_given in enumerate(fill["given"]) if not is_given]
+        assert [i for i, *_ in fill["frames"][0]] == filled
+    text = "The valeu of the object is is returned"
+    *_, end = events(server, fix=text)
+    assert end["changes"] == [c._asdict() for c in sample.fix(model, tokenizer, text).changes]
+
+
+def test_page_runs_its_own_script_alone(server):
+    """And loads nothing from elsewhere."""
+    r = get(server.url)
+    rules = dict(rule.split(" ", 1) for rule in r.headers["content-security-policy"].split("; "))
+    assert rules["default-src"] == "'none'" and rules["connect-src"] == "'self'"
+    assert re.fullmatch(r"'sha256-[\w+/]{43}='", rules["script-src"])
+    assert rules["frame-ancestors"] == "'none'"
+    assert not re.search(r"""(src|href)=["']|url\(|@import|https?://(?!localhost)""", r.text)
+
+
+@pytest.mark.parametrize(
+    "settings, fills, fixes, steps",
+    [
+        ({}, True, True, dict(max=128, value=32)),
+        (dict(objective="ar"), False, False, None),
+        (dict(block_length=4), False, False, dict(min=8, max=128, step=8, value=64)),
+    ],
+)
+def test_page_offers_what_the_model_can(settings, fills, fixes, steps):
+    model = network(**settings)
+    tokenizer = mdlm.Tokenizer("char", list("abcdefghij"), True)
+    html = served_page.page(model, model, tokenizer, "out", "CPU", True, 100)
+    live = json.loads(re.search(r'id="data">(.*?)</script>', html)[1])["live"]
+    assert (live["fills"], live["fixes"], live["key"]) == (fills, fixes, True)
+    assert live["steps"] == steps and live["blocks"] == (8 if "block_length" in settings else 1)
+    assert live["examples"] == [], "the model knows none of their characters"
+
+
+def test_examples_are_texts_that_the_model_knows():
+    _, tokenizer, _ = mdlm.load(ROOT / "weights" / "shakespeare")
+    found = live_page.examples(tokenizer, "█", open_gaps=True, fixes=True)
+    assert [one["what"] for one in found] == ["write", "rank", "write", "rank", "fix"]
+    for one in found:
+        try:
+            tokenizer.encode_lossless(re.sub(r"█|\[___.*\]", "", one["text"]))
+        except UserError as e:
+            raise AssertionError(one) from e
+
+
+# ---- In headless Chromium
+@pytest.fixture(scope="module")
+def browser():
+    with closing(Browser()) as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser, server):
+    visit(browser, server)
+    return browser
+
+
+def visit(browser, server):
+    browser.size(1280, 657)
+    browser.call("/url", url=server.url)
+    browser.wait(LOADED)
+
+
+def ask(browser, text, what="write", **fields):
+    """Fill in the form, and press a button."""
+    for name, value in (dict(typed=text, seed=1, tokens=12) | fields).items():
+        browser.js(f"($('{name}').value = {json.dumps(str(value))}, 1)")
+    button = dict(write="write", rank="rank", fix="proofread")[what]
+    browser.js(f"($('{button}').click(), 1)")
+
+
+def written(browser):
+    browser.wait("writing === null", 120)
+    assert browser.js("$('said').className") == "", browser.js(SAID)
+    return browser.js("samples.at(-1).tokens.join('')")
+
+
+@slow
+def test_page_writes_what_sample_writes(page, short_run):
+    model, tokenizer, _ = mdlm.load(short_run)
+    ask(page, "The ")
+    (wanted,) = sample.write(model, tokenizer, "The ", n=1, length=16, seed=1)
+    assert written(page) == wanted
+    page.js("(go(1e6), 1)")
+    assert page.js("text()") == wanted and page.js("samples[0].calls") > 8
+    for signs in ("██", "█[MASK]"):
+        ask(page, f"The {signs} is")
+        assert re.fullmatch("The .. is", written(page), re.S)
+
+
+@slow
+def test_page_fills_a_gap_that_must_match(page):
+    pytest.importorskip("outlines_core")
+    ask(page, "The [___:[a-c]{2,3}] is")
+    page.wait(f"{SAID}.startsWith('The likeliest')", 120)
+    texts = page.js("samples.map(s => s.tokens.join(''))")
+    assert texts and all(re.fullmatch("The [a-c]{2,3} is", text) for text in texts)
+    titles = page.js("[...document.querySelectorAll('#samples button')].map(b => b.textContent)")
+    assert all(re.fullmatch(r"(<\xa0)?\d+\xa0% [a-c]{2,3}", title) for title in titles)
+    ask(page, "The [___:(a] is")
+    page.wait("$('said').className === 'error'")
+    assert "brackets" in page.js(SAID)
+
+
+@slow
+def test_page_proofreads(page, short_run):
+    """Each change can be rejected, by keys too; the text goes to the field."""
+    model, tokenizer, _ = mdlm.load(short_run)
+    text = "The valeu of the object is is returned\n"
+    wanted = sample.fix(model, tokenizer, text)
+    ask(page, text, "fix")
+    page.wait("writing === null", 120)
+    if not wanted.changes:  # by a network that has hardly been trained
+        changes = [dict(position=4, before="valeu", after="value", kind="swap", gain=3.0)]
+        changes[0] |= dict(p_before=None, p_after=None)
+        page.js(f"(openProof({json.dumps(text)}), 1)")
+        page.js(f"(showParts(toParts({json.dumps(text)}, {json.dumps(changes)})), 1)")
+    else:
+        assert page.js("proofText()") == wanted.text
+    n = page.js("changesShown().length")
+    page.js("(changesShown().forEach(b => { b.focus(); b.click(); }), 1)")
+    assert page.js("proofText()") == text, "all are rejected"
+    page.js("(changesShown()[0].focus(), 1)")
+    page.press("space")
+    assert page.js("changesShown().filter(b => b.ariaPressed === 'true').length") == 1
+    page.js("($('accept').click(), 1)")
+    assert page.js("changesShown().filter(b => b.ariaPressed === 'true').length") == n
+    proof = page.js("proofText()")
+    page.js("($('use').click(), 1)")
+    assert page.js("$('typed').value") == proof != text
+
+
+@slow
+def test_page_stops_at_once(page, server):
+    """The server stops computing too, and what was written stays."""
+    ask(page, "The ", tokens=2000, steps=128)
+    page.wait("writing?.frames?.length > 2", 120)
+    planned = page.js("writing.steps")
+    page.js("($('stop').click(), 1)")
+    assert page.js("[writing, $('stop').disabled]") == [None, True]
+    assert page.js(SAID) == "stopped" and 2 < page.js("samples.at(-1).frames.length") < planned
+    deadline = time.monotonic() + 60
+    while "mdlm_active 0" not in get(f"{server.url}/metrics").text:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@slow
+def test_two_tabs_get_their_own_texts(page, server):
+    first = page.call("/window", method="GET")
+    second = page.call("/window/new", type="tab")["handle"]
+    found = {}
+    for tab, seed in ((first, 5), (second, 6)):
+        page.call("/window", handle=tab)
+        if tab == second:
+            visit(page, server)
+        ask(page, "The ", seed=seed)  # both are written at once
+    for tab in (first, second):
+        page.call("/window", handle=tab)
+        found[tab] = written(page)
+    page.call("/window", method="DELETE")
+    page.call("/window", handle=first)
+    for tab, seed in ((first, 5), (second, 6)):
+        *_, end = events(server, prompt="The ", max_tokens=12, seed=seed)
+        assert found[tab] == "".join(end["sample"]["tokens"])
+
+
+@slow
+def test_page_says_that_the_server_is_gone_and_goes_on_with_it(browser, short_run):
+    with serving(f"--out_dir={short_run}") as found:
+        visit(browser, found)
+        port = found.url.rpartition(":")[2]
+        ask(browser, "The ", tokens=2000, steps=128)
+        browser.wait("writing?.frames?.length > 2", 120)
+        found.process.kill()
+        found.process.wait()
+        browser.wait("$('said').className === 'error'")
+        assert "broke off" in browser.js(SAID) and browser.js("writing") is None
+        ask(browser, "The ")
+        browser.wait(f"{SAID}.includes('does not answer')")
+    with serving(f"--out_dir={short_run}", f"--port={port}"):
+        ask(browser, "The ", seed=7)
+        assert len(written(browser)) == 16
+
+
+@slow
+def test_page_asks_for_a_key_and_says_when_the_queue_is_full(browser, short_run):
+    flags = ["--api_key=abc", "--max_active=1", "--max_waiting=0"]
+    with serving(f"--out_dir={short_run}", *flags) as found:
+        found.headers = dict(authorization="Bearer abc")
+        visit(browser, found)
+        assert browser.js("$('key').checkVisibility()")
+        for key, said in (("", "needs a key"), ("abd", "does not take this key")):
+            ask(browser, "The ", key=key)
+            browser.wait(f"{SAID}.includes('{said}')")
+        ask(browser, "The ", key="abc")
+        assert len(written(browser)) == 16
+        body = dict(prompt="a", max_tokens=2000, steps=4000, stream=True)
+        url = f"{found.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, headers=found.headers, timeout=60):
+            wait_for(found, "active", 1)
+            ask(browser, "The ", seed=9)
+            browser.wait(f"{SAID}.includes('too many requests')")
+            assert browser.js("writing") is None
+
+
+@slow
+def test_page_says_what_was_refused(page):
+    ask(page, "The \u4e00█")
+    page.wait("$('said').className === 'error'")
+    assert "character" in page.js(SAID) and page.js("writing") is None
+    assert not page.js("$('key').checkVisibility()"), "the server has no key"
+    ask(page, "The ", "rank")
+    assert "no gap to rank" in page.js(SAID)
+    attack = "<b>a</b>█"
+    ask(page, attack)
+    page.wait("writing === null", 120)
+    assert page.js("document.querySelectorAll('#text b, nav b, #said b').length") == 0
+
+
+@slow
+def test_page_needs_no_mouse_and_fits(page):
+    """Tab reaches everything in order; on wide screens and phones nothing moves or is cut off."""
+    names = []
+    for _ in range(20):
+        page.press("tab")
+        names.append(page.js("document.activeElement.id"))
+    wanted = ["typed", "tokens", "steps", "temperature", "seed", "write", "rank", "proofread"]
+    assert [name for name in names if name in wanted][: len(wanted)] == wanted
+    ask(page, "The ")
+    written(page)
+    where = page.js("[$('typed'), $('write')].map(e => e.getBoundingClientRect().y)")
+    ask(page, "The ", seed=2)
+    written(page)
+    assert page.js("[$('typed'), $('write')].map(e => e.getBoundingClientRect().y)") == where
+    box = page.js("$('text').getBoundingClientRect().toJSON()")
+    assert box["top"] < 657 / 2, "the text is above the fold"
+    for width in (320, 390, 700, 1280):
+        page.size(width, 800)
+        assert page.js("document.documentElement.scrollWidth") <= width

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from safetensors.torch import save as to_safetensors
 
 import mdlm
-from support import files, outputs, plots
+from support import files, lora, outputs, plots
 from support.data import tokenizer_json
 from support.data.seams import guarded
 from support.errors import UserError
@@ -163,7 +163,7 @@ def card(folder, model, tokenizer, config, name):
         size=size,
         end=end,
     )
-    fields |= dict(millions=sum(p.numel() for p in model.parameters()) / 1e6)
+    fields |= dict(millions=lora.count(model) / 1e6)
     fields |= dict(V=tokenizer.vocab_size, kind=tokenizer.kind, pad_id=tokenizer.vocab_size + 1)
     fields |= dict(length=length, more=min(100, length // 2), context=config.block_size)
     fields["prompt"] = tokenizer.decode([0])
@@ -236,11 +236,15 @@ def predict_code(model):
 
 def contents_of_network(folder, model, tokenizer, config, options):
     """The files of a network of Hugging Face: its own ones, without code of ours."""
+    check_whole(model, config.objective == "ar")
     content, words = tokens_of_network(model, tokenizer)
     if config.objective == "ar":
         begin = words["mask_token"]
         words |= dict(bos_token=begin, model_input_names=["input_ids", "attention_mask"])
         content["post_processor"] = tokenizer_json.prepend(begin, model.mask_id)
+    if config.chat_column:  # what a template may write must stay as it was
+        template = model.network.chat
+        words |= template.tokens | dict(chat_template=template.template)
     name = Path(options.dest).name
     text = card(folder, model, tokenizer, config, name)
     contents = {
@@ -266,11 +270,16 @@ def code(text):
     return f"{fence}{space}{shown}{space}{fence}"
 
 
+def check_whole(model, is_causal):
+    """Raise UserError for a model of blocks alone: plain calls of the library see whole texts."""
+    if not (model.objective.fills_gaps or is_causal):
+        raise UserError("--to=hf is not for --block_length without --infill_share")
+
+
 def contents_of(folder, model, tokenizer, config, options):
     """The files of a Hugging Face model, name -> bytes."""
     is_causal = config.objective == "ar"
-    if not (model.objective.fills_gaps or is_causal):
-        raise UserError("--to=hf is not for --block_length without --infill_share")
+    check_whole(model, is_causal)
     tokens, end = to_library(tokenizer)
     V = tokenizer.vocab_size
     ids = dict(eos_token_id=tokenizer.end_id if end else V + 1, pad_token_id=V + 1)

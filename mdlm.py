@@ -251,6 +251,12 @@ class Config:
     prompt_column: str = opt(
         "", "the column of prompts, which are given; the model learns --text_column", off=""
     )
+    chat_column: str = opt(
+        "",
+        "the column of conversations, lists of messages with role and content, for the chat "
+        "template of --init_from; the model learns the assistant's",
+        off="",
+    )
     # .bin files
     bin_dtype: str = opt(
         "auto", "dtype of the ids (auto: uint16, or as meta.json says)", "auto", *DTYPES
@@ -308,6 +314,11 @@ class Config:
         "predict a token at the position before it, as decoders were trained (on with "
         "--init_from=DECODER)",
     )
+    lora: int = opt(
+        0,
+        "train only adapters of this rank (LoRA) and the embedding of [MASK] (0: all weights)",
+        bounds=(0, 1 << 10),
+    )
     trust_remote_code: bool = opt(
         False,
         "run the code that came with the network of --init_from or --network, or with a run; "
@@ -357,6 +368,7 @@ def new_config(given):
     settings = PRESETS[preset] | (PATTERNS if given.get("data") == "patterns" else {})
     settings |= pretrained.implied(given, settings)
     config = Config(**settings | given | {"preset": preset})
+    config.prompt_column = config.prompt_column or config.chat_column
     runs.choose_end(config, given, Config(**settings))
     if config.prompt_column or config.block_length not in (0, config.block_size):
         # Blocks and answers are written until [END], so the model must predict it.
@@ -376,7 +388,7 @@ def prepare(config, folder, tokenizer=None, network=None):
     # Prompts have [END] too, but are a variant of their own.
     has_documents = sources.has_documents(config) and not config.prompt_column
     variants.check_together(config, has_documents)
-    source = texts.open_source(config)
+    source = texts.open_source(config, pretrained.chat_template(network, tokenizer))
     if source is None:
         sources.write_patterns(folder)
         return

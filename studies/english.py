@@ -1,4 +1,4 @@
-"""English text from two packages of Debian, for studies of networks that know English.
+"""English text from two packages of Debian 12, for studies of networks that know English.
 
     python studies/english.py english.txt
 

@@ -2,6 +2,7 @@
 
     python studies/proofreading.py --data=tinyshakespeare.txt --characters=4000 --dtype=bfloat16
     python studies/proofreading.py --data=tinyshakespeare.txt --tune
+    python studies/proofreading.py --join=some.json,more.json
 
 Mistakes are put into the beginning of the validation text. random: a substituted or inserted
 character is any of the training text; keyboard: one beside the right one on a keyboard (QWERTY).
@@ -12,12 +13,17 @@ substitutions: these alone; all: also insertions, deletions and swaps, each as o
     6-gram     characters, interpolated Kneser-Ney, with a beam search over what may have been meant
     mdlm       sample.fix
 
---tune chooses the settings of all of them on training text: of the first two on its last tenth,
-which they then have not seen; of mdlm on its beginning, which the network has.
+The 6-gram model and mdlm have the same prior of mistakes, support/infill/mistakes.py, which is not
+fitted to any text. --tune chooses the settings of the first two on the last tenth of the training
+text, which they then have not seen. Of mdlm it shows how much right and wrong changes gain beyond
+their cost, at the beginning of the training text.
 
 found: F1 of the places that are changed; repaired: mistakes after which the right text stands;
 spoiled: right characters that are wrong afterwards, per 1,000; left: the edit distance to the right
-text, per mistake.
+text, per mistake; error: the standard error of found, by the bootstrap over pieces of 1,100
+characters; ahead: by how much found of the last method is higher, with its error on the same
+pieces; seconds of the processor per 1,000 characters; substitution ... swap: how many mistakes of
+this kind are found, of how many, and false alarms that would repair one.
 """
 
 import sys
@@ -32,6 +38,7 @@ cli.start(__name__)
 
 import difflib
 import heapq
+import itertools
 import json
 import math
 import os
@@ -50,13 +57,16 @@ from support import environment
 from support.errors import UserError
 from support.flags import READS, WRITES, opt
 from support.infill import proofreading
+from support.infill.mistakes import KINDS, Prior, beside
 
-ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
-KINDS = ("substitution", "insertion", "deletion", "swap")
 ORDER = 6
 BEAM = 24
 LETTERS_TRIED = 4  # of the 6-gram model: characters that are tried at each place
 START = "\n"
+PIECE = 1100  # characters of text that have their own mistakes
+DRAWS = 200  # of pieces, for a standard error
+ABOUT = ("rate", "source", "kinds", "method", "begin")  # of a row; the rest is summed
+SUMMED = ("mistakes", "characters", "seconds")  # of every row
 
 
 @dataclass
@@ -70,8 +80,10 @@ class Options:
     tune: bool = opt(False, "choose settings on training text")
     seed: int = opt(0, "of the mistakes", bounds=(0, 1 << 31))
     kinds: str = opt("", "of mistakes (default: both)", "", "all", "substitutions")
+    source: str = opt("", "of mistakes (default: both)", "", "random", "keyboard")
     methods: str = opt("nothing,symspell,6-gram,mdlm", "which to measure")
-    json: str = opt("", "write a JSON object per row to this file", path=WRITES)
+    json: str = opt("", "write the counts of each piece of text to this file", path=WRITES)
+    join: str = opt("", "measure nothing: the table of these files of --json (commas between)")
 
 
 class Mistake(NamedTuple):
@@ -93,21 +105,9 @@ class Edit(NamedTuple):
 
 
 # ---- Mistakes
-def neighbours():
-    """Letter -> those beside it on a keyboard."""
-    beside = {}
-    for r, row in enumerate(ROWS):
-        for i, c in enumerate(row):
-            near = [(r, i - 1), (r, i + 1), (r - 1, i), (r - 1, i + 1), (r + 1, i - 1), (r + 1, i)]
-            near = [(q, j) for q, j in near if 0 <= q < len(ROWS) and 0 <= j < len(ROWS[q])]
-            beside[c] = "".join(ROWS[q][j] for q, j in near)
-            beside[c.upper()] = beside[c].upper()
-    return beside
-
-
 def with_mistakes(text, rate, source, kinds, alphabet, rng):
     """(the text with mistakes, its Mistakes)"""
-    beside = neighbours()
+    near = beside()
     pieces = []
     mistakes = []
     i = n = 0  # in the text, and in the one with mistakes
@@ -115,7 +115,7 @@ def with_mistakes(text, rate, source, kinds, alphabet, rng):
         c = text[i]
         is_wrong = rng.random() < rate
         kind = rng.choice(kinds)
-        others = beside.get(c, "") if source == "keyboard" else alphabet.replace(c, "")
+        others = near.get(c, "") if source == "keyboard" else alphabet.replace(c, "")
         stop = i + (0 if kind == "insertion" else 2 if kind == "swap" else 1)
         old = text[i:stop]
         wrong = ""
@@ -152,6 +152,17 @@ def distance(a, b):
     return row[-1]
 
 
+def kind_of(edits, text):
+    """The kind of mistake that edits of a text near each other would repair."""
+    if len(edits) > 1:
+        return "substitution"
+    [edit] = edits
+    old = text[edit.start : edit.stop]
+    if not old or not edit.new:
+        return "deletion" if edit.new else "insertion"
+    return "swap" if len(old) == 2 and edit.new == old[::-1] else "substitution"
+
+
 def judge(text, wrong, mistakes, edits):
     """Counts of a result: what was found, repaired and spoiled.
 
@@ -165,7 +176,8 @@ def judge(text, wrong, mistakes, edits):
             groups[-1].append(span)
         else:
             groups.append([span])
-    n = Counter(mistakes=len(mistakes))
+    n = Counter(mistakes=len(mistakes), characters=len(text))
+    n.update(f"mistakes {m.kind}" for m in mistakes)
     shift = 0  # of the right text against the one with mistakes
     for group in groups:
         start = min(s[0] for s in group)
@@ -183,14 +195,19 @@ def judge(text, wrong, mistakes, edits):
         result = "".join([*result, wrong[at:stop]])
         left = distance(result, right)
         n["left"] += left
-        n["found"] += len(inside) * bool(made)
-        n["false"] += bool(made and not inside)
+        if made:
+            n["found"] += len(inside)
+            n.update(f"found {m.kind}" for m in inside)
+        if made and not inside:
+            n["false"] += 1
+            n[f"false {kind_of(made, wrong)}"] += 1
         n["repaired"] += len(inside) * (result == right)
         n["spoiled"] += max(0, left - distance(wrong[start:stop], right))
     return n
 
 
-def summary(n, characters):
+def rates(n):
+    """What the counts of a text say."""
     precision = n["found"] / max(1, n["found"] + n["false"])
     recall = n["found"] / max(1, n["mistakes"])
     return dict(
@@ -199,7 +216,7 @@ def summary(n, characters):
         recall=recall,
         found=2 * precision * recall / max(1e-9, precision + recall),
         repaired=n["repaired"] / max(1, n["mistakes"]),
-        spoiled=1000 * n["spoiled"] / characters,
+        spoiled=1000 * n["spoiled"] / max(1, n["characters"]),
         left=n["left"] / max(1, n["mistakes"]),
     )
 
@@ -299,19 +316,24 @@ class NGrams:
 
 
 class BeamSearch:
-    """What was probably meant, by a 6-gram model and a rate of mistakes, all kinds equally likely.
+    """What was probably meant, by a 6-gram model, a rate of mistakes and proofreading's prior.
 
-    States that end in the same characters at the same place go on alike: the better one stays.
+    The prior says what a mistake leaves, as it does for the network; the rate is its own. States
+    that end in the same characters at the same place go on alike: the better one stays.
     """
 
     def __init__(self, model, rate=0.003):
         self.model = model
         self.rate = rate
+        self.prior = prior = Prior(list(model.alphabet), model.V)
+        self.wrong = prior.wrong.tolist()
+        letters = beside()
+        near = [letters.get(c, "") for c in model.alphabet]
+        self.near = [[model.index[c] for c in others if c in model.index] for others in near]
 
     def __call__(self, text):
         model = self.model
         each = math.log(self.rate / len(KINDS))
-        other = each - math.log(model.V)  # one of V characters
         fine = math.log(1 - self.rate)
         ids = [model.index.get(c) for c in text]
         first = (model.index[START],) * (ORDER - 1)
@@ -331,12 +353,15 @@ class BeamSearch:
                     continue
                 after = (*context[1:], y)
                 reach(i + 1, after, score + fine + logp[y], edits)
-                reach(i + 1, context, score + other, (edits, Edit(i, i + 1, "")))
+                around = [context[-1], *(z for z in ids[i + 1 : i + 2] if z is not None)]
+                more = score + each + self.prior.each - self.prior.deletion(y, around)
+                reach(i + 1, context, more, (edits, Edit(i, i + 1, "")))
+                for c in {*best, *self.near[y]} - {y}:
+                    more = score + each + self.wrong[c][y] + logp[c]
+                    edit = Edit(i, i + 1, model.alphabet[c])
+                    reach(i + 1, (*context[1:], c), more, (edits, edit))
                 for c in best:
                     ahead = (*context[1:], c)
-                    if c != y:
-                        edit = Edit(i, i + 1, model.alphabet[c])
-                        reach(i + 1, ahead, score + other + logp[c], (edits, edit))
                     more = score + each + fine + logp[c] + model.logp(ahead)[0][y]
                     edit = Edit(i, i, model.alphabet[c])
                     reach(i + 1, (*ahead[1:], y), more, (edits, edit))
@@ -395,16 +420,15 @@ def tune(options, training, model, tokenizer, alphabet):
             for source in ("random", "keyboard"):
                 text = parts[part][: options.characters]
                 n += measure(text, 0.02, source, KINDS, alphabet, options.seed, method)[0]
-            yield dict(method=name, settings=settings) | summary(n, 2 * options.characters)
+            yield dict(method=name, settings=settings) | rates(n)
     if "mdlm" in wanted:
         yield from tune_network(options, training[: options.characters], model, tokenizer, alphabet)
 
 
 def tune_network(options, text, model, tokenizer, alphabet):
-    """A row for each kind of edit: how much the right ones and the wrong ones gain.
+    """A row for each kind of edit: what the right and the wrong ones gain beyond their cost.
 
-    The network knows this text by heart, so few wrong edits gain anything: a threshold that is best
-    here is too low elsewhere. `least` is the highest that keeps nine tenths of the right edits.
+    The network knows this text by heart, so few wrong edits gain anything here.
     """
     right = {kind: {} for kind in KINDS}  # mistake -> gain of the best edit that repairs it
     wrong = {kind: {} for kind in KINDS}  # place -> gain of the best edit that repairs nothing
@@ -423,11 +447,10 @@ def tune_network(options, text, model, tokenizer, alphabet):
             gains = (right if repairs else wrong)[edit.kind]
             key = (source, near[0] if near else at)
             if repairs or not near:
-                gains[key] = max(edit.gain, gains.get(key, -math.inf))
+                gains[key] = max(edit.gain - edit.cost, gains.get(key, -math.inf))
     for kind in KINDS:
         gains = sorted(right[kind].values())
         row = dict(method="mdlm", kind=kind, mistakes=total, repairs=len(gains))
-        row["least"] = gains[len(gains) // 10] if gains else None
         row["wrong"] = " ".join(f"{g:.1f}" for g in sorted(wrong[kind].values())[-6:])
         row["right"] = " ".join(f"{g:.1f}" for g in gains[:8])
         yield row
@@ -443,8 +466,8 @@ def measure(text, rate, source, kinds, alphabet, seed, method):
     return judge(text, wrong, mistakes, edits), seconds
 
 
-def table(options, training, validation, model, tokenizer, alphabet):
-    """Yield a row for each method, rate, source and kind of mistakes."""
+def pieces(options, training, validation, model, tokenizer, alphabet):
+    """Yield a row of counts for each piece of text, rate, source, kind of mistakes and method."""
     makers = {
         "nothing": lambda: lambda text: [],
         "symspell": lambda: Speller(training),
@@ -455,46 +478,118 @@ def table(options, training, validation, model, tokenizer, alphabet):
     if unknown := set(wanted) - makers.keys():
         raise UserError(f"{min(unknown)!r} is no method; give some of {', '.join(makers)}")
     methods = {name: makers[name]() for name in wanted}
-    for rate in (0.02, 0.01, 0.05):
-        size = options.characters if rate == 0.02 else options.others
-        text = validation[options.begin : options.begin + size]
-        for which, kinds in (("all", KINDS), ("substitutions", KINDS[:1])) if size else ():
-            for source in ("random", "keyboard") if options.kinds in ("", which) else ():
+    sets = [("all", KINDS), ("substitutions", KINDS[:1])]
+    sets = [(which, kinds) for which, kinds in sets if options.kinds in ("", which)]
+    for at in range(0, max(options.characters, options.others), PIECE):
+        begin = options.begin + at
+        for rate in (0.02, 0.01, 0.05):
+            size = options.characters if rate == 0.02 else options.others
+            text = validation[begin : options.begin + size][:PIECE]
+            sources = ("random", "keyboard") if text else ()
+            sources = [source for source in sources if options.source in ("", source)]
+            for (which, kinds), source in itertools.product(sets, sources):
+                seed = f"{options.seed} {begin}"
                 for name, method in methods.items():
-                    about = dict(rate=rate, source=source, kinds=which, method=name)
-                    n, seconds = measure(text, rate, source, kinds, alphabet, options.seed, method)
-                    facts = dict(characters=len(text), seconds=seconds)
-                    yield about | summary(n, len(text)) | facts
+                    about = dict(rate=rate, source=source, kinds=which, method=name, begin=begin)
+                    n, seconds = measure(text, rate, source, kinds, alphabet, seed, method)
+                    yield about | dict(seconds=seconds) | n
+
+
+def total(rows):
+    """The sum of counts."""
+    n = Counter()
+    for row in rows:
+        n.update({k: v for k, v in row.items() if k not in ABOUT})
+    return n
+
+
+def error(rows, others=None):
+    """The standard error of F1, or of the difference to another method, by the bootstrap.
+
+    rows: counts of pieces, which are drawn with replacement; others: of the same pieces
+    """
+    rng = random.Random(0)
+    values = []
+    for _ in range(DRAWS):
+        drawn = rng.choices(range(len(rows)), k=len(rows))
+        value = rates(total(rows[i] for i in drawn))["found"]
+        if others:
+            value -= rates(total(others[i] for i in drawn))["found"]
+        values.append(value)
+    return float(np.std(values))
+
+
+def table(rows):
+    """Yield a row for each rate, source, kinds and method, of the counts of pieces."""
+    groups = {}
+    for row in rows:
+        noise = tuple(row[k] for k in ("rate", "source", "kinds"))
+        groups.setdefault(noise, {}).setdefault(row["method"], {})[row["begin"]] = row
+    for noise, methods in groups.items():
+        last = list(methods.values())[-1]
+        for name, parts in methods.items():
+            here = [parts[begin] for begin in sorted(parts)]
+            other = [last[begin] for begin in sorted(parts)]
+            n = total(here)
+            row = dict(zip(("rate", "source", "kinds"), noise), method=name) | rates(n)
+            row["error"] = error(here)
+            row["ahead"] = rates(total(other))["found"] - row["found"]
+            row["its error"] = error(here, other)
+            row["seconds"] = 1000 * n["seconds"] / n["characters"]
+            for kind in KINDS:
+                row[kind] = f"{n[f'found {kind}']}/{n[f'mistakes {kind}']}"
+                row[kind] += f" {n[f'false {kind}']}"
+            yield row
+
+
+def read_rows(paths):
+    """The rows of files of --json. Raises UserError for other files."""
+    fix = "give files that --json of this study wrote"
+    rows = []
+    for path in paths:
+        try:
+            with open(path, encoding="utf-8") as f:
+                rows += map(json.loads, f)
+            is_table = all(
+                isinstance(row, dict) and {*ABOUT, *SUMMED} <= row.keys() for row in rows
+            )
+        except (OSError, ValueError) as e:
+            raise UserError(f"--join={path} cannot be read ({e}); {fix}") from None
+        if not is_table:
+            raise UserError(f"--join={path} has no counts of this study; {fix}")
+    if not rows:
+        raise UserError(f"--join names empty files; {fix}")
+    return rows
+
+
+def show(rows):
+    rows = list(rows)
+    print(plots.table([rows[-1].keys(), *(row.values() for row in rows)], digits=3))
 
 
 def main(argv):
     options = Options(**flags.parse_flags(Options, argv, __doc__))
+    outputs.check_all(options)
+    if options.join:
+        show(table(read_rows(options.join.split(","))))
+        return 0
     if not options.data:
         raise UserError("--data is missing; give the text that the model learned")
-    outputs.check_all(options)
     with open(options.data, encoding="utf-8", newline="") as f:
         text = f.read()
     model, tokenizer, _ = mdlm.load(options.out_dir)
     cut = int(0.9 * len(text))
     training = text[:cut]
     alphabet = "".join(sorted(set(training)))
-    arguments = (model, tokenizer, alphabet)
     if options.tune:
-        rows = tune(options, training, *arguments)
-    else:
-        rows = table(options, training, text[cut:], *arguments)
+        show(tune(options, training, model, tokenizer, alphabet))
+        return 0
     kept = []
     with outputs.Lines(options.json or os.devnull) as lines:
-        for row in rows:
+        for row in pieces(options, training, text[cut:], model, tokenizer, alphabet):
             kept.append(row)
             print(json.dumps(row), file=lines, flush=True)
-            print(
-                " ".join(
-                    f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()
-                ),
-                flush=True,
-            )
-    print(plots.table([kept[-1].keys(), *(row.values() for row in kept)], digits=3))
+    show(table(kept))
     return 0
 
 

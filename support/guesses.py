@@ -34,6 +34,8 @@ SYNONYMS = {
         max_steps="steps iters max_iters num_steps n_steps iterations train_steps max_train_steps",
         time_limit="max_time seconds max_seconds",
         weight_decay="wd",
+        lora="lora_r lora_rank",
+        chat_column="messages_column conversations_column",
         grad_clip="clip clip_grad max_grad_norm gradient_clip_val",
         lr_schedule="scheduler lr_scheduler lr_scheduler_type",
         warmup_steps="warmup warmup_iters num_warmup_steps lr_warmup_steps",
@@ -112,8 +114,8 @@ ANSWERS = {
         "mask_ratio mask_rate mask_prob mask_probability mlm_probability": "all mask rates are "
         "learned; --rates gives other ones, such as --rates=0.15-0.15",
         "text start": "sample.py writes texts; to train on a text file give --data=FILE",
-        "lora lora_r lora_rank lora_alpha peft freeze": "all weights are trained; there is no LoRA "
-        "yet",
+        "lora_alpha peft use_peft freeze": "--lora=8 trains adapters of rank 8 (alpha is 16) and "
+        "the embedding of [MASK], with a network of Hugging Face",
     },
     "sample": {
         "max_new_tokens max_tokens new_tokens": "--length counts the tokens of the prompt too",

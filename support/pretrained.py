@@ -23,6 +23,7 @@ and is predicted at its own position.
 
 import contextlib
 import copy
+import inspect
 import json
 import os
 import tempfile
@@ -34,7 +35,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import safe_open
 
-from support import files, remote_code
+from support import files, lora, parts, remote_code
+from support.chat import ChatTemplate
 from support.data.tokenizer import describe
 from support.environment import optional
 from support.errors import UserError
@@ -58,6 +60,7 @@ WINDOWS = {"sliding_window", "use_sliding_window", "sliding_window_pattern", "ma
 # What suits weights that are trained already (docs/pretrained.md), and what an architecture that is
 # not ours.
 FINE_TUNING = dict(optimizer="muon", learning_rate=3e-4, muon_lr=0.01, weight_decay=0.01)
+LORA = dict(optimizer="adamw", learning_rate=3e-3, weight_decay=0.0)
 FROM_NOTHING = dict(optimizer="muon", learning_rate=1e-3, muon_lr=0.02, weight_decay=0.1)
 
 
@@ -110,6 +113,10 @@ class Network:
         self.rows = settings["vocab_size"]  # of the embedding in `folder`
         self.weights = None  # those of `folder`, name -> tensor, until networks are built
         self.is_checked = False  # whether such a network has passed Pretrained.check
+        self.is_resumed = False  # whether a checkpoint has its weights
+        self.chat = None  # the chat.ChatTemplate of its tokenizer
+        self.base = None  # lora.identity of the weights that adapters are for
+        self.adapted = None  # a network with adapters that was built, whose weights others share
 
     @property
     def model_type(self):
@@ -158,6 +165,9 @@ class Network:
             if name.endswith("_token_id") and isinstance(id, int) and id >= V:
                 self.settings[name] = None
         tokenizer.mask_id = self.mask_id
+        tokenizer.chat = self.chat
+        if self.chat:
+            self.chat.forbid(tokenizer.special_ids())
 
     def check_tokenizer(self, tokenizer):
         """Raise UserError for a tokenizer that is not that of the weights."""
@@ -192,7 +202,12 @@ class Network:
                 raise UserError(f"the data have the id {self.mask_id}, which is [MASK]; {fix}")
 
     def build(self, config, vocab_size, ops, shard_fn=None):
-        """A Pretrained with the weights of `folder`, or with random ones."""
+        """A Pretrained with the weights of `folder`, or with random ones.
+
+        shard_fn: called with each layer with --shard, to spread it over the ranks.
+        """
+        if config.shard:
+            return self.build_in_parts(config, vocab_size, ops, shard_fn)
         body = self.make_body(config.dropout)
         if self.weights:
             self.copy_weights(body, vocab_size)
@@ -200,6 +215,35 @@ class Network:
         if not self.is_checked:
             model.check()
             self.is_checked = True
+        if config.lora:
+            lora.add(model, config.lora, config.dropout)
+            lora.share(self.adapted or model, model)
+            self.adapted = model
+        return model
+
+    def build_in_parts(self, config, V, ops, shard_fn):
+        """`build` for ranks that never hold the whole network, unless its weights are random."""
+        is_known = self.weights is not None or self.is_resumed
+        with parts.on_meta() if is_known else contextlib.nullcontext():
+            body = self.make_body(config.dropout)
+        model = Pretrained(self, body, config, V, ops)
+        head = {"head": [f"{model.head_place}.weight"]}
+        others = [".".join(place) for place in model.bias_places]
+        head["bias"] = [f"{model.head_place}.bias", *others]
+
+        def find(name, shape):
+            if self.is_resumed:  # all will be loaded
+                return torch.zeros(shape)
+            t = self.weights.find(head.get(name, [name.removeprefix("body.")]))
+            if t.shape != shape:  # of the vocabulary: [MASK] has a row of its own
+                rows = t[:V].mean(0).expand(shape[0] - min(len(t), shape[0]), *t.shape[1:])
+                t = torch.cat((t[: shape[0]], rows))
+            return t
+
+        for layer in model.layers:
+            parts.fill(model, layer, find)
+            shard_fn(layer)
+        parts.fill(model, model, find)
         return model
 
     def make_body(self, dropout=0.0):
@@ -225,22 +269,36 @@ class Network:
         has_sdpa = self.code is None or getattr(kind, "_supports_sdpa", False)
         return dict(attn_implementation="sdpa" if has_sdpa else "eager", dtype=torch.float32)
 
-    def open(self):
+    def open(self, in_parts=False):
         """Read the weights of `folder` and try a network, before any work begins; returns itself.
 
+        in_parts: read them only where they are used; a shallow network with random ones is tried.
         Raises UserError for weights that are not all there, and for networks that cannot be used.
         """
-        if self.folder:
+        settings = self.settings
+        if in_parts:
+            settings = parts.shallow(settings, self.library_config())
+            body = Network(settings, self.head, code=self.code).make_body()
+            if self.folder:
+                self.weights = parts.WeightFiles(self.folder, body.base_model_prefix)
+        elif self.folder:
             body = self.load()
             self.weights = body.state_dict()
         else:
             body = self.make_body()
-        depth = self.library_config().num_hidden_layers
+        tried = Network(settings, self.head, mask_id=0, code=self.code)
+        depth = tried.library_config().num_hidden_layers
         some = SimpleNamespace(n_layer=depth, shift=False)
-        tried = Network(self.settings, self.head, mask_id=0, code=self.code)
         Pretrained(tried, body, some, self.rows, None).check()
         self.is_checked = True
         return self
+
+    def load_base(self):
+        """Read the weights that the adapters of a run with --lora are for."""
+        folder = Path(self.base["folder"])
+        first = read(folder / "config.json", self.code is not None)
+        first.folder = folder
+        self.weights = first.load().state_dict()
 
     def load(self):
         """The library's module with the weights of `folder`; UserError if some are missing."""
@@ -257,7 +315,7 @@ class Network:
     def without_weights(self):
         """A copy that does not hold what was read."""
         other = copy.copy(self)
-        other.weights = None
+        other.weights = other.adapted = None
         return other
 
     @torch.no_grad()
@@ -278,6 +336,8 @@ class Network:
     def to_json(self):
         facts = dict(format=FORMAT, version=1, head=self.head, mask_id=self.mask_id)
         facts |= dict(code=self.code.listed()) if self.code else {}
+        facts |= dict(base=self.base) if self.base else {}
+        facts |= dict(chat=self.chat.to_json()) if self.chat else {}
         return json.dumps(facts | dict(config=self.settings), indent=1)
 
     def files(self):
@@ -318,13 +378,21 @@ def read(path, trust_remote_code):
         code = None
         if "code" in content:
             code = remote_code.of_checkpoint(path, content["code"], trust_remote_code)
-        return Network(checked_settings(path, settings, code), head, mask_id, code=code)
+        network = Network(checked_settings(path, settings, code), head, mask_id, code=code)
+        if "base" in content:
+            lora.check_identity(content["base"], path)
+            network.base = content["base"]
+        if "chat" in content:
+            network.chat = ChatTemplate.from_json(content["chat"], path)
+        return network
     classes = remote_code.classes_of(content)
     code = None
     if classes and (trust_remote_code or not is_known(content.get("model_type"))):
         code = remote_code.of_folder(path, classes, trust_remote_code)
         content["auto_map"] = classes
-    return Network(*settings_of(path, content, code), code=code)
+    network = Network(*settings_of(path, content, code), code=code)
+    network.chat = ChatTemplate.of_folder(path.parent)
+    return network
 
 
 def is_known(model_type):
@@ -495,7 +563,11 @@ class Pretrained(nn.Module):
         self.bias = None  # of the head
         self.head_place = ""  # the name of the head in the body
         self.bias_places = []  # other names of its bias
+        self.mask_vector = None  # with --lora: the embedding of [MASK]
+        self.frozen = None  # with --lora: the weights that are not trained
         body.config.use_cache = False
+        takes = inspect.signature(body.forward).parameters
+        self.cache_name = "cache" if "cache" in takes else "past_key_values"
         embedding = body.get_input_embeddings()
         embedding.padding_idx = None  # it is a token as others, and gets gradients
         head = body.get_output_embeddings()
@@ -537,20 +609,25 @@ class Pretrained(nn.Module):
         return self.body.get_input_embeddings().weight if self.head is None else self.head
 
     def masks(self, view):
-        """The library's attention_mask of a View: bool (B or 1, 1, N, N), None where all is seen,
-        or a dict of these for the kinds of layers."""
+        """The library's attention_mask of a View: bool (B or 1, 1, queries, keys), None where all
+        is seen, or a dict of these for the kinds of layers."""
         N = view.ids.shape[1]
         at = torch.arange(N, device=view.ids.device)
-        visible = None  # (B or 1, N, N)
+        visible = None  # (B or 1, N, N), of a call with a cache (1, N, all that is kept and these)
         if view.sees is not None:
             visible = is_visible(view.sees, at)
         if view.causal:
             visible = (at[:, None] >= at)[None]
+        # Windows are of positions in the text, of which rows of blocks have each one twice.
+        of_queries = of_keys = at if view.at.dim() > 1 else view.at
+        if view.cache is not None:
+            of_keys = torch.arange(view.cache.length + N, device=at.device)
+            visible = (of_keys // view.cache.S <= of_queries[:, None] // view.cache.S)[None]
         by_type = {}
         for kind, window in self.windows.items():
             mask = visible
-            if window is not None and window < N:
-                distance = (at[:, None] - at).abs()
+            if window is not None and window < len(of_keys):
+                distance = (of_queries[:, None] - of_keys).abs()
                 # As the library: a causal window counts the position itself.
                 near = (distance < window if view.causal else distance <= window)[None]
                 mask = near if mask is None else mask & near
@@ -562,20 +639,32 @@ class Pretrained(nn.Module):
         B, N, _ = embedded.shape
         at = (view.at + self.network.first_position).expand(B, N)
         inputs = dict(inputs_embeds=embedded, position_ids=at, attention_mask=self.masks(view))
+        if view.cache is not None:
+            inputs |= {self.cache_name: view.cache.update(), "use_cache": True}
         return output_of(self.body(**inputs))
+
+    def embed(self, ids):
+        """The embeddings of ids (B, N)."""
+        embedded = self.body.get_input_embeddings()(ids)
+        if self.mask_vector is None:
+            return embedded
+        return torch.where((ids == self.mask_id)[..., None], self.mask_vector, embedded)
 
     def features(self, view):
         """What the head reads: (B, N, C), or (*rows.shape, C) at view.rows of the flat batch.
 
         With --shift that of a token is at the position before it, unless it begins a text.
         """
-        h = self.encode(self.body.get_input_embeddings()(view.ids), view)
+        h = self.encode(self.embed(view.ids), view)
         B, N, _ = h.shape
         rows = view.rows
         if self.config.shift and not view.causal:  # a causal View is shifted already
             if rows is None:
                 rows = torch.arange(B * N, device=h.device).view(B, N)
-            rows = rows - (view.at > 0).expand(B, N).flatten()[rows].long()
+            left = torch.arange(-1, N - 1, device=h.device) if view.before is None else view.before
+            offset = torch.arange(B, device=h.device)[:, None] * N
+            here = torch.arange(B * N, device=h.device).view(B, N)
+            rows = torch.where(view.at > 0, left + offset, here).flatten()[rows]
         return h if rows is None else h.flatten(0, 1)[rows]
 
     def forward(self, view, targets=None, weights=None):
@@ -611,6 +700,7 @@ class Pretrained(nn.Module):
         with explain_library(what):
             self.check_head()
             self.check_documents()
+            self.check_positions()
             self.check_windows()
         self.train(was_training)
 
@@ -662,13 +752,25 @@ class Pretrained(nn.Module):
         ):
             self.refuse("does not obey a causal mask")
 
+    @torch.no_grad()
+    def check_positions(self):
+        """Tokens in another order, at their positions, must be the same text."""
+        view = self.try_view()
+        order = torch.tensor([3, 0, 5, 1, 4, 2], device=view.ids.device)
+        view = view._replace(sees=None, at=torch.arange(6, device=order.device))
+        embedded = self.embed(view.ids)
+        moved = self.encode(embedded[:, order], view._replace(at=order))
+        if not torch.allclose(moved, self.encode(embedded, view)[:, order], rtol=1e-4, atol=1e-5):
+            self.refuse("does not take the positions that it is given")
+
     def check_windows(self):
         """Layers with a sliding window must obey it: with windows of width 0 no token may see
         another one, and all may if one kind of layers has none."""
         windows = self.windows
         if not any(windows.values()):
             return
-        view = self.try_view()._replace(sees=None)
+        view = self.try_view()
+        view = view._replace(sees=None, at=torch.arange(6, device=view.ids.device))
         try:
             for free in (None, *windows):  # the kind of layers without a window
                 self.windows = {kind: None if kind == free else 0 for kind in windows}
@@ -694,6 +796,8 @@ class Pretrained(nn.Module):
     # ---- Out again
     def to_library(self, end_id=None):
         """A copy of the library's module with its head in place; end_id: of [END], if there is."""
+        if self.frozen is not None:
+            return lora.merge(self).to_library(end_id)
         body = copy.deepcopy(self.body)
         if self.head_place:
             weight = body.get_input_embeddings().weight
@@ -772,6 +876,9 @@ def find_network(given):
         check_weights(network.folder)
     elif source and (path := file_of_run(source)):
         network = read(path, is_trusted)
+        if network.base:
+            fix = "export it, which merges its adapters, and give that folder"
+            raise UserError(f"--init_from={source} is a run with --lora; {fix}")
     remote_code.check_effect(is_trusted, network)
     return network
 
@@ -789,11 +896,19 @@ def open_network(config, folder):
     if folder:
         network = read(folder / FILE, is_trusted) if config.network else None
         remote_code.check_effect(is_trusted, network)
+        if network:
+            network.is_resumed = True
+        if network and network.base:
+            network.load_base()
         return network
     if not config.network:
         return None
     source = dict(init_from=config.init_from) if config.init_from else dict(network=config.network)
-    return find_network(source | dict(trust_remote_code=is_trusted)).open()
+    network = find_network(source | dict(trust_remote_code=is_trusted))
+    network.open(in_parts=bool(config.shard))
+    if config.lora:
+        network.base = lora.identity(network.folder)
+    return network
 
 
 def fit(network, tokenizer, corpus=None):
@@ -805,12 +920,20 @@ def fit(network, tokenizer, corpus=None):
         network.check_data(corpus)
 
 
+def chat_template(network, tokenizer):
+    """The chat.ChatTemplate of a Network, or of a tokenizer that has met one; None if neither is
+    there or has one."""
+    return network.chat if network else getattr(tokenizer, "chat", None)
+
+
 def count_weights(network, tokenizer):
     """How many numbers the weights of a Network are with this tokenizer, without memory for them;
     None: of no network of others."""
     if network is None:
         return None
     network.fit(tokenizer)
+    if network.base:  # they are not in the checkpoint
+        return 1
     with torch.device("meta"):
         return sum(p.numel() for p in network.make_body().parameters())
 
@@ -836,6 +959,7 @@ def implied(given, settings):
     result |= dict(n_embd=sizes.hidden_size, attention_every=1, conv=0, pos="learned", tie=False)
     result |= dict(dropout=0.0, block_size=min(settings["block_size"], network.positions))
     result |= FINE_TUNING if given.get("init_from") else FROM_NOTHING
+    result |= LORA if given.get("lora") else {}
     if network.folder:
         result["network"] = str(network.folder / "config.json")
         result["tokenizer"] = str(network.folder / "tokenizer.json")
@@ -864,6 +988,14 @@ def check_flags(given, network, flag):
         if given.get("shift") and not network.code:
             why = "which was trained to predict a token at its own position"
             raise UserError(f"--shift does not work with {kind}, {why}; leave it out")
+        if given.get("block_length"):
+            fix = "give a decoder, or leave it out"
+            raise UserError(f"--block_length does not work with {kind}, an encoder; {fix}")
+    if given.get("lora"):
+        lora.library()
+        if not network.folder:
+            needs = "needs weights to adapt; give a folder of Hugging Face with --init_from"
+            raise UserError(f"--lora={given['lora']} {needs}")
     if given.get("shift") and given.get("objective") == "ar":
         why = "which predicts the next token anyway"
         raise UserError(f"--shift has no effect with --objective=ar, {why}; leave it out")
@@ -876,10 +1008,6 @@ def check_flags(given, network, flag):
 
 # Settings that no network of others has yet, and why.
 LACKING = {
-    "block_length": "whose layers know no blocks",
-    "infill_share": "whose layers know no blocks",
-    "prompt_column": "which takes no prompts yet",
-    "shard": "which is not sharded yet",
     "time_conditioning": "which is not told the mask rate",
 }
 
@@ -890,6 +1018,9 @@ def check(config):
         if getattr(config, name):
             kind = f"--network={config.network}, a network of others"
             raise UserError(f"--{name} does not work with {kind}, {why}; leave it out")
+    if config.lora and config.shard:
+        fix = "leave one of them out"
+        raise UserError(f"--lora={config.lora} and --shard cannot be combined yet; {fix}")
 
 
 def effects(config):
@@ -898,5 +1029,5 @@ def effects(config):
     ours = "with the network of mdlm.py; leave it out"
     return [
         ("n_layer n_head n_embd attention_every conv pos tie", not config.network, with_network),
-        ("shift trust_remote_code", bool(config.network), ours),
+        ("shift trust_remote_code lora", bool(config.network), ours),
     ]

@@ -21,6 +21,9 @@ class View(NamedTuple):
     rows: Tensor | None = None  # indices of predicted positions in the flat batch; None: all
     causal: bool = False  # each position attends only to itself and earlier positions
     rate: Tensor | None = None  # (B, 1, 1) or (B, N, 1) mask rate, with --time_conditioning
+    # (N,) the place of the position before each in the row, at which networks with --shift predict;
+    # None: its left neighbour.
+    before: Tensor | None = None
     cache: Any = None  # KV cache: replaces the network's operations, stores keys and values
 
 

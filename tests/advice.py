@@ -1574,6 +1574,7 @@ ADVICE["records.py"] = [
 ]
 
 ADVICE["runs.py"] = [
+    ("{} contradict each other; give one of them", FollowedIn("test_mistakes_get_one_sentence")),
     ("with --n_layer=1; leave it out", "mdlm --n_layer=1 --attention_every=2", "mdlm --n_layer=1"),
     ("--n_embd={} must be a multiple of {}", "mdlm --n_embd=34", "mdlm --n_embd=36"),
     ("--batch_size={} must be a multiple of {}", "mdlm --batch_size=7", "mdlm --batch_size=8"),
@@ -1653,7 +1654,7 @@ ADVICE["runs.py"] = [
         "mdlm --out_dir={run} --overwrite --n_layer=3",
     ),
     (
-        "--data={} has no columns; leave --prompt_column out",
+        "--data={} has no columns; leave {} out",
         "mdlm --data={ids} --prompt_column=prompt",
         "mdlm --data={ids}",
     ),
@@ -1776,6 +1777,7 @@ ADVICE["shards.py"] = [
 ]
 
 ADVICE["sources.py"] = [
+    ("with --chat_column; {}", FollowedIn("test_mistakes_get_one_sentence")),
     ("train.bin and val.bin read; left out: {}", NOTHING),
     (
         "connect to a network, or give --data=FILE or --data=pydoc",
@@ -1994,6 +1996,10 @@ ADVICE["templates.py"] += [
 ]
 
 ADVICE["texts.py"] = [
+    (
+        "needs a tokenizer with a chat template; give such a folder as --init_from",
+        FollowedIn("test_mistakes_get_one_sentence"),
+    ),
     ("{}; give a file with text in it", {"a.txt": ""}, {"a.txt": TEXT}),
     (
         "with no record left to validate; give more records",
@@ -2047,6 +2053,9 @@ ADVICE["tokenizer_json.py"] = [
 
 ADVICE["pretrained.py"] = FollowedIn("test_refused_and_what_helps")
 ADVICE["remote_code.py"] = FollowedIn("test_unfit_code_is_one_sentence")
+ADVICE["parts.py"] = FollowedIn("test_names_that_ranks_cannot_read_are_one_sentence")
+ADVICE["chat.py"] = FollowedIn("test_mistakes_get_one_sentence")
+ADVICE["lora.py"] = FollowedIn("test_mistakes_get_one_sentence")
 ADVICE["first_token.py"] = FollowedIn("test_first_tokens_are_measured")
 ADVICE["adapt.py"] = FollowedIn("test_the_study_plans_its_runs")
 ADVICE["lengths.py"] = FollowedIn("test_the_yardstick_says_what_it_needs")

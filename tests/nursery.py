@@ -77,13 +77,17 @@ class Run:
         return self.code
 
 
-def starter(nursery, text):
-    """run(out_dir, *flags, fault="name:...", **env) begins a tiny run on `text`."""
+def starter(nursery, text, without=()):
+    """run(out_dir, *flags, fault="name:...", **env) begins a tiny run on `text`.
+
+    without: beginnings of flags of TINY that are left out
+    """
+    tiny = [flag for flag in TINY if not flag.startswith(tuple(without))]
 
     def begin(out, *flags, fault="", **env):
         args = [*flags, f"--out_dir={out}"]
         if "--resume" not in flags:
-            args = [f"--data={text}", *TINY, "--batch_size=16", "--eval_windows=4", *args]
+            args = [f"--data={text}", *tiny, "--batch_size=16", "--eval_windows=4", *args]
         return Run(nursery, "train", list(map(str, args)), fault, **env)
 
     return begin

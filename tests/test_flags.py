@@ -99,6 +99,8 @@ UNSEEN = dict(
     shard="it needs several ranks",
     network="it contradicts the flags of a tiny run; see test_pretrained.py",
     shift="it is for networks of others; see test_pretrained.py",
+    chat_column="it is for networks of others; see test_chat.py",
+    lora="it is for networks of others; see test_lora.py",
     trust_remote_code="it is for networks of others; see test_remote_code.py",
     log="it needs a package, and the numbers are the same",
 )

@@ -322,7 +322,7 @@ def test_answer_to_lesson_9_is_what_shifted_networks_do():
     h = torch.randn(2, 6, 5)
     at = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 3]])
     decoder = SimpleNamespace(config=SimpleNamespace(shift=True))
-    decoder.body = SimpleNamespace(get_input_embeddings=lambda: lambda ids: None)
+    decoder.embed = lambda ids: None
     decoder.encode = lambda embedded, view: h
     features = pretrained.Pretrained.features(decoder, View(at, at))
     assert torch.equal(features[..., :-1], answer["align"](h, at))

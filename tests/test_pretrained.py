@@ -232,6 +232,19 @@ def test_a_dropped_window_is_refused(kind, dropped, folder_of, tmp_path, monkeyp
         wrap(folder)
 
 
+@pytest.mark.parametrize("kind", FAST)
+def test_ignored_positions_are_refused(kind, folder_of, monkeypatch):
+    """Rotary ones too, which are relative: in rows of blocks a position is there twice."""
+
+    def ignore(model, embedded, view):
+        given = dict(inputs_embeds=embedded, attention_mask=model.masks(view))
+        return pretrained.output_of(model.body(**given))
+
+    monkeypatch.setattr(pretrained.Pretrained, "encode", ignore)
+    with pytest.raises(UserError, match="does not take the positions that it is given"):
+        wrap(folder_of(kind))
+
+
 def test_unknown_window_is_refused(folder_of, tmp_path):
     shutil.copytree(folder_of("bert"), tmp_path / "bert")
     path = tmp_path / "bert" / "config.json"
@@ -784,32 +797,43 @@ def test_autoregressive_decoder_becomes_diffusion(folder_of, some_text, tmp_path
     assert mdlm.load(tmp_path / "out")[0].config.shift, "it was trained to predict the next token"
 
 
+# (network, optimizer, tolerance): Muon, the default, orthogonalizes in bfloat16.
+TRAINED = [("bert", "adamw", 1e-5), ("llama", "adamw", 1e-5), ("llama", "muon", 1e-2)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FAST)
-def test_two_ranks_learn_what_one_learns(kind, folder_of, some_text, tmp_path):
+@pytest.mark.parametrize("kind, optimizer, tolerance", TRAINED)
+def test_two_ranks_learn_what_one_learns(
+    kind, optimizer, tolerance, folder_of, some_text, tmp_path
+):
     """By DDP: every weight has a gradient, and accumulation exchanges them once a step."""
     found = {}
     for n in (1, 2):
         more = ["--gradient_accumulation_steps=2"] if n == 1 else []
-        more += ["--dropout=0", "--optimizer=adamw"]
+        more += ["--dropout=0", f"--optimizer={optimizer}"]
         flags = flags_of(folder_of(kind), some_text, tmp_path / str(n), *more)
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
         command = [sys.executable, *launcher, "mdlm.py", *flags]
         r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert r.returncode == 0, r.stderr[-2000:]
         found[n] = torch.tensor(losses(tmp_path / str(n)))
-    assert torch.allclose(found[1], found[2], atol=1e-5)
+    assert torch.allclose(found[1], found[2], atol=tolerance)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FAST)
-def test_compiled_layers_give_the_same_losses(kind, folder_of, some_text, tmp_path):
+@pytest.mark.parametrize("kind, optimizer, tolerance", TRAINED)
+def test_compiled_layers_give_the_same_losses(
+    kind, optimizer, tolerance, folder_of, some_text, tmp_path
+):
     for name, more in (("eager", []), ("compiled", ["--compile=on"]), ("again", ["--recompute"])):
-        flags = flags_of(folder_of(kind), some_text, tmp_path / name, "--optimizer=adamw", *more)
+        flags = flags_of(
+            folder_of(kind), some_text, tmp_path / name, f"--optimizer={optimizer}", *more
+        )
         assert run_mdlm(*flags) == 0
     eager = losses(tmp_path / "eager")
     for name in ("compiled", "again"):
-        assert torch.allclose(*map(torch.tensor, (eager, losses(tmp_path / name))), atol=1e-4)
+        both = map(torch.tensor, (eager, losses(tmp_path / name)))
+        assert torch.allclose(*both, atol=max(tolerance, 1e-4))
 
 
 # ---- Refused
@@ -905,9 +929,10 @@ REFUSED = [
     (nothing, ["--conv=3"], "--conv has no effect with --network=", []),
     (nothing, ["--shift"], "--shift does not work with", []),
     (nothing, ["--objective=ar"], "--objective=ar does not work with", []),
-    (nothing, ["--block_length=4"], "whose layers know no blocks", []),
+    (nothing, ["--block_length=4"], "--block_length does not work with", []),
     (nothing, ["--time_conditioning"], "which is not told the mask rate", []),
-    (nothing, ["--shard"], "which is not sharded yet", []),
+    (nothing, ["--shard"], "spreads a model over ranks, and there are none", []),
+    ("llama", ["--shard", "--lora=2"], "cannot be combined yet; leave one of them out", []),
     (nothing, ["--tokenizer=byte"], "--init_from brings a tokenizer", []),
     (nothing, ["--network={folder}/config.json"], "--init_from brings a network", []),
     ("llama", ["--shift", "--objective=ar"], "predicts the next token anyway", ["--objective=ar"]),
@@ -935,10 +960,7 @@ def test_refused_and_what_helps(
         assert run_mdlm(*base, *helps) == 0
 
 
-def test_a_run_is_not_sharded_when_it_resumes(runs, tmp_path, capfd):
-    out = shutil.copytree(runs("bert"), tmp_path / "out")
-    assert run_mdlm("--resume", "--shard", f"--out_dir={out}", "--max_steps=9") == 2
-    assert "--shard does not work with --network=" in capfd.readouterr().err
+def test_what_is_lacking_is_refused_when_a_run_resumes():
     for name in pretrained.LACKING:
         config = mdlm.Config(network="config.json")
         setattr(config, name, 1)
@@ -1162,3 +1184,71 @@ def test_mask_counts_are_as_asked():
     assert torch.equal((xt == 99).sum(1), counts)
     assert (xt[:, 3] == 99).all()
     assert torch.equal(xt[xt != 99], x0[xt != 99])
+
+
+# ---- Other families (docs/pretrained.md names them): tiny random networks, tried as all are
+HEADS = dict(num_key_value_heads=1, head_dim=16)
+EXPERTS = dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32) | ONE_KEY
+OTHERS = {
+    "xlm-roberta": dict(pad_token_id=1),
+    "camembert": dict(pad_token_id=1),
+    "distilbert": dict(dim=32, n_layers=2, n_heads=2, hidden_dim=64),
+    "electra": dict(embedding_size=32),
+    "ernie": {},
+    "nomic_bert": {},
+    "eurobert": ONE_KEY,
+    "gpt_neox": {},
+    "opt": dict(ffn_dim=64, word_embed_proj_dim=32),
+    "falcon": {},
+    "phi": {},
+    "phi3": ONE_KEY,
+    "olmo2": ONE_KEY,
+    "olmo3": ONE_KEY,
+    "starcoder2": ONE_KEY,
+    "gemma": HEADS,
+    "glm4": HEADS,
+    "apertus": ONE_KEY,
+    "exaone4": ONE_KEY,
+    "mixtral": dict(num_local_experts=2) | ONE_KEY,
+    "qwen2_moe": EXPERTS | dict(shared_expert_intermediate_size=32),
+    "qwen3_moe": EXPERTS,
+}
+UNFIT = {
+    "stablelm": (ONE_KEY, "is causal"),
+    "nemotron": (ONE_KEY, "is causal"),
+    "cohere": (ONE_KEY, "logits"),
+    "granite": (ONE_KEY | dict(logits_scaling=8.0), "logits"),
+    "gemma2": (HEADS, ""),
+    "deberta": ({}, ""),
+    "mpnet": ({}, ""),
+    "bloom": (dict(n_layer=2, n_head=2), ""),
+    "falcon": (dict(alibi=True), ""),
+    "albert": (dict(embedding_size=32), "has no list of 2 layers"),
+    "t5": (dict(d_model=32, num_layers=2, num_heads=2), ""),
+    "mamba": ({}, ""),
+}
+
+
+def open_random(kind, more, folder):
+    """Try a network with random weights of a kind, as --network does."""
+    ids = {f"{name}_token_id": 0 for name in ("pad", "bos", "eos")}
+    settings = SIZES | ids | dict(vocab_size=300) | more
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    path = folder / "config.json"
+    path.write_text(config.to_json_string(use_diff=False))
+    torch.manual_seed(0)
+    return pretrained.read(path, False).open()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_families_pass(kind, tmp_path):
+    assert open_random(kind, OTHERS[kind], tmp_path).is_checked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", UNFIT)
+def test_families_that_do_not_fit_are_refused(kind, tmp_path):
+    more, words = UNFIT[kind]
+    with pytest.raises(UserError, match=words):
+        open_random(kind, more, tmp_path)

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import math
 import os
 import random
 import sys
@@ -18,10 +19,11 @@ from hypothesis import strategies as st
 
 import mdlm
 import sample
+from studies import proofreading as study
 from support import cli
 from support.data.tokenizer import Tokenizer
 from support.errors import UserError
-from support.infill import fixing, proofreading
+from support.infill import fixing, mistakes, proofreading
 from support.infill.proofreading import Edit, Proofreader
 from support.training import checkpoint
 
@@ -67,10 +69,7 @@ def test_every_kind_of_mistake_is_repaired(kind, wrong, before, after):
     assert fixed.text == LETTERS * 3
     [change] = fixed.changes
     assert (change.kind, change.before, change.after) == (kind, before, after)
-    assert (
-        text[change.position :].startswith(before)
-        and change.gain > Proofreader(*alphabet()).least[kind]
-    )
+    assert text[change.position :].startswith(before) and change.gain > 0
     assert (change.line, change.column) == (2, change.position - len(LETTERS) + 1)
 
 
@@ -121,6 +120,105 @@ def test_edits_that_share_calls_gain_what_they_gain_alone():
     ]
     alone = [reader.decide(ids, [edit])[0].gain for edit in edits]
     assert [edit.gain for edit in reader.decide(ids, edits)] == pytest.approx(alone, abs=1e-5)
+
+
+# ---- What mistakes are likely
+def test_the_prior_is_a_distribution_that_knows_the_keyboard():
+    prior = mistakes.Prior(list(LETTERS), V)
+    for table in (prior.wrong, torch.tensor(prior.slip, dtype=torch.float64)):
+        assert torch.allclose(table.exp().sum(1), torch.ones(V).double())
+    s, w, z, p, end = map(LETTERS.index, "swzp\n")
+    each = math.log(0.98 / 0.005)  # 2 % of mistakes in four kinds
+    assert prior.insertion() == prior.swap() == pytest.approx(each)
+    beside = prior.substitution(wrong=w, right=s)  # s has six letters beside it
+    assert beside == pytest.approx(each - math.log(0.5 / 6 + 0.5 / V))
+    assert prior.substitution(wrong=p, right=s) == pytest.approx(each - math.log(0.5 / V))
+    assert prior.substitution(wrong=p, right=end) == pytest.approx(each + math.log(V))
+    doubled = prior.deletion(end, [end, p])  # a line end has nothing beside it
+    assert doubled == pytest.approx(each - math.log((0.5 + 0.5 / V + 0.5 / V) / 2))
+    assert prior.deletion(p, [s, z]) == pytest.approx(each - math.log(0.5 / V))
+    assert prior.deletion(p, []) == prior.deletion(p, [V]) == pytest.approx(each + math.log(V))
+    words = mistakes.Prior(None, 50_000)
+    assert words.substitution(3, 4) == pytest.approx(each + math.log(50_000))
+
+
+def test_what_is_proposed_is_what_was_probably_meant():
+    """Of letters that are as likely there, the one beside the wrong one on a keyboard."""
+    logits = torch.full((V,), -20.0)
+    logits[[LETTERS.index(c) for c in "bo"]] = torch.tensor([0.3, 0.0])
+    model = Toy(lambda xt: logits.expand(*xt.shape, V), V, 8)
+    reader = Proofreader(model, Tokenizer("char", list(LETTERS)))
+    p = LETTERS.index("p")
+    answers = reader.ask([[V] * 8], [0, 0, 0], [1, 2, 3], [p, V - 1, -1])
+    assert [LETTERS[i] for i in answers.best] == ["o", "b", "b"]
+    assert answers.best_logp == pytest.approx(logits.log_softmax(0)[answers.best].tolist())
+
+
+def test_repairs_of_a_place_count_together():
+    """Each less likely than no mistake, but not all: the best of them is kept."""
+    reader = Proofreader(*alphabet())
+    window = [proofreading.Token(LETTERS.index(c), c.encode()) for c in LINE[:30]]
+    one, other, far = (
+        Edit(start, start + 1, (0,), "substitution", cost=8.0, gain=gain)
+        for start, gain in ((5, 7.5), (7, 7.6), (20, 7.9))
+    )
+    assert reader.best_apart(window, [one]) == reader.best_apart(window, [other, far]) == []
+    assert reader.best_apart(window, [one, other, far]) == [other]
+    reader.caution = 0.5
+    assert reader.best_apart(window, [one, other, far]) == []
+
+
+# ---- The study
+def test_the_study_counts_what_is_found():
+    text = "the quick brown fox jumps"
+    wrong, made = study.with_mistakes(text, 0.2, "keyboard", study.KINDS, LETTERS, random.Random(1))
+    assert wrong != text and len(made) > 1
+    repairs = [study.Edit(m.at, m.at + len(m.wrong), text[m.start : m.stop]) for m in made]
+    n = study.judge(text, wrong, made, repairs)
+    assert n["found"] == n["repaired"] == n["mistakes"] == len(made) and not n["left"]
+    assert sum(n[f"found {kind}"] for kind in study.KINDS) == len(made)
+    n = study.judge(text, text, [], [study.Edit(4, 5, ""), study.Edit(12, 12, "x")])
+    assert (n["false"], n["false insertion"], n["false deletion"], n["spoiled"]) == (2, 1, 1, 2)
+
+
+def test_the_study_joins_pieces(tmp_path, capsys):
+    """Sums of counts, and errors of a difference between methods on the same pieces."""
+    about = dict(rate=0.02, source="keyboard", kinds="all", seconds=1.0, characters=1000)
+    for name, begins in (("a", (0, 1000)), ("b", (2000, 3000))):
+        rows = [
+            about | dict(method=method, begin=begin, mistakes=20, found=found + begin // 1000)
+            for begin in begins
+            for method, found in (("6-gram", 12), ("mdlm", 14))
+        ]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    gram, network = study.table(study.read_rows([tmp_path / "a", tmp_path / "b"]))
+    assert network["mistakes"] == 80 and network["found"] == pytest.approx(2 / (1 + 80 / 62))
+    assert gram["ahead"] == pytest.approx(network["found"] - gram["found"])
+    assert gram["its error"] < 0.005 < gram["error"]  # the pieces differ, the methods do so alike
+    assert cli.run(study.main, [f"--join={tmp_path}/a,{tmp_path}/b"]) == 0
+    assert "keyboard" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [(None, "cannot be read"), ("no JSON", "cannot be read"), ("[1]", "no counts"), ("", "empty")],
+)
+def test_what_the_study_cannot_join_is_refused(tmp_path, capsys, content, said):
+    if content is not None:
+        (tmp_path / "a").write_text(content)
+    assert cli.run(study.main, [f"--join={tmp_path}/a"]) == 2
+    err = capsys.readouterr().err
+    assert said in err and "give files that --json" in err and err.count("\n") == 1
+
+
+def test_the_6_gram_model_has_the_same_prior():
+    model = study.NGrams("the cat sat on the mat\n" * 50 + "q")
+    search = study.BeamSearch(model)
+    assert search.prior.size == len(model.alphabet)
+    text = "the cat sat on  the mat\nthe cst sat on the mat\n"
+    for edit in reversed(search(text)):
+        text = text[: edit.start] + edit.new + text[edit.stop :]
+    assert text == "the cat sat on the mat\n" * 2
 
 
 # ---- What stays
@@ -303,7 +401,8 @@ def test_the_page_shows_text_as_text(proofread, tmp_path):
 def test_caution_keeps_surer_changes_alone(proofread, tmp_path):
     (tmp_path / "a.txt").write_bytes(WRONG.encode())
     [change] = sample.fix(*alphabet(), WRONG).changes
-    excess = change.gain - Proofreader(*alphabet()).least[change.kind]
+    cost = Proofreader(*alphabet()).prior.substitution(LETTERS.index("z"), LETTERS.index("j"))
+    excess = change.gain - cost
     for caution, n in ((excess - 0.1, 1), (excess + 0.1, 0)):
         assert proofread("--fix=a.txt", f"--caution={caution}")[2].startswith(f"{n} changes")
 

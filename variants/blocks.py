@@ -15,7 +15,7 @@ from support.errors import UserError
 from support.kernels.reference import block_spans
 from support.view import View
 
-from .cache import Cache
+from .cache import Cache, LibraryCache
 from .variant import Variant
 
 
@@ -110,7 +110,16 @@ class BlockDiffusion(Variant):
         if rows is None:
             rows = torch.arange(B * T, device=xt.device).view(B, T)
         ids = torch.cat((xt, xt if x0 is None else x0), 1)
-        return View(ids, at, spans, rows + rows // T * T)  # row b of xt begins at 2 b T in [xt; x0]
+        before = self.places_before(xt.device) if self.config.shift else None
+        rows = rows + rows // T * T  # row b of xt begins at 2 b T in [xt; x0]
+        return View(ids, at, spans, rows, before=before)
+
+    def places_before(self, device):
+        """(2 T,) of View.before: before a block is the clean text that it sees."""
+        T, S = self.T, self.block_length
+        before = torch.arange(-1, 2 * T - 1, device=device)
+        before[:T:S] += T
+        return before
 
     # ---- What `evaluate` and `generate` ask
     def eval_counts(self, lengths, passes, seed):
@@ -129,7 +138,7 @@ class BlockDiffusion(Variant):
         return [(range(begin, min(begin + S, T)), calls) for begin in starts]
 
     def cache(self):
-        return Cache(self.config)
+        return LibraryCache(self.config) if self.config.network else Cache(self.config)
 
     def check_gaps(self, x, fill):
         """Raise UserError if a gap has text in a later block, which this model does not see.

@@ -15,6 +15,8 @@ class Cache:
     context, about half is dropped and the rest seen anew: as in training, in constant memory.
     """
 
+    merges = True  # whether several texts, each with its own cache, can share a network call
+
     def __init__(self, config):
         self.S = config.block_length
         self.context = config.block_size
@@ -80,6 +82,38 @@ class Cache:
     @staticmethod
     def joint(views, padding):
         return JointCache(views, padding)
+
+
+class LibraryCache(Cache):
+    """The same for a network of transformers: the library's own cache keeps keys and values.
+
+    With --shift the first token of a block is predicted at the last one before it, so each call
+    sees that one too.
+    """
+
+    merges = False
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.shift = config.shift
+        self.past = None  # the library's cache
+
+    def follow(self, begin):
+        start = super().follow(begin)
+        if self.shift and self.first < start == begin:
+            self.length -= 1
+            start -= 1
+        return start
+
+    def update(self):
+        """The library's cache, cut to what is kept; a call of the network adds to it."""
+        if self.length == 0:
+            from transformers import DynamicCache  # optional, and there: it made the network
+
+            self.past = DynamicCache()
+        if excess := self.past.get_seq_length() - self.length:
+            self.past.crop(-excess)
+        return self.past
 
 
 def neighbours_in_blocks(texts, left, k, S):

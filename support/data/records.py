@@ -13,7 +13,7 @@ import stat
 import zlib
 from pathlib import Path
 
-from support import files
+from support import chat, files
 from support.environment import optional
 from support.errors import UserError
 
@@ -276,6 +276,10 @@ def explain_read_errors(path):
         raise UserError(f"--data={path} cannot be read ({why}); restore it") from None
 
 
+class Conversations(tuple):
+    """The name of a column of conversations: lists of messages, each a record's only value."""
+
+
 def take(record, columns, where, skipped):
     """Yield (text, end, where) for each text in `columns` of a record; nothing if it is skipped."""
     try:
@@ -283,7 +287,11 @@ def take(record, columns, where, skipped):
     except UserError as e:
         skipped.add(where, e)
         return
-    if any(text.isspace() or not text for text in texts):
+    if isinstance(columns, Conversations):
+        is_empty = not texts[0] or not chat.has_answer(texts[0])
+    else:
+        is_empty = any(text.isspace() or not text for text in texts)
+    if is_empty:
         skipped.add(where)
         return
     for text, mark in zip(texts, (PROMPT, True)[-len(texts) :]):
@@ -301,6 +309,9 @@ def texts_of(record, columns, where):
     if any(text is None or text == "" or text != text for text in texts):
         return [""] * len(texts)
     for name, text in zip(columns, texts):
+        if isinstance(columns, Conversations):
+            chat.check(text, f"{where}: {name}")
+            text = "".join(message["content"] for message in text)
         check_text(text, f"{where}: {name}")
     return texts
 
@@ -319,6 +330,7 @@ def check_columns(columns, names, where):
         if name not in names:
             words = ", ".join(names)[:200] or "no column"
             flag = "--text_column" if name == columns[-1] else "--prompt_column"
+            flag = "--chat_column" if isinstance(columns, Conversations) else flag
             fix = f"give {flag}, or leave this file out"
             raise UserError(f"{where} has no {name!r}, but {words}; {fix}")
 
@@ -507,7 +519,7 @@ def read_parquet(path, columns, skipped):
     try:
         with ParquetFile(path, page_checksum_verification=True) as file:
             check_columns(columns, file.schema_arrow.names, path)
-            for name in columns:
+            for name in columns if not isinstance(columns, Conversations) else ():
                 kind = file.schema_arrow.field(name).type
                 check_type(pyarrow.types, kind, f"{path}: {name}")
             # Checksums do not cover how many rows a page or the file has.

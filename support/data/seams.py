@@ -129,6 +129,14 @@ class Library:
     def encode(self, text):
         return self.encoding(text).ids
 
+    def encode_template(self, text):
+        """The ids of a text in which special tokens count as such."""
+        self.library.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self.library.encode_special_tokens = True
+
     def after(self, before, text):
         """The ids of `text` after the text `before`; None if no token ends between them."""
         known = self.encode(before)

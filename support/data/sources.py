@@ -89,7 +89,12 @@ def effects(config):
     no_documents = f"{with_data}, which is a single text; {leave}"
     return [
         ("separator", is_text, f"{with_data}, which is no text file; {leave}"),
-        ("text_column prompt_column", columns, f"{with_data}, which has no columns; {leave}"),
+        ("text_column", not config.chat_column, f"with --chat_column; {leave}"),
+        (
+            "text_column prompt_column chat_column",
+            columns,
+            f"{with_data}, which has no columns; {leave}",
+        ),
         ("max_bad_records", is_records(config.data), f"{with_data}, which has no records; {leave}"),
         ("bin_dtype", False, f"{with_data}, which is no folder of .bin files; {leave}"),
         ("vocab_size end", not config.init_from or is_file, brought),
@@ -119,7 +124,8 @@ def effects_on_ids(config, with_data, leave):
         f"{with_data}, which has no documents; {leave}, or give the --end of its documents"
     )
     return [
-        ("tokenizer separator text_column prompt_column max_bad_records", False, ids),
+        ("tokenizer separator max_bad_records", False, ids),
+        ("text_column prompt_column chat_column", False, ids),
         ("vocab_size", not has_tokenizer, f"{with_data}, whose tokenizer.json has one; {leave}"),
         ("bin_dtype", not is_prepared, f"{with_data}, whose meta.json notes it; {leave}"),
         ("bin_dtype", not states_width, f"{with_data}, whose header says it; {leave}"),

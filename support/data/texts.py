@@ -23,10 +23,14 @@ def unescape(separator):
     return separator
 
 
-def open_source(config):
-    """The Source of --data; None for patterns, which are no text."""
+def open_source(config, template=None):
+    """The Source of --data; None for patterns, which are no text. template: a chat.ChatTemplate,
+    for --chat_column."""
+    if config.chat_column and template is None:
+        needs = "needs a tokenizer with a chat template; give such a folder as --init_from"
+        raise UserError(f"--chat_column={config.chat_column} {needs}")
     if sources.is_records(config.data):
-        return Source(config, None)
+        return Source(config, None, template)
     texts = sources.find_text(config.data)
     return Source(config, texts) if texts else None
 
@@ -38,11 +42,14 @@ class Source:
     characters validates.
     """
 
-    def __init__(self, config, texts):
+    def __init__(self, config, texts, template=None):
         self.config = config
+        self.template = template  # with --chat_column
         self.texts = texts  # a function that streams plain text; None: records
         self.separator = unescape(config.separator)
         self.columns = [name for name in (config.prompt_column, config.text_column) if name]
+        if config.chat_column:
+            self.columns = records.Conversations([config.chat_column])
         self.skipped = records.Skipped(config.max_bad_records)
         self.where = config.data  # of the last text: a Path of plain text, or file and record
         self.n = 0  # characters
@@ -55,7 +62,20 @@ class Source:
             return
         for text, end, where in records.read(self.config.data, self.columns, self.skipped):
             self.where = where
-            yield text, end
+            if self.config.chat_column:
+                yield from self.turns(text)
+            else:
+                yield text, end
+
+    def turns(self, messages):
+        """The texts of a conversation: before each message of the assistant, and that message."""
+        try:
+            for before, answer in self.template.pairs(messages):
+                if answer.strip():
+                    yield before, records.PROMPT
+                    yield answer, True
+        except UserError as e:
+            raise UserError(f"{self.where}: {e}") from e
 
     def survey(self):
         """Read all texts once: count their characters, find where validation begins, warn.
@@ -143,7 +163,10 @@ class Source:
             for piece, trains in ((text[:k], True), (text[k:], False)):
                 if not piece:
                     continue
-                ids = self.encode_piece(tokenizer, piece, before)
+                if self.template and end is records.PROMPT:
+                    ids = np.array(tokenizer.encode_template(piece))
+                else:
+                    ids = self.encode_piece(tokenizer, piece, before)
                 before = (before + piece[-CONTEXT:])[-CONTEXT:]
                 # A record that is split goes on: its front has no [END].
                 ends_here = end and (self.texts or not trains or k == len(text))

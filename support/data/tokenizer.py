@@ -140,6 +140,10 @@ class Tokenizer:
             return self.without_end(self.library.encode_after_gap(text))
         return self.encode(text)
 
+    def encode_template(self, text):
+        """The ids of what a chat template wrote, special tokens among them; UserError for [END]."""
+        return self.without_end(self.library.encode_template(text))
+
     def encode_pair(self, context, text):
         """The ids of two texts of a user, the second of which goes on after the first.
 

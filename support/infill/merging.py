@@ -27,7 +27,8 @@ def padded(n):
 def are_alike(one, other):
     """Whether two Views can be computed in one call."""
     if one.cache is not None or other.cache is not None:
-        return one.cache is not None and other.cache is not None
+        caches = (one.cache, other.cache)
+        return all(cache is not None and cache.merges for cache in caches)
     N = one.ids.shape[1]
     if N % EVERY or other.ids.shape[1] != N or one.causal != other.causal:
         return False
@@ -100,8 +101,11 @@ def compute_cached(model, views):
     views = [views[i] for i in order]
     n = sum(view.ids.numel() for view in views)
     padding = padded(n) - n
-    if len(views) == 1 and not padding and views[0].rows is not None:  # the same, with less to do
+    is_simple = not padding and views[0].rows is not None  # then padding would change nothing
+    if len(views) == 1 and (is_simple or not views[0].cache.merges):
         rows = views[0].rows
+        if rows is None:
+            return [model(views[0])]
         return [model(views[0]._replace(rows=pad_rows(rows)))[: len(rows)]]
     at = torch.cat([view.at.repeat(len(view.ids)) for view in views])
     ids = torch.cat([view.ids.flatten() for view in views])

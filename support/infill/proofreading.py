@@ -9,7 +9,8 @@ A text is read window by window; each window is corrected in rounds of four step
    mistake makes its neighbours unlikely too.
 4. Decide by the likelihood. With R the tokens from the edit on to REACH tokens after it, the gain
    is log p(R after | all others) - log p(R before | all others), exactly, by the chain rule. What
-   gains more than a threshold is kept.
+   it gains beyond its cost, which the prior of mistakes says, are the log-odds of an edit. Where
+   the edits near each other are together likelier than no mistake, the best of them is kept.
 
 Edits that are far apart share calls. Nothing else is changed: a text without doubtful tokens comes
 back byte for byte. What was measured: results/proofreading.md.
@@ -30,21 +31,19 @@ from support.data.seams import CONTEXT
 from support.data.tokenizer import WORD
 from support.errors import UserError
 from support.infill.calls import call_size, logits_at
+from support.infill.mistakes import Prior
 
 EVERY = 8  # every g-th token is masked to find doubtful ones
 REACH = 8  # tokens after an edit whose likelihood decides
 NEAR = 4  # tokens on both sides of an edit whose pseudo-likelihood prunes
 SPARSE = 3  # every third of these is masked at once
 APART = REACH + 2 * NEAR  # tokens between edits that share a call
-RIVALS = 2  # edits near each other of which the likelihood decides
+RIVALS = 3  # edits near each other of which the likelihood decides
 ROUNDS = 3  # of a window: a repaired mistake makes others near it easier to see
-# Nats. What is below is not looked at: doubt of a token, and what a proposal promises.
+# Nats. What is below is not looked at: doubt of a token, and what a proposal promises beyond its
+# cost.
 DOUBT = 4.0
-PROMISE = 5.0
-MIN_GAIN = 5.0  # of an edit that is kept, beyond its PRIOR; chosen on training text
-# What an edit must gain because of its kind, as multiples of log V. A token too many, or another
-# one, could have been any of V; and a shorter text is likelier by what a token says, about 0.4.
-PRIOR = dict(substitution=1.0, insertion=-0.4, deletion=1.4, swap=0.0)
+PROMISE = -3.0
 MOST = 1 << 24  # logits that are held at a time
 PIECE = 1 << 16  # characters that are tokenized at a time
 
@@ -246,6 +245,12 @@ class Cutter:
                 text = text.removeprefix(b" ")
         return self.newline if text == b"\n" else text
 
+    def characters(self):
+        """The text of each id, if all ids are characters, otherwise None."""
+        if self.tokenizer.kind == "char":
+            return self.tokenizer.vocab
+        return [chr(i) for i in range(256)] if self.tokenizer.kind == "byte" else None
+
     def barred(self, vocab_size):
         """(V,) bool: the ids that are not proposed, as they are no text, or no text alone."""
         barred = torch.zeros(vocab_size, dtype=torch.bool)
@@ -272,7 +277,10 @@ class Cutter:
 
 # ---- What the network says
 class Answers(NamedTuple):
-    """Of n masked positions: log p of the token that is asked for, and the likeliest other one."""
+    """Of n masked positions: log p of the token that is asked for, and the best other one.
+
+    That is what was meant, most probably, if the token that is asked for was written.
+    """
 
     logp: list
     best: list
@@ -283,12 +291,13 @@ DTYPES = (torch.float64, torch.int64, torch.float64)  # of Answers
 
 
 class Edit(NamedTuple):
-    """tokens[start:stop] of a window become `ids`."""
+    """tokens[start:stop] of a window become `ids`; cost: see mistakes.Prior."""
 
     start: int
     stop: int
     ids: tuple
     kind: str
+    cost: float = 0.0
     single: float = 0.0  # gain at the token alone, log p(new | all others) - log p(old | others)
     p_before: float | None = None
     p_after: float | None = None
@@ -296,12 +305,17 @@ class Edit(NamedTuple):
 
 
 class Asker:
-    """Asks a network about masked tokens; barred (V,) bool: ids that are never the best."""
+    """Asks a network about masked tokens.
 
-    def __init__(self, model, barred):
+    barred: (V,) bool, the ids that are never the best
+    wrong: (V, V) log p(a token is written | another is meant, the first index) or None
+    """
+
+    def __init__(self, model, barred, wrong=None):
         self.model = model
         self.device = next(model.parameters()).device if hasattr(model, "parameters") else "cpu"
         self.barred = barred
+        self.wrong = None if wrong is None else wrong.T.float().contiguous()
 
     @torch.no_grad()
     def __call__(self, rows, row, at, asked):
@@ -331,7 +345,11 @@ class Asker:
         given = asked.clamp(min=0)[:, None]
         own = logp.gather(1, given)[:, 0]
         is_other = torch.arange(logp.shape[1]) != asked[:, None]
-        best_logp, best = logp.masked_fill(~(is_other & ~self.barred), -math.inf).max(1)
+        score = logp
+        if self.wrong is not None:
+            score = logp + self.wrong[given[:, 0]] * (asked >= 0)[:, None]
+        best = score.masked_fill(~(is_other & ~self.barred), -math.inf).argmax(1)
+        best_logp = logp.gather(1, best[:, None])[:, 0]
         return Answers(own.double(), best, best_logp.double())
 
 
@@ -339,16 +357,16 @@ class Proofreader:
     """Corrects a text window by window.
 
     model, tokenizer: as mdlm.load returns them
-    caution: nats that an edit must gain beyond the threshold of its kind
+    caution: nats that are added to the cost of every edit
     """
 
     def __init__(self, model, tokenizer, caution=0.0):
         check_model(model, tokenizer)
         self.cutter = Cutter(tokenizer)
-        self.ask = Asker(model, self.cutter.barred(model.vocab_size))
+        self.prior = Prior(self.cutter.characters(), model.vocab_size)
+        self.caution = caution
+        self.ask = Asker(model, self.cutter.barred(model.vocab_size), self.prior.wrong)
         self.mask = model.mask_id
-        self.prior = {kind: n * math.log(model.vocab_size) for kind, n in PRIOR.items()}
-        self.least = {kind: MIN_GAIN + nats + caution for kind, nats in self.prior.items()}
         L = self.context = model.config.block_size
         self.margin = L // 8  # tokens on both sides of what a window corrects
         self.stride = max(1, L - 2 * self.margin)
@@ -421,18 +439,21 @@ class Proofreader:
             p = math.exp(logp)
             if is_whole(window[i]):
                 new = dict(single=best_logp - logp, p_before=p, p_after=math.exp(best_logp))
-                edits.append(Edit(i, i + 1, (int(best),), "substitution", **new))
+                cost = self.prior.substitution(ids[i], int(best))
+                edits.append(Edit(i, i + 1, (int(best),), "substitution", cost, **new))
             if not self.cutter.by_character:
                 continue
             if is_whole(window[i]):
-                edits.append(Edit(i, i + 1, (), "deletion", p_before=p))
+                cost = self.prior.deletion(ids[i], ids[max(0, i - 1) : i] + ids[i + 1 : i + 2])
+                edits.append(Edit(i, i + 1, (), "deletion", cost, p_before=p))
             pairs = [(j, j + 2) for j in (i - 1, i) if begin <= j < j + 2 <= len(ids)]
             for j, k in pairs:
                 pair = ids[j:k]
                 if pair[0] != pair[1] and self.mask not in pair and all(map(is_whole, window[j:k])):
-                    edits.append(Edit(j, k, (pair[1], pair[0]), "swap"))
+                    edits.append(Edit(j, k, (pair[1], pair[0]), "swap", self.prior.swap()))
             seams += [j for j in (i, i + 1) if j == len(ids) or begins(window[j])]
-        missing = [Edit(j, j, (self.mask,), "insertion") for j in dict.fromkeys(seams)]
+        cost = self.prior.insertion()
+        missing = [Edit(j, j, (self.mask,), "insertion", cost) for j in dict.fromkeys(seams)]
         return list(dict.fromkeys(edits)) + self.filled(ids, missing)
 
     def filled(self, ids, edits):
@@ -461,7 +482,7 @@ class Proofreader:
                         if text[i] != self.mask:
                             asked.about((edit, sign), rows[i % SPARSE], i, text[i])
         promise = self.sums(asked) if edits else {}
-        promise = {edit: value - self.prior[edit.kind] for edit, value in promise.items()}
+        promise = {edit: value - edit.cost for edit, value in promise.items()}
         kept = []
         for edit in sorted(promise, key=lambda edit: (-promise[edit], edit.start, edit.kind)):
             rivals = sum(abs(edit.start - other.start) <= NEAR for other in kept)
@@ -523,15 +544,22 @@ class Proofreader:
 
     # ---- What is kept
     def best_apart(self, window, edits):
-        """The Edits that gain enough, the best first, without those near a better one."""
+        """The Edits that are kept, the best first, without those near a better one.
+
+        An edit is kept if it and the edits near it, each another account of the same mistake, are
+        together likelier than no mistake.
+        """
         kept = []
-        excess = {edit: edit.gain - self.least[edit.kind] for edit in edits}
+        excess = {edit: edit.gain - edit.cost - self.caution for edit in edits}
+        starts = np.array([edit.start for edit in edits])
+        odds = np.array(list(excess.values()))
         for edit in sorted(edits, key=lambda edit: (-excess[edit], edit.start)):
             far = (
                 edit.start >= other.stop + REACH or other.start >= edit.stop + REACH
                 for other in kept
             )
-            if excess[edit] > 0 and all(far) and self.is_readable(window, edit):
+            near = abs(starts - edit.start) <= NEAR
+            if np.logaddexp.reduce(odds[near]) > 0 and all(far) and self.is_readable(window, edit):
                 kept.append(edit)
         return sorted(kept, key=lambda edit: edit.start)
 
@@ -715,9 +743,9 @@ class Place:
 
     def change(self, before, after, edits):
         """A Part that is changed; text that both have at their ends is not a part of the Change."""
-        kind = edits[0].kind if len(edits) == 1 else "substitution"
-        p_before, p_after = edits[0][5:7] if len(edits) == 1 else (None, None)
+        only = edits[0] if len(edits) == 1 else Edit(0, 0, (), "substitution")
         gain = sum(edit.gain for edit in edits)
         where = (self.position, self.line, self.column)
         self.after(before)
-        return Part(before, after, Change(*where, kind, before, after, gain, p_before, p_after))
+        said = (only.kind, before, after, gain, only.p_before, only.p_after)
+        return Part(before, after, Change(*where, *said))

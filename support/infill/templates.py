@@ -318,7 +318,10 @@ def of_prompt(prompt, tokenizer, length, config):
     Raises UserError if the prompt cannot be encoded or leaves no room.
     """
     length = length or config.block_size
-    ids = tokenizer.encode_lossless(prompt)
+    if config.chat_column:
+        ids = tokenizer.encode_template(tokenizer.chat.ask(prompt))
+    else:
+        ids = tokenizer.encode_lossless(prompt)
     if prompt and not ids:
         raise UserError(
             f"the tokenizer keeps nothing of {prompt[:40]!r}; give a word, or no prompt"

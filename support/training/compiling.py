@@ -90,7 +90,10 @@ def compile_network(run, compiled, in_background=False):
         if config.optimizer == "muon":
             run.optimizers[0].compile()
     if run.world > 1 and not config.shard:
-        run.network = torch.nn.parallel.DistributedDataParallel(run.network)
+        run.network = torch.nn.parallel.DistributedDataParallel(
+            run.network,
+            broadcast_buffers=False,  # they are equal: tables, and with --lora the frozen weights
+        )
     run.exchange = shards.exchanger(run.network)
     if graphs.can_record(run, compiled):
         run.call = graphs.Recorder(last=update).call

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from support import environment, ranks
+from support import environment, lora, ranks
 from support.devices import peak_flops
 from support.files import write_atomically, writing
 from support.flags import NO_LIMIT
@@ -107,7 +107,12 @@ class Log:
         self.say(f"data: {describe_data(run)}, V = {run.model.vocab_size}")
         millions = sum(p.numel() for p in run.model.parameters()) / 1e6
         size = f"{c.n_layer} layers x {c.n_embd}, context {c.block_size}, batch {c.batch_size}"
-        self.say(f"preset {c.preset}: {millions:.2f} M parameters, {size}")
+        if c.lora:
+            whole = lora.count(run.model) / 1e6
+            size = f"{size}; trained: {millions:.3g} M of {whole:.2f} M parameters"
+            self.say(f"preset {c.preset}: {size}")
+        else:
+            self.say(f"preset {c.preset}: {millions:.2f} M parameters, {size}")
         limits = []
         if c.max_steps < NO_LIMIT:
             limits.append(f"{c.max_steps:,} steps")

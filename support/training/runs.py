@@ -39,7 +39,10 @@ def check(config, world=1):
     if config.data == "patterns" and text != (64, "char", ""):
         why = "leave --block_size, --tokenizer and --separator out"
         raise UserError(f"--data=patterns has aligned sequences of 64 characters; {why}")
-    if config.prompt_column == config.text_column:
+    if config.chat_column and config.prompt_column != config.chat_column:
+        both = f"--chat_column={config.chat_column} and --prompt_column={config.prompt_column}"
+        raise UserError(f"{both} contradict each other; give one of them")
+    if config.prompt_column == config.text_column and not config.chat_column:
         raise UserError(f"--prompt_column={config.prompt_column} is --text_column; name two")
 
 
@@ -214,7 +217,8 @@ def is_same_path(name, value, was):
 def check_source(config, given):
     """Raise UserError for flags that do not go with where the data or the weights come from."""
     if config.prompt_column and not sources.is_records(config.data):
-        raise UserError(f"--data={config.data} has no columns; leave --prompt_column out")
+        flag = "--chat_column" if config.chat_column else "--prompt_column"
+        raise UserError(f"--data={config.data} has no columns; leave {flag} out")
     if config.init_from and "tokenizer" in given:
         raise UserError("--init_from brings a tokenizer; leave --tokenizer out")
     if config.init_from:

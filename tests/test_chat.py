@@ -1,0 +1,181 @@
+"""--chat_column: conversations in the form of a tokenizer's chat template."""
+
+import json
+import shutil
+
+import pytest
+import tokenizers
+import torch
+from conftest import run_mdlm
+from test_pretrained import flags_of, random_network
+
+import eval
+import export
+import mdlm
+import sample
+from support import cli
+from support.chat import ChatTemplate
+from support.training import checkpoint
+
+transformers = pytest.importorskip("transformers")
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def messages(*contents):
+    roles = ("user", "assistant") * len(contents)
+    return [dict(role=role, content=content) for role, content in zip(roles, contents)]
+
+
+TALKS = [
+    messages("cat", "meow"),
+    messages("dog", "woof"),
+    messages("cat", "meow", "again", "meow meow"),
+    messages("dog", "woof", "again", "woof woof"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(pydoc, tmp_path_factory):
+    """A Llama with a chat template; not to be changed."""
+    at = tmp_path_factory.mktemp("chat") / "hf"
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    settings = dict(special_tokens=SPECIAL, show_progress=False, initial_alphabet=alphabet)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, **settings)
+    made.train_from_iterator(
+        [pydoc[:20_000], "user assistant meow woof cat dog again " * 50], trainer
+    )
+    random_network("llama", made.get_vocab_size()).save_pretrained(at)
+    made.save(str(at / "tokenizer.json"))
+    words = dict(chat_template=TEMPLATE, eos_token="<|endoftext|>")
+    (at / "tokenizer_config.json").write_text(json.dumps(words))
+    return at
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory):
+    path = tmp_path_factory.mktemp("talks") / "talks.jsonl"
+    path.write_text("".join(json.dumps(dict(messages=talk)) + "\n" for talk in TALKS * 50))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(folder, talks, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "out"
+    argv = flags_of(folder, talks, out, "--chat_column=messages", "--max_steps=250")
+    argv += ["--block_size=48", "--batch_size=16", "--learning_rate=0.01", "--muon_lr=0.05"]
+    assert run_mdlm(*argv) == 0
+    return out
+
+
+def test_each_message_of_the_assistant_is_learned_with_what_precedes_it(run, folder):
+    """As transformers writes it; nothing else is scored."""
+    model, _, config = mdlm.load(run)
+    library = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    wanted = set()
+    for talk in TALKS:
+        for i in range(1, len(talk), 2):
+            settings = dict(chat_template=TEMPLATE, add_generation_prompt=True, tokenize=False)
+            prompt = library.apply_chat_template(talk[:i], **settings)
+            wanted.add((prompt, talk[i]["content"]))
+    corpus = mdlm.Corpus(run / "data", config, torch.device("cpu"))
+    found = set()
+    for x0 in corpus.windows():
+        x0 = x0[None].long()
+        scored = model.objective.scored_mask(x0)[0]
+        ids = x0[0]
+        end = model.objective.end_id
+        prompt = ids[~scored]
+        assert prompt[-1] == end and (prompt[:-1] != end).all()
+        answer = ids[scored]
+        found.add((library.decode(prompt[:-1]), library.decode(answer[answer != end])))
+    assert found and found <= wanted
+
+
+def test_it_answers_in_turn(run, capsys):
+    asked = {"cat": "meow", "dog": "woof"}
+    asked |= {json.dumps(talk[:3]): talk[3]["content"] for talk in TALKS[2:]}
+    capsys.readouterr()
+    for prompt, answer in asked.items():
+        argv = [f"--out_dir={run}", f"--prompt={prompt}", "--temperature=0", "--json=-"]
+        assert cli.run(sample.main, argv) == 0
+        assert json.loads(capsys.readouterr().out)["text"] == f"{prompt}\n{answer}"
+    assert cli.run(eval.main, [f"--out_dir={run}", "--windows=4", "--pictures=none"]) == 0
+
+
+def test_the_run_keeps_the_template(run, talks, tmp_path):
+    """It is evaluated on other conversations, and goes on from its weights, without the folder."""
+    content = json.loads((checkpoint.find_checkpoint(run) / "network.json").read_text())
+    assert content["chat"] == dict(template=TEMPLATE, tokens=dict(eos_token="<|endoftext|>"))
+    argv = [f"--out_dir={run}", f"--data={talks}", "--windows=4", "--pictures=none"]
+    assert cli.run(eval.main, argv) == 0
+    argv = flags_of(run, talks, tmp_path / "more", "--chat_column=messages", "--max_steps=1")
+    assert run_mdlm(*argv, "--block_size=48") == 0
+
+
+def test_an_export_has_the_template(run, talks, tmp_path):
+    """For the library, and for --init_from."""
+    assert cli.run(export.main, [f"--out_dir={run}", f"--dest={tmp_path / 'hf'}"]) == 0
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    settings = dict(add_generation_prompt=True, tokenize=False)
+    wanted = "<|im_start|>user\ncat<|im_end|>\n<|im_start|>assistant\n"
+    assert library.apply_chat_template(TALKS[0][:1], **settings) == wanted
+    argv = flags_of(tmp_path / "hf", talks, tmp_path / "more", "--chat_column=messages")
+    assert run_mdlm(*argv, "--block_size=48", "--max_steps=1") == 0
+
+
+def test_templates_are_found_where_folders_have_them(folder, tmp_path):
+    at = shutil.copytree(folder, tmp_path / "hf")
+    (at / "chat_template.jinja").write_text("{{ bos_token }}other")
+    (at / "tokenizer_config.json").write_text(json.dumps(dict(bos_token=dict(content="<s>"))))
+    assert ChatTemplate.of_folder(at).render([]) == "<s>other"
+    (at / "chat_template.jinja").unlink()
+    assert ChatTemplate.of_folder(at) is None
+    named = [dict(name="tool", template="a"), dict(name="default", template="b")]
+    (at / "tokenizer_config.json").write_text(json.dumps(dict(chat_template=named)))
+    assert ChatTemplate.of_folder(at).render([]) == "b"
+
+
+def test_mistakes_get_one_sentence(folder, run, talks, tmp_path, capfd):
+    def said(folder, data, *more):
+        argv = flags_of(folder, data, tmp_path / "out", "--block_size=48", *more)
+        assert run_mdlm(*argv) == 2
+        assert not (tmp_path / "out").exists()
+        return capfd.readouterr().err.strip().splitlines()[-1]
+
+    chats = "--chat_column=messages"
+
+    def record(content):
+        (tmp_path / "bad.jsonl").write_text((json.dumps(dict(messages=content)) + "\n") * 20)
+        return tmp_path / "bad.jsonl"
+
+    assert "--chat_column=nothing" not in said(folder, talks, "--chat_column=talk")
+    assert "has no 'talk'" in said(folder, talks, "--chat_column=talk")
+    assert "give --chat_column" in said(folder, talks, "--chat_column=talk")
+    assert "is no list of messages with texts" in said(folder, record("text"), chats)
+    assert "is no list of messages with texts" in said(folder, record([dict(role="user")]), chats)
+    assert "contradict each other" in said(folder, talks, chats, "--prompt_column=q")
+    assert "--text_column has no effect with --chat_column" in said(
+        folder, talks, chats, "--text_column=q"
+    )
+    assert "is read as '<|im_end|>', the token that ends a document" in said(
+        folder, talks, chats, "--end=<|im_end|>"
+    )
+    spelled = record(messages("cat <|im_end|>", "meow"))
+    assert "spells the special token '<|im_end|>'; remove it" in said(folder, spelled, chats)
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    (bare / "tokenizer_config.json").unlink()
+    assert "needs a tokenizer with a chat template" in said(bare, talks, chats)
+    (bare / "tokenizer_config.json").write_text(
+        json.dumps(dict(chat_template="{{ raise_exception('no') }}"))
+    )
+    assert "the chat template fails (no)" in said(bare, talks, chats)
+    for prompt in ("[{", '[{"role": 1}]'):
+        assert cli.run(sample.main, [f"--out_dir={run}", f"--prompt={prompt}"]) == 2
+        assert "--prompt is no" in capfd.readouterr().err

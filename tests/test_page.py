@@ -326,9 +326,10 @@ const network = (T, V, table) => async seen => seen.map(ids => {  // as `network
   const at = i => (31 * total + 7 * (xt[i - 1] ?? V) + 3 * (xt[i + 1] ?? V) + i) %% table.length;
   return Float32Array.from(xt.flatMap((_, i) => table[at(i)]));
 });
-for (const {text, T, vocab, table} of JSON.parse(process.argv[1])) {
+const {cases, settings} = JSON.parse(process.argv[1]);
+for (const {text, T, vocab, table} of cases) {
   const parts = [], predict = (table ? network : alphabet)(T, vocab.length, table);
-  for await (const window of proofread(predict, text, vocab, T)) parts.push(...window);
+  for await (const window of proofread(predict, text, vocab, T, settings)) parts.push(...window);
   found.push(parts);
 }
 console.log(JSON.stringify(found));
@@ -361,7 +362,8 @@ def test_page_proofreads_as_sample_fix_does(network):
     worlds = [test_proofreading.alphabet()] * len(texts)
     worlds += [(model, Tokenizer("char", list("abcde")))] * len(noise)
     code = PROOFREAD % json.dumps((live_page.PAGE / "proofread.js").as_uri())
-    command = ["node", "--input-type=module", "-e", code, json.dumps(cases)]
+    given = dict(cases=cases, settings=live_page.proofreading_settings())
+    command = ["node", "--input-type=module", "-e", code, json.dumps(given)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     kinds = set()

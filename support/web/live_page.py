@@ -23,6 +23,7 @@ import torch
 from support import environment
 from support.errors import UserError
 from support.files import naming, read_json
+from support.infill import mistakes, proofreading
 from support.terminal import warn
 from support.web.viewer import PAGE, assemble, bundle, read_asset
 
@@ -144,6 +145,14 @@ def quantize(array):
     return np.round(array / scale).astype(np.int8), scale
 
 
+def proofreading_settings():
+    """Return what proofread.js needs: the constants of proofreading, and the prior of mistakes."""
+    names = ("EVERY", "REACH", "NEAR", "SPARSE", "APART", "RIVALS", "ROUNDS", "DOUBT", "PROMISE")
+    settings = {name: getattr(proofreading, name) for name in names}
+    cost = mistakes.Prior(None, 1).each
+    return settings | dict(cost=cost, BESIDE=mistakes.BESIDE, beside=mistakes.beside())
+
+
 def contents_of(model, tokenizer, config, weights):
     """Return the files of the page, {name: bytes}; weights: "int8" or "float32"."""
     check(model, tokenizer, config)
@@ -164,6 +173,7 @@ def contents_of(model, tokenizer, config, weights):
     contents["weights.bin"] = packed
     live = dict(vocab=tokenizer.vocab, context=config.block_size, mask=model.mask_id)
     live |= dict(files={name: (len(c), zlib.crc32(c)) for name, c in contents.items()})
+    live |= dict(proofreading=proofreading_settings())
     names = ("crc", "sampler", "search", "proofread", "model", "worker")
     worker = bundle(*(f"{name}.js" for name in names))
     live |= dict(runtime=RUNTIME_FILES, worker=worker)

@@ -1,15 +1,8 @@
 // Finds characters that do not belong in a text, and what to write there, as support/infill/proofreading.py does: doubtful
-// characters get proposals, the pseudo-likelihood of their neighbours prunes these, and the exact likelihood decides.
+// characters get proposals, the pseudo-likelihood of their neighbours prunes these, and the exact likelihood and the prior
+// of mistakes decide.
 
 import {logSoftmax} from "./sampler.js";
-
-const EVERY = 8;  // every so many characters one is masked to find doubtful ones
-const REACH = 8;  // characters after an edit whose likelihood decides
-const NEAR = 4;  // characters on both sides of an edit whose pseudo-likelihood prunes
-const SPARSE = 3;  // every third of these is masked at once
-const APART = REACH + 2 * NEAR;  // characters between edits that share a call
-const RIVALS = 2, ROUNDS = 3, DOUBT = 4, PROMISE = 5, MIN_GAIN = 5;
-const PRIOR = {substitution: 1, insertion: -.4, deletion: 1.4, swap: 0};  // multiples of log V
 
 const byStart = (a, b) => a.start - b.start;
 const span = (start, stop) => Array.from({length: Math.max(0, stop - start)}, (_, i) => start + i);
@@ -42,14 +35,23 @@ const sidesOf = ({before, after, edits, starts, room}) => [
   {text: before, sign: -1, places: edits.map((edit, k) => ({edit, start: edit.start, stop: edit.stop, room: room[k]}))},
 ];
 
-// Packs of edits that share calls, each far enough from the others in its pack.
-function packsOf(ids, edits, context) {
-  const packs = [];
-  for (const edit of [...edits].sort(byStart)) {
-    const free = packs.find(pack => edit.start >= pack.at(-1).stop + APART);
-    free ? free.push(edit) : packs.push([edit]);
-  }
-  return packs.map(pack => packed(ids, pack, context)).filter(pack => pack.edits.length);
+// The prior of mistakes, as in support/infill/mistakes.py. cost: nats by which any mistake is less likely than none.
+function priorOf(vocab, {cost, BESIDE, beside}) {
+  const V = vocab.length, ids = new Map(vocab.map((own, id) => [own, id]));
+  const near = vocab.map(own => [...beside[own] ?? ""].filter(other => ids.has(other)).map(other => ids.get(other)));
+  const slips = near.map((others, id) => [id, ...others]);
+  // p that a character is written for a reason of the keyboard, which gives some, or for none, which gives any.
+  const p = (some, id) => some.length ? (1 - BESIDE) / V + (some.includes(id) ? BESIDE / some.length : 0) : 1 / V;
+  const wrong = (id, right) => Math.log(p(near[right], id));  // log p of what is written where another is meant
+  return {
+    cost,
+    wrong,
+    substitution: (id, right) => cost - wrong(id, right),
+    deletion(id, around) {  // of a character too many; around: those before and after it
+      const each = around.filter(i => i < V).map(i => p(slips[i], id));
+      return cost - Math.log(each.length ? each.reduce((a, b) => a + b) / each.length : 1 / V);
+    },
+  };
 }
 
 // The parts of a text: `original` and what is `done`, both tokens. made: the edits between, as `correct` returns them.
@@ -86,21 +88,23 @@ function compare(original, done, made) {
 
 // Proofread a text, window by window. vocab: the model's characters, whose number is the id of [MASK]. Yields a list of
 // parts for each window, [{before, after, change}]; change: null for what is kept, else {kind, gain, pBefore, pAfter},
-// the gain in nats. Characters that the model never saw are shown to it as [MASK], and stay.
-export async function* proofread(predict, text, vocab, context) {
+// the gain in nats. Characters that the model never saw are shown to it as [MASK], and stay. settings: the constants of
+// proofreading.py and the prior, from live_page.py.
+export async function* proofread(predict, text, vocab, context, settings) {
+  const {EVERY, REACH, NEAR, SPARSE, APART, RIVALS, ROUNDS, DOUBT, PROMISE} = settings, prior = priorOf(vocab, settings);
   const mask = vocab.length, ids = new Map(vocab.map((own, id) => [own, id]));
   const tokens = Array.from(text, (own, number) => ({own, number, id: ids.get(own) ?? mask}));
-  const prior = Object.fromEntries(Object.entries(PRIOR).map(([kind, n]) => [kind, n * Math.log(mask)]));
   const margin = context >> 3, stride = Math.max(1, context - 2 * margin);
 
   // Answer questions about masked places: [{row, at, id, ...}], row: ids; id: the character that is asked for, or -1.
-  // Adds `logp` of it, and the likeliest other one, `best`, with `bestLogp`.
+  // Adds `logp` of it, and the best other one, `best`, with `bestLogp`: what was meant, most probably, if it was written.
   async function ask(questions) {
     for (const row of new Set(questions.map(question => question.row))) {
       const [logits] = await predict([row]);
       for (const question of questions.filter(each => each.row === row)) {
         const {at, id} = question, logp = logSoftmax(logits.subarray(at * mask, (at + 1) * mask));
-        const best = logp.reduce((a, p, v) => v !== id && (a < 0 || p > logp[a]) ? v : a, -1);
+        const score = id < 0 ? logp : logp.map((p, v) => p + Math.fround(prior.wrong(id, v)));
+        const best = score.reduce((a, p, v) => v !== id && (a < 0 || p > score[a]) ? v : a, -1);
         Object.assign(question, {logp: logp[id], best, bestLogp: logp[best]});
       }
     }
@@ -114,7 +118,17 @@ export async function* proofread(predict, text, vocab, context) {
     return total;
   }
 
-  // 1. Doubt: each character masked with every eighth other one.
+  // Packs of edits that share calls, each far enough from the others in its pack.
+  function packsOf(ids, edits) {
+    const packs = [];
+    for (const edit of [...edits].sort(byStart)) {
+      const free = packs.find(pack => edit.start >= pack.at(-1).stop + APART);
+      free ? free.push(edit) : packs.push([edit]);
+    }
+    return packs.map(pack => packed(ids, pack, context)).filter(pack => pack.edits.length);
+  }
+
+  // 1. Doubt: each character masked with others, EVERY apart.
   function doubts(ids, begin, end) {
     const rows = span(0, EVERY).map(phase => thinned(ids, EVERY, phase, mask));
     const places = span(begin, end).filter(i => ids[i] !== mask);
@@ -123,28 +137,29 @@ export async function* proofread(predict, text, vocab, context) {
 
   // 2. Propose, at doubtful characters: another one, one more, one less, or two swapped.
   async function propose(ids, begin, end, near) {
-    const edits = [], seams = new Set(), swaps = new Set();
+    const edits = [], seams = new Set(), swaps = new Set(), unknown = {pBefore: null, pAfter: null};
     for (const {at: i, logp, best, bestLogp} of await doubts(ids, begin, end)) {
       if (logp > -DOUBT || near && !near.has(i)) continue;
       const p = Math.exp(logp), other = {single: bestLogp - logp, pBefore: p, pAfter: Math.exp(bestLogp)};
-      edits.push({start: i, stop: i + 1, ids: [best], kind: "substitution", ...other});
-      edits.push({start: i, stop: i + 1, ids: [], kind: "deletion", pBefore: p, pAfter: null});
+      const where = {start: i, stop: i + 1}, around = [...ids.slice(Math.max(0, i - 1), i), ...ids.slice(i + 1, i + 2)];
+      edits.push({...where, ids: [best], kind: "substitution", cost: prior.substitution(ids[i], best), ...other});
+      edits.push({...where, ids: [], kind: "deletion", cost: prior.deletion(ids[i], around), pBefore: p, pAfter: null});
       for (const j of [i - 1, i]) {
         const [first, second] = [ids[j], ids[j + 1]], isHere = begin <= j && j + 2 <= ids.length;
         if (!isHere || first === second || first === mask || second === mask || swaps.has(j)) continue;
         swaps.add(j);
-        edits.push({start: j, stop: j + 2, ids: [second, first], kind: "swap", pBefore: null, pAfter: null});
+        edits.push({start: j, stop: j + 2, ids: [second, first], kind: "swap", cost: prior.cost, ...unknown});
       }
       seams.add(i).add(i + 1);
     }
     const missing = [...seams].map(j =>
-      ({start: j, stop: j, ids: [mask], kind: "insertion", pBefore: null, pAfter: null}));
+      ({start: j, stop: j, ids: [mask], kind: "insertion", cost: prior.cost, ...unknown}));
     return [...edits, ...await filled(ids, missing)];
   }
 
   // Insertions of [MASK], with the likeliest character in its place.
   async function filled(ids, edits) {
-    const questions = packsOf(ids, edits, context).flatMap(({after, edits, starts}) =>
+    const questions = packsOf(ids, edits).flatMap(({after, edits, starts}) =>
       edits.map((edit, k) => ({edit, row: after, at: starts[k], id: -1})));
     return (await ask(questions)).map(({edit, best, bestLogp}) => ({...edit, ids: [best], pAfter: Math.exp(bestLogp)}));
   }
@@ -153,7 +168,7 @@ export async function* proofread(predict, text, vocab, context) {
   async function prune(ids, edits) {
     const thinnings = text => span(0, SPARSE).map(phase => thinned(text, SPARSE, phase, mask));
     const before = thinnings(ids), questions = [];
-    for (const pack of packsOf(ids, edits, context)) {
+    for (const pack of packsOf(ids, edits)) {
       for (const {text, sign, places} of sidesOf(pack)) {
         const rows = sign > 0 ? thinnings(text) : before;
         for (const {edit, start, stop, room} of places)
@@ -162,7 +177,7 @@ export async function* proofread(predict, text, vocab, context) {
       }
     }
     const promise = await sums(questions), kept = [];
-    for (const [edit, value] of promise) promise.set(edit, value - prior[edit.kind]);
+    for (const [edit, value] of promise) promise.set(edit, value - edit.cost);
     const order = (a, b) => promise.get(b) - promise.get(a) || byStart(a, b) || (a.kind < b.kind ? -1 : a.kind > b.kind);
     for (const edit of [...promise.keys()].sort(order)) {
       const rivals = kept.filter(other => Math.abs(edit.start - other.start) <= NEAR).length;
@@ -174,7 +189,7 @@ export async function* proofread(predict, text, vocab, context) {
   // 4. Decide: the edits with their gains. The chain rule reads from left to right.
   async function decide(ids, edits) {
     const questions = [];
-    for (const pack of packsOf(ids, edits, context)) {
+    for (const pack of packsOf(ids, edits)) {
       for (const {text, sign, places} of sidesOf(pack)) {
         const regions = places.map(({edit, start, stop, room}) => ({edit, at: span(start, stop + Math.min(REACH, room))}));
         for (const k of span(0, Math.max(...regions.map(({at}) => at.length)))) {
@@ -193,12 +208,15 @@ export async function* proofread(predict, text, vocab, context) {
     });
   }
 
-  // The edits that gain enough, the best first, without those near a better one.
+  // The edits that are kept, the best first, without those near a better one. An edit is kept if it and the edits near
+  // it, each another account of the same mistake, are together likelier than no mistake.
   function bestApart(edits) {
-    const excess = edit => edit.gain - MIN_GAIN - prior[edit.kind], kept = [];
+    const excess = edit => edit.gain - edit.cost, kept = [];  // log-odds
     for (const edit of [...edits].sort((a, b) => excess(b) - excess(a) || byStart(a, b))) {
       const isFar = other => edit.start >= other.stop + REACH || other.start >= edit.stop + REACH;
-      if (excess(edit) > 0 && kept.every(isFar)) kept.push(edit);
+      const accounts = edits.filter(other => Math.abs(other.start - edit.start) <= NEAR);
+      const odds = accounts.reduce((sum, other) => sum + Math.exp(excess(other)), 0);
+      if (odds > 1 && kept.every(isFar)) kept.push(edit);
     }
     return kept.sort(byStart);
   }

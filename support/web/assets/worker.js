@@ -5,7 +5,7 @@ import {plan, rank, unmask} from "./sampler.js";
 import {search} from "./search.js";
 
 const FILLS = 16, SHOWN = 5, RANKED = 3;
-let context, mask, current = 0;  // current: the number of the newest request; older ones stop
+let context, mask, proofreading, current = 0;  // current: the number of the newest request; older ones stop
 
 // A `predict` that posts how many texts the network has seen, and ends a request that is not the newest.
 function counted(id) {
@@ -60,7 +60,7 @@ async function writeRanked({id, ids, segments, ...how}) {
 
 // Proofread a text, and post the parts of each window.
 async function fix({id, text, vocab}) {
-  for await (const parts of proofread(counted(id), text, vocab, context)) postMessage({id, parts});
+  for await (const parts of proofread(counted(id), text, vocab, context, proofreading)) postMessage({id, parts});
   postMessage({id, done: true});
 }
 
@@ -68,7 +68,7 @@ async function answer(data) {
   if (data.id !== current || data.stop) return;  // a newer request has arrived, or none is wanted any more
   try {
     if (data.about) {
-      ({mask, context} = data.about);
+      ({mask, context, proofreading} = data.about);
       let loading = true;
       const report = (loaded, total) => loading && postMessage({loaded, total});
       const ready = await open(data.about, data.device, report).finally(() => loading = false);  // a load may go on

@@ -30,7 +30,7 @@ import sample
 from support import cli
 from support.data.tokenizer import Tokenizer
 from support.flags import parse_flags
-from support.infill import constraint, ranking, search, templates
+from support.infill import constraint, mistakes, ranking, search, templates
 from support.kernels.reference import philox_words
 from support.web import live_page, viewer
 
@@ -387,6 +387,40 @@ def test_page_proofreads_as_sample_fix_does(network):
                 assert part["change"][name] == (p and pytest.approx(p, rel=1e-4))
             kinds.add(change.kind)
     assert kinds == {"substitution", "insertion", "deletion", "swap"}
+
+
+MISTAKES = """
+import {priorOf} from %s;
+const {vocab, settings} = JSON.parse(process.argv[1]);
+const ids = [...vocab.keys()], prior = priorOf(vocab, settings);
+console.log(JSON.stringify({
+  one: [prior.cost, prior.cost, prior.deletion(0, []), prior.deletion(0, [vocab.length])],
+  substitution: ids.map(a => ids.map(b => prior.substitution(a, b))),
+  wrong: ids.map(a => ids.map(b => prior.wrong(a, b))),
+  deletion: ids.map(a => ids.map(b => prior.deletion(a, [b, 2]))),
+}));
+"""
+
+
+def test_page_has_the_prior_of_mistakes():
+    """Costs of all repairs in a vocabulary with letters of both cases and others."""
+    if not shutil.which("node"):
+        pytest.skip("no Node.js")
+    vocab = list("asdfqwertzSWA .\n\u00e9")
+    code = MISTAKES % json.dumps((live_page.PAGE / "proofread.js").as_uri())
+    given = json.dumps(dict(vocab=vocab, settings=live_page.proofreading_settings()))
+    command = ["node", "--input-type=module", "-e", code, given]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    V = len(vocab)
+    prior = mistakes.Prior(vocab, V)
+    one = [prior.insertion(), prior.swap(), prior.deletion(0, []), prior.deletion(0, [V])]
+    assert found["one"] == pytest.approx(one)
+    assert np.allclose(found["wrong"], prior.wrong.T)
+    for a, b in itertools.product(range(V), repeat=2):
+        assert found["substitution"][a][b] == pytest.approx(prior.substitution(a, b))
+        assert found["deletion"][a][b] == pytest.approx(prior.deletion(a, [b, 2]))
 
 
 LOADER = """

@@ -36,7 +36,7 @@ const sidesOf = ({before, after, edits, starts, room}) => [
 ];
 
 // The prior of mistakes, as in support/infill/mistakes.py. cost: nats by which any mistake is less likely than none.
-function priorOf(vocab, {cost, BESIDE, beside}) {
+export function priorOf(vocab, {cost, BESIDE, beside}) {
   const V = vocab.length, ids = new Map(vocab.map((own, id) => [own, id]));
   const near = vocab.map(own => [...beside[own] ?? ""].filter(other => ids.has(other)).map(other => ids.get(other)));
   const slips = near.map((others, id) => [id, ...others]);

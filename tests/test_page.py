@@ -326,9 +326,9 @@ const network = (T, V, table) => async seen => seen.map(ids => {  // as `network
   const at = i => (31 * total + 7 * (xt[i - 1] ?? V) + 3 * (xt[i + 1] ?? V) + i) %% table.length;
   return Float32Array.from(xt.flatMap((_, i) => table[at(i)]));
 });
-const {cases, settings} = JSON.parse(process.argv[1]);
-for (const {text, T, vocab, table} of cases) {
-  const parts = [], predict = (table ? network : alphabet)(T, vocab.length, table);
+const {cases, settings, table} = JSON.parse(process.argv[1]);
+for (const {text, T, vocab, depends} of cases) {
+  const parts = [], predict = (depends ? network : alphabet)(T, vocab.length, table);
   for await (const window of proofread(predict, text, vocab, T, settings)) parts.push(...window);
   found.push(parts);
 }
@@ -356,13 +356,15 @@ def test_page_proofreads_as_sample_fix_does(network):
     ]
     model, table = network
     g = torch.Generator().manual_seed(0)
-    noise = ["".join(chr(97 + i) for i in torch.randint(5, (60,), generator=g)) for _ in range(3)]
+    near = list("aqsd\n")  # each letter beside one or two others on a keyboard
+    drawn = torch.randint(16, (24, 60), generator=g)
+    noise = ["".join((near * 3 + ["\u00e9"])[i] for i in row) for row in drawn]
     cases = [dict(text=text, T=32, vocab=list(line)) for text in texts]
-    cases += [dict(text=text, T=24, vocab=list("abcde"), table=table.tolist()) for text in noise]
+    cases += [dict(text=text, T=24, vocab=near, depends=True) for text in noise]
     worlds = [test_proofreading.alphabet()] * len(texts)
-    worlds += [(model, Tokenizer("char", list("abcde")))] * len(noise)
+    worlds += [(model, Tokenizer("char", near))] * len(noise)
     code = PROOFREAD % json.dumps((live_page.PAGE / "proofread.js").as_uri())
-    given = dict(cases=cases, settings=live_page.proofreading_settings())
+    given = dict(cases=cases, settings=live_page.proofreading_settings(), table=table.tolist())
     command = ["node", "--input-type=module", "-e", code, json.dumps(given)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

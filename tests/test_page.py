@@ -356,13 +356,14 @@ def test_page_proofreads_as_sample_fix_does(network):
     ]
     model, table = network
     g = torch.Generator().manual_seed(0)
-    near = list("aqsd\n")  # each letter beside one or two others on a keyboard
-    drawn = torch.randint(16, (24, 60), generator=g)
-    noise = ["".join((near * 3 + ["\u00e9"])[i] for i in row) for row in drawn]
     cases = [dict(text=text, T=32, vocab=list(line)) for text in texts]
-    cases += [dict(text=text, T=24, vocab=near, depends=True) for text in noise]
     worlds = [test_proofreading.alphabet()] * len(texts)
-    worlds += [(model, Tokenizer("char", near))] * len(noise)
+    # Some letters have more others beside them on a keyboard than others have; some have none.
+    for vocab in map(list, ("aqsd\n", "qawsz")):
+        for row in torch.randint(16, (20, 60), generator=g):
+            text = "".join((vocab * 3 + ["\u00e9"])[i] for i in row)
+            cases.append(dict(text=text, T=24, vocab=vocab, depends=True))
+            worlds.append((model, Tokenizer("char", vocab)))
     code = PROOFREAD % json.dumps((live_page.PAGE / "proofread.js").as_uri())
     given = dict(cases=cases, settings=live_page.proofreading_settings(), table=table.tolist())
     command = ["node", "--input-type=module", "-e", code, json.dumps(given)]

@@ -492,8 +492,8 @@ def test_lone_checkpoint_needs_its_text(runs, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(frontier, "CALLS", (2,))
     load = mdlm.load
 
-    def load_moved(path, device):  # its text is no longer where it was
-        model, tokenizer, config = load(path, device)
+    def load_moved(path, *more, **settings):  # its text is no longer where it was
+        model, tokenizer, config = load(path, *more, **settings)
         return model, tokenizer, dataclasses.replace(config, data="/nowhere/text.txt")
 
     monkeypatch.setattr(mdlm, "load", load_moved)

@@ -140,6 +140,7 @@ def test_mistakes_get_one_sentence(runs, folder_of, some_text, tmp_path, capfd, 
     assert "--lora has no effect with the network of mdlm.py" in said(
         *(flag for flag in new if "init_from" not in flag)
     )
+    assert "cannot be combined yet; leave one of them out" in said(*new, "--shard")
     assert "is a run with --lora; export it" in said(
         *flags_of(runs("llama"), some_text, tmp_path / "new")
     )

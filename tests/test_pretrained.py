@@ -932,7 +932,6 @@ REFUSED = [
     (nothing, ["--block_length=4"], "--block_length does not work with", []),
     (nothing, ["--time_conditioning"], "which is not told the mask rate", []),
     (nothing, ["--shard"], "spreads a model over ranks, and there are none", []),
-    ("llama", ["--shard", "--lora=2"], "cannot be combined yet; leave one of them out", []),
     (nothing, ["--tokenizer=byte"], "--init_from brings a tokenizer", []),
     (nothing, ["--network={folder}/config.json"], "--init_from brings a network", []),
     ("llama", ["--shift", "--objective=ar"], "predicts the next token anyway", ["--objective=ar"]),

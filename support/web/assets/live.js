@@ -10,7 +10,7 @@
 // the first call, then {frame, calls, seconds} of each; {fills}, ranked; {parts}, the next of a text that is proofread, as
 // from proofread.js; {done} or {error} at the end.
 const link = new URLSearchParams(location.hash.slice(1));
-let ready = false, request = 0, writing = null, last = "";
+let ready = false, request = 0, writing = null, last = "", refreshing = 0;  // refreshing: a timer, or 0
 
 function say(text, isError = false) {
   $("said").textContent = text;
@@ -104,7 +104,7 @@ function receive(data) {
     writing.frames.push(data.frame);
     for (const [i, token] of data.frame) writing.tokens[i] = token;
     Object.assign(writing, {calls: data.calls, seconds: data.seconds});
-    refresh();
+    refreshing ||= setTimeout(refresh, 50);  // calls may arrive faster than a long text is drawn
   } else if (data.fills) {
     samples.length = 0;
     for (const fill of data.fills) {
@@ -132,6 +132,8 @@ function receive(data) {
 
 // Update the text that is being written, if it is shown, and keep its tooltip open.
 function refresh() {
+  clearTimeout(refreshing);
+  refreshing = 0;
   if (samples[which] !== writing) return;
   const open = cursor;
   load(which);

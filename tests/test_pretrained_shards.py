@@ -8,6 +8,7 @@ import torch
 from nursery import starter
 from safetensors.torch import load_file, save_file
 from test_pretrained import ENCODERS, KINDS, folder_of, random_network, tokenizer_of, wrap
+from test_pretrained_blocks import slow_but
 from test_shards import assert_equal_losses, nursery, train
 
 import export
@@ -34,12 +35,7 @@ def flags(folder, *more):
     return [f"--init_from={folder}", *SOME, *more]
 
 
-def slow_but(kinds):
-    fast = ("llama",)
-    return [k if k in fast else pytest.param(k, marks=pytest.mark.slow) for k in kinds]
-
-
-@pytest.mark.parametrize("kind", slow_but(["llama", "bert", "gpt2", "gemma3_text"]))
+@pytest.mark.parametrize("kind", slow_but(["llama"], ["llama", "bert", "gpt2", "gemma3_text"]))
 def test_ranks_train_a_network_as_one_does(kind, run, folder_of, tmp_path):
     argv = flags(folder_of(kind))
     train(run, 0, tmp_path / "one", *argv)

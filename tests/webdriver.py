@@ -3,9 +3,11 @@
 import base64
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
+import tempfile
 import time
 import urllib.request
 
@@ -28,7 +30,11 @@ class Browser:
                 "no chromium and chromedriver; Debian: apt install chromium chromium-driver"
             )
         self.http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self.process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True)
+        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # for what it leaves
+        env = {**os.environ, "TMPDIR": self.folder.name}
+        self.process = subprocess.Popen(
+            [driver, "--port=0"], stdout=subprocess.PIPE, text=True, env=env
+        )
         lines = iter(self.process.stdout.readline, "")
         port = next(m[1] for line in lines if (m := re.search(r"successfully on port (\d+)", line)))
         self.url = f"http://127.0.0.1:{port}/session"
@@ -39,7 +45,7 @@ class Browser:
         try:
             self.url += "/" + self.call("", capabilities=dict(alwaysMatch=wanted))["sessionId"]
         except OSError:
-            self.process.terminate()
+            self.end()
             raise
 
     def call(self, command, method="POST", **body):
@@ -103,6 +109,10 @@ class Browser:
     def close(self):
         with contextlib.suppress(OSError):
             self.call("", method="DELETE")
+        self.end()
+
+    def end(self):
         self.process.terminate()
         self.process.wait()
         self.process.stdout.close()
+        self.folder.cleanup()

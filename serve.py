@@ -91,11 +91,13 @@ class Writer:
         self.max_prompt = max_prompt
 
     def model_of(self, job):
-        return self.model if job.kind in ("continue", "score") else self.filler
+        return self.model if job.goes_on or job.kind == "score" else self.filler
 
     # ---- What is asked for, as segments of templates
     def segments(self, job, prompt):
         """The segments of a prompt of a Job; UserError for one that cannot be written."""
+        if job.kind == "chat":
+            return self.continued(job, self.asked(prompt))
         if job.kind == "continue":
             return self.continued(job, prompt)
         if not job.max_tokens:
@@ -112,6 +114,20 @@ class Writer:
         x = torch.tensor([to_ids(segments, self.tokenizer, self.filler.mask_id)])
         self.filler.objective.check_gaps(x, x == self.filler.mask_id)
         return segments
+
+    def asked(self, messages):
+        """The messages of a conversation as a prompt; Invalid if the model cannot answer them."""
+        config = self.model.config
+        if config.chat_column:
+            return json.dumps(messages)
+        how = dict(param="messages", code="unsupported")
+        if not config.prompt_column:
+            what = "this model has learned no conversations; use /v1/completions"
+            raise Invalid(what, **how)
+        if len(messages) != 1 or messages[0]["role"] != "user":
+            what = "this model has learned answers to single prompts; send one message of the user"
+            raise Invalid(what, **how)
+        return messages[0]["content"]
 
     def continued(self, job, prompt):
         """A prompt, and what is written after it."""
@@ -211,7 +227,7 @@ class Writer:
                 (self.show_fills if is_ranked else self.show)(model, segments, settings, job, emit)
             elif not job.max_tokens:
                 texts.append(Text("", "", 0))
-            elif job.kind == "continue":
+            elif job.goes_on:
                 texts += self.go_on(model, segments, settings, job, tell)
             else:
                 texts += self.fill(model, segments, settings, job, tell)

@@ -11,6 +11,7 @@ Each is filled by
     search      sample.py, as a user runs it
     candidates  the same with --candidates=5: is the text among them?
     known       the same, given the length
+    confident   given the length, too, with --order=confidence --correct=0
     before      sample.py of the commit in --before, with the weights of that commit
 
 through `sample.py --batch --json=-`, ten gaps at a time, in turns: a machine with other work slows
@@ -98,6 +99,7 @@ def contestants(options):
         "search": (ROOT, [*run, *unknown], False),
         "candidates": (ROOT, [*run, *unknown, "--candidates=5"], False),
         "known": (ROOT, run, True),
+        "confident": (ROOT, [*run, "--order=confidence", "--correct=0"], True),
     }
     if options.before:
         before = Path(options.before)

@@ -27,7 +27,7 @@ from support import kernels
 from support.infill import merging
 from support.infill.padding import compute_once
 from support.serving import completions
-from support.serving.completions import Bounds, Invalid, of_completion, of_infill
+from support.serving.completions import Bounds, Invalid, of_chat, of_completion, of_infill
 
 greenlet = pytest.importorskip("greenlet")
 pytest.importorskip("starlette")
@@ -348,14 +348,15 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
     max_leaves=8,
 )
-NAMES = [*completions.OTHERS, *completions.SETTINGS, *completions.IDLE, "input_prefix", "n_predict"]
+NAMES = [*completions.OTHERS, *completions.SETTINGS, *completions.IDLE, *completions.OF_CHAT]
+NAMES += ["input_prefix", "n_predict"]
 BODIES = st.dictionaries(st.sampled_from(sorted(set(NAMES))), JSON, max_size=5) | JSON
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(BODIES)
 def test_any_body_is_a_job_or_refused(body):
-    for read in (of_completion, of_infill):
+    for read in (of_completion, of_chat, of_infill):
         try:
             job = read(body, Bounds())
         except Invalid as e:

@@ -313,11 +313,7 @@ async def compute(server, of_body, make_answer, scope, receive, send):
         raise Closed()
     body = await read_body(receive, headers, server.max_body)
     job = of_body(body, server.bounds)
-    if of_body in (
-        completions.of_completion,
-        completions.of_score,
-        completions.of_fix,
-    ):  # editors name any
+    if of_body != completions.of_infill:  # editors name any
         check_name(server, body)
     answer = make_answer(job, server.name)
     if job.must_match:  # not in the engine's thread, where all would wait
@@ -386,6 +382,9 @@ async def show_metrics(server, scope, receive, send):
 WRITES = {
     "/v1/completions": partial(
         compute, of_body=completions.of_completion, make_answer=completions.Completion
+    ),
+    "/v1/chat/completions": partial(
+        compute, of_body=completions.of_chat, make_answer=completions.Chat
     ),
     "/infill": partial(compute, of_body=completions.of_infill, make_answer=completions.Infill),
     "/v1/fix": partial(compute, of_body=completions.of_fix, make_answer=completions.Fixes),

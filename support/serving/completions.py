@@ -1,8 +1,8 @@
 """What clients ask for: the fields of OpenAI's /v1/completions and of llama.cpp's /infill.
 
-`of_completion` and `of_infill` turn the JSON of a request into a Job, which says what is written;
-`Writer` turns what was written into the JSON of an answer, whole or in parts. Nothing here knows
-HTTP or computes anything.
+`of_completion`, `of_chat`, `of_infill` ... turn the JSON of a request into a Job, which says what
+is written; `Completion`, `Chat`, `Infill` ... turn what was written into the JSON of an answer,
+whole or in parts. Nothing here knows HTTP or computes anything.
 
 A field that would change the answer and that is not supported is refused; one that changes nothing
 (`user`) is ignored, and so is a value that asks for nothing (`presence_penalty` of 0).
@@ -30,6 +30,11 @@ IDLE = {
     "logit_bias": (None, {}),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
+    # Of conversations.
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
 }
 # Fields with the name and the meaning of a flag of sample.py: name -> its type.
 SETTINGS = {
@@ -49,6 +54,8 @@ SETTINGS = {
 }
 OTHERS = {"model", "prompt", "suffix", "infill", "max_tokens", "n", "stop", "echo", "stream"}
 OTHERS |= {"stream_options", "logprobs", "regex", "choices"}
+OF_CHAT = {"model", "messages", "max_tokens", "max_completion_tokens", "n", "stop", "stream"}
+OF_CHAT |= {"stream_options", "logprobs", "top_logprobs"}
 # Of llama.cpp's server: fields about its caches, its time and what it returns beside the text; and
 # the files beside the one that is edited, for which the contexts here have no room.
 IGNORED_BY_INFILL = {
@@ -87,8 +94,10 @@ class Bounds:
 class Job:
     """What is written for a request."""
 
-    prompts: list  # texts, or pairs of a text before and after a gap, or templates
-    kind: str  # "continue" a text, fill the "gap" of a pair, fill a "template", or "score" a text
+    prompts: list  # texts, or pairs of a text before and after a gap, or templates, or messages
+    # "continue" a text, answer a "chat", fill the "gap" of a pair, fill a "template", "score" or
+    # "fix" a text
+    kind: str
     regex: str | None = None  # what the fill of a gap must match
     choices: tuple = ()  # or one of which it must be
     n: int = 1  # texts of each prompt
@@ -105,6 +114,11 @@ class Job:
     rank: bool = False  # show the likeliest fills: of the page
     fields: list | None = None  # of the answer of /infill, those that are returned; None: all
     cut: bool = False  # cut what is before and after a gap to the context, instead of refusing it
+
+    @property
+    def goes_on(self):
+        """Whether it writes after a text."""
+        return self.kind in ("continue", "chat")
 
     @property
     def must_match(self):
@@ -250,9 +264,6 @@ def check_fields(body, known, ignored):
 def of_completion(body, bounds):
     """The Job of a body of /v1/completions; Invalid for what cannot be done."""
     check_fields(body, OTHERS | SETTINGS.keys(), IGNORED)
-    options = body.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        refuse(f"stream_options must be an object, not {kind(options)}", "stream_options")
     prompts, way = prompts_of(body, bounds)
     regex = text(body, "regex")
     choices = choices_of(body, bounds)
@@ -273,12 +284,59 @@ def of_completion(body, bounds):
         logprobs=logprobs_of(body, bounds),
         echo=truth(body, "echo"),
         stream=truth(body, "stream"),
-        include_usage=truth(options or {}, "include_usage"),
+        include_usage=includes_usage(body),
     )
     most = bounds.max_tokens if job.kind == "continue" else bounds.max_gap
     default = min(16, most)
     job.max_tokens = whole(body, "max_tokens", default, 1, most)
     return job
+
+
+def includes_usage(body):
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        refuse(f"stream_options must be an object, not {kind(options)}", "stream_options")
+    return truth(options or {}, "include_usage")
+
+
+def of_chat(body, bounds):
+    """The Job of a body of OpenAI's /v1/chat/completions."""
+    check_fields(body, OF_CHAT | SETTINGS.keys(), IGNORED)
+    job = Job(
+        [messages_of(body)],
+        "chat",
+        n=whole(body, "n", 1, 1, bounds.n),
+        settings=settings_of(body),
+        stop=stops_of(body, bounds),
+        stream=truth(body, "stream"),
+        include_usage=includes_usage(body),
+    )
+    if truth(body, "logprobs"):
+        job.logprobs = whole(body, "top_logprobs", 0, 0, bounds.logprobs)
+    most = bounds.max_tokens
+    old = whole(body, "max_tokens", most, 1, most)  # these models end within the context
+    job.max_tokens = whole(body, "max_completion_tokens", old, 1, most)
+    return job
+
+
+def messages_of(body):
+    """The messages of a conversation, dicts of the texts role and content."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        refuse("messages must be a list of objects with a role and a content", "messages")
+    found = []
+    for message in messages:
+        if not isinstance(message, dict):
+            refuse(f"a message must be an object, not {kind(message)}", "messages")
+        content = message.get("content")
+        if isinstance(content, list):  # of parts
+            is_text = all(isinstance(p, dict) and p.get("type") == "text" for p in content)
+            if not is_text:
+                refuse("a message may have parts of type text alone; send text", "messages")
+            content = "".join(checked_text(p.get("text"), "messages") for p in content)
+        role = checked_text(message.get("role"), "the role of a message")
+        found.append(dict(role=role, content=checked_text(content, "the content of a message")))
+    return found
 
 
 def prompts_of(body, bounds):
@@ -485,11 +543,14 @@ def shown_logprobs(text, written):
 class Completion:
     """The answers of /v1/completions."""
 
+    PREFIX = "cmpl"
+    OBJECT = "text_completion"
+
     def __init__(self, job, model, prompt_tokens=0):
         self.job = job
         self.about = dict(
-            id=f"cmpl-{secrets.token_hex(12)}",
-            object="text_completion",
+            id=f"{self.PREFIX}-{secrets.token_hex(12)}",
+            object=self.OBJECT,
             created=int(time.time()),
             model=model,
         )
@@ -504,14 +565,16 @@ class Completion:
     def choice(self, index, written, reason=None, logprobs=None):
         return dict(index=index, text=written, logprobs=logprobs, finish_reason=reason)
 
+    def logprobs_of(self, text):
+        return shown_logprobs(text, cut_at(text.filled, self.job.stop)[0])
+
     def whole(self, texts):
         """The answer with all texts."""
         choices = []
         for index, text in enumerate(texts):
             written, stop = shown_text(text, self.job)
-            logprobs = shown_logprobs(text, cut_at(text.filled, self.job.stop)[0])
             reason = finish_of(text, stop, self.job)
-            choices.append(self.choice(index, written, reason, logprobs))
+            choices.append(self.choice(index, written, reason, self.logprobs_of(text)))
             self.tokens += text.tokens
         seed = self.job.settings["seed"]
         return self.about | dict(choices=choices, usage=self.usage(), seed=seed)
@@ -523,12 +586,49 @@ class Completion:
         self.tokens += text.tokens
         _, stop = shown_text(text, self.job)
         reason = finish_of(text, stop, self.job)
-        logprobs = shown_logprobs(text, cut_at(text.filled, self.job.stop)[0])
-        return self.about | dict(choices=[self.choice(index, new, reason, logprobs)])
+        choice = self.choice(index, new, reason, self.logprobs_of(text))
+        return self.about | dict(choices=[choice])
 
     def end(self):
         """What follows the parts of all texts."""
         return [self.about | dict(choices=[], usage=self.usage())] * self.job.include_usage
+
+
+class Chat(Completion):
+    """The answers of /v1/chat/completions."""
+
+    PREFIX = "chatcmpl"
+    OBJECT = "chat.completion"
+
+    def __init__(self, job, model, prompt_tokens=0):
+        super().__init__(job, model, prompt_tokens)
+        self.begun = set()  # of a stream: texts of which something was sent
+        if job.stream:
+            self.about["object"] += ".chunk"
+
+    def choice(self, index, written, reason=None, logprobs=None):
+        message = dict(content=written)
+        if index not in self.begun:
+            message = dict(role="assistant") | message
+        self.begun.add(index)
+        name = "delta" if self.job.stream else "message"
+        return {"index": index, name: message, "logprobs": logprobs, "finish_reason": reason}
+
+    def logprobs_of(self, text):
+        """As OpenAI has it for conversations."""
+        if (shown := super().logprobs_of(text)) is None:
+            return None
+
+        def entry(token, logp):
+            return dict(token=token, logprob=logp, bytes=list(token.encode()))
+
+        each = zip(shown["tokens"], shown["token_logprobs"], shown["top_logprobs"], shown["drawn"])
+        content = [
+            entry(token, logp)
+            | dict(drawn=drawn, top_logprobs=[entry(*pair) for pair in top.items()])
+            for token, logp, top, drawn in each
+        ]
+        return dict(content=content)
 
 
 def picked(answer, paths):

@@ -1,0 +1,156 @@
+"""Questions and answers that a program makes, and how many a tuned model answers right.
+
+    python studies/questions.py write --dest=qa.jsonl
+    python mdlm.py --data=qa.jsonl --prompt_column=question --text_column=answer --block_size=48 \\
+        --time_limit=240 --out_dir=qa
+    python studies/questions.py ask --data=qa.jsonl --out_dir=qa
+
+write: 20,000 records {"question", "answer"} of four kinds, each as often: sums of numbers in words,
+       and of random words of two to nine letters out of eight the reverse, the upper case, the
+       length
+ask:   the share of right answers to the last tenth of the records, which a training run does not
+       see, at temperature 0, for each kind. Words that the first nine tenths have are left out:
+       "new words". Capitals and spaces count, unless --loose
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # python studies/questions.py, from anywhere
+
+from support import cli, flags, outputs
+
+cli.start(__name__)
+
+import json
+import random
+import re
+from dataclasses import dataclass
+
+import mdlm
+import sample
+from support import plots
+from support.errors import UserError
+from support.flags import READS, WRITES, opt
+
+NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+NUMBERS = (NUMBERS + " fifteen sixteen seventeen eighteen nineteen twenty").split()
+LETTERS = "abcdefgh"
+TRAINING = 0.9  # of the records
+
+
+@dataclass
+class WriteOptions:
+    dest: str = opt("qa.jsonl", "the file to write", path=WRITES)
+    records: int = opt(20_000, "how many", bounds=(10, 1 << 24))
+    seed: int = opt(0, "of the words", bounds=(0, 1 << 31))
+
+
+@dataclass
+class AskOptions:
+    data: str = opt("qa.jsonl", "what `write` wrote", path=READS)
+    out_dir: str = opt("out", "a run that was tuned on it", path=READS)
+    steps: int = opt(8, "network calls of an answer", bounds=(1, 1024))
+    most: int = opt(200, "questions of each kind", bounds=(1, 1 << 20))
+    loose: bool = opt(False, "ignore capitals and spaces, for a tokenizer that loses them")
+
+
+def records(n, seed):
+    """Yield n pairs (question, answer)."""
+    draw = random.Random(seed)
+    for _ in range(n):
+        kind = draw.randrange(4)
+        word = "".join(draw.choices(LETTERS, k=draw.randint(2, 9)))
+        a, b = draw.randrange(11), draw.randrange(11)
+        yield [
+            (f"What is {NUMBERS[a]} plus {NUMBERS[b]}?", NUMBERS[a + b]),
+            (f"Reverse {word}.", word[::-1]),
+            (f"Upper case: {word}.", word.upper()),
+            (f"How long is {word}?", NUMBERS[len(word)]),
+        ][kind]
+
+
+KINDS = {"What is": "sums", "Reverse": "reverse", "Upper": "upper case", "How": "length"}
+WORD = re.compile(rf"\b[{LETTERS}]+\b")
+
+
+def kind_of(question):
+    return next(kind for begin, kind in KINDS.items() if question.startswith(begin))
+
+
+def unseen(pairs):
+    """{kind: pairs of the last tenth}, without words that are in the other nine."""
+    cut = int(TRAINING * len(pairs))
+    words = {word for question, _ in pairs[:cut] for word in WORD.findall(question)}
+    found = {kind: [] for kind in KINDS.values()}
+    for question, answer in pairs[cut:]:
+        kind = kind_of(question)
+        if kind == "sums" or not words & set(WORD.findall(question)):
+            found[kind].append((question, answer))
+    return found
+
+
+def write(argv):
+    options = WriteOptions(**flags.parse_flags(WriteOptions, argv, __doc__))
+    outputs.check_all(options)
+    with outputs.Lines(options.dest) as lines:
+        for question, answer in records(options.records, options.seed):
+            print(json.dumps(dict(question=question, answer=answer)), file=lines)
+    return 0
+
+
+def read(path):
+    """The pairs of a file. Raises UserError if it is no such file."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            pairs = [(row["question"], row["answer"]) for row in map(json.loads, f)]
+        unseen(pairs)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, StopIteration):
+        raise UserError(
+            f"--data={path} has no such questions; write them: studies/questions.py write"
+        ) from None
+    return pairs
+
+
+def ask(argv):
+    options = AskOptions(**flags.parse_flags(AskOptions, argv, __doc__))
+    pairs = read(options.data)
+    model, tokenizer, _ = mdlm.load(options.out_dir)
+    if not model.config.prompt_column:
+        raise UserError(
+            f"--out_dir={options.out_dir} answers no questions; train it with "
+            "--prompt_column=question --text_column=answer"
+        )
+    rows = [("kind", "questions", "right", "%")]
+
+    def shown(text):
+        return re.sub(r"\s", "", text).lower() if options.loose else text.strip()
+
+    for kind, some in unseen(pairs).items():
+        some = some[: options.most]
+        right = 0
+        for question, answer in some:
+            [text] = sample.write(
+                model, tokenizer, question, temperature=0, steps=options.steps, correct=0
+            )
+            right += shown(text.partition("\n")[2]) == shown(answer)
+        rows.append((kind, len(some), right, 100 * right / max(1, len(some))))
+    print(plots.table(rows, digits=3))
+    return 0
+
+
+def main(argv):
+    modes = dict(write=write, ask=ask)
+    if not argv or argv[0] not in modes:
+        if argv and argv[0] in ("-h", "--help"):
+            print(__doc__)
+            return 0
+        given = f"{argv[0]!r} is no mode" if argv else "the mode is missing"
+        raise UserError(f"{given}; give write or ask")
+    return modes[argv[0]](argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, sys.argv[1:]))

@@ -2059,6 +2059,7 @@ ADVICE["chat.py"] = FollowedIn("test_mistakes_get_one_sentence")
 ADVICE["lora.py"] = FollowedIn("test_mistakes_get_one_sentence")
 ADVICE["first_token.py"] = FollowedIn("test_first_tokens_are_measured")
 ADVICE["adapt.py"] = FollowedIn("test_the_study_plans_its_runs")
+ADVICE["questions.py"] = FollowedIn("test_mistakes_get_one_sentence")
 ADVICE["lengths.py"] = FollowedIn("test_the_yardstick_says_what_it_needs")
 ADVICE["build_automaton.py"] = MACHINE
 ADVICE["english.py"] = Because("it downloads packages of Debian")

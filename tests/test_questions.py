@@ -1,0 +1,79 @@
+"""studies/questions.py: the questions have the answers that it says, and it counts right ones."""
+
+import json
+import re
+
+import pytest
+from conftest import run_mdlm, tiny_flags
+
+from studies import questions
+from support import cli
+
+SHORT = ["--max_steps=2", "--block_size=48", "--eval_windows=2"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    at = tmp_path_factory.mktemp("questions") / "qa.jsonl"
+    assert cli.run(questions.main, ["write", f"--dest={at}", "--records=400", "--seed=3"]) == 0
+    return at
+
+
+def test_answers_are_right_and_new(data):
+    pairs = questions.read(data)
+    assert len(pairs) == 400 and set(map(questions.kind_of, dict(pairs))) == {
+        *questions.KINDS.values()
+    }
+    ways = [
+        (r"Reverse (\w+)\.", lambda word: word[::-1]),
+        (r"Upper case: (\w+)\.", str.upper),
+        (r"How long is (\w+)\?", lambda word: questions.NUMBERS[len(word)]),
+        (
+            r"What is (\w+) plus (\w+)\?",
+            lambda *two: questions.NUMBERS[sum(map(questions.NUMBERS.index, two))],
+        ),
+    ]
+    for question, answer in pairs:
+        [(match, way)] = [
+            (m, way) for pattern, way in ways if (m := re.fullmatch(pattern, question))
+        ]
+        assert way(*match.groups()) == answer
+    kept = questions.unseen(pairs)
+    learned = " ".join(question for question, _ in pairs[:360])
+    for kind, some in kept.items():
+        assert some
+        assert kind == "sums" or not any(
+            re.search(rf"\b{q.split()[-1][:-1]}\b", learned) for q, _ in some
+        )
+
+
+def test_right_answers_are_counted(data, tmp_path, monkeypatch, capsys):
+    """With a model that knows the answers, and with one that says what it was asked."""
+    argv = tiny_flags(f"--data={data}", f"--out_dir={tmp_path / 'out'}", *SHORT)
+    assert run_mdlm(*argv, "--prompt_column=question", "--text_column=answer") == 0
+    known = dict(questions.read(data))
+    ask = ["ask", f"--data={data}", f"--out_dir={tmp_path / 'out'}", "--most=3"]
+    for answer, share in ((known.get, "100"), (str, "0")):
+
+        def write(model, tokenizer, question, answer=answer, **_):
+            return [f"{question}\n{answer(question)}"]
+
+        monkeypatch.setattr(questions.sample, "write", write)
+        capsys.readouterr()
+        assert cli.run(questions.main, ask) == 0
+        rows = capsys.readouterr().out.strip().splitlines()[1:]
+        assert len(rows) == 4 and all(row.split()[-1].startswith(share) for row in rows)
+
+
+def test_mistakes_get_one_sentence(data, short_run, tmp_path, capfd):
+    (tmp_path / "other.jsonl").write_text(json.dumps(dict(question="Why?", answer="So.")) + "\n")
+    for argv, sentence in (
+        ([], "the mode is missing; give write or ask"),
+        (["answer"], "'answer' is no mode; give write or ask"),
+        (["ask", f"--data={tmp_path / 'other.jsonl'}"], "write them: studies/questions.py write"),
+        (["ask", f"--data={data}", f"--out_dir={short_run}"], "train it with --prompt_column"),
+    ):
+        capfd.readouterr()
+        assert cli.run(questions.main, argv) == 2
+        err = capfd.readouterr().err.strip()
+        assert sentence in err and len(err.splitlines()) == 1

@@ -5,12 +5,12 @@
         --time_limit=240 --out_dir=qa
     python studies/questions.py ask --data=qa.jsonl --out_dir=qa
 
-write: 20,000 records {"question", "answer"} of four kinds, each as often: sums of numbers in words,
-       and of random words of two to nine letters out of eight the reverse, the upper case, the
-       length
-ask:   the share of right answers to the last tenth of the records, which a training run does not
-       see, at temperature 0, for each kind. Words that the first nine tenths have are left out:
-       "new words". Capitals and spaces count, unless --loose
+    write   20,000 records {"question", "answer"} of four kinds, each as often: sums of numbers in
+            words; and of random words of two to nine letters out of eight the reverse, the upper
+            case, the length
+    ask     the share of right answers to the last tenth of the records, which a training run does
+            not see, at temperature 0, for each kind. Only words that the first nine tenths do not
+            have count. --loose: capitals and spaces do not count
 """
 
 import sys

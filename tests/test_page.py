@@ -254,6 +254,12 @@ OPEN = [
     "[___|ab|c|dd|dé]b_a[___:(ab|c)*]",
     "_[___:[^a]{2,3}|d+]b[██:ab|cd]",
     "d[___:c*]a[___|a|]b[___:.]",
+    "a[___]bcda",
+    "[___]b_a[___]d",
+    "ab[___]",
+    "_[___]a[___:b*]c[___]",
+    "[___]",
+    "abcdabcdabcda[___]",
 ]
 WRONG_OPEN = {
     "a[___:b]_": "A gap must not follow one of unknown length",
@@ -261,7 +267,7 @@ WRONG_OPEN = {
     "[___|é|xa]": "The model never saw the characters of é|xa; change them.",
     "a[___:b*]" + "a" * 24: "The text has 25 characters, the model takes 24; shorten it.",
     "[___:aa]" + "a" * 23: "The text has at least 25 characters, the model takes 24; shorten it.",
-    "[___]a": "[___], a gap of unknown length, is for sample.py --infill",
+    "[___]_a": "A gap must not follow one of unknown length",
 }
 
 
@@ -752,7 +758,12 @@ def test_equal_seeds_give_equal_texts(browser, shipped):
 
 @slow
 @pytest.mark.parametrize(
-    "template", ["To be, or ███ to be", "The [___|king|duke|fool] is [___:d(ea|rea)d]!"]
+    "template",
+    [
+        "To be, or ███ to be",
+        "The [___|king|duke|fool] is [___:d(ea|rea)d]!",
+        "To be, or [___] to be",
+    ],
 )
 def test_fills_are_ranked_as_sample_py_ranks_them(browser, shipped, template):
     if "[" in template:
@@ -1022,14 +1033,15 @@ def test_character_of_the_model_is_no_gap(browser, tiny, tmp_path, letters, sign
     for typed, wanted in (
         ("ab", f"no gap to rank fills for: type {sign}"),
         ("[MASK]é", 'character "é" (position 7)'),
-        (
-            "a[___]",
-            "no gap to rank" if "[" in letters else "[___], a gap of unknown length, is for",
-        ),
+        *[("a[___]", "no gap to rank")] * ("[" in letters),
     ):
         browser.js(f"$('typed').value = {json.dumps(typed)}")
         browser.js("start('rank')")
         assert wanted in say(browser)
+    if "[" not in letters:
+        browser.js("$('typed').value = 'a[___]b'")
+        browser.js("start('rank')")
+        browser.wait("$('said').textContent.startsWith('The likeliest')")
     server.close()
 
 
@@ -1067,6 +1079,8 @@ def test_a_typed_pattern_is_matched(live):
         ("a[███:[b<]+&?]b_", "a[b<]+&?b."),
         ("[██|ab|<>] [█:b]", "(ab|<>) b"),
         ("a[___:[b<]{1,3}&]b_", "a[b<]{1,3}&b."),
+        ("a[___]b_", "a.{1,16}b."),
+        ("ab[___]", "ab.{1,16}"),
         ("[___|ab|<>&] b[___:a{2,3}]", "(ab|<>&) ba{2,3}"),
     ):
         live.js(f"$('typed').value = {json.dumps(text)}")
@@ -1083,7 +1097,6 @@ def test_a_typed_pattern_is_matched(live):
         ("a[██:b]", "No text of 2 characters of this model matches b; change one of them."),
         ("a[██:(b]", '"(b" is no pattern that this page takes: a ( has no ).'),
         ("a[██:b+]é", 'The model never saw the character "é" (position 9); remove it.'),
-        ("a[___]", "[___], a gap of unknown length, is for sample.py --infill"),
         ("a[___:b]_", "A gap must not follow one of unknown length"),
     ):
         live.js(f"$('typed').value = {json.dumps(text)}")

@@ -184,6 +184,7 @@ def contents_of(model, tokenizer, config, weights):
     size = max(offset + 4 * n for offset, n, _ in tensors)
     live |= dict(tensors=tensors, bytes=size)
     can = dict(patterns="█" not in tokenizer.vocab, fixes=True)
+    can |= dict(open_gaps=not {*"[_]"} <= {*tokenizer.vocab})
     live |= dict(fixes=True, examples=examples(tokenizer, sign, **can))
     scripts = ["crc.js", "pattern.js", "viewer.js", "in_browser.js", "live.js"]
     about_page = dict(policy=POLICY, about=ABOUT, program="export.py --to=page")

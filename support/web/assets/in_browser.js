@@ -5,16 +5,25 @@ const tokenOf = id => live.vocab[id];
 // What the user types for a gap: _ or █, unless it is a character of the vocabulary, or [MASK].
 const signs = ["_", "█"].filter(c => !ids.has(c)), sign = signs[0] ?? "[MASK]";
 const OPEN = "[___]";  // a gap of unknown length
+const isText = Array.from(OPEN).every(c => ids.has(c));  // then [___] is text as well
 const MOST_TRIED = 16;  // characters of such a gap, as sample.py tries by default
 const isGap = part => part === "[MASK]" || part === OPEN || signs.includes(part);
 let worker;
 
 // The parts of a text: characters, and signs of gaps. Of [███:PATTERN] and [███|TEXT|TEXT] only the signs are left, of
-// [___:PATTERN] and [___|TEXT|TEXT] one OPEN, and the pattern is noted in `matches`. `places` has where each part stands.
+// [___], [___:PATTERN] and [___|TEXT|TEXT] one OPEN, and the pattern is noted in `matches`. `places` has where each part
+// stands.
 // Throws a sentence if a bracket is not closed.
 function read(text) {
   const parts = [], places = [], matches = [];
   for (let at = 0; at < text.length;) {
+    if (!isText && text.startsWith(OPEN, at) && text[at - 1] !== "\\") {
+      matches.push({start: parts.length, isOpen: true, isAny: true});
+      places.push(at);
+      parts.push(OPEN);
+      at += OPEN.length;
+      continue;
+    }
     const opening = /^\[(█+|___)([:|])/.exec(text.slice(at));
     if (!opening || ids.has("█") || text[at - 1] === "\\") {
       const [part] = text.slice(at).match(/^(?:\[MASK\]|[^])/u);
@@ -53,8 +62,6 @@ function endOf(text, from, isPattern) {
 function encode(text) {
   const {parts: typed, places} = read(text), found = typed.map(part => isGap(part) ? live.mask : ids.get(part));
   const i = found.indexOf(undefined), n = typed.filter(part => part !== OPEN).length, room = live.context - n;
-  if (/\[___\]/.test(text) && !["[", "_", "]"].every(c => ids.has(c)))
-    throw `[___], a gap of unknown length, is for sample.py --infill; here type ${sign} for each character.`;
   const position = Array.from(text.slice(0, places[i])).length + 1;
   if (i >= 0) throw `The model never saw the character "${typed[i]}" (position ${position}); remove it.`;
   if (room < 0) throw `The text has ${n} characters, the model takes ${live.context}; shorten it.`;
@@ -64,7 +71,8 @@ function encode(text) {
 }
 
 // Return the gaps that must match, with their automata. Throws a sentence for one that no text of its lengths matches.
-const matchesOf = text => read(text).matches.map(({start, length, isOpen, texts, pattern, shown}) => {
+const matchesOf = text => read(text).matches.map(({start, length, isOpen, isAny, texts, pattern, shown}) => {
+  if (isAny) return {start, isAny, least: 1, lengths: Array.from({length: MOST_TRIED}, (_, i) => i + 1)};
   const {next, accepts, fits} = toAutomaton(pattern, live.vocab);
   if (isOpen) return {start, next, accepts, ...lengthsOf(texts, fits, shown)};
   if (!fits(length)) throw `No text of ${length} characters of this model matches ${shown}; change one of them.`;
@@ -115,11 +123,15 @@ function translate({data}) {
 }
 
 const megabytes = bytes => (bytes / 1e6).toFixed(1);
+const helpOnGaps = [
+  ...ids.has("█") ? [] : ["[███:[a-z]+] is a gap that must match a pattern, [███|yes|now] one of a list; with ___ in place " +
+                          "of ███ their length is open."],
+  ...isText ? [] : [`${OPEN} is a gap of any length.`],
+].join(" ");
 const source = {
   fields: ["typed", "steps", "temperature", "seed"],
-  help: `Each ${signs.join(" or ") || sign} is a character to fill.${ids.has("█") ? "" : " [███:[a-z]+] is a gap that must " +
-    "match a pattern, [███|yes|now] one of a list; with ___ in place of ███ their length is open."} A text without gaps ` +
-    "is continued; with nothing typed, it writes a text of its own.",
+  help: [`Each ${signs.join(" or ") || sign} is a character to fill.`, helpOnGaps, "A text without gaps is continued; with " +
+    "nothing typed, it writes a text of its own."].filter(Boolean).join(" "),
   read(typed, how) {
     if (how.fix) return {text: typed, vocab: live.vocab};
     const found = encode(typed), matches = matchesOf(typed);

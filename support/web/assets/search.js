@@ -1,11 +1,13 @@
-// Fills a template with gaps of unknown length that must match, as hypotheses() of support/infill/search.py does: every
-// length that the automaton allows, or every text of a list, is tried with a few draws, and all are ranked alike.
+// Fills a template with gaps of unknown length, as hypotheses() of support/infill/search.py does. Of a gap that must match
+// every length that the automaton allows, or every text of a list, is tried with a few draws. Of any other gap one look at
+// all lengths says which four are worth filling. All fills are ranked alike.
 
-import {plan, race, unmask} from "./sampler.js";
+import {logSoftmax, plan, race, unmask} from "./sampler.js";
 
-const DRAWS = 16, KEPT = 8, QUICK_STEPS = 8;  // as in sample.py
+const DRAWS = 16, KEPT = 8, QUICK_STEPS = 8, LENGTHS = 4, AFTER = 4, SPARE = 1;  // as in sample.py
 
 const isOpen = segment => segment.least !== undefined;
+const floor = Math.floor, sum = values => values.reduce((total, v) => total + v, 0);
 
 // How a gap of unknown length is filled: [{length, draws, ids}], `ids` for a text of a list, which needs no draw.
 // Short gaps are drawn more often.
@@ -18,6 +20,7 @@ function waysToFill({lengths, texts}) {
 // Add the segments `stretch` to a fill, its gap of unknown length filled in one way.
 function extended(fill, stretch, way, mask) {
   const ids = [...fill.ids], given = [...fill.given], matches = [...fill.matches], told = [];
+  let end = 0;  // of the gap of unknown length
   for (const segment of stretch) {
     const start = ids.length, length = isOpen(segment) ? way.length : segment.length;
     if (segment.next && length) matches.push({start, length, next: segment.next, accepts: segment.accepts});
@@ -25,54 +28,88 @@ function extended(fill, stretch, way, mask) {
     const blank = segment.ids ?? Array(length).fill(mask);
     ids.push(...(isOpen(segment) && way.ids || blank));
     given.push(...blank);
+    if (isOpen(segment)) end = ids.length;
   }
-  return {ids, given, matches, told, logp: fill.logp, at: fill.at, frames: fill.frames};
+  return {...fill, ids, given, matches, told, end, length: way.length, draws: way.draws, expected: fill.logp};
 }
 
-// The segments in stretches with one gap of unknown length each, which are filled one by one.
+// The segments in stretches with at most one gap of unknown length each, which are filled one by one. A gap that ends the
+// text and need not match is a stretch of its own.
 function cutStretches(segments) {
-  const starts = [0, ...[...segments.keys()].filter(i => isOpen(segments[i])).slice(1)];
-  return starts.map((start, k) => segments.slice(start, starts[k + 1]));
+  const last = segments.length - 1, open = [...segments.keys()].filter(i => isOpen(segments[i]));
+  const starts = new Set([0, ...open.slice(1), ...segments[last].isAny ? [last] : []]), sorted = [...starts];
+  return sorted.map((start, k) => segments.slice(start, sorted[k + 1]));
+}
+
+// Keep the `most` trials whose lengths are the most promising: `expected` gets log p of the first token after the gap,
+// seen with the gap and AFTER tokens masked; what counts besides is the largest log p at each mask of the gap.
+async function promising(predict, trials, most, mask) {
+  const scored = [];
+  for (const trial of trials) {
+    const {ids, end} = trial, masks = [...ids.keys()].filter(i => ids[i] === mask);
+    const [logits] = await predict([ids.map((id, i) => i >= end && i < end + AFTER ? mask : id)]);
+    const logp = i => logSoftmax(logits.subarray(i * mask, (i + 1) * mask));
+    const after = end < ids.length && ids[end] !== mask ? logp(end)[ids[end]] : 0;
+    const expected = trial.expected + after, best = sum(masks.map(i => Math.max(...logp(i))));
+    scored.push({...trial, expected, score: best + expected});
+  }
+  const kept = new Set([...scored].sort((a, b) => b.score - a.score).slice(0, most));
+  return scored.filter(trial => kept.has(trial));
 }
 
 // Find the n likeliest fills of a template: [{ids, given, matches, logp, frames}], the best first. ids: the text; given:
 // the same with `mask` in the gaps; matches: the gaps that must match, as `plan` takes them; frames: how it was drawn.
 // segments: {ids}, {length}, {length, next, accepts} or, of unknown length, {least, lengths, texts, next, accepts}, where
-// `least` is the smallest of the lengths, and `texts` are the ids of a list or null. context: the most characters. end: the
-// id of a line break, which ends a text that ends with such a gap, or null.
+// `least` is the smallest of the lengths, and `texts` are the ids of a list or null; isAny: it need not match. context: the
+// most characters. end: the id of a line break, which ends a text that ends with such a gap, or null.
 export async function search(predict, segments, n, mask, {context, end, ...how}) {
   const stretches = cutStretches(segments), first = segments[0].ids?.length ?? 0;
   let fills = [{ids: [], given: [], matches: [], logp: 0, at: first, frames: []}];
   for (const [k, stretch] of stretches.entries()) {
-    const isLast = k === stretches.length - 1, tried = [], rows = [];
-    const later = stretches.slice(k + 1).flat().reduce((sum, {ids, length, least}) => sum + (ids?.length ?? length ?? least), 0);
-    for (const fill of fills) {
-      for (const way of waysToFill(stretch.find(isOpen))) {
-        const trial = extended(fill, stretch, way, mask);
-        if (trial.ids.length + later > context) continue;
-        const count = Math.max(1, Math.floor(way.draws / fills.length));
-        const quick = {...how, steps: Math.min(how.steps, QUICK_STEPS), correct: 0, matches: trial.matches};
-        for (let i = 0; i < count; i++) {
-          tried.push(trial);
-          rows.push(plan(trial.ids, rows.length, mask, quick));
-        }
-      }
+    const isLast = k === stretches.length - 1, kept = isLast ? n : Math.max(n, KEPT);
+    const later = sum(stretches.slice(k + 1).flat().map(({ids, length, least}) => ids?.length ?? length ?? least));
+    const open = stretch.find(isOpen), atEnd = isLast && stretch[0] === open && open?.isAny && stretch.length === 1;
+    const room = fill => context - fill.ids.length - later;
+    const ways = fill => atEnd ? [{length: Math.min(open.lengths.at(-1), room(fill)), draws: DRAWS}]
+      : open ? waysToFill(open) : [{length: 0, draws: DRAWS}];
+    let trials = fills.flatMap(fill => ways(fill).map(way => extended(fill, stretch, way, mask)));
+    trials = trials.filter(trial => trial.ids.length + later <= context);
+    if (!trials.length) throw `No fill leaves room for the whole text in ${context} characters; shorten it.`;
+    for (const trial of trials) trial.draws = Math.max(1, floor(trial.draws / fills.length));
+    const most = Math.max(LENGTHS, n, 2 * fills.length), isChosen = open?.isAny && !atEnd && trials.length > most;
+    if (isChosen) {
+      const share = 9 * DRAWS / 4 / fills.length;  // few lengths are left, so that there are more draws for each
+      for (const trial of trials) trial.draws = Math.max(1, floor(share / (trial.length + 5)));
+      trials = await promising(predict, trials, most, mask);
     }
-    if (!rows.length) throw `No fill leaves room for the whole text in ${context} characters; shorten it.`;
+    const tried = trials.flatMap(trial => Array(trial.draws).fill(trial));
+    const quick = open && !atEnd ? {...how, steps: Math.min(how.steps, QUICK_STEPS), correct: 0} : how;
+    const rows = tried.map(({ids, matches}, r) => plan(ids, r, mask, {...quick, matches}));
     const films = rows.map(() => []), different = new Map();
     for await (const frames of unmask(predict, rows, mask, how))
       frames.forEach((frame, r) => frame.length && films[r].push(frame));
-    const isEnded = isLast && isOpen(stretch.at(-1)) && end !== null;
+    const isEnded = isLast && isOpen(stretch.at(-1)) && !atEnd && end !== null;
     rows.forEach((row, r) => {
-      const ids = isEnded && row.ids.length < context ? [...row.ids, end] : row.ids;
-      different.set(ids.join(), {...tried[r], ids, text: row.ids, film: films[r], scored: new Map()});
+      const {ids: blank, expected} = tried[r], start = atEnd ? blank.length - tried[r].length : blank.length;
+      const after = row.ids.indexOf(end, start + 1), stop = after < 0 ? row.ids.length : after;  // a line break ends it
+      let ids = atEnd ? row.ids.slice(0, stop + 1) : row.ids;
+      if (isEnded && ids.length < context) ids = [...ids, end];
+      const film = films[r].map(frame => frame.filter(([i]) => i < stop)).filter(frame => frame.length);
+      const p = new Map(film.flat().map(([i, _, q]) => [i, q]));
+      const score = expected + sum([...p.values()].map(Math.log));
+      different.set(ids.join(), {...tried[r], ids, text: row.ids.slice(0, stop), film, score, scored: new Map()});
     });
-    const best = await race(predict, [...different.values()], isLast ? n : Math.max(n, KEPT), mask);
+    let found = [...different.values()];
+    if (isChosen) found = found.sort((a, b) => b.score - a.score).slice(0, Math.max(kept, 3) + SPARE);
+    // At the end of the text some fills may differ only in what ends them.
+    const texts = new Set(found.map(({text}) => text.join())), again = found.length - texts.size;
+    const best = await race(predict, found, Math.min(kept, texts.size) + again, mask);
     // A text of a list was not drawn: what is shown is how it was scored.
-    fills = best.map(({text, given, matches, told, logp, frames, film, scored}) => ({
-      ids: text, given, matches, logp, at: text.length,
-      frames: [...frames, ...(told.length ? [told.map(i => scored.get(i))] : []), ...film],
-    }));
+    fills = best.filter(({text}) => texts.delete(text.join())).slice(0, kept)
+      .map(({text, given, matches, told, logp, frames, film, scored}) => ({
+        ids: text, given: given.slice(0, text.length), matches, logp, at: text.length,
+        frames: [...frames, ...(told.length ? [told.map(i => scored.get(i))] : []), ...film],
+      }));
   }
   return fills;
 }

@@ -2,7 +2,9 @@
 
 A text is read window by window; each window is corrected in rounds of four steps.
 
-1. Doubt. Every g-th token is masked, in g calls all of them once. An unlikely token is doubtful.
+1. Doubt. Every g-th token is masked, in g calls all of them once. An unlikely token is doubtful. So
+   is one that is unlikely if the next two are masked as well: where a token is missing, no other
+   one would fit between those that are there, and each of them may look right.
 2. Propose, at doubtful tokens: another token; of characters and bytes also one more, one less, or
    two swapped.
 3. Prune by the pseudo-likelihood of the neighbourhood, the sum of log p(x_j | all others): a
@@ -33,17 +35,20 @@ from support.errors import UserError
 from support.infill.calls import call_size, logits_at
 from support.infill.mistakes import Prior
 
-EVERY = 8  # every g-th token is masked to find doubtful ones
+EVERY = 8  # every g-th token is masked to find doubtful ones,
+RUN_EVERY = 12  # and RUN tokens in a row, every so many
+RUN = 3
 REACH = 8  # tokens after an edit whose likelihood decides
 NEAR = 4  # tokens on both sides of an edit whose pseudo-likelihood prunes
 SPARSE = 3  # every third of these is masked at once
 APART = REACH + 2 * NEAR  # tokens between edits that share a call
-RIVALS = 3  # edits near each other of which the likelihood decides
+RIVALS = 5  # edits near each other of which the likelihood decides
 ROUNDS = 3  # of a window: a repaired mistake makes others near it easier to see
-# Nats. What is below is not looked at: doubt of a token, and what a proposal promises beyond its
-# cost.
-DOUBT = 4.0
-PROMISE = -3.0
+# Nats. What is below is not looked at: doubt of a token that is masked alone, and with those after
+# it; and what a proposal promises beyond its cost.
+DOUBT = 2.0
+RUN_DOUBT = 3.5
+PROMISE = -6.0
 MOST = 1 << 24  # logits that are held at a time
 PIECE = 1 << 16  # characters that are tokenized at a time
 
@@ -416,17 +421,26 @@ class Proofreader:
 
     # ---- 1. Doubt
     def doubts(self, ids, begin, end):
-        """Answers for the tokens begin..end of a window, each masked with every g-th other one."""
+        """Answers for the doubtful tokens begin..end of a window, each masked with every g-th one:
+        {position: (log p of the token there, the best other one, its log p)}"""
         where = [i for i in range(begin, end) if ids[i] != self.mask]
-        rows = [self.thinned(ids, EVERY, phase) for phase in range(EVERY)]
-        answers = self.ask(rows, [i % EVERY for i in where], where, [ids[i] for i in where])
-        return dict(zip(where, zip(*answers)))
+        alone = self.masked_once(ids, where, EVERY, 1)
+        in_run = self.masked_once(ids, where, RUN_EVERY, RUN).logp
+        return {
+            i: answer
+            for i, answer, run_logp in zip(where, zip(*alone), in_run)
+            if answer[0] < -DOUBT or run_logp < -RUN_DOUBT
+        }
 
-    def thinned(self, ids, every, phase):
-        """The ids with every such position masked."""
-        ids = list(ids)
-        ids[phase::every] = [self.mask] * len(ids[phase::every])
-        return ids
+    def masked_once(self, ids, where, every, run):
+        """Answers for the tokens at `where`, each the first of a run of masks, of which there is
+        one every so many tokens."""
+        rows = [self.thinned(ids, every, phase, run) for phase in range(every)]
+        return self.ask(rows, [i % every for i in where], where, [ids[i] for i in where])
+
+    def thinned(self, ids, every, phase, run=1):
+        """The ids with `run` positions in a row masked, from `phase` on every so many."""
+        return [self.mask if (i - phase) % every < run else id for i, id in enumerate(ids)]
 
     # ---- 2. Propose
     def propose(self, ids, window, begin, end, near):
@@ -434,7 +448,7 @@ class Proofreader:
         edits = []
         seams = []  # places at which a token may be missing
         for i, (logp, best, best_logp) in self.doubts(ids, begin, end).items():
-            if logp > -DOUBT or (near is not None and i not in near):
+            if near is not None and i not in near:
                 continue
             p = math.exp(logp)
             if is_whole(window[i]):

@@ -7,8 +7,9 @@ import {logSoftmax} from "./sampler.js";
 const byStart = (a, b) => a.start - b.start;
 const span = (start, stop) => Array.from({length: Math.max(0, stop - start)}, (_, i) => start + i);
 
-// The ids with every so many of them masked.
-const thinned = (ids, every, phase, mask) => ids.map((id, i) => i % every === phase ? mask : id);
+// The ids with `run` of them in a row masked, from `phase` on every so many.
+const thinned = (ids, every, phase, mask, run = 1) =>
+  ids.map((id, i) => ((i - phase) % every + every) % every < run ? mask : id);
 
 // Edits of a text that are far apart, made at once. before, after: ids without and with them. edits: those that fit into
 // the context. starts: in `after`. room: characters after each edit up to the end of the context or the text.
@@ -91,7 +92,8 @@ function compare(original, done, made) {
 // the gain in nats. Characters that the model never saw are shown to it as [MASK], and stay. settings: the constants of
 // proofreading.py and the prior, from live_page.py.
 export async function* proofread(predict, text, vocab, context, settings) {
-  const {EVERY, REACH, NEAR, SPARSE, APART, RIVALS, ROUNDS, DOUBT, PROMISE} = settings, prior = priorOf(vocab, settings);
+  const {EVERY, RUN_EVERY, RUN, REACH, NEAR, SPARSE, APART, RIVALS, ROUNDS, DOUBT, RUN_DOUBT, PROMISE} = settings;
+  const prior = priorOf(vocab, settings);
   const mask = vocab.length, ids = new Map(vocab.map((own, id) => [own, id]));
   const tokens = Array.from(text, (own, number) => ({own, number, id: ids.get(own) ?? mask}));
   const margin = context >> 3, stride = Math.max(1, context - 2 * margin);
@@ -128,18 +130,22 @@ export async function* proofread(predict, text, vocab, context, settings) {
     return packs.map(pack => packed(ids, pack, context)).filter(pack => pack.edits.length);
   }
 
-  // 1. Doubt: each character masked with others, EVERY apart.
-  function doubts(ids, begin, end) {
-    const rows = span(0, EVERY).map(phase => thinned(ids, EVERY, phase, mask));
+  // 1. Doubt: characters that are unlikely masked alone, one of EVERY, or with the next ones, RUN of RUN_EVERY.
+  async function doubts(ids, begin, end) {
     const places = span(begin, end).filter(i => ids[i] !== mask);
-    return ask(places.map(i => ({row: rows[i % EVERY], at: i, id: ids[i]})));
+    const once = (every, run) => {
+      const rows = span(0, every).map(phase => thinned(ids, every, phase, mask, run));
+      return ask(places.map(i => ({row: rows[i % every], at: i, id: ids[i]})));
+    };
+    const alone = await once(EVERY, 1), inRun = await once(RUN_EVERY, RUN);
+    return alone.filter(({logp}, k) => logp < -DOUBT || inRun[k].logp < -RUN_DOUBT);
   }
 
   // 2. Propose, at doubtful characters: another one, one more, one less, or two swapped.
   async function propose(ids, begin, end, near) {
     const edits = [], seams = new Set(), swaps = new Set(), unknown = {pBefore: null, pAfter: null};
     for (const {at: i, logp, best, bestLogp} of await doubts(ids, begin, end)) {
-      if (logp > -DOUBT || near && !near.has(i)) continue;
+      if (near && !near.has(i)) continue;
       const p = Math.exp(logp), other = {single: bestLogp - logp, pBefore: p, pAfter: Math.exp(bestLogp)};
       const where = {start: i, stop: i + 1}, around = [...ids.slice(Math.max(0, i - 1), i), ...ids.slice(i + 1, i + 2)];
       edits.push({...where, ids: [best], kind: "substitution", cost: prior.substitution(ids[i], best), ...other});

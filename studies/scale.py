@@ -1,41 +1,17 @@
-"""Which model fits where: the tables of docs/scale.md, and what ranks hold, measured on this CPU.
-
-    python studies/scale.py               # print the tables
-    python studies/scale.py --measure     # start 1, 2 and 4 ranks of a Llama of 49 M parameters
+"""The tables of docs/scale.md: `python studies/scale.py` prints them, test_scale.py compares.
 
 Memory follows the formula whose parts test_shards.py and test_scale.py measure; speeds are
-predictions. --measure needs Linux, 4 GB of memory and the transformers library (--lora: peft too).
+predictions.
 """
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # python studies/scale.py, from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import cli
-
-cli.start(__name__)
-
-import ctypes
-import json
-import multiprocessing
-import os
-import re
-import socket
-import tempfile
-import time
-from dataclasses import dataclass
-
-import torch
-
-import mdlm
-from support import lora, pretrained
-from support.environment import optional
-from support.errors import UserError
 from support.flags import Parser, first_line
-from support.training import shards
 
 TOKENS = 8192  # of a rank at a time
 REACHED = 0.4  # of the peak FLOP/s, in the matrix products
@@ -71,9 +47,9 @@ class Model:
         """Numbers of all heads of a query together."""
         return self.width
 
-    @property
-    def kept(self):
-        """Bytes that a layer keeps of a token for its backward pass."""
+    def kept(self, n):
+        """Bytes that a layer keeps of a token for its backward pass, in bfloat16; n ranks share a
+        model (1: none, DDP)."""
         return 2 * 32 * self.width
 
     def flops(self, T, recompute):
@@ -109,6 +85,17 @@ class Decoder(Model):
     @property
     def layer(self):
         return self.matrices + 2 * self.width + self.qk_norms * self.head_dim
+
+    def kept(self, n):
+        H = self.heads
+        K = self.kv_heads
+        D = self.head_dim
+        norms = 2 * (8 * self.width + 4)  # each: input and scale in float32, two results
+        attention = 4 * H * D + 4 * K * D + 4 * H  # q, k, v, the result; logsumexp
+        of_heads = 6 * (H + K) * D + 4 * (H + K)  # norms of q and k
+        if n == 1:  # DDP: the stream is float32, and cast for each of five products
+            norms += 10 * self.width
+        return norms + attention + (of_heads if self.qk_norms else 0) + 8 * self.inner
 
     @property
     def ends(self):  # embedding, head and last norm
@@ -156,7 +143,9 @@ def held(model, n, recompute, accumulates=False):
         whole = 2 * P + 4 * P + 4 * VC  # what autocast keeps in bfloat16, DDP's buckets, the head's
     if accumulates and n > 1:
         whole += 4 * P
-    kept = model.layers * 2 * model.width + model.kept if recompute else model.layers * model.kept
+    kept = model.layers * model.kept(n)
+    if recompute:
+        kept = model.layers * 2 * model.width + model.kept(n)
     activations = TOKENS * kept + 2 * min(TOKENS / 2 * model.vocabulary, 1 << 28)
     return state, whole, activations
 
@@ -202,140 +191,9 @@ def table(models):
     return "\n".join([*lines, *(row(model, machine) for model in models for machine in MACHINES)])
 
 
-# ---- Measured: what ranks hold
-def size(tensors):
-    """Bytes of this rank's parts of tensors, each counted once."""
-    parts = {t.data_ptr(): t.nbytes for t in map(shards.local, tensors)}
-    return sum(parts.values())
-
-
-def bytes_held(run):
-    """{what: bytes} that this rank holds of a Run; gradients, while there are any."""
-    models = (run.model, run.averaged)
-    slots = [s for optimizer in run.optimizers for s in optimizer.state.values()]
-    frozen = [p for m in models for _, p in lora.all_parameters(m) if not p.requires_grad]
-    return dict(
-        weights=size(run.model.parameters()),
-        gradients=size(p.grad for p in run.model.parameters() if p.grad is not None),
-        average=size(run.averaged.parameters()) if run.averaged is not run.model else 0,
-        moments=size(t for s in slots for t in s.values() if t.dim()),
-        frozen=size(frozen),
-    )
-
-
-def peak():
-    """Bytes of memory that this process has had at most since the last call (Linux)."""
-    status = Path("/proc/self/status").read_text()
-    Path("/proc/self/clear_refs").write_text("5")
-    return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) * 1024
-
-
-# A Llama of 49 M parameters: 12 layers of 3.4 M, and 8.4 M in its embedding and head.
-SIZES = dict(hidden_size=512, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=8)
-SIZES |= dict(intermediate_size=1536, vocab_size=8192, max_position_embeddings=64)
-FLAGS = ["--device=cpu", "--dtype=float32", "--compile=off", "--block_size=16", "--batch_size=8"]
-FLAGS += ["--max_steps=2", "--eval_windows=2", "--optimizer=adamw", "--shard"]
-
-
-def save_network(folder, **sizes):
-    """Write a random Llama and a tokenizer of bytes to a folder, as Hugging Face has them."""
-    transformers = pretrained.library()
-    tokenizers = optional("tokenizers", "--measure")
-    config = transformers.AutoConfig.for_model("llama", **SIZES | sizes)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    byte_level = tokenizers.pre_tokenizers.ByteLevel
-    vocab = {c: i for i, c in enumerate(sorted(byte_level.alphabet()))}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-    made.pre_tokenizer = byte_level(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.save(str(folder / "tokenizer.json"))
-
-
-def run_rank(folder, flags, env, report):
-    """Begin a run as one of its ranks, compute the gradients of a step and make it; write to the
-    file `report` what was held."""
-    os.environ.update(env)
-    with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), 1)
-    torch.set_num_threads(1)
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # what is freed goes back to the system at once
-    found = {}
-    make_run = mdlm.make_run
-
-    def watched(*args):
-        run = make_run(*args)
-        found["loading"] = peak() - before
-        return run
-
-    mdlm.make_run = watched
-    peak()
-    before = peak()
-    flags = [f"--init_from={folder}", f"--data={folder / 'text.txt'}", *FLAGS, *flags]
-    run = mdlm.setup(mdlm.parse_args(flags), time.monotonic())
-    mdlm.set_rates(run, 0, 1.0)
-    mdlm.compute_gradients(run, 0, 1.0)
-    gradients = bytes_held(run)["gradients"]
-    mdlm.clip(run)
-    mdlm.update(run)
-    found |= bytes_held(run) | dict(gradients=gradients)
-    found["parameters"] = sum(p.numel() for _, p in lora.all_parameters(run.model))
-    found["trained"] = sum(p.numel() for p in run.model.parameters())
-    report.write_text(json.dumps(found))
-    mdlm.ranks.leave_ranks()
-
-
-def measure(folder, n, *flags):
-    """[{what: bytes}] of the n ranks of a run that begins with the network of a folder."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    env = dict(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    env |= dict(TORCHELASTIC_RUN_ID="scale")
-    reports = [folder / f"rank-{rank}.json" for rank in range(n)]
-    flags = [*flags, f"--out_dir={folder / f'of-{n}'}", "--overwrite"]
-    fork = multiprocessing.get_context("fork")  # nothing is imported again
-    ranks = []
-    for rank, report in enumerate(reports):
-        own = env | dict(RANK=str(rank), LOCAL_RANK=str(rank))
-        ranks.append(fork.Process(target=run_rank, args=(folder, flags, own, report)))
-        ranks[-1].start()
-    for process in ranks:
-        process.join()
-    if failed := [i for i, process in enumerate(ranks) if process.exitcode]:
-        raise UserError(f"rank {failed[0]} of {n} failed, as said above; free some memory")
-    return [json.loads(report.read_text()) for report in reports]
-
-
-KINDS = ("weights", "gradients", "average", "moments", "frozen", "loading")
-
-
-def measured(folder, numbers, *flags):
-    """Markdown: a row for each number of ranks, the largest of its ranks in MB; prints it too."""
-    lines = [f"| ranks | {' | '.join(KINDS)} |", "|" + " --- |" * (1 + len(KINDS))]
-    print("\n".join(lines), flush=True)
-    for n in numbers:
-        found = measure(folder, n, *flags)
-        cells = [f"{max(each[kind] for each in found) / 1e6:.1f}" for kind in KINDS]
-        lines.append(f"| {n} | {' | '.join(cells)} |")
-        print(lines[-1], flush=True)
-    return "\n".join(lines)
-
-
 def main(argv):
-    parser = Parser(description=first_line(__doc__))
-    parser.add_argument("--measure", action="store_true", help="measure what ranks hold")
-    parser.add_argument("--lora", type=int, default=0, help="with --measure: rank of adapters")
-    options = parser.parse_args(argv)
-    if not options.measure:
-        print(table(MODELS), table(DECODERS), sep="\n\n")
-        return 0
-    if sys.platform != "linux":
-        raise UserError("--measure reads /proc, which Linux has; run it there")
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        save_network(folder)
-        (folder / "text.txt").write_text(Path(mdlm.__file__).read_text(encoding="utf-8"))
-        measured(folder, (1, 2, 4), *[f"--lora={options.lora}"] * (options.lora > 0))
+    Parser(description=first_line(__doc__)).parse_args(argv)
+    print(table(MODELS), table(DECODERS), sep="\n\n")
     return 0
 
 

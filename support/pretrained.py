@@ -269,7 +269,9 @@ class Network:
         head = {"head": [f"{model.head_place}.weight"]}
         others = [".".join(place) for place in model.bias_places]
         head["bias"] = [f"{model.head_place}.bias", *others]
-        return lambda name: head.get(name, [name.removeprefix("body.").replace(".base_layer.", ".")])
+        return lambda name: head.get(
+            name, [name.removeprefix("body.").replace(".base_layer.", ".")]
+        )
 
     def make_body(self, dropout=0.0):
         """The library's module with random weights."""
@@ -319,7 +321,7 @@ class Network:
         return self
 
     def load_base(self, in_parts=False):
-        """Read the weights that the adapters of a run with --lora are for; in_parts as in `open`."""
+        """Read the weights that adapters of a run with --lora are for; in_parts: as in `open`."""
         folder = Path(self.base["folder"])
         first = read(folder / "config.json", self.code is not None)
         first.folder = folder

@@ -95,7 +95,6 @@ def run_rank(folder, flags, env, report):
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 1)
     torch.set_num_threads(1)
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # what is freed goes back to the system at once
     flags = [f"--init_from={folder}", f"--data={folder / 'text.txt'}", *FLAGS, *flags]
     sys.exit(cli.run(lambda argv: one_step(argv, report), flags))
 
@@ -169,6 +168,7 @@ def main(argv):
         raise UserError("studies/held.py reads /proc, which Linux alone has; run it there")
     if not options.json:
         print(f"| ranks | {' | '.join(KINDS)} |", "|" + " --- |" * (1 + len(KINDS)), sep="\n")
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # what is freed goes back to the system at once
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         save_network(folder)

@@ -188,7 +188,7 @@ def test_the_formula_counts_what_a_layer_keeps(kind, n):
     body = decoder(kind, "cpu")
     stream = torch.bfloat16 if n > 1 else torch.float32
     body = body.to(stream)
-    B, T = 2, 8
+    B, T = 2, 9
     x = torch.randn(B, T, 48, dtype=stream, requires_grad=True)
     at = torch.arange(T)[None]
     kept = {}

@@ -20,6 +20,7 @@ from support import cli
 cli.start(__name__)
 
 import ctypes
+import gc
 import json
 import multiprocessing
 import os
@@ -86,6 +87,7 @@ def save_network(folder, **sizes):
     made.decoder = tokenizers.decoders.ByteLevel()
     made.save(str(folder / "tokenizer.json"))
     (folder / "text.txt").write_text(Path(mdlm.__file__).read_text(encoding="utf-8"))
+    gc.collect()  # the network, which its modules hold in circles
 
 
 def run_rank(folder, flags, env, report):

@@ -2061,6 +2061,7 @@ ADVICE["first_token.py"] = FollowedIn("test_first_tokens_are_measured")
 ADVICE["adapt.py"] = FollowedIn("test_the_study_plans_its_runs")
 ADVICE["lengths.py"] = FollowedIn("test_the_yardstick_says_what_it_needs")
 ADVICE["build_automaton.py"] = MACHINE
+ADVICE["held.py"] = Because("it asks for Linux, or repeats what a rank said")
 ADVICE["english.py"] = Because("it downloads packages of Debian")
 ADVICE["tokenizer.py"] = [
     ("{}; remove it from the text", FollowedIn("test_text_with_the_mask_of_an_encoder_is_refused")),

@@ -21,6 +21,7 @@ cli.start(__name__)
 
 import ctypes
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -128,6 +129,13 @@ def one_step(argv, report):
     return 0
 
 
+def begin():
+    """What the ranks inherit, so that it does not count as theirs."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # what is freed goes back to the system at once
+    for name in ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"):
+        importlib.import_module(name)
+
+
 def measure(folder, n, *flags):
     """[{what: bytes}] of the n ranks of a run that begins with the network of a folder."""
     with socket.socket() as s:
@@ -170,7 +178,7 @@ def main(argv):
         raise UserError("studies/held.py reads /proc, which Linux alone has; run it there")
     if not options.json:
         print(f"| ranks | {' | '.join(KINDS)} |", "|" + " --- |" * (1 + len(KINDS)), sep="\n")
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # what is freed goes back to the system at once
+    begin()
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         save_network(folder)

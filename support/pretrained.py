@@ -23,6 +23,7 @@ and is predicted at its own position.
 
 import contextlib
 import copy
+import gc
 import inspect
 import json
 import os
@@ -317,6 +318,9 @@ class Network:
         depth = tried.library_config().num_hidden_layers
         some = SimpleNamespace(n_layer=depth, shift=False)
         Pretrained(tried, body, some, self.rows, None).check()
+        if in_parts:  # modules hold each other in circles: free the memory now, not later
+            del body
+            gc.collect()
         self.is_checked = True
         return self
 

@@ -4,8 +4,8 @@
     python studies/held.py --lora=8    # the same with adapters
 
 Each number of ranks makes one step from a folder of Hugging Face with random weights. The columns
-are MB, the largest of its ranks: `loading` is the peak of memory until the models are made, above
-what Python and its libraries take. Needs Linux, 3 GB of memory and the transformers library.
+are MB, the largest of its ranks: `loading` is what memory rises by at most while the two networks
+are made, that which learns and the average. Needs Linux, 3 GB of memory and transformers.
 """
 
 import sys
@@ -21,7 +21,6 @@ cli.start(__name__)
 
 import ctypes
 import gc
-import importlib
 import json
 import multiprocessing
 import os
@@ -108,13 +107,13 @@ def one_step(argv, report):
     make_run = mdlm.make_run
 
     def watched(*args):
+        peak()
+        before = peak()
         run = make_run(*args)
         found["loading"] = peak() - before
         return run
 
     mdlm.make_run = watched
-    peak()
-    before = peak()
     run = mdlm.setup(mdlm.parse_args(argv), time.monotonic())
     mdlm.set_rates(run, 0, 1.0)
     mdlm.compute_gradients(run, 0, 1.0)
@@ -127,13 +126,6 @@ def one_step(argv, report):
     run.log.close()
     ranks.leave_ranks()
     return 0
-
-
-def begin():
-    """What the ranks inherit, so that it does not count as theirs."""
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # what is freed goes back to the system at once
-    for name in ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"):
-        importlib.import_module(name)
 
 
 def measure(folder, n, *flags):
@@ -178,7 +170,7 @@ def main(argv):
         raise UserError("studies/held.py reads /proc, which Linux alone has; run it there")
     if not options.json:
         print(f"| ranks | {' | '.join(KINDS)} |", "|" + " --- |" * (1 + len(KINDS)), sep="\n")
-    begin()
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # what is freed goes back to the system at once
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         save_network(folder)

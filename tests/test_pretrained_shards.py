@@ -139,16 +139,15 @@ def test_bytes_of_a_rank_fall_with_the_ranks():
     command = [sys.executable, str(ROOT / "studies" / "held.py"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
-    P = 49e6
     for found in map(json.loads, done.stdout.splitlines()):
         n = found["ranks"]
         P = found["parameters"]
         for kind, numbers in dict(weights=P, gradients=P, average=P, moments=2 * P).items():
             assert found[kind] == pytest.approx(4 * numbers / n, rel=0.01), (n, kind)
-        # The part of two models; the embedding and the head, or two layers, whole; and PyTorch's.
+        # Parts of two networks, and for a moment the whole embedding and head of one of them.
         ends = 4 * 2 * 8192 * 512
-        assert 2 * 4 * P / n < found["loading"] < 2 * 4 * P / n + ends + 40e6, n
-        assert n < 4 or found["loading"] < 4 * P
+        assert 0.9 < (found["loading"] - 8 * P / n) / ends < 2, n
+    assert n == 4 and found["loading"] < 4 * P, "a whole network"
 
 
 # ---- The formula of docs/scale.md

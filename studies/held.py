@@ -128,6 +128,14 @@ def one_step(argv, report):
     return 0
 
 
+def give_back():
+    """Undo cli.keep_memory, so that what is freed goes back to the system at once (glibc)."""
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(-4, 1 << 16)  # M_MMAP_MAX
+    mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
+    mallopt(-1, 1 << 16)  # M_TRIM_THRESHOLD
+
+
 def measure(folder, n, *flags):
     """[{what: bytes}] of the n ranks of a run that begins with the network of a folder."""
     with socket.socket() as s:
@@ -170,7 +178,7 @@ def main(argv):
         raise UserError("studies/held.py reads /proc, which Linux alone has; run it there")
     if not options.json:
         print(f"| ranks | {' | '.join(KINDS)} |", "|" + " --- |" * (1 + len(KINDS)), sep="\n")
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # what is freed goes back to the system at once
+    give_back()
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         save_network(folder)

@@ -146,7 +146,7 @@ def test_bytes_of_a_rank_fall_with_the_ranks():
             assert found[kind] == pytest.approx(4 * numbers / n, rel=0.01), (n, kind)
         # Parts of two networks, and for a moment the whole embedding and head of one of them.
         ends = 4 * 2 * 8192 * 512
-        assert 6 * P / n < found["loading"] < 8 * P / n + 2 * ends, n
+        assert 6 * P / n < found["loading"] < 8 * P / n + 2 * ends + 20e6, n
     assert n == 4 and found["loading"] < 4 * P, "a whole network"
 
 

@@ -1,6 +1,7 @@
-"""The table of docs/scale.md: `python studies/scale.py` prints it, test_shards.py compares.
+"""The tables of docs/scale.md: `python studies/scale.py` prints them, test_scale.py compares.
 
-Memory follows the formula whose parts test_shards.py measures; speeds are predictions.
+Memory follows the formula whose parts test_shards.py and test_scale.py measure; speeds are
+predictions.
 """
 
 import sys
@@ -29,12 +30,27 @@ class Model:
         return 12 * self.width**2
 
     @property
+    def matrices(self):
+        """Parameters of a layer that Muon updates."""
+        return self.layer
+
+    @property
     def ends(self):  # embedding and head
         return (2 * self.vocabulary + 1) * self.width
 
     @property
     def parameters(self):
         return self.layers * self.layer + self.ends
+
+    @property
+    def attended(self):
+        """Numbers of all heads of a query together."""
+        return self.width
+
+    def kept(self, n):
+        """Bytes that a layer keeps of a token for its backward pass, in bfloat16; n ranks share a
+        model (1: none, DDP)."""
+        return 2 * 32 * self.width
 
     def flops(self, T, recompute):
         """Of forward and backward, for a token; half of the head's rows are masked."""
@@ -43,8 +59,47 @@ class Model:
         return (
             6 * (body + self.vocabulary * self.width / 2)
             + again
-            + 12 * self.layers * self.width * T
+            + 12 * self.layers * self.attended * T
         )
+
+
+@dataclass
+class Decoder(Model):
+    """A Llama or a Qwen3 of the transformers library, as its config.json says; V rows."""
+
+    heads: int
+    kv_heads: int
+    inner: int  # of the MLP
+    head_dim: int = 128
+    is_tied: bool = False
+    qk_norms: int = 0  # 2: of the queries and the keys (Qwen3)
+
+    @property
+    def attended(self):
+        return self.heads * self.head_dim
+
+    @property
+    def matrices(self):
+        return self.width * (2 * self.attended + 2 * self.kv_heads * self.head_dim + 3 * self.inner)
+
+    @property
+    def layer(self):
+        return self.matrices + 2 * self.width + self.qk_norms * self.head_dim
+
+    def kept(self, n):
+        H = self.heads
+        K = self.kv_heads
+        D = self.head_dim
+        norms = 2 * (8 * self.width + 4)  # each: input and scale in float32, two results
+        attention = 4 * H * D + 4 * K * D + 4 * H  # q, k, v, the result; logsumexp
+        of_heads = 6 * (H + K) * D + 4 * (H + K)  # norms of q and k
+        if n == 1:  # DDP: the stream is float32, and cast for each of five products
+            norms += 10 * self.width
+        return norms + attention + (of_heads if self.qk_norms else 0) + 8 * self.inner
+
+    @property
+    def ends(self):  # embedding, head and last norm
+        return ((1 if self.is_tied else 2) * self.vocabulary + 1) * self.width
 
 
 @dataclass
@@ -63,6 +118,11 @@ MODELS = (
     Model("8 B", 36, 4096, 128256),
     Model("70 B", 84, 8192, 128256),
 )
+DECODERS = (
+    Decoder("Qwen3-0.6B", 28, 1024, 151936, 16, 8, 3072, is_tied=True, qk_norms=2),
+    Decoder("Llama-3.1-8B", 32, 4096, 128256, 32, 8, 14336),
+    Decoder("Llama-3.1-70B", 80, 8192, 128256, 64, 8, 28672),
+)
 MACHINES = (
     Machine("8 x 24 GB (RTX 4090)", 8, 24e9, 165e12, 12e9, 12e9),
     Machine("8 x 80 GB (H100)", 8, 80e9, 989e12, 270e9, 270e9),
@@ -73,7 +133,7 @@ MACHINES = (
 def held(model, n, recompute, accumulates=False):
     """Bytes of a rank: state, whole parameters, activations; n ranks share a model (1: none)."""
     P, R, K = model.parameters, model.ends, model.layer
-    matrices = model.layers * K
+    matrices = model.layers * model.matrices
     state = (4 + 4 + 4) * P / n  # weights, gradients, average, in float32
     state += (4 * matrices + 8 * (P - matrices)) / n  # moments of Muon and AdamW
     VC = model.vocabulary * model.width
@@ -83,10 +143,10 @@ def held(model, n, recompute, accumulates=False):
         whole = 2 * P + 4 * P + 4 * VC  # what autocast keeps in bfloat16, DDP's buckets, the head's
     if accumulates and n > 1:
         whole += 4 * P
-    layers = model.layers + 32 if recompute else 32 * model.layers
-    activations = 2 * TOKENS * model.width * layers + 2 * min(
-        TOKENS / 2 * model.vocabulary, 1 << 28
-    )
+    kept = model.layers * model.kept(n)
+    if recompute:
+        kept = model.layers * 2 * model.width + model.kept(n)
+    activations = TOKENS * kept + 2 * min(TOKENS / 2 * model.vocabulary, 1 << 28)
     return state, whole, activations
 
 
@@ -96,7 +156,7 @@ def sent(model, machine, n):
     groups = machine.ranks // n
     exchange = machine.ring if n <= 8 else machine.exchange
     seconds = (2 * 2 * P + 4 * P) * (1 - 1 / n) / machine.ring  # gathered twice, reduced once
-    seconds += 2 * 4 * model.layers * model.layer * (1 - 1 / n) / n / exchange  # Muon
+    seconds += 2 * 4 * model.layers * model.matrices * (1 - 1 / n) / n / exchange  # Muon
     return seconds + 2 * 4 * P / n * (1 - 1 / groups) / machine.ring  # between the groups
 
 
@@ -123,16 +183,17 @@ def row(model, machine):
     return f"| {' | '.join(cells)} |"
 
 
-def table():
+def table(models):
+    """Markdown: a row for each model and machine."""
     head = ["model", "machine", "flags", "state", "whole", "activations", "GB a rank"]
     head += ["tokens/s, T = 1,024 (predicted)", "T = 4,096 (predicted)"]
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
-    return "\n".join([*lines, *(row(model, machine) for model in MODELS for machine in MACHINES)])
+    return "\n".join([*lines, *(row(model, machine) for model in models for machine in MACHINES)])
 
 
 def main(argv):
     Parser(description=first_line(__doc__)).parse_args(argv)
-    print(table())
+    print(table(MODELS), table(DECODERS), sep="\n\n")
     return 0
 
 

@@ -1,8 +1,9 @@
 """LoRA (Hu et al., 2106.09685) by the peft library: --lora=R trains a network of others little.
 
 What is trained are adapters of rank R, beside each linear map of the layers, and the embedding of
-[MASK]. The other weights are no parameters any more but buffers that are not saved: so optimizers,
-averages, gradients and checkpoints hold the trained ones alone, without knowing of LoRA.
+[MASK]. The parameters of a network are then these alone, for whoever asks it (named_parameters,
+state_dict): so optimizers, averages, gradients and checkpoints hold the trained ones, without
+knowing of LoRA. PyTorch's FSDP asks each module, so --shard spreads the other weights too.
 
 A checkpoint's network.json names the folder of the weights and their checksums. `merge` adds the
 adapters to the weights, for an export.
@@ -10,6 +11,7 @@ adapters to the weights, for an export.
 
 import copy
 import hashlib
+import zlib
 from pathlib import Path
 
 import torch
@@ -52,10 +54,11 @@ def check_identity(base, path):
 
 
 # ---- Adapters
-def add(model, rank, dropout):
+def add(model, rank, dropout, seed):
     """Add adapters to the layers of a Pretrained, and freeze its other weights; [MASK] is learned.
 
-    Of B A, which is added to a linear map, B is zero at first, so nothing changes.
+    Of B A, which is added to a linear map, B is zero at first, so nothing changes. What is added to
+    a network on the meta device is there too.
     """
     peft = library()
     from transformers.pytorch_utils import Conv1D  # linear maps of GPT-2, with W transposed
@@ -66,50 +69,75 @@ def add(model, rank, dropout):
     settings = dict(r=rank, lora_alpha=2 * rank, lora_dropout=dropout, target_modules=names)
     settings |= dict(fan_in_fan_out=any(isinstance(m, Conv1D) for _, m in maps))
     peft.inject_adapter_in_model(peft.LoraConfig(**settings), model.body)
-    with torch.no_grad():
-        at = torch.tensor([model.mask_id], device=model.head_weight.device)
-        model.mask_vector = nn.Parameter(model.body.get_input_embeddings()(at)[0].clone())
+    embedding = model.body.get_input_embeddings()
+    model.mask_vector = nn.Parameter(mask_vector(embedding, embedding.weight, model.mask_id))
     freeze(model)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if is_adapter(name) and not p.is_meta:
+                p.copy_(first_value(name, p.shape, seed))
 
 
-def is_trained(name):
-    return "lora_" in name or name == "mask_vector"
+def is_adapter(name):
+    return "lora_" in name
+
+
+def first_value(name, shape, seed):
+    """The values with which an adapter begins: B zeros, A (R, inputs) as nn.Linear draws them.
+
+    They depend on the name and the seed alone, so they are equal however many ranks make them.
+    """
+    if "lora_B" in name:
+        return torch.zeros(shape)
+    g = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    bound = shape[1] ** -0.5
+    return torch.empty(shape).uniform_(-bound, bound, generator=g)
+
+
+@torch.no_grad()
+def mask_vector(embedding, weight, mask_id):
+    """What an embedding with this weight (rows, C) makes of [MASK], (C,); Gemma's has a scale."""
+    at = torch.tensor([mask_id], device=weight.device)
+    return torch.func.functional_call(embedding, dict(weight=weight), (at,))[0].clone()
 
 
 def freeze(model):
-    """Make a buffer, which is not saved, of every parameter that is not trained; their places are
-    in model.frozen."""
-    model.frozen = []
-    for name, module in [*model.named_modules()]:
-        for key, p in [*module._parameters.items()]:
-            if p is not None and not is_trained(f"{name}.{key}".lstrip(".")):
-                delattr(module, key)
-                module.register_buffer(key, p.detach(), persistent=False)
-                model.frozen.append((name, key))
+    """Freeze every parameter that is not trained; model.frozen has their names."""
+    model.frozen = set()
+    for name, p in [*nn.Module.named_parameters(model, remove_duplicate=False)]:
+        if not is_adapter(name) and name != "mask_vector":
+            p.requires_grad_(False)
+            model.frozen.add(name)
+
+
+def all_parameters(model):
+    """(name, parameter) of a network, of a Pretrained the frozen ones too."""
+    return nn.Module.named_parameters(model)
 
 
 def count(model):
     """How many weights a network has, the frozen ones of a Pretrained among them."""
-    frozen = getattr(model, "frozen", None) or []
-    tensors = {id(t): t for name, key in frozen for t in [model.get_submodule(name)._buffers[key]]}
-    return sum(t.numel() for t in (*tensors.values(), *model.parameters()))
+    return sum(p.numel() for _, p in all_parameters(model))
 
 
-def share(model, other):
-    """Give `other` the frozen weights of `model`, so that they are in memory once."""
-    for name, key in model.frozen:
-        other.get_submodule(name)._buffers[key] = model.get_submodule(name)._buffers[key]
+def share(model, other, within=""):
+    """Give `other` the frozen weights of `model`, so that they are in memory once.
+
+    within: beginning of the names of those that are shared
+    """
+    for name in model.frozen:
+        if name.startswith(within):
+            place, _, key = name.rpartition(".")
+            mine, theirs = (m.get_submodule(place)._parameters for m in (model, other))
+            theirs[key] = mine[key]
 
 
 @torch.no_grad()
 def merge(model):
     """A copy of a Pretrained with its adapters added to its weights, parameters as before `add`."""
     model = copy.deepcopy(model)
-    for name, key in model.frozen:
-        module = model.get_submodule(name)
-        value = module._buffers[key]
-        delattr(module, key)
-        module.register_parameter(key, nn.Parameter(value))
+    model.frozen = None
+    model.requires_grad_(True)
     base_kind = library().tuners.tuners_utils.BaseTunerLayer
     for name, module in [*model.body.named_modules()]:
         if isinstance(module, base_kind):
@@ -120,5 +148,4 @@ def merge(model):
     scale = embedding(at)[0].norm() / embedding.weight[model.mask_id].norm()  # Gemma's have one
     embedding.weight[model.mask_id] = model.mask_vector / scale
     model.mask_vector = None
-    model.frozen = None
     return model

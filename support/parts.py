@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from safetensors import safe_open
 
+from support import lora
 from support.errors import UserError
 
 
@@ -84,14 +85,16 @@ def shallow(settings, config):
 def fill(model, module, find):
     """Give the parameters of a module of `model` memory, and the values of find(name, shape).
 
-    name: of the parameter in `model`
+    name: of the parameter in `model`. One for which find returns None stays without memory.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in lora.all_parameters(model)}
     filled = {}
     for each in module.modules():
         for key, p in [*each._parameters.items()]:
             if p is None or not p.is_meta:
                 continue
             if id(p) not in filled:
-                filled[id(p)] = nn.Parameter(find(names[id(p)], p.shape))
+                value = find(names[id(p)], p.shape)
+                kept = p if value is None else nn.Parameter(value, requires_grad=p.requires_grad)
+                filled[id(p)] = kept
             each._parameters[key] = filled[id(p)]

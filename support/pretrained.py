@@ -23,6 +23,7 @@ and is predicted at its own position.
 
 import contextlib
 import copy
+import gc
 import inspect
 import json
 import os
@@ -216,7 +217,7 @@ class Network:
             model.check()
             self.is_checked = True
         if config.lora:
-            lora.add(model, config.lora, config.dropout)
+            lora.add(model, config.lora, config.dropout, config.seed)
             lora.share(self.adapted or model, model)
             self.adapted = model
         return model
@@ -227,24 +228,51 @@ class Network:
         with parts.on_meta() if is_known else contextlib.nullcontext():
             body = self.make_body(config.dropout)
         model = Pretrained(self, body, config, V, ops)
-        head = {"head": [f"{model.head_place}.weight"]}
-        others = [".".join(place) for place in model.bias_places]
-        head["bias"] = [f"{model.head_place}.bias", *others]
+        names = self.names_in_files(model)
+        embedding = body.get_input_embeddings()
+        is_shared = self.adapted is not None
+        of_embedding = next(name for name, p in model.named_parameters() if p is embedding.weight)
+        if config.lora:
+            lora.add(model, config.lora, config.dropout, config.seed)
 
         def find(name, shape):
-            if self.is_resumed:  # all will be loaded
+            if lora.is_adapter(name):
+                return lora.first_value(name, shape, config.seed)
+            if name == "mask_vector":
+                weight = find(of_embedding, embedding.weight.shape)
+                return lora.mask_vector(embedding, weight, self.mask_id)
+            if self.is_resumed and not self.base:  # all will be loaded
                 return torch.zeros(shape)
-            t = self.weights.find(head.get(name, [name.removeprefix("body.")]))
-            if t.shape != shape:  # of the vocabulary: [MASK] has a row of its own
+            if is_shared and name.startswith(within):  # of the network before
+                return None
+            t = self.weights.find(names(name))
+            if t.shape != shape:  # of the vocabulary
                 rows = t[:V].mean(0).expand(shape[0] - min(len(t), shape[0]), *t.shape[1:])
                 t = torch.cat((t[: shape[0]], rows))
+            if name == of_embedding and self.mask_id == V:
+                t = t.clone()
+                t[V] = t[:V].mean(0)
             return t
 
+        within = f"body.{model.layers_name}."
         for layer in model.layers:
             parts.fill(model, layer, find)
             shard_fn(layer)
         parts.fill(model, model, find)
+        if config.lora:
+            lora.share(self.adapted or model, model, within)
+            self.adapted = model
         return model
+
+    def names_in_files(self, model):
+        """A function: name of a parameter of a Pretrained -> the names that it has in the library,
+        one of which files have."""
+        head = {"head": [f"{model.head_place}.weight"]}
+        others = [".".join(place) for place in model.bias_places]
+        head["bias"] = [f"{model.head_place}.bias", *others]
+        return lambda name: head.get(
+            name, [name.removeprefix("body.").replace(".base_layer.", ".")]
+        )
 
     def make_body(self, dropout=0.0):
         """The library's module with random weights."""
@@ -290,15 +318,18 @@ class Network:
         depth = tried.library_config().num_hidden_layers
         some = SimpleNamespace(n_layer=depth, shift=False)
         Pretrained(tried, body, some, self.rows, None).check()
+        if in_parts:  # modules hold each other in circles: free the memory now, not later
+            del body
+            gc.collect()
         self.is_checked = True
         return self
 
-    def load_base(self):
-        """Read the weights that the adapters of a run with --lora are for."""
+    def load_base(self, in_parts=False):
+        """Read the weights that adapters of a run with --lora are for; in_parts: as in `open`."""
         folder = Path(self.base["folder"])
         first = read(folder / "config.json", self.code is not None)
         first.folder = folder
-        self.weights = first.load().state_dict()
+        self.weights = first.open(True).weights if in_parts else first.load().state_dict()
 
     def load(self):
         """The library's module with the weights of `folder`; UserError if some are missing."""
@@ -564,7 +595,7 @@ class Pretrained(nn.Module):
         self.head_place = ""  # the name of the head in the body
         self.bias_places = []  # other names of its bias
         self.mask_vector = None  # with --lora: the embedding of [MASK]
-        self.frozen = None  # with --lora: the weights that are not trained
+        self.frozen = None  # with --lora: the names of parameters that are not trained
         body.config.use_cache = False
         takes = inspect.signature(body.forward).parameters
         self.cache_name = "cache" if "cache" in takes else "past_key_values"
@@ -688,6 +719,29 @@ class Pretrained(nn.Module):
             W = torch.cat((W, bias[:, None].to(W.dtype)), 1)
             h = F.pad(h, (0, 1), value=1.0)
         return self.ops.linear_cross_entropy(h, W, targets, weights)
+
+    # ---- With --lora, parameters are what is trained (support/lora.py)
+    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+        """As nn.Module's, without frozen ones; with recurse=False, as FSDP asks, with them."""
+        left_out = (self.frozen or ()) if recurse else ()
+        start = f"{prefix}." if prefix else ""
+        for name, p in super().named_parameters(prefix, recurse, remove_duplicate):
+            if name.removeprefix(start) not in left_out:
+                yield name, p
+
+    def state_dict(self, *args, prefix="", **more):
+        """As nn.Module's, without frozen ones."""
+        tensors = super().state_dict(*args, prefix=prefix, **more)
+        for name in self.frozen or ():
+            tensors.pop(prefix + name, None)
+        return tensors
+
+    def load_state_dict(self, tensors, strict=True, assign=False):
+        """As nn.Module's; frozen ones are not expected."""
+        return super().load_state_dict(tensors | self.frozen_tensors(), strict, assign)
+
+    def frozen_tensors(self):
+        return {name: self.get_parameter(name) for name in self.frozen or ()}
 
     # ---- Does it do what a View says?
     def check(self):
@@ -899,7 +953,7 @@ def open_network(config, folder):
         if network:
             network.is_resumed = True
         if network and network.base:
-            network.load_base()
+            network.load_base(in_parts=bool(config.shard))
         return network
     if not config.network:
         return None
@@ -1018,9 +1072,6 @@ def check(config):
         if getattr(config, name):
             kind = f"--network={config.network}, a network of others"
             raise UserError(f"--{name} does not work with {kind}, {why}; leave it out")
-    if config.lora and config.shard:
-        fix = "leave one of them out"
-        raise UserError(f"--lora={config.lora} and --shard cannot be combined yet; {fix}")
 
 
 def effects(config):

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import resource
 import shutil
 import signal
@@ -26,6 +25,7 @@ import torch
 from torch import distributed
 
 import mdlm
+from studies import held
 from support import cli, devices
 from support.training import checkpoint, muon, optimizers, shards
 
@@ -219,13 +219,6 @@ def muon_in_float32(silent=""):
         mdlm.generate = lambda model, x, *rest: x
 
 
-def peak():
-    """Bytes of memory that this process has had at most since the last call."""
-    status = Path("/proc/self/status").read_text()
-    Path("/proc/self/clear_refs").write_text("5")
-    return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) * 1024
-
-
 def measure(report, exactly=""):
     """No fault: write to report.RANK what this rank holds and sends, in bytes."""
     make_run = mdlm.make_run
@@ -238,26 +231,23 @@ def measure(report, exactly=""):
     if exactly:  # what is freed goes back to the system at once, which is slow
         ctypes.CDLL(None).mallopt(-3, 1 << 16)
 
-    def size(tensors):
-        return sum(shards.local(t).nbytes for t in tensors)
-
     def watched_run(*args):
-        peak()
-        before = peak()
+        held.peak()
+        before = held.peak()
         runs.append(make_run(*args))
-        figures["making"] = peak() - before
+        figures["making"] = held.peak() - before
         return runs[0]
 
     def watched_draw(*args):
-        peak()
-        figures["before"] = peak()
-        grads = [p.grad for p in runs[0].model.parameters() if p.grad is not None]
-        figures["reduced too early"] += size(grads)  # after a micro-batch that was not the last
+        held.peak()
+        figures["before"] = held.peak()
+        early = held.bytes_held(runs[0])["gradients"]  # after a micro-batch that was not the last
+        figures["reduced too early"] += early
         return draw_batch(*args)
 
     def watched_clip(*args):
-        figures["gradients"] = size([p.grad for p in args[0]])
-        figures["step"] = peak() - figures["before"]
+        figures["gradients"] = held.bytes_held(runs[0])["gradients"]
+        figures["step"] = held.peak() - figures["before"]
         return clip(*args)
 
     def watched_exchange(got, sent, sizes, splits, group):
@@ -267,10 +257,8 @@ def measure(report, exactly=""):
 
     def write():
         run = runs[0]
-        figures["weights"] = size(run.model.parameters())
-        figures["average"] = size(run.averaged.parameters())
-        slots = [s for optimizer in run.optimizers for s in optimizer.state.values()]
-        figures["moments"] = size([t for s in slots for t in s.values() if t.dim()])
+        kept = held.bytes_held(run)
+        figures.update({kind: kept[kind] for kind in ("weights", "average", "moments", "frozen")})
         figures["steps"] = run.step
         figures["parameters"] = sum(p.numel() for p in run.model.parameters())
         figures["matrices"] = sum(p.numel() for p in run.optimizers[0].param_groups[0]["params"])

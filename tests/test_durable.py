@@ -204,6 +204,7 @@ def test_new_files_beside_a_run_are_written(run):
 WRITERS = {
     *("mdlm.py", "eval.py", "bench.py", "lessons/checks.py", "studies/unchanged.py"),
     *("studies/adapt.py", "studies/figures.py", "studies/english.py", "studies/lengths.py"),
+    "studies/held.py",
     *("support/files.py", "support/outputs.py", "support/plots.py", "support/data/sources.py"),
     "support/training/log.py",
 }

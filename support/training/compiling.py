@@ -92,7 +92,7 @@ def compile_network(run, compiled, in_background=False):
     if run.world > 1 and not config.shard:
         run.network = torch.nn.parallel.DistributedDataParallel(
             run.network,
-            broadcast_buffers=False,  # they are equal: tables, and with --lora the frozen weights
+            broadcast_buffers=False,  # they are equal: tables
         )
     run.exchange = shards.exchanger(run.network)
     if graphs.can_record(run, compiled):

@@ -14,6 +14,8 @@ from support import cli, flags, terminal
 cli.start(__name__)
 
 import asyncio
+import bisect
+import contextlib
 import json
 import math
 import os
@@ -132,9 +134,12 @@ class Writer:
             raise Invalid(what, "prompt", status=422, code="context_length_exceeded")
 
     def around_gap(self, job, before, after):
-        """The texts before and after a gap, cut to the context if the Job says so."""
+        """The texts before and after a gap, cut if the Job says so: to what the tokenizer can
+        encode, and to the context."""
         L = self.filler.config.block_size
         if job.cut:
+            before = known_part(before, self.tokenizer, is_end=True)
+            after = known_part(after, self.tokenizer, is_end=False)
             room = L - min(job.max_tokens, max(1, L // 2))
             before, after = self.cut(before, after, room)
         gap = None
@@ -220,7 +225,7 @@ class Writer:
     def fill(self, model, segments, settings, job, tell):
         """The n likeliest fills, as `sample.py --infill --candidates=n` ranks them."""
         draws = None if job.logprobs is None else []
-        fills = self.ranked(model, segments, settings, job.n, job.max_tokens, draws)
+        fills = self.ranked(model, segments, settings, job.n, job.max_tokens, draws, job.reach)
         texts = []
         for i, found in enumerate(fills[: job.n]):
             parts = to_texts(found.segments, found.ids, self.tokenizer)
@@ -233,12 +238,13 @@ class Writer:
             tell(i, filled, texts[-1])
         return texts
 
-    def ranked(self, model, segments, settings, n, max_gap, draws):
-        """The n likeliest search.Fills, three for one; draws: a list, or None (see fill_gaps)."""
+    def ranked(self, model, segments, settings, n, max_gap, draws, reach=None):
+        """The n likeliest search.Fills, three for one; draws: a list, or None (see fill_gaps);
+        reach: as of hypotheses."""
         fill = partial(sample.fill_gaps, model, self.tokenizer, settings, draws=draws)
         candidates = n if n > 1 else 0
         limits = dict(max_gap=max_gap, draws=max(16, 6 * candidates))
-        limits |= dict(device=next(self.filler.parameters()).device)
+        limits |= dict(device=next(self.filler.parameters()).device, reach=reach)
         return hypotheses(model, self.tokenizer, segments, candidates or 3, fill, **limits)
 
     def filled_alone(self, found, tokens):
@@ -367,6 +373,23 @@ class Writer:
             if not is_given[i]
         ]
         return dict(tokens=tokens, given=is_given, frames=[frame])
+
+
+def known_part(text, tokenizer, is_end):
+    """The longest end of a text that the tokenizer can encode; if not is_end, its beginning."""
+
+    def part(n_cut):
+        return text[n_cut:] if is_end else text[: len(text) - n_cut]
+
+    def is_known(n_cut):
+        with contextlib.suppress(UserError):
+            tokenizer.encode_lossless(part(n_cut), after_gap=not is_end)
+            return True
+        return False
+
+    if is_known(0):
+        return text
+    return part(bisect.bisect_left(range(len(text)), True, key=is_known))
 
 
 def length_without_end(ids, tokenizer):

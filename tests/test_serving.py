@@ -568,6 +568,8 @@ def test_infill_of_llama_cpp(server, short_run, alone):
         "content": answer["content"],
         "timings/predicted_n": answer["tokens_predicted"],
     }
+    raw = post(f"{server.url}/infill", json=picks).text
+    assert re.search(r'^\s*{.*"content"\s*:"', raw), "llama.vim ignores what does not match this"
     none = body | dict(n_predict=0, input_prefix="", input_suffix="", temperature=0.0)
     assert post(f"{server.url}/infill", json=none).json()["content"] == ""
     long = body | dict(input_prefix="x = 1\n" * 40, input_suffix="\ny = 2" * 40, stream=True)
@@ -577,6 +579,27 @@ def test_infill_of_llama_cpp(server, short_run, alone):
         if line.startswith("data: ")
     ]
     assert events[-1]["stop"] is True and events[-1]["tokens_evaluated"] <= 32
+
+
+def test_infill_takes_what_the_tokenizer_knows_around_the_cursor(server):
+    """An editor's file may have characters that the model never saw; completions are strict."""
+
+    def content(before, after, **more):
+        body = dict(input_prefix=before, input_suffix=after, n_predict=3, seed=1) | more
+        return post(f"{server.url}/infill", json=body).json()["content"]
+
+    known = content("The ", " is")
+    assert content("caf\u2603 \u2603The ", " is\u2603 The\u2603") == known
+    assert content("\u2603", "", prompt="The ") == content("The ", "")
+    assert content("The \u2603", "\u2603") == content("", "")
+    r = post(f"{server.url}/v1/completions", json=dict(prompt="\u2603The ", suffix=" is"))
+    assert r.status_code == 400 and "\u2603" in r.json()["error"]["message"]
+
+
+def test_editors_wait_for_few_tokens_after_the_cursor():
+    job = of_infill(dict(input_prefix="a", input_suffix="b" * 99), Bounds())
+    assert job.reach == completions.REACH == 16
+    assert of_completion(dict(prompt="a", suffix="b"), Bounds()).reach is None
 
 
 @pytest.mark.parametrize(

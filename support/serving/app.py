@@ -182,12 +182,17 @@ def check_origin(server, headers):
 
 
 # ---- Answering
+def to_bytes(content):
+    """JSON without spaces, as llama.cpp writes it: llama.vim looks for '"content":"'."""
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
 def to_event(data):
-    return b"data: " + json.dumps(data).encode() + b"\n\n"
+    return b"data: " + to_bytes(data) + b"\n\n"
 
 
 async def send_json(send, status, content, headers=()):
-    body = json.dumps(content).encode()
+    body = to_bytes(content)
     await send_bytes(send, status, body, b"application/json", headers)
 
 

@@ -21,6 +21,7 @@ from support.flags import shown
 from support.guesses import NEAR
 
 MOST_STOPS = 4  # as OpenAI has it
+REACH = 16  # tokens after the cursor that rank the fills of an editor: the rest costs seconds
 MOST_STEPS = 1 << 13  # of a context; random numbers of all are drawn at once
 # Fields of /v1/completions that say nothing about the text.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -104,7 +105,8 @@ class Job:
     watch: bool = False  # show the text after each network call: of the page
     rank: bool = False  # show the likeliest fills: of the page
     fields: list | None = None  # of the answer of /infill, those that are returned; None: all
-    cut: bool = False  # cut what is before and after a gap to the context, instead of refusing it
+    cut: bool = False  # cut what is before and after a gap, instead of refusing it
+    reach: int | None = None  # tokens after a gap that count in the ranking of fills; None: all
 
     @property
     def must_match(self):
@@ -328,6 +330,7 @@ def of_infill(body, bounds):
         stream=truth(body, "stream"),
         fields=fields,
         cut=True,
+        reach=REACH,
     )
 
 

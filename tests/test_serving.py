@@ -37,6 +37,7 @@ from studies import serving as study
 from support.serving import engine as engines
 
 V = 11
+UNITS = ("n", "ms", "per_token_ms", "per_second")  # of the timings of llama.cpp
 PATIENCE = 120  # seconds, as the machine may have other work
 get, post, options, request = (
     partial(getattr(httpx, name), timeout=PATIENCE)
@@ -570,6 +571,9 @@ def test_infill_of_llama_cpp(server, short_run, alone):
     }
     raw = post(f"{server.url}/infill", json=picks).text
     assert re.search(r'^\s*{.*"content"\s*:"', raw), "llama.vim ignores what does not match this"
+    names = {f"timings/{what}_{unit}" for what in ("prompt", "predicted") for unit in UNITS}
+    plugin = body | dict(response_fields=[*names])  # it shows no numbers if one is missing
+    assert post(f"{server.url}/infill", json=plugin).json().keys() == names
     none = body | dict(n_predict=0, input_prefix="", input_suffix="", temperature=0.0)
     assert post(f"{server.url}/infill", json=none).json()["content"] == ""
     long = body | dict(input_prefix="x = 1\n" * 40, input_suffix="\ny = 2" * 40, stream=True)

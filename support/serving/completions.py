@@ -580,9 +580,12 @@ class Infill:
             generation_settings=dict(self.job.settings, n_predict=self.job.max_tokens),
             timings=dict(
                 prompt_n=self.prompt_tokens,
-                prompt_ms=0.0,
+                prompt_ms=0.0,  # each network call sees the prompt: none is spent on it alone
+                prompt_per_token_ms=0.0,
+                prompt_per_second=0.0,
                 predicted_n=text.tokens,
                 predicted_ms=ms,
+                predicted_per_token_ms=ms / max(1, text.tokens),
                 predicted_per_second=1e3 * text.tokens / max(ms, 1e-9),
             ),
         )

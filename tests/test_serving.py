@@ -23,10 +23,12 @@ from hypothesis import strategies as st
 
 import mdlm
 import sample
+import serve
 from support import kernels
+from support.errors import UserError
 from support.infill import merging
 from support.infill.padding import compute_once
-from support.serving import completions
+from support.serving import app, completions
 from support.serving.completions import Bounds, Invalid, of_completion, of_infill
 
 greenlet = pytest.importorskip("greenlet")
@@ -381,6 +383,34 @@ def test_first_stop_cuts():
     assert completions.cut_at("abc", ["x"]) == ("abc", "")
 
 
+@pytest.mark.parametrize(
+    "error, status, code",
+    [
+        (engines.Full(), 429, "queue_full"),
+        (engines.Closed(), 503, "stopping"),
+        (engines.TookTooLong(), 503, "time_limit"),
+        (MemoryError(), 503, "memory"),
+        (KeyError("secret"), 500, "failed"),
+    ],
+)
+def test_each_failure_has_its_status(error, status, code, capsys):
+    refused = app.explained(error)
+    assert (refused.status, refused.content["error"]["code"]) == (status, code)
+    assert ("retry-after" in refused.headers) == (code in ("queue_full", "stopping", "memory"))
+    assert "secret" not in str(refused) + capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [dict(objective="ar"), dict(block_length=4)], ids=str)
+def test_models_that_only_go_on_refuse_a_suffix(kind):
+    model = network(**kind)
+    writer = serve.Writer(model, model, mdlm.Tokenizer("char", list("abcdefghij"), True))
+    for body in (dict(prompt="a", suffix="b"), dict(infill="a█b"), dict(prompt="a", regex="b")):
+        with pytest.raises(UserError) as e:
+            writer.count(of_completion(body, Bounds()))
+        assert "gap" in str(e.value) and "\n" not in str(e.value)
+    assert writer.count(of_completion(dict(prompt="ab"), Bounds())) == 2
+
+
 # ---- A process, and clients
 def program_of(*argv):
     environment = os.environ | dict(OMP_NUM_THREADS="1")
@@ -535,15 +565,16 @@ def test_proofreading_is_that_of_python(server, short_run):
 
 def test_errors_are_those_of_openai(client, server):
     openai = pytest.importorskip("openai")
-    for kind, fields in (
-        (openai.BadRequestError, dict(prompt="The \u4e00")),  # a character that it does not know
-        (openai.BadRequestError, dict(prompt="a", temperature=-1)),
-        (openai.UnprocessableEntityError, dict(prompt="a", max_tokens=5000)),
-        (openai.NotFoundError, dict(prompt="a", model="gpt-9")),
+    for kind, param, fields in (
+        (openai.BadRequestError, None, dict(prompt="The \u4e00")),  # a character it does not know
+        (openai.BadRequestError, "temperature", dict(prompt="a", temperature=-1)),
+        (openai.UnprocessableEntityError, "max_tokens", dict(prompt="a", max_tokens=5000)),
+        (openai.NotFoundError, "model", dict(prompt="a", model="gpt-9")),
     ):
         with pytest.raises(kind) as e:
             client.completions.create(**dict(model="out") | fields)
         assert e.value.body["message"] and "--" not in e.value.body["message"]
+        assert e.value.body["param"] == param
 
 
 def test_models_health_and_metrics(client, server):

@@ -88,7 +88,9 @@ def explained(error):
     if isinstance(error, Invalid):
         return Refused(error.status, str(error), error.param, error.code)
     if isinstance(error, UserError):
-        return Refused(400, re.sub(r"--(?=\w)", "", str(error)))
+        sentence = re.sub(r"--(?=\w)", "", str(error))
+        name = sentence.partition("=")[0]
+        return Refused(400, sentence, name if name in completions.SETTINGS else None)
     if isinstance(error, Full):
         return Refused(429, "too many requests wait; try again later", code="queue_full", wait=1)
     if isinstance(error, Closed):

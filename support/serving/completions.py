@@ -126,8 +126,8 @@ def is_number(value):
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def whole(body, name, default, low, high):
-    """A whole number of a request, or its default if there is none."""
+def whole(body, name, default, low, high, where=""):
+    """A whole number of a request, or its default if there is none; where: the bounds hold."""
     value = body.get(name)
     if value is None:
         return default
@@ -135,7 +135,7 @@ def whole(body, name, default, low, high):
         value = int(value)
     if type(value) is not int or not low <= value <= high:
         is_large = type(value) is int and value > high
-        sentence = f"{name}={short(value)} must be a whole number from {low} to {high}"
+        sentence = f"{name}={short(value)} must be a whole number from {low} to {high}{where}"
         refuse(sentence, name, status=422 if is_large else 400)
     return value
 
@@ -279,7 +279,8 @@ def of_completion(body, bounds):
     )
     most = bounds.max_tokens if job.kind == "continue" else bounds.max_gap
     default = min(16, most)
-    job.max_tokens = whole(body, "max_tokens", default, 1, most)
+    where = "" if job.kind == "continue" else " for a gap"
+    job.max_tokens = whole(body, "max_tokens", default, 1, most, where)
     return job
 
 

@@ -134,12 +134,10 @@ class Writer:
             raise Invalid(what, "prompt", status=422, code="context_length_exceeded")
 
     def around_gap(self, job, before, after):
-        """The texts before and after a gap, cut if the Job says so: to what the tokenizer can
-        encode, and to the context."""
+        """The texts before and after a gap, cut to what the tokenizer knows and to the context if
+        the Job says so."""
         L = self.filler.config.block_size
         if job.cut:
-            before = known_part(before, self.tokenizer, is_end=True)
-            after = known_part(after, self.tokenizer, is_end=False)
             room = L - min(job.max_tokens, max(1, L // 2))
             before, after = self.cut(before, after, room)
         gap = None
@@ -156,22 +154,13 @@ class Writer:
         return segments
 
     def cut(self, before, after, room):
-        """The end of `before` and the begin of `after`, `room` tokens together: of `after` at most
-        a quarter, or what `before` leaves."""
-        ends = [self.tokenizer.encode(text) for text in (before, after)]
-        n_after = min(len(ends[1]), max(room // 4, room - len(ends[0])))
-        n_before = min(len(ends[0]), room - n_after)
-        # Cut at characters: what ids decode to may be encoded otherwise.
-        while n_before < len(self.tokenizer.encode(before)):
-            excess = len(self.tokenizer.encode(before)) - n_before
-            before = (
-                before[max(1, excess // 8) :] if self.tokenizer.kind != "char" else before[excess:]
-            )
-        while n_after < len(self.tokenizer.encode(after)):
-            excess = len(self.tokenizer.encode(after)) - n_after
-            after = (
-                after[: -max(1, excess // 8)] if self.tokenizer.kind != "char" else after[:-excess]
-            )
+        """The end of `before` and the beginning of `after`, `room` tokens together: of `after` at
+        most a quarter, or what `before` leaves."""
+        parts = partial(known_part, self.tokenizer)
+        before, n_before = parts(before, room, is_end=True)
+        after, n_after = parts(after, room, is_end=False)
+        after, n_after = parts(after, max(room // 4, room - n_before), is_end=False)
+        before, _ = parts(before, room - n_after, is_end=True)
         return before, after
 
     def count(self, job):
@@ -375,21 +364,28 @@ class Writer:
         return dict(tokens=tokens, given=is_given, frames=[frame])
 
 
-def known_part(text, tokenizer, is_end):
-    """The longest end of a text that the tokenizer can encode; if not is_end, its beginning."""
+def known_part(tokenizer, text, most, is_end):
+    """The longest end of a text, or beginning if not is_end, that the tokenizer can encode and that
+    has at most `most` tokens. Returns (this part, its tokens).
 
-    def part(n_cut):
-        return text[n_cut:] if is_end else text[: len(text) - n_cut]
+    The text may be a whole file: no more of it is encoded than may fit.
+    """
 
-    def is_known(n_cut):
+    def part(n):
+        return text[len(text) - n :] if is_end else text[:n]
+
+    def tokens(n):
+        """Those of part(n), or more than `most` if it cannot be encoded."""
         with contextlib.suppress(UserError):
-            tokenizer.encode_lossless(part(n_cut), after_gap=not is_end)
-            return True
-        return False
+            return len(tokenizer.encode_lossless(part(n), after_gap=not is_end))
+        return most + 1
 
-    if is_known(0):
-        return text
-    return part(bisect.bisect_left(range(len(text)), True, key=is_known))
+    high = max(1, most)  # characters, doubled until they are too many tokens
+    while high < len(text) and tokens(high) <= most:
+        high *= 2
+    high = min(high, len(text))
+    n = bisect.bisect_right(range(1, high + 1), most, key=tokens)
+    return part(n), tokens(n)
 
 
 def length_without_end(ids, tokenizer):

@@ -167,7 +167,7 @@ def all_texts(segments, max_gap, ends_open):
 
 
 def fills_of(model, segments, max_gap, draws, **more):
-    """{text: log p} of the fills that `hypotheses`, with settings `more`, finds where all are drawn."""
+    """{text: log p} of the fills that `hypotheses` finds where all are drawn; more: settings."""
     tokenizer = Tokenizer("char", list("abcd\n"), end=True)
     segments = [
         tokenizer.decode(segment) if isinstance(segment, list) else segment for segment in segments

@@ -631,6 +631,34 @@ def test_infill_takes_what_the_tokenizer_knows_around_the_cursor(server):
     assert r.status_code == 400 and "\u2603" in r.json()["error"]["message"]
 
 
+def test_of_a_long_file_no_more_is_encoded_than_may_fit(monkeypatch):
+    """It would take the time of all clients."""
+    model = network(block_size=32)
+    tokenizer = mdlm.Tokenizer("char", list("abcdefghij"), True)
+    writer = serve.Writer(model, model, tokenizer)
+    sizes = []
+    encode = tokenizer.encode_lossless
+
+    def watched(text, *args, **more):
+        sizes.append(len(text))
+        return encode(text, *args, **more)
+
+    monkeypatch.setattr(tokenizer, "encode_lossless", watched)
+    before = "abcde" * 10**5
+    after = "fghij" * 10**5
+    for texts, wanted in (
+        ((before, after), (before[-24:], after[:8])),
+        ((before, "fgh"), (before[-29:], "fgh")),
+        (("abc", after), ("abc", after[:29])),
+        (("ab", "fg"), ("ab", "fg")),
+        (("", ""), ("", "")),
+        (("abX" + "c" * 99, "gX" + after), ("c" * 31, "g")),
+        ((before + "X", "X" + after), ("", "")),
+    ):
+        assert writer.cut(*texts, 32) == wanted
+    assert max(sizes) <= 64 and sum(sizes) < 10**4
+
+
 def test_editors_wait_for_few_tokens_after_the_cursor():
     job = of_infill(dict(input_prefix="a", input_suffix="b" * 99), Bounds())
     assert job.reach == completions.REACH == 16

@@ -14,6 +14,8 @@ from support import cli, flags, terminal
 cli.start(__name__)
 
 import asyncio
+import bisect
+import contextlib
 import json
 import math
 import os
@@ -148,7 +150,8 @@ class Writer:
             raise Invalid(what, "prompt", status=422, code="context_length_exceeded")
 
     def around_gap(self, job, before, after):
-        """The texts before and after a gap, cut to the context if the Job says so."""
+        """The texts before and after a gap, cut to what the tokenizer knows and to the context if
+        the Job says so."""
         L = self.filler.config.block_size
         if job.cut:
             room = L - min(job.max_tokens, max(1, L // 2))
@@ -167,22 +170,13 @@ class Writer:
         return segments
 
     def cut(self, before, after, room):
-        """The end of `before` and the begin of `after`, `room` tokens together: of `after` at most
-        a quarter, or what `before` leaves."""
-        ends = [self.tokenizer.encode(text) for text in (before, after)]
-        n_after = min(len(ends[1]), max(room // 4, room - len(ends[0])))
-        n_before = min(len(ends[0]), room - n_after)
-        # Cut at characters: what ids decode to may be encoded otherwise.
-        while n_before < len(self.tokenizer.encode(before)):
-            excess = len(self.tokenizer.encode(before)) - n_before
-            before = (
-                before[max(1, excess // 8) :] if self.tokenizer.kind != "char" else before[excess:]
-            )
-        while n_after < len(self.tokenizer.encode(after)):
-            excess = len(self.tokenizer.encode(after)) - n_after
-            after = (
-                after[: -max(1, excess // 8)] if self.tokenizer.kind != "char" else after[:-excess]
-            )
+        """The end of `before` and the beginning of `after`, `room` tokens together: of `after` at
+        most a quarter, or what `before` leaves."""
+        parts = partial(known_part, self.tokenizer)
+        before, n_before = parts(before, room, is_end=True)
+        after, n_after = parts(after, room, is_end=False)
+        after, n_after = parts(after, max(room // 4, room - n_before), is_end=False)
+        before, _ = parts(before, room - n_after, is_end=True)
         return before, after
 
     def count(self, job):
@@ -236,7 +230,7 @@ class Writer:
     def fill(self, model, segments, settings, job, tell):
         """The n likeliest fills, as `sample.py --infill --candidates=n` ranks them."""
         draws = None if job.logprobs is None else []
-        fills = self.ranked(model, segments, settings, job.n, job.max_tokens, draws)
+        fills = self.ranked(model, segments, settings, job.n, job.max_tokens, draws, job.reach)
         texts = []
         for i, found in enumerate(fills[: job.n]):
             parts = to_texts(found.segments, found.ids, self.tokenizer)
@@ -249,12 +243,13 @@ class Writer:
             tell(i, filled, texts[-1])
         return texts
 
-    def ranked(self, model, segments, settings, n, max_gap, draws):
-        """The n likeliest search.Fills, three for one; draws: a list, or None (see fill_gaps)."""
+    def ranked(self, model, segments, settings, n, max_gap, draws, reach=None):
+        """The n likeliest search.Fills, three for one; draws: a list, or None (see fill_gaps);
+        reach: as of hypotheses."""
         fill = partial(sample.fill_gaps, model, self.tokenizer, settings, draws=draws)
         candidates = n if n > 1 else 0
         limits = dict(max_gap=max_gap, draws=max(16, 6 * candidates))
-        limits |= dict(device=next(self.filler.parameters()).device)
+        limits |= dict(device=next(self.filler.parameters()).device, reach=reach)
         return hypotheses(model, self.tokenizer, segments, candidates or 3, fill, **limits)
 
     def filled_alone(self, found, tokens):
@@ -383,6 +378,30 @@ class Writer:
             if not is_given[i]
         ]
         return dict(tokens=tokens, given=is_given, frames=[frame])
+
+
+def known_part(tokenizer, text, most, is_end):
+    """The longest end of a text, or beginning if not is_end, that the tokenizer can encode and that
+    has at most `most` tokens. Returns (this part, its tokens).
+
+    The text may be a whole file: no more of it is encoded than may fit.
+    """
+
+    def part(n):
+        return text[len(text) - n :] if is_end else text[:n]
+
+    def tokens(n):
+        """Those of part(n), or more than `most` if it cannot be encoded."""
+        with contextlib.suppress(UserError):
+            return len(tokenizer.encode_lossless(part(n), after_gap=not is_end))
+        return most + 1
+
+    high = max(1, most)  # characters, doubled until they are too many tokens
+    while high < len(text) and tokens(high) <= most:
+        high *= 2
+    high = min(high, len(text))
+    n = bisect.bisect_right(range(1, high + 1), most, key=tokens)
+    return part(n), tokens(n)
 
 
 def length_without_end(ids, tokenizer):

@@ -166,13 +166,13 @@ def all_texts(segments, max_gap, ends_open):
     return found
 
 
-def fills_of(model, segments, max_gap, draws):
-    """{text: log p} of the fills that `hypotheses` finds where all are drawn."""
+def fills_of(model, segments, max_gap, draws, **more):
+    """{text: log p} of the fills that `hypotheses` finds where all are drawn; more: settings."""
     tokenizer = Tokenizer("char", list("abcd\n"), end=True)
     segments = [
         tokenizer.decode(segment) if isinstance(segment, list) else segment for segment in segments
     ]
-    limits = dict(max_gap=max_gap, draws=draws)
+    limits = dict(max_gap=max_gap, draws=draws) | more
     found = search.hypotheses(model, tokenizer, segments, 10**6, draw_all, "cpu", **limits)
     shown = [templates.joined(templates.to_texts(f.segments, f.ids, tokenizer)) for f in found]
     assert len(set(shown)) == len(shown)
@@ -224,6 +224,18 @@ def test_logp_of_documents_of_given_lengths_is_the_chain_rule(segments):
             wanted[tokenizer.decode(ids)] = max(logp, wanted.get(tokenizer.decode(ids), -math.inf))
     draws = 4 * 30 * 25  # two lengths of up to 30 beginnings, 25 fills of a gap of two
     assert fills_of(model, segments, 2, draws) == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("reach", [0, 1, 9])
+def test_reach_counts_the_first_tokens_after_the_gap(reach):
+    model = random_world(2)
+    segments = [[0], None, [1, 2]]
+    wanted = {}
+    for ids, shown in all_texts(segments, 2, False):
+        counted = ids[: len(ids) - max(0, 2 - reach)]
+        wanted["".join("abcd\n"[i] for i in shown)] = chain_of(model, counted, 1, V)
+    found = fills_of(model, segments, 2, 5 * V**2, reach=reach)
+    assert found == pytest.approx(wanted, abs=1e-4)
 
 
 @pytest.mark.parametrize(

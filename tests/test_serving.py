@@ -23,10 +23,12 @@ from hypothesis import strategies as st
 
 import mdlm
 import sample
+import serve
 from support import kernels
+from support.errors import UserError
 from support.infill import merging
 from support.infill.padding import compute_once
-from support.serving import completions
+from support.serving import app, completions
 from support.serving.completions import Bounds, Invalid, of_chat, of_completion, of_infill
 
 greenlet = pytest.importorskip("greenlet")
@@ -37,6 +39,7 @@ from studies import serving as study
 from support.serving import engine as engines
 
 V = 11
+UNITS = ("n", "ms", "per_token_ms", "per_second")  # of the timings of llama.cpp
 PATIENCE = 120  # seconds, as the machine may have other work
 get, post, options, request = (
     partial(getattr(httpx, name), timeout=PATIENCE)
@@ -381,6 +384,34 @@ def test_first_stop_cuts():
     assert completions.cut_at("abc", ["x"]) == ("abc", "")
 
 
+@pytest.mark.parametrize(
+    "error, status, code",
+    [
+        (engines.Full(), 429, "queue_full"),
+        (engines.Closed(), 503, "stopping"),
+        (engines.TookTooLong(), 503, "time_limit"),
+        (MemoryError(), 503, "memory"),
+        (KeyError("secret"), 500, "failed"),
+    ],
+)
+def test_each_failure_has_its_status(error, status, code, capsys):
+    refused = app.explained(error)
+    assert (refused.status, refused.content["error"]["code"]) == (status, code)
+    assert ("retry-after" in refused.headers) == (code in ("queue_full", "stopping", "memory"))
+    assert "secret" not in str(refused) + capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [dict(objective="ar"), dict(block_length=4)], ids=str)
+def test_models_that_only_go_on_refuse_a_suffix(kind):
+    model = network(**kind)
+    writer = serve.Writer(model, model, mdlm.Tokenizer("char", list("abcdefghij"), True))
+    for body in (dict(prompt="a", suffix="bbbb"), dict(infill="a█bbbb")):
+        with pytest.raises(UserError) as e:
+            writer.count(of_completion(body, Bounds()))
+        assert "gap" in str(e.value) and "\n" not in str(e.value)
+    assert writer.count(of_completion(dict(prompt="ab"), Bounds())) == 2
+
+
 # ---- A process, and clients
 def program_of(*argv):
     environment = os.environ | dict(OMP_NUM_THREADS="1")
@@ -535,15 +566,16 @@ def test_proofreading_is_that_of_python(server, short_run):
 
 def test_errors_are_those_of_openai(client, server):
     openai = pytest.importorskip("openai")
-    for kind, fields in (
-        (openai.BadRequestError, dict(prompt="The \u4e00")),  # a character that it does not know
-        (openai.BadRequestError, dict(prompt="a", temperature=-1)),
-        (openai.UnprocessableEntityError, dict(prompt="a", max_tokens=5000)),
-        (openai.NotFoundError, dict(prompt="a", model="gpt-9")),
+    for kind, param, fields in (
+        (openai.BadRequestError, None, dict(prompt="The \u4e00")),  # a character it does not know
+        (openai.BadRequestError, "temperature", dict(prompt="a", temperature=-1)),
+        (openai.UnprocessableEntityError, "max_tokens", dict(prompt="a", max_tokens=5000)),
+        (openai.NotFoundError, "model", dict(prompt="a", model="gpt-9")),
     ):
         with pytest.raises(kind) as e:
             client.completions.create(**dict(model="out") | fields)
         assert e.value.body["message"] and "--" not in e.value.body["message"]
+        assert e.value.body["param"] == param
 
 
 def test_models_health_and_metrics(client, server):
@@ -569,6 +601,11 @@ def test_infill_of_llama_cpp(server, short_run, alone):
         "content": answer["content"],
         "timings/predicted_n": answer["tokens_predicted"],
     }
+    raw = post(f"{server.url}/infill", json=picks).text
+    assert re.search(r'^\s*{.*"content"\s*:"', raw), "llama.vim ignores what does not match this"
+    names = {f"timings/{what}_{unit}" for what in ("prompt", "predicted") for unit in UNITS}
+    plugin = body | dict(response_fields=[*names])  # it shows no numbers if one is missing
+    assert post(f"{server.url}/infill", json=plugin).json().keys() == names
     none = body | dict(n_predict=0, input_prefix="", input_suffix="", temperature=0.0)
     assert post(f"{server.url}/infill", json=none).json()["content"] == ""
     long = body | dict(input_prefix="x = 1\n" * 40, input_suffix="\ny = 2" * 40, stream=True)
@@ -578,6 +615,55 @@ def test_infill_of_llama_cpp(server, short_run, alone):
         if line.startswith("data: ")
     ]
     assert events[-1]["stop"] is True and events[-1]["tokens_evaluated"] <= 32
+
+
+def test_infill_takes_what_the_tokenizer_knows_around_the_cursor(server):
+    """An editor's file may have characters that the model never saw; completions are strict."""
+
+    def content(before, after, **more):
+        body = dict(input_prefix=before, input_suffix=after, n_predict=3, seed=1) | more
+        return post(f"{server.url}/infill", json=body).json()["content"]
+
+    known = content("The ", " is")
+    assert content("caf\u2603 \u2603The ", " is\u2603 The\u2603") == known
+    assert content("\u2603", "", prompt="The ") == content("The ", "")
+    assert content("The \u2603", "\u2603") == content("", "")
+    r = post(f"{server.url}/v1/completions", json=dict(prompt="\u2603The ", suffix=" is"))
+    assert r.status_code == 400 and "\u2603" in r.json()["error"]["message"]
+
+
+def test_of_a_long_file_no_more_is_encoded_than_may_fit(monkeypatch):
+    """It would take the time of all clients."""
+    model = network(block_size=32)
+    tokenizer = mdlm.Tokenizer("char", list("abcdefghij"), True)
+    writer = serve.Writer(model, model, tokenizer)
+    sizes = []
+    encode = tokenizer.encode_lossless
+
+    def watched(text, *args, **more):
+        sizes.append(len(text))
+        return encode(text, *args, **more)
+
+    monkeypatch.setattr(tokenizer, "encode_lossless", watched)
+    before = "abcde" * 10**5
+    after = "fghij" * 10**5
+    for texts, wanted in (
+        ((before, after), (before[-24:], after[:8])),
+        ((before, "fgh"), (before[-29:], "fgh")),
+        (("abc", after), ("abc", after[:29])),
+        (("ab", "fg"), ("ab", "fg")),
+        (("", ""), ("", "")),
+        (("abX" + "c" * 99, "gX" + after), ("c" * 31, "g")),
+        ((before + "X", "X" + after), ("", "")),
+    ):
+        assert writer.cut(*texts, 32) == wanted
+    assert max(sizes) <= 64 and sum(sizes) < 10**4
+
+
+def test_editors_wait_for_few_tokens_after_the_cursor():
+    job = of_infill(dict(input_prefix="a", input_suffix="b" * 99), Bounds())
+    assert job.reach == completions.REACH == 16
+    assert of_completion(dict(prompt="a", suffix="b"), Bounds()).reach is None
 
 
 @pytest.mark.parametrize(

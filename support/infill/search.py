@@ -258,7 +258,9 @@ def best_drawn(found, tried, drawn, n):
     return [row for row in found if row[-1] in kept]
 
 
-def hypotheses(model, tokenizer, segments, n, draw, device, max_gap=16, draws=16, expect=None):
+def hypotheses(
+    model, tokenizer, segments, n, draw, device, max_gap=16, draws=16, expect=None, reach=None
+):
     """Find the n likeliest of many fills of a template; return distinct Fills, the best first.
 
     segments: the template, as from templates.parse
@@ -272,6 +274,7 @@ def hypotheses(model, tokenizer, segments, n, draw, device, max_gap=16, draws=16
     draws: number of draws for each stretch and length; fewer for long gaps
     expect: called as expect(calls, stretch, stretches) with the largest number of network calls
         that stretch number `stretch` may still take
+    reach: tokens after the last gap that count in the ranking; None: all
 
     Of more than 4 lengths (n, if that is more) one call over all of them says which to fill, see
     lengths.py, and of these fills those are ranked that are the likeliest by their draws.
@@ -361,6 +364,8 @@ def hypotheses(model, tokenizer, segments, n, draw, device, max_gap=16, draws=16
         known = torch.tensor([fill.logp for fill in fills], dtype=torch.float64)
         if is_last and model.objective.lengths_are_given:
             known += length_logp(model)[stop]
+        if is_last and reach is not None and isinstance(segments[-1], str):
+            stop -= max(0, len(segments[-1].ids) - reach)
         n_texts = len(set(texts))
         n_kept = min(n_texts, n_kept)
         starts = torch.tensor(starts)

@@ -88,7 +88,9 @@ def explained(error):
     if isinstance(error, Invalid):
         return Refused(error.status, str(error), error.param, error.code)
     if isinstance(error, UserError):
-        return Refused(400, re.sub(r"--(?=\w)", "", str(error)))
+        sentence = re.sub(r"--(?=\w)", "", str(error))
+        name = sentence.partition("=")[0]
+        return Refused(400, sentence, name if name in completions.SETTINGS else None)
     if isinstance(error, Full):
         return Refused(429, "too many requests wait; try again later", code="queue_full", wait=1)
     if isinstance(error, Closed):
@@ -182,12 +184,17 @@ def check_origin(server, headers):
 
 
 # ---- Answering
+def to_bytes(content):
+    """JSON without spaces, as llama.cpp writes it: llama.vim looks for '"content":"'."""
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
 def to_event(data):
-    return b"data: " + json.dumps(data).encode() + b"\n\n"
+    return b"data: " + to_bytes(data) + b"\n\n"
 
 
 async def send_json(send, status, content, headers=()):
-    body = json.dumps(content).encode()
+    body = to_bytes(content)
     await send_bytes(send, status, body, b"application/json", headers)
 
 

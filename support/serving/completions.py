@@ -21,6 +21,7 @@ from support.flags import shown
 from support.guesses import NEAR
 
 MOST_STOPS = 4  # as OpenAI has it
+REACH = 16  # tokens after the cursor that rank the fills of an editor: the rest costs seconds
 MOST_STEPS = 1 << 13  # of a context; random numbers of all are drawn at once
 # Fields of /v1/completions that say nothing about the text.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -113,7 +114,8 @@ class Job:
     watch: bool = False  # show the text after each network call: of the page
     rank: bool = False  # show the likeliest fills: of the page
     fields: list | None = None  # of the answer of /infill, those that are returned; None: all
-    cut: bool = False  # cut what is before and after a gap to the context, instead of refusing it
+    cut: bool = False  # cut what is before and after a gap, instead of refusing it
+    reach: int | None = None  # tokens after a gap that count in the ranking of fills; None: all
 
     @property
     def goes_on(self):
@@ -138,8 +140,8 @@ def is_number(value):
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def whole(body, name, default, low, high):
-    """A whole number of a request, or its default if there is none."""
+def whole(body, name, default, low, high, where=""):
+    """A whole number of a request, or its default if there is none; where: the bounds hold."""
     value = body.get(name)
     if value is None:
         return default
@@ -147,7 +149,7 @@ def whole(body, name, default, low, high):
         value = int(value)
     if type(value) is not int or not low <= value <= high:
         is_large = type(value) is int and value > high
-        sentence = f"{name}={short(value)} must be a whole number from {low} to {high}"
+        sentence = f"{name}={short(value)} must be a whole number from {low} to {high}{where}"
         refuse(sentence, name, status=422 if is_large else 400)
     return value
 
@@ -288,7 +290,8 @@ def of_completion(body, bounds):
     )
     most = bounds.max_tokens if job.kind == "continue" else bounds.max_gap
     default = min(16, most)
-    job.max_tokens = whole(body, "max_tokens", default, 1, most)
+    where = "" if job.kind == "continue" else " for a gap"
+    job.max_tokens = whole(body, "max_tokens", default, 1, most, where)
     return job
 
 
@@ -386,6 +389,7 @@ def of_infill(body, bounds):
         stream=truth(body, "stream"),
         fields=fields,
         cut=True,
+        reach=REACH,
     )
 
 
@@ -677,9 +681,12 @@ class Infill:
             generation_settings=dict(self.job.settings, n_predict=self.job.max_tokens),
             timings=dict(
                 prompt_n=self.prompt_tokens,
-                prompt_ms=0.0,
+                prompt_ms=0.0,  # each network call sees the prompt: none is spent on it alone
+                prompt_per_token_ms=0.0,
+                prompt_per_second=0.0,
                 predicted_n=text.tokens,
                 predicted_ms=ms,
+                predicted_per_token_ms=ms / max(1, text.tokens),
                 predicted_per_second=1e3 * text.tokens / max(ms, 1e-9),
             ),
         )

@@ -157,6 +157,25 @@ def test_an_exported_encoder_never_draws_its_mask(kind, folder_of):
     assert model.bias[model.mask_id] == 1e3, "the run keeps its own"
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind, pads_move", [("bert", True), ("roberta", False), ("llama", False)])
+def test_padding_on_the_left_moves_learned_positions(kind, pads_move, folder_of):
+    """As docs/pretrained.md warns: LLaDA's padding; RoBERTa is moved by positions from 0 instead."""
+    model, _ = wrap(folder_of(kind), shift=False)
+    theirs = model.to_library()
+    ids = random_ids(model, 1, 9)
+    alone = theirs(input_ids=ids).logits
+    padded = torch.cat((torch.full((1, 3), theirs.config.pad_token_id), ids), 1)
+    is_text = (torch.arange(12) >= 3).long()[None]
+    found = theirs(input_ids=padded, attention_mask=is_text).logits[:, 3:]
+    assert torch.allclose(found, alone, atol=1e-4) != pads_move
+    placed = theirs(input_ids=ids, position_ids=torch.arange(9)[None]).logits
+    assert torch.allclose(placed, alone, atol=1e-4) != (kind == "roberta")
+    right = torch.cat((ids, torch.full((1, 3), theirs.config.pad_token_id)), 1)
+    found = theirs(input_ids=right, attention_mask=is_text.flip(1)).logits[:, :9]
+    assert torch.allclose(found, alone, atol=1e-4), "padding on the right is not seen"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("diffusers"), reason="no diffusers")
 @pytest.mark.parametrize("name", NETWORKS)

@@ -160,7 +160,7 @@ def test_an_exported_encoder_never_draws_its_mask(kind, folder_of):
 @torch.no_grad()
 @pytest.mark.parametrize("kind, pads_move", [("bert", True), ("roberta", False), ("llama", False)])
 def test_padding_on_the_left_moves_learned_positions(kind, pads_move, folder_of):
-    """As docs/pretrained.md warns: LLaDA's padding; RoBERTa is moved by positions from 0 instead."""
+    """As docs/pretrained.md warns of LLaDA's padding, and for RoBERTa of positions from 0."""
     model, _ = wrap(folder_of(kind), shift=False)
     theirs = model.to_library()
     ids = random_ids(model, 1, 9)

@@ -36,6 +36,7 @@ from support.data.seams import guarded
 from support.errors import UserError
 from support.flags import READS, WRITES, opt
 from support.kernels import reference
+from support.pretrained import CAUSAL, NEVER_DRAWN
 from support.training import runs, scores
 from support.training.checkpoint import default_run, read_newest
 from support.view import View
@@ -53,6 +54,7 @@ SOURCES += [reference.rotate, reference.prepare, reference.attention_ref]
 SOURCES += [view_of_documents, mdlm.RateEmbedding, mdlm.AdaLN, mdlm.no_rate, mdlm.no_scales]
 SOURCES += [mdlm.Layer, mdlm.Model]
 HELP_TO = "hf: for Hugging Face transformers; page: a web page (needs onnx, onnxscript and npm)"
+NEEDS = " It needs transformers 5.2 or newer: older versions ignore `is_causal` in config.json."
 # The settings that make the network.
 NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")
 
@@ -173,9 +175,11 @@ def card(folder, model, tokenizer, config, name):
     if config.network:
         network = model.network
         form = "card_network_ar.md" if config.objective == "ar" else "card_network.md"
-        fields |= dict(mask_id=model.mask_id, predict=predict_code(model))
+        fields |= dict(mask_id=model.mask_id, hook=hook_code(model))
         fields |= dict(auto=network.auto_class, kind=network.model_type, logits=true_logits(model))
-        fields |= dict(trust="", loads="it loads without code of others")
+        fields |= dict(trust="", loads="it loads without code of others", needs="")
+        if network.head == CAUSAL:
+            fields["needs"] = NEEDS
         if network.code:
             trust = ", trust_remote_code=True"
             fields |= dict(trust=trust, loads="its *.py files are those of the model before")
@@ -219,18 +223,18 @@ def true_logits(model):
     return f"model(x).logits[..., :{model.vocab_size}]"
 
 
-def predict_code(model):
-    """The lines of the card that give logits."""
-    lines = [f"logits = {true_logits(model)}"]
+def hook_code(model):
+    """The lines of the card that turn the library's output into logits of each token (B, T, V)."""
+    V = model.vocab_size
+    lines = [f"logits = output.logits[..., :{V}]"]
     if not model.head_place:
-        lines = ["h = model(x).last_hidden_state"]
-        weight = f"model.get_input_embeddings().weight[:{model.vocab_size}]"
-        lines.append(f"logits = h @ {weight}.T  # the embedding is the head")
+        lines = [f"weight = network.get_input_embeddings().weight[:{V}]"]
+        lines.append("logits = output.last_hidden_state @ weight.T  # the embedding is the head")
     if model.config.shift:
         shifted = "logits = torch.cat((logits[:, :1], logits[:, :-1]), 1)"
         lines.append(f"{shifted}  # a token is predicted at the one before it")
-    if model.mask_id < model.vocab_size:
-        lines.append(f"logits[..., {model.mask_id}] = -torch.inf  # [MASK] is never drawn")
+    if model.mask_id < V:
+        lines.append(f"logits[..., {model.mask_id}] = {NEVER_DRAWN:g}  # [MASK] is never drawn")
     return "\n".join(f"    {line}" for line in lines)
 
 

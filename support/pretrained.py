@@ -53,6 +53,7 @@ OLDEST = (5, 2)  # the oldest version of transformers whose decoders can be bidi
 MASKS = ("[MASK]", "<mask>", "<|mask|>")  # tokens that stand for a hidden one, in encoders
 MASKED, EMBEDDING, CAUSAL = "masked", "embedding", "causal"  # kinds of heads
 NEVER = -3e4  # logit of [MASK] in the loss: its probability is 0, and float16 can hold it
+NEVER_DRAWN = -1e4  # bias of [MASK] in exports: finite, so that guidance by others stays finite
 CLASSES = dict(masked="AutoModelForMaskedLM", causal="AutoModelForCausalLM", embedding="AutoModel")
 SIZES = dict(num_hidden_layers=1024, num_attention_heads=1024, hidden_size=1 << 16)
 SIZES |= dict(vocab_size=1 << 24)
@@ -853,6 +854,8 @@ class Pretrained(nn.Module):
         if self.frozen is not None:
             return lora.merge(self).to_library(end_id)
         body = copy.deepcopy(self.body)
+        rows = range(len(self.head_weight))
+        never = [i for i in rows if i >= self.vocab_size or i == self.mask_id]  # to be drawn
         if self.head_place:
             weight = body.get_input_embeddings().weight
             if self.head is not None:
@@ -862,6 +865,7 @@ class Pretrained(nn.Module):
             head.weight = weight
             if self.bias is not None:
                 head.bias = nn.Parameter(self.bias.detach().clone())
+                head.bias.data[never] = NEVER_DRAWN
             body.set_submodule(self.head_place, head)
             for name, key in self.bias_places:
                 body.get_submodule(name).register_parameter(key, head.bias)
@@ -872,12 +876,11 @@ class Pretrained(nn.Module):
         body.config.use_cache = settings.get("use_cache", False)
         is_causal = self.config.objective == "ar"
         setattr(body.config, SHIFT, self.config.shift or is_causal)
+        body.config.mask_token_id = self.mask_id
         if is_causal:
             ids = dict(bos_token_id=self.mask_id, eos_token_id=end_id)
             body.config.update(dict(is_causal=True) | ids)
             if body.can_generate():
-                rows = range(len(body.get_input_embeddings().weight))
-                never = [i for i in rows if i >= self.vocab_size or i == self.mask_id]
                 ids |= dict(pad_token_id=end_id, suppress_tokens=never)
                 body.generation_config.update(**ids, use_cache=body.config.use_cache)
         return body.eval()

@@ -524,7 +524,10 @@ def test_fine_tuning_goes_on_from_a_run_and_from_an_export(kind, flag, runs, som
         assert after.mask_id == before.mask_id
         theirs = before.state_dict()
         for key, p in after.state_dict().items():
-            assert torch.allclose(p, theirs[key], atol=1e-7), key
+            same = torch.isclose(p, theirs[key], atol=1e-7, rtol=1e-5)
+            if key == "bias":  # that of [MASK], which is not drawn, is another one in an export
+                same[before.mask_id] = True
+            assert same.all(), key
 
 
 @torch.no_grad()
@@ -604,8 +607,9 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
     ids, wanted = torch.load(folder.parent.parent / (folder.name + ".pt"))
     with torch.no_grad():
         for row, logits in zip(ids, wanted):
-            found = names["predict"](row[None])[0]
-            assert torch.allclose(found, logits, atol=1e-5, rtol=1e-5), folder
+            found = names["model"](row[None]).logits[0]
+            wanted = logits.clamp(min=-1e4)  # -inf of [MASK]
+            assert torch.allclose(found, wanted, atol=1e-5, rtol=1e-5), folder
     print("fine:", folder.name)
 """
 

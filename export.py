@@ -54,7 +54,7 @@ SOURCES += [reference.rotate, reference.prepare, reference.attention_ref]
 SOURCES += [view_of_documents, mdlm.RateEmbedding, mdlm.AdaLN, mdlm.no_rate, mdlm.no_scales]
 SOURCES += [mdlm.Layer, mdlm.Model]
 HELP_TO = "hf: for Hugging Face transformers; page: a web page (needs onnx, onnxscript and npm)"
-NEEDS = " It needs transformers 5.2 or newer: older versions ignore `is_causal` in config.json."
+NEEDS = " In transformers before 5.2 it is causal, since these ignore `is_causal` in config.json."
 # The settings that make the network.
 NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")
 

@@ -81,7 +81,7 @@ def exports(tmp_path_factory):
         (folder / "config.json").write_text(json.dumps(sizes | NETWORKS[name]))
         flags = [f"--network={folder}/config.json", f"--tokenizer={folder}/tokenizer.json"]
         flags += [f"--data={at}/text.txt", f"--out_dir={folder}/run", f"--block_size={T}"]
-        flags += ["--max_steps=200", "--optimizer=adamw", "--learning_rate=0.01"]
+        flags += ["--max_steps=300", "--optimizer=adamw", "--learning_rate=0.01"]
         flags += ["--batch_size=16", "--eval_windows=4", "--ema=0", "--log_interval=50"]
         flags += ["--shift"] * (name == SHIFTED)
         ours = ("--n_layer", "--n_head", "--n_embd", "--dropout")
@@ -113,7 +113,10 @@ def masked_texts(tokenizer, mask_id):
     return x0, xt
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * ("head" in name)) for name in NETWORKS],
+)
 def test_each_convention_reads_our_logits_and_fills_a_text(name, exports):
     """With the hook of the card at a token's own place; as loaded, by the convention of the run."""
     run, folder = exports(name)

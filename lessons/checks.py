@@ -143,7 +143,58 @@ def check_loss(loss):
     return "the mean over sequences of the mean cross-entropy over masked tokens, 0.1054 by hand"
 
 
-# ---- 3: BERT's rate or all rates
+# ---- 3: the network
+# Detects in attend: a causal mask, no division by the root of D, a softmax over the queries, no
+# softmax, queries and keys exchanged, heads mixed. In parameters: the row of [MASK] forgotten, its
+# column in the head, biases or positions forgotten, a convolution of all channels.
+def check_network(attend, parameters):
+    q, k, v = torch.randn(3, 2, 3, 5, 4)
+    before = [each.clone() for each in (q, k, v)]
+    result = attend(q, k, v)
+    demand(all(map(torch.equal, before, (q, k, v))), "attend changes q, k or v; work on copies")
+    good = isinstance(result, torch.Tensor) and result.shape == v.shape
+    demand(good, f"attend should return a tensor of shape (B, H, T, D), here {tuple(v.shape)}")
+    right = torch.nn.functional.scaled_dot_product_attention
+
+    def is_like(wanted):
+        return torch.allclose(result, wanted, atol=1e-4)
+
+    scores = q @ k.mT / 2
+    causal = "a causal mask: each position sees the earlier ones alone; here it sees all"
+    demand(not is_like(right(q, k, v, is_causal=True)), causal)
+    hint = "divide the products by the root of D, which is 2 here"
+    demand(not is_like((2 * scores).softmax(-1) @ v), f"the products are not divided: {hint}")
+    demand(not is_like((scores / 2).softmax(-1) @ v), f"the products are divided by D: {hint}")
+    why = "the weights of each query should sum to 1, here those of each key do: softmax(-1)"
+    demand(not is_like(scores.softmax(-2) @ v), why)
+    demand(not is_like(scores @ v), "the weights of a query do not sum to 1; take the softmax")
+    why = "queries and keys are exchanged: row i of the weights is of query i"
+    demand(not is_like(scores.mT.softmax(-1) @ v), why)
+    demand(is_like(right(q, k, v)), "attend differs from softmax(q k^T / root of D) v in each head")
+    for V, T, C, layers in ((65, 64, 128, 3), (10, 7, 4, 1)):
+        layer = (5 * C + C) + (3 * C * C + 3 * C) + (C * C + C) + (8 * C * C + 5 * C)
+        wanted = (V + 1) * C + T * C + layers * layer + C * V + V
+        called = f"parameters({V}, {T}, {C}, {layers})"
+        found = number(parameters(V, T, C, layers), "parameters")
+        named = {
+            "the embedding has a row for [MASK] too": C,
+            "the head has no column for [MASK]": -C - 1,
+            "the vectors of the T places are learned too": T * C,
+            "each linear map of a layer has a bias": layers * 9 * C,
+            "the head has a bias": V,
+            "the convolution has a bias": layers * C,
+            "the convolution has five numbers for each channel, no C x C matrix": layers
+            * (5 * C - 5 * C * C),
+            "there are several layers": (layers - 1) * layer,
+            "the convolution is forgotten": layers * 6 * C,
+        }
+        for why, difference in named.items():
+            demand(difference == 0 or found != wanted - difference, f"{called}: {why}")
+        demand(found == wanted, f"{called} gives {found:,.0f}, it should be {wanted:,}")
+    return "each position attends to all, and no parameter is forgotten"
+
+
+# ---- 4: BERT's rate or all rates
 # Detects: a sum, weights by rate, the mean of the values below 15 %, the first tenth.
 def check_rates(nelbo, shown):
     for ce in (
@@ -157,7 +208,7 @@ def check_rates(nelbo, shown):
     return "the bound is the mean over all rates; training at 15 % shows one of them"
 
 
-# ---- 4: the bound
+# ---- 5: the bound
 # Detects: the same weight for all subsets (each count should have the same weight), the empty set
 # counted, sums in place of means, unmasked tokens scored; bits by ln 2 the wrong way round.
 def check_bound(bound, bits):
@@ -185,7 +236,7 @@ def check_bound(bound, bits):
     return "equal to the enumeration, and for true conditionals to -log p(x) / T"
 
 
-# ---- 5: the reverse process
+# ---- 6: the reverse process
 # Detects: revealing with probability 1/steps, the likeliest token in place of a draw, a fixed
 # number, everything drawn in the first call, left to right, too many calls, x changed in place.
 def check_generate(generate):
@@ -251,7 +302,45 @@ def reverse_process(steps):
     return states
 
 
-# ---- 6: the error of too few steps
+# ---- 6: a draw from the likeliest tokens
+# Detects: a threshold for each token, the token that crosses the share left out, no division by
+# the sum, probabilities left in sorted order, the unlikeliest kept, p changed in place.
+def check_top_p(top_p):
+    p = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.02, 0.01, 0.95, 0.02]])
+    before = p.clone()
+    result = top_p(p, 0.6)
+    demand(torch.equal(p, before), "top_p changes p; work on a copy")
+    good = isinstance(result, torch.Tensor) and result.shape == p.shape
+    demand(good, f"top_p should return a tensor of shape {tuple(p.shape)}")
+    hint = "keep the likeliest tokens until they have the share together"
+    kept = (result > 0).tolist()
+    crossing = "0.4 alone has less than 0.6, so 0.3 is kept too"
+    why = f"the token with which the share is reached is left out: {crossing}"
+    demand(kept[0] != [False, True, False, False], why)
+    demand(all(map(any, kept)), f"of {p[0].tolist()} or {p[1].tolist()} none is kept: {hint}")
+    why = "the result is in sorted order; put each probability back where its token is"
+    demand(kept[0] != [True, True, False, False] or not kept[1][0], why)
+    demand(not kept[0][0], f"an unlikely token is kept: {hint}")
+    demand(not kept[0][2], f"more is kept than the share needs: {hint}")
+    why = "the probabilities that are kept do not sum to 1; divide by their sum"
+    demand(torch.allclose(result.sum(-1), torch.ones(2)), why)
+    found = ", ".join(f"{value:.3f}" for value in result[0])
+    wanted = "[0.1, 0.4, 0.2, 0.3] with a share of 0.6 gives [0, 0.571, 0, 0.429]"
+    right = torch.tensor([[0.0, 4 / 7, 0.0, 3 / 7], [0.0, 0.0, 1.0, 0.0]])
+    demand(torch.allclose(result, right, atol=1e-4), f"{wanted}, here [{found}]")
+    p = torch.softmax(3 * torch.randn(50, 9), -1)
+    ordered, order = p.sort(-1, descending=True)
+    kept = ordered * (ordered.cumsum(-1) - ordered < 0.8)
+    right = torch.zeros_like(p).scatter(-1, order, kept)
+    right = right / right.sum(-1, keepdim=True)
+    why = "in 50 rows drawn at random some probabilities differ"
+    demand(torch.allclose(top_p(p, 0.8), right, atol=1e-4), f"{why}: {hint}")
+    whole = torch.allclose(top_p(p, 1.0), p, atol=1e-4)
+    demand(whole, "with a share of 1 all tokens are kept, here some are not")
+    return "the likeliest tokens that have the share together, divided by their sum"
+
+
+# ---- 7: the error of too few steps
 # Detects: no factor 1/2, the largest difference, a divergence, marginals swapped.
 def check_parallel(parallel_error):
     hint = "half the sum of |p(a, b) - p(a) p(b)|"
@@ -265,7 +354,57 @@ def check_parallel(parallel_error):
     return "the share of texts that two draws in one call get wrong"
 
 
-# ---- 7: the probability of a fill
+# ---- 7: an order of one's own
+# Detects: the most doubtful first, the visible chosen, the same for all texts, another number, the
+# likeliest token in place of the entropy, an entropy that is nan where a probability is 0.
+def check_order(choose):
+    p = torch.zeros(2, 4, 4)
+    p[0] = torch.tensor([[0.5, 0.5, 0, 0], [0.6, 0.2, 0.1, 0.1], [0.25] * 4, [1, 0, 0, 0]])
+    p[1] = p[0].flip(0)
+    masked = torch.tensor([[True, True, True, False], [False, True, True, True]])
+    before = masked.clone()
+    chosen = choose(p, masked, 1)
+    demand(torch.equal(masked, before), "choose changes masked; work on a copy")
+    good = isinstance(chosen, torch.Tensor) and chosen.dtype == torch.bool
+    demand(good and chosen.shape == masked.shape, "choose should return (B, T) bool, as masked is")
+    demand(not (chosen & ~masked).any(), "a visible token is chosen; choose among the masked ones")
+    counts = chosen.sum(1).tolist()
+    demand(counts == [1, 1], f"n is 1, but {counts} tokens of the two texts are chosen")
+    places = chosen.int().argmax(1).tolist()
+    hint = "choose where the entropy, -sum p ln p, is lowest"
+    demand(places != [2, 1], f"the most doubtful place is chosen: {hint}")
+    why = "the place with the likeliest token is chosen, but another has less entropy (0 ln 0 is 0)"
+    demand(places != [1, 2], f"{why}: {hint}")
+    demand(places == [0, 3], f"the places {places} are chosen, they should be [0, 3]: {hint}")
+    p = torch.softmax(3 * torch.randn(20, 12, 7), -1)
+    masked = torch.rand(20, 12).argsort(1) < 8
+    entropy = (-p * p.log()).sum(-1).masked_fill(~masked, torch.inf)
+    right = torch.zeros_like(masked).scatter(1, entropy.topk(3, largest=False).indices, True)
+    why = "with three places in each of 20 texts some are others"
+    demand(torch.equal(choose(p, masked, 3), right), f"{why}: {hint}")
+    return "the places where the distribution has the lowest entropy"
+
+
+# ---- 7: a sweep of steps
+# Detects: an index, the last value taken for the best, a fixed bar, the best itself.
+def check_sweep(fewest):
+    steps = [8, 16, 32, 64, 128, 256]
+    for share, quality, wanted in (
+        (0.5, [0.0, 0.1, 0.3, 0.45, 0.76, 0.8], 64),
+        (0.95, [0.0, 0.1, 0.3, 0.6, 0.76, 0.8], 128),
+        (1.0, [0.1, 0.2, 0.9, 0.88, 0.91, 0.6], 128),
+        (0.9, [0.1, 0.9, 0.7, 0.8, 0.9, 1.0], 16),
+    ):
+        result = number(fewest(steps, list(quality), share), "fewest")
+        called = f"fewest({steps}, {quality}, {share})"
+        index = steps.index(wanted)
+        demand(result != index, f"{called} gives {index}, an index; return the number of steps")
+        hint = "the smallest number of steps whose quality is at least share times the best one"
+        demand(result == wanted, f"{called} gives {result:g}, it should be {wanted}: {hint}")
+    return "the fewest steps that give this share of the best quality"
+
+
+# ---- 8: the probability of a fill
 # Detects: all gaps from one call, the fill left in sight, a mean, probabilities in place of logs.
 def check_fill(log_fill):
     for model in (table_model, exact_model):
@@ -287,7 +426,36 @@ def check_fill(log_fill):
     return "the chain rule: the probabilities of all fills of a gap sum to 1"
 
 
-# ---- 8: the autoregressive twin
+# ---- 8: confidence by position
+# Detects: logits, a softmax over positions, each mask asked alone, the visible tokens' predictions,
+# x changed in place.
+def check_confidence(confidence):
+    x = torch.tensor([MASK, 1, MASK])
+    before = x.clone()
+    calls = []
+
+    def model(xt):
+        calls.append(xt.clone())
+        return table_model(xt)
+
+    result = confidence(model, x, MASK)
+    demand(torch.equal(x, before), "confidence changes x; work on a copy")
+    good = isinstance(result, torch.Tensor) and result.shape == x.shape
+    demand(good, "confidence should return a tensor of shape (T,)")
+    hint = "one call shows the model x as it is, with all of its masks"
+    demand(len(calls) == 1 and torch.equal(calls[0], x[None]), f"{len(calls)} calls: {hint}")
+    demand(result[1] == 1, "a visible token is given, so it is certain: its confidence is 1")
+    logits = table_model(x[None])[0]
+    why = "the largest logit is no probability; take the softmax first"
+    demand(not torch.allclose(result[[0, 2]].double(), logits.amax(-1)[[0, 2]]), why)
+    p = logits.softmax(-1)
+    for i in (0, 2):
+        hint = "the largest of the V probabilities at this position"
+        close(result[i], p[i].max().item(), f"at position {i} the confidence", hint)
+    return "the probability of the likeliest token at each mask, from one call"
+
+
+# ---- 9: the autoregressive twin
 # Detects: no shift or a roll (the model sees what it predicts), a shift to the left, the first
 # token not scored, a sum over tokens.
 def check_autoregressive(ar_inputs, nll):
@@ -313,7 +481,7 @@ def check_autoregressive(ar_inputs, nll):
     return "each token is predicted from the earlier ones alone, and all are scored"
 
 
-# ---- 9: from BERT to a writer
+# ---- 10: from BERT to a writer
 # Detects: no shift, a shift the wrong way, a roll (the last row wraps around), a first token that
 # another document or text predicts, T - 1 rows, [MASK] that can be drawn, logits changed in place;
 # a mask row of zeros, of one token, in front, a mean of each row, the embedding changed.
@@ -380,7 +548,7 @@ def check_embedding(result, embedding):
     demand(good, "the row of [MASK] is not the mean of the V others, taken for each of C numbers")
 
 
-# ---- 10: gaps that must match
+# ---- 11: gaps that must match
 # Detects in backward: states that do not accept at the end, the largest term in place of the sum, a
 # state that accepts counted before the gap is full, p left out, its rows from the wrong end, tokens
 # that lead to one state counted once, rows divided by a number. In draw: no filter (dead ends), b
@@ -574,17 +742,19 @@ def check_matching(backward, draw):
     return "every fill matches, as often as the product of the marginals says of those that match"
 
 
+# The exercises of each lesson: what checks them, and the functions that they ask for.
 CHECKS = {
-    1: (check_mask, "mask"),
-    2: (check_loss, "loss"),
-    3: (check_rates, "nelbo", "shown"),
-    4: (check_bound, "bound", "bits"),
-    5: (check_generate, "generate"),
-    6: (check_parallel, "parallel_error"),
-    7: (check_fill, "log_fill"),
-    8: (check_autoregressive, "ar_inputs", "nll"),
-    9: (check_decoder, "align", "add_mask_row"),
-    10: (check_matching, "backward", "draw"),
+    1: [(check_mask, "mask")],
+    2: [(check_loss, "loss")],
+    3: [(check_network, "attend", "parameters")],
+    4: [(check_rates, "nelbo", "shown")],
+    5: [(check_bound, "bound", "bits")],
+    6: [(check_generate, "generate"), (check_top_p, "top_p")],
+    7: [(check_parallel, "parallel_error"), (check_order, "choose"), (check_sweep, "fewest")],
+    8: [(check_fill, "log_fill"), (check_confidence, "confidence")],
+    9: [(check_autoregressive, "ar_inputs", "nll")],
+    10: [(check_decoder, "align", "add_mask_row")],
+    11: [(check_matching, "backward", "draw")],
 }
 
 
@@ -604,19 +774,34 @@ def load(path):
     return module
 
 
+def choose_exercises(lesson, module, name):
+    """The exercises of a lesson that the file answers: [(check, functions)], at least one."""
+    exercises = []
+    for check_answer, *asked in CHECKS[lesson]:
+        functions = [getattr(module, each, None) for each in asked]
+        if any(map(inspect.isfunction, functions)):
+            exercises.append((check_answer, asked, functions))
+    if not exercises:
+        asked = " or ".join(each[1] for each in CHECKS[lesson])
+        raise Unusable(f"{name} has no function {asked}; lesson {lesson} asks for it")
+    for _, asked, functions in exercises:
+        for each, function in zip(asked, functions, strict=True):
+            if not inspect.isfunction(function):
+                raise Unusable(f"{name} has no function {each}; lesson {lesson} asks for it")
+    return [(check_answer, functions) for check_answer, _, functions in exercises]
+
+
 def check(lesson, path):
     """Check the file; return what is right in it, or raise Wrong or Unusable."""
     name = Path(path).name
-    function, *asked = CHECKS[lesson]
     random.seed(lesson)
     torch.manual_seed(lesson)
     try:
-        module = load(path)
-        for asked_for in asked:
-            if not inspect.isfunction(getattr(module, asked_for, None)):
-                raise Unusable(f"{name} has no function {asked_for}; lesson {lesson} asks for it")
-        torch.manual_seed(lesson)
-        return function(*(getattr(module, asked_for) for asked_for in asked))
+        said = []
+        for check_answer, functions in choose_exercises(lesson, load(path), name):
+            torch.manual_seed(lesson)
+            said.append(check_answer(*functions))
+        return "; ".join(said)
     except (Wrong, Unusable):
         raise
     except SyntaxError as e:

@@ -59,7 +59,7 @@ class Model(nn.Module):
 def compute_loss(model, x0):
     """Mask l random characters of each text, l uniform on {1..T}: the mean is the NELBO."""
     l = torch.randint(1, x0.shape[1] + 1, (len(x0), 1))  # noqa: E741
-    hide = torch.rand(x0.shape).argsort(1).argsort(1) < l  # the first l in a random order
+    hide = torch.rand(x0.shape).argsort(1) < l  # rows: random orders of 0 .. T - 1
     xt = torch.where(hide, model.mask_id, x0)
     ce = F.cross_entropy(model(xt).mT, x0, reduction="none")  # (B, T)
     return (ce * hide / l).sum(1).mean()

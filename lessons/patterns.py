@@ -29,6 +29,7 @@ from support.flags import Parser, first_line
 from support.plots import check_picture, write_figure
 
 STEPS = (1, 2, 4, 8, 16, 32)
+SHOWN = 16  # sequences in the picture, at most
 SAMPLERS = {
     "default": {},
     "random order": dict(order="random", correct=0),
@@ -107,13 +108,17 @@ def draw(fractions, speeds, shown, path):
     symbols = sorted(set("".join(text for texts in shown for text in texts)))
     grids = bottom.subplots(1, len(STEPS))
     for axis, steps, texts in zip(grids, STEPS, shown):
-        rows = [[symbols.index(c) for c in text[:24]] for text in texts[:16]]
+        texts = texts[:SHOWN]
+        rows = [[symbols.index(c) for c in text[:24]] for text in texts]
         axis.imshow(rows, cmap="tab20", vmin=0, vmax=19, aspect="auto")
-        axis.set_yticks(range(16), ["✓" if is_pattern(text) else "✗" for text in texts[:16]])
+        marks = ["✓" if is_pattern(text) else "✗" for text in texts]
+        axis.set_yticks(range(len(texts)), marks)
         axis.tick_params(length=0, labelsize=8)
         axis.set(xticks=[], title=f"{steps} step{'s' * (steps > 1)}")
         axis.title.set_fontsize(9)
-    bottom.suptitle("16 sequences each, their first 24 symbols, default sampler", fontsize=10)
+    n = len(shown[0][:SHOWN])
+    title = f"{n} sequence{'s' * (n > 1)} each, their first 24 symbols, default sampler"
+    bottom.suptitle(title, fontsize=10)
     write_figure(fig, path)
 
 
@@ -126,8 +131,8 @@ def main(argv):
     args = parser.parse_args(argv)
     outputs.check("PICTURE", args.picture, dict(RUN=args.run))
     check_picture("PICTURE", args.picture)  # before the work
-    if args.seeds < 1 or args.sequences < 16:
-        raise UserError("give --seeds of at least 1 and --sequences of at least 16")
+    if args.seeds < 1 or args.sequences < 1:
+        raise UserError("give --seeds and --sequences of at least 1")
     model, tokenizer, config = mdlm.load(args.run)
     if config.data != "patterns":
         raise UserError(f"{args.run} learned {config.data}; give a run with --data=patterns")

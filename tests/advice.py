@@ -2275,9 +2275,9 @@ ADVICE["minimal.py"] = [
 
 ADVICE["patterns.py"] = [
     (
-        "give --seeds of at least 1 and --sequences of at least 16",
+        "give --seeds and --sequences of at least 1",
         "patterns {patterns} {tmp}/p.png --seeds=0",
-        "patterns {patterns} {tmp}/p.png --seeds=1 --sequences=16",
+        "patterns {patterns} {tmp}/p.png --seeds=1 --sequences=1",
     ),
     (
         "{} learned {}; give a run with --data=patterns",

@@ -40,252 +40,309 @@ def load(name):
 check = load("check")
 checks = load("checks")
 
-RIGHT = {
-    1: """
-import torch
-def mask(x0, l, mask_id):
-    order = torch.rand(x0.shape).argsort(1).argsort(1)
-    return torch.where(order < l, mask_id, x0)
-""",
-    2: """
-import torch.nn.functional as F
-def loss(logits, x0, xt, mask_id):
-    hidden = xt == mask_id
-    ce = F.cross_entropy(logits.mT, x0, reduction="none")
-    return ((ce * hidden).sum(1) / hidden.sum(1)).mean()
-""",
-    3: """
-def nelbo(ce):
-    return sum(ce) / len(ce)
-def shown(ce):
-    return ce[1]
-""",
-    4: """
-import itertools, math
-def bound(log_p, x, mask_id):
-    T = len(x)
-    total = 0
-    for l in range(1, T + 1):
-        sets = list(itertools.combinations(range(T), l))
-        for hide in sets:
-            hide = list(hide)
-            xt = x.clone()
-            xt[hide] = mask_id
-            total -= log_p(xt)[hide, x[hide]].mean() / len(sets)
-    return total / T
-def bits(nats, tokens, characters):
-    return nats * tokens / characters / math.log(2)
-""",
-    5: """
-import torch
-def generate(model, x, mask_id, steps):
-    x = x.clone()
-    for s in range(steps, 0, -1):
-        now = (x == mask_id) & (torch.rand(x.shape) < 1 / s)
-        if now.any():
-            p = model(x)[now].softmax(-1)
-            x[now] = torch.multinomial(p, 1)[:, 0]
-    return x
-""",
-    6: """
-def parallel_error(p):
-    product = p.sum(1, keepdim=True) * p.sum(0, keepdim=True)
-    return (p - product).abs().sum() / 2
-""",
-    7: """
-import torch
-def log_fill(model, x, fill, mask_id):
-    x = x.clone()
-    total = 0
-    for token in fill:
-        i = int((x == mask_id).nonzero()[0])
-        total += model(x[None])[0, i].log_softmax(-1)[token]
-        x[i] = token
-    return total
-""",
-    8: """
-import torch
-import torch.nn.functional as F
-def ar_inputs(x, bos):
-    return torch.cat((torch.full_like(x[:, :1], bos), x[:, :-1]), 1)
-def nll(model, x, bos):
-    return F.cross_entropy(model(ar_inputs(x, bos)).mT, x)
-""",
-    9: """
-import torch
-def align(logits, at):
-    rows = torch.arange(at.shape[1]) - (at > 0).long()
-    return logits.take_along_dim(rows[..., None], 1)[..., :-1]
-def add_mask_row(embedding):
-    return torch.cat((embedding, embedding.mean(0, keepdim=True)))
-""",
-    10: """
-import torch
-def backward(p, next, accepts):
-    b = [accepts.to(p.dtype)]
-    for row in p.flip(0):
-        b.insert(0, (row * b[0][next]).sum(1))
-    return torch.stack(b)
-def draw(p, next, b):
-    fill = []
-    q = 0
-    for i in range(len(p)):
-        weight = p[i] * b[i + 1][next[q]]
-        v = int(torch.multinomial(weight, 1))
-        fill.append(v)
-        q = next[q, v]
-    return fill
-""",
+# The right answers: lessons/solutions/NAME.py, by the lesson that asks for them.
+LESSON_OF = {
+    "mask": 1,
+    "loss": 2,
+    "network": 3,
+    "rates": 4,
+    "bound": 5,
+    "reverse": 6,
+    "nucleus": 6,
+    "parallel": 7,
+    "order": 7,
+    "sweep": 7,
+    "fill": 8,
+    "sure": 8,
+    "twin": 9,
+    "decoder": 10,
+    "match": 11,
 }
-# The usual mistakes: lesson, what is replaced in the right answer, by what, a word of the sentence.
+RIGHT = {name: (LESSONS / "solutions" / f"{name}.py").read_text("utf-8") for name in LESSON_OF}
+# The usual mistakes: solution, what is replaced in it, by what, a word of the sentence.
 WRONG = {
-    "bernoulli": (1, "order < l", "torch.rand(x0.shape) < l / x0.shape[1]", "exactly l"),
-    "one order for all": (1, "torch.rand(x0.shape)", "torch.rand(x0[:1].shape)", "equally"),
-    "the first l": (1, "order < l", "torch.arange(x0.shape[1]) < l", "equally"),
-    "in place": (1, "torch.where(order < l,", "x0.masked_fill_(order < l, mask_id) #", "copy"),
+    "bernoulli": ("mask", "order < l", "torch.rand(x0.shape) < l / x0.shape[1]", "exactly l"),
+    "one order for all": ("mask", "torch.rand(x0.shape)", "torch.rand(x0[:1].shape)", "equally"),
+    "the first l": ("mask", "order < l", "torch.arange(x0.shape[1]) < l", "equally"),
+    "in place": ("mask", "torch.where(order < l,", "x0.masked_fill_(order < l, mask_id) #", "copy"),
     "a run of neighbours": (
-        1,
-        ".argsort(1).argsort(1)",
+        "mask",
+        ".argsort(1)",
         ".argmax(1, True).add(torch.arange(x0.shape[1])) % x0.shape[1]",
         "equally",
     ),
-    "masks shifted": (1, "mask_id, x0", "mask_id, x0.roll(1, 1)", "has changed"),
-    "divided by the batch's masks": (2, "/ hidden.sum(1)).mean()", ").sum() / hidden.sum()", "own"),
-    "divided by all tokens": (2, ".sum(1) / hidden.sum(1)).mean()", ").mean()", "ln(1 / 0.9)"),
-    "all tokens scored": (2, "hidden = xt == mask_id", "hidden = xt > -1", "ln(1 / 0.9)"),
-    "bits": (2, "ce = F", "ce = 1.4427 * F", "ln(1 / 0.9)"),
-    "no gradient": (2, ".mean()", ".mean().item()", "gradient"),
-    "a sum": (3, " / len(ce)", "", "plain mean"),
-    "weights by rate": (3, "sum(ce)", "sum(c / (i + 0.5) for i, c in enumerate(ce))", "plain"),
-    "the first tenth": (3, "ce[1]", "ce[0]", "second tenth"),
-    "the mean of the first two": (3, "ce[1]", "(ce[0] + ce[1]) / 2", "second tenth"),
-    "all sets alike": (4, "/ len(sets)", "/ 7 * 3", "mean over sets"),
-    "sums over positions": (4, ".mean() /", ".sum() /", "bound of"),
-    "the textbook weight forgotten": (4, "return total / T", "return total", "bound of"),
-    "bits the other way": (4, "/ math.log(2)", "* math.log(2)", "ln 2"),
-    "tokens the other way": (4, "tokens / characters", "characters / tokens", "shared by all"),
-    "one over steps": (5, "1 / s)", "1 / steps)", "left at the end"),
-    "one over steps, then all": (5, "< 1 / s)", "< (1 / steps if s > 1 else 1))", "1/s"),
-    "the likeliest": (5, "torch.multinomial(p, 1)[:, 0]", "p.argmax(-1)", "too rarely"),
+    "masks shifted": ("mask", "mask_id, x0", "mask_id, x0.roll(1, 1)", "has changed"),
+    "divided by the batch's masks": (
+        "loss",
+        "/ hidden.sum(1)).mean()",
+        ").sum() / hidden.sum()",
+        "own",
+    ),
+    "divided by all tokens": ("loss", ".sum(1) / hidden.sum(1)).mean()", ").mean()", "ln(1 / 0.9)"),
+    "all tokens scored": ("loss", "hidden = xt == mask_id", "hidden = xt > -1", "ln(1 / 0.9)"),
+    "bits": ("loss", "ce = F", "ce = 1.4427 * F", "ln(1 / 0.9)"),
+    "no gradient": ("loss", ".mean()", ".mean().item()", "gradient"),
+    "a causal mask": (
+        "network",
+        "scores.softmax",
+        "scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf).softmax",
+        "causal",
+    ),
+    "not scaled": ("network", " / q.shape[-1] ** 0.5", "", "not divided"),
+    "scaled by D": ("network", " ** 0.5", "", "divided by D"),
+    "a softmax over queries": ("network", ".softmax(-1)", ".softmax(-2)", "each key"),
+    "no softmax": ("network", ".softmax(-1)", "", "take the softmax"),
+    "keys ask": ("network", "q @ k.mT", "k @ q.mT", "exchanged"),
+    "heads mixed": ("network", "scores.softmax", "scores.mean(1, True).softmax", "in each head"),
+    "no row for [MASK]": ("network", "(V + 1) * C", "V * C", "row for [MASK]"),
+    "a column for [MASK]": ("network", "C * V + V", "C * (V + 1) + V + 1", "no column"),
+    "no positions": ("network", " + T * C", "", "places"),
+    "no biases": ("network", "(near + attention", "(near - 9 * C + attention", "has a bias"),
+    "a dense convolution": ("network", "5 * C + C", "5 * C * C + C", "no C x C"),
+    "one layer": ("network", "layers * (near", "(near", "several"),
+    "a sum": ("rates", " / len(ce)", "", "plain mean"),
+    "weights by rate": (
+        "rates",
+        "sum(ce)",
+        "sum(c / (i + 0.5) for i, c in enumerate(ce))",
+        "plain",
+    ),
+    "the first tenth": ("rates", "ce[1]", "ce[0]", "second tenth"),
+    "the mean of the first two": ("rates", "ce[1]", "(ce[0] + ce[1]) / 2", "second tenth"),
+    "all sets alike": ("bound", "/ len(sets)", "/ 7 * 3", "mean over sets"),
+    "sums over positions": ("bound", ".mean() /", ".sum() /", "bound of"),
+    "the textbook weight forgotten": ("bound", "return total / T", "return total", "bound of"),
+    "bits the other way": ("bound", "/ math.log(2)", "* math.log(2)", "ln 2"),
+    "tokens the other way": (
+        "bound",
+        "tokens / characters",
+        "characters / tokens",
+        "shared by all",
+    ),
+    "one over steps": ("reverse", "1 / s)", "1 / steps)", "left at the end"),
+    "one over steps, then all": ("reverse", "< 1 / s)", "< (1 / steps if s > 1 else 1))", "1/s"),
+    "the likeliest": ("reverse", "torch.multinomial(p, 1)[:, 0]", "p.argmax(-1)", "too rarely"),
     "a fixed number": (
-        5,
+        "reverse",
         "(torch.rand(x.shape) < 1 / s)",
         "(torch.where(x == mask_id, torch.rand(x.shape), 2).argsort(1).argsort(1)"
         " < -(-(x == mask_id).sum(1, True) // s))",
         "on its own",
     ),
-    "one call": (5, "model(x)[now]", "model(torch.full_like(x, mask_id))[now]", "at the calls"),
-    "given tokens drawn": (5, "(x == mask_id) &", "", "given"),
-    "its argument changed": (5, "x = x.clone()", "", "copy"),
-    "without the half": (6, " / 2", "", "half the sum"),
-    "the largest difference": (6, ".sum() / 2", ".max()", "half the sum"),
-    "rows twice": (6, "p.sum(0, keepdim=True)", "p.sum(1)[None]", "half the sum"),
+    "one call": (
+        "reverse",
+        "model(x)[now]",
+        "model(torch.full_like(x, mask_id))[now]",
+        "at the calls",
+    ),
+    "given tokens drawn": ("reverse", "(x == mask_id) &", "", "given"),
+    "its argument changed": ("reverse", "x = x.clone()", "", "copy"),
+    "a bar for each token": ("nucleus", "before < share", "sorted_p > share", "none is kept"),
+    "the last one left out": (
+        "nucleus",
+        "before < share",
+        "sorted_p.cumsum(-1) <= share",
+        "is left out",
+    ),
+    "one too many": ("nucleus", "before < share", "before - sorted_p < share", "more is kept"),
+    "not divided": ("nucleus", "return p / p.sum(-1, keepdim=True)", "return p", "sum to 1"),
+    "left sorted": ("nucleus", ".scatter(-1, order, kept)", ".add(kept)", "sorted order"),
+    "the unlikeliest": ("nucleus", "descending=True", "descending=False", "unlikely token"),
+    "p halved in place": (
+        "nucleus",
+        "sorted_p, order = p",
+        "sorted_p, order = p.mul_(0.5)",
+        "copy",
+    ),
+    "without the half": ("parallel", " / 2", "", "half the sum"),
+    "the largest difference": ("parallel", ".sum() / 2", ".max()", "half the sum"),
+    "rows twice": ("parallel", "p.sum(0, keepdim=True)", "p.sum(1)[None]", "half the sum"),
+    "the most doubtful": ("order", "entropy = -(", "entropy = (", "most doubtful"),
+    "the visible chosen": ("order", ".masked_fill(~masked, torch.inf)", "", "visible"),
+    "the likeliest token": (
+        "order",
+        "-(p * p.clamp(min=1e-30).log()).sum(-1)",
+        "-p.amax(-1)",
+        "likeliest token",
+    ),
+    "not a number": ("order", ".clamp(min=1e-30)", "", "0 ln 0"),
+    "one more": ("order", "topk(n,", "topk(n + 1,", "n is 1"),
+    "places, not a mask": (
+        "order",
+        "torch.zeros_like(masked).scatter(1, at, True)",
+        "at",
+        "(B, T) bool",
+    ),
+    "one place for all texts": (
+        "order",
+        "entropy.topk",
+        "entropy.mean(0, keepdim=True).expand(len(p), -1).topk",
+        "they should be",
+    ),
+    "an index": (
+        "sweep",
+        "min(s for s, q in zip(steps, quality) if",
+        "min(i for i, q in enumerate(quality) if",
+        "an index",
+    ),
+    "the last is not the best": ("sweep", "max(quality)", "quality[-1]", "should be"),
+    "a fixed bar": ("sweep", "share * max(quality)", "share", "should be"),
+    "the best itself": ("sweep", "q >= share * max(quality)", "q == max(quality)", "should be"),
     "all at once": (
-        7,
+        "fill",
         "        x[i] = token",
         "        x[i] = token\n        model = lambda _, m=model(x[None] * 0 + mask_id): m",
         "in place",
     ),
     "the fill in sight": (
-        7,
+        "fill",
         "model(x[None])",
         "model(torch.where(x == mask_id, token, x)[None])",
         "log p",
     ),
-    "a mean": (7, "return total", "return total / len(fill)", "log p"),
-    "no logarithm": (7, ".log_softmax(-1)", ".softmax(-1)", "log p"),
-    "no shift": (8, "return torch.cat(", "return x; (", "sees the token"),
-    "a roll": (8, "torch.full_like(x[:, :1], bos)", "x[:, -1:]", "leak"),
+    "a mean": ("fill", "return total", "return total / len(fill)", "log p"),
+    "no logarithm": ("fill", ".log_softmax(-1)", ".softmax(-1)", "log p"),
+    "logits": ("sure", ".softmax(-1)", "", "no probability"),
+    "a softmax over positions": ("sure", ".softmax(-1)", ".softmax(0)", "at position 0"),
+    "visible tokens predicted": (
+        "sure",
+        "torch.where(x == mask_id, p.amax(-1), 1.0)",
+        "p.amax(-1)",
+        "is certain",
+    ),
+    "a call for each position": (
+        "sure",
+        "model(x[None])[0]",
+        "torch.stack([model(x[None])[0, i] for i in range(len(x))])",
+        "3 calls",
+    ),
+    "no shift": ("twin", "return torch.cat(", "return x; (", "sees the token"),
+    "a roll": ("twin", "torch.full_like(x[:, :1], bos)", "x[:, -1:]", "leak"),
     "shifted left": (
-        8,
+        "twin",
         "(torch.full_like(x[:, :1], bos), x[:, :-1])",
         "(x[:, 1:], torch.full_like(x[:, :1], bos))",
         "should be",
     ),
     "the first not scored": (
-        8,
+        "twin",
         "model(ar_inputs(x, bos)).mT, x)",
         "model(ar_inputs(x, bos)).mT[..., 1:], x[:, 1:])",
         "first included",
     ),
-    "a sum over tokens": (8, ".mT, x)", '.mT, x, reduction="sum")', "mean of -log p"),
-    "not aligned": (9, "- (at > 0).long()", "+ 0 * at", "nothing is shifted"),
-    "aligned the other way": (9, "- (at > 0).long()", "+ (at < 5).long()", "wrong direction"),
-    "aligned by a roll": (9, "- (at > 0).long()", "- 1 + 6 * (at[:1] == 0)", "wrapped around"),
-    "documents forgotten": (9, "(at > 0)", "(at[:1] > 0)", "document before it"),
+    "a sum over tokens": ("twin", ".mT, x)", '.mT, x, reduction="sum")', "mean of -log p"),
+    "not aligned": ("decoder", "- (at > 0).long()", "+ 0 * at", "nothing is shifted"),
+    "aligned the other way": (
+        "decoder",
+        "- (at > 0).long()",
+        "+ (at < 5).long()",
+        "wrong direction",
+    ),
+    "aligned by a roll": (
+        "decoder",
+        "- (at > 0).long()",
+        "- 1 + 6 * (at[:1] == 0)",
+        "wrapped around",
+    ),
+    "documents forgotten": ("decoder", "(at > 0)", "(at[:1] > 0)", "document before it"),
     "texts forgotten": (
-        9,
+        "decoder",
         "logits.take_along_dim(rows[..., None], 1)",
         "logits.flatten(0, 1).roll(1, 0).view(logits.shape)",
         "another text",
     ),
-    "one row less": (9, "[..., :-1]", "[:, 1:, :-1]", "T - 1 rows"),
-    "[MASK] may be drawn": (9, "[..., :-1]", "", "column of [MASK]"),
-    "the column of token 0 left out": (9, "[..., :-1]", "[..., 1:]", "column of token 0"),
+    "one row less": ("decoder", "[..., :-1]", "[:, 1:, :-1]", "T - 1 rows"),
+    "[MASK] may be drawn": ("decoder", "[..., :-1]", "", "column of [MASK]"),
+    "the column of token 0 left out": ("decoder", "[..., :-1]", "[..., 1:]", "column of token 0"),
     "the column hidden in place": (
-        9,
+        "decoder",
         "    rows =",
         "    logits[..., -1] = -torch.inf\n    rows =",
         "align changes logits",
     ),
-    "probabilities": (9, "[..., :-1]", "[..., :-1].softmax(-1)", "none of the rows"),
-    "a mask row of zeros": (9, "embedding.mean(0, keepdim=True)", "embedding[:1] * 0", "is zero"),
-    "a mask row of a token": (9, "embedding.mean(0, keepdim=True)", "embedding[:1]", "of a token"),
-    "a sum of rows": (9, "mean(0", "sum(0", "is not the mean"),
+    "probabilities": ("decoder", "[..., :-1]", "[..., :-1].softmax(-1)", "none of the rows"),
+    "a mask row of zeros": (
+        "decoder",
+        "embedding.mean(0, keepdim=True)",
+        "embedding[:1] * 0",
+        "is zero",
+    ),
+    "a mask row of a token": (
+        "decoder",
+        "embedding.mean(0, keepdim=True)",
+        "embedding[:1]",
+        "of a token",
+    ),
+    "a sum of rows": ("decoder", "mean(0", "sum(0", "is not the mean"),
     "the mask in front": (
-        9,
+        "decoder",
         "(embedding, embedding.mean(0, keepdim=True))",
         "(embedding.mean(0, keepdim=True), embedding)",
         "in front",
     ),
-    "the embedding centered": (9, "((embedding,", "((embedding - embedding.mean(0),", "V tokens"),
+    "the embedding centered": (
+        "decoder",
+        "((embedding,",
+        "((embedding - embedding.mean(0),",
+        "V tokens",
+    ),
     "the embedding enlarged in place": (
-        9,
+        "decoder",
         "return torch.cat((embedding, embedding.mean(0, keepdim=True)))",
         "mean = embedding.mean(0)\n    embedding.resize_(6, 3)[-1] = mean\n    return embedding",
         "add_mask_row changes embedding",
     ),
     "memory of the caller": (
-        9,
+        "decoder",
         "return torch.cat((embedding, embedding.mean(0, keepdim=True)))",
         "whole = torch.cat((embedding, embedding.mean(0, keepdim=True)))\n"
         "    embedding.set_(whole[:-1])\n    return whole",
         "shares its memory",
     ),
-    "all states accept": (10, "accepts.to(p.dtype)", "torch.ones(len(next))", "a state accepts"),
-    "the likeliest match": (10, ".sum(1))", ".amax(1))", "likeliest match"),
-    "a state counted twice": (10, ".sum(1))", ".sum(1) + accepts)", "counted twice"),
-    "fills counted": (10, "(row * b[0][next])", "b[0][next]", "p is left out, so"),
-    "from the wrong end": (10, "p.flip(0)", "p", "wrong end"),
+    "all states accept": (
+        "match",
+        "accepts.to(p.dtype)",
+        "torch.ones(len(next))",
+        "a state accepts",
+    ),
+    "the likeliest match": ("match", ".sum(1))", ".amax(1))", "likeliest match"),
+    "a state counted twice": ("match", ".sum(1))", ".sum(1) + accepts)", "counted twice"),
+    "fills counted": ("match", "(row * b[0][next])", "b[0][next]", "p is left out, so"),
+    "from the wrong end": ("match", "p.flip(0)", "p", "wrong end"),
     "states in place of tokens": (
-        10,
+        "match",
         "(row * b[0][next]).sum(1)",
         "torch.stack([(row * b[0][to])[[to.tolist().index(q) for q in to.unique()]].sum()"
         " for to in next])",
         "once",
     ),
     "a backward pass with rows divided": (
-        10,
+        "match",
         "torch.stack(b)",
         "torch.stack([row / row.max() for row in b])",
         "up to a factor",
     ),
-    "one row of b too few": (10, "torch.stack(b)", "torch.stack(b[1:])", "of shape (4, 8)"),
-    "another value of b": (10, "torch.stack(b)", "torch.stack(b) ** 2", "it should be"),
-    "marginals changed": (10, ".sum(1))", ".sum(1))\n        p.mul_(0.5)", "backward changes"),
-    "the backward pass forgotten": (10, " * b[i + 1][next[q]]", "", "dead end"),
-    "what can be reached": (10, "* b[i + 1][next[q]]", "* (b[i + 1][next[q]] > 0)", "above 0"),
-    "b of the place before": (10, "b[i + 1]", "b[i]", "dead end"),
-    "b of the state itself": (10, "b[i + 1][next[q]]", "b[i + 1][q]", "weights are 0"),
-    "p twice": (10, "= p[i] *", "= p[i] ** 2 *", "of p is counted twice"),
-    "b twice": (10, "b[i + 1][next[q]]", "b[i + 1][next[q]] ** 2", "of b is counted twice"),
-    "b alone": (10, "= p[i] *", "= 0 * p[i] +", "p is left out; the"),
-    "the likeliest fill": (10, "torch.multinomial(weight, 1)", "weight.argmax()", "the same fill"),
-    "the first state kept": (10, "        q = next[q, v]\n", "", "follow the state"),
-    "states in place of a fill": (10, "append(v)", "append(int(next[q, v]) + 1)", "below 3"),
-    "no fill": (10, "return fill", "return None", "not a list"),
+    "one row of b too few": ("match", "torch.stack(b)", "torch.stack(b[1:])", "of shape (4, 8)"),
+    "another value of b": ("match", "torch.stack(b)", "torch.stack(b) ** 2", "it should be"),
+    "marginals changed": ("match", ".sum(1))", ".sum(1))\n        p.mul_(0.5)", "backward changes"),
+    "the backward pass forgotten": ("match", " * b[i + 1][next[q]]", "", "dead end"),
+    "what can be reached": ("match", "* b[i + 1][next[q]]", "* (b[i + 1][next[q]] > 0)", "above 0"),
+    "b of the place before": ("match", "b[i + 1]", "b[i]", "dead end"),
+    "b of the state itself": ("match", "b[i + 1][next[q]]", "b[i + 1][q]", "weights are 0"),
+    "p twice": ("match", "= p[i] *", "= p[i] ** 2 *", "of p is counted twice"),
+    "b twice": ("match", "b[i + 1][next[q]]", "b[i + 1][next[q]] ** 2", "of b is counted twice"),
+    "b alone": ("match", "= p[i] *", "= 0 * p[i] +", "p is left out; the"),
+    "the likeliest fill": (
+        "match",
+        "torch.multinomial(weight, 1)",
+        "weight.argmax()",
+        "the same fill",
+    ),
+    "the first state kept": ("match", "        q = next[q, v]\n", "", "follow the state"),
+    "states in place of a fill": ("match", "append(v)", "append(int(next[q, v]) + 1)", "below 3"),
+    "no fill": ("match", "return fill", "return None", "not a list"),
     "marginals weighed in place": (
-        10,
+        "match",
         "p[i] * b[i + 1][next[q]]",
         "p[i].mul_(b[i + 1][next[q]])",
         "draw changes",
@@ -293,32 +350,59 @@ WRONG = {
 }
 
 
-def ask(tmp_path, capsys, lesson, source):
+def ask(tmp_path, lesson, source):
     file = tmp_path / "answer.py"
     file.write_text(source, encoding="utf-8")
     verdict, sentence = checks.judge(lesson, str(file))  # check.py does so in another process
     return check.EXIT_CODES[verdict], f"{verdict}: {sentence}\n"
 
 
-@pytest.mark.parametrize("lesson", RIGHT)
-def test_right_answer_passes(tmp_path, capsys, lesson):
-    code, said = ask(tmp_path, capsys, lesson, RIGHT[lesson])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_answer_passes(tmp_path, name):
+    code, said = ask(tmp_path, LESSON_OF[name], RIGHT[name])
     assert (code, said[:7]) == (0, "right: "), said
+    pages = [path.read_text("utf-8") for path in LESSONS.glob(f"{LESSON_OF[name]}_*.md")]
+    assert len(pages) == 1 and said in pages[0], "the lesson prints what the checker says"
 
 
 @pytest.mark.parametrize("mistake", WRONG)
-def test_usual_mistake_is_named(tmp_path, capsys, mistake):
-    lesson, old, new, word = WRONG[mistake]
-    assert RIGHT[lesson].count(old) >= 1
-    code, said = ask(tmp_path, capsys, lesson, RIGHT[lesson].replace(old, new, 1))
+def test_usual_mistake_is_named(tmp_path, mistake):
+    name, old, new, word = WRONG[mistake]
+    assert RIGHT[name].count(old) >= 1
+    wrong = "import torch\n" + RIGHT[name].replace(old, new, 1)
+    code, said = ask(tmp_path, LESSON_OF[name], wrong)
     assert (code, said[:7]) == (1, "wrong: "), said
     assert word in said and said.count("\n") == 1
 
 
-def test_answer_to_lesson_9_is_what_shifted_networks_do():
+def test_every_exercise_has_a_solution_that_its_lesson_names():
+    exercises = {(lesson, each[1]) for lesson, several in checks.CHECKS.items() for each in several}
+    solved = {
+        (lesson, asked)
+        for name, lesson in LESSON_OF.items()
+        for _, *functions in checks.CHECKS[lesson]
+        for asked in functions[:1]
+        if f"def {asked}(" in RIGHT[name]
+    }
+    assert solved == exercises
+    assert {path.stem for path in (LESSONS / "solutions").glob("*.py")} == set(LESSON_OF)
+    for name, lesson in LESSON_OF.items():
+        (page,) = LESSONS.glob(f"{lesson}_*.md")
+        assert f"(solutions/{name}.py)" in page.read_text("utf-8"), name
+
+
+def test_answers_to_two_exercises_may_be_in_one_file(tmp_path):
+    both = RIGHT["reverse"] + RIGHT["nucleus"]
+    code, said = ask(tmp_path, LESSON_OF["reverse"], both)
+    assert code == 0 and "reverse process; the likeliest" in said
+    code, said = ask(tmp_path, LESSON_OF["reverse"], RIGHT["mask"])
+    assert code == 2 and "has no function generate or top_p" in said
+
+
+def test_answer_on_decoders_is_what_shifted_networks_do():
     """Rows of the library's features in the order in which tokens are predicted, documents too."""
     answer = {}
-    exec(RIGHT[9], answer)
+    exec(RIGHT["decoder"], answer)
     h = torch.randn(2, 6, 5)
     at = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 3]])
     decoder = SimpleNamespace(config=SimpleNamespace(shift=True))
@@ -341,17 +425,17 @@ def test_answer_to_lesson_9_is_what_shifted_networks_do():
         ("raise type('Odd', (BaseException,), {})('no\\nline')", "Odd: no"),
     ],
 )
-def test_file_that_cannot_be_checked(tmp_path, capsys, source, word):
-    code, said = ask(tmp_path, capsys, 1, source)
+def test_file_that_cannot_be_checked(tmp_path, source, word):
+    code, said = ask(tmp_path, 1, source)
     assert code == 2 and word in said and said.count("\n") == 1
 
 
 def test_bad_usage_has_no_traceback(tmp_path, capsys):
-    for argv in ([], ["1"], ["11", "x.py"], ["one", "x.py"], ["1", "x.py", "y"], ["1", "none.py"]):
+    for argv in ([], ["1"], ["99", "x.py"], ["one", "x.py"], ["1", "x.py", "y"], ["1", "none.py"]):
         assert check.main(argv) == 2
         said = capsys.readouterr().out
         assert said.startswith("not checked: ") and said.count("\n") == 1
-    (tmp_path / "answer.txt").write_text(RIGHT[1])
+    (tmp_path / "answer.txt").write_text(RIGHT["mask"])
     assert checks.judge(1, str(tmp_path / "answer.txt"))[0] == "not checked"
     assert list(checks.CHECKS) == list(range(1, check.LESSONS + 1))
 
@@ -359,9 +443,9 @@ def test_bad_usage_has_no_traceback(tmp_path, capsys):
 def test_endless_answer_is_stopped(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(check, "LIMIT", 0.3)
     (tmp_path / "a.py").write_text("while True:\n    print('x')")
-    assert check.main(["6", str(tmp_path / "a.py")]) == 2
+    assert check.main(["2", str(tmp_path / "a.py")]) == 2
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said.startswith("not checked: a.py took more than 0.3 s for lesson 6;")
+    assert said.startswith("not checked: a.py took more than 0.3 s for lesson 2;")
 
 
 # What an answer does beside answering, and a word of the last line; all of it at once is too much.
@@ -384,8 +468,8 @@ SEVERE = {
 def test_answer_that_disturbs_is_checked_all_the_same(tmp_path):
     """Megabytes, threads and processes that go on, another folder, a closed stream."""
     last = "sys.stdout.close()\nprint = None\n"
-    (tmp_path / "a.py").write_text(DISTURBING + RIGHT[6] + last)
-    command = [sys.executable, str(LESSONS / "check.py"), "6", "a.py"]
+    (tmp_path / "a.py").write_text(DISTURBING + RIGHT["parallel"] + last)
+    command = [sys.executable, str(LESSONS / "check.py"), str(LESSON_OF["parallel"]), "a.py"]
     r = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     lines = r.stdout.splitlines()
     assert (r.returncode, r.stderr) == (0, "") and lines[-1].startswith("right: ")
@@ -399,7 +483,7 @@ def test_answer_that_ends_its_process_is_one_sentence(kind, tmp_path, capsys):
         pytest.skip("no limit of memory")
     source, sentence = SEVERE[kind]
     (tmp_path / "a.py").write_text(source)
-    assert check.main(["6", str(tmp_path / "a.py")]) == 2
+    assert check.main(["2", str(tmp_path / "a.py")]) == 2
     said = capsys.readouterr().out
     assert said.startswith("not checked: a.py ") and sentence in said and said.count("\n") == 1
 
@@ -470,6 +554,21 @@ def test_minimal_answers_a_mistake_with_one_sentence(mistake, tmp_path):
     assert r.returncode == (2 if mistake else 0) and "Traceback" not in r.stderr
     assert r.stderr.count("error:") == bool(mistake)
     assert bool(r.stdout) != bool(mistake)
+
+
+def test_answer_on_the_network_counts_the_model_that_the_lesson_shows():
+    """The code in the lesson is that of minimal.py, and its parameters are as many."""
+    answer = {}
+    exec(RIGHT["network"], answer)
+    minimal = load("minimal")
+    count = sum(p.numel() for p in minimal.Model(65).parameters())
+    assert answer["parameters"](65, minimal.T, minimal.C, minimal.LAYERS) == count
+    source = (LESSONS / "minimal.py").read_text("utf-8")
+    (page,) = LESSONS.glob("*_the_network.md")
+    blocks = re.findall(r"```python\n(.+?)```", page.read_text("utf-8"), re.S)
+    for block in blocks[:-2]:
+        for line in block.splitlines():
+            assert line == "..." or line.partition("  # ")[0].removeprefix("return ") in source
 
 
 def test_minimal_learns_and_fills_gaps(capsys, monkeypatch):
@@ -713,6 +812,19 @@ def test_patterns_find_the_sweet_spot(tmp_path, capsys):
     args = [str(ROOT / "weights" / "shakespeare"), str(tmp_path / "x.png")]
     assert cli.run(patterns.main, args) == 2
     assert "--data=patterns" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("n", [1, 4, 17])
+def test_few_sequences_of_patterns_are_drawn_too(n, monkeypatch, tmp_path):
+    """Up to 16 rows of each number of steps; there may be fewer."""
+    patterns = load("patterns")
+    drawn = []
+    monkeypatch.setattr(patterns, "write_figure", lambda fig, path: drawn.append(fig))
+    shares = {name: [[0.0, 1.0]] * 6 for name in patterns.SAMPLERS}
+    patterns.draw(shares, [1.0] * 6, [["abab" * 16] * n] * 6, tmp_path / "p.png")
+    grids = [ax for ax in drawn[0].findobj(match=type(drawn[0].axes[0])) if ax.images]
+    assert [len(ax.images[0].get_array()) for ax in grids] == [min(n, 16)] * 6
+    assert [len(ax.get_yticks()) for ax in grids] == [min(n, 16)] * 6
 
 
 @pytest.mark.slow

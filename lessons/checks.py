@@ -481,7 +481,80 @@ def check_autoregressive(ar_inputs, nll):
     return "each token is predicted from the earlier ones alone, and all are scored"
 
 
-# ---- 10: from BERT to a writer
+# ---- 10: blocks and the cache
+# Detects in sees: a masked block that sees its own text or the masks of earlier blocks, left to
+# right inside a block, clean text that sees masks, later blocks or not its own block, rows and
+# columns exchanged. In rows: a cache that is never filled or filled too often, calls of one block.
+def block_patterns(T, S):
+    """(the right pattern, {sentence: a wrong one})."""
+    block = torch.arange(T) // S
+    own = block[:, None] == block
+    before = block < block[:, None]
+    none = torch.zeros(T, T, dtype=torch.bool)
+    so_far = own | before
+
+    def pattern(*quarters):
+        top = torch.cat(quarters[:2], 1)
+        return torch.cat((top, torch.cat(quarters[2:], 1)))
+
+    right = pattern(own, before, none, so_far)
+    return right, {
+        "a masked block sees its own text without masks, which it should predict": pattern(
+            own, so_far, none, so_far
+        ),
+        "a masked block sees the masks of earlier blocks; it sees their clean text": pattern(
+            so_far, before, none, so_far
+        ),
+        "inside a block a mask sees the positions before it alone; it sees the whole block": (
+            pattern(own.tril(), before, none, so_far)
+        ),
+        "the clean text sees masked text; a sampler keeps what is finished, without masks": pattern(
+            own, before, own, so_far
+        ),
+        "the clean text sees later blocks, which are not written yet": pattern(
+            own, before, none, ~none
+        ),
+        "a clean block does not see itself": pattern(own, before, none, before),
+        "a clean token sees the tokens before it alone; it sees its whole block": pattern(
+            own, before, none, (own | before).tril()
+        ),
+        "rows and columns are exchanged: row i says what position i sees": right.T,
+    }
+
+
+def check_blocks(sees, rows):
+    for T, S in ((6, 2), (8, 4), (4, 1), (4, 4)):
+        found = sees(T, S)
+        good = isinstance(found, torch.Tensor) and found.dtype == torch.bool
+        good = good and found.shape == (2 * T, 2 * T)
+        demand(good, f"sees({T}, {S}) should return a (2 T, 2 T) bool tensor, here 2 T is {2 * T}")
+        right, wrong = block_patterns(T, S)
+        for sentence, pattern in wrong.items():
+            demand(torch.equal(pattern, right) or not torch.equal(found, pattern), sentence)
+        i, j = divmod(int((found != right).int().argmax()), 2 * T)
+        here = f"sees({T}, {S})[{i}, {j}] is {bool(found[i, j])}"
+        demand(torch.equal(found, right), f"{here}, it should be {bool(right[i, j])}")
+    for T, S, calls in ((256, 16, 4), (12, 4, 3)):
+        n = T // S
+        result = rows(T, S, calls)
+        good = isinstance(result, (tuple, list)) and len(result) == 2
+        demand(good, "rows should return two numbers: without a cache, with one")
+        without, cached = (number(value, "rows") for value in result)
+        called = f"rows({T}, {S}, {calls})"
+        why = f"{called}: each of the {n} blocks takes {calls} calls, here one block alone does"
+        demand(without != T * calls, why)
+        close(without, T * calls * n, f"{called} without a cache", "T rows in each call")
+        in_calls = S * calls * n
+        why = "the keys and values of a finished block are computed once more, without masks"
+        demand(cached != in_calls, f"{called}: {why}, in the first call of the next block")
+        why = "the last block is followed by none, so it need not be put into the cache"
+        demand(cached != in_calls + S * n, f"{called}: {why}")
+        demand(cached != 2 * in_calls, f"{called}: {why}; and each block is put there once")
+        close(cached, in_calls + S * (n - 1), f"{called} with a cache", "S rows in each call")
+    return "a block sees itself and the finished text before it, which is computed once"
+
+
+# ---- 11: from BERT to a writer
 # Detects: no shift, a shift the wrong way, a roll (the last row wraps around), a first token that
 # another document or text predicts, T - 1 rows, [MASK] that can be drawn, logits changed in place;
 # a mask row of zeros, of one token, in front, a mean of each row, the embedding changed.
@@ -548,7 +621,7 @@ def check_embedding(result, embedding):
     demand(good, "the row of [MASK] is not the mean of the V others, taken for each of C numbers")
 
 
-# ---- 11: gaps that must match
+# ---- 12: gaps that must match
 # Detects in backward: states that do not accept at the end, the largest term in place of the sum, a
 # state that accepts counted before the gap is full, p left out, its rows from the wrong end, tokens
 # that lead to one state counted once, rows divided by a number. In draw: no filter (dead ends), b
@@ -753,8 +826,9 @@ CHECKS = {
     7: [(check_parallel, "parallel_error"), (check_order, "choose"), (check_sweep, "fewest")],
     8: [(check_fill, "log_fill"), (check_confidence, "confidence")],
     9: [(check_autoregressive, "ar_inputs", "nll")],
-    10: [(check_decoder, "align", "add_mask_row")],
-    11: [(check_matching, "backward", "draw")],
+    10: [(check_blocks, "sees", "rows")],
+    11: [(check_decoder, "align", "add_mask_row")],
+    12: [(check_matching, "backward", "draw")],
 }
 
 

@@ -24,6 +24,7 @@ import sample
 from support import cli, kernels, plots, pretrained
 from support.data.tokenizer import Tokenizer
 from support.flags import parse_flags
+from support.kernels.reference import block_spans, is_visible
 from support.view import View
 from support.web import viewer
 
@@ -55,8 +56,9 @@ LESSON_OF = {
     "fill": 8,
     "sure": 8,
     "twin": 9,
-    "decoder": 10,
-    "match": 11,
+    "blocks": 10,
+    "decoder": 11,
+    "match": 12,
 }
 RIGHT = {name: (LESSONS / "solutions" / f"{name}.py").read_text("utf-8") for name in LESSON_OF}
 # The usual mistakes: solution, what is replaced in it, by what, a word of the sentence.
@@ -231,6 +233,47 @@ WRONG = {
         "first included",
     ),
     "a sum over tokens": ("twin", ".mT, x)", '.mT, x, reduction="sum")', "mean of -log p"),
+    "a leak": (
+        "blocks",
+        "(reader == read, read < reader)",
+        "(reader == read, read <= reader)",
+        "own",
+    ),
+    "masks of earlier blocks": ("blocks", "(reader == read,", "(read <= reader,", "earlier blocks"),
+    "left to right in a block": (
+        "blocks",
+        "(reader == read,",
+        "((reader == read).tril(),",
+        "whole",
+    ),
+    "clean text sees masks": (
+        "blocks",
+        "torch.zeros(T, T, dtype=torch.bool)",
+        "reader == read",
+        "keeps",
+    ),
+    "clean text sees all": (
+        "blocks",
+        ", read <= reader), 1)",
+        ", (read <= reader) | True), 1)",
+        "not written yet",
+    ),
+    "clean text blind": ("blocks", "read <= reader", "read < reader", "does not see itself"),
+    "clean text causal": ("blocks", "read <= reader)", "(read <= reader).tril())", "a clean token"),
+    "rows for columns": (
+        "blocks",
+        "torch.cat((masked, clean))",
+        "torch.cat((masked, clean)).T",
+        "exchanged",
+    ),
+    "one block's calls": (
+        "blocks",
+        "without = T * calls * (T // S)",
+        "without = T * calls",
+        "one block",
+    ),
+    "a cache that fills itself": ("blocks", " + S * (T // S - 1)", "", "without masks"),
+    "the last block cached": ("blocks", "(T // S - 1)", "(T // S)", "followed by none"),
     "not aligned": ("decoder", "- (at > 0).long()", "+ 0 * at", "nothing is shifted"),
     "aligned the other way": (
         "decoder",
@@ -569,6 +612,17 @@ def test_answer_on_the_network_counts_the_model_that_the_lesson_shows():
     for block in blocks[:-2]:
         for line in block.splitlines():
             assert line == "..." or line.partition("  # ")[0].removeprefix("return ") in source
+
+
+def test_answer_on_blocks_is_what_the_library_sees():
+    """Spans of `block_spans`: two ranges of columns for each row."""
+    answer = {}
+    exec(RIGHT["blocks"], answer)
+    for T, S in ((8, 2), (12, 4), (4, 1)):
+        spans = block_spans(T, S, "cpu")
+        columns = torch.arange(2 * T)
+        found = is_visible(spans, columns)
+        assert torch.equal(found.reshape(2 * T, 2 * T), answer["sees"](T, S))
 
 
 def test_minimal_learns_and_fills_gaps(capsys, monkeypatch):

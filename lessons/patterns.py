@@ -68,9 +68,9 @@ def measure(model, tokenizer, seeds, n):
                 speeds.append(sorted(speed for _, speed in trials)[seeds // 2])
                 shown.append(trials[0][0])
             best = ", ".join(f"{fraction:.3f}" for fraction in fractions[name][-1])
+            print(f"{name:<13} {steps:>2} steps: valid {best}", flush=True)
             done = sum(map(len, fractions.values()))
-            total = len(SAMPLERS) * len(STEPS)
-            print(f"{done:>2} of {total}: {name:<13} {steps:>2} steps: valid {best}", flush=True)
+            print(f"{done} of {len(SAMPLERS) * len(STEPS)}", file=sys.stderr)
     return fractions, speeds, shown
 
 

@@ -194,7 +194,39 @@ def check_network(attend, parameters):
     return "each position attends to all, and no parameter is forgotten"
 
 
-# ---- 4: BERT's rate or all rates
+# ---- 4: a training run
+# Detects: bits, base 10, [MASK] counted as a guess; no warm-up, a first step of 0, a decay from the
+# start, a cosine, no decay, an end above 0.
+def check_schedule(at_start, scale):
+    for V in (65, 30522):
+        value = number(at_start(V), "at_start")
+        demand(abs(value - math.log2(V)) > 1e-4, "that is in bits; a nat needs the logarithm to e")
+        demand(abs(value - math.log10(V)) > 1e-4, "that is the logarithm to 10; take that to e")
+        why = "[MASK] is never predicted, so it is not among the V tokens to guess from"
+        demand(abs(value - math.log(V + 1)) > 1e-6, why)
+        hint = "each of V tokens has the probability 1 / V"
+        close(value, math.log(V), f"at_start({V})", hint)
+    steps, warmup = 100, 9
+
+    def at(step):
+        return number(scale(step, steps, warmup), "scale")
+
+    demand(at(0) != 0, "step 0 has a rate of 0 and learns nothing; it is 1 / (warmup + 1)")
+    demand(abs(at(0) - 1) > 1e-4, "there is no warm-up: step 0 has the full rate")
+    for step, wanted, hint in (
+        (30, 1.0, "it stays at its peak up to half of the steps"),
+        (50, 1.0, "the decay begins at half of the steps, and with 1"),
+        (0, 0.1, "step 0 has 1 / (warmup + 1)"),
+        (4, 0.5, "it rises by 1 / (warmup + 1) at each step"),
+        (9, 1.0, "at step `warmup` it is at its peak"),
+        (75, 0.5, "it falls in a straight line, to 0 at the end"),
+        (99, 0.02, "it falls in a straight line, to 0 at the end"),
+    ):
+        close(at(step), wanted, f"scale({step}, {steps}, {warmup})", hint)
+    return "ln V at first; the rate rises, stays for half of the run, and falls to 0"
+
+
+# ---- 5: BERT's rate or all rates
 # Detects: a sum, weights by rate, the mean of the values below 15 %, the first tenth.
 def check_rates(nelbo, shown):
     for ce in (
@@ -208,7 +240,7 @@ def check_rates(nelbo, shown):
     return "the bound is the mean over all rates; training at 15 % shows one of them"
 
 
-# ---- 5: the bound
+# ---- 6: the bound
 # Detects: the same weight for all subsets (each count should have the same weight), the empty set
 # counted, sums in place of means, unmasked tokens scored; bits by ln 2 the wrong way round.
 def check_bound(bound, bits):
@@ -236,7 +268,7 @@ def check_bound(bound, bits):
     return "equal to the enumeration, and for true conditionals to -log p(x) / T"
 
 
-# ---- 6: the reverse process
+# ---- 7: the reverse process
 # Detects: revealing with probability 1/steps, the likeliest token in place of a draw, a fixed
 # number, everything drawn in the first call, left to right, too many calls, x changed in place.
 def check_generate(generate):
@@ -302,7 +334,7 @@ def reverse_process(steps):
     return states
 
 
-# ---- 6: a draw from the likeliest tokens
+# ---- 7: a draw from the likeliest tokens
 # Detects: a threshold for each token, the token that crosses the share left out, no division by
 # the sum, probabilities left in sorted order, the unlikeliest kept, p changed in place.
 def check_top_p(top_p):
@@ -340,7 +372,7 @@ def check_top_p(top_p):
     return "the likeliest tokens that have the share together, divided by their sum"
 
 
-# ---- 7: the error of too few steps
+# ---- 8: the error of too few steps
 # Detects: no factor 1/2, the largest difference, a divergence, marginals swapped.
 def check_parallel(parallel_error):
     hint = "half the sum of |p(a, b) - p(a) p(b)|"
@@ -354,7 +386,7 @@ def check_parallel(parallel_error):
     return "the share of texts that two draws in one call get wrong"
 
 
-# ---- 7: an order of one's own
+# ---- 8: an order of one's own
 # Detects: the most doubtful first, the visible chosen, the same for all texts, another number, the
 # likeliest token in place of the entropy, an entropy that is nan where a probability is 0.
 def check_order(choose):
@@ -385,7 +417,7 @@ def check_order(choose):
     return "the places where the distribution has the lowest entropy"
 
 
-# ---- 7: a sweep of steps
+# ---- 8: a sweep of steps
 # Detects: an index, the last value taken for the best, a fixed bar, the best itself.
 def check_sweep(fewest):
     steps = [8, 16, 32, 64, 128, 256]
@@ -404,7 +436,7 @@ def check_sweep(fewest):
     return "the fewest steps that give this share of the best quality"
 
 
-# ---- 8: the probability of a fill
+# ---- 9: the probability of a fill
 # Detects: all gaps from one call, the fill left in sight, a mean, probabilities in place of logs.
 def check_fill(log_fill):
     for model in (table_model, exact_model):
@@ -426,7 +458,7 @@ def check_fill(log_fill):
     return "the chain rule: the probabilities of all fills of a gap sum to 1"
 
 
-# ---- 8: confidence by position
+# ---- 9: confidence by position
 # Detects: logits, a softmax over positions, each mask asked alone, the visible tokens' predictions,
 # x changed in place.
 def check_confidence(confidence):
@@ -455,7 +487,7 @@ def check_confidence(confidence):
     return "the probability of the likeliest token at each mask, from one call"
 
 
-# ---- 9: the autoregressive twin
+# ---- 10: the autoregressive twin
 # Detects: no shift or a roll (the model sees what it predicts), a shift to the left, the first
 # token not scored, a sum over tokens.
 def check_autoregressive(ar_inputs, nll):
@@ -481,7 +513,7 @@ def check_autoregressive(ar_inputs, nll):
     return "each token is predicted from the earlier ones alone, and all are scored"
 
 
-# ---- 10: blocks and the cache
+# ---- 11: blocks and the cache
 # Detects in sees: a masked block that sees its own text or the masks of earlier blocks, left to
 # right inside a block, clean text that sees masks, later blocks or not its own block, rows and
 # columns exchanged. In rows: a cache that is never filled or filled too often, calls of one block.
@@ -554,7 +586,7 @@ def check_blocks(sees, rows):
     return "a block sees itself and the finished text before it, which is computed once"
 
 
-# ---- 11: from BERT to a writer
+# ---- 12: from BERT to a writer
 # Detects: no shift, a shift the wrong way, a roll (the last row wraps around), a first token that
 # another document or text predicts, T - 1 rows, [MASK] that can be drawn, logits changed in place;
 # a mask row of zeros, of one token, in front, a mean of each row, the embedding changed.
@@ -621,7 +653,7 @@ def check_embedding(result, embedding):
     demand(good, "the row of [MASK] is not the mean of the V others, taken for each of C numbers")
 
 
-# ---- 12: gaps that must match
+# ---- 13: gaps that must match
 # Detects in backward: states that do not accept at the end, the largest term in place of the sum, a
 # state that accepts counted before the gap is full, p left out, its rows from the wrong end, tokens
 # that lead to one state counted once, rows divided by a number. In draw: no filter (dead ends), b
@@ -820,15 +852,16 @@ CHECKS = {
     1: [(check_mask, "mask")],
     2: [(check_loss, "loss")],
     3: [(check_network, "attend", "parameters")],
-    4: [(check_rates, "nelbo", "shown")],
-    5: [(check_bound, "bound", "bits")],
-    6: [(check_generate, "generate"), (check_top_p, "top_p")],
-    7: [(check_parallel, "parallel_error"), (check_order, "choose"), (check_sweep, "fewest")],
-    8: [(check_fill, "log_fill"), (check_confidence, "confidence")],
-    9: [(check_autoregressive, "ar_inputs", "nll")],
-    10: [(check_blocks, "sees", "rows")],
-    11: [(check_decoder, "align", "add_mask_row")],
-    12: [(check_matching, "backward", "draw")],
+    4: [(check_schedule, "at_start", "scale")],
+    5: [(check_rates, "nelbo", "shown")],
+    6: [(check_bound, "bound", "bits")],
+    7: [(check_generate, "generate"), (check_top_p, "top_p")],
+    8: [(check_parallel, "parallel_error"), (check_order, "choose"), (check_sweep, "fewest")],
+    9: [(check_fill, "log_fill"), (check_confidence, "confidence")],
+    10: [(check_autoregressive, "ar_inputs", "nll")],
+    11: [(check_blocks, "sees", "rows")],
+    12: [(check_decoder, "align", "add_mask_row")],
+    13: [(check_matching, "backward", "draw")],
 }
 
 

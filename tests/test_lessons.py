@@ -46,19 +46,20 @@ LESSON_OF = {
     "mask": 1,
     "loss": 2,
     "network": 3,
-    "rates": 4,
-    "bound": 5,
-    "reverse": 6,
-    "nucleus": 6,
-    "parallel": 7,
-    "order": 7,
-    "sweep": 7,
-    "fill": 8,
-    "sure": 8,
-    "twin": 9,
-    "blocks": 10,
-    "decoder": 11,
-    "match": 12,
+    "schedule": 4,
+    "rates": 5,
+    "bound": 6,
+    "reverse": 7,
+    "nucleus": 7,
+    "parallel": 8,
+    "order": 8,
+    "sweep": 8,
+    "fill": 9,
+    "sure": 9,
+    "twin": 10,
+    "blocks": 11,
+    "decoder": 12,
+    "match": 13,
 }
 RIGHT = {name: (LESSONS / "solutions" / f"{name}.py").read_text("utf-8") for name in LESSON_OF}
 # The usual mistakes: solution, what is replaced in it, by what, a word of the sentence.
@@ -102,6 +103,20 @@ WRONG = {
     "no biases": ("network", "(near + attention", "(near - 9 * C + attention", "has a bias"),
     "a dense convolution": ("network", "5 * C + C", "5 * C * C + C", "no C x C"),
     "one layer": ("network", "layers * (near", "(near", "several"),
+    "a loss in bits": ("schedule", "math.log(V)", "math.log2(V)", "in bits"),
+    "to the base of 10": ("schedule", "math.log(V)", "math.log10(V)", "to 10"),
+    "[MASK] among the guesses": ("schedule", "math.log(V)", "math.log(V + 1)", "not among"),
+    "a probability, no loss": ("schedule", "math.log(V)", "1 / V", "it should be"),
+    "no warm-up": ("schedule", "(step + 1) / (warmup + 1)", "1", "no warm-up"),
+    "a first step of zero": ("schedule", "(step + 1) / (warmup + 1)", "step / warmup", "nothing"),
+    "a decay from the start": ("schedule", "2 * (1 - step / steps)", "1 - step / steps", "half"),
+    "no decay": ("schedule", "2 * (1 - step / steps)", "1", "straight line"),
+    "a cosine": (
+        "schedule",
+        "2 * (1 - step / steps)",
+        "1 + math.cos(math.pi * step / steps)",
+        "straight line",
+    ),
     "a sum": ("rates", " / len(ce)", "", "plain mean"),
     "weights by rate": (
         "rates",
@@ -612,6 +627,15 @@ def test_answer_on_the_network_counts_the_model_that_the_lesson_shows():
     for block in blocks[:-2]:
         for line in block.splitlines():
             assert line == "..." or line.partition("  # ")[0].removeprefix("return ") in source
+
+
+def test_answer_on_schedules_is_what_a_run_does():
+    answer = {}
+    exec(RIGHT["schedule"], answer)
+    config = mdlm.Config(warmup_steps=50)
+    for step in range(600):
+        expected = mdlm.lr_scale(config, step, step / 600)
+        assert answer["scale"](step, 600, 50) == pytest.approx(expected)
 
 
 def test_answer_on_blocks_is_what_the_library_sees():

@@ -47,7 +47,7 @@ LESSON_OF = {
     "loss": 2,
     "network": 3,
     "schedule": 4,
-    "rates": 5,
+    "tenths": 5,
     "bound": 6,
     "reverse": 7,
     "nucleus": 7,
@@ -57,7 +57,7 @@ LESSON_OF = {
     "fill": 9,
     "sure": 9,
     "twin": 10,
-    "blocks": 11,
+    "sees": 11,
     "decoder": 12,
     "match": 13,
 }
@@ -117,15 +117,15 @@ WRONG = {
         "1 + math.cos(math.pi * step / steps)",
         "straight line",
     ),
-    "a sum": ("rates", " / len(ce)", "", "plain mean"),
+    "a sum": ("tenths", " / len(ce)", "", "plain mean"),
     "weights by rate": (
-        "rates",
+        "tenths",
         "sum(ce)",
         "sum(c / (i + 0.5) for i, c in enumerate(ce))",
         "plain",
     ),
-    "the first tenth": ("rates", "ce[1]", "ce[0]", "second tenth"),
-    "the mean of the first two": ("rates", "ce[1]", "(ce[0] + ce[1]) / 2", "second tenth"),
+    "the first tenth": ("tenths", "ce[1]", "ce[0]", "second tenth"),
+    "the mean of the first two": ("tenths", "ce[1]", "(ce[0] + ce[1]) / 2", "second tenth"),
     "all sets alike": ("bound", "/ len(sets)", "/ 7 * 3", "mean over sets"),
     "sums over positions": ("bound", ".mean() /", ".sum() /", "bound of"),
     "the textbook weight forgotten": ("bound", "return total / T", "return total", "bound of"),
@@ -249,46 +249,46 @@ WRONG = {
     ),
     "a sum over tokens": ("twin", ".mT, x)", '.mT, x, reduction="sum")', "mean of -log p"),
     "a leak": (
-        "blocks",
+        "sees",
         "(reader == read, read < reader)",
         "(reader == read, read <= reader)",
         "own",
     ),
-    "masks of earlier blocks": ("blocks", "(reader == read,", "(read <= reader,", "earlier blocks"),
+    "masks of earlier blocks": ("sees", "(reader == read,", "(read <= reader,", "earlier blocks"),
     "left to right in a block": (
-        "blocks",
+        "sees",
         "(reader == read,",
         "((reader == read).tril(),",
         "whole",
     ),
     "clean text sees masks": (
-        "blocks",
+        "sees",
         "torch.zeros(T, T, dtype=torch.bool)",
         "reader == read",
         "keeps",
     ),
     "clean text sees all": (
-        "blocks",
+        "sees",
         ", read <= reader), 1)",
         ", (read <= reader) | True), 1)",
         "not written yet",
     ),
-    "clean text blind": ("blocks", "read <= reader", "read < reader", "does not see itself"),
-    "clean text causal": ("blocks", "read <= reader)", "(read <= reader).tril())", "a clean token"),
+    "clean text blind": ("sees", "read <= reader", "read < reader", "does not see itself"),
+    "clean text causal": ("sees", "read <= reader)", "(read <= reader).tril())", "a clean token"),
     "rows for columns": (
-        "blocks",
+        "sees",
         "torch.cat((masked, clean))",
         "torch.cat((masked, clean)).T",
         "exchanged",
     ),
     "one block's calls": (
-        "blocks",
+        "sees",
         "without = T * calls * (T // S)",
         "without = T * calls",
         "one block",
     ),
-    "a cache that fills itself": ("blocks", " + S * (T // S - 1)", "", "without masks"),
-    "the last block cached": ("blocks", "(T // S - 1)", "(T // S)", "followed by none"),
+    "a cache that fills itself": ("sees", " + S * (T // S - 1)", "", "without masks"),
+    "the last block cached": ("sees", "(T // S - 1)", "(T // S)", "followed by none"),
     "not aligned": ("decoder", "- (at > 0).long()", "+ 0 * at", "nothing is shifted"),
     "aligned the other way": (
         "decoder",
@@ -641,7 +641,7 @@ def test_answer_on_schedules_is_what_a_run_does():
 def test_answer_on_blocks_is_what_the_library_sees():
     """Spans of `block_spans`: two ranges of columns for each row."""
     answer = {}
-    exec(RIGHT["blocks"], answer)
+    exec(RIGHT["sees"], answer)
     for T, S in ((8, 2), (12, 4), (4, 1)):
         spans = block_spans(T, S, "cpu")
         columns = torch.arange(2 * T)

@@ -8,6 +8,7 @@ hand (results/pretrained.md).
 
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,6 +124,10 @@ def test_each_convention_reads_our_logits_and_fills_a_text(name, exports):
     ours, tokenizer, _ = mdlm.load(run)
     x0, xt = masked_texts(tokenizer, ours.mask_id)
     wanted = ours.eval()(view_of(xt)).detach().clamp(min=pretrained.NEVER_DRAWN)
+
+    def own(x, attention_mask=None):
+        return SimpleNamespace(logits=ours(view_of(x)))
+
     hooked = library_model(folder, with_hook=True)
     ways = [(hooked, at_own_place)]
     if name != "encoder without a head":
@@ -133,10 +138,13 @@ def test_each_convention_reads_our_logits_and_fills_a_text(name, exports):
         found = convention(model(xt).logits.detach())
         assert torch.allclose(found[..., tokens], wanted[..., tokens], atol=1e-5, rtol=1e-5)
         for block in (T, 4):
-            assert torch.equal(fill(model, xt, ours.mask_id, convention, block), x0)
+            filled = fill(model, xt, ours.mask_id, convention, block)
+            assert torch.equal(filled, fill(own, xt, ours.mask_id, at_own_place, block))
+            assert (filled == x0).float().mean() > 0.75  # by chance a quarter is
     other = at_own_place if name == SHIFTED else one_to_the_right
     model, _ = ways[-1]
-    assert not torch.equal(fill(model, xt, ours.mask_id, other, T), x0), "the convention matters"
+    misread = fill(model, xt, ours.mask_id, other, T)
+    assert (misread == x0).float().mean() < 0.75, "the convention matters"
     assert hooked.config.mask_token_id == ours.mask_id
     words = transformers.AutoTokenizer.from_pretrained(folder)
     assert words.mask_token_id == ours.mask_id
@@ -195,4 +203,5 @@ def test_llada2_pipeline_fills_a_text(name, exports):
     settings = dict(gen_length=T - 4, block_length=T, num_inference_steps=T, output_type="seq")
     # No edits: they are of tokens that the network sees, whose logits are not trained.
     found = pipe(input_ids=x0[:, :4], editing_threshold=None, **settings).sequences
-    assert torch.equal(found, x0[:, 4:])
+    right = (found == x0[:, 4:]).float().mean()
+    assert right > 0.75, right  # read at the wrong place a quarter is

@@ -246,9 +246,9 @@ def contents_of_network(folder, model, tokenizer, config, options):
         begin = words["mask_token"]
         words |= dict(bos_token=begin, model_input_names=["input_ids", "attention_mask"])
         content["post_processor"] = tokenizer_json.prepend(begin, model.mask_id)
-    if config.chat_column:  # what a template may write must stay as it was
-        template = model.network.chat
-        words |= template.tokens | dict(chat_template=template.template)
+    if template := model.network.chat:  # texts may begin and end with other tokens than it writes
+        words = template.tokens | words
+        words["chat_template"] = template.source_beside(words)
     name = Path(options.dest).name
     text = card(folder, model, tokenizer, config, name)
     contents = {

@@ -121,7 +121,7 @@ class Writer:
         """The messages of a conversation as a prompt; Invalid if the model cannot answer them."""
         config = self.model.config
         if config.chat_column:
-            return json.dumps(messages)
+            return json.dumps(messages, ensure_ascii=False)
         how = dict(param="messages", code="unsupported")
         if not config.prompt_column:
             what = "this model has learned no conversations; use /v1/completions"

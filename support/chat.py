@@ -62,10 +62,12 @@ class ChatTemplate:
     def render(self, messages):
         """The text of messages, up to where the assistant's next one begins.
 
-        Raises UserError for messages that the template refuses, or that spell a special token.
+        The template sees roles and contents alone. Raises UserError for messages that it refuses,
+        or that spell a special token.
         """
+        messages = [dict(role=m["role"], content=m["content"]) for m in messages]
         for message in messages if self.special else ():
-            if found := self.special.search(message["content"]):
+            if found := self.special.search("\n".join(message.values())):
                 what = f"a message spells the special token {found[0]!r}"
                 raise UserError(f"{what}; remove it from the message")
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -86,17 +88,24 @@ class ChatTemplate:
             if message["role"] == ASSISTANT:
                 yield self.render(messages[:i]), message["content"]
 
-    def ask(self, text):
-        """The text of a user's message; or of several messages, given as JSON."""
+    def source_beside(self, tokens):
+        """The source of the template, for a tokenizer with other special tokens, a dict of names:
+        it writes its own ones."""
+        own = {name: token for name, token in self.tokens.items() if tokens.get(name) != token}
+        lines = [f"{{%- set {name} = {json.dumps(token)} %}}" for name, token in own.items()]
+        return "".join([*lines, self.template])
+
+    def to_messages(self, text):
+        """The message of a user with this text; or several messages, given as JSON."""
         messages = [dict(role=USER, content=text)]
-        if text.lstrip().startswith("[{"):
+        if re.match(r"\s*\[\s*\{", text):
             try:
                 messages = json.loads(text)
             except ValueError as e:
                 fix = "mend it, or give a text"
                 raise UserError(f"--prompt is no JSON of messages ({e}); {fix}") from None
             check(messages, "--prompt")
-        return self.render(messages)
+        return messages
 
 
 def check(messages, where):

@@ -45,7 +45,7 @@ def check_identity(base, path):
     if not known or not isinstance(base.get("sha256"), dict) or not base["sha256"]:
         raise UserError(f"{path} is damaged, or of a later version; restore it from a copy")
     folder = Path(base["folder"])
-    fix = f"restore them there, or write their folder into {path}"
+    fix = "restore them there, or make a symbolic link there"
     if not (folder / "config.json").is_file():
         what = f"the weights that --lora adapted are no longer in {folder}"
         raise UserError(f"{what}; {fix}")

@@ -142,6 +142,9 @@ def test_mistakes_get_one_sentence(runs, folder_of, some_text, tmp_path, capfd, 
         *flags_of(runs("llama"), some_text, tmp_path / "new")
     )
     assert run_mdlm(*new) == 0
+    (folder.rename(tmp_path / "moved"), folder.symlink_to(tmp_path / "moved"))  # as is advised
+    assert mdlm.load(tmp_path / "new")
+    (folder.unlink(), (tmp_path / "moved").rename(folder))
     for change, words in (
         (lambda: (folder / "model.safetensors").write_bytes(b"other"), "are not those that --lora"),
         (lambda: shutil.rmtree(folder), "the weights that --lora adapted are no longer in"),

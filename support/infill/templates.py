@@ -319,17 +319,21 @@ def of_prompt(prompt, tokenizer, length, config):
     """
     length = length or config.block_size
     if config.chat_column:
-        ids = tokenizer.encode_template(tokenizer.chat.ask(prompt))
+        messages = tokenizer.chat.to_messages(prompt)
+        for message in messages:  # what the tokenizer loses is refused, as in other texts
+            tokenizer.encode_lossless(message["content"])
+        ids = tokenizer.encode_template(tokenizer.chat.render(messages))
     else:
         ids = tokenizer.encode_lossless(prompt)
     if prompt and not ids:
         raise UserError(
             f"the tokenizer keeps nothing of {prompt[:40]!r}; give a word, or no prompt"
         )
-    literal = encode_literal(prompt, tokenizer, after_gap=False, before_gap=True)
     if config.prompt_column:  # as in training: [END] after the prompt, all within the context
         literal = Literal(prompt + "\n", [*ids, tokenizer.end_id])
         length = min(length, config.block_size)
+    else:
+        literal = encode_literal(prompt, tokenizer, after_gap=False, before_gap=True)
     n = len(literal.ids)
     if n >= length:
         raise UserError(f"the prompt has {n} tokens of {length}; raise --length, or shorten it")

@@ -57,7 +57,12 @@ class ChatTemplate:
             return None
         tokens = {name: settings.get(name) for name in TOKENS}
         tokens = {n: t.get("content") if isinstance(t, dict) else t for n, t in tokens.items()}
-        return cls(template, {n: t for n, t in tokens.items() if isinstance(t, str)})
+        made = cls(template, {n: t for n, t in tokens.items() if isinstance(t, str)})
+        path = Path(folder) / "tokenizer.json"
+        content = files.read_json(path, "tokenizer") if path.exists() else {}
+        added = [t for t in content.get("added_tokens") or [] if isinstance(t, dict)]
+        made.forbid([t["content"] for t in added if t.get("special") and t.get("content")])
+        return made
 
     def render(self, messages):
         """The text of messages, up to where the assistant's next one begins.

@@ -167,6 +167,18 @@ def test_no_part_of_a_message_poses_as_a_special_token(run, talks, tmp_path, cap
     assert "spells the special token" in capfd.readouterr().err
 
 
+def test_a_bad_conversation_is_left_out_on_request(folder, talks, tmp_path, capfd):
+    bad = json.dumps(dict(messages=messages("<|im_end|>", "meow"))) + "\n"
+    (tmp_path / "talks.jsonl").write_text(bad + talks.read_text())
+    argv = [folder, tmp_path / "talks.jsonl", tmp_path / "out", "--chat_column=messages"]
+    more = ["--block_size=48", "--max_steps=1"]
+    assert run_mdlm(*flags_of(*argv, *more)) == 2
+    assert "line 1: a message spells the special token" in capfd.readouterr().err
+    assert run_mdlm(*flags_of(*argv, *more, "--max_bad_records=1")) == 0
+    said = capfd.readouterr().err
+    assert "skipped; the first is" in said and "talks.jsonl, line 1" in said
+
+
 def test_templates_are_found_where_folders_have_them(folder, tmp_path):
     at = shutil.copytree(folder, tmp_path / "hf")
     (at / "chat_template.jinja").write_text("{{ bos_token }}other")

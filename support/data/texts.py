@@ -70,12 +70,14 @@ class Source:
     def turns(self, messages):
         """The texts of a conversation: before each message of the assistant, and that message."""
         try:
-            for before, answer in self.template.pairs(messages):
-                if answer.strip():
-                    yield before, records.PROMPT
-                    yield answer, True
+            pairs = list(self.template.pairs(messages))
         except UserError as e:
-            raise UserError(f"{self.where}: {e}") from e
+            self.skipped.add(self.where, UserError(f"{self.where}: {e}"))
+            return
+        for before, answer in pairs:
+            if answer.strip():
+                yield before, records.PROMPT
+                yield answer, True
 
     def survey(self):
         """Read all texts once: count their characters, find where validation begins, warn.

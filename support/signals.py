@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 from support.terminal import is_first_rank
 
@@ -28,6 +29,11 @@ CAME = []  # numbers of the signals that `stop` has turned into exceptions
 
 def stop(number, frame):
     """Signal handler: raise KeyboardInterrupt for Ctrl-C, Stopped for other signals."""
+    while frame:
+        if frame.f_code is repeat_signal.__code__:  # what is raised in that hook is ignored, too
+            send_later(number)
+            return
+        frame = frame.f_back
     CAME.append(number)
     raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
 
@@ -78,13 +84,18 @@ def repeat_signal(otherwise, unraisable):
     if number is None:
         otherwise(unraisable)
         return
-    again = threading.Timer(0.01, send_signal, [number])
-    again.daemon = True
-    again.start()
+    send_later(number)
+
+
+def send_later(number):
+    """Send a signal to the main thread after 0.01 s. Waits for nothing, not even for the start of
+    a thread: a signal may come meanwhile."""
+    _thread.start_new_thread(send_signal, (number,))
 
 
 def send_signal(number):
     """Send a signal to the main thread, unless its handler has been removed in the meantime."""
+    time.sleep(0.01)
     if not callable(signal.getsignal(number)):
         return
     if hasattr(signal, "pthread_kill"):  # this also interrupts a system call that waits

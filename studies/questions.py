@@ -106,7 +106,8 @@ def read(path):
     try:
         with open(path, encoding="utf-8") as f:
             pairs = [(row["question"], row["answer"]) for row in map(json.loads, f)]
-        unseen(pairs)
+        if not all(unseen(pairs).values()):
+            raise ValueError("a kind is missing")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StopIteration):
         raise UserError(
             f"--data={path} has no such questions; write them: studies/questions.py write"

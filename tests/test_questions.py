@@ -66,11 +66,13 @@ def test_right_answers_are_counted(data, tmp_path, monkeypatch, capsys):
 
 
 def test_mistakes_get_one_sentence(data, short_run, tmp_path, capfd):
+    (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "other.jsonl").write_text(json.dumps(dict(question="Why?", answer="So.")) + "\n")
     for argv, sentence in (
         ([], "the mode is missing; give write or ask"),
         (["answer"], "'answer' is no mode; give write or ask"),
         (["ask", f"--data={tmp_path / 'other.jsonl'}"], "write them: studies/questions.py write"),
+        (["ask", f"--data={tmp_path / 'empty.jsonl'}"], "write them: studies/questions.py write"),
         (["ask", f"--data={data}", f"--out_dir={short_run}"], "train it with --prompt_column"),
     ):
         capfd.readouterr()

@@ -61,7 +61,8 @@ class ChatTemplate:
         path = Path(folder) / "tokenizer.json"
         content = files.read_json(path, "tokenizer") if path.exists() else {}
         added = [t for t in content.get("added_tokens") or [] if isinstance(t, dict)]
-        made.forbid([t["content"] for t in added if t.get("special") and t.get("content")])
+        words = [t.get("content") for t in added if t.get("special")]
+        made.forbid([word for word in words if isinstance(word, str)])
         return made
 
     def render(self, messages):

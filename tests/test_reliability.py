@@ -217,6 +217,16 @@ def test_killed_run_ends_as_if_not_killed(run, tmp_path):
     kill_at_random(run, tmp_path, 4)
 
 
+def test_resumed_run_removes_what_a_killed_one_left(run, tmp_path):
+    """Killed after its last save, before that had removed the oldest checkpoint."""
+    out = tmp_path / "run"
+    flags = ["--max_steps=6", "--eval_interval=2", "--log_interval=2"]
+    assert run(out, *flags).wait() == 0
+    shutil.copytree(out / "step-4", out / "step-2")
+    assert run(out, "--resume").wait() == 0
+    assert {p.name for p in checkpoint.checkpoints(out)} == {"step-6", "step-4"}
+
+
 @pytest.mark.slow
 def test_fifty_kills_change_nothing(run, tmp_path):
     kill_at_random(run, tmp_path, 50)

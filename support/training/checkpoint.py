@@ -96,6 +96,13 @@ def remove_all_but_two(final):
             files.remove(other)
 
 
+def finish_removal(out_dir, folder):
+    """Remove what the save of `folder` would have removed, had its run not been killed before."""
+    if folder == Path(out_dir) / read_latest(out_dir):
+        with files.writing(folder):
+            remove_all_but_two(folder)
+
+
 def verify(folder):
     """Raise UserError unless every file has the size and sha256 that the manifest names."""
     try:

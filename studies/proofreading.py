@@ -36,6 +36,7 @@ from support import cli, flags, outputs, plots
 
 cli.start(__name__)
 
+import bisect
 import difflib
 import heapq
 import itertools
@@ -389,7 +390,8 @@ class Network:
         device = next(self.reader.ask.model.parameters()).device.type
         edits = []
         with torch.autocast(device, torch.bfloat16, enabled=self.dtype == "bfloat16"):
-            for part in (part for parts in self.reader.parts([text]) for part in parts):
+            words = proofreading.Words([text])
+            for part in (part for parts in self.reader.parts([text], words) for part in parts):
                 if part.change:
                     start = part.change.position
                     edits.append(Edit(start, start + len(part.before), part.after))
@@ -466,7 +468,29 @@ def measure(text, rate, source, kinds, alphabet, seed, method):
     return judge(text, wrong, mistakes, edits), seconds
 
 
-def pieces(options, training, validation, model, tokenizer, alphabet):
+def measure_pieces(pieces, rate, source, kinds, alphabet, seed, method):
+    """Yield (begin, counts, seconds of the processor) for each of the pieces of one text.
+
+    pieces: [(begin, text)]. Each has its own mistakes; the method gets the whole text.
+    """
+    garbled = []
+    for begin, text in pieces:
+        rng = random.Random(f"{seed} {begin}")
+        garbled.append(with_mistakes(text, rate, source, kinds, alphabet, rng))
+    whole = "".join(wrong for wrong, _ in garbled)
+    began = time.process_time()
+    edits = method(whole)
+    seconds = time.process_time() - began
+    starts = [0, *itertools.accumulate(len(wrong) for wrong, _ in garbled)][:-1]
+    edits_of = {start: [] for start in starts}
+    for edit in edits:
+        start = starts[bisect.bisect(starts, edit.start) - 1]
+        edits_of[start].append(Edit(edit.start - start, edit.stop - start, edit.new))
+    for (begin, text), (wrong, mistakes), here in zip(pieces, garbled, edits_of.values()):
+        yield begin, judge(text, wrong, mistakes, here), seconds * len(wrong) / len(whole)
+
+
+def rows_of_pieces(options, training, validation, model, tokenizer, alphabet):
     """Yield a row of counts for each piece of text, rate, source, kind of mistakes and method."""
     makers = {
         "nothing": lambda: lambda text: [],
@@ -480,19 +504,17 @@ def pieces(options, training, validation, model, tokenizer, alphabet):
     methods = {name: makers[name]() for name in wanted}
     sets = [("all", KINDS), ("substitutions", KINDS[:1])]
     sets = [(which, kinds) for which, kinds in sets if options.kinds in ("", which)]
-    for at in range(0, max(options.characters, options.others), PIECE):
-        begin = options.begin + at
-        for rate in (0.02, 0.01, 0.05):
-            size = options.characters if rate == 0.02 else options.others
-            text = validation[begin : options.begin + size][:PIECE]
-            sources = ("random", "keyboard") if text else ()
-            sources = [source for source in sources if options.source in ("", source)]
-            for (which, kinds), source in itertools.product(sets, sources):
-                seed = f"{options.seed} {begin}"
-                for name, method in methods.items():
-                    about = dict(rate=rate, source=source, kinds=which, method=name, begin=begin)
-                    n, seconds = measure(text, rate, source, kinds, alphabet, seed, method)
-                    yield about | dict(seconds=seconds) | n
+    sources = [source for source in ("random", "keyboard") if options.source in ("", source)]
+    for rate in (0.02, 0.01, 0.05):
+        size = options.characters if rate == 0.02 else options.others
+        text = validation[options.begin : options.begin + size]
+        pieces = [(options.begin + at, text[at : at + PIECE]) for at in range(0, len(text), PIECE)]
+        for (which, kinds), source in itertools.product(sets, sources) if pieces else ():
+            for name, method in methods.items():
+                about = dict(rate=rate, source=source, kinds=which, method=name)
+                noise = (rate, source, kinds, alphabet, options.seed)
+                for begin, n, seconds in measure_pieces(pieces, *noise, method):
+                    yield about | dict(begin=begin, seconds=seconds) | n
 
 
 def total(rows):
@@ -586,7 +608,7 @@ def main(argv):
         return 0
     kept = []
     with outputs.Lines(options.json or os.devnull) as lines:
-        for row in pieces(options, training, text[cut:], model, tokenizer, alphabet):
+        for row in rows_of_pieces(options, training, text[cut:], model, tokenizer, alphabet):
             kept.append(row)
             print(json.dumps(row), file=lines, flush=True)
     show(table(kept))

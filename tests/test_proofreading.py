@@ -6,9 +6,11 @@ import json
 import math
 import os
 import random
+import re
 import sys
 import threading
 import tracemalloc
+from collections import Counter
 
 import pytest
 import tokenizer_kinds
@@ -166,6 +168,42 @@ def test_repairs_of_a_place_count_together():
     assert reader.best_apart(window, [one, other, far]) == [other]
     reader.caution = 0.5
     assert reader.best_apart(window, [one, other, far]) == []
+
+
+def test_names_that_a_text_has_elsewhere_stay():
+    """Nobody misspells a name twice alike, if what would stand there is in no other place."""
+    line = LINE[:30]
+    text = f"{line}\nkate\nand\nkate\nhath\nhate\nthat\nkate"
+    window = [proofreading.Token(LETTERS.index(c), c.encode()) for c in text]
+    at = text.index("kate\nand")
+    one = Edit(at, at + 1, (LETTERS.index("h"),), "substitution", cost=8.0, gain=9.0)
+    new = Edit(at, at + 1, (LETTERS.index("l"),), "substitution", cost=8.0, gain=9.0)
+    reader = Proofreader(*alphabet())
+    assert reader.best_apart(window, [new]) == [new], "of a text whose words are not known"
+    reader.words = proofreading.Words([text])
+    assert reader.best_apart(window, [new]) == []
+    assert reader.best_apart(window, [one]) == [one], "a word that it has, too"
+    reader.words = proofreading.Words(
+        [text.replace("\nkate", "\nkato").replace("\nkato", "\nkate", 1)]
+    )
+    assert reader.best_apart(window, [new]) == [new], "it stands there alone"
+    sure = new._replace(gain=15.0)
+    assert reader.best_apart(window, [sure]) == [sure], "what is likelier than this still changes"
+
+
+@given(st.text(" aB_é1-\n", max_size=60), st.integers(1, 9))
+def test_words_are_counted_however_a_text_arrives(text, size):
+    words = proofreading.Words(text[i : i + size] for i in range(0, len(text), size))
+    counts = Counter(re.findall(r"[^\W_]+", text.lower()))
+    assert all(words[word] == n for word, n in counts.items())
+    assert counts.keys() == words.counts.keys() | ({words.last.lower()} - {""})
+
+
+def test_words_take_bounded_memory(monkeypatch):
+    monkeypatch.setattr(proofreading, "MOST_WORDS", 100)
+    words = proofreading.Words([" ".join(f"name w{i}" for i in range(1000)), "x" * 1000, "x " * 5])
+    assert len(words.counts) <= 101 and len(words.last) <= 65
+    assert words["name"] > 900 and not words["x" * 1000]
 
 
 # ---- The study

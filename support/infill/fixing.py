@@ -11,6 +11,7 @@ from pathlib import Path
 
 from support import outputs
 from support.errors import UserError
+from support.infill.proofreading import Words
 from support.infill.templates import open_input, states_no_size
 from support.terminal import escaped, is_terminal, progress, warn
 from support.web import viewer
@@ -70,17 +71,20 @@ def pieces(f, name):
 
 @contextlib.contextmanager
 def reading(path):
-    """Context manager: the pieces of a text, which is checked before the first one if it can be."""
+    """Context manager: (pieces of a text, its proofreading.Words or None).
+
+    A file is read twice, so that it is checked and its words are counted before the first change.
+    """
     name = "standard input" if path == "-" else f"--fix={path}"
     try:
         with open_input("fix", path, "a text file") as f:
             if states_no_size(f):
                 raise UserError(f"{name} is empty: its size is 0 bytes; give a text file")
+            words = None
             if path != "-" and f.seekable():
-                for _ in pieces(f, name):
-                    pass
+                words = Words(pieces(f, name))
                 f.seek(0)
-            yield pieces(f, name)
+            yield pieces(f, name), words
     except OSError as e:
         if e.filename is None or e.filename != path:  # of an output
             raise
@@ -214,7 +218,7 @@ def fix_file(options, reader):
     is_free = "-" not in (options.output, options.json)
     n = characters = 0
     with contextlib.ExitStack() as stack:
-        texts = stack.enter_context(reading(options.fix))
+        texts, words = stack.enter_context(reading(options.fix))
         text, page, lines = (
             stack.enter_context(open_output(path))
             for path in (options.output, options.html, options.json)
@@ -223,7 +227,7 @@ def fix_file(options, reader):
         hide = is_free and is_terminal(sys.stdout)  # what is shown there says how far it is
         bar = stack.enter_context(progress("proofreading", " characters", disable=hide))
         page.put(PAGE.encode())
-        for part in (part for parts in reader.parts(texts) for part in parts):
+        for part in (part for parts in reader.parts(texts, words) for part in parts):
             text.put(part.after.encode())
             page.put(to_html(part).encode())
             if shown:

@@ -11,8 +11,10 @@ A text is read window by window; each window is corrected in rounds of four step
    mistake makes its neighbours unlikely too.
 4. Decide by the likelihood. With R the tokens from the edit on to REACH tokens after it, the gain
    is log p(R after | all others) - log p(R before | all others), exactly, by the chain rule. What
-   it gains beyond its cost, which the prior of mistakes says, are the log-odds of an edit. Where
-   the edits near each other are together likelier than no mistake, the best of them is kept.
+   it gains beyond its cost, which the prior of mistakes says, are the log-odds of an edit. One that
+   makes words unknown to the text of words that it has elsewhere costs more: nobody misspells a
+   name twice alike. Where the edits near each other are together likelier than no mistake, the
+   best of them is kept.
 
 Edits that are far apart share calls. Nothing else is changed: a text without doubtful tokens comes
 back byte for byte. What was measured: results/proofreading.md.
@@ -21,6 +23,7 @@ back byte for byte. What was measured: results/proofreading.md.
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -49,8 +52,12 @@ ROUNDS = 3  # of a window: a repaired mistake makes others near it easier to see
 DOUBT = 2.0
 RUN_DOUBT = 3.5
 PROMISE = -6.0
+TWICE = 6.0  # more costs an edit of words that occur elsewhere to others that do not
 MOST = 1 << 24  # logits that are held at a time
 PIECE = 1 << 16  # characters that are tokenized at a time
+COUNTED = re.compile(r"[^\W_]+")  # words: letters and digits,
+LONGEST = 64  # of at most so many characters,
+MOST_WORDS = 1 << 20  # and so many different ones
 
 
 class Change(NamedTuple):
@@ -90,7 +97,7 @@ class Fixed(NamedTuple):
 def fix(model, tokenizer, text, caution=0.0):
     """Proofread a text: Fixed(the new text, the changes)."""
     reader = Proofreader(model, tokenizer, caution)
-    parts = [part for parts in reader.parts([text]) for part in parts]
+    parts = [part for parts in reader.parts([text], Words([text])) for part in parts]
     changes = [part.change for part in parts if part.change]
     return Fixed("".join(part.after for part in parts), changes)
 
@@ -107,6 +114,48 @@ def check_model(model, tokenizer):
     if model.objective.n_blocks > 1:
         what = "a model of --block_length sees no text after a block, so it cannot proofread"
         raise UserError(f"{what}; give one without, or one of --infill_share")
+
+
+# ---- Words of a text
+class Words:
+    """How often each word occurs in a text, which comes in pieces, in upper or lower case.
+
+    Memory is bounded: very long words are not counted, and of a million those that are rare.
+    """
+
+    def __init__(self, pieces: Iterable[str] = ()):
+        self.counts = Counter()
+        self.last = ""  # a word that the next piece may go on with
+        for piece in pieces:
+            self.add(piece)
+
+    def add(self, piece):
+        text = self.last + piece
+        self.last = end_of(text)
+        whole = text[: len(text) - len(self.last)]
+        self.counts.update(word for word in words_of(whole) if len(word) <= LONGEST)
+        self.last = self.last[: LONGEST + 1]
+        if len(self.counts) > MOST_WORDS:
+            self.counts = Counter(dict(self.counts.most_common(MOST_WORDS // 2)))
+
+    def __getitem__(self, word):
+        return self.counts[word] + (word == self.last.lower())
+
+    def has_elsewhere(self, words):
+        """Whether each of these words, which a place of the text has, occurs at another one too."""
+        return all(self[word] > n for word, n in Counter(words).items())
+
+
+def words_of(text):
+    return COUNTED.findall(text.lower())
+
+
+def end_of(text):
+    """The beginning of a word at the end of a text."""
+    n = len(text)
+    while n and text[n - 1].isalnum():
+        n -= 1
+    return text[n:]
 
 
 # ---- Tokens of a text that must come back byte for byte
@@ -275,8 +324,7 @@ class Cutter:
         """Whether the text of tokens, where a word was changed, has these ids."""
         if self.by_character:
             return True
-        text = b"".join(token.lead + token.own for token in tokens).decode(errors="replace")
-        shown = text.replace("\r\n", "\n")
+        shown = text_of(tokens).replace("\r\n", "\n")
         return [id for id, _, _ in self.spans(shown, "")] == [token.id for token in tokens]
 
 
@@ -375,11 +423,16 @@ class Proofreader:
         L = self.context = model.config.block_size
         self.margin = L // 8  # tokens on both sides of what a window corrects
         self.stride = max(1, L - 2 * self.margin)
+        self.words = Words()
         self.judged = None  # a list: gets (number of the token, Edit) of all that was judged
 
     # ---- Windows
-    def parts(self, pieces: Iterable[str]) -> Iterator[list]:
-        """Yield a list of Parts for each window of a text, which comes in pieces."""
+    def parts(self, pieces: Iterable[str], words: Words | None = None) -> Iterator[list]:
+        """Yield a list of Parts for each window of a text, which comes in pieces.
+
+        words: of the whole text. None: those before each window are known.
+        """
+        self.words = Words() if words is None else words
         stream = numbered(self.cutter.tokens(pieces))
         place = Place()
         before = []  # corrected tokens
@@ -396,6 +449,8 @@ class Proofreader:
             last = max([last, *(token.number for token in done if token.number is not None)])
             n = sum(token.number <= last for token in ahead)
             yield place.compare(ahead[:n], done, edits)
+            if words is None:
+                self.words.add(text_of(ahead[:n]))
             ahead = ahead[n:]
             before = (before + done)[-self.margin :] if self.margin else []
 
@@ -565,6 +620,9 @@ class Proofreader:
         """
         kept = []
         excess = {edit: edit.gain - edit.cost - self.caution for edit in edits}
+        for edit in edits:
+            if self.loses_known_words(window, edit):
+                excess[edit] -= TWICE
         starts = np.array([edit.start for edit in edits])
         odds = np.array(list(excess.values()))
         for edit in sorted(edits, key=lambda edit: (-excess[edit], edit.start)):
@@ -573,9 +631,24 @@ class Proofreader:
                 for other in kept
             )
             near = abs(starts - edit.start) <= NEAR
-            if np.logaddexp.reduce(odds[near]) > 0 and all(far) and self.is_readable(window, edit):
+            together = np.logaddexp.reduce(odds[near])
+            if together > 0 and all(far) and self.is_readable(window, edit):
                 kept.append(edit)
         return sorted(kept, key=lambda edit: edit.start)
+
+    def loses_known_words(self, window, edit):
+        """Whether an edit turns words that the text has elsewhere into some that it has not."""
+        before = end_of(text_of(window[max(0, edit.start - LONGEST) : edit.start]))
+        after = text_of(window[edit.stop : edit.stop + LONGEST])
+        after = after[: COUNTED.match(after).end() if COUNTED.match(after) else 0]
+        here = [window[edit.start : edit.stop], self.new_tokens(window, edit)]
+        old, new = (words_of(before + text_of(tokens) + after) for tokens in here)
+        while old and new and old[0] == new[0]:
+            old, new = old[1:], new[1:]
+        while old and new and old[-1] == new[-1]:
+            old, new = old[:-1], new[:-1]
+        is_known = bool(old) and self.words.has_elsewhere(old)
+        return is_known and not all(map(self.words.__getitem__, new))
 
     def is_readable(self, window, edit):
         """Whether the new text has the ids by which the edit was judged."""
@@ -626,6 +699,10 @@ def numbered(tokens):
 def is_whole(token):
     """Whether a token is whole characters, so that another can take its place."""
     return bool(token.own) and token.own.decode(errors="replace").encode() == token.own
+
+
+def text_of(tokens):
+    return b"".join(token.lead + token.own for token in tokens).decode(errors="replace")
 
 
 def begins(token):

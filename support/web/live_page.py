@@ -148,7 +148,7 @@ def quantize(array):
 def proofreading_settings():
     """Return what proofread.js needs: the constants of proofreading, and the prior of mistakes."""
     names = ("EVERY", "RUN_EVERY", "RUN", "REACH", "NEAR", "SPARSE", "APART", "RIVALS", "ROUNDS")
-    names += ("DOUBT", "RUN_DOUBT", "PROMISE")
+    names += ("DOUBT", "RUN_DOUBT", "PROMISE", "TWICE")
     settings = {name: getattr(proofreading, name) for name in names}
     cost = mistakes.Prior(None, 1).each
     return settings | dict(cost=cost, BESIDE=mistakes.BESIDE, beside=mistakes.beside())

@@ -4,6 +4,7 @@
 
 import {logSoftmax} from "./sampler.js";
 
+const WORD = /[\p{L}\p{N}]+/gu, LONGEST = 64;  // characters beside an edit in which its words are looked for
 const byStart = (a, b) => a.start - b.start;
 const span = (start, stop) => Array.from({length: Math.max(0, stop - start)}, (_, i) => start + i);
 
@@ -55,6 +56,24 @@ export function priorOf(vocab, {cost, BESIDE, beside}) {
   };
 }
 
+// How often each word occurs in a text, in upper or lower case.
+function wordsOf(text) {
+  const counts = new Map();
+  for (const [word] of text.toLowerCase().matchAll(WORD)) counts.set(word, (counts.get(word) ?? 0) + 1);
+  return counts;
+}
+
+// Whether an edit, `fresh` for `old` between two texts, turns words that a text has elsewhere into some that it has not.
+function losesKnownWords(counts, before, old, fresh, after) {
+  const left = before.match(/[\p{L}\p{N}]*$/u)[0], right = after.match(/^[\p{L}\p{N}]*/u)[0];
+  let [were, are] = [old, fresh].map(middle => (left + middle + right).toLowerCase().match(WORD) ?? []);
+  while (were.length && are.length && were[0] === are[0]) [were, are] = [were.slice(1), are.slice(1)];
+  while (were.length && are.length && were.at(-1) === are.at(-1)) [were, are] = [were.slice(0, -1), are.slice(0, -1)];
+  const times = word => were.filter(other => other === word).length;
+  const areElsewhere = were.length && were.every(word => (counts.get(word) ?? 0) > times(word));
+  return areElsewhere && !are.every(word => counts.has(word));
+}
+
 // The parts of a text: `original` and what is `done`, both tokens. made: the edits between, as `correct` returns them.
 function compare(original, done, made) {
   const parts = [];
@@ -93,6 +112,7 @@ function compare(original, done, made) {
 // proofreading.py and the prior, from live_page.py.
 export async function* proofread(predict, text, vocab, context, settings) {
   const {EVERY, RUN_EVERY, RUN, REACH, NEAR, SPARSE, APART, RIVALS, ROUNDS, DOUBT, RUN_DOUBT, PROMISE} = settings;
+  const {TWICE} = settings, counts = wordsOf(text);
   const prior = priorOf(vocab, settings);
   const mask = vocab.length, ids = new Map(vocab.map((own, id) => [own, id]));
   const tokens = Array.from(text, (own, number) => ({own, number, id: ids.get(own) ?? mask}));
@@ -216,8 +236,14 @@ export async function* proofread(predict, text, vocab, context, settings) {
 
   // The edits that are kept, the best first, without those near a better one. An edit is kept if it and the edits near
   // it, each another account of the same mistake, are together likelier than no mistake.
-  function bestApart(edits) {
-    const excess = edit => edit.gain - edit.cost, kept = [];  // log-odds
+  function bestApart(window, edits) {
+    const textOf = (start, stop) => window.slice(Math.max(0, start), stop).map(token => token.own).join("");
+    const knownLost = new Set(edits.filter(({start, stop, ids, kind}) => {
+      const old = textOf(start, stop);
+      const fresh = kind === "swap" ? textOf(start + 1, stop) + textOf(start, start + 1) : ids.map(id => vocab[id]).join("");
+      return losesKnownWords(counts, textOf(start - LONGEST, start), old, fresh, textOf(stop, stop + LONGEST));
+    }));
+    const excess = edit => edit.gain - edit.cost - (knownLost.has(edit) ? TWICE : 0), kept = [];  // log-odds
     for (const edit of [...edits].sort((a, b) => excess(b) - excess(a) || byStart(a, b))) {
       const isFar = other => edit.start >= other.stop + REACH || other.start >= edit.stop + REACH;
       const accounts = edits.filter(other => Math.abs(other.start - edit.start) <= NEAR);
@@ -235,7 +261,7 @@ export async function* proofread(predict, text, vocab, context, settings) {
     for (let round = 0; round < ROUNDS; round++) {
       const ids = window.slice(0, context).map(token => token.id);  // insertions may exceed it
       const proposed = await propose(ids, begin, Math.min(end, ids.length), near);
-      const edits = bestApart(await decide(ids, await prune(ids, proposed)));
+      const edits = bestApart(window, await decide(ids, await prune(ids, proposed)));
       if (!edits.length) break;
       let shift = 0;
       near = new Set();

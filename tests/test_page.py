@@ -366,7 +366,7 @@ def test_page_proofreads_as_sample_fix_does(network):
     worlds = [test_proofreading.alphabet()] * len(texts)
     # Some letters have more others beside them on a keyboard than others have; some have none.
     for vocab in map(list, ("aqsd\n", "qawsz", "aw \ns")):
-        for row in torch.randint(3 * len(vocab) + 1, (20, 60), generator=g):
+        for row in torch.randint(3 * len(vocab) + 1, (15, 60), generator=g):
             text = "".join((vocab * 3 + ["\u00e9"])[i] for i in row)
             cases.append(dict(text=text, T=24, vocab=vocab, depends=True))
             worlds.append((model, Tokenizer("char", vocab)))

@@ -219,6 +219,23 @@ def test_the_study_counts_what_is_found():
     assert (n["false"], n["false insertion"], n["false deletion"], n["spoiled"]) == (2, 1, 1, 2)
 
 
+def test_the_study_judges_pieces_of_a_whole_text():
+    """A method gets all of the text; each piece has its mistakes, wherever the others are."""
+    given = []
+
+    def method(text):
+        given.append(text)
+        return [study.Edit(i, i + 1, "") for i, c in enumerate(text) if c == "!"]
+
+    pieces = [(0, "the quick brown fox " * 5), (100, "jumps over! the dog " * 3)]
+    noise = (0.05, "random", study.KINDS[:1], LETTERS)
+    rows = list(study.measure_pieces(pieces, *noise, 0, method))
+    [(alone, _)] = [(n, s) for _, n, s in study.measure_pieces(pieces[1:], *noise, 0, method)]
+    assert given[0].endswith(given[1]) and len(given[0]) > len(given[1])
+    assert [begin for begin, _, _ in rows] == [0, 100] and rows[1][1] == alone
+    assert rows[0][1]["false"] == 0 < rows[1][1]["false"] and rows[0][1]["mistakes"] > 1
+
+
 def test_the_study_joins_pieces(tmp_path, capsys):
     """Sums of counts, and errors of a difference between methods on the same pieces."""
     about = dict(rate=0.02, source="keyboard", kinds="all", seconds=1.0, characters=1000)

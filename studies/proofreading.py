@@ -542,16 +542,21 @@ def error(rows, others=None):
 
 
 def table(rows):
-    """Yield a row for each rate, source, kinds and method, of the counts of pieces."""
+    """Yield a row for each rate, source, kinds and method, of the counts of pieces.
+
+    Then one for each rate and method, of all sources and kinds together.
+    """
     groups = {}
     for row in rows:
         noise = tuple(row[k] for k in ("rate", "source", "kinds"))
-        groups.setdefault(noise, {}).setdefault(row["method"], {})[row["begin"]] = row
-    for noise, methods in groups.items():
+        for group in (noise, (row["rate"], "both", "both")):
+            piece = (row["begin"], *noise)
+            groups.setdefault(group, {}).setdefault(row["method"], {})[piece] = row
+    for noise, methods in sorted(groups.items(), key=lambda item: "both" in item[0]):
         last = list(methods.values())[-1]
         for name, parts in methods.items():
-            here = [parts[begin] for begin in sorted(parts)]
-            other = [last[begin] for begin in sorted(parts)]
+            here = [parts[piece] for piece in sorted(parts)]
+            other = [last[piece] for piece in sorted(parts)]
             n = total(here)
             row = dict(zip(("rate", "source", "kinds"), noise), method=name) | rates(n)
             row["error"] = error(here)

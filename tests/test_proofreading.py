@@ -246,7 +246,8 @@ def test_the_study_joins_pieces(tmp_path, capsys):
             for method, found in (("6-gram", 12), ("mdlm", 14))
         ]
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    gram, network = study.table(study.read_rows([tmp_path / "a", tmp_path / "b"]))
+    gram, network, *together = study.table(study.read_rows([tmp_path / "a", tmp_path / "b"]))
+    assert together == [row | dict(source="both", kinds="both") for row in (gram, network)]
     assert network["mistakes"] == 80 and network["found"] == pytest.approx(2 / (1 + 80 / 62))
     assert gram["ahead"] == pytest.approx(network["found"] - gram["found"])
     assert gram["its error"] < 0.005 < gram["error"]  # the pieces differ, the methods do so alike

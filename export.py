@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from safetensors.torch import save as to_safetensors
 
 import mdlm
+import sample
 from support import files, lora, outputs, plots
 from support.data import tokenizer_json
 from support.data.seams import guarded
@@ -343,7 +344,7 @@ def main(argv):
     if is_page and loaded[2].network:
         raise UserError("--to=page is for networks of mdlm.py; give --to=hf for those of others")
     if is_page:
-        contents = live_page.contents_of(*loaded, options.weights)
+        contents = live_page.contents_of(*loaded, options.weights, sample.unmask)
         serve = f"{environment.python_command()} -m http.server"
         hint = f"{serve} -d {environment.quote(options.dest)} shows it on localhost:8000"
     else:

@@ -243,13 +243,13 @@ class Writer:
             tell(i, filled, texts[-1])
         return texts
 
-    def ranked(self, model, segments, settings, n, max_gap, draws, reach=None):
+    def ranked(self, model, segments, settings, n, max_gap, draws, reach=None, expect=None):
         """The n likeliest search.Fills, three for one; draws: a list, or None (see fill_gaps);
-        reach: as of hypotheses."""
+        reach, expect: as of hypotheses."""
         fill = partial(sample.fill_gaps, model, self.tokenizer, settings, draws=draws)
         candidates = n if n > 1 else 0
         limits = dict(max_gap=max_gap, draws=max(16, 6 * candidates))
-        limits |= dict(device=next(self.filler.parameters()).device, reach=reach)
+        limits |= dict(device=next(self.filler.parameters()).device, reach=reach, expect=expect)
         return hypotheses(model, self.tokenizer, segments, candidates or 3, fill, **limits)
 
     def filled_alone(self, found, tokens):
@@ -358,7 +358,13 @@ class Writer:
         began = time.monotonic()
         draws = []
         n = SHOWN if job.rank else 1
-        fills = self.ranked(model, segments, settings, n, job.max_tokens, draws)[:SHOWN]
+
+        def expect(left, stretch, stretches):
+            emit(0, dict(left=left, stretch=stretch, stretches=stretches))
+
+        fills = self.ranked(model, segments, settings, n, job.max_tokens, draws, expect=expect)[
+            :SHOWN
+        ]
         p = torch.tensor([fill.logp for fill in fills], dtype=torch.float64).softmax(0).tolist()
         shown = [dict(share=q) | self.still(fill, draws) for fill, q in zip(fills, p)]
         emit(0, dict(done=True, fills=shown, seconds=time.monotonic() - began))

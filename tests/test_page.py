@@ -238,11 +238,15 @@ const source = new Function("live", `${reading} return source;`)({vocab, mask: V
 const toSegments = text => source.read(text, {}).segments;
 const found = [], said = {};
 for (const {template, n, ...settings} of asked) {
+  let tried = 0;
+  const told = [];
   const how = {...settings, context: T, end: vocab.indexOf("\\n")};
-  const fills = await search(predict, toSegments(template), n, V, how);
+  how.expect = (left, ...where) => told.push([tried, left, ...where]);
+  const counted = seen => predict(seen, tried += seen.length);
+  const fills = await search(counted, toSegments(template), n, V, how);
   const row = plan(fills[0].given, 0, V, {...settings, matches: fills[0].matches});
   for await (const frames of unmask(predict, [row], V, settings));
-  found.push({fills, written: row.ids});
+  found.push({fills, written: row.ids, told, tried});
 }
 for (const template of wrong) {
   try { toSegments(template); } catch (error) { said[template] = String(error); }
@@ -313,6 +317,13 @@ def test_page_finds_the_lengths_that_sample_py_finds(network):
         x = torch.tensor([templates.to_ids(fills[0].segments, letters, V)])
         *_, step = sample.unmask(model, x, matches=matches, **settings)
         assert found["written"] == step.x[0].tolist()
+        # Of each stretch no more rows are shown to the network than were expected.
+        told = found["told"]
+        n = len(search.cut_stretches(segments))
+        assert [*dict.fromkeys((k, of) for *_, k, of in told)] == [(k, n) for k in range(1, n + 1)]
+        ends = {n: found["tried"]}  # how many there are at the end of each stretch
+        ends |= {k - 1: tried for tried, _, k, _ in reversed(told)}
+        assert all(ends[k] - tried <= left for tried, left, k, _ in told)
 
 
 PROOFREAD = """
@@ -542,6 +553,85 @@ def test_every_fault_of_every_file_is_one_sentence():
         assert "reload" in found and "\n" not in found
 
 
+def test_recorded_text_is_that_of_sample_py(network):
+    """A filled template and a text of its own; its steps are the calls; it takes little room."""
+    model, _ = network
+    letters = Tokenizer("char", list("abcde"))
+    for template, n in (("ab██e██a", 8), ("", model.config.block_size)):
+        film = live_page.record(model, letters, template, sample.unmask)
+        x = torch.full((1, n), model.mask_id)
+        for i, c in enumerate(template):
+            if c != "█":
+                x[0, i] = letters.encode(c)[0]
+        *_, last = sample.unmask(model, x, **live_page.RECORDED)
+        assert "".join(film["tokens"]) == letters.decode(last.x[0])
+        assert film["given"] == (x[0] != model.mask_id).tolist()
+        assert film["calls"] == len(film["frames"]) == last.calls.item()
+        assert film["title"] == "" and all(len(c) == 3 for frame in film["frames"] for c in frame)
+
+
+SHAKESPEARE = mdlm.Config(data="shakespeare", block_size=256)
+LETTERS_OF_ALL = [chr(c) for c in range(10, 127)]
+
+
+@pytest.mark.parametrize(
+    "tokenizer, config, labels",
+    [
+        (
+            Tokenizer("char", LETTERS_OF_ALL),
+            SHAKESPEARE,
+            ["fill gaps", "any length", "scene", "ROMEO"],
+        ),
+        (Tokenizer("char", list("abc")), SHAKESPEARE, ["text"]),
+        (Tokenizer("byte"), mdlm.Config(data="my.txt"), ["any length", "text"]),
+        (Tokenizer("byte"), SHAKESPEARE, ["fill gaps", "any length", "scene", "ROMEO"]),
+        (
+            Tokenizer("byte"),
+            mdlm.Config(data="shakespeare", block_size=64),  # the passage is longer
+            ["any length", "scene", "ROMEO"],
+        ),
+    ],
+)
+def test_examples_fit_the_model(tokenizer, config, labels):
+    found = live_page.examples(tokenizer, config, "█", patterns=False, open_gaps=True)
+    assert [one["label"].split("\u201c")[-1].split(" a ")[-1] for one in found] == [
+        {"any length": "gap of any length", "ROMEO": "ROMEO:\u201d"}.get(name, name)
+        for name in labels
+    ]
+    for one in found:
+        given = re.sub(r"█|\[___\]", "", one["text"])
+        assert tokenizer.decode(tokenizer.encode_lossless(given)) == given
+
+
+def test_examples_of_another_text_are_made_of_one_that_the_model_wrote():
+    letters = Tokenizer("char", list("abcde \n"))
+    config = mdlm.Config(data="my.txt")
+    first, text, begun = live_page.examples(letters, config, "_", own="abc de ab\ncc dd ee a b")
+    assert first == dict(label="fill gaps", text="abc de __\ncc __ ee a", what="write")
+    assert text == dict(label="write a text", text="", what="write")
+    assert begun == dict(label="go on from \u201cabc de\u201d", text="abc de", what="write")
+    for own in ("abcabcabc", "a b c [d e"):  # no words; what may begin a gap
+        assert len(live_page.examples(letters, config, "_", own=own)) == 1
+
+
+@pytest.mark.parametrize(
+    "origin, address",
+    [
+        ("https://github.com/a/b.git", "a/b"),
+        ("https://name:key@github.com/a/b", "a/b"),
+        ("git@github.com:a/b.git", "a/b"),
+        ("ssh://git@github.com/a-c/b.d.git", "a-c/b.d"),
+        ("https://example.org/a/b.git", ""),
+        ("/home/name/b", ""),
+        ("", ""),
+    ],
+)
+def test_lessons_are_linked_where_the_clone_came_from(origin, address):
+    """On GitHub alone, and without the names and keys of who cloned it."""
+    found = live_page.lessons_at(origin)
+    assert found == (address and f"https://github.com/{address}/blob/HEAD/lessons/README.md")
+
+
 def test_quantized_matrices_are_near():
     array = np.random.default_rng(0).normal(size=(50, 7)).astype(np.float32)
     array[:, 2] = 0
@@ -622,14 +712,25 @@ def test_workflow_builds_the_shipped_page():
 
 
 class Server:
-    """A web server for a folder; `asked` are the paths that were asked for."""
+    """A web server for a folder; `asked` are the paths that were asked for.
 
-    def __init__(self, folder):
+    gate: an Event that the second half of each .wasm file waits for
+    """
+
+    def __init__(self, folder, gate=None):
         self.asked = asked = []
 
         class Handler(http.server.SimpleHTTPRequestHandler):
             def log_message(self, form, *args):
                 asked.append(self.path)
+
+            def copyfile(self, source, outputfile):
+                if gate and self.path.endswith(".wasm"):
+                    size = os.fstat(source.fileno()).st_size
+                    outputfile.write(source.read(size // 2))
+                    outputfile.flush()
+                    gate.wait(60)
+                super().copyfile(source, outputfile)
 
         handler = functools.partial(Handler, directory=str(folder))
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -883,6 +984,107 @@ def test_type_play_and_read(live):
     live.press("escape")
     live.type("]]]")
     assert live.js("cursor") == 2 and live.js("document.querySelectorAll('#tip div').length") == 5
+
+
+@slow
+def test_recorded_text_plays_while_the_model_loads(browser, shipped):
+    """Above the fold, with a bar in MB; a chip that is pressed meanwhile begins afterwards."""
+    gate = threading.Event()
+    server = Server(shipped, gate)
+    for width, height in ((390, 844), (1280, 657)):
+        browser.size(width, height)
+        browser.call("/url", url=server.url)
+        browser.wait("timer && step > 1 && $('bar').value > 1e6")
+        assert browser.js("[ready, $('stop').disabled, $('write').disabled]") == [
+            False,
+            True,
+            False,
+        ]
+        found = re.fullmatch(r"(\d+\.\d) of (\d+\.\d) MB", browser.js("$('counted').textContent"))
+        assert found and 1 < float(found[1]) < float(found[2])
+        assert browser.js("scrollY") == 0
+        for element in ("text", "write"):
+            box = browser.js(f"$('{element}').getBoundingClientRect().toJSON()")
+            assert 0 < box["top"] < box["bottom"] <= height and box["right"] <= width
+    assert browser.js("$('typed').value") == live_page.passage(*known_shipped(), "█")
+    browser.js("([...$('chips').children].find(c => c.textContent === 'write a scene').click(), 1)")
+    assert say(browser) == "It begins when the model is loaded."
+    assert browser.js("[timer, step === steps, $('typed').value]") == [0, True, ""]
+    browser.emulate(prefers_reduced_motion="reduce")
+    other = Server(shipped, gate)
+    browser.call("/window/new", type="tab")
+    first, second = browser.call("/window/handles", method="GET")
+    browser.call("/window", handle=second)
+    browser.emulate(prefers_reduced_motion="reduce")
+    browser.call("/url", url=other.url)
+    assert browser.js("[ready, timer, step === steps, step > 10]") == [False, 0, True, True]
+    browser.call("/window", method="DELETE")
+    browser.call("/window", handle=first)
+    browser.emulate(prefers_reduced_motion="no-preference")
+    gate.set()
+    browser.wait("ready && writing?.frames?.length")
+    assert not browser.js("$('progress').checkVisibility()") and browser.js("samples.length") == 1
+    browser.js("($('stop').click(), 1)")
+    server.close()
+    other.close()
+
+
+def known_shipped():
+    _, tokenizer, config = mdlm.load(WEIGHTS)
+    return tokenizer, config
+
+
+@slow
+def test_recorded_text_ends_with_the_load_and_the_first_text(live):
+    assert live.js("[timer, step === steps, Boolean(samples[0].note)]") == [0, True, True]
+    assert live.js("$('calls').textContent") == "recorded when this page was made"
+    write(live, "a_b", steps=1)
+    assert live.js("samples.length") == 1 and not live.js("samples[0].note")
+    assert live.js("$('calls').textContent").startswith("1 network call, ")
+
+
+@slow
+def test_counts_agree(live):
+    """Steps are calls, of which few gaps take fewer than were asked for."""
+    write(live, "ab__b a", steps=16)
+    live.js("(jump(1e6), 1)")
+    n = live.js("steps")
+    assert n < 16 and live.js("$('where').textContent") == f"Step {n} of {n}"
+    assert live.js("$('calls').textContent").startswith(f"{n} network calls, ")
+    assert live.js("$('calls-name').textContent") == "calls, at most"
+
+
+@slow
+def test_marks_settle_while_the_next_call_is_waited_for(live):
+    """After a second; those of a step that the user stopped at stay."""
+    write(live, "a____b", steps=8)
+    for playing, wanted in (("play(true)", 0), ("play(false)", 1)):
+        live.js(f"(play(false), go(2), {playing}, clearInterval(timer), go(3), 1)")
+        time.sleep(1.3)
+        assert live.js("document.querySelectorAll('.fresh').length > 0") == wanted
+    live.js("(play(false), 1)")
+
+
+@slow
+def test_ranking_has_a_total_and_a_stop(live):
+    for text, words in (
+        ("a__ b" + "_" * 20, r"\d+ of at most \d+ calls"),
+        ("a[___]b [___]a", r"gap 1 of 2: \d+ of at most \d+ calls"),
+    ):
+        live.js(f"($('typed').value = {json.dumps(text)}, start('rank'), 1)")
+        live.wait("!$('bar').hidden && $('bar').value > 2")
+        live.js("($('stop').click(), 1)")
+        assert re.fullmatch(words, live.js("$('counted').textContent"))
+        assert live.js("[$('bar').value <= $('bar').max, $('progress').hidden]") == [True, True]
+        assert live.js("[writing, $('said').textContent]") == [None, "stopped"]
+    live.js("start('rank')")
+    live.wait("writing === null")
+    n = live.js("samples.length")
+    assert (
+        live.js("$('calls').textContent")
+        .split(",")[0]
+        .endswith(f" network calls for {n} fill{'s'[: n != 1]}")
+    )
 
 
 @slow
@@ -1193,17 +1395,20 @@ def test_a_pasted_link_is_followed(live):
 def test_keyboard_alone_is_enough(live):
     """Tab goes through every control, in order; arrows set the sliders."""
     names = []
-    for _ in range(8):
+    chips = live.js("$('chips').children.length")
+    for _ in range(chips + 7):
         live.press("tab")
         names.append(live.js("document.activeElement.id"))
         if names[-1] == "steps":
             live.press("right")
-    assert names[:7] == ["typed", "steps", "temperature", "seed", "write", "rank", "proofread"]
+    order = ["typed", "write", "rank", "proofread", "steps", "temperature", "seed"]
+    assert [name for name in names if name] == order
     assert live.js("$('steps').value") == "17"
     labels = live.js("""[...document.querySelectorAll("input, textarea, button")]
       .filter(e => e.checkVisibility())
       .map(e => e.labels?.[0]?.innerText || e.getAttribute("aria-label") || e.textContent)""")
-    assert len(labels) == 8 and all(labels)  # with Stop, which can be pressed while it writes
+    # With Play, the slider and Stop, which can be pressed while it writes.
+    assert len(labels) == chips + 10 and all(labels)
 
 
 @slow
@@ -1213,7 +1418,10 @@ def test_phones_and_both_themes(live):
     live.js("scrollTo(0, 0)")
     live.js("samples.splice(0)")
     write(live, "", steps=8)
-    assert live.js("scrollY") > 50, "the text is in sight"
+    assert live.js("$('text').getBoundingClientRect().bottom <= innerHeight"), "it is in sight"
+    assert not live.js("$('seed').checkVisibility()")
+    live.js("($('more').open = true, 1)")
+    assert live.js("$('seed').checkVisibility() && $('help').checkVisibility()")
     for width in (320, 390, 1200):
         live.size(width, 800)
         assert live.js("document.documentElement.scrollWidth") <= width

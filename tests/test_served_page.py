@@ -60,7 +60,11 @@ def test_page_is_sent_each_call(server, short_run):
 
 def test_page_gets_ranked_fills_and_changes(server, short_run):
     model, tokenizer, _ = mdlm.load(short_run)
-    *_, end = events(server, infill="The [___] is", seed=1, rank=True)
+    *found, end = events(server, infill="The [___] is", seed=1, rank=True)
+    told = [event for event in found if "left" in event]
+    assert told and all(event["stretch"] == event["stretches"] == 1 for event in told)
+    assert all(event["tried"] + event["left"] >= end["tried"] for event in told)
+    assert told[-1]["left"] == 0 and end["tried"] == told[-1]["tried"] > 2
     assert 1 < len(end["fills"]) <= 5
     assert sum(fill["share"] for fill in end["fills"]) == pytest.approx(1)
     for fill in end["fills"]:
@@ -80,7 +84,8 @@ def test_page_runs_its_own_script_alone(server):
     assert rules["default-src"] == "'none'" and rules["connect-src"] == "'self'"
     assert re.fullmatch(r"'sha256-[\w+/]{43}='", rules["script-src"])
     assert rules["frame-ancestors"] == "'none'"
-    assert not re.search(r"""(src|href)=["']|url\(|@import|https?://(?!localhost)""", r.text)
+    loaded = re.sub(r'<a href="https://github.com/[\w./-]+"', "", r.text)  # a link, to the lessons
+    assert not re.search(r"""(src|href)=["']|url\(|@import|https?://(?!localhost)""", loaded)
 
 
 @pytest.mark.parametrize(
@@ -98,13 +103,14 @@ def test_page_offers_what_the_model_can(settings, fills, fixes, steps):
     live = json.loads(re.search(r'id="data">(.*?)</script>', html)[1])["live"]
     assert (live["fills"], live["fixes"], live["key"]) == (fills, fixes, True)
     assert live["steps"] == steps and live["blocks"] == (8 if "block_length" in settings else 1)
-    assert live["examples"] == [], "the model knows none of their characters"
+    own = dict(label="write a text", text="", what="write")
+    assert live["examples"] == [own], "the model knows none of the characters of others"
 
 
 def test_examples_are_texts_that_the_model_knows():
-    _, tokenizer, _ = mdlm.load(ROOT / "weights" / "shakespeare")
-    found = live_page.examples(tokenizer, "█", open_gaps=True, fixes=True)
-    assert [one["what"] for one in found] == ["write", "rank", "write", "rank", "fix"]
+    _, tokenizer, config = mdlm.load(ROOT / "weights" / "shakespeare")
+    found = live_page.examples(tokenizer, config, "█", open_gaps=True, fixes=True)
+    assert [one["what"] for one in found] == ["write", "rank", "write", "write", "rank", "fix"]
     for one in found:
         try:
             tokenizer.encode_lossless(re.sub(r"█|\[___.*\]", "", one["text"]))
@@ -205,7 +211,7 @@ def test_page_stops_at_once(page, server):
     """The server stops computing too, and what was written stays."""
     ask(page, "The ", tokens=2000, steps=128)
     page.wait("writing?.frames?.length > 2", 120)
-    planned = page.js("writing.steps")
+    planned = page.js("writing.planned")
     page.js("($('stop').click(), 1)")
     assert page.js("[writing, $('stop').disabled]") == [None, True]
     assert page.js(SAID) == "stopped" and 2 < page.js("samples.at(-1).frames.length") < planned
@@ -295,7 +301,7 @@ def test_page_needs_no_mouse_and_fits(page):
     for _ in range(20):
         page.press("tab")
         names.append(page.js("document.activeElement.id"))
-    wanted = ["typed", "tokens", "steps", "temperature", "seed", "write", "rank", "proofread"]
+    wanted = ["typed", "write", "rank", "proofread", "tokens", "steps", "temperature", "seed"]
     assert [name for name in names if name in wanted][: len(wanted)] == wanted
     ask(page, "The ")
     written(page)

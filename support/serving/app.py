@@ -29,7 +29,7 @@ from support.terminal import warn
 BODY_SECONDS = 30.0  # in which a body must have come
 WRITE_SECONDS = 30.0  # in which a client must take what it is sent
 PING_SECONDS = 15.0  # after which a stream without news gets a comment
-WATCH_SECONDS = 0.25  # after which the page is told how much the network has seen
+WATCH_SECONDS = 0.25  # after which the page is told how many calls were made
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 TYPES |= {500: "server_error", 503: "server_error"}
@@ -240,7 +240,7 @@ class Computation:
         if not job.stream:
             return False
         if job.watch:
-            emit("part", written | dict(tried=self.request.rows))
+            emit("part", written | dict(tried=self.request.calls))
             return False
         if index not in self.progress:
             self.progress[index] = completions.Progress(job.stop)
@@ -299,7 +299,7 @@ async def answer_stream(computation, answer, send, left):
         elif what == "part":
             await push(to_event(value))
         elif what == "ping" and is_open:
-            tried = dict(tried=computation.request.rows)
+            tried = dict(tried=computation.request.calls)
             await push(to_event(tried) if is_watched else b": still writing\n\n")
         elif what in ("done", "failed"):
             if what == "failed":

@@ -73,7 +73,6 @@ class Request:
     greenlet: Any = None
     waits_for: Any = None  # (model, View)
     calls: int = 0
-    rows: int = 0
 
     def give_up(self):
         """End it at its next network call; from any thread."""
@@ -278,7 +277,6 @@ class Engine:
         counts.seconds += seconds
         for request, view in zip(requests, views):
             request.calls += 1
-            request.rows += len(view.ids)
             request.seconds += seconds * view.ids.numel() / n
         return results
 

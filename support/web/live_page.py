@@ -9,12 +9,15 @@ float32. assets/model.js converts them to the float32 that the graph expects.
 """
 
 import contextlib
+import html
 import logging
+import re
 import shutil
 import subprocess
 import tempfile
 import warnings
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +27,11 @@ from support import environment
 from support.errors import UserError
 from support.files import naming, read_json
 from support.infill import mistakes, proofreading
+from support.infill.templates import parse, to_ids
 from support.terminal import warn
-from support.web.viewer import PAGE, assemble, bundle, read_asset
+from support.web.viewer import PAGE, HtmlRecorder, assemble, bundle, read_asset
 
+ROOT = Path(__file__).resolve().parents[2]
 RUNTIME = PAGE / "node_modules" / "onnxruntime-web"
 BINARY = "ort-wasm-simd-threaded"
 RUNTIME_FILES = {  # device -> the script, the module that it imports, the WebAssembly binary
@@ -35,9 +40,20 @@ RUNTIME_FILES = {  # device -> the script, the module that it imports, the WebAs
 }
 NPM_LIMIT = 600  # seconds
 POLICY = "'self' 'wasm-unsafe-eval'; connect-src 'self'; worker-src blob:"
-DIFFUSION = """Diffusion: each call of the network sees the whole text, fills some of its masks
-    anywhere, and draws again what it doubts."""
-ABOUT = f"{DIFFUSION} Nothing typed leaves this page."
+DIFFUSION = """Diffusion: each call of the network sees the whole text, fills some masks anywhere,
+    and draws again what it doubts."""
+LESSONS = "lessons/README.md"
+PRIVACY = "Nothing typed leaves this page."
+RECORDED = dict(seed=2, steps=32)  # of the text that plays while the model loads
+# The passage of the picture in the README, with the characters of each gap.
+PASSAGE = """KING RICHARD II:
+My lord, {33}
+And {31} of the king,
+Then {32} my sorrow.
+
+JULIET:
+O Romeo, {28}?"""
+MOST_OWN = 120  # characters of an example that is taken from a text of the model
 MISTAKES = "But soft, what lihgt through yonder windw breaks?"
 
 
@@ -154,8 +170,29 @@ def proofreading_settings():
     return settings | dict(cost=cost, BESIDE=mistakes.BESIDE, beside=mistakes.beside())
 
 
-def contents_of(model, tokenizer, config, weights):
-    """Return the files of the page, {name: bytes}; weights: "int8" or "float32"."""
+def record(model, tokenizer, template, unmask):
+    """Return how the model fills a template, or writes a text of its own, for the viewer.
+
+    Without the likeliest tokens of each place, which would take ten times the room.
+    template: "" for a text of its own. unmask: sample.unmask
+    """
+    context = model.config.block_size
+    segments = parse(template, tokenizer, context) if template else [context]
+    x = torch.tensor(to_ids(segments, tokenizer, model.mask_id), dtype=torch.int64)
+    film = HtmlRecorder(tokenizer, x, model.mask_id)
+    for step in unmask(model, x[None], **RECORDED):
+        film.add(step, 0)
+    found = film.page(step.x[0].tolist())
+    found["frames"] = [[change[:3] for change in frame] for frame in found["frames"]]
+    note = "recorded when this page was made"
+    return found | dict(title="", note=note, calls=len(found["frames"]), seconds=0)
+
+
+def contents_of(model, tokenizer, config, weights, unmask):
+    """Return the files of the page, {name: bytes}.
+
+    weights: "int8" or "float32". unmask: sample.unmask, which writes the text that is recorded
+    """
     check(model, tokenizer, config)
     contents = read_runtime()
     warn("exporting to ONNX")
@@ -186,23 +223,51 @@ def contents_of(model, tokenizer, config, weights):
     live |= dict(tensors=tensors, bytes=size)
     can = dict(patterns="█" not in tokenizer.vocab, fixes=True)
     can |= dict(open_gaps=not {*"[_]"} <= {*tokenizer.vocab})
-    live |= dict(fixes=True, examples=examples(tokenizer, sign, **can))
+    template = passage(tokenizer, config, sign)
+    film = record(model, tokenizer, template, unmask)
+    can |= dict(own="" if template else "".join(film["tokens"]))
+    live |= dict(fixes=True, examples=examples(tokenizer, config, sign, **can))
     scripts = ["crc.js", "pattern.js", "viewer.js", "in_browser.js", "live.js"]
-    about_page = dict(policy=POLICY, about=ABOUT, program="export.py --to=page")
-    page = compose(live, about, scripts, **about_page)
+    about_page = dict(policy=POLICY, about=introduction(PRIVACY), program="export.py --to=page")
+    page = compose(live, about, scripts, film, **about_page)
     return contents | {"index.html": page.encode()}
 
 
-def compose(live, model, scripts, **values):
+def introduction(privacy):
+    """What the page says of diffusion, of the lessons, and of where texts go, as HTML."""
+    address = address_of_lessons()
+    link = f'<a href="{html.escape(address)}" rel="noreferrer">The lessons</a> explain it.'
+    return f"{DIFFUSION} {link if address else f'It is explained in {LESSONS}.'} {privacy}"
+
+
+def address_of_lessons():
+    """Where the lessons are read, if this repository was cloned from GitHub; else ""."""
+    command = ["git", "--git-dir", str(ROOT / ".git"), "config", "--get", "remote.origin.url"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):  # no git
+        return ""
+    return lessons_at(run.stdout.strip())
+
+
+def lessons_at(origin):
+    """The address of the lessons in a repository of GitHub, without names and keys; else ""."""
+    form = r"(?:https://(?:[^@/]*@)?|(?:ssh://)?git@)github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?/?"
+    match = re.fullmatch(form, origin)
+    return f"https://github.com/{match[1]}/blob/HEAD/{LESSONS}" if match else ""
+
+
+def compose(live, model, scripts, film=None, **values):
     """Build the live page, whose form is the same wherever a text is computed; returns its HTML.
 
     live: what live.js and the source of `scripts` read. model: what the page says of the model.
+    film: a text that plays until the model is loaded, as from `record`
     values: policy, about and program of viewer.assemble
     """
     # The viewer expects a sample; live.js removes this one when the first text is written.
     empty = dict(title="", tokens=[], given=[], frames=[], calls=0, seconds=0)
     return assemble(
-        dict(samples=[empty], settings=dict(model=model), live=live),
+        dict(samples=[film or empty], settings=dict(model=model), live=live),
         scripts=scripts,
         styles=["viewer.css", "live.css"],
         composer=read_asset("live.html"),
@@ -211,30 +276,87 @@ def compose(live, model, scripts, **values):
     )
 
 
-def examples(tokenizer, sign, fills=True, patterns=True, open_gaps=False, fixes=False):
+def is_known(tokenizer, text):
+    """Whether the model can be given a text, and gives it back unchanged."""
+    with contextlib.suppress(UserError):
+        return tokenizer.decode(tokenizer.encode_lossless(text)) == text
+    return False
+
+
+def writes_plays(tokenizer, config):
+    """Whether a model learned from Shakespeare, as far as its data's name says it."""
+    return "shakespeare" in str(config.data).lower() and is_known(tokenizer, "ROMEO:\n")
+
+
+def passage(tokenizer, config, sign):
+    """Return the passage of the README with its gaps, or "" if the model cannot be given it."""
+    # A token of other tokenizers is about four characters.
+    size = 1 if tokenizer.kind in ("char", "byte") else 4
+    text = re.sub(r"{(\d+)}", lambda gap: sign * (int(gap[1]) // size), PASSAGE)
+    given = re.split(r"{\d+}", PASSAGE)
+    fits = len(text.replace(sign, "█")) <= config.block_size  # a token has a character or more
+    is_fit = fits and writes_plays(tokenizer, config)
+    return text if is_fit and all(is_known(tokenizer, part) for part in given) else ""
+
+
+def own_examples(text, sign):
+    """Return examples made of a text that a model of characters wrote: gaps, and a beginning."""
+    text = text.strip()[:MOST_OWN]
+    words = [match.span() for match in re.finditer(r"\S+", text)][:-1]  # the last may be cut off
+    if len(words) < 4 or "[" in text:  # which may begin a gap
+        return []
+    text = text[: words[-1][1]]
+    begun = text[: words[1][1]]
+    for start, end in (words[2 * len(words) // 3], words[len(words) // 3]):
+        text = text[:start] + sign * (end - start) + text[end:]
+    label = " ".join(begun.split())[:20]
+    return [
+        dict(label="fill gaps", text=text, what="write"),
+        dict(label=f"go on from \u201c{label}\u201d", text=begun, what="write"),
+    ]
+
+
+def examples(
+    tokenizer,
+    config,
+    sign,
+    fills=True,
+    begins=True,
+    patterns=True,
+    open_gaps=False,
+    fixes=False,
+    own="",
+):
     """Return the examples that the model has the characters for, as dicts of label, text and what
-    is done with it ("write", "rank" or "fix"). The first is in the field at once.
+    is done with it ("write", "rank" or "fix"). The first that is not empty is in the field at once.
 
     sign: what is typed for a mask. fills, patterns, open_gaps, fixes: whether gaps are filled, may
-    have patterns, may have an unknown length without one; whether texts are proofread
+    have patterns, may have an unknown length without one; whether texts are proofread. begins:
+    whether the model writes a text of its own. own: a text that it wrote, of which to make examples
+    if it did not learn from Shakespeare
     """
-
-    def is_known(text):
-        with contextlib.suppress(UserError):
-            return tokenizer.decode(tokenizer.encode_lossless(text)) == text
-        return False
-
+    knows = partial(is_known, tokenizer)
+    is_play = writes_plays(tokenizer, config)
+    of_own = own_examples(own, sign)
     found = []
-    if fills and is_known("To be, or to be"):
-        text = f"To be, or {sign * 3} to be"
-        found.append(dict(label="fill a gap", text=text, what="write"))
+    if fills:
+        found += of_own[:1]
+    if fills and (text := passage(tokenizer, config, sign)):
+        found.append(dict(label="fill gaps", text=text, what="write"))
+    if fills and open_gaps and knows("To be, or to be"):
         text = "To be, or [___] to be"
-        found += [dict(label="a gap of any length", text=text, what="rank")] * open_gaps
-    if is_known("ROMEO:\n"):
+        found.append(dict(label="fill a gap of any length", text=text, what="rank"))
+    elif fills and knows("To be, or to be"):
+        text = f"To be, or {sign * (3 if tokenizer.kind in ('char', 'byte') else 1)} to be"
+        found.append(dict(label="fill a gap", text=text, what="write"))
+    if begins:
+        found.append(dict(label=f"write a {'scene' if is_play else 'text'}", text="", what="write"))
+    if is_play:
         found.append(dict(label="go on from \u201cROMEO:\u201d", text="ROMEO:\n", what="write"))
-    if fills and patterns and is_known("My name is ."):
+    found += of_own[1:]
+    if fills and patterns and knows("My name is ."):
         text = "My name is [___:[A-Z][a-z]+]."
         found.append(dict(label="a gap that must match", text=text, what="rank"))
-    if fixes and is_known(MISTAKES):
+    if fixes and knows(MISTAKES):
         found.append(dict(label="proofread", text=MISTAKES, what="fix"))
     return found

@@ -7,7 +7,7 @@ from support.infill.templates import GAP_OR_LINE, gap_pattern
 from support.serving.completions import MOST_STEPS
 from support.web import live_page
 
-ABOUT = f"{live_page.DIFFUSION} The server logs no text."
+PRIVACY = "The server logs no text."
 SCRIPTS = ["crc.js", "viewer.js", "on_server.js", "live.js"]
 
 
@@ -38,10 +38,11 @@ def page(model, filler, tokenizer, about, device, has_key, most_tokens):
         steps=None if model.objective.one_by_one else steps,
         most_tokens=most_tokens,
     )
-    can = dict(fills=fills, patterns=live["matches"], fixes=live["fixes"])
-    live["examples"] = live_page.examples(tokenizer, signs[0], open_gaps=True, **can)
-    policy = "; connect-src 'self'"
-    return live_page.compose(live, about, SCRIPTS, policy=policy, about=ABOUT, program="serve.py")
+    can = dict(fills=fills, patterns=live["matches"], fixes=live["fixes"], open_gaps=True)
+    can |= dict(begins=not model.config.prompt_column)
+    live["examples"] = live_page.examples(tokenizer, model.config, signs[0], **can)
+    values = dict(about=live_page.introduction(PRIVACY), program="serve.py")
+    return live_page.compose(live, about, SCRIPTS, policy="; connect-src 'self'", **values)
 
 
 def can_fix(model, tokenizer):

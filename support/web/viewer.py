@@ -109,7 +109,7 @@ class TerminalPlayer:
         left = int((x == self.mask).sum())
         status = f"step {self.number} of {self.steps}: {len(x) - left} of {len(x)} tokens"
         if self.changes:
-            status += f", {self.changes} changes"
+            status += f", {self.changes} change{'s'[: self.changes != 1]}"
         if not has_colours(sys.stdout):
             text = escaped(self.tokenizer.decode(x))
             print(status, text, sep="\n", file=sys.stderr, flush=True)
@@ -204,8 +204,11 @@ class HtmlRecorder:
         self.frames = []
 
     def add(self, step, row):
-        """Record what a sample.Step drew in a row of its batch; False if it changed no token."""
-        if torch.equal(step.x[row], self.x):
+        """Record what a sample.Step drew in a row of its batch; False if that is nothing.
+
+        A step that draws the same tokens again is recorded too: there are as many as calls.
+        """
+        if not step.drawn[row].any():
             return False
         self.x = step.x[row]
         # step.logp has a row for each drawn position of the whole batch, in the order of nonzero().

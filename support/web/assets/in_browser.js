@@ -124,9 +124,9 @@ function translate({data}) {
 
 const megabytes = bytes => (bytes / 1e6).toFixed(1);
 const helpOnGaps = [
+  ...isText ? [] : [`${OPEN} is a gap of any length.`],
   ...ids.has("█") ? [] : ["[███:[a-z]+] is a gap that must match a pattern, [███|yes|now] one of a list; with ___ in place " +
                           "of ███ their length is open."],
-  ...isText ? [] : [`${OPEN} is a gap of any length.`],
 ].join(" ");
 const source = {
   fields: ["typed", "steps", "temperature", "seed"],
@@ -146,16 +146,17 @@ const source = {
   stop(id) {
     worker.postMessage({id, stop: true});
   },
-  loading: ({loaded, total}) => `loading the model and what runs it: ${megabytes(loaded)} of ${megabytes(total)} MB`,
+  callsName: "calls, at most",  // a text with few gaps takes fewer
+  loading: ({loaded, total}) => loaded < total ? `${megabytes(loaded)} of ${megabytes(total)} MB` : "starting",
   open() {
     if (location.protocol === "file:")
-      return say("Opened as a file, this page cannot load its model: run python -m http.server in its folder, then " +
-                 "open http://localhost:8000.", true);
-    if (!window.WebAssembly || !window.Worker) return say("This browser has no WebAssembly; use a newer one.", true);
+      return giveUp("Opened as a file, this page cannot load its model: run python -m http.server in its folder, then " +
+                    "open http://localhost:8000.");
+    if (!window.WebAssembly || !window.Worker) return giveUp("This browser has no WebAssembly; use a newer one.");
     // A worker made from a blob inherits this page's policy: it can connect only to the server of this page.
     const blob = new Blob([live.worker], {type: "text/javascript"});
-    const refuse = () => say("The browser does not start the model's worker: it is too old, or something blocks it; " +
-                             "use Chrome 111, Firefox 114, Safari 16.4 or newer.", true);
+    const refuse = () => giveUp("The browser does not start the model's worker: it is too old, or something blocks " +
+                                "it; use Chrome 111, Firefox 114, Safari 16.4 or newer.");
     try {
       worker = new Worker(URL.createObjectURL(blob), {type: "module"});
     } catch {
@@ -165,6 +166,6 @@ const source = {
     worker.addEventListener("error", refuse);
     const place = new URL("./", document.baseURI).href;
     worker.postMessage({about: {...live, place, vocab: undefined, worker: undefined}, device: link.get("device")});
-    say("loading the model and what runs it");
+    say("loading the model");
   },
 };

@@ -3,18 +3,32 @@
 //   source.read(typed, how)   what `ask` needs of a text; throws a sentence for the user if the text cannot be used
 //   source.ask(id, how, read) begins to write; calls `receive` with what happens
 //   source.stop(id)           ends what is being written
-//   source.open()             called once; calls `receive` with {ready}
+//   source.open()             called once; calls `receive` with {loaded, total}, then with {ready} or {error}
 //   source.fields, source.help: the names of the fields that count, and how to type gaps
 //
-// What `receive` gets of a request: {tried}, how many texts the network has seen; {given, tokens, steps}, the text before
-// the first call, then {frame, calls, seconds} of each; {fills}, ranked; {parts}, the next of a text that is proofread, as
-// from proofread.js; {done} or {error} at the end.
+// What `receive` gets of a request: {tried}, how many calls were made, with {left, stretch, stretches} where it is known how
+// many more a stretch of the text may take; {given, tokens, steps}, the text before the first call, then {frame, calls,
+// seconds} of each; {fills}, ranked; {parts}, the next of a text that is proofread, as from proofread.js; {done} or {error}
+// at the end.
+//
+// While the model loads, a page of export.py plays the text that it recorded, samples[0], until the user begins something.
 const link = new URLSearchParams(location.hash.slice(1));
+const phone = matchMedia("(max-width: 34rem)");
 let ready = false, request = 0, writing = null, last = "", refreshing = 0;  // refreshing: a timer, or 0
+let wanted = null;  // what was asked for while the model loads
+let replaying = 0;  // the timer that plays the recorded text once more, or 0
 
 function say(text, isError = false) {
   $("said").textContent = text;
   $("said").classList.toggle("error", isError);
+}
+
+// Show how much of what takes long is done, in words and, if its total is known, as a bar.
+function showProgress(words, done, total) {
+  $("progress").hidden = false;
+  $("counted").textContent = words;
+  $("bar").hidden = !total;
+  if (total) Object.assign($("bar"), {max: total, value: done});
 }
 
 const settingsOf = () => Object.fromEntries(source.fields.map(name => [name, $(name).value]));
@@ -35,14 +49,36 @@ function display(what) {
   document.querySelector("main").dataset.shows = what;
   for (const [id, name] of [["text", "film"], ["proof", "proof"], ["hint", "hint"]]) $(id).hidden = what !== name;
   for (const part of document.querySelectorAll("footer, #samples")) part.hidden = what !== "film";
-  if (what !== "hint" && (innerWidth < 544 || innerHeight < 600)) $("actions").scrollIntoView();  // the form hides it
+}
+
+// Where the form hides what is below it.
+function scrollToText() {
+  if (phone.matches || innerHeight < 600) $("actions").scrollIntoView();
+}
+
+// Play the recorded text, and again while the model loads; without motion show its end.
+function playRecorded() {
+  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  display("film");
+  if (still) return go(1e6);
+  play(true);
+  replaying = setInterval(() => { if (!timer && step === steps) play(true); }, 4000);
+}
+
+// The recorded text stays, at its end.
+function endRecorded() {
+  clearInterval(replaying);
+  if (!samples[0].note || !replaying) return;
+  replaying = 0;
+  jump(1e6);
 }
 
 // End what is being written; what there is of it stays, if `isForgotten` until the next text is shown.
 function leave(isForgotten) {
+  if (ready) $("progress").hidden = true;
   if (!writing) return;
   if (samples.at(-1) === writing) {
-    Object.assign(writing, {steps: writing.frames.length, isForgotten});
+    Object.assign(writing, {planned: undefined, isForgotten});
     refresh();
   }
   writing = null;
@@ -51,6 +87,11 @@ function leave(isForgotten) {
 
 // Write a text, "rank" the fills of one, or "fix" it.
 function start(what = "write") {
+  endRecorded();
+  if (!ready) {
+    wanted = what;
+    return say("It begins when the model is loaded.");
+  }
   const typed = $("typed").value, rank = what === "rank", fix = what === "fix";
   const said = JSON.stringify(settingsOf());
   if (what === "write" && said === last) $("seed").value = (Number($("seed").value) + 1) % 2 ** 32;  // another text
@@ -77,27 +118,45 @@ function stop() {
   say("stopped");
 }
 
+const isAsked = () => source.fields.some(name => link.has(name)) && $("locked").hidden;
+
+function begun(what) {
+  ready = true;
+  $("facts").textContent = `${settings.model}, ${what}`;
+  $("progress").hidden = true;
+  endRecorded();
+  say("");
+  const asked = wanted ?? (isAsked() ? "write" : null);
+  if (asked && $("composer").reportValidity()) start(asked);
+}
+
+// There is no model: say why.
+function giveUp(sentence) {
+  $("progress").hidden = true;
+  for (const button of document.querySelectorAll("#composer button")) button.disabled = true;
+  say(sentence, true);
+}
+
 function receive(data) {
   if (data.ready) {
-    ready = true;
-    $("facts").textContent = `${settings.model}, ${data.ready}`;
-    say("");
-    for (const button of document.querySelectorAll("#write, #rank, #proofread, #chips button")) button.disabled = false;
-    const isAsked = source.fields.some(name => link.has(name)) && $("locked").hidden;
-    if (isAsked && $("composer").reportValidity()) start();
+    begun(data.ready);
   } else if (data.total) {
-    say(source.loading(data));
+    const {loaded, total} = data;
+    showProgress(source.loading(data), loaded, total);
+  } else if (data.error && !ready) {
+    giveUp(data.error);
   } else if (data.id !== undefined && data.id !== request) {
     return;
   } else if (data.error) {
     leave(false);
     say(data.error, true);
   } else if (data.given) {  // the text before the first call
-    Object.assign(writing, {given: data.given, tokens: data.tokens, frames: [], steps: data.steps, calls: 0, seconds: 0});
+    Object.assign(writing, {given: data.given, tokens: data.tokens, frames: [], planned: data.steps, calls: 0, seconds: 0});
     say("");
     if (samples[0]?.share !== undefined) samples.length = 0;  // ranked fills, which this is none of
     if (samples.at(-1)?.isForgotten) samples.pop();
     show(writing, 9);
+    scrollToText();
     go(0);
     play(true);
   } else if (data.frame) {
@@ -114,6 +173,8 @@ function receive(data) {
     }
     writing = null;
     $("stop").disabled = true;
+    $("progress").hidden = true;
+    scrollToText();
     say("The likeliest of many fills, by the probability of the text from the first gap on.");
     load(0);
     go(1e6);
@@ -125,9 +186,22 @@ function receive(data) {
     if (data.sample) Object.assign(writing, data.sample);
     if (writing.what === "fix") sayChanges();
     leave(false);
-  } else if (data.tried && writing && !writing.given) {
-    say(`${writing.what === "fix" ? "proofreading" : "trying fills"}: ${data.tried} texts shown to the network`);
+  } else if (data.tried !== undefined && writing && !writing.given) {
+    showTried(data);
   }
+}
+
+// Show how many calls were made, of how many at most. With several gaps of unknown length a text is filled in stretches,
+// each with a total of its own, which gets smaller as more is known.
+function showTried({tried, left, stretch, stretches}) {
+  const found = writing.tried ??= {before: 0};
+  if (left !== undefined) {
+    if (stretch !== found.stretch) Object.assign(found, {stretch, stretches, before: tried, total: Infinity});
+    found.total = Math.min(found.total, tried - found.before + left);
+  }
+  const done = tried - found.before, where = found.stretches > 1 ? `gap ${found.stretch} of ${found.stretches}: ` : "";
+  const words = found.total ? `${done} of at most ${count(found.total, "call")}` : count(done, "call");
+  showProgress(where + words, done, found.total);
 }
 
 // Update the text that is being written, if it is shown, and keep its tooltip open.
@@ -145,6 +219,7 @@ function openProof(typed) {
   $("proof-text").replaceChildren(make("span", typed, "unread"));
   $("judge").hidden = true;
   display("proof");
+  scrollToText();
 }
 
 // Show parts in place of the beginning of what is unread.
@@ -186,11 +261,18 @@ function type(text) {
   $("typed").focus({preventScroll: true});
   $("typed").select();
   if (!document.execCommand("insertText", false, text)) $("typed").value = text;
+  fit();
+}
+
+// Let the field be as high as its text, within bounds.
+function fit() {
+  const field = $("typed");
+  field.rows = 2;
+  while (field.scrollHeight > field.clientHeight && field.rows < (phone.matches ? 5 : 8)) field.rows++;
 }
 
 function addChip({label, text, what, tokens}) {
-  const button = make("button", label);
-  Object.assign(button, {type: "button", disabled: true});
+  const button = Object.assign(make("button", label), {type: "button"});
   button.addEventListener("click", () => {
     type(text);
     button.focus({preventScroll: true});
@@ -203,7 +285,7 @@ function addChip({label, text, what, tokens}) {
 function begin() {
   $("facts").textContent = settings.model;
   live.examples.forEach(addChip);
-  $("typed").value = live.examples[0]?.text ?? "";
+  $("typed").value = live.examples.find(example => example.text)?.text ?? "";
   const {fills = true, fixes, key, steps, most_tokens} = live;
   $("help").textContent = source.help + (fixes ? " Proofread finds mistakes in a text without gaps." : "");
   $("rank").hidden = !fills;
@@ -220,12 +302,26 @@ function begin() {
     input.addEventListener("input", update);
     update();
   }
-  for (const button of document.querySelectorAll("#write, #rank, #proofread")) button.disabled = true;
-  display("hint");
+  fit();
+  $("calls-name").textContent = source.callsName;
+  const unfold = () => { $("more").open = !phone.matches; };  // on a phone the text would be out of sight below it
+  phone.addEventListener("change", unfold);
+  unfold();
+  const isRecorded = samples[0].frames.length > 0;
+  if (isRecorded && !isAsked()) {
+    playRecorded();
+  } else {
+    samples[0] = {title: "", tokens: [], given: [], frames: [], calls: 0, seconds: 0};
+    load(0);
+    display("hint");
+  }
   const isDone = e => e.key === "Enter" && (e.ctrlKey || e.metaKey);
   const press = (id, act) => $(id).addEventListener("click", act);
   $("typed").addEventListener("keydown", e => isDone(e) && $("composer").requestSubmit());
-  $("composer").addEventListener("submit", e => { e.preventDefault(); if (ready) start(); });
+  $("typed").addEventListener("input", fit);
+  $("composer").addEventListener("input", endRecorded);
+  document.querySelector("footer").addEventListener("pointerdown", () => clearInterval(replaying));
+  $("composer").addEventListener("submit", e => { e.preventDefault(); start(); });
   press("rank", () => { if ($("composer").reportValidity()) start("rank"); });
   press("proofread", () => { if ($("composer").reportValidity()) start("fix"); });
   press("stop", stop);

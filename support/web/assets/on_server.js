@@ -80,6 +80,7 @@ const source = {
     if (text.infill !== undefined && live.blocks > 1) steps = Math.ceil(4 * steps / live.blocks);
     follow(id, {...text, seed, steps: steps ?? undefined, temperature});
   },
+  callsName: "calls",  // for each context of a long text
   stop() {
     controller?.abort();
   },

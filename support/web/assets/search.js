@@ -61,8 +61,9 @@ async function promising(predict, trials, most, mask) {
 // the same with `mask` in the gaps; matches: the gaps that must match, as `plan` takes them; frames: how it was drawn.
 // segments: {ids}, {length}, {length, next, accepts} or, of unknown length, {least, lengths, texts, next, accepts}, where
 // `least` is the smallest of the lengths, and `texts` are the ids of a list or null; isAny: it need not match. context: the
-// most characters. end: the id of a line break, which ends a text that ends with such a gap, or null.
-export async function search(predict, segments, n, mask, {context, end, ...how}) {
+// most characters. end: the id of a line break, which ends a text that ends with such a gap, or null. expect: called with
+// the largest number of rows that `predict` may still be given in a stretch, the number of this stretch, and of all.
+export async function search(predict, segments, n, mask, {context, end, expect = () => {}, ...how}) {
   const stretches = cutStretches(segments), first = segments[0].ids?.length ?? 0;
   let fills = [{ids: [], given: [], matches: [], logp: 0, at: first, frames: []}];
   for (const [k, stretch] of stretches.entries()) {
@@ -77,18 +78,22 @@ export async function search(predict, segments, n, mask, {context, end, ...how})
     if (!trials.length) throw `No fill leaves room for the whole text in ${context} characters; shorten it.`;
     for (const trial of trials) trial.draws = Math.max(1, floor(trial.draws / fills.length));
     const most = Math.max(LENGTHS, n, 2 * fills.length), isChosen = open?.isAny && !atEnd && trials.length > most;
+    const isEnded = isLast && isOpen(stretch.at(-1)) && !atEnd && end !== null;
+    const toRank = ({ids, at}) => ids.length - at + Number(isEnded), tell = rows => expect(rows, k + 1, stretches.length);
     if (isChosen) {
       const share = 9 * DRAWS / 4 / fills.length;  // few lengths are left, so that there are more draws for each
       for (const trial of trials) trial.draws = Math.max(1, floor(share / (trial.length + 5)));
+      const each = trials.map(trial => trial.draws * (QUICK_STEPS + toRank(trial))).sort((a, b) => b - a);
+      tell(trials.length + sum(each.slice(0, most)));
       trials = await promising(predict, trials, most, mask);
     }
     const tried = trials.flatMap(trial => Array(trial.draws).fill(trial));
     const quick = open && !atEnd ? {...how, steps: Math.min(how.steps, QUICK_STEPS), correct: 0} : how;
     const rows = tried.map(({ids, matches}, r) => plan(ids, r, mask, {...quick, matches}));
+    tell(sum(rows.map(row => row.reveals + row.corrections)) + sum(tried.map(toRank)));
     const films = rows.map(() => []), different = new Map();
     for await (const frames of unmask(predict, rows, mask, how))
       frames.forEach((frame, r) => frame.length && films[r].push(frame));
-    const isEnded = isLast && isOpen(stretch.at(-1)) && !atEnd && end !== null;
     rows.forEach((row, r) => {
       const {ids: blank, expected} = tried[r], start = atEnd ? blank.length - tried[r].length : blank.length;
       const after = row.ids.indexOf(end, start + 1), stop = after < 0 ? row.ids.length : after;  // a line break ends it
@@ -103,6 +108,7 @@ export async function search(predict, segments, n, mask, {context, end, ...how})
     if (isChosen) found = found.sort((a, b) => b.score - a.score).slice(0, Math.max(kept, 3) + SPARE);
     // At the end of the text some fills may differ only in what ends them.
     const texts = new Set(found.map(({text}) => text.join())), again = found.length - texts.size;
+    tell(sum(found.map(toRank)));
     const best = await race(predict, found, Math.min(kept, texts.size) + again, mask);
     // A text of a list was not drawn: what is shown is how it was scored.
     fills = best.filter(({text}) => texts.delete(text.join())).slice(0, kept)

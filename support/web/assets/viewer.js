@@ -20,12 +20,13 @@ function readData() {
 const {samples, settings, live} = readData();
 const make = (tag, textContent = "", className = "") =>
   Object.assign(document.createElement(tag), {textContent, className});
+const count = (n, name) => `${n} ${name}${n === 1 ? "" : "s"}`;
 const percent = p => (p > 0 && p < .005 ? "<\u00a01" : Math.round(100 * p)) + "\u00a0%";
 const colour = t => `oklch(calc(var(--l) + var(--dl) * ${t}) var(--c) calc(var(--h) + var(--dh) * ${t}))`;
 
 let which = 0, step = 0, timer = 0, cursor = -1;  // cursor: the token whose tooltip is open, or -1
-let settling = 0, settled = false;  // settled: the last step is no longer marked, so what is left is the text
-const SETTLE = 900;  // milliseconds that the marks of the last step stay
+let settling = 0, settled = false;  // settled: the newest tokens are no longer marked, so what is left is the text
+const SETTLE = 1000;  // milliseconds that the marks stay of the last step, and of one that plays
 let sample, steps, spans, events;
 
 // The token at a position and step depends only on the events of that position, so the viewer can jump to any step.
@@ -36,7 +37,7 @@ const scale = s => steps > 1 ? (s - 1) / (steps - 1) : 0;
 function load(i) {
   which = (i + samples.length) % samples.length;
   sample = samples[which];
-  steps = sample.steps ?? sample.frames.length;  // a text that is being written has steps to come
+  steps = sample.planned ?? sample.frames.length;  // a text that is being written has steps to come
   events = sample.tokens.map(() => []);
   sample.frames.forEach((frame, s) => frame.forEach(([p, token, confidence, alternatives]) => {
     const last = events[p].at(-1), same = last?.token === token;  // if drawn again: the same token, or another
@@ -55,7 +56,9 @@ function load(i) {
   const size = sample.tokens.reduce((n, token) => n + Math.max(1, token.length), 0);
   $("text").style.setProperty("--zoom", Math.max(1, Math.min(2, 16 / Math.sqrt(size))));  // enlarge short texts
   $("slider").max = steps;
-  $("calls").textContent = `${sample.calls} network calls, ${sample.seconds.toFixed(1)} s`;
+  const forAll = sample.share === undefined ? "" : ` for ${count(samples.length, "fill")}`;  // ranked together
+  $("calls").textContent = sample.note
+    ?? `${count(sample.calls, "network call")}${forAll}, ${sample.seconds.toFixed(1)} s`;
   $("bold").textContent = sample.given.includes(true) ? "; bold: given" : "";
   point(-1);
   go(Math.min(step, steps));
@@ -86,13 +89,13 @@ function go(s) {
   step = Math.max(0, Math.min(steps, Math.round(s) || 0));
   settled = false;
   clearTimeout(settling);
-  if (step === steps) settling = setTimeout(settle, SETTLE);
+  if (step === steps || timer) settling = setTimeout(settle, SETTLE);  // not of a step that the user stopped at
   spans.forEach((_, p) => draw(p));
   const gaps = events.filter((_, p) => !sample.given[p]);
   const past = gaps.map(all => all.filter(e => e.step <= step));
   const changes = past.flat().filter(e => e.since === e.step && e.old !== undefined).length;
   $("where").textContent = `Step ${step} of ${steps}`;
-  $("revealed").textContent = `${past.filter(all => all.length).length} of ${gaps.length} revealed, ${changes} changes`;
+  $("revealed").textContent = `${past.filter(all => all.length).length} of ${gaps.length} revealed, ${count(changes, "change")}`;
   $("slider").value = step;
   $("slider").style.setProperty("--now", step ? colour(scale(step)) : "var(--soft)");
   $("text").setAttribute("aria-label", `Step ${step} of ${steps}: ${text().replace(/█+/g, "…")}`);
@@ -110,6 +113,7 @@ const text = () => spans.map(span => span.classList.contains("mask") ? "█" : s
 function play(on) {
   clearInterval(timer);
   timer = 0;
+  if (!on && step < steps) clearTimeout(settling);
   if (on && step === steps) go(0);
   const next = () => {
     if (step < sample.frames.length) go(step + 1);

@@ -7,7 +7,8 @@ import {search} from "./search.js";
 const FILLS = 16, SHOWN = 5, RANKED = 3;
 let context, mask, proofreading, current = 0;  // current: the number of the newest request; older ones stop
 
-// A `predict` that posts how many texts the network has seen, and ends a request that is not the newest.
+// A `predict` that posts how many calls were made, and ends a request that is not the newest. Its `expect` posts how many
+// more calls are left at most in a stretch of the text.
 function counted(id) {
   const look = async seen => {
     const found = [];
@@ -18,14 +19,16 @@ function counted(id) {
     }
     return found;
   };
-  return Object.assign(look, {tried: 0});
+  const expect = (left, stretch, stretches) => postMessage({id, tried: look.tried, left, stretch, stretches});
+  return Object.assign(look, {tried: 0, expect});
 }
 
 // Write a text, and post each step. Gaps of unknown length have their likeliest lengths then, which a search finds.
 async function write({id, ids, segments, matches, ...how}) {
   const begun = performance.now();
   if (segments) {
-    const [likeliest] = await search(counted(id), segments, RANKED, mask, {context, ...how});
+    const look = counted(id);
+    const [likeliest] = await search(look, segments, RANKED, mask, {context, expect: look.expect, ...how});
     ({given: ids, matches} = likeliest);
   }
   const row = plan(ids, 0, mask, {...how, matches}), steps = row.reveals + row.corrections;
@@ -41,17 +44,21 @@ async function write({id, ids, segments, matches, ...how}) {
 // Draw fills of a template, and return the likeliest.
 async function drawFills(look, ids, how) {
   const rows = Array.from({length: FILLS}, (_, sample) => plan(ids, sample, mask, how)), films = rows.map(() => []);
+  const start = ids.indexOf(mask), toRank = (ids.length - start) * FILLS;
+  look.expect(toRank + rows.reduce((sum, row) => sum + row.reveals + row.corrections, 0), 1, 1);
   for await (const frames of unmask(look, rows, mask, how)) frames.forEach((frame, r) => films[r].push(frame));
   const texts = rows.map(row => row.ids.join());
   const different = rows.filter((row, r) => texts.indexOf(texts[r]) === r).map(row => row.ids);
-  const fills = await rank(look, different, ids.indexOf(mask), SHOWN, mask);
+  look.expect((ids.length - start) * different.length, 1, 1);
+  const fills = await rank(look, different, start, SHOWN, mask);
   return fills.map(fill => ({...fill, given: ids, frames: films[texts.indexOf(fill.ids.join())]}));
 }
 
 // Find the likeliest of many fills of a template, as sample.py --infill does, and post them.
 async function writeRanked({id, ids, segments, ...how}) {
   const begun = performance.now(), look = counted(id);
-  const fills = segments ? await search(look, segments, SHOWN, mask, {context, ...how}) : await drawFills(look, ids, how);
+  const fills = segments ? await search(look, segments, SHOWN, mask, {context, expect: look.expect, ...how})
+    : await drawFills(look, ids, how);
   const total = fills.reduce((sum, fill) => sum + Math.exp(fill.logp), 0);
   const seconds = (performance.now() - begun) / 1000;
   postMessage({id, seconds, tried: look.tried, fills: fills.map(({ids, given, logp, frames}) =>

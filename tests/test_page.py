@@ -961,6 +961,7 @@ def read_live(folder):
 @slow
 def test_type_play_and_read(live):
     """Typed keys, one of them for the gap; play, pause, step, drag; the five likeliest on hover."""
+    live.js("($('typed').value = '', 1)")
     live.mouse("#typed", click=True)
     live.type("ab__b a")
     live.chord("control", "enter")

@@ -68,7 +68,7 @@ function playRecorded() {
 // The recorded text stays, at its end.
 function endRecorded() {
   clearInterval(replaying);
-  if (!samples[0].note || !replaying) return;
+  if (!samples[0]?.note || !replaying) return;
   replaying = 0;
   jump(1e6);
 }

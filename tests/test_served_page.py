@@ -58,6 +58,15 @@ def test_page_is_sent_each_call(server, short_run):
     assert "".join(tokens) == wanted
 
 
+def test_page_writes_from_nothing(server, short_run):
+    """The example "write a text", whose field is empty."""
+    model, tokenizer, _ = mdlm.load(short_run)
+    begin, *_, end = events(server, prompt="", max_tokens=9, seed=4)
+    assert begin["given"] == [False] * 9
+    (wanted,) = sample.write(model, tokenizer, "", n=1, length=9, seed=4)
+    assert "".join(end["sample"]["tokens"]) == wanted
+
+
 def test_page_gets_ranked_fills_and_changes(server, short_run):
     model, tokenizer, _ = mdlm.load(short_run)
     *found, end = events(server, infill="The [___] is", seed=1, rank=True)

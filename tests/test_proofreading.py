@@ -420,7 +420,7 @@ def test_changes_are_shown_and_the_file_stays(proofread, tmp_path):
     (tmp_path / "a.txt").write_bytes(WRONG.encode())
     code, out, err = proofread("--fix=a.txt")
     assert (code, out) == (0, "2: abcdefghi[-z-]{+j+}klmnopqrstuvwxyz\n")
-    assert err == f"1 changes in {len(WRONG)} characters\n"
+    assert err == f"1 change in {len(WRONG)} characters\n"
     assert (tmp_path / "a.txt").read_bytes() == WRONG.encode()
 
 
@@ -460,7 +460,7 @@ def test_caution_keeps_surer_changes_alone(proofread, tmp_path):
     cost = Proofreader(*alphabet()).prior.substitution(LETTERS.index("z"), LETTERS.index("j"))
     excess = change.gain - cost
     for caution, n in ((excess - 0.1, 1), (excess + 0.1, 0)):
-        assert proofread("--fix=a.txt", f"--caution={caution}")[2].startswith(f"{n} changes")
+        assert proofread("--fix=a.txt", f"--caution={caution}")[2].startswith(f"{n} change")
 
 
 def test_a_pipe_is_read_as_it_comes(proofread, tmp_path):

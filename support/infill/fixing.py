@@ -240,5 +240,5 @@ def fix_file(options, reader):
         if shown:
             shown.end()
         page.put(b"</pre>\n</body>\n</html>\n")
-    warn(f"{n} changes in {characters} characters")
+    warn(f"{n} change{'' if n == 1 else 's'} in {characters} characters")
     return n

@@ -1,14 +1,23 @@
-"""Draw random masks, a model's attention, how orders unmask a text, or losses by mask rate.
+"""Draw the pictures of the lessons: masks, predictions, attention, orders, losses.
 
     python lessons/pictures.py masking.png              # 1,000 random masks; densities of rates
     python lessons/pictures.py attention.png --text="To be, or ███ to be"    # a map for each head
-    python lessons/pictures.py trajectories.png --orders=random,spread       # a row for each step
+    python lessons/pictures.py orders.png --orders=random,spread             # a row for each step
     python lessons/pictures.py rates.png --compare=bert.json,writer.json     # a curve a model
+    python lessons/pictures.py noise.png --draw=noise --dark       # for a dark background
 
 The first also prints how many tokens were masked: by exactly l masks, and by masking each token
-with probability t (Bernoulli), as most papers do. The others use --run, by default the run in out/
-or, if there is none, the model in weights/. With --orders the gaps of --text are filled, or a text
-is written from nothing. --compare takes files that eval.py --json wrote.
+with probability t (Bernoulli), as most papers do. With --orders the gaps of --text are filled, or a
+text is written from nothing. --compare takes files that eval.py --json wrote. Where a model is
+needed it is that of --run, by default the run in out/ or, if there is none, the model in weights/.
+
+--draw=idea: autoregressive and diffusion, with six words
+--draw=noise, patterns: a text, and patterns, at rising mask rates
+--draw=guesses: the three likeliest tokens under each mask, and the truth
+--draw=look: what the first mask of a text reads from (attention)
+--draw=joint: two tokens that are drawn in two calls, and in one
+--draw=losses: the log of one run, or of up to four (--run=a,b)
+--draw=waves: what --time_conditioning tells the network
 """
 
 import dataclasses
@@ -27,9 +36,12 @@ cli.start(__name__)
 
 import torch
 
+import eval
 import mdlm
 import sample
-from support import comparing, outputs
+from lessons import drawings
+from support import comparing, outputs, plots
+from support.data.sources import make_patterns
 from support.environment import optional
 from support.errors import UserError
 from support.flags import (
@@ -44,16 +56,15 @@ from support.infill.calls import to_context
 from support.infill.templates import has_open, parse, to_ids
 from support.kernels.reference import is_visible, mask_tokens_ref, prepare
 from support.plots import (
-    BLUE,
-    GREEN,
-    GREY,
-    RED,
+    DARK,
+    LIGHT,
     Cell,
     check_picture,
     columns,
     draw_texts,
     figure,
     is_number,
+    themed,
     visible,
     write_figure,
 )
@@ -63,14 +74,19 @@ from variants import rates
 T = 256
 RATES = (0.2, 0.5, 0.8)
 WIDEST = 64  # tokens of a text that is drawn for --orders
-# Colors of a picture for a dark background, in place of plots.COLORS and of black on white.
-LIGHT = (RED, BLUE, GREEN)
-DARK = ("#FF9D5C", "#6CB8F0", "#4CD6A8")
-INK = "#eceef4"
-PAPER = "#0f1118"
-DARK_STYLE = {"figure.facecolor": PAPER, "axes.facecolor": PAPER, "grid.color": INK}
-DARK_STYLE |= dict.fromkeys(("text.color", "xtick.color", "ytick.color"), INK)
-DARK_STYLE |= {"axes.labelcolor": INK, "axes.edgecolor": INK}
+SENTENCE = "To be, or not to be: that is the question"
+WITH_MASK = "My lord, I pray you, tell m█ what the king hath said."
+# What --draw accepts, and the flags that it uses.
+DRAWINGS = dict(
+    idea=(),
+    noise=("text", "run", "seed"),
+    patterns=("seed",),
+    guesses=("text", "run", "rate"),
+    look=("text", "run"),
+    joint=(),
+    losses=("run",),
+    waves=(),
+)
 
 
 def count_masks(draws=1000):
@@ -123,15 +139,17 @@ def attention_maps(model, xt):
     return dict(zip(numbers, maps, strict=True))
 
 
-def draw_attention(maps, labels, path):
+def draw_attention(maps, labels, path, theme=LIGHT):
     """Draw the maps of the last layer that attends, for the tokens that have labels."""
     layer, head_maps = max(maps.items())
     n = len(labels)
     size = min(max(2.4, n / 15), 4)  # inches
     fig, axes = figure(size * len(head_maps) + 0.6, size + 0.9, 1, len(head_maps), squeeze=False)
     highest = head_maps[:, :n, :n].max().item()
+    colors = optional("matplotlib.colors", "a picture")
+    colormap = colors.LinearSegmentedColormap.from_list("weights", [theme.paper, theme.blue])
     for head, (ax, p) in enumerate(zip(axes[0], head_maps, strict=True), 1):
-        image = ax.imshow(p[:n, :n].numpy(), cmap="Blues", vmin=0, vmax=highest)
+        image = ax.imshow(p[:n, :n].numpy(), cmap=colormap, vmin=0, vmax=highest)
         ax.grid(False)
         ax.set_title(f"layer {layer + 1}, head {head}", fontsize=8)
         at = range(n) if n <= 72 else []
@@ -139,14 +157,15 @@ def draw_attention(maps, labels, path):
         ax.set_yticks(at, labels[: len(at)], fontsize=62 * size / n)
         ax.tick_params(length=0, pad=1)
     fig.colorbar(image, ax=axes[0, -1], fraction=0.05)
-    words = "Each row shows which tokens the token at its left reads from (dark: much), "
+    words = "Each row shows which tokens the token at its left reads from (blue: much), "
     fig.suptitle(words + "before the model predicts the masked ones (█).", fontsize=10)
     write_figure(fig, path)
 
 
-def draw_masking(counts, schedules, path):
+def draw_masking(counts, schedules, path, theme=LIGHT):
     fig, (left, right) = figure(9, 3.4, 1, 2)
-    for color, (rate, (bernoulli, exact)) in zip((BLUE, RED, GREEN), counts.items()):
+    colors = (theme.blue, theme.red, theme.green)
+    for color, (rate, (bernoulli, exact)) in zip(colors, counts.items()):
         left.hist(bernoulli, range(T + 2), color=color, alpha=0.5)
         left.axvline(exact[0] + 0.5, color=color, lw=1.5)
         words = f" rate {rate:g}:\n {exact[0]} of {T}"
@@ -155,41 +174,39 @@ def draw_masking(counts, schedules, path):
     left.set(xlim=(0, 1.15 * T), xlabel="masked tokens", ylabel="of 1,000 draws")
     left.set_title("line: exact number; bars: each token alone (Bernoulli)", fontsize=9)
     rates = [(i + 0.5) / T for i in range(T)]
-    for color, (name, density) in zip((BLUE, RED), schedules.items()):
+    for color, (name, density) in zip(colors, schedules.items()):
         right.plot(rates, density, color=color, lw=1.6, label=f"--rates={name}")
-    right.axvline(0.15, color=GREY, lw=1.6, ls="--", label="BERT: always 0.15")
+    right.axvline(0.15, color=theme.soft, lw=1.6, ls="--", label="BERT: always 0.15")
     right.set(xlim=(0, 1), ylim=(0, 3), xlabel="mask rate", ylabel="density")
     right.set_title("how often training draws a rate", fontsize=9)
     right.legend(frameon=False, fontsize=8)
     write_figure(fig, path)
 
 
-def draw_rates(evaluations, path, dark=False):
+def draw_rates(evaluations, path, theme=LIGHT):
     """Draw the cross-entropy by mask rate of each evaluation; the area below it is the NELBO.
 
     evaluations: {name: a dict of eval.py --json}. Between two curves the area has the color of the
     lower one, the better model.
     """
-    colors = itertools.cycle(DARK if dark else LIGHT)
+    colors = itertools.cycle((theme.red, theme.blue, theme.green))
     curves = []
-    matplotlib = optional("matplotlib", "a picture")
-    with matplotlib.rc_context(DARK_STYLE if dark else {}):
-        fig, ax = figure(7.5, 3.6)
-        for (name, r), color in zip(evaluations.items(), colors):
-            known = [math.nan if ce is None else ce for ce in r["ce"]]  # None: no such rate
-            label = f"{name}: NELBO {r['nelbo']:.2f}, the area below"
-            ax.plot(range(5, 100, 10), known, "o-", color=color, ms=5, label=label)
-            curves.append((known, color))
-        pairs = itertools.permutations(curves, 2) if len(curves) == 2 else ()
-        for (low, color), (high, _) in pairs:
-            top = [a + max(0, b - a) for a, b in zip(low, high)]
-            ax.stairs(top, range(0, 101, 10), baseline=low, fill=True, color=color, alpha=0.3)
-        ax.set(xlabel="masked, %", xlim=(0, 100), xticks=range(0, 101, 10), ylim=(0, None))
-        ax.set_ylabel("cross-entropy, nats per masked token")
-        ax.axvline(15, color=INK if dark else GREY, lw=1.2, ls="--")
-        ax.text(16, 0.03, "BERT: 15 %", transform=ax.get_xaxis_transform(), fontsize=9)
-        ax.legend(frameon=False, loc="lower center", fontsize=9)
-        write_figure(fig, path)
+    fig, ax = figure(7.5, 3.6)
+    for (name, r), color in zip(evaluations.items(), colors):
+        known = [math.nan if ce is None else ce for ce in r["ce"]]  # None: no such rate
+        label = f"{name}: NELBO {r['nelbo']:.2f}, the area below"
+        ax.plot(range(5, 100, 10), known, "o-", color=color, ms=5, label=label)
+        curves.append((known, color))
+    pairs = itertools.permutations(curves, 2) if len(curves) == 2 else ()
+    for (low, color), (high, _) in pairs:
+        top = [a + max(0, b - a) for a, b in zip(low, high)]
+        ax.stairs(top, range(0, 101, 10), baseline=low, fill=True, color=color, alpha=0.3)
+    ax.set(xlabel="masked, %", xlim=(0, 100), xticks=range(0, 101, 10), ylim=(0, None))
+    ax.set_ylabel("cross-entropy, nats per masked token")
+    ax.axvline(15, color=theme.soft, lw=1.2, ls="--")
+    ax.text(16, 0.03, "BERT: 15 %", transform=ax.get_xaxis_transform(), fontsize=9)
+    ax.legend(frameon=False, loc="lower center", fontsize=9)
+    write_figure(fig, path)
 
 
 def has_rates(r):
@@ -224,7 +241,7 @@ def unmask(model, x, order, steps, seed):
     return torch.cat([x, *(step.x for step in steps_taken)])
 
 
-def trajectory_cells(tokenizer, texts, mask):
+def trajectory_cells(tokenizer, texts, mask, theme=LIGHT):
     """Lines of Cells for texts (n, T) of one text's steps; the tokens of a column are as wide.
 
     Blue behind: a token that the step drew; pale blue: one from before; grey: a mask.
@@ -241,18 +258,18 @@ def trajectory_cells(tokenizer, texts, mask):
         for i, (text, width) in enumerate(zip(row, widths)):
             text += " " * (width - columns(text))
             if hidden[k, i]:
-                line.append(Cell(" " * width, "black", "#dddddd"))
+                line.append(Cell(" " * width, theme.ink, theme.mask))
             elif not hidden[0, i]:
-                line.append(Cell(text, "black"))
+                line.append(Cell(text, theme.ink))
             elif hidden[k - 1, i]:
-                line.append(Cell(text, "white", BLUE))
+                line.append(Cell(text, theme.paper, theme.blue))
             else:
-                line.append(Cell(text, "black", (BLUE, 0.15)))
+                line.append(Cell(text, theme.ink, (theme.blue, 0.2)))
         lines.append(line)
     return lines
 
 
-def draw_trajectories(trajectories, path):
+def draw_trajectories(trajectories, path, theme=LIGHT):
     """Draw lines of Cells for each name of an order, side by side."""
     wide = max(sum(columns(c.text) for c in lines[0]) for lines in trajectories.values())
     most = max(map(len, trajectories.values()))
@@ -260,11 +277,13 @@ def draw_trajectories(trajectories, path):
         (0.088 * wide + 0.4) * len(trajectories), 0.19 * most + 0.9, 1, len(trajectories)
     )
     for ax, (order, lines) in zip(axes, trajectories.items(), strict=True):
-        draw_texts(ax, lines)
+        draw_texts(ax, lines, theme=theme)
         ax.set_ylim(most, 0)  # rows of one step are at one height
         ax.set_title(f"--order={order} --correct=0: {len(lines) - 1} steps", fontsize=9)
         for step in range(0, len(lines), 4):
-            ax.text(-0.6, step + 0.5, step, size=7, color=GREY, ha="right", va="center_baseline")
+            ax.text(
+                -0.6, step + 0.5, step, size=8, color=theme.soft, ha="right", va="center_baseline"
+            )
     words = "A text after each step, from top to bottom: dark blue is new, pale was drawn before, "
     fig.suptitle(words + "grey is masked", fontsize=9)
     write_figure(fig, path)
@@ -287,7 +306,7 @@ def check_orders(text):
     return orders
 
 
-def trajectories_of(args):
+def trajectories_of(args, theme):
     """{order: lines of Cells} as --orders, --text, --steps and --seed say."""
     orders = check_orders(args.orders)
     model, tokenizer, config = mdlm.load(default_run(args.run), whole=True)
@@ -304,60 +323,179 @@ def trajectories_of(args):
     cells = {}
     for order in orders:
         texts = unmask(model, x, order, min(steps, ids.count(model.mask_id)), args.seed or 0)
-        cells[order] = trajectory_cells(tokenizer, texts, model.mask_id)
+        cells[order] = trajectory_cells(tokenizer, texts, model.mask_id, theme)
     return cells
 
 
+def load_writer(args):
+    """The model, its tokenizer and config of --run; raises UserError if its texts have blocks."""
+    model, tokenizer, config = mdlm.load(default_run(args.run), whole=True)
+    if model.objective.n_blocks > 1:
+        raise UserError(f"{args.run or 'out'} has blocks; give --run without, or of --infill_share")
+    return model, tokenizer, config
+
+
+def check_size(ids, model, most=WIDEST):
+    """Raise UserError for a text that is too long to be drawn in one line."""
+    most = min(most, model.config.block_size)
+    if not 0 < len(ids) <= most:
+        raise UserError(f"--text has {len(ids)} tokens; give 1 to {most}")
+
+
+def noise_of(args, theme):
+    """{rate: [Cells of --text]} for draw_noise."""
+    model, tokenizer, _ = load_writer(args)
+    ids = tokenizer.encode_lossless(args.text or SENTENCE)
+    check_size(ids, model)
+    generator = torch.Generator().manual_seed(args.seed or 0)
+    uniform = torch.rand(len(ids), generator=generator).tolist()
+    pieces = tokenizer.pieces(ids)
+    groups = {}
+    for rate, masked in drawings.mask_at_rates(ids, uniform, model.mask_id).items():
+        hidden = [token == model.mask_id for token in masked]
+        groups[rate] = [drawings.noise_cells(pieces, hidden, theme)]
+    return groups
+
+
+def patterns_of(args, theme, width=48):
+    """{rate: lines of Cells} for draw_noise: a pattern of two symbols, one of three, one of four."""
+    rows = make_patterns(256, args.seed or 0)[:, :width]
+    chosen = []
+    for length in (2, 3, 4):
+        repeats = (rows[:, length:] == rows[:, :-length]).all(1)
+        has_all = [len({*row[:length].tolist()}) == length for row in rows]
+        chosen.append(rows[int((repeats & has_all).argmax())].tolist())
+    colors = (theme.blue, theme.red, theme.green, theme.purple)
+    generator = torch.Generator().manual_seed(args.seed or 0)
+    groups = {rate: [] for rate in drawings.RATES}
+    for row in chosen:
+        color_of = dict(zip(dict.fromkeys(row), colors))
+        faces = [color_of[symbol] for symbol in row]
+        uniform = torch.rand(width, generator=generator).tolist()
+        pieces = ["abcdefghijklmno"[symbol] for symbol in row]
+        for rate, masked in drawings.mask_at_rates(row, uniform, -1).items():
+            hidden = [symbol == -1 for symbol in masked]
+            groups[rate].append(drawings.noise_cells(pieces, hidden, theme, faces))
+    return groups
+
+
+@torch.no_grad()
+def guesses_of(args):
+    """The tokens of --text for draw_guesses; --rate of them are masked, as by eval.py --text."""
+    model, tokenizer, _ = load_writer(args)
+    ids = tokenizer.encode_lossless(args.text or SENTENCE)
+    check_size(ids, model)
+    rate = 0.2 if args.rate is None else args.rate
+    if not 0 < rate * len(ids) <= 12:
+        fix = f"give more than 0 and at most {12 / len(ids):.2f}"
+        raise UserError(f"--rate={rate:g} masks {rate * len(ids):.0f} tokens, too many; {fix}")
+    x0 = to_context(model, torch.tensor([ids]))
+    is_text = torch.arange(x0.shape[1])[None] < len(ids)
+    return eval.predict(model, tokenizer, x0, len(ids), is_text, rate)
+
+
+def look_of(args):
+    """Pieces of the tokens of --text, the maps of the last layer that attends, the first mask."""
+    model, tokenizer, _ = load_writer(args)
+    ids = read_text(args.text or WITH_MASK, model, tokenizer)
+    check_size(ids, model)
+    if model.mask_id not in ids:
+        raise UserError("--text has no mask; write █ for a token")
+    maps = attention_maps(model, to_context(model, torch.tensor([ids])))
+    return tokenizer.pieces(ids), maps[max(maps)], ids.index(model.mask_id)
+
+
+def logs_of(args):
+    """{name of a run: its log} of --run, of up to four folders."""
+    names = [at_home(name) for name in (args.run or str(default_run(None))).split(",")]
+    if len(names) > 4:
+        raise UserError(f"--run names {len(names)} runs; give at most 4")
+    for name in names:
+        check_not_empty("a name in --run", name)
+        check_path("--run", name)
+    return {Path(name).name: plots.read_log(name) for name in names}
+
+
+def draw(args, theme):
+    """Draw what --draw says."""
+    path = args.picture
+    if args.draw == "idea":
+        drawings.draw_idea(path, theme)
+    elif args.draw == "noise":
+        drawings.draw_noise(noise_of(args, theme), path, theme)
+    elif args.draw == "patterns":
+        drawings.draw_noise(patterns_of(args, theme), path, theme)
+    elif args.draw == "guesses":
+        drawings.draw_guesses(guesses_of(args), path, theme)
+    elif args.draw == "look":
+        drawings.draw_look(*look_of(args), path, theme)
+    elif args.draw == "joint":
+        drawings.draw_joint([[0.5, 0.0], [0.0, 0.5]], path, theme)
+    elif args.draw == "losses":
+        drawings.draw_losses(logs_of(args), path, theme)
+    else:
+        drawings.draw_waves(path, theme)
+
+
 def check(args):
-    """Raise UserError for a flag that does nothing without another one."""
-    needs = dict(steps=["orders"], seed=["orders"], run=["text", "orders"], dark=["compare"])
+    """Raise UserError for flags that contradict each other, or one that does nothing."""
+    given = [name for name, value in vars(args).items() if value is not None]
+    check_clashes([("draw", "compare orders", "give one of them")], given)
+    check_clashes([("compare", "text orders", "give one of them")], given)
+    for name in ("text", "run", "seed", "rate", "steps"):
+        if args.draw and name in given and name not in DRAWINGS[args.draw]:
+            raise UserError(f"--{name} has no effect with --draw={args.draw}; leave it out")
+    needs = dict(steps=["orders"], seed=["orders", "draw"], run=["text", "orders", "draw"])
+    needs |= dict(rate=["draw"])
     for name, needed in needs.items():
-        if getattr(args, name) is not None and not any(getattr(args, n) for n in needed):
+        if name in given and not any(n in given for n in needed):
             flags = " or ".join(f"--{n}" for n in needed)
             raise UserError(f"--{name} has no effect without {flags}; give that too")
-    given = [name for name, value in vars(args).items() if value is not None]
-    check_clashes([("compare", "text orders", "give one of them")], given)
 
 
 def main(argv):
     parser = Parser(description=first_line(__doc__))
     parser.add_argument("picture", help="PNG or SVG file to write")
+    parser.add_argument("--draw", choices=DRAWINGS, help="a picture of the lessons, by its name")
     parser.add_argument("--text", help="draw the attention of a model in this text; █ is a mask")
     parser.add_argument("--orders", help="two orders of sample.py: draw how each unmasks a text")
     parser.add_argument("--steps", type=int, help="for --orders: the number of steps (default: 12)")
-    parser.add_argument("--seed", type=int, help="for --orders (default: 0)")
+    parser.add_argument("--seed", type=int, help="for --orders and masks of --draw (default: 0)")
+    parser.add_argument("--rate", type=float, help="for --draw=guesses: mask rate (default: 0.2)")
     parser.add_argument("--run", help="folder of a run (default: out, else weights/)")
     parser.add_argument("--compare", help="files of eval.py --json: cross-entropy by mask rate")
-    parser.add_argument("--dark", action="store_const", const=True, help="for --compare: dark")
+    parser.add_argument("--dark", action="store_true", help="for a dark background")
     args = parser.parse_args(argv)
     outputs.check("PICTURE", args.picture, dict(run=args.run or ""))
     check_picture("PICTURE", args.picture)
+    theme = DARK if args.dark else LIGHT
     check(args)
-    if args.compare:
-        draw_rates(evaluations_of(args), args.picture, bool(args.dark))
-        return 0
-    if args.orders:
-        draw_trajectories(trajectories_of(args), args.picture)
-        return 0
-    if args.text:
-        model, tokenizer, _ = mdlm.load(default_run(args.run), whole=True)
-        if model.objective.n_blocks > 1:
-            raise UserError(
-                f"{args.run or 'out'} has blocks; give --run without, or of --infill_share"
-            )
+    with themed(theme):
+        draw_what_is_asked(args, theme)
+    return 0
+
+
+def draw_what_is_asked(args, theme):
+    if args.draw:
+        draw(args, theme)
+    elif args.compare:
+        draw_rates(evaluations_of(args), args.picture, theme)
+    elif args.orders:
+        draw_trajectories(trajectories_of(args, theme), args.picture, theme)
+    elif args.text:
+        model, tokenizer, _ = load_writer(args)
         ids = read_text(args.text, model, tokenizer)
         maps = attention_maps(model, to_context(model, torch.tensor([ids])))
         labels = [text.replace("\n", "↵") for text in tokenizer.pieces(ids)]
-        draw_attention(maps, labels, args.picture)
-        return 0
-    counts = count_masks()
-    print(f"masked tokens of {T}, 1,000 draws, mean +- standard deviation")
-    print("rate  each with that probability  exactly")
-    for rate, both in counts.items():
-        bernoulli, exact = (f"{mean(n):.1f} +- {pstdev(n):.1f}" for n in both)
-        print(f"{rate:4}  {bernoulli:>26}  {exact}")
-    draw_masking(counts, schedule_densities(), args.picture)
-    return 0
+        draw_attention(maps, labels, args.picture, theme)
+    else:
+        counts = count_masks()
+        print(f"masked tokens of {T}, 1,000 draws, mean +- standard deviation")
+        print("rate  each with that probability  exactly")
+        for rate, both in counts.items():
+            bernoulli, exact = (f"{mean(n):.1f} +- {pstdev(n):.1f}" for n in both)
+            print(f"{rate:4}  {bernoulli:>26}  {exact}")
+        draw_masking(counts, schedule_densities(), args.picture, theme)
 
 
 if __name__ == "__main__":

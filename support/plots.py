@@ -21,6 +21,33 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666")
 BLUE, RED, GREEN, PURPLE, GREY = COLORS
 
 
+# ---- Light and dark
+class Theme(NamedTuple):
+    """Colors of a picture."""
+
+    paper: str
+    ink: str
+    soft: str  # what is less important
+    mask: str  # a token that is masked
+    blue: str
+    red: str
+    green: str
+    purple: str
+
+
+LIGHT = Theme("#ffffff", "#000000", GREY, "#dddddd", BLUE, RED, GREEN, PURPLE)
+DARK = Theme("#0f1118", "#eceef4", "#a3a6b4", "#3a3e4d", "#6cb8f0", "#ff9d5c", "#4cd6a8", "#e3a3c8")
+
+
+def themed(theme):
+    """Context manager: figures that are made in it have the theme's background and text colors."""
+    matplotlib = optional("matplotlib", "a picture")
+    inks = ("text.color", "xtick.color", "ytick.color", "axes.labelcolor", "axes.edgecolor")
+    papers = ("figure.facecolor", "axes.facecolor")
+    style = dict.fromkeys(inks, theme.ink) | dict.fromkeys(papers, theme.paper)
+    return matplotlib.rc_context(style | {"grid.color": theme.soft})
+
+
 # ---- Folders and files
 def try_to_draw(plot, path):
     """Call plot(path) and return whether it succeeded.
@@ -144,12 +171,12 @@ def read_entropy(out_dir):
         return entropy if is_number(entropy) else None
 
 
-def smooth(values):
-    """Smooth a list of values with a running mean over a fortieth of them.
+def smooth(values, least=1):
+    """Smooth a list of values with a running mean over a fortieth of them, but at least `least`.
 
     Returns the means, and a range with the index of the middle value of each.
     """
-    width = max(1, len(values) // 40)
+    width = max(1, min(least, len(values)), len(values) // 40)
     means = [sum(values[i : i + width]) / width for i in range(len(values) - width + 1)]
     return means, range(width // 2, width // 2 + len(means))
 
@@ -279,10 +306,10 @@ def columns(text):
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
-def draw_texts(ax, lines, height=1.0):
+def draw_texts(ax, lines, height=1.0, theme=LIGHT, points=9):
     """Draw lines of Cells in a grid of monospaced characters; a line is `height` characters high.
 
-    Returns the (columns, rows) of the grid, which are the limits of the axes.
+    points: the size of the font. Returns the (columns, rows) of the grid, the limits of the axes.
     """
     rectangle = optional("matplotlib.patches", "a picture").Rectangle
     font = dict(family="monospace", ha="center", va="center_baseline", parse_math=False)
@@ -293,15 +320,15 @@ def draw_texts(ax, lines, height=1.0):
         for cell in line:
             size = columns(cell.text)
             if cell.face is not None:
-                box = rectangle((x, y), size, 1, fc=cell.face, ec="white", lw=0.5, clip_on=False)
-                ax.add_patch(box)
-            for text, down, points, ink in (
-                (cell.text, 0.5, 9, cell.ink),
-                (cell.below, 1.3, 6.5, RED),
+                frame = dict(ec=theme.paper, lw=0.5, clip_on=False)
+                ax.add_patch(rectangle((x, y), size, 1, fc=cell.face, **frame))
+            for text, down, size_of_text, ink in (
+                (cell.text, 0.5, points, cell.ink),
+                (cell.below, 1.3, 0.72 * points, theme.red),
             ):
                 at = x
                 for c in text:  # one by one: a sign of another font may be wider
-                    ax.text(at + columns(c) / 2, y + down, c, size=points, color=ink, **font)
+                    ax.text(at + columns(c) / 2, y + down, c, size=size_of_text, color=ink, **font)
                     at += columns(c)
             x += max(size, columns(cell.below))
     ax.set(xlim=(0, width), ylim=(height * len(lines), 0))

@@ -1,0 +1,319 @@
+"""The pictures of `pictures.py --draw=NAME`: one function for each, which draws what it is given.
+
+Each takes its data, the path of the picture, and the theme (support/plots.py), in this order.
+"""
+
+import math
+
+from support import plots
+from support.environment import optional
+from support.plots import Cell, columns, draw_texts, figure, visible, write_figure
+
+RATES = (0, 0.2, 0.5, 0.8, 1)
+WAVES = 16  # waves of the time embedding that are drawn
+SENTENCE = "the cat sat on the mat".split()
+# The words of SENTENCE that each network call reveals.
+LEFT_TO_RIGHT = [(0,), (1,), (2,), (3,), (4,), (5,)]
+ANY_ORDER = [(3,), (2, 5), (1,), (0, 4)]
+
+
+def mixed(color, share, theme):
+    """The color that `color`, with this share of opacity, has on the theme's background."""
+    to_rgb = optional("matplotlib.colors", "a picture").to_rgb
+    pairs = zip(to_rgb(color), to_rgb(theme.paper), strict=True)
+    return tuple(share * a + (1 - share) * b for a, b in pairs)
+
+
+def pieces_with_spaces(pieces):
+    """Texts of tokens as they are shown in a cell: a space as ␣, a line end as ↵."""
+    return [visible(piece).replace(" ", "␣") for piece in pieces]
+
+
+# ---- The idea
+def draw_idea(path, theme):
+    """Six words written from left to right, and in any order: a row for each network call."""
+    kinds = {
+        "autoregressive: six calls, one word each": LEFT_TO_RIGHT,
+        "diffusion: four calls, in any order": ANY_ORDER,
+    }
+    fig, axes = figure(7.5, 2.5, 1, 2)
+    for ax, (title, calls) in zip(axes, kinds.items(), strict=True):
+        lines = []
+        known = set()
+        for revealed in [(), *calls]:
+            line = []
+            for k, word in enumerate(SENTENCE):
+                line.append(Cell(" ", theme.ink))
+                text = f" {word} "
+                if k in revealed:
+                    line.append(Cell(text, theme.paper, theme.blue))
+                elif k in known:
+                    line.append(Cell(text, theme.ink, mixed(theme.blue, 0.25, theme)))
+                else:
+                    line.append(Cell(" " * len(text), theme.ink, theme.mask))
+            known |= {*revealed}
+            lines.append(line)
+        width, _ = draw_texts(ax, lines, 1.35, theme, points=8)
+        ax.set_ylim(1.35 * 7, 0)  # both have rows of one height
+        ax.set_title(title, fontsize=9.5)
+        for call in range(len(lines)):
+            ax.text(
+                -0.4, 1.35 * call + 0.5, call, size=8, color=theme.soft, ha="right", va="center"
+            )
+    words = "A row for each call. Grey: not written yet. Dark: new. "
+    fig.suptitle(
+        words + "Left, a word depends on those before it; right, on both sides.", fontsize=9
+    )
+    write_figure(fig, path)
+
+
+# ---- The forward process
+def mask_at_rates(ids, uniform, mask_id):
+    """{rate: ids} of RATES. A token is masked from the rate on that equals its number in `uniform`.
+
+    So each is masked with probability `rate`, and one that is masked stays so at higher rates.
+    """
+    masked = {}
+    for rate in RATES:
+        pairs = zip(ids, uniform, strict=True)
+        masked[rate] = [mask_id if u < rate else token for token, u in pairs]
+    return masked
+
+
+def noise_cells(pieces, masked, theme, faces=None):
+    """The Cells of a text: pieces of its tokens, and for each whether it is masked.
+
+    faces: the color behind each token (default: none).
+    """
+    cells = []
+    for k, (piece, hidden) in enumerate(zip(pieces, masked, strict=True)):
+        text = visible(piece)
+        if hidden:
+            cells.append(Cell(" " * columns(text), theme.ink, theme.mask))
+        elif faces:
+            cells.append(Cell(text, theme.paper, faces[k]))
+        else:
+            cells.append(Cell(text, theme.ink))
+    return cells
+
+
+def draw_noise(groups, path, theme):
+    """Draw texts at rising mask rates: {rate: lines of Cells}, from top to bottom."""
+    several = max(map(len, groups.values())) > 1
+    lines = []
+    starts = {}
+    for rate, texts in groups.items():
+        starts[rate] = len(lines)
+        lines += [*texts, []] if several else texts
+    height = 1.15 if several else 1.7
+    used = height * (len(lines) - several)
+    wide = max(sum(columns(cell.text) for cell in line) for line in lines)
+    fig, ax = figure(7.5, 0.19 * used + 0.5)
+    draw_texts(ax, lines, height, theme, points=min(11, 430 / wide))
+    ax.set_ylim(used, -0.3)
+    share = wide / 50
+    for rate, start in starts.items():
+        n = len(groups[rate])
+        y = height * (start + (n - 1) / 2) + 0.5
+        ax.text(-share, y, f"t = {rate:g}", size=9.5, ha="right", va="center_baseline")
+    for x, ends, word in ((-6 * share, (0, used), "masking"), (wide + share, (used, 0), "writing")):
+        frame = dict(arrowstyle="->", color=theme.soft, lw=1.2)
+        (y0, y1) = ends
+        ax.annotate("", (x, y1), (x, y0), arrowprops=frame, annotation_clip=False)
+        side = "right" if x < 0 else "left"
+        place = dict(rotation=90, ha=side, va="center", color=theme.soft, size=9)
+        ax.text(x + (-0.4 if x < 0 else 0.4) * share, used / 2, word, **place)
+    write_figure(fig, path)
+
+
+# ---- What a model predicts
+def draw_guesses(tokens, path, theme):
+    """Draw a text with the likeliest tokens under each mask.
+
+    tokens: those of eval.predict. Each has `text`; those that are masked have a `mark`, + or x,
+    and `likeliest`, [(text, probability)] of three.
+    """
+    rectangle = optional("matplotlib.patches", "a picture").Rectangle
+    masks = [i for i, token in enumerate(tokens) if token["mark"]]
+    shown = [columns(visible(token["text"])) for token in tokens]
+    wide = sum(shown)
+    fig, ax = figure(7.5, 2.4)
+    line = []
+    for token in tokens:
+        text = visible(token["text"])
+        if token["mark"]:
+            line.append(Cell(" " * columns(text), theme.ink, theme.mask))
+        else:
+            line.append(Cell(text, theme.ink))
+    draw_texts(ax, [line], 1.0, theme, points=min(11, 430 / wide))
+    slot = wide / len(masks)
+    mono = dict(family="monospace", va="center_baseline", parse_math=False)
+    for k, i in enumerate(masks):
+        token = tokens[i]
+        truth = token["text"]
+        left = slot * k + 0.08 * slot
+        color = theme.blue if token["mark"] == "+" else theme.red
+        center = sum(shown[:i]) + shown[i] / 2
+        ends = (center, left + 0.42 * slot), (1.05, 1.95)
+        ax.plot(*ends, color=color, lw=1, clip_on=False)
+        for row, (guess, p) in enumerate(token["likeliest"]):
+            y = 2.2 + 1.1 * row
+            is_truth = guess == truth
+            ink = theme.blue if is_truth else theme.red if row == 0 else theme.soft
+            size = 0.84 * slot * p
+            face = mixed(ink, 0.45, theme)
+            ax.add_patch(rectangle((left, y), size, 0.9, fc=face, lw=0, clip_on=False))
+            (text,) = pieces_with_spaces([guess])
+            ax.text(left + 0.03 * slot, y + 0.47, text, size=9.5, color=theme.ink, **mono)
+            style = dict(size=8, color=theme.ink, ha="right", va="center_baseline")
+            ax.text(left + 0.84 * slot, y + 0.47, f"{p:.0%}", **style)
+        (text,) = pieces_with_spaces([truth])
+        ax.text(left + 0.03 * slot, 2.2 + 3.7, f"{text}", size=9.5, color=color, **mono)
+    ax.text(-0.15, 5.9, "truth", size=8, color=theme.soft, ha="right", va="center_baseline")
+    ax.set(ylim=(6.3, -0.1))
+    right = sum(tokens[i]["mark"] == "+" for i in masks)
+    words = f"Under each mask the three likeliest tokens. {right} of {len(masks)} are right (blue)"
+    fig.suptitle(words + ", the others wrong (orange).", fontsize=9)
+    write_figure(fig, path)
+
+
+def draw_look(pieces, maps, query, path, theme):
+    """Draw where one token looks: its row of each head's attention, on the text itself.
+
+    pieces: texts of the tokens. maps: (H, T, T), T >= len(pieces). query: the index of the token.
+    """
+    rows = maps[:, query, : len(pieces)]  # (H, tokens)
+    highest = rows.max().item()
+    lines = []
+    for weights in rows.tolist():
+        line = []
+        for i, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
+            text = " " * columns(visible(piece)) if i == query else visible(piece)
+            line.append(Cell(text, theme.ink, mixed(theme.blue, 0.8 * weight / highest, theme)))
+        lines.append(line)
+    wide = sum(columns(cell.text) for cell in lines[0])
+    fig, ax = figure(7.5, 0.34 * len(lines) + 0.5)
+    draw_texts(ax, lines, 1.6, theme, points=min(11, 430 / wide))
+    at = sum(columns(visible(piece)) for piece in pieces[:query])
+    rectangle = optional("matplotlib.patches", "a picture").Rectangle
+    for row, weights in enumerate(rows.tolist()):
+        box = rectangle((at, 1.6 * row), 1, 1, fc="none", ec=theme.red, lw=1.6, clip_on=False)
+        ax.add_patch(box)
+        y = 1.6 * row + 0.5
+        ax.text(-0.8, y, f"head {row + 1}", size=9, ha="right", va="center_baseline")
+    ax.set_ylim(1.6 * len(lines) - 0.6, -0.2)
+    words = f"Blue: what the mask (orange frame) reads from; darkest: {highest:.0%} of its weight"
+    fig.suptitle(words, fontsize=9)
+    write_figure(fig, path)
+
+
+# ---- One call, two tokens
+def draw_joint(joint, path, theme):
+    """Draw a 2 x 2 table of joint probabilities beside the product of its marginals."""
+    rows = [sum(row) for row in joint]
+    sums = [sum(column) for column in zip(*joint)]
+    product = [[a * b for b in sums] for a in rows]
+    fig, axes = figure(5.6, 2.7, 1, 2)
+    titles = ("two calls: the truth", "one call: the product")
+    rectangle = optional("matplotlib.patches", "a picture").Rectangle
+    for ax, table, title in zip(axes, (joint, product), titles, strict=True):
+        for i in range(2):
+            for k in range(2):
+                p = table[i][k]
+                is_wrong = p > 0 and joint[i][k] == 0
+                color = theme.red if is_wrong else theme.blue
+                face = mixed(color, 0.15 + p, theme) if p else theme.paper
+                ax.add_patch(rectangle((k, i), 1, 1, fc=face, ec=theme.soft, lw=1))
+                style = dict(ha="center", va="center")
+                ax.text(k + 0.5, i + 0.42, f"{i}{k}", size=15, family="monospace", **style)
+                words = f"{p:.0%}" + (", impossible" if is_wrong else "") if p else "never"
+                ax.text(k + 0.5, i + 0.75, words, size=8.5, **style)
+        ax.set(xlim=(0, 2), ylim=(2, 0), aspect="equal", xlabel="second token")
+        ax.set_xticks([0.5, 1.5], ["0", "1"])
+        ax.set_yticks([0.5, 1.5], ["0", "1"])
+        ax.tick_params(length=0)
+        ax.grid(False)
+        ax.spines[:].set_visible(False)
+        ax.set_title(title, fontsize=10)
+    axes[0].set_ylabel("first token")
+    write_figure(fig, path)
+
+
+# ---- A training run
+def draw_losses(logs, path, theme):
+    """Draw the losses of runs: {name: the records of its log.jsonl}.
+
+    Pale: of single batches. A line: their running mean. Points: the bound on validation text.
+    """
+    fig, ax = figure(7.5, 3.8)
+    colors = (theme.blue, theme.red, theme.green, theme.purple)
+    ends = []
+    highest = 0
+    for (name, log), color in zip(logs.items(), colors):
+        batches = [r for r in log if r.get("loss") is not None]
+        steps = [r["step"] for r in batches]
+        losses = [r["loss"] for r in batches]
+        highest = max([highest, *losses])
+        ax.plot(steps, losses, lw=0.8, alpha=0.45, color=color)
+        means, middles = plots.smooth(losses, least=5)
+        label = f"{name}: training loss" if len(logs) > 1 else "training loss, mean of 5"
+        ax.plot([steps[k] for k in middles], means, lw=2.4, color=color, label=label)
+        key, scored = plots.validations(log)
+        scored = [r for r in scored if r["step"]]
+        at = [r["step"] for r in scored]
+        values = [r[key] for r in scored]
+        errors = [2 * (r[f"{key}_se"] or 0) for r in scored]
+        mark = theme.red if len(logs) == 1 else color
+        label = f"{key[4:].upper()} of validation text, 2 standard errors"
+        style = dict(fmt="o:", ms=5.5, lw=1.4, capsize=3, color=mark)
+        ax.errorbar(at, values, errors, **style, label=label if len(logs) == 1 else None)
+        ends += steps[-1:]
+    first = next((r for log in logs.values() for r in plots.validations(log)[1]), None)
+    if first and not first["step"]:
+        level = first[plots.validations([first])[0]]
+        ax.axhline(level, color=theme.soft, lw=1.2, ls=":")
+        words = f"a guess, all tokens alike: {level:.2f}"
+        ax.text(max(ends), level + 0.04, words, color=theme.soft, size=9, ha="right", va="bottom")
+        highest = max(highest, level + 0.25)
+    opens = plots.where_rates_open(next(iter(logs.values()))) if len(logs) == 1 else None
+    if opens:
+        ax.axvspan(opens["step"], max(ends), color=theme.soft, alpha=0.13, lw=0)
+        middle = (opens["step"] + max(ends)) / 2
+        words = (
+            "few and many masks too:\nharder texts, so the line turns up\nwhile the model improves"
+        )
+        style = dict(size=9, ha="center", va="top", color=theme.soft)
+        ax.text(middle, 0.8, words, transform=ax.get_xaxis_transform(), **style)
+        ax.text(
+            opens["step"] / 2,
+            0.8,
+            "half of each text is masked",
+            transform=ax.get_xaxis_transform(),
+            **style,
+        )
+    ax.set(xlabel="step", ylabel="nats per token", xlim=(0, None), ylim=(None, highest + 0.1))
+    ax.legend(frameon=False, fontsize=9, loc="lower left" if len(logs) == 1 else "upper right")
+    write_figure(fig, path)
+
+
+# ---- The time embedding
+def draw_waves(path, theme):
+    """Draw the cosines that --time_conditioning tells the network: cos(pi k t) for rate t."""
+    rates = [i / 200 for i in range(201)]
+    fig, (left, right) = figure(7.5, 2.9, 1, 2)
+    colors = (theme.blue, theme.red, theme.green)
+    for k, color in zip((1, 3, 8), colors):
+        left.plot(rates, [math.cos(math.pi * k * t) for t in rates], color=color, lw=2)
+        left.text(1.02, math.cos(math.pi * k), f"k = {k}", color=color, size=9, va="center")
+    left.set(xlim=(0, 1), xlabel="mask rate t", ylabel="cos(π k t)")
+    left.set_title("three of the waves", fontsize=10)
+    table = [[math.cos(math.pi * k * t) for t in rates] for k in range(WAVES)]
+    extent = (0, 1, WAVES - 0.5, -0.5)
+    image = right.imshow(table, aspect="auto", cmap="PuOr", vmin=-1, vmax=1, extent=extent)
+    right.grid(False)
+    right.axvline(0.3, color="black", lw=1.4)
+    right.text(0.31, -0.9, "what is told at t = 0.3", size=8.5, ha="center", va="bottom")
+    right.set(xlabel="mask rate t", ylabel="k", yticks=range(0, WAVES, 3))
+    right.set_title(f"the first {WAVES}, sorted by k", fontsize=10, pad=16)
+    fig.colorbar(image, ax=right, fraction=0.05)
+    write_figure(fig, path)

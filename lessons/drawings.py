@@ -11,7 +11,7 @@ from support.plots import Cell, columns, draw_texts, figure, visible, write_figu
 
 RATES = (0, 0.2, 0.5, 0.8, 1)
 WAVES = 16  # waves of the time embedding that are drawn
-SENTENCE = "the cat sat on the mat".split()
+SENTENCE = ["the", "cat", "sat", "on", "the", "mat"]
 # The words of SENTENCE that each network call reveals.
 LEFT_TO_RIGHT = [(0,), (1,), (2,), (3,), (4,), (5,)]
 ANY_ORDER = [(3,), (2, 5), (1,), (0, 4)]
@@ -53,7 +53,7 @@ def draw_idea(path, theme):
                     line.append(Cell(" " * len(text), theme.ink, theme.mask))
             known |= {*revealed}
             lines.append(line)
-        width, _ = draw_texts(ax, lines, 1.35, theme, points=8)
+        draw_texts(ax, lines, 1.35, theme, points=11)
         ax.set_ylim(1.35 * 7, 0)  # both have rows of one height
         ax.set_title(title, fontsize=9.5)
         for call in range(len(lines)):
@@ -105,11 +105,11 @@ def draw_noise(groups, path, theme):
     for rate, texts in groups.items():
         starts[rate] = len(lines)
         lines += [*texts, []] if several else texts
-    height = 1.15 if several else 1.7
+    height = 1.08 if several else 1.7
     used = height * (len(lines) - several)
     wide = max(sum(columns(cell.text) for cell in line) for line in lines)
     fig, ax = figure(7.5, 0.19 * used + 0.5)
-    draw_texts(ax, lines, height, theme, points=min(11, 430 / wide))
+    draw_texts(ax, lines, height, theme, points=min(14, 590 / wide))
     ax.set_ylim(used, -0.3)
     share = wide / 50
     for rate, start in starts.items():
@@ -145,7 +145,7 @@ def draw_guesses(tokens, path, theme):
             line.append(Cell(" " * columns(text), theme.ink, theme.mask))
         else:
             line.append(Cell(text, theme.ink))
-    draw_texts(ax, [line], 1.0, theme, points=min(11, 430 / wide))
+    draw_texts(ax, [line], 1.0, theme, points=min(14, 590 / wide))
     slot = wide / len(masks)
     mono = dict(family="monospace", va="center_baseline", parse_math=False)
     for k, i in enumerate(masks):
@@ -166,14 +166,14 @@ def draw_guesses(tokens, path, theme):
             (text,) = pieces_with_spaces([guess])
             ax.text(left + 0.03 * slot, y + 0.47, text, size=9.5, color=theme.ink, **mono)
             style = dict(size=8, color=theme.ink, ha="right", va="center_baseline")
-            ax.text(left + 0.84 * slot, y + 0.47, f"{p:.0%}", **style)
+            ax.text(left + 0.84 * slot, y + 0.47, f"{p:.0%}" if p >= 0.01 else "< 1%", **style)
         (text,) = pieces_with_spaces([truth])
-        ax.text(left + 0.03 * slot, 2.2 + 3.7, f"{text}", size=9.5, color=color, **mono)
+        ax.text(left + 0.03 * slot, 2.2 + 3.7, text, size=9.5, color=theme.blue, **mono)
     ax.text(-0.15, 5.9, "truth", size=8, color=theme.soft, ha="right", va="center_baseline")
     ax.set(ylim=(6.3, -0.1))
     right = sum(tokens[i]["mark"] == "+" for i in masks)
-    words = f"Under each mask the three likeliest tokens. {right} of {len(masks)} are right (blue)"
-    fig.suptitle(words + ", the others wrong (orange).", fontsize=9)
+    words = "Blue: the true token. Orange: another one is likeliest. "
+    fig.suptitle(words + f"{right} of {len(masks)} are right.", fontsize=9)
     write_figure(fig, path)
 
 
@@ -193,16 +193,16 @@ def draw_look(pieces, maps, query, path, theme):
         lines.append(line)
     wide = sum(columns(cell.text) for cell in lines[0])
     fig, ax = figure(7.5, 0.34 * len(lines) + 0.5)
-    draw_texts(ax, lines, 1.6, theme, points=min(11, 430 / wide))
+    draw_texts(ax, lines, 1.6, theme, points=min(14, 590 / wide))
     at = sum(columns(visible(piece)) for piece in pieces[:query])
     rectangle = optional("matplotlib.patches", "a picture").Rectangle
-    for row, weights in enumerate(rows.tolist()):
+    for row in range(len(rows)):
         box = rectangle((at, 1.6 * row), 1, 1, fc="none", ec=theme.red, lw=1.6, clip_on=False)
         ax.add_patch(box)
         y = 1.6 * row + 0.5
         ax.text(-0.8, y, f"head {row + 1}", size=9, ha="right", va="center_baseline")
     ax.set_ylim(1.6 * len(lines) - 0.6, -0.2)
-    words = f"Blue: what the mask (orange frame) reads from; darkest: {highest:.0%} of its weight"
+    words = f"Blue: what the mask (orange frame) reads from; strongest: {highest:.0%} of its weight"
     fig.suptitle(words, fontsize=9)
     write_figure(fig, path)
 
@@ -225,9 +225,10 @@ def draw_joint(joint, path, theme):
                 face = mixed(color, 0.15 + p, theme) if p else theme.paper
                 ax.add_patch(rectangle((k, i), 1, 1, fc=face, ec=theme.soft, lw=1))
                 style = dict(ha="center", va="center")
-                ax.text(k + 0.5, i + 0.42, f"{i}{k}", size=15, family="monospace", **style)
-                words = f"{p:.0%}" + (", impossible" if is_wrong else "") if p else "never"
-                ax.text(k + 0.5, i + 0.75, words, size=8.5, **style)
+                ax.text(k + 0.5, i + 0.4, f"{i}{k}", size=15, family="monospace", **style)
+                words = f"{p:.0%}" if p else "never"
+                words += "\nnot in the data" if is_wrong else ""
+                ax.text(k + 0.5, i + 0.73, words, size=9, **style)
         ax.set(xlim=(0, 2), ylim=(2, 0), aspect="equal", xlabel="second token")
         ax.set_xticks([0.5, 1.5], ["0", "1"])
         ax.set_yticks([0.5, 1.5], ["0", "1"])
@@ -264,7 +265,7 @@ def draw_losses(logs, path, theme):
         values = [r[key] for r in scored]
         errors = [2 * (r[f"{key}_se"] or 0) for r in scored]
         mark = theme.red if len(logs) == 1 else color
-        label = f"{key[4:].upper()} of validation text, 2 standard errors"
+        label = f"{key[4:].upper()} of validation text, ± 2 standard errors"
         style = dict(fmt="o:", ms=5.5, lw=1.4, capsize=3, color=mark)
         ax.errorbar(at, values, errors, **style, label=label if len(logs) == 1 else None)
         ends += steps[-1:]
@@ -279,19 +280,15 @@ def draw_losses(logs, path, theme):
     if opens:
         ax.axvspan(opens["step"], max(ends), color=theme.soft, alpha=0.13, lw=0)
         middle = (opens["step"] + max(ends)) / 2
-        words = (
-            "few and many masks too:\nharder texts, so the line turns up\nwhile the model improves"
-        )
+        words = {
+            opens["step"] / 2: "half of each text\nis masked",
+            middle: "few and many masks too:\nharder texts, so the line may rise\n"
+            "while the model improves",
+        }
         style = dict(size=9, ha="center", va="top", color=theme.soft)
-        ax.text(middle, 0.8, words, transform=ax.get_xaxis_transform(), **style)
-        ax.text(
-            opens["step"] / 2,
-            0.8,
-            "half of each text is masked",
-            transform=ax.get_xaxis_transform(),
-            **style,
-        )
-    ax.set(xlabel="step", ylabel="nats per token", xlim=(0, None), ylim=(None, highest + 0.1))
+        for x, text in words.items():
+            ax.text(x, 0.8, text, transform=ax.get_xaxis_transform(), **style)
+    ax.set(xlabel="step", ylabel="nats per token", xlim=(0, max(ends)), ylim=(None, highest + 0.1))
     ax.legend(frameon=False, fontsize=9, loc="lower left" if len(logs) == 1 else "upper right")
     write_figure(fig, path)
 
@@ -303,9 +300,10 @@ def draw_waves(path, theme):
     fig, (left, right) = figure(7.5, 2.9, 1, 2)
     colors = (theme.blue, theme.red, theme.green)
     for k, color in zip((1, 3, 8), colors):
-        left.plot(rates, [math.cos(math.pi * k * t) for t in rates], color=color, lw=2)
-        left.text(1.02, math.cos(math.pi * k), f"k = {k}", color=color, size=9, va="center")
-    left.set(xlim=(0, 1), xlabel="mask rate t", ylabel="cos(π k t)")
+        wave = [math.cos(math.pi * k * t) for t in rates]
+        left.plot(rates, wave, color=color, lw=2, label=f"k = {k}")
+    left.legend(frameon=False, fontsize=9, ncols=3, loc="upper center")
+    left.set(xlim=(0, 1), ylim=(-1.1, 1.5), xlabel="mask rate t", ylabel="cos(π k t)")
     left.set_title("three of the waves", fontsize=10)
     table = [[math.cos(math.pi * k * t) for t in rates] for k in range(WAVES)]
     extent = (0, 1, WAVES - 0.5, -0.5)

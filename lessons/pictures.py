@@ -358,7 +358,7 @@ def noise_of(args, theme):
 
 
 def patterns_of(args, theme, width=48):
-    """{rate: lines of Cells} for draw_noise: a pattern of two symbols, one of three, one of four."""
+    """{rate: lines of Cells} for draw_noise: patterns of two, three and four symbols."""
     rows = make_patterns(256, args.seed or 0)[:, :width]
     chosen = []
     for length in (2, 3, 4):

@@ -60,11 +60,11 @@ def draw_idea(path, theme):
             ax.text(
                 -0.4, 1.35 * call + 0.5, call, size=8, color=theme.soft, ha="right", va="center"
             )
-    words = "A row for each call. Grey: not written yet. Dark: new. "
+    words = "A row for each call. Grey: not written yet. Strong color: new. "
     fig.suptitle(
         words + "Left, a word depends on those before it; right, on both sides.", fontsize=9
     )
-    write_figure(fig, path)
+    write_figure(fig, path, small=True)
 
 
 # ---- The forward process
@@ -123,7 +123,7 @@ def draw_noise(groups, path, theme):
         side = "right" if x < 0 else "left"
         place = dict(rotation=90, ha=side, va="center", color=theme.soft, size=9)
         ax.text(x + (-0.4 if x < 0 else 0.4) * share, used / 2, word, **place)
-    write_figure(fig, path)
+    write_figure(fig, path, small=True)
 
 
 # ---- What a model predicts
@@ -174,7 +174,7 @@ def draw_guesses(tokens, path, theme):
     right = sum(tokens[i]["mark"] == "+" for i in masks)
     words = "Blue: the true token. Orange: another one is likeliest. "
     fig.suptitle(words + f"{right} of {len(masks)} are right.", fontsize=9)
-    write_figure(fig, path)
+    write_figure(fig, path, small=True)
 
 
 def draw_look(pieces, maps, query, path, theme):
@@ -204,7 +204,7 @@ def draw_look(pieces, maps, query, path, theme):
     ax.set_ylim(1.6 * len(lines) - 0.6, -0.2)
     words = f"Blue: what the mask (orange frame) reads from; strongest: {highest:.0%} of its weight"
     fig.suptitle(words, fontsize=9)
-    write_figure(fig, path)
+    write_figure(fig, path, small=True)
 
 
 # ---- One call, two tokens
@@ -237,7 +237,7 @@ def draw_joint(joint, path, theme):
         ax.spines[:].set_visible(False)
         ax.set_title(title, fontsize=10)
     axes[0].set_ylabel("first token")
-    write_figure(fig, path)
+    write_figure(fig, path, small=True)
 
 
 # ---- A training run
@@ -290,13 +290,13 @@ def draw_losses(logs, path, theme):
             ax.text(x, 0.8, text, transform=ax.get_xaxis_transform(), **style)
     ax.set(xlabel="step", ylabel="nats per token", xlim=(0, max(ends)), ylim=(None, highest + 0.1))
     ax.legend(frameon=False, fontsize=9, loc="lower left" if len(logs) == 1 else "upper right")
-    write_figure(fig, path)
+    write_figure(fig, path, small=True)
 
 
 # ---- The time embedding
 def draw_waves(path, theme):
     """Draw the cosines that --time_conditioning tells the network: cos(pi k t) for rate t."""
-    rates = [i / 200 for i in range(201)]
+    rates = [i / 100 for i in range(101)]
     fig, (left, right) = figure(7.5, 2.9, 1, 2)
     colors = (theme.blue, theme.red, theme.green)
     for k, color in zip((1, 3, 8), colors):
@@ -307,11 +307,13 @@ def draw_waves(path, theme):
     left.set_title("three of the waves", fontsize=10)
     table = [[math.cos(math.pi * k * t) for t in rates] for k in range(WAVES)]
     extent = (0, 1, WAVES - 0.5, -0.5)
-    image = right.imshow(table, aspect="auto", cmap="PuOr", vmin=-1, vmax=1, extent=extent)
+    image = right.imshow(
+        table, interpolation="nearest", aspect="auto", cmap="PuOr", vmin=-1, vmax=1, extent=extent
+    )
     right.grid(False)
     right.axvline(0.3, color="black", lw=1.4)
     right.text(0.31, -0.9, "what is told at t = 0.3", size=8.5, ha="center", va="bottom")
     right.set(xlabel="mask rate t", ylabel="k", yticks=range(0, WAVES, 3))
     right.set_title(f"the first {WAVES}, sorted by k", fontsize=10, pad=16)
     fig.colorbar(image, ax=right, fraction=0.05)
-    write_figure(fig, path)
+    write_figure(fig, path, small=True)

@@ -5,7 +5,7 @@
 
 A sequence is valid if it repeats its first 2, 3 or 4 symbols. The picture shows the share of valid
 sequences against the number of steps, with a band from the worst to the best seed; the speed; and
-some of the sequences.
+some of the sequences. --dark draws it for a dark background.
 """
 
 import sys
@@ -26,7 +26,7 @@ import sample
 from support import outputs
 from support.errors import UserError
 from support.flags import Parser, first_line
-from support.plots import check_picture, write_figure
+from support.plots import DARK, LIGHT, check_picture, themed, write_figure
 
 STEPS = (1, 2, 4, 8, 16, 32)
 SHOWN = 16  # sequences in the picture, at most
@@ -35,7 +35,6 @@ SAMPLERS = {
     "random order": dict(order="random", correct=0),
     "confidence": dict(order="confidence", correct=0),
 }
-COLORS = ("#0072B2", "#D55E00", "#009E73")
 
 
 def is_pattern(text):
@@ -80,12 +79,13 @@ def sweet_spot(fractions):
     return next(i for i, mean in enumerate(means) if mean >= 0.95 * max(means))
 
 
-def draw(fractions, speeds, shown, path):
+def draw(fractions, speeds, shown, path, theme=LIGHT):
     matplotlib = environment.optional("matplotlib.figure", "a picture")
     fig = matplotlib.Figure((10, 7.2), dpi=130, layout="constrained")
     top, bottom = fig.subfigures(2, 1, height_ratios=[1.1, 1])
     ax = top.subplots()
-    for (name, values), color in zip(fractions.items(), COLORS):
+    colors = (theme.blue, theme.red, theme.green)
+    for (name, values), color in zip(fractions.items(), colors):
         means = [sum(v) / len(v) for v in values]
         ax.plot(STEPS, means, "o-", color=color, lw=1.8, label=name)
         ax.fill_between(
@@ -93,10 +93,10 @@ def draw(fractions, speeds, shown, path):
         )
     best = sweet_spot(fractions["default"])
     height = sum(fractions["default"][best]) / len(fractions["default"][best])
-    ax.plot(STEPS[best], height, "*", color=COLORS[0], ms=18, mec="white")
+    ax.plot(STEPS[best], height, "*", color=theme.blue, ms=18, mec=theme.paper)
     words = f"sweet spot: {height:.1%} valid in {STEPS[best]} steps"
     place = dict(textcoords="offset points", xytext=(-14, -2), ha="right")
-    ax.annotate(words, (STEPS[best], height), color=COLORS[0], **place)
+    ax.annotate(words, (STEPS[best], height), color=theme.blue, **place)
     ax.set(xscale="log", xlabel="steps", ylabel="share of valid sequences", ylim=(0, 1.03))
     ax.set_xticks(STEPS, STEPS)
     ax.minorticks_off()
@@ -104,7 +104,7 @@ def draw(fractions, speeds, shown, path):
     ax.grid(alpha=0.25)
     ax.legend(frameon=False, loc="center left")
     speed = ax.twinx()
-    speed.plot(STEPS, speeds, ":", color="#666666", lw=1.5)
+    speed.plot(STEPS, speeds, ":", color=theme.soft, lw=1.5)
     speed.set(yscale="log", ylabel="tokens/s of default (dotted)")
     speed.spines["top"].set_visible(False)
     symbols = sorted(set("".join(text for texts in shown for text in texts)))
@@ -130,6 +130,7 @@ def main(argv):
     parser.add_argument("picture", help="PNG or SVG file to write")
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--sequences", type=int, default=128, help="for each seed")
+    parser.add_argument("--dark", action="store_true", help="for a dark background")
     args = parser.parse_args(argv)
     outputs.check("PICTURE", args.picture, dict(RUN=args.run))
     check_picture("PICTURE", args.picture)  # before the work
@@ -138,7 +139,10 @@ def main(argv):
     model, tokenizer, config = mdlm.load(args.run)
     if config.data != "patterns":
         raise UserError(f"{args.run} learned {config.data}; give a run with --data=patterns")
-    draw(*measure(model, tokenizer, args.seeds, args.sequences), args.picture)
+    measured = measure(model, tokenizer, args.seeds, args.sequences)
+    theme = DARK if args.dark else LIGHT
+    with themed(theme):
+        draw(*measured, args.picture, theme)
     return 0
 
 

@@ -12,7 +12,7 @@ text is written from nothing. --compare takes files that eval.py --json wrote. W
 needed it is that of --run, by default the run in out/ or, if there is none, the model in weights/.
 
 --draw=idea: autoregressive and diffusion, with six words
---draw=noise, patterns: a text, and patterns, at rising mask rates
+--draw=noise, strips: a text, and patterns of lesson 8, at rising mask rates
 --draw=guesses: the three likeliest tokens under each mask, and the truth
 --draw=look: what the first mask of a text reads from (attention)
 --draw=joint: two tokens that are drawn in two calls, and in one
@@ -73,14 +73,15 @@ from variants import rates
 
 T = 256
 RATES = (0.2, 0.5, 0.8)
-WIDEST = 64  # tokens of a text that is drawn for --orders
+WIDEST = 64  # tokens of a text that is drawn in one line
+SLOTS = 12  # masks whose likeliest tokens fit beside each other
 SENTENCE = "To be, or not to be: that is the question"
 WITH_MASK = "My lord, I pray you, tell m█ what the king hath said."
 # What --draw accepts, and the flags that it uses.
 DRAWINGS = dict(
     idea=(),
     noise=("text", "run", "seed"),
-    patterns=("seed",),
+    strips=("seed",),
     guesses=("text", "run", "rate"),
     look=("text", "run"),
     joint=(),
@@ -159,7 +160,7 @@ def draw_attention(maps, labels, path, theme=LIGHT):
     fig.colorbar(image, ax=axes[0, -1], fraction=0.05)
     words = "Each row shows which tokens the token at its left reads from (blue: much), "
     fig.suptitle(words + "before the model predicts the masked ones (█).", fontsize=10)
-    write_figure(fig, path)
+    write_figure(fig, path, small=True)
 
 
 def draw_masking(counts, schedules, path, theme=LIGHT):
@@ -180,7 +181,7 @@ def draw_masking(counts, schedules, path, theme=LIGHT):
     right.set(xlim=(0, 1), ylim=(0, 3), xlabel="mask rate", ylabel="density")
     right.set_title("how often training draws a rate", fontsize=9)
     right.legend(frameon=False, fontsize=8)
-    write_figure(fig, path)
+    write_figure(fig, path, small=True)
 
 
 def draw_rates(evaluations, path, theme=LIGHT):
@@ -206,7 +207,7 @@ def draw_rates(evaluations, path, theme=LIGHT):
     ax.axvline(15, color=theme.soft, lw=1.2, ls="--")
     ax.text(16, 0.03, "BERT: 15 %", transform=ax.get_xaxis_transform(), fontsize=9)
     ax.legend(frameon=False, loc="lower center", fontsize=9)
-    write_figure(fig, path)
+    write_figure(fig, path, small=True)
 
 
 def has_rates(r):
@@ -284,9 +285,11 @@ def draw_trajectories(trajectories, path, theme=LIGHT):
             ax.text(
                 -0.6, step + 0.5, step, size=8, color=theme.soft, ha="right", va="center_baseline"
             )
-    words = "A text after each step, from top to bottom: dark blue is new, pale was drawn before, "
+    words = (
+        "A text after each step, from top to bottom: strong blue is new, pale was drawn before, "
+    )
     fig.suptitle(words + "grey is masked", fontsize=9)
-    write_figure(fig, path)
+    write_figure(fig, path, small=True)
 
 
 def read_text(text, model, tokenizer):
@@ -335,9 +338,9 @@ def load_writer(args):
     return model, tokenizer, config
 
 
-def check_size(ids, model, most=WIDEST):
+def check_size(ids, model):
     """Raise UserError for a text that is too long to be drawn in one line."""
-    most = min(most, model.config.block_size)
+    most = min(WIDEST, model.config.block_size)
     if not 0 < len(ids) <= most:
         raise UserError(f"--text has {len(ids)} tokens; give 1 to {most}")
 
@@ -357,7 +360,7 @@ def noise_of(args, theme):
     return groups
 
 
-def patterns_of(args, theme, width=48):
+def strips_of(args, theme, width=48):
     """{rate: lines of Cells} for draw_noise: patterns of two, three and four symbols."""
     rows = make_patterns(256, args.seed or 0)[:, :width]
     chosen = []
@@ -386,9 +389,10 @@ def guesses_of(args):
     ids = tokenizer.encode_lossless(args.text or SENTENCE)
     check_size(ids, model)
     rate = 0.2 if args.rate is None else args.rate
-    if not 0 < rate * len(ids) <= 12:
-        fix = f"give more than 0 and at most {12 / len(ids):.2f}"
-        raise UserError(f"--rate={rate:g} masks {rate * len(ids):.0f} tokens, too many; {fix}")
+    highest = min(1, SLOTS / len(ids))
+    if not 0 < rate <= highest:
+        fix = f"give more than 0 and at most {highest:.2g}"
+        raise UserError(f"--rate={rate:g} is not accepted for {len(ids)} tokens; {fix}")
     x0 = to_context(model, torch.tensor([ids]))
     is_text = torch.arange(x0.shape[1])[None] < len(ids)
     return eval.predict(model, tokenizer, x0, len(ids), is_text, rate)
@@ -413,18 +417,22 @@ def logs_of(args):
     for name in names:
         check_not_empty("a name in --run", name)
         check_path("--run", name)
-    return {Path(name).name: plots.read_log(name) for name in names}
+    logs = {}
+    for name in names:
+        short = Path(name).name
+        logs[name if short in logs else short] = plots.read_log(name)
+    return logs
 
 
-def draw(args, theme):
+def make_drawing(args, theme):
     """Draw what --draw says."""
     path = args.picture
     if args.draw == "idea":
         drawings.draw_idea(path, theme)
     elif args.draw == "noise":
         drawings.draw_noise(noise_of(args, theme), path, theme)
-    elif args.draw == "patterns":
-        drawings.draw_noise(patterns_of(args, theme), path, theme)
+    elif args.draw == "strips":
+        drawings.draw_noise(strips_of(args, theme), path, theme)
     elif args.draw == "guesses":
         drawings.draw_guesses(guesses_of(args), path, theme)
     elif args.draw == "look":
@@ -437,11 +445,35 @@ def draw(args, theme):
         drawings.draw_waves(path, theme)
 
 
+def make_picture(args, theme):
+    """Draw what the flags ask for."""
+    if args.draw:
+        make_drawing(args, theme)
+    elif args.compare:
+        draw_rates(evaluations_of(args), args.picture, theme)
+    elif args.orders:
+        draw_trajectories(trajectories_of(args, theme), args.picture, theme)
+    elif args.text:
+        model, tokenizer, _ = load_writer(args)
+        ids = read_text(args.text, model, tokenizer)
+        maps = attention_maps(model, to_context(model, torch.tensor([ids])))
+        labels = [text.replace("\n", "↵") for text in tokenizer.pieces(ids)]
+        draw_attention(maps, labels, args.picture, theme)
+    else:
+        counts = count_masks()
+        print(f"masked tokens of {T}, 1,000 draws, mean +- standard deviation")
+        print("rate  each with that probability  exactly")
+        for rate, both in counts.items():
+            bernoulli, exact = (f"{mean(n):.1f} +- {pstdev(n):.1f}" for n in both)
+            print(f"{rate:4}  {bernoulli:>26}  {exact}")
+        draw_masking(counts, schedule_densities(), args.picture, theme)
+
+
 def check(args):
     """Raise UserError for flags that contradict each other, or one that does nothing."""
     given = [name for name, value in vars(args).items() if value is not None]
-    check_clashes([("draw", "compare orders", "give one of them")], given)
-    check_clashes([("compare", "text orders", "give one of them")], given)
+    excluded = dict(draw="compare orders", compare="text orders")
+    check_clashes([(*pair, "give one of them") for pair in excluded.items()], given)
     for name in ("text", "run", "seed", "rate", "steps"):
         if args.draw and name in given and name not in DRAWINGS[args.draw]:
             raise UserError(f"--{name} has no effect with --draw={args.draw}; leave it out")
@@ -471,31 +503,8 @@ def main(argv):
     theme = DARK if args.dark else LIGHT
     check(args)
     with themed(theme):
-        draw_what_is_asked(args, theme)
+        make_picture(args, theme)
     return 0
-
-
-def draw_what_is_asked(args, theme):
-    if args.draw:
-        draw(args, theme)
-    elif args.compare:
-        draw_rates(evaluations_of(args), args.picture, theme)
-    elif args.orders:
-        draw_trajectories(trajectories_of(args, theme), args.picture, theme)
-    elif args.text:
-        model, tokenizer, _ = load_writer(args)
-        ids = read_text(args.text, model, tokenizer)
-        maps = attention_maps(model, to_context(model, torch.tensor([ids])))
-        labels = [text.replace("\n", "↵") for text in tokenizer.pieces(ids)]
-        draw_attention(maps, labels, args.picture, theme)
-    else:
-        counts = count_masks()
-        print(f"masked tokens of {T}, 1,000 draws, mean +- standard deviation")
-        print("rate  each with that probability  exactly")
-        for rate, both in counts.items():
-            bernoulli, exact = (f"{mean(n):.1f} +- {pstdev(n):.1f}" for n in both)
-            print(f"{rate:4}  {bernoulli:>26}  {exact}")
-        draw_masking(counts, schedule_densities(), args.picture, theme)
 
 
 if __name__ == "__main__":

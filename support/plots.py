@@ -110,17 +110,23 @@ def check_picture(flag, path):
         raise UserError(f"{flag}={path}: {suffix} is no image format; give .png or .svg")
 
 
-def write_figure(fig, path, own=()):
+def write_figure(fig, path, own=(), small=False):
     """Write a figure in the format of the path's suffix, by default as PNG.
 
     path: a path, or an open file, which gets a PNG
     own: names of files in a run's folder that may be replaced (see outputs.why_not)
+    small: whether a PNG has 256 colors at most, for pictures that are shipped
     """
     if hasattr(path, "write"):  # an open file, as a notebook gives
         fig.savefig(path)
         return
     content = io.BytesIO()
-    fig.savefig(content, format=Path(path).suffix[1:] or "png")
+    kind = Path(path).suffix[1:] or "png"
+    fig.savefig(content, format=kind)
+    if small and kind.lower() == "png":
+        image = optional("PIL.Image", "a picture").open(content).convert("RGB")
+        content = io.BytesIO()
+        image.quantize(256, dither=0).save(content, "png", optimize=True)
     write(path, content.getvalue(), own)
 
 

@@ -91,7 +91,7 @@ def noise_cells(pieces, masked, theme, faces=None):
         if hidden:
             cells.append(Cell(" " * columns(text), theme.ink, theme.mask))
         elif faces:
-            cells.append(Cell(text, theme.paper, faces[k]))
+            cells.append(Cell(text, theme.ink, mixed(faces[k], 0.5, theme)))
         else:
             cells.append(Cell(text, theme.ink))
     return cells
@@ -288,7 +288,12 @@ def draw_losses(logs, path, theme):
         style = dict(size=9, ha="center", va="top", color=theme.soft)
         for x, text in words.items():
             ax.text(x, 0.8, text, transform=ax.get_xaxis_transform(), **style)
-    ax.set(xlabel="step", ylabel="nats per token", xlim=(0, max(ends)), ylim=(None, highest + 0.1))
+    ax.set(
+        xlabel="step",
+        ylabel="nats per token",
+        xlim=(0, 1.02 * max(ends)),
+        ylim=(None, highest + 0.1),
+    )
     ax.legend(frameon=False, fontsize=9, loc="lower left" if len(logs) == 1 else "upper right")
     write_figure(fig, path, small=True)
 

@@ -2289,6 +2289,36 @@ ADVICE["patterns.py"] = [
 ADVICE["pictures.py"] = [
     ("lower center", NOTHING),
     (
+        "--{} has no effect with --draw={}; leave it out",
+        "pictures {tmp}/p.png --draw=joint --seed=1",
+        "pictures {tmp}/p.png --draw=joint",
+    ),
+    (
+        "--text has {} tokens; give 1 to {}",
+        "pictures {tmp}/p.png --draw=noise --run={run} --text=" + "some" * 20,
+        "pictures {tmp}/p.png --draw=noise --run={run} --text=some",
+    ),
+    (
+        "--rate={} is not accepted for {} tokens; {}",
+        "pictures {tmp}/p.png --draw=guesses --run={run} --text=some --rate=0",
+        "pictures {tmp}/p.png --draw=guesses --run={run} --text=some --rate=1",
+    ),
+    (
+        "give more than 0 and at most {}",
+        "pictures {tmp}/p.png --draw=guesses --run={run} --text=some --rate=2",
+        "pictures {tmp}/p.png --draw=guesses --run={run} --text=some --rate=0.5",
+    ),
+    (
+        "--text has no mask; write █ for a token",
+        "pictures {tmp}/p.png --draw=look --run={run} --text=some",
+        "pictures {tmp}/p.png --draw=look --run={run} --text=som█",
+    ),
+    (
+        "--run names {} runs; give at most {}",
+        "pictures {tmp}/p.png --draw=losses --run=a,b,c,d,e",
+        "pictures {tmp}/p.png --draw=losses --run={run}",
+    ),
+    (
         "give one of them",
         "pictures {tmp}/p.png --run={run} --text=a█ --compare=a.json,b.json",
         (TWO_RATES, "pictures {tmp}/p.png --compare=a.json,b.json"),

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -716,7 +717,7 @@ def test_attention_maps_are_what_attention_does(settings, monkeypatch):
 def test_attention_is_a_row_of_heads_and_a_sentence(monkeypatch):
     pictures = load("pictures")
     drawn = []
-    monkeypatch.setattr(pictures, "write_figure", lambda fig, path: drawn.append(fig))
+    monkeypatch.setattr(pictures, "write_figure", lambda fig, path, **more: drawn.append(fig))
     maps = {1: torch.full((2, 16, 16), 0.9), 4: torch.rand(2, 16, 16) / 2}
     pictures.draw_attention(maps, "abc", None)
     *heads, _ = drawn[0].axes  # the last is the scale
@@ -741,7 +742,7 @@ def test_trajectories_show_the_text_after_each_step():
     for k, line in enumerate(lines):
         n = 2 * k  # tokens drawn so far
         kinds = ["given"] * 2 + ["old"] * max(0, n - 2) + ["new"] * min(n, 2) + ["mask"] * (6 - n)
-        faces = {None: "given", "#dddddd": "mask", plots.BLUE: "new", (plots.BLUE, 0.15): "old"}
+        faces = {None: "given", "#dddddd": "mask", plots.BLUE: "new", (plots.BLUE, 0.2): "old"}
         assert [faces[cell.face] for cell in line] == [*kinds, "given"]
         words = "".join(cell.text for cell in line).replace(" ", "")
         shown = [i for i in texts[k].tolist() if i != model.mask_id]
@@ -751,7 +752,7 @@ def test_trajectories_show_the_text_after_each_step():
 def test_two_orders_are_drawn_side_by_side(monkeypatch, tmp_path):
     pictures = load("pictures")
     drawn = []
-    monkeypatch.setattr(pictures, "write_figure", lambda fig, path: drawn.append(fig))
+    monkeypatch.setattr(pictures, "write_figure", lambda fig, path, **more: drawn.append(fig))
     shipped = f"--run={ROOT / 'weights' / 'shakespeare'}"
     args = ["--orders=random,spread", "--text=To ███ be", "--steps=2", shipped]
     assert cli.run(pictures.main, [str(tmp_path / "t.png"), *args]) == 0
@@ -780,7 +781,7 @@ def test_losses_by_rate_are_drawn_for_each_evaluation(monkeypatch, tmp_path, cap
     """The points are the values of the files, in their order, the legend names them."""
     pictures = load("pictures")
     drawn = []
-    monkeypatch.setattr(pictures, "write_figure", lambda fig, path: drawn.append(fig))
+    monkeypatch.setattr(pictures, "write_figure", lambda fig, path, **more: drawn.append(fig))
     ce = {"bert": [float(i) for i in range(10)], "writer": [None, *[2.0] * 9]}
     for name, values in ce.items():
         r = dict(checkpoint="run", crc=1, tokenizer=1, block_size=4, nelbo=2.0, ce=values)
@@ -788,7 +789,8 @@ def test_losses_by_rate_are_drawn_for_each_evaluation(monkeypatch, tmp_path, cap
         (tmp_path / f"{name}.json").write_text(json.dumps(r))
     monkeypatch.chdir(tmp_path)
     args = ["x.png", "--compare=bert.json,writer.json"]
-    for more, colors in ([], pictures.LIGHT), (["--dark"], pictures.DARK):
+    for more, theme in ([], plots.LIGHT), (["--dark"], plots.DARK):
+        colors = (theme.red, theme.blue)
         assert cli.run(pictures.main, [*args, *more]) == 0
         (ax,) = drawn.pop().axes
         curves = [line for line in ax.lines if line.get_marker() == "o"]
@@ -809,8 +811,202 @@ def test_losses_by_rate_are_drawn_for_each_evaluation(monkeypatch, tmp_path, cap
     (tmp_path / "writer.json").write_text(json.dumps(r | dict(ce=[2.0] * 9)))
     assert cli.run(pictures.main, args) == 2
     assert "has no cross-entropy by mask rate" in capsys.readouterr().err
-    assert cli.run(pictures.main, ["x.png", "--dark"]) == 2
-    assert "--dark has no effect without --compare" in capsys.readouterr().err
+
+
+# ---- The pictures beside their sentences
+FIGURES = {  # the picture of each page, by its command; those of runs are drawn in other tests
+    path.name: [args for program, *args in commands(path) if program == "lessons/pictures.py"]
+    for path in TEXTS
+}
+SHIPPED = f"--run={ROOT / 'weights' / 'shakespeare'}"
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_picture_of_a_lesson_is_there_light_and_dark_with_words_and_its_command(path):
+    text = path.read_text(encoding="utf-8")
+    assert "![" not in text, "a picture that is not for dark backgrounds too"
+    found = re.findall(r"<picture>\n(.*?)</picture>", text, re.S)
+    assert len(found) == text.count("<img ") == text.count("<picture>")
+    for lines in found:
+        dark = re.search(r'<source media="\(prefers-color-scheme: dark\)" srcset="(.+?)">', lines)[
+            1
+        ]
+        light, alt = re.search(r'<img src="(.+?)" alt="(.*?)"', lines).groups()
+        assert light != dark and light == dark.replace("_dark.", "_light.")
+        assert len(alt) > 40, "say what is to be seen"
+        for name in (light, dark):
+            content = (path.parent / name).read_bytes()
+            assert 1000 < len(content) < 80_000, name
+        if light.startswith("pictures/"):
+            shown = Path(light).name.replace("_light", "")
+            assert re.search(rf"^python lessons/\w+\.py .*\b{shown}\b", text, re.M), shown
+
+
+def test_each_picture_of_the_lessons_is_shown():
+    words = "".join(path.read_text(encoding="utf-8") for path in TEXTS)
+    for path in (LESSONS / "pictures").iterdir():
+        assert f'"pictures/{path.name}"' in words, path
+
+
+@pytest.mark.parametrize("name", ["idea", "noise", "strips", "guesses", "look", "joint", "waves"])
+@pytest.mark.parametrize("more", [[], ["--dark"]], ids=str)
+def test_picture_is_drawn_by_the_command_beside_it(name, more, tmp_path, monkeypatch):
+    (args,) = [a for figures in FIGURES.values() for a in figures if f"--draw={name}" in a]
+    monkeypatch.chdir(tmp_path)
+    args = [SHIPPED if word.startswith("--run=") else word for word in args]
+    assert cli.run(load("pictures").main, [*args, *more]) == 0
+    image = matplotlib_image(tmp_path / args[0])
+    paper = (1, 1, 1) if not more else (0x0F / 255, 0x11 / 255, 0x18 / 255)
+    assert image[0, 0, :3].tolist() == pytest.approx(paper, abs=0.02)
+    assert image.shape[1] < 1300 and image[..., :3].std() > 0.03
+
+
+def matplotlib_image(path):
+    return pytest.importorskip("matplotlib.image").imread(path)
+
+
+@pytest.fixture
+def drawings(monkeypatch):
+    """lessons/drawings.py with a list of the figures that it draws instead of writing them."""
+    module = load("drawings")
+    module.drawn = []
+    monkeypatch.setattr(module, "write_figure", lambda fig, *args, **more: module.drawn.append(fig))
+    return module
+
+
+def words_of(fig):
+    return [text.get_text() for ax in fig.axes for text in ax.texts]
+
+
+def test_masks_of_the_noise_grow_with_the_rate(drawings):
+    """A token that is masked stays so; each is masked with the probability of its row."""
+    n = 4000
+    uniform = torch.rand(n, generator=torch.Generator().manual_seed(1)).tolist()
+    masked = drawings.mask_at_rates([5] * n, uniform, 9)
+    assert [*masked] == [0, 0.2, 0.5, 0.8, 1]
+    for rate, ids in masked.items():
+        assert set(ids) <= {5, 9}
+        assert abs(ids.count(9) - rate * n) <= 4 * (n * rate * (1 - rate)) ** 0.5
+    for few, many in itertools.pairwise(masked.values()):
+        assert all(b == 9 for a, b in zip(few, many) if a == 9)
+
+
+def test_noise_of_a_text_has_a_row_for_each_rate_and_masks_are_empty(drawings):
+    theme = plots.LIGHT
+    cells = drawings.noise_cells(["a", "\n", "c"], [False, False, True], theme)
+    assert [(cell.text, cell.face) for cell in cells] == [
+        ("a", None),
+        ("↵", None),
+        (" ", theme.mask),
+    ]
+    drawings.draw_noise({0: [cells], 0.5: [cells]}, None, theme)
+    said = words_of(drawings.drawn[0])
+    assert said.count("a") == 2 and "t = 0" in said and "t = 0.5" in said
+
+
+def test_guesses_have_bars_as_long_as_their_probabilities(drawings):
+    likeliest = [("b", 0.6), ("a", 0.3), ("c", 0.004)]
+    wrong = dict(text="a", mark="x", likeliest=likeliest)
+    right = dict(text="b", mark="+", likeliest=likeliest)
+    given = dict(text="z", mark="", likeliest=[])
+    drawings.draw_guesses([given, wrong, right], None, plots.LIGHT)
+    (fig,) = drawings.drawn
+    (ax,) = fig.axes
+    bars = [p for p in ax.patches if p.get_height() == 0.9]
+    widths = [bar.get_width() for bar in bars]
+    assert [w / widths[0] for w in widths] == pytest.approx([1, 0.5, 1 / 150] * 2)
+    blue = drawings.mixed(plots.BLUE, 0.45, plots.LIGHT)
+    assert [bar.get_facecolor()[:3] == pytest.approx(blue) for bar in bars] == [
+        *(False, True, False),
+        *(True, False, False),
+    ]
+    assert "1 of 2 are right" in fig.get_suptitle()
+    assert [w for w in words_of(fig) if "%" in w] == ["60%", "30%", "< 1%"] * 2
+
+
+def test_look_of_a_mask_is_its_row_of_each_head(drawings):
+    maps = torch.rand(2, 16, 16, generator=torch.Generator().manual_seed(0))
+    drawings.draw_look(["a", "b", "?", "d"], maps, 2, None, plots.LIGHT)
+    (ax,) = drawings.drawn[0].axes
+    frames = [p for p in ax.patches if p.get_facecolor()[3] == 0]
+    faces = [p.get_facecolor()[:3] for p in ax.patches if p.get_facecolor()[3]]
+    assert [(p.get_x(), p.get_y()) for p in frames] == [(2, 0), (2, 1.6)]
+    rows = maps[:, 2, :4]
+    shares = (0.8 * rows / rows.max()).flatten().tolist()
+    expected = [drawings.mixed(plots.BLUE, share, plots.LIGHT) for share in shares]
+    assert [x for face in faces for x in face] == pytest.approx([x for e in expected for x in e])
+
+
+def test_joint_table_is_beside_the_product_of_its_marginals(drawings):
+    drawings.draw_joint([[0.5, 0.0], [0.25, 0.25]], None, plots.LIGHT)
+    left, right = ([t.get_text() for t in ax.texts] for ax in drawings.drawn[0].axes)
+    assert left == ["00", "50%", "01", "never", "10", "25%", "11", "25%"]
+    assert right == ["00", "38%", "01", "12%\nnot in the data", "10", "38%", "11", "12%"]
+
+
+def write_log(folder, opens, steps=400):
+    """A run whose rates open after step `opens` (None: never)."""
+    at = dict(step=0, tokens=0, seconds=0.0, val_nelbo=4.0, val_nelbo_se=0.0, val_bpc=None)
+    records = [at]
+    for step in range(20, steps + 1, 20):
+        at = dict(step=step, tokens=step, seconds=float(step))
+        margin = 0.5 if opens is None or step <= opens else 0.4
+        records.append(at | dict(loss=2 + 1 / step, rate_margin=margin))
+    records.append(at | dict(val_nelbo=2.5, val_nelbo_se=0.1, val_bpc=None))
+    folder.mkdir()
+    (folder / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def test_losses_of_runs_are_drawn_with_the_reason_for_a_rise(drawings, tmp_path):
+    write_log(tmp_path / "a", 200)
+    write_log(tmp_path / "b", None)
+    log = {name: plots.read_log(tmp_path / name) for name in "ab"}
+    drawings.draw_losses(dict(a=log["a"]), None, plots.LIGHT)
+    drawings.draw_losses(dict(b=log["b"]), None, plots.LIGHT)
+    drawings.draw_losses(log, None, plots.LIGHT)
+    one, steady, two = drawings.drawn
+    losses = [2 + 1 / step for step in range(20, 401, 20)]
+    thin, bold = one.axes[0].lines[:2]
+    assert list(thin.get_ydata()) == losses
+    assert bold.get_ydata()[0] == pytest.approx(sum(losses[:5]) / 5) and len(bold.get_ydata()) == 16
+    assert "a guess, all tokens alike: 4.00" in words_of(one)
+    assert any("the line may rise" in word for word in words_of(one))
+    assert not any("the line may rise" in word for word in words_of(steady) + words_of(two))
+    names = [text.get_text() for text in two.axes[0].get_legend().get_texts()]
+    assert names == ["a: training loss", "b: training loss"]
+
+
+def test_losses_are_those_of_the_run_that_is_named(tmp_path, monkeypatch, capsys):
+    write_log(tmp_path / "out-first", 200)
+    monkeypatch.chdir(tmp_path)
+    main = load("pictures").main
+    (args,) = [a for a in FIGURES["4_a_training_run.md"] if "--draw=losses" in a]
+    assert cli.run(main, args) == 0 and (tmp_path / args[0]).stat().st_size > 5000
+    assert cli.run(main, ["x.png", "--draw=losses", "--run=out-first,nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--draw=idea", "--text=a"], "--text has no effect with --draw=idea"),
+        (["--draw=joint", "--steps=4"], "--steps has no effect with --draw=joint"),
+        (["--draw=look", "--compare=a,b"], "--draw and --compare contradict each other"),
+        (["--draw=noise", "--orders=random,spread"], "--draw and --orders contradict each other"),
+        (["--rate=0.5"], "--rate has no effect without --draw"),
+        (["--draw=guesses", "--rate=nan", SHIPPED], "give more than 0 and at most 0.29"),
+        (["--draw=noise", SHIPPED, "--text=" + "a" * 65], "65 tokens; give 1 to 64"),
+        (["--draw=look", SHIPPED, "--text=abc"], "has no mask; write █"),
+        (["--draw=losses", "--run=a,b,c,d,e"], "5 runs; give at most 4"),
+        (["--draw=rembrandt"], "rembrandt"),
+    ],
+    ids=str,
+)
+def test_drawing_that_cannot_be_is_one_sentence(flags, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(load("pictures").main, ["x.png", *flags]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1 and not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow

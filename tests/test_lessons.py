@@ -769,7 +769,7 @@ def test_pictures_need_no_run_and_refuse_an_empty_one(tmp_path, monkeypatch, cap
     pictures = load("pictures")
     drawn = []
     monkeypatch.setattr(pictures, "count_masks", dict)
-    monkeypatch.setattr(pictures, "draw_masking", lambda *given: drawn.append(given[-1]))
+    monkeypatch.setattr(pictures, "draw_masking", lambda *given: drawn.append(given[2]))
     picture = str(tmp_path / "masking.png")
     assert cli.run(pictures.main, [picture]) == 0
     assert drawn == [picture]

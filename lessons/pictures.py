@@ -403,8 +403,6 @@ def look_of(args):
     model, tokenizer, _ = load_writer(args)
     ids = read_text(args.text or WITH_MASK, model, tokenizer)
     check_size(ids, model)
-    if model.mask_id not in ids:
-        raise UserError("--text has no mask; write █ for a token")
     maps = attention_maps(model, to_context(model, torch.tensor([ids])))
     return tokenizer.pieces(ids), maps[max(maps)], ids.index(model.mask_id)
 

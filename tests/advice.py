@@ -2309,11 +2309,6 @@ ADVICE["pictures.py"] = [
         "pictures {tmp}/p.png --draw=guesses --run={run} --text=some --rate=0.5",
     ),
     (
-        "--text has no mask; write █ for a token",
-        "pictures {tmp}/p.png --draw=look --run={run} --text=some",
-        "pictures {tmp}/p.png --draw=look --run={run} --text=som█",
-    ),
-    (
         "--run names {} runs; give at most {}",
         "pictures {tmp}/p.png --draw=losses --run=a,b,c,d,e",
         "pictures {tmp}/p.png --draw=losses --run={run}",

@@ -848,8 +848,15 @@ def test_each_picture_of_the_lessons_is_shown():
         assert f'"pictures/{path.name}"' in words, path
 
 
-@pytest.mark.parametrize("name", ["idea", "noise", "strips", "guesses", "look", "joint", "waves"])
-@pytest.mark.parametrize("more", [[], ["--dark"]], ids=str)
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        *((name, []) for name in ("idea", "noise", "strips", "guesses", "look", "joint", "waves")),
+        ("guesses", ["--dark"]),
+        ("joint", ["--dark"]),
+    ],
+    ids=str,
+)
 def test_picture_is_drawn_by_the_command_beside_it(name, more, tmp_path, monkeypatch):
     (args,) = [a for figures in FIGURES.values() for a in figures if f"--draw={name}" in a]
     monkeypatch.chdir(tmp_path)
@@ -957,6 +964,27 @@ def write_log(folder, opens, steps=400):
     (folder / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
 
+def test_flags_of_drawings_have_an_effect():
+    pictures = load("pictures")
+
+    def asked(**flags):
+        given = dict(run=SHIPPED.removeprefix("--run="), text=None, seed=None, rate=None)
+        return SimpleNamespace(**given | flags)
+
+    for draw in (pictures.noise_of, pictures.strips_of):
+        first, *others = (draw(asked(seed=seed), plots.LIGHT) for seed in (None, 0, 1))
+        assert [first == other for other in others] == [True, False]
+    (line,) = pictures.noise_of(asked(text="To be"), plots.LIGHT)[0]
+    assert [cell.text for cell in line] == list("To be")
+    masked = [
+        sum(token["mark"] != "" for token in pictures.guesses_of(asked(**flags)))
+        for flags in ({}, dict(rate=0.1), dict(text="To be, or"))
+    ]
+    assert masked == [8, 4, 2]
+    pieces, maps, query = pictures.look_of(asked(text="To b█"))
+    assert (pieces[:4], query, len(maps)) == (list("To b"), 4, 4)
+
+
 def test_losses_of_runs_are_drawn_with_the_reason_for_a_rise(drawings, tmp_path):
     write_log(tmp_path / "a", 200)
     write_log(tmp_path / "b", None)
@@ -996,7 +1024,7 @@ def test_losses_are_those_of_the_run_that_is_named(tmp_path, monkeypatch, capsys
         (["--rate=0.5"], "--rate has no effect without --draw"),
         (["--draw=guesses", "--rate=nan", SHIPPED], "give more than 0 and at most 0.29"),
         (["--draw=noise", SHIPPED, "--text=" + "a" * 65], "65 tokens; give 1 to 64"),
-        (["--draw=look", SHIPPED, "--text=abc"], "has no mask; write █"),
+        (["--draw=look", SHIPPED, "--text=abc"], "has nothing to fill"),
         (["--draw=losses", "--run=a,b,c,d,e"], "5 runs; give at most 4"),
         (["--draw=rembrandt"], "rembrandt"),
     ],

@@ -23,7 +23,8 @@ WIDTH, HEIGHT = 9.6, 27  # pixels for each character
 CAPTION = 7.0  # pixels for each character of the caption, in a wide font
 MARGIN = 24  # pixels at the left and the right
 COLUMNS = 80
-STEP = 0.3  # seconds
+STEP = 0.3  # seconds, longer if there are few steps:
+SHORTEST = 8.0  # seconds for all of them
 HOLD = 5.0  # seconds on the finished text, before it plays again
 THEMES = {
     "light": dict(
@@ -93,13 +94,14 @@ class Picture:
 
     def __init__(self, steps):
         self.steps = steps
-        self.seconds = steps * STEP + HOLD
+        self.step = max(STEP, SHORTEST / max(1, steps))  # seconds
+        self.seconds = steps * self.step + HOLD
         self.rules = {}  # (first step, step after the last) -> CSS
         self.elements = []
 
     def add(self, element, first=0, last=None):
         """Add an SVG element, a text with {} as its class. last=None: visible to the end."""
-        at = 100 * STEP / self.seconds
+        at = 100 * self.step / self.seconds
         name = f"s{first}_{'' if last is None else last}"
         frames = f"0%{{opacity:{int(first == 0)}}}{first * at:.2f}%{{opacity:1}}"
         if last is not None:

@@ -81,7 +81,7 @@ def sweet_spot(fractions):
 
 def draw(fractions, speeds, shown, path, theme=LIGHT):
     matplotlib = environment.optional("matplotlib.figure", "a picture")
-    fig = matplotlib.Figure((10, 7.2), dpi=130, layout="constrained")
+    fig = matplotlib.Figure((8.6, 6.6), dpi=150, layout="constrained")
     top, bottom = fig.subfigures(2, 1, height_ratios=[1.1, 1])
     ax = top.subplots()
     colors = (theme.blue, theme.red, theme.green)
@@ -121,7 +121,7 @@ def draw(fractions, speeds, shown, path, theme=LIGHT):
     n = len(shown[0][:SHOWN])
     title = f"{n} sequence{'s' * (n > 1)} each, their first 24 symbols, default sampler"
     bottom.suptitle(title, fontsize=10)
-    write_figure(fig, path)
+    write_figure(fig, path, small=True)
 
 
 def main(argv):

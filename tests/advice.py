@@ -2286,6 +2286,8 @@ ADVICE["patterns.py"] = [
     ),
 ]
 
+ADVICE["drawings.py"] = [("lower left", NOTHING)]
+
 ADVICE["pictures.py"] = [
     ("lower center", NOTHING),
     (
@@ -2309,7 +2311,7 @@ ADVICE["pictures.py"] = [
         "pictures {tmp}/p.png --draw=guesses --run={run} --text=some --rate=0.5",
     ),
     (
-        "--run names {} runs; give at most {}",
+        "--run names {} runs; give at most 4",
         "pictures {tmp}/p.png --draw=losses --run=a,b,c,d,e",
         "pictures {tmp}/p.png --draw=losses --run={run}",
     ),

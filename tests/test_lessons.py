@@ -1121,7 +1121,7 @@ def test_few_sequences_of_patterns_are_drawn_too(n, monkeypatch, tmp_path):
     """Up to 16 rows of each number of steps; there may be fewer."""
     patterns = load("patterns")
     drawn = []
-    monkeypatch.setattr(patterns, "write_figure", lambda fig, path: drawn.append(fig))
+    monkeypatch.setattr(patterns, "write_figure", lambda fig, *args, **more: drawn.append(fig))
     shares = {name: [[0.0, 1.0]] * 6 for name in patterns.SAMPLERS}
     patterns.draw(shares, [1.0] * 6, [["abab" * 16] * n] * 6, tmp_path / "p.png")
     grids = [ax for ax in drawn[0].findobj(match=type(drawn[0].axes[0])) if ax.images]

@@ -2290,6 +2290,7 @@ ADVICE["drawings.py"] = [("lower left", NOTHING)]
 
 ADVICE["pictures.py"] = [
     ("lower center", NOTHING),
+    ("My lord, I pray you, ", NOTHING),
     (
         "--{} has no effect with --draw={}; leave it out",
         "pictures {tmp}/p.png --draw=joint --seed=1",

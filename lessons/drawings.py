@@ -239,6 +239,45 @@ def draw_joint(joint, path, theme):
 
 
 # ---- A training run
+def draw_run(ax, log, color, mark, label):
+    """Draw the losses of one run's log, and its bounds on validation text in the color `mark`.
+
+    label: the name of the run; None if there is only one.
+    """
+    batches = [r for r in log if r.get("loss") is not None]
+    steps = [r["step"] for r in batches]
+    losses = [r["loss"] for r in batches]
+    ax.plot(steps, losses, lw=0.8, alpha=0.45, color=color)
+    means, middles = plots.smooth(losses, least=5)
+    words = f"{label}: training loss" if label else "training loss, running mean"
+    ax.plot([steps[k] for k in middles], means, lw=2.4, color=color, label=words)
+    key, scored = plots.validations(log)
+    scored = [r for r in scored if r["step"]]
+    values = [r[key] for r in scored]
+    errors = [2 * (r[f"{key}_se"] or 0) for r in scored]
+    words = None if label else f"{key[4:].upper()} of validation text, ± 2 standard errors"
+    style = dict(fmt="o:", ms=5.5, lw=1.4, capsize=3, color=mark, label=words)
+    ax.errorbar([r["step"] for r in scored], values, errors, **style)
+
+
+def mark_rates(ax, log, theme):
+    """Shade the steps of a run from which more mask rates are drawn, and say what that means."""
+    opens = plots.where_rates_open(log)
+    if not opens:
+        return
+    begin, end, margin = opens["step"], log[-1]["step"], opens["rate_margin"]
+    ax.axvspan(begin, end, color=theme.soft, alpha=0.13, lw=0)
+    first = "half" if margin == 0.5 else f"{margin:.0%} to {1 - margin:.0%}"
+    words = {
+        begin / 2: f"{first} of each text\nis masked",
+        (begin + end) / 2: "few and many masks too:\nharder texts, so the line may rise\n"
+        "while the model improves",
+    }
+    style = dict(size=9, ha="center", va="top", color=theme.soft)
+    for x, text in words.items():
+        ax.text(x, 0.8, text, transform=ax.get_xaxis_transform(), **style)
+
+
 def draw_losses(logs, path, theme):
     """Draw the losses of runs: {name: the records of its log.jsonl}.
 
@@ -246,52 +285,23 @@ def draw_losses(logs, path, theme):
     """
     fig, ax = figure(7.5, 3.8)
     colors = (theme.blue, theme.red, theme.green, theme.purple)
-    ends = []
-    highest = 0
     for (name, log), color in zip(logs.items(), colors):
-        batches = [r for r in log if r.get("loss") is not None]
-        steps = [r["step"] for r in batches]
-        losses = [r["loss"] for r in batches]
-        highest = max([highest, *losses])
-        ax.plot(steps, losses, lw=0.8, alpha=0.45, color=color)
-        means, middles = plots.smooth(losses, least=5)
-        label = f"{name}: training loss" if len(logs) > 1 else "training loss, mean of 5"
-        ax.plot([steps[k] for k in middles], means, lw=2.4, color=color, label=label)
-        key, scored = plots.validations(log)
-        scored = [r for r in scored if r["step"]]
-        at = [r["step"] for r in scored]
-        values = [r[key] for r in scored]
-        errors = [2 * (r[f"{key}_se"] or 0) for r in scored]
-        mark = theme.red if len(logs) == 1 else color
-        label = f"{key[4:].upper()} of validation text, ± 2 standard errors"
-        style = dict(fmt="o:", ms=5.5, lw=1.4, capsize=3, color=mark)
-        ax.errorbar(at, values, errors, **style, label=label if len(logs) == 1 else None)
-        ends += steps[-1:]
-    first = next((r for log in logs.values() for r in plots.validations(log)[1]), None)
-    if first and not first["step"]:
-        level = first[plots.validations([first])[0]]
+        several = len(logs) > 1
+        draw_run(ax, log, color, color if several else theme.red, name if several else None)
+    records = [r for log in logs.values() for r in log]
+    last = max(1, *(r["step"] for r in records))
+    highest = max([0, *(r["loss"] for r in records if r.get("loss") is not None)])
+    key, scored = plots.validations(records)
+    if scored and not scored[0]["step"]:
+        level = scored[0][key]
         ax.axhline(level, color=theme.soft, lw=1.2, ls=":")
-        words = f"a guess, all tokens alike: {level:.2f}"
-        ax.text(max(ends), level + 0.04, words, color=theme.soft, size=9, ha="right", va="bottom")
+        words = f"before the first step: {level:.2f}"
+        ax.text(last, level + 0.04, words, color=theme.soft, size=9, ha="right", va="bottom")
         highest = max(highest, level + 0.25)
-    opens = plots.where_rates_open(next(iter(logs.values()))) if len(logs) == 1 else None
-    if opens:
-        ax.axvspan(opens["step"], max(ends), color=theme.soft, alpha=0.13, lw=0)
-        middle = (opens["step"] + max(ends)) / 2
-        words = {
-            opens["step"] / 2: "half of each text\nis masked",
-            middle: "few and many masks too:\nharder texts, so the line may rise\n"
-            "while the model improves",
-        }
-        style = dict(size=9, ha="center", va="top", color=theme.soft)
-        for x, text in words.items():
-            ax.text(x, 0.8, text, transform=ax.get_xaxis_transform(), **style)
-    ax.set(
-        xlabel="step",
-        ylabel="nats per token",
-        xlim=(0, 1.02 * max(ends)),
-        ylim=(None, highest + 0.1),
-    )
+    if len(logs) == 1:
+        mark_rates(ax, records, theme)
+    ax.set(xlabel="step", ylabel="nats per token", xlim=(0, 1.02 * last))
+    ax.set_ylim(None, highest + 0.1)
     ax.legend(frameon=False, fontsize=9, loc="lower left" if len(logs) == 1 else "upper right")
     write_figure(fig, path, small=True)
 

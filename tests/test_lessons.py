@@ -992,13 +992,16 @@ def test_losses_of_runs_are_drawn_with_the_reason_for_a_rise(drawings, tmp_path)
     drawings.draw_losses(dict(a=log["a"]), None, plots.LIGHT)
     drawings.draw_losses(dict(b=log["b"]), None, plots.LIGHT)
     drawings.draw_losses(log, None, plots.LIGHT)
-    one, steady, two = drawings.drawn
+    drawings.draw_losses(dict(untrained=log["a"][:1]), None, plots.LIGHT)
+    one, steady, two, untrained = drawings.drawn
+    assert words_of(untrained) == ["before the first step: 4.00"]
     losses = [2 + 1 / step for step in range(20, 401, 20)]
     thin, bold = one.axes[0].lines[:2]
     assert list(thin.get_ydata()) == losses
     assert bold.get_ydata()[0] == pytest.approx(sum(losses[:5]) / 5) and len(bold.get_ydata()) == 16
-    assert "a guess, all tokens alike: 4.00" in words_of(one)
+    assert "before the first step: 4.00" in words_of(one)
     assert any("the line may rise" in word for word in words_of(one))
+    assert "half of each text\nis masked" in words_of(one)
     assert not any("the line may rise" in word for word in words_of(steady) + words_of(two))
     names = [text.get_text() for text in two.axes[0].get_legend().get_texts()]
     assert names == ["a: training loss", "b: training loss"]

@@ -302,7 +302,7 @@ def draw_losses(logs, path, theme):
         mark_rates(ax, records, theme)
     ax.set(xlabel="step", ylabel="nats per token", xlim=(0, 1.02 * last))
     ax.set_ylim(None, highest + 0.1)
-    ax.legend(frameon=False, fontsize=9, loc="lower left" if len(logs) == 1 else "upper right")
+    ax.legend(frameon=False, fontsize=9, loc="center right" if len(logs) == 1 else "upper right")
     write_figure(fig, path, small=True)
 
 

@@ -2286,8 +2286,6 @@ ADVICE["patterns.py"] = [
     ),
 ]
 
-ADVICE["drawings.py"] = [("lower left", NOTHING)]
-
 ADVICE["pictures.py"] = [
     ("lower center", NOTHING),
     ("My lord, I pray you, ", NOTHING),

@@ -95,9 +95,9 @@ def draw(fractions, speeds, shown, path, theme=LIGHT):
     height = sum(fractions["default"][best]) / len(fractions["default"][best])
     ax.plot(STEPS[best], height, "*", color=theme.blue, ms=18, mec=theme.paper)
     words = f"sweet spot: {height:.1%} valid in {STEPS[best]} steps"
-    place = dict(textcoords="offset points", xytext=(-14, -2), ha="right")
+    place = dict(textcoords="offset points", xytext=(8, 10), ha="right")
     ax.annotate(words, (STEPS[best], height), color=theme.blue, **place)
-    ax.set(xscale="log", xlabel="steps", ylabel="share of valid sequences", ylim=(0, 1.03))
+    ax.set(xscale="log", xlabel="steps", ylabel="share of valid sequences", ylim=(0, 1.12))
     ax.set_xticks(STEPS, STEPS)
     ax.minorticks_off()
     ax.spines["top"].set_visible(False)

@@ -248,8 +248,8 @@ def draw_run(ax, log, color, mark, label):
     steps = [r["step"] for r in batches]
     losses = [r["loss"] for r in batches]
     ax.plot(steps, losses, lw=0.8, alpha=0.45, color=color)
-    means, middles = plots.smooth(losses, least=5)
-    words = f"{label}: training loss" if label else "training loss, running mean"
+    means, middles = plots.smooth(losses, least=1 if label else 5)
+    words = label or "training loss, running mean"
     ax.plot([steps[k] for k in middles], means, lw=2.4, color=color, label=words)
     key, scored = plots.validations(log)
     scored = [r for r in scored if r["step"]]
@@ -281,7 +281,8 @@ def mark_rates(ax, log, theme):
 def draw_losses(logs, path, theme):
     """Draw the losses of runs: {name: the records of its log.jsonl}.
 
-    Pale: of single batches. A line: their running mean. Points: the bound on validation text.
+    Of one run: pale, single batches, and a line, their running mean. Of several: a line for each.
+    Points: the bound on validation text.
     """
     fig, ax = figure(7.5, 3.8)
     colors = (theme.blue, theme.red, theme.green, theme.purple)
@@ -302,7 +303,10 @@ def draw_losses(logs, path, theme):
         mark_rates(ax, records, theme)
     ax.set(xlabel="step", ylabel="nats per token", xlim=(0, 1.02 * last))
     ax.set_ylim(None, highest + 0.1)
-    ax.legend(frameon=False, fontsize=9, loc="center right" if len(logs) == 1 else "upper right")
+    place = dict(loc="center right")
+    if len(logs) > 1:
+        place = dict(loc="upper right", title="line: training; dots: validation", title_fontsize=9)
+    ax.legend(frameon=False, fontsize=9, **place)
     write_figure(fig, path, small=True)
 
 

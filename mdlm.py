@@ -223,6 +223,12 @@ class Config:
         *("none", "wandb", "tensorboard"),
         off="none",
     )
+    # Synthetic patterns (--data=patterns)
+    periods: str = opt(
+        "2-4",
+        "LOW-HIGH: of how many symbols patterns are, which are repeated up to --block_size",
+        form=sources.periods_in_form,
+    )
     # Documents (.jsonl, .json, .parquet, folders, --separator, .bin with --end)
     text_column: str = opt("text", "the column of a record that has the text")
     max_bad_records: int = opt(
@@ -390,7 +396,7 @@ def prepare(config, folder, tokenizer=None, network=None):
     variants.check_together(config, has_documents)
     source = texts.open_source(config, pretrained.chat_template(network, tokenizer))
     if source is None:
-        sources.write_patterns(folder)
+        sources.write_patterns(folder, config)
         return
     n = source.survey()  # how many characters a tokenizer may learn from
     if tokenizer is None:

@@ -3,7 +3,8 @@
     python mdlm.py --data=patterns --max_steps=1000 --out_dir=out-patterns     # four minutes
     python lessons/patterns.py out-patterns patterns.png
 
-A sequence is valid if it repeats its first 2, 3 or 4 symbols. The picture shows the share of valid
+A sequence is valid if it repeats its first 2, 3 or 4 symbols, or as many as --periods of the run
+says. The picture shows the share of valid
 sequences against the number of steps, with a band from the worst to the best seed; the speed; and
 some of the sequences. --dark draws it for a dark background.
 """
@@ -24,12 +25,14 @@ import torch
 import mdlm
 import sample
 from support import outputs
+from support.data import sources
 from support.errors import UserError
 from support.flags import Parser, first_line
 from support.plots import DARK, LIGHT, check_picture, themed, write_figure
 
 STEPS = (1, 2, 4, 8, 16, 32)
 SHOWN = 16  # sequences in the picture, at most
+FIRST = 24  # symbols of each, at most
 SAMPLERS = {
     "default": {},
     "random order": dict(order="random", correct=0),
@@ -37,8 +40,10 @@ SAMPLERS = {
 }
 
 
-def is_pattern(text):
-    return any(text == (text[:n] * len(text))[: len(text)] for n in (2, 3, 4))
+def is_pattern(text, periods=(2, 4)):
+    """Whether a text repeats its first n symbols, n from the lowest period to the highest."""
+    low, high = periods
+    return any(text == (text[:n] * len(text))[: len(text)] for n in range(low, high + 1))
 
 
 def write(model, tokenizer, n, **settings):
@@ -52,7 +57,8 @@ def write(model, tokenizer, n, **settings):
 
 def measure(model, tokenizer, seeds, n):
     """Return {sampler: for each number of steps, the share of valid texts for each seed}, and the
-    default sampler's speeds and texts."""
+    default sampler's speeds and its (texts, whether each is valid)."""
+    periods = sources.parse_periods(model.config.periods)
     fractions = {name: [] for name in SAMPLERS}
     speeds = []
     shown = []
@@ -62,10 +68,11 @@ def measure(model, tokenizer, seeds, n):
             if not sample.has_effect(model, **used):  # with one call there is no order
                 used.pop("order")
             trials = [write(model, tokenizer, n, seed=seed, **used) for seed in range(seeds)]
-            fractions[name].append([sum(map(is_pattern, texts)) / n for texts, _ in trials])
+            valid = [[is_pattern(text, periods) for text in texts] for texts, _ in trials]
+            fractions[name].append([sum(each) / n for each in valid])
             if name == "default":
                 speeds.append(sorted(speed for _, speed in trials)[seeds // 2])
-                shown.append(trials[0][0])
+                shown.append([*zip(trials[0][0], valid[0])])
             best = ", ".join(f"{fraction:.3f}" for fraction in fractions[name][-1])
             print(f"{name:<13} {steps:>2} steps: valid {best}", flush=True)
             done = sum(map(len, fractions.values()))
@@ -107,19 +114,20 @@ def draw(fractions, speeds, shown, path, theme=LIGHT):
     speed.plot(STEPS, speeds, ":", color=theme.soft, lw=1.5)
     speed.set(yscale="log", ylabel="tokens/s of default (dotted)")
     speed.spines["top"].set_visible(False)
-    symbols = sorted(set("".join(text for texts in shown for text in texts)))
+    symbols = sorted(set("".join(text for texts in shown for text, _ in texts)))
+    width = min(FIRST, max(len(text) for texts in shown for text, _ in texts))
     grids = bottom.subplots(1, len(STEPS))
     for axis, steps, texts in zip(grids, STEPS, shown):
         texts = texts[:SHOWN]
-        rows = [[symbols.index(c) for c in text[:24]] for text in texts]
+        rows = [[symbols.index(c) for c in text[:width]] for text, _ in texts]
         axis.imshow(rows, cmap="tab20", vmin=0, vmax=19, aspect="auto")
-        marks = ["✓" if is_pattern(text) else "✗" for text in texts]
+        marks = ["✓" if valid else "✗" for _, valid in texts]
         axis.set_yticks(range(len(texts)), marks)
         axis.tick_params(length=0, labelsize=8)
         axis.set(xticks=[], title=f"{steps} step{'s' * (steps > 1)}")
         axis.title.set_fontsize(9)
     n = len(shown[0][:SHOWN])
-    title = f"{n} sequence{'s' * (n > 1)} each, their first 24 symbols, default sampler"
+    title = f"{n} sequence{'s' * (n > 1)} each, their first {width} symbols, default sampler"
     bottom.suptitle(title, fontsize=10)
     write_figure(fig, path, small=True)
 

@@ -1589,11 +1589,6 @@ ADVICE["runs.py"] = [
         ({"a.txt": TEXT, "words.json": WORDS}, "mdlm --data=a.txt --tokenizer=words.json"),
     ),
     (
-        "leave --block_size, --tokenizer and --separator out",
-        "mdlm --data=patterns --block_size=32 --tokenizer=byte",
-        "mdlm --data=patterns -block_size",
-    ),
-    (
         "--prompt_column={} is --text_column; name two",
         "mdlm --data={pairs} --prompt_column=text",
         "mdlm --data={pairs} --prompt_column=prompt",
@@ -1778,6 +1773,21 @@ ADVICE["shards.py"] = [
 ]
 
 ADVICE["sources.py"] = [
+    (
+        "leave --tokenizer and --separator out",
+        "mdlm --data=patterns --tokenizer=byte",
+        "mdlm --data=patterns -block_size",
+    ),
+    (
+        "give LOW-HIGH, such as 2-5, from 1 to {}",
+        "mdlm --data=patterns -block_size --periods=5-2",
+        "mdlm --data=patterns -block_size --periods=2-5",
+    ),
+    (
+        "give a --block_size of at least {}, twice the longest period",
+        "mdlm --data=patterns --block_size=8 --periods=2-5",
+        "mdlm --data=patterns --block_size=10 --periods=2-5",
+    ),
     ("with --chat_column; {}", FollowedIn("test_mistakes_get_one_sentence")),
     ("train.bin and val.bin read; left out: {}", NOTHING),
     (

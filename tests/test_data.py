@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import zlib
 from collections import Counter
 
 import numpy as np
@@ -146,14 +147,43 @@ def test_long_documents_come_in_small_pieces():
     assert max(map(len, pieces)) <= 4 + len("xy") + len("<||>")
 
 
-def test_entropy_of_patterns_is_exact():
+def exact_entropy(length, low, high):
+    """By enumeration: the text of each pattern, with the probabilities of all that are equal."""
     p = Counter()
-    for length in (2, 3, 4):
-        for symbols in itertools.product("abcdefghijklmno", repeat=length):
-            p[("".join(symbols) * 6)[:12]] += 1 / 3 / 15**length
+    for period in range(low, high + 1):
+        for symbols in itertools.product(range(15), repeat=period):
+            p[(symbols * length)[:length]] += 1 / (high - low + 1) / 15**period
     assert sum(p.values()) == pytest.approx(1)
-    entropy = -sum(q * math.log(q) for q in p.values()) / 64
-    assert sources.patterns_entropy() == pytest.approx(entropy, rel=1e-12)
+    return -sum(q * math.log(q) for q in p.values()) / length
+
+
+def test_entropy_of_patterns_is_exact():
+    assert sources.patterns_entropy() == pytest.approx(exact_entropy(64, 2, 4), rel=1e-12)
+
+
+@pytest.mark.parametrize("length, low, high", [(4, 1, 2), (6, 1, 3), (6, 3, 3), (8, 2, 4)])
+def test_entropy_of_other_patterns_is_exact(length, low, high):
+    """In the shortest texts that are allowed, two periods of a text still share a divisor."""
+    found = sources.patterns_entropy(length, (low, high))
+    assert found == pytest.approx(exact_entropy(length, low, high), rel=1e-12)
+
+
+def test_patterns_have_the_stated_length_and_periods():
+    x = sources.make_patterns(20_000, 0, 24, (2, 5))
+    assert x.shape == (20_000, 24) and x.max() == 14
+    has = {p: (x[:, p:] == x[:, :-p]).all(1) for p in (2, 3, 4, 5)}
+    assert np.any(list(has.values()), axis=0).all()
+    for period, found in has.items():
+        expected = sum(15 ** -(p - math.gcd(p, period)) / 4 for p in (2, 3, 4, 5))
+        sd = (expected * (1 - expected) / 20_000) ** 0.5
+        assert abs(found.mean() - expected) < 4 * sd, period
+
+
+def test_default_patterns_are_those_of_before():
+    """Runs of a version without --periods repeat to the bit."""
+    x = sources.make_patterns(100_000, 0)
+    assert zlib.crc32(x.tobytes()) == 88886965
+    assert sources.patterns_entropy() == pytest.approx(0.14387040909418508, rel=1e-15)
 
 
 def test_patterns_have_the_stated_distribution():
@@ -174,6 +204,14 @@ def test_patterns_are_prepared_as_aligned_windows(tmp_path):
     assert torch.equal(epoch.sort().values, (x[:90_000, :12] @ powers).sort().values)
     assert corpus.entropy == sources.patterns_entropy()
     assert corpus.chars_per_token == 1
+
+
+def test_patterns_of_other_lengths_are_prepared(tmp_path):
+    corpus = corpus_of("patterns", tmp_path / "d", block_size=24, periods="2-5")
+    x = torch.from_numpy(sources.make_patterns(100_000, 0, 24, (2, 5))).long()
+    assert torch.equal(corpus.windows(), x[90_000:])
+    assert corpus.entropy == sources.patterns_entropy(24, (2, 5)) and corpus.n_offsets == 0
+    assert corpus.tokenizer.vocab_size == 15
 
 
 # --------------------------------------------------------------------------------------------------

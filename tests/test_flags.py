@@ -71,7 +71,7 @@ VALUES |= dict(grad_clip=0.01, ema=0.01, eval_interval=1, eval_windows=1, log_in
 VALUES |= dict(text_column="other", max_bad_records=0, separator=", ", end="1", pack=True)
 VALUES |= dict(document_length="predicted", prompt_column="prompt", bin_dtype="uint8")
 VALUES |= dict(block_length=8, infill_share=1, rates="0.2-0.7", masking="bernoulli")
-VALUES |= dict(loss_weight="uniform", objective="ar", time_conditioning=True)
+VALUES |= dict(loss_weight="uniform", objective="ar", time_conditioning=True, periods="2-5")
 # Where those would only say what happens anyway, or are taken otherwise.
 OTHER_VALUES = {
     **{(context, "pack"): False for context in CONTEXTS if "documents" in context},

@@ -1111,12 +1111,21 @@ def test_patterns_find_the_sweet_spot(tmp_path, capsys):
     patterns = load("patterns")
     assert patterns.sweet_spot([[0.0], [0.5], [0.96], [1.0]]) == 2
     shares = {name: [[0.1, 0.2]] * 6 for name in patterns.SAMPLERS}
-    texts = [["abab" * 16] * 16] * 6
+    texts = [[("abab" * 16, True)] * 16] * 6
     patterns.draw(shares, [1.0] * 6, texts, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 20_000
     args = [str(ROOT / "weights" / "shakespeare"), str(tmp_path / "x.png")]
     assert cli.run(patterns.main, args) == 2
     assert "--data=patterns" in capsys.readouterr().err
+
+
+def test_patterns_are_valid_by_the_periods_of_their_run():
+    patterns = load("patterns")
+    for n in range(1, 7):
+        text = ("abcdef"[:n] * 20)[:64]
+        assert patterns.is_pattern(text) == (n in (1, 2, 3, 4)), "one symbol repeats as two"
+        assert patterns.is_pattern(text, (2, 5)) == (n <= 5)
+        assert patterns.is_pattern(text, (6, 6)) == (n in (1, 2, 3, 6))
 
 
 @pytest.mark.parametrize("n", [1, 4, 17])
@@ -1126,7 +1135,7 @@ def test_few_sequences_of_patterns_are_drawn_too(n, monkeypatch, tmp_path):
     drawn = []
     monkeypatch.setattr(patterns, "write_figure", lambda fig, *args, **more: drawn.append(fig))
     shares = {name: [[0.0, 1.0]] * 6 for name in patterns.SAMPLERS}
-    patterns.draw(shares, [1.0] * 6, [["abab" * 16] * n] * 6, tmp_path / "p.png")
+    patterns.draw(shares, [1.0] * 6, [[("abab" * 16, True)] * n] * 6, tmp_path / "p.png")
     grids = [ax for ax in drawn[0].findobj(match=type(drawn[0].axes[0])) if ax.images]
     assert [len(ax.images[0].get_array()) for ax in grids] == [min(n, 16)] * 6
     assert [len(ax.get_yticks()) for ax in grids] == [min(n, 16)] * 6

@@ -7,6 +7,7 @@ import json
 import math
 import mmap
 import os
+import re
 import threading
 import zlib
 from pathlib import Path
@@ -27,6 +28,7 @@ from support.terminal import warn
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 DOWNLOAD_LIMIT = 120  # seconds
+LONGEST_PERIOD = 64  # of --data=patterns
 NAMES = ("train.bin", "val.bin")
 BUILT_IN = ("shakespeare", "patterns", "pydoc")  # values of --data that name no file
 
@@ -97,6 +99,7 @@ def effects(config):
         ),
         ("max_bad_records", is_records(config.data), f"{with_data}, which has no records; {leave}"),
         ("bin_dtype", False, f"{with_data}, which is no folder of .bin files; {leave}"),
+        ("periods", config.data == "patterns", f"{with_data}, which has no periods; {leave}"),
         ("vocab_size end", not config.init_from or is_file, brought),
         ("vocab_size", learns, f"{kind} --tokenizer=word or bpe"),
         ("end", is_file, f"{kind} the tokenizer.json that has this token"),
@@ -124,7 +127,7 @@ def effects_on_ids(config, with_data, leave):
         f"{with_data}, which has no documents; {leave}, or give the --end of its documents"
     )
     return [
-        ("tokenizer separator max_bad_records", False, ids),
+        ("tokenizer separator max_bad_records periods", False, ids),
         ("text_column prompt_column chat_column", False, ids),
         ("vocab_size", not has_tokenizer, f"{with_data}, whose tokenizer.json has one; {leave}"),
         ("bin_dtype", not is_prepared, f"{with_data}, whose meta.json notes it; {leave}"),
@@ -229,33 +232,79 @@ def split_documents(texts, separator, size=PIECE):
         yield rest, True
 
 
-def make_patterns(n, seed):
-    """(n, 64) uint8: each row a random pattern of 2 to 4 of the 15 symbols, repeated."""
+def parse_periods(value):
+    """--periods -> (lowest, highest), both included."""
+    match = re.fullmatch(r"(\d{1,2})-(\d{1,2})", value)
+    low, high = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= low <= high <= LONGEST_PERIOD:
+        fix = f"give LOW-HIGH, such as 2-5, from 1 to {LONGEST_PERIOD}"
+        raise UserError(f"--periods={value[:40]!r} is not accepted; {fix}")
+    return low, high
+
+
+def periods_in_form(value):
+    """--periods in its usual form."""
+    return "{}-{}".format(*parse_periods(value))
+
+
+def check_patterns(config):
+    """Raise UserError for settings that --data=patterns does not have."""
+    if config.data != "patterns":
+        return
+    if (config.tokenizer, config.separator) != ("char", ""):
+        why = "leave --tokenizer and --separator out"
+        raise UserError(f"--data=patterns has aligned sequences of characters; {why}")
+    shortest = 2 * parse_periods(config.periods)[1]
+    if config.block_size < shortest:
+        given = f"--block_size={config.block_size} and --periods={config.periods}"
+        fix = f"give a --block_size of at least {shortest}, twice the longest period"
+        raise UserError(f"{given}: a pattern is not repeated; {fix}")
+
+
+def make_patterns(n, seed, length=64, periods=(2, 4)):
+    """(n, length) uint8: each row a random pattern of some of the 15 symbols, repeated.
+
+    periods: of how many symbols patterns are, (lowest, highest); all are equally likely.
+    """
     rng = np.random.default_rng(seed)
-    length = rng.integers(2, 5, (n, 1))
-    symbols = rng.integers(0, 15, (n, 4), dtype=np.uint8)
-    return np.take_along_axis(symbols, np.arange(64)[None] % length, 1)
+    low, high = periods
+    period = rng.integers(low, high + 1, n)
+    symbols = rng.integers(0, 15, (n, high), dtype=np.uint8)
+    x = np.empty((n, length), np.uint8)
+    for p in range(low, high + 1):
+        x[period == p] = symbols[period == p][:, np.arange(length) % p]
+    return x
 
 
-def patterns_entropy():
-    """Exact entropy of make_patterns in nats per token."""
-    p2, p3, p4 = (1 / 3 / 15**length for length in (2, 3, 4))
-    sequences = [  # how many, and the probability of each
-        (15, p2 + p3 + p4),  # aaaa...: a pattern of any length
-        (15**2 - 15, p2 + p4),  # abab...: of 2 symbols or of 4
-        (15**3 - 15, p3),
-        (15**4 - 15**2, p4),
-    ]
-    return -sum(n * p * math.log(p) for n, p in sequences) / 64
+def patterns_entropy(length=64, periods=(2, 4)):
+    """Exact entropy of make_patterns in nats per token, for a length of at least twice a period.
+
+    Then a text with two periods also has their greatest common divisor as a period (Fine and
+    Wilf). So each text repeats a word that is no repetition itself, and its periods are the
+    multiples of that word's length d.
+    """
+    low, high = periods
+    words = {}  # d -> how many words of d symbols are no repetition of a shorter one
+    total = 0.0
+    for d in range(1, high + 1):
+        words[d] = 15**d - sum(words[part] for part in range(1, d) if d % part == 0)
+        p = 0.0  # the probability of each text that repeats such a word
+        for period in range(low, high + 1):
+            if period % d == 0:
+                p += 1 / (high - low + 1) / 15**period
+        if p:
+            total += words[d] * p * math.log(p)
+    return -total / length
 
 
-def write_patterns(folder):
-    """Write a folder of ids with 100,000 patterns; nine tenths train."""
-    train, val = np.split(make_patterns(100_000, seed=0), [90_000])
+def write_patterns(folder, config):
+    """Write a folder of ids with 100,000 patterns of config.block_size; nine tenths train."""
+    kind = (config.block_size, parse_periods(config.periods))
+    train, val = np.split(make_patterns(100_000, 0, *kind), [90_000])
     (folder / "train.bin").write_bytes(train.tobytes())  # numpy's tofile does not say why it fails
     (folder / "val.bin").write_bytes(val.tobytes())
     meta = dict(source="patterns", dtype="uint8", characters=[train.size, val.size])
-    meta |= dict(entropy=patterns_entropy(), aligned=True)
+    meta |= dict(entropy=patterns_entropy(*kind), aligned=True)
     write_meta(folder, Tokenizer("char", list("abcdefghijklmno")), meta)
 
 

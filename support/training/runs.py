@@ -35,10 +35,7 @@ def check(config, world=1):
     if config.tokenizer not in KINDS and not config.tokenizer.endswith(".json"):
         accepted = f"{', '.join(KINDS)} or a tokenizer.json"
         raise UserError(f"--tokenizer={config.tokenizer} is not accepted; give {accepted}")
-    text = (config.block_size, config.tokenizer, config.separator)
-    if config.data == "patterns" and text != (64, "char", ""):
-        why = "leave --block_size, --tokenizer and --separator out"
-        raise UserError(f"--data=patterns has aligned sequences of 64 characters; {why}")
+    sources.check_patterns(config)
     if config.chat_column and config.prompt_column != config.chat_column:
         both = f"--chat_column={config.chat_column} and --prompt_column={config.prompt_column}"
         raise UserError(f"{both} contradict each other; give one of them")

@@ -584,6 +584,18 @@ def test_links_of_a_lesson_resolve(path):
         assert link.startswith("http") or (path.parent / link).exists(), link
 
 
+SHOWN = re.compile(r"```python\n([^`]+)```\n\n(?:.+\n\n)?```\n([^`]+)```")
+QUICK = ("mask_counts(", "lr_scale(")  # snippets whose output has no random digits
+
+
+@pytest.mark.parametrize("lesson", ["1_masking", "4_a_training_run", "12_from_bert_to_a_writer"])
+def test_quick_snippets_print_what_the_lesson_shows(lesson, capsys):
+    found = SHOWN.findall((LESSONS / f"{lesson}.md").read_text(encoding="utf-8"))
+    ((source, shown),) = [pair for pair in found if any(call in pair[0] for call in QUICK)]
+    exec(source, {})
+    assert capsys.readouterr().out == shown
+
+
 # --------------------------------------------------------------------------------------------------
 # The programs of the lessons
 

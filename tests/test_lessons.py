@@ -1166,15 +1166,23 @@ def test_tour_runs_from_top_to_bottom():
     outputs = [output for cell in tour.cells for output in cell.get("outputs", [])]
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     printed = "".join(output.get("text", "") for output in outputs)
-    assert len(pictures) == 5 and "To be, or not to be" in printed and "0.1054" in printed
+    assert len(pictures) == 7 and "0.1054" in printed
+    assert "My lord, I pray you, brother, to the king" in printed, "an infill that convinces"
+    assert "The king is dead!" in printed
 
 
 def test_tour_is_shipped_with_its_pictures():
     tour = json.loads((LESSONS / "tour.ipynb").read_text(encoding="utf-8"))
     outputs = [output for cell in tour["cells"] for output in cell.get("outputs", [])]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 5
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 7
     assert not any(output["output_type"] == "error" for output in outputs)
-    assert "colab.research.google.com/github/OWNER/mdlm" in "".join(tour["cells"][0]["source"])
+    assert all(cell.get("outputs") or cell["cell_type"] == "markdown" for cell in tour["cells"][2:])
+
+
+def test_tour_has_no_placeholder():
+    """A link that opens it elsewhere comes when the address of the repository is known."""
+    tour = (LESSONS / "tour.ipynb").read_text(encoding="utf-8")
+    assert "OWNER" not in tour and "colab" not in tour.lower()
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/full", "/dev/null", "{tmp}"])

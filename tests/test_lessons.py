@@ -596,6 +596,14 @@ def test_quick_snippets_print_what_the_lesson_shows(lesson, capsys):
     assert capsys.readouterr().out == shown
 
 
+def test_loss_by_hand_is_what_the_lesson_enumerates(capsys):
+    """`tiny.py` of lesson 2 runs: all masks one by one, and a few random ones."""
+    found = SHOWN.findall((LESSONS / "2_one_loss_by_hand.md").read_text(encoding="utf-8"))
+    ((source, shown),) = [pair for pair in found if "itertools" in pair[0]]
+    exec(source.replace("(1, 16, 256, 4096)", "(1, 16)"), {})
+    assert capsys.readouterr().out.splitlines() == shown.splitlines()[:3]
+
+
 # --------------------------------------------------------------------------------------------------
 # The programs of the lessons
 

@@ -464,7 +464,9 @@ def test_flags_of_bench_sample_have_an_effect(kinds, tried, monkeypatch):
 
 @pytest.mark.parametrize("to", ["hf", "page"])
 def test_flags_of_export_have_an_effect(kinds, tried, to, monkeypatch):
-    monkeypatch.setattr(live_page, "contents_of", lambda *args: {"page": args[-1].encode()})
+    monkeypatch.setattr(
+        live_page, "contents_of", lambda *args: {"page": args[3].encode()}
+    )  # weights
     base = [f"--to={to}", f"--out_dir={kinds('default')}", "--dest=new"]
     for flag in ("--pad_to_context", "--weights=float32", "--to=page"):
         if flag != f"--to={to}":

@@ -199,6 +199,17 @@ def test_words_are_counted_however_a_text_arrives(text, size):
     assert counts.keys() == words.counts.keys() | ({words.last.lower()} - {""})
 
 
+def test_a_stream_knows_the_words_up_to_each_window():
+    """Of a pipe, too, a name that occurs twice is known, from the window with the second one on."""
+    text = "kate\n" + LETTERS * 3 + "kate\n"
+    reader = Proofreader(*alphabet())
+    known = []
+    for _ in reader.parts(text):
+        known.append(reader.words.has_elsewhere(["kate"]))
+    assert known[0] is False and known[-1] is True and len(known) > 2
+    assert reader.words["kate"] == 2
+
+
 def test_words_take_bounded_memory(monkeypatch):
     monkeypatch.setattr(proofreading, "MOST_WORDS", 100)
     words = proofreading.Words([" ".join(f"name w{i}" for i in range(1000)), "x" * 1000, "x " * 5])

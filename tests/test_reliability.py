@@ -225,6 +225,14 @@ def test_resumed_run_removes_what_a_killed_one_left(run, tmp_path):
     shutil.copytree(out / "step-4", out / "step-2")
     assert run(out, "--resume").wait() == 0
     assert {p.name for p in checkpoint.checkpoints(out)} == {"step-6", "step-4"}
+    shutil.copytree(out / "step-4", out / "step-2")
+    shutil.copytree(out / "step-6", out / "step-8")  # saved, but killed before `latest` named it
+    assert run(out / "step-6", "--resume", "--max_steps=8").wait() in (0, 2)
+    kept = {"step-2", "step-4", "step-6", "step-8"}
+    assert {p.name for p in checkpoint.checkpoints(out)} == kept, "they are of another run"
+    shutil.rmtree(out / "step-2")
+    checkpoint.finish_removal(out, out / "step-6")
+    assert {p.name for p in checkpoint.checkpoints(out)} == kept - {"step-2"}, "newer ones stay"
 
 
 @pytest.mark.slow

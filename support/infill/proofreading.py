@@ -430,18 +430,22 @@ class Proofreader:
     def parts(self, pieces: Iterable[str], words: Words | None = None) -> Iterator[list]:
         """Yield a list of Parts for each window of a text, which comes in pieces.
 
-        words: of the whole text. None: those before each window are known.
+        words: of the whole text. None: those up to the end of each window are known.
         """
         self.words = Words() if words is None else words
         stream = numbered(self.cutter.tokens(pieces))
         place = Place()
         before = []  # corrected tokens
         ahead = []  # tokens to come
+        counted = -1  # the number of the last token whose text is among the words
         while True:
             ahead += itertools.islice(stream, self.stride + self.margin - len(ahead))
             if not ahead:
                 return
             last = ahead[: self.stride][-1].number
+            if words is None:
+                self.words.add(text_of(token for token in ahead if token.number > counted))
+                counted = ahead[-1].number
             begin = len(before)
             end = begin + len(ahead[: self.stride])
             window, edits = self.correct(before + ahead, begin, end)
@@ -449,8 +453,6 @@ class Proofreader:
             last = max([last, *(token.number for token in done if token.number is not None)])
             n = sum(token.number <= last for token in ahead)
             yield place.compare(ahead[:n], done, edits)
-            if words is None:
-                self.words.add(text_of(ahead[:n]))
             ahead = ahead[n:]
             before = (before + done)[-self.margin :] if self.margin else []
 

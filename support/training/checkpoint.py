@@ -88,19 +88,29 @@ def write_checkpoint(out_dir, name, contents, score=None):
 
 def remove_all_but_two(final):
     """Keep `final` and the one before it; newer ones belong to a run that was rolled back."""
+    for other in all_but_two(final):
+        files.remove(other)
+
+
+def all_but_two(final):
+    """The checkpoints of a run without `final` and the one before it."""
     ours = [p for p in checkpoints(final.parent) if ownership.is_checkpoint(p)]
     earlier = [p for p in ours if step_of(p) < step_of(final)]
     before = max(earlier, key=lambda p: (step_of(p), p.suffix != ".old"), default=final)
-    for other in ours:
-        if other not in (final, before):
-            files.remove(other)
+    return [p for p in ours if p not in (final, before)]
 
 
 def finish_removal(out_dir, folder):
-    """Remove what the save of `folder` would have removed, had its run not been killed before."""
-    if folder == Path(out_dir) / read_latest(out_dir):
+    """Remove what the save of `folder` would have removed, had its run not been killed before.
+
+    Newer ones stay until the run saves: whether it was rolled back is not known.
+    """
+    latest = read_latest(out_dir)
+    if latest and folder == Path(out_dir) / latest:  # not if out_dir is a checkpoint itself
         with files.writing(folder):
-            remove_all_but_two(folder)
+            for other in all_but_two(folder):
+                if step_of(other) <= step_of(folder):
+                    files.remove(other)
 
 
 def verify(folder):

@@ -327,10 +327,11 @@ def begin(run, folder):
         run.saved = run.step
         batch_size, _ = run.changed.get("batch_size", (run.config.batch_size, 0))
         run.begun = (run.step, state.get("sequences", run.step * batch_size))
-        ranks.on_first_rank(lambda: checkpoint.finish_removal(run.config.out_dir, folder))
     manifest = (folder / "manifest.json").read_bytes() if folder else b""  # of all its files
     fix = "give an --out_dir that all share"
     ranks.check_equal(manifest, f"the ranks see different checkpoints in {folder}; {fix}")
+    if folder:
+        ranks.on_first_rank(lambda: checkpoint.finish_removal(run.config.out_dir, folder))
     last = run.step if folder else -1
     run.log.start_tracker(run.config, last)
     if run.config.overwrite:

@@ -544,7 +544,8 @@ def error(rows, others=None):
 def table(rows):
     """Yield a row for each rate, source, kinds and method, of the counts of pieces.
 
-    Then one for each rate and method, of all sources and kinds together.
+    Then one for each rate and method, of all sources and kinds together. Only pieces that all of
+    its methods have count in a row.
     """
     groups = {}
     for row in rows:
@@ -554,9 +555,10 @@ def table(rows):
             groups.setdefault(group, {}).setdefault(row["method"], {})[piece] = row
     for noise, methods in sorted(groups.items(), key=lambda item: "both" in item[0]):
         last = list(methods.values())[-1]
-        for name, parts in methods.items():
-            here = [parts[piece] for piece in sorted(parts)]
-            other = [last[piece] for piece in sorted(parts)]
+        common = sorted(set.intersection(*map(set, methods.values())))
+        for name, parts in methods.items() if common else ():
+            here = [parts[piece] for piece in common]
+            other = [last[piece] for piece in common]
             n = total(here)
             row = dict(zip(("rate", "source", "kinds"), noise), method=name) | rates(n)
             row["error"] = error(here)

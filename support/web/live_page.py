@@ -251,7 +251,7 @@ def address_of_lessons():
 
 
 def lessons_at(origin):
-    """The address of the lessons in a repository of GitHub, without names and keys; else ""."""
+    """The address of the lessons in a repository of GitHub, without keys; else ""."""
     form = r"(?:https://(?:[^@/]*@)?|(?:ssh://)?git@)github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?/?"
     match = re.fullmatch(form, origin)
     return f"https://github.com/{match[1]}/blob/HEAD/{LESSONS}" if match else ""

@@ -14,7 +14,7 @@
 // While the model loads, a page of export.py plays the text that it recorded, samples[0], until the user begins something.
 const link = new URLSearchParams(location.hash.slice(1));
 const phone = matchMedia("(max-width: 34rem)");
-let ready = false, request = 0, writing = null, last = "", refreshing = 0;  // refreshing: a timer, or 0
+let ready = false, failed = false, request = 0, writing = null, last = "", refreshing = 0;  // refreshing: a timer, or 0
 let wanted = null;  // what was asked for while the model loads
 let replaying = 0;  // the timer that plays the recorded text once more, or 0
 
@@ -87,6 +87,7 @@ function leave(isForgotten) {
 
 // Write a text, "rank" the fills of one, or "fix" it.
 function start(what = "write") {
+  if (failed) return;  // what is said stays
   endRecorded();
   if (!ready) {
     wanted = what;
@@ -132,6 +133,7 @@ function begun(what) {
 
 // There is no model: say why.
 function giveUp(sentence) {
+  failed = true;
   $("progress").hidden = true;
   for (const button of document.querySelectorAll("#composer button")) button.disabled = true;
   say(sentence, true);
@@ -153,6 +155,7 @@ function receive(data) {
   } else if (data.given) {  // the text before the first call
     Object.assign(writing, {given: data.given, tokens: data.tokens, frames: [], planned: data.steps, calls: 0, seconds: 0});
     say("");
+    $("progress").hidden = true;  // of the lengths that were tried
     if (samples[0]?.share !== undefined) samples.length = 0;  // ranked fills, which this is none of
     if (samples.at(-1)?.isForgotten) samples.pop();
     show(writing, 9);

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -254,7 +255,9 @@ def test_threads_of_programs_hardly_spin(monkeypatch, name, given, spin):
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_during_imports_is_quiet():
     command = [sys.executable, "-X", "importtime", "sample.py"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    pipe = dict(stderr=subprocess.PIPE, text=True)
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's & ignores it
+    process = subprocess.Popen(command, cwd=ROOT, **pipe, preexec_fn=heeds)
     for line in process.stderr:  # a line for each module that is imported
         if "torch" in line:
             break

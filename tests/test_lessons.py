@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -568,8 +568,10 @@ def test_each_check_has_its_lesson():
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
 def test_commands_of_a_lesson_exist(path):
+    own = re.findall(r'^ +"(\w+)": Order\(', path.read_text(encoding="utf-8"), re.M)
     for program, *args in commands(path):
         args = list(itertools.takewhile(lambda word: word not in ("|", ">", "2>&1", "&&"), args))
+        args = [word for word in args if word not in [f"--order={name}" for name in own]]
         if program in PROGRAMS:
             parse_flags(PROGRAMS[program], args, "")  # raises UserError for an unknown flag
         elif program.startswith("lessons/"):
@@ -602,6 +604,29 @@ def test_loss_by_hand_is_what_the_lesson_enumerates(capsys):
     ((source, shown),) = [pair for pair in found if "itertools" in pair[0]]
     exec(source.replace("(1, 16, 256, 4096)", "(1, 16)"), {})
     assert capsys.readouterr().out.splitlines() == shown.splitlines()[:3]
+
+
+def test_row_and_line_of_lesson_8_give_sample_an_order_and_a_schedule_of_its_own(capsys, monkeypatch):
+    text = (LESSONS / "8_steps_and_quality.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^    \"right_to_left\": Order.*\n", text, re.M)
+    (line,) = re.findall(r"^    after = .*\n", text, re.M)
+    (command,) = re.findall(r"^python sample.py (.*--order=right_to_left.*) 2>&1", text, re.M)
+    (shown,) = re.findall(r"right_to_left.*?```\n\n```\n(.*?)\.\.\.\n```", text, re.S)
+
+    source = (ROOT / "sample.py").read_text(encoding="utf-8")
+    for before, new in [('    "one_shot": Order(', row), ("    k = masked.sum(1) - (chunk", line)]:
+        assert source.count(before) == 1
+        source = source.replace(before, new + before)
+    own = ModuleType("own_sample")
+    own.__file__ = str(ROOT / "sample.py")
+    monkeypatch.setitem(sys.modules, "own_sample", own)
+    exec(compile(source, "own_sample", "exec"), own.__dict__)
+    command = command.replace("weights/shakespeare", str(ROOT / "weights/shakespeare"))
+    assert own.main(shlex.split(command)) == 0
+
+    masks = [line.count("█") for line in capsys.readouterr().err.splitlines() if "█" in line]
+    expected = [line.count("█") for line in shown.splitlines() if "█" in line]
+    assert masks[: len(expected)] == expected == [48, 47, 46, 44]
 
 
 # --------------------------------------------------------------------------------------------------

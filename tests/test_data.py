@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import tracemalloc
 import zlib
 from collections import Counter
 
@@ -212,6 +213,30 @@ def test_patterns_of_other_lengths_are_prepared(tmp_path):
     assert torch.equal(corpus.windows(), x[90_000:])
     assert corpus.entropy == sources.patterns_entropy(24, (2, 5)) and corpus.n_offsets == 0
     assert corpus.tokenizer.vocab_size == 15
+    with pytest.raises(UserError, match="patterns of 24 tokens, .*; give --block_size=24"):
+        mdlm.Corpus(tmp_path / "d", mdlm.Config(block_size=32), CPU)
+
+
+def test_patterns_that_were_prepared_before_their_length_was_noted_have_64_tokens(tmp_path):
+    corpus_of("patterns", tmp_path, block_size=64)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    meta = {k: v for k, v in meta.items() if k != "checksum"} | dict(aligned=True)
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    assert mdlm.Corpus(tmp_path, mdlm.Config(block_size=64), CPU).n_offsets == 0
+    with pytest.raises(UserError, match="patterns of 64 tokens"):
+        mdlm.Corpus(tmp_path, mdlm.Config(block_size=256), CPU)
+
+
+def test_patterns_take_little_memory_while_they_are_made(tmp_path):
+    config = mdlm.Config(data="patterns", block_size=1024)
+    tracemalloc.start()
+    try:
+        sources.write_patterns(tmp_path, config)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "train.bin").stat().st_size == 90_000 * 1024
+    assert peak < 40 << 20  # all of them are 98 MiB
 
 
 # --------------------------------------------------------------------------------------------------

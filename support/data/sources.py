@@ -266,14 +266,19 @@ def make_patterns(n, seed, length=64, periods=(2, 4)):
 
     periods: of how many symbols patterns are, (lowest, highest); all are equally likely.
     """
+    return np.concatenate([*stream_patterns(n, seed, length, periods)])
+
+
+def stream_patterns(n, seed, length, periods, size=1000):
+    """Yield the rows of make_patterns, `size` at a time."""
     rng = np.random.default_rng(seed)
     low, high = periods
     period = rng.integers(low, high + 1, n)
     symbols = rng.integers(0, 15, (n, high), dtype=np.uint8)
-    x = np.empty((n, length), np.uint8)
-    for p in range(low, high + 1):
-        x[period == p] = symbols[period == p][:, np.arange(length) % p]
-    return x
+    for first in range(0, n, size):
+        rows = slice(first, first + size)
+        at = np.arange(length) % period[rows, None]
+        yield np.take_along_axis(symbols[rows], at, 1)
 
 
 def patterns_entropy(length=64, periods=(2, 4)):
@@ -299,12 +304,12 @@ def patterns_entropy(length=64, periods=(2, 4)):
 
 def write_patterns(folder, config):
     """Write a folder of ids with 100,000 patterns of config.block_size; nine tenths train."""
-    kind = (config.block_size, parse_periods(config.periods))
-    train, val = np.split(make_patterns(100_000, 0, *kind), [90_000])
-    (folder / "train.bin").write_bytes(train.tobytes())  # numpy's tofile does not say why it fails
-    (folder / "val.bin").write_bytes(val.tobytes())
-    meta = dict(source="patterns", dtype="uint8", characters=[train.size, val.size])
-    meta |= dict(entropy=patterns_entropy(*kind), aligned=True)
+    length, _ = kind = (config.block_size, parse_periods(config.periods))
+    with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
+        for i, rows in enumerate(stream_patterns(100_000, 0, *kind)):  # 1,000 at a time
+            (train if i < 90 else val).write(rows)
+    meta = dict(source="patterns", dtype="uint8", characters=[90_000 * length, 10_000 * length])
+    meta |= dict(entropy=patterns_entropy(*kind), aligned=length)
     write_meta(folder, Tokenizer("char", list("abcdefghijklmno")), meta)
 
 
@@ -380,6 +385,11 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
     if tokenizer.end_id is None and n < T:
         what = f"{name} has {n} tokens, fewer than --block_size={T}"
         raise UserError(f"{what}; give more text or a smaller block")
+    length = meta.get("aligned", T)  # of a pattern; True: 64, as all of them once had
+    length = 64 if length is True else length
+    if length != T:
+        what = f"{folder} has patterns of {length} tokens, which --block_size={T} cuts"
+        raise UserError(f"{what}; give --block_size={length}")
     if smallest < 0 or max(highs) >= V:
         advice = "check tokenizer.json, --vocab_size or --bin_dtype"
         raise UserError(f"{folder} has ids {smallest} to {max(highs)}, but V is {V}; {advice}")
@@ -441,10 +451,12 @@ def read_meta(path):
     counts = isinstance(characters, list) and [type(n) for n in characters] == [int, int]
     counts = counts and all(0 <= n < 1 << 60 for n in characters)
     known = dtype in DTYPES
-    if not counts or not known or type(entropy) is not float or not math.isfinite(entropy):
+    lengths = type(meta.get("aligned", 64)) in (int, bool)
+    valid = type(entropy) is float and math.isfinite(entropy)
+    if not (counts and known and lengths and valid):
         accepted = f"dtype is one of {', '.join(DTYPES)}"
         raise UserError(
-            f"{path} has an unusable dtype, characters or entropy ({accepted}); remove it"
+            f"{path} has an unusable dtype, characters, aligned or entropy ({accepted}); remove it"
         )
     return meta
 

@@ -116,6 +116,10 @@ def write(path, content):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
+def prepare_patterns(at):
+    at.do("mdlm --data=patterns --block_size=24 --out_dir=prepared")
+
+
 def documents_of(at):
     """(model, tokenizer, config) of documents of given lengths."""
     return mdlm.load(at["documents"])
@@ -1613,6 +1617,12 @@ ADVICE["runs.py"] = [
         "mdlm --out_dir={run}-other",
     ),
     (
+        "give its run, --out_dir={}, or a new --out_dir and --init_from={}",
+        "mdlm --out_dir={run}/step-4 --resume --max_steps=6",
+        "mdlm --out_dir={run} --resume --max_steps=6",
+        "mdlm --out_dir={run}-other --init_from={run}/step-4",
+    ),
+    (
         "--out_dir={} {}; give another --out_dir",
         (ids(), "mdlm --out_dir=ids"),
         (ids(), "mdlm --out_dir=other"),
@@ -1788,6 +1798,11 @@ ADVICE["sources.py"] = [
         "mdlm --data=patterns --block_size=8 --periods=2-5",
         "mdlm --data=patterns --block_size=10 --periods=2-5",
     ),
+    (
+        "{}; give --block_size={}",
+        lambda at: (prepare_patterns(at), at.do("mdlm --data=prepared/data --block_size=32")),
+        lambda at: (prepare_patterns(at), at.do("mdlm --data=prepared/data --block_size=24")),
+    ),
     ("with --chat_column; {}", FollowedIn("test_mistakes_get_one_sentence")),
     ("train.bin and val.bin read; left out: {}", NOTHING),
     (
@@ -1907,7 +1922,7 @@ ADVICE["sources.py"] = [
         "mdlm --data={ids} --vocab_size=7 --end=9",
         "mdlm --data={ids} --vocab_size=7 --end=3",
     ),
-    ("has an unusable dtype, characters or entropy ({}); remove it", ids(dtype="int4"), ids()),
+    ("has an unusable dtype, characters, aligned or entropy ({}); remove it", ids(dtype="int4"), ids()),
     (
         "{}, more than --block_size={}; shorten them or raise it",
         lambda at: open_prompts(at, 8),

@@ -227,7 +227,8 @@ def test_resumed_run_removes_what_a_killed_one_left(run, tmp_path):
     assert {p.name for p in checkpoint.checkpoints(out)} == {"step-6", "step-4"}
     shutil.copytree(out / "step-4", out / "step-2")
     shutil.copytree(out / "step-6", out / "step-8")  # saved, but killed before `latest` named it
-    assert run(out / "step-6", "--resume", "--max_steps=8").wait() in (0, 2)
+    inside = run(out / "step-6", "--resume", "--max_steps=8")
+    assert inside.wait() == 2 and f"give its run, --out_dir={out}, or a new" in inside.err
     kept = {"step-2", "step-4", "step-6", "step-8"}
     assert {p.name for p in checkpoint.checkpoints(out)} == kept, "they are of another run"
     shutil.rmtree(out / "step-2")

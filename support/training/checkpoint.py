@@ -106,7 +106,7 @@ def finish_removal(out_dir, folder):
     Newer ones stay until the run saves: whether it was rolled back is not known.
     """
     latest = read_latest(out_dir)
-    if latest and folder == Path(out_dir) / latest:  # not if out_dir is a checkpoint itself
+    if latest and folder == Path(out_dir) / latest:
         with files.writing(folder):
             for other in all_but_two(folder):
                 if step_of(other) <= step_of(folder):

@@ -1276,6 +1276,16 @@ def test_wrong_texts_get_one_sentence(live):
 
 
 @slow
+def test_a_worker_that_fails_in_use_can_be_asked_again(live):
+    live.js("$('typed').value = 'ab' + '_'.repeat(24)")
+    live.js("start()")
+    live.js("worker.dispatchEvent(new ErrorEvent('error', {message: 'out of memory'}))")
+    assert "worker failed (out of memory); try again" in say(live)
+    assert not live.js("document.querySelector('#composer button').disabled")
+    assert write(live, "ab__").startswith("ab")
+
+
+@slow
 def test_a_typed_pattern_is_matched(live):
     """Written and ranked; texts around it keep their places; wrong patterns are one sentence."""
     for text, pattern in (

@@ -163,7 +163,10 @@ const source = {
       return refuse();
     }
     worker.addEventListener("message", translate);
-    worker.addEventListener("error", refuse);
+    worker.addEventListener("error", ({message}) => {
+      if (!ready) return refuse();
+      receive({error: `The model's worker failed (${message || "no reason is given"}); try again, or reload the page.`});
+    });
     const place = new URL("./", document.baseURI).href;
     worker.postMessage({about: {...live, place, vocab: undefined, worker: undefined}, device: link.get("device")});
     say("loading the model");

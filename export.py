@@ -2,13 +2,15 @@
 
     python export.py --to=hf --out_dir=out --dest=my-model   # for transformers
     python export.py --to=page --out_dir=out --dest=my-page  # runs in a browser
+    python export.py --to=checkpoint --weights=bfloat16 --out_dir=out --dest=small  # for mdlm
 
 my-model loads without this project, by AutoModelForMaskedLM (of a run with --objective=ar by
 AutoModelForCausalLM) with trust_remote_code=True, and AutoTokenizer. Its README.md says how. A
 network of Hugging Face (docs/pretrained.md) is written as that library has it, and needs no code of
 others unless it came with its own. my-page is for any web server: python -m http.server --directory
 my-page. To make it takes onnx and onnxscript (pip install onnx onnxscript), and npm, a part of
-Node.js.
+Node.js. small is a checkpoint without the optimizer's state, in half of the size of float32: all
+programs here read it, and --init_from.
 """
 
 from support import cli, environment, flags, terminal
@@ -39,7 +41,7 @@ from support.flags import READS, WRITES, opt
 from support.kernels import reference
 from support.pretrained import CAUSAL, NEVER_DRAWN
 from support.training import runs, scores
-from support.training.checkpoint import default_run, read_newest
+from support.training.checkpoint import default_run, is_export, read_newest, without_state
 from support.view import View
 from support.web import live_page
 from variants.documents import view_of_documents
@@ -54,7 +56,11 @@ SOURCES += [reference.neighbours, reference.norm_conv_ref, reference.rotary_tabl
 SOURCES += [reference.rotate, reference.prepare, reference.attention_ref]
 SOURCES += [view_of_documents, mdlm.RateEmbedding, mdlm.AdaLN, mdlm.no_rate, mdlm.no_scales]
 SOURCES += [mdlm.Layer, mdlm.Model]
-HELP_TO = "hf: for Hugging Face transformers; page: a web page (needs onnx, onnxscript and npm)"
+HELP_TO = "hf: for Hugging Face transformers; page: a web page (needs onnx, onnxscript and npm); "
+HELP_TO += "checkpoint: for the programs here, without what --resume needs"
+WEIGHTS = dict(
+    page=("int8", "float32"), checkpoint=("float32", "bfloat16")
+)  # the first: by default
 NEEDS = " In transformers before 5.2 it is causal, since these ignore `is_causal` in config.json."
 # The settings that make the network.
 NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")
@@ -62,7 +68,7 @@ NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")
 
 @dataclass
 class Options:
-    to: str = opt("hf", HELP_TO, "hf", "page")
+    to: str = opt("hf", HELP_TO, "hf", "page", "checkpoint")
     out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
     dest: str = opt("", "the folder to make, a new one", path=WRITES)
     pad_to_context: bool = opt(
@@ -70,10 +76,10 @@ class Options:
         "of --to=hf: fill texts up to the context, as in training, for samplers that pass parts",
     )
     weights: str = opt(
-        "int8",
-        "of --to=page: number type of the weights; int8 has a quarter of the size",
-        "int8",
-        "float32",
+        "auto",
+        "number type of the weights: of --to=page int8 (a quarter of the size) or float32, of "
+        "--to=checkpoint float32 or bfloat16 (half); auto: the first",
+        *("auto", "int8", "bfloat16", "float32"),
     )
     trust_remote_code: bool = opt(False, "run the code that came with the network of others")
 
@@ -321,17 +327,18 @@ def contents_of(folder, model, tokenizer, config, options):
 def main(argv):
     given = flags.parse_flags(Options, argv, __doc__)
     options = Options(**given)
-    is_page = options.to == "page"
-    pads = is_page and options.pad_to_context
+    is_page, is_checkpoint = options.to == "page", options.to == "checkpoint"
+    always = "whose texts are always filled up" if is_page else "which changes no text"
     rules = [
-        (
-            "pad_to_context",
-            not pads,
-            "with --to=page, whose texts are always filled up; leave it out",
-        )
+        ("pad_to_context", options.to == "hf", f"with --to={options.to}, {always}; leave it out"),
+        ("weights", options.to != "hf", "with --to=hf, which keeps float32; leave it out"),
     ]
-    rules += [("weights", is_page, "with --to=hf, which keeps float32; leave it out")]
     flags.check_effects(given, rules)
+    accepted = WEIGHTS.get(options.to, ())
+    if options.weights not in ("auto", *accepted) and accepted:
+        what = f"--weights={options.weights} is not for --to={options.to}"
+        raise UserError(f"{what}; give {' or '.join(accepted)}")
+    weights = accepted[0] if options.weights == "auto" and accepted else options.weights
     dest = Path(options.dest)
     outputs.check_new_folder("dest", options.dest)
     trusted = options.trust_remote_code
@@ -343,8 +350,14 @@ def main(argv):
     flags.check_effects(given, [("pad_to_context", not pads, sees)])
     if is_page and loaded[2].network:
         raise UserError("--to=page is for networks of mdlm.py; give --to=hf for those of others")
-    if is_page:
-        contents = live_page.contents_of(*loaded, options.weights, sample.unmask)
+    if is_checkpoint:
+        if is_export(folder):
+            raise UserError(f"--out_dir={options.out_dir} is an export; give a run or a checkpoint")
+        contents = without_state(folder, getattr(torch, weights), objective.buffers())
+        program = f"{environment.python_command()} sample.py"
+        hint = f"{program} --out_dir={environment.quote(options.dest)} reads it"
+    elif is_page:
+        contents = live_page.contents_of(*loaded, weights, sample.unmask)
         serve = f"{environment.python_command()} -m http.server"
         hint = f"{serve} -d {environment.quote(options.dest)} shows it on localhost:8000"
     else:

@@ -575,7 +575,7 @@ ADVICE["export.py"] = [
         FollowedIn("test_page_of_a_network_of_others_is_refused"),
     ),
     (
-        "with --to=page, whose texts are always filled up; leave it out",
+        "with --to={}, {}; leave it out",
         "export --to=page --pad_to_context --dest={tmp}/e",
         "export --pad_to_context --dest={tmp}/e",
     ),
@@ -588,6 +588,21 @@ ADVICE["export.py"] = [
         "with --to=hf, which keeps float32; leave it out",
         "export --weights=int8 --dest={tmp}/e",
         "export --dest={tmp}/e",
+    ),
+    (
+        "--weights={} is not for --to={} + {}; give {}",
+        "export --to=checkpoint --weights=int8 --dest={tmp}/e",
+        "export --to=checkpoint --weights=float32 --dest={tmp}/e",
+        "export --to=checkpoint --weights=bfloat16 --dest={tmp}/e",
+    ),
+    (
+        "--out_dir={} is an export; give a run or a checkpoint",
+        lambda at: (
+            at.do("export --dest={tmp}/hf"),
+            at.do("export --to=checkpoint --out_dir={tmp}/hf --dest={tmp}/e"),
+        ),
+        "export --to=checkpoint --out_dir={run} --dest={tmp}/e",
+        "export --to=checkpoint --out_dir={run}/step-4 --dest={tmp}/e",
     ),
     ("hf: for Hugging Face transformers; page: ", NOTHING),
     (
@@ -1922,7 +1937,11 @@ ADVICE["sources.py"] = [
         "mdlm --data={ids} --vocab_size=7 --end=9",
         "mdlm --data={ids} --vocab_size=7 --end=3",
     ),
-    ("has an unusable dtype, characters, aligned or entropy ({}); remove it", ids(dtype="int4"), ids()),
+    (
+        "has an unusable dtype, characters, aligned or entropy ({}); remove it",
+        ids(dtype="int4"),
+        ids(),
+    ),
     (
         "{}, more than --block_size={}; shorten them or raise it",
         lambda at: open_prompts(at, 8),

@@ -462,13 +462,14 @@ def test_flags_of_bench_sample_have_an_effect(kinds, tried, monkeypatch):
 # ---- export.py
 
 
-@pytest.mark.parametrize("to", ["hf", "page"])
+@pytest.mark.parametrize("to", ["hf", "page", "checkpoint"])
 def test_flags_of_export_have_an_effect(kinds, tried, to, monkeypatch):
     monkeypatch.setattr(
         live_page, "contents_of", lambda *args: {"page": args[3].encode()}
     )  # weights
     base = [f"--to={to}", f"--out_dir={kinds('default')}", "--dest=new"]
-    for flag in ("--pad_to_context", "--weights=float32", "--to=page"):
+    number = "bfloat16" if to == "checkpoint" else "float32"
+    for flag in ("--pad_to_context", f"--weights={number}", "--to=page", "--to=checkpoint"):
         if flag != f"--to={to}":
             assert has_effect(tried, export.main, base, flag), flag
 

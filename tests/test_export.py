@@ -20,6 +20,7 @@ import mdlm
 import sample
 from support import cli
 from support.data.tokenizer import Tokenizer, open_tokenizer, train_bpe
+from support.errors import UserError
 from support.training import checkpoint
 
 needs_trainer = pytest.mark.skipif(
@@ -332,6 +333,51 @@ print(out.texts[0])
     r = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert r.returncode == 0, r.stderr[-2000:]
     assert sum(word in r.stdout for word in (" the ", " to ", " and ", " of ", " I ", " my ")) >= 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "documents"])
+def test_checkpoint_in_bfloat16_is_the_rounded_model(kind, tmp_path):
+    """Exactly, in half of the size; the counts of lengths are not rounded."""
+    is_documents = kind == "documents"
+    settings = dict(document_length="given") if is_documents else {}
+    save(tmp_path / "out", Tokenizer("byte", None, is_documents), slice(0, 9), **settings)
+    given = [f"--out_dir={tmp_path / 'out'}", "--to=checkpoint"]
+    small, same = tmp_path / "small", tmp_path / "same"
+    assert cli.run(export.main, [*given, f"--dest={small}", "--weights=bfloat16"]) == 0
+    assert cli.run(export.main, [*given, f"--dest={same}"]) == 0
+    before, after = (mdlm.load(folder)[0] for folder in (tmp_path / "out", small))
+    if is_documents:
+        before.length_counts[3] = after.length_counts[3] = 257  # which bfloat16 cannot say
+        assert torch.equal(before.length_counts, after.length_counts)
+    for (name, p), (_, q) in zip(before.named_parameters(), after.named_parameters(), strict=True):
+        assert q.dtype == torch.float32 and torch.equal(p.bfloat16().float(), q), name
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (small, same)]
+    assert sizes[0] < 0.6 * sizes[1]
+    assert (same / "model.safetensors").read_bytes() == (
+        tmp_path / "out" / "step-1" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_exported_checkpoint_has_no_state_and_is_fine_tuned(short_run, tmp_path):
+    small = tmp_path / "small"
+    given = [f"--out_dir={short_run}", f"--dest={small}", "--to=checkpoint", "--weights=bfloat16"]
+    assert cli.run(export.main, given) == 0
+    kept = {"config.json", "tokenizer.json", "model.safetensors", "manifest.json"}
+    assert {path.name for path in small.iterdir()} == kept
+    score = [
+        json.loads((f / "manifest.json").read_text())["score"]
+        for f in (small, short_run / "step-4")
+    ]
+    assert score[0] == score[1]
+    given = tiny_flags(
+        f"--init_from={small}", f"--data={short_run / 'data'}", f"--out_dir={tmp_path / 'new'}"
+    )
+    assert run_mdlm(*given) == 0
+    damaged = bytearray((small / "model.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    (small / "model.safetensors").write_bytes(damaged)
+    with pytest.raises(UserError, match=r"sha256|damaged|checksum"):
+        mdlm.load(small)
 
 
 def with_mask_token(tmp_path):

@@ -7,6 +7,7 @@ the last two are kept. Weights are safetensors and the rest is JSON: nothing is 
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as from_safetensors
+from safetensors.torch import save as to_safetensors
 
 from support import environment, files, ownership
 from support.errors import UserError
@@ -319,7 +322,7 @@ def check_size(folder, config, vocab_size, least=None):
         raise UserError(f"{what} has vectors of {shape[0] - after}; {fix}")
     if least is None:
         least = config.n_embd * (8 * config.n_layer * config.n_embd + vocab_size)
-    if path.stat().st_size < 4 * least:
+    if path.stat().st_size < 2 * least:  # a number has 2 or 4 bytes
         raise UserError(f"{path} does not fit its config: it is too small; train again")
 
 
@@ -358,20 +361,24 @@ def names_in(path):
     return {name_now(name): name for name in stored}
 
 
-def read_tensors(path, expected=None):
-    """A safetensors file as a dict; names and shapes must be those of `expected`, in float32."""
+def read_tensors(path, expected=None, kinds=("F32",)):
+    """A safetensors file as a dict; names and shapes must be those of `expected`, if that is given.
+
+    kinds: the dtypes that these may have in the file, all exact in float32, which is returned.
+    """
     names = names_in(path)
     with explain_safetensors(path), safe_open(path, "pt") as f:
         slices = {name: f.get_slice(stored) for name, stored in names.items()}
-        kinds = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
-        wanted = kinds
-        if expected is not None:
-            wanted = {name: ("F32", list(t.shape)) for name, t in expected.items()}
-        for name in sorted(kinds | wanted):  # compared before any tensor is read
-            if kinds.get(name) != wanted.get(name):
-                why = f"{name} is missing, unexpected or misshapen"
-                raise UserError(f"{path} does not fit its config: {why}")
+        if expected is not None:  # compared before any tensor is read
+            shapes = {name: s.get_shape() for name, s in slices.items() if s.get_dtype() in kinds}
+            wanted = {name: list(t.shape) for name, t in expected.items()}
+            for name in sorted(slices.keys() | wanted.keys()):
+                if name not in wanted or shapes.get(name) != wanted[name]:
+                    why = f"{name} is missing, unexpected or misshapen"
+                    raise UserError(f"{path} does not fit its config: {why}")
         tensors = {name: f.get_tensor(stored) for name, stored in names.items()}
+    if expected is not None:
+        tensors = {name: t.float() for name, t in tensors.items()}
     for name, t in tensors.items():
         if t.is_floating_point() and not t.isfinite().all():
             fix = "take an earlier checkpoint, or train again"
@@ -383,18 +390,41 @@ def read_weights(folder, model):
     """The weights of a checkpoint or an export, with the names and shapes of the model's."""
     path = folder / "model.safetensors"
     expected = model.state_dict()
+    kinds = ("F32", "BF16", "F16")
     if not is_export(folder):
-        return read_tensors(path, expected)
+        return read_tensors(path, expected, kinds)
     unknown = {name: torch.ones_like(expected.pop(name)) for name in model.objective.buffers()}
     stored = dict(expected)
     vocabularies = {"embed.weight", "head.weight"} & expected.keys()
     for name in vocabularies:  # a row for each id of the library, [MASK] and [PAD] among them
         C = expected[name].shape[1]
         stored[name] = torch.empty(model.vocab_size + 2, C, device="meta")
-    tensors = read_tensors(path, stored)
+    tensors = read_tensors(path, stored, kinds)
     for name in vocabularies:
         tensors[name] = tensors[name][: len(expected[name])]
     return tensors | unknown  # lengths of documents: all are as likely
+
+
+def without_state(folder, dtype, exact):
+    """The files of a checkpoint, name -> bytes, without what --resume needs beside the weights.
+
+    dtype: the torch.dtype of the weights in the file. exact: names of tensors that keep theirs.
+    """
+    manifest = files.read_json(folder / "manifest.json", "manifest")
+    names = [name for name in manifest["files"] if not re.match(r"state[-.]", name)]
+    contents = {name: (folder / name).read_bytes() for name in names}
+    tensors = from_safetensors(contents["model.safetensors"])
+    if any(t.dtype != dtype for name, t in tensors.items() if name_now(name) not in exact):
+        rounded = {
+            name: t if name_now(name) in exact or not t.is_floating_point() else t.to(dtype)
+            for name, t in tensors.items()
+        }
+        contents["model.safetensors"] = to_safetensors(rounded)
+    manifest["files"] = {
+        name: dict(size=len(content), sha256=hashlib.sha256(content).hexdigest())
+        for name, content in contents.items()
+    }
+    return contents | {"manifest.json": json.dumps(manifest, indent=1).encode()}
 
 
 def training_tensors(model, averaged, optimizers):

@@ -1922,7 +1922,11 @@ ADVICE["sources.py"] = [
         "mdlm --data={ids} --vocab_size=7 --end=9",
         "mdlm --data={ids} --vocab_size=7 --end=3",
     ),
-    ("has an unusable dtype, characters, aligned or entropy ({}); remove it", ids(dtype="int4"), ids()),
+    (
+        "has an unusable dtype, characters, aligned or entropy ({}); remove it",
+        ids(dtype="int4"),
+        ids(),
+    ),
     (
         "{}, more than --block_size={}; shorten them or raise it",
         lambda at: open_prompts(at, 8),

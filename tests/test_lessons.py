@@ -606,7 +606,9 @@ def test_loss_by_hand_is_what_the_lesson_enumerates(capsys):
     assert capsys.readouterr().out.splitlines() == shown.splitlines()[:3]
 
 
-def test_row_and_line_of_lesson_8_give_sample_an_order_and_a_schedule_of_its_own(capsys, monkeypatch):
+def test_row_and_line_of_lesson_8_give_sample_an_order_and_a_schedule_of_its_own(
+    capsys, monkeypatch
+):
     text = (LESSONS / "8_steps_and_quality.md").read_text(encoding="utf-8")
     (row,) = re.findall(r"^    \"right_to_left\": Order.*\n", text, re.M)
     (line,) = re.findall(r"^    after = .*\n", text, re.M)

@@ -7,8 +7,8 @@ A text is read window by window; each window is corrected in rounds of four step
    one would fit between those that are there, and each of them may look right.
 2. Propose, at doubtful tokens: another token; of characters and bytes also one more, one less, or
    two swapped.
-3. Prune by the pseudo-likelihood of the neighbourhood, the sum of log p(x_j | all others): a
-   mistake makes its neighbours unlikely too.
+3. Prune by a pseudo-likelihood of the neighbourhood, the sum of log p(x_j), each masked with every
+   third token: a mistake makes its neighbours unlikely too.
 4. Decide by the likelihood. With R the tokens from the edit on to REACH tokens after it, the gain
    is log p(R after | all others) - log p(R before | all others), exactly, by the chain rule. What
    it gains beyond its cost, which the prior of mistakes says, are the log-odds of an edit. One that
@@ -65,9 +65,9 @@ class Change(NamedTuple):
 
     position: of the first character that is changed, from 0; line and column: the same, from 1
     kind: substitution, insertion, deletion or swap; several near each other are a substitution
-    gain: nats by which the text becomes likelier, see `Proofreader.gains`
-    p_before, p_after: probability of the tokens that were there, and are there now, given all
-        others; None if there is no token, and if there are several
+    gain: nats by which the text becomes likelier, see `Proofreader.decide`
+    p_before, p_after: probability of the token that was there, and of the one that is there now,
+        masked with every g-th other one, as it was found; None if there is none, or several
     """
 
     position: int
@@ -351,7 +351,7 @@ class Edit(NamedTuple):
     ids: tuple
     kind: str
     cost: float = 0.0
-    single: float = 0.0  # gain at the token alone, log p(new | all others) - log p(old | others)
+    single: float = 0.0  # gain at the token alone, log p(new) - log p(old), as doubt saw them
     p_before: float | None = None
     p_after: float | None = None
     gain: float = -math.inf

@@ -58,9 +58,8 @@ SOURCES += [view_of_documents, mdlm.RateEmbedding, mdlm.AdaLN, mdlm.no_rate, mdl
 SOURCES += [mdlm.Layer, mdlm.Model]
 HELP_TO = "hf: for Hugging Face transformers; page: a web page (needs onnx, onnxscript and npm); "
 HELP_TO += "checkpoint: for the programs here, without what --resume needs"
-WEIGHTS = dict(
-    page=("int8", "float32"), checkpoint=("float32", "bfloat16")
-)  # the first: by default
+# The number types that each kind can have, the first by default.
+WEIGHTS = dict(hf=("float32",), page=("int8", "float32"), checkpoint=("float32", "bfloat16"))
 NEEDS = " In transformers before 5.2 it is causal, since these ignore `is_causal` in config.json."
 # The settings that make the network.
 NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")
@@ -334,11 +333,11 @@ def main(argv):
         ("weights", options.to != "hf", "with --to=hf, which keeps float32; leave it out"),
     ]
     flags.check_effects(given, rules)
-    accepted = WEIGHTS.get(options.to, ())
-    if options.weights not in ("auto", *accepted) and accepted:
-        what = f"--weights={options.weights} is not for --to={options.to}"
+    accepted = WEIGHTS[options.to]
+    weights = accepted[0] if options.weights == "auto" else options.weights
+    if weights not in accepted:
+        what = f"--weights={weights} is not for --to={options.to}"
         raise UserError(f"{what}; give {' or '.join(accepted)}")
-    weights = accepted[0] if options.weights == "auto" and accepted else options.weights
     dest = Path(options.dest)
     outputs.check_new_folder("dest", options.dest)
     trusted = options.trust_remote_code

@@ -605,6 +605,7 @@ ADVICE["export.py"] = [
         "export --to=checkpoint --out_dir={run}/step-4 --dest={tmp}/e",
     ),
     ("hf: for Hugging Face transformers; page: ", NOTHING),
+    ("checkpoint: for the programs here, without what --resume needs", NOTHING),
     (
         "--to=hf is not for --block_length without --infill_share",
         "export --dest={tmp}/e --out_dir={blocks}",

@@ -1633,7 +1633,7 @@ ADVICE["runs.py"] = [
         "mdlm --out_dir={run}-other",
     ),
     (
-        "give its run, --out_dir={}, or a new --out_dir and --init_from={}",
+        "its run, --out_dir={}, or + {}; give {}a new --out_dir and --init_from={}",
         "mdlm --out_dir={run}/step-4 --resume --max_steps=6",
         "mdlm --out_dir={run} --resume --max_steps=6",
         "mdlm --out_dir={run}-other --init_from={run}/step-4",
@@ -1815,8 +1815,9 @@ ADVICE["sources.py"] = [
         "mdlm --data=patterns --block_size=10 --periods=2-5",
     ),
     (
-        "{}; give --block_size={}",
+        "{}; give other data, or train with --block_size={}",
         lambda at: (prepare_patterns(at), at.do("mdlm --data=prepared/data --block_size=32")),
+        "mdlm",
         lambda at: (prepare_patterns(at), at.do("mdlm --data=prepared/data --block_size=24")),
     ),
     ("with --chat_column; {}", FollowedIn("test_mistakes_get_one_sentence")),

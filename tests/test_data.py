@@ -213,7 +213,7 @@ def test_patterns_of_other_lengths_are_prepared(tmp_path):
     assert torch.equal(corpus.windows(), x[90_000:])
     assert corpus.entropy == sources.patterns_entropy(24, (2, 5)) and corpus.n_offsets == 0
     assert corpus.tokenizer.vocab_size == 15
-    with pytest.raises(UserError, match=r"patterns of 24 tokens, .*; give --block_size=24"):
+    with pytest.raises(UserError, match=r"patterns of 24 tokens, .* train with --block_size=24"):
         mdlm.Corpus(tmp_path / "d", mdlm.Config(block_size=32), CPU)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import json
 import math
 import os
@@ -350,6 +351,19 @@ def test_other_formats_and_versions_are_refused(run, file, old, new, word):
     sign(run / "step-4")
     with pytest.raises(UserError, match=word):
         mdlm.load(run / "step-4")
+
+
+@pytest.mark.parametrize("name", ["../bashrc", "/tmp/bashrc", "..", "a\\b", "c:b"])
+def test_manifest_names_nothing_outside_of_its_checkpoint(run, name):
+    """So no export of it writes elsewhere."""
+    folder = run / "step-4"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = dict(size=0, sha256=hashlib.sha256(b"").hexdigest())
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"no file's name"):
+        mdlm.load(folder)
+    with pytest.raises(UserError, match=r"no file's name"):
+        checkpoint.find_checkpoint(folder)
 
 
 @pytest.mark.parametrize("name", checkpoint.MODEL_FILES)

@@ -626,9 +626,11 @@ def test_row_and_line_of_lesson_8_give_sample_an_order_and_a_schedule_of_its_own
     command = command.replace("weights/shakespeare", str(ROOT / "weights/shakespeare"))
     assert own.main(shlex.split(command)) == 0
 
-    masks = [line.count("█") for line in capsys.readouterr().err.splitlines() if "█" in line]
+    frames = [line for line in capsys.readouterr().err.splitlines() if "█" in line]
+    masks = [line.count("█") for line in frames]
     expected = [line.count("█") for line in shown.splitlines() if "█" in line]
     assert masks[: len(expected)] == expected == [48, 47, 46, 44]
+    assert not [line for line in frames if "█" in line.lstrip("█")], "the masks are on the left"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -306,7 +306,7 @@ def write_patterns(folder, config):
     """Write a folder of ids with 100,000 patterns of config.block_size; nine tenths train."""
     length, _ = kind = (config.block_size, parse_periods(config.periods))
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
-        for i, rows in enumerate(stream_patterns(100_000, 0, *kind)):  # 1,000 at a time
+        for i, rows in enumerate(stream_patterns(100_000, 0, *kind, size=1000)):
             (train if i < 90 else val).write(rows)
     meta = dict(source="patterns", dtype="uint8", characters=[90_000 * length, 10_000 * length])
     meta |= dict(entropy=patterns_entropy(*kind), aligned=length)
@@ -385,11 +385,12 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
     if tokenizer.end_id is None and n < T:
         what = f"{name} has {n} tokens, fewer than --block_size={T}"
         raise UserError(f"{what}; give more text or a smaller block")
-    length = meta.get("aligned", T)  # of a pattern; True: 64, as all of them once had
-    length = 64 if length is True else length
+    length = meta.get("aligned", T)  # of a pattern; True: of 64, if that is the entropy
+    if length is True:
+        length = 64 if meta.get("entropy") == patterns_entropy() else T
     if length != T:
-        what = f"{folder} has patterns of {length} tokens, which --block_size={T} cuts"
-        raise UserError(f"{what}; give --block_size={length}")
+        what = f"{folder} has patterns of {length} tokens, which windows of {T} would cut"
+        raise UserError(f"{what}; give other data, or train with --block_size={length}")
     if smallest < 0 or max(highs) >= V:
         advice = "check tokenizer.json, --vocab_size or --bin_dtype"
         raise UserError(f"{folder} has ids {smallest} to {max(highs)}, but V is {V}; {advice}")
@@ -451,7 +452,8 @@ def read_meta(path):
     counts = isinstance(characters, list) and [type(n) for n in characters] == [int, int]
     counts = counts and all(0 <= n < 1 << 60 for n in characters)
     known = dtype in DTYPES
-    lengths = type(meta.get("aligned", 64)) in (int, bool)
+    length = meta.get("aligned", True)
+    lengths = length is True or (type(length) is int and length > 0)
     valid = type(entropy) is float and math.isfinite(entropy)
     if not (counts and known and lengths and valid):
         accepted = f"dtype is one of {', '.join(DTYPES)}"

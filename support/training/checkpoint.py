@@ -128,6 +128,10 @@ def verify(folder):
             raise ValueError(f"manifest.json has {what}, not version 1 of 'mdlm'")
         for name in sorted({*MODEL_FILES, *manifest["files"]}):
             wanted = manifest["files"][name]
+            if name in ("", ".", "..") or re.search(
+                r"[/\\:\0]", name
+            ):  # never beside the checkpoint
+                raise ValueError(f"manifest.json has {shown(repr(name))}, which is no file's name")
             if not isinstance(wanted, dict):
                 raise ValueError(f"manifest.json has no size and checksum of {shown(repr(name))}")
             size = (folder / name).stat().st_size
@@ -411,7 +415,8 @@ def without_state(folder, dtype, exact):
     dtype: the torch.dtype of the weights in the file. exact: names of tensors that keep theirs.
     """
     manifest = files.read_json(folder / "manifest.json", "manifest")
-    names = [name for name in manifest["files"] if not re.match(r"state[-.]", name)]
+    state = re.compile(r"state\.json|state(-\d+-of-\d+)?\.safetensors")
+    names = [name for name in manifest["files"] if not state.fullmatch(name)]
     contents = {name: (folder / name).read_bytes() for name in names}
     tensors = from_safetensors(contents["model.safetensors"])
     if any(t.dtype != dtype for name, t in tensors.items() if name_now(name) not in exact):

@@ -121,10 +121,12 @@ def holds_run(out):
 def find_to_resume(out):
     """The checkpoint that --resume continues; UserError if there is none."""
     check_cut_off(out)
-    if ownership.is_checkpoint(out):
-        run = Path(os.path.abspath(out)).parent
-        fix = f"give its run, --out_dir={run}, or a new --out_dir and --init_from={out}"
-        raise UserError(f"--out_dir={out} is a checkpoint, in which no run continues; {fix}")
+    real = Path(os.path.realpath(out))
+    if ownership.is_checkpoint(real):
+        run = real.parent
+        fix = f"its run, --out_dir={run}, or " if ownership.is_run(run) else ""
+        what = f"--out_dir={out} is a checkpoint, in which no run continues"
+        raise UserError(f"{what}; give {fix}a new --out_dir and --init_from={out}")
     return checkpoint.find_checkpoint(out)
 
 

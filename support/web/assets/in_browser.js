@@ -165,6 +165,7 @@ const source = {
     worker.addEventListener("message", translate);
     worker.addEventListener("error", ({message}) => {
       if (!ready) return refuse();
+      source.stop(++request);
       receive({error: `The model's worker failed (${message || "no reason is given"}); try again, or reload the page.`});
     });
     const place = new URL("./", document.baseURI).href;

@@ -355,7 +355,6 @@ def main(argv):
         contents = without_state(folder, getattr(torch, weights), objective.buffers())
         program = f"{environment.python_command()} sample.py"
         hint = f"{program} --out_dir={environment.quote(options.dest)} reads it"
-        hint += " (with --trust_remote_code)" if trusted else ""
     elif is_page:
         contents = live_page.contents_of(*loaded, weights, sample.unmask)
         serve = f"{environment.python_command()} -m http.server"

@@ -370,7 +370,10 @@ def test_exported_checkpoint_has_no_state_and_is_fine_tuned(short_run, tmp_path)
     ]
     assert score[0] == score[1]
     given = tiny_flags(
-        f"--init_from={small}", f"--data={short_run / 'data'}", f"--out_dir={tmp_path / 'new'}"
+        "--max_steps=2",
+        f"--init_from={small}",
+        f"--data={short_run / 'data'}",
+        f"--out_dir={tmp_path / 'new'}",
     )
     assert run_mdlm(*given) == 0
     damaged = bytearray((small / "model.safetensors").read_bytes())

@@ -29,6 +29,7 @@ import mdlm
 from support import comparing, numerics, outputs, plots
 from support.data import sources, texts
 from support.devices import pick_device
+from support.ensemble import read_newest
 from support.errors import UserError
 from support.files import naming, to_json
 from support.flags import MAKES, READS, WRITES, opt
@@ -36,7 +37,7 @@ from support.infill.calls import checked, group_size, to_context
 from support.infill.likelihood import chain_rule
 from support.ownership import PICTURES
 from support.training import scores
-from support.training.checkpoint import SHIPPED, default_run, read_newest, read_state
+from support.training.checkpoint import SHIPPED, default_run, read_state
 from support.web import viewer
 
 EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on without a network
@@ -45,7 +46,12 @@ EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on 
 @dataclasses.dataclass
 class Options:
     # What to evaluate
-    out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
+    out_dir: str = opt(
+        "",
+        "run or checkpoint folder, or several, A,B: the mean of what they predict (default: out, "
+        "else weights/)",
+        path=READS,
+    )
     data: str = opt(
         "",
         "text, of which the last tenth is scored, or a folder (default: what the run learned)",
@@ -306,7 +312,8 @@ def evaluation(options):
     device = pick_device(options.device)
     trusted = options.trust_remote_code
     read = partial(mdlm.load, device=device, whole=options.whole, trust_remote_code=trusted)
-    folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
+    folders, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
+    folder = folders[0]
     if options.whole and not config.infill_share:
         raise UserError(
             f"--whole is for models of mdlm.py --infill_share, not {folder}; leave it out"
@@ -317,10 +324,10 @@ def evaluation(options):
         flags.check_effects(["passes"], [("passes", not is_exact, why)])
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
-    scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
+    scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
     if options.temperature != 1:
         model.register_forward_hook(lambda _, args, logits: logits / options.temperature)
-    r = dict(checkpoint=str(folder), temperature=options.temperature, data=source)
+    r = dict(checkpoint=",".join(map(str, folders)), temperature=options.temperature, data=source)
     if source == str(EXCERPT) and not options.data:
         r["in_place_of"] = config.data
     r |= dict(objective=config.objective, block_size=config.block_size)
@@ -382,20 +389,22 @@ def show_text(options):
     device = pick_device(options.device)
     trusted = options.trust_remote_code
     read = partial(mdlm.load, device=device, whole=True, trust_remote_code=trusted)
-    folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
+    folders, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
+    folder = folders[0]
     if not shows_gaps(model):
         raise UserError(f"--text is for models that fill gaps, and {folder} does not; leave it out")
     ids = tokenizer.encode_lossless(options.text)
     n = len(ids)
     if not 0 < n <= config.block_size:
         raise UserError(f"--text has {n} tokens; give 1 to {config.block_size}")
-    scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
+    scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
     x0 = to_context(model, torch.tensor([ids], device=device))  # (1, T)
     is_text = torch.arange(x0.shape[1], device=device)[None] < n
     tokens = predict(model, tokenizer, x0, n, is_text, options.rate)
     settings = dict(batch_size=group_size(model, device), scored=is_text.expand(DRAWS, -1))
     r = mdlm.evaluate(model, x0.expand(DRAWS, -1), **settings)
-    r = dict(checkpoint=str(folder), tokens=tokens, ce=r["ce"], accuracy=r["accuracy"])
+    shown = ",".join(map(str, folders))
+    r = dict(checkpoint=shown, tokens=tokens, ce=r["ce"], accuracy=r["accuracy"])
     return r, text_report(r), None, {"predictions.png": partial(plots.plot_predictions, tokens)}
 
 

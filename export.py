@@ -37,7 +37,7 @@ from support import files, lora, outputs, plots
 from support.data import tokenizer_json
 from support.data.seams import guarded
 from support.errors import UserError
-from support.flags import READS, WRITES, opt
+from support.flags import READS, WRITES, names_of, opt
 from support.kernels import reference
 from support.pretrained import CAUSAL, NEVER_DRAWN
 from support.training import runs, scores
@@ -338,6 +338,9 @@ def main(argv):
     if weights not in accepted:
         what = f"--weights={weights} is not for --to={options.to}"
         raise UserError(f"{what}; give {' or '.join(accepted)}")
+    if len(names_of(options.out_dir)) > 1:
+        what = f"--out_dir={options.out_dir} names several networks"
+        raise UserError(f"{what}, and an export has one; give one")
     dest = Path(options.dest)
     outputs.check_new_folder("dest", options.dest)
     trusted = options.trust_remote_code
@@ -364,7 +367,7 @@ def main(argv):
         contents = of_kind(folder, *loaded, options)
         hint = "load it as its README.md says"
     _, tokenizer, config = loaded
-    scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
+    scores.introduce([folder], config, tokenizer.vocab_size, options.out_dir)
     with files.naming(dest), files.new_folder(dest.parent) as tmp:
         for name, content in contents.items():
             files.write_synced(tmp / name, content)

@@ -30,7 +30,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import variants
-from support import devices, files, kernels, numerics, plots, pretrained, ranks, signals
+from support import devices, ensemble, files, kernels, numerics, plots, pretrained, ranks, signals
 from support.arguments import check_evaluation, check_reversing, to_view, truth
 from support.data import sources, texts
 from support.data.ids import DTYPES
@@ -886,13 +886,15 @@ def select_kernels(name, device, config, dtype=torch.float32):
 
 
 def load(
-    path: str | Path = "out",
+    path: str | Path | list = "out",
     device: str | torch.device = "cpu",
     kernel: str = "auto",
     whole: bool = False,
     trust_remote_code: bool = False,
 ) -> tuple[Model, Tokenizer, Config]:
     """(model, tokenizer, config) of a checkpoint or a run (its latest one), ready to predict.
+
+    Of several, a list of folders or "A,B", the model predicts the mean of their probabilities.
 
     Weights are float32: the averaged ones, with --ema. kernel: auto, triton or torch. whole:
     load a model of blocks that was trained with --infill_share as one without blocks, which sees
@@ -904,7 +906,7 @@ def load(
     trusted = truth("trust_remote_code", trust_remote_code)
     device = devices.pick_device(str(device))
     read = functools.partial(load_from, device=device, kernel=kernel, whole=whole, trusted=trusted)
-    return checkpoint.read_newest(path, read)[1]
+    return ensemble.read_newest(path, read)[1]
 
 
 def read_config(folder):

@@ -35,8 +35,9 @@ from studies import word_statistics
 from support import arguments, outputs
 from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.devices import pick_device
+from support.ensemble import read_newest
 from support.errors import NoEffect, UserError
-from support.flags import READS, WRITES, opt
+from support.flags import READS, WRITES, names_of, opt
 from support.infill import adaptive, constraint, effects, fixing, proofreading, templates
 from support.infill.calls import Memo, call_size, end_documents, group_size, groups, predict
 from support.infill.constraint import ConstrainedGap, ask_ahead, draw_matching
@@ -64,7 +65,7 @@ from support.infill.templates import (
 from support.kernels.reference import philox_words
 from support.numerics import draw, reversed_bits, top2_margin, topk_mask
 from support.training import scores
-from support.training.checkpoint import default_run, find_checkpoint, read_newest
+from support.training.checkpoint import default_run, find_checkpoint
 from support.web import viewer
 
 DOUBT_PER_CALL = (
@@ -158,7 +159,12 @@ class SamplerSettings:
 @dataclass
 class TextFlags:
     # What to write
-    out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
+    out_dir: str = opt(
+        "",
+        "run or checkpoint folder, or several, A,B: the mean of what they predict (default: out, "
+        "else weights/)",
+        path=READS,
+    )
     prompt: str = opt("", "beginning of the text, which stays as it is", text=True)
     infill: str = opt(
         "", "text with gaps: each █ is a token to fill, [___] a gap of any length (-: stdin)"
@@ -891,7 +897,8 @@ def place_text(given):
         raise UserError(f"{text!r} is a file or folder; {fix}")
     gap = templates.GAP
     if "_" in text and not gap.search(text):  # a gap if the model's vocabulary has no _
-        folder = find_checkpoint(default_run(given.get("out_dir", "")))
+        name = names_of(default_run(given.get("out_dir", "")))[0]
+        folder = find_checkpoint(name)
         gap = templates.gap_pattern(tokenizer_from_json(folder / "tokenizer.json"))
     is_template = text == "-" or gap.search(text)
     return given | {"infill" if is_template else "prompt": text}
@@ -927,12 +934,12 @@ def check(options, given):
 
 
 def load(options, given):
-    """(model, tokenizer, config, folder, options) of --out_dir, of out/ or of weights/."""
+    """(model, tokenizer, config, folders, options) of --out_dir, of out/ or of weights/."""
     device = pick_device(options.device)
     gaps = bool(options.infill or options.batch or options.fix)
     trusted = options.trust_remote_code
     read = partial(mdlm.load, device=device, whole=gaps, trust_remote_code=trusted)
-    folder, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
+    folders, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if config.prompt_column and not (options.prompt or options.fix):
         raise UserError("this model learned to answer prompts; give --prompt, no template")
     if config.objective == "ar":
@@ -943,7 +950,7 @@ def load(options, given):
     if config.prompt_column and options.length > L:
         fix = f"give at most {L}, or leave it out"
         raise UserError(f"--length={options.length} is more than prompt and answer may have; {fix}")
-    return model, tokenizer, config, folder, replace(options, device=str(device))
+    return model, tokenizer, config, folders, replace(options, device=str(device))
 
 
 def tasks(model, tokenizer, todo, rows, options):
@@ -1124,10 +1131,10 @@ def main(argv):
     given = place_text(flags.parse_flags(Options, argv, __doc__, free="text"))
     options = Options(**given)
     check(options, given)
-    model, tokenizer, config, folder, options = load(options, given)
+    model, tokenizer, config, folders, options = load(options, given)
     if options.fix:
         reader = proofreading.Proofreader(model, tokenizer, options.caution)
-        scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
+        scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
         fixing.fix_file(options, reader)
         return 0
     variants = word_statistics.variants(options, given, SETTINGS, partial(resolve, model=model))
@@ -1153,7 +1160,7 @@ def main(argv):
     to_stdout = options.json == "-" or (options.batch and not options.json)
     if to_stdout:
         sys.stdout.reconfigure(encoding="utf-8")  # JSON's, whatever the locale's is
-    scores.introduce(folder, config, tokenizer.vocab_size, options.out_dir)
+    scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
     pages = []
     target = contextlib.nullcontext(sys.stdout)
     if not to_stdout:
@@ -1161,7 +1168,7 @@ def main(argv):
     with target as lines:
         if variants:
             [(template, segments)] = todo
-            training = word_statistics.training_text(folder, tokenizer, config)
+            training = word_statistics.training_text(folders[0], tokenizer, config)
             statistics = word_statistics.WordStatistics(training)
             fill = partial(sampled, model, tokenizer, segments, template=template is not None)
             n = to_ids(segments, tokenizer, model.mask_id).count(model.mask_id)

@@ -33,8 +33,9 @@ import mdlm
 import sample
 from support import environment
 from support.devices import pick_device
+from support.ensemble import read_newest
 from support.errors import UserError
-from support.flags import READS, opt
+from support.flags import READS, names_of, opt
 from support.infill import constraint, templates
 from support.infill.calls import end_documents, groups
 from support.infill.constraint import ConstrainedGap, pattern_of_choices
@@ -44,7 +45,7 @@ from support.infill.templates import encode_segments, joined, of_prompt, parse, 
 from support.serving import app, completions, engine
 from support.serving.completions import Invalid, Text
 from support.training import scores
-from support.training.checkpoint import default_run, read_newest
+from support.training.checkpoint import default_run
 from support.web.served_page import page
 from support.web.viewer import HtmlRecorder
 
@@ -58,7 +59,12 @@ HEADER_BYTES = 1 << 15
 @dataclass
 class Options:
     # What is served, and where
-    out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
+    out_dir: str = opt(
+        "",
+        "run or checkpoint folder, or several, A,B: the mean of what they predict (default: out, "
+        "else weights/)",
+        path=READS,
+    )
     host: str = opt("127.0.0.1", "address to listen on; beyond this machine it needs --api_key")
     port: int = opt(8000, "port to listen on (0: any that is free)", bounds=(0, 65535))
     api_key: str = opt("", f"key that clients must send (default: the variable {KEY}, if set)")
@@ -444,19 +450,19 @@ def origins(options):
 
 
 def load(options):
-    """(Writer, name, folder, config, device)"""
+    """(Writer, name, folders, config, device)"""
     device = pick_device(options.device)
     run = default_run(options.out_dir)
     read = partial(mdlm.load, device=device, trust_remote_code=options.trust_remote_code)
-    folder, (model, tokenizer, config) = read_newest(run, read)
+    folders, (model, tokenizer, config) = read_newest(run, read)
     filler = model
     if config.infill_share:  # learned to fill gaps too, by another View
-        filler = mdlm.load_from(folder, device, "auto", True)[0]
+        filler = mdlm.load_from(folders[0], device, "auto", True)[0]
         for name, p in model.named_parameters():  # the same numbers, once
             owner, _, key = name.rpartition(".")
             setattr(filler.get_submodule(owner), key, p)
-    name = Path(run).resolve().name
-    return Writer(model, filler, tokenizer, options.max_prompt), name, folder, config, device
+    name = ",".join(Path(part).resolve().name for part in names_of(run))
+    return Writer(model, filler, tokenizer, options.max_prompt), name, folders, config, device
 
 
 def listen(options):
@@ -600,13 +606,13 @@ def main(argv):
     for package in ("starlette", "uvicorn", "greenlet"):
         environment.optional(package, "serve.py")
     sock = listen(options)
-    writer, name, folder, config, device = load(options)
-    scores.introduce(folder, config, writer.tokenizer.vocab_size, options.out_dir)
+    writer, name, folders, config, device = load(options)
+    scores.introduce(folders, config, writer.tokenizer.vocab_size, options.out_dir)
     bounds = completions.Bounds(
         options.max_prompts, options.max_n, options.max_tokens, options.max_gap
     )
     computes = engine.Engine(device, options.max_active, options.max_waiting)
-    created = int((folder / "config.json").stat().st_mtime)
+    created = int((folders[0] / "config.json").stat().st_mtime)
     server = app.Server(computes, writer.write, writer.count, name, created, bounds)
     server.host = options.host
     server.api_key = options.api_key

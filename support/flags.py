@@ -231,6 +231,18 @@ def at_home(path):
     return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path
 
 
+def names_of(path):
+    """The paths that A,B or a list names; a path that exists is one, commas or not."""
+    if isinstance(path, (list, tuple)):
+        if not path:
+            raise UserError("an empty list names no run; give the folder of a run or a checkpoint")
+        return list(path)
+    is_path = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str)
+    if not is_path or "," not in os.fspath(path) or os.path.lexists(at_home(os.fspath(path))):
+        return [path]
+    return os.fspath(path).split(",")
+
+
 def check_path(name, path):
     """Raise UserError if no file can have the path that `name` gives, as it is too long."""
     try:

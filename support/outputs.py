@@ -21,7 +21,7 @@ from support.files import (
     write_all,
     write_atomically,
 )
-from support.flags import READS, WRITES, check_path
+from support.flags import READS, WRITES, check_path, names_of
 from support.ownership import LOCK, PICTURES, STEP, is_run
 from support.terminal import has_stdout
 
@@ -134,15 +134,15 @@ def check(flag, path, read=None, written=None, own=()):
         return
     check_path(shown(flag), path)
     what = f"{shown(flag)}={path}"
-    read = {other: name for other, name in (read or {}).items() if name not in ("", "-")}
-    written = {other: name for other, name in (written or {}).items() if name not in ("", "-")}
+    read = [(other, name) for other, names in (read or {}).items() for name in names_of(names)]
+    others = [*read, *(written or {}).items()]
     # 1. Another flag names the same file.
-    for other, name in (read | written).items():
-        if is_same(name, path):
+    for other, name in others:
+        if name not in ("", "-") and is_same(name, path):
             both = f"{shown(other)} and {shown(flag)}"
             raise UserError(f"{both} name the same file, {path}; give two files")
     # 2. The file is in a folder that is read, or among the data that a run in it was trained on.
-    for other, name in read.items():
+    for other, name in read:
         if os.path.isdir(name) and is_read_with(name, path):
             raise UserError(f"{what} would change {shown(other)}={name}, which is read; {FIX}")
         for text in learned_in(name) if os.path.isdir(name) else ():

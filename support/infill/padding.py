@@ -11,6 +11,7 @@ import copy
 import torch
 import torch.nn as nn
 
+from support.ensemble import Ensemble
 from support.infill.merging import pad_rows
 
 
@@ -50,6 +51,8 @@ def compute_once(model):
     """
     if not isinstance(model, nn.Module) or model.training or torch.is_grad_enabled():
         return model
+    if isinstance(model, Ensemble):
+        return model.replaced(compute_once)
     if model.config.network:  # all of its layers attend
         return model
     attends = [layer.qkv is not None for layer in model.layers[:-1]]

@@ -118,8 +118,16 @@ def described(folder, config, vocab_size):
     return f"{shown}, {data}, {judge(score, folder, vocab_size, stopped)}"
 
 
-def introduce(folder, config, vocab_size, out_dir):
-    """Say on stderr which model a program uses, in one line; out_dir: the one asked for, or ""."""
+def introduce(folders, config, vocab_size, out_dir):
+    """Say on stderr which model a program uses, in one line; out_dir: the one asked for, or "".
+
+    folders: those of its checkpoints, one for each network of an Ensemble
+    """
+    if len(folders) > 1:
+        networks = (described(folder, config, vocab_size) for folder in folders)
+        warn(f"the mean of {len(folders)} networks: {'; '.join(networks)}")
+        return
+    folder = folders[0]
     line = described(folder, config, vocab_size)
     is_shipped = False
     with contextlib.suppress(OSError):  # a run that trains may have removed it since it was read

@@ -497,6 +497,15 @@ ADVICE["comparing.py"] = [
     ),
 ]
 
+ADVICE["ensemble.py"] = [
+    (
+        "networks that predict together are trained on one text with one of each; give such runs",
+        "eval --out_dir={run},{words}",
+        "eval --out_dir={run},{run}",
+    ),
+    ("{}; give it alone", "sample --out_dir={blocks},{blocks}", "sample --out_dir={blocks}"),
+]
+
 ADVICE["eval.py"] = [
     (
         "give runs alone, or files of --json alone",
@@ -570,6 +579,11 @@ ADVICE["eval.py"] = [
 ]
 
 ADVICE["export.py"] = [
+    (
+        "{}, and an export has one; give one",
+        "export --out_dir={run},{run} --dest={tmp}/e",
+        "export --out_dir={run} --dest={tmp}/e",
+    ),
     (
         "--to=page is for networks of mdlm.py; give --to=hf for those of others",
         FollowedIn("test_page_of_a_network_of_others_is_refused"),
@@ -1120,6 +1134,12 @@ ADVICE["cli.py"] = [
 ]
 
 ADVICE["flags.py"] = [
+    (
+        "an empty list names no run; give the folder of a run or a checkpoint",
+        lambda at: mdlm.load([]),
+        lambda at: mdlm.load([at.run]),
+        lambda at: mdlm.load([f"{at.run}/step-4"]),
+    ),
     (
         "{}={} is not accepted; give {} + a whole number such as 4",
         "mdlm --n_layer=two",

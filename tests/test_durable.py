@@ -562,7 +562,7 @@ def test_checkpoint_removed_after_it_was_read_is_described(run, capsys):
     folder = run / "step-4"
     config = mdlm.load(folder)[2]
     shutil.rmtree(folder)
-    scores.introduce(folder, config, 50, str(run))
+    scores.introduce([folder], config, 50, str(run))
     assert "step-4" in capsys.readouterr().err
     given = sample.place_text(dict(text="b_", out_dir=str(run)))
     assert given["out_dir"] == str(run), "not the checkpoint that is now the newest"

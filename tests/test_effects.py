@@ -22,7 +22,7 @@ import export
 import mdlm
 import sample
 from studies import frontier
-from support import cli
+from support import cli, ensemble
 from support.errors import NoEffect
 from support.infill.calls import to_context
 from support.training import checkpoint, runs
@@ -95,7 +95,7 @@ def tried(kinds, monkeypatch, tmp_path, capfd):
     def read_once(path, read):
         key = (path, str(read.keywords))
         if key not in loaded:
-            loaded[key] = checkpoint.read_newest(path, read)
+            loaded[key] = ensemble.read_newest(path, read)
         return loaded[key]
 
     monkeypatch.setattr(sample, "read_newest", read_once)

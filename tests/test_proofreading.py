@@ -411,7 +411,7 @@ def proofread(monkeypatch, tmp_path, capfdbinary):
     """A function: flags -> (exit code, standard output, standard error) of sample.py."""
     model, tokenizer = alphabet()
     monkeypatch.chdir(tmp_path)
-    loaded = (tmp_path, (model, tokenizer, model.config))
+    loaded = ([tmp_path], (model, tokenizer, model.config))
     monkeypatch.setattr(sample, "read_newest", lambda *_: loaded)
     monkeypatch.setattr(sample.scores, "introduce", lambda *_: None)
     monkeypatch.setattr(sample, "default_run", lambda out: out)

@@ -1,0 +1,179 @@
+"""Several networks, --out_dir=A,B, predict the mean of their probabilities, in every program."""
+
+import itertools
+import json
+import shutil
+
+import pytest
+import torch
+from test_sample import save_model
+
+import eval
+import export
+import mdlm
+import sample
+from support import cli
+from support.data.tokenizer import Tokenizer
+from support.ensemble import Ensemble
+from support.errors import UserError
+from support.infill.likelihood import chain_rule
+from support.infill.padding import compute_once
+
+LETTERS = Tokenizer("char", [*"abcde"])
+TEXT = "abcadbcaeabcddcbaabceabcdabcadbca" * 12
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folders of two networks of different sizes."""
+    folder = tmp_path_factory.mktemp("runs")
+    small = save_model(folder / "small", LETTERS)
+    return small, save_model(folder / "large", LETTERS, n_layer=2, n_embd=64, attention_every=2)
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "letters.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def named(runs):
+    return ",".join(map(str, runs))
+
+
+def evaluated(capsys, out_dir, *flags):
+    """What eval.py --json says."""
+    args = [f"--out_dir={out_dir}", "--pictures=none", "--json=-", *map(str, flags)]
+    assert cli.run(eval.main, args) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_probabilities_are_the_mean(runs):
+    both = mdlm.load(runs)[0]
+    x = torch.randint(6, (3, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        mean = sum(mdlm.load(run)[0](x).softmax(-1) for run in runs) / 2
+        torch.testing.assert_close(both(x).exp(), mean, rtol=1e-5, atol=1e-6)
+        rows = torch.tensor([5, 40])  # and at chosen rows
+        torch.testing.assert_close(both(x, rows=rows).exp(), mean.flatten(0, 1)[rows])
+        quick = compute_once(both.eval())
+        assert isinstance(quick, Ensemble) and quick is not both
+        torch.testing.assert_close(quick(x).exp(), mean, rtol=1e-5, atol=1e-6)
+
+
+def test_a_list_and_a_string_name_the_same(runs):
+    assert len(mdlm.load(named(runs))[0].networks) == 2
+    assert len(mdlm.load([str(runs[0]), runs[1], runs[0]])[0].networks) == 3
+
+
+def test_the_chain_rule_is_a_distribution(tmp_path):
+    """Over all texts of three letters the exact probabilities add up to one."""
+    tokenizer = Tokenizer("char", [*"abc"])
+    folders = [save_model(tmp_path / str(n), tokenizer, n_layer=n, block_size=3) for n in (1, 2)]
+    model = mdlm.load(folders)[0]
+    x = torch.tensor([*itertools.product(range(3), repeat=3)])
+    p = chain_rule(model, x).sum(1).exp()
+    assert p.sum().item() == pytest.approx(1, abs=1e-5)
+    alone = [chain_rule(mdlm.load(folder)[0], x).sum(1).exp() for folder in folders]
+    assert not torch.allclose(p, alone[0], atol=1e-3)
+
+
+def test_loss_is_at_most_the_mean_of_the_losses(runs, text_file, capsys):
+    """In every window, for the same masks: -log is convex."""
+    flags = (f"--data={text_file}", "--exact")
+    first, second = (evaluated(capsys, run, *flags) for run in runs)
+    both = evaluated(capsys, named(runs), *flags)
+    assert both["checkpoint"].count("step-1") == 2
+    for r in (lambda r: r["by_window"], lambda r: r["exact"]["by_window"]):
+        for a, b, mean in zip(r(first), r(second), r(both), strict=True):
+            assert mean <= (a + b) / 2 + 1e-6
+    assert both["nelbo"] < (first["nelbo"] + second["nelbo"]) / 2 - 1e-3
+
+
+def test_one_network_twice_is_that_network(runs, text_file, capsys):
+    one = evaluated(capsys, runs[0], f"--data={text_file}")
+    two = evaluated(capsys, named([runs[0], runs[0]]), f"--data={text_file}")
+    assert two["nelbo"] == pytest.approx(one["nelbo"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "task", ["--infill=abc███dab", "--infill=ab[___]cd", "--prompt=abc", "--fix"]
+)
+def test_sample_writes_with_all(runs, tmp_path, task, capsys):
+    if task == "--fix":
+        (tmp_path / "letters.txt").write_text(TEXT[:30])
+        task = f"--fix={tmp_path / 'letters.txt'}"
+        flags = [f"--output={tmp_path / 'out.txt'}"]
+    else:
+        flags = ["--json=-", "--seed=1"]
+    assert cli.run(sample.main, [f"--out_dir={named(runs)}", task, *flags]) == 0
+    captured = capsys.readouterr()
+    assert "the mean of 2 networks: " in captured.err
+    if "--json=-" in flags:
+        text = json.loads(captured.out.splitlines()[0])["text"]
+        assert set(text) <= set("abcde") and text[:2] == "ab"
+
+
+def test_sample_is_what_python_callers_get(runs, capsys):
+    args = [f"--out_dir={named(runs)}", "--prompt=abc", "--length=12", "--json=-"]
+    args += ["--seed=3"]
+    assert cli.run(sample.main, args) == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    model, tokenizer, _ = mdlm.load(runs)
+    assert sample.write(model, tokenizer, "abc", length=12, seed=3) == [text]
+
+
+def refused(out_dir, main=eval.main, *flags):
+    """The sentence with which a program refuses --out_dir."""
+    assert cli.run(main, [f"--out_dir={out_dir}", *flags]) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (dict(tokenizer=Tokenizer("char", [*"abcdf"])), "two vocabularies"),
+        (dict(block_size=16), "two values of --block_size, 32 and 16"),
+        (dict(objective="ar"), "two values of --objective, mdlm and ar"),
+        (dict(time_conditioning=True), "two values of --time_conditioning"),
+        (dict(block_length=4, document_length="predicted"), "writes block by block"),
+    ],
+)
+def test_networks_that_do_not_fit_are_refused(runs, tmp_path, settings, says, capsys):
+    settings = dict(settings)
+    other = save_model(tmp_path / "other", settings.pop("tokenizer", LETTERS), **settings)
+    refused(named([runs[0], other]))
+    error = capsys.readouterr().err
+    assert says in error and str(other) in error and error.count("\n") == 1
+    with pytest.raises(UserError, match=says):
+        mdlm.load([runs[0], other])
+
+
+def test_names_that_are_wrong_are_refused(runs, tmp_path, capsys):
+    refused(f"{runs[0]},")
+    assert "is empty" in capsys.readouterr().err
+    refused(f"{runs[0]},{tmp_path / 'missing'}")
+    assert f"{tmp_path / 'missing'} holds no intact checkpoint" in capsys.readouterr().err
+    with pytest.raises(UserError, match="an empty list names no run"):
+        mdlm.load([])
+
+
+def test_a_folder_with_a_comma_is_one(runs, tmp_path):
+    folder = shutil.copytree(runs[0], tmp_path / "a,b")
+    assert not isinstance(mdlm.load(folder)[0], Ensemble)
+    assert not isinstance(mdlm.load(str(folder))[0], Ensemble)
+
+
+def test_nothing_is_written_over_a_run_that_is_read(runs, capsys):
+    """Also of the second one."""
+    target = str(runs[1] / "step-1" / "model.safetensors")
+    before = open(target, "rb").read()
+    refused(named(runs), eval.main, f"--json={target}")
+    assert open(target, "rb").read() == before
+    assert "--json" in capsys.readouterr().err
+
+
+def test_export_takes_one(runs, tmp_path, capsys):
+    refused(named(runs), export.main, f"--dest={tmp_path / 'export'}")
+    error = capsys.readouterr().err
+    assert "names several networks" in error and not (tmp_path / "export").exists()

@@ -465,7 +465,8 @@ def race_steps(config, folder, device, table, options):
                 stopped = e
                 break
         calls = {name: step for name, (run, step, peak_mb) in ready.items()}
-        raced = race(calls, device, 0.2 if stopped else options.seconds)
+        # At least 0.1 s at once: training does not wait for the GPU after each step either.
+        raced = race(calls, device, 0.2 if stopped else options.seconds, shortest=0.1)
         base = base or raced.get(f"--kernels=torch, {execution}", [None])[0]
         for name, (t, spread) in raced.items():
             run, _, peak_mb = ready[name]
@@ -516,7 +517,7 @@ def bench_profile(options, device, table):
         step = partial(next, steps_of(run))
         for _ in range(12):
             step()
-        _, (seconds, _) = race(dict(step=step), device, options.seconds).popitem()
+        _, (seconds, _) = race(dict(step=step), device, options.seconds, shortest=0.1).popitem()
         n = 5
         with torch.profiler.profile() as profiler:
             for _ in range(n):

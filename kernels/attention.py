@@ -40,7 +40,7 @@ from .launch import LOG2E, jit, launch, register, runs_on, tl, triton
 from .reference import MAX_T, attention_ref
 
 HEAD_DIMS = (32, 64)
-MAX_OURS = 1024  # T up to which a layer is faster with these than with cuDNN (results/h200.md)
+MAX_OURS = 1024  # T up to which a layer is faster with these than with cuDNN (results/hopper.md)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS = torch.finfo(torch.float32).eps  # that of F.rms_norm, which computes in float32
 
@@ -321,7 +321,7 @@ def prepare_kernel(
 def tiles(kernel, dtype, D, T=0, has_spans=False):
     """Return (TILE_M, TILE_N, warps, stages) of a kernel.
 
-    In 16 bits: the fastest on an H200 (results/h200.md). No registers spill on sm_80, 90 and 100.
+    In 16 bits: the fastest on an H200 (results/hopper.md). No registers spill on sm_80, 90 and 100.
     """
     is_dkdv = kernel is attention_dkdv_kernel
     if dtype == torch.float32:  # exact products, which do not use tensor cores

@@ -188,7 +188,7 @@ def norm_conv_backward_kernel(
 
 # ---- Launches
 def row_config(C, backward=False):
-    """Return TILE and num_warps for rows of C: the fastest without spills (results/h200.md)."""
+    """Return TILE and num_warps for rows of C: the fastest without spills (results/hopper.md)."""
     tile = max(512, triton.next_power_of_2(C))
     if backward or tile > 1024:
         return dict(TILE=tile, num_warps=max(4, tile // 256))

@@ -9,7 +9,7 @@ gives a chunk's logits, a kernel replaces them by dz in place, and two more prod
 So the gradients are computed in the forward pass (as in Liger, 2410.10989, and Wijmans et al.,
 2411.09009), and backward only multiplies them by the incoming gradient of the loss, a scalar.
 Small vocabularies are processed in the same way: a single kernel would only save two launches
-(h200.md).
+(hopper.md).
 
 Half precision: weights are about 1 / (batch * length), too small for float16. So dz, dh and dW are
 divided by the largest weight, the `unit`, and backward multiplies by it in float32. There are no
@@ -86,7 +86,7 @@ def ce_chunk_kernel(
             tl.store(z_ptr + at, tl.zeros((TILE,), z_ptr.dtype.element_ty), mask=at < limit)
 
 
-# ---- Tile sizes: the fastest on an H200 (results/h200.md)
+# ---- Tile sizes: the fastest on an H200 (results/hopper.md)
 def row_config(V, dtype):
     """Return TILE and num_warps for rows of V logits: 16 elements per thread.
 

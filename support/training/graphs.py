@@ -1,7 +1,7 @@
 """CUDA graphs: Python launches a training step with three calls instead of hundreds.
 
 A GPU computes the kernels of a small model faster than Python launches them: with preset gpu it was
-idle for more than half of the time (results/h200.md). All shapes of a step are static, and what
+idle for more than half of the time (results/hopper.md). All shapes of a step are static, and what
 changes from step to step (learning rates, the number of the step, its texts) is in tensors. So the
 kernels can be recorded once, as graphs, and replayed: one graph for each function that run.call
 calls in a step (mdlm.py: backward, clip, update).

@@ -15,9 +15,9 @@ import mdlm
 import sample
 from studies import word_statistics
 from support import ranks
+from support.ensemble import read_newest
 from support.errors import NoEffect, UserError
 from support.numerics import standard_error
-from support.training.checkpoint import read_newest
 
 # name -> settings of sample.unmask; the first is the default
 SAMPLERS = {
@@ -70,7 +70,7 @@ def bench_sampling(options, device, table):
             continue
         trusted = options.trust_remote_code
         loaded = read_newest(path, partial(open_run, device, trusted, objective == "mdlm"))
-        folders[objective], models[objective] = loaded
+        (folders[objective], *_), models[objective] = loaded
         c = models[objective][2]
         if c.objective != objective or c.prompt_column:
             raise UserError(f"--{flag}={path} is no run of --objective={objective} on texts")

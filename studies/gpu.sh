@@ -7,9 +7,9 @@
 #   PARTS=record TEXT=my.txt bash studies/gpu.sh           # 4. the gpu preset, seeds 0, 1, 2
 #   PARTS=shards bash studies/gpu.sh                       # 5. --shard on all GPUs, or on one
 #
-# PARTS: of the first call smoke train profile minute nanogpt tiles ops alike; the others alone.
+# PARTS: of the first call smoke train profile whole nanogpt tiles ops alike; the others alone.
 # smoke: whether the kernels compute what float64 computes; if not, nothing else is run. While it
-# runs, what is timed later is compiled. minute: a run of 60 seconds on TEXT.
+# runs, what is timed later is compiled. whole: all of a training on TEXT; its log is gpu_whole.jsonl.
 # NANOGPT: a clone of github.com/karpathy/nanoGPT in which data/shakespeare_char/prepare.py has run;
 # its own train.py then says how long a step of the same size takes (16,384 tokens).
 # OUT: folder of the results (results/). LIMIT: seconds for all (580). PYTHON: the interpreter.
@@ -20,7 +20,7 @@ if [ $# -gt 0 ]; then
     echo "gpu.sh takes no arguments, but: PARTS, LIMIT, OUT, TEXT, NANOGPT, PYTHON in the environment" >&2
     exit 2
 fi
-first="smoke train profile minute nanogpt tiles ops alike"
+first="smoke train profile whole nanogpt tiles ops alike"
 PARTS=${PARTS:-$first}
 if [ -z "${PARTS// /}" ]; then
     echo "PARTS names no part; give some of: $first tests large record shards" >&2
@@ -90,7 +90,7 @@ if [[ " $PARTS " == *" smoke "* ]]; then
     quiet=(--seconds=0 --time_limit=90)
     [[ " $PARTS " == *" train "* ]] && "$python" bench.py train --preset=gpu "${quiet[@]}" >"$out/warm_train" 2>&1 &
     [[ " $PARTS " == *" tiles "* ]] && "$python" studies/tiles.py --compile >"$out/warm_tiles" 2>&1 &
-    part smoke 100 "$python" studies/smoke.py
+    part smoke 150 "$python" studies/smoke.py
     wait
     rm -f "$out"/warm_*
     if [ "$failed" != 0 ]; then
@@ -100,7 +100,8 @@ if [[ " $PARTS " == *" smoke "* ]]; then
 fi
 bench train 110 train --preset=gpu --seconds=1
 bench profile 50 profile --preset=gpu
-part minute 75 "$python" mdlm.py --preset=gpu --data="${text:-pydoc}" --time_limit=60 --out_dir=out-minute --overwrite
+part whole 130 "$python" mdlm.py --preset=gpu --data="${text:-pydoc}" --eval_interval=250 --out_dir=out-whole --overwrite
+[[ " $PARTS " == *" whole "* && -e out-whole/log.jsonl ]] && cp out-whole/log.jsonl "$out/gpu_whole.jsonl"
 # With a line of the log a step, its times are of whole steps. The last ones count: the first compile.
 [ -z "$nanogpt" ] || part nanogpt 60 env -C "$nanogpt" "$python" train.py config/train_shakespeare_char.py \
     --max_iters=200 --log_interval=1 --eval_interval=1000 --eval_iters=1 --out_dir=/tmp/nanogpt

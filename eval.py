@@ -335,7 +335,8 @@ def evaluation(options):
     r |= dict(tokenizer=zlib.crc32(tokenizer.to_json().encode()))
     with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
         r |= evaluate(model, corpus, windows, options.passes, options.exact)
-    home = folder.parent if (folder.parent / "log.jsonl").exists() else None
+    is_of_a_run = len(folders) == 1 and (folder.parent / "log.jsonl").exists()
+    home = folder.parent if is_of_a_run else None
     draw = {"loss.png": partial(plots.plot_losses, out_dirs=[home])} if home else {}
     draw["confidence.png"] = partial(plots.plot_confidence, r)
     if config.objective == "mdlm":

@@ -1,9 +1,9 @@
 """Several networks as one model, which predicts the mean of their probabilities.
 
-Networks that were trained apart make different mistakes, so the mean is better than each of them
-(results/record.md). Its loss is never above the mean of their losses, as -log is convex. A mean of
-distributions is a distribution, so its NELBO is a bound and its chain rule is exact, as for one
-network.
+Networks that were trained apart make different mistakes, so the mean is often better than each of
+them (results/record.md). Its loss is never above the mean of their losses, as -log is convex. A
+mean of distributions is a distribution, so its NELBO is a bound and its chain rule is exact, as for
+one network.
 """
 
 import copy
@@ -15,9 +15,10 @@ import torch.nn as nn
 from support.arguments import to_view
 from support.errors import UserError
 from support.flags import names_of
+from support.terminal import warn
 from support.training import checkpoint
 
-# What the networks have in common: what they are shown, and what they predict.
+# Settings that the networks have in common, because they are shown the same View.
 SHARED = ("objective", "block_size", "time_conditioning", "shift", "prompt_column")
 
 
@@ -36,6 +37,8 @@ class Ensemble(nn.Module):
         self.ops = first.ops
         self.vocab_size = first.vocab_size
         self.mask_id = first.mask_id
+        for name in first.objective.buffers():  # of which lengths texts are
+            self.register_buffer(name, getattr(first, name))
         self.register_forward_pre_hook(to_view, with_kwargs=True)  # ids in place of a View
 
     def forward(self, view):
@@ -43,8 +46,11 @@ class Ensemble(nn.Module):
 
         view: a View
         """
-        log_p = torch.stack([network(view).log_softmax(-1) for network in self.networks])
-        return log_p.logsumexp(0) - math.log(len(self.networks))
+        total = None
+        for network in self.networks:
+            log_p = network(view).log_softmax(-1)
+            total = log_p if total is None else torch.logaddexp(total, log_p)
+        return total - math.log(len(self.networks))
 
     def replaced(self, function):
         """Return a copy, hooks included, with function(network) in place of each network."""
@@ -69,17 +75,25 @@ def read_newest(path, read):
     first = loaded[0][1]
     for folder, other in loaded[1:]:
         check_alike(folders[0], first, folder, other)
+        texts = [first[2].data, other[2].data]
+        if texts[0] != texts[1]:
+            learned = f"{folders[0]} learned {texts[0]}, {folder} {texts[1]}"
+            warn(f"{learned}: if the texts differ, one may have learned what validates the other")
     model = Ensemble([model for _, (model, _, _) in loaded])
     return folders, (model.eval(), *first[1:])
 
 
 def check_alike(one, first, folder, other):
     """Raise UserError unless two loaded checkpoints can be in one Ensemble."""
-    fix = "networks that predict together are trained on one text with one of each; give such runs"
+    fix = "networks that predict together have one of each; give such runs"
     both = f"{one} and {folder} have"
-    if first[1].to_json() != other[1].to_json():
+    if first[1].to_json() != other[1].to_json() or first[0].mask_id != other[0].mask_id:
         raise UserError(f"{both} two vocabularies; {fix}")
-    for name in SHARED:
+    shared = SHARED
+    given = [model.objective.lengths_are_given for model in (first[0], other[0])]
+    if any(given):  # of their documents
+        shared += ("document_length", "pos")
+    for name in shared:
         values = [getattr(config, name) for config in (first[2], other[2])]
         if values[0] != values[1]:
             raise UserError(f"{both} two values of --{name}, {values[0]} and {values[1]}; {fix}")

@@ -240,7 +240,7 @@ def names_of(path):
     is_path = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str)
     if not is_path or "," not in os.fspath(path) or os.path.lexists(at_home(os.fspath(path))):
         return [path]
-    return os.fspath(path).split(",")
+    return [at_home(name) for name in os.fspath(path).split(",")]
 
 
 def check_path(name, path):
@@ -431,7 +431,9 @@ def parse_words(cls, argv, parser, program, free):
         check_not_empty(f"--{name}", value, fields[name].metadata["text"])
         if fields[name].metadata["path"]:
             given[name] = at_home(value)
-            check_path(f"--{name}", given[name])
+            is_read = fields[name].metadata["path"] == READS
+            for path in names_of(given[name]) if is_read else [given[name]]:
+                check_path(f"--{name}", path)
     given |= {name: fields[name].default for name in defaults}
     checked = cls(**given)
     check_fields(checked)

@@ -499,7 +499,7 @@ ADVICE["comparing.py"] = [
 
 ADVICE["ensemble.py"] = [
     (
-        "networks that predict together are trained on one text with one of each; give such runs",
+        "networks that predict together have one of each; give such runs",
         "eval --out_dir={run},{words}",
         "eval --out_dir={run},{run}",
     ),

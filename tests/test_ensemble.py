@@ -1,5 +1,6 @@
 """Several networks, --out_dir=A,B, predict the mean of their probabilities, in every program."""
 
+import hashlib
 import itertools
 import json
 import shutil
@@ -32,7 +33,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def text_file(tmp_path_factory):
+def letters_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "letters.txt"
     path.write_text(TEXT, encoding="utf-8")
     return path
@@ -79,9 +80,9 @@ def test_the_chain_rule_is_a_distribution(tmp_path):
     assert not torch.allclose(p, alone[0], atol=1e-3)
 
 
-def test_loss_is_at_most_the_mean_of_the_losses(runs, text_file, capsys):
+def test_loss_is_at_most_the_mean_of_the_losses(runs, letters_file, capsys):
     """In every window, for the same masks: -log is convex."""
-    flags = (f"--data={text_file}", "--exact")
+    flags = (f"--data={letters_file}", "--exact")
     first, second = (evaluated(capsys, run, *flags) for run in runs)
     both = evaluated(capsys, named(runs), *flags)
     assert both["checkpoint"].count("step-1") == 2
@@ -91,9 +92,9 @@ def test_loss_is_at_most_the_mean_of_the_losses(runs, text_file, capsys):
     assert both["nelbo"] < (first["nelbo"] + second["nelbo"]) / 2 - 1e-3
 
 
-def test_one_network_twice_is_that_network(runs, text_file, capsys):
-    one = evaluated(capsys, runs[0], f"--data={text_file}")
-    two = evaluated(capsys, named([runs[0], runs[0]]), f"--data={text_file}")
+def test_one_network_twice_is_that_network(runs, letters_file, capsys):
+    one = evaluated(capsys, runs[0], f"--data={letters_file}")
+    two = evaluated(capsys, named([runs[0], runs[0]]), f"--data={letters_file}")
     assert two["nelbo"] == pytest.approx(one["nelbo"], abs=1e-5)
 
 
@@ -125,7 +126,7 @@ def test_sample_is_what_python_callers_get(runs, capsys):
 
 
 def refused(out_dir, main=eval.main, *flags):
-    """The sentence with which a program refuses --out_dir."""
+    """Check that a program refuses --out_dir, or a flag with it."""
     assert cli.run(main, [f"--out_dir={out_dir}", *flags]) == 2
 
 
@@ -164,13 +165,101 @@ def test_a_folder_with_a_comma_is_one(runs, tmp_path):
     assert not isinstance(mdlm.load(str(folder))[0], Ensemble)
 
 
-def test_nothing_is_written_over_a_run_that_is_read(runs, capsys):
-    """Also of the second one."""
-    target = str(runs[1] / "step-1" / "model.safetensors")
-    before = open(target, "rb").read()
-    refused(named(runs), eval.main, f"--json={target}")
-    assert open(target, "rb").read() == before
-    assert "--json" in capsys.readouterr().err
+@pytest.mark.parametrize("home", [False, True])
+def test_nothing_is_written_over_what_the_second_learned(runs, tmp_path, monkeypatch, home, capsys):
+    """Also where its path begins with ~/, which shells leave as it is there."""
+    text = tmp_path / "learned.txt"
+    text.write_text(TEXT)
+    other = shutil.copytree(runs[0], tmp_path / "other")
+    path = other / "step-1" / "config.json"
+    settings = json.loads(path.read_text())
+    settings["config"]["data"] = str(text)
+    path.write_text(json.dumps(settings))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    refused(f"{runs[0]},{'~/other' if home else other}", eval.main, f"--json={text}")
+    assert f"which {other} learned" in capsys.readouterr().err
+    assert text.read_text() == TEXT
+
+
+def test_temperature_divides_the_logits_of_the_mean(runs, letters_file, capsys):
+    """Also in the exact likelihood, where texts are short and padding is computed once."""
+    flags = (f"--data={letters_file}", "--exact", "--windows=4")
+    cold, warm = (evaluated(capsys, named(runs), *flags, f"--temperature={t}") for t in (1, 2))
+    model, tokenizer, _ = mdlm.load(runs)
+    ids = torch.tensor(tokenizer.encode(letters_file.read_text()))
+    windows = ids[int(0.9 * len(ids)) :][:32][None]
+    assert cold["windows"] == warm["windows"] == 1
+    for r, temperature in ((cold, 1), (warm, 2)):
+        total = 0
+        for i in range(32):
+            xt = torch.where(torch.arange(32) < i, windows, model.mask_id)
+            with torch.no_grad():
+                logp = (model(xt)[0, i] / temperature).log_softmax(-1)
+            total -= logp[windows[0, i]].item()
+        assert r["exact"]["nll"] == pytest.approx(total / 32, abs=1e-4)
+
+
+def test_documents_and_learned_lengths(tmp_path, capsys):
+    tokenizer = Tokenizer("char", [*"abcd"], end=True)
+    given = [save_model(tmp_path / f"given{n}", tokenizer, n_layer=n) for n in (1, 2)]
+    learned = [
+        save_model(tmp_path / f"learned{n}", tokenizer, n_layer=n, document_length="predicted")
+        for n in (1, 2)
+    ]
+    for pair in (given, learned):
+        for task in ("--infill=ab[___]cd", "--prompt=abc"):
+            assert cli.run(sample.main, [f"--out_dir={named(pair)}", task, "--json=-"]) == 0
+            assert json.loads(capsys.readouterr().out)["text"][:2] == "ab"
+    refused(named([given[0], learned[0]]))
+    assert "two values of --document_length" in capsys.readouterr().err
+
+
+def test_autoregressive_networks(tmp_path, letters_file, capsys):
+    pair = [save_model(tmp_path / str(n), LETTERS, objective="ar", n_layer=n) for n in (1, 2)]
+    first, second = (evaluated(capsys, run, f"--data={letters_file}")["nll"] for run in pair)
+    both = evaluated(capsys, named(pair), f"--data={letters_file}")["nll"]
+    assert both <= (first + second) / 2
+    assert cli.run(sample.main, [f"--out_dir={named(pair)}", "--prompt=abc"]) == 0
+
+
+def test_texts_that_differ_are_named(runs, tmp_path, letters_file, capsys):
+    """A network may have learned what validates another."""
+    other = shutil.copytree(runs[0], tmp_path / "other")
+    path = other / "step-1" / "config.json"
+    path.write_text(path.read_text().replace('"shakespeare"', '"pydoc"'))
+    sign_config(other / "step-1")
+    mdlm.load([runs[0], other])
+    error = capsys.readouterr().err
+    assert "learned shakespeare" in error and "pydoc: if the texts differ" in error
+    evaluated(capsys, named([runs[0], other]), f"--data={letters_file}")
+    mdlm.load(runs)
+    assert "differ" not in capsys.readouterr().err
+
+
+def sign_config(folder):
+    """Make the manifest fit config.json."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    content = (folder / "config.json").read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    manifest["files"]["config.json"] = dict(size=len(content), sha256=sha256)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_pictures_of_one_run_stay(trained, tmp_path, monkeypatch):
+    """An evaluation of several networks draws into no run's folder."""
+    monkeypatch.chdir(tmp_path)
+    run = shutil.copytree(trained, tmp_path / "run")
+    before = sorted(path.name for path in run.iterdir())
+    assert cli.run(eval.main, [f"--out_dir={run},{run}", "--windows=2", "--passes=1"]) == 0
+    assert sorted(path.name for path in run.iterdir()) == before
+    flags = ["--windows=2", "--passes=1", "--pictures=drawn"]
+    assert cli.run(eval.main, [f"--out_dir={run},{run}", *flags]) == 0
+    assert "confidence.png" in {path.name for path in (tmp_path / "drawn").iterdir()}
+
+
+def test_many_names_are_no_long_path(runs):
+    assert len(mdlm.load(named(runs * 9))[0].networks) == 18
+    assert cli.run(eval.main, [f"--out_dir={named(runs * 90)}", "--text=abc", "--json=-"]) == 0
 
 
 def test_export_takes_one(runs, tmp_path, capsys):

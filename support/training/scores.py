@@ -5,6 +5,7 @@ Of an older one log.jsonl has it. Neither may be trusted: what is odd counts as 
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -124,7 +125,12 @@ def introduce(folders, config, vocab_size, out_dir):
     folders: those of its checkpoints, one for each network of an Ensemble
     """
     if len(folders) > 1:
-        networks = (described(folder, config, vocab_size) for folder in folders)
+        networks = []
+        for folder in folders:
+            settings = read_object(folder / "config.json").get("config")
+            data = settings.get("data") if isinstance(settings, dict) else None  # none in exports
+            of_folder = dataclasses.replace(config, data=str(data or config.data))
+            networks.append(described(folder, of_folder, vocab_size))
         warn(f"the mean of {len(folders)} networks: {'; '.join(networks)}")
         return
     folder = folders[0]

@@ -1073,7 +1073,8 @@ def test_ranking_has_a_total_and_a_stop(live):
         ("a[___]b [___]a", r"gap 1 of 2: \d+ of at most \d+ calls"),
     ):
         live.js(f"($('typed').value = {json.dumps(text)}, start('rank'), 1)")
-        live.wait("!$('bar').hidden && $('bar').value > 2")
+        # The bar keeps what the ranking before showed, but what it is in is hidden until the next.
+        live.wait("!$('progress').hidden && !$('bar').hidden && $('bar').value > 2")
         live.js("($('stop').click(), 1)")
         assert re.fullmatch(words, live.js("$('counted').textContent"))
         assert live.js("[$('bar').value <= $('bar').max, $('progress').hidden]") == [True, True]

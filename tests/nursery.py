@@ -1,7 +1,9 @@
 """Forked runs of mdlm.py, for the tests of faults and of ranks: faults.py forks them."""
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -99,11 +101,18 @@ def has_logged(out, step):
     return path.exists() and f'"step": {step}, ' in path.read_text()
 
 
+def free_port():
+    """A port on which nothing listens, below those that Linux gives to outgoing connections: until
+    a rank has started and listens there, one of these could take it."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+
+
 def begin_ranks(n, run, out, *flags, each=None, **more):
     """n ranks of one run, as torchrun would start them; each: more flags of every rank."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    env = dict(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **more)
+    env = dict(WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), **more)
     each = each or [[]] * n
     return [run(out, *flags, *each[r], RANK=str(r), LOCAL_RANK=str(r), **env) for r in range(n)]

@@ -666,6 +666,6 @@ def test_a_constraint_of_fifty_states_costs_little(V, most, width):
             began = time.process_time()
             list(sample.unmask(model, x, order="one_shot", seed=0, **way))
             times.append(time.process_time() - began)
-    free, bound = map(np.median, seconds)
+    free, bound = map(min, seconds)  # what other work on the machine disturbed least
     print(f"V = {V}: {bound / free:.3f} times {free * 1000:.0f} ms")
     assert bound <= most * free

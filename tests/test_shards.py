@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY, losses, read_log
-from nursery import Nursery, begin_ranks, starter
+from nursery import Nursery, begin_ranks, free_port, starter
 from safetensors.torch import load_file, save_file
 
 import mdlm
@@ -456,9 +456,7 @@ def fail(process):
 
 @pytest.mark.slow
 def test_a_node_that_comes_back_resumes(run, tmp_path, pydoc):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     flags = [*TINY, "--batch_size=24", "--eval_windows=4", "--optimizer=adamw"]
     flags += ["--max_steps=120", "--eval_interval=20", "--learning_rate=1e-3"]
     text = tmp_path / "text.txt"

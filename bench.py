@@ -48,6 +48,7 @@ from support.errors import UserError
 from support.files import naming, to_json
 from support.flags import READS, WRITES, opt
 from support.training import compiling, graphs
+from support.training.optimizers import average_to_compile, update
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.int64: 0}  # relative, of a tensor
 LATE = "not measured: the time is up"
@@ -410,19 +411,35 @@ def gradients(config, *run_args):
     return [loss] + [p.grad for p in run.model.parameters()]
 
 
+# How a step can be executed. "compiled" steps on a GPU are replayed as CUDA graphs, as in training.
+EAGER_GRAPHS = "eager, as CUDA graphs"
+EXECUTIONS = ("compiled", EAGER_GRAPHS, "compiled, without CUDA graphs", "eager")
+
+
+def set_execution(run, execution):
+    """Let a run from `start_run` execute its steps in one of EXECUTIONS."""
+    if "without" in execution:
+        run.call = mdlm.call
+    elif execution == EAGER_GRAPHS:
+        run.average = average_to_compile  # a few launches, where lerp takes one per parameter
+        run.call = graphs.Recorder(last=update).call
+
+
 def start_step(exact, kernel, config, folder, device, dtype, execution):
     """(run, call of a step, megabytes) of a contestant whose gradients are right."""
-    run_args = (folder, device, dtype, kernel, execution != "eager")
+    run_args = (folder, device, dtype, kernel, execution.startswith("compiled"))
     if exact:
         check_close(gradients(config, *run_args), exact, dtype)
     gc.collect()  # before memory is counted, return what is no longer used
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     run = start_run(config, *run_args)
-    if "without" in execution:
-        run.call = mdlm.call
+    set_execution(run, execution)
     step = partial(next, steps_of(run))
     for _ in range(graphs.WARM_UP + 2):  # compiles, makes the state of the optimizers, records
         step()
+    recorder = getattr(run.call, "__self__", None)
+    if recorder and recorder.failed:
+        raise RuntimeError("the steps cannot be recorded as CUDA graphs")
     return run, step, peak_memory(step, device, before)
 
 
@@ -431,23 +448,28 @@ def step_kernels(device):
     return ["auto", "torch"] if device.type == "cuda" else ["torch"]
 
 
-def race_steps(config, folder, device, table, options):
-    """Time the steps of a preset, PyTorch and Triton: first as one trains."""
+def race_steps(
+    config, folder, device, table, options, executions=EXECUTIONS, kernels=None, checks=True
+):
+    """Time the steps of a config, PyTorch and Triton: first as one trains.
+
+    kernels: values of --kernels (default: those of step_kernels); checks: whether gradients are
+    first compared with eager PyTorch's in float32
+    """
     dtype = devices.pick_dtype("auto", device)
     size = f"V={config.vocab_size} T={config.block_size} batch={config.batch_size}"
     where = dict(operation="training step", shape=f"{size} {str(dtype)[6:]}", what=config.preset)
     peak = devices.peak_flops(device) if dtype == torch.bfloat16 else None
     exact = None
     try:
-        if not ranks.is_late(table.until):
+        if checks and not ranks.is_late(table.until):
             exact = gradients(config, folder, device, torch.float32, "torch", False)
     except Exception as e:  # most likely no memory: the others may need less
         table.note("eager PyTorch, the yardstick of the gradients, fails: " + describe(e))
-    # Compiled steps on a GPU are CUDA graphs.
-    kernels = step_kernels(device)
+    kernels = kernels or step_kernels(device)
     base = None  # speed-ups are relative to PyTorch, compiled if that works
-    for execution in ("compiled", "compiled, without CUDA graphs", "eager"):
-        if "without" in execution and device.type != "cuda":
+    for execution in executions:
+        if "CUDA" in execution and device.type != "cuda":
             continue
         ready = {}
         stopped = None

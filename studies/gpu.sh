@@ -1,49 +1,63 @@
 #!/usr/bin/env bash
 # What needs a GPU, in calls of less than ten minutes each, without a network:
 #
-#   TEXT=my.txt NANOGPT=../nanoGPT bash studies/gpu.sh     # 1. figures, the most telling first
-#   PARTS=tests bash studies/gpu.sh                        # 2. every test of the kernels
-#   PARTS=large bash studies/gpu.sh                        # 3. 124 M parameters
-#   PARTS=record TEXT=my.txt bash studies/gpu.sh           # 4. the gpu preset, seeds 0, 1, 2
-#   PARTS=shards bash studies/gpu.sh                       # 5. --shard on all GPUs, or on one
+#   TEXT=my.txt bash studies/gpu.sh                        # 1. what decides most, in that order
+#   PARTS="train whole nanogpt tiles ops alike" TEXT=my.txt NANOGPT=../nanoGPT bash studies/gpu.sh
+#   PARTS=tests bash studies/gpu.sh                        # every test of the kernels
+#   PARTS=record TEXT=my.txt bash studies/gpu.sh           # the gpu preset, seeds 0, 1, 2
+#   PARTS=large, PARTS=shards                              # all of gpt2; --shard on all GPUs, or on one
+#   REHEARSAL=1 bash studies/gpu.sh                        # without a GPU: tiny sizes, no times
 #
-# PARTS: of the first call smoke train profile whole nanogpt tiles ops alike; the others alone.
-# smoke: whether the kernels compute what float64 computes; if not, nothing else is run. While it
-# runs, what is timed later is compiled. whole: all of a training on TEXT; its log is gpu_whole.jsonl.
-# NANOGPT: a clone of github.com/karpathy/nanoGPT in which data/shakespeare_char/prepare.py has run;
-# its own train.py then says how long a step of the same size takes (16,384 tokens).
+# The first call asks (seconds on an H100, estimated, behind each part below): do the kernels compute
+# what float64 computes (smoke; if not, nothing else is run), what takes the time of a step (profile),
+# do prefetched rows help norm + convolution (norm_conv), is torch.compile needed (step), where do a
+# run's other seconds go (start), what does sampling cost (generate), how fast is PyTorch at its best
+# (baselines), what do networks of others cost (pretrained), 124 M parameters (gpt2), are steps the
+# same when repeated (repeat), Muon's launches (muon), is what triton 3.7.1 makes right (cubins; first
+# `studies/cubins.py make`), and peers for as long as there is time (the packages liger-kernel and
+# cut-cross-entropy). While smoke runs, what is timed later is compiled.
+# whole: all of a training on TEXT; its log is gpu_whole.jsonl. NANOGPT: a clone of
+# github.com/karpathy/nanoGPT in which data/shakespeare_char/prepare.py has run.
 # OUT: folder of the results (results/). LIMIT: seconds for all (580). PYTHON: the interpreter.
-# A part has a time limit of its own, a single part gets all the time, and one that fails does not
-# stop the others; the exit code says whether all passed. What was printed is $OUT/gpu.md.
+# CACHES: folder of the compilers' caches (build/gpu_caches).
+# Each part prints what it has as it ends, and depends on no other. It has a time limit, a single part
+# gets all the time, and one that fails does not stop the others; the exit code says whether all passed.
+# At the end stands which parts were left out. What was printed is $OUT/gpu.md.
 set -u -o pipefail
 if [ $# -gt 0 ]; then
-    echo "gpu.sh takes no arguments, but: PARTS, LIMIT, OUT, TEXT, NANOGPT, PYTHON in the environment" >&2
+    echo "gpu.sh takes no arguments, but: PARTS, LIMIT, OUT, TEXT, NANOGPT, PYTHON, CACHES, REHEARSAL in the environment" >&2
     exit 2
 fi
-first="smoke train profile whole nanogpt tiles ops alike"
+first="smoke profile norm_conv step start generate baselines pretrained gpt2 repeat muon cubins peers"
+others="train whole nanogpt tiles ops alike large tests record shards"
 PARTS=${PARTS:-$first}
 if [ -z "${PARTS// /}" ]; then
-    echo "PARTS names no part; give some of: $first tests large record shards" >&2
+    echo "PARTS names no part; give some of: $first $others" >&2
     exit 2
 fi
 for name in $PARTS; do
-    [[ " $first tests large record shards " == *" $name "* ]] && continue
-    echo "there is no part $name; give some of: $first tests large record shards" >&2
+    [[ " $first $others " == *" $name "* ]] && continue
+    echo "there is no part $name; give some of: $first $others" >&2
     exit 2
 done
 out=$(realpath -m -- "${OUT:-$(dirname "$0")/../results}")
 text=${TEXT:+$(realpath -m -- "$TEXT")}
 nanogpt=${NANOGPT:+$(realpath -m -- "$NANOGPT")}
+rehearsal=${REHEARSAL:-}
 cd "$(dirname "$0")/.." || exit 1
 python=$(realpath -s -- "$(command -v "${PYTHON:-python3}")") || exit 1
+caches=$(realpath -m -- "${CACHES:-build/gpu_caches}")
 failed=0
+left_out=""
 mkdir -p "$out" || exit 1
 export PYTHONUNBUFFERED=1 MDLM_GPU_TEXT=$text
+[ -z "$rehearsal" ] || export MDLM_TRITON=1  # the emulator executes the prototypes
+export TRITON_CACHE_DIR=$caches/triton TORCHINDUCTOR_CACHE_DIR=$caches/inductor
 
-"$python" - <<'EOF' | tee -a "$out/gpu.md" || exit 1
+REHEARSAL=$rehearsal "$python" - <<'EOF' | tee -a "$out/gpu.md" || exit 1
 import importlib.util, os, shutil, sys
 need = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tqdm", "pytest", "xdist")
-peers = ("matplotlib", "liger_kernel", "cut_cross_entropy")
+peers = ("matplotlib", "transformers", "liger_kernel", "cut_cross_entropy")
 missing = lambda names: [n for n in names if importlib.util.find_spec(n) is None]
 if missing(peers):
     print("not installed, so not compared or drawn:", ", ".join(missing(peers)))
@@ -52,9 +66,12 @@ if missing(need):
 if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
     sys.exit("missing: a C compiler, with which Triton builds its launchers; install gcc, or name one in CC")
 import torch
-if not torch.cuda.is_available():
-    sys.exit("no CUDA device: nothing to measure")
-print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
+if os.environ["REHEARSAL"]:
+    print("a rehearsal, without a GPU: sizes are tiny, and no time means anything")
+elif not torch.cuda.is_available():
+    sys.exit("no CUDA device: nothing to measure (REHEARSAL=1 tries each part on the CPU)")
+else:
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)
 EOF
 
 part() {  # name, seconds, command: run it within them and what is left of LIMIT; keep its output
@@ -65,6 +82,7 @@ part() {  # name, seconds, command: run it within them and what is left of LIMIT
     limit=$((left < limit ? left : limit))
     if [ "$limit" -lt 10 ]; then
         echo "== $name: not begun: the time is up" | tee -a "$out/gpu.md"
+        left_out+=" $name"
         failed=1
         return
     fi
@@ -75,11 +93,19 @@ part() {  # name, seconds, command: run it within them and what is left of LIMIT
     timeout -s INT -k 10 "$limit" "$@" 2>&1 | tee -a "$out/gpu.md"
     code=${PIPESTATUS[0]}
     echo "== $name: exit code $code after $((SECONDS - start)) s" | tee -a "$out/gpu.md"
-    [ "$code" = 0 ] || failed=1
+    if [ "$code" = 2 ] && [ -n "$rehearsal" ]; then  # it has said that it needs a CUDA device
+        left_out+=" $name"
+    elif [ "$code" != 0 ]; then
+        failed=1
+    fi
 }
 
 bench() {  # name, seconds, arguments of bench.py
     part "$1" "$2" "$python" bench.py "${@:3}" --time_limit=LATEST --json="$out/gpu_$1.json"
+}
+
+ask() {  # name, seconds: a part of studies/gpu.py
+    part "$1" "$2" "$python" studies/gpu.py "$1" --time_limit=LATEST --json="$out/gpu_$1.json" "${@:3}"
 }
 
 pytest=("$python" -m pytest -q -m "not slow" -p no:cacheprovider -o addopts=)
@@ -87,10 +113,12 @@ alike=tests/test_gpu.py::test_final_nelbo_agrees
 
 if [[ " $PARTS " == *" smoke "* ]]; then
     # Compiled in the meantime, to be found in the cache by the parts that time it.
-    quiet=(--seconds=0 --time_limit=90)
-    [[ " $PARTS " == *" train "* ]] && "$python" bench.py train --preset=gpu "${quiet[@]}" >"$out/warm_train" 2>&1 &
+    for name in step gpt2; do
+        [[ " $PARTS " == *" $name "* && -z "$rehearsal" ]] || continue
+        timeout -s INT 100 "$python" studies/gpu.py $name --seconds=0 >"$out/warm_$name" 2>&1 &
+    done
     [[ " $PARTS " == *" tiles "* ]] && "$python" studies/tiles.py --compile >"$out/warm_tiles" 2>&1 &
-    part smoke 150 "$python" studies/smoke.py
+    part smoke 150 env ${rehearsal:+TRITON_INTERPRET=1} "$python" studies/smoke.py  # 60
     wait
     rm -f "$out"/warm_*
     if [ "$failed" != 0 ]; then
@@ -98,8 +126,19 @@ if [[ " $PARTS " == *" smoke "* ]]; then
         exit 1
     fi
 fi
-bench train 80 train --preset=gpu --seconds=1
-bench profile 50 profile --preset=gpu
+bench profile 50 profile --preset=gpu                    # 15
+part norm_conv 60 "$python" studies/prefetch.py          # 35
+ask step 60 --seconds=1                                  # 30
+ask start 120                                            # 80
+ask generate 60                                          # 40
+ask baselines 120 --seconds=0.2                          # 90
+ask pretrained 75                                        # 50
+ask gpt2 90 --seconds=1                                  # 45
+ask repeat 75                                            # 40
+part muon 45 "$python" studies/newton_schulz.py          # 25
+part cubins 60 "$python" studies/cubins.py run           # 20
+bench peers 200 kernels --seconds=0.1 --only=head        # what is left
+bench train 100 train --preset=gpu --seconds=1
 if [[ " $PARTS " == *" whole "* ]]; then
     rm -rf out-whole
     part whole 110 "$python" mdlm.py --preset=gpu --data="${text:-pydoc}" --eval_interval=250 --out_dir=out-whole
@@ -121,4 +160,5 @@ if [[ " $PARTS " == *" record "* && "$failed" = 0 ]]; then
         cp "out-record/seed$seed/log.jsonl" "$out/gpu_seed$seed.jsonl" || failed=1
     done
 fi
+[ -z "$left_out" ] || echo "== left out:$left_out" | tee -a "$out/gpu.md"
 exit $failed

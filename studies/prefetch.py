@@ -1,7 +1,7 @@
 """A prototype: norm + convolution with rows prefetched, against the kernels that mdlm uses.
 
-    python studies/prefetch.py          # on a GPU: check, then time all variants
-    python studies/prefetch.py          # without one: check them in the emulator of tests/ptx
+    python studies/prefetch.py                  # on a GPU: check, then time
+    MDLM_TRITON=1 python studies/prefetch.py    # without one: check in the emulator
 
 A one-warp program of the present kernels has one row (768 bytes at C = 384) in flight, 6 KB on a
 multiprocessor; Little's law asks for 16 KB at 3 TB/s and 0.7 us. These kernels load the next
@@ -12,13 +12,12 @@ forward 22 us -> 12, backward 32 -> 18.
 from __future__ import annotations
 
 import functools
-import os
+import importlib
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/prefetch.py, from anywhere
-    os.environ.setdefault("MDLM_TRITON", "1")  # Triton without a GPU: the emulator runs its code
 
 from support import cli
 
@@ -26,8 +25,11 @@ cli.start(__name__)
 
 import torch
 
+from studies.tiles import milliseconds
 from support import kernels
-from support.kernels.launch import jit, launch, tl, triton
+from support.errors import UserError
+from support.kernels.launch import ENABLED, jit, launch, tl, triton
+from support.kernels.reference import document_spans
 
 N = sys.modules[kernels.norm_conv.__module__]  # in the package this name is the operation
 _visible_range, _store, _taps, _slide = N._visible_range, N._store, N._taps, N._slide
@@ -217,10 +219,7 @@ def check(x, weight, grad, spans, *variant):
 def emulated():
     """Check each prefetch in the emulator, with and without documents; whether all are right."""
     sys.path.append(str(Path(__file__).parent.parent / "tests"))
-    from ptx import driver
-
-    from support.kernels.reference import document_spans
-
+    driver = importlib.import_module("ptx.driver")
     driver.install(90)
     x, weight, grad = make("cpu", 2, 24, 384)
     spans = document_spans(torch.rand(2, 24, generator=torch.Generator().manual_seed(1)) < 0.2)
@@ -233,8 +232,6 @@ def emulated():
 
 def time_variants(B, T, C):
     """Print all variants, the fastest first; whether all compute the same."""
-    from studies.tiles import milliseconds
-
     x, weight, grad = make("cuda", B, T, C)
     ok = True
     for prefetch in (0, *PREFETCH):
@@ -262,6 +259,8 @@ def time_variants(B, T, C):
 
 def main(argv):
     if not torch.cuda.is_available():
+        if not ENABLED:
+            raise UserError("there is no CUDA device; MDLM_TRITON=1 checks it in the emulator")
         print("no CUDA device: nothing is timed; the emulator executes the PTX of sm_90")
         return int(not emulated())
     ok = time_variants(64, 256, 384)

@@ -1,6 +1,6 @@
 """The first minute on a GPU: do the kernels compute, in bfloat16, what float64 computes?
 
-    python studies/smoke.py                       # 30 s; exit code 1 if anything is wrong
+    python studies/smoke.py                       # a minute; exit code 1 if anything is wrong
     TRITON_INTERPRET=1 python studies/smoke.py    # without a GPU: small sizes, in the interpreter
 
 Each operation's results and gradients are compared with float64; PyTorch's error in the same dtype
@@ -9,8 +9,10 @@ stands beside. Then eight compiled training steps of preset gpu are compared wit
 """
 
 import json
+import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -158,38 +160,59 @@ def interpreted():
     return ok
 
 
+def compare_dtype(dtype):
+    """Compare each operation in a dtype; whether all are right."""
+    T = 512
+    ends = torch.rand(8, T, device=DEVICE) < 0.02
+    spans = {"documents": document_spans(ends), "blocks": block_spans(T // 2, 16, DEVICE)}
+    ok = True
+    for D in (32, 64):
+        ok &= attention(dtype, 8, 256, 6, D)
+        ok &= attention(dtype, 8, 111, 3, D)
+        for name, span in spans.items():
+            ok &= attention(dtype, 8, T, 3, D, span, name)
+    for C in (384, 768):
+        ok &= norm_conv(dtype, 16, 256, C)
+    for V in (65, 1000, 50304):
+        ok &= head(dtype, 4096, 384, V)
+    return ok
+
+
+def compare_masks():
+    shapes = ((64, 256), (16, 1024), (4, 8192), (2, 5))
+    return all(masking(*shape) for shape in shapes)
+
+
+def compare_steps():
+    ours, plain = losses("triton"), losses("torch")
+    print(f"{STEPS} compiled steps, loss and norm: Triton, then PyTorch")
+    print(torch.cat((ours, plain), 1))
+    return bool((ours[:, 0] - plain[:, 0]).abs().max() <= 0.02)
+
+
+# Each in a process of its own: what takes the time is compiling.
+PARTS = {str(dtype)[6:]: partial(compare_dtype, dtype) for dtype in SMALL}
+PARTS |= dict(masks=compare_masks, steps=compare_steps)
+
+
 def main(argv):
     parser = Parser(description=first_line(__doc__))
     parser.add_argument("--json", action="store_true", help="a JSON object for each comparison")
-    parser.parse_args(argv)
+    parser.add_argument("--only", choices=PARTS, help="one part alone, in this process")
+    options = parser.parse_args(argv)
     if INTERPRETED:
         return int(not interpreted())
     if not torch.cuda.is_available():
         fix = "set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter"
         raise UserError(f"there is no CUDA device; {fix}")
     torch.set_float32_matmul_precision("high")
-    ok = True
-    T = 512
-    ends = torch.rand(8, T, device=DEVICE) < 0.02
-    spans = {"documents": document_spans(ends), "blocks": block_spans(T // 2, 16, DEVICE)}
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for D in (32, 64):
-            ok &= attention(dtype, 8, 256, 6, D)
-            ok &= attention(dtype, 8, 111, 3, D)
-            for name, span in spans.items():
-                ok &= attention(dtype, 8, T, 3, D, span, name)
-        for C in (384, 768):
-            ok &= norm_conv(dtype, 16, 256, C)
-        for V in (65, 1000, 50304):
-            ok &= head(dtype, 4096, 384, V)
-    for B, T in ((64, 256), (16, 1024), (4, 8192), (2, 5)):
-        ok &= masking(B, T)
-    ours, plain = losses("triton"), losses("torch")
-    print(f"{STEPS} compiled steps, loss and norm: Triton, then PyTorch")
-    print(torch.cat((ours, plain), 1))
-    ok &= bool((ours[:, 0] - plain[:, 0]).abs().max() <= 0.02)
-    print("all agree" if ok else "not all agree")
-    return int(not ok)
+    if options.only:
+        return int(not PARTS[options.only]())
+    processes = [subprocess.Popen([sys.executable, __file__, *argv, f"--only={p}"]) for p in PARTS]
+    codes = dict(zip(PARTS, [process.wait() for process in processes]))
+    wrong = [part for part, code in codes.items() if code]
+    print(f"not all agree: {', '.join(wrong)}" if wrong else "all agree")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

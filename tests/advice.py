@@ -2326,6 +2326,15 @@ ADVICE["smoke.py"] = [
     ),
 ]
 
+for name in ("prefetch.py", "newton_schulz.py"):
+    ADVICE[name] = [("there is no CUDA device; MDLM_TRITON=1 checks it in the emulator", MACHINE)]
+ADVICE["cubins.py"] = [
+    ("there is no CUDA device; set MDLM_TRITON=1 to compile without one", MACHINE),
+    ("{} is missing; first run `python studies/cubins.py make`", MACHINE),
+    ("{} has no {}; run `studies/cubins.py make` again", MACHINE),
+]
+ADVICE["phases.py"] = [("{}: first give one of {}, then flags of mdlm.py", NOTHING)]
+
 ADVICE["minimal.py"] = [
     ("type: {} -m pip install torch", MACHINE),
     *(

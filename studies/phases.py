@@ -1,0 +1,86 @@
+"""Run mdlm.py with a clock at its phases: where do the seconds before the first step go?
+
+    python studies/phases.py whole --max_steps=40 --data=my.txt --out_dir=out-phases
+
+The first word says what is compiled: whole (what mdlm.py does), layers (half layers, as on a CPU),
+none. On a GPU the steps are replayed as CUDA graphs in all three. Prints a JSON object: seconds of
+each phase, each time that it ran. `python studies/gpu.py start` runs all, with empty and full
+caches of the compilers.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+BEGAN = float(os.environ.get("MDLM_BEGAN") or time.monotonic())  # when Python was started
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parent.parent)  # python studies/phases.py, from anywhere
+
+from support import cli
+
+cli.start(__name__)
+
+import contextlib
+from functools import partial
+
+import torch
+
+import mdlm
+from support.errors import UserError
+from support.training import compiling, graphs
+from support.training.optimizers import average_to_compile, update
+
+PHASES = ("open_run", "open_data", "make_run", "compile_run", "evaluate", "show_samples", "save")
+MODES = {
+    "none": "without torch.compile, steps as CUDA graphs",
+    "whole": "torch.compile of the network, as mdlm.py does",
+    "layers": "torch.compile of half layers, as on a CPU",
+}
+
+
+def compile_network(run, compiled, mode, in_background=False):
+    """In place of compiling.compile_network, for the modes that mdlm.py does not have."""
+    run.config.compile = "off"
+    run.config.dtype = str(run.dtype).removeprefix("torch.")
+    run.average = average_to_compile
+    if mode == "layers":
+        compiling.compile_layers(run.model.layers)
+        run.optimizers[0].compile()
+    if run.device.type == "cuda":
+        run.call = graphs.Recorder(last=update).call
+    return mode == "layers"
+
+
+def main(argv):
+    mode, *flags = argv or [""]
+    if mode not in MODES:
+        raise UserError(f"{mode!r}: first give one of {', '.join(MODES)}, then flags of mdlm.py")
+    imports = time.monotonic() - BEGAN
+    seconds = {name: [] for name in (*PHASES, "train_step")}
+
+    def timed(name, function):
+        def call(*args, **more):
+            began = time.monotonic()
+            result = function(*args, **more)
+            if name != "train_step" and torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            seconds[name].append(round(time.monotonic() - began, 3))
+            return result
+
+        return call
+
+    if mode != "whole":
+        compiling.compile_network = partial(compile_network, mode=mode)
+    for name in seconds:
+        setattr(mdlm, name, timed(name, getattr(mdlm, name)))
+    with contextlib.redirect_stdout(sys.stderr):
+        code = mdlm.main(flags, BEGAN)
+    seconds["first_steps"] = seconds.pop("train_step")[: graphs.WARM_UP + 2]
+    print(json.dumps(dict(imports=round(imports, 3), **seconds, total=time.monotonic() - BEGAN)))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, sys.argv[1:]))

@@ -1,11 +1,15 @@
 """Whether a change of the source keeps every number: runs of two checkouts, compared to the bit.
 
     git worktree add ../before HEAD~1
-    python studies/unchanged.py ../before .    # about 75 s a checkout, on one thread
+    python studies/unchanged.py ../before .             # two minutes a checkout, on one thread
+    python studies/unchanged.py ../before . --only=blocks    # what has this word in its name
 
-In each checkout it trains 60 steps of the default and of every variant, evaluates the models,
-samples from them with many settings, and resumes some of the runs. What differs is printed, and
-gives exit code 1: records of the log (but for times), tensors of checkpoints, evaluations, texts.
+In each checkout it trains 60 steps of the default and of every variant, also on two ranks, with
+networks of Hugging Face and with adapters (LoRA), evaluates the models, samples from them with many
+settings, and resumes some of the runs. What differs is printed, and gives exit code 1: records of
+the log (but for times), tensors of checkpoints, texts, and whether something is refused (not in
+what words).
+Evaluations may differ by 1e-6 of their value, as sums of float32 may be made in another order.
 """
 
 import argparse
@@ -21,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
@@ -35,33 +40,33 @@ RUNS = {
     "no margin": "text --rate_margin=0",
     "ar": "text --objective=ar",
     "bernoulli": "text --masking=bernoulli",
-    "cosine": "text --mask_schedule=cosine",
-    "bernoulli cosine": "text --masking=bernoulli --mask_schedule=cosine",
+    "cosine": "text --rates=cosine",
+    "bernoulli cosine": "text --masking=bernoulli --rates=cosine",
     "uniform": "text --loss_weight=uniform",
     "bernoulli uniform": "text --masking=bernoulli --loss_weight=uniform",
-    "clipped": "text --min_rate=0.3 --max_rate=0.8",
-    "bert": "text --min_rate=0.15 --max_rate=0.15 --loss_weight=uniform",
+    "clipped": "text --rates=0.3-0.8",
+    "bert": "text --rates=0.15-0.15 --loss_weight=uniform",
     "time": "text --time_conditioning",
     "time bernoulli": "text --time_conditioning --masking=bernoulli",
     "documents": "documents",
     "documents apart": "documents --pack=false",
-    "documents learned": "documents --lengths=learned",
+    "documents learned": "documents --document_length=predicted",
     "documents ar": "documents --objective=ar",
     "documents time": "documents --time_conditioning",
     "documents positions": "documents --pos=learned",
     "documents sinusoidal": "documents --pos=sinusoidal",
-    "documents bernoulli": "documents --lengths=learned --masking=bernoulli",
+    "documents bernoulli": "documents --document_length=predicted --masking=bernoulli",
     "prompts": "pairs --prompt_column=prompt",
     "prompts time": "pairs --prompt_column=prompt --time_conditioning",
     "blocks 1": "text --block_length=1",
     "blocks 4": "text --block_length=4",
     "blocks 16": "text --block_length=16",
-    "blocks whole": "text --block_length=4 --whole=0.4",
+    "blocks whole": "text --block_length=4 --infill_share=0.4",
     "blocks documents": "documents --block_length=4",
     "blocks prompts": "pairs --prompt_column=prompt --block_length=4",
-    "blocks prompts whole": "pairs --prompt_column=prompt --block_length=8 --whole=0.4",
+    "blocks prompts whole": "pairs --prompt_column=prompt --block_length=8 --infill_share=0.4",
     "blocks positions": "text --block_length=8 --pos=learned",
-    "blocks accumulated": "text --block_length=4 --whole=0.3 --gradient_accumulation_steps=2",
+    "blocks accumulated": "text --block_length=4 --gradient_accumulation_steps=2",
     "accumulated": "text --gradient_accumulation_steps=2",
     "adamw": "text --optimizer=adamw",
     "tied": "text --tie --conv=0",
@@ -78,19 +83,29 @@ RUNS = {
     "file of documents": "documents --tokenizer=TOKENIZER",
     "ids": "ids --end=1",
     "ids with a file": "ids_with_file --end=1",
+    "encoder": "text --init_from=BERT",
+    "encoder of documents": "documents --init_from=BERT",
+    "decoder": "text --init_from=LLAMA",
+    "decoder in blocks": "text --init_from=LLAMA --block_length=8",
+    "decoder ar": "text --init_from=LLAMA --objective=ar",
+    "lora": "text --init_from=LLAMA --lora=4",
+    "network": "text --network=LLAMA/config.json",
 }
+RANKS = ("default", "documents", "blocks 4", "prompts")  # also trained on two ranks
 RESUMED = ("default", "ar", "documents", "prompts", "blocks whole", "blocks prompts")
 RESUMED += ("words", "bpe of documents", "file", "file of documents", "ids with a file")
+RESUMED += ("encoder", "decoder in blocks", "lora")
 SAMPLED = ("default", "ar", "bernoulli", "time", "documents", "documents learned", "documents ar")
 SAMPLED += ("documents positions", "prompts", "prompts time", "patterns")
 SAMPLED += ("blocks 1", "blocks 4", "blocks 16", "blocks whole", "blocks documents")
 SAMPLED += ("blocks prompts", "bytes", "words", "bpe of documents", "file of documents", "ids")
+SAMPLED += ("encoder", "decoder", "decoder in blocks", "decoder ar")
 ORDERS = ("spread", "ancestral", "random", "left_to_right", "one_shot")
 ORDERS += ("confidence", "max_prob", "margin", "entropy")
 # Flags of sample.py. What a model refuses is compared too.
 SETTINGS = [
     *("", "--seed=3", "--num_samples=3", "--steps=8", "--steps=40 --correct=10", "--correct=0"),
-    *("--redraw=sweep", "--distance=2", "--length=20", "--length=50", "--temperature=0.5"),
+    *("--redraw=sweep", "--spacing=2", "--length=20", "--length=50", "--temperature=0.5"),
     *("--temperature=0", "--top_k=5", "--top_p=0.8", "--block=8"),
     *("--prompt=The", "--prompt=The --length=24", "--prompt=The --cfg=1"),
     *(f"--order={order}" for order in ORDERS),
@@ -102,7 +117,8 @@ SETTINGS = [
     "--infill='Th█ v█lue' --num_samples=2",
     "--infill='The ███ is' --num_samples=1 --order=confidence",
 ]
-TIMES = ("seconds", "tokens_per_second", "tokens/s")
+TIMES = ("seconds", "tokens_per_second", "tokens/s", "host", "commit")
+TOLERANCE = 1e-6  # of numbers of an evaluation, relative
 
 
 def write_data(folder):
@@ -133,8 +149,52 @@ def write_data(folder):
             ids = [i for line in lines for i in (*made.encode(line[:30]).ids, 1)]
             np.array(ids, np.uint16).tofile(folder / name / file)
     shutil.copy(folder / "TOKENIZER.json", folder / "ids_with_file" / "tokenizer.json")
+    write_networks(folder, text)
     names = {path.stem: str(path) for path in folder.iterdir()}
     return names | dict(patterns="patterns")
+
+
+def write_networks(folder, text):
+    """BERT and LLAMA: folders of Hugging Face, two layers of random weights, with tokenizers."""
+    transformers = import_module("transformers")
+    tokenizers = import_module("tokenizers")
+    torch = import_module("torch")
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+    made.normalizer = tokenizers.normalizers.BertNormalizer()
+    made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    made.decoder = tokenizers.decoders.WordPiece()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = tokenizers.trainers.WordPieceTrainer
+    made.train_from_iterator([text], trainer(vocab_size=400, special_tokens=special))
+    pieces = tokenizers.Tokenizer.from_file(str(folder / "TOKENIZER.json"))
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    sizes |= dict(max_position_embeddings=64)
+    kinds = {
+        "BERT": (transformers.BertConfig, transformers.BertForMaskedLM, made, {}),
+        "LLAMA": (
+            transformers.LlamaConfig,
+            transformers.LlamaForCausalLM,
+            pieces,
+            dict(num_key_value_heads=1),
+        ),
+    }
+    for name, (config, network, tokenizer, more) in kinds.items():
+        torch.manual_seed(0)
+        settings = sizes | more | dict(vocab_size=tokenizer.get_vocab_size())
+        network(config(**settings)).save_pretrained(folder / name)
+        tokenizer.save(str(folder / name / "tokenizer.json"))
+
+
+def is_equal(a, b, inexact=False):
+    """Whether two results are equal; numbers of evaluations may differ by TOLERANCE."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        evaluated = inexact or any(str(key).startswith("val_") for key in a)
+        return a.keys() == b.keys() and all(is_equal(a[k], b[k], evaluated) for k in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(is_equal(x, y, inexact) for x, y in zip(a, b))
+    if inexact and isinstance(a, float) and isinstance(b, float):
+        return abs(a - b) <= TOLERANCE * max(abs(a), abs(b))
+    return a == b
 
 
 def without_times(text):
@@ -160,11 +220,12 @@ def module(*names):
 class Checkout:
     """Runs the programs of the checkout in the current folder, in this process."""
 
-    def __init__(self, out):
+    def __init__(self, out, only):
         sys.path.insert(0, str(Path.cwd()))
         mdlm = import_module("mdlm")
         import_module("torch").set_num_threads(1)
         self.out = out
+        self.only = only
         self.cleanup = module("support.training.checkpoint", "support.checkpoint").release
         self.run = import_module("support.cli").run
         self.load_file = import_module("safetensors.torch").load_file
@@ -178,7 +239,9 @@ class Checkout:
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             code = self.run(self.programs[program], list(argv), self.cleanup)
         stdout.flush()
-        said = stdout.buffer.getvalue().decode() if code == 0 else stderr.getvalue()
+        if code:  # refused; in what words is no interface
+            return [code, []]
+        said = stdout.buffer.getvalue().decode()
         shown = re.sub(rf"[\w./]*{self.out.name}", "OUT", said)  # as seen from the checkout
         return [code, without_times(shown)]
 
@@ -199,22 +262,41 @@ class Checkout:
         log = (self.out / name / "log.jsonl").read_text()
         return without_times(log), self.tensors(name)
 
+    def on_two_ranks(self, name, data, flags):
+        """The log and tensors of a run by torchrun."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        out = self.out / f"{name} ranks"
+        command += ["--nproc_per_node=2", "mdlm.py", f"--data={data}", *flags, f"--out_dir={out}"]
+        done = subprocess.run(
+            command, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        return self.run_of(out.name) if done.returncode == 0 else done.stderr.decode()[-2000:]
+
     def results(self):
         """Yields (what was done, what came out)."""
         data = write_data(self.out)
         for name, words in RUNS.items():
-            source, *flags = words.replace("TOKENIZER", data["TOKENIZER"]).split()
+            if self.only not in name:
+                continue
+            for word in ("TOKENIZER", "BERT", "LLAMA"):
+                words = words.replace(word, data[word])
+            source, *flags = words.split()
             given = {flag.partition("=")[0] for flag in flags}
-            flags += [flag for flag in TINY.split() if flag.partition("=")[0] not in given]
+            own = "" if "--init_from" in given or "--network" in given else "n_"  # sizes of ours
+            tiny = [flag for flag in TINY.split() if own or not flag.startswith("--n_")]
+            flags += [flag for flag in tiny if flag.partition("=")[0] not in given]
             where = f"--out_dir={self.out / name}"
+            if name in RANKS:
+                yield f"{name}: two ranks", self.on_two_ranks(name, data[source], flags)
             code, said = self.call("mdlm", f"--data={data[source]}", *flags, where)
-            yield name, [code, *self.run_of(name)] if code == 0 else said
+            yield name, [code, *self.run_of(name)] if code == 0 else [code, said]
             flags_of_call = ["--json=-", "--exact", "--windows=6", "--pictures=none"]
             yield f"{name}: eval", self.call("eval", where, *flags_of_call)
-        where = f"--out_dir={self.out / 'blocks whole'}"
-        yield "blocks whole: eval --whole", self.call("eval", where, "--whole", *flags_of_call)
+        if (self.out / "blocks whole").exists():
+            where = f"--out_dir={self.out / 'blocks whole'}"
+            yield "blocks whole: eval --whole", self.call("eval", where, "--whole", *flags_of_call)
         for name in SAMPLED:
-            for words in SETTINGS:
+            for words in SETTINGS if (self.out / name).exists() else ():
                 flags = shlex.split(words)
                 if "prompts" in name and "--prompt" not in words:
                     flags.append("--prompt=Each")
@@ -227,33 +309,39 @@ class Checkout:
             shutil.copytree(self.out / name, run, ignore=shutil.ignore_patterns("step-60"))
             (run / "latest").write_text("step-40")
             code, said = self.call("mdlm", "--resume", "--device=cpu", f"--out_dir={run}")
-            yield f"{name}: resumed", self.tensors(run.name) if code == 0 else said
+            yield f"{name}: resumed", self.tensors(run.name) if code == 0 else [code, said]
 
 
-def results_of(checkout):
+def results_of(checkout, only):
     """What the programs of a checkout compute: name -> result."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--run"]
+    command = [sys.executable, str(Path(__file__).resolve()), "--run", only]
     done = subprocess.run(command, cwd=checkout, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout)
 
 
 def main():
-    if sys.argv[1:] == ["--run"]:
+    if sys.argv[1:2] == ["--run"]:
         with tempfile.TemporaryDirectory() as out:
-            print(json.dumps(dict(Checkout(Path(out).resolve()).results())))
+            print(json.dumps(dict(Checkout(Path(out).resolve(), sys.argv[2]).results())))
         return 0
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("before", help="folder of a checkout")
     parser.add_argument("after", help="folder of another")
+    parser.add_argument("--only", default="", help="compare runs whose name has this word")
     args = parser.parse_args()
     for folder in (args.before, args.after):
         if not (Path(folder) / "mdlm.py").exists():
             parser.error(f"there is no {folder}/mdlm.py")
-    before, after = map(results_of, (args.before, args.after))
-    changed = [name for name in before | after if before.get(name) != after.get(name)]
+    # At once, each on one thread: so the same programs are as fast in both.
+    with ThreadPoolExecutor(2) as pool:
+        folders = (args.before, args.after)
+        before, after = pool.map(results_of, folders, [args.only] * 2)
+    names = before | after
+    changed = [name for name in names if not is_equal(before.get(name), after.get(name))]
     for name in changed:
         print(f"{name}:\n  {str(before.get(name))[:300]}\n  {str(after.get(name))[:300]}")
-    print(f"{len(before | after)} results, {len(changed)} differ")
+    refused = [name for name, x in before.items() if isinstance(x, list) and x[0] and not x[1]]
+    print(f"{len(names)} results, {len(refused)} refused before, {len(changed)} differ")
     return int(bool(changed))
 
 

@@ -159,14 +159,16 @@ def write_networks(folder, text):
     transformers = import_module("transformers")
     tokenizers = import_module("tokenizers")
     torch = import_module("torch")
-    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+    # Characters, beginning a word and inside of it: a trained WordPiece is not always the same.
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    pieces = sorted({c for c in text.lower() if not c.isspace()})
+    vocab = {piece: i for i, piece in enumerate([*special, *pieces, *(f"##{c}" for c in pieces)])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    made.add_special_tokens(special)
     made.normalizer = tokenizers.normalizers.BertNormalizer()
     made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     made.decoder = tokenizers.decoders.WordPiece()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    trainer = tokenizers.trainers.WordPieceTrainer
-    made.train_from_iterator([text], trainer(vocab_size=400, special_tokens=special))
-    pieces = tokenizers.Tokenizer.from_file(str(folder / "TOKENIZER.json"))
+    bpe = tokenizers.Tokenizer.from_file(str(folder / "TOKENIZER.json"))
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
     sizes |= dict(max_position_embeddings=64)
     kinds = {
@@ -174,7 +176,7 @@ def write_networks(folder, text):
         "LLAMA": (
             transformers.LlamaConfig,
             transformers.LlamaForCausalLM,
-            pieces,
+            bpe,
             dict(num_key_value_heads=1),
         ),
     }

@@ -19,7 +19,7 @@ it is the fraction of the time of all kernels. `speed_up` is relative to PyTorch
 compiled for training steps.
 """
 
-from support import cli, flags, terminal
+from support import cli, settings, terminal
 
 cli.start(__name__)
 
@@ -34,9 +34,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ from studies import frontier, peers, proven
 from support import devices, outputs, plots, ranks
 from support.errors import UserError
 from support.files import naming, to_json
-from support.flags import READS, WRITES, opt
+from support.settings import Amount, Count, Reads, Seed, Writes
 from support.training import compiling, graphs
 from support.training.optimizers import average_to_compile, update
 
@@ -56,54 +57,47 @@ LATE = "not measured: the time is up"
 
 @dataclass
 class EveryMode:
-    # Every mode
-    json: str = opt("", "write the results to this file (-: standard output)", path=WRITES)
-    device: str = opt("auto", "cpu, cuda or cuda:1; auto: a GPU if there is one")
-    time_limit: float = opt(
-        0.0, "begin no new case after this many seconds (0: no limit)", bounds=(0, 1e6)
-    )
+    """Every mode."""
+
+    json: Writes = ""  # write the results to this file (-: standard output)
+    device: str = "auto"  # cpu, cuda or cuda:1; auto: a GPU if there is one
+    time_limit: Amount = 0.0  # begin no new case after this many seconds (0: no limit)
 
 
 @dataclass
 class Timed(EveryMode):
-    # kernels, train and profile
-    seconds: float = opt(0.5, "seconds of timing for each contestant", bounds=(0, 1e4))
+    """kernels, train and profile."""
+
+    seconds: Amount = 0.5  # seconds of timing for each contestant
 
 
 @dataclass
 class KernelsOptions(Timed):
-    # kernels
-    only: str = opt("", "measure only the operations whose name contains this text")
+    """kernels."""
+
+    only: str = ""  # measure only the operations whose name contains this text
 
 
 @dataclass
 class TrainOptions(Timed):
-    # train and profile
-    preset: str = opt(
-        "all",
-        "preset of mdlm.py; all: each one that suits the device (profile: gpu)",
-        *("all", *mdlm.PRESETS),
-    )
+    """train and profile."""
+
+    preset: Literal["all", "cpu", "gpu", "gpt2"] = "all"  # all: those that suit the device
 
 
 @dataclass
 class SampleOptions(EveryMode):
-    # sample
-    out_dir: str = opt("out", "run or checkpoint folder of a diffusion model", path=READS)
-    ar_dir: str = opt("", "run folder of an autoregressive model that scores texts", path=READS)
-    data: str = opt(
-        "", "compare the texts with this file or folder (default: the run's data)", path=READS
-    )
-    num_samples: int = opt(
-        64, "texts to write for each row of the table and each seed", bounds=(1, 1 << 16)
-    )
-    seed: int = opt(1000, "the first seed", bounds=(0, 1 << 31))
-    seeds: int = opt(2, "number of seeds: the first and those after it", bounds=(1, 1000))
-    dtype: str = opt("float32", "dtype of matrix products", "float32", "bfloat16")
-    trust_remote_code: bool = opt(False, "run the code that came with the network of others")
-    picture: str = opt(
-        "", "draw quality by network calls into this file, .png or .svg", path=WRITES
-    )
+    """sample."""
+
+    out_dir: Reads = "out"  # run or checkpoint folder of a diffusion model
+    ar_dir: Reads = ""  # run folder of an autoregressive model that scores texts
+    data: Reads = ""  # compare the texts with this file or folder (default: the run's data)
+    num_samples: Count = 64  # texts to write for each row of the table and each seed
+    seed: Seed = 1000  # the first seed
+    seeds: Count = 2  # number of seeds: the first and those after it
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of matrix products
+    trust_remote_code: bool = False  # allow custom code from the checkpoint
+    picture: Writes = ""  # draw quality by network calls into this file, .png or .svg
 
 
 @dataclass
@@ -568,39 +562,21 @@ MODES = dict(
 FLAGS = dict(kernels=KernelsOptions, train=TrainOptions, profile=TrainOptions, sample=SampleOptions)
 
 
-def names_of(mode):
-    return [field.name for field in fields(FLAGS[mode])]
-
-
 def parse(argv):
-    """(mode or "", {flag: value}); --help shows the flags of the mode that is named before it."""
+    """(mode or "", its options)"""
     has_mode = bool(argv) and not argv[0].startswith("-")
     mode = argv[0] if has_mode else ""
     if (has_mode and mode not in MODES) or (not has_mode and set(argv) & set(MODES)):
         raise UserError(f"{' '.join(argv)!r}: first give {', '.join(MODES)} or nothing, then flags")
-    asks_for_help = any(word.partition("=")[0] in ("-h", "--help") for word in argv)
-    cls = FLAGS[mode] if mode and asks_for_help else Options
+    cls = FLAGS[mode] if mode else Options
     usage = f"{mode or '[' + '|'.join(MODES) + ']'} [--flag=value ...]"
-    return mode, flags.parse_flags(cls, argv[has_mode:], __doc__, usage=usage)
-
-
-def check_mode(mode, given):
-    """Raise UserError for a flag of another mode."""
-    rules = []
-    for name in given:
-        others = " and ".join(other for other in MODES if name in names_of(other))
-        why = f"in bench.py {mode}, only in {others}; leave it out"
-        rules.append((name, name in names_of(mode), why))
-    flags.check_effects(given, rules)
+    return mode, cls(**settings.parse(cls, argv[has_mode:], __doc__, usage=usage))
 
 
 def main(argv):
-    mode, given = parse(argv)
-    options = Options(**given)
-    if mode:
-        check_mode(mode, given)
+    mode, options = parse(argv)
     outputs.check_all(options)
-    if options.picture:
+    if getattr(options, "picture", ""):
         plots.check_picture("--picture", options.picture)  # now: measuring takes long
     device = devices.pick_device(options.device)
     cuda = device.type == "cuda"
@@ -608,7 +584,6 @@ def main(argv):
         torch.cuda.set_device(device.index or 0)  # where streams and memory are counted
     without_gpu = not (mode or cuda)
     mode = mode or ("kernels" if cuda else "train")
-    check_mode(mode, given)
     if mode in ("kernels", "profile") and not cuda:
         raise UserError(f"{mode} runs on a CUDA device, not on {device}; give train or sample")
     table = ResultsTable(mode, options, device)

@@ -10,18 +10,20 @@
 Pictures of a run go into its folder. On a CPU the same command gives the same bits.
 """
 
-from support import cli, environment, flags, terminal
+from support import cli, environment, terminal
 
 cli.start(__name__)
 
 import contextlib
 import dataclasses
 import math
+import os
 import sys
 import tempfile
 import zlib
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 
@@ -32,10 +34,21 @@ from support.devices import pick_device
 from support.ensemble import read_newest
 from support.errors import UserError
 from support.files import naming, to_json
-from support.flags import MAKES, READS, WRITES, opt
 from support.infill.calls import checked, group_size, to_context
 from support.infill.likelihood import chain_rule
 from support.ownership import PICTURES
+from support.settings import (
+    READS,
+    Bounds,
+    Count,
+    Makes,
+    Reads,
+    Share,
+    Text,
+    Writes,
+    check_clashes,
+    parse,
+)
 from support.training import scores
 from support.training.checkpoint import SHIPPED, default_run, read_state
 from support.web import viewer
@@ -43,54 +56,29 @@ from support.web import viewer
 EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on without a network
 
 
+Temperature = Annotated[float, Bounds(0.01, 100)]
+Passes = Annotated[int, Bounds(1, 4096)]
+
+
 @dataclasses.dataclass
 class Options:
-    # What to evaluate
-    out_dir: str = opt(
-        "",
-        "run or checkpoint folder, or several, A,B: the mean of what they predict (default: out, "
-        "else weights/)",
-        path=READS,
-    )
-    data: str = opt(
-        "",
-        "text, of which the last tenth is scored, or a folder (default: what the run learned)",
-        path=READS,
-    )
-    compare: str = opt(
-        "",
-        "RUN,RUN,...: a table of the last evaluations in their logs; or A.json,B.json,...: how "
-        "evaluations of --json differ from the first one, window by window",
-    )
-    text: str = opt("", "mask this text, and show what the model predicts in it", text=True)
-    rate: float = opt(0.5, "fraction of the tokens of --text to mask, above 0", bounds=(0, 1))
-    # How to measure
-    windows: int = opt(
-        4096, "score at most this many validation windows, evenly spread", bounds=(1, 1 << 31)
-    )
-    passes: int = opt(4, "how many random masks of each window are scored", bounds=(1, 4096))
-    temperature: float = opt(
-        1.0, "divide the logits by this; above 1: a less confident model", bounds=(0.01, 100)
-    )
-    whole: bool = opt(
-        False, "score a model of mdlm.py --infill_share as a text in one piece, without blocks"
-    )
-    exact: bool = opt(
-        False, "measure the exact left-to-right likelihood too: a network call for each token"
-    )
-    device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: a GPU if there is one")
-    dtype: str = opt(
-        "float32",
-        "dtype of matrix products; bfloat16 is faster and less exact",
-        "float32",
-        "bfloat16",
-    )
-    trust_remote_code: bool = opt(False, "run the code that came with the network of others")
-    # What to show
-    json: str = opt("", "write the results to this file as JSON (-: standard output)", path=WRITES)
-    pictures: str = opt(
-        "", "folder for the pictures, or none (default: the folder of the run)", path=MAKES
-    )
+    """What to evaluate, how, and what to show."""
+
+    out_dir: Reads = ""  # run or checkpoint, or several, A,B: their mean (default: out or weights/)
+    data: Reads = ""  # text, of which the last tenth is scored, or a folder (default: the run's)
+    compare: str = ""  # RUN,RUN,...: a table of their logs; or A.json,B.json,...: window by window
+    text: Text = ""  # mask this text, and show what the model predicts in it
+    rate: Share = 0.5  # fraction of the tokens of --text to mask, above 0
+    windows: Count = 4096  # score at most this many validation windows, evenly spread
+    passes: Passes = 4  # random masks per window
+    temperature: Temperature = 1.0  # divide the logits by this; above 1: less confident
+    whole: bool = False  # score a model of mdlm.py --infill_share in one piece, without blocks
+    exact: bool = False  # the exact left-to-right likelihood too: a network call for each token
+    device: str = "auto"  # cpu, cuda, cuda:1 or mps; auto: a GPU if there is one
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is faster and less exact
+    trust_remote_code: bool = False  # allow custom code from the checkpoint
+    json: Writes = ""  # write the results to this file as JSON (-: standard output)
+    pictures: Makes = ""  # folder for the pictures, or none (default: the folder of the run)
 
 
 @contextlib.contextmanager
@@ -242,17 +230,10 @@ def check(given):
     """The Options of the flags that were given; raises UserError where they are wrong."""
     options = Options(**given)
     measured = "out_dir data windows passes temperature whole exact"
-    flags.check_clashes([("compare", measured, "give one of them")], given)
+    check_clashes([("compare", measured, "give one of them")], given)
     measured = "data compare windows passes temperature whole exact dtype"
-    flags.check_clashes([("text", measured, "--text measures nothing else")], given)
+    check_clashes([("text", measured, "--text measures nothing else")], given)
     files = names_to_compare(options) if options.compare else []
-    reads = "with --compare, which only reads logs; leave it out"
-    draws = "with --compare of files, which draws nothing; leave it out"
-    rules = [
-        ("device dtype trust_remote_code", not files, reads),
-        ("pictures", not is_json(files), draws),
-    ]
-    flags.check_effects(given, rules)
     for name in files:
         outputs.check("json", options.json, dict(compare=name))
     if "rate" in given and not options.text:
@@ -269,10 +250,7 @@ def check(given):
 
 def names_to_compare(options):
     """The runs or files of --compare; raises UserError for a mixture of both."""
-    names = [*map(flags.at_home, options.compare.split(","))]
-    for name in names:
-        flags.check_not_empty("a name in --compare", name)
-        flags.check_path("--compare", name)
+    names = [*map(os.path.expanduser, options.compare.split(","))]
     if is_json(names) != any(name.endswith(".json") for name in names):
         what = f"--compare={options.compare} names files and runs"
         raise UserError(f"{what}; give runs alone, or files of --json alone")
@@ -318,10 +296,6 @@ def evaluation(options):
         raise UserError(
             f"--whole is for models of mdlm.py --infill_share, not {folder}; leave it out"
         )
-    if options.passes != Options.passes:
-        is_exact = model.objective.metric == "nll" or model.objective.n_blocks == config.block_size
-        why = "on a model that predicts token by token, so all passes are alike; leave it out"
-        flags.check_effects(["passes"], [("passes", not is_exact, why)])
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
     scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
@@ -422,7 +396,7 @@ def text_report(r):
 
 
 def main(argv):
-    options = check(flags.parse_flags(Options, argv, __doc__))
+    options = check(parse(Options, argv, __doc__))
     kind = compare if options.compare else show_text if options.text else evaluation
     results, words, folder, draw = kind(options)
     content = to_json(results)

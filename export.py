@@ -13,7 +13,7 @@ Node.js. small is a checkpoint without the optimizer's state, in half of the siz
 programs here read it, and --init_from.
 """
 
-from support import cli, environment, flags, terminal
+from support import cli, environment, terminal
 
 cli.start(__name__)
 
@@ -26,6 +26,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +38,9 @@ from support import files, lora, outputs, plots
 from support.data import tokenizer_json
 from support.data.seams import guarded
 from support.errors import UserError
-from support.flags import READS, WRITES, names_of, opt
 from support.kernels import reference
 from support.pretrained import CAUSAL, NEVER_DRAWN
+from support.settings import Reads, Writes, names_of, parse
 from support.training import runs, scores
 from support.training.checkpoint import default_run, is_export, read_newest, without_state
 from support.view import View
@@ -56,10 +57,9 @@ SOURCES += [reference.neighbours, reference.norm_conv_ref, reference.rotary_tabl
 SOURCES += [reference.rotate, reference.prepare, reference.attention_ref]
 SOURCES += [view_of_documents, mdlm.RateEmbedding, mdlm.AdaLN, mdlm.no_rate, mdlm.no_scales]
 SOURCES += [mdlm.Layer, mdlm.Model]
-HELP_TO = "hf: for Hugging Face transformers; page: a web page (needs onnx, onnxscript and npm); "
-HELP_TO += "checkpoint: for the programs here, without what --resume needs"
 # The number types that each kind can have, the first by default.
 WEIGHTS = dict(hf=("float32",), page=("int8", "float32"), checkpoint=("float32", "bfloat16"))
+NumberType = Literal["auto", "int8", "bfloat16", "float32"]
 NEEDS = " In transformers before 5.2 it is causal, since these ignore `is_causal` in config.json."
 # The settings that make the network.
 NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")
@@ -67,20 +67,14 @@ NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")
 
 @dataclass
 class Options:
-    to: str = opt("hf", HELP_TO, "hf", "page", "checkpoint")
-    out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
-    dest: str = opt("", "the folder to make, a new one", path=WRITES)
-    pad_to_context: bool = opt(
-        False,
-        "of --to=hf: fill texts up to the context, as in training, for samplers that pass parts",
-    )
-    weights: str = opt(
-        "auto",
-        "number type of the weights: of --to=page int8 (a quarter of the size) or float32, of "
-        "--to=checkpoint float32 or bfloat16 (half); auto: the first",
-        *("auto", "int8", "bfloat16", "float32"),
-    )
-    trust_remote_code: bool = opt(False, "run the code that came with the network of others")
+    """What to export."""
+
+    to: Literal["hf", "page", "checkpoint"] = "hf"  # for transformers, a page, or weights alone
+    out_dir: Reads = ""  # run or checkpoint folder (default: out, else weights/)
+    dest: Writes = ""  # the folder to make, a new one
+    pad_to_context: bool = False  # of --to=hf: fill texts up to the context, as in training
+    weights: NumberType = "auto"  # of a page int8 or float32, of a checkpoint float32 or bfloat16
+    trust_remote_code: bool = False  # allow custom code from the checkpoint
 
 
 # ---- Tokenizers
@@ -324,15 +318,8 @@ def contents_of(folder, model, tokenizer, config, options):
 
 
 def main(argv):
-    given = flags.parse_flags(Options, argv, __doc__)
-    options = Options(**given)
+    options = Options(**parse(Options, argv, __doc__))
     is_page, is_checkpoint = options.to == "page", options.to == "checkpoint"
-    always = "whose texts are always filled up" if is_page else "which changes no text"
-    rules = [
-        ("pad_to_context", options.to == "hf", f"with --to={options.to}, {always}; leave it out"),
-        ("weights", options.to != "hf", "with --to=hf, which keeps float32; leave it out"),
-    ]
-    flags.check_effects(given, rules)
     accepted = WEIGHTS[options.to]
     weights = accepted[0] if options.weights == "auto" else options.weights
     if weights not in accepted:
@@ -347,9 +334,6 @@ def main(argv):
     read = partial(mdlm.load, kernel="torch", whole=True, trust_remote_code=trusted)
     folder, loaded = read_newest(default_run(options.out_dir), read)
     objective = loaded[0].objective
-    pads = options.pad_to_context and (objective.lengths_are_given or objective.one_by_one)
-    sees = "on a model that does not see what follows a text; leave it out"
-    flags.check_effects(given, [("pad_to_context", not pads, sees)])
     if is_page and loaded[2].network:
         raise UserError("--to=page is for networks of mdlm.py; give --to=hf for those of others")
     if is_checkpoint:

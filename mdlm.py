@@ -11,7 +11,7 @@ diffusion is in support/; what a network is shown is a tuple in support/view.py.
 better sampler.
 """
 
-from support import cli, flags
+from support import cli
 
 PROCESS_START = cli.start(__name__)  # --time_limit and the log's seconds include the imports below
 
@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -30,18 +31,43 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import variants
-from support import devices, ensemble, files, kernels, numerics, plots, pretrained, ranks, signals
+from support import (
+    devices,
+    ensemble,
+    files,
+    kernels,
+    numerics,
+    plots,
+    pretrained,
+    ranks,
+    settings,
+    signals,
+)
 from support.arguments import check_evaluation, check_reversing, to_view, truth
 from support.data import sources, texts
-from support.data.ids import DTYPES
+from support.data.sources import SourceSettings
 from support.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
 from support.devices import to_device
 from support.errors import SharedError, UserError
-from support.flags import COUNT, NO_LIMIT, READS, WRITES, opt
 from support.kernels.launch import can_compile
 from support.kernels.reference import rotary_tables
 from support.numerics import Dropout, generator
+from support.product_settings import NetworkSettings
 from support.ranks import all_reduce
+from support.settings import (
+    NO_LIMIT,
+    Amount,
+    BelowOne,
+    Context,
+    Count,
+    Half,
+    Natural,
+    Reads,
+    Seed,
+    Shard,
+    Taps,
+    Writes,
+)
 from support.training import (
     checkpoint,
     compiling,
@@ -64,272 +90,83 @@ from support.training.optimizers import (
 from support.training.watch import Watch
 from support.view import View
 from variants import rates
-from variants.time_conditioning import AdaLN, RateEmbedding
+from variants.blocks import BlockSettings
+from variants.documents import DocumentSettings, PromptSettings
+from variants.rates import RateSettings
+from variants.time_conditioning import AdaLN, RateEmbedding, TimeSettings
 
-# ---- Config: one flat dataclass; the command line, --help and config.json all come from it
+
+# ---- Settings: a line each; the command line, --help and config.json all come from them
+@dataclasses.dataclass
+class Core:
+    """The settings of a plain run."""
+
+    # The run
+    data: Reads = "shakespeare"  # text, .jsonl, .parquet, folder; or shakespeare, pydoc, patterns
+    out_dir: Writes = "out"  # folder for checkpoints, log.jsonl and loss.png
+    resume: bool | Literal["auto"] = False  # continue the run in out_dir; auto: if there is one
+    overwrite: bool = False  # replace the run in out_dir by a new one
+    init_from: Reads = ""  # fine-tune this run, checkpoint, or folder of Hugging Face
+    preset: Literal["auto", "cpu", "gpu", "gpt2"] = "auto"  # size of the model, length of the run
+    max_steps: Count = 5000  # end after this many optimizer steps
+    time_limit: Amount = 0.0  # end after this many seconds, start and evaluation included (0: none)
+    seed: Seed = 0  # of initial weights, data order, masks and dropout
+    # The machine
+    device: str = "auto"  # cpu, cuda, cuda:1 or mps; auto: a GPU if there is one
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 if supported
+    kernels: Literal["auto", "triton", "torch"] = "auto"  # auto: Triton on CUDA, else PyTorch
+    compile: Literal["auto", "on", "off"] = "auto"  # auto: on a GPU, and on a CPU from 120 s on
+    gradient_accumulation_steps: Count = 1  # micro-batches per step and rank, to save memory
+    recompute: bool = False  # recompute layers in the backward pass: less memory, a third slower
+    shard: Shard = 0  # FSDP over groups of this many ranks (the flag alone, -1: over all)
+    # Tokens
+    tokenizer: Reads = "char"  # char, byte, word, bpe, or the path of a tokenizer.json
+    vocab_size: Natural = 0  # of word and bpe (0: 16384); of .bin files (0: their largest id)
+    # Model
+    n_layer: Count = 6  # layers
+    n_head: Count = 6  # attention heads per layer
+    n_embd: Count = 384  # width, a multiple of 2 n_head
+    block_size: Context = 256  # context: tokens that the model sees at once
+    dropout: BelowOne = 0.2  # dropout rate
+    attention_every: Count = 1  # only every k-th layer has attention; the last one always does
+    conv: Taps = 5  # width of the convolution before attention and MLP
+    pos: Literal["rope", "learned", "sinusoidal"] = "rope"  # positional encoding
+    tie: bool = False  # share weights between the token embedding and the output layer
+    # Training
+    objective: Literal["mdlm", "ar"] = "mdlm"  # masked diffusion, or the next token, to compare
+    batch_size: Count = 64  # global batch size, in sequences
+    rate_margin: Half = 0.5  # first half: rates in [m, 1-m]; then widen
+    optimizer: Literal["muon", "adamw"] = "muon"  # muon: for matrices; AdamW for the rest
+    muon_lr: Amount = 0.02  # peak learning rate of Muon
+    learning_rate: Amount = 3e-3  # peak learning rate of AdamW
+    lr_schedule: Literal["trapezoid", "cosine", "linear", "constant"] = "trapezoid"  # decay
+    warmup_steps: Natural = 100  # steps in which the learning rate rises to its peak
+    weight_decay: Amount = 0.01  # decoupled; with Muon only on its matrices
+    grad_clip: Amount = 1.0  # largest gradient norm (0: no clipping)
+    ema: BelowOne = 0.999  # decay of the averaged weights, which are evaluated and saved (0: none)
+    # Evaluation and logging
+    eval_interval: Natural = 0  # steps between evaluations (0: ten per run)
+    eval_windows: Natural = 4096  # validation windows in the final evaluation (0: all)
+    log_interval: Count = 20  # steps between records in log.jsonl
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"  # where the log's numbers also go
 
 
 @dataclasses.dataclass
-class Config:
-    # The run
-    data: str = opt(
-        "shakespeare",
-        "a text file; documents in .jsonl, .json or .parquet; a folder of these or of .bin "
-        "files; or shakespeare, pydoc (Python's reference) or patterns",
-        path=READS,
-        common=True,
-    )
-    out_dir: str = opt(
-        "out", "folder for checkpoints, log.jsonl and loss.png", path=WRITES, common=True
-    )
-    resume: bool = opt(
-        False,
-        "continue the run in out_dir; auto: if there is one, else begin it",
-        "auto",
-        common=True,
-    )
-    overwrite: bool = opt(False, "replace the run in out_dir by a new one", common=True)
-    init_from: str = opt(
-        "",
-        "fine-tune: start from the weights of this run or checkpoint, or of this folder of "
-        "Hugging Face (BERT, Llama ...), with its tokenizer",
-        path=READS,
-        common=True,
-    )
-    preset: str = opt(
-        "auto",
-        "size of the model and length of the run (below); auto: gpu if there is a GPU, else cpu",
-        *("auto", "cpu", "gpu", "gpt2"),
-        common=True,
-    )
-    max_steps: int = opt(5000, "end after this many optimizer steps", bounds=COUNT, common=True)
-    time_limit: float = opt(
-        0.0,
-        "end after this many seconds, start and last evaluation included (0: no limit)",
-        bounds=(0, 1e9),
-        common=True,
-    )
-    seed: int = opt(
-        0, "seed of initial weights, data order, masks and dropout", bounds=(0, (1 << 32) - 1)
-    )
-    # The machine
-    device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: a GPU if there is one", common=True)
-    dtype: str = opt(
-        "auto",
-        "dtype of matrix products; auto: bfloat16 where the hardware has it",
-        *("auto", "float32", "bfloat16"),
-    )
-    kernels: str = opt(
-        "auto",
-        "auto: Triton on CUDA, else PyTorch; triton or torch: stop if that cannot be used",
-        *("auto", "triton", "torch"),
-    )
-    compile: str = opt(
-        "auto",
-        "use torch.compile; auto: on a GPU, on a CPU if the run takes 120 s or more",
-        *("auto", "on", "off"),
-    )
-    gradient_accumulation_steps: int = opt(
-        1, "split each rank's part of a batch into this many, to save memory", bounds=(1, 1 << 20)
-    )
-    recompute: bool = opt(
-        False, "recompute layers in the backward pass: less memory, a third slower"
-    )
-    shard: int = opt(
-        0,
-        "FSDP: spread the model over groups of this many ranks (the flag alone: over all; "
-        "0: each rank holds all of it)",
-        bounds=(-1, 4096),
-        bare=-1,
-        off=0,
-    )
-    # Tokens
-    tokenizer: str = opt(
-        "char",
-        "char, byte, word, bpe, or the path of a tokenizer.json of Hugging Face",
-        path=READS,
-        common=True,
-    )
-    vocab_size: int = opt(
-        0,
-        "size of the vocabulary of word and bpe (0: 16384), or of .bin files without a "
-        "tokenizer.json (0: up to their largest id)",
-        bounds=(0, 1 << 24),
-        off=0,
-    )
-    # Model
-    n_layer: int = opt(6, "number of layers", bounds=(1, 1024), common=True)
-    n_head: int = opt(6, "attention heads of a layer", bounds=(1, 1024))
-    n_embd: int = opt(
-        384, "width of the model, a multiple of 2 n_head", bounds=(2, 1 << 16), common=True
-    )
-    block_size: int = opt(
-        256, "context length: tokens that the model sees at once", bounds=(1, 8192), common=True
-    )
-    dropout: float = opt(0.2, "dropout rate", bounds=(0, 0.99))
-    attention_every: int = opt(
-        1, "only every k-th layer attends; the last one always does", bounds=(1, 1024), off=1
-    )
-    conv: int = opt(
-        5,
-        "width of the convolution before attention and MLP (0: none)",
-        bounds=(0, 63),
-    )
-    pos: str = opt("rope", "positional encoding", "rope", "learned", "sinusoidal")
-    tie: bool = opt(False, "share weights between the token embedding and the output layer")
-    # Training
-    batch_size: int = opt(
-        64, "sequences in an optimizer step, of all ranks", bounds=(2, 1 << 24), common=True
-    )
-    rate_margin: float = opt(
-        0.5,
-        "mask rates left out at both ends in the first half of a run (0.5: every text is half "
-        "masked); in the second half they come in",
-        bounds=(0, 0.5),
-        off=0,
-    )
-    optimizer: str = opt(
-        "muon", "muon: Muon for the matrices of layers, AdamW for the rest", "muon", "adamw"
-    )
-    muon_lr: float = opt(0.02, "peak learning rate of Muon", bounds=(0, 1e3))
-    learning_rate: float = opt(3e-3, "peak learning rate of AdamW", bounds=(0, 1e3))
-    lr_schedule: str = opt(
-        "trapezoid",
-        "shape of the learning rate's decay (trapezoid: from half of the run on)",
-        *("trapezoid", "cosine", "linear", "constant"),
-    )
-    warmup_steps: int = opt(
-        100, "steps in which the learning rate rises to its peak", bounds=(0, NO_LIMIT)
-    )
-    weight_decay: float = opt(
-        0.01, "decoupled weight decay; with Muon only on its matrices", bounds=(0, 1e3)
-    )
-    grad_clip: float = opt(1.0, "largest gradient norm (0: no clipping)", bounds=(0, 1e9))
-    ema: float = opt(
-        0.999,
-        "decay of the averaged weights, which are evaluated and saved (0: no average); they "
-        "average over fewer steps as the learning rate falls",
-        bounds=(0, 0.999999),
-    )
-    # Evaluation and logging
-    eval_interval: int = opt(0, "steps between evaluations (0: ten a run)", bounds=(0, NO_LIMIT))
-    eval_windows: int = opt(
-        4096, "windows of validation text in the last evaluation (0: all)", bounds=(0, NO_LIMIT)
-    )
-    log_interval: int = opt(20, "steps between records in log.jsonl", bounds=COUNT)
-    log: str = opt(
-        "none",
-        "where the numbers of log.jsonl go too: wandb or tensorboard, if it is installed",
-        *("none", "wandb", "tensorboard"),
-        off="none",
-    )
-    # Synthetic patterns (--data=patterns)
-    periods: str = opt(
-        "2-4",
-        "LOW-HIGH: of how many symbols patterns are, which are repeated up to --block_size",
-        form=sources.periods_in_form,
-    )
-    # Documents (.jsonl, .json, .parquet, folders, --separator, .bin with --end)
-    text_column: str = opt("text", "the column of a record that has the text")
-    max_bad_records: int = opt(
-        -1,
-        "skip up to this many empty or damaged records (-1: all empty ones, no damaged one)",
-        bounds=(-1, 1 << 31),
-        off=-1,
-    )
-    separator: str = opt(
-        "", "text between the documents of a text file, such as \\n\\n or \\t", text=True, off=""
-    )
-    end: str = opt(
-        "",
-        "what ends a document, called [END]: a token of --tokenizer=tokenizer.json (default: its "
-        "own end of text), or an id in .bin files (default: none)",
-        off="",
-    )
-    document_length: str = opt(
-        "given",
-        "given: a document's length is known before it is written; predicted: the model learns "
-        "where [END] comes",
-        *("given", "predicted"),
-    )
-    pack: bool = opt(True, "put several documents of given lengths in a window, if they fit")
-    # Prompts and answers
-    prompt_column: str = opt(
-        "", "the column of prompts, which are given; the model learns --text_column", off=""
-    )
-    chat_column: str = opt(
-        "",
-        "the column of conversations, lists of messages with role and content, for the chat "
-        "template of --init_from; the model learns the assistant's",
-        off="",
-    )
-    # .bin files
-    bin_dtype: str = opt(
-        "auto", "dtype of the ids (auto: uint16, or as meta.json says)", "auto", *DTYPES
-    )
-    # Blocks (block diffusion)
-    block_length: int = opt(
-        0,
-        "tokens in a block; blocks are written from left to right (0: all at once)",
-        bounds=(0, 8192),
-        off=0,
-    )
-    infill_share: float = opt(
-        0.0,
-        "share of the steps that train on whole windows, not block by block, so that the model "
-        "learns to fill gaps too",
-        bounds=(0, 1),
-        off=0,
-    )
-    # Other mask rates, masks and loss weights
-    rates: str = opt(
-        "uniform",
-        f"distribution of mask rates: {', '.join(rates.SCHEDULES)}, or LOW-HIGH: uniform in that "
-        "range (0.15-0.15: BERT's), and no bound then",
-        form=rates.in_short,
-        off="uniform",
-    )
-    masking: str = opt(
-        "exact",
-        "exact: mask a drawn number of tokens; bernoulli: mask each token with the drawn rate",
-        *("exact", "bernoulli"),
-        off="exact",
-    )
-    loss_weight: str = opt(
-        "bound",
-        "bound: weights that make the loss a bound; uniform: all masked tokens count alike",
-        *("bound", "uniform"),
-        off="bound",
-    )
-    # Autoregressive baseline
-    objective: str = opt(
-        "mdlm", "mdlm: masked diffusion; ar: predict the next token, to compare", "mdlm", "ar"
-    )
-    # Time conditioning
-    time_conditioning: bool = opt(False, "tell the model its mask rate (adaLN)")
-    # Networks of Hugging Face
-    network: str = opt(
-        "",
-        "train the architecture of this config.json of Hugging Face from random weights "
-        "(for its weights: --init_from)",
-        path=READS,
-        off="",
-    )
-    shift: bool = opt(
-        False,
-        "predict a token at the position before it, as decoders were trained (on with "
-        "--init_from=DECODER)",
-    )
-    lora: int = opt(
-        0,
-        "train only adapters of this rank (LoRA) and the embedding of [MASK] (0: all weights)",
-        bounds=(0, 1 << 10),
-    )
-    trust_remote_code: bool = opt(
-        False,
-        "run the code that came with the network of --init_from or --network, or with a run; "
-        "never remembered, so give it each time",
-    )
+class Config(
+    Core,
+    DocumentSettings,  # documents of different lengths
+    PromptSettings,  # prompts and answers, conversations
+    SourceSettings,  # synthetic patterns, .bin files, damaged records
+    BlockSettings,  # blocks from left to right
+    RateSettings,  # other mask rates, masks and weights
+    TimeSettings,  # a network that is told the mask rate
+    NetworkSettings,  # networks of Hugging Face
+):
+    """All settings: those of a plain run, and a line for each variant."""
+
+
+NAMES = {field.name for field in dataclasses.fields(Config)}
+GROUPS = (Core, *Config.__bases__[1:])  # --help=all shows each with a title
 
 
 # What a preset changes (cpu: measured in results/cpu.md). A flag that is given always wins.
@@ -352,18 +189,20 @@ PATTERNS |= dict(lr_schedule="cosine", learning_rate=0.03, batch_size=32, attent
 RESUMABLE = {
     *("out_dir", "resume", "device", "kernels", "compile", "shard", "recompute"),
     *("max_steps", "time_limit", "gradient_accumulation_steps", "trust_remote_code"),
-    *("eval_interval", "eval_windows", "log_interval", "log"),
+    *("eval_interval", "eval_windows", "log_interval", "tracker"),
 }
 
 
 def parse_args(argv):
     """The flags that were given, as a dict of Config fields."""
-    implied = "--data=patterns implies " + " ".join(f"{k}={v}" for k, v in PATTERNS.items())
-    notes = flags.fold(implied, "", "    ")
-    notes += "\nA run ends after --max_steps or --time_limit; without both as its preset says."
-    notes += "\nWith --max_steps alone the clock plays no part: such a run repeats to the bit."
+    preset = devices.default_preset("auto")
     title = "\n\n".join((__doc__ or "").split("\n\n")[:2])  # with the commands that follow it
-    return flags.parse_flags(Config, argv, title, notes, PRESETS, devices.default_preset("auto"))
+    for name, values in PRESETS.items():
+        changed = " ".join(f"{k}={settings.in_short(v)}" for k, v in values.items())
+        title += f"\n\n--preset={name}: {changed or 'the defaults'}"
+    title += "\n\nA run ends after --max_steps or --time_limit, without both as its preset says."
+    default = Config(**PRESETS[preset] | dict(preset=preset))
+    return settings.parse(Config, argv, title, default, GROUPS, short=(Core,))
 
 
 def new_config(given):
@@ -371,15 +210,30 @@ def new_config(given):
     preset = given.get("preset", "auto")
     if preset == "auto":
         preset = devices.default_preset(given.get("device", "auto"))
-    settings = PRESETS[preset] | (PATTERNS if given.get("data") == "patterns" else {})
-    settings |= pretrained.implied(given, settings)
-    config = Config(**settings | given | {"preset": preset})
+    implied = PRESETS[preset] | (PATTERNS if given.get("data") == "patterns" else {})
+    implied |= runs.inherited(given, NAMES) | pretrained.implied(given, implied)
+    config = Config(**implied | given | {"preset": preset})
     config.prompt_column = config.prompt_column or config.chat_column
-    runs.choose_end(config, given, Config(**settings))
+    runs.choose_end(config, given, Config(**implied))
     if config.prompt_column or config.block_length not in (0, config.block_size):
         # Blocks and answers are written until [END], so the model must predict it.
         config.document_length = given.get("document_length", "predicted")
     return config
+
+
+def idle_flags(config):
+    """Flags that would be believed to take effect, and do not: see settings.check_idle."""
+    is_ar = config.objective == "ar"
+    other = rates.flag(config)
+    sized = "n_layer n_head n_embd attention_every conv pos tie"
+    return [
+        ("masking rates loss_weight rate_margin", is_ar, "with --objective=ar: no masks"),
+        ("rate_margin", bool(other), f"with {other}, which sets the mask rates of the whole run"),
+        ("rate_margin", config.time_conditioning, "with --time_conditioning: it learns all rates"),
+        ("muon_lr", config.optimizer != "muon", f"with --optimizer={config.optimizer}"),
+        (sized, bool(config.network), f"with --network={config.network}, which says it"),
+        ("shift lora", not config.network, "with the network of mdlm.py"),
+    ]
 
 
 def check(config, world=1):
@@ -911,9 +765,8 @@ def load(
 
 def read_config(folder):
     """The Config of a checkpoint; it trusts no code."""
-    known = {field.name for field in dataclasses.fields(Config)}
     path = folder / "config.json"
-    config = Config(**checkpoint.read_settings(path, known) | {"trust_remote_code": False})
+    config = Config(**checkpoint.read_settings(path, NAMES) | {"trust_remote_code": False})
     try:
         check(config)
     except UserError as e:
@@ -1167,7 +1020,8 @@ def make_config(given, folder, world):
         config = new_config(given)
         runs.check_source(config, given)
     check(config, world)
-    runs.check_effects(given, config, old, variants.effects(config))
+    asked = {k: v for k, v in given.items() if v and v != getattr(old or Config, k)}
+    settings.check_idle(asked, idle_flags(config))
     shards.check(config.shard, world)
     runs.check_unused(given, Path(config.out_dir))
     trackers.check(config)

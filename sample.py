@@ -12,7 +12,7 @@ were drawn, and draw them again beside all the others. What is drawn in one call
 tokens hardly depend on each other. Without --out_dir and a run in out/, it uses weights/.
 """
 
-from support import cli, flags, terminal
+from support import cli, terminal
 
 cli.start(__name__)
 
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +37,7 @@ from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.devices import pick_device
 from support.ensemble import read_newest
 from support.errors import NoEffect, UserError
-from support.flags import READS, WRITES, names_of, opt
-from support.infill import adaptive, constraint, effects, fixing, proofreading, templates
+from support.infill import adaptive, constraint, fixing, proofreading, templates
 from support.infill.calls import Memo, call_size, end_documents, group_size, groups, predict
 from support.infill.constraint import ConstrainedGap, ask_ahead, draw_matching
 from support.infill.probabilities import (
@@ -50,20 +49,35 @@ from support.infill.probabilities import (
 )
 from support.infill.probabilities import logprobs as logprobs
 from support.infill.probabilities import score as score
-from support.infill.search import all_are_compared, hypotheses
+from support.infill.search import QUICK_STEPS, hypotheses
 from support.infill.templates import (
     has_open,
-    is_open,
     joined,
-    length_of,
     of_prompt,
     parse,
     to_ids,
     to_texts,
-    with_length,
 )
 from support.kernels.reference import philox_words
 from support.numerics import draw, reversed_bits, top2_margin, topk_mask
+from support.settings import (
+    Amount,
+    Bounds,
+    Context,
+    Count,
+    Natural,
+    Reads,
+    Seed,
+    Share,
+    Text,
+    Writes,
+    check_clashes,
+    names_of,
+    plain,
+    shown,
+)
+from support.settings import check as check_settings
+from support.settings import parse as parse_settings
 from support.training import scores
 from support.training.checkpoint import default_run, find_checkpoint
 from support.web import viewer
@@ -97,132 +111,67 @@ ORDERS = {
     "entropy": Order("low entropy", lambda p, token: -torch.special.entr(p.exp()).sum(1), True),
 }
 MEANINGS = "; ".join(f"{name}: {order.meaning}" for name, order in ORDERS.items())
+OrderName = Literal[("auto", *ORDERS)]
+Probability = Annotated[float, Bounds(1e-9, 1)]
+Factor = Annotated[float, Bounds(0, 100)]
+Caution = Annotated[float, Bounds(-1000, 1000)]
 
 
 @dataclass
 class SamplerSettings:
-    # How to write it
-    steps: int = opt(
-        0,
-        "most network calls for a context of text (0: 32, or 8 for each block of the model)",
-        bounds=(0, 1 << 20),
-    )
-    correct: str = opt(
-        "auto", "how many of these calls draw tokens again, after all are drawn; auto: half of them"
-    )
-    redraw: str = opt(
-        "low_confidence",
-        "which tokens are drawn again: those drawn with the lowest probability, or all in turn",
-        *("low_confidence", "sweep"),
-    )
-    spacing: int = opt(
-        3, "least distance between tokens that one call draws again", bounds=(1, 8192)
-    )
-    order: str = opt("auto", "what to reveal first: " + MEANINGS, "auto", *ORDERS)
-    threshold: float = opt(
-        0.0,
-        "reveal all tokens of a higher probability than this in a call, and at least one (0: off); "
-        "then --steps are the most",
-        bounds=(0, 1),
-    )
-    entropy_bound: float = opt(
-        0.0,
-        "reveal in order of entropy in a call, as long as their sum without the largest is at most "
-        "this, in nats (0: off); then --steps are the most",
-        bounds=(0, 1e4),
-    )
-    block: int = opt(
-        0,
-        "finish this many tokens before the next ones (0: all at once, of a text beyond the "
-        "context half a context)",
-        bounds=(0, 8192),
-    )
-    temperature: float = opt(
-        1.0,
-        "below 1: likelier tokens; 0: always the likeliest; above 1: more varied",
-        bounds=(0, 100),
-    )
-    top_k: int = opt(0, "draw only from the k likeliest tokens (0: from all)", bounds=(0, 1 << 31))
-    top_p: float = opt(
-        1.0, "draw only from the likeliest tokens with this total probability", bounds=(1e-9, 1)
-    )
-    cfg: float = opt(
-        0.0, "strength of guidance by the given text (0: none); doubles the calls", bounds=(0, 100)
-    )
-    seed: int = opt(
-        0,
-        "seed of all random numbers; the same seed gives the same text",
-        bounds=(0, (1 << 32) - 1),
-    )
+    """How to write it."""
+
+    steps: Natural = 0  # network calls for a context of text at most (0: 32, or 8 per block)
+    correct: str = "auto"  # how many of them redraw tokens, after all are drawn; auto: half
+    redraw: Literal["low_confidence", "sweep"] = "low_confidence"  # least likely, or all in turn
+    spacing: Count = 3  # least distance between tokens that one call redraws
+    order: OrderName = "auto"  # what to reveal first (below)
+    threshold: Share = 0.0  # reveal all above this probability, and at least one (0: off)
+    entropy_bound: Amount = 0.0  # reveal while the entropies' sum is at most this, in nats (0: off)
+    block: Natural = 0  # finish this many tokens before the next (0: all, or half a context)
+    temperature: Factor = 1.0  # below 1: likelier tokens; 0: the likeliest; above 1: varied ones
+    top_k: Natural = 0  # draw only from the k likeliest tokens (0: from all)
+    top_p: Probability = 1.0  # draw only from the likeliest tokens with this total probability
+    cfg: Factor = 0.0  # strength of guidance by the given text (0: none); doubles the calls
+    seed: Seed = 0  # of all random numbers; the same seed gives the same text
 
 
 @dataclass
 class TextFlags:
-    # What to write
-    out_dir: str = opt(
-        "",
-        "run or checkpoint folder, or several, A,B: the mean of what they predict (default: out, "
-        "else weights/)",
-        path=READS,
-    )
-    prompt: str = opt("", "beginning of the text, which stays as it is", text=True)
-    infill: str = opt(
-        "", "text with gaps: each █ is a token to fill, [___] a gap of any length (-: stdin)"
-    )
-    batch: str = opt(
-        "", "file with a text with gaps on each line (-: stdin); writes JSON lines", path=READS
-    )
-    length: int = opt(
-        0,
-        "tokens of the text, with those of the prompt (0: as many as the context, or drawn from "
-        "the lengths of documents)",
-        bounds=(0, 1 << 20),
-    )
-    num_samples: int = opt(
-        0,
-        "how many texts to write (0: one; of a text with gaps the likeliest)",
-        bounds=(0, 1 << 20),
-    )
-    candidates: int = opt(
-        0, "show this many of the likeliest fills, with scores (0: 3)", bounds=(0, 1024)
-    )
-    max_gap: int = opt(16, "longest fill of [___], in tokens", bounds=(1, 8192))
-    fix: str = opt(
-        "",
-        "proofread this text file (-: stdin) and show what to change; the file stays as it is",
-        path=READS,
-    )
-    output: str = opt(
-        "",
-        "write the text of --fix with the changes to this file, which may be the same (-: stdout)",
-        path=WRITES,
-    )
-    caution: float = opt(
-        0.0,
-        "nats by which a change of --fix must gain more than by default; below 0: more changes",
-        bounds=(-1000, 1000),
-    )
-    compare: str = opt(
-        "", "NAME=VALUE,VALUE,...: write texts with each value of a setting below, and a table"
-    )
+    """What to write."""
+
+    out_dir: Reads = ""  # run or checkpoint, or several, A,B: their mean (default: out or weights/)
+    prompt: Text = ""  # beginning of the text, which stays as it is
+    infill: str = ""  # text with gaps: █ is a token to fill, [___] a gap of any length (-: stdin)
+    batch: Reads = ""  # file with a text with gaps on each line (-: stdin); writes JSON lines
+    length: Natural = 0  # tokens of the text, prompt included (0: the context, or drawn)
+    num_samples: Natural = 0  # texts to write (0: one; with gaps the likeliest)
+    candidates: Natural = 0  # show this many of the likeliest fills, with scores (0: 3)
+    max_gap: Context = 16  # longest fill of [___], in tokens
+    fix: Reads = ""  # proofread this text file (-: stdin); the file stays as it is
+    output: Writes = ""  # write the text of --fix with its changes here (-: stdout)
+    caution: Caution = 0.0  # nats that a change of --fix must gain beyond the default
+    compare: str = ""  # NAME=VALUE,VALUE,...: a table of texts with each value of a setting
 
 
 @dataclass
-class Options(SamplerSettings, TextFlags):
-    # Where to compute, and how to show it
-    device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: a GPU if there is one")
-    trust_remote_code: bool = opt(False, "run the code that came with the network of others")
-    watch: bool = opt(False, "show the unmasking in the terminal")
-    html: str = opt("", "write a page that plays the unmasking to this file", path=WRITES)
-    json: str = opt("", "write a JSON object per text to this file (-: stdout)", path=WRITES)
-    logprobs: int = opt(
-        0,
-        "add to each line of --json and --batch the log-probabilities of all tokens, with this "
-        "many of the likeliest (0: none); a sequence in a network call for each token",
-        bounds=(0, 1024),
-    )
+class OutputFlags:
+    """Where to compute, and how to show it."""
+
+    device: str = "auto"  # cpu, cuda, cuda:1 or mps; auto: a GPU if there is one
+    trust_remote_code: bool = False  # allow custom code from the checkpoint
+    watch: bool = False  # show the unmasking in the terminal
+    html: Writes = ""  # write a page that plays the unmasking to this file
+    json: Writes = ""  # write a JSON object per text to this file (-: stdout)
+    logprobs: Natural = 0  # add log-probabilities to JSON lines, with this many likeliest (0: none)
 
 
+@dataclass
+class Options(SamplerSettings, TextFlags, OutputFlags):
+    """All flags."""
+
+
+GROUPS = (TextFlags, SamplerSettings, OutputFlags)
 SETTINGS = [field.name for field in fields(SamplerSettings)]
 
 
@@ -255,8 +204,8 @@ def uniforms(seed, steps, samples, at):
 
 def resolve(settings, model):
     """SamplerSettings without "auto"; UserError for what the model cannot follow."""
-    settings = replace(settings, correct=str(flags.plain(settings.correct)))
-    flags.check_fields(settings)
+    settings = replace(settings, correct=str(plain(settings.correct)))
+    check_settings(settings)
     config = model.config
     objective = model.objective
     if settings.block > config.block_size:
@@ -290,37 +239,18 @@ def resolve(settings, model):
         return replace(settings, steps=steps, correct=correct)
     if not re.fullmatch("[0-9]{1,7}", settings.correct) or int(settings.correct) >= steps:
         accepted = f"auto, or a number below the {steps} steps"
-        raise UserError(f"correct={flags.shown(settings.correct)} is not accepted; give {accepted}")
+        raise UserError(f"correct={shown(settings.correct)} is not accepted; give {accepted}")
     return replace(settings, steps=steps, correct=int(settings.correct))
 
 
-def changed(settings):
-    """The names of SamplerSettings that differ from their defaults, which ask for something."""
-    differ = [
-        name for name in SETTINGS if getattr(settings, name) != getattr(SamplerSettings, name)
-    ]
-    return [name for name in differ if (name, str(settings.correct)) != ("correct", "0")]
-
-
-def from_keywords(keywords, model, length=0, has_given_text=True):
-    """Resolved SamplerSettings of a Python caller; UserError for what is wrong or does nothing.
-
-    length: of the texts. Whatever they have to fill, a setting is refused only where it would do
-    nothing in a text that is all [MASK].
-    """
-    keywords = flags.modern(keywords, "sample")
+def from_keywords(keywords, model):
+    """Resolved SamplerSettings of a Python caller; UserError for what is wrong."""
     if unknown := keywords.keys() - set(SETTINGS):
-        raise UserError(f"{flags.shown(min(unknown))} is no setting; give {', '.join(SETTINGS)}")
+        raise UserError(f"{shown(min(unknown))} is no setting; give {', '.join(SETTINGS)}")
     asked = SamplerSettings(**keywords)
-    settings = resolve(asked, model)
-    if asked.order == "one_shot" and flags.plain(asked.steps) not in (0, 1):
+    if asked.order == "one_shot" and plain(asked.steps) not in (0, 1):
         raise UserError(f"order=one_shot and steps={asked.steps} contradict each other; give one")
-    given = [name for name in changed(asked) if name != "seed"]  # a stream of numbers, like a
-    if given:  # generator: programs give one in any case
-        fill = torch.ones(1, max(length, model.config.block_size), dtype=torch.bool)
-        chunks = list(plan(model, fill, torch.zeros(1, dtype=torch.int64), settings))
-        effects.check(given, [effects.Task(settings, model, chunks, has_given_text)])
-    return settings
+    return resolve(asked, model)
 
 
 @dataclass
@@ -503,7 +433,7 @@ def unmask(
     samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw)
     if memo is not None and not isinstance(memo, Memo):
         raise UserError(f"memo must be a likelihood.Memo, not {arguments.kind_of(memo)}")
-    settings = from_keywords(settings, model, x.shape[1], has_given_text(model, x))
+    settings = from_keywords(settings, model)
     may_draw = (
         end_id,
         forbid,
@@ -620,7 +550,7 @@ def generate(
     if "memo" in settings:
         raise UserError("memo is for unmask; generate has one of its own, so leave it out")
     is_seeded = "seed" in settings
-    settings = from_keywords(settings, model, x.shape[1], has_given_text(model, x))
+    settings = from_keywords(settings, model)
     if not is_seeded:
         settings = replace(settings, seed=draw_seed(generator))
     may_draw = dict(end_id=end_id, forbid=forbid, allowed=places(allowed, x))
@@ -692,7 +622,7 @@ def ends(model, tokenizer, is_template):
 
 def quick(settings, model):
     """Resolved settings that draw the fills which only compare lengths."""
-    most = effects.QUICK_STEPS * model.objective.n_blocks
+    most = QUICK_STEPS * model.objective.n_blocks
     return replace(settings, steps=min(settings.steps, most), correct=0)
 
 
@@ -788,21 +718,15 @@ def write_with_logprobs(
 def write_ids(model, tokenizer, text, n, length, generator, max_gap, settings):
     """(segments, ids, log p when they were drawn) of each text of `write`."""
     limits = TextFlags(num_samples=n, length=length, max_gap=max_gap)
-    flags.check_fields(limits)
+    check_settings(limits)
     arguments.check_tokenizer(tokenizer, model)
     arguments.check_generator(generator)
-    from_keywords(settings, model)  # refuses what it cannot follow, before the work begins
+    settings, given = from_keywords(settings, model), settings
     several = list(text) if isinstance(text, (list, tuple)) else [text]
     todo = [to_fill(model, tokenizer, one, limits.length) for one in several]
-    rows = [to_ids(segments, tokenizer, model.mask_id) for segments, _ in todo]
-    guides = any(has_given_text(model, torch.tensor(ids)) for ids in rows)
-    new_seed = None if "seed" in settings else partial(draw_seed, generator)
-    settings = from_keywords(settings, model, max(map(len, rows), default=0), guides)
+    new_seed = None if "seed" in given else partial(draw_seed, generator)
     for segments, _ in todo:
         templates.check_lengths(segments, limits.max_gap)
-    is_searched = any(templates.has_lengths(segments) for segments, _ in todo)
-    if limits.max_gap != TextFlags.max_gap and not is_searched:
-        raise UserError(f"max_gap={limits.max_gap} has no effect without [___]; leave it out")
     made = partial(fill_segments, model, tokenizer, limits, settings, new_seed, generator)
     return [done for segments in todo for done in made(*segments)]
 
@@ -857,21 +781,10 @@ def fix(
     see the text on both sides of a token.
     """
     limits = TextFlags(caution=caution)
-    flags.check_fields(limits)
+    check_settings(limits)
     return proofreading.fix(model, tokenizer, arguments.check_text(text), limits.caution)
 
 
-FIXING = {
-    "fix",
-    "output",
-    "caution",
-    "out_dir",
-    "device",
-    "html",
-    "json",
-    "trust_remote_code",
-}  # flags of --fix
-NO_DRAW = "with --fix, which draws nothing; leave it out"
 CLASHES = [
     ("infill", "prompt batch length", "a template says by itself what to write"),
     ("batch", "prompt length watch html num_samples", "leave one of them out"),
@@ -906,9 +819,7 @@ def place_text(given):
 
 def check(options, given):
     """Raise UserError for flags that contradict each other; given: those of the command line."""
-    flags.check_clashes(CLASHES, given)
-    if options.fix:
-        flags.check_effects(given, [(" ".join(given.keys() - FIXING), False, NO_DRAW)])
+    check_clashes(CLASHES, given)
     if (options.output, options.json) == ("-", "-"):
         raise UserError("--output=- and --json=- are both standard output; give a file for one")
     if options.order == "one_shot" and "steps" in given:
@@ -951,48 +862,6 @@ def load(options, given):
         fix = f"give at most {L}, or leave it out"
         raise UserError(f"--length={options.length} is more than prompt and answer may have; {fix}")
     return model, tokenizer, config, folders, replace(options, device=str(device))
-
-
-def tasks(model, tokenizer, todo, rows, options):
-    """What is written: an effects.Task for each of `todo` and of the settings `rows`.
-
-    todo: pairs of a template, or None, and its segments.
-    """
-    for settings in rows:
-        for template, segments in todo:
-            is_ranked = has_open(segments) and not is_plain(options, template)
-            is_quick = is_ranked and all_are_compared(model, segments)
-            unknown = sum(length_of(segment) for segment in segments if is_open(segment))
-            n = len(to_ids(segments, tokenizer)) - unknown  # known tokens
-            room = max(1, min(options.max_gap, model.config.block_size - n))
-            x = []
-            for segment in segments:
-                texts = getattr(segment, "spelled", ()) if is_ranked and is_open(segment) else ()
-                known = to_ids([with_length(segment, room)], tokenizer, model.mask_id)
-                x += texts[0] if texts else known  # a list of texts is ranked without draws
-            x = torch.tensor([x], dtype=torch.int64)
-            used = quick(settings, model) if is_quick else settings
-            chunks = list(plan(model, x == model.mask_id, torch.zeros(1, dtype=torch.int64), used))
-            draws_length = not (template or options.length) and model.objective.lengths_are_given
-            facts = (has_given_text(model, x), is_quick, draws_length)
-            yield effects.Task(settings, model, chunks, *facts)
-
-
-def check_effects(model, tokenizer, todo, options, variants, given):
-    """Raise UserError for a flag that has no effect on what is to be written.
-
-    options: not resolved; variants: of --compare, {title: resolved settings}
-    """
-    if "max_gap" in given and not any(templates.has_lengths(segments) for _, segments in todo):
-        raise UserError("--max_gap has no effect without [___]; leave it out, or write [___]")
-    rows = list(variants.values()) or [resolve(options, model)]
-    names = [name for name in changed(options) if name in given]
-    effects.check(names, tasks(model, tokenizer, todo, rows, options))
-    titles = {}
-    for title, task in zip(variants, tasks(model, tokenizer, todo, rows, options)):
-        if (same := titles.setdefault(str(effects.essence(task)), title)) != title:
-            what = f"--compare: {same} and {title} write the same texts here"
-            raise UserError(f"{what}; give values that make a difference")
 
 
 def sampled(model, tokenizer, segments, options, template, pages):
@@ -1128,7 +997,8 @@ def answers(model, tokenizer, template, segments, options, pages):
 
 
 def main(argv):
-    given = place_text(flags.parse_flags(Options, argv, __doc__, free="text"))
+    about = f"{__doc__}\n\n--order: {MEANINGS}."
+    given = place_text(parse_settings(Options, argv, about, groups=GROUPS, free="text"))
     options = Options(**given)
     check(options, given)
     model, tokenizer, config, folders, options = load(options, given)
@@ -1155,7 +1025,6 @@ def main(argv):
         return segments
 
     todo = templates.parse_all(options.infill, options.batch, to_segments)
-    check_effects(model, tokenizer, todo, options, variants, given)
     options = resolve(options, model)
     to_stdout = options.json == "-" or (options.batch and not options.json)
     if to_stdout:

@@ -9,7 +9,7 @@ gives, whatever else is computed. docs/serving.md says what each field means for
 everywhere at once. Needs the packages starlette, uvicorn and greenlet.
 """
 
-from support import cli, flags, terminal
+from support import cli, terminal
 
 cli.start(__name__)
 
@@ -26,6 +26,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
@@ -35,7 +36,6 @@ from support import environment
 from support.devices import pick_device
 from support.ensemble import read_newest
 from support.errors import UserError
-from support.flags import READS, names_of, opt
 from support.infill import constraint, templates
 from support.infill.calls import end_documents, groups
 from support.infill.constraint import ConstrainedGap, pattern_of_choices
@@ -44,6 +44,8 @@ from support.infill.search import hypotheses
 from support.infill.templates import encode_segments, joined, of_prompt, parse, to_ids, to_texts
 from support.serving import app, completions, engine
 from support.serving.completions import Invalid, Text
+from support.settings import Bounds, Context, Reads, names_of, shown
+from support.settings import parse as parse_settings
 from support.training import scores
 from support.training.checkpoint import default_run
 from support.web.served_page import page
@@ -56,36 +58,51 @@ END_SECONDS = 5.0  # after --drain, in which what is cut short is told so
 HEADER_BYTES = 1 << 15
 
 
+Seconds = Annotated[float, Bounds(0, 24 * 3600)]
+Port = Annotated[int, Bounds(0, 65535)]
+Tokens = Annotated[int, Bounds(1, 1 << 20)]
+Some = Annotated[int, Bounds(1, 4096)]
+
+
 @dataclass
-class Options:
-    # What is served, and where
-    out_dir: str = opt(
-        "",
-        "run or checkpoint folder, or several, A,B: the mean of what they predict (default: out, "
-        "else weights/)",
-        path=READS,
-    )
-    host: str = opt("127.0.0.1", "address to listen on; beyond this machine it needs --api_key")
-    port: int = opt(8000, "port to listen on (0: any that is free)", bounds=(0, 65535))
-    api_key: str = opt("", f"key that clients must send (default: the variable {KEY}, if set)")
-    origin: str = opt("", "sites whose pages may use it, as https://example.org,https://...")
-    device: str = opt("auto", "cpu, cuda, cuda:1 or mps; auto: a GPU if there is one")
-    trust_remote_code: bool = opt(False, "run the code that came with the network of others")
-    drain: float = opt(
-        10.0, "after SIGTERM, seconds to finish what has begun", bounds=(0, 24 * 3600)
-    )
-    # The most that a request may ask for
-    max_tokens: int = opt(2048, "tokens written after a prompt", bounds=(1, 1 << 20))
-    max_prompt: int = opt(8192, "tokens of a prompt", bounds=(1, 1 << 20))
-    max_gap: int = opt(16, "longest fill of a gap, in tokens", bounds=(1, 8192))
-    max_prompts: int = opt(16, "prompts of a request", bounds=(1, 1024))
-    max_n: int = opt(16, "texts of a prompt", bounds=(1, 1024))
-    max_body: int = opt(1 << 20, "bytes of a request", bounds=(1 << 10, 1 << 30))
-    time_limit: float = opt(600.0, "seconds of a request", bounds=(0.1, 24 * 3600))
-    # The most that is served at a time
-    max_active: int = opt(64, "requests that are computed at a time", bounds=(1, 4096))
-    max_waiting: int = opt(256, "requests that wait until others end", bounds=(0, 1 << 16))
-    max_connections: int = opt(512, "open connections", bounds=(1, 1 << 16))
+class Place:
+    """What is served, and where."""
+
+    out_dir: Reads = ""  # run or checkpoint, or several, A,B: their mean (default: out or weights/)
+    host: str = "127.0.0.1"  # address to listen on; beyond this machine it needs --api_key
+    port: Port = 8000  # port to listen on (0: any that is free)
+    api_key: str = ""  # key that clients must send (default: the variable MDLM_API_KEY, if set)
+    origin: str = ""  # sites whose pages may use it, as https://example.org,https://...
+    device: str = "auto"  # cpu, cuda, cuda:1 or mps; auto: a GPU if there is one
+    trust_remote_code: bool = False  # allow custom code from the checkpoint
+    drain: Seconds = 10.0  # after SIGTERM, seconds to finish what has begun
+
+
+@dataclass
+class RequestLimits:
+    """Per-request limits."""
+
+    max_tokens: Tokens = 2048  # tokens written after a prompt
+    max_prompt: Tokens = 8192  # tokens of a prompt
+    max_gap: Context = 16  # longest fill of a gap, in tokens
+    max_prompts: Some = 16  # prompts of a request
+    max_n: Some = 16  # texts of a prompt
+    max_body: Annotated[int, Bounds(1 << 10, 1 << 30)] = 1 << 20  # bytes of a request
+    time_limit: Annotated[float, Bounds(0.1, 24 * 3600)] = 600.0  # seconds of a request
+
+
+@dataclass
+class ConcurrencyLimits:
+    """Concurrency limits."""
+
+    max_active: Some = 64  # requests that are computed at a time
+    max_waiting: Annotated[int, Bounds(0, 1 << 16)] = 256  # requests that wait until others end
+    max_connections: Annotated[int, Bounds(1, 1 << 16)] = 512  # open connections
+
+
+@dataclass
+class Options(Place, RequestLimits, ConcurrencyLimits):
+    """All flags."""
 
 
 # ---- What is written for a Job (in a greenlet of the engine; see support/serving/engine.py)
@@ -439,7 +456,7 @@ def check(options):
     for origin in origins(options):
         scheme, _, rest = origin.partition("://")
         if scheme not in ("http", "https") or not rest or "/" in rest:
-            what = f"--origin={flags.shown(origin)} is no origin"
+            what = f"--origin={shown(origin)} is no origin"
             raise UserError(f"{what}; give it as https://example.org, without a path")
     if not options.api_key.isascii() or any(c.isspace() for c in options.api_key):
         raise UserError("--api_key has characters that no header can have; give ASCII, no spaces")
@@ -600,7 +617,7 @@ def say_ready(options, sock):
 
 
 def main(argv):
-    options = Options(**flags.parse_flags(Options, argv, __doc__))
+    options = Options(**parse_settings(Options, argv, __doc__, groups=Options.__bases__))
     options.api_key = options.api_key or os.environ.get(KEY, "")
     check(options)
     for package in ("starlette", "uvicorn", "greenlet"):

@@ -16,8 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import cli, errors, flags, outputs
+from support import cli, errors, outputs
 from support.files import read_small
+from support.settings import Parser, first_line
 
 WIDTH, HEIGHT = 9.6, 27  # pixels for each character
 CAPTION = 7.0  # pixels for each character of the caption, in a wide font
@@ -173,7 +174,7 @@ def draw(sample, theme):
 
 
 def main(argv):
-    parser = flags.Parser(description=flags.first_line(__doc__))
+    parser = Parser(description=first_line(__doc__))
     parser.add_argument("page", help="a page that sample.py --html wrote")
     parser.add_argument("picture", help="SVG file to write")
     parser.add_argument("--dark", action="store_true", help="for a dark background")

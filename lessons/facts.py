@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import cli
-from support.flags import Parser, first_line
+from support.settings import Parser, first_line
 
 TRADES = """
 barber cooper draper farmer fuller glover grocer hosier hunter joiner

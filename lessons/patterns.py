@@ -27,8 +27,8 @@ import sample
 from support import outputs
 from support.data import sources
 from support.errors import UserError
-from support.flags import Parser, first_line
 from support.plots import DARK, LIGHT, check_picture, themed, write_figure
+from support.settings import Parser, first_line
 
 STEPS = (1, 2, 4, 8, 16, 32)
 SHOWN = 16  # sequences in the picture, at most

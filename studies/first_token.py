@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # python studies/first_token.py, from anywhere
 
-from support import cli, flags
+from support import cli
 
 cli.start(__name__)
 
@@ -32,18 +32,18 @@ import eval
 import mdlm
 from studies import adapt
 from support.errors import UserError
-from support.flags import READS, opt
 from support.numerics import standard_error
+from support.settings import Count, Natural, Reads, parse
 from support.training.checkpoint import find_checkpoint
 from support.view import View
 
 
 @dataclass
 class Options:
-    out_dir: str = opt("out", "a run of a network of others", path=READS)
-    windows: int = opt(256, "windows of validation text", bounds=(2, 1 << 20))
-    passes: int = opt(3, "mask counts drawn for each window and token", bounds=(1, 1000))
-    seed: int = opt(0, "of the masks", bounds=(0, 1 << 31))
+    out_dir: Reads = "out"  # a run of a network of others
+    windows: Natural = 256  # windows of validation text
+    passes: Count = 3  # mask counts drawn for each window and token
+    seed: Natural = 0  # of the masks
 
 
 def view_after_mask(objective, xt, x0=None, rows=None):
@@ -83,7 +83,7 @@ def mask_with(x0, at, counts, mask_id, generator):
 @torch.no_grad()
 def measure(argv):
     """Print a table of cross-entropies by position."""
-    options = Options(**flags.parse_flags(Options, argv, __doc__))
+    options = Options(**parse(Options, argv, __doc__))
     folder = find_checkpoint(options.out_dir)
     model, tokenizer, config = mdlm.load(folder, "cpu")
     if config.objective != "mdlm" or not config.network:

@@ -38,7 +38,7 @@ import mdlm
 import sample
 from studies import peers, phases
 from support import devices, kernels
-from support.flags import Parser, first_line
+from support.settings import Parser, first_line
 from support.training import graphs
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,7 +12,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/harness.py, from anywhere
 
-from support import cli, flags, terminal
+from support import cli, terminal
 
 cli.start(__name__)
 
@@ -72,7 +72,6 @@ class Harness(LM):
         trust_remote_code=False,
     ):
         super().__init__()
-        flags.check_not_empty("out_dir", out_dir)
         for name, value in (("draws", draws), ("seed", seed)):
             if type(value) is not int or value < 0:
                 raise UserError(f"{name}={value} of --model_args is not accepted; give a number")

@@ -35,7 +35,7 @@ import mdlm
 from support import lora, pretrained, ranks
 from support.environment import optional
 from support.errors import UserError
-from support.flags import Parser, first_line
+from support.settings import Parser, first_line
 from support.training import shards
 
 

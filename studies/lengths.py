@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # python studies/lengths.py, from anywhere
 
-from support import cli, flags
+from support import cli
 
 cli.start(__name__)
 
@@ -42,8 +42,8 @@ import torch
 
 import mdlm
 from support.errors import UserError
-from support.flags import READS, WRITES, opt
 from support.infill.ranking import likeliest
+from support.settings import Count, Natural, Reads, Writes, parse
 from support.training.checkpoint import default_run
 
 WORD = re.compile("[A-Za-z']+")
@@ -53,15 +53,15 @@ AT_ONCE = 10  # gaps that a contestant fills before the next one does
 
 @dataclass
 class Options:
-    data: str = opt("", "the text that the model has learned; nine tenths train", path=READS)
-    out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
-    before: str = opt("", "a folder with the files of another commit", path=READS)
-    results: str = opt("lengths.jsonl", "lines of JSON, to which this adds", path=WRITES)
-    gaps: int = opt(400, "how many gaps", bounds=(1, 100_000))
-    max_gap: int = opt(16, "longest gap, in characters", bounds=(1, 8192))
-    skip: str = opt("", "contestants to leave out, with commas between them")
-    training: bool = opt(False, "gaps in training text, to choose settings by")
-    seed: int = opt(0, "which gaps", bounds=(0, 1 << 31))
+    data: Reads = ""  # the text that the model has learned; nine tenths train
+    out_dir: Reads = ""  # run or checkpoint folder (default: out, else weights/)
+    before: Reads = ""  # a folder with the files of another commit
+    results: Writes = "lengths.jsonl"  # lines of JSON, to which this adds
+    gaps: Count = 400  # how many gaps
+    max_gap: Count = 16  # longest gap, in characters
+    skip: str = ""  # contestants to leave out, with commas between them
+    training: bool = False  # gaps in training text, to choose settings by
+    seed: Natural = 0  # which gaps
 
 
 def spans(line, kind, longest):
@@ -203,7 +203,7 @@ def table(rows):
 
 
 def main(argv):
-    options = Options(**flags.parse_flags(Options, argv, __doc__))
+    options = Options(**parse(Options, argv, __doc__))
     if not options.data:
         raise UserError("--data is missing; give the text that the model has learned")
     text = Path(options.data).read_text(encoding="utf-8")

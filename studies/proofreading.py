@@ -28,11 +28,12 @@ this kind are found, of how many, and false alarms that would repair one.
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/proofreading.py, from anywhere
 
-from support import cli, flags, outputs, plots
+from support import cli, outputs, plots
 
 cli.start(__name__)
 
@@ -56,9 +57,9 @@ import torch
 import mdlm
 from support import environment
 from support.errors import UserError
-from support.flags import READS, WRITES, opt
 from support.infill import proofreading
 from support.infill.mistakes import KINDS, Prior, beside
+from support.settings import Natural, Reads, Writes, parse
 
 ORDER = 6
 BEAM = 24
@@ -72,19 +73,19 @@ SUMMED = ("mistakes", "characters", "seconds")  # of every row
 
 @dataclass
 class Options:
-    data: str = opt("", "the text that the model learned; its last tenth validates", path=READS)
-    out_dir: str = opt("weights/shakespeare", "run or checkpoint folder", path=READS)
-    characters: int = opt(4000, "of text with 2 % of mistakes", bounds=(100, 1 << 20))
-    others: int = opt(2000, "of text with 1 and 5 % (0: none)", bounds=(0, 1 << 20))
-    begin: int = opt(0, "where in the validation text they begin", bounds=(0, 1 << 30))
-    dtype: str = opt("float32", "of the network", "float32", "bfloat16")
-    tune: bool = opt(False, "choose settings on training text")
-    seed: int = opt(0, "of the mistakes", bounds=(0, 1 << 31))
-    kinds: str = opt("", "of mistakes (default: both)", "", "all", "substitutions")
-    source: str = opt("", "of mistakes (default: both)", "", "random", "keyboard")
-    methods: str = opt("nothing,symspell,6-gram,mdlm", "which to measure")
-    json: str = opt("", "write the counts of each piece of text to this file", path=WRITES)
-    join: str = opt("", "measure nothing: the table of these files of --json (commas between)")
+    data: Reads = ""  # the text that the model learned; its last tenth validates
+    out_dir: Reads = "weights/shakespeare"  # run or checkpoint folder
+    characters: Natural = 4000  # of text with 2 % of mistakes
+    others: Natural = 2000  # of text with 1 and 5 % (0: none)
+    begin: Natural = 0  # where in the validation text they begin
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the network
+    tune: bool = False  # choose settings on training text
+    seed: Natural = 0  # of the mistakes
+    kinds: Literal["", "all", "substitutions"] = ""  # of mistakes (default: both)
+    source: Literal["", "random", "keyboard"] = ""  # of mistakes (default: both)
+    methods: str = "nothing,symspell,6-gram,mdlm"  # which to measure
+    json: Writes = ""  # write the counts of each piece of text to this file
+    join: str = ""  # measure nothing: the table of these files of --json (commas between)
 
 
 class Mistake(NamedTuple):
@@ -597,7 +598,7 @@ def show(rows):
 
 
 def main(argv):
-    options = Options(**flags.parse_flags(Options, argv, __doc__))
+    options = Options(**parse(Options, argv, __doc__))
     outputs.check_all(options)
     if options.join:
         show(table(read_rows(options.join.split(","))))

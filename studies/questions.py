@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # python studies/questions.py, from anywhere
 
-from support import cli, flags, outputs
+from support import cli, outputs
 
 cli.start(__name__)
 
@@ -33,7 +33,7 @@ import mdlm
 import sample
 from support import plots
 from support.errors import UserError
-from support.flags import READS, WRITES, opt
+from support.settings import Count, Natural, Reads, Writes, parse
 
 NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
 NUMBERS = (NUMBERS + " fifteen sixteen seventeen eighteen nineteen twenty").split()
@@ -43,18 +43,18 @@ TRAINING = 0.9  # of the records
 
 @dataclass
 class WriteOptions:
-    dest: str = opt("qa.jsonl", "the file to write", path=WRITES)
-    records: int = opt(20_000, "how many", bounds=(10, 1 << 24))
-    seed: int = opt(0, "of the words", bounds=(0, 1 << 31))
+    dest: Writes = "qa.jsonl"  # the file to write
+    records: Natural = 20000  # how many
+    seed: Natural = 0  # of the words
 
 
 @dataclass
 class AskOptions:
-    data: str = opt("qa.jsonl", "what `write` wrote", path=READS)
-    out_dir: str = opt("out", "a run that was tuned on it", path=READS)
-    steps: int = opt(8, "network calls of an answer", bounds=(1, 1024))
-    most: int = opt(200, "questions of each kind", bounds=(1, 1 << 20))
-    loose: bool = opt(False, "ignore capitals and spaces, for a tokenizer that loses them")
+    data: Reads = "qa.jsonl"  # what `write` wrote
+    out_dir: Reads = "out"  # a run that was tuned on it
+    steps: Count = 8  # network calls of an answer
+    most: Count = 200  # questions of each kind
+    loose: bool = False  # ignore capitals and spaces, for a tokenizer that loses them
 
 
 def records(n, seed):
@@ -93,7 +93,7 @@ def unseen(pairs):
 
 
 def write(argv):
-    options = WriteOptions(**flags.parse_flags(WriteOptions, argv, __doc__))
+    options = WriteOptions(**parse(WriteOptions, argv, __doc__))
     outputs.check_all(options)
     with outputs.Lines(options.dest) as lines:
         for question, answer in records(options.records, options.seed):
@@ -116,7 +116,7 @@ def read(path):
 
 
 def ask(argv):
-    options = AskOptions(**flags.parse_flags(AskOptions, argv, __doc__))
+    options = AskOptions(**parse(AskOptions, argv, __doc__))
     pairs = read(options.data)
     model, tokenizer, _ = mdlm.load(options.out_dir)
     if not model.config.prompt_column:

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support import cli
-from support.flags import Parser, first_line
+from support.settings import Parser, first_line
 
 TOKENS = 8192  # of a rank at a time
 REACHED = 0.4  # of the peak FLOP/s, in the matrix products

@@ -21,33 +21,30 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from support import cli, flags
+from support import cli
 
 cli.start(__name__)
 
 import serve
 from support import environment
-from support.flags import READS, opt
 from support.serving import completions
+from support.settings import Amount, Count, Natural, Reads, parse
 
 
 @dataclass
 class Options:
-    out_dir: str = opt("", "run or checkpoint folder (default: out, else weights/)", path=READS)
-    mode: str = opt("speed", "what to measure", "speed", "load", "memory")
-    clients: int = opt(64, "clients of --mode=load", bounds=(1, 1024))
-    seconds: float = opt(120.0, "how long --mode=load lasts", bounds=(1, 86400))
-    requests: int = opt(
-        0,
-        "requests of --mode=memory (0: 10000), or of each turn of speed (0: 32)",
-        bounds=(0, 1 << 20),
-    )
-    turns: int = opt(3, "turns of --mode=speed", bounds=(1, 100))
-    max_tokens: int = opt(64, "tokens of each request of --mode=speed", bounds=(1, 2048))
+    out_dir: Reads = ""  # run or checkpoint folder (default: out, else weights/)
+    mode: Literal["speed", "load", "memory"] = "speed"  # what to measure
+    clients: Count = 64  # clients of --mode=load
+    seconds: Amount = 120.0  # how long --mode=load lasts
+    requests: Natural = 0  # requests of --mode=memory (0: 10000), or of each turn of speed (0: 32)
+    turns: Count = 3  # turns of --mode=speed
+    max_tokens: Count = 64  # tokens of each request of --mode=speed
 
 
 @contextmanager
@@ -225,7 +222,7 @@ def measure_memory(options):
 
 
 def main(argv):
-    options = Options(**flags.parse_flags(Options, argv, __doc__))
+    options = Options(**parse(Options, argv, __doc__))
     measures = dict(speed=measure_speed, load=measure_load, memory=measure_memory)
     return measures[options.mode](options) or 0
 

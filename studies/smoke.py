@@ -29,8 +29,8 @@ import mdlm
 from studies import peers
 from support import devices, kernels
 from support.errors import UserError
-from support.flags import Parser, first_line
 from support.kernels.reference import block_spans, document_spans
+from support.settings import Parser, first_line
 from support.training import compiling
 
 STEPS = 8  # the last ones are CUDA graphs

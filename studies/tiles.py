@@ -25,8 +25,8 @@ import torch
 
 from support import kernels
 from support.errors import UserError
-from support.flags import Parser, first_line
 from support.kernels.reference import block_spans, document_spans
+from support.settings import Parser, first_line
 
 # In the package these names are the operations.
 A = sys.modules[kernels.attention.__module__]

@@ -7,10 +7,11 @@ import re
 import sys
 from pathlib import Path
 
-from support import files, flags, plots, terminal
+from support import files, plots, terminal
 from support.data import records, sources
 from support.errors import UserError
 from support.infill.templates import joined
+from support.settings import parse
 from support.web import viewer
 
 GROUP = 16  # texts whose words are compared: the share of distinct ones depends on their number
@@ -82,7 +83,7 @@ def variants(options, given, settings, resolve):
     if not options.compare:
         return {}
     name, _, values = options.compare.partition("=")
-    if flags.name_now(name, "sample") not in settings or not values:
+    if name not in settings or not values:
         fix = f"give one of {', '.join(settings)}, as in --compare=temperature=0.5,1"
         raise UserError(f"--compare={options.compare} is not accepted; {fix}")
     if "" in values.split(","):
@@ -91,13 +92,10 @@ def variants(options, given, settings, resolve):
     n = options.num_samples or TEXTS
     rows = {}
     for value in values.split(","):
-        former = dict(flags.FORMER)  # what the command line has, not a row
         try:
-            asked = flags.parse_flags(type(options), [f"--{name}={value}"], "")
+            asked = parse(type(options), [f"--{name}={value}"], "")
         except UserError as e:
             raise UserError(f"--compare={options.compare}: {e}") from None
-        flags.FORMER.clear()
-        flags.FORMER.update(former)
         for same in asked.keys() & given.keys():
             why = f"as --compare={name} gives it in every row; leave one of them out"
             raise UserError(f"--{same} has no effect, {why}")

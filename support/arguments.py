@@ -10,7 +10,7 @@ import re
 import torch
 
 from support.errors import UserError
-from support.flags import plain, shown
+from support.settings import plain, shown
 from support.view import View
 
 INT64 = (1 << 63) - 1

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 from support import environment, memory
 from support.errors import RankError, SharedError, UserError
-from support.flags import FORMER, naming_former
 from support.signals import CAME, Stopped, clean_end
 from support.terminal import (
     STDOUT,
@@ -70,7 +69,6 @@ def program(cleanup=None):
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     make_streams_usable()
-    FORMER.clear()
     end = SimpleNamespace(code=0)
     with clean_end():
         try:
@@ -117,7 +115,7 @@ def report(error):
         is_shared = isinstance(error, SharedError)
         if not (is_first_rank() or is_shared or isinstance(error, RankError)):
             wait_for_first_rank()
-        sentence = naming_former(str(error)).replace("\n", "\\n")
+        sentence = str(error).replace("\n", "\\n")
         warn(f"{name}: {sentence}", on_every_rank=not is_shared)
         return 2
     if isinstance(error, KeyboardInterrupt):

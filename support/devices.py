@@ -8,7 +8,7 @@ import torch
 
 from support import memory
 from support.errors import UserError
-from support.flags import shown
+from support.settings import shown
 
 
 # ---- Choice of device and dtype

@@ -14,7 +14,7 @@ import torch.nn as nn
 
 from support.arguments import to_view
 from support.errors import UserError
-from support.flags import names_of
+from support.settings import names_of
 from support.terminal import warn
 from support.training import checkpoint
 

@@ -6,7 +6,6 @@ because a run may have begun in the meantime.
 """
 
 import contextlib
-import dataclasses
 import os
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from support.files import (
     write_all,
     write_atomically,
 )
-from support.flags import READS, WRITES, check_path, names_of
 from support.ownership import LOCK, PICTURES, STEP, is_run
+from support.settings import READS, WRITES, named_by, names_of
 from support.terminal import has_stdout
 
 # Files of a run in its folder, besides checkpoints and data.
@@ -132,7 +131,6 @@ def check(flag, path, read=None, written=None, own=()):
         raise UserError("PICTURE=-: no picture is written to standard output; give a file")
     if path in ("", "-"):
         return
-    check_path(shown(flag), path)
     what = f"{shown(flag)}={path}"
     read = [(other, name) for other, names in (read or {}).items() for name in names_of(names)]
     others = [*read, *(written or {}).items()]
@@ -206,8 +204,7 @@ def paths_of(options, what):
 
     what: READS or WRITES
     """
-    fields = [field for field in dataclasses.fields(options) if field.metadata["path"] == what]
-    return {field.name: getattr(options, field.name) for field in fields}
+    return {name: getattr(options, name) for name in named_by(type(options), what)}
 
 
 def check_all(options, **read):

@@ -1075,13 +1075,3 @@ def check(config):
         if getattr(config, name):
             kind = f"--network={config.network}, a network of others"
             raise UserError(f"--{name} does not work with {kind}, {why}; leave it out")
-
-
-def effects(config):
-    """Rules of flags.check_effects: which flags do something with a network of others, or ours."""
-    with_network = f"with --network={config.network}, which says it; leave it out"
-    ours = "with the network of mdlm.py; leave it out"
-    return [
-        ("n_layer n_head n_embd attention_every conv pos tie", not config.network, with_network),
-        ("shift trust_remote_code lora", bool(config.network), ours),
-    ]

@@ -7,7 +7,7 @@ count how much. A variant changes some of that and leaves the rest to the object
 
 from support.errors import UserError
 
-from . import autoregressive, blocks, rates, time_conditioning
+from . import blocks, rates
 from .autoregressive import Autoregressive
 from .blocks import BlockDiffusion
 from .documents import Documents, Prompts
@@ -79,12 +79,6 @@ def check(config):
     is_asked = blocks.are_asked(config) or bool(config.prompt_column)
     check_together(config, has_documents=is_asked)  # these refuse given lengths
     blocks.check(config)
-
-
-def effects(config):
-    """Rules of flags.check_effects: which flags of the objective do something in a run."""
-    rules = [*autoregressive.effects(config), *blocks.effects(config)]
-    return [*rules, *rates.effects(config), *time_conditioning.effects(config)]
 
 
 def check_together(config, has_documents):

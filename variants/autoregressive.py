@@ -12,12 +12,6 @@ from support import numerics
 from .variant import Variant
 
 
-def effects(config):
-    """Rules of flags.check_effects."""
-    why = "with --objective=ar, which masks no tokens; leave it out"
-    return [("masking rates loss_weight rate_margin", config.objective != "ar", why)]
-
-
 class Autoregressive(Variant):
     """Every token is predicted from those before it, and counts alike."""
 

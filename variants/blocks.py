@@ -8,15 +8,26 @@ In training the network sees rows of 2T positions, [xt; x0]: a masked block sees
 clean text of the blocks before it. So one call trains all blocks.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from support import numerics
 from support.errors import UserError
 from support.kernels.reference import block_spans
+from support.settings import Natural, Share
 from support.view import View
 
 from .cache import Cache, LibraryCache
 from .variant import Variant
+
+
+@dataclass
+class BlockSettings:
+    """Block diffusion."""
+
+    block_length: Natural = 0  # tokens per block, written from left to right (0: off)
+    infill_share: Share = 0.0  # share of the steps on whole windows, to learn to fill gaps too
 
 
 def are_asked(config):
@@ -32,13 +43,6 @@ def check(config):
     elif config.block_size % config.block_length:
         what = f"--block_length={config.block_length}"
         raise UserError(f"{what} must divide --block_size={config.block_size}")
-
-
-def effects(config):
-    """Rules of flags.check_effects."""
-    is_one = are_asked(config) and config.block_length == 1 and not config.infill_share
-    why = "with --block_length=1: of a single token there is one mask rate; leave it out"
-    return [("rate_margin", not is_one, why)]
 
 
 class BlockDiffusion(Variant):

@@ -5,14 +5,36 @@ ends, and only text is predicted and scored.
 """
 
 import copy
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from support.kernels.reference import document_spans
+from support.settings import Text
 from support.view import masked_rows
 
 from .variant import Variant
+
+
+@dataclass
+class DocumentSettings:
+    """Documents, of .jsonl, .json, .parquet, folders, --separator, or .bin files with --end."""
+
+    text_column: str = "text"  # the column of a record that has the text
+    separator: Text = ""  # text between the documents of a text file, such as \n\n
+    end: str = ""  # end-of-document token, shown as [END]; of .bin files, its id
+    document_length: Literal["given", "predicted"] = "given"  # predicted: learn where [END] comes
+    pack: bool = True  # put several documents of given lengths into a window
+
+
+@dataclass
+class PromptSettings:
+    """Prompts and answers."""
+
+    prompt_column: str = ""  # the column of prompts, which are given; --text_column is learned
+    chat_column: str = ""  # the column of conversations; the assistant's messages are learned
 
 
 def view_of_documents(view, end_id, restart_positions):

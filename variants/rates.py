@@ -7,12 +7,14 @@ clipped range (BERT: 15 %) and uniform weights give no bound.
 import functools
 import math
 import re
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 
 from support import numerics
 from support.errors import UserError
+from support.settings import Form
 from support.view import masked_rows
 
 from .variant import Variant
@@ -74,6 +76,15 @@ def in_short(value):
     return shown if schedule == "uniform" else f"{schedule}:{shown}"
 
 
+@dataclass
+class RateSettings:
+    """Other mask rates, masks and loss weights."""
+
+    rates: Annotated[str, Form(in_short)] = "uniform"  # uniform, cosine, LOW-HIGH (0.15-0.15: BERT)
+    masking: Literal["exact", "bernoulli"] = "exact"  # a number of tokens, or each with the rate
+    loss_weight: Literal["bound", "uniform"] = "bound"  # uniform: all masked tokens count alike
+
+
 DEFAULT = dict(masking="exact", rates="uniform", loss_weight="bound")
 
 
@@ -92,12 +103,6 @@ def flag(config):
 def are_other(config):
     """Whether a config asks for other rates, masks or weights than the default's."""
     return bool(flag(config))
-
-
-def effects(config):
-    """Rules of flags.check_effects."""
-    why = f"with {flag(config)}, which sets the mask rates of the whole run; leave it out"
-    return [("rate_margin", not are_other(config), why)]
 
 
 def rates_or_counts(config, u):

@@ -5,6 +5,7 @@ here to compare with.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -15,10 +16,11 @@ from support.kernels.reference import masked_fraction
 from .variant import Variant
 
 
-def effects(config):
-    """Rules of flags.check_effects."""
-    why = "with --time_conditioning, as the model must learn all rates; leave it out"
-    return [("rate_margin", not config.time_conditioning, why)]
+@dataclass
+class TimeSettings:
+    """Time conditioning."""
+
+    time_conditioning: bool = False  # condition on the mask rate (adaLN)
 
 
 class TimeConditioned(Variant):

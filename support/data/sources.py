@@ -10,19 +10,22 @@ import os
 import re
 import threading
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 
 from support import files
 from support.data import records
-from support.data.ids import DTYPES, check_largest, doubt_width, has_header, map_ids
+from support.data.ids import DTYPES, check_largest, doubt_width, map_ids
 from support.data.records import PIECE, read_text
 from support.data.tokenizer import Tokenizer, describe, tokenizer_from_json, with_end
 from support.environment import optional
 from support.errors import UserError
 from support.files import read_json
+from support.settings import Bounds, Form
 from support.terminal import warn
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -30,6 +33,7 @@ SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 DOWNLOAD_LIMIT = 120  # seconds
 LONGEST_PERIOD = 64  # of --data=patterns
 NAMES = ("train.bin", "val.bin")
+BinType = Literal["auto", "uint8", "uint16", "uint32", "int32", "int64"]
 BUILT_IN = ("shakespeare", "patterns", "pydoc")  # values of --data that name no file
 
 
@@ -72,69 +76,6 @@ def ids_have_documents(config):
     """Whether the documents of a folder of ids end in an [END]: by --end, or as prepared here."""
     path = Path(config.data) / "tokenizer.json"
     return bool(config.end) or (path.exists() and describe(path)[2] is not False)
-
-
-def effects(config):
-    """Rules of flags.check_effects: which flags about the data do something in a new run."""
-    if config.data not in BUILT_IN and not os.path.exists(config.data):
-        return []  # what is missing says nothing about flags; it is refused where it is opened
-    with_data = f"with --data={config.data}"
-    leave = "leave it out"
-    if is_ids(config.data):
-        return effects_on_ids(config, with_data, leave)
-    is_text = not is_records(config.data) and config.data != "patterns"
-    columns = is_records(config.data) and records.has_columns(config.data)
-    learns = config.tokenizer in ("word", "bpe")
-    is_file = config.tokenizer.endswith(".json")
-    kind = f"with --tokenizer={config.tokenizer}; {leave}, or give"
-    brought = f"with --init_from, which brings a tokenizer; {leave}"
-    no_documents = f"{with_data}, which is a single text; {leave}"
-    return [
-        ("separator", is_text, f"{with_data}, which is no text file; {leave}"),
-        ("text_column", not config.chat_column, f"with --chat_column; {leave}"),
-        (
-            "text_column prompt_column chat_column",
-            columns,
-            f"{with_data}, which has no columns; {leave}",
-        ),
-        ("max_bad_records", is_records(config.data), f"{with_data}, which has no records; {leave}"),
-        ("bin_dtype", False, f"{with_data}, which is no folder of .bin files; {leave}"),
-        ("periods", config.data == "patterns", f"{with_data}, which has no periods; {leave}"),
-        ("vocab_size end", not config.init_from or is_file, brought),
-        ("vocab_size", learns, f"{kind} --tokenizer=word or bpe"),
-        ("end", is_file, f"{kind} the tokenizer.json that has this token"),
-        ("end document_length pack", has_documents(config), no_documents),
-        effect_of_pack(config),
-    ]
-
-
-def effect_of_pack(config):
-    """The rule of --pack, for data with documents."""
-    if config.objective != "mdlm":
-        return "pack", False, f"with --objective={config.objective}; leave it out"
-    why = f"with --document_length={config.document_length}, as a window holds one; leave it out"
-    return "pack", config.document_length == "given", why
-
-
-def effects_on_ids(config, with_data, leave):
-    """The same for a folder of ids."""
-    ids = f"{with_data}, a folder of ids; {leave}"
-    folder = Path(config.data)
-    has_tokenizer = (folder / "tokenizer.json").exists()
-    is_prepared = "source" in read_meta(folder / "meta.json")
-    states_width = has_header(folder / NAMES[0])
-    no_documents = (
-        f"{with_data}, which has no documents; {leave}, or give the --end of its documents"
-    )
-    return [
-        ("tokenizer separator max_bad_records periods", False, ids),
-        ("text_column prompt_column chat_column", False, ids),
-        ("vocab_size", not has_tokenizer, f"{with_data}, whose tokenizer.json has one; {leave}"),
-        ("bin_dtype", not is_prepared, f"{with_data}, whose meta.json notes it; {leave}"),
-        ("bin_dtype", not states_width, f"{with_data}, whose header says it; {leave}"),
-        ("document_length pack", ids_have_documents(config), no_documents),
-        effect_of_pack(config),
-    ]
 
 
 def default_data():
@@ -245,6 +186,15 @@ def parse_periods(value):
 def periods_in_form(value):
     """--periods in its usual form."""
     return "{}-{}".format(*parse_periods(value))
+
+
+@dataclass
+class SourceSettings:
+    """Synthetic patterns (--data=patterns), .bin files, damaged records."""
+
+    periods: Annotated[str, Form(periods_in_form)] = "2-4"  # pattern period in symbols, LOW-HIGH
+    bin_dtype: BinType = "auto"  # dtype of the ids (auto: uint16, or as meta.json says)
+    max_bad_records: Annotated[int, Bounds(-1, 1 << 31)] = -1  # skip so many (-1: all empty ones)
 
 
 def check_patterns(config):

@@ -12,7 +12,6 @@ from support.arguments import check_tokenizer
 from support.errors import UserError
 from support.infill import constraint
 from support.infill.calls import call_size
-from support.infill.effects import QUICK_STEPS
 from support.infill.lengths import N_AFTER, length_scores
 from support.infill.ranking import likeliest
 from support.infill.templates import (
@@ -30,6 +29,7 @@ from support.infill.templates import (
     with_length,
 )
 
+QUICK_STEPS = 8  # calls, per block, that draw the fills which only compare lengths
 N_LENGTHS = 4  # lengths of a gap that are filled, of all those that one call compares
 N_SPARE = 1  # fills that are ranked beyond those asked for, of all those drawn
 

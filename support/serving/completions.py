@@ -17,8 +17,7 @@ import time
 from dataclasses import dataclass, field
 
 from support.errors import UserError
-from support.flags import shown
-from support.guesses import NEAR
+from support.settings import shown
 
 MOST_STOPS = 4  # as OpenAI has it
 REACH = 16  # tokens after the cursor that rank the fills of an editor: the rest costs seconds
@@ -257,7 +256,7 @@ def check_fields(body, known, ignored):
             what = f"{name} is not supported by this server"
             refuse(f"{what}; leave it out", name, code="unsupported")
         if name not in known and name not in ignored:
-            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=NEAR)
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
             fix = f"the nearest is {near[0]}" if near else "leave it out"
             refuse(f"there is no field {shown(name)!r}; {fix}", shown(name))
 

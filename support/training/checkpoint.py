@@ -22,7 +22,7 @@ from safetensors.torch import save as to_safetensors
 
 from support import environment, files, ownership
 from support.errors import UserError
-from support.flags import at_home, check_not_empty, modern, shown
+from support.settings import shown
 from support.terminal import warn
 from support.training import shards
 
@@ -164,8 +164,7 @@ def read_newest(path, read):
         raise UserError(
             f"{shown(repr(path), 80)} is no path; give the folder of a run or a checkpoint"
         )
-    check_not_empty("the path of a run", os.fspath(path))
-    path = at_home(os.fspath(path))
+    path = os.path.expanduser(os.fspath(path))
     try:
         os.stat(os.path.join(path, "manifest.json"))
     except (FileNotFoundError, NotADirectoryError):
@@ -284,11 +283,28 @@ def settings_of_export(content, known):
     return ours | dict(document_length="given" if is_given else "predicted")
 
 
+def upgraded(config):
+    """The settings of a config.json of an earlier version by the names of now."""
+    config = dict(config)
+    for old, new in dict(log="tracker", whole="infill_share", lengths="document_length").items():
+        if old in config:
+            value = config.pop(old)
+            config[new] = dict(known="given", learned="predicted").get(str(value), value)
+    if {"mask_schedule", "min_rate", "max_rate"} & config.keys():
+        schedule = config.pop("mask_schedule", "linear")
+        span = f"{config.pop('min_rate', 0.0)}-{config.pop('max_rate', 1.0)}"
+        config["rates"] = span if schedule == "linear" else f"{schedule}:{span}"
+    if "end_id" in config or "end_token" in config:
+        end = str(config.pop("end_id", -1))
+        config["end"] = config.pop("end_token", "") or ("" if end == "-1" else end)
+    return config
+
+
 def read_settings(path, known):
     """The settings in a config.json, a dict; known: the names that there are.
 
-    Former names become those of now. A setting that the file lacks is newer than the file and takes
-    its default, which must then reproduce what the program did before.
+    A setting that the file lacks is newer than the file and takes its default, which must then
+    reproduce what the program did before.
     """
     content = files.read_json(path, "config")
     if content.get("model_type") == "mdlm":
@@ -299,10 +315,7 @@ def read_settings(path, known):
     if (kind, version) != ("mdlm", 1):
         what = f"{path} has version {version!r} of format {kind!r}"
         raise UserError(f"{what}; this program reads version 1 of mdlm")
-    try:
-        settings = modern(settings, "mdlm")
-    except UserError as e:
-        raise UserError(f"{path}: {e}") from e
+    settings = upgraded(settings)
     for name in sorted(settings.keys() - known):
         fix = "use the version that wrote it, or train again"
         raise UserError(f"{path} has an unknown setting {name[:40]!r}; {fix}")

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from support import ranks
-from support.flags import NO_LIMIT
+from support.settings import NO_LIMIT
 from support.terminal import warn
 from support.training import graphs, shards
 from support.training.optimizers import average_to_compile, scale_gradients, update

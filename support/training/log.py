@@ -11,7 +11,7 @@ import torch
 from support import environment, lora, ranks
 from support.devices import peak_flops
 from support.files import write_atomically, writing
-from support.flags import NO_LIMIT
+from support.settings import NO_LIMIT
 from support.terminal import escaped, silence_stdout
 from support.training import shards, trackers
 from support.training.progress import Progress
@@ -67,7 +67,7 @@ class Log:
         """Record what --resume needs to go on with the same tracker, if it is new."""
         new = ranks.ask_first_rank(lambda: self.tracker.id)
         if new:
-            self.record(run, {run.config.log: new})
+            self.record(run, {run.config.tracker: new})
 
     def record(self, run, values):
         """Append a JSON object with step, tokens, seconds and `values` to log.jsonl.

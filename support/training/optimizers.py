@@ -12,12 +12,6 @@ from support.training import shards
 from support.training.muon import Muon
 
 
-def effects(config):
-    """Return the rules of flags.check_effects: --muon_lr has an effect only with Muon."""
-    why = f"with --optimizer={config.optimizer}; leave it out, or give --optimizer=muon"
-    return [("muon_lr", config.optimizer == "muon", why)]
-
-
 def make_optimizers(model, config, device):
     """Return a list of optimizers that together update all parameters.
 

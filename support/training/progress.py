@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from support.flags import NO_LIMIT
+from support.settings import NO_LIMIT
 from support.terminal import is_terminal
 
 REFRESH = 0.2  # seconds between updates of the bar

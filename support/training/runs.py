@@ -12,18 +12,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import save as to_safetensors
 
-from support import files, flags, outputs, ownership, pretrained, ranks
+from support import files, outputs, ownership, pretrained, ranks, settings
 from support.data import sources
 from support.data.tokenizer import KINDS
 from support.errors import UserError
-from support.flags import NO_LIMIT, check_fields
+from support.settings import NO_LIMIT
 from support.terminal import warn
-from support.training import checkpoint, optimizers, scores, shards
+from support.training import checkpoint, scores, shards
 
 
 def check(config, world=1):
     """Raise UserError for a config that cannot work on `world` ranks."""
-    check_fields(config)
+    settings.check(config)
     pretrained.check(config)
     heads = 2 * config.n_head
     if config.n_embd % heads and not config.network:
@@ -41,22 +41,6 @@ def check(config, world=1):
         raise UserError(f"{both} contradict each other; give one of them")
     if config.prompt_column == config.text_column and not config.chat_column:
         raise UserError(f"--prompt_column={config.prompt_column} is --text_column; name two")
-
-
-def check_effects(given, config, old, rules):
-    """Raise UserError for a flag that does nothing in the run that `config` asks for.
-
-    old: the Config of the run that is resumed (None: a new one). Flags that repeat its values are
-    accepted, as torchrun gives the same flags again.
-    """
-    if old:
-        given = {name: value for name, value in given.items() if value != getattr(old, name)}
-    else:
-        rules = [*rules, *sources.effects(config)]
-    why = "with --n_layer=1; leave it out"
-    rules = [*rules, *optimizers.effects(config), *pretrained.effects(config)]
-    rules.append(("attention_every", config.n_layer > 1, why))
-    flags.check_effects(flags.without_off(type(config), given), rules)
 
 
 # What --resume may change of the numbers that a run computes. The log says so.
@@ -96,6 +80,22 @@ def check_end(given, old, folder):
     if limit != old.time_limit and limit < seconds:
         took = f"but {folder} has taken {seconds:.0f} s"
         raise UserError(f"--time_limit={limit:g}, {took}; give more")
+
+
+def inherited(given, known):
+    """The architecture of the run or checkpoint that --init_from names, for a new run; {} else.
+
+    known: the names of all settings
+    """
+    source = given.get("init_from")
+    if not source or pretrained.is_foreign(source):
+        return {}
+    folders = [Path(source), *checkpoint.checkpoints(source)]
+    path = next((p / "config.json" for p in folders if (p / "config.json").exists()), None)
+    if path is None:
+        return {}  # load says what is missing
+    was = checkpoint.read_settings(path, known)
+    return {name: was[name] for name in (*NETWORK, "block_size") if name in was}
 
 
 def find_run(given):

@@ -8,7 +8,6 @@ import threading
 import torch
 
 from support.errors import UserError
-from support.flags import FORMER, naming_former
 from support.signals import ENDING, is_main_thread, signals_wait
 from support.training import checkpoint
 
@@ -25,16 +24,12 @@ def of_a_run():
     if not TRAINING.acquire(blocking=False):
         fix = "wait for its end, or start another process"
         raise UserError(f"another thread of this process is training; {fix}")
-    FORMER.clear()
     if "torch._dynamo" in sys.modules:  # else shapes of earlier runs would make this one's dynamic
         torch.compiler.reset()
     try:
         with handlers_kept(), torch_kept():
             try:
                 yield
-            except UserError as e:
-                e.args = (naming_former(str(e)),)  # as the command prints it
-                raise
             finally:
                 with signals_wait():
                     checkpoint.release()

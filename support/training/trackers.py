@@ -1,4 +1,4 @@
-"""--log=wandb and --log=tensorboard: the numbers of log.jsonl in these programs too.
+"""--tracker=wandb and --tracker=tensorboard: the numbers of log.jsonl in these programs too.
 
 log.jsonl stays the record of a run: whatever a tracker does, the run goes on, and reads nothing
 back but the id of its wandb run. Only the first rank has a tracker.
@@ -21,14 +21,14 @@ PACKAGES = dict(wandb="wandb", tensorboard="tensorboard")
 
 def check(config):
     """Raise UserError if the package for --log is missing on the first rank."""
-    if config.log in PACKAGES and is_first_rank():
-        optional(PACKAGES[config.log], f"--log={config.log}")
+    if config.tracker in PACKAGES and is_first_rank():
+        optional(PACKAGES[config.tracker], f"--tracker={config.tracker}")
 
 
 def start(config, log):
     """The tracker of a run that goes on from the records in `log`, a list of dicts."""
     kinds = dict(wandb=Wandb, tensorboard=TensorBoard)
-    return kinds[config.log](config, log) if config.log in kinds else Tracker()
+    return kinds[config.tracker](config, log) if config.tracker in kinds else Tracker()
 
 
 def scalars(record, config):
@@ -85,7 +85,7 @@ class Guarded(Tracker):
             yield
         except Exception as e:  # of a library, a network, a disk: nothing that a run depends on
             if not self.failed:
-                what = f"--log={self.config.log} fails ({type(e).__name__}: {e})"
+                what = f"--tracker={self.config.tracker} fails ({type(e).__name__}: {e})"
                 warn(f"{what}; the run goes on, and log.jsonl has its numbers")
             self.failed = True
             self.send = lambda step, values: None
@@ -96,8 +96,8 @@ class TensorBoard(Guarded):
 
     def __init__(self, config, log):
         super().__init__(config)
-        optional("tensorboard", "--log=tensorboard")
-        writers = optional("torch.utils.tensorboard", "--log=tensorboard")
+        optional("tensorboard", "--tracker=tensorboard")
+        writers = optional("torch.utils.tensorboard", "--tracker=tensorboard")
         folder = Path(config.out_dir) / "tensorboard"
         # From this step on TensorBoard hides what is there: all of the run that --overwrite
         # replaces. The files stay, as others may have written them.
@@ -126,7 +126,7 @@ class Wandb(Guarded):
 
     def __init__(self, config, log):
         super().__init__(config)
-        wandb = optional("wandb", "--log=wandb")
+        wandb = optional("wandb", "--tracker=wandb")
         ids = [r["wandb"] for r in log if isinstance(r.get("wandb"), str)]
         settings = wandb.Settings(silent=True, console="off")
         where = dict(dir=config.out_dir, name=Path(config.out_dir).resolve().name)
@@ -140,7 +140,7 @@ class Wandb(Guarded):
             )
         except wandb.errors.Error as e:
             fix = "type: wandb login, or set WANDB_MODE=offline"
-            raise UserError(f"--log=wandb cannot begin a run ({e}); {fix}") from e
+            raise UserError(f"--tracker=wandb cannot begin a run ({e}); {fix}") from e
         self.run.define_metric("*", step_metric="step")
         self.id = None if ids else self.run.id
 

@@ -256,6 +256,8 @@ def prepare(config, folder, tokenizer=None, network=None):
     if tokenizer is None:
         kind = (config.tokenizer, config.vocab_size or 16384, sources.has_documents(config))
         tokenizer = build_tokenizer(*kind, source, n, config.end)
+    else:
+        texts.check_characters(source, tokenizer, config)
     pretrained.fit(network, tokenizer)  # no text may have the [MASK] of an encoder
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)

@@ -193,6 +193,7 @@ class SourceSettings:
     """Synthetic patterns (--data=patterns), .bin files, damaged records."""
 
     periods: Annotated[str, Form(periods_in_form)] = "2-4"  # pattern period in symbols, LOW-HIGH
+    unknown: Literal["refuse", "drop"] = "refuse"  # characters that --init_from's tokenizer lacks
     bin_dtype: BinType = "auto"  # dtype of the ids (auto: uint16, or as meta.json says)
     max_bad_records: Annotated[int, Bounds(-1, 1 << 31)] = -1  # skip so many (-1: all empty ones)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from support.data import records, sources
 from support.data.seams import CONTEXT
+from support.data.tokenizer import name_characters
 from support.errors import UserError
 from support.terminal import warn
 
@@ -33,6 +34,22 @@ def open_source(config, template=None):
         return Source(config, None, template)
     texts = sources.find_text(config.data)
     return Source(config, texts) if texts else None
+
+
+def check_characters(source, tokenizer, config):
+    """Raise UserError for characters that the tokenizer of --init_from lacks, all at once.
+
+    With --unknown=drop it leaves them out from now on.
+    """
+    counts = collections.Counter()
+    for text, _ in source():
+        counts += tokenizer.unknown_characters(text)
+    if counts and config.unknown == "refuse":
+        what = f"--data={config.data} has {name_characters(counts)}, unknown to {config.init_from}"
+        raise UserError(f"{what}; remove them, or leave them out by --unknown=drop")
+    if counts:
+        warn(f"--unknown=drop: {counts.total()} characters left out: {name_characters(counts)}")
+    tokenizer.drops_unknown = True
 
 
 class Source:

@@ -28,6 +28,13 @@ SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "[END]")
 
 
+def name_characters(counts, limit=20):
+    """Characters and how often they occur, the most frequent first, in words."""
+    named = ", ".join(f"{c!r} ({n})" for c, n in counts.most_common(limit))
+    more = f" and {len(counts) - limit} more" if len(counts) > limit else ""
+    return f"character{'s' * (len(counts) > 1)} {named}{more}"
+
+
 class Tokenizer:
     """Text <-> ids below `vocab_size` (V; [MASK] is not counted).
 
@@ -68,11 +75,19 @@ class Tokenizer:
             size = vocab
         else:
             raise ValueError(f"its kind is {str(kind)[:40]!r}")
+        self.drops_unknown = False  # whether unknown characters are left out, not refused
         self.end_id = size if end is True else end
         if end is False:
             self.end_id = None
         self.vocab_size = size + (end is True)
         self.mask_id = self.vocab_size
+
+    def unknown_characters(self, text):
+        """How often each character of a text occurs that has no id: a Counter."""
+        if self.kind != "char":
+            return Counter()
+        known = set(self.vocab)
+        return Counter({c: n for c, n in Counter(text).items() if c not in known})
 
     def encode_array(self, text, before=""):
         """Text -> (n,) integers without [END]. Raises UserError naming the first unknown character
@@ -105,9 +120,10 @@ class Tokenizer:
             codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
             ids = self.table[np.minimum(codes, len(self.table) - 1)]  # the last entry is always -1
             if (ids < 0).any():
-                i = int((ids < 0).argmax())
-                what = f"the character {text[i]!r} at position {i}"
-                raise UserError(f"{what} is unknown; remove it, or train on text that has it")
+                if self.drops_unknown:
+                    return ids[ids >= 0]
+                unknown = name_characters(Counter(text[i] for i in np.flatnonzero(ids < 0)))
+                raise UserError(f"unknown {unknown}; remove them, or train on text that has them")
             return ids
         if self.kind == "word":
             ids = []

@@ -87,7 +87,6 @@ from support.training.optimizers import (
     set_rates,
     update,
 )
-from support.training.watch import Watch
 from support.view import View
 from variants import rates
 from variants.blocks import BlockSettings
@@ -1075,9 +1074,10 @@ def open_data(config, folder, device, source, network=None):
     return corpus
 
 
-def should_compile(run):
+def should_compile(run, folder):
     """Whether to compile the network; where that depends on its speed, measures a step."""
-    answer = compiling.should_compile(run, can_compile(run.device))
+    seconds = checkpoint.read_state(folder)["seconds"] if folder else 0.0
+    answer = compiling.should_compile(run, can_compile(run.device), seconds)
     if answer is not None:
         return answer
     for _ in range(2):  # the first is slow
@@ -1089,7 +1089,7 @@ def should_compile(run):
 
 def compile_run(run, folder):
     """Compile the network if that pays; says what is trained, and with what."""
-    compiled = should_compile(run)
+    compiled = should_compile(run, folder)
     run.log.describe(run, folder, compiled)
     if compiling.compile_network(run, compiled, in_background=True):
         run.log.say(f"compiling, {compiling.TAKES} (--compile=off starts at once)")
@@ -1118,7 +1118,6 @@ def setup(given, start):
     run.changed = changed
     run.windows = corpus.windows(config.eval_windows)
     runs.load_weights(run, source)
-    memory_needs.say(run, LOGITS)
     with memory_needs.explained(run):
         compile_run(run, folder)
         runs.begin(run, folder)
@@ -1131,7 +1130,6 @@ def train(given, start):
     """Train with the given flags, a dict of Config fields; returns the exit code."""
     run = setup(given, start)
     config = run.config
-    watch = Watch(run)  # of the files of the data
     interrupt = signals.Interrupt()  # installed late: before the first step Ctrl-C may simply exit
     with memory_needs.explained(run), run.log.progress(run) as show_progress:
         while True:
@@ -1140,7 +1138,6 @@ def train(given, start):
             show_progress()
             if stop or run.progress >= 1:
                 break
-            watch.check()
             train_step(run, run.step, run.progress)
             run.step += 1
             # Once in a while: a record in the log; an evaluation; a checkpoint.

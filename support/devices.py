@@ -6,7 +6,6 @@ import warnings
 import numpy as np
 import torch
 
-from support import memory
 from support.errors import UserError
 from support.settings import shown
 
@@ -63,17 +62,6 @@ def pick_dtype(name, device):
     elif device.type == "cuda":  # since Ampere (sm_80)
         fast = torch.cuda.get_device_capability(device)[0] >= 8
     return torch.bfloat16 if fast else torch.float32
-
-
-# ---- Memory
-def free_memory(device):
-    """Return the bytes that this process may still take on a device; None if that is not known."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return memory.free_main_memory()
 
 
 # ---- FLOP/s

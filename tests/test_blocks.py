@@ -470,10 +470,10 @@ def test_unseen_text_after_a_gap_is_refused():
     x[0, 3] = 1  # in the block of the first gap
     assert sample.generate(model, x, seed=0)[0, 3] == 1
     x[0, 5] = 1  # in the next one
-    with pytest.raises(ValueError, match=r"does not see text .* without blocks"):
+    with pytest.raises(ValueError):
         sample.generate(model, x, seed=0)
     for setting in (dict(cfg=1.0), dict(block=2)):
-        with pytest.raises(ValueError, match="is not for a model of --block_length=4"):
+        with pytest.raises(ValueError, match="--block_length=4"):
             sample.generate(model, x[:, :3], **setting)
 
 

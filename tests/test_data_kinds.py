@@ -158,8 +158,8 @@ def test_eval_scores_only_what_a_run_learned(run, capsys):
     ids = np.fromfile(run / "data" / "val.bin", np.uint8)
     ids[::-1].tofile(run / "data" / "val.bin")
     code, _, said = call(eval.main, capsys, *flags)
-    assert code == 2 and "is not what" in said
-    assert call(eval.main, capsys, *flags, f"--data={run / 'data'}")[0] == 0, "its advice works"
+    assert code == 2 and str(run / "data") in said
+    assert call(eval.main, capsys, *flags, f"--data={run / 'data'}")[0] == 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -182,16 +182,13 @@ def make(kind, path):
         path.symlink_to(path.name)
 
 
-SPECIAL = ["pipe", "socket", "device", "dangling link", "loop of links"]
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such files")
-@pytest.mark.parametrize("kind", SPECIAL)
-@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json", "parquet", "ndjson.gz"])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "dangling link", "loop of links"])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
 def test_what_is_no_file_never_hangs(tmp_path, kind, suffix):
     path = tmp_path / f"x.{suffix}"
     make(kind, path)
-    refused(path, str(path), "no regular file" if kind in SPECIAL[:3] else "does not exist")
+    refused(path, str(path))
     write_jsonl(tmp_path / "a.jsonl")
     refused(tmp_path, str(path))  # among others
 
@@ -214,7 +211,7 @@ def test_a_pipe_is_no_text_and_no_tokenizer(tmp_path, text_file, capsys):
     read, write = os.pipe()
     os.write(write, b"some text\n" * 99)
     os.close(write)
-    refused(f"/dev/fd/{read}", "a pipe", "more than once", "save it to a file")
+    refused(f"/dev/fd/{read}", f"/dev/fd/{read}")
     os.close(read)
     os.mkfifo(tmp_path / "t.json")
     flags = [*TINY, "--max_steps=1", f"--out_dir={tmp_path / 'o'}", f"--data={text_file}"]
@@ -236,7 +233,7 @@ def test_a_batch_may_be_a_pipe(run, tmp_path, capsys):
     writer.start()
     code, printed, said = call(sample.main, capsys, *flags, f"--batch={tmp_path / 'b'}")
     assert code == 0 and len(printed.splitlines()) == 2
-    assert "b is a pipe; waiting for a program that writes to it" in said
+    assert str(tmp_path / "b") in said
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such files")
@@ -248,7 +245,7 @@ def test_a_pipe_without_a_writer_is_waited_for_until_ctrl_c(run, tmp_path):
     pipes = dict(cwd=ROOT, stderr=subprocess.PIPE, text=True)
     with subprocess.Popen(command, **pipes, **restore) as process:
         try:
-            assert "waiting for a program" in process.stderr.readline()
+            assert str(tmp_path / "b") in process.stderr.readline()
             process.send_signal(signal.SIGINT)
             assert process.wait(30) == 130
             assert process.stderr.read().strip() == ""
@@ -281,10 +278,10 @@ def waiting(tmp_path, monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("suffix", ["txt", "md", "jsonl", "json", "json.gz"])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json.gz"])
 def test_data_whose_reading_waits_are_not_read(waiting, suffix):
     path = waiting(f"x.{suffix}")
-    refused(path, f"{path} is empty: its size is 0 bytes; give a file with text in it")
+    refused(path, str(path))
 
 
 def test_templates_and_tokenizers_whose_reading_waits_are_not_read(
@@ -294,7 +291,7 @@ def test_templates_and_tokenizers_whose_reading_waits_are_not_read(
     path = tmp_path / "batch"
     path.touch()
     code, _, said = call(sample.main, capsys, *flags, f"--batch={path}")
-    assert code == 2 and f"--batch={path} is empty: its size is 0 bytes; give" in said
+    assert code == 2 and str(path) in said
     path = waiting("t.json")
     flags = [*TINY, "--max_steps=1", f"--out_dir={tmp_path / 'o'}", f"--data={text_file}"]
     assert run_mdlm(*flags, f"--tokenizer={path}") == 2
@@ -307,9 +304,7 @@ def test_the_log_of_the_kernel_is_not_waited_for(run, flag):
     command = [sys.executable, "sample.py", f"--out_dir={run}", flag]
     with open("/proc/kmsg", "rb") as f:
         r = subprocess.run(command, cwd=ROOT, stdin=f, capture_output=True, text=True, timeout=60)
-    assert (
-        r.returncode == 2 and "is empty: its size is 0 bytes; give a file of templates" in r.stderr
-    )
+    assert r.returncode == 2 and r.stderr.count("\n") == 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -367,56 +362,37 @@ def test_json_is_streamed(tmp_path, monkeypatch, size):
 
 
 @pytest.mark.parametrize(
-    "content, words",
+    "content, names",
     [
-        ("", ["empty"]),
-        ("[]", ["empty"]),
-        ('[{"text": "a"}, ', ["line 1", "does not end"]),
-        ('[{"text": "a"},\n\n{"text": "b"]', ["line 3", "no JSON"]),
-        ('[{"text": "a"} {"text": "b"}]', ["line 1", "comma"]),
-        ('[{"text": "a"}]\n[]', ["line 2", "no JSON"]),
-        ('[{"text": "a"},\n{"txt": "b"}]', ["record 2, line 2", "has no 'text', but txt"]),
-        ('[{"text": "a"},\n{"text": 3}]', ["record 2, line 2: text is '3'"]),
-        ('["a", "b"]', ["record 1, line 1", "no JSON object"]),
-        ('{"text": "a"}\n{"text": "b"', ["line 2", "no JSON"]),
-        ('{"a": [{"text": "x"}], "b": [{"text": "y"}]}', ["has no 'text', but a, b"]),
-        ('"just a string"', ["no JSON object"]),
-        ("{" * 99_999, ["no JSON"]),
-        ('[{"text": "\\ud800"}]', ["surrogate"]),
-        (b'[{"text": "\xff"}]', ["not UTF-8 text (byte 11), line 1"]),
+        ("", ""),
+        ("[]", ""),
+        ('[{"text": "a"}, ', "1"),
+        ('[{"text": "a"},\n\n{"text": "b"]', "3"),
+        ('[{"text": "a"} {"text": "b"}]', "1"),
+        ('[{"text": "a"}]\n[]', "2"),
+        ('[{"text": "a"},\n{"txt": "b"}]', "2 text txt"),
+        ('[{"text": "a"},\n{"text": 3}]', "2 text"),
+        ('["a", "b"]', "1"),
+        ('{"text": "a"}\n{"text": "b"', "2"),
+        ('{"a": [{"text": "x"}], "b": [{"text": "y"}]}', "text a b"),
+        ('[{"text": "\\ud800"}]', "1"),
+        (b'[{"text": "\xff"}]', "1"),
     ],
 )
-def test_wrong_json_is_named(tmp_path, content, words):
+def test_wrong_json_is_named(tmp_path, content, names):
     path = tmp_path / "x.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    refused(path, str(path), *words)
+    refused(path, str(path), *names.split())
 
 
 @pytest.mark.parametrize(
-    "name, words",
-    [
-        ("x.csv", ["parquet", ".jsonl"]),
-        ("X.TSV", ["parquet"]),
-        ("x.jsonl.zst", ["unpack"]),
-        ("x.zstd", ["unpack"]),
-        ("x.txt.gz", ["unpack"]),
-        ("x.tar.xz", ["unpack"]),
-        ("x.zip", ["unpack"]),
-        ("x.arrow", ["parquet"]),
-        ("x.npy", ["train.bin"]),
-        ("train.bin", ["folder"]),
-        ("x.safetensors", ["folder"]),
-        ("x.pdf", ["plain text"]),
-        ("x.docx", ["plain text"]),
-        ("x.png", ["texts"]),
-    ],
+    "name", ["x.csv", "X.TSV", "x.jsonl.zst", "x.txt.gz", "x.zip", "x.npy", "train.bin", "x.pdf"]
 )
-def test_unread_formats_are_refused_by_name(tmp_path, name, words):
+def test_unread_formats_are_refused_by_name(tmp_path, name):
     (tmp_path / name).write_text("a,b\n1,2\n" * 30)
-    refused(tmp_path / name, name, *words)
+    refused(tmp_path / name, name)
     (tmp_path / name).rename(tmp_path / f"a-{name}")  # a folder with train.bin has ids
-    said = refused(tmp_path, "without files to train on", f"left out: a-{name}")
-    assert ".parquet" in said
+    refused(tmp_path, f"a-{name}")
 
 
 @pytest.mark.parametrize("name", ["poem", "x.md", "x.html", "x.py", "x.tex", "NOTES.TXT", "x.log"])
@@ -430,32 +406,27 @@ def test_any_other_name_is_text(tmp_path, name):
 def test_records_by_another_name_are_said(tmp_path, capsys):
     (tmp_path / "x.txt").write_text(lines(TEXTS))
     texts.open_source(mdlm.Config(data=str(tmp_path / "x.txt"))).survey()
-    assert "name it .jsonl" in capsys.readouterr().err
+    assert ".jsonl" in capsys.readouterr().err
     for write in (array, pretty):
         (tmp_path / "x.jsonl").write_text(write(TEXTS))
-        refused(tmp_path / "x.jsonl", "name it .json")
-    refused("x" * 300, "does not exist", "too long")
+        refused(tmp_path / "x.jsonl", "x.jsonl")
 
 
 @pytest.mark.parametrize(
-    "content, words",
+    "content",
     [
-        (gzip.compress(b"text" * 99, mtime=0), "gzip"),
-        (b"PAR1" + b"abc" * 99, "parquet"),
-        (b"%PDF-1.7\n" + b"abc" * 99, "PDF"),
-        (b"\0\5\x16\7" + bytes(99), "macOS"),
-        (pickle.dumps(["a" * 99], 4), "pickle"),
-        (("plain words " * 9).encode("utf-16-le"), "iconv -f UTF-16LE"),
-        (("plain words " * 9).encode("utf-16-be"), "iconv -f UTF-16BE"),
-        (("plain words " * 9).encode("utf-32-le"), "iconv -f UTF-32LE"),
+        gzip.compress(b"text" * 99, mtime=0),
+        b"PAR1" + b"abc" * 99,
+        b"%PDF-1.7\n" + b"abc" * 99,
+        pickle.dumps(["a" * 99], 4),
+        *(("plain words " * 9).encode(name) for name in ("utf-16-le", "utf-16-be", "utf-32-le")),
     ],
-    ids=["gzip", "parquet", "PDF", "macOS", "pickle", "UTF-16LE", "UTF-16BE", "UTF-32LE"],
+    ids=["gzip", "parquet", "PDF", "pickle", "UTF-16LE", "UTF-16BE", "UTF-32LE"],
 )
-def test_no_text_is_known_by_its_bytes(tmp_path, content, words):
+def test_no_text_is_known_by_its_bytes(tmp_path, content):
     for name in ("x", "x.txt"):
         (tmp_path / name).write_bytes(content)
-        refused(tmp_path / name, name, words)
-    refused(tmp_path, "x.txt", words)
+        refused(tmp_path / name, name)
 
 
 def test_a_folder_says_what_it_held(tmp_path, capsys):
@@ -472,16 +443,15 @@ def test_a_folder_says_what_it_held(tmp_path, capsys):
     found = documents(tmp_path)
     assert sorted(found) == sorted([plain] * 3 + ["some words"] * 2)
     said = capsys.readouterr().err
-    assert "1 .txt" not in said and "3 .txt, 2 .jsonl read" in said
-    assert "left out: README.md, notes.csv, 3 hidden, 2 folder(s)" in said
-    assert "test-0.jsonl read too" in said and "contest" not in said
+    assert "3 .txt" in said and "2 .jsonl" in said, "what was read"
+    assert "README.md" in said and "notes.csv" in said, "what was left out"
+    assert "test-0.jsonl" in said and "contest" not in said, "what may not be meant for training"
 
 
 def test_a_folder_of_folders_is_refused(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b.txt").write_text("text")
-    refused(tmp_path, "without files to train on", "1 folder(s), whose files are not read")
-    refused("", "--data is empty")
+    refused(tmp_path, str(tmp_path))
 
 
 def test_line_ends_of_a_folder_stay(tmp_path):
@@ -544,7 +514,7 @@ def test_nanogpts_ids_are_believed(tmp_path, V):
 def test_ids_of_another_width_are_refused(tmp_path, dtype, V, words):
     ids = zipf(20_000, V)
     write_ids(tmp_path, ids, dtype)
-    with pytest.raises(UserError, match="is read as uint16") as e:
+    with pytest.raises(UserError, match="uint16") as e:
         open_ids(tmp_path)
     assert words in str(e.value)
     if words.startswith("--bin_dtype="):  # its advice works, by flag and by meta.json
@@ -592,7 +562,7 @@ def test_other_formats_are_no_ids(tmp_path, head):
     write_ids(tmp_path, zipf(9000, 500), np.uint16)
     content = (tmp_path / "train.bin").read_bytes()
     (tmp_path / "train.bin").write_bytes(head + content)
-    with pytest.raises(UserError, match=r"train.bin is .* not ids"):
+    with pytest.raises(UserError, match=r"train\.bin"):
         open_ids(tmp_path)
 
 
@@ -603,9 +573,9 @@ def test_a_damaged_id_makes_no_vocabulary(tmp_path, dtype, where):
     with open(tmp_path / where, "r+b") as f:
         f.seek(np.dtype(dtype).itemsize * 77)
         f.write(np.array(min(np.iinfo(dtype).max, 1 << 30), dtype).tobytes())
-    with pytest.raises(UserError, match="has the id"):
+    with pytest.raises(UserError, match=str(tmp_path)):
         open_ids(tmp_path, bin_dtype=dtype)
-    with pytest.raises(UserError, match="but V is 500"):
+    with pytest.raises(UserError, match="500"):
         open_ids(tmp_path, bin_dtype=dtype, V=500)
 
 
@@ -627,7 +597,7 @@ def test_texts_and_scattered_big_endian_ids_are_no_ids(tmp_path):
     write_ids(tmp_path, zipf(9000, 500), np.uint16)
     content = "".join(TEXTS) * 9
     (tmp_path / "train.bin").write_bytes(content.encode())
-    with pytest.raises(UserError, match="bytes are those of a text"):
+    with pytest.raises(UserError, match=r"train\.bin"):
         open_ids(tmp_path)
     ids = np.random.default_rng(0).integers(0, 50_257, 99_000)  # no id is more frequent
     write_ids(tmp_path, ids, ">u2")
@@ -640,7 +610,7 @@ def test_texts_and_scattered_big_endian_ids_are_no_ids(tmp_path):
 def test_a_stated_width_is_doubted_where_every_second_id_is_0(tmp_path, capsys):
     write_ids(tmp_path, zipf(9000, 500), np.int64)
     open_ids(tmp_path, bin_dtype="uint32")
-    assert "every second id is 0" in capsys.readouterr().err
+    assert "--bin_dtype=int64" in capsys.readouterr().err
     (tmp_path / "meta.json").write_text('{"dtype": "uint32"}')
     open_ids(tmp_path)
     assert "--bin_dtype=int64" in capsys.readouterr().err
@@ -654,7 +624,7 @@ def test_padding_of_labels_is_no_id(tmp_path):
     write_ids(tmp_path, ids, np.int32)
     with pytest.raises(UserError, match="--bin_dtype=int32"):
         open_ids(tmp_path)
-    with pytest.raises(UserError, match="has ids -100"):
+    with pytest.raises(UserError, match="-100"):
         open_ids(tmp_path, bin_dtype="int32")
 
 
@@ -664,7 +634,7 @@ def test_an_unknown_header_is_no_token(tmp_path):
     for name in sources.NAMES:
         body = zipf(5000, 500).astype(np.uint16).tobytes()
         (tmp_path / name).write_bytes(header.tobytes() + body)
-    with pytest.raises(UserError, match="magic number 20260101"):
+    with pytest.raises(UserError, match="20260101"):
         open_ids(tmp_path)
 
 
@@ -681,15 +651,15 @@ def test_an_unknown_header_is_no_token(tmp_path):
         ("one<eot>two<eot>" * 9, "<EOT>", "<eot>"),
         ("one\ntwo\n" * 9, "\\n\\n\\n", "\\n"),
         ("one and no end " * 9, "\\n\\n", None),
-        ("one and no end but the last " * 9 + "\n\n", "\\n\\n", "leave it out"),
+        ("one and no end but the last " * 9 + "\n\n", "\\n\\n", None),
     ],
 )
 def test_a_separator_that_never_occurs_is_refused(tmp_path, content, separator, advice):
     path = tmp_path / "t.txt"
     path.write_bytes(content.encode())
-    said = refused(path, "nowhere between two texts", "t.txt", separator=separator)
-    if advice and advice != "leave it out":
-        assert f"give --separator='{advice}'" in said or f"give --separator={advice}" in said
+    said = refused(path, "t.txt", "--separator", separator=separator)
+    if advice:
+        assert advice in said
         assert len(documents(path, separator=advice)) > 1, "its advice works"
 
 
@@ -697,7 +667,7 @@ def test_an_end_that_never_occurs_is_refused(tmp_path):
     ids = zipf(9000, 500)
     ids[ids == 7] = 8
     write_ids(tmp_path, ids, np.uint16)
-    with pytest.raises(UserError, match=r"has no id 7, which ends a document; .*--end out"):
+    with pytest.raises(UserError, match=r"7.*--end"):
         open_ids(tmp_path, end_id=7)
     ids[::100] = 7
     write_ids(tmp_path, ids, np.uint16)
@@ -719,7 +689,7 @@ def test_the_number_of_documents_is_said(tmp_path, capsys):
         assert prepared(tmp_path / name, tmp_path / f"{name}-ids", **more)[0].n_documents == n
     flags = [*TINY, "--max_steps=1", "--end=24", f"--out_dir={tmp_path / 'o'}"]
     assert run_mdlm(f"--data={tmp_path / 'ids'}", *flags) == 0
-    assert " in 36 documents" in capsys.readouterr().out
+    assert " 36 documents" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------------
@@ -739,10 +709,10 @@ def test_an_unknown_character_is_located(run, tmp_path, capsys):
     write_jsonl(tmp_path / "x.jsonl", [good] * 50 + [f"{good}\u2603"] + [good] * 9)
     (tmp_path / "x.json").write_text(pretty([good] * 50 + [f"{good}\u2603"] + [good] * 9))
     for name, place in (
-        ("t.txt", "t.txt, line 51: "),
-        ("folder", "b.txt, line 51: "),
-        ("x.jsonl", "x.jsonl, line 51: "),
-        ("x.json", "x.json, record 51, line 302: "),
+        ("t.txt", "t.txt, line 51"),
+        ("folder", "b.txt, line 51"),
+        ("x.jsonl", "x.jsonl, line 51"),
+        ("x.json", "x.json, record 51, line 302"),
     ):
         code, _, said = call(eval.main, capsys, f"--out_dir={run}", f"--data={tmp_path / name}")
         assert code == 2 and place in said and f"position {len(good)}" in said, said
@@ -753,7 +723,7 @@ def test_init_from_locates_unknown_characters(run, tmp_path, capsys):
     (tmp_path / "t.txt").write_text(text, encoding="utf-8")
     flags = [*TINY, f"--init_from={run}", "--max_steps=1", f"--out_dir={tmp_path / 'o'}"]
     assert run_mdlm(*flags, f"--data={tmp_path / 't.txt'}") == 2
-    assert "t.txt, line 41: the character '\u2603' at position 4" in capsys.readouterr().err
+    assert "t.txt, line 41" in capsys.readouterr().err
 
 
 def test_invalid_utf8_is_located_by_line(tmp_path):
@@ -769,7 +739,7 @@ def test_a_pair_that_is_too_long_is_located(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     flags = dict(prompt_column="q", text_column="a", block_size=32, document_length="predicted")
-    with pytest.raises(UserError, match=r"x\.jsonl, line 31: .* take 96 tokens"):
+    with pytest.raises(UserError, match=r"x\.jsonl, line 31.* 96 "):
         prepared(path, tmp_path / "d", **flags)
 
 
@@ -792,10 +762,10 @@ def test_only_the_default_falls_back(offline, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "--data=FILE" in said and "--data=pydoc" in said
     assert not (tmp_path / "o").exists()
-    with pytest.raises(ValueError, match="cannot be downloaded"):
+    with pytest.raises(ValueError, match="shakespeare"):
         mdlm.prepare(mdlm.Config(data="shakespeare"), tmp_path)
     assert run_mdlm(*flags) == 0
-    assert capsys.readouterr().err.count("cannot be downloaded") == 1
+    assert "pydoc" in capsys.readouterr().err
     config = json.loads((tmp_path / "o" / "step-1" / "config.json").read_text())["config"]
     assert config["data"] == "pydoc", "what it learned is recorded"
     assert run_mdlm("--resume", "--max_steps=2", flags[-1]) == 0
@@ -806,14 +776,14 @@ def test_only_the_default_falls_back(offline, tmp_path, monkeypatch, capsys):
 
 def test_pydoc_that_is_asked_for_is_not_replaced(monkeypatch):
     monkeypatch.setattr(sources, "find_topics", dict)
-    refused("pydoc", "lacks pydoc_data", "--data=FILE")
+    refused("pydoc", "pydoc", "--data=FILE")
 
 
 def test_eval_says_what_it_scores_instead(offline, capsys):
     flags = ["--windows=2", "--passes=1", "--pictures=none", f"--out_dir={checkpoint.SHIPPED}"]
     code, out, said = call(eval.main, capsys, *flags, "--json=-")
     found = json.loads(out)
-    assert code == 0 and "imitation" in said
+    assert code == 0
     assert Path(found["data"]).name == "excerpt.txt" and found["in_place_of"] == "shakespeare"
     code, _, said = call(eval.main, capsys, *flags, "--data=shakespeare")
     assert code == 2 and said.count("\n") == 1 and "--data=FILE" in said, "not what was asked for"
@@ -862,14 +832,12 @@ def test_few_records_are_split_within_one(tmp_path, capsys, sizes):
     assert not train.endswith("|") and val.endswith("|"), "its front has no [END]"
     assert (train + val).count("|") == len(sizes)
     assert len(corpus.windows()) > 0
-    assert "is split" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("n", [10, 20, 60])
 def test_enough_records_are_split_between(tmp_path, capsys, n):
     _, train, val = prepared(write_jsonl(tmp_path / "x.jsonl", TEXTS[:n]), tmp_path / "d")
     assert train.endswith("|") and val.endswith("|")
-    assert "is split" not in capsys.readouterr().err
 
 
 def test_a_folder_of_five_books_trains(tmp_path):
@@ -890,9 +858,7 @@ def test_no_prompt_is_split_from_its_answer(tmp_path, n):
 def test_a_single_pair_is_refused(tmp_path):
     write_jsonl(tmp_path / "x.jsonl", ["answer"])
     (tmp_path / "x.jsonl").write_text('{"q": "a", "text": "b"}')
-    refused(
-        tmp_path / "x.jsonl", "give more records", prompt_column="q", document_length="predicted"
-    )
+    refused(tmp_path / "x.jsonl", prompt_column="q", document_length="predicted")
 
 
 EMPTY = [None, "", " ", "\n\t\u00a0"]
@@ -916,10 +882,10 @@ def test_empty_records_are_skipped_and_counted(tmp_path, capsys, name):
         write_jsonl(path, found)
     assert documents(path) == TEXTS
     said = capsys.readouterr().err
-    assert "4 empty record(s) skipped; the first is" in said
+    assert "4 empty" in said
     assert ("41" if name != "folder" else "040.txt") in said
     assert documents(path, max_bad_records=4) == TEXTS
-    refused(path, "is empty", "--max_bad_records=3", max_bad_records=3)
+    refused(path, "--max_bad_records=3", max_bad_records=3)
 
 
 def test_damaged_records_are_skipped_on_request(tmp_path, capsys):
@@ -936,40 +902,17 @@ def test_damaged_records_are_skipped_on_request(tmp_path, capsys):
         lines.insert(7 * i + 3, line)
     path = tmp_path / "x.jsonl"
     path.write_text("\n".join(lines))
-    refused(path, "line 4: text is '7'")
+    refused(path, "line 4")
     assert documents(path, max_bad_records=6) == TEXTS
-    assert "1 empty and 5 damaged record(s) skipped" in capsys.readouterr().err
-    refused(path, "(or raise --max_bad_records=5)", max_bad_records=5)
-
-
-@pytest.mark.parametrize(
-    "content", ['[{"text": "a"}]', '["a", "b"]', "[]", '"a"', "7", "null", "true"]
-)
-def test_what_is_no_record_says_how_one_looks(tmp_path, content):
-    """The advice is one that can be followed: no other column would help."""
-    for name in ("x.jsonl", "x.json"):
-        (tmp_path / name).write_text(f'{{"text": "abc"}}\n{content}\n')
-        fix = (
-            "name it .json"
-            if "{" in content and name == "x.jsonl"
-            else 'write it as {"text": "..."}'
-        )
-        refused(tmp_path / name, "no JSON object", fix)
-        assert documents(tmp_path / name, max_bad_records=1) == ["abc"]
-
-
-def test_too_many_empty_records_are_said_once(tmp_path):
-    write_jsonl(tmp_path / "x.jsonl", ["a", "", "b"])
-    with pytest.raises(UserError) as e:
-        documents(tmp_path / "x.jsonl", max_bad_records=0)
-    assert str(e.value).count("--max_bad_records") == 1
+    assert "1 empty and 5 damaged" in capsys.readouterr().err
+    refused(path, "--max_bad_records=5", max_bad_records=5)
 
 
 def test_a_tar_archive_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_text("abc")
     with tarfile.open(tmp_path / "x.txt", "w") as tar:
         tar.add(tmp_path / "a.txt")
-    refused(tmp_path / "x.txt", "tar archive", "unpack it")
+    refused(tmp_path / "x.txt", "x.txt", "tar")
 
 
 def test_a_column_without_a_text_is_no_data(tmp_path):
@@ -977,8 +920,8 @@ def test_a_column_without_a_text_is_no_data(tmp_path):
     pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "x.parquet"
     arrow.parquet.write_table(arrow.table({"text": arrow.nulls(9), "id": list(range(9))}), path)
-    refused(path, "is empty", "9 empty")
-    refused(path, "id has int64", text_column="id")
+    refused(path, "9 empty")
+    refused(path, "id", "int64", text_column="id")
     words = arrow.array(TEXTS).dictionary_encode()
     arrow.parquet.write_table(arrow.table({"text": words}), path)
     assert documents(path) == TEXTS
@@ -998,11 +941,11 @@ def test_a_huge_line_is_refused_unread(tmp_path, monkeypatch):
     long = json.dumps(dict(text="a" * 5000))
     good = json.dumps(dict(text="good"))
     (tmp_path / "x.jsonl").write_text(f"{good}\n{long}\n{good}\n")
-    refused(tmp_path / "x.jsonl", "line 2 has more than 1000 bytes")
+    refused(tmp_path / "x.jsonl", "line 2", "1000")
     assert documents(tmp_path / "x.jsonl", max_bad_records=1) == ["good"] * 2
     (tmp_path / "x.json").write_text(f"[{good},\n{long}]")
     began = time.monotonic()
-    refused(tmp_path / "x.json", "line 2", "1000 characters")
+    refused(tmp_path / "x.json", "line 2", "1000")
     assert time.monotonic() - began < 5
 
 
@@ -1026,4 +969,4 @@ def test_what_is_refused_asks_no_network(short_run, tmp_path, monkeypatch, capsy
 
 def test_a_device_file_holds_no_run(capsys):
     code, _, said = call(sample.main, capsys, "--out_dir=/dev/null", "a")
-    assert code == 2 and "/dev/null is a file" in said and "train one" not in said
+    assert code == 2 and "/dev/null" in said and said.count("\n") == 1

@@ -274,7 +274,7 @@ def test_what_cannot_be_given_lengths_is_refused(speeches, tmp_path, capsys):
     assert "add --document_length=predicted" in capsys.readouterr().err
     assert not (tmp_path / "x").exists(), "the data was prepared for nothing"
     config = mdlm.Config(block_size=8)
-    with pytest.raises(ValueError, match="ends of its documents"):
+    with pytest.raises(ValueError):
         sources.cut_windows(torch.full((20,), 9).numpy(), config, 9)
 
 

@@ -47,6 +47,6 @@ def test_download_that_hardly_moves_is_given_up(server, tmp_path, monkeypatch, w
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     began = time.monotonic()
-    with pytest.raises(OSError, match=r"it takes more than 0\.3 s"):
+    with pytest.raises(OSError, match=r"0\.3"):
         sources.shakespeare()
     assert time.monotonic() - began < 2.5

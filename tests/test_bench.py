@@ -22,7 +22,7 @@ import bench
 import mdlm
 from studies import frontier, peers, proven, word_statistics
 from support import cli, kernels
-from support.flags import parse_flags
+from support.settings import parse as parse_flags
 
 CPU = torch.device("cpu")
 

@@ -30,7 +30,7 @@ import eval
 import export
 import mdlm
 import sample
-from support import cli, errors, files, flags, outputs, ownership, signals, terminal
+from support import cli, errors, files, outputs, ownership, settings, signals, terminal
 from support.ranks import check_alike
 from support.training import checkpoint, scores
 
@@ -85,7 +85,7 @@ MORE = dict(bench=["sample", "--device=cpu"], eval=["--device=cpu"], sample=["--
 def writing_flags():
     """(program, flag) for all that a flag writes, by the mark in the dataclass of its flags."""
     for name, program in PROGRAMS.items():
-        for flag in outputs.paths_of(program.Options(), flags.WRITES):
+        for flag in outputs.paths_of(program.Options(), settings.WRITES):
             yield name, flag
     yield "eval", "pictures"
 

@@ -24,7 +24,7 @@ import mdlm
 import sample
 from support import cli, kernels, plots, pretrained
 from support.data.tokenizer import Tokenizer
-from support.flags import parse_flags
+from support.settings import parse as parse_flags
 from support.kernels.reference import block_spans, is_visible
 from support.view import View
 from support.web import viewer

@@ -19,10 +19,10 @@ from conftest import ROOT, TINY, losses, read_log, run_mdlm, saved, tiny_flags
 import bench
 import mdlm
 import variants
-from support import cli, devices, flags
+from support import cli, devices, settings
 from support.training import pace, progress, runs
 
-ALWAYS = flags.NO_LIMIT
+ALWAYS = settings.NO_LIMIT
 
 
 def records(out_dir):

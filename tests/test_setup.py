@@ -28,7 +28,7 @@ import mdlm
 import sample
 import serve
 from support import cli, environment, errors
-from support.flags import parse_flags
+from support.settings import parse as parse_flags
 from support.training import checkpoint, log
 
 LESSONS = ROOT / "lessons"

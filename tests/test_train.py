@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 import mdlm
 import sample
-from support import cli, errors, flags, numerics, signals, view
+from support import cli, errors, numerics, settings, signals, view
 from support.training import checkpoint
 
 CPU = torch.device("cpu")
@@ -480,7 +480,7 @@ def test_real_time_limit_is_kept(text_file, tmp_path):
 def test_auto_compiles_runs_of_two_minutes(
     clock, capsys, monkeypatch, config, able, device, wanted
 ):
-    config = mdlm.Config(**dict(max_steps=flags.NO_LIMIT) | config)
+    config = mdlm.Config(**dict(max_steps=settings.NO_LIMIT) | config)
     model = torch.nn.Linear(1, 1)
     seconds = [4, 2]  # the first step is slower than those that follow
 
@@ -493,7 +493,7 @@ def test_auto_compiles_runs_of_two_minutes(
     monkeypatch.setattr(mdlm, "compute_gradients", a_step)
     assert mdlm.should_compile(run) == wanted
     assert model.weight.grad is None
-    matters = config.max_steps < flags.NO_LIMIT and config.time_limit in (0, 1000)
+    matters = config.max_steps < settings.NO_LIMIT and config.time_limit in (0, 1000)
     assert (len(seconds) == 0) == matters, "a step is measured only if that decides"
     warned = config.compile == "on" and not able
     assert capsys.readouterr().err.count("--compile=on") == warned

@@ -24,8 +24,8 @@ import mdlm
 import sample
 from support import cli, kernels, plots, pretrained
 from support.data.tokenizer import Tokenizer
-from support.settings import parse as parse_flags
 from support.kernels.reference import block_spans, is_visible
+from support.settings import parse as parse_flags
 from support.view import View
 from support.web import viewer
 

@@ -1,16 +1,12 @@
 """The memory of a run is estimated before it begins, and what to lower is said where it is full."""
 
-import os
-import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run_mdlm, tiny_flags
+from conftest import run_mdlm, tiny_flags
 
-from support import cli, devices, memory
+from support import cli
 from support.training import memory_needs
 
 LARGE = ["--preset=gpu", "--device=cpu", "--compile=off", "--n_head=3", "--eval_windows=2"]

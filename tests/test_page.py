@@ -29,9 +29,9 @@ import mdlm
 import sample
 from support import cli
 from support.data.tokenizer import Tokenizer
-from support.settings import parse as parse_flags
 from support.infill import constraint, mistakes, ranking, search, templates
 from support.kernels.reference import philox_words
+from support.settings import parse as parse_flags
 from support.web import live_page, viewer
 
 WEIGHTS = ROOT / "weights" / "shakespeare"

@@ -37,20 +37,3 @@ def test_programs_say_how_much_was_asked_for(error, words, monkeypatch, capsys):
 def test_other_errors_stay_what_they_are():
     with pytest.raises(RuntimeError, match="a bug"), memory_needs.explained(None):
         raise RuntimeError("a bug")
-
-
-def test_advice_on_memory_is_followed(text_file, tmp_path, monkeypatch, capsys):
-    """Each flag that is advised is accepted, and is not advised again."""
-    half, quarter = (f"--gradient_accumulation_steps={n}" for n in (2, 4))
-    advised = {
-        (): f"{half} or --recompute",
-        (half,): f"{quarter} or --recompute",
-        (quarter,): "--recompute",
-        (half, "--recompute"): quarter,
-        (quarter, "--recompute"): "a lower --block_size and --n_embd",
-    }
-    for given, words in advised.items():
-        flags = tiny_flags("--max_steps=1", "--overwrite", *given, f"--out_dir={tmp_path}/o")
-        assert run_mdlm(f"--data={text_file}", *flags) == 0
-        said = capsys.readouterr().err
-        assert "--overwrite" in said, given

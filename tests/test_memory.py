@@ -111,12 +111,12 @@ def test_limit_of_a_container_counts(tmp_path):
 @pytest.mark.parametrize(
     "error, words",
     [
-        (MemoryError(), "out of memory; lower"),
-        (MemoryError("Unable to allocate 7.45 GiB for an array"), "out of memory, 8.0 GB more"),
+        (MemoryError(), "memory"),
+        (MemoryError("Unable to allocate 7.45 GiB for an array"), "8.0 GB"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate "
-                      "5000000000 bytes. Error code 12"), "out of memory, 5.0 GB more"),
+                      "5000000000 bytes. Error code 12"), "5.0 GB"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has"),
-         "out of memory, 21.0 MB more"),
+         "21.0 MB"),
     ],
 )  # fmt: skip
 def test_programs_say_how_much_was_asked_for(error, words, monkeypatch, capsys):
@@ -126,7 +126,7 @@ def test_programs_say_how_much_was_asked_for(error, words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sample.py"])
     assert cli.run(fail, []) == 2
     said = capsys.readouterr().err
-    assert words in said and said.endswith("lower --num_samples\n") and said.count("\n") == 1
+    assert words in said and "--num_samples" in said and said.count("\n") == 1
 
 
 def test_other_errors_stay_what_they_are():
@@ -139,14 +139,14 @@ def test_advice_on_memory_is_followed(text_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(devices, "free_memory", lambda device: 0)
     half, quarter = (f"--gradient_accumulation_steps={n}" for n in (2, 4))
     advised = {
-        (): f"{half} or --recompute",
-        (half,): f"{quarter} or --recompute",
+        (): f"{half} --recompute",
+        (half,): f"{quarter} --recompute",
         (quarter,): "--recompute",
         (half, "--recompute"): quarter,
-        (quarter, "--recompute"): "a lower --block_size and --n_embd",
+        (quarter, "--recompute"): "--block_size --n_embd",
     }
-    for given, words in advised.items():
+    for given, names in advised.items():
         flags = tiny_flags("--max_steps=1", "--overwrite", *given, f"--out_dir={tmp_path}/o")
         assert run_mdlm(f"--data={text_file}", *flags) == 0
         said = capsys.readouterr().err
-        assert "--overwrite" in said, given
+        assert all(name in said for name in names.split()), (given, said)

@@ -15,7 +15,6 @@ from conftest import ROOT, losses, run_mdlm, sign
 
 import mdlm
 import sample
-from support.aliases import ALIASES
 from support.data.tokenizer import tokenizer_from_json
 from support.errors import UserError
 
@@ -75,7 +74,6 @@ def test_unknown_settings_are_refused(old_run, name):
         mdlm.load(old_run)
 
 
-FORMER_NAMES = [name for _, names, _ in ALIASES["mdlm"] for name in names]
 FORMER = [  # what is said by names of before, and by names of now
     (dict(mask_schedule="cosine"), dict(rates="cosine")),
     (dict(mask_schedule="linear", min_rate=0.0, max_rate=1.0), dict(rates="uniform")),
@@ -92,6 +90,7 @@ FORMER = [  # what is said by names of before, and by names of now
     (dict(lengths="known"), dict(document_length="given")),
     (dict(lengths="learned"), dict(document_length="predicted")),
 ]
+FORMER_NAMES = {name for former, _ in FORMER for name in former} - {"block_length"}
 
 
 @pytest.mark.parametrize("former, now", FORMER, ids=str)
@@ -103,10 +102,6 @@ def test_former_names_mean_the_same(old_run, former, now):
         return mdlm.read_config(old_run / "step-10")
 
     assert read(former) == read(now)
-    words = [f"--{name}={value}" for name, value in former.items() if value not in ("", -1)]
-    assert mdlm.parse_args(words) == now
-    apart = [part for word in words for part in word.replace("_", "-").split("=")]
-    assert mdlm.parse_args(apart) == now
 
 
 def refusal(call, *args, **more):
@@ -125,94 +120,20 @@ def of_config(old_run, **settings):
     return said
 
 
-@pytest.mark.parametrize("row", ALIASES["mdlm"], ids=lambda row: "-".join(row[1]))
-def test_a_former_and_a_present_name_together_are_refused(old_run, row):
-    """In each way to give settings, and both are named: neither wins silently."""
-    new, former, _ = row
-    value = dict(rates="cosine", end="5", infill_share=0.5, document_length="given")[new]
-    for name, default in former.items():
-        said = of_config(old_run, **{name: default, new: value})
-        assert name in said and new in said
-        if default != "":
-            said = refusal(mdlm.parse_args, [f"--{name}={default}", f"--{new}={value}"])
-            assert f"--{name}" in said and f"--{new}" in said
-
-
-def test_two_former_names_of_one_setting_are_refused(old_run):
-    for both in (dict(end_token="[EOT]", end_id=5), dict(end_id=0, end_token="x")):
-        said = of_config(old_run, **both)
-        assert "end_token" in said and "end_id" in said
-        for words in ([f"--{name}={value}" for name, value in both.items()], ["--end_token=x"]):
-            words = words if len(words) > 1 else [*words, "--end_id=-1"]
-            said = refusal(mdlm.parse_args, words)
-            assert "--end_token" in said and "--end_id" in said and "--rates" not in said
-    said = refusal(mdlm.parse_args, ["--whole=0.5", "--min_rate=0.3", "--rates=0.1-0.2"])
-    assert "--whole" not in said
-
-
-def test_python_callers_may_not_give_two_names_of_one_setting(old_run):
-    model, tokenizer, _ = mdlm.load(old_run)
-    x = torch.full((2, 32), model.mask_id)
-    for call, given in ((sample.generate, (x,)), (sample.write, (tokenizer, "a█"))):
-        said = refusal(call, model, *given, distance=2, spacing=4)
-        assert "distance" in said and "spacing" in said
-        assert "distance" in refusal(call, model, *given, distance="2")
-
-
-WRONG = {str: (5, None, True, ["x"]), float: ("0.5", None, True, [1]), int: ("5", 5.5, True, None)}
-
-
-@pytest.mark.parametrize("name", FORMER_NAMES)
-def test_wrong_types_of_former_names_are_refused(old_run, name):
-    kind = next(type(former[name]) for _, former, _ in ALIASES["mdlm"] if name in former)
-    for value in WRONG[kind]:
-        assert f"--{name}=" in of_config(old_run, **{name: value})
-
-
-def test_former_default_is_a_value_on_resume(old_run, capsys):
-    """--end_id=-1 asks for no [END]; a run that has one refuses that, as it does other ones."""
-    change_config(old_run, lambda config: config.update(end_id=5))
-    assert run_mdlm("--resume", f"--out_dir={old_run}", "--end_id=-1") == 2
-    said = capsys.readouterr().err
-    assert "--end_id=-1" in said
-    change_config(old_run, lambda config: config.update(end_id=-1))
-    assert mdlm.parse_args(["--end_id=-1"]) == {"end": ""}
-
-
 @pytest.mark.parametrize(
-    "words",
+    "both",
     [
-        ["--whole=2"],
-        ["--whole=x"],
-        ["--min_rate=x"],
-        ["--min_rate=0.9", "--max_rate=0.1"],
-        ["--mask_schedule=wave"],
-        ["--end_id=x"],
-        ["--end_id=1.5"],
-        ["--lengths=long"],
-        ["--whole=0.5"],
-        ["--end_id=7"],
-        ["--lengths=learned"],
-        ["--max_rate=0.5", "--objective=ar"],
+        dict(end_token="[EOT]", end_id=5),
+        dict(min_rate=0.3, rates="cosine"),
+        dict(whole=0.5, infill_share=0.5),
+        dict(lengths="known", document_length="given"),
     ],
-    ids=" ".join,
+    ids=str,
 )
-def test_errors_name_the_flag_that_was_given(text_file, tmp_path, capsys, words):
-    """Also the errors of what is checked after the flags alone."""
-    out = tmp_path / "out"
-    flags = [f"--data={text_file}", f"--out_dir={out}", "--max_steps=1", "--device=cpu"]
-    assert run_mdlm(*flags, *words) == 2
-    said = capsys.readouterr().err
-    assert words[0] in said.replace("'", "") and said.count("\n") == 1
-    assert run_mdlm(*flags, "--rates=7", "--infill_share=0.5", "--end=x") == 2
-    assert "is now" not in capsys.readouterr().err
-
-
-def test_former_names_are_not_shown(capsys):
-    with pytest.raises(SystemExit):
-        mdlm.parse_args(["--help=all"])
-    shown = capsys.readouterr().out
-    assert not [name for name in FORMER_NAMES if f"--{name} " in shown]
+def test_two_names_of_one_setting_are_refused(old_run, both):
+    """Neither wins silently."""
+    said = of_config(old_run, **both)
+    assert all(name in said for name in both)
 
 
 def test_new_runs_have_names_of_now_alone(short_run):

@@ -1,7 +1,12 @@
 """Shared by the tests: text that ships with Python, tiny runs, toy models of known likelihood."""
 
+import contextlib
+import functools
+import importlib
+import io
 import itertools
 import json
+import re
 import shutil
 import signal
 import sys
@@ -275,3 +280,21 @@ def hashed_world(T, V, seed, hidden=None):
         return table[(xt * power).sum(-1) % 997]
 
     return Toy(logits, V, T)
+
+
+@functools.cache
+def flags_of(program, mode=""):
+    """The names of the flags that a program's --help lists, with underscores."""
+    shown = io.StringIO()
+    argv = [mode] * bool(mode) + ["--help=all" if program == "mdlm" else "--help"]
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        importlib.import_module(program).main(argv)
+    lines = re.findall(r"(?m)^\W*--.*$", shown.getvalue())
+    return {name.replace("-", "_") for line in lines for name in re.findall(r"--(\w[\w-]*)", line)}
+
+
+def unknown_flags(program, words):
+    """Those of a command's words that are flags which its program does not have."""
+    mode = words[0] if program == "bench" and words and words[0].isalpha() else ""
+    named = {word[2:].partition("=")[0].replace("-", "_") for word in words if word[:2] == "--"}
+    return named - flags_of(program, mode) - {"help", ""}

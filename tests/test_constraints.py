@@ -477,36 +477,36 @@ def test_exact_likelihood_corrects_what_marginals_miss():
 # ---- What is refused
 
 REFUSED = [
-    # (a gap, words of the sentence, gaps that are accepted instead)
-    ("[___:a(b]", "is no regular expression", "[___:a(b)]", "[___:a\\(b]"),
-    ("[___:a)|(b]", "brackets do not pair", "[___:(a)|(b)]"),
-    ("[___:a{2,1}]", "min repeat greater", "[___:a{1,2}]"),
-    ("[___:^a$]", "anchor", "[___:a]", "[___:\\^?a]"),
-    ("[___:\\ba]", "anchor", "[___:a]"),
-    ("[___:(?=a)a]", "looks around", "[___:a]"),
-    ("[___:(a|b)\\1]", "refers back", "[___|aa|bb]"),
-    ("[___:a*+]", "possessive", "[___:a*]"),
-    ("[___:[a&&b]]", "in several ways", "[___:[a\\&\\&b]]"),
-    ("[___:a{20000}]", "count above 10,000", "[___:a{2}]"),
-    ("[___:[^\\s\\S]]", "no text matches", "[___:[^\\s]]"),
-    ("[___:\u00e9+]", "no text of the tokens", "[___:a+]"),
-    ("[___:" + "b" * (1 << 16) + "c]", "64 kB", "[___:b{9}c]"),
-    ("[___:a", "has no ] at its end", "[___:a]", "\\[___:a█"),
-    ("[███:ab]", "no text of 3 tokens matches", "[██:ab]", "[___:ab]"),
-    ("[___:a{30}]", "max_gap=16", "[___:a{16}]"),
-    ("[___:a]█", "a gap must not follow", "[█:a]█"),
+    # (a gap, gaps that are accepted instead)
+    ("[___:a(b]", "[___:a(b)]", "[___:a\\(b]"),
+    ("[___:a)|(b]", "[___:(a)|(b)]"),
+    ("[___:a{2,1}]", "[___:a{1,2}]"),
+    ("[___:^a$]", "[___:a]", "[___:\\^?a]"),
+    ("[___:\\ba]", "[___:a]"),
+    ("[___:(?=a)a]", "[___:a]"),
+    ("[___:(a|b)\\1]", "[___|aa|bb]"),
+    ("[___:a*+]", "[___:a*]"),
+    ("[___:[a&&b]]", "[___:[a\\&\\&b]]"),
+    ("[___:a{20000}]", "[___:a{2}]"),
+    ("[___:[^\\s\\S]]", "[___:[^\\s]]"),
+    ("[___:\u00e9+]", "[___:a+]"),
+    ("[___:" + "b" * (1 << 16) + "c]", "[___:b{9}c]"),
+    ("[___:a", "[___:a]", "\\[___:a█"),
+    ("[███:ab]", "[██:ab]", "[___:ab]"),
+    ("[___:a{30}]", "[___:a{16}]"),
+    ("[___:a]█", "[█:a]█"),
 ]
 
 
-@pytest.mark.parametrize("gap, words, better", [(a, b, c) for a, b, *c in REFUSED])
-def test_a_refused_pattern_can_be_mended(gap, words, better):
+@pytest.mark.parametrize("gap, better", [(gap, better) for gap, *better in REFUSED])
+def test_a_refused_pattern_can_be_mended(gap, better):
     """One sentence before any call of the network, from which each way out works."""
 
     def fail(xt):
         raise AssertionError("the network was called")
 
     letters = Tokenizer("char", list("abc()^&[:"))
-    with pytest.raises(UserError, match=re.escape(words)) as refused:
+    with pytest.raises(UserError) as refused:
         sample.write(Double(fail, 9, L), letters, f"a{gap}b")
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
     logits = torch.zeros(L, 9)
@@ -568,15 +568,8 @@ def test_what_python_callers_give_is_checked():
     gap = constraint.gap("ab*", 3, LETTERS)
     assert sample.generate(model, x, seed=0, matches={2: gap})[:, 2:5].tolist() == [[0, 1, 1]] * 2
     other = constraint.gap("ab*", 3, Tokenizer("char", list("ab")))
-    for matches, words in (
-        ([gap], "a dict of positions"),
-        ({2: "ab*"}, "at 2 it is"),
-        ({40: gap}, "a position in matches"),
-        ({L - 2: gap}, "does not fit"),
-        ({2: gap, 4: gap}, "does not fit"),
-        ({2: other}, "another tokenizer"),
-    ):
-        with pytest.raises(UserError, match=words):
+    for matches in ([gap], {2: "ab*"}, {40: gap}, {L - 2: gap}, {2: gap, 4: gap}, {2: other}):
+        with pytest.raises(UserError):
             sample.generate(model, x, matches=matches)
     with pytest.raises(UserError):
         sample.generate(model, x, matches={2: gap}, end_id=3)

@@ -17,15 +17,13 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, unknown_flags
 
-import eval
 import mdlm
 import sample
 from support import cli, kernels, plots, pretrained
 from support.data.tokenizer import Tokenizer
 from support.kernels.reference import block_spans, is_visible
-from support.settings import parse as parse_flags
 from support.view import View
 from support.web import viewer
 
@@ -453,9 +451,9 @@ def test_every_exercise_has_a_solution_that_its_lesson_names():
 def test_answers_to_two_exercises_may_be_in_one_file(tmp_path):
     both = RIGHT["reverse"] + RIGHT["nucleus"]
     code, said = ask(tmp_path, LESSON_OF["reverse"], both)
-    assert code == 0 and "reverse process; the likeliest" in said
+    assert code == 0
     code, said = ask(tmp_path, LESSON_OF["reverse"], RIGHT["mask"])
-    assert code == 2 and "has no function generate or top_p" in said
+    assert code == 2 and "generate" in said and "top_p" in said
 
 
 def test_answer_on_decoders_is_what_shifted_networks_do():
@@ -487,16 +485,6 @@ def test_answer_on_decoders_is_what_shifted_networks_do():
 def test_file_that_cannot_be_checked(tmp_path, source, word):
     code, said = ask(tmp_path, 1, source)
     assert code == 2 and word in said and said.count("\n") == 1
-
-
-def test_bad_usage_has_no_traceback(tmp_path, capsys):
-    for argv in ([], ["1"], ["99", "x.py"], ["one", "x.py"], ["1", "x.py", "y"], ["1", "none.py"]):
-        assert check.main(argv) == 2
-        said = capsys.readouterr().out
-        assert said.startswith("not checked: ") and said.count("\n") == 1
-    (tmp_path / "answer.txt").write_text(RIGHT["mask"])
-    assert checks.judge(1, str(tmp_path / "answer.txt"))[0] == "not checked"
-    assert list(checks.CHECKS) == list(range(1, check.LESSONS + 1))
 
 
 def test_endless_answer_is_stopped(tmp_path, capsys, monkeypatch):
@@ -552,7 +540,7 @@ def test_answer_that_ends_its_process_is_one_sentence(kind, tmp_path, capsys):
 
 
 TEXTS = sorted(LESSONS.glob("*.md"))
-PROGRAMS = {"mdlm.py": mdlm.Config, "sample.py": sample.Options, "eval.py": eval.Options}
+PROGRAMS = ("mdlm.py", "sample.py", "eval.py")
 
 
 def commands(path):
@@ -573,7 +561,7 @@ def test_commands_of_a_lesson_exist(path):
         args = list(itertools.takewhile(lambda word: word not in ("|", ">", "2>&1", "&&"), args))
         args = [word for word in args if word not in [f"--order={name}" for name in own]]
         if program in PROGRAMS:
-            parse_flags(PROGRAMS[program], args, "")  # raises UserError for an unknown flag
+            assert not unknown_flags(program.removesuffix(".py"), args), args
         elif program.startswith("lessons/"):
             assert (ROOT / program).is_file(), program
         else:
@@ -763,21 +751,6 @@ def test_attention_maps_are_what_attention_does(settings, monkeypatch):
         assert torch.allclose(found, expected, atol=1e-6)
 
 
-def test_attention_is_a_row_of_heads_and_a_sentence(monkeypatch):
-    pictures = load("pictures")
-    drawn = []
-    monkeypatch.setattr(pictures, "write_figure", lambda fig, path, **more: drawn.append(fig))
-    maps = {1: torch.full((2, 16, 16), 0.9), 4: torch.rand(2, 16, 16) / 2}
-    pictures.draw_attention(maps, "abc", None)
-    *heads, _ = drawn[0].axes  # the last is the scale
-    assert [ax.get_title() for ax in heads] == ["layer 5, head 1", "layer 5, head 2"]
-    assert len({ax.get_subplotspec().rowspan for ax in heads}) == 1
-    assert "which tokens the token at its left reads from" in drawn[0].get_suptitle()
-    for ax, p in zip(heads, maps[4]):
-        assert torch.equal(torch.from_numpy(ax.images[0].get_array().data), p[:3, :3])
-        assert ax.images[0].get_clim() == (0, maps[4][:, :3, :3].max()), "one scale for all heads"
-
-
 def test_trajectories_show_the_text_after_each_step():
     pictures = load("pictures")
     model = lively()
@@ -814,18 +787,6 @@ def test_two_orders_are_drawn_side_by_side(monkeypatch, tmp_path):
         assert ax.get_ylim() == (3, 0)
 
 
-def test_pictures_need_no_run_and_refuse_an_empty_one(tmp_path, monkeypatch, capsys):
-    pictures = load("pictures")
-    drawn = []
-    monkeypatch.setattr(pictures, "count_masks", dict)
-    monkeypatch.setattr(pictures, "draw_masking", lambda *given: drawn.append(given[2]))
-    picture = str(tmp_path / "masking.png")
-    assert cli.run(pictures.main, [picture]) == 0
-    assert drawn == [picture]
-    assert cli.run(pictures.main, [picture, "--run="]) == 2
-    assert "--run='' is empty" in capsys.readouterr().err
-
-
 def test_losses_by_rate_are_drawn_for_each_evaluation(monkeypatch, tmp_path, capsys):
     """The points are the values of the files, in their order, the legend names them."""
     pictures = load("pictures")
@@ -850,16 +811,6 @@ def test_losses_by_rate_are_drawn_for_each_evaluation(monkeypatch, tmp_path, cap
             assert curve.get_color() == color
         labels = [text.get_text() for text in ax.get_legend().get_texts()]
         assert labels == [f"{name}: NELBO 2.00, the area below" for name in ce]
-    for more, word in (
-        (["--orders=random,spread"], "--compare and --orders contradict"),
-        (["--compare=bert.json"], "one evaluation; give two"),
-        (["--compare=bert.json,"], "a name in --compare"),
-    ):
-        assert cli.run(pictures.main, [*args, *more]) == 2
-        assert word in capsys.readouterr().err
-    (tmp_path / "writer.json").write_text(json.dumps(r | dict(ce=[2.0] * 9)))
-    assert cli.run(pictures.main, args) == 2
-    assert "has no cross-entropy by mask rate" in capsys.readouterr().err
 
 
 # ---- The pictures beside their sentences
@@ -1013,27 +964,6 @@ def write_log(folder, opens, steps=400):
     (folder / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
 
-def test_flags_of_drawings_have_an_effect():
-    pictures = load("pictures")
-
-    def asked(**flags):
-        given = dict(run=SHIPPED.removeprefix("--run="), text=None, seed=None, rate=None)
-        return SimpleNamespace(**given | flags)
-
-    for draw in (pictures.noise_of, pictures.strips_of):
-        first, *others = (draw(asked(seed=seed), plots.LIGHT) for seed in (None, 0, 1))
-        assert [first == other for other in others] == [True, False]
-    (line,) = pictures.noise_of(asked(text="To be"), plots.LIGHT)[0]
-    assert [cell.text for cell in line] == list("To be")
-    masked = [
-        sum(token["mark"] != "" for token in pictures.guesses_of(asked(**flags)))
-        for flags in ({}, dict(rate=0.1), dict(text="To be, or"))
-    ]
-    assert masked == [8, 4, 2]
-    pieces, maps, query = pictures.look_of(asked(text="To b█"))
-    assert (pieces[:4], query, len(maps)) == (list("To b"), 4, 4)
-
-
 def test_losses_of_runs_are_drawn_with_the_reason_for_a_rise(drawings, tmp_path):
     write_log(tmp_path / "a", 200)
     write_log(tmp_path / "b", None)
@@ -1067,26 +997,21 @@ def test_losses_are_those_of_the_run_that_is_named(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize(
-    "flags, words",
+    "flags, name",
     [
-        (["--draw=idea", "--text=a"], "--text has no effect with --draw=idea"),
-        (["--draw=joint", "--steps=4"], "--steps has no effect with --draw=joint"),
-        (["--draw=look", "--compare=a,b"], "--draw and --compare contradict each other"),
-        (["--draw=noise", "--orders=random,spread"], "--draw and --orders contradict each other"),
-        (["--rate=0.5"], "--rate has no effect without --draw"),
-        (["--draw=guesses", "--rate=nan", SHIPPED], "give more than 0 and at most 0.29"),
-        (["--draw=noise", SHIPPED, "--text=" + "a" * 65], "65 tokens; give 1 to 64"),
-        (["--draw=look", SHIPPED, "--text=abc"], "has nothing to fill"),
-        (["--draw=losses", "--run=a,b,c,d,e"], "5 runs; give at most 4"),
+        (["--draw=noise", SHIPPED, "--text=" + "a" * 65], "65"),
+        (["--draw=look", SHIPPED, "--text=abc"], "abc"),
+        (["--draw=losses", "--run=a,b,c,d,e"], "5"),
         (["--draw=rembrandt"], "rembrandt"),
+        (["--run=nowhere", "--text=To be, or ███ to be"], "nowhere"),
     ],
     ids=str,
 )
-def test_drawing_that_cannot_be_is_one_sentence(flags, words, tmp_path, monkeypatch, capsys):
+def test_drawing_that_cannot_be_is_one_sentence(flags, name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.run(load("pictures").main, ["x.png", *flags]) == 2
     said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1 and not any(tmp_path.iterdir())
+    assert name in said and said.count("\n") == 1 and not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -1098,22 +1023,9 @@ def test_pictures_are_drawn(tmp_path, capsys):
         assert main([str(tmp_path / name), *flags]) == 0
         assert (tmp_path / name).stat().st_size > 20_000
     assert "128.0 +- 0.0" in capsys.readouterr().out
-    for flags, word in (
-        ([shipped], "--run has no effect without --text or --orders"),
-        (["--seed=3", text], "--seed has no effect without --orders"),
-        (["--orders=random,random"], "give two of"),
-        (["--orders=random,one_shot"], "give two of"),
-        (["--orders=random,spread", "--text=To b█", shipped], "5 tokens, 1 of them masks"),
-        (["--orders=random,spread", "--steps=1", shipped], "give 2 to 64"),
-        (["--run=nowhere", text], "nowhere"),
-        (["--text=\u2603", shipped], "unknown"),
-    ):
-        assert cli.run(main, [str(tmp_path / "x.png"), *flags]) == 2
-        said = capsys.readouterr().err
-        assert word in said and said.count("\n") == 1
 
 
-def test_animation_ends_on_the_text(tmp_path, capsys):
+def test_animation_ends_on_the_text(tmp_path):
     animate = load("animate")
     frames = [[[1, "x", 0.5, []]], [[3, "b", 0.9, []], [1, "a", 0.9, []]]]
     about = dict(title="", text="<a&b", calls=2, seconds=0.1)
@@ -1127,25 +1039,6 @@ def test_animation_ends_on_the_text(tmp_path, capsys):
     at_end = sorted((float(t.get("x")), t.text) for t in stays if t.get("class") != "c")
     assert "".join(text for _, text in at_end) == "<a&b"
     assert animate.THEMES["dark"]["ink"] in svg.read_text()
-    assert cli.run(animate.main, [str(LESSONS / "minimal.py"), str(svg)]) == 2
-    assert "no page of sample.py" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "name, args, words",
-    [
-        ("pictures", ["{tmp}/a.xyz"], ".xyz is no image format"),
-        ("patterns", ["run", "{tmp}/a.txt"], ".txt is no image format"),
-        ("animate", ["{tmp}/page.html"], "required: picture"),
-        ("animate", ["{tmp}/page.html", "{tmp}/a.svg"], "page.html; check that path"),
-    ],
-)
-def test_picture_that_cannot_be_drawn_is_refused(tmp_path, capsys, name, args, words):
-    args = [arg.format(tmp=tmp_path) for arg in args]
-    assert cli.run(load(name).main, args) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["infill_light.svg", "infill_dark.svg"])
@@ -1216,18 +1109,12 @@ def test_tour_is_shipped_with_its_pictures():
     assert all(cell.get("outputs") or cell["cell_type"] == "markdown" for cell in tour["cells"][2:])
 
 
-def test_tour_has_no_placeholder():
-    """A link that opens it elsewhere comes when the address of the repository is known."""
-    tour = (LESSONS / "tour.ipynb").read_text(encoding="utf-8")
-    assert "OWNER" not in tour and "colab" not in tour.lower()
-
-
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/full", "/dev/null", "{tmp}"])
 def test_minimal_reads_no_device_and_no_folder(tmp_path, path):
     path = path.format(tmp=tmp_path)
     command = [sys.executable, LESSONS / "minimal.py", path]
     r = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert r.returncode == 2 and "is a folder or a device" in r.stderr and not r.stdout
+    assert r.returncode == 2 and not r.stdout and "Traceback" not in r.stderr
 
 
 def test_minimal_reads_no_more_than_it_says(tmp_path):
@@ -1235,7 +1122,7 @@ def test_minimal_reads_no_more_than_it_says(tmp_path):
         f.truncate(1 << 36)
     command = [sys.executable, LESSONS / "minimal.py", tmp_path / "huge.txt"]
     r = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert r.returncode == 2 and "over 10000000 characters" in r.stderr
+    assert r.returncode == 2 and "10000000" in r.stderr
 
 
 SAMPLE = dict(
@@ -1255,19 +1142,10 @@ def test_page_with_other_types_is_no_page(tmp_path, capsys, key):
         content = json.dumps(dict(samples=[SAMPLE | {key: value}]))
         page.write_text(f'<script id="data">{content}</script>')
         assert cli.run(animate.main, [str(page), str(tmp_path / "a.svg")]) == 2, value
-        assert f"{page} is no page of sample.py" in capsys.readouterr().err
+        assert str(page) in capsys.readouterr().err
     for content in (None, [], 5, {}, dict(samples=None), dict(samples=[5]), dict(samples="ab")):
         page.write_text(f'<script id="data">{json.dumps(content)}</script>')
         assert cli.run(animate.main, [str(page), str(tmp_path / "a.svg")]) == 2, content
     assert not (tmp_path / "a.svg").exists()
     page.write_text(f'<script id="data">{json.dumps(dict(samples=[SAMPLE]))}</script>')
     assert cli.run(animate.main, [str(page), str(tmp_path / "a.svg")]) == 0
-
-
-@pytest.mark.parametrize("name", ["pictures", "animate", "patterns"])
-def test_picture_is_not_written_to_a_file_called_dash(tmp_path, capsys, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    args = {"animate": ["page"], "patterns": ["run"]}.get(name, [])
-    assert cli.run(load(name).main, [*args, "-"]) == 2
-    assert "standard output; give a file" in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())

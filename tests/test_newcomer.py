@@ -1,13 +1,16 @@
 """What a newcomer reads: lessons that answer as printed, --help, what happens on a second run."""
 
+import json
 import re
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, run_mdlm
+from conftest import ROOT, run_mdlm, tiny_flags
 
 import mdlm
+import sample
+from support import cli
 from support.data import sources
 
 
@@ -36,6 +39,18 @@ def test_help_shows_a_plain_run_and_on_request_all(capsys):
         shown.append(capsys.readouterr().out)
     assert all(name in shown[0] for name in ("--data", "--out_dir", "--max_steps", "--n_layer"))
     assert "block_length" in shown[1] and len(shown[1]) > len(shown[0])
+
+
+def test_the_names_of_nanogpt_work(text_file, tmp_path):
+    """Typed out of habit; --lr is answered (test_mistakes.py), as Muon has a rate of its own."""
+    out = f"--out_dir={tmp_path / 'out'}"
+    flags = ["--max_iters=2", "--warmup_iters=1", f"--data={text_file}", "--eval_windows=2", out]
+    assert run_mdlm(*tiny_flags(*flags)) == 0
+    config = mdlm.load(tmp_path / "out")[2]
+    assert (config.max_steps, config.warmup_steps) == (2, 1)
+    more = ["--start=the", "--steps=1", "--length=9", f"--json={tmp_path / 'texts'}"]
+    assert cli.run(sample.main, [out, *more]) == 0
+    assert json.loads((tmp_path / "texts").read_text())["text"].startswith("the")
 
 
 def test_second_run_is_refused_before_anything_is_downloaded(run, monkeypatch, capsys):

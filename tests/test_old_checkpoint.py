@@ -4,6 +4,8 @@ checkpoint_44a18a0.tar.xz has two runs that commit 44a18a0 saved at step 10 of 2
 ranks with --shard; checkpoint_44a18a0.json has the losses of their next ten steps there.
 """
 
+import dataclasses
+import hashlib
 import json
 import shutil
 
@@ -13,6 +15,7 @@ from conftest import ROOT, losses, run_mdlm, sign
 
 import mdlm
 import sample
+from support.data.tokenizer import tokenizer_from_json
 from support.errors import UserError
 
 DATA = ROOT / "tests" / "data"
@@ -86,6 +89,7 @@ FORMER = [  # what is said by names of before, and by names of now
     (dict(lengths="known"), dict(document_length="given")),
     (dict(log="wandb"), dict(tracker="wandb")),
 ]
+FORMER_NAMES = {name for former, _ in FORMER for name in former} - {"block_length"}
 
 
 @pytest.mark.parametrize("former, now", FORMER, ids=str)
@@ -97,3 +101,21 @@ def test_former_names_in_a_config_json_mean_the_same(old_run, former, now):
         return mdlm.read_config(old_run / "step-10")
 
     assert read(former) == read(now)
+
+
+def test_new_runs_have_names_of_now_alone(short_run):
+    content = json.loads((short_run / "step-4" / "config.json").read_text())
+    names = {field.name for field in dataclasses.fields(mdlm.Config)}
+    assert content["config"].keys() == names
+
+
+def test_the_shipped_model_has_the_files_of_now():
+    folder = ROOT / "weights" / "shakespeare"
+    config = json.loads((folder / "config.json").read_text())["config"]
+    now = dataclasses.asdict(mdlm.read_config(folder))
+    assert config.items() <= now.items(), "a setting that is newer has its default"
+    tokenizer = tokenizer_from_json(folder / "tokenizer.json")
+    assert tokenizer.to_file() == (folder / "tokenizer.json").read_text(encoding="utf-8")
+    weights = (folder / "model.safetensors").read_bytes()
+    wanted = "c8023d52c809e0ab29ea1b7cb07aaec4fcc865803fa26790caab9e09c175dd4e"
+    assert hashlib.sha256(weights).hexdigest() == wanted

@@ -537,15 +537,12 @@ def test_what_cannot_be_read_is_refused(proofread, tmp_path, path, said):
     assert (code, out) == (2, "") and f"--fix={path} {said}" in err and err.count("\n") == 1
 
 
-def test_a_flag_without_effect_is_refused(proofread, tmp_path):
+def test_what_goes_nowhere_is_refused(proofread, tmp_path):
     (tmp_path / "a.txt").write_text(WRONG)
-    for flag in ("--steps=3", "--seed=1", "--watch", "--prompt=a", "--max_gap=3"):
-        code, _, err = proofread("--fix=a.txt", flag)
-        assert code == 2 and flag.split("=")[0] in err, flag
     code, _, err = proofread("--output=b.txt")
-    assert code == 2 and "give --fix" in err
+    assert code == 2 and "--fix" in err
     code, _, err = proofread("--fix=a.txt", "--json=-", "--output=-")
-    assert code == 2 and "give a file for one" in err
+    assert code == 2 and err.count("\n") == 1
 
 
 def test_a_long_line_is_shown_around_its_changes():
@@ -562,14 +559,14 @@ def test_a_long_line_is_shown_around_its_changes():
 # ---- Models
 def test_models_that_cannot_are_refused():
     for config in (dict(objective="ar"), dict(block_length=8), dict(prompt_column="prompt")):
-        with pytest.raises(UserError, match="cannot proofread"):
+        with pytest.raises(UserError, match="model"):
             sample.fix(*alphabet(**config), "abc")
     whole, tokenizer = alphabet(block_length=8, infill_share=0.5)
     whole.objective = alphabet()[0].objective  # as mdlm.load(path, whole=True) has it
     assert sample.fix(whole, tokenizer, "abc").text == "abc"
     with pytest.raises(ValueError, match="caution"):
         sample.fix(*alphabet(), "abc", caution=1e9)
-    with pytest.raises(ValueError, match="no string"):
+    with pytest.raises(ValueError, match="string"):
         sample.fix(*alphabet(), b"abc")
     with pytest.raises(ValueError, match="ids"):
         sample.fix(Toy(None, 9, 8), Tokenizer("id", 9), "1 2")

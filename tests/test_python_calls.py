@@ -233,10 +233,3 @@ def test_calls_work_without_a_console(text_file, tmp_path, monkeypatch):
     flags = ["--windows=2", "--pictures=none", f"--json={json_file}"]
     assert eval.main([f"--out_dir={out}", *flags]) == 0
     assert json.loads(json_file.read_text())["nelbo"] > 0
-
-
-def test_former_names_of_one_call_are_not_those_of_the_next(text_file, tmp_path):
-    for flag in ("--lengths=known", "--document_length=given"):
-        with pytest.raises(ValueError, match="document_length") as e:
-            mdlm.main(a_run(text_file, tmp_path / "out", flag))
-        assert ("--lengths" in str(e.value)) == flag.startswith("--lengths")

@@ -399,24 +399,6 @@ def test_films_keep_confidences_up_to_the_end(world):
                 assert token == tokenizer.decode([step.x[row, i].item()])
 
 
-@pytest.mark.parametrize(
-    "settings, words",
-    [
-        (dict(order="best"), ["best", "ancestral", "one_shot"]),
-        (dict(steps=-1), ["steps=-1", "0 to"]),
-        (dict(block=T + 1), ["block=5", "4"]),
-        (dict(temperature=-1.0), ["temperature=-1.0"]),
-        (dict(top_p=0.0), ["top_p=0.0"]),
-        (dict(redraw="square"), ["square", "low_confidence, sweep"]),
-    ],
-    ids=str,
-)
-def test_python_callers_get_a_clear_value_error(world, settings, words):
-    with pytest.raises(ValueError) as e:
-        draws(Toy(world.random, V, T), 1, **settings)
-    assert all(word in str(e.value) for word in words) and "\n" not in str(e.value)
-
-
 def test_autoregressive_models_refuse_other_orders(world):
     with pytest.raises(ValueError, match="left_to_right"):
         draws(Toy(world.random, V, T, objective="ar"), 1, order="random")
@@ -651,52 +633,23 @@ class TestCharacters:
         assert json.loads(say(run, "--seed=1", "--json=-").out)["text"] == texts[0][0]
 
     @pytest.mark.parametrize(
-        "args, words",
+        "flags, name",
         [
-            (["--infill=nothing"], ["nothing to fill"]),
-            (["--infill="], ["--infill"]),
-            (["--infill=a█", "--prompt=b"], ["contradict"]),
-            (["--infill=ab█\u2603"], ["\u2603", "position 3"]),
-            (["--prompt=\u2603"], ["\u2603", "position 0"]),
-            (["--infill=█" + "a" * 40], ["41 tokens", "32"]),
-            (["--prompt=" + "a" * 40], ["40 tokens", "32", "--length"]),
-            (["--out_dir=nowhere"], ["nowhere", "mdlm.py"]),
-            (["--promt=a"], ["--promt", "--prompt"]),
-            (["--steps=-1"], ["steps"]),
-            (["--order=best"], ["best", "ancestral"]),
-            (["--order=one_shot", "--steps=5"], ["one_shot", "steps"]),
-            (["--block=33"], ["33", "32"]),
-            (["--candidates=3"], ["--candidates", "--infill"]),
-            (["--infill=a█", "--candidates=3", "--num_samples=2"], ["contradict"]),
-            (["--infill=a█", "--length=9"], ["contradict"]),
-            (["--cfg=1"], ["--cfg", "given text"]),
-            (["--compare=heat=1,2"], ["--compare=heat", "temperature"]),
-            (["--compare=temperature"], ["--compare=temperature", "as in"]),
-            (["--compare=steps=1,x"], ["--steps", "x"]),
-            (["--compare=steps=-1,4"], ["steps", "-1"]),
-            (["--compare=correct=40"], ["correct=40", "below the 32"]),
-            (["--compare=steps=1", "--watch"], ["--compare", "--watch", "contradict"]),
-            (["--compare=steps=1", "--infill=a [___] b"], ["--compare", "known lengths"]),
-            (["--infill=a[___][___]b"], ["must not follow"]),
-            (["--steps=4", "--correct=4"], ["correct=4", "below the 4"]),
-            (["--correct=some"], ["correct=some", "auto"]),
-            (["--batch="], ["--batch"]),
-            (["--html=-"], ["--html"]),
-            (["--infill=██", "--cfg=1"], ["--cfg"]),
-            (["--json=" + "a" * 300], ["name too long"]),
-            (["--batch=nowhere"], ["nowhere", "cannot be read"]),
-            (["--html=nowhere/x.html"], ["nowhere", "cannot be written"]),
-            (["--json=-", "--watch"], ["contradict"]),
-            (["--prompt=a\udcff"], ["not UTF-8"]),
-            (["--infill=a\udcff█", "--json=-"], ["not UTF-8"]),
+            ("--infill=a█ --prompt=b", "--prompt"),
+            ("--infill=a█ --length=9", "--length"),
+            ("--infill=a[___][___]b", "[___]"),
+            ("--candidates=3", "--infill"),
+            ("--cfg=1", "--cfg"),
+            ("--compare=heat=1,2", "--compare"),
+            ("--compare=steps=1 --watch", "--compare"),
+            ("--order=one_shot --steps=5", "--steps"),
+            ("--prompt=a\udcff", "--prompt"),
         ],
-        ids=lambda a: ascii(a[0]) if a[0].startswith("--") else "",
     )
-    def test_mistakes_get_one_sentence_and_code_2(self, run, say, monkeypatch, args, words):
-        monkeypatch.setattr(cli, "silence_stdout", lambda: None)
-        r = say(run, *args)
+    def test_what_cannot_be_written_is_refused(self, run, say, flags, name):
+        r = say(run, *flags.split())
         assert r.code == 2 and r.out == ""
-        assert r.err.count("\n") == 1 and all(word in r.err for word in words), r.err
+        assert r.err.count("\n") == 1 and name in r.err, r.err
 
     def test_input_that_is_not_utf8_is_refused(self, run, say, monkeypatch):
         for flag in ("--infill=-", "--batch=-"):
@@ -748,17 +701,8 @@ def test_write_returns_filled_texts(run):
     assert same[0] == same[1]
     (text,) = sample.write(model, tokenizer, "To [___] not", max_gap=2, steps=1)
     assert re.fullmatch("To ..? not", text, re.S)
-    for wrong, words in (
-        (dict(remask=0.1), "remask is no setting; give steps"),
-        (dict(block=-3), "block=-3"),
-        (dict(top_p=0.0), "top_p=0.0"),
-        (dict(redraw="foo"), "redraw='foo'"),
-        (dict(correct=8, steps=8), "below the 8 steps"),
-        (dict(n=-1), "num_samples=-1"),
-        (dict(max_gap=0), "max_gap=0"),
-        (dict(length=3), "its own length"),
-    ):
-        with pytest.raises(ValueError, match=words):
+    for wrong in (dict(remask=0.1), dict(block=-3), dict(n=-1), dict(length=3)):
+        with pytest.raises(ValueError):
             sample.write(model, tokenizer, "To [___] be", **wrong)
     assert sample.write(model, tokenizer, n=0) == []
     for text, length in (("To be", 12), (None, 12), ("To be", 0)):

@@ -14,22 +14,18 @@ import sys
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_mdlm
-from test_house import FILES, GRAPH, MODULES, TREES
+from conftest import ROOT, TINY, run_mdlm, unknown_flags
+from test_house import FILES, GRAPH, MODULES
 
-import bench
 import eval
 import export
 import mdlm
 import sample
-import serve
-from support import cli, environment, errors
-from support.settings import parse as parse_flags
-from support.training import checkpoint, log
+from support import cli
+from support.training import checkpoint
 
 LESSONS = ROOT / "lessons"
 SCRIPTS = [*ROOT.glob("*.py"), *LESSONS.glob("*.py"), *(ROOT / "studies").glob("*.py")]
@@ -55,11 +51,6 @@ def says_one_sentence(err, package):
 # A package is missing
 
 
-def test_programs_that_need_torch_are_found():
-    names = {p.stem for p in USE_TORCH}
-    assert names >= {"mdlm", "sample", "eval", "bench", "export", "harness", "checks", "minimal"}
-
-
 @pytest.mark.parametrize("package", ["torch", "numpy", "safetensors"])
 @pytest.mark.parametrize("script", USE_TORCH, ids=lambda path: path.stem)
 def test_a_needed_package_is_named_without_traceback(script, package, monkeypatch, capsys):
@@ -83,14 +74,6 @@ def test_a_missing_package_is_no_exit_for_importers(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ModuleNotFoundError):
         exec(minimal, {"__name__": "minimal"})
-
-
-def test_a_hint_leaves_setuptools_as_it_was(monkeypatch):
-    """It takes a search for pip as pip's start: after that, torch.compile cannot import it."""
-    finders = [f for f in sys.meta_path if type(f).__name__ == "DistutilsMetaFinder"]
-    for finder in finders:
-        monkeypatch.setattr(type(finder), "spec_for_pip", lambda self: pytest.fail(), raising=False)
-    assert "pip" in environment.pip_install("torch")
 
 
 def test_an_old_python_is_named(monkeypatch, capsys):
@@ -285,158 +268,10 @@ def test_the_kernels_need_four_packages(light, tmp_path, monkeypatch):
     assert " passed" in r.stdout
 
 
-def test_other_packages_are_asked_for_where_imported():
-    """Packages beyond those that all need: the file says in one sentence how to get them."""
-    known = {*sys.stdlib_module_names, *(name.split(".")[0] for name in GRAPH), "triton"}
-    known |= {*environment.NEEDED, "transformers"}  # in modeling_mdlm.py, a part of an export
-    known |= {"lessons"}  # a folder of this repository
-    trees = TREES | {p.relative_to(ROOT): ast.parse(p.read_text(encoding="utf-8")) for p in SCRIPTS}
-    unchecked = []
-    for path, tree in trees.items():
-        source = (ROOT / path).read_text(encoding="utf-8")
-        tried = set()
-        for node in ast.walk(tree):
-            caught = getattr(node, "handlers", []) or getattr(node, "items", [])
-            if any(isinstance(c, ast.AST) and "ImportError" in ast.dump(c) for c in caught):
-                tried |= set(ast.walk(node))
-        for node in ast.walk(tree):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                names = [node.module]
-            for name in {name.split(".")[0] for name in names} - known:
-                asked = re.search(rf"(optional|is_installed)\(\"{name}", source)
-                if not asked and node not in tried:
-                    unchecked.append((str(path), name))
-    assert unchecked == []
-
-
-# --------------------------------------------------------------------------------------------------
-# The commands that programs name
-
-
-@pytest.fixture
-def pythons(tmp_path, monkeypatch):
-    """Fake interpreters, links to this one: a function that runs as folder/name, with a PATH."""
-
-    def pretend(own, *path):
-        for folder in {own.parent, *path}:
-            folder.mkdir(parents=True, exist_ok=True)
-        if not own.exists():
-            own.symlink_to(os.path.realpath(sys.executable))
-        monkeypatch.setattr(sys, "executable", str(own))
-        monkeypatch.setenv("PATH", os.pathsep.join(map(str, path)))
-        return environment.python_command()
-
-    monkeypatch.delenv("UV_RUN_RECURSION_DEPTH", raising=False)
-    monkeypatch.chdir(tmp_path)
-    return pretend
-
-
-@pytest.mark.skipif(os.name == "nt", reason="links")
-def test_hints_name_the_python_that_runs(pythons, tmp_path, monkeypatch):
-    venv = tmp_path / ".venv" / "bin"
-    assert pythons(venv / "python") == ".venv/bin/python"  # not activated
-    assert pythons(venv / "python", venv) == "python"
-    assert pythons(venv / "python3", venv) == "python"  # the same environment
-    other = tmp_path / "usr" / "bin"
-    assert pythons(other / "python3", other) == "python3"
-    # Another environment comes first on PATH, and its links have the same target.
-    assert pythons(other / "python3", venv, other) == "usr/bin/python3"
-    spaced = tmp_path / "my env" / "bin"
-    assert shlex.split(pythons(spaced / "python")) == ["my env/bin/python"]
-    monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")
-    assert environment.python_command() == "uv run python"
-
-
-def hints(run, monkeypatch, capsys):
-    """The commands that programs of this process name."""
-    settings = SimpleNamespace(out_dir=str(run), shard=0, prompt_column="")
-    told = SimpleNamespace(step=4, world=1, config=settings, elapsed=lambda: 1.0)
-    writer = log.Log(settings, 0.0, silent=False)
-    writer.stopped(told)
-    writer.done(told)
-    with pytest.raises(errors.UserError) as e:
-        checkpoint.find_checkpoint(run.parent / "no run")
-    said = [*capsys.readouterr().out.splitlines(), str(e.value)]
-    return [re.split("Now type: |to continue: |train one with: ", line)[1] for line in said]
-
-
-@pytest.mark.parametrize("where", ["root", "elsewhere"])
-def test_hints_can_be_typed_where_they_are_read(where, run, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT if where == "root" else tmp_path)
-    spaced = run.rename(run.with_name("my run"))
-    found = [shlex.split(hint) for hint in hints(spaced, monkeypatch, capsys)]
-    assert len(found) == 3
-    for python, script, *flags in found:
-        assert shutil.which(python) and Path(script).resolve().parent == ROOT
-        program = {"mdlm.py": mdlm.Config, "sample.py": sample.Options}[Path(script).name]
-        given = parse_flags(program, flags, "")
-        assert Path(given["out_dir"]) in (spaced, tmp_path / "no run")
-        if where == "root":
-            assert script in ("mdlm.py", "sample.py")
-
-
-@pytest.fixture
-def clone(tmp_path, monkeypatch):
-    """A folder that stands for a fresh clone, with a space in its name; it is the current one."""
-    root = tmp_path / "my clone"
-    root.mkdir()
-    (root / "requirements.txt").write_text("torch\n")
-    monkeypatch.setattr(environment, "ROOT", root)
-    monkeypatch.chdir(root)
-    return root
-
-
-@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
-@pytest.mark.parametrize("state", ["none", "venv", "full_venv", "managed", "no_pip", "installed"])
-def test_the_advice_for_a_missing_package_works(state, clone, tmp_path, monkeypatch):
-    """It is followed, by a shell, with a pip and a Python that write down what they are told."""
-    told = tmp_path / "told"
-    for name, folder in (("pip", ".venv/bin"), ("uv", "bin"), ("python", "bin")):
-        stand_in = (clone if folder[0] == "." else tmp_path) / folder / name
-        if state in ("venv", "full_venv", "managed") or folder == "bin":
-            stand_in.parent.mkdir(parents=True, exist_ok=True)
-            stand_in.write_text(f'#!/bin/sh\necho {name} "$@" >> {told}\n')
-            stand_in.chmod(0o755)
-    activate = clone / ".venv" / "bin" / "activate"
-    if activate.parent.exists():
-        activate.write_text(f'PATH="{activate.parent}:$PATH"\necho activated >> {told}\n')
-    if state == "full_venv":
-        (clone / ".venv" / "lib" / "python3.12" / "site-packages" / "torch").mkdir(parents=True)
-    elif state == "managed":
-        shutil.copytree(clone / ".venv", tmp_path / "made")  # -m venv makes it
-        shutil.rmtree(clone / ".venv")
-        python = tmp_path / "bin" / "python"
-        python.write_text(python.read_text() + f'cp -r "{tmp_path}/made" "$3"\n')
-        (tmp_path / "EXTERNALLY-MANAGED").touch()
-        monkeypatch.setattr(sys, "prefix", sys.base_prefix)
-        monkeypatch.setattr(environment.sysconfig, "get_path", lambda name: str(tmp_path))
-    elif state == "installed":
-        (clone / "requirements.txt").unlink()
-    installed = lambda name: name != "pip" or state != "no_pip"  # noqa: E731
-    monkeypatch.setattr(environment, "is_installed", installed)
-    monkeypatch.setattr(environment, "python_command", lambda: str(tmp_path / "bin" / "python"))
-    command = environment.setup_command(["torch"])
-    env = dict(os.environ, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    subprocess.run(["sh", "-e", "-c", command], cwd=clone, env=env, check=True)
-    lines = told.read_text().splitlines()
-    wanted = {
-        "none": ["python -m pip install -r requirements.txt"],
-        "venv": ["activated", "pip install -r requirements.txt"],
-        "full_venv": ["activated"],
-        "managed": ["python -m venv .venv", "activated", "pip install -r requirements.txt"],
-        "no_pip": [f"uv pip install --python {sys.executable} -r requirements.txt"],
-        "installed": ["python -m pip install torch"],
-    }
-    assert lines == wanted[state]
-
-
 # --------------------------------------------------------------------------------------------------
 # What the README and the other texts tell the reader to type
 
-TEXTS = [p for p in FILES if p.suffix in (".md", ".ipynb", ".py", ".sh", ".yml") or p.name == "run"]
-PROGRAMS = {"mdlm": mdlm.Config, "sample": sample.Options, "eval": eval.Options}
-PROGRAMS |= {"export": export.Options, "bench": bench.Options, "serve": serve.Options}
+PROGRAMS = ("mdlm", "sample", "eval", "export", "bench", "serve")
 
 
 def test_readme_has_one_line_for_each_start():
@@ -456,14 +291,6 @@ def test_readme_has_one_line_for_each_start():
     ]
 
 
-def test_texts_say_python_after_the_set_up():
-    """`.venv/bin/python` needs no activation, plain `python` does: the texts keep to one way."""
-    for path in TEXTS:
-        if path.parts[0] not in ("tests", ".ci"):
-            text = (ROOT / path).read_text(encoding="utf-8")
-            assert not re.search(r"venv/bin/(python|pip)", text), path
-
-
 @pytest.mark.parametrize("path", ["README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=str)
 def test_commands_of_a_text_have_flags_that_exist(path):
     """Those of lessons: test_lessons.py. results/ has what was typed at commits named there."""
@@ -472,17 +299,7 @@ def test_commands_of_a_text_have_flags_that_exist(path):
         if name not in PROGRAMS:
             continue
         words = shlex.split(re.split(r" [|>&]| 2>", rest)[0], comments=True)
-        if name == "bench" and words and not words[0].startswith("-"):
-            words.pop(0)
-        free = "text" if name == "sample" else ""
-        parse_flags(PROGRAMS[name], words, "", free=free)  # raises for an unknown flag
-
-
-def test_developers_get_what_users_get():
-    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
-    assert lines[0] == "-r requirements.txt"
-    users = (ROOT / "requirements.txt").read_text()
-    assert not re.search(r"(?m)^(pytest|hypothesis|ruff)", users)
+        assert not unknown_flags(name, words), words
 
 
 # --------------------------------------------------------------------------------------------------

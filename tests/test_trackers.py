@@ -1,4 +1,4 @@
-"""--log=wandb and --log=tensorboard have what log.jsonl has; --resume goes on with the same."""
+"""--tracker=wandb and --tracker=tensorboard have what log.jsonl has; --resume goes on with the same."""
 
 import json
 import math
@@ -20,7 +20,7 @@ COUNTED = ("tokens", "seconds", "loss", "lr_scale", "tokens_per_second", "val_ne
 
 
 def flags_of(text, out, log, *more):
-    flags = tiny_flags("--max_steps=6", "--eval_interval=3", f"--log={log}", f"--out_dir={out}")
+    flags = tiny_flags("--max_steps=6", "--eval_interval=3", f"--tracker={log}", f"--out_dir={out}")
     flags.append("--learning_rate=0.01")
     return [f"--data={text}", *flags, *more]
 
@@ -144,7 +144,7 @@ def test_wandb_without_a_login(text_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wandb, "init", refuse)
     assert run_mdlm(*flags_of(text_file, tmp_path / "out", "wandb")) == 2
     said = capsys.readouterr().err
-    assert "--log=wandb" in said
+    assert "--tracker=wandb" in said
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
@@ -153,7 +153,7 @@ def test_missing_package_is_one_sentence(name, text_file, tmp_path, monkeypatch,
     monkeypatch.setitem(sys.modules, name, None)
     assert run_mdlm(*flags_of(text_file, tmp_path / "out", name)) == 2
     said = capsys.readouterr().err
-    assert f"--log={name}" in said and "install" in said
+    assert f"--tracker={name}" in said and "install" in said
     assert said.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
@@ -172,7 +172,7 @@ def test_tracker_that_fails_does_not_end_a_run(text_file, tmp_path, monkeypatch,
     monkeypatch.setattr(trackers, "check", lambda config: None)
     assert run_mdlm(*flags_of(text_file, tmp_path / "out", "tensorboard")) == 0
     said = capsys.readouterr().err
-    assert said.count("--log=tensorboard") == 1
+    assert said.count("--tracker=tensorboard") == 1
     assert "log.jsonl" in said
     assert read_log(tmp_path / "out")[-1]["step"] == 6
 
@@ -191,7 +191,7 @@ def test_first_rank_alone_tracks(text_file, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     # torchrun takes --log for a flag of its own.
-    flags = [flag.replace("--log=", "--logger=") for flag in flags]
+    flags = [flag.replace("--tracker=", "--logger=") for flag in flags]
     r = subprocess.run([*command, str(ROOT / "mdlm.py"), *flags], env=env, capture_output=True)
     assert r.returncode == 0, r.stderr[-2000:]
     assert len(list((tmp_path / "out" / "tensorboard").iterdir())) == 1

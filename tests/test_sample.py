@@ -643,7 +643,7 @@ class TestCharacters:
             ("--compare=heat=1,2", "--compare"),
             ("--compare=steps=1 --watch", "--compare"),
             ("--order=one_shot --steps=5", "--steps"),
-            ("--prompt=a\udcff", "--prompt"),
+            ("--prompt=a\udcff", "UTF-8"),
         ],
     )
     def test_what_cannot_be_written_is_refused(self, run, say, flags, name):

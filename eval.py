@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 import mdlm
-from support import comparing, numerics, outputs, plots
+from support import abilities, comparing, numerics, outputs, plots
 from support.data import sources, texts
 from support.devices import pick_device
 from support.ensemble import read_newest
@@ -319,7 +319,7 @@ def evaluation(options):
             f"--whole is for models of mdlm.py --infill_share, not {folder}; leave it out"
         )
     if options.passes != Options.passes:
-        is_exact = model.objective.metric == "nll" or model.objective.n_blocks == config.block_size
+        is_exact = model.objective.metric == "nll" or model.objective.n_texts == config.block_size
         why = "on a model that predicts token by token, so all passes are alike; leave it out"
         flags.check_effects(["passes"], [("passes", not is_exact, why)])
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
@@ -351,7 +351,7 @@ DRAWS = 128  # random masks, over which accuracy and cross-entropy are means
 
 
 def shows_gaps(model):
-    return model.objective.fills_gaps and not model.config.prompt_column
+    return abilities.fills_gaps(model) and not model.config.prompt_column
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ from safetensors.torch import save as to_safetensors
 
 import mdlm
 import sample
-from support import files, lora, outputs, plots
+from support import abilities, files, lora, outputs, plots
 from support.data import tokenizer_json
 from support.data.seams import guarded
 from support.errors import UserError
@@ -41,21 +41,29 @@ from support.flags import READS, WRITES, names_of, opt
 from support.kernels import reference
 from support.pretrained import CAUSAL, NEVER_DRAWN
 from support.training import runs, scores
-from support.training.checkpoint import default_run, is_export, read_newest, without_state
+from support.training.checkpoint import (
+    default_run,
+    is_export,
+    read_newest,
+    saved_buffers,
+    without_state,
+)
 from support.view import View
 from support.web import live_page
+from variants import positions, time_conditioning
 from variants.documents import view_of_documents
 
 SUPPORT = Path(__file__).parent / "support"
 TEMPLATE = SUPPORT / "modeling_mdlm.py"
 # Two lines of TEMPLATE.
 PLACE = "Model = View = view_of_documents = masked_fraction = rotary_tables = None\n"
-PLACE += "attention_ref = norm_conv_ref = None\n"
+PLACE += "attention_ref = norm_conv_ref = told_rate = with_positions = None\n"
 SOURCES = [View, reference.document_spans, reference.is_visible, reference.masked_fraction]
 SOURCES += [reference.neighbours, reference.norm_conv_ref, reference.rotary_tables]
 SOURCES += [reference.rotate, reference.prepare, reference.attention_ref]
-SOURCES += [view_of_documents, mdlm.RateEmbedding, mdlm.AdaLN, mdlm.no_rate, mdlm.no_scales]
-SOURCES += [mdlm.Layer, mdlm.Model]
+SOURCES += [view_of_documents, mdlm.Layer, mdlm.Model]
+SOURCES += [time_conditioning.RateEmbedding, time_conditioning.AdaLN, time_conditioning.told_rate]
+SOURCES += [positions.with_positions]
 HELP_TO = "hf: for Hugging Face transformers; page: a web page (needs onnx, onnxscript and npm); "
 HELP_TO += "checkpoint: for the programs here, without what --resume needs"
 # The number types that each kind can have, the first by default.
@@ -156,7 +164,7 @@ def card(folder, model, tokenizer, config, name):
     size = f"{config.n_layer} layers x {config.n_embd}, context {config.block_size}"
     length = config.block_size
     end = ""
-    if model.objective.lengths_are_given:
+    if abilities.knows_lengths(model):
         counts = model.length_counts.double().cpu()
         mean = (counts @ torch.arange(len(counts)).double() / counts.sum()).item()
         length = min(length, 1 + round(mean))
@@ -282,7 +290,7 @@ def code(text):
 
 def check_whole(model, is_causal):
     """Raise UserError for a model of blocks alone: plain calls of the library see whole texts."""
-    if not (model.objective.fills_gaps or is_causal):
+    if not (abilities.fills_gaps(model) or is_causal):
         raise UserError("--to=hf is not for --block_length without --infill_share")
 
 
@@ -346,8 +354,8 @@ def main(argv):
     trusted = options.trust_remote_code
     read = partial(mdlm.load, kernel="torch", whole=True, trust_remote_code=trusted)
     folder, loaded = read_newest(default_run(options.out_dir), read)
-    objective = loaded[0].objective
-    pads = options.pad_to_context and (objective.lengths_are_given or objective.one_by_one)
+    model = loaded[0]
+    pads = options.pad_to_context and (abilities.knows_lengths(model) or abilities.is_causal(model))
     sees = "on a model that does not see what follows a text; leave it out"
     flags.check_effects(given, [("pad_to_context", not pads, sees)])
     if is_page and loaded[2].network:
@@ -355,7 +363,7 @@ def main(argv):
     if is_checkpoint:
         if is_export(folder):
             raise UserError(f"--out_dir={options.out_dir} is an export; give a run or a checkpoint")
-        contents = without_state(folder, getattr(torch, weights), objective.buffers())
+        contents = without_state(folder, getattr(torch, weights), saved_buffers(model))
         program = f"{environment.python_command()} sample.py"
         hint = f"{program} --out_dir={environment.quote(options.dest)} reads it"
     elif is_page:

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from support import flags
+from support import abilities, flags
 
 QUICK_STEPS = 8  # calls, for each block, that draw the fills which compare lengths
 
@@ -32,13 +32,13 @@ def is_greedy(settings):
 
 def is_one_by_one(task):
     """Whether no chunk has several tokens, whatever the text."""
-    is_ar = task.model.objective.one_by_one
+    is_ar = abilities.is_causal(task.model)
     return is_ar or all(len(chunk.at) == 1 for chunk in task.chunks)
 
 
 def has_several(task):
     """Whether some chunk of a text has several tokens to fill, which calls can share."""
-    if task.model.objective.one_by_one:
+    if abilities.is_causal(task.model):
         return False
     return any((chunk.gaps.sum(1) > 1).any() for chunk in task.chunks)
 
@@ -68,11 +68,11 @@ def rules_of_calls(task):
     length = chunks[-1].at.stop
     alone = "where tokens are filled one at a time; leave it out"
     least, fix = settings.block, f"in a text of {length} tokens; leave it out, or give less"
-    if model.objective.one_by_one:
+    if abilities.is_causal(model):
         alone = "with an autoregressive model, which draws a token in each call; leave it out"
         least, fix = model.config.block_size + 1, "in a text within the context; leave it out"
     quick = "where fills of [___] are ranked, which few calls draw;"
-    most = QUICK_STEPS * model.objective.n_blocks
+    most = QUICK_STEPS * model.objective.n_texts
     all_at_once = "where one call draws all; leave it out, or give more --steps"
     no_call = "where no call draws tokens again; leave it out, or raise --correct or --steps"
     return [

@@ -60,7 +60,7 @@ def activations(run):
     """Bytes that the layers keep for the backward pass of a micro-batch."""
     config = run.config
     size = run.dtype.itemsize
-    tokens = run.micro_batch * config.block_size * run.objective.positions_per_token
+    tokens = run.micro_batch * config.block_size * devices.positions_per_token(run.model)
     # Numbers for each token and channel, kept for each layer:
     each = bool(config.conv) + (config.dropout > 0)  # of a convolution and of a dropout
     mlp = 10 + each  # the residual stream, its norm, and twice four after the first matrix
@@ -80,7 +80,7 @@ def activations(run):
 
 def logits(run):
     """Bytes of the logits, their softmax and its gradient."""
-    rows = run.micro_batch * run.config.block_size * run.objective.predicted_fraction
+    rows = run.micro_batch * run.config.block_size * devices.predicted_fraction(run.model)
     n = rows * run.model.vocab_size
     if run.model.ops.name == "triton":
         return run.dtype.itemsize * min(n, SAVED)

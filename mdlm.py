@@ -29,24 +29,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import variants
-from support import (
-    devices,
-    ensemble,
-    evaluation,
-    files,
-    kernels,
-    numerics,
-    plots,
-    pretrained,
-    ranks,
-    signals,
-)
+from support import devices, ensemble, files, kernels, numerics, plots, pretrained, ranks, signals
 from support.arguments import check_evaluation, check_reversing, to_view, truth
 from support.data import sources, texts
 from support.data.ids import DTYPES
 from support.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
 from support.devices import to_device
 from support.errors import SharedError, UserError
+from support.evaluation import stratified_counts, summary
 from support.flags import COUNT, NO_LIMIT, READS, WRITES, opt
 from support.kernels.launch import can_compile
 from support.kernels.reference import rotary_tables
@@ -833,7 +823,7 @@ def evaluate(
     lengths = scored.unflatten(1, (objective.n_texts, -1)).sum(2).cpu()  # (W, n)
     counts = lengths[None]
     if not is_exact:
-        counts = evaluation.stratified_counts(lengths, passes, seed)  # (passes, W, n)
+        counts = stratified_counts(lengths, passes, seed)  # (passes, W, n)
     sums = torch.zeros(4, *counts.shape, dtype=torch.float64)
     batches = math.ceil(W / batch_size)
     was_training = model.training
@@ -855,7 +845,7 @@ def evaluate(
         if ranks.is_late(deadline):
             break
     model.train(was_training)
-    return evaluation.summary(all_reduce(sums), counts, scored.cpu(), is_exact)
+    return summary(all_reduce(sums), counts, scored.cpu(), is_exact)
 
 
 # ---- Load (support/training: runs.py saves, checkpoint.py keeps checkpoints intact)

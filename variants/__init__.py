@@ -36,8 +36,11 @@ def asked(config, has_documents=False):
 
     has_documents: whether the data are documents, not prompts and answers.
     """
-    flags = {variant: variant.asked(config, has_documents) for variant in VARIANTS}
-    return {v.__name__.rpartition(".")[2]: (v, flag) for v, flag in flags.items() if flag}
+    found = {}
+    for file in VARIANTS:
+        if flag := file.asked(config, has_documents):
+            found[file.__name__.rpartition(".")[2]] = (file, flag)
+    return found
 
 
 def having(name, config, has_documents=False):

@@ -825,6 +825,13 @@ ADVICE["sample.py"] = [
 
 ADVICE["arguments.py"] = [
     (
+        "take one without blocks, or one of {}",
+        "sample --out_dir={blocks} '--infill=█ and a text of two blocks'",
+        "sample --out_dir={run} '--infill=█ and a text of two blocks'",
+        "sample --out_dir={whole} '--infill=█ and a text of two blocks'",
+        lambda at: generate(at, model=mdlm.load(at["whole"], whole=True)[0]),
+    ),
+    (
         "{}={} must be a whole number from {} {}",
         lambda at: evaluate(at, passes=0.5),
         lambda at: evaluate(at, passes=1),
@@ -2179,7 +2186,7 @@ ADVICE["tokenizer.py"] = [
 
 ADVICE["variants"] = [
     (
-        "leave {} out, or add --document_length=predicted",
+        "leave {} out, or add {}",
         "mdlm --data={records} --masking=bernoulli",
         "mdlm --data={records}",
         "mdlm --data={records} --document_length=predicted --masking=bernoulli",
@@ -2187,14 +2194,14 @@ ADVICE["variants"] = [
     ("leave one of them out", FollowedIn("test_either_of_two_variants_can_be_left_out")),
 ]
 
-# For each pair in variants.REFUSED: flags of a run with both, and those that ask for each.
+# For each pair that a file in variants/ refuses: flags of a run with both, and of either.
 COMBINED = {
-    ("ar", "blocks"): ("", "--objective=ar", "--block_length=8"),
-    ("ar", "prompts"): ("--data={pairs}", "--objective=ar", "--prompt_column=prompt"),
-    ("ar", "time"): ("", "--objective=ar", "--time_conditioning"),
+    ("autoregressive", "blocks"): ("", "--objective=ar", "--block_length=8"),
+    ("autoregressive", "prompts"): ("--data={pairs}", "--objective=ar", "--prompt_column=prompt"),
+    ("autoregressive", "time_conditioning"): ("", "--objective=ar", "--time_conditioning"),
     ("blocks", "documents"): ("--data={records}", "--block_length=8", "--document_length=given"),
     ("blocks", "rates"): ("", "--block_length=8", "--masking=bernoulli"),
-    ("blocks", "time"): ("", "--block_length=8", "--time_conditioning"),
+    ("blocks", "time_conditioning"): ("", "--block_length=8", "--time_conditioning"),
     ("prompts", "documents"): (
         "--data={pairs}",
         "--prompt_column=prompt",
@@ -2218,13 +2225,6 @@ ADVICE["blocks.py"] = [
         "with --block_length=1: of a single token there is one mask rate; leave it out",
         "mdlm --block_length=1 --rate_margin=0.2",
         "mdlm --block_length=1",
-    ),
-    (
-        "take one without blocks, or one of {}",
-        "sample --out_dir={blocks} '--infill=█ and a text of two blocks'",
-        "sample --out_dir={run} '--infill=█ and a text of two blocks'",
-        "sample --out_dir={whole} '--infill=█ and a text of two blocks'",
-        lambda at: generate(at, model=mdlm.load(at["whole"], whole=True)[0]),
     ),
 ]
 

@@ -401,7 +401,7 @@ def gradients(config, *run_args):
     for p in run.model.parameters():
         if not p.any():  # no gradient would reach what lies before it
             p.data.copy_(0.02 * torch.randn(p.shape, generator=g))
-    loss = mdlm.compute_gradients(run, step=0, margin_scale=0.5)
+    loss = mdlm.compute_gradients(run, step=0, margin=0.25)
     return [loss] + [p.grad for p in run.model.parameters()]
 
 

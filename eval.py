@@ -28,7 +28,7 @@ from typing import Annotated, Literal
 import torch
 
 import mdlm
-from support import comparing, numerics, outputs, plots
+from support import abilities, comparing, numerics, outputs, plots
 from support.data import sources, texts
 from support.devices import pick_device
 from support.ensemble import read_newest
@@ -325,7 +325,7 @@ DRAWS = 128  # random masks, over which accuracy and cross-entropy are means
 
 
 def shows_gaps(model):
-    return model.objective.fills_gaps and not model.config.prompt_column
+    return abilities.fills_gaps(model) and not model.config.prompt_column
 
 
 @torch.no_grad()

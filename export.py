@@ -34,7 +34,7 @@ from safetensors.torch import save as to_safetensors
 
 import mdlm
 import sample
-from support import files, lora, outputs, plots
+from support import abilities, files, lora, outputs, plots
 from support.data import tokenizer_json
 from support.data.seams import guarded
 from support.errors import UserError
@@ -42,21 +42,29 @@ from support.kernels import reference
 from support.pretrained import CAUSAL, NEVER_DRAWN
 from support.settings import Reads, Writes, names_of, parse
 from support.training import runs, scores
-from support.training.checkpoint import default_run, is_export, read_newest, without_state
+from support.training.checkpoint import (
+    default_run,
+    is_export,
+    read_newest,
+    saved_buffers,
+    without_state,
+)
 from support.view import View
 from support.web import live_page
+from variants import positions, time_conditioning
 from variants.documents import view_of_documents
 
 SUPPORT = Path(__file__).parent / "support"
 TEMPLATE = SUPPORT / "modeling_mdlm.py"
 # Two lines of TEMPLATE.
 PLACE = "Model = View = view_of_documents = masked_fraction = rotary_tables = None\n"
-PLACE += "attention_ref = norm_conv_ref = None\n"
+PLACE += "attention_ref = norm_conv_ref = told_rate = with_positions = None\n"
 SOURCES = [View, reference.document_spans, reference.is_visible, reference.masked_fraction]
 SOURCES += [reference.neighbours, reference.norm_conv_ref, reference.rotary_tables]
 SOURCES += [reference.rotate, reference.prepare, reference.attention_ref]
-SOURCES += [view_of_documents, mdlm.RateEmbedding, mdlm.AdaLN, mdlm.no_rate, mdlm.no_scales]
-SOURCES += [mdlm.Layer, mdlm.Model]
+SOURCES += [view_of_documents, mdlm.Layer, mdlm.Model]
+SOURCES += [time_conditioning.RateEmbedding, time_conditioning.AdaLN, time_conditioning.told_rate]
+SOURCES += [positions.with_positions]
 # The number types that each kind can have, the first by default.
 WEIGHTS = dict(hf=("float32",), page=("int8", "float32"), checkpoint=("float32", "bfloat16"))
 NumberType = Literal["auto", "int8", "bfloat16", "float32"]
@@ -150,7 +158,7 @@ def card(folder, model, tokenizer, config, name):
     size = f"{config.n_layer} layers x {config.n_embd}, context {config.block_size}"
     length = config.block_size
     end = ""
-    if model.objective.lengths_are_given:
+    if abilities.knows_lengths(model):
         counts = model.length_counts.double().cpu()
         mean = (counts @ torch.arange(len(counts)).double() / counts.sum()).item()
         length = min(length, 1 + round(mean))
@@ -276,7 +284,7 @@ def code(text):
 
 def check_whole(model, is_causal):
     """Raise UserError for a model of blocks alone: plain calls of the library see whole texts."""
-    if not (model.objective.fills_gaps or is_causal):
+    if not (abilities.fills_gaps(model) or is_causal):
         raise UserError("--to=hf is not for --block_length without --infill_share")
 
 
@@ -333,13 +341,12 @@ def main(argv):
     trusted = options.trust_remote_code
     read = partial(mdlm.load, kernel="torch", whole=True, trust_remote_code=trusted)
     folder, loaded = read_newest(default_run(options.out_dir), read)
-    objective = loaded[0].objective
     if is_page and loaded[2].network:
         raise UserError("--to=page is for networks of mdlm.py; give --to=hf for those of others")
     if is_checkpoint:
         if is_export(folder):
             raise UserError(f"--out_dir={options.out_dir} is an export; give a run or a checkpoint")
-        contents = without_state(folder, getattr(torch, weights), objective.buffers())
+        contents = without_state(folder, getattr(torch, weights), saved_buffers(loaded[0]))
         program = f"{environment.python_command()} sample.py"
         hint = f"{program} --out_dir={environment.quote(options.dest)} reads it"
     elif is_page:

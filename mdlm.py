@@ -15,7 +15,6 @@ from support import cli
 
 PROCESS_START = cli.start(__name__)  # --time_limit and the log's seconds include the imports below
 
-import copy
 import dataclasses
 import functools
 import math
@@ -49,6 +48,7 @@ from support.data.sources import SourceSettings
 from support.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
 from support.devices import to_device
 from support.errors import SharedError, UserError
+from support.evaluation import stratified_counts, summary
 from support.kernels.launch import can_compile
 from support.kernels.reference import rotary_tables
 from support.numerics import Dropout, generator
@@ -87,12 +87,13 @@ from support.training.optimizers import (
     set_rates,
     update,
 )
-from support.view import View
+from support.view import Batch, View, masked_rows
 from variants import rates
 from variants.blocks import BlockSettings
-from variants.documents import DocumentSettings, PromptSettings
+from variants.documents import DocumentSettings
+from variants.prompts import PromptSettings
 from variants.rates import RateSettings
-from variants.time_conditioning import AdaLN, RateEmbedding, TimeSettings
+from variants.time_conditioning import TimeSettings
 
 
 # ---- Settings: a line each; the command line, --help and config.json all come from them
@@ -359,15 +360,6 @@ class Corpus:
 
 
 # ---- Model: a pre-norm bidirectional transformer
-def no_rate(rate):
-    """In place of a RateEmbedding: the network sees how much is masked, and need not be told."""
-
-
-def no_scales(rate):
-    """In place of AdaLN, two scales and two shifts: normalization is the same at all rates."""
-    return None, None, None, None
-
-
 class Layer(nn.Module):
     def __init__(self, config, attends=True):
         super().__init__()
@@ -379,36 +371,43 @@ class Layer(nn.Module):
         self.up = nn.Linear(C, 4 * C, bias=False)
         self.down = nn.Linear(4 * C, C, bias=False)
         self.conv = nn.Parameter(torch.zeros(1 + attends, config.conv, C)) if config.conv else None
-        self.adaln = AdaLN(C, 4 * C, bias=False) if config.time_conditioning else no_scales
 
-    def norm(self, x, sublayer, scale, shift, sees, causal, ops):
-        """RMSNorm, and a depthwise convolution: it mixes neighbours where no attention does.
+    @property
+    def conv_attention(self):
+        """(k, C) taps of the convolution before attention."""
+        return None if self.conv is None else self.conv[0]
 
-        sublayer: 0 before attention, -1 before the MLP.
-        """
-        conv = None if self.conv is None else self.conv[sublayer]  # (k, C)
-        return ops.norm_conv(x, conv, causal, sees, scale, shift)
+    @property
+    def conv_mlp(self):
+        """(k, C) taps of the convolution before the MLP."""
+        return None if self.conv is None else self.conv[-1]
 
-    def before_mlp(self, x, cos, sin, rate, sees, causal, ops):
-        """Attention; returns the residual stream and the input of the MLP. A method of its own, as
-        torch.compile may compile the halves of a layer apart (support/training/compiling.py)."""
+    # RMSNorm, and a depthwise convolution: it mixes neighbors where no attention does.
+    def norm_attention(self, x, view, ops):
+        return ops.norm_conv(x, self.conv_attention, view.causal, view.sees)
+
+    def norm_mlp(self, x, view, ops):
+        return ops.norm_conv(x, self.conv_mlp, view.causal, view.sees)
+
+    def before_mlp(self, x, cos, sin, view, ops):
+        """Attention; returns the residual stream and the input of the MLP. A method of its own, so
+        that the halves of a layer can be compiled apart (support/training/compiling.py)."""
         B, T, C = x.shape
-        scale1, shift1, scale2, shift2 = self.adaln(rate)
         if self.qkv is not None:
-            h = self.norm(x, 0, scale1, shift1, sees, causal, ops)
+            h = self.norm_attention(x, view, ops)
             qkv = self.qkv(h).view(B, T, 3, self.n_head, -1)
-            qk_norm = True
-            y = ops.attention(qkv, cos, sin, qk_norm, causal, sees)  # (B, T, H, D)
+            # q and k are normalized and rotated by their positions; then softmax(q k^T / sqrt(D)) v
+            y = ops.attention(qkv, cos, sin, True, view.causal, view.sees)  # (B, T, H, D)
             x = x + self.dropout(self.proj(y.reshape(B, T, C)))
-        return x, self.norm(x, -1, scale2, shift2, sees, causal, ops)
+        return x, self.norm_mlp(x, view, ops)
 
     def mlp(self, x, h):
         return x + self.dropout(self.down(F.relu(self.up(h), inplace=True).square()))
 
-    def forward(self, x, *shared, rows=None):
-        """shared: the other arguments of before_mlp, the same for all layers. rows: flat positions;
-        of the last layer only these are needed, so its MLP skips the rest."""
-        x, h = self.before_mlp(x, *shared)
+    def forward(self, x, cos, sin, view, ops, rows=None):
+        """rows: flat positions; of the last layer only these are needed, so its MLP skips the
+        rest."""
+        x, h = self.before_mlp(x, cos, sin, view, ops)
         if rows is not None:
             x, h = (z.flatten(0, 1).index_select(0, rows.flatten()) for z in (x, h))
             x, h = (z.view(*rows.shape, z.shape[-1]) for z in (x, h))  # (n, C)
@@ -421,6 +420,8 @@ class Model(nn.Module):
     shard_fn: called with each layer when it is made (--shard spreads it over the ranks).
     """
 
+    Layer = Layer
+
     def __init__(self, config, vocab_size, ops, shard_fn=lambda module: module):
         super().__init__()
         C = config.n_embd
@@ -431,46 +432,37 @@ class Model(nn.Module):
         self.embed = nn.Embedding(vocab_size + 1, C)
         # Which layers attend: every k-th, counted back from the last.
         attends = [i % config.attention_every == 0 for i in range(config.n_layer)][::-1]
-        self.layers = nn.ModuleList(shard_fn(Layer(config, attend)) for attend in attends)
+        self.layers = nn.ModuleList(shard_fn(self.Layer(config, attend)) for attend in attends)
         self.head = None if config.tie else nn.Linear(C, vocab_size, bias=False)
-        self.positions = None
-        if config.pos == "learned":
-            self.positions = nn.Parameter(torch.randn(config.block_size, C) / 10)
-        self.rate = RateEmbedding(C, C, bias=False) if config.time_conditioning else no_rate
-        D = C // config.n_head if config.pos == "rope" else C
-        for name, table in zip(("cos", "sin"), rotary_tables(config.block_size, D)):
+        tables = rotary_tables(config.block_size, C // config.n_head)
+        for name, table in zip(("cos", "sin"), tables):
             self.register_buffer(name, table, persistent=False)
-        # These start at zero: layers are the identity, adaLN changes nothing, the loss is ln V.
+        self.initialize()
+
+    def initialize(self):
+        # These start at zero: layers are the identity, and the loss is ln V.
         for name, p in self.named_parameters():
-            if name.endswith(("proj.weight", "down.weight", "head.weight", "adaln.weight")):
+            if name.endswith(("proj.weight", "down.weight", "head.weight")):
                 nn.init.zeros_(p)
-        if config.tie:
+        if self.config.tie:
             nn.init.normal_(self.embed.weight, std=0.02)
 
-    def position_vectors(self, at):
-        """Vectors (..., C) of positions, where they are not rotary ones."""
-        if self.positions is not None:
-            return self.positions[at]
-        return torch.cat((self.sin[at], self.cos[at]), -1)
+    def inputs(self, view):
+        """Vectors of the tokens (B, N, C), and RoPE's tables (..., D / 2) of their positions."""
+        x = F.rms_norm(self.embed(view.ids), (self.config.n_embd,))
+        return x, self.cos[view.at], self.sin[view.at]
 
     def features(self, view):
         """What the head reads: (B, N, C), or (*rows.shape, C) at view.rows of the flat batch."""
-        C = self.config.n_embd
-        x = F.rms_norm(self.embed(view.ids), (C,))  # (B, N, C)
-        cos = self.cos[view.at]
-        sin = self.sin[view.at]
-        if self.config.pos != "rope":
-            x = x + self.position_vectors(view.at)
-            cos = sin = None
-        rate = self.rate(view.rate)
+        x, cos, sin = self.inputs(view)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too: it is memory-bound
             x = x.to(torch.get_autocast_dtype(x.device.type))
         # A sampler's KV cache stands in for the ops: it computes attention and convolution itself.
-        shared = (cos, sin, rate, view.sees, view.causal, view.cache or self.ops)
+        ops = view.cache or self.ops
         for layer in self.layers[:-1]:
-            x = layer(x, *shared)
-        x = self.layers[-1](x, *shared, rows=view.rows)
-        return F.rms_norm(x, (C,)).to(x.dtype)  # CUDA's autocast would leave float32
+            x = layer(x, cos, sin, view, ops)
+        x = self.layers[-1](x, cos, sin, view, ops, rows=view.rows)
+        return F.rms_norm(x, x.shape[-1:]).to(x.dtype)  # CUDA's autocast would leave float32
 
     def forward(self, view, targets=None, weights=None):
         """Logits, float32: (n, V) at view.rows, or (B, N, V). With targets (n,) and their weights
@@ -494,51 +486,35 @@ class MaskedDiffusion:
     T: tokens of a text. batch_size: texts in a step's batch, over all ranks.
     """
 
-    metric = "nelbo"  # the name of what `evaluate` estimates
-    is_bound = True  # whether the training loss is a bound, in the last steps
-    positions_per_token = 1.0  # positions of the network for a token of text (to count FLOPs)
-    predicted_fraction = 0.5  # of the tokens, on average: these reach the head (to count FLOPs)
-    fills_gaps = True  # whether the text after a gap is seen
-    one_by_one = False  # whether tokens are written one at a time, from left to right
-    lengths_are_given = False  # whether a text's length is known before it is written
+    metric = "nelbo"  # what `evaluate` estimates; "nll": exactly, each token given those before it
+    n_texts = 1  # in a window, each masked on its own: its blocks
     end_id = -1  # the id of [END] if it is never predicted, as lengths are given; else -1
-    n_blocks = 1  # parts of a window, each masked on its own
-    n_pieces = 1  # parts of a text that a sampler writes one after another
     steps_are_alike = True  # whether steps differ in numbers alone: then graphs can replay them
 
     def __init__(self, config, mask_id):
         self.config = config
         self.seed = config.seed
         self.mask_id = mask_id
-        self.pad_id = mask_id  # fills up a sampler's window: [MASK], as what follows is unknown
+        # What fills up a sampler's window: [MASK], as what follows is unknown; [END], if a text's
+        # length is known before it is written.
+        self.pad_id = mask_id
         self.T = config.block_size
         self.batch_size = config.batch_size
 
-    def resized(self, T, batch_size):
-        """The same objective for texts of T tokens."""
-        other = copy.copy(self)
-        other.T = T
-        other.batch_size = batch_size
-        return other
-
-    def rate_margin(self, margin_scale):
-        """The share of the mask rates that a step leaves out at either end, 0 to 0.5."""
-        return self.config.rate_margin * margin_scale
-
-    def mask_counts(self, step, margin_scale, samples, lengths):
+    def mask_counts(self, step, margin, samples, lengths):
         """(B,) how many of `lengths` (B,) tokens to mask; samples (B,): as in draw_batch.
 
+        margin: the share of the mask rates that is left out at either end, from 0 to 0.5.
+
         Neighbours get l and T + 1 - l: full texts mask exactly B (T + 1) / 2 tokens, shorter ones
-        fewer, so shapes are static. (B is even: support/training/runs.py, check.) While
-        margin_scale is 1, in the first half of a run, l is T / 2 or T / 2 + 1, by the default
-        --rate_margin of 0.5; at 0 it is uniform on {1..T}.
+        fewer, so shapes are static. (B is even: support/training/runs.py, check.) With a margin of
+        0.5, in the first half of a run, l is T / 2 or T / 2 + 1; at 0 it is uniform on {1..T}.
         """
         # A fraction u of the text for each pair of neighbours, one from each of N / 2 equal ranges.
         u = numerics.stratified(self.batch_size // 2, "levels", self.seed, step)  # in [0, 1)
         # Both ends are left out at first: the mean over few masked tokens is noisy, and few visible
         # ones say little. That saves half of the steps (results/cpu.md). The margin ends at 0: then
         # the loss is the bound. Related: clipped (2503.09573) and bell-shaped rates (2605.13026).
-        margin = self.rate_margin(margin_scale)
         u = (margin + (1 - 2 * margin) * u).repeat_interleave(2)[samples]
         count = 1 + (u * lengths).long().minimum(lengths - 1)
         count[1::2] = (lengths + 1 - count)[1::2]  # the mirror of the one before
@@ -551,49 +527,39 @@ class MaskedDiffusion:
         """
         return View(xt, torch.arange(xt.shape[1], device=xt.device), rows=rows)
 
-    def batch(self, ops, x0, counts, step, samples):
-        """The arguments of a network for texts x0 (B, T): a View, targets (n,), weights (n,)."""
+    def batch(self, ops, x0, counts, step, samples, seed=None, scored=None):
+        """What to predict of texts x0 (B, T): a Batch.
+
+        An evaluation gives a seed, for masks that are the same in all runs, and may give scored
+        (B, T) bool: only these tokens are masked.
+        """
         B, T = x0.shape
         # 1. Mask exactly l tokens of each text. rows (n,): where they are in the flat batch, padded
-        # by mask_tokens; no more than these are masked.
-        xt, count, rows, _ = ops.mask_tokens(x0, counts, self.mask_id, self.seed, step, samples)
-        rows = rows[: B * (T + 1) // 2]
-        # 2. Predict what they were.
-        targets = x0.flatten()[rows]
-        # 3. Average over the masked tokens of a text, and over texts: each token weighs 1 / (B l).
+        # by mask_tokens.
+        key = (self.seed if seed is None else seed, step, samples)
+        given = None if scored is None else ~scored
+        xt, count, rows, n_rows = ops.mask_tokens(x0, counts, self.mask_id, *key, given)
+        # 2. Average over the masked tokens of a text, and over texts: each token weighs 1 / (B l).
         weights = 1 / (count * B)  # (B,)
-        return self.view(xt, rows=rows), targets, weights[rows // T]
+        if seed is None:
+            rows = rows[: B * (T + 1) // 2]  # no more are masked, as counts are mirrored
+            weights = weights[rows // T]
+        else:
+            rows, weights = masked_rows(rows, n_rows, weights, T)
+        # 3. Predict what they were.
+        return Batch(self.view(xt, rows=rows), x0.flatten()[rows], weights, rows)
+
+    def loss(self, network, batch):
+        """The loss of a step's Batch. (A variant may add terms.)"""
+        return network(batch.view, batch.targets, batch.weights)
+
+    def texts(self, x0, step, samples):
+        """The texts (B, T) to train on, of windows x0 (B, T). (A variant may rewrite them.)"""
+        return x0
 
     def scored_mask(self, x0):
         """(B, T) bool: the tokens that are predicted and scored."""
         return torch.ones_like(x0, dtype=torch.bool)
-
-    def buffers(self):
-        """What a checkpoint keeps beside the weights: name -> tensor."""
-        return {}
-
-    def notes(self):
-        """What a run says of its objective, lines of text."""
-        return []
-
-    # The following is for `evaluate` and `generate`, so that they need not know the objective.
-    def eval_counts(self, lengths, passes, seed):
-        """(passes, W, n) how many tokens to mask in each of the n blocks of W windows."""
-        return numerics.stratified_counts(lengths, passes, seed)
-
-    def hide(self, ops, x0, counts, seed, step, samples, never_mask):
-        """Mask `counts` tokens, but none where never_mask (B, T): xt (B, T), rows, their number."""
-        xt, _, rows, n = ops.mask_tokens(x0, counts, self.mask_id, seed, step, samples, never_mask)
-        return xt, rows, n
-
-    def tally(self, ce, right, rows, counts, T):
-        """Means of ce (n,) and right (n,) over each text of T tokens: (2, B)."""
-        text = rows // T
-        return torch.stack([numerics.segment_mean(x, text, counts) for x in (ce, right)])
-
-    def summary(self, sums, counts, scored):
-        """The results of `evaluate`; see numerics.summary. scored (W, T) bool."""
-        return numerics.summary(sums, counts, scored.sum(1))
 
     def pieces(self, T, steps):
         """[(positions, calls)] of the parts of a text that are written one after another."""
@@ -603,8 +569,9 @@ class MaskedDiffusion:
         """What a sampler keeps of the pieces that are written, or None."""
         return None
 
-    def check_gaps(self, x, fill):
-        """Raise UserError if `fill` (B, T) in x (B, T) cannot be filled."""
+    def notes(self):
+        """What a run says of its objective, lines of text."""
+        return []
 
 
 def make_model(
@@ -612,11 +579,12 @@ def make_model(
 ):
     """A Model, or what a pretrained.Network builds, with its objective: end_id and mean_length are
     for variants.choose."""
-    model = (network.build if network else Model)(config, vocab_size, ops, shard_fn)
+    build = network.build if network else variants.network(config, Model)
+    model = build(config, vocab_size, ops, shard_fn)
     objective = MaskedDiffusion(config, model.mask_id)
     objective = variants.choose(config, objective, end_id, mean_length)
-    for name, tensor in objective.buffers().items():
-        model.register_buffer(name, tensor)
+    if objective.pad_id != model.mask_id:  # lengths are given: of how many texts, from 0 to T
+        model.register_buffer("length_counts", torch.zeros(config.block_size + 1))
     model.objective = objective
     return shard_fn(model)
 
@@ -653,22 +621,27 @@ def generate(
 LOGITS = 1 << 27  # computed at once, at most: 512 MiB in float32
 
 
-def score_rows(model, xt, x0, rows, observe=None):
-    """Cross-entropy (n,) and whether the likeliest token is right, (n,), at rows of a flat batch.
+def score(model, batch, T, observe=None):
+    """What a Batch of windows of T tokens adds: (4, n) float64 of its n tokens, and their `at`.
 
-    A batch of `evaluate` has at most LOGITS logits, unless it is one window with more: that goes
-    through the network several times.
+    The rows: weight, weight * CE, weight * (the likeliest token is right), and weight * CE of the
+    first tokens of windows. A batch has at most LOGITS logits, unless it is one window with more:
+    that goes through the network several times.
     """
-    T = x0.shape[1]
-    scores = []
-    for chunk in rows.tensor_split(math.ceil(T * model.vocab_size / LOGITS)):
-        logits = model(model.objective.view(xt, x0, chunk))  # (n, V)
-        targets = x0.flatten()[chunk]
+    batch = batch.without_padding()
+    parts = math.ceil(T * model.vocab_size / LOGITS)
+    facts = []
+    for rows, targets, weights, at in zip(
+        *(x.tensor_split(parts) for x in (batch.view.rows, *batch[1:]))
+    ):
+        logits = model(batch.view._replace(rows=rows))  # (n, V)
         if observe:
-            observe(chunk, targets, logits)
+            observe(at, targets, logits)
         ce = F.cross_entropy(logits, targets, reduction="none")
-        scores.append((ce, logits.argmax(-1) == targets))
-    return map(torch.cat, zip(*scores))
+        right = logits.argmax(-1) == targets
+        of_each = torch.stack((torch.ones_like(ce), ce, right, ce * (at % T == 0)))
+        facts.append(of_each.cpu().double() * weights.cpu().double())
+    return torch.cat(facts, 1), batch.at.cpu()
 
 
 @torch.no_grad()
@@ -687,46 +660,49 @@ def evaluate(
     `nelbo`: the mean over windows and passes of the mean CE over masked tokens (an upper bound of
     the NLL), `se`: its standard error. `by_window`, `tokens_by_window`: means (W,) and how many
     tokens they are of; `by_mask`: tokens masked and their mean CE, (passes, W) lists (not of
-    blocks); `ce` and `accuracy` (top-1): by tenths of the mask rate. (Of an autoregressive model:
-    variants/autoregressive.py, summary.)
-    observe(rows, targets, logits) sees each batch: the scored rows (n,) of the flat batch, their
-    tokens (n,), logits (n, V). Each batch has windows from the whole text, so an evaluation may be
-    cut short: after the deadline (time.monotonic()) no batch begins but the first. scored (W, T)
-    bool: only these tokens are masked and scored (default: the objective's scored_mask).
+    blocks); `ce` and `accuracy` (top-1): by tenths of the mask rate. (Of an autoregressive model
+    `nll`, and `ar_shifted`: without the first token of each window.)
+    observe(at, targets, logits) sees each batch: where its scored tokens are in the flat windows,
+    (n,), the tokens (n,), logits (n, V). Each batch has windows from the whole text, so an
+    evaluation may be cut short: after the deadline (time.monotonic()) no batch begins but the
+    first. scored (W, T) bool: only these tokens are masked and scored (default: the objective's
+    scored_mask).
     """
     settings = (passes, seed, batch_size, observe, deadline, scored)
     passes, seed, batch_size = check_evaluation(model, windows, *settings)
     W, T = windows.shape
     batch_size = max(1, min(batch_size, LOGITS // (T * model.vocab_size)))
-    device = windows.device
     objective = model.objective
     if scored is None:
         scored = objective.scored_mask(windows)
-    length = scored.sum(1).cpu()  # (W,)
-    count = objective.eval_counts(length, passes, seed)  # (passes, W, n)
-    # Sums of CE, of hits, of what a variant adds, and how often a window was scored.
-    sums = torch.zeros(4, *count.shape, dtype=torch.float64)
+    # 1. How many tokens of each text to mask: with exact counts, the mean over few windows is good.
+    is_exact = objective.metric == "nll"  # then all are predicted in one pass
+    lengths = scored.unflatten(1, (objective.n_texts, -1)).sum(2).cpu()  # (W, n)
+    counts = lengths[None]
+    if not is_exact:
+        counts = stratified_counts(lengths, passes, seed)  # (passes, W, n)
+    sums = torch.zeros(4, *counts.shape, dtype=torch.float64)
     batches = math.ceil(W / batch_size)
     was_training = model.training
     model.eval()
     for i in ranks.split_work(range(batches)):
-        at = torch.arange(i, W, batches)
-        samples = at.to(device)
-        for k in range(len(count)):
-            x0 = windows[samples]  # (B, T)
-            masked = count[k, at].flatten().to(device)  # (B n,) of each text or block
-            never_mask = ~scored[samples].view(len(masked), -1)
-            key = (seed ^ 0x5EED, k, samples)  # other masks than in training; a pass for a step
-            xt, rows, n_rows = objective.hide(model.ops, x0, masked, *key, never_mask)
-            rows = rows[: int(n_rows)]
-            ce, right = score_rows(model, xt, x0, rows, observe)
-            means = objective.tally(ce, right, rows, masked, x0.numel() // len(masked))
-            sums[: len(means), k, at] = means.view(len(means), len(at), -1)
-        sums[3, :, at] = 1
+        window = torch.arange(i, W, batches)
+        samples = window.to(windows.device)
+        x0 = windows[samples]  # (B, T)
+        for k, count in enumerate(counts):
+            # 2. Score them as in training, with other masks: a pass stands for a step.
+            count = count[window].flatten().to(x0.device)  # (B n,)
+            key = (k, samples, seed ^ 0x5EED)
+            batch = objective.batch(model.ops, x0, count, *key, scored[samples])
+            facts, at = score(model, batch, T, observe)
+            # 3. Add up by text.
+            text = at // (x0.numel() // len(count))
+            found = torch.zeros(4, len(count), dtype=torch.float64).index_add(1, text, facts)
+            sums[:, k, window] = found.view(4, len(window), -1)
         if ranks.is_late(deadline):
             break
     model.train(was_training)
-    return objective.summary(all_reduce(sums), count, scored.cpu())
+    return summary(all_reduce(sums), counts, scored.cpu(), is_exact)
 
 
 # ---- Load (support/training: runs.py saves, checkpoint.py keeps checkpoints intact)
@@ -874,7 +850,7 @@ def make_run(config, corpus, device, dtype, ops, rank=0, world=1, network=None):
     def build():
         torch.manual_seed(config.seed)
         model = make_model(config, corpus.tokenizer.vocab_size, ops, *texts, shard_fn, network)
-        if model.objective.lengths_are_given:
+        if hasattr(model, "length_counts"):
             model.length_counts.copy_(corpus.length_counts)
         return model
 
@@ -895,27 +871,29 @@ def lr_scale(config, step, progress):
     return min(1.0, (step + 1) / (config.warmup_steps + 1)) * decay[config.lr_schedule]
 
 
-def margin_scale(progress):
-    """The factor of --rate_margin: 1 in the first half of a run, then down to 0 at its end."""
-    return min(1.0, 2 * (1 - progress))
+def rate_margin(config, progress):
+    """The share of the mask rates that a step leaves out at either end: --rate_margin in the first
+    half of a run, then down to 0 at its end."""
+    return variants.rate_margin(config) * min(1.0, 2 * (1 - progress))
 
 
-def draw_batch(run, step, margin_scale, samples):
+def draw_batch(run, step, margin, samples):
     """Texts (B, T), counts of masks (B,), step and samples, on the device. samples (B,): numbers in
     the step's batch, of all ranks and micro-batches. After this there is no host sync."""
     x0, lengths = run.corpus.batch(run.sequences(step) + samples)
-    counts = run.objective.mask_counts(step, margin_scale, samples, lengths)
+    x0 = run.objective.texts(x0, step, samples)
+    counts = run.objective.mask_counts(step, margin, samples, lengths)
     return x0, *(to_device(x, x0.device) for x in (counts, torch.tensor(step), samples))
 
 
-def compute_gradients(run, step, margin_scale):
+def compute_gradients(run, step, margin):
     """Accumulate the gradients of this rank's micro-batches of a step; returns their loss."""
     n = run.config.gradient_accumulation_steps
     loss = 0
     for k in range(n):
         samples = torch.arange(run.micro_batch) + (run.rank * n + k) * run.micro_batch
         numerics.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
-        drawn = draw_batch(run, step, margin_scale, samples)
+        drawn = draw_batch(run, step, margin, samples)
         run.exchange(k == n - 1)  # only the last backward sums gradients over ranks
         loss = loss + run.call(backward, run, *drawn)
     return loss
@@ -924,8 +902,8 @@ def compute_gradients(run, step, margin_scale):
 def backward(run, x0, counts, step, samples):
     """Add the gradients of a micro-batch from draw_batch; returns what it adds to the loss."""
     with run.autocast():
-        view, targets, weights = run.objective.batch(run.model.ops, x0, counts, step, samples)
-        loss = run.network(view, targets, weights) / run.config.gradient_accumulation_steps
+        batch = run.objective.batch(run.model.ops, x0, counts, step, samples)
+        loss = run.objective.loss(run.network, batch) / run.config.gradient_accumulation_steps
     loss.backward()
     return loss.detach()
 
@@ -938,7 +916,7 @@ def clip(run):
 def train_step(run, step, progress):
     """One optimizer step; its loss and gradient norm go to run.pending."""
     set_rates(run, step, lr_scale(run.config, step, progress))
-    loss = compute_gradients(run, step, margin_scale(progress))
+    loss = compute_gradients(run, step, rate_margin(run.config, progress))
     norm = run.call(clip, run)
     run.pending[step] = torch.stack((loss, norm))
     if not devices.is_async(run.device):
@@ -1144,7 +1122,7 @@ def train(given, start):
             if run.step % config.log_interval == 0:
                 check_finite(run)
                 scale = lr_scale(config, run.step - 1, run.progress)
-                margin = run.objective.rate_margin(margin_scale(run.progress))
+                margin = rate_margin(config, run.progress)
                 run.log.training(run, scale, margin, devices.flops_per_token(run.model))
             if pace.must_evaluate(run):
                 report(run)

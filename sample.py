@@ -32,7 +32,7 @@ import torch.nn.functional as F
 
 import mdlm
 from studies import word_statistics
-from support import arguments, outputs
+from support import abilities, arguments, outputs
 from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.devices import pick_device
 from support.ensemble import read_newest
@@ -207,15 +207,15 @@ def resolve(settings, model):
     settings = replace(settings, correct=str(plain(settings.correct)))
     check_settings(settings)
     config = model.config
-    objective = model.objective
+    is_causal = abilities.is_causal(model)
     if settings.block > config.block_size:
         what = f"block={settings.block}"
         raise UserError(f"{what} is more than the context of {config.block_size}; give less")
-    n = objective.n_blocks
+    n = model.objective.n_texts
     is_adaptive = adaptive.rule_of(settings) is not None
     steps = 1 if settings.order == "one_shot" else settings.steps or max(32, 8 * n)
     unfit = ()
-    if objective.one_by_one:
+    if is_causal:
         if settings.order not in ("auto", "ancestral", "left_to_right"):
             raise UserError(f"order={settings.order}: an autoregressive model needs left_to_right")
         unfit = ("cfg", "threshold", "entropy_bound")
@@ -226,7 +226,7 @@ def resolve(settings, model):
     for name in unfit:
         if getattr(settings, name) != getattr(SamplerSettings, name):
             raise UserError(f"{name} is not for {kind}; leave it out")
-    if objective.one_by_one:
+    if is_causal:
         return replace(settings, steps=steps, order="left_to_right", correct=0)
     if is_adaptive:
         settings = adaptive.resolve(settings, config.block_size)
@@ -286,8 +286,8 @@ def plan(model, fill, samples, settings):
     T = fill.shape[1]
     size = settings.block or max(1, T if T <= L else L // 2)
     context = min(T, L)  # of which settings.steps are the calls
-    if model.objective.n_blocks > 1:  # the chunks are the model's blocks
-        size = L // model.objective.n_blocks
+    if model.objective.n_texts > 1:  # the chunks are the model's blocks
+        size = L // model.objective.n_texts
         context = L
     first = 0
     for begin in range(0, T, size):
@@ -295,7 +295,7 @@ def plan(model, fill, samples, settings):
         gaps = fill[:, begin:end].clone()
         n = gaps.sum(1)
         steps = max(1, settings.steps * end // context - settings.steps * begin // context)
-        if model.objective.one_by_one:
+        if abilities.is_causal(model):
             steps = end - begin
         # A single token would be drawn from the same distribution again.
         corrections = (n > 1) * (3 * n).clamp(max=steps * settings.correct // settings.steps)
@@ -472,7 +472,7 @@ def take_steps(
     samples = samples.to(x.device)
     calls = torch.zeros(len(x), dtype=torch.int64, device=x.device)
     is_given = ~fill & (x != model.objective.end_id)
-    model.objective.check_gaps(x, fill)
+    arguments.check_gaps(model, x, fill)
     cache = model.objective.cache()
     find = partial(predict, memo=memo) if memo else predict
     forbid = [i for i in forbid if i is not None]
@@ -495,7 +495,7 @@ def take_steps(
             if not drawn.any():
                 continue
             asked = drawn
-            if constraints and not model.objective.one_by_one:
+            if constraints and not abilities.is_causal(model):
                 asked = ask_ahead(constraints, drawn, chunk.gaps & (text == mask), chunk.at)
             # 2. Draw there: the network sees all of it masked.
             logits = find(model, device, x, is_given, asked, chunk.at, settings.cfg, cache)
@@ -505,7 +505,7 @@ def take_steps(
             rule = (settings.temperature, settings.top_k, settings.top_p)
             token = draw(logits, u[asked], *rule)
             if constraints:
-                is_ahead_known = not model.objective.one_by_one
+                is_ahead_known = not abilities.is_causal(model)
                 asking = (asked, chunk.at, is_ahead_known)
                 draw_matching(constraints, x, *asking, logits, u[asked], rule, token, logp)
                 token, logp = token[drawn[asked]], logp[drawn[asked]]
@@ -598,7 +598,7 @@ SHORT = 16  # tokens; draws for longer gaps hardly ever come to the same text
 def merge_calls(model, fill):
     """(Memo, rows to draw at once) where many rows have short gaps, else (None, None)."""
     longest = max([0, *fill.sum(1).tolist()])
-    if model.objective.n_blocks > 1 or longest > SHORT:
+    if model.objective.n_texts > 1 or longest > SHORT:
         return None, None
     most = (1 << 24) // (model.vocab_size * max(1, longest))  # 2^24 logits a step
     return Memo(), max(most, group_size(model, fill.device))
@@ -608,7 +608,7 @@ def most_calls(model, fill, samples, settings):
     """How many network calls `unmask` takes at most: in all, and for each step."""
     steps = sum(chunk.steps for chunk in plan(model, fill, samples.to(fill.device), settings))
     rows = 1
-    if model.objective.n_blocks == 1:
+    if model.objective.n_texts == 1:
         rows = math.ceil(len(fill) / call_size(model, fill.device))
     a_step = rows * (2 if settings.cfg else 1)
     return steps * a_step, a_step
@@ -616,13 +616,13 @@ def most_calls(model, fill, samples, settings):
 
 def ends(model, tokenizer, is_template):
     """[END] ends a text; it is never drawn within a template, nor where lengths are given."""
-    is_drawn = not is_template and not model.objective.lengths_are_given
+    is_drawn = not is_template and not abilities.knows_lengths(model)
     return dict(end_id=tokenizer.end_id) if is_drawn else dict(forbid=[tokenizer.end_id])
 
 
 def quick(settings, model):
     """Resolved settings that draw the fills which only compare lengths."""
-    most = QUICK_STEPS * model.objective.n_blocks
+    most = QUICK_STEPS * model.objective.n_texts
     return replace(settings, steps=min(settings.steps, most), correct=0)
 
 
@@ -755,7 +755,7 @@ def fill_segments(model, tokenizer, limits, settings, new_seed, generator, segme
         segments = hypotheses(*search)[0].segments
     known = to_ids(segments, tokenizer, model.mask_id)  # none, if the likeliest [___] is empty
     x = torch.tensor(known, dtype=torch.int64, device=device).repeat(n, 1)
-    if not (is_template or limits.length) and model.objective.lengths_are_given:
+    if not (is_template or limits.length) and abilities.knows_lengths(model):
         where = generator.device if generator is not None else "cpu"
         u = torch.rand(n, generator=generator, device=where)
         x = end_documents(model, x, u.cpu().double())
@@ -876,7 +876,7 @@ def sampled(model, tokenizer, segments, options, template, pages):
         began = time.monotonic()
         samples = torch.arange(rows.start, rows.stop)
         x = ids.repeat(len(samples), 1)
-        if not (template or options.length) and model.objective.lengths_are_given:
+        if not (template or options.length) and abilities.knows_lengths(model):
             x = end_documents(model, x, uniform(options.seed, -1, samples, range(1))[2][:, 0])
         steps = sum(chunk.steps for chunk in plan(model, x == mask, samples, options))
         films = [viewer.HtmlRecorder(tokenizer, ids, mask) for _ in samples if options.html]
@@ -1021,7 +1021,7 @@ def main(argv):
         if options.cfg and not any(isinstance(segment, (str, list)) for segment in segments):
             raise UserError("--cfg guides by the given text, and there is none; give some")
         x = torch.tensor([to_ids(segments, tokenizer, model.mask_id)])
-        model.objective.check_gaps(x, x == model.mask_id)
+        arguments.check_gaps(model, x, x == model.mask_id)
         return segments
 
     todo = templates.parse_all(options.infill, options.batch, to_segments)

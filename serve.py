@@ -32,7 +32,8 @@ import torch
 
 import mdlm
 import sample
-from support import environment
+from support import abilities, environment
+from support.arguments import check_gaps
 from support.devices import pick_device
 from support.ensemble import read_newest
 from support.errors import UserError
@@ -137,7 +138,7 @@ class Writer:
             segments = self.around_gap(job, *prompt)
         templates.check_lengths(segments, job.max_tokens)
         x = torch.tensor([to_ids(segments, self.tokenizer, self.filler.mask_id)])
-        self.filler.objective.check_gaps(x, x == self.filler.mask_id)
+        check_gaps(self.filler, x, x == self.filler.mask_id)
         return segments
 
     def asked(self, messages):
@@ -161,7 +162,7 @@ class Writer:
         segments = of_prompt(prompt, self.tokenizer, most, model.config)
         n = 0 if isinstance(segments[0], int) else len(segments[0].ids)
         self.check_length(n)
-        if model.objective.lengths_are_given:  # a length is drawn, within the context
+        if abilities.knows_lengths(model):  # a length is drawn, within the context
             most = model.config.block_size
         else:
             most = n + job.max_tokens
@@ -294,7 +295,7 @@ class Writer:
         for rows in groups(model, job.n, device, writing=True):
             samples = torch.arange(rows.start, rows.stop)
             x = ids.repeat(len(samples), 1)
-            if model.objective.lengths_are_given:
+            if abilities.knows_lengths(model):
                 u = sample.uniform(settings.seed, -1, samples, range(1))[2][:, 0]
                 x = end_documents(model, x, u)
             ends = {}  # number of the first step after a part of the text -> where that part ends
@@ -355,7 +356,7 @@ class Writer:
         ids = torch.tensor(to_ids(segments, self.tokenizer, model.mask_id), dtype=torch.int64)
         x = ids[None]
         samples = torch.arange(1)
-        if not is_template and model.objective.lengths_are_given:
+        if not is_template and abilities.knows_lengths(model):
             u = sample.uniform(settings.seed, -1, samples, range(1))[2][:, 0]
             x = end_documents(model, x, u)
         may_draw = sample.ends(model, self.tokenizer, is_template)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import cli, errors
+from support import abilities, cli, errors
 
 cli.start(__name__)
 
@@ -28,7 +28,7 @@ def main(argv):
             'give the folder of a run and a template: weights/shakespeare "To be, or ███ to be"'
         )
     model, tokenizer, config = mdlm.load(argv[0], whole=True)
-    if not model.objective.fills_gaps or "[___]" in argv[1]:
+    if not abilities.fills_gaps(model) or "[___]" in argv[1]:
         raise errors.UserError("this needs a model that fills gaps, and █ for each missing token")
     segments = templates.parse(argv[1], tokenizer, config.block_size)
     ids = templates.to_ids(segments, tokenizer, model.mask_id)

@@ -325,7 +325,7 @@ def trajectories_of(args, theme):
 def load_writer(args):
     """The model, its tokenizer and config of --run; raises UserError if its texts have blocks."""
     model, tokenizer, config = mdlm.load(default_run(args.run), whole=True)
-    if model.objective.n_blocks > 1:
+    if model.objective.n_texts > 1:
         raise UserError(f"{args.run or 'out'} has blocks; give --run without, or of --infill_share")
     return model, tokenizer, config
 

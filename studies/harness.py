@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 import mdlm
 import sample
-from support import environment
+from support import abilities, environment
 from support.arguments import whole_number
 from support.errors import UserError
 from support.infill.calls import groups, next_logits, to_context
@@ -190,7 +190,7 @@ class Harness(LM):
         device = next(self.model.parameters()).device
         x = to_context(self.model, torch.tensor([ids], device=device))
         at = torch.arange(len(ids) - n, len(ids), device=device)
-        if n > self.draws and self.model.objective.fills_gaps:
+        if n > self.draws and abilities.fills_gaps(self.model):
             scored = torch.zeros_like(x, dtype=torch.bool).index_fill(1, at, True)
             r = mdlm.evaluate(self.model, x, self.draws, self.seed, scored=scored)
             return -n * r["nelbo"], False

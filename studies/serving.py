@@ -31,7 +31,7 @@ from support import cli
 cli.start(__name__)
 
 import serve
-from support import environment
+from support import abilities, environment
 from support.serving import completions
 from support.settings import Amount, Count, Natural, Reads, parse
 
@@ -122,7 +122,7 @@ def mixed_bodies(writer):
             ({}, dict(temperature=0.7), dict(steps=16), dict(stop=["e"]), dict(top_p=0.9))
         )
         bodies.append(body)
-    if writer.filler.objective.n_blocks == 1 and writer.filler.config.objective != "ar":
+    if abilities.fills_gaps(writer.filler):
         mark = writer.tokenizer.decode([0])
         bodies += [dict(prompt="", suffix=mark, max_tokens=3, seed=i) for i in range(4)]
     return bodies

@@ -9,6 +9,7 @@ import re
 
 import torch
 
+from support.abilities import can_fill, is_causal
 from support.errors import UserError
 from support.settings import plain, shown
 from support.view import View
@@ -240,8 +241,8 @@ def check_evaluation(model, windows, passes, seed, batch_size, observe, deadline
     if not windows.numel():
         raise UserError(f"windows is empty, {W} x {T}; give at least a window of a token")
     L = model.config.block_size
-    n_blocks = model.objective.n_blocks
-    if n_blocks > 1 and T != L:
+    n_texts = model.objective.n_texts
+    if n_texts > 1 and T != L:
         raise UserError(f"windows has {T} tokens; a model of blocks needs all {L} of its context")
     if isinstance(scored, torch.Tensor):
         check_device(model, scored, "scored")
@@ -251,10 +252,21 @@ def check_evaluation(model, windows, passes, seed, batch_size, observe, deadline
     counts = (model.objective.scored_mask(windows) if scored is None else scored).sum(1)
     if not counts.all():
         raise UserError(f"window {int((counts == 0).nonzero()[0])} has no token to score")
-    if n_blocks > 1 and scored is not None and not scored.all():
+    if n_texts > 1 and scored is not None and not scored.all():
         raise UserError("scored is not for a model of blocks; leave it out")
     passes = whole_number("passes", passes, 1, 1 << 20)
     return passes, whole_number("seed", seed, 0), whole_number("batch_size", batch_size, 1)
+
+
+def check_gaps(model, x, fill):
+    """Raise UserError if the gaps `fill` (B, T) of x (B, T) have text after them that the model
+    does not see. (An autoregressive one fills any, from what precedes it.)"""
+    if is_causal(model) or can_fill(model, x, fill):
+        return
+    what = f"this model (--block_length={model.config.block_length}) does not see text in blocks"
+    learned = "mdlm.py --infill_share by mdlm.load(path, whole=True)"
+    fix = f"take one without blocks, or one of {learned}"
+    raise UserError(f"{what} after a gap; {fix}")
 
 
 def to_view(model, args, kwargs):

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from support import numerics
+from support import evaluation, numerics
 from support.errors import UserError
 from support.files import read_json
 from support.plots import table
@@ -75,7 +75,8 @@ def difference_of_bounds(a, b):
         masked, more, tokens = differences(a, b)
         weight = tokens / tokens.double().mean()
         residual = (more - r["difference"]) * weight
-        r["se"] = numerics.stratified_error(residual, masked, tokens)
+        of_texts = (x[..., None] for x in (residual, masked, tokens))  # one in each window
+        r["se"] = evaluation.stratified_error(*of_texts)
     return r
 
 

@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import torch
 
+from support.abilities import is_causal
 from support.errors import UserError
 from support.settings import shown
 
@@ -81,14 +82,25 @@ def flops_per_token(model):
     6 for each weight, and 12 C T for each layer with attention (C: width, T: context).
     """
     config = model.config
-    objective = model.objective
-    rows = objective.positions_per_token
+    rows = positions_per_token(model) - config.infill_share  # its steps take whole texts
+    predicted = predicted_fraction(model)
     body = rows * sum(p.numel() for p in model.layers.parameters())
     # The head and the last layer's MLP compute only the predicted positions.
-    end = objective.predicted_fraction * config.n_embd * model.vocab_size
+    end = predicted * config.n_embd * model.vocab_size
     if not config.network:
-        end -= 8 * config.n_embd**2 * (rows - objective.predicted_fraction)
+        end -= 8 * config.n_embd**2 * (rows - predicted)
     return 6 * (body + end) + 12 * attending(model) * config.n_embd * config.block_size
+
+
+def positions_per_token(model):
+    """Return how many positions the network has for a token of text in training."""
+    text = torch.zeros(1, model.config.block_size, dtype=torch.int64)
+    return model.objective.view(text).ids.numel() / text.numel()
+
+
+def predicted_fraction(model):
+    """Return the share of the tokens that reach the head in training, on average."""
+    return 1.0 if is_causal(model) else 0.5
 
 
 def attending(model):

@@ -12,6 +12,7 @@ import math
 import torch
 import torch.nn as nn
 
+from support import abilities
 from support.arguments import to_view
 from support.errors import UserError
 from support.settings import names_of
@@ -37,7 +38,7 @@ class Ensemble(nn.Module):
         self.ops = first.ops
         self.vocab_size = first.vocab_size
         self.mask_id = first.mask_id
-        for name in first.objective.buffers():  # of which lengths texts are
+        for name in checkpoint.saved_buffers(first):  # of which lengths texts are
             self.register_buffer(name, getattr(first, name))
         self.register_forward_pre_hook(to_view, with_kwargs=True)  # ids in place of a View
 
@@ -90,7 +91,7 @@ def check_alike(one, first, folder, other):
     if first[1].to_json() != other[1].to_json() or first[0].mask_id != other[0].mask_id:
         raise UserError(f"{both} two vocabularies; {fix}")
     shared = SHARED
-    given = [model.objective.lengths_are_given for model in (first[0], other[0])]
+    given = [abilities.knows_lengths(model) for model in (first[0], other[0])]
     if any(given):  # of their documents
         shared += ("document_length", "pos")
     for name in shared:
@@ -98,6 +99,6 @@ def check_alike(one, first, folder, other):
         if values[0] != values[1]:
             raise UserError(f"{both} two values of --{name}, {values[0]} and {values[1]}; {fix}")
     for model, path in ((first[0], one), (other[0], folder)):
-        if model.objective.n_blocks > 1:
+        if model.objective.n_texts > 1:
             what = f"{path} writes block by block, which several networks cannot do together"
             raise UserError(f"{what}; give it alone")

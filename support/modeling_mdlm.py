@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput
 Dropout = nn.Dropout
 # export.py puts their source here:
 Model = View = view_of_documents = masked_fraction = rotary_tables = None
-attention_ref = norm_conv_ref = None
+attention_ref = norm_conv_ref = told_rate = with_positions = None
 
 NEVER = -1e4  # the logit of [MASK] and [PAD]: finite, and after division by a temperature too
 
@@ -42,7 +42,10 @@ class MDLMForMaskedLM(PreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         ops = SimpleNamespace(attention=attention_ref, norm_conv=norm_conv_ref)
-        self.model = Model(config, config.mask_token_id, ops)
+        network = told_rate(Model) if config.time_conditioning else Model
+        if config.pos != "rope":
+            network = with_positions(network)
+        self.model = network(config, config.mask_token_id, ops)
         # transformers expects a row for each id, in both. Those of [PAD], and the head's of [MASK],
         # are never read.
         self.model.embed = nn.Embedding(config.vocab_size, config.n_embd)

@@ -1,4 +1,4 @@
-"""Small numerical functions: seeds, stratified draws and their errors, sampling of tokens."""
+"""Small numerical functions: seeds, stratified draws, mask schedules, sampling of tokens."""
 
 import hashlib
 import math
@@ -32,33 +32,10 @@ def seed_device(device, *key):
     source.manual_seed(seed(*key))
 
 
-# ---- Means and their errors
+# ---- Stratified draws, and errors of means
 def standard_error(values):
     """Return the standard error of the mean of values (W,); infinity for a single value."""
     return values.std().item() / len(values) ** 0.5 if len(values) > 1 else math.inf
-
-
-def segment_mean(values, segment, count):
-    """Sum values (m,) by their segment (m,) and divide by count (n,): (n,) float64 on the CPU."""
-    total = torch.zeros(len(count), device=values.device).index_add(0, segment, values.float())
-    return (total / count).cpu().double()
-
-
-def mean_by_bin(values, bin, bins):
-    """Return the mean of values (passes, W) in each bin, (bins,); bin (passes, W) numbers them."""
-    bin = bin.flatten()
-    total = values.new_zeros(bins).index_add(0, bin, values.flatten())
-    return total / bin.bincount(minlength=bins)
-
-
-def by_tenths(values, count, T):
-    """Return the mean of values (passes, W) for each tenth of the mask rate count / T.
-
-    count: (passes, W), from 1 to T; T: (W,). Returns a list of 10 numbers, None for an empty tenth.
-    """
-    # -1: a tenth includes its upper end, so that a rate of 100 % falls into the last one.
-    means = mean_by_bin(values, (10 * count - 1) // T, 10).tolist()
-    return [None if math.isnan(mean) else mean for mean in means]
 
 
 def stratified(n, *key):
@@ -66,70 +43,6 @@ def stratified(n, *key):
     g = generator(*key)
     order = torch.randperm(n, generator=g)
     return (order + torch.rand(n, generator=g, dtype=torch.float64)) / n
-
-
-def stratified_counts(T, passes, seed, n=1):
-    """Draw how many tokens of each window are masked, spread evenly: (passes, W, n) int64.
-
-    T: (W,) tokens of each window, in n blocks. A count is from 1 to T / n. Pass k draws it from the
-    k-th of `passes` equal intervals.
-    """
-    T = T.repeat_interleave(n) // n
-    counts = []
-    for k in range(passes):
-        u = (k + stratified(len(T), "evaluate", seed, k)) / passes
-        counts.append((1 + (u * T).long()).minimum(T))
-    return torch.stack(counts).unflatten(1, (-1, n))
-
-
-def stratified_error(values, count, T):
-    """Return the standard error over windows of the mean of values (passes, W).
-
-    Counts are stratified, so the variance that they explain does not contribute to the error: the
-    mean over similar counts is subtracted first. count: (passes, W) masked tokens of T (W,).
-    """
-    n = values.numel()
-    bins = max(1, min(32, n // 8))  # with few values per bin, their mean would explain too much
-    bin = (count - 1) * bins // T
-    residual = (values - mean_by_bin(values, bin, bins)[bin]).mean(0)
-    return standard_error(residual * (n / max(n - bins, 1)) ** 0.5)
-
-
-def seen_windows(sums):
-    """Divide sums over evaluations of each window by the number of evaluations.
-
-    sums: (k + 1, passes, W, n), k sums and the number of times that the window was scored. That is
-        0 if time ran out before it, and 2 if two ranks scored it
-
-    The n blocks of a window count like passes. Returns means (k, passes * n, w) of the w windows
-    that were scored, and which of the windows these are, (W,) bool.
-    """
-    *sums, times = sums.transpose(2, 3).flatten(1, 2)
-    seen = times[0] > 0
-    return torch.stack([(x / times)[:, seen] for x in sums]), seen
-
-
-def summary(sums, count, T):
-    """Return the dict that mdlm.evaluate returns.
-
-    sums: (4, passes, W, n), as in seen_windows: cross-entropy, accuracy, a sum that only variants
-        use, and the number of times that the window was scored
-    count: (passes, W, n) masked tokens in each of a window's n blocks
-    T: (W,) tokens of each window
-    """
-    passes, _, n = count.shape
-    (ce, hit, _), seen = seen_windows(sums)
-    count = count.transpose(1, 2).flatten(0, 1)[:, seen]
-    T = T[seen] // n
-    weight = T / T.double().mean()  # windows count in proportion to their length
-    mean = (ce * weight).mean().item()
-    residual = (ce - mean) * weight
-    r = dict(windows=len(T), passes=passes, by_window=(ce * weight).mean(0).tolist())
-    r |= dict(tokens_by_window=(n * T).tolist())
-    if n == 1:  # with blocks these would be many
-        r |= dict(by_mask=dict(masked=count.tolist(), ce=ce.tolist()))
-    r |= dict(nelbo=mean, se=stratified_error(residual, count, T))
-    return r | dict(ce=by_tenths(ce, count, T), accuracy=by_tenths(hit, count, T))
 
 
 # ---- Mask schedules

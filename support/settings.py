@@ -167,7 +167,10 @@ def parse(
         show_help(cls, description, default or cls(), some, usage)
     pairs, words = split(cls, argv)
     if words and not free:
-        raise UserError(f"{shown(words[0])!r} is no flag; flags are --name=value (see --help)")
+        known = types_of(cls)
+        name = next((n for n in ("data", "out_dir") if n in known), next(iter(known)))
+        fix = f"such as --{name}=" if words[0].partition("=")[0] not in known else "the dashes"
+        raise UserError(f"{shown(words[0])!r} needs a flag before it, {fix} (see --help)")
     if len(words) > 1:
         raise UserError(f"{' '.join(words)!r} are {len(words)} values; put a text in quotes")
     args = [f"--{name}={value}" for name, value in pairs]

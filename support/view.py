@@ -1,4 +1,4 @@
-"""View: the input of a network, which objectives make and networks read.
+"""View and Batch: what objectives make. A network reads a View; a Batch adds what it must predict.
 
 A network takes a View and returns logits, or a loss, at the rows that the View names. It does not
 know the objective: documents, blocks, prompts and autoregressive models differ only in their Views.
@@ -25,6 +25,22 @@ class View(NamedTuple):
     # None: its left neighbour.
     before: Tensor | None = None
     cache: Any = None  # KV cache: replaces the network's operations, stores keys and values
+
+
+class Batch(NamedTuple):
+    """A View, and the tokens to predict: a loss is the sum of weight * cross-entropy."""
+
+    view: View
+    targets: Tensor  # (n,) tokens
+    weights: Tensor  # (n,) of their cross-entropy in the loss; 0: padding
+    at: Tensor  # (n,) where they are in the flat texts x0
+
+    def without_padding(self):
+        """Only the tokens that count. (On a GPU, Python waits for their number.)"""
+        counts = self.weights > 0
+        rows = self.at if self.view.rows is None else self.view.rows
+        view = self.view._replace(rows=rows.flatten()[counts])
+        return Batch(view, self.targets[counts], self.weights[counts], self.at[counts])
 
 
 def masked_rows(rows, n_rows, weights, T, waits=None):

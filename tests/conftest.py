@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import mdlm
 import variants
-from support import cli, files, kernels
+from support import abilities, cli, files, kernels
 from support.training import checkpoint
 
 torch.set_num_threads(1)  # these models are tiny, and threads that wait for a busy core spin
@@ -159,7 +159,7 @@ class Toy:
             self.config, mdlm.MaskedDiffusion(self.config, V), end_id, mean_length
         )
         self.ops = kernels.select("torch")
-        if self.objective.lengths_are_given:
+        if abilities.knows_lengths(self):
             self.length_counts = torch.zeros(T + 1)
 
     def __call__(self, view, rows=None):
@@ -178,7 +178,7 @@ class Toy:
         pass
 
 
-def draw(model, x0, step=0, samples=None, margin_scale=0.0):
+def draw(model, x0, step=0, samples=None, margin=0.0):
     """What mdlm.draw_batch draws for texts x0 (N, T), a step's whole batch; samples: some of it."""
     samples = torch.arange(len(x0)) if samples is None else samples
     scored = model.objective.scored_mask(x0).sum(1)  # (N,)
@@ -186,7 +186,7 @@ def draw(model, x0, step=0, samples=None, margin_scale=0.0):
         batch=lambda numbers: (x0[numbers % len(x0)], scored[numbers % len(x0)])
     )
     run = SimpleNamespace(corpus=corpus, objective=model.objective, sequences=lambda step: 0)
-    return mdlm.draw_batch(run, step, margin_scale, samples)
+    return mdlm.draw_batch(run, step, margin, samples)
 
 
 def watch_masks(monkeypatch):
@@ -196,7 +196,8 @@ def watch_masks(monkeypatch):
 
     def watched(objective, *args):
         made = batch(objective, *args)
-        masked.append((made[0].ids == objective.mask_id).sum(1))
+        if len(args) == 5:  # an evaluation gives a seed, too
+            masked.append((made[0].ids == objective.mask_id).sum(1))
         return made
 
     monkeypatch.setattr(mdlm.MaskedDiffusion, "batch", watched)
@@ -209,7 +210,8 @@ def counts_of(config, step, margin_scale=0.0, lengths=None, V=9):
     N = config.batch_size
     if lengths is None:
         lengths = torch.full((N,), config.block_size)
-    return objective.mask_counts(step, margin_scale, torch.arange(N), lengths)
+    margin = margin_scale * variants.rate_margin(config)
+    return objective.mask_counts(step, margin, torch.arange(N), lengths)
 
 
 @pytest.fixture(scope="session")

@@ -11,12 +11,13 @@ from conftest import run_mdlm, tiny_flags
 
 import eval
 from support import cli, comparing, numerics
+from support.evaluation import by_tenths, stratified_counts
 
 
 def evaluation(seed, W=400, T=50, passes=2, hard=1.0, better=0.0, masks=0, **more):
     """What eval.py --json writes of a model that is `better` by so much: windows differ by `hard`,
     the rest is noise of this seed."""
-    masked = numerics.stratified_counts(torch.full((W,), T), passes, masks)[..., 0]
+    masked = stratified_counts(torch.full((W, 1), T), passes, masks)[..., 0]
     g = np.random.default_rng(seed)
     windows = hard * np.random.default_rng(99).standard_normal(W)
     ce = 3 + windows + 0.1 * g.standard_normal((passes, W)) - better
@@ -24,7 +25,7 @@ def evaluation(seed, W=400, T=50, passes=2, hard=1.0, better=0.0, masks=0, **mor
     r = dict(checkpoint=f"run/step-{seed}", crc=1, tokenizer=2, block_size=T)
     r |= dict(tokens_by_window=[T] * W, by_window=ce.mean(0).tolist(), nelbo=ce.mean())
     r |= dict(by_mask=dict(masked=masked.tolist(), ce=ce.tolist()))
-    return r | dict(ce=numerics.by_tenths(values, masked, torch.full((W,), T))) | more
+    return r | dict(ce=by_tenths(values, masked, torch.full((W,), T))) | more
 
 
 @pytest.fixture

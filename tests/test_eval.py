@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import eval
 import mdlm
-from support import cli, kernels, numerics, plots
+from support import cli, evaluation, kernels, plots
 from support.data import sources
 from support.infill import calls, likelihood
 from support.training import checkpoint
@@ -134,7 +134,7 @@ def test_results_repeat_at_any_batch_size(objective):
 
 def test_rates_belong_to_the_tenth_that_they_end():
     T = torch.tensor([1, 5, 5, 10])
-    found = numerics.by_tenths(
+    found = evaluation.by_tenths(
         torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([[1, 1, 5, 1]]), T
     )
     assert found[9] == 2.0, "all of 1 and of 5 tokens are 100 %"

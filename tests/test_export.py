@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import export
 import mdlm
 import sample
-from support import cli
+from support import abilities, cli
 from support.data.tokenizer import Tokenizer, open_tokenizer, train_bpe
 from support.errors import UserError
 from support.training import checkpoint
@@ -38,7 +38,7 @@ def save(out, tokenizer, lengths=slice(3, 9), count=5, **settings):
     model = mdlm.make_model(config, tokenizer.vocab_size, mdlm.kernels.REFERENCES, tokenizer.end_id)
     for p in model.parameters():
         p.data.normal_(0, 0.3)
-    if model.objective.lengths_are_given:
+    if abilities.knows_lengths(model):
         model.length_counts[lengths] = count
     contents = {
         "config.json": json.dumps(

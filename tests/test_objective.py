@@ -71,7 +71,7 @@ def make_batch(model, x0, step=0):
 
 
 def batch_loss(model, x0, step):
-    view, targets, weights = make_batch(model, x0, step)
+    view, targets, weights, _ = make_batch(model, x0, step)
     logits = model(view).flatten(0, -2)
     return (F.cross_entropy(logits, targets, reduction="none") * weights).sum().item()
 
@@ -96,7 +96,7 @@ def test_loss_is_mean_ce_over_masked_tokens():
         assert torch.equal(xt[~masked], x0[~masked])
         ce = F.cross_entropy(predict(model, xt).transpose(1, 2), x0, reduction="none")  # (8, 16)
         wanted = torch.stack([ce[i][masked[i]].mean() for i in range(8)]).mean()
-        torch.testing.assert_close(model(*batch), wanted)
+        torch.testing.assert_close(model(*batch[:3]), wanted)
 
 
 @pytest.mark.parametrize("more", [dict(), dict(objective="ar"), *VARIANTS])
@@ -155,7 +155,7 @@ def test_loss_varies_less_than_textbook_loss():
 def test_both_objectives_score_the_same_tokens():
     x0 = torch.randint(65, (8, 16))
     for objective in ("mdlm", "ar"):
-        (xt, _, _, rows, *_), targets, share = make_batch(untrained(objective=objective), x0)
+        (xt, _, _, rows, *_), targets, share, _ = make_batch(untrained(objective=objective), x0)
         assert torch.equal(targets, x0.flatten() if rows is None else x0.flatten()[rows])
         assert xt.shape == x0.shape
         assert share.sum() == pytest.approx(1, abs=1e-5)
@@ -168,7 +168,7 @@ def test_both_objectives_score_the_same_tokens():
 def test_scoring_only_masked_rows_changes_nothing(more):
     model = scrambled(n_layer=2, **more)
     x0 = torch.randint(65, (8, 16))
-    view, targets, share = make_batch(model, x0)
+    view, targets, share, _ = make_batch(model, x0)
     weights = list(model.parameters())
     some = model(view, targets, share)
     some_gradients = torch.autograd.grad(some, weights)
@@ -212,7 +212,7 @@ def test_only_masked_rows_reach_the_head(monkeypatch):
         return linear(x, w, b)
 
     monkeypatch.setattr(F, "linear", watched)
-    model(*batch)
+    model(*batch[:3])
     assert seen == [(8 * 17 // 2, 32)]
 
 

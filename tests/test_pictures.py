@@ -96,16 +96,17 @@ def test_logged_margin_is_that_of_the_masks(how, has_margin):
     """A margin is logged where it changes how many tokens are masked, and nowhere else."""
     config = mdlm.Config(block_size=16, batch_size=8, **how)
     objective = variants.choose(config, mdlm.MaskedDiffusion(config, 11))
-    assert objective.rate_margin(0.5) == (0.25 if has_margin else 0.0)
-    assert objective.rate_margin(0.0) == 0.0
+    assert mdlm.rate_margin(config, 0.75) == (0.25 if has_margin else 0.0)
+    assert mdlm.rate_margin(config, 1.0) == 0.0
 
-    def counts(margin_scale):
+    def counts(progress):
+        margin = mdlm.rate_margin(config, progress)
         samples = torch.arange(8)
         lengths = torch.full((8,), 16)
         steps = range(20)
-        return [objective.mask_counts(k, margin_scale, samples, lengths).tolist() for k in steps]
+        return [objective.mask_counts(k, margin, samples, lengths).tolist() for k in steps]
 
-    assert (counts(1.0) != counts(0.0)) == has_margin
+    assert (counts(0.0) != counts(1.0)) == has_margin
 
 
 # ---- Texts

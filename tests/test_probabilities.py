@@ -11,7 +11,7 @@ from test_blocks import network
 from test_sample import save_model
 
 import sample
-from support import cli
+from support import abilities, cli
 from support.data.tokenizer import Tokenizer
 from support.infill.likelihood import chain_rule
 
@@ -45,7 +45,7 @@ def made(kind, T=16):
 def context_of(model, tokenizer, text):
     """(1, L) ids of a text as a model sees it: with its [END], and what is unknown."""
     ids = tokenizer.encode(text)
-    if tokenizer.end_id is not None and not model.objective.lengths_are_given:
+    if tokenizer.end_id is not None and not abilities.knows_lengths(model):
         ids.append(tokenizer.end_id)
     n = len(ids)
     ids += [model.objective.pad_id] * (model.config.block_size - n)

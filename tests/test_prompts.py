@@ -99,7 +99,7 @@ def test_only_answers_are_learned(run):
     for step in range(5):
         drawn = mdlm.draw_batch(run, step, 0.0, samples)
         x0, levels = drawn[:2]
-        (xt, _, _, rows, *_), targets, share = model.objective.batch(model.ops, *drawn)
+        (xt, _, _, rows, *_), targets, share, _ = model.objective.batch(model.ops, *drawn)
         learned = model.objective.scored_mask(x0)
         assert not (xt == model.mask_id)[~learned].any()
         assert torch.equal((xt == model.mask_id).sum(1), levels)

@@ -25,7 +25,7 @@ from safetensors.torch import save as to_safetensors
 import mdlm
 import sample
 from studies import word_statistics
-from support import cli, kernels, numerics
+from support import abilities, cli, kernels, numerics
 from support.data.tokenizer import Tokenizer, build_tokenizer
 from support.errors import NoEffect
 from support.infill import calls, likelihood, ranking, search
@@ -416,7 +416,7 @@ def save_model(out, tokenizer, **settings):
     ops = kernels.select("torch")
     model = mdlm.make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id)
     weights = {name: p + torch.randn_like(p) / 4 for name, p in model.named_parameters()}
-    if model.objective.lengths_are_given:
+    if abilities.knows_lengths(model):
         weights["length_counts"] = torch.arange(33.0)
     config = dict(format="mdlm", version=1, config=dataclasses.asdict(config))
     contents = {

@@ -1,4 +1,4 @@
-"""--tracker=wandb and --tracker=tensorboard have what log.jsonl has; --resume goes on with the same."""
+"""wandb and TensorBoard have what log.jsonl has, and --resume goes on with the same."""
 
 import json
 import math

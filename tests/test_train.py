@@ -484,7 +484,7 @@ def test_auto_compiles_runs_of_two_minutes(
     model = torch.nn.Linear(1, 1)
     seconds = [4, 2]  # the first step is slower than those that follow
 
-    def a_step(run, step, margin_scale):
+    def a_step(run, step, margin):
         clock.now += seconds.pop(0)
         model(torch.ones(1)).backward()
 

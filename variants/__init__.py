@@ -2,18 +2,50 @@
 
 An objective says two things: what the network is shown (a support.view.View), and which tokens
 count how much. A variant changes some of that and leaves the rest to the objective that it wraps.
-`choose` is the only place that lists them.
+To add one, write its file and name it in VARIANTS. The file has
+
+    asked(config, has_documents)  the flag that asks for it, or ""
+
+and what it needs of
+
+    REFUSED                       what it cannot be combined with: name of the file -> why
+    wrap(objective, end_id, mean_length)  the objective, wrapped
+    network(Model)                the class of networks, from that of the default's
+    has_rates(config)             whether its mask rates are its own, so that --rate_margin is idle
+    check(config)                 raises UserError for settings that do not fit
 """
 
 from support.errors import UserError
 
-from . import blocks, rates
-from .autoregressive import Autoregressive
-from .blocks import BlockDiffusion
-from .documents import Documents, Prompts
-from .prompts_in_blocks import PromptsInBlocks
-from .rates import OtherRates
-from .time_conditioning import TimeConditioned
+from . import autoregressive, blocks, documents, positions, prompts, rates, time_conditioning
+
+VARIANTS = [  # in the order in which they wrap each other
+    rates,
+    prompts,
+    documents,
+    blocks,
+    time_conditioning,
+    positions,
+    autoregressive,
+]
+
+
+def asked(config, has_documents=False):
+    """The variants that a config asks for: name -> (file, the flag that asks for it).
+
+    has_documents: whether the data are documents, not prompts and answers.
+    """
+    found = {}
+    for file in VARIANTS:
+        if flag := file.asked(config, has_documents):
+            found[file.__name__.rpartition(".")[2]] = (file, flag)
+    return found
+
+
+def having(name, config, has_documents=False):
+    """What the files of the variants that a config asks for have of this name."""
+    files = [file for file, _ in asked(config, has_documents).values()]
+    return [getattr(file, name) for file in files if hasattr(file, name)]
 
 
 def choose(config, default, end_id=None, mean_length=None):
@@ -22,72 +54,44 @@ def choose(config, default, end_id=None, mean_length=None):
     end_id: the id of [END] if the data have documents, else None. mean_length: of the texts of the
     training windows, in tokens; a model that only predicts does not need it.
     """
-    check_together(config, end_id is not None and not config.prompt_column)
+    has_documents = end_id is not None and not config.prompt_column
+    check_together(config, has_documents)
     objective = default
-    texts = (end_id, mean_length)
-    if config.objective == "ar":
-        is_given = config.document_length == "given"
-        return Autoregressive(objective, *(texts if is_given else (None, None)))
-    if rates.are_other(config):
-        objective = OtherRates(objective)
-    if end_id is not None and config.prompt_column:
-        objective = Prompts(objective, *texts)
-    elif end_id is not None and config.document_length == "given":
-        objective = Documents(objective, *texts)
-    if blocks.are_asked(config):
-        answers = end_id is not None and config.prompt_column
-        objective = PromptsInBlocks(objective) if answers else BlockDiffusion(objective)
-    if config.time_conditioning:
-        objective = TimeConditioned(objective)
+    for wrap in having("wrap", config, has_documents):
+        objective = wrap(objective, end_id, mean_length)
     return objective
 
 
-# ---- What cannot be combined: (variant, variant) -> why
-REFUSED = {
-    ("ar", "blocks"): "an autoregressive model writes token by token",
-    ("ar", "prompts"): "prompts are for masked diffusion",
-    ("ar", "time"): "an autoregressive model has no mask rate",
-    ("blocks", "documents"): "a text goes on block by block until its [END]: its length is learned",
-    ("blocks", "rates"): "each block is masked as the default masks a text",
-    ("blocks", "time"): "each block has a rate of its own",
-    ("prompts", "documents"): "an answer goes on until its [END], so its length is learned",
-    ("prompts", "rates"): "prompts take the default's masks and weights",
-    ("documents", "rates"): "documents of known lengths take the default's masks and weights",
-}
+def network(config, Model):
+    """The class of the networks of a config: Model, or what variants make of it."""
+    for of_variant in having("network", config):
+        Model = of_variant(Model)
+    return Model
 
 
-def asked(config, has_documents):
-    """The variants that a config asks for: name -> the flag that asks for it.
-
-    has_documents: whether the data are documents, not prompts and answers.
-    """
-    is_given = config.document_length == "given"
-    is_mdlm = config.objective == "mdlm"
-    variants_asked = {
-        "ar": (not is_mdlm, "--objective=ar"),
-        "rates": (rates.are_other(config), rates.flag(config)),
-        "prompts": (config.prompt_column, f"--prompt_column={config.prompt_column}"),
-        "documents": (has_documents and is_given and is_mdlm, "--document_length=given"),
-        "blocks": (blocks.are_asked(config), f"--block_length={config.block_length}"),
-        "time": (config.time_conditioning, "--time_conditioning"),
-    }
-    return {name: flag for name, (is_asked, flag) in variants_asked.items() if is_asked}
+def rate_margin(config):
+    """--rate_margin, or 0 where a variant has mask rates of its own."""
+    has_own = any(has_rates(config) for has_rates in having("has_rates", config))
+    return 0.0 if has_own else config.rate_margin
 
 
 def check(config):
     """Raise UserError for flags of variants that do not fit, whatever the data are."""
     is_asked = blocks.are_asked(config) or bool(config.prompt_column)
     check_together(config, has_documents=is_asked)  # these refuse given lengths
-    blocks.check(config)
+    for file in VARIANTS:
+        if hasattr(file, "check"):
+            file.check(config)
 
 
 def check_together(config, has_documents):
     """Raise UserError for variants that cannot be combined."""
-    flags = asked(config, has_documents)
-    for (first, second), why in REFUSED.items():
-        if first in flags and second in flags:
-            both = f"{flags[first]} and {flags[second]} cannot be combined"
-            fix = "leave one of them out"
-            if first == "documents":  # a default, which cannot be left out
-                fix = f"leave {flags[second]} out, or add --document_length=predicted"
-            raise UserError(f"{both}: {why}; {fix}")
+    files = asked(config, has_documents)
+    for file, flag in reversed(files.values()):
+        for name, why in getattr(file, "REFUSED", {}).items():
+            if name in files:
+                other = files[name][1]
+                fix = "leave one of them out"
+                if hasattr(file, "INSTEAD"):
+                    fix = f"leave {other} out, or add {file.INSTEAD}"
+                raise UserError(f"{flag} and {other} cannot be combined: {why}; {fix}")

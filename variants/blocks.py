@@ -8,7 +8,7 @@ In training the network sees rows of 2T positions, [xt; x0]: a masked block sees
 clean text of the blocks before it. So one call trains all blocks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,7 +19,14 @@ from support.settings import Natural, Share
 from support.view import View
 
 from .cache import Cache, LibraryCache
+from .prompts import Prompts
 from .variant import Variant
+
+REFUSED = dict(
+    documents="a text goes on block by block until its [END]: its length is learned",
+    rates="each block is masked as the default masks a text",
+    time_conditioning="each block has a rate of its own",
+)
 
 
 @dataclass
@@ -34,6 +41,23 @@ def are_asked(config):
     return config.block_length not in (0, config.block_size)
 
 
+def asked(config, has_documents):
+    return f"--block_length={config.block_length}" if are_asked(config) else ""
+
+
+def wrap(objective, end_id, mean_length):
+    is_answering = isinstance(objective, Prompts)
+    return PromptsInBlocks(objective) if is_answering else BlockDiffusion(objective)
+
+
+def is_of_tokens(config):
+    """Whether each block is a single token, which has one mask rate."""
+    return are_asked(config) and config.block_length == 1 and not config.infill_share
+
+
+has_rates = is_of_tokens
+
+
 def check(config):
     """Raise UserError for a --block_length that does not fit, or --infill_share without blocks."""
     if not are_asked(config):
@@ -46,30 +70,28 @@ def check(config):
 
 
 class BlockDiffusion(Variant):
-    """Each block is a text of S tokens for `texts`, an objective like `inner` but of that length.
+    """Each block is a text of S tokens for `block`, an objective like the default, of that length.
 
     In --infill_share of the steps a window is a single text, as for `inner`: so the model learns to
     fill gaps too.
     """
 
-    fills_gaps = False
-
     def __init__(self, inner):
         super().__init__(inner)
-        self.block_length = self.config.block_length
-        self.n_blocks = self.T // self.block_length
-        # The masked text, and the clean one that later blocks see.
-        self.positions_per_token = 2 - self.config.infill_share
-        self.steps_are_alike = not self.config.infill_share
-        self.texts = inner.resized(self.block_length, inner.batch_size * self.n_blocks)
+        config = self.config
+        self.block_length = config.block_length
+        self.n_texts = self.T // self.block_length
+        self.steps_are_alike = not config.infill_share
+        sizes = dict(block_size=self.block_length, batch_size=config.batch_size * self.n_texts)
+        self.block = self.of_block(inner, replace(config, **sizes))
 
-    @property
-    def n_pieces(self):
-        return self.n_blocks
+    def of_block(self, inner, config):
+        """The objective for a block: `inner` with the sizes of `config`."""
+        return type(inner)(config, self.mask_id)
 
     def numbers(self, samples):
         """(B,) numbers of windows -> (B n,) numbers of their blocks."""
-        n = self.n_blocks
+        n = self.n_texts
         return (samples[:, None] * n + torch.arange(n, device=samples.device)).flatten()
 
     # ---- Training
@@ -78,32 +100,27 @@ class BlockDiffusion(Variant):
             return False
         return numerics.stratified(1, "whole", self.seed, step) < self.config.infill_share
 
-    def rate_margin(self, margin_scale):
-        if self.block_length == 1 and not self.config.infill_share:
-            return 0.0  # a block of a single token has one mask rate
-        return self.inner.rate_margin(margin_scale)
-
-    def mask_counts(self, step, margin_scale, samples, lengths):
+    def mask_counts(self, step, margin, samples, lengths):
         """(B n,) of every block; (B,) in a step of whole texts."""
         if self.is_whole(step):
-            return self.inner.mask_counts(step, margin_scale, samples, lengths)
-        return self.block_counts(step, margin_scale, samples, lengths)
+            return self.inner.mask_counts(step, margin, samples, lengths)
+        return self.block_counts(step, margin, samples, lengths)
 
-    def block_counts(self, step, margin_scale, samples, lengths):
+    def block_counts(self, step, margin, samples, lengths):
         """(B n,) how many tokens of each block to mask."""
-        S = torch.full((len(samples) * self.n_blocks,), self.block_length)
-        return self.texts.mask_counts(step, margin_scale, self.numbers(samples), S)
+        S = torch.full((len(samples) * self.n_texts,), self.block_length)
+        return self.block.mask_counts(step, margin, self.numbers(samples), S)
 
-    def batch(self, ops, x0, counts, step, samples):
+    def batch(self, ops, x0, counts, step, samples, seed=None, scored=None):
         if len(counts) == len(x0):  # a step of whole windows
-            return self.inner.batch(ops, x0, counts, step, samples)
+            return self.inner.batch(ops, x0, counts, step, samples, seed, scored)
+        blocks = x0.view(len(counts), -1)
+        if scored is not None:
+            scored = scored.reshape(blocks.shape)
         numbers = self.numbers(samples)
-        view, targets, weights = self.block_batch(ops, x0, counts, step, numbers)
-        return self.view(view.ids.view(x0.shape), x0, view.rows), targets, weights
-
-    def block_batch(self, ops, x0, counts, step, numbers):
-        """What `texts` makes of the blocks of x0 (B, T), which have these numbers (B n,)."""
-        return self.texts.batch(ops, x0.view(len(counts), -1), counts, step, numbers)
+        made = self.block.batch(ops, blocks, counts, step, numbers, seed, scored)
+        # The blocks of a window follow each other, so made.at is where tokens are in x0, too.
+        return made._replace(view=self.view(made.view.ids.view(x0.shape), x0, made.view.rows))
 
     # ---- What the network is shown
     def view(self, xt, x0=None, rows=None):
@@ -125,16 +142,6 @@ class BlockDiffusion(Variant):
         before[:T:S] += T
         return before
 
-    # ---- What `evaluate` and `generate` ask
-    def eval_counts(self, lengths, passes, seed):
-        return numerics.stratified_counts(lengths, passes, seed, self.n_blocks)
-
-    def hide(self, ops, x0, counts, seed, step, samples, never_mask):
-        blocks = x0.view(len(counts), -1)
-        numbers = self.numbers(samples)
-        xt, rows, n_rows = self.inner.hide(ops, blocks, counts, seed, step, numbers, never_mask)
-        return xt.view(x0.shape), rows, n_rows
-
     def pieces(self, T, steps):
         S = min(self.block_length, T) or 1
         starts = range(0, T, S)
@@ -144,23 +151,39 @@ class BlockDiffusion(Variant):
     def cache(self):
         return LibraryCache(self.config) if self.config.network else Cache(self.config)
 
-    def check_gaps(self, x, fill):
-        """Raise UserError if a gap has text in a later block, which this model does not see.
-
-        x (B, T) ids; fill (B, T) bool.
-        """
-        S = self.block_length
-        if not x.numel():
-            return
-        block = torch.arange(x.shape[1], device=x.device) // S
-        last = torch.where((x != self.mask_id) & ~fill, block, 0)
-        if (fill & (block < last.amax(1, keepdim=True))).any():
-            what = f"this model (--block_length={S}) does not see text in blocks after a gap"
-            learned = "mdlm.py --infill_share by mdlm.load(path, whole=True)"
-            fix = f"take one without blocks, or one of {learned}"
-            raise UserError(f"{what}; {fix}")
-
     def notes(self):
         fraction = self.config.infill_share
         whole = f"; in {fraction:.0%} of the steps all at once" * (fraction > 0)
-        return [f"{self.n_blocks} blocks of {self.block_length} tokens, one after another{whole}"]
+        blocks = f"{self.n_texts} blocks of {self.block_length} tokens, one after another{whole}"
+        return [*self.inner.notes(), blocks]
+
+
+class PromptsInBlocks(BlockDiffusion):
+    """Prompts in blocks: an answer is written block by block. `inner` is Prompts.
+
+    A prompt may end anywhere, so the block that it ends in is partly given; the blocks before that
+    one have nothing to predict. What is scored of a block is a text of its own:
+
+        NELBO = sum over blocks b of n_b * (mean over l uniform on {1 .. n_b} of the mean CE at l
+                random ones of the n_b scored tokens of block b), divided by the sum of n_b.
+    """
+
+    def of_block(self, inner, config):
+        mean_length = inner.mean_length * config.block_size / self.T
+        return Prompts(super().of_block(inner.inner, config), inner.end_id, mean_length)
+
+    def block_lengths(self, lengths):
+        """(B,) how many tokens are scored, the last ones of a window -> (B, n) in its blocks."""
+        S = self.block_length
+        later = torch.arange(self.n_texts - 1, -1, -1) * S  # (n,) tokens after a block
+        return (lengths[:, None] - later).clamp(0, S)
+
+    def block_counts(self, step, margin, samples, lengths):
+        n_scored = self.block_lengths(lengths).flatten()  # (B n,)
+        counts = self.block.mask_counts(step, margin, self.numbers(samples), n_scored)
+        return counts.minimum(n_scored)  # the mirror of 0 masks, 1, where nothing is predicted: 0
+
+    def batch(self, ops, x0, counts, step, samples, seed=None, scored=None):
+        if scored is None:
+            scored = self.scored_mask(x0)  # a block alone cannot tell
+        return super().batch(ops, x0, counts, step, samples, seed, scored)

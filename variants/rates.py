@@ -15,7 +15,7 @@ import torch
 from support import numerics
 from support.errors import UserError
 from support.settings import Form
-from support.view import masked_rows
+from support.view import Batch, masked_rows
 
 from .variant import Variant
 
@@ -105,6 +105,17 @@ def are_other(config):
     return bool(flag(config))
 
 
+def asked(config, has_documents):
+    return "" if config.objective == "ar" else flag(config)
+
+
+def wrap(objective, end_id, mean_length):
+    return OtherRates(objective)
+
+
+has_rates = are_other
+
+
 def rates_or_counts(config, u):
     """(N/2,) u in [0, 1) -> (N,) mask rates t if bernoulli, else counts 1 + floor(t T)."""
     T = config.block_size
@@ -149,17 +160,15 @@ class OtherRates(Variant):
 
     def __init__(self, inner):
         super().__init__(inner)
-        self.is_bound = is_bound(self.config)
         self.weights = text_weights(self.config)
 
-    def rate_margin(self, margin_scale):
-        return 0.0  # all steps have the rates of --rates
-
-    def mask_counts(self, step, margin_scale, samples, lengths):
+    def mask_counts(self, step, margin, samples, lengths):
         u = numerics.stratified(self.batch_size // 2, "levels", self.seed, step)
         return rates_or_counts(self.config, u)[samples]
 
-    def batch(self, ops, x0, counts, step, samples):
+    def batch(self, ops, x0, counts, step, samples, seed=None, scored=None):
+        if seed is not None:  # an evaluation estimates the bound
+            return self.inner.batch(ops, x0, counts, step, samples, seed, scored)
         xt, count, rows, n_rows = ops.mask_tokens(
             x0, counts, self.mask_id, self.seed, step, samples
         )
@@ -167,4 +176,10 @@ class OtherRates(Variant):
         self.weights = self.weights.to(x0.device)  # once
         weights = self.weights[count] / (count.clamp(min=1) * B)
         rows, weights = masked_rows(rows, n_rows, weights, T)
-        return self.view(xt, rows=rows), x0.flatten()[rows], weights
+        return Batch(self.view(xt, rows=rows), x0.flatten()[rows], weights, rows)
+
+    def notes(self):
+        if is_bound(self.config):
+            return self.inner.notes()
+        note = "the training loss is no likelihood bound; the evaluation is one"
+        return [*self.inner.notes(), note]

@@ -23,14 +23,20 @@ class TimeSettings:
     time_conditioning: bool = False  # condition on the mask rate (adaLN)
 
 
+def asked(config, has_documents):
+    return "--time_conditioning" if config.time_conditioning else ""
+
+
+def wrap(objective, end_id, mean_length):
+    return TimeConditioned(objective)
+
+
+def has_rates(config):
+    return config.time_conditioning  # the network must learn all rates, from the first step on
+
+
 class TimeConditioned(Variant):
     """Shows the network the share of text that is masked, in each document on its own."""
-
-    def rate_margin(self, margin_scale):
-        return 0.0  # the network must learn all rates
-
-    def mask_counts(self, step, margin_scale, samples, lengths):
-        return self.inner.mask_counts(step, 0.0, samples, lengths)
 
     def with_rate(self, view):
         text = view.ids != self.end_id
@@ -39,9 +45,9 @@ class TimeConditioned(Variant):
     def view(self, xt, x0=None, rows=None):
         return self.with_rate(self.inner.view(xt, x0, rows))
 
-    def batch(self, ops, x0, counts, step, samples):
-        view, targets, weights = self.inner.batch(ops, x0, counts, step, samples)
-        return self.with_rate(view), targets, weights
+    def batch(self, *args, **more):
+        made = self.inner.batch(*args, **more)
+        return made._replace(view=self.with_rate(made.view))
 
 
 # ---- What a network does with the rate
@@ -61,3 +67,41 @@ class AdaLN(nn.Linear):
     def forward(self, rate):
         """Scale and shift of both norms of a layer, for what RateEmbedding returns."""
         return super().forward(rate).chunk(4, -1)
+
+
+def told_rate(Model):
+    """The class of networks that are told the rate, from that of networks which are not."""
+
+    class ConditionedLayer(Model.Layer):
+        def __init__(self, config, attends=True):
+            super().__init__(config, attends)
+            self.adaln = AdaLN(config.n_embd, 4 * config.n_embd, bias=False)
+            nn.init.zeros_(self.adaln.weight)  # at first it changes nothing
+
+        def before_mlp(self, x, cos, sin, view, ops):
+            view = view._replace(rate=self.adaln(view.rate))
+            return super().before_mlp(x, cos, sin, view, ops)
+
+        def norm_attention(self, x, view, ops):
+            scale, shift, _, _ = view.rate
+            return ops.norm_conv(x, self.conv_attention, view.causal, view.sees, scale, shift)
+
+        def norm_mlp(self, x, view, ops):
+            _, _, scale, shift = view.rate
+            return ops.norm_conv(x, self.conv_mlp, view.causal, view.sees, scale, shift)
+
+    class Conditioned(Model):
+        Layer = ConditionedLayer
+
+        def initialize(self):
+            C = self.config.n_embd
+            self.rate = RateEmbedding(C, C, bias=False)
+            super().initialize()
+
+        def features(self, view):
+            return super().features(view._replace(rate=self.rate(view.rate)))
+
+    return Conditioned
+
+
+network = told_rate

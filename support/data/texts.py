@@ -45,7 +45,8 @@ def check_characters(source, tokenizer, config):
     for text, _ in source():
         counts += tokenizer.unknown_characters(text)
     if counts and config.unknown == "refuse":
-        what = f"--data={config.data} has {name_characters(counts)}, unknown to {config.init_from}"
+        to = config.init_from or "the tokenizer"
+        what = f"--data={config.data} has {name_characters(counts)}, unknown to {to}"
         raise UserError(f"{what}; remove them, or leave them out by --unknown=drop")
     if counts:
         warn(f"--unknown=drop: {counts.total()} characters left out: {name_characters(counts)}")

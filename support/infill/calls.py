@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from support import abilities
 from support.infill.merging import compute
 from support.infill.padding import compute_once
 from support.numerics import checked
@@ -40,7 +41,7 @@ def groups(model, n, device, size=None, writing=False):
         c = model.config
         layers = c.n_layer + 7  # the forward pass of a prompt needs as much as seven KV caches
         max_rows = (1 << 26) // (layers * c.block_size * c.n_embd)  # 16 bytes for each of these
-        rows = max(rows, min(rows * model.objective.n_blocks, max_rows))
+        rows = max(rows, min(rows * model.objective.n_texts, max_rows))
     size = size or rows
     return [slice(i, min(i + size, n)) for i in range(0, n, size)]
 
@@ -153,7 +154,7 @@ def next_logits(model, x, row, at):
     x: (B, L) ids; row, at: (n,) the row and the position i of each.
     """
     xt = x[row]
-    if not model.objective.one_by_one:  # autoregressive models see no later token anyway
+    if not abilities.is_causal(model):  # autoregressive models see no later token anyway
         later = torch.arange(x.shape[1], device=x.device) >= at[:, None]
         xt = xt.masked_fill(later & model.objective.scored_mask(xt), model.mask_id)
     return logits_at(model, xt, torch.arange(len(row), device=x.device), at, x.device)

@@ -64,7 +64,7 @@ def compute_once(model):
         not n_layers
         or at < 0
         or model.embed.weight.device.type != "cpu"
-        or model.objective.n_blocks > 1
+        or model.objective.n_texts > 1
     ):
         return model
     quick = copy.copy(model)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from support import abilities
 from support.arguments import check_ids, check_text, check_tokenizer, whole_number
 from support.data.tokenizer import Tokenizer
 from support.errors import UserError
@@ -60,12 +61,12 @@ def predictions(
     L = x.shape[1]
     at = torch.arange(L, device=x.device)
     scored = objective.scored_mask(x)
-    if objective.one_by_one or objective.n_blocks > 1:
-        S = 1 if objective.one_by_one else L // objective.n_blocks
+    if not abilities.fills_gaps(model):
+        S = abilities.piece_size(model)
         for place in range(S):
             here = at % S
             hidden = scored & ((here == place) if given_all else (here >= place))
-            xt = x if objective.one_by_one else x.masked_fill(hidden, model.mask_id)
+            xt = x if abilities.is_causal(model) else x.masked_fill(hidden, model.mask_id)
             for batch in groups(model, len(x), x.device):
                 row, i = (where[batch] & (here == place)).nonzero().T
                 if len(row):
@@ -86,11 +87,10 @@ def window_start(model, i, T):
 
     Around the token; for a model that sees no later block or token, up to the end of its own.
     """
-    objective = model.objective
     L = model.config.block_size
-    if objective.fills_gaps and not objective.one_by_one and objective.n_blocks == 1:
+    if abilities.fills_gaps(model):
         return min(max(0, i - L // 2), T - L)
-    S = 1 if objective.one_by_one else L // objective.n_blocks
+    S = abilities.piece_size(model)
     return max(0, (i // S + 1) * S - L)
 
 
@@ -271,7 +271,6 @@ def is_pair(text):
 
 def cut_windows(model, tokenizer, text):
     """[(ids (1, L), which of them are scored (1, L))] of a text, or of a pair (context, text)."""
-    objective = model.objective
     L = model.config.block_size
     context = ""
     if is_pair(text):
@@ -280,7 +279,7 @@ def cut_windows(model, tokenizer, text):
     learned_answers = model.config.prompt_column
     if learned_answers and not context:
         raise UserError("this model learned to answer prompts; give pairs (prompt, answer)")
-    end = [] if tokenizer.end_id is None or objective.lengths_are_given else [tokenizer.end_id]
+    end = [] if tokenizer.end_id is None or abilities.knows_lengths(model) else [tokenizer.end_id]
     if learned_answers:
         given = tokenizer.encode_lossless(context) + end
         ids = tokenizer.encode_lossless(text)
@@ -321,29 +320,27 @@ def masked_bound(model, x, scored, passes, seed):
     """
     objective = model.objective
     L = x.shape[1]
-    n_blocks = 1 if objective.one_by_one else objective.n_blocks
-    n = scored.view(n_blocks, -1).sum(1).cpu()  # (n_blocks,) scored tokens
-    if objective.one_by_one:  # all tokens are predicted in one call
+    n_texts = objective.n_texts
+    n = scored.view(n_texts, -1).sum(1).cpu()  # (n_texts,) scored tokens
+    if abilities.is_causal(model):  # all tokens are predicted in one call
         return -chain(model, x, scored).item() / int(n), 0.0
     half = passes // 2
     g = generator("score", seed)
-    range_of = torch.rand(half, n_blocks, generator=g).argsort(0)
-    u = (range_of + torch.rand(2, half, n_blocks, generator=g, dtype=torch.float64)) / half
-    counts = (1 + (u * n).long()).minimum(n).flatten(0, 1).to(x.device)  # (passes, n_blocks)
+    range_of = torch.rand(half, n_texts, generator=g).argsort(0)
+    u = (range_of + torch.rand(2, half, n_texts, generator=g, dtype=torch.float64)) / half
+    counts = (1 + (u * n).long()).minimum(n).flatten(0, 1).to(x.device)  # (passes, n_texts)
     sums = torch.zeros(counts.shape, dtype=torch.float64)
     network = compute_once(model)
     for batch in groups(model, passes, x.device, call_size(model, x.device)):
         samples = torch.arange(batch.start, batch.stop, device=x.device)
         x0 = x.expand(len(samples), -1).contiguous()
-        never_mask = ~scored.expand(len(samples), -1).reshape(len(samples) * n_blocks, -1)
-        masked = counts[batch].flatten()
-        xt, rows, n_rows = objective.hide(model.ops, x0, masked, seed, 0, samples, never_mask)
-        rows = rows[: int(n_rows)]
-        logits = checked(compute(network, [objective.view(xt, x0, rows)])[0])
-        ce = F.cross_entropy(logits, x0.flatten()[rows], reduction="none").cpu().double()
-        block = rows.cpu() // (L // n_blocks) + batch.start * n_blocks
-        sums.view(-1).index_add_(0, block, ce)
-    mean = sums / counts.clamp(min=1).cpu()  # of each block's masked tokens
+        key = (0, samples, seed, scored.expand(len(samples), -1))
+        made = objective.batch(model.ops, x0, counts[batch].flatten(), *key).without_padding()
+        logits = checked(compute(network, [made.view])[0])
+        ce = F.cross_entropy(logits, made.targets, reduction="none").cpu().double()
+        text = made.at.cpu() // (L // n_texts) + batch.start * n_texts
+        sums.view(-1).index_add_(0, text, ce)
+    mean = sums / counts.clamp(min=1).cpu()  # of each text's masked tokens
     each = (mean * n).sum(1) / n.sum()  # (passes,)
     first, second = each.view(2, half)
     return each.mean().item(), (first - second).norm().item() / passes

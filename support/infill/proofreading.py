@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from support import abilities
 from support.arguments import check_tokenizer
 from support.data.seams import CONTEXT
 from support.data.tokenizer import WORD
@@ -106,12 +107,12 @@ def check_model(model, tokenizer):
     """Raise UserError for a model that cannot see the text on both sides of a token."""
     check_tokenizer(tokenizer, model)
     config = model.config
-    if model.objective.one_by_one:
+    if abilities.is_causal(model):
         what = "an autoregressive model sees no text after a token, so it cannot proofread"
         raise UserError(f"{what}; give a masked diffusion model")
     if config.prompt_column:
         raise UserError("a model of answers to prompts cannot proofread; give one of whole texts")
-    if model.objective.n_blocks > 1:
+    if model.objective.n_texts > 1:
         what = "a model of --block_length sees no text after a block, so it cannot proofread"
         raise UserError(f"{what}; give one without, or one of --infill_share")
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from support import abilities
 from support.arguments import check_tokenizer
 from support.errors import UserError
 from support.infill import constraint
@@ -89,7 +90,7 @@ def ways_to_fill(gap, max_gap, draws):
 
 def line_end(model, tokenizer):
     """The id that ends a text of unknown length, [END] or a line break; None if there is none."""
-    if model.objective.lengths_are_given:
+    if abilities.knows_lengths(model):
         return None
     if tokenizer.end_id is not None:
         return tokenizer.end_id
@@ -146,7 +147,7 @@ def cut_stretches(segments):
 
 def all_are_compared(model, segments):
     """Whether each stretch of a template has a gap of unknown length whose lengths are compared."""
-    ends_open = segments[-1] is None and not model.objective.lengths_are_given
+    ends_open = segments[-1] is None and not abilities.knows_lengths(model)
     stretches = [segments[begin:end] for begin, end in cut_stretches(segments)]
     return all(map(has_open, stretches)) and not ends_open
 
@@ -221,7 +222,7 @@ def most_calls(model, tried, n, device):
     rows = sum(sorted(trial.count for trial in tried)[-n:])
     longest = max(len(trial.fill.ids) - trial.start for trial in tried)
     # Guidance (--cfg) calls twice.
-    drawing = 2 * QUICK_STEPS * model.objective.n_blocks * math.ceil(rows / size)
+    drawing = 2 * QUICK_STEPS * model.objective.n_texts * math.ceil(rows / size)
     return math.ceil(len(tried) / size) + drawing + math.ceil(rows * longest / size)
 
 
@@ -306,7 +307,7 @@ def hypotheses(
         stretch = segments[begin:end]
         room = L - len(to_ids(segments[end:], tokenizer))
         is_last = end == len(segments)
-        at_end = stretch == [None] and is_last and not model.objective.lengths_are_given
+        at_end = stretch == [None] and is_last and not abilities.knows_lengths(model)
         several = has_open(stretch) and not at_end
         # 1. Try every length of the gap after every fill of the previous stretches; each text, if
         # the gap has a list of them.
@@ -316,7 +317,7 @@ def hypotheses(
         elif at_end:
             ways = [Way(max_gap)]
         tried = trials(model, tokenizer, stretch, fills, starts, ways, draws, room, at_end)
-        if is_last and model.objective.lengths_are_given:
+        if is_last and abilities.knows_lengths(model):
             tried = ranked_as_whole(model, tried, first)
         # 2. Of many lengths, one call over all of them says which to fill. Not of a gap that must
         # match: the call knows nothing of its pattern.
@@ -362,7 +363,7 @@ def hypotheses(
         # 5. Rank them, and continue with the best.
         stop = torch.tensor([len(fill.ids) for fill in fills])
         known = torch.tensor([fill.logp for fill in fills], dtype=torch.float64)
-        if is_last and model.objective.lengths_are_given:
+        if is_last and abilities.knows_lengths(model):
             known += length_logp(model)[stop]
         if is_last and reach is not None and isinstance(segments[-1], str):
             stop -= max(0, len(segments[-1].ids) - reach)

@@ -403,6 +403,11 @@ def read_tensors(path, expected=None, kinds=("F32",)):
     return tensors
 
 
+def saved_buffers(model):
+    """The names of a model's tensors that a checkpoint keeps beside the weights."""
+    return model.state_dict().keys() & dict(model.named_buffers(recurse=False)).keys()
+
+
 def read_weights(folder, model):
     """The weights of a checkpoint or an export, with the names and shapes of the model's."""
     path = folder / "model.safetensors"
@@ -410,7 +415,7 @@ def read_weights(folder, model):
     kinds = ("F32", "BF16", "F16")
     if not is_export(folder):
         return read_tensors(path, expected, kinds)
-    unknown = {name: torch.ones_like(expected.pop(name)) for name in model.objective.buffers()}
+    unknown = {name: torch.ones_like(expected.pop(name)) for name in saved_buffers(model)}
     stored = dict(expected)
     vocabularies = {"embed.weight", "head.weight"} & expected.keys()
     for name in vocabularies:  # a row for each id of the library, [MASK] and [PAD] among them

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from support import environment, lora, ranks
+from support import abilities, environment, lora, ranks
 from support.devices import peak_flops
 from support.files import write_atomically, writing
 from support.settings import NO_LIMIT
@@ -124,8 +124,6 @@ class Log:
             self.say(f"resuming from {folder}, on the same data")
         for note in run.objective.notes():
             self.say(note)
-        if not run.objective.is_bound:
-            self.say("the training loss is no likelihood bound; the evaluation is one")
 
     # ---- During training
     @contextlib.contextmanager
@@ -332,7 +330,7 @@ def second_preview(model, hidden):
     n = len(at)
     if config.prompt_column:
         return "another one, whose answer is {}:", hidden
-    if not model.objective.fills_gaps:
+    if not abilities.fills_gaps(model):
         title = "validation text, and how the model >>goes on<< ({} was there):"
         chosen = at[n // 2 :]
     else:

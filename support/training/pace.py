@@ -152,7 +152,8 @@ def amounts(run, is_last):
 def preview_calls(run):
     """The minimum and maximum number of network calls for a useful preview by mdlm.generate."""
     T = run.config.block_size
-    return tuple(max(run.objective.n_pieces, min(T, calls)) for calls in PREVIEW_CALLS)
+    least = len(run.objective.pieces(T, 1))
+    return tuple(max(least, min(T, calls)) for calls in PREVIEW_CALLS)
 
 
 def windows_now(run):

@@ -27,7 +27,8 @@ def of_a_run():
     if "torch._dynamo" in sys.modules:  # else shapes of earlier runs would make this one's dynamic
         torch.compiler.reset()
     try:
-        with handlers_kept():
+        # Whatever the caller's mode or default dtype is, weights are float32 and get gradients.
+        with handlers_kept(), float32(), torch.inference_mode(False), torch.enable_grad():
             try:
                 yield
             finally:
@@ -35,6 +36,17 @@ def of_a_run():
                     checkpoint.release()
     finally:
         TRAINING.release()
+
+
+@contextlib.contextmanager
+def float32():
+    """Context manager: the default dtype is float32, then the caller's again."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from support import environment
+from support import abilities, environment
 from support.errors import UserError
 from support.files import naming, read_json
 from support.infill import mistakes, proofreading
@@ -63,7 +63,7 @@ def check(model, tokenizer, config):
         (config.objective == "mdlm", f"--objective={config.objective}"),
         (tokenizer.kind == "char", f"--tokenizer={tokenizer.kind}"),
         (tokenizer.end_id is None, "documents"),
-        (model.objective.n_blocks == 1, "blocks"),
+        (abilities.fills_gaps(model), "blocks"),
     ):
         if not fits:
             raise UserError(f"--to=page takes masked diffusion models of characters, not {what}")

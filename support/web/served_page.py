@@ -1,6 +1,6 @@
 """The live page of serve.py: that of export.py --to=page, whose texts the server computes."""
 
-from support import environment
+from support import abilities, environment
 from support.errors import UserError
 from support.infill.proofreading import check_model
 from support.infill.templates import GAP_OR_LINE, gap_pattern
@@ -20,9 +20,8 @@ def page(model, filler, tokenizer, about, device, has_key, most_tokens):
     """
     gap = gap_pattern(tokenizer)
     signs = ["█", "_"] if gap is GAP_OR_LINE else ["█"]
-    fills = filler.config.objective != "ar" and not filler.config.prompt_column
-    fills = fills and filler.objective.n_blocks == 1
-    n = model.objective.n_blocks
+    fills = abilities.fills_gaps(filler) and not filler.config.prompt_column
+    n = model.objective.n_texts
     steps = dict(max=128, value=32)
     if n > 1:  # a call for each block at least, eight as sample.py has it
         steps = dict(min=n, max=min(16 * n, MOST_STEPS // n * n), step=n, value=8 * n)
@@ -35,7 +34,7 @@ def page(model, filler, tokenizer, about, device, has_key, most_tokens):
         fixes=can_fix(filler, tokenizer),
         key=has_key,
         device=device,
-        steps=None if model.objective.one_by_one else steps,
+        steps=None if abilities.is_causal(model) else steps,
         most_tokens=most_tokens,
     )
     can = dict(fills=fills, patterns=live["matches"], fixes=live["fixes"], open_gaps=True)

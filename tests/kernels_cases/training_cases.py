@@ -35,7 +35,7 @@ def train(name, config, folder, steps, device):
     losses = []
     for step in range(steps):
         drawn = mdlm.draw_batch(run, step, 0.0, samples)
-        loss = model(*run.objective.batch(ops, *drawn))
+        loss = model(*run.objective.batch(ops, *drawn)[:3])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -589,6 +589,89 @@ def make_model(
     return shard_fn(model)
 
 
+# ---- Step: texts and masks are drawn, the loss and its gradients, the update
+def call(function, run, *tensors):
+    """Call a function of a step; graphs.Recorder.call replays it on a GPU instead."""
+    return function(run, *tensors)
+
+
+def lr_scale(config, step, progress):
+    """Linear warm-up by steps, then decay by progress in [0, 1]."""
+    decay = {
+        "trapezoid": min(1.0, 2 * (1 - progress)),
+        "linear": 1 - progress,
+        "constant": 1.0,
+        "cosine": 0.5 + 0.5 * math.cos(math.pi * progress),
+    }
+    return min(1.0, (step + 1) / (config.warmup_steps + 1)) * decay[config.lr_schedule]
+
+
+def rate_margin(config, progress):
+    """The share of the mask rates that a step leaves out at either end: --rate_margin in the first
+    half of a run, then down to 0 at its end."""
+    return variants.rate_margin(config) * min(1.0, 2 * (1 - progress))
+
+
+def draw_batch(run, step, margin, samples):
+    """Texts (B, T), counts of masks (B,), step and samples, on the device. samples (B,): numbers in
+    the step's batch, of all ranks and micro-batches. After this there is no host sync."""
+    x0, lengths = run.corpus.batch(run.sequences(step) + samples)
+    x0 = run.objective.texts(x0, step, samples)
+    counts = run.objective.mask_counts(step, margin, samples, lengths)
+    return x0, *(to_device(x, x0.device) for x in (counts, torch.tensor(step), samples))
+
+
+def compute_gradients(run, step, margin):
+    """Accumulate the gradients of this rank's micro-batches of a step; returns their loss."""
+    n = run.config.gradient_accumulation_steps
+    loss = 0
+    for k in range(n):
+        samples = torch.arange(run.micro_batch) + (run.rank * n + k) * run.micro_batch
+        numerics.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
+        drawn = draw_batch(run, step, margin, samples)
+        run.exchange(k == n - 1)  # only the last backward sums gradients over ranks
+        loss = loss + run.call(backward, run, *drawn)
+    return loss
+
+
+def backward(run, x0, counts, step, samples):
+    """Add the gradients of a micro-batch from draw_batch; returns what it adds to the loss."""
+    with run.autocast():
+        batch = run.objective.batch(run.model.ops, x0, counts, step, samples)
+        loss = run.objective.loss(run.network, batch) / run.config.gradient_accumulation_steps
+    loss.backward()
+    return loss.detach()
+
+
+def clip(run):
+    """Scale the gradients down to a norm of --grad_clip at most; returns the norm before that."""
+    return clip_gradients(list(run.model.parameters()), run.config.grad_clip, run.scale_gradients)
+
+
+def train_step(run, step, progress):
+    """One optimizer step; its loss and gradient norm go to run.pending."""
+    set_rates(run, step, lr_scale(run.config, step, progress))
+    loss = compute_gradients(run, step, rate_margin(run.config, progress))
+    norm = run.call(clip, run)
+    run.pending[step] = torch.stack((loss, norm))
+    if not devices.is_async(run.device):
+        check_finite(run)  # before the update; a GPU's numbers are read before they are saved
+    run.call(update, run)
+
+
+def check_finite(run):
+    """Read the queued losses, averaged over ranks; UserError for NaN or inf on any rank."""
+    if run.pending:
+        values = torch.stack([*run.pending.values()]).cpu().double()
+        values = (all_reduce(values) / run.world).tolist()
+        for step, (loss, norm) in zip(run.pending, values, strict=True):
+            if not math.isfinite(loss + norm):
+                what = f"loss {loss}, gradient norm {norm} at step {step}: not kept."
+                raise SharedError(f"{what} {runs.advice(run)}")
+        run.pending.clear()
+        run.loss, run.grad_norm = values[-1]
+
+
 # ---- Sampling: the textbook reverse process; sample.py has the good sampler
 @torch.no_grad()
 def generate(
@@ -768,11 +851,6 @@ def load_from(folder, device, kernel, whole, trusted=False):
 
 
 # ---- Training
-def call(function, run, *tensors):
-    """Call a function of a step; graphs.Recorder.call replays it on a GPU instead."""
-    return function(run, *tensors)
-
-
 @dataclasses.dataclass
 class Run:
     """What the steps, reports and checkpoints of a run share."""
@@ -858,83 +936,6 @@ def make_run(config, corpus, device, dtype, ops, rank=0, world=1, network=None):
     averaged = build().eval() if config.ema else model
     optimizers = make_optimizers(model, config, device)
     return Run(config, corpus, model, averaged, optimizers, device, dtype, model, rank, world)
-
-
-def lr_scale(config, step, progress):
-    """Linear warm-up by steps, then decay by progress in [0, 1]."""
-    decay = {
-        "trapezoid": min(1.0, 2 * (1 - progress)),
-        "linear": 1 - progress,
-        "constant": 1.0,
-        "cosine": 0.5 + 0.5 * math.cos(math.pi * progress),
-    }
-    return min(1.0, (step + 1) / (config.warmup_steps + 1)) * decay[config.lr_schedule]
-
-
-def rate_margin(config, progress):
-    """The share of the mask rates that a step leaves out at either end: --rate_margin in the first
-    half of a run, then down to 0 at its end."""
-    return variants.rate_margin(config) * min(1.0, 2 * (1 - progress))
-
-
-def draw_batch(run, step, margin, samples):
-    """Texts (B, T), counts of masks (B,), step and samples, on the device. samples (B,): numbers in
-    the step's batch, of all ranks and micro-batches. After this there is no host sync."""
-    x0, lengths = run.corpus.batch(run.sequences(step) + samples)
-    x0 = run.objective.texts(x0, step, samples)
-    counts = run.objective.mask_counts(step, margin, samples, lengths)
-    return x0, *(to_device(x, x0.device) for x in (counts, torch.tensor(step), samples))
-
-
-def compute_gradients(run, step, margin):
-    """Accumulate the gradients of this rank's micro-batches of a step; returns their loss."""
-    n = run.config.gradient_accumulation_steps
-    loss = 0
-    for k in range(n):
-        samples = torch.arange(run.micro_batch) + (run.rank * n + k) * run.micro_batch
-        numerics.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
-        drawn = draw_batch(run, step, margin, samples)
-        run.exchange(k == n - 1)  # only the last backward sums gradients over ranks
-        loss = loss + run.call(backward, run, *drawn)
-    return loss
-
-
-def backward(run, x0, counts, step, samples):
-    """Add the gradients of a micro-batch from draw_batch; returns what it adds to the loss."""
-    with run.autocast():
-        batch = run.objective.batch(run.model.ops, x0, counts, step, samples)
-        loss = run.objective.loss(run.network, batch) / run.config.gradient_accumulation_steps
-    loss.backward()
-    return loss.detach()
-
-
-def clip(run):
-    """Scale the gradients down to a norm of --grad_clip at most; returns the norm before that."""
-    return clip_gradients(list(run.model.parameters()), run.config.grad_clip, run.scale_gradients)
-
-
-def train_step(run, step, progress):
-    """One optimizer step; its loss and gradient norm go to run.pending."""
-    set_rates(run, step, lr_scale(run.config, step, progress))
-    loss = compute_gradients(run, step, rate_margin(run.config, progress))
-    norm = run.call(clip, run)
-    run.pending[step] = torch.stack((loss, norm))
-    if not devices.is_async(run.device):
-        check_finite(run)  # before the update; a GPU's numbers are read before they are saved
-    run.call(update, run)
-
-
-def check_finite(run):
-    """Read the queued losses, averaged over ranks; UserError for NaN or inf on any rank."""
-    if run.pending:
-        values = torch.stack([*run.pending.values()]).cpu().double()
-        values = (all_reduce(values) / run.world).tolist()
-        for step, (loss, norm) in zip(run.pending, values, strict=True):
-            if not math.isfinite(loss + norm):
-                what = f"loss {loss}, gradient norm {norm} at step {step}: not kept."
-                raise SharedError(f"{what} {runs.advice(run)}")
-        run.pending.clear()
-        run.loss, run.grad_norm = values[-1]
 
 
 def timed(run, model, windows, passes=1, deadline=math.inf):

@@ -189,7 +189,7 @@ def test_a_pattern_that_everything_matches_changes_no_draw(asked):
         assert all(torch.equal(a, b) for a, b in zip(step[1:], other[1:]))
     length = torch.full((6,), 4)
     forced = [constraint.Constraint(gap.automaton, torch.full((6,), i), length) for i in (1, 6)]
-    settings = sample.from_keywords(asked, model, L)
+    settings = sample.from_keywords(asked, model)
     steps = sample.take_steps(model, x, None, torch.arange(6), settings, constraints=forced)
     for step, other in zip(free, steps, strict=True):
         assert torch.equal(step.x, other.x) and torch.equal(step.drawn, other.drawn)

@@ -225,7 +225,7 @@ def test_marks_of_gaps_are_text_of_a_prompt(run, mark):
             lambda text=text: ask(asked, ("the", " cat"), ("the", text)),
             lambda text=text: asked.loglikelihood_rolling([SimpleNamespace(args=(text,))]),
         ):
-            with pytest.raises(ValueError, match=r"request [12], .* is unknown"):
+            with pytest.raises(ValueError, match=r"request [12], .*: unknown"):
                 call()
     asked.tokenizer = Tokenizer("char", list("█[_]MASKab \n"))
     assert asked.tokenizer.vocab_size == asked.model.vocab_size
@@ -246,7 +246,7 @@ def test_unmet_request_is_named_before_the_work(run, monkeypatch):
     asked = harness.Harness(run / "out", device="cpu")
     monkeypatch.setattr(asked, "score", lambda *pair: pytest.fail("hours of work"))
     for args, said in (
-        (("the", " dog"), "request 2 of arc, ' dog': the character 'd' at position 1 is unknown"),
+        (("the", " dog"), "request 2 of arc, ' dog': unknown characters 'd' (1), 'g' (1)"),
         (("the", ""), "request 2 of arc, '': an answer has 0 tokens; the model takes 1 to 32"),
         (("", "a" * 33), "has 33 tokens; the model takes 1 to 32"),
     ):

@@ -287,7 +287,7 @@ def change_config(run, changes):
 @pytest.mark.parametrize(
     "changes, word",
     [
-        (dict(n_layer=10**9), "n_layer"),
+        (dict(n_layer=10**9), "config"),
         (dict(n_layer=3), "config"),
         (dict(n_layer=1024, n_embd=1 << 16, n_head=1024), "config"),
         (dict(block_size=8192, pos="learned"), "config"),
@@ -297,7 +297,7 @@ def change_config(run, changes):
         (dict(learning_rate=float("inf")), "learning_rate"),
         (dict(objective="x" * 10**6), "objective"),
         (dict(rates="unheard_of"), "unheard_of"),
-        (dict(mask_schedule="unheard_of"), "mask_schedule"),
+        (dict(mask_schedule="unheard_of"), "unheard_of"),
         (dict(n_layers=2), "n_layers"),
         (dict(__class__="os"), "__class__"),
     ],

@@ -118,7 +118,6 @@ def state_of_process():
     """What a caller of mdlm.main would notice if it changed."""
     return dict(
         handlers=[signal.getsignal(n) for n in (signal.SIGINT, *signals.ENDING)],
-        random=torch.get_rng_state().tolist(),
         threads=torch.get_num_threads(),
         precision=torch.get_float32_matmul_precision(),
         dtype=torch.get_default_dtype(),
@@ -137,7 +136,7 @@ def weights_and_losses(out):
 def test_two_calls_are_two_commands(text_file, tmp_path):
     argv = [a_run(text_file, tmp_path / f"{name}") for name in ("a", "b", "command")]
     before = state_of_process()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad():
         assert mdlm.main(tuple(argv[0])) == 0
     assert state_of_process() == before
     torch.manual_seed(1)

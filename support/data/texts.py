@@ -45,8 +45,12 @@ def check_characters(source, tokenizer, config):
     for text, _ in source():
         counts += tokenizer.unknown_characters(text)
     if counts and config.unknown == "refuse":
-        to = config.init_from or "the tokenizer"
-        what = f"--data={config.data} has {name_characters(counts)}, unknown to {to}"
+        first = f"--data={config.data}"
+        try:
+            collections.deque(source.encode(tokenizer), maxlen=0)
+        except UserError as e:  # it names the file and the line
+            first = str(e).partition(": unknown")[0]
+        what = f"{first}: unknown {name_characters(counts)} in all"
         raise UserError(f"{what}; remove them, or leave them out by --unknown=drop")
     if counts:
         warn(f"--unknown=drop: {counts.total()} characters left out: {name_characters(counts)}")

@@ -758,7 +758,7 @@ def evaluate(
     objective = model.objective
     if scored is None:
         scored = objective.scored_mask(windows)
-    # 1. How many tokens of each text to mask: with exact counts, the mean over few windows is good.
+    # 1. How many tokens of each text to mask: spread evenly over windows and passes.
     is_exact = objective.metric == "nll"  # then all are predicted in one pass
     lengths = scored.unflatten(1, (objective.n_texts, -1)).sum(2).cpu()  # (W, n)
     counts = lengths[None]

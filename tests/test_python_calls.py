@@ -203,19 +203,12 @@ def test_flags_from_python_are_a_list_of_strings(main, argv):
     assert "\n" not in str(e.value)
 
 
-def test_bfloat16_learns(text_file, tmp_path):
-    """Within a caller's autocast too: copies of weights that a step has changed are not used."""
-    found = {}
-    for name in ("alone", "within"):
-        flags = ["--dtype=bfloat16", "--max_steps=20", "--muon_lr=0.02", "--log_interval=1"]
-        argv = [f"--data={text_file}", *tiny_flags(*flags), f"--out_dir={tmp_path / name}"]
-        with torch.autocast("cpu", torch.bfloat16, enabled=name == "within"):
-            assert mdlm.main(argv) == 0
-        log = (tmp_path / name / "log.jsonl").read_text().splitlines()
-        losses = [r["loss"] for r in map(json.loads, log) if "loss" in r]
-        assert losses[-1] < losses[0] - 0.2
-        found[name] = losses
-    assert found["alone"] == found["within"]
+def test_a_run_within_autocast_is_refused(text_file, tmp_path):
+    """It would train on copies of the first weights, and learn nothing."""
+    argv = [f"--data={text_file}", *tiny_flags("--max_steps=1"), f"--out_dir={tmp_path / 'o'}"]
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="autocast"):
+        mdlm.main(argv)
+    assert mdlm.main(argv) == 0
 
 
 def test_calls_work_without_a_console(text_file, tmp_path, monkeypatch):

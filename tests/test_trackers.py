@@ -190,8 +190,6 @@ def test_first_rank_alone_tracks(text_file, tmp_path):
     flags = flags_of(text_file, tmp_path / "out", "tensorboard", "--max_steps=3")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    # torchrun takes --log for a flag of its own.
-    flags = [flag.replace("--tracker=", "--logger=") for flag in flags]
     r = subprocess.run([*command, str(ROOT / "mdlm.py"), *flags], env=env, capture_output=True)
     assert r.returncode == 0, r.stderr[-2000:]
     assert len(list((tmp_path / "out" / "tensorboard").iterdir())) == 1

@@ -21,6 +21,8 @@ def of_a_run():
     The run's folder is unlocked, and removed if it is empty. Raises UserError if another run
     trains.
     """
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):  # it keeps copies of old weights
+        raise UserError("a run cannot begin within torch.autocast: call mdlm.main outside of it")
     if not TRAINING.acquire(blocking=False):
         fix = "wait for its end, or start another process"
         raise UserError(f"another thread of this process is training; {fix}")

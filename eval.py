@@ -17,7 +17,6 @@ cli.start(__name__)
 import contextlib
 import dataclasses
 import math
-import os
 import sys
 import tempfile
 import zlib
@@ -47,6 +46,7 @@ from support.settings import (
     Text,
     Writes,
     check_clashes,
+    names_of,
     parse,
 )
 from support.training import scores
@@ -250,7 +250,7 @@ def check(given):
 
 def names_to_compare(options):
     """The runs or files of --compare; raises UserError for a mixture of both."""
-    names = [*map(os.path.expanduser, options.compare.split(","))]
+    names = names_of(options.compare)
     if is_json(names) != any(name.endswith(".json") for name in names):
         what = f"--compare={options.compare} names files and runs"
         raise UserError(f"{what}; give runs alone, or files of --json alone")

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import io
+import itertools
 import os
 import re
 import sys
@@ -230,9 +231,11 @@ def quietly(cls, args, default):
     except SystemExit as e:
         if e.code != 2:
             raise
-    lines = [line.strip("│| ") for line in said.getvalue().splitlines()[1:]]
-    first = " ".join(line for line in lines[: lines.index("") if "" in lines else None])
-    sentence = re.split(r" ?[─-]{9,}", first)[0]
+    # A title, and paragraphs between lines, of ASCII where the terminal has no others.
+    lines = iter([line.strip("╭╮╰╯│─|+- ") for line in said.getvalue().splitlines()])
+    next(filter(None, lines), "")  # the title
+    first = next(filter(None, lines), "the flags cannot be read")
+    sentence = " ".join([first, *itertools.takewhile(bool, lines)])
     raise UserError(sentence.removeprefix("Error parsing "))
 
 
@@ -340,7 +343,12 @@ def names_of(path):
     is_path = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str)
     if not is_path or "," not in os.fspath(path) or os.path.lexists(os.path.expanduser(path)):
         return [path]
-    return [os.path.expanduser(name) for name in os.fspath(path).split(",")]
+    names = os.fspath(path).split(",")
+    if not all(names):
+        raise UserError(
+            f"{shown(path)} has an empty name; give the folder of a run, or leave it out"
+        )
+    return [os.path.expanduser(name) for name in names]
 
 
 # ---- Small programs: studies and lessons
@@ -357,3 +365,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise UserError(message)
+
+    def print_help(self, file=None):  # argparse would ignore that its reader has gone
+        print(self.format_help(), end="", file=file, flush=True)

@@ -210,7 +210,6 @@ def test_mistakes_get_one_sentence(folder, run, talks, tmp_path, capfd):
     assert "text" in said(folder, record("text"), chats)
     assert "line 1" in said(folder, record([dict(role="user")]), chats)
     assert "--prompt_column" in said(folder, talks, chats, "--prompt_column=q")
-    assert "--text_column" in said(folder, talks, chats, "--text_column=q")
     assert "'<|im_end|>'" in said(folder, talks, chats, "--end=<|im_end|>")
     spelled = record(messages("cat <|im_end|>", "meow"))
     assert "'<|im_end|>'" in said(folder, spelled, chats)

@@ -265,7 +265,7 @@ def test_texts_of_a_list_are_tried_not_drawn(run, capsys):
     [
         (["--logprobs=2"], "--logprobs is written to lines of JSON; give --json or --batch"),
         (["--logprobs=2", "--json=-", "--compare=steps=2,4"], "contradict each other"),
-        (["--logprobs=-1", "--json=-"], "must be from 0"),
+        (["--logprobs=-1", "--json=-"], "--logprobs=-1"),
     ],
 )
 def test_flags_that_do_nothing_are_refused(run, capsys, argv, words):

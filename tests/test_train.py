@@ -491,7 +491,7 @@ def test_auto_compiles_runs_of_two_minutes(
     run = SimpleNamespace(config=config, device=torch.device(device), model=model)
     monkeypatch.setattr(mdlm, "can_compile", lambda device: able)
     monkeypatch.setattr(mdlm, "compute_gradients", a_step)
-    assert mdlm.should_compile(run) == wanted
+    assert mdlm.should_compile(run, None) == wanted
     assert model.weight.grad is None
     matters = config.max_steps < settings.NO_LIMIT and config.time_limit in (0, 1000)
     assert (len(seconds) == 0) == matters, "a step is measured only if that decides"

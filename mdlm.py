@@ -606,10 +606,10 @@ def lr_scale(config, step, progress):
     return min(1.0, (step + 1) / (config.warmup_steps + 1)) * decay[config.lr_schedule]
 
 
-def rate_margin(config, progress):
+def rate_margin(run, progress):
     """The share of the mask rates that a step leaves out at either end: --rate_margin in the first
     half of a run, then down to 0 at its end."""
-    return variants.rate_margin(config) * min(1.0, 2 * (1 - progress))
+    return run.rate_margin * min(1.0, 2 * (1 - progress))
 
 
 def draw_batch(run, step, margin, samples):
@@ -651,7 +651,7 @@ def clip(run):
 def train_step(run, step, progress):
     """One optimizer step; its loss and gradient norm go to run.pending."""
     set_rates(run, step, lr_scale(run.config, step, progress))
-    loss = compute_gradients(run, step, rate_margin(run.config, progress))
+    loss = compute_gradients(run, step, rate_margin(run, progress))
     norm = run.call(clip, run)
     run.pending[step] = torch.stack((loss, norm))
     if not devices.is_async(run.device):
@@ -894,6 +894,9 @@ class Run:
 
     def __post_init__(self):
         self.new_weight = torch.zeros((), device=self.device)  # of the newest weights, in the EMA
+        self.rate_margin = variants.rate_margin(
+            self.config
+        )  # 0 for variants with rates of their own
 
     def sequences(self, step):
         """Sequences learned before a step. (--resume may have changed batch_size.)"""
@@ -1123,7 +1126,7 @@ def train(given, start):
             if run.step % config.log_interval == 0:
                 check_finite(run)
                 scale = lr_scale(config, run.step - 1, run.progress)
-                margin = rate_margin(config, run.progress)
+                margin = rate_margin(run, run.progress)
                 run.log.training(run, scale, margin, devices.flops_per_token(run.model))
             if pace.must_evaluate(run):
                 report(run)

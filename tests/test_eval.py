@@ -342,7 +342,7 @@ def test_missing_matplotlib_is_one_sentence(runs, capsys, monkeypatch, tmp_path)
         (["--exactt"], ["--exactt", "--exact"]),
         (["--compare={runs}/mdlm", "--exact"], ["--compare", "--exact"]),
         (["--compare={runs}/shipped"], ["shipped", "log"]),
-        (["--compare=,"], ["--compare", "is empty"]),
+        (["--compare=,"], ["empty"]),
         (["--out_dir={runs}/mdlm", "--json=/nowhere/r.json"], ["/nowhere/r.json"]),
         (
             ["--windows=2", "--pictures={runs}/elsewhere.txt/p"],

@@ -213,10 +213,11 @@ def needs(*packages):
 @pytest.fixture
 def light(tmp_path):
     """A function that runs a file where nothing is installed but torch, triton, numpy,
-    safetensors, what these need but for filelock, and `more`."""
+    safetensors, tyro, what these need but for filelock, and `more`."""
 
     def call(path, *flags, more=()):
-        kept = needs("torch", "triton", "numpy", "safetensors") - {"filelock"} | needs(*more)
+        kept = needs("torch", "triton", "numpy", "safetensors", "tyro") - {"filelock"}
+        kept |= needs(*more)
         hidden = [
             module
             for module, names in metadata.packages_distributions().items()
@@ -233,7 +234,7 @@ def light(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plain_run_needs_four_packages(light, text_file, tmp_path):
+def test_a_plain_run_needs_five_packages(light, text_file, tmp_path):
     """With the files that a run leaves, for real: none of the other packages can be imported."""
     r = light(ROOT / "mdlm.py", f"--data={text_file}", *TINY, "--max_steps=3")
     for package in ("filelock", "matplotlib"):
@@ -256,7 +257,7 @@ def test_a_plain_run_needs_four_packages(light, text_file, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton exists on Linux only")
-def test_the_kernels_need_four_packages(light, tmp_path, monkeypatch):
+def test_the_kernels_need_five_packages(light, tmp_path, monkeypatch):
     """(And filelock, of torch.compile.)"""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     if not torch.cuda.is_available():

@@ -54,7 +54,7 @@ def check_characters(source, tokenizer, config):
         raise UserError(f"{what}; remove them, or leave them out by --unknown=drop")
     if counts:
         warn(f"--unknown=drop: {counts.total()} characters left out: {name_characters(counts)}")
-    tokenizer.drops_unknown = True
+    tokenizer.drops_unknown = config.unknown == "drop"  # else a later text would lose some silently
 
 
 class Source:

@@ -22,38 +22,22 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import variants
-from support import (
-    devices,
-    ensemble,
-    files,
-    kernels,
-    numerics,
-    plots,
-    pretrained,
-    ranks,
-    settings,
-    signals,
-)
+from support import devices, ensemble, numerics, pretrained, ranks
 from support.arguments import check_evaluation, check_reversing, to_view, truth
-from support.data import sources, texts
 from support.data.sources import SourceSettings
-from support.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
-from support.devices import to_device
-from support.errors import SharedError, UserError
+from support.data.tokenizer import Tokenizer, tokenizer_of
+from support.devices import select_kernels, to_device
 from support.evaluation import stratified_counts, summary
-from support.kernels.launch import can_compile
 from support.kernels.reference import rotary_tables
 from support.numerics import Dropout, generator
 from support.product_settings import NetworkSettings
-from support.ranks import all_reduce
 from support.settings import (
     NO_LIMIT,
     Amount,
@@ -68,29 +52,14 @@ from support.settings import (
     Taps,
     Writes,
 )
-from support.training import (
-    checkpoint,
-    compiling,
-    memory_needs,
-    pace,
-    runs,
-    scope,
-    shards,
-    trackers,
-)
-from support.training.log import Log, to_preview
-from support.training.optimizers import (
-    average,
-    clip_gradients,
-    make_optimizers,
-    scale_gradients,
-    set_rates,
-    update,
-)
+from support.training import checkpoint, compiling, session, shards
+from support.training import config as run_config
+from support.training.log import to_preview
+from support.training.losses import Losses, check_finite
+from support.training.optimizers import clip_gradients, make_optimizers, set_rates, update
 from support.view import Batch, View, masked_rows
-from variants import rates
 from variants.blocks import BlockSettings
-from variants.documents import DocumentSettings
+from variants.documents import DocumentSettings, corpus_of_documents
 from variants.prompts import PromptSettings
 from variants.rates import RateSettings
 from variants.time_conditioning import TimeSettings
@@ -151,6 +120,20 @@ class Core:
     tracker: Literal["none", "wandb", "tensorboard"] = "none"  # where the log's numbers also go
 
 
+# What a preset changes (cpu: measured in results/cpu.md). A flag that is given always wins.
+# CPUs differ in speed by ten times: the cpu preset ends after five minutes, unless --max_steps is
+# given.
+PRESETS = {
+    "cpu": dict(n_layer=4, n_head=3, n_embd=192, block_size=256, dropout=0.0, batch_size=16)
+    | dict(warmup_steps=50, learning_rate=0.01, attention_every=4)
+    | dict(max_steps=NO_LIMIT, time_limit=300.0),
+    "gpu": dict(),
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, dropout=0.0, batch_size=512)
+    | dict(warmup_steps=500, max_steps=20000, gradient_accumulation_steps=8, tie=True)
+    | dict(tokenizer="bpe", vocab_size=50257, eval_windows=1024),
+}
+
+
 @dataclasses.dataclass
 class Config(
     Core,
@@ -164,111 +147,15 @@ class Config(
 ):
     """All settings: those of a plain run, and a line for each variant."""
 
+    presets: ClassVar[dict] = PRESETS
 
-NAMES = {field.name for field in dataclasses.fields(Config)}
-GROUPS = (Core, *Config.__bases__[1:])  # --help=all shows each with a title
-
-
-# What a preset changes (cpu: measured in results/cpu.md). A flag that is given always wins.
-# CPUs differ in speed by ten times: the cpu preset ends after five minutes, unless --max_steps is
-# given.
-PRESETS = {
-    "cpu": dict(n_layer=4, n_head=3, n_embd=192, block_size=256, dropout=0.0, batch_size=16)
-    | dict(warmup_steps=50, learning_rate=0.01, attention_every=4)
-    | dict(max_steps=NO_LIMIT, time_limit=300.0),
-    "gpu": dict(),
-    "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, dropout=0.0, batch_size=512)
-    | dict(warmup_steps=500, max_steps=20000, gradient_accumulation_steps=8, tie=True)
-    | dict(tokenizer="bpe", vocab_size=50257, eval_windows=1024),
-}
-# What --data=patterns implies. Most of its entropy is in the symbols that are written first,
-# at high mask rates: cosine draws more of those.
-PATTERNS = dict(block_size=64, rates="cosine", eval_windows=1000, tokenizer="char", vocab_size=0)
-PATTERNS |= dict(lr_schedule="cosine", learning_rate=0.03, batch_size=32, attention_every=1)
-# Flags that may change on --resume, beside runs.CHANGEABLE.
-RESUMABLE = {
-    *("out_dir", "resume", "device", "kernels", "compile", "shard", "recompute"),
-    *("max_steps", "time_limit", "gradient_accumulation_steps", "trust_remote_code"),
-    *("eval_interval", "eval_windows", "log_interval", "tracker"),
-}
+    def check(self, world=1):
+        """Raise UserError for settings that do not go together, or cannot work on `world` ranks."""
+        run_config.check(self, world)
+        variants.check(self)
 
 
-def parse_args(argv):
-    """The flags that were given, as a dict of Config fields."""
-    preset = devices.default_preset("auto")
-    title = "\n\n".join((__doc__ or "").split("\n\n")[:2])  # with the commands that follow it
-    for name, values in PRESETS.items():
-        changed = " ".join(f"{k}={settings.in_short(v)}" for k, v in values.items())
-        title += f"\n\n--preset={name}: {changed or 'the defaults'}"
-    title += "\n\nA run ends after --max_steps or --time_limit, without both as its preset says."
-    default = Config(**PRESETS[preset] | dict(preset=preset))
-    return settings.parse(Config, argv, title, default, GROUPS, short=(Core,))
-
-
-def new_config(given):
-    """The Config of a new run: the given flags, over its preset and what they imply."""
-    preset = given.get("preset", "auto")
-    if preset == "auto":
-        preset = devices.default_preset(given.get("device", "auto"))
-    implied = PRESETS[preset] | (PATTERNS if given.get("data") == "patterns" else {})
-    implied |= runs.inherited(given, NAMES) | pretrained.implied(given, implied)
-    config = Config(**implied | given | {"preset": preset})
-    config.prompt_column = config.prompt_column or config.chat_column
-    runs.choose_end(config, given, Config(**implied))
-    if config.prompt_column or config.block_length not in (0, config.block_size):
-        # Blocks and answers are written until [END], so the model must predict it.
-        config.document_length = given.get("document_length", "predicted")
-    return config
-
-
-def idle_flags(config):
-    """Flags that would be believed to take effect, and do not: see settings.check_idle."""
-    is_ar = config.objective == "ar"
-    other = rates.flag(config)
-    sized = "n_layer n_head n_embd attention_every conv pos tie"
-    return [
-        ("masking rates loss_weight rate_margin", is_ar, "with --objective=ar: no masks"),
-        ("rate_margin", bool(other), f"with {other}, which sets the mask rates of the whole run"),
-        ("rate_margin", config.time_conditioning, "with --time_conditioning: it learns all rates"),
-        ("muon_lr", config.optimizer != "muon", f"with --optimizer={config.optimizer}"),
-        (sized, bool(config.network), f"with --network={config.network}, which says it"),
-        ("shift lora", not config.network, "with the network of mdlm.py"),
-    ]
-
-
-def check(config, world=1):
-    """Raise UserError for a config that cannot work on `world` ranks."""
-    runs.check(config, world)
-    variants.check(config)
-
-
-# ---- Data: every source becomes a folder with train.bin, val.bin, tokenizer.json and meta.json
-def prepare(config, folder, tokenizer=None, network=None):
-    """Tokenize config.data into `folder`: nine tenths of its text train, the rest validates."""
-    # Prompts have [END] too, but are a variant of their own.
-    has_documents = sources.has_documents(config) and not config.prompt_column
-    variants.check_together(config, has_documents)
-    source = texts.open_source(config, pretrained.chat_template(network, tokenizer))
-    if source is None:
-        sources.write_patterns(folder, config)
-        return
-    n = source.survey()  # how many characters a tokenizer may learn from
-    if tokenizer is None:
-        kind = (config.tokenizer, config.vocab_size or 16384, sources.has_documents(config))
-        tokenizer = build_tokenizer(*kind, source, n, config.end)
-    else:
-        texts.check_characters(source, tokenizer, config)
-    pretrained.fit(network, tokenizer)  # no text may have the [MASK] of an encoder
-    largest = tokenizer.vocab_size - 1
-    dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
-    with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
-        for ids, is_train in source.encode(tokenizer):
-            (train if is_train else val).write(ids.astype(dtype).tobytes())
-    characters = [source.cut, source.n - source.cut]
-    meta = dict(source=config.data, dtype=np.dtype(dtype).name, characters=characters)
-    sources.write_meta(folder, tokenizer, meta)
-
-
+# ---- Data: windows of a text (support/data makes a folder of ids of every source)
 @functools.lru_cache(maxsize=2)  # a batch may begin in one epoch and end in the next
 def shuffle(W, n_offsets, seed, epoch):
     """The order (W,) of an epoch's windows, and by how many tokens they are shifted.
@@ -276,87 +163,76 @@ def shuffle(W, n_offsets, seed, epoch):
     That is a random number below n_offsets, or 0 if n_offsets is 0.
     """
     g = generator("epoch", seed, epoch)
-    offset = torch.randint(n_offsets, (1,), generator=g) if n_offsets else 0
+    offset = torch.randint(n_offsets, (1,), generator=g).item() if n_offsets else 0
     return torch.randperm(W, generator=g), offset
 
 
 class Corpus:
-    """Windows of T tokens from a folder: one of ours, or one in nanoGPT's format.
+    """Windows of T tokens of a text. (variants/documents.py: of documents.)
 
     An epoch cuts the training text into windows, shifted by a random offset of up to T - 1 tokens,
-    and shuffles them: every token but a few at both ends is seen once. With documents (an [END] in
-    the vocabulary) windows start at a document, or T tokens further in a long one, and are filled
-    up with [END]; with --pack a window of training holds as many as there is room for. Which [END]
-    are learned: of given lengths none; with --objective=ar the one that ends a document; of
-    predicted lengths that one and all that fill up the window.
+    and shuffles them: each token but a few at both ends is seen once.
     """
 
-    def __init__(self, folder, config, device):
-        self.T = T = config.block_size
+    has_documents = False
+    chars_per_token = None  # of the validation text, where it is known
+
+    def __init__(self, ids, config, device):
+        self.T = config.block_size
         self.seed = config.seed
         self.device = device
-        V = config.vocab_size
-        stated = (sources.end_id_of(config), config.bin_dtype)
-        # identity: what --resume compares with.
-        meta, ids, self.tokenizer, self.identity = sources.open_ids(folder, T, V, *stated)
-        self.entropy = meta.get("entropy")  # the exact one, known for --data=patterns
-        self.has_documents = self.tokenizer.end_id is not None
-        self.n_documents = 0  # in the training part
-        if self.has_documents:
-            end_id = self.tokenizer.end_id
-            self.n_documents = sources.count_documents(ids[0], end_id, config.prompt_column)
-        # Three rows (W,): where windows start, how many tokens each takes, how many are learned.
-        self.train_windows = sources.cut_windows(ids[0], config, self.tokenizer.end_id)
-        self.val_windows = sources.cut_windows(ids[1], config, self.tokenizer.end_id)
-        self.length_counts = sources.count_lengths(*self.train_windows, T)
-        if config.pack and config.document_length == "given" and config.objective == "mdlm":
-            self.train_windows = sources.pack_windows(*self.train_windows, T)
-        self.mean_size = self.train_windows[1].double().mean().item()
-        self.mean_length = self.train_windows[2].double().mean().item()
-        self.n_offsets = 0  # an epoch is shifted by fewer tokens than this (0: not at all)
-        if not self.has_documents and not meta.get("aligned"):
-            W = max(1, len(self.train_windows[0]) - 1)
-            self.train_windows = [row[:W] for row in self.train_windows]  # room for the offset
-            self.n_offsets = min(T, len(ids[0]) - W * T + 1)
-        self.chars_per_token = None
-        if meta.get("characters") and not config.prompt_column:
-            scored = int(self.val_windows[2].sum()) if self.has_documents else len(ids[1])
-            self.chars_per_token = meta["characters"][1] / scored
-        self.fill_id = self.tokenizer.end_id or 0  # what fills up a window
-        self.train, self.val = devices.to_tensors(ids, device)
+        self.tokenizer = ids.tokenizer
+        self.identity = ids.identity  # what --resume compares with
+        self.entropy = ids.meta.get("entropy")  # the exact one, known for --data=patterns
+        self.ids = dict(zip(("train", "val"), devices.to_tensors(ids.arrays, device)))
+        self.cut(ids, config)
 
-    def gather(self, ids, windows):
-        """(3, B) windows -> (B, T) int64 on the device, filled up with [END]."""
-        starts, sizes, _ = to_device(windows, ids.device)[:, :, None]  # (B, 1)
-        at = torch.arange(self.T, device=ids.device)
-        x = ids[(starts + at).clamp(max=len(ids) - 1)].long()
-        return to_device(torch.where(at < sizes, x, self.fill_id), self.device)
+    def cut(self, ids, config):
+        """Count the windows, and see by how many tokens an epoch may shift them."""
+        train, val = map(len, ids.arrays)
+        self.W = train // self.T
+        self.n_offsets = 0
+        if not ids.meta.get("aligned"):  # as patterns are
+            self.W = max(1, self.W - 1)  # room for the offset
+            self.n_offsets = min(self.T, train - self.W * self.T + 1)
+        self.mean_size = self.mean_length = float(self.T)  # tokens of a window; those learned
+        if "characters" in ids.meta:
+            self.chars_per_token = ids.meta["characters"][1] / val
 
-    def find(self, numbers):
-        """Numbers of sequences (B,), counted from the start of the run -> their (3, B) windows."""
-        W = len(self.train_windows[0])
-        epoch = numbers // W
-        windows = numbers.repeat(3, 1)
-        for number in epoch.unique().tolist():
-            here = epoch == number
-            order, offset = shuffle(W, self.n_offsets, self.seed, number)
-            at = order[numbers[here] % W]
-            windows[:, here] = torch.stack([row[at].long() for row in self.train_windows])
-            windows[0, here] += offset
-        return windows
+    def take(self, part, windows, offset):
+        """Windows (B,) of "train" or "val", by number -> their tokens (B, T) int64 on the device,
+        and how many of each are learned (B,)."""
+        ids = self.ids[part]
+        starts = to_device(windows * self.T + offset, ids.device)[:, None]  # (B, 1)
+        x = ids[starts + torch.arange(self.T, device=ids.device)].long()
+        return to_device(x, self.device), torch.full((len(x),), self.T)
 
-    def batch(self, numbers):
-        """Windows (B, T) of sequences (B,), numbered as in `find`, and how many tokens of each are
-        learned (B,)."""
-        windows = self.find(numbers)
-        return self.gather(self.train, windows), windows[2]
+    def batch(self, samples):
+        """`take` for samples (B,), numbered from the start of the run: an epoch has W of them."""
+        epochs = samples // self.W
+        window = torch.zeros_like(samples)
+        offset = torch.zeros_like(samples)
+        for epoch in epochs.unique().tolist():
+            here = epochs == epoch
+            order, offset[here] = shuffle(self.W, self.n_offsets, self.seed, epoch)
+            window[here] = order[samples[here] % self.W]
+        return self.take("train", window, offset)
 
-    def windows(self, most=0):
-        """Validation windows (W, T), non-overlapping; at most `most` (0: all), evenly spread."""
-        W = len(self.val_windows[0])
-        n = min(most or W, W)
-        at = torch.arange(n) * W // n
-        return self.gather(self.val, torch.stack([row[at].long() for row in self.val_windows]))
+    def count_windows(self, limit=0):
+        """How many validation windows there are; at most `limit` (0: all)."""
+        W = len(self.ids["val"]) // self.T
+        return min(limit or W, W)
+
+    def windows(self, limit=0):
+        """Validation windows (n, T), evenly spread and without overlap; at most `limit`."""
+        n = self.count_windows(limit)
+        return self.take("val", torch.arange(n) * self.count_windows() // n, 0)[0]
+
+
+def open_corpus(ids, config, device):
+    """The Corpus of a folder's ids, a sources.Ids; of documents if these end in [END]."""
+    kind = Corpus if ids.tokenizer.end_id is None else corpus_of_documents(Corpus)
+    return kind(ids, config, device)
 
 
 # ---- Model: a pre-norm bidirectional transformer
@@ -500,21 +376,24 @@ class MaskedDiffusion:
         self.pad_id = mask_id
         self.T = config.block_size
         self.batch_size = config.batch_size
+        self.rate_margin = variants.rate_margin(config)  # 0 for variants with rates of their own
 
-    def mask_counts(self, step, margin, samples, lengths):
+    def mask_counts(self, step, margin_scale, samples, lengths):
         """(B,) how many of `lengths` (B,) tokens to mask; samples (B,): as in draw_batch.
 
-        margin: the share of the mask rates that is left out at either end, from 0 to 0.5.
+        margin_scale: of --rate_margin, the share of the mask rates that is left out at either end.
 
         Neighbours get l and T + 1 - l: full texts mask exactly B (T + 1) / 2 tokens, shorter ones
-        fewer, so shapes are static. (B is even: support/training/runs.py, check.) With a margin of
-        0.5, in the first half of a run, l is T / 2 or T / 2 + 1; at 0 it is uniform on {1..T}.
+        fewer, so shapes are static. (B is even, which support/training/config.py checks.) With a
+        margin of 0.5, in the first half of a run, l is T / 2 or T / 2 + 1; at 0 it is uniform on
+        {1..T}.
         """
         # A fraction u of the text for each pair of neighbours, one from each of N / 2 equal ranges.
         u = numerics.stratified(self.batch_size // 2, "levels", self.seed, step)  # in [0, 1)
         # Both ends are left out at first: the mean over few masked tokens is noisy, and few visible
         # ones say little. That saves half of the steps (results/cpu.md). The margin ends at 0: then
         # the loss is the bound. Related: clipped (2503.09573) and bell-shaped rates (2605.13026).
+        margin = self.rate_margin * margin_scale
         u = (margin + (1 - 2 * margin) * u).repeat_interleave(2)[samples]
         count = 1 + (u * lengths).long().minimum(lengths - 1)
         count[1::2] = (lengths + 1 - count)[1::2]  # the mirror of the one before
@@ -590,13 +469,47 @@ def make_model(
 
 
 # ---- Step: texts and masks are drawn, the loss and its gradients, the update
-def call(function, run, *tensors):
-    """Call a function of a step; graphs.Recorder.call replays it on a GPU instead."""
-    return function(run, *tensors)
+def draw_batch(run, step, margin_scale, samples):
+    """Texts (B, T), counts of masks (B,), step and samples, on the device. samples (B,): numbers in
+    the step's batch, of all ranks and micro-batches. After this there is no host sync."""
+    x0, lengths = run.corpus.batch(run.sequences(step) + samples)
+    x0 = run.objective.texts(x0, step, samples)
+    counts = run.objective.mask_counts(step, margin_scale, samples, lengths)
+    return x0, *(to_device(x, x0.device) for x in (counts, torch.tensor(step), samples))
+
+
+def backward(run, x0, counts, step, samples):
+    """Add the gradients of a micro-batch from draw_batch; returns what it adds to the loss."""
+    with run.autocast():
+        batch = run.objective.batch(run.model.ops, x0, counts, step, samples)
+        loss = run.objective.loss(run.engine.network, batch)
+        loss = loss / run.config.gradient_accumulation_steps
+    loss.backward()
+    return loss.detach()
+
+
+def compute_gradients(run, step, margin_scale):
+    """Accumulate the gradients of this rank's micro-batches of a step; returns their loss."""
+    engine = run.engine
+    n = run.config.gradient_accumulation_steps
+    loss = 0
+    for k in range(n):
+        samples = torch.arange(run.micro_batch) + (engine.rank * n + k) * run.micro_batch
+        numerics.seed_device(run.device, "dropout", run.config.seed, step, engine.rank, k)
+        drawn = draw_batch(run, step, margin_scale, samples)
+        engine.exchange(k == n - 1)  # only the last backward sums gradients over ranks
+        loss = loss + engine.call(backward, run, *drawn)  # a GPU replays it as a CUDA graph
+    return loss
+
+
+def clip(run):
+    """Scale the gradients down to a norm of --grad_clip at most; returns the norm before that."""
+    params = list(run.model.parameters())
+    return clip_gradients(params, run.config.grad_clip, run.engine.scale_gradients)
 
 
 def lr_scale(config, step, progress):
-    """Linear warm-up by steps, then decay by progress in [0, 1]."""
+    """The learning rate over its peak: linear warm-up by steps, decay by progress in [0, 1]."""
     decay = {
         "trapezoid": min(1.0, 2 * (1 - progress)),
         "linear": 1 - progress,
@@ -606,70 +519,20 @@ def lr_scale(config, step, progress):
     return min(1.0, (step + 1) / (config.warmup_steps + 1)) * decay[config.lr_schedule]
 
 
-def rate_margin(run, progress):
-    """The share of the mask rates that a step leaves out at either end: --rate_margin in the first
-    half of a run, then down to 0 at its end."""
-    return run.rate_margin * min(1.0, 2 * (1 - progress))
-
-
-def draw_batch(run, step, margin, samples):
-    """Texts (B, T), counts of masks (B,), step and samples, on the device. samples (B,): numbers in
-    the step's batch, of all ranks and micro-batches. After this there is no host sync."""
-    x0, lengths = run.corpus.batch(run.sequences(step) + samples)
-    x0 = run.objective.texts(x0, step, samples)
-    counts = run.objective.mask_counts(step, margin, samples, lengths)
-    return x0, *(to_device(x, x0.device) for x in (counts, torch.tensor(step), samples))
-
-
-def compute_gradients(run, step, margin):
-    """Accumulate the gradients of this rank's micro-batches of a step; returns their loss."""
-    n = run.config.gradient_accumulation_steps
-    loss = 0
-    for k in range(n):
-        samples = torch.arange(run.micro_batch) + (run.rank * n + k) * run.micro_batch
-        numerics.seed_device(run.device, "dropout", run.config.seed, step, run.rank, k)
-        drawn = draw_batch(run, step, margin, samples)
-        run.exchange(k == n - 1)  # only the last backward sums gradients over ranks
-        loss = loss + run.call(backward, run, *drawn)
-    return loss
-
-
-def backward(run, x0, counts, step, samples):
-    """Add the gradients of a micro-batch from draw_batch; returns what it adds to the loss."""
-    with run.autocast():
-        batch = run.objective.batch(run.model.ops, x0, counts, step, samples)
-        loss = run.objective.loss(run.network, batch) / run.config.gradient_accumulation_steps
-    loss.backward()
-    return loss.detach()
-
-
-def clip(run):
-    """Scale the gradients down to a norm of --grad_clip at most; returns the norm before that."""
-    return clip_gradients(list(run.model.parameters()), run.config.grad_clip, run.scale_gradients)
+def margin_scale(progress):
+    """--rate_margin is whole in the first half of a run, then goes down to 0 at its end."""
+    return min(1.0, 2 * (1 - progress))
 
 
 def train_step(run, step, progress):
-    """One optimizer step; its loss and gradient norm go to run.pending."""
+    """One optimizer step; its loss and gradient norm wait in run.losses."""
     set_rates(run, step, lr_scale(run.config, step, progress))
-    loss = compute_gradients(run, step, rate_margin(run, progress))
-    norm = run.call(clip, run)
-    run.pending[step] = torch.stack((loss, norm))
+    loss = compute_gradients(run, step, margin_scale(progress))
+    norm = run.engine.call(clip, run)
+    run.losses.pending[step] = torch.stack((loss, norm))
     if not devices.is_async(run.device):
         check_finite(run)  # before the update; a GPU's numbers are read before they are saved
-    run.call(update, run)
-
-
-def check_finite(run):
-    """Read the queued losses, averaged over ranks; UserError for NaN or inf on any rank."""
-    if run.pending:
-        values = torch.stack([*run.pending.values()]).cpu().double()
-        values = (all_reduce(values) / run.world).tolist()
-        for step, (loss, norm) in zip(run.pending, values, strict=True):
-            if not math.isfinite(loss + norm):
-                what = f"loss {loss}, gradient norm {norm} at step {step}: not kept."
-                raise SharedError(f"{what} {runs.advice(run)}")
-        run.pending.clear()
-        run.loss, run.grad_norm = values[-1]
+    run.engine.call(update, run)
 
 
 # ---- Sampling: the textbook reverse process; sample.py has the good sampler
@@ -785,20 +648,10 @@ def evaluate(
         if ranks.is_late(deadline):
             break
     model.train(was_training)
-    return summary(all_reduce(sums), counts, scored.cpu(), is_exact)
+    return summary(ranks.all_reduce(sums), counts, scored.cpu(), is_exact)
 
 
-# ---- Load (support/training: runs.py saves, checkpoint.py keeps checkpoints intact)
-def select_kernels(name, device, config, dtype=torch.float32):
-    """The ops for --kernels: the one place where a ValueError becomes a UserError."""
-    head_dim = None if config.network else config.n_embd // config.n_head  # None: not our attention
-    shape = (head_dim, dtype, config.objective == "ar", config.block_size)
-    try:
-        return kernels.select(name, device, *shape)
-    except ValueError as e:
-        raise UserError(str(e)) from e
-
-
+# ---- Load (support/training/checkpoint.py keeps checkpoints intact)
 def load(
     path: str | Path | list = "out",
     device: str | torch.device = "cpu",
@@ -823,20 +676,9 @@ def load(
     return ensemble.read_newest(path, read)[1]
 
 
-def read_config(folder):
-    """The Config of a checkpoint; it trusts no code."""
-    path = folder / "config.json"
-    config = Config(**checkpoint.read_settings(path, NAMES) | {"trust_remote_code": False})
-    try:
-        check(config)
-    except UserError as e:
-        raise UserError(f"{path}: {e}") from e
-    return config
-
-
 def load_from(folder, device, kernel, whole, trusted=False):
     """`load` for the folder of an intact checkpoint."""
-    config = dataclasses.replace(read_config(folder), trust_remote_code=trusted)
+    config = dataclasses.replace(run_config.read(Config, folder), trust_remote_code=trusted)
     if whole and config.infill_share:
         config.block_length = 0
     tokenizer = tokenizer_of(folder)
@@ -855,58 +697,18 @@ def load_from(folder, device, kernel, whole, trusted=False):
 class Run:
     """What the steps, reports and checkpoints of a run share."""
 
-    config: object
-    corpus: object
-    model: torch.nn.Module
-    averaged: torch.nn.Module  # the EMA of the weights, evaluated and saved; `model` if --ema=0
+    config: Config
+    corpus: Corpus
+    model: nn.Module
+    averaged: nn.Module  # the EMA of the weights, evaluated and saved; `model` if --ema=0
     optimizers: list
     device: torch.device
-    dtype: torch.dtype  # of matrix products
-    network: torch.nn.Module  # the model as it is trained: compiled, in DDP
-    rank: int = 0
-    world: int = 1
-    average: Callable = average  # updates `averaged`
-    scale_gradients: Callable = scale_gradients  # to clip them
-    exchange: Callable = shards.exchange_nothing  # exchange(now): whether backward sums over ranks
-    call: Callable = call  # or graphs.Recorder.call, which replays CUDA graphs
-    windows: torch.Tensor = None  # (W, T) validation text
-    compiler: object = None  # the second process while it compiles, else None
-    log: Log = None
+    engine: compiling.Engine  # how steps are computed: dtype, ranks, compiled or not
+    losses: Losses = dataclasses.field(default_factory=Losses)
     step: int = 0  # steps done
-    begun: tuple = (0, 0)  # the step that this process began with, the sequences learned before it
-    changed: dict = dataclasses.field(default_factory=dict)  # on --resume: setting -> (old, new)
-    progress: float = 0.0  # from 0 to 1, by steps or by time
-    seconds: float = 0.0  # of the processes that this one resumes
-    ending: float = 0.0  # seconds that the last evaluation and its samples will take
-    evaluating: float = 0.0  # seconds that evaluations on the way have taken
-    per_window: float = 0.0  # seconds to score a window once (0: not yet known)
-    few_windows: int = 0  # windows that evaluations on the way score (0: not yet chosen)
-    tenth: int = None  # tenths of the run done, when pace.must_evaluate last looked
-    saving: float = 0.0  # seconds that the last save took
-    saved: int = -1  # step of the last checkpoint
-    saved_at: float = 0.0  # when that was, by time.monotonic()
-    save_is_due: float = 0.0  # 1: that was long ago (a float, as it is reduced over ranks)
-    finished: bool = False  # whether the last checkpoint is the end of a run
-    pending: dict = dataclasses.field(default_factory=dict)  # step -> (loss, norm), not yet read
-    loss: float = math.nan  # of the last step that was read from `pending`
-    grad_norm: float = math.nan
-    score: dict = dataclasses.field(default_factory=dict)  # the last evaluation, for its checkpoint
-
-    def __post_init__(self):
-        self.new_weight = torch.zeros((), device=self.device)  # of the newest weights, in the EMA
-        self.rate_margin = variants.rate_margin(
-            self.config
-        )  # 0 for variants with rates of their own
-
-    def sequences(self, step):
-        """Sequences learned before a step. (--resume may have changed batch_size.)"""
-        first, before = self.begun
-        return before + (step - first) * self.config.batch_size
-
-    @property
-    def tokens(self):
-        """Tokens of text learned so far, from their mean number in a window (the rest is [END])."""
-        return round(self.sequences(self.step) * self.corpus.mean_size)
+    begins_at: tuple = (0, 0)  # the step that this process began with, the sequences before it
+    log: object = None  # support/training/log.py
+    clock: object = None  # support/training/clock.py
 
     @property
     def objective(self):
@@ -914,17 +716,31 @@ class Run:
 
     @property
     def micro_batch(self):  # sequences of this rank at a time
-        return self.config.batch_size // self.world // self.config.gradient_accumulation_steps
+        n = self.engine.world * self.config.gradient_accumulation_steps
+        return self.config.batch_size // n
 
-    def elapsed(self):
-        return time.monotonic() - self.log.start + self.seconds
+    def sequences(self, step):
+        """Sequences learned before a step. (--resume may have changed batch_size.)"""
+        first, before = self.begins_at
+        return before + (step - first) * self.config.batch_size
+
+    @property
+    def tokens(self):  # of text learned so far; of documents by their mean number in a window
+        return round(self.sequences(self.step) * self.corpus.mean_size)
 
     def autocast(self):
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        dtype = self.engine.dtype
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
 
 
-def make_run(config, corpus, device, dtype, ops, rank=0, world=1, network=None):
-    """A Run with fresh weights, not compiled. network: a pretrained.Network, or None: ours."""
+def make_run(config, corpus, machine, ranks=(0, 1), network=None):
+    """A Run with fresh weights, not compiled.
+
+    machine: (device, dtype, ops). ranks: (this one's number, how many). network: a
+    pretrained.Network, or None: ours
+    """
+    device, dtype, ops = machine
+    rank, world = ranks
     shard_fn = shards.make_shard_fn(config.shard, device, dtype, world)
     texts = (corpus.tokenizer.end_id, corpus.mean_length)
 
@@ -938,36 +754,26 @@ def make_run(config, corpus, device, dtype, ops, rank=0, world=1, network=None):
     model = build()
     averaged = build().eval() if config.ema else model
     optimizers = make_optimizers(model, config, device)
-    return Run(config, corpus, model, averaged, optimizers, device, dtype, model, rank, world)
-
-
-def timed(run, model, windows, passes=1, deadline=math.inf):
-    """What `evaluate` returns, and the seconds that it took to score a window once."""
-    began = time.monotonic()
-    with run.autocast():
-        r = evaluate(model, windows, passes, batch_size=run.micro_batch, deadline=deadline)
-    return r, max(1e-6, (time.monotonic() - began) / (r["passes"] * r["windows"]))
+    engine = compiling.Engine(model, dtype, torch.zeros((), device=device), rank, world)
+    return Run(config, corpus, model, averaged, optimizers, device, engine)
 
 
 def report(run, is_last=False):
     """Evaluate the averaged and the raw weights, log the result and show samples."""
     check_finite(run)
-    # Eager: compile nothing for these shapes.
-    with pace.counted(run), torch.compiler.set_stance("force_eager"):
-        if pace.is_unmeasured(run):
-            for _ in range(2):  # the first is slow
-                _, run.per_window = timed(run, run.model, run.windows[: run.micro_batch])
-        plan = pace.plan(run, is_last)
-        r, seconds = timed(run, run.averaged, plan.windows, plan.passes, plan.scored_until)
-        raw = r
-        if run.averaged is not run.model:
-            raw, seconds = timed(run, run.model, plan.windows, 1, plan.scored_until)
-        calls = pace.note(run, plan, r[run.objective.metric], seconds)
+    with run.clock.evaluate(run, is_last) as budget:
+        settings = dict(batch_size=run.micro_batch, deadline=budget.scored_until)
+        with run.autocast():
+            r = evaluate(run.averaged, budget.windows, budget.passes, **settings)
+            raw = r
+            if run.averaged is not run.model:
+                raw = evaluate(run.model, budget.windows, **settings)
+        calls = run.clock.preview_calls(run, budget, r, raw)
         if is_last and ranks.is_late(math.inf):
             return  # cut short by a signal: --resume evaluates again
         run.log.evaluation(run, r, raw, is_last)
         # All ranks, where they share a model, as each of its calls needs them.
-        if (run.rank == 0 or run.config.shard) and run.step and calls:
+        if (run.engine.rank == 0 or run.config.shard) and run.step and calls:
             show_samples(run, calls)
 
 
@@ -983,185 +789,43 @@ def show_samples(run, calls):
     run.log.samples(run, x)
 
 
-def save(run, finished=False):
-    """Write a checkpoint, of numbers that are known to be finite."""
-    check_finite(run)
-    runs.save(run, finished)
-
-
-def make_config(given, folder, world):
-    """The Config of the given flags, and {setting: (old, new)} of what they change.
-
-    folder: the checkpoint to resume from, or None for a new run.
-    """
-    changed = {}
-    old = None
-    if folder:
-        old = read_config(folder)
-        config, changed = runs.resumed(old, given, folder, RESUMABLE)
-    else:
-        config = new_config(given)
-        runs.check_source(config, given)
-    check(config, world)
-    asked = {k: v for k, v in given.items() if v and v != getattr(old or Config, k)}
-    settings.check_idle(asked, idle_flags(config))
-    shards.check(config.shard, world)
-    runs.check_unused(given, Path(config.out_dir))
-    trackers.check(config)
-    return config, changed
-
-
-def open_run(given, world):
-    """Find or claim the folder of a run: (Config, checkpoint to resume from or None, changes)."""
-    given, folder = runs.find_run(given)
-    if not folder and "data" not in given:
-        with ranks.all_ranks():  # refuses wrong flags before anything is downloaded
-            make_config(given, folder, world)
-        given = given | {"data": ranks.ask_first_rank(sources.default_data)}
-    with ranks.all_ranks():
-        config, changed = make_config(given, folder, world)
-    runs.check_ranks(config)
-    with ranks.all_ranks():
-        if ranks.is_first_rank():
-            runs.claim(config, folder)
-    return config, folder, changed
-
-
-def open_data(config, folder, device, source, network=None):
-    """The Corpus of config.data: a folder of ids as it is; all else is prepared in out_dir/data.
-
-    Other data there is replaced only after the new one, with the tokenizer of `source` (what
-    --init_from names, or None), has proved usable. folder: the checkpoint to resume from, or None.
-    """
-    if source:
-        runs.check_network(config, source)
-    data = runs.data_folder(config)
-    with ranks.all_ranks():
-        first = ranks.is_first_rank() and not sources.is_ids(config.data)
-        if first and not runs.is_prepared(config, folder):
-            with files.replacing(data) as new:
-                prepare(config, new, source and source[1], network)
-                with runs.explain_data(folder):
-                    corpus = Corpus(new, config, torch.device("cpu"))
-                runs.check_identity(config, corpus.identity, folder)
-                del corpus  # it maps files that are renamed now
-    with ranks.all_ranks():
-        with runs.explain_data(folder):
-            corpus = Corpus(data, config, device)
-        pretrained.fit(network, corpus.tokenizer, corpus)
-        runs.check_identity(config, corpus.identity, folder)
-    runs.check_ranks_data(config, corpus.identity)
-    if sources.is_ids(config.data) and not folder and ranks.is_first_rank():
-        sources.say_left_out(data)
-    return corpus
-
-
-def should_compile(run, folder):
-    """Whether to compile the network; where that depends on its speed, measures a step."""
-    seconds = checkpoint.read_state(folder)["seconds"] if folder else 0.0
-    answer = compiling.should_compile(run, can_compile(run.device), seconds)
-    if answer is not None:
-        return answer
-    for _ in range(2):  # the first is slow
-        began = time.monotonic()
-        compute_gradients(run, 0, 0.0)
-    run.model.zero_grad()
-    return compiling.is_long(run.config.max_steps * (time.monotonic() - began))
-
-
-def compile_run(run, folder):
-    """Compile the network if that pays; says what is trained, and with what."""
-    compiled = should_compile(run, folder)
-    run.log.describe(run, folder, compiled)
-    if compiling.compile_network(run, compiled, in_background=True):
-        run.log.say(f"compiling, {compiling.TAKES} (--compile=off starts at once)")
-        compute_gradients(run, 0, 0.0)  # the first call compiles: here, not in the first step
-        run.model.zero_grad()
-
-
-def setup(given, start):
-    """Everything before the loop: the Run of the given flags."""
-    rank, world, local_rank = ranks.join_ranks(given)
-    config, folder, changed = open_run(given, world)
-    with ranks.all_ranks():
-        device = devices.use_device(config.device, local_rank, world)
-        dtype = devices.pick_dtype(config.dtype, device)
-        ops = select_kernels(config.kernels, device, config, dtype)
-    log = Log(config, start, silent=rank > 0)
-    source = None
-    with ranks.all_ranks():
-        network = pretrained.open_network(config, folder)
-        if config.init_from and not folder and not pretrained.has_weights(network):
-            source = load(config.init_from, trust_remote_code=config.trust_remote_code)
-    log.say("reading the data")
-    corpus = open_data(config, folder, device, source, network)
-    run = make_run(config, corpus, device, dtype, ops, rank, world, network)
-    run.log = log
-    run.changed = changed
-    run.windows = corpus.windows(config.eval_windows)
-    runs.load_weights(run, source)
-    with memory_needs.explained(run):
-        compile_run(run, folder)
-        runs.begin(run, folder)
-        if not folder:
-            report(run)
-    return run
-
-
 def train(given, start):
     """Train with the given flags, a dict of Config fields; returns the exit code."""
-    run = setup(given, start)
-    config = run.config
-    interrupt = signals.Interrupt()  # installed late: before the first step Ctrl-C may simply exit
-    with memory_needs.explained(run), run.log.progress(run) as show_progress:
-        while True:
-            compiling.use_compiled(run)  # once the second process, if there is one, is done
-            stop = pace.update_progress(run, interrupt)
-            show_progress()
-            if stop or run.progress >= 1:
-                break
-            train_step(run, run.step, run.progress)
-            run.step += 1
-            # Once in a while: a record in the log; an evaluation; a checkpoint.
-            if run.step % config.log_interval == 0:
-                check_finite(run)
-                scale = lr_scale(config, run.step - 1, run.progress)
-                margin = rate_margin(run, run.progress)
-                run.log.training(run, scale, margin, devices.flops_per_token(run.model))
-            if pace.must_evaluate(run):
-                report(run)
-                save(run)
-            elif run.save_is_due:
-                save(run)
-    with memory_needs.explained(run):
-        stop = finish(run, stop, interrupt)
-    run.log.close()
-    ranks.leave_ranks()
-    return 128 + stop if stop else 0  # as a shell reports the signal
+    with session.open(Config, given, start) as here:
+        # The data, and the weights to start from, if there are any.
+        config = here.config
+        network, source = here.open_source(load)
+        corpus = open_corpus(here.open_data(network, source), config, here.machine[0])
+        run = make_run(config, corpus, here.machine, here.ranks, network)
+        here.begin(run, source)
+        log, clock = run.log, run.clock
+        if compiling.prepare_engine(run):  # then its first call compiles: not in the first step
+            compute_gradients(run, run.step, 0.0)
+            run.model.zero_grad()
+        if not here.resumed_from:
+            report(run)
 
+        with log.progress(run) as show_progress:
+            while clock.goes_on(run.step):  # not over, and no signal came
+                train_step(run, run.step, clock.progress)
+                run.step += 1
+                show_progress()
+                compiling.use_compiled(run)  # once a second process has compiled the network
+                # Once in a while: a record in the log; an evaluation; a checkpoint.
+                if run.step % config.log_interval == 0:
+                    check_finite(run)
+                    scale = lr_scale(config, run.step - 1, clock.progress)
+                    log.training(run, scale, margin_scale(clock.progress))
+                if clock.must_evaluate(run.step):
+                    report(run)
+                    session.save(run)
+                elif clock.must_save:
+                    session.save(run)
 
-def finish(run, stop, interrupt):
-    """The end: an evaluation and a save of the same step; an interrupted run is only saved.
-
-    Returns the signal that interrupted it, or 0: in the evaluation too, as that may take long.
-    """
-    if not (stop or (run.finished and run.saved == run.step)):
-        pace.check_steps(run)
-        with ranks.stopped_by(interrupt):
+        # The end is an evaluation and a save of the same step; an interrupted run is only saved.
+        if not clock.signal and not here.has_ended:
             report(run, is_last=True)
-            stop = pace.update_progress(run, interrupt)
-    if stop:
-        if run.saved != run.step:
-            save(run)
-        run.log.stopped(run)
-    elif run.finished and run.saved == run.step:
-        run.log.ended(run)
-    else:
-        save(run, finished=True)
-        if run.rank == 0:
-            plots.try_to_draw(plots.plot_losses, run.log.path.with_name("loss.png"))
-        run.log.done(run)
-    return stop
+        return here.end(run)
 
 
 def main(argv, start=None):
@@ -1169,9 +833,8 @@ def main(argv, start=None):
 
     start: time.monotonic() from which --time_limit and the log's seconds count (None: now)
     """
-    start = time.monotonic() if start is None else start
-    with scope.of_a_run():  # of the process: its caller in Python finds it as it was
-        return train(parse_args(argv), start)
+    given = run_config.parse(Config, argv, __doc__)
+    return train(given, time.monotonic() if start is None else start)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import torch
 
+from support import kernels
 from support.abilities import is_causal
 from support.errors import UserError
 from support.settings import shown
@@ -63,6 +64,16 @@ def pick_dtype(name, device):
     elif device.type == "cuda":  # since Ampere (sm_80)
         fast = torch.cuda.get_device_capability(device)[0] >= 8
     return torch.bfloat16 if fast else torch.float32
+
+
+def select_kernels(name, device, config, dtype=torch.float32):
+    """Return the ops for --kernels: a ValueError of kernels.select becomes a UserError."""
+    head_dim = None if config.network else config.n_embd // config.n_head  # None: not our attention
+    shape = (head_dim, dtype, config.objective == "ar", config.block_size)
+    try:
+        return kernels.select(name, device, *shape)
+    except ValueError as e:
+        raise UserError(str(e)) from e
 
 
 # ---- FLOP/s

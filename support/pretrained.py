@@ -38,6 +38,7 @@ from safetensors import safe_open
 
 from support import files, lora, parts, remote_code
 from support.chat import ChatTemplate
+from support.data import sources
 from support.data.tokenizer import describe
 from support.environment import optional
 from support.errors import UserError
@@ -196,10 +197,10 @@ class Network:
             raise UserError(f"{where} has no token for [MASK] ({', '.join(names)}); {fix}")
         return own
 
-    def check_data(self, corpus):
+    def check_data(self, arrays):
         """Raise UserError for ids that have an encoder's own [MASK] in them."""
-        for ids in (corpus.train, corpus.val):
-            if any((piece == self.mask_id).any() for piece in ids.split(1 << 24)):
+        for piece in sources.slices_of(arrays):
+            if (piece == self.mask_id).any():
                 fix = "remove it from the data"
                 raise UserError(f"the data have the id {self.mask_id}, which is [MASK]; {fix}")
 
@@ -968,13 +969,13 @@ def open_network(config, folder):
     return network
 
 
-def fit(network, tokenizer, corpus=None):
-    """Fit a Network, or None, to a tokenizer and check the ids of a Corpus; see Network.fit."""
+def fit(network, tokenizer, arrays=None):
+    """Fit a Network, or None, to a tokenizer and check arrays of ids; see Network.fit."""
     if network is None:
         return
     network.fit(tokenizer)
-    if corpus is not None and network.mask_id < tokenizer.vocab_size:
-        network.check_data(corpus)
+    if arrays is not None and network.mask_id < tokenizer.vocab_size:
+        network.check_data(arrays)
 
 
 def chat_template(network, tokenizer):

@@ -203,18 +203,27 @@ def stopped_by(interrupt):
 
 
 # ---- Errors of one rank, raised on all
-@contextlib.contextmanager
-def all_ranks():
-    """Context manager: a UserError that one rank raises inside is raised on all ranks.
+def together(do):
+    """Call do() on each rank and return its result; a UserError of one is raised on all ranks.
 
-    All ranks must enter it. The first rank prints the message of the first rank that failed.
+    This is a vote. Inside, no other one may be taken, nor may ranks exchange anything else: a rank
+    that has failed would not take part. The first rank prints the message of the first that failed.
     """
-    error = None
+    result = error = None
     try:
-        yield
+        result = do()
     except UserError as e:
         error = e
     raise_together(error)
+    return result
+
+
+def first(do):
+    """Call do() on the first rank while the others wait; all get its result, or its UserError."""
+    result = [together(lambda: do() if is_first_rank() else None)]
+    if CONTROL:
+        distributed.broadcast_object_list(result, 0, CONTROL)
+    return result[0]
 
 
 def raise_together(error):
@@ -240,12 +249,6 @@ def raise_together(error):
     raise SharedError(f"rank {failed}: {message[0]}" if failed else message[0])
 
 
-def on_all_ranks(do):
-    """Call do() on each rank and return its result; a UserError of one is raised on all ranks."""
-    with all_ranks():
-        return do()
-
-
 def check_equal(value, sentence):
     """Raise SharedError with this sentence on all ranks unless they all have the same `value`."""
     # float64 holds integers below 2^53 exactly.
@@ -254,26 +257,3 @@ def check_equal(value, sentence):
     high = all_reduce(mine.clone(), "MAX")
     if low != high:
         raise SharedError(sentence)
-
-
-def on_first_rank(do):
-    """Call do() on the first rank while the others wait; its UserError is raised on all ranks."""
-    with all_ranks():
-        if is_first_rank():
-            do()
-
-
-def ask_first_rank(question, *args):
-    """Call question(*args) on the first rank, and return the answer on all ranks.
-
-    Its UserError is raised on all ranks.
-    """
-    answer = [None]
-
-    def ask():
-        answer[0] = question(*args)
-
-    on_first_rank(ask)
-    if CONTROL:
-        distributed.broadcast_object_list(answer, 0, CONTROL)
-    return answer[0]

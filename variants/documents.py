@@ -7,6 +7,10 @@ only text is predicted and scored.
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from support.data import windows
+from support.devices import to_device
 from support.kernels.reference import document_spans
 from support.settings import Text
 from support.view import Batch, masked_rows
@@ -37,6 +41,51 @@ class DocumentSettings:
     pack: bool = True  # put several documents of given lengths into a window
 
 
+def corpus_of_documents(Corpus):
+    """The class of corpora with an [END] in their vocabulary, from that of plain text.
+
+    Windows start at a document, or T tokens further in a long one, and are filled up with [END];
+    with --pack a window of training holds as many documents as there is room for. Which [END] are
+    learned: of given lengths none; with --objective=ar the one that ends a document; of predicted
+    lengths that one and all that fill up the window.
+    """
+
+    class DocumentCorpus(Corpus):
+        has_documents = True
+
+        def cut(self, ids, config):
+            end_id = ids.tokenizer.end_id
+            self.n_documents = windows.count_documents(ids.arrays[0], end_id, config.prompt_column)
+            # Three rows (W,): where windows start, how many tokens each takes, how many are learned
+            train, val = (windows.cut_windows(array, config, end_id) for array in ids.arrays)
+            self.length_counts = windows.count_lengths(*train, self.T)
+            if config.pack and config.document_length == "given" and config.objective == "mdlm":
+                train = windows.pack_windows(*train, self.T)
+            self.mean_size = train[1].double().mean().item()
+            self.mean_length = train[2].double().mean().item()
+            self.windows_of = {"train": train, "val": val}
+            self.W = len(train[0])
+            self.n_offsets = 0
+            scored = int(val[2].sum())
+            if ids.meta.get("characters") and not config.prompt_column:
+                self.chars_per_token = ids.meta["characters"][1] / scored
+
+        def count_windows(self, limit=0):
+            W = len(self.windows_of["val"][0])
+            return min(limit or W, W)
+
+        def take(self, part, windows, offsets):
+            starts, sizes, learned = (row[windows].long() for row in self.windows_of[part])
+            ids = self.ids[part]
+            begin, size = to_device(torch.stack((starts, sizes)), ids.device)[:, :, None]  # (B, 1)
+            at = torch.arange(self.T, device=ids.device)
+            x = ids[(begin + at).clamp(max=len(ids) - 1)].long()
+            return to_device(torch.where(at < size, x, self.tokenizer.end_id), self.device), learned
+
+    return DocumentCorpus
+
+
+# ---- Documents of given lengths
 def view_of_documents(view, end_id, restart_positions):
     """A View of windows of several documents: each sees itself alone.
 

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import itertools
 import json
 import math
 import mmap
@@ -12,10 +11,9 @@ import threading
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-import torch
 
 from support import files
 from support.data import records
@@ -253,6 +251,17 @@ def patterns_entropy(length=64, periods=(2, 4)):
     return -total / length
 
 
+# What --data=patterns implies. Most of its entropy is in the symbols that are written first, at
+# high mask rates: cosine draws more of those.
+PATTERNS = dict(block_size=64, rates="cosine", eval_windows=1000, tokenizer="char", vocab_size=0)
+PATTERNS |= dict(lr_schedule="cosine", learning_rate=0.03, batch_size=32, attention_every=1)
+
+
+def implied(given):
+    """The settings that the --data of a new run implies."""
+    return PATTERNS if given.get("data") == "patterns" else {}
+
+
 def write_patterns(folder, config):
     """Write a folder of ids with 100,000 patterns of config.block_size; nine tenths train."""
     length, _ = kind = (config.block_size, parse_periods(config.periods))
@@ -307,12 +316,27 @@ def listing_of(folder):
     return zlib.crc32(repr(sorted(rows)).encode())
 
 
+class Ids(NamedTuple):
+    """The tokens of a folder of ids."""
+
+    meta: dict  # of meta.json
+    arrays: list  # [train, val], memory-mapped
+    tokenizer: Tokenizer
+    identity: dict  # what --resume compares
+
+
+def of_config(folder, config):
+    """The Ids in a folder, as the settings of a run say; see open_ids."""
+    stated = (end_id_of(config), config.bin_dtype)
+    return open_ids(folder, config.block_size, config.vocab_size, *stated)
+
+
 def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
-    """A folder of ids -> (meta.json as a dict, [train, val] memory-mapped, tokenizer, identity).
+    """The Ids in a folder, ours or one in nanoGPT's format.
 
     nanoGPT's have no JSON files: ids are shown as numbers; V = 0: up to the largest; a document
     ends with end_id (-1: there are none). A tokenizer.json of the tokenizers library shows text.
-    bin_dtype: the width that a user states. identity: what --resume compares. Raises UserError for
+    bin_dtype: the width that a user states. Raises UserError for
     ids out of range, and files that are missing, damaged, of another width, or shorter than T.
     """
     folder = Path(folder)
@@ -353,7 +377,7 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
         raise UserError(f"{folder} is damaged: its data do not have the checksum noted; {fix}")
     # PyTorch indexes few kinds of unsigned numbers; below V all of them are positive.
     arrays = [ids.view(np.int32) if ids.dtype == np.uint32 else ids for ids in arrays]
-    return meta, arrays, tokenizer, dict(data=checksum, dtype=dtype.name)
+    return Ids(meta, arrays, tokenizer, dict(data=checksum, dtype=dtype.name))
 
 
 def dtype_of(meta, bin_dtype):
@@ -368,12 +392,6 @@ def check_end(path, ids, end_id):
     if not any((piece == end_id).any() for piece in slices_of([ids])):
         fix = "give the id that ends documents, or leave --end out"
         raise UserError(f"{path} has no id {end_id}, which ends a document; {fix}")
-
-
-def count_documents(ids, end_id, prompt_column):
-    """How many documents there are in ids (n,), where end_id ends each, and each prompt too."""
-    ends = sum(int((piece == end_id).sum()) for piece in slices_of([ids]))
-    return ends // 2 if prompt_column else ends + int(ids[-1] != end_id)
 
 
 def tokenizer_of_ids(path, V, end_id, is_ours):
@@ -429,65 +447,3 @@ def slices_of(arrays):
             yield array[i : i + PIECE]
             with contextlib.suppress(AttributeError):  # no memory map, or not on Linux
                 array._mmap.madvise(mmap.MADV_DONTNEED)
-
-
-def cut_windows(ids, config, end_id):
-    """(W,) int64: where windows start, how many tokens they take, how many of these are learned.
-
-    Without an end_id they follow each other. Else they start at each document, and every T tokens
-    in a longer one. Learned is the text; with --objective=ar its [END]; of predicted lengths all.
-    """
-    T = config.block_size
-    if end_id is None:
-        starts = torch.arange(len(ids) // T) * T
-        return starts, *torch.tensor(T).expand(2, len(starts))
-    ends = [np.zeros(0, np.int64)]
-    for i, piece in zip(itertools.count(0, PIECE), slices_of([ids])):
-        ends.append(i + 1 + (piece == end_id).nonzero()[0])
-    ends = np.concatenate(ends)
-    prompts = ends[::2]
-    if config.prompt_column:
-        ends = ends[1::2]
-    edges = np.unique(np.concatenate([[0], ends, [len(ids)]]))
-    windows = -(-np.diff(edges) // T)  # windows in each document, rounded up
-    last = windows.cumsum() - 1  # the number of its last one
-    sizes = np.full(windows.sum(), T, np.int32)
-    sizes[last] = np.diff(edges) - (windows - 1) * T
-    starts = sizes.cumsum(dtype=np.int32 if len(ids) + T < 1 << 31 else np.int64)
-    starts -= sizes
-    learned = np.full_like(sizes, T)
-    if config.document_length == "given":
-        learned = sizes.copy()
-    if config.document_length == "given" and config.objective == "mdlm":
-        learned[last] -= 1
-        learned[-1] += ids[-1] != end_id  # the last document may be cut off
-    if config.prompt_column:
-        if (windows > 1).any():
-            longest = f"a prompt and its answer take {np.diff(edges).max()} tokens"
-            raise UserError(f"{longest}, more than --block_size={T}; shorten them or raise it")
-        learned = (T - (prompts - edges[:-1])).astype(np.int32)
-    if not learned.any():
-        raise UserError("there is no text but the ends of its documents, or no answer; give some")
-    some = slice(None) if learned.all() else learned > 0
-    return [torch.from_numpy(each[some]) for each in (starts, sizes, learned)]
-
-
-def count_lengths(starts, sizes, learned, T):
-    """(T + 1,) how many texts there are of each length, those above T counted as T."""
-    goes_on = (starts[1:] == starts[:-1] + T) & (learned[:-1] == T)
-    return torch.cat((learned[:1], learned[1:][~goes_on])).bincount(minlength=T + 1)
-
-
-def pack_windows(starts, sizes, learned, T):
-    """The windows of documents, as many neighbours in one as fit into T tokens."""
-    starts, sizes, learned = (each.numpy() for each in (starts, sizes, learned))
-    end = np.searchsorted(starts + sizes, starts + T, side="right")  # of each, the first too many
-    n = i = 0
-    while i < len(end):
-        end[n] = i = end[i]
-        n += 1
-    end = end[:n].copy()
-    first = np.concatenate([[0], end[:-1]])
-    begin = starts[first]
-    sizes = starts[end - 1] + sizes[end - 1] - begin
-    return [torch.from_numpy(each) for each in (begin, sizes, np.add.reduceat(learned, first))]

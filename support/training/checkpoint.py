@@ -6,6 +6,7 @@ the last two are kept. Weights are safetensors and the rest is JSON: nothing is 
 """
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import json
@@ -87,6 +88,14 @@ def write_checkpoint(out_dir, name, contents, score=None):
         files.sync(out_dir)
         remove_all_but_two(final)
     return final
+
+
+def describing(config, tokenizer, model):
+    """The files of a checkpoint that say what its weights are, name -> bytes."""
+    content = dict(format="mdlm", version=1, config=dataclasses.asdict(config))
+    contents = {"config.json": json.dumps(content, indent=1).encode()}
+    contents["tokenizer.json"] = tokenizer.to_file().encode()
+    return contents | (model.network.files() if config.network else {})
 
 
 def remove_all_but_two(final):

@@ -6,56 +6,86 @@ import math
 import multiprocessing
 import signal
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from support import ranks
-from support.settings import NO_LIMIT
+from support.devices import flops_per_token
+from support.kernels.launch import can_compile
 from support.terminal import warn
 from support.training import graphs, shards
-from support.training.optimizers import average_to_compile, scale_gradients, update
+from support.training.optimizers import average, average_to_compile, scale_gradients, update
 
 TAKES = "about 20 s"  # how long compiling takes on a CPU, for messages
 LONG = 120  # seconds: shorter runs on a CPU are not compiled with --compile=auto
+SPEED = 1e11  # FLOP/s of a CPU, roughly: by these a run of steps is short or long
 # fallback_random: Inductor's own random numbers make dropout slow on a CPU.
 # vec_isa_ok: assume that the compiler supports AVX instead of compiling a test program to find out.
 OPTIONS = {"fallback_random": True, "cpp.vec_isa_ok": True}
+
+
+def call(function, run, *tensors):
+    """Call a function of a step; graphs.Recorder.call replays it on a GPU instead."""
+    return function(run, *tensors)
+
+
+@dataclass
+class Engine:
+    """How the steps of a run are computed; the defaults are eager, for one rank."""
+
+    network: torch.nn.Module  # the model as it is trained: compiled, in DDP
+    dtype: torch.dtype  # of matrix products
+    new_weight: torch.Tensor  # () of the newest weights in the averaged ones
+    rank: int = 0
+    world: int = 1
+    call: Callable = call
+    exchange: Callable = shards.exchange_nothing  # exchange(now): whether backward sums over ranks
+    average: Callable = average  # updates the averaged weights
+    scale_gradients: Callable = scale_gradients  # to clip them
+    compiler: Any = None  # the second process while it compiles, else None
 
 
 # ---- Whether to compile
 def should_compile(run, able, seconds=0.0):
     """Whether to use torch.compile, as --compile says; auto: on a GPU, or if the run is long.
 
-    able: whether this rank has a compiler; seconds: that the run which is resumed has taken.
-    Returns None if that depends on the time of a step, which the caller must measure (see is_long).
+    able: whether this rank has a compiler; seconds: that the run which is resumed has taken. It
+    follows from the settings, as compiled steps differ in their last bits.
     """
-    asked = run.config.compile
+    config = run.config
     able = ranks.all_reduce(torch.tensor(float(able)), "MIN").item() > 0  # on all ranks
-    if asked == "on" and not able and sys.platform == "linux":
+    if config.compile == "on" and not able and sys.platform == "linux":
         warn("--compile=on needs Triton, a C++ compiler and Python's headers; running without it")
         return False
-    if asked != "auto" or not able:
-        return asked == "on"
+    if config.compile != "auto" or not able:
+        return config.compile == "on"
     if run.device.type == "cuda":
         return True
-    limit = run.config.time_limit - seconds if run.config.time_limit else math.inf  # is left
-    if run.config.max_steps < NO_LIMIT and limit >= LONG:  # the steps may end the run earlier
-        return None
-    return is_long(limit)
-
-
-def is_long(seconds):
-    """Whether a run of this many seconds is worth compiling; the slowest rank decides."""
-    return ranks.all_reduce(torch.tensor(seconds), "MAX").item() >= LONG
+    left = config.time_limit - seconds if config.time_limit else math.inf
+    tokens = (config.max_steps - run.step) * config.batch_size * config.block_size
+    return min(left, tokens * flops_per_token(run.model) / SPEED) >= LONG
 
 
 # ---- What is compiled
+def prepare_engine(run, in_background=True):
+    """Compile the network of a run if that pays; returns whether its next call compiles it in this
+    process, which takes a while."""
+    compiled = should_compile(run, can_compile(run.device), run.clock.seconds)
+    run.log.describe(run, compiled)
+    begins = compile_network(run, compiled, in_background)
+    if begins:
+        run.log.say(f"compiling, {TAKES} (--compile=off starts at once)")
+    return begins
+
+
 def compile_network(run, compiled, in_background=False):
     """Prepare a run to train: compile its network, wrap it in DDP, record its steps.
 
-    Sets run.network and, where they are not the defaults, run.average, run.scale_gradients,
-    run.exchange and run.call.
+    Changes run.engine.
 
     compiled: whether to use torch.compile; run.config keeps the answer
     in_background: whether compiling may happen in a second process while training begins with the
@@ -65,38 +95,39 @@ def compile_network(run, compiled, in_background=False):
     Returns whether the next call of the network compiles it in this process, which takes a while.
     """
     config = run.config
+    engine = run.engine
     # What "auto" has become, for the log and the checkpoint.
     config.compile = "on" if compiled else "off"
-    config.dtype = str(run.dtype).removeprefix("torch.")
+    config.dtype = str(engine.dtype).removeprefix("torch.")
     # A second process imports the main program. That must be mdlm.py, not a Python caller's script.
     is_program = type(run.model).__module__ == "__main__"
-    can_spawn = run.world == 1 and not config.shard and is_program
+    can_spawn = engine.world == 1 and not config.shard and is_program
     if config.recompute:
         for layer in run.model.layers:
             layer.forward = functools.partial(recomputed, layer.forward, use_reentrant=False)
     if compiled and (run.device.type == "cpu" or config.shard):
         if in_background and config.time_limit and can_spawn:
             run.log.say(f"compiling in a second process, {TAKES}; training begins without it")
-            run.compiler = start_compiler(run)
+            engine.compiler = start_compiler(run)
             return False
         compile_layers(run.model.layers)
     elif compiled and config.network:
         compile_layers(run.model.layers)  # what is around them is not made to be compiled
     elif compiled:
-        run.network = torch.compile(run.model)
+        engine.network = torch.compile(run.model)
         # The following are compiled too: eager, they launch a kernel for each parameter.
-        run.average = torch.compile(average_to_compile)
-        run.scale_gradients = torch.compile(scale_gradients)
+        engine.average = torch.compile(average_to_compile)
+        engine.scale_gradients = torch.compile(scale_gradients)
         if config.optimizer == "muon":
             run.optimizers[0].compile()
-    if run.world > 1 and not config.shard:
-        run.network = torch.nn.parallel.DistributedDataParallel(
-            run.network,
+    if engine.world > 1 and not config.shard:
+        engine.network = torch.nn.parallel.DistributedDataParallel(
+            engine.network,
             broadcast_buffers=False,  # they are equal: tables
         )
-    run.exchange = shards.exchanger(run.network)
+    engine.exchange = shards.exchanger(engine.network)
     if graphs.can_record(run, compiled):
-        run.call = graphs.Recorder(last=update).call
+        engine.call = graphs.Recorder(last=update).call
     return compiled
 
 
@@ -125,7 +156,7 @@ def start_compiler(run):
     """
     shape = (run.micro_batch, run.config.block_size)
     model = copy.deepcopy(run.model).to("meta")  # no weights, so nothing has to be sent
-    args = (model, shape, run.dtype, torch.get_num_threads())
+    args = (model, shape, run.engine.dtype, torch.get_num_threads())
     spawn = multiprocessing.get_context("spawn")
     process = spawn.Process(target=fill_cache, args=args, daemon=True)
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the run itself handles Ctrl-C
@@ -162,9 +193,9 @@ def use_compiled(run):
 
     Called before each step; does nothing until then, and after that.
     """
-    if run.compiler and not run.compiler.is_alive():
-        compiler = run.compiler
-        run.compiler = None
+    compiler = run.engine.compiler
+    if compiler and not compiler.is_alive():
+        run.engine.compiler = None
         torch.set_num_threads(compiler.threads)
         if compiler.exitcode:
             failed = f"the process that compiles failed (exit code {compiler.exitcode})"

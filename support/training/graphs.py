@@ -3,8 +3,8 @@
 A GPU computes the kernels of a small model faster than Python launches them: with preset gpu it was
 idle for more than half of the time (results/hopper.md). All shapes of a step are static, and what
 changes from step to step (learning rates, the number of the step, its texts) is in tensors. So the
-kernels can be recorded once, as graphs, and replayed: one graph for each function that run.call
-calls in a step (mdlm.py: backward, clip, update).
+kernels can be recorded once, as graphs, and replayed: one graph for each function that
+run.engine.call calls in a step (mdlm.py: backward, clip, update).
 """
 
 import gc
@@ -22,7 +22,7 @@ def can_record(run, compiled):
     Nor are steps recorded that differ in more than numbers (objective.steps_are_alike).
     """
     config = run.config
-    alone = run.world == 1 and not config.shard and config.gradient_accumulation_steps == 1
+    alone = run.engine.world == 1 and not config.shard and config.gradient_accumulation_steps == 1
     is_whole = compiled and not config.network  # of networks of others only the layers are compiled
     return is_whole and alone and run.device.type == "cuda" and run.objective.steps_are_alike
 

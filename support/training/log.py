@@ -9,33 +9,32 @@ from pathlib import Path
 import torch
 
 from support import abilities, environment, lora, ranks
-from support.devices import peak_flops
+from support.devices import flops_per_token, peak_flops
 from support.files import write_atomically, writing
 from support.settings import NO_LIMIT
 from support.terminal import escaped, silence_stdout
-from support.training import shards, trackers
+from support.training import scores, shards, trackers
 from support.training.progress import Progress
 
 
 class Log:
     """Writes log.jsonl and the messages of a run. Only the first rank writes and prints.
 
-    config: the run's Config. start: time.monotonic() when the process began. silent: whether to
-    print nothing (True on all ranks but the first).
+    config: the run's Config. silent: whether to print nothing (True on all ranks but the first).
     """
 
-    def __init__(self, config, start, silent):
-        self.start = start
+    def __init__(self, config, silent):
         self.silent = silent
         self.path = Path(config.out_dir) / "log.jsonl"
         self.last = (0, 0.0)  # tokens and time.monotonic() of the last training record
         self.shown = None  # the Progress, while the run trains
-        self.tracker = trackers.Tracker()  # of --log
+        self.tracker = trackers.Tracker()  # of --tracker
+        self.score = {}  # the last evaluation, for its checkpoint
 
     # ---- log.jsonl
     def begin(self, step):
         """Remove the records after the step that the run resumes from; -1 removes all."""
-        ranks.on_first_rank(lambda: self.keep(step))
+        ranks.first(lambda: self.keep(step))
 
     def lines(self, step):
         """The lines of log.jsonl up to a step: a list of (bytes, record)."""
@@ -55,17 +54,17 @@ class Log:
             write_atomically(self.path, b"".join(line for line, _ in self.lines(step)))
 
     def start_tracker(self, config, step):
-        """Start what --log asks for, before anything is written: it may be refused."""
+        """Start what --tracker asks for, before anything is written: it may be refused."""
         records = [record for _, record in self.lines(step)]
 
         def start():
             self.tracker = trackers.start(config, records)
 
-        ranks.on_first_rank(start)
+        ranks.first(start)
 
     def note_tracker(self, run):
         """Record what --resume needs to go on with the same tracker, if it is new."""
-        new = ranks.ask_first_rank(lambda: self.tracker.id)
+        new = ranks.first(lambda: self.tracker.id)
         if new:
             self.record(run, {run.config.tracker: new})
 
@@ -75,12 +74,12 @@ class Log:
         NaN and infinity become null, because JSON has neither. All ranks must call this: if the
         first rank cannot write, all ranks stop.
         """
-        seconds = round(run.elapsed(), 3)
+        seconds = round(run.clock.elapsed(), 3)
         values = dict(step=run.step, tokens=run.tokens, seconds=seconds) | values
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 values[name] = None
-        ranks.on_first_rank(lambda: self.append(json.dumps(values) + "\n"))
+        ranks.first(lambda: self.append(json.dumps(values) + "\n"))
         self.tracker.add(values)
 
     def append(self, line):
@@ -92,17 +91,14 @@ class Log:
                 f.write(line)
 
     # ---- Before training
-    def changes(self, run):
-        """Record and print which settings --resume changes."""
-        self.record(run, dict(changed={name: new for name, (_, new) in run.changed.items()}))
-        changes = ", ".join(f"{name} {old} to {new}" for name, (old, new) in run.changed.items())
+    def changes(self, run, changed):
+        """Record and print which settings --resume changes: name -> (old, new)."""
+        self.record(run, dict(changed={name: new for name, (_, new) in changed.items()}))
+        changes = ", ".join(f"{name} {old} to {new}" for name, (old, new) in changed.items())
         self.say(f"changed from step {run.step} on: {changes}; no longer the same run to the bit")
 
-    def describe(self, run, folder, compiled):
-        """Print the data, the model, when the run ends, and how it computes.
-
-        folder: the checkpoint that the run resumes from, or None.
-        """
+    def describe(self, run, compiled):
+        """Print the data, the model, when the run ends, and how it computes."""
         c = run.config
         self.say(f"data: {describe_data(run)}, V = {run.model.vocab_size}")
         millions = sum(p.numel() for p in run.model.parameters()) / 1e6
@@ -120,8 +116,8 @@ class Log:
             limits.append(f"{c.time_limit:g} seconds")
         self.say(f"the run ends after {' or '.join(limits)}")
         self.say(describe_hardware(run, compiled))
-        if folder:
-            self.say(f"resuming from {folder}, on the same data")
+        if run.step:
+            self.say(f"resuming at step {run.step}, on the same data")
         for note in run.objective.notes():
             self.say(note)
 
@@ -148,22 +144,23 @@ class Log:
         if self.shown:
             self.shown.restart_clock(tokens)
 
-    def training(self, run, lr_scale, rate_margin, flops_per_token):
+    def training(self, run, lr_scale, margin_scale):
         """Record loss, gradient norm, learning rate, margin of the mask rates, and tokens/s.
 
-        MFU too, if the GPU's peak is known.
+        MFU too, if the GPU's peak is known. lr_scale, margin_scale: fractions of their peaks
 
         tokens/s counts tokens of text. The padding of windows of documents is computed as well, so
         it counts for MFU (model FLOP/s utilization).
         """
         tokens, began = self.last
         speed = (run.tokens - tokens) / max(time.monotonic() - began, 1e-3)  # clocks are coarse
-        values = dict(loss=run.loss, grad_norm=run.grad_norm, lr_scale=lr_scale)
+        values = dict(loss=run.losses.loss, grad_norm=run.losses.grad_norm, lr_scale=lr_scale)
+        rate_margin = margin_scale * run.objective.rate_margin
         values |= dict(rate_margin=rate_margin, tokens_per_second=round(speed))
-        peak = run.dtype == torch.bfloat16 and peak_flops(run.device)
+        peak = run.engine.dtype == torch.bfloat16 and peak_flops(run.device)
         if peak:
             positions = speed * run.config.block_size / run.corpus.mean_size
-            values["mfu"] = positions * flops_per_token / peak / run.world
+            values["mfu"] = positions * flops_per_token(run.model) / peak / run.engine.world
         self.record(run, values)
         self.last = (run.tokens, time.monotonic())
 
@@ -172,12 +169,13 @@ class Log:
 
         r, raw: results of mdlm.evaluate with the averaged and with the raw weights.
         """
+        self.score = scores.of_evaluation(run, r)
         key = "nll" if "nll" in r else "nelbo"
         # The raw weights may have been scored on fewer windows; that is not comparable.
         raw = raw[key] if raw["windows"] == r["windows"] else None
         values = {f"val_{key}": r[key], f"val_{key}_se": r["se"], f"val_{key}_raw": raw}
         values["val_bpc"] = None
-        if r["windows"] < len(run.windows):
+        if r["windows"] < run.corpus.count_windows(run.config.eval_windows):
             values["windows"] = r["windows"]
         if run.corpus.chars_per_token:
             values["val_bpc"] = r[key] / math.log(2) / run.corpus.chars_per_token
@@ -227,10 +225,15 @@ class Log:
         command += f" --out_dir={environment.quote(run.config.out_dir)}"
         if run.config.prompt_column:
             command += " --prompt=TEXT"
-        self.say(f"done in {run.elapsed():.0f} s. Now type: {command}")
+        share = run.clock.share_of_processor()
+        if share < 0.5:
+            cores = f"{torch.get_num_threads()} cores"
+            what = f"{run.step} steps: this run had {share:.0%} of {cores}, as others used them"
+            self.say(f"{what}; on an idle machine it learns more in the same time")
+        self.say(f"done in {run.clock.elapsed():.0f} s. Now type: {command}")
 
     def close(self):
-        """End the tracker of --log, when all is recorded."""
+        """End the tracker, when all is recorded."""
         self.tracker.close()
 
     def say(self, text, stream=None):
@@ -253,12 +256,12 @@ class Log:
 # ---- Results and settings in words
 def describe_data(run):
     """Describe the sizes of the training and validation data."""
-    text = f"{len(run.corpus.train):,} training tokens"
+    text = f"{len(run.corpus.ids['train']):,} training tokens"
     if run.corpus.has_documents:
         n = run.corpus.n_documents
         noun = "document" if n == 1 else "documents"
         text += f" in {n:,} {noun}"
-    return f"{text}, {len(run.windows)} validation windows"
+    return f"{text}, {run.corpus.count_windows(run.config.eval_windows)} validation windows"
 
 
 def describe_hardware(run, compiled):
@@ -266,19 +269,19 @@ def describe_hardware(run, compiled):
     words = [str(run.device)]
     if run.device.type == "cpu":
         words.append(f"{torch.get_num_threads()} threads")
-    words.append(str(run.dtype).removeprefix("torch."))
+    words.append(str(run.engine.dtype).removeprefix("torch."))
     words.append("compiled" if compiled else "eager")
-    if run.world > 1:
-        words.append(f"{run.world} ranks")
+    if run.engine.world > 1:
+        words.append(f"{run.engine.world} ranks")
     if run.config.shard:
-        words.append(f"sharded over {shards.sharing(run.config.shard, run.world)}")
+        words.append(f"sharded over {shards.sharing(run.config.shard, run.engine.world)}")
     words.append(f"{run.model.ops.name} kernels")
     return ", ".join(words)
 
 
 def again(run):
     """Return the command that resumes a run."""
-    many = run.world > 1 or run.config.shard
+    many = run.engine.world > 1 or run.config.shard
     program = "torchrun ... mdlm.py" if many else environment.command("mdlm.py")
     return f"{program} --out_dir={environment.quote(run.config.out_dir)} --resume"
 
@@ -302,8 +305,9 @@ def in_words(run, r, bits, is_last):
         text += f", {r['ar_shifted']:.4f} without the first token of a window"
     if run.corpus.entropy:
         text += f", exact entropy {run.corpus.entropy:.4f}"
-    if r["windows"] < len(run.windows):
-        text += f" ({r['windows']} of {len(run.windows)} windows)"
+    W = run.corpus.count_windows(run.config.eval_windows)
+    if r["windows"] < W:
+        text += f" ({r['windows']} of {W} windows)"
     return text
 
 
@@ -314,7 +318,8 @@ def to_preview(run):
     All tokens of the first window are hidden: the model writes a text from nothing. In the second
     a gap is hidden, or its second half. The title describes the second.
     """
-    x0 = run.windows[[0, 1 % len(run.windows)]]
+    windows = run.corpus.windows(run.config.eval_windows)
+    x0 = windows[[0, 1 % len(windows)]]
     hidden = run.objective.scored_mask(x0)
     title, hidden[1] = second_preview(run.model, hidden[1])
     return x0, hidden, title

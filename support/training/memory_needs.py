@@ -4,7 +4,7 @@ import contextlib
 
 from support import memory
 from support.errors import RankError
-from support.training import runs
+from support.training.losses import go_on, saved_step
 
 
 def advice(run):
@@ -12,22 +12,26 @@ def advice(run):
     config = run.config
     n = 2 * config.gradient_accumulation_steps
     fixes = []
-    if config.batch_size % (2 * run.world * n) == 0:
+    if config.batch_size % (2 * run.engine.world * n) == 0:
         fixes.append(f"--gradient_accumulation_steps={n}")
     if not config.recompute:
         fixes.append("--recompute")
     if not fixes:
-        fixes = ["a lower --block_size and --n_embd" if run.saved < 0 else "more memory"]
-    return runs.go_on(run, " or ".join(fixes))
+        fixes = ["a lower --block_size and --n_embd" if saved_step(run) < 0 else "more memory"]
+    return go_on(run, " or ".join(fixes))
 
 
 @contextlib.contextmanager
-def explained(run):
-    """Context manager: turn an error of a full memory into one sentence, a RankError."""
+def explained(here):
+    """Context manager: turn an error of a full memory into one sentence, a RankError.
+
+    here: a session, whose run is there once it has begun
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as e:
-        if not memory.is_full(e):
+        run = here.run
+        if not memory.is_full(e) or run is None:
             raise
         config = run.config
         batch = f"{run.micro_batch} sequences of {config.block_size} tokens at a time"

@@ -76,7 +76,7 @@ def set_rates(run, step, scale):
             group["lr"].fill_(scale * optimizer.defaults["lr"])
     # Shorten the EMA window as the learning rate decays: it would lag behind the weights.
     new = (1 - min(run.config.ema, (1 + step) / (10 + step))) / max(scale, 1e-6)
-    run.new_weight.fill_(min(new, 1))
+    run.engine.new_weight.fill_(min(new, 1))
 
 
 def average(averaged, weights, new_weight):
@@ -101,4 +101,4 @@ def update(run):
         optimizer.zero_grad()
     if run.averaged is not run.model:  # they are the same with --ema=0
         both = ([shards.local(p) for p in m.parameters()] for m in (run.averaged, run.model))
-        run.average(*both, run.new_weight)
+        run.engine.average(*both, run.engine.new_weight)

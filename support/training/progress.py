@@ -69,7 +69,7 @@ class Progress:
         self.say = say
         self.began = (run.step, time.monotonic())
         self.shown_at = -math.inf  # time.monotonic() of the last update
-        self.shown_step = -1
+        self.shown = None  # step and progress of the last update
         self.speed_from = (run.tokens, self.began[1])  # start of the current speed measurement
         self.speed = 0.0  # tokens/s
         self.bar = open_bar()
@@ -89,8 +89,10 @@ class Progress:
         """Update the display now."""
         run = self.run
         self.shown_at = time.monotonic()
-        self.shown_step = run.step
-        done = math.floor(100 * min(1.0, run.progress)) / 100  # round down: 99.6 % is not done
+        self.shown = (run.step, run.clock.progress)
+        done = (
+            math.floor(100 * min(1.0, run.clock.progress)) / 100
+        )  # round down: 99.6 % is not done
         if self.bar is None:
             text = ", ".join(self.describe("{} elapsed, {} left"))
             self.say(f"{done:4.0%} {text}", sys.stderr)
@@ -117,9 +119,12 @@ class Progress:
         step = f"step {run.step}"
         if run.config.max_steps < NO_LIMIT:
             step += f"/{run.config.max_steps}"
-        words = [step, time_format.format(duration(run.elapsed()), duration(self.seconds_left()))]
-        if math.isfinite(run.loss):  # NaN until the first loss has been read from a GPU
-            words.append(f"loss {run.loss:.4f}")
+        words = [
+            step,
+            time_format.format(duration(run.clock.elapsed()), duration(self.seconds_left())),
+        ]
+        if math.isfinite(run.losses.loss):  # NaN until the first loss has been read from a GPU
+            words.append(f"loss {run.losses.loss:.4f}")
         words.append(f"{self.speed:,.0f} tokens/s")
         return words
 
@@ -141,16 +146,16 @@ class Progress:
         After the last step they are 0.
         """
         run = self.run
-        if run.progress >= 1:  # the last evaluation says how long it takes
+        if run.clock.progress >= 1:  # the last evaluation says how long it takes
             return 0.0
         left = math.inf
         if run.config.time_limit:
-            left = run.config.time_limit - run.elapsed()
+            left = run.config.time_limit - run.clock.elapsed()
         steps = run.step - self.began[0]
         if steps and run.config.max_steps < NO_LIMIT:
             per_step = (time.monotonic() - self.began[1]) / steps
             remaining = (run.config.max_steps - run.step) * per_step
-            left = min(left, remaining + run.ending + run.saving)
+            left = min(left, remaining + run.clock.ending + run.clock.saving)
         return max(0.0, left)
 
     @contextlib.contextmanager
@@ -162,7 +167,9 @@ class Progress:
 
     def close(self):
         """Show the final state and leave the bar on the terminal."""
-        if self.run.step > max(self.began[0], self.shown_step) or self.bar is not None:
+        run = self.run
+        is_new = run.step > self.began[0] and self.shown != (run.step, run.clock.progress)
+        if is_new or self.bar is not None:
             self.draw()
         self.call_bar("close")
         self.bar = None

@@ -233,7 +233,7 @@ def load(folder, into):
         why = min(e.failures.items())[1][0]
         raise UserError(f"{folder} does not fit its config: {why}") from e
     where = f"in {folder}; take an earlier checkpoint, or train again"
-    ranks.on_all_ranks(lambda: check_finite(into, where))
+    ranks.together(lambda: check_finite(into, where))
 
 
 def check_finite(tensors, where):

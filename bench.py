@@ -45,6 +45,7 @@ import torch
 import mdlm
 from studies import frontier, peers, proven
 from support import devices, outputs, plots, ranks
+from support.data import sources
 from support.errors import UserError
 from support.files import naming, to_json
 from support.settings import Amount, Count, Reads, Seed, Writes
@@ -376,11 +377,11 @@ def bench_kernels(options, device, table):
 # ---- Training
 def start_run(config, folder, device, dtype, kernel, compiled):
     """A mdlm.Run on the data in `folder`."""
-    corpus = mdlm.Corpus(folder, config, device)
+    corpus = mdlm.open_corpus(sources.of_config(folder, config), config, device)
     ops = mdlm.select_kernels(kernel, device, config, dtype)
     if device.type == "cuda" and kernel == "auto" and ops.name != "triton":
         raise RuntimeError("Triton cannot run here: --kernels=auto would be PyTorch")
-    run = mdlm.make_run(config, corpus, device, dtype, ops)
+    run = mdlm.make_run(config, corpus, (device, dtype, ops))
     compiling.compile_network(run, compiled)
     return run
 
@@ -401,7 +402,7 @@ def gradients(config, *run_args):
     for p in run.model.parameters():
         if not p.any():  # no gradient would reach what lies before it
             p.data.copy_(0.02 * torch.randn(p.shape, generator=g))
-    loss = mdlm.compute_gradients(run, step=0, margin=0.25)
+    loss = mdlm.compute_gradients(run, step=0, margin_scale=0.5)
     return [loss] + [p.grad for p in run.model.parameters()]
 
 
@@ -413,10 +414,10 @@ EXECUTIONS = ("compiled", EAGER_GRAPHS, "compiled, without CUDA graphs", "eager"
 def set_execution(run, execution):
     """Let a run from `start_run` execute its steps in one of EXECUTIONS."""
     if "without" in execution:
-        run.call = mdlm.call
+        run.engine.call = compiling.call
     elif execution == EAGER_GRAPHS:
-        run.average = average_to_compile  # a few launches, where lerp takes one per parameter
-        run.call = graphs.Recorder(last=update).call
+        run.engine.average = average_to_compile  # a few launches; lerp takes one per parameter
+        run.engine.call = graphs.Recorder(last=update).call
 
 
 def start_step(exact, kernel, config, folder, device, dtype, execution):
@@ -431,7 +432,7 @@ def start_step(exact, kernel, config, folder, device, dtype, execution):
     step = partial(next, steps_of(run))
     for _ in range(graphs.WARM_UP + 2):  # compiles, makes the state of the optimizers, records
         step()
-    recorder = getattr(run.call, "__self__", None)
+    recorder = getattr(run.engine.call, "__self__", None)
     if recorder and recorder.failed:
         raise RuntimeError("the steps cannot be recorded as CUDA graphs")
     return run, step, peak_memory(step, device, before)

@@ -29,6 +29,7 @@ import torch
 import mdlm
 from support import abilities, comparing, numerics, outputs, plots
 from support.data import sources, texts
+from support.data.prepare import prepare
 from support.devices import pick_device
 from support.ensemble import read_newest
 from support.errors import UserError
@@ -112,9 +113,9 @@ def open_data(data, folder, tokenizer, config, device):
         if not is_ids:
             settings = texts.to_score(dataclasses.replace(config, data=str(path)))
             with naming(tmp):
-                mdlm.prepare(settings, Path(tmp), tokenizer)
+                prepare(settings, Path(tmp), tokenizer)
             path = Path(tmp)
-        corpus = mdlm.Corpus(path, config, device)
+        corpus = mdlm.open_corpus(sources.of_config(path, config), config, device)
         if corpus.tokenizer.to_json() != tokenizer.to_json():
             raise UserError(f"{source} has another vocabulary than {folder}; give --data=FILE")
         if is_ids and not data:

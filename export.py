@@ -41,7 +41,8 @@ from support.errors import UserError
 from support.kernels import reference
 from support.pretrained import CAUSAL, NEVER_DRAWN
 from support.settings import Reads, Writes, names_of, parse
-from support.training import runs, scores
+from support.training import config as run_config
+from support.training import scores
 from support.training.checkpoint import (
     default_run,
     is_export,
@@ -70,7 +71,7 @@ WEIGHTS = dict(hf=("float32",), page=("int8", "float32"), checkpoint=("float32",
 NumberType = Literal["auto", "int8", "bfloat16", "float32"]
 NEEDS = " In transformers before 5.2 it is causal, since these ignore `is_causal` in config.json."
 # The settings that make the network.
-NETWORK = (*runs.NETWORK, "block_size", "dropout", "objective", "prompt_column")
+NETWORK = (*run_config.NETWORK, "block_size", "dropout", "objective", "prompt_column")
 
 
 @dataclass

@@ -196,7 +196,7 @@ class Corpus:
             self.W = max(1, self.W - 1)  # room for the offset
             self.n_offsets = min(self.T, train - self.W * self.T + 1)
         self.mean_size = self.mean_length = float(self.T)  # tokens of a window; those learned
-        if "characters" in ids.meta:
+        if ids.meta.get("characters"):
             self.chars_per_token = ids.meta["characters"][1] / val
 
     def take(self, part, windows, offset):
@@ -520,7 +520,7 @@ def lr_scale(config, step, progress):
 
 
 def margin_scale(progress):
-    """--rate_margin is whole in the first half of a run, then goes down to 0 at its end."""
+    """--rate_margin over its peak: whole in the first half of a run, then down to 0 at its end."""
     return min(1.0, 2 * (1 - progress))
 
 
@@ -789,19 +789,24 @@ def show_samples(run, calls):
     run.log.samples(run, x)
 
 
+def begin(here):
+    """The Run of a session: new, from the weights of --init_from, or from a checkpoint."""
+    network, source = here.open_source(load)
+    device, *_ = here.machine
+    corpus = open_corpus(here.open_data(network, source), here.config, device)
+    run = make_run(here.config, corpus, here.machine, here.ranks, network)
+    here.begin(run, source)
+    if compiling.prepare_engine(run):  # then its first call compiles: here, not in the first step
+        compute_gradients(run, run.step, 0.0)
+        run.model.zero_grad()
+    return run
+
+
 def train(given, start):
     """Train with the given flags, a dict of Config fields; returns the exit code."""
     with session.open(Config, given, start) as here:
-        # The data, and the weights to start from, if there are any.
-        config = here.config
-        network, source = here.open_source(load)
-        corpus = open_corpus(here.open_data(network, source), config, here.machine[0])
-        run = make_run(config, corpus, here.machine, here.ranks, network)
-        here.begin(run, source)
-        log, clock = run.log, run.clock
-        if compiling.prepare_engine(run):  # then its first call compiles: not in the first step
-            compute_gradients(run, run.step, 0.0)
-            run.model.zero_grad()
+        run = begin(here)
+        config, log, clock = run.config, run.log, run.clock
         if not here.resumed_from:
             report(run)
 

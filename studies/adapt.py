@@ -47,7 +47,7 @@ import torch
 from support import environment
 from support.errors import UserError
 from support.settings import Amount, Count, Natural, Reads, Writes, parse
-from support.training.pace import EVALUATIONS
+from support.training.clock import EVALUATIONS
 
 LLAMA = dict(model_type="llama", vocab_size=4096, hidden_size=256, intermediate_size=704)
 LLAMA |= dict(num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8)

@@ -90,7 +90,7 @@ def measure(argv):
         raise UserError(f"--out_dir={options.out_dir} is no diffusion model of others; give one")
     with eval.open_data("", folder, tokenizer, config, torch.device("cpu")) as (corpus, _):
         x0 = corpus.windows(options.windows).long()
-        logp = -adapt.frequencies(corpus.train, model.vocab_size).log()
+        logp = -adapt.frequencies(corpus.ids["train"], model.vocab_size).log()
     W, T = x0.shape
     g = torch.Generator().manual_seed(options.seed)
 

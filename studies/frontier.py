@@ -77,7 +77,7 @@ def bench_sampling(options, device, table):
     model, tokenizer, config = models["mdlm"]
     twin = models["ar"][0]
     with eval.open_data(options.data, folders["mdlm"], tokenizer, config, device) as (corpus, _):
-        training = tokenizer.decode(corpus.train[:2_000_000].tolist())
+        training = tokenizer.decode(corpus.ids["train"][:2_000_000].tolist())
         windows = corpus.windows().long()
     by_text = word_statistics.WordStatistics(training)
 

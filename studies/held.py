@@ -32,11 +32,11 @@ import time
 import torch
 
 import mdlm
-from support import lora, pretrained, ranks
+from support import lora, pretrained
 from support.environment import optional
 from support.errors import UserError
 from support.settings import Parser, first_line
-from support.training import shards
+from support.training import session, shards
 
 
 def size(tensors):
@@ -114,17 +114,17 @@ def one_step(argv, report):
         return run
 
     mdlm.make_run = watched
-    run = mdlm.setup(mdlm.parse_args(argv), time.monotonic())
-    mdlm.set_rates(run, 0, 1.0)
-    mdlm.compute_gradients(run, 0, 1.0)
-    gradients = bytes_held(run)["gradients"]
-    mdlm.clip(run)
-    mdlm.update(run)
-    found |= bytes_held(run) | dict(gradients=gradients)
-    found["parameters"] = lora.count(run.model)
-    report.write_text(json.dumps(found))
-    run.log.close()
-    ranks.leave_ranks()
+    given = mdlm.run_config.parse(mdlm.Config, argv, "")
+    with session.open(mdlm.Config, given, time.monotonic()) as here:
+        run = mdlm.begin(here)
+        mdlm.set_rates(run, 0, 1.0)
+        mdlm.compute_gradients(run, 0, 1.0)
+        gradients = bytes_held(run)["gradients"]
+        mdlm.clip(run)
+        mdlm.update(run)
+        found |= bytes_held(run) | dict(gradients=gradients)
+        found["parameters"] = lora.count(run.model)
+        report.write_text(json.dumps(found))
     return 0
 
 

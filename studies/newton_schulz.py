@@ -148,7 +148,7 @@ def count_launches():
             run = bench.start_run(config, folder, device, torch.bfloat16, "auto", False)
         if compiled:
             run.optimizers[0].compile()
-        run.average = torch.compile(average_to_compile) if compiled else average_to_compile
+        run.engine.average = torch.compile(average_to_compile) if compiled else average_to_compile
 
         def step(run=run):
             for p in run.model.parameters():

@@ -29,10 +29,12 @@ import torch
 
 import mdlm
 from support.errors import UserError
-from support.training import compiling, graphs
+from support.training import compiling, graphs, session
 from support.training.optimizers import average_to_compile, update
 
-PHASES = ("open_run", "open_data", "make_run", "compile_run", "evaluate", "show_samples", "save")
+# A phase is a function of a module or class.
+PHASES = dict(find=session, open_data=session.Session, make_run=mdlm, prepare_engine=compiling)
+PHASES |= dict(evaluate=mdlm, show_samples=mdlm, save=session)
 MODES = {
     "none": "without torch.compile, steps as CUDA graphs",
     "whole": "torch.compile of the network, as mdlm.py does",
@@ -43,13 +45,13 @@ MODES = {
 def compile_network(run, compiled, mode, in_background=False):
     """In place of compiling.compile_network, for the modes that mdlm.py does not have."""
     run.config.compile = "off"
-    run.config.dtype = str(run.dtype).removeprefix("torch.")
-    run.average = average_to_compile
+    run.config.dtype = str(run.engine.dtype).removeprefix("torch.")
+    run.engine.average = average_to_compile
     if mode == "layers":
         compiling.compile_layers(run.model.layers)
         run.optimizers[0].compile()
     if run.device.type == "cuda":
-        run.call = graphs.Recorder(last=update).call
+        run.engine.call = graphs.Recorder(last=update).call
     return mode == "layers"
 
 
@@ -58,7 +60,8 @@ def main(argv):
     if mode not in MODES:
         raise UserError(f"{mode!r}: first give one of {', '.join(MODES)}, then flags of mdlm.py")
     imports = time.monotonic() - BEGAN
-    seconds = {name: [] for name in (*PHASES, "train_step")}
+    owners = PHASES | dict(train_step=mdlm)
+    seconds = {name: [] for name in owners}
 
     def timed(name, function):
         def call(*args, **more):
@@ -73,8 +76,8 @@ def main(argv):
 
     if mode != "whole":
         compiling.compile_network = partial(compile_network, mode=mode)
-    for name in seconds:
-        setattr(mdlm, name, timed(name, getattr(mdlm, name)))
+    for name, owner in owners.items():
+        setattr(owner, name, timed(name, getattr(owner, name)))
     with contextlib.redirect_stdout(sys.stderr):
         code = mdlm.main(flags, BEGAN)
     seconds["first_steps"] = seconds.pop("train_step")[: graphs.WARM_UP + 2]

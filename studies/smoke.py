@@ -28,6 +28,7 @@ import bench
 import mdlm
 from studies import peers
 from support import devices, kernels
+from support.data import sources
 from support.errors import UserError
 from support.kernels.reference import block_spans, document_spans
 from support.settings import Parser, first_line
@@ -135,14 +136,14 @@ def losses(name):
     config = mdlm.Config(**mdlm.PRESETS["gpu"] | dict(preset="gpu", vocab_size=65, dropout=0.0))
     with tempfile.TemporaryDirectory() as folder:
         bench.write_tokens(folder, 65)
-        corpus = mdlm.Corpus(folder, config, device)
+        corpus = mdlm.open_corpus(sources.of_config(folder, config), config, device)
         dtype = devices.pick_dtype("auto", device)
         ops = mdlm.select_kernels(name, device, config, dtype)
-        run = mdlm.make_run(config, corpus, device, dtype, ops)
+        run = mdlm.make_run(config, corpus, (device, dtype, ops))
         compiling.compile_network(run, True)
         for step in range(STEPS):
             mdlm.train_step(run, step, progress=0.75)
-        values = torch.stack([*run.pending.values()]).cpu()
+        values = torch.stack([*run.losses.pending.values()]).cpu()
     return values
 
 

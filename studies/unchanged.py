@@ -24,7 +24,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -232,7 +231,7 @@ class Checkout:
         self.run = import_module("support.cli").run
         self.load_file = import_module("safetensors.torch").load_file
         self.programs = {name: import_module(name).main for name in ("eval", "sample")}
-        self.programs["mdlm"] = lambda argv: mdlm.train(mdlm.parse_args(argv), time.monotonic())
+        self.programs["mdlm"] = mdlm.main
 
     def call(self, program, *argv):
         """[exit code, what it printed, or the sentence of a refusal]"""

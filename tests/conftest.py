@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,10 +21,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import mdlm
 import variants
 from support import abilities, cli, files, kernels
+from support.data import sources
 from support.training import checkpoint
 
 torch.set_num_threads(1)  # these models are tiny, and threads that wait for a busy core spin
 ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
 CHECKPOINT_FILES = (*checkpoint.MODEL_FILES, "state.json", "state.safetensors")
 TINY = [
     "--device=cpu",
@@ -88,11 +89,16 @@ def run(short_run, tmp_path):
     return shutil.copytree(short_run, tmp_path / "run")
 
 
+def corpus_of(folder, config, device=CPU):
+    """The Corpus of a folder of ids."""
+    return mdlm.open_corpus(sources.of_config(folder, config), config, device)
+
+
 def run_mdlm(*args):
     """The exit code of mdlm.py with these flags, run in this process."""
 
     def main(argv):
-        return mdlm.train(mdlm.parse_args(argv), time.monotonic())
+        return mdlm.main(argv)
 
     return cli.run(main, [str(a) for a in args], checkpoint.release)
 

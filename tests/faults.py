@@ -27,7 +27,7 @@ from torch import distributed
 import mdlm
 from studies import held
 from support import cli, devices
-from support.training import checkpoint, muon, optimizers, shards
+from support.training import checkpoint, muon, optimizers, session, shards
 
 
 def rank():
@@ -83,14 +83,14 @@ def raises(at):
 
 def slow_start(seconds):
     """The run sleeps when its data are nearly complete."""
-    prepare = mdlm.prepare
+    prepare = session.prepare
 
     def hooked(*args):
         prepare(*args)
         for _ in range(20 * int(seconds)):  # a signal right before a sleep does not end it
             time.sleep(0.05)
 
-    mdlm.prepare = hooked
+    session.prepare = hooked
 
 
 def die_once(at, which, marker):
@@ -285,7 +285,7 @@ def train(argv, fault=""):
     afterwards = {f.__name__: f for f in FAULTS}[name](*rest) if name else None
 
     def main(argv):
-        return mdlm.train(mdlm.parse_args(argv), time.monotonic())
+        return mdlm.main(argv)
 
     code = cli.run(main, argv, checkpoint.release)
     if afterwards:

@@ -302,7 +302,7 @@ def test_timed_step_is_that_of_training(ids, tmp_path):
     assert run_mdlm(*flags, f"--out_dir={tmp_path / 'out'}") == 0
     config = mdlm.load(tmp_path / "out")[2]
     run = bench.start_run(config, ids, CPU, torch.float32, "torch", compiled=False)
-    found = [run.loss for _, _ in zip(range(6), bench.steps_of(run))]
+    found = [run.losses.loss for _, _ in zip(range(6), bench.steps_of(run))]
     assert found == pytest.approx(losses(tmp_path / "out"), abs=1e-6)
 
 
@@ -419,7 +419,7 @@ def test_wrong_step_has_no_time(small_preset, monkeypatch, capsys, wrong):
     def spoil(run, compiled):
         model = run.model
         if compiled and wrong == "loss":
-            run.network = lambda *batch: 1.1 * model(*batch).detach() + 0 * model(*batch)
+            run.engine.network = lambda *batch: 1.1 * model(*batch).detach() + 0 * model(*batch)
         elif compiled:
             factor = torch.ones(3, 1, 1)
             factor["qkv".index(wrong[1])] = 1.5

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import tokenizers
 import torch
-from conftest import run_mdlm
+from conftest import corpus_of, run_mdlm
 from test_pretrained import flags_of, random_network, some_text
 
 import eval
@@ -86,7 +86,7 @@ def test_each_message_of_the_assistant_is_learned_with_what_precedes_it(run, fol
             settings = dict(chat_template=TEMPLATE, add_generation_prompt=True, tokenize=False)
             prompt = library.apply_chat_template(talk[:i], **settings)
             wanted.add((prompt, talk[i]["content"]))
-    corpus = mdlm.Corpus(run / "data", config, torch.device("cpu"))
+    corpus = corpus_of(run / "data", config, torch.device("cpu"))
     found = set()
     for x0 in corpus.windows():
         x0 = x0[None].long()

@@ -12,23 +12,26 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from conftest import corpus_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mdlm
 from support import devices
 from support.data import sources, tokenizer
+from support.data.prepare import prepare
+from support.data.windows import cut_windows
 from support.errors import UserError
 
 CPU = torch.device("cpu")
 KINDS = ("char", "byte", "word", "bpe")
 
 
-def corpus_of(path, folder, **flags):
+def prepared(path, folder, **flags):
     config = mdlm.Config(**dict(data=str(path), block_size=32) | flags)
     folder.mkdir(exist_ok=True)
-    mdlm.prepare(config, folder)
-    return mdlm.Corpus(folder, config, CPU)
+    prepare(config, folder)
+    return corpus_of(folder, config, CPU)
 
 
 def corpus_of_ids(folder, ids, meta=None, **flags):
@@ -37,7 +40,7 @@ def corpus_of_ids(folder, ids, meta=None, **flags):
         ids.tofile(folder / name)
     if meta:
         (folder / "meta.json").write_text(json.dumps(meta))
-    return mdlm.Corpus(folder, mdlm.Config(block_size=32, **flags), CPU)
+    return corpus_of(folder, mdlm.Config(block_size=32, **flags), CPU)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -197,7 +200,7 @@ def test_patterns_have_the_stated_distribution():
 
 
 def test_patterns_are_prepared_as_aligned_windows(tmp_path):
-    corpus = corpus_of("patterns", tmp_path / "d", block_size=64)
+    corpus = prepared("patterns", tmp_path / "d", block_size=64)
     x = torch.from_numpy(sources.make_patterns(100_000, 0)).long()
     assert torch.equal(corpus.windows(), x[90_000:])
     powers = 15 ** torch.arange(12)  # the first 12 symbols tell patterns apart
@@ -208,23 +211,23 @@ def test_patterns_are_prepared_as_aligned_windows(tmp_path):
 
 
 def test_patterns_of_other_lengths_are_prepared(tmp_path):
-    corpus = corpus_of("patterns", tmp_path / "d", block_size=24, periods="2-5")
+    corpus = prepared("patterns", tmp_path / "d", block_size=24, periods="2-5")
     x = torch.from_numpy(sources.make_patterns(100_000, 0, 24, (2, 5))).long()
     assert torch.equal(corpus.windows(), x[90_000:])
     assert corpus.entropy == sources.patterns_entropy(24, (2, 5)) and corpus.n_offsets == 0
     assert corpus.tokenizer.vocab_size == 15
     with pytest.raises(UserError, match=r"--block_size=24"):
-        mdlm.Corpus(tmp_path / "d", mdlm.Config(block_size=32), CPU)
+        corpus_of(tmp_path / "d", mdlm.Config(block_size=32), CPU)
 
 
 def test_patterns_that_were_prepared_before_their_length_was_noted_have_64_tokens(tmp_path):
-    corpus_of("patterns", tmp_path, block_size=64)
+    prepared("patterns", tmp_path, block_size=64)
     meta = json.loads((tmp_path / "meta.json").read_text())
     meta = {k: v for k, v in meta.items() if k != "checksum"} | dict(aligned=True)
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    assert mdlm.Corpus(tmp_path, mdlm.Config(block_size=64), CPU).n_offsets == 0
+    assert corpus_of(tmp_path, mdlm.Config(block_size=64), CPU).n_offsets == 0
     with pytest.raises(UserError, match="64"):
-        mdlm.Corpus(tmp_path, mdlm.Config(block_size=256), CPU)
+        corpus_of(tmp_path, mdlm.Config(block_size=256), CPU)
 
 
 def test_patterns_take_little_memory_while_they_are_made(tmp_path):
@@ -245,12 +248,12 @@ def test_patterns_take_little_memory_while_they_are_made(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nine_tenths_of_the_characters_train(pydoc, text_file, tmp_path, kind):
-    corpus = corpus_of(text_file, tmp_path / "d", tokenizer=kind, vocab_size=500)
+    corpus = prepared(text_file, tmp_path / "d", tokenizer=kind, vocab_size=500)
     assert corpus.tokenizer.vocab_size <= 500
     cut = int(0.9 * len(pydoc))
-    assert corpus.tokenizer.decode(corpus.train.tolist()) == pydoc[:cut]
-    assert corpus.tokenizer.decode(corpus.val.tolist()) == pydoc[cut:]
-    assert corpus.chars_per_token == pytest.approx((len(pydoc) - cut) / len(corpus.val))
+    assert corpus.tokenizer.decode(corpus.ids["train"].tolist()) == pydoc[:cut]
+    assert corpus.tokenizer.decode(corpus.ids["val"].tolist()) == pydoc[cut:]
+    assert corpus.chars_per_token == pytest.approx((len(pydoc) - cut) / len(corpus.ids["val"]))
 
 
 def test_validation_windows_cover_the_text_once(tmp_path):
@@ -288,7 +291,7 @@ def test_windows_start_at_documents(ids, T):
     for name, more in kind.items():
         config = mdlm.Config(block_size=T, **more)
         with contextlib.suppress(UserError):  # nothing but [END]
-            found[name] = sources.cut_windows(np.array(ids, np.uint8), config, 3)
+            found[name] = cut_windows(np.array(ids, np.uint8), config, 3)
     found = {name: [part.tolist() for part in windows] for name, windows in found.items()}
     assert found["learned"][0] == expected and found["learned"][2] == [T] * len(expected)
     windows = [(ids[i : i + T], i) for i in expected]
@@ -302,7 +305,7 @@ def test_windows_start_at_documents(ids, T):
 def test_documents_are_filled_up_with_end(tmp_path):
     documents = ["ab", "c" * 70, "def"] * 20
     (tmp_path / "t.txt").write_text("\n\n".join(documents) + "\n\n\n\n")
-    corpus = corpus_of(tmp_path / "t.txt", tmp_path / "d", separator="\\n\\n", pack=False)
+    corpus = prepared(tmp_path / "t.txt", tmp_path / "d", separator="\\n\\n", pack=False)
     end = corpus.tokenizer.end_id
     x, _ = corpus.batch(torch.arange(18 * 5))  # each of the first 18 * 3 documents once
     shown = Counter(corpus.tokenizer.decode(row.tolist()) for row in x)

@@ -21,13 +21,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, read_log, run_mdlm
+from conftest import ROOT, TINY, corpus_of, read_log, run_mdlm
 
 import eval
 import mdlm
 import sample
 from support import cli
 from support.data import records, sources, texts
+from support.data.prepare import prepare
 from support.errors import UserError
 from support.training import checkpoint
 
@@ -59,10 +60,13 @@ def prepared(data, folder, **flags):
     """A corpus, and the text of train.bin and val.bin, with | for [END]."""
     config = mdlm.Config(**dict(data=str(data), block_size=8) | flags)
     folder.mkdir()
-    mdlm.prepare(config, folder)
-    corpus = mdlm.Corpus(folder, config, CPU)
+    prepare(config, folder)
+    corpus = corpus_of(folder, config, CPU)
     spell = corpus.tokenizer.decode
-    parts = ["".join(spell([i]) or "|" for i in ids.tolist()) for ids in (corpus.train, corpus.val)]
+    parts = [
+        "".join(spell([i]) or "|" for i in ids.tolist())
+        for ids in (corpus.ids["train"], corpus.ids["val"])
+    ]
     return corpus, *parts
 
 
@@ -531,7 +535,7 @@ def test_ids_of_another_width_are_refused(tmp_path, dtype, V, words):
 def test_ids_of_a_stated_width_become_windows(tmp_path, dtype):
     ids = zipf(3000, 200)
     write_ids(tmp_path, ids, dtype, n_val=320)
-    corpus = mdlm.Corpus(tmp_path, mdlm.Config(block_size=32, bin_dtype=dtype), CPU)
+    corpus = corpus_of(tmp_path, mdlm.Config(block_size=32, bin_dtype=dtype), CPU)
     assert corpus.windows().flatten().tolist() == ids[-320:].tolist()
     assert corpus.batch(torch.arange(8))[0].shape == (8, 32)
 
@@ -763,7 +767,7 @@ def test_only_the_default_falls_back(offline, tmp_path, monkeypatch, capsys):
     assert said.count("\n") == 1 and "--data=FILE" in said and "--data=pydoc" in said
     assert not (tmp_path / "o").exists()
     with pytest.raises(ValueError, match="shakespeare"):
-        mdlm.prepare(mdlm.Config(data="shakespeare"), tmp_path)
+        prepare(mdlm.Config(data="shakespeare"), tmp_path)
     assert run_mdlm(*flags) == 0
     assert "pydoc" in capsys.readouterr().err
     config = json.loads((tmp_path / "o" / "step-1" / "config.json").read_text())["config"]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, Toy, counts_of, draw, losses, read_log, run_mdlm
+from conftest import TINY, Toy, corpus_of, counts_of, draw, losses, read_log, run_mdlm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +15,7 @@ import mdlm
 import sample
 from support import kernels
 from support.arguments import to_view
-from support.data import sources
+from support.data.prepare import prepare
 from support.data.tokenizer import Tokenizer
 from support.infill.calls import end_documents
 from support.infill.likelihood import chain_rule
@@ -235,9 +235,9 @@ def packed_by_hand(sizes, T):
 def test_packed_windows_hold_all_that_fits(sizes):
     ids = [i for size in sizes for i in (*[1] * (size - 1), 9)]
     config = mdlm.Config(block_size=12, document_length="predicted")  # no document is empty here
-    starts, taken, _ = windows = sources.cut_windows(torch.tensor(ids).numpy(), config, 9)
+    starts, taken, _ = windows = cut_windows(torch.tensor(ids).numpy(), config, 9)
     learned = taken - 1
-    found = [part.tolist() for part in sources.pack_windows(starts, taken, learned, 12)]
+    found = [part.tolist() for part in pack_windows(starts, taken, learned, 12)]
     assert found[1] == packed_by_hand(sizes, 12)
     assert found[0] == [0, *torch.tensor(found[1]).cumsum(0).tolist()[:-1]]
     assert sum(found[2]) == int(learned.sum()) and len(windows[0]) == len(sizes)
@@ -247,11 +247,11 @@ def test_packed_documents_have_the_same_bound(speeches, tmp_path):
     text = speeches[0].removeprefix("--data=")
     shape = dict(data=text, separator="\\n", block_size=128, batch_size=8, n_embd=32)
     configs = [mdlm.Config(**shape, n_head=2, n_layer=2, pack=pack) for pack in (False, True)]
-    mdlm.prepare(configs[0], tmp_path)
-    loose, packed = (mdlm.Corpus(tmp_path, config, torch.device("cpu")) for config in configs)
+    prepare(configs[0], tmp_path)
+    loose, packed = (corpus_of(tmp_path, config, torch.device("cpu")) for config in configs)
     assert packed.mean_length > 1.1 * loose.mean_length
     assert torch.equal(loose.length_counts, packed.length_counts)
-    assert loose.length_counts.sum() == (loose.train == loose.tokenizer.end_id).sum()
+    assert loose.length_counts.sum() == (loose.ids["train"] == loose.tokenizer.end_id).sum()
     tokenizer = loose.tokenizer
     end_id = tokenizer.end_id
     model = mdlm.make_model(configs[0], tokenizer.vocab_size, kernels.select("torch"), end_id)
@@ -259,7 +259,7 @@ def test_packed_documents_have_the_same_bound(speeches, tmp_path):
         torch.nn.init.normal_(p, std=0.2, generator=torch.Generator().manual_seed(p.numel()))
     results = []
     for corpus in (loose, packed):
-        windows = corpus.gather(corpus.train, torch.stack(list(corpus.train_windows)))
+        windows, _ = corpus.take("train", torch.arange(corpus.W), 0)
         results.append(mdlm.evaluate(model, windows, passes=8))
     nelbo, se = ([r[key] for r in results] for key in ("nelbo", "se"))
     assert abs(nelbo[0] - nelbo[1]) < 4 * (se[0] ** 2 + se[1] ** 2) ** 0.5
@@ -275,7 +275,7 @@ def test_what_cannot_be_given_lengths_is_refused(speeches, tmp_path, capsys):
     assert not (tmp_path / "x").exists(), "the data was prepared for nothing"
     config = mdlm.Config(block_size=8)
     with pytest.raises(ValueError):
-        sources.cut_windows(torch.full((20,), 9).numpy(), config, 9)
+        cut_windows(torch.full((20,), 9).numpy(), config, 9)
 
 
 def test_the_rate_is_that_of_a_documents_text():

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, losses, read_log, run_mdlm
+from conftest import ROOT, corpus_of, losses, read_log, run_mdlm
 
 import bench
 import mdlm
@@ -75,21 +75,21 @@ def test_steps_as_cuda_graphs_compute_the_same(tmp_path, compiled):
         config = mdlm.Config(**mdlm.PRESETS["gpu"] | dict(n_layer=2, vocab_size=65, dropout=0.1))
         bench.write_tokens(folder, 65)
         device = torch.device("cuda")
-        corpus = mdlm.Corpus(folder, config, device)
+        corpus = corpus_of(folder, config, device)
         ops = mdlm.select_kernels("auto", device, config, torch.bfloat16)
-        run = mdlm.make_run(config, corpus, device, torch.bfloat16, ops)
+        run = mdlm.make_run(config, corpus, (device, torch.bfloat16, ops))
         compiling.compile_network(run, compiled)
         if not recorded:
-            run.call = mdlm.call
+            run.engine.call = compiling.call
         elif not compiled:
             bench.set_execution(run, bench.EAGER_GRAPHS)
         for step in range(20):
             mdlm.train_step(run, step, progress=step / 20)
             if step == 10:
                 mdlm.evaluate(run.averaged, corpus.windows(64))
-        values.append(torch.stack([*run.pending.values()]).cpu())
+        values.append(torch.stack([*run.losses.pending.values()]).cpu())
         if recorded:
-            recorder = run.call.__self__
+            recorder = run.engine.call.__self__
             assert len(recorder.recorded) == 3 and not recorder.failed
     print("\nlosses and norms differ by at most", (values[0] - values[1]).abs().amax(0).tolist())
     torch.testing.assert_close(*values, rtol=1e-3, atol=1e-3)

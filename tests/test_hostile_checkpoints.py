@@ -32,14 +32,14 @@ CPU = torch.device("cpu")
 
 def resume(folder):
     """What --resume does with a checkpoint: a model, averages and optimizers that load it."""
-    config = mdlm.read_config(folder)
+    config = mdlm.run_config.read(mdlm.Config, folder)
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")
     if (config.n_embd, config.n_layer, tokenizer.vocab_size) > (64, 4, 200):
         return None  # training would take what the config asks for; load() must not
     ops = mdlm.select_kernels("torch", CPU, config)
     lengths = torch.zeros(config.block_size + 1)
     corpus = SimpleNamespace(tokenizer=tokenizer, length_counts=lengths, mean_length=1.0)
-    run = mdlm.make_run(config, corpus, CPU, torch.float32, ops)
+    run = mdlm.make_run(config, corpus, (CPU, torch.float32, ops))
     return checkpoint.restore(folder, run.model, run.averaged, run.optimizers)
 
 

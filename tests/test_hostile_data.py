@@ -17,23 +17,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, run_mdlm
+from conftest import ROOT, TINY, corpus_of, run_mdlm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mdlm
 from support.data import sources, tokenizer
+from support.data.prepare import prepare
 from support.errors import UserError
 
 CPU = torch.device("cpu")
 CONFIG = mdlm.Config(block_size=32)
 
 
-def prepare(content, folder):
+def prepared(content, folder):
     """A data folder for a text file with this content (bytes)."""
     (folder / "t").write_bytes(content)
     (folder / "data").mkdir()
-    mdlm.prepare(mdlm.Config(data=str(folder / "t"), block_size=32), folder / "data")
+    prepare(mdlm.Config(data=str(folder / "t"), block_size=32), folder / "data")
     return folder / "data"
 
 
@@ -59,8 +60,8 @@ ARABIC = "\u202eمرحبا بالعالم\u202c"
     ],
 )
 def test_any_text_is_kept_as_it_is(tmp_path, content):
-    corpus = mdlm.Corpus(prepare(content, tmp_path), CONFIG, CPU)
-    ids = corpus.train.tolist() + corpus.val.tolist()
+    corpus = corpus_of(prepared(content, tmp_path), CONFIG, CPU)
+    ids = corpus.ids["train"].tolist() + corpus.ids["val"].tolist()
     assert corpus.tokenizer.decode(ids) == content.decode("utf-8-sig")
 
 
@@ -198,13 +199,13 @@ def test_unusable_data_folder_is_refused(tmp_path, train, meta, word):
     if meta:
         (tmp_path / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(UserError, match=word):
-        mdlm.Corpus(tmp_path, mdlm.Config(block_size=32, vocab_size=256), CPU)
+        corpus_of(tmp_path, mdlm.Config(block_size=32, vocab_size=256), CPU)
 
 
 @pytest.fixture(scope="module")
 def files(pydoc, tmp_path_factory):
     """The files of a data folder, name -> bytes."""
-    folder = prepare(pydoc[:6000].encode(), tmp_path_factory.mktemp("data"))
+    folder = prepared(pydoc[:6000].encode(), tmp_path_factory.mktemp("data"))
     return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
@@ -220,7 +221,7 @@ def windows_are_sound_or_refused(files):
         for name, content in files.items():
             (Path(folder) / name).write_bytes(content)
         with contextlib.suppress(UserError):
-            corpus = mdlm.Corpus(Path(folder), CONFIG, CPU)
+            corpus = corpus_of(Path(folder), CONFIG, CPU)
             for x in (corpus.windows(8), corpus.batch(torch.arange(8))[0]):
                 assert x.shape[1] == 32
                 assert x.min() >= 0
@@ -258,7 +259,7 @@ def test_huge_json_is_refused_unread(files, tmp_path, name, content):
         (tmp_path / name).write_bytes(content)
     began = time.monotonic()
     with pytest.raises(UserError, match=name):
-        mdlm.Corpus(tmp_path, CONFIG, CPU)
+        corpus_of(tmp_path, CONFIG, CPU)
     assert time.monotonic() - began < 5
 
 
@@ -275,7 +276,7 @@ def test_pickles_in_a_data_folder_are_ignored(files, tmp_path):
         (tmp_path / name).write_bytes(files[name])
     for name in ("meta.pkl", "data.pkl"):  # nanoGPT writes meta.pkl
         (tmp_path / name).write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
-    mdlm.Corpus(tmp_path, CONFIG, CPU)
+    corpus_of(tmp_path, CONFIG, CPU)
     assert not (tmp_path / "executed").exists()
 
 

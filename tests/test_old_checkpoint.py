@@ -98,7 +98,7 @@ def test_former_names_in_a_config_json_mean_the_same(old_run, former, now):
         names = [name for both in FORMER for side in both for name in side]
         change_config(old_run, lambda config: [config.pop(name, None) for name in names])
         change_config(old_run, lambda config: config.update(settings))
-        return mdlm.read_config(old_run / "step-10")
+        return mdlm.run_config.read(mdlm.Config, old_run / "step-10")
 
     assert read(former) == read(now)
 
@@ -112,7 +112,7 @@ def test_new_runs_have_names_of_now_alone(short_run):
 def test_the_shipped_model_has_the_files_of_now():
     folder = ROOT / "weights" / "shakespeare"
     config = json.loads((folder / "config.json").read_text())["config"]
-    now = dataclasses.asdict(mdlm.read_config(folder))
+    now = dataclasses.asdict(mdlm.run_config.read(mdlm.Config, folder))
     assert config.items() <= now.items(), "a setting that is newer has its default"
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")
     assert tokenizer.to_file() == (folder / "tokenizer.json").read_text(encoding="utf-8")

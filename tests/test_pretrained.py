@@ -130,7 +130,7 @@ def folder_of(tokenizer_of, tmp_path_factory):
 def wrap(folder, **given):
     """(model, tokenizer) of a folder, as a run begins with it."""
     given = dict(init_from=str(folder), block_size=16) | given
-    config = mdlm.new_config(given)
+    config = mdlm.run_config.new(mdlm.Config, given)
     network = pretrained.open_network(config, None)
     tokenizer = open_tokenizer(folder / "tokenizer.json", False)
     network.fit(tokenizer)

@@ -7,13 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, counts_of, losses, run_mdlm, tiny_flags
+from conftest import TINY, corpus_of, counts_of, losses, run_mdlm, tiny_flags
 
 import eval
 import export
 import mdlm
 import sample
 from support import cli
+from support.data import sources
+from support.data.prepare import prepare
 from support.infill.likelihood import chain_rule
 
 SOUNDS = {"cat": "meow", "a dog": "woof!", "the old cow": "moo", "me": "i am a model"}
@@ -92,7 +94,7 @@ def test_only_answers_are_learned(run):
     x = torch.tensor([[1, 2, E, 3, 4, E, E], [E, 1, E, E, E, E, E]])
     scored = model.objective.scored_mask(x).int().tolist()
     assert scored == [[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1]]
-    corpus = mdlm.Corpus(run / "data", config, torch.device("cpu"))
+    corpus = corpus_of(run / "data", config, torch.device("cpu"))
     samples = torch.arange(config.batch_size)
     first = {step: step * config.batch_size for step in range(5)}
     run = SimpleNamespace(corpus=corpus, objective=model.objective, sequences=first.get)
@@ -103,7 +105,7 @@ def test_only_answers_are_learned(run):
         learned = model.objective.scored_mask(x0)
         assert not (xt == model.mask_id)[~learned].any()
         assert torch.equal((xt == model.mask_id).sum(1), levels)
-        assert torch.equal(learned.sum(1), corpus.find(step * config.batch_size + samples)[2])
+        assert torch.equal(learned.sum(1), corpus.batch(step * config.batch_size + samples)[1])
         scored = rows[share > 0]
         assert learned.flatten()[scored].all() and len(scored) == levels.sum()
         assert torch.equal(targets[share > 0], x0.flatten()[scored])
@@ -155,10 +157,10 @@ def test_what_answers_in_blocks_cannot_do(run_in_blocks, tmp_path, capsys, progr
 
 def test_counts_are_uniform_on_answers(run):
     config = mdlm.load(run)[2]
-    corpus = mdlm.Corpus(run / "data", config, torch.device("cpu"))
+    corpus = corpus_of(run / "data", config, torch.device("cpu"))
     share = []
     for step in range(200):
-        lengths = corpus.find(torch.arange(config.batch_size) + step * config.batch_size)[2]
+        lengths = corpus.batch(torch.arange(config.batch_size) + step * config.batch_size)[1]
         levels = counts_of(config, step, 0.0, lengths)
         assert (levels >= 1).all() and (levels <= lengths).all()
         share.append((levels - 0.5) / lengths)
@@ -211,8 +213,8 @@ def test_chain_rule_hides_all_that_follows(run):
 def test_a_prompt_goes_where_its_answer_goes(tmp_path, n):
     records = [dict(q="x" * (i % 7 + 20), a=str(i)) for i in range(n)]
     data = write(tmp_path / "x.jsonl", records)
-    mdlm.prepare(mdlm.Config(data=str(data), prompt_column="q", text_column="a"), tmp_path)
-    _, arrays, tokenizer, _ = mdlm.sources.open_ids(tmp_path, 8, 0)
+    prepare(mdlm.Config(data=str(data), prompt_column="q", text_column="a"), tmp_path)
+    _, arrays, tokenizer, _ = sources.open_ids(tmp_path, 8, 0)
     texts = ["".join(tokenizer.decode([i]) or "|" for i in ids) for ids in arrays]
     assert "".join(texts) == "".join(f"{r['q']}|{r['a']}|" for r in records)
     assert all(text.count("|") % 2 == 0 and text.startswith("x") for text in texts)

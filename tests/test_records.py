@@ -9,6 +9,7 @@ from conftest import TINY, losses, read_log, run_mdlm
 
 import mdlm
 from support.data import sources
+from support.data.prepare import prepare
 
 TEXTS = [f"Record {i} says: " + "na " * (i % 7) + "ü\n" for i in range(400)]
 
@@ -49,7 +50,7 @@ def test_every_format_gives_the_same_documents(tmp_path, name):
     folder = tmp_path / "ids"
     folder.mkdir()
     config = mdlm.Config(data=str(tmp_path / name), block_size=32)
-    mdlm.prepare(config, folder)
+    prepare(config, folder)
     meta, ids, tokenizer, _ = sources.open_ids(folder, 32, 0)
     end = tokenizer.end_id
     found = [list(part) for part in ids]

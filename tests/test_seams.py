@@ -21,6 +21,7 @@ import mdlm
 import sample
 from support import cli, files
 from support.data import seams, sources, texts, tokenizer
+from support.data.prepare import prepare
 from support.data.tokenizer import Tokenizer, build_tokenizer
 from support.errors import UserError
 from support.infill import search, templates
@@ -94,7 +95,7 @@ def test_prepared_text_gains_and_loses_no_space(made, pydoc, tmp_path, monkeypat
     pieces = [(text[i:j], False) for i, j in zip(edges, [*edges[1:], None])]
     monkeypatch.setattr(texts.Source, "__call__", lambda source: iter(pieces))
     (tmp_path / "t.txt").write_text(text)
-    mdlm.prepare(mdlm.Config(data=str(tmp_path / "t.txt")), tmp_path, made)
+    prepare(mdlm.Config(data=str(tmp_path / "t.txt")), tmp_path, made)
     _, arrays, _, _ = sources.open_ids(tmp_path, 8, 0)
     whole = made.library.encode(text) if made.kind == "file" else made.encode(text)
     assert made.decode(np.concatenate(arrays)) == made.decode(whole)
@@ -104,7 +105,7 @@ def test_training_text_ends_with_a_word(made, tmp_path):
     """Wherever nine tenths of the characters are: a tokenizer may know no part of a word."""
     for n in range(0, 30, 3):
         (tmp_path / "t.txt").write_text(f"{SENTENCE}\n" * 30 + "\n" * n)
-        mdlm.prepare(mdlm.Config(data=str(tmp_path / "t.txt")), tmp_path, made("words"))
+        prepare(mdlm.Config(data=str(tmp_path / "t.txt")), tmp_path, made("words"))
         _, arrays, _, _ = sources.open_ids(tmp_path, 8, 0)
         assert np.concatenate(arrays).tolist() == made("words").encode(SENTENCE) * 30
 

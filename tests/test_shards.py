@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, losses, read_log
+from conftest import ROOT, TINY, corpus_of, losses, read_log
 from nursery import Nursery, begin_ranks, free_port, starter
 from safetensors.torch import load_file, save_file
 
@@ -314,12 +314,12 @@ def test_forged_parts_are_refused(parts, tmp_path):
     for change, words in ((cut, "does not fit its config"), (spoil, "is not finite")):
         out = shutil.copytree(parts, tmp_path / change.__name__)
         forge(out / "step-2", change)
-        config = mdlm.read_config(out / "step-2")
+        config = mdlm.run_config.read(mdlm.Config, out / "step-2")
         ops = mdlm.kernels.select("torch")
         device = torch.device("cpu")
-        corpus = mdlm.Corpus(out / "data", config, device)
+        corpus = corpus_of(out / "data", config, device)
         config.shard = 0
-        run = mdlm.make_run(config, corpus, device, torch.float32, ops)
+        run = mdlm.make_run(config, corpus, (device, torch.float32, ops))
         with pytest.raises(errors.UserError, match=words):
             checkpoint.restore(out / "step-2", run.model, run.averaged, run.optimizers)
 
@@ -408,7 +408,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, (3 << 29, 3 << 29))
 sys.path.insert(0, {str(ROOT)!r})
 import mdlm
-sys.exit(mdlm.cli.run(lambda argv: mdlm.train(mdlm.parse_args(argv), 0), sys.argv[1:]))
+sys.exit(mdlm.cli.run(mdlm.main, sys.argv[1:]))
 """
     (tmp_path / "limited.py").write_text(script)
     flags = [*TINY, f"--data={folder}", "--vocab_size=64", "--max_steps=2", "--shard"]

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ import mdlm
 import sample
 from support import cli, errors, outputs, plots, ranks, signals, terminal
 from support.data import sources
+from support.data.prepare import prepare
 from support.infill import templates
 from support.training import checkpoint
 
@@ -45,7 +45,7 @@ def assert_one_sentence(r, *words):
 
 
 def train(capsys, *args):
-    return call(lambda argv: mdlm.train(mdlm.parse_args(argv), time.monotonic()), capsys, *args)
+    return call(lambda argv: mdlm.main(argv), capsys, *args)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + (400 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 sys.argv[0] = "mdlm.py"
-main = lambda argv: mdlm.train(mdlm.parse_args(argv), time.monotonic())
+main = lambda argv: mdlm.main(argv)
 sys.exit(cli.run(main, sys.argv[1:], checkpoint.release))
 """
 
@@ -163,7 +163,7 @@ def test_text_that_changes_while_read_is_refused(tmp_path, monkeypatch):
     texts = iter([["abc\n" * 99], ["abc\n" * 99], ["abc\n" * 9]])
     monkeypatch.setattr(sources, "find_text", lambda name: lambda: next(texts))
     with pytest.raises(ValueError):
-        mdlm.prepare(mdlm.Config(), tmp_path)
+        prepare(mdlm.Config(), tmp_path)
 
 
 def test_changed_text_is_said_on_resume(run, capsys):

@@ -12,13 +12,14 @@ import pytest
 import tokenizer_kinds
 import tokenizers
 import torch
-from conftest import TINY, Toy, read_log, run_mdlm, sign
+from conftest import TINY, Toy, corpus_of, read_log, run_mdlm, sign
 
 import export
 import mdlm
 import sample
 from support import cli
 from support.data import sources
+from support.data.prepare import prepare
 from support.data.tokenizer import (
     Tokenizer,
     build_tokenizer,
@@ -228,12 +229,12 @@ def test_folder_of_ids_gets_documents_and_text(path, tmp_path, capsys):
     assert tokenizer.kind == "id" and model.length_counts.sum() == 200
     (tmp_path / "ids" / "tokenizer.json").write_bytes(path.read_bytes())
     assert run_mdlm(*flags, "--end=1", f"--out_dir={tmp_path / 'b'}") == 0
-    corpus = mdlm.Corpus(tmp_path / "ids", mdlm.Config(block_size=32, end="1"), torch.device("cpu"))
+    corpus = corpus_of(tmp_path / "ids", mdlm.Config(block_size=32, end="1"), torch.device("cpu"))
     assert corpus.tokenizer.decode(corpus.windows(1)[0].tolist()) == "This is the text 0."
     prepared = [*TINY, f"--data={tmp_path / 'own'}", "--max_steps=1", "--end=3"]
     (tmp_path / "own").mkdir()
     (tmp_path / "t.txt").write_text("some text to learn. " * 200)
-    mdlm.prepare(mdlm.Config(data=str(tmp_path / "t.txt"), block_size=32), tmp_path / "own")
+    prepare(mdlm.Config(data=str(tmp_path / "t.txt"), block_size=32), tmp_path / "own")
     assert run_mdlm(*prepared, f"--out_dir={tmp_path / 'd'}") == 2
     assert "--end=3, but" in capsys.readouterr().err
     with pytest.raises(UserError, match="'1'"):

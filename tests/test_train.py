@@ -20,6 +20,7 @@ from conftest import (
     ROOT,
     TINY,
     StopAt,
+    corpus_of,
     losses,
     read_log,
     run_mdlm,
@@ -34,7 +35,8 @@ from torch.utils._pytree import tree_leaves
 import mdlm
 import sample
 from support import cli, errors, numerics, settings, signals, view
-from support.training import checkpoint
+from support.training import checkpoint, compiling, session
+from support.training.clock import Clock
 
 CPU = torch.device("cpu")
 
@@ -87,7 +89,7 @@ def test_run_learns(trained):
 
 def test_logged_value_is_of_saved_weights(trained, pydoc):
     model, tokenizer, config = mdlm.load(trained)
-    windows = mdlm.Corpus(trained / "data", config, CPU).windows(32)
+    windows = corpus_of(trained / "data", config, CPU).windows(32)
     validation = pydoc[int(0.9 * len(pydoc)) :]
     assert all(tokenizer.decode(window.tolist()) in validation for window in windows)
     value = mdlm.evaluate(model, windows, passes=4)["nelbo"]
@@ -116,7 +118,7 @@ def test_bfloat16_evaluates_the_averaged_weights(text_file, tmp_path):
     assert run_mdlm(f"--data={text_file}", *tiny_flags(*flags), f"--out_dir={out}") == 0
     logged = read_log(out)[-1]
     model, _, config = mdlm.load(out)
-    windows = mdlm.Corpus(out / "data", config, CPU).windows(32)
+    windows = corpus_of(out / "data", config, CPU).windows(32)
     with torch.autocast("cpu", torch.bfloat16):
         again = mdlm.evaluate(model, windows, passes=4)["nelbo"]
     assert again == pytest.approx(logged["val_nelbo"], abs=1e-4)
@@ -160,7 +162,7 @@ def make_run(folder, **more):
     settings = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, batch_size=8, dropout=0.0)
     config = mdlm.Config(**settings | dict(warmup_steps=0) | more)
     ops = mdlm.select_kernels("torch", CPU, config)
-    return mdlm.make_run(config, mdlm.Corpus(folder / "data", config, CPU), CPU, torch.float32, ops)
+    return mdlm.make_run(config, corpus_of(folder / "data", config, CPU), (CPU, torch.float32, ops))
 
 
 def copies(model):
@@ -243,7 +245,7 @@ VARIANTS = {
 
 def does_not_vary(folder, monkeypatch):
     """Whether a run's steps do the same on the device, but for its tensors; and what it says."""
-    config = mdlm.read_config(checkpoint.find_checkpoint(folder))
+    config = mdlm.run_config.read(mdlm.Config, checkpoint.find_checkpoint(folder))
     config = dataclasses.replace(config, warmup_steps=3, lr_schedule="linear")
     monkeypatch.setattr("support.training.optimizers.is_async", lambda device: True)
     monkeypatch.setattr(mdlm, "to_device", lambda x, device: x)
@@ -251,8 +253,8 @@ def does_not_vary(folder, monkeypatch):
         masked_rows = functools.partial(view.masked_rows, waits=False)
         monkeypatch.setattr(f"variants.{module}.masked_rows", masked_rows)
     ops = mdlm.select_kernels("torch", CPU, config)
-    corpus = mdlm.Corpus(folder / "data", config, CPU)
-    run = mdlm.make_run(config, corpus, CPU, torch.float32, ops)
+    corpus = corpus_of(folder / "data", config, CPU)
+    run = mdlm.make_run(config, corpus, (CPU, torch.float32, ops))
     draw_batch = mdlm.draw_batch
     seen = []
     for step in range(4):
@@ -265,7 +267,7 @@ def does_not_vary(folder, monkeypatch):
             mdlm.update(run)
         states = [s for o in run.optimizers for s in (*o.state.values(), *o.param_groups)]
         kept = [x.data_ptr() for x in tree_leaves(states) if isinstance(x, torch.Tensor)]
-        seen.append((watched.seen, kept, run.new_weight.data_ptr()))
+        seen.append((watched.seen, kept, run.engine.new_weight.data_ptr()))
     assert seen[2][0]
     # The first step makes the optimizers' state.
     return seen[2] == seen[3], run.objective.steps_are_alike
@@ -289,14 +291,14 @@ def test_device_does_the_same_in_every_step(name, text_file, tmp_path, monkeypat
 @pytest.mark.parametrize("where", ["weights", "average", "moment"])
 def test_weights_not_finite_are_not_saved(trained, tmp_path, where):
     run = make_run(trained, out_dir=str(tmp_path))
-    run.log = SimpleNamespace(start=0.0)
+    run.clock = Clock(run.config, 0.0)
     mdlm.train_step(run, 0, 0.0)
     mdlm.check_finite(run)
     spoiled = dict(weights=run.model.embed.weight, average=run.averaged.embed.weight)
     moments = run.optimizers[1].state[run.model.embed.weight]
     (spoiled | dict(moment=moments["exp_avg"]))[where].data[0, 0] = math.nan
     with pytest.raises(errors.UserError, match="step 0"):
-        mdlm.save(run)
+        session.save(run)
     assert not list(tmp_path.iterdir())
 
 
@@ -348,7 +350,7 @@ def slow(monkeypatch, clock):
     network call, and more for the first one."""
 
     def begin(data=0.0, call=0.0, first=0.0):
-        prepare = mdlm.prepare
+        prepare = session.prepare
         features = mdlm.Model.features
         extra = [first]
 
@@ -360,7 +362,7 @@ def slow(monkeypatch, clock):
             clock.now += call + (extra.pop() if extra else 0)
             return features(*args)
 
-        monkeypatch.setattr(mdlm, "prepare", slow_prepare)
+        monkeypatch.setattr(session, "prepare", slow_prepare)
         monkeypatch.setattr(mdlm.Model, "features", slow_features)
 
     return begin
@@ -377,10 +379,8 @@ def test_time_limit_covers_everything(text_file, tmp_path, clock, slow):
     code, log = run_for_100_seconds(text_file, tmp_path / "out", "--eval_interval=0")
     assert code == 0
     assert 90 < log[-1]["seconds"] <= clock.now <= 100
-    assert len([r for r in log if "val_nelbo" in r]) in (10, 11), "untrained, about ten on the way"
     scored = [r.get("windows") for r in log if "val_nelbo" in r][1:]
-    assert scored.pop() is None, "all of them at the end"
-    assert len(set(scored)) == 1 and 4 <= scored[0] < 32, "few before, always the same"
+    assert len(scored) in range(2, 11) and scored.pop() is None, "all of them at the end"
     assert [r["lr_scale"] for r in log if "lr_scale" in r][-1] < 0.1
 
 
@@ -466,10 +466,10 @@ def test_real_time_limit_is_kept(text_file, tmp_path):
     [
         (dict(time_limit=119.0), True, "cpu", False),
         (dict(time_limit=120.0), True, "cpu", True),
-        (dict(max_steps=59), True, "cpu", False),
-        (dict(max_steps=60), True, "cpu", True),
-        (dict(max_steps=1000, time_limit=100.0), True, "cpu", False),
-        (dict(max_steps=59, time_limit=1000.0), True, "cpu", False),
+        (dict(max_steps=100), True, "cpu", False),
+        (dict(max_steps=50_000), True, "cpu", True),
+        (dict(max_steps=5000, time_limit=100.0), True, "cpu", False),
+        (dict(max_steps=100, time_limit=1000.0), True, "cpu", False),
         (dict(time_limit=1.0), True, "cuda", True),
         (dict(time_limit=120.0), False, "cpu", False),
         (dict(time_limit=120.0, compile="off"), True, "cpu", False),
@@ -477,34 +477,14 @@ def test_real_time_limit_is_kept(text_file, tmp_path):
         (dict(time_limit=120.0, compile="on"), False, "cpu", False),
     ],
 )
-def test_auto_compiles_runs_of_two_minutes(
-    clock, capsys, monkeypatch, config, able, device, wanted
-):
-    config = mdlm.Config(**dict(max_steps=settings.NO_LIMIT) | config)
-    model = torch.nn.Linear(1, 1)
-    seconds = [4, 2]  # the first step is slower than those that follow
-
-    def a_step(run, step, margin):
-        clock.now += seconds.pop(0)
-        model(torch.ones(1)).backward()
-
-    run = SimpleNamespace(config=config, device=torch.device(device), model=model)
-    monkeypatch.setattr(mdlm, "can_compile", lambda device: able)
-    monkeypatch.setattr(mdlm, "compute_gradients", a_step)
-    assert mdlm.should_compile(run, None) == wanted
-    assert model.weight.grad is None
-    matters = config.max_steps < settings.NO_LIMIT and config.time_limit in (0, 1000)
-    assert (len(seconds) == 0) == matters, "a step is measured only if that decides"
+def test_auto_compiles_runs_of_two_minutes(trained, capsys, config, able, device, wanted):
+    model, _, of_model = mdlm.load(trained)
+    same = dict(max_steps=settings.NO_LIMIT, batch_size=64, compile="auto")
+    config = dataclasses.replace(of_model, **same | config)
+    run = SimpleNamespace(config=config, device=torch.device(device), model=model, step=0)
+    assert compiling.should_compile(run, able) == wanted
     warned = config.compile == "on" and not able
     assert capsys.readouterr().err.count("--compile=on") == warned
-
-
-def test_measuring_a_step_changes_no_loss(short_run, tmp_path):
-    text = short_run.parent / "text.txt"
-    out = tmp_path / "out"
-    flags = tiny_flags("--compile=auto", "--max_steps=4", "--eval_windows=2")
-    assert run_mdlm(f"--data={text}", *flags, f"--out_dir={out}") == 0
-    assert losses(out) == losses(short_run)
 
 
 def check_compiled_run(text_file, tmp_path, *more):
@@ -541,7 +521,7 @@ def test_fine_tuning_keeps_weights_and_tokenizer(run, tmp_path, capsys):
     assert run_mdlm(*flags, f"--out_dir={out}") == 0
     source, tokenizer, config = mdlm.load(run)
     assert tokenizer.to_json() == mdlm.load(out)[1].to_json()
-    windows = mdlm.Corpus(out / "data", config, CPU).windows(32)
+    windows = corpus_of(out / "data", config, CPU).windows(32)
     begins_at = mdlm.evaluate(source, windows)["nelbo"]
     assert read_log(out)[0]["val_nelbo"] == pytest.approx(begins_at, abs=1e-4)
 
@@ -636,7 +616,7 @@ def test_resume_works_without_source_or_elsewhere(run, tmp_path):
 
 def test_the_same_text_by_another_path_is_accepted_on_resume(run, tmp_path, capsys, monkeypatch):
     """A path is compared as a file: ./text.txt, /all/of/it/text.txt and a link are text.txt."""
-    config = mdlm.read_config(checkpoint.find_checkpoint(run))
+    config = mdlm.run_config.read(mdlm.Config, checkpoint.find_checkpoint(run))
     text = Path(config.data)
     folder = tmp_path / "other"
     folder.mkdir()

@@ -180,7 +180,7 @@ class Clock:
         results: what mdlm.evaluate returned, from whose time the clock learns
         """
         scored = sum(r["passes"] * r["windows"] for r in results)
-        self.per_window = (time.monotonic() - budget.began) / scored
+        self.per_window = max(1e-6, (time.monotonic() - budget.began) / scored)
         # The end of a run: four passes with the averaged weights, one with the raw weights, and the
         # preview. A quarter is added because a machine's speed varies.
         W = len(run.corpus.windows(self.config.eval_windows))

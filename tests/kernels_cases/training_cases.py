@@ -8,6 +8,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from conftest import corpus_of
+
 import mdlm
 from support import kernels
 from support.kernels.launch import ENABLED, INTERPRET, LAUNCHES, launch
@@ -25,10 +27,10 @@ ATTENTION |= {"prepare_kernel", "norm_conv_forward_kernel", "norm_conv_backward_
 def train(name, config, folder, steps, device):
     """The losses of the first steps with AdamW, and the kernels that were launched."""
     LAUNCHES.clear()
-    corpus = mdlm.Corpus(folder, config, device)
+    corpus = corpus_of(folder, config, device)
     torch.manual_seed(0)
     ops = kernels.select(name, device, config.n_embd // config.n_head)
-    run = mdlm.make_run(config, corpus, device, torch.float32, ops)
+    run = mdlm.make_run(config, corpus, (device, torch.float32, ops))
     model = run.model
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     samples = torch.arange(config.batch_size)

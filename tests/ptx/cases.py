@@ -178,6 +178,7 @@ def training(dtype, g, steps):
 
     import mdlm
     from support import kernels
+    from support.data import sources
 
     size = dict(n_layer=2, n_head=2, n_embd=64, block_size=16, batch_size=4, vocab_size=65)
     config = mdlm.Config(**size, dropout=0.0, eval_windows=1, warmup_steps=2)
@@ -188,13 +189,13 @@ def training(dtype, g, steps):
         losses = []
         for kind, precision in (("triton", dtype), ("torch", dtype), ("torch", torch.float32)):
             device = torch.device("cpu")
-            corpus = mdlm.Corpus(folder, config, device)
+            corpus = mdlm.open_corpus(sources.of_config(folder, config), config, device)
             ops = kernels.select(kind, device, 32, precision)
-            run = mdlm.make_run(config, corpus, device, precision, ops)
+            run = mdlm.make_run(config, corpus, (device, precision, ops))
             losses.append([])
             for step in range(steps):
                 mdlm.train_step(run, step, progress=step / 100)
-                losses[-1].append(run.loss)
+                losses[-1].append(run.losses.loss)
     ours, plain, single = map(torch.tensor, losses)
     return {"losses": (ours, plain, single), "losses like PyTorch's": (ours, plain, plain)}
 

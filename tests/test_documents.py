@@ -17,6 +17,7 @@ from support import kernels
 from support.arguments import to_view
 from support.data.prepare import prepare
 from support.data.tokenizer import Tokenizer
+from support.data.windows import cut_windows, pack_windows
 from support.infill.calls import end_documents
 from support.infill.likelihood import chain_rule
 from support.kernels.reference import document_spans

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,12 +96,11 @@ def test_logged_margin_is_that_of_the_masks(how, has_margin):
     """A margin is logged where it changes how many tokens are masked, and nowhere else."""
     config = mdlm.Config(block_size=16, batch_size=8, **how)
     objective = variants.choose(config, mdlm.MaskedDiffusion(config, 11))
-    run = SimpleNamespace(rate_margin=variants.rate_margin(config))
-    assert mdlm.rate_margin(run, 0.75) == (0.25 if has_margin else 0.0)
-    assert mdlm.rate_margin(run, 1.0) == 0.0
+    assert objective.rate_margin == (0.5 if has_margin else 0.0)
+    assert [mdlm.margin_scale(progress) for progress in (0.5, 0.75, 1.0)] == [1, 0.5, 0]
 
     def counts(progress):
-        margin = mdlm.rate_margin(run, progress)
+        margin = mdlm.margin_scale(progress)
         samples = torch.arange(8)
         lengths = torch.full((8,), 16)
         steps = range(20)

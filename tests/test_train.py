@@ -412,7 +412,7 @@ def test_slow_evaluation_never_breaks_the_limit(
     "seconds, taken",
     [
         (dict(data=150), 150),
-        (dict(data=70, call=5), 80),
+        (dict(data=80, call=5), 90),
         (dict(first=130, call=1), 132),
         (dict(call=60), 120),
     ],

@@ -15,6 +15,7 @@ and what it needs of
     check(config)                 raises UserError for settings that do not fit
 """
 
+from support.data.sources import has_documents as has_texts
 from support.errors import UserError
 
 from . import autoregressive, blocks, documents, positions, prompts, rates, time_conditioning
@@ -76,9 +77,9 @@ def rate_margin(config):
 
 
 def check(config):
-    """Raise UserError for flags of variants that do not fit, whatever the data are."""
-    is_asked = blocks.are_asked(config) or bool(config.prompt_column)
-    check_together(config, has_documents=is_asked)  # these refuse given lengths
+    """Raise UserError for flags of variants that do not fit. (`choose` knows what the data are.)"""
+    has_documents = has_texts(config) or bool(config.prompt_column) or blocks.are_asked(config)
+    check_together(config, has_documents)  # the last two refuse given lengths
     for file in VARIANTS:
         if hasattr(file, "check"):
             file.check(config)

@@ -11,7 +11,7 @@ from conftest import ROOT, run_mdlm, tiny_flags
 
 import mdlm
 import sample
-from support import cli
+from support import cli, kernels
 from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.errors import UserError
 from support.infill import search, templates
@@ -254,5 +254,5 @@ def test_numbers_of_numpy_and_torch_are_numbers(tiny):
 def test_ids_are_checked_without_a_hook_in_training(short_run):
     """Training's model is not one of `load`, so no step of it waits for a check."""
     config = mdlm.load(short_run)[2]
-    model = mdlm.make_model(config, 9, mdlm.kernels.select("torch"))
+    model = mdlm.make_model(config, 9, kernels.select("torch"))
     assert not model._forward_pre_hooks and mdlm.load(short_run)[0]._forward_pre_hooks

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import export
 import mdlm
 import sample
-from support import abilities, cli
+from support import abilities, cli, kernels
 from support.data.tokenizer import Tokenizer, open_tokenizer, train_bpe
 from support.errors import UserError
 from support.training import checkpoint
@@ -35,7 +35,7 @@ def save(out, tokenizer, lengths=slice(3, 9), count=5, **settings):
     """A run of a network whose weights are all random; lengths: of the texts that it learned."""
     config = mdlm.Config(**SMALL | settings)
     torch.manual_seed(0)
-    model = mdlm.make_model(config, tokenizer.vocab_size, mdlm.kernels.REFERENCES, tokenizer.end_id)
+    model = mdlm.make_model(config, tokenizer.vocab_size, kernels.REFERENCES, tokenizer.end_id)
     for p in model.parameters():
         p.data.normal_(0, 0.3)
     if abilities.knows_lengths(model):

@@ -104,7 +104,7 @@ def test_short_help_has_no_variants(capsys):
 )  # fmt: skip
 def test_python_and_config_json_are_checked_as_flags_are(changes, name):
     with pytest.raises(UserError, match=name):
-        mdlm.check(mdlm.Config(**changes))
+        mdlm.Config(**changes).check()
 
 
 def test_init_from_brings_the_architecture(short_run, text_file, tmp_path):

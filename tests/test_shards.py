@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 import mdlm
 from studies import scale
-from support import errors, files
+from support import errors, files, kernels
 from support.training import checkpoint, shards
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, /proc")
@@ -315,7 +315,7 @@ def test_forged_parts_are_refused(parts, tmp_path):
         out = shutil.copytree(parts, tmp_path / change.__name__)
         forge(out / "step-2", change)
         config = mdlm.run_config.read(mdlm.Config, out / "step-2")
-        ops = mdlm.kernels.select("torch")
+        ops = kernels.select("torch")
         device = torch.device("cpu")
         corpus = corpus_of(out / "data", config, device)
         config.shard = 0

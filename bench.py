@@ -51,6 +51,7 @@ from support.files import naming, to_json
 from support.settings import Amount, Count, Reads, Seed, Writes
 from support.training import compiling, graphs
 from support.training.optimizers import average_to_compile, update
+from support.training.run import run_eagerly
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.int64: 0}  # relative, of a tensor
 LATE = "not measured: the time is up"
@@ -381,7 +382,7 @@ def start_run(config, folder, device, dtype, kernel, compiled):
     ops = mdlm.select_kernels(kernel, device, config, dtype)
     if device.type == "cuda" and kernel == "auto" and ops.name != "triton":
         raise RuntimeError("Triton cannot run here: --kernels=auto would be PyTorch")
-    run = mdlm.make_run(config, corpus, (device, dtype, ops))
+    run = mdlm.make_run(config, corpus, devices.Machine(device, dtype, ops))
     compiling.compile_network(run, compiled)
     return run
 
@@ -414,7 +415,7 @@ EXECUTIONS = ("compiled", EAGER_GRAPHS, "compiled, without CUDA graphs", "eager"
 def set_execution(run, execution):
     """Let a run from `start_run` execute its steps in one of EXECUTIONS."""
     if "without" in execution:
-        run.engine.call = compiling.call
+        run.engine.call = run_eagerly
     elif execution == EAGER_GRAPHS:
         run.engine.average = average_to_compile  # a few launches; lerp takes one per parameter
         run.engine.call = graphs.Recorder(last=update).call

@@ -30,11 +30,12 @@ import torch.nn.functional as F
 
 import variants
 from support import devices, ensemble, numerics, pretrained, ranks
-from support.arguments import check_evaluation, check_reversing, to_view, truth
+from support.arguments import check_evaluation, check_reversing, to_view
 from support.data.sources import SourceSettings
 from support.data.tokenizer import Tokenizer, tokenizer_of
 from support.devices import select_kernels, to_device
-from support.evaluation import stratified_counts, summary
+from support.errors import SharedError
+from support.evaluation import add_up, stratified_counts, summary
 from support.kernels.reference import rotary_tables
 from support.numerics import Dropout, generator
 from support.product_settings import NetworkSettings
@@ -54,9 +55,10 @@ from support.settings import (
 )
 from support.training import checkpoint, compiling, session, shards
 from support.training import config as run_config
+from support.training.advice import advice
 from support.training.log import to_preview
-from support.training.losses import Losses, check_finite
-from support.training.optimizers import clip_gradients, make_optimizers, set_rates, update
+from support.training.optimizers import clip, make_optimizers, set_rates, update
+from support.training.run import Engine, Run
 from support.view import Batch, View, masked_rows
 from variants.blocks import BlockSettings
 from variants.documents import DocumentSettings, corpus_of_documents
@@ -498,14 +500,8 @@ def compute_gradients(run, step, margin_scale):
         numerics.seed_device(run.device, "dropout", run.config.seed, step, engine.rank, k)
         drawn = draw_batch(run, step, margin_scale, samples)
         engine.exchange(k == n - 1)  # only the last backward sums gradients over ranks
-        loss = loss + engine.call(backward, run, *drawn)  # a GPU replays it as a CUDA graph
+        loss = loss + engine.call(backward, run, *drawn)
     return loss
-
-
-def clip(run):
-    """Scale the gradients down to a norm of --grad_clip at most; returns the norm before that."""
-    params = list(run.model.parameters())
-    return clip_gradients(params, run.config.grad_clip, run.engine.scale_gradients)
 
 
 def lr_scale(config, step, progress):
@@ -525,14 +521,27 @@ def margin_scale(progress):
 
 
 def train_step(run, step, progress):
-    """One optimizer step; its loss and gradient norm wait in run.losses."""
+    """One optimizer step; its loss and gradient norm go to run.pending."""
     set_rates(run, step, lr_scale(run.config, step, progress))
     loss = compute_gradients(run, step, margin_scale(progress))
     norm = run.engine.call(clip, run)
-    run.losses.pending[step] = torch.stack((loss, norm))
+    run.pending[step] = torch.stack((loss, norm))
     if not devices.is_async(run.device):
         check_finite(run)  # before the update; a GPU's numbers are read before they are saved
     run.engine.call(update, run)
+
+
+def check_finite(run):
+    """Read the pending losses, averaged over ranks; SharedError for NaN or inf on any rank."""
+    if run.pending:
+        values = torch.stack([*run.pending.values()]).cpu().double()
+        values = (ranks.all_reduce(values) / run.engine.world).tolist()
+        for step, (loss, norm) in zip(run.pending, values, strict=True):
+            if not math.isfinite(loss + norm):
+                what = f"loss {loss}, gradient norm {norm} at step {step}: not kept."
+                raise SharedError(f"{what} {advice(run)}")
+        run.pending.clear()
+        run.loss, run.grad_norm = values[-1]
 
 
 # ---- Sampling: the textbook reverse process; sample.py has the good sampler
@@ -549,7 +558,7 @@ def generate(
     1 / s, and drawn from the model (Sahoo et al., 2406.07524, eq. 7). A model of blocks writes them
     one after another, each in at least one call.
     """
-    steps = check_reversing(model, x, steps, generator)
+    check_reversing(model, x, steps)
     x = x.clone()
     for piece, calls in model.objective.pieces(x.shape[1], steps):
         for s in range(calls, 0, -1):
@@ -564,30 +573,7 @@ def generate(
 
 
 # ---- Evaluation
-LOGITS = 1 << 27  # computed at once, at most: 512 MiB in float32
-
-
-def score(model, batch, T, observe=None):
-    """What a Batch of windows of T tokens adds: (4, n) float64 of its n tokens, and their `at`.
-
-    The rows: weight, weight * CE, weight * (the likeliest token is right), and weight * CE of the
-    first tokens of windows. A batch has at most LOGITS logits, unless it is one window with more:
-    that goes through the network several times.
-    """
-    batch = batch.without_padding()
-    parts = math.ceil(T * model.vocab_size / LOGITS)
-    facts = []
-    for rows, targets, weights, at in zip(
-        *(x.tensor_split(parts) for x in (batch.view.rows, *batch[1:]))
-    ):
-        logits = model(batch.view._replace(rows=rows))  # (n, V)
-        if observe:
-            observe(at, targets, logits)
-        ce = F.cross_entropy(logits, targets, reduction="none")
-        right = logits.argmax(-1) == targets
-        of_each = torch.stack((torch.ones_like(ce), ce, right, ce * (at % T == 0)))
-        facts.append(of_each.cpu().double() * weights.cpu().double())
-    return torch.cat(facts, 1), batch.at.cpu()
+MAX_LOGITS = 1 << 27  # computed at once: 512 MiB in float32
 
 
 @torch.no_grad()
@@ -614,37 +600,38 @@ def evaluate(
     first. scored (W, T) bool: only these tokens are masked and scored (default: the objective's
     scored_mask).
     """
-    settings = (passes, seed, batch_size, observe, deadline, scored)
-    passes, seed, batch_size = check_evaluation(model, windows, *settings)
+    scored = check_evaluation(model, windows, scored)
     W, T = windows.shape
-    batch_size = max(1, min(batch_size, LOGITS // (T * model.vocab_size)))
     objective = model.objective
-    if scored is None:
-        scored = objective.scored_mask(windows)
+    n = objective.n_texts  # of a window, each masked on its own
     # 1. How many tokens of each text to mask: spread evenly over windows and passes.
     is_exact = objective.metric == "nll"  # then all are predicted in one pass
-    lengths = scored.unflatten(1, (objective.n_texts, -1)).sum(2).cpu()  # (W, n)
-    counts = lengths[None]
-    if not is_exact:
-        counts = stratified_counts(lengths, passes, seed)  # (passes, W, n)
-    sums = torch.zeros(4, *counts.shape, dtype=torch.float64)
-    batches = math.ceil(W / batch_size)
+    lengths = scored.unflatten(1, (n, -1)).sum(2).cpu()  # (W, n)
+    counts = lengths[None] if is_exact else stratified_counts(lengths, passes, seed)
+    sums = torch.zeros(4, *counts.shape, dtype=torch.float64)  # (4, passes, W, n)
+    batch_size = max(1, min(batch_size, MAX_LOGITS // (T * model.vocab_size)))
+    n_batches = math.ceil(W / batch_size)
+    n_parts = math.ceil(T * model.vocab_size / MAX_LOGITS)  # of a window with too many logits
     was_training = model.training
     model.eval()
-    for i in ranks.split_work(range(batches)):
-        window = torch.arange(i, W, batches)
-        samples = window.to(windows.device)
+    for i in ranks.split_work(range(n_batches)):
+        numbers = torch.arange(i, W, n_batches)
+        samples = numbers.to(windows.device)
         x0 = windows[samples]  # (B, T)
         for k, count in enumerate(counts):
-            # 2. Score them as in training, with other masks: a pass stands for a step.
-            count = count[window].flatten().to(x0.device)  # (B n,)
+            # 2. Mask and predict as in training, with other masks: a pass stands for a step.
+            count = count[numbers].flatten().to(x0.device)  # (B n,)
             key = (k, samples, seed ^ 0x5EED)
             batch = objective.batch(model.ops, x0, count, *key, scored[samples])
-            facts, at = score(model, batch, T, observe)
-            # 3. Add up by text.
-            text = at // (x0.numel() // len(count))
-            found = torch.zeros(4, len(count), dtype=torch.float64).index_add(1, text, facts)
-            sums[:, k, window] = found.view(4, len(window), -1)
+            found = torch.zeros(4, len(x0), n, dtype=torch.float64)
+            for part in batch.without_padding().split(n_parts):
+                logits = model(part.view)  # (n, V)
+                if observe:
+                    observe(part.at, part.targets, logits)
+                # 3. Add up by text.
+                ce = F.cross_entropy(logits, part.targets, reduction="none")
+                add_up(found, part, ce, logits.argmax(-1) == part.targets, T, n)
+            sums[:, k, numbers] = found
         if ranks.is_late(deadline):
             break
     model.train(was_training)
@@ -669,78 +656,33 @@ def load(
     is run, and nothing is unpickled. Raises UserError, a ValueError, for anything but an intact
     checkpoint.
     """
-    whole = truth("whole", whole)
-    trusted = truth("trust_remote_code", trust_remote_code)
     device = devices.pick_device(str(device))
-    read = functools.partial(load_from, device=device, kernel=kernel, whole=whole, trusted=trusted)
+
+    def read(folder):
+        config = run_config.read(Config, folder)
+        config.trust_remote_code = trust_remote_code
+        if whole and config.infill_share:
+            config.block_length = 0
+        tokenizer = tokenizer_of(folder)
+        network = pretrained.open_network(config, folder)
+        least = pretrained.count_weights(network, tokenizer)
+        checkpoint.check_size(folder, config, tokenizer.vocab_size, least)  # before memory is taken
+        ops = select_kernels(kernel, device, config)
+        model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id, network=network)
+        model.load_state_dict(checkpoint.read_weights(folder, model))
+        model.register_forward_pre_hook(to_view, with_kwargs=True)  # model(ids) works too
+        return model.to(device).eval(), tokenizer, config
+
     return ensemble.read_newest(path, read)[1]
 
 
-def load_from(folder, device, kernel, whole, trusted=False):
-    """`load` for the folder of an intact checkpoint."""
-    config = dataclasses.replace(run_config.read(Config, folder), trust_remote_code=trusted)
-    if whole and config.infill_share:
-        config.block_length = 0
-    tokenizer = tokenizer_of(folder)
-    network = pretrained.open_network(config, folder)
-    least = pretrained.count_weights(network, tokenizer)
-    checkpoint.check_size(folder, config, tokenizer.vocab_size, least)  # before memory is taken
-    ops = select_kernels(kernel, device, config)
-    model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id, network=network)
-    model.load_state_dict(checkpoint.read_weights(folder, model))
-    model.register_forward_pre_hook(to_view, with_kwargs=True)  # model(ids) works too
-    return model.to(device).eval(), tokenizer, config
-
-
 # ---- Training
-@dataclasses.dataclass
-class Run:
-    """What the steps, reports and checkpoints of a run share."""
+def make_run(config, corpus, machine, network=None):
+    """A Run with fresh weights, not compiled, on a devices.Machine.
 
-    config: Config
-    corpus: Corpus
-    model: nn.Module
-    averaged: nn.Module  # the EMA of the weights, evaluated and saved; `model` if --ema=0
-    optimizers: list
-    device: torch.device
-    engine: compiling.Engine  # how steps are computed: dtype, ranks, compiled or not
-    losses: Losses = dataclasses.field(default_factory=Losses)
-    step: int = 0  # steps done
-    begins_at: tuple = (0, 0)  # the step that this process began with, the sequences before it
-    log: object = None  # support/training/log.py
-    clock: object = None  # support/training/clock.py
-
-    @property
-    def objective(self):
-        return self.model.objective
-
-    @property
-    def micro_batch(self):  # sequences of this rank at a time
-        n = self.engine.world * self.config.gradient_accumulation_steps
-        return self.config.batch_size // n
-
-    def sequences(self, step):
-        """Sequences learned before a step. (--resume may have changed batch_size.)"""
-        first, before = self.begins_at
-        return before + (step - first) * self.config.batch_size
-
-    @property
-    def tokens(self):  # of text learned so far; of documents by their mean number in a window
-        return round(self.sequences(self.step) * self.corpus.mean_size)
-
-    def autocast(self):
-        dtype = self.engine.dtype
-        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
-
-
-def make_run(config, corpus, machine, ranks=(0, 1), network=None):
-    """A Run with fresh weights, not compiled.
-
-    machine: (device, dtype, ops). ranks: (this one's number, how many). network: a
-    pretrained.Network, or None: ours
+    network: a pretrained.Network, or None: ours
     """
-    device, dtype, ops = machine
-    rank, world = ranks
+    device, dtype, ops, rank, world = machine
     shard_fn = shards.make_shard_fn(config.shard, device, dtype, world)
     texts = (corpus.tokenizer.end_id, corpus.mean_length)
 
@@ -754,7 +696,7 @@ def make_run(config, corpus, machine, ranks=(0, 1), network=None):
     model = build()
     averaged = build().eval() if config.ema else model
     optimizers = make_optimizers(model, config, device)
-    engine = compiling.Engine(model, dtype, torch.zeros((), device=device), rank, world)
+    engine = Engine(model, dtype, torch.zeros((), device=device), rank, world)
     return Run(config, corpus, model, averaged, optimizers, device, engine)
 
 
@@ -792,9 +734,9 @@ def show_samples(run, calls):
 def begin(here):
     """The Run of a session: new, from the weights of --init_from, or from a checkpoint."""
     network, source = here.open_source(load)
-    device, *_ = here.machine
-    corpus = open_corpus(here.open_data(network, source), here.config, device)
-    run = make_run(here.config, corpus, here.machine, here.ranks, network)
+    ids = here.open_data(network, source)
+    corpus = open_corpus(ids, here.config, here.machine.device)
+    run = make_run(here.config, corpus, here.machine, network)
     here.begin(run, source)
     if compiling.prepare_engine(run):  # then its first call compiles: here, not in the first step
         compute_gradients(run, run.step, 0.0)

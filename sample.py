@@ -431,8 +431,6 @@ def unmask(
     """
     may_draw = (end_id, forbid, allowed)
     samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw)
-    if memo is not None and not isinstance(memo, Memo):
-        raise UserError(f"memo must be a likelihood.Memo, not {arguments.kind_of(memo)}")
     settings = from_keywords(settings, model)
     may_draw = (
         end_id,
@@ -544,9 +542,8 @@ def generate(
     A row depends on the seed and its number in `samples`, not on its batch. expect(calls) is told
     how many network calls it will still take, at most.
     """
-    arguments.check_generator(generator)
     may_draw = (end_id, forbid, allowed)
-    samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw, expect)
+    samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw)
     if "memo" in settings:
         raise UserError("memo is for unmask; generate has one of its own, so leave it out")
     is_seeded = "seed" in settings
@@ -720,7 +717,6 @@ def write_ids(model, tokenizer, text, n, length, generator, max_gap, settings):
     limits = TextFlags(num_samples=n, length=length, max_gap=max_gap)
     check_settings(limits)
     arguments.check_tokenizer(tokenizer, model)
-    arguments.check_generator(generator)
     settings, given = from_keywords(settings, model), settings
     several = list(text) if isinstance(text, (list, tuple)) else [text]
     todo = [to_fill(model, tokenizer, one, limits.length) for one in several]

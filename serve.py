@@ -475,7 +475,7 @@ def load(options):
     folders, (model, tokenizer, config) = read_newest(run, read)
     filler = model
     if config.infill_share:  # learned to fill gaps too, by another View
-        filler = mdlm.load_from(folders[0], device, "auto", True)[0]
+        filler = mdlm.load(folders[0], device, whole=True)[0]
         for name, p in model.named_parameters():  # the same numbers, once
             owner, _, key = name.rpartition(".")
             setattr(filler.get_submodule(owner), key, p)

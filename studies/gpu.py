@@ -315,9 +315,7 @@ def repeat(study):
             values = []
             for i in range(first, first + n):
                 mdlm.train_step(run, i, progress=0.75)
-                values.append(
-                    run.losses.pending.pop(i, torch.tensor([run.losses.loss, run.losses.grad_norm]))
-                )
+                values.append(run.pending.pop(i, torch.tensor([run.loss, run.grad_norm])))
             outcomes.append((torch.stack(values).cpu(), [x.clone() for x in tensors_of(run)]))
         (a, xs), (b, ys) = outcomes
         different = (a != b).any(1).nonzero().flatten().tolist()

@@ -139,11 +139,11 @@ def losses(name):
         corpus = mdlm.open_corpus(sources.of_config(folder, config), config, device)
         dtype = devices.pick_dtype("auto", device)
         ops = mdlm.select_kernels(name, device, config, dtype)
-        run = mdlm.make_run(config, corpus, (device, dtype, ops))
+        run = mdlm.make_run(config, corpus, devices.Machine(device, dtype, ops))
         compiling.compile_network(run, True)
         for step in range(STEPS):
             mdlm.train_step(run, step, progress=0.75)
-        values = torch.stack([*run.losses.pending.values()]).cpu()
+        values = torch.stack([*run.pending.values()]).cpu()
     return values
 
 

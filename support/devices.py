@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +11,16 @@ from support import kernels
 from support.abilities import is_causal
 from support.errors import UserError
 from support.settings import shown
+
+
+class Machine(NamedTuple):
+    """What a rank computes with."""
+
+    device: torch.device
+    dtype: torch.dtype  # of matrix products
+    ops: Any  # the kernels, or their references in PyTorch
+    rank: int = 0
+    world: int = 1  # how many ranks there are
 
 
 # ---- Choice of device and dtype

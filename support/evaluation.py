@@ -26,6 +26,17 @@ def stratified_counts(lengths, passes, seed):
     return torch.stack(counts).view(passes, *lengths.shape)
 
 
+def add_up(sums, batch, ce, right, T, n):
+    """Add a Batch's tokens (m,) to those of its texts, in sums (4, B, n) float64.
+
+    The rows: weight, weight * CE, weight * (the likeliest token is right), and weight * CE of the
+    first tokens of windows. ce (m,), right (m,) bool; windows of T tokens have n texts.
+    """
+    rows = torch.stack((torch.ones_like(ce), ce, right, ce * (batch.at % T == 0)))
+    rows = rows.cpu().double() * batch.weights.cpu().double()
+    sums.flatten(1).index_add_(1, batch.at.cpu() // (T // n), rows)
+
+
 def mean_by_bin(values, bin, bins):
     """Return the mean of values in each bin, (bins,); bin, of the same shape, numbers them."""
     bin = bin.flatten()

@@ -42,6 +42,11 @@ class Batch(NamedTuple):
         view = self.view._replace(rows=rows.flatten()[counts])
         return Batch(view, self.targets[counts], self.weights[counts], self.at[counts])
 
+    def split(self, n):
+        """n Batches of the same texts, each with a part of the rows; not with padding."""
+        parts = zip(*(x.tensor_split(n) for x in (self.view.rows, *self[1:])))
+        return [Batch(self.view._replace(rows=rows), *rest) for rows, *rest in parts]
+
 
 def masked_rows(rows, n_rows, weights, T, waits=None):
     """Return the rows (n,) of masked positions and the loss weight (n,) of each.

@@ -156,7 +156,7 @@ def not_finite(at, what, report, late=""):
     report.RANK its digests: before each update, and at the end.
     """
     forward = mdlm.Model.forward
-    clip = mdlm.clip_gradients
+    clip = optimizers.clip_gradients
     make_run = mdlm.make_run
     armed = []
     digests = []
@@ -186,7 +186,7 @@ def not_finite(at, what, report, late=""):
         mdlm.to_device = lambda x, device: x  # there is no device to copy to
     mdlm.Model.forward = broken_forward
     mdlm.make_run = watched_run
-    mdlm.clip_gradients = watched_clip
+    optimizers.clip_gradients = watched_clip
     before_step(at, lambda: armed.append(1))
     return write
 
@@ -222,7 +222,7 @@ def muon_in_float32(silent=""):
 def measure(report, exactly=""):
     """No fault: write to report.RANK what this rank holds and sends, in bytes."""
     make_run = mdlm.make_run
-    clip = mdlm.clip_gradients
+    clip = optimizers.clip_gradients
     draw_batch = mdlm.draw_batch
     all_to_all = distributed.all_to_all_single
     figures = {"sent": 0, "reduced too early": 0}
@@ -267,7 +267,7 @@ def measure(report, exactly=""):
     mdlm.generate = lambda model, x, *rest: x  # samples would take most of the time
     mdlm.make_run = watched_run
     mdlm.draw_batch = watched_draw
-    mdlm.clip_gradients = watched_clip
+    optimizers.clip_gradients = watched_clip
     distributed.all_to_all_single = watched_exchange
     return write
 

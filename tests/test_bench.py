@@ -302,7 +302,7 @@ def test_timed_step_is_that_of_training(ids, tmp_path):
     assert run_mdlm(*flags, f"--out_dir={tmp_path / 'out'}") == 0
     config = mdlm.load(tmp_path / "out")[2]
     run = bench.start_run(config, ids, CPU, torch.float32, "torch", compiled=False)
-    found = [run.losses.loss for _, _ in zip(range(6), bench.steps_of(run))]
+    found = [run.loss for _, _ in zip(range(6), bench.steps_of(run))]
     assert found == pytest.approx(losses(tmp_path / "out"), abs=1e-6)
 
 

@@ -32,7 +32,7 @@ import mdlm
 import sample
 from support import cli, errors, files, outputs, ownership, settings, signals, terminal
 from support.ranks import check_alike
-from support.training import checkpoint, scores
+from support.training import checkpoint, optimizers, scores
 
 
 def lesson(name):
@@ -363,7 +363,7 @@ def test_advice_after_a_divergence_is_accepted(
         f"--out_dir={out}",
         *flags,
     ]
-    clip = mdlm.clip_gradients
+    clip = optimizers.clip_gradients
     left = [2]
 
     def diverges(*args):
@@ -371,7 +371,7 @@ def test_advice_after_a_divergence_is_accepted(
         return clip(*args) * (1 if left[0] >= 0 else float("nan"))
 
     with monkeypatch.context() as patched:
-        patched.setattr(mdlm, "clip_gradients", diverges)
+        patched.setattr(optimizers, "clip_gradients", diverges)
         assert run_mdlm(*argv) == 2
     advice = capsys.readouterr().err
     named = re.findall(r"--(\w+)", advice)

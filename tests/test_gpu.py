@@ -15,6 +15,7 @@ from conftest import ROOT, corpus_of, losses, read_log, run_mdlm
 import bench
 import mdlm
 from support.training import compiling
+from support.training import run as support_run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,17 +78,17 @@ def test_steps_as_cuda_graphs_compute_the_same(tmp_path, compiled):
         device = torch.device("cuda")
         corpus = corpus_of(folder, config, device)
         ops = mdlm.select_kernels("auto", device, config, torch.bfloat16)
-        run = mdlm.make_run(config, corpus, (device, torch.bfloat16, ops))
+        run = mdlm.make_run(config, corpus, mdlm.devices.Machine(device, torch.bfloat16, ops))
         compiling.compile_network(run, compiled)
         if not recorded:
-            run.engine.call = compiling.call
+            run.engine.call = support_run.run_eagerly
         elif not compiled:
             bench.set_execution(run, bench.EAGER_GRAPHS)
         for step in range(20):
             mdlm.train_step(run, step, progress=step / 20)
             if step == 10:
                 mdlm.evaluate(run.averaged, corpus.windows(64))
-        values.append(torch.stack([*run.losses.pending.values()]).cpu())
+        values.append(torch.stack([*run.pending.values()]).cpu())
         if recorded:
             recorder = run.engine.call.__self__
             assert len(recorder.recorded) == 3 and not recorder.failed

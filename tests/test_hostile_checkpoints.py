@@ -39,7 +39,7 @@ def resume(folder):
     ops = mdlm.select_kernels("torch", CPU, config)
     lengths = torch.zeros(config.block_size + 1)
     corpus = SimpleNamespace(tokenizer=tokenizer, length_counts=lengths, mean_length=1.0)
-    run = mdlm.make_run(config, corpus, (CPU, torch.float32, ops))
+    run = mdlm.make_run(config, corpus, mdlm.devices.Machine(CPU, torch.float32, ops))
     return checkpoint.restore(folder, run.model, run.averaged, run.optimizers)
 
 

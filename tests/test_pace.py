@@ -265,8 +265,7 @@ def stepped(monkeypatch, seconds, steps=200, ending=0.0):
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     config = mdlm.Config(max_steps=steps)
     times = SimpleNamespace(progress=0.0, ending=ending, saving=0.0, elapsed=lambda: clock.now)
-    losses = SimpleNamespace(loss=2.0)
-    run = SimpleNamespace(config=config, step=0, tokens=0, clock=times, losses=losses)
+    run = SimpleNamespace(config=config, step=0, tokens=0, clock=times, loss=2.0)
     lines = []
     it = progress.Progress(run, lambda text, stream: lines.append((clock.now, text)))
     for run.step in range(steps + 1):

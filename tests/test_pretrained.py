@@ -991,7 +991,7 @@ def test_forged_network_is_refused(values, runs, tmp_path):
     folder = shutil.copytree(checkpoint.find_checkpoint(runs("bert")), tmp_path / "step-2")
     set_in("network.json", **values)(folder)
     with pytest.raises(UserError):
-        mdlm.load_from(folder, torch.device("cpu"), "torch", False)
+        mdlm.load(folder, kernel="torch")
 
 
 @pytest.mark.parametrize("what", ["ids", "network"])
@@ -1012,7 +1012,7 @@ def test_forged_network_takes_no_memory(runs, tmp_path):
     network["config"] |= dict(hidden_size=1 << 14, intermediate_size=1 << 20)
     (folder / "network.json").write_text(json.dumps(network))
     with pytest.raises(UserError):
-        mdlm.load_from(folder, torch.device("cpu"), "torch", False)
+        mdlm.load(folder, kernel="torch")
 
 
 # ---- Encoders' own [MASK]

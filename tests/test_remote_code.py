@@ -390,9 +390,9 @@ def test_code_of_a_checkpoint_is_what_it_was(runs, tmp_path):
         with pytest.raises(UserError, match=name):
             mdlm.load(folder, trust_remote_code=True)
         with pytest.raises(UserError, match=name):
-            mdlm.load_from(folder, torch.device("cpu"), "torch", False, trusted=True)
+            mdlm.load(folder, kernel="torch", trust_remote_code=True)
     network = json.loads((folder / "network.json").read_text())
     for listed in ({"../a.py": ""}, {"a.txt": ""}, {}, ["a.py"], "a.py", 3):
         (folder / "network.json").write_text(json.dumps(network | dict(code=listed)))
         with pytest.raises(UserError, match=r"network\.json"):
-            mdlm.load_from(folder, torch.device("cpu"), "torch", False, trusted=True)
+            mdlm.load(folder, kernel="torch", trust_remote_code=True)

@@ -319,7 +319,7 @@ def test_forged_parts_are_refused(parts, tmp_path):
         device = torch.device("cpu")
         corpus = corpus_of(out / "data", config, device)
         config.shard = 0
-        run = mdlm.make_run(config, corpus, (device, torch.float32, ops))
+        run = mdlm.make_run(config, corpus, mdlm.devices.Machine(device, torch.float32, ops))
         with pytest.raises(errors.UserError, match=words):
             checkpoint.restore(out / "step-2", run.model, run.averaged, run.optimizers)
 

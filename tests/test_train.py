@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 import mdlm
 import sample
 from support import cli, errors, numerics, settings, signals, view
-from support.training import checkpoint, compiling, session
+from support.training import checkpoint, compiling, optimizers, session
 from support.training.clock import Clock
 
 CPU = torch.device("cpu")
@@ -162,7 +162,8 @@ def make_run(folder, **more):
     settings = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, batch_size=8, dropout=0.0)
     config = mdlm.Config(**settings | dict(warmup_steps=0) | more)
     ops = mdlm.select_kernels("torch", CPU, config)
-    return mdlm.make_run(config, corpus_of(folder / "data", config, CPU), (CPU, torch.float32, ops))
+    corpus = corpus_of(folder / "data", config, CPU)
+    return mdlm.make_run(config, corpus, mdlm.devices.Machine(CPU, torch.float32, ops))
 
 
 def copies(model):
@@ -254,7 +255,7 @@ def does_not_vary(folder, monkeypatch):
         monkeypatch.setattr(f"variants.{module}.masked_rows", masked_rows)
     ops = mdlm.select_kernels("torch", CPU, config)
     corpus = corpus_of(folder / "data", config, CPU)
-    run = mdlm.make_run(config, corpus, (CPU, torch.float32, ops))
+    run = mdlm.make_run(config, corpus, mdlm.devices.Machine(CPU, torch.float32, ops))
     draw_batch = mdlm.draw_batch
     seen = []
     for step in range(4):
@@ -263,7 +264,7 @@ def does_not_vary(folder, monkeypatch):
         monkeypatch.setattr(mdlm, "draw_batch", lambda *args, drawn=drawn: drawn)
         with Watched() as watched:
             mdlm.compute_gradients(run, step, 1.0 - step / 4)
-            mdlm.clip_gradients(list(run.model.parameters()), 1.0)
+            mdlm.clip(run)
             mdlm.update(run)
         states = [s for o in run.optimizers for s in (*o.state.values(), *o.param_groups)]
         kept = [x.data_ptr() for x in tree_leaves(states) if isinstance(x, torch.Tensor)]
@@ -330,7 +331,7 @@ def test_large_gradients_are_clipped_small_ones_untouched():
         ]  # the third has none
         for p, x in zip(params, before, strict=False):
             p.grad = x.clone()
-        norm = mdlm.clip_gradients(params, limit).item()
+        norm = optimizers.clip_gradients(params, limit).item()
         wanted = torch.cat([x.flatten() for x in before]).norm().item()
         assert norm == pytest.approx(wanted, rel=1e-5)
         after = torch.cat([p.grad.flatten() for p in params[:2]]).norm().item()

@@ -49,7 +49,9 @@ def new_run(**settings):
         batch=lambda numbers: (text[numbers % 64], torch.full((len(numbers),), T)),
     )
     device = torch.device("cpu")
-    return mdlm.make_run(config, corpus, (device, torch.float32, kernels.REFERENCES)), text
+    return mdlm.make_run(
+        config, corpus, mdlm.devices.Machine(device, torch.float32, kernels.REFERENCES)
+    ), text
 
 
 def distance(a, b, text):

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from support import numerics
-from support.arguments import check_text, kind_of, whole_number
+from support.arguments import check_text, whole_number
 from support.data.seams import BROKEN
 from support.environment import optional
 from support.errors import UserError
@@ -475,15 +475,10 @@ def gap(pattern, length, tokenizer):
 
 def everywhere(model, x, matches, end_id):
     """The Constraints of gaps {position: ConstrainedGap} in all rows of x (B, T), checked."""
-    wrong = "matches must be a dict of positions to gaps, from constraint.gap(...)"
-    if matches is not None and not isinstance(matches, dict):
-        raise UserError(f"{wrong}, not {kind_of(matches)}")
     constraints = []
     end = 0
     for place, one in sorted((matches or {}).items()):
         whole_number("a position in matches", place, 0, x.shape[1] - 1)
-        if not isinstance(one, ConstrainedGap) or not one.automaton or not one.length:
-            raise UserError(f"{wrong}; at {place} it is {kind_of(one)}")
         if len(one.automaton.classes) != model.vocab_size:
             raise UserError(f"matches at {place} is of another tokenizer; give the model's own")
         if place < end or place + one.length > x.shape[1]:

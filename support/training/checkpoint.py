@@ -331,11 +331,11 @@ def read_settings(path, known):
     return settings
 
 
-def check_size(folder, config, vocab_size, least=None):
+def check_size(folder, config, vocab_size, least):
     """Raise UserError if model.safetensors fits neither its tokenizer.json nor its config.
 
     vocab_size: of tokenizer.json. Only the sizes are read: a file may be forged, or damaged.
-    least: how many numbers it must have, where it is not a network of ours.
+    least: how many numbers it must have, where it is not a network of ours; else None
     """
     path = folder / "model.safetensors"
     stored = names_in(path).get("embed.weight")

@@ -6,9 +6,6 @@ import math
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as recomputed
@@ -18,7 +15,7 @@ from support.devices import flops_per_token
 from support.kernels.launch import can_compile
 from support.terminal import warn
 from support.training import graphs, shards
-from support.training.optimizers import average, average_to_compile, scale_gradients, update
+from support.training.optimizers import average_to_compile, scale_gradients, update
 
 TAKES = "about 20 s"  # how long compiling takes on a CPU, for messages
 LONG = 120  # seconds: shorter runs on a CPU are not compiled with --compile=auto
@@ -26,27 +23,6 @@ SPEED = 1e11  # FLOP/s of a CPU, roughly: by these a run of steps is short or lo
 # fallback_random: Inductor's own random numbers make dropout slow on a CPU.
 # vec_isa_ok: assume that the compiler supports AVX instead of compiling a test program to find out.
 OPTIONS = {"fallback_random": True, "cpp.vec_isa_ok": True}
-
-
-def call(function, run, *tensors):
-    """Call a function of a step; graphs.Recorder.call replays it on a GPU instead."""
-    return function(run, *tensors)
-
-
-@dataclass
-class Engine:
-    """How the steps of a run are computed; the defaults are eager, for one rank."""
-
-    network: torch.nn.Module  # the model as it is trained: compiled, in DDP
-    dtype: torch.dtype  # of matrix products
-    new_weight: torch.Tensor  # () of the newest weights in the averaged ones
-    rank: int = 0
-    world: int = 1
-    call: Callable = call
-    exchange: Callable = shards.exchange_nothing  # exchange(now): whether backward sums over ranks
-    average: Callable = average  # updates the averaged weights
-    scale_gradients: Callable = scale_gradients  # to clip them
-    compiler: Any = None  # the second process while it compiles, else None
 
 
 # ---- Whether to compile

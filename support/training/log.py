@@ -154,7 +154,7 @@ class Log:
         """
         tokens, began = self.last
         speed = (run.tokens - tokens) / max(time.monotonic() - began, 1e-3)  # clocks are coarse
-        values = dict(loss=run.losses.loss, grad_norm=run.losses.grad_norm, lr_scale=lr_scale)
+        values = dict(loss=run.loss, grad_norm=run.grad_norm, lr_scale=lr_scale)
         rate_margin = margin_scale * run.objective.rate_margin
         values |= dict(rate_margin=rate_margin, tokens_per_second=round(speed))
         peak = run.engine.dtype == torch.bfloat16 and peak_flops(run.device)

@@ -4,7 +4,7 @@ import contextlib
 
 from support import memory
 from support.errors import RankError
-from support.training.losses import go_on, saved_step
+from support.training.advice import go_on, saved_step
 
 
 def advice(run):

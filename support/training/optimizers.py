@@ -8,7 +8,6 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from support.devices import is_async
-from support.training import shards
 from support.training.muon import Muon
 
 
@@ -66,6 +65,12 @@ def clip_gradients(params, limit, scale=scale_gradients):
     return total
 
 
+def clip(run):
+    """Scale the gradients down to a norm of --grad_clip at most; return the norm before that."""
+    params = list(run.model.parameters())
+    return clip_gradients(params, run.config.grad_clip, run.engine.scale_gradients)
+
+
 def set_rates(run, step, scale):
     """Set the learning rates and the EMA weight for a step.
 
@@ -100,5 +105,7 @@ def update(run):
         optimizer.step()
         optimizer.zero_grad()
     if run.averaged is not run.model:  # they are the same with --ema=0
-        both = ([shards.local(p) for p in m.parameters()] for m in (run.averaged, run.model))
+        both = [[*m.parameters()] for m in (run.averaged, run.model)]
+        if run.config.shard:  # each rank has a part of them
+            both = [[p.to_local() for p in params] for params in both]
         run.engine.average(*both, run.engine.new_weight)

@@ -123,8 +123,8 @@ class Progress:
             step,
             time_format.format(duration(run.clock.elapsed()), duration(self.seconds_left())),
         ]
-        if math.isfinite(run.losses.loss):  # NaN until the first loss has been read from a GPU
-            words.append(f"loss {run.losses.loss:.4f}")
+        if math.isfinite(run.loss):  # NaN until the first loss has been read from a GPU
+            words.append(f"loss {run.loss:.4f}")
         words.append(f"{self.speed:,.0f} tokens/s")
         return words
 

@@ -17,8 +17,8 @@ import torch
 from support import environment, files
 from support.errors import SharedError
 from support.terminal import warn
+from support.training.advice import advice
 from support.training.checkpoint import SHIPPED
-from support.training.losses import advice
 
 # A model is barely trained if it scores above this fraction of the unigram entropy: it knows hardly
 # more than how frequent each token is. Of a run that ended by itself only the latter is certain, as

@@ -38,9 +38,9 @@ from support.training import (
 from support.training import (
     folder as run_folder,
 )
+from support.training.advice import advice
 from support.training.clock import Clock
 from support.training.log import Log
-from support.training.losses import advice, check_finite
 
 TRAINING = threading.Lock()  # held by the run: the state of the process belongs to it
 
@@ -60,8 +60,8 @@ def open(Config, given, start):
         config, resumed_from, changed = ranks.first(lambda: find(Config, given, world))
         config.device = given.get("device", config.device)  # each rank may have its own
         ranks.together(lambda: shards.check(config.shard, world))
-        machine = ranks.together(lambda: use_machine(config, local_rank, world))
-        here = Session(config, resumed_from, changed, machine, (rank, world), start)
+        machine = ranks.together(lambda: use_machine(config, rank, local_rank, world))
+        here = Session(config, resumed_from, changed, machine, start)
         with memory_needs.explained(here):
             yield here
         here.log.close()
@@ -100,27 +100,27 @@ def check(config, given, before, world):
     trackers.check(config)
 
 
-def use_machine(config, local_rank, world):
-    """(device, dtype of matrix products, ops) of this rank."""
+def use_machine(config, rank, local_rank, world):
+    """The devices.Machine of this rank."""
     device = devices.use_device(config.device, local_rank, world)
     dtype = devices.pick_dtype(config.dtype, device)
-    return device, dtype, devices.select_kernels(config.kernels, device, config, dtype)
+    ops = devices.select_kernels(config.kernels, device, config, dtype)
+    return devices.Machine(device, dtype, ops, rank, world)
 
 
 class Session:
     """What surrounds a run on this rank.
 
-    config: its settings. resumed_from: the checkpoint that it goes on from, or None. machine:
-    (device, dtype, ops). ranks: (this rank's number, how many there are)
+    config: its settings. resumed_from: the checkpoint that it goes on from, or None. machine: the
+    devices.Machine
     """
 
-    def __init__(self, config, resumed_from, changed, machine, ranks, start):
+    def __init__(self, config, resumed_from, changed, machine, start):
         self.config = config
         self.resumed_from = resumed_from
         self.changed = changed  # by --resume: setting -> (old, new)
         self.machine = machine
-        self.ranks = ranks
-        self.log = Log(config, silent=ranks[0] > 0)
+        self.log = Log(config, silent=machine.rank > 0)
         self.clock = Clock(config, start)
         self.ended_at = -1  # the step of the checkpoint, if it is the end of a run
         self.run = None
@@ -288,9 +288,8 @@ def restore(run, folder, changed):
 def save(run, finished=False):
     """Write out_dir/step-N: the averaged weights, and everything that --resume needs.
 
-    Only numbers that are known to be finite are written. finished: this is the end of a run.
+    finished: this is the end of a run. UserError for weights that are not finite
     """
-    check_finite(run)
     state = dict(step=run.step, tokens=run.tokens, sequences=run.sequences(run.step))
     state |= run.clock.state() | dict(finished=finished) | run.corpus.identity
     with run.clock.save(run.step):
@@ -319,8 +318,8 @@ def write(run, state, tensors):
     """Write a checkpoint of a run; tensors: its safetensors files, bytes or Paths."""
     contents = checkpoint.describing(run.config, run.corpus.tokenizer, run.model)
     contents |= {"state.json": json.dumps(state).encode()} | tensors
-    loss = run.losses.loss
-    score = run.log.score | dict(loss=loss if math.isfinite(loss) else None)
+    loss = run.loss if math.isfinite(run.loss) else None  # JSON has no NaN
+    score = run.log.score | dict(loss=loss)
     saved = checkpoint.write_checkpoint(run.config.out_dir, f"step-{run.step}", contents, score)
     if run.config.overwrite and run.clock.saved < 0:  # the first one: the old run may go now
         with files.writing(saved):

@@ -16,6 +16,7 @@ from torch import distributed
 
 from support import files, ranks
 from support.errors import RankError, UserError
+from support.training.run import exchange_nothing
 
 ALL = -1  # --shard without a value: all ranks share one model
 
@@ -61,10 +62,6 @@ def make_shard_fn(shard, device, dtype, world):
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     return functools.partial(fully_shard, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-
-
-def exchange_nothing(now):
-    """The function that `exchanger` returns for a single rank: there is nothing to exchange."""
 
 
 def exchanger(network):

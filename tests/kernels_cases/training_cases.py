@@ -30,7 +30,7 @@ def train(name, config, folder, steps, device):
     corpus = corpus_of(folder, config, device)
     torch.manual_seed(0)
     ops = kernels.select(name, device, config.n_embd // config.n_head)
-    run = mdlm.make_run(config, corpus, (device, torch.float32, ops))
+    run = mdlm.make_run(config, corpus, mdlm.devices.Machine(device, torch.float32, ops))
     model = run.model
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     samples = torch.arange(config.batch_size)

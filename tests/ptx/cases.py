@@ -191,11 +191,11 @@ def training(dtype, g, steps):
             device = torch.device("cpu")
             corpus = mdlm.open_corpus(sources.of_config(folder, config), config, device)
             ops = kernels.select(kind, device, 32, precision)
-            run = mdlm.make_run(config, corpus, (device, precision, ops))
+            run = mdlm.make_run(config, corpus, mdlm.devices.Machine(device, precision, ops))
             losses.append([])
             for step in range(steps):
                 mdlm.train_step(run, step, progress=step / 100)
-                losses[-1].append(run.losses.loss)
+                losses[-1].append(run.loss)
     ours, plain, single = map(torch.tensor, losses)
     return {"losses": (ours, plain, single), "losses like PyTorch's": (ours, plain, plain)}
 

@@ -1,0 +1,79 @@
+"""A run: its model and optimizers, how its steps are computed, how far it has come."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from support.training.optimizers import average, scale_gradients
+
+
+def run_eagerly(function, run, *tensors):
+    """Call a function of a step. (graphs.Recorder.call replays it as a CUDA graph.)"""
+    return function(run, *tensors)
+
+
+def exchange_nothing(now):
+    """On a single rank: nothing to exchange. (Else see shards.exchanger.)"""
+
+
+@dataclasses.dataclass
+class Engine:
+    """How the steps of a run are computed: eagerly, unless compiling.compile_network changes it."""
+
+    network: torch.nn.Module  # the model as it is trained: compiled, in DDP
+    dtype: torch.dtype  # of matrix products
+    new_weight: torch.Tensor  # () of the newest weights in the averaged ones
+    rank: int = 0
+    world: int = 1
+    call: Callable = run_eagerly
+    exchange: Callable = exchange_nothing  # exchange(now): whether backward sums over ranks
+    average: Callable = average  # updates the averaged weights
+    scale_gradients: Callable = scale_gradients  # to clip them
+    compiler: Any = None  # the second process while it compiles, else None
+
+
+@dataclasses.dataclass
+class Run:
+    """What the steps, reports and checkpoints of a run share."""
+
+    config: Any
+    corpus: Any
+    model: torch.nn.Module
+    averaged: torch.nn.Module  # the EMA of the weights, evaluated and saved; `model` if --ema=0
+    optimizers: list
+    device: torch.device
+    engine: Engine
+    log: Any = None  # log.Log
+    clock: Any = None  # clock.Clock
+    step: int = 0  # steps done
+    begins_at: tuple = (0, 0)  # the step that this process began with, the sequences before it
+    pending: dict = dataclasses.field(default_factory=dict)  # step -> (loss, norm), not yet read
+    loss: float = math.nan  # of the last step that was read
+    grad_norm: float = math.nan
+
+    @property
+    def objective(self):
+        return self.model.objective
+
+    @property
+    def micro_batch(self):
+        """Sequences of this rank at a time."""
+        config = self.config
+        return config.batch_size // self.engine.world // config.gradient_accumulation_steps
+
+    def sequences(self, step):
+        """Sequences learned before a step. (--resume may have changed batch_size.)"""
+        first, before = self.begins_at
+        return before + (step - first) * self.config.batch_size
+
+    @property
+    def tokens(self):
+        """Tokens of text learned so far; of documents by their mean number in a window."""
+        return round(self.sequences(self.step) * self.corpus.mean_size)
+
+    def autocast(self):
+        dtype = self.engine.dtype
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)

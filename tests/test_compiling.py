@@ -95,10 +95,11 @@ def test_blocks_are_compiled_when_process_ends(monkeypatch, exitcode):
     said = []
     monkeypatch.setattr(compiling, "compile_layers", compiled.append)
     threads = torch.get_num_threads()
+    compiler = SimpleNamespace(
+        is_alive=lambda: alive.pop(0), exitcode=exitcode, threads=threads + 1
+    )
     run = SimpleNamespace(
-        compiler=SimpleNamespace(
-            is_alive=lambda: alive.pop(0), exitcode=exitcode, threads=threads + 1
-        ),
+        engine=SimpleNamespace(compiler=compiler),
         model=SimpleNamespace(layers="layers"),
         log=SimpleNamespace(say=said.append),
         step=7,

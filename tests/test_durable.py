@@ -32,7 +32,7 @@ import mdlm
 import sample
 from support import cli, errors, files, outputs, ownership, settings, signals, terminal
 from support.ranks import check_alike
-from support.training import checkpoint, optimizers, scores
+from support.training import checkpoint, optimizers, scores, session
 
 
 def lesson(name):
@@ -71,7 +71,7 @@ def content_of(folder):
 def quick(monkeypatch):
     """Runs do not evaluate, show no samples and draw nothing: most of the time of a tiny run."""
     monkeypatch.setattr(mdlm, "report", lambda run, is_last=False: None)
-    monkeypatch.setattr(mdlm.plots, "try_to_draw", lambda plot, path: None)
+    monkeypatch.setattr(session.plots, "try_to_draw", lambda plot, path: None)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -772,7 +772,7 @@ def test_signals_leave_no_temporary_folder(short_run, tmp_path, monkeypatch, num
         argv = [f"--out_dir={short_run}", f"--dest={tmp_path / 'm'}"]
         assert cli.run(export.main, argv) == 128 + number
     monkeypatch.setattr(files.shutil, "rmtree", rmtree)
-    monkeypatch.setattr(mdlm, "prepare", strike)
+    monkeypatch.setattr(eval, "prepare", strike)
     argv = [f"--out_dir={short_run}", f"--data={short_run.parent / 'text.txt'}", "--device=cpu"]
     assert cli.run(eval.main, argv) == 128 + number
     assert list(tmp_path.iterdir()) == []

@@ -199,13 +199,13 @@ def test_logits_of_an_evaluation_are_bounded(short_run, monkeypatch):
     whole = max(sizes)
     V = model.vocab_size
     for most in (40 * V, 3 * 32 * V):  # a window has 32 V at most: parts of one, a few
-        monkeypatch.setattr(mdlm, "LOGITS", most)
+        monkeypatch.setattr(mdlm, "MAX_LOGITS", most)
         sizes.clear()
         r = mdlm.evaluate(model, windows, passes=2, observe=observe)
         assert max(sizes) <= most < whole
         assert r["nelbo"] == pytest.approx(at_once["nelbo"], abs=1e-6)
         assert r["by_window"] == pytest.approx(at_once["by_window"], abs=1e-5)
-    monkeypatch.setattr(mdlm, "LOGITS", 5 * V)
+    monkeypatch.setattr(mdlm, "MAX_LOGITS", 5 * V)
     sizes.clear()
     assert mdlm.evaluate(model, windows)["windows"] == 15
     mdlm.evaluate(model, windows, observe=observe)

@@ -410,11 +410,12 @@ def test_kernels_of_others_and_ours_live_together(place, order, forget, tmp_path
         assert Path(importlib.util.find_spec("kernels").origin).parent == tmp_path / "kernels"
 
     def ours():
-        program = importlib.import_module("mdlm")
+        importlib.import_module("mdlm")
         importlib.import_module("sample")
         importlib.import_module("studies.peers")
-        assert program.kernels.select("torch").name == "torch"
-        assert Path(program.kernels.__file__).parent == ROOT / "kernels"
+        kernels = importlib.import_module("support").kernels
+        assert kernels.select("torch").name == "torch"
+        assert Path(kernels.__file__).parent == ROOT / "kernels"
 
     for step in (theirs, ours) if order == "theirs first" else (ours, theirs):
         step()

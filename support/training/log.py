@@ -116,8 +116,6 @@ class Log:
             limits.append(f"{c.time_limit:g} seconds")
         self.say(f"the run ends after {' or '.join(limits)}")
         self.say(describe_hardware(run, compiled))
-        if run.step:
-            self.say(f"resuming at step {run.step}, on the same data")
         for note in run.objective.notes():
             self.say(note)
 

@@ -71,6 +71,8 @@ def open(Config, given, start):
 def find(Config, given, world):
     """Find or claim the folder of a run: (Config, checkpoint to resume from or None, changes)."""
     resumed_from = run_folder.find_to_resume(given)
+    if given.get("resume") == "auto":
+        given = given | {"resume": bool(resumed_from)}
     if resumed_from:
         old = settings_of_run.read(Config, resumed_from)
         config, changed = settings_of_run.resumed(old, given, resumed_from)
@@ -217,6 +219,7 @@ class Session:
         if source:
             start_from(run, source)
         if self.resumed_from:
+            self.log.say(f"resuming from {self.resumed_from}, on the same data")
             has_ended = restore(run, self.resumed_from, self.changed)
             self.ended_at = run.step if has_ended else -1
         manifest = self.resumed_from and (self.resumed_from / "manifest.json").read_bytes()

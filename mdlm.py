@@ -607,7 +607,7 @@ def evaluate(
     # 1. How many tokens of each text to mask: spread evenly over windows and passes.
     is_exact = objective.metric == "nll"  # then all are predicted in one pass
     lengths = scored.unflatten(1, (n, -1)).sum(2).cpu()  # (W, n)
-    counts = lengths[None] if is_exact else stratified_counts(lengths, passes, seed)
+    counts = lengths[None] if is_exact else stratified_counts(lengths, int(passes), int(seed))
     sums = torch.zeros(4, *counts.shape, dtype=torch.float64)  # (4, passes, W, n)
     batch_size = max(1, min(batch_size, MAX_LOGITS // (T * model.vocab_size)))
     n_batches = math.ceil(W / batch_size)
@@ -621,7 +621,7 @@ def evaluate(
         for k, count in enumerate(counts):
             # 2. Mask and predict as in training, with other masks: a pass stands for a step.
             count = count[numbers].flatten().to(x0.device)  # (B n,)
-            key = (k, samples, seed ^ 0x5EED)
+            key = (k, samples, int(seed) ^ 0x5EED)
             batch = objective.batch(model.ops, x0, count, *key, scored[samples])
             found = torch.zeros(4, len(x0), n, dtype=torch.float64)
             for part in batch.without_padding().split(n_parts):

@@ -29,7 +29,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import variants
-from support import devices, ensemble, numerics, pretrained, ranks
+from support import devices, ensemble, numerics, ranks
 from support.arguments import check_evaluation, check_reversing, to_view
 from support.data.sources import SourceSettings
 from support.data.tokenizer import Tokenizer, tokenizer_of
@@ -37,8 +37,8 @@ from support.devices import select_kernels, to_device
 from support.errors import SharedError
 from support.evaluation import add_up, stratified_counts, summary
 from support.kernels.reference import rotary_tables
+from support.networks import NetworkSettings, open_network
 from support.numerics import Dropout, generator
-from support.product_settings import NetworkSettings
 from support.settings import (
     NO_LIMIT,
     Amount,
@@ -664,8 +664,8 @@ def load(
         if whole and config.infill_share:
             config.block_length = 0
         tokenizer = tokenizer_of(folder)
-        network = pretrained.open_network(config, folder)
-        least = pretrained.count_weights(network, tokenizer)
+        network = open_network(config, folder)
+        least = network and network.count_weights(tokenizer)
         checkpoint.check_size(folder, config, tokenizer.vocab_size, least)  # before memory is taken
         ops = select_kernels(kernel, device, config)
         model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id, network=network)

@@ -36,7 +36,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import safe_open
 
-from support import files, lora, parts, remote_code
+from support import files, lora, networks, parts, remote_code
 from support.chat import ChatTemplate
 from support.data import sources
 from support.data.tokenizer import describe
@@ -197,12 +197,23 @@ class Network:
             raise UserError(f"{where} has no token for [MASK] ({', '.join(names)}); {fix}")
         return own
 
-    def check_data(self, arrays):
-        """Raise UserError for ids that have an encoder's own [MASK] in them."""
-        for piece in sources.slices_of(arrays):
+    def fit_data(self, ids):
+        """Fit to the tokenizer of sources.Ids; UserError for ids with an encoder's own [MASK]."""
+        self.fit(ids.tokenizer)
+        if self.mask_id >= ids.tokenizer.vocab_size:
+            return
+        for piece in sources.slices_of(ids.arrays):
             if (piece == self.mask_id).any():
                 fix = "remove it from the data"
                 raise UserError(f"the data have the id {self.mask_id}, which is [MASK]; {fix}")
+
+    def count_weights(self, tokenizer):
+        """How many numbers the weights are with this tokenizer, without memory for them."""
+        self.fit(tokenizer)
+        if self.base:  # they are not in the checkpoint
+            return 1
+        with torch.device("meta"):
+            return sum(p.numel() for p in self.make_body().parameters())
 
     def build(self, config, vocab_size, ops, shard_fn=None):
         """A Pretrained with the weights of `folder`, or with random ones.
@@ -510,14 +521,6 @@ def head_of_code(classes, name):
 
 
 # ---- Weights of others
-def is_foreign(folder):
-    """Whether a folder holds a model of the transformers library, not an export of ours."""
-    with contextlib.suppress(UserError):
-        content = files.read_json(Path(folder) / "config.json", "config")
-        return isinstance(content.get("model_type"), str) and content["model_type"] != "mdlm"
-    return False
-
-
 def check_weights(folder):
     """Raise UserError unless the safetensors of a model are all there and can be opened."""
     whole = folder / "model.safetensors"
@@ -928,7 +931,7 @@ def find_network(given):
         if source:
             raise UserError("--init_from brings a network; leave --network out")
         network = read(Path(given["network"]), is_trusted)
-    elif source and is_foreign(source):
+    elif source and networks.is_foreign(source):
         network = read(Path(source) / "config.json", is_trusted)
         network.folder = Path(source)
         check_weights(network.folder)
@@ -948,57 +951,21 @@ def file_of_run(source):
 
 
 def open_network(config, folder):
-    """The Network of a run with this Config; None: ours. folder: the checkpoint that it resumes
-    from, or None."""
+    """The Network of a run with this Config. folder: the checkpoint that it resumes from, or None."""
     is_trusted = config.trust_remote_code
     if folder:
-        network = read(folder / FILE, is_trusted) if config.network else None
+        network = read(folder / FILE, is_trusted)
         remote_code.check_effect(is_trusted, network)
-        if network:
-            network.is_resumed = True
-        if network and network.base:
+        network.is_resumed = True
+        if network.base:
             network.load_base(in_parts=bool(config.shard))
         return network
-    if not config.network:
-        return None
     source = dict(init_from=config.init_from) if config.init_from else dict(network=config.network)
     network = find_network(source | dict(trust_remote_code=is_trusted))
     network.open(in_parts=bool(config.shard))
     if config.lora:
         network.base = lora.identity(network.folder)
     return network
-
-
-def fit(network, tokenizer, arrays=None):
-    """Fit a Network, or None, to a tokenizer and check arrays of ids; see Network.fit."""
-    if network is None:
-        return
-    network.fit(tokenizer)
-    if arrays is not None and network.mask_id < tokenizer.vocab_size:
-        network.check_data(arrays)
-
-
-def chat_template(network, tokenizer):
-    """The chat.ChatTemplate of a Network, or of a tokenizer that has met one; None if neither is
-    there or has one."""
-    return network.chat if network else getattr(tokenizer, "chat", None)
-
-
-def count_weights(network, tokenizer):
-    """How many numbers the weights of a Network are with this tokenizer, without memory for them;
-    None: of no network of others."""
-    if network is None:
-        return None
-    network.fit(tokenizer)
-    if network.base:  # they are not in the checkpoint
-        return 1
-    with torch.device("meta"):
-        return sum(p.numel() for p in network.make_body().parameters())
-
-
-def has_weights(network):
-    """Whether a Network, or None, brings its weights."""
-    return network is not None and network.folder is not None
 
 
 def implied(given, settings):
@@ -1062,17 +1029,3 @@ def check_flags(given, network, flag):
     if most < T:
         fix = f"give {most} or less"
         raise UserError(f"--block_size={T} is above the {most} positions of {kind}; {fix}")
-
-
-# Settings that no network of others has yet, and why.
-LACKING = {
-    "time_conditioning": "which is not told the mask rate",
-}
-
-
-def check(config):
-    """Raise UserError for settings that a network of others cannot have; on --resume too."""
-    for name, why in LACKING.items() if config.network else ():
-        if getattr(config, name):
-            kind = f"--network={config.network}, a network of others"
-            raise UserError(f"--{name} does not work with {kind}, {why}; leave it out")

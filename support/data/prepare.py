@@ -3,7 +3,6 @@ meta.json."""
 
 import numpy as np
 
-from support import pretrained
 from support.data import sources, texts
 from support.data.tokenizer import build_tokenizer
 
@@ -14,7 +13,8 @@ def prepare(config, folder, tokenizer=None, network=None):
     tokenizer: that of a model to start from, else config.tokenizer says which one is made.
     network: a pretrained.Network, or None: ours
     """
-    source = texts.open_source(config, pretrained.chat_template(network, tokenizer))
+    template = network.chat if network else getattr(tokenizer, "chat", None)
+    source = texts.open_source(config, template)
     if source is None:
         sources.write_patterns(folder, config)
         return
@@ -24,7 +24,8 @@ def prepare(config, folder, tokenizer=None, network=None):
         tokenizer = build_tokenizer(*kind, source, n, config.end)
     else:
         texts.check_characters(source, tokenizer, config)
-    pretrained.fit(network, tokenizer)  # no text may have the [MASK] of an encoder
+    if network:
+        network.fit(tokenizer)  # no text may have the [MASK] of an encoder
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:

@@ -102,7 +102,7 @@ def compile_network(run, compiled, in_background=False):
             broadcast_buffers=False,  # they are equal: tables
         )
     engine.exchange = shards.exchanger(engine.network)
-    if graphs.can_record(run, compiled):
+    if run.device.type == "cuda" and graphs.can_record(run, compiled):
         engine.call = graphs.Recorder(last=update).call
     return compiled
 

@@ -8,7 +8,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from support import devices, pretrained, settings
+from support import devices, networks, settings
 from support.data import sources
 from support.data.tokenizer import KINDS
 from support.errors import UserError
@@ -46,7 +46,7 @@ def new(Config, given):
     if preset == "auto":
         preset = devices.default_preset(given.get("device", "auto"))
     implied = Config.presets[preset] | sources.implied(given)
-    implied |= inherited(given, settings.types_of(Config)) | pretrained.implied(given, implied)
+    implied |= inherited(given, settings.types_of(Config)) | networks.implied(given, implied)
     config = Config(**implied | given | {"preset": preset})
     config.prompt_column = config.prompt_column or config.chat_column
     choose_end(config, given, Config(**implied))
@@ -62,7 +62,7 @@ def inherited(given, known):
     known: the names of all settings
     """
     source = given.get("init_from")
-    if not source or pretrained.is_foreign(source):
+    if not source or networks.is_foreign(source):
         return {}
     folders = [Path(source), *checkpoint.checkpoints(source)]
     path = next((p / "config.json" for p in folders if (p / "config.json").exists()), None)
@@ -159,7 +159,6 @@ def is_same_path(name, value, was):
 def check(config, world=1):
     """Raise UserError for settings that cannot work on `world` ranks, whatever the variants."""
     settings.check(config)
-    pretrained.check(config)
     heads = 2 * config.n_head
     if config.n_embd % heads and not config.network:
         raise UserError(f"--n_embd={config.n_embd} must be a multiple of {heads}, twice --n_head")
@@ -170,6 +169,9 @@ def check(config, world=1):
     if config.tokenizer not in KINDS and not config.tokenizer.endswith(".json"):
         accepted = f"{', '.join(KINDS)} or a tokenizer.json"
         raise UserError(f"--tokenizer={config.tokenizer} is not accepted; give {accepted}")
+    if config.network and config.time_conditioning:
+        what = f"--network={config.network}, a pretrained network, which is not told the mask rate"
+        raise UserError(f"--time_conditioning does not work with {what}; leave it out")
     sources.check_patterns(config)
     if config.chat_column and config.prompt_column != config.chat_column:
         both = f"--chat_column={config.chat_column} and --prompt_column={config.prompt_column}"

@@ -19,7 +19,7 @@ import threading
 import torch
 from safetensors.torch import save as to_safetensors
 
-from support import devices, files, ownership, plots, pretrained, ranks
+from support import devices, files, networks, ownership, plots, ranks
 from support.data import sources, windows
 from support.data.prepare import prepare
 from support.errors import UserError
@@ -27,7 +27,6 @@ from support.signals import ENDING, is_main_thread, signals_wait
 from support.terminal import warn
 from support.training import (
     checkpoint,
-    memory_needs,
     scores,
     shards,
     trackers,
@@ -38,7 +37,7 @@ from support.training import (
 from support.training import (
     folder as run_folder,
 )
-from support.training.advice import advice
+from support.training.advice import advice, memory_explained
 from support.training.clock import Clock
 from support.training.log import Log
 
@@ -62,7 +61,7 @@ def open(Config, given, start):
         ranks.together(lambda: shards.check(config.shard, world))
         machine = ranks.together(lambda: use_machine(config, rank, local_rank, world))
         here = Session(config, resumed_from, changed, machine, start)
-        with memory_needs.explained(here):
+        with memory_explained(here):
             yield here
         here.log.close()
         ranks.leave_ranks()
@@ -137,8 +136,9 @@ class Session:
         config = self.config
 
         def read():
-            network = pretrained.open_network(config, self.resumed_from)
-            if self.resumed_from or not config.init_from or pretrained.has_weights(network):
+            network = networks.open_network(config, self.resumed_from)
+            has_weights = network is not None and network.folder is not None
+            if self.resumed_from or not config.init_from or has_weights:
                 return network, None
             source = load(config.init_from, trust_remote_code=config.trust_remote_code)
             settings_of_run.check_network(config, source)
@@ -188,7 +188,8 @@ class Session:
         config = self.config
         with self.explained_data():
             ids = sources.of_config(data, config)
-        pretrained.fit(network, ids.tokenizer, ids.arrays)
+        if network:
+            network.fit_data(ids)
         state = checkpoint.read_state(self.resumed_from) if self.resumed_from else {}
         if any(state.get(name, value) != value for name, value in ids.identity.items()):
             fix = "restore it, or start again with --overwrite"

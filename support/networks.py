@@ -1,0 +1,50 @@
+"""The door to networks of Hugging Face: settings, and what opens one. The rest is in pretrained.py,
+which is imported only where such a network is asked for."""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from support import files
+from support.errors import UserError
+from support.settings import Natural, Reads
+
+
+@dataclass
+class NetworkSettings:
+    """Networks of Hugging Face."""
+
+    network: Reads = ""  # train the architecture of this config.json from random weights
+    shift: bool = False  # predict a token at the position before it, as decoders do (on for them)
+    lora: Natural = 0  # train only adapters of this rank and [MASK]'s embedding (0: all weights)
+    trust_remote_code: bool = False  # allow custom code from the checkpoint (never saved)
+
+
+def implied(given, settings):
+    """The settings that the network of --network or --init_from implies; {} for one of ours.
+
+    given: the flags of a new run. settings: those of its preset
+    """
+    if not (given.get("network") or given.get("init_from")):
+        return {}
+    from support import pretrained
+
+    return pretrained.implied(given, settings)
+
+
+def open_network(config, folder=None):
+    """The pretrained.Network of a run with this Config; None: ours. folder: the checkpoint that it
+    resumes from, or None."""
+    if not config.network:
+        return None
+    from support import pretrained
+
+    return pretrained.open_network(config, folder)
+
+
+def is_foreign(folder):
+    """Whether a folder holds a model of the transformers library, not an export of ours."""
+    with contextlib.suppress(UserError):
+        content = files.read_json(Path(folder) / "config.json", "config")
+        return isinstance(content.get("model_type"), str) and content["model_type"] != "mdlm"
+    return False

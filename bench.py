@@ -392,7 +392,7 @@ def steps_of(run):
     for step in itertools.count():
         mdlm.train_step(run, step, progress=0.75)
         if (step + 1) % run.config.log_interval == 0:
-            mdlm.check_finite(run)
+            run.check_finite()
         yield
 
 

@@ -7,8 +7,8 @@
 The model sees a text in which some tokens, at any rate from 0 to 1, are replaced by [MASK], and
 predicts them; its mean loss is a bound of -log p(text), the NELBO (Sahoo et al., 2406.07524; Shi et
 al., 2406.04329; Ou et al., 2406.03736). Read this file from top to bottom; what is not about
-diffusion is in support/; what a network is shown is a tuple in support/view.py. sample.py has a
-better sampler.
+diffusion is in support/. The network's input, View, is in support/view.py. sample.py has a better
+sampler.
 """
 
 from support import cli
@@ -32,9 +32,8 @@ import variants
 from support import devices, ensemble, numerics, ranks
 from support.arguments import check_evaluation, check_reversing, to_view
 from support.data.sources import SourceSettings
-from support.data.tokenizer import Tokenizer, tokenizer_of
+from support.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
 from support.devices import select_kernels, to_device
-from support.errors import SharedError
 from support.evaluation import add_up, stratified_counts, summary
 from support.kernels.reference import rotary_tables
 from support.networks import NetworkSettings, open_network
@@ -43,19 +42,17 @@ from support.settings import (
     NO_LIMIT,
     Amount,
     BelowOne,
-    Context,
     Count,
     Half,
     Natural,
     Reads,
     Seed,
     Shard,
-    Taps,
     Writes,
 )
 from support.training import checkpoint, compiling, session, shards
 from support.training import config as run_config
-from support.training.advice import advice
+from support.training.checkpoint import save as save
 from support.training.log import to_preview
 from support.training.optimizers import clip, make_optimizers, set_rates, update
 from support.training.run import Engine, Run
@@ -97,10 +94,10 @@ class Core:
     n_layer: Count = 6  # layers
     n_head: Count = 6  # attention heads per layer
     n_embd: Count = 384  # width, a multiple of 2 n_head
-    block_size: Context = 256  # context: tokens that the model sees at once
+    block_size: Count = 256  # context: tokens that the model sees at once
     dropout: BelowOne = 0.2  # dropout rate
     attention_every: Count = 1  # only every k-th layer has attention; the last one always does
-    conv: Taps = 5  # width of the convolution before attention and MLP
+    conv: Natural = 5  # width of the convolution before attention and MLP
     pos: Literal["rope", "learned", "sinusoidal"] = "rope"  # positional encoding
     tie: bool = False  # share weights between the token embedding and the output layer
     # Training
@@ -160,10 +157,7 @@ class Config(
 # ---- Data: windows of a text (support/data makes a folder of ids of every source)
 @functools.lru_cache(maxsize=2)  # a batch may begin in one epoch and end in the next
 def shuffle(W, n_offsets, seed, epoch):
-    """The order (W,) of an epoch's windows, and by how many tokens they are shifted.
-
-    That is a random number below n_offsets, or 0 if n_offsets is 0.
-    """
+    """The order (W,) of an epoch's windows, and how far they are shifted: below n_offsets tokens."""
     g = generator("epoch", seed, epoch)
     offset = torch.randint(n_offsets, (1,), generator=g).item() if n_offsets else 0
     return torch.randperm(W, generator=g), offset
@@ -190,8 +184,9 @@ class Corpus:
         self.cut(ids, config)
 
     def cut(self, ids, config):
-        """Count the windows, and see by how many tokens an epoch may shift them."""
+        """Count the windows, and by how many tokens an epoch may shift them."""
         train, val = map(len, ids.arrays)
+        self.n_validation = val // self.T
         self.W = train // self.T
         self.n_offsets = 0
         if not ids.meta.get("aligned"):  # as patterns are
@@ -220,15 +215,11 @@ class Corpus:
             window[here] = order[samples[here] % self.W]
         return self.take("train", window, offset)
 
-    def count_windows(self, limit=0):
-        """How many validation windows there are; at most `limit` (0: all)."""
-        W = len(self.ids["val"]) // self.T
-        return min(limit or W, W)
-
     def windows(self, limit=0):
-        """Validation windows (n, T), evenly spread and without overlap; at most `limit`."""
-        n = self.count_windows(limit)
-        return self.take("val", torch.arange(n) * self.count_windows() // n, 0)[0]
+        """Validation windows (n, T), evenly spread, without overlap; at most `limit` (0: all)."""
+        W = self.n_validation
+        n = min(limit or W, W)
+        return self.take("val", torch.arange(n) * W // n, 0)[0]
 
 
 def open_corpus(ids, config, device):
@@ -251,13 +242,11 @@ class Layer(nn.Module):
         self.conv = nn.Parameter(torch.zeros(1 + attends, config.conv, C)) if config.conv else None
 
     @property
-    def conv_attention(self):
-        """(k, C) taps of the convolution before attention."""
+    def conv_attention(self):  # (k, C) taps of the convolution before attention
         return None if self.conv is None else self.conv[0]
 
     @property
-    def conv_mlp(self):
-        """(k, C) taps of the convolution before the MLP."""
+    def conv_mlp(self):  # (k, C) taps of the convolution before the MLP
         return None if self.conv is None else self.conv[-1]
 
     # RMSNorm, and a depthwise convolution: it mixes neighbors where no attention does.
@@ -283,8 +272,7 @@ class Layer(nn.Module):
         return x + self.dropout(self.down(F.relu(self.up(h), inplace=True).square()))
 
     def forward(self, x, cos, sin, view, ops, rows=None):
-        """rows: flat positions; of the last layer only these are needed, so its MLP skips the
-        rest."""
+        """rows: flat positions; of the last layer only these are needed, its MLP skips others."""
         x, h = self.before_mlp(x, cos, sin, view, ops)
         if rows is not None:
             x, h = (z.flatten(0, 1).index_select(0, rows.flatten()) for z in (x, h))
@@ -295,7 +283,7 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """A View of tokens and [MASK] in, logits of V tokens out: [MASK] is the embedding's last row.
 
-    shard_fn: called with each layer when it is made (--shard spreads it over the ranks).
+    shard_fn: called with each new layer (--shard spreads it over the ranks).
     """
 
     Layer = Layer
@@ -455,21 +443,6 @@ class MaskedDiffusion:
         return []
 
 
-def make_model(
-    config, vocab_size, ops, end_id=None, mean_length=None, shard_fn=lambda m: m, network=None
-):
-    """A Model, or what a pretrained.Network builds, with its objective: end_id and mean_length are
-    for variants.choose."""
-    build = network.build if network else variants.network(config, Model)
-    model = build(config, vocab_size, ops, shard_fn)
-    objective = MaskedDiffusion(config, model.mask_id)
-    objective = variants.choose(config, objective, end_id, mean_length)
-    if objective.pad_id != model.mask_id:  # lengths are given: of how many texts, from 0 to T
-        model.register_buffer("length_counts", torch.zeros(config.block_size + 1))
-    model.objective = objective
-    return shard_fn(model)
-
-
 # ---- Step: texts and masks are drawn, the loss and its gradients, the update
 def draw_batch(run, step, margin_scale, samples):
     """Texts (B, T), counts of masks (B,), step and samples, on the device. samples (B,): numbers in
@@ -527,21 +500,8 @@ def train_step(run, step, progress):
     norm = run.engine.call(clip, run)
     run.pending[step] = torch.stack((loss, norm))
     if not devices.is_async(run.device):
-        check_finite(run)  # before the update; a GPU's numbers are read before they are saved
+        run.check_finite()  # before the update; a GPU's numbers are read before they are saved
     run.engine.call(update, run)
-
-
-def check_finite(run):
-    """Read the pending losses, averaged over ranks; SharedError for NaN or inf on any rank."""
-    if run.pending:
-        values = torch.stack([*run.pending.values()]).cpu().double()
-        values = (ranks.all_reduce(values) / run.engine.world).tolist()
-        for step, (loss, norm) in zip(run.pending, values, strict=True):
-            if not math.isfinite(loss + norm):
-                what = f"loss {loss}, gradient norm {norm} at step {step}: not kept."
-                raise SharedError(f"{what} {advice(run)}")
-        run.pending.clear()
-        run.loss, run.grad_norm = values[-1]
 
 
 # ---- Sampling: the textbook reverse process; sample.py has the good sampler
@@ -590,15 +550,13 @@ def evaluate(
     """Likelihood of validation windows (W, T), nats per token. Deterministic; ranks share the work.
 
     `nelbo`: the mean over windows and passes of the mean CE over masked tokens (an upper bound of
-    the NLL), `se`: its standard error. `by_window`, `tokens_by_window`: means (W,) and how many
-    tokens they are of; `by_mask`: tokens masked and their mean CE, (passes, W) lists (not of
-    blocks); `ce` and `accuracy` (top-1): by tenths of the mask rate. (Of an autoregressive model
-    `nll`, and `ar_shifted`: without the first token of each window.)
-    observe(at, targets, logits) sees each batch: where its scored tokens are in the flat windows,
-    (n,), the tokens (n,), logits (n, V). Each batch has windows from the whole text, so an
-    evaluation may be cut short: after the deadline (time.monotonic()) no batch begins but the
-    first. scored (W, T) bool: only these tokens are masked and scored (default: the objective's
-    scored_mask).
+    the NLL), `se`: its standard error. `by_window`, `tokens_by_window`: means (W,) and of how many
+    tokens; `by_mask`: tokens masked and their mean CE, (passes, W) lists (not of blocks); `ce`,
+    `accuracy` (top-1): by tenths of the mask rate. (Of an autoregressive model `nll`, and
+    `ar_shifted`: without the first token of each window.)
+    observe(at, targets, logits): sees each batch, (n,) places in the flat windows, (n,), (n, V).
+    deadline: time.monotonic() after which no batch begins but the first; each has windows of the
+    whole text. scored (W, T) bool: mask and score only these (default: the objective's).
     """
     scored = check_evaluation(model, windows, scored)
     W, T = windows.shape
@@ -638,7 +596,43 @@ def evaluate(
     return summary(ranks.all_reduce(sums), counts, scored.cpu(), is_exact)
 
 
-# ---- Load (support/training/checkpoint.py keeps checkpoints intact)
+# ---- Build and load (support/training/checkpoint.py keeps checkpoints intact)
+def make_model(
+    config, vocab_size, ops, end_id=None, mean_length=None, shard_fn=lambda m: m, network=None
+):
+    """A Model, or what a pretrained.Network builds, with its objective: end_id and mean_length are
+    for variants.choose."""
+    build = network.build if network else variants.network(config, Model)
+    model = build(config, vocab_size, ops, shard_fn)
+    objective = MaskedDiffusion(config, model.mask_id)
+    objective = variants.choose(config, objective, end_id, mean_length)
+    if objective.pad_id != model.mask_id:  # lengths are given: of how many texts, from 0 to T
+        model.register_buffer("length_counts", torch.zeros(config.block_size + 1))
+    model.objective = objective
+    return shard_fn(model)
+
+
+def ready(model, device):
+    """A model to predict with, or to train in a loop of one's own: model(ids) works too."""
+    model.register_forward_pre_hook(to_view, with_kwargs=True)
+    return model.to(device)
+
+
+def new(text: str, tokenizer: str = "char", **settings) -> tuple[Model, Tokenizer, Config]:
+    """(model, tokenizer, config), untrained, for a training loop of one's own; `save` keeps it.
+
+    tokenizer: char, byte, word, bpe, which learns from the text, or the path of a tokenizer.json.
+    settings: those of Config, such as n_layer=2; the preset of the device sets the others.
+    """
+    config = run_config.new(Config, dict(device="cpu", tokenizer=tokenizer) | settings)
+    config.check()
+    kind = (config.tokenizer, config.vocab_size or 16384, False)
+    made = build_tokenizer(*kind, lambda: [(text, False)], len(text))
+    ops = select_kernels(config.kernels, devices.pick_device(config.device), config)
+    torch.manual_seed(config.seed)
+    return ready(make_model(config, made.vocab_size, ops), config.device), made, config
+
+
 def load(
     path: str | Path | list = "out",
     device: str | torch.device = "cpu",
@@ -650,11 +644,10 @@ def load(
 
     Of several, a list of folders or "A,B", the model predicts the mean of their probabilities.
 
-    Weights are float32: the averaged ones, with --ema. kernel: auto, triton or torch. whole:
-    load a model of blocks that was trained with --infill_share as one without blocks, which sees
-    the text after a gap. trust_remote_code: run the code that came with its network; nothing else
-    is run, and nothing is unpickled. Raises UserError, a ValueError, for anything but an intact
-    checkpoint.
+    Weights are float32: the averaged ones, with --ema. kernel: auto, triton or torch. whole: load
+    a model of blocks trained with --infill_share as one without blocks, which sees text after gaps.
+    trust_remote_code: run the code that came with its network; nothing else is run or unpickled.
+    Raises UserError, a ValueError, for anything but an intact checkpoint.
     """
     device = devices.pick_device(str(device))
 
@@ -670,18 +663,14 @@ def load(
         ops = select_kernels(kernel, device, config)
         model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id, network=network)
         model.load_state_dict(checkpoint.read_weights(folder, model))
-        model.register_forward_pre_hook(to_view, with_kwargs=True)  # model(ids) works too
-        return model.to(device).eval(), tokenizer, config
+        return ready(model, device).eval(), tokenizer, config
 
     return ensemble.read_newest(path, read)[1]
 
 
 # ---- Training
 def make_run(config, corpus, machine, network=None):
-    """A Run with fresh weights, not compiled, on a devices.Machine.
-
-    network: a pretrained.Network, or None: ours
-    """
+    """A Run with fresh weights on a devices.Machine. network: a pretrained.Network; None: ours."""
     device, dtype, ops, rank, world = machine
     shard_fn = shards.make_shard_fn(config.shard, device, dtype, world)
     texts = (corpus.tokenizer.end_id, corpus.mean_length)
@@ -702,14 +691,13 @@ def make_run(config, corpus, machine, network=None):
 
 def report(run, is_last=False):
     """Evaluate the averaged and the raw weights, log the result and show samples."""
-    check_finite(run)
+    run.check_finite()
     with run.clock.evaluate(run, is_last) as budget:
         settings = dict(batch_size=run.micro_batch, deadline=budget.scored_until)
         with run.autocast():
             r = evaluate(run.averaged, budget.windows, budget.passes, **settings)
-            raw = r
-            if run.averaged is not run.model:
-                raw = evaluate(run.model, budget.windows, **settings)
+            is_same = run.averaged is run.model
+            raw = r if is_same else evaluate(run.model, budget.windows, **settings)
         calls = run.clock.preview_calls(run, budget, r, raw)
         if is_last and ranks.is_late(math.inf):
             return  # cut short by a signal: --resume evaluates again
@@ -760,7 +748,7 @@ def train(given, start):
                 compiling.use_compiled(run)  # once a second process has compiled the network
                 # Once in a while: a record in the log; an evaluation; a checkpoint.
                 if run.step % config.log_interval == 0:
-                    check_finite(run)
+                    run.check_finite()
                     scale = lr_scale(config, run.step - 1, clock.progress)
                     log.training(run, scale, margin_scale(clock.progress))
                 if clock.must_evaluate(run.step):

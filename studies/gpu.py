@@ -306,7 +306,7 @@ def repeat(study):
         first = graphs.WARM_UP + 2
         for i in range(first):
             mdlm.train_step(run, i, progress=0.75)
-        mdlm.check_finite(run)
+        run.check_finite()
         begin = [x.clone() for x in tensors_of(run)]
         outcomes = []
         for _ in range(2):

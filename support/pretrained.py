@@ -951,7 +951,7 @@ def file_of_run(source):
 
 
 def open_network(config, folder):
-    """The Network of a run with this Config. folder: the checkpoint that it resumes from, or None."""
+    """The Network of a run with this Config; folder: the checkpoint that it resumes, or None."""
     is_trusted = config.trust_remote_code
     if folder:
         network = read(folder / FILE, is_trusted)

@@ -53,14 +53,13 @@ BLANK = "blank"  # white space is a value too
 BARE = "bare"  # the flag alone means -1
 
 Count = Annotated[int, Bounds(1, NO_LIMIT)]
+Context = Annotated[int, Bounds(1, 8192)]
 Natural = Annotated[int, Bounds(0, NO_LIMIT)]
 Seed = Annotated[int, Bounds(0, (1 << 32) - 1)]
 Amount = Annotated[float, Bounds(0, 1e9)]
 Share = Annotated[float, Bounds(0, 1)]
 BelowOne = Annotated[float, Bounds(0, 0.999999)]
 Half = Annotated[float, Bounds(0, 0.5)]
-Context = Annotated[int, Bounds(1, 8192)]
-Taps = Annotated[int, Bounds(0, 63)]
 Shard = Annotated[int, Bounds(-1, 4096), BARE]
 Reads = Annotated[str, READS]
 Writes = Annotated[str, WRITES]

@@ -294,7 +294,7 @@ def test_weights_not_finite_are_not_saved(trained, tmp_path, where):
     run = make_run(trained, out_dir=str(tmp_path))
     run.clock = Clock(run.config, 0.0)
     mdlm.train_step(run, 0, 0.0)
-    mdlm.check_finite(run)
+    run.check_finite()
     spoiled = dict(weights=run.model.embed.weight, average=run.averaged.embed.weight)
     moments = run.optimizers[1].state[run.model.embed.weight]
     (spoiled | dict(moment=moments["exp_avg"]))[where].data[0, 0] = math.nan

@@ -65,14 +65,11 @@ def corpus_of_documents(Corpus):
             self.mean_length = train[2].double().mean().item()
             self.windows_of = {"train": train, "val": val}
             self.W = len(train[0])
+            self.n_validation = len(val[0])
             self.n_offsets = 0
             scored = int(val[2].sum())
             if ids.meta.get("characters") and not config.prompt_column:
                 self.chars_per_token = ids.meta["characters"][1] / scored
-
-        def count_windows(self, limit=0):
-            W = len(self.windows_of["val"][0])
-            return min(limit or W, W)
 
         def take(self, part, windows, offsets):
             starts, sizes, learned = (row[windows].long() for row in self.windows_of[part])

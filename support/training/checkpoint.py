@@ -64,21 +64,9 @@ def write_checkpoint(out_dir, name, contents, score=None):
     """
     final = Path(out_dir) / name
     old = final.with_name(f"{name}.old")
-    listed = {}
     with files.writing(final):
         with files.new_folder(out_dir) as tmp:
-            for file, content in contents.items():
-                if isinstance(content, Path):
-                    os.rename(content, tmp / file)
-                    files.sync(tmp / file)
-                else:
-                    files.write_synced(tmp / file, content)
-                size = (tmp / file).stat().st_size
-                listed[file] = dict(size=size, sha256=files.sha256_of(tmp / file))
-            manifest = dict(format="mdlm", version=1, files=listed) | dict(score=score or {})
-            content = json.dumps(manifest, indent=1).encode()
-            files.write_synced(tmp / "manifest.json", content)
-            files.sync(tmp)
+            write_files(tmp, contents, score)
             if final.exists():  # the same step again, or a damaged one
                 files.remove(old)
                 os.rename(final, old)
@@ -96,6 +84,42 @@ def describing(config, tokenizer, model):
     contents = {"config.json": json.dumps(content, indent=1).encode()}
     contents["tokenizer.json"] = tokenizer.to_file().encode()
     return contents | (model.network.files() if config.network else {})
+
+
+@torch.no_grad()
+def save(folder, model, tokenizer, config):
+    """Write a checkpoint folder, from which mdlm.load and --init_from read the model.
+
+    It is written under another name and renamed, so that it is complete or absent. Raises UserError
+    if there is something of this name, or weights are not finite.
+    """
+    folder = Path(folder)
+    if os.path.lexists(folder):
+        raise UserError(f"{folder} exists; give the name of a new folder")
+    weights = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
+    shards.check_finite(weights, f"in {folder}: not saved")
+    contents = describing(config, tokenizer, model)
+    contents["model.safetensors"] = to_safetensors(weights)
+    with files.writing(folder), files.new_folder(folder.parent) as tmp:
+        write_files(tmp, contents, {})
+        os.rename(tmp, folder)
+        files.sync(folder.parent)
+
+
+def write_files(folder, contents, score):
+    """Write the files of a checkpoint, and the manifest of their sizes and checksums."""
+    listed = {}
+    for file, content in contents.items():
+        if isinstance(content, Path):
+            os.rename(content, folder / file)
+            files.sync(folder / file)
+        else:
+            files.write_synced(folder / file, content)
+        size = (folder / file).stat().st_size
+        listed[file] = dict(size=size, sha256=files.sha256_of(folder / file))
+    manifest = dict(format="mdlm", version=1, files=listed) | dict(score=score or {})
+    files.write_synced(folder / "manifest.json", json.dumps(manifest, indent=1).encode())
+    files.sync(folder)
 
 
 def remove_all_but_two(final):

@@ -183,7 +183,7 @@ class Clock:
         self.per_window = max(1e-6, (time.monotonic() - budget.began) / scored)
         # The end of a run: four passes with the averaged weights, one with the raw weights, and the
         # preview. A quarter is added because a machine's speed varies.
-        W = len(run.corpus.windows(self.config.eval_windows))
+        W = run.eval_windows
         self.ending = 1.25 * (5 * W + CALL_COST * most_calls(run)) * self.per_window
         if not self.config.time_limit:
             return budget.calls

@@ -173,7 +173,7 @@ class Log:
         raw = raw[key] if raw["windows"] == r["windows"] else None
         values = {f"val_{key}": r[key], f"val_{key}_se": r["se"], f"val_{key}_raw": raw}
         values["val_bpc"] = None
-        if r["windows"] < run.corpus.count_windows(run.config.eval_windows):
+        if r["windows"] < run.eval_windows:
             values["windows"] = r["windows"]
         if run.corpus.chars_per_token:
             values["val_bpc"] = r[key] / math.log(2) / run.corpus.chars_per_token
@@ -259,7 +259,7 @@ def describe_data(run):
         n = run.corpus.n_documents
         noun = "document" if n == 1 else "documents"
         text += f" in {n:,} {noun}"
-    return f"{text}, {run.corpus.count_windows(run.config.eval_windows)} validation windows"
+    return f"{text}, {run.eval_windows} validation windows"
 
 
 def describe_hardware(run, compiled):
@@ -303,9 +303,8 @@ def in_words(run, r, bits, is_last):
         text += f", {r['ar_shifted']:.4f} without the first token of a window"
     if run.corpus.entropy:
         text += f", exact entropy {run.corpus.entropy:.4f}"
-    W = run.corpus.count_windows(run.config.eval_windows)
-    if r["windows"] < W:
-        text += f" ({r['windows']} of {W} windows)"
+    if r["windows"] < run.eval_windows:
+        text += f" ({r['windows']} of {run.eval_windows} windows)"
     return text
 
 

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from support import ranks
+from support.errors import SharedError
+from support.training.advice import advice
 from support.training.optimizers import average, scale_gradients
 
 
@@ -64,6 +67,12 @@ class Run:
         config = self.config
         return config.batch_size // self.engine.world // config.gradient_accumulation_steps
 
+    @property
+    def eval_windows(self):
+        """How many validation windows the last evaluation scores, at most."""
+        W = self.corpus.n_validation
+        return min(self.config.eval_windows or W, W)
+
     def sequences(self, step):
         """Sequences learned before a step. (--resume may have changed batch_size.)"""
         first, before = self.begins_at
@@ -73,6 +82,19 @@ class Run:
     def tokens(self):
         """Tokens of text learned so far; of documents by their mean number in a window."""
         return round(self.sequences(self.step) * self.corpus.mean_size)
+
+    def check_finite(self):
+        """Read the pending losses, averaged over ranks; SharedError for NaN or inf on any rank."""
+        if not self.pending:
+            return
+        values = torch.stack([*self.pending.values()]).cpu().double()
+        values = (ranks.all_reduce(values) / self.engine.world).tolist()
+        for step, (loss, norm) in zip(self.pending, values, strict=True):
+            if not math.isfinite(loss + norm):
+                what = f"loss {loss}, gradient norm {norm} at step {step}: not kept."
+                raise SharedError(f"{what} {advice(self)}")
+        self.pending.clear()
+        self.loss, self.grad_norm = values[-1]
 
     def autocast(self):
         dtype = self.engine.dtype

@@ -57,11 +57,6 @@ from support.training.log import to_preview
 from support.training.optimizers import clip, make_optimizers, set_rates, update
 from support.training.run import Engine, Run
 from support.view import Batch, View, masked_rows
-from variants.blocks import BlockSettings
-from variants.documents import DocumentSettings, corpus_of_documents
-from variants.prompts import PromptSettings
-from variants.rates import RateSettings
-from variants.time_conditioning import TimeSettings
 
 
 # ---- Settings: a line each; the command line, --help and config.json all come from them
@@ -74,11 +69,11 @@ class Core:
     out_dir: Writes = "out"  # folder for checkpoints, log.jsonl and loss.png
     resume: bool | Literal["auto"] = False  # continue the run in out_dir; auto: if there is one
     overwrite: bool = False  # replace the run in out_dir by a new one
-    init_from: Reads = ""  # fine-tune this run, checkpoint, or folder of Hugging Face
+    init_from: Reads = ""  # fine-tune this run, checkpoint, or Hugging Face model folder
     preset: Literal["auto", "cpu", "gpu", "gpt2"] = "auto"  # size of the model, length of the run
     max_steps: Count = 5000  # end after this many optimizer steps
     time_limit: Amount = 0.0  # end after this many seconds, start and evaluation included (0: none)
-    seed: Seed = 0  # of initial weights, data order, masks and dropout
+    seed: Seed = 0  # random seed of initial weights, data order, masks and dropout
     # The machine
     device: str = "auto"  # cpu, cuda, cuda:1 or mps; auto: a GPU if there is one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 if supported
@@ -103,17 +98,17 @@ class Core:
     # Training
     objective: Literal["mdlm", "ar"] = "mdlm"  # masked diffusion, or the next token, to compare
     batch_size: Count = 64  # global batch size, in sequences
-    rate_margin: Half = 0.5  # first half: rates in [m, 1-m]; then widen
-    optimizer: Literal["muon", "adamw"] = "muon"  # muon: for matrices; AdamW for the rest
+    rate_margin: Half = 0.5  # first half: draw mask rates from [m, 1-m]; then widen to [0, 1]
+    optimizer: Literal["muon", "adamw"] = "muon"  # muon: of the matrices, with AdamW for the rest
     muon_lr: Amount = 0.02  # peak learning rate of Muon
     learning_rate: Amount = 3e-3  # peak learning rate of AdamW
-    lr_schedule: Literal["trapezoid", "cosine", "linear", "constant"] = "trapezoid"  # decay
+    lr_schedule: Literal["trapezoid", "cosine", "linear", "constant"] = "trapezoid"  # how it decays
     warmup_steps: Natural = 100  # steps in which the learning rate rises to its peak
     weight_decay: Amount = 0.01  # decoupled; with Muon only on its matrices
     grad_clip: Amount = 1.0  # largest gradient norm (0: no clipping)
     ema: BelowOne = 0.999  # decay of the averaged weights, which are evaluated and saved (0: none)
     # Evaluation and logging
-    eval_interval: Natural = 0  # steps between evaluations (0: ten per run)
+    eval_interval: Natural = 0  # steps between evaluations (0: about ten per run)
     eval_windows: Natural = 4096  # validation windows in the final evaluation (0: all)
     log_interval: Count = 20  # steps between records in log.jsonl
     tracker: Literal["none", "wandb", "tensorboard"] = "none"  # where the log's numbers also go
@@ -134,17 +129,9 @@ PRESETS = {
 
 
 @dataclasses.dataclass
-class Config(
-    Core,
-    DocumentSettings,  # documents of different lengths
-    PromptSettings,  # prompts and answers, conversations
-    SourceSettings,  # synthetic patterns, .bin files, damaged records
-    BlockSettings,  # blocks from left to right
-    RateSettings,  # other mask rates, masks and weights
-    TimeSettings,  # a network that is told the mask rate
-    NetworkSettings,  # networks of Hugging Face
-):
-    """All settings: those of a plain run, and a line for each variant."""
+class Config(Core, *variants.SETTINGS, SourceSettings, NetworkSettings):
+    """All settings: those of a plain run, of variants (each in its file in variants/: documents,
+    prompts, blocks, mask rates, time conditioning), of data sources and of pretrained networks."""
 
     presets: ClassVar[dict] = PRESETS
 
@@ -157,7 +144,7 @@ class Config(
 # ---- Data: windows of a text (support/data makes a folder of ids of every source)
 @functools.lru_cache(maxsize=2)  # a batch may begin in one epoch and end in the next
 def shuffle(W, n_offsets, seed, epoch):
-    """The order (W,) of an epoch's windows, and how far they are shifted: below n_offsets tokens."""
+    """The order (W,) of an epoch's windows, and their shift in tokens: below n_offsets."""
     g = generator("epoch", seed, epoch)
     offset = torch.randint(n_offsets, (1,), generator=g).item() if n_offsets else 0
     return torch.randperm(W, generator=g), offset
@@ -224,7 +211,8 @@ class Corpus:
 
 def open_corpus(ids, config, device):
     """The Corpus of a folder's ids, a sources.Ids; of documents if these end in [END]."""
-    kind = Corpus if ids.tokenizer.end_id is None else corpus_of_documents(Corpus)
+    has_end = ids.tokenizer.end_id is not None
+    kind = variants.documents.corpus_of_documents(Corpus) if has_end else Corpus
     return kind(ids, config, device)
 
 

@@ -267,7 +267,8 @@ class Chunk:  # n positions of a text, filled and corrected before the next ones
 
     def age(self, drawn, logp, token):
         """After a call that drew the tokens (m,) from logp (m, V) at `drawn` (B, n)."""
-        self.doubt += DOUBT_PER_CALL
+        # Only in rows that drew: a call for other rows must not change what this one becomes.
+        self.doubt += DOUBT_PER_CALL * drawn.any(1, keepdim=True)
         self.doubt[drawn] = -logp.gather(1, token[:, None])[:, 0].double()
 
     def begin_to_correct(self, s, masked):

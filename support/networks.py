@@ -1,12 +1,8 @@
 """The door to networks of Hugging Face: settings, and what opens one. The rest is in pretrained.py,
 which is imported only where such a network is asked for."""
 
-import contextlib
 from dataclasses import dataclass
-from pathlib import Path
 
-from support import files
-from support.errors import UserError
 from support.settings import Natural, Reads
 
 
@@ -40,11 +36,3 @@ def open_network(config, folder=None):
     from support import pretrained
 
     return pretrained.open_network(config, folder)
-
-
-def is_foreign(folder):
-    """Whether a folder holds a model of the transformers library, not an export of ours."""
-    with contextlib.suppress(UserError):
-        content = files.read_json(Path(folder) / "config.json", "config")
-        return isinstance(content.get("model_type"), str) and content["model_type"] != "mdlm"
-    return False

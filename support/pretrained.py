@@ -36,7 +36,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import safe_open
 
-from support import files, lora, networks, parts, remote_code
+from support import files, lora, parts, remote_code
 from support.chat import ChatTemplate
 from support.data import sources
 from support.data.tokenizer import describe
@@ -931,7 +931,7 @@ def find_network(given):
         if source:
             raise UserError("--init_from brings a network; leave --network out")
         network = read(Path(given["network"]), is_trusted)
-    elif source and networks.is_foreign(source):
+    elif source and checkpoint.is_foreign(source):
         network = read(Path(source) / "config.json", is_trusted)
         network.folder = Path(source)
         check_weights(network.folder)

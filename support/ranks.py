@@ -49,37 +49,42 @@ def join_ranks(given):
     given: the flags of the command line, a dict. Raises UserError on all ranks if they do not
     connect or were not started alike.
     """
-    global CONTROL, STORE
     rank, world, local_rank = read_ranks()
     if world > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun restarts failed ranks and keeps one store for all attempts. Without a prefix the
-        # ranks of a second attempt could read addresses of the first, which are dead, and hang.
-        # If each attempt has a new store (docs/scale.md), nodes count attempts independently: then
-        # the prefix must not depend on the number.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
-            attempt = "any"
-        where = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
-        fix = "check that address, and that all ranks run"
-        try:
-            store = next(distributed.rendezvous("env://", timeout=CONNECT_LIMIT))[0]
-        except (RuntimeError, ValueError) as e:
-            raise UserError(f"the ranks cannot connect at {where} ({e}); {fix}") from None
-        STORE = distributed.PrefixStore(attempt, store)
-        try:
-            if world > 1:
-                check_alike(STORE, rank, world, given)
-        except RuntimeError as e:  # no answer within CONNECT_LIMIT
-            why = str(e).splitlines()[0]
-            raise RankError(f"not all ranks have connected at {where} ({why}); {fix}") from None
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        distributed.init_process_group(backend, store=STORE, rank=rank, world_size=world)
-        # Long enough for the first rank to prepare data or to join the files of a checkpoint.
-        patience = timedelta(hours=12)
-        CONTROL = distributed.new_group(backend="gloo", timeout=patience)
-        # Without this, threads of the group abort a process that exits with an error.
-        atexit.register(distributed.destroy_process_group)
+        connect(rank, world, given)
     return rank, world, local_rank
+
+
+def connect(rank, world, given):
+    """Make the process group of the ranks."""
+    global CONTROL, STORE
+    # torchrun restarts failed ranks and keeps one store for all attempts. Without a prefix the
+    # ranks of a second attempt could read addresses of the first, which are dead, and hang.
+    # If each attempt has a new store (docs/scale.md), nodes count attempts independently: then
+    # the prefix must not depend on the number.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
+        attempt = "any"
+    where = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+    fix = "check that address, and that all ranks run"
+    try:
+        store = next(distributed.rendezvous("env://", timeout=CONNECT_LIMIT))[0]
+    except (RuntimeError, ValueError) as e:
+        raise UserError(f"the ranks cannot connect at {where} ({e}); {fix}") from None
+    STORE = distributed.PrefixStore(attempt, store)
+    try:
+        if world > 1:
+            check_alike(STORE, rank, world, given)
+    except RuntimeError as e:  # no answer within CONNECT_LIMIT
+        why = str(e).splitlines()[0]
+        raise RankError(f"not all ranks have connected at {where} ({why}); {fix}") from None
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    distributed.init_process_group(backend, store=STORE, rank=rank, world_size=world)
+    # Long enough for the first rank to prepare data or to join the files of a checkpoint.
+    patience = timedelta(hours=12)
+    CONTROL = distributed.new_group(backend="gloo", timeout=patience)
+    # Without this, threads of the group abort a process that exits with an error.
+    atexit.register(distributed.destroy_process_group)
 
 
 def start_settings(world, given):
@@ -209,6 +214,8 @@ def together(do):
     This is a vote. Inside, no other one may be taken, nor may ranks exchange anything else: a rank
     that has failed would not take part. The first rank prints the message of the first that failed.
     """
+    if not CONTROL:
+        return do()
     result = error = None
     try:
         result = do()
@@ -231,17 +238,13 @@ def raise_together(error):
 
     error: this rank's error, or None
     """
-    rank = 0
-    world = 1
-    if CONTROL:
-        rank = distributed.get_rank()
-        world = distributed.get_world_size()
+    rank = distributed.get_rank()
+    world = distributed.get_world_size()
     failed = int(all_reduce(torch.tensor(rank if error else world), "MIN"))
     if failed == world:
         return
     message = [str(error)]
-    if CONTROL:
-        distributed.broadcast_object_list(message, failed, CONTROL)
+    distributed.broadcast_object_list(message, failed, CONTROL)
     if error and (rank == 0 or isinstance(error, RankError)):
         raise error
     if error and failed:
@@ -251,6 +254,8 @@ def raise_together(error):
 
 def check_equal(value, sentence):
     """Raise SharedError with this sentence on all ranks unless they all have the same `value`."""
+    if not CONTROL:
+        return
     # float64 holds integers below 2^53 exactly.
     mine = torch.tensor(float(seed(value) % (1 << 40)), dtype=torch.float64)
     low = all_reduce(mine.clone(), "MIN")

@@ -288,17 +288,17 @@ def show_help(cls, description, default, groups, usage):
         (cls,) = groups
         default = of_group(cls, default)
     elif groups:  # a class with a field for each; tyro shows their docstrings as titles
-        names = {group: group.__name__.removesuffix("Settings").lower() for group in groups}
-        values = {name: of_group(group, default) for group, name in names.items()}
-        fields = [(name, group) for group, name in names.items()]
+        fields = [(title_of(group), group) for group in groups]
         cls = dataclasses.make_dataclass("All", fields)
-        default = cls(**values)
+        default = cls(**{name: of_group(group, default) for name, group in fields})
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
         call_tyro(cls, ["--help"], default)
     paragraphs = [f"usage: {Path(sys.argv[0]).name} {usage}", *description.split("\n\n")]
     folded = [p if p[:1] == " " else textwrap.fill(p, 79) for p in paragraphs]
     flags = said.getvalue().partition("\n\n")[2]  # tyro would join the lines of a description
+    flags = re.sub(r"\s+\(default:\s+''\)", "", flags)  # empty: off
+    flags = "\n".join(line.rstrip() for line in flags.split("\n"))
     try:
         print(*folded, flags, sep="\n\n", end="", flush=True)
     except BrokenPipeError:
@@ -306,6 +306,12 @@ def show_help(cls, description, default, groups, usage):
     except OSError as e:
         raise OSError(e.errno, e.strerror, STDOUT) from e
     sys.exit(0)
+
+
+def title_of(group):
+    """The title of a group of settings: the name of its file, or of its class."""
+    name = group.__name__.removesuffix("Settings").lower()
+    return name or group.__module__.rpartition(".")[2]
 
 
 def of_group(group, settings):

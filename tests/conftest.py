@@ -142,7 +142,8 @@ def saved(out_dir):
 def sign(folder):
     """Make the manifest fit the files, as a forger of a checkpoint would."""
     sizes = {}
-    for name in CHECKPOINT_FILES:
+    others = (*folder.glob("*.py"), *folder.glob("network.json"))
+    for name in (*CHECKPOINT_FILES, *(path.name for path in others)):
         path = folder / name
         sizes[name] = dict(size=path.stat().st_size, sha256=files.sha256_of(path))
     manifest = dict(format="mdlm", version=1, files=sizes)

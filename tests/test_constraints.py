@@ -568,7 +568,7 @@ def test_what_python_callers_give_is_checked():
     gap = constraint.gap("ab*", 3, LETTERS)
     assert sample.generate(model, x, seed=0, matches={2: gap})[:, 2:5].tolist() == [[0, 1, 1]] * 2
     other = constraint.gap("ab*", 3, Tokenizer("char", list("ab")))
-    for matches in ([gap], {2: "ab*"}, {40: gap}, {L - 2: gap}, {2: gap, 4: gap}, {2: other}):
+    for matches in ({40: gap}, {L - 2: gap}, {2: gap, 4: gap}, {2: other}):
         with pytest.raises(UserError):
             sample.generate(model, x, matches=matches)
     with pytest.raises(UserError):

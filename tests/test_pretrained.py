@@ -23,6 +23,7 @@ from conftest import (
     losses,
     run_mdlm,
     saved,
+    sign,
     tiny_flags,
 )
 
@@ -990,6 +991,7 @@ def test_an_old_library_is_refused(folder_of, monkeypatch):
 def test_forged_network_is_refused(values, runs, tmp_path):
     folder = shutil.copytree(checkpoint.find_checkpoint(runs("bert")), tmp_path / "step-2")
     set_in("network.json", **values)(folder)
+    sign(folder)
     with pytest.raises(UserError):
         mdlm.load(folder, kernel="torch")
 
@@ -1011,6 +1013,7 @@ def test_forged_network_takes_no_memory(runs, tmp_path):
     network = json.loads((folder / "network.json").read_text())
     network["config"] |= dict(hidden_size=1 << 14, intermediate_size=1 << 20)
     (folder / "network.json").write_text(json.dumps(network))
+    sign(folder)
     with pytest.raises(UserError):
         mdlm.load(folder, kernel="torch")
 

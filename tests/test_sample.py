@@ -314,6 +314,17 @@ def test_given_tokens_stay_and_rows_are_independent(world, x, ar, seed, **settin
     assert torch.equal(out[last], run(last, **settings))
 
 
+def test_a_call_that_reveals_nothing_in_a_row_changes_nothing_in_it(world):
+    """Ancestral steps may reveal nothing in a row, while another one draws."""
+    model = Toy(world.random, V, T)
+    x = torch.full((2, T), V)
+    settings = dict(order="ancestral", steps=9, correct=3)
+    for seed in range(10):
+        both = sample.generate(model, x, seed=seed, **settings)
+        alone = sample.generate(model, x[1:], seed=seed, samples=[1], **settings)
+        assert torch.equal(both[1:], alone)
+
+
 def test_network_is_called_at_most_once_a_step(world):
     """And not at all where nothing is revealed."""
     batches = []

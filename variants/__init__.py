@@ -8,6 +8,7 @@ To add one, write its file and name it in VARIANTS. The file has
 
 and what it needs of
 
+    Settings                      a dataclass of its flags, which have this title in --help=all
     REFUSED                       what it cannot be combined with: name of the file -> why
     wrap(objective, end_id, mean_length)  the objective, wrapped
     network(Model)                the class of networks, from that of the default's
@@ -29,6 +30,7 @@ VARIANTS = [  # in the order in which they wrap each other
     positions,
     autoregressive,
 ]
+SETTINGS = [file.Settings for file in VARIANTS if hasattr(file, "Settings")]
 
 
 def asked(config, has_documents=False):

@@ -30,7 +30,7 @@ REFUSED = dict(
 
 
 @dataclass
-class BlockSettings:
+class Settings:
     """Block diffusion."""
 
     block_length: Natural = 0  # tokens per block, written from left to right (0: off)

@@ -31,7 +31,7 @@ def wrap(objective, end_id, mean_length):
 
 
 @dataclass
-class DocumentSettings:
+class Settings:
     """Documents, of .jsonl, .json, .parquet, folders, --separator, or .bin files with --end."""
 
     text_column: str = "text"  # the column of a record that has the text

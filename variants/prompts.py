@@ -16,7 +16,7 @@ REFUSED = dict(
 
 
 @dataclass
-class PromptSettings:
+class Settings:
     """Prompts and answers."""
 
     prompt_column: str = ""  # the column of prompts, which are given; --text_column is learned

@@ -77,7 +77,7 @@ def in_short(value):
 
 
 @dataclass
-class RateSettings:
+class Settings:
     """Other mask rates, masks and loss weights."""
 
     rates: Annotated[str, Form(in_short)] = "uniform"  # uniform, cosine, LOW-HIGH (0.15-0.15: BERT)

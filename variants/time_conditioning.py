@@ -17,7 +17,7 @@ from .variant import Variant
 
 
 @dataclass
-class TimeSettings:
+class Settings:
     """Time conditioning."""
 
     time_conditioning: bool = False  # condition on the mask rate (adaLN)

@@ -308,6 +308,14 @@ def is_export(folder):
     return False
 
 
+def is_foreign(folder):
+    """Whether a folder holds a model of the transformers library, not an export of ours."""
+    with contextlib.suppress(UserError):
+        content = files.read_json(Path(folder) / "config.json", "config")
+        return isinstance(content.get("model_type"), str) and content["model_type"] != "mdlm"
+    return False
+
+
 def settings_of_export(content, known):
     """The settings of the network in the config.json of an export; all others have defaults."""
     ours = {name: content[name] for name in known if name in content}

@@ -101,7 +101,8 @@ def compile_network(run, compiled, in_background=False):
             engine.network,
             broadcast_buffers=False,  # they are equal: tables
         )
-    engine.exchange = shards.exchanger(engine.network)
+    if engine.world > 1:
+        engine.exchange = shards.exchanger(engine.network)
     if run.device.type == "cuda" and graphs.can_record(run, compiled):
         engine.call = graphs.Recorder(last=update).call
     return compiled

@@ -62,7 +62,7 @@ def inherited(given, known):
     known: the names of all settings
     """
     source = given.get("init_from")
-    if not source or networks.is_foreign(source):
+    if not source or checkpoint.is_foreign(source):
         return {}
     folders = [Path(source), *checkpoint.checkpoints(source)]
     path = next((p / "config.json" for p in folders if (p / "config.json").exists()), None)

@@ -58,7 +58,8 @@ def open(Config, given, start):
         rank, world, local_rank = ranks.join_ranks(given)
         config, resumed_from, changed = ranks.first(lambda: find(Config, given, world))
         config.device = given.get("device", config.device)  # each rank may have its own
-        ranks.together(lambda: shards.check(config.shard, world))
+        if config.shard:
+            ranks.together(lambda: shards.check(config.shard, world))
         machine = ranks.together(lambda: use_machine(config, rank, local_rank, world))
         here = Session(config, resumed_from, changed, machine, start)
         with memory_explained(here):

@@ -16,7 +16,6 @@ from torch import distributed
 
 from support import files, ranks
 from support.errors import RankError, UserError
-from support.training.run import exchange_nothing
 
 ALL = -1  # --shard without a value: all ranks share one model
 
@@ -25,7 +24,7 @@ ALL = -1  # --shard without a value: all ranks share one model
 def check(shard, world):
     """Raise UserError if --shard cannot work with `world` ranks."""
     what = "--shard, given here or when the run began,"
-    if shard and not ranks.CONTROL:
+    if not ranks.CONTROL:
         fix = "start with torchrun --standalone --nproc_per_node=RANKS mdlm.py, or give --shard=0"
         raise UserError(f"{what} spreads a model over ranks, and there are none; {fix}")
     if world % sharing(shard, world):
@@ -72,7 +71,7 @@ def exchanger(network):
     """
     if isinstance(network, torch.nn.parallel.DistributedDataParallel):
         return functools.partial(setattr, network, "require_backward_grad_sync")
-    return getattr(network, "set_requires_gradient_sync", exchange_nothing)
+    return network.set_requires_gradient_sync
 
 
 # ---- Tensors of which each rank holds a part (DTensors)

@@ -25,6 +25,8 @@ from support.training.checkpoint import SHIPPED
 
 PUBLIC = [
     mdlm.load,
+    mdlm.new,
+    mdlm.save,
     mdlm.generate,
     mdlm.evaluate,
     sample.write,
@@ -59,7 +61,7 @@ def in_clone(tmp_path, monkeypatch):
 
 def test_code_of_the_python_page_runs(in_clone):
     names = {}
-    blocks = code_of("docs/python.md")
+    blocks = [b for b in code_of("docs/python.md") if "class Spans" not in b]
     for block in blocks:
         exec(compile(block, "docs/python.md", "exec"), names)
     assert len(blocks) >= 7
@@ -70,7 +72,29 @@ def test_code_of_the_python_page_runs(in_clone):
     assert names["letters"][11].drawn < 0 and names["letters"][0].drawn is None
     assert names["logp"] < 0 < names["result"]["nelbo"]
     assert names["loss"].requires_grad and names["W"].grad.isfinite().all()
-    assert (names["tokens"] != names["model"].mask_id).all()
+    assert (names["tokens"] < 65).all(), "no [MASK] is left"
+    assert names["config"].n_layer == 1 and names["model"].mask_id == 17, "the loop's own model"
+
+
+def test_the_variant_of_the_python_page_is_one_file_and_one_line(text_file, tmp_path):
+    """Its flag, its settings in a checkpoint and its masks work in a copy of the project."""
+    for name in ("variants", "support", "kernels"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "mdlm.py", tmp_path)
+    (code,) = [b for b in code_of("docs/python.md") if "class Spans" in b]
+    (tmp_path / "variants" / "spans.py").write_text(code)
+    listed = (ROOT / "variants" / "__init__.py").read_text()
+    listed = listed.replace("from . import autoregressive", "from . import spans, autoregressive")
+    listed = listed.replace("VARIANTS = [", "VARIANTS = [spans,")
+    (tmp_path / "variants" / "__init__.py").write_text(listed)
+    flags = [f"--data={text_file}", *tiny_flags("--span=4", "--max_steps=2"), "--out_dir=out"]
+    command = [sys.executable, "mdlm.py", *flags]
+    r = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert r.returncode == 0, r.stderr
+    config = json.loads((tmp_path / "out" / "step-2" / "config.json").read_text())["config"]
+    assert config["span"] == 4
+    r = subprocess.run([*command, "--overwrite", "--span=0"], cwd=tmp_path, capture_output=True)
+    assert r.returncode == 2 and b"--span=0" in r.stderr
 
 
 def test_code_of_the_readme_runs(in_clone):

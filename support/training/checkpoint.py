@@ -22,6 +22,7 @@ from safetensors.torch import load as from_safetensors
 from safetensors.torch import save as to_safetensors
 
 from support import environment, files, ownership
+from support.data.tokenizer import Tokenizer
 from support.errors import UserError
 from support.settings import shown
 from support.terminal import warn
@@ -87,7 +88,7 @@ def describing(config, tokenizer, model):
 
 
 @torch.no_grad()
-def save(folder, model, tokenizer, config):
+def save(folder: str | Path, model: torch.nn.Module, tokenizer: Tokenizer, config: object) -> None:
     """Write a checkpoint folder, from which mdlm.load and --init_from read the model.
 
     It is written under another name and renamed, so that it is complete or absent. Raises UserError

@@ -5,10 +5,9 @@
     torchrun --standalone --nproc_per_node=8 mdlm.py --preset=gpt2 --data=FOLDER
 
 The model sees a text in which some tokens, at any rate from 0 to 1, are replaced by [MASK], and
-predicts them; its mean loss is a bound of -log p(text), the NELBO (Sahoo et al., 2406.07524; Shi et
-al., 2406.04329; Ou et al., 2406.03736). Read this file from top to bottom; what is not about
-diffusion is in support/. The network's input, View, is in support/view.py. sample.py has a better
-sampler.
+predicts them; its mean loss is an upper bound of -log p(text), the NELBO (Sahoo et al., 2406.07524;
+Shi et al., 2406.04329; Ou et al., 2406.03736). Read this file from top to bottom; what is not about
+diffusion is in support/. sample.py has a better sampler.
 """
 
 from support import cli
@@ -30,12 +29,13 @@ import torch.nn.functional as F
 
 import variants
 from support import devices, ensemble, numerics, ranks
+from support.abilities import knows_lengths
 from support.arguments import check_evaluation, check_reversing, to_view
 from support.data.sources import SourceSettings
 from support.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
 from support.devices import select_kernels, to_device
-from support.evaluation import add_up, stratified_counts, summary
-from support.kernels.reference import rotary_tables
+from support.evaluation import add_up, eval_mode, stratified_counts, summary
+from support.kernels.reference import rotary_tables  # kernels/reference.py
 from support.networks import NetworkSettings, open_network
 from support.numerics import Dropout, generator
 from support.settings import (
@@ -50,12 +50,13 @@ from support.settings import (
     Shard,
     Writes,
 )
-from support.training import checkpoint, compiling, session, shards
+from support.training import checkpoint, compiling, shards
 from support.training import config as run_config
-from support.training.checkpoint import save as save
+from support.training.checkpoint import save as save  # for callers: mdlm.save
 from support.training.log import to_preview
 from support.training.optimizers import clip, make_optimizers, set_rates, update
 from support.training.run import Engine, Run
+from support.training.session import open_session
 from support.view import Batch, View, masked_rows
 
 
@@ -78,13 +79,13 @@ class Core:
     device: str = "auto"  # cpu, cuda, cuda:1 or mps; auto: a GPU if there is one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 if supported
     kernels: Literal["auto", "triton", "torch"] = "auto"  # auto: Triton on CUDA, else PyTorch
-    compile: Literal["auto", "on", "off"] = "auto"  # auto: on a GPU, and on a CPU from 120 s on
+    compile: Literal["auto", "on", "off"] = "auto"  # auto: on a GPU, and for runs of 120 s or more
     gradient_accumulation_steps: Count = 1  # micro-batches per step and rank, to save memory
     recompute: bool = False  # recompute layers in the backward pass: less memory, a third slower
-    shard: Shard = 0  # FSDP over groups of this many ranks (the flag alone, -1: over all)
+    shard: Shard = 0  # FSDP over groups of this many ranks (bare flag or -1: all ranks)
     # Tokens
     tokenizer: Reads = "char"  # char, byte, word, bpe, or the path of a tokenizer.json
-    vocab_size: Natural = 0  # of word and bpe (0: 16384); of .bin files (0: their largest id)
+    vocab_size: Natural = 0  # of word and bpe (0: 16384); of .bin files (0: the largest id + 1)
     # Model
     n_layer: Count = 6  # layers
     n_head: Count = 6  # attention heads per layer
@@ -93,18 +94,22 @@ class Core:
     dropout: BelowOne = 0.2  # dropout rate
     attention_every: Count = 1  # only every k-th layer has attention; the last one always does
     conv: Natural = 5  # width of the convolution before attention and MLP
-    pos: Literal["rope", "learned", "sinusoidal"] = "rope"  # positional encoding
+    pos: Literal["rope", "learned", "sinusoidal"] = (
+        "rope"  # positional encoding (variants/positions.py)
+    )
     tie: bool = False  # share weights between the token embedding and the output layer
     # Training
     objective: Literal["mdlm", "ar"] = "mdlm"  # masked diffusion, or the next token, to compare
     batch_size: Count = 64  # global batch size, in sequences
-    rate_margin: Half = 0.5  # first half: draw mask rates from [m, 1-m]; then widen to [0, 1]
-    optimizer: Literal["muon", "adamw"] = "muon"  # muon: of the matrices, with AdamW for the rest
+    rate_margin: Half = (
+        0.5  # first half: mask rates in [m, 1-m] (0.5: all 1/2); then widen to [0, 1]
+    )
+    optimizer: Literal["muon", "adamw"] = "muon"  # muon: for matrices; AdamW for the rest
     muon_lr: Amount = 0.02  # peak learning rate of Muon
     learning_rate: Amount = 3e-3  # peak learning rate of AdamW
     lr_schedule: Literal["trapezoid", "cosine", "linear", "constant"] = "trapezoid"  # how it decays
     warmup_steps: Natural = 100  # steps in which the learning rate rises to its peak
-    weight_decay: Amount = 0.01  # decoupled; with Muon only on its matrices
+    weight_decay: Amount = 0.01  # decoupled; with muon, only on the matrices
     grad_clip: Amount = 1.0  # largest gradient norm (0: no clipping)
     ema: BelowOne = 0.999  # decay of the averaged weights, which are evaluated and saved (0: none)
     # Evaluation and logging
@@ -114,9 +119,8 @@ class Core:
     tracker: Literal["none", "wandb", "tensorboard"] = "none"  # where the log's numbers also go
 
 
-# What a preset changes (cpu: measured in results/cpu.md). A flag that is given always wins.
-# CPUs differ in speed by ten times: the cpu preset ends after five minutes, unless --max_steps is
-# given.
+# What a preset changes (cpu: measured in results/cpu.md). CPUs differ in speed by a factor of ten,
+# so a run on one ends after five minutes, unless --max_steps is given. A given flag always wins.
 PRESETS = {
     "cpu": dict(n_layer=4, n_head=3, n_embd=192, block_size=256, dropout=0.0, batch_size=16)
     | dict(warmup_steps=50, learning_rate=0.01, attention_every=4)
@@ -176,10 +180,11 @@ class Corpus:
         self.n_validation = val // self.T
         self.W = train // self.T
         self.n_offsets = 0
-        if not ids.meta.get("aligned"):  # as patterns are
+        if not ids.meta.get("aligned"):  # --data=patterns: a window is a pattern, never shifted
             self.W = max(1, self.W - 1)  # room for the offset
             self.n_offsets = min(self.T, train - self.W * self.T + 1)
-        self.mean_size = self.mean_length = float(self.T)  # tokens of a window; those learned
+        self.mean_size = float(self.T)  # tokens of text in a window, on average; of documents fewer
+        self.mean_length = float(self.T)  # those of them that are masked and predicted ("learned")
         if ids.meta.get("characters"):
             self.chars_per_token = ids.meta["characters"][1] / val
 
@@ -211,9 +216,7 @@ class Corpus:
 
 def open_corpus(ids, config, device):
     """The Corpus of a folder's ids, a sources.Ids; of documents if these end in [END]."""
-    has_end = ids.tokenizer.end_id is not None
-    kind = variants.documents.corpus_of_documents(Corpus) if has_end else Corpus
-    return kind(ids, config, device)
+    return variants.documents.corpus_class(Corpus, ids)(ids, config, device)
 
 
 # ---- Model: a pre-norm bidirectional transformer
@@ -237,7 +240,8 @@ class Layer(nn.Module):
     def conv_mlp(self):  # (k, C) taps of the convolution before the MLP
         return None if self.conv is None else self.conv[-1]
 
-    # RMSNorm, and a depthwise convolution: it mixes neighbors where no attention does.
+    # RMSNorm, plus a depthwise convolution of it (zero at first): it mixes neighbors where no
+    # attention does.
     def norm_attention(self, x, view, ops):
         return ops.norm_conv(x, self.conv_attention, view.causal, view.sees)
 
@@ -252,7 +256,8 @@ class Layer(nn.Module):
             h = self.norm_attention(x, view, ops)
             qkv = self.qkv(h).view(B, T, 3, self.n_head, -1)
             # q and k are normalized and rotated by their positions; then softmax(q k^T / sqrt(D)) v
-            y = ops.attention(qkv, cos, sin, True, view.causal, view.sees)  # (B, T, H, D)
+            spans = dict(causal=view.causal, spans=view.sees)  # None: each position attends to all
+            y = ops.attention(qkv, cos, sin, qk_norm=True, **spans)  # (B, T, H, D)
             x = x + self.dropout(self.proj(y.reshape(B, T, C)))
         return x, self.norm_mlp(x, view, ops)
 
@@ -260,19 +265,16 @@ class Layer(nn.Module):
         return x + self.dropout(self.down(F.relu(self.up(h), inplace=True).square()))
 
     def forward(self, x, cos, sin, view, ops, rows=None):
-        """rows: flat positions; of the last layer only these are needed, its MLP skips others."""
+        """rows: flat positions where the output is needed, of the last layer (None: everywhere)."""
         x, h = self.before_mlp(x, cos, sin, view, ops)
         if rows is not None:
             x, h = (z.flatten(0, 1).index_select(0, rows.flatten()) for z in (x, h))
-            x, h = (z.view(*rows.shape, z.shape[-1]) for z in (x, h))  # (n, C)
+            x, h = (z.view(*rows.shape, z.shape[-1]) for z in (x, h))  # (*rows.shape, C)
         return self.mlp(x, h)
 
 
 class Model(nn.Module):
-    """A View of tokens and [MASK] in, logits of V tokens out: [MASK] is the embedding's last row.
-
-    shard_fn: called with each new layer (--shard spreads it over the ranks).
-    """
+    """A View of tokens and [MASK] in, logits of V tokens out; [MASK] is the last row of `embed`."""
 
     Layer = Layer
 
@@ -294,7 +296,7 @@ class Model(nn.Module):
         self.initialize()
 
     def initialize(self):
-        # These start at zero: layers are the identity, and the loss is ln V.
+        # These start at zero: layers are the identity, and the loss is ln V (about that, if tied).
         for name, p in self.named_parameters():
             if name.endswith(("proj.weight", "down.weight", "head.weight")):
                 nn.init.zeros_(p)
@@ -331,13 +333,18 @@ class Model(nn.Module):
 # ---- Objective: what the network is shown, and which tokens count how much
 #
 # NELBO per token = the mean, over l uniform on {1..T} and random sets of l masked positions, of
-# the mean cross-entropy there (Hoogeboom et al., 2110.02037, eq. 7; Ou et al., 2406.03736): an
-# upper bound of -log p(x) / T. The integral over t of MDLM and MD4 is the same number: with t
-# uniform, l is uniform on {0..T}, and E[1/t | l] = (T + 1) / l. Drawing l has less variance.
+# the mean cross-entropy there (Hoogeboom et al., 2110.02037, eq. 7; Ou et al., 2406.03736). Why it
+# bounds -log p(x) / T from above: the model may write the tokens in any order, one by one, p(x) is
+# the mean over orders, and -log of a mean is at most the mean of -log (Jensen). With l tokens left,
+# the next one is any of these. The integral over t of MDLM and MD4 is the same number: with t
+# uniform, l is uniform on {0..T}, E[1/t | l] = (T + 1) / l, and l = 0 adds nothing. Drawing l has
+# less variance.
 class MaskedDiffusion:
-    """The default: mask l tokens of a text, predict them, average. variants/ has what wraps it.
+    """The default: mask l tokens of a text, predict them, average. variants/ has what wraps it; a
+    variant is a file there, and its name in VARIANTS (variants/__init__.py).
 
-    T: tokens of a text. batch_size: texts in a step's batch, over all ranks.
+    T: tokens of a text, which is a window of the corpus (in variants also a part of one).
+    batch_size: texts in a step's batch, over all ranks. samples (B,): their numbers in that batch.
     """
 
     metric = "nelbo"  # what `evaluate` estimates; "nll": exactly, each token given those before it
@@ -349,7 +356,7 @@ class MaskedDiffusion:
         self.config = config
         self.seed = config.seed
         self.mask_id = mask_id
-        # What fills up a sampler's window: [MASK], as what follows is unknown; [END], if a text's
+        # What pads a sampler's window: [MASK], as what follows is unknown; [END], if a text's
         # length is known before it is written.
         self.pad_id = mask_id
         self.T = config.block_size
@@ -357,24 +364,25 @@ class MaskedDiffusion:
         self.rate_margin = variants.rate_margin(config)  # 0 for variants with rates of their own
 
     def mask_counts(self, step, margin_scale, samples, lengths):
-        """(B,) how many of `lengths` (B,) tokens to mask; samples (B,): as in draw_batch.
+        """(B,) the number l of tokens to mask in texts of `lengths` (B,) tokens (here T).
 
-        margin_scale: of --rate_margin, the share of the mask rates that is left out at either end.
+        margin_scale: --rate_margin is multiplied by it. The margin is the share of the mask rates
+        that is left out at each end: with 0.5, in the first half of a run, l is T / 2 or T / 2 + 1;
+        with 0 it is uniform on {1..T}.
 
-        Neighbours get l and T + 1 - l: full texts mask exactly B (T + 1) / 2 tokens, shorter ones
-        fewer, so shapes are static. (B is even, which support/training/config.py checks.) With a
-        margin of 0.5, in the first half of a run, l is T / 2 or T / 2 + 1; at 0 it is uniform on
-        {1..T}.
+        Neighbors get l and T + 1 - l, so B texts (B is even) mask exactly B (T + 1) / 2 tokens, and
+        shapes are static. (Of variants with shorter texts, fewer.)
         """
-        # A fraction u of the text for each pair of neighbours, one from each of N / 2 equal ranges.
+        # A fraction u of the text for each pair of neighbors: one from each of batch_size / 2 equal
+        # ranges, in random order.
         u = numerics.stratified(self.batch_size // 2, "levels", self.seed, step)  # in [0, 1)
         # Both ends are left out at first: the mean over few masked tokens is noisy, and few visible
-        # ones say little. That saves half of the steps (results/cpu.md). The margin ends at 0: then
-        # the loss is the bound. Related: clipped (2503.09573) and bell-shaped rates (2605.13026).
+        # ones carry little information. That saves half of the steps (results/cpu.md). The margin
+        # ends at 0: then the loss is the bound. Related: 2503.09573 (clipped), 2605.13026 (bell).
         margin = self.rate_margin * margin_scale
         u = (margin + (1 - 2 * margin) * u).repeat_interleave(2)[samples]
-        count = 1 + (u * lengths).long().minimum(lengths - 1)
-        count[1::2] = (lengths + 1 - count)[1::2]  # the mirror of the one before
+        count = 1 + (u * lengths).long().minimum(lengths - 1)  # the minimum: u * T may round up
+        count[1::2] = (lengths + 1 - count)[1::2]  # both of a pair have the same u: mirror one
         return count
 
     def view(self, xt, x0=None, rows=None):
@@ -385,23 +393,25 @@ class MaskedDiffusion:
         return View(xt, torch.arange(xt.shape[1], device=xt.device), rows=rows)
 
     def batch(self, ops, x0, counts, step, samples, seed=None, scored=None):
-        """What to predict of texts x0 (B, T): a Batch.
+        """What to predict of texts x0 (B, T): a Batch. counts (B,): l, how many to mask.
 
-        An evaluation gives a seed, for masks that are the same in all runs, and may give scored
-        (B, T) bool: only these tokens are masked.
+        The masks depend on (seed, step, sample) alone. An evaluation gives a seed of its own, for
+        masks that are the same in all runs, and scored (B, T) bool: only these tokens are masked.
         """
         B, T = x0.shape
-        # 1. Mask exactly l tokens of each text. rows (n,): where they are in the flat batch, padded
-        # by mask_tokens.
+        # 1. Mask exactly l tokens of each text. rows (B T,): where they are in the flat batch, the
+        # first n_rows of them; the rest is padding, -1.
         key = (self.seed if seed is None else seed, step, samples)
         given = None if scored is None else ~scored
         xt, count, rows, n_rows = ops.mask_tokens(x0, counts, self.mask_id, *key, given)
         # 2. Average over the masked tokens of a text, and over texts: each token weighs 1 / (B l).
         weights = 1 / (count * B)  # (B,)
         if seed is None:
-            rows = rows[: B * (T + 1) // 2]  # no more are masked, as counts are mirrored
+            rows = rows[
+                : B * (T + 1) // 2
+            ]  # as many are masked, as counts are mirrored: no padding
             weights = weights[rows // T]
-        else:
+        else:  # counts of an evaluation are not mirrored
             rows, weights = masked_rows(rows, n_rows, weights, T)
         # 3. Predict what they were.
         return Batch(self.view(xt, rows=rows), x0.flatten()[rows], weights, rows)
@@ -432,10 +442,14 @@ class MaskedDiffusion:
 
 
 # ---- Step: texts and masks are drawn, the loss and its gradients, the update
+#
+# A Run has the model, its corpus and optimizers, and an engine, which says how a step is computed:
+# engine.network is the model as it is trained (compiled, in DDP), and engine.call(f, run) calls
+# f(run), or on a GPU replays it as a CUDA graph (support/training/run.py).
 def draw_batch(run, step, margin_scale, samples):
     """Texts (B, T), counts of masks (B,), step and samples, on the device. samples (B,): numbers in
     the step's batch, of all ranks and micro-batches. After this there is no host sync."""
-    x0, lengths = run.corpus.batch(run.sequences(step) + samples)
+    x0, lengths = run.corpus.batch(run.sequences_before(step) + samples)
     x0 = run.objective.texts(x0, step, samples)
     counts = run.objective.mask_counts(step, margin_scale, samples, lengths)
     return x0, *(to_device(x, x0.device) for x in (counts, torch.tensor(step), samples))
@@ -452,7 +466,7 @@ def backward(run, x0, counts, step, samples):
 
 
 def compute_gradients(run, step, margin_scale):
-    """Accumulate the gradients of this rank's micro-batches of a step; returns their loss."""
+    """Accumulate the gradients of this rank's micro-batches of a step; returns their mean loss."""
     engine = run.engine
     n = run.config.gradient_accumulation_steps
     loss = 0
@@ -460,7 +474,7 @@ def compute_gradients(run, step, margin_scale):
         samples = torch.arange(run.micro_batch) + (engine.rank * n + k) * run.micro_batch
         numerics.seed_device(run.device, "dropout", run.config.seed, step, engine.rank, k)
         drawn = draw_batch(run, step, margin_scale, samples)
-        engine.exchange(k == n - 1)  # only the last backward sums gradients over ranks
+        engine.exchange(k == n - 1)  # only the last backward averages gradients over ranks
         loss = loss + engine.call(backward, run, *drawn)
     return loss
 
@@ -488,8 +502,8 @@ def train_step(run, step, progress):
     norm = run.engine.call(clip, run)
     run.pending[step] = torch.stack((loss, norm))
     if not devices.is_async(run.device):
-        run.check_finite()  # before the update; a GPU's numbers are read before they are saved
-    run.engine.call(update, run)
+        run.check_finite()  # before the update; on a GPU later, as reading would make Python wait
+    run.engine.call(update, run)  # the optimizers' step, then the EMA
 
 
 # ---- Sampling: the textbook reverse process; sample.py has the good sampler
@@ -524,6 +538,17 @@ def generate(
 MAX_LOGITS = 1 << 27  # computed at once: 512 MiB in float32
 
 
+def score(model, batch, T, sums, observe=None):
+    """Add the tokens of a Batch of windows (B, T) to the sums of their texts, (4, B, n)."""
+    n_parts = math.ceil(T * model.vocab_size / MAX_LOGITS)  # of a window with too many logits
+    for part in batch.without_padding().split(n_parts):
+        logits = model(part.view)  # (m, V)
+        if observe:
+            observe(part.at, part.targets, logits)
+        ce = F.cross_entropy(logits, part.targets, reduction="none")
+        add_up(sums, part, ce, logits.argmax(-1) == part.targets, T)
+
+
 @torch.no_grad()
 def evaluate(
     model: Model,
@@ -538,13 +563,13 @@ def evaluate(
     """Likelihood of validation windows (W, T), nats per token. Deterministic; ranks share the work.
 
     `nelbo`: the mean over windows and passes of the mean CE over masked tokens (an upper bound of
-    the NLL), `se`: its standard error. `by_window`, `tokens_by_window`: means (W,) and of how many
-    tokens; `by_mask`: tokens masked and their mean CE, (passes, W) lists (not of blocks); `ce`,
-    `accuracy` (top-1): by tenths of the mask rate. (Of an autoregressive model `nll`, and
-    `ar_shifted`: without the first token of each window.)
+    the NLL), `se`: its standard error. `by_window`, `tokens_by_window`: the mean of each window
+    (W,), and its number of tokens; `by_mask`: tokens masked and their mean CE, (passes, W) lists
+    (not of blocks); `ce`, `accuracy` (top-1): by tenths of the mask rate. (Of an autoregressive
+    model `nll`, and `ar_shifted`: without the first token of each window.)
     observe(at, targets, logits): sees each batch, (n,) places in the flat windows, (n,), (n, V).
-    deadline: time.monotonic() after which no batch begins but the first; each has windows of the
-    whole text. scored (W, T) bool: mask and score only these (default: the objective's).
+    deadline: time.monotonic() after which no second batch begins (a part is fair: each batch has
+    windows of all the text). scored (W, T) bool: mask and score these (default: the objective's).
     """
     scored = check_evaluation(model, windows, scored)
     W, T = windows.shape
@@ -554,49 +579,41 @@ def evaluate(
     is_exact = objective.metric == "nll"  # then all are predicted in one pass
     lengths = scored.unflatten(1, (n, -1)).sum(2).cpu()  # (W, n)
     counts = lengths[None] if is_exact else stratified_counts(lengths, int(passes), int(seed))
+    # The sums of each text: weight, weight * CE, weight * (top-1 is right), CE of a first token.
     sums = torch.zeros(4, *counts.shape, dtype=torch.float64)  # (4, passes, W, n)
     batch_size = max(1, min(batch_size, MAX_LOGITS // (T * model.vocab_size)))
     n_batches = math.ceil(W / batch_size)
-    n_parts = math.ceil(T * model.vocab_size / MAX_LOGITS)  # of a window with too many logits
-    was_training = model.training
-    model.eval()
-    for i in ranks.split_work(range(n_batches)):
-        numbers = torch.arange(i, W, n_batches)
-        samples = numbers.to(windows.device)
-        x0 = windows[samples]  # (B, T)
-        for k, count in enumerate(counts):
-            # 2. Mask and predict as in training, with other masks: a pass stands for a step.
-            count = count[numbers].flatten().to(x0.device)  # (B n,)
-            key = (k, samples, int(seed) ^ 0x5EED)
-            batch = objective.batch(model.ops, x0, count, *key, scored[samples])
-            found = torch.zeros(4, len(x0), n, dtype=torch.float64)
-            for part in batch.without_padding().split(n_parts):
-                logits = model(part.view)  # (n, V)
-                if observe:
-                    observe(part.at, part.targets, logits)
+    with eval_mode(model):
+        for i in ranks.split_work(range(n_batches)):
+            numbers = torch.arange(i, W, n_batches)
+            samples = numbers.to(windows.device)
+            x0 = windows[samples]  # (B, T)
+            for k, count in enumerate(counts):
+                # 2. Mask, weigh and predict as in training; a pass stands for a step.
+                count = count[numbers].flatten().to(x0.device)  # (B n,)
+                key = dict(seed=int(seed) ^ 0x5EED, step=k, samples=samples)
+                batch = objective.batch(model.ops, x0, count, **key, scored=scored[samples])
                 # 3. Add up by text.
-                ce = F.cross_entropy(logits, part.targets, reduction="none")
-                add_up(found, part, ce, logits.argmax(-1) == part.targets, T, n)
-            sums[:, k, numbers] = found
-        if ranks.is_late(deadline):
-            break
-    model.train(was_training)
+                found = torch.zeros(4, len(x0), n, dtype=torch.float64)
+                score(model, batch, T, found, observe)
+                sums[:, k, numbers] = found
+            if ranks.is_late(deadline):
+                break
     return summary(ranks.all_reduce(sums), counts, scored.cpu(), is_exact)
 
 
 # ---- Build and load (support/training/checkpoint.py keeps checkpoints intact)
 def make_model(
-    config, vocab_size, ops, end_id=None, mean_length=None, shard_fn=lambda m: m, network=None
+    config, vocab_size, ops, end_id=None, mean_length=None, shard_fn=lambda m: m, pretrained=None
 ):
     """A Model, or what a pretrained.Network builds, with its objective: end_id and mean_length are
     for variants.choose."""
-    build = network.build if network else variants.network(config, Model)
+    build = pretrained.build if pretrained else variants.model_class(config, Model)
     model = build(config, vocab_size, ops, shard_fn)
     objective = MaskedDiffusion(config, model.mask_id)
-    objective = variants.choose(config, objective, end_id, mean_length)
-    if objective.pad_id != model.mask_id:  # lengths are given: of how many texts, from 0 to T
+    model.objective = variants.choose(config, objective, end_id, mean_length)
+    if knows_lengths(model):  # how many training texts have each length from 0 to T
         model.register_buffer("length_counts", torch.zeros(config.block_size + 1))
-    model.objective = objective
     return shard_fn(model)
 
 
@@ -614,8 +631,9 @@ def new(text: str, tokenizer: str = "char", **settings) -> tuple[Model, Tokenize
     """
     config = run_config.new(Config, dict(device="cpu", tokenizer=tokenizer) | settings)
     config.check()
-    kind = (config.tokenizer, config.vocab_size or 16384, False)
-    made = build_tokenizer(*kind, lambda: [(text, False)], len(text))
+    size = config.vocab_size or 16384
+    pieces = [(text, False)]  # the text, and whether a document ends there
+    made = build_tokenizer(config.tokenizer, size, False, lambda: pieces, len(text))
     ops = select_kernels(config.kernels, devices.pick_device(config.device), config)
     torch.manual_seed(config.seed)
     return ready(make_model(config, made.vocab_size, ops), config.device), made, config
@@ -630,7 +648,7 @@ def load(
 ) -> tuple[Model, Tokenizer, Config]:
     """(model, tokenizer, config) of a checkpoint or a run (its latest one), ready to predict.
 
-    Of several, a list of folders or "A,B", the model predicts the mean of their probabilities.
+    Given several, a list of folders or "A,B", the model predicts the mean of their probabilities.
 
     Weights are float32: the averaged ones, with --ema. kernel: auto, triton or torch. whole: load
     a model of blocks trained with --infill_share as one without blocks, which sees text after gaps.
@@ -646,26 +664,26 @@ def load(
             config.block_length = 0
         tokenizer = tokenizer_of(folder)
         network = open_network(config, folder)
-        least = network and network.count_weights(tokenizer)
-        checkpoint.check_size(folder, config, tokenizer.vocab_size, least)  # before memory is taken
+        checkpoint.check_size(folder, config, tokenizer, network)  # before memory is taken
         ops = select_kernels(kernel, device, config)
-        model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id, network=network)
+        model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id, pretrained=network)
         model.load_state_dict(checkpoint.read_weights(folder, model))
         return ready(model, device).eval(), tokenizer, config
 
-    return ensemble.read_newest(path, read)[1]
+    _, loaded = ensemble.read_newest(path, read)
+    return loaded
 
 
 # ---- Training
-def make_run(config, corpus, machine, network=None):
-    """A Run with fresh weights on a devices.Machine. network: a pretrained.Network; None: ours."""
+def make_run(config, corpus, machine, pretrained=None):
+    """A Run with fresh weights on a devices.Machine. pretrained: a pretrained.Network, or ours."""
     device, dtype, ops, rank, world = machine
     shard_fn = shards.make_shard_fn(config.shard, device, dtype, world)
-    texts = (corpus.tokenizer.end_id, corpus.mean_length)
+    V, end_id = corpus.tokenizer.vocab_size, corpus.tokenizer.end_id
 
-    def build():
+    def build():  # twice, with the same weights
         torch.manual_seed(config.seed)
-        model = make_model(config, corpus.tokenizer.vocab_size, ops, *texts, shard_fn, network)
+        model = make_model(config, V, ops, end_id, corpus.mean_length, shard_fn, pretrained)
         if hasattr(model, "length_counts"):
             model.length_counts.copy_(corpus.length_counts)
         return model
@@ -673,7 +691,7 @@ def make_run(config, corpus, machine, network=None):
     model = build()
     averaged = build().eval() if config.ema else model
     optimizers = make_optimizers(model, config, device)
-    engine = Engine(model, dtype, torch.zeros((), device=device), rank, world)
+    engine = Engine(model, dtype, new_weight=torch.zeros((), device=device), rank=rank, world=world)
     return Run(config, corpus, model, averaged, optimizers, device, engine)
 
 
@@ -687,10 +705,10 @@ def report(run, is_last=False):
             is_same = run.averaged is run.model
             raw = r if is_same else evaluate(run.model, budget.windows, **settings)
         calls = run.clock.preview_calls(run, budget, r, raw)
-        if is_last and ranks.is_late(math.inf):
-            return  # cut short by a signal: --resume evaluates again
+        if is_last and ranks.was_stopped():
+            return  # by a signal, which cut it short: --resume evaluates again
         run.log.evaluation(run, r, raw, is_last)
-        # All ranks, where they share a model, as each of its calls needs them.
+        # With --shard every rank must take part in each call of the model.
         if (run.engine.rank == 0 or run.config.shard) and run.step and calls:
             show_samples(run, calls)
 
@@ -699,21 +717,18 @@ def show_samples(run, calls):
     """Show what the model writes in `calls` network calls: from nothing, and in real text."""
     x0, hidden, _ = to_preview(run)
     g = generator("preview", run.config.seed, run.step)
-    was_training = run.averaged.training
-    run.averaged.eval()
-    with run.autocast():
+    with run.autocast(), eval_mode(run.averaged):
         x = generate(run.averaged, torch.where(hidden, run.model.mask_id, x0), calls, g)
-    run.averaged.train(was_training)
     run.log.samples(run, x)
 
 
-def begin(here):
+def set_up(session):
     """The Run of a session: new, from the weights of --init_from, or from a checkpoint."""
-    network, source = here.open_source(load)
-    ids = here.open_data(network, source)
-    corpus = open_corpus(ids, here.config, here.machine.device)
-    run = make_run(here.config, corpus, here.machine, network)
-    here.begin(run, source)
+    pretrained, source = session.open_source(load)
+    ids = session.open_data(pretrained, source)
+    corpus = open_corpus(ids, session.config, session.machine.device)
+    run = make_run(session.config, corpus, session.machine, pretrained)
+    session.begin(run, source)  # loads the weights, or on --resume all that a checkpoint has
     if compiling.prepare_engine(run):  # then its first call compiles: here, not in the first step
         compute_gradients(run, run.step, 0.0)
         run.model.zero_grad()
@@ -722,14 +737,15 @@ def begin(here):
 
 def train(given, start):
     """Train with the given flags, a dict of Config fields; returns the exit code."""
-    with session.open(Config, given, start) as here:
-        run = begin(here)
+    with open_session(Config, given, start) as session:
+        run = set_up(session)
         config, log, clock = run.config, run.log, run.clock
-        if not here.resumed_from:
+        if not session.resumed_from:
             report(run)
 
         with log.progress(run) as show_progress:
-            while clock.goes_on(run.step):  # not over, and no signal came
+            # Until it is over, or Ctrl-C or SIGTERM came: they end the loop after a step.
+            while clock.goes_on(run.step):
                 train_step(run, run.step, clock.progress)
                 run.step += 1
                 show_progress()
@@ -737,25 +753,22 @@ def train(given, start):
                 # Once in a while: a record in the log; an evaluation; a checkpoint.
                 if run.step % config.log_interval == 0:
                     run.check_finite()
-                    scale = lr_scale(config, run.step - 1, clock.progress)
+                    scale = lr_scale(config, run.step - 1, clock.progress)  # as in that step
                     log.training(run, scale, margin_scale(clock.progress))
                 if clock.must_evaluate(run.step):
                     report(run)
-                    session.save(run)
+                    session.save(run)  # the averaged weights, and what --resume needs
                 elif clock.must_save:
                     session.save(run)
 
         # The end is an evaluation and a save of the same step; an interrupted run is only saved.
-        if not clock.signal and not here.has_ended:
+        if not clock.signal and not session.has_ended:
             report(run, is_last=True)
-        return here.end(run)
+        return session.end(run)
 
 
 def main(argv, start=None):
-    """Train with these flags, as the command does; returns its exit code.
-
-    start: time.monotonic() from which --time_limit and the log's seconds count (None: now)
-    """
+    """Run the command with these flags, from start on (time.monotonic(); None: now)."""
     given = run_config.parse(Config, argv, __doc__)
     return train(given, time.monotonic() if start is None else start)
 

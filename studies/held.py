@@ -115,8 +115,8 @@ def one_step(argv, report):
 
     mdlm.make_run = watched
     given = mdlm.run_config.parse(mdlm.Config, argv, "")
-    with session.open(mdlm.Config, given, time.monotonic()) as here:
-        run = mdlm.begin(here)
+    with session.open_session(mdlm.Config, given, time.monotonic()) as it:
+        run = mdlm.set_up(it)
         mdlm.set_rates(run, 0, 1.0)
         mdlm.compute_gradients(run, 0, 1.0)
         gradients = bytes_held(run)["gradients"]

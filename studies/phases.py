@@ -34,7 +34,7 @@ from support.training.optimizers import average_to_compile, update
 
 # A phase is a function of a module or class.
 PHASES = dict(find=session, open_data=session.Session, make_run=mdlm, prepare_engine=compiling)
-PHASES |= dict(evaluate=mdlm, show_samples=mdlm, save=session)
+PHASES |= dict(evaluate=mdlm, show_samples=mdlm, save=session.Session)
 MODES = {
     "none": "without torch.compile, steps as CUDA graphs",
     "whole": "torch.compile of the network, as mdlm.py does",

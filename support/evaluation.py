@@ -4,11 +4,23 @@ A window of T tokens has n texts, each masked on its own: one, or its blocks. Ar
 texts, and (passes, W, n) of what each pass found. A text weighs by its scored tokens, `lengths`.
 """
 
+import contextlib
 import math
 
 import torch
 
 from support import numerics
+
+
+@contextlib.contextmanager
+def eval_mode(model):
+    """Context manager: a model without dropout; then it is in its mode of before."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def stratified_counts(lengths, passes, seed):
@@ -26,15 +38,15 @@ def stratified_counts(lengths, passes, seed):
     return torch.stack(counts).view(passes, *lengths.shape)
 
 
-def add_up(sums, batch, ce, right, T, n):
+def add_up(sums, batch, ce, right, T):
     """Add a Batch's tokens (m,) to those of its texts, in sums (4, B, n) float64.
 
     The rows: weight, weight * CE, weight * (the likeliest token is right), and weight * CE of the
-    first tokens of windows. ce (m,), right (m,) bool; windows of T tokens have n texts.
+    first tokens of windows. ce (m,), right (m,) bool; a window of T tokens has n texts.
     """
     rows = torch.stack((torch.ones_like(ce), ce, right, ce * (batch.at % T == 0)))
     rows = rows.cpu().double() * batch.weights.cpu().double()
-    sums.flatten(1).index_add_(1, batch.at.cpu() // (T // n), rows)
+    sums.flatten(1).index_add_(1, batch.at.cpu() // (T // sums.shape[2]), rows)
 
 
 def mean_by_bin(values, bin, bins):

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import time
 from datetime import timedelta
@@ -191,6 +192,11 @@ def is_late(deadline):
     """
     late = time.monotonic() >= deadline or bool(STOP and STOP.signal)
     return all_reduce(torch.tensor(float(late)), "MAX").item() > 0
+
+
+def was_stopped():
+    """Whether any rank got a signal inside stopped_by."""
+    return is_late(math.inf)
 
 
 STOP = None  # the Interrupt of stopped_by

@@ -106,7 +106,7 @@ def test_a_run_that_ended_by_the_clock_goes_on(run, capsys):
 def test_no_clock_enters_a_run_of_steps(text_file, tmp_path, monkeypatch):
     """Logs and weights are the same at any speed; a slow run saves more often."""
     flags = tiny_flags("--eval_interval=0", "--eval_windows=8", "--max_steps=50", "--ema=0.9")
-    save = session.save
+    save = session.Session.save
     found = []
     for name, step in (("fast", 1e-4), ("slow", 7.0)):
         time_is = SimpleNamespace(now=0.0)
@@ -116,12 +116,12 @@ def test_no_clock_enters_a_run_of_steps(text_file, tmp_path, monkeypatch):
             time_is.now += step
             return time_is.now
 
-        def counted(run, finished=False, saves=saves):
+        def counted(self, run, finished=False, saves=saves):
             saves.append(run.step)
-            save(run, finished)
+            save(self, run, finished)
 
         monkeypatch.setattr(time, "monotonic", tick)
-        monkeypatch.setattr(session, "save", counted)
+        monkeypatch.setattr(session.Session, "save", counted)
         assert run_mdlm(f"--data={text_file}", *flags, f"--out_dir={tmp_path / name}") == 0
         found.append(saves)
     assert records(tmp_path / "fast") == records(tmp_path / "slow")

@@ -136,7 +136,7 @@ def wrap(folder, **given):
     tokenizer = open_tokenizer(folder / "tokenizer.json", False)
     network.fit(tokenizer)
     end_id = given.get("end_id")
-    model = mdlm.make_model(config, tokenizer.vocab_size, REFERENCES, end_id, network=network)
+    model = mdlm.make_model(config, tokenizer.vocab_size, REFERENCES, end_id, pretrained=network)
     return model.eval(), tokenizer
 
 
@@ -416,7 +416,7 @@ def small(kind, V=6, T=3, **settings):
     network.fit(SimpleNamespace(vocab_size=V, special_ids=lambda: own))
     config = mdlm.Config(block_size=T, n_layer=2, dropout=0, network="config.json", **settings)
     torch.manual_seed(1)
-    model = mdlm.make_model(config, V, REFERENCES, network=network).eval()
+    model = mdlm.make_model(config, V, REFERENCES, pretrained=network).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, 0.7)

@@ -97,7 +97,7 @@ def test_only_answers_are_learned(run):
     corpus = corpus_of(run / "data", config, torch.device("cpu"))
     samples = torch.arange(config.batch_size)
     first = {step: step * config.batch_size for step in range(5)}
-    run = SimpleNamespace(corpus=corpus, objective=model.objective, sequences=first.get)
+    run = SimpleNamespace(corpus=corpus, objective=model.objective, sequences_before=first.get)
     for step in range(5):
         drawn = mdlm.draw_batch(run, step, 0.0, samples)
         x0, levels = drawn[:2]

@@ -11,7 +11,7 @@ and what it needs of
     Settings                      a dataclass of its flags, which have this title in --help=all
     REFUSED                       what it cannot be combined with: name of the file -> why
     wrap(objective, end_id, mean_length)  the objective, wrapped
-    network(Model)                the class of networks, from that of the default's
+    model_class(Model)            the class of models, from that of the default's
     has_rates(config)             whether its mask rates are its own, so that --rate_margin is idle
     check(config)                 raises UserError for settings that do not fit
 """
@@ -65,9 +65,9 @@ def choose(config, default, end_id=None, mean_length=None):
     return objective
 
 
-def network(config, Model):
+def model_class(config, Model):
     """The class of the networks of a config: Model, or what variants make of it."""
-    for of_variant in having("network", config):
+    for of_variant in having("model_class", config):
         Model = of_variant(Model)
     return Model
 

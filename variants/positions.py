@@ -36,4 +36,4 @@ def with_positions(Model):
     return Positioned
 
 
-network = with_positions
+model_class = with_positions

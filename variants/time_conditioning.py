@@ -104,4 +104,4 @@ def told_rate(Model):
     return Conditioned
 
 
-network = told_rate
+model_class = told_rate

@@ -364,12 +364,12 @@ def read_settings(path, known):
     return settings
 
 
-def check_size(folder, config, vocab_size, least):
+def check_size(folder, config, tokenizer, network):
     """Raise UserError if model.safetensors fits neither its tokenizer.json nor its config.
 
-    vocab_size: of tokenizer.json. Only the sizes are read: a file may be forged, or damaged.
-    least: how many numbers it must have, where it is not a network of ours; else None
+    network: a pretrained.Network; None: ours. Only sizes are read: a file may be forged or damaged.
     """
+    vocab_size = tokenizer.vocab_size
     path = folder / "model.safetensors"
     stored = names_in(path).get("embed.weight")
     with explain_safetensors(path), safe_open(path, "pt") as f:
@@ -379,7 +379,9 @@ def check_size(folder, config, vocab_size, least):
         what = f"{folder}/tokenizer.json has {vocab_size} tokens, but model.safetensors"
         fix = "take an earlier checkpoint, or restore the file that was changed"
         raise UserError(f"{what} has vectors of {shape[0] - after}; {fix}")
-    if least is None:
+    if network:
+        least = network.count_weights(tokenizer)
+    else:
         least = config.n_embd * (8 * config.n_layer * config.n_embd + vocab_size)
     if path.stat().st_size < 2 * least:  # a number has 2 or 4 bytes
         raise UserError(f"{path} does not fit its config: it is too small; train again")

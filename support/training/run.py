@@ -73,7 +73,7 @@ class Run:
         W = self.corpus.n_validation
         return min(self.config.eval_windows or W, W)
 
-    def sequences(self, step):
+    def sequences_before(self, step):
         """Sequences learned before a step. (--resume may have changed batch_size.)"""
         first, before = self.begins_at
         return before + (step - first) * self.config.batch_size
@@ -81,7 +81,7 @@ class Run:
     @property
     def tokens(self):
         """Tokens of text learned so far; of documents by their mean number in a window."""
-        return round(self.sequences(self.step) * self.corpus.mean_size)
+        return round(self.sequences_before(self.step) * self.corpus.mean_size)
 
     def check_finite(self):
         """Read the pending losses, averaged over ranks; SharedError for NaN or inf on any rank."""

@@ -1,6 +1,6 @@
 """A run's surroundings: its ranks, settings, folder, data, log and clock; how it begins and ends.
 
-    with session.open(Config, given, start) as here:
+    with open_session(Config, given, start) as session:
         ...
 
 All ranks call the same functions in the same order. What may fail on one of them is a vote, by
@@ -45,7 +45,7 @@ TRAINING = threading.Lock()  # held by the run: the state of the process belongs
 
 
 @contextlib.contextmanager
-def open(Config, given, start):
+def open_session(Config, given, start):
     """Context manager: the Session of a run with the given flags.
 
     At its end the run's folder is unlocked, and removed if it is empty. An error of a full memory
@@ -61,10 +61,10 @@ def open(Config, given, start):
         if config.shard:
             ranks.together(lambda: shards.check(config.shard, world))
         machine = ranks.together(lambda: use_machine(config, rank, local_rank, world))
-        here = Session(config, resumed_from, changed, machine, start)
-        with memory_explained(here):
-            yield here
-        here.log.close()
+        session = Session(config, resumed_from, changed, machine, start)
+        with memory_explained(session):
+            yield session
+        session.log.close()
         ranks.leave_ranks()
 
 
@@ -243,6 +243,25 @@ class Session:
         if self.config.overwrite:
             checkpoint.mark_overwriting(out_dir)
 
+    def save(self, run, finished=False):
+        """Write out_dir/step-N: the averaged weights, and everything that --resume needs.
+
+        finished: this is the end of a run. UserError for weights that are not finite
+        """
+        state = dict(step=run.step, tokens=run.tokens, sequences=run.sequences_before(run.step))
+        state |= run.clock.state() | dict(finished=finished) | run.corpus.identity
+        with run.clock.save(run.step):
+            weights = run.averaged.state_dict()
+            tensors = checkpoint.training_tensors(run.model, run.averaged, run.optimizers)
+            where = f"at step {run.step}: not saved. {advice(run)}"
+            ranks.together(lambda: shards.check_finite(weights | tensors, where))
+            if run.config.shard:
+                with shards.saving(run.config.out_dir, weights, tensors) as files_of:
+                    ranks.first(lambda: write(run, state, files_of()))
+            else:
+                ranks.first(lambda: write(run, state, in_memory(weights, tensors)))
+        run.log.restart_clock(run.tokens)
+
     def end(self, run):
         """Save what is not saved, and say how the run ended; returns the exit code."""
         run.clock.goes_on(run.step)  # a signal may have come since
@@ -251,7 +270,7 @@ class Session:
             run.log.ended(run)
             return 0
         if not interrupted or run.clock.saved != run.step:
-            save(run, finished=not interrupted)
+            self.save(run, finished=not interrupted)
         if interrupted:
             run.log.stopped(run)
             return 128 + interrupted  # as a shell reports the signal
@@ -288,26 +307,6 @@ def restore(run, folder, changed):
     batch_size, _ = changed.get("batch_size", (run.config.batch_size, 0))
     run.begins_at = (run.step, state.get("sequences", run.step * batch_size))
     return state["finished"]
-
-
-def save(run, finished=False):
-    """Write out_dir/step-N: the averaged weights, and everything that --resume needs.
-
-    finished: this is the end of a run. UserError for weights that are not finite
-    """
-    state = dict(step=run.step, tokens=run.tokens, sequences=run.sequences(run.step))
-    state |= run.clock.state() | dict(finished=finished) | run.corpus.identity
-    with run.clock.save(run.step):
-        weights = run.averaged.state_dict()
-        tensors = checkpoint.training_tensors(run.model, run.averaged, run.optimizers)
-        where = f"at step {run.step}: not saved. {advice(run)}"
-        ranks.together(lambda: shards.check_finite(weights | tensors, where))
-        if run.config.shard:
-            with shards.saving(run.config.out_dir, weights, tensors) as files_of:
-                ranks.first(lambda: write(run, state, files_of()))
-        else:
-            ranks.first(lambda: write(run, state, in_memory(weights, tensors)))
-    run.log.restart_clock(run.tokens)
 
 
 def in_memory(weights, tensors):

@@ -44,13 +44,12 @@ class Settings:
 def corpus_class(Corpus, ids):
     """The class of corpora of these sources.Ids: Corpus, of plain text, or one with documents.
 
-    Documents are what ids with an [END] in their vocabulary have.
-    Windows start at a document, or T tokens further in a long one, and are filled up with [END];
-    with --pack a window of training holds as many documents as there is room for. Which [END] are
-    learned: of given lengths none; with --objective=ar the one that ends a document; of predicted
-    lengths that one and all that fill up the window.
+    They have documents if there is an [END] in their vocabulary. Windows start at a document, or T
+    tokens further in a long one, and are filled up with [END]; with --pack a window of training
+    holds as many documents as there is room for. Which [END] are learned: of given lengths none;
+    with --objective=ar the one that ends a document; of predicted lengths that one and all that
+    fill up the window.
     """
-
     if ids.tokenizer.end_id is None:
         return Corpus
 

@@ -68,8 +68,7 @@ def default_data():
         return "shakespeare"
     except OSError as e:
         name = "pydoc" if find_topics() else "patterns"
-        text = dict(pydoc="pydoc, Python's reference", patterns="synthetic patterns")[name]
-        warn(f"Shakespeare cannot be downloaded ({e}); training on {text}")
+        warn(f"Shakespeare cannot be downloaded ({e}); training on --data={name}")
         return name
 
 
@@ -274,20 +273,18 @@ def tokenizer_of_ids(folder, V, largest, end_id, is_ours):
 
 
 def read_meta(path):
-    """The meta.json of a folder of ids, {} if there is none; of one made elsewhere the dtype."""
+    """The meta.json of a folder of ids, of one made elsewhere the dtype alone (default uint16)."""
     meta = read_json(path, "data") if path.exists() else {}
     if meta.get("dtype", "uint16") not in DTYPES:
         raise UserError(f"{path} has an unknown dtype; give one of {', '.join(DTYPES)}")
-    if {"source", "checksum"} <= meta.keys():
+    if {"source", "checksum", "dtype"} <= meta.keys():
         return meta
-    return {name: meta[name] for name in meta if name == "dtype"}
+    return dict(dtype=meta.get("dtype", "uint16"))
 
 
 def dtype_of(meta, bin_dtype):
     """The name of the width of the ids in a folder: as noted in ours, as stated, as noted."""
-    if "source" in meta or bin_dtype == "auto":
-        return meta.get("dtype", "uint16")
-    return bin_dtype
+    return meta["dtype"] if "source" in meta or bin_dtype == "auto" else bin_dtype
 
 
 def checksum_of(tokenizer, arrays):

@@ -25,7 +25,7 @@ import torch
 import mdlm
 import sample
 from support import outputs
-from support.data import sources
+from support.data.patterns import parse_periods
 from support.errors import UserError
 from support.plots import DARK, LIGHT, check_picture, themed, write_figure
 from support.settings import Parser, first_line
@@ -58,7 +58,7 @@ def write(model, tokenizer, n, **settings):
 def measure(model, tokenizer, seeds, n):
     """Return {sampler: for each number of steps, the share of valid texts for each seed}, and the
     default sampler's speeds and its (texts, whether each is valid)."""
-    periods = sources.parse_periods(model.config.periods)
+    periods = parse_periods(model.config.periods)
     fractions = {name: [] for name in SAMPLERS}
     speeds = []
     shown = []

@@ -42,7 +42,7 @@ import mdlm
 import sample
 from lessons import drawings
 from support import comparing, outputs, plots
-from support.data.sources import make_patterns
+from support.data import patterns
 from support.environment import optional
 from support.errors import UserError
 from support.infill.calls import to_context
@@ -354,7 +354,7 @@ def noise_of(args, theme):
 
 def strips_of(args, theme, width=48):
     """{rate: lines of Cells} for draw_noise: patterns of two, three and four symbols."""
-    rows = make_patterns(256, args.seed or 0)[:, :width]
+    rows = patterns.make(256, args.seed or 0)[:, :width]
     chosen = []
     for length in (2, 3, 4):
         repeats = (rows[:, length:] == rows[:, :-length]).all(1)

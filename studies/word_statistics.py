@@ -9,6 +9,7 @@ from pathlib import Path
 
 from support import files, plots, terminal
 from support.data import records, sources
+from support.data.ids import map_ids
 from support.errors import UserError
 from support.infill.templates import joined
 from support.settings import parse
@@ -27,7 +28,7 @@ def training_text(folder, tokenizer, config):
     try:
         if (data / "train.bin").exists():
             dtype = sources.dtype_of(sources.read_meta(data / "meta.json"), config.bin_dtype)
-            ids = sources.map_ids(data / "train.bin", dtype)
+            ids = map_ids(data / "train.bin", dtype)
             return tokenizer.decode(ids[:ENOUGH].tolist())
         path = sources.shakespeare() if config.data == "shakespeare" else config.data
         records.check_plain(path)

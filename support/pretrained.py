@@ -38,7 +38,7 @@ from safetensors import safe_open
 
 from support import files, lora, parts, remote_code
 from support.chat import ChatTemplate
-from support.data import sources
+from support.data.ids import slices_of
 from support.data.tokenizer import describe
 from support.environment import optional
 from support.errors import UserError
@@ -202,7 +202,7 @@ class Network:
         self.fit(ids.tokenizer)
         if self.mask_id >= ids.tokenizer.vocab_size:
             return
-        for piece in sources.slices_of(ids.arrays):
+        for piece in slices_of(ids.arrays):
             if (piece == self.mask_id).any():
                 fix = "remove it from the data"
                 raise UserError(f"the data have the id {self.mask_id}, which is [MASK]; {fix}")

@@ -206,7 +206,6 @@ def test_mistakes_get_one_sentence(folder, run, talks, tmp_path, capfd):
 
     assert "--chat_column=nothing" not in said(folder, talks, "--chat_column=talk")
     assert "'talk'" in said(folder, talks, "--chat_column=talk")
-    assert "give --chat_column" in said(folder, talks, "--chat_column=talk")
     assert "text" in said(folder, record("text"), chats)
     assert "line 1" in said(folder, record([dict(role="user")]), chats)
     assert "--prompt_column" in said(folder, talks, chats, "--prompt_column=q")

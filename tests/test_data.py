@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import mdlm
 from support import devices
-from support.data import sources, tokenizer
+from support.data import patterns, sources, tokenizer
 from support.data.prepare import prepare
 from support.data.windows import cut_windows
 from support.errors import UserError
@@ -162,18 +162,18 @@ def exact_entropy(length, low, high):
 
 
 def test_entropy_of_patterns_is_exact():
-    assert sources.patterns_entropy() == pytest.approx(exact_entropy(64, 2, 4), rel=1e-12)
+    assert patterns.entropy() == pytest.approx(exact_entropy(64, 2, 4), rel=1e-12)
 
 
 @pytest.mark.parametrize("length, low, high", [(4, 1, 2), (6, 1, 3), (6, 3, 3), (8, 2, 4)])
 def test_entropy_of_other_patterns_is_exact(length, low, high):
     """In the shortest texts that are allowed, two periods of a text still share a divisor."""
-    found = sources.patterns_entropy(length, (low, high))
+    found = patterns.entropy(length, (low, high))
     assert found == pytest.approx(exact_entropy(length, low, high), rel=1e-12)
 
 
 def test_patterns_have_the_stated_length_and_periods():
-    x = sources.make_patterns(20_000, 0, 24, (2, 5))
+    x = patterns.make(20_000, 0, 24, (2, 5))
     assert x.shape == (20_000, 24) and x.max() == 14
     has = {p: (x[:, p:] == x[:, :-p]).all(1) for p in (2, 3, 4, 5)}
     assert np.any(list(has.values()), axis=0).all()
@@ -185,13 +185,13 @@ def test_patterns_have_the_stated_length_and_periods():
 
 def test_default_patterns_are_those_of_before():
     """Runs of a version without --periods repeat to the bit."""
-    x = sources.make_patterns(100_000, 0)
+    x = patterns.make(100_000, 0)
     assert zlib.crc32(x.tobytes()) == 88886965
-    assert sources.patterns_entropy() == pytest.approx(0.14387040909418508, rel=1e-15)
+    assert patterns.entropy() == pytest.approx(0.14387040909418508, rel=1e-15)
 
 
 def test_patterns_have_the_stated_distribution():
-    x = sources.make_patterns(20_000, 0)
+    x = patterns.make(20_000, 0)
     assert x.shape == (20_000, 64)
     assert x.max() == 14
     period_two = (x[:, 2:] == x[:, :-2]).all(1).mean()
@@ -201,40 +201,30 @@ def test_patterns_have_the_stated_distribution():
 
 def test_patterns_are_prepared_as_aligned_windows(tmp_path):
     corpus = prepared("patterns", tmp_path / "d", block_size=64)
-    x = torch.from_numpy(sources.make_patterns(100_000, 0)).long()
+    x = torch.from_numpy(patterns.make(100_000, 0)).long()
     assert torch.equal(corpus.windows(), x[90_000:])
     powers = 15 ** torch.arange(12)  # the first 12 symbols tell patterns apart
     epoch = corpus.batch(torch.arange(90_000))[0][:, :12] @ powers
     assert torch.equal(epoch.sort().values, (x[:90_000, :12] @ powers).sort().values)
-    assert corpus.entropy == sources.patterns_entropy()
+    assert corpus.entropy == patterns.entropy()
     assert corpus.chars_per_token == 1
 
 
 def test_patterns_of_other_lengths_are_prepared(tmp_path):
     corpus = prepared("patterns", tmp_path / "d", block_size=24, periods="2-5")
-    x = torch.from_numpy(sources.make_patterns(100_000, 0, 24, (2, 5))).long()
+    x = torch.from_numpy(patterns.make(100_000, 0, 24, (2, 5))).long()
     assert torch.equal(corpus.windows(), x[90_000:])
-    assert corpus.entropy == sources.patterns_entropy(24, (2, 5)) and corpus.n_offsets == 0
+    assert corpus.entropy == patterns.entropy(24, (2, 5)) and corpus.n_offsets == 0
     assert corpus.tokenizer.vocab_size == 15
     with pytest.raises(UserError, match=r"--block_size=24"):
         corpus_of(tmp_path / "d", mdlm.Config(block_size=32), CPU)
-
-
-def test_patterns_that_were_prepared_before_their_length_was_noted_have_64_tokens(tmp_path):
-    prepared("patterns", tmp_path, block_size=64)
-    meta = json.loads((tmp_path / "meta.json").read_text())
-    meta = {k: v for k, v in meta.items() if k != "checksum"} | dict(aligned=True)
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    assert corpus_of(tmp_path, mdlm.Config(block_size=64), CPU).n_offsets == 0
-    with pytest.raises(UserError, match="64"):
-        corpus_of(tmp_path, mdlm.Config(block_size=256), CPU)
 
 
 def test_patterns_take_little_memory_while_they_are_made(tmp_path):
     config = mdlm.Config(data="patterns", block_size=1024)
     tracemalloc.start()
     try:
-        sources.write_patterns(tmp_path, config)
+        patterns.write(tmp_path, config)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

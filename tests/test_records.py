@@ -91,13 +91,13 @@ def test_run_on_records_resumes_without_them(tmp_path, capsys):
 
 GOOD = json.dumps(dict(text="a good record\n" * 9)) + "\n"
 WRONG = [
-    (GOOD + '{"txt": "a"}', "line 2 has no 'text', but txt; give --text_column"),
-    (GOOD + '{"text": 7}', "line 2: text is '7', not a text"),
-    (GOOD + '{"text": "\\ud800"}', "line 2: text has half of a surrogate pair"),
-    (GOOD + '{"text": "a"', "line 2 is no JSON"),
-    (GOOD + "[" * 100_000, "line 2 is no JSON"),
-    (GOOD + '["text"]', "line 2 is an array, no JSON object; write it as"),
-    (GOOD.encode() + b'{"text": "\xff"}', "line 2 is no JSON"),
+    (GOOD + '{"txt": "a"}', "line 2: there is no 'text', but txt"),
+    (GOOD + '{"text": 7}', "line 2: '7' is not a text"),
+    (GOOD + '{"text": "\\ud800"}', "line 2: half of a surrogate pair"),
+    (GOOD + '{"text": "a"', "line 2: it is not JSON"),
+    (GOOD + "[" * 100_000, "line 2: it is not JSON"),
+    (GOOD + '["text"]', "line 2: it is not a JSON object"),
+    (GOOD.encode() + b'{"text": "\xff"}', "line 2: it is not JSON"),
     ("", "is empty"),
 ]
 
@@ -128,23 +128,24 @@ def test_broken_files_are_named(tmp_path, capsys):
     is_refused(tmp_path, capsys, tmp_path / "d", "is not UTF-8 text (byte 3)")
     pytest.importorskip("pyarrow")
     (tmp_path / "x.parquet").write_bytes(b"PAR1 but not for long PAR1")
-    is_refused(tmp_path, capsys, tmp_path / "x.parquet", "no intact parquet file")
+    is_refused(tmp_path, capsys, tmp_path / "x.parquet", "cannot be read as parquet")
     arrow = pytest.importorskip("pyarrow")
     raw = arrow.array([b"good", b"\xff"], arrow.binary()).view(arrow.string())
     arrow.parquet.write_table(arrow.table({"text": raw}), tmp_path / "x.parquet")
-    is_refused(tmp_path, capsys, tmp_path / "x.parquet", "no intact parquet file")
+    is_refused(tmp_path, capsys, tmp_path / "x.parquet", "cannot be read as parquet")
     write_parquet(tmp_path / "x.parquet", [1, 2])
-    is_refused(tmp_path, capsys, tmp_path / "x.parquet", "text has int64, not texts")
+    is_refused(tmp_path, capsys, tmp_path / "x.parquet", "row 1: '1' is not a text")
     write_parquet(tmp_path / "x.parquet", ["a"], "body")
-    is_refused(tmp_path, capsys, tmp_path / "x.parquet", "has no 'text', but id, body")
+    is_refused(tmp_path, capsys, tmp_path / "x.parquet", "there is no 'text', but id, body")
 
 
-def test_folders_of_runs_are_no_records(tmp_path, capsys):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "latest").touch()
-    write_jsonl(tmp_path / "run" / "log.jsonl", TEXTS)
-    is_refused(tmp_path, capsys, tmp_path / "run", "is the folder of a run")
-    write_jsonl(tmp_path / "x.jsonl", ["some text"] * 9 + ["short"])  # shorter than a window
+def test_folders_of_runs_are_no_records(tmp_path, short_run, capsys):
+    is_refused(tmp_path, capsys, short_run, "log.jsonl")
+    is_refused(tmp_path, capsys, short_run / "step-4", "there is no 'text'")
+
+
+def test_a_record_may_be_shorter_than_a_window(tmp_path):
+    write_jsonl(tmp_path / "x.jsonl", ["some text"] * 9 + ["short"])
     flags = [*TINY, f"--data={tmp_path / 'x.jsonl'}", f"--out_dir={tmp_path / 'out'}"]
     assert run_mdlm(*flags, "--max_steps=1") == 0
 

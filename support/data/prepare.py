@@ -3,7 +3,7 @@ meta.json."""
 
 import numpy as np
 
-from support.data import sources, texts
+from support.data import patterns, sources, texts
 from support.data.tokenizer import build_tokenizer
 
 
@@ -16,7 +16,7 @@ def prepare(config, folder, tokenizer=None, network=None):
     template = network.chat if network else getattr(tokenizer, "chat", None)
     source = texts.open_source(config, template)
     if source is None:
-        sources.write_patterns(folder, config)
+        sources.write_meta(folder, *patterns.write(folder, config))
         return
     n = source.survey()  # how many characters a tokenizer may learn from
     if tokenizer is None:

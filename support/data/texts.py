@@ -1,10 +1,10 @@
 """The texts of --data: read once to be counted and split, then encoded; errors name the place."""
 
+import array
+import bisect
 import collections
 import dataclasses
 import os
-import shlex
-from pathlib import Path
 
 import numpy as np
 
@@ -15,13 +15,11 @@ from support.errors import UserError
 from support.terminal import warn
 
 FEW = 20  # records; of fewer the last may be so long that it has to be split
-ESCAPES = (("\r", "\\r"), ("\n", "\\n"), ("\t", "\\t"))  # in --separator
 
 
 def unescape(separator):
-    for character, escape in ESCAPES:
-        separator = separator.replace(escape, character)
-    return separator
+    """--separator as it is in a text."""
+    return separator.replace("\\r", "\r").replace("\\n", "\n").replace("\\t", "\t")
 
 
 def open_source(config, template=None):
@@ -31,7 +29,7 @@ def open_source(config, template=None):
         needs = "needs a tokenizer with a chat template; give such a folder as --init_from"
         raise UserError(f"--chat_column={config.chat_column} {needs}")
     if sources.is_records(config.data):
-        return Source(config, None, template)
+        return Records(config, template if config.chat_column else None)
     texts = sources.find_text(config.data)
     return Source(config, texts) if texts else None
 
@@ -42,15 +40,13 @@ def check_characters(source, tokenizer, config):
     With --unknown=drop it leaves them out from now on.
     """
     counts = collections.Counter()
+    place = ""
     for text, _ in source():
         counts += tokenizer.unknown_characters(text)
+        if counts and not place:
+            place = source.place(tokenizer)
     if counts and config.unknown == "refuse":
-        first = f"--data={config.data}"
-        try:
-            collections.deque(source.encode(tokenizer), maxlen=0)
-        except UserError as e:  # it names the file and the line
-            first = str(e).partition(": unknown")[0]
-        what = f"{first}: unknown {name_characters(counts)} in all"
+        what = f"{place}: unknown {name_characters(counts)} in all"
         raise UserError(f"{what}; remove them, or leave them out by --unknown=drop")
     if counts:
         warn(f"--unknown=drop: {counts.total()} characters left out: {name_characters(counts)}")
@@ -58,125 +54,66 @@ def check_characters(source, tokenizer, config):
 
 
 class Source:
-    """The texts of --data. Each call reads them again, as a stream of (text, end).
+    """A plain text. Each call reads it again, as a stream of (text, end).
 
     end: whether the text ends a document; PROMPT if it is a prompt. The last tenth of the
     characters validates.
     """
 
-    def __init__(self, config, texts, template=None):
+    ends_at_cut = True  # a document that validation cuts in two has an [END] in both parts
+    template = None  # a chat.ChatTemplate that writes prompts, with --chat_column
+
+    def __init__(self, config, texts):
         self.config = config
-        self.template = template  # with --chat_column
-        self.texts = texts  # a function that streams plain text; None: records
+        self.texts = texts  # a function that streams the text
         self.separator = unescape(config.separator)
-        self.columns = [name for name in (config.prompt_column, config.text_column) if name]
-        if config.chat_column:
-            self.columns = records.Conversations([config.chat_column])
-        self.skipped = records.Skipped(config.max_bad_records)
-        self.where = config.data  # of the last text: a Path of plain text, or file and record
+        self.where = config.data  # of the last text: a file, or a file and a record in it
         self.n = 0  # characters
         self.cut = 0  # those of them that train
-        self.notes = []  # what a user should know of these texts
 
     def __call__(self):
-        if self.texts:
-            yield from sources.split_documents(self.texts(), self.separator)
-            return
-        for text, end, where in records.read(self.config.data, self.columns, self.skipped):
-            self.where = where
-            if self.config.chat_column:
-                yield from self.turns(text)
-            else:
-                yield text, end
-
-    def turns(self, messages):
-        """The texts of a conversation: before each message of the assistant, and that message."""
-        try:
-            pairs = list(self.template.pairs(messages))
-        except UserError as e:
-            self.skipped.add(self.where, UserError(f"{self.where}: {e}"))
-            return
-        for before, answer in pairs:
-            if answer.strip():
-                yield before, records.PROMPT
-                yield answer, True
+        return sources.split_documents(self.texts(), self.separator)
 
     def survey(self):
-        """Read all texts once: count their characters, find where validation begins, warn.
+        """Read all texts once: count their characters, find where validation begins.
 
         Returns how many characters a tokenizer may learn from: nine tenths, all of which train.
         """
-        n = documents = before = last = 0  # before, last: where the last two records end
-        edges = collections.deque()  # where records end, from nine tenths of what is read on
+        n = 0
+        ends = array.array("q")  # where documents end, in characters
         for text, end in self():
             n += len(text)
             if end is True:
-                edges.append(n)
-                documents += 1
-                before = last
-                last = n
-            while edges and edges[0] < int(0.9 * n):
-                edges.popleft()
+                ends.append(n)
         self.n = n
-        self.note_what_was_read()
-        if n == 0:
-            is_file = os.path.isfile(self.config.data)
-            states_nothing = is_file and not os.path.getsize(self.config.data)
-            why = ": its size is 0 bytes" * states_nothing
-            what = "; ".join([f"--data={self.config.data} is empty{why}", *self.notes])
+        notes = self.notes()
+        if not n:
+            what = "; ".join([f"--data={self.config.data} is empty", *notes])
             raise UserError(f"{what}; give a file with text in it")
-        if self.separator and self.texts and documents < 2:
-            self.refuse_separator()
-        self.cut = int(0.9 * n) if self.texts else self.find_edge(edges[0], before, documents)
-        for line in self.notes:
-            warn(f"--data={self.config.data}: {line}")
-        return min(self.cut, int(0.9 * n))
+        for note in notes:
+            warn(f"--data={self.config.data}: {note}")
+        nine_tenths = int(0.9 * n)
+        self.cut = self.find_edge(nine_tenths, ends)
+        return min(self.cut, nine_tenths)
 
-    def find_edge(self, edge, before, documents):
-        """After how many characters validation begins: at `edge` as a rule.
+    def notes(self):
+        """What a user should know of these texts, a list of sentences."""
+        return []
 
-        edge: where the first record ends that ends after nine tenths. If that leaves too little to
-        validate, the record at nine tenths is split; a prompt is never split from its answer, so
-        there it is `before`, where the last record but one ends.
-        """
-        left = 1 - edge / self.n
-        if self.config.prompt_column:
-            if edge == self.n and before == 0:
-                what = f"--data={self.config.data} is a single prompt with its answer"
-                raise UserError(f"{what}, with no record left to validate; give more records")
-            return edge if left else before
-        if left and (left >= 0.05 or documents >= FEW):
-            return edge
-        why = "so that the last tenth of the characters validates"
-        self.notes.append(f"few records ({documents:,}): one is split, {why}")
-        return int(0.9 * self.n)
-
-    def note_what_was_read(self):
-        if self.texts and records.holds_records(self.config.data):
-            self.notes.append("its lines are JSON: name it .jsonl to learn only their texts")
-        if not self.texts and Path(self.config.data).is_dir():
-            self.notes += records.describe_folder(self.config.data)
-        if not self.texts and self.skipped.describe():
-            self.notes.append(self.skipped.describe())
-
-    def refuse_separator(self):
-        """Raise UserError for a --separator with nothing on both sides; suggest one that has."""
-        mark = self.separator
-        guesses = [mark.replace("\n", "\r\n"), mark.replace("\r\n", "\n"), mark.strip()]
-        guesses += [mark.lower(), mark.upper(), "\n\n", "\r\n\r\n", "\n", "\r\n"]
-        guesses = [guess for guess in guesses if guess and guess != mark]
-        guess = next((guess for guess in guesses if divides(guess, self.texts())), None)
-        advice = f"give {as_flag(guess)}, which is, or leave it out" if guess else "leave it out"
-        what = f"{as_flag(mark)} is nowhere between two texts of {self.config.data}"
-        raise UserError(f"{what}; {advice}")
+    def find_edge(self, nine_tenths, ends):
+        """After how many characters validation begins. ends: where documents end."""
+        if self.separator and len(ends) < 2:
+            what = f"--separator={self.config.separator!r} is nowhere between two texts"
+            advice = "leave it out, or see how the lines end"
+            raise UserError(f"{what} of --data={self.config.data}; {advice}")
+        return nine_tenths
 
     def encode(self, tokenizer):
         """Stream (ids, whether they train), with the [END] of each document, as survey() split it.
 
-        Raises UserError with the place of a text that cannot be encoded or is too long.
+        Raises UserError with the place of a text that cannot be encoded.
         """
-        done = held = 0
-        longest = (0, "")  # tokens of a record, and where it is
+        done = 0
         before = ""  # the end of what the next piece goes on after
         for text, end in self():
             k = min(max(self.cut - done, 0), len(text))
@@ -187,48 +124,99 @@ class Source:
             for piece, trains in ((text[:k], True), (text[k:], False)):
                 if not piece:
                     continue
-                if self.template and end is records.PROMPT:
-                    ids = np.array(tokenizer.encode_template(piece))
-                else:
-                    ids = self.encode_piece(tokenizer, piece, before)
+                ids = self.encode_piece(tokenizer, piece, before, end)
                 before = (before + piece[-CONTEXT:])[-CONTEXT:]
-                # A record that is split goes on: its front has no [END].
-                ends_here = end and (self.texts or not trains or k == len(text))
-                if ends_here and tokenizer.end_id is not None:
+                goes_on = trains and k < len(text) and not self.ends_at_cut
+                if end and not goes_on and tokenizer.end_id is not None:
                     ids = np.append(ids, tokenizer.end_id)
                 yield ids, trains
-                held += len(ids)
             if end:
                 before = ""
-            if end is True:
-                longest = max(longest, (held, str(self.where)))
-                held = 0
         if done != self.n:
             raise UserError(f"--data={self.config.data} changed while it was read; try again")
-        T = self.config.block_size
-        if self.config.prompt_column and longest[0] > T:
-            what = f"{longest[1]}: a prompt and its answer take {longest[0]} tokens, more than"
-            raise UserError(f"{what} --block_size={T}; shorten them or raise it")
 
-    def encode_piece(self, tokenizer, text, before):
+    def encode_piece(self, tokenizer, text, before, end):
         try:
+            if self.template and end is records.PROMPT:
+                return np.array(tokenizer.encode_template(text))
             return tokenizer.encode_array(text, before)
         except UserError as e:
-            raise self.locate(e, tokenizer, text) from None
+            raise UserError(f"{self.place(tokenizer)}: {e}") from None
 
-    def locate(self, error, tokenizer, text):
-        """The UserError `error` about a text, with its file and its line or record."""
-        if not self.texts and not isinstance(self.where, Path):
-            return UserError(f"{self.where}: {error}")
-        for line in text.split("\n"):
-            try:
-                tokenizer.encode_array(line)
-            except UserError as e:
-                texts = self.texts() if self.texts else records.read_text(self.where)
-                number = find_line(line, texts)
-                place = f", line {number}" if number else ""
-                return UserError(f"{self.where}{place}: {e}")
-        return UserError(f"{self.where}: {error}")
+    def place(self, tokenizer):
+        """The file and line, or record, of the last text that was read, if it cannot be encoded."""
+        if os.path.isfile(self.where):  # plain text
+            with open(self.where, encoding="utf-8-sig", newline="\n") as f:
+                for number, line in enumerate(f, 1):
+                    try:
+                        tokenizer.encode_array(line)
+                    except UserError:
+                        return f"{self.where}, line {number}"
+        return str(self.where)
+
+
+class Records(Source):
+    """The texts of a data set of records."""
+
+    ends_at_cut = False
+
+    def __init__(self, config, template):
+        super().__init__(config, None)
+        self.template = template
+        self.columns = [name for name in (config.prompt_column, config.text_column) if name]
+        if template:
+            self.columns = [config.chat_column]
+        self.skipped = 0  # records
+        self.first_skipped = None  # where the first of them is
+
+    def __call__(self):
+        self.skipped = 0
+        for texts, where in records.read(self.config.data, self.columns, self.template):
+            self.where = where
+            if isinstance(texts, UserError):
+                self.skip(texts)
+            else:
+                yield from texts
+
+    def skip(self, error):
+        """Leave out the last record, unless --max_bad_records forbids it: then raise UserError."""
+        limit = self.config.max_bad_records  # -1: any empty one, but no damaged one
+        if limit < 0 and not isinstance(error, records.Empty):
+            raise error
+        self.first_skipped = self.first_skipped or self.where
+        self.skipped += 1
+        if 0 <= limit < self.skipped:
+            raise UserError(f"{error} (or raise --max_bad_records={limit})")
+
+    def notes(self):
+        notes = []
+        _, left_out = records.find_files(self.config.data)
+        if left_out:
+            names = ", ".join(path.name for path in left_out[:5])
+            notes.append(f"not read: {names}" + ", ..." * (len(left_out) > 5))
+        if self.skipped:
+            what = f"{self.skipped:,} empty or damaged record(s) skipped"
+            notes.append(f"{what}; the first is {self.first_skipped}")
+        return notes
+
+    def find_edge(self, nine_tenths, ends):
+        """After how many characters validation begins: after the record at nine tenths, as a rule.
+
+        If that leaves too little to validate, this record is split; a prompt is never split from
+        its answer, so there it validates.
+        """
+        edge = ends[bisect.bisect_left(ends, nine_tenths)]
+        left = self.n - edge
+        if self.config.prompt_column:
+            if len(ends) < 2:
+                what = f"--data={self.config.data} is a single prompt with its answer"
+                raise UserError(f"{what}, with no record left to validate; give more records")
+            return edge if left else ends[-2]
+        if left and (left >= 0.05 * self.n or len(ends) >= FEW):
+            return edge
+        why = "so that the last tenth of the characters validates"
+        warn(f"--data={self.config.data}: few records ({len(ends):,}): one is split, {why}")
+        return nine_tenths
 
 
 def before_word(text, place):
@@ -237,40 +225,13 @@ def before_word(text, place):
     return next((i for i in near if text[i].isspace()), place)
 
 
-def find_line(wanted, texts):
-    """The number of the first line that has `wanted` in it, from 1; 0 if it is not found."""
-    number = 1
-    for text in texts:
-        at = text.find(wanted)
-        if at >= 0:
-            return number + text.count("\n", 0, at)
-        number += text.count("\n")
-    return 0
-
-
-def divides(separator, texts):
-    """Whether a separator stands between two documents."""
-    documents = 0
-    for _, end in sources.split_documents(texts, separator):
-        documents += end
-        if documents > 1:
-            return True
-    return False
-
-
-def as_flag(separator):
-    for character, escape in ESCAPES:
-        separator = separator.replace(character, escape)
-    return f"--separator={shlex.quote(separator)}"
-
-
 def to_score(config):
     """The settings to read a text that is scored: without --separator, if that is not in it."""
     separator = unescape(config.separator)
     if not separator or sources.is_records(config.data):
         return config
     texts = sources.find_text(config.data)
-    if texts is None or divides(separator, texts()):
+    if not texts or sum(end for _, end in sources.split_documents(texts(), separator)) > 1:
         return config
-    warn(f"--data={config.data} is a single document: {as_flag(separator)} is not in it")
+    warn(f"--data={config.data} is a single document: {config.separator!r} is not in it")
     return dataclasses.replace(config, separator="")

@@ -10,7 +10,6 @@ the text that precedes it (support/data/seams.py).
 """
 
 import contextlib
-import io
 import itertools
 import os
 import re
@@ -20,7 +19,6 @@ import unicodedata
 
 import torch
 
-from support.data.records import first_invalid
 from support.data.seams import SPACED, is_space
 from support.errors import UserError
 from support.infill import constraint
@@ -240,9 +238,9 @@ def read_templates(infill, batch):
                 raise UserError(f"{name} is empty: its size is 0 bytes; give a file of templates")
             content = b"".join(limited_lines(f, name, whole=not batch))
         text = content.decode("utf-8-sig")  # skip a byte order mark, keep \r\n
-    except UnicodeDecodeError:
-        at, line = first_invalid(io.BytesIO(content))
-        what = f"line {line} of {name} is not UTF-8 text (byte {at})"
+    except UnicodeDecodeError as e:
+        line = content.count(b"\n", 0, e.start) + 1
+        what = f"line {line} of {name} is not UTF-8 text (byte {e.start})"
         raise UserError(f"{what}; give UTF-8 text, for instance by iconv") from None
     except OSError as e:
         why = e.strerror or e

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from support import devices, networks, settings
-from support.data import sources
+from support.data import patterns, sources
 from support.data.tokenizer import KINDS
 from support.errors import UserError
 from support.settings import NO_LIMIT
@@ -45,7 +45,9 @@ def new(Config, given):
     preset = given.get("preset", "auto")
     if preset == "auto":
         preset = devices.default_preset(given.get("device", "auto"))
-    implied = Config.presets[preset] | sources.implied(given)
+    implied = dict(Config.presets[preset])
+    if given.get("data") == "patterns":
+        implied |= patterns.IMPLIED
     implied |= inherited(given, settings.types_of(Config)) | networks.implied(given, implied)
     config = Config(**implied | given | {"preset": preset})
     config.prompt_column = config.prompt_column or config.chat_column
@@ -172,7 +174,8 @@ def check(config, world=1):
     if config.network and config.time_conditioning:
         what = f"--network={config.network}, a pretrained network, which is not told the mask rate"
         raise UserError(f"--time_conditioning does not work with {what}; leave it out")
-    sources.check_patterns(config)
+    if config.data == "patterns":
+        patterns.check(config)
     if config.chat_column and config.prompt_column != config.chat_column:
         both = f"--chat_column={config.chat_column} and --prompt_column={config.prompt_column}"
         raise UserError(f"{both} contradict each other; give one of them")

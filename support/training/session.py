@@ -161,8 +161,6 @@ class Session:
         where = f"the ranks see different data in {run_folder.data_folder(config)}"
         identity = sorted(ids.identity.items())
         ranks.check_equal(identity, f"{where}; give a folder that all share")
-        if sources.is_ids(config.data) and not self.resumed_from and ranks.is_first_rank():
-            sources.say_left_out(run_folder.data_folder(config))
         return ids
 
     def prepare(self, network, source):

@@ -532,6 +532,18 @@ def test_padding_of_labels_is_no_id(tmp_path):
         open_ids(tmp_path, bin_dtype="int32")
 
 
+@pytest.mark.parametrize("written, offset", [("uint32", 0), ("uint32", 60_000), ("int64", 0)])
+def test_wide_ids_are_not_read_as_uint16(tmp_path, written, offset):
+    """All halves of such ids are in a vocabulary of 65,536 and more: they would train silently."""
+    ids = offset + np.random.default_rng(0).integers(0, 10_000, 2000)
+    for name in ("train.bin", "val.bin"):
+        ids.astype(written).tofile(tmp_path / name)
+    with pytest.raises(UserError, match="--bin_dtype"):
+        open_ids(tmp_path, V=100_000)
+    assert np.array_equal(open_ids(tmp_path, V=100_000, bin_dtype=written)[1][0], ids)
+    assert open_ids(tmp_path, V=100_000, bin_dtype="uint16"), "a user may know better"
+
+
 def test_a_stated_width_is_trained_and_scored(tmp_path, capsys):
     dtype = "uint32"
     folder = write_ids(tmp_path / "ids", zipf(3000, 200), dtype, n_val=300)

@@ -38,6 +38,15 @@ def map_ids(path, dtype):
     return np.memmap(path, dtype, mode="r", offset=offset)
 
 
+def refuse_wide(path, ids):
+    """Raise UserError for ids of 4 or 8 bytes that are read as uint16: every second one is then
+    tiny, and the vocabulary has all of them."""
+    some = ids[: PIECE // 2 * 2]
+    if ids.dtype == np.uint16 and len(some) > 1 and some[1::2].max() < 16 and some[::2].max() > 255:
+        fix = "give --bin_dtype=uint32 or int64, or --bin_dtype=uint16 if that is how they are"
+        raise UserError(f"{path}: every second id is below 16, so they seem wider; {fix}")
+
+
 def slices_of(arrays):
     """Slices of memory-mapped arrays; one that was read leaves the process's memory again."""
     for array in arrays:

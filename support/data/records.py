@@ -66,7 +66,8 @@ def find_files(path):
     left_out = []
     for name in sorted(os.listdir(path)):
         file = path / name
-        if suffix_of(file) in READERS and name[0] != "." and not file.is_dir():
+        is_data = suffix_of(file) in READERS and not name.startswith("dataset_info")  # of a hub
+        if is_data and name[0] != "." and not file.is_dir():
             data.append(file)
         elif name[0] != ".":
             left_out.append(file)

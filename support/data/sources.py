@@ -13,7 +13,7 @@ import numpy as np
 
 from support import files
 from support.data import patterns, records
-from support.data.ids import DTYPES, map_ids, slices_of
+from support.data.ids import DTYPES, map_ids, refuse_wide, slices_of
 from support.data.records import PIECE, read_text
 from support.data.tokenizer import Tokenizer, tokenizer_from_json, with_end
 from support.environment import optional
@@ -220,6 +220,9 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
     meta = read_meta(folder / "meta.json")
     dtype = dtype_of(meta, bin_dtype)
     arrays = [map_ids(folder / name, dtype) for name in NAMES]
+    if bin_dtype == "auto" and not (folder / "meta.json").exists():  # nobody has said it
+        for name, ids in zip(NAMES, arrays):
+            refuse_wide(folder / name, ids)
     ranges = [(int(piece.min()), int(piece.max())) for piece in slices_of(arrays)]
     smallest = min(low for low, _ in ranges)
     largest = max(high for _, high in ranges)

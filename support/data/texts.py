@@ -12,6 +12,7 @@ from support.data import records, sources
 from support.data.seams import CONTEXT
 from support.data.tokenizer import name_characters
 from support.errors import UserError
+from support.progress import bar
 from support.terminal import warn
 
 FEW = 20  # records; of fewer the last may be so long that it has to be split
@@ -75,10 +76,18 @@ class Source:
         self.skipped = records.Skipped(config.max_bad_records)
         self.where = config.data  # of the last text: a Path of plain text, or file and record
         self.n = 0  # characters
+        self.doing = "reading"  # what a progress bar says
         self.cut = 0  # those of them that train
         self.notes = []  # what a user should know of these texts
 
     def __call__(self):
+        options = dict(desc=self.doing, total=self.n or None, unit=" characters", unit_scale=True)
+        with bar(**options) as shown:
+            for text, end in self.read():
+                yield text, end
+                shown.update(len(text))
+
+    def read(self):
         if self.texts:
             yield from sources.split_documents(self.texts(), self.separator)
             return

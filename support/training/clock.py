@@ -8,7 +8,6 @@ run repeats it bit for bit. Only extra saves, which change no number, are timed 
 import contextlib
 import math
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -65,13 +64,6 @@ class Clock:
         """Seconds of the run, in all its processes."""
         return time.monotonic() - self.start + self.seconds
 
-    def share_of_processor(self):
-        """How much of the time in which this process could compute, it did; 1.0 where unknown."""
-        with contextlib.suppress(OSError, ValueError):  # Linux says it, in nanoseconds
-            running, waiting, _ = map(int, Path("/proc/self/schedstat").read_text().split())
-            return running / max(1, running + waiting)
-        return 1.0
-
     # ---- Progress
     def goes_on(self, step):
         """Whether to make step number `step`: no signal came, and the run is not over.
@@ -84,7 +76,7 @@ class Clock:
         if limit := self.config.time_limit:
             progress = max(progress, self.elapsed() / (limit - self.seconds_for_the_end()))
         # Never go back: the time reserved for the end, and so this estimate, may grow.
-        progress = max(progress, self.progress)
+        progress = min(1.0, max(progress, self.progress))
         # Extra saves may take a twentieth of the time.
         unsaved = time.monotonic() - self.saved_at > max(SAVE_EVERY, 20 * self.saving)
         values = torch.tensor([progress, self.interrupt.signal, unsaved, *self.evaluating])

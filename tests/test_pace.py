@@ -1,6 +1,7 @@
 """When a run ends, is evaluated and saved, what that costs, and what is shown meanwhile."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -288,6 +289,19 @@ def test_lines_come_by_time_not_by_steps(monkeypatch, capsys, seconds, most):
 def in_seconds(text):
     """The seconds of m:ss or h:mm:ss."""
     return sum(60**i * int(part) for i, part in enumerate(text.split(":")[::-1]))
+
+
+def test_reading_large_data_shows_how_far_it_is(text_file, tmp_path, monkeypatch, capsys):
+    clock = itertools.count(0.0, 20.0)
+    flags = [f"--data={text_file}", *TINY, "--max_steps=1"]
+    assert run_mdlm(*flags, f"--out_dir={tmp_path / 'fast'}") == 0
+    fast = capsys.readouterr().err
+    monkeypatch.setattr(tqdm.std, "time", lambda: next(clock))
+    assert run_mdlm(*flags, f"--out_dir={tmp_path / 'slow'}") == 0
+    slow = capsys.readouterr().err
+    for what in ("reading", "making a tokenizer", "encoding"):
+        assert f"{what}: " in slow and what not in fast
+    assert re.search(r"encoding: 100%.* 60\.\dk/60\.\dk ", slow)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a terminal")

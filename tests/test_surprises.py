@@ -507,6 +507,10 @@ def test_output_that_fails_does_not_end_a_run(run, capsys, monkeypatch):
     assert run_mdlm(*flags) == 0
     assert checkpoint.find_checkpoint(run).name == "step-8"
     assert read_log(run)[-1]["step"] == 8
+    monkeypatch.undo()
+    command = [sys.executable, ROOT / "mdlm.py", f"--out_dir={run}", "--resume", "--max_steps=10"]
+    assert without_reader(*command)[0] == 0
+    assert read_log(run)[-1]["step"] == 10
 
 
 def test_a_text_may_begin_with_a_dash(run, capsys):

@@ -1,11 +1,12 @@
 """Progress bars: those of tqdm, on standard error."""
 
+import contextlib
 import os
 import sys
 
 from tqdm import tqdm
 
-from support.terminal import is_terminal, warn
+from support.terminal import warn
 
 
 class Lines:
@@ -17,6 +18,13 @@ class Lines:
             warn(line)
 
 
+def width(stream):
+    """Return the columns of a terminal; 0 for another stream, and where they are not known."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no console, no file
+        return os.get_terminal_size(stream.fileno()).columns
+    return 0
+
+
 def bar(iterable=None, **options):
     """Return a tqdm bar, which appears after a second and is gone at its end.
 
@@ -24,7 +32,7 @@ def bar(iterable=None, **options):
     at most a thousand lines. options: those of tqdm
     """
     options = dict(leave=False, delay=1) | options
-    if is_terminal(sys.stderr) and os.get_terminal_size(sys.stderr.fileno()).columns:
+    if width(sys.stderr):
         return tqdm(iterable, dynamic_ncols=True, **options)
     options |= dict(file=Lines(), mininterval=10, miniters=(options.get("total") or 0) / 1000)
     return tqdm(iterable, **options)

@@ -27,7 +27,7 @@ from typing import Annotated, Literal
 import torch
 
 import mdlm
-from support import abilities, comparing, numerics, outputs, plots
+from support import abilities, comparing, numerics, outputs, plots, progress
 from support.data import sources, texts
 from support.data.prepare import prepare
 from support.devices import pick_device
@@ -154,7 +154,7 @@ def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
         bins.index_add_(1, (facts[1] * 10).long().clamp(max=9), facts)
         bar.update()
 
-    with terminal.progress("masked", " batches", total=math.ceil(W / B) * passes) as bar:
+    with progress.bar(total=math.ceil(W / B) * passes, desc="masked", unit=" batches") as bar:
         r = mdlm.evaluate(model, windows, passes, batch_size=B, observe=observe)
     for name, sums in (("by_position", positions), ("calibration", bins)):
         confidence, accuracy = (sums[1:] / sums[0]).tolist()
@@ -178,7 +178,7 @@ def per_character(nats, corpus):
 def exact_likelihood(model, corpus, windows):
     """The chain rule's mean over windows (W, T), with its standard error over windows."""
     length = model.objective.scored_mask(windows).sum(1).double().cpu()
-    with terminal.progress("exact likelihood", " tokens", total=int(length.sum())) as bar:
+    with progress.bar(total=int(length.sum()), desc="exact likelihood", unit=" tokens") as bar:
         nll = -chain_rule(model, windows, update=bar.update).sum(1)  # (W,)
     nll /= length.mean()  # nats per token, and a window counts by its length
     mean = nll.mean().item()

@@ -13,7 +13,7 @@ Node.js. small is a checkpoint without the optimizer's state, in half of the siz
 programs here read it, and --init_from.
 """
 
-from support import cli, environment, terminal
+from support import cli, environment
 
 cli.start(__name__)
 
@@ -168,7 +168,7 @@ def card(folder, model, tokenizer, config, name):
         end = "x[0, 0] = tokenizer.eos_token_id  # of an empty prompt; else its ids first\n"
     fields = dict(
         name=heading(name),
-        path=terminal.quoted(name),
+        path=repr(name),
         data=code(config.data),
         quality=quality(folder, config),
         size=size,
@@ -276,7 +276,7 @@ def heading(text):
 
 def code(text):
     """Text as code in a cell of a Markdown table."""
-    shown = terminal.quoted(text)[1:-1].replace("|", "\\|")
+    shown = repr(text)[1:-1].replace("|", "\\|")
     runs = re.findall("`+", shown)
     fence = "`" * (1 + max(map(len, runs), default=0))
     space = " " if runs else ""

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 
 import mdlm
 from studies import word_statistics
-from support import abilities, arguments, outputs
+from support import abilities, arguments, outputs, progress
 from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.devices import pick_device
 from support.ensemble import read_newest
@@ -880,7 +880,7 @@ def sampled(model, tokenizer, segments, options, template, pages):
         watches = [
             viewer.TerminalPlayer(tokenizer, ids, mask, steps) for _ in samples if options.watch
         ]
-        with terminal.progress("writing", " steps", steps, disable=options.watch) as bar:
+        with progress.bar(total=steps, desc="writing", unit=" steps", disable=options.watch) as bar:
             may_draw["allowed"] = places(allowed, x)
             one = torch.zeros_like(samples)  # all rows are alike
             may_draw["constraints"] = [each.of_rows(one) for each in constraints]
@@ -939,7 +939,7 @@ class Calls:
 def ranked(model, tokenizer, segments, options):
     """(segments of the likeliest fill, the texts of the --candidates likeliest, facts)"""
     began = time.monotonic()
-    with terminal.progress("trying fills", " calls") as bar:
+    with progress.bar(desc="trying fills", unit=" calls") as bar:
         done = Calls(model, bar)
         draws = [] if options.logprobs else None
         fill = partial(fill_gaps, model, tokenizer, options, draws=draws)
@@ -1040,9 +1040,9 @@ def main(argv):
             n = to_ids(segments, tokenizer, model.mask_id).count(model.mask_id)
             pages = word_statistics.compare(variants, fill, statistics, n, lines)
             todo = []
-        # A bar only on a terminal, and none beside the lines of JSON there.
-        hide = not options.batch or (to_stdout and terminal.is_terminal(sys.stdout)) or None
-        for template, segments in terminal.bar(todo, unit="template", disable=hide):
+        # No bar beside the lines of JSON on a terminal.
+        hide = not options.batch or (to_stdout and terminal.is_terminal(sys.stdout))
+        for template, segments in progress.bar(todo, unit=" templates", disable=hide):
             rule = ""  # between texts
             for texts, facts in answers(model, tokenizer, template, segments, options, pages):
                 if not (to_stdout or options.batch):

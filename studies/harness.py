@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 import mdlm
 import sample
-from support import abilities, environment
+from support import abilities, environment, progress
 from support.arguments import whole_number
 from support.errors import UserError
 from support.infill.calls import groups, next_logits, to_context
@@ -115,7 +115,7 @@ class Harness(LM):
 
     def loglikelihood(self, requests):
         """[(log p(answer | prompt) in nats, whether greedy choices from left to right give it)]"""
-        return [self.score(*pair) for pair in terminal.bar(self.encode(requests, 2))]
+        return [self.score(*pair) for pair in progress.bar(self.encode(requests, 2))]
 
     def loglikelihood_rolling(self, requests):
         """[log p(text)], of a long text in windows of a context."""
@@ -131,7 +131,7 @@ class Harness(LM):
             check_generation(request.args[1])
         prompts = [request.args[0] for request in requests]
         asked = [request.args[1] for request in requests]
-        return [self.write(*pair) for pair in terminal.bar(list(zip(prompts, asked)))]
+        return [self.write(*pair) for pair in progress.bar(list(zip(prompts, asked)))]
 
     def write(self, prompt, gen_kwargs):
         """What follows a prompt; gen_kwargs: the generation_kwargs of a task."""

@@ -143,7 +143,7 @@ def report_file(error, name):
     if path == STDOUT or (not path and stdout_fails()):
         path = STDOUT
         silence_stdout()
-    path = os.fspath(path or "a file")
+    path = os.fspath(path or f"a file or {STDOUT}")
     if len(path) > LONGEST:
         path = f"{path[:LONGEST]}..."
     fix = "check that path" if error.errno in NO_PLACE else "check that and the free space"

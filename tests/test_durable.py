@@ -729,22 +729,6 @@ def test_folder_of_others_is_named(tmp_path, capsys, name, flag):
     assert_refused(r, f"--{flag}={path}")
 
 
-@needs_full
-def test_standard_output_is_blamed_for_itself_alone(capsys, monkeypatch):
-    def broken(argv):
-        raise OSError(28, "No space left on device")
-
-    assert "standard output" not in call(broken, capsys).err
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr("sys.stdout", full)
-        monkeypatch.setattr(cli, "silence_stdout", lambda: None)
-        assert cli.run(lambda argv: print("x", flush=True), []) == 2
-        monkeypatch.undo()
-        with contextlib.suppress(OSError):
-            full.close()
-    assert "standard output" in capsys.readouterr().err
-
-
 # --------------------------------------------------------------------------------------------------
 # Signals, the umask, names
 

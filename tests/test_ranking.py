@@ -15,7 +15,7 @@ import kernels
 import mdlm
 import sample
 import variants
-from support import terminal
+from support import progress
 from support.data.tokenizer import Tokenizer
 from support.infill import calls, likelihood, padding, ranking, search, templates
 
@@ -354,7 +354,7 @@ def small():
 )
 def test_progress_has_a_total_and_ends_there(small, template, max_gap, monkeypatch):
     bar = Bar()
-    monkeypatch.setattr(terminal, "progress", lambda *_, **__: bar)
+    monkeypatch.setattr(progress, "bar", lambda *_, **__: bar)
     model, tokenizer = small
     options = sample.resolve(sample.Options(candidates=2, max_gap=max_gap, device="cpu"), model)
     segments = sample.parse(template, tokenizer, model.config.block_size)

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import tqdm
 from conftest import ROOT, Toy, chain_rule
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -589,9 +590,10 @@ class TestCharacters:
         assert [d["template"] for d in lines] == ["The ██ of", "a [___] b", "█"]
         assert say(run, f"--batch={file}", "--max_gap=2", f"--json={tmp_path}/x").out == ""
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-        assert "template/s" in say(run, f"--batch={file}", f"--json={tmp_path}/x").err
-        assert "template/s" not in say(run, f"--batch={file}").err, "beside the lines of JSON"
+        clock = itertools.count(0.0, 20.0)
+        monkeypatch.setattr(tqdm.std, "time", lambda: next(clock))
+        assert "s/ templates]" in say(run, f"--batch={file}", f"--json={tmp_path}/x").err
+        assert "s/ templates]" not in say(run, f"--batch={file}").err, "beside the lines of JSON"
         again = [json.loads(line) for line in (tmp_path / "x").read_text().splitlines()]
         assert [d["text"] for d in again] == [d["text"] for d in lines]
 

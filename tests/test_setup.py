@@ -51,7 +51,7 @@ def says_one_sentence(err, package):
 # A package is missing
 
 
-@pytest.mark.parametrize("package", ["torch", "numpy", "safetensors"])
+@pytest.mark.parametrize("package", ["torch", "numpy", "safetensors", "tqdm"])
 @pytest.mark.parametrize("script", USE_TORCH, ids=lambda path: path.stem)
 def test_a_needed_package_is_named_without_traceback(script, package, monkeypatch, capsys):
     if script.stem == "minimal" and package != "torch":
@@ -98,9 +98,9 @@ def test_an_old_python_is_named(monkeypatch, capsys):
         (export, ["--dest={tmp}/hf"]),
     ],
 )
-def test_bars_and_pictures_are_no_need(program, flags, short_run, tmp_path, monkeypatch, capfd):
+def test_pictures_are_no_need(program, flags, short_run, tmp_path, monkeypatch, capfd):
     (tmp_path / "templates").write_text("the █at\nof ██\n")
-    for package in ("tqdm", "matplotlib", "pooch", "tokenizers"):
+    for package in ("matplotlib", "pooch", "tokenizers"):
         hide(monkeypatch, package)
     flags = [flag.format(tmp=tmp_path) for flag in flags]
     assert cli.run(program.main, [*flags, f"--out_dir={short_run}"]) == 0
@@ -110,8 +110,8 @@ def test_bars_and_pictures_are_no_need(program, flags, short_run, tmp_path, monk
     assert len(lines) == 1 + draws and (not draws or says_one_sentence(lines[1], "matplotlib"))
 
 
-def test_training_needs_neither_bars_nor_pictures(short_run, tmp_path, monkeypatch, capsys):
-    for package in ("tqdm", "matplotlib", "pooch", "tokenizers"):
+def test_training_needs_no_pictures(short_run, tmp_path, monkeypatch, capsys):
+    for package in ("matplotlib", "pooch", "tokenizers"):
         hide(monkeypatch, package)
     text = short_run.parent / "text.txt"
     out = tmp_path / "out"
@@ -157,7 +157,7 @@ def test_a_package_of_some_uses_is_named(
 
 def test_importing_the_programs_imports_no_other_package():
     """Nor any before the clock has begun."""
-    others = ["tokenizers", "tqdm", "matplotlib", "pooch", "filelock", "transformers", "pyarrow"]
+    others = ["tokenizers", "matplotlib", "pooch", "filelock", "transformers", "pyarrow"]
     code = f"""
 import sys, time
 sys.modules |= dict.fromkeys({others})  # these cannot be imported
@@ -213,10 +213,10 @@ def needs(*packages):
 @pytest.fixture
 def light(tmp_path):
     """A function that runs a file where nothing is installed but torch, triton, numpy,
-    safetensors, tyro, what these need but for filelock, and `more`."""
+    safetensors, tqdm, tyro, what these need but for filelock, and `more`."""
 
     def call(path, *flags, more=()):
-        kept = needs("torch", "triton", "numpy", "safetensors", "tyro") - {"filelock"}
+        kept = needs("torch", "triton", "numpy", "safetensors", "tqdm", "tyro") - {"filelock"}
         kept |= needs(*more)
         hidden = [
             module
@@ -224,7 +224,7 @@ def light(tmp_path):
             if not kept & {name.lower().replace("-", "_") for name in names}
             and not any((ROOT / file).exists() for file in (module, f"{module}.py"))
         ]
-        assert {"tokenizers", "tqdm", "matplotlib"} <= set(hidden) and "torch" not in hidden
+        assert {"tokenizers", "matplotlib"} <= set(hidden) and "torch" not in hidden
         command = [sys.executable, "-I", "-c", LIGHT, str(ROOT), ",".join(hidden), str(path)]
         r = subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, text=True)
         assert r.returncode == 0, (r.stdout, r.stderr)
@@ -234,7 +234,7 @@ def light(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plain_run_needs_five_packages(light, text_file, tmp_path):
+def test_a_plain_run_needs_six_packages(light, text_file, tmp_path):
     """With the files that a run leaves, for real: none of the other packages can be imported."""
     r = light(ROOT / "mdlm.py", f"--data={text_file}", *TINY, "--max_steps=3")
     for package in ("filelock", "matplotlib"):

@@ -434,7 +434,7 @@ def test_templates_come_from_a_pipe(run, name):
     assert r.returncode == 0 and json.loads(r.stdout)["text"].startswith("the"), r.stderr
 
 
-def test_a_device_that_takes_no_output_is_named(run):
+def test_a_device_that_takes_no_output_is_no_success(run):
     """Also for a text that is larger than the buffer of standard output."""
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
@@ -447,7 +447,7 @@ sys.exit(cli.run(lambda argv: print("x" * 100_000) or 0, []))
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-c", program]
         r = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert r.returncode == 2 and "standard output" in r.stderr and "a file" not in r.stderr
+    assert r.returncode == 2 and "No space left" in r.stderr
 
 
 def test_a_path_that_is_too_long_leaves_no_folder(text_file, tmp_path, run, capsys):
@@ -498,7 +498,7 @@ def test_shipped_model_is_scored_without_network(capsys, monkeypatch, tmp_path):
 def test_output_that_fails_does_not_end_a_run(run, capsys, monkeypatch):
     class Closed(io.StringIO):
         def write(self, text):
-            if "step 6/8" in text:  # a run of four steps shows the first and the last
+            if "step" in text:
                 raise BrokenPipeError(32, "Broken pipe")
             return len(text)
 
@@ -507,6 +507,10 @@ def test_output_that_fails_does_not_end_a_run(run, capsys, monkeypatch):
     assert run_mdlm(*flags) == 0
     assert checkpoint.find_checkpoint(run).name == "step-8"
     assert read_log(run)[-1]["step"] == 8
+    monkeypatch.undo()
+    command = [sys.executable, ROOT / "mdlm.py", f"--out_dir={run}", "--resume", "--max_steps=10"]
+    assert without_reader(*command)[0] == 0
+    assert read_log(run)[-1]["step"] == 10
 
 
 def test_a_text_may_begin_with_a_dash(run, capsys):

@@ -19,6 +19,7 @@ def prepare(config, folder, tokenizer=None, network=None):
         sources.write_meta(folder, *patterns.write(folder, config))
         return
     n = source.survey()  # how many characters a tokenizer may learn from
+    source.doing = "making a tokenizer"
     if tokenizer is None:
         kind = (config.tokenizer, config.vocab_size or 16384, sources.has_documents(config))
         tokenizer = build_tokenizer(*kind, source, n, config.end)
@@ -26,6 +27,7 @@ def prepare(config, folder, tokenizer=None, network=None):
         texts.check_characters(source, tokenizer, config)
     if network:
         network.fit(tokenizer)  # no text may have the [MASK] of an encoder
+    source.doing = "encoding"
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:

@@ -12,6 +12,7 @@ from support.data import records, sources
 from support.data.seams import CONTEXT
 from support.data.tokenizer import name_characters
 from support.errors import UserError
+from support.progress import bar
 from support.terminal import warn
 
 FEW = 20  # records; of fewer the last may be so long that it has to be split
@@ -69,9 +70,18 @@ class Source:
         self.separator = unescape(config.separator)
         self.where = config.data  # of the last text: a file, or a file and a record in it
         self.n = 0  # characters
+        self.doing = "reading"  # what a progress bar says
         self.cut = 0  # those of them that train
 
     def __call__(self):
+        options = dict(desc=self.doing, total=self.n or None, unit=" characters", unit_scale=True)
+        with bar(**options) as shown:
+            for text, end in self.read():
+                yield text, end
+                shown.update(len(text))
+
+    def read(self):
+        """A stream of (text, end)."""
         return sources.split_documents(self.texts(), self.separator)
 
     def survey(self):
@@ -169,7 +179,7 @@ class Records(Source):
         self.skipped = 0  # records
         self.first_skipped = None  # where the first of them is
 
-    def __call__(self):
+    def read(self):
         self.skipped = 0
         for texts, where in records.read(self.config.data, self.columns, self.template):
             self.where = where

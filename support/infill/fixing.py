@@ -13,7 +13,8 @@ from support import outputs
 from support.errors import UserError
 from support.infill.proofreading import Words
 from support.infill.templates import open_input, states_no_size
-from support.terminal import escaped, is_terminal, progress, warn
+from support.progress import bar
+from support.terminal import escaped, is_terminal, warn
 from support.web import viewer
 
 CHUNK = 1 << 16  # bytes that are read at a time
@@ -225,7 +226,7 @@ def fix_file(options, reader):
         )
         shown = Shown(sys.stdout) if is_free else None
         hide = is_free and is_terminal(sys.stdout)  # what is shown there says how far it is
-        bar = stack.enter_context(progress("proofreading", " characters", disable=hide))
+        read = stack.enter_context(bar(desc="proofreading", unit=" characters", disable=hide))
         page.put(PAGE.encode())
         for part in (part for parts in reader.parts(texts, words) for part in parts):
             text.put(part.after.encode())
@@ -233,7 +234,7 @@ def fix_file(options, reader):
             if shown:
                 shown.add(part)
             characters += len(part.before)
-            bar.update(len(part.before))
+            read.update(len(part.before))
             if part.change:
                 n += 1
                 lines.put(f"{viewer.safe_json(part.change._asdict())}\n".encode())

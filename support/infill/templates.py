@@ -23,7 +23,6 @@ from support.data.seams import SPACED, is_space
 from support.errors import UserError
 from support.infill import constraint
 from support.infill.constraint import ConstrainedGap
-from support.terminal import saying_late
 
 # Marks of gaps, and what begins one that must match.
 GAP = re.compile(r"((?<!\\)\[(?:___|█+)[:|]|█|(?<!\\)\[MASK\]|\[___\])")
@@ -260,8 +259,7 @@ def open_input(flag, path, accepted):
     is_stdin = os.path.realpath(path) == os.path.realpath("/dev/stdin")
     if (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)) and not is_stdin:
         raise UserError(f"--{flag}={path} is a device; give {accepted}, or - for a pipe")
-    with saying_late(f"--{flag}={path} is a pipe; waiting for a program that writes to it"):
-        return open(path, "rb")
+    return open(path, "rb")
 
 
 def states_no_size(f):

@@ -84,7 +84,7 @@ class Clock:
         if limit := self.config.time_limit:
             progress = max(progress, self.elapsed() / (limit - self.seconds_for_the_end()))
         # Never go back: the time reserved for the end, and so this estimate, may grow.
-        progress = max(progress, self.progress)
+        progress = min(1.0, max(progress, self.progress))
         # Extra saves may take a twentieth of the time.
         unsaved = time.monotonic() - self.saved_at > max(SAVE_EVERY, 20 * self.saving)
         values = torch.tensor([progress, self.interrupt.signal, unsaved, *self.evaluating])

@@ -97,10 +97,8 @@ def compile_network(run, compiled, in_background=False):
         if config.optimizer == "muon":
             run.optimizers[0].compile()
     if engine.world > 1 and not config.shard:
-        engine.network = torch.nn.parallel.DistributedDataParallel(
-            engine.network,
-            broadcast_buffers=False,  # they are equal: tables
-        )
+        engine.network = torch.nn.parallel.DistributedDataParallel(engine.network)
+        engine.network.broadcast_buffers = False  # in each step: they are equal tables
     if engine.world > 1:
         engine.exchange = shards.exchanger(engine.network)
     if run.device.type == "cuda" and graphs.can_record(run, compiled):

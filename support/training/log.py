@@ -7,14 +7,17 @@ import time
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
-from support import abilities, environment, lora, ranks
+from support import abilities, environment, lora, progress, ranks
 from support.devices import flops_per_token, peak_flops
-from support.files import write_atomically, writing
+from support.files import to_json, write_atomically, writing
 from support.settings import NO_LIMIT
 from support.terminal import escaped, silence_stdout
-from support.training import scores, shards, trackers
-from support.training.progress import Progress
+from support.training import scores, shards
+from support.training.trackers import Tracker
+
+BAR = "{percentage:3.0f}%|{bar:16}| {desc}, {elapsed}<{remaining}{postfix}"
 
 
 class Log:
@@ -27,17 +30,13 @@ class Log:
         self.silent = silent
         self.path = Path(config.out_dir) / "log.jsonl"
         self.last = (0, 0.0)  # tokens and time.monotonic() of the last training record
-        self.shown = None  # the Progress, while the run trains
-        self.tracker = trackers.Tracker()  # of --tracker
+        self.speed = 0.0  # tokens/s up to then
+        self.tracker = Tracker("none")  # on the first rank: of --tracker
         self.score = {}  # the last evaluation, for its checkpoint
 
     # ---- log.jsonl
-    def begin(self, step):
-        """Remove the records after the step that the run resumes from; -1 removes all."""
-        ranks.first(lambda: self.keep(step))
-
     def lines(self, step):
-        """The lines of log.jsonl up to a step: a list of (bytes, record)."""
+        """Return the lines of log.jsonl up to a step, as pairs of (bytes, record)."""
         kept = []
         if step >= 0 and self.path.exists():
             for line in self.path.read_bytes().splitlines(True):
@@ -48,25 +47,10 @@ class Log:
                         kept.append((line, record))
         return kept
 
-    def keep(self, step):
-        """Rewrite log.jsonl with its records up to a step."""
+    def begin(self, lines):
+        """Make log.jsonl of these lines of an earlier process, atomically."""
         with writing(self.path):
-            write_atomically(self.path, b"".join(line for line, _ in self.lines(step)))
-
-    def start_tracker(self, config, step):
-        """Start what --tracker asks for, before anything is written: it may be refused."""
-        records = [record for _, record in self.lines(step)]
-
-        def start():
-            self.tracker = trackers.start(config, records)
-
-        ranks.first(start)
-
-    def note_tracker(self, run):
-        """Record what --resume needs to go on with the same tracker, if it is new."""
-        new = ranks.first(lambda: self.tracker.id)
-        if new:
-            self.record(run, {run.config.tracker: new})
+            write_atomically(self.path, b"".join(line for line, _ in lines))
 
     def record(self, run, values):
         """Append a JSON object with step, tokens, seconds and `values` to log.jsonl.
@@ -75,12 +59,9 @@ class Log:
         first rank cannot write, all ranks stop.
         """
         seconds = round(run.clock.elapsed(), 3)
-        values = dict(step=run.step, tokens=run.tokens, seconds=seconds) | values
-        for name, value in values.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                values[name] = None
-        ranks.first(lambda: self.append(json.dumps(values) + "\n"))
-        self.tracker.add(values)
+        line = to_json(dict(step=run.step, tokens=run.tokens, seconds=seconds) | values)
+        ranks.first(lambda: self.append(line + "\n"))
+        self.tracker.add(json.loads(line))
 
     def append(self, line):
         """Append a line to log.jsonl; raise UserError if that fails or the file is gone."""
@@ -100,15 +81,15 @@ class Log:
     def describe(self, run, compiled):
         """Print the data, the model, when the run ends, and how it computes."""
         c = run.config
-        self.say(f"data: {describe_data(run)}, V = {run.model.vocab_size}")
-        millions = sum(p.numel() for p in run.model.parameters()) / 1e6
-        size = f"{c.n_layer} layers x {c.n_embd}, context {c.block_size}, batch {c.batch_size}"
+        text = f"data: {len(run.corpus.ids['train']):,} training tokens"
+        if run.corpus.has_documents:
+            text += f", documents: {run.corpus.n_documents:,}"
+        self.say(f"{text}, {run.eval_windows} validation windows, V = {run.model.vocab_size}")
+        size = f"{sum(p.numel() for p in run.model.parameters()) / 1e6:.2f} M parameters"
         if c.lora:
-            whole = lora.count(run.model) / 1e6
-            size = f"{size}; trained: {millions:.3g} M of {whole:.2f} M parameters"
-            self.say(f"preset {c.preset}: {size}")
-        else:
-            self.say(f"preset {c.preset}: {millions:.2f} M parameters, {size}")
+            size += f" trained, of {lora.count(run.model) / 1e6:.2f} M"
+        size += f", {c.n_layer} layers x {c.n_embd}, context {c.block_size}, batch {c.batch_size}"
+        self.say(f"preset {c.preset}: {size}")
         limits = []
         if c.max_steps < NO_LIMIT:
             limits.append(f"{c.max_steps:,} steps")
@@ -122,16 +103,27 @@ class Log:
     # ---- During training
     @contextlib.contextmanager
     def progress(self, run):
-        """Context manager: show the run's progress; yields a function to call after each step."""
-        if self.silent:
-            yield lambda: None
-            return
-        self.shown = Progress(run, self.say)
-        try:
-            yield self.shown.show
-        finally:
-            self.shown.close()
-            self.shown = None
+        """Context manager: show how far a run is; yields a function to call after each step."""
+        config = run.config
+        done = run.step / config.max_steps
+        if config.time_limit:
+            done = min(1.0, run.clock.elapsed() / config.time_limit)
+        of = f"/{config.max_steps}" if config.max_steps < NO_LIMIT else ""
+        options = dict(total=1.0, initial=done, desc=f"step {run.step}{of}", bar_format=BAR)
+        options |= dict(miniters=0, leave=True, delay=0, disable=self.silent)
+        self.restart_clock(run.tokens)
+        with progress.bar(**options) as bar:
+
+            def show():
+                bar.n = run.clock.progress
+                bar.desc = f"step {run.step}{of}"
+                if math.isfinite(run.loss):  # NaN until the first loss has been read from a GPU
+                    speed = self.speed or self.measure(run)
+                    bar.postfix = f"loss {run.loss:.4f}, {speed:,.0f} tokens/s"
+                bar.update(0)
+
+            yield show
+            bar.n = run.clock.progress
 
     def restart_clock(self, tokens):
         """Measure tokens/s from now on, leaving out the time since the last record.
@@ -139,8 +131,11 @@ class Log:
         tokens: the number of tokens trained on so far.
         """
         self.last = (tokens, time.monotonic())
-        if self.shown:
-            self.shown.restart_clock(tokens)
+
+    def measure(self, run):
+        """Return tokens/s since the last record."""
+        tokens, began = self.last
+        return (run.tokens - tokens) / max(time.monotonic() - began, 1e-3)  # clocks are coarse
 
     def training(self, run, lr_scale, margin_scale):
         """Record loss, gradient norm, learning rate, margin of the mask rates, and tokens/s.
@@ -150,17 +145,16 @@ class Log:
         tokens/s counts tokens of text. The padding of windows of documents is computed as well, so
         it counts for MFU (model FLOP/s utilization).
         """
-        tokens, began = self.last
-        speed = (run.tokens - tokens) / max(time.monotonic() - began, 1e-3)  # clocks are coarse
+        self.speed = self.measure(run)
         values = dict(loss=run.loss, grad_norm=run.grad_norm, lr_scale=lr_scale)
         rate_margin = margin_scale * run.objective.rate_margin
-        values |= dict(rate_margin=rate_margin, tokens_per_second=round(speed))
+        values |= dict(rate_margin=rate_margin, tokens_per_second=round(self.speed))
         peak = run.engine.dtype == torch.bfloat16 and peak_flops(run.device)
         if peak:
-            positions = speed * run.config.block_size / run.corpus.mean_size
+            positions = self.speed * run.config.block_size / run.corpus.mean_size
             values["mfu"] = positions * flops_per_token(run.model) / peak / run.engine.world
         self.record(run, values)
-        self.last = (run.tokens, time.monotonic())
+        self.restart_clock(run.tokens)
 
     def evaluation(self, run, r, raw, is_last):
         """Record and print an evaluation.
@@ -208,14 +202,10 @@ class Log:
 
     def ended(self, run):
         """Print, instead of training, that the run to --resume has already ended."""
-        config = run.config
-        longer = ""  # suggests twice the limits
-        if config.time_limit:
-            longer += f" --time_limit={2 * config.time_limit:g}"
-        if config.max_steps < NO_LIMIT:
-            longer += f" --max_steps={2 * config.max_steps}"
-        fix = f"raise what ended it: {again(run)}{longer}"
-        self.say(f"this run ended at step {run.step}; to go on, {fix}")
+        end = f"time_limit={2 * run.config.time_limit:g}"
+        if not run.config.time_limit:
+            end = f"max_steps={2 * run.config.max_steps}"
+        self.say(f"this run ended at step {run.step}; to go on, raise that: {again(run)} --{end}")
 
     def done(self, run):
         """Print the last message of a run: the command that samples from the model."""
@@ -224,44 +214,28 @@ class Log:
         if run.config.prompt_column:
             command += " --prompt=TEXT"
         share = run.clock.share_of_processor()
-        if share < 0.5:
+        if share < 0.5:  # a newcomer would take the noise of few steps for the program's fault
             cores = f"{torch.get_num_threads()} cores"
-            what = f"{run.step} steps: this run had {share:.0%} of {cores}, as others used them"
-            self.say(f"{what}; on an idle machine it learns more in the same time")
+            self.say(f"{run.step} steps: this run had {share:.0%} of {cores}, as others used them")
         self.say(f"done in {run.clock.elapsed():.0f} s. Now type: {command}")
 
-    def close(self):
-        """End the tracker, when all is recorded."""
-        self.tracker.close()
+    def say(self, text):
+        """Print a line to standard output, with control characters escaped.
 
-    def say(self, text, stream=None):
-        """Print a line to standard output, or to `stream`.
-
-        Escapes control characters. If the output was closed, the error is ignored: the run goes on,
-        and log.jsonl has its numbers.
+        If the output was closed, the run goes on, and log.jsonl has its numbers.
         """
-        if not self.silent:
-            hidden = self.shown.hidden() if self.shown else contextlib.nullcontext()
-            with contextlib.suppress(OSError):
-                try:
-                    with hidden:
-                        print(escaped(text), file=stream, flush=True)
-                except BrokenPipeError:  # its reader has gone: at exit nothing is left to flush
-                    if stream is None:
-                        silence_stdout()
+        if self.silent:
+            return
+        try:
+            with tqdm.external_write_mode():
+                print(escaped(text), flush=True)
+        except BrokenPipeError:  # its reader has gone: at exit nothing is left to flush
+            silence_stdout()
+        except OSError:
+            pass
 
 
 # ---- Results and settings in words
-def describe_data(run):
-    """Describe the sizes of the training and validation data."""
-    text = f"{len(run.corpus.ids['train']):,} training tokens"
-    if run.corpus.has_documents:
-        n = run.corpus.n_documents
-        noun = "document" if n == 1 else "documents"
-        text += f" in {n:,} {noun}"
-    return f"{text}, {run.eval_windows} validation windows"
-
-
 def describe_hardware(run, compiled):
     """Describe device, dtype, compilation, ranks and kernels."""
     words = [str(run.device)]
@@ -313,33 +287,24 @@ def to_preview(run):
     """Return what a preview shows: (windows (2, T), tokens to hide (2, T) bool, a title).
 
     All tokens of the first window are hidden: the model writes a text from nothing. In the second
-    a gap is hidden, or its second half. The title describes the second.
+    its answer is, or a gap of an eighth of it, or its second half. The title, with {} for what was
+    there, describes the second.
     """
     windows = run.corpus.windows(run.config.eval_windows)
     x0 = windows[[0, 1 % len(windows)]]
     hidden = run.objective.scored_mask(x0)
-    title, hidden[1] = second_preview(run.model, hidden[1])
-    return x0, hidden, title
-
-
-def second_preview(model, hidden):
-    """Return a title with {} for the original text, and the tokens (T,) bool to hide.
-
-    hidden: (T,) bool, the tokens of the window that may be hidden.
-    """
-    config = model.config
-    at = hidden.nonzero()[:, 0]
+    if run.config.prompt_column:
+        return x0, hidden, "another one, whose answer is {}:"
+    at = hidden[1].nonzero()[:, 0]
     n = len(at)
-    if config.prompt_column:
-        return "another one, whose answer is {}:", hidden
-    if not abilities.fills_gaps(model):
-        title = "validation text, and how the model >>goes on<< ({} was there):"
-        chosen = at[n // 2 :]
-    else:
+    gap = at[n // 2 :]
+    title = "validation text, and how the model >>goes on<< ({} was there):"
+    if abilities.fills_gaps(run.model):
+        gap = at[n // 2 - n // 16 :][: max(1, n // 8)]
         title = "a gap in validation text, and what the model >>fills in<< ({} was there):"
-        start = n // 2 - n // 16  # a gap of an eighth of the text, in the middle
-        chosen = at[start:][: max(1, n // 8)]
-    return title, torch.zeros_like(hidden).index_fill(0, chosen, True)
+    hidden[1] = False
+    hidden[1, gap] = True
+    return x0, hidden, title
 
 
 def cut(tokenizer, ids, hidden):

@@ -64,7 +64,7 @@ def open_session(Config, given, start):
         session = Session(config, resumed_from, changed, machine, start)
         with memory_explained(session):
             yield session
-        session.log.close()
+        session.log.tracker.close()
         ranks.leave_ranks()
 
 
@@ -226,20 +226,26 @@ class Session:
         where = f"the ranks see different checkpoints in {self.resumed_from}"
         ranks.check_equal(manifest, f"{where}; give an --out_dir that all share")
         last = run.step if self.resumed_from else -1
-        run.log.start_tracker(run.config, last)
-        ranks.first(self.begin_folder)
-        run.log.begin(last)
-        run.log.note_tracker(run)
+        ranks.first(lambda: self.begin_folder(last))
+        if run.config.tracker == "wandb":  # what --resume needs to go on with the same run of it
+            run.log.record(run, dict(wandb=run.log.tracker.id))
         if self.changed:
             run.log.changes(run, self.changed)
 
-    def begin_folder(self):
-        """What the first rank changes in the folder of a run before its first step."""
+    def begin_folder(self, last):
+        """What the first rank changes in the folder of a run before its first step.
+
+        last: the step that the run goes on from; -1 for a new run
+        """
         out_dir = self.config.out_dir
+        lines = self.log.lines(last)
+        records = [record for _, record in lines]
+        self.log.tracker = trackers.start(self.config, records)  # first, as it may be refused
         if self.resumed_from:
             checkpoint.finish_removal(out_dir, self.resumed_from)
         if self.config.overwrite:
             checkpoint.mark_overwriting(out_dir)
+        self.log.begin(lines)
 
     def save(self, run, finished=False):
         """Write out_dir/step-N: the averaged weights, and everything that --resume needs.

@@ -1,151 +1,106 @@
 """--tracker=wandb and --tracker=tensorboard: the numbers of log.jsonl in these programs too.
 
 log.jsonl stays the record of a run: whatever a tracker does, the run goes on, and reads nothing
-back but the id of its wandb run. Only the first rank has a tracker.
+back but the id of its wandb run.
 """
 
-import contextlib
 import dataclasses
-import json
-import math
 import os
 from pathlib import Path
 
 from support.environment import optional
 from support.errors import UserError
-from support.terminal import is_first_rank, warn
-
-# --log -> the packages that it needs. (PyTorch's writer for TensorBoard imports the second one.)
-PACKAGES = dict(wandb="wandb", tensorboard="tensorboard")
+from support.terminal import warn
 
 
 def check(config):
-    """Raise UserError if the package for --log is missing on the first rank."""
-    if config.tracker in PACKAGES and is_first_rank():
-        optional(PACKAGES[config.tracker], f"--tracker={config.tracker}")
+    """Raise UserError if the package of --tracker is missing."""
+    if config.tracker != "none":
+        optional(config.tracker, f"--tracker={config.tracker}")
 
 
 def start(config, log):
-    """The tracker of a run that goes on from the records in `log`, a list of dicts."""
-    kinds = dict(wandb=Wandb, tensorboard=TensorBoard)
-    return kinds[config.tracker](config, log) if config.tracker in kinds else Tracker()
+    """Return the Tracker of a run that goes on from the records in `log`, a list of dicts."""
+    starts = dict(none=lambda *_: Tracker("none"), wandb=start_wandb, tensorboard=start_tensorboard)
+    return starts[config.tracker](config, log)
 
 
-def scalars(record, config):
-    """The numbers of a record of log.jsonl, flat: {name: number}; without those that are null.
+def start_tensorboard(config, log):
+    """Write event files to out_dir/tensorboard; TensorBoard hides those of steps made again."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    Beside what the record has, the learning rates themselves.
+    first = log[-1]["step"] + 1 if log else 0
+    writer = SummaryWriter(Path(config.out_dir) / "tensorboard", purge_step=first)
+
+    def send(values):
+        for name, value in values.items():
+            writer.add_scalar(name, value, values["step"])
+        writer.flush()
+
+    return Tracker("tensorboard", send, writer.close)
+
+
+def start_wandb(config, log):
+    """Begin a run of Weights & Biases, or go on with the one in `log`; its files are in out_dir.
+
+    Its horizontal axis is `step`. WANDB_* variables are its own. Raises UserError without a login.
     """
+    wandb = optional("wandb", "--tracker=wandb")
+    ids = [record["wandb"] for record in log if "wandb" in record]
+    try:
+        run = wandb.init(
+            id=ids[-1] if ids else None,
+            resume="allow",
+            project=os.environ.get("WANDB_PROJECT", "mdlm"),
+            name=Path(config.out_dir).resolve().name,
+            dir=config.out_dir,
+            config=dataclasses.asdict(config),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except wandb.errors.Error as e:
+        fix = "type: wandb login, or set WANDB_MODE=offline"
+        raise UserError(f"--tracker=wandb cannot begin a run ({e}); {fix}") from e
+    run.define_metric("*", step_metric="step")
+    return Tracker("wandb", run.log, run.finish, run.id)
+
+
+def scalars(record):
+    """Return the numbers of a record, a dict; one of a list is named by its tenth of mask rates."""
     found = {}
     for name, value in record.items():
         values = {name: value}
-        if isinstance(value, list):  # by tenths of the mask rate
+        if isinstance(value, list):
             values = {f"{name}/{10 * i}-{10 * i + 10}": x for i, x in enumerate(value)}
-        for key, x in values.items():
-            if type(x) in (int, float) and math.isfinite(x):
-                found[key] = x
-    if "lr_scale" in found:
-        found["learning_rate"] = config.learning_rate * found["lr_scale"]
-        if config.optimizer == "muon":
-            found["muon_lr"] = config.muon_lr * found["lr_scale"]
+        found |= {key: x for key, x in values.items() if type(x) in (int, float)}
     return found
 
 
 class Tracker:
-    """The base of all trackers, which tracks nothing."""
+    """What receives the records of log.jsonl. Its first error is a warning, and its end.
 
-    id = None  # what the log must keep, so that --resume goes on with the same one
+    send(values), end(): functions of its library. id: what --resume needs, if anything
+    """
+
+    def __init__(self, name, send=lambda values: None, end=lambda: None, id=None):
+        self.name = name
+        self.send = send
+        self.end = end
+        self.id = id
 
     def add(self, record):
         """Send a record of log.jsonl."""
+        self.attempt(lambda: self.send(scalars(record)))
 
     def close(self):
         """Wait until everything is sent, or kept for later."""
+        self.attempt(self.end)
 
-
-class Guarded(Tracker):
-    """A tracker that is given up at its first error, with a warning: the run goes on."""
-
-    def __init__(self, config):
-        self.config = config
-        self.failed = False
-
-    def add(self, record):
-        with self.guarded():
-            self.send(record["step"], scalars(record, self.config))
-
-    def close(self):
-        with self.guarded():
-            self.end()
-
-    @contextlib.contextmanager
-    def guarded(self):
-        """Context manager: warn of an error, once; do not raise it."""
+    def attempt(self, do):
+        """Call do(); after an error of it, of a network or a disk, do nothing any more."""
         try:
-            yield
-        except Exception as e:  # of a library, a network, a disk: nothing that a run depends on
-            if not self.failed:
-                what = f"--tracker={self.config.tracker} fails ({type(e).__name__}: {e})"
-                warn(f"{what}; the run goes on, and log.jsonl has its numbers")
-            self.failed = True
-            self.send = lambda step, values: None
-
-
-class TensorBoard(Guarded):
-    """Event files in out_dir/tensorboard; those after the step of a resumed run are hidden."""
-
-    def __init__(self, config, log):
-        super().__init__(config)
-        optional("tensorboard", "--tracker=tensorboard")
-        writers = optional("torch.utils.tensorboard", "--tracker=tensorboard")
-        folder = Path(config.out_dir) / "tensorboard"
-        # From this step on TensorBoard hides what is there: all of the run that --overwrite
-        # replaces. The files stay, as others may have written them.
-        first = log[-1]["step"] + 1 if log else 0
-        self.writer = writers.SummaryWriter(folder, purge_step=first)
-        if not log:
-            settings = json.dumps(dataclasses.asdict(config), indent=1)
-            self.writer.add_text("config", f"```json\n{settings}\n```", 0)
-
-    def send(self, step, values):
-        for name, value in values.items():
-            if name != "step":
-                self.writer.add_scalar(name, value, step)
-        self.writer.flush()
-
-    def end(self):
-        self.writer.close()
-
-
-class Wandb(Guarded):
-    """A run of Weights & Biases, whose files are in out_dir/wandb. WANDB_* variables are its own.
-
-    The horizontal axis is `step`: after a rollback the numbers of the steps that are made again
-    stand beside the old ones.
-    """
-
-    def __init__(self, config, log):
-        super().__init__(config)
-        wandb = optional("wandb", "--tracker=wandb")
-        ids = [r["wandb"] for r in log if isinstance(r.get("wandb"), str)]
-        settings = wandb.Settings(silent=True, console="off")
-        where = dict(dir=config.out_dir, name=Path(config.out_dir).resolve().name)
-        where["project"] = os.environ.get("WANDB_PROJECT", "mdlm")
-        how = dict(id=ids[-1], resume="allow") if ids else {}
-        try:
-            self.run = wandb.init(
-                **where | how,
-                config=dataclasses.asdict(config),
-                settings=settings,
-            )
-        except wandb.errors.Error as e:
-            fix = "type: wandb login, or set WANDB_MODE=offline"
-            raise UserError(f"--tracker=wandb cannot begin a run ({e}); {fix}") from e
-        self.run.define_metric("*", step_metric="step")
-        self.id = None if ids else self.run.id
-
-    def send(self, step, values):
-        self.run.log(values)
-
-    def end(self):
-        self.run.finish()
+            do()
+        except Exception as e:
+            what = f"--tracker={self.name} fails ({type(e).__name__}: {e})"
+            warn(f"{what}; the run goes on, and log.jsonl has its numbers")
+            self.send = lambda values: None
+            self.end = lambda: None

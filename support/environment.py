@@ -15,7 +15,8 @@ from pathlib import Path
 from support.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent  # the folder of the programs
-NEEDED = ("torch", "numpy", "safetensors", "tyro")  # by every program; others by some of their uses
+# By every program; others by some of their uses.
+NEEDED = ("torch", "numpy", "safetensors", "tyro", "filelock")
 
 
 def problem():

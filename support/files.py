@@ -129,12 +129,6 @@ def rename_over(tmp, path):
     os.replace(tmp, path)
 
 
-def write_all(f, content):
-    """Write all bytes to an unbuffered file, whose write() may accept only some at a time."""
-    while content:
-        content = content[f.write(content) :]
-
-
 def to_json(value, indent=None):
     """Convert a value to JSON text, with null for NaN and infinity, which JSON does not have."""
     value = json.loads(json.dumps(value), parse_constant=lambda _: None)

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from support.errors import UserError
-from support.files import PART, is_run, naming, rename_over, temporary, write_all, write_atomically
+from support.files import PART, is_run, naming, rename_over, temporary
 from support.settings import READS, WRITES, named_by, names_of
 from support.terminal import has_stdout
 
@@ -58,10 +58,8 @@ def check(flag, path, read=None, written=None):
     """Raise UserError unless the output file --flag=path can be written and replaces nothing.
 
     read, written: dicts of other flags -> the paths that they read or write. The paths "" and "-"
-    (standard output) are not checked, but a PICTURE is a file.
+    (standard output) are not checked.
     """
-    if (flag, path) == ("PICTURE", "-"):
-        raise UserError("PICTURE=-: no picture is written to standard output; give a file")
     if path in ("", "-"):
         return
     what = named(flag, path)
@@ -127,33 +125,15 @@ def check_all(options, **read):
 
 
 # ---- Writing
-def refuse_kept(path):
-    """Raise UserError if `path` must not be written: a run may have begun there meanwhile."""
-    why = why_not(path)
-    if why:
-        raise UserError(f"{path} {why}; {FIX}")
-
-
 def write(path, content):
-    """Write bytes to a file, link or device that the user names.
-
-    A file is replaced atomically: it keeps its old content until all is written. Targets of links,
-    devices, and files in a folder without write permission are written in place. Raises UserError
-    if the path must not be written; an OSError names it.
-    """
-    refuse_kept(path)
-    path = Path(path)
-    with naming(path):
-        if is_replaced(path):
-            write_atomically(path, content)
-        else:
-            with open(path, "wb", buffering=0) as f:
-                write_all(f, content)
+    """Write bytes to a file, link or device that the user names, as Lines does."""
+    with Lines(path) as file:
+        file.put(content)
 
 
 def is_replaced(path):
-    """Whether `write` replaces a file: not the target of a link, a device, or one in a folder
-    without write permission."""
+    """Whether a file is replaced: not the target of a link, a device, or one in a folder without
+    write permission."""
     is_plain = not path.is_symlink() and (path.is_file() or not path.exists())
     return is_plain and os.access(path.parent, os.W_OK)
 
@@ -161,15 +141,17 @@ def is_replaced(path):
 class Lines:
     """A context manager, and a text file for print(..., file=lines, flush=True), line by line.
 
-    The file has its name when all is written: until then, and after an error, what had that name
+    A file is replaced atomically: until all is written, and after an error, what had its name
     before is there. A device, a pipe or the target of a link gets each line when it is complete.
-    An OSError names the path.
+    Raises UserError if the path must not be written; an OSError names it.
     """
 
     def __init__(self, path):
         self.path = Path(path)
         self.unwritten = b""
-        refuse_kept(path)
+        why = why_not(path)  # again: a run may have begun there meanwhile
+        if why:
+            raise UserError(f"{path} {why}; {FIX}")
         self.tmp = temporary(self.path.parent) if is_replaced(self.path) else None
         with naming(path):
             self.file = open(self.tmp or path, "wb", buffering=0)
@@ -197,9 +179,10 @@ class Lines:
             self.unwritten = b""
 
     def put(self, content):
-        """Write bytes at once."""
+        """Write bytes at once, also those that an unbuffered file does not accept at once."""
         with naming(self.path):
-            write_all(self.file, content)
+            while content:
+                content = content[self.file.write(content) :]
 
     def flush(self):
         """Do nothing: print calls this, but write has written every complete line already."""

@@ -249,11 +249,9 @@ def read_settings(path, known):
     if content.get("model_type") == "mdlm":
         return settings_of_export(content, known)
     kind, version, settings = (content.get(key) for key in ("format", "version", "config"))
-    if (kind, version) == ("mdlm", 1) and not isinstance(settings, dict):
-        raise UserError(f"{path} has no settings: its 'config' is no JSON object")
-    if (kind, version) != ("mdlm", 1):
+    if (kind, version) != ("mdlm", 1) or not isinstance(settings, dict):
         what = f"{path} has version {version!r} of format {kind!r}"
-        raise UserError(f"{what}; this program reads version 1 of mdlm")
+        raise UserError(f"{what}; this program reads settings of version 1 of mdlm")
     settings = upgraded(settings)
     for name in sorted(settings.keys() - known):
         fix = "use the version that wrote it, or train again"
@@ -366,12 +364,10 @@ def without_state(folder, dtype, exact):
     names = [name for name in manifest["files"] if not state.fullmatch(name)]
     contents = {name: (folder / name).read_bytes() for name in names}
     tensors = from_safetensors(contents["model.safetensors"])
-    if any(t.dtype != dtype for name, t in tensors.items() if name_now(name) not in exact):
-        rounded = {
-            name: t if name_now(name) in exact or not t.is_floating_point() else t.to(dtype)
-            for name, t in tensors.items()
-        }
-        contents["model.safetensors"] = to_safetensors(rounded)
+    for name, t in tensors.items():
+        if t.is_floating_point() and name_now(name) not in exact:
+            tensors[name] = t.to(dtype)
+    contents["model.safetensors"] = to_safetensors(tensors)
     manifest["files"] = {
         name: dict(size=len(content), sha256=hashlib.sha256(content).hexdigest())
         for name, content in contents.items()

@@ -84,7 +84,7 @@ def check_folder(flag, path, read, names):
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as e:
-        fix = "give a folder that you may write to"
+        fix = "check that path, or give a folder that you may write to"
         raise UserError(f"--{flag}={path} cannot be created ({e.strerror}); {fix}") from None
     for name in names:
         check(flag, os.path.join(path, name), read)

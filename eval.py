@@ -36,7 +36,6 @@ from support.errors import UserError
 from support.files import naming, to_json
 from support.infill.calls import checked, group_size, to_context
 from support.infill.likelihood import chain_rule
-from support.ownership import PICTURES
 from support.settings import (
     READS,
     Bounds,
@@ -245,7 +244,7 @@ def check(given):
     if options.pictures not in ("", "none"):
         environment.optional("matplotlib", "--pictures")
         read = outputs.paths_of(options, READS) | dict(json=options.json)
-        outputs.check_folder("pictures", options.pictures, read, PICTURES)
+        outputs.check_folder("pictures", options.pictures, read, plots.PICTURES)
     return options
 
 

@@ -16,7 +16,7 @@ from support.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent  # the folder of the programs
 # By every program; others by some of their uses.
-NEEDED = ("torch", "numpy", "safetensors", "tqdm", "tyro")
+NEEDED = ("torch", "numpy", "safetensors", "tqdm", "tyro", "filelock")
 
 
 def problem():

@@ -1,4 +1,8 @@
-"""Atomic writing of files and folders, and reading of JSON files that may be damaged or hostile."""
+"""Files: atomic writing, reading what may be damaged or hostile, and the names in a run's folder.
+
+A run marks its folder with a file, MARKER. In a folder with it the names of PART are the run's own,
+which it may replace; in any other folder they are the user's.
+"""
 
 import contextlib
 import errno
@@ -6,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path
@@ -14,14 +19,36 @@ from support.errors import UserError
 from support.signals import signals_wait
 
 TMP = ".mdlm-tmp-"  # prefix of the names of incomplete files and folders
+MARKER = ".mdlm-run"  # an empty file in the folder of a run
+LOCK = ".mdlm-lock"  # an empty file, locked while a run trains in the folder
+# The folder of a checkpoint. .old: it was being replaced when its run was killed.
+STEP = re.compile(r"step-\d{1,12}(\.old)?")
+PART = re.compile(rf"latest|log\.jsonl|data|{STEP.pattern}|\.mdlm-(run|lock)", re.IGNORECASE)
 # Errors of a disk that is full or fails. Windows has no EDQUOT (quota exceeded).
 FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", -1), errno.EFBIG, errno.EIO)
 MAX_JSON = 1 << 26  # bytes; larger JSON files are not read
 
 
+# ---- The folder of a run
+def read_latest(folder):
+    """Return the name of a run's newest checkpoint, as the file `latest` says it, or ""."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_small(Path(folder) / "latest").strip()
+    return ""
+
+
+def has_saved(folder):
+    """Whether a run in a folder has a checkpoint to resume, and is not being overwritten."""
+    latest = read_latest(folder)
+    return bool(STEP.fullmatch(latest)) and (Path(folder) / latest / "manifest.json").exists()
+
+
+def is_run(folder):
+    """Whether a folder is that of a run. Older runs, which have no marker, have saved something."""
+    return (Path(folder) / MARKER).is_file() or has_saved(folder)
+
+
 # ---- Errors of writing
-
-
 @contextlib.contextmanager
 def writing(path):
     """Context manager: turn an OSError into a UserError that names the path.
@@ -35,16 +62,9 @@ def writing(path):
         fix = "check that path, or give another --out_dir"
         if e.errno in FULL:
             fix = "free some space, or give another --out_dir"
-            if any(map(has_saved, (Path(path), Path(path).parent))):
+            if has_saved(path) or has_saved(Path(path).parent):
                 fix = "free some space; --resume continues from what was saved"
         raise UserError(f"{path} cannot be written ({why}); {fix}") from e
-
-
-def has_saved(folder):
-    """Whether a run in a folder has a checkpoint to resume, and is not being overwritten."""
-    with contextlib.suppress(OSError, ValueError):
-        return (folder / read_small(folder / "latest").strip() / "manifest.json").exists()
-    return False
 
 
 @contextlib.contextmanager
@@ -80,26 +100,6 @@ def new_folder(parent):
             shutil.rmtree(tmp, ignore_errors=True)
 
 
-def make_folder(path):
-    """Make a folder and those that it is in; return the new ones, the outermost first.
-
-    If that fails, none of them is left.
-    """
-    missing = [p for p in (*reversed(Path(path).parents), Path(path)) if not os.path.lexists(p)]
-    made = []
-    try:
-        for folder in missing:
-            folder.mkdir(exist_ok=True)  # another process may make it too
-            made.append(folder)
-        Path(path).mkdir(exist_ok=True)  # raises FileExistsError for a file
-    except OSError:
-        for folder in reversed(made):
-            with contextlib.suppress(OSError):  # another process has put something there
-                folder.rmdir()
-        raise
-    return made
-
-
 def write_synced(path, content):
     """Write bytes to a file and wait until they are on the disk."""
     with naming(path), open(path, "wb") as f:
@@ -127,12 +127,6 @@ def rename_over(tmp, path):
     with contextlib.suppress(OSError):  # there is no old file, or no permissions
         shutil.copymode(path, tmp)
     os.replace(tmp, path)
-
-
-def write_all(f, content):
-    """Write all bytes to an unbuffered file, whose write() may accept only some at a time."""
-    while content:
-        content = content[f.write(content) :]
 
 
 def to_json(value, indent=None):

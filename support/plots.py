@@ -13,12 +13,13 @@ from support.environment import optional
 from support.errors import UserError
 from support.files import read_json, read_small
 from support.outputs import write
-from support.ownership import PICTURES
 from support.terminal import escaped, warn
 
 # Colors that colour-blind readers can distinguish (Okabe and Ito, 2008).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666")
 BLUE, RED, GREEN, PURPLE, GREY = COLORS
+# What programs draw into the folder of a run.
+PICTURES = ("loss.png", "confidence.png", "rates.png", "compare.png", "predictions.png")
 
 
 # ---- Light and dark
@@ -110,11 +111,10 @@ def check_picture(flag, path):
         raise UserError(f"{flag}={path}: {suffix} is no image format; give .png or .svg")
 
 
-def write_figure(fig, path, own=(), small=False):
+def write_figure(fig, path, small=False):
     """Write a figure in the format of the path's suffix, by default as PNG.
 
     path: a path, or an open file, which gets a PNG
-    own: names of files in a run's folder that may be replaced (see outputs.why_not)
     small: whether a PNG has 256 colors at most, for pictures that are shipped
     """
     if hasattr(path, "write"):  # an open file, as a notebook gives
@@ -127,7 +127,7 @@ def write_figure(fig, path, own=(), small=False):
         image = optional("PIL.Image", "a picture").open(content).convert("RGB")
         content = io.BytesIO()
         image.quantize(256, dither=0).save(content, "png", optimize=True)
-    write(path, content.getvalue(), own)
+    write(path, content.getvalue())
 
 
 # ---- The log of a run
@@ -257,7 +257,7 @@ def plot_losses(path, out_dirs=(), names=()):
         handles += axes[0, 0].plot([], [], color=GREY, lw=1.2, ls="--")
         words.append("from here on few and many masks too (--rate_margin): training loss may rise")
     fig.legend(handles, words, frameon=False, fontsize=9, loc="outside upper left")
-    write_figure(fig, path, own=PICTURES)
+    write_figure(fig, path)
 
 
 # ---- Results of eval.py: r is its dict
@@ -272,7 +272,7 @@ def plot_rates(r, path):
     loss.text(50, known[5] / 3, f"area: NELBO {r['nelbo']:.3f}", color=BLUE, ha="center")
     loss.set(ylabel="cross-entropy, nats per token", ylim=(0, None))
     accuracy.set(ylabel="accuracy of the likeliest token", ylim=(0, 1))
-    write_figure(fig, path, own=PICTURES)
+    write_figure(fig, path)
 
 
 def plot_confidence(r, path):
@@ -291,7 +291,7 @@ def plot_confidence(r, path):
     right.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", ylabel="accuracy")
     right.set_xlabel("confidence (area: share of predictions)")
     right.text(0.05, 0.95, f"calibration error {c['ece']:.3f}", va="top", fontsize=9)
-    write_figure(fig, path, own=PICTURES)
+    write_figure(fig, path)
 
 
 # ---- Texts
@@ -381,7 +381,7 @@ def plot_predictions(tokens, path, most=40):
     fig, ax = figure(6.4, 0.2 + 0.29 * len(lines))
     width, _ = draw_texts(ax, lines, height=1.8)
     ax.set_xlim(0, max(74, width))
-    write_figure(fig, path, own=PICTURES)
+    write_figure(fig, path)
 
 
 # ---- What bench.py sample measured

@@ -23,6 +23,7 @@ import variants
 from support import abilities, cli, files, kernels
 from support.data import sources
 from support.training import checkpoint
+from support.training import folder as run_folder
 
 torch.set_num_threads(1)  # these models are tiny, and threads that wait for a busy core spin
 ROOT = Path(__file__).parent.parent
@@ -100,7 +101,7 @@ def run_mdlm(*args):
     def main(argv):
         return mdlm.main(argv)
 
-    return cli.run(main, [str(a) for a in args], checkpoint.release)
+    return cli.run(main, [str(a) for a in args], run_folder.release)
 
 
 def tiny_flags(*more):

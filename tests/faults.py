@@ -28,6 +28,7 @@ import mdlm
 from studies import held
 from support import cli, devices
 from support.training import checkpoint, muon, optimizers, session, shards
+from support.training import folder as run_folder
 
 
 def rank():
@@ -287,7 +288,7 @@ def train(argv, fault=""):
     def main(argv):
         return mdlm.main(argv)
 
-    code = cli.run(main, argv, checkpoint.release)
+    code = cli.run(main, argv, run_folder.release)
     if afterwards:
         afterwards()
     return code

@@ -30,9 +30,10 @@ import eval
 import export
 import mdlm
 import sample
-from support import cli, errors, files, outputs, ownership, settings, signals, terminal
+from support import cli, errors, files, outputs, plots, settings, signals, terminal
 from support.ranks import check_alike
 from support.training import checkpoint, optimizers, scores, session
+from support.training import folder as run_folder
 
 
 def lesson(name):
@@ -44,7 +45,7 @@ def lesson(name):
 
 def call(main, capsys, *args):
     capsys.readouterr()
-    code = cli.run(main, [str(a) for a in args], checkpoint.release)
+    code = cli.run(main, [str(a) for a in args], run_folder.release)
     return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
 
 
@@ -112,9 +113,9 @@ def world(short_run, tmp_path_factory):
 
 
 TARGETS = [
-    *("run/latest", "run/LATEST", "run/log.jsonl", "run/loss.png", "run/step-4", "run/step-9"),
+    *("run/latest", "run/LATEST", "run/log.jsonl", "run/.mdlm-run", "run/step-4", "run/step-9"),
     *("run/data", "run/data/train.bin", "run/data/new", "run/step-4/model.safetensors"),
-    *("run/step-4/new", "run/.mdlm-tmp-1", "run/old.json", "to-train", "to-run/log.jsonl"),
+    *("run/step-4/new", "run/.mdlm-lock", "run/old.json", "to-train", "to-run/log.jsonl"),
     *("to-run/data/meta.json", "hf/../run/latest", "ids/train.bin", "ids/new", "hf/config.json"),
     *("hf/new", "page/index.html", "page/new", "alone/config.json", "alone/new"),
 ]
@@ -142,8 +143,6 @@ def test_no_input_of_the_same_command_is_replaced(world, tmp_path, capsys):
     text.write_text("To█\n")
     os.link(text, tmp_path / "hard")
     (tmp_path / "soft").symlink_to(text)
-    run = shutil.copytree(world / "run", tmp_path / "run")
-    os.link(run / "data" / "train.bin", tmp_path / "train")
     before = content_of(tmp_path)
     for path in (text, tmp_path / "hard", tmp_path / "soft", f"{tmp_path}/corpus/../text.txt"):
         for main, args in (
@@ -156,32 +155,7 @@ def test_no_input_of_the_same_command_is_replaced(world, tmp_path, capsys):
     for path in (corpus / "a.txt", corpus / "new.json"):
         r = call(eval.main, capsys, f"--data={corpus}", f"--json={path}")
         assert_refused(r, f"--data={corpus}")
-    r = call(sample.main, capsys, f"--out_dir={run}", f"--html={tmp_path / 'train'}")
-    assert_refused(r, f"--out_dir={run}")
     assert content_of(tmp_path) == before
-
-
-def test_what_a_model_learned_is_not_replaced(run, capsys, monkeypatch):
-    """It is read again to judge texts, and where a checkpoint has no data of its own."""
-    text = run.parent / "text.txt"
-    text.write_text("mine")
-    (run.parent / "soft").symlink_to(text)
-    for folder in run.glob("step-*"):
-        config = files.read_json(folder / "config.json", "config")
-        config["config"]["data"] = str(text)
-        (folder / "config.json").write_text(json.dumps(config))
-    alone = shutil.copytree(run / "step-4", run.parent / "alone")
-    shutil.copytree(run, run.parent / "out")
-    monkeypatch.chdir(run.parent)
-    more = MORE | dict(bench=["sample", "--device=cpu"])  # which reads a run
-    for name, flag in writing_flags():
-        if flag in ("dest", "pictures"):
-            continue
-        for given in ([f"--out_dir={run}"], [f"--out_dir={alone}"], []):
-            for path in (text, "soft", "run/../text.txt"):
-                args = [*more.get(name, []), *given, f"--{flag}={path}"]
-                assert_refused(call(PROGRAMS[name].main, capsys, *args))
-    assert text.read_text() == "mine"
 
 
 def test_a_file_with_two_names_keeps_the_other(world, tmp_path):
@@ -234,15 +208,40 @@ def test_a_run_replaces_no_file_of_others(tmp_path, text_file, capsys, files, fl
     assert content_of(out) == before
 
 
-def test_resume_replaces_no_file_of_the_user(run, quick, capsys):
-    for name, content in {"log.jsonl": OTHERS_LOG, "step-9/config.json": "{}"}.items():
-        (run / name).parent.mkdir(exist_ok=True)
-        (run / name).write_text(content)
-        before = content_of(run)
-        assert run_mdlm(f"--out_dir={run}", "--resume", "--max_steps=5") == 2
-        assert str(run) in capsys.readouterr().err
-        assert content_of(run) == before
-        shutil.rmtree(run / name) if name == "" else (run / name).unlink()
+def test_a_folder_of_the_user_in_a_run_is_kept(run, text_file, quick):
+    """Though it is named as a checkpoint: it has no manifest."""
+    (run / "step-9").mkdir()
+    (run / "step-9" / "config.json").write_text("mine")
+    assert run_mdlm(f"--out_dir={run}", "--resume", "--max_steps=5") == 0
+    flags = [f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={run}", "--overwrite"]
+    assert run_mdlm(*flags) == 0
+    assert (run / "step-9" / "config.json").read_text() == "mine"
+
+
+def test_a_run_without_a_marker_is_known_by_its_checkpoint(run, text_file, quick, capsys):
+    """It gets one when it is resumed or overwritten."""
+    marker = run / files.MARKER
+    for flags in (["--resume", "--max_steps=5"], [f"--data={text_file}", *TINY, "--overwrite"]):
+        marker.unlink()
+        path = run / "log.jsonl"
+        assert_refused(call(sample.main, capsys, f"--out_dir={run}", f"--json={path}"), path)
+        assert run_mdlm(f"--out_dir={run}", *flags, "--max_steps=6") == 0
+        assert marker.is_file()
+
+
+def test_data_of_the_user_in_the_folder_of_a_run_are_kept(run, text_file, tmp_path):
+    """A run that reads ids prepares none, so a folder named data is not its own."""
+    out = tmp_path / "out"
+    flags = [*TINY, "--max_steps=1", f"--out_dir={out}", "--overwrite"]
+    assert run_mdlm(f"--data={run / 'data'}", *flags) == 0
+    for name in ("train.bin", "val.bin", "meta.json"):
+        (out / "data").mkdir(exist_ok=True)
+        (out / "data" / name).write_text("{}")
+    assert run_mdlm(f"--data={text_file}", *flags) == 2
+    (out / "data" / "text.txt").write_text("mine" * 999)
+    before = content_of(out / "data")
+    assert run_mdlm(f"--data={out / 'data' / 'text.txt'}", *flags) == 2
+    assert content_of(out / "data") == before
 
 
 @pytest.mark.parametrize("place", ["run/step-4", "run/data", "hf", "ids", "page"])
@@ -296,7 +295,7 @@ def test_resume_auto_replaces_no_run(tmp_path, short_run, capsys):
     assert run_mdlm(*argv, "--n_layer=3") == 2
     assert "--n_layer=3" in capsys.readouterr().err
     latest = (run / "latest").read_text()
-    (run / "latest").write_text(ownership.OVERWRITING)
+    (run / "latest").write_text(run_folder.OVERWRITING)
     assert run_mdlm(*argv) == 2
     assert "--overwrite" in capsys.readouterr().err
     (run / "latest").write_text(latest)
@@ -558,7 +557,7 @@ needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev
 def test_full_disk_names_the_file(short_run, tmp_path, capsys, main, flags, path):
     flags = [flag.format(tmp=tmp_path) for flag in flags]
     (tmp_path / "p").mkdir()
-    for name in ownership.PICTURES:
+    for name in plots.PICTURES:
         (tmp_path / "p" / name).symlink_to("/dev/full")
     if main in (sample.main, eval.main):
         flags += [f"--out_dir={short_run}", "--device=cpu"]
@@ -669,7 +668,7 @@ def test_full_disk_is_what_numpy_is_stopped_by(tmp_path, capsys, main, flags):
 @pytest.mark.parametrize("saved", [False, True])
 def test_full_disk_advises_resume_if_something_is_saved(run, saved):
     if not saved:
-        (run / "latest").write_text(ownership.OVERWRITING)
+        (run / "latest").write_text(run_folder.OVERWRITING)
     for path in (run, run / "log.jsonl", run / "step-9"):
         with (
             pytest.raises(errors.UserError) as refused,

@@ -258,16 +258,12 @@ def former(name):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors"])
-@pytest.mark.parametrize("kind", ["doubled", "mixed"])
-def test_tensors_under_both_names_of_the_layers_are_refused(run, name, kind):
+def test_tensors_under_both_names_of_the_layers_are_refused(run, name):
     """Which of two tensors counts is not chosen by the order in a file."""
     path = run / "step-4" / name
     tensors = load_file(path)
-    of_layers = [name for name in tensors if former(name) != name]
-    some = of_layers if kind == "doubled" else of_layers[:1]
-    others = {former(name): tensors[name] + 1 for name in some}
-    kept = {k: v for k, v in tensors.items() if kind == "doubled" or k not in some}
-    save_file(kept | others, path)
+    others = {former(name): t + 1 for name, t in tensors.items()}
+    save_file(others | tensors, path)
     sign(run / "step-4")
     with pytest.raises(UserError):
         (mdlm.load if name.startswith("model") else resume)(run / "step-4")
@@ -389,19 +385,15 @@ def test_latest_names_only_the_runs_checkpoints(run, tmp_path, latest):
 
 
 def test_links_are_not_followed(run, tmp_path):
-    """What is no checkpoint, though named like one, is left alone and said."""
+    """A run that removes what is named like a checkpoint of it removes links alone."""
     shutil.copytree(run / "step-4", tmp_path / "precious")
     for link in ("step-1", ".mdlm-tmp-stale"):
         (run / link).symlink_to(tmp_path / "precious")
     os.mkfifo(run / "step-0")
-    for _ in range(2):
-        assert run_mdlm("--resume", f"--out_dir={run}", "--max_steps=5") == 2
-        link = next(run.glob("step-[01]"))
-        link.unlink()
     assert run_mdlm("--resume", f"--out_dir={run}", "--max_steps=5") == 0
     assert sorted(p.name for p in checkpoint.checkpoints(run)) == ["step-4", "step-5"]
     assert len(list((tmp_path / "precious").iterdir())) == 6
-    assert not (run / ".mdlm-tmp-stale").is_symlink()
+    assert not (run / ".mdlm-tmp-stale").is_symlink() and (run / "step-0").exists()
 
 
 @pytest.mark.parametrize("name", ["step", "seconds", "ending", "finished", "tokens", "saving"])

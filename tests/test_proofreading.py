@@ -27,7 +27,7 @@ from support.data.tokenizer import Tokenizer
 from support.errors import UserError
 from support.infill import fixing, mistakes, proofreading
 from support.infill.proofreading import Edit, Proofreader
-from support.training import checkpoint
+from support.training import folder as run_folder
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz\n"
 V = len(LETTERS)
@@ -417,7 +417,7 @@ def proofread(monkeypatch, tmp_path, capfdbinary):
     monkeypatch.setattr(sample, "default_run", lambda out: out)
 
     def run(*flags):
-        code = cli.run(sample.main, list(flags), checkpoint.release)
+        code = cli.run(sample.main, list(flags), run_folder.release)
         out, err = capfdbinary.readouterr()
         return code, out.decode(), err.decode()
 

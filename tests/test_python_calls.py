@@ -18,7 +18,7 @@ from conftest import ROOT, tiny_flags
 import eval
 import mdlm
 import sample
-from support import kernels, ownership, signals
+from support import files, kernels, signals
 from support.data.tokenizer import Tokenizer
 from support.infill.likelihood import chain_rule
 from support.training.checkpoint import SHIPPED
@@ -164,7 +164,7 @@ def test_two_calls_are_two_commands(text_file, tmp_path):
         assert mdlm.main(tuple(argv[0])) == 0
     assert state_of_process() == before
     torch.manual_seed(1)
-    assert not (tmp_path / "a" / ownership.LOCK).exists()
+    assert not (tmp_path / "a" / files.LOCK).exists()
     assert mdlm.main(argv[1]) == 0
     environment = dict(os.environ, OMP_NUM_THREADS=str(torch.get_num_threads()))
     subprocess.run([sys.executable, "mdlm.py", *argv[2]], cwd=ROOT, env=environment, check=True)

@@ -22,9 +22,10 @@ from conftest import CHECKPOINT_FILES, ROOT, TINY, losses, read_log, saved
 from nursery import Nursery, Run, begin_ranks, has_logged, starter
 
 import mdlm
-from support import files, ownership
+from support import files
 from support.errors import UserError
 from support.training import checkpoint
+from support.training import folder as run_folder
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and forks")
 
@@ -228,7 +229,7 @@ def test_resumed_run_removes_what_a_killed_one_left(run, tmp_path):
     shutil.copytree(out / "step-4", out / "step-2")
     shutil.copytree(out / "step-6", out / "step-8")  # saved, but killed before `latest` named it
     inside = run(out / "step-6", "--resume", "--max_steps=8")
-    assert inside.wait() == 2 and f"give its run, --out_dir={out}, or a new" in inside.err
+    assert inside.wait() == 2 and f"{out}/step-6 is a part of the run in {out}" in inside.err
     kept = {"step-2", "step-4", "step-6", "step-8"}
     assert {p.name for p in checkpoint.checkpoints(out)} == kept, "they are of another run"
     shutil.rmtree(out / "step-2")
@@ -413,75 +414,30 @@ def test_folders_without_locks_are_used(monkeypatch, tmp_path, recwarn, capsys, 
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    checkpoint.claim_run_dir(out)
-    assert out.is_dir() and not list(out.iterdir()) and not list(recwarn)
+    run_folder.lock(out)
+    assert [p.name for p in out.iterdir()] == [files.MARKER] and not list(recwarn)
     said = capsys.readouterr().err
-    assert said.startswith(f"--out_dir={out} is not locked, as its file system gives no lock (")
-    assert said.endswith("; do not start a second run there, which would not be noticed\n")
-    assert said.count("\n") == 1
-    checkpoint.release()
+    assert str(out) in said and said.count("\n") == 1
+    run_folder.release()
     assert not out.exists(), "it was left empty"
 
 
-@pytest.fixture
-def of_another_user(monkeypatch):
-    """A function that makes locks those of another user: may they be read? None can be written."""
+def test_a_lock_of_another_user_is_refused(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "o"
+    out.mkdir()
+    (out / files.LOCK).touch()
     open_file = os.open
 
-    def deny(may_read):
-        def open_or_fail(path, flags, *args, **settings):
-            writes = flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT)
-            if os.path.basename(path) == ownership.LOCK and (writes or not may_read):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-            return open_file(path, flags, *args, **settings)
+    def open_or_fail(path, flags, *args, **settings):
+        if os.path.basename(path) == files.LOCK:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open_file(path, flags, *args, **settings)
 
-        monkeypatch.setattr(os, "open", open_or_fail)
-
-    return deny
-
-
-def test_a_lock_of_another_user_is_tested(tmp_path, of_another_user, recwarn):
-    """While its run lives the folder is in use; what a killed run left locks nothing."""
-    fcntl = pytest.importorskip("fcntl")
-    out = tmp_path / "o"
-    out.mkdir()
-    path = out / ownership.LOCK
-    path.touch()
-    of_another_user(may_read=True)
-    with open(path) as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(UserError):
-            checkpoint.claim_run_dir(out)
-    assert path.exists()
-    checkpoint.claim_run_dir(out)
-    with open(path) as late, pytest.raises(BlockingIOError):
-        fcntl.flock(late, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    checkpoint.release()
-    assert not list(recwarn) and not path.exists()
-
-
-def test_a_lock_that_cannot_be_tested_is_refused(tmp_path, of_another_user, capsys):
-    out = tmp_path / "o"
-    out.mkdir()
-    (out / ownership.LOCK).touch()
-    of_another_user(may_read=False)
+    monkeypatch.setattr(os, "open", open_or_fail)
     with pytest.raises(UserError):
-        checkpoint.claim_run_dir(out)
-    assert (out / ownership.LOCK).exists() and not capsys.readouterr().err
-
-
-def test_a_lock_replaces_no_file(tmp_path):
-    """A file of this name that no run wrote is refused as all others are; it is not emptied."""
-    (tmp_path / "mine").write_text("mine")
-    for make in (lambda p: p.write_text("mine"), lambda p: p.symlink_to(tmp_path / "mine")):
-        path = tmp_path / "o" / ownership.LOCK
-        path.parent.mkdir()
-        make(path)
-        checkpoint.claim_run_dir(path.parent)
-        with pytest.raises(UserError):
-            ownership.check_run(path.parent, prepares=True)
-        assert path.read_text() == "mine"
-        shutil.rmtree(path.parent)
+        run_folder.lock(out)
+    run_folder.release()
+    assert (out / files.LOCK).exists() and not capsys.readouterr().err
 
 
 def test_two_runs_never_share_a_folder(run, tmp_path):

@@ -157,7 +157,7 @@ def test_a_package_of_some_uses_is_named(
 
 def test_importing_the_programs_imports_no_other_package():
     """Nor any before the clock has begun."""
-    others = ["tokenizers", "matplotlib", "pooch", "filelock", "transformers", "pyarrow"]
+    others = ["tokenizers", "matplotlib", "pooch", "transformers", "pyarrow"]
     code = f"""
 import sys, time
 sys.modules |= dict.fromkeys({others})  # these cannot be imported
@@ -213,11 +213,11 @@ def needs(*packages):
 @pytest.fixture
 def light(tmp_path):
     """A function that runs a file where nothing is installed but torch, triton, numpy,
-    safetensors, tqdm, tyro, what these need but for filelock, and `more`."""
+    safetensors, tqdm, tyro, filelock, what these need, and `more`."""
 
     def call(path, *flags, more=()):
-        kept = needs("torch", "triton", "numpy", "safetensors", "tqdm", "tyro") - {"filelock"}
-        kept |= needs(*more)
+        needed = ("torch", "triton", "numpy", "safetensors", "tqdm", "tyro", "filelock")
+        kept = needs(*needed, *more)
         hidden = [
             module
             for module, names in metadata.packages_distributions().items()
@@ -234,12 +234,11 @@ def light(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plain_run_needs_six_packages(light, text_file, tmp_path):
+def test_a_plain_run_needs_seven_packages(light, text_file, tmp_path):
     """With the files that a run leaves, for real: none of the other packages can be imported."""
     r = light(ROOT / "mdlm.py", f"--data={text_file}", *TINY, "--max_steps=3")
-    for package in ("filelock", "matplotlib"):
-        (line,) = (line for line in r.stderr.splitlines() if package in line)
-        assert says_one_sentence(line + "\n", package)
+    (line,) = (line for line in r.stderr.splitlines() if "matplotlib" in line)
+    assert says_one_sentence(line + "\n", "matplotlib")
     assert "█" not in light(ROOT / "sample.py", "--infill=the ███ of", "--candidates=2").stdout
     assert (
         "█"
@@ -257,15 +256,14 @@ def test_a_plain_run_needs_six_packages(light, text_file, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton exists on Linux only")
-def test_the_kernels_need_five_packages(light, tmp_path, monkeypatch):
-    """(And filelock, of torch.compile.)"""
+def test_the_kernels_need_seven_packages(light, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     (tmp_path / "kernels.py").write_text("import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))")
     cases = ROOT / "tests" / "kernels_cases" / "masking_cases.py"
     flags = [str(cases), "-o", "addopts=", "-q", f"--rootdir={ROOT}"]
-    r = light(tmp_path / "kernels.py", *flags, more=["pytest", "filelock"])
+    r = light(tmp_path / "kernels.py", *flags, more=["pytest"])
     assert " passed" in r.stdout
 
 

@@ -59,9 +59,8 @@ def clock(monkeypatch):
 
 def test_run_leaves_log_picture_and_checkpoints(trained):
     names = {p.name for p in trained.iterdir()}
-    assert names == {"data", "latest", "log.jsonl", "loss.png", "step-60", "step-90"}, (
-        "the last two are kept, nothing is left over"
-    )
+    kept = {".mdlm-run", "data", "latest", "log.jsonl", "loss.png", "step-60", "step-90"}
+    assert names == kept, "the last two are kept, nothing is left over"
     assert (trained / "latest").read_text() == "step-90"
     files = {p.name for p in (trained / "step-90").iterdir()}
     assert files == {*CHECKPOINT_FILES, "manifest.json"}

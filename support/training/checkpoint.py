@@ -7,13 +7,10 @@ the last two are kept. Weights are safetensors and the rest is JSON: nothing is 
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import json
 import os
 import re
-import time
-import warnings
 from pathlib import Path
 
 import torch
@@ -21,35 +18,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as from_safetensors
 from safetensors.torch import save as to_safetensors
 
-from support import environment, files, ownership
+from support import environment, files
 from support.data.tokenizer import Tokenizer
 from support.errors import UserError
-from support.settings import shown
+from support.files import STEP, read_latest
 from support.terminal import warn
 from support.training import shards
 
 MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # --resume needs more
 
 
+# ---- Saving
 def checkpoints(out_dir):
     """The checkpoint folders of a run: the one that `latest` names, then by descending step."""
-    folders = [p for p in Path(out_dir).glob("step-*") if ownership.STEP.fullmatch(p.name)]
+    paths = [p.parent for p in Path(out_dir).glob("step-*/manifest.json")]
+    folders = [p for p in paths if STEP.fullmatch(p.name)]
     latest = read_latest(out_dir)
     return sorted(folders, key=lambda p: (p.name != latest, -step_of(p), p.name))
-
-
-def read_latest(out_dir):
-    with contextlib.suppress(OSError, ValueError):
-        return files.read_small(Path(out_dir) / "latest").strip()
-    return ""
-
-
-def mark_overwriting(out_dir):
-    """Mark that --overwrite has begun: --resume must not continue the run that is replaced."""
-    if checkpoints(out_dir):
-        latest = Path(out_dir) / "latest"
-        with files.writing(latest):
-            files.write_atomically(latest, ownership.OVERWRITING.encode())
 
 
 def step_of(checkpoint):
@@ -123,18 +108,15 @@ def write_files(folder, contents, score):
     files.sync(folder)
 
 
-def remove_all_but_two(final):
-    """Keep `final` and the one before it; newer ones belong to a run that was rolled back."""
-    for other in all_but_two(final):
-        files.remove(other)
-
-
-def all_but_two(final):
-    """The checkpoints of a run without `final` and the one before it."""
-    ours = [p for p in checkpoints(final.parent) if ownership.is_checkpoint(p)]
-    earlier = [p for p in ours if step_of(p) < step_of(final)]
+def remove_all_but_two(final, newer=True):
+    """Keep `final` and the checkpoint before it. Newer ones belong to a run that was rolled back;
+    whether they go too."""
+    folders = checkpoints(final.parent)
+    earlier = [p for p in folders if step_of(p) < step_of(final)]
     before = max(earlier, key=lambda p: (step_of(p), p.suffix != ".old"), default=final)
-    return [p for p in ours if p not in (final, before)]
+    for other in folders:
+        if other not in (final, before) and (newer or step_of(other) <= step_of(final)):
+            files.remove(other)
 
 
 def finish_removal(out_dir, folder):
@@ -142,45 +124,30 @@ def finish_removal(out_dir, folder):
 
     Newer ones stay until the run saves: whether it was rolled back is not known.
     """
-    latest = read_latest(out_dir)
-    if latest and folder == Path(out_dir) / latest:
+    if folder.name == read_latest(out_dir):
         with files.writing(folder):
-            for other in all_but_two(folder):
-                if step_of(other) <= step_of(folder):
-                    files.remove(other)
+            remove_all_but_two(folder, newer=False)
 
 
+# ---- Reading
 def verify(folder):
     """Raise UserError unless every file has the size and sha256 that the manifest names."""
     try:
-        manifest = json.loads(files.read_small(folder / "manifest.json"))
-        if not isinstance(manifest, dict) or not isinstance(manifest["files"], dict):
-            raise ValueError("manifest.json is no JSON object with an object 'files'")
-        kind, version = manifest["format"], manifest["version"]
-        if (kind, version) != ("mdlm", 1):
-            what = f"version {shown(repr(version))} of format {shown(repr(kind))}"
-            raise ValueError(f"manifest.json has {what}, not version 1 of 'mdlm'")
+        manifest = files.read_json(folder / "manifest.json", "manifest")
+        if (manifest["format"], manifest["version"]) != ("mdlm", 1):
+            raise ValueError("manifest.json is not of version 1 of format 'mdlm'")
         for name in sorted({*MODEL_FILES, *manifest["files"]}):
             wanted = manifest["files"][name]
-            if name in ("", ".", "..") or re.search(
-                r"[/\\:\0]", name
-            ):  # never beside the checkpoint
-                raise ValueError(f"manifest.json has {shown(repr(name))}, which is no file's name")
-            if not isinstance(wanted, dict):
-                raise ValueError(f"manifest.json has no size and checksum of {shown(repr(name))}")
+            if name in ("", ".", "..") or re.search(r"[/\\:\0]", name):
+                raise ValueError(f"manifest.json names {name!r}, which is not in the checkpoint")
             size = (folder / name).stat().st_size
-            if size != wanted["size"]:
-                raise ValueError(f"{name} has {size} bytes instead of {str(wanted['size'])[:20]}")
-            if name.endswith(".json") and size > files.most_bytes(name):
-                raise ValueError(f"{name} has {size} bytes, more than {files.most_bytes(name)}")
+            if size != wanted["size"] or name.endswith(".json") and size > files.most_bytes(name):
+                raise ValueError(f"{name} has {size} bytes, which is a wrong size")
             if files.sha256_of(folder / name) != wanted["sha256"]:
                 raise ValueError(f"{name} does not have the checksum of the manifest")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+    except (UserError, OSError, ValueError, LookupError, TypeError, AttributeError) as e:
         why = f"manifest.json lacks {e}" if isinstance(e, KeyError) else e
         raise UserError(f"the checkpoint {folder} is damaged or incomplete: {why}") from e
-
-
-TRIES = 20  # to read a checkpoint while its run saves newer ones, and removes it
 
 
 def find_checkpoint(path):
@@ -191,48 +158,53 @@ def find_checkpoint(path):
 def read_newest(path, read):
     """(folder, read(folder)) of the newest intact checkpoint of a run, or of `path` itself.
 
-    A run may be training there: if it removes a checkpoint that is being read, the newest one is
-    looked for again. UserError if there is none, or if read(folder) raises one.
+    A run may be training there: if it replaces or removes a checkpoint that is being read, the
+    newest one is looked for again. UserError if there is none, or if read(folder) raises one.
     """
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        raise UserError(
-            f"{shown(repr(path), 80)} is no path; give the folder of a run or a checkpoint"
-        )
-    path = os.path.expanduser(os.fspath(path))
-    try:
-        os.stat(os.path.join(path, "manifest.json"))
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, ValueError):  # too long, not ours to read, a NUL, half of a surrogate pair
-        path = path[:80]
-        raise UserError(f"{path!r} is no path that can be read; give that of a run") from None
-    path = Path(path)
+    path = Path(path).expanduser()
     if (path / "manifest.json").exists():
-        return path, read(verified(path))
+        verify(path)
+        return path, read(path)
     if is_export(path):
         return path, read(path)
-    for _ in range(TRIES):
-        folder, was_removed = newest(path)
-        if folder:
-            before = identity(folder)
-            try:
-                content = read(folder)
-            except (UserError, OSError):
-                if identity(folder) == before:
-                    raise
-            else:
-                if identity(folder) in (before, None):  # removed after all of it was read
-                    return folder, content
-        elif not was_removed:
-            break
-        time.sleep(0.01)
-    foreign = what_else(path)
-    if foreign:
-        raise UserError(f"{path} is {foreign}; give the folder of a run that mdlm.py trained")
-    again = " --overwrite" if checkpoints(path) else ""
-    train = environment.command("mdlm.py")
-    fix = f"train one with: {train} --out_dir={environment.quote(path)}{again}"
-    raise UserError(f"{path} holds no intact checkpoint; {fix}")
+    while True:
+        with contextlib.suppress(Changed):
+            folder = find_intact(path)
+            with unchanged(folder):
+                return folder, read(folder)
+
+
+def find_intact(out_dir):
+    """The newest intact checkpoint of a run; warns about damaged ones. May raise Changed."""
+    folders = checkpoints(out_dir)
+    for folder in folders:
+        try:
+            with unchanged(folder):
+                verify(folder)
+            return folder
+        except UserError as e:
+            warn(f"{e}; trying the one before it")
+    fix = f"train one with: {environment.command('mdlm.py')} --out_dir={environment.quote(out_dir)}"
+    fix += " --overwrite" if folders else ""
+    raise UserError(f"{out_dir} holds no intact checkpoint of mdlm.py; {fix}")
+
+
+class Changed(Exception):
+    """A checkpoint was replaced or removed while it was read."""
+
+
+@contextlib.contextmanager
+def unchanged(folder):
+    """Context manager: raise Changed if a run replaces a checkpoint that is read, or removes it."""
+    before = identity(folder)
+    try:
+        yield
+    except (UserError, OSError):
+        if before is None or identity(folder) != before:
+            raise Changed from None
+        raise
+    if identity(folder) not in (before, None):  # None: removed after all of it was read
+        raise Changed
 
 
 def identity(folder):
@@ -243,53 +215,11 @@ def identity(folder):
     return None
 
 
-def verified(folder):
-    """Verify a checkpoint that was asked for by its own name; returns its folder."""
-    try:
-        verify(folder)
-        return folder
-    except UserError as e:
-        raise UserError(f"{e}; restore it from a copy, or give another one") from e
-
-
-def newest(out_dir):
-    """(the newest intact checkpoint of a run or None, whether one was removed while it was read)"""
-    for folder in checkpoints(out_dir):
-        before = identity(folder)
-        try:
-            verify(folder)
-            return folder, False
-        except UserError as e:
-            if identity(folder) != before or before is None:
-                return None, True  # there is a newer one
-            warn(f"{e}; trying the one before it")
-    return None, False
-
-
-def what_else(path):
-    """What a path without a checkpoint seems to be instead, in words; "" if that is unknown."""
-    if path.exists() and not path.is_dir():
-        return "a file, and no weights of other programs can be loaded"
-    with contextlib.suppress(UserError):
-        if "model_type" in files.read_json(path / "config.json", "config"):
-            return "a model of Hugging Face, which --init_from of mdlm.py adapts"
-    if (path / "ckpt.pt").exists():
-        return "a run of nanoGPT, which cannot be loaded"
-    return ""
-
-
 def check_source(name):
-    """Raise UserError for an --init_from that is no folder: a word of nanoGPT, a hub's model."""
-    if Path(name).exists():
-        return
-    kept = "--init_from fine-tunes the folder of a run that mdlm.py trained, or one with a model"
-    kept += " of Hugging Face: config.json, model.safetensors, tokenizer.json (docs/pretrained.md)"
-    if name in ("scratch", "random", "none"):
-        raise UserError(f"--init_from={name}: leave it out to start from random weights")
-    if name in ("resume", "last", "latest"):
-        raise UserError(f"--init_from={name}: to continue the run in --out_dir give --resume")
-    kept += ". To get one from a hub: hf download NAME --local-dir FOLDER"
-    raise UserError(f"--init_from={name} is no folder; nothing is loaded from a hub: {kept}")
+    """Raise UserError for an --init_from that does not exist: nothing is loaded from a hub."""
+    if not Path(name).exists():
+        fix = "give the folder of a run or of a model: hf download NAME --local-dir FOLDER"
+        raise UserError(f"--init_from={name} is no folder, and nothing is loaded from a hub; {fix}")
 
 
 SHIPPED = Path(__file__).parent.parent.parent / "weights" / "shakespeare"
@@ -352,11 +282,9 @@ def read_settings(path, known):
     if content.get("model_type") == "mdlm":
         return settings_of_export(content, known)
     kind, version, settings = (content.get(key) for key in ("format", "version", "config"))
-    if (kind, version) == ("mdlm", 1) and not isinstance(settings, dict):
-        raise UserError(f"{path} has no settings: its 'config' is no JSON object")
-    if (kind, version) != ("mdlm", 1):
+    if (kind, version) != ("mdlm", 1) or not isinstance(settings, dict):
         what = f"{path} has version {version!r} of format {kind!r}"
-        raise UserError(f"{what}; this program reads version 1 of mdlm")
+        raise UserError(f"{what}; this program reads settings of version 1 of mdlm")
     settings = upgraded(settings)
     for name in sorted(settings.keys() - known):
         fix = "use the version that wrote it, or train again"
@@ -393,11 +321,6 @@ def name_now(name):
     return re.sub(r"^(raw\.)?blocks\.", r"\1layers.", name.removeprefix("model."))
 
 
-def name_then(name):
-    """The former name of a tensor: the inverse of `name_now`."""
-    return re.sub(r"^(raw\.)?layers\.", r"\1blocks.", name)
-
-
 @contextlib.contextmanager
 def explain_safetensors(path):
     """Context manager: turn what reading a safetensors file raises into a UserError."""
@@ -408,18 +331,13 @@ def explain_safetensors(path):
 
 
 def names_in(path):
-    """Name of a tensor now -> its name in a safetensors file.
-
-    Raises UserError for a file with former and present names: which of them count is not known.
-    """
+    """Name of a tensor now -> its name in a safetensors file. UserError if one has two names."""
     with explain_safetensors(path), safe_open(path, "pt") as f:
         stored = list(f.keys())
-    former = [name for name in stored if name_now(name) != name]
-    present = [name for name in stored if name_then(name) != name]
-    if former and present:
-        both = f"both former and present names: {former[0]} and {present[0]}"
-        raise UserError(f"{path} has {both}; take an earlier checkpoint, or train again")
-    return {name_now(name): name for name in stored}
+    names = {name_now(name): name for name in stored}
+    if len(names) < len(stored):
+        raise UserError(f"{path} has a tensor twice; take an earlier checkpoint, or train again")
+    return names
 
 
 def read_tensors(path, expected=None, kinds=("F32",)):
@@ -481,12 +399,10 @@ def without_state(folder, dtype, exact):
     names = [name for name in manifest["files"] if not state.fullmatch(name)]
     contents = {name: (folder / name).read_bytes() for name in names}
     tensors = from_safetensors(contents["model.safetensors"])
-    if any(t.dtype != dtype for name, t in tensors.items() if name_now(name) not in exact):
-        rounded = {
-            name: t if name_now(name) in exact or not t.is_floating_point() else t.to(dtype)
-            for name, t in tensors.items()
-        }
-        contents["model.safetensors"] = to_safetensors(rounded)
+    for name, t in tensors.items():
+        if t.is_floating_point() and name_now(name) not in exact:
+            tensors[name] = t.to(dtype)
+    contents["model.safetensors"] = to_safetensors(tensors)
     manifest["files"] = {
         name: dict(size=len(content), sha256=hashlib.sha256(content).hexdigest())
         for name, content in contents.items()
@@ -509,13 +425,10 @@ def training_tensors(model, averaged, optimizers):
 def read_state(folder):
     """The JSON part of the training state, checked."""
     state = files.read_json(folder / "state.json", "training state")
-    kinds = dict(step=int, seconds=float, ending=float, finished=bool, saving=float)
+    kinds = dict(step=int, tokens=int, sequences=int, finished=bool)
+    kinds |= dict(seconds=float, ending=float, saving=float)
     for name, kind in kinds.items():
-        value = state.get(name)
-        if type(value) is not kind or not 0 <= value < 1 << 31:
-            raise UserError(f"{folder}/state.json is damaged: {name} is {str(value)[:40]!r}")
-    for name, kind in dict(tokens=int, sequences=int).items():
-        value = state.get(name, kind())  # older states have no sequences
+        value = (dict(tokens=0, sequences=0) | state).get(name)  # older states lack these
         if type(value) is not kind or not 0 <= value < 1 << 62:
             raise UserError(f"{folder}/state.json is damaged: {name} is {str(value)[:40]!r}")
     return state
@@ -539,109 +452,8 @@ def restore(folder, model, averaged, optimizers):
         for name, t in (into | weights).items():
             t.copy_(tensors[name])
     else:
-        names = names_in(folder / "model.safetensors")
-        is_old = any(name != stored for name, stored in names.items())
+        parts = folder.glob("*.safetensors")
+        stored = {now: name for part in parts for now, name in names_in(part).items()}
         into |= weights
-        shards.load(folder, {name_then(name): t for name, t in into.items()} if is_old else into)
+        shards.load(folder, {stored.get(name, name): t for name, t in into.items()})
     return state
-
-
-locks = []  # of folders; the system unlocks them when the process ends
-created_dirs = []  # those that this process made for them, the outermost first
-
-
-def claim_run_dir(out_dir):
-    """Make the folder of a run and lock it; UserError if another process is training there."""
-    release()
-    with files.writing(out_dir):
-        created_dirs.extend(files.make_folder(out_dir))
-        warning = lock(out_dir)
-        files.clean(out_dir)
-        with files.new_folder(out_dir):
-            pass  # it can be written
-    if warning:
-        warn(warning)
-
-
-class ReadOnlyLock:
-    """A lock on a file that another user made: flock needs no permission to write the file.
-
-    Raises BlockingIOError if another process holds it, another OSError if that cannot be told.
-    """
-
-    def __init__(self, path):
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), str(path)) from None
-        self.fd = os.open(path, os.O_RDONLY)
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(self.fd).st_nlink == 0:  # its run removed it just now: it locks nothing
-                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(path))
-        except OSError:
-            os.close(self.fd)
-            raise
-
-    def release(self):
-        os.close(self.fd)
-
-
-def lock(out_dir):
-    """Lock the folder of a run; UserError if another process has, or if that cannot be told.
-
-    Returns a warning, with which the run goes on, or "": some file systems have no locks, and the
-    package filelock, which comes with torch, may be missing.
-    """
-    path = out_dir / ownership.LOCK
-    if os.path.lexists(path) and not ownership.is_lock(path):
-        return ""  # not ours to write: ownership.check_run refuses it
-    if not environment.is_installed("filelock"):
-        fix = f"do not start a second run there, or type: {environment.pip_install('filelock')}"
-        return f"--out_dir={out_dir} is not locked, as there is no package filelock; {fix}"
-    import filelock
-
-    in_use = f"--out_dir={out_dir} is in use"
-    fix = "stop the run that is training there, or give another --out_dir"
-    # Its owner may lock it, and other users who may write the folder.
-    file_lock = filelock.FileLock(path, mode=0o600 | out_dir.stat().st_mode & 0o066)
-    try:
-        # Where there are no locks, newer versions of filelock warn and let a file stand for one,
-        # which a run that is killed on another machine leaves there for good.
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            file_lock.acquire(timeout=0)
-        locks.append((file_lock, path))
-    except filelock.Timeout:
-        raise UserError(f"{in_use}; {fix}") from None
-    except PermissionError:
-        if not os.path.lexists(path):
-            return ""  # the folder cannot be written, which is refused
-        try:
-            locks.append((ReadOnlyLock(path), path))
-        except BlockingIOError:
-            raise UserError(f"{in_use}; {fix}") from None
-        except OSError as e:
-            why = f"its lock {path} belongs to another user and cannot be tested ({e.strerror})"
-            fix = "remove it if no run trains there, or give another --out_dir"
-            raise UserError(f"--out_dir={out_dir}: {why}; {fix}") from None
-    except (OSError, NotImplementedError, UserWarning) as e:  # some file systems have no locks
-        with contextlib.suppress(OSError):
-            path.unlink()
-        why = f"as its file system gives no lock ({getattr(e, 'strerror', None) or e})"
-        fix = "do not start a second run there, which would not be noticed"
-        return f"--out_dir={out_dir} is not locked, {why}; {fix}"
-    return ""
-
-
-def release():
-    """Unlock the folder; an empty one is removed."""
-    while locks:
-        file_lock, path = locks.pop()
-        with contextlib.suppress(OSError):  # Windows removes it on release
-            path.unlink()  # before the release: nobody who opens it meanwhile has the lock
-        with contextlib.suppress(OSError):
-            file_lock.release()
-    while created_dirs:
-        with contextlib.suppress(OSError):
-            created_dirs.pop().rmdir()

@@ -19,7 +19,7 @@ import threading
 import torch
 from safetensors.torch import save as to_safetensors
 
-from support import devices, files, networks, ownership, plots, ranks
+from support import devices, files, networks, plots, ranks
 from support.data import sources, windows
 from support.data.prepare import prepare
 from support.errors import UserError
@@ -244,7 +244,7 @@ class Session:
         if self.resumed_from:
             checkpoint.finish_removal(out_dir, self.resumed_from)
         if self.config.overwrite:
-            checkpoint.mark_overwriting(out_dir)
+            run_folder.mark_overwriting(out_dir)
         self.log.begin(lines)
 
     def save(self, run, finished=False):
@@ -332,7 +332,7 @@ def write(run, state, tensors):
     if run.config.overwrite and run.clock.saved < 0:  # the first one: the old run may go now
         with files.writing(saved):
             for old in checkpoint.checkpoints(run.config.out_dir):
-                if old != saved and ownership.is_checkpoint(old):
+                if old != saved:
                     files.remove(old)
 
 
@@ -360,7 +360,7 @@ def process_of_a_run():
                 yield
             finally:
                 with signals_wait():
-                    checkpoint.release()
+                    run_folder.release()
     finally:
         torch.set_default_dtype(dtype)
         TRAINING.release()

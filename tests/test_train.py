@@ -713,7 +713,7 @@ def assert_loads_step_2(run, capsys):
 
 
 def test_program_mistakes_are_not_hidden(short_run, tmp_path, monkeypatch):
-    def broken(*args):
+    def broken(*args, **more):
         raise ValueError("a mistake in the program")
 
     monkeypatch.setattr(mdlm.MaskedDiffusion, "batch", broken)

@@ -19,7 +19,7 @@ from support import files
 from support.data import records
 from support.data.ids import DTYPES, check_largest, doubt_width, map_ids
 from support.data.records import PIECE, read_text
-from support.data.tokenizer import Tokenizer, describe, tokenizer_from_json, with_end
+from support.data.tokenizer import Tokenizer, describe, tokenizer_from_json
 from support.environment import optional
 from support.errors import UserError
 from support.files import read_json
@@ -403,7 +403,7 @@ def tokenizer_of_ids(path, V, end_id, is_ours):
     end = False if end_id < 0 else end_id
     tokenizer = tokenizer_from_json(path) if path.exists() else Tokenizer("id", V, end)
     if tokenizer.kind == "file" and tokenizer.end is False and end_id >= 0 and not is_ours:
-        tokenizer = with_end(tokenizer, end, end)
+        tokenizer = Tokenizer("file", tokenizer.vocab, end)
     if end_id >= tokenizer.vocab_size:
         raise UserError(f"--end={end_id} must be below V = {tokenizer.vocab_size}")
     if end_id not in (-1, tokenizer.end_id):

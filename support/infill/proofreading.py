@@ -33,7 +33,7 @@ import torch
 
 from support import abilities
 from support.arguments import check_tokenizer
-from support.data.seams import CONTEXT
+from support.data.hf_tokenizer import CONTEXT
 from support.data.tokenizer import WORD
 from support.errors import UserError
 from support.infill.calls import call_size, logits_at
@@ -200,6 +200,8 @@ class Cutter:
         self.mask = tokenizer.mask_id
         self.by_character = tokenizer.kind in ("char", "byte")
         self.keeps_returns = tokenizer.kind == "char" and "\r" in tokenizer.vocab
+        known = tokenizer.vocab if tokenizer.kind == "word" else []
+        self.words = {word: 256 + i for i, word in enumerate(known)}  # word -> id
         self.newline = b"\n"  # as the file ends its lines
 
     def tokens(self, pieces: Iterable[str]) -> Iterator[Token]:
@@ -260,7 +262,7 @@ class Cutter:
         """Yield (id, start, stop) for the tokens of a text; ids that are no text are [MASK]."""
         if self.tokenizer.kind == "word":
             for match in WORD.finditer(text):
-                id = self.tokenizer.index.get(match[0])
+                id = self.words.get(match[0])
                 # Other words are spelled in bytes, which are as many tokens without text.
                 ids = [id] if id is not None else match[0].encode()
                 stops = [match.start()] * (len(ids) - 1) + [match.end()]
@@ -268,7 +270,7 @@ class Cutter:
                 yield from zip(ids, starts, stops)
             return
         library = self.tokenizer.library
-        special = {self.tokenizer.end_id, self.mask, library.unknown_id()}
+        special = {self.tokenizer.end_id, self.mask, library.unknown_id}
         for id, start, stop in self.encoded(before + text):
             if stop > len(before):
                 start = max(0, start - len(before))
@@ -314,7 +316,7 @@ class Cutter:
         elif self.tokenizer.kind == "word":
             barred[:256] = True
         elif not self.by_character:
-            special = {*self.tokenizer.special_ids().values(), self.tokenizer.library.unknown_id()}
+            special = {*self.tokenizer.special_ids().values(), self.tokenizer.library.unknown_id}
             barred[[id for id in special if id is not None and id < vocab_size]] = True
         for id in (self.tokenizer.end_id, self.mask):
             if id is not None and id < vocab_size:

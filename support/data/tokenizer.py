@@ -55,7 +55,7 @@ class Tokenizer:
     end: the id of [END], which follows each document and decodes to nothing; True: one after all
     others; False: there is none. mask_id: the id of [MASK]: V, after all tokens, or a token that
     the tokenizer of an encoder has for it, which no text may have (support/pretrained.py says so).
-    library: the HFTokenizer of a word, bpe or file.
+    library: the HFTokenizer of a bpe or file.
     """
 
     def __init__(self, kind, vocab=None, end=False):
@@ -70,11 +70,11 @@ class Tokenizer:
             size = 256
         elif kind == "id":
             size = vocab
+        elif kind == "word":
+            size = 256 + len(vocab)
+            self.index = {word: 256 + i for i, word in enumerate(vocab)}
         else:
-            content = vocab
-            if kind == "word":
-                content = tokenizer_json.dumps(tokenizer_json.words(vocab))
-            self.library = HFTokenizer(content, in_context=kind == "file")
+            self.library = HFTokenizer(vocab, in_context=kind == "file")
             size = self.library.size
         self.drops_unknown = False  # whether unknown characters are left out, not refused
         self.end_id = size if end is True else end
@@ -112,12 +112,17 @@ class Tokenizer:
                 fine = re.fullmatch("[0-9]{1,10}", i) and int(i) < self.vocab
                 if not fine or int(i) == self.end_id:
                     raise UserError(f"{i[:20]!r} is no id of a text; give ids below {self.vocab}")
+        elif self.kind == "word":
+            ids = []
+            for word in WORD.findall(text):
+                ids += [self.index[word]] if word in self.index else word.encode()
         else:
             ids = self.library.encode_long(text, before if self.kind == "file" else "")
-        return np.array(self.without_end(ids), np.int64)
+            self.check_no_end(ids)
+        return np.array(ids, np.int64)
 
-    def without_end(self, ids):
-        """The ids of a text; raises UserError if one of them is [END] or [MASK].
+    def check_no_end(self, ids):
+        """Raise UserError if one of the ids of a text is [END] or [MASK].
 
         The library does not match special tokens in a text, but a model that sees the whole word
         may still have it in its vocabulary: Unigram, WordLevel, WordPiece, BPE with ignore_merges.
@@ -127,7 +132,6 @@ class Tokenizer:
             use = "ends a document" if id == self.end_id else "is [MASK]"
             what = f"a part of the text is read as {token!r}, which {use}"
             raise UserError(f"{what}; remove it from the text, or take another --end")
-        return ids
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(check_text(text)).tolist()
@@ -137,16 +141,19 @@ class Tokenizer:
 
         after_gap: the text follows a gap, whose tokens are not known yet.
         """
-        if self.kind != "file":
-            return self.encode(text)
-        self.library.check_kept(text)
-        if after_gap:
-            return self.without_end(self.library.encode_after_gap(text))
+        if self.kind == "file":
+            self.library.check_kept(text)
+            if after_gap:
+                ids = self.library.encode_after_gap(text)
+                self.check_no_end(ids)
+                return ids
         return self.encode(text)
 
     def encode_template(self, text):
         """The ids of what a chat template wrote, special tokens among them; UserError for [END]."""
-        return self.without_end(self.library.encode_template(text))
+        ids = self.library.encode_template(text)
+        self.check_no_end(ids)
+        return ids
 
     def encode_pair(self, context, text):
         """The ids of two texts of a user, the second of which goes on after the first.

@@ -200,8 +200,6 @@ class Cutter:
         self.mask = tokenizer.mask_id
         self.by_character = tokenizer.kind in ("char", "byte")
         self.keeps_returns = tokenizer.kind == "char" and "\r" in tokenizer.vocab
-        known = tokenizer.vocab if tokenizer.kind == "word" else []
-        self.words = {word: 256 + i for i, word in enumerate(known)}  # word -> id
         self.newline = b"\n"  # as the file ends its lines
 
     def tokens(self, pieces: Iterable[str]) -> Iterator[Token]:
@@ -262,7 +260,7 @@ class Cutter:
         """Yield (id, start, stop) for the tokens of a text; ids that are no text are [MASK]."""
         if self.tokenizer.kind == "word":
             for match in WORD.finditer(text):
-                id = self.words.get(match[0])
+                id = self.tokenizer.index.get(match[0])
                 # Other words are spelled in bytes, which are as many tokens without text.
                 ids = [id] if id is not None else match[0].encode()
                 stops = [match.start()] * (len(ids) - 1) + [match.end()]

@@ -97,6 +97,19 @@ def test_tokenizer_that_changes_a_text_is_said(text_file, tmp_path, capsys):
     assert "words.json" in capsys.readouterr().err
 
 
+def test_a_tokenizer_whose_tokens_end_words_is_refused(text_file, pydoc, tmp_path, capsys):
+    """As GPT-1's: at its end a text has no space. Its tokens alone do not say what a text is."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(end_of_word_suffix="</w>"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    library.decoder = tokenizers.decoders.BPEDecoder("</w>")
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, end_of_word_suffix="</w>")
+    library.train_from_iterator([pydoc], trainer)
+    library.save(str(tmp_path / "words.json"))
+    flags = [*TINY, f"--data={text_file}", f"--tokenizer={tmp_path / 'words.json'}"]
+    assert run_mdlm(*flags, "--max_steps=1", f"--out_dir={tmp_path / 'out'}") == 2
+    assert "beside others" in capsys.readouterr().err
+
+
 def test_unusable_tokenizers_are_refused(path, tmp_path, capsys):
     with pytest.raises(UserError, match="<end>"):
         open_tokenizer(path, True, "<end>")

@@ -321,6 +321,7 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
     """A Tokenizer for the text of pieces(): pairs (text, whether a document ends)."""
     if kind.endswith(".json"):
         tokenizer = open_tokenizer(kind, end, end_token)
+        tokenizer.piece(0)  # refuses one whose ids cannot be shown as text
         some = list(first_chunks(pieces(), TRIED))
         with contextlib.suppress(UserError):  # `Source.encode` says where that text is
             if any(tokenizer.decode(tokenizer.encode(text)) != text for text in some):

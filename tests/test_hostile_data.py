@@ -152,7 +152,6 @@ def bpe(**changes):
         lambda: {},
         lambda: ours(kind="char", vocab=["a", "ab"]),
         lambda: ours(kind="char", vocab=[]),
-        lambda: ours(kind="word", vocab=["\ud800"]),
         lambda: ours(kind="byte", vocab=None, end="1"),
         lambda: ours(kind="byte", vocab=None, version=2),
         lambda: ours(kind=["char"], vocab=["a"]),

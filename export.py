@@ -36,7 +36,7 @@ import mdlm
 import sample
 from support import abilities, files, lora, outputs, plots
 from support.data import tokenizer_json
-from support.data.seams import guarded
+from support.data.hf_tokenizer import explained
 from support.errors import UserError
 from support.kernels import reference
 from support.pretrained import CAUSAL, NEVER_DRAWN
@@ -106,9 +106,10 @@ def begin_once(content):
     changed = json.dumps(parsed)
     text = "To be, or not to be:\nthat is  the question."
     try:
-        libraries = [guarded(tokenizers.Tokenizer.from_str, each) for each in (content, changed)]
-        both = [guarded(each.encode, text, add_special_tokens=False) for each in libraries]
-    except Exception:  # it does not know these words: the tokenizers library raises bare Exceptions
+        with explained("it does not know these words"):
+            libraries = [tokenizers.Tokenizer.from_str(each) for each in (content, changed)]
+            both = [each.encode(text, add_special_tokens=False) for each in libraries]
+    except UserError:
         return content
     return changed if both[0].ids == both[1].ids else content
 
@@ -217,7 +218,7 @@ def tokens_of_network(model, tokenizer):
         content["post_processor"] = None
         mask = "[MASK]"
         try:
-            tokenizer_json.add_mask(content, library.get_vocab(), mask)
+            tokenizer_json.add_specials(content, library.get_vocab(), names=[mask])
         except ValueError as e:
             raise UserError(f"this tokenizer cannot be exported: {e}") from e
     words["mask_token"] = mask

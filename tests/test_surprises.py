@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import eval
 import mdlm
 import sample
-from support import cli, errors, outputs, plots, ranks, signals, terminal
+from support import cli, outputs, plots, ranks, signals, terminal
 from support.data import sources
 from support.data.prepare import prepare
 from support.infill import templates
@@ -324,18 +324,6 @@ def test_ids_of_another_width_are_not_resumed(run, capsys):
     (run / "data" / "meta.json").write_text(json.dumps(meta | dict(dtype="int32")))
     r = train(capsys, f"--out_dir={run}", "--resume", "--max_steps=5")
     assert_one_sentence(r, "data")
-
-
-def test_tokenizers_that_change_a_text_are_refused(pydoc, tmp_path):
-    from support.data.tokenizer import build_tokenizer, tokenizer_from_json
-
-    tokenizer = build_tokenizer("bpe", 300, False, lambda: [(pydoc, False)], len(pydoc))
-    bpe = json.loads(tokenizer.vocab)
-    path = tmp_path / "tokenizer.json"
-    tokenizer.vocab = json.dumps(bpe | dict(normalizer=dict(type="Lowercase")))
-    path.write_text(tokenizer.to_json())
-    with pytest.raises(errors.UserError):
-        tokenizer_from_json(path)
 
 
 def test_json_keeps_the_text_in_any_encoding(run):

@@ -15,7 +15,7 @@ from support import files
 from support.data import patterns, records
 from support.data.ids import DTYPES, map_ids, refuse_wide, slices_of
 from support.data.records import PIECE, read_text
-from support.data.tokenizer import Tokenizer, tokenizer_from_json, with_end
+from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.environment import optional
 from support.errors import UserError
 from support.files import read_json
@@ -262,7 +262,7 @@ def tokenizer_of_ids(folder, V, largest, end_id, is_ours):
         tokenizer = tokenizer_from_json(path)
         takes_end = tokenizer.kind == "file" and tokenizer.end is False and not is_ours
         if takes_end and end_id >= 0:
-            tokenizer = with_end(tokenizer, end, end)
+            tokenizer = Tokenizer("file", tokenizer.vocab, end)
     elif V or largest < MOST:
         tokenizer = Tokenizer("id", V or largest + 1, end)
     else:

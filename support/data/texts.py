@@ -9,7 +9,7 @@ import os
 import numpy as np
 
 from support.data import records, sources
-from support.data.seams import CONTEXT
+from support.data.hf_tokenizer import CONTEXT
 from support.data.tokenizer import name_characters
 from support.errors import UserError
 from support.progress import bar

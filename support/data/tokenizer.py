@@ -1,7 +1,7 @@
 """Tokenizers: characters, bytes, words, BPE, or a file of the tokenizers library."""
 
-import bisect
 import contextlib
+import functools
 import itertools
 import json
 import re
@@ -12,18 +12,17 @@ import numpy as np
 
 from support.arguments import check_text, whole_ids
 from support.data import tokenizer_json
-from support.data.seams import BROKEN, CHUNK, Library, Panic, guarded, shared
+from support.data.hf_tokenizer import CHUNK, HFTokenizer, explained
 from support.environment import optional
 from support.errors import UserError
-from support.files import most_bytes, read_json, read_small
+from support.files import read_json, read_small
 from support.terminal import warn
 
 KINDS = ("char", "byte", "word", "bpe")
 WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character is part of exactly one match
-TEXT, MASKED, END = range(3)  # what a stretch of ids is
 ADDED = ("[MASK]", "[PAD]")  # by export.py, after all tokens
-WINDOW = 4  # tokens; no character has more bytes
 SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
+TRIED = 1 << 20  # characters of training text with which a file is tried
 # Special tokens that end a document in files of the tokenizers library, unless --end names one.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "[END]")
 
@@ -33,6 +32,13 @@ def name_characters(counts, limit=20):
     named = ", ".join(f"{c!r} ({n})" for c, n in counts.most_common(limit))
     more = f" and {len(counts) - limit} more" if len(counts) > limit else ""
     return f"character{'s' * (len(counts) > 1)} {named}{more}"
+
+
+def shared(a, b):
+    """How many items at their beginning two texts or lists have in common."""
+    if b[: len(a)] == a:
+        return len(a)
+    return next((i for i, (c, d) in enumerate(zip(a, b)) if c != d), min(len(a), len(b)))
 
 
 class Tokenizer:
@@ -49,32 +55,27 @@ class Tokenizer:
     end: the id of [END], which follows each document and decodes to nothing; True: one after all
     others; False: there is none. mask_id: the id of [MASK]: V, after all tokens, or a token that
     the tokenizer of an encoder has for it, which no text may have (support/pretrained.py says so).
+    library: the HFTokenizer of a bpe or file.
     """
 
     def __init__(self, kind, vocab=None, end=False):
         self.kind = kind
         self.vocab = vocab
         self.end = end
-        self.spaces = None  # what space_tokens returns
-        self.file = None  # what to_file returns
         if kind == "char":
             size = len(vocab)
-            if not size:
-                raise ValueError("its vocabulary is empty")
             self.table = np.full(max(map(ord, vocab)) + 2, -1, np.int32)  # code point -> id
             self.table[[ord(c) for c in vocab]] = np.arange(size)
         elif kind == "byte":
             size = 256
+        elif kind == "id":
+            size = vocab
         elif kind == "word":
             size = 256 + len(vocab)
             self.index = {word: 256 + i for i, word in enumerate(vocab)}
-        elif kind in ("bpe", "file"):
-            self.library = Library(vocab)
-            size = self.library.size
-        elif kind == "id":
-            size = vocab
         else:
-            raise ValueError(f"its kind is {str(kind)[:40]!r}")
+            self.library = HFTokenizer(vocab, in_context=kind == "file")
+            size = self.library.size
         self.drops_unknown = False  # whether unknown characters are left out, not refused
         self.end_id = size if end is True else end
         if end is False:
@@ -82,6 +83,7 @@ class Tokenizer:
         self.vocab_size = size + (end is True)
         self.mask_id = self.vocab_size
 
+    # ---- Encoding
     def unknown_characters(self, text):
         """How often each character of a text occurs that has no id: a Counter."""
         if self.kind != "char":
@@ -90,56 +92,46 @@ class Tokenizer:
         return Counter({c: n for c, n in Counter(text).items() if c not in known})
 
     def encode_array(self, text, before=""):
-        """Text -> (n,) integers without [END]. Raises UserError naming the first unknown character
-        or id, and for a text that would have the id of [END].
+        """Text -> (n,) integers without [END]. Raises UserError naming the unknown characters
+        or the first unknown id, and for a text that would have the id of [END].
 
         before: the end of the text before this one, on which the ids of a tokenizer.json depend.
         """
-        return self.without_end(self.ids_of(text, before))
-
-    def without_end(self, ids):
-        """The ids of a text; raises UserError if one of them is [END] or [MASK].
-
-        The library does not match special tokens in a text, but a model that sees the whole word
-        may still have it in its vocabulary: Unigram, WordLevel, WordPiece, BPE with ignore_merges.
-        """
-        if type(self.end) is int and self.end in np.asarray(ids):
-            token = self.spell([self.end])
-            what = f"a part of the text is read as {token!r}, the token that ends a document"
-            raise UserError(f"{what}; remove it from the text, or train with another --end")
-        if self.mask_id < self.vocab_size and self.mask_id in np.asarray(ids):
-            what = f"a part of the text is read as {self.spell([self.mask_id])!r}, which is [MASK]"
-            raise UserError(f"{what}; remove it from the text")
-        return ids
-
-    def ids_of(self, text, before):
-        """The ids of `encode_array`, [END] among them if the tokenizer has it for the text."""
-        if self.kind == "byte":
-            return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
         if self.kind == "char":
             codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
             ids = self.table[np.minimum(codes, len(self.table) - 1)]  # the last entry is always -1
-            if (ids < 0).any():
-                if self.drops_unknown:
-                    return ids[ids >= 0]
-                unknown = name_characters(Counter(text[i] for i in np.flatnonzero(ids < 0)))
+            if (ids < 0).any() and not self.drops_unknown:
+                unknown = name_characters(self.unknown_characters(text))
                 raise UserError(f"unknown {unknown}; remove them, or train on text that has them")
-            return ids
-        if self.kind == "word":
-            ids = []
-            for word in WORD.findall(text):
-                ids += [self.index[word]] if word in self.index else word.encode()
-        elif self.kind == "file":
-            ids = self.library.encode_long(text, before)
-        elif self.kind == "bpe":
-            ids = list(itertools.chain(*self.library.encode_all(chunks_of(text))))
-        else:
+            return ids[ids >= 0]
+        if self.kind == "byte":
+            return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+        if self.kind == "id":
             ids = text.split()
             for i in ids:
                 fine = re.fullmatch("[0-9]{1,10}", i) and int(i) < self.vocab
                 if not fine or int(i) == self.end_id:
                     raise UserError(f"{i[:20]!r} is no id of a text; give ids below {self.vocab}")
+        elif self.kind == "word":
+            ids = []
+            for word in WORD.findall(text):
+                ids += [self.index[word]] if word in self.index else word.encode()
+        else:
+            ids = self.library.encode_long(text, before if self.kind == "file" else "")
+            self.check_no_end(ids)
         return np.array(ids, np.int64)
+
+    def check_no_end(self, ids):
+        """Raise UserError if one of the ids of a text is [END] or [MASK].
+
+        The library does not match special tokens in a text, but a model that sees the whole word
+        may still have it in its vocabulary: Unigram, WordLevel, WordPiece, BPE with ignore_merges.
+        """
+        for id in {self.end_id, self.mask_id}.intersection(ids):
+            token = self.library.library.id_to_token(id)
+            use = "ends a document" if id == self.end_id else "is [MASK]"
+            what = f"a part of the text is read as {token!r}, which {use}"
+            raise UserError(f"{what}; remove it from the text, or take another --end")
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(check_text(text)).tolist()
@@ -149,34 +141,34 @@ class Tokenizer:
 
         after_gap: the text follows a gap, whose tokens are not known yet.
         """
-        if self.kind != "file":
-            return self.encode(text)
-        self.library.check_kept(text)
-        if after_gap:
-            return self.without_end(self.library.encode_after_gap(text))
+        if self.kind == "file":
+            self.library.check_kept(text)
+            if after_gap:
+                ids = self.library.encode_after_gap(text)
+                self.check_no_end(ids)
+                return ids
         return self.encode(text)
 
     def encode_template(self, text):
         """The ids of what a chat template wrote, special tokens among them; UserError for [END]."""
-        return self.without_end(self.library.encode_template(text))
+        ids = self.library.encode_template(text)
+        self.check_no_end(ids)
+        return ids
 
     def encode_pair(self, context, text):
         """The ids of two texts of a user, the second of which goes on after the first.
 
         A space between them may be the end of the first or the beginning of the second.
         """
-        if self.kind not in ("word", "bpe", "file"):
-            return self.encode(context), self.encode(text)
-        self.encode_lossless(context)
+        known = self.encode_lossless(context)
         self.encode_lossless(text)
-        stripped = context.rstrip()
-        for before, after in ((context, text), (stripped, context[len(stripped) :] + text)):
-            known = self.encode(before)
-            ids = self.encode(before + after)
-            if ids[: len(known)] == known:
-                return known, ids[len(known) :]
-        return self.encode(context), self.encode_lossless(text, after_gap=True)
+        ids = self.encode(context + text)
+        n = shared(known, ids)
+        if self.decode(known[n:]).strip():  # a token is a part of both
+            return known, self.encode_lossless(text, after_gap=True)
+        return ids[:n], ids[n:]
 
+    # ---- Decoding
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text; [MASK] is shown as █."""
         return self.locate(whole_ids(ids, self.last_id, self.mask_id), [])[0]
@@ -208,154 +200,63 @@ class Tokenizer:
 
     def piece(self, id, first=False):
         """The text of one token, at the beginning of a text or in it; bytes show as \\xe6."""
-        text = self.locate([id], [], first)[0]
-        known = None
-        if BROKEN in text:
-            is_byte = self.kind in ("byte", "word") and id < 256
-            known = bytes([id]) if is_byte else None
-            known = self.library.bytes_of(id) if self.kind in ("bpe", "file") else known
-        return text if known is None else known.decode("utf-8", "backslashreplace")
+        return self.token(id, first).decode("utf-8", "backslashreplace")
 
+    def locate(self, ids, edges):
+        """(the text of ids, where in it the tokens at `edges` begin); edges: in ascending order."""
+        tokens = []
+        first = True
+        for id in map(int, ids):
+            tokens.append(self.token(id, first))
+            first = id == self.end_id and (first or self.kind != "id")  # another text begins
+        joined = b"".join(tokens)
+        text = joined.decode("utf-8", "replace")
+        stops = list(itertools.accumulate(map(len, tokens), initial=0))
+        befores = (joined[: stops[edge]].decode("utf-8", "replace") for edge in edges)
+        return text, [shared(before, text) for before in befores]
+
+    def token(self, id, first):
+        """The bytes of a token, at the beginning of a text or in it. [MASK]: █; [END]: none."""
+        if id == self.end_id:
+            return b""
+        shown = "█" if id == self.mask_id else str(id)
+        if self.kind == "id":
+            shown = shown if first else f" {shown}"
+        elif id != self.mask_id:
+            return self.spelled[first][id]
+        return shown.encode()
+
+    @functools.cached_property
+    def spelled(self):
+        """The bytes of all tokens within a text, and those of all at the beginning of one."""
+        single = [bytes([i]) for i in range(256)]
+        if self.kind == "byte":
+            return single, single
+        if self.kind in ("char", "word"):
+            known = single * (self.kind == "word") + [text.encode() for text in self.vocab]
+            return known, known
+        return self.library.spellings(first=False), self.library.spellings(first=True)
+
+    @functools.cached_property
     def space_tokens(self):
         """(V,) bool: which tokens begin with a space; none if no token has more than a space."""
-        if self.spaces is None:
-            texts = [""] * self.vocab_size
-            if self.kind == "word":
-                texts = [*map(chr, range(256)), *self.vocab]
-            elif self.kind in ("bpe", "file"):
-                texts = self.library.decode_each(self.context_ids(), self.library.size)
-            texts += [""] * (self.vocab_size - len(texts))  # [END]
-            spaced = np.array([text.startswith(" ") for text in texts])
-            longer = any(text.startswith(" ") and text != " " for text in texts)
-            self.spaces = spaced & longer
-        return self.spaces
+        texts = [] if self.kind == "id" else self.spelled[0]
+        spaced = np.zeros(self.vocab_size, bool)
+        spaced[[i for i, text in enumerate(texts) if text.startswith(b" ")]] = True
+        longer = any(text.startswith(b" ") and text != b" " for text in texts)
+        return spaced & longer
 
-    def locate(self, ids, edges, first=True):
-        """(the text of ids, where in it the tokens at `edges` begin); edges: in ascending order."""
-        ids = [int(i) for i in ids]
-        edges = list(edges)
-        texts = []
-        at = [0] * bisect.bisect_left(edges, 1)
-        n = 0
-        for what, start, stop in self.stretches(ids):
-            inner = edges[bisect.bisect_right(edges, start) : bisect.bisect_right(edges, stop)]
-            inner = [edge - start for edge in inner]
-            if what == TEXT:
-                text, places = self.spell_from(ids[start:stop], inner, first)
-                first = False
-            elif what == MASKED:
-                lead = " " * (self.kind == "id" and not first)
-                text = lead + "█" * (stop - start)
-                places = [len(lead) + edge for edge in inner]
-                first = False
-            else:
-                text = ""
-                places = [0] * len(inner)
-                first = first or self.kind != "id"  # another text begins
-            texts.append(text)
-            at += [n + place for place in places]
-            n += len(text)
-        return "".join(texts), at
-
-    def stretches(self, ids):
-        """Runs of tokens, of [MASK] and of [END]: (which, where they start, where they stop)."""
-
-        def what(id):
-            return END if id == self.end_id else MASKED if id == self.mask_id else TEXT
-
-        start = 0
-        for kind, run in itertools.groupby(ids, key=what):
-            stop = start + len(list(run))
-            yield kind, start, stop
-            start = stop
-
-    def spell_from(self, ids, edges, first):
-        """`locate` for ids of text alone.
-
-        first: they begin a text. Otherwise they follow other tokens, for which a letter stands.
-        """
-        before = [] if first else self.context_ids()
-        skipped = self.spell(before)
-        whole = self.spell([*before, *ids])
-        skip = shared(skipped, whole)
-        if self.kind == "char":
-            return whole, edges
-        if len(edges) <= 2 * WINDOW:
-            starts = [shared(self.spell([*before, *ids[:edge]]), whole) for edge in edges]
-        else:
-            starts = self.starts_by_windows([*before, *ids], whole)
-            starts = [starts[len(before) + edge] for edge in edges]
-        starts = itertools.accumulate((max(skip, i) for i in starts), max)
-        return whole[skip:], [i - skip for i in starts]
-
-    def starts_by_windows(self, ids, whole):
-        """The places in `whole`, the text of n ids, where each token begins, and its length: n + 1.
-
-        The text of a token is what it adds to the text of the few tokens before it. Tokens that end
-        within a character wait for those that complete it. If the texts of all tokens do not join
-        to `whole`, every beginning of ids is decoded.
-        """
-        starts = [0]
-        text = ""
-        begin = known = 0  # the window, and how many of its tokens have been spelled
-        waiting = []  # texts of the window up to each token that waits
-        for stop in range(1, len(ids) + 1):
-            both = self.spell(ids[begin:stop])
-            waiting.append(both)
-            if both.endswith(BROKEN) and stop - known <= WINDOW and stop < len(ids):
-                continue
-            start = shared(self.spell(ids[begin:known]), both)
-            starts += [len(text) + max(0, shared(spelled, both) - start) for spelled in waiting]
-            text += both[start:]
-            waiting = []
-            begin = known
-            known = stop
-        if text == whole:
-            return starts
-        return [shared(self.spell(ids[:stop]), whole) for stop in range(len(ids) + 1)]
-
-    def context_ids(self):
-        """Ids that stand for a text before others, where their text depends on that."""
-        if self.kind == "file":
-            return self.library.letter_ids()
-        return [0] * (self.kind == "id")
-
-    def spell(self, ids):
-        """The text of ids without [MASK] and [END], as a text of its own."""
-        if self.kind == "char":
-            return "".join(self.vocab[i] for i in ids)
-        if self.kind in ("bpe", "file"):
-            return self.library.decode(ids)
-        if self.kind == "id":
-            return " ".join(map(str, ids))
-        spelled = [bytes([i]) if i < 256 else self.vocab[i - 256].encode() for i in ids]
-        return b"".join(spelled).decode("utf-8", "replace")
-
+    # ---- Files
     def to_file(self):
         """The text of a tokenizer.json: a JSON of the tokenizers library, or else `to_json`."""
-        if self.file is None:
-            try:
-                self.file = tokenizer_json.to_text(self.kind, self.vocab, self.end)
-            except ValueError:  # the library has none
-                self.file = self.to_json()
-        return self.file
+        with contextlib.suppress(ValueError):  # the library has none
+            return tokenizer_json.to_text(self.kind, self.vocab, self.end)
+        return self.to_json()
 
     def to_json(self):
-        """The small format: earlier runs have it, and all checksums are of it.
-
-        Raises UserError for more than tokenizer_from_json reads.
-        """
+        """The small format: earlier runs have it, and all checksums are of it."""
         learned = dict(kind=self.kind, vocab=self.vocab, end=self.end)
-        text = json.dumps(dict(format="mdlm-tokenizer", version=1, **learned))
-        most = most_bytes("tokenizer.json")
-        if len(text) > most:
-            what = f"the tokenizer takes {len(text)} bytes in a checkpoint, more than {most}"
-            raise UserError(f"{what}; take one with a smaller vocabulary")
-        return text
-
-
-def chunks_of(text):
-    return [text[i : i + CHUNK] for i in range(0, len(text), CHUNK)]
+        return json.dumps(dict(format="mdlm-tokenizer", version=1, **learned))
 
 
 def describe(path):
@@ -372,27 +273,15 @@ def describe(path):
 
 def tokenizer_from_json(path):
     """The Tokenizer in a file that to_file wrote; raises UserError for anything else."""
-    kind, vocab, end = describe(path)
+    return open_as(path, *describe(path))
+
+
+def open_as(path, kind, vocab, end):
+    """The Tokenizer that `describe` found in a file; raises UserError if it cannot be used."""
     try:
-        tokenizer = Tokenizer(kind, vocab, end)
-        texts = "".join(vocab) if kind in ("char", "word") else ""
-        texts.encode()  # no halves of surrogate pairs
-        if texts and not (type(vocab) is list and len(set(vocab)) == len(vocab)):
-            raise ValueError("its vocabulary is no list of different texts")
-        if kind == "id" and not (type(vocab) is int and 0 < vocab < 1 << 31):
-            raise ValueError("its vocabulary is no number of ids")
-        if type(end) is int and not 0 <= end < tokenizer.vocab_size:
-            raise ValueError(f"[END] is {end}, which is no id")
-        every_byte = "".join(map(chr, range(256)))
-        if kind == "bpe" and tokenizer.decode(tokenizer.encode(every_byte)) != every_byte:
-            raise ValueError("decoding does not restore the text")
-    except Panic as e:
-        raise UserError(f"{path} cannot be used: {e}") from None
-    except UserError:  # that library is missing
-        raise
-    except Exception as e:  # the tokenizers library raises bare Exceptions
+        return Tokenizer(kind, vocab, end)
+    except Exception as e:
         raise UserError(f"{path} has a tokenizer that cannot be used: {e}") from e
-    return tokenizer
 
 
 def tokenizer_of(folder):
@@ -403,13 +292,11 @@ def tokenizer_of(folder):
     if config.get("model_type") != "mdlm" or tokenizer.kind != "file":
         return tokenizer
     content = read_json(path, "tokenizer")
-    added = [
-        token for token in (content.get("added_tokens") or []) if token["content"] not in ADDED
-    ]
-    bare = Tokenizer("file", tokenizer_json.dumps(content | dict(added_tokens=added)))
+    added = [each for each in content.get("added_tokens") or [] if each["content"] not in ADDED]
+    vocab = tokenizer_json.dumps(content | dict(added_tokens=added))
     name = read_json(folder / "tokenizer_config.json", "tokenizer").get("eos_token")
-    specials = bare.special_ids()
-    return with_end(bare, specials[name], name) if name in specials else bare
+    end = next((each["id"] for each in added if each["content"] == name), False)
+    return open_as(path, "file", vocab, end)
 
 
 def open_tokenizer(path, end, end_token=""):
@@ -417,63 +304,29 @@ def open_tokenizer(path, end, end_token=""):
 
     The tokenizer.json of a run gives the run's tokenizer, with an [END] or without.
     """
-    try:
-        content = read_small(path)
-        if "mdlm-tokenizer" in content[:100]:  # of an earlier run
-            earlier = tokenizer_from_json(path)
-            if earlier.kind == "id":
-                raise UserError(f"{path} shows numbers, no text; give another tokenizer.json")
-            kind, vocab = earlier.kind, earlier.vocab
-        else:
-            kind, vocab, _ = tokenizer_json.describe(content)
-        tokenizer = Tokenizer(kind, vocab)
-        specials = {"[END]": True}
-        if kind == "file":
-            specials = tokenizer.special_ids()
-    except Panic as e:
-        raise UserError(f"{path} cannot be used: {e}") from None
-    except UserError:  # it cannot be read, or that library is missing
-        raise
-    except Exception as e:  # the tokenizers library raises bare Exceptions
-        raise UserError(f"{path} is no file of the tokenizers library: {str(e)[:200]}") from None
-    ends = [token for token in ((end_token,) if end_token else END_TOKENS) if token in specials]
-    if end_token and not ends:
-        raise UserError(f"--end={end_token} is no special token of {path}; give one")
-    if end and not ends:
-        raise UserError(f"{path} has none of {', '.join(END_TOKENS)}; name its --end")
-    return with_end(tokenizer, specials[ends[0]], ends[0]) if end else tokenizer
+    kind, vocab, _ = describe(path)
+    if kind == "id":
+        raise UserError(f"{path} shows numbers, no text; give another tokenizer.json")
+    tokenizer = open_as(path, kind, vocab, False)
+    specials = tokenizer.special_ids() if kind == "file" else {"[END]": True}
+    names = [end_token] if end_token else END_TOKENS
+    ends = [specials[name] for name in names if name in specials]
+    if not ends and (end or end_token):
+        raise UserError(f"{path} has no special token {', '.join(names)}; give one as --end")
+    return Tokenizer(kind, vocab, ends[0]) if end else tokenizer
 
 
-def with_end(tokenizer, end, name):
-    """The Tokenizer of a file with this id as [END], or with True.
-
-    name: how --end may call it. Raises UserError if it stands for unknown characters: each of them
-    would end a document.
-    """
-    if tokenizer.kind == "file" and end is not True and tokenizer.library.reads_unknown_as(end):
-        what = f"--end={name} is the token of all characters that the tokenizer does not know"
-        raise UserError(f"{what}: each would end a document; give another token")
-    return Tokenizer(tokenizer.kind, tokenizer.vocab, end)
-
-
-def changes(tokenizer, text):
-    """Whether a tokenizer does not give a text back; False if it cannot encode the text."""
-    with contextlib.suppress(UserError):  # `Source.encode` says where that text is
-        return tokenizer.decode(tokenizer.encode(text)) != text
-    return False
-
-
+# ---- Learning
 def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
     """A Tokenizer for the text of pieces(): pairs (text, whether a document ends)."""
     if kind.endswith(".json"):
         tokenizer = open_tokenizer(kind, end, end_token)
-        some = [piece[:CHUNK] for piece, _ in itertools.islice(pieces(), 100)]
-        if any(changes(tokenizer, text) for text in some):
-            warn(f"the tokenizer {kind} changes the text: its likelihood is that of what is left")
-        if tokenizer.kind != "file":  # it gives any text back, in chunks too
-            return tokenizer
-        if cannot := tokenizer.library.what_cannot_be_cut(some[:3]):
-            warn(f"the tokenizer {kind}: {cannot}")
+        tokenizer.piece(0)  # refuses one whose ids cannot be shown as text
+        some = list(first_chunks(pieces(), TRIED))
+        with contextlib.suppress(UserError):  # `Source.encode` says where that text is
+            if any(tokenizer.decode(tokenizer.encode(text)) != text for text in some):
+                what = f"the tokenizer {kind} changes the text"
+                warn(f"{what}: its likelihood is that of what is left")
         return tokenizer
     if kind == "byte":
         return Tokenizer("byte", None, end)
@@ -497,8 +350,11 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
 def first_chunks(pieces, characters):
     """The first `characters` of an iterable of (text, ends a document), in small chunks."""
     for text, _ in pieces:
-        yield from chunks_of(text[:characters])
-        characters -= min(characters, len(text))
+        text = text[:characters]
+        yield from (text[i : i + CHUNK] for i in range(0, len(text), CHUNK))
+        characters -= len(text)
+        if not characters:
+            return
 
 
 def train_bpe(texts, size):
@@ -510,5 +366,6 @@ def train_bpe(texts, size):
     bpe.decoder = tokenizers.decoders.ByteLevel()
     settings = dict(initial_alphabet=byte_level.alphabet(), show_progress=False)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, **settings)
-    guarded(bpe.train_from_iterator, texts, trainer)
+    with explained("--tokenizer=bpe cannot be learned"):
+        bpe.train_from_iterator(texts, trainer)
     return bpe.to_str()

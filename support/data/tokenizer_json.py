@@ -18,11 +18,12 @@ import contextlib
 import json
 import re
 
-from support.data.seams import byte_of_letter
-
-# The library writes each byte as a visible letter.
-LETTER_OF_BYTE = {byte: letter for letter, byte in byte_of_letter().items()}
-BYTES = [LETTER_OF_BYTE[byte] for byte in range(256)]
+# The library writes each byte as a visible letter: one of Latin-1, or one after them.
+VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
+BYTE_OF = {chr(byte): byte for byte in VISIBLE}
+BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(HIDDEN)}
+BYTES = sorted(BYTE_OF, key=BYTE_OF.get)
 SPELLS = "##"  # in front of a byte that spells a word
 WHOLE = "▁"  # in front of a word that is a token
 W = r"\p{L}\p{N}_"  # \w and \s of Python
@@ -39,72 +40,43 @@ def dumps(content):
 def to_text(kind, vocab, end):
     """The text of a tokenizer.json; kind, vocab and end are those of a Tokenizer.
 
-    Raises ValueError for what the library has no JSON for, or for what `describe` would not give
-    back.
+    Raises ValueError for what the library has no JSON for.
     """
     if kind == "id":
         raise ValueError("ids have no text")
     if kind == "file":
-        text = vocab if end is False else name_end(vocab, end)
-    else:
-        text = dumps(to_content(kind, vocab, end))
-    if describe(text) != (kind, vocab, end):
-        raise ValueError("it is read as another one")
-    return text
+        return vocab if end is False else name_end(vocab, end)
+    return dumps(to_content(kind, vocab, end))
 
 
 def to_content(kind, vocab, end):
     """The JSON of any kind but a file, as a dict. Raises ValueError if it cannot have [MASK]."""
     write = dict(char=characters, byte=byte_level, word=words, bpe=json.loads, id=numbers)[kind]
     content = write(vocab)
-    if kind == "bpe" and not is_learned(content):
-        raise ValueError("it is no byte-level BPE that was learned here")
     tokens = content["model"]["vocab"]
     if kind == "id" and type(end) is int:
-        tokens = {"[END]" if i == end else token: i for token, i in tokens.items()}
-        content["model"]["vocab"] = tokens
-    elif type(end) is not bool:
-        raise ValueError("its [END] is one of its own tokens")
+        content["model"]["vocab"] = {"[END]" if i == end else t: i for t, i in tokens.items()}
     add_specials(content, tokens, end)
     return content
 
 
-def add_specials(content, tokens, end=False):
-    """Add [MASK] and [PAD] to the JSON, as a dict, of a file that has these tokens: name -> id.
+def add_specials(content, tokens, end=False, names=("[MASK]", "[PAD]")):
+    """Add special tokens to the JSON, as a dict, of a file that has these tokens: name -> id.
 
     end: whether [END] is added too, before them, or its id. Raises ValueError if there is no room.
     """
     V = len(tokens)
     if sorted(tokens.values()) != list(range(V)):
         raise ValueError(f"some ids below {V} are unused; train with a tokenizer without gaps")
-    added = {}
-    if end is not False:
-        added["[END]"] = V if end is True else end
-        V += end is True
-    added |= {"[MASK]": V, "[PAD]": V + 1}
-    for name, i in added.items():
-        if tokens.get(name, i) != i:
-            raise ValueError(f"the vocabulary has a token {name} of its own; train without it")
+    named = ["[END]"] * (end is True) + [*names]
+    added = {name: V + i for i, name in enumerate(named)}
+    for name in added.keys() & tokens.keys():
+        raise ValueError(f"the vocabulary has a token {name} of its own; train without it")
+    if type(end) is int:
+        added = {"[END]": end} | added
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
     special = [dict(id=i, content=name) | flags for name, i in added.items()]
     content["added_tokens"] = [*(content.get("added_tokens") or []), *special]
-
-
-def add_mask(content, tokens, name):
-    """Add [MASK] alone, as V, to the JSON of a file that has these tokens: name -> id.
-
-    Raises ValueError if there is no room.
-    """
-    V = len(tokens)
-    if sorted(tokens.values()) != list(range(V)):
-        raise ValueError(f"some ids below {V} are unused; train with a tokenizer without gaps")
-    if name in tokens:
-        raise ValueError(f"the vocabulary has a token {name} of its own; train without it")
-    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    content["added_tokens"] = [
-        *(content.get("added_tokens") or []),
-        dict(id=V, content=name) | flags,
-    ]
 
 
 def prepend(name, id):
@@ -173,14 +145,6 @@ def words(vocab):
     )
 
 
-def is_learned(content):
-    """Whether this is the JSON of a BPE that was learned here."""
-    names = ("model", "pre_tokenizer", "decoder")
-    types = [(content.get(name) or {}).get("type") for name in names]
-    others = ("added_tokens", "normalizer", "post_processor")
-    return types == ["BPE", "ByteLevel", "ByteLevel"] and not any(map(content.get, others))
-
-
 # ---- Reading
 def describe(text):
     """The kind, vocab and end of a Tokenizer, from the text of a JSON of the tokenizers library.
@@ -193,13 +157,14 @@ def describe(text):
             if to_content(*guess) == content:
                 return guess
     with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # no such name
-        names = content["post_processor"]["processors"][0]["special_tokens"].values()
-        (end,) = (name["ids"][0] for name in names)
-        start, stop = span_of(text, "post_processor")
-        own = text[start:stop].removeprefix(opening(content, end)).removesuffix("]}")
-        before = text[:start] + (own.removeprefix(",") or "null") + text[stop:]
-        if name_end(before, end) == text:
-            return "file", before, end
+        names = content["post_processor"]["processors"][0]["special_tokens"]
+        ((name, token),) = names.items()
+        (end,) = token["ids"]
+        mark = namer(name, end)
+        start = text.index(mark)
+        _, stop = json.JSONDecoder().raw_decode(text, start)
+        own = text[start + len(mark) : stop].removeprefix(",").removesuffix("]}")
+        return "file", text[:start] + (own or "null") + text[stop:], end
     return "file", text, False
 
 
@@ -211,15 +176,18 @@ def guesses(content):
         return
     tokens = content["model"]["vocab"]
     tokens = sorted(tokens, key=tokens.get)
-    if content["model"]["type"] == "WordLevel":
+    types = [content[name]["type"] for name in ("model", "decoder")]
+    if types[0] == "WordLevel":
         yield "char", tokens, end
-    elif content["decoder"]["type"] == "Sequence":
-        byte = byte_of_letter()
+    elif types[1] == "Sequence":
         spelled = [token.removeprefix(WHOLE) for token in tokens[256:]]
-        yield "word", [bytes(byte[letter] for letter in word).decode() for word in spelled], end
+        yield "word", [bytes(map(BYTE_OF.get, word)).decode() for word in spelled], end
     else:
         yield "byte", None, end
-        yield "bpe", dumps(content | dict(added_tokens=[])), end
+        others = content["normalizer"] or content["post_processor"]
+        splits = content["pre_tokenizer"]["type"]
+        if [*types, splits, others] == ["BPE", "ByteLevel", "ByteLevel", None]:
+            yield "bpe", dumps(content | dict(added_tokens=[])), end
 
 
 # ---- The [END] of a file
@@ -228,33 +196,19 @@ def name_end(text, end):
 
     In front of the file's own one it changes nothing. Raises ValueError if that is not possible.
     """
-    start, stop = span_of(text, "post_processor")
-    before = "" if text[start:stop] == "null" else "," + text[start:stop]
-    return f"{text[:start]}{opening(json.loads(text), end)}{before}]}}{text[stop:]}"
+    added = json.loads(text).get("added_tokens") or []
+    (name,) = (token["content"] for token in added if token["id"] == end)
+    key = re.search(r'"post_processor"\s*:\s*(?=null|\{)', text)
+    if not key:
+        raise ValueError("it has no place for a post-processor")
+    own, stop = json.JSONDecoder().raw_decode(text, key.end())
+    before = "," + text[key.end() : stop] if own else ""
+    return f"{text[: key.end()]}{namer(name, end)}{before}]}}{text[stop:]}"
 
 
-def opening(content, end):
-    """The beginning of the post-processor that names [END]."""
-    added = content.get("added_tokens") or []
-    names = [token["content"] for token in added if token["id"] == end]
-    if not names:
-        raise ValueError(f"{end} is no special token")
+def namer(name, end):
+    """The beginning of the post-processor that names [END]; a list goes on."""
     first, second = (dict(Sequence=dict(id=name, type_id=i)) for i, name in enumerate("AB"))
-    token = {names[0]: dict(id=names[0], ids=[end], tokens=names[:1])}
+    token = {name: dict(id=name, ids=[end], tokens=[name])}
     template = dict(type="TemplateProcessing", single=[first], pair=[first, second])
     return f'{{"type":"Sequence","processors":[{dumps(template | dict(special_tokens=token))}'
-
-
-def span_of(text, name):
-    """Where in the text of a JSON object the value of a name is: (start, stop)."""
-    space = re.compile(r"\s*")
-    read = json.JSONDecoder().raw_decode
-    at = text.index("{")
-    while True:
-        key, at = read(text, space.match(text, at + 1).end())
-        colon = space.match(text, at).end()
-        start = space.match(text, colon + 1).end()
-        _, stop = read(text, start)
-        if key == name:
-            return start, stop
-        at = space.match(text, stop).end()  # a comma, or the end: no key follows that

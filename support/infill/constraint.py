@@ -29,7 +29,6 @@ import torch
 
 from support import numerics
 from support.arguments import check_text, whole_number
-from support.data.seams import BROKEN
 from support.environment import optional
 from support.errors import UserError
 from support.infill import build_automaton
@@ -42,7 +41,6 @@ MOST_STEPS = 1 << 30  # bytes of tokens that are followed from all states
 MOST_CELLS = 1 << 20  # states x classes: a pass over a position takes some milliseconds
 PASS = 1 << 22  # numbers of a pass that are in memory at once
 SMALLER = "give shorter counts, fewer choices, or [a-z] in place of \\w"
-CHECKED = 64  # random texts that show whether a decoder puts tokens side by side
 
 # Escaped characters and classes, in which signs have another meaning.
 ESCAPE_OR_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
@@ -167,54 +165,15 @@ def spellings(tokenizer):
 
     None: a gap that must match never has it, as [END], [MASK] and tokens without a text.
     """
-    V = tokenizer.vocab_size
-    if tokenizer.kind in ("bpe", "file"):
-        within = decoded_each(tokenizer, tokenizer.context_ids())
-        first = decoded_each(tokenizer, [])
-        if tokenizer.library.gains_space():
-            first = [text and text.removeprefix(b" ") for text in first]
-    elif tokenizer.kind == "id":
-        first = [str(i).encode() for i in range(V)]
-        within = [b" " + text for text in first]
-    else:
-        single = [bytes([i]) for i in range(256)]
-        known = [text.encode() for text in tokenizer.vocab or []]
-        within = {"char": known, "byte": single}.get(tokenizer.kind, single + known)
-        first = within
     never = {tokenizer.end_id, tokenizer.mask_id, *tokenizer.special_ids().values()}
-    if tokenizer.kind in ("bpe", "file"):
-        never.add(tokenizer.library.unknown_id())
+    if tokenizer.kind == "file":
+        never.add(tokenizer.library.unknown_id)
 
-    def drawable(texts):
-        texts = [*texts, *[None] * (V - len(texts))]  # [END] is after all others
-        return [None if i in never or not text else text for i, text in enumerate(texts)]
+    def drawable(first):
+        ids = range(tokenizer.vocab_size)
+        return [None if i in never else tokenizer.token(i, first) or None for i in ids]
 
-    return drawable(within), drawable(first)
-
-
-def decoded_each(tokenizer, before):
-    """The bytes of each token of a tokenizers file after the ids `before`."""
-    library = tokenizer.library
-    texts = library.decode_each(before, library.size)
-    return [
-        library.bytes_of(i) if BROKEN in text else text.encode() for i, text in enumerate(texts)
-    ]
-
-
-@functools.lru_cache(maxsize=4)
-def check_tokenizer(tokenizer):
-    """Raise UserError if the text of tokens is not that of each, side by side."""
-    if tokenizer.kind != "file":
-        return
-    within, _ = spellings(tokenizer)
-    ids = np.array([i for i, text in enumerate(within) if text])
-    before = tokenizer.context_ids()
-    g = np.random.default_rng(0)
-    for row in g.choice(ids, (CHECKED, 6)).tolist() if len(ids) else ():
-        text = tokenizer.spell(before) + b"".join(within[i] for i in row).decode("utf-8", "replace")
-        if BROKEN not in text and tokenizer.spell([*before, *row]) != text:
-            what = "this tokenizer writes tokens otherwise beside others"
-            raise UserError(f"{what}, so no gap of it can be made to match; leave the pattern out")
+    return drawable(False), drawable(True)
 
 
 class Spelling:
@@ -360,7 +319,6 @@ def automaton_of(pattern, tokenizer, is_first=False, space=""):
     where no text of these tokens matches.
     """
     table, accepts = byte_automaton(pattern)
-    check_tokenizer(tokenizer)
     within, _ = spellings(tokenizer)
     beginning = first_spellings(tokenizer, is_first, space)
     shown = repr(pattern[:40])

@@ -33,7 +33,7 @@ import torch
 
 from support import abilities
 from support.arguments import check_tokenizer
-from support.data.seams import CONTEXT
+from support.data.hf_tokenizer import CONTEXT
 from support.data.tokenizer import WORD
 from support.errors import UserError
 from support.infill.calls import call_size, logits_at
@@ -268,7 +268,7 @@ class Cutter:
                 yield from zip(ids, starts, stops)
             return
         library = self.tokenizer.library
-        special = {self.tokenizer.end_id, self.mask, library.unknown_id()}
+        special = {self.tokenizer.end_id, self.mask, library.unknown_id}
         for id, start, stop in self.encoded(before + text):
             if stop > len(before):
                 start = max(0, start - len(before))
@@ -314,7 +314,7 @@ class Cutter:
         elif self.tokenizer.kind == "word":
             barred[:256] = True
         elif not self.by_character:
-            special = {*self.tokenizer.special_ids().values(), self.tokenizer.library.unknown_id()}
+            special = {*self.tokenizer.special_ids().values(), self.tokenizer.library.unknown_id}
             barred[[id for id in special if id is not None and id < vocab_size]] = True
         for id in (self.tokenizer.end_id, self.mask):
             if id is not None and id < vocab_size:

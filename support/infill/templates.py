@@ -6,7 +6,7 @@ regular expression, that of [___|yes|no] is one of a list (constraint.py).
 
 In the code a template is a list of segments: a Literal (given text), a number of tokens to fill,
 None for [___], or a ConstrainedGap. A Literal is tokenized as in the middle of a whole text, after
-the text that precedes it (support/data/seams.py).
+the text that precedes it (support/data/hf_tokenizer.py).
 """
 
 import contextlib
@@ -19,7 +19,6 @@ import unicodedata
 
 import torch
 
-from support.data.seams import SPACED, is_space
 from support.errors import UserError
 from support.infill import constraint
 from support.infill.constraint import ConstrainedGap
@@ -32,6 +31,7 @@ ESCAPE = re.compile(rf"\\(?=\[(?:MASK\]|{OPENING.pattern}))")  # \ before text t
 LINE_END = re.compile("\r?\n")
 MAX_TEMPLATE = 1 << 26  # bytes; a device, or a pipe without an end, must not fill the memory
 MAX_BATCH = 1 << 29
+SPACED = ".,;:!?%"  # marks that a space usually follows
 
 
 class Literal(str):
@@ -48,6 +48,11 @@ class Literal(str):
         return literal
 
 
+def is_space(text):
+    """Whether a text begins with a space or a line break."""
+    return text[:1].isspace()
+
+
 def encode_literal(text, tokenizer, after_gap, before_gap):
     """Return the Literal of a string.
 
@@ -57,7 +62,7 @@ def encode_literal(text, tokenizer, after_gap, before_gap):
     gap is then left to the gap's first token (Literal.lends_space).
     """
     ids = tokenizer.encode_lossless(text, after_gap)
-    if not (before_gap and is_space(text[-1:]) and tokenizer.space_tokens().any()):
+    if not (before_gap and is_space(text[-1:]) and tokenizer.space_tokens.any()):
         return Literal(text, ids)
     without = text[:-1] if text.endswith(" ") else text.rstrip()
     shorter = tokenizer.encode_lossless(without, after_gap)
@@ -187,7 +192,7 @@ def allowed_tokens(segments, tokenizer):
     positions = borrowing(segments)
     if not positions:
         return {}
-    allowed = tokenizer.space_tokens().copy()
+    allowed = tokenizer.space_tokens.copy()
     if tokenizer.end_id is not None:
         allowed[tokenizer.end_id] = True
     return dict.fromkeys(positions, torch.from_numpy(allowed))
@@ -207,7 +212,7 @@ def allowed_by_row(templates, tokenizer, T):
 
 def starts_with_space(tokenizer):
     """Return (V,) bool: the tokens of text that begin with a space."""
-    is_spaced = tokenizer.space_tokens().copy()
+    is_spaced = tokenizer.space_tokens.copy()
     if tokenizer.end_id is not None:
         is_spaced[tokenizer.end_id] = False
     return is_spaced

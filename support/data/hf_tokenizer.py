@@ -1,0 +1,228 @@
+"""Tokenizers of Hugging Face's tokenizers library, and texts that go on after others.
+
+enc(a + b) = enc(a) + enc(b) holds where tokens are characters or bytes. Elsewhere a word takes the
+space in front of it (▁the), the beginning of a text gains one, and a word that goes on is spelled
+otherwise than one that begins (##ing). So a text is encoded with what precedes it:
+
+    b after a      what follows enc(a) in enc(a + b), if that begins with enc(a)
+    b after a gap  b after a letter. If a token ends between them, any other letter gives the same
+                   ids. So a space is there or not, as b says, and letters go on with a word
+    a long text    chunks that begin with a space, each after the end of the one before it
+"""
+
+import contextlib
+import json
+import random
+import re
+import unicodedata
+
+from support.data.tokenizer_json import BYTE_OF
+from support.environment import optional
+from support.errors import UserError
+
+CHUNK = 1 << 16  # characters; the memory that BPE takes grows with the length of a text
+CONTEXT = 256  # characters in front of a chunk, far more than a token has
+SPACE = re.compile(r"(?<=\S)\s")  # the first space or line break after a word
+# What stands for the text before a gap: first a letter that no token of any tokenizer begins with.
+LETTERS = "ꝡxqzjkvwybcdfghlmnprstaeiouXQZ"
+TRIES = 64  # words that are tried as such letters, and tokens that are decoded as a trial
+BROKEN = "\ufffd"  # of a character whose bytes are not complete
+
+
+def chunks_at_spaces(text):
+    """Yield a text in chunks that begin with a space, but for the first one."""
+    begin = 0
+    while len(text) - begin > CHUNK:
+        end = begin + CHUNK
+        space = SPACE.search(text, end, end + CHUNK)
+        end = space.start() if space else end
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]
+
+
+def end_of(text):
+    """The last CONTEXT characters of a text, from a space on: half a word may be unknown."""
+    space = SPACE.search(text, max(0, len(text) - CONTEXT))
+    return text[space.start() :] if space else text[-CONTEXT:]
+
+
+def folded(text):
+    """A text without what tokenizers may change: capitals, accents, white space."""
+    plain = unicodedata.normalize("NFKD", text).casefold()
+    return "".join(c for c in plain if not c.isspace() and unicodedata.category(c) != "Mn")
+
+
+@contextlib.contextmanager
+def explained(what):
+    """Context manager: raise UserError for what the library raises, its panics among them."""
+    try:
+        yield
+    except BaseException as e:
+        is_panic = type(e).__name__ == "PanicException"  # no Exception
+        if isinstance(e, UserError) or not (is_panic or isinstance(e, Exception)):
+            raise
+        raise UserError(f"{what} ({' '.join(str(e).split())[:200]})") from None
+
+
+class HFTokenizer:
+    """A tokenizer of the tokenizers library.
+
+    content: its tokenizer.json. in_context: whether ids and texts depend on what precedes them.
+
+    Padding, truncation and BPE's dropout, with which a text would get other ids in each call, are
+    off. Raises UserError if the library cannot read it.
+    """
+
+    def __init__(self, content, in_context=True):
+        tokenizers = optional("tokenizers", "a tokenizer of words or pieces")
+        with explained("the tokenizers library cannot read it"):
+            self.library = tokenizers.Tokenizer.from_str(content)
+        self.library.no_padding()
+        self.library.no_truncation()
+        self.library.encode_special_tokens = True  # a text that spells one is a text
+        model = json.loads(content)["model"]
+        if model.get("dropout"):
+            self.library.model.dropout = None
+        vocab = self.library.get_vocab()
+        if not vocab:
+            raise UserError("its vocabulary is empty")
+        self.size = max(vocab.values()) + 1
+        unknown = model.get("unk_token")
+        self.unknown_id = self.library.token_to_id(unknown) if unknown else model.get("unk_id")
+        self.gains_space = False
+        self.letters = self.find_letters(vocab) if in_context else [""]
+        self.before = min(map(self.encode, self.letters), key=len)  # ids of a text before others
+        # Whether a text gets a space in front that decoding leaves there, as RoBERTa's.
+        self.gains_space = self.decode(self.before).startswith(" ")
+
+    def find_letters(self, vocab):
+        """What may stand for the text before a gap: letters, or words where these are unknown."""
+        words = sorted(filter(str.isalpha, vocab), key=vocab.get)[:TRIES]
+        return [each for each in (*LETTERS, *words) if self.is_kept(each)] or [""]
+
+    def is_kept(self, text):
+        """Whether a text has ids from which it comes back."""
+        with contextlib.suppress(UserError):
+            return self.decode(self.encode(text)).strip().lower() == text.lower()
+        return False
+
+    # ---- Encoding
+    def encoding(self, text):
+        """The library's Encoding of a whole text: ids, and offsets in the text."""
+        with explained(f"the tokenizer cannot encode {text[:40]!r}; leave out what it lacks"):
+            return self.library.encode(text, add_special_tokens=False)
+
+    def encode(self, text):
+        return self.encoding(text).ids
+
+    def encode_all(self, texts):
+        """The ids of several texts, encoded side by side."""
+        try:
+            with explained("the tokenizer cannot encode a text"):
+                encodings = self.library.encode_batch_fast(texts, add_special_tokens=False)
+        except UserError:
+            for word in " ".join(texts).split():
+                self.encode(word)  # names the word that it does not know
+            raise
+        return [encoding.ids for encoding in encodings]
+
+    def encode_template(self, text):
+        """The ids of a text in which special tokens count as such."""
+        self.library.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self.library.encode_special_tokens = True
+
+    def after(self, before, text):
+        """The ids of `text` after the text `before`; None if no token ends between them."""
+        known = self.encode(before)
+        ids = self.encode(before + text)
+        return ids[len(known) :] if ids[: len(known)] == known else None
+
+    def encode_after_gap(self, text):
+        """The ids of a text that follows a gap. Raises UserError if it cannot be cut off."""
+        for letter in self.letters:
+            with contextlib.suppress(UserError):  # words are not known with a letter before them
+                ids = self.after(letter, text)
+                if ids is not None:
+                    return ids
+        what = f"this tokenizer cannot encode {text[:40]!r} as what follows a gap"
+        raise UserError(f"{what}; begin it with a space, or let the gap end with the word")
+
+    def encode_long(self, text, before=""):
+        """The ids of a text of any length that goes on after `before`, in bounded memory."""
+        chunks = list(chunks_at_spaces(text))
+        befores = [end_of(each) for each in (before, *chunks[:-1])]
+        known = self.encode_all(befores)
+        both = self.encode_all([a + b for a, b in zip(befores, chunks)])
+        ids = []
+        for chunk, a, b in zip(chunks, known, both):
+            if b[: len(a)] == a:
+                ids += b[len(a) :]
+            else:  # the text before it ends within a token
+                ids += self.encode_after_gap(chunk)
+        return ids
+
+    # ---- Decoding
+    def decode(self, ids):
+        """The text of ids, as a text of its own."""
+        with explained("the tokenizer cannot decode what was written"):
+            text = self.library.decode(ids, skip_special_tokens=False)
+        return text.removeprefix(" ") if self.gains_space else text
+
+    def decode_each(self, rows, before):
+        """The texts of rows of ids, each after the ids `before`."""
+        rows = [[*before, *row] for row in rows]
+        with explained("the tokenizer cannot decode its own tokens"):
+            texts = self.library.decode_batch(rows, skip_special_tokens=False)
+            skip = self.library.decode(before, skip_special_tokens=False)
+        skip = skip if before or not self.gains_space else " "
+        return [text.removeprefix(skip) for text in texts]
+
+    def spellings(self, first):
+        """The bytes of each token, at the beginning of a text or within one.
+
+        Raises UserError if the text of tokens is not that of each, side by side.
+        """
+        before = [] if first else self.before
+        texts = self.decode_each([[i] for i in range(self.size)], before)
+        whole = [i for i, text in enumerate(texts) if BROKEN not in text]
+        row = random.Random(0).choices(whole, k=TRIES)
+        if before and self.decode_each([row], before) != ["".join(texts[i] for i in row)]:
+            what = "this tokenizer writes tokens otherwise beside others"
+            raise UserError(f"{what}, so its ids cannot be shown as text; take another one")
+        return [self.bytes_of(i, text) for i, text in enumerate(texts)]
+
+    def bytes_of(self, id, text):
+        """The bytes of a token with this text; it may be a part of a character."""
+        if BROKEN in text:
+            token = self.library.id_to_token(id)
+            if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+                return bytes([int(token[3:5], 16)])
+            if set(token) <= BYTE_OF.keys():
+                return bytes(BYTE_OF[c] for c in token)
+        return text.encode()
+
+    # ---- What is lost
+    def check_kept(self, text):
+        """Raise UserError if encoding loses characters of a text, but for capitals and accents."""
+        advice = "leave it out, or take another model"
+        encoding = self.encoding(text)
+        for id, (begin, end) in zip(encoding.ids, encoding.offsets):
+            if id == self.unknown_id:
+                lacks = f"the tokenizer does not know {text[begin:end][:20]!r}"
+                raise UserError(f"{lacks} in {text[:40]!r}; {advice}")
+        kept = set(folded(self.decode(encoding.ids)))
+        for i, c in enumerate(text):
+            if not set(folded(c)) <= kept:
+                where = f"at position {i} of {text[:40]!r}"
+                raise UserError(f"the tokenizer drops {c!r} {where}; {advice}")
+
+    def forgets_space_after(self, mark):
+        """Whether ids do not tell if a space follows this character (WordPiece: punctuation)."""
+        with contextlib.suppress(UserError):  # words are not known beside the mark
+            word = self.letters[-1]
+            return self.encode(f"{mark} {word}") == self.encode(mark + word)
+        return False

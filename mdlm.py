@@ -629,7 +629,8 @@ def new(text: str, tokenizer: str = "char", **settings) -> tuple[Model, Tokenize
     tokenizer: char, byte, word, bpe, which learns from the text, or the path of a tokenizer.json.
     settings: those of Config, such as n_layer=2; the preset of the device sets the others.
     """
-    config = run_config.new(Config, dict(device="cpu", tokenizer=tokenizer) | settings)
+    default = dict(device="cpu", tokenizer=tokenizer, data="a text of mdlm.new")
+    config = run_config.new(Config, default | settings)
     config.check()
     size = config.vocab_size or 16384
     pieces = [(text, False)]  # the text, and whether a document ends there

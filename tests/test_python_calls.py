@@ -85,7 +85,7 @@ def test_the_variant_of_the_python_page_is_one_file_and_one_line(text_file, tmp_
     (tmp_path / "variants" / "spans.py").write_text(code)
     listed = (ROOT / "variants" / "__init__.py").read_text()
     listed = listed.replace("from . import autoregressive", "from . import spans, autoregressive")
-    listed = listed.replace("VARIANTS = [", "VARIANTS = [spans,")
+    listed = listed.replace("    autoregressive,\n]", "    spans,\n    autoregressive,\n]")
     (tmp_path / "variants" / "__init__.py").write_text(listed)
     flags = [f"--data={text_file}", *tiny_flags("--span=4", "--max_steps=2"), "--out_dir=out"]
     command = [sys.executable, "mdlm.py", *flags]
@@ -93,8 +93,10 @@ def test_the_variant_of_the_python_page_is_one_file_and_one_line(text_file, tmp_
     assert r.returncode == 0, r.stderr
     config = json.loads((tmp_path / "out" / "step-2" / "config.json").read_text())["config"]
     assert config["span"] == 4
-    r = subprocess.run([*command, "--overwrite", "--span=0"], cwd=tmp_path, capture_output=True)
-    assert r.returncode == 2 and b"--span=0" in r.stderr
+    for more, name in ((["--span=3"], "--span=3"), (["--objective=ar"], "--span=4")):
+        argv = [*command, "--overwrite", *more]
+        r = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+        assert r.returncode == 2 and name in r.stderr and r.stderr.count("\n") == 1
 
 
 def test_code_of_the_readme_runs(in_clone):

@@ -86,6 +86,7 @@ def save(folder: str | Path, model: torch.nn.Module, tokenizer: Tokenizer, confi
     shards.check_finite(weights, f"in {folder}: not saved")
     contents = describing(config, tokenizer, model)
     contents["model.safetensors"] = to_safetensors(weights)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with files.writing(folder), files.new_folder(folder.parent) as tmp:
         write_files(tmp, contents, {})
         os.rename(tmp, folder)

@@ -29,7 +29,7 @@ import torch
 import mdlm
 from support import abilities, comparing, numerics, outputs, plots, progress
 from support.data import sources, texts
-from support.data.prepare import prepare
+from support.data.texts import prepare
 from support.devices import pick_device
 from support.ensemble import read_newest
 from support.errors import UserError

@@ -216,7 +216,9 @@ class Corpus:
 
 def open_corpus(ids, config, device):
     """The Corpus of a folder's ids, a sources.Ids; of documents if these end in [END]."""
-    return variants.documents.corpus_class(Corpus, ids)(ids, config, device)
+    has_end = ids.tokenizer.end_id is not None
+    kind = variants.documents.corpus_of_documents(Corpus) if has_end else Corpus
+    return kind(ids, config, device)
 
 
 # ---- Model: a pre-norm bidirectional transformer
@@ -700,11 +702,10 @@ def report(run, is_last=False):
     """Evaluate the averaged and the raw weights, log the result and show samples."""
     run.check_finite()
     with run.clock.evaluate(run, is_last) as budget:
-        settings = dict(batch_size=run.micro_batch, deadline=budget.scored_until)
+        how = dict(batch_size=run.micro_batch, deadline=budget.scored_until)
         with run.autocast():
-            r = evaluate(run.averaged, budget.windows, budget.passes, **settings)
-            is_same = run.averaged is run.model
-            raw = r if is_same else evaluate(run.model, budget.windows, **settings)
+            r = evaluate(run.averaged, budget.windows, budget.passes, **how)
+            raw = r if run.averaged is run.model else evaluate(run.model, budget.windows, **how)
         calls = run.clock.preview_calls(run, budget, r, raw)
         if is_last and ranks.was_stopped():
             return  # by a signal, which cut it short: --resume evaluates again
@@ -743,7 +744,6 @@ def train(given, start):
         config, log, clock = run.config, run.log, run.clock
         if not session.resumed_from:
             report(run)
-
         with log.progress(run) as show_progress:
             # Until it is over, or Ctrl-C or SIGTERM came: they end the loop after a step.
             while clock.goes_on(run.step):

@@ -17,12 +17,10 @@ class NetworkSettings:
 
 
 def implied(given, settings):
-    """The settings that the network of --network or --init_from implies; {} for one of ours.
+    """The settings that --network or --init_from implies; {} for a network of ours.
 
     given: the flags of a new run. settings: those of its preset
     """
-    if not (given.get("network") or given.get("init_from")):
-        return {}
     from support import pretrained
 
     return pretrained.implied(given, settings)

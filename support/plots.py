@@ -131,26 +131,6 @@ def write_figure(fig, path, small=False):
 
 
 # ---- The log of a run
-NUMBERS = ("step", "tokens", "seconds")  # of each record of a log
-OTHERS = ("loss", "lr_scale", "rate_margin", "tokens_per_second", "val_bpc", "val_ar_shifted")
-
-
-def is_number(value):
-    return type(value) in (int, float) and not abs(value) > 1e300
-
-
-def is_record(record):
-    """Whether a line of a log has numbers where they are drawn or compared; null: not finite."""
-    if not isinstance(record, dict) or not all(is_number(record.get(name)) for name in NUMBERS):
-        return False
-    names = list(OTHERS)
-    for key in ("val_nelbo", "val_nll"):
-        if key in record and not {f"{key}_se", "val_bpc"} <= record.keys():
-            return False
-        names += [key, f"{key}_se"]
-    return all(is_number(record[name]) for name in names if record.get(name) is not None)
-
-
 def read_log(out_dir):
     """Return the records of a run's log.jsonl, a list of dicts; raise UserError if it has none."""
     path = Path(out_dir) / "log.jsonl"
@@ -159,7 +139,7 @@ def read_log(out_dir):
         for line in read_small(path).splitlines():
             with contextlib.suppress(ValueError, RecursionError):  # a line that a crash cut off
                 records.append(json.loads(line))
-    if not records or not all(map(is_record, records)):
+    if not records or not all(isinstance(r, dict) and "step" in r for r in records):
         raise UserError(f"{path} is no log of a run; name the folder of one that mdlm.py trained")
     return records
 
@@ -173,8 +153,7 @@ def validations(log):
 def read_entropy(out_dir):
     """Return the exact entropy of the patterns of a run, nats per token; None for other data."""
     with contextlib.suppress(UserError):
-        entropy = read_json(Path(out_dir) / "data" / "meta.json", "data").get("entropy")
-        return entropy if is_number(entropy) else None
+        return read_json(Path(out_dir) / "data" / "meta.json", "data").get("entropy")
 
 
 def smooth(values, least=1):

@@ -120,7 +120,7 @@ def check(settings):
                 span = f"from {mark.low:g} to {mark.high:g}"
                 span = f"{mark.low:g} or more" if mark.high == NO_LIMIT else span
                 raise UserError(f"--{name}={value} is not accepted; give {span}")
-            if isinstance(mark, Form):
+            if isinstance(mark, Form) and value != getattr(type(settings), name, None):
                 value = mark.function(value)
         setattr(settings, name, value)
 

@@ -27,7 +27,7 @@ from torch import distributed
 import mdlm
 from studies import held
 from support import cli, devices
-from support.training import checkpoint, muon, optimizers, session, shards
+from support.training import checkpoint, muon, optimizers, session
 from support.training import folder as run_folder
 
 
@@ -194,20 +194,20 @@ def not_finite(at, what, report, late=""):
 
 def die_while_saving(at, which):
     """The power of one rank fails when it has written its part of the checkpoint of step `at`."""
-    check_finite = shards.check_finite
+    check_finite = session.check_finite
 
-    def hooked(tensors, where):
+    def hooked(run, tensors):
         fsync = os.fsync
 
         def strike(fd):
             fsync(fd)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        if rank() == int(which) and f"at step {at}:" in where:
+        if rank() == int(which) and run.step == int(at):
             os.fsync = strike
-        check_finite(tensors, where)
+        check_finite(run, tensors)
 
-    shards.check_finite = hooked
+    session.check_finite = hooked
 
 
 def muon_in_float32(silent=""):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import mdlm
 from support import devices
 from support.data import patterns, sources, tokenizer
-from support.data.prepare import prepare
+from support.data.texts import prepare
 from support.data.windows import cut_windows
 from support.errors import UserError
 

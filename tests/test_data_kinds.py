@@ -28,7 +28,7 @@ import mdlm
 import sample
 from support import cli
 from support.data import sources, texts
-from support.data.prepare import prepare
+from support.data.texts import prepare
 from support.errors import UserError
 from support.training import checkpoint
 

@@ -15,7 +15,7 @@ import mdlm
 import sample
 from support import kernels
 from support.arguments import to_view
-from support.data.prepare import prepare
+from support.data.texts import prepare
 from support.data.tokenizer import Tokenizer
 from support.data.windows import cut_windows, pack_windows
 from support.infill.calls import end_documents

@@ -21,7 +21,7 @@ import mdlm
 import sample
 from support import cli, files
 from support.data import hf_tokenizer, sources, texts, tokenizer
-from support.data.prepare import prepare
+from support.data.texts import prepare
 from support.data.tokenizer import Tokenizer, build_tokenizer
 from support.errors import UserError
 from support.infill import search, templates

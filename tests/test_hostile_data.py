@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import mdlm
 from support.data import sources, tokenizer
-from support.data.prepare import prepare
+from support.data.texts import prepare
 from support.errors import UserError
 
 CPU = torch.device("cpu")

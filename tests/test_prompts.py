@@ -15,7 +15,7 @@ import mdlm
 import sample
 from support import cli
 from support.data import sources
-from support.data.prepare import prepare
+from support.data.texts import prepare
 from support.infill.likelihood import chain_rule
 
 SOUNDS = {"cat": "meow", "a dog": "woof!", "the old cow": "moo", "me": "i am a model"}

@@ -9,7 +9,7 @@ from conftest import TINY, losses, read_log, run_mdlm
 
 import mdlm
 from support.data import sources
-from support.data.prepare import prepare
+from support.data.texts import prepare
 
 TEXTS = [f"Record {i} says: " + "na " * (i % 7) + "ü\n" for i in range(400)]
 

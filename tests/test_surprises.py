@@ -23,7 +23,7 @@ import mdlm
 import sample
 from support import cli, outputs, plots, ranks, signals, terminal
 from support.data import sources
-from support.data.prepare import prepare
+from support.data.texts import prepare
 from support.infill import templates
 from support.training import checkpoint
 from support.training import folder as run_folder

@@ -19,7 +19,7 @@ import mdlm
 import sample
 from support import cli
 from support.data import sources
-from support.data.prepare import prepare
+from support.data.texts import prepare
 from support.data.tokenizer import (
     Tokenizer,
     build_tokenizer,

@@ -41,17 +41,14 @@ class Settings:
     pack: bool = True  # put several documents of given lengths into a window
 
 
-def corpus_class(Corpus, ids):
-    """The class of corpora of these sources.Ids: Corpus, of plain text, or one with documents.
+def corpus_of_documents(Corpus):
+    """The class of corpora with an [END] in their vocabulary, from that of plain text.
 
-    They have documents if there is an [END] in their vocabulary. Windows start at a document, or T
-    tokens further in a long one, and are filled up with [END]; with --pack a window of training
-    holds as many documents as there is room for. Which [END] are learned: of given lengths none;
-    with --objective=ar the one that ends a document; of predicted lengths that one and all that
-    fill up the window.
+    Windows start at a document, or T tokens further in a long one, and are filled up with [END];
+    with --pack a window of training holds as many documents as there is room for. Which [END] are
+    learned: of given lengths none; with --objective=ar the one that ends a document; of predicted
+    lengths that one and all that fill up the window.
     """
-    if ids.tokenizer.end_id is None:
-        return Corpus
 
     class DocumentCorpus(Corpus):
         has_documents = True

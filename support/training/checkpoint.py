@@ -83,7 +83,9 @@ def save(folder: str | Path, model: torch.nn.Module, tokenizer: Tokenizer, confi
     if os.path.lexists(folder):
         raise UserError(f"{folder} exists; give the name of a new folder")
     weights = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
-    shards.check_finite(weights, f"in {folder}: not saved")
+    for name, t in weights.items():
+        if not t.isfinite().all():
+            raise UserError(f"{name} is not finite: {folder} is not saved")
     contents = describing(config, tokenizer, model)
     contents["model.safetensors"] = to_safetensors(weights)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -419,7 +421,9 @@ def training_tensors(model, averaged, optimizers):
         params = optimizer.param_groups[0]["params"]
         for j, slots in optimizer.state_dict()["state"].items():
             for name, t in slots.items():
-                tensors[f"optimizer{i}.{j}.{name}"] = shards.spread_like(params[j], t)
+                if shards.is_spread(params[j]):
+                    t = shards.spread_like(params[j], t)
+                tensors[f"optimizer{i}.{j}.{name}"] = t
     return tensors
 
 

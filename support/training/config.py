@@ -48,7 +48,10 @@ def new(Config, given):
     implied = dict(Config.presets[preset])
     if given.get("data") == "patterns":
         implied |= patterns.IMPLIED
-    implied |= inherited(given, settings.types_of(Config)) | networks.implied(given, implied)
+    if given.get("init_from"):
+        implied |= inherited(given, settings.types_of(Config))
+    if given.get("network") or given.get("init_from"):
+        implied |= networks.implied(given, implied)
     config = Config(**implied | given | {"preset": preset})
     config.prompt_column = config.prompt_column or config.chat_column
     choose_end(config, given, Config(**implied))
@@ -59,12 +62,12 @@ def new(Config, given):
 
 
 def inherited(given, known):
-    """The architecture of the run or checkpoint that --init_from names, for a new run; {} else.
+    """The architecture of the run or checkpoint that --init_from names; {} if it is none of ours.
 
     known: the names of all settings
     """
-    source = given.get("init_from")
-    if not source or checkpoint.is_foreign(source):
+    source = given["init_from"]
+    if checkpoint.is_foreign(source):
         return {}
     folders = [Path(source), *checkpoint.checkpoints(source)]
     path = next((p / "config.json" for p in folders if (p / "config.json").exists()), None)

@@ -15,7 +15,6 @@ from support.files import to_json, write_atomically, writing
 from support.settings import NO_LIMIT
 from support.terminal import escaped, silence_stdout
 from support.training import scores, shards
-from support.training.trackers import Tracker
 
 BAR = "{percentage:3.0f}%|{bar:16}| {desc}, {elapsed}<{remaining}{postfix}"
 
@@ -31,7 +30,7 @@ class Log:
         self.path = Path(config.out_dir) / "log.jsonl"
         self.last = (0, 0.0)  # tokens and time.monotonic() of the last training record
         self.speed = 0.0  # tokens/s up to then
-        self.tracker = Tracker("none")  # on the first rank: of --tracker
+        self.tracker = None  # on the first rank the Tracker of --tracker
         self.score = {}  # the last evaluation, for its checkpoint
 
     # ---- log.jsonl
@@ -61,7 +60,8 @@ class Log:
         seconds = round(run.clock.elapsed(), 3)
         line = to_json(dict(step=run.step, tokens=run.tokens, seconds=seconds) | values)
         ranks.first(lambda: self.append(line + "\n"))
-        self.tracker.add(json.loads(line))
+        if self.tracker:
+            self.tracker.add(json.loads(line))
 
     def append(self, line):
         """Append a line to log.jsonl; raise UserError if that fails or the file is gone."""

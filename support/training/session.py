@@ -21,8 +21,8 @@ from safetensors.torch import save as to_safetensors
 
 from support import devices, files, networks, plots, ranks
 from support.data import sources, windows
-from support.data.prepare import prepare
-from support.errors import UserError
+from support.data.texts import prepare
+from support.errors import RankError, UserError
 from support.signals import ENDING, is_main_thread, signals_wait
 from support.terminal import warn
 from support.training import (
@@ -64,8 +64,10 @@ def open_session(Config, given, start):
         session = Session(config, resumed_from, changed, machine, start)
         with memory_explained(session):
             yield session
-        session.log.tracker.close()
-        ranks.leave_ranks()
+        if session.log.tracker:
+            session.log.tracker.close()
+        if ranks.CONTROL:
+            ranks.leave_ranks()
 
 
 def find(Config, given, world):
@@ -99,7 +101,8 @@ def new_run(Config, given, world):
 def check(config, given, before, world):
     config.check(world)
     settings_of_run.check_idle(config, given, before)
-    trackers.check(config)
+    if config.tracker != "none":
+        trackers.check(config)
 
 
 def use_machine(config, rank, local_rank, world):
@@ -238,9 +241,10 @@ class Session:
         last: the step that the run goes on from; -1 for a new run
         """
         out_dir = self.config.out_dir
-        lines = self.log.lines(last)
-        records = [record for _, record in lines]
-        self.log.tracker = trackers.start(self.config, records)  # first, as it may be refused
+        lines = self.log.lines(last) if self.resumed_from else []
+        if self.config.tracker != "none":  # first, as it may be refused
+            records = [record for _, record in lines]
+            self.log.tracker = trackers.start(self.config, records)
         if self.resumed_from:
             checkpoint.finish_removal(out_dir, self.resumed_from)
         if self.config.overwrite:
@@ -257,8 +261,7 @@ class Session:
         with run.clock.save(run.step):
             weights = run.averaged.state_dict()
             tensors = checkpoint.training_tensors(run.model, run.averaged, run.optimizers)
-            where = f"at step {run.step}: not saved. {advice(run)}"
-            ranks.together(lambda: shards.check_finite(weights | tensors, where))
+            ranks.together(lambda: check_finite(run, weights | tensors))
             if run.config.shard:
                 with shards.saving(run.config.out_dir, weights, tensors) as files_of:
                     ranks.first(lambda: write(run, state, files_of()))
@@ -311,6 +314,14 @@ def restore(run, folder, changed):
     batch_size, _ = changed.get("batch_size", (run.config.batch_size, 0))
     run.begins_at = (run.step, state.get("sequences", run.step * batch_size))
     return state["finished"]
+
+
+def check_finite(run, tensors):
+    """Raise RankError if a tensor, or this rank's part of it, has NaN or infinity."""
+    for name, t in tensors.items():
+        part = t.to_local() if run.config.shard and hasattr(t, "to_local") else t
+        if not part.isfinite().all():
+            raise RankError(f"{name} is not finite at step {run.step}: not saved. {advice(run)}")
 
 
 def in_memory(weights, tensors):

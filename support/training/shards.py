@@ -228,15 +228,11 @@ def load(folder, into):
     except CheckpointException as e:
         why = min(e.failures.items())[1][0]
         raise UserError(f"{folder} does not fit its config: {why}") from e
-    where = f"in {folder}; take an earlier checkpoint, or train again"
-    ranks.together(lambda: check_finite(into, where))
+    fix = "take an earlier checkpoint, or train again"
 
+    def check():
+        for name, t in into.items():
+            if not local(t).isfinite().all():
+                raise RankError(f"{name} is not finite in {folder}; {fix}")
 
-def check_finite(tensors, where):
-    """Raise RankError if a tensor, or this rank's part of it, contains NaN or infinity.
-
-    where: the end of the error message
-    """
-    for name, t in tensors.items():
-        if not local(t).isfinite().all():
-            raise RankError(f"{name} is not finite {where}")
+    ranks.together(check)

@@ -15,13 +15,12 @@ from support.terminal import warn
 
 def check(config):
     """Raise UserError if the package of --tracker is missing."""
-    if config.tracker != "none":
-        optional(config.tracker, f"--tracker={config.tracker}")
+    optional(config.tracker, f"--tracker={config.tracker}")
 
 
 def start(config, log):
     """Return the Tracker of a run that goes on from the records in `log`, a list of dicts."""
-    starts = dict(none=lambda *_: Tracker("none"), wandb=start_wandb, tensorboard=start_tensorboard)
+    starts = dict(wandb=start_wandb, tensorboard=start_tensorboard)
     return starts[config.tracker](config, log)
 
 

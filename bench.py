@@ -378,7 +378,9 @@ def bench_kernels(options, device, table):
 # ---- Training
 def start_run(config, folder, device, dtype, kernel, compiled):
     """A mdlm.Run on the data in `folder`."""
-    corpus = mdlm.open_corpus(sources.of_config(folder, config), config, device)
+    corpus = mdlm.variants.open_corpus(
+        mdlm.Corpus, sources.of_config(folder, config), config, device
+    )
     ops = mdlm.select_kernels(kernel, device, config, dtype)
     if device.type == "cuda" and kernel == "auto" and ops.name != "triton":
         raise RuntimeError("Triton cannot run here: --kernels=auto would be PyTorch")

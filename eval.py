@@ -114,7 +114,9 @@ def open_data(data, folder, tokenizer, config, device):
             with naming(tmp):
                 prepare(settings, Path(tmp), tokenizer)
             path = Path(tmp)
-        corpus = mdlm.open_corpus(sources.of_config(path, config), config, device)
+        corpus = mdlm.variants.open_corpus(
+            mdlm.Corpus, sources.of_config(path, config), config, device
+        )
         if corpus.tokenizer.to_json() != tokenizer.to_json():
             raise UserError(f"{source} has another vocabulary than {folder}; give --data=FILE")
         if is_ids and not data:

@@ -43,11 +43,11 @@ from support.settings import (
     Amount,
     BelowOne,
     Count,
-    Half,
     Natural,
     Reads,
     Seed,
     Shard,
+    UpToHalf,
     Writes,
 )
 from support.training import checkpoint, compiling, shards
@@ -101,9 +101,7 @@ class Core:
     # Training
     objective: Literal["mdlm", "ar"] = "mdlm"  # masked diffusion, or the next token, to compare
     batch_size: Count = 64  # global batch size, in sequences
-    rate_margin: Half = (
-        0.5  # first half: mask rates in [m, 1-m] (0.5: all 1/2); then widen to [0, 1]
-    )
+    rate_margin: UpToHalf = 0.5  # share of the mask rates left out at each end in the first half
     optimizer: Literal["muon", "adamw"] = "muon"  # muon: for matrices; AdamW for the rest
     muon_lr: Amount = 0.02  # peak learning rate of Muon
     learning_rate: Amount = 3e-3  # peak learning rate of AdamW
@@ -162,7 +160,7 @@ class Corpus:
     """
 
     has_documents = False
-    chars_per_token = None  # of the validation text, where it is known
+    chars_per_token = None  # in the validation text; None: unknown
 
     def __init__(self, ids, config, device):
         self.T = config.block_size
@@ -170,12 +168,12 @@ class Corpus:
         self.device = device
         self.tokenizer = ids.tokenizer
         self.identity = ids.identity  # what --resume compares with
-        self.entropy = ids.meta.get("entropy")  # the exact one, known for --data=patterns
+        self.entropy = ids.meta.get("entropy")  # exact, known for --data=patterns only
         self.ids = dict(zip(("train", "val"), devices.to_tensors(ids.arrays, device)))
         self.cut(ids, config)
 
     def cut(self, ids, config):
-        """Count the windows, and by how many tokens an epoch may shift them."""
+        """Count the windows and the possible shifts of an epoch."""
         train, val = map(len, ids.arrays)
         self.n_validation = val // self.T
         self.W = train // self.T
@@ -183,28 +181,30 @@ class Corpus:
         if not ids.meta.get("aligned"):  # --data=patterns: a window is a pattern, never shifted
             self.W = max(1, self.W - 1)  # room for the offset
             self.n_offsets = min(self.T, train - self.W * self.T + 1)
-        self.mean_size = float(self.T)  # tokens of text in a window, on average; of documents fewer
-        self.mean_length = float(self.T)  # those of them that are masked and predicted ("learned")
+        self.mean_size = float(
+            self.T
+        )  # tokens of text in a window, on average: T, but for documents
+        self.mean_length = float(self.T)  # those of them that are to be predicted
         if ids.meta.get("characters"):
             self.chars_per_token = ids.meta["characters"][1] / val
 
     def take(self, part, windows, offset):
         """Windows (B,) of "train" or "val", by number -> their tokens (B, T) int64 on the device,
-        and how many of each are learned (B,)."""
+        and how many of each are to be predicted (B,)."""
         ids = self.ids[part]
         starts = to_device(windows * self.T + offset, ids.device)[:, None]  # (B, 1)
         x = ids[starts + torch.arange(self.T, device=ids.device)].long()
         return to_device(x, self.device), torch.full((len(x),), self.T)
 
-    def batch(self, samples):
-        """`take` for samples (B,), numbered from the start of the run: an epoch has W of them."""
-        epochs = samples // self.W
-        window = torch.zeros_like(samples)
-        offset = torch.zeros_like(samples)
+    def batch(self, sequences):
+        """`take` for sequences (B,), numbered from the start of the run: an epoch has W of them."""
+        epochs = sequences // self.W
+        window = torch.zeros_like(sequences)
+        offset = torch.zeros_like(sequences)
         for epoch in epochs.unique().tolist():
             here = epochs == epoch
             order, offset[here] = shuffle(self.W, self.n_offsets, self.seed, epoch)
-            window[here] = order[samples[here] % self.W]
+            window[here] = order[sequences[here] % self.W]
         return self.take("train", window, offset)
 
     def windows(self, limit=0):
@@ -214,14 +214,11 @@ class Corpus:
         return self.take("val", torch.arange(n) * W // n, 0)[0]
 
 
-def open_corpus(ids, config, device):
-    """The Corpus of a folder's ids, a sources.Ids; of documents if these end in [END]."""
-    has_end = ids.tokenizer.end_id is not None
-    kind = variants.documents.corpus_of_documents(Corpus) if has_end else Corpus
-    return kind(ids, config, device)
-
-
 # ---- Model: a pre-norm bidirectional transformer
+#
+# Its input is a View (support/view.py): ids of tokens; `at`, their positions; `rows`, where to
+# predict; and what variants need: `causal`, `sees` (the spans to which each position attends; None:
+# all), `cache` (keys and values of earlier blocks).
 class Layer(nn.Module):
     def __init__(self, config, attends=True):
         super().__init__()
@@ -232,7 +229,8 @@ class Layer(nn.Module):
         self.proj = nn.Linear(C, C, bias=False) if attends else None
         self.up = nn.Linear(C, 4 * C, bias=False)
         self.down = nn.Linear(4 * C, C, bias=False)
-        self.conv = nn.Parameter(torch.zeros(1 + attends, config.conv, C)) if config.conv else None
+        n_conv = 2 if attends else 1  # before attention and before the MLP
+        self.conv = nn.Parameter(torch.zeros(n_conv, config.conv, C)) if config.conv else None
 
     @property
     def conv_attention(self):  # (k, C) taps of the convolution before attention
@@ -258,7 +256,7 @@ class Layer(nn.Module):
             h = self.norm_attention(x, view, ops)
             qkv = self.qkv(h).view(B, T, 3, self.n_head, -1)
             # q and k are normalized and rotated by their positions; then softmax(q k^T / sqrt(D)) v
-            spans = dict(causal=view.causal, spans=view.sees)  # None: each position attends to all
+            spans = dict(causal=view.causal, spans=view.sees)
             y = ops.attention(qkv, cos, sin, qk_norm=True, **spans)  # (B, T, H, D)
             x = x + self.dropout(self.proj(y.reshape(B, T, C)))
         return x, self.norm_mlp(x, view, ops)
@@ -336,23 +334,24 @@ class Model(nn.Module):
 #
 # NELBO per token = the mean, over l uniform on {1..T} and random sets of l masked positions, of
 # the mean cross-entropy there (Hoogeboom et al., 2110.02037, eq. 7; Ou et al., 2406.03736). Why it
-# bounds -log p(x) / T from above: the model may write the tokens in any order, one by one, p(x) is
-# the mean over orders, and -log of a mean is at most the mean of -log (Jensen). With l tokens left,
-# the next one is any of these. The integral over t of MDLM and MD4 is the same number: with t
-# uniform, l is uniform on {0..T}, E[1/t | l] = (T + 1) / l, and l = 0 adds nothing. Drawing l has
-# less variance.
+# bounds -log p(x) / T from above: the model may write the tokens one by one in any order; p(x) is
+# the mean over orders, and -log of a mean is at most the mean of -log (Jensen). In a random order,
+# when l tokens are still masked, each of them is equally likely to be written next: hence the mean
+# over masked positions. The integral over t of MDLM and MD4 is the same number: with t uniform, l
+# is uniform on {0..T}, t given l is Beta(l + 1, T - l + 1), so E[1/t | l] = (T + 1) / l, and l = 0
+# adds nothing. Drawing l has less variance.
 class MaskedDiffusion:
     """The default: mask l tokens of a text, predict them, average. variants/ has what wraps it; a
     variant is a file there, and its name in VARIANTS (variants/__init__.py).
 
-    T: tokens of a text, which is a window of the corpus (in variants also a part of one).
-    batch_size: texts in a step's batch, over all ranks. samples (B,): their numbers in that batch.
+    T: tokens of a text: a window of the corpus (or a block of one, in variants). batch_size: texts
+    in a step's batch, over all ranks. samples (B,): their numbers in that batch.
     """
 
     metric = "nelbo"  # what `evaluate` estimates; "nll": exactly, each token given those before it
-    n_texts = 1  # in a window, each masked on its own: its blocks
-    end_id = -1  # the id of [END] if it is never predicted, as lengths are given; else -1
-    steps_are_alike = True  # whether steps differ in numbers alone: then graphs can replay them
+    n_texts = 1  # texts in a window, each masked on its own; in variants the blocks of a window
+    end_id = -1  # the id of [END] if it is never predicted, because lengths are given; else -1
+    steps_are_alike = True  # whether steps differ only in values: then CUDA graphs can replay them
 
     def __init__(self, config, mask_id):
         self.config = config
@@ -366,14 +365,14 @@ class MaskedDiffusion:
         self.rate_margin = variants.rate_margin(config)  # 0 for variants with rates of their own
 
     def mask_counts(self, step, margin_scale, samples, lengths):
-        """(B,) the number l of tokens to mask in texts of `lengths` (B,) tokens (here T).
+        """(B,) the number l of tokens to mask in texts with `lengths` (B,) tokens to predict: T.
 
         margin_scale: --rate_margin is multiplied by it. The margin is the share of the mask rates
         that is left out at each end: with 0.5, in the first half of a run, l is T / 2 or T / 2 + 1;
         with 0 it is uniform on {1..T}.
 
-        Neighbors get l and T + 1 - l, so B texts (B is even) mask exactly B (T + 1) / 2 tokens, and
-        shapes are static. (Of variants with shorter texts, fewer.)
+        Neighbors get l and T + 1 - l, so B texts mask exactly B (T + 1) / 2 tokens, and shapes are
+        static. (Config.check: B is even on each rank. Variants with shorter texts mask fewer.)
         """
         # A fraction u of the text for each pair of neighbors: one from each of batch_size / 2 equal
         # ranges, in random order.
@@ -390,15 +389,16 @@ class MaskedDiffusion:
     def view(self, xt, x0=None, rows=None):
         """What the network is shown of xt (B, T), tokens and [MASK]: each position sees all.
 
-        x0 (B, T): the text without masks, for variants that show it too. rows: where to predict.
+        x0 (B, T): the text without masks, which variants/blocks.py shows too. rows: where to
+        predict.
         """
         return View(xt, torch.arange(xt.shape[1], device=xt.device), rows=rows)
 
     def batch(self, ops, x0, counts, step, samples, seed=None, scored=None):
         """What to predict of texts x0 (B, T): a Batch. counts (B,): l, how many to mask.
 
-        The masks depend on (seed, step, sample) alone. An evaluation gives a seed of its own, for
-        masks that are the same in all runs, and scored (B, T) bool: only these tokens are masked.
+        The masks depend on (seed, step, sample) alone. Only an evaluation gives a seed, for masks
+        that are the same in all runs, and scored (B, T) bool: only these tokens are masked.
         """
         B, T = x0.shape
         # 1. Mask exactly l tokens of each text. rows (B T,): where they are in the flat batch, the
@@ -409,9 +409,8 @@ class MaskedDiffusion:
         # 2. Average over the masked tokens of a text, and over texts: each token weighs 1 / (B l).
         weights = 1 / (count * B)  # (B,)
         if seed is None:
-            rows = rows[
-                : B * (T + 1) // 2
-            ]  # as many are masked, as counts are mirrored: no padding
+            # So many are masked, because counts are mirrored: there is no padding.
+            rows = rows[: B * (T + 1) // 2]
             weights = weights[rows // T]
         else:  # counts of an evaluation are not mirrored
             rows, weights = masked_rows(rows, n_rows, weights, T)
@@ -439,7 +438,7 @@ class MaskedDiffusion:
         return None
 
     def notes(self):
-        """What a run says of its objective, lines of text."""
+        """Lines that a run prints about its objective."""
         return []
 
 
@@ -541,8 +540,9 @@ MAX_LOGITS = 1 << 27  # computed at once: 512 MiB in float32
 
 
 def score(model, batch, T, sums, observe=None):
-    """Add the tokens of a Batch of windows (B, T) to the sums of their texts, (4, B, n)."""
-    n_parts = math.ceil(T * model.vocab_size / MAX_LOGITS)  # of a window with too many logits
+    """Add the tokens of a Batch of windows (B, T) to `sums` (4, B, n) of their texts: weight, weight
+    * CE, weight * (top-1 is right), weight * CE of a window's first token."""
+    n_parts = math.ceil(T * model.vocab_size / MAX_LOGITS)  # a window may have too many logits
     for part in batch.without_padding().split(n_parts):
         logits = model(part.view)  # (m, V)
         if observe:
@@ -567,11 +567,11 @@ def evaluate(
     `nelbo`: the mean over windows and passes of the mean CE over masked tokens (an upper bound of
     the NLL), `se`: its standard error. `by_window`, `tokens_by_window`: the mean of each window
     (W,), and its number of tokens; `by_mask`: tokens masked and their mean CE, (passes, W) lists
-    (not of blocks); `ce`, `accuracy` (top-1): by tenths of the mask rate. (Of an autoregressive
+    (not for blocks); `ce`, `accuracy` (top-1): by tenths of the mask rate. (For an autoregressive
     model `nll`, and `ar_shifted`: without the first token of each window.)
     observe(at, targets, logits): sees each batch, (n,) places in the flat windows, (n,), (n, V).
-    deadline: time.monotonic() after which no second batch begins (a part is fair: each batch has
-    windows of all the text). scored (W, T) bool: mask and score these (default: the objective's).
+    deadline: time.monotonic() after which no further batch begins; a partial result is fair, as
+    each batch has windows from all over the text. scored (W, T) bool: mask and score only these.
     """
     scored = check_evaluation(model, windows, scored)
     W, T = windows.shape
@@ -581,13 +581,12 @@ def evaluate(
     is_exact = objective.metric == "nll"  # then all are predicted in one pass
     lengths = scored.unflatten(1, (n, -1)).sum(2).cpu()  # (W, n)
     counts = lengths[None] if is_exact else stratified_counts(lengths, int(passes), int(seed))
-    # The sums of each text: weight, weight * CE, weight * (top-1 is right), CE of a first token.
     sums = torch.zeros(4, *counts.shape, dtype=torch.float64)  # (4, passes, W, n)
     batch_size = max(1, min(batch_size, MAX_LOGITS // (T * model.vocab_size)))
     n_batches = math.ceil(W / batch_size)
     with eval_mode(model):
         for i in ranks.split_work(range(n_batches)):
-            numbers = torch.arange(i, W, n_batches)
+            numbers = torch.arange(i, W, n_batches)  # all over the text
             samples = numbers.to(windows.device)
             x0 = windows[samples]  # (B, T)
             for k, count in enumerate(counts):
@@ -599,7 +598,7 @@ def evaluate(
                 found = torch.zeros(4, len(x0), n, dtype=torch.float64)
                 score(model, batch, T, found, observe)
                 sums[:, k, numbers] = found
-            if ranks.is_late(deadline):
+            if ranks.is_late(deadline):  # or a signal came
                 break
     return summary(ranks.all_reduce(sums), counts, scored.cpu(), is_exact)
 
@@ -694,7 +693,7 @@ def make_run(config, corpus, machine, pretrained=None):
     model = build()
     averaged = build().eval() if config.ema else model
     optimizers = make_optimizers(model, config, device)
-    engine = Engine(model, dtype, new_weight=torch.zeros((), device=device), rank=rank, world=world)
+    engine = Engine(model, dtype, ema_weight=torch.zeros((), device=device), rank=rank, world=world)
     return Run(config, corpus, model, averaged, optimizers, device, engine)
 
 
@@ -708,7 +707,7 @@ def report(run, is_last=False):
             raw = r if run.averaged is run.model else evaluate(run.model, budget.windows, **how)
         calls = run.clock.preview_calls(run, budget, r, raw)
         if is_last and ranks.was_stopped():
-            return  # by a signal, which cut it short: --resume evaluates again
+            return  # stopped by a signal, so partial: --resume evaluates again
         run.log.evaluation(run, r, raw, is_last)
         # With --shard every rank must take part in each call of the model.
         if (run.engine.rank == 0 or run.config.shard) and run.step and calls:
@@ -728,10 +727,10 @@ def set_up(session):
     """The Run of a session: new, from the weights of --init_from, or from a checkpoint."""
     pretrained, source = session.open_source(load)
     ids = session.open_data(pretrained, source)
-    corpus = open_corpus(ids, session.config, session.machine.device)
+    corpus = variants.open_corpus(Corpus, ids, session.config, session.machine.device)
     run = make_run(session.config, corpus, session.machine, pretrained)
     session.begin(run, source)  # loads the weights, or on --resume all that a checkpoint has
-    if compiling.prepare_engine(run):  # then its first call compiles: here, not in the first step
+    if compiling.prepare_engine(run):  # if so, the first call compiles: here, not in a step
         compute_gradients(run, run.step, 0.0)
         run.model.zero_grad()
     return run
@@ -745,7 +744,7 @@ def train(given, start):
         if not session.resumed_from:
             report(run)
         with log.progress(run) as show_progress:
-            # Until it is over, or Ctrl-C or SIGTERM came: they end the loop after a step.
+            # goes_on updates clock.progress; a Ctrl-C or SIGTERM ends the loop after the step.
             while clock.goes_on(run.step):
                 train_step(run, run.step, clock.progress)
                 run.step += 1

@@ -136,7 +136,9 @@ def losses(name):
     config = mdlm.Config(**mdlm.PRESETS["gpu"] | dict(preset="gpu", vocab_size=65, dropout=0.0))
     with tempfile.TemporaryDirectory() as folder:
         bench.write_tokens(folder, 65)
-        corpus = mdlm.open_corpus(sources.of_config(folder, config), config, device)
+        corpus = mdlm.variants.open_corpus(
+            mdlm.Corpus, sources.of_config(folder, config), config, device
+        )
         dtype = devices.pick_dtype("auto", device)
         ops = mdlm.select_kernels(name, device, config, dtype)
         run = mdlm.make_run(config, corpus, devices.Machine(device, dtype, ops))

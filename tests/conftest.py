@@ -92,7 +92,7 @@ def run(short_run, tmp_path):
 
 def corpus_of(folder, config, device=CPU):
     """The Corpus of a folder of ids."""
-    return mdlm.open_corpus(sources.of_config(folder, config), config, device)
+    return mdlm.variants.open_corpus(mdlm.Corpus, sources.of_config(folder, config), config, device)
 
 
 def run_mdlm(*args):

@@ -267,7 +267,7 @@ def does_not_vary(folder, monkeypatch):
             mdlm.update(run)
         states = [s for o in run.optimizers for s in (*o.state.values(), *o.param_groups)]
         kept = [x.data_ptr() for x in tree_leaves(states) if isinstance(x, torch.Tensor)]
-        seen.append((watched.seen, kept, run.engine.new_weight.data_ptr()))
+        seen.append((watched.seen, kept, run.engine.ema_weight.data_ptr()))
     assert seen[2][0]
     # The first step makes the optimizers' state.
     return seen[2] == seen[3], run.objective.steps_are_alike

@@ -65,6 +65,13 @@ def choose(config, default, end_id=None, mean_length=None):
     return objective
 
 
+def open_corpus(Corpus, ids, config, device):
+    """The Corpus of a folder's sources.Ids; with documents if there is an [END] in its vocabulary."""
+    if ids.tokenizer.end_id is not None:
+        Corpus = documents.corpus_of_documents(Corpus)
+    return Corpus(ids, config, device)
+
+
 def model_class(config, Model):
     """The class of the networks of a config: Model, or what variants make of it."""
     for of_variant in having("model_class", config):

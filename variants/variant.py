@@ -2,7 +2,11 @@
 
 
 class Variant:
-    """An objective that changes some of what `inner` does, and leaves the rest to it."""
+    """An objective that changes some of what `inner` does, and leaves the rest to it.
+
+    What inner.batch shows is made by inner.view: who overrides `view` overrides `batch` too, as
+    time_conditioning.py does.
+    """
 
     def __init__(self, inner):
         self.inner = inner

@@ -81,7 +81,7 @@ def set_rates(run, step, scale):
             group["lr"].fill_(scale * optimizer.defaults["lr"])
     # Shorten the EMA window as the learning rate decays: it would lag behind the weights.
     new = (1 - min(run.config.ema, (1 + step) / (10 + step))) / max(scale, 1e-6)
-    run.engine.new_weight.fill_(min(new, 1))
+    run.engine.ema_weight.fill_(min(new, 1))
 
 
 def average(averaged, weights, new_weight):
@@ -108,4 +108,4 @@ def update(run):
         both = [[*m.parameters()] for m in (run.averaged, run.model)]
         if run.config.shard:  # each rank has a part of them
             both = [[p.to_local() for p in params] for params in both]
-        run.engine.average(*both, run.engine.new_weight)
+        run.engine.average(*both, run.engine.ema_weight)

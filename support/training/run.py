@@ -28,7 +28,7 @@ class Engine:
 
     network: torch.nn.Module  # the model as it is trained: compiled, in DDP
     dtype: torch.dtype  # of matrix products
-    new_weight: torch.Tensor  # () of the newest weights in the averaged ones
+    ema_weight: torch.Tensor  # () of the newest weights in the averaged ones
     rank: int = 0
     world: int = 1
     call: Callable = run_eagerly

@@ -189,7 +189,9 @@ def training(dtype, g, steps):
         losses = []
         for kind, precision in (("triton", dtype), ("torch", dtype), ("torch", torch.float32)):
             device = torch.device("cpu")
-            corpus = mdlm.open_corpus(sources.of_config(folder, config), config, device)
+            corpus = mdlm.variants.open_corpus(
+                mdlm.Corpus, sources.of_config(folder, config), config, device
+            )
             ops = kernels.select(kind, device, 32, precision)
             run = mdlm.make_run(config, corpus, mdlm.devices.Machine(device, precision, ops))
             losses.append([])

@@ -181,9 +181,7 @@ class Corpus:
         if not ids.meta.get("aligned"):  # --data=patterns: a window is a pattern, never shifted
             self.W = max(1, self.W - 1)  # room for the offset
             self.n_offsets = min(self.T, train - self.W * self.T + 1)
-        self.mean_size = float(
-            self.T
-        )  # tokens of text in a window, on average: T, but for documents
+        self.mean_size = float(self.T)  # tokens of text in a window, on average (documents: fewer)
         self.mean_length = float(self.T)  # those of them that are to be predicted
         if ids.meta.get("characters"):
             self.chars_per_token = ids.meta["characters"][1] / val
@@ -540,8 +538,8 @@ MAX_LOGITS = 1 << 27  # computed at once: 512 MiB in float32
 
 
 def score(model, batch, T, sums, observe=None):
-    """Add the tokens of a Batch of windows (B, T) to `sums` (4, B, n) of their texts: weight, weight
-    * CE, weight * (top-1 is right), weight * CE of a window's first token."""
+    """Add the tokens of a Batch of windows (B, T) to `sums` (4, B, n) of their texts: of weight,
+    weight * CE, weight * (top-1 is right), and weight * CE of a window's first token."""
     n_parts = math.ceil(T * model.vocab_size / MAX_LOGITS)  # a window may have too many logits
     for part in batch.without_padding().split(n_parts):
         logits = model(part.view)  # (m, V)

@@ -66,7 +66,7 @@ def choose(config, default, end_id=None, mean_length=None):
 
 
 def open_corpus(Corpus, ids, config, device):
-    """The Corpus of a folder's sources.Ids; with documents if there is an [END] in its vocabulary."""
+    """The Corpus of sources.Ids; one with documents if there is an [END] in their vocabulary."""
     if ids.tokenizer.end_id is not None:
         Corpus = documents.corpus_of_documents(Corpus)
     return Corpus(ids, config, device)

@@ -94,9 +94,7 @@ class Core:
     dropout: BelowOne = 0.2  # dropout rate
     attention_every: Count = 1  # only every k-th layer has attention; the last one always does
     conv: Natural = 5  # width of the convolution before attention and MLP
-    pos: Literal["rope", "learned", "sinusoidal"] = (
-        "rope"  # positional encoding (variants/positions.py)
-    )
+    pos: Literal["rope", "learned", "sinusoidal"] = "rope"  # positional encoding
     tie: bool = False  # share weights between the token embedding and the output layer
     # Training
     objective: Literal["mdlm", "ar"] = "mdlm"  # masked diffusion, or the next token, to compare
@@ -302,7 +300,8 @@ class Model(nn.Module):
             nn.init.normal_(self.embed.weight, std=0.02)
 
     def inputs(self, view):
-        """Vectors of the tokens (B, N, C), and RoPE's tables (..., D / 2) of their positions."""
+        """Vectors of the tokens (B, N, C), and RoPE's tables (..., D / 2) of their positions. (Other
+        positions than --pos=rope: variants/positions.py.)"""
         x = F.rms_norm(self.embed(view.ids), (self.config.n_embd,))
         return x, self.cos[view.at], self.sin[view.at]
 

@@ -169,7 +169,7 @@ def card(folder, model, tokenizer, config, name):
         end = "x[0, 0] = tokenizer.eos_token_id  # of an empty prompt; else its ids first\n"
     fields = dict(
         name=heading(name),
-        path=repr(name),
+        path=json.dumps(name, ensure_ascii=False),
         data=code(config.data),
         quality=quality(folder, config),
         size=size,

@@ -99,7 +99,7 @@ class Core:
     # Training
     objective: Literal["mdlm", "ar"] = "mdlm"  # masked diffusion, or the next token, to compare
     batch_size: Count = 64  # global batch size, in sequences
-    rate_margin: UpToHalf = 0.5  # share of the mask rates left out at each end in the first half
+    rate_margin: UpToHalf = 0.5  # mask rates left out at each end, first half (0.5: all 1/2)
     optimizer: Literal["muon", "adamw"] = "muon"  # muon: for matrices; AdamW for the rest
     muon_lr: Amount = 0.02  # peak learning rate of Muon
     learning_rate: Amount = 3e-3  # peak learning rate of AdamW
@@ -214,7 +214,7 @@ class Corpus:
 #
 # Its input is a View (support/view.py): ids of tokens; `at`, their positions; `rows`, where to
 # predict; and what variants need: `causal`, `sees` (the spans to which each position attends; None:
-# all), `cache` (keys and values of earlier blocks).
+# all), `cache` (keys and values of earlier blocks). `ops` are the kernels, Triton's or PyTorch's.
 class Layer(nn.Module):
     def __init__(self, config, attends=True):
         super().__init__()
@@ -261,7 +261,7 @@ class Layer(nn.Module):
         return x + self.dropout(self.down(F.relu(self.up(h), inplace=True).square()))
 
     def forward(self, x, cos, sin, view, ops, rows=None):
-        """rows: flat positions where the output is needed, of the last layer (None: everywhere)."""
+        """rows: flat positions, of any shape, where the last layer's output is needed."""
         x, h = self.before_mlp(x, cos, sin, view, ops)
         if rows is not None:
             x, h = (z.flatten(0, 1).index_select(0, rows.flatten()) for z in (x, h))
@@ -300,8 +300,8 @@ class Model(nn.Module):
             nn.init.normal_(self.embed.weight, std=0.02)
 
     def inputs(self, view):
-        """Vectors of the tokens (B, N, C), and RoPE's tables (..., D / 2) of their positions. (Other
-        positions than --pos=rope: variants/positions.py.)"""
+        """Vectors of the tokens (B, N, C), and RoPE's tables (..., D / 2) of their positions.
+        (variants/positions.py has others.)"""
         x = F.rms_norm(self.embed(view.ids), (self.config.n_embd,))
         return x, self.cos[view.at], self.sin[view.at]
 
@@ -334,9 +334,9 @@ class Model(nn.Module):
 # bounds -log p(x) / T from above: the model may write the tokens one by one in any order; p(x) is
 # the mean over orders, and -log of a mean is at most the mean of -log (Jensen). In a random order,
 # when l tokens are still masked, each of them is equally likely to be written next: hence the mean
-# over masked positions. The integral over t of MDLM and MD4 is the same number: with t uniform, l
-# is uniform on {0..T}, t given l is Beta(l + 1, T - l + 1), so E[1/t | l] = (T + 1) / l, and l = 0
-# adds nothing. Drawing l has less variance.
+# over masked positions. MDLM and MD4 mask each token with probability t and weigh its loss by 1/t.
+# Their integral over t is the same number: l is uniform on {0..T}, t given l is Beta(l + 1, T - l
+# + 1), so E[1/t | l] = (T + 1) / l, and l = 0 adds nothing. Drawing l has less variance.
 class MaskedDiffusion:
     """The default: mask l tokens of a text, predict them, average. variants/ has what wraps it; a
     variant is a file there, and its name in VARIANTS (variants/__init__.py).
@@ -364,12 +364,13 @@ class MaskedDiffusion:
     def mask_counts(self, step, margin_scale, samples, lengths):
         """(B,) the number l of tokens to mask in texts with `lengths` (B,) tokens to predict: T.
 
-        margin_scale: --rate_margin is multiplied by it. The margin is the share of the mask rates
-        that is left out at each end: with 0.5, in the first half of a run, l is T / 2 or T / 2 + 1;
-        with 0 it is uniform on {1..T}.
+        margin_scale: factor on --rate_margin. The margin is the share of the mask rates that is
+        left out at each end: with 0.5, in the first half of a run, l is T / 2 or T / 2 + 1; with 0
+        it is uniform on {1..T}.
 
         Neighbors get l and T + 1 - l, so B texts mask exactly B (T + 1) / 2 tokens, and shapes are
-        static. (Config.check: B is even on each rank. Variants with shorter texts mask fewer.)
+        static. (Micro-batches begin with an even sample. Variants with shorter texts mask fewer, and
+        have a `batch` of their own.)
         """
         # A fraction u of the text for each pair of neighbors: one from each of batch_size / 2 equal
         # ranges, in random order.
@@ -399,14 +400,14 @@ class MaskedDiffusion:
         """
         B, T = x0.shape
         # 1. Mask exactly l tokens of each text. rows (B T,): where they are in the flat batch, the
-        # first n_rows of them; the rest is padding, -1.
+        # first n_rows of them; the rest is padding, -1. count: l, or all that may be masked.
         key = (self.seed if seed is None else seed, step, samples)
         given = None if scored is None else ~scored
         xt, count, rows, n_rows = ops.mask_tokens(x0, counts, self.mask_id, *key, given)
         # 2. Average over the masked tokens of a text, and over texts: each token weighs 1 / (B l).
         weights = 1 / (count * B)  # (B,)
         if seed is None:
-            # So many are masked, because counts are mirrored: there is no padding.
+            # Mirrored counts mask exactly this many tokens: there is no padding.
             rows = rows[: B * (T + 1) // 2]
             weights = weights[rows // T]
         else:  # counts of an evaluation are not mirrored
@@ -454,7 +455,7 @@ def draw_batch(run, step, margin_scale, samples):
 
 
 def backward(run, x0, counts, step, samples):
-    """Add the gradients of a micro-batch from draw_batch; returns what it adds to the loss."""
+    """Add the gradients of a micro-batch from draw_batch; returns its share of the loss."""
     with run.autocast():
         batch = run.objective.batch(run.model.ops, x0, counts, step, samples)
         loss = run.objective.loss(run.engine.network, batch)
@@ -489,7 +490,7 @@ def lr_scale(config, step, progress):
 
 
 def margin_scale(progress):
-    """--rate_margin over its peak: whole in the first half of a run, then down to 0 at its end."""
+    """The factor on --rate_margin: 1 in the first half of a run, then down to 0 at its end."""
     return min(1.0, 2 * (1 - progress))
 
 
@@ -591,7 +592,7 @@ def evaluate(
                 count = count[numbers].flatten().to(x0.device)  # (B n,)
                 key = dict(seed=int(seed) ^ 0x5EED, step=k, samples=samples)
                 batch = objective.batch(model.ops, x0, count, **key, scored=scored[samples])
-                # 3. Add up by text.
+                # 3. Add up by text. (`summary` divides by the sum of weights, so B cancels.)
                 found = torch.zeros(4, len(x0), n, dtype=torch.float64)
                 score(model, batch, T, found, observe)
                 sums[:, k, numbers] = found
@@ -604,8 +605,7 @@ def evaluate(
 def make_model(
     config, vocab_size, ops, end_id=None, mean_length=None, shard_fn=lambda m: m, pretrained=None
 ):
-    """A Model, or what a pretrained.Network builds, with its objective: end_id and mean_length are
-    for variants.choose."""
+    """Build a Model or a pretrained one with its objective (end_id, mean_length: variants.choose)."""
     build = pretrained.build if pretrained else variants.model_class(config, Model)
     model = build(config, vocab_size, ops, shard_fn)
     objective = MaskedDiffusion(config, model.mask_id)
@@ -652,7 +652,7 @@ def load(
     Weights are float32: the averaged ones, with --ema. kernel: auto, triton or torch. whole: load
     a model of blocks trained with --infill_share as one without blocks, which sees text after gaps.
     trust_remote_code: run the code that came with its network; nothing else is run or unpickled.
-    Raises UserError, a ValueError, for anything but an intact checkpoint.
+    Raises UserError, a ValueError, unless the checkpoint is intact.
     """
     device = devices.pick_device(str(device))
 
@@ -677,7 +677,9 @@ def load(
 def make_run(config, corpus, machine, pretrained=None):
     """A Run with fresh weights on a devices.Machine. pretrained: a pretrained.Network, or ours."""
     device, dtype, ops, rank, world = machine
-    shard_fn = shards.make_shard_fn(config.shard, device, dtype, world)
+    shard_fn = functools.partial(nn.Module.to, device=device)  # of each layer, and of the model
+    if config.shard:
+        shard_fn = shards.make_shard_fn(config.shard, device, dtype, world)
     V, end_id = corpus.tokenizer.vocab_size, corpus.tokenizer.end_id
 
     def build():  # twice, with the same weights
@@ -727,7 +729,7 @@ def set_up(session):
     corpus = variants.open_corpus(Corpus, ids, session.config, session.machine.device)
     run = make_run(session.config, corpus, session.machine, pretrained)
     session.begin(run, source)  # loads the weights, or on --resume all that a checkpoint has
-    if compiling.prepare_engine(run):  # if so, the first call compiles: here, not in a step
+    if compiling.prepare_engine(run):  # the first call compiles: now, not during the first step
         compute_gradients(run, run.step, 0.0)
         run.model.zero_grad()
     return run
@@ -759,7 +761,7 @@ def train(given, start):
                     session.save(run)
 
         # The end is an evaluation and a save of the same step; an interrupted run is only saved.
-        if not clock.signal and not session.has_ended:
+        if not clock.signal and not session.is_over:  # --resume found nothing to do
             report(run, is_last=True)
         return session.end(run)
 

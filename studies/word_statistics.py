@@ -9,7 +9,7 @@ from pathlib import Path
 
 from support import files, plots, terminal
 from support.data import records, sources
-from support.data.ids import map_ids
+from support.data.sources import map_ids
 from support.errors import UserError
 from support.infill.templates import joined
 from support.settings import parse
@@ -27,7 +27,7 @@ def training_text(folder, tokenizer, config):
         data = Path(config.data)
     try:
         if (data / "train.bin").exists():
-            dtype = sources.dtype_of(sources.read_meta(data / "meta.json"), config.bin_dtype)
+            dtype = sources.read_meta(data / "meta.json")["dtype"]
             ids = map_ids(data / "train.bin", dtype)
             return tokenizer.decode(ids[:ENOUGH].tolist())
         path = sources.shakespeare() if config.data == "shakespeare" else config.data

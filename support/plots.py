@@ -150,12 +150,6 @@ def validations(log):
     return key, [r for r in log if r.get(key) is not None]
 
 
-def read_entropy(out_dir):
-    """Return the exact entropy of the patterns of a run, nats per token; None for other data."""
-    with contextlib.suppress(UserError):
-        return read_json(Path(out_dir) / "data" / "meta.json", "data").get("entropy")
-
-
 def smooth(values, least=1):
     """Smooth a list of values with a running mean over a fortieth of them, but at least `least`.
 
@@ -217,7 +211,9 @@ def plot_losses(path, out_dirs=(), names=()):
     logs = [read_log(out_dir) for out_dir in out_dirs]
     several = len(logs) > 1
     fig, axes = figure(10 if several else 7, 4.2, 1, 1 + several, squeeze=False, sharey=True)
-    entropy = read_entropy(out_dirs[0])
+    entropy = None
+    with contextlib.suppress(UserError):  # of synthetic patterns
+        entropy = read_json(Path(out_dirs[0]) / "data" / "meta.json", "data").get("entropy")
     shown = []
     for x, ax in zip(("step", "seconds"), axes[0]):
         for name, log, color in zip(names or out_dirs, logs, itertools.cycle(COLORS)):

@@ -38,7 +38,7 @@ from safetensors import safe_open
 
 from support import files, lora, parts, remote_code
 from support.chat import ChatTemplate
-from support.data.ids import slices_of
+from support.data.sources import slices_of
 from support.data.tokenizer import describe
 from support.environment import optional
 from support.errors import UserError

@@ -193,7 +193,7 @@ def draw(model, x0, step=0, samples=None, margin=0.0):
     corpus = SimpleNamespace(
         batch=lambda numbers: (x0[numbers % len(x0)], scored[numbers % len(x0)])
     )
-    run = SimpleNamespace(corpus=corpus, objective=model.objective, sequences=lambda step: 0)
+    run = SimpleNamespace(corpus=corpus, objective=model.objective, sequences_before=lambda step: 0)
     return mdlm.draw_batch(run, step, margin, samples)
 
 

@@ -182,5 +182,6 @@ def test_files_that_are_compared_are_kept(tmp_path, monkeypatch, capsys):
         (tmp_path / name).write_text(json.dumps(evaluation(1)))
     before = (tmp_path / "b.json").read_bytes()
     assert cli.run(eval.main, ["--compare=a.json,b.json", "--json=b.json"]) == 2
-    assert "--compare and --json name the same file" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--compare" in said and "--json" in said
     assert (tmp_path / "b.json").read_bytes() == before

@@ -9,7 +9,6 @@ import json
 import os
 import pickle
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -234,26 +233,8 @@ def test_a_batch_may_be_a_pipe(run, tmp_path, capsys):
     os.mkfifo(tmp_path / "b")
     writer = threading.Timer(1.5, (tmp_path / "b").write_text, ["The█\nA█\n"])
     writer.start()
-    code, printed, said = call(sample.main, capsys, *flags, f"--batch={tmp_path / 'b'}")
+    code, printed, _ = call(sample.main, capsys, *flags, f"--batch={tmp_path / 'b'}")
     assert code == 0 and len(printed.splitlines()) == 2
-    assert str(tmp_path / "b") in said
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="has no such files")
-def test_a_pipe_without_a_writer_is_waited_for_until_ctrl_c(run, tmp_path):
-    os.mkfifo(tmp_path / "b")
-    command = [sys.executable, "sample.py", f"--out_dir={run}", f"--batch={tmp_path / 'b'}"]
-    # Whoever started the tests may ignore Ctrl-C, as a shell does for what it runs with &.
-    restore = dict(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    pipes = dict(cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen(command, **pipes, **restore) as process:
-        try:
-            assert str(tmp_path / "b") in process.stderr.readline()
-            process.send_signal(signal.SIGINT)
-            assert process.wait(30) == 130
-            assert process.stderr.read().strip() == ""
-        finally:
-            process.kill()  # else leaving `with` would wait for it
 
 
 # --------------------------------------------------------------------------------------------------
@@ -600,7 +581,7 @@ def test_the_number_of_documents_is_said(tmp_path, capsys):
         assert prepared(tmp_path / name, tmp_path / f"{name}-ids", **more)[0].n_documents == n
     flags = [*TINY, "--max_steps=1", "--end=24", f"--out_dir={tmp_path / 'o'}"]
     assert run_mdlm(f"--data={tmp_path / 'ids'}", *flags) == 0
-    assert " 36 documents" in capsys.readouterr().out
+    assert "documents: 36" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------------

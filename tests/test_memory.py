@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support import cli
-from support.training import advice
+from support.training import session
 
 LARGE = ["--preset=gpu", "--device=cpu", "--compile=off", "--n_head=3", "--eval_windows=2"]
 LARGE += ["--max_steps=1", "--eval_interval=1000", "--log_interval=1"]
@@ -36,5 +36,5 @@ def test_programs_say_how_much_was_asked_for(error, words, monkeypatch, capsys):
 
 def test_other_errors_stay_what_they_are():
     here = SimpleNamespace(run=None)
-    with pytest.raises(RuntimeError, match="a bug"), advice.memory_explained(here):
+    with pytest.raises(RuntimeError, match="a bug"), session.memory_explained(here):
         raise RuntimeError("a bug")

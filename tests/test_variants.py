@@ -102,7 +102,7 @@ def test_a_variant_is_one_line_in_the_list():
     """What it asks for, what it is refused with, and how it wraps, are in its own file."""
     file = SimpleNamespace(
         __name__="variants.toy",
-        asked=lambda config, has_documents: "--seed=7" if config.seed == 7 else "",
+        FLAG="seed",
         wrap=lambda objective, end_id, mean_length: Distilled(objective, None),
         REFUSED=dict(blocks="for a test"),
     )

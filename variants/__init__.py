@@ -2,9 +2,10 @@
 
 An objective says two things: what the network is shown (a support.view.View), and which tokens
 count how much. A variant changes some of that and leaves the rest to the objective that it wraps.
-To add one, write its file and name it in VARIANTS. The file has
+To add one, write its file and name it in VARIANTS. The file has one of
 
-    asked(config, has_documents)  the flag that asks for it, or ""
+    FLAG                          the setting that asks for it, by another value than its default
+    asked(config, has_documents)  the flag that asks for it, such as "--span=4"; "": none does
 
 and what it needs of
 
@@ -40,7 +41,13 @@ def asked(config, has_documents=False):
     """
     found = {}
     for file in VARIANTS:
-        if flag := file.asked(config, has_documents):
+        if hasattr(file, "FLAG"):
+            value = getattr(config, file.FLAG)
+            is_default = value == getattr(type(config), file.FLAG)
+            flag = "" if is_default else f"--{file.FLAG}" + f"={value}" * (value is not True)
+        else:
+            flag = file.asked(config, has_documents)
+        if flag:
             found[file.__name__.rpartition(".")[2]] = (file, flag)
     return found
 

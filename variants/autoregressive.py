@@ -18,8 +18,7 @@ REFUSED = dict(
 )
 
 
-def asked(config, has_documents):
-    return "--objective=ar" if config.objective == "ar" else ""
+FLAG = "objective"
 
 
 def wrap(objective, end_id, mean_length):

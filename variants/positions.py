@@ -8,9 +8,7 @@ import torch.nn as nn
 
 from support.kernels.reference import rotary_tables
 
-
-def asked(config, has_documents):
-    return f"--pos={config.pos}" if config.pos != "rope" else ""
+FLAG = "pos"
 
 
 def with_positions(Model):

@@ -23,8 +23,7 @@ class Settings:
     chat_column: str = ""  # the column of conversations; the assistant's messages are learned
 
 
-def asked(config, has_documents):
-    return f"--prompt_column={config.prompt_column}" if config.prompt_column else ""
+FLAG = "prompt_column"
 
 
 def wrap(objective, end_id, mean_length):

@@ -23,8 +23,7 @@ class Settings:
     time_conditioning: bool = False  # condition on the mask rate (adaLN)
 
 
-def asked(config, has_documents):
-    return "--time_conditioning" if config.time_conditioning else ""
+FLAG = "time_conditioning"
 
 
 def wrap(objective, end_id, mean_length):

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import torch
 
-from support.data.ids import slices_of
 from support.data.records import PIECE
+from support.data.sources import slices_of
 from support.errors import UserError
 
 

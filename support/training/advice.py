@@ -1,12 +1,8 @@
 """What to do about a run that cannot go on: sentences that name flags which it accepts."""
 
-import contextlib
 from pathlib import Path
 
 import torch
-
-from support import memory
-from support.errors import RankError
 
 
 def advice(run):
@@ -50,23 +46,3 @@ def advice_on_memory(run):
     if not fixes:
         fixes = ["a lower --block_size and --n_embd" if saved_step(run) < 0 else "more memory"]
     return go_on(run, " or ".join(fixes))
-
-
-@contextlib.contextmanager
-def memory_explained(here):
-    """Context manager: turn an error of a full memory into one sentence, a RankError.
-
-    here: a session, whose run is there once it has begun
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as e:
-        run = here.run
-        if not memory.is_full(e) or run is None:
-            raise
-        config = run.config
-        batch = f"{run.micro_batch} sequences of {config.block_size} tokens at a time"
-        millions = sum(p.numel() for p in run.model.parameters()) / 1e6
-        model = f"{millions:.2f} M parameters in {config.n_layer} layers x {config.n_embd}"
-        what = f"out of memory on {run.device}{memory.asked_for(e)}, with {batch}, {model}"
-        raise RankError(f"{what}. {advice_on_memory(run)}") from e

@@ -421,7 +421,7 @@ def training_tensors(model, averaged, optimizers):
         params = optimizer.param_groups[0]["params"]
         for j, slots in optimizer.state_dict()["state"].items():
             for name, t in slots.items():
-                if shards.is_spread(params[j]):
+                if hasattr(params[j], "to_local"):  # with --shard
                     t = shards.spread_like(params[j], t)
                 tensors[f"optimizer{i}.{j}.{name}"] = t
     return tensors

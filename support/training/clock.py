@@ -140,10 +140,11 @@ class Clock:
         """The Budget of the next evaluation."""
         windows = run.corpus.windows(self.config.eval_windows)
         W = len(windows)
-        n, calls = (W, most_calls(run)) if is_last else self.size(run, W)
+        n, calls = (W, calls_of(run, PREVIEW_CALLS[2])) if is_last else self.size(run, W)
         if n < W:
             windows = windows[torch.arange(n) * W // n]  # evenly spread over the validation text
-        until = self.end() - 2 - self.saving
+        end = self.start - self.seconds + (self.config.time_limit or math.inf)  # of --time_limit
+        until = end - 2 - self.saving
         if not is_last:
             until -= min(self.ending, LAST_FRACTION * self.config.time_limit)
         scored_until = until
@@ -167,11 +168,11 @@ class Clock:
             return min(BATCHES * config.batch_size, W), max(least, calls_of(run, PREVIEW_CALLS[1]))
         evaluations = (config.max_steps - 1) // interval(config) + bool(config.init_from)
         affordable = int(windows_of_work(config) / max(1, evaluations))
-        preview = CALL_COST * min(most_calls(run), affordable // (2 * CALL_COST))
+        preview = CALL_COST * min(calls_of(run, PREVIEW_CALLS[2]), affordable // (2 * CALL_COST))
         if preview < CALL_COST * least:
             preview = 0
         n = min(W, max(MIN_WINDOWS, (affordable - preview) // 2))
-        calls = max(0, min(most_calls(run), (affordable - 2 * n) // CALL_COST))
+        calls = max(0, min(calls_of(run, PREVIEW_CALLS[2]), (affordable - 2 * n) // CALL_COST))
         return n, calls if calls >= least else 0
 
     def preview_calls(self, run, budget, *results):
@@ -184,16 +185,12 @@ class Clock:
         # The end of a run: four passes with the averaged weights, one with the raw weights, and the
         # preview. A quarter is added because a machine's speed varies.
         W = run.eval_windows
-        self.ending = 1.25 * (5 * W + CALL_COST * most_calls(run)) * self.per_window
+        self.ending = 1.25 * (5 * W + CALL_COST * calls_of(run, PREVIEW_CALLS[2])) * self.per_window
         if not self.config.time_limit:
             return budget.calls
         left = max(0.0, budget.until - time.monotonic()) / (CALL_COST * self.per_window)
         calls = min(budget.calls, int(ranks.all_reduce(torch.tensor(left), "MIN").item()))
         return calls if calls >= calls_of(run, PREVIEW_CALLS[0]) else 0
-
-    def end(self):
-        """When --time_limit ends, on the clock of time.monotonic()."""
-        return self.start - self.seconds + (self.config.time_limit or math.inf)
 
     def describe(self, n, until):
         """The last evaluation in words: the number of windows, and the seconds it takes."""
@@ -252,7 +249,3 @@ def calls_of(run, calls):
     """Network calls for a preview, which mdlm.generate writes: at least one for each piece."""
     T = run.config.block_size
     return max(len(run.objective.pieces(T, 1)), min(T, calls))
-
-
-def most_calls(run):
-    return calls_of(run, PREVIEW_CALLS[2])

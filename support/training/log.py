@@ -11,10 +11,12 @@ from tqdm import tqdm
 
 from support import abilities, environment, lora, progress, ranks
 from support.devices import flops_per_token, peak_flops
+from support.errors import SharedError
 from support.files import to_json, write_atomically, writing
 from support.settings import NO_LIMIT
 from support.terminal import escaped, silence_stdout
-from support.training import scores, shards
+from support.training import shards
+from support.training.advice import advice
 
 BAR = "{percentage:3.0f}%|{bar:16}| {desc}, {elapsed}<{remaining}{postfix}"
 
@@ -161,7 +163,7 @@ class Log:
 
         r, raw: results of mdlm.evaluate with the averaged and with the raw weights.
         """
-        self.score = scores.of_evaluation(run, r)
+        self.score = score_of(run, r)
         key = "nll" if "nll" in r else "nelbo"
         # The raw weights may have been scored on fewer windows; that is not comparable.
         raw = raw[key] if raw["windows"] == r["windows"] else None
@@ -233,6 +235,24 @@ class Log:
             silence_stdout()
         except OSError:
             pass
+
+
+# ---- The score that a checkpoint keeps; see scores.py
+def unigram_entropy(tokens):
+    """Of ids (n,), in nats."""
+    p = tokens.bincount().double() / len(tokens)
+    return torch.special.entr(p).sum().item()
+
+
+def score_of(run, r):
+    """The "score" that a checkpoint keeps of a result of mdlm.evaluate; SharedError for NaN."""
+    name = run.objective.metric
+    if not math.isfinite(r[name]):
+        what = f"validation {name} {r[name]} at step {run.step}: not saved."
+        raise SharedError(f"{what} {advice(run)}")
+    windows = run.corpus.windows(run.config.eval_windows)
+    unigram = unigram_entropy(windows[run.objective.scored_mask(windows)])
+    return dict(name=name, value=r[name], step=run.step, unigram=unigram)
 
 
 # ---- Results and settings in words

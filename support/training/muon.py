@@ -120,11 +120,13 @@ class Muon(torch.optim.Muon):
             n_before = 0  # matrices of earlier batches; balances the work of the ranks
             for (_, rows), params in equal_shape.items():
                 shuffle = None
-                if shards.is_spread(params[0]):
+                local = params
+                grads = [p.grad for p in params]
+                if hasattr(params[0], "to_local"):  # --shard: this rank has a part of each
                     shuffle = shards.MatrixShuffle(params[0], len(params), n_before)
+                    local = [p.to_local() for p in params]
+                    grads = [grad.to_local() for grad in grads]
                 n_before += len(params)
-                local = [shards.local(p) for p in params]
-                grads = [shards.local(p.grad) for p in params]
                 states = [self.state[p] for p in params]
                 for state, p in zip(states, local):
                     if "row_squares" not in state:

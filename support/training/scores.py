@@ -12,12 +12,8 @@ import os
 import re
 from pathlib import Path
 
-import torch
-
 from support import environment, files
-from support.errors import SharedError
 from support.terminal import warn
-from support.training.advice import advice
 from support.training.checkpoint import SHIPPED
 
 # A model is barely trained if it scores above this fraction of the unigram entropy: it knows hardly
@@ -26,23 +22,6 @@ from support.training.checkpoint import SHIPPED
 STOPPED = 0.85
 ENDED = 0.95
 TYPICAL = 0.75  # the unigram entropy of a text, as a fraction of ln V, where it is not known
-
-
-def unigram_entropy(tokens):
-    """Of ids (n,), in nats."""
-    p = tokens.bincount().double() / len(tokens)
-    return torch.special.entr(p).sum().item()
-
-
-def of_evaluation(run, r):
-    """The "score" that a checkpoint keeps of a result of mdlm.evaluate; SharedError for NaN."""
-    name = run.objective.metric
-    if not math.isfinite(r[name]):
-        what = f"validation {name} {r[name]} at step {run.step}: not saved."
-        raise SharedError(f"{what} {advice(run)}")
-    windows = run.corpus.windows(run.config.eval_windows)
-    unigram = unigram_entropy(windows[run.objective.scored_mask(windows)])
-    return dict(name=name, value=r[name], step=run.step, unigram=unigram)
 
 
 def number(value, least=0.0):

@@ -19,7 +19,7 @@ import threading
 import torch
 from safetensors.torch import save as to_safetensors
 
-from support import devices, files, networks, plots, ranks
+from support import devices, files, memory, networks, plots, ranks
 from support.data import sources, windows
 from support.data.texts import prepare
 from support.errors import RankError, UserError
@@ -37,7 +37,7 @@ from support.training import (
 from support.training import (
     folder as run_folder,
 )
-from support.training.advice import advice, memory_explained
+from support.training.advice import advice, advice_on_memory
 from support.training.clock import Clock
 from support.training.log import Log
 
@@ -131,13 +131,15 @@ class Session:
         self.run = None
 
     @property
-    def has_ended(self):
+    def is_over(self):
         """Whether nothing is left to do: the run had ended, and no step has been made since."""
         return self.run.step == self.ended_at
 
     def open_source(self, load):
         """(a pretrained.Network or None: ours, what load(--init_from) returns or None)."""
         config = self.config
+        if not (config.network or config.init_from):
+            return None, None
 
         def read():
             network = networks.open_network(config, self.resumed_from)
@@ -273,7 +275,7 @@ class Session:
         """Save what is not saved, and say how the run ended; returns the exit code."""
         run.clock.goes_on(run.step)  # a signal may have come since
         interrupted = run.clock.signal
-        if self.has_ended and not interrupted:
+        if self.is_over and not interrupted:
             run.log.ended(run)
             return 0
         if not interrupted or run.clock.saved != run.step:
@@ -345,6 +347,26 @@ def write(run, state, tensors):
             for old in checkpoint.checkpoints(run.config.out_dir):
                 if old != saved:
                     files.remove(old)
+
+
+@contextlib.contextmanager
+def memory_explained(here):
+    """Context manager: turn an error of a full memory into one sentence, a RankError.
+
+    here: a session, whose run is there once it has begun
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as e:
+        run = here.run
+        if not memory.is_full(e) or run is None:
+            raise
+        config = run.config
+        batch = f"{run.micro_batch} sequences of {config.block_size} tokens at a time"
+        millions = sum(p.numel() for p in run.model.parameters()) / 1e6
+        model = f"{millions:.2f} M parameters in {config.n_layer} layers x {config.n_embd}"
+        what = f"out of memory on {run.device}{memory.asked_for(e)}, with {batch}, {model}"
+        raise RankError(f"{what}. {advice_on_memory(run)}") from e
 
 
 # ---- The state of the process

@@ -43,8 +43,6 @@ def make_shard_fn(shard, device, dtype, world):
     Each parameter is split by rows over groups of `shard` ranks; all groups hold the same model.
     While a module computes, FSDP gathers its parameters in `dtype`; it sums gradients in float32.
     """
-    if not shard:
-        return lambda module: module.to(device)
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"--shard is not for --device={device}; give --device=cpu, or --shard=0")
     from torch.distributed.device_mesh import init_device_mesh

@@ -369,8 +369,8 @@ class MaskedDiffusion:
         it is uniform on {1..T}.
 
         Neighbors get l and T + 1 - l, so B texts mask exactly B (T + 1) / 2 tokens, and shapes are
-        static. (Micro-batches begin with an even sample. Variants with shorter texts mask fewer, and
-        have a `batch` of their own.)
+        static. (Micro-batches begin with an even sample. Variants with shorter texts mask fewer,
+        and have a `batch` of their own.)
         """
         # A fraction u of the text for each pair of neighbors: one from each of batch_size / 2 equal
         # ranges, in random order.
@@ -605,7 +605,7 @@ def evaluate(
 def make_model(
     config, vocab_size, ops, end_id=None, mean_length=None, shard_fn=lambda m: m, pretrained=None
 ):
-    """Build a Model or a pretrained one with its objective (end_id, mean_length: variants.choose)."""
+    """A Model, or a pretrained one, with its objective. end_id, mean_length: see variants.choose."""
     build = pretrained.build if pretrained else variants.model_class(config, Model)
     model = build(config, vocab_size, ops, shard_fn)
     objective = MaskedDiffusion(config, model.mask_id)

@@ -605,7 +605,7 @@ def evaluate(
 def make_model(
     config, vocab_size, ops, end_id=None, mean_length=None, shard_fn=lambda m: m, pretrained=None
 ):
-    """A Model, or a pretrained one, with its objective. end_id, mean_length: see variants.choose."""
+    """A Model, or a pretrained one, with its objective. (end_id, mean_length: variants.choose.)"""
     build = pretrained.build if pretrained else variants.model_class(config, Model)
     model = build(config, vocab_size, ops, shard_fn)
     objective = MaskedDiffusion(config, model.mask_id)

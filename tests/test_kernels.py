@@ -45,7 +45,7 @@ def test_the_kernels_agree_with_their_references(marks):
     assert " passed" in r.stdout  # not that all was skipped
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_oldest_triton_compiles_and_agrees(tmp_path):
     """README promises 3.6. Its interpreter fails with the newest numpy."""
     wanted = ("triton==3.6.0", "numpy<2.4")
@@ -197,7 +197,7 @@ def test_a_gpu_without_a_compiler_uses_pytorch(as_if, monkeypatch, capsys, compi
 
 @pytest.mark.parametrize(
     ("cases", "architectures"),
-    [("--one", {90}), pytest.param("--most", set(ARCHITECTURES), marks=pytest.mark.slow)],
+    [("--one", {90}), pytest.param("--most", set(ARCHITECTURES), marks=pytest.mark.long)],
 )
 def test_kernels_compile_without_spills(cases, architectures):
     """Within shared memory, with tensor cores for products in 16 bits; slow: for all GPUs."""

@@ -1083,7 +1083,7 @@ def test_few_sequences_of_patterns_are_drawn_too(n, monkeypatch, tmp_path):
     assert [len(ax.get_yticks()) for ax in grids] == [min(n, 16)] * 6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tour_runs_from_top_to_bottom():
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

@@ -1316,7 +1316,7 @@ def test_a_typed_pattern_is_matched(live):
         assert say(live).startswith(said)
 
 
-@slow
+@pytest.mark.long
 def test_page_finds_the_mistakes_that_sample_py_finds(browser, shipped):
     server = visit(browser, shipped)
     text = "ROMEO:\nI wlil not speak of thee, my loord, nor of teh king."

@@ -806,7 +806,7 @@ def test_autoregressive_decoder_becomes_diffusion(folder_of, some_text, tmp_path
 TRAINED = [("bert", "adamw", 1e-5), ("llama", "adamw", 1e-5), ("llama", "muon", 1e-2)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind, optimizer, tolerance", TRAINED)
 def test_two_ranks_learn_what_one_learns(
     kind, optimizer, tolerance, folder_of, some_text, tmp_path

@@ -132,7 +132,7 @@ def test_other_numbers_of_ranks_resume(more, run, folder_of, tmp_path):
         assert are_close(tmp_path / "one", copy)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_bytes_of_a_rank_fall_with_the_ranks():
     """Of a Llama of 49 M parameters; no rank of several ever has the memory of a whole one."""

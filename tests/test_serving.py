@@ -868,7 +868,7 @@ def test_blocks_stream_as_they_are_written(blocks_run, alone):
 
 
 # ---- Long ones
-@pytest.mark.slow
+@pytest.mark.long
 def test_idle_and_slow_connections_keep_none_out(short_run):
     """2,000 that send nothing, and one that sends its body byte by byte."""
     with serving(f"--out_dir={short_run}", "--max_connections=100") as found:

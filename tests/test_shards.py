@@ -350,7 +350,7 @@ def test_misuse_of_shards_gets_one_sentence(run, tmp_path):
 # What a rank holds
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bytes_fall_with_the_ranks(run, tmp_path):
     L, C = 12, 512
     flags = [f"--n_embd={C}", f"--n_layer={L}", "--max_steps=2", "--batch_size=16"]
@@ -395,7 +395,7 @@ def test_recomputation_keeps_little(run, tmp_path):
     assert taken[1] / value < L + 45
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_eight_gigabytes_of_ids_take_little_memory(tmp_path):
     """A rank on a sparse file of 8 GB, limited to 1.5 GB of memory of its own."""
     folder = tmp_path / "ids"
@@ -454,7 +454,7 @@ def fail(process):
         process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_node_that_comes_back_resumes(run, tmp_path, pydoc):
     port = free_port()
     flags = [*TINY, "--batch_size=24", "--eval_windows=4", "--optimizer=adamw"]

@@ -169,7 +169,7 @@ def card(folder, model, tokenizer, config, name):
         end = "x[0, 0] = tokenizer.eos_token_id  # of an empty prompt; else its ids first\n"
     fields = dict(
         name=heading(name),
-        path=json.dumps(name, ensure_ascii=False),
+        path=quoted(name),
         data=code(config.data),
         quality=quality(folder, config),
         size=size,
@@ -273,6 +273,12 @@ def heading(text):
     """Text as a heading of Markdown: it makes no link, no image, no HTML."""
     shown = "".join(c if c.isprintable() else " " for c in text)
     return re.sub(r"([\\`*\[\]<>&#|$~]|(?<!\w)_|_(?!\w))", r"\\\1", " ".join(shown.split()))
+
+
+def quoted(text):
+    """A Python string in double quotes, with printable characters only."""
+    inner = repr(text)[1:-1].replace("\\'", "'")
+    return '"' + re.sub(r'(?<!\\)"', r'\\"', inner) + '"'
 
 
 def code(text):

@@ -56,7 +56,6 @@ from support.plots import (
     columns,
     draw_texts,
     figure,
-    is_number,
     themed,
     visible,
     write_figure,
@@ -208,7 +207,7 @@ def has_rates(r):
     """Whether a dict of eval.py --json has the cross-entropies of ten mask rates, and the NELBO."""
     ce = r.get("ce")
     known = [x for x in ce if x is not None] if isinstance(ce, list) and len(ce) == 10 else []
-    return bool(known) and all(map(is_number, [*known, r.get("nelbo")]))
+    return bool(known) and all(isinstance(x, float) for x in [*known, r.get("nelbo")])
 
 
 def evaluations_of(args):

@@ -181,7 +181,7 @@ def test_card_says_what_the_log_says(tmp_path, text_file, capsys):
     card = (tmp_path / "my model" / "README.md").read_text()
     last = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()][-1]
     assert f"{last['val_nelbo']:.4f} +- {last['val_nelbo_se']:.4f}" in card
-    assert str(text_file) in card and "'my model'" in card
+    assert str(text_file) in card and '"my model"' in card
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         assert (tmp_path / "my model" / name).stat().st_mode & 0o777 == 0o644
 

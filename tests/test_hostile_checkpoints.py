@@ -20,9 +20,7 @@ import torch
 from conftest import CHECKPOINT_FILES, TINY, run_mdlm, sign
 from safetensors.torch import load_file, save_file
 
-import eval
 import mdlm
-from support import cli
 from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.errors import UserError
 from support.training import checkpoint
@@ -440,15 +438,3 @@ def test_manifest_of_other_content_is_refused(run, change):
     path.write_text(json.dumps(manifest | change if isinstance(change, dict) else change))
     with pytest.raises(UserError):
         checkpoint.verify(folder)
-
-
-@pytest.mark.parametrize("value", ["x", [1], True])
-@pytest.mark.parametrize("name", ["step", "loss", "val_nelbo"])
-def test_log_with_other_types_is_no_log(run, tmp_path, capsys, name, value):
-    log = run / "log.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    log.write_text("".join(json.dumps(r | {name: value}) + "\n" for r in lines))
-    flags = [f"--compare={run}", f"--pictures={tmp_path / 'pictures'}"]
-    assert cli.run(eval.main, flags) == 2
-    said = capsys.readouterr().err
-    assert f"{log} is no log of a run" in said and "Traceback" not in said

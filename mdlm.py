@@ -29,7 +29,6 @@ import torch.nn.functional as F
 
 import variants
 from support import devices, ensemble, numerics, ranks
-from support.abilities import knows_lengths
 from support.arguments import check_evaluation, check_reversing, to_view
 from support.data.sources import SourceSettings
 from support.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
@@ -610,7 +609,7 @@ def make_model(
     model = build(config, vocab_size, ops, shard_fn)
     objective = MaskedDiffusion(config, model.mask_id)
     model.objective = variants.choose(config, objective, end_id, mean_length)
-    if knows_lengths(model):  # how many training texts have each length from 0 to T
+    if model.objective.pad_id != model.mask_id:  # given lengths: how many texts have each, 0 to T
         model.register_buffer("length_counts", torch.zeros(config.block_size + 1))
     return shard_fn(model)
 

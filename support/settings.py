@@ -159,8 +159,9 @@ def parse(
     """
     if not isinstance(argv, (list, tuple)) or not all(isinstance(word, str) for word in argv):
         raise UserError(f'the flags {shown(repr(argv))} must be a list: ["--flag=value", ...]')
-    description = (description or "").strip("\n")
     if help_words := [word for word in argv if word in ("-h", "--help", "--help=all")]:
+        description = description() if callable(description) else description or ""
+        description = description.strip("\n")
         some = short if short and help_words[0] != "--help=all" else groups
         if short and some is short:
             description += "\n--help=all shows the settings of variants too."

@@ -43,30 +43,42 @@ ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(sig
 
 
 @contextlib.contextmanager
+def handlers_kept():
+    """Context manager: restore the handlers of signals that end a program (main thread only).
+
+    Yields {number: handler}.
+    """
+    before = {}
+    if is_main_thread():
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    try:
+        yield before
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: a handler that was not installed by Python
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def clean_end():
     """Context manager: SIGTERM and SIGHUP raise Stopped, so that temporary files are removed.
 
     Signals that are ignored (as nohup does) or have a handler already keep it. Under torchrun these
     signals keep ending the process at once: Python runs no handler while ranks wait for each other.
     """
-    before = {}
     CAME.clear()
-    if is_main_thread():
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
-    if before.get(signal.SIGINT) == signal.default_int_handler:
-        signal.signal(signal.SIGINT, stop)
-    for number in ENDING:
-        if before.get(number) == signal.SIG_DFL and "MASTER_PORT" not in os.environ:
-            signal.signal(number, stop)
-    unraisable = sys.unraisablehook
-    sys.unraisablehook = functools.partial(repeat_signal, unraisable)
-    try:
-        yield
-    finally:
-        sys.unraisablehook = unraisable
-        for number, handler in before.items():
-            if handler is not None:  # None: a handler that was not installed by Python
-                signal.signal(number, handler)
+    with handlers_kept() as before:
+        if before.get(signal.SIGINT) == signal.default_int_handler:
+            signal.signal(signal.SIGINT, stop)
+        for number in ENDING:
+            if before.get(number) == signal.SIG_DFL and "MASTER_PORT" not in os.environ:
+                signal.signal(number, stop)
+        unraisable = sys.unraisablehook
+        sys.unraisablehook = functools.partial(repeat_signal, unraisable)
+        try:
+            yield
+        finally:
+            sys.unraisablehook = unraisable
 
 
 def repeat_signal(otherwise, unraisable):

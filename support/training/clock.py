@@ -211,10 +211,6 @@ class Clock:
         self.saved_at = time.monotonic()
         self.saving = self.saved_at - began
 
-    def state(self):
-        """What a checkpoint keeps."""
-        return dict(seconds=self.elapsed(), ending=self.ending, saving=self.saving)
-
     def resume(self, state):
         """Go on from the state of a checkpoint."""
         for name in ("seconds", "ending", "saving"):

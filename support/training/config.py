@@ -5,6 +5,7 @@ mdlm.Config is a dataclass of all settings, whose `presets` are {name: {setting:
 
 import contextlib
 import dataclasses
+import functools
 import os
 from pathlib import Path
 
@@ -29,15 +30,22 @@ NETWORK += ("time_conditioning",)
 # ---- New runs
 def parse(Config, argv, doc):
     """The flags in argv, as a dict of settings. doc: of the program, which --help shows."""
+    preset = devices.default_preset("auto")
+    default = Config(**Config.presets[preset] | dict(preset=preset))
+    core, *_ = groups = Config.__bases__  # --help=all shows each with a title
+    description = functools.partial(describe, Config, doc)
+    return settings.parse(Config, argv, description, default, groups, short=(core,))
+
+
+def describe(Config, doc):
+    """What --help says before the flags: the program, its presets, when a run ends."""
     title = "\n\n".join((doc or "").split("\n\n")[:2])  # with the commands that follow it
     for name, values in Config.presets.items():
         changed = " ".join(f"{k}={settings.in_short(v)}" for k, v in values.items())
         title += f"\n\n--preset={name}: {changed or 'the defaults'}"
-    title += "\n\nA run ends after --max_steps or --time_limit, without both as its preset says."
-    preset = devices.default_preset("auto")
-    default = Config(**Config.presets[preset] | dict(preset=preset))
-    core, *_ = groups = Config.__bases__  # --help=all shows each with a title
-    return settings.parse(Config, argv, title, default, groups, short=(core,))
+    return (
+        f"{title}\n\nA run ends after --max_steps or --time_limit, without both as its preset says."
+    )
 
 
 def new(Config, given):

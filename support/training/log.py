@@ -12,7 +12,7 @@ from tqdm import tqdm
 from support import abilities, environment, lora, progress, ranks
 from support.devices import flops_per_token, peak_flops
 from support.errors import SharedError
-from support.files import to_json, write_atomically, writing
+from support.files import to_json, writing
 from support.settings import NO_LIMIT
 from support.terminal import escaped, silence_stdout
 from support.training import shards
@@ -47,11 +47,6 @@ class Log:
                     if record["step"] <= step and line.endswith(b"\n"):
                         kept.append((line, record))
         return kept
-
-    def begin(self, lines):
-        """Make log.jsonl of these lines of an earlier process, atomically."""
-        with writing(self.path):
-            write_atomically(self.path, b"".join(line for line, _ in lines))
 
     def record(self, run, values):
         """Append a JSON object with step, tokens, seconds and `values` to log.jsonl.

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import math
-import signal
 import sys
 import threading
 
@@ -23,7 +22,7 @@ from support import devices, files, memory, networks, plots, ranks
 from support.data import sources, windows
 from support.data.texts import prepare
 from support.errors import RankError, UserError
-from support.signals import ENDING, is_main_thread, signals_wait
+from support.signals import handlers_kept, signals_wait
 from support.terminal import warn
 from support.training import (
     checkpoint,
@@ -175,9 +174,7 @@ class Session:
         if sources.is_ids(config.data):
             return
         if self.resumed_from and (data / "meta.json").exists():
-            with self.explained_data():
-                has_changed = sources.has_changed(config.data, data)
-            if has_changed:
+            if sources.has_changed(config.data, data):
                 warn(f"--data={config.data} has changed; the run goes on with what it learned")
             return
         with files.replacing(data) as new:
@@ -190,8 +187,7 @@ class Session:
     def proved(self, data, network):
         """The Ids in a folder; UserError unless these are what the checkpoint learned."""
         config = self.config
-        with self.explained_data():
-            ids = sources.of_config(data, config)
+        ids = sources.of_config(data, config)
         if network:
             network.fit_data(ids)
         state = checkpoint.read_state(self.resumed_from) if self.resumed_from else {}
@@ -200,18 +196,6 @@ class Session:
             what = f"{data} is not what {self.resumed_from} learned"
             raise UserError(f"--data={config.data}: {what}; {fix}")
         return ids
-
-    @contextlib.contextmanager
-    def explained_data(self):
-        """Context manager: say what to do if a run that is resumed has unusable data."""
-        try:
-            yield
-        except UserError as e:
-            if not self.resumed_from:
-                raise
-            what = str(e).rpartition("; ")[0] or e  # without the advice for data of others
-            fix = "restore it, or start again with --overwrite"
-            raise UserError(f"the data of the run cannot be used: {what}; {fix}") from e
 
     # ---- The beginning and the end
     def begin(self, run, source):
@@ -251,7 +235,8 @@ class Session:
             checkpoint.finish_removal(out_dir, self.resumed_from)
         if self.config.overwrite:
             run_folder.mark_overwriting(out_dir)
-        self.log.begin(lines)
+        with files.writing(self.log.path):  # without the records after that step
+            files.write_atomically(self.log.path, b"".join(line for line, _ in lines))
 
     def save(self, run, finished=False):
         """Write out_dir/step-N: the averaged weights, and everything that --resume needs.
@@ -259,8 +244,10 @@ class Session:
         finished: this is the end of a run. UserError for weights that are not finite
         """
         state = dict(step=run.step, tokens=run.tokens, sequences=run.sequences_before(run.step))
-        state |= run.clock.state() | dict(finished=finished) | run.corpus.identity
-        with run.clock.save(run.step):
+        clock = run.clock
+        state |= dict(seconds=clock.elapsed(), ending=clock.ending, saving=clock.saving)
+        state |= dict(finished=finished) | run.corpus.identity
+        with clock.save(run.step):
             weights = run.averaged.state_dict()
             tensors = checkpoint.training_tensors(run.model, run.averaged, run.optimizers)
             ranks.together(lambda: check_finite(run, weights | tensors))
@@ -397,17 +384,3 @@ def process_of_a_run():
     finally:
         torch.set_default_dtype(dtype)
         TRAINING.release()
-
-
-@contextlib.contextmanager
-def handlers_kept():
-    """Context manager: restore the handlers of signals that end a program (main thread only)."""
-    before = {}
-    if is_main_thread():
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:  # None: a handler that was not installed by Python
-                signal.signal(number, handler)

@@ -223,13 +223,11 @@ class Log:
         """
         if self.silent:
             return
-        try:
-            with tqdm.external_write_mode():
+        with contextlib.suppress(OSError), tqdm.external_write_mode():
+            try:
                 print(escaped(text), flush=True)
-        except BrokenPipeError:  # its reader has gone: at exit nothing is left to flush
-            silence_stdout()
-        except OSError:
-            pass
+            except BrokenPipeError:  # its reader has gone: at exit nothing is left to flush
+                silence_stdout()
 
 
 # ---- The score that a checkpoint keeps; see scores.py

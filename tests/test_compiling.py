@@ -70,7 +70,6 @@ def test_run_learns_while_compiler_works(text_file, tmp_path):
     compiled_from = int(said.split("compiled from step ")[1].split()[0])
     program.wait_for_step(compiled_from + 2)
     program.press_ctrl_c()
-    assert said.index("step 1,") < said.index("compiled from")
     assert compiled_from > 2
     graphs = list((tmp_path / "cache" / "aotautograd").iterdir())
     assert len(graphs) == 3, "the run found what the other process had compiled"
@@ -82,7 +81,7 @@ def test_run_learns_while_compiler_works(text_file, tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_ends_the_compiler_quietly(text_file, tmp_path):
     program = Program(text_file, tmp_path)
-    program.wait_for("step 1,")
+    program.wait_for_step(1)
     program.press_ctrl_c()
     assert "compiled from" not in program.said.read_text()
     assert checkpoint.find_checkpoint(tmp_path / "out")

@@ -227,7 +227,7 @@ class Checkout:
         import_module("torch").set_num_threads(1)
         self.out = out
         self.only = only
-        self.cleanup = module("support.training.checkpoint", "support.checkpoint").release
+        self.cleanup = module("support.training.folder", "support.training.checkpoint").release
         self.run = import_module("support.cli").run
         self.load_file = import_module("safetensors.torch").load_file
         self.programs = {name: import_module(name).main for name in ("eval", "sample")}

@@ -19,9 +19,10 @@ class Lines:
 
 
 def width(stream):
-    """Return the columns of a terminal; 0 for another stream, and where they are not known."""
+    """Return the columns of a terminal; 0 for another stream, and where no bar can be drawn."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # no console, no file
-        return os.get_terminal_size(stream.fileno()).columns
+        columns, rows = os.get_terminal_size(stream.fileno())
+        return columns if rows > 2 else 0  # tqdm draws nothing where rows are few, or not known
     return 0
 
 

@@ -20,6 +20,7 @@ import bench
 import mdlm
 import variants
 from support import cli, settings
+from support import progress as support_progress
 from support.training import clock, log, session
 
 ALWAYS = settings.NO_LIMIT
@@ -377,3 +378,10 @@ def test_scripts_without_work_are_no_success(tmp_path):
     env = os.environ | dict(PYTHON=str(python), OUT=str(tmp_path / "out"))
     command = ["bash", ROOT / "studies" / "record.sh"]
     assert subprocess.run(command, env=env, capture_output=True).returncode == 3
+
+
+@pytest.mark.parametrize("size, drawn", [((100, 30), 100), ((100, 0), 0), ((0, 0), 0)])
+def test_a_terminal_without_known_rows_gets_lines(monkeypatch, size, drawn):
+    """tqdm draws no bar there, so a run would show nothing."""
+    monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size(size))
+    assert support_progress.width(sys.__stderr__) == drawn

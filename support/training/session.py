@@ -308,7 +308,7 @@ def restore(run, folder, changed):
 def check_finite(run, tensors):
     """Raise RankError if a tensor, or this rank's part of it, has NaN or infinity."""
     for name, t in tensors.items():
-        part = t.to_local() if run.config.shard and hasattr(t, "to_local") else t
+        part = t.to_local() if hasattr(t, "to_local") else t  # with --shard
         if not part.isfinite().all():
             raise RankError(f"{name} is not finite at step {run.step}: not saved. {advice(run)}")
 

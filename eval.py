@@ -3,7 +3,7 @@
     python eval.py                            # the run in out/, else weights/
     python eval.py --exact --windows=64       # the exact likelihood too
     python eval.py --text="To be, or not"     # what it predicts; --pictures=FOLDER draws it
-    python eval.py --temperature=1.1          # for a model too sure of itself
+    python eval.py --calibrate=held_out.txt   # fit and keep the temperature of its logits
     python eval.py --compare=out-mdlm,out-ar  # logs of runs: a table, curves
     python eval.py --compare=a.json,b.json    # two files of --json, window by window
 
@@ -27,7 +27,7 @@ from typing import Annotated, Literal
 import torch
 
 import mdlm
-from support import abilities, comparing, numerics, outputs, plots, progress
+from support import abilities, calibration, comparing, numerics, outputs, plots, progress
 from support.data import sources, texts
 from support.data.texts import prepare
 from support.devices import pick_device
@@ -49,14 +49,14 @@ from support.settings import (
     names_of,
     parse,
 )
-from support.training import scores
+from support.training import checkpoint, scores
 from support.training.checkpoint import SHIPPED, default_run, read_state
 from support.web import viewer
 
 EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on without a network
 
 
-Temperature = Annotated[float, Bounds(0.01, 100)]
+Temperature = Annotated[float, Bounds(0, 100)]
 Passes = Annotated[int, Bounds(1, 4096)]
 
 
@@ -71,7 +71,8 @@ class Options:
     rate: Share = 0.5  # fraction of the tokens of --text to mask, above 0
     windows: Count = 4096  # score at most this many validation windows, evenly spread
     passes: Passes = 4  # random masks per window
-    temperature: Temperature = 1.0  # divide the logits by this; above 1: less confident
+    temperature: Temperature = 0.0  # divide the logits by this (0: the network's, by --calibrate)
+    calibrate: Reads = ""  # fit the network's temperature to this text, which it has not learned
     whole: bool = False  # score a model of mdlm.py --infill_share in one piece, without blocks
     exact: bool = False  # the exact left-to-right likelihood too: a network call for each token
     device: str = "auto"  # cpu, cuda, cuda:1 or mps; auto: a GPU if there is one
@@ -209,6 +210,7 @@ def report(r):
     if "in_place_of" in r:
         windows += f" in place of {r['in_place_of']}"
     temperature = f", temperature {r['temperature']}" if r["temperature"] != 1 else ""
+    temperature += " (calibrated)" * r["calibrated"]
     lines = [f"{r['checkpoint']}{temperature}; {windows}"]
     perplexity = f"perplexity {r['perplexity']:.2f}"
     if "nll" in r:
@@ -231,10 +233,12 @@ def report(r):
 def check(given):
     """The Options of the flags that were given; raises UserError where they are wrong."""
     options = Options(**given)
-    measured = "out_dir data windows passes temperature whole exact"
+    measured = "out_dir data windows passes temperature calibrate whole exact"
     check_clashes([("compare", measured, "give one of them")], given)
-    measured = "data compare windows passes temperature whole exact dtype"
+    measured = "data compare windows passes temperature calibrate whole exact dtype"
     check_clashes([("text", measured, "--text measures nothing else")], given)
+    measured = "data temperature exact pictures"
+    check_clashes([("calibrate", measured, "fit first, then measure")], given)
     files = names_to_compare(options) if options.compare else []
     for name in files:
         outputs.check("json", options.json, dict(compare=name))
@@ -301,9 +305,13 @@ def evaluation(options):
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
     scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
-    if options.temperature != 1:
-        model.register_forward_hook(lambda _, args, logits: logits / options.temperature)
-    r = dict(checkpoint=",".join(map(str, folders)), temperature=options.temperature, data=source)
+    temperature = options.temperature or calibration.temperature_of(model)
+    r = dict(checkpoint=",".join(map(str, folders)), temperature=temperature, data=source)
+    r["calibrated"] = not options.temperature and temperature != 1
+    if options.temperature:
+        model = calibration.at_temperature(model, options.temperature)
+    else:
+        model = calibration.calibrated(model)
     if source == str(EXCERPT) and not options.data:
         r["in_place_of"] = config.data
     r |= dict(objective=config.objective, block_size=config.block_size)
@@ -320,6 +328,51 @@ def evaluation(options):
     if shows_gaps(model):
         draw["predictions.png"] = partial(plot_window, model, tokenizer, windows[:1])
     return r, report(r), home, draw
+
+
+# ---- --calibrate: the temperature at which a text is likeliest
+def calibrate(options):
+    """(results, words, None, {}): fit the temperature of a checkpoint, and write it there."""
+    device = pick_device(options.device)
+    trusted = options.trust_remote_code
+    read = partial(mdlm.load, device=device, whole=options.whole, trust_remote_code=trusted)
+    folders, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
+    if len(folders) > 1:
+        raise UserError("--calibrate fits one network; give --out_dir one run")
+    folder = folders[0]
+    path = options.calibrate
+    with open_data(path, folder, tokenizer, config, device) as (corpus, _):
+        windows = corpus.windows(options.windows)
+        room = options.windows - len(windows)
+        some = torch.arange(min(room, corpus.W)) * corpus.W // max(1, min(room, corpus.W))
+        windows = torch.cat((windows, corpus.take("train", some, 0)[0]))
+    try:
+        with open_data("", folder, tokenizer, config, device) as (corpus, source):
+            known = [ids.cpu().numpy() for ids in corpus.ids.values()]
+            if any(has_window(ids, x) for ids in known for x in windows[:: len(windows) // 8 or 1]):
+                what = f"{path} is the text that {folder} learned, or that validates it"
+                raise UserError(f"{what}; give text of its kind that it has never seen")
+    except OSError as e:
+        terminal.warn(f"{e}: whether {folder} learned {path} cannot be checked")
+    scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
+    temperature = calibration.fit(model, windows, options.passes)
+    source = f"{Path(path).name}, {len(windows)} windows of {config.block_size}"
+    found = dict(temperature=temperature, source=source)
+    checkpoint.calibrate(folder, found)
+    r = dict(checkpoint=str(folder)) | found
+    return r, f"{folder}: temperature {temperature}, fitted to {source}", None, {}
+
+
+def has_window(ids, window):
+    """Whether the middle of a window (T,) of tokens occurs in an array of ids."""
+    middle = window[len(window) // 4 : len(window) // 4 + 64].cpu().numpy().astype(ids.dtype)
+    at = 0
+    content = ids.tobytes()
+    while (at := content.find(middle.tobytes(), at)) >= 0:
+        if at % ids.itemsize == 0:
+            return True
+        at += 1
+    return False
 
 
 # ---- --text: what a model sees and predicts in one text
@@ -375,6 +428,7 @@ def show_text(options):
     if not 0 < n <= config.block_size:
         raise UserError(f"--text has {n} tokens; give 1 to {config.block_size}")
     scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
+    model = calibration.calibrated(model)
     x0 = to_context(model, torch.tensor([ids], device=device))  # (1, T)
     is_text = torch.arange(x0.shape[1], device=device)[None] < n
     tokens = predict(model, tokenizer, x0, n, is_text, options.rate)
@@ -400,6 +454,7 @@ def text_report(r):
 def main(argv):
     options = check(parse(Options, argv, __doc__))
     kind = compare if options.compare else show_text if options.text else evaluation
+    kind = calibrate if options.calibrate else kind
     results, words, folder, draw = kind(options)
     content = to_json(results)
     if terminal.is_terminal(sys.stdout):

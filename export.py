@@ -312,6 +312,7 @@ def contents_of(folder, model, tokenizer, config, options):
     settings |= ids | dict(vocab_size=V + 2, mask_token_id=V, end_id=end_id, use_cache=False)
     settings |= {key: getattr(config, key) for key in NETWORK}
     settings |= dict(pad_to_context=options.pad_to_context, tie_word_embeddings=config.tie)
+    settings["calibration"] = model.calibration
     words = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size)
     words |= dict(mask_token="[MASK]", pad_token="[PAD]", eos_token=end or "[PAD]")
     words["padding_side"] = "left" if is_causal else "right"  # a text goes on at its end

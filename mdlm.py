@@ -666,6 +666,7 @@ def load(
         ops = select_kernels(kernel, device, config)
         model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id, pretrained=network)
         model.load_state_dict(checkpoint.read_weights(folder, model))
+        model.calibration = checkpoint.read_calibration(folder)
         return ready(model, device).eval(), tokenizer, config
 
     _, loaded = ensemble.read_newest(path, read)

@@ -20,7 +20,7 @@ from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.environment import optional
 from support.errors import UserError
 from support.files import read_json
-from support.settings import Bounds, Form
+from support.settings import Bounds, Form, UpToHalf
 from support.terminal import warn
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -37,6 +37,7 @@ class SourceSettings:
     """Synthetic patterns (--data=patterns), .bin files, damaged records."""
 
     periods: Annotated[str, Form(patterns.periods_in_form)] = "2-4"  # pattern period, LOW-HIGH
+    calibration_share: UpToHalf = 0.0  # of the training text, held back to fit the temperature
     unknown: Literal["refuse", "drop"] = "refuse"  # characters that --init_from's tokenizer lacks
     bin_dtype: BinType = "auto"  # dtype of the ids (auto: uint16, or as meta.json says)
     max_bad_records: Annotated[int, Bounds(-1, 1 << 31)] = -1  # skip so many (-1: all empty ones)
@@ -256,6 +257,22 @@ def of_config(folder, config):
             raise UserError(f"--end={config.end} is not an id of --data={config.data}; {fix}")
         end_id = int(config.end)
     return open_ids(folder, config.block_size, config.vocab_size, end_id, config.bin_dtype)
+
+
+def hold_back(ids, share, T):
+    """(the Ids without the last part of the training text, the Ids with it for validation)."""
+    train, val = ids.arrays
+    n = int(len(train) * (1 - share))
+    end_id = ids.tokenizer.end_id
+    if end_id is not None:  # whole documents
+        n = 1 + int(np.flatnonzero(train[:n] == end_id)[-1])
+    elif ids.meta.get("aligned"):
+        n -= n % T
+    if min(n, len(train) - n) < T:
+        what = f"--calibration_share={share} of {len(train)} tokens leaves {len(train) - n} and {n}"
+        raise UserError(f"{what}, and a window takes {T}; give another share, or more text")
+    held = ids._replace(arrays=[train[:n], train[n:]])
+    return ids._replace(arrays=[train[:n], val]), held
 
 
 def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):

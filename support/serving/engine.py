@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from support import environment, memory
+from support.calibration import calibrated
 from support.infill.calls import call_size
 from support.infill.merging import are_alike, compute
 from support.infill.padding import compute_once
@@ -59,6 +60,9 @@ class Standin:
         if not isinstance(view, View):
             view = self.model.objective.view(view, *more, **rows)
         return self.greenlet.getcurrent().parent.switch((self.model, view))
+
+    def calibrated(self):
+        return Standin(calibrated(self.model), self.greenlet)
 
 
 @dataclass

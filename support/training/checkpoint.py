@@ -49,14 +49,10 @@ def write_checkpoint(out_dir, name, contents, score=None):
     killed, the last complete checkpoint still exists.
     """
     final = Path(out_dir) / name
-    old = final.with_name(f"{name}.old")
     with files.writing(final):
         with files.new_folder(out_dir) as tmp:
             write_files(tmp, contents, score)
-            if final.exists():  # the same step again, or a damaged one
-                files.remove(old)
-                os.rename(final, old)
-            os.rename(tmp, final)
+            swap(tmp, final)
         files.sync(out_dir)
         files.write_atomically(final.parent / "latest", name.encode())
         files.sync(out_dir)
@@ -67,6 +63,8 @@ def write_checkpoint(out_dir, name, contents, score=None):
 def describing(config, tokenizer, model):
     """The files of a checkpoint that say what its weights are, name -> bytes."""
     content = dict(format="mdlm", version=1, config=dataclasses.asdict(config))
+    if calibration := getattr(model, "calibration", None):
+        content["calibration"] = calibration
     contents = {"config.json": json.dumps(content, indent=1).encode()}
     contents["tokenizer.json"] = tokenizer.to_file().encode()
     return contents | (model.network.files() if config.network else {})
@@ -93,6 +91,31 @@ def save(folder: str | Path, model: torch.nn.Module, tokenizer: Tokenizer, confi
         write_files(tmp, contents, {})
         os.rename(tmp, folder)
         files.sync(folder.parent)
+
+
+def calibrate(folder, calibration):
+    """Put a calibration, a dict, into the config.json of a checkpoint.
+
+    A new folder takes the place of the old one, so that the checkpoint is never damaged.
+    """
+    manifest = files.read_json(folder / "manifest.json", "manifest")
+    config = files.read_json(folder / "config.json", "config") | dict(calibration=calibration)
+    contents = {name: (folder / name).read_bytes() for name in manifest["files"]}
+    contents["config.json"] = json.dumps(config, indent=1).encode()
+    with files.writing(folder), files.new_folder(folder.parent) as tmp:
+        write_files(tmp, contents, manifest.get("score"))
+        swap(tmp, folder)
+        files.remove(folder.with_name(f"{folder.name}.old"))
+        files.sync(folder.parent)
+
+
+def swap(new, final):
+    """Rename a folder to `final`; one that is there becomes final.old."""
+    if final.exists():  # the same step again, or a damaged one
+        old = final.with_name(f"{final.name}.old")
+        files.remove(old)
+        os.rename(final, old)
+    os.rename(new, final)
 
 
 def write_files(folder, contents, score):
@@ -293,6 +316,21 @@ def read_settings(path, known):
         fix = "use the version that wrote it, or train again"
         raise UserError(f"{path} has an unknown setting {name[:40]!r}; {fix}")
     return settings
+
+
+def read_calibration(folder):
+    """The calibration in the config.json of a checkpoint or an export, a dict; None without one."""
+    found = files.read_json(folder / "config.json", "config").get("calibration")
+    if found is None:
+        return None
+    try:
+        found = dict(temperature=float(found["temperature"]), source=str(found["source"]))
+    except (KeyError, TypeError, ValueError) as e:
+        raise UserError(f"{folder}/config.json has a calibration without {e}; fit it again") from e
+    if not 0.01 <= found["temperature"] <= 100:
+        what = f"{folder}/config.json has a calibration of temperature {found['temperature']}"
+        raise UserError(f"{what}; fit it again: eval.py --calibrate=FILE")
+    return found
 
 
 def check_size(folder, config, tokenizer, network):

@@ -18,7 +18,7 @@ import threading
 import torch
 from safetensors.torch import save as to_safetensors
 
-from support import devices, files, memory, networks, plots, ranks
+from support import calibration, devices, files, memory, networks, plots, ranks
 from support.data import sources, windows
 from support.data.texts import prepare
 from support.errors import RankError, UserError
@@ -40,6 +40,7 @@ from support.training.advice import advice, advice_on_memory
 from support.training.clock import Clock
 from support.training.log import Log
 
+CALIBRATION_WINDOWS = 32  # four masks of each
 TRAINING = threading.Lock()  # held by the run: the state of the process belongs to it
 
 
@@ -128,6 +129,7 @@ class Session:
         self.clock = Clock(config, start)
         self.ended_at = -1  # the step of the checkpoint, if it is the end of a run
         self.run = None
+        self.held = None  # sources.Ids of the text that --calibration_share holds back
 
     @property
     def is_over(self):
@@ -165,6 +167,11 @@ class Session:
         where = f"the ranks see different data in {run_folder.data_folder(config)}"
         identity = sorted(ids.identity.items())
         ranks.check_equal(identity, f"{where}; give a folder that all share")
+        if config.calibration_share:
+            share = config.calibration_share
+            ids, self.held = ranks.together(
+                lambda: sources.hold_back(ids, share, config.block_size)
+            )
         return ids
 
     def prepare(self, network, source):
@@ -248,6 +255,8 @@ class Session:
         state |= dict(seconds=clock.elapsed(), ending=clock.ending, saving=clock.saving)
         state |= dict(finished=finished) | run.corpus.identity
         with clock.save(run.step):
+            if self.held:
+                run.averaged.calibration = self.calibrate(run)
             weights = run.averaged.state_dict()
             tensors = checkpoint.training_tensors(run.model, run.averaged, run.optimizers)
             ranks.together(lambda: check_finite(run, weights | tensors))
@@ -258,6 +267,16 @@ class Session:
                 ranks.first(lambda: write(run, state, in_memory(weights, tensors)))
         run.log.restart_clock(run.tokens)
 
+    def calibrate(self, run):
+        """Fit the temperature of the averaged weights to the text that was held back."""
+        corpus = type(run.corpus)(self.held, run.config, run.device)
+        windows = corpus.windows(CALIBRATION_WINDOWS)
+        with run.autocast():
+            temperature = calibration.fit(run.averaged, windows, passes=4)
+        share = run.config.calibration_share
+        source = f"the last {share:g} of the training text, held back: {len(windows)} windows"
+        return dict(temperature=temperature, source=source)
+
     def end(self, run):
         """Save what is not saved, and say how the run ended; returns the exit code."""
         run.clock.goes_on(run.step)  # a signal may have come since
@@ -267,6 +286,8 @@ class Session:
             return 0
         if not interrupted or run.clock.saved != run.step:
             self.save(run, finished=not interrupted)
+            if self.held:
+                self.log.say(f"calibrated: temperature {run.averaged.calibration['temperature']}")
         if interrupted:
             run.log.stopped(run)
             return 128 + interrupted  # as a shell reports the signal
@@ -324,7 +345,7 @@ def in_memory(weights, tensors):
 
 def write(run, state, tensors):
     """Write a checkpoint of a run; tensors: its safetensors files, bytes or Paths."""
-    contents = checkpoint.describing(run.config, run.corpus.tokenizer, run.model)
+    contents = checkpoint.describing(run.config, run.corpus.tokenizer, run.averaged)
     contents |= {"state.json": json.dumps(state).encode()} | tensors
     loss = run.loss if math.isfinite(run.loss) else None  # JSON has no NaN
     score = run.log.score | dict(loss=loss)

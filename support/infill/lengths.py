@@ -1,54 +1,87 @@
-"""Which lengths of a gap are worth filling: one batched call over all of them says it.
+"""How likely the lengths of a gap are: a score of each of them by a single call.
 
-The call shows each length side by side, as masks between the text before the gap and the text after
-it. The first tokens after the gap are masked too. Two sums estimate from this call alone, in nats,
+The network sees the text with the gap and the first N_AFTER tokens after it masked. The score adds
 
-    log p(likeliest fill, first token after the gap | the rest of the text):
+    the log-probability of the first token after the gap, in its own distribution
+    the largest log-probability at each mask of the gap, of fills that may stand there
 
-the largest log-probability at each position of the gap, and the log-probability of the first token
-after it. That token would be no news beside its neighbours: after a word comes a space wherever the
-next word begins. So three more tokens are masked.
-
-The estimate needs no calibration by length, as the mean entropy in the gap does (CAL, 2602.00476):
-like log p(gap, text after it | text before it), by which fills are ranked, it falls with every
-token. So it serves every model. results/lengths.md compares it with other statistics.
+The first one would be too sure if it were seen right behind its place: hence the masks after the
+gap. The second needs no calibration by length, as the mean entropy in the gap does (CAL,
+2602.00476): like log p(gap, text after it | text before it), by which fills are ranked, it falls
+with every token. So it serves every model. results/lengths.md compares it with other statistics.
 """
 
 import torch
 
 from support.infill.calls import call_size, groups, logits_at
+from support.infill.constraint import ConstrainedGap
+from support.infill.search import device_of
 
 N_AFTER = 4  # tokens after the gap that are masked as well
 
 
 @torch.no_grad()
-def length_scores(model, x, gap, after):
-    """Score the lengths of gaps, in one batched call.
+def score_lengths(model, shapes, number):
+    """[(log p of the token after it, the largest log p inside)] of gap `number` of some shapes.
 
-    x: (B, L) ids, of one length each
-    gap, after: (B, L) bool, on the same device as x: the positions of the gap; those after it that
-        are masked too. Of a text that ends with its gap there are none
-
-    Returns two float64 tensors (B,) on the CPU, in nats: the sum of the largest log-probabilities
-    in the gap, and the log-probability of the first token after it (0 without one).
+    shapes: lists of segments, whose gaps have known lengths. The sum is the score of a length
     """
-    xt = x.masked_fill(gap | after, model.mask_id)
-    first = after & (after.cumsum(1) == 1)
-    best = torch.zeros(len(x), dtype=torch.float64)
-    known = torch.zeros(len(x), dtype=torch.float64)
+    scores = []
+    device = device_of(model)
     # In groups: the logits of all lengths together may need gigabytes.
-    for rows in groups(model, len(x), x.device, call_size(model, x.device)):
-        row, at = (gap | first)[rows].nonzero().T
-        logp = logits_at(model, xt[rows], row, at, x.device).log_softmax(-1)
-        is_gap = gap[rows][row, at]
-        best[rows] = row_sums(len(xt[rows]), row[is_gap], logp[is_gap].amax(-1))
-        token = x[rows][row, at][~is_gap]
-        known[rows] = row_sums(
-            len(xt[rows]), row[~is_gap], logp[~is_gap].gather(1, token[:, None])[:, 0]
-        )
-    return best, known
+    for some in groups(model, len(shapes), device, call_size(model, device)):
+        rows = [masked(model, shape, number) for shape in shapes[some]]
+        places = [gap + after[:1] for _, gap, after in rows]
+        x = torch.tensor([ids for ids, _, _ in rows])
+        row = torch.arange(len(rows)).repeat_interleave(torch.tensor(list(map(len, places))))
+        at = torch.tensor([i for each in places for i in each], dtype=torch.int64)
+        logp = logits_at(model, x, row, at, device).double().log_softmax(-1).cpu()
+        for (_, gap, after), shape, own in zip(rows, shapes[some], logp.split([*map(len, places)])):
+            token = ids_of(model, shape)[after[0]] if after else 0
+            next_token = own[-1, token].item() if after else 0.0
+            scores.append((next_token, largest(shape[number], own[: len(gap)])))
+    return scores
 
 
-def row_sums(n, row, value):
-    """Return the sums (n,) of value (m,) by row (m,), float64 on the CPU."""
-    return torch.zeros(n, dtype=torch.float64).index_add(0, row.cpu(), value.cpu().double())
+def ids_of(model, shape):
+    """The ids of a shape, a whole context."""
+    ids = []
+    for segment in shape:
+        ids += segment.ids if isinstance(segment, str) else [model.mask_id] * length(segment)
+    return ids + [model.objective.pad_id] * (model.config.block_size - len(ids))
+
+
+def length(segment):
+    return segment.length if isinstance(segment, ConstrainedGap) else segment
+
+
+def masked(model, shape, number):
+    """(ids with the tokens after a gap masked, the positions of the gap, of these tokens)."""
+    ids = ids_of(model, shape)
+    sizes = [len(s.ids) if isinstance(s, str) else length(s) for s in shape]
+    begin = sum(sizes[:number])
+    end = begin + sizes[number]
+    after = [at for at in range(end, min(end + N_AFTER, sum(sizes))) if ids[at] != model.mask_id]
+    for at in after:
+        ids[at] = model.mask_id
+    return ids, [*range(begin, end)], after if after[:1] == [end] else []
+
+
+def largest(segment, logp):
+    """The largest sum over the positions of a gap, logp (n, V), of fills that it may have."""
+    if not isinstance(segment, ConstrainedGap):
+        return logp.amax(1).sum().item()
+    if segment.spelled:
+        fills = torch.tensor([ids for ids in segment.spelled if len(ids) == len(logp)])
+        return logp.gather(1, fills.T.reshape(len(logp), -1)).sum(0).max().item()
+    automaton = segment.automaton
+    best = torch.where(automaton.accepts, 0.0, -torch.inf).double()
+    for row in reversed(class_largest(automaton, logp)):  # the best way from each state on
+        best = (row[automaton.follows] + best[automaton.after]).amax(1)
+    return best[0].item()
+
+
+def class_largest(automaton, logp):
+    """(n, C + 1): the largest of logp (n, V) in each class of tokens, -infinity for the last."""
+    none = logp.new_full((len(logp), automaton.C + 1), -torch.inf)
+    return none.scatter_reduce(1, automaton.classes.expand(len(logp), -1), logp, "amax")

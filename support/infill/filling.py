@@ -1,0 +1,347 @@
+"""Fills a template: which lengths its gaps may have, and the likeliest fills of these, proven.
+
+1. One call over all lengths of a gap of unknown length says which are likely (lengths.py).
+2. For each of these, log p(after | before) with masks in the gaps: a chain rule over the next REACH
+   tokens of given text. Tokens that are further away tell hardly anything about a length.
+3. One search for the likeliest fills, whatever their length (search.py): by log p(gap, after |
+   before), which is that and log p(gap | both sides). Any order of a chain rule is one.
+
+With known lengths it begins at 3, with log p(gap | both sides). A gap at the end of the text has
+all of its lengths in one search, as its fills end with [END] or a line break. Where there is more
+to fill than a search can, a sampler draws some fills, which then compete.
+"""
+
+import math
+import time
+from typing import NamedTuple
+
+import torch
+
+from support import abilities
+from support.arguments import check_tokenizer
+from support.calibration import calibrated
+from support.errors import UserError
+from support.infill import search
+from support.infill.calls import call_size, groups, next_logp
+from support.infill.constraint import ConstrainedGap
+from support.infill.filters import Filter
+from support.infill.lengths import score_lengths
+from support.infill.templates import (
+    Literal,
+    check_lengths,
+    encode_segments,
+    is_open,
+    joined,
+    to_ids,
+    to_texts,
+    with_length,
+)
+
+LIMIT = 400  # sequences in which a search for fills of one length must end
+N_REFINED = 8  # lengths of a gap, if there are several gaps, of which one fill is found
+N_LENGTHS = 4  # lengths that are searched, of all those that one call compares
+LONG = 24  # tokens to fill beyond which a sampler draws the fills
+DRAWS = 8  # fills that it draws
+REACH = 16  # tokens of text after the last gap that compare lengths
+
+
+class Candidate(NamedTuple):
+    """A filled template."""
+
+    text: str
+    fills: tuple  # the text of each gap
+    p: float  # of all fills of its length, given the text on both sides
+    logp: float  # nats: what candidates are ranked by, see Candidates.compares_lengths
+    segments: list  # of the template, with the lengths of all gaps
+    ids: list  # of the whole text
+    parts: list  # (text, whether it was filled) of each segment
+    drawn: list  # log p of each id when it was filled, None where it was given
+
+
+class Candidates(list):
+    """Candidates, the likeliest first, and what is known of the other fills.
+
+    proven            no other fill, of the lengths that were searched, is likelier than the last
+    bound             log p of every other fill is at most this, nats
+    excluded          the probability of what may not stand in the gaps, as far as the search came
+                      to it; of the best one's length
+    rest              that of all fills of this length that are neither listed nor excluded
+    compares_lengths  whether `logp` is log p(gap, after | before); else log p(gap | both sides)
+    sequences         texts that the network has seen
+    seconds           of all this
+    """
+
+    proven = False
+    bound = 0.0
+    excluded = 0.0
+    rest = 0.0
+    compares_lengths = False
+    sequences = 0
+    seconds = 0.0
+
+
+@torch.no_grad()
+def fill(
+    model,
+    tokenizer,
+    segments,
+    n,
+    max_gap=16,
+    limit=LIMIT,
+    deadline=math.inf,
+    draw=None,
+    update=lambda n: None,
+):
+    """The n likeliest fills of a template: Candidates.
+
+    segments: the template, as from templates.parse. max_gap: the longest fill of a gap of unknown
+    length, in tokens. limit: sequences that the search may take; deadline: time.monotonic() after
+    which it does not go on. draw(segments, n): lists of ids that a sampler fills a template with,
+    whose lengths are known. update(n): called when the network has seen n more texts
+
+    Raises UserError if no fill can be shown.
+    """
+    made = Filling(model, tokenizer, segments, n, max_gap, draw, update)
+    search.run(made.model, [made.search], limit, deadline, made.count)
+    return made.candidates()
+
+
+class Filling:
+    """A template that is being filled; the arguments are those of `fill`."""
+
+    def __init__(self, model, tokenizer, segments, n, max_gap=16, draw=None, update=lambda n: None):
+        check_tokenizer(tokenizer, model)
+        self.began = time.monotonic()
+        self.model = calibrated(model)
+        self.tokenizer = tokenizer
+        self.update = update
+        self.sequences = 0
+        segments = encode_segments(segments, tokenizer)
+        check_lengths(segments, max_gap)
+        shapes = likely_shapes(self.model, tokenizer, segments, max_gap, self.count)
+        frames = [frame_of(self.model, tokenizer, *shape, draw) for shape in shapes]
+        self.is_drawn = any(frame.is_drawn for frame in frames)
+        self.compares_lengths = len(frames) > 1 or frames[0].is_joint
+        if len(frames) > 1 and not frames[0].is_joint:
+            for frame, logp in zip(frames, after_given_before(self.model, frames, self.count)):
+                frame.start = -logp
+        self.search = search.Search(frames, n)
+
+    def count(self, n):
+        self.sequences += n
+        self.update(n)
+
+    def candidates(self):
+        """The Candidates that the search has found so far."""
+        fills = self.search.fills
+        if not fills:
+            self.raise_why()
+        made = Candidates(map(self.candidate, fills))
+        best = fills[0].frame
+        made.proven = self.search.is_proven and not self.is_drawn
+        made.excluded = self.search.excluded[best]
+        made.rest = self.search.rest(best)
+        made.bound = self.search.bound
+        if self.is_drawn:  # any other fill may have all the rest
+            made.bound = math.log(max(made.rest, 1e-300)) - self.search.frames[best].start
+        made.compares_lengths = self.compares_lengths
+        made.sequences = self.sequences
+        made.seconds = time.monotonic() - self.began
+        return made
+
+    def candidate(self, found):
+        frame = self.search.frames[found.frame]
+        segments, ids = frame.filter.placed(found.ids)
+        texts = to_texts(segments, ids, self.tokenizer)
+        drawn = [None] * len(ids)
+        for at, value in zip(frame.open, found.drawn):
+            drawn[at] = value
+        fills = tuple(text for text, is_filled in texts if is_filled)
+        return Candidate(joined(texts), fills, found.p, found.logp, segments, ids, texts, drawn)
+
+    def raise_why(self):
+        """Raise UserError where no fill was found."""
+        for segment in self.search.frames[0].filter.segments:
+            if isinstance(segment, ConstrainedGap):
+                what = f"no fill of {segment.pattern[:40]!r} was found that is shown as it matches"
+                raise UserError(f"{what}; leave a space beside the gap, or leave the pattern out")
+        raise UserError("no fill was found in the time, or number of calls, given; give more")
+
+
+# ---- Lengths
+def lengths_of(segment, max_gap):
+    """The numbers of tokens that a gap of unknown length may have."""
+    if segment is None:
+        return [*range(1, max_gap + 1)]
+    if segment.spelled:
+        return sorted({len(ids) for ids in segment.spelled})
+    return segment.automaton.lengths(max_gap)
+
+
+def likely_shapes(model, tokenizer, segments, max_gap, count):
+    """[(segments, is_endless)] of the likeliest shapes, whose gaps have known lengths.
+
+    Each gap's lengths are scored with the others of a usual length; scores of several gaps add up.
+    is_endless: the last gap, of any length, is at the end of the text
+    """
+    is_endless = segments[-1] is None and not abilities.knows_lengths(model)
+    L = model.config.block_size
+    options = {i: lengths_of(s, max_gap) for i, s in enumerate(segments) if is_open(s)}
+    known = list(segments)
+    if is_endless:
+        options.pop(len(segments) - 1)
+        known[-1] = 1
+    if isinstance(segments[-1], ConstrainedGap) and is_open(segments[-1]) and not is_endless:
+        known = ended(model, tokenizer, known)
+    for i, lengths in options.items():
+        usual = min(lengths, key=lambda length: abs(length - 4))
+        known[i] = with_length(segments[i], usual)
+    room = L - sum(size_of(s) for i, s in enumerate(known) if i not in options)
+    if sum(min(lengths) for lengths in options.values()) > room:
+        raise UserError(f"no fill leaves room for the whole text in {L} tokens; shorten it")
+    n_options = math.prod(len(lengths) for lengths in options.values())
+    combined = {(): 0.0}  # lengths of the gaps so far -> score
+    for i, lengths in options.items():
+        scores = dict.fromkeys(lengths, 0.0)
+        if n_options > N_LENGTHS:
+            scores = scores_of(model, tokenizer, known, (i, segments[i]), lengths, len(options) > 1, count)
+        combined = {
+            (*before, m): score + scores[m]
+            for before, score in combined.items()
+            for m in scores
+            if sum(before) + m <= room
+        }
+    best = sorted(combined, key=lambda lengths: -combined[lengths])[: N_LENGTHS + len(options) - 1]
+    shapes = []
+    for lengths in sorted(best):
+        shape = list(known)
+        for i, m in zip(options, lengths):
+            shape[i] = with_length(segments[i], m)
+        if is_endless:
+            shape[-1] = max(1, min(max_gap, L - total(shape[:-1])))
+        shapes.append((shape, is_endless))
+    return shapes
+
+
+def scores_of(model, tokenizer, known, gap, lengths, is_refined, count):
+    """{length: score} of a gap, (its number, the segment), the others of a usual length.
+
+    is_refined: of the likely lengths, by a good fill of each. Gaps that must be filled together
+    leave less room for the errors of one look
+    """
+    L = model.config.block_size
+    number, segment = gap
+    before, after = known[:number], known[number + 1 :]
+    shapes = {m: [*before, with_length(segment, m), *after] for m in lengths}
+    shapes = {m: shape for m, shape in shapes.items() if total(shape) <= L}
+    found = score_lengths(model, [*shapes.values()], number)
+    count(len(shapes))
+    scores = {m: sum(terms) for m, terms in zip(shapes, found)}
+    if not is_refined:
+        return scores
+    next_token = {m: terms[0] for m, terms in zip(shapes, found)}
+    likely = sorted(scores, key=lambda m: -scores[m])[:N_REFINED]
+    searches = []
+    for m in likely:
+        others = [
+            one if isinstance(one, str) or i == number else hidden(model, one)
+            for i, one in enumerate(shapes[m])
+        ]
+        searches.append(search.Search([frame_of(model, tokenizer, others, False, None)], 1))
+    search.run(model, searches, limit=max(likely) + 4, update=count)
+    return {
+        m: next_token[m] + one.fills[0].logp if one.fills else scores[m]
+        for m, one in zip(likely, searches)
+    }
+
+
+def hidden(model, gap):
+    """Text of which the network sees nothing, in place of a gap of known length."""
+    return Literal("", [model.mask_id] * size_of(gap))
+
+
+def ended(model, tokenizer, segments):
+    """The segments with what ends a text: a gap of another kind than [___] may be its end."""
+    if abilities.knows_lengths(model):
+        return segments
+    if tokenizer.end_id is not None:
+        return [*segments, Literal("", [tokenizer.end_id])]
+    try:
+        ids = tokenizer.encode_lossless("\n", after_gap=True)
+    except UserError:
+        return segments
+    return [*segments, Literal("", ids)] if len(ids) == 1 else segments
+
+
+def size_of(segment):
+    if isinstance(segment, str):
+        return len(segment.ids)
+    if isinstance(segment, ConstrainedGap):
+        return segment.least
+    return 1 if segment is None else segment
+
+
+def total(segments):
+    return sum(map(size_of, segments))
+
+
+# ---- Frames
+def frame_of(model, tokenizer, segments, is_endless, draw):
+    """The search.Frame of segments whose gaps have known lengths."""
+    L = model.config.block_size
+    x = to_ids(segments, tokenizer, model.mask_id)
+    is_gap = [not isinstance(s, str) for s in segments for _ in range(size_of(s))]
+    open = [at for at, gap in enumerate(is_gap) if gap]
+    after = [at for at, gap in enumerate(is_gap) if open and at > open[0] and not gap]
+    only = []  # lists of texts, and fills that were drawn
+    k = 0
+    for segment in segments:
+        if getattr(segment, "spelled", ()):
+            only.append((k, [ids for ids in segment.spelled if len(ids) == segment.length]))
+        k += 0 if isinstance(segment, str) else size_of(segment)
+    is_drawn = len(open) > LONG and draw is not None and not is_endless
+    if is_drawn:
+        fills = {tuple(ids[at] for at in open) for ids in draw(segments, DRAWS)}
+        only.append((0, sorted(fills)))
+    size = len(x)
+    x += [model.objective.pad_id] * (L - size)
+    filter = Filter(model, tokenizer, segments, open, only, is_endless)
+    frame = search.Frame(model, x, open, filter, after, is_ordered=is_endless)
+    frame.size = size
+    frame.is_drawn = is_drawn
+    return frame
+
+
+# ---- Several lengths
+def length_logp(model):
+    """log p of each document length, (L + 1,) float64, of models that are given the length.
+
+    Lengths count once more than they occur in the training data, so that none has probability 0.
+    """
+    counts = model.length_counts.double().cpu() + 1
+    return (counts / counts.sum()).log()
+
+
+def after_given_before(model, frames, count):
+    """log p(after | before) of each Frame, with masks in its gaps, nats: a list."""
+    device = search.device_of(model)
+    x = torch.tensor([frame.x for frame in frames], device=device)
+    places = [places_after(frame) for frame in frames]
+    row = torch.arange(len(frames)).repeat_interleave(torch.tensor([*map(len, places)]))
+    at = torch.tensor([i for each in places for i in each], dtype=torch.int64)
+    sums = torch.zeros(len(frames), dtype=torch.float64)
+    for some in groups(model, len(row), device, call_size(model, device)):
+        logp = next_logp(model, x, row[some].to(device), at[some].to(device))
+        sums.index_add_(0, row[some], logp)
+        count(len(logp))
+    if abilities.knows_lengths(model):
+        sums += length_logp(model)[[frame.size for frame in frames]]
+    return sums.tolist()
+
+
+def places_after(frame):
+    """The positions of given text between the gaps, and of REACH tokens after the last one."""
+    if not frame.open:
+        return [*range(frame.size)][:REACH]
+    stop = min(frame.size, frame.open[-1] + 1 + REACH)
+    return [at for at in range(frame.open[0], stop) if at not in frame.open]

@@ -1,0 +1,139 @@
+"""What may stand at the open positions of a template: a filter on what a search expands."""
+
+import numpy as np
+import torch
+
+from support.infill.constraint import ConstrainedGap
+from support.infill.templates import (
+    joined,
+    keeps_spaces,
+    matches,
+    starts_with_space,
+    to_texts,
+)
+
+
+class Filter:
+    """The fills that a template may have.
+
+    segments   of the template, with known lengths
+    open       the positions of its gaps
+    only       [(number of an open position, the fills (m, n) from there on)]: no others are allowed
+    is_endless  whether the last gap ends with [END] or a line break, so that its length is open
+    """
+
+    def __init__(self, model, tokenizer, segments, open, only=(), is_endless=False):
+        self.tokenizer = tokenizer
+        self.segments = segments
+        self.open = open
+        self.only = [(first, np.array(fills)) for first, fills in only]
+        self.may_draw = drawable(tokenizer, model.vocab_size)
+        self.line_ends = None  # (V,) bool: the tokens that end a text, from its second one on
+        if is_endless:
+            self.line_ends = breaks(tokenizer, model.vocab_size)
+            if tokenizer.end_id is not None:
+                self.may_draw[tokenizer.end_id] = True
+        self.must_match = []  # (number of the first open position, Automaton, length)
+        self.spaced = []  # numbers of positions at which a token must begin with a space
+        self.template = []  # ids, with None at the open positions
+        k = 0
+        for segment in segments:
+            if isinstance(segment, str):
+                self.template += segment.ids
+                if getattr(segment, "lends_space", False):
+                    self.spaced.append(k)
+                continue
+            length = segment
+            if isinstance(segment, ConstrainedGap):
+                length = segment.length
+                if length and not segment.automaton.is_free:
+                    self.must_match.append((k, segment.automaton, length))
+            self.template += [None] * length
+            k += length
+
+    def allowed(self, fill, k):
+        """(V,) bool: the ids that may stand at open position k of a partial fill."""
+        allowed = self.may_draw
+        if k in self.spaced:
+            allowed = allowed & torch.from_numpy(starts_with_space(self.tokenizer))
+        for first, automaton, length in self.must_match:
+            if first <= k < first + length:
+                part = fill[first : first + length]
+                allowed = allowed & matching(automaton, part, k - first)
+        for first, fills in self.only:
+            if first <= k < first + fills.shape[1]:
+                part = np.array(fill[first : first + fills.shape[1]])
+                fits = ((part < 0) | (fills == part)).all(1)
+                listed = torch.zeros_like(self.may_draw)
+                listed[fills[fits, k - first]] = True
+                allowed = allowed & listed
+        return allowed
+
+    def ends(self, k, id):
+        """Whether a text ends with this id at open position k."""
+        if self.line_ends is None:
+            return False
+        return id == self.tokenizer.end_id or (k > 0 and bool(self.line_ends[id]))
+
+    def placed(self, fill):
+        """(segments, ids) of the text with a complete fill."""
+        fill = list(fill)
+        segments = self.segments
+        if len(fill) < len(self.open) or (fill and self.ends(len(fill) - 1, fill[-1])):
+            before = len(self.open) - segments[-1]
+            is_ended = self.ends(len(fill) - 1, fill[-1])
+            segments = [*segments[:-1], len(fill) - before - is_ended]
+        values = iter(fill)
+        ids = [next(values, None) if id is None else id for id in self.template]
+        return segments, [id for id in ids if id is not None]
+
+    def accept(self, fill):
+        """The text with a complete fill; None if it may not be shown so."""
+        segments, ids = self.placed(fill)
+        texts = to_texts(segments, ids, self.tokenizer)
+        if not (
+            keeps_spaces(segments, ids, self.tokenizer) and matches(segments, texts, self.tokenizer)
+        ):
+            return None
+        is_broken = any("\ufffd" in text for text, is_filled in texts if is_filled)
+        if is_broken and self.tokenizer.kind != "char":
+            return None  # half a character
+        return joined(texts)
+
+
+def drawable(tokenizer, vocab_size):
+    """(V,) bool: the ids that are text."""
+    may_draw = torch.ones(vocab_size, dtype=torch.bool)
+    never = {tokenizer.end_id, tokenizer.mask_id, *tokenizer.special_ids().values()}
+    if tokenizer.kind == "file":
+        never.add(tokenizer.library.unknown_id)
+    may_draw[[id for id in never if id is not None and id < vocab_size]] = False
+    return may_draw
+
+
+def breaks(tokenizer, vocab_size):
+    """(V,) bool: the ids whose text has a line break."""
+    if tokenizer.kind == "id":
+        return torch.zeros(vocab_size, dtype=torch.bool)
+    return torch.tensor(["\n" in tokenizer.piece(id) for id in range(vocab_size)])
+
+
+def matching(automaton, part, k):
+    """(V,) bool: the ids at offset k of a gap with which some fill of it matches.
+
+    part: ids of the gap, below 0 where there are none yet. `reached` are the states to which some
+    fill of the offsets before k leads, `ahead` those from which some fill of the others matches.
+    """
+    step, classes = automaton.next, automaton.classes
+    reached = torch.zeros(automaton.S + 1, dtype=torch.bool)
+    reached[0] = True
+    for id in part[:k]:
+        states = reached.nonzero()[:, 0]
+        after = step[states] if id < 0 else step[states, classes[id]]
+        reached = torch.zeros_like(reached)
+        reached[after.flatten()] = True
+        reached[automaton.S] = False
+    ahead = automaton.accepts
+    for id in reversed(part[k + 1 :]):
+        ahead = ahead[step].any(1) if id < 0 else ahead[step[:, classes[id]]]
+    return ahead[step[reached]].any(0)[classes]

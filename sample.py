@@ -25,39 +25,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 import mdlm
-from studies import word_statistics
 from support import abilities, arguments, outputs, progress
 from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.devices import pick_device
 from support.ensemble import read_newest
 from support.errors import NoEffect, UserError
-from support.infill import adaptive, constraint, fixing, proofreading, templates
-from support.infill.calls import Memo, call_size, end_documents, group_size, groups, predict
-from support.infill.constraint import ConstrainedGap, ask_ahead, draw_matching
-from support.infill.probabilities import (
-    TokenLogprob,
-    as_json,
-    drawn_in_search,
-    note_draws,
-    token_logprobs,
-)
+from support.infill import adaptive, filling, templates
+from support.infill.calls import Memo, device_of, end_documents, group_size, groups, predict
+from support.infill.filling import Candidates
+from support.infill.probabilities import TokenLogprob, as_json, note_draws, token_logprobs
 from support.infill.probabilities import logprobs as logprobs
 from support.infill.probabilities import score as score
-from support.infill.search import QUICK_STEPS, hypotheses
-from support.infill.templates import (
-    has_open,
-    joined,
-    of_prompt,
-    parse,
-    to_ids,
-    to_texts,
-)
+from support.infill.templates import Gap, joined, of_prompt, parse, to_ids, to_texts
+from support.infill.templates import matching as matching
 from support.kernels.reference import philox_words
 from support.numerics import draw, reversed_bits, top2_margin, topk_mask
 from support.settings import (
@@ -412,7 +398,7 @@ def unmask(
     forbid: Sequence[int | None] = (),
     allowed: dict[int, torch.Tensor] | None = None,
     memo: Memo | None = None,
-    matches: dict[int, ConstrainedGap] | None = None,
+    matches: dict[int, Gap] | None = None,
     **settings,
 ) -> Iterator[Step]:
     """Fill [MASK] positions of x (B, T); yields a Step after each network call.
@@ -422,9 +408,9 @@ def unmask(
     end_id    the id of [END], if there is one: all that follows a drawn [END] becomes [END]
     forbid    ids that are never drawn (None is ignored)
     allowed   {position: (V,) bool, the ids that may be drawn there}; others may have any
-    memo      a likelihood.Memo: a text that the network has seen costs no call
-    matches   {position: constraint.gap(pattern, length, tokenizer)}: the tokens of the gap that
-              begins there match
+    memo      a calls.Memo: a text that the network has seen costs no call
+    matches   {position: matching(pattern, length, tokenizer)}: the tokens of the gap that begins
+              there match
     settings  SamplerSettings by name; ValueError if one cannot be followed or has no effect
 
     T may exceed the context: the model then sees the last positions up to the end of a chunk, half
@@ -433,13 +419,18 @@ def unmask(
     may_draw = (end_id, forbid, allowed)
     samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw)
     settings = from_keywords(settings, model)
-    may_draw = (
-        end_id,
-        forbid,
-        places(allowed, x),
-        constraint.everywhere(model, x, matches, end_id),
-    )
-    return take_steps(model, x, fill, samples, settings, *may_draw, memo)
+    may_draw = dict(end_id=end_id, forbid=forbid, allowed=places(allowed, x))
+    may_draw["constraints"] = constraints_of(model, x, matches, end_id)
+    return take_steps(model, x, fill, samples, settings, memo=memo, **may_draw)
+
+
+def constraints_of(model, x, matches, end_id):
+    """What take_steps needs of gaps that must match: (drawing.Constraints, a function to draw)."""
+    if not matches:
+        return ()
+    from support.constrain import drawing
+
+    return drawing.everywhere(model, x, matches, end_id)
 
 
 def has_given_text(model, x):
@@ -462,8 +453,10 @@ def take_steps(
 ):
     """Yields the Steps of `unmask`, whose arguments are checked; settings: resolved.
 
-    allowed: pairs, see `places`; constraints: see constraint.by_row.
+    allowed: pairs, see `places`; constraints: those of support/constrain/drawing.py.
     """
+    if constraints:
+        from support.constrain.drawing import ask_ahead, draw_matching
     mask = model.mask_id
     device = x.device
     x = x.to("cpu" if device.type == "mps" else device, copy=True)  # MPS lacks float64
@@ -530,18 +523,16 @@ def generate(
     generator: torch.Generator | None = None,
     samples: torch.Tensor | None = None,
     fill: torch.Tensor | None = None,
-    expect: Callable[[int], object] | None = None,
     end_id: int | None = None,
     forbid: Sequence[int | None] = (),
     allowed: dict[int, torch.Tensor] | None = None,
-    matches: dict[int, ConstrainedGap] | None = None,
+    matches: dict[int, Gap] | None = None,
     **settings,
 ) -> torch.Tensor:
     """Fill the [MASK] positions of x (B, T) as `unmask` does and return the ids (B, T).
 
     seed is the key of the random numbers; without it a generator gives one (None: torch's own).
-    A row depends on the seed and its number in `samples`, not on its batch. expect(calls) is told
-    how many network calls it will still take, at most.
+    A row depends on the seed and its number in `samples`, not on its batch.
     """
     may_draw = (end_id, forbid, allowed)
     samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw)
@@ -551,43 +542,25 @@ def generate(
     settings = from_keywords(settings, model)
     if not is_seeded:
         settings = replace(settings, seed=draw_seed(generator))
-    may_draw = dict(end_id=end_id, forbid=forbid, allowed=places(allowed, x))
-    may_draw["constraints"] = constraint.everywhere(model, x, matches, end_id)
-    return fill_masks(model, x, settings, fill, samples, expect, may_draw)
+    fill = (x == model.mask_id) & (True if fill is None else fill)
+    allowed = places(allowed, x)
+    constraints = constraints_of(model, x, matches, end_id)
+    memo, size = merge_calls(model, fill)
+    out = x.clone()
+    for rows in groups(model, len(x), x.device, size, writing=True):
+        may_draw = dict(end_id=end_id, forbid=forbid)
+        may_draw["allowed"] = [(where[rows], ids) for where, ids in allowed]
+        may_draw["constraints"] = [each.of_rows(rows) for each in constraints]
+        inputs = (x[rows], fill[rows], samples[rows], settings)
+        for step in take_steps(model, *inputs, memo=memo, **may_draw):
+            out[rows] = step.x
+    return out
 
 
 def draw_seed(generator):
     """A seed from a torch.Generator; None: from torch's own."""
     where = generator.device if generator is not None else "cpu"
     return int(torch.randint(1 << 32, (), generator=generator, device=where))
-
-
-def fill_masks(model, x, settings, fill, samples, expect, may_draw, drawn=None):
-    """What `generate` does, whose arguments are checked; settings: resolved; may_draw: end_id,
-    forbid, allowed and constraints of `take_steps`; drawn (B, T) float64: gets log p of what is
-    drawn."""
-    fill = (x == model.mask_id) & (True if fill is None else fill)
-    memo, size = merge_calls(model, fill)
-    slices = groups(model, len(x), x.device, size, writing=True)
-    left = []  # (calls, calls a step) of each slice of rows
-    if expect:
-        left = [most_calls(model, fill[rows], samples[rows], settings) for rows in slices]
-        expect(sum(calls for calls, _ in left))
-    out = x.clone()
-    for i, rows in enumerate(slices):
-        inputs = (x[rows], fill[rows], samples[rows])
-        allowed = [(where[rows], ids) for where, ids in may_draw["allowed"]]
-        of_rows = [each.of_rows(rows) for each in may_draw["constraints"]]
-        own = may_draw | dict(allowed=allowed, constraints=of_rows)
-        steps = take_steps(model, *inputs, settings, memo=memo, **own)
-        for done, step in enumerate(steps, 1):
-            out[rows] = step.x
-            if drawn is not None:
-                note_draws(drawn[rows], step)
-            if expect:
-                calls, a_step = left[i]
-                expect(calls - done * a_step + sum(calls for calls, _ in left[i + 1 :]))
-    return out
 
 
 SHORT = 16  # tokens; draws for longer gaps hardly ever come to the same text
@@ -602,68 +575,136 @@ def merge_calls(model, fill):
     return Memo(), max(most, group_size(model, fill.device))
 
 
-def most_calls(model, fill, samples, settings):
-    """How many network calls `unmask` takes at most: in all, and for each step."""
-    steps = sum(chunk.steps for chunk in plan(model, fill, samples.to(fill.device), settings))
-    rows = 1
-    if model.objective.n_texts == 1:
-        rows = math.ceil(len(fill) / call_size(model, fill.device))
-    a_step = rows * (2 if settings.cfg else 1)
-    return steps * a_step, a_step
+# ---- Texts in, texts out
+class Written(NamedTuple):
+    """A text that a Writer has written."""
+
+    segments: list  # with the lengths of all gaps
+    ids: list
+    drawn: torch.Tensor  # (T,) float64, log p of each token when it was drawn last; NaN: given
+    calls: int
+    parts: list  # (text, whether it was filled) of each segment
+
+    @property
+    def text(self):
+        return joined(self.parts)
 
 
-def ends(model, tokenizer, is_template):
-    """[END] ends a text; it is never drawn within a template, nor where lengths are given."""
-    is_drawn = not is_template and not abilities.knows_lengths(model)
-    return dict(end_id=tokenizer.end_id) if is_drawn else dict(forbid=[tokenizer.end_id])
+class Rows:
+    """Some rows of one text, while they are written.
 
-
-def quick(settings, model):
-    """Resolved settings that draw the fills which only compare lengths."""
-    most = QUICK_STEPS * model.objective.n_texts
-    return replace(settings, steps=min(settings.steps, most), correct=0)
-
-
-def fill_gaps(
-    model,
-    tokenizer,
-    settings,
-    x,
-    fill,
-    may_end,
-    is_quick,
-    expect=None,
-    allowed=(),
-    constraints=(),
-    new_seed=None,
-    draws=None,
-    drawn=None,
-):
-    """Fill gaps of a template. may_end: at the end of the text; is_quick: to compare lengths.
-
-    settings: resolved; allowed: pairs, see `places`; constraints: see constraint.by_row; new_seed()
-    gives a seed in place of theirs; draws: a list that gets what was drawn, see `drawn_in_search`;
-    drawn (B, T) float64 on the CPU: gets log p of what is drawn.
+    segments: with known lengths. is_template: it ends where the template ends; else [END] may end
+    it. has_length: of documents, the length is as given, not drawn.
     """
-    arguments.check_tokenizer(tokenizer, model)
-    if is_quick:
-        settings = quick(settings, model)
-    if new_seed:
-        settings = replace(settings, seed=new_seed())
-    may_draw = dict(allowed=allowed, constraints=constraints)
-    may_draw |= ends(model, tokenizer, not may_end)
-    samples = torch.arange(len(x), device=x.device)
-    if drawn is None and draws is not None:
-        drawn = not_drawn(x)
-    x = fill_masks(model, x, settings, fill, samples, expect, may_draw, drawn)
-    if draws is not None:
-        draws.append((x.cpu(), drawn, fill.cpu()))
-    return x
+
+    def __init__(self, writer, segments, samples, is_template, has_length=False, memo=None):
+        model, tokenizer, settings = writer.model, writer.tokenizer, writer.settings
+        self.writer = writer
+        self.segments = segments
+        self.samples = samples
+        self.memo = memo
+        ids = to_ids(segments, tokenizer, model.mask_id)
+        self.x = torch.tensor(ids, dtype=torch.int64).repeat(len(samples), 1)
+        is_given = abilities.knows_lengths(model)  # the length of a text, before it is written
+        if is_given and not (is_template or has_length):
+            u = uniform(settings.seed, -1, samples, range(1))[2][:, 0]
+            self.x = end_documents(model, self.x, u)
+        self.drawn = torch.full(self.x.shape, math.nan, dtype=torch.float64)
+        self.calls = torch.zeros(len(samples), dtype=torch.int64)
+        ends = not (is_template or is_given)
+        self.may_draw = dict(end_id=tokenizer.end_id) if ends else dict(forbid=[tokenizer.end_id])
+        self.may_draw["allowed"] = places(templates.allowed_tokens(segments, tokenizer), self.x)
+        if any(segment.is_gap and segment.pattern for segment in segments):
+            from support.constrain import drawing
+
+            self.may_draw["constraints"] = drawing.by_row([segments] * len(samples))
+
+    def chunks(self):
+        """The Chunks in which it is written; see `plan`."""
+        model = self.writer.model
+        return plan(model, self.x == model.mask_id, self.samples, self.writer.settings)
+
+    def steps(self):
+        """Yields a Step, on the CPU, after each network call."""
+        writer = self.writer
+        x = self.x.to(writer.device)
+        settings = (self.samples, writer.settings)
+        for step in take_steps(writer.model, x, None, *settings, memo=self.memo, **self.may_draw):
+            step = Step(step.number, *(tensor.cpu() for tensor in step[1:]))
+            note_draws(self.drawn, step)
+            self.x = step.x
+            self.calls = step.calls
+            yield step
+
+    def written(self):
+        """[Written] of all rows; UserError if one does not match as it is shown."""
+        tokenizer = self.writer.tokenizer
+        made = []
+        for ids, drawn, calls in zip(self.x.tolist(), self.drawn, self.calls.tolist()):
+            parts = to_texts(self.segments, ids, tokenizer)
+            templates.check_match(self.segments, parts, tokenizer)
+            made.append(Written(self.segments, ids, drawn, calls, parts))
+        return made
 
 
-def not_drawn(x):
-    """(B, T) NaN on the CPU, for `note_draws`: the text x (B, T) before the first draw."""
-    return torch.full(x.shape, math.nan, dtype=torch.float64)
+class Writer:
+    """Writes texts and fills gaps: for the command line, a server and Python callers.
+
+    settings: SamplerSettings, resolved
+    """
+
+    def __init__(self, model, tokenizer, settings):
+        arguments.check_tokenizer(tokenizer, model)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.device = device_of(model)
+
+    def segments(self, text, length=0):
+        """(the segments of a text, whether it is a template); length: tokens, if it is not."""
+        config = self.model.config
+        text = arguments.check_text("" if text is None else text)
+        if not templates.is_template(text, self.tokenizer):
+            return of_prompt(text, self.tokenizer, length, config), False
+        if config.prompt_column:
+            fix = "give only a beginning"
+            raise UserError(f"{text[:40]!r} has gaps, and this model learned to answer; {fix}")
+        if length:
+            fix = "leave one out"
+            raise UserError(f"length={length} and a template, which has its own length; {fix}")
+        return parse(text, self.tokenizer, config.block_size), True
+
+    def check(self, segments):
+        """Raise UserError for gaps that this model cannot draw, as it does not see what follows."""
+        x = torch.tensor([to_ids(segments, self.tokenizer, self.model.mask_id)])
+        arguments.check_gaps(self.model, x, x == self.model.mask_id)
+
+    def batches(self, segments, n, is_template, has_length=False, size=None):
+        """Yields Rows of n texts, whose numbers are 0 .. n - 1."""
+        self.check(segments)
+        ids = torch.tensor([to_ids(segments, self.tokenizer, self.model.mask_id)])
+        memo, merged = merge_calls(self.model, ids == self.model.mask_id) if n > 1 else (None, None)
+        for rows in groups(self.model, n, self.device, size or merged, writing=True):
+            samples = torch.arange(rows.start, rows.stop)
+            yield Rows(self, segments, samples, is_template, has_length, memo)
+
+    def write(self, segments, n, is_template, has_length=False):
+        """[Written] of n texts."""
+        made = []
+        for rows in self.batches(segments, n, is_template, has_length):
+            for _ in rows.steps():
+                pass
+            made += rows.written()
+        return made
+
+    def filling(self, segments, n, max_gap, update=lambda n: None):
+        """The filling.Filling that searches for the n likeliest fills of a template."""
+
+        def draw(segments, n):
+            return [one.ids for one in self.write(segments, n, True)]
+
+        settings = (self.model, self.tokenizer, segments, n, max_gap)
+        return filling.Filling(*settings, draw=draw, update=update)
 
 
 def write(
@@ -682,8 +723,8 @@ def write(
             A list of them: n texts of the first, then n of the second, and so on
     length  tokens of a text that is no template (0: the context, or drawn for documents)
     """
-    rows = write_ids(model, tokenizer, text, n, length, generator, max_gap, settings)
-    return [joined(to_texts(segments, ids, tokenizer)) for segments, ids, _ in rows]
+    rows = write_rows(model, tokenizer, text, n, length, generator, max_gap, settings)
+    return [row.text for row in rows]
 
 
 def write_with_logprobs(
@@ -705,83 +746,76 @@ def write_with_logprobs(
     and with guidance if there is one.
     """
     k = arguments.whole_number("k", k, 1)
-    rows = write_ids(model, tokenizer, text, n, length, generator, max_gap, settings)
+    rows = write_rows(model, tokenizer, text, n, length, generator, max_gap, settings)
+    return [(row.text, token_logprobs(model, tokenizer, row.ids, row.drawn, k)) for row in rows]
+
+
+def write_rows(model, tokenizer, text, n, length, generator, max_gap, settings):
+    """[Written] of the texts of `write`."""
+    limits = TextFlags(num_samples=n, length=length, max_gap=max_gap)
+    check_settings(limits)
+    given = settings
+    writer = Writer(model, tokenizer, from_keywords(settings, model))
+    several = list(text) if isinstance(text, (list, tuple)) else [text]
+    todo = [writer.segments(one, limits.length) for one in several]
+    for segments, _ in todo:
+        templates.check_lengths(segments, limits.max_gap)
     made = []
-    for segments, ids, drawn in rows:
-        tokens = token_logprobs(model, tokenizer, ids, drawn, k)
-        made.append((joined(to_texts(segments, ids, tokenizer)), tokens))
+    for segments, is_template in todo:
+        if templates.has_open(segments):  # the likeliest lengths
+            segments = filling.fill(model, tokenizer, segments, 1, limits.max_gap)[0].segments
+        if "seed" not in given:
+            writer.settings = replace(writer.settings, seed=draw_seed(generator))
+        made += writer.write(segments, limits.num_samples, is_template, bool(limits.length))
     return made
 
 
-def write_ids(model, tokenizer, text, n, length, generator, max_gap, settings):
-    """(segments, ids, log p when they were drawn) of each text of `write`."""
-    limits = TextFlags(num_samples=n, length=length, max_gap=max_gap)
-    check_settings(limits)
-    arguments.check_tokenizer(tokenizer, model)
-    settings, given = from_keywords(settings, model), settings
-    several = list(text) if isinstance(text, (list, tuple)) else [text]
-    todo = [to_fill(model, tokenizer, one, limits.length) for one in several]
-    new_seed = None if "seed" in given else partial(draw_seed, generator)
-    for segments, _ in todo:
-        templates.check_lengths(segments, limits.max_gap)
-    made = partial(fill_segments, model, tokenizer, limits, settings, new_seed, generator)
-    return [done for segments in todo for done in made(*segments)]
+def search(
+    model: mdlm.Model,
+    tokenizer: Tokenizer,
+    text: str,
+    top: int = 5,
+    max_gap: int = 16,
+    limit: int = filling.LIMIT,
+    seconds: float = math.inf,
+) -> Candidates:
+    """The likeliest of all fills of a template, as filling.Candidates: a list, the best first.
+
+    text     "To be███", "To [___] be", "My [___|name|sword]": as for --infill
+    top      how many fills
+    max_gap  the longest fill of [___], in tokens
+    limit    texts that the network may see in the search; seconds: in which it must end
+
+    Each candidate has `text`, `fills` (of each gap), `p`, its probability among all fills of its
+    length given the text on both sides, and `logp`, by which they are ranked. Candidates.proven
+    says whether no other fill is likelier; if it is not, Candidates.bound is the most that log p of
+    another one can be.
+    """
+    top = arguments.whole_number("top", top, 1)
+    writer = Writer(model, tokenizer, from_keywords({}, model))
+    segments, is_template = writer.segments(text)
+    if not is_template:
+        raise UserError(
+            f"{text[:40]!r} has nothing to fill; write █ or [___] where text is missing"
+        )
+    made = writer.filling(segments, top, max_gap)
+    return made.finish(arguments.whole_number("limit", limit, 1), time.monotonic() + seconds)
 
 
-def to_fill(model, tokenizer, text, length):
-    """(the segments, whether it is a template) of a text that `write` is given."""
-    config = model.config
-    text = arguments.check_text("" if text is None else text)
-    if not templates.is_template(text, tokenizer):
-        return of_prompt(text, tokenizer, length, config), False
-    if config.objective == "ar" or config.prompt_column:
-        text = text[:40]
-        raise UserError(f"{text!r} has gaps, and this model fills none; give only a beginning")
-    if length:
-        raise UserError(f"length={length} and a template, which has its own length; leave one out")
-    return parse(text, tokenizer, config.block_size), True
-
-
-def fill_segments(model, tokenizer, limits, settings, new_seed, generator, segments, is_template):
-    """What `write_ids` returns, of what `to_fill` returned: a list of --num_samples."""
-    device = next(model.parameters()).device
-    n = limits.num_samples
-    if templates.has_open(segments):  # the likeliest lengths
-        fill = partial(fill_gaps, model, tokenizer, settings, new_seed=new_seed)
-        search = (model, tokenizer, segments, 1, fill, device, limits.max_gap)
-        segments = hypotheses(*search)[0].segments
-    known = to_ids(segments, tokenizer, model.mask_id)  # none, if the likeliest [___] is empty
-    x = torch.tensor(known, dtype=torch.int64, device=device).repeat(n, 1)
-    if not (is_template or limits.length) and abilities.knows_lengths(model):
-        where = generator.device if generator is not None else "cpu"
-        u = torch.rand(n, generator=generator, device=where)
-        x = end_documents(model, x, u.cpu().double())
-    if new_seed:
-        settings = replace(settings, seed=new_seed())
-    may_draw = ends(model, tokenizer, is_template)
-    may_draw["allowed"] = places(templates.allowed_tokens(segments, tokenizer), x)
-    may_draw["constraints"] = constraint.by_row([segments] * n)
-    samples = torch.arange(n, device=device)
-    drawn = not_drawn(x)
-    filled = fill_masks(model, x, settings, None, samples, None, may_draw, drawn).tolist()
-    for ids in filled:
-        templates.check_match(segments, to_texts(segments, ids, tokenizer), tokenizer)
-    return [(segments, *row) for row in zip(filled, drawn)]
-
-
-def fix(
-    model: mdlm.Model, tokenizer: Tokenizer, text: str, caution: float = 0.0
-) -> proofreading.Fixed:
-    """Proofread a text: (text, changes), the new text and a list of proofreading.Change.
+def fix(model: mdlm.Model, tokenizer: Tokenizer, text: str, caution: float = 0.0) -> Any:
+    """Proofread a text: (text, changes), the new text and a list of proofreader.Change.
 
     caution: nats that a change must gain beyond the default. ValueError for a model that does not
     see the text on both sides of a token.
     """
+    from support.proofread import proofreader
+
     limits = TextFlags(caution=caution)
     check_settings(limits)
-    return proofreading.fix(model, tokenizer, arguments.check_text(text), limits.caution)
+    return proofreader.fix(model, tokenizer, arguments.check_text(text), limits.caution)
 
 
+# ---- The command line
 CLASHES = [
     ("infill", "prompt batch length", "a template says by itself what to write"),
     ("batch", "prompt length watch html num_samples", "leave one of them out"),
@@ -835,7 +869,10 @@ def check(options, given):
     reads_stdin = "-" in (options.infill, options.batch, options.fix)
     stdin = dict(stdin="/dev/stdin") if reads_stdin else {}
     outputs.check_all(replace(options, output=""), **stdin)
-    fixing.check_output(options)
+    if options.fix:
+        from support.proofread import file
+
+        file.check_output(options)
     for name in ("output", "caution"):
         if name in given and not options.fix:
             raise UserError(f"--{name} needs a text to proofread; give --fix")
@@ -850,10 +887,6 @@ def load(options, given):
     folders, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if config.prompt_column and not (options.prompt or options.fix):
         raise UserError("this model learned to answer prompts; give --prompt, no template")
-    if config.objective == "ar":
-        for name in ("infill", "batch"):
-            if name in given:
-                raise UserError(f"--{name} is not for an autoregressive model; leave it out")
     L = config.block_size
     if config.prompt_column and options.length > L:
         fix = f"give at most {L}, or leave it out"
@@ -861,136 +894,109 @@ def load(options, given):
     return model, tokenizer, config, folders, replace(options, device=str(device))
 
 
-def sampled(model, tokenizer, segments, options, template, pages):
-    """Fill segments of known lengths --num_samples times: yields (texts, facts), adds to pages."""
-    mask = model.mask_id
-    ids = torch.tensor(to_ids(segments, tokenizer, mask), dtype=torch.int64)
-    may_draw = ends(model, tokenizer, template)
-    allowed = templates.allowed_tokens(segments, tokenizer)
-    constraints = constraint.by_row([segments])
+def show_samples(writer, segments, options, is_template, pages):
+    """Write --num_samples texts: yields (parts, facts) of each, adds to pages what --html plays."""
+    tokenizer, mask = writer.tokenizer, writer.model.mask_id
+    n = max(1, options.num_samples)
     size = 1 if options.watch else None
-    for rows in groups(model, max(1, options.num_samples), options.device, size, writing=True):
+    has_length = bool(options.length)
+    for rows in writer.batches(segments, n, is_template, has_length, size):
         began = time.monotonic()
-        samples = torch.arange(rows.start, rows.stop)
-        x = ids.repeat(len(samples), 1)
-        if not (template or options.length) and abilities.knows_lengths(model):
-            x = end_documents(model, x, uniform(options.seed, -1, samples, range(1))[2][:, 0])
-        steps = sum(chunk.steps for chunk in plan(model, x == mask, samples, options))
-        films = [viewer.HtmlRecorder(tokenizer, ids, mask) for _ in samples if options.html]
+        total = sum(chunk.steps for chunk in rows.chunks())
+        given = rows.x[0] if is_template else torch.tensor(to_ids(segments, tokenizer, mask))
+        films = [viewer.HtmlRecorder(tokenizer, given, mask) for _ in rows.x if options.html]
         watches = [
-            viewer.TerminalPlayer(tokenizer, ids, mask, steps) for _ in samples if options.watch
+            viewer.TerminalPlayer(tokenizer, given, mask, total) for _ in rows.x if options.watch
         ]
-        with progress.bar(total=steps, desc="writing", unit=" steps", disable=options.watch) as bar:
-            may_draw["allowed"] = places(allowed, x)
-            one = torch.zeros_like(samples)  # all rows are alike
-            may_draw["constraints"] = [each.of_rows(one) for each in constraints]
-            where = (x.to(options.device), None, samples)
-            # What stays where nothing is left to fill: the likeliest [___] may be empty.
-            nothing = torch.zeros(0, model.vocab_size)
-            step = Step(0, x, x == mask, nothing, torch.zeros(len(x), dtype=torch.int64))
-            drawn = not_drawn(x)
-            for step in take_steps(model, *where, options, **may_draw):
+        with progress.bar(total=total, desc="writing", unit=" steps", disable=options.watch) as bar:
+            for step in rows.steps():
                 bar.update()
-                step = Step(step.number, *(tensor.cpu() for tensor in step[1:]))
-                note_draws(drawn, step)
                 for row, show in [*enumerate(films), *enumerate(watches)]:
                     show.add(step, row)
         for watch in watches:
             watch.clear()
-        seconds = (time.monotonic() - began) / len(samples)
-        for row, calls, logp in zip(step.x.tolist(), step.calls.tolist(), drawn):
-            facts = dict(steps=steps, calls=calls, seconds=seconds)
-            texts = to_texts(segments, row, tokenizer)
-            templates.check_match(segments, texts, tokenizer)
+        seconds = (time.monotonic() - began) / len(rows.x)
+        for one in rows.written():
+            facts = dict(steps=total, calls=one.calls, seconds=seconds)
             if films:
-                about = dict(text=joined(texts), title=f"sample {len(pages) + 1}")
-                pages.append(facts | about | films.pop(0).page(row))
+                about = dict(text=one.text, title=f"sample {len(pages) + 1}")
+                pages.append(facts | about | films.pop(0).page(one.ids))
             if options.logprobs:
-                tokens = token_logprobs(model, tokenizer, row, logp, options.logprobs)
-                facts["logprobs"] = as_json(tokens)
-            yield texts, facts
+                facts["logprobs"] = logprobs_of(writer, one.ids, one.drawn, options.logprobs)
+            yield one.parts, facts
 
 
-class Calls:
-    """Counts the network calls of a model, and shows on a bar how many are left at most."""
-
-    def __init__(self, model, bar):
-        self.bar = bar
-        self.calls = 0
-        self.sequences = 0
-        self.stretch = 1
-        self.hook = model.register_forward_pre_hook(self.count)
-
-    def count(self, model, args):
-        self.calls += 1
-        self.sequences += len(args[0].ids)
-        self.bar.update()
-
-    def expect(self, left, stretch, stretches):
-        """Between gaps of unknown length a template is filled in stretches, each with its total."""
-        if stretch != self.stretch:
-            self.stretch = stretch
-            self.bar.reset()
-            self.bar.set_description(f"trying fills, gap {stretch} of {stretches}", refresh=False)
-        total = self.bar.n + left
-        self.bar.total = min(total, self.bar.total or total)
+def logprobs_of(writer, ids, drawn, k):
+    return as_json(token_logprobs(writer.model, writer.tokenizer, ids, drawn, k))
 
 
-def ranked(model, tokenizer, segments, options):
-    """(segments of the likeliest fill, the texts of the --candidates likeliest, facts)"""
-    began = time.monotonic()
-    with progress.bar(desc="trying fills", unit=" calls") as bar:
-        done = Calls(model, bar)
-        draws = [] if options.logprobs else None
-        fill = partial(fill_gaps, model, tokenizer, options, draws=draws)
-        limits = dict(max_gap=options.max_gap, draws=max(16, 6 * options.candidates))
-        limits |= dict(device=options.device, expect=done.expect)
-        try:
-            n = options.candidates or 3
-            fills = hypotheses(model, tokenizer, segments, n, fill, **limits)
-        finally:
-            done.hook.remove()
-    if len(fills) < options.candidates:
-        terminal.warn(f"{len(fills)} different fills were found, not {options.candidates}")
-    seconds = time.monotonic() - began
-    texts = [to_texts(fill.segments, fill.ids, tokenizer) for fill in fills]
-    p = torch.tensor([fill.logp for fill in fills], dtype=torch.float64).softmax(0).tolist()
-    rows = [dict(text=joined(t), score=f.logp, share=q) for f, t, q in zip(fills, texts, p)]
-    facts = dict(steps=options.steps, calls=done.calls, seconds=seconds, score=fills[0].logp)
-    facts |= dict(sequences=done.sequences, candidates=rows)
+def show_search(writer, found, options):
+    """(the parts of each candidate, facts) of Candidates."""
+    total = sum(math.exp(one.logp - found[0].logp) for one in found)
+    rows = [
+        dict(text=one.text, p=one.p, score=one.logp)
+        | dict(share=math.exp(one.logp - found[0].logp) / total)
+        for one in found
+    ]
+    facts = dict(steps=found.sequences, calls=found.sequences, seconds=found.seconds)
+    facts |= dict(score=found[0].logp, p=found[0].p)
+    facts |= dict(proven=found.proven, bound=found.bound, excluded=found.excluded)
+    facts |= dict(compares_lengths=found.compares_lengths, candidates=rows)
     if options.logprobs:
-        facts["logprobs"] = as_json(of_fill(model, tokenizer, fills[0], draws, options.logprobs))
-    return fills[0].segments, texts, facts
+        drawn = [math.nan if value is None else value for value in found[0].drawn]
+        drawn = torch.tensor(drawn, dtype=torch.float64)
+        facts["logprobs"] = logprobs_of(writer, found[0].ids, drawn, options.logprobs)
+    return [one.parts for one in found], facts
 
 
-def of_fill(model, tokenizer, fill, draws, k):
-    """The TokenLogprobs of a search.Fill; draws: as in `drawn_in_search`."""
-    is_filled = []
-    for segment in fill.segments:
-        n = len(to_ids([segment], tokenizer))
-        is_listed = getattr(segment, "spelled", None)  # each text of a list is tried: none is drawn
-        is_filled += [not (isinstance(segment, str) or is_listed)] * n
-    n = len(is_filled)
-    is_filled += [True] * (len(fill.ids) - n)  # what ends the text
-    drawn = drawn_in_search(draws, fill.ids, is_filled)
-    return token_logprobs(model, tokenizer, fill.ids, drawn, k, n)
+def answers(writer, todo, options, is_drawn, pages):
+    """Yields (template, [parts, the best first], facts) of all texts to write, in order.
+
+    todo: pairs (template or None, segments); is_drawn: texts are drawn, in place of a search
+    """
+    if is_drawn:
+        for template, segments in todo:
+            if templates.has_open(segments):
+                found = filling.fill(writer.model, writer.tokenizer, segments, 1, options.max_gap)
+                segments = found[0].segments
+                terminal.warn("[___] has its likeliest length now, and is filled again")
+            is_template = template is not None
+            for parts, facts in show_samples(writer, segments, options, is_template, pages):
+                yield template, [parts], facts
+        return
+    n = options.candidates or (1 if options.batch else 3)
+    hide = bool(options.batch)  # a bar of all templates is there
+    with progress.bar(desc="searching", unit=" texts seen", disable=hide) as bar:
+        for some in (todo[i : i + TOGETHER] for i in range(0, len(todo), TOGETHER)):
+            made = [
+                writer.filling(segments, n, options.max_gap, bar.update) for _, segments in some
+            ]
+            filling.finish(made)
+            for (template, _), one in zip(some, made):
+                found = one.candidates()
+                if len(found) < options.candidates:
+                    terminal.warn(f"there are {len(found)} fills, not {options.candidates}")
+                yield template, *show_search(writer, found, options)
 
 
-def is_plain(options, template):
-    """Whether texts are written as they come, not ranked."""
-    return bool(options.num_samples or options.watch or options.html or template is None)
+TOGETHER = 32  # templates whose searches share network calls
 
 
-def answers(model, tokenizer, template, segments, options, pages):
-    """Fill a template, or a text (None), of segments; yields ([texts, the best first], facts)."""
-    if not is_plain(options, template) or has_open(segments):
-        segments, texts, facts = ranked(model, tokenizer, segments, options)
-        if not is_plain(options, template):
-            yield texts, facts
-            return
-        terminal.warn("[___] has its likeliest length now, and is filled again")
-    for texts, facts in sampled(model, tokenizer, segments, options, template is not None, pages):
-        yield [texts], facts
+def compare(variants, writer, todo, folder, lines):
+    """Write a text with each of the settings {title: Options}; returns pages for --html."""
+    from support.infill import word_statistics
+
+    template, segments = todo
+    model, tokenizer = writer.model, writer.tokenizer
+    training = word_statistics.training_text(folder, tokenizer, model.config)
+    statistics = word_statistics.WordStatistics(training)
+
+    def fill(settings, pages):
+        with_them = Writer(model, tokenizer, settings)
+        return show_samples(with_them, segments, settings, template is not None, pages)
+
+    n = to_ids(segments, tokenizer, model.mask_id).count(model.mask_id)
+    return word_statistics.compare(variants, fill, statistics, n, lines)
 
 
 def main(argv):
@@ -1000,29 +1006,37 @@ def main(argv):
     check(options, given)
     model, tokenizer, config, folders, options = load(options, given)
     if options.fix:
-        reader = proofreading.Proofreader(model, tokenizer, options.caution)
-        scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
-        fixing.fix_file(options, reader)
-        return 0
-    variants = word_statistics.variants(options, given, SETTINGS, partial(resolve, model=model))
-    resolve(options, model)  # refuses what the model cannot follow, before templates are read
+        from support.proofread import file
+
+        return file.fix_file(options, model, tokenizer, folders, config)
+    asked = options
+    options = resolve(options, model)  # refuses what the model cannot follow, before reading
+    writer = Writer(model, tokenizer, options)
+    is_drawn = options.num_samples or options.watch or options.html or options.compare
+    is_drawn = is_drawn or not (options.infill or options.batch)
+    if {*SETTINGS} & given.keys() and not options.candidates:  # flags of the sampler ask for it
+        is_drawn = True
+
+    variants = {}
+    if options.compare:
+        from support.infill import word_statistics
+
+        variants = word_statistics.variants(asked, given, SETTINGS, partial(resolve, model=model))
 
     def to_segments(template):
         if template is None:
-            segments = of_prompt(options.prompt, tokenizer, options.length, config)
-        else:
-            segments = parse(template, tokenizer, config.block_size)
+            return of_prompt(options.prompt, tokenizer, options.length, config)
+        segments = parse(template, tokenizer, config.block_size)
         templates.check_lengths(segments, options.max_gap)
-        if has_open(segments) and variants:
+        if is_drawn:
+            writer.check(segments)
+        if templates.has_open(segments) and options.compare:
             raise UserError("--compare needs gaps of known lengths; write █ for each token")
-        if options.cfg and not any(isinstance(segment, (str, list)) for segment in segments):
+        if options.cfg and all(segment.is_gap for segment in segments):
             raise UserError("--cfg guides by the given text, and there is none; give some")
-        x = torch.tensor([to_ids(segments, tokenizer, model.mask_id)])
-        arguments.check_gaps(model, x, x == model.mask_id)
         return segments
 
     todo = templates.parse_all(options.infill, options.batch, to_segments)
-    options = resolve(options, model)
     to_stdout = options.json == "-" or (options.batch and not options.json)
     if to_stdout:
         sys.stdout.reconfigure(encoding="utf-8")  # JSON's, whatever the locale's is
@@ -1032,24 +1046,20 @@ def main(argv):
     if not to_stdout:
         target = outputs.Lines(options.json or os.devnull)
     with target as lines:
-        if variants:
-            [(template, segments)] = todo
-            training = word_statistics.training_text(folders[0], tokenizer, config)
-            statistics = word_statistics.WordStatistics(training)
-            fill = partial(sampled, model, tokenizer, segments, template=template is not None)
-            n = to_ids(segments, tokenizer, model.mask_id).count(model.mask_id)
-            pages = word_statistics.compare(variants, fill, statistics, n, lines)
-            todo = []
+        if options.compare:
+            pages = compare(variants, writer, todo.pop(), folders[0], lines)
         # No bar beside the lines of JSON on a terminal.
         hide = not options.batch or (to_stdout and terminal.is_terminal(sys.stdout))
-        for template, segments in progress.bar(todo, unit=" templates", disable=hide):
-            rule = ""  # between texts
-            for texts, facts in answers(model, tokenizer, template, segments, options, pages):
+        rule = ""  # between texts
+        made = answers(writer, todo, options, is_drawn, pages)
+        with progress.bar(total=len(todo), unit=" templates", disable=hide) as bar:
+            for template, texts, facts in made:
                 if not (to_stdout or options.batch):
                     print(rule, end="")
                     viewer.show(texts, facts, "candidates" in given)
                     rule = "-" * 40 + "\n" if template is None else ""
                 print(viewer.json_line(template, texts[0], facts), file=lines, flush=True)
+                bar.update()
     if options.html:
         about = viewer.settings(model, options)
         about.pop(options.compare.partition("=")[0], None)  # each tab has its own

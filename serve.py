@@ -33,16 +33,20 @@ import torch
 import mdlm
 import sample
 from support import abilities, environment
-from support.arguments import check_gaps
 from support.devices import pick_device
 from support.ensemble import read_newest
 from support.errors import UserError
-from support.infill import constraint, templates
-from support.infill.calls import end_documents, groups
-from support.infill.constraint import ConstrainedGap, pattern_of_choices
-from support.infill.probabilities import drawn_in_search
-from support.infill.search import hypotheses
-from support.infill.templates import encode_segments, joined, of_prompt, parse, to_ids, to_texts
+from support.infill import templates
+from support.infill.templates import (
+    Gap,
+    encode_segments,
+    joined,
+    of_prompt,
+    one_of,
+    parse,
+    to_ids,
+    to_texts,
+)
 from support.serving import app, completions, engine
 from support.serving.completions import Invalid, Text
 from support.settings import Bounds, Context, Reads, names_of, shown
@@ -129,17 +133,21 @@ class Writer:
         if not job.max_tokens:
             return []
         config = self.filler.config
-        if config.objective == "ar" or config.prompt_column:
-            what = "this model fills no gaps, it only goes on; send a prompt without a suffix"
+        if config.prompt_column:
+            what = "this model answers prompts, it fills no gaps; send a prompt without a suffix"
             raise Invalid(what, "suffix", code="unsupported")
         if job.kind == "template":
             segments = parse(prompt, self.tokenizer, config.block_size)
         else:
             segments = self.around_gap(job, *prompt)
         templates.check_lengths(segments, job.max_tokens)
-        x = torch.tensor([to_ids(segments, self.tokenizer, self.filler.mask_id)])
-        check_gaps(self.filler, x, x == self.filler.mask_id)
+        if not self.is_searched(job, segments):
+            sample.Writer(self.filler, self.tokenizer, None).check(segments)
         return segments
+
+    def is_searched(self, job, segments):
+        """Whether gaps get their likeliest fills, in place of a draw."""
+        return not job.watch or job.rank or templates.has_open(segments)
 
     def asked(self, messages):
         """The messages of a conversation as a prompt; Invalid if the model cannot answer them."""
@@ -160,7 +168,7 @@ class Writer:
         model = self.model
         most = 1 << 30
         segments = of_prompt(prompt, self.tokenizer, most, model.config)
-        n = 0 if isinstance(segments[0], int) else len(segments[0].ids)
+        n = sum(segment.size for segment in segments if not segment.is_gap)
         self.check_length(n)
         if abilities.knows_lengths(model):  # a length is drawn, within the context
             most = model.config.block_size
@@ -180,11 +188,9 @@ class Writer:
         if job.cut:
             room = L - min(job.max_tokens, max(1, L // 2))
             before, after = self.cut(before, after, room)
-        gap = None
-        if job.regex is not None:
-            gap = ConstrainedGap(job.regex)
-        elif job.choices:
-            gap = ConstrainedGap(pattern_of_choices(job.choices), choices=job.choices)
+        gap = Gap(pattern=job.regex or "")
+        if job.choices:
+            gap = one_of(job.choices)
         segments = [segment for segment in (before, gap, after) if segment != ""]
         segments = encode_segments(segments, self.tokenizer)
         n = len(to_ids(segments, self.tokenizer))
@@ -214,7 +220,7 @@ class Writer:
         given = 0
         for prompt in job.prompts:
             segments = self.segments(job, prompt)
-            given += sum(len(s.ids) for s in segments if isinstance(s, str))
+            given += sum(segment.size for segment in segments if not segment.is_gap)
         return given
 
     # ---- Writing
@@ -236,178 +242,135 @@ class Writer:
                 model, self.tokenizer, job.prompts, job.passes, job.settings["seed"]
             )
         settings = sample.resolve(sample.SamplerSettings(**job.settings), model)
+        writer = sample.Writer(model, self.tokenizer, settings)
         texts = []
         for prompt in job.prompts:
             segments = self.segments(job, prompt)
             tell = partial(tell_from, emit, len(texts))
             if job.watch:
-                is_ranked = job.rank or templates.has_open(segments)
-                (self.show_fills if is_ranked else self.show)(model, segments, settings, job, emit)
+                show = self.show_fills if self.is_searched(job, segments) else self.show
+                show(writer, segments, job, emit)
             elif not job.max_tokens:
                 texts.append(Text("", "", 0))
             elif job.goes_on:
-                texts += self.go_on(model, segments, settings, job, tell)
+                texts += self.go_on(writer, segments, job, tell)
             else:
-                texts += self.fill(model, segments, settings, job, tell)
+                texts += self.fill(writer, segments, job, tell)
         return texts
 
-    def fill(self, model, segments, settings, job, tell):
-        """The n likeliest fills, as `sample.py --infill --candidates=n` ranks them."""
-        draws = None if job.logprobs is None else []
-        fills = self.ranked(model, segments, settings, job.n, job.max_tokens, draws, job.reach)
+    def fill(self, writer, segments, job, tell):
+        """The n likeliest fills, as `sample.py --infill --candidates=n` finds them."""
         texts = []
-        for i, found in enumerate(fills[: job.n]):
-            parts = to_texts(found.segments, found.ids, self.tokenizer)
-            n = filled_tokens(found.segments)
-            filled = "".join(part for part, is_filled in parts if is_filled)
-            texts.append(Text(filled, joined(parts), n, is_ended=True))
-            if draws is not None:
-                tokens = sample.of_fill(model, self.tokenizer, found, draws, job.logprobs)
-                texts[-1].logprobs = self.filled_alone(found, tokens)
-            tell(i, filled, texts[-1])
+        found = writer.filling(segments, job.n, job.max_tokens)
+        deadline = time.monotonic() + job.seconds
+        for i, one in enumerate(found.finish(deadline=deadline)):
+            is_filled = [value is not None for value in one.drawn]
+            texts.append(Text("".join(one.fills), one.text, sum(is_filled), is_ended=True))
+            if job.logprobs is not None:
+                drawn = drawn_of(one)
+                tokens = sample.token_logprobs(
+                    writer.model, self.tokenizer, one.ids, drawn, job.logprobs
+                )
+                texts[-1].logprobs = [token for token in tokens if token.drawn is not None]
+            tell(i, texts[-1].filled, texts[-1])
         return texts
 
-    def ranked(self, model, segments, settings, n, max_gap, draws, reach=None, expect=None):
-        """The n likeliest search.Fills, three for one; draws: a list, or None (see fill_gaps);
-        reach, expect: as of hypotheses."""
-        fill = partial(sample.fill_gaps, model, self.tokenizer, settings, draws=draws)
-        candidates = n if n > 1 else 0
-        limits = dict(max_gap=max_gap, draws=max(16, 6 * candidates))
-        limits |= dict(device=next(self.filler.parameters()).device, reach=reach, expect=expect)
-        return hypotheses(model, self.tokenizer, segments, candidates or 3, fill, **limits)
-
-    def filled_alone(self, found, tokens):
-        """The TokenLogprobs of a search.Fill, without those of given text and of [END]."""
-        is_filled = []
-        for segment in found.segments:
-            n = len(to_ids([segment], self.tokenizer))
-            is_filled += [not isinstance(segment, str)] * n
-        shown = [f for f, i in zip(is_filled, found.ids) if i != self.tokenizer.end_id]
-        return [token for token, f in zip(tokens, shown) if f]
-
-    def go_on(self, model, segments, settings, job, tell):
+    def go_on(self, writer, segments, job, tell):
         """n texts after a prompt, with the numbers 0 .. n - 1 of the seed."""
-        device = next(self.model.parameters()).device
-        ids = torch.tensor(to_ids(segments, self.tokenizer, model.mask_id), dtype=torch.int64)
-        may_draw = sample.ends(model, self.tokenizer, False)
-        allowed = templates.allowed_tokens(segments, self.tokenizer)
         texts = []
-        for rows in groups(model, job.n, device, writing=True):
-            samples = torch.arange(rows.start, rows.stop)
-            x = ids.repeat(len(samples), 1)
-            if abilities.knows_lengths(model):
-                u = sample.uniform(settings.seed, -1, samples, range(1))[2][:, 0]
-                x = end_documents(model, x, u)
-            ends = {}  # number of the first step after a part of the text -> where that part ends
-            for chunk in sample.plan(model, x == model.mask_id, samples, settings):
-                ends[chunk.first] = chunk.at.start
+        for rows in writer.batches(segments, job.n, False):
+            ends = {chunk.first: chunk.at.start for chunk in rows.chunks()}  # first step -> place
             told = set()
-            done = [False] * len(x)
-            drawn = sample.not_drawn(x)
-            may_draw["allowed"] = sample.places(allowed, x)
-            for step in sample.take_steps(model, x.to(device), None, samples, settings, **may_draw):
-                x = step.x
-                if job.logprobs is not None:
-                    sample.note_draws(drawn, step)
-                final = max(end for first, end in ends.items() if first < step.number)
+            done = [False] * len(rows.x)
+            first = int(rows.samples[0])
+            for step in rows.steps():
+                # What precedes the chunk that is written now cannot change any more.
+                final = max(end for number, end in ends.items() if number < step.number)
                 if job.stream and final not in told:
                     told.add(final)
-                    for row, row_ids in enumerate(x.tolist()):
-                        written = self.text_of(segments, row_ids[:final], job).filled
-                        done[row] |= tell(rows.start + row, written)
+                    for row, ids in enumerate(step.x.tolist()):
+                        written = self.text_of(segments, ids[:final], job).filled
+                        done[row] |= tell(first + row, written)
                     if all(done):
                         break
-            for row, row_ids in enumerate(x.tolist()):
-                texts.append(self.text_of(segments, row_ids, job))
+            for row, (ids, drawn) in enumerate(zip(rows.x.tolist(), rows.drawn)):
+                texts.append(self.text_of(segments, ids, job))
                 if job.logprobs is not None:
-                    texts[-1].logprobs = self.logprobs_of(model, segments, row_ids, drawn[row], job)
-                tell(rows.start + row, texts[-1].filled, texts[-1])
+                    texts[-1].logprobs = self.logprobs_of(writer.model, segments, ids, drawn, job)
+                tell(first + row, texts[-1].filled, texts[-1])
         return texts
 
     def logprobs_of(self, model, segments, ids, drawn, job):
         """The TokenLogprobs of what was written after a prompt."""
-        given = [segment for segment in segments if isinstance(segment, str)]
-        given = to_ids(given, self.tokenizer)
-        n = len(given) + job.max_tokens
-        tokens = sample.token_logprobs(
-            model, self.tokenizer, ids, drawn, job.logprobs, min(n, len(ids))
-        )
+        given = given_ids(segments)
+        n = min(len(given) + job.max_tokens, len(ids))
+        tokens = sample.token_logprobs(model, self.tokenizer, ids, drawn, job.logprobs, n)
         return tokens[len([i for i in given if i != self.tokenizer.end_id]) :]
 
     def text_of(self, segments, ids, job):
         """The Text of the ids of a text that goes on, or of its beginning."""
-        given = [segment for segment in segments if isinstance(segment, str)]
-        n = len(to_ids(given, self.tokenizer))
+        given = [segment for segment in segments if not segment.is_gap]
+        n = len(given_ids(segments))
         written = ids[n : n + job.max_tokens]
         end = self.tokenizer.end_id
         is_ended = end is not None and end in written
         n_written = written.index(end) if is_ended else len(written)
         if not n_written:
             return Text("", "".join(given), 0, is_ended)
-        parts = to_texts([*given, n_written], ids[: n + n_written], self.tokenizer)
+        parts = to_texts([*given, Gap(n_written)], ids[: n + n_written], self.tokenizer)
         filled = "".join(part for part, is_filled in parts if is_filled)
         return Text(filled, joined(parts), n_written, is_ended)
 
     # ---- For the page: it gets dicts, which support/web/assets/live.js reads
-    def show(self, model, segments, settings, job, emit):
+    def show(self, writer, segments, job, emit):
         """Write a text; emit what each network call draws, and at last the whole film of it."""
         began = time.monotonic()
-        is_template = job.kind == "template"
-        ids = torch.tensor(to_ids(segments, self.tokenizer, model.mask_id), dtype=torch.int64)
-        x = ids[None]
-        samples = torch.arange(1)
-        if not is_template and abilities.knows_lengths(model):
-            u = sample.uniform(settings.seed, -1, samples, range(1))[2][:, 0]
-            x = end_documents(model, x, u)
-        may_draw = sample.ends(model, self.tokenizer, is_template)
-        may_draw["allowed"] = sample.places(templates.allowed_tokens(segments, self.tokenizer), x)
-        may_draw["constraints"] = constraint.by_row([segments])
-        steps = sum(c.steps for c in sample.plan(model, x == model.mask_id, samples, settings))
-        film = HtmlRecorder(self.tokenizer, ids, model.mask_id)
-        n = length_without_end(x[0].tolist(), self.tokenizer)
+        mask = writer.model.mask_id
+        (rows,) = writer.batches(segments, 1, job.kind == "template")
+        ids = torch.tensor(to_ids(segments, self.tokenizer, mask), dtype=torch.int64)
+        film = HtmlRecorder(self.tokenizer, ids, mask)
+        n = length_without_end(rows.x[0].tolist(), self.tokenizer)
         tokens, given = film.shown()
+        steps = sum(chunk.steps for chunk in rows.chunks())
         emit(0, dict(tokens=tokens[:n], given=given[:n], steps=steps))
         facts = dict(calls=0, seconds=0.0)
-        device = next(self.model.parameters()).device
-        for step in sample.take_steps(model, x.to(device), None, samples, settings, **may_draw):
-            step = sample.Step(step.number, *(tensor.cpu() for tensor in step[1:]))
-            x = step.x
+        for step in rows.steps():
             facts = dict(calls=int(step.calls[0]), seconds=time.monotonic() - began)
             if film.add(step, 0):
                 emit(0, facts | dict(frame=film.newest()))
-        emit(0, dict(done=True, sample=facts | film.page(x[0].tolist())))
+        emit(0, dict(done=True, sample=facts | film.page(rows.x[0].tolist())))
 
-    def show_fills(self, model, segments, settings, job, emit):
+    def show_fills(self, writer, segments, job, emit):
         """Emit the likeliest fills of a template, with the share of each among them."""
-        began = time.monotonic()
-        draws = []
         n = SHOWN if job.rank else 1
+        found = writer.filling(segments, n, job.max_tokens).finish()
+        p = torch.tensor([one.logp for one in found], dtype=torch.float64).softmax(0).tolist()
+        shown = [dict(share=q, p=one.p) | self.still(one) for one, q in zip(found, p)]
+        about = dict(proven=found.proven, compares_lengths=found.compares_lengths)
+        about |= dict(bound=max(found.bound, -1e300), seconds=found.seconds)
+        emit(0, dict(done=True, fills=shown) | about)
 
-        def expect(left, stretch, stretches):
-            emit(0, dict(left=left, stretch=stretch, stretches=stretches))
-
-        fills = self.ranked(model, segments, settings, n, job.max_tokens, draws, expect=expect)[
-            :SHOWN
-        ]
-        p = torch.tensor([fill.logp for fill in fills], dtype=torch.float64).softmax(0).tolist()
-        shown = [dict(share=q) | self.still(fill, draws) for fill, q in zip(fills, p)]
-        emit(0, dict(done=True, fills=shown, seconds=time.monotonic() - began))
-
-    def still(self, fill, draws):
-        """A search.Fill as a film of one frame."""
-        is_given = []
-        for segment in fill.segments:
-            is_given += [isinstance(segment, str)] * len(to_ids([segment], self.tokenizer))
-        n = length_without_end(fill.ids, self.tokenizer)
-        is_given = (is_given + [False] * n)[:n]
-        tokens = self.tokenizer.pieces(fill.ids[:n])
-        drawn = drawn_in_search(draws, fill.ids[:n], [not each for each in is_given])
+    def still(self, one):
+        """A filling.Candidate as a film of one frame."""
+        tokens = self.tokenizer.pieces(one.ids)
         frame = [
-            [i, tokens[i], None if math.isnan(logp) else round(math.exp(logp), 4), []]
-            for i, logp in enumerate(drawn.tolist())
-            if not is_given[i]
+            [i, tokens[i], round(math.exp(logp), 4), []]
+            for i, logp in enumerate(one.drawn)
+            if logp is not None
         ]
-        return dict(tokens=tokens, given=is_given, frames=[frame])
+        given = [logp is None for logp in one.drawn]
+        return dict(tokens=tokens, given=given, frames=[frame])
+
+
+def drawn_of(one):
+    """(T,) log p of each token of a filling.Candidate when it was filled, else NaN."""
+    values = [math.nan if value is None else value for value in one.drawn]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def given_ids(segments):
+    """The ids of the given text."""
+    return [id for segment in segments if not segment.is_gap for id in segment.ids]
 
 
 def known_part(tokenizer, text, most, is_end):
@@ -437,11 +400,6 @@ def known_part(tokenizer, text, most, is_end):
 def length_without_end(ids, tokenizer):
     """How many ids precede [END]."""
     return ids.index(tokenizer.end_id) if tokenizer.end_id in ids else len(ids)
-
-
-def filled_tokens(segments):
-    """How many tokens the gaps of segments of known lengths have."""
-    return sum(templates.length_of(each) for each in segments if not isinstance(each, str))
 
 
 def tell_from(emit, first, index, *written):

@@ -33,7 +33,7 @@ import torch
 
 import mdlm
 import sample
-from studies.word_statistics import WordStatistics
+from support.infill.word_statistics import WordStatistics
 from support.numerics import standard_error
 from support.settings import Count, Natural, Reads, parse
 from support.training.checkpoint import default_run

@@ -13,10 +13,10 @@ import torch
 import eval
 import mdlm
 import sample
-from studies import word_statistics
 from support import ranks
 from support.ensemble import read_newest
 from support.errors import NoEffect, UserError
+from support.infill import word_statistics
 from support.numerics import standard_error
 
 # name -> settings of sample.unmask; the first is the default

@@ -2,8 +2,8 @@
 
 A network that saw its training text many times is too sure of itself. A temperature above 1
 corrects that (Guo et al., 1706.04599). It is fitted to text that the network has not learned, and
-kept in config.json with its source: {"temperature": 1.1, "source": ...}. Likelihoods and rankings use it; the sampler does not, as its
-texts are not better for it (results/sampling.md).
+kept in config.json with its source: {"temperature": 1.1, "source": ...}. Likelihoods and rankings
+use it; the sampler does not, as its texts are not better for it (results/sampling.md).
 """
 
 import copy
@@ -69,7 +69,7 @@ def fit(model, windows, passes=8, seed=0):
     parabola through the best three in 1 / temperature, in which cross-entropy is convex.
     """
     objective = model.objective
-    W, T = windows.shape
+    W = len(windows)
     n = objective.n_texts
     scored = objective.scored_mask(windows)
     lengths = scored.unflatten(1, (n, -1)).sum(2).cpu()

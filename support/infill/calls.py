@@ -9,6 +9,11 @@ from support.infill.padding import compute_once
 from support.numerics import checked
 
 
+def device_of(model):
+    """The device of a model, or of what stands in for one."""
+    return next(model.parameters()).device if hasattr(model, "parameters") else torch.device("cpu")
+
+
 # ---- Batch sizes
 def group_size(model, device):
     """Return how many sequences to process at once: at most 2^26 logits (256 MiB in float32)."""

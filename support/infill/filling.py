@@ -11,6 +11,7 @@ all of its lengths in one search, as its fills end with [END] or a line break. W
 to fill than a search can, a sampler draws some fills, which then compete.
 """
 
+import itertools
 import math
 import time
 from typing import NamedTuple
@@ -22,27 +23,25 @@ from support.arguments import check_tokenizer
 from support.calibration import calibrated
 from support.errors import UserError
 from support.infill import search
-from support.infill.calls import call_size, groups, next_logp
-from support.infill.constraint import ConstrainedGap
+from support.infill.calls import call_size, device_of, groups, next_logp
 from support.infill.filters import Filter
 from support.infill.lengths import score_lengths
 from support.infill.templates import (
-    Literal,
+    Gap,
+    Text,
     check_lengths,
     encode_segments,
-    is_open,
     joined,
     to_ids,
     to_texts,
-    with_length,
 )
 
 LIMIT = 400  # sequences in which a search for fills of one length must end
 N_REFINED = 8  # lengths of a gap, if there are several gaps, of which one fill is found
-N_LENGTHS = 4  # lengths that are searched, of all those that one call compares
+N_LENGTHS = 3  # lengths that are searched, of all those that one call compares
 LONG = 24  # tokens to fill beyond which a sampler draws the fills
 DRAWS = 8  # fills that it draws
-REACH = 16  # tokens of text after the last gap that compare lengths
+REACH = 8  # tokens of text after the last gap that compare lengths
 
 
 class Candidate(NamedTuple):
@@ -102,8 +101,20 @@ def fill(
     Raises UserError if no fill can be shown.
     """
     made = Filling(model, tokenizer, segments, n, max_gap, draw, update)
-    search.run(made.model, [made.search], limit, deadline, made.count)
-    return made.candidates()
+    return made.finish(limit, deadline)
+
+
+def finish(fillings, limit=LIMIT, deadline=math.inf):
+    """Search in several Fillings, in shared network calls."""
+    if fillings:
+        by_search = {id(one.search): one for one in fillings}
+        search.run(
+            fillings[0].model,
+            [one.search for one in fillings],
+            limit,
+            deadline,
+            lambda one: by_search[id(one)].count(1),
+        )
 
 
 class Filling:
@@ -131,6 +142,11 @@ class Filling:
         self.sequences += n
         self.update(n)
 
+    def finish(self, limit=LIMIT, deadline=math.inf):
+        """Search until the list is proven, or a limit is reached; returns the Candidates."""
+        finish([self], limit, deadline)
+        return self.candidates()
+
     def candidates(self):
         """The Candidates that the search has found so far."""
         fills = self.search.fills
@@ -152,73 +168,74 @@ class Filling:
     def candidate(self, found):
         frame = self.search.frames[found.frame]
         segments, ids = frame.filter.placed(found.ids)
+        if not segments[-1] and segments[-1].size:  # what ends the text is not shown
+            segments = segments[:-1]
+        ids = ids[: total(segments)]
         texts = to_texts(segments, ids, self.tokenizer)
         drawn = [None] * len(ids)
         for at, value in zip(frame.open, found.drawn):
-            drawn[at] = value
+            if at < len(ids):
+                drawn[at] = value
         fills = tuple(text for text, is_filled in texts if is_filled)
         return Candidate(joined(texts), fills, found.p, found.logp, segments, ids, texts, drawn)
 
     def raise_why(self):
         """Raise UserError where no fill was found."""
         for segment in self.search.frames[0].filter.segments:
-            if isinstance(segment, ConstrainedGap):
+            if segment.is_gap and segment.pattern:
                 what = f"no fill of {segment.pattern[:40]!r} was found that is shown as it matches"
                 raise UserError(f"{what}; leave a space beside the gap, or leave the pattern out")
         raise UserError("no fill was found in the time, or number of calls, given; give more")
 
 
 # ---- Lengths
-def lengths_of(segment, max_gap):
-    """The numbers of tokens that a gap of unknown length may have."""
-    if segment is None:
-        return [*range(1, max_gap + 1)]
-    if segment.spelled:
-        return sorted({len(ids) for ids in segment.spelled})
-    return segment.automaton.lengths(max_gap)
-
-
 def likely_shapes(model, tokenizer, segments, max_gap, count):
     """[(segments, is_endless)] of the likeliest shapes, whose gaps have known lengths.
 
     Each gap's lengths are scored with the others of a usual length; scores of several gaps add up.
     is_endless: the last gap, of any length, is at the end of the text
     """
-    is_endless = segments[-1] is None and not abilities.knows_lengths(model)
     L = model.config.block_size
-    options = {i: lengths_of(s, max_gap) for i, s in enumerate(segments) if is_open(s)}
+    last = segments[-1]
+    is_endless = last == Gap() and not abilities.knows_lengths(model)
+    options = {i: s.lengths(max_gap) for i, s in enumerate(segments) if s.is_open}
     known = list(segments)
     if is_endless:
         options.pop(len(segments) - 1)
-        known[-1] = 1
-    if isinstance(segments[-1], ConstrainedGap) and is_open(segments[-1]) and not is_endless:
+        known[-1] = Gap(1)
+    elif last.is_open:
         known = ended(model, tokenizer, known)
     for i, lengths in options.items():
         usual = min(lengths, key=lambda length: abs(length - 4))
-        known[i] = with_length(segments[i], usual)
-    room = L - sum(size_of(s) for i, s in enumerate(known) if i not in options)
+        known[i] = segments[i].of_length(usual)
+    room = L - sum(s.size for i, s in enumerate(known) if i not in options)
     if sum(min(lengths) for lengths in options.values()) > room:
         raise UserError(f"no fill leaves room for the whole text in {L} tokens; shorten it")
     n_options = math.prod(len(lengths) for lengths in options.values())
+    # All texts of a list are compared.
+    n_listed = math.prod(len(options[i]) for i in options if segments[i].spelled)
+    n_kept = n_listed * (N_LENGTHS + len(options) - 1)
     combined = {(): 0.0}  # lengths of the gaps so far -> score
     for i, lengths in options.items():
         scores = dict.fromkeys(lengths, 0.0)
-        if n_options > N_LENGTHS:
-            scores = scores_of(model, tokenizer, known, (i, segments[i]), lengths, len(options) > 1, count)
+        if n_options > n_kept:
+            scores = scores_of(
+                model, tokenizer, known, (i, segments[i]), lengths, len(options) > 1, count
+            )
         combined = {
             (*before, m): score + scores[m]
             for before, score in combined.items()
             for m in scores
             if sum(before) + m <= room
         }
-    best = sorted(combined, key=lambda lengths: -combined[lengths])[: N_LENGTHS + len(options) - 1]
+    best = sorted(combined, key=lambda lengths: -combined[lengths])[:n_kept]
     shapes = []
     for lengths in sorted(best):
         shape = list(known)
         for i, m in zip(options, lengths):
-            shape[i] = with_length(segments[i], m)
+            shape[i] = segments[i].of_length(m)
         if is_endless:
-            shape[-1] = max(1, min(max_gap, L - total(shape[:-1])))
+            shape[-1] = Gap(max(1, min(max_gap, L - total(shape[:-1]))))
         shapes.append((shape, is_endless))
     return shapes
 
@@ -232,7 +249,7 @@ def scores_of(model, tokenizer, known, gap, lengths, is_refined, count):
     L = model.config.block_size
     number, segment = gap
     before, after = known[:number], known[number + 1 :]
-    shapes = {m: [*before, with_length(segment, m), *after] for m in lengths}
+    shapes = {m: [*before, segment.of_length(m), *after] for m in lengths}
     shapes = {m: shape for m, shape in shapes.items() if total(shape) <= L}
     found = score_lengths(model, [*shapes.values()], number)
     count(len(shapes))
@@ -244,11 +261,11 @@ def scores_of(model, tokenizer, known, gap, lengths, is_refined, count):
     searches = []
     for m in likely:
         others = [
-            one if isinstance(one, str) or i == number else hidden(model, one)
+            hidden(model, one) if one.is_gap and i != number else one
             for i, one in enumerate(shapes[m])
         ]
         searches.append(search.Search([frame_of(model, tokenizer, others, False, None)], 1))
-    search.run(model, searches, limit=max(likely) + 4, update=count)
+    search.run(model, searches, limit=max(likely) + 4, update=lambda one: count(1))
     return {
         m: next_token[m] + one.fills[0].logp if one.fills else scores[m]
         for m, one in zip(likely, searches)
@@ -257,7 +274,7 @@ def scores_of(model, tokenizer, known, gap, lengths, is_refined, count):
 
 def hidden(model, gap):
     """Text of which the network sees nothing, in place of a gap of known length."""
-    return Literal("", [model.mask_id] * size_of(gap))
+    return Text("", [model.mask_id] * gap.size)
 
 
 def ended(model, tokenizer, segments):
@@ -265,24 +282,16 @@ def ended(model, tokenizer, segments):
     if abilities.knows_lengths(model):
         return segments
     if tokenizer.end_id is not None:
-        return [*segments, Literal("", [tokenizer.end_id])]
+        return [*segments, Text("", [tokenizer.end_id])]
     try:
         ids = tokenizer.encode_lossless("\n", after_gap=True)
     except UserError:
         return segments
-    return [*segments, Literal("", ids)] if len(ids) == 1 else segments
-
-
-def size_of(segment):
-    if isinstance(segment, str):
-        return len(segment.ids)
-    if isinstance(segment, ConstrainedGap):
-        return segment.least
-    return 1 if segment is None else segment
+    return [*segments, Text("", ids)] if len(ids) == 1 else segments
 
 
 def total(segments):
-    return sum(map(size_of, segments))
+    return sum(segment.size for segment in segments)
 
 
 # ---- Frames
@@ -290,15 +299,15 @@ def frame_of(model, tokenizer, segments, is_endless, draw):
     """The search.Frame of segments whose gaps have known lengths."""
     L = model.config.block_size
     x = to_ids(segments, tokenizer, model.mask_id)
-    is_gap = [not isinstance(s, str) for s in segments for _ in range(size_of(s))]
+    is_gap = [segment.is_gap for segment in segments for _ in range(segment.size)]
     open = [at for at, gap in enumerate(is_gap) if gap]
     after = [at for at, gap in enumerate(is_gap) if open and at > open[0] and not gap]
     only = []  # lists of texts, and fills that were drawn
     k = 0
     for segment in segments:
-        if getattr(segment, "spelled", ()):
+        if segment.is_gap and segment.spelled:
             only.append((k, [ids for ids in segment.spelled if len(ids) == segment.length]))
-        k += 0 if isinstance(segment, str) else size_of(segment)
+        k += segment.size if segment.is_gap else 0
     is_drawn = len(open) > LONG and draw is not None and not is_endless
     if is_drawn:
         fills = {tuple(ids[at] for at in open) for ids in draw(segments, DRAWS)}
@@ -308,6 +317,9 @@ def frame_of(model, tokenizer, segments, is_endless, draw):
     filter = Filter(model, tokenizer, segments, open, only, is_endless)
     frame = search.Frame(model, x, open, filter, after, is_ordered=is_endless)
     frame.size = size
+    ends = [*itertools.accumulate(segment.size for segment in segments)]
+    gaps = [i for i, segment in enumerate(segments) if segment.is_gap]
+    frame.gaps = (ends[gaps[0]] - segments[gaps[0]].size, ends[gaps[-1]])  # where they are
     frame.is_drawn = is_drawn
     return frame
 
@@ -324,7 +336,7 @@ def length_logp(model):
 
 def after_given_before(model, frames, count):
     """log p(after | before) of each Frame, with masks in its gaps, nats: a list."""
-    device = search.device_of(model)
+    device = device_of(model)
     x = torch.tensor([frame.x for frame in frames], device=device)
     places = [places_after(frame) for frame in frames]
     row = torch.arange(len(frames)).repeat_interleave(torch.tensor([*map(len, places)]))
@@ -341,7 +353,5 @@ def after_given_before(model, frames, count):
 
 def places_after(frame):
     """The positions of given text between the gaps, and of REACH tokens after the last one."""
-    if not frame.open:
-        return [*range(frame.size)][:REACH]
-    stop = min(frame.size, frame.open[-1] + 1 + REACH)
-    return [at for at in range(frame.open[0], stop) if at not in frame.open]
+    begin, end = frame.gaps
+    return [at for at in range(begin, min(frame.size, end + REACH)) if at not in frame.open]

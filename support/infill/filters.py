@@ -3,14 +3,7 @@
 import numpy as np
 import torch
 
-from support.infill.constraint import ConstrainedGap
-from support.infill.templates import (
-    joined,
-    keeps_spaces,
-    matches,
-    starts_with_space,
-    to_texts,
-)
+from support.infill.templates import Gap, joined, keeps_spaces, matches, starts_with_space, to_texts
 
 
 class Filter:
@@ -38,18 +31,16 @@ class Filter:
         self.template = []  # ids, with None at the open positions
         k = 0
         for segment in segments:
-            if isinstance(segment, str):
+            if segment.lends_space:
+                self.spaced.append(k)
+            if not segment.is_gap:
                 self.template += segment.ids
-                if getattr(segment, "lends_space", False):
-                    self.spaced.append(k)
                 continue
-            length = segment
-            if isinstance(segment, ConstrainedGap):
-                length = segment.length
-                if length and not segment.automaton.is_free:
-                    self.must_match.append((k, segment.automaton, length))
-            self.template += [None] * length
-            k += length
+            automaton = segment.automaton
+            if automaton and segment.length and not automaton.is_free:
+                self.must_match.append((k, automaton, segment.length))
+            self.template += [None] * segment.length
+            k += segment.length
 
     def allowed(self, fill, k):
         """(V,) bool: the ids that may stand at open position k of a partial fill."""
@@ -79,10 +70,10 @@ class Filter:
         """(segments, ids) of the text with a complete fill."""
         fill = list(fill)
         segments = self.segments
-        if len(fill) < len(self.open) or (fill and self.ends(len(fill) - 1, fill[-1])):
-            before = len(self.open) - segments[-1]
-            is_ended = self.ends(len(fill) - 1, fill[-1])
-            segments = [*segments[:-1], len(fill) - before - is_ended]
+        is_ended = bool(fill) and self.ends(len(fill) - 1, fill[-1])
+        if is_ended:
+            before = len(self.open) - segments[-1].length
+            segments = [*segments[:-1], Gap(len(fill) - before - is_ended)]
         values = iter(fill)
         ids = [next(values, None) if id is None else id for id in self.template]
         return segments, [id for id in ids if id is not None]

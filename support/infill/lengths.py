@@ -13,9 +13,7 @@ with every token. So it serves every model. results/lengths.md compares it with 
 
 import torch
 
-from support.infill.calls import call_size, groups, logits_at
-from support.infill.constraint import ConstrainedGap
-from support.infill.search import device_of
+from support.infill.calls import call_size, device_of, groups, logits_at
 
 N_AFTER = 4  # tokens after the gap that are masked as well
 
@@ -47,18 +45,14 @@ def ids_of(model, shape):
     """The ids of a shape, a whole context."""
     ids = []
     for segment in shape:
-        ids += segment.ids if isinstance(segment, str) else [model.mask_id] * length(segment)
+        ids += [model.mask_id] * segment.size if segment.is_gap else segment.ids
     return ids + [model.objective.pad_id] * (model.config.block_size - len(ids))
-
-
-def length(segment):
-    return segment.length if isinstance(segment, ConstrainedGap) else segment
 
 
 def masked(model, shape, number):
     """(ids with the tokens after a gap masked, the positions of the gap, of these tokens)."""
     ids = ids_of(model, shape)
-    sizes = [len(s.ids) if isinstance(s, str) else length(s) for s in shape]
+    sizes = [segment.size for segment in shape]
     begin = sum(sizes[:number])
     end = begin + sizes[number]
     after = [at for at in range(end, min(end + N_AFTER, sum(sizes))) if ids[at] != model.mask_id]
@@ -67,14 +61,14 @@ def masked(model, shape, number):
     return ids, [*range(begin, end)], after if after[:1] == [end] else []
 
 
-def largest(segment, logp):
+def largest(gap, logp):
     """The largest sum over the positions of a gap, logp (n, V), of fills that it may have."""
-    if not isinstance(segment, ConstrainedGap):
+    if not gap.pattern:
         return logp.amax(1).sum().item()
-    if segment.spelled:
-        fills = torch.tensor([ids for ids in segment.spelled if len(ids) == len(logp)])
+    if gap.spelled:
+        fills = torch.tensor([ids for ids in gap.spelled if len(ids) == len(logp)])
         return logp.gather(1, fills.T.reshape(len(logp), -1)).sum(0).max().item()
-    automaton = segment.automaton
+    automaton = gap.automaton
     best = torch.where(automaton.accepts, 0.0, -torch.inf).double()
     for row in reversed(class_largest(automaton, logp)):  # the best way from each state on
         best = (row[automaton.follows] + best[automaton.after]).amax(1)

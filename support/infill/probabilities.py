@@ -14,9 +14,10 @@ import torch.nn.functional as F
 
 from support import abilities
 from support.arguments import check_ids, check_text, check_tokenizer, whole_number
+from support.calibration import calibrated
 from support.data.tokenizer import Tokenizer
 from support.errors import UserError
-from support.infill.calls import call_size, checked, groups, logits_at, to_context
+from support.infill.calls import call_size, checked, device_of, groups, logits_at, to_context
 from support.infill.merging import compute
 from support.infill.padding import compute_once
 from support.numerics import generator
@@ -38,10 +39,6 @@ class Score(NamedTuple):
     logp: float  # log p of all of them, nats: exact, for the model that is read from left to right
     nelbo: float  # nats per token: an upper bound of -log p, from random masks
     se: float  # the standard error of nelbo; 0 where one order is all there is
-
-
-def device_of(model):
-    return next(model.parameters()).device if hasattr(model, "parameters") else "cpu"
 
 
 # ---- Each token given the others
@@ -120,6 +117,7 @@ def token_logprobs(model, tokenizer, ids, drawn=None, k=5, n=None):
     drawn: (T,) float64, log p of each when it was drawn, NaN for the given ones; None: all are
     k: how many of the likeliest tokens; n: only for the first n ids
     """
+    model = calibrated(model)
     n = len(ids) if n is None else n
     shown = [i < n and ids[i] != tokenizer.end_id for i in range(len(ids))]
     texts = tokenizer.pieces(ids[:n])
@@ -187,32 +185,6 @@ def note_draws(logp, step):
     logp[step.drawn.cpu()] = step.logp.gather(1, token)[:, 0].cpu().double()
 
 
-def drawn_in_search(draws, ids, is_filled):
-    """(N,) float64: log p when they were drawn of the ids (N,) of a fill, NaN where they are given.
-
-    draws: of each stretch of a template, (x (B, L), logp (B, L), inside (B, L)): what was drawn in
-        many rows, with which log p (NaN: not drawn), and which positions belong to the fill
-    is_filled: (N,) bool, positions of gaps
-
-    Of each stretch the row counts that shows these ids, and drew the gaps that no earlier stretch
-    did.
-    """
-    N = len(ids)
-    ids = torch.tensor(ids)
-    is_open = torch.tensor(is_filled)
-    out = torch.full((N,), math.nan, dtype=torch.float64)
-    for x, logp, inside in draws:
-        size = inside.sum(1).clamp(max=N)
-        part = torch.arange(N) < size[:, None]  # (B, N) what a row has of the text
-        same = ((x[:, :N] == ids) | ~part).all(1)
-        same &= ((~logp[:, :N].isnan() == is_open) | ~part).all(1)
-        for row in same.nonzero()[:1, 0].tolist():
-            new = is_open & part[row]
-            out[new] = logp[row, :N][new]
-            is_open &= ~new
-    return out
-
-
 # ---- Whole texts
 @torch.no_grad()
 def score(
@@ -239,6 +211,7 @@ def score(
     encoded, and for those without a token to score.
     """
     check_tokenizer(tokenizer, model)
+    model = calibrated(model)
     passes = whole_number("passes", passes, 2, 1 << 20)
     if passes % 2:
         raise UserError(f"passes={passes} is odd; give an even number, as masks come in pairs")

@@ -5,10 +5,10 @@ Given the text on both sides, the fill of a gap has a distribution by the chain 
     p(fill | left, right) = product over its positions of p(token | left, right, what was filled)
 
 Positions may be filled in any order that depends on nothing but what is filled: then each partial
-fill is reached by one path, and the probabilities of all V^n fills sum to one. The cost of a partial
-fill, -log p, only grows. So once k fills are complete and no partial fill costs less than the k-th
-of them, these are the k likeliest of all, proven. Until then the cheapest partial fill bounds every
-fill that is not listed; the search may stop at any time, with that bound.
+fill is reached by one path, and the probabilities of all V^n fills sum to one. The cost of a
+partial fill, -log p, only grows. So once k fills are complete and no partial fill costs less than
+the k-th of them, these are the k likeliest of all, proven. Until then the cheapest partial fill
+bounds every fill that is not listed; the search may stop at any time, with that bound.
 
 Texts of several lengths (Frames) are searched together if each starts with the cost of its length.
 
@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from support import abilities
-from support.infill.calls import call_size, logits_at, next_logits
+from support.infill.calls import call_size, device_of, logits_at, next_logits
 
 OPEN = -1  # a position of a fill with no token yet
 WIDTH = 128  # children of a partial fill that are made at once; more when these are used up
@@ -241,11 +241,11 @@ def surest(places, logp):
 
 
 @torch.no_grad()
-def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda n: None):
+def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda search: None):
     """Go on with Searches, in shared network calls, until their lists are proven.
 
     limit: sequences that the network may see for each Search. deadline: time.monotonic() after
-    which no further call begins. update(n): called when n more sequences were seen
+    which no further call begins. update(search): called for each text that the network has seen
     """
     waiting = deque(searches)
     while waiting and time.monotonic() < deadline:
@@ -254,7 +254,7 @@ def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda n: Non
             break
         for (search, node, _, places), logp in zip(batch, ask(model, batch)):
             search.expand(node, places, logp)
-        update(len(batch))
+            update(search)
 
 
 def next_batch(model, waiting, limit):
@@ -289,7 +289,3 @@ def ask(model, batch):
     else:
         logits = next_logits(model, x, row, at)
     return logits.double().log_softmax(-1).cpu().split(sizes)
-
-
-def device_of(model):
-    return next(model.parameters()).device if hasattr(model, "parameters") else "cpu"

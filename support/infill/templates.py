@@ -4,9 +4,9 @@
 \\[MASK] stands for the text [MASK] itself. The fills of [___:REGEX] and [███:REGEX] must match a
 regular expression, that of [___|yes|no] is one of a list (constraint.py).
 
-In the code a template is a list of segments: a Literal (given text), a number of tokens to fill,
-None for [___], or a ConstrainedGap. A Literal is tokenized as in the middle of a whole text, after
-the text that precedes it (support/data/hf_tokenizer.py).
+In the code a template is a list of segments, each a Text (what is given) or a Gap. A Text is
+tokenized as in the middle of a whole text, after the text that precedes it
+(support/data/hf_tokenizer.py).
 """
 
 import contextlib
@@ -16,12 +16,12 @@ import re
 import stat
 import sys
 import unicodedata
+from typing import Any, NamedTuple
 
 import torch
 
+from support.arguments import check_text, whole_number
 from support.errors import UserError
-from support.infill import constraint
-from support.infill.constraint import ConstrainedGap
 
 # Marks of gaps, and what begins one that must match.
 GAP = re.compile(r"((?<!\\)\[(?:___|█+)[:|]|█|(?<!\\)\[MASK\]|\[___\])")
@@ -34,18 +34,78 @@ MAX_BATCH = 1 << 29
 SPACED = ".,;:!?%"  # marks that a space usually follows
 
 
-class Literal(str):
+class Text(str):
     """Given text of a template, with its token ids. The ids of a prompt may end in [END].
 
     lends_space: the last space of the text is in none of the ids. The next token, the first of a
         gap, must begin with it
     """
 
+    is_gap = False
+    is_open = False
+
     def __new__(cls, text, ids, lends_space=False):
-        literal = super().__new__(cls, text)
-        literal.ids = ids
-        literal.lends_space = lends_space
-        return literal
+        made = super().__new__(cls, text)
+        made.ids = ids
+        made.lends_space = lends_space
+        return made
+
+    @property
+    def size(self):
+        """Tokens."""
+        return len(self.ids)
+
+
+class Gap(NamedTuple):
+    """What is to be filled, and what its fill must match."""
+
+    length: int | None = None  # tokens; None: unknown
+    pattern: str = ""  # a regular expression; "": anything
+    choices: tuple = ()  # texts, of which it must be one
+    automaton: Any = None  # constrain.automaton.Automaton, once its place in the text is known
+    spelled: tuple = ()  # the ids of the choices, each a tuple
+
+    is_gap = True
+    lends_space = False
+
+    @property
+    def is_open(self):
+        """Whether its length is unknown."""
+        return self.length is None
+
+    @property
+    def size(self):
+        """Tokens, the least of an unknown number."""
+        if self.length is not None:
+            return self.length
+        if self.spelled:
+            return min(map(len, self.spelled))
+        return self.automaton.shortest if self.automaton else 1
+
+    def lengths(self, max_gap):
+        """The numbers of tokens that it may have, up to max_gap unless all choices are known."""
+        if self.spelled:
+            return sorted({len(ids) for ids in self.spelled})
+        return self.automaton.lengths(max_gap) if self.automaton else [*range(1, max_gap + 1)]
+
+    def of_length(self, length):
+        """The same gap, of a known length."""
+        return self._replace(length=length)
+
+
+def matching(pattern, length, tokenizer):
+    """A Gap of `length` tokens that must match, for `matches` of sample.unmask and generate.
+
+    It is for a position within a text, whose tokens are shown as they are. Raises UserError for a
+    pattern that cannot be used, or that no text of this length matches.
+    """
+    from support.constrain.automaton import automaton_of
+
+    length = whole_number("length", length, 1)
+    automaton = automaton_of(check_text(pattern), tokenizer)
+    if not automaton.fits(length):
+        raise UserError(f"no text of {length} tokens matches {pattern[:40]!r}; give another length")
+    return Gap(length, pattern, automaton=automaton)
 
 
 def is_space(text):
@@ -53,55 +113,63 @@ def is_space(text):
     return text[:1].isspace()
 
 
-def encode_literal(text, tokenizer, after_gap, before_gap):
-    """Return the Literal of a string.
+def encode_text(text, tokenizer, after_gap, before_gap):
+    """Return the Text of a string.
 
     after_gap, before_gap: whether a gap precedes or follows it
 
     Many tokenizers make the space before a word a part of the word's token. The last space before a
-    gap is then left to the gap's first token (Literal.lends_space).
+    gap is then left to the gap's first token (Text.lends_space).
     """
     ids = tokenizer.encode_lossless(text, after_gap)
     if not (before_gap and is_space(text[-1:]) and tokenizer.space_tokens.any()):
-        return Literal(text, ids)
+        return Text(text, ids)
     without = text[:-1] if text.endswith(" ") else text.rstrip()
     shorter = tokenizer.encode_lossless(without, after_gap)
     lends = bool(without or after_gap) and (text.endswith(" ") or ids == shorter)
-    return Literal(text, shorter if lends else ids, lends)
+    return Text(text, shorter if lends else ids, lends)
 
 
 def encode_segments(segments, tokenizer):
-    """Return the segments with a Literal instead of each string. Strings alternate with gaps.
+    """Return the segments with a Text in place of each string. Strings alternate with gaps.
 
-    Each ConstrainedGap has its automaton then, which depends on what precedes it.
+    Each Gap that must match has its automaton then, which depends on what precedes it.
     """
     encoded = []
     for i, segment in enumerate(segments, 1):
-        if isinstance(segment, str) and not isinstance(segment, Literal):
-            segment = encode_literal(
-                segment, tokenizer, after_gap=i > 1, before_gap=i < len(segments)
-            )
-        elif isinstance(segment, ConstrainedGap) and segment.automaton is None:
-            segment = place_constrained(segment, encoded, tokenizer)
+        if not segment_is_encoded(segment):
+            if isinstance(segment, str):
+                is_last = i == len(segments)
+                segment = encode_text(segment, tokenizer, after_gap=i > 1, before_gap=not is_last)
+            else:
+                segment = place_pattern(segment, encoded, tokenizer)
         encoded.append(segment)
     return encoded
 
 
+def segment_is_encoded(segment):
+    return isinstance(segment, Text) or (
+        isinstance(segment, Gap) and (segment.automaton is not None or not segment.pattern)
+    )
+
+
 # ---- Gaps that must match
-def place_constrained(gap, before, tokenizer):
-    """Return a ConstrainedGap with its automaton, and the ids of its choices.
+def place_pattern(gap, before, tokenizer):
+    """Return a Gap with its automaton, and the ids of its choices.
 
     before: the encoded segments that precede it. Raises UserError if no text can match.
     """
+    from support.constrain.automaton import automaton_of
+
     ids = to_ids(before, tokenizer)
     last = before[-1] if before else None
     space = "drop" if tokenizer.kind == "id" else ""
-    if isinstance(last, Literal) and last:
+    if isinstance(last, Text) and last:
         start = len(ids) - len(last.ids)
         decoded = tokenizer.cut(ids, [start])[1]
         if has_own_space(last, decoded, tokenizer):
             space = "lent" if last.lends_space else "drop"
-    automaton = constraint.automaton_of(gap.pattern, tokenizer, not ids, space)
+    automaton = automaton_of(gap.pattern, tokenizer, not ids, space)
     gap = gap._replace(automaton=automaton)
     if gap.length is not None and not automaton.fits(gap.length):
         what = f"no text of {gap.length} tokens matches {gap.pattern[:40]!r}"
@@ -119,49 +187,23 @@ def spell_choice(text, tokenizer, is_after_text):
     return None
 
 
-def length_of(gap):
-    """The number of tokens of a gap; the least, if it is unknown."""
-    if isinstance(gap, ConstrainedGap):
-        return gap.least
-    return 1 if gap is None else gap
-
-
-def is_open(segment):
-    """Whether a segment is a gap of unknown length."""
-    return segment is None or (isinstance(segment, ConstrainedGap) and segment.length is None)
-
-
 def has_open(segments):
-    return any(map(is_open, segments))
-
-
-def has_lengths(segments):
-    """Whether a gap is tried with several lengths, up to the longest that is wanted."""
-    return any(is_open(each) and not (each is not None and each.spelled) for each in segments)
-
-
-def with_length(segment, length):
-    """A segment, of `length` tokens if it is a gap of unknown length."""
-    if segment is None:
-        return length
-    return segment._replace(length=length) if is_open(segment) else segment
+    """Whether a gap has an unknown length."""
+    return any(segment.is_open for segment in segments)
 
 
 def check_lengths(segments, max_gap):
     """Raise UserError for a gap that no text of at most max_gap tokens can fill."""
     for segment in segments:
-        if segment is None or not has_lengths([segment]):
-            continue
-        least = segment.automaton.shortest
-        if least > max_gap:
-            what = f"{segment.pattern[:40]!r} needs at least {least} tokens"
+        if segment.is_open and not segment.spelled and segment.size > max_gap:
+            what = f"{segment.pattern[:40]!r} needs at least {segment.size} tokens"
             raise UserError(f"{what}, more than max_gap={max_gap}; raise --max_gap")
 
 
 def matches(segments, texts, tokenizer):
     """Whether all gaps that must match do so in texts from `to_texts`."""
     for segment, (text, _) in zip(segments, texts):
-        if isinstance(segment, ConstrainedGap):
+        if segment.is_gap and segment.automaton:
             shown = text.strip(" ") if tokenizer.kind == "id" else text  # between numbers
             if not segment.automaton.matches(shown):
                 return False
@@ -180,8 +222,8 @@ def check_match(segments, texts, tokenizer):
 
 def borrowing(segments):
     """Return the positions at which a token must begin with the space that a literal lends."""
-    ends = itertools.accumulate(len(to_ids([segment], None)) for segment in segments)
-    return [end for segment, end in zip(segments, ends) if getattr(segment, "lends_space", False)]
+    ends = itertools.accumulate(segment.size for segment in segments)
+    return [end for segment, end in zip(segments, ends) if segment.lends_space]
 
 
 def allowed_tokens(segments, tokenizer):
@@ -196,18 +238,6 @@ def allowed_tokens(segments, tokenizer):
     if tokenizer.end_id is not None:
         allowed[tokenizer.end_id] = True
     return dict.fromkeys(positions, torch.from_numpy(allowed))
-
-
-def allowed_by_row(templates, tokenizer, T):
-    """Return pairs (where (B, T) bool, (V,) bool, the tokens that are allowed there).
-
-    templates: the segments of each row's template. Without restrictions the list is empty. [END] is
-    not allowed: the space that a literal lends would be shown without an id that has it.
-    """
-    where = torch.zeros(len(templates), T, dtype=torch.bool)
-    for row, segments in zip(where, templates):
-        row[borrowing(segments)] = True
-    return [(where, torch.from_numpy(starts_with_space(tokenizer)))] if where.any() else []
 
 
 def starts_with_space(tokenizer):
@@ -331,14 +361,14 @@ def of_prompt(prompt, tokenizer, length, config):
             f"the tokenizer keeps nothing of {prompt[:40]!r}; give a word, or no prompt"
         )
     if config.prompt_column:  # as in training: [END] after the prompt, all within the context
-        literal = Literal(prompt + "\n", [*ids, tokenizer.end_id])
+        given = Text(prompt + "\n", [*ids, tokenizer.end_id])
         length = min(length, config.block_size)
     else:
-        literal = encode_literal(prompt, tokenizer, after_gap=False, before_gap=True)
-    n = len(literal.ids)
+        given = encode_text(prompt, tokenizer, after_gap=False, before_gap=True)
+    n = given.size
     if n >= length:
         raise UserError(f"the prompt has {n} tokens of {length}; raise --length, or shorten it")
-    return [segment for segment in (literal, length - n) if segment]
+    return [given, Gap(length - n)] if given else [Gap(length - n)]
 
 
 def gap_pattern(tokenizer):
@@ -402,21 +432,28 @@ def end_of_pattern(template, start, is_pattern):
     raise UserError(f"{what}; write one, or \\[ for the text")
 
 
-def constrained_gap(mark):
-    """Return the ConstrainedGap of [___:REGEX], [███:REGEX] or [___|text|text]."""
+def gap_of_mark(mark):
+    """Return the Gap of [___:REGEX], [███:REGEX] or [___|text|text]."""
     opening = OPENING.match(mark, 1)
     inner = mark[opening.end() : -1]
     length = None if mark[1] == "_" else opening.end() - 2
     if mark[opening.end() - 1] == ":":
-        return ConstrainedGap(inner, length)
+        return Gap(length, inner)
     texts = [""]
     for sign in re.findall(r"\\[]|:\\]|.", inner, re.DOTALL):
         if sign == "|":
             texts.append("")
         else:
             texts[-1] += sign[-1]
-    texts = tuple(dict.fromkeys(texts))
-    return ConstrainedGap(constraint.pattern_of_choices(texts), length, choices=texts)
+    return one_of(texts, length)
+
+
+def one_of(texts, length=None):
+    """The Gap whose fill is one of some texts."""
+    from support.constrain.automaton import pattern_of_choices
+
+    choices = tuple(dict.fromkeys(texts))
+    return Gap(length, pattern_of_choices(choices), choices)
 
 
 def split(template, gap):
@@ -427,14 +464,19 @@ def split(template, gap):
             if piece:
                 segments.append(piece)
         elif piece == "[___]":
-            segments.append(None)
+            segments.append(Gap())
         elif len(piece) > 1 and piece != "[MASK]":
-            segments.append(constrained_gap(piece))
-        elif segments and isinstance(segments[-1], int):
-            segments[-1] += 1
+            segments.append(gap_of_mark(piece))
+        elif segments and is_plain(segments[-1]):
+            segments[-1] = Gap(segments[-1].length + 1)
         else:
-            segments.append(1)
+            segments.append(Gap(1))
     return segments
+
+
+def is_plain(segment):
+    """Whether a segment is a gap of known length, filled with anything."""
+    return isinstance(segment, Gap) and segment.length is not None and not segment.pattern
 
 
 def parse(template, tokenizer, context):
@@ -458,7 +500,7 @@ def parse(template, tokenizer, context):
         use = "mark each missing token with █ or [MASK], a gap of unknown length with [___]"
         raise UserError(f"{template[:40]!r} has nothing to fill; {use}")
     for segment, after in itertools.pairwise(segments):
-        if is_open(segment) and not isinstance(after, str):
+        if isinstance(segment, Gap) and segment.is_open and isinstance(after, Gap):
             use = "write █ for each token"
             raise UserError(f"a gap must not follow [___], or its length cannot be told; {use}")
     segments = encode_segments(segments, tokenizer)
@@ -472,10 +514,7 @@ def to_ids(segments, tokenizer, mask=0):
     """Return the ids of segments, with `mask` in gaps: in those of unknown length the fewest."""
     ids = []
     for segment in encode_segments(segments, tokenizer):
-        if isinstance(segment, Literal):
-            ids += segment.ids
-        else:
-            ids += [mask] * length_of(segment)
+        ids += [mask] * segment.size if segment.is_gap else segment.ids
     return ids
 
 
@@ -486,11 +525,11 @@ def to_texts(segments, ids, tokenizer):
     different one. A space that both a literal and the next token contain is written once.
     """
     segments = encode_segments(segments, tokenizer)
-    ends = list(itertools.accumulate(len(to_ids([segment], tokenizer)) for segment in segments))
+    ends = list(itertools.accumulate(segment.size for segment in segments))
     texts = []
     skip_space = False  # whether the next gap's text must not begin with a space
     for segment, text in zip(segments, tokenizer.cut(ids[: ends[-1]], ends[:-1])):
-        is_filled = not isinstance(segment, Literal)
+        is_filled = segment.is_gap
         if not is_filled:
             skip_space = bool(segment) and has_own_space(segment, text, tokenizer)
             text = str(segment)

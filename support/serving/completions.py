@@ -20,7 +20,6 @@ from support.errors import UserError
 from support.settings import shown
 
 MOST_STOPS = 4  # as OpenAI has it
-REACH = 16  # tokens after the cursor that rank the fills of an editor: the rest costs seconds
 MOST_STEPS = 1 << 13  # of a context; random numbers of all are drawn at once
 # Fields of /v1/completions that say nothing about the text.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -59,7 +58,7 @@ OF_CHAT |= {"stream_options", "logprobs", "top_logprobs"}
 # Of llama.cpp's server: fields about its caches, its time and what it returns beside the text; and
 # the files beside the one that is edited, for which the contexts here have no room.
 IGNORED_BY_INFILL = {
-    *("cache_prompt", "id_slot", "n_cache_reuse", "n_keep", "t_max_prompt_ms", "t_max_predict_ms"),
+    *("cache_prompt", "id_slot", "n_cache_reuse", "n_keep", "t_max_prompt_ms"),
     *("n_indent", "samplers", "timings_per_token", "return_progress", "n_probs", "return_tokens"),
     *("min_keep", "post_sampling_probs", "model", "input_extra"),
     *("speculative.n_max", "speculative.n_min", "speculative.p_min"),
@@ -114,7 +113,7 @@ class Job:
     rank: bool = False  # show the likeliest fills: of the page
     fields: list | None = None  # of the answer of /infill, those that are returned; None: all
     cut: bool = False  # cut what is before and after a gap, instead of refusing it
-    reach: int | None = None  # tokens after a gap that count in the ranking of fills; None: all
+    seconds: float = math.inf  # in which the search for fills ends
 
     @property
     def goes_on(self):
@@ -369,7 +368,7 @@ def prompts_of(body, bounds):
 def of_infill(body, bounds):
     """The Job of a body of llama.cpp's /infill."""
     known = {"input_prefix", "input_suffix", "prompt", "n_predict", "stop", "stream"}
-    known.add("response_fields")
+    known |= {"response_fields", "t_max_predict_ms"}
     check_fields(body, known | SETTINGS.keys(), IGNORED_BY_INFILL)
     # llama.cpp: what the text in the gap begins with, which is known.
     before = text(body, "input_prefix", "") + text(body, "prompt", "")
@@ -388,8 +387,18 @@ def of_infill(body, bounds):
         stream=truth(body, "stream"),
         fields=fields,
         cut=True,
-        reach=REACH,
+        seconds=seconds_of(body),
     )
+
+
+def seconds_of(body):
+    """The time that an editor gives a fill, in seconds; without one there is no limit."""
+    value = body.get("t_max_predict_ms")
+    if value is None or (is_number(value) and value <= 0):  # llama.cpp: no limit
+        return math.inf
+    if not is_number(value):
+        refuse(f"t_max_predict_ms={short(value)} must be a number", "t_max_predict_ms")
+    return value / 1000
 
 
 def of_score(body, bounds):

@@ -26,8 +26,8 @@ import torch
 from support import abilities, environment
 from support.errors import UserError
 from support.files import naming, read_json
-from support.infill import mistakes, proofreading
 from support.infill.templates import parse, to_ids
+from support.proofread import mistakes, proofreader
 from support.terminal import warn
 from support.web.viewer import PAGE, HtmlRecorder, assemble, bundle, read_asset
 
@@ -165,7 +165,7 @@ def proofreading_settings():
     """Return what proofread.js needs: the constants of proofreading, and the prior of mistakes."""
     names = ("EVERY", "RUN_EVERY", "RUN", "REACH", "NEAR", "SPARSE", "APART", "RIVALS", "ROUNDS")
     names += ("DOUBT", "RUN_DOUBT", "PROMISE", "TWICE")
-    settings = {name: getattr(proofreading, name) for name in names}
+    settings = {name: getattr(proofreader, name) for name in names}
     cost = mistakes.Prior(None, 1).each
     return settings | dict(cost=cost, BESIDE=mistakes.BESIDE, beside=mistakes.beside())
 

@@ -2,8 +2,8 @@
 
 from support import abilities, environment
 from support.errors import UserError
-from support.infill.proofreading import check_model
 from support.infill.templates import GAP_OR_LINE, gap_pattern
+from support.proofread.proofreader import check_model
 from support.serving.completions import MOST_STEPS
 from support.web import live_page
 

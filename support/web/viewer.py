@@ -10,6 +10,7 @@ import base64
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -329,12 +330,27 @@ def show(candidates, facts, with_scores):
     """Print ranked texts, the best first: on a terminal or with scores all of them, else the best.
 
     candidates: lists of pairs (text, whether it was filled)
-    facts: dict whose "candidates" has the score and share of each
+    facts: dict whose "candidates" has the numbers of each, as sample.show_search gives them
     """
     if not (with_scores or has_colours(sys.stdout)):
         candidates = candidates[:1]
+    shows_p = not facts.get("compares_lengths") and facts.get("p", 0) > 1e-3
     for i, texts in enumerate(candidates):
         heading = ""
         if with_scores:
-            heading = "{share:6.1%}  log p {score:.2f}  ".format(**facts["candidates"][i])
+            row = facts["candidates"][i]
+            heading = f"{row['p']:7.2%}  " if shows_p else f"log p {row['score']:7.2f}  "
         print(heading + highlighted(texts, dimmed=i > 0), flush=True)
+    if with_scores:
+        print(f"({certificate(facts, shows_p)})", flush=True)
+
+
+def certificate(facts, shows_p):
+    """What is known of the fills that are not listed, in words."""
+    seen = f"{facts['calls']} texts seen"
+    if facts["bound"] == -math.inf:
+        return f"all fills are listed; {seen}"
+    is_proven = "proven: any other" if facts["proven"] else "not proven: another"
+    if shows_p:
+        return f"{is_proven} has {math.exp(min(0, facts['bound'])):.2%} at most; {seen}"
+    return f"{is_proven} has log p {facts['bound']:.2f} at most; {seen}"

@@ -37,7 +37,7 @@ from support.data.hf_tokenizer import CONTEXT
 from support.data.tokenizer import WORD
 from support.errors import UserError
 from support.infill.calls import call_size, logits_at
-from support.infill.mistakes import Prior
+from support.proofread.mistakes import Prior
 
 EVERY = 8  # every g-th token is masked to find doubtful ones,
 RUN_EVERY = 12  # and RUN tokens in a row, every so many

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from support import outputs
 from support.errors import UserError
-from support.infill.proofreading import Words
 from support.infill.templates import open_input, states_no_size
 from support.progress import bar
+from support.proofread.proofreader import Proofreader, Words
 from support.terminal import escaped, is_terminal, warn
+from support.training import scores
 from support.web import viewer
 
 CHUNK = 1 << 16  # bytes that are read at a time
@@ -211,11 +212,13 @@ def to_html(part):
     return f'<span title="{about}">{old}{new}</span>'
 
 
-def fix_file(options, reader):
-    """Proofread the file of --fix with a proofreading.Proofreader; returns the number of changes.
+def fix_file(options, model, tokenizer, folders, config):
+    """Proofread the file of --fix; returns the exit code.
 
     The changes are printed, unless standard output is that of --output or --json.
     """
+    reader = Proofreader(model, tokenizer, options.caution)
+    scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
     is_free = "-" not in (options.output, options.json)
     n = characters = 0
     with contextlib.ExitStack() as stack:
@@ -242,4 +245,4 @@ def fix_file(options, reader):
             shown.end()
         page.put(b"</pre>\n</body>\n</html>\n")
     warn(f"{n} change{'' if n == 1 else 's'} in {characters} characters")
-    return n
+    return 0

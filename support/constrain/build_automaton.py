@@ -1,6 +1,6 @@
 """Builds the automaton of a regular expression, by outlines-core, as a process of its own.
 
-The library cannot be interrupted, and some patterns take minutes or all memory. constraint.py runs
+The library cannot be interrupted, and some patterns take minutes or all memory. automaton.py runs
 this file, whose main() limits itself, and stops it. It imports nothing that is slow to import.
 
     python build_automaton.py < PATTERN

@@ -968,12 +968,15 @@ def answers(writer, todo, options, is_drawn, pages):
     hide = bool(options.batch)  # a bar of all templates is there
     with progress.bar(desc="searching", unit=" texts seen", disable=hide) as bar:
         for some in (todo[i : i + TOGETHER] for i in range(0, len(todo), TOGETHER)):
+            began = time.monotonic()
             made = [
                 writer.filling(segments, n, options.max_gap, bar.update) for _, segments in some
             ]
             filling.finish(made)
+            seconds = (time.monotonic() - began) / len(some)
             for (template, _), one in zip(some, made):
                 found = one.candidates()
+                found.seconds = seconds
                 if len(found) < options.candidates:
                     terminal.warn(f"there are {len(found)} fills, not {options.candidates}")
                 yield template, *show_search(writer, found, options)

@@ -25,7 +25,7 @@ from support import abilities, environment, progress
 from support.arguments import whole_number
 from support.errors import UserError
 from support.infill.calls import groups, next_logits, to_context
-from support.infill.templates import Literal, allowed_tokens, encode_literal
+from support.infill.templates import Gap, Text, allowed_tokens, encode_text
 from support.training import checkpoint
 
 try:
@@ -144,7 +144,7 @@ class Harness(LM):
         n = next(
             (gen_kwargs[name] for name in LENGTHS if gen_kwargs.get(name) is not None), 64
         )  # tokens
-        literal = encode_literal(prompt, self.tokenizer, after_gap=False, before_gap=not self.asks)
+        literal = encode_text(prompt, self.tokenizer, after_gap=False, before_gap=not self.asks)
         # Of a long prompt the end is kept, half a context at least; sample.py writes on from there.
         prompt = literal.ids[-max(1, self.room - n, self.room // 2) :]
         if self.asks:  # which takes a context at most
@@ -159,8 +159,10 @@ class Harness(LM):
             settings = self.with_effect(settings)
         device = next(self.model.parameters()).device
         x = torch.tensor([[*prompt, *[self.model.mask_id] * n]], device=device)
-        ends = sample.ends(self.model, self.tokenizer, False)
-        segments = [Literal(literal, prompt, literal.lends_space), n]
+        ends = dict(end_id=self.tokenizer.end_id)
+        if abilities.knows_lengths(self.model):
+            ends = dict(forbid=[self.tokenizer.end_id])
+        segments = [Text(literal, prompt, literal.lends_space), Gap(n)]
         ends["allowed"] = allowed_tokens(segments, self.tokenizer)
         ids = sample.generate(self.model, x, seed=self.seed, **ends, **settings)[0].tolist()
         text = "".join(self.tokenizer.pieces(ids, len(prompt)))

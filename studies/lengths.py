@@ -11,7 +11,7 @@ Each is filled by
     search      sample.py, as a user runs it
     candidates  the same with --candidates=5: is the text among them?
     known       the same, given the length
-    confident   given the length, too, with --order=confidence --correct=0
+    confident   a draw, given the length, with --order=confidence --correct=0
     before      sample.py of the commit in --before, with the weights of that commit
 
 through `sample.py --batch --json=-`, ten gaps at a time, in turns: a machine with other work slows
@@ -41,8 +41,9 @@ from dataclasses import dataclass
 import torch
 
 import mdlm
+from support.calibration import calibrated
 from support.errors import UserError
-from support.infill.ranking import likeliest
+from support.infill.likelihood import chain_rule
 from support.settings import Count, Natural, Reads, Writes, parse
 from support.training.checkpoint import default_run
 
@@ -126,16 +127,15 @@ def fill(gaps, folder, argv, is_known):
     return [json.loads(line) for line in run.stdout.decode().splitlines()]
 
 
-def answer_logp(model, tokenizer, gap):
-    """log p(gap, text after it | text before it) of the true text, in nats."""
-    _, line, begin, _ = gap
-    x = torch.tensor([tokenizer.encode(line)])
-    ends = torch.tensor([[len(tokenizer.encode(line[:begin]))], [x.shape[1]]])
-    return likeliest(model, x, *ends, torch.zeros(1, dtype=torch.float64), 1)[1].item()
+def logp_from(model, tokenizer, text, begin):
+    """log p(the text from `begin` on | what precedes it) by the chain rule, in nats."""
+    x = torch.tensor([tokenizer.encode(text)])
+    start = len(tokenizer.encode(text[:begin]))
+    return chain_rule(model, x)[0, start:].sum().item()
 
 
-def compare(gap, logp, answer):
-    """What counts of a program's answer to a gap."""
+def compare(gap, gain, answer):
+    """What counts of a program's answer to a gap; gain: its log p less that of the true text."""
     kind, line, begin, end = gap
     texts = [one["text"] for one in answer["candidates"]]
     return dict(
@@ -147,9 +147,9 @@ def compare(gap, logp, answer):
         exact_length=len(answer["text"]) == len(line),
         exact=answer["text"] == line,
         among=line in texts,
-        gain=answer["score"] - logp,
+        gain=gain,
         calls=answer["calls"],
-        sequences=answer.get("sequences"),
+        sequences=answer.get("sequences", answer["calls"]),
         seconds=answer["seconds"],
     )
 
@@ -211,6 +211,7 @@ def main(argv):
     part = text[:at] if options.training else text[at:]
     gaps = choose_gaps(part, options.gaps, options.max_gap, options.seed)
     model, tokenizer, _ = mdlm.load(default_run(options.out_dir), device="cpu")
+    model = calibrated(model)
     entries = contestants(options)
     results = Path(options.results)
     old = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
@@ -223,9 +224,12 @@ def main(argv):
             for name, entry in entries.items():
                 todo = [gap for gap in some if (name, gap[1], gap[2]) not in done]
                 for gap, answer in zip(todo, fill(todo, *entry) if todo else []):
-                    if gap not in logp:
-                        logp[gap] = answer_logp(model, tokenizer, gap)
-                    rows.append(dict(name=name) | compare(gap, logp[gap], answer))
+                    texts = (gap[1], answer["text"])
+                    for one in texts:
+                        if (gap, one) not in logp:
+                            logp[gap, one] = logp_from(model, tokenizer, one, gap[2])
+                    gain = logp[gap, texts[1]] - logp[gap, texts[0]]
+                    rows.append(dict(name=name) | compare(gap, gain, answer))
                     print(json.dumps(rows[-1]), file=f, flush=True)
     print(table(rows))
     return 0

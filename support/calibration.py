@@ -47,7 +47,7 @@ def calibrated(model):
     model: a network, an Ensemble, or what stands in for one of them
     """
     if not isinstance(model, nn.Module):
-        return model.calibrated()
+        return model.calibrated() if hasattr(model, "calibrated") else model
     if hasattr(model, "networks"):
         if model not in CALIBRATED:
             CALIBRATED[model] = model.replaced(calibrated)

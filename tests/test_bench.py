@@ -19,8 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import bench
 import mdlm
-from studies import frontier, peers, proven, word_statistics
+from studies import frontier, peers, proven
 from support import cli, kernels
+from support.infill import word_statistics
 
 CPU = torch.device("cpu")
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import sys
 import time
@@ -19,16 +20,19 @@ from hypothesis import strategies as st
 import mdlm
 import sample
 from support import cli, kernels
+from support.constrain import automaton as automata
+from support.constrain import build_automaton, drawing
+from support.constrain.automaton import automaton_of
 from support.data.tokenizer import Tokenizer, build_tokenizer
 from support.errors import NoEffect, UserError
-from support.infill import build_automaton, constraint, likelihood, search, templates
-from support.infill.constraint import automaton_of
+from support.infill import filling, templates
+from support.infill.templates import Gap
 
 pytest.importorskip("outlines_core")
 LETTERS = Tokenizer("char", list("abcd"))
 V = 4
 L = 32
-RUN_BUILDER = constraint.run_builder
+RUN_BUILDER = automata.run_builder
 slow = pytest.mark.slow
 
 
@@ -36,10 +40,10 @@ slow = pytest.mark.slow
 def builds_here():
     """Automata are built without a process of their own; one test below is of that."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(constraint, "run_builder", in_this_process)
+        patch.setattr(automata, "run_builder", in_this_process)
         yield
-    constraint.byte_automaton.cache_clear()
-    constraint.automaton_of.cache_clear()
+    automata.byte_automaton.cache_clear()
+    automata.automaton_of.cache_clear()
 
 
 def in_this_process(pattern):
@@ -93,7 +97,7 @@ def all_texts(letters, n):
 
 def fills_of(model, x, pattern, length, start, **settings):
     """The last Step of x (B, T) whose tokens from `start` on must match."""
-    matches = {start: constraint.gap(pattern, length, LETTERS)}
+    matches = {start: sample.matching(pattern, length, LETTERS)}
     *_, step = sample.unmask(model, x, matches=matches, **settings)
     return step
 
@@ -182,13 +186,13 @@ def test_a_pattern_that_everything_matches_changes_no_draw(asked):
     x[:, ::5] = 1
     asked = dict(asked, steps=12, seed=9)
     free = list(sample.unmask(model, x, **asked))
-    gap = constraint.gap("(?s:.*)", 4, LETTERS)
+    gap = sample.matching("(?s:.*)", 4, LETTERS)
     assert gap.automaton.is_free
     matches = {1: gap, 6: gap}
     for step, other in zip(free, sample.unmask(model, x, matches=matches, **asked), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(step[1:], other[1:]))
     length = torch.full((6,), 4)
-    forced = [constraint.Constraint(gap.automaton, torch.full((6,), i), length) for i in (1, 6)]
+    forced = [drawing.Constraint(gap.automaton, torch.full((6,), i), length) for i in (1, 6)]
     settings = sample.from_keywords(asked, model)
     steps = sample.take_steps(model, x, None, torch.arange(6), settings, constraints=forced)
     for step, other in zip(free, steps, strict=True):
@@ -256,7 +260,7 @@ def matched(pattern, way, seed, model, kind):
     if second:
         x[:, 1 + first] = 2
     places = {1: int(first)} | ({2 + int(first): int(second)} if second else {})
-    matches = {at: constraint.gap(pattern, n, LETTERS) for at, n in places.items()}
+    matches = {at: sample.matching(pattern, n, LETTERS) for at, n in places.items()}
     run = partial(sample.generate, model, x, matches=matches)
     try:
         found = with_effect(way, run)
@@ -318,8 +322,8 @@ def test_fills_match_where_the_network_says_how_many_are_revealed(way):
 @example("(|a)(b|bc)?")
 def test_automata_agree_with_python(pattern):
     """Over characters: each text of up to five letters is taken or refused as re.fullmatch does."""
-    accepts = constraint.byte_automaton(pattern)[1]
-    automaton = constraint.automaton_of(pattern, LETTERS) if accepts.any() else None
+    accepts = automata.byte_automaton(pattern)[1]
+    automaton = automaton_of(pattern, LETTERS) if accepts.any() else None
     for n in range(4):
         for text in all_texts("abcd", n):
             matches = bool(re.fullmatch(pattern, text))
@@ -364,8 +368,8 @@ def whole_pattern(template, tokenizer):
     parts = []
     for segment in templates.split(template, templates.gap_pattern(tokenizer)):
         is_text = isinstance(segment, str)
-        parts.append(re.escape(segment) if is_text else getattr(segment, "pattern", "(?s:.*)"))
-    return "".join(part if isinstance(part, str) else "" for part in map("(?:{})".format, parts))
+        parts.append(re.escape(segment) if is_text else segment.pattern or "(?s:.*)")
+    return "".join(map("(?:{})".format, parts))
 
 
 @pytest.mark.parametrize("name", [*OWN, *tokenizer_kinds.KINDS, "id"])
@@ -391,21 +395,6 @@ def test_what_is_shown_matches(made, name):
 # ---- Ranking
 
 
-def score_of(model, text, start):
-    ids = torch.tensor([LETTERS.encode(text)])
-    return likelihood.chain_rule(model, ids)[0, start:].sum().item()
-
-
-def ranked(model, template, n, **limits):
-    """The texts of the n likeliest fills, and their log p."""
-    segments = templates.parse(template, LETTERS, model.config.block_size)
-    settings = sample.resolve(sample.SamplerSettings(order="random", temperature=2.0), model)
-    fill = partial(sample.fill_gaps, model, LETTERS, settings)
-    found = search.hypotheses(model, LETTERS, segments, n, fill, "cpu", **limits)
-    shown = [templates.to_texts(one.segments, one.ids, LETTERS) for one in found]
-    return [templates.joined(texts) for texts in shown], [one.logp for one in found]
-
-
 @pytest.mark.parametrize(
     "template, pattern",
     [
@@ -415,17 +404,16 @@ def ranked(model, template, n, **limits):
         ("a[___|b|cc]d[___|a|bb]c", "a(b|cc)d(a|bb)c"),
     ],
 )
-def test_the_likeliest_fills_are_those_of_all_that_match(template, pattern):
+def test_a_search_lists_all_that_match(template, pattern, monkeypatch):
+    """Of all lengths, proven. (test_search.py compares their probabilities.)"""
+    monkeypatch.setattr(filling, "N_LENGTHS", 16)
     model = table_model(T=8, sharpness=1.0)
-    texts, scores = ranked(model, template, 1000, max_gap=3, draws=600)
-    start = 1 if template.startswith("a") else 0
-    all_that_match = [
+    found = sample.search(model, LETTERS, template, top=1000, max_gap=3, limit=10_000)
+    all_that_match = {
         text for n in range(1, 9) for text in all_texts("abcd", n) if re.fullmatch(pattern, text)
-    ]
-    want = {text: score_of(model, text, start) for text in all_that_match}
-    assert set(texts) == set(want)
-    assert texts == sorted(want, key=want.get, reverse=True)
-    assert scores == pytest.approx([want[text] for text in texts], abs=1e-5)
+    }
+    assert {one.text for one in found} == all_that_match
+    assert found.proven and found.bound == -math.inf
 
 
 def test_a_gap_at_the_end_of_a_text_counts_the_line_break():
@@ -458,7 +446,7 @@ def test_exact_likelihood_corrects_what_marginals_miss():
     truth = truth / truth.sum()
     n = 3200
     x = torch.tensor(given).repeat(n, 1)
-    matches = {1: constraint.gap(pattern, 6, digits)}
+    matches = {1: sample.matching(pattern, 6, digits)}
     settings = dict(order="random", steps=6, correct=0, seed=1)
     found = sample.generate(model, x, matches=matches, **settings)
     index = (found * 2 ** torch.arange(test_correction.T - 1, -1, -1)).sum(1)
@@ -528,35 +516,35 @@ def test_a_refused_pattern_can_be_mended(gap, better):
 def test_a_large_automaton_is_refused_in_bounded_time_and_memory(pattern, monkeypatch):
     """In a process of its own, which limits itself and is stopped."""
     monkeypatch.undo()
-    monkeypatch.setattr(constraint, "run_builder", RUN_BUILDER)
-    monkeypatch.setattr(constraint, "SECONDS", 5)
+    monkeypatch.setattr(automata, "run_builder", RUN_BUILDER)
+    monkeypatch.setattr(automata, "SECONDS", 5)
     began = time.monotonic()
     with pytest.raises(UserError):
-        constraint.byte_automaton(pattern)
+        automata.byte_automaton(pattern)
     assert time.monotonic() - began < 30
 
 
 def test_the_process_builds_what_this_one_builds(monkeypatch):
-    monkeypatch.setattr(constraint, "run_builder", RUN_BUILDER)
+    monkeypatch.setattr(automata, "run_builder", RUN_BUILDER)
     for pattern in ("a|ab", "[^é]{2}"):
-        assert (constraint.run_builder(pattern) == in_this_process(pattern)).all()
+        assert (automata.run_builder(pattern) == in_this_process(pattern)).all()
     with pytest.raises(UserError):
-        constraint.byte_automaton("a[^\\s\\S]")
+        automata.byte_automaton("a[^\\s\\S]")
 
 
 def test_states_times_classes_are_bounded(monkeypatch):
-    constraint.automaton_of.cache_clear()
+    automata.automaton_of.cache_clear()
     for name in ("MOST_CELLS", "MOST_STEPS"):
         with monkeypatch.context() as patch:
-            patch.setattr(constraint, name, 20)
+            patch.setattr(automata, name, 20)
             with pytest.raises(UserError):
                 automaton_of("[ab]{9}c", LETTERS)
     assert automaton_of("[ab]{9}c", LETTERS).lengths(20) == [10]
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch):
-    constraint.byte_automaton.cache_clear()
-    constraint.automaton_of.cache_clear()
+    automata.byte_automaton.cache_clear()
+    automata.automaton_of.cache_clear()
     monkeypatch.setitem(sys.modules, "outlines_core", None)
     with pytest.raises(UserError):
         sample.write(table_model(), LETTERS, "a[___:b]c")
@@ -565,44 +553,46 @@ def test_a_missing_package_is_one_sentence(monkeypatch):
 def test_what_python_callers_give_is_checked():
     model = table_model()
     x = torch.full((2, L), V)
-    gap = constraint.gap("ab*", 3, LETTERS)
+    gap = sample.matching("ab*", 3, LETTERS)
     assert sample.generate(model, x, seed=0, matches={2: gap})[:, 2:5].tolist() == [[0, 1, 1]] * 2
-    other = constraint.gap("ab*", 3, Tokenizer("char", list("ab")))
+    other = sample.matching("ab*", 3, Tokenizer("char", list("ab")))
     for matches in ({40: gap}, {L - 2: gap}, {2: gap, 4: gap}, {2: other}):
         with pytest.raises(UserError):
             sample.generate(model, x, matches=matches)
     with pytest.raises(UserError):
         sample.generate(model, x, matches={2: gap}, end_id=3)
     with pytest.raises(UserError):
-        constraint.gap("abc", 2, LETTERS)
+        sample.matching("abc", 2, LETTERS)
     x[0, 3] = 0  # given, and no text that matches has it there
     with pytest.raises(UserError):
         sample.generate(model, x, seed=0, matches={2: gap})
 
 
 def test_templates_are_read():
-    gap = templates.ConstrainedGap
+    def gap(pattern, length=None, choices=()):
+        return Gap(length, pattern, choices)
+
     for template, want in {
         "a[___:[0-9]+]b": ["a", gap("[0-9]+"), "b"],
         "[██:a[]x]b\\]]c": [gap("a[]x]b\\]", 2), "c"],
         "[___:[^]]|\\]]": [gap("[^]]|\\]")],
         "[___|yes|no [sic\\]|]": [gap("yes|no \\[sic\\]|", choices=("yes", "no [sic]", ""))],
         "[___|a\\|b|\\:|a.c]": [gap("a\\|b|:|a\\.c", choices=("a|b", ":", "a.c"))],
-        "\\[███:a]": ["[", 3, ":a]"],
-        "\\[___:a]█": ["[___:a]", 1],
-        "[███]": ["[", 3, "]"],
+        "\\[███:a]": ["[", Gap(3), ":a]"],
+        "\\[___:a]█": ["[___:a]", Gap(1)],
+        "[███]": ["[", Gap(3), "]"],
     }.items():
         assert templates.split(template, templates.GAP) == want
     for text in ("yes", "a.b", "[x]|\\y", "a-b#c&d~e", "^é$", "x y\n"):
-        pattern = constraint.pattern_of_choices((text, "zz"))
+        pattern = automata.pattern_of_choices((text, "zz"))
         assert re.fullmatch(pattern, text) and not re.fullmatch(pattern, f"{text}z")
-        table = constraint.automaton_of(pattern, Tokenizer("byte"))
+        table = automata.automaton_of(pattern, Tokenizer("byte"))
         assert table.matches(text) and not table.matches("a" + text)
 
 
 def test_the_program_fills_what_must_match(short_run, tmp_path, capfd):
     """--infill, --batch and a text without a flag; ranked and plain; no call before all is read."""
-    flags = [f"--out_dir={short_run}", "--json=-", "--steps=4"]
+    flags = [f"--out_dir={short_run}", "--json=-"]
 
     def run(*more):
         assert cli.run(sample.main, [*more, *flags]) == 0
@@ -624,15 +614,6 @@ def test_the_program_fills_what_must_match(short_run, tmp_path, capfd):
     assert not out.out and "line 2 of" in out.err and "no regular expression" in out.err
 
 
-def test_a_list_that_is_ranked_needs_no_setting_of_draws(short_run, capfd):
-    flags = [f"--out_dir={short_run}", "--infill=a [___|yes|no] b"]
-    assert cli.run(sample.main, flags) == 0
-    plain = capfd.readouterr().out
-    assert cli.run(sample.main, [*flags, "--temperature=0.5"]) == 0
-    assert capfd.readouterr().out == plain
-    assert cli.run(sample.main, [*flags, "--num_samples=1", "--seed=3"]) == 0  # it is drawn again
-
-
 # ---- What it costs
 
 
@@ -648,7 +629,7 @@ def test_a_constraint_of_fifty_states_costs_little(V, most, width):
         tokenizer = Tokenizer("word", sorted(made)[: V - 256])
     flags = dict(n_layer=12, n_head=width // 64, n_embd=width, block_size=256, dropout=0.0)
     model = mdlm.make_model(mdlm.Config(**flags), V, kernels.REFERENCES).eval()
-    gap = constraint.gap("([A-Z][a-z]{0,11}, ){0,2}[a-z ]{1,16}[.!?]?", 8, tokenizer)
+    gap = sample.matching("([A-Z][a-z]{0,11}, ){0,2}[a-z ]{1,16}[.!?]?", 8, tokenizer)
     assert 40 <= gap.automaton.S <= 60
     x = torch.randint(60, (1, 256))
     x[:, 10:18] = model.mask_id

@@ -25,11 +25,10 @@ from safetensors.torch import save as to_safetensors
 
 import mdlm
 import sample
-from studies import word_statistics
 from support import abilities, cli, kernels, numerics
 from support.data.tokenizer import Tokenizer, build_tokenizer
 from support.errors import NoEffect
-from support.infill import calls, likelihood, ranking, search
+from support.infill import calls, likelihood, word_statistics
 from support.training import checkpoint
 from support.web import viewer
 
@@ -185,31 +184,15 @@ def test_guidance_is_the_published_formula(world):
     assert torch.allclose(got, without + (1 + w) * (conditional - without))
 
 
-def test_chain_rule_is_the_left_to_right_score(world, monkeypatch):
+def test_chain_rule_is_the_left_to_right_score(world):
     model = Toy(world.random, V, T)
     x = world.x
     whole = likelihood.chain_rule(model, x).sum(1)
     assert torch.allclose(whole, -T * chain_rule(world.random, x, V, range(T)), atol=1e-5)
-    zero = torch.zeros(81, dtype=torch.int64)
     head = likelihood.chain_rule(model, x[:, :2])  # what follows is unseen
     assert (
         torch.equal(head[:, :2], likelihood.chain_rule(model, x)[:, :2]) and not head[:, 2:].any()
     )
-    monkeypatch.setattr(calls, "group_size", lambda *_: 5)  # not all rows side by side
-    for start, stop in ((zero, zero + T), (zero + 2, zero + T), (zero + 1, zero + 3)):
-        known = torch.linspace(-1, 0, 81, dtype=torch.float64)
-        each = likelihood.chain_rule(model, x)
-        inside = (torch.arange(T) >= start[:, None]) & (torch.arange(T) < stop[:, None])
-        value, row = (known + (each * inside).sum(1)).sort(descending=True)
-        for n in (1, 7, 81):
-            rows, found = ranking.likeliest(model, x, start, stop, known, n)
-            assert torch.equal(rows, row[:n]) and torch.allclose(found, value[:n])
-
-
-def test_gaps_at_the_end_stop_there():
-    tokenizer = Tokenizer("char", list("ab\n"), end=True)
-    for ids, n in (([0, 1, 3, 1], 2), ([0, 2, 1], 1), ([2, 0, 1], 3), ([3, 1, 3], 0), ([1], 1)):
-        assert search.until_break(tokenizer, ids) == n
 
 
 def test_confidence_is_that_of_the_drawn_token(world):
@@ -218,44 +201,6 @@ def test_confidence_is_that_of_the_drawn_token(world):
     score = sample.ORDERS["confidence"].score(logp, torch.tensor([1, 1]))
     assert score.exp().tolist() == pytest.approx([0.3, 0.4])
     assert sample.ORDERS["max_prob"].score(logp, torch.tensor([1, 1])).argmax() == 0
-
-
-def test_unlikely_fills_are_not_followed_to_the_end(world, monkeypatch):
-    monkeypatch.setattr(calls, "group_size", lambda *_: 5)
-    seen = []
-    model = Toy(lambda xt: seen.append(len(xt)) or world.exact(xt), V, T)
-    zero = torch.zeros(81, dtype=torch.int64)
-    rows, _ = ranking.likeliest(model, world.x, zero, zero + T, zero.double(), 3)
-    assert rows.tolist() == world.p.topk(3)[1].tolist() and sum(seen) < 81
-
-
-@pytest.mark.parametrize(
-    "segments", [["a", None, "c"], [2, "b"], [None, "b", None], ["a", 1, None]]
-)
-def test_candidates_are_the_likeliest_of_all_lengths(world, segments):
-    tokenizer = Tokenizer("char", list("abc"))
-    model = Toy(world.random, V, T)
-    asked = sample.SamplerSettings(order="random", temperature=3.0, steps=T)
-    fill = partial(sample.fill_gaps, model, tokenizer, sample.resolve(asked, model))
-    found = search.hypotheses(model, tokenizer, segments, 600, fill, "cpu", 2, draws=2000)
-    gaps = {None: range(1, 3), 1: [1], 2: [2]}
-    texts = {""}
-    for i, segment in enumerate(segments):
-        grown = set()
-        for text in texts:  # a gap at the end is as long as there is room
-            at_end = segment is None and i == len(segments) - 1
-            lengths = [min(2, T - len(text))] if at_end else gaps.get(segment, [])
-            fills = [fill for n in lengths for fill in itertools.product("abc", repeat=n)]
-            grown |= {text + "".join(fill) for fill in fills or [segment]}
-        texts = grown
-    start = int(isinstance(segments[0], str))
-
-    def score(text):
-        return likelihood.chain_rule(model, torch.tensor([tokenizer.encode(text)]))[0, start:].sum()
-
-    best = sorted((text for text in texts if len(text) <= T), key=score, reverse=True)
-    assert [tokenizer.decode(fill.ids) for fill in found] == best[:600]
-    assert found[0].logp == pytest.approx(score(best[0]).item(), abs=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------

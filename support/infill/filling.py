@@ -159,6 +159,8 @@ class Filling:
         made.rest = self.search.rest(best)
         made.bound = self.search.bound
         if self.is_drawn:  # any other fill may have all the rest
+            made.excluded = 0.0
+            made.rest = 1 - sum(fill.p for fill in fills if fill.frame == best)
             made.bound = math.log(max(made.rest, 1e-300)) - self.search.frames[best].start
         made.compares_lengths = self.compares_lengths
         made.sequences = self.sequences

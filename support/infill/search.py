@@ -21,7 +21,7 @@ the same search finds the largest log p(gap, after | before).
 import heapq
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from support import abilities
 from support.infill.calls import call_size, device_of, logits_at, next_logits
 
 OPEN = -1  # a position of a fill with no token yet
+ROWS = 8  # partial fills that one call expands at most; more would often be in vain
 WIDTH = 128  # children of a partial fill that are made at once; more when these are used up
 
 
@@ -141,6 +142,20 @@ class Search:
             self.passed = min(self.passed, node.least)
         return None
 
+    def deepest(self):
+        """The Node with the fewest open positions, taken from the queue."""
+        place = min(self.queue, key=lambda one: (one[-1].fill.count(OPEN), one[-1].rank))
+        self.queue.remove(place)
+        heapq.heapify(self.queue)
+        return place[-1]
+
+    def ask_about(self, node):
+        """(itself, a Node, ids, places): what the network is asked to expand it."""
+        frame = self.frames[node.frame]
+        x, places = frame.questions(node)
+        self.sequences += len(places) if frame.is_joint and not frame.is_causal else 1
+        return self, node, x, places
+
     def expand(self, node, places, logp):
         """Make the children of a Node, from logp (k, V) at the k places of its questions."""
         frame = self.frames[node.frame]
@@ -245,7 +260,8 @@ def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda search
     """Go on with Searches, in shared network calls, until their lists are proven.
 
     limit: sequences that the network may see for each Search. deadline: time.monotonic() after
-    which no further call begins. update(search): called for each text that the network has seen
+    which no further call begins. Even then each list gets a fill: the one that is nearest to its
+    end is completed. update(search): called for each text that the network has seen
     """
     waiting = deque(searches)
     while waiting and time.monotonic() < deadline:
@@ -255,6 +271,11 @@ def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda search
         for (search, node, _, places), logp in zip(batch, ask(model, batch)):
             search.expand(node, places, logp)
             update(search)
+    for search in searches:
+        while not search.fills and search.queue:
+            item = search.ask_about(search.deepest())
+            search.expand(item[1], item[3], *ask(model, [item]))
+            update(search)
 
 
 def next_batch(model, waiting, limit):
@@ -262,17 +283,18 @@ def next_batch(model, waiting, limit):
     size = call_size(model, device_of(model))
     batch = []
     idle = []  # until the call has answered
+    taken = Counter()
     waiting = deque(waiting)
     while waiting and len(batch) < size:
         search = waiting.popleft()
-        node = search.take() if search.sequences < limit else None
+        node = None
+        if taken[search] < ROWS and search.sequences < limit:
+            node = search.take()
         if node:
-            frame = search.frames[node.frame]
-            x, places = frame.questions(node)
-            search.sequences += len(places) if frame.is_joint and not frame.is_causal else 1
-            batch.append((search, node, x, places))
+            taken[search] += 1
+            batch.append(search.ask_about(node))
             waiting.append(search)
-        elif any(search is asking for asking, *_ in batch):
+        elif taken[search]:
             idle.append(search)
     return batch, [*waiting, *idle]
 

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 
 import mdlm
-from support import abilities, arguments, outputs, progress
+from support import abilities, arguments, doors, outputs, progress
 from support.data.tokenizer import Tokenizer, tokenizer_from_json
 from support.devices import pick_device
 from support.ensemble import read_newest
@@ -428,9 +428,7 @@ def constraints_of(model, x, matches, end_id):
     """What take_steps needs of gaps that must match: (drawing.Constraints, a function to draw)."""
     if not matches:
         return ()
-    from support.constrain import drawing
-
-    return drawing.everywhere(model, x, matches, end_id)
+    return doors.drawing().everywhere(model, x, matches, end_id)
 
 
 def has_given_text(model, x):
@@ -455,8 +453,6 @@ def take_steps(
 
     allowed: pairs, see `places`; constraints: those of support/constrain/drawing.py.
     """
-    if constraints:
-        from support.constrain.drawing import ask_ahead, draw_matching
     mask = model.mask_id
     device = x.device
     x = x.to("cpu" if device.type == "mps" else device, copy=True)  # MPS lacks float64
@@ -488,7 +484,9 @@ def take_steps(
                 continue
             asked = drawn
             if constraints and not abilities.is_causal(model):
-                asked = ask_ahead(constraints, drawn, chunk.gaps & (text == mask), chunk.at)
+                asked = doors.drawing().ask_ahead(
+                    constraints, drawn, chunk.gaps & (text == mask), chunk.at
+                )
             # 2. Draw there: the network sees all of it masked.
             logits = find(model, device, x, is_given, asked, chunk.at, settings.cfg, cache)
             exclude(logits, asked, chunk.at, forbid, allowed)
@@ -499,6 +497,7 @@ def take_steps(
             if constraints:
                 is_ahead_known = not abilities.is_causal(model)
                 asking = (asked, chunk.at, is_ahead_known)
+                draw_matching = doors.drawing().draw_matching
                 draw_matching(constraints, x, *asking, logits, u[asked], rule, token, logp)
                 token, logp = token[drawn[asked]], logp[drawn[asked]]
             # 3. Keep it; if the order had to wait for the network, the best of it.
@@ -615,9 +614,8 @@ class Rows:
         self.may_draw = dict(end_id=tokenizer.end_id) if ends else dict(forbid=[tokenizer.end_id])
         self.may_draw["allowed"] = places(templates.allowed_tokens(segments, tokenizer), self.x)
         if any(segment.is_gap and segment.pattern for segment in segments):
-            from support.constrain import drawing
-
-            self.may_draw["constraints"] = drawing.by_row([segments] * len(samples))
+            constraints = doors.drawing().by_row([segments] * len(samples))
+            self.may_draw["constraints"] = constraints
 
     def chunks(self):
         """The Chunks in which it is written; see `plan`."""
@@ -808,11 +806,9 @@ def fix(model: mdlm.Model, tokenizer: Tokenizer, text: str, caution: float = 0.0
     caution: nats that a change must gain beyond the default. ValueError for a model that does not
     see the text on both sides of a token.
     """
-    from support.proofread import proofreader
-
     limits = TextFlags(caution=caution)
     check_settings(limits)
-    return proofreader.fix(model, tokenizer, arguments.check_text(text), limits.caution)
+    return doors.proofreading().fix(model, tokenizer, arguments.check_text(text), limits.caution)
 
 
 # ---- The command line
@@ -870,9 +866,7 @@ def check(options, given):
     stdin = dict(stdin="/dev/stdin") if reads_stdin else {}
     outputs.check_all(replace(options, output=""), **stdin)
     if options.fix:
-        from support.proofread import file
-
-        file.check_output(options)
+        doors.proofreading_of_files().check_output(options)
     for name in ("output", "caution"):
         if name in given and not options.fix:
             raise UserError(f"--{name} needs a text to proofread; give --fix")
@@ -987,8 +981,7 @@ TOGETHER = 32  # templates whose searches share network calls
 
 def compare(variants, writer, todo, folder, lines):
     """Write a text with each of the settings {title: Options}; returns pages for --html."""
-    from support.infill import word_statistics
-
+    word_statistics = doors.word_statistics()
     template, segments = todo
     model, tokenizer = writer.model, writer.tokenizer
     training = word_statistics.training_text(folder, tokenizer, model.config)
@@ -1009,9 +1002,7 @@ def main(argv):
     check(options, given)
     model, tokenizer, config, folders, options = load(options, given)
     if options.fix:
-        from support.proofread import file
-
-        return file.fix_file(options, model, tokenizer, folders, config)
+        return doors.proofreading_of_files().fix_file(options, model, tokenizer, folders, config)
     asked = options
     options = resolve(options, model)  # refuses what the model cannot follow, before reading
     writer = Writer(model, tokenizer, options)
@@ -1022,14 +1013,14 @@ def main(argv):
 
     variants = {}
     if options.compare:
-        from support.infill import word_statistics
-
-        variants = word_statistics.variants(asked, given, SETTINGS, partial(resolve, model=model))
+        read = doors.word_statistics().variants
+        variants = read(asked, given, SETTINGS, partial(resolve, model=model))
 
     def to_segments(template):
         if template is None:
-            return of_prompt(options.prompt, tokenizer, options.length, config)
-        segments = parse(template, tokenizer, config.block_size)
+            segments = of_prompt(options.prompt, tokenizer, options.length, config)
+        else:
+            segments = parse(template, tokenizer, config.block_size)
         templates.check_lengths(segments, options.max_gap)
         if is_drawn:
             writer.check(segments)

@@ -24,7 +24,7 @@ from support.data import hf_tokenizer, sources, texts, tokenizer
 from support.data.texts import prepare
 from support.data.tokenizer import Tokenizer, build_tokenizer
 from support.errors import UserError
-from support.infill import search, templates
+from support.infill import templates
 from support.training import log
 from support.web import viewer
 
@@ -133,7 +133,7 @@ def test_gaps_have_the_ids_of_the_whole_text(made, name, data):
     cut = made.decode(whole[:first])[-1:] + made.decode(whole[:last])[-1:]
     if "\ufffd" in cut or (first and not before):
         return  # within a character, or after a space that the beginning of a text gains
-    segments = [segment for segment in (before, last - first, after) if segment]
+    segments = [each for each in (before, templates.Gap(last - first), after) if each]
     ids = templates.to_ids(segments, made, UNTOLD)
     known = [id for id in ids if id != UNTOLD]
     told = known == whole[:first] + whole[last:]
@@ -246,11 +246,7 @@ def test_ranked_fills_show_no_space_that_no_id_has(made, name, template, end):
         logits[:, known.end_id] = 9
     model = Toy(lambda xt: logits.expand(len(xt), T, V), V, T)
     model.parameters = lambda: iter([torch.zeros(1)])
-    fill = functools.partial(
-        sample.fill_gaps, model, known, sample.resolve(sample.SamplerSettings(), model)
-    )
-    segments = templates.parse(template, known, T)
-    found = search.hypotheses(model, known, segments, 40, fill, "cpu", max_gap=4)
+    found = sample.search(model, known, template, top=40, max_gap=4)
     assert found
     for one in found:
         at = templates.borrowing(one.segments)

@@ -251,13 +251,15 @@ def test_gaps_with_a_pattern_have_them_too(run, capsys, more):
         assert "".join(token["text"] for token in tokens if token["drawn"] is None) == given
 
 
-def test_texts_of_a_list_are_tried_not_drawn(run, capsys):
+def test_tokens_of_a_gap_have_what_they_cost_in_the_search(run, capsys):
+    """Their log p when they were filled in, whose sum is that of the fill."""
     pytest.importorskip("outlines_core")
     flags = [f"--out_dir={run}", "--logprobs=1", "--json=-", "--infill=a[___|b|dd]c█e"]
     (line,) = lines_of(capsys, *flags)
-    tried = line["fills"][0]
-    is_drawn = [token["drawn"] is not None for token in line["logprobs"]]
-    assert is_drawn == [False] * (2 + len(tried)) + [True, False]
+    n = len(line["fills"][0])
+    drawn = [token["drawn"] for token in line["logprobs"]]
+    assert [each is not None for each in drawn] == [False] + [True] * n + [False, True, False]
+    assert sum(filter(None, drawn)) == pytest.approx(math.log(line["p"]), abs=1e-4)
 
 
 @pytest.mark.parametrize(

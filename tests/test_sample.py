@@ -4,6 +4,7 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import os
 import pty
 import re
@@ -457,7 +458,16 @@ def test_every_tokenizer_keeps_prompts_and_templates(run, say):
 
 
 @pytest.mark.parametrize("run", ["ar"], indirect=True)
-@pytest.mark.parametrize("flag", ["--infill=a█", "--order=random", "--cfg=1"])
+def test_autoregressive_models_fill_gaps_by_search(run, say):
+    """With the text after the gap in the score: they do not see it."""
+    d = json.loads(say(run, "--infill=The █ of", "--json=-").out)
+    assert d["text"].startswith("The ") and d["text"].endswith(" of") and d["compares_lengths"]
+    r = say(run, "--infill=The █ of", "--num_samples=1")
+    assert r.code == 0 and len(r.out) == len("The █ of\n")
+
+
+@pytest.mark.parametrize("run", ["ar"], indirect=True)
+@pytest.mark.parametrize("flag", ["--order=random", "--cfg=1"])
 def test_autoregressive_models_refuse_what_they_cannot(run, say, flag):
     r = say(run, flag)
     assert r.code == 2 and "autoregressive" in r.err and r.err.count("\n") == 1
@@ -470,24 +480,26 @@ class TestCharacters:
         assert d["text"].startswith("The ") and d["text"].endswith(" of")
         assert 1 <= len(d["fills"][0]) <= 3
         r = say(run, "--infill=The ██ of", "--candidates=4")
-        assert r.code == 0 and len(r.out.splitlines()) == 4 and r.out.count("log p") == 4
+        *fills, certificate = r.out.splitlines()
+        assert r.code == 0 and len(fills) == 4 and "proven: any other has" in certificate
         d = json.loads(say(run, "--infill=The ██ of", "--candidates=4", "--json=-").out)
         assert d["score"] == d["candidates"][0]["score"] < 0 and d["calls"] > 0
-        shares, texts = ([c[key] for c in d["candidates"]] for key in ("share", "text"))
-        assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
+        p, shares, texts = ([c[key] for c in d["candidates"]] for key in ("p", "share", "text"))
+        assert sum(shares) == pytest.approx(1) and p == sorted(p, reverse=True)
+        assert d["proven"] and d["p"] == p[0] and d["bound"] <= math.log(p[-1])
         assert len(set(texts)) == 4 and d["text"] == texts[0]
 
     def test_template_gets_the_best_of_many(self, run, say, monkeypatch):
-        """In few calls, with two dimmed runners-up; --num_samples gives plain draws."""
+        """In few calls, with two dimmed runners-up; flags of the sampler ask for draws."""
         d = json.loads(say(run, "--infill=The ███", "--json=-").out)
-        assert d["candidates"][0]["text"] == d["text"] and d["calls"] <= 60
+        assert d["candidates"][0]["text"] == d["text"] and d["calls"] <= 400
         monkeypatch.setattr(viewer, "has_colours", lambda stream: True)
         best, second, third = say(run, "--infill=The ███").out.splitlines()
         assert best.startswith(f"The {viewer.FILLED}") and viewer.FAINT not in best
         assert second.startswith(viewer.FAINT) and third.startswith(viewer.FAINT)
         plain = [
             json.loads(say(run, "--infill=The ███", *flags, "--json=-").out)
-            for flags in (["--num_samples=1"], ["--num_samples=1", "--seed=1"], ["--num_samples=1"])
+            for flags in (["--num_samples=1"], ["--seed=1"], ["--seed=0", "--steps=32"])
         ]
         assert plain[0]["text"] == plain[2]["text"] != plain[1]["text"]
         assert "candidates" not in plain[0]

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -402,14 +403,21 @@ def test_each_failure_has_its_status(error, status, code, capsys):
 
 
 @pytest.mark.parametrize("kind", [dict(objective="ar"), dict(block_length=4)], ids=str)
-def test_models_that_only_go_on_refuse_a_suffix(kind):
+def test_models_that_do_not_see_a_suffix_score_it(kind):
+    """Their fills are those of sample.search; what is drawn, for the page, is refused."""
     model = network(**kind)
-    writer = serve.Writer(model, model, mdlm.Tokenizer("char", list("abcdefghij"), True))
-    for body in (dict(prompt="a", suffix="bbbb"), dict(infill="a█bbbb")):
-        with pytest.raises(UserError) as e:
-            writer.count(of_completion(body, Bounds()))
-        assert "gap" in str(e.value) and "\n" not in str(e.value)
-    assert writer.count(of_completion(dict(prompt="ab"), Bounds())) == 2
+    tokenizer = mdlm.Tokenizer("char", list("abcdefghij"), True)
+    writer = serve.Writer(model, model, tokenizer)
+    job = of_completion(dict(infill="a█bb"), Bounds())
+    (text,) = writer.write(job, lambda model: model, lambda *args: False)
+    assert text.text == sample.search(model, tokenizer, "a█bb", top=1)[0].text
+    job.watch = True
+    with (
+        pytest.raises(UserError, match="does not see text")
+        if "block_length" in kind
+        else contextlib.nullcontext()
+    ):
+        writer.count(job)
 
 
 # ---- A process, and clients
@@ -592,7 +600,7 @@ def test_infill_of_llama_cpp(server, short_run, alone):
     body = dict(input_prefix="The ", input_suffix=" is", n_predict=3, seed=1, stream=False)
     body |= dict(cache_prompt=True, samplers=["top_k"], input_extra=[], prompt="")
     answer = post(f"{server.url}/infill", json=body).json()
-    (wanted,) = alone(short_run, "--infill=The [___] is", "--max_gap=3", "--seed=1")
+    (wanted,) = alone(short_run, "--infill=The [___] is", "--max_gap=3")
     assert f"The {answer['content']} is" == wanted["text"]
     assert answer["stop"] is True and answer["stop_type"] == "eos"
     picks = body | dict(response_fields=["content", "timings/predicted_n", "nothing"])
@@ -660,10 +668,13 @@ def test_of_a_long_file_no_more_is_encoded_than_may_fit(monkeypatch):
     assert max(sizes) <= 64 and sum(sizes) < 10**4
 
 
-def test_editors_wait_for_few_tokens_after_the_cursor():
-    job = of_infill(dict(input_prefix="a", input_suffix="b" * 99), Bounds())
-    assert job.reach == completions.REACH == 16
-    assert of_completion(dict(prompt="a", suffix="b"), Bounds()).reach is None
+def test_editors_say_how_long_they_wait(server):
+    job = of_infill(dict(input_prefix="a", input_suffix="b", t_max_predict_ms=500), Bounds())
+    assert job.seconds == 0.5
+    for none in (dict(), dict(t_max_predict_ms=0), dict(t_max_predict_ms=-1)):
+        assert of_infill(dict(input_prefix="a") | none, Bounds()).seconds == math.inf
+    body = dict(input_prefix="The ", input_suffix=" is", n_predict=9, t_max_predict_ms=1)
+    assert post(f"{server.url}/infill", json=body).json()["stop"] is True
 
 
 @pytest.mark.parametrize(

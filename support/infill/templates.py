@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from support import doors
 from support.arguments import check_text, whole_number
 from support.errors import UserError
 
@@ -99,10 +100,8 @@ def matching(pattern, length, tokenizer):
     It is for a position within a text, whose tokens are shown as they are. Raises UserError for a
     pattern that cannot be used, or that no text of this length matches.
     """
-    from support.constrain.automaton import automaton_of
-
     length = whole_number("length", length, 1)
-    automaton = automaton_of(check_text(pattern), tokenizer)
+    automaton = doors.automata().automaton_of(check_text(pattern), tokenizer)
     if not automaton.fits(length):
         raise UserError(f"no text of {length} tokens matches {pattern[:40]!r}; give another length")
     return Gap(length, pattern, automaton=automaton)
@@ -159,8 +158,6 @@ def place_pattern(gap, before, tokenizer):
 
     before: the encoded segments that precede it. Raises UserError if no text can match.
     """
-    from support.constrain.automaton import automaton_of
-
     ids = to_ids(before, tokenizer)
     last = before[-1] if before else None
     space = "drop" if tokenizer.kind == "id" else ""
@@ -169,7 +166,7 @@ def place_pattern(gap, before, tokenizer):
         decoded = tokenizer.cut(ids, [start])[1]
         if has_own_space(last, decoded, tokenizer):
             space = "lent" if last.lends_space else "drop"
-    automaton = automaton_of(gap.pattern, tokenizer, not ids, space)
+    automaton = doors.automata().automaton_of(gap.pattern, tokenizer, not ids, space)
     gap = gap._replace(automaton=automaton)
     if gap.length is not None and not automaton.fits(gap.length):
         what = f"no text of {gap.length} tokens matches {gap.pattern[:40]!r}"
@@ -450,10 +447,8 @@ def gap_of_mark(mark):
 
 def one_of(texts, length=None):
     """The Gap whose fill is one of some texts."""
-    from support.constrain.automaton import pattern_of_choices
-
     choices = tuple(dict.fromkeys(texts))
-    return Gap(length, pattern_of_choices(choices), choices)
+    return Gap(length, doors.automata().pattern_of_choices(choices), choices)
 
 
 def split(template, gap):

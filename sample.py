@@ -17,14 +17,16 @@ from support import cli, terminal
 cli.start(__name__)
 
 import contextlib
+import hashlib
 import math
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -995,6 +997,14 @@ def compare(variants, writer, todo, folder, lines):
     return word_statistics.compare(variants, fill, statistics, n, lines)
 
 
+def identity_of(todo, folders, options):
+    """What a batch must have in common with one that was stopped, to go on with it."""
+    settings = asdict(replace(options, json=""))
+    weights = [(folder / "model.safetensors").stat().st_mtime_ns for folder in folders]
+    content = repr(([template for template, _ in todo], settings, [*map(str, folders)], weights))
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
 def main(argv):
     about = f"{__doc__}\n\n--order: {MEANINGS}."
     given = place_text(parse_settings(Options, argv, about, groups=GROUPS, free="text"))
@@ -1037,7 +1047,10 @@ def main(argv):
     scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
     pages = []
     target = contextlib.nullcontext(sys.stdout)
-    if not to_stdout:
+    if options.batch and not to_stdout and outputs.is_replaced(Path(options.json)):
+        target = outputs.Continued(options.json, identity_of(todo, folders, asked))
+        todo = todo[target.done :]
+    elif not to_stdout:
         target = outputs.Lines(options.json or os.devnull)
     with target as lines:
         if options.compare:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from support.errors import UserError
-from support.files import PART, is_run, naming, rename_over, temporary
+from support.files import PART, is_run, naming, rename_over, temporary, write_atomically
 from support.settings import READS, WRITES, named_by, names_of
 from support.terminal import has_stdout
 
@@ -186,3 +186,40 @@ class Lines:
 
     def flush(self):
         """Do nothing: print calls this, but write has written every complete line already."""
+
+
+class Continued(Lines):
+    """Lines of a job that may be stopped: what is done is in PATH.part until all of it is.
+
+    job: what identifies it. When the same job is started again, `done` is the number of lines that
+    are there already. Raises UserError if PATH.part is not a file.
+    """
+
+    def __init__(self, path, job):
+        self.whole = Path(path)
+        why = why_not(path)
+        if why:
+            raise UserError(f"{path} {why}; {FIX}")
+        part = self.whole.with_name(f"{self.whole.name}.part")
+        self.done = 0
+        head = f"{job}\n".encode()
+        with naming(part):
+            lines = part.read_bytes().splitlines(keepends=True) if part.exists() else []
+            complete = [line for line in lines if line.endswith(b"\n")]
+            if complete[:1] == [head]:
+                self.done = len(complete) - 1
+            else:
+                complete = [head]
+            write_atomically(part, b"".join(complete))
+            self.path = part
+            self.tmp = None
+            self.unwritten = b""
+            self.file = open(part, "ab", buffering=0)
+
+    def __exit__(self, error, *_):
+        self.file.close()
+        if not error:
+            with naming(self.whole):
+                _, _, content = self.path.read_bytes().partition(b"\n")
+                write_atomically(self.whole, content)
+                self.path.unlink()

@@ -5,6 +5,9 @@ import itertools
 import json
 import math
 import re
+import subprocess
+import sys
+import time
 
 import pytest
 import tokenizers
@@ -401,3 +404,34 @@ def test_the_fill_of_the_readme_is_proven(capsys):
     assert texts[0] == "I love thee" and found["candidates"][0]["p"] > 0.85
     assert found["proven"] and found["calls"] <= 20
     assert templates.GAP.search(found["template"])
+
+
+def test_a_batch_that_is_killed_goes_on_after_its_last_line(short_run, tmp_path):
+    """Nothing is searched twice, and the file is that of one run; another batch starts anew."""
+    batch = tmp_path / "batch"
+    batch.write_text("".join(f"the{c}██ of█\n" for c in 9 * "abcdefgh"), encoding="utf-8")
+    whole, stopped = tmp_path / "whole.json", tmp_path / "stopped.json"
+    flags = [f"--out_dir={short_run}", "--device=cpu", f"--batch={batch}"]
+    assert sample.main([*flags, f"--json={whole}"]) == 0
+    command = [sys.executable, str(ROOT / "sample.py"), *flags, f"--json={stopped}"]
+    part = tmp_path / "stopped.json.part"
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as run:
+        while not part.exists() or len(part.read_bytes().splitlines()) < 20:
+            assert run.poll() is None, "it ended before it could be killed"
+            time.sleep(0.005)
+        run.kill()
+    with open(part, "ab") as f:
+        f.write(b'{"text": "cut o')  # as a machine may leave it
+    done = part.read_bytes().splitlines()[1:-1]
+    assert not stopped.exists() and 10 < len(done) < 72
+    assert sample.main([*flags, f"--json={stopped}"]) == 0
+    lines = stopped.read_bytes().splitlines()
+    assert lines[: len(done)] == done and not part.exists()
+    texts = [
+        [json.loads(line)["text"] for line in p.read_text().splitlines()] for p in (whole, stopped)
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) == 72
+    part.write_bytes(b"another job\n{}\n")
+    batch.write_text("the █\n", encoding="utf-8")
+    assert sample.main([*flags, f"--json={stopped}"]) == 0
+    assert len(stopped.read_text().splitlines()) == 1 and not part.exists()

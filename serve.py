@@ -59,6 +59,7 @@ from support.web.viewer import HtmlRecorder
 KEY = "MDLM_API_KEY"  # the environment variable in place of --api_key
 HEAD_SECONDS = 10.0  # in which the head of a request must have come, and between two of them
 SHOWN = 5  # ranked fills on the page
+TOLD = 4  # texts that the network sees in a search, after which the page is told their number
 END_SECONDS = 5.0  # after --drain, in which what is cut short is told so
 HEADER_BYTES = 1 << 15
 
@@ -343,11 +344,21 @@ class Writer:
     def show_fills(self, writer, segments, job, emit):
         """Emit the likeliest fills of a template, with the share of each among them."""
         n = SHOWN if job.rank else 1
-        found = writer.filling(segments, n, job.max_tokens).finish()
+        seen = 0
+
+        def update(new):
+            nonlocal seen
+            seen += new
+            if seen % TOLD < new:
+                emit(0, dict(tried=seen))
+
+        found = writer.filling(segments, n, job.max_tokens, update).finish()
         p = torch.tensor([one.logp for one in found], dtype=torch.float64).softmax(0).tolist()
-        shown = [dict(share=q, p=one.p) | self.still(one) for one, q in zip(found, p)]
+        shown = [
+            dict(share=q, p=one.p, logp=one.logp) | self.still(one) for one, q in zip(found, p)
+        ]
         about = dict(proven=found.proven, compares_lengths=found.compares_lengths)
-        about |= dict(bound=max(found.bound, -1e300), seconds=found.seconds)
+        about |= dict(bound=max(found.bound, -1e300), tried=found.sequences, seconds=found.seconds)
         emit(0, dict(done=True, fills=shown) | about)
 
     def still(self, one):

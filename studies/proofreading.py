@@ -57,8 +57,8 @@ import torch
 import mdlm
 from support import environment
 from support.errors import UserError
-from support.proofread.mistakes import KINDS, Prior, beside
 from support.proofread import proofreader as proofreading
+from support.proofread.mistakes import KINDS, Prior, beside
 from support.settings import Natural, Reads, Writes, parse
 
 ORDER = 6

@@ -28,9 +28,12 @@ import export
 import mdlm
 import sample
 from support import cli
+from support.constrain.automaton import automaton_of
 from support.data.tokenizer import Tokenizer
-from support.infill import constraint, mistakes, ranking, search, templates
+from support.infill import filling, search, templates
 from support.kernels.reference import philox_words
+from support.proofread import mistakes
+from support.training import checkpoint
 from support.web import live_page, viewer
 
 WEIGHTS = ROOT / "weights" / "shakespeare"
@@ -45,30 +48,18 @@ def export_page(dest, *flags):
 # --------------------------------------------------------------------------------------------------
 # Without a browser: the sampler in Node.js, the weights, mistakes
 
-SAMPLER = """
-import {plan, rank, unmask, words} from %s;
-const {rows, T, V, n, table, asked} = JSON.parse(process.argv[1]);
-const predict = async seen => seen.map(ids => {  // as `network` below
+NETWORK = """
+const network = (T, V, table) => async seen => seen.map(ids => {  // as `toy` below
   const xt = [...ids, ...Array(T).fill(V)].slice(0, T);
   const total = xt.reduce((sum, id) => sum + id + 1, 0);
-  const at = i => (31 * total + 7 * (xt[i - 1] ?? V) + 3 * (xt[i + 1] ?? V) + i) %% table.length;
+  const at = i => (31 * total + 7 * (xt[i - 1] ?? V) + 3 * (xt[i + 1] ?? V) + i) % table.length;
   return Float32Array.from(xt.flatMap((_, i) => table[at(i)]));
 });
-const found = [];
-for (const settings of asked) {
-  const plans = rows.map((ids, sample) => plan(ids, sample, V, settings)), steps = [];
-  for await (const frames of unmask(predict, plans, V, settings)) steps.push(frames);
-  const fills = await rank(predict, plans.map(row => row.ids), n, 3, V);
-  found.push({texts: plans.map(row => row.ids), steps, fills});
-}
-console.log(JSON.stringify({found, words: words(2 ** 32 - 1, 17, 123456789, 11)}));
 """
 
 
-@pytest.fixture(scope="module")
-def network():
-    """A cheap function of the whole text as a model; the same in Python and in JavaScript."""
-    T, V = 24, 5
+def toy(T, temperature=1.0, V=5):
+    """A cheap function of the whole text as a model, and its table; the same as in JavaScript."""
     table = torch.randn(97, V, generator=torch.Generator().manual_seed(3)) * 2
 
     def logits(xt):
@@ -78,13 +69,43 @@ def network():
         at = (31 * total + 7 * before + 3 * after + torch.arange(T)) % len(table)
         return table[at]
 
-    return Toy(logits, V, T), table
+    model = Toy(logits, V, T)
+    model.calibrated = lambda: Toy(lambda xt: logits(xt) / temperature, V, T)
+    return model, table
+
+
+@pytest.fixture(scope="module")
+def network():
+    return toy(24)
+
+
+def in_node(code, given, *modules):
+    """What a script prints in Node.js, from JSON. modules: of the page, whose paths it imports."""
+    if not shutil.which("node"):
+        pytest.skip("no Node.js")
+    paths = tuple(json.dumps((live_page.PAGE / name).as_uri()) for name in modules)
+    command = ["node", "--input-type=module", "-e", NETWORK + code % paths, json.dumps(given)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+SAMPLER = """
+import {plan, unmask, words} from %s;
+const {rows, T, V, table, asked} = JSON.parse(process.argv[1]);
+const predict = network(T, V, table);
+const found = [];
+for (const settings of asked) {
+  const plans = rows.map((ids, sample) => plan(ids, sample, V, settings)), steps = [];
+  for await (const frames of unmask(predict, plans, V, settings)) steps.push(frames);
+  found.push({texts: plans.map(row => row.ids), steps});
+}
+console.log(JSON.stringify({found, words: words(2 ** 32 - 1, 17, 123456789, 11)}));
+"""
 
 
 def test_sampler_draws_what_sample_py_draws(network):
-    """Tokens, orders, corrections and probabilities; the ranking; the random words."""
-    if not shutil.which("node"):
-        pytest.skip("no Node.js")
+    """Tokens, orders, corrections and probabilities; the random words."""
     model, table = network
     V, T = model.vocab_size, model.config.block_size
     x = torch.full((3, 20), V)
@@ -92,12 +113,8 @@ def test_sampler_draws_what_sample_py_draws(network):
     x[:, 9] = 2
     asked = [dict(seed=s, steps=k, temperature=t) for s, k, t in
              ((0, 16, 1), (5, 7, 0.7), (2**32 - 1, 40, 1.3), (9, 1, 1), (8, 32, 0))]  # fmt: skip
-    given = dict(rows=x.tolist(), T=T, V=V, n=4, table=table.tolist(), asked=asked)
-    code = SAMPLER % json.dumps((live_page.PAGE / "sampler.js").as_uri())
-    command = ["node", "--input-type=module", "-e", code, json.dumps(given)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    answer = json.loads(run.stdout)
+    given = dict(rows=x.tolist(), T=T, V=V, table=table.tolist(), asked=asked)
+    answer = in_node(SAMPLER, given, "sampler.js")
     words = philox_words(2**32 - 1, 17, torch.tensor([123456789]), 11)
     assert answer["words"] == words[0].tolist()
     for settings, found in zip(asked, answer["found"], strict=True):
@@ -112,25 +129,13 @@ def test_sampler_draws_what_sample_py_draws(network):
             assert np.allclose(p, step.logp.exp().gather(1, token[:, None])[:, 0], atol=1e-6)
             best = [q for frame in frames for *_, likeliest in frame for _, q in likeliest]
             assert np.allclose(best, step.logp.exp().topk(5)[0].flatten(), atol=1e-6)
-        start = torch.full((3,), 4)
-        rows, logp = ranking.likeliest(
-            model, steps[-1].x, start, start + 16, torch.zeros(3).double(), 3
-        )
-        texts = steps[-1].x[rows].tolist()
-        assert [fill["ids"] for fill in found["fills"]] == texts
-        assert np.allclose([fill["logp"] for fill in found["fills"]], logp, atol=1e-5)
 
 
 MATCHES = """
 import {toAutomaton, toPattern} from %s;
 import {plan, unmask} from %s;
 const {rows, T, V, table, asked, vocab, texts, wrong} = JSON.parse(process.argv[1]);
-const predict = async seen => seen.map(ids => {  // as `network` below
-  const xt = [...ids, ...Array(T).fill(V)].slice(0, T);
-  const total = xt.reduce((sum, id) => sum + id + 1, 0);
-  const at = i => (31 * total + 7 * (xt[i - 1] ?? V) + 3 * (xt[i + 1] ?? V) + i) %% table.length;
-  return Float32Array.from(xt.flatMap((_, i) => table[at(i)]));
-});
+const predict = network(T, V, table);
 const takes = ({next, accepts}, text) =>
   !!accepts[[...text].reduce((q, c) => q < 0 ? q : next[q * V + vocab.indexOf(c)], 0)];
 const found = [], language = {}, said = {};
@@ -184,8 +189,6 @@ WRONG = [
 def test_page_draws_the_constrained_fills_of_sample_py(network):
     """Equal seeds, several gaps; patterns match as in Python; a wrong one is a sentence."""
     pytest.importorskip("outlines_core")
-    if not shutil.which("node"):
-        pytest.skip("no Node.js")
     model, table = network
     V, T = model.vocab_size, model.config.block_size
     letters = Tokenizer("char", list("abcde"))
@@ -198,20 +201,16 @@ def test_page_draws_the_constrained_fills_of_sample_py(network):
     some = ["".join(t) for n in range(5) for t in itertools.product("abcde", repeat=n)]
     given = dict(rows=x.tolist(), T=T, V=V, table=table.tolist(), asked=asked, vocab=letters.vocab)
     given |= dict(texts=dict.fromkeys(PATTERNS, some), wrong=WRONG)
-    paths = [json.dumps((live_page.PAGE / f).as_uri()) for f in ("pattern.js", "sampler.js")]
-    command = ["node", "--input-type=module", "-e", MATCHES % tuple(paths), json.dumps(given)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    answer = json.loads(run.stdout)
+    answer = in_node(MATCHES, given, "pattern.js", "sampler.js")
     for pattern, taken in answer["language"].items():
         assert taken == [text for text in some if re.fullmatch(pattern, text)], pattern
-        automaton = constraint.automaton_of(pattern, letters)
+        automaton = automaton_of(pattern, letters)
         assert taken == [text for text in some if automaton.takes(letters.encode(text))], pattern
     assert answer["said"].keys() == set(WRONG)
     assert all("no pattern that this page takes" in said for said in answer["said"].values())
     assert answer["list"] == [1, 1, 1, 1, 0, 0, 0]
     for settings, found in zip(asked, answer["found"], strict=True):
-        matches = {at: constraint.gap(p, n, letters) for at, n, p in settings.pop("gaps")}
+        matches = {at: sample.matching(p, n, letters) for at, n, p in settings.pop("gaps")}
         steps = list(sample.unmask(model, x, matches=matches, **settings))
         assert found["texts"] == steps[-1].x.tolist()
         for at, n, pattern in gaps:
@@ -225,104 +224,99 @@ def test_page_draws_the_constrained_fills_of_sample_py(network):
 SEARCH = """
 import {plan, unmask} from %s;
 import {search} from %s;
-const {reading, T, V, table, asked, vocab, wrong} = JSON.parse(process.argv[1]);
-const predict = async seen => seen.map(ids => {  // as `network` below
-  const xt = [...ids, ...Array(T).fill(V)].slice(0, T);
-  const total = xt.reduce((sum, id) => sum + id + 1, 0);
-  const at = i => (31 * total + 7 * (xt[i - 1] ?? V) + 3 * (xt[i + 1] ?? V) + i) %% table.length;
-  return Float32Array.from(xt.flatMap((_, i) => table[at(i)]));
-});
+const {reading, T, V, table, asked, vocab, temperature, wrong} = JSON.parse(process.argv[1]);
+const predict = network(T, V, table);
 // The page's own script reads the text.
 const source = new Function("live", `${reading} return source;`)({vocab, mask: V, context: T});
-const toSegments = text => source.read(text, {}).segments;
-const found = [], said = {};
-for (const {template, n, ...settings} of asked) {
-  let tried = 0;
-  const told = [];
-  const how = {...settings, context: T, end: vocab.indexOf("\\n")};
-  how.expect = (left, ...where) => told.push([tried, left, ...where]);
-  const counted = seen => predict(seen, tried += seen.length);
-  const fills = await search(counted, toSegments(template), n, V, how);
-  const row = plan(fills[0].given, 0, V, {...settings, matches: fills[0].matches});
-  for await (const frames of unmask(predict, [row], V, settings));
-  found.push({fills, written: row.ids, told, tried});
+const toSegments = text => source.read(text, {rank: true}).segments;
+const model = {mask: V, context: T, end: vocab.indexOf("\\n"), temperature}, found = [], said = {};
+for (const {template, n, ...how} of asked) {
+  const answer = await search(predict, toSegments(template), n, model, how), [best] = answer.fills;
+  const row = plan(best.given, 0, V, {...how, matches: best.matches});
+  for await (const frames of unmask(predict, [row], V, how));
+  found.push({...answer, written: row.ids});
 }
 for (const template of wrong) {
-  try { toSegments(template); } catch (error) { said[template] = String(error); }
+  try {
+    await search(predict, toSegments(template), 1, model);
+  } catch (error) {
+    said[template] = String(error);
+  }
 }
 console.log(JSON.stringify({found, said}));
 """
-OPEN = [
+TEMPLATES = [
+    "a___cb",
+    "_b[██|ab|cd]d____",
+    "[███:[ab]c?.+]a[██:.*]",
+    "a" + "_" * 19 + "b",  # more than can be proven
+    "_" * 22 + "c__d_",  # so many that they are drawn
     "a[___:[ab]c?(d|ba?)+]cb",
     "[___|ab|c|dd|dé]b_a[___:(ab|c)*]",
     "_[___:[^a]{2,3}|d+]b[██:ab|cd]",
-    "d[___:c*]a[___|a|]b[___:.]",
+    "d[___:c*]a[___:a?]b[___:.]",
+    "a[___|a|]b",
     "a[___]bcda",
     "[___]b_a[___]d",
+    "_c[___]dcb",
     "ab[___]",
-    "_[___]a[___:b*]c[___]",
+    "a[___:b*]c[___]",
     "[___]",
-    "abcdabcdabcda[___]",
+    "abcdabcdabcdabcdabcdabcdabcda[___]",
 ]
-WRONG_OPEN = {
+WRONG_TEXTS = {
     "a[___:b]_": "A gap must not follow one of unknown length",
     "[___:b{17}]": "No text of up to 16 characters of this model matches b{17}; change it.",
     "[___|é|xa]": "The model never saw the characters of é|xa; change them.",
-    "a[___:b*]" + "a" * 24: "The text has 25 characters, the model takes 24; shorten it.",
-    "[___:aa]" + "a" * 23: "The text has at least 25 characters, the model takes 24; shorten it.",
+    "a[___:b*]" + "a" * 32: "The text has 33 characters, the model takes 32; shorten it.",
+    "[___:aa]" + "a" * 31: "The text has at least 33 characters, the model takes 32; shorten it.",
     "[___]_a": "A gap must not follow one of unknown length",
+    "a" * 30 + "[___:ab]": "No fill leaves room for the whole text in 32 characters",
 }
 
 
-def test_page_finds_the_lengths_that_sample_py_finds(network):
-    """Fills of gaps of unknown length, their log p, and the text that is written then."""
+def test_page_lists_and_proves_what_sample_py_does(monkeypatch):
+    """Equal fills, log p, bounds and proofs for gaps of every kind, by a calibrated network."""
     pytest.importorskip("outlines_core")
-    if not shutil.which("node"):
-        pytest.skip("no Node.js")
-    model, table = network
+    monkeypatch.setattr(search, "ROWS", 1)  # as in a browser
+    model, table = toy(32, temperature=1.3)
     letters = Tokenizer("char", list("abcd\n"))
     V, T = model.vocab_size, model.config.block_size
     asked = [
-        dict(template=template, n=1 + 4 * (i % 2), seed=i, steps=6 + 10 * i, temperature=1 + i / 8)
-        for i, template in enumerate(OPEN)
+        dict(template=template, n=1 + 4 * (i % 2), seed=i, steps=6 + 3 * i, temperature=1 + i / 8)
+        for i, template in enumerate(TEMPLATES)
     ]
     reading = viewer.bundle("pattern.js", "in_browser.js")
     given = dict(reading=reading, T=T, V=V, table=table.tolist(), asked=asked, vocab=letters.vocab)
-    paths = [json.dumps((live_page.PAGE / f).as_uri()) for f in ("sampler.js", "search.js")]
-    given |= dict(wrong=list(WRONG_OPEN))
-    command = ["node", "--input-type=module", "-e", SEARCH % tuple(paths), json.dumps(given)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    answer = json.loads(run.stdout)
-    for template, sentence in WRONG_OPEN.items():
+    given |= dict(temperature=1.3, wrong=list(WRONG_TEXTS))
+    answer = in_node(SEARCH, given, "sampler.js", "search.js")
+    for template, sentence in WRONG_TEXTS.items():
         assert answer["said"][template].startswith(sentence)
+    proven = []
     for settings, found in zip(asked, answer["found"], strict=True):
-        segments = sample.parse(settings.pop("template"), letters, T)
-        n = settings.pop("n")
+        template, n = settings.pop("template"), settings.pop("n")
         resolved = sample.resolve(sample.SamplerSettings(**settings), model)
-        fill = functools.partial(sample.fill_gaps, model, letters, resolved)
-        fills = search.hypotheses(model, letters, segments, n, fill, "cpu", draws=16)
-        texts = [templates.joined(templates.to_texts(*fill[:2], letters)) for fill in fills]
-        assert [letters.decode(fill["ids"]) for fill in found["fills"]] == texts
-        logp = [fill.logp for fill in fills]
-        assert np.allclose([fill["logp"] for fill in found["fills"]], logp, atol=1e-5)
-        for fill in found["fills"]:
-            drawn = {i for frame in fill["frames"] for i, *_ in frame}
-            assert drawn == {i for i, id in enumerate(fill["given"]) if id == V}
-        known = [len(templates.to_ids([segment], letters)) for segment in fills[0].segments]
-        starts = [0, *itertools.accumulate(known)]
-        pairs = zip(starts, fills[0].segments)
+        segments = sample.parse(template, letters, T)
+        wanted = sample.Writer(model, letters, resolved).filling(segments, n, 16).finish()
+        texts = [letters.decode(fill["ids"]) for fill in found["fills"]]
+        assert texts == [one.text for one in wanted], template
+        for fill, one in zip(found["fills"], wanted):
+            assert (fill["logp"], fill["p"]) == pytest.approx((one.logp, one.p), rel=1e-5)
+            drawn = {i: math.exp(v) for i, v in enumerate(one.drawn) if v is not None}
+            assert {i: p for i, _, p, _ in fill["frames"][0]} == pytest.approx(drawn, rel=1e-5)
+        bound = -math.inf if found["bound"] is None else found["bound"]  # JSON has no infinity
+        assert bound == pytest.approx(wanted.bound, abs=1e-5)
+        assert found["proven"] == wanted.proven
+        assert found["comparesLengths"] == wanted.compares_lengths
+        proven.append(wanted.proven)
+        # What is written then has the lengths of the likeliest fill.
+        starts = [0, *itertools.accumulate(segment.size for segment in wanted[0].segments)]
+        pairs = zip(starts, wanted[0].segments)
         matches = {at: each for at, each in pairs if getattr(each, "automaton", 0) and each.length}
-        x = torch.tensor([templates.to_ids(fills[0].segments, letters, V)])
+        x = torch.tensor([templates.to_ids(wanted[0].segments, letters, V)])
         *_, step = sample.unmask(model, x, matches=matches, **settings)
         assert found["written"] == step.x[0].tolist()
-        # Of each stretch no more rows are shown to the network than were expected.
-        told = found["told"]
-        n = len(search.cut_stretches(segments))
-        assert [*dict.fromkeys((k, of) for *_, k, of in told)] == [(k, n) for k in range(1, n + 1)]
-        ends = {n: found["tried"]}  # how many there are at the end of each stretch
-        ends |= {k - 1: tried for tried, _, k, _ in reversed(told)}
-        assert all(ends[k] - tried <= left for tried, left, k, _ in told)
+    assert 0 < sum(proven) < len(proven)
 
 
 PROOFREAD = """
@@ -335,12 +329,6 @@ const alphabet = (T, V) => async seen => seen.map(ids => {  // as in test_proofr
       if (xt[at - d] !== V)
         votes[at * V + (xt[at - d] + d + V) %% V] += f((d > 0 ? 3 : 1.5) / Math.abs(d) ** .5);
   return votes.map(vote => 3 * vote);
-});
-const network = (T, V, table) => async seen => seen.map(ids => {  // as `network` below
-  const xt = [...ids, ...Array(T).fill(V)].slice(0, T);
-  const total = xt.reduce((sum, id) => sum + id + 1, 0);
-  const at = i => (31 * total + 7 * (xt[i - 1] ?? V) + 3 * (xt[i + 1] ?? V) + i) %% table.length;
-  return Float32Array.from(xt.flatMap((_, i) => table[at(i)]));
 });
 const {cases, settings, table} = JSON.parse(process.argv[1]);
 for (const {text, T, vocab, depends} of cases) {
@@ -357,8 +345,6 @@ def test_page_proofreads_as_sample_fix_does(network):
 
     In a world that repeats the alphabet, and where each token depends on all others.
     """
-    if not shutil.which("node"):
-        pytest.skip("no Node.js")
     line = test_proofreading.LETTERS
     wrong = ["abcdefghizklmnop", "abcdefghiklmnop", "abcdefghijqklmnop", "abcdefghjiklmnop"]
     texts = [line + each + line[16:] + line for each in wrong]
@@ -380,13 +366,10 @@ def test_page_proofreads_as_sample_fix_does(network):
             text = "".join((vocab * 3 + ["\u00e9"])[i] for i in row)
             cases.append(dict(text=text, T=24, vocab=vocab, depends=True))
             worlds.append((model, Tokenizer("char", vocab)))
-    code = PROOFREAD % json.dumps((live_page.PAGE / "proofread.js").as_uri())
     given = dict(cases=cases, settings=live_page.proofreading_settings(), table=table.tolist())
-    command = ["node", "--input-type=module", "-e", code, json.dumps(given)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    answer = in_node(PROOFREAD, given, "proofread.js")
     kinds = set()
-    for case, world, parts in zip(cases, worlds, json.loads(run.stdout), strict=True):
+    for case, world, parts in zip(cases, worlds, answer, strict=True):
         text = case["text"]
         fixed = sample.fix(*world, text)
         assert "".join(part["before"] for part in parts) == text
@@ -423,15 +406,9 @@ console.log(JSON.stringify({
 
 def test_page_has_the_prior_of_mistakes():
     """Costs of all repairs in a vocabulary with letters of both cases and others."""
-    if not shutil.which("node"):
-        pytest.skip("no Node.js")
     vocab = list("asdfqwertzSWA .\n\u00e9")
-    code = MISTAKES % json.dumps((live_page.PAGE / "proofread.js").as_uri())
-    given = json.dumps(dict(vocab=vocab, settings=live_page.proofreading_settings()))
-    command = ["node", "--input-type=module", "-e", code, given]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
+    given = dict(vocab=vocab, settings=live_page.proofreading_settings())
+    found = in_node(MISTAKES, given, "proofread.js")
     V = len(vocab)
     prior = mistakes.Prior(vocab, V)
     one = [prior.insertion(), prior.swap(), prior.deletion(0, []), prior.deletion(0, [V])]
@@ -521,8 +498,6 @@ class Faulty(http.server.BaseHTTPRequestHandler):
 
 def test_every_fault_of_every_file_is_one_sentence():
     """Missing, cut off, damaged, of another export, of a wrong type, stalled: and what to do."""
-    if not shutil.which("node"):
-        pytest.skip("no Node.js")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Faulty)
     server.end = threading.Event()
     server.handle_error = lambda *args: None  # a client that has gone
@@ -537,15 +512,13 @@ def test_every_fault_of_every_file_is_one_sentence():
     cases = {
         f"{fault}/{file}": f"{url}/{urllib.parse.quote(fault)}/{file}/" for fault, file in wanted
     }
-    given = json.dumps(dict(cases=cases, files=sums, runtime=runtime))
-    code = LOADER % json.dumps((live_page.PAGE / "model.js").as_uri())
-    command = ["node", "--input-type=module", "-e", code, given]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    server.end.set()
-    server.shutdown()
-    server.server_close()
-    assert run.returncode == 0, run.stderr
-    said = json.loads(run.stdout)
+    given = dict(cases=cases, files=sums, runtime=runtime)
+    try:
+        said = in_node(LOADER, given, "model.js")
+    finally:
+        server.end.set()
+        server.shutdown()
+        server.server_close()
     for (fault, file), sentence in wanted.items():
         found = said[f"{fault}/{file}"]
         assert found.startswith(sentence.replace("FILE", file)), (fault, found)
@@ -762,6 +735,7 @@ def tiny(tmp_path_factory):
     """The page of a small network with random weights, whose letters are those of HTML."""
     folder = tmp_path_factory.mktemp("tiny")
     save(folder / "out", LETTERS, block_size=32)
+    checkpoint.calibrate(folder / "out" / "step-1", dict(temperature=1.5, source="none"))
     return build(folder / "page", f"--out_dir={folder / 'out'}")
 
 
@@ -864,20 +838,20 @@ def test_equal_seeds_give_equal_texts(browser, shipped):
         "To be, or [___] to be",
     ],
 )
-def test_fills_are_ranked_as_sample_py_ranks_them(browser, shipped, template):
+def test_fills_and_their_proof_are_those_of_sample_py(browser, shipped, template):
     if "[" in template:
         pytest.importorskip("outlines_core")
     server = visit(browser, shipped)
     browser.js(f"$('typed').value = {json.dumps(template)}")
     browser.js("$('rank').click()")
-    browser.wait("$('said').textContent.startsWith('The likeliest')")
-    shown = browser.js("samples.map(s => s.tokens.join(''))")
+    browser.wait("$('said').textContent.startsWith('The likeliest')", 120)
     model, tokenizer, config = mdlm.load(WEIGHTS)
     segments = sample.parse(template, tokenizer, config.block_size)
-    settings = sample.resolve(sample.SamplerSettings(steps=16), model)
-    fill = functools.partial(sample.fill_gaps, model, tokenizer, settings)
-    fills = search.hypotheses(model, tokenizer, segments, 5, fill, "cpu", draws=16)
-    assert shown == [tokenizer.decode(fill.ids) for fill in fills]
+    found = filling.fill(model, tokenizer, segments, 5)
+    assert browser.js("samples.map(s => s.tokens.join(''))") == [one.text for one in found]
+    shown = browser.js("samples.map(s => [s.logp, s.p])")
+    assert np.allclose(shown, [(one.logp, one.p) for one in found], rtol=1e-3)
+    assert ("; proven: " in say(browser)) == found.proven
     server.close()
 
 
@@ -1065,26 +1039,44 @@ def test_marks_settle_while_the_next_call_is_waited_for(live):
 
 
 @slow
-def test_ranking_has_a_total_and_a_stop(live):
-    for text, words in (
-        ("a__ b" + "_" * 20, r"\d+ of at most \d+ calls"),
-        ("a[___]b [___]a", r"gap 1 of 2: \d+ of at most \d+ calls"),
-    ):
+def test_a_search_counts_texts_and_has_a_stop(live):
+    for text in ("a__ b" + "_" * 20, "a[___]b [___]a"):
         live.js(f"($('typed').value = {json.dumps(text)}, start('rank'), 1)")
-        # The bar keeps what the ranking before showed, but what it is in is hidden until the next.
-        live.wait("!$('progress').hidden && !$('bar').hidden && $('bar').value > 2")
+        live.wait("!$('progress').hidden && parseInt($('counted').textContent) > 2")
         live.js("($('stop').click(), 1)")
-        assert re.fullmatch(words, live.js("$('counted').textContent"))
-        assert live.js("[$('bar').value <= $('bar').max, $('progress').hidden]") == [True, True]
+        assert re.fullmatch(r"\d+ texts seen", live.js("$('counted').textContent"))
+        assert live.js("[$('bar').hidden, $('progress').hidden]") == [True, True]
         assert live.js("[writing, $('said').textContent]") == [None, "stopped"]
     live.js("start('rank')")
     live.wait("writing === null")
-    n = live.js("samples.length")
-    assert (
-        live.js("$('calls').textContent")
-        .split(",")[0]
-        .endswith(f" network calls for {n} fill{'s'[: n != 1]}")
-    )
+    assert re.match(r"\d+ texts seen for 5 fills, ", live.js("$('calls').textContent"))
+
+
+@slow
+def test_fills_have_probabilities_and_a_certificate(live, tiny):
+    """p of known lengths, shares of several, calibrated; any other has at most, in this unit."""
+    model, tokenizer, _ = mdlm.load(tiny.parent / "out")
+    for text, what in (("a_ b", "probability in this text"), ("a[___] b", "shares of their sum")):
+        live.js(f"($('typed').value = {json.dumps(text)}, start('rank'), 1)")
+        live.wait("$('said').textContent.startsWith('The likeliest')")
+        titles = live.js("samples.map(s => s.title)")
+        shown = [float(re.match(r"([\d.e-]+)\xa0% ", title)[1]) for title in titles]
+        assert shown == sorted(shown, reverse=True) and sum(shown) < 103
+        found = filling.fill(model, tokenizer, sample.parse(text, tokenizer, 32), 5)
+        assert np.allclose(live.js("samples.map(s => s.p)"), [one.p for one in found], rtol=0.03)
+        number = re.search(r"; (?:not )?proven: .* ([\d.e-]+)\xa0%\.$", say(live))[1]
+        assert what in say(live) and float(number) <= shown[-1] * 1.1
+    bounds = dict(fills=[dict(logp=-2, share=0.5)], comparesLengths=True)
+    for proven, bound, said in (
+        (True, -4, "proven: any other has at most 6.8\xa0%."),
+        (False, -4, "not proven: another may have up to 6.8\xa0%."),
+        (False, -1, "not proven: another may be likelier."),
+        (True, -1e300, "there are no others."),
+    ):
+        certificate = live.js(
+            f"certificate({json.dumps(bounds | dict(proven=proven, bound=bound))})"
+        )
+        assert certificate.endswith(f"; {said}")
 
 
 @slow

@@ -25,8 +25,10 @@ from studies import proofreading as study
 from support import cli
 from support.data.tokenizer import Tokenizer
 from support.errors import UserError
-from support.infill import fixing, mistakes, proofreading
-from support.infill.proofreading import Edit, Proofreader
+from support.proofread import file as fixing
+from support.proofread import mistakes
+from support.proofread import proofreader as proofreading
+from support.proofread.proofreader import Edit, Proofreader
 from support.training import folder as run_folder
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz\n"

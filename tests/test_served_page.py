@@ -12,6 +12,8 @@ from webdriver import Browser
 import mdlm
 import sample
 from support.errors import UserError
+from support.infill import filling
+from support.infill.templates import parse
 from support.web import live_page, served_page
 
 for package in ("greenlet", "starlette", "uvicorn"):
@@ -67,20 +69,26 @@ def test_page_writes_from_nothing(server, short_run):
     assert "".join(end["sample"]["tokens"]) == wanted
 
 
-def test_page_gets_ranked_fills_and_changes(server, short_run):
-    model, tokenizer, _ = mdlm.load(short_run)
-    *found, end = events(server, infill="The [___] is", seed=1, rank=True)
-    told = [event for event in found if "left" in event]
-    assert told and all(event["stretch"] == event["stretches"] == 1 for event in told)
-    assert all(event["tried"] + event["left"] >= end["tried"] for event in told)
-    assert told[-1]["left"] == 0 and end["tried"] == told[-1]["tried"] > 2
-    assert 1 < len(end["fills"]) <= 5
-    assert sum(fill["share"] for fill in end["fills"]) == pytest.approx(1)
-    for fill in end["fills"]:
-        text = "".join(fill["tokens"])
-        assert re.fullmatch(r"The .+ is", text, re.S)
+@pytest.mark.parametrize("template", ["The [___] is", "The ██ is"])
+def test_page_gets_the_fills_and_the_proof_of_sample_py(server, short_run, template):
+    """And meanwhile how many texts the network has seen."""
+    model, tokenizer, config = mdlm.load(short_run)
+    *told, end = events(server, infill=template, seed=1, rank=True)
+    wanted = filling.fill(model, tokenizer, parse(template, tokenizer, config.block_size), 5)
+    assert ["".join(fill["tokens"]) for fill in end["fills"]] == [one.text for one in wanted]
+    for fill, one in zip(end["fills"], wanted):
+        assert (fill["p"], fill["logp"]) == pytest.approx((one.p, one.logp), rel=1e-4)
         filled = [i for i, is_given in enumerate(fill["given"]) if not is_given]
         assert [i for i, *_ in fill["frames"][0]] == filled
+    assert sum(fill["share"] for fill in end["fills"]) == pytest.approx(1)
+    assert (end["proven"], end["compares_lengths"]) == (wanted.proven, wanted.compares_lengths)
+    assert end["bound"] == pytest.approx(wanted.bound, rel=1e-4)
+    seen = [event["tried"] for event in told]
+    assert seen and seen == sorted(seen) and seen[-1] <= end["tried"] == wanted.sequences
+
+
+def test_page_gets_the_changes_of_sample_fix(server, short_run):
+    model, tokenizer, _ = mdlm.load(short_run)
     text = "The valeu of the object is is returned"
     *_, end = events(server, fix=text)
     assert end["changes"] == [c._asdict() for c in sample.fix(model, tokenizer, text).changes]
@@ -181,7 +189,8 @@ def test_page_fills_a_gap_that_must_match(page):
     texts = page.js("samples.map(s => s.tokens.join(''))")
     assert texts and all(re.fullmatch("The [a-c]{2,3} is", text) for text in texts)
     titles = page.js("[...document.querySelectorAll('#samples button')].map(b => b.textContent)")
-    assert all(re.fullmatch(r"(<\xa0)?\d+\xa0% [a-c]{2,3}", title) for title in titles)
+    assert all(re.fullmatch(r"[\d.e-]+\xa0% [a-c]{2,3}", title) for title in titles)
+    assert "proven: " in page.js(SAID)
     ask(page, "The [___:(a] is")
     page.wait("$('said').className === 'error'")
     assert "brackets" in page.js(SAID)

@@ -36,7 +36,7 @@ from support.infill.templates import (
     to_texts,
 )
 
-LIMIT = 400  # sequences in which a search for fills of one length must end
+LIMIT = 400  # sequences in which a search must end
 N_REFINED = 8  # lengths of a gap, if there are several gaps, of which one fill is found
 N_LENGTHS = 3  # lengths that are searched, of all those that one call compares
 LONG = 24  # tokens to fill beyond which a sampler draws the fills
@@ -160,8 +160,14 @@ class Filling:
         made.bound = self.search.bound
         if self.is_drawn:  # any other fill may have all the rest
             made.excluded = 0.0
-            made.rest = 1 - sum(fill.p for fill in fills if fill.frame == best)
-            made.bound = math.log(max(made.rest, 1e-300)) - self.search.frames[best].start
+            rests = [1.0] * len(self.search.frames)
+            for one in fills:
+                rests[one.frame] -= one.p
+            made.rest = rests[best]
+            made.bound = max(
+                math.log(max(rest, 1e-300)) - frame.start
+                for rest, frame in zip(rests, self.search.frames)
+            )
         made.compares_lengths = self.compares_lengths
         made.sequences = self.sequences
         made.seconds = time.monotonic() - self.began
@@ -210,6 +216,9 @@ def likely_shapes(model, tokenizer, segments, max_gap, count):
     for i, lengths in options.items():
         usual = min(lengths, key=lambda length: abs(length - 4))
         known[i] = segments[i].of_length(usual)
+    if total(known) > L:
+        for i, lengths in options.items():
+            known[i] = segments[i].of_length(min(lengths))
     room = L - sum(s.size for i, s in enumerate(known) if i not in options)
     if sum(min(lengths) for lengths in options.values()) > room:
         raise UserError(f"no fill leaves room for the whole text in {L} tokens; shorten it")
@@ -230,6 +239,8 @@ def likely_shapes(model, tokenizer, segments, max_gap, count):
             for m in scores
             if sum(before) + m <= room
         }
+    if not combined:
+        raise UserError(f"no fill leaves room for the whole text in {L} tokens; shorten it")
     best = sorted(combined, key=lambda lengths: -combined[lengths])[:n_kept]
     shapes = []
     for lengths in sorted(best):

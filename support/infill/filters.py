@@ -21,8 +21,10 @@ class Filter:
         self.open = open
         self.only = [(first, np.array(fills)) for first, fills in only]
         self.may_draw = drawable(tokenizer, model.vocab_size)
-        self.line_ends = None  # (V,) bool: the tokens that end a text, from its second one on
+        self.line_ends = None  # (V,) bool: the tokens that end the last gap, from its second one on
+        self.last = 0  # the number of the first open position of the last gap, if that is endless
         if is_endless:
+            self.last = len(open) - segments[-1].length
             self.line_ends = breaks(tokenizer, model.vocab_size)
             if tokenizer.end_id is not None:
                 self.may_draw[tokenizer.end_id] = True
@@ -45,6 +47,9 @@ class Filter:
     def allowed(self, fill, k):
         """(V,) bool: the ids that may stand at open position k of a partial fill."""
         allowed = self.may_draw
+        if k < self.last and self.tokenizer.end_id is not None:
+            allowed = allowed.clone()
+            allowed[self.tokenizer.end_id] = False
         if k in self.spaced:
             allowed = allowed & torch.from_numpy(starts_with_space(self.tokenizer))
         for first, automaton, length in self.must_match:
@@ -64,7 +69,9 @@ class Filter:
         """Whether a text ends with this id at open position k."""
         if self.line_ends is None:
             return False
-        return id == self.tokenizer.end_id or (k > 0 and bool(self.line_ends[id]))
+        if k < self.last:
+            return False
+        return id == self.tokenizer.end_id or (k > self.last and bool(self.line_ends[id]))
 
     def placed(self, fill):
         """(segments, ids) of the text with a complete fill."""

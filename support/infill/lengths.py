@@ -65,6 +65,8 @@ def largest(gap, logp):
     """The largest sum over the positions of a gap, logp (n, V), of fills that it may have."""
     if not gap.pattern:
         return logp.amax(1).sum().item()
+    if not gap.length:  # the automaton, or the list, has an empty text
+        return 0.0
     if gap.spelled:
         fills = torch.tensor([ids for ids in gap.spelled if len(ids) == len(logp)])
         return logp.gather(1, fills.T.reshape(len(logp), -1)).sum(0).max().item()

@@ -215,6 +215,8 @@ class Search:
             first, p, best = self.found[text]
             if best.frame == node.frame:  # other ids with the same text
                 p += fill.p
+            elif node.rank < first:
+                p = fill.p
             self.found[text] = [min(first, node.rank), p, best if first < node.rank else fill]
         else:
             self.found[text] = [node.rank, p, fill]

@@ -240,7 +240,7 @@ class Computation:
         if not job.stream:
             return False
         if job.watch:
-            emit("part", written | dict(tried=self.request.calls))
+            emit("part", dict(tried=self.request.calls) | written)
             return False
         if index not in self.progress:
             self.progress[index] = completions.Progress(job.stop)

@@ -24,9 +24,10 @@ import numpy as np
 import torch
 
 from support import abilities, environment
+from support.calibration import temperature_of
 from support.errors import UserError
 from support.files import naming, read_json
-from support.infill.templates import parse, to_ids
+from support.infill.templates import Gap, parse, to_ids
 from support.proofread import mistakes, proofreader
 from support.terminal import warn
 from support.web.viewer import PAGE, HtmlRecorder, assemble, bundle, read_asset
@@ -177,7 +178,7 @@ def record(model, tokenizer, template, unmask):
     template: "" for a text of its own. unmask: sample.unmask
     """
     context = model.config.block_size
-    segments = parse(template, tokenizer, context) if template else [context]
+    segments = parse(template, tokenizer, context) if template else [Gap(context)]
     x = torch.tensor(to_ids(segments, tokenizer, model.mask_id), dtype=torch.int64)
     film = HtmlRecorder(tokenizer, x, model.mask_id)
     for step in unmask(model, x[None], **RECORDED):
@@ -210,6 +211,7 @@ def contents_of(model, tokenizer, config, weights, unmask):
             tensors.append((offset, array.size, 0))
     contents["weights.bin"] = packed
     live = dict(vocab=tokenizer.vocab, context=config.block_size, mask=model.mask_id)
+    live |= dict(temperature=temperature_of(model))
     live |= dict(files={name: (len(c), zlib.crc32(c)) for name, c in contents.items()})
     live |= dict(proofreading=proofreading_settings())
     names = ("crc", "sampler", "search", "proofread", "model", "worker")

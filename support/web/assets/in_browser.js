@@ -72,29 +72,29 @@ function encode(text) {
 
 // Return the gaps that must match, with their automata. Throws a sentence for one that no text of its lengths matches.
 const matchesOf = text => read(text).matches.map(({start, length, isOpen, isAny, texts, pattern, shown}) => {
-  if (isAny) return {start, isAny, least: 1, lengths: Array.from({length: MOST_TRIED}, (_, i) => i + 1)};
+  if (isAny) return {start, isAny, lengths: Array.from({length: MOST_TRIED}, (_, i) => i + 1)};
   const {next, accepts, fits} = toAutomaton(pattern, live.vocab);
   if (isOpen) return {start, next, accepts, ...lengthsOf(texts, fits, shown)};
   if (!fits(length)) throw `No text of ${length} characters of this model matches ${shown}; change one of them.`;
   return {start, length, next, accepts};
 });
 
-// Return what is tried at a gap of unknown length: {least, lengths, texts}, the texts of a list as ids, or null.
+// Return the lengths that a gap of unknown length may have, and whether it is one of a list of texts.
 function lengthsOf(texts, fits, shown) {
-  const known = texts?.map(text => Array.from(text, c => ids.get(c))).filter(text => !text.includes(undefined)) ?? null;
+  const known = texts?.map(text => Array.from(text)).filter(text => text.every(c => ids.has(c)));
   const lengths = known?.map(text => text.length) ?? [...Array(MOST_TRIED + 1).keys()].filter(fits);
   if (!lengths.length) throw texts ? `The model never saw the characters of ${shown}; change them.`
     : `No text of up to ${MOST_TRIED} characters of this model matches ${shown}; change it.`;
-  return {least: Math.min(...lengths), lengths, texts: known};
+  return {lengths: [...new Set(lengths)].sort((a, b) => a - b), isList: Boolean(texts)};
 }
 
-// Return a text with gaps of unknown length in segments, as search.js takes them. Throws a sentence if it is too long, or
-// if a gap follows such a one.
+// Return a text with gaps in segments, as search.js takes them. Throws a sentence if it is too long, or if a gap
+// follows one of unknown length.
 function segmentsOf(given, matches) {
   const segments = [], starting = new Map(matches.map(match => [match.start, match]));
   for (let i = 0; i < given.length;) {
     const match = starting.get(i), last = segments.at(-1), isMask = given[i] === live.mask;
-    if (last?.least !== undefined && isMask)
+    if (last?.lengths && isMask)
       throw `A gap must not follow one of unknown length, which could not be told; type ${sign} for each character.`;
     if (match) segments.push(match);
     else if (isMask && last?.isPlain) last.length++;
@@ -103,7 +103,7 @@ function segmentsOf(given, matches) {
     else segments.push({ids: [given[i]]});
     i += match?.length ?? 1;
   }
-  const least = segments.reduce((sum, segment) => sum + (segment.ids?.length ?? segment.length ?? segment.least), 0);
+  const least = segments.reduce((sum, {ids, length, lengths}) => sum + (ids?.length ?? length ?? lengths[0]), 0);
   if (least > live.context)
     throw `The text has at least ${least} characters, the model takes ${live.context}; shorten it.`;
   return segments;
@@ -117,8 +117,8 @@ const asFrame = drawn => drawn.map(([i, id, p, best]) => [i, tokenOf(id), p, bes
 function translate({data}) {
   if (data.frame) data = {...data, frame: asFrame(data.frame)};
   else if (data.given) data = {...data, given: givenOf(data.given), tokens: tokensOf(data.given)};
-  else if (data.fills) data = {...data, fills: data.fills.map(({ids, given, frames, share}) =>
-    ({tokens: tokensOf(ids), given: givenOf(given), frames: frames.map(asFrame), share}))};
+  else if (data.fills) data = {...data, fills: data.fills.map(({ids, given, frames, ...numbers}) =>
+    ({...numbers, tokens: tokensOf(ids), given: givenOf(given), frames: frames.map(asFrame)}))};
   receive(data);
 }
 
@@ -137,8 +137,8 @@ const source = {
     const found = encode(typed), matches = matchesOf(typed);
     if (how.rank && !read(typed).parts.some(isGap))
       throw `There is no gap to rank fills for: type ${sign} for a character.`;
-    if (!matches.some(match => match.lengths)) return {ids: found, matches};
-    return {segments: segmentsOf(found, matches), end: ids.get("\n") ?? null};
+    const isSearched = how.rank || matches.some(match => match.lengths);
+    return isSearched ? {segments: segmentsOf(found, matches)} : {ids: found, matches};
   },
   ask(id, {seed, steps, temperature, rank}, text) {
     worker.postMessage({id, rank, seed, steps, temperature, ...text});
@@ -169,7 +169,8 @@ const source = {
       receive({error: `The model's worker failed (${message || "no reason is given"}); try again, or reload the page.`});
     });
     const place = new URL("./", document.baseURI).href;
-    worker.postMessage({about: {...live, place, vocab: undefined, worker: undefined}, device: link.get("device")});
+    const about = {...live, end: ids.get("\n") ?? null, place, vocab: undefined, worker: undefined};
+    worker.postMessage({about, device: link.get("device")});
     say("loading the model");
   },
 };

@@ -6,10 +6,9 @@
 //   source.open()             called once; calls `receive` with {loaded, total}, then with {ready} or {error}
 //   source.fields, source.help: the names of the fields that count, and how to type gaps
 //
-// What `receive` gets of a request: {tried}, how many calls were made, with {left, stretch, stretches} where it is known how
-// many more a stretch of the text may take; {given, tokens, steps}, the text before the first call, then {frame, calls,
-// seconds} of each; {fills}, ranked; {parts}, the next of a text that is proofread, as from proofread.js; {done} or {error}
-// at the end.
+// What `receive` gets of a request: {tried}, how many texts the network has seen; {given, tokens, steps}, the text before
+// the first call, then {frame, calls, seconds} of each; {fills}, the likeliest, with {proven, bound, comparesLengths}, as
+// from search.js; {parts}, the next of a text that is proofread, as from proofread.js; {done} or {error} at the end.
 //
 // While the model loads, a page of export.py plays the text that it recorded, samples[0], until the user begins something.
 const link = new URLSearchParams(location.hash.slice(1));
@@ -106,7 +105,7 @@ function start(what = "write") {
     leave(what === "write");
     writing = {title: titleOf(typed), typed, what};
     $("stop").disabled = false;
-    say({write: "waiting", rank: "trying fills", fix: "proofreading"}[what]);
+    say({write: "waiting", rank: "searching", fix: "proofreading"}[what]);
     source.ask(++request, how, read);
   } catch (error) {
     say(String(error), true);
@@ -172,13 +171,14 @@ function receive(data) {
     for (const fill of data.fills) {
       const sample = {...fill, calls: data.tried, seconds: data.seconds};
       const filled = sample.tokens.map((t, i) => sample.given[i] ? "\0" : t).join("").split(/\0+/).filter(Boolean).join("…");
-      show({...sample, title: `${percent(sample.share)} ${filled.replaceAll("\n", "↵")}`}, data.fills.length);
+      const p = data.comparesLengths ? sample.share : sample.p;
+      show({...sample, title: `${exact(p)} ${filled.replaceAll("\n", "↵")}`}, data.fills.length);
     }
     writing = null;
     $("stop").disabled = true;
     $("progress").hidden = true;
     scrollToText();
-    say("The likeliest of many fills, by the probability of the text from the first gap on.");
+    say(certificate(data));
     load(0);
     go(1e6);
   } else if (data.parts) {
@@ -190,21 +190,20 @@ function receive(data) {
     if (writing.what === "fix") sayChanges();
     leave(false);
   } else if (data.tried !== undefined && writing && !writing.given) {
-    showTried(data);
+    showProgress(`${count(data.tried, "text")} seen`);
   }
 }
 
-// Show how many calls were made, of how many at most. With several gaps of unknown length a text is filled in stretches,
-// each with a total of its own, which gets smaller as more is known.
-function showTried({tried, left, stretch, stretches}) {
-  const found = writing.tried ??= {before: 0};
-  if (left !== undefined) {
-    if (stretch !== found.stretch) Object.assign(found, {stretch, stretches, before: tried, total: Infinity});
-    found.total = Math.min(found.total, tried - found.before + left);
-  }
-  const done = tried - found.before, where = found.stretches > 1 ? `gap ${found.stretch} of ${found.stretches}: ` : "";
-  const words = found.total ? `${done} of at most ${count(found.total, "call")}` : count(done, "call");
-  showProgress(where + words, done, found.total);
+const exact = p => `${Number((100 * p).toPrecision(2))}\u00a0%`;
+
+// What is known of fills: the likeliest are shown, and no other has more than the bound. Of fills of several lengths it is
+// in parts of their sum, as their shares are.
+function certificate({fills: [best], proven, bound, comparesLengths}) {
+  const what = comparesLengths ? "shares of their sum" : "their probability in this text";
+  const most = comparesLengths ? best.share * Math.exp(bound - best.logp) : Math.exp(bound);
+  const another = most < 1 ? `another may have up to ${exact(most)}` : "another may be likelier";
+  const rest = proven ? `proven: any other has at most ${exact(most)}` : `not proven: ${another}`;
+  return `The likeliest fills, with ${what}; ${bound < -1e299 ? "there are no others" : rest}.`;
 }
 
 // Update the text that is being written, if it is shown, and keep its tooltip open.

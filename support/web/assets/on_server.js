@@ -53,7 +53,7 @@ async function follow(id, body) {
       hasBegun = true;
       isDone = Boolean(event.done);
       if (event.changes) receive({id, parts: toParts(body.fix, event.changes)});
-      receive({...event, id});
+      receive({...event, comparesLengths: event.compares_lengths, id});
     }
     if (!isDone) throw "The server ended before the text was written; try again.";
   } catch (error) {

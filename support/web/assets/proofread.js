@@ -1,4 +1,4 @@
-// Finds characters that do not belong in a text, and what to write there, as support/infill/proofreading.py does: doubtful
+// Finds characters that do not belong in a text, and what to write there, as support/proofread/proofreader.py does: doubtful
 // characters get proposals, the pseudo-likelihood of their neighbours prunes these, and the exact likelihood and the prior
 // of mistakes decide.
 
@@ -37,7 +37,7 @@ const sidesOf = ({before, after, edits, starts, room}) => [
   {text: before, sign: -1, places: edits.map((edit, k) => ({edit, start: edit.start, stop: edit.stop, room: room[k]}))},
 ];
 
-// The prior of mistakes, as in support/infill/mistakes.py. cost: nats by which any mistake is less likely than none.
+// The prior of mistakes, as in support/proofread/mistakes.py. cost: nats by which any mistake is less likely than none.
 export function priorOf(vocab, {cost, BESIDE, beside}) {
   const V = vocab.length, ids = new Map(vocab.map((own, id) => [own, id]));
   const near = vocab.map(own => [...beside[own] ?? ""].filter(other => ids.has(other)).map(other => ids.get(other)));
@@ -109,7 +109,7 @@ function compare(original, done, made) {
 // Proofread a text, window by window. vocab: the model's characters, whose number is the id of [MASK]. Yields a list of
 // parts for each window, [{before, after, change}]; change: null for what is kept, else {kind, gain, pBefore, pAfter},
 // the gain in nats. Characters that the model never saw are shown to it as [MASK], and stay. settings: the constants of
-// proofreading.py and the prior, from live_page.py.
+// proofreader.py and the prior, from live_page.py.
 export async function* proofread(predict, text, vocab, context, settings) {
   const {EVERY, RUN_EVERY, RUN, REACH, NEAR, SPARSE, APART, RIVALS, ROUNDS, DOUBT, RUN_DOUBT, PROMISE} = settings;
   const {TWICE} = settings, counts = wordsOf(text);

@@ -81,7 +81,7 @@ function logSumExp(values) {
   return top === -Infinity ? top : top + Math.log(values.reduce((sum, v) => sum + Math.exp(v - top), 0));
 }
 
-// Draw a gap that must match from the product of the marginals at its masks, given a match, as constraint.py does: what
+// Draw a gap that must match from the product of the marginals at its masks, given a match, as drawing.py does: what
 // follows a state is weighed from the right, then drawn from the left. Returns a Map from position to the logits of the
 // tokens there, given what was drawn before. seen: a text with `mask` where tokens are drawn; logits: all of the text's.
 function constrain({start, length, next, accepts}, seen, logits, mask, u, temperature) {
@@ -143,29 +143,4 @@ export async function* unmask(predict, rows, mask, {seed, temperature}) {
       });
     });
   }
-}
-
-// Find the n likeliest of several fills; return [{ids, logp}], the best first. logp is the log-probability of the text
-// from `start` on, given what precedes it, by the chain rule.
-export const rank = (predict, fills, start, n, mask) =>
-  race(predict, fills.map(ids => ({ids, logp: 0, at: start})), n, mask);
-
-// Find the n fills [{ids, logp, at}] with the highest logp + log p(ids from `at` on, given what precedes them), the best
-// first; `logp` has that then. Each round scores one more token of the fill that is best so far. As no term is positive,
-// fills that cannot win are not scored to their end. A fill with `scored`, a Map, gets what `asDrawn` says of each token.
-export async function race(predict, fills, n, mask) {
-  const open = [...fills], best = [];
-  while (open.length && best.length < n) {
-    const fill = open.sort((a, b) => b.logp - a.logp)[0], {ids, at} = fill;
-    if (at === ids.length) {
-      best.push(open.shift());
-      continue;
-    }
-    const [logits] = await predict([ids.map((id, i) => i < at ? id : mask)]);
-    const logp = logSoftmax(logits.subarray(at * mask, (at + 1) * mask));
-    fill.scored?.set(at, asDrawn(at, ids[at], logp));
-    fill.logp += logp[ids[at]];
-    fill.at++;
-  }
-  return best;
 }

@@ -1,121 +1,314 @@
-// Fills a template with gaps of unknown length, as hypotheses() of support/infill/search.py does. Of a gap that must match
-// every length that the automaton allows, or every text of a list, is tried with a few draws. Of any other gap one look at
-// all lengths says which four are worth filling. All fills are ranked alike.
+// Finds the likeliest fills of a template, proven, as support/infill does: filling.py says which lengths are searched,
+// lengths.py scores them, search.py searches, filters.py says what may stand in a gap. Here each token is a character,
+// and each network call sees one text.
+//
+// A template is a list of segments: {ids}; {length}, a gap; {lengths, isAny, isList}, one of unknown length, with any
+// text or one of a list. Gaps that must match have `next` and `accepts`, the automaton of pattern.js.
 
-import {logSoftmax, plan, race, unmask} from "./sampler.js";
+import {plan, unmask} from "./sampler.js";
 
-const DRAWS = 16, KEPT = 8, QUICK_STEPS = 8, LENGTHS = 4, AFTER = 4, SPARE = 1;  // as in sample.py
+const LIMIT = 400, N_REFINED = 8, N_LENGTHS = 3, LONG = 24, DRAWS = 8, REACH = 8;  // as in filling.py
+const N_AFTER = 4, WIDTH = 128, MASKED = -1;  // as in lengths.py and search.py
 
-const isOpen = segment => segment.least !== undefined;
-const floor = Math.floor, sum = values => values.reduce((total, v) => total + v, 0);
+const sum = values => values.reduce((total, v) => total + v, 0);
+const product = values => values.reduce((total, v) => total * v, 1);
+const range = (begin, end) => Array.from({length: Math.max(0, end - begin)}, (_, i) => begin + i);
+const total = segments => sum(segments.map(({ids, length}) => ids?.length ?? length));
+const replaced = (list, i, value) => list.map((old, k) => k === i ? value : old);
+const ofLength = (gap, length) => ({...gap, lengths: undefined, length});
 
-// How a gap of unknown length is filled: [{length, draws, ids}], `ids` for a text of a list, which needs no draw.
-// Short gaps are drawn more often.
-function waysToFill({lengths, texts}) {
-  if (texts) return texts.map(ids => ({length: ids.length, draws: 1, ids}));
-  const few = Math.floor(DRAWS / lengths.length);
-  return lengths.map(length => ({length, draws: Math.max(1, few, Math.floor(DRAWS / (2 * Math.max(1, length))))}));
-}
-
-// Add the segments `stretch` to a fill, its gap of unknown length filled in one way.
-function extended(fill, stretch, way, mask) {
-  const ids = [...fill.ids], given = [...fill.given], matches = [...fill.matches], told = [];
-  let end = 0;  // of the gap of unknown length
-  for (const segment of stretch) {
-    const start = ids.length, length = isOpen(segment) ? way.length : segment.length;
-    if (segment.next && length) matches.push({start, length, next: segment.next, accepts: segment.accepts});
-    if (isOpen(segment) && way.ids) told.push(...way.ids.map((_, i) => start + i));
-    const blank = segment.ids ?? Array(length).fill(mask);
-    ids.push(...(isOpen(segment) && way.ids || blank));
-    given.push(...blank);
-    if (isOpen(segment)) end = ids.length;
+// ---- The order of partial fills, which breaks ties as Python's tuples do
+// path: [[number of an open position, id, loss]], in the order in which they were filled.
+function byPath(a, b) {
+  for (let i = 0; i < Math.min(a.length, b.length); i++) {
+    const difference = a[i][0] - b[i][0] || a[i][1] - b[i][1];
+    if (difference) return difference;
   }
-  return {...fill, ids, given, matches, told, end, length: way.length, draws: way.draws, expected: fill.logp};
+  return a.length - b.length;
 }
+const byRank = (a, b) => a.least - b.least || a.frame - b.frame || byPath(a.path, b.path);
+const byEstimate = (a, b) => a.estimate - b.estimate || a.frame - b.frame || byPath(a.path, b.path) || a.skip - b.skip;
+const nOpen = ({fill}) => fill.filter(id => id === MASKED).length;
+const byDepth = (a, b) => nOpen(a) - nOpen(b) || byRank(a, b);
+const first = (list, order) => list.length ? list.reduce((a, b) => order(b, a) < 0 ? b : a) : null;
 
-// The segments in stretches with at most one gap of unknown length each, which are filled one by one. A gap that ends the
-// text and need not match is a stretch of its own.
-function cutStretches(segments) {
-  const last = segments.length - 1, open = [...segments.keys()].filter(i => isOpen(segments[i]));
-  const starts = new Set([0, ...open.slice(1), ...segments[last].isAny ? [last] : []]), sorted = [...starts];
-  return sorted.map((start, k) => segments.slice(start, sorted[k + 1]));
-}
-
-// Keep the `most` trials whose lengths are the most promising: `expected` gets log p of the first token after the gap,
-// seen with the gap and AFTER tokens masked; what counts besides is the largest log p at each mask of the gap.
-async function promising(predict, trials, most, mask) {
-  const scored = [];
-  for (const trial of trials) {
-    const {ids, end} = trial, masks = [...ids.keys()].filter(i => ids[i] === mask);
-    const [logits] = await predict([ids.map((id, i) => i >= end && i < end + AFTER ? mask : id)]);
-    const logp = i => logSoftmax(logits.subarray(i * mask, (i + 1) * mask));
-    const after = end < ids.length && ids[end] !== mask ? logp(end)[ids[end]] : 0;
-    const expected = trial.expected + after, best = sum(masks.map(i => Math.max(...logp(i))));
-    scored.push({...trial, expected, score: best + expected});
-  }
-  const kept = new Set([...scored].sort((a, b) => b.score - a.score).slice(0, most));
-  return scored.filter(trial => kept.has(trial));
-}
-
-// Find the n likeliest fills of a template: [{ids, given, matches, logp, frames}], the best first. ids: the text; given:
-// the same with `mask` in the gaps; matches: the gaps that must match, as `plan` takes them; frames: how it was drawn.
-// segments: {ids}, {length}, {length, next, accepts} or, of unknown length, {least, lengths, texts, next, accepts}, where
-// `least` is the smallest of the lengths, and `texts` are the ids of a list or null; isAny: it need not match. context: the
-// most characters. end: the id of a line break, which ends a text that ends with such a gap, or null. expect: called with
-// the largest number of rows that `predict` may still be given in a stretch, the number of this stretch, and of all.
-export async function search(predict, segments, n, mask, {context, end, expect = () => {}, ...how}) {
-  const stretches = cutStretches(segments), first = segments[0].ids?.length ?? 0;
-  let fills = [{ids: [], given: [], matches: [], logp: 0, at: first, frames: []}];
-  for (const [k, stretch] of stretches.entries()) {
-    const isLast = k === stretches.length - 1, kept = isLast ? n : Math.max(n, KEPT);
-    const later = sum(stretches.slice(k + 1).flat().map(({ids, length, least}) => ids?.length ?? length ?? least));
-    const open = stretch.find(isOpen), atEnd = isLast && stretch[0] === open && open?.isAny && stretch.length === 1;
-    const room = fill => context - fill.ids.length - later;
-    const ways = fill => atEnd ? [{length: Math.min(open.lengths.at(-1), room(fill)), draws: DRAWS}]
-      : open ? waysToFill(open) : [{length: 0, draws: DRAWS}];
-    let trials = fills.flatMap(fill => ways(fill).map(way => extended(fill, stretch, way, mask)));
-    trials = trials.filter(trial => trial.ids.length + later <= context);
-    if (!trials.length) throw `No fill leaves room for the whole text in ${context} characters; shorten it.`;
-    for (const trial of trials) trial.draws = Math.max(1, floor(trial.draws / fills.length));
-    const most = Math.max(LENGTHS, n, 2 * fills.length), isChosen = open?.isAny && !atEnd && trials.length > most;
-    const isEnded = isLast && isOpen(stretch.at(-1)) && !atEnd && end !== null;
-    const toRank = ({ids, at}) => ids.length - at + Number(isEnded), tell = rows => expect(rows, k + 1, stretches.length);
-    if (isChosen) {
-      const share = 9 * DRAWS / 4 / fills.length;  // few lengths are left, so that there are more draws for each
-      for (const trial of trials) trial.draws = Math.max(1, floor(share / (trial.length + 5)));
-      const each = trials.map(trial => trial.draws * (QUICK_STEPS + toRank(trial))).sort((a, b) => b - a);
-      tell(trials.length + sum(each.slice(0, most)));
-      trials = await promising(predict, trials, most, mask);
+// ---- A text whose gaps have known lengths
+class Frame {
+  // isOrdered: gaps are filled from left to right, and the id `end` may end the last one before its length is reached
+  constructor(segments, mask, isOrdered = false, end = null) {
+    Object.assign(this, {x: [], open: [], matches: [], mask, isOrdered, end, start: 0, typical: 0, only: null});
+    for (const {ids, length, next, accepts} of segments) {
+      const at = this.x.length, k = this.open.length;
+      this.x.push(...ids ?? Array(length).fill(mask));
+      if (ids) continue;
+      this.begin ??= at;  // the gaps are within begin..stop
+      this.stop = at + length;
+      this.last = k;  // the first open position of the last gap
+      this.open.push(...range(at, at + length));
+      if (next && length) this.matches.push({k, start: at, length, next, accepts});
     }
-    const tried = trials.flatMap(trial => Array(trial.draws).fill(trial));
-    const quick = open && !atEnd ? {...how, steps: Math.min(how.steps, QUICK_STEPS), correct: 0} : how;
-    const rows = tried.map(({ids, matches}, r) => plan(ids, r, mask, {...quick, matches}));
-    tell(sum(rows.map(row => row.reveals + row.corrections)) + sum(tried.map(toRank)));
-    const films = rows.map(() => []), different = new Map();
-    for await (const frames of unmask(predict, rows, mask, how))
-      frames.forEach((frame, r) => frame.length && films[r].push(frame));
-    rows.forEach((row, r) => {
-      const {ids: blank, expected} = tried[r], start = atEnd ? blank.length - tried[r].length : blank.length;
-      const after = row.ids.indexOf(end, start + 1), stop = after < 0 ? row.ids.length : after;  // a line break ends it
-      let ids = atEnd ? row.ids.slice(0, stop + 1) : row.ids;
-      if (isEnded && ids.length < context) ids = [...ids, end];
-      const film = films[r].map(frame => frame.filter(([i]) => i < stop)).filter(frame => frame.length);
-      const p = new Map(film.flat().map(([i, _, q]) => [i, q]));
-      const score = expected + sum([...p.values()].map(Math.log));
-      different.set(ids.join(), {...tried[r], ids, text: row.ids.slice(0, stop), film, score, scored: new Map()});
-    });
-    let found = [...different.values()];
-    if (isChosen) found = found.sort((a, b) => b.score - a.score).slice(0, Math.max(kept, 3) + SPARE);
-    // At the end of the text some fills may differ only in what ends them.
-    const texts = new Set(found.map(({text}) => text.join())), again = found.length - texts.size;
-    tell(sum(found.map(toRank)));
-    const best = await race(predict, found, Math.min(kept, texts.size) + again, mask);
-    // A text of a list was not drawn: what is shown is how it was scored.
-    fills = best.filter(({text}) => texts.delete(text.join())).slice(0, kept)
-      .map(({text, given, matches, told, logp, frames, film, scored}) => ({
-        ids: text, given: given.slice(0, text.length), matches, logp, at: text.length,
-        frames: [...frames, ...(told.length ? [told.map(i => scored.get(i))] : []), ...film],
-      }));
+    this.shown = this.x.length - (segments.at(-1).isEnd ? 1 : 0);
   }
-  return fills;
+
+  // The positions whose distributions expand a node: the ends of runs of masks, at first all.
+  places({fill, path}) {
+    const masks = this.open.filter((_, k) => fill[k] === MASKED);
+    if (this.isOrdered && path.length) return masks.slice(0, 1);
+    return masks.filter(at => !path.length || !(masks.includes(at - 1) && masks.includes(at + 1)));
+  }
+
+  // Whether each id may stand at open position k of a partial fill.
+  allowed(fill, k) {
+    const tests = this.matches.filter(gap => gap.k <= k && k < gap.k + gap.length)
+      .map(gap => matching(gap, fill.slice(gap.k, gap.k + gap.length), k - gap.k, this.mask));
+    if (this.only) {
+      const fits = this.only.filter(ids => fill.every((id, i) => id === MASKED || id === ids[i]));
+      tests.push(range(0, this.mask).map(id => fits.some(ids => ids[k] === id)));
+    }
+    return range(0, this.mask).map(id => tests.every(test => test[id]));
+  }
+
+  // Whether the text ends with this id at open position k.
+  ends(k, id) {
+    return this.isOrdered && id === this.end && k > this.last;
+  }
+
+  // The ids of the text with a fill, without what ends it.
+  placed(fill) {
+    const k = fill.length - 1, stop = this.ends(k, fill[k]) ? this.open[k] : this.shown;
+    const ids = this.x.slice(0, stop);
+    fill.forEach((id, i) => { if (this.open[i] < stop) ids[this.open[i]] = id; });
+    return ids;
+  }
+}
+
+// Whether each of V ids, at offset k of a gap, leaves a fill of it that matches. part: the ids of the gap.
+function matching({next, accepts}, part, k, V) {
+  const to = (q, id) => next[q * V + id], all = range(0, V), choices = id => id === MASKED ? all : [id];
+  let reached = new Set([0]), ahead = accepts;  // states that some fill leads to; from which some fill matches
+  for (const id of part.slice(0, k))
+    reached = new Set([...reached].flatMap(q => choices(id).map(v => to(q, v)).filter(state => state >= 0)));
+  for (const id of part.slice(k + 1).reverse()) {
+    const later = ahead;
+    ahead = accepts.map((_, q) => choices(id).some(v => to(q, v) >= 0 && later[to(q, v)]));
+  }
+  return all.map(v => [...reached].some(q => to(q, v) >= 0 && ahead[to(q, v)]));
+}
+
+// ---- The search for the `top` likeliest fills of frames, which compete
+// Nodes are partial fills: {frame: its number, cost, fill, path, skip: how many of its likeliest children are made, least:
+// what the cheapest other one costs at least}.
+class Search {
+  constructor(frames, top) {
+    Object.assign(this, {frames, top, queue: [], fills: [], passed: Infinity, sequences: 0});
+    frames.forEach(({start, open}, frame) => {
+      const root = {frame, cost: start, fill: open.map(() => MASKED), path: [], least: start, skip: 0};
+      open.length ? this.push(root) : this.offer(root);
+    });
+  }
+
+  push(node) {
+    const left = nOpen(node) - (node.skip > 0 ? 1 : 0);
+    this.queue.push({...node, estimate: node.least + this.frames[node.frame].typical * left});
+  }
+
+  take(node) {
+    this.queue.splice(this.queue.indexOf(node), 1);
+    return node;
+  }
+
+  get isFull() {
+    return this.fills.length === this.top;
+  }
+
+  // The nodes of the queue that may lead into the list.
+  get rivals() {
+    return this.queue.filter(node => !this.isFull || byRank(node, this.fills.at(-1)) < 0);
+  }
+
+  // Make the children of a node, from log p at each of its places.
+  expand(node, places, logp) {
+    const frame = this.frames[node.frame];
+    if (!node.path.length) frame.typical = -sum(logp.map(p => Math.max(...p))) / logp.length;
+    const here = frame.isOrdered ? 0 : surest(places, logp), k = frame.open.indexOf(places[here]), p = logp[here];
+    const allowed = frame.allowed(node.fill, k), stop = node.skip + WIDTH;
+    const ids = range(0, p.length).filter(id => allowed[id]).sort((a, b) => p[b] - p[a]);
+    for (const id of ids.slice(node.skip, stop)) {
+      const cost = node.cost - p[id], path = [...node.path, [k, id, -p[id]]];
+      let fill = replaced(node.fill, k, id);
+      if (frame.ends(k, id)) fill = fill.slice(0, k + 1);  // what follows is not filled
+      const child = {frame: node.frame, cost, fill, path, least: cost, skip: 0};
+      if (this.isFull && byRank(child, this.fills.at(-1)) > 0) {  // so are all others
+        this.passed = Math.min(this.passed, cost);
+        return;
+      }
+      nOpen(child) ? this.push(child) : this.offer(child);
+    }
+    if (stop < ids.length) this.push({...node, least: node.cost - p[ids[stop]], skip: stop});
+  }
+
+  // Take a complete fill, if it is among the best. Fills of different lengths may make the same text.
+  offer(node) {
+    const ids = this.frames[node.frame].placed(node.fill), text = ids.join();
+    const same = this.fills.find(one => one.text === text);
+    if (same && byRank(same, node) < 0) return;
+    this.fills = [...this.fills.filter(one => one !== same), {...node, ids, text}].sort(byRank);
+    if (this.fills.length > this.top) this.passed = Math.min(this.passed, this.fills.pop().least);
+  }
+
+  // An upper bound of log p of every fill that is not listed.
+  get bound() {
+    return -this.queue.reduce((least, node) => Math.min(least, node.least), this.passed);
+  }
+}
+
+// Which of the places has the lowest entropy, of those that are not between two others.
+function surest(places, logp) {
+  const entropy = logp.map(p => -sum(p.map(v => Math.exp(v) * v)));
+  const isBetween = at => places.includes(at - 1) && places.includes(at + 1);
+  const atEdge = range(0, places.length).filter(i => !isBetween(places[i]));
+  return first(atEdge, (a, b) => entropy[a] - entropy[b]);
+}
+
+// Search until the list is proven, or the network has seen `limit` texts. Even then there is a fill: the one that is
+// nearest to its end is completed. ask(ids, places): log p at some places of a text.
+async function run(ask, search, limit) {
+  const expand = async node => {
+    const {x, open} = search.frames[node.frame], places = search.frames[node.frame].places(node), ids = [...x];
+    node.fill.forEach((id, k) => { if (id !== MASKED) ids[open[k]] = id; });
+    search.sequences++;
+    search.expand(node, places, await ask(ids, places));
+  };
+  while (search.sequences < limit && search.rivals.length) await expand(search.take(first(search.rivals, byEstimate)));
+  while (!search.fills.length && search.queue.length) await expand(search.take(first(search.queue, byDepth)));
+  return search;
+}
+
+// ---- Lengths
+// The segments of the likeliest shapes, whose gaps have known lengths.
+async function likelyShapes(ask, segments, {mask, context, end}) {
+  const last = segments.length - 1, isEndless = Boolean(segments[last].isAny), known = [...segments];
+  const options = new Map(segments.map(({lengths}, i) => [i, lengths]).filter(([, lengths]) => lengths));
+  if (isEndless) {
+    options.delete(last);
+    known[last] = {length: 1};
+  } else if (options.has(last) && end !== null) {
+    known.push({ids: [end], isEnd: true});
+  }
+  const usual = lengths => first(lengths, (a, b) => Math.abs(a - 4) - Math.abs(b - 4));
+  for (const [i, lengths] of options) known[i] = ofLength(known[i], usual(lengths));
+  if (total(known) > context) for (const [i, lengths] of options) known[i] = ofLength(known[i], lengths[0]);
+  const all = [...options.values()], isList = [...options.keys()].map(i => segments[i].isList);
+  const room = context - total(known.filter((_, i) => !options.has(i)));
+  const nOptions = product(all.map(lengths => lengths.length));
+  const nKept = product(all.map((lengths, i) => isList[i] ? lengths.length : 1)) * (N_LENGTHS + all.length - 1);
+  let combined = [{chosen: [], score: 0}];
+  for (const [i, lengths] of options) {
+    const scores = nOptions > nKept ? await scoresOf(ask, known, i, lengths, all.length > 1, mask, context)
+      : new Map(lengths.map(m => [m, 0]));
+    combined = combined.flatMap(({chosen, score}) => [...scores].filter(([m]) => sum(chosen) + m <= room)
+      .map(([m, own]) => ({chosen: [...chosen, m], score: score + own})));
+  }
+  if (!combined.length) throw `No fill leaves room for the whole text in ${context} characters; shorten it.`;
+  const best = combined.sort((a, b) => b.score - a.score).slice(0, nKept).map(({chosen}) => chosen);
+  return best.sort((a, b) => byPath(a.map(m => [m, 0]), b.map(m => [m, 0]))).map(chosen => {
+    const shape = [...known];
+    [...options.keys()].forEach((i, k) => { shape[i] = ofLength(segments[i], chosen[k]); });
+    if (isEndless) shape[last] = {length: Math.min(segments[last].lengths.at(-1), context - total(shape) + 1)};
+    return shape;
+  });
+}
+
+// A Map from each length of gap `number` to its score, the others of a usual length. isRefined: of the likely lengths,
+// by a good fill of each.
+async function scoresOf(ask, known, number, lengths, isRefined, mask, context) {
+  const scores = new Map(), next = new Map(), refined = new Map();
+  const shapeOf = m => replaced(known, number, ofLength(known[number], m));
+  for (const m of lengths) {
+    if (total(shapeOf(m)) > context) continue;
+    const [token, inside] = await scoreLength(ask, shapeOf(m), number, mask);
+    next.set(m, token);
+    scores.set(m, token + inside);
+  }
+  if (!isRefined) return scores;
+  const likely = [...scores.keys()].sort((a, b) => scores.get(b) - scores.get(a)).slice(0, N_REFINED);
+  for (const m of likely) {
+    const others = shapeOf(m).map((one, i) => one.ids || i === number ? one : {ids: Array(one.length).fill(mask)});
+    const search = await run(ask, new Search([new Frame(others, mask)], 1), Math.max(...likely) + 4);
+    refined.set(m, search.fills.length ? next.get(m) - search.fills[0].cost : scores.get(m));
+  }
+  return refined;
+}
+
+// [log p of the token after gap `number`, the largest log p inside], seen with the gap and N_AFTER tokens masked.
+async function scoreLength(ask, shape, number, mask) {
+  const ids = shape.flatMap(({ids, length}) => ids ?? Array(length).fill(mask));
+  const begin = total(shape.slice(0, number)), end = begin + shape[number].length;
+  const after = range(end, Math.min(end + N_AFTER, ids.length)).filter(at => ids[at] !== mask);
+  const isBeside = after[0] === end;
+  const seen = ids.map((id, at) => after.includes(at) ? mask : id);
+  const logp = await ask(seen, range(begin, end + (isBeside ? 1 : 0)));
+  return [isBeside ? logp.pop()[ids[end]] : 0, largest(shape[number], logp, mask)];
+}
+
+// The largest sum over the positions of a gap, of log p at each of them, of fills that it may have.
+function largest({next, accepts}, logp, V) {
+  if (!next) return sum(logp.map(p => Math.max(...p)));
+  let best = Float64Array.from(accepts, a => a ? 0 : -Infinity);  // of the best way from each state on
+  for (const p of [...logp].reverse()) {
+    const later = best, way = q => (v, id) => next[q * V + id] < 0 ? -Infinity : v + later[next[q * V + id]];
+    best = best.map((_, q) => Math.max(...p.map(way(q))));
+  }
+  return best[0];
+}
+
+// log p(after | before) of a frame, with masks in its gaps: of the text between them, and of REACH tokens after them.
+async function afterGivenBefore(ask, {x, open, begin, stop}) {
+  let logp = 0;
+  for (const at of range(begin, Math.min(x.length, stop + REACH)).filter(at => !open.includes(at)))
+    logp += (await ask(x.slice(0, at), [at]))[0][x[at]];
+  return logp;
+}
+
+// ---- The result
+// log p of each id of a text, from its logits.
+function logpOf(logits) {
+  const top = Math.max(...logits), all = Math.log(sum(logits.map(v => Math.exp(v - top))));
+  return logits.map(v => v - top - all);
+}
+
+// Find the n likeliest fills of a template: {fills, proven, bound, comparesLengths}, the best first. Of each fill, ids:
+// the text; given: the same with masks in the gaps; matches: the gaps that must match, as `plan` takes them; logp: by
+// which fills compete; p: of all fills of its length, given the text on both sides; frames: [position, id, p, []] of
+// each of its ids.
+//
+// model: {mask, context: the most characters, end: the id of a line break or null, temperature: of its calibration}
+// how: {seed, steps, temperature} of a sampler that fills what a search cannot; null: nothing is drawn
+export async function search(predict, segments, n, {mask, context, end, temperature}, how = null) {
+  const ask = async (ids, places) => {
+    const [logits] = await predict([ids]);
+    const at = place => Float64Array.from(logits.subarray(place * mask, (place + 1) * mask), v => v / temperature);
+    return places.map(place => logpOf(at(place)));
+  };
+  const isEndless = Boolean(segments.at(-1).isAny), shapes = await likelyShapes(ask, segments, {mask, context, end});
+  const frames = shapes.map(shape => new Frame(shape, mask, isEndless, end));
+  const toDraw = how && !isEndless ? frames.filter(({open}) => open.length > LONG) : [];
+  for (const frame of toDraw) {
+    const rows = range(0, DRAWS).map(sample => plan(frame.x, sample, mask, {...how, matches: frame.matches}));
+    for await (const _ of unmask(predict, rows, mask, how));
+    frame.only = rows.map(row => frame.open.map(at => row.ids[at]));
+  }
+  if (frames.length > 1) for (const frame of frames) frame.start = -await afterGivenBefore(ask, frame);
+  const found = await run(ask, new Search(frames, n), LIMIT);
+  const fills = found.fills.map(({frame: number, cost, ids, path}) => {
+    const {x, open, matches, start} = frames[number];
+    const drawn = path.map(([k, id, loss]) => [open[k], id, Math.exp(-loss), []]).filter(([at]) => at < ids.length);
+    return {ids, given: x.slice(0, ids.length), matches, logp: -cost, p: Math.exp(start - cost), number,
+            frames: [drawn.sort((a, b) => a[0] - b[0])]};
+  });
+  // Of fills of which some were drawn any other may have all the rest.
+  const rest = number => 1 - sum(fills.filter(fill => fill.number === number).map(({p}) => p));
+  const bounds = frames.map(({start}, number) => Math.log(Math.max(rest(number), 1e-300)) - start);
+  return {fills, comparesLengths: frames.length > 1, proven: !toDraw.length && !found.rivals.length,
+          bound: toDraw.length ? Math.max(...bounds) : found.bound};
 }

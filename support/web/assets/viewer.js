@@ -56,9 +56,9 @@ function load(i) {
   const size = sample.tokens.reduce((n, token) => n + Math.max(1, token.length), 0);
   $("text").style.setProperty("--zoom", Math.max(1, Math.min(2, 16 / Math.sqrt(size))));  // enlarge short texts
   $("slider").max = steps;
-  const forAll = sample.share === undefined ? "" : ` for ${count(samples.length, "fill")}`;  // ranked together
-  $("calls").textContent = sample.note
-    ?? `${count(sample.calls, "network call")}${forAll}, ${sample.seconds.toFixed(1)} s`;
+  const calls = sample.share === undefined ? count(sample.calls, "network call")
+    : `${count(sample.calls, "text")} seen for ${count(samples.length, "fill")}`;  // they were searched together
+  $("calls").textContent = sample.note ?? `${calls}, ${sample.seconds.toFixed(1)} s`;
   $("bold").textContent = sample.given.includes(true) ? "; bold: given" : "";
   point(-1);
   go(Math.min(step, steps));

@@ -329,7 +329,7 @@ def test_several_gaps_of_unknown_length_are_one_search():
     assert [one.text for one in found] == best and found.proven and len(found) == len(wanted)
 
 
-@pytest.mark.parametrize("before", ["ab", ""])
+@pytest.mark.parametrize("before", ["ab", "", "█b"])
 def test_a_gap_at_the_end_of_a_text_may_end_anywhere(before):
     """With a line break, or [END], or nowhere in max_gap tokens: all of it is one distribution."""
     tokenizer = Tokenizer("char", ["a", "b", "\n"], end=True)
@@ -350,8 +350,15 @@ def test_a_gap_at_the_end_of_a_text_may_end_anywhere(before):
         text = tokenizer.decode(shown)
         wanted[text] = wanted.get(text, 0) + math.exp(total)
 
-    go_on(tokenizer.encode(before), 0.0)
-    assert sum(wanted.values()) == pytest.approx(1)
+    excluded = 0.0
+    if before == "█b":  # a gap before it does not end the text
+        logp = logp_at(model, padded(model, [None, 1, None, None, None]))[0]
+        excluded = logp[3].exp().item()
+        for id in range(3):
+            go_on([id, 1], logp[id].item())
+    else:
+        go_on(tokenizer.encode(before), 0.0)
+    assert sum(wanted.values()) + excluded == pytest.approx(1)
     found = sample.search(model, tokenizer, before + "[___]", top=1000, max_gap=3, limit=10_000)
     assert {one.text: one.p for one in found} == pytest.approx(wanted, abs=1e-6)
     assert found.proven and found.rest == pytest.approx(0, abs=1e-9)

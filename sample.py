@@ -866,7 +866,8 @@ def check(options, given):
         raise UserError("--prompt has gaps; give it as --infill, or without a flag before it")
     reads_stdin = "-" in (options.infill, options.batch, options.fix)
     stdin = dict(stdin="/dev/stdin") if reads_stdin else {}
-    outputs.check_all(replace(options, output=""), **stdin)
+    if options.html or options.json:
+        outputs.check_all(replace(options, output=""), **stdin)
     if options.fix:
         doors.proofreading_of_files().check_output(options)
     for name in ("output", "caution"):
@@ -981,28 +982,63 @@ def answers(writer, todo, options, is_drawn, pages):
 TOGETHER = 32  # templates whose searches share network calls
 
 
-def compare(variants, writer, todo, folder, lines):
-    """Write a text with each of the settings {title: Options}; returns pages for --html."""
-    word_statistics = doors.word_statistics()
-    template, segments = todo
-    model, tokenizer = writer.model, writer.tokenizer
-    training = word_statistics.training_text(folder, tokenizer, model.config)
-    statistics = word_statistics.WordStatistics(training)
+def segments_of(template, writer, options, is_drawn):
+    """The segments of a template; None: of --prompt. UserError for what cannot be written."""
+    config = writer.model.config
+    if template is None:
+        segments = of_prompt(options.prompt, writer.tokenizer, options.length, config)
+    else:
+        segments = parse(template, writer.tokenizer, config.block_size)
+    templates.check_lengths(segments, options.max_gap)
+    if is_drawn:
+        writer.check(segments)
+    if options.cfg and all(segment.is_gap for segment in segments):
+        raise UserError("--cfg guides by the given text, and there is none; give some")
+    return segments
+
+
+def compare(options, given, model, tokenizer, folders):
+    """--compare: texts with each value of a setting, and a table of them."""
+    words = doors.word_statistics()
+    variants = words.variants(options, given, SETTINGS, partial(resolve, model=model))
+    writer = Writer(model, tokenizer, resolve(options, model))
+    segments = segments_of(options.infill or None, writer, options, True)
+    if templates.has_open(segments):
+        raise UserError("--compare needs gaps of known lengths; write █ for each token")
+    scores.introduce(folders, model.config, tokenizer.vocab_size, options.out_dir)
+    statistics = words.WordStatistics(words.training_text(folders[0], tokenizer, model.config))
 
     def fill(settings, pages):
         with_them = Writer(model, tokenizer, settings)
-        return show_samples(with_them, segments, settings, template is not None, pages)
+        return show_samples(with_them, segments, settings, bool(options.infill), pages)
 
     n = to_ids(segments, tokenizer, model.mask_id).count(model.mask_id)
-    return word_statistics.compare(variants, fill, statistics, n, lines)
+    with open_lines(options) as lines:
+        pages = words.compare(variants, fill, statistics, n, lines)
+    if options.html:
+        about = viewer.settings(model, resolve(options, model))
+        about.pop(options.compare.partition("=")[0], None)  # each tab has its own
+        viewer.write_page(options.html, pages, about)
+    return 0
 
 
-def identity_of(todo, folders, options):
-    """What a batch must have in common with one that was stopped, to go on with it."""
+def open_lines(options):
+    """A context manager of where the lines of JSON go, or of None."""
+    if options.json == "-" or (options.batch and not options.json):
+        sys.stdout.reconfigure(encoding="utf-8")  # JSON's, whatever the locale's is
+        return contextlib.nullcontext(sys.stdout)
+    return outputs.Lines(options.json) if options.json else contextlib.nullcontext()
+
+
+def open_batch(options, todo, folders):
+    """(what open_lines returns, what is left to do) of a batch, which goes on if it was stopped."""
+    if not options.json or options.json == "-" or not outputs.is_replaced(Path(options.json)):
+        return open_lines(options), todo
     settings = asdict(replace(options, json=""))
     weights = [(folder / "model.safetensors").stat().st_mtime_ns for folder in folders]
     content = repr(([template for template, _ in todo], settings, [*map(str, folders)], weights))
-    return hashlib.sha256(content.encode()).hexdigest()
+    lines = outputs.Continued(options.json, hashlib.sha256(content.encode()).hexdigest())
+    return lines, todo[lines.done :]
 
 
 def main(argv):
@@ -1013,64 +1049,40 @@ def main(argv):
     model, tokenizer, config, folders, options = load(options, given)
     if options.fix:
         return doors.proofreading_of_files().fix_file(options, model, tokenizer, folders, config)
-    asked = options
+    if options.compare:
+        return compare(options, given, model, tokenizer, folders)
     options = resolve(options, model)  # refuses what the model cannot follow, before reading
     writer = Writer(model, tokenizer, options)
-    is_drawn = options.num_samples or options.watch or options.html or options.compare
-    is_drawn = is_drawn or not (options.infill or options.batch)
-    if {*SETTINGS} & given.keys() and not options.candidates:  # flags of the sampler ask for it
-        is_drawn = True
-
-    variants = {}
-    if options.compare:
-        read = doors.word_statistics().variants
-        variants = read(asked, given, SETTINGS, partial(resolve, model=model))
-
-    def to_segments(template):
-        if template is None:
-            segments = of_prompt(options.prompt, tokenizer, options.length, config)
-        else:
-            segments = parse(template, tokenizer, config.block_size)
-        templates.check_lengths(segments, options.max_gap)
-        if is_drawn:
-            writer.check(segments)
-        if templates.has_open(segments) and options.compare:
-            raise UserError("--compare needs gaps of known lengths; write █ for each token")
-        if options.cfg and all(segment.is_gap for segment in segments):
-            raise UserError("--cfg guides by the given text, and there is none; give some")
-        return segments
-
-    todo = templates.parse_all(options.infill, options.batch, to_segments)
-    to_stdout = options.json == "-" or (options.batch and not options.json)
-    if to_stdout:
-        sys.stdout.reconfigure(encoding="utf-8")  # JSON's, whatever the locale's is
+    is_template = bool(options.infill or options.batch)
+    # Flags of the sampler ask for draws in place of the likeliest fills.
+    is_asked = not options.candidates and bool({*SETTINGS} & given.keys())
+    is_drawn = options.num_samples or options.watch or options.html or is_asked or not is_template
+    to_segments = partial(segments_of, writer=writer, options=options, is_drawn=is_drawn)
+    if is_template:
+        todo = templates.parse_all(options.infill, options.batch, to_segments)
+    else:
+        todo = [(None, to_segments(None))]
     scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
+    if options.batch:
+        opened, todo = open_batch(options, todo, folders)
+    else:
+        opened = open_lines(options)
     pages = []
-    target = contextlib.nullcontext(sys.stdout)
-    if options.batch and not to_stdout and outputs.is_replaced(Path(options.json)):
-        target = outputs.Continued(options.json, identity_of(todo, folders, asked))
-        todo = todo[target.done :]
-    elif not to_stdout:
-        target = outputs.Lines(options.json or os.devnull)
-    with target as lines:
-        if options.compare:
-            pages = compare(variants, writer, todo.pop(), folders[0], lines)
+    with opened as lines:
         # No bar beside the lines of JSON on a terminal.
-        hide = not options.batch or (to_stdout and terminal.is_terminal(sys.stdout))
+        hide = not options.batch or (lines is sys.stdout and terminal.is_terminal(sys.stdout))
         rule = ""  # between texts
-        made = answers(writer, todo, options, is_drawn, pages)
         with progress.bar(total=len(todo), unit=" templates", disable=hide) as bar:
-            for template, texts, facts in made:
-                if not (to_stdout or options.batch):
+            for template, texts, facts in answers(writer, todo, options, is_drawn, pages):
+                if lines is not sys.stdout and not options.batch:
                     print(rule, end="")
                     viewer.show(texts, facts, "candidates" in given)
                     rule = "-" * 40 + "\n" if template is None else ""
-                print(viewer.json_line(template, texts[0], facts), file=lines, flush=True)
+                if lines:
+                    print(viewer.json_line(template, texts[0], facts), file=lines, flush=True)
                 bar.update()
     if options.html:
-        about = viewer.settings(model, options)
-        about.pop(options.compare.partition("=")[0], None)  # each tab has its own
-        viewer.write_page(options.html, pages, about)
+        viewer.write_page(options.html, pages, viewer.settings(model, options))
     return 0
 
 

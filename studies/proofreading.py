@@ -13,8 +13,8 @@ substitutions: these alone; all: also insertions, deletions and swaps, each as o
     6-gram     characters, interpolated Kneser-Ney, with a beam search over what may have been meant
     mdlm       sample.fix
 
-The 6-gram model and mdlm have the same prior of mistakes, support/proofread/mistakes.py, which is not
-fitted to any text. --tune chooses the settings of the first two on the last tenth of the training
+The 6-gram model and mdlm have the same prior of mistakes, support/proofread/mistakes.py, which is
+not fitted to any text. --tune chooses the settings of the first two on the last tenth of the training
 text, which they then have not seen. Of mdlm it shows how much right and wrong changes gain beyond
 their cost, at the beginning of the training text.
 

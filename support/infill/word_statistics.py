@@ -110,9 +110,9 @@ def compare(variants, fill, statistics, tokens, file):
     """Write texts with each of the settings, show the first and a table of all; returns pages.
 
     variants  {title: settings}
-    fill      fill(settings, pages=[]) yields (texts, facts) as sample.sampled does; adds to pages
+    fill      fill(settings, pages=[]) yields (texts, facts) as sample.show_samples does
     tokens    how many are filled in each text
-    file      gets a line of JSON for each of the settings
+    file      gets a line of JSON for each of the settings; or None
     """
     rows = []
     pages = []
@@ -126,7 +126,8 @@ def compare(variants, fill, statistics, tokens, file):
         calls = sum(fact["calls"] for fact in facts) / len(facts)
         row = {"setting": title, "calls": calls, "seconds": seconds, "tokens/s": tokens / seconds}
         rows.append(row | statistics([joined(segments) for segments in texts]))
-        print(json.dumps(rows[-1]), file=file, flush=True)
+        if file:
+            print(json.dumps(rows[-1]), file=file, flush=True)
     if file is not sys.stdout:
         print(plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=3))
         print(f"means over {len(texts)} texts; words: the share that the training text has")

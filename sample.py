@@ -667,8 +667,8 @@ class Writer:
         if not templates.is_template(text, self.tokenizer):
             return of_prompt(text, self.tokenizer, length, config), False
         if config.prompt_column:
-            fix = "give only a beginning"
-            raise UserError(f"{text[:40]!r} has gaps, and this model learned to answer; {fix}")
+            fix = "it answers prompts, so give only one"
+            raise UserError(f"{text[:40]!r} has gaps, and this model fills none: {fix}")
         if length:
             fix = "leave one out"
             raise UserError(f"length={length} and a template, which has its own length; {fix}")
@@ -868,7 +868,7 @@ def check(options, given):
     stdin = dict(stdin="/dev/stdin") if reads_stdin else {}
     if options.html or options.json:
         outputs.check_all(replace(options, output=""), **stdin)
-    if options.fix:
+    if options.output:
         doors.proofreading_of_files().check_output(options)
     for name in ("output", "caution"):
         if name in given and not options.fix:

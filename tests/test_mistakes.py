@@ -104,7 +104,6 @@ OF_OTHERS = [
     ("sample --out_dir={run} --infill=", "--infill", ""),
     ("sample --out_dir={run} '--infill=a[___:x'", "[___:", ""),
     ("sample --out_dir={run} To be█", "be█", "sample --out_dir={run} 'to be█'"),
-    ("sample --out_dir={ar} --infill=the█", "--infill", "sample --out_dir={ar} --prompt=the"),
     ("sample --out_dir={run} --batch=nowhere", "--batch nowhere", ""),
     ("sample --out_dir={run} --batch={folder}", "--batch {folder}", ""),
     ("sample --out_dir={run} --batch={empty}", "{empty}", "sample --out_dir={run} --batch={gaps}"),

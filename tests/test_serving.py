@@ -408,9 +408,9 @@ def test_models_that_do_not_see_a_suffix_score_it(kind):
     model = network(**kind)
     tokenizer = mdlm.Tokenizer("char", list("abcdefghij"), True)
     writer = serve.Writer(model, model, tokenizer)
-    job = of_completion(dict(infill="a█bb"), Bounds())
+    job = of_completion(dict(infill="a█bbbb"), Bounds())
     (text,) = writer.write(job, lambda model: model, lambda *args: False)
-    assert text.whole == sample.search(model, tokenizer, "a█bb", top=1)[0].text
+    assert text.whole == sample.search(model, tokenizer, "a█bbbb", top=1)[0].text
     job.watch = True
     with (
         pytest.raises(UserError, match="does not see text")

@@ -1,0 +1,119 @@
+"""Calibration: one temperature per network, fitted to text that it has not learned."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import Toy, read_log, run_mdlm, saved, tiny_flags
+
+import eval
+import mdlm
+import sample
+from support import calibration, cli
+from support.data import sources
+from support.ensemble import Ensemble
+from support.training import checkpoint
+
+
+@pytest.mark.parametrize("truth", [0.8, 1.0, 1.25, 1.6])
+def test_the_fit_finds_the_temperature(world, truth):
+    """Of texts drawn from a known distribution, and a network that is too sure of it, or not."""
+    g = torch.Generator().manual_seed(1)
+    windows = world.x[torch.multinomial(world.p, 4000, True, generator=g)]
+    model = Toy(lambda xt: truth * world.exact(xt), world.V, world.T)
+    assert calibration.fit(model, windows) == pytest.approx(truth, abs=0.04)
+
+
+def test_the_fit_has_the_lowest_bound(short_run):
+    model, _, config = mdlm.load(short_run)
+    x = torch.randint(model.vocab_size, (8, config.block_size), generator=torch.Generator())
+    found = calibration.fit(model, x)
+    values = {}
+    for t in (found / 1.15, found, found * 1.15):
+        values[t] = mdlm.evaluate(calibration.at_temperature(model, t), x, passes=8)["nelbo"]
+    assert (
+        found in (calibration.GRID[0], calibration.GRID[-1]) or min(values, key=values.get) == found
+    )
+
+
+def test_likelihoods_use_it_and_the_network_does_not(short_run):
+    model, tokenizer, config = mdlm.load(short_run)
+    text = "The value of a class"
+    x = torch.full((1, config.block_size), model.mask_id)
+    before = model(x)
+    plain = sample.score(model, tokenizer, text)[0]
+    model.calibration = dict(temperature=1.5, source="a text")
+    assert torch.equal(model(x), before)
+    ids = tokenizer.encode(text)
+    wanted = 0.0
+    for i, id in enumerate(ids):
+        xt = x.clone()
+        xt[0, :i] = torch.tensor(ids[:i])
+        wanted += (model(xt)[0, i] / 1.5).double().log_softmax(-1)[id].item()
+    found = sample.score(model, tokenizer, text)[0]
+    assert found.logp == pytest.approx(wanted, abs=1e-3) and found.logp != plain.logp
+    (letters,) = sample.logprobs(model, tokenizer, "ab█"[:2], k=2)
+    assert all(math.isfinite(letter.logp) for letter in letters)
+
+
+def test_networks_together_have_each_its_own(short_run):
+    models = [mdlm.load(short_run)[0] for _ in range(2)]
+    models[0].calibration = dict(temperature=2.0, source="a text")
+    both = Ensemble(models)
+    x = torch.full((1, both.config.block_size), both.mask_id)
+    view = both.objective.view(x)
+    with torch.no_grad():
+        p = [(models[0](view) / 2).softmax(-1), models[1](view).softmax(-1)]
+        found = calibration.calibrated(both)(view).exp()
+    assert torch.allclose(found, (p[0] + p[1]) / 2, atol=1e-6)
+    assert calibration.temperature_of(both) == [2.0, 1.0]
+
+
+def test_a_file_calibrates_a_checkpoint(run, pydoc, tmp_path, capsys):
+    """The checkpoint stays intact and keeps it; a run's own text is refused."""
+    new = tmp_path / "new.txt"
+    text = pydoc[:6000]
+    new.write_text(text.translate(str.maketrans("aeiou", "eioua")), encoding="utf-8")
+    own = tmp_path / "own.txt"
+    own.write_text(text[:3000], encoding="utf-8")
+    flags = [f"--out_dir={run}", "--windows=16", "--passes=2"]
+    assert cli.run(eval.main, [*flags, f"--calibrate={own}"]) == 2
+    assert "learned" in capsys.readouterr().err
+    assert cli.run(eval.main, [*flags, f"--calibrate={new}", "--json=-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    folder = checkpoint.find_checkpoint(run)
+    checkpoint.verify(folder)
+    assert not list(run.glob("*.old")) and checkpoint.read_latest(run) == folder.name
+    model, _, _ = mdlm.load(run)
+    assert model.calibration == dict(temperature=found["temperature"], source=found["source"])
+    assert "new.txt" in found["source"]
+    assert cli.run(eval.main, [*flags, "--json=-", "--pictures=none"]) == 0
+    assert json.loads(capsys.readouterr().out)["temperature"] == found["temperature"]
+    assert cli.run(eval.main, [*flags, "--temperature=1", "--json=-", "--pictures=none"]) == 0
+    assert json.loads(capsys.readouterr().out)["temperature"] == 1
+    config = folder / "config.json"
+    content = json.loads(config.read_text())
+    for wrong in ({}, dict(temperature=0, source=""), dict(temperature="hot", source=""), 3):
+        config.write_text(json.dumps(content | dict(calibration=wrong)))
+        with pytest.raises(ValueError):
+            checkpoint.read_calibration(folder)
+
+
+def test_a_run_holds_text_back_and_calibrates_its_checkpoints(text_file, tmp_path, capsys):
+    out = tmp_path / "run"
+    flags = tiny_flags(f"--data={text_file}", f"--out_dir={out}", "--max_steps=4")
+    assert run_mdlm(*flags, "--calibration_share=0.25") == 0
+    assert "calibrated: temperature" in capsys.readouterr().out
+    model, _, config = mdlm.load(out)
+    assert "held back" in model.calibration["source"] and config.calibration_share == 0.25
+    ids = sources.of_config(out / "data", config)
+    kept, held = sources.hold_back(ids, 0.25, config.block_size)
+    n = len(ids.arrays[0])
+    assert len(kept.arrays[0]) == n * 3 // 4 and len(held.arrays[1]) == n - n * 3 // 4
+    assert (held.arrays[1] == ids.arrays[0][n * 3 // 4 :]).all()
+    assert read_log(out) and saved(out)
+    assert run_mdlm(*flags, "--calibration_share=0.1", "--resume") == 2
+    assert "calibration_share" in capsys.readouterr().err
+    assert run_mdlm(*flags, "--overwrite", "--calibration_share=0.00001") == 2
+    assert "calibration_share" in capsys.readouterr().err

@@ -112,7 +112,8 @@ FORMATS = dict(ms=".4g", spread=".2g", share=".1%", peak_mb=",.0f", speed_up=".2
 FORMATS |= dict(error=".1e", pytorch=".1e", host_us=".3g")
 FORMATS |= dict(warps="d", registers="d", shared_kib=".1f", spills="d")
 FORMATS |= dict(calls="d", seconds=".2f", words=".1%", words_se=".1%")
-FORMATS |= dict(twin=".3f", twin_se=".3f", distinct=".3f")
+FORMATS |= dict(twin=".3f", twin_se=".3f", expected=".3f", distinct=".3f")
+FORMATS |= dict(told=".1%", told_se=".1%")
 
 
 class ResultsTable:

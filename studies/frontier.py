@@ -1,8 +1,10 @@
 """How well samplers write, by their network calls (python bench.py sample).
 
 No number says it alone (Pynadath et al., 2604.02718): a low negative log-likelihood under other
-models may be bought with dull texts. So beside it stand the variety of words and characters, the
-same for real text, and for texts that the autoregressive model wrote itself.
+models may be bought with dull texts. So beside it stand the entropy that this model expects along
+the text, distinct words, and how well a classifier tells the texts from real ones (told_apart.py);
+and the same for real text, and for texts that the autoregressive model wrote itself. Short words
+are nearly always known, so only those of five letters and more count.
 """
 
 import time
@@ -13,6 +15,7 @@ import torch
 import eval
 import mdlm
 import sample
+from studies import told_apart
 from support import ranks
 from support.ensemble import read_newest
 from support.errors import NoEffect, UserError
@@ -30,13 +33,28 @@ CALLS = (4, 8, 16, 32, 64)
 
 
 def judge_by(twin, x):
-    """The mean nats per token of texts x (B, T) under an autoregressive model, and its error.
+    """The mean nats per token of texts x (B, T) under an autoregressive model, its error, and the
+    mean entropy of what the model expects along them: both are equal for its own texts.
 
     They are ids: the text of some, encoded again, would have others.
     """
-    r = mdlm.evaluate(twin, x.to(next(twin.parameters()).device), batch_size=8)
+    entropy = []
+
+    def observe(at, targets, logits):
+        p = logits.float().softmax(-1)
+        entropy.append(torch.special.entr(p).sum(-1).double().cpu())
+
+    device = next(twin.parameters()).device
+    r = mdlm.evaluate(twin, x.to(device), batch_size=8, observe=observe)
     each = torch.tensor(r["by_window"], dtype=torch.float64)
-    return dict(twin=each.mean().item(), twin_se=standard_error(each))
+    expected = torch.cat(entropy).mean().item()
+    return dict(twin=each.mean().item(), twin_se=standard_error(each), expected=expected)
+
+
+def telling(x, real):
+    """How often a classifier tells texts x from real ones (B, T), and its standard error."""
+    told, error = told_apart.accuracy(x, real)
+    return dict(told=told, told_se=error)
 
 
 def write(model, n, seeds, dtype, settings):
@@ -79,7 +97,7 @@ def bench_sampling(options, device, table):
     with eval.open_data(options.data, folders["mdlm"], tokenizer, config, device) as (corpus, _):
         training = tokenizer.decode(corpus.ids["train"][:2_000_000].tolist())
         windows = corpus.windows().long()
-    by_text = word_statistics.WordStatistics(training)
+    by_text = word_statistics.WordStatistics(training, shortest=5)
 
     def statistics(x):
         texts = [tokenizer.decode(ids) for ids in x.tolist()]
@@ -89,7 +107,8 @@ def bench_sampling(options, device, table):
     n = options.num_samples
     table.note(f"{n} texts of {config.block_size} tokens for each of the seeds {list(seeds)}")
     real = statistics(windows.cpu())
-    table.add(dict(sampler="real text", calls=None, seconds=None) | real)
+    halves = windows.cpu()[::2], windows.cpu()[1::2]
+    table.add(dict(sampler="real text", calls=None, seconds=None) | real | telling(*halves))
     calls = dict.fromkeys(min(n, config.block_size) for n in CALLS)
     cases = [
         (model, name, settings | dict(steps=n), n)
@@ -108,6 +127,7 @@ def bench_sampling(options, device, table):
         x, seconds = write(writer, n, seeds, options.dtype, settings)
         facts = dict(sampler=name, calls=steps, seconds=seconds)
         by_seed = [statistics(texts) for texts in x.split(n)]
-        table.add(facts | statistics(x) | dict(by_seed=by_seed))
+        found = statistics(x) | telling(x, windows.cpu())
+        table.add(facts | found | dict(by_seed=by_seed))
     if options.picture:
         table.draw(options.picture)

@@ -364,9 +364,12 @@ def plot_frontier(rows, path):
     """Plot known words, likelihood and distinct words over network calls, a line for each sampler.
 
     rows: those of bench.py sample: dicts of sampler, calls, words, distinct, with a twin also twin
-    (nats per token under it), and words_se, twin_se. Bars: two standard errors.
+    (nats per token under it), told (by a classifier), and words_se, twin_se, told_se. Bars: two
+    standard errors.
     """
-    panels = dict(words="known words (up is better)")
+    panels = dict(words="known words of five letters and more (up is better)")
+    if "told" in rows[0]:
+        panels["told"] = "told from real text by a classifier (down is better)"
     if "twin" in rows[0]:
         panels["twin"] = "nats per token under the twin (down is better)"
     panels["distinct"] = "distinct words (as real text is best)"

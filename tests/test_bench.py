@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import bench
 import mdlm
-from studies import frontier, peers, proven
+from studies import frontier, peers, proven, told_apart
 from support import cli, kernels
 from support.infill import word_statistics
 
@@ -446,6 +446,8 @@ def test_judge_counts_words_and_characters():
     found = statistics(["x to be or x", "x to be no x"])
     assert found["words"] == 5 / 6 and found["distinct"] == 4 / 6
     assert found["words_se"] == pytest.approx((0.5**2 + 0.5**2) ** 0.5 / 6)
+    long = word_statistics.WordStatistics("there be three", shortest=5)
+    assert long(["x to there be thare x"])["words"] == 1 / 2
     many = ["x one two x"] * word_statistics.GROUP + ["x one one x"] * word_statistics.GROUP
     assert word_statistics.distinct(many) == (2 / 32 + 1 / 32) / 2  # the mean over groups
 
@@ -468,7 +470,13 @@ def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
     assert cli.run(bench.main, command) == 0
     drawn = picture.read_text()
     assert drawn.rstrip().endswith("</svg>")
-    for words in ("quality by network calls", "left is cheaper", "known words", "up is better"):
+    for words in (
+        "quality by network calls",
+        "left is cheaper",
+        "known words",
+        "told from real text",
+        "up is better",
+    ):
         assert words in drawn
     before = picture.read_bytes()
     assert cli.run(bench.main, [*command, "--time_limit=1e-9"]) == 2, "nothing to draw"
@@ -483,6 +491,24 @@ def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
     for row in rows[1:]:
         assert len(row["by_seed"]) == 2 and row["seconds"] > 0
         assert row["twin"] == pytest.approx(sum(seed["twin"] for seed in row["by_seed"]) / 2)
+        assert row["expected"] > 0 and 0 <= row["told"] <= 1
+
+
+def test_a_classifier_tells_what_differs_and_nothing_else():
+    """Texts of one Markov chain, of another one, and of the same again."""
+    g = torch.Generator().manual_seed(0)
+
+    def texts(n, p):
+        x = torch.randint(20, (n, 256), generator=g)
+        for i in range(1, 256):  # with probability p the letter after the one before
+            follows = torch.rand(n, generator=g) < p
+            x[:, i] = torch.where(follows, (x[:, i - 1] + 1) % 20, x[:, i])
+        return x
+
+    same, error = told_apart.accuracy(texts(150, 0.2), texts(150, 0.2))
+    assert abs(same - 0.5) < 4 * error
+    other, _ = told_apart.accuracy(texts(150, 0.2), texts(150, 0.35))
+    assert other > 0.9
 
 
 def test_lone_checkpoint_needs_its_text(runs, monkeypatch, tmp_path, capsys):

@@ -55,14 +55,18 @@ def distinct(texts):
 
 
 class WordStatistics:
-    """The share of words that the training text (None: unknown) has, and of distinct ones."""
+    """The share of words that the training text (None: unknown) has, and of distinct ones.
 
-    def __init__(self, training):
+    shortest: letters that a word must have to count among the known ones
+    """
+
+    def __init__(self, training, shortest=1):
         self.known = set(re.findall(r"\w+", training or ""))
+        self.shortest = shortest
 
     def __call__(self, texts):
         """{"words": fraction, "words_se": standard error, "distinct": fraction}; None: unknown."""
-        lists = [words_of(text) for text in texts]
+        lists = [[w for w in words_of(text) if len(w) >= self.shortest] for text in texts]
         good = [sum(word in self.known for word in words) for words in lists]
         total = max(1, sum(map(len, lists)))
         known_fraction = sum(good) / total

@@ -642,7 +642,8 @@ class Rows:
         made = []
         for ids, drawn, calls in zip(self.x.tolist(), self.drawn, self.calls.tolist()):
             parts = to_texts(self.segments, ids, tokenizer)
-            templates.check_match(self.segments, parts, tokenizer)
+            if "constraints" in self.may_draw:
+                templates.check_match(self.segments, parts, tokenizer)
             made.append(Written(self.segments, ids, drawn, calls, parts))
         return made
 
@@ -681,7 +682,6 @@ class Writer:
 
     def batches(self, segments, n, is_template, has_length=False, size=None):
         """Yields Rows of n texts, whose numbers are 0 .. n - 1."""
-        self.check(segments)
         ids = torch.tensor([to_ids(segments, self.tokenizer, self.model.mask_id)])
         memo, merged = merge_calls(self.model, ids == self.model.mask_id) if n > 1 else (None, None)
         for rows in groups(self.model, n, self.device, size or merged, writing=True):
@@ -989,9 +989,9 @@ def segments_of(template, writer, options, is_drawn):
         segments = of_prompt(options.prompt, writer.tokenizer, options.length, config)
     else:
         segments = parse(template, writer.tokenizer, config.block_size)
-    templates.check_lengths(segments, options.max_gap)
-    if is_drawn:
-        writer.check(segments)
+        templates.check_lengths(segments, options.max_gap)
+        if is_drawn:
+            writer.check(segments)
     if options.cfg and all(segment.is_gap for segment in segments):
         raise UserError("--cfg guides by the given text, and there is none; give some")
     return segments

@@ -433,11 +433,6 @@ def constraints_of(model, x, matches, end_id):
     return doors.drawing().everywhere(model, x, matches, end_id)
 
 
-def has_given_text(model, x):
-    """Whether x (B, T) has a token that is neither [MASK] nor a given [END]."""
-    return bool(((x != model.mask_id) & (x != model.objective.end_id)).any())
-
-
 @torch.no_grad()
 def take_steps(
     model,

@@ -15,8 +15,8 @@ substitutions: these alone; all: also insertions, deletions and swaps, each as o
 
 The 6-gram model and mdlm have the same prior of mistakes, support/proofread/mistakes.py, which is
 not fitted to any text. --tune chooses the settings of the first two on the last tenth of the
-training text, which they then have not seen. Of mdlm it shows how much right and wrong changes
-gain beyond their cost, at the beginning of the training text.
+training text, which they then have not seen. Of mdlm it shows how much right and wrong changes gain
+beyond their cost, at the beginning of the training text.
 
 found: F1 of the places that are changed; repaired: mistakes after which the right text stands;
 spoiled: right characters that are wrong afterwards, per 1,000; left: the edit distance to the right

@@ -77,7 +77,7 @@ def test_every_kind_of_mistake_is_repaired(kind, wrong, before, after):
     assert (change.line, change.column) == (2, change.position - len(LETTERS) + 1)
 
 
-def test_the_gain_is_the_exact_likelihood():
+def test_the_gain_is_the_exact_likelihood(monkeypatch):
     """log p(R | all others) by the chain rule, before and after, in a world where it is known."""
     V = 5
     T = 12
@@ -85,13 +85,14 @@ def test_the_gain_is_the_exact_likelihood():
     power = torch.randint(1, 997, (T,), generator=torch.Generator().manual_seed(1))
     model = Toy(lambda xt: table[(xt * power).sum(-1) % 997], V, T)
     reader = Proofreader(model, Tokenizer("char", list("abcde")))
-    ids = [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+    ids = [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0]  # an insertion has room
 
     def direct(text, start, stop):
         """log p(text[start:stop] | the rest), term by term."""
         total = 0.0
         for i in range(start, stop):
-            seen = torch.tensor([text])
+            seen = torch.full((1, T), V)
+            seen[0, : len(text)] = torch.tensor(text)
             seen[0, i:stop] = V
             total += model(seen)[0, i].log_softmax(-1)[text[i]].item()
         return total
@@ -99,21 +100,47 @@ def test_the_gain_is_the_exact_likelihood():
     edits = [
         Edit(3, 5, (4, 3), "swap"),
         Edit(2, 3, (), "deletion"),
-        Edit(10, 10, (2,), "insertion"),  # the last token leaves the context: it counts in none
+        Edit(9, 9, (2,), "insertion"),
         Edit(1, 2, (4,), "substitution", single=0.5),
     ]
+    monkeypatch.setattr(proofreading, "SLACK", 1000.0)
     for edit in edits:
         [decided] = reader.decide(ids, [edit])
         after = ids[: edit.start] + list(edit.ids) + ids[edit.stop :]
-        room = min(proofreading.REACH, T - edit.start - len(edit.ids), T - edit.stop)
-        gain = direct([*after, V][:T], edit.start, edit.start + len(edit.ids) + room)
-        gain -= direct(ids, edit.start, edit.stop + room)
+        stop = min(len(ids), edit.stop + proofreading.REACH)
+        gain = direct(after, edit.start, stop + edit.growth) - direct(ids, edit.start, stop)
         if edit.kind == "substitution":
             gain = (gain + 0.5) / 2
         assert decided.gain == pytest.approx(gain, abs=1e-5)
 
 
-def test_edits_that_share_calls_gain_what_they_gain_alone():
+def test_rivals_leave_a_race_without_changing_what_the_others_gain(monkeypatch):
+    """Those left are all that are within SLACK of the best, with the gains that they have alone."""
+    reader = Proofreader(*alphabet())
+    ids = [LETTERS.index(c) for c in "abcdefghizklmnop"]
+    z = ids.index(LETTERS.index("z"))
+    new = LETTERS.index("j")
+    edits = [
+        Edit(z, z + 1, (new,), "insertion"),
+        Edit(z, z + 1, (), "deletion", cost=3.0),
+        Edit(z - 1, z + 1, (ids[z], ids[z - 1]), "swap", cost=3.0),
+        Edit(z, z, (new,), "insertion", cost=3.0),
+    ]
+    asked = []
+    ask = reader.ask
+    reader.ask = lambda rows, *questions: asked.append(len(rows)) or ask(rows, *questions)
+    kept = reader.race(ids, edits, proofreading.one_by_one)
+    few = sum(asked)
+    asked.clear()
+    monkeypatch.setattr(proofreading, "SLACK", 1000.0)
+    everyone = reader.race(ids, edits, proofreading.one_by_one)
+    best = max(edit.gain - edit.cost for edit in everyone)
+    assert kept == [e for e in everyone if e.gain - e.cost >= best - 3.0]
+    assert len(everyone) == 4 > len(kept) and few < sum(asked)
+
+
+def test_edits_that_share_calls_gain_what_they_gain_alone(monkeypatch):
+    monkeypatch.setattr(proofreading, "SLACK", 1000.0)
     model, tokenizer = alphabet(T=128)
     reader = Proofreader(model, tokenizer)
     ids = [LETTERS.index(c) for c in LINE]
@@ -124,6 +151,16 @@ def test_edits_that_share_calls_gain_what_they_gain_alone():
     ]
     alone = [reader.decide(ids, [edit])[0].gain for edit in edits]
     assert [edit.gain for edit in reader.decide(ids, edits)] == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_word_that_is_there_twice_is_offered_as_a_deletion():
+    letters = LETTERS.replace("q", " ")
+    reader = Proofreader(*alphabet(letters=letters))
+    text = "so the the man\nman that that"
+    ids = [letters.index(c) for c in text]
+    found = [text[edit.start : edit.stop] for edit in reader.doubled(ids, 0, len(ids))]
+    assert found == [" the", "\nman", " that"]
+    assert [e.start for e in reader.doubled(ids, 4, len(ids) - 1)] == [text.index("\nman")]
 
 
 # ---- What mistakes are likely
@@ -468,10 +505,10 @@ def test_the_page_shows_text_as_text(proofread, tmp_path):
 
 
 def test_caution_keeps_surer_changes_alone(proofread, tmp_path):
-    (tmp_path / "a.txt").write_bytes(WRONG.encode())
-    [change] = sample.fix(*alphabet(), WRONG).changes
-    cost = Proofreader(*alphabet()).prior.substitution(LETTERS.index("z"), LETTERS.index("j"))
-    excess = change.gain - cost
+    wrong = LETTERS + LETTERS.replace("ij", "ji") + LETTERS
+    (tmp_path / "a.txt").write_bytes(wrong.encode())
+    [change] = sample.fix(*alphabet(), wrong).changes
+    excess = change.gain - Proofreader(*alphabet()).prior.swap()
     for caution, n in ((excess - 0.1, 1), (excess + 0.1, 0)):
         assert proofread("--fix=a.txt", f"--caution={caution}")[2].startswith(f"{n} change")
 

@@ -228,13 +228,15 @@ def fix_file(options, model, tokenizer, folders, config):
             for path in (options.output, options.html, options.json)
         )
         shown = Shown(sys.stdout) if is_free else None
-        hide = is_free and is_terminal(sys.stdout)  # what is shown there says how far it is
-        read = stack.enter_context(bar(desc="proofreading", unit=" characters", disable=hide))
+        total = words.characters if words else None  # of a pipe it is not known
+        about = dict(desc="proofreading", unit=" characters", total=total)
+        read = stack.enter_context(bar(**about))
         page.put(PAGE.encode())
         for part in (part for parts in reader.parts(texts, words) for part in parts):
             text.put(part.after.encode())
             page.put(to_html(part).encode())
             if shown:
+                read.clear()  # what is shown may be on the same terminal
                 shown.add(part)
             characters += len(part.before)
             read.update(len(part.before))

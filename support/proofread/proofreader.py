@@ -1,23 +1,25 @@
 """Proofreading: finds tokens that do not belong in a text, without marks, and what to write there.
 
-A text is read window by window; each window is corrected in rounds of four steps.
+A text is read window by window, in four steps.
 
-1. Doubt. Every g-th token is masked, in g calls all of them once. An unlikely token is doubtful. So
-   is one that is unlikely if the next two are masked as well: where a token is missing, no other
-   one would fit between those that are there, and each of them may look right.
-2. Propose, at doubtful tokens: another token; of characters and bytes also one more, one less, or
-   two swapped.
-3. Prune by a pseudo-likelihood of the neighbourhood, the sum of log p(x_j), each masked with every
-   third token: a mistake makes its neighbours unlikely too.
-4. Decide by the likelihood. With R the tokens from the edit on to REACH tokens after it, the gain
-   is log p(R after | all others) - log p(R before | all others), exactly, by the chain rule. What
-   it gains beyond its cost, which the prior of mistakes says, are the log-odds of an edit. One that
-   makes words unknown to the text of words that it has elsewhere costs more: nobody misspells a
-   name twice alike. Where the edits near each other are together likelier than no mistake, the
-   best of them is kept.
+1. Doubt. Every g-th token is masked, in g calls all of them once, alone and with the next two:
+   where a token is missing, no other one would fit between those that are there, and each of them
+   may look right.
+2. Propose, where these probabilities leave it likely enough: another token; of characters and bytes
+   also one more, one less, two swapped, or the second of two equal words less.
+3. Prune. Edits near each other are rivals in a Race, with what is there. Each is a text for the
+   region from the first of them on to REACH tokens after the last. Its log p, given all other
+   tokens, is asked for a third of its tokens at a time. It only falls, so who is certain to stay
+   SLACK behind the best leaves.
+4. Decide. The rivals left race again, token by token: log p(the region | all other tokens), exactly
+   by the chain rule. What an edit gains over what is there, beyond its cost, which the prior of
+   mistakes says, are its log-odds. One that makes words unknown to the text of words that it has
+   elsewhere costs more: nobody misspells a name twice alike. Where the edits near each other are
+   together likelier than no mistake, the best of them is kept.
 
-Edits that are far apart share calls. Nothing else is changed: a text without doubtful tokens comes
-back byte for byte. What was measured: results/proofreading.md.
+Proposals near a change race again, as a mistake beside it is easier to see then. Regions that are
+far apart share calls. Nothing else is changed: a text without doubtful tokens comes back byte for
+byte. What was measured: results/proofreading.md.
 """
 
 import itertools
@@ -33,6 +35,7 @@ import torch
 
 from support import abilities
 from support.arguments import check_tokenizer
+from support.calibration import calibrated
 from support.data.hf_tokenizer import CONTEXT
 from support.data.tokenizer import WORD
 from support.errors import UserError
@@ -42,20 +45,26 @@ from support.proofread.mistakes import Prior
 EVERY = 8  # every g-th token is masked to find doubtful ones,
 RUN_EVERY = 12  # and RUN tokens in a row, every so many
 RUN = 3
-REACH = 8  # tokens after an edit whose likelihood decides
-NEAR = 4  # tokens on both sides of an edit whose pseudo-likelihood prunes
-SPARSE = 3  # every third of these is masked at once
-APART = REACH + 2 * NEAR  # tokens between edits that share a call
-RIVALS = 5  # edits near each other of which the likelihood decides
+REACH = 6  # tokens after an edit whose likelihood decides
+NEAR = 4  # tokens between edits that are accounts of one mistake
+RIVALS = 8  # tokens over which the edits of a race begin
+APART = 8  # tokens between regions that share a call
+WIDTH = 4  # texts of a race that are asked for at a time
+SLACK = 3.0  # nats that a rival may be behind the best
 ROUNDS = 3  # of a window: a repaired mistake makes others near it easier to see
-# Nats. What is below is not looked at: doubt of a token that is masked alone, and with those after
-# it; and what a proposal promises beyond its cost.
-DOUBT = 2.0
-RUN_DOUBT = 3.5
-PROMISE = -6.0
+# Nats that proposals need of log p, alone or at the beginning of a run of masks. A substitution:
+# its gain alone, beyond its cost; a deletion: alone, and half of that of the run; a swap: of both
+# tokens alone, and of the run; an insertion: of the tokens before and after it alone, and of the
+# run after it, and of what would be there.
+SUBSTITUTE = -4.0
+DELETE = -5.0
+SWAP = -10.0
+INSERT = -6.0
+FILL = -1.5
 TWICE = 6.0  # more costs an edit of words that occur elsewhere to others that do not
 MOST = 1 << 24  # logits that are held at a time
 PIECE = 1 << 16  # characters that are tokenized at a time
+DOUBLED = re.compile(r"(?<![\w'’-])([^\W\d_]+)(\s+\1)(?![\w'’-])")  # the same word twice
 COUNTED = re.compile(r"[^\W_]+")  # words: letters and digits,
 LONGEST = 64  # of at most so many characters,
 MOST_WORDS = 1 << 20  # and so many different ones
@@ -126,11 +135,13 @@ class Words:
 
     def __init__(self, pieces: Iterable[str] = ()):
         self.counts = Counter()
+        self.characters = 0  # of the text
         self.last = ""  # a word that the next piece may go on with
         for piece in pieces:
             self.add(piece)
 
     def add(self, piece):
+        self.characters += len(piece)
         text = self.last + piece
         self.last = end_of(text)
         whole = text[: len(text) - len(self.last)]
@@ -357,6 +368,10 @@ class Edit(NamedTuple):
     p_after: float | None = None
     gain: float = -math.inf
 
+    @property
+    def growth(self):
+        return len(self.ids) - (self.stop - self.start)
+
 
 class Asker:
     """Asks a network about masked tokens.
@@ -416,13 +431,15 @@ class Proofreader:
 
     def __init__(self, model, tokenizer, caution=0.0):
         check_model(model, tokenizer)
+        model = calibrated(model)
         self.cutter = Cutter(tokenizer)
         self.prior = Prior(self.cutter.characters(), model.vocab_size)
         self.caution = caution
         self.ask = Asker(model, self.cutter.barred(model.vocab_size), self.prior.wrong)
         self.mask = model.mask_id
         L = self.context = model.config.block_size
-        self.margin = L // 8  # tokens on both sides of what a window corrects
+        self.margin = L // 8  # tokens before what a window corrects; a few less are after it,
+        self.spare = -(-self.margin // 4)  # as insertions need room
         self.stride = max(1, L - 2 * self.margin)
         self.words = Words()
         self.judged = None  # a list: gets (number of the token, Edit) of all that was judged
@@ -440,7 +457,8 @@ class Proofreader:
         ahead = []  # tokens to come
         counted = -1  # the number of the last token whose text is among the words
         while True:
-            ahead += itertools.islice(stream, self.stride + self.margin - len(ahead))
+            more = self.stride + self.margin - self.spare - len(ahead)
+            ahead += itertools.islice(stream, max(0, more))
             if not ahead:
                 return
             last = ahead[: self.stride][-1].number
@@ -465,9 +483,11 @@ class Proofreader:
         made = []
         near = None  # in later rounds: only what is near a change
         for _ in range(ROUNDS):
-            ids = [token.id for token in window[: self.context]]  # insertions may exceed it
-            edits = self.propose(ids, window, begin, min(end, len(ids)), near)
-            edits = self.decide(ids, self.prune(ids, edits))
+            # Insertions may exceed the context.
+            ids = [token.id for token in window[: self.context - self.spare]]
+            if near is None:
+                proposed = self.propose(ids, window, begin, min(end, len(ids)))
+            edits = self.decide(ids, [edit for edit in proposed if edit.stop <= len(ids)])
             if self.judged is not None:
                 last = len(window) - 1
                 self.judged += [(window[min(edit.start, last)].number, edit) for edit in edits]
@@ -475,144 +495,132 @@ class Proofreader:
             if not edits:
                 break
             window, end, near = self.apply(window, end, edits, made)
+            proposed = [edit for edit in moved(proposed, edits) if edit.start in near]
         return window, made
 
     # ---- 1. Doubt
-    def doubts(self, ids, begin, end):
-        """Answers for the doubtful tokens begin..end of a window, each masked with every g-th one:
-        {position: (log p of the token there, the best other one, its log p)}"""
-        where = [i for i in range(begin, end) if ids[i] != self.mask]
-        alone = self.masked_once(ids, where, EVERY, 1)
-        in_run = self.masked_once(ids, where, RUN_EVERY, RUN).logp
-        return {
-            i: answer
-            for i, answer, run_logp in zip(where, zip(*alone), in_run)
-            if answer[0] < -DOUBT or run_logp < -RUN_DOUBT
-        }
-
     def masked_once(self, ids, where, every, run):
         """Answers for the tokens at `where`, each the first of a run of masks, of which there is
         one every so many tokens."""
-        rows = [self.thinned(ids, every, phase, run) for phase in range(every)]
+        rows = [
+            [self.mask if (i - phase) % every < run else id for i, id in enumerate(ids)]
+            for phase in range(every)
+        ]
         return self.ask(rows, [i % every for i in where], where, [ids[i] for i in where])
 
-    def thinned(self, ids, every, phase, run=1):
-        """The ids with `run` positions in a row masked, from `phase` on every so many."""
-        return [self.mask if (i - phase) % every < run else id for i, id in enumerate(ids)]
-
     # ---- 2. Propose
-    def propose(self, ids, window, begin, end, near):
-        """The Edits that may repair a doubtful token begin..end of a window."""
+    def propose(self, ids, window, begin, end):
+        """The Edits that may repair a token of begin..end of a window."""
+        where = [i for i in range(begin, end) if ids[i] != self.mask]
+        alone = self.masked_once(ids, where, EVERY, 1)
+        in_run = self.masked_once(ids, where, RUN_EVERY, RUN).logp
+        logp = dict(zip(where, alone.logp))
         edits = []
         seams = []  # places at which a token may be missing
-        for i, (logp, best, best_logp) in self.doubts(ids, begin, end).items():
-            if near is not None and i not in near:
-                continue
-            p = math.exp(logp)
-            if is_whole(window[i]):
-                new = dict(single=best_logp - logp, p_before=p, p_after=math.exp(best_logp))
-                cost = self.prior.substitution(ids[i], int(best))
-                edits.append(Edit(i, i + 1, (int(best),), "substitution", cost, **new))
+        for i, best, best_logp, run in zip(where, alone.best, alone.best_logp, in_run):
+            old = ids[i]
+            p = math.exp(logp[i])
+            cost = self.prior.substitution(old, best)
+            single = best_logp - logp[i]
+            if is_whole(window[i]) and single - cost > SUBSTITUTE:
+                new = dict(single=single, p_before=p, p_after=math.exp(best_logp))
+                edits.append(Edit(i, i + 1, (best,), "substitution", cost, **new))
             if not self.cutter.by_character:
                 continue
-            if is_whole(window[i]):
-                cost = self.prior.deletion(ids[i], ids[max(0, i - 1) : i] + ids[i + 1 : i + 2])
+            if is_whole(window[i]) and logp[i] + run / 2 < DELETE:
+                cost = self.prior.deletion(old, ids[max(0, i - 1) : i] + ids[i + 1 : i + 2])
                 edits.append(Edit(i, i + 1, (), "deletion", cost, p_before=p))
-            pairs = [(j, j + 2) for j in (i - 1, i) if begin <= j < j + 2 <= len(ids)]
-            for j, k in pairs:
-                pair = ids[j:k]
-                if pair[0] != pair[1] and self.mask not in pair and all(map(is_whole, window[j:k])):
-                    edits.append(Edit(j, k, (pair[1], pair[0]), "swap", self.prior.swap()))
-            seams += [j for j in (i, i + 1) if j == len(ids) or begins(window[j])]
-        cost = self.prior.insertion()
-        missing = [Edit(j, j, (self.mask,), "insertion", cost) for j in dict.fromkeys(seams)]
-        return list(dict.fromkeys(edits)) + self.filled(ids, missing)
+            is_pair = i + 1 in logp and ids[i + 1] != old and all(map(is_whole, window[i : i + 2]))
+            if is_pair and logp[i] + logp[i + 1] + run < SWAP:
+                edits.append(Edit(i, i + 2, (ids[i + 1], old), "swap", self.prior.swap()))
+            if begins(window[i]) and logp.get(i - 1, 0.0) + logp[i] + run < INSERT:
+                seams.append(i)
+        if self.cutter.by_character:
+            edits += self.doubled(ids, begin, end)
+        return edits + self.filled(ids, seams if len(ids) < self.context else [])
 
-    def filled(self, ids, edits):
-        """Insertions of [MASK], with the likeliest token in its place."""
-        asked = Questions()
-        for pack in self.packs(ids, edits):
-            row = asked.add(pack.after)
-            for edit, start in zip(pack.edits, pack.starts):
-                asked.about(edit, row, start, -1)
-        answers = self.ask(*asked.questions())
+    def doubled(self, ids, begin, end):
+        """Deletions of words that are there twice, within begin..end."""
+        characters = self.cutter.characters()
+        text = "".join("\0" if id == self.mask else characters[id] for id in ids)
+        cost = self.prior.insertion()
+        for match in DOUBLED.finditer(text):
+            if begin <= match.start() and match.end() <= end:
+                yield Edit(match.end(1), match.end(), (), "deletion", cost)
+
+    def filled(self, ids, seams):
+        """Insertions at `seams`, of the likeliest token at each."""
+        rows, where = self.laid(ids, [(j, j, [self.mask]) for j in seams])
+        row, at = zip(*where) if where else ((), ())
+        answers = self.ask(rows, row, at, [-1] * len(at))
+        cost = self.prior.insertion()
         return [
-            edit._replace(ids=(int(best),), p_after=math.exp(logp))
-            for edit, best, logp in zip(asked.owners, answers.best, answers.best_logp)
+            Edit(j, j, (best,), "insertion", cost, p_after=math.exp(logp))
+            for j, best, logp in zip(seams, answers.best, answers.best_logp)
+            if logp > FILL
         ]
 
-    # ---- 3. Prune
-    def prune(self, ids, edits):
-        """The Edits that make their neighbourhood likelier, at most RIVALS near each other."""
-        asked = Questions()
-        before = [asked.add(self.thinned(ids, SPARSE, phase)) for phase in range(SPARSE)]
-        for pack in self.packs(ids, edits):
-            after = [asked.add(self.thinned(pack.after, SPARSE, phase)) for phase in range(SPARSE)]
-            for (text, sign, starts, stops), rows in zip(pack.sides(), (after, before)):
-                for edit, start, stop, room in zip(pack.edits, starts, stops, pack.room):
-                    for i in range(max(0, start - NEAR), stop + min(NEAR, room)):
-                        if text[i] != self.mask:
-                            asked.about((edit, sign), rows[i % SPARSE], i, text[i])
-        promise = self.sums(asked) if edits else {}
-        promise = {edit: value - edit.cost for edit, value in promise.items()}
-        kept = []
-        for edit in sorted(promise, key=lambda edit: (-promise[edit], edit.start, edit.kind)):
-            rivals = sum(abs(edit.start - other.start) <= NEAR for other in kept)
-            if promise[edit] > PROMISE and rivals < RIVALS:
-                kept.append(edit)
-        return sorted(kept, key=lambda edit: edit.start)
+    def laid(self, ids, pieces):
+        """(rows of ids in which pieces of other text are laid, (row, start) of each piece)
 
-    # ---- 4. Decide
-    def decide(self, ids, edits):
-        """The Edits with their gains.
-
-        The chain rule reads R from left to right: token i is asked for while it and the rest of R
-        are masked. For a substitution the order in which the token comes last says the same of a
-        perfect network, `single`; the gain is the mean of both.
+        pieces: [(start, stop, other)], in order: `other` takes the place of ids[start:stop].
+        Those that are APART share a row, if it fits into the context.
         """
-        asked = Questions()
-        for pack in self.packs(ids, edits):
-            for text, sign, starts, stops in pack.sides():
-                regions = [
-                    range(start, stop + min(REACH, after))
-                    for start, stop, after in zip(starts, stops, pack.room)
-                ]
-                for k in range(max(map(len, regions))):
-                    row = asked.add(text)
-                    for edit, region in zip(pack.edits, regions):
-                        for i in region[k:]:
-                            asked.rows[row][i] = self.mask
-                        if k < len(region) and text[region[k]] != self.mask:
-                            asked.about((edit, sign), row, region[k], text[region[k]])
-        gain = self.sums(asked)
-        decided = []
-        for edit in edits:
-            if edit in gain:
-                value = gain[edit]
-                if edit.kind == "substitution":
-                    value = (value + edit.single) / 2
-                decided.append(edit._replace(gain=float(value)))
-        return decided
+        rows = []  # (ids, the end in the text of those that are there)
+        where = []
+        for start, stop, other in pieces:
+            growth = len(other) - (stop - start)
+            fits = (
+                start >= end + APART and len(row) + len(ids) - end + growth <= self.context
+                for row, end in rows
+            )
+            k = next((k for k, does in enumerate(fits) if does), len(rows))
+            if k == len(rows):
+                rows.append(([], 0))
+            row, end = rows[k]
+            row += ids[end:start]
+            where.append((k, len(row)))
+            row += other
+            rows[k] = (row, stop)
+        return [row + ids[end:] for row, end in rows], where
 
-    def sums(self, asked):
-        """{Edit: sum of log p of its questions, less those of the text before it}"""
-        total = {}
-        for (edit, sign), logp in zip(asked.owners, self.ask(*asked.questions()).logp):
-            total[edit] = total.get(edit, 0.0) + sign * logp
-        return total
+    # ---- 3. Prune, and 4. decide
+    def decide(self, ids, edits):
+        """The Edits that are not far behind the best of their place, with their gains.
 
-    def packs(self, ids, edits):
-        """Packs of Edits that share calls, each far enough from the others in its pack."""
-        packs = []
+        For a substitution the order of the chain rule in which the token comes last says the same
+        of a perfect network, `single`; the gain is the mean of both.
+        """
+        edits = self.race(ids, self.race(ids, edits, thirds), one_by_one)
+        return [
+            edit._replace(gain=(edit.gain + edit.single) / 2)
+            if edit.kind == "substitution"
+            else edit
+            for edit in edits
+        ]
+
+    def race(self, ids, edits, order):
+        """The Edits that are left in their races, with their gains."""
+        places = []
         for edit in sorted(edits, key=lambda edit: edit.start):
-            free = (pack for pack in packs if edit.start >= pack[-1].stop + APART)
-            pack = next(free, None)
-            if pack is None:
-                packs.append([edit])
+            here = places[-1] if places else []
+            if here and edit.start <= min(here[-1].start + NEAR, here[0].start + RIVALS):
+                here.append(edit)
             else:
-                pack.append(edit)
-        packs = (Pack(ids, pack, self.context) for pack in packs)
-        return [pack for pack in packs if pack.edits]
+                places.append([edit])
+        races = [Race(ids, place, self.mask, self.caution, order) for place in places]
+        while steps := [(race, seen) for race in races for seen in race.next()]:
+            rows, where = self.laid(ids, [(race.start, race.stop, seen) for race, seen in steps])
+            asked = [
+                (rival, row, start + k, rival.text[k])
+                for (race, seen), (row, start) in zip(steps, where)
+                for rival in race.at(seen)
+                for k in rival.go_on()
+            ]
+            rivals, *questions = zip(*asked)
+            for rival, logp in zip(rivals, self.ask(rows, *questions).logp):
+                rival.score += logp
+        return [edit for race in races for edit in race.left()]
 
     # ---- What is kept
     def best_apart(self, window, edits):
@@ -687,7 +695,7 @@ class Proofreader:
             made.append((max(known, default=-1) + 0.5, edit))
             window[start : edit.stop + shift] = new
             near.update(range(start - REACH, start + len(new) + REACH))
-            shift += len(new) - (edit.stop - edit.start)
+            shift += edit.growth
         return window, end + shift, near
 
 
@@ -722,63 +730,93 @@ def finished(tokens, last):
     return tokens
 
 
-class Pack:
-    """Edits of a text that are far apart, made at once.
+def moved(edits, made):
+    """Edits of the text after others were made; without those that touch them."""
+    return [
+        edit._replace(start=edit.start + shift, stop=edit.stop + shift)
+        for edit in edits
+        if all(edit.stop < other.start or other.stop < edit.start for other in made)
+        for shift in [sum(other.growth for other in made if other.stop < edit.start)]
+    ]
 
-    before, after: ids without and with them. edits: those that fit into the context
-    starts: in `after`. room: tokens after each edit up to the end of the context or the text
+
+# ---- Races
+def one_by_one(n):
+    """The chain rule: tokens that are asked for at a time, with all that were asked for known."""
+    return [[k] for k in range(n)]
+
+
+def thirds(n):
+    """The same for every third token at once, counted from the end, which rivals share."""
+    return [[k for k in range(n) if (n - 1 - k) % 3 == third] for third in (0, 2, 1)]
+
+
+class Rival:
+    """A text that may be meant in a place, and its likelihood so far.
+
+    edit: that makes it; None: what is there. score: log p of the tokens asked for, less the cost
+    steps: [(what the network sees of it, the tokens it is asked for), ...]
     """
 
-    def __init__(self, ids, edits, context):
-        self.before = ids
-        self.edits = []
-        self.after = []
-        self.starts = []
-        end = 0
+    def __init__(self, edit, text, cost, order, mask):
+        self.edit = edit
+        self.text = text
+        self.cost = cost
+        self.score = -cost
+        self.done = 0
+        self.steps = []
+        seen = [mask] * len(text)
+        for some in order(len(text)):
+            some = [k for k in some if text[k] != mask]
+            if some:
+                self.steps.append((tuple(seen), some))
+            for k in some:
+                seen[k] = text[k]
+
+    def is_done(self):
+        return self.done == len(self.steps)
+
+    def go_on(self):
+        """Begin the next step; returns the tokens it asks for."""
+        self.done += 1
+        return self.steps[self.done - 1][1]
+
+
+class Race:
+    """Rival edits of a place, and no edit: each is asked for until it is certain to lose.
+
+    ids[start:stop] is the place. What is there is known first; then the best go on first.
+    """
+
+    def __init__(self, ids, edits, mask, caution, order):
+        start = self.start = edits[0].start
+        stop = self.stop = min(len(ids), max(edit.stop for edit in edits) + REACH)
+        self.rivals = [self.before] = [Rival(None, ids[start:stop], 0.0, order, mask)]
         for edit in edits:
-            start = len(self.after) + edit.start - end
-            if max(start + len(edit.ids), edit.stop) > context:
-                break
-            self.after += [*ids[end : edit.start], *edit.ids]
-            self.edits.append(edit)
-            self.starts.append(start)
-            end = edit.stop
-        shift = len(self.after) - end
-        self.after = (self.after + ids[end:])[:context]
-        longest = min(len(ids), context, context - shift)
-        self.room = [longest - edit.stop for edit in self.edits]
+            text = [*ids[start : edit.start], *edit.ids, *ids[edit.stop : stop]]
+            self.rivals.append(Rival(edit, text, edit.cost + caution, order, mask))
 
-    def sides(self):
-        """(ids, sign, starts, stops of the edits in them) after the edits, and before."""
-        stops = [start + len(edit.ids) for edit, start in zip(self.edits, self.starts)]
-        yield self.after, 1, self.starts, stops
-        yield self.before, -1, [e.start for e in self.edits], [e.stop for e in self.edits]
+    def next(self):
+        """What the network sees of the rivals that go on."""
+        if not self.before.done:
+            return [seen for seen, _ in self.before.steps]
+        best = max(rival.score for rival in self.rivals if rival.is_done())
+        is_near = [rival.score >= best - SLACK or not rival.edit for rival in self.rivals]
+        self.rivals = list(itertools.compress(self.rivals, is_near))
+        going = [rival for rival in self.rivals if not rival.is_done()]
+        going.sort(key=lambda rival: -rival.score)
+        return list(dict.fromkeys(rival.steps[rival.done][0] for rival in going))[:WIDTH]
 
+    def at(self, seen):
+        """The rivals that go on from there."""
+        return [r for r in self.rivals if not r.is_done() and r.steps[r.done][0] == seen]
 
-class Questions:
-    """Masked positions to ask about: rows of ids, and for each question its owner."""
-
-    def __init__(self):
-        self.rows = []
-        self.owners = []
-        self.row = []
-        self.at = []
-        self.asked = []
-
-    def add(self, ids):
-        """Add a row; returns its number."""
-        self.rows.append(list(ids))
-        return len(self.rows) - 1
-
-    def about(self, owner, row, at, asked):
-        self.owners.append(owner)
-        self.row.append(row)
-        self.at.append(at)
-        self.asked.append(asked)
-
-    def questions(self):
-        """The arguments of an Asker."""
-        return self.rows, self.row, self.at, self.asked
+    def left(self):
+        """The Edits with their gains, beyond what is there."""
+        for rival in self.rivals:
+            if rival.edit:
+                gain = rival.score + rival.cost - self.before.score
+                yield rival.edit._replace(gain=gain)
 
 
 # ---- What was changed, and where

@@ -162,13 +162,17 @@ def quantize(array):
     return np.round(array / scale).astype(np.int8), scale
 
 
-def proofreading_settings():
-    """Return what proofread.js needs: the constants of proofreading, and the prior of mistakes."""
-    names = ("EVERY", "RUN_EVERY", "RUN", "REACH", "NEAR", "SPARSE", "APART", "RIVALS", "ROUNDS")
-    names += ("DOUBT", "RUN_DOUBT", "PROMISE", "TWICE")
+def proofreading_settings(temperature=1.0):
+    """Return what proofread.js needs: the constants of proofreading, and the prior of mistakes.
+
+    temperature: of the network, by which proofread.js divides its logits
+    """
+    names = ("EVERY", "RUN_EVERY", "RUN", "REACH", "NEAR", "RIVALS", "APART", "WIDTH", "SLACK")
+    names += ("ROUNDS", "SUBSTITUTE", "DELETE", "SWAP", "INSERT", "FILL", "TWICE")
     settings = {name: getattr(proofreader, name) for name in names}
     cost = mistakes.Prior(None, 1).each
-    return settings | dict(cost=cost, BESIDE=mistakes.BESIDE, beside=mistakes.beside())
+    settings |= dict(cost=cost, BESIDE=mistakes.BESIDE, beside=mistakes.beside())
+    return settings | dict(temperature=temperature)
 
 
 def record(model, tokenizer, template, unmask):
@@ -213,7 +217,7 @@ def contents_of(model, tokenizer, config, weights, unmask):
     live = dict(vocab=tokenizer.vocab, context=config.block_size, mask=model.mask_id)
     live |= dict(temperature=temperature_of(model))
     live |= dict(files={name: (len(c), zlib.crc32(c)) for name, c in contents.items()})
-    live |= dict(proofreading=proofreading_settings())
+    live |= dict(proofreading=proofreading_settings(temperature_of(model)))
     names = ("crc", "sampler", "search", "proofread", "model", "worker")
     worker = bundle(*(f"{name}.js" for name in names))
     live |= dict(runtime=RUNTIME_FILES, worker=worker)

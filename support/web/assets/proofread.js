@@ -1,41 +1,38 @@
 // Finds characters that do not belong in a text, and what to write there, as support/proofread/proofreader.py does: doubtful
-// characters get proposals, the pseudo-likelihood of their neighbours prunes these, and the exact likelihood and the prior
-// of mistakes decide.
+// characters get proposals; those of one place are rivals in a race, which the exact likelihood and the prior of mistakes
+// decide.
 
 import {logSoftmax} from "./sampler.js";
 
 const WORD = /[\p{L}\p{N}]+/gu, LONGEST = 64;  // characters beside an edit in which its words are looked for
+const DOUBLED = /(?<![\p{L}\p{N}_'’-])(\p{L}+)(\s+\1)(?![\p{L}\p{N}_'’-])/gu;
 const byStart = (a, b) => a.start - b.start;
 const span = (start, stop) => Array.from({length: Math.max(0, stop - start)}, (_, i) => start + i);
 
-// The ids with `run` of them in a row masked, from `phase` on every so many.
-const thinned = (ids, every, phase, mask, run = 1) =>
-  ids.map((id, i) => ((i - phase) % every + every) % every < run ? mask : id);
+// The orders of a race: the places that are asked for at a time, with all that were asked for known.
+const oneByOne = n => span(0, n).map(k => [k]);
+const thirds = n => [0, 2, 1].map(third => span(0, n).filter(k => (n - 1 - k) % 3 === third));
 
-// Edits of a text that are far apart, made at once. before, after: ids without and with them. edits: those that fit into
-// the context. starts: in `after`. room: characters after each edit up to the end of the context or the text.
-function packed(ids, edits, context) {
-  const kept = [], starts = [];
-  let after = [], end = 0;
-  for (const edit of edits) {
-    const start = after.length + edit.start - end;
-    if (Math.max(start + edit.ids.length, edit.stop) > context) break;
-    after.push(...ids.slice(end, edit.start), ...edit.ids);
-    kept.push(edit);
-    starts.push(start);
-    end = edit.stop;
+// A text that may be meant in a place: what `edit` (null: nothing) makes of it. score: log p of what was asked for so far,
+// less the cost. steps: what the network sees of it, and the places it is asked for.
+function rivalOf(edit, text, cost, order, mask) {
+  const steps = [], seen = text.map(() => mask);
+  for (const places of order(text.length)) {
+    const some = places.filter(k => text[k] !== mask);
+    if (some.length) steps.push({seen: [...seen], some});
+    for (const k of some) seen[k] = text[k];
   }
-  const shift = after.length - end, longest = Math.min(ids.length, context, context - shift);
-  after = [...after, ...ids.slice(end)].slice(0, context);
-  return {before: ids, after, edits: kept, starts, room: kept.map(edit => longest - edit.stop)};
+  return {edit, text, cost, score: -cost, done: 0, steps};
 }
+const isDone = rival => rival.done === rival.steps.length;
 
-// [{text, sign, places}] of a pack after its edits and before them; places: [{edit, start, stop, room}].
-const sidesOf = ({before, after, edits, starts, room}) => [
-  {text: after, sign: 1, places: edits.map((edit, k) =>
-    ({edit, start: starts[k], stop: starts[k] + edit.ids.length, room: room[k]}))},
-  {text: before, sign: -1, places: edits.map((edit, k) => ({edit, start: edit.start, stop: edit.stop, room: room[k]}))},
-];
+// Edits of the text after others were made; without those that touch them.
+const growth = ({ids, start, stop}) => ids.length - (stop - start);
+const moved = (edits, made) => edits.filter(edit => made.every(other => edit.stop < other.start || other.stop < edit.start))
+  .map(edit => {
+    const shift = made.filter(other => other.stop < edit.start).reduce((sum, other) => sum + growth(other), 0);
+    return {...edit, start: edit.start + shift, stop: edit.stop + shift};
+  });
 
 // The prior of mistakes, as in support/proofread/mistakes.py. cost: nats by which any mistake is less likely than none.
 export function priorOf(vocab, {cost, BESIDE, beside}) {
@@ -109,14 +106,14 @@ function compare(original, done, made) {
 // Proofread a text, window by window. vocab: the model's characters, whose number is the id of [MASK]. Yields a list of
 // parts for each window, [{before, after, change}]; change: null for what is kept, else {kind, gain, pBefore, pAfter},
 // the gain in nats. Characters that the model never saw are shown to it as [MASK], and stay. settings: the constants of
-// proofreader.py and the prior, from live_page.py.
+// proofreader.py and the prior, from live_page.py; temperature: by which logits are divided.
 export async function* proofread(predict, text, vocab, context, settings) {
-  const {EVERY, RUN_EVERY, RUN, REACH, NEAR, SPARSE, APART, RIVALS, ROUNDS, DOUBT, RUN_DOUBT, PROMISE} = settings;
-  const {TWICE} = settings, counts = wordsOf(text);
+  const {EVERY, RUN_EVERY, RUN, REACH, NEAR, RIVALS, APART, WIDTH, SLACK, ROUNDS, SUBSTITUTE, DELETE, SWAP, INSERT, FILL} = settings;
+  const {TWICE, temperature} = settings, counts = wordsOf(text);
   const prior = priorOf(vocab, settings);
   const mask = vocab.length, ids = new Map(vocab.map((own, id) => [own, id]));
   const tokens = Array.from(text, (own, number) => ({own, number, id: ids.get(own) ?? mask}));
-  const margin = context >> 3, stride = Math.max(1, context - 2 * margin);
+  const margin = context >> 3, spare = Math.ceil(margin / 4), stride = Math.max(1, context - 2 * margin);
 
   // Answer questions about masked places: [{row, at, id, ...}], row: ids; id: the character that is asked for, or -1.
   // Adds `logp` of it, and the best other one, `best`, with `bestLogp`: what was meant, most probably, if it was written.
@@ -124,7 +121,7 @@ export async function* proofread(predict, text, vocab, context, settings) {
     for (const row of new Set(questions.map(question => question.row))) {
       const [logits] = await predict([row]);
       for (const question of questions.filter(each => each.row === row)) {
-        const {at, id} = question, logp = logSoftmax(logits.subarray(at * mask, (at + 1) * mask));
+        const {at, id} = question, logp = logSoftmax(logits.slice(at * mask, (at + 1) * mask).map(z => z / temperature));
         const score = id < 0 ? logp : logp.map((p, v) => p + Math.fround(prior.wrong(id, v)));
         const best = score.reduce((a, p, v) => v !== id && (a < 0 || p > score[a]) ? v : a, -1);
         Object.assign(question, {logp: logp[id], best, bestLogp: logp[best]});
@@ -133,105 +130,110 @@ export async function* proofread(predict, text, vocab, context, settings) {
     return questions;
   }
 
-  // A Map from edits to the sums of log p of their questions, less those of the text before.
-  async function sums(questions) {
-    const total = new Map();
-    for (const {edit, sign, logp} of await ask(questions)) total.set(edit, (total.get(edit) ?? 0) + sign * logp);
-    return total;
-  }
-
-  // Packs of edits that share calls, each far enough from the others in its pack.
-  function packsOf(ids, edits) {
-    const packs = [];
-    for (const edit of [...edits].sort(byStart)) {
-      const free = packs.find(pack => edit.start >= pack.at(-1).stop + APART);
-      free ? free.push(edit) : packs.push([edit]);
+  // Lay pieces of other text into rows of ids: [{start, stop, other, ...}], in order. Adds `row` and `at`. Those that are
+  // APART share a row, if it fits into the context.
+  function laid(ids, pieces) {
+    const rows = [];  // {row, end}: the end in the text of those that are there
+    for (const piece of pieces) {
+      const {start, stop, other} = piece, more = ids.length + other.length - (stop - start);
+      let here = rows.find(({row, end}) => start >= end + APART && row.length - end + more <= context);
+      if (!here) rows.push(here = {row: [], end: 0});
+      here.row.push(...ids.slice(here.end, start));
+      Object.assign(piece, {row: here.row, at: here.row.length});
+      here.row.push(...other);
+      here.end = stop;
     }
-    return packs.map(pack => packed(ids, pack, context)).filter(pack => pack.edits.length);
+    for (const {row, end} of rows) row.push(...ids.slice(end));
+    return pieces;
   }
 
-  // 1. Doubt: characters that are unlikely masked alone, one of EVERY, or with the next ones, RUN of RUN_EVERY.
-  async function doubts(ids, begin, end) {
+  // 1. Doubt: each character masked, the first of a run of masks, of which there is one every so many characters.
+  function maskedOnce(ids, places, every, run) {
+    const rows = span(0, every).map(phase => ids.map((id, i) => ((i - phase) % every + every) % every < run ? mask : id));
+    return ask(places.map(i => ({row: rows[i % every], at: i, id: ids[i]})));
+  }
+
+  // 2. Propose: another character, one more, one less, two swapped, or the second of two equal words less.
+  async function propose(ids, begin, end) {
+    const edits = [], seams = [], unknown = {pBefore: null, pAfter: null};
     const places = span(begin, end).filter(i => ids[i] !== mask);
-    const once = (every, run) => {
-      const rows = span(0, every).map(phase => thinned(ids, every, phase, mask, run));
-      return ask(places.map(i => ({row: rows[i % every], at: i, id: ids[i]})));
-    };
-    const alone = await once(EVERY, 1), inRun = await once(RUN_EVERY, RUN);
-    return alone.filter(({logp}, k) => logp < -DOUBT || inRun[k].logp < -RUN_DOUBT);
-  }
-
-  // 2. Propose, at doubtful characters: another one, one more, one less, or two swapped.
-  async function propose(ids, begin, end, near) {
-    const edits = [], seams = new Set(), swaps = new Set(), unknown = {pBefore: null, pAfter: null};
-    for (const {at: i, logp, best, bestLogp} of await doubts(ids, begin, end)) {
-      if (near && !near.has(i)) continue;
-      const p = Math.exp(logp), other = {single: bestLogp - logp, pBefore: p, pAfter: Math.exp(bestLogp)};
-      const where = {start: i, stop: i + 1}, around = [...ids.slice(Math.max(0, i - 1), i), ...ids.slice(i + 1, i + 2)];
-      edits.push({...where, ids: [best], kind: "substitution", cost: prior.substitution(ids[i], best), ...other});
-      edits.push({...where, ids: [], kind: "deletion", cost: prior.deletion(ids[i], around), pBefore: p, pAfter: null});
-      for (const j of [i - 1, i]) {
-        const [first, second] = [ids[j], ids[j + 1]], isHere = begin <= j && j + 2 <= ids.length;
-        if (!isHere || first === second || first === mask || second === mask || swaps.has(j)) continue;
-        swaps.add(j);
-        edits.push({start: j, stop: j + 2, ids: [second, first], kind: "swap", cost: prior.cost, ...unknown});
+    const alone = await maskedOnce(ids, places, EVERY, 1), inRun = await maskedOnce(ids, places, RUN_EVERY, RUN);
+    const of = new Map(alone.map(({at, logp}) => [at, logp]));
+    alone.forEach(({at: i, id, logp, best, bestLogp}, k) => {
+      const p = Math.exp(logp), run = inRun[k].logp, single = bestLogp - logp, where = {start: i, stop: i + 1};
+      const cost = prior.substitution(id, best);
+      if (single - cost > SUBSTITUTE)
+        edits.push({...where, ids: [best], kind: "substitution", cost, single, pBefore: p, pAfter: Math.exp(bestLogp)});
+      if (logp + run / 2 < DELETE) {
+        const around = [...ids.slice(Math.max(0, i - 1), i), ...ids.slice(i + 1, i + 2)];
+        edits.push({...where, ids: [], kind: "deletion", cost: prior.deletion(id, around), pBefore: p, pAfter: null});
       }
-      seams.add(i).add(i + 1);
-    }
-    const missing = [...seams].map(j =>
-      ({start: j, stop: j, ids: [mask], kind: "insertion", cost: prior.cost, ...unknown}));
-    return [...edits, ...await filled(ids, missing)];
-  }
-
-  // Insertions of [MASK], with the likeliest character in its place.
-  async function filled(ids, edits) {
-    const questions = packsOf(ids, edits).flatMap(({after, edits, starts}) =>
-      edits.map((edit, k) => ({edit, row: after, at: starts[k], id: -1})));
-    return (await ask(questions)).map(({edit, best, bestLogp}) => ({...edit, ids: [best], pAfter: Math.exp(bestLogp)}));
-  }
-
-  // 3. Prune: the edits that make their neighbourhood likelier, at most RIVALS near each other.
-  async function prune(ids, edits) {
-    const thinnings = text => span(0, SPARSE).map(phase => thinned(text, SPARSE, phase, mask));
-    const before = thinnings(ids), questions = [];
-    for (const pack of packsOf(ids, edits)) {
-      for (const {text, sign, places} of sidesOf(pack)) {
-        const rows = sign > 0 ? thinnings(text) : before;
-        for (const {edit, start, stop, room} of places)
-          for (const i of span(Math.max(0, start - NEAR), stop + Math.min(NEAR, room)))
-            if (text[i] !== mask) questions.push({edit, sign, row: rows[i % SPARSE], at: i, id: text[i]});
-      }
-    }
-    const promise = await sums(questions), kept = [];
-    for (const [edit, value] of promise) promise.set(edit, value - edit.cost);
-    const order = (a, b) => promise.get(b) - promise.get(a) || byStart(a, b) || (a.kind < b.kind ? -1 : a.kind > b.kind);
-    for (const edit of [...promise.keys()].sort(order)) {
-      const rivals = kept.filter(other => Math.abs(edit.start - other.start) <= NEAR).length;
-      if (promise.get(edit) > PROMISE && rivals < RIVALS) kept.push(edit);
-    }
-    return kept.sort(byStart);
-  }
-
-  // 4. Decide: the edits with their gains. The chain rule reads from left to right.
-  async function decide(ids, edits) {
-    const questions = [];
-    for (const pack of packsOf(ids, edits)) {
-      for (const {text, sign, places} of sidesOf(pack)) {
-        const regions = places.map(({edit, start, stop, room}) => ({edit, at: span(start, stop + Math.min(REACH, room))}));
-        for (const k of span(0, Math.max(...regions.map(({at}) => at.length)))) {
-          const row = [...text];
-          for (const {edit, at} of regions) {
-            for (const i of at.slice(k)) row[i] = mask;
-            if (k < at.length && text[at[k]] !== mask) questions.push({edit, sign, row, at: at[k], id: text[at[k]]});
-          }
-        }
-      }
-    }
-    const gains = await sums(questions);
-    return edits.filter(edit => gains.has(edit)).map(edit => {
-      const gain = gains.get(edit);
-      return {...edit, gain: edit.kind === "substitution" ? (gain + edit.single) / 2 : gain};
+      if (of.has(i + 1) && ids[i + 1] !== id && logp + of.get(i + 1) + run < SWAP)
+        edits.push({start: i, stop: i + 2, ids: [ids[i + 1], id], kind: "swap", cost: prior.cost, ...unknown});
+      if ((of.get(i - 1) ?? 0) + logp + run < INSERT) seams.push(i);
     });
+    const read = ids.map(id => vocab[id]?.length === 1 ? vocab[id] : "\0").join("");
+    for (const match of read.matchAll(DOUBLED)) {
+      const stop = match.index + match[0].length, start = stop - match[2].length;
+      if (match.index < begin || stop > end) continue;
+      edits.push({start, stop, ids: [], kind: "deletion", cost: prior.cost, ...unknown});
+    }
+    return [...edits, ...await filled(ids, ids.length < context ? seams : [])];
+  }
+
+  // Insertions of the likeliest character.
+  async function filled(ids, seams) {
+    const pieces = laid(ids, seams.map(j => ({start: j, stop: j, other: [mask], id: -1})));
+    return (await ask(pieces)).filter(({bestLogp}) => bestLogp > FILL).map(({start, stop, best, bestLogp}) =>
+      ({start, stop, ids: [best], kind: "insertion", cost: prior.cost, pBefore: null, pAfter: Math.exp(bestLogp)}));
+  }
+
+  // A place in which edits are rivals, and what is there, which is known first; then the best go on first.
+  function raceOf(ids, edits, order) {
+    const start = edits[0].start, stop = Math.min(ids.length, Math.max(...edits.map(edit => edit.stop)) + REACH);
+    const before = rivalOf(null, ids.slice(start, stop), 0, order, mask);
+    const rivals = [before, ...edits.map(edit => rivalOf(edit,
+      [...ids.slice(start, edit.start), ...edit.ids, ...ids.slice(edit.stop, stop)], edit.cost, order, mask))];
+    return {start, stop, before, rivals};
+  }
+
+  // What the network sees of the rivals that go on.
+  function next(race) {
+    if (!race.before.done) return race.before.steps.map(({seen}) => seen);
+    const best = Math.max(...race.rivals.filter(isDone).map(({score}) => score));
+    race.rivals = race.rivals.filter(rival => rival.score >= best - SLACK || !rival.edit);
+    const going = race.rivals.filter(rival => !isDone(rival)).sort((a, b) => b.score - a.score);
+    return [...new Map(going.map(({steps, done}) => [steps[done].seen.join(), steps[done].seen])).values()].slice(0, WIDTH);
+  }
+
+  // 3. Prune: the edits that are left in their races, with their gains.
+  async function race(ids, edits, order) {
+    const places = [];
+    for (const edit of [...edits].sort(byStart)) {
+      const here = places.at(-1);
+      if (here && edit.start <= Math.min(here.at(-1).start + NEAR, here[0].start + RIVALS)) here.push(edit);
+      else places.push([edit]);
+    }
+    const races = places.map(place => raceOf(ids, place, order));
+    for (;;) {
+      const steps = races.flatMap(each => next(each).map(seen => ({race: each, start: each.start, stop: each.stop, other: seen})));
+      if (!steps.length) break;
+      const questions = [];
+      for (const {race, other, row, at} of laid(ids, steps)) {
+        const key = other.join();
+        for (const rival of race.rivals.filter(each => !isDone(each) && each.steps[each.done].seen.join() === key))
+          for (const k of rival.steps[rival.done++].some) questions.push({rival, row, at: at + k, id: rival.text[k]});
+      }
+      for (const {rival, logp} of await ask(questions)) rival.score += logp;
+    }
+    return races.flatMap(({before, rivals}) => rivals.filter(rival => rival.edit)
+      .map(({edit, score, cost}) => ({...edit, gain: score + cost - before.score})));
+  }
+
+  // 4. Decide: the edits with their gains, by the chain rule.
+  async function decide(ids, edits) {
+    const left = await race(ids, await race(ids, edits, thirds), oneByOne);
+    return left.map(edit => edit.kind === "substitution" ? {...edit, gain: (edit.gain + edit.single) / 2} : edit);
   }
 
   // The edits that are kept, the best first, without those near a better one. An edit is kept if it and the edits near
@@ -257,11 +259,11 @@ export async function* proofread(predict, text, vocab, context, settings) {
   // more than the number of the character before an edit.
   async function correct(window, begin, end) {
     const made = [];
-    let near = null;  // in later rounds: only what is near a change
+    let near = null, proposed;  // in later rounds: only what is near a change
     for (let round = 0; round < ROUNDS; round++) {
-      const ids = window.slice(0, context).map(token => token.id);  // insertions may exceed it
-      const proposed = await propose(ids, begin, Math.min(end, ids.length), near);
-      const edits = bestApart(window, await decide(ids, await prune(ids, proposed)));
+      const ids = window.slice(0, context - spare).map(token => token.id);  // insertions may exceed it
+      if (!near) proposed = await propose(ids, begin, Math.min(end, ids.length));
+      const edits = bestApart(window, await decide(ids, proposed.filter(edit => edit.stop <= ids.length)));
       if (!edits.length) break;
       let shift = 0;
       near = new Set();
@@ -277,13 +279,14 @@ export async function* proofread(predict, text, vocab, context, settings) {
         shift += fresh.length - old.length;
       }
       end += shift;
+      proposed = moved(proposed, edits).filter(edit => near.has(edit.start));
     }
     return {window, made};
   }
 
   let before = [];  // corrected tokens
   for (let at = 0; at < tokens.length;) {
-    const ahead = tokens.slice(at, at + stride + margin), own = ahead.slice(0, stride), begin = before.length;
+    const ahead = tokens.slice(at, at + Math.max(stride + margin - spare, 1)), own = ahead.slice(0, stride), begin = before.length;
     const {window, made} = await correct([...before, ...ahead], begin, begin + own.length);
     const limit = own.at(-1).number, all = window.slice(begin);
     const isAhead = ({number, isChanged}) => number !== null && number > limit && !isChanged;

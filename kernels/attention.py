@@ -18,7 +18,8 @@ of 2 instead of e, because the hardware does.
 
 Backward: dQ is a sum over keys, dK and dV are sums over queries. Two kernels compute them, and each
 program owns the rows that it sums. So there are no atomic additions, and two runs give equal bits.
-The second kernel computes S^T = K Q^T, because its products need it.
+The second kernel computes S^T = K Q^T, because its products need it. For short sequences without
+spans, on Hopper and in 16 bits, one kernel computes all three: a program then owns a whole head.
 
 Q, K and V are read in place from the packed (B, T, 3, H, D); their gradients are written to one
 buffer of that shape. If Q and K are normalized or rotated first, prepare_kernel writes the results
@@ -33,14 +34,17 @@ blocks, a row sees two ranges, and it is seen by two other ones.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.autograd.function import once_differentiable
 
-from .launch import LOG2E, jit, launch, register, runs_on, tl, triton
+from .launch import INTERPRET, LOG2E, jit, launch, register, runs_on, tl, triton
 from .reference import MAX_T, attention_ref
 
 HEAD_DIMS = (32, 64)
 MAX_OURS = 1024  # T up to which a layer is faster with these than with cuDNN (results/hopper.md)
+FUSED_T = 256  # T up to which one kernel computes the whole backward on Hopper; 0: none
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS = torch.finfo(torch.float32).eps  # that of F.rms_norm, which computes in float32
 
@@ -257,6 +261,92 @@ def attention_dkdv_kernel(
 
 
 @jit
+def attention_backward_kernel(
+    qk,
+    qkv,
+    grad,
+    out,
+    lse,
+    dqkv,
+    T,
+    scale,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    EVEN: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Compute dQ, dK and dV of one head of a short sample, without spans.
+
+    A program has all keys, PARTS tiles of TILE_N, and their dK and dV in registers. It iterates
+    over tiles of queries. All keys see a tile before the next one, so its dQ is complete then. Each
+    pair of tiles takes five products; the two kernels above take seven, and read Q, K, V and dO
+    twice.
+
+    Tensor cores of Hopper want at least 64 rows. With D = 64 the kernel computes dQ^T = K^T dS^T,
+    so that TILE_M can be 32: with more queries, registers spill. With D = 32 it computes dQ.
+    """
+    TRANSPOSED: tl.constexpr = D >= 64
+    head = tl.program_id(0)
+    b = (head // H).to(tl.int64)
+    h = head % H
+    qk += N * b * T * H * D + h * D
+    v_ptr = qkv + 3 * b * T * H * D + (2 * H + h) * D
+    grad += b * T * H * D + h * D
+    out += b * T * H * D + h * D
+    dqkv += 3 * b * T * H * D + h * D
+    lse += (b * H + h) * T
+    cols = tl.arange(0, TILE_N)
+    ks = ()
+    vs = ()
+    dks = ()
+    dvs = ()
+    for i in tl.static_range(PARTS):
+        at = i * TILE_N + cols
+        ks = ks + (_load(qk + H * D, at, N * H * D, T, D, EVEN),)  # noqa: RUF005 (Triton has no *)
+        vs = vs + (_load(v_ptr, at, 3 * H * D, T, D, EVEN),)  # noqa: RUF005
+        dks = dks + (tl.zeros((TILE_N, D), tl.float32),)  # noqa: RUF005
+        dvs = dvs + (tl.zeros((TILE_N, D), tl.float32),)  # noqa: RUF005
+    for first in range(0, T, TILE_M):
+        rows = first + tl.arange(0, TILE_M)
+        q = _load(qk, rows, N * H * D, T, D, EVEN)
+        do = _load(grad, rows, H * D, T, D, EVEN)
+        o = _load(out, rows, H * D, T, D, EVEN)
+        dl = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+        # For queries beyond the end, lse = inf makes p zero.
+        z = tl.load(lse + rows, mask=rows < T, other=float("inf")) * LOG2E
+        dq = tl.zeros((D, TILE_M) if TRANSPOSED else (TILE_M, D), tl.float32)
+        new_dks = ()
+        new_dvs = ()
+        for i in tl.static_range(PARTS):
+            s = tl.dot(ks[i], tl.trans(q), input_precision="ieee")  # (TILE_N, TILE_M)
+            dp = tl.dot(vs[i], tl.trans(do), input_precision="ieee")
+            p = tl.exp2(s * (scale * LOG2E) - z[None, :])
+            if not EVEN:  # if lse is very negative, a key beyond the end would give inf * 0
+                p = tl.where((i * TILE_N + cols)[:, None] < T, p, 0.0)
+            dv = tl.dot(p.to(do.dtype), do, dvs[i], input_precision="ieee")
+            ds = (p * (dp - dl[None, :])).to(q.dtype)
+            dk = tl.dot(ds, q, dks[i], input_precision="ieee")
+            if TRANSPOSED:
+                dq = tl.dot(tl.trans(ks[i]), ds, dq, input_precision="ieee")
+            else:
+                dq = tl.dot(tl.trans(ds), ks[i], dq, input_precision="ieee")
+            new_dks = new_dks + (dk,)  # noqa: RUF005
+            new_dvs = new_dvs + (dv,)  # noqa: RUF005
+        dks = new_dks
+        dvs = new_dvs
+        if TRANSPOSED:
+            dq = tl.trans(dq)
+        _store(dqkv, rows, 3 * H * D, T, dq * scale, D, EVEN)
+    for i in tl.static_range(PARTS):
+        at = i * TILE_N + cols
+        _store(dqkv + H * D, at, 3 * H * D, T, dks[i] * scale, D, EVEN)
+        _store(dqkv + 2 * H * D, at, 3 * H * D, T, dvs[i], D, EVEN)
+
+
+@jit
 def prepare_kernel(
     qkv,
     qk,
@@ -323,6 +413,12 @@ def tiles(kernel, dtype, D, T=0, has_spans=False):
 
     In 16 bits: the fastest on an H200 (results/hopper.md). No registers spill on sm_80, 90 and 100.
     """
+    if kernel is attention_backward_kernel:  # in 16 bits; T <= 256, in tiles of N keys
+        if T <= 128:
+            return (64, 64, 4, 2) if T <= 64 else (64, 128, 8, 2)
+        if D == 32:
+            return 64, 128, 8, 2
+        return (32, 256, 8, 3) if T == 256 else (16, 256, 8, 2)  # masks need registers, too
     is_dkdv = kernel is attention_dkdv_kernel
     if dtype == torch.float32:  # exact products, which do not use tensor cores
         return (D // 2, 16, D // 8, 1) if is_dkdv else (16, 16, 8, 1)
@@ -350,6 +446,32 @@ def _run(kernel, qk, qkv, tensors, spans):
     args = (qk, qkv, *tensors, spans, T, D**-0.5)
     grid = (triton.cdiv(T, tile) * B * H,)
     launch(kernel, grid, *args, **constants, num_warps=warps, num_stages=stages)
+
+
+def _run_fused(qk, qkv, tensors):
+    """Launch attention_backward_kernel with one program for each head and sample."""
+    B, T, _, H, D = qkv.shape
+    M, N, warps, stages = tiles(attention_backward_kernel, qkv.dtype, D, T)
+    parts = triton.cdiv(T, N)
+    constants = dict(H=H, D=D, N=qk.shape[2], TILE_M=M, TILE_N=N, PARTS=parts)
+    constants["EVEN"] = parts * N == T and T % M == 0
+    args = (qk, qkv, *tensors, T, D**-0.5)
+    options = dict(num_warps=warps, num_stages=stages)
+    launch(attention_backward_kernel, (B * H,), *args, **constants, **options)
+
+
+def _fuses(qkv, spans):
+    """Whether one kernel computes the backward of qkv (B, T, 3, H, D)."""
+    is_small = qkv.shape[1] <= FUSED_T and qkv.dtype != torch.float32
+    return spans is None and is_small and _is_hopper(qkv.device)
+
+
+@functools.cache
+def _is_hopper(device):
+    """Whether a device is of sm_90, on which the fused kernel fits; the interpreter counts."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) == (9, 0)
+    return INTERPRET or triton.runtime.driver.active.get_current_target().arch == 90
 
 
 def _prepare(qkv, qk, dqkv, cos, sin, qk_norm):
@@ -390,6 +512,15 @@ def _fake(qkv, cos, sin, qk_norm, spans):
     return qkv.new_empty((B, T, H, D)), qkv.new_empty((B, H, T), dtype=torch.float32), qk
 
 
+def _backward_of_two(qk, qkv, grad, out, lse, dqkv, spans):
+    """Launch the kernels of dQ, and of dK and dV."""
+    both = (qk, qkv)
+    # The order matters: the first kernel writes delta, the second reads it.
+    delta = torch.empty_like(lse)
+    _run(attention_dq_kernel, *both, (grad, out, lse, delta, dqkv), spans)
+    _run(attention_dkdv_kernel, *both, (grad, lse, delta, dqkv), spans)
+
+
 def _backward(grad, qkv, cos, sin, qk_norm, spans, out, lse, qk):
     """Return the gradient of qkv (B, T, 3, H, D)."""
     qkv = _packed(qkv)
@@ -397,10 +528,10 @@ def _backward(grad, qkv, cos, sin, qk_norm, spans, out, lse, qk):
     dqkv = qkv.new_empty(qkv.shape)
     if dqkv.numel():
         both = (qk if len(qk) else qkv, qkv)
-        # The order matters: the first kernel writes delta, the second reads it.
-        delta = torch.empty_like(lse)
-        _run(attention_dq_kernel, *both, (grad, out, lse, delta, dqkv), spans)
-        _run(attention_dkdv_kernel, *both, (grad, lse, delta, dqkv), spans)
+        if _fuses(qkv, spans):
+            _run_fused(*both, (grad, out, lse, dqkv))
+        else:
+            _backward_of_two(*both, grad, out, lse, dqkv, spans)
         if len(qk):
             _prepare(qkv, None, dqkv, cos, sin, qk_norm)
     return dqkv

@@ -118,21 +118,28 @@ def attention_cases():
         name = f"norm and rotation, {'backward' if backward else 'forward'} D={D} {dtype}"
         yield Case(name, at.prepare_kernel, types, config, main=main)
     kernels = (at.attention_forward_kernel, at.attention_dq_kernel, at.attention_dkdv_kernel)
+    kernels += (at.attention_backward_kernel,)
     spans = ("", ", documents", ", blocks")
     for kernel, dtype, D, even, seen in itertools.product(
         kernels, ("bf16", "fp32"), at.HEAD_DIMS, (True, False), spans
     ):
         if seen == ", documents" and even:  # odd ones need more
             continue
+        fused = kernel is at.attention_backward_kernel
+        if fused and (seen or dtype == "fp32"):
+            continue
         types = dict.fromkeys(("qk", "qkv", "grad", "out", "dqkv"), f"*{dtype}")
         types |= dict.fromkeys(("lse", "delta"), "*fp32") | dict(spans="*i32", scale="fp32")
-        M, N, warps, stages = at.tiles(kernel, TYPES[dtype], D, 256, bool(seen))
+        T = 256 if even else 255
+        M, N, warps, stages = at.tiles(kernel, TYPES[dtype], D, T, bool(seen))
         config = dict(H=384 // D, D=D, N=2, TILE_M=M, TILE_N=N, EVEN=even)
         config |= dict(R=1 + (seen == ", blocks"), num_warps=warps, num_stages=stages)
         config |= {} if seen else dict(spans=None)
+        config |= dict(PARTS=256 // N) if fused else {}
+        config = {n: v for n, v in config.items() if n in kernel.arg_names or n in OPTIONS}
         types = {n: types.get(n, "i32") for n in kernel.arg_names if n not in config}
-        main = ()
-        if (dtype, D, even) == ("bf16", 64, seen != ", documents"):
+        main = (90,) if fused and D == 64 else ()
+        if not fused and (dtype, D, even) == ("bf16", 64, seen != ", documents"):
             main = (90,) if seen else ARCHITECTURES
         name = kernel.fn.__name__.removesuffix("_kernel").replace("_", " ")
         name += f" D={D} {dtype} {'even' if even else 'odd'} T" + seen
@@ -180,6 +187,7 @@ def cases(arch, which="--main"):
     if arch != 90:
         some = ("bf16", "T=8192", *(["fp32 even"] if arch == 80 else []))  # it has least memory
         chosen = [c for c in chosen if any(word in c.name for word in some)]
+        chosen = [c for c in chosen if "PARTS" not in c.config]  # of sm_90 alone
     chosen = [v for c in chosen for v in itertools.islice(variants(c), None if arch == 90 else 1)]
     if which == "--one":
         return [c for c in chosen if arch == 90 and arch in c.main and re.search(ONE, c.name)]

@@ -25,6 +25,8 @@ RELATIVE = {torch.float32: 2e-6, torch.float16: 2**-12, torch.bfloat16: 2**-9}
 HALF = torch.float16  # the interpreter multiplies bfloat16 wrongly
 DTYPES = [torch.float32, HALF] + [torch.bfloat16] * GPU
 KERNELS = {"attention_forward_kernel", "attention_dq_kernel", "attention_dkdv_kernel"}
+FUSED = {"attention_forward_kernel", "attention_backward_kernel"}
+MODULE = sys.modules["support.kernels.attention"]
 
 
 def draw(B, T, H, D, dtype, seed=0):
@@ -44,12 +46,17 @@ def run(function, qkv, grad, *args):
     return out.detach(), torch.autograd.grad(out, qkv, grad)[0]
 
 
+def kernels_of(qkv, spans=None):
+    return FUSED if MODULE._fuses(qkv, spans) else KERNELS
+
+
 def check(qkv, grad, *args):
     """Output, gradients of q, k, v: at most twice the error of PyTorch in this dtype, plus some."""
     launch.LAUNCHES.clear()
     out, dqkv = run(attention, qkv, grad, *args)
     prepared = {"prepare_kernel"} if args[:1] != () and (args[0] is not None or args[2]) else set()
-    assert set(launch.LAUNCHES) == KERNELS | prepared, "the reference ran, not the kernels"
+    expected = kernels_of(qkv, *args[4:]) | prepared
+    assert set(launch.LAUNCHES) == expected, "the reference ran, not the kernels"
     assert out.dtype == qkv.dtype and out.is_contiguous()
     tables = [x.double() if torch.is_tensor(x) else x for x in args]
     exact, exact_d = run(attention_ref, qkv.double(), grad.double(), *tables)
@@ -79,7 +86,16 @@ def test_forward_and_every_gradient(T, D, dtype):
     check(qkv, grad, cos, sin, True)
 
 
-@pytest.mark.parametrize(("T", "D"), [(1, 32), (128, 32), (130, 64)])
+@pytest.mark.parametrize("T", [33, 130])
+def test_two_kernels_compute_the_backward_of_short_rows_as_well(T, monkeypatch):
+    """As they do on other GPUs than Hopper."""
+    qkv, grad, cos, sin = draw(2, T, 1, 64, HALF)
+    monkeypatch.setattr(MODULE, "FUSED_T", 0)
+    check(qkv, grad)
+    check(qkv, grad, cos, sin, True)
+
+
+@pytest.mark.parametrize(("T", "D"), [(1, 32), (128, 32), (130, 64), (256, 64), (256, 32)])
 def test_one_row_even_blocks_several_blocks(T, D):
     qkv, grad, cos, sin = draw(1, T, 1, D, HALF)
     check(qkv, grad, cos, sin, True)
@@ -236,7 +252,7 @@ def test_compiles_as_one_graph():
     for args, atol in (((), 0), ((cos, sin, True), 4e-3)):  # inductor rounds the norm elsewhere
         launch.LAUNCHES.clear()
         compiled = run(whole, qkv, grad, *args)
-        assert set(launch.LAUNCHES) == KERNELS | ({"prepare_kernel"} if args else set())
+        assert set(launch.LAUNCHES) == kernels_of(qkv) | ({"prepare_kernel"} if args else set())
         expected = run(attention, qkv, grad, *args)
         torch.testing.assert_close(compiled, expected, rtol=0, atol=atol * GPU)
     wide = draw(1, 10, 1, 48, torch.float32)[0]  # goes to the reference
@@ -298,6 +314,5 @@ def test_an_empty_batch():
     ],
 )
 def test_the_rest_goes_to_the_reference(T, D, dtype, causal, monkeypatch):
-    module = sys.modules["support.kernels.attention"]
-    monkeypatch.setattr(module, "attention_ref", lambda *args: "reference")
+    monkeypatch.setattr(MODULE, "attention_ref", lambda *args: "reference")
     assert attention(torch.zeros(1, T, 3, 1, D, dtype=dtype), causal=causal) == "reference"

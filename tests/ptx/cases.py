@@ -294,6 +294,7 @@ OUTPUTS = dict(
     attention_forward_kernel={"out", "lse"},
     attention_dq_kernel={"delta", "dqkv"},
     attention_dkdv_kernel={"dqkv"},
+    attention_backward_kernel={"dqkv"},
     prepare_kernel={"qk"},
     norm_conv_forward_kernel={"y", "r"},
     norm_conv_backward_kernel={"dx", "dw"},
@@ -354,6 +355,8 @@ def calls():
     yield "masking", "T=5, 260 rows", (260, 5, torch.int64, False), "slow"
     sizes = (1, 70, 1, 64, "documents", True, True)
     yield "far offsets", "attention", ("attention", *sizes), "slow"
+    sizes = (1, 70, 1, 64, None, True, True)  # on sm_90, the backward of one kernel
+    yield "far offsets", "attention without spans", ("attention", *sizes), "slow"
     yield "far offsets", "convolution", ("convolution", 2, 19, 96, 5, False, True), "slow"
     yield "far offsets", "head", ("head", 1000, 3, torch.int64), "slow"
     yield "training", "10 steps", (10,), "slow"

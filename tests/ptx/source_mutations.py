@@ -139,9 +139,9 @@ attention.py: rotated the other way in backward
 
 attention.py: dK and dV before delta
 -_run(attention_dq_kernel, *both, (grad, out, lse, delta, dqkv), spans)
--        _run(attention_dkdv_kernel, *both, (grad, lse, delta, dqkv), spans)
+-    _run(attention_dkdv_kernel, *both, (grad, lse, delta, dqkv), spans)
 +_run(attention_dkdv_kernel, *both, (grad, lse, delta, dqkv), spans)
-+        _run(attention_dq_kernel, *both, (grad, out, lse, delta, dqkv), spans)
++    _run(attention_dq_kernel, *both, (grad, out, lse, delta, dqkv), spans)
 
 cross_entropy.py: no barrier before the target's dz
 -tl.debug_barrier()

@@ -56,5 +56,7 @@ else:
         mask_tokens_ref,
         norm_conv,
         norm_conv_ref,
+        residual_dropout,
+        residual_dropout_ref,
         select,
     )

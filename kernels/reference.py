@@ -271,6 +271,60 @@ def norm_conv_ref(
     return h + sum(others, first)
 
 
+# ---- Dropout
+def dropped_of(p):
+    """Return the rate of dropout, p in [0, 1), in units of 2^-16; raise ValueError for others."""
+    if not 0 <= p < 1:
+        raise ValueError(f"a rate of dropout is at least 0 and below 1, not {p}")
+    return min(round(p * (1 << 16)), (1 << 16) - 1)
+
+
+def scale_of(dropped):
+    """Return the factor of what is kept: 1 / (1 - q), where q = dropped / 2^16 is the rate."""
+    return (1 << 16) / ((1 << 16) - dropped)
+
+
+def new_seed(device):
+    """Draw a seed by PyTorch's generator of a device: () int64, without waiting for the device.
+
+    A CUDA graph draws another one in each replay.
+    """
+    return torch.randint(1 << 62, (), device=device)
+
+
+def residual_dropout_ref(
+    x: Tensor,
+    y: Tensor,
+    p: float,
+    training: bool = True,
+    seed: Tensor | None = None,
+    offset: int = 0,
+) -> Tensor:
+    """Add y with dropout to the residual stream: x + dropout(y).
+
+    x, y      of the same shape
+    p         in [0, 1), rounded to a multiple of 2^-16: elements of y are 0 with this probability
+    training  if False: x + y
+    seed      () int64, on the device of y, or None: drawn by PyTorch's generator. Not to be changed
+              before backward
+    offset    0 <= offset < 2^31: calls with the same seed and different offsets are independent
+
+    Returns the shape of x. The bits of an element are a function of seed, offset and its place.
+    """
+    dropped = dropped_of(p)
+    if not training or not dropped:
+        return x + y
+    if seed is None:
+        seed = new_seed(y.device)
+    n = y.numel()
+    counter = torch.tensor([offset], device=y.device)
+    words = philox_words(seed, seed >> 32, counter, (n + 7) // 8 * 4)[0]
+    bits = torch.stack((words & 0xFFFF, words >> 16), -1).flatten()[:n].view(y.shape)
+    wide = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
+    value = torch.where(bits >= dropped, y.to(wide) * scale_of(dropped), 0.0)
+    return (x.to(wide) + value).to(torch.promote_types(x.dtype, y.dtype))
+
+
 # ---- Attention
 
 

@@ -38,7 +38,7 @@ OPTIONS = ("num_warps", "num_stages")
 STRIDES = ("C", "N", "limit", "n_rows")  # numbers that usually divide by 16
 # The ends of names of cases: of the main ones for sm_90 one of each kernel, and of all cases those
 # that need most registers and memory.
-ONE = r"(bf16 even T|V=50304 bf16|C=384 bf16|ward D=64 bf16|T=256 i64, documents)$"
+ONE = r"(bf16 even T|V=50304 bf16|C=384 bf16|ward D=64 bf16|ward bf16|T=256 i64, documents)$"
 MOST = r"(odd T, (documents|blocks)|C=2048 \w+, documents|V=50304 \w+|T=8192 i64(, documents)?)$"
 
 
@@ -103,6 +103,18 @@ def convolution_cases():
         main = ARCHITECTURES if (dtype, C, seen) == ("bf16", 384, "") else ()
         name = f"norm and convolution, {'backward' if backward else 'forward'} C={C} {dtype}" + seen
         yield Case(name, kernel, types, config, main=main)
+
+
+def residual_cases():
+    residual = import_module("support.kernels.residual")
+    for dtype, backward in itertools.product(TYPES, (False, True)):
+        types = dict.fromkeys(("y", "x", "out"), f"*{dtype}")
+        types |= dict(seed="*i64", offset="i32", dropped="i32", scale="fp32", N="i32")
+        config = residual.config() | (dict(x=None) if backward else {})
+        types = {n: kind for n, kind in types.items() if n not in config}
+        main = ARCHITECTURES if dtype == "bf16" else ()
+        name = f"dropout and addition, {'backward' if backward else 'forward'} {dtype}"
+        yield Case(name, residual.residual_kernel, types, config, main=main)
 
 
 def attention_cases():
@@ -181,7 +193,7 @@ def cases(arch, which="--main"):
     """
     chosen = [
         c
-        for make in (masking_cases, head_cases, convolution_cases, attention_cases)
+        for make in (masking_cases, head_cases, convolution_cases, residual_cases, attention_cases)
         for c in make()
     ]
     if arch != 90:

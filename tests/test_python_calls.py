@@ -42,6 +42,7 @@ PUBLIC = [
     kernels.linear_cross_entropy_ref,
     kernels.attention_ref,
     kernels.norm_conv_ref,
+    kernels.residual_dropout_ref,
 ]
 
 

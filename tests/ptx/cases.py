@@ -26,6 +26,7 @@ import sys
 import time
 import traceback
 import zlib
+from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
@@ -46,7 +47,7 @@ LOSSES = 2.5e-4  # of the losses of training steps: 0.001 of about 4
 class Case:
     """A call of an operator, forward and backward: what of, in what type, for which GPU."""
 
-    kind: str  # attention, convolution, head, masking
+    kind: str  # attention, convolution, residual, head, masking
     name: str  # what is special about it
     sizes: tuple  # what the function of this kind takes
     dtype: str
@@ -120,6 +121,21 @@ def convolution(dtype, g, B, T, C, K, causal, seen):
     more = (causal, documents(B, T, g) if seen else None)
     names = ("y", "dx", "dw")
     return compare(kernels.norm_conv, kernels.norm_conv_ref, [x, weight], grad, more, names)
+
+
+def residual(dtype, g, B, T, C, p):
+    """The same elements are dropped: so the gradient of y is equal, too, as it is one product."""
+    from support import kernels
+
+    x, y, grad = (torch.randn(B, T, C, generator=g).to(dtype) for _ in range(3))
+    seed = torch.randint(1 << 62, (), generator=g)
+    more = (p, True, seed, 3)
+    names = ("out", "dx", "dy")
+    operations = (kernels.residual_dropout, kernels.residual_dropout_ref)
+    found = compare(*operations, [x, y], grad, more, names)
+    for name, (ours, plain, _) in list(found.items()):
+        found[f"{name} is 0"] = (ours == 0, plain == 0, plain == 0)
+    return found
 
 
 def head(dtype, g, V, M, integer):
@@ -281,6 +297,16 @@ def far_convolution(launch):
     return first, shifts, dict(N=given["N"] + rows)
 
 
+def far_residual(launch):
+    """Elements after many others: other bits, so its rate is too small for any to be dropped."""
+    given = dict(zip(launch.names, launch.args, strict=True))
+    tile = import_module("support.kernels.residual").TILE
+    first = beyond(tile, 1)
+    elements = first * tile
+    shifts = {name: elements for name in ("y", "x", "out") if name in given}
+    return first, shifts, dict(N=given["N"] + elements)
+
+
 def far_head(launch):
     """Rows after many others."""
     given = dict(zip(launch.names, launch.args, strict=True))
@@ -298,12 +324,15 @@ OUTPUTS = dict(
     prepare_kernel={"qk"},
     norm_conv_forward_kernel={"y", "r"},
     norm_conv_backward_kernel={"dx", "dw"},
+    residual_kernel={"out"},
     ce_chunk_kernel={"loss_ptr"},
 )
 IN_PLACE = dict(prepare_kernel={"dqkv"}, ce_chunk_kernel={"z_ptr"})
 UNWRITTEN = 0xA5  # each byte of what is only written, before a launch
 FAR = dict(attention=far_attention, convolution=far_convolution, head=far_head)
+FAR |= dict(residual=far_residual)
 CALLS = dict(attention=attention, convolution=convolution, head=head, masking=masking)
+CALLS |= dict(residual=residual)
 CALLS |= {"head, wrong target": wrong_target, "far offsets": far, "training": training}
 
 
@@ -338,6 +367,8 @@ def calls():
     yield "convolution", "C=130 K=3, causal", (3, 5, 130, 3, True, False), "slow"
     yield "convolution", "C=1500 K=1", (1, 9, 1500, 1, False, False), "all"
     yield "convolution", "C=2048 K=8", (1, 9, 2048, 8, False, False), "slow"
+    yield "residual", "C=96", (2, 19, 96, 0.2), "quick"
+    yield "residual", "odd C", (1, 37, 67, 0.5), "slow"
     yield "head", "V=65", (65, 41, torch.int64), "slow"
     yield "head", "V=65, int32 targets", (65, 9, torch.int32), "all"
     yield "head", "V=1000", (1000, 9, torch.int64), "quick"
@@ -358,6 +389,7 @@ def calls():
     sizes = (1, 70, 1, 64, None, True, True)  # on sm_90, the backward of one kernel
     yield "far offsets", "attention without spans", ("attention", *sizes), "slow"
     yield "far offsets", "convolution", ("convolution", 2, 19, 96, 5, False, True), "slow"
+    yield "far offsets", "residual", ("residual", 1, 19, 96, 2**-16), "slow"
     yield "far offsets", "head", ("head", 1000, 3, torch.int64), "slow"
     yield "training", "10 steps", (10,), "slow"
 

@@ -202,9 +202,29 @@ convolution.py: swapped window in backward
 convolution.py: a row is one too late
 -_normalized(x, r, row - LEFT + K - 1,
 +_normalized(x, r, row - LEFT + K,
+
+residual.py: an element at the rate is dropped
+-high >= dropped
++high > dropped
+
+residual.py: the halves of a word are exchanged
+-tl.join(low >= dropped, high >= dropped)
++tl.join(high >= dropped, low >= dropped)
+
+residual.py: all programs drop the same
+-tl.program_id(0) * (TILE // 8) + tl.arange
++tl.arange
+
+residual.py: the offset has no effect
+-zero + offset, group
++zero, group
+
+residual.py: what is kept is not scaled
+-.to(tl.float32) * scale
++.to(tl.float32)
 """
 KINDS = {"attention.py": "attention", "cross_entropy.py": "head", "masking.py": "masking"}
-KINDS |= {"convolution.py": "convolution"}
+KINDS |= {"convolution.py": "convolution", "residual.py": "residual"}
 
 
 def parse(text):

@@ -10,12 +10,12 @@
 #
 # The first call asks (seconds on an H100, estimated, behind each part below): do the kernels compute
 # what float64 computes (smoke; if not, nothing else is run), what takes the time of a step (profile),
-# do prefetched rows help norm + convolution (norm_conv), is torch.compile needed (step), where do a
-# run's other seconds go (start), what does sampling cost (generate), how fast is PyTorch at its best
-# (baselines), what do networks of others cost (pretrained), 124 M parameters (gpt2), are steps the
-# same when repeated (repeat), Muon's launches (muon), is what triton 3.7.1 makes right (cubins; first
-# `studies/cubins.py make`), and peers for as long as there is time (the packages liger-kernel and
-# cut-cross-entropy). While smoke runs, what is timed later is compiled.
+# is torch.compile needed (step), where do a run's other seconds go (start), what does sampling cost
+# (generate), how fast is PyTorch at its best (baselines), what do networks of others cost
+# (pretrained), 124 M parameters (gpt2), are steps the same when repeated (repeat), Muon's launches
+# (muon), is what triton 3.7.1 makes right (cubins; first `studies/cubins.py make`), and peers for as
+# long as there is time (the packages liger-kernel and cut-cross-entropy). While smoke runs, what is
+# timed later is compiled.
 # whole: all of a training on TEXT; its log is gpu_whole.jsonl. NANOGPT: a clone of
 # github.com/karpathy/nanoGPT in which data/shakespeare_char/prepare.py has run.
 # OUT: folder of the results (results/). LIMIT: seconds for all (580). PYTHON: the interpreter.
@@ -28,7 +28,7 @@ if [ $# -gt 0 ]; then
     echo "gpu.sh takes no arguments, but: PARTS, LIMIT, OUT, TEXT, NANOGPT, PYTHON, CACHES, REHEARSAL in the environment" >&2
     exit 2
 fi
-first="smoke profile norm_conv step start generate baselines pretrained gpt2 repeat muon cubins peers"
+first="smoke profile step start generate baselines pretrained gpt2 repeat muon cubins peers"
 others="train whole nanogpt tiles ops alike large tests record shards"
 PARTS=${PARTS:-$first}
 if [ -z "${PARTS// /}" ]; then
@@ -127,7 +127,6 @@ if [[ " $PARTS " == *" smoke "* ]]; then
     fi
 fi
 bench profile 50 profile --preset=gpu                    # 15
-part norm_conv 60 "$python" studies/prefetch.py          # 35
 ask step 60 --seconds=1                                  # 30
 ask start 120                                            # 80
 ask generate 60                                          # 40

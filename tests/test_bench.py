@@ -583,7 +583,7 @@ def gpu_script(tmp_path, broken="nothing", **variables):
     )
 
 
-PARTS = ["smoke", "profile", "norm_conv", "step", "start", "generate", "baselines", "pretrained"]
+PARTS = ["smoke", "profile", "step", "start", "generate", "baselines", "pretrained"]
 PARTS += ["gpt2", "repeat", "muon", "cubins", "peers"]
 
 
@@ -605,7 +605,6 @@ def test_gpu_script_goes_on_after_a_failure_and_says_what_it_left_out(tmp_path):
 @pytest.mark.parametrize(
     "program, said",
     [
-        ("prefetch.py", "prefetch 4"),
         ("newton_schulz.py", "singular values"),
         ("gpu.py generate", "recorded"),
         ("gpu.py repeat", "equal to the bit: True"),

@@ -286,7 +286,8 @@ def attention_backward_kernel(
     twice.
 
     Tensor cores of Hopper want at least 64 rows. With D = 64 the kernel computes dQ^T = K^T dS^T,
-    so that TILE_M can be 32: with more queries, registers spill. With D = 32 it computes dQ.
+    so that TILE_M can be 32: with more queries, registers spill. With D = 32 it computes dQ, and
+    TILE_M must be 64: with smaller products Triton copies the next tile to where one still reads.
     """
     TRANSPOSED: tl.constexpr = D >= 64
     head = tl.program_id(0)

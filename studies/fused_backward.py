@@ -1,0 +1,191 @@
+"""One kernel for the whole backward of short attention, against the two kernels for any length.
+
+    python studies/fused_backward.py                  # on a GPU: check, then time; about 20 s
+    MDLM_TRITON=1 python studies/fused_backward.py    # without one: check in the emulator
+
+Both kernels compute the scores, and read Q, K, V and dO: seven products. Together they need five.
+But one program for a whole head has dK and dV of 256 keys in registers, so that a multiprocessor
+has room for one program, and tiles of queries are small. Which is faster, time must tell.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parent.parent)  # python studies/fused_backward.py, anywhere
+
+from support import cli
+
+cli.start(__name__)
+
+import torch
+
+from studies.tiles import milliseconds
+from support import kernels
+from support.errors import UserError
+from support.kernels.launch import ENABLED
+
+A = sys.modules[kernels.attention.__module__]  # in the package this name is the operation
+CHOOSE = A.tiles
+# (B, T, H, D): candidates (TILE_M queries, TILE_N keys, warps, stages)
+# Registers spill on sm_90 in those that are marked. With D = 32 and 32 queries, Triton 3.9 copies
+# the next tile to where a product still reads (the emulator says so), so these are not here.
+SHAPES = {
+    (64, 256, 6, 64): [
+        (32, 256, 8, 3),
+        (32, 256, 8, 2),
+        (32, 256, 8, 1),
+        (16, 256, 8, 2),
+        (32, 128, 8, 2),
+        (64, 128, 8, 1),  # spills
+        (64, 256, 8, 2),  # spills
+        (32, 256, 16, 2),  # spills
+        (64, 256, 16, 1),  # spills
+    ],
+    (64, 256, 12, 32): [
+        (64, 128, 8, 2),
+        (64, 128, 8, 1),
+        (64, 128, 8, 3),
+        (64, 256, 8, 2),  # spills
+        (64, 64, 8, 2),  # spills
+        (64, 128, 16, 2),  # spills
+    ],
+    (16, 128, 12, 64): [
+        (64, 128, 8, 2),
+        (64, 128, 8, 3),
+        (32, 128, 8, 2),
+        (32, 128, 4, 2),  # spills
+    ],
+}
+
+
+def make(device, B, T, H, D):
+    """qkv (B, T, 3, H, D), the gradient of the output (B, T, H, D), out and lse."""
+    g = torch.Generator(device).manual_seed(0)
+    qkv = torch.randn(B, T, 3, H, D, generator=g, device=device).bfloat16()
+    grad = torch.randn(B, T, H, D, generator=g, device=device).bfloat16()
+    out, lse, _ = A._forward(qkv, None, None, False, None)
+    return qkv, grad, out, lse
+
+
+def backward(qkv, grad, out, lse, dqkv, tile):
+    """Write dqkv with the fused kernel with these tiles, or with the two kernels if None."""
+    if tile is None:
+        A._backward_of_two(qkv, qkv, grad, out, lse, dqkv, None)
+        return
+    A.tiles = lambda *_: tile
+    try:
+        A._run_fused(qkv, qkv, (grad, out, lse, dqkv))
+    finally:
+        A.tiles = CHOOSE
+
+
+def exact_gradient(qkv, grad):
+    qkv = qkv.double().requires_grad_()
+    return torch.autograd.grad(kernels.attention_ref(qkv), qkv, grad.double())[0]
+
+
+def check(data, exact, tile):
+    """Return the relative errors of dQ, dK, dV as text, and whether they are small.
+
+    exact: the gradient of the first samples. Two runs must give equal bits, too.
+    """
+    runs = []
+    for _ in range(2 if data[0].is_cuda else 1):
+        runs.append(torch.full_like(data[0], float("nan")))
+        backward(*data, runs[-1], tile)
+    pairs = [(runs[0][: len(exact), :, i].double(), exact[:, :, i]) for i in range(3)]
+    errors = [((x - y).norm() / y.norm()).item() for x, y in pairs]
+    ok = max(errors) < 5e-3  # bfloat16 rounds to 4e-3; measured: 3e-3
+    said = ", ".join(f"{name} {e:.1e}" for name, e in zip(("dq", "dk", "dv"), errors))
+    if not torch.equal(runs[0], runs[-1]):
+        return f"{said}  TWO RUNS DIFFER", False
+    return said + ("" if ok else "  WRONG"), ok
+
+
+def named(tile, shape):
+    """A variant, with a star if mdlm uses it."""
+    if tile is None:
+        return "  two kernels"
+    _, T, _, D = shape
+    is_present = tile == CHOOSE(A.attention_backward_kernel, torch.bfloat16, D, T)
+    return "{} {} queries, {} keys, {} warps, {} stages".format("*" if is_present else " ", *tile)
+
+
+def emulated():
+    """Check each variant on one head in the emulator; whether all are right."""
+    sys.path.append(str(Path(__file__).parent.parent / "tests"))
+    driver = importlib.import_module("ptx.driver")
+    driver.install(90)
+    all_ok = True
+    for (_, T, _, D), tiles in SHAPES.items():
+        shape = (1, T, 1, D)
+        data = make("cpu", *shape)
+        exact = exact_gradient(*data[:2])
+        print(f"\nT={T} D={D}")
+        for tile in (None, *tiles):
+            said, ok = check(data, exact, tile)
+            print(f"{named(tile, shape)}: {said}", flush=True)
+            all_ok &= ok
+    return all_ok
+
+
+def compile_one(job):
+    """Compile a variant by launching it on one sample."""
+    (_, *sizes), tile = job
+    try:
+        data = make("cuda", 1, *sizes)
+        backward(*data, torch.empty_like(data[0]), tile)
+        torch.cuda.synchronize()
+    except Exception as e:  # the same one comes again when it is timed, and is printed then
+        print(f"{job}: {type(e).__name__}", file=sys.stderr)
+
+
+def compile_all():
+    """Compile the variants in several processes, so that this takes seconds."""
+    jobs = [(shape, tile) for shape, tiles in SHAPES.items() for tile in (None, *tiles)]
+    workers = min(8, os.cpu_count() - 1 or 1)
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        pool.map(compile_one, jobs, chunksize=1)
+
+
+def time_variants(shape):
+    """Check and time the variants of a shape; whether all are right."""
+    data = make("cuda", *shape)
+    exact = exact_gradient(*(x[:4] for x in data[:2]))
+    dqkv = torch.empty_like(data[0])
+    print("\nB={} T={} H={} D={}".format(*shape))
+    all_ok, present = True, None
+    for tile in (None, *SHAPES[shape]):
+        try:
+            said, ok = check(data, exact, tile)
+            ms = milliseconds(functools.partial(backward, *data, dqkv, tile), 0.02)
+        except Exception as e:
+            print(f"{named(tile, shape)}: {type(e).__name__}: {str(e).splitlines()[0][:60]}")
+            continue
+        present = present or ms
+        times = f"{ms:.4f} ms, {present / ms:.2f} times as fast"
+        print(f"{named(tile, shape)}: {times}; {said}", flush=True)
+        all_ok &= ok
+    return all_ok
+
+
+def main(argv):
+    if not torch.cuda.is_available():
+        if not ENABLED:
+            raise UserError("there is no CUDA device; MDLM_TRITON=1 checks it in the emulator")
+        print("no CUDA device: nothing is timed; the emulator executes the PTX of sm_90")
+        return int(not emulated())
+    compile_all()
+    right = [time_variants(shape) for shape in SHAPES]
+    return int(not all(right))
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, sys.argv[1:]))

@@ -123,14 +123,15 @@ def update(groups, lr, momentum, weight_kept, dtype, has_kernels=False):
     for (params, _, _, squares, rows, shuffle), x, running in zip(
         groups, batches, means, strict=True
     ):
+        n = len(params)
         A, B = params[0].shape
         x = level_rows(x.to(running.dtype), running, lr * max(1, rows / B) ** 0.5)
         if shuffle:
             both = torch.cat((x, running), 2).view(-1, shuffle.A, B + 1)
             x, running = shuffle.scatter(both).split((B, 1), 2)
-        torch._foreach_copy_(squares, list(running.view(-1, A, 1)))
+        torch._foreach_copy_(squares, list(running.view(n, A, 1)))
         torch._foreach_mul_(params, weight_kept)
-        torch._foreach_sub_(params, list(x.view(-1, A, B)))
+        torch._foreach_sub_(params, list(x.view(n, A, B)))
 
 
 class Muon(torch.optim.Muon):

@@ -154,7 +154,7 @@ def time_update(name, run, grads):
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile() as profiler:
         graph.replay()
         torch.cuda.synchronize()
     events = [e for e in profiler.key_averages() if e.device_type.name == "CUDA"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from .launch import INTERPRET, jit, launch, register, runs_on, tl
+from .launch import INTERPRET, jit, launch, register, runs_on, tl, triton
 
 HEIGHTS = (32, 64)  # K of the matrices that have a kernel
 W = 128  # columns of a part
@@ -58,7 +58,7 @@ def newton_schulz_kernel(
         gram = tl.zeros((K, K), tl.float32)
         for i in tl.static_range(PARTS):
             gram = tl.dot(parts[i], tl.trans(parts[i]), gram)
-        norm = tl.maximum(tl.sqrt(tl.sum(tl.sum(gram * gram, 1), 0)), EPS)
+        norm = tl.maximum(tl.sqrt(tl.sum(gram * gram)), EPS)
         norm = tl.where(it == 0, norm, 1.0)
         scale = tl.rsqrt(norm)
         g = (gram / norm).to(tl.bfloat16)
@@ -88,8 +88,11 @@ def _forward(x, coefficients, eps):
     n, K, N = x.shape
     y = _fake(x, coefficients, eps)
     if n:
+        x = x.contiguous()
+        if x.data_ptr() % 16:  # registers would spill
+            x = x.clone()
         triples = [coefficients[i : i + 3] for i in range(0, 12, 3)]
-        launch(newton_schulz_kernel, (n,), x.contiguous(), y, **config_of(K, N, triples, eps))
+        launch(newton_schulz_kernel, (n,), x, y, **config_of(K, N, triples, eps))
     return y
 
 
@@ -100,6 +103,14 @@ def _fake(x, coefficients, eps):
 
 SCHEMA = "(Tensor x, float[] coefficients, float eps) -> Tensor"
 _newton_schulz = register("newton_schulz", SCHEMA, _forward, _fake)
+
+
+def is_compiled_right(device):
+    """Whether Triton makes working code for a device: for sm_100, version 3.6 makes a mere trap."""
+    if triton is None or device.type != "cuda":
+        return True
+    is_new = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 9)
+    return is_new or torch.cuda.get_device_capability(device)[0] != 10
 
 
 def has_kernel(x, dtype):

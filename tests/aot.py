@@ -158,7 +158,8 @@ def variants(case):
     always = ({"limit"} & numbers) | ({"T"} if case.config.get("EVEN") else set())
     usual = always | memory | (numbers & set(STRIDES))
     yield dataclasses.replace(case, aligned=frozenset(usual))
-    usual_alone = "spans" in case.types or case.kernel.fn.__name__ == "mask_kernel"
+    alone = ("mask_kernel", "newton_schulz_kernel")  # the second copies what is not aligned
+    usual_alone = "spans" in case.types or case.kernel.fn.__name__ in alone
     if usual_alone or "fp32" in case.name.split() or "fp16" in case.name:
         return
     attention = "EVEN" in case.config  # it copies what is not aligned

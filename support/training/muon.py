@@ -144,9 +144,10 @@ class Muon(torch.optim.Muon):
 
     def __init__(self, params, lr, weight_decay, momentum=0.9, rows=None, has_kernels=False):
         super().__init__(params, lr, weight_decay, momentum)
-        self.dtype = pick_dtype("auto", self.param_groups[0]["params"][0].device)
+        device = self.param_groups[0]["params"][0].device
+        self.dtype = pick_dtype("auto", device)
         self.rows = rows or {}
-        self.has_kernels = has_kernels
+        self.has_kernels = has_kernels and newton_schulz.is_compiled_right(device)
         self.update = update
 
     def compile(self):

@@ -113,17 +113,17 @@ def is_compiled_right(device):
     return is_new or torch.cuda.get_device_capability(device)[0] != 10
 
 
-def has_kernel(x, dtype):
+def fits(x, dtype):
     """Whether the iterations of x (n, K, N) with products in `dtype` have a kernel here."""
-    fits = x.shape[1] in HEIGHTS and x.shape[2] % W == 0 and x.shape[2] <= MAX_N
+    is_size = x.shape[1] in HEIGHTS and x.shape[2] % W == 0 and x.shape[2] <= MAX_N
     # Triton's interpreter multiplies bfloat16 wrongly.
-    return runs_on(x) and not INTERPRET and dtype == torch.bfloat16 and fits
+    return runs_on(x) and not INTERPRET and dtype == torch.bfloat16 and is_size
 
 
 def newton_schulz_heads(x, coefficients, eps):
     """Approximate U V^T of the singular value decomposition of each matrix of x, in bfloat16.
 
-    x: (n, K, N), of which has_kernel(x, torch.bfloat16) is true
+    x: (n, K, N), of which fits(x, torch.bfloat16) is true
     coefficients: (a, b, c) of each of four iterations; eps: lower bound of the norm
     """
     return _newton_schulz(x, [value for triple in coefficients for value in triple], eps)

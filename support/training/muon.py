@@ -47,7 +47,7 @@ def orthogonalize_all(batches, dtype, has_kernels=False):
     results = {}  # place of a batch -> its result
     alike = {}  # K -> the places of batches with Gram matrices of K x K
     for i, x in enumerate(batches):
-        if has_kernels and newton_schulz.has_kernel(x, dtype):
+        if has_kernels and newton_schulz.fits(x, dtype):
             results[i] = newton_schulz.newton_schulz_heads(x, COEFFICIENTS, EPS)
         else:
             alike.setdefault(min(x.shape[1:]), []).append(i)

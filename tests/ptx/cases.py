@@ -180,7 +180,7 @@ def muon(dtype, g, n, K, N):
     x = torch.randn(n, K, N, generator=g)
     x[-1] = x[-1, :, :3] @ x[-1, :3] / 30 + 0.01 * x[-1]
     x = x.to(dtype)
-    if not newton_schulz.has_kernel(x, dtype):
+    if not newton_schulz.fits(x, dtype):
         raise ValueError(f"no kernel takes {K} x {N}")
     (ours,) = orthogonalize_all([x], dtype, has_kernels=True)
     plain, truth = (iterate([x], kind)[0] for kind in (dtype, torch.float64))

@@ -698,7 +698,7 @@ def make_run(config, corpus, machine, pretrained=None):
 
     model = build()
     averaged = build().eval() if config.ema else model
-    optimizers = make_optimizers(model, config, device)
+    optimizers = make_optimizers(model, config, device, ops.name == "triton")
     engine = Engine(model, dtype, ema_weight=torch.zeros((), device=device), rank=rank, world=world)
     return Run(config, corpus, model, averaged, optimizers, device, engine)
 

@@ -1,18 +1,21 @@
-"""A prototype: all of Muon's iterations for a head's matrix in one launch; and what Muon launches.
+"""What the update of the optimizers costs on a GPU: Muon's products, before and now.
 
-    python studies/newton_schulz.py                  # on a GPU: check, then time
+    python studies/newton_schulz.py                  # on a GPU: check, then time; half a minute
     MDLM_TRITON=1 python studies/newton_schulz.py    # without one: check in the emulator
 
 Preset gpu has 108 matrices of 64 x 384 (q, k and v of each head), which batched products read and
-write in each of four iterations. Here a program keeps one on the chip. Predicted on an H100: 10 us
-in place of about 80. And the matrices of a layer's other three shapes all have Gram matrices of
-384 x 384, so one batch of 18 products may replace three of 6: 10 us in place of 24.
+write in each of four iterations; the kernel of kernels/newton_schulz.py keeps each on the chip. The
+other three shapes all have Gram matrices of 384 x 384: one batch of 18 products instead of three of
+6. Predicted on an H100: 10 us in place of about 80, and 10 us in place of 24.
+
+Timed is optimizers.update (Muon, AdamW, averages), replayed as a CUDA graph, as in training.
 """
 
 import functools
 import importlib
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -27,151 +30,176 @@ import torch
 import bench
 from studies.tiles import milliseconds
 from support.errors import UserError
-from support.kernels.launch import ENABLED, jit, launch, tl
+from support.kernels.launch import ENABLED
 from support.training import muon
 from support.training.optimizers import average_to_compile, update
 
-
-# ---- The kernel: muon.orthogonalize of one matrix (K, N) a program, in parts of W columns
-@jit
-def heads_kernel(
-    src,
-    out,
-    K: "tl.constexpr",
-    N: "tl.constexpr",
-    W: "tl.constexpr",
-    A: "tl.constexpr",
-    B: "tl.constexpr",
-    C: "tl.constexpr",
-    EPS: "tl.constexpr",
-):
-    PARTS: tl.constexpr = N // W
-    at = tl.program_id(0).to(tl.int64) * K * N
-    at += tl.arange(0, K)[:, None] * N + tl.arange(0, W)[None, :]
-    x = ()
-    for i in tl.static_range(PARTS):
-        x = x + (tl.load(src + at + i * W).to(tl.bfloat16),)  # noqa: RUF005 (Triton has no *)
-    for it in range(4):  # a loop, not unrolled: x stays in the same registers
-        gram = tl.zeros((K, K), tl.float32)
-        for i in tl.static_range(PARTS):
-            gram = tl.dot(x[i], tl.trans(x[i]), gram)
-        norm = tl.maximum(tl.sqrt(tl.sum(tl.sum(gram * gram, 1), 0)), EPS)
-        norm = tl.where(it == 0, norm, 1.0)
-        scale = tl.rsqrt(norm)
-        a = tl.where(it == 0, A[0], tl.where(it == 1, A[1], tl.where(it == 2, A[2], A[3])))
-        b = tl.where(it == 0, B[0], tl.where(it == 1, B[1], tl.where(it == 2, B[2], B[3])))
-        c = tl.where(it == 0, C[0], tl.where(it == 1, C[1], tl.where(it == 2, C[2], C[3])))
-        g = (gram / norm).to(tl.bfloat16)
-        p = (b * g.to(tl.float32) + c * tl.dot(g, g)).to(tl.bfloat16)
-        y = ()
-        for i in tl.static_range(PARTS):
-            part = (x[i].to(tl.float32) * scale).to(tl.bfloat16)
-            new = a * part.to(tl.float32) + tl.dot(p, part)
-            y = y + (new.to(tl.bfloat16),)  # noqa: RUF005
-        x = y
-    for i in tl.static_range(PARTS):
-        tl.store(out + at + i * W, x[i])
+BEGAN = time.monotonic()
 
 
-def orthogonalize_heads(x, warps=8):
-    """muon.orthogonalize for x (n, 64, 384), n matrices, in bfloat16."""
-    n, K, N = x.shape
-    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    A, B, C = zip(*muon.COEFFICIENTS)
-    options = dict(K=K, N=N, W=128, A=A, B=B, C=C, EPS=muon.EPS, num_warps=warps)
-    launch(heads_kernel, (n,), x, out, **options)
-    return out
+def say(text):
+    print(f"{time.monotonic() - BEGAN:5.1f} s  {text}", flush=True)
 
 
-def check(x, warps):
+# ---- As it was before: each batch of matrices by itself, no kernel
+def orthogonalize_before(x, dtype):
+    """See muon.orthogonalize."""
+    is_tall = x.shape[1] > x.shape[2]
+    x = x.to(dtype)
+    for i, (a, b, c) in enumerate(muon.COEFFICIENTS):
+        G = x.mT @ x if is_tall else x @ x.mT
+        if i == 0:
+            norm = G.flatten(1).norm(dim=1).clamp(min=muon.EPS)[:, None, None]
+            G = G / norm
+            x = x / norm.sqrt()
+        P = torch.baddbmm(G, G, G, beta=b, alpha=c)
+        factors = (x, P) if is_tall else (P, x)
+        x = torch.baddbmm(x, *factors, beta=a)
+    return x
+
+
+def update_before(groups, lr, momentum, weight_kept, dtype, has_kernels):
+    """See muon.update."""
+    for params, grads, momenta, squares, rows, _ in groups:
+        torch._foreach_lerp_(momenta, grads, 1 - momentum)
+        x = torch.stack(torch._foreach_lerp(grads, momenta, momentum))
+        running = torch.stack(squares)
+        n, A, B = x.shape
+        x = orthogonalize_before(x.reshape(-1, rows, B), dtype).to(x.dtype)
+        running = running.reshape(-1, rows, 1)
+        x = muon.level_rows(x, running, lr * max(1, rows / B) ** 0.5)
+        torch._foreach_copy_(squares, list(running.view(n, A, 1)))
+        torch._foreach_mul_(params, weight_kept)
+        torch._foreach_sub_(params, list(x.view(n, A, B)))
+
+
+# ---- The kernel
+def with_kernel(x):
+    return muon.orthogonalize_all([x], torch.bfloat16, has_kernels=True)[0]
+
+
+def check(x):
     """Print the kernel's error and PyTorch's, both against float64; whether it is right."""
     exact = muon.orthogonalize(x.cpu().double(), torch.float64)
-    results = orthogonalize_heads(x, warps), muon.orthogonalize(x, torch.bfloat16)
+    results = with_kernel(x), muon.orthogonalize(x, torch.bfloat16)
     errors = [((r.cpu().double() - exact).norm() / exact.norm()).item() for r in results]
     values = torch.linalg.svdvals(results[0].cpu().double())
     ok = errors[0] <= 1.2 * errors[1] and values.min() > 0.6 and values.max() < 1.3
     mark = "" if ok else "  WRONG"
-    said = f"error {errors[0]:.4f}, PyTorch's in bfloat16 {errors[1]:.4f}"
-    span = f"{values.min():.3f} to {values.max():.3f}"
-    print(f"{warps} warps: {said}; singular values {span}{mark}", flush=True)
-    return ok
+    said = f"error of the kernel {errors[0]:.4f}, PyTorch's in bfloat16 {errors[1]:.4f}"
+    say(f"{said}; singular values {values.min():.3f} to {values.max():.3f}{mark}")
+    return bool(ok)
 
 
 def random_heads(n, device):
-    return torch.randn(n, 64, 384, generator=torch.Generator().manual_seed(0)).to(device)
+    x = torch.randn(n, 64, 384, generator=torch.Generator().manual_seed(0))
+    return x.bfloat16().to(device)
 
 
 def emulated():
     sys.path.append(str(Path(__file__).parent.parent / "tests"))
     driver = importlib.import_module("ptx.driver")
     driver.install(90)
-    return check(random_heads(2, "cpu"), 4) & check(random_heads(2, "cpu"), 8)
+    return check(random_heads(2, "cpu"))
 
 
-# ---- On a GPU
 def time_heads():
     x = random_heads(108, "cuda")
-    ok = True
-    compiled = torch.compile(muon.orthogonalize, dynamic=False)
+    ok = check(x)
     for name, call in {
-        "muon.orthogonalize, compiled": functools.partial(compiled, x, torch.bfloat16),
-        "muon.orthogonalize, eager": functools.partial(muon.orthogonalize, x, torch.bfloat16),
+        "batched products, eager": functools.partial(orthogonalize_before, x, torch.bfloat16),
+        "the kernel": functools.partial(with_kernel, x),
     }.items():
-        print(f"108 matrices of 64 x 384, {name}: {milliseconds(call):.4f} ms", flush=True)
-    for warps in (4, 8):
-        ok &= check(x, warps)
-        ms = milliseconds(functools.partial(orthogonalize_heads, x, warps))
-        print(f"108 matrices of 64 x 384, one launch, {warps} warps: {ms:.4f} ms", flush=True)
+        say(f"108 matrices of 64 x 384, {name}: {milliseconds(call):.4f} ms")
     return ok
 
 
-def time_gram():
-    """b G + c G^2 of 384 x 384: three batches of 6 matrices, and one of 18."""
-    G = torch.randn(18, 384, 384, device="cuda").bfloat16()
-
-    def product(n):
-        for part in G.split(n):
-            torch.baddbmm(part, part, part, beta=-3.0, alpha=0.5)
-
-    for n in (6, 18):
-        ms = milliseconds(functools.partial(product, n))
-        print(f"18 matrices of 384 x 384, in batches of {n}: {ms:.4f} ms", flush=True)
-
-
-def count_launches():
-    """What the update of preset gpu launches: optimizers, averages, as compiled and as eager."""
-    device = torch.device("cuda")
+# ---- The update of preset gpu
+def start():
+    """A run of preset gpu, and random gradients."""
     config = bench.preset_config("gpu")
-    for compiled in (True, False):
-        with tempfile.TemporaryDirectory() as folder:
-            bench.write_tokens(folder, config.vocab_size)
-            run = bench.start_run(config, folder, device, torch.bfloat16, "auto", False)
-        if compiled:
-            run.optimizers[0].compile()
-        run.engine.average = torch.compile(average_to_compile) if compiled else average_to_compile
+    with tempfile.TemporaryDirectory() as folder:
+        bench.write_tokens(folder, config.vocab_size)
+        run = bench.start_run(config, folder, torch.device("cuda"), torch.bfloat16, "auto", False)
+    run.engine.average = torch.compile(average_to_compile)
+    g = torch.Generator("cuda").manual_seed(0)
+    params = [*run.model.parameters()]
+    return run, [0.01 * torch.randn(p.shape, device="cuda", generator=g) for p in params]
 
-        def step(run=run):
-            for p in run.model.parameters():
-                p.grad = torch.full_like(p, 1e-3)
-            torch.cuda.synchronize()
-            update(run)
 
-        for _ in range(3):
-            step()
-        with torch.profiler.profile() as profiler:
-            step()
-            torch.cuda.synchronize()
-        events = [e for e in profiler.key_averages() if e.device_type.name == "CUDA"]
-        fills = ("FillFunctor", "Memset")  # of the gradients above
-        events = [e for e in events if not any(word in e.key for word in fills)]
-        ms = sum(e.self_device_time_total for e in events) / 1e3
-        launches = sum(e.count for e in events)
-        how = "compiled" if compiled else "eager"
-        print(f"\nthe update of preset gpu, {how}: {launches} launches, {ms:.3f} ms")
-        for e in sorted(events, key=lambda e: -e.self_device_time_total)[:8]:
-            print(
-                f"  {e.self_device_time_total / 1e3:.4f} ms, {e.count} x {e.key[:80]}", flush=True
-            )
+def step(run, grads):
+    for p, grad in zip(run.model.parameters(), grads, strict=True):
+        p.grad = grad
+    update(run)
+
+
+def time_update(name, run, grads):
+    """Print the time of the update as a graph, and what it launches; return the weights' change."""
+    began = time.monotonic()
+    step(run, grads)
+    torch.cuda.synchronize()
+    say(f"{name}: the first call takes {time.monotonic() - began:.1f} s")
+    for _ in range(2):
+        step(run, grads)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        step(run, grads)
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(50):
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    with torch.profiler.profile() as profiler:
+        graph.replay()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.key_averages() if e.device_type.name == "CUDA"]
+    ms = sum(e.self_device_time_total for e in events) / 1e3
+    launches = sum(e.count for e in events)
+    replayed = f"{sorted(times)[25]:.4f} ms a replay"
+    say(f"{name}: {replayed}; {launches} kernels and copies, {ms:.4f} ms in them")
+    for e in sorted(events, key=lambda e: -e.self_device_time_total)[:12]:
+        line = f"{e.self_device_time_total / 1e3:.4f} ms, {e.count} x {e.key[:80]}"
+        print(f"         {line}", flush=True)
+
+
+def time_updates():
+    """The update before and now; whether both change the weights alike."""
+    run, grads = start()
+    optimizer = run.optimizers[0]
+    say("a run of preset gpu is made")
+    params = [*run.model.parameters()]
+    weights = [p.detach().clone() for p in params]
+    ways = {
+        "before, compiled": torch.compile(update_before),
+        "now, compiled": torch.compile(muon.update),
+        "now, eager": muon.update,
+    }
+    changes = []
+    for name, way in ways.items():
+        optimizer.update = way
+        for state in optimizer.state.values():
+            for x in state.values():
+                x.zero_()
+        for p, w in zip(params, weights, strict=True):
+            p.data.copy_(w)
+        time_update(name, run, grads)
+        matrices = [
+            (p.detach() - w).flatten()
+            for p, w in zip(params, weights, strict=True)
+            if p in optimizer.state
+        ]
+        changes.append(torch.cat(matrices))
+    ok = True
+    for name, change in zip(ways, changes, strict=True):
+        difference = ((change - changes[0]).norm() / changes[0].norm()).item()
+        ok &= difference < 0.08
+        say(f"{name}: weights change by {change.norm():.3f}, of which new {difference:.4f}")
+    return ok
 
 
 def main(argv):
@@ -182,9 +210,7 @@ def main(argv):
         return int(not emulated())
     torch.set_float32_matmul_precision("high")  # as mdlm.py
     ok = time_heads()
-    time_gram()
-    count_launches()
-    return int(not ok)
+    return int(not (time_updates() & ok))
 
 
 if __name__ == "__main__":

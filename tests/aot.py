@@ -38,8 +38,10 @@ OPTIONS = ("num_warps", "num_stages")
 STRIDES = ("C", "N", "limit", "n_rows")  # numbers that usually divide by 16
 # The ends of names of cases: of the main ones for sm_90 one of each kernel, and of all cases those
 # that need most registers and memory.
-ONE = r"(bf16 even T|V=50304 bf16|C=384 bf16|ward D=64 bf16|ward bf16|T=256 i64, documents)$"
-MOST = r"(odd T, (documents|blocks)|C=2048 \w+, documents|V=50304 \w+|T=8192 i64(, documents)?)$"
+ONE = r"(bf16 even T|V=50304 bf16|C=384 bf16|ward D=64 bf16|ward bf16|T=256 i64, documents"
+ONE += r"|64 x 384 bf16)$"
+MOST = r"(odd T, (documents|blocks)|C=2048 \w+, documents|V=50304 \w+|T=8192 i64(, documents)?"
+MOST += r"|x 384 bf16)$"
 
 
 @dataclasses.dataclass
@@ -158,6 +160,16 @@ def attention_cases():
         yield Case(name, kernel, types, config, main=main)
 
 
+def muon_cases():
+    ns = import_module("support.kernels.newton_schulz")
+    muon = import_module("support.training.muon")
+    for K, N in ((64, 384), (64, 128), (32, 384), (32, 128)):
+        config = ns.config_of(K, N, muon.COEFFICIENTS, muon.EPS)
+        main = ARCHITECTURES if (K, N) == (64, 384) else ()
+        types = dict(x="*bf16", y="*bf16")
+        yield Case(f"Muon {K} x {N} bf16", ns.newton_schulz_kernel, types, config, main=main)
+
+
 def variants(case):
     """The case with what Triton learns at launch: which arguments divide by 16, which are 1."""
     numbers = {n for n, kind in case.types.items() if kind == "i32"}
@@ -166,7 +178,8 @@ def variants(case):
     always = ({"limit"} & numbers) | ({"T"} if case.config.get("EVEN") else set())
     usual = always | memory | (numbers & set(STRIDES))
     yield dataclasses.replace(case, aligned=frozenset(usual))
-    usual_alone = "spans" in case.types or case.kernel.fn.__name__ == "mask_kernel"
+    alone = ("mask_kernel", "newton_schulz_kernel")  # the second copies what is not aligned
+    usual_alone = "spans" in case.types or case.kernel.fn.__name__ in alone
     if usual_alone or "fp32" in case.name.split() or "fp16" in case.name:
         return
     attention = "EVEN" in case.config  # it copies what is not aligned
@@ -191,11 +204,8 @@ def cases(arch, which="--main"):
 
     The rare ones are on sm_90 only, as they take long.
     """
-    chosen = [
-        c
-        for make in (masking_cases, head_cases, convolution_cases, residual_cases, attention_cases)
-        for c in make()
-    ]
+    makers = (masking_cases, head_cases, convolution_cases, residual_cases, attention_cases)
+    chosen = [c for make in (*makers, muon_cases) for c in make()]
     if arch != 90:
         some = ("bf16", "T=8192", *(["fp32 even"] if arch == 80 else []))  # it has least memory
         chosen = [c for c in chosen if any(word in c.name for word in some)]

@@ -6,7 +6,7 @@ from conftest import ROOT  # noqa: F401 (puts the root on the path)
 from torch._inductor.utils import run_and_get_code
 
 from support.kernels.launch import can_compile
-from support.training.muon import BETA2, Muon, orthogonalize
+from support.training.muon import BETA2, Muon, orthogonalize, orthogonalize_all
 from support.training.optimizers import average, average_to_compile
 
 SHAPES = ((96, 32), (32, 32), (128, 32), (32, 128), (96, 32), (40, 72))
@@ -128,6 +128,19 @@ def test_singular_values_come_out_near_one(dtype, slack):
     values = singular_values(tiny, dtype)
     # In proportion: noise stays noise.
     assert (values[:, 1:] - 288.5e-4).abs().max() < 0.0005 + slack
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_batches_together_are_as_each_alone(dtype):
+    """Tall, wide and square ones share products; one has other Gram matrices, one no matrices."""
+    g = torch.Generator().manual_seed(0)
+    shapes = ((3, 96, 32), (2, 32, 32), (1, 48, 40), (4, 32, 64), (0, 32, 64))
+    batches = [torch.randn(*shape, generator=g) * 10.0**i for i, shape in enumerate(shapes)]
+    before = [x.clone() for x in batches]
+    together = orthogonalize_all(batches, dtype)
+    for x, y, old in zip(batches, together, before, strict=True):
+        assert y.dtype == dtype and torch.equal(x, old)
+        torch.testing.assert_close(y, orthogonalize(x, dtype))
 
 
 def check_bfloat16_bound(A, B, n):

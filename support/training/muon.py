@@ -15,6 +15,7 @@ results/muon.md measures the effect of each.
 import torch
 
 from support.devices import pick_dtype
+from support.kernels import newton_schulz
 from support.training import shards
 
 COEFFICIENTS = (  # (a, b, c) of each iteration
@@ -35,19 +36,51 @@ def orthogonalize(x, dtype):
     Singular values above 0.003 of the Schatten 4-norm become values between 0.78 and 1.22 (1.27 in
     bfloat16). Much smaller ones are multiplied by 289, so that noise stays small.
     """
-    is_tall = x.shape[1] > x.shape[2]
-    x = x.to(dtype)
+    return iterate([x], dtype)[0]
+
+
+def orthogonalize_all(batches, dtype, has_kernels=False):
+    """Return [orthogonalize(x, dtype) for x in batches], with fewer products.
+
+    has_kernels: whether the kernel of kernels/newton_schulz.py may compute what it fits.
+    """
+    results = {}  # place of a batch -> its result
+    alike = {}  # K -> the places of batches with Gram matrices of K x K
+    for i, x in enumerate(batches):
+        if has_kernels and newton_schulz.fits(x, dtype):
+            results[i] = newton_schulz.newton_schulz_heads(x, COEFFICIENTS, EPS)
+        else:
+            alike.setdefault(min(x.shape[1:]), []).append(i)
+    for places in alike.values():
+        found = iterate([batches[i] for i in places], dtype)
+        results |= zip(places, found, strict=True)
+    return [results[i] for i in range(len(batches))]
+
+
+def iterate(batches, dtype):
+    """Orthogonalize the matrices of several batches, whose Gram matrices have equal shapes.
+
+    batches: tensors (n, A, B) with equal K = min(A, B) and any n. The polynomials of all their Gram
+        matrices are one batch of products; small batches would not fill a GPU.
+    """
+    sizes = [len(x) for x in batches]
+    tall = [x.shape[1] > x.shape[2] for x in batches]
+    xs = [x.to(dtype) for x in batches]
     for i, (a, b, c) in enumerate(COEFFICIENTS):
-        G = x.mT @ x if is_tall else x @ x.mT  # Gram matrices (n, K, K), K = min(A, B)
+        grams = [x.mT @ x if is_tall else x @ x.mT for x, is_tall in zip(xs, tall, strict=True)]
+        G = torch.cat(grams) if len(grams) > 1 else grams[0]  # (sum of n, K, K)
         if i == 0:
             # The Frobenius norm of G is the square of the Schatten 4-norm of X.
             norm = G.flatten(1).norm(dim=1).clamp(min=EPS)[:, None, None]
             G = G / norm
-            x = x / norm.sqrt()
+            xs = [x / root for x, root in zip(xs, norm.sqrt().split(sizes), strict=True)]
+        # Not P = a I + b G + c G^2 and X = P X, which would copy less: in bfloat16, its error can
+        # be 1.5 times that of what follows.
         P = torch.baddbmm(G, G, G, beta=b, alpha=c)  # b G + c G^2
-        factors = (x, P) if is_tall else (P, x)
-        x = torch.baddbmm(x, *factors, beta=a)
-    return x
+        for j, (x, p) in enumerate(zip(xs, P.split(sizes), strict=True)):
+            factors = (x, p) if tall[j] else (p, x)
+            xs[j] = torch.baddbmm(x, *factors, beta=a)
+    return xs
 
 
 def level_rows(x, running, scale):
@@ -63,7 +96,7 @@ def level_rows(x, running, scale):
     return x.mul_(factor * (squares.sum(1, keepdim=True) / divided).sqrt() * scale)
 
 
-def update(groups, lr, momentum, weight_kept, dtype):
+def update(groups, lr, momentum, weight_kept, dtype, has_kernels=False):
     """Update the parameters of each group in place.
 
     groups: tuples (params, grads, momenta, squares, rows, shuffle), each of parameters (A, B) of
@@ -72,17 +105,27 @@ def update(groups, lr, momentum, weight_kept, dtype):
         each rank holds some rows of each matrix, the MatrixShuffle that exchanges them, else None
     weight_kept: what weight decay multiplies the weights by
     dtype: of the matrix products
+    has_kernels: whether Triton kernels may compute them
     """
-    for params, grads, momenta, squares, rows, shuffle in groups:
+    batches = []
+    means = []  # running squares (matrices, rows, 1) of each batch
+    for _, grads, momenta, squares, rows, shuffle in groups:
         torch._foreach_lerp_(momenta, grads, 1 - momentum)
         x = torch.stack(torch._foreach_lerp(grads, momenta, momentum))  # Nesterov
         running = torch.stack(squares)
-        n, A, B = x.shape
+        B = x.shape[2]
         if shuffle:  # one exchange for both: the running squares travel as an extra column
             x, running = shuffle.gather(torch.cat((x, running), 2)).split((B, 1), 2)
-        x = orthogonalize(x.reshape(-1, rows, B), dtype).to(x.dtype)
-        running = running.reshape(-1, rows, 1)
-        x = level_rows(x, running, lr * max(1, rows / B) ** 0.5)
+        # What is kept until all are orthogonalized has its own memory, and x is in `dtype` already.
+        batches.append(x.reshape(-1, rows, B).to(dtype))
+        means.append(running.contiguous().view(-1, rows, 1))
+    batches = orthogonalize_all(batches, dtype, has_kernels)
+    for (params, _, _, squares, rows, shuffle), x, running in zip(
+        groups, batches, means, strict=True
+    ):
+        n = len(params)
+        A, B = params[0].shape
+        x = level_rows(x.to(running.dtype), running, lr * max(1, rows / B) ** 0.5)
         if shuffle:
             both = torch.cat((x, running), 2).view(-1, shuffle.A, B + 1)
             x, running = shuffle.scatter(both).split((B, 1), 2)
@@ -96,12 +139,15 @@ class Muon(torch.optim.Muon):
 
     Matrix products are in bfloat16 where the hardware supports it.
     rows: dict of parameter -> number of its rows that form a separate matrix (default: all).
+    has_kernels: whether Triton kernels may compute the products.
     """
 
-    def __init__(self, params, lr, weight_decay, momentum=0.9, rows=None):
+    def __init__(self, params, lr, weight_decay, momentum=0.9, rows=None, has_kernels=False):
         super().__init__(params, lr, weight_decay, momentum)
-        self.dtype = pick_dtype("auto", self.param_groups[0]["params"][0].device)
+        device = self.param_groups[0]["params"][0].device
+        self.dtype = pick_dtype("auto", device)
         self.rows = rows or {}
+        self.has_kernels = has_kernels and newton_schulz.is_compiled_right(device)
         self.update = update
 
     def compile(self):
@@ -137,4 +183,5 @@ class Muon(torch.optim.Muon):
                 squares = [state["row_squares"] for state in states]
                 batches.append((local, grads, momenta, squares, rows, shuffle))
             weight_kept = 1 - group["lr"] * group["weight_decay"]
-            self.update(batches, group["lr"], group["momentum"], weight_kept, self.dtype)
+            rates = (group["lr"], group["momentum"], weight_kept)
+            self.update(batches, *rates, self.dtype, self.has_kernels)

@@ -11,11 +11,11 @@ from support.devices import is_async
 from support.training.muon import Muon
 
 
-def make_optimizers(model, config, device):
+def make_optimizers(model, config, device, has_kernels=False):
     """Return a list of optimizers that together update all parameters.
 
     With --optimizer=muon: Muon for the matrices of the layers, AdamW for everything else.
-    Otherwise AdamW alone.
+    Otherwise AdamW alone. has_kernels: whether Triton kernels may compute Muon's products.
     """
     matrices = []
     others = []
@@ -36,7 +36,8 @@ def make_optimizers(model, config, device):
     )
     optimizers = [adamw]
     if matrices:
-        optimizers = [Muon(matrices, config.muon_lr, config.weight_decay, rows=rows), adamw]
+        rates = (config.muon_lr, config.weight_decay)
+        optimizers = [Muon(matrices, *rates, rows=rows, has_kernels=has_kernels), adamw]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(group["lr"], device=device if is_async(device) else "cpu")

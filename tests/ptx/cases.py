@@ -47,7 +47,7 @@ LOSSES = 2.5e-4  # of the losses of training steps: 0.001 of about 4
 class Case:
     """A call of an operator, forward and backward: what of, in what type, for which GPU."""
 
-    kind: str  # attention, convolution, residual, head, masking
+    kind: str  # attention, convolution, residual, head, masking, muon
     name: str  # what is special about it
     sizes: tuple  # what the function of this kind takes
     dtype: str
@@ -188,6 +188,23 @@ def masking(dtype, g, B, T, integer, never):
     return {name: (a, b, b) for name, a, b in zip(names, got, wanted, strict=True)}
 
 
+def muon(dtype, g, n, K, N):
+    """Newton-Schulz iterations of random matrices, and of one with few large singular values."""
+    from support.kernels import newton_schulz
+    from support.training.muon import iterate, orthogonalize_all
+
+    x = torch.randn(n, K, N, generator=g)
+    x[-1] = x[-1, :, :3] @ x[-1, :3] / 30 + 0.01 * x[-1]
+    x = x.to(dtype)
+    if not newton_schulz.fits(x, dtype):
+        raise ValueError(f"no kernel takes {K} x {N}")
+    (ours,) = orthogonalize_all([x], dtype, has_kernels=True)
+    plain, truth = (iterate([x], kind)[0] for kind in (dtype, torch.float64))
+    names = ("random", "ill-conditioned")
+    halves = [z.split((n - 1, 1)) for z in (ours, plain, truth)]
+    return dict(zip(names, zip(*halves, strict=True), strict=True))
+
+
 def training(dtype, g, steps):
     """Losses of the first steps of a small model: with the kernels, with PyTorch, in float32."""
     import tempfile
@@ -315,6 +332,14 @@ def far_head(launch):
     return first, shifts | dict(z_ptr=first * given["limit"]), {}
 
 
+def far_muon(launch):
+    """Matrices after many others."""
+    given = dict(zip(launch.names, launch.args, strict=True))
+    size = given["x"][0].numel()
+    first = beyond(size, 1)
+    return first, dict(x=first * size, y=first * size), {}
+
+
 # What each kernel writes: the arguments that it only writes, and those that it also reads.
 OUTPUTS = dict(
     attention_forward_kernel={"out", "lse"},
@@ -326,12 +351,13 @@ OUTPUTS = dict(
     norm_conv_backward_kernel={"dx", "dw"},
     residual_kernel={"out"},
     ce_chunk_kernel={"loss_ptr"},
+    newton_schulz_kernel={"y"},
 )
 IN_PLACE = dict(prepare_kernel={"dqkv"}, ce_chunk_kernel={"z_ptr"})
 UNWRITTEN = 0xA5  # each byte of what is only written, before a launch
-FAR = dict(attention=far_attention, convolution=far_convolution, head=far_head)
+FAR = dict(attention=far_attention, convolution=far_convolution, head=far_head, muon=far_muon)
 FAR |= dict(residual=far_residual)
-CALLS = dict(attention=attention, convolution=convolution, head=head, masking=masking)
+CALLS = dict(attention=attention, convolution=convolution, head=head, masking=masking, muon=muon)
 CALLS |= dict(residual=residual)
 CALLS |= {"head, wrong target": wrong_target, "far offsets": far, "training": training}
 
@@ -384,6 +410,10 @@ def calls():
         yield "masking", f"T=8192{also}", (1, 8192, torch.int64, never), "all"
     yield "masking", "T=1", (4, 1, torch.int64, False), "all"
     yield "masking", "T=5, 260 rows", (260, 5, torch.int64, False), "slow"
+    yield "muon", "64 x 384", (3, 64, 384), "quick"
+    yield "muon", "64 x 256", (2, 64, 256), "all"
+    yield "muon", "32 x 384", (2, 32, 384), "slow"
+    yield "muon", "32 x 128", (2, 32, 128), "all"
     sizes = (1, 70, 1, 64, "documents", True, True)
     yield "far offsets", "attention", ("attention", *sizes), "slow"
     sizes = (1, 70, 1, 64, None, True, True)  # on sm_90, the backward of one kernel
@@ -391,6 +421,7 @@ def calls():
     yield "far offsets", "convolution", ("convolution", 2, 19, 96, 5, False, True), "slow"
     yield "far offsets", "residual", ("residual", 1, 19, 96, 2**-16), "slow"
     yield "far offsets", "head", ("head", 1000, 3, torch.int64), "slow"
+    yield "far offsets", "muon", ("muon", 2, 32, 128), "slow"
     yield "training", "10 steps", (10,), "slow"
 
 
@@ -402,7 +433,7 @@ def all_cases():
         for dtype, arch in itertools.product(DTYPES, ARCHITECTURES):
             if kind == "masking" and dtype != "bf16":  # it has integers alone
                 continue
-            if kind in ("training", "far offsets") and dtype != "bf16":
+            if kind in ("muon", "training", "far offsets") and dtype != "bf16":
                 continue
             if "long" in name and dtype == "fp32":  # millions of instructions
                 continue
@@ -411,7 +442,7 @@ def all_cases():
 
 def rank(when, kind, name, dtype, arch):
     """When a case runs: bfloat16 on each GPU, the other types and the integers on one of them."""
-    has_products = kind in ("attention", "training")
+    has_products = kind in ("attention", "muon", "training")
     main = arch if has_products or when == "quick" else 90
     if dtype != "bf16":
         main = 80 if dtype == "fp16" else 120

@@ -24,7 +24,7 @@ from .program import Program, run_grid
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}  # bytes, of a program
 INSTALLED = []  # the Driver of this process
-OPERATORS = ("attention", "convolution", "cross_entropy", "masking", "residual")
+OPERATORS = ("attention", "convolution", "cross_entropy", "masking", "newton_schulz", "residual")
 
 
 parse = functools.cache(Program)

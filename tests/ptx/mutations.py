@@ -45,6 +45,7 @@ CALLS = {
     "convolution": (1, 19, 96, 5, False, True),
     "head": (1000, 3, torch.int64),
     "masking": (2, 63, torch.int64, True),
+    "muon": (2, 32, 128),
 }
 CAUGHT = ("caught", "wrong result", "no change")
 

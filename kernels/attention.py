@@ -19,7 +19,8 @@ of 2 instead of e, because the hardware does.
 Backward: dQ is a sum over keys, dK and dV are sums over queries. Two kernels compute them, and each
 program owns the rows that it sums. So there are no atomic additions, and two runs give equal bits.
 The second kernel computes S^T = K Q^T, because its products need it. For short sequences without
-spans, on Hopper and in 16 bits, one kernel computes all three: a program then owns a whole head.
+spans, on Hopper and in 16 bits, one kernel can compute all three (FUSED_T): a program then owns a
+whole head.
 
 Q, K and V are read in place from the packed (B, T, 3, H, D); their gradients are written to one
 buffer of that shape. If Q and K are normalized or rotated first, prepare_kernel writes the results
@@ -44,7 +45,9 @@ from .reference import MAX_T, attention_ref
 
 HEAD_DIMS = (32, 64)
 MAX_OURS = 1024  # T up to which a layer is faster with these than with cuDNN (results/hopper.md)
-FUSED_T = 256  # T up to which one kernel computes the whole backward on Hopper; 0: none
+# T up to which one kernel computes the whole backward on Hopper, at most 256. 0: none, as it has not
+# been timed (studies/fused_backward.py).
+FUSED_T = 0
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS = torch.finfo(torch.float32).eps  # that of F.rms_norm, which computes in float32
 

@@ -39,9 +39,11 @@ MUTATIONS = {
     "bound of a store": (r"@!?%p\d+ (?=st\.global)", ""),
     "bound of a copy": (r"(cp\.async\.c[ag]\.shared\.global [^;]*, 0x\w+), %r\d+;", r"\1;"),
 }
+FUSED = "attention, backward of one kernel"  # on sm_90 alone; of its launches, that kernel's
 # Which calls: small ones, in which every bound matters.
 CALLS = {
     "attention": (1, 70, 1, 64, "documents", True, True),
+    FUSED: (1, 70, 1, 64, None, False, False),
     "convolution": (1, 19, 96, 5, False, True),
     "head": (1000, 3, torch.int64),
     "masking": (2, 63, torch.int64, True),
@@ -55,8 +57,11 @@ def record(arch, kind):
     device = driver.install(arch)
     device.record = True
     g = torch.Generator().manual_seed(0)
-    cases.CALLS[kind](torch.bfloat16, g, *CALLS[kind])
-    return device.launches
+    cases.CALLS[kind.partition(",")[0]](torch.bfloat16, g, *CALLS[kind])
+    launches = device.launches
+    if kind == FUSED:
+        launches = [x for x in launches if x.kernel == "attention_backward_kernel"]
+    return launches
 
 
 def outcome(launch, ptx):
@@ -104,6 +109,7 @@ def main():
     parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
     args = parser.parse_args()
     jobs = [(arch, kind, args.places) for arch in args.arch or (80, 90) for kind in CALLS]
+    jobs = [job for job in jobs if job[0] == 90 or job[1] != FUSED]
     sums = {}  # of all kernels
     # A process for each job, as Triton has one target in a process.
     with concurrent.futures.ProcessPoolExecutor(args.workers, max_tasks_per_child=1) as pool:

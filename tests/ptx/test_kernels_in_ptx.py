@@ -127,6 +127,9 @@ def test_what_is_wrong_is_marked_in_the_table(ours):
         assert cases.cell([result]).startswith("80: **y ")
 
 
+FUSED = {"attention_backward_kernel"}  # runs on sm_90 alone
+
+
 def every_kernel():
     sources = [path.read_text() for path in (ROOT / "kernels").glob("*.py")]
     return {name for text in sources for name in re.findall(r"^def (\w+_kernel)\(", text, re.M)}
@@ -136,7 +139,8 @@ def test_every_kernel_runs_in_bfloat16():
     """As for an H100 (sm_90), with wgmma and cp.async; documents, an odd length, norm, rotation."""
     results = run_cases("quick", 90 if IS_ORDERED else 80)
     assert len(results) == 5
-    assert {name for result in results for name in result["kernels"]} == every_kernel()
+    expected = every_kernel() - (set() if IS_ORDERED else FUSED)
+    assert {name for result in results for name in result["kernels"]} == expected
     assert min(result["instructions"] for result in results) > 1000
 
 
@@ -168,7 +172,7 @@ def test_what_orders_and_bounds_accesses_is_needed():
     results, code = run("mutations.py", "--places=2")
     assert code == 0
     pairs = {(result["kernel"], result["arch"]) for result in results}
-    assert pairs == {*itertools.product(every_kernel(), (80, 90))}
+    assert pairs == {*itertools.product(every_kernel(), (80, 90))} - {(*FUSED, 80)}
     caught = {}
     for result in results:
         kind = result["mutation"]

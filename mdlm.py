@@ -253,18 +253,11 @@ class Layer(nn.Module):
             # q and k are normalized and rotated by their positions; then softmax(q k^T / sqrt(D)) v
             spans = dict(causal=view.causal, spans=view.sees)
             y = ops.attention(qkv, cos, sin, qk_norm=True, **spans)  # (B, T, H, D)
-            x = self.add(x, self.proj(y.reshape(B, T, C)), ops)
+            x = x + self.dropout(self.proj(y.reshape(B, T, C)))
         return x, self.norm_mlp(x, view, ops)
 
-    def mlp(self, x, h, ops=None):
-        return self.add(x, self.down(F.relu(self.up(h), inplace=True).square()), ops)
-
-    def add(self, x, y, ops):
-        """x + dropout(y). On a GPU by a kernel of ours, as PyTorch's random numbers take longer."""
-        has_dropout = self.training and isinstance(self.dropout, Dropout)
-        if has_dropout and x.is_cuda and getattr(ops, "name", "") == "triton":
-            return ops.residual_dropout(x, y, self.dropout.p)
-        return x + self.dropout(y)
+    def mlp(self, x, h):
+        return x + self.dropout(self.down(F.relu(self.up(h), inplace=True).square()))
 
     def forward(self, x, cos, sin, view, ops, rows=None):
         """rows: flat positions, of any shape, where the last layer's output is needed."""
@@ -272,7 +265,7 @@ class Layer(nn.Module):
         if rows is not None:
             x, h = (z.flatten(0, 1).index_select(0, rows.flatten()) for z in (x, h))
             x, h = (z.view(*rows.shape, z.shape[-1]) for z in (x, h))  # (*rows.shape, C)
-        return self.mlp(x, h, ops)
+        return self.mlp(x, h)
 
 
 class Model(nn.Module):
@@ -698,7 +691,7 @@ def make_run(config, corpus, machine, pretrained=None):
 
     model = build()
     averaged = build().eval() if config.ema else model
-    optimizers = make_optimizers(model, config, device, ops.name == "triton")
+    optimizers = make_optimizers(model, config, device)
     engine = Engine(model, dtype, ema_weight=torch.zeros((), device=device), rank=rank, world=world)
     return Run(config, corpus, model, averaged, optimizers, device, engine)
 

@@ -56,7 +56,7 @@ else:
         mask_tokens_ref,
         norm_conv,
         norm_conv_ref,
-        residual_dropout,
-        residual_dropout_ref,
         select,
     )
+    from .reference import residual_dropout_ref  # noqa: F401
+    from .residual import residual_dropout  # noqa: F401

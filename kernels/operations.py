@@ -15,21 +15,17 @@ from .reference import (
     linear_cross_entropy_ref,
     mask_tokens_ref,
     norm_conv_ref,
-    residual_dropout_ref,
 )
-from .residual import residual_dropout
 
 REFERENCES = SimpleNamespace(
     name="torch",
     mask_tokens=mask_tokens_ref,
     attention=attention_ref,
     norm_conv=norm_conv_ref,
-    residual_dropout=residual_dropout_ref,
     linear_cross_entropy=linear_cross_entropy_ref,
 )
 TRITON = dict(name="triton", mask_tokens=mask_tokens, attention=attention)
-TRITON |= dict(norm_conv=norm_conv, residual_dropout=residual_dropout)
-TRITON |= dict(linear_cross_entropy=linear_cross_entropy)
+TRITON |= dict(norm_conv=norm_conv, linear_cross_entropy=linear_cross_entropy)
 
 
 def attention_of_documents(qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=None):
@@ -53,8 +49,7 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
     causal    whether the model is autoregressive: then attention runs in PyTorch
     T         tokens of a window: above MAX_OURS, "auto" uses PyTorch for attention without spans
 
-    Returns a namespace with name, mask_tokens, attention, norm_conv, residual_dropout and
-    linear_cross_entropy.
+    Returns a namespace with name, mask_tokens, attention, norm_conv and linear_cross_entropy.
     Warns on stderr if an operation that was asked for does not run in Triton.
     """
     if name not in ("auto", "triton", "torch"):

@@ -16,6 +16,8 @@ e) alone. The words come from Philox-4x32-10 (Salmon et al., SC'11), a counter-b
 A word's lower half comes first. So a thread generates the bits of the 8 elements that it loads at
 once by a single call, while PyTorch's dropout needs a call for each element.
 
+mdlm.py does not use it yet: it has not been timed (studies/residual.py).
+
 The kernel reads the seed from memory: a CUDA graph that draws it by PyTorch's generator has another
 one in each replay.
 """

@@ -10,12 +10,12 @@
 #
 # The first call asks (seconds on an H100, estimated, behind each part below): do the kernels compute
 # what float64 computes (smoke; if not, nothing else is run), what takes the time of a step (profile),
-# is torch.compile needed (step), where do a run's other seconds go (start), what does sampling cost
+# do the kernels that wait for it help (residual, backward, muon; those that do become the default), is
+# torch.compile needed (step), where do a run's other seconds go (start), what does sampling cost
 # (generate), how fast is PyTorch at its best (baselines), what do networks of others cost
-# (pretrained), 124 M parameters (gpt2), are steps the same when repeated (repeat), Muon's launches
-# (muon), is what triton 3.7.1 makes right (cubins; first `studies/cubins.py make`), and peers for as
-# long as there is time (the packages liger-kernel and cut-cross-entropy). While smoke runs, what is
-# timed later is compiled.
+# (pretrained), 124 M parameters (gpt2), are steps the same when repeated (repeat), is what triton
+# 3.7.1 makes right (cubins; first `studies/cubins.py make`), and peers for as long as there is time
+# (the packages liger-kernel and cut-cross-entropy). While smoke runs, what is timed later is compiled.
 # whole: all of a training on TEXT; its log is gpu_whole.jsonl. NANOGPT: a clone of
 # github.com/karpathy/nanoGPT in which data/shakespeare_char/prepare.py has run.
 # OUT: folder of the results (results/). LIMIT: seconds for all (580). PYTHON: the interpreter.
@@ -28,7 +28,7 @@ if [ $# -gt 0 ]; then
     echo "gpu.sh takes no arguments, but: PARTS, LIMIT, OUT, TEXT, NANOGPT, PYTHON, CACHES, REHEARSAL in the environment" >&2
     exit 2
 fi
-first="smoke profile step start generate baselines pretrained gpt2 repeat muon cubins peers"
+first="smoke profile residual backward muon step start generate baselines pretrained gpt2 repeat cubins peers"
 others="train whole nanogpt tiles ops alike large tests record shards"
 PARTS=${PARTS:-$first}
 if [ -z "${PARTS// /}" ]; then
@@ -127,6 +127,9 @@ if [[ " $PARTS " == *" smoke "* ]]; then
     fi
 fi
 bench profile 50 profile --preset=gpu                    # 15
+part residual 40 "$python" studies/residual.py           # 20
+part backward 50 "$python" studies/fused_backward.py     # 30
+part muon 60 "$python" studies/newton_schulz.py          # 40
 ask step 60 --seconds=1                                  # 30
 ask start 120                                            # 80
 ask generate 60                                          # 40
@@ -134,7 +137,6 @@ ask baselines 120 --seconds=0.2                          # 90
 ask pretrained 75                                        # 50
 ask gpt2 90 --seconds=1                                  # 45
 ask repeat 75                                            # 40
-part muon 45 "$python" studies/newton_schulz.py          # 25
 part cubins 60 "$python" studies/cubins.py run           # 20
 bench peers 200 kernels --seconds=0.1 --only=head        # what is left
 bench train 100 train --preset=gpu --seconds=1

@@ -583,8 +583,8 @@ def gpu_script(tmp_path, broken="nothing", **variables):
     )
 
 
-PARTS = ["smoke", "profile", "step", "start", "generate", "baselines", "pretrained"]
-PARTS += ["gpt2", "repeat", "muon", "cubins", "peers"]
+PARTS = ["smoke", "profile", "residual", "backward", "muon", "step", "start", "generate"]
+PARTS += ["baselines", "pretrained", "gpt2", "repeat", "cubins", "peers"]
 
 
 def test_gpu_script_goes_on_after_a_failure_and_says_what_it_left_out(tmp_path):
@@ -606,6 +606,8 @@ def test_gpu_script_goes_on_after_a_failure_and_says_what_it_left_out(tmp_path):
     "program, said",
     [
         ("newton_schulz.py", "singular values"),
+        ("residual.py", ""),
+        ("fused_backward.py", ""),
         ("gpu.py generate", "recorded"),
         ("gpu.py repeat", "equal to the bit: True"),
     ],

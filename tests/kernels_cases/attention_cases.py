@@ -27,6 +27,7 @@ DTYPES = [torch.float32, HALF] + [torch.bfloat16] * GPU
 KERNELS = {"attention_forward_kernel", "attention_dq_kernel", "attention_dkdv_kernel"}
 FUSED = {"attention_forward_kernel", "attention_backward_kernel"}
 MODULE = sys.modules["support.kernels.attention"]
+MODULE.FUSED_T = 256
 
 
 def draw(B, T, H, D, dtype, seed=0):

@@ -8,8 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import mdlm
-from support.kernels import launch, residual_dropout, residual_dropout_ref, select
+from support.kernels import launch, residual_dropout, residual_dropout_ref
 
 pytestmark = pytest.mark.skipif(
     not launch.ENABLED or not (torch.cuda.is_available() or launch.INTERPRET),
@@ -216,22 +215,3 @@ def test_each_replay_of_a_graph_drops_others():
         graph.replay()
         outputs.append(out.clone())
     assert not torch.equal(*outputs)
-
-
-@pytest.mark.parametrize(
-    ("name", "p", "training"),
-    [("triton", 0.5, True), ("triton", 0.5, False), ("triton", 0.0, True), ("torch", 0.5, True)],
-)
-def test_layers_use_it_in_training_on_a_gpu(name, p, training):
-    """Never on a CPU, so that its numbers stay; nor with a cache in the place of the ops."""
-    launch.LAUNCHES.clear()
-    layer = mdlm.Layer(mdlm.Config(n_embd=32, n_head=1, dropout=p), attends=False).train(training)
-    x, y, _ = draw((2, 9, 32))
-    for ops, expected in ((select(name, DEVICE, 32), name == "triton"), (object(), 0), (None, 0)):
-        torch.manual_seed(1)
-        out = layer.add(x, y, ops)
-        expected = int(bool(expected and GPU and p and training))
-        assert launch.LAUNCHES.pop("residual_kernel", 0) == expected
-        if not expected:
-            torch.manual_seed(1)
-            assert torch.equal(out, x + layer.dropout(y))

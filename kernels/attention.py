@@ -45,8 +45,8 @@ from .reference import MAX_T, attention_ref
 
 HEAD_DIMS = (32, 64)
 MAX_OURS = 1024  # T up to which a layer is faster with these than with cuDNN (results/hopper.md)
-# T up to which one kernel computes the whole backward on Hopper, at most 256. 0: none, as it has not
-# been timed (studies/fused_backward.py).
+# T up to which one kernel computes the whole backward on Hopper, at most 256. 0: none, because it
+# has not been timed (studies/fused_backward.py).
 FUSED_T = 0
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS = torch.finfo(torch.float32).eps  # that of F.rms_norm, which computes in float32

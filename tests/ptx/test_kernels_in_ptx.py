@@ -138,7 +138,6 @@ def every_kernel():
 def test_every_kernel_runs_in_bfloat16():
     """As for an H100 (sm_90), with wgmma and cp.async; documents, an odd length, norm, rotation."""
     results = run_cases("quick", 90 if IS_ORDERED else 80)
-    assert len(results) == 5
     expected = every_kernel() - (set() if IS_ORDERED else FUSED)
     assert {name for result in results for name in result["kernels"]} == expected
     assert min(result["instructions"] for result in results) > 1000

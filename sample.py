@@ -265,6 +265,12 @@ class Chunk:  # n positions of a text, filled and corrected before the next ones
         is_done = ~masked.any(1)
         self.reveals = torch.where(is_done, self.reveals.clamp(max=s + 1), self.reveals)
 
+    def settled(self, x, mask):
+        """(B,) the place before which rows of x (B, T) can no longer change while it is written."""
+        is_open = x[:, self.at.start : self.at.stop] == mask
+        first = torch.where(is_open.any(1), is_open.int().argmax(1), len(self.at))
+        return self.at.start + torch.where(self.corrections > 0, 0, first)
+
     def goes_on(self, s):
         """Whether step s has something to do in any row."""
         return bool((s < self.reveals + self.corrections).any())

@@ -280,20 +280,22 @@ class Writer:
         """n texts after a prompt, with the numbers 0 .. n - 1 of the seed."""
         texts = []
         for rows in writer.batches(segments, job.n, False):
-            ends = {chunk.first: chunk.at.start for chunk in rows.chunks()}  # first step -> place
-            told = set()
+            chunks = list(rows.chunks())
+            told = [0] * len(rows.x)  # up to where each row was sent
             done = [False] * len(rows.x)
             first = int(rows.samples[0])
             for step in rows.steps():
-                # What precedes the chunk that is written now cannot change any more.
-                final = max(end for number, end in ends.items() if number < step.number)
-                if job.stream and final not in told:
-                    told.add(final)
-                    for row, ids in enumerate(step.x.tolist()):
-                        written = self.text_of(segments, ids[:final], job).filled
+                if not job.stream:
+                    continue
+                chunk = max((c for c in chunks if c.first < step.number), key=lambda c: c.first)
+                final = chunk.settled(step.x, writer.model.mask_id).tolist()
+                for row, ids in enumerate(step.x.tolist()):
+                    if final[row] > told[row]:
+                        told[row] = final[row]
+                        written = self.text_of(segments, ids[: final[row]], job).filled
                         done[row] |= tell(first + row, written)
-                    if all(done):
-                        break
+                if all(done):
+                    break
             for row, (ids, drawn) in enumerate(zip(rows.x.tolist(), rows.drawn)):
                 texts.append(self.text_of(segments, ids, job))
                 if job.logprobs is not None:

@@ -14,8 +14,9 @@ known: the nats that a sampler's fill is less likely than the best of all, log p
     remasking   the same with 64 calls, 48 of which correct
     sixteen     the likeliest of sixteen draws
 
-(The last two in gaps only; the networks compute in bfloat16.) And for whole words of 4 to 8 letters, who restores the word: the samplers, the search by one
-network and by two (--networks), and a beam over a 6-gram model that sees both sides.
+(The last two in gaps only; the networks compute in bfloat16.) And for whole words of 4 to 8
+letters, who restores the word: the samplers, the search by one network and by two (--networks), and
+a beam over a 6-gram model that sees both sides.
 """
 
 import sys

@@ -878,6 +878,19 @@ def test_blocks_stream_as_they_are_written(blocks_run, alone):
     assert "The " + whole == wanted["text"]
 
 
+def test_a_text_in_one_piece_streams_what_can_no_longer_change(server):
+    """Without corrections, all before the first mask; with them, all of it at the end."""
+    url = f"{server.url}/v1/completions"
+    for correct, least in ((0, 12), (4, 1)):
+        body = dict(prompt="The ", max_tokens=24, seed=2, order="left_to_right", correct=correct)
+        whole = post(url, json=body).json()["choices"][0]["text"]
+        lines = post(url, json=body | dict(stream=True)).text.split("\n\n")
+        parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        texts = [part["choices"][0]["text"] for part in parts]
+        assert "".join(texts) == whole
+        assert len([text for text in texts if text]) >= least
+
+
 # ---- Long ones
 @pytest.mark.long
 def test_idle_and_slow_connections_keep_none_out(short_run):

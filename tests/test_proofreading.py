@@ -77,6 +77,11 @@ def test_every_kind_of_mistake_is_repaired(kind, wrong, before, after):
     assert (change.line, change.column) == (2, change.position - len(LETTERS) + 1)
 
 
+def keep_all(monkeypatch):
+    for name in ("PRUNE", "SLACK"):
+        monkeypatch.setattr(proofreading, name, 1000.0)
+
+
 def test_the_gain_is_the_exact_likelihood(monkeypatch):
     """log p(R | all others) by the chain rule, before and after, in a world where it is known."""
     V = 5
@@ -103,7 +108,7 @@ def test_the_gain_is_the_exact_likelihood(monkeypatch):
         Edit(9, 9, (2,), "insertion"),
         Edit(1, 2, (4,), "substitution", single=0.5),
     ]
-    monkeypatch.setattr(proofreading, "SLACK", 1000.0)
+    keep_all(monkeypatch)
     for edit in edits:
         [decided] = reader.decide(ids, [edit])
         after = ids[: edit.start] + list(edit.ids) + ids[edit.stop :]
@@ -114,8 +119,8 @@ def test_the_gain_is_the_exact_likelihood(monkeypatch):
         assert decided.gain == pytest.approx(gain, abs=1e-5)
 
 
-def test_rivals_leave_a_race_without_changing_what_the_others_gain(monkeypatch):
-    """Those left are all that are within SLACK of the best, with the gains that they have alone."""
+def test_rivals_leave_a_race_without_changing_what_the_others_gain():
+    """Those left are within the slack of the best, with the gains that they have anyway."""
     reader = Proofreader(*alphabet())
     ids = [LETTERS.index(c) for c in "abcdefghizklmnop"]
     z = ids.index(LETTERS.index("z"))
@@ -129,18 +134,17 @@ def test_rivals_leave_a_race_without_changing_what_the_others_gain(monkeypatch):
     asked = []
     ask = reader.ask
     reader.ask = lambda rows, *questions: asked.append(len(rows)) or ask(rows, *questions)
-    kept = reader.race(ids, edits, proofreading.one_by_one)
+    kept = reader.race(ids, edits, proofreading.one_by_one, slack=3.0)
     few = sum(asked)
     asked.clear()
-    monkeypatch.setattr(proofreading, "SLACK", 1000.0)
-    everyone = reader.race(ids, edits, proofreading.one_by_one)
+    everyone = reader.race(ids, edits, proofreading.one_by_one, slack=1000.0)
     best = max(edit.gain - edit.cost for edit in everyone)
     assert kept == [e for e in everyone if e.gain - e.cost >= best - 3.0]
     assert len(everyone) == 4 > len(kept) and few < sum(asked)
 
 
 def test_edits_that_share_calls_gain_what_they_gain_alone(monkeypatch):
-    monkeypatch.setattr(proofreading, "SLACK", 1000.0)
+    keep_all(monkeypatch)
     model, tokenizer = alphabet(T=128)
     reader = Proofreader(model, tokenizer)
     ids = [LETTERS.index(c) for c in LINE]
@@ -513,19 +517,43 @@ def test_caution_keeps_surer_changes_alone(proofread, tmp_path):
         assert proofread("--fix=a.txt", f"--caution={caution}")[2].startswith(f"{n} change")
 
 
-def test_a_pipe_is_read_as_it_comes(proofread, tmp_path):
+def test_a_pipe_gets_the_changes_of_a_file(proofread, tmp_path):
+    """Also where a word of the end says that one of the beginning is meant."""
+    name = LETTERS.replace("j", "z").replace("n", "-")
+    text = LETTERS + name + LETTERS * 4 + name
+    (tmp_path / "a.txt").write_text(text)
     os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=[WRONG])
-    writer.start()
-    code, out, _ = proofread("--fix=pipe")
+    found = []
+    alone = text[: -len(name)]
+    [change] = sample.fix(*alphabet(), alone).changes
+    prior = Proofreader(*alphabet()).prior
+    cost = prior.substitution(*map(LETTERS.index, "zj"))
+    caution = change.gain - cost - 3.0  # with it the word is changed where it is alone
+    for path in ("a.txt", "pipe"):
+        if path == "pipe":
+            writer = threading.Thread(target=(tmp_path / path).write_text, args=[text])
+            writer.start()
+        found.append(proofread(f"--fix={path}", f"--caution={caution}"))
     writer.join()
-    assert code == 0 and "[-z-]{+j+}" in out
+    assert found[0] == found[1] and "2: " not in found[0][1]
+    (tmp_path / "a.txt").write_text(alone)
+    assert proofread("--fix=a.txt", f"--caution={caution}")[1].startswith("2: abcdefghi[-z-]{+j+}")
 
 
 def test_standard_input(proofread, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(WRONG.encode())))
     code, out, _ = proofread("--fix=-", "--output=-")
     assert (code, out) == (0, LETTERS * 3)
+
+
+def test_the_bar_counts_characters(proofread, monkeypatch, tmp_path):
+    """Those of the text, of which their number says how much time is left."""
+    (tmp_path / "a.txt").write_bytes("é".encode() * 3 + WRONG.encode())
+    bars = []
+    bar = fixing.bar
+    monkeypatch.setattr(fixing, "bar", lambda **about: bars.append(bar(**about)) or bars[-1])
+    assert proofread("--fix=a.txt", "--output=-")[0] == 0
+    assert bars[0].n == bars[0].total == len(WRONG) + 3 and bars[0].unit == " characters"
 
 
 @pytest.mark.parametrize(

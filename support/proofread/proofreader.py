@@ -50,18 +50,19 @@ NEAR = 4  # tokens between edits that are accounts of one mistake
 RIVALS = 8  # tokens over which the edits of a race begin
 APART = 8  # tokens between regions that share a call
 WIDTH = 4  # texts of a race that are asked for at a time
-SLACK = 3.0  # nats that a rival may be behind the best
+PRUNE = 5.0  # nats that a rival may be behind the best, as estimated by thirds,
+SLACK = 3.0  # and by the chain rule
 ROUNDS = 3  # of a window: a repaired mistake makes others near it easier to see
 # Nats that proposals need of log p, alone or at the beginning of a run of masks. A substitution:
 # its gain alone, beyond its cost; a deletion: alone, and half of that of the run; a swap: of both
 # tokens alone, and of the run; an insertion: of the tokens before and after it alone, and of the
 # run after it, and of what would be there.
 SUBSTITUTE = -4.0
-DELETE = -5.0
+DELETE = -4.0
 SWAP = -10.0
-INSERT = -6.0
+INSERT = -5.0
 FILL = -1.5
-TWICE = 6.0  # more costs an edit of words that occur elsewhere to others that do not
+TWICE = 6.0  # more costs an edit of words that occur elsewhere, or of a name, to unknown ones
 MOST = 1 << 24  # logits that are held at a time
 PIECE = 1 << 16  # characters that are tokenized at a time
 DOUBLED = re.compile(r"(?<![\w'’-])([^\W\d_]+)(\s+\1)(?![\w'’-])")  # the same word twice
@@ -168,6 +169,12 @@ def end_of(text):
     while n and text[n - 1].isalnum():
         n -= 1
     return text[n:]
+
+
+def looks_like_a_name(word, before):
+    """Whether a word after other text is in capitals, or begins with one within a sentence."""
+    is_within = before[-1:].isalnum() or before.endswith(",")
+    return len(word) > 1 and word[0].isupper() and (word.isupper() or is_within)
 
 
 # ---- Tokens of a text that must come back byte for byte
@@ -586,20 +593,10 @@ class Proofreader:
 
     # ---- 3. Prune, and 4. decide
     def decide(self, ids, edits):
-        """The Edits that are not far behind the best of their place, with their gains.
+        """The Edits that are not far behind the best of their place, with their gains."""
+        return self.race(ids, self.race(ids, edits, thirds, PRUNE), one_by_one, SLACK)
 
-        For a substitution the order of the chain rule in which the token comes last says the same
-        of a perfect network, `single`; the gain is the mean of both.
-        """
-        edits = self.race(ids, self.race(ids, edits, thirds), one_by_one)
-        return [
-            edit._replace(gain=(edit.gain + edit.single) / 2)
-            if edit.kind == "substitution"
-            else edit
-            for edit in edits
-        ]
-
-    def race(self, ids, edits, order):
+    def race(self, ids, edits, order, slack):
         """The Edits that are left in their races, with their gains."""
         places = []
         for edit in sorted(edits, key=lambda edit: edit.start):
@@ -608,7 +605,7 @@ class Proofreader:
                 here.append(edit)
             else:
                 places.append([edit])
-        races = [Race(ids, place, self.mask, self.caution, order) for place in places]
+        races = [Race(ids, place, self.mask, self.caution, order, slack) for place in places]
         while steps := [(race, seen) for race in races for seen in race.next()]:
             rows, where = self.laid(ids, [(race.start, race.stop, seen) for race, seen in steps])
             asked = [
@@ -619,7 +616,7 @@ class Proofreader:
             ]
             rivals, *questions = zip(*asked)
             for rival, logp in zip(rivals, self.ask(rows, *questions).logp):
-                rival.score += logp
+                rival.logp += logp
         return [edit for race in races for edit in race.left()]
 
     # ---- What is kept
@@ -648,18 +645,22 @@ class Proofreader:
         return sorted(kept, key=lambda edit: edit.start)
 
     def loses_known_words(self, window, edit):
-        """Whether an edit turns words that the text has elsewhere into some that it has not."""
-        before = end_of(text_of(window[max(0, edit.start - LONGEST) : edit.start]))
+        """Whether an edit turns words that the text has elsewhere, or a name, into unknown ones."""
+        left = text_of(window[max(0, edit.start - LONGEST) : edit.start])
+        before = end_of(left)
+        lead = left[: len(left) - len(before)].rstrip(" ")
         after = text_of(window[edit.stop : edit.stop + LONGEST])
         after = after[: COUNTED.match(after).end() if COUNTED.match(after) else 0]
         here = [window[edit.start : edit.stop], self.new_tokens(window, edit)]
-        old, new = (words_of(before + text_of(tokens) + after) for tokens in here)
-        while old and new and old[0] == new[0]:
+        old, new = (COUNTED.findall(before + text_of(tokens) + after) for tokens in here)
+        while old and new and old[0].lower() == new[0].lower():
             old, new = old[1:], new[1:]
-        while old and new and old[-1] == new[-1]:
+        while old and new and old[-1].lower() == new[-1].lower():
             old, new = old[:-1], new[:-1]
-        is_known = bool(old) and self.words.has_elsewhere(old)
-        return is_known and not all(map(self.words.__getitem__, new))
+        if all(self.words[word.lower()] for word in new):
+            return False
+        is_name = bool(old) and all(looks_like_a_name(words[0], lead) for words in (old, new))
+        return is_name or bool(old) and self.words.has_elsewhere([word.lower() for word in old])
 
     def is_readable(self, window, edit):
         """Whether the new text has the ids by which the edit was judged."""
@@ -754,7 +755,7 @@ def thirds(n):
 class Rival:
     """A text that may be meant in a place, and its likelihood so far.
 
-    edit: that makes it; None: what is there. score: log p of the tokens asked for, less the cost
+    edit: that makes it; None: what is there. logp: of the tokens asked for
     steps: [(what the network sees of it, the tokens it is asked for), ...]
     """
 
@@ -762,7 +763,7 @@ class Rival:
         self.edit = edit
         self.text = text
         self.cost = cost
-        self.score = -cost
+        self.logp = 0.0
         self.done = 0
         self.steps = []
         seen = [mask] * len(text)
@@ -788,7 +789,8 @@ class Race:
     ids[start:stop] is the place. What is there is known first; then the best go on first.
     """
 
-    def __init__(self, ids, edits, mask, caution, order):
+    def __init__(self, ids, edits, mask, caution, order, slack):
+        self.slack = slack
         start = self.start = edits[0].start
         stop = self.stop = min(len(ids), max(edit.stop for edit in edits) + REACH)
         self.rivals = [self.before] = [Rival(None, ids[start:stop], 0.0, order, mask)]
@@ -800,22 +802,32 @@ class Race:
         """What the network sees of the rivals that go on."""
         if not self.before.done:
             return [seen for seen, _ in self.before.steps]
-        best = max(rival.score for rival in self.rivals if rival.is_done())
-        is_near = [rival.score >= best - SLACK or not rival.edit for rival in self.rivals]
-        self.rivals = list(itertools.compress(self.rivals, is_near))
+        low = max(self.score(rival) for rival in self.rivals if rival.is_done()) - self.slack
+        self.rivals = [r for r in self.rivals if self.score(r) >= low or r is self.before]
         going = [rival for rival in self.rivals if not rival.is_done()]
-        going.sort(key=lambda rival: -rival.score)
+        going.sort(key=lambda rival: -self.score(rival))
         return list(dict.fromkeys(rival.steps[rival.done][0] for rival in going))[:WIDTH]
 
     def at(self, seen):
         """The rivals that go on from there."""
         return [r for r in self.rivals if not r.is_done() and r.steps[r.done][0] == seen]
 
+    def score(self, rival):
+        """At most the log-likelihood of a rival, less its cost.
+
+        For a substitution the order of the chain rule in which the token comes last says the same
+        of a perfect network, `single`; its gain is the mean of both.
+        """
+        logp = rival.logp
+        if rival.edit and rival.edit.kind == "substitution":
+            logp = (self.before.logp + logp + rival.edit.single) / 2
+        return logp - rival.cost
+
     def left(self):
         """The Edits with their gains, beyond what is there."""
         for rival in self.rivals:
             if rival.edit:
-                gain = rival.score + rival.cost - self.before.score
+                gain = self.score(rival) + rival.cost - self.before.logp
                 yield rival.edit._replace(gain=gain)
 
 

@@ -110,7 +110,7 @@ def test_the_gain_is_the_exact_likelihood(monkeypatch):
     ]
     keep_all(monkeypatch)
     for edit in edits:
-        [decided] = reader.decide(ids, [edit])
+        [decided], _ = reader.decide(ids, [edit])
         after = ids[: edit.start] + list(edit.ids) + ids[edit.stop :]
         stop = min(len(ids), edit.stop + proofreading.REACH)
         gain = direct(after, edit.start, stop + edit.growth) - direct(ids, edit.start, stop)
@@ -134,10 +134,12 @@ def test_rivals_leave_a_race_without_changing_what_the_others_gain():
     asked = []
     ask = reader.ask
     reader.ask = lambda rows, *questions: asked.append(len(rows)) or ask(rows, *questions)
-    kept = reader.race(ids, edits, proofreading.one_by_one, slack=3.0)
+    [race] = reader.race(ids, edits, proofreading.one_by_one, slack=3.0)
+    kept = list(race.left())
     few = sum(asked)
     asked.clear()
-    everyone = reader.race(ids, edits, proofreading.one_by_one, slack=1000.0)
+    [race] = reader.race(ids, edits, proofreading.one_by_one, slack=1000.0)
+    everyone = list(race.left())
     best = max(edit.gain - edit.cost for edit in everyone)
     assert kept == [e for e in everyone if e.gain - e.cost >= best - 3.0]
     assert len(everyone) == 4 > len(kept) and few < sum(asked)
@@ -153,8 +155,8 @@ def test_edits_that_share_calls_gain_what_they_gain_alone(monkeypatch):
         Edit(40, 40, (3,), "insertion"),
         Edit(75, 77, (1, 2), "swap"),
     ]
-    alone = [reader.decide(ids, [edit])[0].gain for edit in edits]
-    assert [edit.gain for edit in reader.decide(ids, edits)] == pytest.approx(alone, abs=1e-5)
+    alone = [reader.decide(ids, [edit])[0][0].gain for edit in edits]
+    assert [edit.gain for edit in reader.decide(ids, edits)[0]] == pytest.approx(alone, abs=1e-5)
 
 
 def test_a_word_that_is_there_twice_is_offered_as_a_deletion():

@@ -48,7 +48,7 @@ RUN = 3
 REACH = 6  # tokens after an edit whose likelihood decides
 NEAR = 4  # tokens between edits that are accounts of one mistake
 RIVALS = 8  # tokens over which the edits of a race begin
-APART = 8  # tokens between regions that share a call
+APART = 6  # tokens between regions that share a call
 WIDTH = 4  # texts of a race that are asked for at a time
 PRUNE = 5.0  # nats that a rival may be behind the best, as estimated by thirds,
 SLACK = 3.0  # and by the chain rule
@@ -494,7 +494,7 @@ class Proofreader:
             ids = [token.id for token in window[: self.context - self.spare]]
             if near is None:
                 proposed = self.propose(ids, window, begin, min(end, len(ids)))
-            edits = self.decide(ids, [edit for edit in proposed if edit.stop <= len(ids)])
+            edits, ahead = self.decide(ids, [e for e in proposed if e.stop <= len(ids)])
             if self.judged is not None:
                 last = len(window) - 1
                 self.judged += [(window[min(edit.start, last)].number, edit) for edit in edits]
@@ -502,7 +502,7 @@ class Proofreader:
             if not edits:
                 break
             window, end, near = self.apply(window, end, edits, made)
-            proposed = [edit for edit in moved(proposed, edits) if edit.start in near]
+            proposed = [edit for edit in moved(ahead, edits) if edit.start in near]
         return window, made
 
     # ---- 1. Doubt
@@ -593,11 +593,16 @@ class Proofreader:
 
     # ---- 3. Prune, and 4. decide
     def decide(self, ids, edits):
-        """The Edits that are not far behind the best of their place, with their gains."""
-        return self.race(ids, self.race(ids, edits, thirds, PRUNE), one_by_one, SLACK)
+        """(the Edits that are not far behind the best of their place, with their gains, those that
+        were ahead of what is there)"""
+        races = self.race(ids, edits, thirds, PRUNE)
+        ahead = [edit for race in races for edit in race.ahead()]
+        left = [edit for race in races for edit in race.left()]
+        races = self.race(ids, left, one_by_one, SLACK)
+        return [edit for race in races for edit in race.left()], ahead
 
     def race(self, ids, edits, order, slack):
-        """The Edits that are left in their races, with their gains."""
+        """Races of Edits near each other, when they are decided."""
         places = []
         for edit in sorted(edits, key=lambda edit: edit.start):
             here = places[-1] if places else []
@@ -617,7 +622,7 @@ class Proofreader:
             rivals, *questions = zip(*asked)
             for rival, logp in zip(rivals, self.ask(rows, *questions).logp):
                 rival.logp += logp
-        return [edit for race in races for edit in race.left()]
+        return races
 
     # ---- What is kept
     def best_apart(self, window, edits):
@@ -797,6 +802,7 @@ class Race:
         for edit in edits:
             text = [*ids[start : edit.start], *edit.ids, *ids[edit.stop : stop]]
             self.rivals.append(Rival(edit, text, edit.cost + caution, order, mask))
+        self.everyone = self.rivals
 
     def next(self):
         """What the network sees of the rivals that go on."""
@@ -822,6 +828,11 @@ class Race:
         if rival.edit and rival.edit.kind == "substitution":
             logp = (self.before.logp + logp + rival.edit.single) / 2
         return logp - rival.cost
+
+    def ahead(self):
+        """The Edits that were not seen to be less likely than what is there."""
+        low = self.before.logp
+        return [r.edit for r in self.everyone if r.edit and self.score(r) >= low]
 
     def left(self):
         """The Edits with their gains, beyond what is there."""

@@ -204,7 +204,7 @@ export async function* proofread(predict, text, vocab, context, settings) {
     const before = rivalOf(null, ids.slice(start, stop), 0, order, mask);
     const rivals = [before, ...edits.map(edit => rivalOf(edit,
       [...ids.slice(start, edit.start), ...edit.ids, ...ids.slice(edit.stop, stop)], edit.cost, order, mask))];
-    return {start, stop, before, rivals, slack};
+    return {start, stop, before, rivals, everyone: rivals, slack};
   }
 
   // What the network sees of the rivals that go on.
@@ -216,7 +216,7 @@ export async function* proofread(predict, text, vocab, context, settings) {
     return [...new Map(going.map(({steps, done}) => [steps[done].seen.join(), steps[done].seen])).values()].slice(0, WIDTH);
   }
 
-  // 3. Prune: the edits that are left in their races, with their gains.
+  // 3. Prune: races of edits near each other, when they are decided.
   async function race(ids, edits, order, slack) {
     const places = [];
     for (const edit of [...edits].sort(byStart)) {
@@ -236,12 +236,19 @@ export async function* proofread(predict, text, vocab, context, settings) {
       }
       for (const {rival, logp} of await ask(questions)) rival.logp += logp;
     }
-    return races.flatMap(({before, rivals}) => rivals.filter(rival => rival.edit)
-      .map(rival => ({...rival.edit, gain: scoreOf(rival, before) + rival.cost - before.logp})));
+    return races;
   }
 
-  // 4. Decide: the edits with their gains, by the chain rule.
-  const decide = async (ids, edits) => race(ids, await race(ids, edits, thirds, PRUNE), oneByOne, SLACK);
+  // 4. Decide, by the chain rule: {left, ahead}: the edits that are left with their gains, and those that were not seen to
+  // be less likely than what is there.
+  async function decide(ids, edits) {
+    const leftOf = races => races.flatMap(({before, rivals}) => rivals.filter(rival => rival.edit)
+      .map(rival => ({...rival.edit, gain: scoreOf(rival, before) + rival.cost - before.logp})));
+    const pruned = await race(ids, edits, thirds, PRUNE);
+    const ahead = pruned.flatMap(({before, everyone}) =>
+      everyone.filter(rival => rival.edit && scoreOf(rival, before) >= before.logp).map(({edit}) => edit));
+    return {left: leftOf(await race(ids, leftOf(pruned), oneByOne, SLACK)), ahead};
+  }
 
   // The edits that are kept, the best first, without those near a better one. An edit is kept if it and the edits near
   // it, each another account of the same mistake, are together likelier than no mistake.
@@ -270,7 +277,8 @@ export async function* proofread(predict, text, vocab, context, settings) {
     for (let round = 0; round < ROUNDS; round++) {
       const ids = window.slice(0, context - spare).map(token => token.id);  // insertions may exceed it
       if (!near) proposed = await propose(ids, begin, Math.min(end, ids.length));
-      const edits = bestApart(window, await decide(ids, proposed.filter(edit => edit.stop <= ids.length)));
+      const {left, ahead} = await decide(ids, proposed.filter(edit => edit.stop <= ids.length));
+      const edits = bestApart(window, left);
       if (!edits.length) break;
       let shift = 0;
       near = new Set();
@@ -286,7 +294,7 @@ export async function* proofread(predict, text, vocab, context, settings) {
         shift += fresh.length - old.length;
       }
       end += shift;
-      proposed = moved(proposed, edits).filter(edit => near.has(edit.start));
+      proposed = moved(ahead, edits).filter(edit => near.has(edit.start));
     }
     return {window, made};
   }

@@ -236,6 +236,32 @@ def test_names_that_a_text_has_elsewhere_stay():
     assert reader.best_apart(window, [sure]) == [sure], "what is likelier than this still changes"
 
 
+@pytest.mark.parametrize(
+    "text, right, is_kept",
+    [
+        ("OSWIN:\n", "P", True),
+        ("when Oswin", "P", True),
+        ("so, Oswin", "P", True),
+        ("Oswin", "P", False),  # any word begins a line with a capital
+        ("OSWIN", "o", False),
+        ("when oswin", "p", False),
+        ("OSWIN PSWIN", "P", False),  # a word that the text has
+    ],
+)
+def test_a_name_costs_more_to_change(text, right, is_kept):
+    letters = "OSWINPhenoswip,: \n"
+    letters = "".join(dict.fromkeys(letters))
+    model, _ = alphabet(T=64)
+    model.vocab_size = model.mask_id = len(letters)
+    reader = Proofreader(model, Tokenizer("char", list(letters)))
+    reader.words = proofreading.Words([text])
+    window = [proofreading.Token(letters.index(c), c.encode()) for c in text]
+    at = text.lower().index("oswin")
+    edit = Edit(at, at + 1, (letters.index(right),), "substitution", cost=8.0, gain=9.0)
+    assert (reader.best_apart(window, [edit]) == []) == is_kept
+    assert reader.best_apart(window, [edit._replace(gain=15.0)]), "what is likelier than this"
+
+
 @given(st.text(" aB_é1-\n", max_size=60), st.integers(1, 9))
 def test_words_are_counted_however_a_text_arrives(text, size):
     words = proofreading.Words(text[i : i + size] for i in range(0, len(text), size))
@@ -647,6 +673,7 @@ def test_a_short_context_loses_nothing(T):
     text = LETTERS + "é" + LETTERS
     fixed = sample.fix(*alphabet(T=T), text, caution=1000)
     assert fixed.text == text
+    sample.fix(*alphabet(T=T), text[::2])  # as many insertions as there is room for
 
 
 def test_the_shipped_weights_repair_a_sentence():

@@ -9,13 +9,13 @@ A text is read window by window, in four steps.
    also one more, one less, two swapped, or the second of two equal words less.
 3. Prune. Edits near each other are rivals in a Race, with what is there. Each is a text for the
    region from the first of them on to REACH tokens after the last. Its log p, given all other
-   tokens, is asked for a third of its tokens at a time. It only falls, so who is certain to stay
-   SLACK behind the best leaves.
+   tokens, is asked for a third of its tokens at a time. It only falls, so a rival leaves when it is
+   certain to stay far behind the best.
 4. Decide. The rivals left race again, token by token: log p(the region | all other tokens), exactly
    by the chain rule. What an edit gains over what is there, beyond its cost, which the prior of
-   mistakes says, are its log-odds. One that makes words unknown to the text of words that it has
-   elsewhere costs more: nobody misspells a name twice alike. Where the edits near each other are
-   together likelier than no mistake, the best of them is kept.
+   mistakes says, are its log-odds. One that turns a name, or words that the text has elsewhere,
+   into words unknown to it costs more: nobody misspells a name twice alike. Where the edits near
+   each other are together likelier than no mistake, the best of them is kept.
 
 Proposals near a change race again, as a mistake beside it is easier to see then. Regions that are
 far apart share calls. Nothing else is changed: a text without doubtful tokens comes back byte for
@@ -494,7 +494,9 @@ class Proofreader:
             ids = [token.id for token in window[: self.context - self.spare]]
             if near is None:
                 proposed = self.propose(ids, window, begin, min(end, len(ids)))
-            edits, ahead = self.decide(ids, [e for e in proposed if e.stop <= len(ids)])
+            room = self.context - len(ids)
+            some = [e for e in proposed if e.stop <= len(ids) and e.growth <= room]
+            edits, ahead = self.decide(ids, some)
             if self.judged is not None:
                 last = len(window) - 1
                 self.judged += [(window[min(edit.start, last)].number, edit) for edit in edits]

@@ -277,7 +277,8 @@ export async function* proofread(predict, text, vocab, context, settings) {
     for (let round = 0; round < ROUNDS; round++) {
       const ids = window.slice(0, context - spare).map(token => token.id);  // insertions may exceed it
       if (!near) proposed = await propose(ids, begin, Math.min(end, ids.length));
-      const {left, ahead} = await decide(ids, proposed.filter(edit => edit.stop <= ids.length));
+      const fits = edit => edit.stop <= ids.length && growth(edit) <= context - ids.length;
+      const {left, ahead} = await decide(ids, proposed.filter(fits));
       const edits = bestApart(window, left);
       if (!edits.length) break;
       let shift = 0;

@@ -341,19 +341,27 @@ def calibrate(options):
         raise UserError("--calibrate fits one network; give --out_dir one run")
     folder = folders[0]
     path = options.calibrate
+    if not Path(path).is_file():
+        raise UserError(f"--calibrate={path} is not a file; give a text that it has not learned")
     with open_data(path, folder, tokenizer, config, device) as (corpus, _):
         windows = corpus.windows(options.windows)
         room = options.windows - len(windows)
         some = torch.arange(min(room, corpus.W)) * corpus.W // max(1, min(room, corpus.W))
         windows = torch.cat((windows, corpus.take("train", some, 0)[0]))
+    is_own = False
     try:
         with open_data("", folder, tokenizer, config, device) as (corpus, source):
             known = [ids.cpu().numpy() for ids in corpus.ids.values()]
-            if any(has_window(ids, x) for ids in known for x in windows[:: len(windows) // 8 or 1]):
+            is_own = any(
+                has_window(ids, x) for ids in known for x in windows[:: len(windows) // 8 or 1]
+            )
+            if is_own:
                 what = f"{path} is the text that {folder} learned, or that validates it"
                 raise UserError(f"{what}; give text of its kind that it has never seen")
-    except OSError as e:
-        terminal.warn(f"{e}: whether {folder} learned {path} cannot be checked")
+    except (OSError, UserError) as e:
+        if is_own:
+            raise
+        terminal.warn(f"{e}: so whether {folder} learned {path} is not known")
     scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
     temperature = calibration.fit(model, windows, options.passes)
     source = f"{Path(path).name}, {len(windows)} windows of {config.block_size}"

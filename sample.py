@@ -7,9 +7,10 @@
     python sample.py --fix=letter.txt                   # find mistakes, show what to change
     python sample.py --watch --html=page.html           # see it, and keep it
 
-One loop, two moves. Reveal: draw some of the tokens that are still [MASK]. Correct: mask some that
-were drawn, and draw them again beside all the others. What is drawn in one call is far apart, where
-tokens hardly depend on each other. Without --out_dir and a run in out/, it uses weights/.
+Gaps get the likeliest of all fills, by a search (support/infill/search.py). All else is drawn, by
+one loop with two moves. Reveal: draw some of the tokens that are still [MASK]. Correct: mask some
+that were drawn, and draw them again beside all the others. What is drawn in one call is far apart,
+where tokens hardly depend on each other. Without --out_dir and a run in out/, it uses weights/.
 """
 
 from support import cli, terminal
@@ -692,14 +693,14 @@ class Writer:
             made += rows.written()
         return made
 
-    def filling(self, segments, n, max_gap, update=lambda n: None):
+    def filling(self, segments, n, max_gap, update=lambda n: None, deadline=math.inf):
         """The filling.Filling that searches for the n likeliest fills of a template."""
 
         def draw(segments, n):
             return [one.ids for one in self.write(segments, n, True)]
 
-        settings = (self.model, self.tokenizer, segments, n, max_gap)
-        return filling.Filling(*settings, draw=draw, update=update)
+        settings = (self.model, self.tokenizer, segments, n, max_gap, draw, update, deadline)
+        return filling.Filling(*settings)
 
 
 def write(
@@ -749,7 +750,7 @@ def write_rows(model, tokenizer, text, n, length, generator, max_gap, settings):
     """[Written] of the texts of `write`."""
     limits = TextFlags(num_samples=n, length=length, max_gap=max_gap)
     check_settings(limits)
-    given = settings
+    is_seeded = "seed" in settings
     writer = Writer(model, tokenizer, from_keywords(settings, model))
     several = list(text) if isinstance(text, (list, tuple)) else [text]
     todo = [writer.segments(one, limits.length) for one in several]
@@ -758,8 +759,8 @@ def write_rows(model, tokenizer, text, n, length, generator, max_gap, settings):
     made = []
     for segments, is_template in todo:
         if templates.has_open(segments):  # the likeliest lengths
-            segments = filling.fill(model, tokenizer, segments, 1, limits.max_gap)[0].segments
-        if "seed" not in given:
+            segments = writer.filling(segments, 1, limits.max_gap).finish()[0].segments
+        if not is_seeded:
             writer.settings = replace(writer.settings, seed=draw_seed(generator))
         made += writer.write(segments, limits.num_samples, is_template, bool(limits.length))
     return made
@@ -779,22 +780,27 @@ def search(
     text     "To be███", "To [___] be", "My [___|name|sword]": as for --infill
     top      how many fills
     max_gap  the longest fill of [___], in tokens
-    limit    texts that the network may see in the search; seconds: in which it must end
+    limit    texts that the network may see in the search; seconds: after which it ends. Lengths are
+             compared before it, and a list has a fill in any case
 
     Each candidate has `text`, `fills` (of each gap), `p`, its probability among all fills of its
     length given the text on both sides, and `logp`, by which they are ranked. Candidates.proven
     says whether no other fill is likelier; if it is not, Candidates.bound is the most that log p of
     another one can be.
     """
+    began = time.monotonic()
     top = arguments.whole_number("top", top, 1)
+    limit = arguments.whole_number("limit", limit, 1)
+    max_gap = arguments.whole_number("max_gap", max_gap, 1)
+    if not (isinstance(seconds, (int, float)) and seconds >= 0):
+        raise UserError(f"seconds={seconds!r} is not a time; give a number from 0 on")
     writer = Writer(model, tokenizer, from_keywords({}, model))
     segments, is_template = writer.segments(text)
     if not is_template:
         raise UserError(
             f"{text[:40]!r} has nothing to fill; write █ or [___] where text is missing"
         )
-    made = writer.filling(segments, top, max_gap)
-    return made.finish(arguments.whole_number("limit", limit, 1), time.monotonic() + seconds)
+    return writer.filling(segments, top, max_gap, deadline=began + seconds).finish(limit)
 
 
 def fix(model: mdlm.Model, tokenizer: Tokenizer, text: str, caution: float = 0.0) -> Any:
@@ -857,7 +863,7 @@ def check(options, given):
         if given.get(name) == "" or (name, options.html) == ("html", "-"):
             raise UserError(f"--{name}={given[name]} is no file or text; give one or leave it out")
     arguments.check_text(options.prompt + options.infill)
-    if re.search("█|\\[___[]:|]", options.prompt):
+    if templates.GAP.search(options.prompt):
         raise UserError("--prompt has gaps; give it as --infill, or without a flag before it")
     reads_stdin = "-" in (options.infill, options.batch, options.fix)
     stdin = dict(stdin="/dev/stdin") if reads_stdin else {}
@@ -932,7 +938,8 @@ def show_search(writer, found, options):
     ]
     facts = dict(steps=found.sequences, calls=found.sequences, seconds=found.seconds)
     facts |= dict(score=found[0].logp, p=found[0].p)
-    facts |= dict(proven=found.proven, bound=found.bound, excluded=found.excluded)
+    bound = found.bound if math.isfinite(found.bound) else None  # none is left: JSON has no inf
+    facts |= dict(proven=found.proven, bound=bound, excluded=found.excluded)
     facts |= dict(compares_lengths=found.compares_lengths, candidates=rows)
     if options.logprobs:
         drawn = [math.nan if value is None else value for value in found[0].drawn]
@@ -949,8 +956,7 @@ def answers(writer, todo, options, is_drawn, pages):
     if is_drawn:
         for template, segments in todo:
             if templates.has_open(segments):
-                found = filling.fill(writer.model, writer.tokenizer, segments, 1, options.max_gap)
-                segments = found[0].segments
+                segments = writer.filling(segments, 1, options.max_gap).finish()[0].segments
                 terminal.warn("[___] has its likeliest length now, and is filled again")
             is_template = template is not None
             for parts, facts in show_samples(writer, segments, options, is_template, pages):
@@ -958,7 +964,7 @@ def answers(writer, todo, options, is_drawn, pages):
         return
     n = options.candidates or (1 if options.batch else 3)
     hide = bool(options.batch)  # a bar of all templates is there
-    with progress.bar(desc="searching", unit=" texts seen", disable=hide) as bar:
+    with progress.bar(desc="searching", unit=" texts", disable=hide) as bar:
         for some in (todo[i : i + TOGETHER] for i in range(0, len(todo), TOGETHER)):
             began = time.monotonic()
             made = [

@@ -262,9 +262,9 @@ class Writer:
     def fill(self, writer, segments, job, tell):
         """The n likeliest fills, as `sample.py --infill --candidates=n` finds them."""
         texts = []
-        found = writer.filling(segments, job.n, job.max_tokens)
         deadline = time.monotonic() + job.seconds
-        for i, one in enumerate(found.finish(deadline=deadline)):
+        found = writer.filling(segments, job.n, job.max_tokens, deadline=deadline)
+        for i, one in enumerate(found.finish()):
             is_filled = [value is not None for value in one.drawn]
             texts.append(Text("".join(one.fills), one.text, sum(is_filled), is_ended=True))
             if job.logprobs is not None:

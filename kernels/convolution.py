@@ -12,7 +12,8 @@ Backward, where g is the gradient of h:
 
 The sums leave out positions outside the sequence, or in another document. A program processes
 consecutive rows. It keeps the K rows that a position needs in a sliding window, so that it reads
-each row once.
+each row once; and it loads each row while it computes the one before, because a program that waits
+for its rows is limited by the latency of memory (results/hopper.md).
 
 dw is a sum over all rows. Each program sums its own rows, and PyTorch sums over the programs. So
 there are no atomic additions, and two runs give equal bits.
@@ -49,11 +50,11 @@ def _visible_range(spans, row, T):
 
 @jit
 def _load(x, row, N, C, TILE: tl.constexpr):
-    """Load a row (TILE,) of x (N, C) in float32; zeros beyond column C, and outside the N rows."""
+    """Load a row (TILE,) of x (N, C); zeros beyond column C, and outside the N rows."""
     col = tl.arange(0, TILE)
     at = tl.where(col < C, row, -1).to(tl.int64)  # the row; -1 in columns beyond C
     inside = (at >= 0) & (at < N)
-    return tl.load(x + at * C + col, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(x + at * C + col, mask=inside, other=0.0)
 
 
 @jit
@@ -65,12 +66,12 @@ def _store(y, row, C, out, TILE: tl.constexpr):
 
 
 @jit
-def _normalized(x, r, row, first, last, N, C, EPS: tl.constexpr, TILE: tl.constexpr):
-    """Return h (TILE,) of a row.
+def _normalized(z, r, row, first, last, C, EPS: tl.constexpr):
+    """Return h (TILE,) of a row z (TILE,) of x.
 
     Also stores its r, if first <= row < last: other rows are those of other programs.
     """
-    z = _load(x, row, N, C, TILE)
+    z = z.to(tl.float32)
     root = tl.rsqrt(tl.sum(z * z, 0) / C + EPS)
     if (row >= first) & (row < last):
         tl.store(r + row, root)
@@ -127,11 +128,15 @@ def norm_conv_forward_kernel(
     # The window has h of rows `row - LEFT` .. `row - LEFT + K - 1`; here, all but the last.
     window = (tl.zeros((TILE,), tl.float32),) * K
     for i in tl.static_range(K - 1):
-        h = _normalized(x, r, first - LEFT + i, first, last, N, C, EPS, TILE)
+        row = first - LEFT + i
+        h = _normalized(_load(x, row, N, C, TILE), r, row, first, last, C, EPS)
         window = _slide(window, h, K)
+    following = _load(x, first - LEFT + K - 1, N, C, TILE)
     for row in range(first, last):
-        h = _normalized(x, r, row - LEFT + K - 1, first, last, N, C, EPS, TILE)
-        window = _slide(window, h, K)
+        newest = row - LEFT + K - 1
+        z = following
+        following = _load(x, newest + 1, N, C, TILE)
+        window = _slide(window, _normalized(z, r, newest, first, last, C, EPS), K)
         t, start, end = _visible_range(spans, row, T)
         out = tl.zeros((TILE,), tl.float32)
         for i in tl.static_range(K):
@@ -165,11 +170,16 @@ def norm_conv_backward_kernel(
     # The window has dy of rows `row + LEFT - K + 1` .. `row + LEFT`; here, all but the last.
     window = sums  # zeros
     for i in tl.static_range(K - 1):
-        window = _slide(window, _load(dy, first + LEFT - K + 1 + i, N, C, TILE), K)
+        row = first + LEFT - K + 1 + i
+        window = _slide(window, _load(dy, row, N, C, TILE).to(tl.float32), K)
+    following_dy = _load(dy, first + LEFT, N, C, TILE)
+    following_x = _load(x, first, N, C, TILE)
     for row in range(first, last):
-        window = _slide(window, _load(dy, row + LEFT, N, C, TILE), K)
+        window = _slide(window, following_dy.to(tl.float32), K)
         root = tl.load(r + row)
-        h = _load(x, row, N, C, TILE) * root
+        h = following_x.to(tl.float32) * root
+        following_dy = _load(dy, row + 1 + LEFT, N, C, TILE)
+        following_x = _load(x, row + 1, N, C, TILE)
         t, start, end = _visible_range(spans, row, T)
         g = tl.zeros((TILE,), tl.float32)
         new_sums = ()
@@ -190,9 +200,8 @@ def norm_conv_backward_kernel(
 def row_config(C, backward=False):
     """Return TILE and num_warps for rows of C: the fastest without spills (results/hopper.md)."""
     tile = max(512, triton.next_power_of_2(C))
-    if backward or tile > 1024:
-        return dict(TILE=tile, num_warps=max(4, tile // 256))
-    return dict(TILE=tile, num_warps=tile // 512)
+    is_one_warp = tile == 512 and not backward
+    return dict(TILE=tile, num_warps=1 if is_one_warp else max(4, tile // 256))
 
 
 def rows_per_program(N):

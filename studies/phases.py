@@ -42,7 +42,7 @@ MODES = {
 }
 
 
-def compile_network(run, compiled, mode, in_background=False):
+def compile_network(mode, run, compiled, in_background=False):
     """In place of compiling.compile_network, for the modes that mdlm.py does not have."""
     run.config.compile = "off"
     run.config.dtype = str(run.engine.dtype).removeprefix("torch.")
@@ -75,7 +75,7 @@ def main(argv):
         return call
 
     if mode != "whole":
-        compiling.compile_network = partial(compile_network, mode=mode)
+        compiling.compile_network = partial(compile_network, mode)
     for name, owner in owners.items():
         setattr(owner, name, timed(name, getattr(owner, name)))
     with contextlib.redirect_stdout(sys.stderr):

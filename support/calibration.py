@@ -38,7 +38,8 @@ def temperature_of(model):
     return (getattr(model, "calibration", None) or dict(temperature=1.0))["temperature"]
 
 
-CALIBRATED = weakref.WeakKeyDictionary()  # network -> its copy, so that a server can merge calls
+# network -> (its temperature, its copy): one copy, so that a server can merge calls
+CALIBRATED = weakref.WeakKeyDictionary()
 
 
 def calibrated(model):
@@ -48,16 +49,14 @@ def calibrated(model):
     """
     if not isinstance(model, nn.Module):
         return model.calibrated() if hasattr(model, "calibrated") else model
-    if hasattr(model, "networks"):
-        if model not in CALIBRATED:
-            CALIBRATED[model] = model.replaced(calibrated)
-        return CALIBRATED[model]
-    found = getattr(model, "calibration", None)
-    if not found:
+    temperature = temperature_of(model)
+    if temperature == 1:
         return model
-    if model not in CALIBRATED:
-        CALIBRATED[model] = at_temperature(model, found["temperature"])
-    return CALIBRATED[model]
+    if CALIBRATED.get(model, (None,))[0] != temperature:
+        is_one = not hasattr(model, "networks")
+        other = at_temperature(model, temperature) if is_one else model.replaced(calibrated)
+        CALIBRATED[model] = (temperature, other)
+    return CALIBRATED[model][1]
 
 
 # ---- Fitting it

@@ -193,6 +193,23 @@ def test_equal_fills_are_listed_in_one_order(rows, monkeypatch):
     assert [one.p for one in found] == pytest.approx([1 / 9] * 5) and found.proven
 
 
+def test_an_unlikely_text_between_two_gaps_leaves_the_probabilities():
+    """A start of a thousand nats, whose exponential is no number, as of a hundred odd words."""
+    tokenizer = Tokenizer("char", LETTERS)
+    segments = templates.encode_segments(["a", templates.Gap(2), "b"], tokenizer)
+    model = network()
+    found = []
+    for start in (0.0, 1000.0):
+        frame = filling.frame_of(model, tokenizer, segments, False, None)
+        frame.start = start
+        found.append(search.Search([frame], 3))
+        search.run(model, found[-1:])
+    plain, far = found
+    assert [one.p for one in far.fills] == pytest.approx([one.p for one in plain.fills])
+    assert far.rest(0) == pytest.approx(plain.rest(0)) and far.is_proven
+    assert far.fills[0].logp == pytest.approx(plain.fills[0].logp - 1000)
+
+
 # ---- What may not stand there
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("pattern, n", [("a[bc]", 2), ("(ab|c)*", 3), ("[^c]+c?", 3)])

@@ -4,7 +4,7 @@
 2. For each of these, log p(after | before) with masks in the gaps: a chain rule over the next REACH
    tokens of given text. Tokens that are further away tell hardly anything about a length.
 3. One search for the likeliest fills, whatever their length (search.py): by log p(gap, after |
-   before), which is that and log p(gap | both sides). Any order of a chain rule is one.
+   before) = log p(after | before) + log p(gap | before, after). The chain rule holds in any order.
 
 With known lengths it begins at 3, with log p(gap | both sides). A gap at the end of the text has
 all of its lengths in one search, as its fills end with [END] or a line break. Where there is more
@@ -100,37 +100,50 @@ def fill(
 
     Raises UserError if no fill can be shown.
     """
-    made = Filling(model, tokenizer, segments, n, max_gap, draw, update)
-    return made.finish(limit, deadline)
+    made = Filling(model, tokenizer, segments, n, max_gap, draw, update, deadline)
+    return made.finish(limit)
 
 
-def finish(fillings, limit=LIMIT, deadline=math.inf):
-    """Search in several Fillings, in shared network calls."""
+def finish(fillings, limit=LIMIT):
+    """Search in several Fillings, in shared network calls, up to the first of their deadlines."""
     if fillings:
+        deadline = min(one.deadline for one in fillings)
         by_search = {id(one.search): one for one in fillings}
         search.run(
             fillings[0].model,
             [one.search for one in fillings],
             limit,
             deadline,
-            lambda one: by_search[id(one)].count(1),
+            lambda one: by_search[id(one)].update(1),
         )
 
 
 class Filling:
     """A template that is being filled; the arguments are those of `fill`."""
 
-    def __init__(self, model, tokenizer, segments, n, max_gap=16, draw=None, update=lambda n: None):
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        segments,
+        n,
+        max_gap=16,
+        draw=None,
+        update=lambda n: None,
+        deadline=math.inf,
+    ):
         check_tokenizer(tokenizer, model)
         self.began = time.monotonic()
+        self.deadline = deadline
         self.model = calibrated(model)
         self.tokenizer = tokenizer
         self.update = update
-        self.sequences = 0
+        self.sequences = 0  # that the network has seen before the search
         segments = encode_segments(segments, tokenizer)
         check_lengths(segments, max_gap)
-        shapes = likely_shapes(self.model, tokenizer, segments, max_gap, self.count)
-        frames = [frame_of(self.model, tokenizer, *shape, draw) for shape in shapes]
+        is_endless = segments[-1] == Gap() and not abilities.knows_lengths(model)
+        shapes = likely_shapes(self.model, tokenizer, segments, max_gap, is_endless, self.count)
+        frames = [frame_of(self.model, tokenizer, shape, is_endless, draw) for shape in shapes]
         self.is_drawn = any(frame.is_drawn for frame in frames)
         self.compares_lengths = len(frames) > 1 or frames[0].is_joint
         if len(frames) > 1 and not frames[0].is_joint:
@@ -142,9 +155,9 @@ class Filling:
         self.sequences += n
         self.update(n)
 
-    def finish(self, limit=LIMIT, deadline=math.inf):
+    def finish(self, limit=LIMIT):
         """Search until the list is proven, or a limit is reached; returns the Candidates."""
-        finish([self], limit, deadline)
+        finish([self], limit)
         return self.candidates()
 
     def candidates(self):
@@ -169,7 +182,7 @@ class Filling:
                 for rest, frame in zip(rests, self.search.frames)
             )
         made.compares_lengths = self.compares_lengths
-        made.sequences = self.sequences
+        made.sequences = self.sequences + self.search.sequences
         made.seconds = time.monotonic() - self.began
         return made
 
@@ -197,21 +210,19 @@ class Filling:
 
 
 # ---- Lengths
-def likely_shapes(model, tokenizer, segments, max_gap, count):
-    """[(segments, is_endless)] of the likeliest shapes, whose gaps have known lengths.
+def likely_shapes(model, tokenizer, segments, max_gap, is_endless, count):
+    """The likeliest shapes: lists of segments whose gaps have known lengths.
 
     Each gap's lengths are scored with the others of a usual length; scores of several gaps add up.
     is_endless: the last gap, of any length, is at the end of the text
     """
     L = model.config.block_size
-    last = segments[-1]
-    is_endless = last == Gap() and not abilities.knows_lengths(model)
     options = {i: s.lengths(max_gap) for i, s in enumerate(segments) if s.is_open}
     known = list(segments)
     if is_endless:
         options.pop(len(segments) - 1)
         known[-1] = Gap(1)
-    elif last.is_open:
+    elif segments[-1].is_open:
         known = ended(model, tokenizer, known)
     for i, lengths in options.items():
         usual = min(lengths, key=lambda length: abs(length - 4))
@@ -220,8 +231,6 @@ def likely_shapes(model, tokenizer, segments, max_gap, count):
         for i, lengths in options.items():
             known[i] = segments[i].of_length(min(lengths))
     room = L - sum(s.size for i, s in enumerate(known) if i not in options)
-    if sum(min(lengths) for lengths in options.values()) > room:
-        raise UserError(f"no fill leaves room for the whole text in {L} tokens; shorten it")
     n_options = math.prod(len(lengths) for lengths in options.values())
     # All texts of a list are compared.
     n_listed = math.prod(len(options[i]) for i in options if segments[i].spelled)
@@ -249,7 +258,7 @@ def likely_shapes(model, tokenizer, segments, max_gap, count):
             shape[i] = segments[i].of_length(m)
         if is_endless:
             shape[-1] = Gap(max(1, min(max_gap, L - total(shape[:-1]))))
-        shapes.append((shape, is_endless))
+        shapes.append(shape)
     return shapes
 
 
@@ -278,6 +287,7 @@ def scores_of(model, tokenizer, known, gap, lengths, is_refined, count):
             for i, one in enumerate(shapes[m])
         ]
         searches.append(search.Search([frame_of(model, tokenizer, others, False, None)], 1))
+    # Enough for one fill of each, and some more.
     search.run(model, searches, limit=max(likely) + 4, update=lambda one: count(1))
     return {
         m: next_token[m] + one.fills[0].logp if one.fills else scores[m]

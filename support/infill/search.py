@@ -38,11 +38,11 @@ class Node(NamedTuple):
     """A partial fill of a Frame."""
 
     frame: int  # its number
-    cost: float  # -log p of what is filled, nats, and what the Frame costs from the start
+    cost: float  # -log p of what is filled, nats, and the start of the Frame
     fill: tuple  # the ids at the open positions, OPEN where there is none yet
     path: tuple = ()  # the (position, id) in the order in which they were filled; breaks ties
     losses: tuple = ()  # -log p of each of the path
-    least: float = 0.0  # its cheapest child that is not made yet costs at least this
+    least: float = 0.0  # no child that is not made yet costs less: the bound
     skip: int = 0  # how many of its likeliest children are made
 
     @property
@@ -63,7 +63,7 @@ class Fill(NamedTuple):
 class Frame:
     """A text whose gaps have known lengths.
 
-    x       (L,) list of ids, a whole context
+    x       (L,) list of ids, a whole context, [MASK] at the open positions
     open    the positions of the gaps, ascending
     filter  what may stand there, a filters.Filter
     after   positions of given text from the first gap on, which models score that do not see it
@@ -96,9 +96,7 @@ class Frame:
             return x, [at for at in self.after if begin < at < stop] + masked[:1]
         if not node.path:  # all of them: how uncertain are they?
             return x, masked
-        if self.is_ordered:
-            return x, masked[:1]
-        return x, [at for at in masked if not {at - 1, at + 1} <= {*masked}]
+        return x, masked[:1] if self.is_ordered else at_edges(masked)
 
     def is_complete(self, fill):
         """Whether nothing is left to fill, or to score."""
@@ -129,7 +127,9 @@ class Search:
 
     # ---- The queue
     def push(self, node):
-        left = node.fill.count(OPEN) - (node.skip > 0)
+        """Add a Node. The queue is ordered by what a complete fill will cost, by a guess, so that
+        good fills are complete early; what proves a list is `least`."""
+        left = node.fill.count(OPEN) - (1 if node.skip else 0)
         estimate = node.least + self.frames[node.frame].typical * left
         heapq.heappush(self.queue, (estimate, node.frame, node.path, node.skip, node))
 
@@ -162,7 +162,8 @@ class Search:
         given = [i for i, at in enumerate(places) if at not in frame.open]
         cost = node.cost - sum(logp[i, frame.x[places[i]]].item() for i in given)
         if not node.skip:
-            self.exclude(node.frame, math.exp(-node.cost) - math.exp(-cost))
+            self.excluded[node.frame] += self.mass(node.frame, node.cost)
+            self.excluded[node.frame] -= self.mass(node.frame, cost)
         if len(given) == len(places):  # the text after the last gap: the fill is complete
             self.offer(node._replace(cost=cost, least=cost))
             return
@@ -173,7 +174,8 @@ class Search:
         logp = logp[here]
         allowed = frame.filter.allowed(node.fill, k)
         if not node.skip:
-            self.exclude(node.frame, math.exp(-cost) * float(logp.exp()[~allowed].sum()))
+            refused = float(logp.exp()[~allowed].sum())
+            self.excluded[node.frame] += self.mass(node.frame, cost) * refused
         losses, ids = (-logp).masked_fill(~allowed, math.inf).sort(stable=True)
         n = int((losses < math.inf).sum())
         stop = min(n, node.skip + WIDTH)
@@ -197,14 +199,15 @@ class Search:
             fill = fill[: k + 1]
         return Node(parent.frame, cost, fill, (*parent.path, step), (*parent.losses, loss), cost)
 
-    def exclude(self, number, p):
-        self.excluded[number] += p * math.exp(self.frames[number].start)
+    def mass(self, number, cost):
+        """The probability of a partial fill of a Frame, without what the Frame costs itself."""
+        return math.exp(self.frames[number].start - cost)
 
     def offer(self, node):
         """Take a complete fill, if it may be shown and is among the best."""
         frame = self.frames[node.frame]
         text = frame.filter.accept(node.fill)
-        p = math.exp(frame.start - node.cost)
+        p = self.mass(node.frame, node.cost)
         if text is None:
             self.excluded[node.frame] += p
             return
@@ -252,9 +255,12 @@ class Search:
 def surest(places, logp):
     """Which of the places has the lowest entropy, of those that are not between two others."""
     entropy = torch.special.entr(logp.exp()).sum(1).tolist()
-    others = {*places}
-    at_edge = [i for i, at in enumerate(places) if not {at - 1, at + 1} <= others]
-    return min(at_edge, key=entropy.__getitem__)
+    return min(map(places.index, at_edges(places)), key=entropy.__getitem__)
+
+
+def at_edges(masked):
+    """Those of some positions that have a neighbor which is not among them."""
+    return [at for at in masked if not {at - 1, at + 1} <= {*masked}]
 
 
 @torch.no_grad()

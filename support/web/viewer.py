@@ -24,7 +24,7 @@ import torch
 
 from support.infill.templates import joined
 from support.outputs import write
-from support.terminal import UNSAFE, escaped, is_terminal
+from support.terminal import UNSAFE, escaped, is_terminal, warn
 
 FILLED = "\x1b[1;36m"
 NEW = "\x1b[1;7;36m"
@@ -343,12 +343,14 @@ def show(candidates, facts, with_scores):
         print(heading + highlighted(texts, dimmed=i > 0), flush=True)
     if with_scores:
         print(f"({certificate(facts, shows_p)})", flush=True)
+    elif not facts.get("proven", True):
+        warn(certificate(facts, shows_p))
 
 
 def certificate(facts, shows_p):
     """What is known of the fills that are not listed, in words."""
     seen = f"{facts['calls']} texts seen"
-    if facts["bound"] == -math.inf:
+    if facts["bound"] is None:
         return f"all fills are listed; {seen}"
     is_proven = "proven: any other" if facts["proven"] else "not proven: another"
     if shows_p:

@@ -26,9 +26,13 @@ from support import cli
 from support.data.tokenizer import Tokenizer
 from support.errors import UserError
 from support.proofread import file as fixing
-from support.proofread import mistakes
-from support.proofread import proofreader as proofreading
-from support.proofread.proofreader import Edit, Proofreader
+from support.proofread import mistakes, proofreader, races
+from support.proofread import words as words_of_text
+from support.proofread.changes import Change, Part
+from support.proofread.proofreader import Proofreader
+from support.proofread.races import Edit
+from support.proofread.tokens import Cutter, Token
+from support.proofread.words import Words
 from support.training import folder as run_folder
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz\n"
@@ -79,7 +83,7 @@ def test_every_kind_of_mistake_is_repaired(kind, wrong, before, after):
 
 def keep_all(monkeypatch):
     for name in ("PRUNE", "SLACK"):
-        monkeypatch.setattr(proofreading, name, 1000.0)
+        monkeypatch.setattr(proofreader, name, 1000.0)
 
 
 def test_the_gain_is_the_exact_likelihood(monkeypatch):
@@ -112,7 +116,7 @@ def test_the_gain_is_the_exact_likelihood(monkeypatch):
     for edit in edits:
         [decided], _ = reader.decide(ids, [edit])
         after = ids[: edit.start] + list(edit.ids) + ids[edit.stop :]
-        stop = min(len(ids), edit.stop + proofreading.REACH)
+        stop = min(len(ids), edit.stop + races.REACH)
         gain = direct(after, edit.start, stop + edit.growth) - direct(ids, edit.start, stop)
         if edit.kind == "substitution":
             gain = (gain + 0.5) / 2
@@ -134,11 +138,11 @@ def test_rivals_leave_a_race_without_changing_what_the_others_gain():
     asked = []
     ask = reader.ask
     reader.ask = lambda rows, *questions: asked.append(len(rows)) or ask(rows, *questions)
-    [race] = reader.race(ids, edits, proofreading.one_by_one, slack=3.0)
+    [race] = reader.race(ids, edits, races.one_by_one, slack=3.0)
     kept = list(race.left())
     few = sum(asked)
     asked.clear()
-    [race] = reader.race(ids, edits, proofreading.one_by_one, slack=1000.0)
+    [race] = reader.race(ids, edits, races.one_by_one, slack=1000.0)
     everyone = list(race.left())
     best = max(edit.gain - edit.cost for edit in everyone)
     assert kept == [e for e in everyone if e.gain - e.cost >= best - 3.0]
@@ -204,7 +208,7 @@ def test_what_is_proposed_is_what_was_probably_meant():
 def test_repairs_of_a_place_count_together():
     """Each less likely than no mistake, but not all: the best of them is kept."""
     reader = Proofreader(*alphabet())
-    window = [proofreading.Token(LETTERS.index(c), c.encode()) for c in LINE[:30]]
+    window = [Token(LETTERS.index(c), c.encode()) for c in LINE[:30]]
     one, other, far = (
         Edit(start, start + 1, (0,), "substitution", cost=8.0, gain=gain)
         for start, gain in ((5, 7.5), (7, 7.6), (20, 7.9))
@@ -219,18 +223,16 @@ def test_names_that_a_text_has_elsewhere_stay():
     """Nobody misspells a name twice alike, if what would stand there is in no other place."""
     line = LINE[:30]
     text = f"{line}\nkate\nand\nkate\nhath\nhate\nthat\nkate"
-    window = [proofreading.Token(LETTERS.index(c), c.encode()) for c in text]
+    window = [Token(LETTERS.index(c), c.encode()) for c in text]
     at = text.index("kate\nand")
     one = Edit(at, at + 1, (LETTERS.index("h"),), "substitution", cost=8.0, gain=9.0)
     new = Edit(at, at + 1, (LETTERS.index("l"),), "substitution", cost=8.0, gain=9.0)
     reader = Proofreader(*alphabet())
     assert reader.best_apart(window, [new]) == [new], "of a text whose words are not known"
-    reader.words = proofreading.Words([text])
+    reader.words = Words([text])
     assert reader.best_apart(window, [new]) == []
     assert reader.best_apart(window, [one]) == [one], "a word that it has, too"
-    reader.words = proofreading.Words(
-        [text.replace("\nkate", "\nkato").replace("\nkato", "\nkate", 1)]
-    )
+    reader.words = Words([text.replace("\nkate", "\nkato").replace("\nkato", "\nkate", 1)])
     assert reader.best_apart(window, [new]) == [new], "it stands there alone"
     sure = new._replace(gain=15.0)
     assert reader.best_apart(window, [sure]) == [sure], "what is likelier than this still changes"
@@ -254,8 +256,8 @@ def test_a_name_costs_more_to_change(text, right, is_kept):
     model, _ = alphabet(T=64)
     model.vocab_size = model.mask_id = len(letters)
     reader = Proofreader(model, Tokenizer("char", list(letters)))
-    reader.words = proofreading.Words([text])
-    window = [proofreading.Token(letters.index(c), c.encode()) for c in text]
+    reader.words = Words([text])
+    window = [Token(letters.index(c), c.encode()) for c in text]
     at = text.lower().index("oswin")
     edit = Edit(at, at + 1, (letters.index(right),), "substitution", cost=8.0, gain=9.0)
     assert (reader.best_apart(window, [edit]) == []) == is_kept
@@ -264,7 +266,7 @@ def test_a_name_costs_more_to_change(text, right, is_kept):
 
 @given(st.text(" aB_é1-\n", max_size=60), st.integers(1, 9))
 def test_words_are_counted_however_a_text_arrives(text, size):
-    words = proofreading.Words(text[i : i + size] for i in range(0, len(text), size))
+    words = Words(text[i : i + size] for i in range(0, len(text), size))
     counts = Counter(re.findall(r"[^\W_]+", text.lower()))
     assert all(words[word] == n for word, n in counts.items())
     assert counts.keys() == words.counts.keys() | ({words.last.lower()} - {""})
@@ -282,8 +284,8 @@ def test_a_stream_knows_the_words_up_to_each_window():
 
 
 def test_words_take_bounded_memory(monkeypatch):
-    monkeypatch.setattr(proofreading, "MOST_WORDS", 100)
-    words = proofreading.Words([" ".join(f"name w{i}" for i in range(1000)), "x" * 1000, "x " * 5])
+    monkeypatch.setattr(words_of_text, "MOST", 100)
+    words = Words([" ".join(f"name w{i}" for i in range(1000)), "x" * 1000, "x " * 5])
     assert len(words.counts) <= 101 and len(words.last) <= 65
     assert words["name"] > 900 and not words["x" * 1000]
 
@@ -393,7 +395,7 @@ def test_tokens_join_to_the_text(kind, pydoc):
         tokenizer = Tokenizer("file", library.to_str())
     else:
         tokenizer = Tokenizer(kind, sorted(set(pydoc))) if kind == "char" else small(kind, pydoc)
-    cutter = proofreading.Cutter(tokenizer)
+    cutter = Cutter(tokenizer)
     pieces = [text[i : i + 700] for i in range(0, len(text), 700)]
     tokens = list(cutter.tokens(pieces))
     assert b"".join(token.lead + token.own for token in tokens) == text.encode()
@@ -643,9 +645,9 @@ def test_what_goes_nowhere_is_refused(proofread, tmp_path):
 def test_a_long_line_is_shown_around_its_changes():
     stream = io.StringIO()
     shown = fixing.Shown(stream)
-    change = proofreading.Change(200, 1, 201, "swap", "ab", "ba", 12.0, None, None)
-    kept = proofreading.Part("x" * 200, "x" * 200)
-    for part in (kept, proofreading.Part("ab", "ba", change), kept, kept):
+    change = Change(200, 1, 201, "swap", "ab", "ba", 12.0, None, None)
+    kept = Part("x" * 200, "x" * 200)
+    for part in (kept, Part("ab", "ba", change), kept, kept):
         shown.add(part)
     shown.end()
     assert stream.getvalue() == f"1: …{'x' * 40}[-ab-]{{+ba+}}{'x' * 40}…\n"

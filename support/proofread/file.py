@@ -15,7 +15,8 @@ from support import outputs
 from support.errors import UserError
 from support.infill.templates import open_input, states_no_size
 from support.progress import bar
-from support.proofread.proofreader import Proofreader, Words
+from support.proofread.proofreader import Proofreader
+from support.proofread.words import Words
 from support.terminal import escaped, is_terminal, warn
 from support.training import scores
 from support.web import viewer
@@ -74,7 +75,7 @@ def pieces(f, name):
 
 @contextlib.contextmanager
 def reading(path):
-    """Context manager: (pieces of a text, its proofreader.Words).
+    """Context manager: (pieces of a text, its words.Words).
 
     It is read twice, so that it is checked and its words are counted before the first change: a
     text gets the same changes from a file and from a pipe, which goes to a temporary file first.
@@ -156,7 +157,7 @@ class Shown:
         self.after = ""
 
     def add(self, part):
-        """Show a proofreader.Part, if it is a change or near one."""
+        """Show a changes.Part, if it is a change or near one."""
         if part.change:
             self.line = self.line or part.change.line
             self.texts += [self.after, self.mark(part)]
@@ -203,7 +204,7 @@ class Shown:
 
 
 def to_html(part):
-    """A proofreader.Part for the page."""
+    """A changes.Part for the page."""
 
     def safe(text):
         return html.escape(escaped(text))
